@@ -1,0 +1,18 @@
+"""Helpers shared by the attention kernel wheels; the README says what may go here."""
+
+from .arith import cdiv, is_power_of_2, next_power_of_2, round_up
+from .fp8 import Fp8Info, fp8_dtype, fp8_info
+from .platform import Platform, detect
+
+__version__ = "1.0.0"
+__all__ = [
+    "Fp8Info",
+    "Platform",
+    "cdiv",
+    "detect",
+    "fp8_dtype",
+    "fp8_info",
+    "is_power_of_2",
+    "next_power_of_2",
+    "round_up",
+]

@@ -1,0 +1,36 @@
+"""``python -m attn_common [check]``: what is installed, what is seen here, and a check of it."""
+
+from __future__ import annotations
+
+import sys
+
+from . import __version__, detect, fp8_dtype
+from .fp8 import _FORMATS
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["check"]):
+        print("usage: python -m attn_common [check]", file=sys.stderr)
+        return 2
+    platform = detect()
+    print(f"attn-common {__version__}, Python {sys.version.split()[0]}")
+    print(f"platform {platform}: {platform.shared_memory_per_block} bytes of shared memory a block")
+    print(f"FP8: {fp8_dtype(platform) if platform.supports_fp8 else 'no'}")
+    try:
+        import torch
+    except ImportError:
+        print("torch is not installed: the FP8 table was not compared with it")
+        return 0
+    failed = False
+    for name, info in _FORMATS.items():
+        values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).double()
+        finite = values[values.isfinite()]
+        found = (finite.max().item(), finite.min().item(), finite[finite > 0].min().item())
+        agrees = found == (info.max, info.min, info.smallest_subnormal)
+        failed |= not agrees
+        print(f"{name}: {'ok' if agrees else f'MISMATCH, torch {torch.__version__} has {found}'}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""The 8-bit float formats, by torch's names for them, and which one a platform uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .platform import _CDNA3, Platform
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Fp8Info:
+    """Range and layout of a format: one sign bit, then the exponent, then the mantissa."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    has_inf: bool
+    bits: int = 8
+
+    @property
+    def min(self) -> float:
+        """The most negative finite value."""
+        return -self.max
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+
+
+_FORMATS = {
+    info.name: info
+    for info in (
+        Fp8Info("float8_e4m3fn", 4, 3, bias=7, max=448.0, has_inf=False),
+        Fp8Info("float8_e4m3fnuz", 4, 3, bias=8, max=240.0, has_inf=False),
+        Fp8Info("float8_e5m2", 5, 2, bias=15, max=57344.0, has_inf=True),
+        Fp8Info("float8_e5m2fnuz", 5, 2, bias=16, max=57344.0, has_inf=False),
+    )
+}
+
+
+def fp8_info(dtype: torch.dtype | str) -> Fp8Info:
+    """Look a format up by ``torch.dtype`` or by name (``"float8_e4m3fn"``)."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _FORMATS:
+        raise TypeError(f"fp8_info: dtype must be one of {', '.join(_FORMATS)}, got {dtype}")
+    return _FORMATS[name]
+
+
+def fp8_dtype(platform: Platform) -> str:
+    """Return the name of the e4m3 format in which a platform's tensors are encoded.
+
+    CDNA3 is the one that uses AMD's own ``float8_e4m3fnuz``. Whether the hardware computes in
+    FP8 at all is another question: ``platform.supports_fp8``.
+    """
+    return "float8_e4m3fnuz" if platform.arch in _CDNA3 else "float8_e4m3fn"
