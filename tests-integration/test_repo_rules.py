@@ -1,0 +1,305 @@
+"""Rules of the repository that no linter knows.
+
+A rule is a function of a repository's root that lists what breaks it. Each is also shown to catch
+what it is there for, in a small repository made for the purpose.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+SIBLING = "attn_common"
+BANNED = re.compile(r"make_block_ptr|\btl\.advance\b|\btriton\.autotune\b|@autotune\b")
+# module: what else of the package it may not import, at any depth
+LAYERS = {
+    "_configs": {"api", "_ops", "_kernels", "reference"},
+    "_kernels": {"api", "_ops", "reference"},
+    "reference": {"api", "_ops", "_kernels", "_configs"},
+    "api": {"_kernels"},
+    "_checks": {"api", "_ops", "_kernels"},
+}
+REQUIRED = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "tests"]
+REQUIRED_OF_KERNELS = ["tests/MUTATIONS.md", "benchmarks"]
+SHARED_TEST_FILES = ("_numerics.py", "_views.py", "conftest.py")
+
+
+def packages(root):
+    return sorted(p.parent for p in root.glob("packages/*/pyproject.toml"))
+
+
+def import_name(package):
+    return package.name.replace("-", "_")
+
+
+def kernel_packages(root):
+    return [p for p in packages(root) if (p / "src" / import_name(p) / "_kernels").is_dir()]
+
+
+def sources(root):
+    """Yield (package, module path within it, syntax tree) of every source file."""
+    for package in packages(root):
+        base = package / "src" / import_name(package)
+        for path in sorted(base.rglob("*.py")):
+            yield package, path.relative_to(base), ast.parse(path.read_text())
+
+
+def imports(tree, *, top_level_only=False):
+    """Yield (level, module, names) of every import statement."""
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield 0, alias.name, []
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or "", [alias.name for alias in node.names]
+
+
+def public_names(root):
+    path = root / "packages" / "attn-common" / "src" / SIBLING / "__init__.py"
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
+            return set(ast.literal_eval(node.value))
+    raise AssertionError(f"{path} has no __all__")
+
+
+def uses_private_names_of_attn_common(root):
+    public = public_names(root)
+    for package, path, tree in sources(root):
+        if import_name(package) == SIBLING:
+            continue
+        for _, module, names in imports(tree):
+            if module.startswith(f"{SIBLING}."):
+                yield f"{package.name}: {path} imports {module}"
+            elif module == SIBLING and not set(names) <= public:
+                yield f"{package.name}: {path} imports {sorted(set(names) - public)}"
+        for node in ast.walk(tree):
+            of_sibling = getattr(getattr(node, "value", None), "id", "") == SIBLING
+            if isinstance(node, ast.Attribute) and of_sibling and node.attr not in public:
+                yield f"{package.name}: {path} uses {SIBLING}.{node.attr}"
+
+
+def imports_a_sibling_or_itself_by_name(root):
+    ours = {import_name(package) for package in packages(root)}
+    for package, path, tree in sources(root):
+        allowed = {SIBLING} - {import_name(package)}
+        for level, module, _ in imports(tree):
+            top = module.partition(".")[0]
+            if level == 0 and top in ours - allowed:
+                yield f"{package.name}: {path} imports {module}"
+
+
+def imports_against_the_layers(root):
+    for package, path, tree in sources(root):
+        layer = path.parts[0].removesuffix(".py")
+        for level, module, names in imports(tree):
+            if level < len(path.parts):  # of the same sub-package, or of somebody else
+                continue
+            reached = {module.partition(".")[0]} if module else set(names)
+            for wrong in reached & LAYERS.get(layer, set()):
+                yield f"{package.name}: {path} imports {wrong}"
+
+
+def imports_kernels_eagerly(root):
+    for package, path, tree in sources(root):
+        if path.parts[0] == "_kernels":
+            continue
+        for level, module, names in imports(tree, top_level_only=True):
+            top = module.partition(".")[0]
+            if (level == 0 and top == "triton") or (level and "_kernels" in (top, *names)):
+                yield f"{package.name}: {path} imports {module or names} when it is imported"
+
+
+def uses_what_is_banned(root):
+    for package in packages(root):
+        for path in sorted((package / "src").rglob("*.py")):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if match := BANNED.search(line):
+                    yield f"{path.relative_to(root)}:{number}: {match[0]}"
+
+
+def asserts(root):
+    for package, path, tree in sources(root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assert):
+                yield f"{package.name}: {path}:{node.lineno}"
+
+
+def copies_that_differ(root):
+    for name in SHARED_TEST_FILES:
+        copies = [p / "tests" / name for p in packages(root) if (p / "tests" / name).is_file()]
+        if len({path.read_bytes() for path in copies}) > 1:
+            yield f"{name} differs between {', '.join(str(p.relative_to(root)) for p in copies)}"
+
+
+def lacks_a_required_file(root):
+    kernels = kernel_packages(root)
+    for package in packages(root):
+        source = f"src/{import_name(package)}"
+        required = [f"{source}/{n}" for n in ("__init__.py", "__main__.py", "py.typed")] + REQUIRED
+        for name in required + (REQUIRED_OF_KERNELS if package in kernels else []):
+            if not (package / name).exists():
+                yield f"{package.name} has no {name}"
+    for package in packages(root):
+        copy = package / "LICENSE"
+        if copy.exists() and copy.read_bytes() != (root / "LICENSE").read_bytes():
+            yield f"{package.name}: LICENSE is not the repository's"
+
+
+def changelog_disagrees_with_version(root):
+    for package in packages(root):
+        init = (package / "src" / import_name(package) / "__init__.py").read_text()
+        version = re.search(r'^__version__ = "(.+)"$', init, re.MULTILINE)[1]
+        text = (package / "CHANGELOG.md").read_text()
+        headings = re.findall(r"^## (\S+)", text, re.MULTILINE)
+        released = [heading for heading in headings if heading != "Unreleased"]
+        if headings[:1] != ["Unreleased"] and headings[:1] != [version]:
+            yield f"{package.name}: CHANGELOG.md begins with {headings[:1]}"
+        if released[:1] != [version]:
+            yield f"{package.name}: CHANGELOG.md has {released[:1]}, the version is {version}"
+
+
+def documents(root):
+    found = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("packages/*/*.md")]
+    return sorted(found)
+
+
+def tells_to_install_from_an_index(root):
+    names = "|".join(package.name for package in packages(root))
+    command = re.compile(rf"pip3? install (?!.*--no-index)[^`]*(?<![\w./-])({names})(?![\w/])")
+    for path in [*documents(root), *sorted(root.glob("packages/**/*.py"))]:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if command.search(line) and "never" not in line.lower():
+                yield f"{path.relative_to(root)}:{number}: {line.strip()}"
+
+
+def links_to_nothing(root):
+    for path in documents(root):
+        text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            if "://" not in target and not (path.parent / target).exists():
+                yield f"{path.relative_to(root)}: {target}"
+
+
+def readme_lists_other_packages(root):
+    listed = set(re.findall(r"\]\(packages/([\w-]+)/?\)", (root / "README.md").read_text()))
+    there = {package.name for package in packages(root)}
+    yield from (f"README.md does not list {name}" for name in sorted(there - listed))
+    yield from (f"README.md lists {name}" for name in sorted(listed - there))
+
+
+RULES = [
+    uses_private_names_of_attn_common,
+    imports_a_sibling_or_itself_by_name,
+    imports_against_the_layers,
+    imports_kernels_eagerly,
+    uses_what_is_banned,
+    asserts,
+    copies_that_differ,
+    lacks_a_required_file,
+    changelog_disagrees_with_version,
+    tells_to_install_from_an_index,
+    links_to_nothing,
+    readme_lists_other_packages,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_holds_here(rule, root):
+    assert list(rule(root)) == []
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A repository that keeps every rule: attn-common, and two kernel packages a and b."""
+    files = {"README.md": "", "LICENSE": "text"}
+    for name in ("attn-common", "a", "b"):
+        base, module = f"packages/{name}", name.replace("-", "_")
+        init = '__version__ = "1.0.0"\n__all__ = ["cdiv"]\n'
+        files |= {f"{base}/src/{module}/{n}": "" for n in ("__main__.py", "py.typed", "api.py")}
+        files |= {
+            f"{base}/src/{module}/__init__.py": init,
+            f"{base}/pyproject.toml": "",
+            f"{base}/README.md": "",
+            f"{base}/LICENSE": "text",
+            f"{base}/CHANGELOG.md": "## Unreleased\n\n## 1.0.0\n",
+            f"{base}/tests/conftest.py": "x = 1",
+        }
+        files["README.md"] += f"[{name}](packages/{name})\n"
+        if name != "attn-common":
+            files |= {
+                f"{base}/src/{module}/_kernels/forward.py": "import triton\nfrom . import tile\n",
+                f"{base}/src/{module}/_kernels/__init__.py": "",
+                f"{base}/src/{module}/_ops.py": "def f():\n    from ._kernels import forward\n",
+                f"{base}/src/{module}/_configs.py": "from attn_common import cdiv\n",
+                f"{base}/tests/MUTATIONS.md": "",
+                f"{base}/benchmarks/bench_a.py": "",
+            }
+    write(tmp_path, files)
+    return tmp_path
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_holds_in_a_small_repository(rule, small):
+    assert list(rule(small)) == []
+
+
+SRC = "packages/a/src/a"
+BREACHES = [
+    (uses_private_names_of_attn_common, f"{SRC}/api.py", "from attn_common import Vendor"),
+    (uses_private_names_of_attn_common, f"{SRC}/api.py", "from attn_common.fp8 import cdiv"),
+    (uses_private_names_of_attn_common, f"{SRC}/api.py", "import attn_common\nattn_common._x"),
+    (imports_a_sibling_or_itself_by_name, f"{SRC}/api.py", "def f():\n    import b.api"),
+    (imports_a_sibling_or_itself_by_name, f"{SRC}/api.py", "from a import _ops"),
+    (imports_a_sibling_or_itself_by_name, "packages/attn-common/src/attn_common/x.py", "import a"),
+    (imports_against_the_layers, f"{SRC}/_configs.py", "from ._kernels import forward"),
+    (imports_against_the_layers, f"{SRC}/_kernels/forward.py", "from ..reference import f"),
+    (imports_against_the_layers, f"{SRC}/_kernels/forward.py", "from .. import _ops"),
+    (imports_against_the_layers, f"{SRC}/api.py", "def f():\n    from ._kernels.forward import g"),
+    (imports_kernels_eagerly, f"{SRC}/_ops.py", "from ._kernels import forward"),
+    (imports_kernels_eagerly, f"{SRC}/_ops.py", "from . import _kernels"),
+    (imports_kernels_eagerly, f"{SRC}/api.py", "import triton.language as tl"),
+    (uses_what_is_banned, f"{SRC}/_kernels/x.py", "p = tl.make_block_ptr(q)"),
+    (uses_what_is_banned, f"{SRC}/_kernels/x.py", "p = tl.advance(p)"),
+    (uses_what_is_banned, f"{SRC}/_kernels/x.py", "@triton.autotune([])"),
+    (asserts, f"{SRC}/api.py", "def f(x):\n    assert x"),
+    (copies_that_differ, "packages/a/tests/conftest.py", "x = 2"),
+    (lacks_a_required_file, "packages/c/pyproject.toml", ""),
+    (lacks_a_required_file, "packages/a/LICENSE", "another text"),
+    (changelog_disagrees_with_version, f"{SRC}/__init__.py", '__version__ = "1.1.0"'),
+    (changelog_disagrees_with_version, "packages/a/CHANGELOG.md", "## 0.9.0\n\n## 1.0.0\n"),
+    (tells_to_install_from_an_index, "docs/x.md", "pip install attn-common"),
+    (tells_to_install_from_an_index, "docs/x.md", "    pip install -c f 'attn-common>=1'"),
+    (tells_to_install_from_an_index, f"{SRC}/api.py", '"""pip install "a[extra]" numpy."""'),
+    (links_to_nothing, "docs/x.md", "[x](y.md)"),
+    (readme_lists_other_packages, "README.md", "[a](packages/a) [b](packages/b)"),
+    (readme_lists_other_packages, "packages/c/pyproject.toml", ""),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), BREACHES)
+def test_catches_a_breach(rule, path, text, small):
+    write(small, {path: text})
+    assert list(rule(small))
+
+
+def test_every_rule_is_shown_to_catch_something():
+    assert {rule for rule, _, _ in BREACHES} == set(RULES)
+
+
+def test_an_install_without_an_index_is_no_breach(small):
+    write(small, {"docs/x.md": "pip install --no-index --find-links dist a==1.0.0\n"})
+    assert list(tells_to_install_from_an_index(small)) == []
+
+
+def test_ignored_files_stay_out_of_the_tree(root):
+    ignored = (root / ".gitignore").read_text().split()
+    assert {"/dist/", "/build/", "/.nox/", "/.bootstrap/"} <= set(ignored)
+    assert Path(root / ".ci" / "run").stat().st_mode & 0o111
