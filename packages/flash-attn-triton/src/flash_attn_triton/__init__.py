@@ -1,0 +1,26 @@
+"""FlashAttention in Triton: forward and backward, for NVIDIA and AMD GPUs."""
+
+from .api import flash_attn_func, flash_attn_varlen_func
+from .dropin import triton_attention
+from .merge import merge_attn_states
+from .packed import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from .reference import attention_reference, varlen_attention_reference
+
+__version__ = "1.0.0"
+__all__ = [
+    "attention_reference",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "merge_attn_states",
+    "triton_attention",
+    "varlen_attention_reference",
+]

@@ -1,0 +1,350 @@
+"""Argument checks of the public functions: what is wrong, what was expected, what came.
+
+They look at types, shapes, dtypes, strides and devices alone, never at tensor data, so that they
+neither wait for the device nor break a graph capture.
+"""
+
+import math
+from typing import Any
+
+import torch
+from attn_common import detect, fp8_dtype
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+
+_FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+_FP8_DTYPES = frozenset(
+    (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+)
+_DEVICES = ("cpu", "cuda", "meta")
+_FIXED = ("[batch, seqlen_q, heads_q, head_dim]", "[batch, seqlen_k, heads_k, head_dim]")
+_PACKED = ("[tokens_q, heads_q, head_dim]", "[tokens_k, heads_k, head_dim]")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
+    """Check the three main tensors: 4 dimensions for sequences of one length, 3 packed."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    dtype, device = q.dtype, q.device
+    if dtype not in _FLOAT_DTYPES:
+        _check_fp8_input(q)
+    if k.dtype != dtype or v.dtype != dtype:
+        name, x = ("k", k) if k.dtype != dtype else ("v", v)
+        raise TypeError(f"{name} must have the dtype of q, {dtype}, got {x.dtype}")
+    if k.device != device or v.device != device:
+        name, x = ("k", k) if k.device != device else ("v", v)
+        raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}")
+    if device.type not in _DEVICES:
+        raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {device}")
+
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != ndim:
+        form = (_FIXED if ndim == 4 else _PACKED)[0]
+        raise ValueError(f"q must be {form}, got {list(q_shape)}")
+    if len(k_shape) != ndim:
+        form = (_FIXED if ndim == 4 else _PACKED)[1]
+        raise ValueError(f"k must be {form}, got {list(k_shape)}")
+    if len(v_shape) != ndim:
+        form = (_FIXED if ndim == 4 else _PACKED)[1]
+        raise ValueError(f"v must be {form}, got {list(v_shape)}")
+    if not 1 <= q_shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim of q must be from 1 to {MAX_HEAD_DIM}, got {q_shape[-1]}")
+    if k_shape[-1] != q_shape[-1]:
+        raise ValueError(f"head_dim of k must be that of q, {q_shape[-1]}, got {k_shape[-1]}")
+    if not 1 <= v_shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim of v must be from 1 to {MAX_HEAD_DIM}, got {v_shape[-1]}")
+    if ndim == 4 and k_shape[0] != q_shape[0]:
+        raise ValueError(f"batch of k must be that of q, {q_shape[0]}, got {k_shape[0]}")
+    if v_shape[:-1] != k_shape[:-1]:
+        raise ValueError(
+            f"v must have the shape of k but for head_dim, {list(k_shape[:-1])}, "
+            f"got {list(v_shape[:-1])}"
+        )
+    heads_q, heads_k = q_shape[-2], k_shape[-2]
+    if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
+        raise ValueError(
+            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
+            f"heads_k {heads_k}"
+        )
+
+
+def check_options(
+    q: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    return_lse: bool,
+) -> tuple[float, int, int]:
+    """Check what is not a tensor; return the scale and the window that the operators take."""
+    if not (
+        isinstance(causal, bool)
+        and isinstance(deterministic, bool)
+        and isinstance(return_attn_probs, bool)
+        and isinstance(return_lse, bool)
+    ):
+        for name, flag in (
+            ("causal", causal),
+            ("deterministic", deterministic),
+            ("return_attn_probs", return_attn_probs),
+            ("return_lse", return_lse),
+        ):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be a bool, got {_kind(flag)}")
+    if dropout_p.__class__ is not float:
+        check_number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
+    if dropout_p > 0.0 and q.dtype in _FP8_DTYPES:
+        raise NotImplementedError(f"dropout_p must be 0.0 for FP8 inputs, got {dropout_p}")
+    if softcap.__class__ is not float:
+        check_number("softcap", softcap)
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be finite and at least 0.0, got {softcap}")
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    else:
+        if softmax_scale.__class__ is not float:
+            check_number("softmax_scale", softmax_scale)
+        if not -math.inf < softmax_scale < math.inf:
+            raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
+    left, right = window_size
+    if not (_is_int(left) and _is_int(right)):
+        raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size must hold -1 or numbers from 0 up, got {window_size!r}")
+    return softmax_scale, left, 0 if causal else right
+
+
+def check_packed(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None,
+) -> int:
+    """Check what says where sequences begin and end; return their number."""
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_lengths(name, x, q)
+        if x.shape[0] < 1:
+            raise ValueError(f"{name} must be [batch + 1], got {list(x.shape)}")
+    batch: int = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k.shape[0] != batch + 1:
+        raise ValueError(
+            f"cu_seqlens_k must be as long as cu_seqlens_q, [{batch + 1}], "
+            f"got {list(cu_seqlens_k.shape)}"
+        )
+    if seqused_k is not None:
+        _check_lengths("seqused_k", seqused_k, q)
+        if seqused_k.shape[0] != batch:
+            raise ValueError(f"seqused_k must be [{batch}], got {list(seqused_k.shape)}")
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if not _is_int(length):
+            raise TypeError(f"{name} must be an int, got {_kind(length)}")
+        if length < 0:
+            raise ValueError(f"{name} must be at least 0, got {length}")
+    return batch
+
+
+def check_extras(
+    q: Tensor,
+    batch: int,
+    heads_k: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Check what is added to the scores or to the denominator."""
+    heads_q = q.shape[-2]
+    if bias is not None:
+        check_tensor("bias", bias)
+        if bias.dtype != q.dtype and bias.dtype != torch.float32:
+            raise TypeError(
+                f"bias must have the dtype of q, {q.dtype}, or torch.float32, got {bias.dtype}"
+            )
+        if bias.dtype in _FP8_DTYPES:
+            raise TypeError(f"bias must be torch.float32 for FP8 inputs, got {bias.dtype}")
+        _check_device("bias", bias, q)
+        whole = (batch, heads_q, seqlen_q, seqlen_k)
+        if bias.ndim > 4 or any(
+            size not in (1, full)
+            for size, full in zip(reversed(bias.shape), reversed(whole), strict=False)
+        ):
+            raise ValueError(
+                f"bias must broadcast to [batch, heads_q, seqlen_q, seqlen_k], {list(whole)}, "
+                f"got {list(bias.shape)}"
+            )
+    if alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes)
+        if alibi_slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes must be torch.float32, got {alibi_slopes.dtype}")
+        _check_device("alibi_slopes", alibi_slopes, q)
+        if alibi_slopes.shape != (heads_q,) and alibi_slopes.shape != (batch, heads_q):
+            raise ValueError(
+                f"alibi_slopes must be [heads_q] or [batch, heads_q], [{heads_q}] or "
+                f"[{batch}, {heads_q}], got {list(alibi_slopes.shape)}"
+            )
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "alibi_slopes must not require a gradient, which is not computed; "
+                "got requires_grad=True"
+            )
+    if sinks is not None:
+        check_tensor("sinks", sinks)
+        if sinks.dtype not in _FLOAT_DTYPES:
+            raise TypeError(
+                f"sinks must be torch.float16, torch.bfloat16 or torch.float32, got {sinks.dtype}"
+            )
+        _check_device("sinks", sinks, q)
+        if sinks.shape != (heads_q,):
+            raise ValueError(f"sinks must be [heads_q], [{heads_q}], got {list(sinks.shape)}")
+
+
+def check_low_precision(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: int,
+    heads_k: int,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out_scale: Tensor | None,
+    others: tuple[Tensor | None, ...],
+) -> torch.dtype:
+    """Check scales and the output's dtype; return that dtype.
+
+    ``others`` are the tensors besides q, k and v that could ask for a gradient.
+    """
+    dtype = q.dtype
+    is_fp8 = dtype in _FP8_DTYPES
+    for name, descale in (
+        ("q_descale", q_descale),
+        ("k_descale", k_descale),
+        ("v_descale", v_descale),
+    ):
+        if descale is None:
+            continue
+        check_tensor(name, descale)
+        if not is_fp8:
+            raise ValueError(f"{name} must be None unless q, k and v are FP8, which are {dtype}")
+        if descale.dtype != torch.float32:
+            raise TypeError(f"{name} must be torch.float32, got {descale.dtype}")
+        _check_device(name, descale, q)
+        if descale.numel() != 1 and descale.shape != (batch, heads_k):
+            raise ValueError(
+                f"{name} must have one element or be [batch, heads_k], [{batch}, {heads_k}], "
+                f"got {list(descale.shape)}"
+            )
+    if out_dtype is None:
+        if out_scale is not None:
+            raise ValueError("out_scale must be None unless out_dtype is FP8, got out_dtype None")
+        if not is_fp8:
+            return dtype
+        out_dtype = torch.bfloat16
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {_kind(out_dtype)}")
+    if out_dtype in _FP8_DTYPES:
+        _check_fp8_output(q, out_dtype, out_scale)
+    else:
+        if out_dtype not in _FLOAT_DTYPES:
+            raise TypeError(
+                "out_dtype must be torch.float16, torch.bfloat16, torch.float32 or FP8, "
+                f"got {out_dtype}"
+            )
+        if out_scale is not None:
+            raise ValueError(
+                f"out_scale must be None unless out_dtype is FP8, which is {out_dtype}"
+            )
+    if (is_fp8 or out_dtype in _FP8_DTYPES) and torch.is_grad_enabled():
+        for x in (q, k, v, *others):
+            if x is not None and x.requires_grad:
+                raise NotImplementedError(
+                    "FP8 has no gradient: inputs must not require one with FP8 inputs or an FP8 "
+                    "out_dtype, got requires_grad=True"
+                )
+    return out_dtype
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Check that an argument is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {_kind(x)}")
+
+
+def check_number(name: str, x: Any) -> None:
+    """Check that an argument is a real number, and not a bool."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a float, got {_kind(x)}")
+
+
+def check_fp8_hardware(name: str, device: torch.device) -> torch.dtype:
+    """Check that a device computes in FP8; return the e4m3 dtype it uses."""
+    platform = detect("cpu" if device.type == "meta" else device)
+    if not platform.supports_fp8:
+        raise NotImplementedError(
+            f"{name}: FP8 needs an NVIDIA GPU of sm_89 or up, or an AMD one of gfx942 or up, "
+            f"got {platform}"
+        )
+    dtype: torch.dtype = getattr(torch, fp8_dtype(platform))
+    return dtype
+
+
+def _check_fp8_input(q: Tensor) -> None:
+    dtype = q.dtype
+    if dtype not in _FP8_DTYPES:
+        raise TypeError(
+            "q must be torch.float16, torch.bfloat16, torch.float32 or FP8 (e4m3), "
+            f"got {dtype}; attention_reference takes torch.float64"
+        )
+    expected = check_fp8_hardware("q", q.device)
+    if dtype != expected:
+        raise TypeError(f"q must be {expected} to be FP8 on this platform, got {dtype}")
+
+
+def _check_fp8_output(q: Tensor, out_dtype: torch.dtype, out_scale: Tensor | None) -> None:
+    expected = check_fp8_hardware("out_dtype", q.device)
+    if out_dtype != expected:
+        raise TypeError(f"out_dtype must be {expected} to be FP8 on this platform, got {out_dtype}")
+    if out_scale is None:
+        raise ValueError(f"out_scale must be given for the FP8 out_dtype {out_dtype}, got None")
+    check_tensor("out_scale", out_scale)
+    if out_scale.dtype != torch.float32:
+        raise TypeError(f"out_scale must be torch.float32, got {out_scale.dtype}")
+    _check_device("out_scale", out_scale, q)
+    if out_scale.numel() != 1:
+        raise ValueError(f"out_scale must have one element, got {list(out_scale.shape)}")
+
+
+def _check_lengths(name: str, x: Any, q: Tensor) -> None:
+    check_tensor(name, x)
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be torch.int32, got {x.dtype}")
+    _check_device(name, x, q)
+    if x.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got {list(x.shape)}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+
+
+def _kind(x: Any) -> str:
+    return type(x).__name__

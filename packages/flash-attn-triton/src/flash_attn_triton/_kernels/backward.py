@@ -1,0 +1,120 @@
+"""Backward pass: recompute the probabilities from the saved LSE, in one kernel per gradient.
+
+First two numbers per row; then dk and dv by blocks of keys, dq by blocks of queries, and the bias
+gradient, if asked for, by blocks of the bias. The method is FlashAttention-2's (Dao, 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from attn_common import cdiv, detect
+from torch import Tensor
+
+from .backward_dkdv import launch_dkdv
+from .backward_dq import launch_dq
+from .bias_gradient import launch_bias_gradient
+from .launch import BackwardInputs, Problem, aligned, dense, on_device_of, token_strides
+from .primitives import INF, LOG2E, NEG_INF
+
+# rows per program of the row kernel
+ROWS = 32
+
+
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def _row_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr,
+    tokens, rows, heads_q, stride_dob, stride_dos, stride_doh,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write two numbers per row of [batch, heads_q, tokens] that every tile of the row needs.
+
+    ``delta = sum(out * dout) - dlse``, and ``lse2``, the LSE in base 2, which is +inf for rows that
+    see no key: their probabilities then come out as 0.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    batch_head = row // tokens
+    token = row % tokens
+    batch_id = batch_head // heads_q
+    head = batch_head % heads_q
+    cols = tl.arange(0, BLOCK_DV)
+    mask = inside[:, None] & (cols < HEAD_DIM_V)[None, :]
+    # out is contiguous: [batch, tokens, heads_q, HEAD_DIM_V]
+    out_at = ((batch_id * tokens + token) * heads_q + head) * HEAD_DIM_V
+    dout_at = batch_id * stride_dob + token * stride_dos + head * stride_doh
+    out = tl.load(out_ptr + out_at[:, None] + cols[None, :], mask=mask, other=0.0)
+    dout = tl.load(dout_ptr + dout_at[:, None] + cols[None, :], mask=mask, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        # d(lse)/d(score) is p, which joins the softmax's own term
+        delta -= tl.load(dlse_ptr + row, mask=inside, other=0.0)
+    tl.store(delta_ptr + row, delta, mask=inside)
+    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
+    tl.store(lse2_ptr + row, tl.where(lse == NEG_INF, INF, lse * LOG2E), mask=inside)
+
+
+def _row_numbers(
+    problem: Problem, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return ``(delta, lse2)``, shaped like the LSE."""
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    rows = lse.numel()
+    with on_device_of(out):
+        _row_kernel[(cdiv(rows, ROWS),)](
+            out, dout, lse, dense(dlse), delta, lse2,
+            problem.tokens_q, rows, problem.heads_q, *token_strides(dout),
+            HEAD_DIM_V=problem.constants["HEAD_DIM_V"],
+            BLOCK_DV=problem.constants["BLOCK_DV"],
+            BLOCK=ROWS,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+    return delta, lse2
+
+
+def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Sum ``-p * delta`` over rows: a sink is a key whose value is 0."""
+    share = torch.exp(sinks.float()[:, None] - lse)
+    # rows of -inf, padding among them, have no denominator to share
+    per_row = torch.where(lse == float("-inf"), 0.0, -share * delta)
+    return per_row.sum(tuple(d for d in range(lse.ndim) if d != lse.ndim - 2)).to(sinks.dtype)
+
+
+def launch_backward(
+    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes,
+    sinks, rng_state, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right,
+    softcap, dropout_p, needs_dbias,
+):  # fmt: skip
+    """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
+    dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
+    out = out.contiguous()
+    problem = Problem(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, rng_state,
+        softmax_scale, window_left, window_right, softcap, dropout_p,
+    )  # fmt: skip
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device) if needs_dbias else None
+    dsinks = None
+    if problem.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
+        for gradient in (dq, dk, dv, dbias):
+            if gradient is not None:
+                gradient.zero_()
+    if problem.batch != 0 and q.numel() != 0:
+        delta, lse2 = _row_numbers(problem, out, dout, dlse, lse)
+        if sinks is not None:
+            dsinks = _sink_gradient(sinks, lse, delta)
+        if k.numel() != 0:
+            inputs = BackwardInputs(q, k, v, dout, lse2, delta)
+            platform = detect(q.device)
+            launch_dkdv(problem, platform, inputs, dk, dv)
+            launch_dq(problem, platform, inputs, dq)
+            if dbias is not None:
+                launch_bias_gradient(problem, platform, inputs, dbias)
+    elif sinks is not None:
+        dsinks = torch.zeros_like(sinks)
+    # two empty tensors, not one: outputs of an operator may not alias
+    dbias = q.new_empty(0) if dbias is None else dbias
+    dsinks = q.new_empty(0) if dsinks is None else dsinks
+    return dq, dk, dv, dbias, dsinks

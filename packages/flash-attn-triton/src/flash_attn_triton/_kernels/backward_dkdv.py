@@ -1,0 +1,224 @@
+"""Gradients of keys and values: one program owns a block of keys and walks the queries that see it.
+
+It serves every query head of its key head in turn, so that no two programs write one address: no
+atomics, and the result repeats bit for bit. Scores are transposed ([keys, queries]): the products
+that follow then take the accumulator as it lies, without a transposition in registers.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from attn_common import Platform
+from torch import Tensor
+
+from .._configs import backward_dkdv_tile
+from .launch import TOKEN_STRIDES, BackwardInputs, Problem, is_interpreted, run
+from .primitives import (
+    INF,
+    count_keys,
+    count_steps,
+    dot,
+    dot_add,
+    load_row,
+    load_tile,
+    load_tile_transposed,
+    query_range,
+    score_gradient,
+    settle,
+    step_start,
+    through_softcap,
+)
+from .schedule import locate
+
+
+@triton.jit
+def _dkdv_walk(
+    dk, dv, k, v, q_ptr, dout_ptr, lse2_ptr, delta_ptr, head_k, batch_id, heads_q,
+    stride_qs, stride_qh, stride_dos, stride_doh, stride_row_h,
+    keys, diagonal, seqlen_q, seqlen_k, start, full_start, full_end, last_row,
+    scale, softcap, alibi_slopes_ptr, bias_ptr, stride_bias_h, stride_bias_m, stride_bias_n,
+    window_left, window_right, rng_state_ptr, dropout_threshold, keep_scale,
+    MASKED: tl.constexpr, GROUP: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, SETTLE: tl.constexpr,
+):  # fmt: skip
+    """Add what the group's queries contribute to dk and dv: masked tiles, or whole ones.
+
+    The pointers stand at the sequence. One loop serves all heads of the group: a second one around
+    it would cost registers, and the pipeline would drain between heads.
+    """
+    HAS_BIAS: tl.constexpr = bias_ptr is not None
+    HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
+    HAS_DROPOUT: tl.constexpr = rng_state_ptr is not None
+    cols_d = tl.arange(0, BLOCK_D)
+    cols_dv = tl.arange(0, BLOCK_DV)
+    steps = count_steps(start, full_start, full_end, last_row, BLOCK_M, MASKED)
+    for step in tl.range(0, steps * GROUP):
+        if GROUP == 1:
+            head = head_k
+            rows = step_start(step, start, full_start, full_end, BLOCK_M, MASKED)
+        else:
+            head = head_k * GROUP + step // steps
+            rows = step_start(step % steps, start, full_start, full_end, BLOCK_M, MASKED)
+        rows += tl.arange(0, BLOCK_M)
+        head_64 = head.to(tl.int64)
+        q_t = load_tile_transposed(
+            q_ptr + head_64 * stride_qh, rows, stride_qs, 0, seqlen_q, cols_d,
+            HEAD_DIM, BLOCK_D, ROW_BYTES, MASKED,
+        )  # [D, M]  # fmt: skip
+        products = dot(k, q_t, PRECISION, UPCAST)  # [N, M]
+        dout = load_tile(
+            dout_ptr + head_64 * stride_doh, rows, stride_dos, 0, seqlen_q, cols_dv,
+            HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, MASKED,
+        )  # [M, DV]  # fmt: skip
+        dp = dot(v, tl.trans(dout), PRECISION, UPCAST)  # [N, M]
+        # behind the products: loaded ahead of them, these hold registers that the products need
+        row_at = head_64 * stride_row_h
+        lse2 = load_row(lse2_ptr + row_at, rows, seqlen_q, INF, MASKED)
+        delta = load_row(delta_ptr + row_at, rows, seqlen_q, 0.0, MASKED)
+        bias_base = bias_ptr
+        if HAS_BIAS:
+            bias_base += head_64 * stride_bias_h
+        slope = 0.0
+        if HAS_ALIBI:
+            slope = tl.load(alibi_slopes_ptr + head)
+        p, ds = score_gradient(
+            products, dp, lse2[None, :], delta[None, :],
+            scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
+            rows[None, :], keys[:, None], diagonal, seqlen_q, seqlen_k,
+            window_left, window_right, rng_state_ptr, batch_id * heads_q + head,
+            dropout_threshold, keep_scale,
+            MASKED, HAS_BIAS, HAS_SOFTCAP, HAS_ALIBI, HAS_LEFT, HAS_RIGHT, HAS_DROPOUT,
+        )  # fmt: skip
+        dv = dot_add(dv, p, dout, PRECISION, UPCAST)  # [N, DV]
+        ds = through_softcap(ds, products, scale, softcap, HAS_SOFTCAP)
+        dk = dot_add(dk, ds, tl.trans(q_t), PRECISION, UPCAST)  # [N, D]
+        dk = settle(dk, SETTLE)
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "tokens_q", "tokens_k", "tiles", "span", "window_left", "window_right",
+        "dropout_threshold", *TOKEN_STRIDES,
+    ]
+)  # fmt: skip
+def _dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
+    bias_ptr, alibi_slopes_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
+    scale, softcap, keep_scale, dropout_threshold, window_left, window_right,
+    batch, heads_q, tokens_q, tokens_k, tiles, span,
+    stride_dob, stride_dos, stride_doh,
+    stride_qb, stride_qs, stride_qh,
+    stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh,
+    stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n, stride_alibi_b,
+    GROUP: tl.constexpr,  # query heads per key head
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ROW_BYTES_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SETTLE: tl.constexpr,  # wait for the products at the end of each step
+):  # fmt: skip
+    """Write one block of dk and dv of one key head."""
+    heads_k = heads_q // GROUP
+    pid_n, batch_id, head_k, k_start, q_start, length_k, seqlen_q = locate(
+        cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_k, tokens_k, tokens_q, tiles, span,
+        BLOCK_N, BALANCE=HAS_RIGHT, LAST_IS_LONGEST=False,
+    )  # fmt: skip
+    if pid_n < 0:
+        return
+    # keys past the used ones still get their zeros
+    seqlen_k = count_keys(seqused_k_ptr, batch_id, batch, length_k)
+    batch_id = tl.minimum(batch_id, batch - 1)
+    batch_64 = batch_id.to(tl.int64)
+    head_k_64 = head_k.to(tl.int64)
+    keys = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols_d = tl.arange(0, BLOCK_D)
+    cols_dv = tl.arange(0, BLOCK_DV)
+    k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
+    v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
+    k = load_tile(
+        k_base, keys, stride_ks, 0, seqlen_k, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True
+    )  # [N, D]
+    v = load_tile(
+        v_base, keys, stride_vs, 0, seqlen_k, cols_dv, HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, True
+    )
+
+    q_ptr += batch_64 * stride_qb + q_start * stride_qs
+    dout_ptr += batch_64 * stride_dob + q_start * stride_dos
+    if cu_seqlens_q_ptr is None:
+        row_at = batch_64 * heads_q * tokens_q
+    else:
+        row_at = q_start
+    if bias_ptr is not None:
+        bias_ptr += batch_64 * stride_bias_b
+    if alibi_slopes_ptr is not None:
+        alibi_slopes_ptr += batch_64 * stride_alibi_b
+
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    diagonal = seqlen_k - seqlen_q
+    first_key = pid_n * BLOCK_N
+    last_row, start, full_start, full_end = query_range(
+        first_key, first_key + BLOCK_N - 1, diagonal, seqlen_q, seqlen_k,
+        window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+    )  # fmt: skip
+    for masked in tl.static_range(2):
+        dk, dv = _dkdv_walk(
+            dk, dv, k, v, q_ptr, dout_ptr, lse2_ptr + row_at, delta_ptr + row_at,
+            head_k, batch_id, heads_q,
+            stride_qs, stride_qh, stride_dos, stride_doh, tokens_q,
+            keys, diagonal, seqlen_q, seqlen_k, start, full_start, full_end, last_row,
+            scale, softcap, alibi_slopes_ptr, bias_ptr,
+            stride_bias_h, stride_bias_m, stride_bias_n,
+            window_left, window_right, rng_state_ptr, dropout_threshold, keep_scale,
+            MASKED=masked == 1, GROUP=GROUP, HAS_SOFTCAP=HAS_SOFTCAP, HAS_LEFT=HAS_LEFT,
+            HAS_RIGHT=HAS_RIGHT, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
+            BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, BLOCK_M=BLOCK_M,
+            ROW_BYTES=ROW_BYTES, ROW_BYTES_V=ROW_BYTES_V,
+            PRECISION=PRECISION, UPCAST=UPCAST, SETTLE=SETTLE,
+        )  # fmt: skip
+
+    # dk and dv are contiguous: [tokens, heads_k, width]
+    token = batch_64 * tokens_k + keys if cu_seqlens_k_ptr is None else k_start + keys
+    inside = keys < length_k
+    row = (token * heads_k + head_k)[:, None]
+    tl.store(
+        dk_ptr + row * HEAD_DIM + cols_d[None, :],
+        (dk * scale).to(dk_ptr.dtype.element_ty),
+        mask=inside[:, None] & (cols_d < HEAD_DIM)[None, :],
+    )
+    tl.store(
+        dv_ptr + row * HEAD_DIM_V + cols_dv[None, :],
+        dv.to(dv_ptr.dtype.element_ty),
+        mask=inside[:, None] & (cols_dv < HEAD_DIM_V)[None, :],
+    )
+
+
+def launch_dkdv(
+    problem: Problem, platform: Platform, inputs: BackwardInputs, dk: Tensor, dv: Tensor
+) -> None:
+    """Fill ``dk`` and ``dv``."""
+    tile = backward_dkdv_tile(platform, problem.widest_head, inputs.q.element_size())
+    tiles = problem.tiles_k(tile.block_n)
+    # a key head's programs share the queries of its whole group
+    span = problem.heads_in_cache(problem.tokens_q * problem.group)
+    run(
+        _dkdv_kernel, tiles * problem.heads_k * problem.grid_batch, tile, inputs.q,
+        (*inputs, dk, dv, *problem.backward_tensors, *problem.scalars, tiles, span,
+         *inputs.dout_strides, *problem.strides),
+        {**problem.constants, "SETTLE": platform.is_hopper and not is_interpreted()},
+    )  # fmt: skip

@@ -1,0 +1,256 @@
+"""The two main public functions: check the arguments, then call the operator."""
+
+import torch
+from torch import Tensor
+
+from . import _checks, _ops
+
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+    return_lse: bool = False,
+) -> Result:
+    """Softmax attention over sequences of one length, forward and backward.
+
+    Tiles of the score matrix are computed, used and forgotten (FlashAttention: Dao et al. 2022,
+    Dao 2023), so that memory is linear in the sequence length. For query i at the position
+    ``i' = i + seqlen_k - seqlen_q`` and key j the score is::
+
+        s = softmax_scale * q_i . k_j
+        s = softcap * tanh(s / softcap)                    if softcap > 0
+        s = s - alibi_slope * |i' - j| + bias_ij           what is given of the two
+        s = -inf                                           where i does not see j
+
+    and the output is ``sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink))``.
+
+    Args:
+        q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16, fp32, or FP8 (e4m3) for
+            the forward pass alone. ``head_dim`` is from 1 to 256. Strides are free.
+        k: keys, ``[batch, seqlen_k, heads_k, head_dim]``, dtype of ``q``. ``heads_q`` is a multiple
+            of ``heads_k``: query head h reads KV head ``h // (heads_q // heads_k)``.
+        v: values, ``[batch, seqlen_k, heads_k, head_dim_v]``, dtype of ``q``; ``head_dim_v`` is
+            from 1 to 256.
+        dropout_p: probability of dropping an element of the softmax, in ``[0, 1)``; those kept are
+            scaled by ``1 / (1 - dropout_p)``. The draw depends on torch's generator and the
+            element's (batch, head, row, column) alone (Philox, Salmon et al. 2011). Default: 0.0.
+        softmax_scale: factor of the scores, any finite number. Default: ``head_dim ** -0.5``.
+        causal: hide key j from query i unless ``j <= i'``: aligned to the bottom right.
+            Default: False.
+        window_size: ``(left, right)``: key j is visible iff ``i' - left <= j <= i' + right``; -1 is
+            unlimited. ``causal`` makes ``right`` 0. Default: ``(-1, -1)``.
+        softcap: cap of the scores; 0.0 is none. Default: 0.0.
+        alibi_slopes: slopes of the linear bias (Press et al. 2021), fp32 ``[heads_q]`` or
+            ``[batch, heads_q]``; without a gradient. Default: None.
+        deterministic: accepted for compatibility; the backward pass is always bitwise repeatable.
+        return_attn_probs: return ``(out, lse, probabilities)``. The third is None without dropout;
+            with it, ``[batch, heads_q, seqlen_q, seqlen_k]`` in the dtype of ``q``, negative where
+            dropped: computed apart, with memory for the whole matrix, for tests. Default: False.
+        bias: added to the scores, dtype of ``q`` or fp32; broadcasts to
+            ``[batch, heads_q, seqlen_q, seqlen_k]``; -inf hides a key. Has a gradient.
+            Default: None.
+        sinks: one more logit per head in the denominator, not scaled, without a value (Xiao et al.
+            2023, as in gpt-oss): ``[heads_q]``, fp16, bf16 or fp32. Has a gradient. Default: None.
+        q_descale: factor of FP8 ``q``: fp32, one element or ``[batch, heads_k]``.
+            Default: None (1.0).
+        k_descale: factor of FP8 ``k``, likewise.
+        v_descale: factor of FP8 ``v``, likewise.
+        out_dtype: dtype of the output: fp16, bf16, fp32, or FP8 with ``out_scale``.
+            Default: the dtype of ``q``, bf16 for FP8 inputs.
+        out_scale: fp32, one element: an FP8 output stores ``out / out_scale``, saturated at the
+            largest number of the dtype. Default: None.
+        return_lse: return ``(out, lse)``. Default: False.
+
+    Returns:
+        ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the
+        natural logarithm of the whole denominator, fp32 ``[batch, heads_q, seqlen_q]``,
+        differentiable; or ``(out, lse, probabilities)``. A query that sees no key has output 0 and
+        lse -inf, or the sink.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on FP8 where the hardware lacks it, with a gradient or with dropout.
+    """
+    _checks.check_qkv(q, k, v, 4)
+    scale, left, right = _checks.check_options(
+        q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs, return_lse,
+    )  # fmt: skip
+    batch, seqlen_q = q.shape[0], q.shape[1]
+    seqlen_k, heads_k = k.shape[1], k.shape[2]
+    if bias is not None or alibi_slopes is not None or sinks is not None:
+        _checks.check_extras(q, batch, heads_k, seqlen_q, seqlen_k, bias, alibi_slopes, sinks)
+    out_dtype = _checks.check_low_precision(
+        q, k, v, batch, heads_k, q_descale, k_descale, v_descale, out_dtype, out_scale,
+        (bias, sinks),
+    )  # fmt: skip
+    return _attend(
+        q, k, v, None, None, None, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale,
+        out_scale, seqlen_q, seqlen_k, scale, left, right, softcap, dropout_p, out_dtype,
+        return_attn_probs, return_lse,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+    return_lse: bool = False,
+    seqused_k: Tensor | None = None,
+) -> Result:
+    """Softmax attention over packed sequences of different lengths, forward and backward.
+
+    The mathematics, and the arguments not listed here, are those of :func:`flash_attn_func`, with
+    the lengths of each sequence in place of ``seqlen_q`` and ``seqlen_k``.
+
+    Args:
+        q: queries, ``[tokens_q, heads_q, head_dim]``: sequence b is the rows
+            ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Rows beyond the last are padding, whose
+            output is 0, lse -inf and gradient 0.
+        k: keys, ``[tokens_k, heads_k, head_dim]``.
+        v: values, ``[tokens_k, heads_k, head_dim_v]``.
+        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``, contiguous. Its values are the
+            caller's duty: they are not read on the host.
+        cu_seqlens_k: likewise for keys.
+        max_seqlen_q: the longest sequence of queries: the size of ``bias`` and of the
+            probabilities. An upper bound is as good otherwise.
+        max_seqlen_k: likewise for keys.
+        alibi_slopes: fp32 ``[heads_q]`` or ``[batch, heads_q]``. Default: None.
+        return_attn_probs: as in :func:`flash_attn_func`; the probabilities are
+            ``[batch, heads_q, max_seqlen_q, max_seqlen_k]``, and with dropout the call waits for
+            the device. Default: False.
+        block_table: not offered here: paged keys and values are the business of the package
+            prefix-prefill. Default: None.
+        bias: broadcasts to ``[batch, heads_q, max_seqlen_q, max_seqlen_k]``, indexed by row and
+            column within the sequence. Default: None.
+        q_descale: fp32, one element or ``[batch, heads_k]``. Default: None (1.0).
+        k_descale: likewise.
+        v_descale: likewise.
+        return_lse: return ``(out, lse)``. Default: False.
+        seqused_k: int32 ``[batch]``, how many keys of each sequence count, at most its length: the
+            first ones. Default: None (all).
+
+    Returns:
+        ``out``, ``[tokens_q, heads_q, head_dim_v]``; or ``(out, lse)`` with ``lse`` fp32
+        ``[heads_q, tokens_q]``; or ``(out, lse, probabilities)``.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on a block table, and as :func:`flash_attn_func` does.
+    """
+    if block_table is not None:
+        raise NotImplementedError(
+            "block_table must be None: paged keys and values are served by paged_attn_func of the "
+            f"package prefix-prefill, got {type(block_table).__name__}"
+        )
+    _checks.check_qkv(q, k, v, 3)
+    scale, left, right = _checks.check_options(
+        q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs, return_lse,
+    )  # fmt: skip
+    batch = _checks.check_packed(
+        q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
+    )
+    heads_k = k.shape[1]
+    if bias is not None or alibi_slopes is not None or sinks is not None:
+        _checks.check_extras(
+            q, batch, heads_k, max_seqlen_q, max_seqlen_k, bias, alibi_slopes, sinks
+        )
+    out_dtype = _checks.check_low_precision(
+        q, k, v, batch, heads_k, q_descale, k_descale, v_descale, out_dtype, out_scale,
+        (bias, sinks),
+    )  # fmt: skip
+    return _attend(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale,
+        k_descale, v_descale, out_scale, max_seqlen_q, max_seqlen_k, scale, left, right, softcap,
+        dropout_p, out_dtype, return_attn_probs, return_lse,
+    )  # fmt: skip
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    out_scale: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    left: int,
+    right: int,
+    softcap: float,
+    dropout_p: float,
+    out_dtype: torch.dtype,
+    return_attn_probs: bool,
+    return_lse: bool,
+) -> Result:
+    """Call the operator on checked arguments, and return what was asked for."""
+    if bias is not None and bias.ndim < 4:
+        bias = bias[(None,) * (4 - bias.ndim)]
+    rng_state = None
+    if dropout_p > 0.0:
+        # drawn on the device: torch.manual_seed counts, and a CUDA graph draws anew at each replay
+        rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    out, lse = _ops.attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale,
+        k_descale, v_descale, out_scale, rng_state, max_seqlen_q, max_seqlen_k, scale, left, right,
+        softcap, dropout_p, out_dtype,
+    )  # fmt: skip
+    if return_attn_probs:
+        if rng_state is None:
+            return out, lse, None
+        return out, lse, _ops.dropout_marked_probabilities(
+            q, k, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, rng_state,
+            max_seqlen_q, max_seqlen_k, scale, left, right, softcap, dropout_p,
+        )  # fmt: skip
+    return (out, lse) if return_lse else out

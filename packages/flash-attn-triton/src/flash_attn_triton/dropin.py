@@ -1,0 +1,152 @@
+"""The function under which inference engines know this kernel."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from .api import flash_attn_varlen_func
+
+_NAMES = ("q", "k", "v")
+
+
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlens_q: int,
+    max_seqlens_k: int,
+    causal: bool = False,
+    sm_scale: float = 1.0,
+    bias: Tensor | None = None,
+    fp8_scales: tuple[float | Tensor, ...] | None = None,
+    fp8_out_scale: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """Attend within packed sequences; a drop-in for engines, over :func:`flash_attn_varlen_func`.
+
+    Args:
+        q: queries, ``[tokens_q, heads_q, head_dim]``; fp16, bf16, fp32 or FP8 (e4m3).
+        k: keys, ``[tokens_k, heads_k, head_dim]``, dtype of ``q``.
+        v: values, ``[tokens_k, heads_k, head_dim_v]``, dtype of ``q``.
+        o: where the output goes, ``[tokens_q, heads_q, head_dim_v]``, any strides; its dtype is the
+            output's. None: allocated, in the dtype of ``q`` (bf16 for FP8 ``q``), or in FP8 with
+            ``fp8_out_scale``.
+        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``.
+        cu_seqlens_k: likewise for keys.
+        max_seqlens_q: the longest sequence of queries.
+        max_seqlens_k: likewise for keys.
+        causal: hide key j from query i unless ``j <= i + seqlen_k - seqlen_q``. Default: False.
+        sm_scale: factor of the scores. Default: 1.0, not ``head_dim ** -0.5``.
+        bias: added to the scaled scores, ``[1, heads_q, max_seqlens_q, max_seqlens_k]``, one for
+            all sequences; dtype of ``q`` or fp32. Default: None.
+        fp8_scales: scales of q, k, v and the softmax, floats or one-element tensors. Inputs that
+            are not FP8 yet are quantised as ``clamp(x / scale)``; the products are multiplied by
+            the scales. The fourth is accepted and not needed: probabilities are at most 1 and have
+            a fixed scale of their own. Default: None.
+        fp8_out_scale: one-element fp32 tensor; the output is FP8 and stores ``out / scale``,
+            saturated. Default: None.
+
+    Returns:
+        ``(o, None)``. Differentiable in q, k, v and bias when ``o`` is None and nothing is FP8.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on FP8 where the hardware lacks it.
+    """
+    for name, x in zip(_NAMES, (q, k, v), strict=True):
+        _checks.check_tensor(name, x)
+    if bias is not None:
+        _checks.check_tensor("bias", bias)
+        if bias.ndim != 4 or bias.shape[0] != 1:
+            raise ValueError(
+                f"bias must be [1, heads_q, max_seqlens_q, max_seqlens_k], got {list(bias.shape)}"
+            )
+    _checks.check_number("sm_scale", sm_scale)
+    if fp8_out_scale is not None:
+        _checks.check_tensor("fp8_out_scale", fp8_out_scale)
+    out_dtype = _output_dtype(q, v, o, fp8_out_scale)
+    descales: tuple[Tensor | None, ...] = (None, None, None)
+    if fp8_scales is not None:
+        q, k, v, descales = _quantised(q, k, v, fp8_scales)
+        if bias is not None and bias.dtype != torch.float32:
+            bias = bias.float()
+
+    # what is written into the caller's tensor has no graph
+    with torch.set_grad_enabled(torch.is_grad_enabled() and o is None):
+        out = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlens_q, max_seqlens_k,
+            softmax_scale=sm_scale, causal=causal, bias=bias,
+            q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
+            out_dtype=out_dtype, out_scale=fp8_out_scale,
+        )  # fmt: skip
+        # neither the log-sum-exp nor the probabilities were asked for
+        out = cast("Tensor", out)
+        return (out, None) if o is None else (o.copy_(out), None)
+
+
+def _output_dtype(
+    q: Tensor, v: Tensor, o: Tensor | None, fp8_out_scale: Tensor | None
+) -> torch.dtype | None:
+    """Return the output's dtype, and check the output that the caller gives."""
+    if o is None:
+        if fp8_out_scale is not None:
+            return _checks.check_fp8_hardware("fp8_out_scale", q.device)
+        return None if q.dtype.itemsize == 1 else q.dtype
+    _checks.check_tensor("o", o)
+    shape = (*q.shape[:-1], *v.shape[-1:])
+    if o.shape != shape:
+        raise ValueError(
+            f"o must be [tokens_q, heads_q, head_dim_v], {list(shape)}, got {list(o.shape)}"
+        )
+    if o.device != q.device:
+        raise ValueError(f"o must be on the device of q, {q.device}, got {o.device}")
+    is_fp8 = o.dtype.is_floating_point and o.dtype.itemsize == 1
+    if is_fp8 and fp8_out_scale is None:
+        raise ValueError(f"fp8_out_scale must be given for an o of {o.dtype}, got None")
+    if not is_fp8 and fp8_out_scale is not None:
+        raise ValueError(f"fp8_out_scale must be None unless o is FP8, which is {o.dtype}")
+    return o.dtype
+
+
+def _quantised(
+    q: Tensor, k: Tensor, v: Tensor, fp8_scales: tuple[float | Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+    """Return q, k and v in FP8, and their scales as the operator takes them."""
+    if not isinstance(fp8_scales, (tuple, list)):
+        raise TypeError(
+            f"fp8_scales must be a tuple of four floats or tensors, got {type(fp8_scales).__name__}"
+        )
+    if len(fp8_scales) != 4:
+        raise ValueError(f"fp8_scales must hold four scales (q, k, v, p), got {len(fp8_scales)}")
+    dtype = _checks.check_fp8_hardware("fp8_scales", q.device)
+    limits = torch.finfo(dtype)
+    tensors, scales = [], []
+    for name, x, scale in zip(_NAMES, (q, k, v), fp8_scales[:3], strict=True):
+        if isinstance(scale, Tensor):
+            if scale.numel() != 1:
+                raise ValueError(
+                    f"fp8_scales: that of {name} must have one element, got {list(scale.shape)}"
+                )
+            if scale.device != x.device:
+                raise ValueError(
+                    f"fp8_scales: that of {name} must be on its device, {x.device}, "
+                    f"got {scale.device}"
+                )
+            scale = scale.to(torch.float32)
+        else:
+            _checks.check_number(f"fp8_scales: that of {name}", scale)
+            scale = torch.full((1,), scale, dtype=torch.float32, device=x.device)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"FP8 has no gradient: {name} must not require one with fp8_scales"
+            )
+        if x.dtype.itemsize != 1:
+            x = (x.float() / scale).clamp(limits.min, limits.max).to(dtype)
+        tensors.append(x)
+        scales.append(scale.reshape(1))
+    return (*tensors, tuple(scales))  # type: ignore[return-value]

@@ -1,0 +1,293 @@
+"""PyTorch's own flash attention: ``scaled_dot_product_attention`` runs these kernels.
+
+Example::
+
+    import flash_attn_triton.integrations.torch as attention
+    from torch.nn.functional import scaled_dot_product_attention
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    handle = attention.register()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)  # CUDA tensors
+    handle.remove()  # PyTorch's own kernels again
+
+PyTorch chooses a backend for each call by rules of its own: the flash backend takes fp16 and bf16
+tensors without a mask. What it does choose runs here, wherever it is called from: modules,
+``torch.nn.attention.varlen.varlen_attn``, ``torch.nn.attention.bias.causal_lower_right``, context
+parallelism. The CUDA kernels of five operators of ``aten`` are replaced:
+``_scaled_dot_product_flash_attention``, ``_flash_attention_forward``, their backward operators, and
+``_flash_attention_forward_no_dropout_inplace``. On CPU tensors nothing changes.
+
+In these operators, ``is_causal`` is aligned to the bottom right, as it is here; the dispatcher of
+``scaled_dot_product_attention``, whose own alignment is to the top left, gives them no causal
+problem whose lengths differ. The fields of the random state are a seed and an offset, as from
+PyTorch's kernels, but have a meaning only for these kernels.
+
+Registering follows the protocol of ``torch.nn.attention`` for implementations:
+``"flash_attn_triton"`` appears in ``list_flash_attention_impls()``, and
+``restore_flash_attention_impl()`` undoes it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+# the operators, not their Python names: calls from here stay below autograd
+from .. import _ops
+
+__all__ = ["Handle", "register"]
+
+_NAME = "flash_attn_triton"
+
+
+class Handle:
+    """A registration that can be taken back."""
+
+    def remove(self) -> None:
+        """Give PyTorch its own kernels back; does nothing if they are back already."""
+        if current_implementation() == _NAME:
+            _attention_module().restore_flash_attention_impl()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Overrides:
+    """The kernels in the dispatcher, for as long as this lives; what the registry holds."""
+
+    def __init__(self, dispatch_key: str = "CUDA") -> None:
+        new: Any = torch.library.Library
+        library = new("aten", "IMPL", dispatch_key)
+        for operator, function in _OVERRIDES.items():
+            library.impl(operator, function, dispatch_key)
+        self.library: Any = library
+
+    def remove(self) -> None:
+        # a library that nobody holds takes its kernels out of the dispatcher
+        self.library = None
+
+
+def register() -> Handle:
+    """Make these kernels PyTorch's flash attention on GPUs, in this process.
+
+    Replaces whatever implementation was active. Does nothing to a process that already runs it.
+
+    Returns:
+        A handle, whose ``remove()`` restores PyTorch's kernels. It is also a context manager.
+
+    Raises:
+        RuntimeError: If PyTorch is older than 2.11, which has no registry of implementations.
+    """
+    module = _attention_module()
+    module.register_flash_attention_impl(_NAME, register_fn=_Overrides)
+    if current_implementation() != _NAME:
+        module.activate_flash_attention_impl(_NAME)
+    return Handle()
+
+
+def current_implementation() -> str | None:
+    """Name of the implementation that was activated, None for PyTorch's own."""
+    name: str | None = _attention_module().current_flash_attention_impl()
+    return name
+
+
+def _attention_module() -> Any:
+    module = torch.nn.attention
+    needed = ("register", "activate", "restore", "current")
+    if not all(hasattr(module, f"{verb}_flash_attention_impl") for verb in needed):
+        raise RuntimeError(
+            "registering a flash attention implementation needs PyTorch 2.11 or newer, "
+            f"got {torch.__version__}"
+        )
+    return module
+
+
+def _scaled_dot_product_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """Tensors are ``[batch, heads, seqlen, head_dim]`` here, and only here."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    out, lse, seed, unused, debug_mask = _flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, is_causal, return_debug_mask,
+        scale=scale,
+    )  # fmt: skip
+    return (
+        out.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], seed, unused, debug_mask
+    )  # fmt: skip
+
+
+def _scaled_dot_product_flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
+    grads = _flash_attention_backward(
+        dout, q, k, v, o, logsumexp, None, None, q.shape[1], k.shape[1], dropout_p, is_causal,
+        philox_seed, philox_offset, scale=scale,
+    )  # fmt: skip
+    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    return dq, dk, dv
+
+
+def _flash_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``num_splits`` is about speed only, and there is one split here."""
+    if return_debug_mask:
+        _refuse("return_debug_mask=True")
+    if block_table is not None:
+        _refuse("block_table (paged keys and values are what the package prefix-prefill is for)")
+    if (cum_seq_q is None) != (cum_seq_k is None):
+        _refuse("cumulative lengths of queries or keys without those of the other")
+    if cum_seq_q is None and seqused_k is not None:
+        _refuse("seqused_k without cumulative lengths")
+    rng_state = None
+    if dropout_p > 0.0:
+        high = torch.iinfo(torch.int64).max
+        rng_state = torch.randint(0, high, (2,), dtype=torch.int64, device=query.device)
+    out, lse = _ops.forward(
+        query, key, value, cum_seq_q, cum_seq_k, seqused_k, None, alibi_slopes, None, None, None,
+        None, None, rng_state, max_q, max_k, _scale(query, scale),
+        *_window(is_causal, window_size_left, window_size_right), 0.0, dropout_p, None,
+    )  # fmt: skip
+    # shapes and dtypes of what PyTorch's own kernel returns, which tracing takes for granted
+    if rng_state is None:
+        rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
+    unused = torch.empty((), dtype=torch.int64, device=query.device)
+    debug_mask = torch.empty(0, dtype=query.dtype, device=query.device)
+    out = _strided_like(out, query)
+    return out, lse, rng_state.view(torch.uint64), unused.view(torch.uint64), debug_mask
+
+
+def _flash_attention_forward_no_dropout_inplace(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    **options: Any,
+) -> Tensor:
+    if dropout_p > 0.0:
+        _refuse("dropout into a given output")
+    result, lse, *_ = _flash_attention_forward(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, is_causal, return_debug_mask,
+        **options,
+    )  # fmt: skip
+    out.copy_(result)
+    return lse
+
+
+def _flash_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = rng_state.view(torch.int64) if dropout_p > 0.0 else None
+    dq, dk, dv, _, _ = _ops.backward(
+        grad_out, query, key, value, out.contiguous(), logsumexp.contiguous(), None,
+        cum_seq_q, cum_seq_k, None, None, None, None, seed, max_q, max_k, _scale(query, scale),
+        *_window(is_causal, window_size_left, window_size_right), 0.0, dropout_p, False,
+    )  # fmt: skip
+    return _strided_like(dq, query), _strided_like(dk, key), _strided_like(dv, value)
+
+
+_OVERRIDES = {
+    function.__name__: function
+    for function in (
+        _flash_attention_forward,
+        _flash_attention_forward_no_dropout_inplace,
+        _flash_attention_backward,
+        _scaled_dot_product_flash_attention,
+        _scaled_dot_product_flash_attention_backward,
+    )
+}
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _window(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
+    left = -1 if left is None or left < 0 else left
+    right = -1 if right is None or right < 0 else right
+    return left, 0 if is_causal else right
+
+
+def _strided_like(result: Tensor, like: Tensor) -> Tensor:
+    """Lay out as ``torch.empty_like(like)`` would, which compiled graphs rely on.
+
+    A copy is needed where ``like`` is laid out head by head.
+    """
+    if result.stride() == like.stride() or result.shape != like.shape:
+        return result
+    return torch.empty_like(like).copy_(result)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NotImplementedError(f"flash_attn_triton as PyTorch's flash attention: no {what}")

@@ -1,0 +1,336 @@
+"""Hugging Face ``transformers``: an attention implementation that any model can ask for.
+
+Example::
+
+    import flash_attn_triton.integrations.transformers as attention
+    from transformers import AutoModelForCausalLM
+
+    name = attention.register()  # "triton_attention"
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=name)
+
+Name the implementation when the model is made: ``set_attn_implementation`` on an encoder-decoder
+does not reach its two halves.
+
+Two functions are registered under the name. The *mask function* runs once per forward pass. It
+recognises causal, bidirectional, sliding-window and packed patterns, of which nothing needs to be
+stored, and hands the layers ``None`` or a two-dimensional mask with the pattern and the packing
+attached. Any other pattern (chunked attention, image blocks, prefix language models) becomes a
+boolean mask ``[batch, 1, queries, keys]``, which the kernel takes as an additive bias. The
+*attention function* runs once per layer.
+
+================================  =================================================================
+input                             what runs
+================================  =================================================================
+no padding                        the fixed-length kernel on the tensors as they are
+padding on either side            valid tokens packed, ``flash_attn_varlen_func``, padded back with
+                                  zeros; the same indices serve every layer
+packed sequences                  ``flash_attn_varlen_func``, from ``position_ids`` that restart or
+                                  from ``cu_seq_lens_q`` ... ``max_length_k``
+decoding with padding, a static   the fixed-length kernel with a bias ``[batch, 1, queries, keys]``:
+cache, or past a window           the cache is neither copied nor is its content waited for
+any other mask                    the fixed-length kernel with the mask as bias
+================================  =================================================================
+
+The device is waited for in two places: to find out whether a given mask has any padding (and then
+where), once per forward pass, as ``transformers`` does for its own implementations; and to find
+packed sequences in ``position_ids`` when the batch is one. While ``torch.compile`` traces, or a
+CUDA graph is captured, masks are not looked into; one that is given becomes a bias.
+
+Scaling, dropout, soft-capping (``softcap``), attention sinks (``s_aux``), relative position biases
+(``position_bias``), grouped-query attention and a head dimension of its own for values are passed
+to the kernel. What has no counterpart here raises: attention weights, paged caches, sparse indices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils.import_utils import is_tracing
+
+from ..api import flash_attn_func, flash_attn_varlen_func
+from ._masks import (
+    Packing,
+    Pattern,
+    attention_mask,
+    expand,
+    has_holes,
+    layout_of,
+    pack,
+    packing_of_positions,
+)
+
+__all__ = ["attention_forward", "attention_mask", "register"]
+
+# transformers gives these substrings of a name a meaning of its own
+_RESERVED = ("flash", "sdpa", "flex_attention", "eager", "paged", "|", "/")
+
+# set by models with sparse attention, for kernels that gather keys by index
+_UNSUPPORTED = {
+    "output_attentions": "attention weights are never materialised; load the model with "
+    'attn_implementation="eager" to see them',
+    "cache": "paged caches of continuous batching are not supported",
+    "block_table": "paged caches are not supported",
+    "indices": "attention to a list of key indices is not supported",
+    "block_indices": "attention to a list of key blocks is not supported",
+}
+
+
+def register(name: str = "triton_attention") -> str:
+    """Make the kernels available to every model as ``attn_implementation=name``.
+
+    Registering again, or under a second name, does no harm.
+
+    Args:
+        name: The name to register. It must not contain "flash", which makes ``transformers``
+            replace the implementation by another or refuse it, nor "sdpa", "flex_attention",
+            "eager", "paged", "|" or "/". Default: ``"triton_attention"``.
+
+    Returns:
+        The name.
+
+    Raises:
+        ValueError: If ``transformers`` would take the name for one of its own.
+    """
+    taken = next((word for word in _RESERVED if word in name), None)
+    if not name or taken is not None:
+        what = "be empty" if taken is None else f"contain {taken!r}, which transformers interprets"
+        raise ValueError(f"name must not {what}, got {name!r}")
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+    return name
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    deterministic: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend, as a layer of a ``transformers`` model asks for it.
+
+    Args:
+        module: The calling layer; ``is_causal`` is read from it where not given (default True).
+        query: ``[batch, heads_q, queries, head_dim]``.
+        key: ``[batch, heads_k, keys, head_dim]``; static caches may be longer than the mask.
+        value: ``[batch, heads_k, keys, head_dim_v]``.
+        attention_mask: None; valid keys ``[batch, keys]`` (bool), or the sequence that each key
+            belongs to (int32, 0 for padding), where the last columns stand for the queries; or
+            ``[batch or 1, heads_q or 1, queries, keys]``, bool or additive, which then is all the
+            masking there is.
+        dropout: Probability with which a weight is dropped. Default: ``0.0``.
+        scaling: Factor of the scores. Default: ``head_dim ** -0.5``.
+        is_causal: Whether a query sees only keys up to its own. Default: ``module.is_causal``.
+        sliding_window: Number of keys a causal query sees, its own included; without causality
+            this many less one on either side.
+        softcap: ``softcap * tanh(scores / softcap)`` replaces the scores.
+        s_aux: Sinks ``[heads_q]``: logits that take part in the softmax only.
+        position_bias: Added to the scores, broadcastable to ``[batch, heads_q, queries, keys]``.
+        position_ids: ``[1, tokens]``; restarts separate packed sequences.
+        cu_seq_lens_q: Cumulative lengths of packed sequences ``[sequences + 1]``.
+        cu_seq_lens_k: The same for keys.
+        max_length_q: The longest of them.
+        max_length_k: The same for keys.
+        deterministic: Whether gradients must be repeatable; they always are.
+        **kwargs: Ignored, but for what would change the result.
+
+    Returns:
+        The output ``[batch, queries, heads_q, head_dim_v]`` (zeros for padding), and None in the
+        place of the weights.
+
+    Raises:
+        TypeError: For a two-dimensional mask that is neither boolean nor integer.
+        ValueError: For a mask whose shape does not fit, or masks that contradict each other.
+        NotImplementedError: For attention weights, paged caches and sparse indices.
+    """
+    for name, reason in _UNSUPPORTED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise NotImplementedError(f"{name}: {reason}")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    q, k, v = (t.transpose(1, 2) for t in _autocast(query, key, value))
+    options: dict[str, Any] = {
+        "dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0,
+        "sinks": s_aux, "deterministic": bool(deterministic),
+    }  # fmt: skip
+    pattern = _pattern_of_call(bool(is_causal), sliding_window)
+
+    packing = _packing_of_call(q, k, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if packing is not None:
+        if position_bias is not None:
+            raise NotImplementedError("position_bias together with cu_seq_lens_q")
+        # a mask of sequence numbers stands for position_ids, which say the same
+        if attention_mask is None or attention_mask.dtype == torch.int32:
+            return _attend_packed(q, k, v, packing, pattern, options), None
+        if attention_mask.ndim != 4:
+            raise ValueError("give either attention_mask or cu_seq_lens_q and cu_seq_lens_k")
+        attention_mask = _apart(attention_mask, q, k, packing)
+
+    if attention_mask is None:
+        if position_bias is None:
+            packing = packing_of_positions(position_ids, q, k)
+            if packing is not None:
+                return _attend_packed(q, k, v, packing, pattern, options), None
+        return _attend(q, k, v, pattern, position_bias, options), None
+
+    if attention_mask.ndim == 2:
+        mask, layout = attention_mask, layout_of(attention_mask)
+        k, v = _check_mask(mask, q, k, v)
+        if layout is not None:
+            pattern, packing = layout.pattern, layout.packing
+        if position_bias is None and not is_tracing(mask):
+            if layout is None:
+                packing = _pack_unannounced(mask, q.shape[1], pattern)
+            elif packing is None:
+                packing = packing_of_positions(position_ids, q, k)
+            if packing is not None:
+                return _attend_packed(q, k, v, packing, pattern, options), None
+            if layout is not None:
+                return _attend(q, k, v, pattern, None, options), None
+        attention_mask = expand(mask, q.shape[1], pattern)
+    if attention_mask.ndim != 4:
+        raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {attention_mask.ndim}")
+    bias = _as_bias(attention_mask, position_bias, q.dtype)
+    return _attend(q, k, v, Pattern(causal=False), bias, options), None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does for the attention of PyTorch, whose place this takes."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.dtype.is_floating_point else t for t in tensors)
+
+
+def _pattern_of_call(is_causal: bool, sliding_window: int | None) -> Pattern:
+    if sliding_window is None:
+        return Pattern(is_causal)
+    if sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    side = sliding_window - 1
+    return Pattern(is_causal, side, -1 if is_causal else side)
+
+
+def _packing_of_call(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_q: int | None,
+    max_k: int | None,
+) -> Packing | None:
+    """Take cumulative lengths that the caller has; every token of the tensors belongs to one."""
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return None
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
+    return Packing(
+        None, None, cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32),
+        q.shape[0] * q.shape[1] if max_q is None else int(max_q),
+        k.shape[0] * k.shape[1] if max_k is None else int(max_k),
+    )  # fmt: skip
+
+
+def _apart(mask: Tensor, q: Tensor, k: Tensor, packing: Packing) -> Tensor:
+    """Hide from each packed sequence the others, in a mask that is written out."""
+    rows, cols = (
+        torch.searchsorted(
+            ends, torch.arange(x.shape[0] * x.shape[1], device=ends.device), right=True
+        ).view(x.shape[:2])
+        for ends, x in ((packing.cu_seqlens_q, q), (packing.cu_seqlens_k, k))
+    )
+    other = (rows[:, None, :, None] != cols[:, None, None, :]).to(mask.device)
+    return mask.masked_fill(other, False if mask.dtype == torch.bool else float("-inf"))
+
+
+def _check_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Check a mask ``[batch, keys]``, and drop the keys of a static cache past its end."""
+    if mask.dtype.is_floating_point or mask.dtype.is_complex:
+        raise TypeError(f"a two-dimensional attention_mask must be bool or int, got {mask.dtype}")
+    if mask.shape[0] != q.shape[0] or mask.shape[1] > k.shape[1]:
+        raise ValueError(
+            f"attention_mask must have shape [{q.shape[0]}, at most {k.shape[1]}], "
+            f"got {list(mask.shape)}"
+        )
+    return k[:, : mask.shape[1]], v[:, : mask.shape[1]]
+
+
+def _pack_unannounced(mask: Tensor, q_length: int, pattern: Pattern) -> Packing | None:
+    """Pack by a mask that did not come from, or was changed since, the mask function.
+
+    None where the mask must be written out: a window across padding in the middle.
+    """
+    ids = mask if mask.dtype == torch.int32 else mask != 0
+    if pattern.bites(mask.shape[1]) and bool(has_holes(mask != 0)):
+        return None
+    is_itself = pattern.is_positional or mask.dtype == torch.int32
+    return pack(ids, q_length, pack_queries=is_itself and q_length <= mask.shape[1])
+
+
+def _as_bias(mask: Tensor, position_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=dtype, device=mask.device)
+        mask = torch.where(mask, zero, float("-inf"))
+    elif not mask.dtype.is_floating_point:
+        raise TypeError(f"a 4-dimensional attention_mask must be bool or float, got {mask.dtype}")
+    bias = mask if position_bias is None else position_bias + mask
+    return bias if bias.dtype in (dtype, torch.float32) else bias.to(dtype)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    bias: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    if bias is not None and bias.dtype not in (q.dtype, torch.float32):
+        bias = bias.to(q.dtype)
+    out = flash_attn_func(
+        q, k, v, causal=pattern.causal, window_size=pattern.window, bias=bias, **options
+    )
+    return cast(Tensor, out)
+
+
+def _attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    pattern: Pattern,
+    options: dict[str, Any],
+) -> Tensor:
+    batch, q_length = q.shape[:2]
+    out: Any = flash_attn_varlen_func(
+        _gather(q, packing.indices_q), _gather(k, packing.indices_k), _gather(v, packing.indices_k),
+        packing.cu_seqlens_q, packing.cu_seqlens_k, packing.max_seqlen_q, packing.max_seqlen_k,
+        causal=pattern.causal, window_size=pattern.window, **options,
+    )  # fmt: skip
+    if packing.indices_q is not None:
+        padded = out.new_zeros(batch * q_length, *out.shape[1:])
+        out = padded.index_copy(0, packing.indices_q, out)
+    return cast(Tensor, out.unflatten(0, (batch, q_length)))
+
+
+def _gather(padded: Tensor, indices: Tensor | None) -> Tensor:
+    flat = padded.flatten(0, 1)
+    return flat if indices is None else flat.index_select(0, indices)
