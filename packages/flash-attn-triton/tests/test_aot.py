@@ -1,0 +1,111 @@
+"""Kernels compile for every supported GPU, fit its shared memory and do not spill; no GPU needed.
+
+The principal configurations by default, every shipped one with ``ATTN_AOT=all``. With
+``ATTN_AOT_REPORT`` set to a path, one line per build is appended there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from ._aot import GPUS, Config, compiling, launch_backward, launch_forward, recording
+
+pytestmark = pytest.mark.aot
+
+FORWARD, BACKWARD = "forward", "backward"
+FP8 = {"nvidia:sm_90": "float8_e4m3fn", "nvidia:sm_100": "float8_e4m3fn"}
+FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
+
+# "GPU configuration kernel", as a pattern: the most that may be spilled, and why that is accepted
+SPILLS: dict[str, tuple[int, str]] = {}
+
+
+def principal() -> list[tuple[str, str, Config]]:
+    """About fifty builds: one common size on every GPU, the rest on one GPU of each kind."""
+    chosen = [(gpu, way, Config(128)) for gpu in GPUS for way in (FORWARD, BACKWARD)]
+    for gpu in ("nvidia:sm_80", "nvidia:sm_90", "amd:gfx942"):
+        chosen += [(gpu, FORWARD, Config(64)), (gpu, FORWARD, Config(256, causal=False))]
+        chosen += [(gpu, FORWARD, Config(128, rich=True))]
+    for gpu in ("nvidia:sm_90", "amd:gfx942"):
+        chosen += [(gpu, BACKWARD, Config(256, causal=False))]
+    for gpu in ("nvidia:sm_80", "amd:gfx90a"):
+        chosen += [(gpu, way, Config(128, "float32")) for way in (FORWARD, BACKWARD)]
+    chosen += [("nvidia:sm_90", BACKWARD, Config(64, rich=True))]
+    chosen += [("nvidia:sm_90", FORWARD, Config(192, head_dim_v=128))]
+    chosen += [("amd:gfx1100", FORWARD, Config(80, "float16"))]
+    return chosen + [(gpu, FORWARD, Config(128, dtype)) for gpu, dtype in FP8.items()]
+
+
+def everything() -> list[tuple[str, str, Config]]:
+    dims = [(16, None), (32, None), (64, None), (96, None), (128, None), (192, 128), (256, None)]
+    configs = [
+        Config(d, dtype, dv, causal, rich)
+        for (d, dv), dtype, (causal, rich) in itertools.product(
+            dims, ("bfloat16", "float32"), ((True, False), (False, False), (True, True))
+        )
+    ]
+    chosen = list(itertools.product(GPUS, (FORWARD, BACKWARD), configs))
+    for (gpu, dtype), (d, dv) in itertools.product(FP8.items(), dims):
+        chosen += [(gpu, FORWARD, Config(d, dtype, dv, rich=rich)) for rich in (False, True)]
+    return chosen
+
+
+CASES = everything() if os.environ.get("ATTN_AOT") == "all" else principal()
+
+
+@pytest.mark.parametrize(("gpu", "way", "config"), CASES, ids=str)
+def test_compiles_fits_and_does_not_spill(gpu, way, config, tmp_path, record_property):
+    with compiling(gpu, tmp_path) as builds:
+        (launch_forward if way == FORWARD else launch_backward)(config)
+    assert builds
+    if report := os.environ.get("ATTN_AOT_REPORT"):
+        with Path(report).open("a") as file:
+            file.writelines(f"{gpu} {way} {config} {build}\n" for build in builds)
+    for build in builds:
+        record_property(build.kernel, str(build))
+        assert build.shared <= GPUS[gpu].shared_limit, build
+    spilled = [build for build in builds if build.spilled > accepted(gpu, config, build.kernel)]
+    assert not spilled, ", ".join(map(str, spilled))
+
+
+def accepted(gpu: str, config: Config, kernel: str) -> int:
+    """Return how much this build may spill."""
+    name = f"{gpu} {config} {kernel}"
+    return max((most for key, (most, _) in SPILLS.items() if fnmatch(name, key)), default=0)
+
+
+@pytest.mark.parametrize("seqlen", [128, 1024, 1025, 1])
+@pytest.mark.parametrize("launch", [launch_forward, launch_backward])
+def test_no_program_without_a_tile(launch, seqlen):
+    """Whole tiles of queries or keys: not one program more."""
+    with recording("nvidia:sm_90") as launches:
+        launch(Config(128), seqlen)
+    tiled = [x for x in launches if "BLOCK_M" in x.options]
+    assert tiled
+    for name, grid, options in tiled:
+        by_key = "dkdv" in name
+        block, heads = (options["BLOCK_N"], 2) if by_key else (options["BLOCK_M"], 8)
+        assert math.prod(grid) == -(-seqlen // block) * heads * 2, name
+
+
+@pytest.mark.parametrize("launch", [launch_forward, launch_backward])
+def test_nothing_is_launched_for_nothing(launch):
+    with recording("nvidia:sm_90") as launches:
+        launch(Config(128), 0)
+    assert not launches
+
+
+@pytest.mark.parametrize("gpu", ["nvidia:sm_80", "nvidia:sm_90", "amd:gfx942"])
+def test_head_dims_are_padded_to_the_next_power_of_two_at_most(gpu):
+    for head_dim in (16, 24, 40, 64, 72, 80, 96, 112, 128, 192, 256):
+        with recording(gpu) as launches:
+            launch_forward(Config(head_dim))
+        (launch,) = launches
+        assert launch.options["BLOCK_D"] <= 2 ** (head_dim - 1).bit_length()
+        assert launch.options["BLOCK_DV"] <= 2 ** (head_dim - 1).bit_length()

@@ -1,0 +1,267 @@
+"""triton_attention: the engines' signature over the same operators."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from attn_common import detect
+from flash_attn_triton import (
+    _ops,
+    flash_attn_varlen_func,
+    triton_attention,
+    varlen_attention_reference,
+)
+from torch import Tensor
+
+from ._numerics import DTYPES, Maker, assert_no_worse_than_eager, offsets
+
+LENGTHS_Q, LENGTHS_K = (3, 20, 0, 17), (9, 5, 4, 17)
+MAX_Q, MAX_K = 20, 17
+FP8 = torch.float8_e4m3fn
+
+rounds_fp8 = pytest.mark.skipif(
+    _ops.interpreted(), reason="the interpreter rounds FP8 otherwise than the hardware"
+)
+
+
+def make(dtype: torch.dtype, device: torch.device | str) -> list[Tensor]:
+    m = Maker(device, dtype)
+    return [m.randn(40, 4, 16), m.randn(35, 2, 16), m.randn(35, 2, 16)]
+
+
+def call(tensors, o=None, **options):
+    q, k, v = tensors
+    lengths = offsets(LENGTHS_Q, q.device), offsets(LENGTHS_K, q.device), MAX_Q, MAX_K
+    return triton_attention(q, k, v, o, *lengths, **options)
+
+
+def reference(tensors, **options):
+    device = tensors[0].device
+    lengths = offsets(LENGTHS_Q, device), offsets(LENGTHS_K, device), MAX_Q, MAX_K
+    return varlen_attention_reference(*tensors, *lengths, **{"softmax_scale": 1.0, **options})
+
+
+def test_signature():
+    parameters = inspect.signature(triton_attention).parameters
+    assert list(parameters) == [
+        "q", "k", "v", "o", "cu_seqlens_q", "cu_seqlens_k", "max_seqlens_q", "max_seqlens_k",
+        "causal", "sm_scale", "bias", "fp8_scales", "fp8_out_scale",
+    ]  # fmt: skip
+    assert parameters["sm_scale"].default == 1.0
+    assert parameters["causal"].default is False
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_matches_the_reference(causal, dtype, device):
+    tensors = make(dtype, device)
+    out, nothing = call(tensors, causal=causal)
+    assert nothing is None
+    assert out.dtype == dtype
+    eager = reference(tensors, causal=causal)
+    oracle = reference([t.double() for t in tensors], causal=causal)
+    assert_no_worse_than_eager("out", out, eager, oracle)
+    if causal:  # more queries than keys: the first 15 rows of the second sequence see none
+        assert not out[3:18].any()
+
+
+@pytest.mark.eager
+def test_scale_is_one_unless_given(device):
+    tensors = make(torch.float32, device)
+    torch.testing.assert_close(call(tensors)[0], reference(tensors), rtol=1e-4, atol=1e-5)
+    scaled, _ = call(tensors, sm_scale=0.25)
+    torch.testing.assert_close(scaled, reference(tensors, softmax_scale=0.25), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("view", ["whole", "strided"])
+def test_writes_the_given_output(view, dtype, device):
+    tensors = make(torch.float16, device)
+    o = torch.full((40, 4, 16), math.nan, dtype=dtype, device=device)
+    if view == "strided":
+        o = torch.full((4, 40, 32), math.nan, dtype=dtype, device=device)[..., ::2].transpose(0, 1)
+    with_grad = [t.requires_grad_() for t in tensors]
+    out, _ = call(with_grad, o, causal=True)
+    assert out is o
+    assert not o.requires_grad
+    want, _ = call([t.detach() for t in tensors], causal=True)
+    torch.testing.assert_close(o.to(torch.float16), want)
+
+
+@pytest.mark.eager
+def test_one_bias_serves_all_sequences(device):
+    tensors = make(torch.float32, device)
+    bias = Maker(device, torch.float32, seed=3).randn(1, 4, MAX_Q, MAX_K)
+    got, _ = call(tensors, bias=bias, sm_scale=0.25, causal=True)
+    want = reference(tensors, bias=bias, softmax_scale=0.25, causal=True)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.eager
+def test_is_differentiable(device):
+    tensors = [t.requires_grad_() for t in make(torch.float32, device)]
+    bias = Maker(device, torch.float32, seed=3).randn(1, 4, MAX_Q, MAX_K).requires_grad_()
+    leaves = [*tensors, bias]
+    got = torch.autograd.grad(call(tensors, bias=bias, sm_scale=0.25)[0].sin().sum(), leaves)
+    want = torch.autograd.grad(
+        reference(tensors, bias=bias, softmax_scale=0.25).sin().sum(), leaves
+    )
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+def quantised(tensors: list[Tensor], scales: list[float]) -> list[Tensor]:
+    return [
+        (t.float() / s).clamp(-448.0, 448.0).to(FP8) for t, s in zip(tensors, scales, strict=True)
+    ]
+
+
+@rounds_fp8
+@pytest.mark.eager
+@pytest.mark.parametrize("kind", ["floats", "tensors"])
+def test_fp8_scales_quantise_inputs(kind, device):
+    scales = [0.01, 0.02, 0.002]  # the last one saturates: 448 * 0.002 < 1
+    tensors = make(torch.float16, device)
+    given = [torch.tensor(s, device=device) for s in scales] if kind == "tensors" else scales
+    out, _ = call(tensors, fp8_scales=(*given, 1.0), sm_scale=0.25)
+    assert out.dtype == torch.float16
+    fp8 = quantised(tensors, scales)
+    names = ("q_descale", "k_descale", "v_descale")
+    descales = {
+        name: torch.tensor([s], device=device) for name, s in zip(names, scales, strict=True)
+    }
+    want = reference(fp8, softmax_scale=0.25, out_dtype=torch.float32, **descales)
+    torch.testing.assert_close(out.float(), want, rtol=0.05, atol=0.02)
+    again, _ = call(fp8, fp8_scales=(*given, 1.0), sm_scale=0.25)
+    assert again.dtype == torch.bfloat16
+    torch.testing.assert_close(again.float(), want, rtol=0.05, atol=0.02)
+
+
+@rounds_fp8
+@pytest.mark.eager
+def test_fp8_inputs_saturate_in_the_platforms_encoding(monkeypatch):
+    monkeypatch.setenv("ATTN_COMMON_PLATFORM", "amd:gfx942")
+    detect.cache_clear()
+    try:
+        tensors = make(torch.float16, "cpu")
+        out, _ = call(tensors, fp8_scales=(0.01, 0.01, 0.001, 1.0), sm_scale=0.25)
+    finally:
+        monkeypatch.undo()
+        detect.cache_clear()
+    # values beyond 240 * 0.001 are cut off there, and none became NaN
+    assert 0.2 < out.abs().max() <= 0.2401
+
+
+@rounds_fp8
+@pytest.mark.eager
+def test_fp8_output_is_scaled_and_saturates(device):
+    tensors, scale = make(torch.float16, device), torch.tensor([0.002], device=device)
+    want = reference(tensors, out_dtype=FP8, out_scale=scale).float()
+    for o in (None, torch.empty(40, 4, 16, device=device).to(FP8)):
+        out, _ = call(tensors, o, fp8_out_scale=scale)
+        assert out.dtype == FP8
+        assert out.float().abs().max() == 448
+        # one unit in the last place, where rounding may go either way
+        assert ((out.float() - want).abs() <= want.abs() / 8 + 2**-9).all()
+
+
+@pytest.mark.eager
+def test_agrees_with_the_modern_function(device):
+    q, k, v = make(torch.float16, device)
+    lengths = offsets(LENGTHS_Q, device), offsets(LENGTHS_K, device), MAX_Q, MAX_K
+    got, _ = call([q, k, v], causal=True, sm_scale=0.3)
+    want = flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=0.3, causal=True)
+    assert torch.equal(got, want)
+
+
+def test_empty_batch():
+    q, k = torch.zeros(0, 2, 16), torch.zeros(0, 1, 16)
+    zero = offsets((), "cpu")
+    out, _ = triton_attention(q, k, k, None, zero, zero, 0, 0)
+    assert out.shape == (0, 2, 16)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("given", [False, True])
+def test_compiles(given, device):
+    torch.compiler.reset()
+    tensors = make(torch.float32, device)
+    fast = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    o = torch.empty(40, 4, 16, device=device) if given else None
+    with torch.no_grad():
+        out, _ = fast(tensors, o, causal=True)
+    torch.testing.assert_close(out, call(tensors, causal=True)[0])
+    if o is not None:
+        torch.testing.assert_close(o, out)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"o": [1.0]}, TypeError, "o must be a torch.Tensor, got list"),
+        (
+            {"o": torch.zeros(40, 4, 8)}, ValueError,
+            "o must be [tokens_q, heads_q, head_dim_v], [40, 4, 16], got [40, 4, 8]",
+        ),
+        (
+            {"o": torch.zeros(40, 4, 16, device="meta")}, ValueError,
+            "o must be on the device of q, cpu, got meta",
+        ),
+        (
+            {"o": torch.zeros(40, 4, 16).to(FP8)}, ValueError,
+            "fp8_out_scale must be given for an o of torch.float8_e4m3fn, got None",
+        ),
+        (
+            {"o": torch.zeros(40, 4, 16), "fp8_out_scale": torch.ones(1)}, ValueError,
+            "fp8_out_scale must be None unless o is FP8, which is torch.float32",
+        ),
+        ({"fp8_out_scale": 0.5}, TypeError, "fp8_out_scale must be a torch.Tensor, got float"),
+        ({"sm_scale": None}, TypeError, "sm_scale must be a float, got NoneType"),
+        ({"bias": 1.0}, TypeError, "bias must be a torch.Tensor, got float"),
+        (
+            {"bias": torch.zeros(4, 20, 17)}, ValueError,
+            "bias must be [1, heads_q, max_seqlens_q, max_seqlens_k], got [4, 20, 17]",
+        ),
+        (
+            {"bias": torch.zeros(4, 4, 20, 17)}, ValueError,
+            "bias must be [1, heads_q, max_seqlens_q, max_seqlens_k], got [4, 4, 20, 17]",
+        ),
+        (
+            {"fp8_scales": 0.5}, TypeError,
+            "fp8_scales must be a tuple of four floats or tensors, got float",
+        ),
+        (
+            {"fp8_scales": (1.0, 1.0, 1.0)}, ValueError,
+            "fp8_scales must hold four scales (q, k, v, p), got 3",
+        ),
+        (
+            {"fp8_scales": (1.0, "1", 1.0, 1.0)}, TypeError,
+            "fp8_scales: that of k must be a float, got str",
+        ),
+        (
+            {"fp8_scales": (torch.ones(2), 1.0, 1.0, 1.0)}, ValueError,
+            "fp8_scales: that of q must have one element, got [2]",
+        ),
+        (
+            {"fp8_scales": (1.0, 1.0, torch.ones(1, device="meta"), 1.0)}, ValueError,
+            "fp8_scales: that of v must be on its device, cpu, got meta",
+        ),
+    ],
+    ids=lambda x: None,
+)  # fmt: skip
+def test_message(changes, error, message):
+    with pytest.raises(error) as caught:
+        call(make(torch.float32, "cpu"), **changes)
+    assert str(caught.value) == message
+
+
+def test_fp8_refuses_gradients():
+    tensors = [t.requires_grad_() for t in make(torch.float32, "cpu")]
+    with pytest.raises(NotImplementedError, match="FP8 has no gradient: q must not require one"):
+        call(tensors, fp8_scales=(1.0, 1.0, 1.0, 1.0))

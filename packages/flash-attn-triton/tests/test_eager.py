@@ -1,0 +1,97 @@
+"""CPU tensors without the interpreter: the eager operators against autograd of the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flash_attn_triton import _ops
+
+from ._numerics import (
+    FEATURES,
+    Case,
+    Packed,
+    Shape,
+    assert_same,
+    check,
+    make_case,
+    make_packed,
+    offsets,
+    run,
+)
+from ._views import VIEWS, same_values
+
+pytestmark = [
+    pytest.mark.eager,
+    pytest.mark.skipif(_ops.interpreted(), reason="about a process without the interpreter"),
+]
+
+SHAPES = [
+    Shape(2, 17, 23, 4, 2, 8, 6),
+    Shape(1, 23, 9, 2, 1, 16),  # more queries than keys
+    Shape(2, 0, 5, 2, 1, 8),
+    Shape(2, 5, 0, 2, 1, 8),
+    Shape(0, 5, 5, 2, 1, 8),
+    Shape(1, 1, 1, 1, 1, 1),
+]
+PACKED = Packed((5, 0, 15, 6), (9, 3, 8, 0), 4, 2, 8, 6, padding=3)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("feature", [None, *FEATURES])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fixed_form(shape, feature):
+    check(make_case(shape, torch.float32, CPU, [feature] if feature else []))
+
+
+@pytest.mark.parametrize("feature", [None, *FEATURES])
+def test_packed_form(feature):
+    check(make_packed(PACKED, torch.float32, CPU, [feature] if feature else []))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [make_case, make_packed])
+def test_half_precision_with_everything(make, dtype):
+    features = ("causal", "softcap", "alibi_batch", "bias", "sinks", "dropout")
+    check(make(SHAPES[0] if make is make_case else PACKED, dtype, CPU, features))
+
+
+@pytest.mark.parametrize("shape", [Shape(4, 1, 300, 8, 2, 80), Shape(3, 33, 37, 4, 2, 24)], ids=str)
+def test_a_sequence_does_not_depend_on_its_batch(shape):
+    case = make_case(shape, torch.float32, CPU, ["causal"])
+    got = run(case)
+    for b in range(shape.batch):
+        alone = case.with_inputs(**{n: t[b : b + 1] for n, t in case.inputs.items()})
+        assert_same(run(alone, grad=False), {n: got[n][b : b + 1] for n in ("out", "lse")})
+    packed = Case(
+        {name: t.flatten(0, 1) for name, t in case.inputs.items()},
+        {
+            "causal": True,
+            "cu_seqlens_q": offsets([shape.seqlen_q] * shape.batch, CPU),
+            "cu_seqlens_k": offsets([shape.seqlen_k] * shape.batch, CPU),
+            "max_seqlen_q": shape.seqlen_q,
+            "max_seqlen_k": shape.seqlen_k,
+        },
+        packed=True,
+    )
+    assert torch.equal(run(packed, grad=False)["out"], got["out"].flatten(0, 1))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_do_not_change_a_bit(view):
+    case = make_case(Shape(2, 33, 37, 4, 2, 24), torch.float32, CPU, ["causal", "bias"])
+    moved = case.with_inputs(**{n: same_values(view, t) for n, t in case.inputs.items()})
+    assert_same(run(moved), run(case))
+
+
+def test_autocast_does_not_round_the_gradient():
+    case = make_case(SHAPES[0], torch.float32, CPU, ["bias", "sinks"])
+    want = run(case)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(run(case), want)
+
+
+def test_no_kernel_is_imported():
+    run(make_case(SHAPES[0], torch.float32, CPU))
+    import sys
+
+    assert "flash_attn_triton._kernels.forward" not in sys.modules

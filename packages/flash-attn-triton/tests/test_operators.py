@@ -1,0 +1,341 @@
+"""The operators as PyTorch sees them: schemas, fakes, autograd, tracing, imports."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_triton import _ops, flash_attn_func, flash_attn_varlen_func
+from torch import Tensor
+from torch.library import opcheck
+
+from ._numerics import Case, Packed, Shape, make_case, make_packed
+
+SHAPE = Shape(2, 9, 13, 4, 2, 16, 8)
+PACKED = Packed((5, 0, 7), (6, 3, 7), 4, 2, 16, padding=2)
+RICH = ("causal", "softcap", "alibi_batch", "bias", "sinks", "dropout")
+
+
+def operator_arguments(case: Case) -> tuple[Any, ...]:
+    """What the API gives to the forward operator."""
+    given = {**case.inputs, **case.options}
+    q = given["q"]
+    dropout_p = given.get("dropout_p", 0.0)
+    bias = given.get("bias")
+    return (
+        q, given["k"], given["v"],
+        given.get("cu_seqlens_q"), given.get("cu_seqlens_k"), given.get("seqused_k"),
+        bias, given.get("alibi_slopes"), given.get("sinks"),
+        None, None, None, None,
+        torch.tensor([5, 6], device=q.device) if dropout_p else None,
+        given.get("max_seqlen_q", q.shape[1]), given.get("max_seqlen_k", given["k"].shape[1]),
+        0.25, -1, 0 if given.get("causal") else -1, given.get("softcap", 0.0), dropout_p, q.dtype,
+    )  # fmt: skip
+
+
+def backward_arguments(case: Case, *, dlse: bool, needs_dbias: bool) -> tuple[Any, ...]:
+    q, k, v, *rest = operator_arguments(case)
+    out, lse = _ops.forward(q, k, v, *rest)
+    # the backward pass takes neither the four FP8 scales nor the dtype of the output
+    del rest[6:10], rest[-1]
+    return (
+        torch.ones_like(out), q, k, v, out, lse, torch.ones_like(lse) if dlse else None,
+        *rest, needs_dbias,
+    )  # fmt: skip
+
+
+traced_alike = pytest.mark.skipif(
+    _ops.interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
+)
+
+CASES = [
+    pytest.param(make_case, SHAPE, (), id="fixed"),
+    pytest.param(make_case, SHAPE, RICH, id="fixed-rich"),
+    pytest.param(make_packed, PACKED, (), id="packed"),
+    pytest.param(make_packed, PACKED, RICH, id="packed-rich"),
+]
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(("make", "shape", "features"), CASES)
+def test_forward_passes_opcheck(make, shape, features, device):
+    arguments = operator_arguments(make(shape, torch.float32, device, features))
+    opcheck(_ops.forward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize(("make", "shape", "features"), CASES)
+def test_backward_passes_opcheck(make, shape, features, dlse, device):
+    case = make(shape, torch.float32, device, features)
+    needs_dbias = "bias" in features
+    arguments = backward_arguments(case, dlse=dlse, needs_dbias=needs_dbias)
+    opcheck(_ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("make", "shape", "features"), CASES)
+def test_fakes_say_what_comes(make, shape, features, out_dtype, device):
+    case = make(shape, torch.float16, device, features).with_options(out_dtype=out_dtype)
+    if "bias" in features:
+        case.inputs["bias"] = case.inputs["bias"].half()
+    real = case()
+    on_meta = {
+        name: value.to("meta") if isinstance(value, Tensor) else value
+        for name, value in {**case.inputs, **case.options}.items()
+    }
+    fake = case.function(**on_meta, return_lse=True)
+    for got, want in zip(fake, real, strict=True):
+        assert got.shape == want.shape
+        assert got.dtype == want.dtype
+        assert got.stride() == want.stride()
+        assert want.is_contiguous()
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "bias", "sinks"])
+def test_gradients_come_only_where_they_are_asked_for(wanted, device):
+    case = make_case(SHAPE, torch.float32, device, ["bias", "sinks"])
+    inputs = {n: t.clone().requires_grad_(n == wanted) for n, t in case.inputs.items()}
+    flash_attn_func(**inputs).sum().backward()
+    for name, tensor in inputs.items():
+        assert (tensor.grad is not None) == (name == wanted)
+
+
+@pytest.mark.eager
+def test_bias_gradient_is_not_computed_for_nothing(device, monkeypatch):
+    seen = []
+    operator = _ops.backward
+
+    def backward(*arguments):
+        seen.append(arguments[-1])
+        return operator(*arguments)
+
+    monkeypatch.setattr(_ops, "backward", backward)
+    case = make_case(SHAPE, torch.float32, device, ["bias"])
+    for needs in (False, True):
+        inputs = {n: t.clone().requires_grad_(n != "bias" or needs) for n, t in case.inputs.items()}
+        flash_attn_func(**inputs).sum().backward()
+    assert seen == [False, True]
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("used", ["out", "lse"])
+def test_either_result_may_go_unused(used, device):
+    case = make_case(SHAPE, torch.float32, device, ["sinks"])
+
+    def grads(function: Any) -> tuple[Tensor, ...]:
+        leaves = {n: t.clone().requires_grad_() for n, t in case.inputs.items()}
+        out, lse = function(**leaves, return_lse=True)
+        loss = (out if used == "out" else lse).sin().sum()
+        return torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+
+    for got, want in zip(grads(flash_attn_func), grads(case.reference), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.eager
+def test_one_tensor_may_be_all_three(device):
+    x = make_case(SHAPE, torch.float32, device).inputs["k"].requires_grad_()
+    (grad,) = torch.autograd.grad(flash_attn_func(x, x, x, causal=True).sin().sum(), x)
+    parts = [x.detach().clone().requires_grad_() for _ in range(3)]
+    out = flash_attn_func(*parts, causal=True)
+    torch.testing.assert_close(grad, sum(torch.autograd.grad(out.sin().sum(), parts)))
+
+
+@pytest.mark.eager
+def test_a_second_derivative_is_refused(device):
+    x = make_case(SHAPE, torch.float32, device).inputs["k"].requires_grad_()
+    out = flash_attn_func(x, x, x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        grad.sum().backward()
+
+
+@pytest.mark.eager
+def test_works_below_a_dispatch_mode(device):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = make_case(SHAPE, torch.float32, device).inputs["k"].requires_grad_()
+    with FlopCounterMode(display=False):
+        got = torch.autograd.grad(flash_attn_func(x, x, x).sum(), x)
+    torch.testing.assert_close(got, torch.autograd.grad(flash_attn_func(x, x, x).sum(), x))
+
+
+@pytest.mark.eager
+def test_checkpointing_recomputes_the_same_dropout(device):
+    from torch.utils.checkpoint import checkpoint
+
+    case = make_case(SHAPE, torch.float32, device, ["dropout"])
+
+    def grads(call: Any) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        leaves = [t.clone().requires_grad_() for t in case.inputs.values()]
+        return torch.autograd.grad(call(*leaves).sin().sum(), leaves)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash_attn_func(q, k, v, 0.3)
+
+    got = grads(lambda *leaves: checkpoint(plain, *leaves, use_reentrant=False))
+    for mine, want in zip(got, grads(plain), strict=True):
+        assert torch.equal(mine, want)
+
+
+@pytest.fixture
+def compiled():
+    """A compiler that refuses graph breaks."""
+    # else the limit on recompilation is shared between tests
+    torch.compiler.reset()
+
+    def compile(function):
+        return torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    with warnings.catch_warnings():
+        # dynamo makes an instance of an autograd function, against PyTorch's own advice
+        warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+        yield compile
+    torch.compiler.reset()
+
+
+def loss_of(out: Tensor, lse: Tensor) -> Tensor:
+    return out.sin().sum() + lse.masked_fill(lse == -math.inf, 0.0).sin().sum()
+
+
+@traced_alike
+@pytest.mark.eager
+def test_fixed_form_compiles_once_for_all_lengths(device, compiled):
+    def function(q, k, v, bias, sinks, slopes):
+        return loss_of(
+            *flash_attn_func(
+                q, k, v, causal=True, window_size=(9, -1), softcap=2.0, bias=bias, sinks=sinks,
+                alibi_slopes=slopes, return_lse=True,
+            )
+        )  # fmt: skip
+
+    fast = compiled(function)
+    slopes = torch.rand(6, device=device)
+    for batch, seqlen_q, seqlen_k in ((3, 10, 12), (5, 7, 30), (4, 30, 9)):
+        shape = Shape(batch, seqlen_q, seqlen_k, 6, 2, 16)
+        case = make_case(shape, torch.float32, device, ["bias", "sinks"])
+        inputs = [[t.clone().requires_grad_() for t in case.inputs.values()] for _ in range(2)]
+        with torch._dynamo.config.patch(error_on_recompile=batch != 3):
+            losses = fast(*inputs[0], slopes), function(*inputs[1], slopes)
+        torch.testing.assert_close(*losses)
+        grads = (torch.autograd.grad(x, y) for x, y in zip(losses, inputs, strict=True))
+        for got, want in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@traced_alike
+@pytest.mark.eager
+def test_packed_form_compiles_once_for_all_lengths(device, compiled):
+    def function(q, k, v, cu_seqlens, max_seqlen):
+        return loss_of(
+            *flash_attn_varlen_func(
+                q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True,
+                return_lse=True,
+            )
+        )  # fmt: skip
+
+    fast = compiled(function)
+    for lengths in ((5, 6, 2), (9, 3, 4, 10), (20, 7)):
+        case = make_packed(Packed(lengths, lengths, 6, 2, 16), torch.float32, device)
+        inputs = [[t.clone().requires_grad_() for t in case.inputs.values()] for _ in range(2)]
+        rest = case.options["cu_seqlens_q"], max(lengths)
+        with torch._dynamo.config.patch(error_on_recompile=lengths != (5, 6, 2)):
+            losses = fast(*inputs[0], *rest), function(*inputs[1], *rest)
+        grads = (torch.autograd.grad(x, y) for x, y in zip(losses, inputs, strict=True))
+        for got, want in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@traced_alike
+@pytest.mark.eager
+def test_dropout_and_its_probabilities_compile(device, compiled):
+    fast = compiled(lambda q, k, v: flash_attn_func(q, k, v, 0.5, return_attn_probs=True))
+    case = make_case(SHAPE, torch.float32, device)
+    leaves = [t.requires_grad_() for t in case.inputs.values()]
+    out, lse, marked = fast(*leaves)
+    kept = 2 * marked.clamp(min=0.0)
+    v = leaves[2].repeat_interleave(2, dim=2)
+    torch.testing.assert_close(out, torch.einsum("bhij,bjhe->bihe", kept, v), rtol=1e-4, atol=1e-5)
+    assert lse.requires_grad
+    # the backward pass sees the forward's draw
+    (dv,) = torch.autograd.grad(out.sum(), leaves[2])
+    want = kept.sum(2).unflatten(1, (2, 2)).sum(2).transpose(1, 2)[..., None].expand_as(dv)
+    torch.testing.assert_close(dv, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.eager
+def test_one_tensor_as_all_three_compiles(device, compiled):
+    fast = compiled(lambda x: flash_attn_func(x, x, x, causal=True).sin().sum())
+    x = make_case(SHAPE, torch.float32, device).inputs["k"].requires_grad_()
+    (want,) = torch.autograd.grad(flash_attn_func(x, x, x, causal=True).sin().sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(fast(x), x), (want,))
+
+
+@pytest.mark.eager
+def test_wrong_calls_fail_under_compile_too(device, compiled):
+    fast = compiled(lambda q, k: flash_attn_func(q, k, k))
+    q = torch.zeros(2, 5, 4, 16, device=device)
+    with pytest.raises(Exception, match="heads_q must be a positive multiple of heads_k"):
+        fast(q, q[:, :, :3])
+
+
+@pytest.mark.eager
+def test_fp8_compiles(compiled):
+    scale = torch.ones(1)
+    fast = compiled(
+        lambda q, k, v: flash_attn_func(
+            q, k, v, q_descale=scale, out_dtype=torch.float8_e4m3fn, out_scale=scale
+        )
+    )
+    case = make_case(SHAPE, torch.float32, "cpu")
+    out = fast(*(t.to(torch.float8_e4m3fn) for t in case.inputs.values()))
+    assert out.dtype == torch.float8_e4m3fn
+
+
+def in_a_fresh_process(code: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert not done.returncode, done.stderr
+
+
+@pytest.mark.eager
+def test_import_needs_neither_triton_nor_transformers():
+    in_a_fresh_process(
+        """
+        import os, sys
+        os.environ.pop("TRITON_INTERPRET", None)
+        sys.modules["triton"] = sys.modules["transformers"] = None
+        before = dict(os.environ)
+        import flash_attn_triton, torch
+        q = torch.randn(1, 5, 2, 8, requires_grad=True)
+        flash_attn_triton.flash_attn_func(q, q, q, causal=True).sum().backward()
+        assert q.grad is not None
+        assert "flash_attn_triton._kernels" not in sys.modules
+        assert "flash_attn_triton.integrations" not in sys.modules
+        assert not torch.cuda.is_initialized()
+        assert dict(os.environ) == before
+        """
+    )
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
+def test_the_interpreter_is_asked_for_by_triton_s_variable(value, expected):
+    in_a_fresh_process(
+        f"""
+        import os
+        os.environ["TRITON_INTERPRET"] = {value!r}
+        from flash_attn_triton import _ops
+        assert _ops.interpreted() is {expected}
+        """
+    )

@@ -1,0 +1,198 @@
+"""NaN and Inf where nothing may be read, and outputs that start as NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ._numerics import (
+    Maker,
+    Packed,
+    Shape,
+    assert_same,
+    check,
+    incoming,
+    make_case,
+    make_packed,
+    run,
+)
+from ._views import VIEWS
+
+POISON = [float("nan"), float("-inf")]
+poisons = pytest.mark.parametrize("poison", POISON, ids=str)
+FEATURES = pytest.mark.parametrize(
+    "features", [(), ("bias", "dropout"), ("softcap", "alibi", "sinks")], ids=str
+)
+
+
+def poisoned(case, name, rows, poison):
+    """The same case with rows of one input (packed) or of every sequence (fixed) replaced."""
+    t = case.inputs[name].clone()
+    t[(slice(None), rows) if t.ndim == 4 else rows] = poison
+    return case.with_inputs(**{name: t})
+
+
+@pytest.mark.eager
+def test_empty_tensors_start_as_nan():
+    assert torch.empty(5).isnan().all()
+    assert torch.empty(5, dtype=torch.bfloat16).isnan().all()
+
+
+# windows that begin inside a tile, and on the edge of one
+@poisons
+@FEATURES
+@pytest.mark.parametrize("window", [(2, 0), (7, -1)], ids=str)
+def test_keys_before_the_first_window(window, features, poison, device):
+    case = make_case(Shape(1, 17, 40, 1, 1, 16), torch.float32, device, features)
+    case = case.with_options(window_size=window)
+    unseen = slice(0, 40 - 17 - window[0])
+    want = run(case)
+    assert not want["dk"][:, unseen].any()
+    bad = poisoned(poisoned(case, "k", unseen, poison), "v", unseen, poison)
+    assert_same(run(bad), want)
+
+
+@poisons
+@pytest.mark.parametrize(
+    "features", [("causal",), ("window", "softcap"), ("sinks", "bias")], ids=str
+)
+def test_keys_past_seqused_k(features, poison, device):
+    case = make_packed(Packed((17, 5), (33, 20), 1, 1, 16), torch.float32, device, features)
+    used = torch.tensor([21, 16], dtype=torch.int32, device=device)
+    case = case.with_options(seqused_k=used)
+    unused = torch.cat([torch.arange(21, 33), torch.arange(33 + 16, 53)]).to(device)
+    bad = poisoned(poisoned(case, "k", unused, poison), "v", unused, poison)
+    assert_same(run(bad), run(case))
+
+
+@pytest.mark.eager
+@poisons
+@pytest.mark.parametrize("features", [(), ("causal",)], ids=["full", "causal"])
+def test_padding_after_the_last_sequence(features, poison, device):
+    shape = Packed((18, 5), (33, 20), 2, 1, 16, padding=4)
+    case = make_packed(shape, torch.float32, device, features)
+    bad = case
+    for name, rows in (("q", slice(23, None)), ("k", slice(53, None)), ("v", slice(53, None))):
+        bad = poisoned(bad, name, rows, poison)
+    assert_same(run(bad), run(case))
+
+
+@pytest.mark.eager
+@poisons
+def test_gradient_that_arrives_at_padding(poison, device):
+    shape = Packed((18, 5), (33, 20), 2, 1, 16, padding=4)
+    case = make_packed(shape, torch.float32, device, ("causal", "sinks", "bias"))
+
+    def gradients(value):
+        leaves = {name: t.detach().requires_grad_() for name, t in case.inputs.items()}
+        out, lse = case.function(**leaves, **case.options, return_lse=True)
+        dout, dlse = incoming(out, lse)
+        dout[23:], dlse[:, 23:] = value, value
+        grads = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
+        return dict(zip(leaves, grads, strict=True))
+
+    assert_same(gradients(poison), gradients(0.0))
+
+
+@poisons
+@pytest.mark.parametrize("features", [(), ("causal",), ("window",)], ids=str)
+def test_other_sequences_of_the_batch(features, poison, device):
+    shape = Packed((18, 7, 5), (33, 9, 20), 2, 1, 16)
+    case = make_packed(shape, torch.float32, device, features)
+    want = run(case)
+    bad = case
+    for name, rows in (("q", slice(18, 25)), ("k", slice(33, 42)), ("v", slice(33, 42))):
+        bad = poisoned(bad, name, rows, poison)
+    got = run(bad)
+    for name, (begin, end) in {"out": (18, 25), "dq": (18, 25), "dk": (33, 42)}.items():
+        for rows in (slice(0, begin), slice(end, None)):
+            assert torch.equal(got[name][rows], want[name][rows]), name
+    # and the poison is where it belongs
+    assert got["out"][18:25].isnan().any()
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 17, 20, 2, 1, 24), Shape(1, 5, 7, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("features", [(), ("causal", "bias", "sinks")], ids=["plain", "rich"])
+def test_memory_around_the_inputs(features, shape, device):
+    """Every input is a window into NaN: past its rows, heads, and head dimension."""
+    case = make_case(shape, torch.float32, device, features)
+    inside = {name: VIEWS["inside"](t) for name, t in case.inputs.items()}
+    assert_same(run(case.with_inputs(**inside)), run(case))
+
+
+@poisons
+def test_bias_beyond_the_lengths_of_a_sequence(poison, device):
+    shape = Packed((18, 3), (20, 37), 2, 1, 16)
+    case = make_packed(shape, torch.float32, device, ("bias", "causal"))
+    want = run(case)
+    bias = case.inputs["bias"].clone()
+    bias[0, :, :, 20:] = poison
+    bias[1, :, 3:] = poison
+    got = run(case.with_inputs(bias=bias))
+    assert_same(got, want)
+    assert not got["dbias"][0, :, :, 20:].any()
+    assert not got["dbias"][1, :, 3:].any()
+
+
+@poisons
+def test_bias_of_masked_keys(poison, device):
+    case = make_case(Shape(1, 18, 33, 2, 1, 16), torch.float32, device, ("bias",))
+    case = case.with_options(window_size=(4, 2))
+    rows, cols = torch.arange(18)[:, None], torch.arange(33)[None]
+    hidden = ((cols < rows + 15 - 4) | (cols > rows + 15 + 2)).to(device)
+    bias = case.inputs["bias"].masked_fill(hidden, poison)
+    assert_same(run(case.with_inputs(bias=bias)), run(case))
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    "features", [("causal",), ("causal", "sinks"), ("causal", "bias")], ids=str
+)
+@pytest.mark.parametrize("lengths", [(40, 17), (33, 1), (5, 0), (17, 0), (0, 17)], ids=str)
+def test_rows_without_a_key_are_written(lengths, features, device):
+    got = run(make_case(Shape(2, *lengths, 2, 1, 16), torch.float32, device, features))
+    blind = max(lengths[0] - lengths[1], 0)
+    assert not got["out"][:, :blind].any()
+    assert not got["dq"][:, :blind].any()
+    for name, value in got.items():
+        assert not value.isnan().any(), name
+
+
+# a key that is NaN and seen by some rows must reach exactly those
+@pytest.mark.parametrize("features", [("causal",), ("window",)], ids=str)
+def test_nan_reaches_the_rows_that_see_it(features, device):
+    case = make_case(Shape(1, 33, 33, 1, 1, 16), torch.float32, device, features)
+    got = run(poisoned(case, "k", slice(20, 21), float("nan")), grad=False)
+    rows = torch.arange(33, device=device)
+    sees = (rows >= 20) if "causal" in features else (rows - 7 <= 20) & (rows + 2 >= 20)
+    assert torch.equal(got["out"][0, :, 0].isnan().all(-1), sees)
+    assert torch.equal(got["lse"][0, 0].isnan(), sees)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_poison_at_length(head_dim, dtype, device):
+    shape = Packed((300, 0, 700), (900, 5, 800), 4, 2, head_dim, padding=50)
+    case = make_packed(shape, dtype, device).with_options(
+        window_size=(100, 0),
+        seqused_k=torch.tensor([850, 3, 800], dtype=torch.int32, device=device),
+    )
+    want = check(case)
+    # unseen: before the first row's window, past the used keys, padding
+    unseen = torch.ones(1755, dtype=torch.bool, device=device)
+    unseen[850 - 300 - 100 : 850] = False
+    unseen[905:1705] = False
+    for poison in POISON:
+        bad = case
+        for name, rows in (("q", slice(1000, None)), ("k", unseen), ("v", unseen)):
+            bad = poisoned(bad, name, rows, poison)
+        assert_same(run(bad), want)
+
+
+@pytest.mark.device
+def test_memory_around_the_inputs_at_length(device):
+    m = Maker(device, torch.bfloat16)
+    case = make_case(Shape(2, 300, 700, 4, 2, 80), m.dtype, device, ("causal", "bias"))
+    inside = {name: VIEWS["inside"](t) for name, t in case.inputs.items()}
+    assert_same(run(case.with_inputs(**inside)), run(case))

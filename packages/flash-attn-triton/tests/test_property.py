@@ -1,0 +1,107 @@
+"""Shapes, features and strides drawn together.
+
+25 examples each by default; ``FLASH_ATTN_TRITON_EXAMPLES=500`` on a GPU. A failure prints the
+smallest example found and the line that reproduces it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ._numerics import (
+    DTYPES,
+    FEATURES,
+    Packed,
+    Shape,
+    assert_same,
+    check,
+    compatible,
+    make_case,
+    make_packed,
+    run,
+)
+from ._views import VIEWS
+
+EXAMPLES = int(os.environ.get("FLASH_ATTN_TRITON_EXAMPLES", "25"))
+
+bounded = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    # the fixtures of each function are constant: a filled torch.empty, and seeds
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+# an interpreted case of more tiles than this takes seconds; a GPU does not mind
+LENGTHS = st.sampled_from([0, 1, 2, 3, 15, 16, 17, 20, 31, 33])
+HEADS = st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)])
+HEAD_DIMS = st.sampled_from([1, 7, 8, 16, 24, 33, 48, 80])
+DTYPE = st.sampled_from(DTYPES)
+WINDOWS = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 40))] * 2)
+# drawn with its numbers below, so not by name
+NAMES = [name for name in FEATURES if not name.startswith("window")]
+
+
+@st.composite
+def features(draw: st.DrawFn) -> tuple[str, ...]:
+    chosen: list[str] = []
+    for name in draw(st.permutations(NAMES))[: draw(st.integers(0, 4))]:
+        if compatible([*chosen, name]):
+            chosen.append(name)
+    return tuple(chosen)
+
+
+@st.composite
+def fixed(draw: st.DrawFn) -> Shape:
+    heads = draw(HEADS)
+    lengths = draw(LENGTHS), draw(LENGTHS)
+    dv = draw(st.one_of(st.none(), HEAD_DIMS))
+    return Shape(draw(st.integers(0, 2)), *lengths, *heads, draw(HEAD_DIMS), dv)
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> Packed:
+    batch = draw(st.integers(0, 3))
+    lengths = [tuple(draw(LENGTHS) for _ in range(batch)) for _ in range(2)]
+    dv = draw(st.one_of(st.none(), HEAD_DIMS))
+    padding = draw(st.sampled_from([0, 0, 1, 20]))
+    return Packed(*lengths, *draw(HEADS), draw(HEAD_DIMS), dv, padding)
+
+
+@bounded
+@given(shape=fixed(), dtype=DTYPE, names=features(), window=WINDOWS, seed=st.integers(0, 2**32))
+def test_fixed_length(shape, dtype, names, window, seed, device):
+    case = make_case(shape, dtype, device, names, seed)
+    check(case.with_options(window_size=window))
+
+
+@bounded
+@given(data=st.data(), shape=packed(), dtype=DTYPE, names=features(), window=WINDOWS)
+def test_packed(data, shape, dtype, names, window, device):
+    case = make_packed(shape, dtype, device, names).with_options(window_size=window)
+    if data.draw(st.booleans(), label="seqused_k"):
+        used = [data.draw(st.integers(0, n), label="used") for n in shape.lengths_k]
+        used_k = torch.tensor(used, dtype=torch.int32, device=device)
+        case = case.with_options(seqused_k=used_k)
+    check(case)
+
+
+@pytest.mark.eager
+@bounded
+@given(data=st.data(), shape=fixed(), dtype=DTYPE, names=features(), window=WINDOWS)
+def test_strides(data, shape, dtype, names, window, device):
+    case = make_case(shape, dtype, device, names).with_options(window_size=window)
+    views = {
+        name: VIEWS[data.draw(st.sampled_from(sorted(VIEWS)), label=name)](t)
+        for name, t in case.inputs.items()
+    }
+    grad = data.draw(st.booleans(), label="grad")
+    assert_same(run(case.with_inputs(**views), grad=grad), run(case, grad=grad))

@@ -1,0 +1,63 @@
+"""Calls that differ in length alone share their kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ._aot import GPUS, Config, counting, launch_backward, launch_forward
+from ._numerics import MEDIUM, Packed, make_case, make_packed, run
+
+# one, odd, even, powers of two, multiples of 16 and not, in no order
+LENGTHS = [1, 16, 17, 33, 1024, 48, 2, 100, 128, 127, 129, 512, 4096, 31, 64, 250, 3, 2000, 8, 1001]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("launch", [launch_forward, launch_backward])
+@pytest.mark.parametrize(
+    "config",
+    [Config(128), Config(80, causal=False), Config(64, rich=True), Config(24, heads_first=True)],
+    ids=str,
+)
+@pytest.mark.parametrize("gpu", ["nvidia:sm_90", "amd:gfx942"])
+def test_twenty_lengths_make_two_variants_at_most(gpu, config, launch):
+    assert gpu in GPUS
+    with counting(gpu) as variants:
+        for length in LENGTHS:
+            launch(config, length)
+    assert variants
+    for kernel, keys in variants.items():
+        assert len(keys) <= 2, f"{kernel}: {len(keys)} variants"
+
+
+@pytest.mark.aot
+def test_a_variant_is_counted():
+    with counting("nvidia:sm_90") as variants:
+        for head_dim in (64, 80, 128):
+            launch_forward(Config(head_dim))
+    assert [len(keys) for keys in variants.values()] == [3]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("form", ["fixed", "packed"])
+def test_twenty_lengths_on_the_device(form, device, monkeypatch):
+    import triton
+
+    compiled = {}
+
+    def hook(*, key, fn, **_):
+        compiled.setdefault(fn.name, set()).add(str(key))
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
+    # a head dimension of its own, so that no other test has compiled for it
+    for length in LENGTHS:
+        if form == "fixed":
+            shape = MEDIUM._replace(seqlen_q=length, seqlen_k=length + 1, head_dim=72)
+            case = make_case(shape, torch.float16, device, ("causal", "window_left"))
+        else:
+            shape = Packed((length, 3), (5, length), 2, 1, 72)
+            case = make_packed(shape, torch.float16, device, ("causal",))
+        run(case)
+    assert compiled
+    for kernel, keys in compiled.items():
+        assert len(keys) <= 2, f"{kernel}: {len(keys)} variants"

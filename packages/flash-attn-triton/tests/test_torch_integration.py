@@ -1,0 +1,292 @@
+"""PyTorch's flash attention operators, replaced: numerics, layouts, registration.
+
+The operators have no CPU kernels of their own, so registering ours under the CPU's key runs the
+whole path, from the dispatcher through autograd, without a GPU. ``device`` tests go through the
+public functions of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import flash_attn_triton.integrations.torch as integration
+import pytest
+import torch
+from flash_attn_triton import attention_reference, varlen_attention_reference
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ._numerics import Maker, assert_no_worse_than_eager, offsets
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def overrides(device: torch.device) -> Iterator[None]:
+    """Our kernels under the key of the device at hand."""
+    held = integration._Overrides("CUDA" if device.type == "cuda" else "CPU")
+    yield
+    held.remove()
+
+
+@pytest.fixture
+def registered() -> Iterator[integration.Handle]:
+    with integration.register() as handle:
+        yield handle
+    assert integration.current_implementation() is None
+
+
+def heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def compare(function: Any, reference: Any, inputs: list[Tensor]) -> None:
+    """Hold output and gradients to the budget that eager code sets."""
+    results = []
+    for f, dtype in ((function, None), (reference, None), (reference, torch.float64)):
+        leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
+        out = f(*leaves)
+        dout = Maker(out.device, torch.bfloat16, seed=1).randn(*out.shape).to(out.dtype)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    for name, *values in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        assert_no_worse_than_eager(name, *values, factor=3.0)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("layout", ["tokens first", "heads first"])
+def test_sdpa_operator_matches_reference_and_keeps_layouts(device, overrides, layout, is_causal):
+    m = Maker(device, torch.float32)
+    q, k, v = m.randn(2, 19, 4, 16), m.randn(2, 23, 2, 16), m.randn(2, 23, 2, 16)
+    if layout == "heads first":
+        q, k, v = heads_first(*(t.contiguous() for t in heads_first(q, k, v)))
+    strides = []
+
+    def run(*inputs: Tensor) -> Tensor:
+        query, key, value = heads_first(*inputs)
+        out, lse, cu_q, cu_k, max_q, max_k, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, is_causal, scale=0.3
+        )
+        assert (cu_q, cu_k, max_q, max_k) == (None, None, 19, 23)
+        assert lse.shape == (2, 4, 19)
+        strides.append(out.stride() == torch.empty_like(query).stride())
+        return out.transpose(1, 2)
+
+    def reference(*inputs: Tensor) -> Tensor:
+        # lengths differ: the operator aligns to the bottom right
+        return attention_reference(*inputs, causal=is_causal, softmax_scale=0.3)
+
+    compare(run, reference, [q, k, v])
+    assert strides == [True]
+
+
+@pytest.mark.eager
+def test_gradients_of_sdpa_operator_are_laid_out_like_the_inputs(device, overrides):
+    m = Maker(device, torch.float32)
+    leaves = [m.randn(1, 2, 5, 8).requires_grad_() for _ in range(3)]
+    out, lse, _, _, max_q, max_k, seed, unused, _ = aten._scaled_dot_product_flash_attention(
+        *leaves
+    )
+    q, k, v = (t.detach() for t in leaves)
+    grads = aten._scaled_dot_product_flash_attention_backward(
+        torch.ones_like(q), q, k, v, out.detach(), lse, None, None, max_q, max_k, 0.0, False,
+        seed, unused,
+    )  # fmt: skip
+    assert [g.stride() for g in grads] == [t.stride() for t in (q, k, v)]
+    for grad, want in zip(grads, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert torch.equal(grad, want)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 4)])
+def test_varlen_attn_matches_reference(device, overrides, window):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    m = Maker(device, torch.float32)
+    q, k, v = m.randn(20, 4, 16), m.randn(26, 2, 16), m.randn(26, 2, 16)
+    ends = offsets((7, 0, 13), device), offsets((9, 3, 14), device), 13, 14
+
+    def run(*inputs: Tensor) -> Tensor:
+        out, lse = varlen.varlen_attn(
+            *inputs, *ends, window_size=window, enable_gqa=True,
+            return_aux=varlen.AuxRequest(lse=True),
+        )  # fmt: skip
+        assert lse.shape == (4, 20)
+        return out
+
+    def reference(*inputs: Tensor) -> Tensor:
+        return varlen_attention_reference(*inputs, *ends, window_size=window)
+
+    compare(run, reference, [q, k, v])
+
+
+@pytest.mark.eager
+def test_forward_into_a_given_output_and_used_keys(device, overrides):
+    m = Maker(device, torch.float32)
+    q, k, v = m.randn(2, 4, 16), m.randn(12, 4, 16), m.randn(12, 4, 16)
+    ends = offsets((1, 1), device), offsets((6, 6), device), 1, 6
+    used = torch.tensor([3, 6], dtype=torch.int32, device=device)
+    out = torch.empty_like(q)
+    lse = aten._flash_attention_forward_no_dropout_inplace(
+        out, q, k, v, *ends, 0.0, True, False, seqused_k=used
+    )
+    want, want_lse = varlen_attention_reference(
+        q, k, v, *ends, causal=True, seqused_k=used, return_lse=True
+    )
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+
+
+@pytest.mark.eager
+def test_dropout_is_the_same_in_backward_and_follows_the_generator(device, overrides):
+    m = Maker(device, torch.float32)
+    q, k, v = (m.randn(1, 2, 24, 16).requires_grad_() for _ in range(3))
+
+    def run() -> Tensor:
+        torch.manual_seed(3)
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.5)[0]
+
+    out = run()
+    assert torch.equal(out, run())
+    assert not torch.equal(out, aten._scaled_dot_product_flash_attention(q, k, v, 0.5)[0])
+    # linear in v: the gradient must see the mask that the output saw
+    dout = m.randn(*out.shape)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    torch.testing.assert_close((dv * v).sum(), (out * dout).sum())
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((None, None, 4, 4, 0.0, False, True), {}),
+        ((None, None, 4, 4, 0.0, False, False), {"block_table": torch.zeros(1, 1).int()}),
+        ((None, None, 4, 4, 0.0, False, False), {"seqused_k": torch.zeros(1).int()}),
+    ],
+    ids=["debug mask", "block table", "seqused without lengths"],
+)
+def test_what_is_not_offered_raises(device, overrides, arguments, options):
+    q = torch.zeros(1, 4, 2, 8, device=device)
+    options = {name: value.to(device) for name, value in options.items()}
+    with pytest.raises(NotImplementedError, match="as PyTorch's flash attention: no"):
+        aten._flash_attention_forward(q, q, q, *arguments, **options)
+
+
+@pytest.mark.eager
+def test_registration_comes_and_goes(device):
+    attention = torch.nn.attention
+
+    assert attention.current_flash_attention_impl() is None
+    before = torch._C._dispatch_dump("aten::_flash_attention_forward")
+    handle = integration.register()
+    try:
+        assert attention.current_flash_attention_impl() == "flash_attn_triton"
+        assert "flash_attn_triton" in attention.list_flash_attention_impls()
+        active = torch._C._dispatch_dump("aten::_flash_attention_forward")
+        assert active != before
+        integration.register()  # a second time does nothing
+        assert torch._C._dispatch_dump("aten::_flash_attention_forward") == active
+    finally:
+        handle.remove()
+    assert attention.current_flash_attention_impl() is None
+    assert torch._C._dispatch_dump("aten::_flash_attention_forward") == before
+    handle.remove()  # a second time does nothing
+    integration.register()
+    attention.restore_flash_attention_impl()
+    assert torch._C._dispatch_dump("aten::_flash_attention_forward") == before
+
+
+@pytest.mark.eager
+def test_old_pytorch_is_refused(device, monkeypatch):
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    with pytest.raises(RuntimeError, match=r"needs PyTorch 2\.11 or newer, got"):
+        integration.register()
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("heads_k", [8, 2])
+def test_sdpa_runs_our_kernels(device, registered, monkeypatch, dtype, is_causal, heads_k):
+    calls = []
+    original = integration._ops.forward
+    monkeypatch.setattr(
+        integration._ops, "forward", lambda *args: calls.append(1) or original(*args)
+    )
+    m = Maker(device, dtype)
+    inputs = [m.randn(2, 517, 8, 64), m.randn(2, 517, heads_k, 64), m.randn(2, 517, heads_k, 64)]
+
+    def run(*leaves: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = scaled_dot_product_attention(
+                *heads_first(*leaves), is_causal=is_causal, enable_gqa=heads_k != 8
+            )
+        return out.transpose(1, 2)
+
+    compare(run, lambda *leaves: attention_reference(*leaves, causal=is_causal), inputs)
+    assert calls == [1]
+
+
+@pytest.mark.device
+def test_odd_head_dim_and_lower_right_bias(device, registered):
+    bias = pytest.importorskip("torch.nn.attention.bias")
+    m = Maker(device, torch.bfloat16)
+    inputs = [m.randn(2, 100, 4, 60), m.randn(2, 260, 4, 60), m.randn(2, 260, 4, 60)]
+
+    def run(*leaves: Tensor) -> Tensor:
+        mask = bias.causal_lower_right(100, 260)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return scaled_dot_product_attention(*heads_first(*leaves), mask).transpose(1, 2)
+
+    compare(run, lambda *leaves: attention_reference(*leaves, causal=True), inputs)
+
+
+@pytest.mark.device
+def test_compiled_sdpa_agrees(device, registered):
+    m = Maker(device, torch.bfloat16)
+    for tokens_first in (True, False):
+        leaves = [m.randn(2, 256, 4, 64) if tokens_first else m.randn(2, 4, 256, 64) for _ in "qkv"]
+        leaves = [t.requires_grad_() for t in leaves]
+
+        def run(*leaves: Tensor, swap: bool = tokens_first) -> Tensor:
+            inputs = heads_first(*leaves) if swap else leaves
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                return scaled_dot_product_attention(*inputs, is_causal=True) * 2
+
+        want = run(*leaves)
+        got = torch.compile(run, fullgraph=True)(*leaves)
+        assert torch.equal(got, want)
+        dout = m.randn(*want.shape)
+        grads = [torch.autograd.grad(out, leaves, dout) for out in (got, want)]
+        for got_grad, want_grad in zip(*grads, strict=True):
+            torch.testing.assert_close(got_grad, want_grad)
+
+
+@pytest.mark.device
+def test_varlen_attn_on_the_device(device, registered):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    m = Maker(device, torch.bfloat16)
+    lengths = (100, 1, 0, 399)
+    inputs = [m.randn(500, 4, 128) for _ in "qkv"]
+    ends = offsets(lengths, device), offsets(lengths, device), 399, 399
+
+    def run(*leaves: Tensor) -> Tensor:
+        return varlen.varlen_attn(*leaves, *ends, window_size=(-1, 0))
+
+    def reference(*leaves: Tensor) -> Tensor:
+        return varlen_attention_reference(*leaves, *ends, causal=True)
+
+    compare(run, reference, inputs)
+
+
+@pytest.mark.device
+def test_native_kernels_are_back_after_removal(device):
+    q = Maker(device, torch.float16).randn(1, 2, 300, 64)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        before = scaled_dot_product_attention(q, q, q)
+        with integration.register():
+            ours = scaled_dot_product_attention(q, q, q)
+        after = scaled_dot_product_attention(q, q, q)
+    assert torch.equal(before, after)
+    torch.testing.assert_close(ours, before, atol=2e-3, rtol=2e-3)
