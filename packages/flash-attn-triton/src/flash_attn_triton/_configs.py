@@ -151,7 +151,9 @@ def backward_dq_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
 def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsize: int) -> Tile:
     if platform.vendor == "cpu":
         return _INTERPRETED
-    family = "hopper" if platform.is_hopper else platform.vendor
+    family = "amd" if platform.vendor == "amd" else "nvidia"
+    if platform.is_hopper:
+        family = "hopper"
     table = tables[f"{family}-fp32" if itemsize == 4 else family]
     width = padded_head_dim(head_dim)
     return next(tile for widest, tile in table if width <= widest)

@@ -1,0 +1,140 @@
+"""``python -m flash_attn_triton [check]``: versions, tiles, and a check of the kernels here.
+
+On a machine without a GPU the kernels run in Triton's interpreter, in a child process, because
+Triton decides at its import whether to interpret.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from attn_common import Platform, detect
+from torch import Tensor
+
+from . import __version__, flash_attn_func, flash_attn_varlen_func
+from ._configs import backward_dkdv_tile, backward_dq_tile, forward_tile
+from ._ops import interpreted
+from .reference import attention_reference, varlen_attention_reference
+
+CHILD = "--in-this-process"
+
+
+def describe(platform: Platform) -> None:
+    """Print versions and the tile of every shape class on a platform."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "missing"
+    print(f"flash-attn-triton {__version__}, torch {torch.__version__}, triton {triton}")
+    print(f"platform {platform}; every feature runs on the portable Triton kernels")
+    for dtype in (torch.bfloat16, torch.float32):
+        for head_dim in (64, 128, 256):
+            choice = (platform, head_dim, dtype.itemsize)
+            tiles = {
+                "forward": forward_tile(*choice),
+                "dk, dv": backward_dkdv_tile(*choice),
+                "dq": backward_dq_tile(*choice),
+            }
+            shown = "; ".join(
+                f"{name} {t.block_m} queries x {t.block_n} keys, {t.num_warps} warps, "
+                f"{t.num_stages} stages"
+                for name, t in tiles.items()
+            )
+            print(f"  {str(dtype).removeprefix('torch.')}, head_dim to {head_dim}: {shown}")
+
+
+def check(device: torch.device) -> bool:
+    """Compare the kernels with the float64 reference; print a line per case."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def inputs(dtype: torch.dtype) -> list[Tensor]:
+        # GQA, more keys than queries, tails behind every tile, unequal head dimensions
+        shapes = ((2, 33, 4, 24), (2, 50, 2, 24), (2, 50, 2, 40))
+        return [draw(*shape, dtype=dtype) for shape in shapes]
+
+    cases: dict[str, Callable[[torch.dtype], tuple[list[Tensor], dict[str, object]]]] = {
+        "full": lambda dtype: (inputs(dtype), {}),
+        "causal": lambda dtype: (inputs(dtype), {"causal": True}),
+        "window, softcap": lambda dtype: (inputs(dtype), {"window_size": (9, 3), "softcap": 5.0}),
+        "ALiBi, sinks": lambda dtype: (
+            inputs(dtype),
+            {"causal": True, "alibi_slopes": draw(4).abs(), "sinks": draw(4)},
+        ),
+        "bias": lambda dtype: (inputs(dtype), {"bias": draw(1, 4, 33, 50, dtype=dtype)}),
+    }
+    good = True
+    for name, build in cases.items():
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            tensors, options = build(dtype)
+            dout = draw(2, 33, 4, 40, dtype=dtype)
+            good &= _compare(name, flash_attn_func, attention_reference, tensors, options, dout)
+    lengths = torch.tensor([0, 17, 17, 50], dtype=torch.int32, device=device)
+    packed = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "causal": True}
+    packed |= {"max_seqlen_q": 33, "max_seqlen_k": 33}
+    tensors = [draw(50, heads, 32) for heads in (4, 2, 2)]
+    return good & _compare(
+        "packed", flash_attn_varlen_func, varlen_attention_reference, tensors, packed,
+        draw(50, 4, 32),
+    )  # fmt: skip
+
+
+def _compare(
+    name: str,
+    function: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    tensors: list[Tensor],
+    options: dict[str, object],
+    dout: Tensor,
+) -> bool:
+    def run(call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        out = call(*leaves, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    dtype = dout.dtype
+    exact = run(reference, torch.float64)
+    worst = 0.0
+    for got, eager, want in zip(
+        run(function, dtype), run(reference, dtype), exact, strict=True
+    ):  # fmt: skip
+        # three times eager's error, and two units in the last place of what came three products
+        unit = max(torch.finfo(dtype).eps, 2.0**-21)
+        budget = 3 * (eager - want).abs().max() + 2 * unit * want.abs().max()
+        error = ((got - want).abs().max() / budget).item()
+        worst = max(worst, error if error == error else float("inf"))
+    verdict = "ok" if worst <= 1 else "MISMATCH"
+    shown = str(dtype).removeprefix("torch.")
+    print(f"{name}, {shown}, forward and backward: {worst:.2f} of the error budget, {verdict}")
+    return worst <= 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; 0 if every check passed."""
+    child = CHILD in arguments
+    rest = [a for a in arguments if a != CHILD]
+    if rest not in ([], ["check"]):
+        print("usage: python -m flash_attn_triton [check]", file=sys.stderr)
+        return 2
+    has_gpu = torch.cuda.is_available()
+    if not child:
+        describe(detect("cuda" if has_gpu else "cpu"))
+    if has_gpu and not interpreted():
+        print("checking the kernels on this GPU")
+        return int(not check(torch.device("cuda")))
+    if interpreted():
+        return int(not check(torch.device("cpu")))
+    print("no GPU: checking the kernels in Triton's interpreter", flush=True)
+    command = [sys.executable, "-m", __package__, "check", CHILD]
+    return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
