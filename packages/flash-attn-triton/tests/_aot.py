@@ -51,7 +51,8 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> str:
-        return f"absent {self.target}"  # kernels keep what they compiled per device
+        # kernels keep what they compiled per device: no context sees another's
+        return f"absent {self.target} {id(self)}"
 
     def get_current_stream(self, _device: Any) -> int:
         return 0

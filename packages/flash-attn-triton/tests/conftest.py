@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     # NumPy, under the interpreter, tells of infinities that are as they should be
     config.addinivalue_line("filterwarnings", "ignore:.* encountered:RuntimeWarning")
+    # PyTorch 2.11's inductor tells of its own use of torch.jit
+    config.addinivalue_line("filterwarnings", "ignore:.*torch.jit.script:DeprecationWarning")
 
 
 def _devices(marks: set[str]) -> list[torch.device]:

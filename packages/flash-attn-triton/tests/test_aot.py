@@ -23,7 +23,30 @@ FP8 = {"nvidia:sm_90": "float8_e4m3fn", "nvidia:sm_100": "float8_e4m3fn"}
 FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
 
 # "GPU configuration kernel", as a pattern: the most that may be spilled, and why that is accepted
-SPILLS: dict[str, tuple[int, str]] = {}
+SPILLS: dict[str, tuple[int, str]] = {
+    "nvidia:sm_90 d*-bfloat16-* _dkdv_kernel": (
+        304,
+        "the fastest of the tiles measured on an H200; the loops of the plain kernel have none",
+    ),
+    "nvidia:sm_90 d256-bfloat16-* _forward_kernel": (
+        96,
+        "the fastest of the tiles measured on an H200",
+    ),
+    "nvidia:sm_90 d64-bfloat16-rich _dq_kernel": (
+        32,
+        "every feature at once, on the tile that is fastest without",
+    ),
+    "nvidia:sm_80 d*-float32-* *": (
+        192,
+        "three TF32 products hold both halves of their operands; no such GPU to tune on",
+    ),
+    "amd:gfx942 d128-bfloat16-* _dkdv_kernel": (1, "one register; no such GPU to tune on"),
+    "amd:gfx942 d128-bfloat16-rich _forward_kernel": (
+        96,
+        "every feature at once, on a tile for the plain kernel; no such GPU to tune on",
+    ),
+    "amd:gfx1100 *": (656, "its matrix instructions want operands twice; no such GPU to tune on"),
+}
 
 
 def principal() -> list[tuple[str, str, Config]]:

@@ -119,9 +119,8 @@ def test_tiles_that_are_not_square(features, tile, device, monkeypatch):
 
 @pytest.mark.parametrize("form", ["".join(f) for f in itertools.product("b1", "h1", "m1", "n1")])
 def test_gradient_of_a_broadcast_bias(form, device):
-    sizes = (MEDIUM.batch, MEDIUM.heads_q, MEDIUM.seqlen_q, MEDIUM.seqlen_k)
-    size = [1 if axis == "1" else n for axis, n in zip(form, sizes, strict=True)]
-    case = make_case(MEDIUM, torch.float32, device, ("causal",))
+    size = [1 if axis == "1" else n for axis, n in zip(form, (2, 2, 17, 5), strict=True)]
+    case = make_case(Shape(2, 17, 5, 2, 1, 16), torch.float32, device, ("causal",))
     check(case.with_inputs(bias=Maker(device, torch.float32, seed=2).randn(*size)))
 
 
@@ -134,7 +133,7 @@ def test_gradient_of_a_broadcast_bias(form, device):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("size", [(1, 2, 17, 20), (2, 1, 1, 20), (1, 1, 17, 1)], ids=str)
+@pytest.mark.parametrize("size", [(2, 2, 17, 20), (1, 1, 17, 1)], ids=str)
 def test_bias_dtypes(size, bias_dtype, dtype, device):
     case = make_case(MEDIUM, dtype, device)
     got = check(case.with_inputs(bias=Maker(device, bias_dtype, seed=2).randn(*size)))

@@ -146,7 +146,7 @@ def test_what_is_returned(requires_grad, device):
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 def test_output_dtype(out_dtype, device):
     case = make_case(Shape(1, 18, 21, 2, 1, 16), torch.float16, device, ("causal",))
-    check(case.with_options(out_dtype=out_dtype), grad=False)
+    check(case.with_options(out_dtype=out_dtype))
 
 
 def every_other(x):

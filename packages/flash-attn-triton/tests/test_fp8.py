@@ -79,6 +79,11 @@ def oracle_and_budget(case, fp8, out_dtype=torch.bfloat16):
     return out, lse, emulated
 
 
+def lse_unit(device):
+    """Return the unit of a sum of FP8 products: Hopper's tensor cores keep 13 bits of fraction."""
+    return 2.0**-13 if device.type == "cuda" else 1e-6
+
+
 FEATURES = {
     "plain": {},
     "causal": {"causal": True},
@@ -89,15 +94,17 @@ FEATURES = {
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("descales", DESCALES)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(
+    ("feature", "descales"),
+    [("plain", "none"), ("plain", "scalar"), *((name, "per_head") for name in FEATURES)],
+)
 def test_accuracy(feature, descales, fp8, device):
     case = make(Shape(2, 18, 35, 4, 2, 32), fp8, device, descales, **FEATURES[feature])
     out, lse = case()
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     want, want_lse, emulated = oracle_and_budget(case, fp8)
     assert_no_worse_than_eager("out", out, emulated, want)
-    assert_no_worse_than_eager("lse", lse, want_lse.float(), want_lse, eps=1e-6)
+    assert_no_worse_than_eager("lse", lse, want_lse.float(), want_lse, eps=lse_unit(device))
 
 
 @pytest.mark.device
@@ -110,7 +117,7 @@ def test_accuracy_at_length(causal, head_dim, descales, fp8, device):
     out, lse = case()
     want, want_lse, emulated = oracle_and_budget(case, fp8)
     assert_no_worse_than_eager("out", out, emulated, want)
-    assert_no_worse_than_eager("lse", lse, want_lse.float(), want_lse, eps=1e-6)
+    assert_no_worse_than_eager("lse", lse, want_lse.float(), want_lse, eps=lse_unit(device))
 
 
 @pytest.mark.eager
@@ -123,7 +130,7 @@ def test_other_features_of_the_denominator(fp8, device):
     want, want_lse, emulated = oracle_and_budget(case, fp8)
     out, lse = case()
     assert_no_worse_than_eager("out", out, emulated, want)
-    assert_no_worse_than_eager("lse", lse, want_lse.float(), want_lse, eps=1e-6)
+    assert_no_worse_than_eager("lse", lse, want_lse.float(), want_lse, eps=lse_unit(device))
 
 
 @pytest.mark.eager

@@ -39,7 +39,9 @@ def extreme(dtype, device):
 
 @dtypes
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": True}, {"window_size": (6, 4)}, {"softcap": 20.0}], ids=str
+    "options",
+    [{}, {"causal": True}, {"window_size": (6, 4)}, {"softcap": 20.0}, {"softmax_scale": -1.0}],
+    ids=str,
 )
 def test_extreme_logits(options, dtype, device):
     case = extreme(dtype, device).with_options(**options)
@@ -55,6 +57,14 @@ def test_extreme_logits(options, dtype, device):
             torch.testing.assert_close(out[:, rows], want)
             want_lse = torch.full_like(lse[..., rows], 1e5 + math.log(int(keys.sum())))
             torch.testing.assert_close(lse[..., rows], want_lse, rtol=1e-6, atol=0)
+
+
+def test_a_large_softcap_loses_nothing(device):
+    """A tanh that is only exact to an absolute 1e-7 would be 1e-4 off in the scores."""
+    case = make_case(MEDIUM, torch.float32, device).with_options(softcap=2000.0)
+    got = check(case)
+    want = run(case.with_options(softcap=0.0))
+    torch.testing.assert_close(got["lse"], want["lse"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("magnitude", [1e5, -1e5], ids=str)

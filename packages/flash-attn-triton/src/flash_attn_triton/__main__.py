@@ -133,7 +133,9 @@ def main(arguments: list[str]) -> int:
         return int(not check(torch.device("cpu")))
     print("no GPU: checking the kernels in Triton's interpreter", flush=True)
     command = [sys.executable, "-m", __package__, "check", CHILD]
-    return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
+    return subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
+    ).returncode
 
 
 if __name__ == "__main__":

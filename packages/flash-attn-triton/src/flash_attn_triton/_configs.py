@@ -51,6 +51,11 @@ _FORWARD: dict[str, _Table] = {
         (128, Tile(128, 64, 4, 1)),
         (256, Tile(64, 32, 4, 1)),
     ),
+    "rdna": (
+        (64, Tile(64, 32, 4, 1)),
+        (128, Tile(64, 32, 8, 1)),
+        (256, Tile(32, 32, 8, 1)),
+    ),
     "hopper-fp32": (
         (64, Tile(64, 64, 4, 2, "tf32x3")),
         (128, Tile(128, 32, 8, 2, "tf32x3")),
@@ -65,6 +70,11 @@ _FORWARD: dict[str, _Table] = {
         (64, Tile(64, 32, 4, 1)),
         (128, Tile(32, 32, 4, 1)),
         (256, Tile(16, 32, 4, 1)),
+    ),
+    "rdna-fp32": (
+        (64, Tile(32, 32, 8, 1)),
+        (128, Tile(16, 32, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
     ),
 }
 
@@ -83,6 +93,11 @@ _BACKWARD_DKDV: dict[str, _Table] = {
         (128, Tile(32, 64, 4, 1)),
         (256, Tile(16, 32, 4, 1)),
     ),
+    "rdna": (
+        (64, Tile(32, 32, 4, 1)),
+        (128, Tile(32, 32, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+    ),
     "hopper-fp32": (
         (64, Tile(32, 64, 4, 1, "tf32x3")),
         (128, Tile(32, 32, 4, 1, "tf32x3")),
@@ -97,6 +112,11 @@ _BACKWARD_DKDV: dict[str, _Table] = {
         (64, Tile(32, 32, 4, 1)),
         (128, Tile(16, 32, 4, 1)),
         (256, Tile(16, 16, 4, 1)),
+    ),
+    "rdna-fp32": (
+        (64, Tile(16, 16, 4, 1)),
+        (128, Tile(16, 16, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
     ),
 }
 
@@ -115,6 +135,11 @@ _BACKWARD_DQ: dict[str, _Table] = {
         (128, Tile(64, 32, 4, 1)),
         (256, Tile(32, 16, 4, 1)),
     ),
+    "rdna": (
+        (64, Tile(32, 32, 4, 1)),
+        (128, Tile(32, 32, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+    ),
     "hopper-fp32": (
         (64, Tile(64, 64, 4, 1, "tf32x3")),
         (128, Tile(32, 32, 4, 1, "tf32x3")),
@@ -129,6 +154,11 @@ _BACKWARD_DQ: dict[str, _Table] = {
         (64, Tile(32, 32, 4, 1)),
         (128, Tile(32, 16, 4, 1)),
         (256, Tile(16, 16, 4, 1)),
+    ),
+    "rdna-fp32": (
+        (64, Tile(16, 16, 4, 1)),
+        (128, Tile(16, 16, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
     ),
 }
 
@@ -154,6 +184,8 @@ def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsi
     family = "amd" if platform.vendor == "amd" else "nvidia"
     if platform.is_hopper:
         family = "hopper"
+    if platform.is_rdna:
+        family = "rdna"
     table = tables[f"{family}-fp32" if itemsize == 4 else family]
     width = padded_head_dim(head_dim)
     return next(tile for widest, tile in table if width <= widest)

@@ -106,6 +106,8 @@ def launch_backward(
         if sinks is not None:
             dsinks = _sink_gradient(sinks, lse, delta)
         if k.numel() != 0:
+            # the output may have had a dtype of its own; products want one
+            dout = aligned(dout.to(q.dtype))
             inputs = BackwardInputs(q, k, v, dout, lse2, delta)
             platform = detect(q.device)
             launch_dkdv(problem, platform, inputs, dk, dv)

@@ -13,7 +13,7 @@ from attn_common import Platform
 from torch import Tensor
 
 from .._configs import backward_dkdv_tile
-from .launch import TOKEN_STRIDES, BackwardInputs, Problem, is_interpreted, run
+from .launch import STRIDES, BackwardInputs, Problem, is_interpreted, run
 from .primitives import (
     INF,
     count_keys,
@@ -39,9 +39,10 @@ def _dkdv_walk(
     keys, diagonal, seqlen_q, seqlen_k, start, full_start, full_end, last_row,
     scale, softcap, alibi_slopes_ptr, bias_ptr, stride_bias_h, stride_bias_m, stride_bias_n,
     window_left, window_right, rng_state_ptr, dropout_threshold, keep_scale,
-    MASKED: tl.constexpr, GROUP: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr, GROUP: tl.constexpr, BIAS_BYTES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, SETTLE: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +51,6 @@ def _dkdv_walk(
     The pointers stand at the sequence. One loop serves all heads of the group: a second one around
     it would cost registers, and the pipeline would drain between heads.
     """
-    HAS_BIAS: tl.constexpr = bias_ptr is not None
     HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
     HAS_DROPOUT: tl.constexpr = rng_state_ptr is not None
     cols_d = tl.arange(0, BLOCK_D)
@@ -80,7 +80,7 @@ def _dkdv_walk(
         lse2 = load_row(lse2_ptr + row_at, rows, seqlen_q, INF, MASKED)
         delta = load_row(delta_ptr + row_at, rows, seqlen_q, 0.0, MASKED)
         bias_base = bias_ptr
-        if HAS_BIAS:
+        if BIAS_BYTES:
             bias_base += head_64 * stride_bias_h
         slope = 0.0
         if HAS_ALIBI:
@@ -91,7 +91,7 @@ def _dkdv_walk(
             rows[None, :], keys[:, None], diagonal, seqlen_q, seqlen_k,
             window_left, window_right, rng_state_ptr, batch_id * heads_q + head,
             dropout_threshold, keep_scale,
-            MASKED, HAS_BIAS, HAS_SOFTCAP, HAS_ALIBI, HAS_LEFT, HAS_RIGHT, HAS_DROPOUT,
+            MASKED, BIAS_BYTES, HAS_SOFTCAP, HAS_ALIBI, HAS_LEFT, HAS_RIGHT, HAS_DROPOUT,
         )  # fmt: skip
         dv = dot_add(dv, p, dout, PRECISION, UPCAST)  # [N, DV]
         ds = through_softcap(ds, products, scale, softcap, HAS_SOFTCAP)
@@ -103,7 +103,7 @@ def _dkdv_walk(
 @triton.jit(
     do_not_specialize=[
         "batch", "tokens_q", "tokens_k", "tiles", "span", "window_left", "window_right",
-        "dropout_threshold", *TOKEN_STRIDES,
+        "dropout_threshold", *STRIDES,
     ]
 )  # fmt: skip
 def _dkdv_kernel(
@@ -122,6 +122,7 @@ def _dkdv_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    BIAS_BYTES: tl.constexpr,  # of a row of the bias, read at once; 0 without a bias
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -185,8 +186,8 @@ def _dkdv_kernel(
             scale, softcap, alibi_slopes_ptr, bias_ptr,
             stride_bias_h, stride_bias_m, stride_bias_n,
             window_left, window_right, rng_state_ptr, dropout_threshold, keep_scale,
-            MASKED=masked == 1, GROUP=GROUP, HAS_SOFTCAP=HAS_SOFTCAP, HAS_LEFT=HAS_LEFT,
-            HAS_RIGHT=HAS_RIGHT, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
+            MASKED=masked == 1, GROUP=GROUP, BIAS_BYTES=BIAS_BYTES, HAS_SOFTCAP=HAS_SOFTCAP,
+            HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
             BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, BLOCK_M=BLOCK_M,
             ROW_BYTES=ROW_BYTES, ROW_BYTES_V=ROW_BYTES_V,
             PRECISION=PRECISION, UPCAST=UPCAST, SETTLE=SETTLE,

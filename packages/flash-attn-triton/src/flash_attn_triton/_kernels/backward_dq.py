@@ -8,7 +8,7 @@ from attn_common import Platform
 from torch import Tensor
 
 from .._configs import backward_dq_tile
-from .launch import TOKEN_STRIDES, BackwardInputs, Problem, run
+from .launch import STRIDES, BackwardInputs, Problem, run
 from .primitives import (
     INF,
     count_keys,
@@ -32,7 +32,7 @@ def _dq_walk(
     rows, diagonal, seqlen_q, seqlen_k, first_key, last_key, start, full_start, full_end,
     scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n, window_left, window_right,
     rng_state_ptr, batch_head, dropout_threshold, keep_scale,
-    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, BIAS_BYTES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -77,7 +77,7 @@ def _dq_walk(
             scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
             rows[:, None], keys[None, :], diagonal, seqlen_q, seqlen_k,
             window_left, window_right, rng_state_ptr, batch_head, dropout_threshold, keep_scale,
-            MASKED, HAS_BIAS, HAS_SOFTCAP, HAS_ALIBI, HAS_LEFT, HAS_RIGHT, HAS_DROPOUT,
+            MASKED, BIAS_BYTES, HAS_SOFTCAP, HAS_ALIBI, HAS_LEFT, HAS_RIGHT, HAS_DROPOUT,
         )  # fmt: skip
         ds = through_softcap(ds, products, scale, softcap, HAS_SOFTCAP)
         dq = dot_add(dq, ds, tl.trans(k_t), PRECISION, UPCAST)  # [M, D]
@@ -87,7 +87,7 @@ def _dq_walk(
 @triton.jit(
     do_not_specialize=[
         "batch", "tokens_q", "tokens_k", "tiles", "span", "window_left", "window_right",
-        "dropout_threshold", *TOKEN_STRIDES,
+        "dropout_threshold", *STRIDES,
     ]
 )  # fmt: skip
 def _dq_kernel(
@@ -106,6 +106,7 @@ def _dq_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    BIAS_BYTES: tl.constexpr,  # of a row of the bias, read at once; 0 without a bias
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -149,11 +150,10 @@ def _dq_kernel(
     lse2 = load_row(lse2_ptr + row_base, rows, seqlen_q, INF, True)
     delta = load_row(delta_ptr + row_base, rows, seqlen_q, 0.0, True)
 
-    HAS_BIAS: tl.constexpr = bias_ptr is not None
     HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
     HAS_DROPOUT: tl.constexpr = rng_state_ptr is not None
     bias_base = bias_ptr
-    if HAS_BIAS:
+    if BIAS_BYTES:
         bias_base += batch_64 * stride_bias_b + head_64 * stride_bias_h
     slope = 0.0
     if HAS_ALIBI:
@@ -173,7 +173,7 @@ def _dq_kernel(
             scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
             window_left, window_right,
             rng_state_ptr, batch_id * heads_q + head, dropout_threshold, keep_scale,
-            MASKED=masked == 1, HAS_BIAS=HAS_BIAS, HAS_SOFTCAP=HAS_SOFTCAP,
+            MASKED=masked == 1, BIAS_BYTES=BIAS_BYTES, HAS_SOFTCAP=HAS_SOFTCAP,
             HAS_ALIBI=HAS_ALIBI, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
             HAS_DROPOUT=HAS_DROPOUT, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
             BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, BLOCK_N=BLOCK_N,

@@ -13,7 +13,7 @@ from attn_common import Platform, cdiv
 from torch import Tensor
 
 from .._configs import backward_dq_tile
-from .launch import TOKEN_STRIDES, BackwardInputs, Problem, run
+from .launch import STRIDES, BackwardInputs, Problem, run
 from .primitives import (
     INF,
     count_keys,
@@ -29,7 +29,8 @@ from .primitives import (
 @triton.jit(
     do_not_specialize=[
         "batch", "tokens_q", "tokens_k", "window_left", "window_right", "dropout_threshold",
-        "bias_heads", "bias_rows", "bias_cols", *TOKEN_STRIDES,
+        "bias_heads", "bias_rows", "bias_cols", "one_batch", "one_head", "one_row", "one_col",
+        *STRIDES,
     ]
 )  # fmt: skip
 def _bias_gradient_kernel(
@@ -38,6 +39,7 @@ def _bias_gradient_kernel(
     scale, softcap, keep_scale, dropout_threshold, window_left, window_right,
     batch, heads_q, tokens_q, tokens_k,
     bias_heads, bias_rows, bias_cols,
+    one_batch, one_head, one_row, one_col,  # which dimensions of the bias are broadcast
     stride_dob, stride_dos, stride_doh,
     stride_qb, stride_qs, stride_qh,
     stride_kb, stride_ks, stride_kh,
@@ -49,10 +51,7 @@ def _bias_gradient_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    ONE_BATCH: tl.constexpr,  # which dimensions of the bias are broadcast
-    ONE_HEAD: tl.constexpr,
-    ONE_ROW: tl.constexpr,
-    ONE_COL: tl.constexpr,
+    BIAS_BYTES: tl.constexpr,  # of a row of the bias, read at once; 0 without a bias
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -77,7 +76,7 @@ def _bias_gradient_kernel(
     cols_dv = tl.arange(0, BLOCK_DV)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # what this tile was broadcast to
-    for step_b in range(0, batch if ONE_BATCH else 1):
+    for step_b in range(0, tl.where(one_batch != 0, batch, 1)):
         sequence = bias_batch + step_b
         sequence_64 = sequence.to(tl.int64)
         if cu_seqlens_q_ptr is None:
@@ -94,7 +93,7 @@ def _bias_gradient_kernel(
             k_start = k_begin.to(tl.int64)
         seqlen_k = count_keys(seqused_k_ptr, sequence, batch, seqlen_k)
         diagonal = seqlen_k - seqlen_q
-        for step_h in range(0, heads_q if ONE_HEAD else 1):
+        for step_h in range(0, tl.where(one_head != 0, heads_q, 1)):
             head = bias_head + step_h
             head_64 = head.to(tl.int64)
             head_k_64 = head_64 // GROUP
@@ -111,7 +110,7 @@ def _bias_gradient_kernel(
             slope = 0.0
             if HAS_ALIBI:
                 slope = tl.load(alibi_slopes_ptr + sequence_64 * stride_alibi_b + head)
-            for step_m in range(0, tl.cdiv(seqlen_q, BLOCK_M) if ONE_ROW else 1):
+            for step_m in range(0, tl.where(one_row != 0, tl.cdiv(seqlen_q, BLOCK_M), 1)):
                 first_row = (tile_m + step_m) * BLOCK_M
                 last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
                 first_key, last_key, _start, _full_start, _full_end = key_range(
@@ -136,7 +135,7 @@ def _bias_gradient_kernel(
                 )  # [M, DV]
                 lse2 = load_row(lse2_ptr + row_base, rows, seqlen_q, INF, True)
                 delta = load_row(delta_ptr + row_base, rows, seqlen_q, 0.0, True)
-                for step_n in range(0, tl.cdiv(seqlen_k, BLOCK_N) if ONE_COL else 1):
+                for step_n in range(0, tl.where(one_col != 0, tl.cdiv(seqlen_k, BLOCK_N), 1)):
                     start_n = (tile_n + step_n) * BLOCK_N
                     is_live = (first_row < seqlen_q) & (start_n < last_key)
                     if is_live & (start_n + BLOCK_N > first_key):
@@ -157,15 +156,16 @@ def _bias_gradient_kernel(
                             rows[:, None], keys[None, :], diagonal, seqlen_q, seqlen_k,
                             window_left, window_right, rng_state_ptr, sequence * heads_q + head,
                             dropout_threshold, keep_scale,
-                            True, True, HAS_SOFTCAP, HAS_ALIBI, HAS_LEFT, HAS_RIGHT, HAS_DROPOUT,
+                            True, BIAS_BYTES, HAS_SOFTCAP, HAS_ALIBI,
+                            HAS_LEFT, HAS_RIGHT, HAS_DROPOUT,
                         )  # fmt: skip
                         total += ds
 
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if ONE_ROW:
+    if one_row:
         total = tl.where((rows == 0)[:, None], tl.sum(total, 0)[None, :], 0.0)
-    if ONE_COL:
+    if one_col:
         total = tl.where((cols == 0)[None, :], tl.sum(total, 1)[:, None], 0.0)
     row_at = (bias_batch.to(tl.int64) * bias_heads + bias_head) * bias_rows + rows
     pointers = dbias_ptr + (row_at * bias_cols)[:, None] + cols[None, :]
@@ -183,13 +183,7 @@ def launch_bias_gradient(
     run(
         _bias_gradient_kernel, bias_batch * bias_heads * tiles_m * tiles_n, tile, inputs.q,
         (*inputs, dbias, *problem.backward_tensors, *problem.scalars,
-         bias_heads, bias_rows, bias_cols,
+         bias_heads, bias_rows, bias_cols, *(int(size == 1) for size in dbias.shape),
          *inputs.dout_strides, *problem.strides),
-        {
-            **problem.constants,
-            "ONE_BATCH": bias_batch == 1,
-            "ONE_HEAD": bias_heads == 1,
-            "ONE_ROW": bias_rows == 1,
-            "ONE_COL": bias_cols == 1,
-        },
+        problem.constants,
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 from attn_common import detect, fp8_info
 
 from .._configs import forward_tile
-from .launch import TOKEN_STRIDES, Problem, aligned, expand_descales, run
+from .launch import STRIDES, Problem, aligned, expand_descales, run
 from .primitives import (
     LN2,
     LOG2E,
@@ -41,7 +41,7 @@ def _attend(
     rows, diagonal, seqlen_q, seqlen_k, first_key, last_key, start, full_start, full_end,
     scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n, window_left, window_right,
     rng_state_ptr, batch_head, dropout_threshold,
-    MASKED: tl.constexpr, FOLD: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MASKED: tl.constexpr, FOLD: tl.constexpr, SHIFT: tl.constexpr, BIAS_BYTES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -76,7 +76,7 @@ def _attend(
             s = logits_of(
                 s, scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
                 rows[:, None], keys[None, :], diagonal, seqlen_q, seqlen_k,
-                HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS,
+                HAS_SOFTCAP, HAS_ALIBI, BIAS_BYTES,
             )  # fmt: skip
         if MASKED:
             visible = is_visible(
@@ -85,7 +85,7 @@ def _attend(
             )  # fmt: skip
             s = tl.where(visible, s, NEG_INF)
         m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
-        if MASKED or HAS_BIAS:
+        if MASKED or BIAS_BYTES:
             # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
             pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
         else:
@@ -118,7 +118,7 @@ def _attend(
 @triton.jit(
     do_not_specialize=[
         "batch", "tokens_q", "tokens_k", "tiles", "span", "window_left", "window_right",
-        "dropout_threshold", *TOKEN_STRIDES,
+        "dropout_threshold", *STRIDES,
     ]
 )  # fmt: skip
 def _forward_kernel(
@@ -137,6 +137,7 @@ def _forward_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    BIAS_BYTES: tl.constexpr,  # of a row of the bias, read at once; 0 without a bias
     FOLD: tl.constexpr,  # plain scores with a positive scale
     DESCALE_PER_HEAD: tl.constexpr,
     SHIFT: tl.constexpr,  # binary exponent added to p, so that fp8 holds it well
@@ -174,11 +175,10 @@ def _forward_kernel(
         q_base, rows, stride_qs, 0, seqlen_q, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True
     )  # [M, D]
 
-    HAS_BIAS: tl.constexpr = bias_ptr is not None
     HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
     HAS_DROPOUT: tl.constexpr = rng_state_ptr is not None
     bias_base = bias_ptr
-    if HAS_BIAS:
+    if BIAS_BYTES:
         bias_base += batch_64 * stride_bias_b + head_64 * stride_bias_h
     slope = 0.0
     if HAS_ALIBI:
@@ -213,7 +213,7 @@ def _forward_kernel(
             rows, diagonal, seqlen_q, seqlen_k, first_key, last_key, start, full_start, full_end,
             scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
             window_left, window_right, rng_state_ptr, batch_head, dropout_threshold,
-            MASKED=masked == 1, FOLD=FOLD, SHIFT=SHIFT, HAS_BIAS=HAS_BIAS,
+            MASKED=masked == 1, FOLD=FOLD, SHIFT=SHIFT, BIAS_BYTES=BIAS_BYTES,
             HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, HAS_LEFT=HAS_LEFT,
             HAS_RIGHT=HAS_RIGHT, HAS_DROPOUT=HAS_DROPOUT, HEAD_DIM=HEAD_DIM,
             HEAD_DIM_V=HEAD_DIM_V, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, BLOCK_N=BLOCK_N,

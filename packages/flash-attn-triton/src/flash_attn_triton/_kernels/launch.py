@@ -15,8 +15,12 @@ from .._configs import Tile, padded_head_dim
 
 # windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
 MAX_WINDOW = 2**30
-# the kernels take these as they come: a variant per alignment would give a stride its own rounding
-TOKEN_STRIDES = tuple(f"stride_{x}{axis}" for x in ("q", "k", "v", "do") for axis in "bsh")
+# the kernels take these as they come: a variant per alignment would give a stride its own rounding,
+# and a length its own compilation
+STRIDES = (
+    *(f"stride_{x}{axis}" for x in ("q", "k", "v", "do") for axis in "bsh"),
+    *(f"stride_bias_{axis}" for axis in "bhmn"),
+)
 # widest access to memory, in bytes
 ACCESS = 16
 # what programs that run at the same time should read together
@@ -88,6 +92,7 @@ class Problem:
             "HAS_LEFT": window_left >= 0,
             "HAS_RIGHT": window_right >= 0,
             "HAS_SOFTCAP": softcap != 0.0,
+            "BIAS_BYTES": 0 if bias is None else bias_bytes(bias),
         }
 
     def tiles_q(self, block: int) -> int:
@@ -145,6 +150,14 @@ def dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def bias_bytes(bias: Tensor) -> int:
+    """Return how much of a row can be read at once: a whole access, or one element."""
+    *rows, columns = bias_strides(bias)
+    begins = (bias.data_ptr(), *(stride * bias.element_size() for stride in rows))
+    whole = columns == 1 and all(begin % ACCESS == 0 for begin in begins)
+    return ACCESS if whole else bias.element_size()
+
+
 def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
     """Strides of a four-dimensional bias, 0 where it is broadcast."""
     if bias is None:
@@ -161,7 +174,8 @@ def expand_descales(
     if all(d is None or d.numel() == 1 for d in descales):
         return tuple(map(dense, descales)), False
     shape = (problem.batch, problem.heads_k)
-    return tuple(d if d is None else d.expand(shape).contiguous() for d in descales), True
+    full = (d if d is None or d.ndim == 2 else d.reshape(1, 1) for d in descales)
+    return tuple(d if d is None else d.expand(shape).contiguous() for d in full), True
 
 
 def is_interpreted() -> bool:

@@ -10,6 +10,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
+# widest access to memory
+ACCESS_BYTES = tl.constexpr(16)
 NEG_INF = tl.constexpr(float("-inf"))
 
 
@@ -22,10 +24,9 @@ def load_tile(
 
     Every row begins on a multiple of ``ROW_BYTES``: the launcher sees to it.
     """
-    base = tl.multiple_of(base, ROW_BYTES)
-    stride = tl.multiple_of(stride, ROW_BYTES * 8 // base.dtype.element_ty.primitive_bitwidth)
     # int64: rows * stride may pass 2**31 elements
-    pointers = base + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    begin = tl.multiple_of(base + rows.to(tl.int64)[:, None] * stride, [ROW_BYTES, ROW_BYTES])
+    pointers = begin + cols[None, :]
     if MASKED:
         mask = (rows >= first)[:, None] & (rows < last)[:, None] & (cols < WIDTH)[None, :]
         tile = tl.load(pointers, mask=mask, other=0.0)
@@ -42,9 +43,8 @@ def load_tile_transposed(
     WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load the same tile as ``load_tile``, as cols x rows."""
-    base = tl.multiple_of(base, ROW_BYTES)
-    stride = tl.multiple_of(stride, ROW_BYTES * 8 // base.dtype.element_ty.primitive_bitwidth)
-    pointers = base + rows.to(tl.int64)[None, :] * stride + cols[:, None]
+    begin = tl.multiple_of(base + rows.to(tl.int64)[None, :] * stride, [ROW_BYTES, ROW_BYTES])
+    pointers = begin + cols[:, None]
     if MASKED:
         mask = (rows >= first)[None, :] & (rows < last)[None, :] & (cols < WIDTH)[:, None]
         tile = tl.load(pointers, mask=mask, other=0.0)
@@ -107,11 +107,12 @@ def tanh(x):
 def logits_of(
     products, scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
     rows, cols, diagonal, seqlen_q, seqlen_k,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, BIAS_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Turn raw products into base-2 logits: scale, softcap, ALiBi, bias, in that order.
 
-    ``rows`` and ``cols`` broadcast against ``products``, so either may run down the tile.
+    ``rows`` and ``cols`` broadcast against ``products``, so either may run down the tile. Of a row
+    of the bias, ``BIAS_BYTES`` can be read at once; they are 0 without a bias.
     """
     if HAS_SOFTCAP:
         logits = tanh(products * (scale / softcap)) * (softcap * LOG2E)
@@ -120,8 +121,12 @@ def logits_of(
     if HAS_ALIBI:
         distance = tl.abs(rows + diagonal - cols).to(tl.float32)
         logits -= distance * (slope * LOG2E)
-    if HAS_BIAS:
-        pointers = bias_base + rows.to(tl.int64) * stride_bias_m + cols.to(tl.int64) * stride_bias_n
+    if BIAS_BYTES:
+        begin = bias_base + rows.to(tl.int64) * stride_bias_m
+        if BIAS_BYTES == ACCESS_BYTES:
+            pointers = tl.multiple_of(begin, [ACCESS_BYTES, ACCESS_BYTES]) + cols
+        else:
+            pointers = begin + cols.to(tl.int64) * stride_bias_n
         inside = (rows < seqlen_q) & (cols < seqlen_k)
         logits += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2E
     return logits
@@ -267,7 +272,7 @@ def score_gradient(
     products, dp, lse2, delta, scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
     rows, cols, diagonal, seqlen_q, seqlen_k, window_left, window_right,
     rng_state_ptr, batch_head, dropout_threshold, keep_scale,
-    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr, BIAS_BYTES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -278,7 +283,7 @@ def score_gradient(
     """
     logits = logits_of(
         products, scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
-        rows, cols, diagonal, seqlen_q, seqlen_k, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS,
+        rows, cols, diagonal, seqlen_q, seqlen_k, HAS_SOFTCAP, HAS_ALIBI, BIAS_BYTES,
     )  # fmt: skip
     p = tl.exp2(logits - lse2)
     if MASKED:

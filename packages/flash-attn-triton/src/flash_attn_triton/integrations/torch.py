@@ -31,6 +31,7 @@ Registering follows the protocol of ``torch.nn.attention`` for implementations:
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, NoReturn
 
 import torch
@@ -65,8 +66,11 @@ class _Overrides:
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         new: Any = torch.library.Library
         library = new("aten", "IMPL", dispatch_key)
-        for operator, function in _OVERRIDES.items():
-            library.impl(operator, function, dispatch_key)
+        with warnings.catch_warnings():
+            # PyTorch warns that its kernels are overridden, which is the purpose
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            for operator, function in _OVERRIDES.items():
+                library.impl(operator, function, dispatch_key)
         self.library: Any = library
 
     def remove(self) -> None:
