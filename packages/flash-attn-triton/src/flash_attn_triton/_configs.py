@@ -6,6 +6,7 @@ or on the number of sequences: a sequence's result would then depend on its neig
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from attn_common import Platform, next_power_of_2
@@ -163,16 +164,19 @@ _BACKWARD_DQ: dict[str, _Table] = {
 }
 
 
+@functools.cache
 def forward_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
     """Return the forward tile for the wider of the two head dimensions."""
     return _lookup(_FORWARD, platform, head_dim, itemsize)
 
 
+@functools.cache
 def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
     """Return the tile of the pass that makes dk and dv."""
     return _lookup(_BACKWARD_DKDV, platform, head_dim, itemsize)
 
 
+@functools.cache
 def backward_dq_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
     """Return the tile of the pass that makes dq; the bias gradient uses it too."""
     return _lookup(_BACKWARD_DQ, platform, head_dim, itemsize)

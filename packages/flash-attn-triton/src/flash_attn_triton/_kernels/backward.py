@@ -50,8 +50,9 @@ def _row_kernel(
     if dlse_ptr is not None:
         # d(lse)/d(score) is p, which joins the softmax's own term
         delta -= tl.load(dlse_ptr + row, mask=inside, other=0.0)
-    tl.store(delta_ptr + row, delta, mask=inside)
     lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
+    # what arrives at a row without keys counts for nothing, NaN neither
+    tl.store(delta_ptr + row, tl.where(lse == NEG_INF, 0.0, delta), mask=inside)
     tl.store(lse2_ptr + row, tl.where(lse == NEG_INF, INF, lse * LOG2E), mask=inside)
 
 
@@ -89,7 +90,7 @@ def launch_backward(
 ):  # fmt: skip
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
     dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
-    out = out.contiguous()
+    out, lse = out.contiguous(), lse.contiguous()
     problem = Problem(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, rng_state,
         softmax_scale, window_left, window_right, softcap, dropout_p,

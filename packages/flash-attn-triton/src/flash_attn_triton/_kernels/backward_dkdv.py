@@ -13,7 +13,7 @@ from attn_common import Platform
 from torch import Tensor
 
 from .._configs import backward_dkdv_tile
-from .launch import STRIDES, BackwardInputs, Problem, is_interpreted, run
+from .launch import NUMBERS, POINTERS, BackwardInputs, Problem, is_interpreted, run
 from .primitives import (
     INF,
     count_keys,
@@ -55,6 +55,10 @@ def _dkdv_walk(
     HAS_DROPOUT: tl.constexpr = rng_state_ptr is not None
     cols_d = tl.arange(0, BLOCK_D)
     cols_dv = tl.arange(0, BLOCK_DV)
+    # what arrives at rows that see no key counts for nothing, NaN neither
+    first_live = 0
+    if HAS_RIGHT:
+        first_live = tl.maximum(-diagonal - window_right, 0)
     steps = count_steps(start, full_start, full_end, last_row, BLOCK_M, MASKED)
     for step in tl.range(0, steps * GROUP):
         if GROUP == 1:
@@ -71,7 +75,7 @@ def _dkdv_walk(
         )  # [D, M]  # fmt: skip
         products = dot(k, q_t, PRECISION, UPCAST)  # [N, M]
         dout = load_tile(
-            dout_ptr + head_64 * stride_doh, rows, stride_dos, 0, seqlen_q, cols_dv,
+            dout_ptr + head_64 * stride_doh, rows, stride_dos, first_live, seqlen_q, cols_dv,
             HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, MASKED,
         )  # [M, DV]  # fmt: skip
         dp = dot(v, tl.trans(dout), PRECISION, UPCAST)  # [N, M]
@@ -100,12 +104,7 @@ def _dkdv_walk(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch", "tokens_q", "tokens_k", "tiles", "span", "window_left", "window_right",
-        "dropout_threshold", *STRIDES,
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     bias_ptr, alibi_slopes_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
@@ -143,7 +142,7 @@ def _dkdv_kernel(
         return
     # keys past the used ones still get their zeros
     seqlen_k = count_keys(seqused_k_ptr, batch_id, batch, length_k)
-    batch_id = tl.minimum(batch_id, batch - 1)
+    batch_id = tl.maximum(tl.minimum(batch_id, batch - 1), 0)
     batch_64 = batch_id.to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
     keys = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -215,11 +214,9 @@ def launch_dkdv(
     """Fill ``dk`` and ``dv``."""
     tile = backward_dkdv_tile(platform, problem.widest_head, inputs.q.element_size())
     tiles = problem.tiles_k(tile.block_n)
-    # a key head's programs share the queries of its whole group
-    span = problem.heads_in_cache(problem.tokens_q * problem.group)
     run(
-        _dkdv_kernel, tiles * problem.heads_k * problem.grid_batch, tile, inputs.q,
-        (*inputs, dk, dv, *problem.backward_tensors, *problem.scalars, tiles, span,
-         *inputs.dout_strides, *problem.strides),
+        _dkdv_kernel, tiles * problem.heads_k * problem.grid_batch, tile,
+        (*inputs, dk, dv, *problem.backward_tensors),
+        (*problem.scalars, tiles, problem.span_k(), *inputs.dout_strides, *problem.strides),
         {**problem.constants, "SETTLE": platform.is_hopper and not is_interpreted()},
     )  # fmt: skip

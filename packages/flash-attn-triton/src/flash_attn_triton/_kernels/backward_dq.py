@@ -8,7 +8,7 @@ from attn_common import Platform
 from torch import Tensor
 
 from .._configs import backward_dq_tile
-from .launch import STRIDES, BackwardInputs, Problem, run
+from .launch import NUMBERS, POINTERS, BackwardInputs, Problem, run
 from .primitives import (
     INF,
     count_keys,
@@ -84,12 +84,7 @@ def _dq_walk(
     return dq
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch", "tokens_q", "tokens_k", "tiles", "span", "window_left", "window_right",
-        "dropout_threshold", *STRIDES,
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
     bias_ptr, alibi_slopes_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
@@ -124,7 +119,7 @@ def _dq_kernel(
     if pid_m < 0:
         return
     seqlen_k = count_keys(seqused_k_ptr, batch_id, batch, seqlen_k)
-    batch_id = tl.minimum(batch_id, batch - 1)
+    batch_id = tl.maximum(tl.minimum(batch_id, batch - 1), 0)
     batch_64 = batch_id.to(tl.int64)
     head_64 = head.to(tl.int64)
     head_k_64 = head_64 // GROUP
@@ -189,11 +184,9 @@ def launch_dq(problem: Problem, platform: Platform, inputs: BackwardInputs, dq: 
     """Fill ``dq``."""
     tile = backward_dq_tile(platform, problem.widest_head, inputs.q.element_size())
     tiles = problem.tiles_q(tile.block_m)
-    # the query heads of one key head share its keys
-    span = problem.group * problem.heads_in_cache(problem.tokens_k)
     run(
-        _dq_kernel, tiles * problem.heads_q * problem.grid_batch, tile, inputs.q,
-        (*inputs, dq, *problem.backward_tensors, *problem.scalars, tiles, span,
-         *inputs.dout_strides, *problem.strides),
+        _dq_kernel, tiles * problem.heads_q * problem.grid_batch, tile,
+        (*inputs, dq, *problem.backward_tensors),
+        (*problem.scalars, tiles, problem.span_q(), *inputs.dout_strides, *problem.strides),
         problem.constants,
     )  # fmt: skip

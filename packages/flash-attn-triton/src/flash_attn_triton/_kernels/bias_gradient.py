@@ -13,7 +13,7 @@ from attn_common import Platform, cdiv
 from torch import Tensor
 
 from .._configs import backward_dq_tile
-from .launch import STRIDES, BackwardInputs, Problem, run
+from .launch import NUMBERS, POINTERS, BackwardInputs, Problem, run
 from .primitives import (
     INF,
     count_keys,
@@ -27,11 +27,11 @@ from .primitives import (
 
 
 @triton.jit(
-    do_not_specialize=[
-        "batch", "tokens_q", "tokens_k", "window_left", "window_right", "dropout_threshold",
-        "bias_heads", "bias_rows", "bias_cols", "one_batch", "one_head", "one_row", "one_col",
-        *STRIDES,
-    ]
+    do_not_specialize=(
+        *NUMBERS, "bias_heads", "bias_rows", "bias_cols", "one_batch", "one_head", "one_row",
+        "one_col",
+    ),
+    do_not_specialize_on_alignment=POINTERS,
 )  # fmt: skip
 def _bias_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dbias_ptr,
@@ -181,9 +181,9 @@ def launch_bias_gradient(
     bias_batch, bias_heads, bias_rows, bias_cols = dbias.shape
     tiles_m, tiles_n = cdiv(bias_rows, tile.block_m), cdiv(bias_cols, tile.block_n)
     run(
-        _bias_gradient_kernel, bias_batch * bias_heads * tiles_m * tiles_n, tile, inputs.q,
-        (*inputs, dbias, *problem.backward_tensors, *problem.scalars,
-         bias_heads, bias_rows, bias_cols, *(int(size == 1) for size in dbias.shape),
-         *inputs.dout_strides, *problem.strides),
+        _bias_gradient_kernel, bias_batch * bias_heads * tiles_m * tiles_n, tile,
+        (*inputs, dbias, *problem.backward_tensors),
+        (*problem.scalars, bias_heads, bias_rows, bias_cols,
+         *(int(size == 1) for size in dbias.shape), *inputs.dout_strides, *problem.strides),
         problem.constants,
     )  # fmt: skip

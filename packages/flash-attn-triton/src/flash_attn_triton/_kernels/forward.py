@@ -15,7 +15,7 @@ import triton.language as tl
 from attn_common import detect, fp8_info
 
 from .._configs import forward_tile
-from .launch import STRIDES, Problem, aligned, expand_descales, run
+from .launch import NUMBERS, POINTERS, Problem, aligned, expand_descales, run
 from .primitives import (
     LN2,
     LOG2E,
@@ -115,12 +115,7 @@ def _attend(
     return acc, l_i, m_i
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch", "tokens_q", "tokens_k", "tiles", "span", "window_left", "window_right",
-        "dropout_threshold", *STRIDES,
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     bias_ptr, alibi_slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
@@ -158,9 +153,9 @@ def _forward_kernel(
     if pid_m < 0:
         return
     seqlen_k = count_keys(seqused_k_ptr, batch_id, batch, seqlen_k)
-    # padding behind the last sequence has no row in per-sequence tensors
-    is_padding = batch_id == batch
-    batch_id = tl.minimum(batch_id, batch - 1)
+    # padding around the sequences has no row in per-sequence tensors
+    is_padding = (batch_id < 0) | (batch_id >= batch)
+    batch_id = tl.maximum(tl.minimum(batch_id, batch - 1), 0)
     head_k = head // GROUP
     batch_64 = batch_id.to(tl.int64)
     head_64 = head.to(tl.int64)
@@ -228,7 +223,7 @@ def _forward_kernel(
     if out_scale_ptr is not None:
         out /= tl.load(out_scale_ptr)
     if OUT_MAX > 0:
-        out = tl.clamp(out, -OUT_MAX, OUT_MAX)
+        out = tl.clamp(out, -OUT_MAX, OUT_MAX, propagate_nan=tl.PropagateNan.ALL)
     lse = tl.where(l_i == 0.0, NEG_INF, (m_i + tl.log2(l_safe) - SHIFT) * LN2)
     inside = rows < seqlen_q
     if cu_seqlens_q_ptr is None:
@@ -264,14 +259,10 @@ def launch_forward(
     tile = forward_tile(detect(q.device), problem.widest_head, q.element_size())
     tiles = problem.tiles_q(tile.block_m)
     descales, per_head = expand_descales(q_descale, k_descale, v_descale, problem=problem)
-    # the query heads of one key head share its keys
-    span = problem.group * problem.heads_in_cache(problem.tokens_k)
     run(
-        _forward_kernel, tiles * problem.heads_q * problem.grid_batch, tile, q,
-        (
-            q, k, v, out, lse, *problem.tensors[:3], *descales, out_scale, *problem.tensors[3:],
-            *problem.scalars, tiles, span, *problem.strides,
-        ),
+        _forward_kernel, tiles * problem.heads_q * problem.grid_batch, tile,
+        (q, k, v, out, lse, *problem.tensors[:3], *descales, out_scale, *problem.tensors[3:]),
+        (*problem.scalars, tiles, problem.span_q(), *problem.strides),
         {
             **problem.constants,
             "FOLD": problem.is_plain and softmax_scale >= 0 and descales[0] is descales[1] is None,

@@ -10,17 +10,26 @@ import torch
 import triton
 from attn_common import cdiv
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from .._configs import Tile, padded_head_dim
 
 # windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
 MAX_WINDOW = 2**30
-# the kernels take these as they come: a variant per alignment would give a stride its own rounding,
-# and a length its own compilation
-STRIDES = (
+# The kernels take numbers and pointers as they come. A variant per value or alignment would give a
+# stride its own rounding and a length its own compilation, and would have to be looked up per call.
+NUMBERS = (
+    "batch", "heads_q", "tokens_q", "tokens_k", "tiles", "span",
+    "window_left", "window_right", "dropout_threshold",
     *(f"stride_{x}{axis}" for x in ("q", "k", "v", "do") for axis in "bsh"),
-    *(f"stride_bias_{axis}" for axis in "bhmn"),
-)
+    *(f"stride_bias_{axis}" for axis in "bhmn"), "stride_alibi_b",
+)  # fmt: skip
+POINTERS = (
+    "q_ptr", "k_ptr", "v_ptr", "dout_ptr", "bias_ptr", "alibi_slopes_ptr", "sinks_ptr",
+    "q_descale_ptr", "k_descale_ptr", "v_descale_ptr", "out_scale_ptr", "rng_state_ptr",
+    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr",
+)  # fmt: skip
+MAX_INT32 = 2**31 - 1
 # widest access to memory, in bytes
 ACCESS = 16
 # what programs that run at the same time should read together
@@ -103,12 +112,18 @@ class Problem:
         """Blocks of keys per head, likewise."""
         return self._tiles(self.tokens_k, block)
 
-    def heads_in_cache(self, tokens: int) -> int:
-        """How many heads' tensors of that length the second-level cache holds together."""
-        return max(1, L2_BYTES // max(1, tokens * self._token_bytes))
+    def span_q(self) -> int:
+        """How many query heads' keys and values the second-level cache holds together."""
+        fitting = self.group * (L2_BYTES // max(1, self.tokens_k * self._token_bytes))
+        return min(max(1, fitting), max(1, self.batch * self.heads_q))
+
+    def span_k(self) -> int:
+        """How many key heads' queries, of the whole group, it holds together."""
+        fitting = L2_BYTES // max(1, self.tokens_q * self.group * self._token_bytes)
+        return min(max(1, fitting), max(1, self.batch * self.heads_k))
 
     def _tiles(self, tokens: int, block: int) -> int:
-        return tokens // block + self.batch + 1 if self.is_packed else cdiv(tokens, block)
+        return tokens // block + self.batch + 2 if self.is_packed else cdiv(tokens, block)
 
 
 class BackwardInputs(NamedTuple):
@@ -190,20 +205,42 @@ def on_device_of(x: Tensor) -> Any:
     return torch.cuda.device(x.device)
 
 
+# kernels that were launched before, by all that a compilation depends on
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
 def run(
     kernel: Any,
     grid: int,
     tile: Tile,
-    q: Tensor,
-    arguments: tuple[Any, ...],
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
     constants: dict[str, Any],
 ) -> None:
-    """Launch a one-dimensional grid on ``q``'s device; an empty grid is no launch."""
+    """Launch a one-dimensional grid on the first tensor's device; an empty grid is no launch.
+
+    A second launch goes to the compiled kernel itself: Triton's own look-up reads every argument
+    anew, which for as many as these takes several times as long as the rest of the call.
+    """
     if grid == 0:
         return
-    with on_device_of(q):
-        kernel[(grid,)](
-            *arguments,
+    first = tensors[0]
+    with on_device_of(first):
+        key = (
+            kernel.__name__, first.device.index, tile, *constants.values(),
+            *[None if t is None else t.dtype for t in tensors],
+            # an int's width follows its value
+            max(numbers) > MAX_INT32 and tuple(n > MAX_INT32 for n in numbers),
+        )  # fmt: skip
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            # what was constant then is not read now
+            missing = len(kernel.params) - len(tensors) - len(numbers)
+            compiled[grid, 1, 1](*tensors, *numbers, *(None,) * missing)
+            return
+        compiled = kernel[(grid,)](
+            *tensors,
+            *numbers,
             **constants,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -213,3 +250,5 @@ def run(
             num_stages=tile.num_stages,
             enable_fp_fusion=True,  # triton 3.10 turns the default round
         )
+        if isinstance(compiled, CompiledKernel):
+            _compiled[key] = compiled

@@ -72,6 +72,9 @@ def dot_add(acc, a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
         b = b.to(tl.float32)
     else:
         a = a.to(b.dtype)
+    if b.dtype.primitive_bitwidth == 8:
+        # Hopper adds FP8 products to some 14 bits: short sums of them, then fp32
+        return tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
@@ -156,7 +159,8 @@ def load_row(base, rows, seqlen_q, other, MASKED: tl.constexpr):
 def count_keys(seqused_k_ptr, sequence, batch, seqlen_k):
     """Return how many of a sequence's keys count."""
     if seqused_k_ptr is not None:
-        seqlen_k = tl.load(seqused_k_ptr + sequence, mask=sequence < batch, other=0)
+        is_real = (sequence >= 0) & (sequence < batch)
+        seqlen_k = tl.load(seqused_k_ptr + sequence, mask=is_real, other=0)
     return seqlen_k
 
 

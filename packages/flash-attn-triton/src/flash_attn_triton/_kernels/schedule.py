@@ -9,16 +9,16 @@ SEARCH_CHUNK = tl.constexpr(128)
 
 @triton.jit
 def find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: tl.constexpr):
-    """Return the sequence that owns a slot of a packed tensor; ``batch`` means trailing padding.
+    """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
 
-    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b`` on. They are at least as many
-    as its blocks, and the grid's bound, ``tokens // BLOCK + batch + 1``, needs no device data.
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on. They are at least as
+    many as its blocks, and the grid's bound, ``tokens // BLOCK + batch + 2``, needs no device data.
     """
     owned = tl.zeros([], tl.int32)
     for first in range(0, batch + 1, SEARCH_CHUNK):
         index = first + tl.arange(0, SEARCH_CHUNK)
         start = tl.load(cu_seqlens_ptr + index, mask=index <= batch, other=0)
-        mine = (start // BLOCK + index <= slot) & (index <= batch)
+        mine = (start // BLOCK + index < slot) & (index <= batch)
         owned += tl.sum(mine.to(tl.int32), 0)
     return owned - 1
 
@@ -57,13 +57,13 @@ def locate(
         slot = pid // heads if BALANCE else pid % tiles
         head = pid % heads if BALANCE else pid // tiles
         sequence = find_sequence(cu_own_ptr, slot, batch, BLOCK)
-        # tokens behind the last sequence are one more sequence, which faces nothing
-        is_real = sequence < batch
-        own_begin = tl.load(cu_own_ptr + sequence)
-        own_end = tl.load(cu_own_ptr + sequence + 1, mask=is_real, other=tokens_own)
-        other_begin = tl.load(cu_other_ptr + sequence)
-        other_end = tl.load(cu_other_ptr + sequence + 1, mask=is_real, other=other_begin)
-        block = slot - (own_begin // BLOCK + sequence)
+        # tokens around the sequences are two more sequences, which face nothing
+        is_real = (sequence >= 0) & (sequence < batch)
+        own_begin = tl.load(cu_own_ptr + sequence, mask=sequence >= 0, other=0)
+        own_end = tl.load(cu_own_ptr + sequence + 1, mask=sequence < batch, other=tokens_own)
+        other_begin = tl.load(cu_other_ptr + sequence, mask=is_real, other=0)
+        other_end = tl.load(cu_other_ptr + sequence + 1, mask=is_real, other=0)
+        block = slot - (own_begin // BLOCK + sequence + 1)
         own_len = own_end - own_begin
         other_len = other_end - other_begin
         own_start = own_begin.to(tl.int64)
