@@ -196,3 +196,21 @@ def test_memory_around_the_inputs_at_length(device):
     case = make_case(Shape(2, 300, 700, 4, 2, 80), m.dtype, device, ("causal", "bias"))
     inside = {name: VIEWS["inside"](t) for name, t in case.inputs.items()}
     assert_same(run(case.with_inputs(**inside)), run(case))
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("what", ["dout", "dlse"])
+def test_gradients_that_arrive_at_rows_without_keys(what, device):
+    """Merging of LSEs sends NaN there by itself: the derivative of inf - inf."""
+    case = make_case(Shape(1, 40, 17, 2, 1, 16), torch.float32, device, ("causal",))
+    leaves = [case.inputs[name].clone().requires_grad_() for name in "qkv"]
+    out, lse = case.function(*leaves, **case.options, return_lse=True)
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    want = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True)
+    if what == "dout":
+        dout[:, : 40 - 17] = float("nan")
+    else:
+        dlse[..., : 40 - 17] = float("nan")
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from attn_common import detect, fp8_dtype
 from flash_attn_triton import flash_attn_func
 
 from ._numerics import (
@@ -269,3 +270,44 @@ def test_dropout_of_a_packed_sequence_starts_at_its_own_row(device):
     flat = {name: t.flatten(0, 1) for name, t in fixed.inputs.items()}
     got, want = run(packed.with_inputs(**flat), grad=False), run(fixed, grad=False)
     torch.testing.assert_close(got["out"], want["out"].flatten(0, 1))
+
+
+def test_many_queries_and_no_key(device):
+    """The schedule of one side is sized by the other, which is empty."""
+    q, k = torch.ones(1, 512, 16, 8, device=device), torch.ones(1, 0, 1, 8, device=device)
+    out, lse = flash_attn_func(q, k, k, causal=True, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+
+
+def test_saved_lse_may_come_back_in_another_layout(device):
+    case = make_case(Shape(1, 8, 8, 2, 2, 16), torch.float32, device)
+
+    def unpack(t):
+        return t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim == 3 else t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        got = run(case)
+    assert_same(got, run(case))
+
+
+@pytest.mark.device
+def test_fp8_sums_stay_exact_over_long_contexts(device):
+    """Hopper adds FP8 products to some 14 bits; sums of many ones show it."""
+    if not detect(device).supports_fp8:
+        pytest.skip("no FP8 on this GPU")
+    fp8 = getattr(torch, fp8_dtype(detect(device)))
+    q = torch.zeros(1, 128, 1, 128, device=device).to(fp8)
+    k = torch.randn(1, 65536, 1, 128, device=device).to(fp8)
+    v = torch.ones(1, 65536, 1, 128, device=device).to(fp8)
+    assert (flash_attn_func(q, k, v, out_dtype=torch.float32) == 1).all()
+
+
+@pytest.mark.device
+def test_fp8_output_keeps_nan(device):
+    if not detect(device).supports_fp8:
+        pytest.skip("no FP8 on this GPU")
+    fp8 = getattr(torch, fp8_dtype(detect(device)))
+    q = torch.full((1, 16, 1, 64), float("nan"), device=device)
+    out = flash_attn_func(q, q, q, out_dtype=fp8, out_scale=torch.ones(1, device=device))
+    assert out.float().isnan().all()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_triton import flash_attn_func
+from flash_attn_triton import flash_attn_func, flash_attn_varlen_func
 
 from ._numerics import (
     DTYPES,
     FEATURES,
     Case,
     Packed,
+    Shape,
     assert_same,
     check,
+    make_case,
     make_packed,
     offsets,
     run,
@@ -254,3 +256,28 @@ def test_more_sequences_than_one_search_step(count, device):
         lengths[i] = i % 3 + 1
     shape = Packed(tuple(lengths), tuple(lengths), 1, 1, 16, padding=1)
     check(make_packed(shape, torch.float32, device, ("causal",)), grad=False)
+
+
+@pytest.mark.eager
+def test_tokens_ahead_of_the_first_sequence_are_padding(device):
+    """As with a slice of somebody's ``cu_seqlens``."""
+    case = make_case(Shape(1, 16, 16, 2, 1, 16), torch.float32, device)
+    ahead, behind = 20, 5
+    leaves = [
+        torch.cat([t[0].new_full((ahead, *t.shape[2:]), float("nan")), t[0], t[0, :behind]])
+        for t in case.inputs.values()
+    ]
+    leaves = [t.requires_grad_() for t in leaves]
+    offsets = torch.tensor([ahead, ahead + 16], dtype=torch.int32, device=device)
+    out, lse = flash_attn_varlen_func(*leaves, offsets, offsets, 16, 16, return_lse=True)
+    inside = slice(ahead, ahead + 16)
+    want = run(case)
+    assert torch.equal(out[inside], want["out"][0])
+    assert torch.equal(lse[:, inside], want["lse"][0])
+    for part in (slice(0, ahead), slice(ahead + 16, None)):
+        assert (out[part] == 0).all()
+        assert (lse[:, part] == -torch.inf).all()
+    for t, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
+        assert grad.isfinite().all()
+        assert (grad[:ahead] == 0).all(), t.shape
+        assert (grad[ahead + 16 :] == 0).all(), t.shape

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from attn_common import Platform, detect
@@ -88,13 +89,13 @@ def check(device: torch.device) -> bool:
 
 def _compare(
     name: str,
-    function: Callable[..., Tensor],
-    reference: Callable[..., Tensor],
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
     tensors: list[Tensor],
     options: dict[str, object],
     dout: Tensor,
 ) -> bool:
-    def run(call: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def run(call: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.to(dtype).requires_grad_() for t in tensors]
         out = call(*leaves, **options)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
