@@ -39,3 +39,20 @@ def test_nothing_below_one_is_a_power_of_2(n):
 def test_errors_name_the_argument_and_what_came(call, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cdiv(5.5, 2), "cdiv: a must be an int, got float"),
+        (lambda: cdiv(5, 2.0), "cdiv: b must be an int, got float"),
+        (lambda: round_up(5.0, 2), "round_up: n must be an int, got float"),
+        (lambda: round_up(5, "2"), "round_up: multiple must be an int, got str"),
+        (lambda: next_power_of_2(5.5), "next_power_of_2: n must be an int, got float"),
+        (lambda: is_power_of_2(4.0), "is_power_of_2: n must be an int, got float"),
+        (lambda: is_power_of_2(None), "is_power_of_2: n must be an int, got NoneType"),
+    ],
+)
+def test_what_is_no_integer_is_refused(call, message):
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        call()

@@ -116,6 +116,29 @@ def test_parse_drops_what_is_no_architecture(text, platform):
     assert Platform.parse(text) == platform
 
 
+@pytest.mark.parametrize("arch", ["", "sm_", "gfx942", "unknown"])
+def test_an_arch_that_is_not_known_has_no_fp8(arch):
+    assert Platform("nvidia", arch).supports_fp8 is False
+
+
+def test_feature_suffix_does_not_hide_fp8():
+    assert Platform("nvidia", "sm_90a").supports_fp8 is True
+    assert Platform("nvidia", "sm_80").supports_fp8 is False
+
+
+@pytest.mark.parametrize("vendor", ["", "intel", None, "NVIDIA"])
+def test_unknown_vendor_is_refused_at_construction(vendor):
+    message = f"platform: vendor must be one of nvidia, amd, neuron, cpu, got {vendor!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Platform(vendor, "sm_90")
+
+
+@pytest.mark.parametrize("text", [None, 90, b"cpu"])
+def test_parse_takes_text_only(text):
+    with pytest.raises(TypeError, match=f"^platform: must be a str, got {type(text).__name__}$"):
+        Platform.parse(text)
+
+
 def test_platforms_are_keys():
     assert {Platform.parse("cpu"): 1}[Platform("cpu")] == 1
     with pytest.raises(AttributeError):

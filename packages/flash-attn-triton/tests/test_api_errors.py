@@ -12,6 +12,7 @@ from flash_attn_triton import (
     attention_reference,
     flash_attn_func,
     flash_attn_varlen_func,
+    varlen_attention_reference,
 )
 from torch import Tensor
 
@@ -366,7 +367,57 @@ LOW_PRECISION = [
     ),
 ]  # fmt: skip
 
-CASES = TENSORS + OPTIONS + LENGTHS + EXTRAS + LOW_PRECISION
+FP32_RANGE = "-2.36e+38 to 2.36e+38, for fp32, got "
+BEYOND = [
+    (
+        "window_size must hold -1 or numbers from 0 up",
+        ValueError, fixed, {"window_size": (-(2**63) - 1, 0)},
+    ),
+    (
+        "max_seqlen_q must fit into 64 bits, got 9223372036854775808",
+        ValueError, packed, {"max_seqlen_q": 2**63},
+    ),
+    (
+        "max_seqlen_k must fit into 64 bits, got an int of 33220 bits",
+        ValueError, packed, {"max_seqlen_k": 10**10000},
+    ),
+    (
+        f"softmax_scale must be from {FP32_RANGE}an int of 1329 bits",
+        ValueError, fixed, {"softmax_scale": 10**400},
+    ),
+    (
+        f"softmax_scale must be from {FP32_RANGE}-3e+38",
+        ValueError, packed, {"softmax_scale": -3e38},
+    ),
+    ("softcap must be 0.0 or from 1.18e-38 to", ValueError, fixed, {"softcap": 1e-40}),
+    ("softcap must be 0.0 or from 1.18e-38 to", ValueError, fixed, {"softcap": 10**400}),
+    (
+        "softcap must be large enough for softmax_scale / softcap to be finite in fp32, got "
+        "softcap 1e-20 and softmax_scale -1e+20",
+        ValueError, fixed, {"softcap": 1e-20, "softmax_scale": -1e20},
+    ),
+    (
+        "dropout_p must be in [0, 1), got an int of 1329 bits",
+        ValueError, fixed, {"dropout_p": 10**400},
+    ),
+]  # fmt: skip
+
+GRADIENTS = [
+    *(
+        (
+            f"{name} must not require a gradient, which is not computed; got requires_grad=True",
+            NotImplementedError, fp8, {name: torch.ones(1, requires_grad=True)},
+        )
+        for name in ("q_descale", "k_descale", "v_descale")
+    ),
+    (
+        "out_scale must not require a gradient, which is not computed; got requires_grad=True",
+        NotImplementedError, packed,
+        {"out_dtype": FP8, "out_scale": torch.ones(1, requires_grad=True)},
+    ),
+]  # fmt: skip
+
+CASES = BEYOND + GRADIENTS + TENSORS + OPTIONS + LENGTHS + EXTRAS + LOW_PRECISION
 
 
 @pytest.mark.parametrize(("message", "error", "call", "changes"), CASES, ids=lambda x: None)
@@ -416,6 +467,83 @@ def test_fp8_encoding_is_that_of_the_platform(monkeypatch):
 def test_alibi_slopes_may_require_grad_where_none_is_taken():
     with torch.no_grad(), pytest.raises(AssertionError, match="the operator was called"):
         fixed(alibi_slopes=torch.zeros(4, requires_grad=True))
+
+
+def test_scales_may_require_grad_where_none_is_taken():
+    with torch.no_grad(), pytest.raises(AssertionError, match="the operator was called"):
+        fp8(q_descale=torch.ones(1, requires_grad=True))
+
+
+@pytest.mark.parametrize("options", [{"softmax_scale": 2**70}, {"softcap": 2**70}])
+def test_numbers_of_more_than_64_bits_reach_the_operator_as_floats(options, monkeypatch):
+    given = []
+    monkeypatch.setattr(_ops, "attention", lambda *args: given.extend(args) or args[:2])
+    fixed(**options)
+    numbers = [x for x in given if isinstance(x, (int, float)) and x == 2**70]
+    assert [type(x) for x in numbers] == [float]
+
+
+def reference(**changes: Any) -> Any:
+    call = {"q": zeros(2, 5, 4, 8), "k": zeros(2, 7, 2, 8), "v": zeros(2, 7, 2, 6)}
+    return attention_reference(**{**call, **changes})
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "changes"),
+    [
+        (
+            "window_size must hold -1 or numbers from 0 up, got (-5, 3)",
+            ValueError, {"window_size": (-5, 3)},
+        ),
+        ("softcap must be finite and at least 0.0, got -1", ValueError, {"softcap": -1}),
+        ("dropout_p must be in [0, 1), got 1.5", ValueError, {"dropout_p": 1.5}),
+        ("softmax_scale must be finite, got nan", ValueError, {"softmax_scale": math.nan}),
+        ("causal must be a bool, got str", TypeError, {"causal": "yes"}),
+        ("deterministic must be a bool, got int", TypeError, {"deterministic": 1}),
+        ("q must be a torch.Tensor, got list", TypeError, {"q": [1.0]}),
+        (
+            "q must be of a float dtype, got torch.int32",
+            TypeError, {"q": zeros(2, 5, 4, 8, dtype=torch.int32)},
+        ),
+        (
+            "v must be of a float dtype, got torch.bool",
+            TypeError, {"v": zeros(2, 7, 2, 6, dtype=torch.bool)},
+        ),
+        (
+            "k must be [batch, seqlen_k, heads_k, head_dim], got [7, 2, 8]",
+            ValueError, {"k": zeros(7, 2, 8)},
+        ),
+        ("head_dim of k must be that of q, 8, got 6", ValueError, {"k": zeros(2, 7, 2, 6)}),
+        ("batch of k must be that of q, 2, got 1", ValueError, {"k": zeros(1, 7, 2, 8)}),
+        (
+            "v must have the shape of k but for head_dim, [2, 7, 2], got [2, 7, 1]",
+            ValueError, {"v": zeros(2, 7, 1, 6)},
+        ),
+        (
+            "heads_q must be a positive multiple of heads_k, got heads_q 4 and heads_k 3",
+            ValueError, {"k": zeros(2, 7, 3, 8), "v": zeros(2, 7, 3, 6)},
+        ),
+    ],
+    ids=lambda x: None,
+)  # fmt: skip
+def test_message_of_the_reference(message, error, changes):
+    with pytest.raises(error) as caught:
+        reference(**changes)
+    assert str(caught.value).startswith(message)
+
+
+def test_packed_reference_checks_alike():
+    q, ends = zeros(5, 4, 8), lengths(0, 5)
+    with pytest.raises(ValueError, match=r"^q must be \[tokens_q, heads_q, head_dim\]"):
+        varlen_attention_reference(q[None], q, q, ends, ends, 5, 5)
+    with pytest.raises(ValueError, match=r"^dropout_p must be in"):
+        varlen_attention_reference(q, q, q, ends, ends, 5, 5, -0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, FP8], ids=str)
+def test_reference_takes_any_float_dtype_and_head_dimension(dtype):
+    q = zeros(1, 2, 2, 300, dtype=dtype)
+    assert reference(q=q, k=q, v=q).shape == q.shape
 
 
 def test_reference_says_that_dropout_needs_its_state():

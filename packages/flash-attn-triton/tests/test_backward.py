@@ -117,6 +117,16 @@ def test_tiles_that_are_not_square(features, tile, device, monkeypatch):
     check(make_case(Shape(1, 39, 70, 1, 1, 16), torch.float32, device, features))
 
 
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (5, 1)], ids=str)
+def test_heads_that_do_not_fill_the_last_section(heads, device, monkeypatch):
+    """Under a causal mask heads run in sections that fit a cache, here of a few kilobytes."""
+    from flash_attn_triton._kernels import launch
+
+    shape = Shape(1, 20, 20, *heads, 16)
+    monkeypatch.setattr(launch, "L2_BYTES", 2 * 20 * 32 * 4)  # keys and values of two heads
+    check(make_case(shape, torch.float32, device, ("causal",)))
+
+
 @pytest.mark.parametrize("form", ["".join(f) for f in itertools.product("b1", "h1", "m1", "n1")])
 def test_gradient_of_a_broadcast_bias(form, device):
     size = [1 if axis == "1" else n for axis, n in zip(form, (2, 2, 17, 5), strict=True)]

@@ -249,6 +249,53 @@ def test_compiles(given, device):
             "fp8_scales: that of q must have one element, got [2]",
         ),
         (
+            {"fp8_scales": (1.0, 0.0, 1.0, 1.0)}, ValueError,
+            "fp8_scales: that of k must be positive and finite, from 1.18e-38 to 3.4e+38, got 0.0",
+        ),
+        (
+            {"fp8_scales": (math.nan, 1.0, 1.0, 1.0)}, ValueError,
+            "fp8_scales: that of q must be positive and finite, from 1.18e-38 to 3.4e+38, got nan",
+        ),
+        (
+            {"fp8_scales": (1.0, 1.0, 1.0, -1.0)}, ValueError,
+            "fp8_scales: that of p must be positive and finite, from 1.18e-38 to 3.4e+38, got -1.0",
+        ),
+        (
+            {"fp8_scales": (1.0, 1.0, 1.0, None)}, TypeError,
+            "fp8_scales: that of p must be a float, got NoneType",
+        ),
+        (
+            {"fp8_scales": (1.0, 1.0, 1.0, torch.ones(2))}, ValueError,
+            "fp8_scales: that of p must have one element, got [2]",
+        ),
+        (
+            {"fp8_scales": (1.0, torch.ones(1).int(), 1.0, 1.0)}, TypeError,
+            "fp8_scales: that of k must be of a float dtype, got torch.int32",
+        ),
+        (
+            {"fp8_scales": (1.0,) * 4, "bias": torch.zeros(1, 4, 20, 17).int()}, TypeError,
+            "bias must be torch.float16, torch.bfloat16 or torch.float32 with fp8_scales, "
+            "got torch.int32",
+        ),
+        (
+            {"o": torch.zeros(40, 4, 16).double()}, TypeError,
+            "o must be torch.float16, torch.bfloat16, torch.float32 or FP8, got torch.float64",
+        ),
+        (
+            {"o": torch.zeros(40, 4, 16).to(torch.float8_e5m2), "fp8_out_scale": torch.ones(1)},
+            TypeError,
+            "o must be torch.float8_e4m3fn to be FP8 on this platform, got torch.float8_e5m2",
+        ),
+        (
+            {"fp8_out_scale": torch.ones(2)}, ValueError,
+            "fp8_out_scale must have one element, got [2]",
+        ),
+        (
+            {"fp8_out_scale": torch.ones(1).half()}, TypeError,
+            "fp8_out_scale must be torch.float32, got torch.float16",
+        ),
+        ({"sm_scale": math.inf}, ValueError, "sm_scale must be finite, got inf"),
+        (
             {"fp8_scales": (1.0, 1.0, torch.ones(1, device="meta"), 1.0)}, ValueError,
             "fp8_scales: that of v must be on its device, cpu, got meta",
         ),
@@ -259,6 +306,51 @@ def test_message(changes, error, message):
     with pytest.raises(error) as caught:
         call(make(torch.float32, "cpu"), **changes)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        (
+            (torch.float32, torch.float16, torch.float32),
+            "k must have the dtype of q, torch.float32, got torch.float16",
+        ),
+        (
+            (FP8, FP8, torch.float16),
+            "v must have the dtype of q, torch.float8_e4m3fn, got torch.float16",
+        ),
+        (
+            (torch.float64,) * 3,
+            "q must be torch.float16, torch.bfloat16, torch.float32 or torch.float8_e4m3fn with "
+            "fp8_scales, got torch.float64",
+        ),
+        (
+            (torch.int8,) * 3,
+            "q must be torch.float16, torch.bfloat16, torch.float32 or torch.float8_e4m3fn with "
+            "fp8_scales, got torch.int8",
+        ),
+    ],
+    ids=lambda x: None,
+)
+def test_fp8_scales_take_tensors_of_one_float_dtype(dtypes, message):
+    tensors = [t.to(d) for t, d in zip(make(torch.float32, "cpu"), dtypes, strict=True)]
+    with pytest.raises(TypeError) as caught:
+        call(tensors, fp8_scales=(1.0, 1.0, 1.0, 1.0))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ((2**63, 4), ValueError, "max_seqlens_q must fit into 64 bits"),
+        ((4, 4.0), TypeError, "max_seqlens_k must be an int, got float"),
+    ],
+    ids=lambda x: None,
+)
+def test_message_of_lengths(lengths, error, message):
+    q, ends = torch.zeros(4, 2, 8), offsets((4,), "cpu")
+    with pytest.raises(error, match=f"^{message}"):
+        triton_attention(q, q, q, None, ends, ends, *lengths)
 
 
 def test_fp8_refuses_gradients():

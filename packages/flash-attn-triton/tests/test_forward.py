@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from flash_attn_triton import flash_attn_func
@@ -80,9 +82,10 @@ def test_causal_closes_the_right_of_a_window(window, device):
 
 
 @pytest.mark.eager
-def test_window_larger_than_the_sequence_hides_nothing(device):
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, sys.maxsize, 2**63, 10**400])
+def test_window_larger_than_the_sequence_hides_nothing(size, device):
     case = make_case(Shape(1, 18, 21, 2, 1, 16), torch.float32, device)
-    got = run(case.with_options(window_size=(2**31 - 1, 2**31 - 1)))
+    got = run(case.with_options(window_size=(size, size)))
     want = run(case)
     for name, value in got.items():
         # the tiles may be walked in another order

@@ -13,6 +13,7 @@ import pytest
 import torch
 from flash_attn_triton import _ops, flash_attn_func, flash_attn_varlen_func
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from ._numerics import Case, Packed, Shape, make_case, make_packed
@@ -206,6 +207,60 @@ def compiled():
 
 def loss_of(out: Tensor, lse: Tensor) -> Tensor:
     return out.sin().sum() + lse.masked_fill(lse == -math.inf, 0.0).sin().sum()
+
+
+def with_dual_level(function: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    "differentiate",
+    [
+        with_dual_level,
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jacfwd(f)(x),
+        lambda f, x: torch.func.vmap(lambda y: torch.func.jvp(f, (y,), (y,)))(x[None]),
+        lambda f, x: torch.func.jvp(torch.func.vmap(f), (x[None],), (x[None],)),
+    ],
+    ids=["dual level", "jvp", "jacfwd", "vmap of jvp", "jvp of vmap"],
+)
+def test_forward_mode_raises(differentiate, requires_grad, device):
+    x = torch.randn(1, 2, 1, 4, device=device, requires_grad=requires_grad)
+    other = x.detach()
+    for function in (
+        lambda q: flash_attn_func(q, other, other),
+        lambda v: flash_attn_func(other, other, v),
+        lambda bias: flash_attn_func(other, other, other, bias=bias[:, :1, :, :1]),
+    ):
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+            differentiate(function, x)
+
+
+@pytest.mark.eager
+def test_forward_mode_passes_by_what_has_no_tangent(device):
+    x = torch.randn(1, 2, 1, 4, device=device)
+    want = flash_attn_func(x, x, x)
+    got, tangent = torch.func.jvp(lambda y: flash_attn_func(x, x, x) + y, (x,), (x,))
+    assert torch.equal(got, want + x)
+    assert torch.equal(tangent, x)
+    with forward_ad.dual_level():
+        leaf = x.clone().requires_grad_()
+        flash_attn_func(leaf, leaf, leaf).sum().backward()
+    assert leaf.grad is not None
+
+
+@traced_alike
+@pytest.mark.eager
+def test_forward_mode_raises_in_a_compiled_function(device, compiled):
+    x = torch.randn(1, 2, 1, 4, device=device)
+    fast = torch.compile(
+        lambda x: torch.func.jvp(lambda q: flash_attn_func(q, q, q), (x,), (x,)), backend="eager"
+    )
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+        fast(x)
 
 
 @traced_alike

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
 from flash_attn_triton import attention_reference, varlen_attention_reference
 from flash_attn_triton.philox import dropout_keep_mask, dropout_threshold, philox_4x32
+from flash_attn_triton.reference import visible_keys
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -242,6 +244,15 @@ def test_what_no_row_sees_may_hold_anything(options, unseen, poison):
 
     for clean, spoilt in zip(results(False), results(True), strict=True):
         assert torch.equal(clean, spoilt)
+
+
+@pytest.mark.parametrize("size", [2**31, sys.maxsize, 2**63])
+def test_window_larger_than_the_sequence_hides_nothing(size):
+    case = make_case(Shape(1, 7, 4, 2, 1, 5), torch.float32, "cpu")
+    want = attention_reference(**case.inputs)
+    assert torch.equal(attention_reference(**case.inputs, window_size=(size, size)), want)
+    # the operators may be called with any window as well
+    assert visible_keys(7, 4, sys.maxsize, sys.maxsize, torch.device("cpu")).all()
 
 
 def test_packed_sequences_are_computed_one_by_one():

@@ -174,6 +174,27 @@ def test_what_is_not_offered_raises(device, overrides, arguments, options):
 
 
 @pytest.mark.eager
+@pytest.mark.parametrize("name", ["seqused_k", "alibi_slopes"])
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_gradient_without_what_the_backward_is_told_raises(device, overrides, name, wanted):
+    ends = offsets((4,), device), offsets((4,), device), 4, 4
+    option = {
+        "seqused_k": torch.ones(1, dtype=torch.int32, device=device),
+        "alibi_slopes": torch.ones(2, device=device),
+    }[name]
+    inputs = [torch.zeros(4, 2, 8, device=device) for _ in "qkv"]
+    inputs[wanted].requires_grad_()
+
+    def run() -> Tensor:
+        return aten._flash_attention_forward(*inputs, *ends, 0.0, False, False, **{name: option})[0]
+
+    with pytest.raises(NotImplementedError, match=f"no gradient with {name}"):
+        run()
+    with torch.no_grad():
+        assert run().shape == (4, 2, 8)
+
+
+@pytest.mark.eager
 def test_registration_comes_and_goes(device):
     attention = torch.nn.attention
 

@@ -35,9 +35,17 @@ class Platform:
     vendor: Vendor
     arch: str = ""
 
+    def __post_init__(self) -> None:
+        if self.vendor not in _ARCH:
+            raise ValueError(
+                f"platform: vendor must be one of {', '.join(_ARCH)}, got {self.vendor!r}"
+            )
+
     @classmethod
     def parse(cls, text: str) -> Platform:
         """Read ``"nvidia:sm_90"``, ``"amd:gfx942"``, ``"neuron:trn2"`` or ``"cpu"``."""
+        if not isinstance(text, str):
+            raise TypeError(f"platform: must be a str, got {type(text).__name__}")
         vendor, _, arch = text.partition(":")
         if vendor not in _ARCH:
             raise ValueError(f"platform: vendor must be one of {', '.join(_ARCH)}, got {text!r}")
@@ -70,7 +78,8 @@ class Platform:
     def supports_fp8(self) -> bool:
         """Matrix units that read FP8; the CPU, which emulates it, counts as such."""
         if self.vendor == "nvidia":
-            return int(self.arch.removeprefix("sm_")) >= 89
+            known = re.fullmatch(_ARCH["nvidia"], self.arch)
+            return known is not None and int(known[1].removeprefix("sm_")) >= 89
         if self.vendor == "amd":
             return self.arch in (*_CDNA3, "gfx950", "gfx1200", "gfx1201")
         return self.vendor == "cpu" or self.arch not in ("", "trn1", "inf1", "inf2")

@@ -10,6 +10,7 @@ from .packed import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .reference import attention_reference, varlen_attention_reference
+from .validate import validate_varlen
 
 __version__ = "1.0.0"
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "merge_attn_states",
     "triton_attention",
+    "validate_varlen",
     "varlen_attention_reference",
 ]

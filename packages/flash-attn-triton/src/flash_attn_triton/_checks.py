@@ -4,22 +4,22 @@ They look at types, shapes, dtypes, strides and devices alone, never at tensor d
 neither wait for the device nor break a graph capture.
 """
 
-import math
 from typing import Any
 
 import torch
 from attn_common import detect, fp8_dtype
 from torch import Tensor
 
+from ._options import FP8_DTYPES, check_length, kind
+
 MAX_HEAD_DIM = 256
 
-_FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
-_FP8_DTYPES = frozenset(
-    (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-)
+FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 _DEVICES = ("cpu", "cuda", "meta")
-_FIXED = ("[batch, seqlen_q, heads_q, head_dim]", "[batch, seqlen_k, heads_k, head_dim]")
-_PACKED = ("[tokens_q, heads_q, head_dim]", "[tokens_k, heads_k, head_dim]")
+_FORMS = {
+    4: ("[batch, seqlen_q, heads_q, head_dim]", "[batch, seqlen_k, heads_k, head_dim]"),
+    3: ("[tokens_q, heads_q, head_dim]", "[tokens_k, heads_k, head_dim]"),
+}
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
@@ -27,7 +27,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     dtype, device = q.dtype, q.device
-    if dtype not in _FLOAT_DTYPES:
+    if dtype not in FLOAT_DTYPES:
         _check_fp8_input(q)
     if k.dtype != dtype or v.dtype != dtype:
         name, x = ("k", k) if k.dtype != dtype else ("v", v)
@@ -40,86 +40,18 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
 
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if len(q_shape) != ndim:
-        form = (_FIXED if ndim == 4 else _PACKED)[0]
-        raise ValueError(f"q must be {form}, got {list(q_shape)}")
+        raise ValueError(f"q must be {_FORMS[ndim][0]}, got {list(q_shape)}")
     if len(k_shape) != ndim:
-        form = (_FIXED if ndim == 4 else _PACKED)[1]
-        raise ValueError(f"k must be {form}, got {list(k_shape)}")
+        raise ValueError(f"k must be {_FORMS[ndim][1]}, got {list(k_shape)}")
     if len(v_shape) != ndim:
-        form = (_FIXED if ndim == 4 else _PACKED)[1]
-        raise ValueError(f"v must be {form}, got {list(v_shape)}")
+        raise ValueError(f"v must be {_FORMS[ndim][1]}, got {list(v_shape)}")
     if not 1 <= q_shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim of q must be from 1 to {MAX_HEAD_DIM}, got {q_shape[-1]}")
     if k_shape[-1] != q_shape[-1]:
         raise ValueError(f"head_dim of k must be that of q, {q_shape[-1]}, got {k_shape[-1]}")
     if not 1 <= v_shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim of v must be from 1 to {MAX_HEAD_DIM}, got {v_shape[-1]}")
-    if ndim == 4 and k_shape[0] != q_shape[0]:
-        raise ValueError(f"batch of k must be that of q, {q_shape[0]}, got {k_shape[0]}")
-    if v_shape[:-1] != k_shape[:-1]:
-        raise ValueError(
-            f"v must have the shape of k but for head_dim, {list(k_shape[:-1])}, "
-            f"got {list(v_shape[:-1])}"
-        )
-    heads_q, heads_k = q_shape[-2], k_shape[-2]
-    if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
-        raise ValueError(
-            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
-            f"heads_k {heads_k}"
-        )
-
-
-def check_options(
-    q: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-    deterministic: bool,
-    return_attn_probs: bool,
-    return_lse: bool,
-) -> tuple[float, int, int]:
-    """Check what is not a tensor; return the scale and the window that the operators take."""
-    if not (
-        isinstance(causal, bool)
-        and isinstance(deterministic, bool)
-        and isinstance(return_attn_probs, bool)
-        and isinstance(return_lse, bool)
-    ):
-        for name, flag in (
-            ("causal", causal),
-            ("deterministic", deterministic),
-            ("return_attn_probs", return_attn_probs),
-            ("return_lse", return_lse),
-        ):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} must be a bool, got {_kind(flag)}")
-    if dropout_p.__class__ is not float:
-        check_number("dropout_p", dropout_p)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
-    if dropout_p > 0.0 and q.dtype in _FP8_DTYPES:
-        raise NotImplementedError(f"dropout_p must be 0.0 for FP8 inputs, got {dropout_p}")
-    if softcap.__class__ is not float:
-        check_number("softcap", softcap)
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be finite and at least 0.0, got {softcap}")
-    if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
-    else:
-        if softmax_scale.__class__ is not float:
-            check_number("softmax_scale", softmax_scale)
-        if not -math.inf < softmax_scale < math.inf:
-            raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
-    left, right = window_size
-    if not (_is_int(left) and _is_int(right)):
-        raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
-    if left < -1 or right < -1:
-        raise ValueError(f"window_size must hold -1 or numbers from 0 up, got {window_size!r}")
-    return softmax_scale, left, 0 if causal else right
+    _check_heads(q, k, v)
 
 
 def check_packed(
@@ -145,11 +77,8 @@ def check_packed(
         _check_lengths("seqused_k", seqused_k, q)
         if seqused_k.shape[0] != batch:
             raise ValueError(f"seqused_k must be [{batch}], got {list(seqused_k.shape)}")
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if not _is_int(length):
-            raise TypeError(f"{name} must be an int, got {_kind(length)}")
-        if length < 0:
-            raise ValueError(f"{name} must be at least 0, got {length}")
+    check_length("max_seqlen_q", max_seqlen_q)
+    check_length("max_seqlen_k", max_seqlen_k)
     return batch
 
 
@@ -171,7 +100,7 @@ def check_extras(
             raise TypeError(
                 f"bias must have the dtype of q, {q.dtype}, or torch.float32, got {bias.dtype}"
             )
-        if bias.dtype in _FP8_DTYPES:
+        if bias.dtype in FP8_DTYPES:
             raise TypeError(f"bias must be torch.float32 for FP8 inputs, got {bias.dtype}")
         _check_device("bias", bias, q)
         whole = (batch, heads_q, seqlen_q, seqlen_k)
@@ -193,14 +122,10 @@ def check_extras(
                 f"alibi_slopes must be [heads_q] or [batch, heads_q], [{heads_q}] or "
                 f"[{batch}, {heads_q}], got {list(alibi_slopes.shape)}"
             )
-        if alibi_slopes.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "alibi_slopes must not require a gradient, which is not computed; "
-                "got requires_grad=True"
-            )
+        _check_no_gradient("alibi_slopes", alibi_slopes)
     if sinks is not None:
         check_tensor("sinks", sinks)
-        if sinks.dtype not in _FLOAT_DTYPES:
+        if sinks.dtype not in FLOAT_DTYPES:
             raise TypeError(
                 f"sinks must be torch.float16, torch.bfloat16 or torch.float32, got {sinks.dtype}"
             )
@@ -227,7 +152,7 @@ def check_low_precision(
     ``others`` are the tensors besides q, k and v that could ask for a gradient.
     """
     dtype = q.dtype
-    is_fp8 = dtype in _FP8_DTYPES
+    is_fp8 = dtype in FP8_DTYPES
     for name, descale in (
         ("q_descale", q_descale),
         ("k_descale", k_descale),
@@ -236,6 +161,7 @@ def check_low_precision(
         if descale is None:
             continue
         check_tensor(name, descale)
+        _check_no_gradient(name, descale)
         if not is_fp8:
             raise ValueError(f"{name} must be None unless q, k and v are FP8, which are {dtype}")
         if descale.dtype != torch.float32:
@@ -253,11 +179,11 @@ def check_low_precision(
             return dtype
         out_dtype = torch.bfloat16
     if not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype must be a torch.dtype, got {_kind(out_dtype)}")
-    if out_dtype in _FP8_DTYPES:
+        raise TypeError(f"out_dtype must be a torch.dtype, got {kind(out_dtype)}")
+    if out_dtype in FP8_DTYPES:
         _check_fp8_output(q, out_dtype, out_scale)
     else:
-        if out_dtype not in _FLOAT_DTYPES:
+        if out_dtype not in FLOAT_DTYPES:
             raise TypeError(
                 "out_dtype must be torch.float16, torch.bfloat16, torch.float32 or FP8, "
                 f"got {out_dtype}"
@@ -266,7 +192,7 @@ def check_low_precision(
             raise ValueError(
                 f"out_scale must be None unless out_dtype is FP8, which is {out_dtype}"
             )
-    if (is_fp8 or out_dtype in _FP8_DTYPES) and torch.is_grad_enabled():
+    if (is_fp8 or out_dtype in FP8_DTYPES) and torch.is_grad_enabled():
         for x in (q, k, v, *others):
             if x is not None and x.requires_grad:
                 raise NotImplementedError(
@@ -276,16 +202,35 @@ def check_low_precision(
     return out_dtype
 
 
+def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
+    """Check the main tensors of the reference: any float dtypes, any head dimension."""
+    form_q, form_k = _FORMS[ndim]
+    for name, x, form in (("q", q, form_q), ("k", k, form_k), ("v", v, form_k)):
+        check_tensor(name, x)
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"head_dim of k must be that of q, {q.shape[-1]}, got {k.shape[-1]}")
+    _check_heads(q, k, v)
+
+
+def check_out_scale(name: str, out_scale: Tensor, q: Tensor) -> None:
+    """Check the scale of an FP8 output."""
+    check_tensor(name, out_scale)
+    if out_scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be torch.float32, got {out_scale.dtype}")
+    _check_device(name, out_scale, q)
+    if out_scale.numel() != 1:
+        raise ValueError(f"{name} must have one element, got {list(out_scale.shape)}")
+    _check_no_gradient(name, out_scale)
+
+
 def check_tensor(name: str, x: Any) -> None:
     """Check that an argument is a tensor."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {_kind(x)}")
-
-
-def check_number(name: str, x: Any) -> None:
-    """Check that an argument is a real number, and not a bool."""
-    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} must be a float, got {_kind(x)}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {kind(x)}")
 
 
 def check_fp8_hardware(name: str, device: torch.device) -> torch.dtype:
@@ -300,9 +245,33 @@ def check_fp8_hardware(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    q_shape, k_shape = q.shape, k.shape
+    if len(q_shape) == 4 and k_shape[0] != q_shape[0]:
+        raise ValueError(f"batch of k must be that of q, {q_shape[0]}, got {k_shape[0]}")
+    if v.shape[:-1] != k_shape[:-1]:
+        raise ValueError(
+            f"v must have the shape of k but for head_dim, {list(k_shape[:-1])}, "
+            f"got {list(v.shape[:-1])}"
+        )
+    heads_q, heads_k = q_shape[-2], k_shape[-2]
+    if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
+        raise ValueError(
+            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
+            f"heads_k {heads_k}"
+        )
+
+
+def _check_no_gradient(name: str, x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name} must not require a gradient, which is not computed; got requires_grad=True"
+        )
+
+
 def _check_fp8_input(q: Tensor) -> None:
     dtype = q.dtype
-    if dtype not in _FP8_DTYPES:
+    if dtype not in FP8_DTYPES:
         raise TypeError(
             "q must be torch.float16, torch.bfloat16, torch.float32 or FP8 (e4m3), "
             f"got {dtype}; attention_reference takes torch.float64"
@@ -318,12 +287,7 @@ def _check_fp8_output(q: Tensor, out_dtype: torch.dtype, out_scale: Tensor | Non
         raise TypeError(f"out_dtype must be {expected} to be FP8 on this platform, got {out_dtype}")
     if out_scale is None:
         raise ValueError(f"out_scale must be given for the FP8 out_dtype {out_dtype}, got None")
-    check_tensor("out_scale", out_scale)
-    if out_scale.dtype != torch.float32:
-        raise TypeError(f"out_scale must be torch.float32, got {out_scale.dtype}")
-    _check_device("out_scale", out_scale, q)
-    if out_scale.numel() != 1:
-        raise ValueError(f"out_scale must have one element, got {list(out_scale.shape)}")
+    check_out_scale("out_scale", out_scale, q)
 
 
 def _check_lengths(name: str, x: Any, q: Tensor) -> None:
@@ -340,11 +304,3 @@ def _check_lengths(name: str, x: Any, q: Tensor) -> None:
 def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
-
-
-def _kind(x: Any) -> str:
-    return type(x).__name__

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ._eager import Grads, attention_backward, attention_forward
+from ._options import FP8_DTYPES
 from .reference import dropout_marked_probabilities
 
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
@@ -41,10 +43,6 @@ torch.library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 
-_FP8_DTYPES = frozenset(
-    (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-)
-
 
 @functools.cache
 def interpreted() -> bool:
@@ -53,7 +51,7 @@ def interpreted() -> bool:
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out_dtype = rest[-1] or (torch.bfloat16 if q.dtype in _FP8_DTYPES else q.dtype)
+    out_dtype = rest[-1] or (torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return out, q.new_empty(lse_shape, dtype=torch.float32)
@@ -234,6 +232,20 @@ class _FlashAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
+def _has_tangent(x: Tensor) -> bool:
+    """Say whether a tensor has a tangent, at any level of torch.func's transforms."""
+    functorch = torch._C._functorch
+    unpack_dual: Any = forward_ad.unpack_dual
+    while True:
+        # unpacking has no batching rule
+        batched = functorch.is_batchedtensor(x)
+        if not batched and unpack_dual(x).tangent is not None:
+            return True
+        if not (batched or functorch.is_gradtrackingtensor(x)):
+            return False
+        x = functorch.get_unwrapped(x)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -259,6 +271,14 @@ def attention(
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Call the forward operator, through the autograd function where a gradient is asked for."""
+    if forward_ad._current_level >= 0:
+        # an operator without a formula for them would drop the tangents in silence
+        for x in (q, k, v, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale):
+            if x is not None and _has_tangent(x):
+                raise NotImplementedError(
+                    "forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad) is not "
+                    "offered, got an input with a tangent"
+                )
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

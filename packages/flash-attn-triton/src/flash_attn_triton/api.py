@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _checks, _ops
+from . import _checks, _ops, _options
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]
 
@@ -53,7 +53,8 @@ def flash_attn_func(
         dropout_p: probability of dropping an element of the softmax, in ``[0, 1)``; those kept are
             scaled by ``1 / (1 - dropout_p)``. The draw depends on torch's generator and the
             element's (batch, head, row, column) alone (Philox, Salmon et al. 2011). Default: 0.0.
-        softmax_scale: factor of the scores, any finite number. Default: ``head_dim ** -0.5``.
+        softmax_scale: factor of the scores, any number that is finite in fp32.
+            Default: ``head_dim ** -0.5``.
         causal: hide key j from query i unless ``j <= i'``: aligned to the bottom right.
             Default: False.
         window_size: ``(left, right)``: key j is visible iff ``i' - left <= j <= i' + right``; -1 is
@@ -89,10 +90,11 @@ def flash_attn_func(
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on FP8 where the hardware lacks it, with a gradient or with dropout.
+        NotImplementedError: on FP8 where the hardware lacks it, with a gradient or with dropout;
+            on a gradient of slopes or scales; on forward-mode differentiation.
     """
     _checks.check_qkv(q, k, v, 4)
-    scale, left, right = _checks.check_options(
+    scale, softcap, left, right = _options.check_options(
         q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs, return_lse,
     )  # fmt: skip
@@ -151,7 +153,7 @@ def flash_attn_varlen_func(
         k: keys, ``[tokens_k, heads_k, head_dim]``.
         v: values, ``[tokens_k, heads_k, head_dim_v]``.
         cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``, contiguous. Its values are the
-            caller's duty: they are not read on the host.
+            caller's duty: they are not read on the host. :func:`validate_varlen` checks them.
         cu_seqlens_k: likewise for keys.
         max_seqlen_q: the longest sequence of queries: the size of ``bias`` and of the
             probabilities. An upper bound is as good otherwise.
@@ -186,7 +188,7 @@ def flash_attn_varlen_func(
             f"package prefix-prefill, got {type(block_table).__name__}"
         )
     _checks.check_qkv(q, k, v, 3)
-    scale, left, right = _checks.check_options(
+    scale, softcap, left, right = _options.check_options(
         q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs, return_lse,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from . import _checks
+from . import _checks, _options
 from .api import flash_attn_varlen_func
 
 _NAMES = ("q", "k", "v")
@@ -43,10 +43,10 @@ def triton_attention(
         sm_scale: factor of the scores. Default: 1.0, not ``head_dim ** -0.5``.
         bias: added to the scaled scores, ``[1, heads_q, max_seqlens_q, max_seqlens_k]``, one for
             all sequences; dtype of ``q`` or fp32. Default: None.
-        fp8_scales: scales of q, k, v and the softmax, floats or one-element tensors. Inputs that
-            are not FP8 yet are quantised as ``clamp(x / scale)``; the products are multiplied by
-            the scales. The fourth is accepted and not needed: probabilities are at most 1 and have
-            a fixed scale of their own. Default: None.
+        fp8_scales: scales of q, k, v and the softmax, positive floats or one-element tensors.
+            Inputs that are not FP8 yet are quantised as ``clamp(x / scale)``; the products are
+            multiplied by the scales. The fourth is accepted and not needed: probabilities are at
+            most 1 and have a fixed scale of their own. Default: None.
         fp8_out_scale: one-element fp32 tensor; the output is FP8 and stores ``out / scale``,
             saturated. Default: None.
 
@@ -66,15 +66,22 @@ def triton_attention(
             raise ValueError(
                 f"bias must be [1, heads_q, max_seqlens_q, max_seqlens_k], got {list(bias.shape)}"
             )
-    _checks.check_number("sm_scale", sm_scale)
+    sm_scale = _options.check_scale("sm_scale", sm_scale)
+    _options.check_length("max_seqlens_q", max_seqlens_q)
+    _options.check_length("max_seqlens_k", max_seqlens_k)
     if fp8_out_scale is not None:
-        _checks.check_tensor("fp8_out_scale", fp8_out_scale)
+        _checks.check_out_scale("fp8_out_scale", fp8_out_scale, q)
     out_dtype = _output_dtype(q, v, o, fp8_out_scale)
     descales: tuple[Tensor | None, ...] = (None, None, None)
     if fp8_scales is not None:
-        q, k, v, descales = _quantised(q, k, v, fp8_scales)
-        if bias is not None and bias.dtype != torch.float32:
+        if bias is not None:
+            if bias.dtype not in _checks.FLOAT_DTYPES:
+                raise TypeError(
+                    "bias must be torch.float16, torch.bfloat16 or torch.float32 with fp8_scales, "
+                    f"got {bias.dtype}"
+                )
             bias = bias.float()
+        q, k, v, descales = _quantised(q, k, v, fp8_scales)
 
     # what is written into the caller's tensor has no graph
     with torch.set_grad_enabled(torch.is_grad_enabled() and o is None):
@@ -96,7 +103,7 @@ def _output_dtype(
     if o is None:
         if fp8_out_scale is not None:
             return _checks.check_fp8_hardware("fp8_out_scale", q.device)
-        return None if q.dtype.itemsize == 1 else q.dtype
+        return q.dtype if q.dtype in _checks.FLOAT_DTYPES else None
     _checks.check_tensor("o", o)
     shape = (*q.shape[:-1], *v.shape[-1:])
     if o.shape != shape:
@@ -105,7 +112,15 @@ def _output_dtype(
         )
     if o.device != q.device:
         raise ValueError(f"o must be on the device of q, {q.device}, got {o.device}")
-    is_fp8 = o.dtype.is_floating_point and o.dtype.itemsize == 1
+    is_fp8 = o.dtype in _options.FP8_DTYPES
+    if is_fp8:
+        expected = _checks.check_fp8_hardware("o", q.device)
+        if o.dtype != expected:
+            raise TypeError(f"o must be {expected} to be FP8 on this platform, got {o.dtype}")
+    elif o.dtype not in _checks.FLOAT_DTYPES:
+        raise TypeError(
+            f"o must be torch.float16, torch.bfloat16, torch.float32 or FP8, got {o.dtype}"
+        )
     if is_fp8 and fp8_out_scale is None:
         raise ValueError(f"fp8_out_scale must be given for an o of {o.dtype}, got None")
     if not is_fp8 and fp8_out_scale is not None:
@@ -124,14 +139,19 @@ def _quantised(
     if len(fp8_scales) != 4:
         raise ValueError(f"fp8_scales must hold four scales (q, k, v, p), got {len(fp8_scales)}")
     dtype = _checks.check_fp8_hardware("fp8_scales", q.device)
+    if q.dtype != dtype and q.dtype not in _checks.FLOAT_DTYPES:
+        raise TypeError(
+            f"q must be torch.float16, torch.bfloat16, torch.float32 or {dtype} with fp8_scales, "
+            f"got {q.dtype}"
+        )
+    for name, scale in zip((*_NAMES, "p"), fp8_scales, strict=True):
+        _check_scale(f"fp8_scales: that of {name}", scale)
     limits = torch.finfo(dtype)
     tensors, scales = [], []
     for name, x, scale in zip(_NAMES, (q, k, v), fp8_scales[:3], strict=True):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
         if isinstance(scale, Tensor):
-            if scale.numel() != 1:
-                raise ValueError(
-                    f"fp8_scales: that of {name} must have one element, got {list(scale.shape)}"
-                )
             if scale.device != x.device:
                 raise ValueError(
                     f"fp8_scales: that of {name} must be on its device, {x.device}, "
@@ -139,14 +159,22 @@ def _quantised(
                 )
             scale = scale.to(torch.float32)
         else:
-            _checks.check_number(f"fp8_scales: that of {name}", scale)
             scale = torch.full((1,), scale, dtype=torch.float32, device=x.device)
         if x.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
                 f"FP8 has no gradient: {name} must not require one with fp8_scales"
             )
-        if x.dtype.itemsize != 1:
+        if x.dtype != dtype:
             x = (x.float() / scale).clamp(limits.min, limits.max).to(dtype)
         tensors.append(x)
         scales.append(scale.reshape(1))
     return (*tensors, tuple(scales))  # type: ignore[return-value]
+
+
+def _check_scale(name: str, scale: float | Tensor) -> None:
+    if not isinstance(scale, Tensor):
+        _options.check_fp8_scale(name, scale)
+    elif not scale.dtype.is_floating_point:
+        raise TypeError(f"{name} must be of a float dtype, got {scale.dtype}")
+    elif scale.numel() != 1:
+        raise ValueError(f"{name} must have one element, got {list(scale.shape)}")

@@ -11,13 +11,11 @@ import math
 import torch
 from torch import Tensor
 
+from ._checks import check_reference
+from ._options import FP8_DTYPES, MAX_WINDOW, check_options
 from .philox import dropout_keep_mask
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]
-
-_FP8_DTYPES = frozenset(
-    (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
-)
 
 
 def attention_reference(
@@ -58,11 +56,15 @@ def attention_reference(
     Returns:
         ``out``, ``(out, lse)`` or ``(out, lse, probabilities)`` as :func:`flash_attn_func` does;
         the log-sum-exp is float64 for float64 inputs, else float32.
+
+    Raises:
+        TypeError: on an argument's type, or a dtype that is no float.
+        ValueError: on a shape of ``q``, ``k`` or ``v``, or a range.
     """
     return _attend(
         q, k, v, None, None, None, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale,
         rng_state, None, None, softmax_scale, causal, window_size, softcap, dropout_p,
-        out_dtype, out_scale, return_lse, return_attn_probs,
+        out_dtype, out_scale, deterministic, return_lse, return_attn_probs,
     )  # fmt: skip
 
 
@@ -102,7 +104,8 @@ def varlen_attention_reference(
     return _attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale,
         k_descale, v_descale, rng_state, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-        window_size, softcap, dropout_p, out_dtype, out_scale, return_lse, return_attn_probs,
+        window_size, softcap, dropout_p, out_dtype, out_scale, deterministic, return_lse,
+        return_attn_probs,
     )  # fmt: skip
 
 
@@ -264,10 +267,10 @@ def round_output(
 ) -> Tensor:
     """Return ``out`` in the output's dtype; an FP8 output is scaled and saturated first."""
     if out_dtype is None:
-        out_dtype = torch.bfloat16 if input_dtype in _FP8_DTYPES else input_dtype
+        out_dtype = torch.bfloat16 if input_dtype in FP8_DTYPES else input_dtype
     if out_scale is not None:
         out = out / out_scale
-    if out_dtype in _FP8_DTYPES:
+    if out_dtype in FP8_DTYPES:
         limits = torch.finfo(out_dtype)
         out = out.clamp(limits.min, limits.max)
     return out.to(out_dtype)
@@ -279,6 +282,9 @@ def visible_keys(
     """Return which key each query sees, bool ``[seqlen_q, seqlen_k]``; -1 is no limit."""
     position = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
     key = torch.arange(seqlen_k, device=device)
+    # a position and the largest integer have a sum that wraps around
+    window_left = min(window_left, MAX_WINDOW)
+    window_right = min(window_right, MAX_WINDOW)
     visible = torch.ones((seqlen_q, seqlen_k), dtype=torch.bool, device=device)
     if window_left >= 0:
         visible = visible & (key >= position - window_left)
@@ -310,16 +316,19 @@ def _attend(
     dropout_p: float,
     out_dtype: torch.dtype | None,
     out_scale: Tensor | None,
+    deterministic: bool,
     return_lse: bool,
     return_attn_probs: bool,
 ) -> Result:
-    """Resolve defaults, attend, and return what was asked for."""
+    """Check, resolve defaults, attend, and return what was asked for."""
+    check_reference(q, k, v, 4 if cu_seqlens_q is None else 3)
+    softmax_scale, softcap, left, right = check_options(
+        q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+        return_attn_probs, return_lse,
+    )  # fmt: skip
     if rng_state is None and dropout_p > 0.0:
         rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    options = (
-        q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        window_size[0], 0 if causal else window_size[1], softcap, dropout_p,
-    )  # fmt: skip
+    options = softmax_scale, left, right, softcap, dropout_p
     rest = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, rng_state, *options
     if cu_seqlens_q is None or cu_seqlens_k is None:
         out, lse = dense_attention(q, k, v, *rest)

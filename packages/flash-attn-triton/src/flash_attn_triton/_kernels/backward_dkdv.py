@@ -60,13 +60,17 @@ def _dkdv_walk(
     if HAS_RIGHT:
         first_live = tl.maximum(-diagonal - window_right, 0)
     steps = count_steps(start, full_start, full_end, last_row, BLOCK_M, MASKED)
+    # from a division by 0 the compiler concludes that there are steps, and loads unasked
+    steps_of_head = tl.maximum(steps, 1)
     for step in tl.range(0, steps * GROUP):
         if GROUP == 1:
             head = head_k
             rows = step_start(step, start, full_start, full_end, BLOCK_M, MASKED)
         else:
-            head = head_k * GROUP + step // steps
-            rows = step_start(step % steps, start, full_start, full_end, BLOCK_M, MASKED)
+            head = head_k * GROUP + step // steps_of_head
+            rows = step_start(
+                step % steps_of_head, start, full_start, full_end, BLOCK_M, MASKED
+            )  # fmt: skip
         rows += tl.arange(0, BLOCK_M)
         head_64 = head.to(tl.int64)
         q_t = load_tile_transposed(

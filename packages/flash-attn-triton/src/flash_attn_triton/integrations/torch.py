@@ -190,6 +190,12 @@ def _flash_attention_forward(
         _refuse("cumulative lengths of queries or keys without those of the other")
     if cum_seq_q is None and seqused_k is not None:
         _refuse("seqused_k without cumulative lengths")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        # PyTorch's backward operator is not told of them
+        if seqused_k is not None:
+            _refuse("gradient with seqused_k")
+        if alibi_slopes is not None:
+            _refuse("gradient with alibi_slopes")
     rng_state = None
     if dropout_p > 0.0:
         high = torch.iinfo(torch.int64).max

@@ -1,0 +1,75 @@
+"""The check that the public functions leave out: it reads what only the device knows."""
+
+from torch import Tensor
+
+from . import _checks
+
+
+def validate_varlen(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None = None,
+) -> None:
+    """Check the values of offsets and lengths, which :func:`flash_attn_varlen_func` trusts.
+
+    For debugging and for tests: it copies the offsets to the host, so it waits for the device, and
+    a CUDA graph cannot capture it.
+
+    Args:
+        q: queries, ``[tokens_q, heads_q, head_dim]``; of ``q`` and ``k`` only shapes are read.
+        k: keys, ``[tokens_k, heads_k, head_dim]``.
+        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``: must not decrease, nor leave
+            0 to ``tokens_q``.
+        cu_seqlens_k: likewise for keys.
+        max_seqlen_q: what no sequence of queries may exceed.
+        max_seqlen_k: likewise for keys.
+        seqused_k: int32 ``[batch]``, from 0 to the length of each sequence. Default: None.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
+            argument, the index of the entry, what was expected and what came.
+    """
+    for name, x, form in (
+        ("q", q, "[tokens_q, heads_q, head_dim]"),
+        ("k", k, "[tokens_k, heads_k, head_dim]"),
+    ):
+        _checks.check_tensor(name, x)
+        if x.ndim != 3:
+            raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+    _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+
+    _check_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q)
+    starts_k = cu_seqlens_k.tolist()
+    _check_offsets("cu_seqlens_k", starts_k, k.shape[0], "max_seqlen_k", max_seqlen_k)
+    if seqused_k is None:
+        return
+    for b, used in enumerate(seqused_k.tolist()):
+        length = starts_k[b + 1] - starts_k[b]
+        if not 0 <= used <= length:
+            raise ValueError(
+                f"seqused_k[{b}] must be from 0 to the length of the sequence, {length}, got {used}"
+            )
+
+
+def _check_offsets(
+    name: str, offsets: list[int], tokens: int, max_name: str, max_seqlen: int
+) -> None:
+    last = offsets[0]
+    for i, offset in enumerate(offsets):
+        if not 0 <= offset <= tokens:
+            raise ValueError(
+                f"{name}[{i}] must be from 0 to the number of tokens, {tokens}, got {offset}"
+            )
+        if offset < last:
+            raise ValueError(f"{name}[{i}] must be at least {name}[{i - 1}], {last}, got {offset}")
+        if offset - last > max_seqlen:
+            raise ValueError(
+                f"{name}[{i}] must be at most {max_name}, {max_seqlen}, beyond {name}[{i - 1}], "
+                f"{last}, got {offset}"
+            )
+        last = offset
