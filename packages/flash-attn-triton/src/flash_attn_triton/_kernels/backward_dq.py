@@ -47,29 +47,13 @@ def _dq_walk(
         keys = step_start(step, start, full_start, full_end, BLOCK_N, MASKED)
         keys += tl.arange(0, BLOCK_N)
         k_t = load_tile_transposed(
-            k_base,
-            keys,
-            stride_ks,
-            first_key,
-            last_key,
-            cols_d,
-            HEAD_DIM,
-            BLOCK_D,
-            ROW_BYTES,
+            k_base, keys, stride_ks, first_key, last_key, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES,
             MASKED,
-        )  # [D, N]
+        )  # [D, N]  # fmt: skip
         v_t = load_tile_transposed(
-            v_base,
-            keys,
-            stride_vs,
-            first_key,
-            last_key,
-            cols_dv,
-            HEAD_DIM_V,
-            BLOCK_DV,
-            ROW_BYTES_V,
-            MASKED,
-        )  # [DV, N]
+            v_base, keys, stride_vs, first_key, last_key, cols_dv, HEAD_DIM_V, BLOCK_DV,
+            ROW_BYTES_V, MASKED,
+        )  # [DV, N]  # fmt: skip
         products = dot(q, k_t, PRECISION, UPCAST)  # [M, N]
         dp = dot(dout, v_t, PRECISION, UPCAST)  # [M, N]
         _p, ds = score_gradient(

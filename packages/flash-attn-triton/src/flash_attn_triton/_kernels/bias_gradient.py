@@ -122,17 +122,9 @@ def _bias_gradient_kernel(
                     q_base, rows, stride_qs, 0, seqlen_q, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True
                 )  # [M, D]
                 dout = load_tile(
-                    dout_base,
-                    rows,
-                    stride_dos,
-                    0,
-                    seqlen_q,
-                    cols_dv,
-                    HEAD_DIM_V,
-                    BLOCK_DV,
-                    ROW_BYTES_V,
-                    True,
-                )  # [M, DV]
+                    dout_base, rows, stride_dos, 0, seqlen_q, cols_dv, HEAD_DIM_V, BLOCK_DV,
+                    ROW_BYTES_V, True,
+                )  # [M, DV]  # fmt: skip
                 lse2 = load_row(lse2_ptr + row_base, rows, seqlen_q, INF, True)
                 delta = load_row(delta_ptr + row_base, rows, seqlen_q, 0.0, True)
                 for step_n in range(0, tl.where(one_col != 0, tl.cdiv(seqlen_k, BLOCK_N), 1)):

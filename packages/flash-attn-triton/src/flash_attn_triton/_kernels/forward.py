@@ -56,17 +56,9 @@ def _attend(
         keys = step_start(step, start, full_start, full_end, BLOCK_N, MASKED)
         keys += tl.arange(0, BLOCK_N)
         k = load_tile_transposed(
-            k_base,
-            keys,
-            stride_ks,
-            first_key,
-            last_key,
-            cols_d,
-            HEAD_DIM,
-            BLOCK_D,
-            ROW_BYTES,
+            k_base, keys, stride_ks, first_key, last_key, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES,
             MASKED,
-        )  # [D, N]
+        )  # [D, N]  # fmt: skip
         s = dot(q, k, PRECISION, UPCAST)  # [M, N]
         if FOLD and not MASKED:
             # the scale goes into the exponential's multiply-add; it is positive, so max commutes
@@ -99,17 +91,9 @@ def _attend(
             )
             p = tl.where(kept, p, 0.0)
         v = load_tile(
-            v_base,
-            keys,
-            stride_vs,
-            first_key,
-            last_key,
-            cols_dv,
-            HEAD_DIM_V,
-            BLOCK_DV,
-            ROW_BYTES_V,
-            MASKED,
-        )  # [N, DV]
+            v_base, keys, stride_vs, first_key, last_key, cols_dv, HEAD_DIM_V, BLOCK_DV,
+            ROW_BYTES_V, MASKED,
+        )  # [N, DV]  # fmt: skip
         acc = dot_add(acc * alpha[:, None], p, v, PRECISION, UPCAST)  # [M, DV]
         m_i = m_new
     return acc, l_i, m_i
