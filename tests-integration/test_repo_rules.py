@@ -22,7 +22,7 @@ LAYERS = {
 }
 REQUIRED = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "tests"]
 REQUIRED_OF_KERNELS = ["tests/MUTATIONS.md", "benchmarks"]
-SHARED_TEST_FILES = ("_numerics.py", "_views.py", "conftest.py")
+SHARED_TEST_FILES = ("_budget.py", "_gpus.py", "_views.py", "conftest.py")
 
 
 def packages(root):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ._aot import GPUS, Config, compiling, launch_backward, launch_forward, recording
+from ._aot import Config, launch_backward, launch_forward
+from ._gpus import GPUS, compiling, recording
 
 pytestmark = pytest.mark.aot
 

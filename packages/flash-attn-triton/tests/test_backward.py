@@ -9,16 +9,13 @@ import pytest
 import torch
 from flash_attn_triton import _configs
 
+from ._budget import DTYPES, Maker, assert_no_worse_than_eager, assert_same
 from ._numerics import (
-    DTYPES,
     FEATURES,
     LARGE,
     MEDIUM,
     SMALL,
-    Maker,
     Shape,
-    assert_no_worse_than_eager,
-    assert_same,
     check,
     compatible,
     incoming,

@@ -6,18 +6,8 @@ import pytest
 import torch
 from flash_attn_triton import _ops
 
-from ._numerics import (
-    FEATURES,
-    Case,
-    Packed,
-    Shape,
-    assert_same,
-    check,
-    make_case,
-    make_packed,
-    offsets,
-    run,
-)
+from ._budget import assert_same, offsets
+from ._numerics import FEATURES, Case, Packed, Shape, check, make_case, make_packed, run
 from ._views import VIEWS, same_values
 
 pytestmark = [

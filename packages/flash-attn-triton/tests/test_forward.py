@@ -8,19 +8,8 @@ import pytest
 import torch
 from flash_attn_triton import flash_attn_func
 
-from ._numerics import (
-    DTYPES,
-    FEATURES,
-    LARGE,
-    MEDIUM,
-    SMALL,
-    Case,
-    Shape,
-    assert_same,
-    check,
-    make_case,
-    run,
-)
+from ._budget import DTYPES, assert_same
+from ._numerics import FEATURES, LARGE, MEDIUM, SMALL, Case, Shape, check, make_case, run
 from ._views import VIEWS
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,8 @@ from flash_attn_triton import (
     triton_attention,
 )
 
-from ._numerics import Case, Maker, Shape, assert_no_worse_than_eager, offsets
+from ._budget import Maker, assert_no_worse_than_eager, offsets
+from ._numerics import Case, Shape
 from .conftest import INTERPRETED
 
 # on a GPU without FP8 this whole file has nothing to test; interpreted stores to FP8 lose carries

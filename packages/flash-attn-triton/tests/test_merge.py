@@ -13,7 +13,8 @@ from flash_attn_triton import (
     merge_attn_states,
 )
 
-from ._numerics import DTYPES, Maker, Packed, Shape, make_case, make_packed
+from ._budget import DTYPES, Maker
+from ._numerics import Packed, Shape, make_case, make_packed
 
 SHAPE = Shape(2, 9, 21, 4, 2, 16)
 

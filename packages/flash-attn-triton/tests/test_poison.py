@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ._numerics import (
-    Maker,
-    Packed,
-    Shape,
-    assert_same,
-    check,
-    incoming,
-    make_case,
-    make_packed,
-    run,
-)
+from ._budget import Maker, assert_same
+from ._numerics import Packed, Shape, check, incoming, make_case, make_packed, run
 from ._views import VIEWS
 
 POISON = [float("nan"), float("-inf")]

@@ -9,20 +9,8 @@ import torch
 from attn_common import detect, fp8_dtype
 from flash_attn_triton import flash_attn_func
 
-from ._numerics import (
-    DTYPES,
-    FEATURES,
-    MEDIUM,
-    Case,
-    Maker,
-    Packed,
-    Shape,
-    assert_same,
-    check,
-    make_case,
-    make_packed,
-    run,
-)
+from ._budget import DTYPES, Maker, assert_same
+from ._numerics import FEATURES, MEDIUM, Case, Packed, Shape, check, make_case, make_packed, run
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
