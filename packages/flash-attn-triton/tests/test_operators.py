@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from flash_attn_triton import _ops, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton._forms import interpreted
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import opcheck
+from torch.overrides import TorchFunctionMode
 
-from ._numerics import Case, Packed, Shape, make_case, make_packed
+from ._budget import assert_same
+from ._numerics import Case, Packed, Shape, make_case, make_packed, run
 
 SHAPE = Shape(2, 9, 13, 4, 2, 16, 8)
 PACKED = Packed((5, 0, 7), (6, 3, 7), 4, 2, 16, padding=2)
@@ -52,8 +55,16 @@ def backward_arguments(case: Case, *, dlse: bool, needs_dbias: bool) -> tuple[An
 
 
 traced_alike = pytest.mark.skipif(
-    _ops.interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
+    interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
 )
+
+
+class Watcher(TorchFunctionMode):
+    """See every call of PyTorch, and change none: calls then go through the operators."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
 
 CASES = [
     pytest.param(make_case, SHAPE, (), id="fixed"),
@@ -123,8 +134,81 @@ def test_bias_gradient_is_not_computed_for_nothing(device, monkeypatch):
     case = make_case(SHAPE, torch.float32, device, ["bias"])
     for needs in (False, True):
         inputs = {n: t.clone().requires_grad_(n != "bias" or needs) for n, t in case.inputs.items()}
-        flash_attn_func(**inputs).sum().backward()
+        with Watcher():
+            flash_attn_func(**inputs).sum().backward()
     assert seen == [False, True]
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(("make", "shape", "features"), CASES)
+def test_operators_and_what_goes_past_them_agree(make, shape, features, device):
+    case = make(shape, torch.float32, device, features)
+    past = [run(case), run(case)]  # the second call finds what the first one learned
+    with Watcher():
+        through = run(case)
+    for results in past:
+        assert_same(results, through)
+
+
+@pytest.mark.eager
+def test_memory_of_forms_tells_calls_apart(device):
+    base = make_case(SHAPE, torch.float16, device)
+    calls = [
+        base,
+        base.with_options(causal=True),
+        base.with_options(window_size=(3, 2)),
+        base.with_options(softmax_scale=0.5),
+        base.with_options(softcap=1.0),
+        base.with_options(out_dtype=torch.float32),
+        base.with_inputs(k=base.inputs["k"][:, :5], v=base.inputs["v"][:, :5]),
+        base.with_inputs(q=base.inputs["q"][:, :, :2]),
+        base.with_inputs(q=base.inputs["q"].transpose(1, 2).contiguous().transpose(1, 2)),
+        make_case(SHAPE, torch.float16, device, ["sinks"]),
+        make_case(SHAPE, torch.float16, device, ["alibi"]),
+        make_case(SHAPE, torch.float16, device, ["alibi_batch"]),
+        make_case(SHAPE, torch.float32, device),
+    ]
+    first = [run(call, grad=False) for call in calls]
+    with Watcher():
+        through = [run(call, grad=False) for call in calls]
+    for call, before, want in zip(calls, first, through, strict=True):
+        assert_same(before, want)
+        assert_same(run(call, grad=False), want)
+
+
+@pytest.mark.eager
+def test_equal_options_of_another_type_are_refused_after_a_good_call(device):
+    inputs = make_case(SHAPE, torch.float32, device).inputs
+    flash_attn_func(**inputs, causal=True, softcap=1.0)
+    with pytest.raises(TypeError, match="causal must be a bool, got int"):
+        flash_attn_func(**inputs, causal=1, softcap=1.0)
+    with pytest.raises(TypeError, match="softcap must be a float, got bool"):
+        flash_attn_func(**inputs, causal=True, softcap=True)
+
+
+@pytest.mark.eager
+def test_tensors_put_away_and_laid_out_otherwise_are_differentiated(device):
+    case = make_case(SHAPE, torch.float32, device, ["causal", "bias"])
+    want = run(case)
+
+    def put_away(t: Tensor) -> Tensor:
+        return t.detach().clone()
+
+    def take_back(t: Tensor) -> Tensor:
+        return t.transpose(0, -1).contiguous().transpose(0, -1) if t.ndim == 4 else t
+
+    with torch.autograd.graph.saved_tensors_hooks(put_away, take_back):
+        assert_same(run(case), want)
+
+
+@pytest.mark.eager
+def test_addresses_between_two_accesses_do_not_reach_a_plan(device):
+    case = make_case(SHAPE, torch.float16, device)
+    want = run(case)
+    room = torch.empty(case.inputs["q"].numel() + 1, dtype=torch.float16, device=device)
+    q = room[1:].view(case.inputs["q"].shape).copy_(case.inputs["q"])
+    assert q.stride() == case.inputs["q"].stride()
+    assert_same(run(case.with_inputs(q=q)), want)
 
 
 @pytest.mark.eager
@@ -390,7 +474,7 @@ def test_the_interpreter_is_asked_for_by_triton_s_variable(value, expected):
         f"""
         import os
         os.environ["TRITON_INTERPRET"] = {value!r}
-        from flash_attn_triton import _ops
-        assert _ops.interpreted() is {expected}
+        from flash_attn_triton._forms import interpreted
+        assert interpreted() is {expected}
         """
     )

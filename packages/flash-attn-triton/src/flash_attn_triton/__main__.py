@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import __version__, flash_attn_func, flash_attn_varlen_func
 from ._configs import backward_dkdv_tile, backward_dq_tile, forward_tile
-from ._ops import interpreted
+from ._forms import interpreted
 from .reference import attention_reference, varlen_attention_reference
 
 CHILD = "--in-this-process"

@@ -4,18 +4,24 @@ They look at types, shapes, dtypes, strides and devices alone, never at tensor d
 neither wait for the device nor break a graph capture.
 """
 
-from typing import Any
-
 import torch
-from attn_common import detect, fp8_dtype
 from torch import Tensor
 
-from ._options import FP8_DTYPES, check_length, kind
+from ._arguments import (
+    DEVICES,
+    FLOAT_DTYPES,
+    FP8_DTYPES,
+    check_device,
+    check_fp8_hardware,
+    check_no_gradient,
+    check_offsets,
+    check_out_scale,
+    check_tensor,
+    kind,
+)
 
 MAX_HEAD_DIM = 256
 
-FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
-_DEVICES = ("cpu", "cuda", "meta")
 _FORMS = {
     4: ("[batch, seqlen_q, heads_q, head_dim]", "[batch, seqlen_k, heads_k, head_dim]"),
     3: ("[tokens_q, heads_q, head_dim]", "[tokens_k, heads_k, head_dim]"),
@@ -35,7 +41,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
     if k.device != device or v.device != device:
         name, x = ("k", k) if k.device != device else ("v", v)
         raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}")
-    if device.type not in _DEVICES:
+    if device.type not in DEVICES:
         raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {device}")
 
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
@@ -58,13 +64,11 @@ def check_packed(
     q: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     seqused_k: Tensor | None,
 ) -> int:
     """Check what says where sequences begin and end; return their number."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_lengths(name, x, q)
+        check_offsets(name, x, q)
         if x.shape[0] < 1:
             raise ValueError(f"{name} must be [batch + 1], got {list(x.shape)}")
     batch: int = cu_seqlens_q.shape[0] - 1
@@ -74,11 +78,9 @@ def check_packed(
             f"got {list(cu_seqlens_k.shape)}"
         )
     if seqused_k is not None:
-        _check_lengths("seqused_k", seqused_k, q)
+        check_offsets("seqused_k", seqused_k, q)
         if seqused_k.shape[0] != batch:
             raise ValueError(f"seqused_k must be [{batch}], got {list(seqused_k.shape)}")
-    check_length("max_seqlen_q", max_seqlen_q)
-    check_length("max_seqlen_k", max_seqlen_k)
     return batch
 
 
@@ -102,7 +104,7 @@ def check_extras(
             )
         if bias.dtype in FP8_DTYPES:
             raise TypeError(f"bias must be torch.float32 for FP8 inputs, got {bias.dtype}")
-        _check_device("bias", bias, q)
+        check_device("bias", bias, q)
         whole = (batch, heads_q, seqlen_q, seqlen_k)
         if bias.ndim > 4 or any(
             size not in (1, full)
@@ -116,20 +118,20 @@ def check_extras(
         check_tensor("alibi_slopes", alibi_slopes)
         if alibi_slopes.dtype != torch.float32:
             raise TypeError(f"alibi_slopes must be torch.float32, got {alibi_slopes.dtype}")
-        _check_device("alibi_slopes", alibi_slopes, q)
+        check_device("alibi_slopes", alibi_slopes, q)
         if alibi_slopes.shape != (heads_q,) and alibi_slopes.shape != (batch, heads_q):
             raise ValueError(
                 f"alibi_slopes must be [heads_q] or [batch, heads_q], [{heads_q}] or "
                 f"[{batch}, {heads_q}], got {list(alibi_slopes.shape)}"
             )
-        _check_no_gradient("alibi_slopes", alibi_slopes)
+        check_no_gradient("alibi_slopes", alibi_slopes)
     if sinks is not None:
         check_tensor("sinks", sinks)
         if sinks.dtype not in FLOAT_DTYPES:
             raise TypeError(
                 f"sinks must be torch.float16, torch.bfloat16 or torch.float32, got {sinks.dtype}"
             )
-        _check_device("sinks", sinks, q)
+        check_device("sinks", sinks, q)
         if sinks.shape != (heads_q,):
             raise ValueError(f"sinks must be [heads_q], [{heads_q}], got {list(sinks.shape)}")
 
@@ -161,12 +163,12 @@ def check_low_precision(
         if descale is None:
             continue
         check_tensor(name, descale)
-        _check_no_gradient(name, descale)
+        check_no_gradient(name, descale)
         if not is_fp8:
             raise ValueError(f"{name} must be None unless q, k and v are FP8, which are {dtype}")
         if descale.dtype != torch.float32:
             raise TypeError(f"{name} must be torch.float32, got {descale.dtype}")
-        _check_device(name, descale, q)
+        check_device(name, descale, q)
         if descale.numel() != 1 and descale.shape != (batch, heads_k):
             raise ValueError(
                 f"{name} must have one element or be [batch, heads_k], [{batch}, {heads_k}], "
@@ -216,35 +218,6 @@ def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
     _check_heads(q, k, v)
 
 
-def check_out_scale(name: str, out_scale: Tensor, q: Tensor) -> None:
-    """Check the scale of an FP8 output."""
-    check_tensor(name, out_scale)
-    if out_scale.dtype != torch.float32:
-        raise TypeError(f"{name} must be torch.float32, got {out_scale.dtype}")
-    _check_device(name, out_scale, q)
-    if out_scale.numel() != 1:
-        raise ValueError(f"{name} must have one element, got {list(out_scale.shape)}")
-    _check_no_gradient(name, out_scale)
-
-
-def check_tensor(name: str, x: Any) -> None:
-    """Check that an argument is a tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {kind(x)}")
-
-
-def check_fp8_hardware(name: str, device: torch.device) -> torch.dtype:
-    """Check that a device computes in FP8; return the e4m3 dtype it uses."""
-    platform = detect("cpu" if device.type == "meta" else device)
-    if not platform.supports_fp8:
-        raise NotImplementedError(
-            f"{name}: FP8 needs an NVIDIA GPU of sm_89 or up, or an AMD one of gfx942 or up, "
-            f"got {platform}"
-        )
-    dtype: torch.dtype = getattr(torch, fp8_dtype(platform))
-    return dtype
-
-
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     q_shape, k_shape = q.shape, k.shape
     if len(q_shape) == 4 and k_shape[0] != q_shape[0]:
@@ -259,13 +232,6 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
             f"heads_k {heads_k}"
-        )
-
-
-def _check_no_gradient(name: str, x: Tensor) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{name} must not require a gradient, which is not computed; got requires_grad=True"
         )
 
 
@@ -288,19 +254,3 @@ def _check_fp8_output(q: Tensor, out_dtype: torch.dtype, out_scale: Tensor | Non
     if out_scale is None:
         raise ValueError(f"out_scale must be given for the FP8 out_dtype {out_dtype}, got None")
     check_out_scale("out_scale", out_scale, q)
-
-
-def _check_lengths(name: str, x: Any, q: Tensor) -> None:
-    check_tensor(name, x)
-    if x.dtype != torch.int32:
-        raise TypeError(f"{name} must be torch.int32, got {x.dtype}")
-    _check_device(name, x, q)
-    if x.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, got {list(x.shape)}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
-
-
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")

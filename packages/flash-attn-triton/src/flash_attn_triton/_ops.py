@@ -5,8 +5,6 @@ the Triton kernels. CPU tensors run the eager code of :mod:`.reference`, or, in 
 with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
-import functools
-import os
 from typing import Any
 
 import torch
@@ -14,8 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from ._arguments import FP8_DTYPES
+from ._call import Checked, Options, Tensors
 from ._eager import Grads, attention_backward, attention_forward
-from ._options import FP8_DTYPES
+from ._forms import interpreted, is_watched
 from .reference import dropout_marked_probabilities
 
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
@@ -42,12 +42,6 @@ torch.library.define(
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-
-
-@functools.cache
-def interpreted() -> bool:
-    """Return whether this process interprets Triton kernels; Triton decides at its import."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on")
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -185,51 +179,56 @@ forward = torch.ops.flash_attn_triton.forward.default
 backward = torch.ops.flash_attn_triton.backward.default
 
 
+def plan_of(x: Tensors, options: Options, out_dtype: torch.dtype) -> Any:
+    """Return how to launch calls of this form past the operators; None if they are to be asked."""
+    device = x.q.device.type
+    if device != "cuda" and not (device == "cpu" and interpreted()):
+        return None
+    from ._kernels.forward import ForwardPlan
+    from ._kernels.launch import is_served_as_is
+
+    if not is_served_as_is(x):  # copies come first
+        return None
+    return ForwardPlan(x, options, out_dtype)  # type: ignore[no-untyped-call]
+
+
 class _FlashAttention(torch.autograd.Function):
-    """The forward operator, with the backward operator as its derivative."""
+    """The forward pass, with the backward pass as its derivative: planned, or by operators."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        seqused_k: Tensor | None,
-        alibi_slopes: Tensor | None,
-        rng_state: Tensor | None,
-        options: tuple[Any, ...],
-        out_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks,
-            None, None, None, None, rng_state, *options, out_dtype,
-        )  # fmt: skip
-        ctx.save_for_backward(
-            q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_k,
-            bias, alibi_slopes, sinks, rng_state,
-        )  # fmt: skip
-        ctx.options = options
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Take the fields of ``Tensors``, then the two bounds of lengths and what is known."""
+        x, bounds, known = Tensors(*arguments[:-2]), arguments[-2], arguments[-1]
+        if known.plan is None:
+            out, lse = forward(*x, *bounds, *known.options, known.out_dtype)
+        else:
+            out, lse = known.plan.forward(x)
+        ctx.save_for_backward(*x, out, lse)
+        ctx.bounds, ctx.known = bounds, known
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *rest = ctx.saved_tensors
+        *tensors, out, lse = ctx.saved_tensors
+        x, plan = Tensors(*tensors), ctx.known.plan
         if dout is None:
             dout = torch.zeros_like(out)
-        needs_dbias, needs_dsinks = ctx.needs_input_grad[3:5]
-        dq, dk, dv, dbias, dsinks = backward(
-            dout, q, k, v, out, lse, dlse, *rest, *ctx.options, needs_dbias
-        )
-        return (
-            dq, dk, dv, dbias if needs_dbias else None, dsinks if needs_dsinks else None,
-            None, None, None, None, None, None, None,
+        needs = Tensors(*ctx.needs_input_grad[: len(x)])
+        if plan is not None and not is_watched() and dout.__class__ is Tensor and plan.fits(x):
+            grads = plan.backward(x, out, lse, dout, dlse, needs.bias)
+        else:
+            grads = backward(
+                dout, x.q, x.k, x.v, out, lse, dlse, *x[3:9], x.rng_state, *ctx.bounds,
+                *ctx.known.options, needs.bias,
+            )  # fmt: skip
+        dq, dk, dv, dbias, dsinks = grads
+        by_name = Tensors(
+            dq, dk, dv,
+            bias=dbias if needs.bias else None, sinks=dsinks if needs.sinks else None,
         )  # fmt: skip
+        return *by_name, None, None
 
 
 def _has_tangent(x: Tensor) -> bool:
@@ -247,62 +246,39 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    out_scale: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    out_dtype: torch.dtype | None,
+    x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked
 ) -> tuple[Tensor, Tensor]:
-    """Call the forward operator, through the autograd function where a gradient is asked for."""
+    """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
     if forward_ad._current_level >= 0:
         # an operator without a formula for them would drop the tangents in silence
-        for x in (q, k, v, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale):
-            if x is not None and _has_tangent(x):
+        for t in x:
+            if t is not None and _has_tangent(t):
                 raise NotImplementedError(
                     "forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad) is not "
                     "offered, got an input with a tangent"
                 )
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
-    ):
+    needs_grad = torch.is_grad_enabled() and (
+        x.q.requires_grad
+        or x.k.requires_grad
+        or x.v.requires_grad
+        or (x.bias is not None and x.bias.requires_grad)
+        or (x.sinks is not None and x.sinks.requires_grad)
+    )
+    bounds = max_seqlen_q, max_seqlen_k
+    if needs_grad:
         if torch.compiler.is_compiling():
-            # dynamo refuses one tensor as two inputs of an autograd function
-            k = k.view_as(k) if k is q else k
-            v = v.view_as(v) if v is q or v is k else v
-            if cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k:
-                cu_seqlens_k = cu_seqlens_k.view_as(cu_seqlens_k)
-        options = (
-            max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, softcap,
-            dropout_p,
-        )  # fmt: skip
-        result: tuple[Tensor, Tensor] = _FlashAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, bias, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes,
-            rng_state, options, out_dtype,
-        )  # fmt: skip
-        return result
-    return forward(  # type: ignore[no-any-return]
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks,
-        q_descale, k_descale, v_descale, out_scale, rng_state, max_seqlen_q, max_seqlen_k,
-        softmax_scale, window_left, window_right, softcap, dropout_p, out_dtype,
-    )  # fmt: skip
+            x = _without_repeats(x)
+        return _FlashAttention.apply(*x, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
+    if known.plan is not None:
+        return known.plan.forward(x)  # type: ignore[no-any-return]
+    return forward(*x, *bounds, *known.options, known.out_dtype)  # type: ignore[no-any-return]
+
+
+def _without_repeats(x: Tensors) -> Tensors:
+    """Return the tensors under several identities: dynamo refuses one as two inputs."""
+    k = x.k.view_as(x.k) if x.k is x.q else x.k
+    v = x.v.view_as(x.v) if x.v is x.q or x.v is x.k else x.v
+    cu_seqlens_k = x.cu_seqlens_k
+    if cu_seqlens_k is not None and cu_seqlens_k is x.cu_seqlens_q:
+        cu_seqlens_k = cu_seqlens_k.view_as(cu_seqlens_k)
+    return x._replace(k=k, v=v, cu_seqlens_k=cu_seqlens_k)

@@ -1,9 +1,17 @@
 """The two main public functions: check the arguments, then call the operator."""
 
+from __future__ import annotations
+
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, _options
+from . import _arguments, _checks, _ops, _options
+from ._call import Checked, Options, Tensors
+from ._forms import Memory, form_of
+
+_known: Memory[Checked] = Memory()
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]
 
@@ -93,24 +101,26 @@ def flash_attn_func(
         NotImplementedError: on FP8 where the hardware lacks it, with a gradient or with dropout;
             on a gradient of slopes or scales; on forward-mode differentiation.
     """
-    _checks.check_qkv(q, k, v, 4)
-    scale, softcap, left, right = _options.check_options(
-        q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
-        return_attn_probs, return_lse,
+    form = form_of(
+        (q, k, v),
+        (bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale),
+        (dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
+         return_lse, out_dtype),
+        packed=False,
     )  # fmt: skip
-    batch, seqlen_q = q.shape[0], q.shape[1]
-    seqlen_k, heads_k = k.shape[1], k.shape[2]
-    if bias is not None or alibi_slopes is not None or sinks is not None:
-        _checks.check_extras(q, batch, heads_k, seqlen_q, seqlen_k, bias, alibi_slopes, sinks)
-    out_dtype = _checks.check_low_precision(
-        q, k, v, batch, heads_k, q_descale, k_descale, v_descale, out_dtype, out_scale,
-        (bias, sinks),
-    )  # fmt: skip
-    return _attend(
+    x = Tensors(
         q, k, v, None, None, None, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale,
-        out_scale, seqlen_q, seqlen_k, scale, left, right, softcap, dropout_p, out_dtype,
-        return_attn_probs, return_lse,
+        out_scale,
     )  # fmt: skip
+    known = None if form is None else _known.get(form)
+    if known is None:
+        _checks.check_qkv(q, k, v, 4)
+        options = _options.check_options(
+            q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+            return_attn_probs, return_lse,
+        )  # fmt: skip
+        known = _check(x, options, q.shape[0], q.shape[1], k.shape[1], out_dtype, form)
+    return _attend(x, q.shape[1], k.shape[1], known, return_attn_probs, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -187,72 +197,84 @@ def flash_attn_varlen_func(
             "block_table must be None: paged keys and values are served by paged_attn_func of the "
             f"package prefix-prefill, got {type(block_table).__name__}"
         )
-    _checks.check_qkv(q, k, v, 3)
-    scale, softcap, left, right = _options.check_options(
-        q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
-        return_attn_probs, return_lse,
+    form = form_of(
+        (q, k, v),
+        (cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale, k_descale,
+         v_descale, out_scale),
+        (dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
+         return_lse, out_dtype, None if bias is None else (max_seqlen_q, max_seqlen_k)),
+        packed=True,
     )  # fmt: skip
-    batch = _checks.check_packed(
-        q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k
-    )
-    heads_k = k.shape[1]
-    if bias is not None or alibi_slopes is not None or sinks is not None:
+    if form is not None and k.shape[:1] != v.shape[:1]:
+        form = None
+    x = Tensors(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale,
+        k_descale, v_descale, out_scale,
+    )  # fmt: skip
+    known = None if form is None else _known.get(form)
+    if known is None:
+        _checks.check_qkv(q, k, v, 3)
+        options = _options.check_options(
+            q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
+            return_attn_probs, return_lse,
+        )  # fmt: skip
+        batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    _arguments.check_length("max_seqlen_q", max_seqlen_q)
+    _arguments.check_length("max_seqlen_k", max_seqlen_k)
+    if known is None:
+        known = _check(x, options, batch, max_seqlen_q, max_seqlen_k, out_dtype, form)
+    return _attend(x, max_seqlen_q, max_seqlen_k, known, return_attn_probs, return_lse)
+
+
+def _check(
+    x: Tensors,
+    options: Options,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    out_dtype: torch.dtype | None,
+    form: Hashable | None,
+) -> Checked:
+    """Check what both forms have in common, and keep what is known then."""
+    heads_k = x.k.shape[-2]
+    if x.bias is not None or x.alibi_slopes is not None or x.sinks is not None:
         _checks.check_extras(
-            q, batch, heads_k, max_seqlen_q, max_seqlen_k, bias, alibi_slopes, sinks
+            x.q, batch, heads_k, seqlen_q, seqlen_k, x.bias, x.alibi_slopes, x.sinks
         )
     out_dtype = _checks.check_low_precision(
-        q, k, v, batch, heads_k, q_descale, k_descale, v_descale, out_dtype, out_scale,
-        (bias, sinks),
+        x.q, x.k, x.v, batch, heads_k, x.q_descale, x.k_descale, x.v_descale, out_dtype,
+        x.out_scale, (x.bias, x.sinks),
     )  # fmt: skip
-    return _attend(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale,
-        k_descale, v_descale, out_scale, max_seqlen_q, max_seqlen_k, scale, left, right, softcap,
-        dropout_p, out_dtype, return_attn_probs, return_lse,
-    )  # fmt: skip
+    if form is None:
+        return Checked(options, out_dtype)
+    plan = _ops.plan_of(x._replace(bias=_four_dimensional(x.bias)), options, out_dtype)
+    return _known.keep(form, Checked(options, out_dtype, plan))
+
+
+def _four_dimensional(bias: Tensor | None) -> Tensor | None:
+    return bias if bias is None or bias.ndim == 4 else bias[(None,) * (4 - bias.ndim)]
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    out_scale: Tensor | None,
+    x: Tensors,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    scale: float,
-    left: int,
-    right: int,
-    softcap: float,
-    dropout_p: float,
-    out_dtype: torch.dtype,
+    known: Checked,
     return_attn_probs: bool,
     return_lse: bool,
 ) -> Result:
-    """Call the operator on checked arguments, and return what was asked for."""
-    if bias is not None and bias.ndim < 4:
-        bias = bias[(None,) * (4 - bias.ndim)]
-    rng_state = None
-    if dropout_p > 0.0:
+    """Compute attention on checked arguments, and return what was asked for."""
+    if x.bias is not None:
+        x = x._replace(bias=_four_dimensional(x.bias))
+    if known.options.dropout_p > 0.0:
         # drawn on the device: torch.manual_seed counts, and a CUDA graph draws anew at each replay
-        rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    out, lse = _ops.attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale,
-        k_descale, v_descale, out_scale, rng_state, max_seqlen_q, max_seqlen_k, scale, left, right,
-        softcap, dropout_p, out_dtype,
-    )  # fmt: skip
+        state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=x.q.device)
+        x = x._replace(rng_state=state)
+    out, lse = _ops.attention(x, max_seqlen_q, max_seqlen_k, known)
     if return_attn_probs:
-        if rng_state is None:
+        if x.rng_state is None:
             return out, lse, None
         return out, lse, _ops.dropout_marked_probabilities(
-            q, k, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, rng_state,
-            max_seqlen_q, max_seqlen_k, scale, left, right, softcap, dropout_p,
+            x.q, x.k, lse, *x[3:8], x.rng_state, max_seqlen_q, max_seqlen_k, *known.options
         )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from ._arguments import FP8_DTYPES
 from ._checks import check_reference
-from ._options import FP8_DTYPES, MAX_WINDOW, check_options
+from ._options import MAX_WINDOW, check_options
 from .philox import dropout_keep_mask
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]
@@ -322,13 +323,12 @@ def _attend(
 ) -> Result:
     """Check, resolve defaults, attend, and return what was asked for."""
     check_reference(q, k, v, 4 if cu_seqlens_q is None else 3)
-    softmax_scale, softcap, left, right = check_options(
+    options = check_options(
         q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
         return_attn_probs, return_lse,
     )  # fmt: skip
     if rng_state is None and dropout_p > 0.0:
         rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    options = softmax_scale, left, right, softcap, dropout_p
     rest = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, rng_state, *options
     if cu_seqlens_q is None or cu_seqlens_k is None:
         out, lse = dense_attention(q, k, v, *rest)

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from . import _checks
+from ._arguments import check_length, check_tensor
 
 
 def validate_varlen(
@@ -38,10 +39,12 @@ def validate_varlen(
         ("q", q, "[tokens_q, heads_q, head_dim]"),
         ("k", k, "[tokens_k, heads_k, head_dim]"),
     ):
-        _checks.check_tensor(name, x)
+        check_tensor(name, x)
         if x.ndim != 3:
             raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
-    _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k)
+    _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    check_length("max_seqlen_q", max_seqlen_q)
+    check_length("max_seqlen_k", max_seqlen_k)
 
     _check_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q)
     starts_k = cu_seqlens_k.tolist()

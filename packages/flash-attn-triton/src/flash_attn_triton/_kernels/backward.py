@@ -9,20 +9,25 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from attn_common import cdiv, detect
+from attn_common import cdiv
 from torch import Tensor
 
+from .._call import Options, Tensors
 from .backward_dkdv import launch_dkdv
 from .backward_dq import launch_dq
 from .bias_gradient import launch_bias_gradient
-from .launch import BackwardInputs, Problem, aligned, dense, on_device_of, token_strides
+from .launch import BackwardInputs, Plan, aligned_tensors, token_strides
 from .primitives import INF, LOG2E, NEG_INF
+from .runtime import aligned, dense
 
 # rows per program of the row kernel
 ROWS = 32
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(
+    do_not_specialize=["tokens", "rows", "heads_q", "stride_dob", "stride_dos", "stride_doh"],
+    do_not_specialize_on_alignment=["out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr"],
+)
 def _row_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr,
     tokens, rows, heads_q, stride_dob, stride_dos, stride_doh,
@@ -57,21 +62,24 @@ def _row_kernel(
 
 
 def _row_numbers(
-    problem: Problem, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor
+    plan: Plan, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return ``(delta, lse2)``, shaped like the LSE."""
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     rows = lse.numel()
-    with on_device_of(out):
-        _row_kernel[(cdiv(rows, ROWS),)](
-            out, dout, lse, dense(dlse), delta, lse2,
-            problem.tokens_q, rows, problem.heads_q, *token_strides(dout),
-            HEAD_DIM_V=problem.constants["HEAD_DIM_V"],
-            BLOCK_DV=problem.constants["BLOCK_DV"],
-            BLOCK=ROWS,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )  # fmt: skip
+    launch = plan.launch(
+        _row_kernel,
+        dlse is not None,
+        HEAD_DIM_V=plan.constants["HEAD_DIM_V"],
+        BLOCK_DV=plan.constants["BLOCK_DV"],
+        BLOCK=ROWS,
+        num_warps=4,
+    )
+    launch(
+        cdiv(rows, ROWS),
+        (out, dout, lse, dense(dlse), delta, lse2),
+        (lse.shape[-1], rows, plan.heads_q, *token_strides(dout)),
+    )
     return delta, lse2
 
 
@@ -83,41 +91,58 @@ def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return per_row.sum(tuple(d for d in range(lse.ndim) if d != lse.ndim - 2)).to(sinks.dtype)
 
 
-def launch_backward(
-    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes,
-    sinks, rng_state, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right,
-    softcap, dropout_p, needs_dbias,
-):  # fmt: skip
-    """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
-    dout, q, k, v = aligned(dout), aligned(q), aligned(k), aligned(v)
-    out, lse = out.contiguous(), lse.contiguous()
-    problem = Problem(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, rng_state,
-        softmax_scale, window_left, window_right, softcap, dropout_p,
-    )  # fmt: skip
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device) if needs_dbias else None
+def run_backward(
+    plan: Plan,
+    x: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return ``(dq, dk, dv, dbias, dsinks)``; the tensors of ``x`` fit the plan."""
+    q, k, v, bias, sinks = x.q, x.k, x.v, x.bias, dense(x.sinks)
+    dout, out, lse = aligned(dout), out.contiguous(), lse.contiguous()
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    dbias = None
+    if bias is not None and needs_dbias:
+        dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
     dsinks = None
-    if problem.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
+    if plan.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
         for gradient in (dq, dk, dv, dbias):
             if gradient is not None:
                 gradient.zero_()
-    if problem.batch != 0 and q.numel() != 0:
-        delta, lse2 = _row_numbers(problem, out, dout, dlse, lse)
+    if plan.batch != 0 and q.numel() != 0:
+        delta, lse2 = _row_numbers(plan, out, dout, dlse, lse)
         if sinks is not None:
             dsinks = _sink_gradient(sinks, lse, delta)
         if k.numel() != 0:
             # the output may have had a dtype of its own; products want one
-            dout = aligned(dout.to(q.dtype))
-            inputs = BackwardInputs(q, k, v, dout, lse2, delta)
-            platform = detect(q.device)
-            launch_dkdv(problem, platform, inputs, dk, dv)
-            launch_dq(problem, platform, inputs, dq)
+            dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
+            optional = (bias, dense(x.alibi_slopes), x.rng_state, *map(dense, x[3:6]))
+            inputs = BackwardInputs(q, k, v, dout, lse2, delta, optional)
+            launch_dkdv(plan, inputs, dk, dv)
+            launch_dq(plan, inputs, dq)
             if dbias is not None:
-                launch_bias_gradient(problem, platform, inputs, dbias)
+                launch_bias_gradient(plan, inputs, dbias)
     elif sinks is not None:
         dsinks = torch.zeros_like(sinks)
     # two empty tensors, not one: outputs of an operator may not alias
     dbias = q.new_empty(0) if dbias is None else dbias
     dsinks = q.new_empty(0) if dsinks is None else dsinks
     return dq, dk, dv, dbias, dsinks
+
+
+def launch_backward(
+    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes,
+    sinks, rng_state, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right,
+    softcap, dropout_p, needs_dbias,
+):  # fmt: skip
+    """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
+    x = Tensors(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks,
+        rng_state=rng_state,
+    )  # fmt: skip
+    x = aligned_tensors(x)
+    plan = Plan(x, Options(softmax_scale, window_left, window_right, softcap, dropout_p))
+    return run_backward(plan, x, out, lse, dout, dlse, needs_dbias)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from attn_common import Platform
 from torch import Tensor
 
 from .._configs import backward_dkdv_tile
-from .launch import NUMBERS, POINTERS, BackwardInputs, Problem, is_interpreted, run
+from .launch import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
     INF,
     count_keys,
@@ -29,6 +28,7 @@ from .primitives import (
     step_start,
     through_softcap,
 )
+from .runtime import is_interpreted
 from .schedule import locate
 
 
@@ -212,15 +212,14 @@ def _dkdv_kernel(
     )
 
 
-def launch_dkdv(
-    problem: Problem, platform: Platform, inputs: BackwardInputs, dk: Tensor, dv: Tensor
-) -> None:
+def launch_dkdv(plan: Plan, inputs: BackwardInputs, dk: Tensor, dv: Tensor) -> None:
     """Fill ``dk`` and ``dv``."""
-    tile = backward_dkdv_tile(platform, problem.widest_head, inputs.q.element_size())
-    tiles = problem.tiles_k(tile.block_n)
-    run(
-        _dkdv_kernel, tiles * problem.heads_k * problem.grid_batch, tile,
-        (*inputs, dk, dv, *problem.backward_tensors),
-        (*problem.scalars, tiles, problem.span_k(), *inputs.dout_strides, *problem.strides),
-        {**problem.constants, "SETTLE": platform.is_hopper and not is_interpreted()},
-    )  # fmt: skip
+    tile = backward_dkdv_tile(plan.platform, plan.widest_head, plan.itemsize)
+    tokens_q, tokens_k = inputs.q.shape[-3], inputs.k.shape[-3]
+    tiles = plan.tiles(tokens_k, tile.block_n)
+    settle = plan.platform.is_hopper and not is_interpreted()
+    plan.tiled(_dkdv_kernel, tile, SETTLE=settle)(
+        tiles * plan.heads_k * plan.grid_batch,
+        inputs.with_gradients(dk, dv),
+        plan.numbers(inputs.q, inputs.k, tiles, plan.span_k(tokens_q), *inputs.dout_strides),
+    )

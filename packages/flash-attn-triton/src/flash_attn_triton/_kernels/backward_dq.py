@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from attn_common import Platform
 from torch import Tensor
 
 from .._configs import backward_dq_tile
-from .launch import NUMBERS, POINTERS, BackwardInputs, Problem, run
+from .launch import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
     INF,
     count_keys,
@@ -164,13 +163,13 @@ def _dq_kernel(
     tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_dq(problem: Problem, platform: Platform, inputs: BackwardInputs, dq: Tensor) -> None:
+def launch_dq(plan: Plan, inputs: BackwardInputs, dq: Tensor) -> None:
     """Fill ``dq``."""
-    tile = backward_dq_tile(platform, problem.widest_head, inputs.q.element_size())
-    tiles = problem.tiles_q(tile.block_m)
-    run(
-        _dq_kernel, tiles * problem.heads_q * problem.grid_batch, tile,
-        (*inputs, dq, *problem.backward_tensors),
-        (*problem.scalars, tiles, problem.span_q(), *inputs.dout_strides, *problem.strides),
-        problem.constants,
-    )  # fmt: skip
+    tile = backward_dq_tile(plan.platform, plan.widest_head, plan.itemsize)
+    tokens_q, tokens_k = inputs.q.shape[-3], inputs.k.shape[-3]
+    tiles = plan.tiles(tokens_q, tile.block_m)
+    plan.tiled(_dq_kernel, tile)(
+        tiles * plan.heads_q * plan.grid_batch,
+        inputs.with_gradients(dq),
+        plan.numbers(inputs.q, inputs.k, tiles, plan.span_q(tokens_k), *inputs.dout_strides),
+    )

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from attn_common import Platform, cdiv
+from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import backward_dq_tile
-from .launch import NUMBERS, POINTERS, BackwardInputs, Problem, run
+from .launch import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
     INF,
     count_keys,
@@ -165,17 +165,15 @@ def _bias_gradient_kernel(
     tl.store(pointers, total.to(dbias_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_bias_gradient(
-    problem: Problem, platform: Platform, inputs: BackwardInputs, dbias: Tensor
-) -> None:
+def launch_bias_gradient(plan: Plan, inputs: BackwardInputs, dbias: Tensor) -> None:
     """Fill ``dbias``, which is contiguous and shaped like the bias."""
-    tile = backward_dq_tile(platform, problem.widest_head, inputs.q.element_size())
+    tile = backward_dq_tile(plan.platform, plan.widest_head, plan.itemsize)
     bias_batch, bias_heads, bias_rows, bias_cols = dbias.shape
     tiles_m, tiles_n = cdiv(bias_rows, tile.block_m), cdiv(bias_cols, tile.block_n)
-    run(
-        _bias_gradient_kernel, bias_batch * bias_heads * tiles_m * tiles_n, tile,
-        (*inputs, dbias, *problem.backward_tensors),
-        (*problem.scalars, bias_heads, bias_rows, bias_cols,
-         *(int(size == 1) for size in dbias.shape), *inputs.dout_strides, *problem.strides),
-        problem.constants,
-    )  # fmt: skip
+    sizes = bias_heads, bias_rows, bias_cols
+    broadcast = (int(size == 1) for size in dbias.shape)
+    plan.tiled(_bias_gradient_kernel, tile)(
+        bias_batch * bias_heads * tiles_m * tiles_n,
+        inputs.with_gradients(dbias),
+        plan.numbers(inputs.q, inputs.k, *sizes, *broadcast, *inputs.dout_strides),
+    )

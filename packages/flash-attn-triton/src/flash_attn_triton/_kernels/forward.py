@@ -12,10 +12,12 @@ import math
 import torch
 import triton
 import triton.language as tl
-from attn_common import detect, fp8_info
+from attn_common import fp8_info
 
+from .._call import Options, Tensors
 from .._configs import forward_tile
-from .launch import NUMBERS, POINTERS, Problem, aligned, expand_descales, run
+from .backward import run_backward
+from .launch import NUMBERS, POINTERS, Plan, aligned_tensors, expand_descales
 from .primitives import (
     LN2,
     LOG2E,
@@ -32,6 +34,7 @@ from .primitives import (
     logits_of,
     step_start,
 )
+from .runtime import dense
 from .schedule import locate
 
 
@@ -223,37 +226,59 @@ def _forward_kernel(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-def launch_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks,
-    q_descale, k_descale, v_descale, out_scale, rng_state, max_seqlen_q, max_seqlen_k,
-    softmax_scale, window_left, window_right, softcap, dropout_p, out_dtype,
-):  # fmt: skip
-    """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    problem = Problem(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, rng_state,
-        softmax_scale, window_left, window_right, softcap, dropout_p,
-    )  # fmt: skip
-    is_fp8 = q.element_size() == 1
-    out_dtype = out_dtype or (torch.bfloat16 if is_fp8 else q.dtype)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype, device=q.device)
-    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    if problem.batch == 0:  # a packed call may hold nothing but padding
-        return out.zero_(), lse.fill_(-math.inf)
-    tile = forward_tile(detect(q.device), problem.widest_head, q.element_size())
-    tiles = problem.tiles_q(tile.block_m)
-    descales, per_head = expand_descales(q_descale, k_descale, v_descale, problem=problem)
-    run(
-        _forward_kernel, tiles * problem.heads_q * problem.grid_batch, tile,
-        (q, k, v, out, lse, *problem.tensors[:3], *descales, out_scale, *problem.tensors[3:]),
-        (*problem.scalars, tiles, problem.span_q(), *problem.strides),
-        {
-            **problem.constants,
-            "FOLD": problem.is_plain and softmax_scale >= 0 and descales[0] is descales[1] is None,
-            "DESCALE_PER_HEAD": per_head,
+class ForwardPlan(Plan):
+    """The forward pass of the calls of one form, and what its backward pass needs to know."""
+
+    def __init__(self, x, options, out_dtype):
+        super().__init__(x, options)
+        is_fp8 = self.itemsize == 1
+        self._out_dtype = out_dtype
+        self._tile = forward_tile(self.platform, self.widest_head, self.itemsize)
+        descales = x.q_descale, x.k_descale, x.v_descale
+        self._has_descales = any(d is not None for d in descales)
+        # nothing between the products and the softmax but the scale
+        is_plain = x.bias is None and x.alibi_slopes is None and options.softcap == 0.0
+        no_factor = x.q_descale is x.k_descale is None
+        self._launch = self.tiled(
+            _forward_kernel,
+            self._tile,
+            FOLD=is_plain and no_factor and options.softmax_scale >= 0,
+            DESCALE_PER_HEAD=any(d is not None and d.numel() != 1 for d in descales),
             # e4m3fn holds 2**8, e4m3fnuz 2**7
-            "SHIFT": int(math.log2(fp8_info(q.dtype).max)) if is_fp8 else 0,
-            "OUT_MAX": fp8_info(out.dtype).max if out.element_size() == 1 else 0.0,
-        },
-    )  # fmt: skip
-    return out, lse
+            SHIFT=int(math.log2(fp8_info(x.q.dtype).max)) if is_fp8 else 0,
+            OUT_MAX=fp8_info(out_dtype).max if out_dtype.itemsize == 1 else 0.0,
+        )
+
+    def forward(self, x):
+        """Return ``(out, lse)`` of tensors as ``aligned`` leaves them."""
+        q, k, v, *offsets, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale = x[:12]
+        tokens_q = q.shape[-3]
+        out = q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=self._out_dtype)
+        per_head = (self.heads_q, tokens_q)
+        lse_shape = per_head if self.is_packed else (self.batch, *per_head)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if self.batch == 0:  # a packed call may hold nothing but padding
+            return out.zero_(), lse.fill_(-math.inf)
+        descales = q_descale, k_descale, v_descale
+        if self._has_descales:
+            descales = expand_descales(descales, (self.batch, self.heads_k))
+        tiles = self.tiles(tokens_q, self._tile.block_m)
+        self._launch(
+            tiles * self.heads_q * self.grid_batch,
+            (
+                q, k, v, out, lse, bias, dense(alibi_slopes), dense(sinks),
+                *descales, x.out_scale, x.rng_state, *map(dense, offsets),
+            ),
+            self.numbers(q, k, tiles, self.span_q(k.shape[-3])),
+        )  # fmt: skip
+        return out, lse
+
+    backward = run_backward
+
+
+def launch_forward(*arguments):
+    """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
+    *tensors, _, _, scale, left, right, softcap, dropout_p, out_dtype = arguments
+    x = aligned_tensors(Tensors(*tensors))
+    out_dtype = out_dtype or (torch.bfloat16 if x.q.element_size() == 1 else x.q.dtype)
+    return ForwardPlan(x, Options(scale, left, right, softcap, dropout_p), out_dtype).forward(x)

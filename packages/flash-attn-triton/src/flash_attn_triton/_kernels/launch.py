@@ -1,23 +1,18 @@
-"""What every launch has in common: the arguments that all kernels take, and the call itself."""
+"""What the calls of one form have in common: flags, strides, tiles, and the kernels' arguments."""
 
 from __future__ import annotations
 
-import math
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-import torch
-import triton
-from attn_common import cdiv
+from attn_common import cdiv, detect
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
+from .._call import Options, Tensors
 from .._configs import Tile, padded_head_dim
+from .runtime import ACCESS, Launch, aligned, dense, is_aligned, is_interpreted, row_bytes
 
 # windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
 MAX_WINDOW = 2**30
-# The kernels take numbers and pointers as they come. A variant per value or alignment would give a
-# stride its own rounding and a length its own compilation, and would have to be looked up per call.
 NUMBERS = (
     "batch", "heads_q", "tokens_q", "tokens_k", "tiles", "span",
     "window_left", "window_right", "dropout_threshold",
@@ -29,63 +24,39 @@ POINTERS = (
     "q_descale_ptr", "k_descale_ptr", "v_descale_ptr", "out_scale_ptr", "rng_state_ptr",
     "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr",
 )  # fmt: skip
-MAX_INT32 = 2**31 - 1
-# widest access to memory, in bytes
-ACCESS = 16
 # what programs that run at the same time should read together
 L2_BYTES = 32 * 2**20
 
 
-class Problem:
-    """One call's sizes, flags and strides, in the order in which the kernels take them."""
+class Plan:
+    """All of a call's launches that depends on its form alone: on no data, and on no token count.
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        seqused_k: Tensor | None,
-        bias: Tensor | None,
-        alibi_slopes: Tensor | None,
-        sinks: Tensor | None,
-        rng_state: Tensor | None,
-        softmax_scale: float,
-        window_left: int,
-        window_right: int,
-        softcap: float,
-        dropout_p: float,
-    ) -> None:
-        self.is_packed = cu_seqlens_q is not None
-        self.tokens_q, self.heads_q, head_dim = q.shape[-3:]
-        self.tokens_k, self.heads_k, head_dim_v = v.shape[-3:]
+    Made from one call's tensors, which went through ``aligned``, and good for every call whose
+    tensors differ in data only, or, packed, in the number of tokens.
+    """
+
+    def __init__(self, x: Tensors, options: Options) -> None:
+        q, k, v, bias, alibi_slopes = x.q, x.k, x.v, x.bias, x.alibi_slopes
+        self.options = options
+        self.platform = detect(q.device)
+        self.itemsize = q.element_size()
+        self.is_packed = x.cu_seqlens_q is not None
+        self.heads_q, head_dim = q.shape[-2:]
+        self.heads_k, head_dim_v = v.shape[-2:]
         self.group = self.heads_q // self.heads_k
-        self.batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        self.lse_shape = (
-            (self.heads_q, self.tokens_q)
-            if self.is_packed
-            else (self.batch, self.heads_q, self.tokens_q)
-        )
-        self.widest_head = max(head_dim, head_dim_v)
+        self.batch = q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
         # a packed grid counts blocks of all sequences at once
         self.grid_batch = 1 if self.is_packed else self.batch
-        self._token_bytes = (head_dim + head_dim_v) * q.element_size()
-        # nothing between the products and the softmax but the scale
-        self.is_plain = bias is None and alibi_slopes is None and softcap == 0.0
-        self.tensors = (
-            bias, dense(alibi_slopes), dense(sinks), rng_state,
-            dense(cu_seqlens_q), dense(cu_seqlens_k), dense(seqused_k),
+        self.head_dim_v = head_dim_v
+        self.widest_head = max(head_dim, head_dim_v)
+        self._token_bytes = (head_dim + head_dim_v) * self.itemsize
+        self._scalars = (
+            options.softmax_scale, options.softcap, 1.0 / (1.0 - options.dropout_p),
+            min(round(options.dropout_p * 2**32), 2**32 - 1),
+            min(options.window_left, MAX_WINDOW), min(options.window_right, MAX_WINDOW),
+            self.batch, self.heads_q,
         )  # fmt: skip
-        # the sinks are in the LSE
-        self.backward_tensors = (*self.tensors[:2], *self.tensors[3:])
-        self.scalars = (
-            softmax_scale, softcap, 1.0 / (1.0 - dropout_p),
-            min(round(dropout_p * 2**32), 2**32 - 1),
-            min(window_left, MAX_WINDOW), min(window_right, MAX_WINDOW),
-            self.batch, self.heads_q, self.tokens_q, self.tokens_k,
-        )  # fmt: skip
-        self.strides = (
+        self._strides = (
             *token_strides(q), *token_strides(k), *token_strides(v),
             *bias_strides(bias),
             self.heads_q if alibi_slopes is not None and alibi_slopes.ndim == 2 else 0,
@@ -98,36 +69,60 @@ class Problem:
             "BLOCK_DV": padded_head_dim(head_dim_v),
             "ROW_BYTES": row_bytes(q),
             "ROW_BYTES_V": row_bytes(v),
-            "HAS_LEFT": window_left >= 0,
-            "HAS_RIGHT": window_right >= 0,
-            "HAS_SOFTCAP": softcap != 0.0,
+            "HAS_LEFT": options.window_left >= 0,
+            "HAS_RIGHT": options.window_right >= 0,
+            "HAS_SOFTCAP": options.softcap != 0.0,
             "BIAS_BYTES": 0 if bias is None else bias_bytes(bias),
         }
+        self._launches: dict[Any, Launch] = {}
+        self._layout = layout_of(x)
 
-    def tiles_q(self, block: int) -> int:
-        """Blocks of queries per head; for packed tensors the slots that hold them."""
-        return self._tiles(self.tokens_q, block)
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+        return layout_of(x) == self._layout
 
-    def tiles_k(self, block: int) -> int:
-        """Blocks of keys per head, likewise."""
-        return self._tiles(self.tokens_k, block)
+    def launch(self, kernel: Any, kind: Any = None, **constants: Any) -> Launch:
+        """Return the launch of a kernel; ``kind`` tells apart calls whose tensors differ."""
+        name = kernel.__name__, kind
+        return self._launches.get(name) or self._launches.setdefault(
+            name, Launch(kernel, constants)
+        )
 
-    def span_q(self) -> int:
+    def tiled(self, kernel: Any, tile: Tile, **constants: Any) -> Launch:
+        """Return the launch of a kernel that works on tiles of scores."""
+        return self._launches.get((kernel.__name__, None)) or self.launch(
+            kernel,
+            **self.constants,
+            **constants,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            PRECISION=tile.precision,
+            UPCAST=is_interpreted(),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def numbers(self, q: Tensor, k: Tensor, *walk: int) -> tuple[float, ...]:
+        """Return a kernel's numbers; ``walk`` are those between token counts and strides."""
+        return (*self._scalars, q.shape[-3], k.shape[-3], *walk, *self._strides)
+
+    def tiles(self, tokens: int, block: int) -> int:
+        """Blocks of tokens per head; for packed tensors the slots that hold them."""
+        return tokens // block + self.batch + 2 if self.is_packed else cdiv(tokens, block)
+
+    def span_q(self, tokens_k: int) -> int:
         """How many query heads' keys and values the second-level cache holds together."""
-        fitting = self.group * (L2_BYTES // max(1, self.tokens_k * self._token_bytes))
+        fitting = self.group * (L2_BYTES // max(1, tokens_k * self._token_bytes))
         return min(max(1, fitting), max(1, self.batch * self.heads_q))
 
-    def span_k(self) -> int:
+    def span_k(self, tokens_q: int) -> int:
         """How many key heads' queries, of the whole group, it holds together."""
-        fitting = L2_BYTES // max(1, self.tokens_q * self.group * self._token_bytes)
+        fitting = L2_BYTES // max(1, tokens_q * self.group * self._token_bytes)
         return min(max(1, fitting), max(1, self.batch * self.heads_k))
-
-    def _tiles(self, tokens: int, block: int) -> int:
-        return tokens // block + self.batch + 2 if self.is_packed else cdiv(tokens, block)
 
 
 class BackwardInputs(NamedTuple):
-    """What every backward kernel reads."""
+    """What every backward kernel reads, in the order in which they take it."""
 
     q: Tensor
     k: Tensor
@@ -135,34 +130,27 @@ class BackwardInputs(NamedTuple):
     dout: Tensor
     lse2: Tensor
     delta: Tensor
+    # those that come after the gradients
+    optional: tuple[Tensor | None, ...]
+
+    def with_gradients(self, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return all tensors of a kernel that writes these gradients."""
+        return (*self[:6], *gradients, *self.optional)
 
     @property
     def dout_strides(self) -> tuple[int, int, int]:
         return token_strides(self.dout)
 
 
-def row_bytes(x: Tensor) -> int:
-    """Return the alignment of every row of a tensor that went through ``aligned``."""
-    return math.gcd(x.shape[-1] * x.element_size(), ACCESS)
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return the tensor with unit column stride and aligned rows, a copy if it has to be."""
-    unit = row_bytes(x) // x.element_size()
-    fits = x.data_ptr() % ACCESS == 0 and (x.stride(-1) == 1 or x.shape[-1] == 1)
-    for size, stride in zip(x.shape[:-1], x.stride(), strict=False):
-        fits = fits and (stride % unit == 0 or size <= 1)
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
+def layout_of(x: Tensors) -> list[Any]:
+    """Return how the large tensors lie in memory, and where between two accesses they begin."""
+    large = (x.q, x.k, x.v, x.bias)
+    return [None if t is None else (t.stride(), t.data_ptr() % ACCESS) for t in large]
 
 
 def token_strides(x: Tensor) -> tuple[int, int, int]:
     """Strides of batch, token and head; a packed tensor has no batch."""
     return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]
-
-
-def dense(x: Tensor | None) -> Tensor | None:
-    """Return a small tensor as the kernels index it."""
-    return None if x is None else x.contiguous()
 
 
 def bias_bytes(bias: Tensor) -> int:
@@ -182,73 +170,21 @@ def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
     )
 
 
+def is_served_as_is(x: Tensors) -> bool:
+    """Say whether the kernels may read tensors of this form where they are."""
+    return is_aligned(x.q) and is_aligned(x.k) and is_aligned(x.v)
+
+
+def aligned_tensors(x: Tensors) -> Tensors:
+    """Return the tensors as the kernels may read them."""
+    return x._replace(q=aligned(x.q), k=aligned(x.k), v=aligned(x.v))
+
+
 def expand_descales(
-    *descales: Tensor | None, problem: Problem
-) -> tuple[tuple[Tensor | None, ...], bool]:
+    descales: tuple[Tensor | None, ...], shape: tuple[int, int]
+) -> tuple[Tensor | None, ...]:
     """Bring the descales to one form: one element each, or ``[batch, heads_k]`` each."""
     if all(d is None or d.numel() == 1 for d in descales):
-        return tuple(map(dense, descales)), False
-    shape = (problem.batch, problem.heads_k)
+        return tuple(map(dense, descales))
     full = (d if d is None or d.ndim == 2 else d.reshape(1, 1) for d in descales)
-    return tuple(d if d is None else d.expand(shape).contiguous() for d in full), True
-
-
-def is_interpreted() -> bool:
-    """Whether this process runs kernels in Triton's interpreter."""
-    return bool(triton.knobs.runtime.interpret)
-
-
-def on_device_of(x: Tensor) -> Any:
-    """Make ``x``'s device the current one: Triton launches on that."""
-    if x.device.type == "cpu" or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
-
-
-# kernels that were launched before, by all that a compilation depends on
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def run(
-    kernel: Any,
-    grid: int,
-    tile: Tile,
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    constants: dict[str, Any],
-) -> None:
-    """Launch a one-dimensional grid on the first tensor's device; an empty grid is no launch.
-
-    A second launch goes to the compiled kernel itself: Triton's own look-up reads every argument
-    anew, which for as many as these takes several times as long as the rest of the call.
-    """
-    if grid == 0:
-        return
-    first = tensors[0]
-    with on_device_of(first):
-        key = (
-            kernel.__name__, first.device.index, tile, *constants.values(),
-            *[None if t is None else t.dtype for t in tensors],
-            # an int's width follows its value
-            max(numbers) > MAX_INT32 and tuple(n > MAX_INT32 for n in numbers),
-        )  # fmt: skip
-        compiled = _compiled.get(key)
-        if compiled is not None:
-            # what was constant then is not read now
-            missing = len(kernel.params) - len(tensors) - len(numbers)
-            compiled[grid, 1, 1](*tensors, *numbers, *(None,) * missing)
-            return
-        compiled = kernel[(grid,)](
-            *tensors,
-            *numbers,
-            **constants,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n,
-            PRECISION=tile.precision,
-            UPCAST=is_interpreted(),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            enable_fp_fusion=True,  # triton 3.10 turns the default round
-        )
-        if isinstance(compiled, CompiledKernel):
-            _compiled[key] = compiled
+    return tuple(d if d is None else d.expand(shape).contiguous() for d in full)
