@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+# odd, so that no count of rows is a multiple of 16 for that of the batch
+BATCH = 3
 
 
 @dataclass(frozen=True)
@@ -18,11 +22,14 @@ class Config:
     causal: bool = True
     rich: bool = False  # every feature at once, packed
     heads_first: bool = False  # memory in the order of [batch, heads, tokens, head_dim]
+    # parts of larger tensors: strides are odd multiples of 16 bytes, small ones begin anywhere
+    apart: bool = False
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" + (f":{self.head_dim_v}" if self.head_dim_v else "")
         kind = "rich" if self.rich else "causal" if self.causal else "full"
         kind += "-heads_first" if self.heads_first else ""
+        kind += "-apart" if self.apart else ""
         return f"d{dims}-{self.dtype}-{kind}"
 
     @property
@@ -31,38 +38,45 @@ class Config:
 
     def tensors(self, seqlen: int = 1024) -> dict[str, Any]:
         """Meta tensors: q, k, v and the optional ones."""
-        dtype, batch, heads = getattr(torch, self.dtype), 2, 8
-        leading = (batch * seqlen,) if self.rich else (batch, seqlen)
-
-        def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(*size, dtype=dtype, device="meta")
-
-        def tokens(heads: int, width: int) -> torch.Tensor:
-            if self.heads_first:
-                return meta(*leading[:-1], heads, leading[-1], width, dtype=dtype).transpose(-2, -3)
-            return meta(*leading, heads, width, dtype=dtype)
-
+        dtype, heads = getattr(torch, self.dtype), 8
         made: dict[str, Any] = {
-            "q": tokens(heads, self.head_dim),
-            "k": tokens(2, self.head_dim),
-            "v": tokens(2, self.head_dim_v or self.head_dim),
+            "q": self.tokens(seqlen, heads, self.head_dim),
+            "k": self.tokens(seqlen, 2, self.head_dim),
+            "v": self.tokens(seqlen, 2, self.head_dim_v or self.head_dim),
         }
         names = ["cu_seqlens_q", "cu_seqlens_k", "seqused_k", "bias", "alibi_slopes", "sinks"]
         made.update(dict.fromkeys([*names, "rng_state"]))
         if self.rich:
-            offsets = meta(batch + 1, dtype=torch.int32)
+            offsets = self.small(BATCH + 1, dtype=torch.int32)
             wide = torch.float32 if self.is_fp8 else dtype
             made.update(
                 cu_seqlens_q=offsets,
                 cu_seqlens_k=offsets,
-                seqused_k=meta(batch, dtype=torch.int32),
-                bias=meta(batch, heads, seqlen, seqlen, dtype=wide),
-                alibi_slopes=meta(batch, heads),
-                sinks=meta(heads),
+                seqused_k=self.small(BATCH, dtype=torch.int32),
+                bias=torch.empty(BATCH, heads, seqlen, seqlen, dtype=wide, device="meta"),
+                alibi_slopes=self.small(BATCH, heads),
+                sinks=self.small(heads),
             )
             if not self.is_fp8:
-                made["rng_state"] = meta(2, dtype=torch.int64)
+                made["rng_state"] = self.small(2, dtype=torch.int64)
         return made
+
+    def small(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a contiguous meta tensor."""
+        ahead = int(self.apart)
+        x = torch.empty(math.prod(size) + ahead, dtype=dtype, device="meta")
+        return x[ahead:].view(size)
+
+    def tokens(self, seqlen: int, heads: int, width: int) -> torch.Tensor:
+        """Return a meta tensor of so many tokens per sequence, in this memory layout."""
+        outer, length = ((), BATCH * seqlen) if self.rich else ((BATCH,), seqlen)
+        inner = (heads, length) if self.heads_first else (length, heads)
+        dtype = getattr(torch, self.dtype)
+        more = 16 // dtype.itemsize if self.apart else 0
+        room = (*(n + (more > 0) for n in inner), width + more)
+        x = torch.empty(*outer, *room, dtype=dtype, device="meta")
+        x = x[..., : inner[0], : inner[1], :width]
+        return x.transpose(-2, -3) if self.heads_first else x
 
     def options(self, seqlen: int = 1024) -> tuple[Any, ...]:
         """Return the operators' scalar arguments, from ``max_seqlen_q`` to ``dropout_p``."""
@@ -77,7 +91,7 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
 
     t = config.tensors(seqlen)
     rng_state = t.pop("rng_state")
-    descales = [torch.empty(2, 2, device="meta")] * 3 if config.is_fp8 else [None] * 3
+    descales = [config.small(BATCH, 2)] * 3 if config.is_fp8 else [None] * 3
     out_dtype = torch.bfloat16 if config.is_fp8 else t["q"].dtype
     launch(*t.values(), *descales, None, rng_state, *config.options(seqlen), out_dtype)
 
@@ -88,8 +102,8 @@ def launch_backward(config: Config, seqlen: int = 1024) -> None:
 
     t = config.tensors(seqlen)
     q, k, v = t.pop("q"), t.pop("k"), t.pop("v")
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    out = config.tokens(seqlen, q.shape[-2], v.shape[-1])
     packed = t["cu_seqlens_q"] is not None
     lse_size = q.shape[1::-1] if packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.empty(lse_size, device="meta")
-    launch(out, q, k, v, out, lse, lse, *t.values(), *config.options(seqlen), config.rich)
+    lse, dlse = torch.empty(lse_size, device="meta"), config.small(*lse_size)
+    launch(out, q, k, v, out, lse, dlse, *t.values(), *config.options(seqlen), config.rich)

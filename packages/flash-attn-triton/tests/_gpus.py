@@ -84,6 +84,7 @@ class Build:
     shared: int
     registers: int
     spilled: int  # bytes of local memory per thread (NVIDIA), vector registers (AMD)
+    unset: tuple[str, ...] = ()  # instructions that read a uniform register before it is set
 
     def __str__(self) -> str:
         return (
@@ -152,8 +153,41 @@ def _inspect(kernel: str, binary: Any, folder: Path) -> Build:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         # stack holds what ptxas spills; local memory proper is not used by these kernels
         numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-        return Build(kernel, shared, numbers["REG"], numbers["STACK"] + numbers["LOCAL"])
+        command = [str(tool), "-sass", str(path)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        spilled = numbers["STACK"] + numbers["LOCAL"]
+        return Build(kernel, shared, numbers["REG"], spilled, reads_of_unset(code))
     assert binary.asm["hsaco"]
     text = binary.asm["amdgcn"]
     numbers = {key: int(n) for key, n in re.findall(r"\.(vgpr_\w*count):\s+(\d+)", text)}
     return Build(kernel, shared, numbers["vgpr_count"], numbers["vgpr_spill_count"])
+
+
+def reads_of_unset(code: str) -> tuple[str, ...]:
+    """Return what computes with a uniform register that nothing above it has set.
+
+    ptxas 12.8 does so at times with the addresses of Hopper's products, in loops whose loads are
+    not asynchronous: wrong numbers, and reads out of range. Only arithmetic is looked at; products
+    name registers that they do not read.
+    """
+    found, known = [], set()
+    for line in code.splitlines():
+        if "Function :" in line:
+            known = set()
+        matched = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_.]+) (.*?);", line)
+        if not matched:
+            continue
+        operation, arguments = matched.groups()
+        registers = [int(number) for number in re.findall(r"\bUR(\d+)", arguments)]
+        if not registers:
+            continue
+        sets = re.match(r"(U?P\w+, )*UR\d", arguments) and operation.startswith(
+            ("U", "R2UR", "S2UR", "CS2UR", "LDCU", "VOTEU", "REDUX")
+        )
+        reads = registers[1:] if sets else registers
+        if sets and not set(reads) <= known:
+            found.append(f"{operation} {arguments}")
+        if sets:
+            width = 4 if ".128" in operation else 2 if re.search(r"\.(64|WIDE)", operation) else 1
+            known.update(range(registers[0], registers[0] + width))
+    return tuple(found)

@@ -60,12 +60,12 @@ _FORWARD: dict[str, _Table] = {
     "hopper-fp32": (
         (64, Tile(64, 64, 4, 2, "tf32x3")),
         (128, Tile(128, 32, 8, 2, "tf32x3")),
-        (256, Tile(64, 32, 8, 1, "tf32x3")),
+        (256, Tile(16, 32, 8, 1, "tf32x3")),
     ),
     "nvidia-fp32": (
         (64, Tile(64, 32, 4, 1, "tf32x3")),
-        (128, Tile(32, 32, 4, 1, "tf32x3")),
-        (256, Tile(16, 32, 4, 1, "tf32x3")),
+        (128, Tile(32, 32, 8, 1, "tf32x3")),
+        (256, Tile(16, 32, 8, 1, "tf32x3")),
     ),
     "amd-fp32": (
         (64, Tile(64, 32, 4, 1)),
@@ -100,14 +100,14 @@ _BACKWARD_DKDV: dict[str, _Table] = {
         (256, Tile(16, 16, 8, 1)),
     ),
     "hopper-fp32": (
-        (64, Tile(32, 64, 4, 1, "tf32x3")),
-        (128, Tile(32, 32, 4, 1, "tf32x3")),
-        (256, Tile(16, 16, 4, 1, "tf32x3")),
+        (64, Tile(32, 32, 4, 1, "tf32x3")),
+        (128, Tile(32, 32, 8, 1, "tf32x3")),
+        (256, Tile(16, 16, 8, 1, "tf32x3")),
     ),
     "nvidia-fp32": (
         (64, Tile(32, 32, 4, 1, "tf32x3")),
-        (128, Tile(16, 32, 4, 1, "tf32x3")),
-        (256, Tile(16, 16, 4, 1, "tf32x3")),
+        (128, Tile(16, 32, 8, 1, "tf32x3")),
+        (256, Tile(16, 16, 8, 1, "tf32x3")),
     ),
     "amd-fp32": (
         (64, Tile(32, 32, 4, 1)),
@@ -142,14 +142,14 @@ _BACKWARD_DQ: dict[str, _Table] = {
         (256, Tile(16, 16, 8, 1)),
     ),
     "hopper-fp32": (
-        (64, Tile(64, 64, 4, 1, "tf32x3")),
-        (128, Tile(32, 32, 4, 1, "tf32x3")),
-        (256, Tile(16, 16, 4, 1, "tf32x3")),
+        (64, Tile(64, 32, 4, 1, "tf32x3")),
+        (128, Tile(32, 32, 8, 1, "tf32x3")),
+        (256, Tile(16, 16, 8, 1, "tf32x3")),
     ),
     "nvidia-fp32": (
         (64, Tile(32, 32, 4, 1, "tf32x3")),
-        (128, Tile(32, 16, 4, 1, "tf32x3")),
-        (256, Tile(16, 16, 4, 1, "tf32x3")),
+        (128, Tile(32, 16, 8, 1, "tf32x3")),
+        (256, Tile(16, 16, 8, 1, "tf32x3")),
     ),
     "amd-fp32": (
         (64, Tile(32, 32, 4, 1)),
@@ -178,8 +178,16 @@ def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile
 
 @functools.cache
 def backward_dq_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
-    """Return the tile of the pass that makes dq; the bias gradient uses it too."""
+    """Return the tile of the pass that makes dq."""
     return _lookup(_BACKWARD_DQ, platform, head_dim, itemsize)
+
+
+@functools.cache
+def bias_gradient_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
+    """Return the tile of the bias gradient: that of dq, but where three TF32 products overflow."""
+    if platform.vendor == "nvidia" and itemsize == 4 and head_dim > 64:
+        return Tile(16, 32, 8, 1, "tf32x3")
+    return backward_dq_tile(platform, head_dim, itemsize)
 
 
 def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsize: int) -> Tile:

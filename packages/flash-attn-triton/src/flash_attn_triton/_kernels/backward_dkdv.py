@@ -43,7 +43,6 @@ def _dkdv_walk(
     HAS_SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr, SETTLE: tl.constexpr,
 ):  # fmt: skip
     """Add what the group's queries contribute to dk and dv: masked tiles, or whole ones.
@@ -75,12 +74,12 @@ def _dkdv_walk(
         head_64 = head.to(tl.int64)
         q_t = load_tile_transposed(
             q_ptr + head_64 * stride_qh, rows, stride_qs, 0, seqlen_q, cols_d,
-            HEAD_DIM, BLOCK_D, ROW_BYTES, MASKED,
+            HEAD_DIM, BLOCK_D, MASKED,
         )  # [D, M]  # fmt: skip
         products = dot(k, q_t, PRECISION, UPCAST)  # [N, M]
         dout = load_tile(
             dout_ptr + head_64 * stride_doh, rows, stride_dos, first_live, seqlen_q, cols_dv,
-            HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, MASKED,
+            HEAD_DIM_V, BLOCK_DV, MASKED,
         )  # [M, DV]  # fmt: skip
         dp = dot(v, tl.trans(dout), PRECISION, UPCAST)  # [N, M]
         # behind the products: loaded ahead of them, these hold registers that the products need
@@ -130,8 +129,6 @@ def _dkdv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     SETTLE: tl.constexpr,  # wait for the products at the end of each step
@@ -154,12 +151,8 @@ def _dkdv_kernel(
     cols_dv = tl.arange(0, BLOCK_DV)
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
-    k = load_tile(
-        k_base, keys, stride_ks, 0, seqlen_k, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True
-    )  # [N, D]
-    v = load_tile(
-        v_base, keys, stride_vs, 0, seqlen_k, cols_dv, HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, True
-    )
+    k = load_tile(k_base, keys, stride_ks, 0, seqlen_k, cols_d, HEAD_DIM, BLOCK_D, True)  # [N, D]
+    v = load_tile(v_base, keys, stride_vs, 0, seqlen_k, cols_dv, HEAD_DIM_V, BLOCK_DV, True)
 
     q_ptr += batch_64 * stride_qb + q_start * stride_qs
     dout_ptr += batch_64 * stride_dob + q_start * stride_dos
@@ -192,7 +185,7 @@ def _dkdv_kernel(
             MASKED=masked == 1, GROUP=GROUP, BIAS_BYTES=BIAS_BYTES, HAS_SOFTCAP=HAS_SOFTCAP,
             HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
             BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, BLOCK_M=BLOCK_M,
-            ROW_BYTES=ROW_BYTES, ROW_BYTES_V=ROW_BYTES_V,
+
             PRECISION=PRECISION, UPCAST=UPCAST, SETTLE=SETTLE,
         )  # fmt: skip
 

@@ -35,7 +35,6 @@ def _dq_walk(
     HAS_ALIBI: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HAS_DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys contribute to a block of dq: masked tiles, or whole ones."""
@@ -46,12 +45,10 @@ def _dq_walk(
         keys = step_start(step, start, full_start, full_end, BLOCK_N, MASKED)
         keys += tl.arange(0, BLOCK_N)
         k_t = load_tile_transposed(
-            k_base, keys, stride_ks, first_key, last_key, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES,
-            MASKED,
+            k_base, keys, stride_ks, first_key, last_key, cols_d, HEAD_DIM, BLOCK_D, MASKED,
         )  # [D, N]  # fmt: skip
         v_t = load_tile_transposed(
-            v_base, keys, stride_vs, first_key, last_key, cols_dv, HEAD_DIM_V, BLOCK_DV,
-            ROW_BYTES_V, MASKED,
+            v_base, keys, stride_vs, first_key, last_key, cols_dv, HEAD_DIM_V, BLOCK_DV, MASKED,
         )  # [DV, N]  # fmt: skip
         products = dot(q, k_t, PRECISION, UPCAST)  # [M, N]
         dp = dot(dout, v_t, PRECISION, UPCAST)  # [M, N]
@@ -89,8 +86,6 @@ def _dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -119,11 +114,9 @@ def _dq_kernel(
     dout_base = dout_ptr + batch_64 * stride_dob + q_start * stride_dos + head_64 * stride_doh
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
-    q = load_tile(
-        q_base, rows, stride_qs, 0, seqlen_q, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True
-    )  # [M, D]
+    q = load_tile(q_base, rows, stride_qs, 0, seqlen_q, cols_d, HEAD_DIM, BLOCK_D, True)  # [M, D]
     dout = load_tile(
-        dout_base, rows, stride_dos, 0, seqlen_q, cols_dv, HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, True
+        dout_base, rows, stride_dos, 0, seqlen_q, cols_dv, HEAD_DIM_V, BLOCK_DV, True
     )  # [M, DV]
     lse2 = load_row(lse2_ptr + row_base, rows, seqlen_q, INF, True)
     delta = load_row(delta_ptr + row_base, rows, seqlen_q, 0.0, True)
@@ -155,7 +148,7 @@ def _dq_kernel(
             HAS_ALIBI=HAS_ALIBI, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
             HAS_DROPOUT=HAS_DROPOUT, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V,
             BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, BLOCK_N=BLOCK_N,
-            ROW_BYTES=ROW_BYTES, ROW_BYTES_V=ROW_BYTES_V, PRECISION=PRECISION, UPCAST=UPCAST,
+            PRECISION=PRECISION, UPCAST=UPCAST,
         )  # fmt: skip
     # dq is contiguous: [tokens, heads_q, HEAD_DIM]
     dq_ptrs = dq_ptr + ((token * heads_q + head) * HEAD_DIM)[:, None] + cols_d[None, :]

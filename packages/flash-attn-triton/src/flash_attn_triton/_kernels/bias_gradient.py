@@ -12,7 +12,7 @@ import triton.language as tl
 from attn_common import cdiv
 from torch import Tensor
 
-from .._configs import backward_dq_tile
+from .._configs import bias_gradient_tile
 from .launch import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
     INF,
@@ -56,8 +56,6 @@ def _bias_gradient_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -119,11 +117,10 @@ def _bias_gradient_kernel(
                 )  # fmt: skip
                 rows = first_row + tl.arange(0, BLOCK_M)
                 q = load_tile(
-                    q_base, rows, stride_qs, 0, seqlen_q, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True
+                    q_base, rows, stride_qs, 0, seqlen_q, cols_d, HEAD_DIM, BLOCK_D, True
                 )  # [M, D]
                 dout = load_tile(
-                    dout_base, rows, stride_dos, 0, seqlen_q, cols_dv, HEAD_DIM_V, BLOCK_DV,
-                    ROW_BYTES_V, True,
+                    dout_base, rows, stride_dos, 0, seqlen_q, cols_dv, HEAD_DIM_V, BLOCK_DV, True,
                 )  # [M, DV]  # fmt: skip
                 lse2 = load_row(lse2_ptr + row_base, rows, seqlen_q, INF, True)
                 delta = load_row(delta_ptr + row_base, rows, seqlen_q, 0.0, True)
@@ -134,11 +131,11 @@ def _bias_gradient_kernel(
                         keys = start_n + tl.arange(0, BLOCK_N)
                         k_t = load_tile_transposed(
                             k_base, keys, stride_ks, first_key, last_key, cols_d,
-                            HEAD_DIM, BLOCK_D, ROW_BYTES, True,
+                            HEAD_DIM, BLOCK_D, True,
                         )  # [D, N]  # fmt: skip
                         v_t = load_tile_transposed(
                             v_base, keys, stride_vs, first_key, last_key, cols_dv,
-                            HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, True,
+                            HEAD_DIM_V, BLOCK_DV, True,
                         )  # [DV, N]  # fmt: skip
                         products = dot(q, k_t, PRECISION, UPCAST)
                         dp = dot(dout, v_t, PRECISION, UPCAST)
@@ -167,7 +164,7 @@ def _bias_gradient_kernel(
 
 def launch_bias_gradient(plan: Plan, inputs: BackwardInputs, dbias: Tensor) -> None:
     """Fill ``dbias``, which is contiguous and shaped like the bias."""
-    tile = backward_dq_tile(plan.platform, plan.widest_head, plan.itemsize)
+    tile = bias_gradient_tile(plan.platform, plan.widest_head, plan.itemsize)
     bias_batch, bias_heads, bias_rows, bias_cols = dbias.shape
     tiles_m, tiles_n = cdiv(bias_rows, tile.block_m), cdiv(bias_cols, tile.block_n)
     sizes = bias_heads, bias_rows, bias_cols

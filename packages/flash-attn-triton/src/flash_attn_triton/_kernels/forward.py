@@ -17,7 +17,7 @@ from attn_common import fp8_info
 from .._call import Options, Tensors
 from .._configs import forward_tile
 from .backward import run_backward
-from .launch import NUMBERS, POINTERS, Plan, aligned_tensors, expand_descales
+from .launch import NUMBERS, POINTERS, Plan, expand_descales, first_columns, readable
 from .primitives import (
     LN2,
     LOG2E,
@@ -48,7 +48,6 @@ def _attend(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, HAS_DROPOUT: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Fold keys into the running softmax of a block of queries: masked tiles, or whole ones."""
@@ -59,8 +58,7 @@ def _attend(
         keys = step_start(step, start, full_start, full_end, BLOCK_N, MASKED)
         keys += tl.arange(0, BLOCK_N)
         k = load_tile_transposed(
-            k_base, keys, stride_ks, first_key, last_key, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES,
-            MASKED,
+            k_base, keys, stride_ks, first_key, last_key, cols_d, HEAD_DIM, BLOCK_D, MASKED,
         )  # [D, N]  # fmt: skip
         s = dot(q, k, PRECISION, UPCAST)  # [M, N]
         if FOLD and not MASKED:
@@ -94,8 +92,7 @@ def _attend(
             )
             p = tl.where(kept, p, 0.0)
         v = load_tile(
-            v_base, keys, stride_vs, first_key, last_key, cols_dv, HEAD_DIM_V, BLOCK_DV,
-            ROW_BYTES_V, MASKED,
+            v_base, keys, stride_vs, first_key, last_key, cols_dv, HEAD_DIM_V, BLOCK_DV, MASKED,
         )  # [N, DV]  # fmt: skip
         acc = dot_add(acc * alpha[:, None], p, v, PRECISION, UPCAST)  # [M, DV]
         m_i = m_new
@@ -128,8 +125,6 @@ def _forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,  # the interpreter multiplies in fp32
 ):  # fmt: skip
@@ -153,9 +148,7 @@ def _forward_kernel(
     q_base = q_ptr + batch_64 * stride_qb + q_start * stride_qs + head_64 * stride_qh
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
-    q = load_tile(
-        q_base, rows, stride_qs, 0, seqlen_q, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True
-    )  # [M, D]
+    q = load_tile(q_base, rows, stride_qs, 0, seqlen_q, cols_d, HEAD_DIM, BLOCK_D, True)  # [M, D]
 
     HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
     HAS_DROPOUT: tl.constexpr = rng_state_ptr is not None
@@ -199,7 +192,7 @@ def _forward_kernel(
             HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, HAS_LEFT=HAS_LEFT,
             HAS_RIGHT=HAS_RIGHT, HAS_DROPOUT=HAS_DROPOUT, HEAD_DIM=HEAD_DIM,
             HEAD_DIM_V=HEAD_DIM_V, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, BLOCK_N=BLOCK_N,
-            ROW_BYTES=ROW_BYTES, ROW_BYTES_V=ROW_BYTES_V, PRECISION=PRECISION, UPCAST=UPCAST,
+            PRECISION=PRECISION, UPCAST=UPCAST,
         )  # fmt: skip
 
     # rows that saw no key: output 0, lse -inf
@@ -250,7 +243,7 @@ class ForwardPlan(Plan):
         )
 
     def forward(self, x):
-        """Return ``(out, lse)`` of tensors as ``aligned`` leaves them."""
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
         q, k, v, *offsets, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale = x[:12]
         tokens_q = q.shape[-3]
         out = q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=self._out_dtype)
@@ -279,6 +272,10 @@ class ForwardPlan(Plan):
 def launch_forward(*arguments):
     """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
     *tensors, _, _, scale, left, right, softcap, dropout_p, out_dtype = arguments
-    x = aligned_tensors(Tensors(*tensors))
+    x = Tensors(*tensors)
+    width = x.v.shape[-1]
+    x = readable(x)
     out_dtype = out_dtype or (torch.bfloat16 if x.q.element_size() == 1 else x.q.dtype)
-    return ForwardPlan(x, Options(scale, left, right, softcap, dropout_p), out_dtype).forward(x)
+    plan = ForwardPlan(x, Options(scale, left, right, softcap, dropout_p), out_dtype)
+    out, lse = plan.forward(x)
+    return first_columns(out, width), lse

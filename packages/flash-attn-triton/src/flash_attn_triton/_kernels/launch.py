@@ -9,7 +9,15 @@ from torch import Tensor
 
 from .._call import Options, Tensors
 from .._configs import Tile, padded_head_dim
-from .runtime import ACCESS, Launch, aligned, dense, is_aligned, is_interpreted, row_bytes
+from .runtime import (
+    ACCESS,
+    Launch,
+    dense,
+    has_whole_rows,
+    is_aligned,
+    is_interpreted,
+    whole_rows,
+)
 
 # windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
 MAX_WINDOW = 2**30
@@ -31,7 +39,7 @@ L2_BYTES = 32 * 2**20
 class Plan:
     """All of a call's launches that depends on its form alone: on no data, and on no token count.
 
-    Made from one call's tensors, which went through ``aligned``, and good for every call whose
+    Made from one call's tensors, which went through ``readable``, and good for every call whose
     tensors differ in data only, or, packed, in the number of tokens.
     """
 
@@ -65,10 +73,9 @@ class Plan:
             "GROUP": self.group,
             "HEAD_DIM": head_dim,
             "HEAD_DIM_V": head_dim_v,
-            "BLOCK_D": padded_head_dim(head_dim),
+            # products of FP8 are at least 32 wide
+            "BLOCK_D": max(padded_head_dim(head_dim), 32 if self.itemsize == 1 else 0),
             "BLOCK_DV": padded_head_dim(head_dim_v),
-            "ROW_BYTES": row_bytes(q),
-            "ROW_BYTES_V": row_bytes(v),
             "HAS_LEFT": options.window_left >= 0,
             "HAS_RIGHT": options.window_right >= 0,
             "HAS_SOFTCAP": options.softcap != 0.0,
@@ -172,12 +179,17 @@ def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
 
 def is_served_as_is(x: Tensors) -> bool:
     """Say whether the kernels may read tensors of this form where they are."""
-    return is_aligned(x.q) and is_aligned(x.k) and is_aligned(x.v)
+    return all(has_whole_rows(t) and is_aligned(t) for t in (x.q, x.k, x.v))
 
 
-def aligned_tensors(x: Tensors) -> Tensors:
-    """Return the tensors as the kernels may read them."""
-    return x._replace(q=aligned(x.q), k=aligned(x.k), v=aligned(x.v))
+def readable(x: Tensors) -> Tensors:
+    """Return the tensors as the kernels may read them; heads may have become wider."""
+    return x._replace(q=whole_rows(x.q), k=whole_rows(x.k), v=whole_rows(x.v))
+
+
+def first_columns(x: Tensor, width: int) -> Tensor:
+    """Return a result without the columns that were added."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
 def expand_descales(

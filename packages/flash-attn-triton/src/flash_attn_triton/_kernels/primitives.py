@@ -18,14 +18,14 @@ NEG_INF = tl.constexpr(float("-inf"))
 @triton.jit
 def load_tile(
     base, rows, stride, first, last, cols,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr, MASKED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load rows x cols of a matrix with unit column stride; rows outside [first, last) give 0.
 
-    Every row begins on a multiple of ``ROW_BYTES``: the launcher sees to it.
+    Every row begins at a whole access: the launcher sees to it.
     """
     # int64: rows * stride may pass 2**31 elements
-    begin = tl.multiple_of(base + rows.to(tl.int64)[:, None] * stride, [ROW_BYTES, ROW_BYTES])
+    begin = tl.multiple_of(base + rows.to(tl.int64)[:, None] * stride, [ACCESS_BYTES, ACCESS_BYTES])
     pointers = begin + cols[None, :]
     if MASKED:
         mask = (rows >= first)[:, None] & (rows < last)[:, None] & (cols < WIDTH)[None, :]
@@ -40,10 +40,10 @@ def load_tile(
 @triton.jit
 def load_tile_transposed(
     base, rows, stride, first, last, cols,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr, MASKED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load the same tile as ``load_tile``, as cols x rows."""
-    begin = tl.multiple_of(base + rows.to(tl.int64)[None, :] * stride, [ROW_BYTES, ROW_BYTES])
+    begin = tl.multiple_of(base + rows.to(tl.int64)[None, :] * stride, [ACCESS_BYTES, ACCESS_BYTES])
     pointers = begin + cols[:, None]
     if MASKED:
         mask = (rows >= first)[None, :] & (rows < last)[None, :] & (cols < WIDTH)[:, None]

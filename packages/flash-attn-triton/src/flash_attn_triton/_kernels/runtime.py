@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import triton
+from attn_common import round_up
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
@@ -111,7 +112,7 @@ def row_bytes(x: Tensor) -> int:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Say whether columns have unit stride and every row begins at a whole access."""
+    """Say whether columns have unit stride and rows begin as ``row_bytes`` promises."""
     unit = row_bytes(x) // x.element_size()
     return (
         x.data_ptr() % ACCESS == 0
@@ -126,6 +127,25 @@ def is_aligned(x: Tensor) -> bool:
 def aligned(x: Tensor) -> Tensor:
     """Return the tensor with unit column stride and aligned rows, a copy if it has to be."""
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def has_whole_rows(x: Tensor) -> bool:
+    """Say whether a row is a whole number of accesses."""
+    return x.shape[-1] * x.element_size() % ACCESS == 0
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """Return the tensor aligned, and with columns of 0 up to a whole number of accesses.
+
+    Narrower reads are no asynchronous copies. In the loops that come of them on Hopper, ptxas 12.8
+    reads uniform registers before they are set: wrong products, and reads out of range.
+    """
+    if has_whole_rows(x):
+        return aligned(x)
+    *sizes, width = x.shape
+    padded = x.new_zeros((*sizes, round_up(width, ACCESS // x.element_size())))
+    padded[..., :width].copy_(x)
+    return padded
 
 
 def dense(x: Tensor | None) -> Tensor | None:
