@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# of a product made of three of TF32: they drop what lies below
+# What a product made of three of TF32 misses at most. The upper half of an operand is rounded to 11
+# bits, so the lower one is within 2**-11 of it; of both lower halves there is no product: 2**-22. A
+# lower half has 12 bits, and tensor cores read 11: either operand loses its last, 2**-23.
 TF32X3_UNIT = 2.0**-21
 
 

@@ -273,7 +273,7 @@ def run_eager(case: Case, oracle: dict[str, Tensor], *, grad: bool = True) -> di
     place of an eager element. Slightly is four units of fp32 for the LSE, which is exact
     otherwise, and for all else half a unit of a 16-bit dtype, to which a kernel rounds
     probabilities and their gradients as it multiplies them. An fp32 product on a GPU is three of
-    TF32, and there it is two of their units.
+    TF32, and sums of them are cut off where others round: there it is two of their units.
     """
     eager = run(case, case.reference, grad=grad, unrounded_out=oracle["out"])
     q = case.inputs["q"]

@@ -15,11 +15,13 @@ from ._numerics import (
     LARGE,
     MEDIUM,
     SMALL,
+    Packed,
     Shape,
     check,
     compatible,
     incoming,
     make_case,
+    make_packed,
     run,
     run_eager,
     run_oracle,
@@ -96,7 +98,9 @@ def test_pairs_over_shapes(pair, shape, dtype, device):
 
 # rows before the first key, windows that cut tiles on both sides, from the keys' point of view
 @pytest.mark.parametrize(
-    "window", [(0, 0), (15, 0), (16, 16), (17, -1), (-1, 16), (3, 40)], ids=str
+    "window",
+    [(0, 0), (14, -1), (15, 0), (16, 16), (17, -1), (-1, 14), (-1, 16), (3, 40)],
+    ids=str,
 )
 @pytest.mark.parametrize("lengths", [(18, 50), (50, 18)], ids=str)
 def test_gradients_of_windows_at_tile_edges(window, lengths, device):
@@ -129,6 +133,19 @@ def test_gradient_of_a_broadcast_bias(form, device):
     size = [1 if axis == "1" else n for axis, n in zip(form, (2, 2, 17, 5), strict=True)]
     case = make_case(Shape(2, 17, 5, 2, 1, 16), torch.float32, device, ("causal",))
     check(case.with_inputs(bias=Maker(device, torch.float32, seed=2).randn(*size)))
+
+
+# what differs between sequences, and two key heads with a group each
+@pytest.mark.parametrize("bias", ["bias", "bias_fp32", "bias_keys"])
+@pytest.mark.parametrize("form", ["fixed", "packed"])
+def test_bias_gradient_over_several_sequences(form, bias, device):
+    features = (bias, "dropout", "alibi_batch")
+    if form == "fixed":
+        case = make_case(Shape(2, 17, 20, 4, 2, 16), torch.float32, device, features)
+    else:
+        shape = Packed((17, 5), (18, 20), 4, 2, 16, padding=2)
+        case = make_packed(shape, torch.float32, device, features)
+    check(case)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def test_each_feature_at_length(shape, feature, dtype, device):
 
 
 # no row sees the first keys, some rows see nothing, windows end inside a tile or on its edge
-WINDOWS = [(0, -1), (15, 0), (16, 0), (17, 15), (16, 16), (-1, 0), (-1, 16), (3, 40)]
+WINDOWS = [(0, -1), (14, -1), (15, 0), (16, 0), (17, 15), (16, 16), (-1, 0), (-1, 14), (-1, 16)]
+WINDOWS += [(3, 40)]
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

@@ -66,6 +66,16 @@ def test_extreme_bias(magnitude, device):
         assert value.isfinite().all(), name
 
 
+@pytest.mark.parametrize("slope", [20.0, -20.0], ids=str)
+def test_steep_slopes(slope, device):
+    """Of rows past the end of the last tile, too: their logits alone would overflow."""
+    case = make_case(Shape(1, 18, 33, 2, 1, 16), torch.float32, device)
+    case = case.with_options(alibi_slopes=torch.tensor([slope, slope / 4], device=device))
+    check(case, grad=False)
+    for name, value in run(case).items():
+        assert value.isfinite().all(), name
+
+
 @pytest.mark.eager
 @pytest.mark.parametrize("sink", [1e5, -1e5], ids=str)
 def test_extreme_sink(sink, device):

@@ -228,6 +228,21 @@ def test_seqused_k_is_bitwise_a_shorter_sequence(features, device):
         assert not got[name][rest].any(), name
 
 
+@pytest.mark.eager
+@pytest.mark.parametrize("features", [(), ("causal",)], ids=["full", "causal"])
+def test_seqused_k_has_no_entry_for_padding(features, device):
+    """Two sequences amid padding, and lengths that have neighbours in memory, too."""
+    case = make_packed(Packed((18, 5), (20, 37), 2, 1, 16, padding=40), torch.float32, device)
+    ahead, options = 20, dict.fromkeys(features, True)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        options[name] = case.options[name] + ahead
+    used = torch.tensor([7, 13, 30, 9], dtype=torch.int32, device=device)[1:3]
+    got = check(case.with_options(**options, seqused_k=used))
+    for rows in (slice(0, ahead), slice(ahead + 23, None)):
+        assert not got["out"][rows].any()
+        assert (got["lse"][:, rows] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("view", ["inside", "heads_first", "last_dim_strided"])
 def test_strides_do_not_change_a_bit(view, device):
     from ._views import VIEWS
