@@ -1,0 +1,124 @@
+"""The steps of the Hopper backward: what a warpgroup does for one tile of queries.
+
+Of the five products of a tile one is under way while a warpgroup computes: that of dp beside the
+exponentials, that of dv beside the gradient of the scores, and those of dk and of the next tile's
+scores beside the addition to dq. More in flight was slower: a warpgroup cannot go on before the
+tensor cores have taken its product.
+"""
+
+from .gluon_compat import gl, gluon, hopper, mbarrier
+from .hopper import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync
+from .hopper_softmax import tanh
+
+# keys of a warpgroup
+ROWS = gl.constexpr(64)
+PARTIES = gl.constexpr(288)
+
+
+@gluon.jit
+def add_to_memory(pointer, values):
+    """Add a warpgroup's 64 x N numbers to memory, in the order of its registers.
+
+    That is: panels of eight columns, warp, row of eight, pair of columns, half of the warp's
+    sixteen rows, column. Every thread has four neighbours of it, a warp 512 bytes.
+    """
+    PANELS: gl.constexpr = values.shape[1] // 8
+    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
+    values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [512 * PANELS])
+    index = gl.arange(0, 512 * PANELS, values.type.layout)
+    addresses = (pointer + index).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
+        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [addresses, values],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def walk(
+    dk, dv, s, turn, total, first_tile, tiles, dq_ptr,
+    q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
+    first_key, diagonal, len_k, scale, softcap, window_left, window_right,
+    W: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
+):  # fmt: skip
+    """Add what so many tiles of queries contribute; ``s`` holds the scores of the next one."""
+    S: gl.constexpr = s.type.layout
+    K: gl.constexpr = dk.type.layout
+    V: gl.constexpr = dv.type.layout
+    # every warpgroup has half of dq: of its columns, or of its rows
+    PARTS: gl.constexpr = BLOCK_M // 64
+    WIDTH: gl.constexpr = HEAD_DIM * PARTS // 2
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    dtype: gl.constexpr = q_s.dtype
+    factor = scale * LOG2E
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
+    zeros_q = gl.zeros([64, WIDTH], gl.float32, Q)
+    for step in range(tiles):
+        # 0, but not for the compiler: what it can take out of the loop, it holds in registers
+        none = turn >> 30
+        k = k_s.index(W + none).reshape([ROWS, HEAD_DIM])
+        v = v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
+        stage = turn % STAGES_Q
+        stage_o = turn % STAGES_O
+        q = q_s.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        dout = dout_s.index(stage_o).reshape([BLOCK_M, HEAD_DIM_V])
+        mbarrier.wait(dout_full.index(stage_o), turn // STAGES_O & 1)
+        delta = delta_s.index(stage_o).load(gl.SliceLayout(0, S))
+        # dp - delta, from a start at -delta
+        dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
+        lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
+        if HAS_SOFTCAP:
+            capped = tanh(s * (scale / softcap))
+            p = gl.exp2(capped * (softcap * LOG2E) - lse2[None, :])
+        else:
+            p = gl.exp2(s * factor - lse2[None, :])
+        if MASKED:
+            keys = first_key + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+            rows = (first_tile + step) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
+            rows += diagonal
+            visible = (keys < len_k)[:, None]
+            if HAS_RIGHT:
+                visible &= keys[:, None] <= (rows + window_right)[None, :]
+            if HAS_LEFT:
+                visible &= keys[:, None] >= (rows - window_left)[None, :]
+            p = gl.where(visible, p, 0.0)
+        weight = p
+        if HAS_SOFTCAP:
+            weight = p * (1.0 - capped * capped)
+        probabilities = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
+        dv = hopper.warpgroup_mma(probabilities, dout, dv, is_async=True)
+        dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
+        ds = (weight * dp).to(dtype)
+        buffer = turn % 2 * 2
+        ds_s.index(buffer + W).store(ds)
+        hopper.fence_async_shared()
+        barrier_sync(TURN, 256, 4)
+        dq = zeros_q
+        for h in gl.static_range(2):
+            ds_h = ds_s.index(buffer + h)
+            k_h = k_s.index(h + none).reshape([ROWS, HEAD_DIM])
+            if PARTS == 2:
+                ds_h = ds_h.slice(W * 64, 64, 1)
+            else:
+                k_h = k_h.slice(W * WIDTH, WIDTH, 1)
+            dq = hopper.warpgroup_mma(ds_h.permute((1, 0)), k_h, dq, use_acc=h == 1, is_async=True)
+        dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
+        barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)
+        dk = hopper.warpgroup_mma(
+            gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2)), q, dk, is_async=True
+        )
+        turn += 1
+        following = turn % STAGES_Q
+        # behind the last tile: scores of whatever lies there, which nobody reads
+        mbarrier.wait(q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
+        q_t = q_s.index(following).reshape([BLOCK_M, HEAD_DIM]).permute((1, 0))
+        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
+        dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
+        add_to_memory(dq_ptr + step * (BLOCK_M * HEAD_DIM), dq)
+        # in flight over the loop's back edge, these would keep ptxas from overlapping anything
+        dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
+        barrier_arrive(EMPTY + stage, PARTIES, 4)
+    return dk, dv, s, turn

@@ -1,0 +1,161 @@
+"""The warp that copies: which tile of queries is next, and its queries, keys and values."""
+
+from .gluon_compat import copy_in, gl, gluon, mbarrier
+from .hopper import (
+    EMPTY,
+    FIELDS,
+    FIRST_ROW,
+    LEN_K,
+    LEN_Q,
+    Q_START,
+    SEQUENCE,
+    SLOTS,
+    barrier_sync,
+    coordinates,
+    key_tiles,
+    locate,
+)
+
+
+@gluon.jit
+def next_tile(
+    ticket, total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
+    window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last, k_pitch, v_pitch,
+    HAS_LEFT: gl.constexpr, BALANCE: gl.constexpr, RAGGED_K: gl.constexpr, BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """Return the first ticket from this one on that holds queries, and what it holds."""
+    block, sequence, head, q_start, k_start, len_q, len_k = locate(
+        ticket, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_q, tokens_q, tokens_k, tiles,
+        span, last, BLOCK_M, BALANCE,
+    )  # fmt: skip
+    if cu_seqlens_q_ptr is not None:
+        while (block < 0) & (ticket < total):
+            ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
+            block, sequence, head, q_start, k_start, len_q, len_k = locate(
+                ticket, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_q, tokens_q, tokens_k,
+                tiles, span, last, BLOCK_M, BALANCE,
+            )  # fmt: skip
+    if seqused_k_ptr is not None:
+        is_real = (ticket < total) & (sequence >= 0) & (sequence < batch)
+        len_k = gl.load(seqused_k_ptr + sequence, mask=is_real, other=0)
+    v_start = k_start
+    if RAGGED_K and cu_seqlens_k_ptr is None:
+        k_start = sequence * k_pitch
+        v_start = sequence * v_pitch
+    if HAS_LEFT:
+        # keys before the first row's window: as if there were none
+        unseen = gl.maximum(len_k - len_q - window_left, 0)
+        k_start += unseen
+        v_start += unseen
+        len_k -= unseen
+    return ticket, block * BLOCK_M, sequence, head, q_start, k_start, v_start, len_q, len_k
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full, v_full,
+    tile_full, tile_empty, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
+    window_left, window_right, batch, heads_q, tokens_q, tokens_k, tiles, span, last, total,
+    k_pitch, v_pitch,
+    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED_Q: gl.constexpr,
+    RAGGED_K: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, PIPELINE: gl.constexpr,
+):  # fmt: skip
+    """Copy tiles of queries, keys and values into shared memory, in the order of their use."""
+    BLOCK_M: gl.constexpr = WARPGROUPS * ROWS
+    PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
+    index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))
+    count = 0  # tiles of queries
+    turn = 0  # tiles of keys
+    turn_v = 0  # tiles of values
+    ticket, first_row, sequence, head, q_start, k_start, v_start, len_q, len_k = next_tile(
+        gl.program_id(0), total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
+        window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last, k_pitch, v_pitch,
+        HAS_LEFT, HAS_RIGHT, RAGGED_K, BLOCK_M,
+    )  # fmt: skip
+    while ticket < total:
+        low, _, _, high = key_tiles(
+            first_row, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        slot = count % SLOTS
+        mbarrier.wait(tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
+        fields = gl.where(index == FIRST_ROW, first_row, head)
+        fields = gl.where(index == SEQUENCE, sequence, fields)
+        fields = gl.where(index == Q_START, q_start, fields)
+        fields = gl.where(index == LEN_Q, len_q, fields)
+        fields = gl.where(index == LEN_K, len_k, fields)
+        fields_s.index(slot).store(fields)
+        mbarrier.arrive(tile_full.index(slot), count=1)
+
+        head_k = head // GROUP
+        steps = high - low
+        for step in range(steps + 1):
+            # keys one tile ahead of values
+            if step < steps:
+                row = (high - 1 - step) * BLOCK_N
+                where = coordinates(sequence, head_k, k_start, len_k, row, RAGGED_K)
+                stage = turn % STAGES_K
+                if turn >= STAGES_K:
+                    barrier_sync(EMPTY + stage, PARTIES, 1)
+                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                copy_in(k_desc, where, k_full.index(stage), k_s.index(stage))
+                turn += 1
+            if step == 0:
+                for w in gl.static_range(WARPGROUPS):
+                    buffer = count % BUFFERS_Q * WARPGROUPS + w
+                    row = first_row + w * ROWS
+                    where = coordinates(sequence, head, q_start, len_q, row, RAGGED_Q)
+                    mbarrier.wait(q_empty.index(buffer), (count // BUFFERS_Q & 1) ^ 1)
+                    mbarrier.expect(q_full.index(buffer), q_desc.block_type.nbytes)
+                    copy_in(q_desc, where, q_full.index(buffer), q_s.index(buffer))
+                if PIPELINE:
+                    # its answer comes while the first keys do
+                    ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
+            else:
+                row = (high - step) * BLOCK_N
+                where = coordinates(sequence, head_k, v_start, len_k, row, RAGGED_K)
+                stage = turn_v % STAGES_V
+                if turn_v >= STAGES_V:
+                    barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
+                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                copy_in(v_desc, where, v_full.index(stage), v_s.index(stage))
+                turn_v += 1
+        count += 1
+        if not PIPELINE:
+            ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
+        ticket, first_row, sequence, head, q_start, k_start, v_start, len_q, len_k = next_tile(
+            ticket, total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
+            window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last, k_pitch, v_pitch,
+            HAS_LEFT, HAS_RIGHT, RAGGED_K, BLOCK_M,
+        )  # fmt: skip
+    slot = count % SLOTS
+    mbarrier.wait(tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
+    fields_s.index(slot).store(index * 0 - 1)
+    mbarrier.arrive(tile_full.index(slot), count=1)
+    if PIPELINE:  # noqa: SIM102  (a constant, then a number)
+        if count > 0:
+            # what the last product runs beside: rows past every end, so zeros
+            where = coordinates(0, 0, 0, 0, tokens_k, RAGGED_K)
+            stage = turn % STAGES_K
+            if turn >= STAGES_K:
+                barrier_sync(EMPTY + stage, PARTIES, 1)
+            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+            copy_in(k_desc, where, k_full.index(stage), k_s.index(stage))
+            turn += 1
+            for w in gl.static_range(WARPGROUPS):
+                buffer = count % BUFFERS_Q * WARPGROUPS + w
+                where = coordinates(0, 0, 0, 0, tokens_q, RAGGED_Q)
+                mbarrier.wait(q_empty.index(buffer), (count // BUFFERS_Q & 1) ^ 1)
+                mbarrier.expect(q_full.index(buffer), q_desc.block_type.nbytes)
+                copy_in(q_desc, where, q_full.index(buffer), q_s.index(buffer))
+    # nobody may be left at a barrier
+    for back in gl.static_range(STAGES_K):
+        if turn > back:
+            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, 1)
+    for back in gl.static_range(STAGES_V):
+        if turn_v > back:
+            barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, 1)
+    if ticket == total + gl.num_programs(0) - 1:
+        # the last to ask: ready for the next launch
+        gl.atomic_xchg(ticket_ptr, 0, sem="relaxed")

@@ -1,0 +1,285 @@
+"""The forward kernel for Hopper: what it takes, what it builds into, and its numbers on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from flash_attn_triton._kernels import hopper_launch
+from flash_attn_triton._kernels.hopper_launch import (
+    HopperTile,
+    hopper_tile,
+    launch_forward_hopper,
+    serves_forward,
+)
+
+from ._budget import assert_no_worse_than_eager, assert_same
+from ._gpus import GPUS, absent_gpu, compiling
+from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
+from ._views import VIEWS
+
+HOPPER = "nvidia:sm_90"
+TILES = [
+    hopper_tile(d, causal, short)
+    for d in (64, 128, 256)
+    for causal in (False, True)
+    for short in (False, True)
+]
+
+
+def hopper(
+    q, k, v, *, sinks=None, alibi_slopes=None, causal=False, window_size=(-1, -1), softcap=0.0,
+    softmax_scale=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
+    seqused_k=None, return_lse=True, tile=None,
+):  # fmt: skip
+    """Call the launcher with the arguments of the public functions."""
+    left, right = window_size
+    right = 0 if causal else right
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return launch_forward_hopper(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, None, alibi_slopes, sinks,
+        None, None, None, None, None, max_seqlen_q, max_seqlen_k,
+        scale, left, right, softcap, 0.0, None, tile=tile,
+    )  # fmt: skip
+
+
+def check(case, **options):
+    """Hold the kernel to the budget of the package; return what it gave."""
+    got = run(case, functools.partial(hopper, **options), grad=False)
+    oracle = run_oracle(case, grad=False)
+    eager = run_eager(case, oracle, grad=False)
+    for name, value in got.items():
+        assert_no_worse_than_eager(name, value, eager[name], oracle[name])
+    return got
+
+
+# ---- what it takes
+
+
+def _meta(width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(1, 8, 2, width, dtype=dtype, device="meta")
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype", "taken"),
+    [
+        (64, 64, torch.bfloat16, True),
+        (128, 128, torch.float16, True),
+        (192, 128, torch.bfloat16, True),
+        (40, 40, torch.bfloat16, True),
+        (256, 256, torch.float16, True),
+        (32, 32, torch.bfloat16, False),  # half of a tile would be padding
+        (100, 100, torch.bfloat16, False),  # rows that the copy engine does not read
+        (64, 64, torch.float32, False),
+    ],
+)
+def test_serves(head_dim, head_dim_v, dtype, taken):
+    q, v = _meta(head_dim, dtype), _meta(head_dim_v, dtype)
+    with absent_gpu(HOPPER):
+        assert serves_forward(q, v, None, None, 0.1) == taken
+        assert not serves_forward(q, v, None, None, 0.0)
+        assert not serves_forward(q, v, None, None, -1.0)
+        assert not serves_forward(q, v, q, None, 0.1)
+        assert not serves_forward(q, v, None, q, 0.1)
+    with absent_gpu("nvidia:sm_80"):
+        assert not serves_forward(q, v, None, None, 0.1)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles_fit_the_barriers_of_the_hardware(tile: HopperTile):
+    # eight numbers are left to stages; see ``hopper.EMPTY``
+    assert tile.stages_k + tile.stages_v <= 8
+    assert tile.warpgroups in (2, 3)
+    assert not (tile.share and (tile.pipeline or tile.buffers_q > 1))
+
+
+# ---- what it builds into
+
+
+def features(name: str) -> dict[str, object]:
+    meta = functools.partial(torch.empty, device="meta")
+    offsets = meta(3, dtype=torch.int32)
+    return {
+        "full": {},
+        "causal": {"causal": True},
+        "packed": {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
+        "rich": {
+            "window_size": (100, 0), "softcap": 30.0, "sinks": meta(4), "alibi_slopes": meta(4),
+            "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
+            "seqused_k": meta(2, dtype=torch.int32),
+        },
+    }[name]  # fmt: skip
+
+
+# Bytes that may be spilled with Triton 3.6 and with later ones, and why. Numbers of the walk go
+# first: they are needed between tiles of queries. The loop over keys has one load at most.
+SPILLS = {
+    (64, "full"): (0, 96),  # three warpgroups have 160 registers a thread
+    (128, "causal"): (0, 24),
+    (128, "packed"): (0, 24),
+    (128, "rich"): (16, 96),  # every feature at once
+    (256, "causal"): (16, 64),  # the accumulators take 128 registers
+}
+IS_OLD = triton.__version__.startswith("3.6.")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("head_dim", "kind"),
+    [(d, kind) for d in (64, 128, 256) for kind in ("full", "causal")]
+    + [(128, "packed"), (128, "rich")],
+)
+def test_builds(head_dim, kind, tmp_path):
+    options = features(kind)
+    leading = (600,) if "cu_seqlens_q" in options else (2, 300)
+    q, kv = (
+        torch.empty(*leading, heads, head_dim, dtype=torch.bfloat16, device="meta")
+        for heads in (4, 2)
+    )
+    with compiling(HOPPER, tmp_path) as builds:
+        hopper(q, kv, kv, **options)
+    (build,) = builds
+    assert build.shared <= GPUS[HOPPER].shared_limit, build
+    old, new = SPILLS.get((head_dim, kind), (0, 0))
+    assert build.spilled <= (old if IS_OLD else new), build
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    command = [str(tool), "-c", str(tmp_path / f"{build.kernel}.cubin")]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
+        assert instruction in sass, instruction
+
+
+# ---- numbers
+
+SHAPES = [
+    Shape(2, 128, 128, 2, 2, 128),
+    Shape(1, 1, 1, 1, 1, 64),
+    Shape(2, 300, 333, 4, 2, 128),
+    Shape(2, 333, 300, 4, 1, 64),
+    Shape(1, 700, 1024, 4, 4, 256),
+    Shape(2, 129, 257, 2, 1, 96),
+    Shape(1, 500, 513, 2, 2, 192, 128),
+    Shape(1, 200, 300, 2, 1, 64, 128),
+    Shape(2, 5, 700, 4, 2, 80),
+    Shape(4, 3000, 3000, 8, 8, 128),  # more tiles than programs
+]
+FEATURES = [
+    (), ("causal",), ("window",), ("window_left",), ("window_right",), ("causal", "softcap"),
+    ("alibi",), ("alibi_batch", "causal"), ("causal", "sinks"), ("window", "sinks", "alibi"),
+]  # fmt: skip
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("names", [(), ("causal",)], ids=str)
+def test_shapes(names, shape, dtype, device):
+    check(make_case(shape, dtype, device, names))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("names", FEATURES, ids=str)
+def test_features(names, head_dim, device):
+    check(make_case(Shape(2, 300, 433, 4, 2, head_dim), torch.bfloat16, device, names))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("names", [(), ("causal",), ("window", "sinks")], ids=str)
+def test_packed(names, head_dim, device):
+    shape = Packed((128, 1, 300, 0, 700), (128, 9, 333, 5, 0), 4, 2, head_dim, padding=40)
+    case = make_packed(shape, torch.bfloat16, device, names)
+    check(case)
+    used = torch.tensor([100, 9, 17, 0, 0], dtype=torch.int32, device=device)
+    check(case.with_options(seqused_k=used))
+
+
+@pytest.mark.device
+def test_many_short_sequences(device):
+    shape = Packed((5,) * 300, (9,) * 300, 4, 2, 128)
+    check(make_packed(shape, torch.bfloat16, device, ("causal",)))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_poison(head_dim, device):
+    """NaN before the first window, past the used keys, in padding, and around the inputs."""
+    shape = Packed((300, 0, 700), (900, 5, 800), 4, 2, head_dim, padding=50)
+    case = make_packed(shape, torch.bfloat16, device).with_options(
+        window_size=(100, 0),
+        seqused_k=torch.tensor([850, 3, 800], dtype=torch.int32, device=device),
+    )
+    want = check(case)
+    unseen = torch.ones(1755, dtype=torch.bool, device=device)
+    unseen[850 - 300 - 100 : 850] = False
+    unseen[905:1705] = False
+    bad = {name: t.clone() for name, t in case.inputs.items()}
+    bad["q"][1000:] = math.nan
+    bad["k"][unseen] = bad["v"][unseen] = math.nan
+    assert_same(run(case.with_inputs(**bad), hopper, grad=False), want)
+    inside = {name: VIEWS["inside"](t) for name, t in case.inputs.items()}
+    assert_same(run(case.with_inputs(**inside), hopper, grad=False), want)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("lengths", [(400, 170), (330, 1)], ids=str)
+def test_rows_without_a_key(lengths, device):
+    got = check(make_case(Shape(2, *lengths, 2, 1, 128), torch.bfloat16, device, ("causal",)))
+    blind = lengths[0] - lengths[1]
+    assert not got["out"][:, :blind].any()
+    assert (got["lse"][:, :, :blind] == -math.inf).all()
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("view", sorted(VIEWS))
+def test_views(view, device):
+    case = make_case(Shape(2, 300, 333, 4, 2, 128), torch.bfloat16, device, ("causal",))
+    want = run(case, hopper, grad=False)
+    seen = {name: VIEWS[view](t) for name, t in case.inputs.items()}
+    assert_same(run(case.with_inputs(**seen), hopper, grad=False), want)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("names", [(), ("causal",)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_repeats_and_independence(head_dim, names, device):
+    case = make_case(Shape(3, 1500, 1500, 6, 6, head_dim), torch.bfloat16, device, names)
+    want = run(case, hopper, grad=False)
+    options = {**case.options, **case.inputs}
+    differing = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(1000):
+        out, lse = hopper(**options)
+        differing += (out != want["out"]).sum() + (lse != want["lse"]).sum()
+    assert not differing
+    alone = hopper(**{**case.options, **{n: t[1:2] for n, t in case.inputs.items()}})
+    assert torch.equal(alone[0][0], want["out"][1])
+    assert torch.equal(alone[1][0], want["lse"][1])
+
+
+@pytest.mark.device
+def test_graphs_do_not_share_a_counter(device):
+    """Two graphs that were captured on one stream may run at once."""
+    case = make_case(Shape(2, 2000, 2000, 8, 8, 128), torch.bfloat16, device, ("causal",))
+    want = run(case, hopper, grad=False)
+    graphs, results = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            results.append(hopper(**case.inputs, **case.options))
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for out, lse in results:
+        assert torch.equal(out, want["out"])
+        assert torch.equal(lse, want["lse"])
+    assert all(int(t) == 0 for t in hopper_launch._tickets.values())

@@ -1,0 +1,219 @@
+"""The backward kernel for Hopper: what it takes, what it builds into, and its numbers on a GPU."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from flash_attn_triton._call import Options, Tensors
+from flash_attn_triton._kernels.backward import _row_numbers
+from flash_attn_triton._kernels.hopper_backward_dq import round_dq_kernel
+from flash_attn_triton._kernels.hopper_backward_launch import (
+    HopperBackwardTile,
+    hopper_backward_tile,
+    launch_backward_hopper,
+    serves_backward,
+)
+from flash_attn_triton._kernels.launch import BackwardInputs, Plan
+from flash_attn_triton._kernels.runtime import aligned
+
+from ._budget import assert_no_worse_than_eager
+from ._gpus import GPUS, absent_gpu, compiling
+from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
+
+HOPPER = "nvidia:sm_90"
+# bytes a thread: the fastest of the tiles measured on an H200
+MOST_SPILLED = 128
+TILES = [
+    (64, hopper_backward_tile(64)),
+    (128, hopper_backward_tile(128)),
+    (64, HopperBackwardTile(64, 3, 3)),
+    (64, HopperBackwardTile(128, 2, 2)),
+    (128, HopperBackwardTile(64, 3, 2)),
+]
+
+
+class _Backward(torch.autograd.Function):
+    """The reference's forward, and the launcher's backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, reference, options, tile):
+        out, lse = reference(q, k, v, **options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options, ctx.tile = options, tile
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        options = ctx.options
+        left, right = options.get("window_size", (-1, -1))
+        right = 0 if options.get("causal") else right
+        scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
+        x = Tensors(q, k, v, options.get("cu_seqlens_q"), options.get("cu_seqlens_k"))
+        plan = Plan(x, Options(scale, left, right, options.get("softcap", 0.0), 0.0))
+        dout, lse = aligned(dout), lse.float().contiguous()
+        delta, lse2 = _row_numbers(plan, out.contiguous(), dout, dlse, lse)
+        inputs = BackwardInputs(q, k, v, dout, lse2, delta, (None, None, None, *x[3:5], None))
+        grads = tuple(torch.empty_like(t) for t in (q, k, v))
+        launch_backward_hopper(plan, inputs, *grads, tile=ctx.tile)
+        return *grads, None, None, None
+
+
+def hopper(case, tile=None):
+    """Return a function like the public ones, whose backward is the launcher's."""
+
+    def call(q, k, v, **options):
+        return _Backward.apply(q, k, v, case.reference, options, tile)
+
+    return call
+
+
+# ---- what it takes
+
+
+def _served(head_dim=64, head_dim_v=64, dtype=torch.bfloat16, deterministic=False, **others):
+    q, v = (torch.empty(1, 8, 2, d, dtype=dtype, device="meta") for d in (head_dim, head_dim_v))
+    one = torch.empty(1, device="meta")
+    x = Tensors(q, q, v)._replace(**dict.fromkeys(others, one))
+    with absent_gpu(HOPPER):
+        return serves_backward(x, Options(0.1, -1, 0, 0.0, 0.0), False, deterministic)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype", "taken"),
+    [
+        (64, 64, torch.bfloat16, True),
+        (128, 128, torch.float16, True),
+        (96, 40, torch.bfloat16, True),
+        (128, 64, torch.bfloat16, True),
+        (256, 256, torch.bfloat16, False),
+        (32, 64, torch.bfloat16, False),
+        (100, 64, torch.bfloat16, False),  # rows that the copy engine does not read
+        (64, 64, torch.float32, False),
+    ],
+)
+def test_takes_what_it_has_a_tile_for(head_dim, head_dim_v, dtype, taken):
+    assert _served(head_dim, head_dim_v, dtype) == taken
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("feature", ["bias", "alibi_slopes", "seqused_k", "rng_state"])
+def test_leaves_features_to_the_portable_kernels(feature):
+    assert _served()
+    assert not _served(**{feature: True})
+
+
+@pytest.mark.eager
+def test_leaves_bitwise_repeatable_gradients_to_the_portable_kernels():
+    assert not _served(deterministic=True)
+
+
+# ---- dq, which arrives in the order of the accumulators' registers
+
+
+@pytest.mark.parametrize(("block_m", "block_d"), [(64, 64), (128, 64), (64, 128)])
+@pytest.mark.parametrize("shift", [0, 5])
+def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
+    """Element by element, by the layout of the instruction's accumulators."""
+    tokens, heads, head_dim = 2 * block_m - 9, 2, block_d - 8
+    tiles = -(-tokens // block_m)
+    width = block_d * (block_m // 64) // 2
+    sums = torch.randn(heads, tiles, 2, 64 * width, device=device)
+    dq = torch.full((1, tokens, heads, head_dim), math.nan, dtype=torch.float16, device=device)
+    round_dq_kernel[(heads * tiles, 2)](
+        sums, dq, None, None, 0.5, 0, 1, heads, tokens, tokens - shift, tiles,
+        HAS_RIGHT=True, BLOCK_M=block_m, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+    lines = torch.arange(64)[:, None]
+    cols = torch.arange(width)[None, :]
+    warp, lower, line = lines // 16, lines % 16 // 8, lines % 8
+    place = cols // 8 * 512 + warp * 128 + line * 16 + cols % 8 // 2 * 4 + lower * 2 + cols % 2
+    halves = sums[..., place.to(device)]  # [heads, tiles, 2, 64, width]
+    if block_m == 128:
+        want = halves.reshape(heads, tiles * 128, width)
+    else:
+        want = halves.transpose(2, 3).reshape(heads, tiles * 64, 2 * width)
+    want = want[:, : tokens - shift, :head_dim].transpose(0, 1).half() * 0.5
+    # rows ahead of the first that sees a key
+    want = torch.cat(
+        [torch.zeros(shift, heads, head_dim, dtype=torch.float16, device=device), want]
+    )
+    torch.testing.assert_close(dq[0], want, rtol=2e-3, atol=2e-3)
+
+
+# ---- builds
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "tile"), TILES[:2], ids=str)
+def test_builds_for_hopper(head_dim, tile, causal, tmp_path):
+    with compiling(HOPPER, tmp_path) as builds:
+        q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(3, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
+        rows = torch.empty(3, 8, 1024, device="meta")
+        plan = Plan(Tensors(q, k, k), Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
+        inputs = BackwardInputs(q, k, k, q, rows, rows, (None,) * 6)
+        launch_backward_hopper(plan, inputs, q, k, k, tile=tile)
+    kernel, rounding = builds
+    assert kernel.shared <= GPUS[HOPPER].shared_limit
+    assert kernel.spilled <= MOST_SPILLED, kernel
+    assert rounding.spilled == 0
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(tool), "-sass", str(tmp_path / f"{kernel.kernel}.cubin")]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    products = sass.count(" HGMMA.")
+    assert products > 0
+    assert " UTMALDG." in sass
+    assert " UTMASTG." in sass
+    # serialised products have an arrival each
+    assert sass.count(" WARPGROUP.ARRIVE") < products / 3
+
+
+# ---- numbers
+
+
+def check(case, tile=None):
+    """Hold the gradients to the budget of the package."""
+    got = run(case, hopper(case, tile))
+    oracle = run_oracle(case)
+    eager = run_eager(case, oracle)
+    for name in ("dq", "dk", "dv"):
+        assert_no_worse_than_eager(name, got[name], eager[name], oracle[name])
+
+
+SHAPES = [(128, 128), (1, 1), (300, 333), (333, 300), (700, 1024), (64, 65)]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("features", [(), ("causal",), ("window",), ("softcap",)], ids=str)
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "tile"), TILES, ids=str)
+def test_gradients(head_dim, tile, lengths, features, device):
+    shape = Shape(2, *lengths, 4, 2, head_dim)
+    check(make_case(shape, torch.bfloat16, device, features), tile)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("features", [(), ("causal",), ("window",)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_packed_gradients(head_dim, features, device):
+    shape = Packed((128, 1, 300, 0, 700), (128, 1, 333, 9, 600), 4, 2, head_dim, padding=40)
+    check(make_packed(shape, torch.bfloat16, device, features))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(("head_dim", "tile"), TILES, ids=str)
+def test_dk_and_dv_repeat_bit_for_bit(head_dim, tile, device):
+    case = make_case(Shape(3, 1500, 1500, 8, 4, head_dim), torch.bfloat16, device, ("causal",))
+    first = run(case, hopper(case, tile))
+    for _ in range(20):
+        again = run(case, hopper(case, tile))
+        assert torch.equal(first["dk"], again["dk"])
+        assert torch.equal(first["dv"], again["dv"])
