@@ -1,0 +1,157 @@
+"""``python -m nki_paged_attn [check | cost | plan]``: see ``--help`` of each."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import __version__, build_plan, paged_attention, paged_attention_reference
+from ._backend import choose_backend, default_target, find_programs
+from .estimate import sequential_table, trace_plan
+from .plan import DECODE
+from .sim import cost, find_target, write_timeline
+
+# distance of 1 to the next number
+EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
+
+
+def describe(backend: str) -> None:
+    """Print versions, the backend, and the tile choices."""
+    try:
+        nki = version("nki")
+    except PackageNotFoundError:
+        nki = "missing"
+    print(f"nki-paged-attn {__version__}, numpy {np.__version__}, nki {nki}")
+    where = {"sim": "our simulator", "nki-sim": "AWS's simulator", "nki": "a Neuron device"}[
+        backend
+    ]
+    target = find_target(default_target())
+    print(f"backend {backend}: {where}; {find_programs()} program(s) of a logical core")
+    if backend == "sim":
+        print(f"target {target.name}: {target.sbuf_bytes} B of SBUF a partition")
+    print("  prefill: 128 queries on the partitions x up to 1024 keys, 8 sections resident")
+    print("  up to 64 rows of a sequence: 128 keys on the partitions, up to 40 chunks a softmax")
+
+
+def check(backend: str) -> bool:
+    """Compare the kernel with the float64 reference; print a line per case."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> np.ndarray[Any, Any]:
+        return rng.uniform(-1, 1, shape).astype(np.float32)
+
+    sinks = np.linspace(-1, 1, 4).astype(np.float32)
+    cases: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
+        "prefill": ([150], [0], {}),
+        "chunks": ([70, 40], [300, 33], {}),
+        "decode": ([1, 1, 1], [5, 300, 1100], {}),
+        "mixed, an empty sequence": ([1, 0, 90, 3], [100, 7, 0, 40], {}),
+        "window, softcap": ([40, 1], [300, 90], {"window": 50, "softcap": 2.0}),
+        "sinks": ([40, 1], [30, 90], {"sinks": sinks}),
+    }
+    good = True
+    for name, (queries, contexts, options) in cases.items():
+        table = sequential_table(contexts, 16)
+        tokens, blocks = sum(queries), int(table.max(initial=0)) + 1
+        exact = [draw(tokens, 4, 64), draw(tokens, 2, 64), draw(tokens, 2, 64)]
+        cache = draw(2, blocks, 2, 16, 64)
+        for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
+            tensors = [x.astype(dtype) for x in (*exact, cache)]
+            arguments = (*tensors, table, queries, contexts)
+            out = paged_attention(*arguments, backend=backend, **options)
+            want, _ = paged_attention_reference(*arguments, **options)
+            error = float(np.abs(out.astype(np.float64) - want).max())
+            # a unit of the largest value for each of p, the output and the sum of many
+            budget = 4 * max(EPSILON[dtype.name], 2.0**-19) * np.abs(want).max()
+            verdict = "ok" if error <= budget else "MISMATCH"
+            good &= error <= budget
+            print(f"{name}, {dtype.name}: {error / budget:.2f} of the error budget, {verdict}")
+    return good
+
+
+def _numbers(text: str) -> list[int]:
+    """Read ``1,2,3`` or ``8x512``: eight times 512."""
+    found = []
+    for part in text.split(","):
+        count, times, value = part.partition("x")
+        found += [int(value)] * int(count) if times else [int(part)]
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m nki_paged_attn", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    found = commands.add_parser("check", help="compare the kernel with the reference")
+    found.add_argument("--backend", default="auto")
+    for name, text in (("cost", "estimate engine and DMA time"), ("plan", "show a plan")):
+        found = commands.add_parser(name, help=f"{text} of a batch, without data")
+        found.add_argument("--queries", type=_numbers, default=[512, 1, 1], metavar="512,8x1")
+        found.add_argument("--contexts", type=_numbers, default=[0, 4096, 4096])
+        found.add_argument("--heads", type=int, default=8)
+        found.add_argument("--kv-heads", type=int, default=1)
+        found.add_argument("--head-dim", type=int, default=128)
+        found.add_argument("--block-size", type=int, default=32)
+        found.add_argument("--window", type=int)
+        if name == "cost":
+            found.add_argument("--dtype", default="bfloat16")
+            found.add_argument("--cache-dtype")
+            found.add_argument("--target", default=default_target())
+            found.add_argument("--programs", type=int, default=1, choices=(1, 2))
+            found.add_argument("--html", help="where to write a timeline")
+    return parser
+
+
+def _run_batch(arguments: argparse.Namespace) -> int:
+    queries, contexts = arguments.queries, arguments.contexts
+    if len(queries) != len(contexts):
+        print(
+            f"--contexts must be as many as --queries, {len(queries)}, got {len(contexts)}",
+            file=sys.stderr,
+        )
+        return 2
+    table = sequential_table(contexts, arguments.block_size)
+    plan = build_plan(
+        queries, contexts, table, arguments.block_size,
+        heads=arguments.heads, kv_heads=arguments.kv_heads, window=arguments.window,
+    )  # fmt: skip
+    print(plan)
+    if arguments.command == "plan":
+        for number, unit in enumerate(plan.structure):
+            if unit[0] == DECODE:
+                print(f"  unit {number}: {plan.rows[unit[1]]} rows, {len(unit[2])} softmaxes")
+            else:
+                pairs = sum(len(step[1]) for step in unit[1] if step[0] == 1)
+                print(f"  unit {number}: {pairs} pairs of a tile and a section")
+        return 0
+    trace = trace_plan(
+        plan, head_dim=arguments.head_dim, dtype=arguments.dtype,
+        cache_dtype=arguments.cache_dtype, blocks=int(table.max(initial=0)) + 1,
+        target=arguments.target, programs=arguments.programs,
+    )  # fmt: skip
+    print(cost(trace))
+    if arguments.html:
+        write_timeline(trace, arguments.html)
+        print(f"timeline in {arguments.html}")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; 0 if every check passed."""
+    found = _parser().parse_args(arguments)
+    if found.command in ("cost", "plan"):
+        return _run_batch(found)
+    backend = choose_backend(getattr(found, "backend", "auto"))
+    describe(backend)
+    return int(not check(backend))
+
+
+if __name__ == "__main__":
+    # what a kernel computes does not need many threads
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main(sys.argv[1:]))

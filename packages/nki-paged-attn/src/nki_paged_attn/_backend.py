@@ -1,0 +1,89 @@
+"""Where the kernel runs: a Neuron device, AWS's simulator, or the one of this package."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .sim import Loader, find_target, simulate
+
+VARIABLE = "NKI_PAGED_ATTN_BACKEND"
+BACKENDS = ("auto", "nki", "nki-sim", "sim")
+DEVICE = Path("/dev/neuron0")
+INSTALL = (
+    "install AWS's nki (0.3 or newer), which kernels are written for: "
+    'pip install "neuronx-cc==2.*" "nki>=0.3" '
+    "--extra-index-url https://pip.repos.neuron.amazonaws.com"
+)
+
+
+def has_module(name: str) -> bool:
+    """Say whether a module can be imported, without importing it."""
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return importlib.util.find_spec(name) is not None
+
+
+def choose_backend(backend: str = "auto") -> str:
+    """Return ``nki``, ``nki-sim`` or ``sim``.
+
+    ``auto`` takes what ``NKI_PAGED_ATTN_BACKEND`` says; else a device if nki and a device are
+    there; else AWS's simulator if nki is; else our own. An environment with neuronx-cc's old
+    namespace and without nki raises: nobody runs on something else unawares.
+    """
+    chosen = os.environ.get(VARIABLE, "auto") if backend == "auto" else backend
+    if chosen not in BACKENDS:
+        named = "backend" if backend != "auto" else VARIABLE
+        raise ValueError(f"{named} must be one of {', '.join(BACKENDS)}, got {chosen!r}")
+    if chosen == "sim":
+        return chosen
+    if has_module("nki"):
+        if chosen != "auto":
+            return chosen
+        return "nki" if DEVICE.exists() else "nki-sim"
+    if chosen != "auto":
+        raise ImportError(f"backend {chosen!r} needs the package nki; {INSTALL}")
+    if has_module("neuronxcc"):
+        raise ImportError(
+            "neuronx-cc is installed without nki, and its own namespace neuronxcc.nki is refused "
+            f"by the compiler since NKI 0.4; {INSTALL}; or choose the simulator of this package "
+            f"with backend='sim' or {VARIABLE}=sim"
+        )
+    return "sim"
+
+
+def find_programs() -> int:
+    """Return the cores of a logical NeuronCore, as ``NEURON_LOGICAL_NC_CONFIG`` has it; else 1."""
+    programs = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "1")
+    if programs not in ("1", "2"):
+        raise ValueError(f"NEURON_LOGICAL_NC_CONFIG must be 1 or 2, got {programs!r}")
+    return int(programs)
+
+
+def default_target() -> str:
+    """Return the generation to simulate: ``NEURON_PLATFORM_TARGET_OVERRIDE``, or ``trn2``."""
+    return find_target(os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")).name
+
+
+@lru_cache(maxsize=1)
+def simulated_kernel() -> Any:
+    """Return the kernel with our simulator as its ``nki``."""
+    folder = Path(__file__).parent / "_kernels"
+    return Loader(folder).load("paged").paged_attention_kernel
+
+
+def run(backend: str, arguments: dict[str, Any]) -> Any:
+    """Run the kernel on a backend that ``choose_backend`` returned."""
+    programs = find_programs()
+    if backend == "sim":
+        return simulate(simulated_kernel()[programs], default_target())(**arguments)
+    nki = importlib.import_module("nki")
+    kernel = importlib.import_module("._kernels.paged", __package__).paged_attention_kernel
+    if backend == "nki-sim":
+        return nki.simulate(kernel[programs])(**arguments)
+    return kernel[programs](**arguments)

@@ -1,0 +1,310 @@
+"""Keys on the partitions: the few rows of a sequence, all heads of a group at once.
+
+Keys and values are the stationary operands, so that a product of 128 keys takes as long for one row
+as for 64. A round is up to 40 chunks of 128 keys with one softmax.
+
+Pseudocode, for a round:
+
+    s = k @ q.T                     [128 keys, chunks, rows], TensorE
+    t = max over chunks, then over partitions by a transpose; a product with ones spreads it
+    m' = max(m, factor * t);  p = exp(factor * s - m')          VectorE, ScalarE
+    l = l * exp(m - m') + sum over chunks of p                  one sum for each partition
+    o.T = o.T * exp(m - m') + v.T @ p                           [head_dim, rows]
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .common import (
+    FP32_MIN,
+    TINY,
+    P,
+    copy_to,
+    gather_queries,
+    gather_section,
+    store_rows,
+    turn_keys,
+    turn_queries,
+)
+
+NEGATED = 1
+TOTAL = 2
+OUTPUT = 3
+
+
+def start_rows(inputs, tables, options, tile, rows, kv_head):
+    """Load the queries of a sequence, and begin its maximum, sums and output."""
+    head_dim = inputs["q"].shape[1]
+    raw = gather_queries(
+        inputs["q"], tables["q_index"], tile, rows, options["group"], kv_head, options["dtype"]
+    )
+    turned = turn_queries(raw, options["dtype"])
+    negated = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    if options["has_sinks"]:
+        source = inputs["sink_rows"]
+        spread = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=spread, src=source.ap([[0, P], [1, rows]], offset=kv_head * P))
+        nisa.tensor_scalar(dst=negated, data=spread, op0=nl.multiply, operand0=-1.0)
+        # 128 equal parts would add up with more rounding
+        nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
+        nisa.memset(dst=total[0:1, :], value=1.0, engine=nisa.engine.gpsimd)
+    else:
+        nisa.memset(dst=negated, value=options["no_maximum"], engine=nisa.engine.gpsimd)
+        nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
+    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=output, value=0.0, engine=nisa.engine.gpsimd)
+    return [turned, negated, total, output, tile, rows]
+
+
+def multiply_keys(scores, part, state):
+    """Write the raw products of one section."""
+    keys = part[0]
+    for t in range(keys.shape[1]):
+        nisa.nc_matmul(
+            dst=scores[:, part[1] + t, :],
+            stationary=keys[:, t, :],
+            moving=state[0],
+            accumulate=False,
+        )
+
+
+def score_round(work, inputs, tables, options, kv_head):
+    """Load the sections of a round; keep raw products [128, chunks, rows] and the values."""
+    state = work["state"]
+    numbers = work["numbers"]
+    rows = state[5]
+    chunks = 0
+    for item in numbers:
+        chunks = chunks + options["sections"][item[0]][1]
+    scores = nl.ndarray((P, chunks, rows), dtype=nl.float32, buffer=nl.psum)
+    values = []
+    waiting = []
+    at = 0
+    for item in numbers:
+        keys, own = gather_section(inputs, tables, options, item[0], kv_head)
+        # the next section's keys are turned while these are copied out of PSUM
+        waiting.append([turn_keys(keys, options["dtype"]), at])
+        values.append(own)
+        at = at + own.shape[1]
+        if len(waiting) == 2:
+            multiply_keys(scores, waiting.pop(0), state)
+    work["waiting"] = waiting.pop(0)
+    work["scores"] = scores
+    work["values"] = values
+    source = options["sections"][numbers[0][0]][0]
+    work["source"] = source
+    work["factor"] = options["factors"][source][kv_head]
+    work["is_masked"] = 0
+    for item in numbers:
+        work["is_masked"] = max(work["is_masked"], item[1])
+    if work["is_masked"]:
+        limits = nl.ndarray((P, 4, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(
+            dst=limits,
+            src=inputs["bounds_rows"].ap([[0, P], [P, 4], [1, rows]], offset=4 * state[4] * P),
+        )
+        work["limits"] = limits
+
+
+def mask_section(scores, section, limits):
+    """Put FP32_MIN for what a row does not see of a section, in place."""
+    tokens = scores.shape[1]
+    rows = scores.shape[2]
+    positions = nl.ndarray((P, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=positions, pattern=[[1, tokens]], offset=section[3], channel_multiplier=tokens)
+    spread = positions.expand_dim(2).broadcast(2, rows)
+    first = 2 * section[0]
+    low = limits[:, first : first + 1, :].broadcast(1, tokens)
+    high = limits[:, first + 1 : first + 2, :].broadcast(1, tokens)
+    after = nl.ndarray((P, tokens, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=after, data1=spread, data2=low, op=nl.greater_equal)
+    before = nl.ndarray((P, tokens, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=before, data1=spread, data2=high, op=nl.less)
+    seen = nl.ndarray((P, tokens, rows), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=seen, data1=after, data2=before, op=nl.multiply)
+    nisa.tensor_copy_predicated(dst=scores, src=FP32_MIN, predicate=seen, reverse_pred=True)
+
+
+def find_maximum(work, tables, options):
+    """Mask the scores; keep the maximum of each row on the diagonal of a tile."""
+    rows = work["state"][5]
+    if options["softcap"] > 0.0:
+        scores = work["scores"]
+        capped = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(
+            dst=capped, op=nl.tanh, data=scores, scale=work["factor"] / options["softcap"]
+        )
+        work["scores"] = capped
+        work["factor"] = options["softcap"]
+    at = 0
+    for item in work["numbers"]:
+        section = options["sections"][item[0]]
+        end = at + section[1]
+        if item[1]:
+            mask_section(work["scores"][:, at:end, :], section, work["limits"])
+        at = end
+    by_partition = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(
+        dst=by_partition, op=nl.maximum, data=work["scores"].permute((0, 2, 1)), axis=2
+    )
+    turned = nl.ndarray((rows, P), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_transpose(dst=turned, data=by_partition, engine=nisa.engine.tensor)
+    top = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=top, op=nl.maximum, data=turned, axis=1)
+    diagonal = nl.ndarray((rows, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=diagonal, data=tables["identity"][:rows, :rows], op0=nl.multiply, operand0=top
+    )
+    work["diagonal"] = diagonal
+
+
+def exponentiate(work, tables, options):
+    """Spread the maxima over the partitions, lower the negated ones, and exponentiate."""
+    state = work["state"]
+    scores = work["scores"]
+    chunks = scores.shape[1]
+    rows = scores.shape[2]
+    top = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(
+        dst=top, stationary=tables["ones"][:rows, :], moving=work["diagonal"], accumulate=False
+    )
+    negated = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=negated,
+        data=top,
+        op0=nl.multiply,
+        operand0=-work["factor"],
+        op1=nl.minimum,
+        operand1=state[NEGATED],
+    )
+    correction = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=correction, data1=negated, data2=state[NEGATED], op=nl.subtract)
+    shifted = nl.ndarray((P, chunks, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=shifted,
+        data=scores,
+        op0=nl.multiply,
+        operand0=work["factor"],
+        op1=nl.add,
+        operand1=negated.expand_dim(1).broadcast(1, chunks),
+    )
+    exact = nl.ndarray((P, chunks, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.activation(dst=exact, op=nl.exp, data=shifted)
+    nisa.activation(dst=correction, op=nl.exp, data=correction)
+    # the sum is of what was not rounded yet
+    probabilities = exact
+    if options["dtype"] != nl.float32:
+        probabilities = nl.ndarray((P, chunks, rows), dtype=options["dtype"], buffer=nl.sbuf)
+        nisa.tensor_copy(dst=probabilities, src=exact, engine=nisa.engine.gpsimd)
+    state[NEGATED] = negated
+    work["scores"] = 0
+    work["exact"] = exact
+    work["probabilities"] = probabilities
+    work["correction"] = correction
+
+
+def weigh(work, options, kv_head):
+    """Add a round to the sums of the partitions and to the output."""
+    state = work["state"]
+    probabilities = work["probabilities"]
+    correction = work["correction"]
+    rows = state[5]
+    head_dim = state[OUTPUT].shape[0]
+    product = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.psum)
+    at = 0
+    for part in work["values"]:
+        tokens = part.shape[1]
+        for t in range(tokens):
+            nisa.nc_matmul(
+                dst=product,
+                stationary=part[:, t, :],
+                moving=probabilities[:, at + t, :],
+                accumulate=at + t > 0,
+            )
+        at = at + tokens
+    sums = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=sums, op=nl.add, data=work["exact"].permute((0, 2, 1)), axis=2)
+    kept = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=kept, data1=state[TOTAL], data2=correction, op=nl.multiply)
+    total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=total, data1=kept, data2=sums, op=nl.add)
+    old = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=old, data1=state[OUTPUT], data2=correction[:head_dim, :], op=nl.multiply)
+    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.scalar_tensor_tensor(
+        dst=output,
+        data=product,
+        op0=nl.multiply,
+        operand0=options["v_scales"][work["source"]][kv_head],
+        op1=nl.add,
+        operand1=old,
+    )
+    state[TOTAL] = total
+    state[OUTPUT] = output
+
+
+def finish_rows(outputs, tables, options, state, kv_head):
+    """Add up the partitions' sums, divide, turn, and store."""
+    tile = state[4]
+    rows = state[5]
+    head_dim = state[OUTPUT].shape[0]
+    group = options["group"]
+    total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=total, stationary=tables["ones"], moving=state[TOTAL], accumulate=False)
+    safe = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=safe, data=total, op0=nl.maximum, operand0=TINY)
+    inverse = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.reciprocal(dst=inverse, data=safe)
+    divided = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(
+        dst=divided, data1=state[OUTPUT], data2=inverse[:head_dim, :], op=nl.multiply
+    )
+    turned = nl.ndarray((rows, head_dim), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_transpose(dst=turned, data=divided, engine=nisa.engine.tensor)
+    result = nl.ndarray((rows, head_dim), dtype=outputs["out"].dtype, buffer=nl.sbuf)
+    copy_to(result, turned, False)
+    store_rows(outputs["out"], tables["q_index"], tile, rows, group, kv_head, result)
+    if options["has_lse"]:
+        # every row of this path sees a key, so that no logarithm is of 0
+        logs = nl.ndarray((1, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=logs, op=nl.log, data=safe[0:1, :])
+        nisa.tensor_tensor(dst=logs, data1=logs, data2=state[NEGATED][0:1, :], op=nl.subtract)
+        column = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_transpose(dst=column, data=logs, engine=nisa.engine.tensor)
+        lse = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        copy_to(lse, column, False)
+        store_rows(outputs["lse"], tables["q_index"], tile, rows, group, kv_head, lse)
+
+
+def decode(units, inputs, outputs, tables, options, kv_head):
+    """Run sequences for one KV head, round by round, each stage a step behind the one before."""
+    works = []
+    for unit in units:
+        for number in range(len(unit[2])):
+            works.append({"tile": unit[1], "numbers": unit[2][number], "number": number})
+            works[-1]["is_last"] = number == len(unit[2]) - 1
+    count = len(works)
+    state = []
+    for i in range(count + 4):
+        if i >= 1 and i - 1 < count:
+            find_maximum(works[i - 1], tables, options)
+        if i >= 2 and i - 2 < count:
+            exponentiate(works[i - 2], tables, options)
+        if i < count:
+            work = works[i]
+            if work["number"] == 0:
+                rows = options["rows"][work["tile"]]
+                state = start_rows(inputs, tables, options, work["tile"], rows, kv_head)
+            work["state"] = state
+            score_round(work, inputs, tables, options, kv_head)
+        if i >= 3 and i - 3 < count:
+            weigh(works[i - 3], options, kv_head)
+        if i < count:
+            multiply_keys(works[i]["scores"], works[i]["waiting"], state)
+            works[i]["waiting"] = 0
+        if i >= 4:
+            if works[i - 4]["is_last"]:
+                finish_rows(outputs, tables, options, works[i - 4]["state"], kv_head)
+            # what is done needs no more room
+            works[i - 4] = 0

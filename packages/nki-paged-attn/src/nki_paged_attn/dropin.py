@@ -1,0 +1,149 @@
+"""The functions under which inference engines know this kernel family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ._arrays import FLOATS, like, to_array
+from ._backend import choose_backend
+from ._checks import check_cache, check_number
+from ._launch import Options, launch
+from .legacy import column_order, rows_of_mask
+from .plan import plan_rows
+
+
+def flash_attn_varlen_nkifunc(
+    query: Any,
+    key: Any,
+    value: Any,
+    kv_cache: Any,
+    block_table: Any,
+    attn_mask: Any,
+    n_kv_head: int | None = None,
+    head_size: int | None = None,
+    LARGE_TILE_SZ: int = 2048,
+    mixed_precision: bool = True,
+) -> Any:
+    """Attend packed queries to active blocks and to the new tokens, by a mask.
+
+    Args:
+        query: ``[1, heads, head_dim, seq_q]``.
+        key: ``[1, kv_heads, head_dim, seq_k]``.
+        value: ``[1, kv_heads, seq_k, head_dim]``.
+        kv_cache: ``[2, blocks, kv_heads, block_size, head_dim]``.
+        block_table: the active blocks of all sequences, ``[active_blocks]``.
+        attn_mask: nonzero where visible, ``[seq_q, active_blocks * block_size + seq_k]``; its
+            context as ``reorder_context_mask`` orders it. Of cached and of new tokens each, a row
+            must see one range.
+        n_kv_head, head_size: must agree with the tensors, if given.
+        LARGE_TILE_SZ: what the mask was reordered for.
+        mixed_precision: products of bf16 operands, as fp32 queries ask for; else of query's dtype.
+
+    Returns:
+        ``[1, heads, seq_q, head_dim]`` in query's dtype. A row that sees nothing gives 0.
+    """
+    return _attend(
+        query, key, value, kv_cache, block_table, attn_mask, None, n_kv_head, head_size,
+        LARGE_TILE_SZ, mixed_precision,
+    )  # fmt: skip
+
+
+def _attend(
+    query: Any, key: Any, value: Any, kv_cache: Any, block_table: Any, mask: Any,
+    softmax_scale: float | None, n_kv_head: int | None, head_size: int | None, large_tile: int,
+    mixed_precision: bool,
+) -> Any:  # fmt: skip
+    names = ("query", "key", "value", "kv_cache", "block_table", "attn_mask")
+    given = (query, key, value, kv_cache, block_table, mask)
+    q, k, v, cache, table, seen = (to_array(n, x) for n, x in zip(names, given, strict=True))
+    if q.dtype.name not in FLOATS:
+        raise TypeError(f"query must be one of {', '.join(FLOATS)}, got {q.dtype.name}")
+    if q.ndim != 4 or q.shape[0] != 1:
+        raise ValueError(f"query must be [1, heads, head_dim, seq_q], got {list(q.shape)}")
+    _, heads, head_dim, seq_q = q.shape
+    if k.ndim != 4 or (k.shape[0], k.shape[2]) != (1, head_dim):
+        raise ValueError(f"key must be [1, kv_heads, {head_dim}, seq_k], got {list(k.shape)}")
+    kv_heads, seq_k = k.shape[1], k.shape[3]
+    if v.shape != (1, kv_heads, seq_k, head_dim):
+        raise ValueError(f"value must be [1, {kv_heads}, {seq_k}, {head_dim}], got {list(v.shape)}")
+    if n_kv_head not in (None, kv_heads):
+        raise ValueError(f"n_kv_head must be key's {kv_heads}, got {n_kv_head}")
+    if head_size not in (None, head_dim):
+        raise ValueError(f"head_size must be query's {head_dim}, got {head_size}")
+    if not 1 <= head_dim <= 128:
+        raise ValueError(f"head_dim of query must be from 1 to 128, got {head_dim}")
+    check_cache(cache, kv_heads, head_dim)
+    if table.ndim != 1:
+        raise ValueError(f"block_table must be [active_blocks], got {list(table.shape)}")
+    block_size = cache.shape[3]
+    context = len(table) * block_size
+    if seen.shape != (seq_q, context + seq_k):
+        raise ValueError(f"attn_mask must be [{seq_q}, {context + seq_k}], got {list(seen.shape)}")
+    # back into the order of tokens
+    order = column_order(large_tile, block_size, context)
+    plain = np.empty(seen.shape, bool)
+    plain[:, order] = seen[:, :context] != 0
+    plain[:, context:] = seen[:, context:] != 0
+    used = plain[:, :context].reshape(seq_q, len(table), block_size).any(axis=(0, 2))
+    wrong = used & ((table < 0) | (table >= cache.shape[1]))
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise ValueError(
+            f"block_table[{at}] must be from 0 to {cache.shape[1] - 1}, got {table[at]}"
+        )
+    plan = plan_rows(rows_of_mask(plain, context, table), block_size, heads, kv_heads, seq_q)
+    scale = (
+        head_dim**-0.5 if softmax_scale is None else check_number("softmax_scale", softmax_scale)
+    )
+    options = Options(
+        scale=scale,
+        softcap=0.0,
+        sinks=None,
+        k_scales=(1.0,) * kv_heads,
+        v_scales=(1.0,) * kv_heads,
+        has_lse=False,
+        dtype="bfloat16" if mixed_precision else q.dtype.name,
+    )
+    out, _ = launch(
+        np.ascontiguousarray(q[0].transpose(2, 0, 1)),
+        k[0].transpose(2, 0, 1),
+        v[0].transpose(1, 0, 2),
+        cache,
+        plan,
+        options,
+        choose_backend(),
+    )
+    return like(np.ascontiguousarray(out.transpose(1, 0, 2))[None], query)
+
+
+class FlashPagedAttention:
+    """``flash_paged_attention[1, n_kv_head](...)``: the old kernel's call; the grid is ignored."""
+
+    def __getitem__(self, grid: Any) -> FlashPagedAttention:
+        return self
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        block_tables: Any,
+        mask: Any,
+        softmax_scale: float | None = None,
+        mixed_precision: bool = True,
+        LARGE_TILE_SZ: int = 2048,
+        return_debug_tensors: bool = False,
+    ) -> Any:
+        """Compute ``flash_attn_varlen_nkifunc`` with a scale; 0.0 is one."""
+        if return_debug_tensors:
+            raise NotImplementedError("return_debug_tensors is not offered; use the simulator")
+        return _attend(
+            query, key, value, kv_cache, block_tables, mask, softmax_scale, None, None,
+            LARGE_TILE_SZ, mixed_precision,
+        )  # fmt: skip
+
+
+flash_paged_attention = FlashPagedAttention()

@@ -1,0 +1,220 @@
+"""Engine cycles, DMA time and the bound of a run, from its trace alone.
+
+The formulae are those of the instruction pages (``nki.isa.*``, cost tables), of
+``nki/deep-dives/nki_perf_guide`` and of ``nki/deep-dives/nki-dma-bandwidth-guide``. They are an
+estimate from documents; nothing here was timed on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .targets import Target, find_target
+from .trace import Instruction, Trace
+
+ENGINES = ("tensor", "vector", "scalar", "gpsimd")
+# the least number of cycles between two instructions of an engine
+MIN_CYCLES = 64
+# reading out the reduce registers takes an instruction
+READOUT = 64
+# cycles before GpSimd writes the first index
+GPSIMD_START = 150
+# a descriptor of fewer bytes takes as long as one of these
+DESCRIPTOR_BYTES = 512
+# nanoseconds from a semaphore to the first byte
+DMA_LATENCY = 1300.0
+
+
+def cycles(i: Instruction) -> int:
+    """Return the cycles that an instruction occupies its engine."""
+    n, least = i.elements, max(MIN_CYCLES, i.elements)
+    wide = 4 if "fp32" in i.form else 1
+    readout = READOUT if "readout" in i.form else 0
+    match i.op:
+        case "nc_matmul":
+            return wide * max(min(MIN_CYCLES, i.stationary), n)
+        case "nc_transpose" if i.engine == "tensor":
+            return wide * max(i.stationary, min(MIN_CYCLES, n))
+        case "tensor_tensor":
+            return least if "cheap" in i.form else max(MIN_CYCLES, 2 * n)
+        case "scalar_tensor_tensor":
+            return least if "cheap" in i.form else max(MIN_CYCLES, 2 * n)
+        case "tensor_copy_predicated":
+            return max(MIN_CYCLES, 2 * n) if "both_sbuf" in i.form else least
+        case "tensor_scalar_reduce":
+            return least + READOUT
+        case "reciprocal":
+            return max(MIN_CYCLES, 8 * n)
+        case "tensor_reduce" | "memset" if "cheap" in i.form:
+            return max(MIN_CYCLES, n // 2)
+        case "iota" | "affine_select":
+            return GPSIMD_START + n
+        case "dma_copy" | "dma_transpose":
+            return 0
+        case _:
+            return least + readout
+
+
+def dma_occupancy(i: Instruction, target: Target) -> float:
+    """Return the nanoseconds for which a DMA occupies all queues together."""
+    rate = min(target.dma_rate * target.dma_engines, target.hbm_rate)
+    # below 512 bytes a descriptor takes as long as one of 512
+    nbytes = max(i.nbytes, i.rows * DESCRIPTOR_BYTES) if i.rows else i.nbytes
+    if i.op == "dma_transpose":
+        # at best 90 % of the throughput
+        nbytes = round(nbytes / 0.9)
+    return nbytes / rate
+
+
+def one_engine_time(nbytes: int, target: str | Target) -> float:
+    """Return the nanoseconds that one DMA engine takes for so many bytes."""
+    return nbytes / find_target(target).dma_rate
+
+
+def duration(i: Instruction, target: Target) -> float:
+    """Return the nanoseconds for which an instruction occupies its engine."""
+    if i.engine == "dma":
+        return dma_occupancy(i, target)
+    return cycles(i) / target.clocks[i.engine]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a trace costs on its target.
+
+    Attributes:
+        cycles: of each engine; with two programs, those of the busier core.
+        times: nanoseconds of each engine, and of DMA.
+        dma_bytes: bytes moved by all programs.
+        bound: the engine that takes longest, and no schedule can beat.
+        makespan: nanoseconds of an in-order schedule with the trace's dependences.
+        sbuf_peak, psum_peak: bytes per partition and banks, at most.
+    """
+
+    target: str
+    instructions: int
+    cycles: dict[str, int]
+    times: dict[str, float]
+    dma_bytes: int
+    bound: str
+    makespan: float
+    sbuf_peak: int
+    psum_peak: int
+    busy: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.target}: {self.instructions} instructions, an estimate from documents"]
+        for name, time in self.times.items():
+            work = f"{self.cycles[name]} cycles" if name in self.cycles else f"{self.dma_bytes} B"
+            lines.append(
+                f"  {name:7} {work:>16} {time / 1e3:12.1f} us, {self.busy[name]:5.1%} busy"
+            )
+        lines.append(f"  bound by {self.bound}; in-order schedule {self.makespan / 1e3:.1f} us")
+        lines.append(
+            f"  peaks: {self.sbuf_peak} B of SBUF a partition, {self.psum_peak} PSUM banks"
+        )
+        return "\n".join(lines)
+
+
+def cost(trace: Trace, target: str | Target | None = None) -> Cost:
+    """Sum the trace's instructions by engine, and schedule them.
+
+    Args:
+        trace: of a simulation.
+        target: another generation's clocks and bandwidths; the trace's own by default.
+    """
+    found = find_target(target or trace.target)
+    programs = sorted({i.program for i in trace.instructions}) or [0]
+    sums = {p: dict.fromkeys(ENGINES, 0) for p in programs}
+    dma = dict.fromkeys(programs, 0.0)
+    for i in trace.instructions:
+        if i.engine == "dma":
+            dma[i.program] += dma_occupancy(i, found)
+        else:
+            sums[i.program][i.engine] += cycles(i)
+    most = {e: max(sums[p][e] for p in programs) for e in ENGINES}
+    times = {e: most[e] / found.clocks[e] for e in ENGINES} | {"dma": max(dma.values())}
+    ends = [s[2] for s in schedule(trace, found)]
+    # the two queues of DMA share its rate
+    makespan = max([*ends, times["dma"]])
+    return Cost(
+        target=found.name,
+        instructions=len(trace.instructions),
+        cycles=most,
+        times=times,
+        dma_bytes=trace.dma_bytes(),
+        bound=max(times, key=lambda e: times[e]),
+        makespan=makespan,
+        sbuf_peak=trace.sbuf_peak,
+        psum_peak=trace.psum_peak,
+        busy={e: t / makespan if makespan else 0.0 for e, t in times.items()},
+    )
+
+
+def schedule(trace: Trace, target: str | Target) -> list[tuple[Instruction, float, float]]:
+    """Return (instruction, start, end) in nanoseconds.
+
+    Each engine runs its instructions in program order, and waits for what they read or overwrite.
+    A tile waits for the last use of the tiles whose place it takes. DMA has two queues, one for
+    what goes to HBM, so that results which are not there yet do not hold up what comes.
+    """
+    found = find_target(target)
+    free: dict[tuple[int, str], float] = {}
+    memory: dict[int, _Uses] = {}
+    result = []
+    for i in trace.instructions:
+        ready = 0.0
+        for region in i.reads:
+            ready = max(ready, _uses(memory, region[0], trace).when(region, writes_only=True))
+        for region in i.writes:
+            ready = max(ready, _uses(memory, region[0], trace).when(region, writes_only=False))
+        queue = (i.program, "out" if i.is_store else i.engine)
+        start = max(ready, free.get(queue, 0.0))
+        busy = start + duration(i, found)
+        # further transfers overlap the latency of one
+        end = busy + (DMA_LATENCY if i.engine == "dma" else 0.0)
+        free[queue] = busy
+        for region in i.reads:
+            memory[region[0]].add(region, end, is_write=False)
+        for region in i.writes:
+            memory[region[0]].add(region, end, is_write=True)
+        result.append((i, start, end))
+    return result
+
+
+class _Uses:
+    """When the regions of a storage were last read and written."""
+
+    __slots__ = ("floor", "last", "reads", "writes")
+
+    def __init__(self, floor: float) -> None:
+        self.floor = floor
+        self.last = floor
+        self.reads: list[tuple[int, int, float]] = []
+        self.writes: list[tuple[int, int, float]] = []
+
+    def when(self, region: tuple[int, int, int], *, writes_only: bool) -> float:
+        _, low, high = region
+        uses: Iterable[Any] = self.writes if writes_only else [*self.writes, *self.reads]
+        return max((t for a, b, t in uses if a < high and low < b), default=self.floor)
+
+    def add(self, region: tuple[int, int, int], end: float, *, is_write: bool) -> None:
+        _, low, high = region
+        self.last = max(self.last, end)
+        if is_write:
+            # what a write covers can be waited for through the write
+            self.reads = [u for u in self.reads if not (low <= u[0] and u[1] <= high)]
+            self.writes = [u for u in self.writes if not (low <= u[0] and u[1] <= high)]
+            self.writes.append((low, high, end))
+        else:
+            self.reads = [u for u in self.reads if (u[0], u[1]) != (low, high) or u[2] > end]
+            self.reads.append((low, high, end))
+
+
+def _uses(memory: dict[int, _Uses], storage: int, trace: Trace) -> _Uses:
+    if storage not in memory:
+        before = [memory[s].last for s in trace.reuses.get(storage, ()) if s in memory]
+        memory[storage] = _Uses(max(before, default=0.0))
+    return memory[storage]

@@ -1,0 +1,39 @@
+"""What the simulator raises: a limit that was broken, and what it does not model."""
+
+from __future__ import annotations
+
+
+class NkiValidationError(ValueError):
+    """A documented limit of the hardware or of the language was broken.
+
+    Args:
+        operation: name of the call, such as ``nisa.nc_matmul``.
+        operand: the argument at fault.
+        limit: what the documentation asks for.
+        value: what came.
+        page: the documentation page, and its section, on which the limit rests.
+    """
+
+    def __init__(self, operation: str, operand: str, limit: str, value: object, page: str) -> None:
+        super().__init__(f"{operation}: {operand} {limit}, got {value} [{page}]")
+        self.operation = operation
+        self.operand = operand
+        self.limit = limit
+        self.value = value
+        self.page = page
+
+
+class UnwrittenError(NkiValidationError):
+    """Memory was read that nothing has written; raised in strict mode."""
+
+
+class NotModelledError(NotImplementedError):
+    """A call or an option that the simulator does not model; it never guesses."""
+
+
+def require(
+    holds: bool, operation: str, operand: str, limit: str, value: object, page: str
+) -> None:
+    """Raise ``NkiValidationError`` unless a limit holds."""
+    if not holds:
+        raise NkiValidationError(operation, operand, limit, value, page)

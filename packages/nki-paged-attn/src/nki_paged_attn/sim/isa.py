@@ -1,0 +1,57 @@
+"""The ``nki.isa`` namespace of the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .enums import dge_mode, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd
+from .errors import NkiValidationError, NotModelledError
+from .isa_dma import dma_copy, dma_transpose
+from .isa_scalar import activation, activation_reduce
+from .isa_select import (
+    affine_select,
+    iota,
+    range_select,
+    select_reduce,
+    tensor_copy_predicated,
+)
+from .isa_tensor import nc_matmul, nc_transpose
+from .isa_vector import (
+    exponential,
+    memset,
+    reciprocal,
+    scalar_tensor_tensor,
+    tensor_copy,
+    tensor_reduce,
+    tensor_scalar,
+    tensor_scalar_reduce,
+    tensor_tensor,
+)
+from .machine import machine
+
+tensor_engine = engine.tensor
+vector_engine = engine.vector
+scalar_engine = engine.scalar
+gpsimd_engine = engine.gpsimd
+unknown_engine = engine.unknown
+
+
+def get_nc_version() -> nc_version:
+    """Return the generation that the kernel runs on."""
+    return nc_version(machine().target.generation)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    raise NotModelledError(f"nisa.{name} is not modelled")
+
+
+__all__ = [
+    "NkiValidationError", "activation", "activation_reduce", "affine_select", "dge_mode",
+    "dma_copy", "dma_transpose", "engine", "exponential", "get_nc_version", "gpsimd_engine",
+    "iota", "matmul_perf_mode", "memset", "nc_matmul", "nc_transpose", "nc_version", "oob_mode",
+    "range_select", "reciprocal", "reduce_cmd", "scalar_engine", "scalar_tensor_tensor",
+    "select_reduce", "tensor_copy", "tensor_copy_predicated", "tensor_engine", "tensor_reduce",
+    "tensor_scalar", "tensor_scalar_reduce", "tensor_tensor", "unknown_engine", "vector_engine",
+]  # fmt: skip

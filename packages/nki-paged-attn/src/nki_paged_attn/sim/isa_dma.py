@@ -1,0 +1,305 @@
+"""DMA: copies between HBM and SBUF, by static patterns or by indices that a tile holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .access import check_tensor, check_tile, check_written, mark
+from .dtypes import NUMPY, Array, convert
+from .enums import dge_mode as DgeMode
+from .enums import engine as Engine
+from .enums import oob_mode as OobMode
+from .errors import NotModelledError, require
+from .machine import machine
+from .tensor import NkiTensor
+from .trace import Instruction
+
+COPY = "nki.isa.dma_copy"
+TRANSPOSE = "nki.isa.dma_transpose"
+AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
+
+
+def dma_copy(
+    dst: NkiTensor, src: NkiTensor, priority: int | None = None,
+    oob_mode: OobMode = OobMode.error, dge_mode: DgeMode = DgeMode.unknown,
+    engine: Engine = Engine.unknown, name: str | None = None,
+) -> None:  # fmt: skip
+    """Copy between HBM and SBUF; other dtypes go through fp32."""
+    call = "nisa.dma_copy"
+    _check_memory(call, dst, src)
+    require(
+        dst.size == src.size, call, "dst", f"must have src's {src.size} elements", dst.size, COPY
+    )
+    _check_mode(call, dst, src, priority, dge_mode, engine)
+    if not dst.is_indirect() and not src.is_indirect():
+        _move(call, dst, src)
+        rows = dst.size // max(_row(src), 1)
+        _log("dma_copy", dst, src, src.size, rows)
+        return
+    require(
+        not (dst.is_indirect() and src.is_indirect()), call, "dst and src",
+        "must not both be indirect", "both", COPY,
+    )  # fmt: skip
+    moved, rows = _indirect(call, dst, src, oob_mode)
+    _log("dma_copy", dst, src, moved, rows, indirect=True)
+
+
+def _check_memory(call: str, dst: NkiTensor, src: NkiTensor) -> None:
+    for operand, x in (("dst", dst), ("src", src)):
+        check_tensor(call, operand, x, "sbuf", "private_hbm", "shared_hbm")
+        if x._storage.on_chip:
+            check_tile(call, operand, x) if x.start_partition == 0 else None
+            require(
+                x.shape[0] <= machine().target.partitions, call, operand,
+                f"may have at most {machine().target.partitions} partitions", x.shape[0], COPY,
+            )  # fmt: skip
+
+
+def _check_mode(
+    call: str, dst: NkiTensor, src: NkiTensor, priority: int | None, mode: DgeMode, engine: Engine
+) -> None:
+    target = machine().target
+    if priority is not None:
+        require(target.has_dma_priority, call, "priority", "is for trn3 or newer", priority, COPY)
+        require(0 <= priority <= 3, call, "priority", "must be from 0 to 3", priority, COPY)
+    if mode == DgeMode.hwdge:
+        require(target.has_hwdge, call, "dge_mode", "may be hwdge from trn2 on", target.name, COPY)
+        require(dst.dtype == src.dtype, call, "dst", "must have src's dtype for hwdge",
+                f"{dst.dtype} and {src.dtype}", COPY)  # fmt: skip
+    if engine != Engine.unknown:
+        require(
+            mode == DgeMode.hwdge and engine in (Engine.sync, Engine.scalar), call, "engine",
+            "must be sync or scalar, with hwdge", engine.name, COPY,
+        )  # fmt: skip
+    by_vector = [x for x in (dst, src) if x.indirection and x.indirection.per_partition]
+    require(
+        not by_vector or mode in (DgeMode.unknown, DgeMode.swdge), call, "dge_mode",
+        "must be swdge for a vector_offset", mode.name, COPY,
+    )  # fmt: skip
+
+
+def _move(call: str, dst: NkiTensor, src: NkiTensor) -> None:
+    check_written(call, "src", src)
+    mark(call, dst)
+    out, x = dst.array(), src.array()
+    if out is not None and x is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[...] = convert(x, out.dtype).reshape(out.shape)
+
+
+def offsets(call: str, x: NkiTensor) -> Array:
+    """Return the run-time indices of an indirect view, as int64."""
+    way = x.indirection
+    if way is None:
+        raise NotModelledError(f"{call}: no index")
+    check_written(call, "the offset", way.index)
+    index = way.index.array()
+    if index is None:
+        raise NotModelledError(f"{call}: indices that are not there without execution")
+    found: Array = index.astype(np.int64).reshape(-1)
+    return found
+
+
+def _indirect(call: str, dst: NkiTensor, src: NkiTensor, mode: OobMode) -> tuple[int, int]:
+    """Move row by row, or all rows by one offset; return elements moved, and descriptors."""
+    view, direct = (dst, src) if dst.is_indirect() else (src, dst)
+    way = view.indirection
+    index = offsets(call, view)
+    bound = way.limit  # type: ignore[union-attr]
+    fits = (index >= 0) & (index < bound)
+    require(
+        bool(fits.all()) or mode == OobMode.skip, call, "an index",
+        f"must be from 0 to {bound - 1}; oob_mode.error raises", index[~fits][:1],
+        f"{COPY}, oob_mode",
+    )  # fmt: skip
+    stride = way.stride  # type: ignore[union-attr]
+    shape = view.shape
+    row = view.size // shape[0]
+    require(
+        direct.shape[0] == shape[0], call, "dst and src",
+        f"must have the same {shape[0]} rows", direct.shape[0], f"{COPY}, indirect addressing",
+    )  # fmt: skip
+    check_written(call, "src", src) if view is dst else None
+    rows = np.flatnonzero(fits) if way.per_partition else np.arange(shape[0] * fits.all())  # type: ignore[union-attr]
+    _check_reach(call, view, index, rows, stride)
+    if view._storage.data is not None and direct._storage.data is not None and len(rows):
+        _copy_rows(view, direct, index, rows, stride, gather=view is src)
+    if view is dst:
+        if view._storage.state is not None or view._storage.owner is not None:
+            for r in rows:
+                i = int(index[r] if way.per_partition else index[0])  # type: ignore[union-attr]
+                mark(call, _row_view(view, i, int(r), stride))
+    elif len(rows) == shape[0]:
+        mark(call, dst)
+    elif direct._storage.state is not None:
+        for r in rows:
+            mark(call, direct.slice(0, int(r), int(r) + 1))
+    return len(rows) * row, len(rows)
+
+
+def _row_view(view: NkiTensor, index: int, row: int, stride: int) -> NkiTensor:
+    offset = view._offset + index * stride + row * view._strides[0]
+    return NkiTensor(view._storage, (1, *view.shape[1:]), view._strides, offset, view.dtype)
+
+
+def _check_reach(call: str, view: NkiTensor, index: Array, rows: Array, stride: int) -> None:
+    """An index within bounds may still lead past the end, by the offset of the pattern."""
+    if not len(rows):
+        return
+    span = sum(s * (n - 1) for s, n in zip(view._strides, view.shape, strict=True))
+    used = index[rows] if view.indirection.per_partition else index  # type: ignore[union-attr]
+    last = view._offset + int(used.max()) * stride + span
+    require(last < view._storage.size, call, view.name,
+            f"must stay within its {view._storage.size} elements", last, COPY)  # fmt: skip
+
+
+def _copy_rows(
+    view: NkiTensor, direct: NkiTensor, index: Array, rows: Array, stride: int, *, gather: bool
+) -> None:
+    dtype = NUMPY[view.dtype]
+    # as bits: NumPy makes no windows of every dtype
+    bits = np.dtype(f"u{dtype.itemsize}")
+    flat = view._storage.data.view(bits)  # type: ignore[union-attr]
+    inner = np.zeros(1, np.int64)
+    for s, n in zip(view._strides[1:], view.shape[1:], strict=True):
+        inner = (inner[:, None] + s * np.arange(n, dtype=np.int64)).reshape(-1)
+    per = view.indirection.per_partition  # type: ignore[union-attr]
+    starts = (index[rows] if per else np.full(len(rows), index[0])) * stride
+    starts = view._offset + starts + rows * view._strides[0]
+    other = direct.array()
+    if other is None:
+        return
+    contiguous = len(inner) == inner[-1] + 1
+    with np.errstate(over="ignore", invalid="ignore"):
+        if gather:
+            if contiguous:
+                windows = np.lib.stride_tricks.sliding_window_view(flat, len(inner))
+                found = windows[starts]
+            else:
+                found = flat[starts[:, None] + inner]
+            target = other.reshape(other.shape[0], -1) if _is_flat(other) else None
+            value = convert(found.view(dtype), other.dtype)
+            if target is not None:
+                target[rows] = value
+            else:
+                other[rows] = value.reshape(len(rows), *other.shape[1:])
+        else:
+            value = convert(other, dtype).reshape(other.shape[0], -1)[rows]
+            flat[starts[:, None] + inner] = value.view(bits)
+
+
+def _is_flat(x: Array) -> bool:
+    return bool(np.shares_memory(x, x.reshape(x.shape[0], -1)))
+
+
+def dma_transpose(
+    dst: NkiTensor, src: NkiTensor, axes: Any = None, priority: int | None = None,
+    dge_mode: DgeMode = DgeMode.unknown, oob_mode: OobMode = OobMode.error,
+    name: str | None = None,
+) -> None:  # fmt: skip
+    """Transpose on the way into SBUF; with a vector_offset, gather rows first."""
+    call = "nisa.dma_transpose"
+    check_tensor(call, "dst", dst, "sbuf")
+    check_tensor(call, "src", src, "sbuf", "private_hbm", "shared_hbm")
+    require(src.ndim in AXES, call, "src", "must have 2, 3 or 4 dimensions", src.ndim, TRANSPOSE)
+    expected = AXES[src.ndim]
+    require(
+        axes is None or tuple(axes) == expected, call, "axes",
+        f"must be {expected} for {src.ndim} dimensions", axes, TRANSPOSE,
+    )  # fmt: skip
+    require(dst.dtype == src.dtype, call, "dst", f"must have src's dtype, {src.dtype}", dst.dtype,
+            TRANSPOSE)  # fmt: skip
+    shape = tuple(src.shape[a] for a in expected)
+    require(dst.shape == shape, call, "dst", f"must be {shape}, the transposed source", dst.shape,
+            TRANSPOSE)  # fmt: skip
+    if dge_mode == DgeMode.hwdge:
+        require(
+            machine().target.has_hwdge and src.shape[0] == 16 and src.shape[-1] % 128 == 0
+            and src.itemsize == 2, call, "src",
+            "must have 16 rows, columns in multiples of 128 and a dtype of 2 bytes for hwdge",
+            f"{src.dtype} {src.shape}", TRANSPOSE,
+        )  # fmt: skip
+    require(not dst.is_indirect(), call, "dst", "must not be indirect", dst, TRANSPOSE)
+    if src.is_indirect():
+        _gather_transposed(call, dst, src, expected, dge_mode)
+        return
+    check_written(call, "src", src)
+    mark(call, dst)
+    x, out = src.array(), dst.array()
+    if x is not None and out is not None:
+        out[...] = x.transpose(expected)
+    _log("dma_transpose", dst, src, src.size, src.shape[0])
+
+
+def _gather_transposed(
+    call: str, dst: NkiTensor, src: NkiTensor, axes: tuple[int, ...], mode: DgeMode
+) -> None:
+    way = src.indirection
+    rows = src.shape[0]
+    target = machine().target
+    page = f"{TRANSPOSE}, indirect"
+    require(target.has_indirect_transpose, call, "src", "may be indirect from trn2 on",
+            target.name, page)  # fmt: skip
+    require(mode in (DgeMode.unknown, DgeMode.swdge), call, "dge_mode", "must be swdge", mode.name,
+            page)  # fmt: skip
+    require(src.itemsize == 2, call, "src", "must have a dtype of 2 bytes", src.dtype, page)
+    require(src.shape[-1] <= 128, call, "src", "may have at most 128 columns", src.shape[-1], page)
+    require(rows % 16 == 0 and 16 <= rows <= 128, call, "src",
+            "must have 16 to 128 rows, in multiples of 16", rows, page)  # fmt: skip
+    require(way.index.dtype == "uint32", call, "the indices", "must be uint32",  # type: ignore[union-attr]
+            way.index.dtype, page)  # type: ignore[union-attr]  # fmt: skip
+    if src.ndim != 2:
+        raise NotModelledError(f"{call}: an indirect source of {src.ndim} dimensions")
+    index = offsets(call, src)
+    fits = (index >= 0) & (index < way.limit)  # type: ignore[union-attr]
+    require(bool(fits.all()), call, "an index", f"must be below {way.limit}",  # type: ignore[union-attr]
+            index[~fits][:1], page)  # fmt: skip
+    mark(call, dst)
+    out = dst.array()
+    if out is not None and src._storage.data is not None:
+        flat = src._storage.data.view(NUMPY[src.dtype])
+        inner = src._strides[1] * np.arange(src.shape[1], dtype=np.int64)
+        starts = src._offset + index * way.stride  # type: ignore[union-attr]
+        out[...] = flat[starts[:, None] + inner].T
+    _log("dma_transpose", dst, src, src.size, rows, indirect=True)
+
+
+def _row(x: NkiTensor) -> int:
+    """Elements that lie in one piece, as one descriptor moves them."""
+    piece = 1
+    for stride, size in zip(reversed(x._strides), reversed(x.shape), strict=True):
+        if stride != piece and size != 1:
+            break
+        piece *= size
+    on_chip = x._storage.on_chip
+    return min(piece, x.free_size) if on_chip else piece
+
+
+def _log(
+    op: str, dst: NkiTensor, src: NkiTensor, elements: int, rows: int, *, indirect: bool = False
+) -> None:
+    wide = max(dst.itemsize if dst._storage.on_chip else 0, 0)
+    outer = [x for x in (dst, src) if not x._storage.on_chip]
+    # bytes of the HBM side; between tiles, of the destination
+    nbytes = elements * (outer[0].itemsize if outer else wide)
+    if not indirect:
+        pieces = [_row(x) for x in (dst, src)]
+        rows = max(1, elements // max(1, min(pieces)))
+    reads = [src.region()]
+    for x in (dst, src):
+        if x.indirection is not None:
+            reads.append(x.indirection.index.region())
+    form = frozenset({"indirect"}) if indirect else frozenset()
+    hbm = outer[0].name if outer else ""
+    whole = (dst._storage.id, 0, 2**62) if dst.is_indirect() else dst.region()
+    if src.is_indirect():
+        reads[0] = (src._storage.id, 0, 2**62)
+    machine().log(
+        Instruction(
+            op, "dma", dst.free_size if dst._storage.on_chip else src.free_size, form=form,
+            nbytes=nbytes, rows=rows, reads=tuple(reads), writes=(whole,), hbm=hbm,
+            is_store=not dst._storage.on_chip,
+        )
+    )  # fmt: skip

@@ -1,0 +1,359 @@
+"""VectorE and its neighbours: elementwise operators, reductions, copies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .access import (
+    check_same_size,
+    check_tile,
+    check_vector,
+    read,
+    read_raw,
+    scalar_or_vector,
+    write,
+)
+from .dtypes import INTEGERS, NUMPY, Array, convert
+from .enums import engine as Engine
+from .enums import reduce_cmd as Command
+from .errors import NotModelledError, require
+from .machine import machine
+from .ops import binary, need_op
+from .tensor import NkiTensor
+from .trace import Instruction
+
+INT32 = {"int32", "uint32"}
+
+
+def log(
+    op: str, engine: str, dst: NkiTensor, reads: tuple[NkiTensor, ...], elements: int,
+    *form: str, also: NkiTensor | None = None,
+) -> None:  # fmt: skip
+    """Log an instruction of one destination, and perhaps a reduction's result."""
+    writes = (dst.region(),) if also is None else (dst.region(), also.region())
+    machine().log(
+        Instruction(
+            op, engine, elements, form=frozenset(f for f in form if f),
+            reads=tuple(r.region() for r in reads), writes=writes,
+        )
+    )  # fmt: skip
+
+
+def pick(call: str, engine: Engine, default: str, *allowed: str) -> str:
+    """Return the engine to run on, which must be one that the call allows."""
+    page = f"nki.isa.{call.removeprefix('nisa.')}"
+    if engine == Engine.unknown:
+        return default
+    require(engine.name in allowed, call, "engine", f"must be {' or '.join(allowed)}",
+            engine.name, page)  # fmt: skip
+    return engine.name
+
+
+def keep_from_psum(call: str, engine: str, *tiles: NkiTensor) -> None:
+    """GpSimd cannot reach PSUM."""
+    if engine == "gpsimd":
+        for tile in tiles:
+            require(
+                tile.buffer != "psum", call, tile.name, "must be in SBUF for GpSimd", tile.buffer,
+                "nki/guides/architecture, engines of a NeuronCore",
+            )  # fmt: skip
+
+
+def both_in_psum(call: str, first: NkiTensor, second: NkiTensor, what: str) -> None:
+    """VectorE reads at most one of two inputs from PSUM."""
+    require(
+        not (first.buffer == "psum" and second.buffer == "psum"), call, what,
+        "must not both be in PSUM", "psum and psum",
+        f"nki.isa.{call.removeprefix('nisa.')}, memory types",
+    )  # fmt: skip
+
+
+def tensor_copy(
+    dst: NkiTensor, src: NkiTensor, engine: Engine = Engine.unknown, name: str | None = None
+) -> None:
+    """Copy a tile; bit for bit where the dtype stays."""
+    call = "nisa.tensor_copy"
+    check_tile(call, "dst", dst)
+    check_tile(call, "src", src)
+    check_same_size(call, "dst", dst, src)
+    chosen = pick(call, engine, "vector", "vector", "scalar", "gpsimd")
+    target = machine().target
+    require(
+        chosen != "scalar" or target.has_scalar_copy, call, "engine",
+        f"must not be scalar on {target.name}; use activation with nl.copy", "scalar",
+        "nki.isa.tensor_copy",
+    )  # fmt: skip
+    keep_from_psum(call, chosen, dst, src)
+    x = read_raw(call, "src", src)
+    write(call, dst, None if x is None else convert(x, NUMPY[dst.dtype]))
+    log("tensor_copy", chosen, dst, (src,), src.free_size)
+
+
+def memset(
+    dst: NkiTensor, value: float, engine: Engine = Engine.unknown, name: str | None = None
+) -> None:
+    """Fill a tile with a constant, of the family of its dtype."""
+    call = "nisa.memset"
+    check_tile(call, "dst", dst)
+    chosen = pick(call, engine, "vector", "vector", "gpsimd")
+    keep_from_psum(call, chosen, dst)
+    is_int = dst.dtype in INTEGERS
+    require(
+        not is_int or float(value).is_integer(), call, "value",
+        f"must be an integer for {dst.dtype}", value, "nki.isa.memset",
+    )  # fmt: skip
+    filled: Array | None = None
+    if dst.array() is not None:
+        with np.errstate(over="ignore"):
+            filled = np.full(dst.shape, value, np.float64 if is_int else np.float32)
+        filled = filled.astype(NUMPY[dst.dtype])
+    write(call, dst, filled)
+    cheap = "cheap" if value == 0 and dst.dtype == "bfloat16" else ""
+    log("memset", chosen, dst, (), dst.free_size, cheap)
+
+
+def tensor_tensor(
+    dst: NkiTensor, data1: NkiTensor, data2: NkiTensor, op: Any, engine: Engine = Engine.unknown,
+    name: str | None = None,
+) -> None:  # fmt: skip
+    """``dst = op(data1, data2)``; integers of 32 bits exactly, on GpSimd."""
+    call = "nisa.tensor_tensor"
+    tiles = (dst, data1, data2)
+    for operand, x in zip(("dst", "data1", "data2"), tiles, strict=True):
+        check_tile(call, operand, x)
+    check_same_size(call, "data2", data2, data1)
+    check_same_size(call, "dst", dst, data1)
+    both_in_psum(call, data1, data2, "data1 and data2")
+    found = need_op(call, "op", op)
+    exact = all(x.dtype in INT32 for x in tiles) and engine != Engine.vector
+    in_psum = any(x.buffer == "psum" for x in tiles)
+    default = "gpsimd" if exact and not in_psum and not found.is_bitwise else "vector"
+    chosen = pick(call, engine, default, "vector", "gpsimd")
+    keep_from_psum(call, chosen, *tiles)
+    if found.is_bitwise:
+        integers = all(x.dtype in INTEGERS for x in tiles)
+        require(integers, call, "data1, data2 and dst", f"must be integers for {found.name}",
+                [x.dtype for x in tiles], "nki.isa.tensor_tensor")  # fmt: skip
+        chosen = "vector"
+    else:
+        binary(call, "op", op)
+    native = found.is_bitwise or (chosen == "gpsimd" and exact)
+    get = read_raw if native else read
+    a, b = get(call, "data1", data1), get(call, "data2", data2)
+    if a is not None and b is not None:
+        with np.errstate(all="ignore"):
+            result = found.binary(a, b.reshape(a.shape))  # type: ignore[misc]
+        write(call, dst, result.astype(NUMPY[dst.dtype]) if native else result)
+    else:
+        write(call, dst, None)
+    one_psum = (data1.buffer == "psum") != (data2.buffer == "psum")
+    narrow = all(x.dtype == "bfloat16" and x.is_contiguous() for x in tiles)
+    cheap = one_psum or (narrow and found.name in ("add", "multiply", "subtract"))
+    log("tensor_tensor", chosen, dst, (data1, data2), data1.free_size, "cheap" if cheap else "")
+
+
+def _apply(call: str, operand: str, op: Any, x: Array, y: Any, reverse: bool) -> Array:
+    function = binary(call, operand, op)
+    with np.errstate(all="ignore"):
+        result: Array = function(y, x) if reverse else function(x, y)
+    return result.astype(np.float32, copy=False)
+
+
+def tensor_scalar(
+    dst: NkiTensor, data: NkiTensor, op0: Any, operand0: Any, reverse0: bool = False,
+    op1: Any = None, operand1: Any = None, reverse1: bool = False,
+    engine: Engine = Engine.unknown, name: str | None = None,
+) -> None:  # fmt: skip
+    """``(data op0 operand0) op1 operand1`` with constants or (partitions, 1) tiles."""
+    call = "nisa.tensor_scalar"
+    check_tile(call, "dst", dst)
+    check_tile(call, "data", data)
+    check_same_size(call, "dst", dst, data)
+    chosen = pick(call, engine, "vector", "vector", "scalar", "gpsimd")
+    names = [need_op(call, "op0", op0).name]
+    if op1 is not None:
+        names.append(need_op(call, "op1", op1).name)
+    if op0.is_bitwise or (op1 is not None and op1.is_bitwise):
+        raise NotModelledError(f"{call}: bitwise operators")
+    if chosen == "scalar":
+        allowed = [["multiply", "add"], ["multiply"], ["add"]]
+        require(
+            machine().target.has_scalar_arithmetic and names in allowed, call, "op0 and op1",
+            "must be multiply and add, multiply, or add on ScalarE, from gen3 on", names,
+            "nki.isa.tensor_scalar",
+        )  # fmt: skip
+    require(chosen != "gpsimd" or names == ["rsqrt"], call, "engine",
+            "may be gpsimd for rsqrt only", names, "nki.isa.tensor_scalar")  # fmt: skip
+    y0, read0 = scalar_or_vector(call, "operand0", operand0, data)
+    y1, read1 = scalar_or_vector(call, "operand1", operand1, data) if op1 is not None else (0, ())
+    x = read(call, "data", data)
+    binary(call, "op0", op0)
+    if x is not None:
+        x = _apply(call, "op0", op0, x, y0, reverse0)
+        if op1 is not None:
+            x = _apply(call, "op1", op1, x, y1, reverse1)
+    write(call, dst, x)
+    log("tensor_scalar", chosen, dst, (data, *read0, *read1), data.free_size)
+
+
+def scalar_tensor_tensor(
+    dst: NkiTensor, data: NkiTensor, op0: Any, operand0: Any, op1: Any, operand1: NkiTensor,
+    reverse0: bool = False, reverse1: bool = False, name: str | None = None,
+) -> None:  # fmt: skip
+    """``(data op0 operand0) op1 operand1``, where the second operand is a whole tile."""
+    call = "nisa.scalar_tensor_tensor"
+    for operand, x in (("dst", dst), ("data", data), ("operand1", operand1)):
+        check_tile(call, operand, x)
+    check_same_size(call, "operand1", operand1, data)
+    check_same_size(call, "dst", dst, data)
+    both_in_psum(call, data, operand1, "data and operand1")
+    y0, read0 = scalar_or_vector(call, "operand0", operand0, data)
+    binary(call, "op0", op0), binary(call, "op1", op1)
+    a, b = read(call, "data", data), read(call, "operand1", operand1)
+    if a is not None and b is not None:
+        a = _apply(call, "op0", op0, a, y0, reverse0)
+        a = _apply(call, "op1", op1, a, b.reshape(a.shape), reverse1)
+    write(call, dst, a)
+    narrow = all(x.dtype == "bfloat16" for x in (dst, data, operand1))
+    even = data.free_size % 2 == 0
+    cheap = narrow and even and (op0.name, op1.name) == ("subtract", "multiply")
+    log(
+        "scalar_tensor_tensor", "vector", dst, (data, operand1, *read0), data.free_size,
+        "cheap" if cheap else "",
+    )  # fmt: skip
+
+
+def tensor_reduce(
+    dst: NkiTensor, op: Any, data: NkiTensor, axis: Any, negate: bool = False,
+    keepdims: bool = False, name: str | None = None,
+) -> None:  # fmt: skip
+    """Reduce the last free dimensions in fp32."""
+    call, page = "nisa.tensor_reduce", "nki.isa.tensor_reduce"
+    check_tile(call, "dst", dst)
+    check_tile(call, "data", data)
+    axes = [axis] if isinstance(axis, int) else list(axis)
+    require(0 not in axes, call, "axis", "must not be 0, the partitions", axis, page)
+    last = list(range(data.ndim - len(axes), data.ndim))
+    require(
+        sorted(axes) == last, call, "axis", f"must be the last dimensions of {data.ndim}", axis,
+        page,
+    )  # fmt: skip
+    found = need_op(call, "op", op)
+    require(found.reduces is not None, call, "op", "must be one that reduces", found.name,
+            "nki.api.shared, supported math operators")  # fmt: skip
+    if found.is_bitwise:
+        raise NotModelledError(f"{call}: bitwise operators")
+    kept = math.prod(data.shape[1 : data.ndim - len(axes)])
+    require(
+        (dst.shape[0], dst.free_size) == (data.shape[0], kept), call, "dst",
+        f"must have {data.shape[0]} partitions of {kept} elements", dst.shape, page,
+    )  # fmt: skip
+    x = read(call, "data", data)
+    if x is not None:
+        with np.errstate(all="ignore"):
+            x = found.reduces(x, axis=tuple(axes))  # type: ignore[misc]
+        x = (-x if negate else x).astype(np.float32, copy=False)
+    write(call, dst, x)
+    narrow = data.dtype == dst.dtype == "bfloat16" and found.name in ("add", "maximum")
+    log("tensor_reduce", "vector", dst, (data,), data.free_size, "cheap" if narrow else "")
+
+
+def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
+    """``1 / data`` on VectorE."""
+    call = "nisa.reciprocal"
+    check_tile(call, "dst", dst)
+    check_tile(call, "data", data)
+    check_same_size(call, "dst", dst, data)
+    x = read(call, "data", data)
+    if x is not None:
+        with np.errstate(all="ignore"):
+            x = np.float32(1) / x
+    write(call, dst, x)
+    log("reciprocal", "vector", dst, (data,), data.free_size)
+
+
+def tensor_scalar_reduce(
+    dst: NkiTensor, data: NkiTensor, op0: Any, operand0: Any, reduce_op: Any,
+    reduce_res: NkiTensor, reverse0: bool = False, reduce_cmd: Command = Command.reset_reduce,
+    reduce_init: Any = None, name: str | None = None,
+) -> None:  # fmt: skip
+    """``tensor_scalar`` of one operator, and a reduction of its result."""
+    call, page = "nisa.tensor_scalar_reduce", "nki.isa.tensor_scalar_reduce"
+    if reverse0 or reduce_cmd != Command.reset_reduce or reduce_init is not None:
+        raise NotModelledError(f"{call}: reverse0, and commands other than reset_reduce")
+    check_tile(call, "dst", dst)
+    check_tile(call, "data", data)
+    check_same_size(call, "dst", dst, data)
+    check_vector(call, "reduce_res", reduce_res, data.shape[0])
+    found = need_op(call, "reduce_op", reduce_op)
+    require(
+        found.name in ("add", "multiply", "maximum", "minimum"), call, "reduce_op",
+        "must be add, multiply, maximum or minimum", found.name, page,
+    )  # fmt: skip
+    y, also = scalar_or_vector(call, "operand0", operand0, data)
+    x = read(call, "data", data)
+    result = None
+    if x is not None:
+        x = _apply(call, "op0", op0, x, y, False)
+        result = found.reduces(x.reshape(x.shape[0], -1), axis=1)  # type: ignore[misc]
+    write(call, dst, x)
+    write(call, reduce_res, result)
+    machine().vector_registers = None
+    log("tensor_scalar_reduce", "vector", dst, (data, *also), data.free_size, also=reduce_res)
+
+
+def exponential(
+    dst: NkiTensor, src: NkiTensor, max_value: Any = 0.0, reduce_res: NkiTensor | None = None,
+    reduce_cmd: Command = Command.idle, reduce_init: float = 0.0, name: str | None = None,
+) -> None:  # fmt: skip
+    """``exp(src - max_value)`` on VectorE, and its sum; gen4 only."""
+    call, page = "nisa.exponential", "nki.isa.exponential"
+    target = machine().target
+    require(target.has_exponential, call, "target", "must be trn3 or newer", target.name, page)
+    check_tile(call, "dst", dst)
+    check_tile(call, "src", src)
+    check_same_size(call, "dst", dst, src)
+    y, also = scalar_or_vector(call, "max_value", max_value, src)
+    if reduce_res is not None:
+        check_vector(call, "reduce_res", reduce_res, src.shape[0])
+    x = read(call, "src", src)
+    if x is not None:
+        with np.errstate(all="ignore"):
+            x = np.exp(x - y).astype(np.float32, copy=False)
+    write(call, dst, x)
+    total = None
+    if x is not None and reduce_cmd != Command.idle:
+        sums = x.reshape(x.shape[0], -1).sum(axis=1, dtype=np.float32)
+        total = accumulate(call, reduce_cmd, sums, np.add, np.float32(reduce_init), 0.0)
+    else:
+        machine().vector_registers = None
+    if reduce_res is not None:
+        write(call, reduce_res, total)
+    log("exponential", "vector", dst, (src, *also), src.free_size, also=reduce_res)
+
+
+def accumulate(
+    call: str, command: Command, new: Array, function: Any, initial: Any, neutral: float
+) -> Array:
+    """Combine with VectorE's shared accumulation registers, by a command."""
+    state = machine()
+    if command == Command.reduce:
+        require(
+            state.vector_registers is not None and len(state.vector_registers) == len(new), call,
+            "reduce_cmd", "may be reduce only in a chain that began with reset_reduce",
+            "registers in an unknown state", f"nki.isa.{call.removeprefix('nisa.')}, accumulator",
+        )  # fmt: skip
+        result: Array = function(state.vector_registers, new)
+    else:
+        require(
+            command in (Command.reset_reduce, Command.load_reduce), call, "reduce_cmd",
+            "must be reset_reduce, reduce or load_reduce", command.name,
+            f"nki.isa.{call.removeprefix('nisa.')}, accumulator",
+        )  # fmt: skip
+        start = initial if command == Command.load_reduce else np.float32(neutral)
+        result = function(np.full_like(new, start), new)
+    state.vector_registers = result
+    return result

@@ -1,0 +1,150 @@
+"""The ``nki.language`` namespace of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .dtypes import NUMPY, name_of
+from .errors import NotModelledError, require
+from .machine import machine
+from .ops import OPS
+from .tensor import DynamicSlice, NkiTensor
+
+float32 = "float32"
+bfloat16 = "bfloat16"
+float16 = "float16"
+float8_e4m3 = "float8_e4m3"
+float8_e4m3fn = "float8_e4m3fn"
+float8_e5m2 = "float8_e5m2"
+int32 = "int32"
+uint32 = "uint32"
+int16 = "int16"
+uint16 = "uint16"
+int8 = "int8"
+uint8 = "uint8"
+bool_ = "uint8"
+
+sbuf = "sbuf"
+psum = "psum"
+hbm = "private_hbm"
+private_hbm = "private_hbm"
+shared_hbm = "shared_hbm"
+
+ds = DynamicSlice
+# loops run while a kernel is traced, so that all ranges are Python's
+affine_range = range
+sequential_range = range
+static_range = range
+
+
+def ndarray(
+    shape: Any, dtype: Any, buffer: str = sbuf, name: str = "", address: Any = None
+) -> NkiTensor:
+    """Allocate a tensor; its contents are undefined until something writes them."""
+    if address is not None:
+        raise NotModelledError("nl.ndarray: an explicit address")
+    sizes = tuple(int(n) for n in shape)
+    page = "nki.language.ndarray"
+    regions = (sbuf, psum, private_hbm, shared_hbm)
+    require(buffer in regions, "nl.ndarray", "buffer", f"must be one of {regions}", buffer, page)
+    on_chip = buffer in (sbuf, psum)
+    require(
+        len(sizes) >= (2 if on_chip else 1) and min(sizes) >= 1, "nl.ndarray", "shape",
+        "must have sizes from 1, and on the chip 2 dimensions or more", sizes, page,
+    )  # fmt: skip
+    kind = name_of(dtype)
+    state = machine()
+    if buffer == shared_hbm:
+        return NkiTensor.whole(state.share(name, sizes, kind))
+    return NkiTensor.whole(state.allocate(name, sizes, kind, buffer))
+
+
+class _TileSize:
+    """Sizes of the hardware that a kernel runs on."""
+
+    pmax = 128
+    gemm_stationary_fmax = 128
+    psum_num_banks = 8
+    bn_stats_fmax = 512
+
+    @property
+    def gemm_moving_fmax(self) -> int:
+        return machine().target.moving_free["float32"]
+
+    @property
+    def psum_bank_fmax_bytes(self) -> int:
+        return machine().target.psum_bank_bytes
+
+    @property
+    def psum_bank_fmax(self) -> int:
+        return machine().target.psum_bank_bytes // 4
+
+    @property
+    def sbuf_fmax_bytes(self) -> int:
+        return machine().target.sbuf_bytes
+
+    @property
+    def sbuf_fmax(self) -> int:
+        return machine().target.sbuf_bytes // 4
+
+    @property
+    def sbuf_size_bytes(self) -> int:
+        return machine().target.sbuf_bytes * machine().target.partitions
+
+
+tile_size = _TileSize()
+
+
+def program_id(axis: int = 0) -> int:
+    """Return which program of the logical core this is."""
+    require(axis == 0, "nl.program_id", "axis", "must be 0", axis, "nki/get-started/about/lnc")
+    return machine().program
+
+
+def num_programs(axis: int = 0) -> int:
+    """Return how many programs the logical core runs."""
+    return machine().programs
+
+
+def program_ndim() -> int:
+    """Return the dimensions of the grid: one, or none without a grid."""
+    return 1 if machine().programs > 1 else 0
+
+
+def fori_loop(lower: int, upper: int, body: Callable[[int], Any]) -> None:
+    """Call ``body`` for each number from ``lower`` up to, not including, ``upper``."""
+    for i in range(lower, upper):
+        body(i)
+
+
+def device_print(text: str, x: NkiTensor) -> None:
+    """Print a tensor from within a kernel."""
+    print(text, x.array())  # noqa: T201
+
+
+def is_hbm(buffer: str) -> bool:
+    return buffer in (private_hbm, shared_hbm)
+
+
+def is_on_chip(buffer: str) -> bool:
+    return buffer in (sbuf, psum)
+
+
+def is_psum(buffer: str) -> bool:
+    return buffer == psum
+
+
+def is_sbuf(buffer: str) -> bool:
+    return buffer == sbuf
+
+
+def __getattr__(name: str) -> Any:
+    if name in OPS:
+        return OPS[name]
+    if name.startswith("_"):
+        raise AttributeError(name)
+    raise NotModelledError(f"nl.{name} is not modelled")
+
+
+DTYPES = tuple(NUMPY)

@@ -1,0 +1,206 @@
+"""The machine that runs a kernel: memories with capacity and liveness, registers, the log."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from .dtypes import NUMPY, Array, name_of, poison
+from .errors import NkiValidationError, require
+from .targets import Target
+from .trace import Instruction, Trace
+
+UNWRITTEN, BY_MATMUL, BY_OTHERS = 0, 1, 2
+_ids = itertools.count()
+_current = threading.local()
+
+
+def machine() -> Machine:
+    """Return the machine that runs the kernel of this thread."""
+    found: Machine | None = getattr(_current, "machine", None)
+    if found is None:
+        raise RuntimeError("nki calls need a running kernel; use simulate(kernel)(*arrays)")
+    return found
+
+
+class Storage:
+    """A piece of memory: bytes in row-major order, the partition first on the chip."""
+
+    __slots__ = (
+        "__weakref__", "data", "dtype", "id", "itemsize", "memory", "name", "owner", "partition",
+        "region", "shape", "size", "state",
+    )  # fmt: skip
+
+    def __init__(self, memory: Machine, name: str, shape: tuple[int, ...], dtype: str, region: str):
+        self.id = next(_ids)
+        self.memory: Machine | None = memory
+        self.name = name or f"{region}_{self.id}"
+        self.shape = shape
+        self.dtype = dtype
+        self.region = region
+        self.itemsize = NUMPY[dtype].itemsize
+        self.size = math.prod(shape)
+        # elements of a partition; a whole tensor in HBM
+        on_chip = region in ("sbuf", "psum")
+        self.partition = self.size // shape[0] if on_chip and shape[0] else self.size
+        self.data: Array | None = None
+        self.state: Array | None = None
+        self.owner: Array | None = None
+
+    @property
+    def on_chip(self) -> bool:
+        return self.region in ("sbuf", "psum")
+
+    def __del__(self) -> None:
+        if self.memory is not None and self.on_chip:
+            self.memory.release(self)
+
+
+class Machine:
+    """State of one run of a kernel.
+
+    Args:
+        target: the generation.
+        strict: reading what was never written raises, and names the tensor.
+        execute: compute; otherwise only what is checked and logged without values.
+    """
+
+    def __init__(self, target: Target, *, programs: int, strict: bool, execute: bool) -> None:
+        self.target = target
+        self.strict = strict
+        self.execute = execute
+        self.programs = programs
+        self.program = 0
+        self.trace = Trace(target.name)
+        self.shared: list[Storage] = []
+        self.start(0)
+
+    def start(self, program: int) -> None:
+        """Begin a program of the logical core: a core of its own, with its own memories."""
+        self.program = program
+        self.shared_used = 0
+        self.scalar_registers = np.zeros(128, np.float32)
+        # None: no chain of accumulation is open
+        self.vector_registers: Array | None = None
+        self.sbuf_live = 0
+        self.psum_live = 0
+        # places that were given back, the oldest first, and the bytes or banks of each
+        self.freed: dict[str, deque[tuple[int, int]]] = {"sbuf": deque(), "psum": deque()}
+        self.pooled = {"sbuf": 0, "psum": 0}
+
+    def __enter__(self) -> Machine:
+        self.outer = getattr(_current, "machine", None)
+        _current.machine = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.machine = self.outer
+
+    # memory
+
+    def place(self, storage: Storage) -> int:
+        """Return the bytes per partition, or the banks of PSUM, that a storage takes."""
+        nbytes: int = storage.partition * storage.itemsize
+        if storage.region == "psum":
+            return max(1, -(-nbytes // self.target.psum_bank_bytes))
+        return nbytes
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: str, region: str) -> Storage:
+        """Make room for a tensor; its contents are undefined."""
+        storage = Storage(self, name, shape, dtype, region)
+        try:
+            if storage.on_chip:
+                self._reserve(storage)
+        except NkiValidationError:
+            storage.memory = None
+            raise
+        self._fill(storage)
+        return storage
+
+    def _reserve(self, storage: Storage) -> None:
+        target, region, need = self.target, storage.region, self.place(storage)
+        page = "nki/guides/architecture, memory of a NeuronCore"
+        require(
+            storage.shape[0] <= target.partitions, "nl.ndarray", storage.name,
+            f"may have at most {target.partitions} partitions", storage.shape[0], page,
+        )  # fmt: skip
+        if region == "psum":
+            room, live = target.psum_banks, self.psum_live
+            unit = f"banks of {target.psum_bank_bytes} bytes of PSUM are live at once"
+        else:
+            room, live = target.sbuf_bytes, self.sbuf_live
+            unit = "bytes of each partition of SBUF are live at once"
+        require(
+            live + need <= room, "nl.ndarray", storage.name,
+            f"must fit: at most {room} {unit}", live + need, page,
+        )  # fmt: skip
+        # fresh room first, then what was freed longest ago: rotation, as double buffers do
+        taken = []
+        while live + self.pooled[region] + need > room:
+            old, size = self.freed[region].popleft()
+            self.pooled[region] -= size
+            taken.append(old)
+        if taken:
+            self.trace.reuses[storage.id] = tuple(taken)
+        if region == "psum":
+            self.psum_live += need
+            self.trace.psum_peak = max(self.trace.psum_peak, self.psum_live)
+        else:
+            self.sbuf_live += need
+            self.trace.sbuf_peak = max(self.trace.sbuf_peak, self.sbuf_live)
+
+    def release(self, storage: Storage) -> None:
+        """Take back the room of a tensor that nothing refers to any more."""
+        need = self.place(storage)
+        if storage.region == "psum":
+            self.psum_live -= need
+        else:
+            self.sbuf_live -= need
+        self.freed[storage.region].append((storage.id, need))
+        self.pooled[storage.region] += need
+
+    def _fill(self, storage: Storage) -> None:
+        if storage.region == "psum" or (self.strict and self.execute):
+            storage.state = np.zeros(storage.size, np.uint8)
+        # indices are data that shape a run, so integers live without execution, too
+        if self.execute or storage.dtype in ("int32", "uint32"):
+            storage.data = np.empty(storage.size * storage.itemsize, np.uint8)
+            poison(storage.data.view(NUMPY[storage.dtype]))
+        if self.programs > 1 and storage.region == "shared_hbm":
+            storage.owner = np.full(storage.size, -1, np.int8)
+
+    def take(self, name: str, x: Any) -> Storage:
+        """Return an argument of the kernel as a tensor of HBM; ``x`` has a shape and a dtype."""
+        shape = tuple(int(n) for n in x.shape)
+        region = "shared_hbm" if self.programs > 1 else "private_hbm"
+        storage = Storage(self, name, shape, name_of(x.dtype), region)
+        if isinstance(x, np.ndarray):
+            storage.data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+            if self.strict:
+                storage.state = np.full(storage.size, BY_OTHERS, np.uint8)
+        return storage
+
+    def share(self, name: str, shape: tuple[int, ...], dtype: str) -> Storage:
+        """Return a tensor of shared HBM: the programs of a logical core get the same one."""
+        if self.shared_used == len(self.shared):
+            self.shared.append(self.allocate(name, shape, dtype, "shared_hbm"))
+        storage = self.shared[self.shared_used]
+        self.shared_used += 1
+        require(
+            (storage.shape, storage.dtype) == (shape, dtype), "nl.ndarray", storage.name,
+            f"must be the same in both programs: {storage.dtype} {storage.shape}",
+            f"{dtype} {shape}", "nki/get-started/about/lnc",
+        )  # fmt: skip
+        return storage
+
+    # log
+
+    def log(self, instruction: Instruction) -> None:
+        """Append an instruction to the trace."""
+        instruction.program = self.program
+        self.trace.instructions.append(instruction)

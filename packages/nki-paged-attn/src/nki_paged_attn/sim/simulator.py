@@ -1,0 +1,194 @@
+"""Running a kernel: ``simulate(kernel)(*arrays)``, and loading kernels that import ``nki``."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import isa, language
+from .dtypes import NUMPY
+from .errors import require
+from .machine import UNWRITTEN, Machine
+from .targets import Target, find_target
+from .tensor import NkiTensor
+from .trace import Trace
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of an argument without values, for runs that do not compute."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class Kernel:
+    """What ``nki.jit`` makes of a function; ``kernel[2]`` runs on a logical core of two."""
+
+    def __init__(self, function: Callable[..., Any], programs: int = 1) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.programs = programs
+
+    def __getitem__(self, programs: int) -> Kernel:
+        require(
+            programs in (1, 2), "kernel[...]", "the grid", "must be 1 or 2 programs", programs,
+            "nki/get-started/about/lnc",
+        )  # fmt: skip
+        return Kernel(self.function, programs)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return simulate(self)(*arguments, **options)
+
+
+def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """Mark a kernel, as ``nki.jit`` does."""
+    return jit if function is None else Kernel(function)
+
+
+class Simulation:
+    """A kernel bound to a target; calling it runs it. ``trace`` is the log of the last run."""
+
+    def __init__(self, kernel: Kernel, target: Target, *, strict: bool, execute: bool) -> None:
+        self.kernel = kernel
+        self.target = target
+        self.strict = strict
+        self.execute = execute
+        self.trace = Trace(target.name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Run on NumPy arrays; return what the kernel returns, as NumPy arrays.
+
+        Arrays that the kernel writes into are changed in place. Anything else, numbers and tuples,
+        reaches the kernel as it is.
+        """
+        function = self.kernel.function
+        names = list(inspect.signature(function).parameters)
+        machine = Machine(
+            self.target, programs=self.kernel.programs, strict=self.strict, execute=self.execute
+        )
+        self.trace = machine.trace
+        copies: list[tuple[np.ndarray[Any, Any], NkiTensor]] = []
+
+        def wrap(name: str, x: Any) -> Any:
+            if not isinstance(x, (np.ndarray, ArraySpec)):
+                return x
+            tensor = NkiTensor.whole(machine.take(name, x))
+            if isinstance(x, np.ndarray) and not x.flags.c_contiguous:
+                copies.append((x, tensor))
+            return tensor
+
+        # more arguments than names: the rest of *arguments
+        padded = names + [f"argument_{i}" for i in range(len(names), len(arguments))]
+        wrapped = [wrap(n, x) for n, x in zip(padded, arguments, strict=False)]
+        keywords = {n: wrap(n, x) for n, x in options.items()}
+        result: Any = None
+        # NaN and infinities are results like others
+        with machine, np.errstate(all="ignore"):
+            for program in range(self.kernel.programs):
+                machine.start(program)
+                out = function(*wrapped, **keywords)
+                result = out if program == 0 else result
+        for x, tensor in copies:
+            if x.flags.writeable:
+                x[...] = tensor.array()
+        return self._unwrap(result)
+
+    def _unwrap(self, result: Any) -> Any:
+        if isinstance(result, (tuple, list)):
+            return tuple(self._unwrap(x) for x in result)
+        if not isinstance(result, NkiTensor):
+            return result
+        require(
+            result.buffer == "shared_hbm", "nki.jit", f"the output {result.name}",
+            "must be in shared_hbm", result.buffer, "nki/migration, outputs",
+        )  # fmt: skip
+        state = result._storage.state
+        if self.strict and state is not None:
+            require(
+                not (result.mask_of(state) == UNWRITTEN).any(), "nki.jit",
+                f"the output {result.name}", "must be written as a whole", "unwritten elements",
+                "nki.jit",
+            )  # fmt: skip
+        array = result.array()
+        return ArraySpec(result.shape, NUMPY[result.dtype]) if array is None else array.copy()
+
+
+def simulate(
+    kernel: Any, target: str | Target = "trn2", *, strict: bool = False, execute: bool = True
+) -> Simulation:
+    """Return a callable that runs a kernel on the simulator.
+
+    Args:
+        kernel: a function that calls ``nki.isa``, or what ``nki.jit`` made of one, ``kernel[2]``
+            included. Its modules must see the simulator as ``nki``: see ``load``.
+        target: ``trn1``, ``trn2``, ``trn3`` or ``gen2``, ``gen3``, ``gen4``.
+        strict: reading memory that nothing wrote raises, and names the tensor; without it NaN,
+            or 4 among integers, spreads through the results.
+        execute: compute; without it a run is checked and logged, and returns shapes.
+    """
+    wrapped = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
+    return Simulation(wrapped, find_target(target), strict=strict, execute=execute)
+
+
+def _namespace() -> types.ModuleType:
+    module = types.ModuleType("nki")
+    module.isa = isa  # type: ignore[attr-defined]
+    module.language = language  # type: ignore[attr-defined]
+    module.jit = jit  # type: ignore[attr-defined]
+    module.simulate = simulate  # type: ignore[attr-defined]
+    return module
+
+
+NKI = _namespace()
+
+
+class Loader:
+    """Loads modules whose ``import nki`` means the simulator, whether or not nki is installed.
+
+    Modules of one folder may import each other relatively.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.modules: dict[str, types.ModuleType] = {}
+
+    def load(self, name: str) -> types.ModuleType:
+        """Run ``<name>.py`` of the folder once, and return it as a module."""
+        if name not in self.modules:
+            path = self.folder / f"{name}.py"
+            module = types.ModuleType(name)
+            module.__file__ = str(path)
+            # its own builtins, so that no other module is affected
+            module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._import}
+            self.modules[name] = module
+            exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+        return self.modules[name]
+
+    def _import(
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> Any:
+        if level == 1:
+            if name:
+                return self.load(name)
+            return types.SimpleNamespace(**{n: self.load(n) for n in fromlist})
+        parts = name.split(".")
+        if parts[0] != "nki":
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        if name not in ("nki", "nki.isa", "nki.language"):
+            raise ImportError(f"{name} is not modelled by the simulator")
+        return getattr(NKI, parts[1]) if fromlist and len(parts) > 1 else NKI
+
+
+def load(path: str | Path) -> types.ModuleType:
+    """Load a Python file with kernels, whose ``import nki`` then means the simulator."""
+    found = Path(path)
+    return Loader(found.parent).load(found.stem)

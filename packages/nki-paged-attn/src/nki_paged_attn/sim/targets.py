@@ -1,0 +1,148 @@
+"""The three generations as data: limits, abilities, clocks and bandwidths.
+
+Figures are those of the documentation pages ``nki/guides/architecture/trainium_inferentia2_arch``,
+``trainium2_arch`` and ``trainium3_arch``, of ``nki.isa.nc_matmul``, and, for DMA, of
+``nki/deep-dives/nki-dma-bandwidth-guide``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB = 1024
+
+
+@dataclass(frozen=True)
+class Target:
+    """One generation of NeuronCore.
+
+    Attributes:
+        name: the instance family, ``trn1``, ``trn2`` or ``trn3``.
+        generation: 2, 3 or 4.
+        sbuf_bytes: usable bytes of SBUF per partition.
+        moving_free: the largest free size of a moving operand, by the dtype of ``dst``.
+        clocks: GHz of each engine.
+        dma_rate: bytes per nanosecond that one of the DMA engines moves in practice.
+        hbm_rate: bytes per nanosecond of HBM that one core gets when all cores read.
+    """
+
+    name: str
+    generation: int
+    sbuf_bytes: int
+    moving_free: dict[str, int]
+    clocks: dict[str, float]
+    dma_rate: float
+    hbm_rate: float
+    matmul_dtypes: frozenset[str]
+    row_tiles: tuple[int, ...]
+    has_exact_transpose: bool
+    has_scalar_copy: bool
+    has_scalar_arithmetic: bool
+    has_constant_bias: bool
+    has_range_select: bool
+    has_exponential: bool
+    has_hwdge: bool
+    has_indirect_transpose: bool
+    has_double_row: bool
+    accumulates_on_memset: bool
+    has_dma_priority: bool
+    partitions: int = 128
+    psum_banks: int = 8
+    psum_bank_bytes: int = 2 * KIB
+    stationary_free: int = 128
+    dma_engines: int = 16
+
+    @property
+    def psum_bytes(self) -> int:
+        """Bytes of PSUM per partition."""
+        return self.psum_banks * self.psum_bank_bytes
+
+
+_MATMUL = frozenset({"float8_e4m3", "float8_e5m2", "bfloat16", "float16", "float32"})
+
+GEN2 = Target(
+    name="trn1",
+    generation=2,
+    sbuf_bytes=192 * KIB,
+    moving_free={"float32": 512},
+    clocks={"tensor": 2.8, "vector": 1.12, "scalar": 1.4, "gpsimd": 1.4},
+    dma_rate=17.0,
+    hbm_rate=410.0,
+    matmul_dtypes=_MATMUL,
+    row_tiles=(64,),
+    has_exact_transpose=False,
+    has_scalar_copy=False,
+    has_scalar_arithmetic=False,
+    has_constant_bias=False,
+    has_range_select=False,
+    has_exponential=False,
+    has_hwdge=False,
+    has_indirect_transpose=False,
+    has_double_row=False,
+    accumulates_on_memset=False,
+    has_dma_priority=False,
+)
+GEN3 = Target(
+    name="trn2",
+    generation=3,
+    # 224 KiB, less what the runtime keeps
+    sbuf_bytes=224 * KIB - 16 * KIB - 8,
+    moving_free={"float32": 512},
+    clocks={"tensor": 2.4, "vector": 0.96, "scalar": 1.2, "gpsimd": 1.2},
+    dma_rate=23.0,
+    hbm_rate=362.0,
+    matmul_dtypes=_MATMUL,
+    row_tiles=(64, 32),
+    has_exact_transpose=True,
+    has_scalar_copy=True,
+    has_scalar_arithmetic=True,
+    has_constant_bias=True,
+    has_range_select=True,
+    has_exponential=False,
+    has_hwdge=True,
+    has_indirect_transpose=True,
+    has_double_row=True,
+    accumulates_on_memset=False,
+    has_dma_priority=False,
+)
+GEN4 = Target(
+    name="trn3",
+    generation=4,
+    sbuf_bytes=256 * KIB,
+    moving_free={"float32": 4096, "bfloat16": 8192},
+    clocks={"tensor": 2.4, "vector": 1.2, "scalar": 1.2, "gpsimd": 1.2},
+    dma_rate=33.0,
+    hbm_rate=590.0,
+    matmul_dtypes=_MATMUL | {"float8_e4m3fn"},
+    row_tiles=(64, 32),
+    has_exact_transpose=True,
+    has_scalar_copy=True,
+    has_scalar_arithmetic=True,
+    has_constant_bias=True,
+    has_range_select=True,
+    has_exponential=True,
+    has_hwdge=True,
+    has_indirect_transpose=True,
+    has_double_row=True,
+    accumulates_on_memset=True,
+    has_dma_priority=True,
+)
+
+TARGETS = {
+    "trn1": GEN2,
+    "inf2": GEN2,
+    "gen2": GEN2,
+    "trn2": GEN3,
+    "gen3": GEN3,
+    "trn3": GEN4,
+    "gen4": GEN4,
+}
+
+
+def find_target(target: str | Target) -> Target:
+    """Return a target by name."""
+    if isinstance(target, Target):
+        return target
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, got {target!r}")
+    return TARGETS[target]

@@ -1,0 +1,169 @@
+"""Tensors of a kernel: views with the explicit hardware access pattern, and with contents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .dtypes import NUMPY, Array, name_of
+from .errors import NotModelledError, require
+from .trace import Region
+from .views import PAGE, DynamicSlice, Indirection, View, row_major
+
+MAX_DIMS = 5
+# counts of an access pattern are 16-bit numbers
+MAX_COUNT = 32767
+
+
+class NkiTensor(View):
+    """A tensor in HBM, SBUF or PSUM, or a part of one."""
+
+    __slots__ = ()
+
+    def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
+        """Let each partition read the row that its own index names."""
+        require(dim == 0, "vector_select", "dim", "must be 0", dim, PAGE)
+        pattern = [
+            [self._strides[0], vector_offset.shape[0]],
+            *([s, n] for s, n in zip(self._strides[1:], self.shape[1:], strict=True)),
+        ]
+        return self.ap(pattern, vector_offset=vector_offset, indirect_dim=0)
+
+    def ap(
+        self,
+        pattern: Any,
+        offset: int | None = None,
+        scalar_offset: NkiTensor | None = None,
+        vector_offset: NkiTensor | None = None,
+        indirect_dim: int = 0,
+        dtype: Any = None,
+    ) -> NkiTensor:
+        """Return an explicit access pattern, ``[[stride, count], ...]``, over the storage.
+
+        A run-time index is scaled by the stride of ``indirect_dim`` in this tensor's own shape,
+        whatever the first stride of the pattern is.
+        """
+        if dtype is not None and name_of(dtype) != self.dtype:
+            raise NotModelledError("ap: another dtype; use view first")
+        strides = tuple(int(step) for step, _ in pattern)
+        shape = tuple(int(count) for _, count in pattern)
+        start = self._offset + (offset or 0)
+        call, name = "ap", self.name
+        require(
+            1 <= len(shape) <= MAX_DIMS, call, "pattern", f"may have 1 to {MAX_DIMS} dimensions",
+            len(shape), PAGE,
+        )  # fmt: skip
+        require(min(shape) >= 1, call, "pattern", "needs counts from 1", shape, PAGE)
+        indirection = None
+        if scalar_offset is not None or vector_offset is not None:
+            indirection = self._indirect(scalar_offset, vector_offset, indirect_dim, shape)
+            if indirection.per_partition:
+                # the index takes the place of the partition's own stride
+                strides = (0, *strides[1:])
+        if self._storage.on_chip:
+            self._check_partitions(strides, shape, start)
+        last = start + sum(s * (n - 1) for s, n in zip(strides, shape, strict=True))
+        require(
+            start >= 0 and last < self._storage.size, call, name,
+            f"must stay within its {self._storage.size} elements", f"{start} to {last}", PAGE,
+        )  # fmt: skip
+        return NkiTensor(self._storage, shape, strides, start, self.dtype, indirection)
+
+    def _indirect(
+        self,
+        scalar: NkiTensor | None,
+        vector: NkiTensor | None,
+        dim: int,
+        shape: tuple[int, ...],
+    ) -> Indirection:
+        page = "nki.isa.dma_copy, indirect addressing"
+        require(
+            scalar is None or vector is None, "ap", "scalar_offset and vector_offset",
+            "are mutually exclusive", "both", page,
+        )  # fmt: skip
+        require(not self.is_indirect(), "ap", self.name, "must not be indirect already", self, page)
+        index = vector if vector is not None else scalar
+        if not isinstance(index, NkiTensor):
+            raise NotModelledError("ap: an offset in a register")
+        require(
+            index.dtype in ("int32", "uint32"), "ap", "the offset", "must be int32 or uint32",
+            index.dtype, page,
+        )  # fmt: skip
+        require(index.buffer == "sbuf", "ap", "the offset", "must be in SBUF", index.buffer, page)
+        require(0 <= dim < self.ndim, "ap", "indirect_dim", f"must be below {self.ndim}", dim, page)
+        if vector is not None:
+            require(
+                not self._storage.on_chip, "ap", self.name, "must be in HBM for a vector_offset",
+                self.buffer, page,
+            )  # fmt: skip
+            require(
+                index.shape == (shape[0], 1), "ap", "vector_offset",
+                f"must be ({shape[0]}, 1), an index for each partition", index.shape, page,
+            )  # fmt: skip
+        else:
+            require(
+                index.shape == (1, 1), "ap", "scalar_offset", "must be (1, 1)", index.shape, page
+            )
+        return Indirection(index, self._strides[dim], self.shape[dim], vector is not None)
+
+    def _check_partitions(
+        self, strides: tuple[int, ...], shape: tuple[int, ...], start: int
+    ) -> None:
+        per = self._storage.partition * self._storage.itemsize // self.itemsize
+        require(
+            shape[0] == 1 or strides[0] == per, "ap", self.name,
+            f"must step over partitions by {per} elements, without holes", strides[0], PAGE,
+        )  # fmt: skip
+        free = sum(s * (n - 1) for s, n in zip(strides[1:], shape[1:], strict=True))
+        require(
+            start % per + free < per, "ap", self.name,
+            f"must stay within the {per} elements of a partition", start % per + free, PAGE,
+        )  # fmt: skip
+
+    # contents
+
+    def array(self) -> Array | None:
+        """Return the elements as a NumPy view; None where nothing is computed."""
+        data = self._storage.data
+        if data is None:
+            return None
+        item = NUMPY[self.dtype].itemsize
+        view: Array = np.ndarray(
+            self.shape,
+            dtype=NUMPY[self.dtype],
+            buffer=data,
+            offset=self._offset * item,
+            strides=[s * item for s in self._strides],
+        )
+        return view
+
+    def mask_of(self, marks: Array) -> Array:
+        """Return the view's part of an array with an entry for each element of the storage."""
+        if self.itemsize != self._storage.itemsize:
+            # through another dtype: the whole range that the view spans
+            low, high = self._span()
+            unit = self._storage.itemsize
+            return marks[low // unit : -(-high // unit)]
+        view: Array = np.ndarray(
+            self.shape, dtype=marks.dtype, buffer=marks, offset=self._offset * marks.itemsize,
+            strides=[s * marks.itemsize for s in self._strides],
+        )  # fmt: skip
+        return view
+
+    def _span(self) -> tuple[int, int]:
+        last = sum(s * (n - 1) for s, n in zip(self._strides, self.shape, strict=True))
+        return self._offset * self.itemsize, (self._offset + last + 1) * self.itemsize
+
+    def region(self) -> Region:
+        """Return the bytes that a view spans, within a partition on the chip."""
+        storage = self._storage
+        if not storage.on_chip:
+            return storage.id, *self._span()
+        per = storage.partition * storage.itemsize
+        free = zip(self._strides[1:], self.shape[1:], strict=True)
+        start = self._offset * self.itemsize % per if per else 0
+        return storage.id, start, start + (1 + sum(s * (n - 1) for s, n in free)) * self.itemsize
+
+
+__all__ = ["DynamicSlice", "Indirection", "NkiTensor", "row_major"]

@@ -1,0 +1,311 @@
+"""Views of a storage: shape, strides and offset, and the methods that make one of another.
+
+The methods are those of page ``nki.tensor`` (NkiTensor).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .dtypes import NUMPY, name_of
+from .errors import NotModelledError, require
+from .machine import Storage
+
+PAGE = "nki.tensor"
+T = TypeVar("T", bound="View")
+
+
+@dataclass(frozen=True)
+class DynamicSlice:
+    """``nl.ds(start, size)``: a slice by start and length."""
+
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Indirection:
+    """An offset that is known at run time only: one for each partition, or one for all."""
+
+    index: Any
+    stride: int
+    limit: int
+    per_partition: bool
+
+
+class View:
+    """A view of a storage: shape, strides and offset in elements."""
+
+    __slots__ = ("_offset", "_storage", "_strides", "dtype", "indirection", "shape")
+
+    def __init__(
+        self,
+        storage: Storage,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int,
+        dtype: str,
+        indirection: Indirection | None = None,
+    ) -> None:
+        self._storage = storage
+        self.shape = shape
+        self._strides = strides
+        self._offset = offset
+        self.dtype = dtype
+        self.indirection = indirection
+
+    @classmethod
+    def whole(cls: type[T], storage: Storage) -> T:
+        """Return the view of all of a storage."""
+        return cls(storage, storage.shape, row_major(storage.shape), 0, storage.dtype)
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.dtype} {self.shape} in {self.buffer}"
+
+    @property
+    def name(self) -> str:
+        return self._storage.name
+
+    @property
+    def buffer(self) -> str:
+        return self._storage.region
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        size: int = math.prod(self.shape)
+        return size
+
+    @property
+    def itemsize(self) -> int:
+        nbytes: int = NUMPY[self.dtype].itemsize
+        return nbytes
+
+    def _view(self: T, shape: Any, strides: Any, offset: int | None = None) -> T:
+        start = self._offset if offset is None else offset
+        return type(self)(
+            self._storage, tuple(shape), tuple(strides), start, self.dtype, self.indirection
+        )
+
+    def _dimension(self, call: str, dim: int, *, free: bool = True) -> int:
+        require(0 <= dim < self.ndim, call, "dim", f"must be below {self.ndim}", dim, PAGE)
+        if free and (self._storage.on_chip or self.is_indirect()):
+            require(dim > 0, call, "dim", "must not be the partition dimension", dim, PAGE)
+        return dim
+
+    # views
+
+    def __getitem__(self: T, index: Any) -> T:
+        items = list(index) if isinstance(index, tuple) else [index]
+        if Ellipsis in items:
+            at = items.index(Ellipsis)
+            items[at : at + 1] = [slice(None)] * (self.ndim - len(items) + 1)
+        require(
+            len(items) <= self.ndim, "NkiTensor[]", self.name,
+            f"takes at most {self.ndim} indices", len(items), PAGE,
+        )  # fmt: skip
+        items += [slice(None)] * (self.ndim - len(items))
+        view, dim = self, 0
+        for item in items:
+            if isinstance(item, slice):
+                # the common case of a whole dimension
+                if item.start is not None or item.stop is not None or item.step is not None:
+                    size = view.shape[dim]
+                    stop = size if item.stop is None else item.stop
+                    start = 0 if item.start is None else item.start
+                    step = 1 if item.step is None else item.step
+                    view = view.slice(dim, start, stop, step)
+                dim += 1
+            elif isinstance(item, DynamicSlice):
+                view = view.slice(dim, item.start, item.start + item.size)
+                dim += 1
+            elif isinstance(item, (int, np.integer)):
+                view = view.select(dim, int(item))
+            else:
+                raise NotModelledError(f"NkiTensor[]: an index of type {type(item).__name__}")
+        return view
+
+    def slice(self: T, dim: int, start: int, end: int, step: int = 1) -> T:
+        """Return elements ``start`` to ``end`` of a dimension, which it may not leave."""
+        self._dimension("slice", dim, free=self.is_indirect())
+        size = self.shape[dim]
+        require(
+            0 <= start < end <= size and step >= 1, "slice", self.name,
+            f"needs 0 <= start < end <= {size} and step >= 1 in dimension {dim}",
+            (start, end, step), PAGE,
+        )  # fmt: skip
+        shape, strides = list(self.shape), list(self._strides)
+        shape[dim] = -(-(end - start) // step)
+        strides[dim] *= step
+        return self._view(shape, strides, self._offset + start * self._strides[dim])
+
+    def select(self: T, dim: int, index: int) -> T:
+        """Return one element of a dimension, without the dimension."""
+        if isinstance(index, View):
+            raise NotModelledError("select: an index known at run time only; use ap")
+        self._dimension("select", dim)
+        require(
+            0 <= index < self.shape[dim], "select", self.name,
+            f"needs an index below {self.shape[dim]} in dimension {dim}", index, PAGE,
+        )  # fmt: skip
+        shape, strides = list(self.shape), list(self._strides)
+        offset = self._offset + index * strides.pop(dim)
+        del shape[dim]
+        return self._view(shape, strides, offset)
+
+    def permute(self: T, dims: Any) -> T:
+        """Return the dimensions in another order."""
+        require(
+            sorted(dims) == list(range(self.ndim)), "permute", "dims",
+            f"must be a permutation of {self.ndim} dimensions", dims, PAGE,
+        )  # fmt: skip
+        if self._storage.on_chip or self.is_indirect():
+            require(dims[0] == 0, "permute", "dims", "must keep the partition first", dims, PAGE)
+        return self._view((self.shape[d] for d in dims), (self._strides[d] for d in dims))
+
+    def broadcast(self: T, dim: int, size: int) -> T:
+        """Repeat the one element of a dimension."""
+        self._dimension("broadcast", dim)
+        require(
+            self.shape[dim] == 1, "broadcast", self.name,
+            f"must have one element in dimension {dim}", self.shape[dim], PAGE,
+        )  # fmt: skip
+        shape, strides = list(self.shape), list(self._strides)
+        shape[dim], strides[dim] = size, 0
+        return self._view(shape, strides)
+
+    def expand_dim(self: T, dim: int) -> T:
+        """Insert a dimension of one element."""
+        if self._storage.on_chip or self.is_indirect():
+            require(dim > 0, "expand_dim", "dim", "must not be the partition dimension", dim, PAGE)
+        shape, strides = list(self.shape), list(self._strides)
+        shape.insert(dim, 1)
+        strides.insert(dim, 0)
+        return self._view(shape, strides)
+
+    def squeeze_dim(self: T, dim: int) -> T:
+        """Remove a dimension of one element."""
+        self._dimension("squeeze_dim", dim)
+        require(
+            self.shape[dim] == 1, "squeeze_dim", self.name,
+            f"must have one element in dimension {dim}", self.shape[dim], PAGE,
+        )  # fmt: skip
+        return self.select(dim, 0)
+
+    def flatten_dims(self: T, start_dim: int, end_dim: int) -> T:
+        """Merge dimensions that lie one behind the other in memory."""
+        self._dimension("flatten_dims", start_dim)
+        shape, strides = list(self.shape), list(self._strides)
+        size = shape[end_dim]
+        for d in range(end_dim - 1, start_dim - 1, -1):
+            require(
+                strides[d] == strides[d + 1] * shape[d + 1], "flatten_dims", self.name,
+                "must be contiguous over these dimensions", self.get_pattern(), PAGE,
+            )  # fmt: skip
+            size *= shape[d]
+        shape[start_dim : end_dim + 1] = [size]
+        strides[start_dim : end_dim + 1] = [strides[end_dim]]
+        return self._view(shape, strides)
+
+    def reshape_dim(self: T, dim: int, shape: Any) -> T:
+        """Split a dimension; one of the new sizes may be -1."""
+        self._dimension("reshape_dim", dim)
+        sizes = list(shape)
+        if -1 in sizes:
+            known = math.prod([s for s in sizes if s != -1])
+            sizes[sizes.index(-1)] = self.shape[dim] // known
+        require(
+            math.prod(sizes) == self.shape[dim], "reshape_dim", "shape",
+            f"must have {self.shape[dim]} elements", shape, PAGE,
+        )  # fmt: skip
+        inner = [s * self._strides[dim] for s in row_major(tuple(sizes))]
+        new_shape, strides = list(self.shape), list(self._strides)
+        new_shape[dim : dim + 1] = sizes
+        strides[dim : dim + 1] = inner
+        return self._view(new_shape, strides)
+
+    def reshape(self: T, shape: Any) -> T:
+        """Return a contiguous tensor in another shape; on the chip the partitions stay."""
+        shape = tuple(shape)
+        require(
+            math.prod(shape) == self.size, "reshape", self.name,
+            f"must keep its {self.size} elements", shape, PAGE,
+        )  # fmt: skip
+        require(
+            self.is_contiguous(), "reshape", self.name, "must be contiguous",
+            self.get_pattern(), PAGE,
+        )  # fmt: skip
+        strides = row_major(shape)
+        if self._storage.on_chip or self.is_indirect():
+            require(
+                shape[0] == self.shape[0], "reshape", self.name,
+                f"must keep its {self.shape[0]} partitions", shape, PAGE,
+            )  # fmt: skip
+            strides = (self._strides[0], *strides[1:])
+        return self._view(shape, strides)
+
+    def view(self: T, dtype: Any) -> T:
+        """Read the same bits as another dtype."""
+        new = name_of(dtype)
+        old_size, new_size = self.itemsize, NUMPY[new].itemsize
+        require(
+            self.ndim > 0 and self._strides[-1] == 1 and not self.is_indirect(), "view",
+            self.name, "must be direct, with a contiguous last dimension", self.get_pattern(), PAGE,
+        )  # fmt: skip
+        last = self.shape[-1] * old_size
+        places = [*self._strides[:-1], self._offset]
+        require(
+            last % new_size == 0 and all(s * old_size % new_size == 0 for s in places), "view",
+            self.name, f"must divide into elements of {new_size} bytes", self.shape, PAGE,
+        )  # fmt: skip
+        strides = [s * old_size // new_size for s in self._strides[:-1]] + [1]
+        shape = (*self.shape[:-1], last // new_size)
+        offset = self._offset * old_size // new_size
+        return type(self)(self._storage, shape, tuple(strides), offset, new)
+
+    # questions
+
+    def get_pattern(self) -> list[list[int]]:
+        """Return the access pattern, ``[[stride, count], ...]``."""
+        return [[s, n] for s, n in zip(self._strides, self.shape, strict=True)]
+
+    def is_indirect(self) -> bool:
+        """Say whether a run-time offset is part of the view."""
+        return self.indirection is not None
+
+    def is_contiguous(self) -> bool:
+        """Say whether the elements lie in row-major order; on the chip within a partition."""
+        expected = 1
+        first = 1 if self._storage.on_chip or self.is_indirect() else 0
+        for d in range(self.ndim - 1, first - 1, -1):
+            if self.shape[d] != 1 and self._strides[d] != expected:
+                return False
+            expected *= self.shape[d]
+        return True
+
+    @property
+    def free_size(self) -> int:
+        """Elements per partition."""
+        return self.size // self.shape[0] if self.shape[0] else 0
+
+    @property
+    def start_partition(self) -> int:
+        """The first partition of a view on the chip."""
+        per = self._storage.partition * self._storage.itemsize // self.itemsize
+        return self._offset // per if per else 0
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

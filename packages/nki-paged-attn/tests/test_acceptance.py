@@ -1,0 +1,200 @@
+"""The points that this kernel and its simulator are accepted by, each under its number.
+
+Points 1 to 8 and 13 are here; 9 to 11 are held by the files that a test here names; 12 is in
+test_one_source.py, 14 in test_cost.py, 15 in test_backend.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from nki_paged_attn import flash_attn_varlen_nkifunc, paged_attention, paged_attention_reference
+
+from . import _vllm
+from ._cases import BF16, make_case, poisoned
+
+
+@pytest.fixture(autouse=True)
+def on_our_simulator(monkeypatch):
+    monkeypatch.setenv("NKI_PAGED_ATTN_BACKEND", "sim")
+
+
+@pytest.mark.parametrize("setting", _vllm.SETTINGS, ids=str)
+def test_01_the_twelve_settings_of_the_old_tests(setting):
+    """At 1e-2 as they were, and at 1e-5 where products are in fp32; through the drop-in."""
+    call = _vllm.draw(setting)
+    exact, _ = paged_attention_reference(*call.packed)
+    got = flash_attn_varlen_nkifunc(*call.arguments, **call.options)[0].transpose(1, 0, 2)
+    np.testing.assert_allclose(got[: call.tokens], exact, atol=1e-2, rtol=0)
+    assert (got[call.tokens :] == 0).all()
+    if setting[-1]:
+        # point 2: what bf16 products allow
+        np.testing.assert_allclose(got[: call.tokens], exact, atol=4e-3, rtol=0)
+    else:
+        np.testing.assert_allclose(got[: call.tokens], exact, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("setting", [s for s in _vllm.SETTINGS if s[-1]], ids=str)
+def test_01_the_bf16_settings_in_fp32(setting):
+    call = _vllm.draw(setting)
+    exact, _ = paged_attention_reference(*call.packed)
+    got = paged_attention(*call.packed)
+    np.testing.assert_allclose(got, exact, atol=1e-5, rtol=0)
+
+
+def test_02_bf16_products_of_fp32_queries_are_not_rounded_to_bf16_again():
+    call = _vllm.draw(_vllm.SETTINGS[3])
+    got = flash_attn_varlen_nkifunc(*call.arguments, **call.options)
+    assert got.dtype == np.float32
+    seen = got[:, :, : call.tokens]
+    assert (seen.astype(BF16).astype(np.float32) != seen).mean() > 0.9
+    out = make_case([5], [40], dtype=BF16).run()[0]
+    assert out.dtype == BF16
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_03_rows_without_a_key_are_zero_and_poison_stays_where_it_is(value):
+    case = poisoned(make_case([5, 0, 80], [40, 7, 33], extra=3), value)
+    out, lse = case.run()
+    assert (out[-3:] == 0).all()
+    assert np.isneginf(lse[:, -3:]).all()
+    assert np.isfinite(out).all()
+    case.check()
+    # through the mask, with a row that sees nothing among those that do, and a poisoned pad block 0
+    call = _vllm.draw((1, 2, 16, 512, 2, 2, 16, False))
+    query, key, val, cache, table, mask = call.arguments
+    used = set(table[: int(-(-call.packed[6] // 16).sum())].tolist())
+    free = [b for b in range(cache.shape[1]) if b not in used]
+    cache = cache.copy()
+    cache[:, free] = value
+    table = np.where(table == 0, free[0], table) if 0 not in used else table
+    mask = mask.copy()
+    mask[3] = 0
+    got = flash_attn_varlen_nkifunc(query, key, val, cache, table, mask, **call.options)
+    assert (got[0, :, 3] == 0).all()
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize(
+    ("queries", "contexts"),
+    [
+        ([20, 3], [0, 0]),
+        ([1, 1, 1, 1], [5, 0, 300, 128]),
+        ([77], [1000]),
+        ([9, 0, 9], [30, 20, 0]),
+        ([127, 129], [100, 1025]),
+        ([], []),
+        ([0, 0], [5, 0]),
+    ],
+    ids=str,
+)
+def test_04_every_kind_of_batch(queries, contexts):
+    make_case(queries, contexts, head_dim=16).check()
+
+
+@pytest.mark.parametrize("factor", [1e5, 1e4])
+def test_05_logits_of_a_large_magnitude(factor):
+    """All logits below the finite fill of the old kernel."""
+    case = make_case([40, 1], [70, 90])
+    q, k = np.abs(case.q), -np.abs(case.k)
+    cache = case.kv_cache.copy()
+    cache[0] = -np.abs(cache[0])
+    case = type(case)(q, k, case.v, cache, *case.tensors[4:], {"scale": factor})
+    _, lse = case.check()
+    assert lse.max() < -9984
+
+
+def test_06_physical_places_do_not_matter():
+    case = make_case([40, 1, 1], [70, 90, 600], dtype=BF16)
+    expected, expected_lse = case.run()
+    order = np.random.default_rng(5).permutation(case.kv_cache.shape[1])
+    cache = np.empty_like(case.kv_cache)
+    cache[:, order] = case.kv_cache
+    table = np.where(case.block_table >= 0, order[case.block_table], -1)
+    moved = type(case)(case.q, case.k, case.v, cache, table, *case.tensors[5:])
+    for other in (moved, poisoned(case, np.nan), poisoned(moved, np.inf)):
+        out, lse = other.run()
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 48, 64, 80, 96, 128])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_07_heads_and_head_sizes_with_every_feature(head_dim, group):
+    sinks = np.linspace(-1, 1, 4).astype(np.float32)
+    case = make_case([33, 1], [50, 70], kv_heads=4 // group, head_dim=head_dim, sinks=sinks,
+                     softcap=3.0, window=20)  # fmt: skip
+    case.check()
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("window", [None, 3, 200])
+def test_07_block_sizes_and_windows(block_size, window):
+    make_case([33, 1], [500, 700], block_size=block_size, head_dim=16, window=window).check()
+
+
+# points 8 to 11 are about the simulator: test_sim_limits_*.py, test_sim_numerics.py and
+# test_sim_memory.py hold them, case by case
+
+
+def test_08_the_simulator_rejects_what_the_hardware_refuses():
+    from . import test_sim_limits_memory as memory
+    from . import test_sim_limits_scalar_dma as dma
+    from . import test_sim_limits_tensor as tensor
+    from . import test_sim_limits_vector as vector
+
+    names = {name for module in (memory, dma, tensor, vector) for name in module.limit.names()}
+    assert names >= {
+        "more_than_128_partitions", "a_moving_operand_of_more_than_512",
+        "a_moving_operand_of_more_than_512_on_gen2", "a_stationary_operand_of_more_than_128",
+        "fp32_with_bf16", "a_product_into_sbuf", "a_product_in_bf16",
+        "a_stationary_operand_in_psum", "a_moving_operand_in_psum", "two_inputs_in_psum",
+        "a_dma_from_psum", "a_dma_into_psum", "a_dma_transpose_of_another_rank",
+        "a_dma_transpose_to_another_dtype", "a_reduction_over_partitions",
+        "sbuf_over_its_capacity", "more_than_8_banks_of_psum",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("test_sim_numerics.py", "test_accumulate"),
+        ("test_sim_numerics.py", "test_activation_reduce_overwrites_and_sums_before_rounding"),
+        ("test_sim_numerics.py", "test_activation_registers_last_until_they_are_reset"),
+        ("test_sim_limits_tensor.py", "def accumulation_on_nothing"),
+        ("test_sim_limits_tensor.py", "def accumulation_on_a_memset"),
+        ("test_sim_memory.py", "test_an_index_out_of_bounds_raises_or_leaves_its_row"),
+        ("test_sim_memory.py", "test_the_pitch_of_an_index_is_that_of_its_dimension"),
+        ("test_sim_limits_memory.py", "def both_offsets_at_once"),
+        ("test_sim_memory.py", "test_unwritten_memory_is_nan_or_4"),
+        ("test_sim_memory.py", "test_strict_mode_names_the_unwritten_tensor"),
+    ],
+)
+def test_09_10_11_accumulation_indices_and_poison_have_their_tests(file, name):
+    from pathlib import Path
+
+    assert name in (Path(__file__).parent / file).read_text()
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16], ids=str)
+def test_11_the_kernel_reads_nothing_that_was_not_written(target, dtype, monkeypatch):
+    from nki_paged_attn import _backend, simulate
+
+    def run(backend, arguments):
+        return simulate(_backend.simulated_kernel(), target, strict=True)(**arguments)
+
+    monkeypatch.setattr(_backend, "run", run)
+    sinks = np.zeros(4, np.float32)
+    make_case([20, 1, 70], [100, 300, 3], dtype=dtype, extra=2, window=90, sinks=sinks).check()
+
+
+@pytest.mark.parametrize("programs", [2])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_13_two_programs_give_the_same_bits(programs, kv_heads, monkeypatch):
+    """The simulator refuses two programs that write one place."""
+    case = make_case([20, 1, 70, 1], [100, 300, 3, 40], heads=6, kv_heads=kv_heads, dtype=BF16)
+    one = case.run()
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", str(programs))
+    for got, expected in zip(case.run(), one, strict=True):
+        np.testing.assert_array_equal(got, expected)

@@ -1,0 +1,265 @@
+"""Point 14: the formulae against the documented examples, and what the kernel costs by them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nki_paged_attn import build_plan, cost, estimate_cost, trace_plan
+from nki_paged_attn.estimate import sequential_table
+from nki_paged_attn.sim import Instruction, Trace, find_target, schedule, timeline_html
+from nki_paged_attn.sim.cost import cycles, duration, one_engine_time
+
+from ._nki import draw, loaded, nisa, nl, psum, sbuf, stored, trace, zeros
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def last(body, target="trn2"):
+    """Return the cycles of the last instruction of a body."""
+    return cycles(trace(body, target=target).instructions[-1])
+
+
+def product(dtype, n=512, m=128):
+    return lambda: nisa.nc_matmul(psum((m, n)), zeros((128, m), dtype), zeros((128, n), dtype))
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        # nki.isa.nc_matmul: max(min(64, stationary), moving), four times that in fp32
+        (product("bfloat16"), 512),
+        (product("float32"), 2048),
+        (product("bfloat16", n=8), 64),
+        (product("bfloat16", n=8, m=16), 16),
+        # nki.isa.nc_transpose: max(partitions, min(64, free))
+        (lambda: transpose("bfloat16", 128, 128), 128),
+        (lambda: transpose("float32", 128, 128), 512),
+        (lambda: transpose("bfloat16", 16, 128), 64),
+        # nki.isa.activation: max(64, n), and an instruction to read the registers
+        (lambda: nisa.activation(sbuf((8, 512)), nl.exp, zeros((8, 512))), 512),
+        (lambda: nisa.activation(sbuf((8, 1)), nl.exp, zeros((8, 1))), 64),
+        (lambda: nisa.activation_reduce(sbuf((8, 512)), nl.exp, zeros((8, 512)), nl.add,
+                                        sbuf((8, 1))), 576),
+        # nki.isa.tensor_tensor: 2 n, or n with one input in PSUM or all in bf16
+        (lambda: add("float32", "sbuf"), 1024),
+        (lambda: add("float32", "psum"), 512),
+        (lambda: add("bfloat16", "sbuf"), 512),
+        (lambda: nisa.tensor_reduce(sbuf((8, 1)), nl.add, zeros((8, 512)), axis=1), 512),
+        (lambda: nisa.tensor_scalar(sbuf((8, 512)), zeros((8, 512)), nl.add, 1.0), 512),
+        (lambda: nisa.scalar_tensor_tensor(sbuf((8, 512)), zeros((8, 512)), nl.add, 1.0, nl.add,
+                                           zeros((8, 512))), 1024),
+        (lambda: nisa.reciprocal(sbuf((8, 512)), zeros((8, 512))), 4096),
+        (lambda: nisa.tensor_copy(sbuf((8, 512)), zeros((8, 512))), 512),
+        (lambda: nisa.tensor_copy_predicated(zeros((8, 512)), zeros((8, 512)),
+                                             zeros((8, 512), "uint8")), 1024),
+        (lambda: nisa.tensor_copy_predicated(zeros((8, 512)), zeros((8, 512), buffer="psum"),
+                                             zeros((8, 512), "uint8")), 512),
+        (lambda: nisa.tensor_scalar_reduce(sbuf((8, 512)), zeros((8, 512)), nl.add, 1.0, nl.add,
+                                           sbuf((8, 1))), 576),
+        (lambda: nisa.memset(sbuf((8, 512)), 1.0), 512),
+        (lambda: nisa.memset(sbuf((8, 512), "bfloat16"), 0), 256),
+        (lambda: nisa.iota(sbuf((8, 512)), [[1, 512]]), 662),
+        (lambda: nisa.affine_select(sbuf((8, 512)), [[1, 512]], 1, zeros((8, 512)), 0.0), 662),
+    ],
+)  # fmt: skip
+def test_14_cycles(body, expected):
+    assert last(body) == expected
+
+
+def transpose(dtype, parts, free):
+    nisa.nc_transpose(psum((free, parts), dtype), zeros((parts, free), dtype),
+                      engine=nisa.engine.tensor)  # fmt: skip
+
+
+def add(dtype, buffer):
+    x = zeros((8, 512), dtype, buffer)
+    nisa.tensor_tensor(sbuf((8, 512), dtype), x, zeros((8, 512), dtype), nl.add)
+
+
+def test_dma_takes_what_the_guide_measured():
+    """32 KiB on one engine of trn2: about 1416 ns (nki-dma-bandwidth-guide)."""
+    assert one_engine_time(32 * 1024, "trn2") == pytest.approx(1416, rel=0.01)
+
+
+def test_small_descriptors_take_as_long_as_512_bytes():
+    def whole(x):
+        loaded(x)
+
+    wide = trace(whole, draw(128, 512)).instructions[0]
+    narrow = trace(whole, draw(128, 4)).instructions[0]
+    trn2 = find_target("trn2")
+    assert wide.nbytes == 128 * 2048
+    assert duration(wide, trn2) == pytest.approx(128 * 2048 / 362)
+    # one row of 2 KiB in HBM, but 16 bytes for each partition
+    assert duration(narrow, trn2) == pytest.approx(128 * 512 / 362)
+
+
+def test_a_clock_turns_cycles_into_time():
+    one = Instruction("activation", "scalar", 1200)
+    assert duration(one, find_target("trn2")) == pytest.approx(1000)
+    assert duration(one, find_target("trn1")) == pytest.approx(1200 / 1.4)
+
+
+def test_the_schedule_waits_for_operands_and_overlaps_the_rest():
+    def body(x):
+        tile, other = loaded(x), zeros((128, 512))
+        first, second = sbuf((128, 512)), sbuf((128, 512))
+        nisa.activation(first, nl.exp, tile)
+        nisa.tensor_scalar(second, other, nl.add, 1.0)
+        nisa.tensor_scalar(second, first, nl.add, 1.0)
+        return stored(second)
+
+    log = trace(body, draw(128, 512))
+    times = {(i.op, n): (a, b) for n, (i, a, b) in enumerate(schedule(log, "trn2"))}
+    load, fill, exp, free, bound, out = sorted(times, key=lambda key: key[1])
+    assert times[exp][0] >= times[load][1]
+    assert times[fill][0] == 0
+    assert times[free][0] == pytest.approx(times[fill][1])
+    assert times[bound][0] >= times[exp][1] > times[free][1]
+    assert times[out][0] >= times[bound][1]
+
+
+def test_a_place_that_is_used_again_waits_for_its_last_use():
+    """Two tiles that do not fit together take turns."""
+
+    def body(x):
+        for _ in range(3):
+            tile = loaded(x)
+            result = sbuf((128, 1))
+            nisa.tensor_reduce(result, nl.add, tile, axis=1)
+            tile = result = 0
+
+    log = trace(body, draw(128, 30_000))
+    ends = [(a, b) for i, a, b in schedule(log, "trn2") if i.op == "tensor_reduce"]
+    loads = [(a, b) for i, a, b in schedule(log, "trn2") if i.op == "dma_copy"]
+    assert loads[1][0] >= ends[0][1]
+    assert log.reuses
+
+
+def test_the_timeline_is_a_page():
+    page = timeline_html(trace(lambda x: stored(loaded(x)), draw(8, 8)))
+    assert page.startswith("<!doctype html>")
+    assert page.count("<rect") == 2
+    assert "dma_copy" in page
+
+
+# what the kernel costs
+
+
+def bench():
+    spec = importlib.util.spec_from_file_location("bench", BENCHMARKS / "bench_static.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_14_decode_takes_a_group_fewer_tensor_cycles_than_the_old_plan(group):
+    module = bench()
+    case = ([1] * 4, [2048] * 4)
+    new, old = (cost(f(*case, group=group)) for f in (module.trace_new, module.trace_old))
+    assert old.cycles["tensor"] >= group * new.cycles["tensor"]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("case", [([1] * 4, [1500] * 4), ([600], [0]), ([100], [3000])], ids=str)
+def test_14_bytes_are_near_the_lower_bound(block_size, case):
+    module = bench()
+    moved = module.trace_new(*case, block_size=block_size).dma_bytes()
+    lowest = module.lower_bound(*case, group=8, head_dim=128)
+    assert lowest <= moved <= 1.25 * lowest
+
+
+def test_14_the_bound_is_busy_in_prefill():
+    found = cost(bench().trace_new([1024], [0]))
+    assert found.busy[found.bound] >= 0.7
+
+
+def test_14_estimates_grow_with_the_context():
+    shape = {"heads": 8, "kv_heads": 1, "head_dim": 128, "block_size": 32}
+    found = [estimate_cost([1, 40], [c, c], **shape) for c in (0, 100, 1000, 3000)]
+    for small, large in itertools.pairwise(found):
+        assert small.makespan < large.makespan
+        assert small.dma_bytes < large.dma_bytes
+        assert all(small.cycles[e] <= large.cycles[e] for e in small.cycles)
+
+
+def test_the_bytes_of_a_run_that_computes_are_those_of_one_that_does_not():
+    from nki_paged_attn import _backend, simulate
+    from nki_paged_attn._launch import Options, kernel_arguments
+
+    from ._cases import BF16, make_case
+
+    case = make_case([20, 1], [100, 300], dtype=BF16)
+    table = np.where(case.block_table < 0, 0, case.block_table)
+    plan = build_plan(*case.tensors[5:], table, 16, heads=4, kv_heads=2)
+    options = Options(32**-0.5, 0.0, None, (1.0, 1.0), (1.0, 1.0), False, "bfloat16")
+    run = simulate(_backend.simulated_kernel())
+    run(**kernel_arguments(*case.tensors[:4], plan, options))
+    dry = trace_plan(plan, head_dim=32, blocks=case.kv_cache.shape[1])
+    # tensors have other numbers, and outputs other names
+    same = {"reads": (), "writes": (), "hbm": ""}
+    strip = [dataclasses.replace(i, **same) for i in run.trace.instructions]
+    assert strip == [dataclasses.replace(i, **same) for i in dry.instructions]
+
+
+def test_the_committed_table_is_what_the_script_computes():
+    """One row of it; all of them take a minute."""
+    module = bench()
+    report = json.loads(module.RESULTS.read_text())
+    queries, contexts = module.CASES["prefill 2k"]
+    bound = module.lower_bound(queries, contexts, module.GROUP, module.HEAD_DIM)
+    assert report["prefill 2k"]["new"] == module.figures(module.trace_new(queries, contexts), bound)
+    for name in module.CASES:
+        new, old = report[name]["new"], report[name]["old"]
+        assert new["fits_sbuf"]
+        assert new["dma_bytes_over_bound"] <= 1.25
+        if name.startswith("decode"):
+            assert old["cycles"]["tensor"] >= module.GROUP * new["cycles"]["tensor"]
+        else:
+            assert new["busy"] >= 0.7
+    assert not report["prefill 8k"]["old"]["fits_sbuf"]
+
+
+def test_the_old_plan_computes_attention():
+    """It is a plan worth comparing with: where its mask lets a row see something, it is right."""
+    from nki_paged_attn import paged_attention_reference
+    from nki_paged_attn.legacy import tokens_per_partition
+    from nki_paged_attn.sim import load, simulate
+
+    from . import _vllm
+
+    call = _vllm.draw((1, 2, 32, 2048, 2, 2, 32, False))
+    query, key, value, cache, table, mask = call.arguments
+    tokens = tokens_per_partition(2048, 32)
+    per_block = 32 // tokens
+    rows = np.repeat(table, per_block) * per_block + np.tile(np.arange(per_block), len(table))
+    index = rows.reshape(-1, 128).T.astype(np.int32)
+    kernel = load(BENCHMARKS / "old_plan.py").old_plan_kernel
+    out = simulate(kernel)(
+        query[0], key[0], value[0], cache, np.ascontiguousarray(index), mask, tokens, 32**-0.5,
+        "float32",
+    )  # fmt: skip
+    exact, _ = paged_attention_reference(*call.packed)
+    got = out.transpose(1, 0, 2)[: call.tokens]
+    np.testing.assert_allclose(got, exact, atol=1e-5)
+
+
+def test_two_programs_are_two_cores():
+    table = sequential_table([512, 512], 32)
+    plan = build_plan([1, 1], [512, 512], table, 32, heads=4, kv_heads=2)
+    one, two = (cost(trace_plan(plan, head_dim=64, blocks=40, programs=n)) for n in (1, 2))
+    assert two.cycles["tensor"] == one.cycles["tensor"] // 2
+    assert two.makespan < one.makespan
+
+
+def test_an_empty_trace_costs_nothing():
+    found = cost(Trace("trn2"))
+    assert found.makespan == 0
+    assert "0 instructions" in str(found)

@@ -1,0 +1,279 @@
+"""The old functions: layouts, masks, tables, the cache, and their messages."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from nki_paged_attn import (
+    flash_attn_varlen_nkifunc,
+    flash_paged_attention,
+    load_block_tables,
+    paged_attention_reference,
+    reorder_context_mask,
+    reshape_and_cache,
+    transform_block_tables_for_indirect_load,
+)
+from nki_paged_attn.legacy import column_order, rows_of_mask
+
+from . import _vllm
+from ._cases import BF16
+
+SMALL = (1, 3, 16, 512, 4, 2, 16, False)
+
+
+@pytest.fixture(autouse=True)
+def on_our_simulator(monkeypatch):
+    monkeypatch.setenv("NKI_PAGED_ATTN_BACKEND", "sim")
+
+
+@pytest.fixture(scope="module")
+def call():
+    return _vllm.draw(SMALL)
+
+
+def exact(call, **options):
+    return paged_attention_reference(*call.packed, **options)[0].transpose(1, 0, 2)[None]
+
+
+def test_the_kernels_own_call_with_a_grid(call):
+    got = flash_paged_attention[1, 2](*call.arguments, 0.5, False, 512)
+    np.testing.assert_allclose(got[:, :, : call.tokens], exact(call, scale=0.5), atol=1e-5)
+
+
+def test_a_scale_of_zero_is_not_replaced(call):
+    got = flash_paged_attention(*call.arguments, softmax_scale=0.0, mixed_precision=False,
+                                LARGE_TILE_SZ=512)  # fmt: skip
+    np.testing.assert_allclose(got[:, :, : call.tokens], exact(call, scale=0.0), atol=1e-5)
+
+
+def test_debug_tensors_are_not_offered(call):
+    with pytest.raises(NotImplementedError, match="return_debug_tensors"):
+        flash_paged_attention(*call.arguments, return_debug_tensors=True)
+
+
+def test_a_batch_without_any_context(call):
+    """The old kernel added a key of logit 0 to it."""
+    query, key, value, cache = call.arguments[:4]
+    tokens = 20
+    q, k, v = query[..., :tokens], key[..., :tokens], value[:, :, :tokens]
+    mask = np.tri(tokens, dtype=np.int32)
+    got = flash_attn_varlen_nkifunc(
+        q, k, v, cache, np.zeros(0, np.int32), mask, mixed_precision=False
+    )
+    packed = (q[0].transpose(2, 0, 1), k[0].transpose(2, 0, 1), v[0].transpose(1, 0, 2), cache)
+    expected, _ = paged_attention_reference(*packed, np.zeros((1, 0), int), [tokens], [0])
+    np.testing.assert_allclose(got[0].transpose(1, 0, 2), expected, atol=1e-5)
+
+
+def test_torch_tensors_come_back_as_torch_tensors(call):
+    torch = pytest.importorskip("torch")
+    tensors = [torch.from_numpy(x) for x in call.arguments]
+    got = flash_attn_varlen_nkifunc(*tensors, **call.options)
+    assert isinstance(got, torch.Tensor)
+    np.testing.assert_array_equal(
+        got.numpy(), flash_attn_varlen_nkifunc(*call.arguments, **call.options)
+    )
+    low = [x.to(torch.bfloat16) if x.is_floating_point() else x for x in tensors]
+    assert flash_attn_varlen_nkifunc(*low, **call.options).dtype == torch.bfloat16
+    assert "torch" in sys.modules
+
+
+def test_bf16_arrays(call):
+    low = [x.astype(BF16) if x.dtype == np.float32 else x for x in call.arguments]
+    got = flash_attn_varlen_nkifunc(*low, **call.options)
+    assert got.dtype == BF16
+    np.testing.assert_allclose(got[:, :, : call.tokens].astype(float), exact(call), atol=2e-2)
+
+
+def test_a_mask_in_which_a_row_has_a_gap_is_refused(call):
+    *rest, mask = call.arguments
+    mask = mask.copy()
+    order = np.flatnonzero(mask[0, : mask.shape[1] - mask.shape[0]])
+    mask[0, order[len(order) // 2]] = 0
+    with pytest.raises(NotImplementedError, match="row 0 has a gap"):
+        flash_attn_varlen_nkifunc(*rest, mask, **call.options)
+
+
+def test_windows_and_ragged_rows_of_a_mask(call):
+    """Any mask of ranges: here each row sees the last 40 keys."""
+    query, key, value, cache, table, _ = call.arguments
+    lens, contexts = call.packed[5:]
+    counts = -(-contexts // 16)
+    columns, padded = len(table) * 16, query.shape[3]
+    mask = np.zeros((padded, columns + padded), np.int32)
+    row, block = 0, 0
+    for count, context, n in zip(lens, contexts, counts, strict=True):
+        for i in range(count):
+            for j in range(max(0, context + i - 39), context + i + 1):
+                column = block * 16 + j if j < context else columns + row + j - context
+                mask[row + i, column] = 1
+        row, block = row + count, block + n
+    mask = reorder_context_mask(mask, 512, 16)
+    got = flash_attn_varlen_nkifunc(query, key, value, cache, table, mask, **call.options)
+    np.testing.assert_allclose(got[:, :, : call.tokens], exact(call, window=40), atol=1e-5)
+
+
+def test_a_mask_falls_into_its_sequences(call):
+    """So that none is multiplied with another's keys; rows that see nothing stay together."""
+    *_, mask = call.arguments
+    context = mask.shape[1] - mask.shape[0]
+    plain = np.empty(mask.shape, bool)
+    plain[:, column_order(512, 16, context)] = mask[:, :context] != 0
+    plain[:, context:] = mask[:, context:] != 0
+    found = rows_of_mask(plain, context, call.arguments[4])
+    lens = call.packed[5].tolist()
+    assert [len(rows.tokens) for rows in found] == [*lens, len(mask) - sum(lens)]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({0: np.zeros((2, 4, 16, 8), np.float32)}, ValueError, r"query must be \[1, heads"),
+        ({0: np.zeros((1, 4, 16, 8))}, TypeError, "query must be one of float16"),
+        ({1: np.zeros((1, 2, 8, 8), np.float32)}, ValueError, r"key must be \[1, kv_heads, 16"),
+        ({2: np.zeros((1, 2, 8, 8), np.float32)}, ValueError, r"value must be \[1, 2,"),
+        ({3: np.zeros((2, 4, 3, 16, 16), np.float32)}, ValueError, r"kv_cache must be \[2, blocks"),
+        ({4: np.zeros((4, 4), np.int32)}, ValueError, r"block_table must be \[active_blocks\]"),
+        ({5: np.zeros((4, 4), np.int32)}, ValueError, "attn_mask must be"),
+    ],
+)
+def test_messages(call, change, error, text):
+    arguments = [change.get(i, x) for i, x in enumerate(call.arguments)]
+    with pytest.raises(error, match=text):
+        flash_attn_varlen_nkifunc(*arguments, **call.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"n_kv_head": 3}, "n_kv_head must be key's 2"), ({"head_size": 8}, "head_size must be")],
+)
+def test_numbers_that_disagree(call, options, text):
+    with pytest.raises(ValueError, match=text):
+        flash_attn_varlen_nkifunc(*call.arguments, **call.options, **options)
+
+
+def test_an_active_block_that_is_not_there(call):
+    *rest, table, mask = call.arguments
+    table = table.copy()
+    table[0] = 10**6
+    with pytest.raises(ValueError, match=r"block_table\[0\] must be from 0 to"):
+        flash_attn_varlen_nkifunc(*rest, table, mask, **call.options)
+
+
+# masks and tables
+
+
+@pytest.mark.parametrize(("large", "block"), [(512, 1), (2048, 32), (8192, 256), (1024, 8)])
+def test_reordered_columns_hold_the_tokens_that_they_should(large, block):
+    rows, context = 3, 2 * large
+    tokens = large // max(128, large // block)
+    mask = np.arange(context + rows) + np.zeros((rows, 1), int)
+    got = reorder_context_mask(mask, large, block)
+    if tokens == 1:
+        np.testing.assert_array_equal(got, mask)
+        return
+    for load, t, p in [
+        (0, 0, 0),
+        (0, 1, 5),
+        (1, tokens - 1, 127),
+        (context // tokens // 128 - 1, 0, 9),
+    ]:
+        assert got[0, load * 128 * tokens + t * 128 + p] == (load * 128 + p) * tokens + t
+    np.testing.assert_array_equal(got[:, context:], mask[:, context:])
+
+
+def test_reordering_refuses_other_shapes():
+    with pytest.raises(ValueError, match=r"mask must be \[seq_q"):
+        reorder_context_mask(np.zeros((4, 3)), 512, 32)
+    with pytest.raises(ValueError, match="multiple of LARGE_TILE_SZ, 2048"):
+        reorder_context_mask(np.zeros((4, 1004)), 2048, 32)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks"),
+    [(1, 1), (13, 16), (17, 128), (35, 512), (128, 128), (130, 64), (280, 256), (315, 1)],
+)
+@pytest.mark.parametrize(("heads", "head"), [(1, 0), (3, 1)])
+def test_block_tables(tiles, blocks, heads, head):
+    """Exact, also for rows past 2**24."""
+    ids = np.random.default_rng(0).integers(0, 100_000, tiles * blocks).astype(np.int32)
+    ids[0] = 99_999
+    tiling = max(1, 128 // blocks)
+    table = load_block_tables(ids, tiles, blocks)
+    groups = -(-tiles // 128)
+    assert table.shape == (groups, 128, blocks)
+    got = transform_block_tables_for_indirect_load(table, tiling, heads, head)
+    assert got.dtype == np.int32
+    assert got.shape == (blocks * tiling // 128, 128, groups * 128)
+    for tile, block, piece in [(0, 0, 0), (tiles - 1, blocks - 1, tiling - 1), (tiles // 2, 0, 0)]:
+        row = block * tiling + piece
+        expected = (int(ids[tile * blocks + block]) * heads + head) * tiling + piece
+        assert got[row // 128, row % 128, tile] == expected
+    if groups * 128 > tiles:
+        assert (got[0, :, tiles:] == head * tiling + np.arange(128)[:, None] % tiling).all()
+
+
+def test_block_tables_refuse_other_shapes():
+    with pytest.raises(ValueError, match=r"block_tables must be \[6\]"):
+        load_block_tables(np.zeros(5, np.int32), 2, 3)
+    with pytest.raises(ValueError, match=r"block_tables must be \[groups, 128"):
+        transform_block_tables_for_indirect_load(np.zeros((1, 5, 2), np.int32), 1, 1, 0)
+    with pytest.raises(ValueError, match="must be a multiple of 128"):
+        transform_block_tables_for_indirect_load(np.zeros((1, 128, 3), np.int32), 2, 1, 0)
+    with pytest.raises(ValueError, match=r"must be below 2\*\*31"):
+        transform_block_tables_for_indirect_load(np.full((1, 128, 1), 2**30, np.int32), 128, 1, 0)
+
+
+# the cache
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dim", "blocks", "size"),
+    [(32, 12, 64, 4, 128), (1, 12, 64, 4, 128), (64, 16, 96, 8, 256), (48, 32, 128, 16, 512),
+     (1024, 8, 32, 32, 32), (16, 64, 256, 4, 64), (4, 2, 16, 2, 16), (1, 1, 8, 1, 8)],
+)  # fmt: skip
+def test_reshape_and_cache(tokens, heads, dim, blocks, size):
+    rng = np.random.default_rng(42)
+    key, value = rng.standard_normal((2, tokens, heads, dim)).astype(np.float32)
+    cache = np.full((2, blocks, heads, size, dim), 7, np.float32)
+    slots = rng.permutation(blocks * size)[:tokens]
+    slots[0] = -1 if tokens > 4 else slots[0]
+    reshape_and_cache(key, value, cache, slots)
+    flat = cache.transpose(0, 1, 3, 2, 4).reshape(2, -1, heads, dim)
+    kept = slots >= 0
+    np.testing.assert_array_equal(flat[0, slots[kept]], key[kept])
+    np.testing.assert_array_equal(flat[1, slots[kept]], value[kept])
+    untouched = np.setdiff1d(np.arange(blocks * size), slots[kept])
+    assert (flat[:, untouched] == 7).all()
+
+
+def test_the_cache_of_torch_changes_in_place():
+    torch = pytest.importorskip("torch")
+    cache = torch.zeros(2, 2, 1, 4, 8)
+    ones = torch.ones(1, 1, 8)
+    reshape_and_cache(ones, 2 * ones, cache, torch.tensor([5]))
+    assert (cache[0, 1, 0, 1] == 1).all()
+    assert (cache[1, 1, 0, 1] == 2).all()
+    assert cache.sum() == 24
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"key": np.zeros((2, 8))}, ValueError, r"key must be \[tokens"),
+        ({"value": np.zeros((2, 1, 4))}, ValueError, "value must have the shape of key"),
+        ({"kv_cache": np.zeros((2, 4, 2, 4, 8))}, ValueError, "kv_cache must be"),
+        ({"slot_mapping": np.zeros(3, int)}, ValueError, r"slot_mapping must be \[2\]"),
+        ({"slot_mapping": np.zeros(2)}, TypeError, "slot_mapping must be of integers"),
+        ({"slot_mapping": np.array([0, 16])}, ValueError, "slot_mapping must be below 16, got 16"),
+    ],
+)
+def test_messages_of_the_cache(change, error, text):
+    arguments = {
+        "key": np.zeros((2, 1, 8)), "value": np.zeros((2, 1, 8)),
+        "kv_cache": np.zeros((2, 4, 1, 4, 8)), "slot_mapping": np.array([0, 1]),
+    }  # fmt: skip
+    with pytest.raises(error, match=text):
+        reshape_and_cache(**arguments | change)

@@ -1,0 +1,195 @@
+"""The kernel against float64, feature by feature and in pairs, on every generation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from nki_paged_attn.sim import TARGETS
+
+from ._cases import BF16, F16, F32, assert_within, make_case
+
+MIXED = ([20, 1, 0, 70, 1], [100, 300, 5, 3, 0])
+SINKS = np.linspace(-2, 3, 4).astype(np.float32)
+FEATURES = {
+    "window": {"window": 37},
+    "narrow window": {"window": 3},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": SINKS},
+    "scale": {"scale": 2.5},
+    "negative scale": {"scale": -0.7},
+    "cache scales": {"k_scale": [0.5, 2.0], "v_scale": 1.5},
+}
+
+
+@pytest.fixture
+def target(monkeypatch):
+    """Set the generation to simulate."""
+    return lambda name: monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", name)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=lambda d: d.name)
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature(name, dtype):
+    options = dict(FEATURES[name])
+    if "k_scale" in options:
+        options["k_scale"] = np.array(options["k_scale"])
+        case = make_case(*MIXED, dtype=dtype)
+        out, _ = case.run(**options)
+        exact, _ = case.with_options(**options).oracle()
+        assert_within(out, exact, exact.astype(dtype).astype(float) * (1 + 2**-9), dtype)
+        return
+    make_case(*MIXED, dtype=dtype, **options).check()
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(list(FEATURES)[:6], 2)))
+def test_features_in_pairs(a, b):
+    options = FEATURES[a] | FEATURES[b]
+    make_case([9, 1, 40], [60, 90, 3], seed=1, **options).check()
+
+
+@pytest.mark.parametrize("name", ["trn1", "trn2", "trn3"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.name)
+def test_generations(name, dtype, target):
+    target(name)
+    make_case(*MIXED, dtype=dtype, window=50, sinks=SINKS).check()
+
+
+def test_generations_agree_to_the_bit(target):
+    """Only the way of masking differs, and it selects."""
+    results = []
+    for name in ("trn1", "trn2", "trn3"):
+        target(name)
+        results.append(make_case(*MIXED, window=50).run())
+    for out, lse in results[1:]:
+        np.testing.assert_array_equal(out, results[0][0])
+        np.testing.assert_array_equal(lse, results[0][1])
+    assert len({TARGETS[n].generation for n in ("trn1", "trn2", "trn3")}) == 3
+
+
+@pytest.mark.parametrize("name", ["trn1", "trn2", "trn3"])
+def test_generations_mask_sections_beyond_the_first(name, target):
+    """With windows that begin, and rows that end, in the second and third of a source."""
+    target(name)
+    make_case([70, 1], [2300, 2300], heads=2, kv_heads=1, head_dim=8, window=500).check()
+    make_case([200], [300], block_size=1, head_dim=8, window=150).check()
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 8, 16, 32, 48, 64, 80, 96, 127, 128])
+def test_head_dims(head_dim):
+    make_case([17, 1], [40, 33], head_dim=head_dim).check()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 7, 16, 24, 32, 48, 64, 128, 256])
+def test_block_sizes(block_size):
+    make_case([17, 1], [40, 600], block_size=block_size).check()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (8, 1), (6, 2), (96, 1), (128, 1)])
+def test_groups(heads, kv_heads):
+    """MHA, GQA and MQA; 96 and 128 rows of one token are too many for keys on the partitions."""
+    make_case([5, 1], [40, 150], heads=heads, kv_heads=kv_heads, head_dim=16).check()
+
+
+@pytest.mark.parametrize("context", [0, 1, 127, 128, 129, 511, 1023, 1024, 1025, 2100])
+def test_contexts_at_the_edges_of_sections(context):
+    make_case([1, 66], [context, context], head_dim=16, heads=2).check()
+
+
+@pytest.mark.parametrize("queries", [1, 31, 32, 33, 63, 64, 65, 128, 129])
+def test_queries_at_the_edges_of_tiles(queries):
+    make_case([queries], [77], head_dim=16, heads=2, kv_heads=1).check()
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3", "float8_e4m3fn", "float8_e5m2"])
+def test_fp8_cache(kind):
+    import ml_dtypes
+
+    dtype = np.dtype(getattr(ml_dtypes, kind))
+    case = make_case(*MIXED, dtype=BF16, cache_dtype=dtype)
+    case.check()
+    scaled, _ = case.run(k_scale=2.0, v_scale=0.25)
+    exact, _ = case.with_options(k_scale=2.0, v_scale=0.25).oracle()
+    assert_within(scaled, exact, exact * (1 + 2**-8), BF16)
+
+
+def test_a_scale_of_zero_is_one():
+    case = make_case([5, 1], [20, 30], scale=0.0)
+    out, lse = case.check()
+    counts = np.concatenate([20 + np.arange(1, 6), [31]])
+    np.testing.assert_allclose(lse[0], np.log(counts), rtol=1e-6)
+    assert out.any()
+
+
+@pytest.mark.parametrize("scale", [1e-30, -1e-30, 1e-12, 2.0**-39])
+def test_tiny_scales(scale):
+    make_case([5, 1, 90], [20, 30, 3], scale=scale).check()
+
+
+@pytest.mark.parametrize("softcap", [1e-30, 1e-3, 1e4])
+def test_softcaps(softcap):
+    make_case([5, 1, 90], [20, 30, 3], softcap=softcap).check()
+
+
+def test_sinks_of_minus_infinity_are_none():
+    sinks = np.full(4, -np.inf, np.float32)
+    case = make_case([5, 1, 90], [20, 30, 3], extra=2)
+    out, lse = case.run(sinks=sinks)
+    plain_out, plain_lse = case.run()
+    np.testing.assert_allclose(out, plain_out, rtol=1e-6)
+    np.testing.assert_allclose(lse, plain_lse, rtol=1e-6)
+
+
+def test_a_row_without_a_key_has_its_sink_as_lse():
+    case = make_case([3], [0], extra=2, sinks=SINKS)
+    out, lse = case.run()
+    assert (out[3:] == 0).all()
+    np.testing.assert_allclose(lse[:, 3:], np.tile(SINKS[:, None], 2))
+
+
+def test_long_sequences_stream_their_keys():
+    """More sections than stay in SBUF, under a prompt and under a single token."""
+    make_case([70, 1], [9500, 9000], heads=2, kv_heads=1, head_dim=8, block_size=64).check()
+
+
+def test_many_tiles_against_many_sections(monkeypatch):
+    """Blocks of tiles whose keys do not stay: each block reads them again."""
+    monkeypatch.setattr("nki_paged_attn.plan.RESIDENT_TILES", 2)
+    monkeypatch.setattr("nki_paged_attn.plan.RESIDENT_SECTIONS", 2)
+    make_case([300], [2500], heads=2, kv_heads=1, head_dim=8, window=900).check()
+
+
+def test_any_strides():
+    case = make_case([5, 1], [20, 30])
+    wide = np.zeros((*case.q.shape[:2], 64), F32)[..., ::2]
+    wide[...] = case.q
+    cache = np.asfortranarray(case.kv_cache)
+    moved = type(case)(wide, case.k, case.v, cache, *case.tensors[4:])
+    for got, expected in zip(moved.run(), case.run(), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_without_lse_the_output_is_the_same():
+    case = make_case(*MIXED)
+    np.testing.assert_array_equal(case.run(return_lse=False), case.run()[0])
+
+
+def test_repeats_to_the_bit():
+    case = make_case(*MIXED, dtype=BF16)
+    np.testing.assert_array_equal(case.run()[0], case.run()[0])
+
+
+def test_a_sequence_does_not_depend_on_its_batch():
+    queries, contexts = MIXED
+    case = make_case(queries, contexts, dtype=BF16)
+    whole, _ = case.run()
+    first = 0
+    for i, (count, context) in enumerate(zip(queries, contexts, strict=True)):
+        own = slice(first, first + count)
+        alone = type(case)(
+            case.q[own], case.k[own], case.v[own], case.kv_cache, case.block_table[i : i + 1],
+            [count], [context],
+        )  # fmt: skip
+        np.testing.assert_array_equal(alone.run()[0], whole[own])
+        first += count

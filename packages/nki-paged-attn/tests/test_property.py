@@ -1,0 +1,71 @@
+"""Batches, shapes and features drawn together.
+
+30 examples by default; ``NKI_PAGED_ATTN_EXAMPLES=500`` for a long run. A failure prints the
+smallest example found and the line that reproduces it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ._cases import BF16, F16, F32, make_case, poisoned
+
+EXAMPLES = int(os.environ.get("NKI_PAGED_ATTN_EXAMPLES", "30"))
+
+bounded = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    print_blob=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+QUERIES = st.one_of(st.sampled_from([0, 1, 1, 1]), st.integers(0, 140))
+CONTEXTS = st.one_of(st.sampled_from([0, 1, 127, 128, 1024]), st.integers(0, 1300))
+HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1), (5, 1)])
+
+
+@st.composite
+def cases(draw):
+    batch = draw(st.integers(0, 4))
+    queries = [draw(QUERIES) for _ in range(batch)]
+    contexts = [draw(CONTEXTS) for _ in range(batch)]
+    heads, kv_heads = draw(HEADS)
+    options = {}
+    if draw(st.booleans()):
+        options["window"] = draw(st.integers(1, 400))
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([0.5, 3.0, 50.0]))
+    if draw(st.booleans()):
+        options["sinks"] = np.array(
+            draw(st.lists(st.floats(-5, 5), min_size=heads, max_size=heads))
+        )
+    if draw(st.booleans()):
+        options["scale"] = draw(st.sampled_from([0.0, -1.0, 0.01, 4.0]))
+    return make_case(
+        queries, contexts, heads=heads, kv_heads=kv_heads, head_dim=draw(st.integers(1, 40)),
+        block_size=draw(st.integers(1, 70)), dtype=draw(st.sampled_from([F32, BF16, F16])),
+        seed=draw(st.integers(0, 2**16)), extra=draw(st.sampled_from([0, 0, 3])), **options,
+    )  # fmt: skip
+
+
+@bounded
+@given(case=cases(), target=st.sampled_from(["trn1", "trn2", "trn3"]), programs=st.integers(1, 2))
+def test_matches_the_reference(case, target, programs):
+    old = {
+        n: os.environ.get(n)
+        for n in ("NEURON_PLATFORM_TARGET_OVERRIDE", "NEURON_LOGICAL_NC_CONFIG")
+    }
+    os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] = target
+    os.environ["NEURON_LOGICAL_NC_CONFIG"] = str(programs)
+    try:
+        out, _ = case.check()
+        np.testing.assert_array_equal(poisoned(case, np.nan).run()[0], out)
+    finally:
+        for name, value in old.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -1,0 +1,162 @@
+"""Limits of TensorE.
+
+Each case cites the documentation page on which the limit rests; the error carries it, too.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ._limits import Limits, matmul
+from ._nki import nisa, psum, sbuf, zeros
+
+limit = Limits()
+
+# TensorE
+
+
+@limit("nki.isa.nc_matmul, tile size", "nisa.nc_matmul", "at most 512 on trn2")
+def a_moving_operand_of_more_than_512():
+    matmul(n=513)
+
+
+@limit("nki.isa.nc_matmul, tile size", "nisa.nc_matmul", "at most 512 on trn1", "trn1")
+def a_moving_operand_of_more_than_512_on_gen2():
+    matmul(n=513)
+
+
+@limit("nki.isa.nc_matmul, tile size", "nisa.nc_matmul", "at most 4096 on trn3", "trn3")
+def a_moving_operand_of_more_than_4096_on_gen4():
+    dst = psum((8, 1)).ap([[1, 8], [0, 4097]])
+    nisa.nc_matmul(dst, zeros((8, 8)), zeros((8, 4097)))
+
+
+@limit("nki.isa.nc_matmul, tile size", "nisa.nc_matmul", "at most 128")
+def a_stationary_operand_of_more_than_128():
+    matmul(m=129, dst=psum((128, 8)))
+
+
+@limit("nki.isa.nc_matmul, data types", "nisa.nc_matmul", "must both be float32")
+def fp32_with_bf16():
+    matmul(dtypes=("float32", "bfloat16"))
+
+
+@limit("nki.isa.nc_matmul, data types", "nisa.nc_matmul", "must be one of")
+def operands_of_integers():
+    matmul(dtypes=("int32", "int32"))
+
+
+@limit("nki.isa.nc_matmul, data types", "nisa.nc_matmul", "must be one of")
+def ocp_fp8_before_gen4():
+    matmul(dtypes=("float8_e4m3fn", "bfloat16"))
+
+
+@limit("nki.isa.nc_matmul, data types", "nisa.nc_matmul", "must not mix", "trn3")
+def both_forms_of_fp8():
+    matmul(dtypes=("float8_e4m3fn", "float8_e4m3"))
+
+
+@limit("nki.isa.nc_matmul, memory types", "nisa.nc_matmul", "dst must be in PSUM")
+def a_product_into_sbuf():
+    matmul(dst=sbuf((8, 8)))
+
+
+@limit("nki.isa.nc_matmul, data types", "nisa.nc_matmul", "dst must be float32 on trn2")
+def a_product_in_bf16():
+    matmul(dst=psum((8, 8), "bfloat16"))
+
+
+@limit("nki.isa.nc_matmul, memory types", "nisa.nc_matmul", "stationary must be in SBUF")
+def a_stationary_operand_in_psum():
+    nisa.nc_matmul(psum((8, 8)), zeros((8, 8), buffer="psum"), zeros((8, 8)))
+
+
+@limit("nki.isa.nc_matmul, memory types", "nisa.nc_matmul", "moving must be in SBUF")
+def a_moving_operand_in_psum():
+    nisa.nc_matmul(psum((8, 8)), zeros((8, 8)), zeros((8, 8), buffer="psum"))
+
+
+@limit("nki.isa.nc_matmul, layout", "nisa.nc_matmul", "same partitions, the contraction")
+def contractions_that_differ():
+    nisa.nc_matmul(psum((8, 8)), zeros((8, 8)), zeros((7, 8)))
+
+
+@limit("nki.isa.nc_matmul, layout", "nisa.nc_matmul", "dst must be (8, 8)")
+def a_product_of_another_shape():
+    matmul(dst=psum((8, 9)))
+
+
+@limit("nki.isa.nc_matmul, tiling mode", "nisa.nc_matmul", "must both be set")
+def a_tile_position_without_a_size():
+    matmul(tile_position=(0, 0))
+
+
+@limit("nki.isa.nc_matmul, tiling mode", "nisa.nc_matmul", "must be (64, 128) on trn1", "trn1")
+def row_tiles_of_32_on_gen2():
+    matmul(tile_position=(0, 0), tile_size=(32, 128))
+
+
+@limit("nki.isa.nc_matmul, tiling mode", "nisa.nc_matmul", "a multiple of 64")
+def a_tile_position_inside_a_tile():
+    matmul(tile_position=(32, 0), tile_size=(64, 128))
+
+
+@limit("nki.isa.nc_matmul, tiling mode", "nisa.nc_matmul", "at most 32 partitions")
+def an_operand_larger_than_its_tile():
+    matmul(k=33, tile_position=(0, 0), tile_size=(32, 128))
+
+
+@limit("nki.isa.nc_matmul, accumulation", "nisa.nc_matmul", "unwritten PSUM")
+def accumulation_on_nothing():
+    matmul(accumulate=True)
+
+
+@limit("nki.isa.nc_matmul, accumulation", "nisa.nc_matmul", "another engine wrote")
+def accumulation_on_a_memset():
+    matmul(dst=zeros((8, 8), buffer="psum"), accumulate=True)
+
+
+@limit("nki.isa.nc_transpose, data types", "nisa.nc_transpose", "must have data's dtype")
+def a_transpose_to_another_dtype():
+    nisa.nc_transpose(psum((8, 8)), zeros((8, 8), "bfloat16"), engine=nisa.engine.tensor)
+
+
+@limit("nki.isa.nc_transpose, tile size", "nisa.nc_transpose", "at most 128 x 128")
+def a_transpose_of_129_columns():
+    nisa.nc_transpose(psum((128, 8)), zeros((8, 129)), engine=nisa.engine.tensor)
+
+
+@limit("nki.isa.nc_transpose, tile size", "nisa.nc_transpose", "at most 32 x 32")
+def a_transpose_of_33_columns_on_vector():
+    nisa.nc_transpose(sbuf((33, 8)), zeros((8, 33)), engine=nisa.engine.vector)
+
+
+@limit("nki.isa.nc_transpose, memory types", "nisa.nc_transpose", "dst must be in PSUM")
+def a_transpose_on_tensor_into_sbuf():
+    nisa.nc_transpose(sbuf((8, 8)), zeros((8, 8)), engine=nisa.engine.tensor)
+
+
+@limit("nki.isa.nc_transpose, memory types", "nisa.nc_transpose", "data must be in SBUF")
+def a_transpose_on_tensor_from_psum():
+    data = zeros((8, 8), buffer="psum")
+    nisa.nc_transpose(psum((8, 8)), data, engine=nisa.engine.tensor)
+
+
+@limit("nki.isa.nc_transpose, layout", "nisa.nc_transpose", "dst must be (8, 4)")
+def a_transpose_of_another_shape():
+    nisa.nc_transpose(psum((4, 8)), zeros((4, 8)), engine=nisa.engine.tensor)
+
+
+@limit("nki.isa.nc_transpose", "nisa.nc_transpose", "must be tensor or vector")
+def a_transpose_on_scalar():
+    nisa.nc_transpose(psum((4, 8)), zeros((8, 4)), engine=nisa.engine.scalar)
+
+
+@pytest.mark.parametrize("name", limit.names())
+def test_limit(name):
+    limit.check(name)
+
+
+@pytest.mark.parametrize("name", limit.names(of_values=False))
+def test_limit_without_computing(name):
+    limit.check_without_computing(name)
