@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 flash_attn_triton = pytest.importorskip("flash_attn_triton")
+blocksparse_attn = pytest.importorskip("blocksparse_attn")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,3 +96,54 @@ def test_packed_sequences_agree_with_fixed_ones():
     got = flash_attn_triton.flash_attn_varlen_func(*packed, bounds, bounds, 18, 18, causal=True)
     want = sdpa(*(t.double() for t in (q, k, v)), True).flatten(0, 1)
     assert_as_good_as(sdpa(q, k, v, True).flatten(0, 1), got, want)
+
+
+def test_a_layout_of_all_blocks_is_dense_attention():
+    q, k, v = qkv(2, 40, 70, 4, 2, 24)
+    layout = blocksparse_attn.BlockSparseLayout.from_dense(
+        torch.ones(3, 5, dtype=torch.bool), (32, 16)
+    )
+    for causal in (False, True):
+        got = blocksparse_attn.blocksparse_attn_func(
+            q, k, v, layout, causal=causal, return_lse=True
+        )
+        like = flash_attn_triton.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+        exact = flash_attn_triton.attention_reference(
+            *(t.double() for t in (q, k, v)), causal=causal, return_lse=True
+        )
+        for mine, sibling, want in zip(got, like, exact, strict=True):
+            assert_as_good_as(sibling, mine, want)
+
+
+def test_two_layouts_of_disjoint_blocks_merge_to_the_dense_whole():
+    q, k, v = qkv(1, 48, 48, 4, 2, 16)
+    some = torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(0)) < 0.5
+    parts = [
+        blocksparse_attn.blocksparse_attn_func(
+            q, k, v, blocksparse_attn.BlockSparseLayout.from_dense(kept, 16), return_lse=True
+        )
+        for kept in (some, ~some)
+    ]
+    merged = flash_attn_triton.merge_attn_states(*parts[0], *parts[1])
+    whole = flash_attn_triton.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    exact = flash_attn_triton.attention_reference(
+        *(t.double() for t in (q, k, v)), causal=True, return_lse=True
+    )
+    for mine, sibling, want in zip(merged, whole, exact, strict=True):
+        assert_as_good_as(sibling, mine, want)
+
+
+def test_gradients_over_all_blocks_are_dense_gradients():
+    inputs = qkv(1, 33, 33, 4, 2, 16)
+    layout = blocksparse_attn.BlockSparseLayout.from_dense(torch.ones(3, 3, dtype=torch.bool), 16)
+    dout = make(1, 33, 4, 16, seed=4)
+
+    def grads(call, dtype):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in inputs]
+        return torch.autograd.grad(call(*leaves), leaves, dout.to(dtype))
+
+    got = grads(lambda *x: blocksparse_attn.blocksparse_attn_func(*x, layout), torch.float32)
+    like = grads(lambda *x: flash_attn_triton.flash_attn_func(*x, causal=True), torch.float32)
+    exact = grads(lambda *x: flash_attn_triton.attention_reference(*x, causal=True), torch.float64)
+    for mine, sibling, want in zip(got, like, exact, strict=True):
+        assert_as_good_as(sibling, mine, want)

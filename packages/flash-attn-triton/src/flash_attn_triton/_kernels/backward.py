@@ -16,9 +16,9 @@ from .._call import Options, Tensors
 from .backward_dkdv import launch_dkdv
 from .backward_dq import launch_dq
 from .bias_gradient import launch_bias_gradient
-from .launch import BackwardInputs, Plan, first_columns, readable, token_strides
+from .launch import BackwardInputs, Plan, readable, token_strides
 from .primitives import ACCESS_BYTES, INF, LOG2E, NEG_INF
-from .runtime import aligned, dense, whole_rows
+from .runtime import aligned, dense, first_columns, whole_rows
 
 # rows per program of the row kernel
 ROWS = 32

@@ -17,7 +17,7 @@ from attn_common import fp8_info
 from .._call import Options, Tensors
 from .._configs import forward_tile
 from .backward import run_backward
-from .launch import NUMBERS, POINTERS, Plan, expand_descales, first_columns, readable
+from .launch import NUMBERS, POINTERS, Plan, expand_descales, readable
 from .primitives import (
     LN2,
     LOG2E,
@@ -34,7 +34,7 @@ from .primitives import (
     logits_of,
     step_start,
 )
-from .runtime import dense
+from .runtime import dense, first_columns
 from .schedule import locate
 
 

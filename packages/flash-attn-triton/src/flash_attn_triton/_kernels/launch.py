@@ -187,11 +187,6 @@ def readable(x: Tensors) -> Tensors:
     return x._replace(q=whole_rows(x.q), k=whole_rows(x.k), v=whole_rows(x.v))
 
 
-def first_columns(x: Tensor, width: int) -> Tensor:
-    """Return a result without the columns that were added."""
-    return x if x.shape[-1] == width else x[..., :width].contiguous()
-
-
 def expand_descales(
     descales: tuple[Tensor | None, ...], shape: tuple[int, int]
 ) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,131 @@
+"""Inputs of a case, and the comparison that every provider has to pass.
+
+The arbiter is fp32 attention over the mask of tokens, written out head by head and in chunks:
+deliberately apart from the package under test.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from blocksparse_attn import BlockSparseLayout
+from cases import Case
+
+# rows of queries at a time
+CHUNK = 2048
+# largest relative error (Frobenius) of a whole tensor
+TOLERANCE = 2e-2
+
+
+@dataclass
+class Inputs:
+    """Operands, the layout and what is known of it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    layout: BlockSparseLayout
+    density: float
+    needed_bytes: int
+    expected: dict[str, torch.Tensor] | None = None
+    expected_dense: dict[str, torch.Tensor] | None = None
+
+
+def make_layout(case: Case, device: str) -> BlockSparseLayout:
+    """Return the kept blocks: the local and strided pattern, or random ones below the diagonal."""
+    if case.local:
+        return BlockSparseLayout.local_strided(
+            case.heads_q, case.seqlen, case.block, case.local, case.stride, case.homo, device=device
+        )
+    # drawn in squares of 128 positions, so that blocks of 64 and 128 keep the same tokens
+    side = max(128 // case.block, 1)
+    blocks = math.ceil(case.seqlen / (case.block * side))
+    generator = torch.Generator().manual_seed(0)
+    size = (1 if case.family == "dense" else case.heads_q, blocks, blocks)
+    kept = torch.rand(size, generator=generator) < case.density
+    kept |= torch.eye(blocks, dtype=torch.bool)  # no row sees nothing
+    kept = kept.repeat_interleave(side, 1).repeat_interleave(side, 2)
+    count = math.ceil(case.seqlen / case.block)
+    return BlockSparseLayout.from_dense(kept[:, :count, :count].tril().to(device), case.block)
+
+
+def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
+    """Draw bf16 normal operands."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(tokens: int, heads: int) -> torch.Tensor:
+        shape = (case.batch, tokens, heads, case.head_dim)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+
+    queries = case.seqlen_q or case.seqlen
+    layout = make_layout(case, device)
+    dense = layout.to_dense()
+    group = case.heads_q // case.heads_k
+    # of the last row: the blocks that some head of a group keeps, keys and values
+    last = dense[:, (case.seqlen - 1) // case.block]
+    needed = int(last.view(case.heads_k, group, -1).any(1).sum())
+    needed_bytes = needed * case.block * case.head_dim * 2 * 2 * case.batch
+    return Inputs(
+        draw(queries, case.heads_q), draw(case.seqlen, case.heads_k),
+        draw(case.seqlen, case.heads_k), draw(queries, case.heads_q), layout,
+        layout.density(case.seqlen), needed_bytes,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def reference(case: Case, inputs: Inputs, dense: bool) -> dict[str, torch.Tensor]:
+    """Return ``out``, and for the backward ``dq``, ``dk`` and ``dv``, in fp32."""
+    q, k, v, dout = (x.float() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    names = ["out"] if case.way == "fwd" else ["out", "dq", "dk", "dv"]
+    results = {name: torch.zeros_like(x) for name, x in zip(names, (dout, q, k, v), strict=False)}
+    scale = case.head_dim**-0.5
+    blocks = inputs.layout.to_dense()
+    key = torch.arange(case.seqlen, device=q.device)
+    offset = case.seqlen - q.shape[1]
+    for b in range(case.batch):
+        for h in range(case.heads_q):
+            hk = h // (case.heads_q // case.heads_k)
+            kept = blocks[h % blocks.shape[0]]
+            for first in range(0, q.shape[1], CHUNK):
+                rows = slice(first, min(first + CHUNK, q.shape[1]))
+                position = torch.arange(rows.start, rows.stop, device=q.device) + offset
+                seen = key <= position[:, None]
+                if not dense:
+                    seen &= kept[position // case.block][:, key // case.block]
+                scores = (q[b, rows, h] @ k[b, :, hk].t()).mul_(scale)
+                p = torch.softmax(scores.masked_fill_(~seen, -math.inf), -1)
+                out = p @ v[b, :, hk]
+                results["out"][b, rows, h] = out
+                if case.way == "fwd":
+                    continue
+                do = dout[b, rows, h]
+                results["dv"][b, :, hk] += p.t() @ do
+                ds = (do @ v[b, :, hk].t()).sub_((do * out).sum(-1, keepdim=True))
+                ds.mul_(p).mul_(scale)
+                results["dq"][b, rows, h] = ds @ k[b, :, hk]
+                results["dk"][b, :, hk] += ds.t() @ q[b, rows, h]
+    return results
+
+
+def check(
+    case: Case, inputs: Inputs, got: tuple[torch.Tensor, ...], dense: bool
+) -> tuple[str, float]:
+    """Return whether a result is right, and its largest relative error; NaN never passes."""
+    if dense and inputs.density < 1.0:
+        if inputs.expected_dense is None:
+            inputs.expected_dense = reference(case, inputs, True)
+        expected = inputs.expected_dense
+    else:
+        if inputs.expected is None:
+            inputs.expected = reference(case, inputs, False)
+        expected = inputs.expected
+    names = ("out",) if case.way == "fwd" else ("dq", "dk", "dv")
+    worst = 0.0
+    for name, x in zip(names, got, strict=True):
+        want = expected[name]
+        error = float((x.reshape(want.shape).float() - want).norm() / want.norm())
+        worst = max(worst, error if error == error else math.inf)
+    return ("ok" if worst <= TOLERANCE else "wrong"), worst

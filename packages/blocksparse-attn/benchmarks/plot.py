@@ -1,0 +1,42 @@
+"""The curve: time over dense FlashAttention-3's time against density, with the ideal line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from providers import PROVIDERS
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw forward and backward, for both block sizes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [r for r in results["results"] if r["family"] == "curve" and "ms" in r]
+    dense = {r["case"]: r["ms"] for r in rows if r["provider"] == "fa3"}
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for ax, way, title in zip(axes, ("fwd", "bwd"), ("forward", "backward"), strict=True):
+        ax.plot([0.02, 1], [0.02, 1], color="grey", linestyle=":", label="ideal: density")
+        for provider in ("ours", "flex"):
+            for block in (64, 128):
+                points = sorted(
+                    (r["density"], r["ms"] / dense[r["case"]])
+                    for r in rows
+                    if (r["provider"], r["block"], r["pass"]) == (provider, block, way)
+                    and r["case"] in dense
+                )
+                if points:
+                    label = f"{PROVIDERS[provider].label}, block {block}"
+                    ax.plot(*zip(*points, strict=True), marker="o", label=label)
+        ax.set(xscale="log", yscale="log", xlabel="density of the causal blocks", title=title)
+        ax.grid(True, which="both", alpha=0.3)
+    axes[0].set_ylabel("time / dense FlashAttention-3's")
+    axes[0].legend()
+    machine = results["machine"]
+    figure.suptitle(f"8192 tokens, 32:8 heads of 128, bf16, {machine['device']}, {machine['date']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

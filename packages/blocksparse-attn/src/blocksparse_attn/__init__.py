@@ -1,0 +1,26 @@
+"""Block-sparse attention in Triton: any block layout, prefill, decode and training."""
+
+from . import patterns
+from .api import blocksparse_attn_func, blocksparse_attn_varlen_func
+from .dropin import (
+    LocalStridedBlockSparseAttn,
+    blocksparse_flash_attn_varlen_fwd,
+    get_sparse_attn_mask,
+)
+from .layout import BlockSparseLayout
+from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
+from .validate import validate_varlen
+
+__version__ = "1.0.0"
+__all__ = [
+    "BlockSparseLayout",
+    "LocalStridedBlockSparseAttn",
+    "blocksparse_attention_reference",
+    "blocksparse_attn_func",
+    "blocksparse_attn_varlen_func",
+    "blocksparse_flash_attn_varlen_fwd",
+    "blocksparse_varlen_attention_reference",
+    "get_sparse_attn_mask",
+    "patterns",
+    "validate_varlen",
+]

@@ -1,0 +1,153 @@
+"""``python -m blocksparse_attn [check]``: versions, tiles, and a check of the kernels here.
+
+On a machine without a GPU the kernels run in Triton's interpreter, in a child process, because
+Triton decides at its import whether to interpret.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from attn_common import Platform, detect
+from torch import Tensor
+
+from . import BlockSparseLayout, __version__, blocksparse_attn_func, blocksparse_attn_varlen_func
+from ._configs import Shape, backward_dkdv_tile, backward_dq_shape, short_shape, tall_shape
+from ._ops import interpreted
+from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
+
+CHILD = "--in-this-process"
+
+
+def describe(platform: Platform) -> None:
+    """Print versions, and the tiles of typical shape classes on a platform."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "missing"
+    print(f"blocksparse-attn {__version__}, torch {torch.__version__}, triton {triton}")
+    print(f"platform {platform}; every feature runs on the portable Triton kernels")
+    for dtype in (torch.bfloat16, torch.float32):
+        for head_dim in (64, 128, 256):
+            name = f"{str(dtype).removeprefix('torch.')}, head_dim to {head_dim}, blocks of 64"
+            print(f"  {name}, 4 heads a group")
+            choice = (platform, head_dim, dtype.itemsize, 64, 4)
+            for kind, shape in (
+                ("one pattern for all heads", tall_shape(*choice, True, True)),
+                ("a pattern for each", tall_shape(*choice, False, True)),
+                ("a pattern for each, rows unlike", tall_shape(*choice, False, False)),
+                ("a few queries", short_shape(*choice, False)),
+                ("dq", backward_dq_shape(*choice, False, True)),
+            ):
+                print(f"    {kind}: {_shown(shape)}")
+            tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize)
+            print(f"    dk, dv: {tile.block_n} keys x {tile.block_m} queries")
+
+
+def _shown(shape: Shape) -> str:
+    tile = shape.tile
+    return (
+        f"{shape.positions} positions of {shape.heads} heads x {tile.block_n} keys, "
+        f"{tile.num_warps} warps, {tile.num_stages} stages"
+    )
+
+
+def check(device: torch.device) -> bool:
+    """Compare the kernels with the float64 reference; print a line per case."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    any_blocks = torch.rand(4, 4, 2, generator=generator) < 0.6
+    layouts = {
+        "local and strided": BlockSparseLayout.local_strided(4, 64, 16, 1, 3, device=device),
+        "one pattern for all heads": BlockSparseLayout.local_strided(
+            4, 64, 16, 1, 3, True, device=device
+        ),
+        "any blocks, 16 x 32": BlockSparseLayout.from_dense(any_blocks, (16, 32)).to(device),
+    }
+    good = True
+    for name, layout in layouts.items():
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            # GQA, a later chunk, a tail, unequal head dimensions
+            shapes = ((1, 20, 4, 24), (1, 50, 2, 24), (1, 50, 2, 40))
+            tensors = [draw(*shape, dtype=dtype) for shape in shapes]
+            dout = draw(1, 20, 4, 40, dtype=dtype)
+            good &= _compare(
+                name, blocksparse_attn_func, blocksparse_attention_reference, tensors,
+                {"layout": layout}, dout,
+            )  # fmt: skip
+    packed = {
+        "cu_seqlens_q": torch.tensor([0, 17, 18, 20], dtype=torch.int32, device=device),
+        "cu_seqlens_k": torch.tensor([0, 17, 60, 80], dtype=torch.int32, device=device),
+        "max_seqlen_q": 17, "max_seqlen_k": 43, "layout": layouts["local and strided"],
+        "num_splits": 2,
+    }  # fmt: skip
+    tensors = [draw(tokens, heads, 32) for tokens, heads in ((20, 4), (80, 2), (80, 2))]
+    return good & _compare(
+        "packed: prefill, decode, drafts", blocksparse_attn_varlen_func,
+        blocksparse_varlen_attention_reference, tensors, packed, draw(20, 4, 32),
+    )  # fmt: skip
+
+
+def _compare(
+    name: str,
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    tensors: list[Tensor],
+    options: dict[str, Any],
+    dout: Tensor,
+) -> bool:
+    def run(call: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        out = call(*leaves, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    dtype = dout.dtype
+    exact = run(reference, torch.float64)
+    worst = 0.0
+    for got, eager, want in zip(
+        run(function, dtype), run(reference, dtype), exact, strict=True
+    ):  # fmt: skip
+        # three times eager's error, and two units in the last place of what came three products
+        unit = max(torch.finfo(dtype).eps, 2.0**-21)
+        budget = 3 * (eager - want).abs().max() + 2 * unit * want.abs().max()
+        error = ((got - want).abs().max() / budget).item()
+        worst = max(worst, error if error == error else float("inf"))
+    verdict = "ok" if worst <= 1 else "MISMATCH"
+    shown = str(dtype).removeprefix("torch.")
+    print(f"{name}, {shown}, forward and backward: {worst:.2f} of the error budget, {verdict}")
+    return worst <= 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; 0 if every check passed."""
+    child = CHILD in arguments
+    rest = [a for a in arguments if a != CHILD]
+    if rest not in ([], ["check"]):
+        print("usage: python -m blocksparse_attn [check]", file=sys.stderr)
+        return 2
+    has_gpu = torch.cuda.is_available()
+    if not child:
+        describe(detect("cuda" if has_gpu else "cpu"))
+    if has_gpu and not interpreted():
+        print("checking the kernels on this GPU")
+        return int(not check(torch.device("cuda")))
+    if interpreted():
+        return int(not check(torch.device("cpu")))
+    print("no GPU: checking the kernels in Triton's interpreter", flush=True)
+    command = [sys.executable, "-m", __package__, "check", CHILD]
+    return subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,254 @@
+"""Tile choices by platform and shape class: pure functions that need no GPU.
+
+A shape class is the padded head dimension, the element size, the block size and how heads share
+patterns. Nothing here may depend on lengths or on the number of sequences: a sequence's result
+would then depend on its neighbours in the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from attn_common import Platform, next_power_of_2
+
+# the interpreter and the MMA instructions take no smaller side
+MIN_TILE = 16
+# queries of a sequence up to which it takes the short tile, whatever shares the batch
+SHORT = 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys that one step works on, and how the GPU runs it."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    # of fp32 products: "ieee", or "tf32x3": tensor cores, three products each, as accurate
+    precision: str = "ieee"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the rows of a tile of queries are, and which list it walks."""
+
+    tile: Tile
+    positions: int  # consecutive positions
+    heads: int  # of one group: row m is position m // heads of head m % heads
+    span: int  # positions that one list serves: a multiple of ``positions``
+    group: int  # query heads that share a list's key head; 1 if lists are per head, or shared
+    pack: int  # heads whose patterns a list unites
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the tile width that holds a head dimension."""
+    return max(MIN_TILE, next_power_of_2(head_dim))
+
+
+# the interpreter: small tiles, of two small blocks a side, so that short sequences cross tile edges
+_INTERPRETED = Tile(32, 32, 1, 1)
+_INTERPRETED_SHORT = Tile(16, 32, 1, 1)
+
+# rows: widest padded head dimension, then the tile
+_Table = tuple[tuple[int, Tile], ...]
+
+# for rows of blocks that resemble each other
+_TALL: dict[str, _Table] = {
+    "hopper": ((128, Tile(128, 64, 8, 3)), (256, Tile(128, 64, 8, 2))),
+    "nvidia": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 32, 4, 3)), (256, Tile(64, 32, 8, 2))),
+    "amd": ((128, Tile(128, 64, 4, 1)), (256, Tile(64, 32, 4, 1))),
+    "rdna": ((64, Tile(64, 32, 4, 1)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 8, 1))),
+    "hopper-fp32": (
+        (64, Tile(64, 64, 4, 2, "tf32x3")),
+        (128, Tile(64, 32, 4, 2, "tf32x3")),
+        (256, Tile(64, 32, 8, 1, "tf32x3")),
+    ),
+    "nvidia-fp32": (
+        (64, Tile(64, 32, 4, 1, "tf32x3")),
+        (128, Tile(32, 32, 4, 1, "tf32x3")),
+        (256, Tile(16, 32, 4, 1, "tf32x3")),
+    ),
+    "amd-fp32": ((64, Tile(64, 32, 4, 1)), (128, Tile(32, 32, 4, 1)), (256, Tile(16, 32, 4, 1))),
+    "rdna-fp32": ((64, Tile(32, 32, 8, 1)), (128, Tile(16, 32, 8, 1)), (256, Tile(16, 16, 8, 1))),
+}
+
+# for those that do not; where no row is here, the tile above is low enough
+_LOW: dict[str, _Table] = {
+    "hopper": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
+    "amd": ((128, Tile(64, 64, 4, 1)), (256, Tile(64, 32, 4, 1))),
+}
+
+# a few queries of all heads of a group
+_SHORT: dict[str, _Table] = {
+    "hopper": ((128, Tile(16, 64, 4, 3)), (256, Tile(16, 64, 4, 2))),
+    "nvidia": ((128, Tile(16, 64, 4, 3)), (256, Tile(16, 32, 4, 2))),
+    "amd": ((128, Tile(16, 64, 4, 1)), (256, Tile(16, 32, 4, 1))),
+    "rdna": ((128, Tile(16, 32, 4, 1)), (256, Tile(16, 16, 4, 1))),
+    "hopper-fp32": ((128, Tile(16, 32, 4, 2, "tf32x3")), (256, Tile(16, 16, 4, 2, "tf32x3"))),
+    "nvidia-fp32": ((128, Tile(16, 32, 4, 2, "tf32x3")), (256, Tile(16, 16, 4, 2, "tf32x3"))),
+    "amd-fp32": ((128, Tile(16, 32, 4, 1)), (256, Tile(16, 16, 4, 1))),
+    "rdna-fp32": ((128, Tile(16, 16, 4, 1)), (256, Tile(16, 16, 4, 1))),
+}
+
+_BACKWARD_DKDV: dict[str, _Table] = {
+    "hopper": (
+        (64, Tile(64, 64, 4, 3)),
+        (128, Tile(64, 64, 4, 2)),
+        (256, Tile(64, 64, 8, 2)),
+    ),
+    "nvidia": (
+        (64, Tile(32, 64, 4, 2)),
+        (128, Tile(16, 64, 4, 2)),
+        (256, Tile(16, 32, 8, 1)),
+    ),
+    "amd": ((128, Tile(32, 64, 4, 1)), (256, Tile(16, 32, 4, 1))),
+    "rdna": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))),
+    "hopper-fp32": (
+        (64, Tile(32, 64, 4, 1, "tf32x3")),
+        (128, Tile(32, 32, 4, 1, "tf32x3")),
+        (256, Tile(16, 16, 4, 1, "tf32x3")),
+    ),
+    "nvidia-fp32": (
+        (64, Tile(32, 32, 4, 1, "tf32x3")),
+        (128, Tile(16, 32, 4, 1, "tf32x3")),
+        (256, Tile(16, 16, 4, 1, "tf32x3")),
+    ),
+    "amd-fp32": ((64, Tile(32, 32, 4, 1)), (128, Tile(16, 32, 4, 1)), (256, Tile(16, 16, 4, 1))),
+    "rdna-fp32": ((64, Tile(16, 16, 4, 1)), (128, Tile(16, 16, 8, 1)), (256, Tile(16, 16, 8, 1))),
+}
+
+_BACKWARD_DQ: dict[str, _Table] = {
+    "hopper": (
+        (64, Tile(64, 64, 4, 3)),
+        (128, Tile(128, 64, 8, 3)),
+        (256, Tile(128, 32, 8, 3)),
+    ),
+    "nvidia": (
+        (64, Tile(64, 32, 4, 2)),
+        (128, Tile(64, 32, 4, 2)),
+        (256, Tile(32, 32, 8, 1)),
+    ),
+    "amd": ((128, Tile(64, 32, 4, 1)), (256, Tile(32, 16, 4, 1))),
+    "rdna": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))),
+    "hopper-fp32": (
+        (64, Tile(64, 64, 4, 1, "tf32x3")),
+        (128, Tile(32, 32, 4, 1, "tf32x3")),
+        (256, Tile(16, 16, 4, 1, "tf32x3")),
+    ),
+    "nvidia-fp32": (
+        (64, Tile(32, 32, 4, 1, "tf32x3")),
+        (128, Tile(32, 16, 4, 1, "tf32x3")),
+        (256, Tile(16, 16, 4, 1, "tf32x3")),
+    ),
+    "amd-fp32": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 16, 4, 1)), (256, Tile(16, 16, 4, 1))),
+    "rdna-fp32": ((64, Tile(16, 16, 4, 1)), (128, Tile(16, 16, 8, 1)), (256, Tile(16, 16, 8, 1))),
+}
+_BACKWARD_DQ_LOW: dict[str, _Table] = {
+    "hopper": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
+}
+
+
+@functools.cache
+def tall_shape(
+    platform: Platform,
+    head_dim: int,
+    itemsize: int,
+    block_q: int,
+    group: int,
+    is_shared: bool,
+    rows_alike: bool,
+) -> Shape:
+    """Return the forward's tile of queries, for the wider of the two head dimensions."""
+    tile = _low_or_tall(
+        _TALL, _LOW, platform, head_dim, itemsize, block_q, group, is_shared, rows_alike
+    )
+    return _prefill_shape(tile, block_q, group, is_shared)
+
+
+@functools.cache
+def backward_dq_shape(
+    platform: Platform,
+    head_dim: int,
+    itemsize: int,
+    block_q: int,
+    group: int,
+    is_shared: bool,
+    rows_alike: bool,
+) -> Shape:
+    """Return the tile of queries of the pass that makes dq."""
+    tile = _low_or_tall(
+        _BACKWARD_DQ, _BACKWARD_DQ_LOW, platform, head_dim, itemsize, block_q, group, is_shared,
+        rows_alike,
+    )  # fmt: skip
+    return _prefill_shape(tile, block_q, group, is_shared)
+
+
+@functools.cache
+def short_shape(
+    platform: Platform, head_dim: int, itemsize: int, block_q: int, group: int, is_shared: bool
+) -> Shape:
+    """Return the tile of a few queries of as many heads of a group as it holds."""
+    tile = _lookup(_SHORT, platform, head_dim, itemsize, _INTERPRETED_SHORT)
+    heads = min(next_power_of_2(group), tile.block_m)
+    pack = 1 if is_shared else heads
+    # a tile lies within one row of blocks: blocks have 16 queries or more
+    return Shape(tile, tile.block_m // heads, heads, block_q, group if pack > 1 else 1, pack)
+
+
+@functools.cache
+def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
+    """Return the tile of the pass that makes dk and dv."""
+    return _lookup(_BACKWARD_DKDV, platform, head_dim, itemsize, _INTERPRETED)
+
+
+def _prefill_shape(tile: Tile, block_q: int, group: int, is_shared: bool) -> Shape:
+    heads = _packed_heads(tile, block_q, group) if is_shared else 1
+    positions = tile.block_m // heads
+    return Shape(tile, positions, heads, max(positions, block_q), 1, 1)
+
+
+def _packed_heads(tile: Tile, block_q: int, group: int) -> int:
+    """Return how many heads with one pattern fill a tile that a row of blocks does not."""
+    heads = 1
+    while group % (2 * heads) == 0 and tile.block_m // (2 * heads) >= block_q:
+        heads *= 2
+    return heads
+
+
+def _low_or_tall(
+    tall: dict[str, _Table],
+    low: dict[str, _Table],
+    platform: Platform,
+    head_dim: int,
+    itemsize: int,
+    block_q: int,
+    group: int,
+    is_shared: bool,
+    rows_alike: bool,
+) -> Tile:
+    tile = _lookup(tall, platform, head_dim, itemsize, _INTERPRETED)
+    heads = _packed_heads(tile, block_q, group) if is_shared else 1
+    if rows_alike or tile.block_m // heads <= block_q or platform.vendor == "cpu":
+        return tile
+    family = _family(platform, itemsize)
+    return _lookup(low, platform, head_dim, itemsize, tile) if family in low else tile
+
+
+def _family(platform: Platform, itemsize: int) -> str:
+    family = "amd" if platform.vendor == "amd" else "nvidia"
+    if platform.is_hopper:
+        family = "hopper"
+    if platform.is_rdna:
+        family = "rdna"
+    return f"{family}-fp32" if itemsize == 4 else family
+
+
+def _lookup(
+    tables: dict[str, _Table], platform: Platform, head_dim: int, itemsize: int, interpreted: Tile
+) -> Tile:
+    if platform.vendor == "cpu":
+        return interpreted
+    width = padded_head_dim(head_dim)
+    return next(tile for widest, tile in tables[_family(platform, itemsize)] if width <= widest)

@@ -1,0 +1,202 @@
+"""Pieces that the forward and the backward kernels share: tiles, products, walks, masks.
+
+Scores are kept in base 2 ("logits" below are natural scores times log2(e)), because the hardware
+exponential is ``exp2``.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+INF = tl.constexpr(float("inf"))
+NEG_INF = tl.constexpr(float("-inf"))
+# a block behind the end of every sequence: what a walk finds past the end of its list
+NO_BLOCK = tl.constexpr(2**22)
+
+
+@triton.jit
+def load_tile(
+    base, offsets, live, cols,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load rows x cols of a matrix with unit column stride; rows that are not ``live`` give 0.
+
+    ``offsets`` are of rows, in elements and 64 bits, as they may pass 2**31. Every row begins on a
+    multiple of ``ROW_BYTES``: the launcher sees to it.
+    """
+    begin = tl.multiple_of(base + offsets[:, None], [ROW_BYTES, ROW_BYTES])
+    pointers = begin + cols[None, :]
+    if MASKED:
+        tile = tl.load(pointers, mask=live[:, None] & (cols < WIDTH)[None, :], other=0.0)
+    elif WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)  # whole tile inside: no mask needed
+    return tile
+
+
+@triton.jit
+def load_tile_transposed(
+    base, offsets, live, cols,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load the same tile as ``load_tile``, as cols x rows."""
+    begin = tl.multiple_of(base + offsets[None, :], [ROW_BYTES, ROW_BYTES])
+    pointers = begin + cols[:, None]
+    if MASKED:
+        tile = tl.load(pointers, mask=live[None, :] & (cols < WIDTH)[:, None], other=0.0)
+    elif WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=(cols < WIDTH)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)  # whole tile inside: no mask needed
+    return tile
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Matrix product with fp32 accumulation."""
+    if UPCAST:  # interpreted dots of bf16 work on raw bits
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_add(acc, a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Return ``acc + a @ b``, with ``a`` rounded to ``b``'s dtype as the tensor cores need it."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    else:
+        a = a.to(b.dtype)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def settle(acc, SETTLE: tl.constexpr):
+    """Use an accumulator in a way that costs nothing but makes Hopper wait for its products here.
+
+    Products left in flight over the loop's back edge meet the next step's register moves, and ptxas
+    then serialises every product of the kernel (its remark C7515).
+    """
+    if SETTLE:
+        acc = tl.inline_asm_elementwise(
+            "", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def floor_div(x, DIVISOR: tl.constexpr):
+    """Divide, rounding down for negative numbers too."""
+    return tl.where(x >= 0, x // DIVISOR, -((DIVISOR - 1 - x) // DIVISOR))
+
+
+@triton.jit
+def lower_bound(items_ptr, first, last, limit, DIVISOR: tl.constexpr):
+    """Return the first place from ``first`` to ``last`` whose item's block is not below a limit."""
+    while first < last:
+        middle = (first + last) // 2
+        is_below = tl.load(items_ptr + middle) // DIVISOR < limit
+        first = tl.where(is_below, middle + 1, first)
+        last = tl.where(is_below, last, middle)
+    return first
+
+
+@triton.jit
+def fetch(
+    values_ptr, step, first_a, count_a, first_b, count_b, first_c, count_c, other,
+    SIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Load what a list says of a step: a number, or one for each of ``SIDE`` tokens.
+
+    A step is a tile of ``SIDE`` tokens: a part of a block of the layout, or several blocks. The
+    walk goes over three ranges of the list, one behind the other, and past them gives ``other``.
+    """
+    if BLOCK >= SIDE:
+        place = step // (BLOCK // SIDE)
+    else:
+        place = step * (SIDE // BLOCK) + tl.arange(0, SIDE) // BLOCK
+    behind_a = place - count_a
+    at = tl.where(behind_a < 0, first_a + place, first_b + behind_a)
+    behind_b = behind_a - count_b
+    at = tl.where(behind_b < 0, at, first_c + behind_b)
+    return tl.load(values_ptr + at, mask=behind_b < count_c, other=other)
+
+
+@triton.jit
+def count_steps(items, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return how many steps walk over so many items."""
+    if BLOCK >= SIDE:
+        steps = items * (BLOCK // SIDE)
+    else:
+        steps = tl.cdiv(items, SIDE // BLOCK)
+    return steps.to(tl.int32)
+
+
+@triton.jit
+def tokens_of(block, step, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the tokens of a step from the block, or blocks, that ``fetch`` gave."""
+    lane = tl.arange(0, SIDE)
+    if BLOCK > SIDE:
+        tokens = block * BLOCK + step % (BLOCK // SIDE) * SIDE + lane
+    elif BLOCK == SIDE:
+        tokens = block * BLOCK + lane
+    else:
+        tokens = block * BLOCK + lane % BLOCK
+    return tokens
+
+
+@triton.jit
+def live_keys(
+    keys, members, first_position, last_position, span_start, seqlen_k,
+    IS_CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, ROW_MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Say which keys of a step some row of the tile sees; nobody may read the others.
+
+    The tile's rows stand at ``first_position`` to ``last_position`` of the sequence; ``members``
+    say which of its rows of blocks keep the block of a key.
+    """
+    if ROW_MEMBERS > 1:
+        reach = members * 0 - 1
+        for i in tl.static_range(ROW_MEMBERS):
+            first = tl.maximum(span_start + i * BLOCK_Q, first_position)
+            last = tl.minimum(span_start + (i + 1) * BLOCK_Q - 1, last_position)
+            is_kept = ((members >> i) & 1) != 0
+            reach = tl.where(is_kept & (first <= last), last, reach)
+    else:
+        # some head keeps whatever is in a list
+        reach = last_position
+    if IS_CAUSAL:
+        live = keys <= reach
+    else:
+        live = keys < tl.where(reach >= 0, seqlen_k, 0)
+    return live
+
+
+@triton.jit
+def keeps(members, bits, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Say which of the tile's rows keep a step's tokens: ``[rows, tokens]``, or ``[rows, 1]``."""
+    if BLOCK >= SIDE:
+        kept = (((members >> bits) & 1) != 0)[:, None]
+    else:
+        kept = ((members[None, :] >> bits[:, None]) & 1) != 0
+    return kept
+
+
+@triton.jit
+def key_offsets(
+    keys, live, table_ptr, stride_page, stride_token,
+    PAGE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return where keys begin, in elements: in their page, or in the sequence."""
+    if PAGE:
+        if MASKED:
+            page = tl.load(table_ptr + keys // PAGE, mask=live, other=0)
+        else:
+            page = tl.load(table_ptr + keys // PAGE)  # whole tile inside: no mask needed
+        offsets = page.to(tl.int64) * stride_page + (keys % PAGE) * stride_token
+    else:
+        offsets = keys.to(tl.int64) * stride_token
+    return offsets

@@ -1,0 +1,170 @@
+"""What every launch of a Triton kernel has in common; the same file in every kernel package.
+
+Kernels take numbers and pointers as they come: a variant per value or alignment would give a
+stride its own rounding and a length its own compilation. What they rely on instead, rows that begin
+at whole accesses, ``aligned`` sees to.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+from attn_common import round_up
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+# widest access to memory, in bytes
+ACCESS = 16
+MAX_INT32 = 2**31 - 1
+
+# kernels that were launched before, by all that a compilation depends on
+_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+
+class Launch:
+    """A kernel with its tile and constants, to be called with a grid and arguments.
+
+    The dtypes of the tensors, and which of them are None, are to be the same in every call. The
+    second call goes to the compiled kernel itself: Triton's own look-up reads every argument anew,
+    which for as many as these takes several times as long as all the rest.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        """Take a jit function and its keyword arguments: constexprs and compiler options."""
+        self._kernel = kernel
+        self._constants = constants
+        self._compiled: CompiledKernel | None = None
+
+    def __call__(
+        self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
+    ) -> None:
+        """Launch a one-dimensional grid on the first tensor's device; an empty one is no launch."""
+        if grid == 0:
+            return
+        compiled = self._compiled
+        if compiled is None:
+            with on_device_of(tensors[0]):
+                compiled = self._look_up(grid, tensors, numbers)
+            if compiled is None:
+                return
+        if torch.cuda.current_device() != self._device:
+            with torch.cuda.device(self._device):
+                self(grid, tensors, numbers)
+        elif triton.knobs.runtime.launch_enter_hook.calls:  # a profiler wants to know
+            compiled[grid, 1, 1](*tensors, *numbers, *self._padding)
+        else:
+            self._run(
+                grid, 1, 1, self._stream(self._device), compiled.function, compiled.packed_metadata,
+                None, None, None, *tensors, *numbers, *self._padding,
+            )  # fmt: skip
+
+    def _look_up(
+        self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
+    ) -> CompiledKernel | None:
+        """Return the compiled kernel; None if Triton had to be asked, which launched it too."""
+        key = (
+            self._kernel.__name__, tensors[0].device.index, *self._constants.values(),
+            *[None if t is None else t.dtype for t in tensors],
+            # an int's width follows its value
+            max(numbers) > MAX_INT32 and tuple(n > MAX_INT32 for n in numbers),
+        )  # fmt: skip
+        known = _compiled.get(key)
+        if known is None:
+            refuse_specialized(self._kernel, numbers)
+        compiled = known or self._kernel[(grid,)](
+            *tensors,
+            *numbers,
+            **self._constants,
+            enable_fp_fusion=True,  # triton 3.10 turns the default round
+        )
+        if isinstance(compiled, CompiledKernel):
+            _compiled[key] = self._compiled = compiled
+            self._device = tensors[0].get_device()
+            # what was constant when the kernel was compiled is not read now
+            self._padding = (None,) * (len(self._kernel.params) - len(tensors) - len(numbers))
+            self._run = compiled.run
+            self._stream = triton.runtime.driver.active.get_current_stream
+        return known
+
+
+def refuse_specialized(kernel: Any, numbers: tuple[float, ...]) -> None:
+    """Raise if a kernel would be compiled for the value of an int: that would serve other values.
+
+    Likewise, pointers to memory that the package did not allocate are to be listed under
+    ``do_not_specialize_on_alignment``, which cannot be told here.
+    """
+    if not isinstance(kernel, JITFunction):  # interpreted
+        return
+    free = [p for p in kernel.params if not p.is_constexpr]
+    for parameter, number in zip(free[len(free) - len(numbers) :], numbers, strict=True):
+        if number.__class__ is int and not parameter.do_not_specialize:
+            raise TypeError(f"{kernel.__name__} must list {parameter.name} as do_not_specialize")
+
+
+def row_bytes(x: Tensor) -> int:
+    """Return the alignment of every row of a tensor that went through ``aligned``."""
+    return math.gcd(x.shape[-1] * x.element_size(), ACCESS)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Say whether columns have unit stride and rows begin as ``row_bytes`` promises."""
+    unit = row_bytes(x) // x.element_size()
+    return (
+        x.data_ptr() % ACCESS == 0
+        and (x.stride(-1) == 1 or x.shape[-1] == 1)
+        and all(
+            stride % unit == 0 or size <= 1
+            for size, stride in zip(x.shape[:-1], x.stride(), strict=False)
+        )
+    )
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return the tensor with unit column stride and aligned rows, a copy if it has to be."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def has_whole_rows(x: Tensor) -> bool:
+    """Say whether a row is a whole number of accesses."""
+    return x.shape[-1] * x.element_size() % ACCESS == 0
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """Return the tensor aligned, and with columns of 0 up to a whole number of accesses.
+
+    Narrower reads are no asynchronous copies. In the loops that come of them on Hopper, ptxas 12.8
+    reads uniform registers before they are set: wrong products, and reads out of range.
+    """
+    if has_whole_rows(x):
+        return aligned(x)
+    *sizes, width = x.shape
+    padded = x.new_zeros((*sizes, round_up(width, ACCESS // x.element_size())))
+    padded[..., :width].copy_(x)
+    return padded
+
+
+def first_columns(x: Tensor, width: int) -> Tensor:
+    """Return a result without the columns that were added."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """Return a small tensor as the kernels index it."""
+    return None if x is None else x.contiguous()
+
+
+def is_interpreted() -> bool:
+    """Whether this process runs kernels in Triton's interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def on_device_of(x: Tensor) -> Any:
+    """Make ``x``'s device the current one: Triton launches on that."""
+    if x.device.type == "cpu" or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)

@@ -1,0 +1,175 @@
+"""Which tile of which head and sequence a program owns, in an order that keeps the GPU busy.
+
+Tiles of queries are aligned to positions, not to the first query: so a tile never shares a row of
+blocks with a neighbour, whatever chunk of a sequence the queries are.
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import floor_div, lower_bound
+
+# sequences looked at per step when a program searches its own in cu_seqlens
+SEARCH_CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def find_sequence(cu_seqlens_ptr, slot, batch, SIDE: tl.constexpr, SPARE: tl.constexpr):
+    """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
+
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] // SIDE + SPARE * (b + 1)`` on. They are at
+    least as many as its tiles, and a bound of the grid needs no device data. ``SPARE`` is 1 for
+    tiles that begin with the sequence, 2 for tiles that it may enter and leave in their midst.
+    """
+    owned = tl.zeros([], tl.int32)
+    for first in range(0, batch + 1, SEARCH_CHUNK):
+        index = first + tl.arange(0, SEARCH_CHUNK)
+        start = tl.load(cu_seqlens_ptr + index, mask=index <= batch, other=0)
+        mine = (start // SIDE + SPARE * (index + 1) <= slot) & (index <= batch)
+        owned += tl.sum(mine.to(tl.int32), 0)
+    return owned - 1
+
+
+@triton.jit
+def extent(cu_seqlens_ptr, sequence, batch, tokens, NEEDS_PADDING: tl.constexpr):
+    """Return where a sequence begins and ends; the two around the batch are padding, or nothing."""
+    if NEEDS_PADDING:
+        begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence >= 0, other=0)
+        end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=tokens)
+    else:
+        is_real = (sequence >= 0) & (sequence < batch)
+        begin = tl.load(cu_seqlens_ptr + sequence, mask=is_real, other=0)
+        end = tl.load(cu_seqlens_ptr + sequence + 1, mask=is_real, other=0)
+    return begin, end - begin
+
+
+@triton.jit
+def place(pid, batch, units, tiles, span, BALANCE: tl.constexpr):
+    """Return ``(index of the tile, sequence, unit)`` of a program, for sequences of one length.
+
+    Walks may differ in length: ``BALANCE`` takes one tile of as many units (``span``) as the cache
+    holds after the other. Without it, neighbours are tiles of one unit.
+    """
+    if BALANCE:
+        section = pid // (span * tiles)
+        rest = pid % (span * tiles)
+        here = tl.maximum(tl.minimum(span, batch * units - section * span), 1)
+        index = rest // here
+        batch_unit = section * span + rest % here
+    else:
+        index = pid % tiles
+        batch_unit = pid // tiles
+    return index, batch_unit // units, batch_unit % units
+
+
+@triton.jit
+def locate_queries(
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, splits,
+    POSITIONS: tl.constexpr, IS_SHORT: tl.constexpr, BALANCE: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """Return ``(tile, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, seqlen_k)``.
+
+    ``tile`` counts from position 0. Sequences of at most ``SHORT`` queries belong to the short
+    grid, which is ``[batch, tiles, units, splits]``, all others and padding to the tall one.
+    """
+    pid = tl.program_id(0)
+    split = tl.zeros([], tl.int32)
+    q_start = tl.zeros([], tl.int64)
+    k_start = tl.zeros([], tl.int64)
+    seqlen_q = tokens_q
+    seqlen_k = tokens_k
+    is_mine = pid >= 0
+    if IS_SHORT:
+        split = pid % splits
+        unit = pid // splits % units
+        index = pid // (splits * units) % tiles
+        sequence = pid // (splits * units * tiles)
+        if cu_seqlens_q_ptr is not None:
+            q_begin, seqlen_q = extent(cu_seqlens_q_ptr, sequence, batch, tokens_q, False)
+            k_begin, seqlen_k = extent(cu_seqlens_k_ptr, sequence, batch, tokens_k, False)
+            q_start = q_begin.to(tl.int64)
+            k_start = k_begin.to(tl.int64)
+            is_mine = seqlen_q <= SHORT
+    elif cu_seqlens_q_ptr is None:
+        index, sequence, unit = place(pid, batch, units, tiles, span, BALANCE)
+    else:
+        slot = pid // units if BALANCE else pid % tiles
+        unit = pid % units if BALANCE else pid // tiles
+        sequence = find_sequence(cu_seqlens_q_ptr, slot, batch, POSITIONS, 2)
+        # tokens around the sequences are two more sequences, which face nothing
+        q_begin, seqlen_q = extent(cu_seqlens_q_ptr, sequence, batch, tokens_q, True)
+        k_begin, seqlen_k = extent(cu_seqlens_k_ptr, sequence, batch, tokens_k, False)
+        index = slot - (q_begin // POSITIONS + 2 * (sequence + 1))
+        q_start = q_begin.to(tl.int64)
+        k_start = k_begin.to(tl.int64)
+        is_mine = (seqlen_q > SHORT) | (sequence < 0) | (sequence >= batch)
+    first_tile = floor_div(seqlen_k - seqlen_q, POSITIONS)
+    count = tl.where(seqlen_q > 0, tl.cdiv(seqlen_k, POSITIONS) - first_tile, 0)
+    if BALANCE and not IS_SHORT:
+        index = count - 1 - index  # the last are the longest
+    is_alive = is_mine & (index >= 0) & (index < count)
+    return (
+        first_tile + index, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, seqlen_k
+    )  # fmt: skip
+
+
+@triton.jit
+def locate_keys(
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, tokens_q, tokens_k, tiles, span,
+    BLOCK_N: tl.constexpr, BALANCE: tl.constexpr,
+):  # fmt: skip
+    """Return ``(tile, sequence, head, q_start, k_start, seqlen_q, seqlen_k)`` of a tile of keys.
+
+    ``tile`` is -1 for a program that owns none.
+    """
+    pid = tl.program_id(0)
+    q_start = tl.zeros([], tl.int64)
+    k_start = tl.zeros([], tl.int64)
+    seqlen_q = tokens_q
+    seqlen_k = tokens_k
+    if cu_seqlens_k_ptr is None:
+        tile, sequence, head = place(pid, batch, heads, tiles, span, BALANCE)
+    else:
+        slot = pid // heads if BALANCE else pid % tiles
+        head = pid % heads if BALANCE else pid // tiles
+        sequence = find_sequence(cu_seqlens_k_ptr, slot, batch, BLOCK_N, 1)
+        k_begin, seqlen_k = extent(cu_seqlens_k_ptr, sequence, batch, tokens_k, True)
+        q_begin, seqlen_q = extent(cu_seqlens_q_ptr, sequence, batch, tokens_q, False)
+        tile = slot - (k_begin // BLOCK_N + sequence + 1)
+        q_start = q_begin.to(tl.int64)
+        k_start = k_begin.to(tl.int64)
+    tile = tl.where(tile < tl.cdiv(seqlen_k, BLOCK_N), tile, -1)
+    return tile, sequence, head, q_start, k_start, seqlen_q, seqlen_k
+
+
+@triton.jit
+def key_walk(
+    begin_ptr, whole_ptr, items_ptr, unit, tile, list_rows, last_position, seqlen_k, extent_k,
+    POSITIONS: tl.constexpr, SPAN: tl.constexpr, BLOCK_K: tl.constexpr, PER_STEP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PER_HEAD: tl.constexpr,
+):  # fmt: skip
+    """Return the list's ranges for a tile of queries: ``(start, whole, rest, rests, cut, cuts)``.
+
+    ``whole`` items from ``start`` on fill steps that every row sees whole. The ``rests`` items from
+    ``rest`` on, left of the end of the sequence, and ``cuts`` from ``cut`` on, need a mask.
+    """
+    list_row = tl.maximum(tile, 0) * POSITIONS // SPAN
+    # no row of blocks before the first position, nor behind the layout's last
+    is_known = (tile >= 0) & (list_row < list_rows) & (last_position >= 0)
+    owner = list_row.to(tl.int64)
+    if PER_HEAD:
+        owner += unit.to(tl.int64) * list_rows
+    start = tl.load(begin_ptr + owner, mask=is_known, other=0)
+    end = tl.load(begin_ptr + owner + 1, mask=is_known, other=0)
+    cut = start + tl.load(whole_ptr + owner, mask=is_known, other=0)
+    whole_end = cut
+    seen_end = cut
+    cut_end = end
+    # items right of the sequence's end; under a causal mask there are none, or a few
+    if (not IS_CAUSAL) and seqlen_k < extent_k:
+        whole_end = lower_bound(items_ptr, start, cut, seqlen_k // BLOCK_K, 1)
+        seen_end = lower_bound(items_ptr, whole_end, cut, tl.cdiv(seqlen_k, BLOCK_K), 1)
+        cut_end = lower_bound(items_ptr, cut, end, tl.cdiv(seqlen_k, BLOCK_K), 1)
+    whole = (whole_end - start) // PER_STEP * PER_STEP
+    rest = start + whole
+    return start, whole, rest, seen_end - rest, cut, cut_end - cut

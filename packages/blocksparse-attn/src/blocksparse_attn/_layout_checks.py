@@ -1,0 +1,111 @@
+"""Checks of what a layout is made of; only :func:`validate_csr` reads device data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZES = (16, 32, 64, 128)
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_block_size(block_size: Any) -> tuple[int, int]:
+    """Check the sides of a block; return them for queries and for keys."""
+    sides = block_size
+    if isinstance(block_size, int):
+        sides = (block_size, block_size)
+    if not isinstance(sides, Sequence) or len(sides) != 2:
+        raise TypeError(f"block_size must be an int or a pair (q, k), got {block_size!r}")
+    for side in sides:
+        if not isinstance(side, int) or isinstance(side, bool):
+            raise TypeError(f"block_size must be an int or a pair (q, k), got {block_size!r}")
+        if side not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be 16, 32, 64 or 128, got {block_size!r}")
+    return sides[0], sides[1]
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Check a number of things."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_csr(crow: Any, col: Any) -> None:
+    """Check the tensors of compressed rows, but for their values."""
+    for name, x in (("crow", crow), ("col", col)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype not in _INDEX_DTYPES:
+            raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
+        if x.ndim != 2 or x.shape[0] < 1:
+            form = "[heads, rows + 1]" if name == "crow" else "[heads, nnz]"
+            raise ValueError(f"{name} must be {form} with one head at least, got {list(x.shape)}")
+    if crow.shape[1] < 1:
+        raise ValueError(f"crow must be [heads, rows + 1], got {list(crow.shape)}")
+    if col.shape[0] != crow.shape[0]:
+        raise ValueError(f"heads of col must be those of crow, {crow.shape[0]}, got {col.shape[0]}")
+    if col.device != crow.device:
+        raise ValueError(f"col must be on the device of crow, {crow.device}, got {col.device}")
+
+
+def check_mask(mask: Any) -> None:
+    """Check a mask of blocks."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be torch.bool, got {mask.dtype}")
+    if mask.ndim not in (2, 3) or (mask.ndim == 3 and mask.shape[0] < 1):
+        raise ValueError(
+            f"mask must be [rows, cols] or [heads, rows, cols], got {list(mask.shape)}"
+        )
+
+
+def validate_csr(crow: Tensor, col: Tensor, cols: int) -> None:
+    """Check the values of compressed rows on the host, and name the first that is wrong."""
+    crow, col = crow.cpu().long(), col.cpu().long()
+    nnz = col.shape[1]
+    for head in range(crow.shape[0]):
+        pointers = crow[head]
+        if int(pointers[0]) != 0:
+            raise ValueError(f"crow[{head}, 0] must be 0, got {int(pointers[0])}")
+        falls = (pointers[1:] < pointers[:-1]).nonzero()
+        if len(falls):
+            at = int(falls[0]) + 1
+            raise ValueError(
+                f"crow[{head}, {at}] must be at least crow[{head}, {at - 1}], "
+                f"{int(pointers[at - 1])}, got {int(pointers[at])}"
+            )
+        used = int(pointers[-1])
+        if used > nnz:
+            at = len(pointers) - 1
+            raise ValueError(
+                f"crow[{head}, {at}] must be at most the length of col, {nnz}, got {used}"
+            )
+        here = col[head, :used]
+        wrong = ((here < 0) | (here >= cols)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            raise ValueError(
+                f"col[{head}, {at}] must be from 0 to {cols - 1}, a block column, "
+                f"got {int(here[at])}"
+            )
+        row = torch.repeat_interleave(torch.arange(len(pointers) - 1), pointers.diff())
+        pair, order = (row * max(cols, 1) + here).sort(stable=True)
+        repeated = (pair[1:] == pair[:-1]).nonzero()
+        if len(repeated):
+            at = int(order[int(repeated[0]) + 1])
+            raise ValueError(
+                f"col[{head}, {at}] must not repeat a column of row {int(row[at])}, "
+                f"got {int(here[at])}"
+            )
+        rest = (col[head, used:] != -1).nonzero()
+        if len(rest):
+            at = used + int(rest[0])
+            raise ValueError(
+                f"col[{head}, {at}] must be -1, being padding, got {int(col[head, at])}"
+            )

@@ -1,0 +1,113 @@
+"""Closed forms and statistics of block patterns, in plain PyTorch on the device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ._lists import entries_of
+
+# rows are computed together if together they visit at most so much more than apart: a tile of half
+# the rows reads each key twice as often, and is slower by about as much
+WORTH = 1.25
+
+
+def alike(dense: Tensor, together: int) -> Tensor:
+    """Say whether ``together`` rows are better computed at once than as two halves."""
+    if together < 2:
+        return torch.ones((), dtype=torch.int64, device=dense.device)
+    heads, rows, cols = dense.shape
+    padded = torch.nn.functional.pad(dense, (0, 0, 0, -rows % together))
+
+    def visited(stack: int) -> Tensor:
+        stacked = padded.view(heads, padded.shape[1] // stack, stack, cols)
+        return stacked.any(2).sum(dtype=torch.int64) * stack
+
+    return (visited(together) <= WORTH * visited(together // 2)).long()
+
+
+def density_of(
+    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], seqlen: int | None
+) -> float:
+    """Return the share of the causally visible blocks of a sequence that is kept."""
+    block_q, block_k = block_size
+    longest = (crow.shape[1] - 1) * block_q
+    length = longest if seqlen is None else min(seqlen, longest)
+    rows = torch.arange(cdiv(length, block_q), device=crow.device)
+    if not rows.numel() or not cols:
+        return 0.0
+    ends = ((rows + 1) * block_q).clamp(max=length)
+    seen = ((ends + block_k - 1) // block_k).clamp(max=cols)
+    head, row, column, valid = entries_of(crow, col, cols)
+    inside = valid & (row < rows.numel())
+    inside &= column < seen[row.clamp(0, rows.numel() - 1)]
+    pair = (head * rows.numel() + row) * cols + column
+    kept = torch.unique(pair[inside]).numel()
+    return float(kept / (int(seen.sum()) * crow.shape[0]))
+
+
+def local_strided_csr(
+    first_head: int,
+    heads: int,
+    step: int,
+    max_seqlen: int,
+    block_size: tuple[int, int],
+    local_blocks: int,
+    vert_stride: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, int]:
+    """Return ``(crow, col, longest row)`` of a band and of columns, for some heads.
+
+    A row keeps the columns ``begin..end`` around its diagonal, and of those before ``begin`` the
+    ones at ``vert_stride - 1 - shift``, and so on in steps of ``vert_stride``. The shift of head
+    ``first_head + i`` is so many times ``step``.
+    """
+    block_q, block_k = block_size
+    rows = cdiv(max_seqlen, block_q)
+    cols = cdiv(max_seqlen, block_k)
+
+    def bounds(row: Tensor) -> tuple[Tensor, Tensor]:
+        first = row * block_q // block_k
+        last = ((row + 1) * block_q - 1) // block_k
+        return (first - local_blocks + 1).clamp(min=0), last.clamp(max=cols - 1)
+
+    def lengths(row: Tensor, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        begin, end = bounds(row)
+        columns = (begin + shift[:, None]) // vert_stride
+        return begin.expand_as(columns), columns, columns + (end - begin + 1)
+
+    # shifts recur, and heads whose shifts agree have one pattern
+    period = vert_stride // math.gcd(step, vert_stride)
+    distinct = min(heads, period)
+
+    def shifts(where: torch.device) -> Tensor:
+        return (first_head + torch.arange(distinct, device=where)) * step % vert_stride
+
+    # on the host, from what the host knows
+    counts = lengths(torch.arange(rows, device="cpu"), shifts(torch.device("cpu")))[2]
+    nnz = max(int(counts.sum(-1).amax()) if counts.numel() else 0, 1)
+    longest = int(counts.amax()) if counts.numel() else 0
+
+    shift = shifts(device)
+    begin, columns, length = lengths(torch.arange(rows, device=device), shift)
+    crow = torch.zeros((distinct, rows + 1), dtype=torch.int32, device=device)
+    crow[:, 1:] = length.cumsum(-1)
+    slot = torch.arange(nnz, dtype=torch.int32, device=device).repeat(distinct, 1)
+    row = torch.searchsorted(crow, slot, right=True) - 1
+    padding = row >= rows
+    row = row.clamp_(max=max(rows - 1, 0))
+    if rows:
+        rank = slot - crow.gather(1, row)
+        before = columns.int().gather(1, row)
+        in_band = begin.int().gather(1, row) + rank - before
+        in_column = (rank + 1) * vert_stride - 1 - shift.int()[:, None]
+        col = torch.where(rank < before, in_column, in_band).masked_fill_(padding, -1)
+    else:
+        col = torch.full_like(slot, -1)
+    if distinct < heads:
+        which = torch.arange(heads, device=device) % period
+        crow, col = crow[which], col[which]
+    return crow, col, longest

@@ -1,0 +1,122 @@
+"""The two main public functions: check the arguments, then call the operator."""
+
+from torch import Tensor
+
+from . import _checks, _ops
+from .layout import BlockSparseLayout
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def blocksparse_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockSparseLayout,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    num_splits: int = 0,
+    return_lse: bool = False,
+) -> Result:
+    """Softmax attention over the kept blocks of a layout, forward and backward.
+
+    Query i stands at the position ``i' = i + seqlen_k - seqlen_q``; it sees key j iff the layout
+    keeps the block ``(i' // block_size[0], j // block_size[1])`` of its head, and, with ``causal``,
+    ``j <= i'``. The output is the softmax of ``softmax_scale * q_i . k_j`` over what it sees, times
+    ``v_j``. Work is proportional to the kept blocks, in both passes (FlashAttention: Dao et al.
+    2022, Dao 2023).
+
+    Args:
+        q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16 or fp32. ``head_dim`` is
+            from 1 to 256. Strides are free.
+        k: keys, ``[batch, seqlen_k, heads_k, head_dim]``, dtype of ``q``. ``heads_q`` is a multiple
+            of ``heads_k``: query head h reads KV head ``h // (heads_q // heads_k)``.
+        v: values, ``[batch, seqlen_k, heads_k, head_dim_v]``, dtype of ``q``; ``head_dim_v`` is
+            from 1 to 256.
+        layout: the kept blocks, on the device of ``q``, of ``heads_q`` heads or of one for all. Its
+            rows must cover ``seqlen_k`` positions.
+        softmax_scale: factor of the scores, any number that is finite in fp32.
+            Default: ``head_dim ** -0.5``.
+        causal: hide keys behind the query's position. Default: True.
+        num_splits: over how many programs the keys of a few queries (8 or less per sequence) are
+            split. 0 decides by the load; with 1, or any other fixed number, the result of a
+            sequence does not depend on its batch. Default: 0.
+        return_lse: return ``(out, lse)``. Default: False.
+
+    Returns:
+        ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the
+        natural logarithm of the denominator, fp32 ``[batch, heads_q, seqlen_q]``, differentiable. A
+        query that sees no key has output 0 and lse -inf.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on forward-mode differentiation.
+    """
+    _checks.check_qkv(q, k, v, 4)
+    scale = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse)
+    _checks.check_layout(layout, q, k.shape[1])
+    out, lse = _ops.attention(
+        q, k, v, None, None, None, layout, q.shape[1], k.shape[1], scale, causal, num_splits
+    )
+    return (out, lse) if return_lse else out
+
+
+def blocksparse_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    layout: BlockSparseLayout,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Block-sparse attention over packed sequences: prefill, chunks of it and decode in one batch.
+
+    The mathematics, and the arguments not listed here, are those of :func:`blocksparse_attn_func`,
+    with the lengths of each sequence in place of ``seqlen_q`` and ``seqlen_k``.
+
+    Args:
+        q: queries, ``[tokens_q, heads_q, head_dim]``: sequence b is the rows
+            ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Rows of no sequence are padding, whose
+            output is 0, lse -inf and gradient 0.
+        k: keys, ``[tokens_k, heads_k, head_dim]``; paged ``[pages, page_size, heads_k, head_dim]``.
+        v: values, ``[tokens_k, heads_k, head_dim_v]``; paged likewise.
+        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``, contiguous. Its values are the
+            caller's duty: they are not read on the host. :func:`validate_varlen` checks them.
+        cu_seqlens_k: likewise for keys; with pages their differences alone count.
+        max_seqlen_q: no sequence has more queries; an upper bound is as good.
+        max_seqlen_k: likewise for keys; the layout's rows must cover it.
+        layout: the kept blocks; its rows are positions within a sequence.
+        block_table: pages of each sequence, int32 or int64 ``[batch, max_pages]``: key j is in page
+            ``block_table[b, j // page_size]``, at ``j % page_size``. Without gradient.
+            Default: None (``k`` and ``v`` are packed).
+
+    Returns:
+        ``out``, ``[tokens_q, heads_q, head_dim_v]``; or ``(out, lse)`` with ``lse`` fp32
+        ``[heads_q, tokens_q]``.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on a gradient with ``block_table``; on forward-mode differentiation.
+    """
+    _checks.check_qkv(q, k, v, 3, paged=block_table is not None)
+    scale = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse)
+    batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        _checks.check_block_table(q, k, v, batch, max_seqlen_k, block_table)
+    _checks.check_layout(layout, q, max_seqlen_k)
+    out, lse = _ops.attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, layout, max_seqlen_q, max_seqlen_k,
+        scale, causal, num_splits,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out

@@ -1,0 +1,237 @@
+"""The names and signatures under which inference engines know this kernel."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from attn_common import cdiv
+from torch import Tensor, nn
+
+from . import _checks
+from ._layout_checks import check_block_size, check_csr
+from .api import blocksparse_attn_varlen_func
+from .layout import BlockSparseLayout
+
+# layouts of tensors that are still alive, and unchanged
+_known: dict[tuple[Any, ...], tuple[Any, Any, BlockSparseLayout]] = {}
+
+
+def blocksparse_flash_attn_varlen_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    sm_scale: float | None,
+    sparse_layout: tuple[Tensor, Tensor],
+    *,
+    block_size: int = 64,
+    q_block_size: int | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Causal block-sparse attention over packed sequences, called as engines call it.
+
+    Args:
+        q: queries, ``[tokens_q, heads_q, head_dim]``; fp16, bf16 or fp32.
+        k: keys, ``[tokens_k, heads_k, head_dim]``, dtype of ``q``.
+        v: values, ``[tokens_k, heads_k, head_dim_v]``, dtype of ``q``.
+        cu_seqlens_k: where sequences of keys begin, int32 or int64 ``[batch + 1]``.
+        cu_seqlens_q: likewise for queries. None means one query per sequence if there are as many
+            queries as sequences, the keys' own if there are as many queries as keys.
+        sm_scale: factor of the scores; None means ``head_dim ** -0.5``.
+        sparse_layout: ``(crow, col)``, ``[heads, rows + 1]`` and ``[heads, nnz]`` per query head.
+            What is planned for it is kept as long as the tensors live, and are not written to.
+        block_size: tokens of a block of keys. Default: 64.
+        q_block_size: tokens of a block of queries. Default: None (``block_size``).
+        max_seqlen: no sequence has more keys. Default: None (what the layout covers).
+
+    Returns:
+        ``[tokens_q, heads_q, head_dim_v]``.
+    """
+    for name, x in (("q", q), ("k", k), ("cu_seqlens_k", cu_seqlens_k)):
+        _checks.check_tensor(name, x)
+    if not isinstance(sparse_layout, (tuple, list)) or len(sparse_layout) != 2:
+        raise TypeError(f"sparse_layout must be (crow, col), got {type(sparse_layout).__name__}")
+    block_q = block_size if q_block_size is None else q_block_size
+    layout = _layout_of(*sparse_layout, check_block_size((block_q, block_size)))
+    covered = layout.num_rows * block_q
+    if max_seqlen is None:
+        max_seqlen = covered
+    cu_seqlens_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, max_seqlen)
+    result: Any = blocksparse_attn_varlen_func(
+        q, k, v, _offsets(cu_seqlens_q), _offsets(cu_seqlens_k), longest_q, max_seqlen, layout,
+        softmax_scale=sm_scale,
+    )  # fmt: skip
+    return result  # type: ignore[no-any-return]
+
+
+class LocalStridedBlockSparseAttn(nn.Module):
+    """Attention of Phi-3-small over packed sequences: local blocks and vertical strides.
+
+    Args:
+        n_heads: query heads of the model.
+        max_seqlen: longest sequence.
+        local_blocks: width of the band in blocks.
+        vert_stride: distance of the columns in blocks.
+        block_size: tokens of a block.
+        device: where the layout lives. Default: the current GPU if there is one, else the CPU.
+        dtype: accepted for compatibility; inputs decide.
+        homo_head: the same columns for every head. Default: False.
+        active_head_range: ``(first, last + 1)``: the heads of this rank. Default: None (all).
+        q_block_size: tokens of a block of queries. Default: None (``block_size``).
+        use_spda: accepted for compatibility: a device decides what runs there. Default: None.
+    """
+
+    def __init__(
+        self,
+        n_heads: int,
+        max_seqlen: int,
+        local_blocks: int,
+        vert_stride: int,
+        block_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        homo_head: bool = False,
+        active_head_range: tuple[int, int] | None = None,
+        q_block_size: int | None = None,
+        use_spda: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.n_heads, self.max_seqlen, self.block_size = n_heads, max_seqlen, block_size
+        self.q_block_size = block_size if q_block_size is None else q_block_size
+        self.local_blocks, self.vert_stride = local_blocks, vert_stride
+        self.homo_head, self.active_head_range = homo_head, active_head_range
+        self.head_sliding_step = get_head_sliding_step(n_heads, vert_stride, homo_head)
+        self.layout = BlockSparseLayout.local_strided(
+            n_heads, max_seqlen, (self.q_block_size, block_size), local_blocks, vert_stride,
+            homo_head, active_head_range, device=device,
+        )  # fmt: skip
+
+    @property
+    def sparse_layout(self) -> tuple[Tensor, Tensor]:
+        """``(crow, col)``: copies."""
+        return self.layout.crow, self.layout.col
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_k: Tensor,
+        cu_seqlens_q: Tensor | None = None,
+        sm_scale: float | None = None,
+    ) -> Tensor:
+        """Attend; tensors are those of :func:`blocksparse_flash_attn_varlen_fwd`."""
+        if self.layout.device != q.device:
+            self.layout = self.layout.to(q.device)
+        cu_seqlens_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, self.max_seqlen)
+        result: Any = blocksparse_attn_varlen_func(
+            q, k, v, _offsets(cu_seqlens_q), _offsets(cu_seqlens_k), longest_q, self.max_seqlen,
+            self.layout, softmax_scale=sm_scale,
+        )  # fmt: skip
+        return result  # type: ignore[no-any-return]
+
+
+def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = False) -> int:
+    """Return by how many blocks the columns of a head are shifted against the one before."""
+    return 0 if homo_head else max(1, vert_stride // n_heads)
+
+
+def get_sparse_attn_mask(
+    n_heads: int,
+    q_len: int,
+    max_seqlen: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    block_size: int = 64,
+    local_blocks: int = 4,
+    vert_stride: int = 4,
+    homo_head: bool = True,
+    return_dense: bool = False,
+    dense_mask_type: str = "binary",
+) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor | None]:
+    """Return the local and strided pattern of the last ``q_len`` queries, in three forms.
+
+    Args:
+        n_heads: query heads.
+        q_len: how many of the last queries.
+        max_seqlen: number of keys.
+        dtype: of the masks.
+        device: where the results live.
+        block_size: tokens of a block. Default: 64.
+        local_blocks: width of the band in blocks. Default: 4.
+        vert_stride: distance of the columns in blocks. Default: 4.
+        homo_head: the same columns for every head. Default: True.
+        return_dense: return the mask of tokens too, ``max_seqlen`` squared of it. Default: False.
+        dense_mask_type: "binary" (1 is kept) or "bias" (0 is kept, -inf is not).
+            Default: "binary".
+
+    Returns:
+        ``((crow, col), block_mask, dense)``: row pointers and columns per head of the query blocks,
+        int64; the mask of all blocks, ``[heads, blocks, blocks]``, without heads for ``homo_head``;
+        and None, or the mask of tokens, ``[heads, q_len, max_seqlen]``. New tensors at every call.
+    """
+    if dense_mask_type not in ("binary", "bias"):
+        raise ValueError(f"dense_mask_type must be 'binary' or 'bias', got {dense_mask_type!r}")
+    layout = BlockSparseLayout.local_strided(
+        n_heads, max_seqlen, block_size, local_blocks, vert_stride, homo_head, device=device
+    )
+    kept = layout.to_dense()
+    rows = kept[:, kept.shape[1] - cdiv(q_len, block_size) :]
+    queries = BlockSparseLayout.from_dense(rows, block_size)
+    crow, col = queries.crow.long(), queries.col.long()
+    block_mask = (kept[0] if homo_head else kept).to(dtype)
+    if not return_dense:
+        return (crow, col), block_mask, None
+    position = torch.arange(max_seqlen, device=kept.device)
+    block = position // block_size
+    last = position[max_seqlen - q_len :, None]
+    mask = kept[:, last // block_size, block] & (position <= last)
+    if dense_mask_type == "bias":
+        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        return (crow, col), block_mask, bias.masked_fill_(~mask, float("-inf"))
+    return (crow, col), block_mask, mask.to(dtype)
+
+
+def _queries(
+    q: Tensor, k: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor | None, max_seqlen: int
+) -> tuple[Tensor, int]:
+    """Return where sequences of queries begin, and a bound of their lengths."""
+    if cu_seqlens_q is not None:
+        return cu_seqlens_q, max_seqlen
+    batch = cu_seqlens_k.shape[0] - 1
+    if q.shape[0] == batch:
+        return torch.arange(batch + 1, dtype=torch.int32, device=q.device), 1
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(
+            "cu_seqlens_q must be given unless there are as many queries as sequences, "
+            f"{batch}, or as keys, {k.shape[0]}, got None and {q.shape[0]} queries"
+        )
+    return cu_seqlens_k, max_seqlen
+
+
+def _offsets(cu_seqlens: Tensor) -> Tensor:
+    return cu_seqlens.to(torch.int32).contiguous()
+
+
+def _layout_of(crow: Tensor, col: Tensor, block_size: tuple[int, int]) -> BlockSparseLayout:
+    """Return the layout of two tensors: the same as before while they are the same."""
+    check_csr(crow, col)
+    key = (id(crow), id(col), crow._version, col._version, block_size)
+    found = _known.get(key)
+    if found is not None and found[0]() is crow and found[1]() is col:
+        return found[2]
+
+    def forget(_: Any) -> None:
+        _known.pop(key, None)
+
+    one = crow.stride(0) == 0 and col.stride(0) == 0
+    layout = BlockSparseLayout(
+        crow[:1] if one else crow, col[:1] if one else col, block_size, rows_alike=True
+    )
+    _known[key] = (weakref.ref(crow, forget), weakref.ref(col, forget), layout)
+    return layout

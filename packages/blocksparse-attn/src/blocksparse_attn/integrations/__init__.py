@@ -1,0 +1,1 @@
+"""Adapters to other libraries; none is imported by ``import blocksparse_attn``."""

@@ -1,0 +1,455 @@
+"""Which blocks of keys each block of queries attends to, as an immutable value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ._layout_checks import (
+    check_block_size,
+    check_count,
+    check_csr,
+    check_mask,
+    validate_csr,
+)
+from ._lists import Lists, dense_of, query_lists
+from ._patterns import alike, density_of, local_strided_csr
+
+# rows of queries that the largest tile holds
+TALL = 128
+
+
+class BlockSparseLayout:
+    """A block-sparse pattern: compressed rows (CSR) of kept blocks, per query head.
+
+    Block row r holds the queries at the positions ``r * block_size[0]`` and up, block column c the
+    keys from ``c * block_size[1]`` on. A query's position is its place among the *keys*: query i of
+    a sequence stands at ``i + seqlen_k - seqlen_q``, so that prefill, a later chunk of it and
+    decode address the same rows. What lies outside of all rows and columns is not attended to.
+
+    A layout never changes. It can be shared between layers, calls and threads, compared and used as
+    a key of a dict; the plans that kernels walk are made at the first call and kept with it.
+
+    Args:
+        crow: row pointers, ``[heads, rows + 1]``; one head serves any number of query heads.
+        col: columns, ``[heads, nnz]``, in any order within a row; what no row points to is padding
+            (-1). Columns beyond ``num_cols`` are ignored, repeated ones count once.
+        block_size: tokens of a block, one of 16, 32, 64 and 128: an int, or ``(q, k)``.
+        num_cols: number of block columns. Default: as many as cover the positions of all rows.
+        max_row: the most blocks in a row, if known: a bound for splitting the keys of a decode.
+            Default: ``num_cols``.
+        rows_alike: whether neighbouring rows keep mostly the same blocks, so that they are best
+            computed together; it changes the speed, not the result. Default: False.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range. Values of ``crow`` and ``col`` are not looked
+            at: :meth:`validate` does that.
+    """
+
+    def __init__(
+        self,
+        crow: Tensor,
+        col: Tensor,
+        block_size: int | Sequence[int],
+        *,
+        num_cols: int | None = None,
+        max_row: int | None = None,
+        rows_alike: bool = False,
+    ) -> None:
+        check_csr(crow, col)
+        sides = check_block_size(block_size)
+        rows = crow.shape[1] - 1
+        cols = cdiv(rows * sides[0], sides[1]) if num_cols is None else num_cols
+        check_count("num_cols", cols, 0)
+        if max_row is not None:
+            check_count("max_row", max_row, 0)
+        if not isinstance(rows_alike, bool):
+            raise TypeError(f"rows_alike must be a bool, got {type(rows_alike).__name__}")
+        # copies: nobody else may change them
+        self._fill(
+            crow.to(torch.int32, copy=True), col.to(torch.int32, copy=True), sides, cols,
+            crow.shape[0], max_row, rows_alike,
+        )  # fmt: skip
+
+    def _fill(
+        self,
+        crow: Tensor,
+        col: Tensor,
+        block_size: tuple[int, int],
+        num_cols: int,
+        num_heads: int,
+        max_row: int | None,
+        rows_alike: bool,
+    ) -> None:
+        if col.shape[1] == 0:
+            col = col.new_full((col.shape[0], 1), -1)
+        self._crow, self._col = crow.contiguous(), col.contiguous()
+        self._block_size, self._num_cols, self._num_heads = block_size, num_cols, num_heads
+        self._max_row = num_cols if max_row is None else min(max_row, num_cols)
+        self._rows_alike = rows_alike
+        self._plans: dict[Any, Lists] = {}
+        self._hash: int | None = None
+
+    @classmethod
+    def _make(
+        cls,
+        crow: Tensor,
+        col: Tensor,
+        block_size: tuple[int, int],
+        num_cols: int,
+        num_heads: int,
+        max_row: int | None,
+        rows_alike: bool,
+    ) -> BlockSparseLayout:
+        """Make a layout of tensors that nobody else holds."""
+        layout = cls.__new__(cls)
+        layout._fill(crow, col, block_size, num_cols, num_heads, max_row, rows_alike)
+        return layout
+
+    # ---- constructors
+
+    @classmethod
+    def from_dense(
+        cls, mask: Tensor, block_size: int | Sequence[int], *, max_nnz: int | None = None
+    ) -> BlockSparseLayout:
+        """Make a layout from a mask of blocks.
+
+        Args:
+            mask: bool, ``[rows, cols]`` for all heads or ``[heads, rows, cols]``.
+            block_size: tokens of a block: an int, or ``(q, k)``.
+            max_nnz: a bound of the kept blocks of one head. Without it they are counted, for which
+                the host waits for the device once. Default: None.
+        """
+        check_mask(mask)
+        sides = check_block_size(block_size)
+        dense = mask if mask.ndim == 3 else mask[None]
+        heads, rows, cols = dense.shape
+        counts = dense.sum(-1, dtype=torch.int32)
+        max_row, is_alike = None, False
+        if max_nnz is None:
+            together = max(TALL // sides[0], 1)
+            numbers = torch.stack(
+                [
+                    counts.sum(-1, dtype=torch.int64).amax() if counts.numel() else counts.sum(),
+                    counts.amax().long() if counts.numel() else counts.sum(),
+                    alike(dense, together),
+                ]
+            ).tolist()
+            max_nnz, max_row, is_alike = int(numbers[0]), int(numbers[1]), bool(numbers[2])
+        else:
+            check_count("max_nnz", max_nnz, 0)
+        crow = counts.new_zeros((heads, rows + 1))
+        crow[:, 1:] = counts.cumsum(-1)
+        col = counts.new_full((heads, max(max_nnz, 1)), -1)
+        if cols and rows and max_nnz:
+            for head in range(heads):
+                flat = dense[head].flatten()
+                where = torch.nonzero_static(flat, size=max_nnz, fill_value=-1)[:, 0]
+                col[head] = torch.where(where < 0, -1, where % cols).int()
+        return cls._make(crow, col, sides, cols, heads, max_row, is_alike)
+
+    @classmethod
+    def local_strided(
+        cls,
+        num_heads: int,
+        max_seqlen: int,
+        block_size: int | Sequence[int] = 64,
+        local_blocks: int = 16,
+        vert_stride: int = 8,
+        homo_head: bool = False,
+        head_range: tuple[int, int] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> BlockSparseLayout:
+        """Make the pattern of Phi-3-small: a band of local blocks, and every so-many-th column.
+
+        In blocks of the key block size, ``(qb, kb)`` is kept iff ``kb <= qb`` and ``qb - kb <
+        local_blocks`` or ``(kb + h * step + 1) % vert_stride == 0``, with ``step`` 0 for
+        ``homo_head``, else ``max(1, vert_stride // num_heads)``. A query block of another size
+        keeps what any of its queries keeps. The columns come from a closed form, on the device.
+
+        Args:
+            num_heads: query heads of the model.
+            max_seqlen: positions that the layout covers.
+            block_size: tokens of a block: an int, or ``(q, k)``. Default: 64.
+            local_blocks: width of the band in blocks, from 1. Default: 16.
+            vert_stride: distance of the columns in blocks, from 1. Default: 8.
+            homo_head: the same columns for every head. Default: False.
+            head_range: ``(first, last + 1)``: only these heads of the model. Default: None (all).
+            device: where the layout lives. Default: torch's default device.
+        """
+        sides = check_block_size(block_size)
+        for name, value, least in (
+            ("num_heads", num_heads, 1),
+            ("max_seqlen", max_seqlen, 0),
+            ("local_blocks", local_blocks, 1),
+            ("vert_stride", vert_stride, 1),
+        ):
+            check_count(name, value, least)
+        first, last = (0, num_heads) if head_range is None else head_range
+        check_count("head_range[0]", first, 0)
+        check_count("head_range[1]", last, first + 1)
+        if last > num_heads:
+            raise ValueError(
+                f"head_range must end at num_heads, {num_heads}, or before, got {last}"
+            )
+        step = 0 if homo_head else max(1, vert_stride // num_heads)
+        crow, col, max_row = local_strided_csr(
+            first, 1 if homo_head else last - first, step, max_seqlen, sides, local_blocks,
+            vert_stride, torch.device(torch.get_default_device() if device is None else device),
+        )  # fmt: skip
+        cols = cdiv(max_seqlen, sides[1])
+        return cls._make(crow, col, sides, cols, last - first, max_row, True)
+
+    @classmethod
+    def from_mask_mod(
+        cls,
+        fn: Callable[[Tensor, Tensor, Tensor], Tensor],
+        num_heads: int,
+        num_rows: int,
+        num_cols: int,
+        block_size: int | Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+    ) -> BlockSparseLayout:
+        """Make a layout from a function of block indices, computed on the device.
+
+        Args:
+            fn: ``fn(head, row, col)`` takes int64 tensors that broadcast against each other and
+                returns a bool tensor: which blocks are kept.
+            num_heads: query heads; 1 serves any number of them.
+            num_rows: blocks of queries.
+            num_cols: blocks of keys.
+            block_size: tokens of a block: an int, or ``(q, k)``.
+            device: where the layout lives. Default: torch's default device.
+        """
+        sides = check_block_size(block_size)
+        check_count("num_heads", num_heads, 1)
+        check_count("num_rows", num_rows, 0)
+        check_count("num_cols", num_cols, 0)
+        row = torch.arange(num_rows, device=device)[:, None]
+        col = torch.arange(num_cols, device=device)
+        masks = []
+        for head in range(num_heads):
+            kept = fn(torch.tensor(head, device=device), row, col)
+            if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
+                what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
+                raise TypeError(f"fn must return a tensor of torch.bool, got {what}")
+            masks.append(kept.expand(num_rows, num_cols))
+        return cls.from_dense(torch.stack(masks), sides)
+
+    # ---- what it is
+
+    @property
+    def crow(self) -> Tensor:
+        """Row pointers, int32 ``[heads, rows + 1]``: a copy."""
+        return self._crow.expand(self._num_heads, -1).clone()
+
+    @property
+    def col(self) -> Tensor:
+        """Columns, int32 ``[heads, nnz]``, padded with -1: a copy."""
+        return self._col.expand(self._num_heads, -1).clone()
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads; 1 serves any number."""
+        return self._num_heads
+
+    @property
+    def num_rows(self) -> int:
+        """Number of query blocks."""
+        return self._crow.shape[1] - 1
+
+    @property
+    def num_cols(self) -> int:
+        """Number of key blocks."""
+        return self._num_cols
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """Tokens of a block of queries, and of one of keys."""
+        return self._block_size
+
+    @property
+    def max_row(self) -> int:
+        """A bound of the blocks in a row."""
+        return self._max_row
+
+    @property
+    def rows_alike(self) -> bool:
+        """Whether neighbouring rows are computed together."""
+        return self._rows_alike
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all heads have one pattern, held once."""
+        return self._crow.shape[0] == 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layout lives."""
+        return self._crow.device
+
+    def to(self, device: torch.device | str) -> BlockSparseLayout:
+        """Return the layout on a device: itself if it is there."""
+        device = torch.device(device)
+        if device.type == self.device.type and device.index in (None, self.device.index):
+            return self
+        return self._make(
+            self._crow.to(device), self._col.to(device), self._block_size, self._num_cols,
+            self._num_heads, self._max_row, self._rows_alike,
+        )  # fmt: skip
+
+    def to_dense(self) -> Tensor:
+        """Return the mask of blocks, bool ``[heads, rows, cols]``."""
+        dense = dense_of(self._crow, self._col, self._num_cols)
+        return dense.expand(self._num_heads, -1, -1).clone()
+
+    def density(self, seqlen: int | None = None) -> float:
+        """Return the share of the causally visible blocks that is kept; waits for the device.
+
+        Args:
+            seqlen: of how long a sequence. Default: None (all rows).
+        """
+        if seqlen is not None:
+            check_count("seqlen", seqlen, 0)
+        return density_of(self._crow, self._col, self._num_cols, self._block_size, seqlen)
+
+    def validate(self) -> None:
+        """Check the values of rows and columns, which calls trust; waits for the device.
+
+        Raises:
+            ValueError: on the first entry that is wrong: which, what was expected, what came.
+        """
+        validate_csr(self._crow, self._col, self._num_cols)
+
+    def prepare(
+        self,
+        heads_q: int,
+        heads_k: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        causal: bool = True,
+        backward: bool = False,
+    ) -> BlockSparseLayout:
+        """Plan what kernels will walk ahead of the first call, and return the layout.
+
+        The first call of a kind does this by itself. It is of use ahead of ``torch.compile``, which
+        otherwise plans within the graph, at every call.
+
+        Args:
+            heads_q: query heads of the calls to come.
+            heads_k: heads of their keys.
+            head_dim: the wider of the two head dimensions.
+            dtype: of their tensors.
+            causal: their mask. Default: True.
+            backward: plan for gradients too. Default: False.
+        """
+        from ._ops import lists_for, walks_lists
+
+        if walks_lists(self.device):
+            for kind in ("tall", "short", "dq", "dkdv") if backward else ("tall", "short"):
+                lists_for(self, kind, heads_q // heads_k, head_dim, dtype.itemsize, causal)
+        return self
+
+    # ---- a value
+
+    def _canonical(self) -> tuple[Tensor, Tensor]:
+        """Rows and columns on the host, sorted, each column once, without padding."""
+        span = self._block_size[0]
+        if "canonical" not in self._plans:
+            self._plans["canonical"] = query_lists(
+                self._crow, self._col, self._num_cols, self._block_size, span, 1, 1, False
+            )
+        lists = self._plans["canonical"]
+        begin = lists.begin.cpu()
+        return begin, lists.items[: int(begin[-1])].cpu()
+
+    def _shape(self) -> tuple[Any, ...]:
+        return (
+            self._block_size,
+            self._num_heads,
+            self._crow.shape[0],
+            self.num_rows,
+            self._num_cols,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Compare what is kept, on whatever device; waits for the device."""
+        if self is other:
+            return True
+        if not isinstance(other, BlockSparseLayout):
+            return NotImplemented
+        if self._shape() != other._shape():
+            return False
+        pairs = zip(self._canonical(), other._canonical(), strict=True)
+        return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            begin, items = self._canonical()
+            # a number of each list, that depends on the order; equality has the last word
+            sums = [int((x * (torch.arange(x.shape[0]) * 2 + 1)).sum()) for x in (begin, items)]
+            self._hash = hash((self._shape(), *sums))
+        return self._hash
+
+    def __repr__(self) -> str:
+        heads = "any" if self._num_heads == 1 else self._num_heads
+        size, device = self._block_size, self.device
+        shown = f"{self.num_rows} x {self._num_cols} blocks of {size[0]} x {size[1]}"
+        density = "" if device.type == "meta" else f", density {self.density():.3f}"
+        return f"BlockSparseLayout({shown}, heads {heads}{density}, device '{device}')"
+
+    # ---- files and pictures
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the layout to a file that :meth:`load` reads."""
+        torch.save(
+            {
+                "crow": self._crow.cpu(), "col": self._col.cpu(),
+                "block_size": list(self._block_size), "num_cols": self._num_cols,
+                "num_heads": self._num_heads, "max_row": self._max_row,
+                "rows_alike": self._rows_alike,
+            },
+            path,
+        )  # fmt: skip
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], device: torch.device | str = "cpu"
+    ) -> BlockSparseLayout:
+        """Read a layout that :meth:`save` wrote."""
+        held = torch.load(path, map_location=device, weights_only=True)
+        block_size = check_block_size(held["block_size"])
+        check_csr(held["crow"], held["col"])
+        return cls._make(
+            held["crow"], held["col"], block_size, held["num_cols"], held["num_heads"],
+            held["max_row"], held["rows_alike"],
+        )  # fmt: skip
+
+    def plot(self, head: int = 0, ax: Any = None) -> Any:
+        """Draw one head's blocks with matplotlib; return the axes.
+
+        Args:
+            head: which head. Default: 0.
+            ax: axes to draw in. Default: None (new ones).
+        """
+        check_count("head", head, 0)
+        if head >= self._num_heads:
+            raise ValueError(f"head must be below {self._num_heads}, got {head}")
+        if ax is None:
+            from matplotlib import pyplot
+
+            ax = pyplot.subplots()[1]
+        kept = self.to_dense()[head].int().tolist()
+        ax.imshow(kept, cmap="Blues", vmin=0, vmax=1, interpolation="none")
+        ax.set(xlabel=f"blocks of {self._block_size[1]} keys",
+               ylabel=f"blocks of {self._block_size[0]} queries", title=f"head {head}")  # fmt: skip
+        return ax

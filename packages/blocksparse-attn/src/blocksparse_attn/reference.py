@@ -1,0 +1,188 @@
+"""Block-sparse attention by its definition: eager, any float dtype, differentiable by autograd.
+
+This is the oracle of the kernels' tests. It holds the whole score matrix,
+``O(seqlen_q * seqlen_k)`` memory, and shares no code with the kernels. Inputs in float64 are
+computed in float64, all others in float32, and only the output is rounded to the input's dtype.
+"""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from ._checks import check_layout, check_options, check_reference
+from .layout import BlockSparseLayout
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def blocksparse_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockSparseLayout,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    num_splits: int = 0,
+    return_lse: bool = False,
+) -> Result:
+    """Compute what :func:`blocksparse_attn_func` computes, from the definition.
+
+    The arguments are those of :func:`blocksparse_attn_func`; ``q``, ``k`` and ``v`` may be of any
+    float dtype, float64 included, and the log-sum-exp is float64 for float64 inputs.
+    """
+    check_reference(q, k, v, 4)
+    scale = check_options(q, softmax_scale, causal, num_splits, return_lse)
+    check_layout(layout, q, k.shape[1])
+    out, lse = dense_attention(q, k, v, layout.to_dense(), layout.block_size, scale, causal)
+    out = out.to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def blocksparse_varlen_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    layout: BlockSparseLayout,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """Compute what :func:`blocksparse_attn_varlen_func` computes, one sequence after the other.
+
+    The arguments are those of :func:`blocksparse_attn_varlen_func`; dtypes and results are as in
+    :func:`blocksparse_attention_reference`. Offsets and page numbers are read on the host.
+    """
+    check_reference(q, k, v, 3, block_table is not None)
+    scale = check_options(q, softmax_scale, causal, num_splits, return_lse)
+    check_layout(layout, q, max_seqlen_k)
+    out, lse = packed_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, layout.to_dense(), layout.block_size,
+        scale, causal,
+    )  # fmt: skip
+    out = out.to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def visible_keys(
+    dense: Tensor, block_size: tuple[int, int], seqlen_q: int, seqlen_k: int, causal: bool
+) -> Tensor:
+    """Return which key each query sees, bool ``[heads, seqlen_q, seqlen_k]``.
+
+    Args:
+        dense: mask of blocks, ``[heads, rows, cols]``.
+        block_size: tokens of a block of queries, and of one of keys.
+        seqlen_q: number of queries; query i stands at the position ``i + seqlen_k - seqlen_q``.
+        seqlen_k: number of keys.
+        causal: hide keys behind a query's position.
+    """
+    heads, rows, cols = dense.shape
+    position = torch.arange(seqlen_q, device=dense.device) + (seqlen_k - seqlen_q)
+    key = torch.arange(seqlen_k, device=dense.device)
+    row = torch.div(position, block_size[0], rounding_mode="floor")
+    col = key // block_size[1]
+    known = ((row >= 0) & (row < rows))[:, None] & (col < cols)
+    if not rows or not cols:
+        return known.expand(heads, seqlen_q, seqlen_k)
+    kept = dense[:, row.clamp(0, rows - 1)][:, :, col.clamp(max=cols - 1)] & known
+    return kept & (key <= position[:, None]) if causal else kept
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dense: Tensor,
+    block_size: tuple[int, int],
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend within sequences of one length; both results are in the dtype of the computation."""
+    # under autocast the products below would be rounded to 16 bits
+    with torch.autocast(q.device.type, enabled=False):
+        heads_q, group = q.shape[2], q.shape[2] // k.shape[2]
+        visible = visible_keys(dense, block_size, q.shape[1], k.shape[1], causal)
+        visible = visible.expand(heads_q, -1, -1)
+        q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
+        q, k, v = hide_unseen(q, k, v, visible)
+        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
+        scores = scores.masked_fill(~visible, -math.inf)
+        # a finite pivot, whatever a row sees; none changes the result
+        top = torch.nn.functional.pad(scores, (0, 1), value=-math.inf).amax(-1, keepdim=True)
+        top = top.detach().masked_fill(top == -math.inf, 0.0)
+        p = torch.exp(scores - top)
+        total = p.sum(-1)
+        empty = total == 0
+        safe = total.masked_fill(empty, 1.0)
+        out = torch.einsum("bhij,bjhe->bihe", p / safe[..., None], v)
+        lse = (safe.log() + top[..., 0]).masked_fill(empty, -math.inf)
+        return out, lse
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    block_table: Tensor | None,
+    dense: Tensor,
+    block_size: tuple[int, int],
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend within packed sequences, one by one; rows of no sequence get 0 and -inf."""
+    dtype = compute_dtype(q)
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=dtype)
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
+    for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
+        one_k, one_v = (of_sequence(x, keys, b, block_table) for x in (k, v))
+        one_out, one_lse = dense_attention(
+            q[rows][None], one_k[None], one_v[None], dense, block_size, softmax_scale, causal
+        )
+        out[rows] = one_out[0]
+        lse[:, rows] = one_lse[0]
+    return out, lse
+
+
+def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
+    """Return the rows and the keys of each sequence."""
+    return [
+        (slice(*rows), slice(*keys))
+        for rows, keys in zip(
+            itertools.pairwise(cu_seqlens_q.tolist()),
+            itertools.pairwise(cu_seqlens_k.tolist()),
+            strict=True,
+        )
+    ]
+
+
+def of_sequence(x: Tensor, keys: slice, b: int, block_table: Tensor | None) -> Tensor:
+    """Return the keys or values of one sequence, ``[seqlen_k, heads_k, head_dim]``."""
+    if block_table is None:
+        return x[keys]
+    key = torch.arange(keys.stop - keys.start, device=x.device)
+    return x[block_table[b, key // x.shape[1]].long(), key % x.shape[1]]
+
+
+def hide_unseen(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put 0 where nobody sees or is seen, as NaN may stand there: ``0 * NaN`` is NaN."""
+    heads_q, heads_k = q.shape[2], k.shape[2]
+    sees = visible.any(2).transpose(0, 1)[..., None]  # [seqlen_q, heads_q, 1]
+    seen = visible.any(1).view(heads_k, heads_q // heads_k, -1).any(1).transpose(0, 1)[..., None]
+    return q.masked_fill(~sees, 0.0), k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return what is computed in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

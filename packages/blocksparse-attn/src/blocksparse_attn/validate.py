@@ -1,0 +1,77 @@
+"""The check that the public functions leave out: it reads what only the device knows."""
+
+from torch import Tensor
+
+from . import _checks
+
+
+def validate_varlen(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: Tensor | None = None,
+) -> None:
+    """Check the values that :func:`blocksparse_attn_varlen_func` trusts.
+
+    For debugging and for tests: it copies them to the host, so it waits for the device, and a CUDA
+    graph cannot capture it. A layout's values are checked by :meth:`BlockSparseLayout.validate`.
+
+    Args:
+        q: queries, ``[tokens_q, heads_q, head_dim]``; of ``q`` and ``k`` only shapes are read.
+        k: keys, ``[tokens_k, heads_k, head_dim]``; paged ``[pages, page_size, heads_k, head_dim]``.
+        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``: must not decrease, nor leave
+            0 to ``tokens_q``.
+        cu_seqlens_k: likewise for keys; with pages its differences alone count.
+        max_seqlen_q: what no sequence of queries may exceed.
+        max_seqlen_k: likewise for keys.
+        block_table: pages, ``[batch, max_pages]``: those that hold keys must be of ``k``.
+            Default: None.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
+            argument, the index of the entry, what was expected and what came.
+    """
+    _checks.check_tensor("q", q)
+    _checks.check_tensor("k", k)
+    batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        _checks.check_block_table(
+            q.detach(), k.detach(), k.detach(), batch, max_seqlen_k, block_table
+        )
+    _check_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q)
+    starts = cu_seqlens_k.tolist()
+    tokens = k.shape[0] if block_table is None else max(starts)
+    _check_offsets("cu_seqlens_k", starts, tokens, "max_seqlen_k", max_seqlen_k)
+    if block_table is None:
+        return
+    pages, page_size = k.shape[:2]
+    for b, row in enumerate(block_table.tolist()):
+        used = -(-(starts[b + 1] - starts[b]) // page_size)
+        for i, page in enumerate(row[:used]):
+            if not 0 <= page < pages:
+                raise ValueError(
+                    f"block_table[{b}, {i}] must be from 0 to {pages - 1}, a page, got {page}"
+                )
+
+
+def _check_offsets(
+    name: str, offsets: list[int], tokens: int, max_name: str, max_seqlen: int
+) -> None:
+    last = offsets[0]
+    for i, offset in enumerate(offsets):
+        if not 0 <= offset <= tokens:
+            raise ValueError(
+                f"{name}[{i}] must be from 0 to the number of tokens, {tokens}, got {offset}"
+            )
+        if offset < last:
+            raise ValueError(f"{name}[{i}] must be at least {name}[{i - 1}], {last}, got {offset}")
+        if offset - last > max_seqlen:
+            raise ValueError(
+                f"{name}[{i}] must be at most {max_name}, {max_seqlen}, beyond {name}[{i - 1}], "
+                f"{last}, got {offset}"
+            )
+        last = offset

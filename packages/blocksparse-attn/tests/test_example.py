@@ -1,0 +1,34 @@
+"""The worked example: a model prefilled and decoded equals itself on a dense mask."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from blocksparse_attn import _ops
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "phi3_small.py"
+
+
+@pytest.fixture
+def phi3_small(monkeypatch):
+    spec = importlib.util.spec_from_file_location("phi3_small", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "phi3_small", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_prefill_and_decode_on_the_kernels(phi3_small, device):
+    config = phi3_small.Config(layers=2, heads=4, heads_k=1, max_seqlen=96, head_dim=8)
+    assert phi3_small.compare(device, config, prompt=40, count=2) < 1e-4
+
+
+@pytest.mark.eager
+@pytest.mark.skipif(_ops.interpreted(), reason="slow: the smaller model above shows the kernels")
+def test_the_example_as_it_stands(phi3_small, device, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["phi3_small.py", "--device", str(device)])
+    assert phi3_small.main() == 0
+    assert "largest difference" in capsys.readouterr().out

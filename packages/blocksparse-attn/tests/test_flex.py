@@ -1,0 +1,100 @@
+"""Layouts from and to FlexAttention's block masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from blocksparse_attn import BlockSparseLayout, blocksparse_attention_reference, patterns
+from blocksparse_attn.integrations.flex_attention import from_block_mask, to_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from ._budget import Maker
+
+pytestmark = pytest.mark.eager
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def window(b, h, q, k):
+    return (q >= k) & (q - k < 64)
+
+
+@pytest.mark.parametrize("heads", [None, 3])
+def test_from_a_block_mask(heads, device):
+    block_mask = create_block_mask(
+        window, None, heads, 256, 256, device=device, BLOCK_SIZE=(32, 64)
+    )
+    layout = from_block_mask(block_mask)
+    layout.validate()
+    assert layout.block_size == (32, 64)
+    assert layout.num_heads == (heads or 1)
+    assert torch.equal(layout.to_dense(), block_mask.to_dense()[0].bool())
+
+
+def attend_flex(q, k, v, block_mask):
+    x = (t.transpose(1, 2) for t in (q, k, v))
+    return flex_attention(*x, block_mask=block_mask).transpose(1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*without torch.compile")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("seqlen", [256, 200])
+def test_to_a_block_mask_is_the_same_attention(seqlen, is_causal, device):
+    layout = BlockSparseLayout.local_strided(2, 256, (32, 64), 1, 3, device=device)
+    block_mask = to_block_mask(layout, seqlen, causal=is_causal)
+    m = Maker(device, torch.float64)
+    q, k, v = (m.randn(1, seqlen, 2, 16).double() for _ in range(3))
+    # flex in eager mode looks at the mask function alone, so the blocks are asked for as well
+    dense = block_mask.to_dense()[0].bool()
+    position = torch.arange(seqlen, device=device)
+    kept = dense[:, position // 32][:, :, position // 64]
+    if is_causal:
+        kept &= block_mask.mask_mod(0, 0, position[:, None], position)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), kept
+    ).transpose(1, 2)
+    got = blocksparse_attention_reference(q, k, v, layout, causal=is_causal)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_there_and_back(is_causal, device):
+    layout = patterns.sliding_window(256, 2, 1, 32, device=device)
+    back = from_block_mask(to_block_mask(layout, 256, causal=is_causal))
+    assert back == layout
+
+
+def test_whole_blocks_are_told_from_cut_ones(device):
+    layout = patterns.sliding_window(128, 4, block_size=32, device=device)
+    block_mask = to_block_mask(layout, 128)
+    assert block_mask.kv_num_blocks.tolist() == [[[1, 1, 1, 1]]]
+    assert block_mask.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3]]]
+    assert block_mask.BLOCK_SIZE == (32, 32)
+
+
+@pytest.mark.device
+def test_compiled_flex_agrees(device):
+    layout = BlockSparseLayout.local_strided(4, 1024, 128, 2, 3, device=device)
+    m = Maker(device, torch.bfloat16)
+    q, k, v = (m.randn(1, 1024, 4, 64) for _ in range(3))
+    want = torch.compile(attend_flex)(q, k, v, to_block_mask(layout, 1024))
+    from blocksparse_attn import blocksparse_attn_func
+
+    got = blocksparse_attn_func(q, k, v, layout)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_wrong_masks(device):
+    with pytest.raises(TypeError, match="block_mask must be a BlockMask, got int"):
+        from_block_mask(1)
+    two = create_block_mask(causal, 2, None, 128, 128, device=device)
+    with pytest.raises(ValueError, match="block_mask must have one batch entry"):
+        from_block_mask(two)
+    wide = create_block_mask(causal, None, None, 512, 512, device=device, BLOCK_SIZE=256)
+    with pytest.raises(ValueError, match="block_size must be 16, 32, 64 or 128"):
+        from_block_mask(wide)
+    layout = patterns.sliding_window(64, 1, block_size=32, device=device)
+    with pytest.raises(ValueError, match="layout must cover seqlen, 65, with its rows, got 2"):
+        to_block_mask(layout, 65)

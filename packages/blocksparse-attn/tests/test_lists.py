@@ -1,0 +1,121 @@
+"""What kernels walk, against a loop over blocks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._lists import key_lists, query_lists
+
+pytestmark = pytest.mark.eager
+
+SIDES = (16, 32, 64)
+BLOCKS = list(itertools.product(SIDES, SIDES))
+
+
+def random_layout(seed, block):
+    """Unsorted columns, some of them twice, empty rows."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = (1, 2, 4, 6)[seed % 4]
+    rows, cols = torch.randint(1, 9, (2,), generator=generator).tolist()
+    kept = torch.rand(heads, rows, cols, generator=generator) < (0.0, 0.4, 0.7, 1.0)[seed % 4]
+    kept |= torch.rand(heads, rows, cols, generator=generator) < 0.3
+    layout = BlockSparseLayout.from_dense(kept, block)
+    crow, col = layout.crow, layout.col
+    if col.shape[1] > 2:
+        col[:, 1] = torch.where(crow[:, 1] > 1, col[:, 0], col[:, 1])
+    return BlockSparseLayout(crow, col, block, num_cols=cols)
+
+
+def entries(lists, owner):
+    part = slice(int(lists.begin[owner]), int(lists.begin[owner + 1]))
+    pairs = zip(lists.items[part].tolist(), lists.members[part].tolist(), strict=True)
+    return list(pairs), int(lists.whole[owner])
+
+
+def expected(found, members, is_clear):
+    """Sort what was found: whole items first."""
+    everyone = (1 << members) - 1
+    whole = [(i, found[i]) for i in sorted(found) if found[i] == everyone and is_clear(i)]
+    rest = [(i, found[i]) for i in sorted(found) if (i, found[i]) not in whole]
+    return whole + rest, len(whole)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_lists_of_queries(block, seed, causal):
+    layout = random_layout(seed, block)
+    dense = layout.to_dense()
+    heads, rows, cols = dense.shape
+    block_q, block_k = block
+    for span, group, pack in ((32, 1, 1), (64, 1, 1), (16, heads, 4), (16, heads, min(heads, 2))):
+        if pack > 1 and span > block_q:
+            continue
+        lists = query_lists(layout._crow, layout._col, cols, block, span, group, pack, causal)
+        stack = max(span // block_q, 1)
+        owners, packs = -(-rows // stack), -(-group // pack)
+        for kv, p, tile in itertools.product(range(heads // group), range(packs), range(owners)):
+            found = {}
+            first = kv * group + p * pack
+            own = range(first, min(first + pack, (kv + 1) * group))
+            for h, r, c in itertools.product(
+                own, range(tile * stack, min((tile + 1) * stack, rows)), range(cols)
+            ):
+                if dense[h, r, c] and not (causal and c * block_k >= (r + 1) * block_q):
+                    member = h - first if pack > 1 else r % stack
+                    found[c] = found.get(c, 0) | 1 << member
+            want = expected(
+                found, len(own) if pack > 1 else stack,
+                lambda c, t=tile, s=stack: not causal or (c + 1) * block_k - 1 <= t * s * block_q,
+            )  # fmt: skip
+            assert entries(lists, (kv * packs + p) * owners + tile) == want
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_lists_of_keys(block, seed, causal):
+    layout = random_layout(seed, block)
+    dense = layout.to_dense()
+    heads, rows, cols = dense.shape
+    block_q, block_k = block
+    for span, group in ((32, 1), (64, heads)):
+        lists = key_lists(layout._crow, layout._col, cols, block, span, group, causal)
+        stack = max(span // block_k, 1)
+        owners = -(-cols // stack)
+        for kv, tile in itertools.product(range(heads // group), range(owners)):
+            found = {}
+            for g, r, c in itertools.product(
+                range(group), range(rows), range(tile * stack, min((tile + 1) * stack, cols))
+            ):
+                if dense[kv * group + g, r, c] and not (
+                    causal and c * block_k >= (r + 1) * block_q
+                ):
+                    item = r * group + g
+                    found[item] = found.get(item, 0) | 1 << (c % stack)
+            want = expected(
+                found, stack,
+                lambda i, t=tile, s=stack, g=group: (
+                    not causal or i // g * block_q >= (t + 1) * s * block_k - 1
+                ),
+            )  # fmt: skip
+            assert entries(lists, kv * owners + tile) == want
+
+
+def test_lists_are_made_once(device):
+    from blocksparse_attn import _ops, blocksparse_attn_func
+
+    layout = BlockSparseLayout.local_strided(2, 64, 16, 2, 3, device=device)
+    lists = [_ops.lists_for(layout, "tall", 1, 16, 4, True) for _ in range(2)]
+    assert lists[0] is lists[1]
+    # another layer of other heads may want other lists; the same spec shares them
+    other = _ops.lists_for(layout, "tall", 1, 8, 4, True)
+    assert other is lists[0]
+    x = torch.randn(1, 64, 2, 16, device=device)
+    before = blocksparse_attn_func(x, x, x, layout)
+    known = len(layout._plans)
+    assert torch.equal(blocksparse_attn_func(x, x, x, layout), before)
+    assert len(layout._plans) == known

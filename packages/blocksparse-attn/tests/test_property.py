@@ -1,0 +1,117 @@
+"""Layouts, shapes and strides drawn together.
+
+25 examples each by default; ``BLOCKSPARSE_ATTN_EXAMPLES=500`` on a GPU. A failure prints the
+smallest example found and the line that reproduces it.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from blocksparse_attn import BlockSparseLayout
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ._budget import DTYPES, assert_same
+from ._numerics import Packed, Shape, check, make_case, make_packed, paged, run
+from ._views import VIEWS
+
+EXAMPLES = int(os.environ.get("BLOCKSPARSE_ATTN_EXAMPLES", "25"))
+
+bounded = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    # the fixtures of each function are constant: a filled torch.empty, and seeds
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+# an interpreted case of more tiles than this takes seconds; a GPU does not mind
+LENGTHS = st.sampled_from([0, 1, 2, 3, 8, 9, 15, 16, 17, 20, 31, 33])
+KEYS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 50])
+HEADS = st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)])
+HEAD_DIMS = st.sampled_from([1, 7, 8, 16, 24, 33, 48])
+DTYPE = st.sampled_from(DTYPES)
+SIDE = st.sampled_from([16, 32, 64, 128])
+
+
+def apart(function, *arguments, **options):
+    """Call in a new thread.
+
+    Under Hypothesis the call stack is so deep that interpreted kernels cross the end of one of
+    Python's stack chunks, which then is mapped and unmapped at every call.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments, **options).result()
+
+
+@st.composite
+def layouts(draw: st.DrawFn, heads: int, seqlen: int) -> BlockSparseLayout:
+    """Any layout: empty rows, columns in any order and twice, more or fewer columns than keys."""
+    block = draw(SIDE), draw(SIDE)
+    heads = draw(st.sampled_from([1, heads]))
+    rows = -(-seqlen // block[0]) + draw(st.integers(0, 2))
+    cols = max(-(-seqlen // block[1]) + draw(st.integers(-1, 2)), 0)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    share = draw(st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
+    kept = torch.rand(heads, rows, cols, generator=generator) < share
+    tidy = BlockSparseLayout.from_dense(kept, block)
+    crow, col = tidy.crow, tidy.col
+    for head in range(heads):
+        for row in range(rows):
+            begin, end = crow[head, row : row + 2].tolist()
+            order = torch.randperm(end - begin, generator=generator)
+            col[head, begin:end] = col[head, begin:end][order]
+    if draw(st.booleans()) and col.shape[1] > 1:
+        col[:, 1] = torch.where(crow[:, min(1, rows)] > 1, col[:, 0], col[:, 1])
+    return BlockSparseLayout(crow, col, block, num_cols=cols, rows_alike=draw(st.booleans()))
+
+
+@bounded
+@given(data=st.data(), dtype=DTYPE, heads=HEADS, batch=st.integers(0, 2), causal=st.booleans())
+def test_fixed_length(data, dtype, heads, batch, causal, device):
+    seqlens = data.draw(LENGTHS), data.draw(KEYS)
+    widths = data.draw(HEAD_DIMS), data.draw(st.one_of(st.none(), HEAD_DIMS))
+    shape = Shape(batch, *seqlens, *heads, *widths)
+    layout = data.draw(layouts(heads[0], seqlens[1])).to(device)
+    splits = data.draw(st.sampled_from([0, 1, 3]))
+    case = make_case(shape, dtype, device, seed=data.draw(st.integers(0, 2**32)), causal=causal)
+    apart(check, case.with_options(layout=layout, num_splits=splits))
+
+
+@bounded
+@given(data=st.data(), dtype=DTYPE, heads=HEADS, batch=st.integers(0, 3), causal=st.booleans())
+def test_packed(data, dtype, heads, batch, causal, device):
+    lengths_q = tuple(data.draw(LENGTHS) for _ in range(batch))
+    lengths_k = tuple(data.draw(KEYS) for _ in range(batch))
+    width, padding = data.draw(HEAD_DIMS), data.draw(st.sampled_from([0, 0, 1, 20]))
+    shape = Packed(lengths_q, lengths_k, *heads, width, None, padding)
+    layout = data.draw(layouts(heads[0], max(lengths_k, default=0))).to(device)
+    splits = data.draw(st.sampled_from([0, 1, 3]))
+    case = make_packed(shape, dtype, device, causal=causal)
+    case = case.with_options(layout=layout, num_splits=splits)
+    apart(check, case)
+    page = data.draw(st.sampled_from([None, 1, 7, 16]))
+    if page is not None:
+        assert_same(apart(run, paged(case, page), grad=False), apart(run, case, grad=False))
+
+
+@pytest.mark.eager
+@bounded
+@given(data=st.data(), dtype=DTYPE, heads=HEADS)
+def test_strides(data, dtype, heads, device):
+    shape = Shape(1, data.draw(LENGTHS), data.draw(KEYS), *heads, data.draw(HEAD_DIMS))
+    case = make_case(shape, dtype, device)
+    views = {
+        name: VIEWS[data.draw(st.sampled_from(sorted(VIEWS)), label=name)](t)
+        for name, t in case.inputs.items()
+    }
+    grad = data.draw(st.booleans(), label="grad")
+    got = apart(run, case.with_inputs(**views), grad=grad)
+    assert_same(got, apart(run, case, grad=grad))

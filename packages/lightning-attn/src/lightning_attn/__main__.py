@@ -1,0 +1,156 @@
+"""``python -m lightning_attn [check]``: versions, tiles, and a check of the kernels here.
+
+On a machine without a GPU the kernels run in Triton's interpreter, in a child process, because
+Triton decides at its import whether to interpret.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from attn_common import Platform, detect
+from torch import Tensor
+
+from . import __version__, lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
+from ._configs import decode_tile, walk_tile
+from ._ops import interpreted
+from .reference import (
+    lightning_attention_decode_reference,
+    lightning_attention_reference,
+    lightning_attention_varlen_reference,
+)
+
+CHILD = "--in-this-process"
+
+
+def describe(platform: Platform) -> None:
+    """Print versions and the tile of every shape class on a platform."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "missing"
+    print(f"lightning-attn {__version__}, torch {torch.__version__}, triton {triton}")
+    print(f"platform {platform}; every feature runs on the portable Triton kernels")
+    for dtype in ("bf16", "fp16", "fp32"):
+        for d in (64, 128, 256):
+            t = walk_tile(platform, d, d, dtype)
+            print(
+                f"  {dtype}, d to {d}: {t.chunk} tokens x {t.block_e} columns of the state, "
+                f"{t.num_warps} warps, {t.num_stages} stages, segments of {t.segment}"
+            )
+    columns = ", ".join(f"{decode_tile(platform, d, d).block_e} (d {d})" for d in (64, 128, 256))
+    print(f"  decoding, columns of the state: {columns}")
+
+
+def check(device: torch.device) -> bool:
+    """Compare the kernels with the float64 reference; print a line per case."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    good = True
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        # tails behind every chunk, unequal dimensions, a head without decay
+        inputs = [draw(1, 37, 2, 32, dtype=dtype), draw(1, 37, 2, 32, dtype=dtype)]
+        inputs += [draw(1, 37, 2, 48, dtype=dtype), torch.tensor([0.0, 0.3], device=device)]
+        state = draw(1, 2, 32, 48)
+        for schedule in ("sequential", "parallel"):
+            good &= _compare(
+                f"{schedule}, forward and backward", lightning_attn_func,
+                lightning_attention_reference, [*inputs, state], {"schedule": schedule},
+            )  # fmt: skip
+    packed = [t[0] if t.ndim == 4 else t for t in inputs]
+    starts = torch.tensor([0, 17, 17, 34], dtype=torch.int32, device=device)
+    good &= _compare(
+        "packed, forward and backward", lightning_attn_varlen_func,
+        lightning_attention_varlen_reference, [*packed, draw(3, 2, 32, 48)],
+        {"cu_seqlens": starts},
+    )  # fmt: skip
+    return good & _check_decode(draw, device)
+
+
+def _check_decode(draw: Callable[..., Tensor], device: torch.device) -> bool:
+    """Decode some tokens in place, beside the reference."""
+    q, k, v, cache = draw(3, 2, 2, 32), draw(3, 2, 2, 32), draw(3, 2, 2, 48), draw(4, 2, 32, 48)
+    decay, slots = torch.tensor([0.0, 0.3], device=device), torch.tensor([3, -1, 0], device=device)
+    results = []
+    calls: list[tuple[Callable[..., Tensor], torch.dtype]] = [
+        (lightning_attn_decode, torch.float32),
+        (lightning_attention_decode_reference, torch.float32),
+        (lightning_attention_decode_reference, torch.float64),
+    ]
+    for function, dtype in calls:
+        mine = cache.to(dtype, copy=True)
+        given = (t.to(dtype) for t in (q, k, v))
+        results.append([function(*given, mine, decay, slots), mine])
+    return _judge("decoding in place", torch.float32, *results)
+
+
+def _compare(
+    name: str,
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    tensors: list[Tensor],
+    options: dict[str, object],
+) -> bool:
+    """Compare outputs, states and all gradients."""
+    dtype = tensors[0].dtype
+
+    def run(call: Callable[..., Any], wide: bool) -> list[Tensor]:
+        *leaves, state = ((t.double() if wide else t).detach().requires_grad_() for t in tensors)
+        rest = {n: o for n, o in options.items() if n != "schedule" or call is function}
+        out, final = call(*leaves, initial_state=state, output_final_state=True, **rest)
+        grads = torch.autograd.grad((out.sum(), final.sum()), [*leaves, state])
+        return [out.detach(), final.detach(), *grads]
+
+    return _judge(name, dtype, run(function, False), run(reference, False), run(reference, True))
+
+
+def _judge(
+    name: str, dtype: torch.dtype, got: list[Tensor], eager: list[Tensor], exact: list[Tensor]
+) -> bool:
+    """Hold each result to the error budget; print the worst share of it."""
+    worst = 0.0
+    # three times eager's error, and two units in the last place of what came three products
+    unit = max(torch.finfo(dtype).eps, 2.0**-21)
+    for mine, plain, want in zip(got, eager, exact, strict=True):
+        budget = 3 * (plain - want).abs().max() + 2 * unit * want.abs().max()
+        error = ((mine - want).abs().max() / budget).item()
+        worst = max(worst, error if error == error else float("inf"))
+    verdict = "ok" if worst <= 1 else "MISMATCH"
+    shown = str(dtype).removeprefix("torch.")
+    print(f"{name}, {shown}: {worst:.2f} of the error budget, {verdict}", flush=True)
+    return worst <= 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; 0 if every check passed."""
+    child = CHILD in arguments
+    rest = [a for a in arguments if a != CHILD]
+    if rest not in ([], ["check"]):
+        print("usage: python -m lightning_attn [check]", file=sys.stderr)
+        return 2
+    has_gpu = torch.cuda.is_available()
+    if not child:
+        describe(detect("cuda" if has_gpu else "cpu"))
+    if has_gpu and not interpreted():
+        print("checking the kernels on this GPU")
+        return int(not check(torch.device("cuda")))
+    if interpreted():
+        return int(not check(torch.device("cpu")))
+    print("no GPU: checking the kernels in Triton's interpreter", flush=True)
+    command = [sys.executable, "-m", __package__, "check", CHILD]
+    return subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,268 @@
+"""Argument checks of the public functions: what is wrong, what was expected, what came.
+
+They look at types, shapes, dtypes, strides and devices alone, never at tensor data, so that they
+neither wait for the device nor break a graph capture.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_UNIT = 16
+# new tokens of one sequence in a decoding step
+MAX_NEW_TOKENS = 8
+SCHEDULES = ("auto", "sequential", "parallel")
+
+FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+_DEVICES = ("cpu", "cuda", "meta")
+_FP32_MAX = torch.finfo(torch.float32).max
+_FORMS = {4: "[batch, seqlen, heads, {}]", 3: "[tokens, heads, {}]"}
+_DECODE_FORM = "[batch, tokens, heads, {}]"
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str | None = None) -> None:
+    """Check the three main tensors: 4 dimensions for sequences of one length, 3 packed."""
+    form = form or _FORMS[ndim]
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    dtype, device = q.dtype, q.device
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"q must be torch.float16, torch.bfloat16 or torch.float32, got {dtype}; "
+            "lightning_attention_reference takes torch.float64"
+        )
+    if k.dtype != dtype or v.dtype != dtype:
+        name, x = ("k", k) if k.dtype != dtype else ("v", v)
+        raise TypeError(f"{name} must have the dtype of q, {dtype}, got {x.dtype}")
+    if k.device != device or v.device != device:
+        name, x = ("k", k) if k.device != device else ("v", v)
+        raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}")
+    if device.type not in _DEVICES:
+        raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {device}")
+    _check_shapes(q, k, v, ndim, form)
+    for name, x, letter in (("q", q, "d"), ("v", v, "e")):
+        size = x.shape[-1]
+        if not HEAD_DIM_UNIT <= size <= MAX_HEAD_DIM or size % HEAD_DIM_UNIT:
+            raise ValueError(
+                f"{letter}, the last dimension of {name}, must be a multiple of {HEAD_DIM_UNIT} "
+                f"from {HEAD_DIM_UNIT} to {MAX_HEAD_DIM}, got {size}"
+            )
+
+
+def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
+    """Check the main tensors of the reference: any float dtypes, any head dimension."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+    _check_shapes(q, k, v, ndim, _FORMS[ndim])
+
+
+def check_decay(decay: Tensor, q: Tensor, name: str = "decay") -> Tensor:
+    """Check the decays; return them as ``[heads]``."""
+    check_tensor(name, decay)
+    if decay.dtype != torch.float32:
+        raise TypeError(f"{name} must be torch.float32, got {decay.dtype}")
+    check_device(name, decay, q)
+    heads = q.shape[-2]
+    if tuple(decay.shape) not in ((heads,), (heads, 1, 1), (1, heads, 1, 1)):
+        raise ValueError(
+            f"{name} must be [heads], [heads, 1, 1] or [1, heads, 1, 1] with heads {heads}, "
+            f"got {list(decay.shape)}"
+        )
+    return decay.reshape(heads)
+
+
+def check_scale(scale: float, name: str = "scale") -> float:
+    """Check the factor of the queries; return it as a float."""
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a float, got {kind(scale)}")
+    if not -_FP32_MAX <= scale <= _FP32_MAX:
+        raise ValueError(
+            f"{name} must be finite in fp32, at most {_FP32_MAX:.3g} in size, got {shown(scale)}"
+        )
+    # the operators' schema takes no integer beyond 64 bits for a float
+    return float(scale) if isinstance(scale, int) else scale
+
+
+def check_schedule(schedule: str) -> None:
+    """Check the name of a schedule."""
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule must be a str, got {kind(schedule)}")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+
+
+def check_flag(name: str, flag: bool) -> None:
+    """Check a flag; 1 for True is a mistake more often than not."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+
+
+def check_initial_state(name: str, state: Tensor, batch: int, q: Tensor, v: Tensor) -> None:
+    """Check the states that sequences start from."""
+    _check_fp32_state(name, state, q)
+    want = (batch, q.shape[-2], q.shape[-1], v.shape[-1])
+    if tuple(state.shape) != want:
+        raise ValueError(
+            f"{name} must be [batch, heads, d, e], {list(want)}, got {list(state.shape)}"
+        )
+
+
+def check_packed(q: Tensor, cu_seqlens: Tensor) -> int:
+    """Check what says where sequences begin and end; return their number."""
+    check_tensor("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens must be torch.int32, got {cu_seqlens.dtype}")
+    check_device("cu_seqlens", cu_seqlens, q)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must be [batch + 1], got {list(cu_seqlens.shape)}")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"cu_seqlens must be contiguous, got stride {cu_seqlens.stride(0)}")
+    batch: int = cu_seqlens.shape[0] - 1
+    return batch
+
+
+def check_state_cache(
+    state_cache: Tensor,
+    state_indices: Tensor | None,
+    batch: int,
+    q: Tensor,
+    v: Tensor,
+    indices_name: str = "state_indices",
+    cache_name: str = "state_cache",
+) -> None:
+    """Check a cache of states and which of them each sequence has."""
+    _check_fp32_state(cache_name, state_cache, q)
+    _check_no_overlap(cache_name, state_cache)
+    want = (q.shape[-2], q.shape[-1], v.shape[-1])
+    if state_cache.ndim != 4 or tuple(state_cache.shape[1:]) != want:
+        raise ValueError(
+            f"{cache_name} must be [slots, heads, d, e], [slots, {', '.join(map(str, want))}], "
+            f"got {list(state_cache.shape)}"
+        )
+    if state_indices is None:
+        if state_cache.shape[0] < batch:
+            raise ValueError(
+                f"{cache_name} must have a slot for each of {batch} sequences where "
+                f"{indices_name} is None, got {state_cache.shape[0]} slots"
+            )
+        return
+    check_tensor(indices_name, state_indices)
+    if state_indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{indices_name} must be torch.int32 or torch.int64, got {state_indices.dtype}"
+        )
+    check_device(indices_name, state_indices, q)
+    if tuple(state_indices.shape) != (batch,):
+        raise ValueError(
+            f"{indices_name} must be [batch], [{batch}], got {list(state_indices.shape)}"
+        )
+
+
+def check_has_initial_state(flags: Tensor, batch: int, q: Tensor) -> None:
+    """Check which sequences start from a state at all."""
+    name = "has_initial_state"
+    check_tensor(name, flags)
+    if flags.dtype != torch.bool:
+        raise TypeError(f"{name} must be torch.bool, got {flags.dtype}")
+    check_device(name, flags, q)
+    if tuple(flags.shape) != (batch,):
+        raise ValueError(f"{name} must be [batch], [{batch}], got {list(flags.shape)}")
+
+
+def check_decode(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, states_out: Tensor | None
+) -> None:
+    """Check what a decoding step has besides its cache."""
+    check_qkv(q, k, v, 4, _DECODE_FORM)
+    batch, tokens, heads, d = q.shape
+    e = v.shape[-1]
+    if not 1 <= tokens <= MAX_NEW_TOKENS:
+        raise ValueError(
+            f"q must hold from 1 to {MAX_NEW_TOKENS} tokens of each sequence, got {tokens}"
+        )
+    if out is not None:
+        check_tensor("out", out)
+        if out.dtype != q.dtype:
+            raise TypeError(f"out must have the dtype of q, {q.dtype}, got {out.dtype}")
+        check_device("out", out, q)
+        if tuple(out.shape) != (batch, tokens, heads, e):
+            raise ValueError(
+                f"out must be [batch, tokens, heads, e], {[batch, tokens, heads, e]}, "
+                f"got {list(out.shape)}"
+            )
+        _check_no_overlap("out", out)
+    if states_out is not None:
+        _check_fp32_state("states_out", states_out, q)
+        want = [batch, tokens, heads, d, e]
+        if list(states_out.shape) != want:
+            raise ValueError(
+                f"states_out must be [batch, tokens, heads, d, e], {want}, "
+                f"got {list(states_out.shape)}"
+            )
+        _check_no_overlap("states_out", states_out)
+
+
+def check_no_gradient(what: str, *tensors: Tensor | None) -> None:
+    """Refuse a gradient that would not be computed."""
+    if not torch.is_grad_enabled():
+        return
+    if any(x is not None and x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            f"{what} has no gradient: its inputs must not require one, got requires_grad=True"
+        )
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Check that an argument is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {kind(x)}")
+
+
+def check_device(name: str, x: Tensor, q: Tensor) -> None:
+    """Check that a tensor is where the queries are."""
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def kind(x: Any) -> str:
+    """Return the name of a type, for a message."""
+    return type(x).__name__
+
+
+def shown(x: Any) -> str:
+    """Return a number as text; Python does not write integers of thousands of digits."""
+    return f"an int of {x.bit_length()} bits" if isinstance(x, int) and abs(x) >> 256 else str(x)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != ndim:
+            wanted = form.format("e" if name == "v" else "d")
+            raise ValueError(f"{name} must be {wanted}, got {list(x.shape)}")
+    if q.shape[-2] < 1:
+        raise ValueError(f"q must have at least one head, got {list(q.shape)}")
+    if k.shape != q.shape:
+        raise ValueError(f"k must have the shape of q, {list(q.shape)}, got {list(k.shape)}")
+    if v.shape[:-1] != q.shape[:-1]:
+        raise ValueError(
+            f"v must have the shape of q but for the last dimension, {list(q.shape[:-1])}, "
+            f"got {list(v.shape[:-1])}"
+        )
+
+
+def _check_fp32_state(name: str, state: Tensor, q: Tensor) -> None:
+    check_tensor(name, state)
+    if state.dtype != torch.float32:
+        raise TypeError(f"{name} must be torch.float32, got {state.dtype}")
+    check_device(name, state, q)
+
+
+def _check_no_overlap(name: str, x: Tensor) -> None:
+    """Refuse to write where one element stands for several."""
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if size > 1 and stride == 0:
+            raise ValueError(f"{name} must not be expanded, for it is written, got a stride of 0")

@@ -1,0 +1,105 @@
+"""From what each segment writes to the state before each segment: a scan over segments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from attn_common import cdiv
+
+from .launch import NUMBERS, POINTERS, run, state_strides
+from .primitives import factor, rate_of, slot_of, state_offsets
+
+if TYPE_CHECKING:
+    from .walk import States, Walk
+
+# of a state that one program carries along
+BLOCK_ROWS, BLOCK_COLS = 16, 64
+
+
+@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+def _combine_kernel(
+    states_ptr, decay_ptr, first_ptr, last_ptr, cu_seqlens_ptr, slots_ptr, has_first_ptr,
+    batch, heads, tokens, size, pieces,
+    stride_states_b, stride_states_s, stride_states_h, stride_states_d, stride_states_e,
+    stride_first_b, stride_first_s, stride_first_h, stride_first_d, stride_first_e,
+    stride_last_b, stride_last_s, stride_last_h, stride_last_d, stride_last_e,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Replace what the segments of one sequence wrote by the state that arrives at each."""
+    SPLITS_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    SPLITS_E: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    pid = tl.program_id(0)
+    cols = pid % SPLITS_E * BLOCK_E + tl.arange(0, BLOCK_E)
+    pid = pid // SPLITS_E
+    rows = pid % SPLITS_D * BLOCK_D + tl.arange(0, BLOCK_D)
+    pid = pid // SPLITS_D
+    head = pid % heads
+    sequence = pid // heads
+    slot = slot_of(slots_ptr, sequence, batch)
+    if slot < 0:
+        return
+    inside = (rows < D)[:, None] & (cols < E)[None, :]
+    head_64 = head.to(tl.int64)
+    if cu_seqlens_ptr is None:
+        length = tokens
+        place = sequence.to(tl.int64) * stride_states_b
+    else:
+        start = tl.load(cu_seqlens_ptr + sequence)
+        length = tl.load(cu_seqlens_ptr + sequence + 1) - start
+        own = start // tl.maximum(size, 1) + sequence + 1
+        place = own.to(tl.int64) * stride_states_s
+    base = states_ptr + place + head_64 * stride_states_h
+    base = base + state_offsets(rows, cols, stride_states_d, stride_states_e)
+
+    state = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    if first_ptr is not None:
+        is_there = inside
+        if has_first_ptr is not None:
+            there = tl.where(tl.load(has_first_ptr + sequence) != 0, D, 0)
+            is_there = inside & (rows < there)[:, None]
+        first_base = first_ptr + slot * stride_first_b + head_64 * stride_first_h
+        offsets = state_offsets(rows, cols, stride_first_d, stride_first_e)
+        state = tl.load(first_base + offsets, mask=is_there, other=0.0)
+    rate = rate_of(decay_ptr, head)
+    segments = tl.cdiv(length, tl.maximum(size, 1))
+    for i in tl.range(0, segments):
+        segment = i
+        if REVERSE:
+            segment = segments - 1 - i
+        pointers = base + segment.to(tl.int64) * stride_states_s
+        written = tl.load(pointers, mask=inside, other=0.0)
+        tl.store(pointers, state, mask=inside)
+        count = tl.minimum(size, length - segment * size)
+        state = state * factor(rate, count) + written
+    if last_ptr is not None:
+        last_base = last_ptr + slot * stride_last_b + head_64 * stride_last_h
+        offsets = state_offsets(rows, cols, stride_last_d, stride_last_e)
+        tl.store(last_base + offsets, state, mask=inside)
+
+
+def launch_combine(walk: Walk, states: States) -> None:
+    """Turn what a walk's segments wrote into the states before them; fill the walk's ``last``."""
+    block_d, block_e = min(BLOCK_ROWS, walk.d), min(BLOCK_COLS, 16 * (walk.e // 16))
+    block_e = 1 << (block_e.bit_length() - 1)
+    tiles = cdiv(walk.d, block_d) * cdiv(walk.e, block_e)
+    run(
+        _combine_kernel,
+        walk.batch * walk.heads * tiles,
+        (
+            states.memory, walk.decay, walk.first, walk.last,
+            walk.cu_seqlens, walk.slots, walk.has_first,
+        ),
+        (
+            walk.batch, walk.heads, walk.tokens, walk.size, walk.segments,
+            *states.strides, *state_strides(walk.first), *state_strides(walk.last),
+        ),
+        {"D": walk.d, "E": walk.e, "BLOCK_D": block_d, "BLOCK_E": block_e, "REVERSE": walk.reverse},
+        num_warps=4,
+        num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""What every launch has in common: the arguments that all kernels take, and the call itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .runtime import Launch
+
+# The kernels take numbers and pointers as they come. A variant per value or alignment would give a
+# stride its own rounding and a length its own compilation, and would have to be looked up per call.
+NUMBERS = (
+    "batch", "heads", "tokens", "size", "pieces", "splits_d",
+    *(f"stride_{x}{axis}" for x in "rkvdo" for axis in "bsh"),
+    *(f"stride_{x}_{axis}" for x in ("first", "last", "states", "out") for axis in "bshde"),
+)  # fmt: skip
+POINTERS = (
+    "read_ptr", "key_ptr", "value_ptr", "dout_ptr", "out_ptr", "decay_ptr", "first_ptr", "last_ptr",
+    "states_ptr", "cu_seqlens_ptr", "slots_ptr", "has_first_ptr",
+)  # fmt: skip
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def token_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, token and head; a packed tensor has no batch."""
+    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]
+
+
+def state_strides(x: Tensor | None) -> tuple[int, int, int, int, int]:
+    """Strides of sequence, segment, head, d and e of ``[batch, heads, d, e]``."""
+    if x is None:
+        return (0, 0, 0, 0, 0)
+    batch, *rest = x.stride()
+    return (batch, 0, *rest)  # type: ignore[return-value]
+
+
+def run(
+    kernel: Any,
+    grid: int,
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float, ...],
+    constants: dict[str, Any],
+    num_warps: int,
+    num_stages: int,
+) -> None:
+    """Launch a one-dimensional grid on the first tensor's device; an empty grid is no launch."""
+    launch = Launch(kernel, {**constants, "num_warps": num_warps, "num_stages": num_stages})
+    launch(grid, tensors, numbers)

@@ -1,0 +1,209 @@
+"""The main public functions: check the arguments, then call the operator."""
+
+import torch
+from torch import Tensor
+
+from . import _checks, _ops
+
+
+def lightning_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    schedule: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with decay over sequences of one length, forward and backward.
+
+    For every head, with its decay s and a state S of ``d x e`` numbers in fp32::
+
+        S_t = exp(-s) * S_(t-1) + k_t^T v_t
+        o_t = scale * q_t S_t
+
+    computed chunk by chunk (Qin et al. 2024), in memory linear in the sequence length. Cutting a
+    sequence anywhere, and carrying the state across the cut, changes rounding alone.
+
+    Args:
+        q: queries, ``[batch, seqlen, heads, d]``; fp16, bf16 or fp32. ``d`` is a multiple of 16 up
+            to 256. Strides are free.
+        k: keys, the shape and dtype of ``q``.
+        v: values, ``[batch, seqlen, heads, e]``, dtype of ``q``; ``e`` is a multiple of 16 up to
+            256, and may differ from ``d``.
+        decay: s, fp32, ``[heads]``, ``[heads, 1, 1]`` or ``[1, heads, 1, 1]``. At least 0, which is
+            no decay: the values are the caller's duty (:func:`validate_decay`).
+        scale: factor of the queries, any number finite in fp32. Default: 1.0.
+        initial_state: S before the first token, fp32 ``[batch, heads, d, e]``, any strides.
+            Default: None (zeros).
+        output_final_state: return S behind the last token. Default: False.
+        schedule: ``"sequential"`` walks a sequence in one program per head and slice of ``e``, with
+            the state in registers; ``"parallel"`` computes the states of segments first and then
+            all segments at once; ``"auto"`` chooses by the number of programs. With
+            ``"sequential"``, and with ``"parallel"``, a sequence's result does not depend on its
+            batch, bit for bit. Default: ``"auto"``.
+
+    Returns:
+        ``(o, state)``: ``o`` ``[batch, seqlen, heads, e]`` in the dtype of ``q``, contiguous; the
+        final state, fp32 ``[batch, heads, d, e]``, contiguous, or None. Both are differentiable in
+        q, k, v, ``initial_state`` and ``decay``.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on forward-mode differentiation.
+    """
+    _checks.check_qkv(q, k, v, 4)
+    rates = _checks.check_decay(decay, q)
+    scale = _checks.check_scale(scale)
+    _checks.check_flag("output_final_state", output_final_state)
+    _checks.check_schedule(schedule)
+    if initial_state is not None:
+        _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
+    out, state = _ops.attention(
+        q, k, v, rates, None, initial_state, scale, schedule, output_final_state
+    )
+    return out, state if output_final_state else None
+
+
+def lightning_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float = 1.0,
+    state_cache: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    schedule: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with decay over packed sequences of different lengths.
+
+    The mathematics, and the arguments not listed here, are those of :func:`lightning_attn_func`.
+    There are two ways to carry states: ``initial_state`` and ``output_final_state``, with
+    gradients; or ``state_cache``, which is read and written in place, for inference.
+
+    Args:
+        q: queries, ``[tokens, heads, d]``: sequence b is the rows ``cu_seqlens[b]`` to
+            ``cu_seqlens[b + 1]``. Rows of no sequence are padding, whose output and gradient is 0.
+        k: keys, ``[tokens, heads, d]``.
+        v: values, ``[tokens, heads, e]``.
+        cu_seqlens: where sequences begin, int32 ``[batch + 1]``, contiguous. Its values are the
+            caller's duty: they are not read on the host. :func:`validate_varlen` checks them.
+        state_cache: states of all sequences an engine knows, fp32 ``[slots, heads, d, e]``, any
+            strides. The slot of each sequence gives its first state and receives its last one.
+            Default: None.
+        state_indices: the slot of each sequence, int32 or int64 ``[batch]``. A negative one is
+            padding: the cache is left alone, and the output is 0. Default: None (slot b).
+        initial_state: fp32 ``[batch, heads, d, e]``; not with ``state_cache``. Default: None.
+        has_initial_state: bool ``[batch]``: where False, the sequence starts from zeros, and its
+            slot is not read. Default: None (every state is used).
+        output_final_state: return the states behind the last tokens. Default: False.
+
+    Returns:
+        ``(o, state)``: ``o`` ``[tokens, heads, e]`` in the dtype of ``q``; the final states, fp32
+        ``[batch, heads, d, e]`` (zeros for padding), or None. Both are differentiable in q, k, v,
+        ``initial_state`` and ``decay``, without ``state_cache``.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on a gradient together with ``state_cache``, and on forward-mode
+            differentiation.
+    """
+    _checks.check_qkv(q, k, v, 3)
+    rates = _checks.check_decay(decay, q)
+    scale = _checks.check_scale(scale)
+    _checks.check_flag("output_final_state", output_final_state)
+    _checks.check_schedule(schedule)
+    batch = _checks.check_packed(q, cu_seqlens)
+    if has_initial_state is not None:
+        _checks.check_has_initial_state(has_initial_state, batch, q)
+    if state_cache is None:
+        if state_indices is not None:
+            raise ValueError("state_indices must be None without a state_cache, got a tensor")
+        if initial_state is not None:
+            _checks.check_initial_state("initial_state", initial_state, batch, q, v)
+            if has_initial_state is not None:
+                starts = has_initial_state[:, None, None, None]
+                initial_state = torch.where(starts, initial_state, 0.0)
+        out, state = _ops.attention(
+            q, k, v, rates, cu_seqlens, initial_state, scale, schedule, output_final_state
+        )
+        return out, state if output_final_state else None
+    if initial_state is not None:
+        raise ValueError("initial_state must be None with a state_cache, got a tensor")
+    _checks.check_state_cache(state_cache, state_indices, batch, q, v)
+    _checks.check_no_gradient("state_cache", q, k, v, decay, state_cache)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    _ops.forward_cached(
+        out, q, k, v, rates, cu_seqlens, state_cache, state_indices, has_initial_state, scale,
+        schedule,
+    )  # fmt: skip
+    if not output_final_state:
+        return out, None
+    if state_indices is None:
+        return out, state_cache[:batch].clone(memory_format=torch.contiguous_format)
+    real = (state_indices >= 0)[:, None, None, None]
+    if state_cache.shape[0] == 0:  # then every sequence is padding
+        return out, state_cache.new_zeros((batch, *state_cache.shape[1:]))
+    states = state_cache.index_select(0, state_indices.clamp(min=0))
+    return out, torch.where(real, states, 0.0)
+
+
+def lightning_attn_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state_cache: Tensor,
+    decay: Tensor,
+    slot_idx: Tensor,
+    *,
+    scale: float = 1.0,
+    out: Tensor | None = None,
+    states_out: Tensor | None = None,
+) -> Tensor:
+    """Advance each sequence by its new tokens, in place on a cache of states; one launch.
+
+    Args:
+        q: queries, ``[batch, tokens, heads, d]`` with 1 to 8 tokens; fp16, bf16 or fp32. Strides
+            are free.
+        k: keys, the shape and dtype of ``q``.
+        v: values, ``[batch, tokens, heads, e]``, dtype of ``q``.
+        state_cache: fp32 ``[slots, heads, d, e]``, any strides. Updated in place, unless
+            ``states_out`` is given.
+        decay: as in :func:`lightning_attn_func`.
+        slot_idx: the slot of each sequence, int32 or int64 ``[batch]``, all different. A negative
+            one is padding: nothing is written to the cache, and the output is 0. The values are the
+            caller's duty (:func:`validate_slots`).
+        scale: factor of the queries. Default: 1.0.
+        out: where the output goes, ``[batch, tokens, heads, e]``, dtype of ``q``, any strides.
+            Default: None (allocated).
+        states_out: fp32 ``[batch, tokens, heads, d, e]``, any strides: receives the state behind
+            each token, and the cache is left as it was, so that an engine that verifies drafted
+            tokens commits the one it accepts. Rows of padding are left alone. Default: None.
+
+    Returns:
+        ``o``, ``[batch, tokens, heads, e]``, in the dtype of ``q``: ``out``, if given.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on an input that requires a gradient.
+    """
+    _checks.check_decode(q, k, v, out, states_out)
+    rates = _checks.check_decay(decay, q)
+    scale = _checks.check_scale(scale)
+    _checks.check_tensor("slot_idx", slot_idx)
+    _checks.check_state_cache(state_cache, slot_idx, q.shape[0], q, v, "slot_idx")
+    _checks.check_no_gradient("lightning_attn_decode", q, k, v, state_cache, decay)
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    _ops.decode(out, q, k, v, state_cache, rates, slot_idx, states_out, scale)
+    return out

@@ -1,0 +1,98 @@
+"""The functions under which inference engines know this kernel family."""
+
+from einops import rearrange
+from torch import Tensor
+
+from . import _checks, _ops
+from .api import lightning_attn_decode
+
+
+def lightning_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ed: Tensor,
+    block_size: int = 256,
+    kv_history: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend within sequences of one length, heads first, and return the states on the way.
+
+    A drop-in for engines, over the operators of :func:`lightning_attn_func`. Unlike its
+    predecessor, its outputs agree with decoding.
+
+    Args:
+        q: queries, ``[B, H, N, D]``; fp16, bf16 or fp32. ``D`` is a multiple of 16 up to 256.
+        k: keys, the shape and dtype of ``q``.
+        v: values, ``[B, H, N, E]``, dtype of ``q``; ``E`` is a multiple of 16 up to 256.
+        ed: decays, fp32, ``[H]``, ``[H, 1, 1]`` or ``[1, H, 1, 1]``, at least 0.
+        block_size: tokens between two of the states that are returned. Default: 256.
+        kv_history: the state before the first token, fp32 ``[B, H, D, E]``, not changed.
+            Default: None (zeros).
+
+    Returns:
+        ``(o, kv)``: ``o`` ``[B, H, N, E]`` in the dtype of ``q``, and ``kv``, fp32 ``[B, H,
+        ceil(N / block_size) + 1, D, E]``: entry i is the state before block i, the last one that
+        behind all tokens. Without gradient: :func:`lightning_attn_func` has one.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on an input that requires a gradient.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _checks.check_tensor(name, x)
+        if x.ndim != 4:
+            last = "E" if name == "v" else "D"
+            raise ValueError(f"{name} must be [B, H, N, {last}], got {list(x.shape)}")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    _checks.check_qkv(q, k, v, 4)
+    rates = _checks.check_decay(ed, q, "ed")
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise TypeError(f"block_size must be an int, got {_checks.kind(block_size)}")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if kv_history is not None:
+        _checks.check_initial_state("kv_history", kv_history, q.shape[0], q, v)
+    _checks.check_no_gradient("lightning_attention", q, k, v, ed, kv_history)
+    out, states = _ops.forward_with_states(q, k, v, rates, kv_history, 1.0, block_size)
+    return out.transpose(1, 2), states
+
+
+def linear_decode_forward_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_caches: Tensor,
+    slope_rate: Tensor,
+    slot_idx: Tensor,
+    BLOCK_SIZE: int = 32,
+) -> Tensor:
+    """Advance each sequence by one token; a drop-in for engines over the decode function.
+
+    Args:
+        q: queries, ``[B, H, 1, D]``; fp16, bf16 or fp32, any strides.
+        k: keys, the shape and dtype of ``q``.
+        v: values, ``[B, H, 1, E]``, dtype of ``q``; ``E`` may differ from ``D``.
+        kv_caches: states, fp32 ``[slots, H, D, E]``, updated in place.
+        slope_rate: decays, fp32, ``[H]``, ``[H, 1, 1]`` or ``[1, H, 1, 1]``.
+        slot_idx: the slot of each sequence, int32 or int64 ``[B]``; negative: padding.
+        BLOCK_SIZE: accepted and not needed. Default: 32.
+
+    Returns:
+        ``[B, H * E]`` in the dtype of ``q``; rows of padding are 0.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on an input that requires a gradient.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _checks.check_tensor(name, x)
+        if x.ndim != 4 or x.shape[2] != 1:
+            last = "E" if name == "v" else "D"
+            raise ValueError(f"{name} must be [B, H, 1, {last}], got {list(x.shape)}")
+    _checks.check_tensor("kv_caches", kv_caches)
+    _checks.check_tensor("slope_rate", slope_rate)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = lightning_attn_decode(q, k, v, kv_caches, slope_rate, slot_idx)
+    return rearrange(out, "b 1 h e -> b (h e)")

@@ -1,0 +1,61 @@
+"""The decays that models with lightning attention use."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def build_slopes(
+    num_heads: int, layer_idx: int | None = None, num_layers: int | None = None
+) -> Tensor:
+    """Return the decay of every head, as TransNormer and MiniMax set it.
+
+    For a power of two, head h has ``2 ** (-8 * (h + 1) / num_heads)``, the slopes of ALiBi (Press
+    et al. 2021). For other numbers, the slopes of the next lower power of two come first, then
+    every other one of the next higher. A layer multiplies them by
+    ``1 - layer_idx / (num_layers - 1) + 1e-5``, so that later layers forget less.
+
+    Args:
+        num_heads: how many heads, at least 1.
+        layer_idx: which layer, from 0 to ``num_layers - 1``. Default: None (no factor).
+        num_layers: how many layers; given with ``layer_idx``, or not at all. Default: None.
+
+    Returns:
+        decays, fp32 ``[num_heads]``, on the CPU, all positive.
+
+    Raises:
+        TypeError: if an argument is no int.
+        ValueError: on a range, or if one of ``layer_idx`` and ``num_layers`` is missing.
+    """
+    for name, value in (
+        ("num_heads", num_heads),
+        ("layer_idx", layer_idx),
+        ("num_layers", num_layers),
+    ):
+        optional = name != "num_heads"
+        if isinstance(value, bool) or not (isinstance(value, int) or (optional and value is None)):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    factor = 1.0
+    if layer_idx is None or num_layers is None:
+        if layer_idx is not num_layers:
+            raise ValueError(
+                "layer_idx and num_layers must be given together, got "
+                f"layer_idx {layer_idx} and num_layers {num_layers}"
+            )
+    else:
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, got {num_layers}")
+        if not 0 <= layer_idx < num_layers:
+            raise ValueError(f"layer_idx must be from 0 to {num_layers - 1}, got {layer_idx}")
+        factor = 1.0 - layer_idx / max(num_layers - 1, 1) + 1e-5
+    lower = 2 ** int(math.log2(num_heads))
+    slopes = _of_power_of_two(lower)
+    slopes += _of_power_of_two(2 * lower)[0::2][: num_heads - lower]
+    return torch.tensor([slope * factor for slope in slopes], dtype=torch.float32)
+
+
+def _of_power_of_two(heads: int) -> list[float]:
+    return [2.0 ** (-8.0 * (h + 1) / heads) for h in range(heads)]

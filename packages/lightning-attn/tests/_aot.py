@@ -1,0 +1,103 @@
+"""The calls whose kernels are compiled for GPUs that are not there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Config:
+    """One shape class: sequences of one length with a state in and out, or packed ones."""
+
+    d: int = 128
+    dtype: str = "bfloat16"
+    e: int | None = None
+    packed: bool = False
+    schedule: str = "sequential"
+
+    def __str__(self) -> str:
+        dims = f"d{self.d}" if self.e is None else f"d{self.d}:{self.e}"
+        form = "packed" if self.packed else "fixed"
+        return f"{dims}-{self.dtype}-{form}-{self.schedule}"
+
+    def tokens(self, seqlen: int, width: int, heads: int = 4, batch: int = 2) -> Tensor:
+        leading = (batch * seqlen,) if self.packed else (batch, seqlen)
+        return meta(*leading, heads, width, dtype=getattr(torch, self.dtype))
+
+    @property
+    def width(self) -> int:
+        return self.d if self.e is None else self.e
+
+    def inputs(self, seqlen: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Return q, k, v, the decays and the offsets."""
+        q, k = self.tokens(seqlen, self.d), self.tokens(seqlen, self.d)
+        offsets = meta(3, dtype=torch.int32) if self.packed else None
+        return q, k, self.tokens(seqlen, self.width), meta(4), offsets
+
+
+def meta(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def launch_forward(config: Config, seqlen: int = 4096) -> None:
+    """Run the forward operator's launcher on meta tensors."""
+    from lightning_attn._kernels import entry
+
+    q, k, v, decay, offsets = config.inputs(seqlen)
+    state = meta(2, 4, config.d, config.width)
+    entry.forward(q, k, v, decay, offsets, state, 1.0, config.schedule, True)
+
+
+def launch_cached(config: Config, seqlen: int = 4096) -> None:
+    """Run the launcher of the operator on a cache of states."""
+    from lightning_attn._kernels import entry
+
+    q, k, v, decay, offsets = config.inputs(seqlen)
+    cache, slots = meta(9, 4, config.d, config.width), meta(2, dtype=torch.int32)
+    flags = meta(2, dtype=torch.bool)
+    out = config.tokens(seqlen, config.width)
+    entry.forward_cached(out, q, k, v, decay, offsets, cache, slots, flags, 1.0, config.schedule)
+
+
+def launch_backward(config: Config, seqlen: int = 4096) -> None:
+    """Run the launchers of all gradients."""
+    from lightning_attn._kernels import entry
+
+    q, k, v, decay, offsets = config.inputs(seqlen)
+    dout, state = config.tokens(seqlen, config.width), meta(2, 4, config.d, config.width)
+    entry.read_gradient(dout, k, v, decay, offsets, state, 1.0, config.schedule)
+    entry.write_gradients(dout, q, k, v, decay, offsets, state, 1.0, config.schedule, True)
+
+
+def launch_decay_gradient(config: Config, seqlen: int = 4096) -> None:
+    """Run the launcher of the gradient of the decays."""
+    from lightning_attn._kernels import entry
+
+    q, k, v, decay, offsets = config.inputs(seqlen)
+    dout = config.tokens(seqlen, config.width)
+    entry.decay_gradient(dout, q, k, v, decay, offsets, None, None, 1.0)
+
+
+def launch_decode(config: Config, tokens: int = 1) -> None:
+    """Run the decoding launcher; ``packed`` stands for states behind each token."""
+    from lightning_attn._kernels import entry
+
+    dtype = getattr(torch, config.dtype)
+    q = meta(3, tokens, 4, config.d, dtype=dtype)
+    v = meta(3, tokens, 4, config.width, dtype=dtype)
+    cache = meta(9, 4, config.d, config.width)
+    states = meta(3, tokens, 4, config.d, config.width) if config.packed else None
+    slots = meta(3, dtype=torch.int32)
+    entry.decode(torch.empty_like(v), q, q, v, cache, meta(4), slots, states, 1.0)
+
+
+LAUNCHERS = {
+    "forward": launch_forward,
+    "cached": launch_cached,
+    "backward": launch_backward,
+    "decay": launch_decay_gradient,
+    "decode": launch_decode,
+}

@@ -1,0 +1,239 @@
+"""Implementations under measurement behind one interface; an absent one says so and is skipped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from cases import Problem
+
+FP8 = torch.float8_e4m3fn
+# rows of every sequence that a result is judged by
+ROWS = 64
+# largest relative error (Frobenius) of all these rows, and of the worst sequence
+TOLERANCES = (1.5e-2, 3e-2)
+
+Run = Callable[[], torch.Tensor]
+
+
+class UnsupportedError(Exception):
+    """The provider does not offer the problem; it is skipped, not failed."""
+
+
+@dataclass
+class Inputs:
+    """Tensors of one problem; ``k`` and ``v`` lie beside the cache, or are None."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    table: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+
+
+def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
+    """Draw bf16 normal operands, and pages in no order."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+
+    cached = [old if problem.dense else new + old for new, old in problem.lengths]
+    counts = [-(-n // problem.page) for n in cached]
+    order = torch.randperm(max(1, sum(counts)), device=device, generator=generator)
+    table = torch.zeros((len(counts), max(1, *counts)), dtype=torch.int32, device=device)
+    for b, count in enumerate(counts):
+        table[b, :count] = order[sum(counts[:b]) : sum(counts[: b + 1])]
+    shape = (len(order), problem.page, problem.heads_k, problem.head_dim)
+    caches = [draw(*shape) for _ in "kv"]
+    if problem.cache == "fp8":
+        caches = [t.to(FP8) for t in caches]
+    if problem.layout == "packed":
+        x = 16 // caches[0].element_size()
+        caches[0] = caches[0].unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
+        caches[1] = caches[1].permute(0, 2, 3, 1).contiguous()
+    q = draw(problem.tokens, problem.heads_q, problem.head_dim)
+    new = [None, None]
+    if problem.dense:
+        new = [draw(problem.tokens, problem.heads_k, problem.head_dim) for _ in "kv"]
+    ends = [sum(n for n, _ in problem.lengths[:b]) for b in range(len(counts) + 1)]
+    keys = [new + old for new, old in problem.lengths]
+    return Inputs(
+        q, caches[0], caches[1], new[0], new[1], table,
+        torch.tensor(ends, dtype=torch.int32, device=device),
+        torch.tensor(keys, dtype=torch.int32, device=device),
+    )  # fmt: skip
+
+
+def _in_order(x: Inputs, problem: Problem, b: int) -> list[torch.Tensor]:
+    """Return the keys and values of one sequence, fp32 ``[heads_k, keys, D]``."""
+    new, old = problem.lengths[b]
+    cached = old if problem.dense else new + old
+    pages = x.table[b, : -(-cached // problem.page)].long()
+    found = []
+    for cache, fresh in ((x.k_cache, x.k), (x.v_cache, x.v)):
+        part = cache.float() if cache.device.type == "cpu" else cache
+        part = part.view(torch.uint8)[pages].view(FP8) if part.element_size() == 1 else part[pages]
+        if part.ndim == 5:
+            part = part.permute(0, 3, 1, 2, 4).flatten(3)
+        elif problem.layout == "packed":
+            part = part.permute(0, 3, 1, 2)
+        part = part.flatten(0, 1)[:cached].float()
+        if fresh is not None:
+            at = int(x.starts[b])
+            part = torch.cat([part, fresh[at : at + new].float()])
+        found.append(part.transpose(0, 1))
+    return found
+
+
+@torch.no_grad()
+def judge(problem: Problem, x: Inputs, out: torch.Tensor) -> tuple[bool, float]:
+    """Compare some rows of every sequence with fp32 attention; return the error of the worst."""
+    wrong = right = worst = 0.0
+    group = problem.heads_q // problem.heads_k
+    for b, (new, old) in enumerate(problem.lengths):
+        k, v = _in_order(x, problem, b)
+        rows = torch.linspace(0, new - 1, min(new, ROWS), device=out.device).long()
+        at = int(x.starts[b]) + rows
+        q = x.q[at].float().unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [heads_k, group, n, D]
+        s = torch.matmul(q, k[:, None].transpose(2, 3)) * problem.head_dim**-0.5
+        key = torch.arange(new + old, device=out.device)
+        position = (rows + old)[:, None]
+        hidden = key > position
+        if problem.window >= 0:
+            hidden |= key < position - problem.window
+        p = s.masked_fill_(hidden, -math.inf).softmax(-1)
+        want = torch.matmul(p, v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
+        error = (out[at].float() - want).square().sum().item()
+        size = want.square().sum().item()
+        wrong, right, worst = wrong + error, right + size, max(worst, math.sqrt(error / size))
+    whole = math.sqrt(wrong / right)
+    # NaN passes no comparison
+    return whole <= TOLERANCES[0] and worst <= TOLERANCES[1], worst
+
+
+class Provider:
+    """Base: a name for tables and files, a label for plots."""
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    module: ClassVar[str]
+
+    def unavailable(self, device: str) -> str | None:
+        """Return why the provider cannot run here, or None."""
+        if device != "cuda":
+            return "needs a CUDA device"
+        try:
+            __import__(self.module)
+        except Exception as error:  # loading a rival's library may fail in any way
+            return f"cannot import {self.module}: {type(error).__name__}: {error}"
+        return None
+
+    def prepare(self, problem: Problem, x: Inputs) -> Run:
+        """Return the call, or raise ``UnsupportedError``."""
+        raise NotImplementedError
+
+
+class Ours(Provider):
+    name, label, module = "ours", "prefix-prefill", "prefix_prefill"
+    splits: ClassVar[int] = 0
+
+    def unavailable(self, device: str) -> str | None:
+        return super().unavailable("cuda")
+
+    def prepare(self, problem: Problem, x: Inputs) -> Run:
+        import prefix_prefill
+
+        return lambda: prefix_prefill.paged_attn_func(
+            x.q, x.k_cache, x.v_cache, x.table, x.starts, x.lengths, problem.max_new,
+            problem.max_keys, k=x.k, v=x.v, window_size=(problem.window, -1),
+            num_splits=self.splits,
+        )  # fmt: skip
+
+
+class OursUnsplit(Ours):
+    """The setting that makes a sequence independent of its batch."""
+
+    name, label = "ours-unsplit", "prefix-prefill, num_splits=1"
+    splits = 1
+
+
+class Fa3(Provider):
+    """The raw operators of FlashAttention-3, through a thin module ``fa3`` on the path."""
+
+    name, label, module = "fa3", "FlashAttention-3", "fa3"
+
+    def prepare(self, problem: Problem, x: Inputs) -> Run:
+        import fa3
+
+        if problem.layout != "nhd" or problem.dense or problem.cache != "bf16":
+            raise UnsupportedError("only everything in a bf16 NHD cache")
+        window = (problem.window, 0 if problem.window >= 0 else -1)
+        return lambda: fa3.fwd(
+            x.q, x.k_cache, x.v_cache, causal=True, cu_q=x.starts, used_k=x.lengths,
+            max_q=problem.max_new, max_k=problem.max_keys, page_table=x.table, window=window,
+            num_splits=0,
+        )[0]  # fmt: skip
+
+
+class Vllm(Provider):
+    """The kernel whose name the drop-in continues."""
+
+    name, label = "vllm", "vLLM context_attention_fwd"
+    module = "vllm.attention.ops.prefix_prefill"
+
+    def prepare(self, problem: Problem, x: Inputs) -> Run:
+        from vllm.attention.ops.prefix_prefill import context_attention_fwd
+
+        if problem.layout != "packed" or not problem.dense or problem.cache != "bf16":
+            raise UnsupportedError("only new keys beside a packed bf16 cache")
+        out = torch.empty_like(x.q)
+        one = torch.ones(1, device=x.q.device)
+
+        def run() -> torch.Tensor:
+            context_attention_fwd(
+                x.q, x.k, x.v, out, "auto", x.k_cache, x.v_cache, x.table, x.starts, x.lengths,
+                problem.max_keys, problem.max_new, one, one,
+                sliding_window=problem.window + 1 if problem.window >= 0 else None,
+            )  # fmt: skip
+            return out
+
+        return run
+
+
+class Flashinfer(Provider):
+    name, label, module = "flashinfer", "FlashInfer", "flashinfer"
+
+    def prepare(self, problem: Problem, x: Inputs) -> Run:
+        import flashinfer
+
+        if problem.layout != "nhd" or problem.dense or problem.cache != "bf16":
+            raise UnsupportedError("only everything in a bf16 NHD cache")
+        counts = [-(-(new + old) // problem.page) for new, old in problem.lengths]
+        ends = [sum(counts[:b]) for b in range(len(counts) + 1)]
+        pages = torch.cat([x.table[b, :n] for b, n in enumerate(counts)])
+        last = [(new + old - 1) % problem.page + 1 for new, old in problem.lengths]
+        workspace = torch.empty(512 * 2**20, dtype=torch.uint8, device=x.q.device)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+
+        def on_device(numbers: list[int]) -> torch.Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device=x.q.device)
+
+        wrapper.plan(
+            x.starts, on_device(ends), pages, on_device(last), problem.heads_q, problem.heads_k,
+            problem.head_dim, problem.page, causal=True, window_left=problem.window,
+            q_data_type=x.q.dtype, kv_data_type=x.k_cache.dtype,
+        )  # fmt: skip
+        return lambda: wrapper.run(x.q, (x.k_cache, x.v_cache))
+
+
+PROVIDERS: dict[str, Provider] = {
+    provider.name: provider for provider in (Ours(), OursUnsplit(), Fa3(), Flashinfer(), Vllm())
+}
+LABELS = {name: provider.label for name, provider in PROVIDERS.items()}

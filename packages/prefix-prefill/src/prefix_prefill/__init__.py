@@ -1,0 +1,21 @@
+"""Attention over a paged KV cache in Triton: prefill, decode, and both in one call."""
+
+from .api import paged_attn_func, reshape_and_cache
+from .cascade import shared_prefix_attn_func
+from .dropin import chunked_prefill_paged_decode, context_attention_fwd
+from .merge import merge_attn_states
+from .reference import paged_attention_reference
+from .validate import validate_paged, validate_slot_mapping
+
+__version__ = "1.0.0"
+__all__ = [
+    "chunked_prefill_paged_decode",
+    "context_attention_fwd",
+    "merge_attn_states",
+    "paged_attention_reference",
+    "paged_attn_func",
+    "reshape_and_cache",
+    "shared_prefix_attn_func",
+    "validate_paged",
+    "validate_slot_mapping",
+]

@@ -1,0 +1,177 @@
+"""``python -m prefix_prefill [check]``: versions, tiles, and a check of the kernels here.
+
+On a machine without a GPU the kernels run in Triton's interpreter, in a child process, because
+Triton decides at its import whether to interpret.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from attn_common import Platform, detect
+from torch import Tensor
+
+from . import __version__, paged_attn_func, reshape_and_cache, shared_prefix_attn_func
+from ._configs import long_tile, short_tile, short_tokens
+from ._ops import interpreted
+from .reference import paged_attention_reference
+
+CHILD = "--in-this-process"
+PAGE = 7
+# (queries, keys): a chunk, decoding, verifying of drafts, a whole prompt
+LENGTHS = ((19, 40), (1, 33), (3, 21), (5, 5))
+
+
+def describe(platform: Platform) -> None:
+    """Print versions and the tiles of every shape class on a platform."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "missing"
+    print(f"prefix-prefill {__version__}, torch {torch.__version__}, triton {triton}")
+    print(f"platform {platform}; every feature runs on the portable Triton kernels")
+    group = 4
+    for dtype in (torch.bfloat16, torch.float32):
+        for head_dim in (64, 128, 256):
+            choice = (platform, head_dim, dtype.itemsize)
+            tiles = {
+                f"to {short_tokens(group)} queries": short_tile(*choice, group),
+                "more": long_tile(*choice),
+            }
+            shown = "; ".join(
+                f"{name}: {t.block_m} rows x {t.block_n} keys, {t.num_warps} warps, "
+                f"{t.num_stages} stages"
+                for name, t in tiles.items()
+            )
+            name = str(dtype).removeprefix("torch.")
+            print(f"  {name}, head_dim to {head_dim}, {group} heads a group, {shown}")
+
+
+class _Problem:
+    """A cache with pages in no order, and what the functions take beside it."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, packed: bool) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.device = device
+        heads_k, head_dim = 2, 24
+        tokens = sum(queries for queries, _ in LENGTHS)
+        counts = [-(-keys // PAGE) for _, keys in LENGTHS]
+        pages = torch.randperm(sum(counts) + 2, generator=self.generator)
+        table = torch.zeros((len(LENGTHS), max(counts)), dtype=torch.int32)
+        for b, count in enumerate(counts):
+            table[b, :count] = pages[sum(counts[:b]) : sum(counts[: b + 1])]
+        ends = [sum(queries for queries, _ in LENGTHS[:b]) for b in range(len(LENGTHS) + 1)]
+        shape = (len(pages), PAGE, heads_k, head_dim)
+        k, v = torch.zeros(shape), torch.zeros(shape)
+        if packed:
+            x = 16 // dtype.itemsize
+            k = k.view(*shape[:3], -1, x).permute(0, 2, 3, 1, 4).contiguous()
+            v = v.permute(0, 2, 3, 1).contiguous()
+        self.k_cache, self.v_cache = k.to(device, dtype), v.to(device, dtype)
+        # through the kernel that writes, into every slot
+        slots = torch.randperm(len(pages) * PAGE, generator=self.generator).to(device)
+        new = [self.draw(len(slots), heads_k, head_dim).to(dtype) for _ in "kv"]
+        reshape_and_cache(new[0], new[1], self.k_cache, self.v_cache, slots)
+        self.q = self.draw(tokens, 4, head_dim).to(dtype)
+        self.new = {name: self.draw(tokens, heads_k, head_dim).to(dtype) for name in "kv"}
+        self.rest: dict[str, Any] = {
+            "block_table": table.to(device),
+            "cu_seqlens_q": torch.tensor(ends, dtype=torch.int32, device=device),
+            "seqlens_k": torch.tensor([k for _, k in LENGTHS], dtype=torch.int32, device=device),
+            "max_seqlen_q": max(queries for queries, _ in LENGTHS),
+            "max_seqlen_k": max(keys for _, keys in LENGTHS),
+        }
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+
+def check(device: torch.device) -> bool:
+    """Compare the kernels with the float64 reference; print a line per case."""
+    good = True
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for packed in (False, True):
+            p = _Problem(device, dtype, packed)
+            layout = "packed" if packed else "NHD"
+            cases: dict[str, dict[str, Any]] = {
+                f"{layout} cache, causal": {},
+                f"{layout} cache and new keys, window, sinks": {
+                    **p.new, "window_size": (9, 0), "sinks": p.draw(4),
+                },
+                f"{layout} cache, softcap, ALiBi, three splits": {
+                    "softcap": 5.0, "alibi_slopes": p.draw(4).abs(), "num_splits": 3,
+                },
+            }  # fmt: skip
+            for name, options in cases.items():
+                good &= _compare(name, p, options)
+    p = _Problem(device, torch.float32, False)
+    shared: dict[str, Any] = {
+        "shared_pages": p.rest["block_table"][0, :2].clone(),
+        "shared_len": 2 * PAGE,
+    }
+    out = shared_prefix_attn_func(p.q, p.k_cache, p.v_cache, **p.rest, **shared)
+    table = p.rest["block_table"]
+    whole = {
+        **p.rest,
+        "block_table": torch.cat([shared["shared_pages"].expand(len(LENGTHS), -1), table], 1),
+        "seqlens_k": p.rest["seqlens_k"] + 2 * PAGE,
+        "max_seqlen_k": p.rest["max_seqlen_k"] + 2 * PAGE,
+    }
+    return good & _judge("shared prefix, float32", out, p, whole, {})
+
+
+def _compare(name: str, p: _Problem, options: dict[str, Any]) -> bool:
+    out = paged_attn_func(p.q, p.k_cache, p.v_cache, **p.rest, **options)
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out must be a torch.Tensor, got {type(out).__name__}")
+    name = f"{name}, {str(p.q.dtype).removeprefix('torch.')}"
+    return _judge(name, out, p, p.rest, options)
+
+
+def _judge(name: str, got: Any, p: _Problem, rest: dict[str, Any], options: dict[str, Any]) -> bool:
+    def reference(dtype: torch.dtype) -> Any:
+        wide = {n: x.to(dtype) if n in ("k", "v") else x for n, x in options.items()}
+        q, k_cache, v_cache = (x.to(dtype) for x in (p.q, p.k_cache, p.v_cache))
+        return paged_attention_reference(q, k_cache, v_cache, **rest, **wide)
+
+    dtype = p.q.dtype
+    want, eager = reference(torch.float64), reference(dtype)
+    # three times eager's error, and two units in the last place of what came three products
+    unit = max(torch.finfo(dtype).eps, 2.0**-21)
+    budget = 3 * (eager - want).abs().max() + 2 * unit * want.abs().max()
+    error = ((got - want).abs().max() / budget).item()
+    error = error if error == error else float("inf")
+    verdict = "ok" if error <= 1 else "MISMATCH"
+    print(f"{name}: {error:.2f} of the error budget, {verdict}")
+    return error <= 1
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; 0 if every check passed."""
+    child = CHILD in arguments
+    rest = [a for a in arguments if a != CHILD]
+    if rest not in ([], ["check"]):
+        print("usage: python -m prefix_prefill [check]", file=sys.stderr)
+        return 2
+    has_gpu = torch.cuda.is_available()
+    if not child:
+        describe(detect("cuda" if has_gpu else "cpu"))
+    if has_gpu and not interpreted():
+        print("checking the kernels on this GPU")
+        return int(not check(torch.device("cuda")))
+    if interpreted():
+        return int(not check(torch.device("cpu")))
+    print("no GPU: checking the kernels in Triton's interpreter", flush=True)
+    command = [sys.executable, "-m", __package__, "check", CHILD]
+    return subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

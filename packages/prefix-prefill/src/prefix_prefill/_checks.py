@@ -1,0 +1,386 @@
+"""Argument checks of the public functions: what is wrong, what was expected, what came.
+
+They look at types, shapes, dtypes, strides and devices alone, never at tensor data, so that they
+neither wait for the device nor break a graph capture.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._arguments import (
+    DEVICES,
+    FLOAT_DTYPES,
+    FP8_DTYPES,
+    check_fp8_hardware,
+    check_tensor,
+    kind,
+)
+from ._layout import PACKED_NDIM, CacheSizes, cache_sizes, is_packed
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_UNIT = 8
+
+INDEX_DTYPES = frozenset((torch.int32, torch.int64))
+_NHD = "[num_blocks, block_size, heads_k, head_dim]"
+_PACKED_K = "[num_blocks, heads_k, head_dim // x, block_size, x]"
+_PACKED_V = "[num_blocks, heads_k, head_dim, block_size]"
+
+
+def fp8_view(q: Tensor, cache: Tensor) -> Tensor:
+    """Return a cache that is stored as bytes in the FP8 dtype (e4m3) of its platform."""
+    if not isinstance(cache, Tensor) or cache.dtype != torch.uint8 or not isinstance(q, Tensor):
+        return cache
+    return cache.view(check_fp8_hardware("k_cache", cache.device))
+
+
+def check_caches(k_cache: Tensor, v_cache: Tensor) -> CacheSizes:
+    """Check the form of a cache; return its sizes."""
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, x)
+    k_shape, v_shape = k_cache.shape, v_cache.shape
+    if len(k_shape) not in (4, PACKED_NDIM):
+        raise ValueError(f"k_cache must be {_NHD} or {_PACKED_K}, got {list(k_shape)}")
+    sizes = cache_sizes(k_cache)
+    expected = tuple(k_shape)
+    if is_packed(k_cache):
+        expected = (sizes.num_blocks, sizes.heads_k, sizes.head_dim, sizes.block_size)
+    if v_shape != expected:
+        form = _PACKED_V if is_packed(k_cache) else _NHD
+        raise ValueError(f"v_cache must be {form}, {list(expected)}, got {list(v_shape)}")
+    if sizes.block_size < 1 or sizes.heads_k < 1:
+        raise ValueError(
+            f"k_cache must have a block_size and heads_k of at least 1, got {list(k_shape)}"
+        )
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(
+            f"v_cache must have the dtype of k_cache, {k_cache.dtype}, got {v_cache.dtype}"
+        )
+    check_device("v_cache", v_cache, "k_cache", k_cache)
+    return sizes
+
+
+def check_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+) -> None:
+    """Check queries, caches and new keys and values."""
+    check_tensor("q", q)
+    dtype, device = q.dtype, q.device
+    if dtype not in FLOAT_DTYPES:
+        _check_fp8_input("q", q)
+    if device.type not in DEVICES:
+        raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {device}")
+    _check_q_shape(q)
+    sizes = check_caches(k_cache, v_cache)
+    check_device("k_cache", k_cache, "q", q)
+    if k_cache.dtype in FP8_DTYPES:
+        _check_fp8_cache(k_cache)
+    elif k_cache.dtype not in FLOAT_DTYPES or (dtype in FLOAT_DTYPES and k_cache.dtype != dtype):
+        raise TypeError(
+            f"k_cache must have the dtype of q, {dtype}, or be FP8 or torch.uint8, "
+            f"got {k_cache.dtype}"
+        )
+    _check_sizes(q, sizes)
+    check_new(q, k, v, sizes)
+
+
+def check_new(q: Tensor, k: Tensor | None, v: Tensor | None, sizes: CacheSizes) -> None:
+    """Check the dense keys and values of new tokens."""
+    if k is None and v is None:
+        return
+    if k is None or v is None:
+        raise ValueError(
+            f"k and v must be given together or not at all, got k {kind(k)} and v {kind(v)}"
+        )
+    form = (q.shape[0], sizes.heads_k, sizes.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.dtype not in FLOAT_DTYPES or (q.dtype in FLOAT_DTYPES and x.dtype != q.dtype):
+            raise TypeError(
+                f"{name} must have the dtype of q, {q.dtype}, or be torch.float16, torch.bfloat16 "
+                f"or torch.float32 where q is FP8, got {x.dtype}"
+            )
+        check_device(name, x, "q", q)
+        if x.shape != form:
+            raise ValueError(
+                f"{name} must be [tokens, heads_k, head_dim], {list(form)}, got {list(x.shape)}"
+            )
+    if v.dtype != k.dtype:
+        raise TypeError(f"v must have the dtype of k, {k.dtype}, got {v.dtype}")
+
+
+def check_table(
+    q: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+) -> int:
+    """Check what says where sequences and their pages are; return the number of sequences."""
+    check_lengths("cu_seqlens_q", cu_seqlens_q, q)
+    if cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q must be [batch + 1], got {list(cu_seqlens_q.shape)}")
+    batch: int = cu_seqlens_q.shape[0] - 1
+    check_lengths("seqlens_k", seqlens_k, q)
+    if seqlens_k.shape[0] != batch:
+        raise ValueError(f"seqlens_k must be [{batch}], got {list(seqlens_k.shape)}")
+    check_indices("block_table", block_table, "q", q, 2)
+    if block_table.shape[0] != batch:
+        raise ValueError(
+            f"block_table must be [{batch}, max_blocks], got {list(block_table.shape)}"
+        )
+    return batch
+
+
+def check_extras(
+    q: Tensor,
+    batch: int,
+    heads_k: int,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> None:
+    """Check what is added to the scores or to the denominator, and the scales."""
+    heads_q = q.shape[1]
+    if alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes)
+        if alibi_slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes must be torch.float32, got {alibi_slopes.dtype}")
+        check_device("alibi_slopes", alibi_slopes, "q", q)
+        if alibi_slopes.shape != (heads_q,) and alibi_slopes.shape != (batch, heads_q):
+            raise ValueError(
+                f"alibi_slopes must be [heads_q] or [batch, heads_q], [{heads_q}] or "
+                f"[{batch}, {heads_q}], got {list(alibi_slopes.shape)}"
+            )
+    if sinks is not None:
+        check_tensor("sinks", sinks)
+        if sinks.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"sinks must be torch.float16, torch.bfloat16 or torch.float32, got {sinks.dtype}"
+            )
+        check_device("sinks", sinks, "q", q)
+        if sinks.shape != (heads_q,):
+            raise ValueError(f"sinks must be [heads_q], [{heads_q}], got {list(sinks.shape)}")
+    if q_descale is not None and q.dtype not in FP8_DTYPES:
+        raise ValueError(f"q_descale must be None unless q is FP8, which is {q.dtype}")
+    for name, scale in (
+        ("q_descale", q_descale),
+        ("k_descale", k_descale),
+        ("v_descale", v_descale),
+    ):
+        if scale is not None:
+            check_scale_tensor(name, scale, "q", q, heads_k)
+
+
+def check_descales(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
+    """Check that scales are given for an FP8 cache alone."""
+    for name, scale in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if scale is not None and k_cache.dtype not in FP8_DTYPES:
+            raise ValueError(
+                f"{name} must be None unless k_cache and v_cache are FP8, which are {k_cache.dtype}"
+            )
+
+
+def check_scale_tensor(
+    name: str, scale: Tensor, like_name: str, like: Tensor, heads_k: int
+) -> None:
+    """Check a scale of one element, or of one for each head of keys (0: of one element)."""
+    check_tensor(name, scale)
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be torch.float32, got {scale.dtype}")
+    check_device(name, scale, like_name, like)
+    if scale.numel() != 1 and not (heads_k and scale.shape == (heads_k,)):
+        wanted = f" or be [heads_k], [{heads_k}]" if heads_k else ""
+        raise ValueError(f"{name} must have one element{wanted}, got {list(scale.shape)}")
+
+
+def check_out(q: Tensor, out: Tensor | None, out_scale: Tensor | None) -> torch.dtype:
+    """Check the output and its scale; return its dtype."""
+    if out_scale is not None:
+        check_scale_tensor("out_scale", out_scale, "q", q, 0)
+    if out is None:
+        if out_scale is not None:
+            return check_fp8_hardware("out_scale", q.device)
+        return torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype
+    check_tensor("out", out)
+    if out.shape != q.shape:
+        raise ValueError(f"out must be shaped like q, {list(q.shape)}, got {list(out.shape)}")
+    check_device("out", out, "q", q)
+    if out.dtype in FP8_DTYPES:
+        expected = check_fp8_hardware("out", q.device)
+        if out.dtype != expected:
+            raise TypeError(f"out must be {expected} to be FP8 on this platform, got {out.dtype}")
+        if out_scale is None:
+            raise ValueError(f"out_scale must be given for an out of {out.dtype}, got None")
+    elif out.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"out must be torch.float16, torch.bfloat16, torch.float32 or FP8, got {out.dtype}"
+        )
+    elif out_scale is not None:
+        raise ValueError(f"out_scale must be None unless out is FP8, which is {out.dtype}")
+    return out.dtype
+
+
+def check_no_gradients(*tensors: Tensor | None) -> None:
+    """Check that no gradient is asked for: there is none."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            "attention over a paged cache has no gradient: inputs must not require one, got "
+            "requires_grad=True"
+        )
+
+
+def check_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
+) -> None:
+    """Check the main tensors of the reference: any float dtypes, any head dimension."""
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
+        if x is None and name in ("k", "v"):
+            continue
+        check_tensor(name, x)
+        if x is not None and not x.dtype.is_floating_point:
+            raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+    if q.ndim != 3:
+        raise ValueError(f"q must be [tokens, heads_q, head_dim], got {list(q.shape)}")
+    sizes = check_caches(k_cache, v_cache)
+    _check_sizes(q, sizes)
+    if (k is None) != (v is None):
+        raise ValueError(
+            f"k and v must be given together or not at all, got k {kind(k)} and v {kind(v)}"
+        )
+
+
+def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that two tensors are on one device."""
+    if x.device != other.device:
+        raise ValueError(
+            f"{name} must be on the device of {other_name}, {other.device}, got {x.device}"
+        )
+
+
+def check_lengths(name: str, x: Any, q: Tensor) -> None:
+    """Check a vector of lengths or offsets."""
+    check_tensor(name, x)
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be torch.int32, got {x.dtype}")
+    check_device(name, x, "q", q)
+    if x.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got {list(x.shape)}")
+
+
+def check_indices(name: str, x: Any, like_name: str, like: Tensor, ndim: int) -> None:
+    """Check a tensor of page or slot numbers."""
+    check_tensor(name, x)
+    if x.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
+    check_device(name, x, like_name, like)
+    if x.ndim != ndim:
+        count = "one dimension" if ndim == 1 else f"{ndim} dimensions"
+        raise ValueError(f"{name} must have {count}, got {list(x.shape)}")
+
+
+def fp8_dtypes_of(device: torch.device, name: str) -> tuple[torch.dtype, torch.dtype]:
+    """Return the e4m3 and the e5m2 dtype of a device."""
+    e4m3 = check_fp8_hardware(name, device)
+    fnuz = e4m3 == torch.float8_e4m3fnuz
+    return e4m3, torch.float8_e5m2fnuz if fnuz else torch.float8_e5m2
+
+
+def _check_q_shape(q: Tensor) -> None:
+    if q.ndim != 3:
+        raise ValueError(f"q must be [tokens, heads_q, head_dim], got {list(q.shape)}")
+    head_dim = q.shape[2]
+    if not HEAD_DIM_UNIT <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_UNIT != 0:
+        raise ValueError(
+            f"head_dim of q must be a multiple of {HEAD_DIM_UNIT} from {HEAD_DIM_UNIT} to "
+            f"{MAX_HEAD_DIM}, got {head_dim}"
+        )
+
+
+def _check_sizes(q: Tensor, sizes: CacheSizes) -> None:
+    if sizes.head_dim != q.shape[2]:
+        raise ValueError(
+            f"head_dim of k_cache must be that of q, {q.shape[2]}, got {sizes.head_dim}"
+        )
+    if q.shape[1] < 1 or q.shape[1] % sizes.heads_k != 0:
+        raise ValueError(
+            f"heads_q must be a positive multiple of heads_k, got heads_q {q.shape[1]} and "
+            f"heads_k {sizes.heads_k}"
+        )
+
+
+def _check_fp8_input(name: str, x: Tensor) -> None:
+    if x.dtype not in FP8_DTYPES:
+        raise TypeError(
+            f"{name} must be torch.float16, torch.bfloat16, torch.float32 or FP8 (e4m3), "
+            f"got {x.dtype}; paged_attention_reference takes torch.float64"
+        )
+    expected = check_fp8_hardware(name, x.device)
+    if x.dtype != expected:
+        raise TypeError(f"{name} must be {expected} to be FP8 on this platform, got {x.dtype}")
+
+
+def _check_fp8_cache(k_cache: Tensor) -> None:
+    allowed = fp8_dtypes_of(k_cache.device, "k_cache")
+    if k_cache.dtype not in allowed:
+        raise TypeError(
+            f"k_cache must be {allowed[0]} or {allowed[1]} to be FP8 on this platform, "
+            f"got {k_cache.dtype}"
+        )
+
+
+def check_cache_inputs(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Check what is to be written into a cache."""
+    check_tensor("k", k)
+    check_tensor("v", v)
+    if k.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"k must be torch.float16, torch.bfloat16 or torch.float32, got {k.dtype}")
+    if v.dtype != k.dtype:
+        raise TypeError(f"v must have the dtype of k, {k.dtype}, got {v.dtype}")
+    if k.device.type not in DEVICES:
+        raise NotImplementedError(f"k must be on a CPU or a CUDA or HIP device, got {k.device}")
+    sizes = check_caches(k_cache, v_cache)
+    check_device("v", v, "k", k)
+    check_device("k_cache", k_cache, "k", k)
+    if k_cache.dtype in FP8_DTYPES:
+        _check_fp8_cache(k_cache)
+    elif k_cache.dtype != k.dtype:
+        raise TypeError(
+            f"k_cache must have the dtype of k, {k.dtype}, or be FP8 or torch.uint8, "
+            f"got {k_cache.dtype}"
+        )
+    if k.ndim != 3 or k.shape[1:] != (sizes.heads_k, sizes.head_dim):
+        raise ValueError(
+            f"k must be [tokens, heads_k, head_dim], [tokens, {sizes.heads_k}, {sizes.head_dim}], "
+            f"got {list(k.shape)}"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"v must be shaped like k, {list(k.shape)}, got {list(v.shape)}")
+    check_indices("slot_mapping", slot_mapping, "k", k, 1)
+    if slot_mapping.shape[0] > k.shape[0]:
+        raise ValueError(
+            f"slot_mapping must have at most as many entries as k has tokens, {k.shape[0]}, "
+            f"got {slot_mapping.shape[0]}"
+        )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        if k_cache.dtype not in FP8_DTYPES:
+            raise ValueError(
+                f"{name} must be None unless k_cache and v_cache are FP8, which are {k_cache.dtype}"
+            )
+        check_scale_tensor(name, scale, "k", k, sizes.heads_k)

@@ -1,0 +1,210 @@
+"""Tile choices by platform and shape class: pure functions that need no GPU.
+
+A shape class is the padded head dimension, the element sizes, and for short sequences the number of
+query heads per key head. Nothing that a result's bits depend on may depend on the batch: a
+sequence's result would then depend on its neighbours. The number of splits alone follows the load,
+unless the caller fixes it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from attn_common import Platform, cdiv, next_power_of_2
+
+# the interpreter and the MMA instructions take no smaller side
+MIN_TILE = 16
+# rows of the largest tile for short sequences
+MAX_SHORT_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and keys that one step works on, and how the GPU runs it.
+
+    A row is one query head of one token: the rows of a tile belong to one head of keys.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    # of fp32 products: "ieee", or "tf32x3": tensor cores, three products each, as accurate
+    precision: str = "ieee"
+
+
+# the interpreter: small tiles, so that short sequences cross tile edges
+_INTERPRETED = Tile(16, 16, 1, 1)
+
+# rows: widest padded head dimension, then the tile
+_Table = tuple[tuple[int, Tile], ...]
+
+_LONG: dict[str, _Table] = {
+    "hopper": (
+        (128, Tile(128, 64, 8, 3)),
+        (256, Tile(128, 64, 8, 2)),
+    ),
+    "nvidia": (
+        (64, Tile(64, 64, 4, 3)),
+        (128, Tile(64, 32, 4, 3)),
+        (256, Tile(64, 32, 8, 2)),
+    ),
+    "amd": (
+        (128, Tile(128, 64, 4, 1)),
+        (256, Tile(64, 32, 4, 1)),
+    ),
+    "rdna": (
+        (64, Tile(64, 32, 4, 1)),
+        (128, Tile(64, 16, 8, 1)),
+        (256, Tile(32, 16, 8, 1)),
+    ),
+    "hopper-fp32": (
+        (64, Tile(64, 64, 4, 2, "tf32x3")),
+        (128, Tile(128, 32, 8, 2, "tf32x3")),
+        (256, Tile(64, 32, 8, 1, "tf32x3")),
+    ),
+    "nvidia-fp32": (
+        (64, Tile(64, 32, 4, 1, "tf32x3")),
+        (128, Tile(32, 32, 4, 1, "tf32x3")),
+        (256, Tile(16, 32, 4, 1, "tf32x3")),
+    ),
+    "amd-fp32": (
+        (64, Tile(64, 32, 4, 1)),
+        (128, Tile(32, 32, 4, 1)),
+        (256, Tile(16, 32, 4, 1)),
+    ),
+    "rdna-fp32": (
+        (64, Tile(32, 32, 8, 1)),
+        (128, Tile(16, 32, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+    ),
+}
+
+# block_m is that of at most 16 query heads per key head; see short_tile
+_SHORT: dict[str, _Table] = {
+    "hopper": (
+        (64, Tile(16, 128, 4, 3)),
+        (128, Tile(16, 64, 4, 3)),
+        (256, Tile(16, 32, 4, 3)),
+    ),
+    "nvidia": (
+        (64, Tile(16, 64, 4, 3)),
+        (128, Tile(16, 32, 4, 3)),
+        (256, Tile(16, 32, 4, 2)),
+    ),
+    "amd": (
+        (128, Tile(16, 64, 4, 1)),
+        (256, Tile(16, 32, 4, 1)),
+    ),
+    "rdna": (
+        (64, Tile(16, 32, 4, 1)),
+        (128, Tile(16, 32, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+    ),
+    "hopper-fp32": (
+        (64, Tile(16, 64, 4, 2, "tf32x3")),
+        (256, Tile(16, 32, 4, 2, "tf32x3")),
+    ),
+    "nvidia-fp32": (
+        (128, Tile(16, 32, 4, 2, "tf32x3")),
+        (256, Tile(16, 32, 4, 1, "tf32x3")),
+    ),
+    "amd-fp32": (
+        (128, Tile(16, 32, 4, 1)),
+        (256, Tile(16, 32, 4, 1)),
+    ),
+    "rdna-fp32": (
+        (128, Tile(16, 32, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+    ),
+}
+
+# what a device without a driver to ask is taken to have
+_PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
+_PROCESSORS |= {"gfx90a": 104, "gfx942": 304, "gfx950": 256, "gfx1100": 48, "": 4}
+_TYPICAL_PROCESSORS = 128
+
+# programs of a short tile that one processor holds at a time
+_SHORT_RESIDENT = 2
+# a split has at least so many steps, else its merging costs more than it saves
+_LEAST_STEPS = 4
+# bytes that partial results may take, if the caller has not asked for more
+_SCRATCH_BYTES = 256 * 2**20
+# a split count is good enough at this share of the best occupancy of the last wave
+_GOOD_ENOUGH = 0.9
+_MOST_SPLITS = 128
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the tile width that holds a head dimension."""
+    return max(MIN_TILE, next_power_of_2(head_dim))
+
+
+@functools.cache
+def long_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
+    """Return the tile for sequences with many queries."""
+    return _lookup(_LONG, platform, head_dim, itemsize)
+
+
+@functools.cache
+def short_tile(platform: Platform, head_dim: int, itemsize: int, group: int) -> Tile:
+    """Return the tile for sequences with few queries: decoding, and verifying of drafts."""
+    tile = _lookup(_SHORT, platform, head_dim, itemsize)
+    rows = min(MAX_SHORT_ROWS, max(tile.block_m, next_power_of_2(group)))
+    return Tile(rows, tile.block_n, tile.num_warps, tile.num_stages, tile.precision)
+
+
+def short_tokens(group: int) -> int:
+    """Return the most queries of a sequence that goes to the short tile.
+
+    It depends on nothing else: a sequence is computed in the same way whatever shares its batch.
+    """
+    return max(1, MIN_TILE // group)
+
+
+def processors(platform: Platform) -> int:
+    """Return how many processors a platform has, where nobody can be asked."""
+    return _PROCESSORS.get(platform.arch, _TYPICAL_PROCESSORS)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(
+    units: int, is_short: bool, steps: int, scratch_bytes: int, processors: int
+) -> int:
+    """Return into how many parts to cut the keys of every sequence.
+
+    Args:
+        units: programs without a split.
+        is_short: whether they run the short tile, of which a processor holds several.
+        steps: tiles of keys of the longest sequence.
+        scratch_bytes: what the partial results of one split take.
+        processors: how many the GPU has.
+    """
+    resident = processors * (_SHORT_RESIDENT if is_short else 1)
+    most = min(_MOST_SPLITS, steps // _LEAST_STEPS, _SCRATCH_BYTES // max(1, scratch_bytes))
+    if units == 0 or units * 10 >= resident * 8 or most < 2:
+        return 1
+    # up to the first count that fills the GPU once
+    most = min(most, cdiv(resident, units))
+    shares = [_last_wave(units * splits, resident) for splits in range(1, most + 1)]
+    good = _GOOD_ENOUGH * max(shares)
+    return 1 + next(i for i, share in enumerate(shares) if share >= good)
+
+
+def _last_wave(programs: int, resident: int) -> float:
+    """Return the share of the time in which programs keep the GPU busy."""
+    return programs / (cdiv(programs, resident) * resident)
+
+
+def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsize: int) -> Tile:
+    if platform.vendor == "cpu":
+        return _INTERPRETED
+    family = "amd" if platform.vendor == "amd" else "nvidia"
+    if platform.is_hopper:
+        family = "hopper"
+    if platform.is_rdna:
+        family = "rdna"
+    table = tables[f"{family}-fp32" if itemsize == 4 else family]
+    width = padded_head_dim(head_dim)
+    return next(tile for widest, tile in table if width <= widest)

@@ -1,0 +1,140 @@
+"""What CPU tensors run: the definition, one sequence after the other, into given outputs.
+
+One after the other, because the products of a batch may round otherwise than those of a sequence
+alone.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._layout import is_packed
+from .reference import attend, round_output, scaled
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    out_scale: Tensor | None,
+    positions: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    signed_alibi: bool,
+    skip_decode: bool,
+    decode_from_cache: bool,
+    fill_padding: bool,
+    row_by_row: bool,
+) -> None:
+    """Write the output, and the log-sum-exp in fp32.
+
+    ``row_by_row`` is for one sequence whose queries belong to others, and to different batches.
+    """
+    with torch.no_grad():
+        if row_by_row:
+            first, last = cu_seqlens_q.tolist()
+            cu_seqlens_q = torch.arange(first, last + 1, dtype=torch.int32)
+            block_table = block_table.expand(last - first, -1)
+            seqlens_k = seqlens_k.expand(last - first)
+        result, result_lse = attend(
+            q, k_cache, v_cache, k, v, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks,
+            q_descale, k_descale, v_descale, softmax_scale, window_left, window_right, softcap,
+            positions=positions, signed_alibi=signed_alibi, decode_from_cache=decode_from_cache,
+        )  # fmt: skip
+        result = round_output(result, out.dtype, out_scale)
+        starts = cu_seqlens_q.to(torch.int64)
+        token = torch.arange(q.shape[0], device=q.device)
+        written = (token >= starts[0]) & (token < starts[-1])
+        if fill_padding:
+            written = torch.ones_like(written)
+        if skip_decode:
+            single = starts[:-1][starts[1:] - starts[:-1] == 1]
+            written[single] = False
+        # FP8 knows no copy by a mask
+        rows = written.nonzero()[:, 0].tolist()
+        for row in rows:
+            out[row] = result[row]
+        if lse is not None:
+            lse[:, rows] = result_lse[:, rows].float()
+
+
+def reshape_and_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Write tokens into their slots."""
+    with torch.no_grad():
+        packed = is_packed(k_cache)
+        size = k_cache.shape[3] if packed else k_cache.shape[1]
+        kept = slot_mapping >= 0
+        kept &= slot_mapping < k_cache.shape[0] * size
+        slots = slot_mapping[kept].to(torch.int64)
+        pages, in_page = slots // size, slots % size
+        for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+            values = x[: slot_mapping.shape[0]][kept]
+            if cache.element_size() == 1:
+                limits = torch.finfo(cache.dtype)
+                per_head = None if scale is None else 1.0 / scale.double()
+                values = scaled(values, per_head, torch.float64)
+                # one rounding to fp32 first, as a kernel has it
+                values = values.float().clamp(limits.min, limits.max).to(cache.dtype)
+                # indexing knows no FP8
+                values, cache = values.view(torch.uint8), cache.view(torch.uint8)
+            if not packed:
+                cache[pages, in_page] = values
+            elif cache.ndim == 5:
+                cache[pages, :, :, in_page] = values.reshape(*values.shape[:2], -1, cache.shape[4])
+            else:
+                cache[pages, :, :, in_page] = values
+
+
+def merge_states(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    out_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Write the merged result of attention over disjoint keys."""
+    with torch.no_grad():
+        # some kernels mark a row without keys by +inf
+        empty_a, empty_b = lse_a.isinf(), lse_b.isinf()
+        lse_a = lse_a.masked_fill(empty_a, -math.inf)
+        lse_b = lse_b.masked_fill(empty_b, -math.inf)
+        shift = torch.maximum(lse_a, lse_b).masked_fill(empty_a & empty_b, 0.0)
+        weight_a, weight_b = torch.exp(lse_a - shift), torch.exp(lse_b - shift)
+        total = (weight_a + weight_b).masked_fill(empty_a & empty_b, 1.0)
+        parts = [
+            _per_row(weight / total) * part.to(lse_a.dtype).masked_fill(_per_row(empty), 0.0)
+            for weight, part, empty in ((weight_a, out_a, empty_a), (weight_b, out_b, empty_b))
+        ]
+        out.copy_(round_output(parts[0] + parts[1], out.dtype, out_scale))
+        if lse is not None:
+            lse.copy_((shift + torch.log(total)).masked_fill(empty_a & empty_b, -math.inf))
+
+
+def _per_row(x: Tensor) -> Tensor:
+    """Turn ``[heads, tokens]`` into ``[tokens, heads, 1]``."""
+    return x.T.unsqueeze(-1)

@@ -1,0 +1,227 @@
+"""Pieces of the attention kernel: loads through a page table, dots, logits, masks.
+
+Scores are kept in base 2 ("logits" below are natural scores times log2(e)), because the hardware
+exponential is ``exp2``.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def look_up(table_base, stride_table, keys, first, last, PAGE: tl.constexpr):
+    """Return the pages of keys; entries outside of the pages of ``[first, last)`` are not read."""
+    if PAGE == 0:
+        pages = keys  # dense: nothing to look up
+    else:
+        entries = table_base + (keys // PAGE).to(tl.int64) * stride_table
+        pages = tl.load(entries, mask=(keys >= first) & (keys < last), other=0)
+    return pages
+
+
+@triton.jit
+def rows_of(pages, keys, stride_page, stride_slot, PAGE: tl.constexpr):
+    """Return where keys begin, relative to their head: in their pages, or dense (PAGE 0)."""
+    if PAGE == 0:
+        rows = keys.to(tl.int64) * stride_slot
+    else:
+        rows = pages.to(tl.int64) * stride_page + (keys % PAGE).to(tl.int64) * stride_slot
+    return rows
+
+
+@triton.jit
+def load_rows(
+    base, rows, inside, cols, stride_step, stride_inner,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr,
+    BYTES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load rows x cols of vectors that begin at ``rows``; where not ``inside``, give 0.
+
+    A vector is cut into runs of ``RUN`` numbers, ``stride_step`` apart. Every run begins on a
+    multiple of ``BYTES``, and has no gaps if ``UNIT``: the launcher sees to both.
+    """
+    begin = base + rows[:, None]
+    if RUN < WIDTH:
+        begin += (cols // RUN).to(tl.int64)[None, :] * stride_step
+    place = cols % RUN if RUN < WIDTH else cols
+    if UNIT:
+        pointers = tl.multiple_of(begin, [BYTES, BYTES]) + place[None, :]
+    else:
+        pointers = begin + place.to(tl.int64)[None, :] * stride_inner
+    if MASKED:
+        tile = tl.load(pointers, mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
+    elif WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)  # whole tile inside: no mask needed
+    return tile
+
+
+@triton.jit
+def load_columns(
+    base, rows, inside, cols, stride_inner,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, RUN: tl.constexpr, BYTES: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load the same tile where neighbouring rows lie next to each other, in runs of ``RUN``."""
+    # a run is within a page, and begins on a multiple of BYTES: the launcher sees to it
+    rows = tl.max_contiguous(rows, [RUN])
+    pointers = base + rows[:, None] + cols.to(tl.int64)[None, :] * stride_inner
+    pointers = tl.multiple_of(tl.max_contiguous(pointers, [RUN, 1]), [BYTES, BYTES])
+    if MASKED:
+        tile = tl.load(pointers, mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
+    elif WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)  # whole tile inside: no mask needed
+    return tile
+
+
+@triton.jit
+def matched(x, other):
+    """Widen ``x`` to the dtype in which it is multiplied with ``other``; nothing is rounded."""
+    if x.dtype.primitive_bitwidth == 8 and x.dtype != other.dtype:
+        if other.dtype.primitive_bitwidth == 8:  # the two formats of 8 bits
+            x = x.to(tl.bfloat16)
+        else:
+            x = x.to(other.dtype)
+    return x
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Matrix product with fp32 accumulation."""
+    if UPCAST:  # interpreted dots of bf16 work on raw bits
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_add(acc, a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Return ``acc + a @ b``, with ``a`` rounded to ``b``'s dtype as the tensor cores need it."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    else:
+        a = a.to(b.dtype)
+    if b.dtype.primitive_bitwidth == 8:
+        # Hopper adds FP8 products to some 14 bits: short sums of them, then fp32
+        return tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent, to fp32 accuracy and without overflow."""
+    # 1 - exp cancels near 0, where the Taylor polynomial takes over
+    square = x * x
+    poly = 62.0 / 2835.0 + square * (-1382.0 / 155925.0)
+    poly = 2.0 / 15.0 + square * (-17.0 / 315.0 + square * poly)
+    near = x + x * square * (-1.0 / 3.0 + square * poly)
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - decay) / (1.0 + decay)
+    far = tl.where(x < 0, -far, far)
+    return tl.where(tl.abs(x) < 0.35, near, far)
+
+
+@triton.jit
+def logits_of(
+    products, scale, softcap, slopes, position, keys,
+    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SIGNED_ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Turn raw products into base-2 logits: scale, softcap, ALiBi, in that order."""
+    if HAS_SOFTCAP:
+        logits = tanh(products * (scale / softcap)) * (softcap * LOG2E)
+    else:
+        logits = products * (scale * LOG2E)
+    if HAS_ALIBI:
+        distance = (keys[None, :] - position[:, None]).to(tl.float32)
+        if not SIGNED_ALIBI:
+            distance = -tl.abs(distance)
+        logits += distance * (slopes * LOG2E)[:, None]
+    return logits
+
+
+@triton.jit
+def is_visible(
+    position, keys, last, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Mask of the keys that each row sees; its window hangs on ``position``."""
+    visible = (keys < last)[None, :] & (position == position)[:, None]
+    if HAS_RIGHT:
+        visible &= keys[None, :] <= position[:, None] + window_right
+    if HAS_LEFT:
+        visible &= keys[None, :] >= position[:, None] - window_left
+    return visible
+
+
+@triton.jit
+def key_range(
+    first_position, last_position, seqlen_k, window_left, window_right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Return what rows at positions from the first to the last see of the keys.
+
+    ``(first, last, full_first, full_last)``: the keys ``[first, last)`` are seen by some row, those
+    in ``[full_first, full_last)``, which may be empty, by every row.
+    """
+    first = 0
+    last = seqlen_k
+    full_first = 0
+    full_last = seqlen_k
+    if HAS_LEFT:
+        first = tl.maximum(first, first_position - window_left)
+        full_first = tl.maximum(full_first, last_position - window_left)
+    if HAS_RIGHT:
+        last = tl.maximum(tl.minimum(last, last_position + window_right + 1), 0)
+        full_last = tl.maximum(tl.minimum(full_last, first_position + window_right + 1), 0)
+    return tl.minimum(first, last), last, full_first, full_last
+
+
+@triton.jit
+def cut_range(first, last, full_first, full_last, begin, end, BLOCK_N: tl.constexpr):
+    """Cut a range to the tiles from ``begin`` to ``end``, and name its masked and whole ones.
+
+    ``(first, last, start, full_start, full_end)``: tiles from ``start`` up to ``full_start`` and
+    from ``full_end`` to ``last`` need a mask, those between do not. ``step_start`` walks them.
+    """
+    first = tl.maximum(first, begin * BLOCK_N)
+    last = tl.maximum(tl.minimum(last, end * BLOCK_N), first)
+    start = first // BLOCK_N * BLOCK_N
+    full_end = tl.minimum(full_last, last) // BLOCK_N * BLOCK_N
+    full_start = tl.cdiv(tl.minimum(tl.maximum(full_first, first), last), BLOCK_N) * BLOCK_N
+    full_end = tl.maximum(full_end, full_start)
+    if first >= last:  # nothing, wherever in a tile that is
+        start = tl.cdiv(last, BLOCK_N) * BLOCK_N
+        full_start = start
+        full_end = start
+    return first, last, start, full_start, full_end
+
+
+@triton.jit
+def count_steps(start, full_start, full_end, last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Return how many tiles of a range need a mask, or how many do not."""
+    if MASKED:
+        steps = (full_start - start) // BLOCK + tl.cdiv(tl.maximum(last - full_end, 0), BLOCK)
+    else:
+        steps = (full_end - full_start) // BLOCK
+    return steps
+
+
+@triton.jit
+def step_start(
+    step, start, full_start, full_end, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """Return where a step's tile begins; masked steps take both ends of the range in one loop."""
+    if MASKED:
+        before = (full_start - start) // BLOCK
+        begin = tl.where(step < before, start + step * BLOCK, full_end + (step - before) * BLOCK)
+    else:
+        begin = full_start + step * BLOCK
+    return begin

@@ -1,0 +1,57 @@
+"""Which rows of which sequence and head a program owns: found on the device, without a host loop.
+
+A row is one query head of one token; the ``GROUP`` heads that share a head of keys are neighbours.
+"""
+
+import triton
+import triton.language as tl
+
+# sequences looked at per step when a program searches its own in cu_seqlens
+SEARCH_CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def find_sequence(cu_seqlens_ptr, slot, batch, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the sequence that owns a slot; -1 and ``batch`` are padding ahead and behind.
+
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] * GROUP // BLOCK + b + 1`` on. They are at
+    least as many as its tiles, and the grid's bound, ``tokens * GROUP // BLOCK + batch + 2``, needs
+    no device data.
+    """
+    owned = tl.zeros([], tl.int32)
+    for first in range(0, batch + 1, SEARCH_CHUNK):
+        index = first + tl.arange(0, SEARCH_CHUNK)
+        start = tl.load(cu_seqlens_ptr + index, mask=index <= batch, other=0)
+        mine = (start * GROUP // BLOCK + index < slot) & (index <= batch)
+        owned += tl.sum(mine.to(tl.int32), 0)
+    return owned - 1
+
+
+@triton.jit
+def locate(
+    unit, cu_seqlens_ptr, batch,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    MIN_TOKENS: tl.constexpr, MAX_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Return ``(sequence, tile, q_start, seqlen_q)`` of a unit; ``tile`` is -1 where there is none.
+
+    ``TILES`` is how many tiles every sequence has at most; 0, for sequences of any length, lets
+    units be slots that sequences own by their length. Only sequences with ``MIN_TOKENS`` to
+    ``MAX_TOKENS`` queries have any; units behind those of the last sequence have none.
+    """
+    if TILES > 0:
+        sequence = unit // TILES
+        tile = unit % TILES
+    else:
+        sequence = find_sequence(cu_seqlens_ptr, unit, batch, GROUP, BLOCK)
+        tile = 0
+    is_real = (sequence >= 0) & (sequence < batch)
+    q_start = tl.load(cu_seqlens_ptr + sequence, mask=is_real, other=0)
+    q_end = tl.load(cu_seqlens_ptr + sequence + 1, mask=is_real, other=0)
+    seqlen_q = q_end - q_start
+    tiles = tl.cdiv(seqlen_q * GROUP, BLOCK)
+    if TILES == 0:
+        # the last tile sees the most keys under a causal mask, and starts first
+        tile = tiles - 1 - (unit - (q_start * GROUP // BLOCK + sequence + 1))
+    is_mine = is_real & (seqlen_q >= MIN_TOKENS) & (seqlen_q <= MAX_TOKENS) & (tile < tiles)
+    return sequence, tl.where(is_mine, tile, -1), q_start, seqlen_q

@@ -1,0 +1,78 @@
+"""The two layouts of a cache, as one set of sizes and strides.
+
+NHD: keys and values ``[num_blocks, block_size, heads_k, head_dim]``. Packed: keys
+``[num_blocks, heads_k, head_dim // x, block_size, x]``, values
+``[num_blocks, heads_k, head_dim, block_size]``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PACKED_NDIM = 5
+
+
+class CacheSizes(NamedTuple):
+    """What both layouts have."""
+
+    num_blocks: int
+    block_size: int
+    heads_k: int
+    head_dim: int
+
+
+class Strides(NamedTuple):
+    """Where number d of a slot of a page lies.
+
+    At ``page * page + slot * slot + head * head + d // run * step + d % run * inner``.
+    """
+
+    page: int
+    slot: int
+    head: int
+    step: int
+    inner: int
+    run: int
+
+
+def is_packed(k_cache: Tensor) -> bool:
+    """Say which layout a cache has; its keys tell."""
+    return k_cache.ndim == PACKED_NDIM
+
+
+def cache_sizes(k_cache: Tensor) -> CacheSizes:
+    """Return the sizes of a cache, from its keys."""
+    shape = k_cache.shape
+    if is_packed(k_cache):
+        return CacheSizes(shape[0], shape[3], shape[1], shape[2] * shape[4])
+    return CacheSizes(shape[0], shape[1], shape[2], shape[3])
+
+
+def key_strides(k_cache: Tensor) -> Strides:
+    """Return how keys are addressed."""
+    if is_packed(k_cache):
+        page, head, step, slot, inner = k_cache.stride()
+        return Strides(page, slot, head, step, inner, k_cache.shape[4])
+    page, slot, head, inner = k_cache.stride()
+    return Strides(page, slot, head, 0, inner, k_cache.shape[3])
+
+
+def value_strides(k_cache: Tensor, v_cache: Tensor) -> Strides:
+    """Return how values are addressed."""
+    if is_packed(k_cache):
+        page, head, inner, slot = v_cache.stride()
+        return Strides(page, slot, head, 0, inner, v_cache.shape[2])
+    return key_strides(v_cache)
+
+
+def gather_pages(cache: Tensor, pages: Tensor, packed: bool) -> Tensor:
+    """Return whole pages, one after the other: ``[tokens, heads_k, head_dim]``."""
+    # indexing knows no FP8
+    is_fp8 = cache.element_size() == 1
+    found = cache.view(torch.uint8)[pages].view(cache.dtype) if is_fp8 else cache[pages]
+    if packed and found.ndim == PACKED_NDIM:
+        found = found.permute(0, 3, 1, 2, 4).flatten(3)
+    elif packed:
+        found = found.permute(0, 3, 1, 2)
+    return found.flatten(0, 1)

@@ -1,0 +1,195 @@
+"""The two main public functions: check the arguments, then call the operator."""
+
+import torch
+from torch import Tensor
+
+from . import _checks, _ops, _options
+from ._arguments import check_length
+from ._call import Checked, Tensors
+from ._forms import Memory, form_of
+from ._layout import cache_sizes
+
+_known: Memory[Checked] = Memory()
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def paged_attn_func(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+) -> Result:
+    """Softmax attention of packed queries over keys and values in the pages of a cache.
+
+    Key j of sequence b lies in page ``block_table[b, j // block_size]``, slot ``j % block_size``
+    (PagedAttention: Kwon et al. 2023). For query i of a sequence, at the position
+    ``i' = i + seqlen_k - seqlen_q``, the score of key j is::
+
+        s = softmax_scale * q_i . k_j
+        s = softcap * tanh(s / softcap)                    if softcap > 0
+        s = s - alibi_slope * |i' - j|                     if given
+        s = -inf                                           where i does not see j
+
+    and the output is ``sum_j exp(s_ij) v_j / (sum_j exp(s_ij) + exp(sink))``. Sequences with one
+    query (decoding), with a few, and with many (prefill) may share a call.
+
+    Args:
+        q: queries, ``[tokens, heads_q, head_dim]``; fp16, bf16, fp32 or FP8 (e4m3). Sequence b is
+            the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``; rows of no sequence are
+            padding, whose output is 0 and lse -inf. ``head_dim`` is a multiple of 8 up to 256.
+            Strides are free.
+        k_cache: keys, ``[num_blocks, block_size, heads_k, head_dim]``, or packed,
+            ``[num_blocks, heads_k, head_dim // x, block_size, x]``; dtype of ``q``, FP8 (e4m3 or
+            e5m2), or uint8, which is read as e4m3. ``heads_q`` is a multiple of ``heads_k``: query
+            head h reads KV head ``h // (heads_q // heads_k)``. ``block_size`` is any from 1 up, and
+            strides are free.
+        v_cache: values, in the same layout, ``[num_blocks, block_size, heads_k, head_dim]``, or
+            packed, ``[num_blocks, heads_k, head_dim, block_size]``; dtype of ``k_cache``.
+        block_table: the pages of each sequence, int32 or int64 ``[batch, max_blocks]``. Entries
+            behind a sequence's last page, and those of pages before its window, are not read. Its
+            values are the caller's duty: :func:`validate_paged` checks them.
+        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``.
+        seqlens_k: how many keys each sequence has, those of the new tokens included, int32
+            ``[batch]``.
+        max_seqlen_q: the most queries of a sequence; an upper bound is as good.
+        max_seqlen_k: the most keys of a sequence, by which the work is split; an upper bound.
+        k: keys of the tokens of ``q``, ``[tokens, heads_k, head_dim]``, dtype of ``q`` (any but FP8
+            for FP8 ``q``). The cache then holds only the keys before them. Default: None, all keys
+            are in the cache.
+        v: values of the tokens of ``q``, likewise.
+        softmax_scale: factor of the scores, any number that is finite in fp32.
+            Default: ``head_dim ** -0.5``.
+        causal: hide key j from query i unless ``j <= i'``. Default: True.
+        window_size: ``(left, right)``: key j is visible iff ``i' - left <= j <= i' + right``; -1 is
+            unlimited. ``causal`` makes ``right`` 0. Default: ``(-1, -1)``.
+        softcap: cap of the scores; 0.0 is none. Default: 0.0.
+        alibi_slopes: slopes of the linear bias (Press et al. 2021), fp32 ``[heads_q]`` or
+            ``[batch, heads_q]``. Default: None.
+        sinks: one more logit per head in the denominator, not scaled, without a value (Xiao et al.
+            2023, as in gpt-oss): ``[heads_q]``, fp16, bf16 or fp32. Default: None.
+        q_descale: factor of FP8 ``q``: fp32, one element or ``[heads_k]``. Default: None (1.0).
+        k_descale: factor of the keys in an FP8 cache, likewise; not of ``k``.
+        v_descale: factor of the values in an FP8 cache, likewise; not of ``v``.
+        out: where the output goes, ``[tokens, heads_q, head_dim]``, fp16, bf16, fp32, or FP8 with
+            ``out_scale``. Default: None, allocated in the dtype of ``q``, in bf16 for FP8 ``q``, in
+            FP8 with ``out_scale``.
+        out_scale: fp32, one element: an FP8 output stores ``out / out_scale``, saturated at the
+            largest number of the dtype. Default: None.
+        num_splits: into how many parts to cut the keys of each sequence, which are computed side by
+            side and merged. 1 makes a sequence's result bit for bit the same whatever shares its
+            batch; so does any other number but 0. Default: 0, by load.
+        return_lse: return ``(out, lse)``. Default: False.
+
+    Returns:
+        ``out``; or ``(out, lse)``, where ``lse`` is the natural logarithm of the whole denominator,
+        fp32 ``[heads_q, tokens]``. A query that sees no key has output 0 and lse -inf, or the sink.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
+            gradient.
+    """
+    rows = [x for x in (q, k, v, out) if x is not None]
+    form = form_of(
+        rows,
+        (k_cache, v_cache, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks, q_descale,
+         k_descale, v_descale, out_scale),
+        (softmax_scale, causal, window_size, softcap, num_splits, return_lse, k is None,
+         v is None, out is None),
+        packed=True,
+    )  # fmt: skip
+    if form is not None and any(x.shape[:1] != q.shape[:1] for x in rows):
+        form = None
+    known = None if form is None else _known.get(form)
+    k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
+    if known is None:
+        _checks.check_paged(q, k_cache, v_cache, k, v)
+        options = _options.check_options(
+            q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
+        )
+        batch = _checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
+    check_length("max_seqlen_q", max_seqlen_q)
+    check_length("max_seqlen_k", max_seqlen_k)
+    if known is None:
+        heads_k = cache_sizes(k_cache).heads_k
+        _checks.check_extras(
+            q, batch, heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
+        )
+        _checks.check_descales(k_cache, k_descale, v_descale)
+        dtype = _checks.check_out(q, out, out_scale)
+        _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+        known = Checked(options, dtype)
+    if out is None:
+        out = torch.empty(q.shape, dtype=known.out_dtype, device=q.device)
+    lse = None
+    if return_lse:
+        lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    x = Tensors(
+        q, k_cache, v_cache, k, v, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks,
+        q_descale, k_descale, v_descale, out_scale, None, out, lse,
+    )  # fmt: skip
+    if known.plan is None and form is not None and _known.get(form) is None:
+        known = _known.keep(form, known._replace(plan=_ops.plan_of(x, known.options)))
+    _ops.run(x, max_seqlen_q, max_seqlen_k, known)
+    return out if lse is None else (out, lse)
+
+
+def reshape_and_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens into the pages of a cache.
+
+    Token t goes to page ``slot_mapping[t] // block_size``, slot ``slot_mapping[t] % block_size``.
+
+    Args:
+        k: keys, ``[tokens, heads_k, head_dim]``; fp16, bf16 or fp32. Tokens beyond those of
+            ``slot_mapping`` are padding.
+        v: values, shape and dtype of ``k``.
+        k_cache: where keys go, in either layout of :func:`paged_attn_func`; dtype of ``k``, FP8 or
+            uint8, which takes e4m3.
+        v_cache: where values go, in the same layout and dtype.
+        slot_mapping: int32 or int64 ``[tokens]``. A token with a negative slot is not written.
+            No two tokens may have the same slot.
+        k_scale: fp32, one element or ``[heads_k]``: an FP8 cache stores ``k / k_scale``, saturated
+            at the largest number of the dtype. Default: None (1.0).
+        v_scale: likewise.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
+            gradient.
+    """
+    k_cache, v_cache = _checks.fp8_view(k, k_cache), _checks.fp8_view(k, v_cache)
+    _checks.check_cache_inputs(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    _checks.check_no_gradients(k, v, k_cache, v_cache)
+    _ops.reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)

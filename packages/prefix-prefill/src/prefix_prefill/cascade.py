@@ -1,0 +1,122 @@
+"""Sequences that begin with the same pages: those are attended once for all of them."""
+
+import torch
+from torch import Tensor
+
+from . import _checks, _ops, _options
+from ._arguments import check_length
+from ._layout import cache_sizes
+from .api import Result
+
+
+def shared_prefix_attn_func(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    shared_pages: Tensor,
+    shared_len: int,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+) -> Result:
+    """Attend as :func:`paged_attn_func` does, where all sequences begin with the same keys.
+
+    The shared keys are read once for the queries of all sequences together, each sequence's own
+    keys by itself, and the two results are merged by their log-sum-exps (cascade attention). The
+    result is that of :func:`paged_attn_func` with the shared pages ahead of each sequence's own.
+
+    Args:
+        q: queries; this and all others as in :func:`paged_attn_func`, but for these:
+        shared_pages: the pages of the shared keys, int32 or int64 ``[shared_blocks]``.
+        shared_len: how many keys they hold; the last page need not be full.
+        block_table: the pages of each sequence's own keys, which follow the shared ones.
+        seqlens_k: how many keys of its own each sequence has, those of its new tokens included, at
+            least as many as it has queries. The positions of masks and ALiBi count the shared keys
+            too.
+        max_seqlen_k: the most keys of its own that a sequence has.
+
+    Returns:
+        ``out`` or ``(out, lse)``.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: as :func:`paged_attn_func` does.
+    """
+    k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
+    _checks.check_paged(q, k_cache, v_cache, k, v)
+    options = _options.check_options(
+        q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
+    )
+    batch = _checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
+    check_length("max_seqlen_q", max_seqlen_q)
+    check_length("max_seqlen_k", max_seqlen_k)
+    sizes = cache_sizes(k_cache)
+    _checks.check_indices("shared_pages", shared_pages, "q", q, 1)
+    check_length("shared_len", shared_len)
+    if shared_len > shared_pages.shape[0] * sizes.block_size:
+        raise ValueError(
+            "shared_len must be at most what shared_pages hold, "
+            f"{shared_pages.shape[0] * sizes.block_size}, got {shared_len}"
+        )
+    _checks.check_extras(
+        q, batch, sizes.heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
+    )
+    _checks.check_descales(k_cache, k_descale, v_descale)
+    dtype = _checks.check_out(q, out, out_scale)
+    _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+    tokens, heads_q, _ = q.shape
+    device = q.device
+    if out is None:
+        out = torch.empty(q.shape, dtype=dtype, device=device)
+    lse = torch.empty((heads_q, tokens), device=device) if return_lse else None
+
+    # before the rounding to 16 bits or less, which the merged result alone should see
+    parts = [torch.empty(q.shape, device=device) for _ in range(2)]
+    lses = [torch.empty((heads_q, tokens), device=device) for _ in range(2)]
+    # all queries are one sequence to the shared keys; only windows and slopes tell them apart
+    ends = torch.stack([cu_seqlens_q[0], cu_seqlens_q[-1]])
+    positions = slopes = None
+    # whatever its right side, a window shows them all of the shared keys there
+    if batch and (options.window_left >= 0 or alibi_slopes is not None):
+        token = torch.arange(tokens, dtype=torch.int32, device=device)
+        owner = torch.searchsorted(cu_seqlens_q, token, right=True) - 1
+        owner = owner.clamp(0, batch - 1)
+        last = seqlens_k - cu_seqlens_q[1:] + shared_len
+        positions = token + last[owner]
+        slopes = alibi_slopes
+        if slopes is not None and slopes.ndim == 1:
+            slopes = slopes.expand(tokens, heads_q)
+        elif slopes is not None:
+            slopes = slopes[owner]
+    shared_lens = torch.full((1,), shared_len, dtype=torch.int32, device=device)
+    _ops.attention(
+        q, k_cache, v_cache, None, None, shared_pages[None], ends, shared_lens, slopes, None,
+        q_descale, k_descale, v_descale, None, positions, parts[0], lses[0], tokens, shared_len,
+        *options._replace(window_right=-1, long_only=num_splits != 0),
+    )  # fmt: skip
+    _ops.attention(
+        q, k_cache, v_cache, k, v, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks,
+        q_descale, k_descale, v_descale, None, None, parts[1], lses[1], max_seqlen_q,
+        max_seqlen_k, *options,
+    )  # fmt: skip
+    _ops.merge_states(parts[0], lses[0], parts[1], lses[1], out_scale, out, lse)
+    return out if lse is None else (out, lse)

@@ -1,0 +1,236 @@
+"""The functions under which inference engines know this kernel."""
+
+import torch
+from torch import Tensor
+
+from . import _checks, _ops, _options
+from ._arguments import check_length, check_tensor, is_int, kind
+from ._call import Checked, Tensors
+from ._forms import Memory, form_of
+from ._layout import cache_sizes
+
+_known: Memory[Checked] = Memory()
+
+# what engines call the dtype of a cache; "auto" is that of the queries
+_FP8_NAMES = {"fp8": 0, "fp8_e4m3": 0, "fp8_e5m2": 1}
+
+
+def context_attention_fwd(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    o: Tensor,
+    kv_cache_dtype: str,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    b_loc: Tensor,
+    b_start_loc: Tensor,
+    b_seq_len: Tensor,
+    max_seq_len: int | None,
+    max_input_len: int,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    sm_scale: float | None = None,
+    skip_decode: bool = False,
+    fp8_out_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    causal: bool = True,
+) -> None:
+    """Attend to cached keys and to the new ones; a drop-in for engines, over the paged operator.
+
+    Args:
+        q: queries, ``[tokens, heads_q, head_dim]``.
+        k: new keys, ``[tokens, heads_k, head_dim]``, not quantised. None: they are in the cache.
+        v: new values, likewise.
+        o: where the output goes, ``[tokens, heads_q, head_dim]``. Rows of no sequence, and of
+            skipped ones, stay as they are.
+        kv_cache_dtype: "auto" for the dtype of ``q``; "fp8", "fp8_e4m3" or "fp8_e5m2".
+        k_cache: keys, ``[num_blocks, heads_k, head_dim // x, block_size, x]``, or
+            ``[num_blocks, block_size, heads_k, head_dim]``. An FP8 cache may be stored as uint8.
+        v_cache: values, ``[num_blocks, heads_k, head_dim, block_size]``, or as the keys.
+        b_loc: the pages of each sequence, ``[batch, max_blocks]``.
+        b_start_loc: where sequences begin, int32 ``[batch + 1]``.
+        b_seq_len: keys of each sequence, cached and new, int32 ``[batch]``.
+        max_seq_len: the most of them, by which the work is split; None, or too few, is no error.
+        max_input_len: the most queries of a sequence.
+        k_scale: factor of keys in an FP8 cache: fp32, one element or ``[heads_k]``. Read for an FP8
+            cache alone.
+        v_scale: likewise of values.
+        alibi_slopes: the bias is ``slope * (key_position - query_position)``, fp32 ``[heads_q]``.
+            Default: None.
+        sliding_window: how many keys a query sees, its own included. Default: None; 0 and less are
+            none, too.
+        sm_scale: factor of the scores. Default: ``head_dim ** -0.5``.
+        skip_decode: leave the rows of sequences of one query as they are. Default: False.
+        fp8_out_scale: fp32, one element: ``o`` is FP8 and stores ``out / scale``, saturated.
+            Default: None.
+        sinks: as in :func:`paged_attn_func`. Default: None.
+        causal: as in :func:`paged_attn_func`. Default: True.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range; on a ``max_input_len`` that cannot be, since
+            ``o`` has more rows than that for each sequence.
+        NotImplementedError: on FP8 where the hardware lacks it.
+    """
+    _options.check_flag("skip_decode", skip_decode)
+    _attend(
+        q, k, v, o, kv_cache_dtype, k_cache, v_cache, b_loc, b_start_loc, b_seq_len, max_seq_len,
+        max_input_len, k_scale, v_scale, alibi_slopes, sliding_window, sm_scale, skip_decode,
+        fp8_out_scale, sinks, causal, decode_from_cache=False,
+    )  # fmt: skip
+
+
+def chunked_prefill_paged_decode(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    output: Tensor,
+    kv_cache_dtype: str,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int | None,
+    max_query_len: int,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
+    sm_scale: float | None = None,
+    output_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    causal: bool = True,
+) -> None:
+    """Attend as :func:`context_attention_fwd` does, but for sequences of one query.
+
+    Those read their newest key and value from the cache, where the engine has written them, not
+    from ``key`` and ``value``. The arguments are those of :func:`context_attention_fwd` under other
+    names; ``output_scale`` is ``fp8_out_scale``.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on FP8 where the hardware lacks it.
+    """
+    _attend(
+        query, key, value, output, kv_cache_dtype, key_cache, value_cache, block_table,
+        query_start_loc, seq_lens, max_seq_len, max_query_len, k_scale, v_scale, alibi_slopes,
+        sliding_window, sm_scale, False, output_scale, sinks, causal, decode_from_cache=True,
+    )  # fmt: skip
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    o: Tensor,
+    kv_cache_dtype: str,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    b_loc: Tensor,
+    b_start_loc: Tensor,
+    b_seq_len: Tensor,
+    max_seq_len: int | None,
+    max_input_len: int,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sliding_window: int | None,
+    sm_scale: float | None,
+    skip_decode: bool,
+    fp8_out_scale: Tensor | None,
+    sinks: Tensor | None,
+    causal: bool,
+    *,
+    decode_from_cache: bool,
+) -> None:
+    rows = [x for x in (q, k, v, o) if x is not None]
+    form = form_of(
+        rows,
+        (k_cache, v_cache, b_loc, b_start_loc, b_seq_len, k_scale, v_scale, alibi_slopes,
+         fp8_out_scale, sinks),
+        (kv_cache_dtype, sliding_window, sm_scale, skip_decode, causal, decode_from_cache,
+         k is None, v is None),
+        packed=True,
+    )  # fmt: skip
+    if form is not None and any(x.shape[:1] != q.shape[:1] for x in rows):
+        form = None
+    known = None if form is None else _known.get(form)
+    if known is None:
+        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("o", o)):
+            check_tensor(name, x)
+    k_cache = _as_stored("k_cache", k_cache, kv_cache_dtype)
+    v_cache = _as_stored("v_cache", v_cache, kv_cache_dtype)
+    if known is None:
+        _checks.check_paged(q, k_cache, v_cache, k, v)
+        window = _window(sliding_window)
+        options = _options.check_options(q, sm_scale, causal, (window, -1), 0.0, 0, False)
+        _checks.check_table(q, b_loc, b_start_loc, b_seq_len)
+    max_seq_len = 0 if max_seq_len is None else max_seq_len
+    check_length("max_seq_len", max_seq_len)
+    check_length("max_input_len", max_input_len)
+    batch = b_seq_len.shape[0]
+    if q.shape[0] > batch * max_input_len:
+        raise ValueError(
+            "max_input_len must be the most queries of a sequence, got "
+            f"{max_input_len}, for {q.shape[0]} queries of {batch} sequences"
+        )
+    if k_cache.element_size() != 1:
+        # engines pass them in any case
+        k_scale = v_scale = None
+    if known is None:
+        heads_k = cache_sizes(k_cache).heads_k
+        _checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, None, k_scale, v_scale)
+        dtype = _checks.check_out(q, o, fp8_out_scale)
+        options = options._replace(
+            signed_alibi=True,
+            skip_decode=skip_decode,
+            decode_from_cache=decode_from_cache,
+            fill_padding=False,
+        )
+        known = Checked(options, dtype)
+    tensors = Tensors(
+        q, k_cache, v_cache, k, v, b_loc, b_start_loc, b_seq_len, alibi_slopes, sinks, None,
+        k_scale, v_scale, fp8_out_scale, None, o, None,
+    )  # fmt: skip
+    if known.plan is None and form is not None and _known.get(form) is None:
+        known = _known.keep(form, known._replace(plan=_ops.plan_of(tensors, known.options)))
+    with torch.no_grad():
+        _ops.run(tensors, max_input_len, max_seq_len, known)
+
+
+def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
+    """Return a cache in the dtype that its name says."""
+    if kv_cache_dtype == "auto":
+        if cache.dtype == torch.uint8:
+            raise ValueError(
+                f"kv_cache_dtype must be fp8, fp8_e4m3 or fp8_e5m2 for a {name} of torch.uint8, "
+                "got auto"
+            )
+        return cache
+    if kv_cache_dtype not in _FP8_NAMES:
+        raise ValueError(
+            f"kv_cache_dtype must be auto, fp8, fp8_e4m3 or fp8_e5m2, got {kv_cache_dtype!r}"
+        )
+    dtype = _checks.fp8_dtypes_of(cache.device, name)[_FP8_NAMES[kv_cache_dtype]]
+    if cache.dtype not in (torch.uint8, dtype):
+        raise TypeError(
+            f"{name} must be torch.uint8 or {dtype} for kv_cache_dtype {kv_cache_dtype}, "
+            f"got {cache.dtype}"
+        )
+    return cache.view(dtype)
+
+
+def _window(sliding_window: int | None) -> int:
+    """Return how many keys to the left of its own a query sees; -1 is all."""
+    if sliding_window is None:
+        return -1
+    if not is_int(sliding_window):
+        raise TypeError(f"sliding_window must be an int or None, got {kind(sliding_window)}")
+    return sliding_window - 1 if sliding_window > 0 else -1

@@ -1,0 +1,241 @@
+"""Attention over a paged cache by its definition: eager, any float dtype, sequence by sequence.
+
+This is the oracle of the kernels' tests and what CPU tensors run. It holds the whole score matrix
+of a sequence and shares no code with the kernels. Inputs in float64 are computed in float64, all
+others in float32, and only the output is rounded to the output's dtype. Lengths and page numbers
+are read on the host.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._checks import check_reference, fp8_view
+from ._layout import gather_pages, is_packed
+from ._options import MAX_WINDOW, check_options
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what :func:`paged_attn_func` computes, by the formulas in its description.
+
+    Args:
+        q: queries, ``[tokens, heads_q, head_dim]``; any float dtype, float64 included.
+        k_cache: this and all others as in :func:`paged_attn_func`; ``num_splits`` changes nothing.
+
+    Returns:
+        ``out`` or ``(out, lse)`` as :func:`paged_attn_func` does; the log-sum-exp is float64 for
+        float64 queries, else float32.
+
+    Raises:
+        TypeError: on an argument's type, or a dtype that is no float.
+        ValueError: on a shape, or a range.
+    """
+    k_cache, v_cache = fp8_view(q, k_cache), fp8_view(q, v_cache)
+    check_reference(q, k_cache, v_cache, k, v)
+    options = check_options(q, softmax_scale, causal, window_size, softcap, num_splits, return_lse)
+    result, lse = attend(
+        q, k_cache, v_cache, k, v, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks,
+        q_descale, k_descale, v_descale, *options[:4],
+    )  # fmt: skip
+    dtype = out_dtype_of(q, out, out_scale)
+    result = round_output(result, dtype, out_scale)
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    *,
+    positions: Tensor | None = None,
+    signed_alibi: bool = False,
+    decode_from_cache: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attend sequence by sequence; both results are in the dtype of the computation.
+
+    Rows of no sequence get 0 and -inf. ``positions`` are the keys on which the masks of each row
+    hang, if they are not the last ones of its sequence; slopes are per row then.
+    """
+    dtype = compute_dtype(q)
+    out = q.new_zeros(q.shape, dtype=dtype)
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
+    starts, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
+    for b, seqlen_k in enumerate(lengths):
+        rows = slice(starts[b], starts[b + 1])
+        seqlen_q = rows.stop - rows.start
+        if seqlen_q == 0:
+            continue
+        dense = k is not None and not (decode_from_cache and seqlen_q == 1)
+        context = seqlen_k - seqlen_q if dense else seqlen_k
+        if positions is None:
+            position = torch.arange(seqlen_q, device=q.device) + (seqlen_k - seqlen_q)
+        else:
+            position = positions[rows].to(torch.int64)
+        visible = visible_keys(position, seqlen_k, window_left, window_right)
+        seen = visible.any(0).nonzero()
+        # the pages before the first key that anybody sees may be gone
+        first = int(seen[0]) if len(seen) else 0
+        last = int(seen[-1]) + 1 if len(seen) else 0
+        parts: list[Tensor] = []
+        for cache, fresh, descale in ((k_cache, k, k_descale), (v_cache, v, v_descale)):
+            part = _cached(cache, block_table[b], first, min(last, context), is_packed(k_cache))
+            part = scaled(part, descale, dtype)
+            if dense and fresh is not None:
+                new = fresh[rows][max(first - context, 0) : max(last - context, 0)]
+                part = torch.cat([part, new.to(dtype)])
+            parts.append(part)
+        slopes = alibi_slopes
+        if slopes is not None and slopes.ndim == 2:
+            slopes = slopes[b] if positions is None else slopes[rows].T
+        out[rows], lse[:, rows] = dense_attention(
+            scaled(q[rows], q_descale, dtype), parts[0], parts[1], visible[:, first:last],
+            position - first, slopes, sinks, softmax_scale, softcap, signed_alibi,
+        )  # fmt: skip
+    return out, lse
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    position: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    signed_alibi: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend within one sequence, of which ``visible`` says what each query sees."""
+    # under autocast the products below would be rounded to 16 bits
+    with torch.autocast(q.device.type, enabled=False):
+        seqlen_q, heads_q, _ = q.shape
+        group = heads_q // k.shape[1]
+        # what nobody sees may hold NaN, and 0 * NaN is NaN
+        unseen = ~visible.any(0)[:, None, None]
+        k = k.masked_fill(unseen, 0.0).repeat_interleave(group, dim=1)
+        v = v.masked_fill(unseen, 0.0).repeat_interleave(group, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * softmax_scale
+        if softcap > 0.0:
+            scores = softcap * torch.tanh(scores / softcap)
+        if slopes is not None:
+            distance = torch.arange(k.shape[0], device=q.device) - position[:, None]
+            distance = distance if signed_alibi else -distance.abs()
+            per_row = slopes[:, None] if slopes.ndim == 1 else slopes
+            scores = scores + per_row.to(q.dtype)[..., None] * distance
+        scores = scores.masked_fill(~visible, -math.inf)
+
+        # the sink is one more column, without a value
+        sink = q.new_full((heads_q,), -math.inf) if sinks is None else sinks.to(q.dtype)
+        logits = torch.cat([scores, sink[:, None, None].expand(-1, seqlen_q, 1)], dim=-1)
+        shift = logits.amax(dim=-1, keepdim=True)
+        shift = shift.masked_fill(shift == -math.inf, 0.0)
+        weights = torch.exp(logits - shift)
+        total = weights.sum(dim=-1, keepdim=True)
+        empty = total == 0.0
+        total = total.masked_fill(empty, 1.0)
+        lse = (shift + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
+        out = torch.einsum("hij,jhd->ihd", weights[..., :-1] / total, v)
+        return out.masked_fill(~visible.any(1)[:, None, None], 0.0), lse
+
+
+def visible_keys(position: Tensor, seqlen_k: int, window_left: int, window_right: int) -> Tensor:
+    """Return which key each query sees, bool ``[queries, seqlen_k]``; -1 is no limit."""
+    key = torch.arange(seqlen_k, device=position.device)
+    position = position[:, None]
+    visible = torch.ones((position.shape[0], seqlen_k), dtype=torch.bool, device=position.device)
+    # a position and the largest integer have a sum that wraps around
+    if window_left >= 0:
+        visible = visible & (key >= position - min(window_left, MAX_WINDOW))
+    if window_right >= 0:
+        visible = visible & (key <= position + min(window_right, MAX_WINDOW))
+    return visible
+
+
+def scaled(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``x``, ``[tokens, heads, head_dim]``, in another dtype, times its scale."""
+    # how a product is rounded may depend on strides
+    x = x.to(dtype).contiguous()
+    if descale is None:
+        return x
+    descale = descale.to(dtype).reshape(-1)
+    if descale.numel() > 1:
+        descale = descale.repeat_interleave(x.shape[1] // descale.numel())
+    return x * descale[:, None]
+
+
+def out_dtype_of(q: Tensor, out: Tensor | None, out_scale: Tensor | None) -> torch.dtype:
+    """Return the dtype of the output."""
+    if out is not None:
+        return out.dtype
+    if out_scale is not None:
+        return torch.float8_e4m3fn
+    return torch.bfloat16 if q.element_size() == 1 else q.dtype
+
+
+def round_output(out: Tensor, dtype: torch.dtype, out_scale: Tensor | None) -> Tensor:
+    """Return ``out`` in the output's dtype; an FP8 output is scaled and saturated first."""
+    if out_scale is not None:
+        out = out / out_scale
+    if dtype.itemsize == 1:
+        limits = torch.finfo(dtype)
+        out = out.clamp(limits.min, limits.max)
+    return out.to(dtype)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return in what the definition computes."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _cached(cache: Tensor, table: Tensor, first: int, last: int, packed: bool) -> Tensor:
+    """Return the keys, or values, from ``first`` to ``last`` of a sequence."""
+    size = cache.shape[3] if packed else cache.shape[1]
+    first = min(first, max(last, 0))
+    first_page = first // size
+    pages = table[first_page : -(-max(last, 0) // size)]
+    # not one entry beyond the last page was looked at
+    tokens = gather_pages(cache, pages.to(torch.int64), packed)
+    return tokens[first - first_page * size : max(last, 0) - first_page * size]

@@ -1,0 +1,98 @@
+"""What this package builds ahead of time: configurations, and the launchers on meta tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a build depends on; sizes of tensors are those of a typical call."""
+
+    head_dim: int
+    dtype: str = "bfloat16"
+    cache: str = ""  # dtype of the cache, if another
+    page: int = 16
+    packed: bool = False  # layout of the cache
+    dense: bool = False  # new keys and values beside the cache
+    group: int = 4
+    rich: bool = False  # every feature at once
+    splits: int = 1
+
+    def __str__(self) -> str:
+        kind = f"d{self.head_dim}-{self.dtype}-{self.cache or 'same'}-p{self.page}-g{self.group}"
+        flags = ("packed", "dense", "rich")
+        kind += "".join(f"-{flag}" for flag in flags if getattr(self, flag))
+        return kind + ("-split" if self.splits > 1 else "")
+
+
+def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def caches(config: Config, heads_k: int = 8, blocks: int = 100) -> list[torch.Tensor]:
+    dtype = getattr(torch, config.cache or config.dtype)
+    d, page = config.head_dim, config.page
+    if not config.packed:
+        return [meta(blocks, page, heads_k, d, dtype=dtype) for _ in range(2)]
+    x = 16 // dtype.itemsize
+    return [
+        meta(blocks, heads_k, d // x, page, x, dtype=dtype),
+        meta(blocks, heads_k, d, page, dtype=dtype),
+    ]
+
+
+def launch_attention(config: Config, tokens: int = 2048, batch: int = 4, max_q: int = 512) -> None:
+    """Run the launcher of attention on meta tensors; ``max_q`` of 1 leaves the long tile out."""
+    from prefix_prefill._kernels.forward import launch_attention as launch
+
+    heads_k = 8
+    heads_q = heads_k * config.group
+    dtype = getattr(torch, config.dtype)
+    fp8 = dtype.itemsize == 1
+    d = config.head_dim
+    new: list[Any] = [None, None]
+    if config.dense:
+        new = [meta(tokens, heads_k, d, dtype=torch.bfloat16 if fp8 else dtype) for _ in range(2)]
+    q = meta(tokens, heads_q, d, dtype=dtype)
+    out = meta(tokens, heads_q, d, dtype=torch.bfloat16 if fp8 else dtype)
+    int32 = torch.int32
+    scales: list[Any] = [None] * 3
+    if config.cache or fp8:
+        scales = [meta(heads_k) if fp8 else None, meta(heads_k), meta(heads_k)]
+    rich = config.rich
+    launch(
+        q, *caches(config, heads_k), *new, meta(batch, 64, dtype=int32),
+        meta(batch + 1, dtype=int32), meta(batch, dtype=int32),
+        meta(batch, heads_q) if rich else None, meta(heads_q) if rich else None, *scales, None,
+        None, out, meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5,
+        500 if rich else -1, 0, 30.0 if rich else 0.0, config.splits, False, False, False, True,
+        False,
+    )  # fmt: skip
+
+
+def launch_decode(config: Config, batch: int = 64) -> None:
+    """Run it on sequences of one query each."""
+    launch_attention(config, batch, batch, 1)
+
+
+def launch_cache(config: Config, tokens: int = 1024) -> None:
+    """Run the launcher that writes into a cache on meta tensors."""
+    from prefix_prefill._kernels.write import launch_reshape_and_cache as launch
+
+    new = [meta(tokens, 8, config.head_dim, dtype=getattr(torch, config.dtype)) for _ in range(2)]
+    scales = [meta(1), meta(1)] if config.cache else [None, None]
+    launch(*new, *caches(config), meta(tokens, dtype=torch.int64), *scales)
+
+
+def launch_merge(config: Config, tokens: int = 1024) -> None:
+    """Run the launcher that merges two results on meta tensors."""
+    from prefix_prefill._kernels.write import launch_merge as launch
+
+    parts = [meta(tokens, 32, config.head_dim) for _ in range(2)]
+    lses = [meta(32, tokens) for _ in range(2)]
+    out = meta(tokens, 32, config.head_dim, dtype=getattr(torch, config.dtype))
+    launch(parts[0], lses[0], parts[1], lses[1], None, out, lses[0])

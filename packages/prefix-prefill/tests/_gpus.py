@@ -1,0 +1,193 @@
+"""Build the kernels that a call would launch, for a GPU that is not there.
+
+The launchers run on meta tensors, with the platform named in the environment variable of
+``attn_common``; what they would launch is compiled for that platform instead, with the very
+arguments, so with the specialization that the GPU would see. The same file in every kernel package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from attn_common import detect
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import KernelInterface
+
+KIB = 1024
+
+
+class Gpu(NamedTuple):
+    target: GPUTarget
+    shared_limit: int  # bytes that one block may use
+
+
+GPUS = {
+    "nvidia:sm_80": Gpu(GPUTarget("cuda", 80, 32), 163 * KIB),
+    "nvidia:sm_90": Gpu(GPUTarget("cuda", 90, 32), 227 * KIB),
+    "nvidia:sm_100": Gpu(GPUTarget("cuda", 100, 32), 227 * KIB),
+    "amd:gfx90a": Gpu(GPUTarget("hip", "gfx90a", 64), 64 * KIB),
+    "amd:gfx942": Gpu(GPUTarget("hip", "gfx942", 64), 64 * KIB),
+    "amd:gfx950": Gpu(GPUTarget("hip", "gfx950", 64), 160 * KIB),
+    "amd:gfx1100": Gpu(GPUTarget("hip", "gfx1100", 32), 64 * KIB),
+}
+
+
+class _Driver:
+    """As much of a Triton driver as a launch looks at before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> str:
+        # kernels keep what they compiled per device: no context sees another's
+        return f"absent {self.target} {id(self)}"
+
+    def get_current_stream(self, _device: Any) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def absent_gpu(name: str) -> Iterator[None]:
+    """Let Triton and ``attn_common`` believe in a GPU."""
+    runtime = triton.runtime.driver
+    before = runtime._active
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTN_COMMON_PLATFORM", name)
+        # a meta tensor has no device index, so this is "the current device" to a launcher
+        patch.setattr(torch.cuda, "current_device", lambda: None)
+        detect.cache_clear()
+        runtime.set_active(_Driver(GPUS[name].target))
+        try:
+            yield
+        finally:
+            runtime._active = before
+    detect.cache_clear()
+
+
+@dataclass
+class Build:
+    """One compiled kernel and what it takes."""
+
+    kernel: str
+    shared: int
+    registers: int
+    spilled: int  # bytes of local memory per thread (NVIDIA), vector registers (AMD)
+    unset: tuple[str, ...] = ()  # instructions that read a uniform register before it is set
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kernel}: {self.registers} registers, {self.spilled} spilled, "
+            f"{self.shared / KIB:g} KiB shared"
+        )
+
+
+@contextlib.contextmanager
+def compiling(name: str, folder: Path) -> Iterator[list[Build]]:
+    """Compile every launch within for a GPU, instead of launching it."""
+    builds: list[Build] = []
+
+    def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            binary = kernel.warmup(*args, grid=grid, **kwargs)
+            builds.append(_inspect(kernel.__name__, binary, folder))
+
+        return launch
+
+    with absent_gpu(name), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelInterface, "__getitem__", launcher)
+        yield builds
+
+
+@contextlib.contextmanager
+def counting(name: str) -> Iterator[dict[str, set[str]]]:
+    """Collect the variants of each kernel that the launches within would compile; none is."""
+    variants: dict[str, set[str]] = {}
+
+    def hook(*, key: Any, fn: Any, **_: Any) -> bool:
+        variants.setdefault(fn.name, set()).add(str(key))
+        return True  # do not compile
+
+    with absent_gpu(name), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
+        yield variants
+
+
+class Launch(NamedTuple):
+    kernel: str
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+
+
+@contextlib.contextmanager
+def recording(name: str) -> Iterator[list[Launch]]:
+    """Collect the launches within; nothing is compiled."""
+    launches: list[Launch] = []
+
+    def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
+        return lambda *_, **options: launches.append(Launch(kernel.__name__, grid, options))
+
+    with absent_gpu(name), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KernelInterface, "__getitem__", launcher)
+        yield launches
+
+
+def _inspect(kernel: str, binary: Any, folder: Path) -> Build:
+    shared = binary.metadata.shared
+    if "cubin" in binary.asm:
+        path = folder / f"{kernel}.cubin"
+        path.write_bytes(binary.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        command = [str(tool), "-res-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        # stack holds what ptxas spills; local memory proper is not used by these kernels
+        numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+        command = [str(tool), "-sass", str(path)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        spilled = numbers["STACK"] + numbers["LOCAL"]
+        return Build(kernel, shared, numbers["REG"], spilled, reads_of_unset(code))
+    assert binary.asm["hsaco"]
+    text = binary.asm["amdgcn"]
+    numbers = {key: int(n) for key, n in re.findall(r"\.(vgpr_\w*count):\s+(\d+)", text)}
+    return Build(kernel, shared, numbers["vgpr_count"], numbers["vgpr_spill_count"])
+
+
+def reads_of_unset(code: str) -> tuple[str, ...]:
+    """Return what computes with a uniform register that nothing above it has set.
+
+    ptxas 12.8 does so at times with the addresses of Hopper's products, in loops whose loads are
+    not asynchronous: wrong numbers, and reads out of range. Only arithmetic is looked at; products
+    name registers that they do not read.
+    """
+    found, known = [], set()
+    for line in code.splitlines():
+        if "Function :" in line:
+            known = set()
+        matched = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_.]+) (.*?);", line)
+        if not matched:
+            continue
+        operation, arguments = matched.groups()
+        registers = [int(number) for number in re.findall(r"\bUR(\d+)", arguments)]
+        if not registers:
+            continue
+        sets = re.match(r"(U?P\w+, )*UR\d", arguments) and operation.startswith(
+            ("U", "R2UR", "S2UR", "CS2UR", "LDCU", "VOTEU", "REDUX")
+        )
+        reads = registers[1:] if sets else registers
+        if sets and not set(reads) <= known:
+            found.append(f"{operation} {arguments}")
+        if sets:
+            width = 4 if ".128" in operation else 2 if re.search(r"\.(64|WIDE)", operation) else 1
+            known.update(range(registers[0], registers[0] + width))
+    return tuple(found)

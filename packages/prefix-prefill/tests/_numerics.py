@@ -1,0 +1,268 @@
+"""The cases that every numerics test is made of, and what they are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from prefix_prefill import paged_attention_reference, paged_attn_func
+from torch import Tensor
+
+from ._budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
+
+NHD, PACKED = "nhd", "packed"
+NAN = float("nan")
+
+
+class Problem(NamedTuple):
+    """Sequences with (queries, keys), and a cache; ``padding`` tokens follow the last sequence."""
+
+    lengths: tuple[tuple[int, int], ...]
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    page: int = 16
+    layout: str = NHD
+    dense: bool = False
+    padding: int = 0
+
+    def __str__(self) -> str:
+        text = "_".join(f"{q}of{k}" for q, k in self.lengths) or "none"
+        text += f"-h{self.heads_q}:{self.heads_k}-d{self.head_dim}-p{self.page}-{self.layout}"
+        text += "-dense" if self.dense else ""
+        return text + (f"-pad{self.padding}" if self.padding else "")
+
+    @property
+    def queries(self) -> list[int]:
+        return [q for q, _ in self.lengths]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.queries) + self.padding
+
+    def cached(self, b: int) -> int:
+        """How many keys of a sequence are in the cache."""
+        queries, keys = self.lengths[b]
+        return keys - queries if self.dense else keys
+
+
+# lengths are against the interpreter's tiles: 16 rows, which are queries times the group, x 16 keys
+SMALL = [
+    Problem(((16, 16),), 1, 1, 16),  # one tile exactly, one page exactly
+    Problem(((17, 33), (33, 33)), 2, 2, 32, page=8),  # a tail of one; pages smaller than a tile
+    Problem(((5, 40),), 4, 2, 24, page=48),  # GQA, head_dim no power of two, nor the page
+    Problem(((7, 19),), 5, 1, 80, page=1, padding=3),  # MQA of five, one slot a page
+    Problem(((1, 50), (1, 1), (1, 16)), 4, 1, 80, page=5),  # decode; one token
+    Problem(((1, 40), (19, 35), (0, 7), (2, 2), (1, 17)), 4, 2, 16, page=7, padding=2),  # mixed
+    Problem(((40, 17),), 2, 1, 64),  # more queries than keys: causal hides whole tiles
+    Problem(((1, 20), (2, 30)), 20, 1, 16),  # a group wider than a tile
+    Problem(((9, 20),), 6, 2, 8, page=32),  # three heads a group; smallest head
+    Problem(((5, 7),), 1, 1, 256, page=3),  # widest
+    Problem(((17, 20),), 2, 1, 96, page=544),
+    Problem(((3, 0), (0, 0), (0, 5)), 2, 1, 16),  # no key; nothing; no query
+    Problem((), 2, 1, 16, padding=3),  # no sequence
+    Problem(((0, 5),), 2, 1, 16),  # no token
+]
+PACKED_SMALL = [
+    Problem(((17, 33), (1, 20)), 4, 2, 24, page=16, layout=PACKED),
+    Problem(((3, 37), (1, 5)), 2, 1, 80, page=6, layout=PACKED),
+    Problem(((20, 20),), 2, 2, 16, page=1, layout=PACKED),
+]
+DENSE_SMALL = [
+    Problem(((17, 33), (1, 20), (5, 5), (0, 3)), 4, 2, 24, page=16, dense=True),
+    Problem(((1, 1), (33, 33), (2, 40)), 2, 1, 32, page=5, dense=True, padding=4),
+    Problem(((18, 50), (1, 18)), 4, 1, 16, page=7, layout=PACKED, dense=True),
+]
+# sequences of both tiles, GQA, pages that tiles do not divide: for what is tried one by one
+MEDIUM = Problem(((17, 36), (1, 21), (3, 9)), 4, 2, 16, page=7)
+MEDIUM_DENSE = MEDIUM._replace(dense=True)
+LARGE = [
+    Problem(((700, 1500), (1, 3000), (300, 300), (1, 17)), 32, 8, 128),
+    Problem(((700, 1500), (1, 3000), (300, 300), (1, 17)), 32, 8, 128, dense=True),
+    Problem(((700, 1500), (1, 3000), (2, 100)), 32, 8, 128, layout=PACKED),
+    Problem(((300, 1100), (4, 3000)), 16, 4, 64, page=1056),
+    Problem(((300, 1100), (1, 3000)), 8, 8, 256, page=32, dense=True),
+    Problem(((513, 777), (1, 9000)), 10, 2, 80, page=544),
+    Problem(((130, 1030), (1, 1000), (1, 2000)), 64, 1, 128, page=48, layout=PACKED, dense=True),
+    Problem(((64, 512),) * 5 + ((1, 512),) * 40, 12, 4, 96, page=1),
+    Problem(((1000, 1000), (5, 1024)), 8, 2, 24, page=128),
+]
+
+
+@dataclass
+class Case:
+    """Arguments of one call: what holds values, and everything else."""
+
+    inputs: dict[str, Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, **changes: Any) -> dict[str, Tensor]:
+        """Call the function under test."""
+        arguments = {**self.inputs, **self.options, "return_lse": True, **changes}
+        out, lse = paged_attn_func(**arguments)
+        return {"out": out, "lse": lse}
+
+    def with_inputs(self, **changes: Tensor) -> Case:
+        return Case({**self.inputs, **changes}, self.options)
+
+    def with_options(self, **changes: Any) -> Case:
+        return Case(self.inputs, {**self.options, **changes})
+
+
+def _fixed(**options: Any) -> Any:
+    return lambda _maker, _problem: options
+
+
+# name: arguments of a call, made for a problem. Two features go together when they set different
+# arguments; values are of an order at which a kernel that ignored them would be far off.
+FEATURES: dict[str, Callable[[Maker, Problem], dict[str, Any]]] = {
+    "full": _fixed(causal=False),
+    "window": _fixed(window_size=(9, -1)),
+    "window_self": _fixed(window_size=(0, 0)),
+    "window_both": _fixed(causal=False, window_size=(7, 2)),
+    "window_right": _fixed(causal=False, window_size=(-1, 3)),
+    "window_wide": _fixed(window_size=(5000, 5000)),
+    "softcap": _fixed(softcap=1.5),
+    "alibi": lambda m, s: {"alibi_slopes": m.uniform(s.heads_q, low=0.05, high=0.5)},
+    "alibi_batch": lambda m, s: {
+        "alibi_slopes": m.uniform(len(s.lengths), s.heads_q, low=0.05, high=0.5)
+    },
+    "sinks": lambda m, s: {"sinks": m.randn(s.heads_q, dtype=torch.float32)},
+    "scale_zero": _fixed(softmax_scale=0.0),
+    "scale_negative": _fixed(softmax_scale=-0.7),
+    "split": _fixed(num_splits=3),
+    "unsplit": _fixed(num_splits=1),
+}
+
+
+def compatible(names: Iterable[str]) -> bool:
+    """Say whether these features set different arguments."""
+    maker, problem = Maker("cpu", torch.float32), MEDIUM
+    arguments = [key for name in names for key in FEATURES[name](maker, problem)]
+    return len(arguments) == len(set(arguments))
+
+
+def make_case(
+    problem: Problem,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    features: Sequence[str] = (),
+    seed: int = 0,
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """Make a case with values of order one, and NaN in every slot that holds no key."""
+    m = Maker(device, dtype, seed)
+    heads_q, heads_k, head_dim, page = problem[1:5]
+    batch = len(problem.lengths)
+    counts = [-(-problem.cached(b) // page) for b in range(batch)]
+    # first, so that the same problem on other pages has the same values
+    values = [
+        [torch.randn(problem.cached(b), heads_k, head_dim, generator=m.generator) for _ in "kv"]
+        for b in range(batch)
+    ]
+    q = m.randn(problem.tokens, heads_q, head_dim)
+    # pages that nobody has, the last of which ends every row of the table
+    num_blocks = sum(counts) + 3
+    order = torch.randperm(num_blocks - 1, generator=m.generator).tolist()
+    table = torch.full((batch, max(counts, default=0) + 2), num_blocks - 1, dtype=torch.int32)
+    k = torch.full((num_blocks, page, heads_k, head_dim), NAN)
+    v = k.clone()
+    for b, count in enumerate(counts):
+        pages = [order.pop() for _ in range(count)]
+        table[b, :count] = torch.tensor(pages, dtype=torch.int32)
+        keys = torch.arange(problem.cached(b))
+        where = torch.tensor(pages, dtype=torch.int64)[keys // page], keys % page
+        k[where], v[where] = values[b]
+    k_cache, v_cache = (in_layout(t.to(cache_dtype or dtype), problem.layout, which)
+                        for which, t in (("k", k), ("v", v)))  # fmt: skip
+    inputs = {
+        "q": q,
+        "k_cache": k_cache.to(device),
+        "v_cache": v_cache.to(device),
+    }
+    if problem.dense:
+        for name in "kv":
+            new = m.randn(problem.tokens, heads_k, head_dim)
+            new[sum(problem.queries) :] = NAN
+            inputs[name] = new
+    options: dict[str, Any] = {
+        "block_table": table.to(device),
+        "cu_seqlens_q": offsets(problem.queries, device),
+        "seqlens_k": torch.tensor([n for _, n in problem.lengths], dtype=torch.int32).to(device),
+        "max_seqlen_q": max(problem.queries, default=0),
+        "max_seqlen_k": max((n for _, n in problem.lengths), default=0),
+    }
+    for name in features:
+        options.update(FEATURES[name](m, problem))
+    for name in ("alibi_slopes", "sinks"):
+        if name in options:
+            inputs[name] = options.pop(name)
+    return Case(inputs, options)
+
+
+def in_layout(cache: Tensor, layout: str, which: str) -> Tensor:
+    """Bring an NHD cache to a layout."""
+    if layout == NHD:
+        return cache
+    if which == "v":
+        return cache.permute(0, 2, 3, 1).contiguous()
+    x = 16 // cache.element_size()
+    x = x if cache.shape[3] % x == 0 else 8
+    return cache.unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def run(case: Case) -> dict[str, Tensor]:
+    return case()
+
+
+def run_oracle(case: Case, *, nudge: float = 0.0) -> dict[str, Tensor]:
+    """Compute in float64, on the same, already rounded, inputs; ``nudge`` moves them a little."""
+    m = Maker(case.inputs["q"].device, torch.float64, seed=2)
+
+    def moved(t: Tensor) -> Tensor:
+        wide = t.double()
+        return wide * (1 + nudge * m.randn(*t.shape).sign()) if nudge else wide
+
+    inputs = {name: moved(t) for name, t in case.inputs.items()}
+    options = {name: x for name, x in case.options.items() if name not in ("out", "out_scale")}
+    out, lse = paged_attention_reference(**inputs, **options, return_lse=True)
+    return {"out": out, "lse": lse}
+
+
+def run_eager(case: Case, oracle: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Do the same in plain PyTorch: inputs and output in the dtype, scores and LSE in fp32.
+
+    Eager is at times exact by luck. Where float64 on inputs that are slightly off is further from
+    the oracle, it takes the place of an eager element: off by four units of fp32 for the LSE, and
+    by half a unit of a 16-bit dtype for the output, to which a kernel rounds probabilities. An fp32
+    product on a GPU is three of TF32, and there it is two of their units.
+    """
+    inputs = case.inputs
+    options = {name: x for name, x in case.options.items() if name != "out"}
+    out, lse = paged_attention_reference(**inputs, **options, return_lse=True)
+    eager = {"out": out, "lse": lse}
+    q = inputs["q"]
+    is_tf32 = q.device.type == "cuda" and q.dtype == torch.float32
+    fine = 2 * TF32X3_UNIT if is_tf32 else 4 * torch.finfo(torch.float32).eps
+    coarse = max(fine, torch.finfo(q.dtype).eps / 2)
+    nudged = run_oracle(case, nudge=coarse)
+    if coarse > fine:
+        nudged["lse"] = run_oracle(case, nudge=fine)["lse"]
+    for name, value in eager.items():
+        error, moved = (value.double() - oracle[name]).abs(), (nudged[name] - oracle[name]).abs()
+        eager[name] = torch.where(moved > error, nudged[name], value.double())
+    return eager
+
+
+def check(case: Case) -> dict[str, Tensor]:
+    """Run function, eager and oracle, and compare; returns the function's results."""
+    got = run(case)
+    oracle = run_oracle(case)
+    eager = run_eager(case, oracle)
+    assert got["out"].dtype == case.inputs["q"].dtype
+    assert got["lse"].dtype == torch.float32
+    for name, value in got.items():
+        assert_no_worse_than_eager(name, value, eager[name], oracle[name])
+    return got

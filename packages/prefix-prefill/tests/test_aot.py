@@ -1,0 +1,173 @@
+"""Kernels compile for every supported GPU, fit its shared memory and do not spill; no GPU needed.
+
+The principal configurations by default, every shipped one with ``ATTN_AOT=all``. With
+``ATTN_AOT_REPORT`` set to a path, one line per build is appended there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+
+from ._aot import Config, launch_attention, launch_cache, launch_decode, launch_merge
+from ._gpus import GPUS, compiling, recording
+
+pytestmark = pytest.mark.aot
+
+MIXED, DECODE, CACHE, MERGE = "mixed", "decode", "cache", "merge"
+LAUNCHERS = {
+    MIXED: launch_attention, DECODE: launch_decode, CACHE: launch_cache, MERGE: launch_merge,
+}  # fmt: skip
+FP8 = {"nvidia:sm_90": "float8_e4m3fn", "nvidia:sm_100": "float8_e4m3fn"}
+FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
+
+# "GPU configuration kernel", as a pattern: the most that may be spilled, and why that is accepted
+SPILLS: dict[str, tuple[int, str]] = {
+    "amd:gfx1100 *": (64, "its matrix instructions want operands twice; no such GPU to tune on"),
+}
+
+
+def principal() -> list[tuple[str, str, Config]]:
+    """A common size on every GPU, the rest on one GPU of each kind."""
+    chosen = [(gpu, MIXED, Config(128)) for gpu in GPUS]
+    for gpu in ("nvidia:sm_90", "amd:gfx942"):
+        chosen += [
+            (gpu, DECODE, Config(64, group=1)),
+            (gpu, DECODE, Config(256, splits=4)),
+            (gpu, MIXED, Config(128, packed=True, dense=True, rich=True)),
+            (gpu, CACHE, Config(128, packed=True)),
+            (gpu, DECODE, Config(128, cache=FP8[gpu], packed=True)),
+        ]
+    chosen += [
+        ("nvidia:sm_90", MIXED, Config(128, dense=True)),
+        ("nvidia:sm_90", MERGE, Config(128)),
+        ("nvidia:sm_90", DECODE, Config(128, "float8_e4m3fn", "float8_e4m3fn")),
+        ("nvidia:sm_80", DECODE, Config(128, "float32")),
+        ("amd:gfx90a", DECODE, Config(128, "float32")),
+        ("amd:gfx1100", DECODE, Config(80, "float16", page=1)),
+    ]
+    return chosen
+
+
+def everything() -> list[tuple[str, str, Config]]:
+    kinds = [{}, {"dense": True}, {"packed": True}, {"packed": True, "dense": True, "rich": True}]
+    configs = [
+        Config(d, dtype, **kind)
+        for d, dtype, kind in itertools.product(
+            (16, 64, 96, 128, 256), ("bfloat16", "float32"), kinds
+        )
+    ]
+    configs += [Config(128, page=page) for page in (1, 7, 544)]
+    configs += [Config(128, group=group) for group in (1, 5, 64)]
+    chosen = list(itertools.product(GPUS, (MIXED,), configs))
+    chosen += [(gpu, DECODE, Config(d, splits=4)) for gpu in GPUS for d in (64, 128, 256)]
+    chosen += [(gpu, CACHE, Config(128, packed=p)) for gpu in GPUS for p in (False, True)]
+    chosen += [(gpu, MERGE, Config(128)) for gpu in GPUS]
+    for (gpu, dtype), d, p in itertools.product(FP8.items(), (64, 128, 256), (False, True)):
+        chosen += [
+            (gpu, MIXED, Config(d, cache=dtype, packed=p, dense=p)),
+            (gpu, MIXED, Config(d, dtype, dtype, packed=p)),
+            (gpu, CACHE, Config(d, cache=dtype, packed=p)),
+        ]
+    return chosen
+
+
+CASES = everything() if os.environ.get("ATTN_AOT") == "all" else principal()
+
+
+@pytest.mark.parametrize(("gpu", "way", "config"), CASES, ids=str)
+def test_compiles_fits_and_does_not_spill(gpu, way, config, tmp_path, record_property):
+    with compiling(gpu, tmp_path) as builds:
+        LAUNCHERS[way](config)
+    assert builds
+    if report := os.environ.get("ATTN_AOT_REPORT"):
+        with Path(report).open("a") as file:
+            file.writelines(f"{gpu} {way} {config} {build}\n" for build in builds)
+    for build in builds:
+        record_property(build.kernel, str(build))
+        assert build.shared <= GPUS[gpu].shared_limit, build
+    spilled = [build for build in builds if build.spilled > accepted(gpu, config, build.kernel)]
+    assert not spilled, ", ".join(map(str, spilled))
+
+
+def accepted(gpu: str, config: Config, kernel: str) -> int:
+    """Return how much this build may spill."""
+    name = f"{gpu} {config} {kernel}"
+    return max((most for key, (most, _) in SPILLS.items() if fnmatch(name, key)), default=0)
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(2048, 4), (64, 64), (1, 1), (1000, 3)])
+def test_the_grid_holds_little_but_live_tiles(tokens, batch):
+    """Slots of long sequences: one more a sequence than tiles, not one for each of the longest."""
+    with recording("nvidia:sm_90") as launches:
+        launch_attention(Config(128), tokens, batch, max_q=tokens)
+    for kernel, grid, options in launches:
+        assert kernel == "_paged_kernel"
+        heads_k = 8
+        rows = tokens * 4 // options["BLOCK_M"]
+        units = batch * options["TILES"] if options["TILES"] else rows + batch + 2
+        fills = -(-tokens // options["FILL_TOKENS"]) if options["FILL_TOKENS"] else 0
+        assert math.prod(grid) == (units + fills) * heads_k
+    assert [options["TILES"] for *_, options in launches] == ([1, 0] if tokens > 4 else [1])
+
+
+def test_decoding_launches_nothing_for_long_sequences():
+    with recording("nvidia:sm_90") as launches:
+        launch_decode(Config(128))
+    assert len(launches) == 1
+
+
+def test_one_sequence_fills_the_gpu_by_splits():
+    with recording("nvidia:sm_90") as launches:
+        launch_attention(Config(128, splits=0), 1, 1, 1)
+    assert [launch.kernel for launch in launches] == ["_paged_kernel", "_split_merge_kernel"]
+    # 8 heads, and as many splits as fill 132 processors twice, less a tenth
+    assert 8 * 29 <= math.prod(launches[0].grid) <= 8 * 34
+
+
+def test_nothing_is_launched_for_nothing():
+    with recording("nvidia:sm_90") as launches:
+        launch_attention(Config(128), 0, 4, 0)
+        launch_cache(Config(128), 0)
+        launch_merge(Config(128), 0)
+    assert not launches
+
+
+@pytest.mark.parametrize("gpu", ["nvidia:sm_80", "nvidia:sm_90", "amd:gfx942"])
+def test_head_dims_are_padded_to_the_next_power_of_two_at_most(gpu):
+    for head_dim in (16, 24, 40, 64, 72, 80, 96, 112, 128, 192, 256):
+        with recording(gpu) as launches:
+            launch_attention(Config(head_dim))
+        for launch in launches:
+            assert launch.options["BLOCK_D"] <= 2 ** (head_dim - 1).bit_length()
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16, 20, 64, 128])
+def test_the_short_tile_packs_the_group(group):
+    with recording("nvidia:sm_90") as launches:
+        launch_decode(Config(128, group=group))
+    rows = launches[0].options["BLOCK_M"] * launches[0].options["TILES"]
+    assert group <= rows
+    assert rows <= max(16, 2 * group)
+
+
+def test_scratch_comes_from_torch_alone(monkeypatch):
+    """Partial results are tensors of the call: a graph captures their memory with it."""
+    made = []
+    plain = torch.Tensor.new_empty
+
+    def new_empty(self, *size, **options):
+        made.append(size)
+        return plain(self, *size, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    with recording("nvidia:sm_90"):
+        launch_decode(Config(128, splits=4), 2)
+        launch_decode(Config(128, splits=1), 2)
+    assert made == [((2 * 8 * 4 * 16, 128),), ((2 * 8 * 4 * 16,),)]

@@ -1,0 +1,162 @@
+"""Writing new keys and values into the pages of a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prefix_prefill import reshape_and_cache
+
+from ._budget import DTYPES, Maker
+from ._numerics import PACKED, in_layout
+from ._views import VIEWS
+from .conftest import INTERPRETED
+
+LAYOUTS = pytest.mark.parametrize("layout", ["nhd", PACKED])
+FP8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def make(layout, dtype, device, page=5, heads=2, head_dim=24, tokens=21, blocks=6):
+    m = Maker(device, dtype)
+    k, v = m.randn(tokens, heads, head_dim), m.randn(tokens, heads, head_dim)
+    slots = torch.randperm(blocks * page, generator=m.generator)[:tokens].to(device)
+    frame = torch.full((blocks, page, heads, head_dim), 7.0).to(dtype)
+    caches = (in_layout(frame, layout, which).to(device, copy=True) for which in "kv")
+    return k, v, *caches, slots
+
+
+def expected(new, cache, slots, layout):
+    """The NHD form of a cache of sevens after the write, as written by a loop."""
+    blocks, page = cache.shape[0], cache.shape[3] if layout == PACKED else cache.shape[1]
+    want = torch.full((blocks, page, *new.shape[1:]), 7.0).to(new.dtype)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            want[slot // page, slot % page] = new[token].cpu()
+    return want
+
+
+def as_nhd(cache, layout):
+    if layout != PACKED:
+        return cache.cpu()
+    if cache.ndim == 5:
+        return cache.cpu().permute(0, 3, 1, 2, 4).flatten(3)
+    return cache.cpu().permute(0, 3, 1, 2)
+
+
+@pytest.mark.eager
+@LAYOUTS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_token_goes_to_its_slot(dtype, layout, device):
+    k, v, k_cache, v_cache, slots = make(layout, dtype, device)
+    reshape_and_cache(k, v, k_cache, v_cache, slots)
+    assert torch.equal(as_nhd(k_cache, layout), expected(k, k_cache, slots, layout))
+    assert torch.equal(as_nhd(v_cache, layout), expected(v, v_cache, slots, layout))
+
+
+@pytest.mark.eager
+@LAYOUTS
+@pytest.mark.parametrize("page", [1, 16, 48])
+def test_page_sizes(page, layout, device):
+    k, v, k_cache, v_cache, slots = make(layout, torch.float32, device, page, blocks=30)
+    reshape_and_cache(k, v, k_cache, v_cache, slots.int())
+    assert torch.equal(as_nhd(k_cache, layout), expected(k, k_cache, slots, layout))
+    assert torch.equal(as_nhd(v_cache, layout), expected(v, v_cache, slots, layout))
+
+
+@pytest.mark.eager
+@LAYOUTS
+def test_negative_slots_are_skipped(layout, device):
+    k, v, k_cache, v_cache, slots = make(layout, torch.float32, device)
+    slots[::3] = -1
+    slots[1] = -2
+    k[::3], v[1] = float("nan"), float("nan")
+    reshape_and_cache(k, v, k_cache, v_cache, slots)
+    assert torch.equal(as_nhd(k_cache, layout), expected(k, k_cache, slots, layout))
+    assert torch.equal(as_nhd(v_cache, layout), expected(v, v_cache, slots, layout))
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("count", [0, 1, 17])
+def test_tokens_beyond_the_slots_are_padding(count, device):
+    k, v, k_cache, v_cache, slots = make("nhd", torch.float32, device)
+    reshape_and_cache(k, v, k_cache, v_cache, slots[:count])
+    assert torch.equal(k_cache.cpu(), expected(k, k_cache, slots[:count], "nhd"))
+
+
+@pytest.mark.eager
+@LAYOUTS
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_are_free(view, layout, device):
+    k, v, k_cache, v_cache, slots = make(layout, torch.float32, device)
+    caches = [VIEWS[view](t) for t in (k_cache, v_cache)]
+    strided = torch.stack([slots, slots], 1)[:, 0]
+    reshape_and_cache(VIEWS[view](k), VIEWS[view](v), *caches, strided)
+    reshape_and_cache(k, v, k_cache, v_cache, slots)
+    assert torch.equal(caches[0], k_cache)
+    assert torch.equal(caches[1], v_cache)
+
+
+@pytest.mark.eager
+def test_two_halves_of_one_tensor(device):
+    k, v, *_, slots = make("nhd", torch.float32, device)
+    both = torch.full((2, 6, 5, 2, 24), 7.0, device=device)
+    reshape_and_cache(k, v, both[0], both[1], slots)
+    assert torch.equal(both[0].cpu(), expected(k, both[0], slots, "nhd"))
+    assert torch.equal(both[1].cpu(), expected(v, both[1], slots, "nhd"))
+
+
+def representable(*shape, device):
+    """Numbers that both FP8 formats hold, four times as large as a scale of 4 makes them."""
+    values = torch.tensor([-6.0, -1.5, -0.25, 0.0, 0.5, 1.0, 3.0, 12.0])
+    index = torch.randint(0, 8, shape, generator=torch.Generator().manual_seed(0))
+    return (values[index] * 4).to(device)
+
+
+@pytest.mark.eager
+@LAYOUTS
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
+@pytest.mark.parametrize("per_head", [False, True])
+def test_fp8_scales_and_saturates(per_head, dtype, layout, device):
+    _, _, k_cache, v_cache, slots = make(layout, dtype, device, head_dim=32)
+    k, v = representable(21, 2, 32, device=device), representable(21, 2, 32, device=device)
+    k[0], k[1] = 1e9, -1e9
+    scales = torch.tensor([4.0, 2.0] if per_head else [4.0], device=device)
+    reshape_and_cache(k, v, k_cache, v_cache, slots, k_scale=scales, v_scale=scales)
+    wide = scales.expand(2)[None, :, None]
+    limit = torch.finfo(dtype).max
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        want = (new / wide).clamp(-limit, limit)
+        want = expected(want, cache, slots, layout)
+        assert torch.equal(as_nhd(cache.float(), layout), want)
+
+
+@pytest.mark.eager
+def test_bytes_are_e4m3(device):
+    _, _, k_cache, v_cache, slots = make("nhd", torch.float8_e4m3fn, device, head_dim=32)
+    k = representable(21, 2, 32, device=device)
+    stored = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    reshape_and_cache(k, k, *stored, slots)
+    assert torch.equal(k_cache.float().cpu(), expected(k, k_cache, slots, "nhd"))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted FP8 stores round wrongly")
+@pytest.mark.eager
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
+def test_fp8_rounds_as_torch_does(dtype, device):
+    k, v, k_cache, v_cache, slots = make("nhd", torch.float32, device)
+    k_cache, v_cache = k_cache.to(dtype), v_cache.to(dtype)
+    scale = torch.tensor([0.37], device=device)
+    reshape_and_cache(k, v, k_cache, v_cache, slots, k_scale=scale)
+    want = expected((k / scale).to(dtype).float(), k_cache, slots, "nhd")
+    assert torch.equal(k_cache.float().cpu(), want)
+    assert torch.equal(v_cache.float().cpu(), expected(v.to(dtype).float(), v_cache, slots, "nhd"))
+
+
+@pytest.mark.device
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_tokens(dtype, layout, device):
+    made = make(layout, dtype, device, page=16, heads=8, head_dim=128, tokens=5000, blocks=400)
+    k, v, k_cache, v_cache, slots = made
+    reshape_and_cache(k, v, k_cache, v_cache, slots)
+    assert torch.equal(as_nhd(k_cache, layout), expected(k, k_cache, slots, layout))
+    assert torch.equal(as_nhd(v_cache, layout), expected(v, v_cache, slots, layout))

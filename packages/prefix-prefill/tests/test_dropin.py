@@ -1,0 +1,288 @@
+"""The drop-ins: what their arguments mean, and the cases of an engine's test suite made strict.
+
+The engine's own cases have values near 0, empty FP8 caches and no current token in the cache, so
+that a wrong scale or page passes. Here values are of order one, tolerances are error budgets, FP8
+caches are full, and every unused slot is NaN.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prefix_prefill import chunked_prefill_paged_decode, context_attention_fwd
+
+from ._budget import assert_no_worse_than_eager
+from ._numerics import (
+    PACKED,
+    Case,
+    Problem,
+    make_case,
+    run_eager,
+    run_oracle,
+)
+
+BOTH = pytest.mark.parametrize(
+    "function", [context_attention_fwd, chunked_prefill_paged_decode], ids=lambda f: f.__name__
+)
+LENGTHS = ((17, 36), (1, 21), (3, 9), (1, 1))
+PROBLEM = Problem(LENGTHS, 4, 2, 24, page=8, layout=PACKED, dense=True)
+
+
+def with_newest_in_cache(case: Case, problem: Problem) -> Case:
+    """Write the key and value of every sequence of one query into the cache, as an engine has."""
+    caches = {name: case.inputs[name].clone() for name in ("k_cache", "v_cache")}
+    at = 0
+    for b, (queries, keys) in enumerate(problem.lengths):
+        if queries == 1:
+            page = case.options["block_table"][b, (keys - 1) // problem.page]
+            slot = (keys - 1) % problem.page
+            k, v = (case.inputs[name][at].to(caches[f"{name}_cache"].dtype) for name in "kv")
+            if caches["k_cache"].ndim == 5:
+                x = caches["k_cache"].shape[4]
+                caches["k_cache"][page, :, :, slot] = k.unflatten(1, (-1, x))
+                caches["v_cache"][page, :, :, slot] = v
+            else:
+                caches["k_cache"][page, slot], caches["v_cache"][page, slot] = k, v
+        at += queries
+    return case.with_inputs(**caches)
+
+
+def own_pages(case: Case, problem: Problem) -> Case:
+    """Give every sequence pages for its new tokens, too: a table of a fresh, larger cache."""
+    counts = [-(-keys // problem.page) for _, keys in problem.lengths]
+    table = case.options["block_table"]
+    k, v = case.inputs["k_cache"], case.inputs["v_cache"]
+    extra = sum(counts)
+    grown = {}
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        more = torch.full((extra, *cache.shape[1:]), float("nan"), device=cache.device)
+        wide = torch.cat([cache.float(), more]).to(cache.dtype)
+        grown[name] = wide
+    new = torch.zeros((len(counts), max(counts)), dtype=torch.int32, device=table.device)
+    free = k.shape[0]
+    for b, count in enumerate(counts):
+        cached = -(-problem.cached(b) // problem.page)
+        new[b, :cached] = table[b, :cached]
+        for i in range(cached, count):
+            new[b, i] = free
+            free += 1
+    return case.with_inputs(**grown).with_options(block_table=new)
+
+
+def call(function, case, out, *, kv="auto", out_scale=None, **options):
+    """Call a drop-in with the arguments of a case, in the engines' order."""
+    given = {**case.inputs, **case.options}
+    names = ("q", "k", "v")
+    tensors = [given.get(name) for name in names]
+    scale = torch.ones(1, device=given["q"].device)
+    scales = given.get("k_descale", scale), given.get("v_descale", scale)
+    if out_scale is not None:
+        name = "fp8_out_scale" if function is context_attention_fwd else "output_scale"
+        options[name] = out_scale
+    for name in ("alibi_slopes", "sinks"):
+        if name in given:
+            options[name] = given[name]
+    if given.get("softmax_scale") is not None:
+        options["sm_scale"] = given["softmax_scale"]
+    return function(
+        *tensors, out, kv, given["k_cache"], given["v_cache"], given["block_table"],
+        given["cu_seqlens_q"], given["seqlens_k"], given["max_seqlen_k"], given["max_seqlen_q"],
+        *scales, **options,
+    )  # fmt: skip
+
+
+def run_dropin(function, case, **options):
+    out = torch.full_like(case.inputs["q"], float("nan"))
+    assert call(function, case, out, **options) is None
+    return out
+
+
+def judge(function, case, problem, **options):
+    """Hold a drop-in to the budget of the same case."""
+    if function is chunked_prefill_paged_decode and "k" in case.inputs:
+        case = with_newest_in_cache(own_pages(case, problem), problem)
+    got = run_dropin(function, case, **options)
+    oracle = run_oracle(case)
+    eager = run_eager(case, oracle)
+    if case.inputs["k_cache"].element_size() == 1 and function is chunked_prefill_paged_decode:
+        # a decoded sequence reads its newest key as the cache holds it, so it is quantised
+        single = [q == 1 for q, _ in problem.lengths for _ in range(q)]
+        rows = ~torch.tensor(single, device=got.device)
+        got, eager["out"], oracle["out"] = got[rows], eager["out"][rows], oracle["out"][rows]
+    assert_no_worse_than_eager("out", got, eager["out"], oracle["out"])
+    return case
+
+
+@BOTH
+@pytest.mark.eager
+def test_prefill_and_decode(function, device):
+    judge(function, make_case(PROBLEM, torch.float16, device), PROBLEM)
+
+
+@BOTH
+@pytest.mark.eager
+def test_everything_in_the_cache(function, device):
+    problem = PROBLEM._replace(dense=False)
+    judge(function, make_case(problem, torch.float16, device), problem)
+
+
+@BOTH
+@pytest.mark.parametrize("window", [None, 0, -1, 1, 5, 16, 2048])
+def test_a_window_counts_the_query_s_own_token(function, window, device):
+    case = make_case(PROBLEM, torch.float32, device)
+    # W of the drop-ins is window_size[0] + 1
+    left = window - 1 if window is not None and window > 0 else -1
+    judge(function, case.with_options(window_size=(left, -1)), PROBLEM, sliding_window=window)
+
+
+@BOTH
+@pytest.mark.eager
+@pytest.mark.parametrize("features", [("alibi",), ("sinks",), ("alibi", "sinks")], ids=str)
+def test_slopes_and_sinks(function, features, device):
+    judge(function, make_case(PROBLEM, torch.float32, device, features), PROBLEM)
+
+
+@BOTH
+def test_scale(function, device):
+    case = make_case(PROBLEM, torch.float32, device).with_options(softmax_scale=0.7)
+    judge(function, case, PROBLEM)
+    judge(function, case.with_options(softmax_scale=0.0), PROBLEM)
+
+
+@BOTH
+@pytest.mark.eager
+def test_without_a_causal_mask(function, device):
+    case = make_case(PROBLEM, torch.float32, device).with_options(causal=False)
+    judge(function, case, PROBLEM, causal=False)
+
+
+@pytest.mark.eager
+def test_slopes_keep_their_sign_without_a_causal_mask(device):
+    """The bias is ``slope * (key - query)``: keys to the right gain."""
+    problem = Problem(((5, 12),), 2, 1, 16, page=8, layout=PACKED, dense=True)
+    case = make_case(problem, torch.float32, device, ["alibi"]).with_options(causal=False)
+    got = run_dropin(context_attention_fwd, case, causal=False)
+    # softmax does not see what is added to a whole row: slope * (key - query) is slope * key there
+    q, slopes = case.inputs["q"].double(), case.inputs["alibi_slopes"].double()
+    k = case.inputs["k_cache"].permute(0, 3, 1, 2, 4).flatten(3)
+    v = case.inputs["v_cache"].permute(0, 3, 1, 2)
+    page = case.options["block_table"][0, 0]
+    k = torch.cat([k[page, :7], case.inputs["k"]]).double()[:, 0]
+    v = torch.cat([v[page, :7], case.inputs["v"]]).double()[:, 0]
+    scores = torch.einsum("ihd,jd->hij", q, k) * 16**-0.5
+    scores = scores + slopes[:, None, None] * torch.arange(12, device=device)
+    want = torch.einsum("hij,jd->ihd", scores.softmax(-1), v)
+    assert_no_worse_than_eager("out", got, want.float(), want, eps=1e-6)
+
+
+@pytest.mark.eager
+def test_skipped_rows_stay_as_they_are(device):
+    case = make_case(PROBLEM, torch.float32, device)
+    got = run_dropin(context_attention_fwd, case, skip_decode=True)
+    want = run_dropin(context_attention_fwd, case)
+    single = torch.tensor([q == 1 for q, _ in LENGTHS for _ in range(q)], device=device)
+    assert got[single].isnan().all()
+    assert torch.equal(got[~single], want[~single])
+
+
+@BOTH
+@pytest.mark.eager
+def test_rows_of_no_sequence_stay_as_they_are(function, device):
+    problem = PROBLEM._replace(dense=False, lengths=((9, 20), (1, 5), (0, 4)))
+    case = make_case(problem._replace(padding=4), torch.float32, device)
+    got = run_dropin(function, case)
+    assert got[10:].isnan().all()
+    assert got[:10].isfinite().all()
+
+
+@pytest.mark.eager
+def test_the_newest_key_of_a_decoded_sequence_comes_from_the_cache(device):
+    case = make_case(PROBLEM, torch.float32, device)
+    case = with_newest_in_cache(own_pages(case, PROBLEM), PROBLEM)
+    want = run_dropin(chunked_prefill_paged_decode, case)
+    single = torch.tensor([q == 1 for q, _ in LENGTHS for _ in range(q)], device=device)
+    new = {}
+    for name in "kv":
+        new[name] = case.inputs[name].clone()
+        new[name][single] = float("nan")
+    assert torch.equal(run_dropin(chunked_prefill_paged_decode, case.with_inputs(**new)), want)
+
+
+# ---- the parameters of the engine's test suite
+
+KINDS = ["auto", "fp8", "fp8_e5m2"]
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def suite_case(heads_q, ratio, head_dim, kind, device, *, small, layout=PACKED, page=32, seed=0):
+    """Ten sequences, the last of one query; ``small``: lengths for the interpreter."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = (1, 20) if small else (16, 1024)
+    count = 3 if small else 10
+    queries = torch.randint(low, high, (count,), generator=generator).tolist()
+    queries[-1] = 1
+    contexts = torch.randint(low, 2 * high, (count,), generator=generator).tolist()
+    lengths = tuple((q, q + c) for q, c in zip(queries, contexts, strict=True))
+    problem = Problem(lengths, heads_q, heads_q // ratio, head_dim, page, layout, dense=True)
+    case = make_case(problem, torch.float16, device, cache_dtype=FP8.get(kind))
+    if kind in FP8:
+        names = ("k_cache", "v_cache")
+        assert any(case.inputs[name].float().nan_to_num(0).any() for name in names)
+    return case, problem
+
+
+def suite(function, case, problem, kind, window):
+    if window:
+        case = case.with_options(window_size=(window - 1, -1))
+    judge(function, case, problem, kv=kind, sliding_window=window)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ratio", "head_dim"), [(1, 24), (8, 128)])
+def test_engine_s_cases_in_small(ratio, head_dim, kind, function, device):
+    case, problem = suite_case(8, ratio, head_dim, kind, device, small=True)
+    suite(function, case, problem, kind, 16 if ratio > 1 else 0)
+
+
+@BOTH
+@pytest.mark.device
+@pytest.mark.parametrize("window", [0, 16, 2048])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [24, 128])
+@pytest.mark.parametrize("ratio", [1, 64])
+def test_engine_s_cases(ratio, head_dim, kind, window, function, device):
+    case, problem = suite_case(64, ratio, head_dim, kind, device, small=False)
+    suite(function, case, problem, kind, window)
+
+
+@BOTH
+@pytest.mark.device
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head_dim", [24, 128])
+@pytest.mark.parametrize("ratio", [1, 64])
+def test_engine_s_cases_with_slopes(ratio, head_dim, kind, function, device):
+    case, problem = suite_case(64, ratio, head_dim, kind, device, small=False)
+    powers = torch.arange(1, 65, device=device, dtype=torch.float32)
+    case = case.with_inputs(alibi_slopes=2.0 ** (-8 * powers / 64))
+    suite(function, case, problem, kind, 0)
+
+
+@BOTH
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("heads_q", "ratio", "head_dim", "page"),
+    [(64, 1, 128, 544), (8, 4, 256, 1040), (8, 4, 256, 1056)],
+)
+def test_engine_s_cases_of_odd_pages(heads_q, ratio, head_dim, page, function, device):
+    case, problem = suite_case(heads_q, ratio, head_dim, "auto", device, small=False, page=page)
+    suite(function, case, problem, "auto", 0)
+
+
+@BOTH
+def test_engine_s_case_of_an_exact_table(function, device):
+    """Page 32, 128 keys, 99 queries, all of them in the cache, and a table with no entry more."""
+    problem = Problem(((99, 128),), 2, 1, 32, page=32, layout=PACKED)
+    case = make_case(problem, torch.float16, device)
+    table = case.options["block_table"][:, :4].contiguous()
+    judge(function, case.with_options(block_table=table), problem)

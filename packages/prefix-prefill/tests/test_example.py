@@ -1,0 +1,75 @@
+"""The worked example: an engine whose answers are those of a model without a cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from prefix_prefill import _ops
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "serve.py"
+
+pytestmark = [
+    pytest.mark.eager,
+    pytest.mark.skipif(_ops.interpreted(), reason="an interpreted model takes minutes"),
+]
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    spec = importlib.util.spec_from_file_location("serve", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "serve", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_answers_are_those_without_a_cache(serve, capsys):
+    assert serve.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "token for token what the model says without a cache"
+    steps = [line for line in lines if line.startswith("step")]
+    # decoding and a chunk of a prompt in one step
+    assert any("[0.." in step and step.count("|") > 2 for step in steps)
+
+
+def test_pages_are_reused_and_shared(serve):
+    engine = serve.Engine(serve.Decoder(), lambda _: None)
+    requests = serve.make_requests()
+    engine.run(requests)
+    assert all(request.is_done for request in requests)
+    assert engine.reused > 0
+    assert engine.shared_steps > 0
+    assert sorted(engine.free) == list(range(serve.PAGES))
+    assert not any(engine.users)
+    # a prompt of one token, prompts in several chunks, and more tokens than the cache holds
+    total = sum(len(request.tokens) for request in requests)
+    assert total > serve.PAGES * serve.PAGE
+    assert max(len(request.prompt) for request in requests) > 2 * serve.TOKENS_PER_STEP
+
+
+@pytest.mark.parametrize("fault", ["slots", "lengths", "pages"])
+def test_a_fault_shows(serve, fault, monkeypatch):
+    """Answers depend on what is checked: with a fault in the engine they differ."""
+    if fault == "slots":
+        write = serve.reshape_and_cache
+        monkeypatch.setattr(
+            serve, "reshape_and_cache", lambda k, v, a, b, slots: write(k, v.flip(0), a, b, slots)
+        )
+    elif fault == "lengths":
+        attend = serve.paged_attn_func
+        monkeypatch.setattr(
+            serve, "paged_attn_func",
+            lambda q, k, v, table, starts, lengths, *rest: attend(
+                q, k, v, table, starts, (lengths - 1).clamp(min=1), *rest
+            ),
+        )  # fmt: skip
+    else:
+        attend = serve.paged_attn_func
+        monkeypatch.setattr(
+            serve, "paged_attn_func",
+            lambda q, k, v, table, *rest: attend(q, k, v, table.clamp(min=0).flip(1), *rest),
+        )  # fmt: skip
+    assert serve.main(["--quiet"]) == 1

@@ -1,0 +1,99 @@
+"""Lengths, pages, layouts, features and strides drawn together.
+
+25 examples each by default; ``PREFIX_PREFILL_EXAMPLES=500`` on a GPU. A failure prints the smallest
+example found and the line that reproduces it.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ._budget import DTYPES, assert_same
+from ._numerics import FEATURES, PACKED, Problem, check, compatible, make_case, run
+from ._views import VIEWS
+
+EXAMPLES = int(os.environ.get("PREFIX_PREFILL_EXAMPLES", "20"))
+
+bounded = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    # the fixtures of each function are constant: a filled torch.empty, and seeds
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+# an interpreted case of more tiles than this takes seconds; a GPU does not mind
+QUERIES = st.sampled_from([0, 1, 1, 2, 3, 7, 15, 16, 17, 20])
+CONTEXTS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33])
+HEADS = st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (20, 1)])
+PAGES = st.sampled_from([1, 2, 3, 8, 13, 16, 32, 48])
+WINDOWS = st.tuples(*[st.one_of(st.just(-1), st.integers(0, 40))] * 2)
+# drawn with its numbers below, so not by name
+NAMES = [name for name in FEATURES if not name.startswith("window")]
+
+
+def apart(function, *arguments, **options):
+    """Call in a new thread.
+
+    Under Hypothesis the call stack is so deep that interpreted kernels cross the end of one of
+    Python's stack chunks, which then is mapped and unmapped at every call.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments, **options).result()
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    lengths = []
+    for _ in range(draw(st.integers(0, 4))):
+        queries = draw(QUERIES)
+        lengths.append((queries, queries + draw(CONTEXTS)))
+    dense = draw(st.booleans())
+    if not dense and lengths and draw(st.booleans()):
+        # fewer keys than queries
+        lengths[0] = (lengths[0][0], draw(st.integers(0, 20)))
+    return Problem(
+        tuple(lengths), *draw(HEADS), draw(st.sampled_from([8, 16, 24, 48])), draw(PAGES),
+        draw(st.sampled_from(["nhd", PACKED])), dense, draw(st.sampled_from([0, 0, 1, 20])),
+    )  # fmt: skip
+
+
+@st.composite
+def features(draw: st.DrawFn) -> tuple[str, ...]:
+    chosen: list[str] = []
+    for name in draw(st.permutations(NAMES))[: draw(st.integers(0, 4))]:
+        if compatible([*chosen, name]):
+            chosen.append(name)
+    return tuple(chosen)
+
+
+@bounded
+@given(
+    problem=problems(), dtype=st.sampled_from(DTYPES), names=features(), window=WINDOWS,
+    fp8=st.booleans(), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_any_problem(problem, dtype, names, window, fp8, seed, device):
+    cache = torch.float8_e5m2 if fp8 and device.type == "cpu" else None
+    case = make_case(problem, dtype, device, names, seed, cache)
+    apart(check, case.with_options(window_size=window))
+
+
+@pytest.mark.eager
+@bounded
+@given(data=st.data(), problem=problems(), names=features(), window=WINDOWS)
+def test_any_strides(data, problem, names, window, device):
+    case = make_case(problem, torch.float32, device, names).with_options(window_size=window)
+    views = {
+        name: VIEWS[data.draw(st.sampled_from(sorted(VIEWS)), label=name)](t)
+        for name, t in case.inputs.items()
+    }
+    assert_same(apart(run, case.with_inputs(**views)), apart(run, case))
