@@ -142,6 +142,13 @@ def test_output_dtype(out_dtype, device):
     check(case.with_options(out_dtype=out_dtype))
 
 
+@pytest.mark.eager
+@pytest.mark.parametrize("head_dims", [(4, 4), (9, 5), (5, 12)], ids=str)
+def test_rows_of_a_narrower_output_need_not_be_whole_accesses(head_dims, device):
+    case = make_case(Shape(1, 18, 21, 2, 1, *head_dims), torch.float32, device, ("causal",))
+    check(case.with_options(out_dtype=torch.float16))
+
+
 def every_other(x):
     """The same values with a stride of two, NaN or the largest integer between them."""
     filler = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max

@@ -17,8 +17,8 @@ from .backward_dkdv import launch_dkdv
 from .backward_dq import launch_dq
 from .bias_gradient import launch_bias_gradient
 from .launch import BackwardInputs, Plan, readable, token_strides
-from .primitives import ACCESS_BYTES, INF, LOG2E, NEG_INF
-from .runtime import aligned, dense, first_columns, whole_rows
+from .primitives import INF, LOG2E, NEG_INF
+from .runtime import aligned, dense, first_columns, row_bytes, widened
 
 # rows per program of the row kernel
 ROWS = 32
@@ -31,7 +31,7 @@ ROWS = 32
 def _row_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr,
     tokens, rows, heads_q, stride_dob, stride_dos, stride_doh,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write two numbers per row of [batch, heads_q, tokens] that every tile of the row needs.
 
@@ -49,8 +49,9 @@ def _row_kernel(
     # out is contiguous: [batch, tokens, heads_q, HEAD_DIM_V]
     out_at = ((batch_id * tokens + token) * heads_q + head) * HEAD_DIM_V
     dout_at = batch_id * stride_dob + token * stride_dos + head * stride_doh
-    out_rows = tl.multiple_of(out_ptr + out_at[:, None], [ACCESS_BYTES, ACCESS_BYTES])
-    dout_rows = tl.multiple_of(dout_ptr + dout_at[:, None], [ACCESS_BYTES, ACCESS_BYTES])
+    # an output of a narrower dtype than that of q need not have whole rows
+    out_rows = tl.multiple_of(out_ptr + out_at[:, None], [ROW_BYTES, ROW_BYTES])
+    dout_rows = tl.multiple_of(dout_ptr + dout_at[:, None], [ROW_BYTES, ROW_BYTES])
     out = tl.load(out_rows + cols[None, :], mask=mask, other=0.0)
     dout = tl.load(dout_rows + cols[None, :], mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
@@ -74,6 +75,7 @@ def _row_numbers(
         dlse is not None,
         HEAD_DIM_V=plan.constants["HEAD_DIM_V"],
         BLOCK_DV=plan.constants["BLOCK_DV"],
+        ROW_BYTES=row_bytes(out),
         BLOCK=ROWS,
         num_warps=4,
     )
@@ -104,7 +106,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return ``(dq, dk, dv, dbias, dsinks)``; the tensors of ``x`` fit the plan."""
     q, k, v, bias, sinks = x.q, x.k, x.v, x.bias, dense(x.sinks)
-    dout, out, lse = aligned(dout), out.contiguous(), lse.contiguous()
+    dout, out, lse = aligned(dout), aligned(out.contiguous()), lse.contiguous()
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     dbias = None
     if bias is not None and needs_dbias:
@@ -147,8 +149,10 @@ def launch_backward(
     )  # fmt: skip
     x = readable(x)
     plan = Plan(x, Options(softmax_scale, window_left, window_right, softcap, dropout_p))
+    # as wide as the values, whatever dtype the output has
+    wide = x.v.shape[-1]
     dq, dk, dv, *rest = run_backward(
-        plan, x, whole_rows(out), lse, whole_rows(dout), dlse, needs_dbias
+        plan, x, widened(out, wide), lse, widened(dout, wide), dlse, needs_dbias
     )
     widths = q.shape[-1], k.shape[-1], v.shape[-1]
     return *map(first_columns, (dq, dk, dv), widths), *rest

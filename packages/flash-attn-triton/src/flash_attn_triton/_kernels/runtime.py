@@ -140,11 +140,15 @@ def whole_rows(x: Tensor) -> Tensor:
     Narrower reads are no asynchronous copies. In the loops that come of them on Hopper, ptxas 12.8
     reads uniform registers before they are set: wrong products, and reads out of range.
     """
-    if has_whole_rows(x):
-        return aligned(x)
-    *sizes, width = x.shape
-    padded = x.new_zeros((*sizes, round_up(width, ACCESS // x.element_size())))
-    padded[..., :width].copy_(x)
+    return aligned(widened(x, round_up(x.shape[-1], ACCESS // x.element_size())))
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """Return the tensor with columns of 0 up to a width."""
+    if x.shape[-1] == width:
+        return x
+    padded = x.new_zeros((*x.shape[:-1], width))
+    padded[..., : x.shape[-1]].copy_(x)
     return padded
 
 
