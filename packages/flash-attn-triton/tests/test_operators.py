@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
 
-from ._budget import assert_same
+from ._budget import Maker, assert_same
 from ._numerics import Case, Packed, Shape, make_case, make_packed, run
 
 SHAPE = Shape(2, 9, 13, 4, 2, 16, 8)
@@ -184,6 +184,48 @@ def test_equal_options_of_another_type_are_refused_after_a_good_call(device):
         flash_attn_func(**inputs, causal=1, softcap=1.0)
     with pytest.raises(TypeError, match="softcap must be a float, got bool"):
         flash_attn_func(**inputs, causal=True, softcap=True)
+
+
+@pytest.mark.eager
+def test_types_within_an_option_are_told_apart(device):
+    inputs = make_case(SHAPE, torch.float32, device).inputs
+    flash_attn_func(**inputs, window_size=(3, 0))
+    with pytest.raises(TypeError, match="window_size must be a tuple of two ints"):
+        flash_attn_func(**inputs, window_size=(3.0, 0.0))
+    with pytest.raises(TypeError, match="softmax_scale must be a float, got dict"):
+        flash_attn_func(**inputs, softmax_scale={})
+
+
+@pytest.mark.eager
+def test_a_packed_form_of_one_token_does_not_serve_several(device, monkeypatch):
+    """One token has no stride; three of this stride are not aligned."""
+    from flash_attn_triton import api
+
+    def call(tokens: int) -> Any:
+        x = torch.arange(tokens * 25.0, device=device).view(tokens, 1, 25).half().sin()
+        ends = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+        q, k, v = (x[..., 8 * i : 8 * i + 8] for i in range(3))
+        flash_attn_varlen_func(q, k, v, ends, ends, tokens, tokens)
+        return len(api._known._known)
+
+    monkeypatch.setattr(api, "_known", type(api._known)())
+    assert (call(1), call(3), call(4)) == (1, 2, 2)
+
+
+@pytest.mark.eager
+def test_gradients_come_in_batches_too(device):
+    case = make_case(SHAPE, torch.float32, device, ["causal"])
+    leaves = [t.clone().requires_grad_() for t in case.inputs.values()]
+    out, lse = case.function(*leaves, **case.options, return_lse=True)
+    m = Maker(device, torch.float32)
+    douts, dlses = m.randn(2, *out.shape), m.randn(2, *lse.shape)
+    batched = torch.autograd.grad(
+        (out, lse), leaves, (douts, dlses), is_grads_batched=True, retain_graph=True
+    )
+    for i in range(2):
+        one = torch.autograd.grad((out, lse), leaves, (douts[i], dlses[i]), retain_graph=True)
+        for got, want in zip(batched, one, strict=True):
+            assert torch.equal(got[i], want)
 
 
 @pytest.mark.eager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,11 @@ def judge_parts(folder, lengths, device):
 
 
 @pytest.mark.parametrize("lengths", [(20, 13), (9, 0, 17, 5)], ids=str)
-def test_equals_one_process(lengths, tmp_path):
+def test_equals_one_process(lengths, tmp_path, monkeypatch):
+    # the processes import this module by its name
+    here = str(Path(__file__).parent.parent)
+    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     if len(lengths) == 4 and _ops.interpreted():
         pytest.skip("four processes do as two of them do, and take most of a minute to start")
     mp.spawn(one_rank_of, ("gloo", lengths, str(tmp_path)), nprocs=len(lengths))

@@ -45,7 +45,8 @@ def interpreted() -> bool:
 def is_watched() -> bool:
     """Say whether something traces, transforms or intercepts calls of PyTorch at this moment.
 
-    It has to see operators then. If nothing does, an operator's boundary is time alone.
+    It has to see operators then. If nothing does, an operator's boundary is time alone, but for
+    profilers, which see kernels and no operator.
     """
     return bool(
         torch.compiler.is_compiling()
@@ -54,6 +55,19 @@ def is_watched() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
+    )
+
+
+def is_plain(x: Any) -> bool:
+    """Say whether an argument is a tensor that its address describes: no subclass, no lazy sign.
+
+    Tensors of the older vmap, which differentiates in batches, have no storage.
+    """
+    return bool(
+        x.__class__ is Tensor
+        and x.layout is torch.strided
+        and torch._C._has_storage(x)
+        and not x.is_neg()
     )
 
 
@@ -76,22 +90,28 @@ def form_of(
     """
     if is_watched():
         return None
-    kinds = tuple(map(type, options))
-    if list in kinds:  # cannot be looked up
+    kinds = tuple(
+        tuple(map(type, option)) if option.__class__ is tuple else type(option)
+        for option in options
+    )
+    try:
+        hash(options)
+    except TypeError:  # cannot be looked up; the checks have something to say
         return None
     form: list[Hashable] = [kinds, options, torch.is_grad_enabled()]
     addresses = 0
     for x in tokens:
-        if x.__class__ is not Tensor:  # a subclass has its own idea of a call
+        if not is_plain(x):
             return None
-        shape = x.shape[1:] if packed else x.shape
+        # strides between tokens matter only where there are several
+        shape = (x.shape[0] > 1, *x.shape[1:]) if packed else x.shape
         form.append((shape, x.stride(), x.dtype, x.device, x.requires_grad))
         addresses |= x.data_ptr()
     for y in others:
         if y is None:
             form.append(None)
             continue
-        if y.__class__ is not Tensor:
+        if not is_plain(y):
             return None
         form.append((y.shape, y.stride(), y.dtype, y.device, y.requires_grad))
         addresses |= y.data_ptr()

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from ._arguments import FP8_DTYPES
 from ._call import Checked, Options, Tensors
 from ._eager import Grads, attention_backward, attention_forward
-from ._forms import interpreted, is_watched
+from ._forms import interpreted, is_plain, is_watched
 from .reference import dropout_marked_probabilities
 
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
@@ -216,7 +216,8 @@ class _FlashAttention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         needs = Tensors(*ctx.needs_input_grad[: len(x)])
-        if plan is not None and not is_watched() and dout.__class__ is Tensor and plan.fits(x):
+        is_planned = plan is not None and not is_watched() and is_plain(dout)
+        if is_planned and (dlse is None or is_plain(dlse)) and plan.fits(x):
             grads = plan.backward(x, out, lse, dout, dlse, needs.bias)
         else:
             grads = backward(

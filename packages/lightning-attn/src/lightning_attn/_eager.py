@@ -146,11 +146,12 @@ def decay_gradient(
     total = torch.zeros_like(decay)
     rates = decay[:, None]
     for b, parts in _sequences(cu_seqlens, dout, q, k, v):
-        dout_b, q_b, k_b, v_b = (x.float() for x in parts)
+        # sums are taken in the order of memory: strides may not change a bit
+        dout_b, q_b, k_b, v_b = (x.float().contiguous() for x in parts)
         shape = (q.shape[-2], q.shape[-1], v.shape[-1])
         state = q.new_zeros(shape, dtype=torch.float32)
-        state = state if initial_state is None else initial_state[b]
-        carry = torch.zeros_like(state) if dfinal_state is None else dfinal_state[b]
+        state = state if initial_state is None else initial_state[b].contiguous()
+        carry = torch.zeros_like(state) if dfinal_state is None else dfinal_state[b].contiguous()
         chunks = list(zip(*(torch.split(x, CHUNK) for x in (dout_b, q_b, k_b, v_b)), strict=True))
         # gradients of the states behind each chunk, from the last to the first
         arriving = []

@@ -8,8 +8,9 @@ at whole accesses, ``aligned`` sees to.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +27,17 @@ MAX_INT32 = 2**31 - 1
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
+class Ready(NamedTuple):
+    """A compiled kernel, and what calling it takes."""
+
+    kernel: CompiledKernel
+    device: int
+    # in place of what was constant when it was compiled, and is not read now
+    padding: tuple[None, ...]
+    run: Callable[..., None]
+    stream: Callable[[int], int]
+
+
 class Launch:
     """A kernel with its tile and constants, to be called with a grid and arguments.
 
@@ -38,7 +50,8 @@ class Launch:
         """Take a jit function and its keyword arguments: constexprs and compiler options."""
         self._kernel = kernel
         self._constants = constants
-        self._compiled: CompiledKernel | None = None
+        # by what a compilation depends on that differs from call to call
+        self._ready: dict[Any, Ready] = {}
 
     def __call__(
         self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
@@ -46,50 +59,64 @@ class Launch:
         """Launch a one-dimensional grid on the first tensor's device; an empty one is no launch."""
         if grid == 0:
             return
-        compiled = self._compiled
-        if compiled is None:
+        variant = variant_of(tensors, numbers)
+        ready = self._ready.get(variant)
+        if ready is None:
             with on_device_of(tensors[0]):
-                compiled = self._look_up(grid, tensors, numbers)
-            if compiled is None:
+                ready = self._look_up(variant, grid, tensors, numbers)
+            if ready is None:
                 return
-        if torch.cuda.current_device() != self._device:
-            with torch.cuda.device(self._device):
+        if torch.cuda.current_device() != ready.device:
+            with torch.cuda.device(ready.device):
                 self(grid, tensors, numbers)
         elif triton.knobs.runtime.launch_enter_hook.calls:  # a profiler wants to know
-            compiled[grid, 1, 1](*tensors, *numbers, *self._padding)
+            ready.kernel[grid, 1, 1](*tensors, *numbers, *ready.padding)
         else:
-            self._run(
-                grid, 1, 1, self._stream(self._device), compiled.function, compiled.packed_metadata,
-                None, None, None, *tensors, *numbers, *self._padding,
+            kernel = ready.kernel
+            ready.run(
+                grid, 1, 1, ready.stream(ready.device), kernel.function, kernel.packed_metadata,
+                None, None, None, *tensors, *numbers, *ready.padding,
             )  # fmt: skip
 
     def _look_up(
-        self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
-    ) -> CompiledKernel | None:
-        """Return the compiled kernel; None if Triton had to be asked, which launched it too."""
+        self,
+        variant: Any,
+        grid: int,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+    ) -> Ready | None:
+        """Return what to call; None if Triton had to be asked, which launched the kernel too."""
         key = (
-            self._kernel.__name__, tensors[0].device.index, *self._constants.values(),
+            self._kernel.__name__, tensors[0].device.index, variant, *self._constants.values(),
             *[None if t is None else t.dtype for t in tensors],
-            # an int's width follows its value
-            max(numbers) > MAX_INT32 and tuple(n > MAX_INT32 for n in numbers),
         )  # fmt: skip
         known = _compiled.get(key)
         if known is None:
             refuse_specialized(self._kernel, numbers)
-        compiled = known or self._kernel[(grid,)](
+        kernel = known or self._kernel[(grid,)](
             *tensors,
             *numbers,
             **self._constants,
             enable_fp_fusion=True,  # triton 3.10 turns the default round
         )
-        if isinstance(compiled, CompiledKernel):
-            _compiled[key] = self._compiled = compiled
-            self._device = tensors[0].get_device()
-            # what was constant when the kernel was compiled is not read now
-            self._padding = (None,) * (len(self._kernel.params) - len(tensors) - len(numbers))
-            self._run = compiled.run
-            self._stream = triton.runtime.driver.active.get_current_stream
-        return known
+        if not isinstance(kernel, CompiledKernel):  # interpreted, or not compiled at all
+            return None
+        _compiled[key] = kernel
+        missing = len(self._kernel.params) - len(tensors) - len(numbers)
+        stream = triton.runtime.driver.active.get_current_stream
+        ready = Ready(kernel, tensors[0].get_device(), (None,) * missing, kernel.run, stream)
+        self._ready[variant] = ready
+        return None if known is None else ready
+
+
+def variant_of(tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> Any:
+    """Return what a compilation depends on besides dtypes: widths of numbers, on AMD of offsets."""
+    wide = max(numbers) > MAX_INT32 and tuple(n > MAX_INT32 for n in numbers)
+    if torch.version.hip is None:
+        return wide
+    # offsets into what lies within 2 GiB have 32 bits there
+    large = (t is not None and t.untyped_storage().nbytes() > MAX_INT32 for t in tensors)
+    return wide, *large
 
 
 def refuse_specialized(kernel: Any, numbers: tuple[float, ...]) -> None:

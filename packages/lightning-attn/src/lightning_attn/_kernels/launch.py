@@ -13,7 +13,7 @@ from .runtime import Launch
 # stride its own rounding and a length its own compilation, and would have to be looked up per call.
 NUMBERS = (
     "batch", "heads", "tokens", "size", "pieces", "splits_d",
-    *(f"stride_{x}{axis}" for x in "rkvdo" for axis in "bsh"),
+    *(f"stride_{x}{axis}" for x in "rkvdo" for axis in "bshd"),
     *(f"stride_{x}_{axis}" for x in ("first", "last", "states", "out") for axis in "bshde"),
 )  # fmt: skip
 POINTERS = (
