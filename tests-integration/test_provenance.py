@@ -12,6 +12,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -104,6 +105,9 @@ def pip(index, tmp_path):
     target = tmp_path / "target"
 
     def run(*arguments):
+        if "--force-reinstall" in arguments:
+            # into a folder pip leaves the metadata of what it replaces
+            shutil.rmtree(target, ignore_errors=True)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
         environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index.url}
         environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "no_proxy": "127.0.0.1"}

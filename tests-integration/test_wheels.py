@@ -40,7 +40,7 @@ def test_holds_one_typed_import_package(wheel, package):
 def test_holds_the_sources_and_nothing_else(wheel, package, root):
     source = root / "packages" / package / "src"
     ours = {p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file()}
-    assert set(wheel.files) == {p for p in ours if "cache" not in p}
+    assert set(wheel.files) == {p for p in ours if "__pycache__" not in p}
     assert not [file for file in wheel.files if "test" in file.split("/")[1]]
 
 
