@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from lightning_attn import (
@@ -253,11 +255,12 @@ def test_inductor(device):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
-def test_sequence_parallelism_over_nccl(tmp_path, device):
+def test_sequence_parallelism_over_nccl(tmp_path, device, monkeypatch):
     import torch.multiprocessing as mp
 
     from .test_distributed import judge_parts, one_rank_of
 
     lengths = (1500, 1333)
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
     mp.spawn(one_rank_of, ("nccl", lengths, str(tmp_path)), nprocs=2)
     judge_parts(tmp_path, lengths, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -93,10 +92,8 @@ def judge_parts(folder, lengths, device):
 
 @pytest.mark.parametrize("lengths", [(20, 13), (9, 0, 17, 5)], ids=str)
 def test_equals_one_process(lengths, tmp_path, monkeypatch):
-    # the processes import this module by its name
-    here = str(Path(__file__).parent.parent)
-    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    # the processes import this module by its name, along the path of this one
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
     if len(lengths) == 4 and _ops.interpreted():
         pytest.skip("four processes do as two of them do, and take most of a minute to start")
     mp.spawn(one_rank_of, ("gloo", lengths, str(tmp_path)), nprocs=len(lengths))

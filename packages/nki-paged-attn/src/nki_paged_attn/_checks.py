@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,9 @@ from ._arrays import FLOATS, FP8, Array
 
 MAX_HEAD_DIM = 128
 MAX_BLOCK_SIZE = 256
+
+FP32_MAX = float(np.finfo(np.float32).max)
+LEAST_SCALE, LARGEST_SCALE = 2.0**-40, 2.0**40
 
 
 def check_packed(q: Array, k: Array, v: Array, kv_cache: Array) -> None:
@@ -107,12 +109,12 @@ def check_table(
 
 
 def check_number(name: str, x: Any, *, positive: bool = False) -> float:
-    """Check and return a finite number."""
+    """Check and return a number that is finite in fp32, in which the kernels compute."""
     if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    if not math.isfinite(x) or (positive and x <= 0):
+    if not abs(x) <= FP32_MAX or (positive and x <= 0):
         kind = "positive and finite" if positive else "finite"
-        raise ValueError(f"{name} must be {kind}, got {x}")
+        raise ValueError(f"{name} must be {kind} in fp32, got {x}")
     return float(x)
 
 
@@ -134,8 +136,12 @@ def check_scales(name: str, x: Any, kv_heads: int) -> tuple[float, ...]:
     scales = np.asarray(x, dtype=np.float64).reshape(-1)
     if len(scales) not in (1, kv_heads):
         raise ValueError(f"{name} must be a number or [{kv_heads}], got {list(np.shape(x))}")
-    if not (np.isfinite(scales).all() and (scales > 0).all()):
-        raise ValueError(f"{name} must be positive and finite, got {scales.min()}")
+    for scale in scales:
+        # beyond these, products with fp32 scores lose their digits or overflow
+        if not LEAST_SCALE <= scale <= LARGEST_SCALE:
+            raise ValueError(
+                f"{name} must be from {LEAST_SCALE:.3g} to {LARGEST_SCALE:.3g}, got {scale}"
+            )
     return tuple(np.broadcast_to(scales, kv_heads).tolist())
 
 
