@@ -1,4 +1,4 @@
-"""Checks of single arguments; the same file in every kernel package that works on PyTorch tensors.
+"""Checks of single arguments; the same file in every package that has it.
 
 Each raises with the argument's name, what was expected and what came. They look at types, shapes,
 dtypes, strides and devices alone, never at tensor data.

@@ -1,7 +1,7 @@
 """The form of a call: all that its checks and its launch depend on, but not on any data.
 
 Two calls of one form are checked alike and launched alike, so that what was worked out for the
-first serves the second. Imports torch alone; the same file in every kernel package.
+first serves the second. Imports torch alone; the same file in every package that has it.
 """
 
 from __future__ import annotations
