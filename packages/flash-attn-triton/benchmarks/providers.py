@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -129,6 +129,40 @@ class Ours(Provider):
             forward=lambda: fat.flash_attn_func(q, k, v, causal=problem.causal, **scales),
             operands=(exact[0], exact[1], exact[2]),
         )
+
+
+class Portable(Ours):
+    """The kernels that serve every GPU, on a GPU that has its own."""
+
+    name = "portable"
+    label = "flash-attn-triton, portable"
+
+    def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
+        if problem.dtype != "bf16":
+            raise UnsupportedError("FP8 has no others")
+        with _portable_kernels():
+            prepared = super().prepare(problem, inputs, backward)
+        prepared.context = _portable_kernels
+        return prepared
+
+
+# what is known of the calls that went there
+_portable_calls: list[Any] = []
+
+
+@contextlib.contextmanager
+def _portable_kernels() -> Iterator[None]:
+    from flash_attn_triton import _configs, api
+    from flash_attn_triton._forms import Memory
+
+    if not _portable_calls:
+        _portable_calls.append(Memory())
+    before = _configs.HOPPER, api._known
+    _configs.HOPPER, api._known = False, _portable_calls[0]
+    try:
+        yield
+    finally:
+        _configs.HOPPER, api._known = before
 
 
 class OursBf16(Ours):
@@ -298,6 +332,7 @@ def _import_error(module: str) -> str | None:
 
 
 PROVIDERS: dict[str, Provider] = {
-    provider.name: provider for provider in (Ours(), OursBf16(), Fa3(), Cudnn(), Fa2(), Flex())
+    provider.name: provider
+    for provider in (Ours(), Portable(), OursBf16(), Fa3(), Cudnn(), Fa2(), Flex())
 }
 LABELS = {name: provider.label for name, provider in PROVIDERS.items()}

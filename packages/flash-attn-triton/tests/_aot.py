@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ._numerics import only_portable
+
 # odd, so that no count of rows is a multiple of 16 for that of the batch
 BATCH = 3
 
@@ -87,13 +89,14 @@ class Config:
 
 def launch_forward(config: Config, seqlen: int = 1024) -> None:
     """Run the forward launcher on meta tensors."""
-    from flash_attn_triton._kernels.forward import launch_forward as launch
+    from flash_attn_triton._kernels.plans import launch_forward as launch
 
     t = config.tensors(seqlen)
     rng_state = t.pop("rng_state")
     descales = [config.small(BATCH, 2)] * 3 if config.is_fp8 else [None] * 3
     out_dtype = torch.bfloat16 if config.is_fp8 else t["q"].dtype
-    launch(*t.values(), *descales, None, rng_state, *config.options(seqlen), out_dtype)
+    with only_portable():
+        launch(*t.values(), *descales, None, rng_state, *config.options(seqlen), out_dtype)
 
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:
@@ -106,4 +109,6 @@ def launch_backward(config: Config, seqlen: int = 1024) -> None:
     packed = t["cu_seqlens_q"] is not None
     lse_size = q.shape[1::-1] if packed else (q.shape[0], q.shape[2], q.shape[1])
     lse, dlse = torch.empty(lse_size, device="meta"), config.small(*lse_size)
-    launch(out, q, k, v, out, lse, dlse, *t.values(), *config.options(seqlen), config.rich)
+    options = *config.options(seqlen), False, config.rich
+    with only_portable():
+        launch(out, q, k, v, out, lse, dlse, *t.values(), *options)

@@ -51,7 +51,7 @@ def test_a_product_is_as_exact_as_its_parts_allow(device):
     want = k.double()[:, None, None] * q.double()
     # to base 2 and back: two constants, two products and the sum of one probability
     unit = 2.5 * torch.finfo(torch.float32).eps
-    if device.type == "cuda":
-        unit += TF32X3_UNIT
-    assert (lse.double() / want - 1).abs().max() < unit
-    assert torch.equal(out, k.view(16, 1, 1, 1).expand_as(out))
+    three_products = TF32X3_UNIT if device.type == "cuda" else 0.0
+    assert (lse.double() / want - 1).abs().max() < unit + three_products
+    # one probability, which is 1
+    assert (out / k.view(16, 1, 1, 1) - 1).abs().max() <= three_products

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from flash_attn_triton._call import Options, Tensors
+from flash_attn_triton._configs import HopperTile, hopper_tile, takes_hopper_forward
 from flash_attn_triton._kernels import hopper_launch
-from flash_attn_triton._kernels.hopper_launch import (
-    HopperTile,
-    hopper_tile,
-    launch_forward_hopper,
-    serves_forward,
-)
+from flash_attn_triton._kernels.hopper_launch import HopperForwardPlan
+from flash_attn_triton._kernels.launch import readable
 
 from ._budget import assert_no_worse_than_eager, assert_same
 from ._gpus import GPUS, absent_gpu, compiling
@@ -37,15 +35,13 @@ def hopper(
     softmax_scale=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
     seqused_k=None, return_lse=True, tile=None,
 ):  # fmt: skip
-    """Call the launcher with the arguments of the public functions."""
+    """Launch the kernel with the arguments of the public functions."""
     left, right = window_size
     right = 0 if causal else right
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return launch_forward_hopper(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, None, alibi_slopes, sinks,
-        None, None, None, None, None, max_seqlen_q, max_seqlen_k,
-        scale, left, right, softcap, 0.0, None, tile=tile,
-    )  # fmt: skip
+    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, None, alibi_slopes, sinks))
+    options = Options(scale, left, right, softcap, 0.0)
+    return HopperForwardPlan(x, options, q.dtype, tile=tile).forward(x)
 
 
 def check(case, **options):
@@ -81,14 +77,18 @@ def _meta(width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 )
 def test_serves(head_dim, head_dim_v, dtype, taken):
     q, v = _meta(head_dim, dtype), _meta(head_dim_v, dtype)
+    x, options = Tensors(q, q, v), Options(0.1, -1, 0, 0.0, 0.0)
     with absent_gpu(HOPPER):
-        assert serves_forward(q, v, None, None, 0.1) == taken
-        assert not serves_forward(q, v, None, None, 0.0)
-        assert not serves_forward(q, v, None, None, -1.0)
-        assert not serves_forward(q, v, q, None, 0.1)
-        assert not serves_forward(q, v, None, q, 0.1)
+        assert takes_hopper_forward(x, options, dtype) == taken
+        for scale in (0.0, -1.0):
+            assert not takes_hopper_forward(x, options._replace(softmax_scale=scale), dtype)
+        for name in ("bias", "out_scale"):
+            assert not takes_hopper_forward(x._replace(**{name: q}), options, dtype)
+        assert not takes_hopper_forward(x, options._replace(dropout_p=0.1), dtype)
+        assert not takes_hopper_forward(x, options, torch.float32)
+        assert not takes_hopper_forward(x._replace(k=q[:, :0], v=v[:, :0]), options, dtype)
     with absent_gpu("nvidia:sm_80"):
-        assert not serves_forward(q, v, None, None, 0.1)
+        assert not takes_hopper_forward(x, options, dtype)
 
 
 @pytest.mark.eager

@@ -10,14 +10,14 @@ import pytest
 import torch
 import triton
 from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._kernels.backward import _row_numbers
-from flash_attn_triton._kernels.hopper_backward_dq import round_dq_kernel
-from flash_attn_triton._kernels.hopper_backward_launch import (
+from flash_attn_triton._configs import (
     HopperBackwardTile,
     hopper_backward_tile,
-    launch_backward_hopper,
-    serves_backward,
+    takes_hopper_backward,
 )
+from flash_attn_triton._kernels.backward import _row_numbers
+from flash_attn_triton._kernels.hopper_backward_dq import round_dq_kernel
+from flash_attn_triton._kernels.hopper_backward_launch import launch_backward_hopper
 from flash_attn_triton._kernels.launch import BackwardInputs, Plan
 from flash_attn_triton._kernels.runtime import aligned
 
@@ -76,12 +76,14 @@ def hopper(case, tile=None):
 # ---- what it takes
 
 
-def _served(head_dim=64, head_dim_v=64, dtype=torch.bfloat16, deterministic=False, **others):
+def _served(
+    head_dim=64, head_dim_v=64, dtype=torch.bfloat16, deterministic=False, dropout_p=0.0, **others
+):
     q, v = (torch.empty(1, 8, 2, d, dtype=dtype, device="meta") for d in (head_dim, head_dim_v))
     one = torch.empty(1, device="meta")
     x = Tensors(q, q, v)._replace(**dict.fromkeys(others, one))
     with absent_gpu(HOPPER):
-        return serves_backward(x, Options(0.1, -1, 0, 0.0, 0.0), False, deterministic)
+        return takes_hopper_backward(x, Options(0.1, -1, 0, 0.0, dropout_p), deterministic)
 
 
 @pytest.mark.eager
@@ -103,10 +105,11 @@ def test_takes_what_it_has_a_tile_for(head_dim, head_dim_v, dtype, taken):
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("feature", ["bias", "alibi_slopes", "seqused_k", "rng_state"])
+@pytest.mark.parametrize("feature", ["bias", "alibi_slopes", "seqused_k"])
 def test_leaves_features_to_the_portable_kernels(feature):
     assert _served()
     assert not _served(**{feature: True})
+    assert not _served(dropout_p=0.1)
 
 
 @pytest.mark.eager
@@ -126,7 +129,7 @@ def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
     width = block_d * (block_m // 64) // 2
     sums = torch.randn(heads, tiles, 2, 64 * width, device=device)
     dq = torch.full((1, tokens, heads, head_dim), math.nan, dtype=torch.float16, device=device)
-    round_dq_kernel[(heads * tiles, 2)](
+    round_dq_kernel[(heads * tiles,)](
         sums, dq, None, None, 0.5, 0, 1, heads, tokens, tokens - shift, tiles,
         HAS_RIGHT=True, BLOCK_M=block_m, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip

@@ -50,7 +50,7 @@ def backward_arguments(case: Case, *, dlse: bool, needs_dbias: bool) -> tuple[An
     del rest[6:10], rest[-1]
     return (
         torch.ones_like(out), q, k, v, out, lse, torch.ones_like(lse) if dlse else None,
-        *rest, needs_dbias,
+        *rest, False, needs_dbias,
     )  # fmt: skip
 
 

@@ -18,7 +18,13 @@ from attn_common import Platform, detect
 from torch import Tensor
 
 from . import __version__, flash_attn_func, flash_attn_varlen_func
-from ._configs import backward_dkdv_tile, backward_dq_tile, forward_tile
+from ._configs import (
+    HOPPER,
+    backward_dkdv_tile,
+    backward_dq_tile,
+    forward_tile,
+    has_gluon,
+)
 from ._forms import interpreted
 from .reference import attention_reference, varlen_attention_reference
 
@@ -32,7 +38,7 @@ def describe(platform: Platform) -> None:
     except PackageNotFoundError:
         triton = "missing"
     print(f"flash-attn-triton {__version__}, torch {torch.__version__}, triton {triton}")
-    print(f"platform {platform}; every feature runs on the portable Triton kernels")
+    print(f"platform {platform}; {_kernels_of(platform)}")
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim in (64, 128, 256):
             choice = (platform, head_dim, dtype.itemsize)
@@ -47,6 +53,19 @@ def describe(platform: Platform) -> None:
                 for name, t in tiles.items()
             )
             print(f"  {str(dtype).removeprefix('torch.')}, head_dim to {head_dim}: {shown}")
+
+
+def _kernels_of(platform: Platform) -> str:
+    """Say which feature runs where; the rule is that of ``_configs``."""
+    if not (platform.is_hopper and HOPPER and has_gluon()):
+        return "every feature runs on the portable Triton kernels"
+    return (
+        "Gluon kernels for Hopper run\n"
+        "  forward: fp16 and bf16, head dims 40 to 256 in multiples of 8, without bias, dropout, "
+        "another output dtype or a scale that is not positive\n"
+        "  backward: likewise to head dim 128, without ALiBi, seqused_k and deterministic=True\n"
+        "and the portable Triton kernels all the rest; FLASH_ATTN_TRITON_HOPPER=0 turns them off"
+    )
 
 
 def check(device: torch.device) -> bool:

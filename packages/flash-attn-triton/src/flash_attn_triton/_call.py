@@ -42,5 +42,7 @@ class Checked(NamedTuple):
 
     options: Options
     out_dtype: torch.dtype
+    # whether gradients have to repeat bit for bit
+    deterministic: bool
     # how to launch it past the operators; None where they have to be asked
     plan: Any = None

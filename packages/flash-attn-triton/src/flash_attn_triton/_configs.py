@@ -1,4 +1,4 @@
-"""Tile choices by platform and shape class: pure functions that need no GPU.
+"""Which kernel serves a call, and its tiles: pure functions that need no GPU.
 
 A shape class is the padded head dimension and the element size. Nothing here may depend on lengths
 or on the number of sequences: a sequence's result would then depend on its neighbours in the batch.
@@ -7,9 +7,13 @@ or on the number of sequences: a sequence's result would then depend on its neig
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
-from attn_common import Platform, next_power_of_2
+import torch
+from attn_common import Platform, detect, next_power_of_2
+
+from ._call import Options, Tensors
 
 # the interpreter and the MMA instructions take no smaller side
 MIN_TILE = 16
@@ -201,3 +205,132 @@ def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsi
     table = tables[f"{family}-fp32" if itemsize == 4 else family]
     width = padded_head_dim(head_dim)
     return next(tile for widest, tile in table if width <= widest)
+
+
+# ---- the kernels for Hopper
+
+# for comparisons, and in case of doubt: the portable kernels serve every call
+HOPPER = os.environ.get("FLASH_ATTN_TRITON_HOPPER", "1") != "0"
+
+
+def takes_hopper_forward(x: Tensors, options: Options, out_dtype: torch.dtype) -> bool:
+    """Say whether the forward kernel for Hopper serves a call; the portable one has the rest."""
+    return (
+        _takes_hopper(x, options)
+        and max(x.q.shape[-1], x.v.shape[-1]) > 32  # half of a tile would be padding
+        # the copy engine writes what it reads
+        and out_dtype == x.q.dtype
+        and x.out_scale is None
+        # folded into the exponential, where only a positive one commutes with the maximum
+        and options.softmax_scale > 0
+    )
+
+
+def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> bool:
+    """Say whether the backward kernel for Hopper serves a call; the portable ones have the rest.
+
+    It adds to dq in no fixed order; dk and dv repeat bit for bit.
+    """
+    return (
+        not deterministic
+        and _takes_hopper(x, options)
+        and min(x.q.shape[-1], x.v.shape[-1]) > 32
+        and max(x.q.shape[-1], x.v.shape[-1]) <= 128
+        and x.alibi_slopes is None
+        and x.seqused_k is None
+    )
+
+
+def _takes_hopper(x: Tensors, options: Options) -> bool:
+    return (
+        HOPPER
+        and detect(x.q.device).is_hopper
+        and x.q.dtype in (torch.float16, torch.bfloat16)
+        # rows that the copy engine reads
+        and x.q.shape[-1] % 8 == 0
+        and x.v.shape[-1] % 8 == 0
+        and x.k.numel() > 0
+        and x.v.numel() > 0
+        and x.bias is None
+        and options.dropout_p == 0.0
+        and has_gluon()
+    )
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has the language that the kernels for Hopper are written in."""
+    try:
+        from ._kernels import gluon_compat  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+# queries of a sequence of which a large part lies on the diagonal's tiles
+SHORT = 2048
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How a program divides its work; every warpgroup has 64 rows."""
+
+    warpgroups: int
+    block_n: int
+    stages_k: int
+    stages_v: int
+    share: bool = False  # the output leaves through the queries' memory
+    buffers_q: int = 1
+    pipeline: bool = False  # the walk does not stop between tiles of queries
+    hold: bool = False  # keys are kept until their softmax is done
+    rows: int = 64
+
+    @property
+    def block_m(self) -> int:
+        return self.warpgroups * self.rows
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread, at the start."""
+        return 65536 // (128 * (self.warpgroups + 1)) // 8 * 8
+
+
+@functools.cache
+def hopper_tile(head_dim: int, is_causal: bool, is_short: bool = False) -> HopperTile:
+    """Return the tile for the wider of the two head dimensions.
+
+    ``is_short`` is about sequences that all have one length: where they differ, a sequence's
+    result may not depend on its neighbours.
+    """
+    width = padded_head_dim(head_dim)
+    if width <= 64:
+        if not is_causal:
+            return HopperTile(3, 128, 2, 2)
+        # three warpgroups have more rows that see nothing of a tile
+        return HopperTile(2 if is_short else 3, 128, 3, 3, hold=True)
+    if width <= 128:
+        if is_causal:
+            return HopperTile(2, 128, 3, 2, hold=True)
+        return HopperTile(2, 128, 2, 2, buffers_q=2, pipeline=True)
+    if is_causal:
+        return HopperTile(2, 64, 3, 2, share=True, hold=True)
+    return HopperTile(2, 64, 2, 3, share=True)
+
+
+@dataclass(frozen=True)
+class HopperBackwardTile:
+    """Queries of a step, and how many steps the copies are ahead."""
+
+    block_m: int
+    stages_q: int
+    stages_o: int
+
+
+@functools.cache
+def hopper_backward_tile(head_dim: int, has_softcap: bool = False) -> HopperBackwardTile:
+    """Return the tile for the wider of the two head dimensions."""
+    if padded_head_dim(head_dim) <= 64:
+        if has_softcap:  # what it computes besides takes registers
+            return HopperBackwardTile(64, 3, 3)
+        return HopperBackwardTile(128, 3, 2)
+    return HopperBackwardTile(64, 2, 2)

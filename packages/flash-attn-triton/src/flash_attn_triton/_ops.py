@@ -38,7 +38,7 @@ torch.library.define(
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? bias, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
-    f"{_OPTIONS}, bool needs_dbias) "
+    f"{_OPTIONS}, bool deterministic, bool needs_dbias) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
     tags=torch.Tag.pt2_compliant_tag,
 )
@@ -78,7 +78,7 @@ def _backward_fake(
 
 
 def _forward_triton(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    from ._kernels.forward import launch_forward
+    from ._kernels.plans import launch_forward
 
     result: tuple[Tensor, Tensor] = launch_forward(q, k, v, *rest)  # type: ignore[no-untyped-call]
     return result
@@ -152,13 +152,15 @@ def _backward_cpu(
     window_right: int,
     softcap: float,
     dropout_p: float,
+    deterministic: bool,
     needs_dbias: bool,
 ) -> Grads:
     if interpreted():
         return _backward_triton(
             dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k,
             bias, alibi_slopes, sinks, rng_state, max_seqlen_q, max_seqlen_k,
-            softmax_scale, window_left, window_right, softcap, dropout_p, needs_dbias,
+            softmax_scale, window_left, window_right, softcap, dropout_p, deterministic,
+            needs_dbias,
         )  # fmt: skip
     dq, dk, dv, dbias, dsinks = attention_backward(
         dout, q, k, v, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k,
@@ -179,17 +181,17 @@ forward = torch.ops.flash_attn_triton.forward.default
 backward = torch.ops.flash_attn_triton.backward.default
 
 
-def plan_of(x: Tensors, options: Options, out_dtype: torch.dtype) -> Any:
+def plan_of(x: Tensors, options: Options, out_dtype: torch.dtype, deterministic: bool) -> Any:
     """Return how to launch calls of this form past the operators; None if they are to be asked."""
     device = x.q.device.type
     if device != "cuda" and not (device == "cpu" and interpreted()):
         return None
-    from ._kernels.forward import ForwardPlan
     from ._kernels.launch import is_served_as_is
+    from ._kernels.plans import plan_forward
 
     if not is_served_as_is(x):  # copies come first
         return None
-    return ForwardPlan(x, options, out_dtype)  # type: ignore[no-untyped-call]
+    return plan_forward(x, options, out_dtype, deterministic)
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -222,7 +224,7 @@ class _FlashAttention(torch.autograd.Function):
         else:
             grads = backward(
                 dout, x.q, x.k, x.v, out, lse, dlse, *x[3:9], x.rng_state, *ctx.bounds,
-                *ctx.known.options, needs.bias,
+                *ctx.known.options, ctx.known.deterministic, needs.bias,
             )  # fmt: skip
         dq, dk, dv, dbias, dsinks = grads
         by_name = Tensors(

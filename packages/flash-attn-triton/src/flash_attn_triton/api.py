@@ -70,7 +70,8 @@ def flash_attn_func(
         softcap: cap of the scores; 0.0 is none. Default: 0.0.
         alibi_slopes: slopes of the linear bias (Press et al. 2021), fp32 ``[heads_q]`` or
             ``[batch, heads_q]``; without a gradient. Default: None.
-        deterministic: accepted for compatibility; the backward pass is always bitwise repeatable.
+        deterministic: make gradients repeat bit for bit. On Hopper dq is otherwise added up in the
+            order in which its parts come; all else repeats anyway. Default: False.
         return_attn_probs: return ``(out, lse, probabilities)``. The third is None without dropout;
             with it, ``[batch, heads_q, seqlen_q, seqlen_k]`` in the dtype of ``q``, negative where
             dropped: computed apart, with memory for the whole matrix, for tests. Default: False.
@@ -119,7 +120,9 @@ def flash_attn_func(
             q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
             return_attn_probs, return_lse,
         )  # fmt: skip
-        known = _check(x, options, q.shape[0], q.shape[1], k.shape[1], out_dtype, form)
+        known = _check(
+            x, options, q.shape[0], q.shape[1], k.shape[1], out_dtype, deterministic, form
+        )
     return _attend(x, q.shape[1], k.shape[1], known, return_attn_probs, return_lse)
 
 
@@ -222,7 +225,9 @@ def flash_attn_varlen_func(
     _arguments.check_length("max_seqlen_q", max_seqlen_q)
     _arguments.check_length("max_seqlen_k", max_seqlen_k)
     if known is None:
-        known = _check(x, options, batch, max_seqlen_q, max_seqlen_k, out_dtype, form)
+        known = _check(
+            x, options, batch, max_seqlen_q, max_seqlen_k, out_dtype, deterministic, form
+        )
     return _attend(x, max_seqlen_q, max_seqlen_k, known, return_attn_probs, return_lse)
 
 
@@ -233,6 +238,7 @@ def _check(
     seqlen_q: int,
     seqlen_k: int,
     out_dtype: torch.dtype | None,
+    deterministic: bool,
     form: Hashable | None,
 ) -> Checked:
     """Check what both forms have in common, and keep what is known then."""
@@ -246,9 +252,10 @@ def _check(
         x.out_scale, (x.bias, x.sinks),
     )  # fmt: skip
     if form is None:
-        return Checked(options, out_dtype)
-    plan = _ops.plan_of(x._replace(bias=_four_dimensional(x.bias)), options, out_dtype)
-    return _known.keep(form, Checked(options, out_dtype, plan))
+        return Checked(options, out_dtype, deterministic)
+    x = x._replace(bias=_four_dimensional(x.bias))
+    plan = _ops.plan_of(x, options, out_dtype, deterministic)
+    return _known.keep(form, Checked(options, out_dtype, deterministic, plan))
 
 
 def _four_dimensional(bias: Tensor | None) -> Tensor | None:

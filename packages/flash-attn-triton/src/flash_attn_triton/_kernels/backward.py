@@ -125,8 +125,13 @@ def run_backward(
             dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
             optional = (bias, dense(x.alibi_slopes), x.rng_state, *map(dense, x[3:6]))
             inputs = BackwardInputs(q, k, v, dout, lse2, delta, optional)
-            launch_dkdv(plan, inputs, dk, dv)
-            launch_dq(plan, inputs, dq)
+            if plan.is_for_hopper:
+                from .hopper_backward_launch import launch_backward_hopper
+
+                launch_backward_hopper(plan, inputs, dq, dk, dv)
+            else:
+                launch_dkdv(plan, inputs, dk, dv)
+                launch_dq(plan, inputs, dq)
             if dbias is not None:
                 launch_bias_gradient(plan, inputs, dbias)
     elif sinks is not None:
@@ -140,7 +145,7 @@ def run_backward(
 def launch_backward(
     dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes,
     sinks, rng_state, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right,
-    softcap, dropout_p, needs_dbias,
+    softcap, dropout_p, deterministic, needs_dbias,
 ):  # fmt: skip
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = Tensors(
@@ -148,7 +153,8 @@ def launch_backward(
         rng_state=rng_state,
     )  # fmt: skip
     x = readable(x)
-    plan = Plan(x, Options(softmax_scale, window_left, window_right, softcap, dropout_p))
+    options = Options(softmax_scale, window_left, window_right, softcap, dropout_p)
+    plan = Plan(x, options, deterministic)
     # as wide as the values, whatever dtype the output has
     wide = x.v.shape[-1]
     dq, dk, dv, *rest = run_backward(

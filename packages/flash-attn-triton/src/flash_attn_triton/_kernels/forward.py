@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from attn_common import fp8_info
 
-from .._call import Options, Tensors
 from .._configs import forward_tile
 from .backward import run_backward
-from .launch import NUMBERS, POINTERS, Plan, expand_descales, readable
+from .launch import NUMBERS, POINTERS, Plan, expand_descales
 from .primitives import (
     LN2,
     LOG2E,
@@ -34,7 +33,7 @@ from .primitives import (
     logits_of,
     step_start,
 )
-from .runtime import dense, first_columns
+from .runtime import dense
 from .schedule import locate
 
 
@@ -222,8 +221,8 @@ def _forward_kernel(
 class ForwardPlan(Plan):
     """The forward pass of the calls of one form, and what its backward pass needs to know."""
 
-    def __init__(self, x, options, out_dtype):
-        super().__init__(x, options)
+    def __init__(self, x, options, out_dtype, deterministic=False):
+        super().__init__(x, options, deterministic)
         is_fp8 = self.itemsize == 1
         self._out_dtype = out_dtype
         self._tile = forward_tile(self.platform, self.widest_head, self.itemsize)
@@ -267,15 +266,3 @@ class ForwardPlan(Plan):
         return out, lse
 
     backward = run_backward
-
-
-def launch_forward(*arguments):
-    """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
-    *tensors, _, _, scale, left, right, softcap, dropout_p, out_dtype = arguments
-    x = Tensors(*tensors)
-    width = x.v.shape[-1]
-    x = readable(x)
-    out_dtype = out_dtype or (torch.bfloat16 if x.q.element_size() == 1 else x.q.dtype)
-    plan = ForwardPlan(x, Options(scale, left, right, softcap, dropout_p), out_dtype)
-    out, lse = plan.forward(x)
-    return first_columns(out, width), lse

@@ -1,168 +1,105 @@
-"""The host side of the Hopper kernels: which calls they take, tiles, tensor maps, the launch."""
+"""The host side of the Hopper forward: tensor maps, the order of tiles, the launch."""
 
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from attn_common import cdiv, detect
+import triton
 from torch import Tensor
 
-from .._configs import padded_head_dim
-from .runtime import aligned, dense, on_device_of
-
-MAX_HEAD_DIM = 256
-# queries of a sequence of which a large part lies on the diagonal's tiles
-SHORT = 2048
-# windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
-MAX_WINDOW = 2**30
-# what programs that run at the same time should read together
-L2_BYTES = 32 * 2**20
-# coordinates of a ragged tensor map; see ``hopper.coordinates``
-RAGGED_ROWS = 1 << 30
-RAGGED_EXTENT = 0x7FFF0000
-RAGGED_STRIDE = 1 << 34
+from .._call import Options, Tensors
+from .._configs import SHORT, HopperTile, hopper_tile, padded_head_dim
+from .._options import MAX_WINDOW
+from .forward import ForwardPlan
+from .hopper_forward import forward_kernel
+from .hopper_maps import MapForm
+from .runtime import dense
 
 
-@dataclass(frozen=True)
-class HopperTile:
-    """How a program divides its work; every warpgroup has 64 rows."""
+class HopperForwardPlan(ForwardPlan):
+    """The forward pass of the calls of one form that ``takes_hopper_forward`` takes."""
 
-    warpgroups: int
-    block_n: int
-    stages_k: int
-    stages_v: int
-    share: bool = False  # the output leaves through the queries' memory
-    buffers_q: int = 1
-    pipeline: bool = False  # the walk does not stop between tiles of queries
-    hold: bool = False  # keys are kept until their softmax is done
-    rows: int = 64
+    def __init__(
+        self,
+        x: Tensors,
+        options: Options,
+        out_dtype: torch.dtype,
+        deterministic: bool = False,
+        tile: HopperTile | None = None,
+    ) -> None:
+        super().__init__(x, options, out_dtype, deterministic)
+        q, k, v, alibi_slopes = x.q, x.k, x.v, x.alibi_slopes
+        tokens_q, _, head_dim = q.shape[-3:]
+        has_right = options.window_right >= 0
+        is_short = not self.is_packed and tokens_q <= SHORT
+        tile = tile or hopper_tile(self.widest_head, has_right, is_short)
+        self._hopper_tile = tile
+        ragged_q = self.is_packed
+        ragged_k = ragged_q or x.seqused_k is not None
+        self._map_q = MapForm(q, tile.rows, ragged_q)
+        self._map_k = MapForm(k, tile.block_n, ragged_k)
+        self._map_v = MapForm(v, tile.block_n, ragged_k)
+        out = torch.empty((*q.shape[:-1], self.head_dim_v), dtype=q.dtype, device="meta")
+        self._map_out = MapForm(out, tile.rows, ragged_q)
+        self._head_numbers = (
+            options.softmax_scale, options.softcap,
+            min(options.window_left, MAX_WINDOW), min(options.window_right, MAX_WINDOW),
+            self.batch, self.heads_q,
+        )  # fmt: skip
+        self._tail_numbers = (
+            self._map_k.pitch, self._map_v.pitch,
+            self.heads_q if alibi_slopes is not None and alibi_slopes.ndim == 2 else 0,
+        )  # fmt: skip
+        wide, wide_v = padded_head_dim(head_dim), padded_head_dim(self.head_dim_v)
+        self._hopper_launch = self.launch(
+            forward_kernel,
+            GROUP=self.group,
+            HAS_LEFT=options.window_left >= 0,
+            HAS_RIGHT=has_right,
+            HAS_SOFTCAP=options.softcap != 0.0,
+            RAGGED_Q=ragged_q,
+            RAGGED_K=ragged_k,
+            WARPGROUPS=tile.warpgroups,
+            ROWS=tile.rows,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=wide,
+            HEAD_DIM_V=wide_v,
+            STAGES_K=tile.stages_k,
+            STAGES_V=tile.stages_v,
+            BUFFERS_Q=tile.buffers_q,
+            SHARE=tile.share and wide == wide_v,
+            PIPELINE=tile.pipeline,
+            HOLD=tile.hold,
+            num_warps=4,
+            maxnreg=tile.registers,
+        )
 
-    @property
-    def block_m(self) -> int:
-        return self.warpgroups * self.rows
-
-    @property
-    def registers(self) -> int:
-        """Registers a thread, at the start."""
-        return 65536 // (128 * (self.warpgroups + 1)) // 8 * 8
-
-
-@functools.cache
-def hopper_tile(head_dim: int, is_causal: bool, is_short: bool = False) -> HopperTile:
-    """Return the tile for the wider of the two head dimensions.
-
-    ``is_short`` is about sequences that all have one length: where they differ, a sequence's
-    result may not depend on its neighbours.
-    """
-    width = padded_head_dim(head_dim)
-    if width <= 64:
-        if not is_causal:
-            return HopperTile(3, 128, 2, 2)
-        # three warpgroups have more rows that see nothing of a tile
-        return HopperTile(2 if is_short else 3, 128, 3, 3, hold=True)
-    if width <= 128:
-        if is_causal:
-            return HopperTile(2, 128, 3, 2, hold=True)
-        return HopperTile(2, 128, 2, 2, buffers_q=2, pipeline=True)
-    if is_causal:
-        return HopperTile(2, 64, 3, 2, share=True, hold=True)
-    return HopperTile(2, 64, 2, 3, share=True)
-
-
-def serves_forward(
-    q: Tensor, v: Tensor, bias: Tensor | None, rng_state: Tensor | None, softmax_scale: float
-) -> bool:
-    """Say whether the Hopper kernel takes a call, on a Hopper GPU with a Triton that has Gluon."""
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and bias is None
-        and rng_state is None
-        and softmax_scale > 0
-        and 32 < max(head_dim, head_dim_v) <= MAX_HEAD_DIM
-        and head_dim % 8 == 0
-        and head_dim_v % 8 == 0
-        and v.numel() > 0
-        and detect(q.device).is_hopper
-        and has_gluon()
-    )
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether this Triton has the language that the kernels are written in."""
-    try:
-        from . import gluon_compat  # noqa: F401
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-# the counters from which programs take their tiles, zero between launches, one a stream
-_tickets: dict[tuple[int | None, int], Tensor] = {}
-
-
-def _ticket(device: torch.device) -> Tensor:
-    if device.type == "meta":
-        return torch.empty(1, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        # the graph may be replayed on any stream
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
-    ticket = _tickets.get(key)
-    if ticket is None:
-        ticket = _tickets[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return ticket
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of batch, head and token; those that are never taken as if the tensor were dense."""
-    *sizes, width = x.shape
-    strides = list(x.stride()[:-1])
-    dense = width
-    for axis in reversed(range(len(sizes))):
-        if sizes[axis] == 1:
-            strides[axis] = dense
-        dense *= sizes[axis]
-    batch, token, head = strides if x.ndim == 4 else (dense, *strides)
-    return batch, head, token
-
-
-def _mappable(x: Tensor, ragged: bool) -> Tensor:
-    """Return the tensor as the copy engine can read it, a copy if it has to be."""
-    x = aligned(x)
-    batch, head, token = _strides(x)
-    # a ragged map finds a sequence by a number of tokens
-    fits = min(batch, head, token) > 0 and not (ragged and batch % token)
-    return x if fits else x.clone(memory_format=torch.contiguous_format)
-
-
-def tensor_map(x: Tensor, rows: int, ragged: bool) -> Any:
-    """Describe a tensor to the copy engine: tiles of ``rows`` tokens of one head."""
-    from .gluon_compat import TensorDescriptor
-
-    *_, tokens, heads, width = x.shape
-    batch, head, token = _strides(x)
-    if ragged:
-        shape = [RAGGED_EXTENT, RAGGED_EXTENT, heads, RAGGED_ROWS, width]
-        strides = [RAGGED_STRIDE - token, token, head, token, 1]
-    else:
-        shape = [1, x.shape[0], heads, tokens, width]
-        strides = [batch * x.shape[0], batch, head, token, 1]
-    block = (1, 1, 1, rows, padded_head_dim(width))
-    return TensorDescriptor(x, shape, strides, list(block), _layout(block, x.dtype))
-
-
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    from .gluon_compat import gl
-
-    names = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
+    def forward(self, x: Tensors) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        q, k, v = x.q, x.k, x.v
+        tokens_q, tokens_k = q.shape[-3], k.shape[-3]
+        if tokens_q == 0 or tokens_k == 0 or self.batch == 0:  # no tensor has a map
+            return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
+        out = q.new_empty((*q.shape[:-1], self.head_dim_v))
+        lse_shape = (tokens_q,) if self.is_packed else (self.batch, self.heads_q, tokens_q)
+        lse_shape = (self.heads_q, *lse_shape) if self.is_packed else lse_shape
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        tiles = self.tiles(tokens_q, self._hopper_tile.block_m)
+        total = tiles * self.heads_q * self.grid_batch
+        span = self.span_q(tokens_k)
+        last = span + self.batch * self.heads_q % span
+        self._hopper_launch(
+            min(_multiprocessors(q.device), total),
+            (
+                self._map_q(q), self._map_k(k), self._map_v(v), self._map_out(out),
+                lse, _ticket(q.device), dense(x.alibi_slopes), dense(x.sinks),
+                dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
+            ),
+            (*self._head_numbers, tokens_q, tokens_k, tiles, span, last, total,
+             *self._tail_numbers),
+        )  # fmt: skip
+        return out, lse
 
 
 @functools.cache
@@ -172,74 +109,19 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch_forward_hopper(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks,
-    q_descale, k_descale, v_descale, out_scale, rng_state, max_seqlen_q, max_seqlen_k,
-    softmax_scale, window_left, window_right, softcap, dropout_p, out_dtype, tile=None,
-):  # fmt: skip
-    """Run the forward operator on inputs that ``serves_forward`` took; see ``_ops.py``."""
-    from .hopper_forward import forward_kernel
+# the counters from which programs take their tiles, zero between launches, one a stream
+_tickets: dict[tuple[int, int], Tensor] = {}
 
-    ragged_q = cu_seqlens_q is not None
-    ragged_k = ragged_q or seqused_k is not None
-    q, k, v = _mappable(q, ragged_q), _mappable(k, ragged_k), _mappable(v, ragged_k)
-    cu_seqlens_q, cu_seqlens_k = dense(cu_seqlens_q), dense(cu_seqlens_k)
-    alibi_slopes, sinks, seqused_k = dense(alibi_slopes), dense(sinks), dense(seqused_k)
-    is_packed = cu_seqlens_q is not None
-    batch = cu_seqlens_q.shape[0] - 1 if is_packed else q.shape[0]
-    tokens_q, heads_q, head_dim = q.shape[-3:]
-    tokens_k, heads_k, head_dim_v = v.shape[-3:]
-    group = heads_q // heads_k
-    out = torch.empty((*q.shape[:-1], head_dim_v), dtype=out_dtype or q.dtype, device=q.device)
-    lse_shape = (heads_q, tokens_q) if is_packed else (batch, heads_q, tokens_q)
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    if batch == 0:  # a packed call may hold nothing but padding
-        return out.zero_(), lse.fill_(-math.inf)
-    is_short = not is_packed and tokens_q <= SHORT
-    tile = tile or hopper_tile(max(head_dim, head_dim_v), window_right >= 0, is_short)
-    if is_packed:
-        tiles = tokens_q // tile.block_m + batch + 2  # slots
-        total = tiles * heads_q
-    else:
-        tiles = cdiv(tokens_q, tile.block_m)
-        total = tiles * heads_q * batch
-    if total == 0:
-        return out, lse
-    token_bytes = (head_dim + head_dim_v) * q.element_size()
-    heads = batch * heads_q
-    span = min(max(1, group * (L2_BYTES // max(1, tokens_k * token_bytes))), heads)
-    last = span + heads % span
-    pitches = [_strides(x)[0] // _strides(x)[2] for x in (k, v)]
-    with on_device_of(q):
-        programs = min(_multiprocessors(q.device), total)
-        forward_kernel[(programs,)](
-            tensor_map(q, tile.rows, ragged_q),
-            tensor_map(k, tile.block_n, ragged_k),
-            tensor_map(v, tile.block_n, ragged_k),
-            tensor_map(out, tile.rows, ragged_q),
-            lse, _ticket(q.device), alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, seqused_k,
-            softmax_scale, softcap, min(window_left, MAX_WINDOW), min(window_right, MAX_WINDOW),
-            batch, heads_q, tokens_q, tokens_k, tiles, span, last, total, *pitches,
-            heads_q if alibi_slopes is not None and alibi_slopes.ndim == 2 else 0,
-            GROUP=group,
-            HAS_LEFT=window_left >= 0,
-            HAS_RIGHT=window_right >= 0,
-            HAS_SOFTCAP=softcap != 0.0,
-            RAGGED_Q=ragged_q,
-            RAGGED_K=ragged_k,
-            WARPGROUPS=tile.warpgroups,
-            ROWS=tile.rows,
-            BLOCK_N=tile.block_n,
-            HEAD_DIM=padded_head_dim(head_dim),
-            HEAD_DIM_V=padded_head_dim(head_dim_v),
-            STAGES_K=tile.stages_k,
-            STAGES_V=tile.stages_v,
-            BUFFERS_Q=tile.buffers_q,
-            SHARE=tile.share and padded_head_dim(head_dim) == padded_head_dim(head_dim_v),
-            PIPELINE=tile.pipeline,
-            HOLD=tile.hold,
-            num_warps=4,
-            maxnreg=tile.registers,
-            enable_fp_fusion=True,  # triton 3.10 turns the default round
-        )  # fmt: skip
-    return out, lse
+
+def _ticket(device: torch.device) -> Tensor:
+    if device.type == "meta":
+        return torch.empty(1, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        # the graph may be replayed on any stream
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, triton.runtime.driver.active.get_current_stream(index)
+    ticket = _tickets.get(key)
+    if ticket is None:
+        ticket = _tickets[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return ticket

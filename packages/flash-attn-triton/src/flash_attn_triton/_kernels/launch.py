@@ -8,7 +8,8 @@ from attn_common import cdiv, detect
 from torch import Tensor
 
 from .._call import Options, Tensors
-from .._configs import Tile, padded_head_dim
+from .._configs import Tile, padded_head_dim, takes_hopper_backward
+from .._options import MAX_WINDOW
 from .runtime import (
     ACCESS,
     Launch,
@@ -19,8 +20,6 @@ from .runtime import (
     whole_rows,
 )
 
-# windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
-MAX_WINDOW = 2**30
 NUMBERS = (
     "batch", "heads_q", "tokens_q", "tokens_k", "tiles", "span",
     "window_left", "window_right", "dropout_threshold",
@@ -43,9 +42,10 @@ class Plan:
     tensors differ in data only, or, packed, in the number of tokens.
     """
 
-    def __init__(self, x: Tensors, options: Options) -> None:
+    def __init__(self, x: Tensors, options: Options, deterministic: bool = False) -> None:
         q, k, v, bias, alibi_slopes = x.q, x.k, x.v, x.bias, x.alibi_slopes
         self.options = options
+        self.is_for_hopper = takes_hopper_backward(x, options, deterministic)
         self.platform = detect(q.device)
         self.itemsize = q.element_size()
         self.is_packed = x.cu_seqlens_q is not None
@@ -82,6 +82,8 @@ class Plan:
             "BIAS_BYTES": 0 if bias is None else bias_bytes(bias),
         }
         self._launches: dict[Any, Launch] = {}
+        # of the Hopper backward, by the strides of dout
+        self.maps: dict[Any, Any] = {}
         self._layout = layout_of(x)
 
     def fits(self, x: Tensors) -> bool:

@@ -262,7 +262,8 @@ def _flash_attention_backward(
     dq, dk, dv, _, _ = _ops.backward(
         grad_out, query, key, value, out.contiguous(), logsumexp.contiguous(), None,
         cum_seq_q, cum_seq_k, None, None, None, None, seed, max_q, max_k, _scale(query, scale),
-        *_window(is_causal, window_size_left, window_size_right), 0.0, dropout_p, False,
+        *_window(is_causal, window_size_left, window_size_right), 0.0, dropout_p,
+        torch.are_deterministic_algorithms_enabled(), False,
     )  # fmt: skip
     return _strided_like(dq, query), _strided_like(dk, key), _strided_like(dv, value)
 

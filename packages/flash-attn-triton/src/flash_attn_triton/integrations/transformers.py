@@ -148,7 +148,7 @@ def attention_forward(
         cu_seq_lens_k: The same for keys.
         max_length_q: The longest of them.
         max_length_k: The same for keys.
-        deterministic: Whether gradients must be repeatable; they always are.
+        deterministic: Whether gradients have to repeat bit for bit.
         **kwargs: Ignored, but for what would change the result.
 
     Returns:
