@@ -167,8 +167,8 @@ def reads_of_unset(code: str) -> tuple[str, ...]:
     """Return what computes with a uniform register that nothing above it has set.
 
     ptxas 12.8 does so at times with the addresses of Hopper's products, in loops whose loads are
-    not asynchronous: wrong numbers, and reads out of range. Only arithmetic is looked at; products
-    name registers that they do not read.
+    not asynchronous: wrong numbers, and reads out of range. Only arithmetic is looked at: products
+    name registers that they do not read, and half of a copied pair may be read by nobody.
     """
     found, known = [], set()
     for line in code.splitlines():
@@ -186,6 +186,9 @@ def reads_of_unset(code: str) -> tuple[str, ...]:
         )
         reads = registers[1:] if sets else registers
         if sets and not set(reads) <= known:
+            if operation == "UMOV":
+                known.discard(registers[0])
+                continue
             found.append(f"{operation} {arguments}")
         if sets:
             width = 4 if ".128" in operation else 2 if re.search(r"\.(64|WIDE)", operation) else 1

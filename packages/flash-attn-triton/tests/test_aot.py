@@ -52,6 +52,7 @@ SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_90 d256-float8_e4m3fn-* _forward_kernel": (512, "likewise, and the widest"),
     # three TF32 products hold both halves of their operands
     "nvidia:* d*-float32-[cf]* *": (256, "twice the operands"),
+    "nvidia:sm_100 d256-float32-[cf]* _dkdv_kernel": (320, f"likewise, and the widest; {UNTUNED}"),
     "nvidia:* d*-float32-rich *": (512, "twice the operands, and every feature at once"),
     "nvidia:sm_80 d*-bfloat16-[cf]* _dkdv_kernel": (64, f"some versions of Triton; {UNTUNED}"),
     "nvidia:sm_80 d*-bfloat16-rich *": (384, f"{RICH}; {UNTUNED}"),

@@ -17,7 +17,7 @@ from flash_attn_triton._kernels.hopper_launch import HopperForwardPlan
 from flash_attn_triton._kernels.launch import readable
 
 from ._budget import assert_no_worse_than_eager, assert_same
-from ._gpus import GPUS, absent_gpu, compiling
+from ._gpus import GPUS, absent_gpu, compiling, counting
 from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
 from ._views import VIEWS
 
@@ -283,3 +283,19 @@ def test_graphs_do_not_share_a_counter(device):
         assert torch.equal(out, want["out"])
         assert torch.equal(lse, want["lse"])
     assert all(int(t) == 0 for t in hopper_launch._tickets.values())
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", ["causal", "packed"])
+def test_lengths_make_one_variant(kind):
+    """Of each tile: that of short causal sequences is another."""
+    options = features(kind)
+    with counting(HOPPER) as variants:
+        for length in (2049, 4096, 5000, 16_384, 70_001):
+            leading = (length,) if kind == "packed" else (2, length)
+            q, kv = (
+                torch.empty(*leading, heads, 64, dtype=torch.bfloat16, device="meta")
+                for heads in (4, 2)
+            )
+            hopper(q, kv, kv, **options)
+    assert [len(keys) for keys in variants.values()] == [1]

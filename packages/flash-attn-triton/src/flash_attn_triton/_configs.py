@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from attn_common import Platform, detect, next_power_of_2
@@ -181,9 +181,15 @@ def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile
 
 
 @functools.cache
-def backward_dq_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
+def backward_dq_tile(
+    platform: Platform, head_dim: int, itemsize: int, has_bias: bool = False
+) -> Tile:
     """Return the tile of the pass that makes dq."""
-    return _lookup(_BACKWARD_DQ, platform, head_dim, itemsize)
+    tile = _lookup(_BACKWARD_DQ, platform, head_dim, itemsize)
+    if has_bias and padded_head_dim(head_dim) == 256 and tile.num_stages > 2:
+        # the bias of a third step does not fit beside its keys and values
+        return replace(tile, num_stages=2)
+    return tile
 
 
 @functools.cache

@@ -158,7 +158,8 @@ def _dq_kernel(
 
 def launch_dq(plan: Plan, inputs: BackwardInputs, dq: Tensor) -> None:
     """Fill ``dq``."""
-    tile = backward_dq_tile(plan.platform, plan.widest_head, plan.itemsize)
+    has_bias = inputs.optional[0] is not None
+    tile = backward_dq_tile(plan.platform, plan.widest_head, plan.itemsize, has_bias)
     tokens_q, tokens_k = inputs.q.shape[-3], inputs.k.shape[-3]
     tiles = plan.tiles(tokens_q, tile.block_m)
     plan.tiled(_dq_kernel, tile)(
