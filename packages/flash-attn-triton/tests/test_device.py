@@ -47,14 +47,15 @@ def capture(case):
 
 @pytest.mark.parametrize("features", [("causal",), ("window", "bias", "sinks")], ids=str)
 @pytest.mark.parametrize("form", ["fixed", "packed"])
-def test_graph_replays_with_new_inputs(form, features, device):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_graph_replays_with_new_inputs(deterministic, form, features, device):
     def make(seed):
         if form == "fixed":
             case = make_case(SHAPE, torch.bfloat16, device, features, seed)
         else:
             shape = Packed((100, 0, 200), (120, 7, 200), 4, 2, 64, padding=5)
             case = make_packed(shape, torch.bfloat16, device, features, seed)
-        return case.with_options(deterministic=True)
+        return case.with_options(deterministic=deterministic)
 
     static = make(0)
     graph, results = capture(static)
@@ -63,8 +64,18 @@ def test_graph_replays_with_new_inputs(form, features, device):
         for name, t in fresh.inputs.items():
             static.inputs[name].copy_(t)
         graph.replay()
-        for got, want in zip(results, step(fresh), strict=True):
-            assert torch.equal(got, want)
+        assert_repeats(results, step(fresh), deterministic)
+
+
+def assert_repeats(got, want, deterministic):
+    """Hold ``(out, lse, dq, ...)`` to be the same; dq up to the order of its sum, if it may be."""
+    for i, (one, other) in enumerate(zip(got, want, strict=True)):
+        if i == 2 and not deterministic:
+            # one rounding, of sums that differ in the last bits of fp32
+            unit = torch.finfo(one.dtype).eps * other.abs() + 2.0**-20 * other.abs().max()
+            assert ((one.float() - other.float()).abs() <= unit).all()
+        else:
+            assert torch.equal(one, other)
 
 
 def test_graph_with_new_lengths(device):
@@ -100,8 +111,10 @@ def test_dropout_advances_with_every_replay(device):
 # ---- streams and devices
 
 
-def test_second_stream(device):
-    case = make_case(SHAPE, torch.bfloat16, device, ("causal",)).with_options(deterministic=True)
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_second_stream(deterministic, device):
+    case = make_case(SHAPE, torch.bfloat16, device, ("causal",))
+    case = case.with_options(deterministic=deterministic)
     want = run(case)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -110,7 +123,7 @@ def test_second_stream(device):
         late = case.with_inputs(**{name: t.clone() for name, t in case.inputs.items()})
         got = run(late)
     stream.synchronize()
-    assert_same(got, want)
+    assert_repeats(got.values(), want.values(), deterministic)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
@@ -166,6 +179,22 @@ def test_tensors_beyond_2_to_the_31_elements(form, device):
                 results["oracle"][i].detach()[:, inner],
                 3.0,
             )
+
+
+def test_gradient_of_more_queries_than_offsets_have_bits(device):
+    """More than 2**31 elements of one head: a program of keys walks all of its queries."""
+    needs(40)
+    k, v = (torch.randn(1, 128, 1, 128, dtype=torch.bfloat16, device=device) for _ in "kv")
+    q = torch.randn(1, 2**24 + 64, 1, 128, dtype=torch.bfloat16, device=device).requires_grad_()
+    dout = torch.randn_like(q)
+    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v), q, dout)
+    for rows in (slice(0, 64), slice(2**24, None)):
+        grads = []
+        for dtype in (torch.bfloat16, torch.float64):
+            part = q.detach()[:, rows].to(dtype).requires_grad_()
+            ref = attention_reference(part, k.to(dtype), v.to(dtype))
+            grads.append(torch.autograd.grad(ref, part, dout[:, rows].to(dtype))[0])
+        assert_no_worse_than_eager("dq", dq[:, rows], *grads, 3.0)
 
 
 def rows_of(q, k, v, rows, bias=None):
@@ -236,6 +265,20 @@ def test_many_heads_times_batch(device):
 
 
 # ---- Inductor
+
+
+def test_graphs_of_inductor(device):
+    """What a compiled graph allocates it wants back: nothing of a call may stay in its pool."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v: flash_attn_func(q, k, v, causal=True) * 2, mode="reduce-overhead"
+    )
+    case = make_case(SHAPE, torch.bfloat16, device)
+    q, k, v = (case.inputs[name] for name in "qkv")
+    with torch.no_grad():
+        want = flash_attn_func(q, k, v, causal=True) * 2
+        for _ in range(4):
+            assert torch.equal(compiled(q, k, v), want)
 
 
 # torch.compile makes an instance of the autograd function, and warns about it

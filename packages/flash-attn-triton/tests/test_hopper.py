@@ -14,6 +14,7 @@ from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._configs import HopperTile, hopper_tile, takes_hopper_forward
 from flash_attn_triton._kernels import hopper_launch
 from flash_attn_triton._kernels.hopper_launch import HopperForwardPlan
+from flash_attn_triton._kernels.hopper_maps import MapForm
 from flash_attn_triton._kernels.launch import readable
 
 from ._budget import assert_no_worse_than_eager, assert_same
@@ -41,7 +42,7 @@ def hopper(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, None, alibi_slopes, sinks))
     options = Options(scale, left, right, softcap, 0.0)
-    return HopperForwardPlan(x, options, q.dtype, tile=tile).forward(x)
+    return HopperForwardPlan(x, options, q.dtype, is_kept=q.is_cuda, tile=tile).forward(x)
 
 
 def check(case, **options):
@@ -80,15 +81,27 @@ def test_serves(head_dim, head_dim_v, dtype, taken):
     x, options = Tensors(q, q, v), Options(0.1, -1, 0, 0.0, 0.0)
     with absent_gpu(HOPPER):
         assert takes_hopper_forward(x, options, dtype) == taken
-        for scale in (0.0, -1.0):
+        for scale in (0.0, -1.0, 1e-60):
             assert not takes_hopper_forward(x, options._replace(softmax_scale=scale), dtype)
         for name in ("bias", "out_scale"):
             assert not takes_hopper_forward(x._replace(**{name: q}), options, dtype)
         assert not takes_hopper_forward(x, options._replace(dropout_p=0.1), dtype)
         assert not takes_hopper_forward(x, options, torch.float32)
         assert not takes_hopper_forward(x._replace(k=q[:, :0], v=v[:, :0]), options, dtype)
+        on_cpu = Tensors(*(torch.empty_like(t, device="cpu") for t in (q, q, v)))
+        assert not takes_hopper_forward(on_cpu, options, dtype)
     with absent_gpu("nvidia:sm_80"):
         assert not takes_hopper_forward(x, options, dtype)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("token_stride", [7, 256])
+def test_a_single_token_has_no_stride(token_stride):
+    """None and one make one form: what lies between two tokens is anybody's guess."""
+    for tokens in (0, 1):
+        x = torch.empty(9, 2, 128, dtype=torch.float16)
+        x = x.as_strided((tokens, 2, 128), (token_stride, 128, 1))
+        assert MapForm(x, 64, True)(x).strides[1:3] == [256, 128]
 
 
 @pytest.mark.eager
@@ -147,6 +160,7 @@ def test_builds(head_dim, kind, tmp_path):
         hopper(q, kv, kv, **options)
     (build,) = builds
     assert build.shared <= GPUS[HOPPER].shared_limit, build
+    assert not build.unset, build
     old, new = SPILLS.get((head_dim, kind), (0, 0))
     assert build.spilled <= (old if IS_OLD else new), build
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"

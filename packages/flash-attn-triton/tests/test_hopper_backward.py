@@ -17,7 +17,7 @@ from flash_attn_triton._configs import (
 )
 from flash_attn_triton._kernels.backward import _row_numbers
 from flash_attn_triton._kernels.hopper_backward_dq import round_dq_kernel
-from flash_attn_triton._kernels.hopper_backward_launch import launch_backward_hopper
+from flash_attn_triton._kernels.hopper_backward_launch import is_worth_it, launch_backward_hopper
 from flash_attn_triton._kernels.launch import BackwardInputs, Plan
 from flash_attn_triton._kernels.runtime import aligned
 
@@ -113,6 +113,23 @@ def test_leaves_features_to_the_portable_kernels(feature):
 
 
 @pytest.mark.eager
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "head_dim", "worth"),
+    [(31, 1, 128, False), (32, 1, 128, True), (63, 1, 64, False), (64, 1, 64, True),
+     (96, 3, 128, True), (95, 3, 128, False)],
+)  # fmt: skip
+def test_leaves_short_sequences_to_the_portable_kernels(tokens, sequences, head_dim, worth):
+    """Their tiles of dq, in fp32, would take many times the memory of all inputs."""
+    packed = sequences > 1
+    size = (tokens, 2, head_dim) if packed else (3, tokens, 2, head_dim)
+    q = torch.empty(size, dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta") if packed else None
+    with absent_gpu(HOPPER):
+        plan = Plan(Tensors(q, q, q, starts, starts), Options(0.1, -1, 0, 0.0, 0.0))
+        assert is_worth_it(plan, tokens) == worth
+
+
+@pytest.mark.eager
 def test_leaves_bitwise_repeatable_gradients_to_the_portable_kernels():
     assert not _served(deterministic=True)
 
@@ -165,6 +182,7 @@ def test_builds_for_hopper(head_dim, tile, causal, tmp_path):
         inputs = BackwardInputs(q, k, k, q, rows, rows, (None,) * 6)
         launch_backward_hopper(plan, inputs, q, k, k, tile=tile)
     kernel, rounding = builds
+    assert not kernel.unset, kernel
     assert kernel.shared <= GPUS[HOPPER].shared_limit
     assert kernel.spilled <= MOST_SPILLED, kernel
     assert rounding.spilled == 0

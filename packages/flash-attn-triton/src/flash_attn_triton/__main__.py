@@ -56,15 +56,13 @@ def describe(platform: Platform) -> None:
 
 
 def _kernels_of(platform: Platform) -> str:
-    """Say which feature runs where; the rule is that of ``_configs``."""
+    """Say which kernels run here."""
     if not (platform.is_hopper and HOPPER and has_gluon()):
         return "every feature runs on the portable Triton kernels"
     return (
-        "Gluon kernels for Hopper run\n"
-        "  forward: fp16 and bf16, head dims 40 to 256 in multiples of 8, without bias, dropout, "
-        "another output dtype or a scale that is not positive\n"
-        "  backward: likewise to head dim 128, without ALiBi, seqused_k and deterministic=True\n"
-        "and the portable Triton kernels all the rest; FLASH_ATTN_TRITON_HOPPER=0 turns them off"
+        "fp16 and bf16 run on the Gluon kernels for Hopper, but for bias, dropout and small or (in "
+        "the backward) wide heads;\nthose and the rest on the portable Triton kernels, whose tiles "
+        "follow"
     )
 
 

@@ -1,7 +1,8 @@
-"""Which kernel serves a call, and its tiles: pure functions that need no GPU.
+"""Which kernel serves a call, and its tiles: functions that need no GPU.
 
 A shape class is the padded head dimension and the element size. Nothing here may depend on lengths
-or on the number of sequences: a sequence's result would then depend on its neighbours in the batch.
+of packed sequences or on their number: a sequence's result would then depend on its neighbours in
+the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from attn_common import Platform, detect, next_power_of_2
 
+from ._arguments import FP32_TINY
 from ._call import Options, Tensors
 
 # the interpreter and the MMA instructions take no smaller side
@@ -228,7 +230,7 @@ def takes_hopper_forward(x: Tensors, options: Options, out_dtype: torch.dtype) -
         and out_dtype == x.q.dtype
         and x.out_scale is None
         # folded into the exponential, where only a positive one commutes with the maximum
-        and options.softmax_scale > 0
+        and options.softmax_scale >= FP32_TINY
     )
 
 
@@ -250,9 +252,10 @@ def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> 
 def _takes_hopper(x: Tensors, options: Options) -> bool:
     return (
         HOPPER
+        and x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
         and x.q.dtype in (torch.float16, torch.bfloat16)
-        # rows that the copy engine reads
+        # rows that the copy engine reads; ``readable`` has made others wider
         and x.q.shape[-1] % 8 == 0
         and x.v.shape[-1] % 8 == 0
         and x.k.numel() > 0

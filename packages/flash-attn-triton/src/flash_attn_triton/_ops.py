@@ -191,7 +191,7 @@ def plan_of(x: Tensors, options: Options, out_dtype: torch.dtype, deterministic:
 
     if not is_served_as_is(x):  # copies come first
         return None
-    return plan_forward(x, options, out_dtype, deterministic)
+    return plan_forward(x, options, out_dtype, deterministic, is_kept=True)
 
 
 class _FlashAttention(torch.autograd.Function):

@@ -90,6 +90,7 @@ def triton_attention(
             softmax_scale=sm_scale, causal=causal, bias=bias,
             q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
             out_dtype=out_dtype, out_scale=fp8_out_scale,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         # neither the log-sum-exp nor the probabilities were asked for
         out = cast("Tensor", out)

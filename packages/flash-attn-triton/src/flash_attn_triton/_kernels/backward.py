@@ -95,6 +95,20 @@ def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return per_row.sum(tuple(d for d in range(lse.ndim) if d != lse.ndim - 2)).to(sinks.dtype)
 
 
+def launch_gradients(
+    plan: Plan, inputs: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Fill ``dq``, ``dk`` and ``dv`` by the kernels that serve the call."""
+    if plan.is_for_hopper:
+        from .hopper_backward_launch import is_worth_it, launch_backward_hopper
+
+        if is_worth_it(plan, inputs.q.shape[-3]):
+            launch_backward_hopper(plan, inputs, dq, dk, dv)
+            return
+    launch_dkdv(plan, inputs, dk, dv)
+    launch_dq(plan, inputs, dq)
+
+
 def run_backward(
     plan: Plan,
     x: Tensors,
@@ -125,13 +139,7 @@ def run_backward(
             dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
             optional = (bias, dense(x.alibi_slopes), x.rng_state, *map(dense, x[3:6]))
             inputs = BackwardInputs(q, k, v, dout, lse2, delta, optional)
-            if plan.is_for_hopper:
-                from .hopper_backward_launch import launch_backward_hopper
-
-                launch_backward_hopper(plan, inputs, dq, dk, dv)
-            else:
-                launch_dkdv(plan, inputs, dk, dv)
-                launch_dq(plan, inputs, dq)
+            launch_gradients(plan, inputs, dq, dk, dv)
             if dbias is not None:
                 launch_bias_gradient(plan, inputs, dbias)
     elif sinks is not None:

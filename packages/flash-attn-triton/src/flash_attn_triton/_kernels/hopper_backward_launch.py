@@ -19,6 +19,17 @@ ROWS = 64
 REGISTERS = 168
 
 
+def is_worth_it(plan: Plan, tokens_q: int) -> bool:
+    """Say whether sequences fill half of a tile of queries, in the mean of a packed call.
+
+    Below, most of the sums of dq, fp32 and a whole tile for each sequence and head, would be
+    padding: many times the memory of the inputs.
+    """
+    tile = hopper_backward_tile(plan.widest_head, plan.options.softcap != 0.0)
+    sequences = plan.batch if plan.is_packed else 1
+    return tokens_q >= sequences * tile.block_m // 2
+
+
 def launch_backward_hopper(
     plan: Plan, inputs: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor,
     tile: HopperBackwardTile | None = None,
@@ -56,11 +67,11 @@ def launch_backward_hopper(
         maxnreg=REGISTERS,
     )
     tensors = q, k, v, dout, dk, dv
-    maps = plan.maps.get(dout.stride())
-    if maps is None:
+    strides, maps = plan.maps
+    if strides != dout.stride():
         rows = tile.block_m, ROWS, ROWS, tile.block_m, ROWS, ROWS
         maps = [MapForm(t, n, ragged) for t, n in zip(tensors, rows, strict=True)]
-        plan.maps[dout.stride()] = maps
+        plan.maps = dout.stride(), maps
     launch(
         tiles_k * plan.heads_k * plan.grid_batch,
         (

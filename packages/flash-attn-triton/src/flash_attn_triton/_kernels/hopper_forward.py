@@ -38,7 +38,6 @@ from .hopper_softmax import (
     row_sums,
     start_softmax,
 )
-from .hopper_softmax import tanh as _tanh  # noqa: F401  (the backward takes it from here)
 
 
 @gluon.jit

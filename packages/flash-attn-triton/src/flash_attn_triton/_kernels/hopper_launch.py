@@ -16,6 +16,9 @@ from .hopper_forward import forward_kernel
 from .hopper_maps import MapForm
 from .runtime import dense
 
+# of a launch: the counter has 32 bits, and every program takes one more than there are
+MAX_TICKETS = 2**31 - 2**16
+
 
 class HopperForwardPlan(ForwardPlan):
     """The forward pass of the calls of one form that ``takes_hopper_forward`` takes."""
@@ -26,9 +29,12 @@ class HopperForwardPlan(ForwardPlan):
         options: Options,
         out_dtype: torch.dtype,
         deterministic: bool = False,
+        is_kept: bool = False,
         tile: HopperTile | None = None,
     ) -> None:
+        """Take a call, and whether the plan serves others after it."""
         super().__init__(x, options, out_dtype, deterministic)
+        self._ticket = kept_ticket if is_kept else new_ticket
         q, k, v, alibi_slopes = x.q, x.k, x.v, x.alibi_slopes
         tokens_q, _, head_dim = q.shape[-3:]
         has_right = options.window_right >= 0
@@ -79,21 +85,22 @@ class HopperForwardPlan(ForwardPlan):
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
         q, k, v = x.q, x.k, x.v
         tokens_q, tokens_k = q.shape[-3], k.shape[-3]
-        if tokens_q == 0 or tokens_k == 0 or self.batch == 0:  # no tensor has a map
-            return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
-        out = q.new_empty((*q.shape[:-1], self.head_dim_v))
-        lse_shape = (tokens_q,) if self.is_packed else (self.batch, self.heads_q, tokens_q)
-        lse_shape = (self.heads_q, *lse_shape) if self.is_packed else lse_shape
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
         tiles = self.tiles(tokens_q, self._hopper_tile.block_m)
         total = tiles * self.heads_q * self.grid_batch
+        # empty tensors have no map, and tickets have 32 bits
+        if tokens_q == 0 or tokens_k == 0 or self.batch == 0 or total > MAX_TICKETS:
+            return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
+        out = q.new_empty((*q.shape[:-1], self.head_dim_v))
+        per_head = (self.heads_q, tokens_q)
+        lse_shape = per_head if self.is_packed else (self.batch, *per_head)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
         span = self.span_q(tokens_k)
         last = span + self.batch * self.heads_q % span
         self._hopper_launch(
             min(_multiprocessors(q.device), total),
             (
                 self._map_q(q), self._map_k(k), self._map_v(v), self._map_out(out),
-                lse, _ticket(q.device), dense(x.alibi_slopes), dense(x.sinks),
+                lse, self._ticket(q.device), dense(x.alibi_slopes), dense(x.sinks),
                 dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
             ),
             (*self._head_numbers, tokens_q, tokens_k, tiles, span, last, total,
@@ -109,19 +116,27 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# the counters from which programs take their tiles, zero between launches, one a stream
+def new_ticket(device: torch.device) -> Tensor:
+    """Return the counter from which the programs of a launch take their tiles."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+# counters, zero between launches, one a stream
 _tickets: dict[tuple[int, int], Tensor] = {}
 
 
-def _ticket(device: torch.device) -> Tensor:
-    if device.type == "meta":
-        return torch.empty(1, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        # the graph may be replayed on any stream
-        return torch.zeros(1, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
+def kept_ticket(device: torch.device) -> Tensor:
+    """Return the counter of the current stream, or while that is captured a new one.
+
+    For calls past the operators alone: what a compiled graph calls may allocate from a pool of
+    memory of its own, in which nothing may stay.
+    """
+    index = device.index
+    if index != torch.cuda.current_device() or torch.cuda.is_current_stream_capturing():
+        # a graph may be replayed on any stream
+        return new_ticket(device)
     key = index, triton.runtime.driver.active.get_current_stream(index)
     ticket = _tickets.get(key)
     if ticket is None:
-        ticket = _tickets[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        ticket = _tickets[key] = new_ticket(device)
     return ticket

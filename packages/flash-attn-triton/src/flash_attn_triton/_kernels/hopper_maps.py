@@ -31,8 +31,6 @@ class TensorMap(TensorDescriptor):  # type: ignore[misc]
         self.strides = strides
         self.block_shape = block
         self.layout = layout
-        self.padding = "zero"
-        self.round_f32_to_tf32 = False
 
     @property
     def device(self) -> torch.device:
@@ -90,9 +88,9 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
     strides = list(x.stride()[:-1])
     dense = width
     for axis in reversed(range(len(sizes))):
-        if sizes[axis] == 1:
+        if sizes[axis] <= 1:
             strides[axis] = dense
-        dense *= sizes[axis]
+        dense *= max(1, sizes[axis])
     if x.ndim == 3:
         token, head = strides
         return max(1, x.shape[0]) * token, head, token

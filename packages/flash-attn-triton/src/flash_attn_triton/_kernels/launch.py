@@ -82,8 +82,8 @@ class Plan:
             "BIAS_BYTES": 0 if bias is None else bias_bytes(bias),
         }
         self._launches: dict[Any, Launch] = {}
-        # of the Hopper backward, by the strides of dout
-        self.maps: dict[Any, Any] = {}
+        # of the Hopper backward: strides of dout, and the tensor maps that go with them
+        self.maps: tuple[Any, Any] = (None, None)
         self._layout = layout_of(x)
 
     def fits(self, x: Tensors) -> bool:

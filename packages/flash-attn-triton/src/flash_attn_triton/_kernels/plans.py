@@ -1,4 +1,4 @@
-"""Which plan serves a call; importing it imports every kernel of the package."""
+"""Which plan serves a call: that of the kernels for Hopper, or the portable one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from .runtime import first_columns
 
 
 def plan_forward(
-    x: Tensors, options: Options, out_dtype: torch.dtype, deterministic: bool = False
+    x: Tensors,
+    options: Options,
+    out_dtype: torch.dtype,
+    deterministic: bool = False,
+    is_kept: bool = False,
 ) -> ForwardPlan:
-    """Return the plan of calls of this form; their tensors are as ``readable`` leaves them."""
+    """Return the plan of a call, or if it ``is_kept`` of all calls of its form.
+
+    Their tensors are as ``readable`` leaves them.
+    """
     if takes_hopper_forward(x, options, out_dtype):
         from .hopper_launch import HopperForwardPlan
 
-        return HopperForwardPlan(x, options, out_dtype, deterministic)
+        return HopperForwardPlan(x, options, out_dtype, deterministic, is_kept)
     return ForwardPlan(x, options, out_dtype, deterministic)  # type: ignore[no-untyped-call]
 
 

@@ -43,6 +43,7 @@ to the kernel. What has no counterpart here raises: attention weights, paged cac
 
 from __future__ import annotations
 
+import os
 from typing import Any, cast
 
 import torch
@@ -148,7 +149,9 @@ def attention_forward(
         cu_seq_lens_k: The same for keys.
         max_length_q: The longest of them.
         max_length_k: The same for keys.
-        deterministic: Whether gradients have to repeat bit for bit.
+        deterministic: Whether gradients have to repeat bit for bit. Default: what
+            ``torch.use_deterministic_algorithms`` or, as ``transformers`` sets it, the environment
+            variable ``FLASH_ATTENTION_DETERMINISTIC=1`` asks for.
         **kwargs: Ignored, but for what would change the result.
 
     Returns:
@@ -165,6 +168,10 @@ def attention_forward(
             raise NotImplementedError(f"{name}: {reason}")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled() or (
+            os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
+        )
     q, k, v = (t.transpose(1, 2) for t in _autocast(query, key, value))
     options: dict[str, Any] = {
         "dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0,
