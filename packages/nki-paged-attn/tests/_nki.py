@@ -37,7 +37,7 @@ def hbm(shape, dtype="float32", name=""):
 def zeros(shape, dtype="float32", buffer="sbuf"):
     """Return a tile that a memset wrote."""
     tile = nl.ndarray(shape, dtype=dtype, buffer=buffer)
-    nisa.memset(dst=tile, value=0)
+    nisa.memset(dst=tile, value=0.0 if "float" in dtype else 0)
     return tile
 
 

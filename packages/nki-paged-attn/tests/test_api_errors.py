@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from nki_paged_attn import _backend, build_plan, paged_attention
+from nki_paged_attn import _backend, build_plan, paged_attention, paged_attention_reference
 
 from ._cases import BF16, make_case
 
@@ -39,13 +39,17 @@ def f(*shape, dtype=np.float32):
         ({"v": f(4, 2, 32, dtype=BF16)}, TypeError, "v must have the dtype of q, float32, got bf"),
         ({"kv_cache": f(2, 9, 2, 16, 32, dtype=np.int8)}, TypeError, "kv_cache must be one of"),
         ({"q": f(4, 32)}, ValueError, r"q must be \[tokens, heads, head_dim\], got \[4, 32\]"),
-        ({"q": f(4, 4, 129)}, ValueError, "head_dim of q must be from 1 to 128, got 129"),
+        ({"q": f(4, 4, 129)}, ValueError, "head_dim must be from 1 to 128, got 129"),
         ({"k": f(3, 2, 32)}, ValueError, r"k must be \[4, kv_heads, 32\], got \[3, 2, 32\]"),
         ({"v": f(4, 1, 32)}, ValueError, r"v must have the shape of k, \[4, 2, 32\]"),
         ({"q": f(4, 3, 32)}, ValueError, "heads of q must be a multiple of those of k, 2, got 3"),
         ({"q": f(4, 258, 32)}, NotImplementedError, "at most 128 heads for one of k, got 129"),
         ({"kv_cache": f(2, 9, 3, 16, 32)}, ValueError, r"kv_cache must be \[2, blocks, 2, block"),
-        ({"kv_cache": f(2, 9, 2, 257, 32)}, ValueError, "must be 1 to 256, got 257"),
+        (
+            {"kv_cache": f(2, 9, 2, 257, 32)},
+            ValueError,
+            "block_size must be from 1 to 256, got 257",
+        ),
         ({"query_lens": [[3]]}, ValueError, r"query_lens must be \[batch\], got \[1, 1\]"),
         ({"query_lens": [3.0, 1.0]}, TypeError, "query_lens must be of integers, got float64"),
         ({"query_lens": [3, -1]}, ValueError, "query_lens must be at least 0, got -1"),
@@ -83,6 +87,49 @@ def test_tensors_must_be_on_the_cpu():
 def test_plans_refuse_groups_that_do_not_divide():
     with pytest.raises(ValueError, match="heads must be 1 to 128 times kv_heads, 2, got 3"):
         build_plan([1], [0], [[]], 16, heads=3, kv_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"window": 0}, ValueError, "window must be at least 1, a token's own key, got 0"),
+        ({"window": 1.5}, TypeError, "window must be an integer or None, got float"),
+        ({"query_lens": [-1]}, ValueError, "query_lens must be at least 0, got -1"),
+        ({"query_lens": [1.5]}, TypeError, "query_lens must be of integers, got float64"),
+        ({"context_lens": [1, 2]}, ValueError, r"context_lens must be as long as query_lens"),
+        ({"block_table": [[-1]]}, ValueError, r"block_table\[0, 0\] must be from 0"),
+        ({"block_table": [[]]}, ValueError, "block_table must have 1 columns for a context of 5"),
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+        ({"block_size": 257}, ValueError, "block_size must be from 1 to 256, got 257"),
+        ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
+        ({"kv_heads": 1.0}, TypeError, "kv_heads must be an integer, got float"),
+        ({"heads": 129}, ValueError, "heads must be 1 to 128 times kv_heads, 1, got 129"),
+        ({"tokens": 0}, ValueError, "query_lens must sum to at most q's 0 rows, got 1"),
+    ],
+)
+def test_plans_check_what_they_are_given(changes, error, text):
+    given = {"query_lens": [1], "context_lens": [5], "block_table": [[0]], "block_size": 16}
+    given |= {"heads": 1, "kv_heads": 1} | changes
+    with pytest.raises(error, match=text):
+        build_plan(**given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"window": 0}, ValueError, "window must be at least 1"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive and finite in fp32, got 0.0"),
+        ({"scale": np.inf}, ValueError, "scale must be finite in fp32, got inf"),
+        ({"sinks": [0.0]}, ValueError, r"sinks must be \[4\], got \[1\]"),
+        ({"sinks": ["a"] * 4}, TypeError, "sinks must be of numbers"),
+        ({"k_scale": ["a"]}, TypeError, "k_scale must be a number or numbers"),
+    ],
+)
+def test_the_reference_checks_its_options_like_the_kernel(changes, error, text):
+    with pytest.raises(error, match=text):
+        paged_attention_reference(*make_case([3, 1], [20, 40]).tensors, **changes)
+    with pytest.raises(error, match=text):
+        call(**changes)
 
 
 def test_plans_refuse_positions_that_fp32_cannot_count():

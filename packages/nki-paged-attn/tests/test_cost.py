@@ -63,7 +63,7 @@ def product(dtype, n=512, m=128):
         (lambda: nisa.tensor_scalar_reduce(sbuf((8, 512)), zeros((8, 512)), nl.add, 1.0, nl.add,
                                            sbuf((8, 1))), 576),
         (lambda: nisa.memset(sbuf((8, 512)), 1.0), 512),
-        (lambda: nisa.memset(sbuf((8, 512), "bfloat16"), 0), 256),
+        (lambda: nisa.memset(sbuf((8, 512), "bfloat16"), 0.0), 256),
         (lambda: nisa.iota(sbuf((8, 512)), [[1, 512]]), 662),
         (lambda: nisa.affine_select(sbuf((8, 512)), [[1, 512]], 1, zeros((8, 512)), 0.0), 662),
     ],
@@ -161,8 +161,9 @@ def bench():
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 def test_14_decode_takes_a_group_fewer_tensor_cycles_than_the_old_plan(group):
+    """From 1024 tokens of context on, where the old plan's tiles are full."""
     module = bench()
-    case = ([1] * 4, [2048] * 4)
+    case = ([1] * 4, [1024] * 4)
     new, old = (cost(f(*case, group=group)) for f in (module.trace_new, module.trace_old))
     assert old.cycles["tensor"] >= group * new.cycles["tensor"]
 
@@ -174,6 +175,30 @@ def test_14_bytes_are_near_the_lower_bound(block_size, case):
     moved = module.trace_new(*case, block_size=block_size).dma_bytes()
     lowest = module.lower_bound(*case, group=8, head_dim=128)
     assert lowest <= moved <= 1.25 * lowest
+
+
+@pytest.mark.parametrize("context", [24, 33, 100, 300])
+def test_14_bytes_of_short_decodes_are_near_the_lower_bound(context):
+    """Tables and limits are small beside keys and values from some 20 tokens on."""
+    module = bench()
+    moved = module.trace_new([1] * 4, [context] * 4).dma_bytes()
+    assert moved <= 1.25 * module.lower_bound([1] * 4, [context] * 4, group=8, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"dtype": "float64"}, TypeError, "dtype must be one of float16, bfloat16, float32"),
+        ({"cache_dtype": "int8"}, TypeError, "cache_dtype must be one of float16"),
+        ({"head_dim": 129}, ValueError, "head_dim must be from 1 to 128, got 129"),
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+        ({"target": "trn9"}, ValueError, "target must be one of trn1"),
+    ],
+)
+def test_estimates_check_what_they_are_given(changes, error, text):
+    shape = {"heads": 8, "kv_heads": 1, "head_dim": 128, "block_size": 32} | changes
+    with pytest.raises(error, match=text):
+        estimate_cost([1], [5], **shape)
 
 
 def test_14_the_bound_is_busy_in_prefill():
@@ -225,6 +250,12 @@ def test_the_committed_table_is_what_the_script_computes():
         else:
             assert new["busy"] >= 0.7
     assert not report["prefill 8k"]["old"]["fits_sbuf"]
+    assert report["decode cycles"]["8"]["512"] == module.fewer_cycles([512] * 8, 8)
+    assert report["decode bytes"]["20"] == module.bytes_over_bound(20)
+    # where the gates hold, as README says
+    for group, row in report["decode cycles"].items():
+        assert all(factor >= int(group) for c, factor in row.items() if int(c) >= 1024)
+    assert all(x <= 1.25 for c, x in report["decode bytes"].items() if int(c) >= 20)
 
 
 def test_the_old_plan_computes_attention():

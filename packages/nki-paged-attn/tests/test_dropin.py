@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 from nki_paged_attn import (
@@ -21,6 +22,10 @@ from . import _vllm
 from ._cases import BF16
 
 SMALL = (1, 3, 16, 512, 4, 2, 16, False)
+
+
+def f(*shape):
+    return np.zeros(shape, np.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +70,46 @@ def test_a_batch_without_any_context(call):
     packed = (q[0].transpose(2, 0, 1), k[0].transpose(2, 0, 1), v[0].transpose(1, 0, 2), cache)
     expected, _ = paged_attention_reference(*packed, np.zeros((1, 0), int), [tokens], [0])
     np.testing.assert_allclose(got[0].transpose(1, 0, 2), expected, atol=1e-5)
+
+
+def test_a_batch_without_any_query(call):
+    query, key, value, cache, table, mask = call.arguments
+    context = mask.shape[1] - mask.shape[0]
+    got = flash_attn_varlen_nkifunc(
+        query[..., :0], key[..., :0], value[:, :, :0], cache, table, mask[:0, :context],
+        **call.options,
+    )  # fmt: skip
+    assert got.shape == (1, 4, 0, 16)
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours(call):
+    """Not where its rows begin, and not what else the mask holds; bit for bit."""
+    query, key, value, cache, _, _ = call.arguments
+    results = []
+    for before in (0, 1, 3, 8):
+        size = before + 20
+        mask = np.zeros((size, size), np.int32)
+        mask[:before, :before] = np.tri(before)
+        mask[before:, before:] = np.tri(20)
+        rows = np.r_[20 : 20 + before, 0:20]
+        got = flash_attn_varlen_nkifunc(
+            query[..., rows], key[..., rows], value[:, :, rows], cache, np.zeros(0, np.int32), mask,
+            mixed_precision=False,
+        )  # fmt: skip
+        results.append(got[:, :, before:])
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+def test_rows_in_any_order(call):
+    """Sequences whose rows do not lie together share the place of their keys."""
+    query, key, value, cache, table, mask = call.arguments
+    expected = flash_attn_varlen_nkifunc(query, key, value, cache, table, mask, **call.options)
+    order = np.random.default_rng(1).permutation(query.shape[3])
+    got = flash_attn_varlen_nkifunc(
+        query[..., order], key, value, cache, table, mask[order], **call.options
+    )
+    np.testing.assert_allclose(got, expected[:, :, order], atol=1e-5)
 
 
 def test_torch_tensors_come_back_as_torch_tensors(call):
@@ -130,6 +175,10 @@ def test_a_mask_falls_into_its_sequences(call):
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
+        ({1: np.zeros((1, 2, 16, 8))}, TypeError, "key must have the dtype of query, float32"),
+        ({2: np.zeros((1, 2, 8, 16))}, TypeError, "value must have the dtype of query, float32"),
+        ({3: np.zeros((2, 4, 2, 16, 16), int)}, TypeError, "kv_cache must be one of float16"),
+        ({4: np.zeros(4)}, TypeError, "block_table must be of integers, got float64"),
         ({0: np.zeros((2, 4, 16, 8), np.float32)}, ValueError, r"query must be \[1, heads"),
         ({0: np.zeros((1, 4, 16, 8))}, TypeError, "query must be one of float16"),
         ({1: np.zeros((1, 2, 8, 8), np.float32)}, ValueError, r"key must be \[1, kv_heads, 16"),
@@ -152,6 +201,36 @@ def test_messages(call, change, error, text):
 def test_numbers_that_disagree(call, options, text):
     with pytest.raises(ValueError, match=text):
         flash_attn_varlen_nkifunc(*call.arguments, **call.options, **options)
+
+
+def test_heads_that_do_not_divide(call):
+    query, *rest = call.arguments
+    with pytest.raises(ValueError, match="heads must be 1 to 128 times kv_heads, 2, got 3"):
+        flash_attn_varlen_nkifunc(query[:, :3], *rest, **call.options)
+
+
+def test_a_mask_of_something_else(call):
+    *rest, mask = call.arguments
+    with pytest.raises(TypeError, match="attn_mask must be of booleans or numbers, got complex"):
+        flash_attn_varlen_nkifunc(*rest, mask.astype(complex), **call.options)
+
+
+@pytest.mark.parametrize(
+    ("size", "error", "text"),
+    [
+        (0, ValueError, "LARGE_TILE_SZ must be at least 1, got 0"),
+        (512.0, TypeError, "LARGE_TILE_SZ must be an integer, got float"),
+        (500, ValueError, "LARGE_TILE_SZ must be a multiple of block_size, 16, and of 128"),
+        (64, ValueError, "LARGE_TILE_SZ must be a multiple of block_size, 16, and of 128"),
+    ],
+)
+def test_sizes_of_a_large_tile(call, size, error, text):
+    with pytest.raises(error, match=text):
+        flash_attn_varlen_nkifunc(*call.arguments, LARGE_TILE_SZ=size)
+    with pytest.raises(error, match=text):
+        reorder_context_mask(call.arguments[5], size, 16)
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        reorder_context_mask(call.arguments[5], 512, 0)
 
 
 def test_an_active_block_that_is_not_there(call):
@@ -224,6 +303,18 @@ def test_block_tables_refuse_other_shapes():
         transform_block_tables_for_indirect_load(np.zeros((1, 128, 3), np.int32), 2, 1, 0)
     with pytest.raises(ValueError, match=r"must be below 2\*\*31"):
         transform_block_tables_for_indirect_load(np.full((1, 128, 1), 2**30, np.int32), 128, 1, 0)
+    table = np.zeros((1, 128, 128), np.int32)
+    with pytest.raises(ValueError, match="head_id must be from 0 to 2, got 3"):
+        transform_block_tables_for_indirect_load(table, 1, 3, 3)
+    with pytest.raises(ValueError, match="num_head must be at least 1, got 0"):
+        transform_block_tables_for_indirect_load(table, 1, 0, 0)
+    with pytest.raises(ValueError, match="block_size_tiling_factor must be at least 1, got 0"):
+        transform_block_tables_for_indirect_load(table, 0, 1, 0)
+    for call, rest in ((load_block_tables, (2, 3)), (transform_block_tables_for_indirect_load,
+                                                      (1, 1, 0))):  # fmt: skip
+        shape = (6,) if call is load_block_tables else (1, 128, 128)
+        with pytest.raises(TypeError, match="block_tables must be of integers, got float64"):
+            call(np.zeros(shape), *rest)
 
 
 # the cache
@@ -249,6 +340,19 @@ def test_reshape_and_cache(tokens, heads, dim, blocks, size):
     assert (flat[:, untouched] == 7).all()
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3", "float8_e4m3fn", "float8_e5m2"])
+def test_a_cache_in_fp8_saturates(name):
+    """Also the forms whose next number after the largest is NaN."""
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    most = float(ml_dtypes.finfo(dtype).max)
+    cache = np.zeros((2, 1, 1, 1, 5), dtype)
+    x = np.array([[[1e30, -1e30, np.inf, np.nan, 0.5]]], np.float32)
+    reshape_and_cache(x, x, cache, np.array([0]))
+    for half in cache:
+        stored = half[0, 0, 0].astype(np.float32)
+        np.testing.assert_array_equal(stored, [most, -most, most, np.nan, 0.5])
+
+
 def test_the_cache_of_torch_changes_in_place():
     torch = pytest.importorskip("torch")
     cache = torch.zeros(2, 2, 1, 4, 8)
@@ -262,18 +366,24 @@ def test_the_cache_of_torch_changes_in_place():
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"key": np.zeros((2, 8))}, ValueError, r"key must be \[tokens"),
-        ({"value": np.zeros((2, 1, 4))}, ValueError, "value must have the shape of key"),
-        ({"kv_cache": np.zeros((2, 4, 2, 4, 8))}, ValueError, "kv_cache must be"),
+        ({"key": f(2, 8)}, ValueError, r"key must be \[tokens"),
+        ({"key": np.zeros((2, 1, 8))}, TypeError, "key must be one of float16, bfloat16, float32"),
+        ({"value": f(2, 1, 4)}, ValueError, "value must have the shape of key"),
+        ({"value": np.zeros((2, 1, 8))}, TypeError, "value must have the dtype of key, float32"),
+        ({"kv_cache": f(2, 4, 2, 4, 8)}, ValueError, "kv_cache must be"),
+        ({"kv_cache": np.zeros((2, 4, 1, 4, 8), int)}, TypeError, "kv_cache must be one of float"),
         ({"slot_mapping": np.zeros(3, int)}, ValueError, r"slot_mapping must be \[2\]"),
         ({"slot_mapping": np.zeros(2)}, TypeError, "slot_mapping must be of integers"),
         ({"slot_mapping": np.array([0, 16])}, ValueError, "slot_mapping must be below 16, got 16"),
+        # as a signed number it would be -1, which is padding
+        ({"slot_mapping": np.array([0, 2**64 - 1], np.uint64)}, ValueError,
+         "slot_mapping must be below 16, got 18446744073709551615"),
     ],
-)
+)  # fmt: skip
 def test_messages_of_the_cache(change, error, text):
     arguments = {
-        "key": np.zeros((2, 1, 8)), "value": np.zeros((2, 1, 8)),
-        "kv_cache": np.zeros((2, 4, 1, 4, 8)), "slot_mapping": np.array([0, 1]),
+        "key": f(2, 1, 8), "value": f(2, 1, 8), "kv_cache": f(2, 4, 1, 4, 8),
+        "slot_mapping": np.array([0, 1]),
     }  # fmt: skip
     with pytest.raises(error, match=text):
         reshape_and_cache(**arguments | change)

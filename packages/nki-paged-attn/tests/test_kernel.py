@@ -180,16 +180,36 @@ def test_repeats_to_the_bit():
     np.testing.assert_array_equal(case.run()[0], case.run()[0])
 
 
-def test_a_sequence_does_not_depend_on_its_batch():
-    queries, contexts = MIXED
-    case = make_case(queries, contexts, dtype=BF16)
-    whole, _ = case.run()
-    first = 0
-    for i, (count, context) in enumerate(zip(queries, contexts, strict=True)):
-        own = slice(first, first + count)
-        alone = type(case)(
-            case.q[own], case.k[own], case.v[own], case.kv_cache, case.block_table[i : i + 1],
-            [count], [context],
-        )  # fmt: skip
-        np.testing.assert_array_equal(alone.run()[0], whole[own])
-        first += count
+def sequence_of(case, i):
+    """Return a sequence of a batch as a batch of its own, and its rows."""
+    count, first = case.query_lens[i], sum(case.query_lens[:i])
+    own = slice(first, first + count)
+    alone = type(case)(
+        case.q[own], case.k[own], case.v[own], case.kv_cache, case.block_table[i : i + 1], [count],
+        [case.context_lens[i]], case.options,
+    )  # fmt: skip
+    return alone, own
+
+
+def assert_independent(case):
+    """Every sequence gives the same bits alone as in its batch."""
+    out, lse = case.run()
+    for i in range(len(case.query_lens)):
+        alone, own = sequence_of(case, i)
+        alone_out, alone_lse = alone.run()
+        np.testing.assert_array_equal(alone_out, out[own])
+        np.testing.assert_array_equal(alone_lse, lse[:, own])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.name)
+def test_a_sequence_does_not_depend_on_its_batch(dtype):
+    assert_independent(make_case(*MIXED, dtype=dtype))
+    assert_independent(make_case(*MIXED, dtype=dtype, window=37, sinks=SINKS))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.name)
+@pytest.mark.parametrize("before", range(1, 9))
+def test_a_sequence_does_not_depend_on_where_it_begins(before, dtype):
+    """So many new tokens before it, and long enough that its keys share partitions."""
+    case = make_case([before, 200, 9, 70], [3, 20, 40, 1100], heads=2, dtype=dtype)
+    assert_independent(case)

@@ -54,9 +54,50 @@ def test_cost_and_plan(capsys, tmp_path):
     assert "<svg" in page.read_text()
 
 
-def test_cost_wants_as_many_contexts_as_queries(capsys):
-    assert main(["cost", "--queries", "1,1", "--contexts", "5"]) == 2
-    assert "--contexts must be as many as --queries, 2, got 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("cost --queries 1,1 --contexts 5", "--contexts must be as many as --queries, 2, got 1"),
+        ("cost --heads 3 --kv-heads 2", "heads must be 1 to 128 times kv_heads, 2, got 3"),
+        ("cost --target trn9", "target must be one of trn1"),
+        ("cost --head-dim 300", "head_dim must be from 1 to 128, got 300"),
+        ("cost --html {folder}/missing/x.html", "No such file or directory"),
+        ("plan --window 0", "window must be at least 1"),
+        ("plan --block-size 0", "block_size must be at least 1, got 0"),
+        ("plan --queries -1 --contexts 5", "query_lens must be at least 0, got -1"),
+        ("plan --queries 1 --contexts -5", "query_lens must be at least 0"),
+        ("plan --queries 1 --contexts 20000000", "a sequence may have at most 16777216 keys"),
+        ("check --backend gpu", "backend must be one of auto, nki, nki-sim, sim, got 'gpu'"),
+    ],
+)
+def test_bad_arguments_are_a_message_and_not_a_traceback(arguments, text, capsys, tmp_path):
+    assert main(arguments.format(folder=tmp_path).split()) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("plan --queries a", "must be like 512,8x1, got 'a'"),
+        ("cost --dtype float64", "invalid choice: 'float64'"),
+        ("cost --cache-dtype int8", "invalid choice: 'int8'"),
+    ],
+)
+def test_arguments_that_cannot_be_read(arguments, text, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("NEURON_PLATFORM_TARGET_OVERRIDE", "target must be one of"),
+     ("NEURON_LOGICAL_NC_CONFIG", "NEURON_LOGICAL_NC_CONFIG must be 1 or 2")],
+)  # fmt: skip
+def test_an_environment_that_is_wrong_is_a_message_too(name, text, capsys, monkeypatch):
+    monkeypatch.setenv(name, "trn9")
+    assert main(["check", "--backend", "sim"]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_the_command_line_is_a_module():

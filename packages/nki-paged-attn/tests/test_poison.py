@@ -74,6 +74,24 @@ def test_queries_of_another_sequence():
     np.testing.assert_array_equal(out[8:], expected[8:])
 
 
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("queries", [[1], [5], [40]], ids=str)
+def test_a_query_spoils_its_own_row_alone(queries, value, target, monkeypatch):
+    """With keys on the partitions and with queries; from trn2 on, where transposes are exact."""
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
+    case = make_case(queries, [300], heads=8)
+    expected, expected_lse = case.run()
+    q = case.q.copy()
+    q[-1, 2] = value
+    out, lse = replace(case, q=q).run()
+    assert np.isnan(out[-1, 2]).all()
+    others = np.ones(out.shape[:2], bool)
+    others[-1, 2] = False
+    np.testing.assert_array_equal(out[others], expected[others])
+    np.testing.assert_array_equal(lse.T[others], expected_lse.T[others])
+
+
 def test_what_a_sequence_sees_is_computed_with():
     case = make_case([3, 5], [20, 30])
     cache = case.kv_cache.copy()

@@ -26,7 +26,7 @@ def test_strict_mode_names_the_unwritten_tensor():
 
     def body():
         half = sbuf((2, 4), name="half")
-        nisa.memset(half[:, :2], 0)
+        nisa.memset(half[:, :2], 0.0)
         out = sbuf((2, 4), name="copy")
         nisa.tensor_copy(out, half)
 
@@ -43,6 +43,73 @@ def test_strict_mode_wants_outputs_whole():
 
     with pytest.raises(NkiValidationError, match="the output result must be written as a whole"):
         run(body, strict=True)
+
+
+@pytest.mark.parametrize("wide", ["float32", "int32"])
+def test_strict_mode_is_exact_through_views_of_other_dtypes(wide):
+    """A view in 16 bits of half a row marks that half, no more."""
+
+    def half(columns):
+        tile = sbuf((2, 4), wide, name="tile")
+        nisa.memset(tile.view("bfloat16")[:, :columns], 0.0)
+        return tile
+
+    def read(columns):
+        def body():
+            nisa.tensor_copy(sbuf((2, 2), wide), half(columns)[:, :2])
+
+        return body
+
+    run(read(4), strict=True)
+    run(read(8), strict=True)
+    with pytest.raises(UnwrittenError, match=r"tile must be written .*, got 2 unwritten"):
+        run(read(3), strict=True)
+
+    def other_half():
+        nisa.tensor_copy(sbuf((2, 2), wide), half(4)[:, 2:])
+
+    with pytest.raises(UnwrittenError, match="got 4 unwritten"):
+        run(other_half, strict=True)
+
+
+def test_strict_mode_is_exact_through_wider_views():
+    def body():
+        tile = sbuf((2, 8), "uint8", name="tile")
+        nisa.memset(tile[:, :4], 0)
+        nisa.tensor_copy(sbuf((2, 1), "int32"), tile.view("int32")[:, :1])
+        nisa.tensor_copy(sbuf((2, 2), "int32"), tile.view("int32"))
+
+    with pytest.raises(UnwrittenError, match=r"tile must be written .*, got 2 unwritten"):
+        run(body, strict=True)
+
+
+def test_strict_mode_knows_which_rows_a_gather_reads():
+    index = np.array([[1], [0]], np.int32)
+
+    def body(i, first=0):
+        source = hbm((3, 4), name="source")
+        nisa.dma_copy(source[first : first + 2, :], zeros((2, 4)))
+        tile = sbuf((2, 4))
+        nisa.dma_copy(tile, source.vector_select(0, loaded(i)))
+
+    run(body, index, strict=True)
+    with pytest.raises(UnwrittenError, match=r"source must be written .*, got 4 unwritten"):
+        run(lambda i: body(i, first=1), index, strict=True)
+
+
+def test_strict_mode_knows_which_rows_a_skipping_scatter_writes():
+    index = np.array([[2], [9]], np.int32)
+
+    def body(i, row):
+        out = hbm((3, 4), name="out")
+        tile = sbuf((2, 4))
+        nisa.memset(tile[:1], 0.0)
+        nisa.dma_copy(out.vector_select(0, loaded(i)), tile, oob_mode=nisa.oob_mode.skip)
+        loaded(out[row : row + 1, :])
+
+    run(lambda i: body(i, 2), index, strict=True)
+    with pytest.raises(UnwrittenError, match="out must be written"):
+        run(lambda i: body(i, 0), index, strict=True)
 
 
 def test_memory_that_nothing_refers_to_is_free_again():
@@ -111,6 +178,42 @@ def test_inputs_that_a_kernel_writes_change_in_place():
     run(body, strided)
     assert (a == 3).all()
     assert (strided == 3).all()
+
+
+def test_an_input_that_is_given_twice_is_one_tensor():
+    for a in (np.zeros((2, 4), np.float32), np.zeros((2, 8), np.float32)[:, ::2]):
+
+        def body(x, y):
+            tile = zeros((2, 4))
+            nisa.memset(tile, 3.0)
+            nisa.dma_copy(x, tile)
+            return stored(loaded(y))
+
+        assert (run(body, a, a) == 3).all()
+        assert (a == 3).all()
+
+
+def test_constants_are_read():
+    a = draw(2, 4)
+    a.flags.writeable = False
+    for x in (a, np.asfortranarray(a)):
+        x.flags.writeable = False
+        np.testing.assert_array_equal(run(lambda t: stored(loaded(t)), x), a)
+
+
+def test_copies_of_inputs_that_are_not_written_do_not_come_back():
+    """Two views of one array, of which the kernel writes one."""
+    base = np.zeros((4, 8), np.float32)
+    first, second = base[:, ::2], base[::-1, ::2]
+
+    def body(x, y):
+        tile = zeros((4, 4))
+        nisa.memset(tile, 3.0)
+        nisa.dma_copy(x, tile)
+        loaded(y)
+
+    run(body, first, second)
+    assert (first == 3).all()
 
 
 # indirect DMA
@@ -209,6 +312,23 @@ def test_dma_transposes():
     np.testing.assert_array_equal(gathered, a[::-1].T)
 
 
+def test_dma_begins_at_any_partition():
+    a = draw(3, 4)
+
+    def body(x):
+        tile = zeros((8, 4))
+        nisa.dma_copy(tile[5:8], x)
+        out = hbm((8, 4))
+        nisa.dma_copy(out[:2], tile[6:8])
+        nisa.dma_copy(out[2:], tile[:6])
+        return out
+
+    got = run(body, a)
+    np.testing.assert_array_equal(got[:2], a[1:])
+    np.testing.assert_array_equal(got[-1], a[0])
+    assert (got[2:-1] == 0).all()
+
+
 # two programs
 
 
@@ -232,6 +352,31 @@ def test_programs_may_not_write_the_same_place():
 
     with pytest.raises(NkiValidationError, match="shared: programs of a logical core must write"):
         run(body, programs=2)
+
+
+@pytest.mark.parametrize("execute", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_programs_may_write_apart_through_views_of_other_dtypes(dtype, execute):
+    def body():
+        out = hbm((2, 4), name="shared").view(dtype)
+        row = out[nl.program_id(0) : nl.program_id(0) + 1, :]
+        nisa.dma_copy(row, zeros((1, row.shape[1]), dtype))
+
+    run(body, programs=2, execute=execute)
+
+
+def test_programs_may_read_the_same_inputs():
+    def body(x):
+        out = hbm((2, 4))
+        rows = zeros((2, 1), "int32")
+        tile = sbuf((2, 4))
+        nisa.dma_copy(tile, x.vector_select(0, rows))
+        own = slice(nl.program_id(0), nl.program_id(0) + 1)
+        nisa.dma_copy(out[own, :], loaded(x)[own, :])
+        return out
+
+    a = draw(2, 4)
+    np.testing.assert_array_equal(run(body, a, programs=2), a)
 
 
 def test_programs_must_allocate_the_same_outputs():

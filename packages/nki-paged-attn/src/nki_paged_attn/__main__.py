@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from . import __version__, build_plan, paged_attention, paged_attention_reference
+from ._arrays import FLOATS, FP8
 from ._backend import choose_backend, default_target, find_programs
 from .estimate import sequential_table, trace_plan
 from .plan import DECODE
@@ -77,9 +78,12 @@ def check(backend: str) -> bool:
 def _numbers(text: str) -> list[int]:
     """Read ``1,2,3`` or ``8x512``: eight times 512."""
     found = []
-    for part in text.split(","):
-        count, times, value = part.partition("x")
-        found += [int(value)] * int(count) if times else [int(part)]
+    try:
+        for part in text.split(","):
+            count, times, value = part.partition("x")
+            found += [int(value)] * int(count) if times else [int(part)]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be like 512,8x1, got {text!r}") from None
     return found
 
 
@@ -98,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
         found.add_argument("--block-size", type=int, default=32)
         found.add_argument("--window", type=int)
         if name == "cost":
-            found.add_argument("--dtype", default="bfloat16")
-            found.add_argument("--cache-dtype")
+            found.add_argument("--dtype", default="bfloat16", choices=FLOATS)
+            found.add_argument("--cache-dtype", choices=(*FLOATS, *FP8))
             found.add_argument("--target", default=default_target())
             found.add_argument("--programs", type=int, default=1, choices=(1, 2))
             found.add_argument("--html", help="where to write a timeline")
@@ -109,11 +113,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run_batch(arguments: argparse.Namespace) -> int:
     queries, contexts = arguments.queries, arguments.contexts
     if len(queries) != len(contexts):
-        print(
-            f"--contexts must be as many as --queries, {len(queries)}, got {len(contexts)}",
-            file=sys.stderr,
+        raise ValueError(
+            f"--contexts must be as many as --queries, {len(queries)}, got {len(contexts)}"
         )
-        return 2
     table = sequential_table(contexts, arguments.block_size)
     plan = build_plan(
         queries, contexts, table, arguments.block_size,
@@ -141,12 +143,17 @@ def _run_batch(arguments: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line; 0 if every check passed."""
-    found = _parser().parse_args(arguments)
-    if found.command in ("cost", "plan"):
-        return _run_batch(found)
-    backend = choose_backend(getattr(found, "backend", "auto"))
-    describe(backend)
+    """Run the command line; 0 if every check passed, 1 if one did not, 2 if it cannot run."""
+    try:
+        found = _parser().parse_args(arguments)
+        if found.command in ("cost", "plan"):
+            return _run_batch(found)
+        backend = choose_backend(getattr(found, "backend", "auto"))
+        describe(backend)
+    except (ImportError, NotImplementedError, OSError, ValueError) as error:
+        # of the arguments and of the environment, not of the checks
+        print(f"python -m nki_paged_attn: {error}", file=sys.stderr)
+        return 2
     return int(not check(backend))
 
 

@@ -43,11 +43,18 @@ def to_array(name: str, x: Any) -> Array:
     return result
 
 
+def as_array(name: str, x: Any) -> Array:
+    """Return a NumPy array of an array, a tensor, a list or a number."""
+    return to_array(name, x) if is_tensor(x) else np.asarray(x)
+
+
 def like(x: Array, original: Any) -> Any:
     """Return an array as the kind of thing that the original is."""
     if not is_tensor(original):
         return x
     torch = sys.modules["torch"]
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    for name, (bits, dtype) in _BITS.items():
+        if x.dtype == dtype:
+            kind = getattr(torch, name.removeprefix("torch."))
+            return torch.from_numpy(x.view(bits)).view(kind)
     return torch.from_numpy(x)

@@ -6,30 +6,39 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import FLOATS, FP8, Array
+from ._arrays import FLOATS, FP8, Array, as_array
 
 MAX_HEAD_DIM = 128
 MAX_BLOCK_SIZE = 256
+MAX_GROUP = 128
+PARTITIONS = 128
 
 FP32_MAX = float(np.finfo(np.float32).max)
 LEAST_SCALE, LARGEST_SCALE = 2.0**-40, 2.0**40
 
 
-def check_packed(q: Array, k: Array, v: Array, kv_cache: Array) -> None:
-    """Check the tensors of a packed batch against each other."""
-    if q.dtype.name not in FLOATS:
-        raise TypeError(f"q must be one of {', '.join(FLOATS)}, got {q.dtype.name}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype.name}, got {x.dtype.name}")
+def check_dtypes(q: tuple[str, Array], others: dict[str, Array], kv_cache: Array) -> None:
+    """Check the dtypes of queries, of what must have theirs, and of the cache."""
+    name, queries = q
+    if queries.dtype.name not in FLOATS:
+        raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {queries.dtype.name}")
+    for other, x in others.items():
+        if x.dtype != queries.dtype:
+            raise TypeError(
+                f"{other} must have the dtype of {name}, {queries.dtype.name}, got {x.dtype.name}"
+            )
     if kv_cache.dtype.name not in (*FLOATS, *FP8):
         allowed = ", ".join((*FLOATS, *FP8))
         raise TypeError(f"kv_cache must be one of {allowed}, got {kv_cache.dtype.name}")
+
+
+def check_packed(q: Array, k: Array, v: Array, kv_cache: Array) -> None:
+    """Check the tensors of a packed batch against each other."""
+    check_dtypes(("q", q), {"k": k, "v": v}, kv_cache)
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads, head_dim], got {list(q.shape)}")
     tokens, heads, head_dim = q.shape
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"head_dim of q must be from 1 to {MAX_HEAD_DIM}, got {head_dim}")
+    check_head_dim(head_dim)
     if k.ndim != 3 or k.shape[0] != tokens or k.shape[2] != head_dim:
         raise ValueError(f"k must be [{tokens}, kv_heads, {head_dim}], got {list(k.shape)}")
     if v.shape != k.shape:
@@ -37,9 +46,9 @@ def check_packed(q: Array, k: Array, v: Array, kv_cache: Array) -> None:
     kv_heads = k.shape[1]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads of q must be a multiple of those of k, {kv_heads}, got {heads}")
-    if heads // kv_heads > 128:
+    if heads // kv_heads > MAX_GROUP:
         raise NotImplementedError(
-            f"q may have at most 128 heads for one of k, got {heads // kv_heads}"
+            f"q may have at most {MAX_GROUP} heads for one of k, got {heads // kv_heads}"
         )
     check_cache(kv_cache, kv_heads, head_dim)
 
@@ -51,17 +60,46 @@ def check_cache(kv_cache: Array, kv_heads: int, head_dim: int) -> None:
         raise ValueError(
             f"kv_cache must be [2, blocks, {kv_heads}, block_size, {head_dim}], got {list(shape)}"
         )
-    if not 1 <= shape[3] <= MAX_BLOCK_SIZE:
-        raise ValueError(f"block_size of kv_cache must be 1 to {MAX_BLOCK_SIZE}, got {shape[3]}")
+    check_block_size(shape[3])
+
+
+def check_count(name: str, x: Any) -> None:
+    """Check a number of things, at least one."""
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, got {type(x).__name__}")
+    if x < 1:
+        raise ValueError(f"{name} must be at least 1, got {x}")
+
+
+def check_block_size(block_size: Any) -> None:
+    """Check the tokens of a block."""
+    check_count("block_size", block_size)
+    if block_size > MAX_BLOCK_SIZE:
+        raise ValueError(f"block_size must be from 1 to {MAX_BLOCK_SIZE}, got {block_size}")
+
+
+def check_head_dim(head_dim: Any) -> None:
+    """Check the head dimension, which lies on the partitions."""
+    check_count("head_dim", head_dim)
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}, got {head_dim}")
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Check the numbers of heads of a plan."""
+    check_count("heads", heads)
+    check_count("kv_heads", kv_heads)
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
+        raise ValueError(f"heads must be 1 to {MAX_GROUP} times kv_heads, {kv_heads}, got {heads}")
 
 
 def check_lengths(
-    query_lens: Any, context_lens: Any, tokens: int
+    query_lens: Any, context_lens: Any, tokens: int | None
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Check and return the lengths of the sequences."""
+    """Check and return the lengths of the sequences; ``tokens`` are q's rows, if known."""
     found = []
     for name, x in (("query_lens", query_lens), ("context_lens", context_lens)):
-        lengths = np.asarray(x)
+        lengths = as_array(name, x)
         if lengths.ndim != 1:
             raise ValueError(f"{name} must be [batch], got {list(lengths.shape)}")
         if len(lengths) and lengths.dtype.kind not in "iu":
@@ -75,23 +113,22 @@ def check_lengths(
         raise ValueError(
             f"context_lens must be as long as query_lens, [{len(queries)}], got [{len(contexts)}]"
         )
-    if queries.sum() > tokens:
+    if tokens is not None and queries.sum() > tokens:
         raise ValueError(f"query_lens must sum to at most q's {tokens} rows, got {queries.sum()}")
     return queries, contexts
 
 
 def check_table(
-    block_table: Any, contexts: np.ndarray[Any, Any], kv_cache: Array
+    block_table: Any, contexts: np.ndarray[Any, Any], block_size: int, blocks: int | None = None
 ) -> np.ndarray[Any, Any]:
-    """Check and return the block table, with the entries that the contexts reach."""
-    table = np.asarray(block_table)
+    """Check and return the block table, as far as the contexts reach; ``blocks`` if known."""
+    table = as_array("block_table", block_table)
     if table.ndim != 2 or table.shape[0] != len(contexts):
         raise ValueError(
             f"block_table must be [{len(contexts)}, max_blocks], got {list(table.shape)}"
         )
     if table.size and table.dtype.kind not in "iu":
         raise TypeError(f"block_table must be of integers, got {table.dtype.name}")
-    blocks, block_size = kv_cache.shape[1], kv_cache.shape[3]
     needed = -(-contexts // block_size)
     if needed.max(initial=0) > table.shape[1]:
         raise ValueError(
@@ -99,13 +136,26 @@ def check_table(
             f"tokens in blocks of {block_size}, got {table.shape[1]}"
         )
     used = np.arange(table.shape[1]) < needed[:, None]
-    wrong = used & ((table < 0) | (table >= blocks))
+    end = 2**31 if blocks is None else blocks
+    wrong = used & ((table < 0) | (table >= end))
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise ValueError(
-            f"block_table[{row}, {column}] must be from 0 to {blocks - 1}, got {table[row, column]}"
+            f"block_table[{row}, {column}] must be from 0 to {end - 1}, got {table[row, column]}"
         )
     return table.astype(np.int64)
+
+
+def check_large_tile(large_tile: Any, block_size: Any) -> None:
+    """Check the old kernel's sizes: a large tile is whole loads of 128 partitions."""
+    check_count("LARGE_TILE_SZ", large_tile)
+    check_count("block_size", block_size)
+    tokens = large_tile // max(PARTITIONS, large_tile // block_size)
+    if large_tile % block_size or tokens < 1 or large_tile % (PARTITIONS * tokens):
+        raise ValueError(
+            f"LARGE_TILE_SZ must be a multiple of block_size, {block_size}, and of {PARTITIONS} "
+            f"partitions of whole tokens, got {large_tile}"
+        )
 
 
 def check_number(name: str, x: Any, *, positive: bool = False) -> float:
@@ -133,9 +183,12 @@ def check_scales(name: str, x: Any, kv_heads: int) -> tuple[float, ...]:
     """Check and return a scale for each KV head."""
     if x is None:
         return (1.0,) * kv_heads
-    scales = np.asarray(x, dtype=np.float64).reshape(-1)
+    found = as_array(name, x)
+    if found.dtype.kind not in "iuf" and found.dtype.name not in FLOATS:
+        raise TypeError(f"{name} must be a number or numbers, got {found.dtype.name}")
+    scales = found.astype(np.float64).reshape(-1)
     if len(scales) not in (1, kv_heads):
-        raise ValueError(f"{name} must be a number or [{kv_heads}], got {list(np.shape(x))}")
+        raise ValueError(f"{name} must be a number or [{kv_heads}], got {list(found.shape)}")
     for scale in scales:
         # beyond these, products with fp32 scores lose their digits or overflow
         if not LEAST_SCALE <= scale <= LARGEST_SCALE:
@@ -149,7 +202,11 @@ def check_sinks(sinks: Any, heads: int) -> np.ndarray[Any, Any] | None:
     """Check and return the sinks in fp32."""
     if sinks is None:
         return None
-    found = np.asarray(sinks).astype(np.float32)
+    given = as_array("sinks", sinks)
+    if given.dtype.kind not in "iuf" and given.dtype.name not in FLOATS:
+        raise TypeError(f"sinks must be of numbers, got {given.dtype.name}")
+    with np.errstate(over="ignore"):
+        found = given.astype(np.float32)
     if found.shape != (heads,):
         raise ValueError(f"sinks must be [{heads}], got {list(found.shape)}")
     if np.isnan(found).any() or np.isposinf(found).any():

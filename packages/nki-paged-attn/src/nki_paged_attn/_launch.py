@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from attn_common import round_up
 
 from . import _backend
 from ._arrays import Array
@@ -57,14 +56,14 @@ def kernel_arguments(
         kv_cache = np.zeros((2, 1, *kv_cache.shape[2:]), kv_cache.dtype)
     return {
         "q": np.ascontiguousarray(q).reshape(tokens * heads, head_dim),
-        "k_new": _by_head(k),
-        "v_new": _by_head(v),
+        "k_new": _by_head(k, plan),
+        "v_new": _by_head(v, plan),
         "kv_cache": kv_cache,
         "kv_index": plan.kv_index,
         "kv_valid": plan.kv_valid,
         "q_index": plan.q_index,
         "bounds": plan.bounds,
-        "bounds_rows": plan.bounds_rows,
+        "bounds_tokens": plan.bounds_tokens,
         "sinks": np.ascontiguousarray(of_rows.T),
         "sink_rows": of_rows,
         "structure": plan.structure,
@@ -94,11 +93,17 @@ def _fold_scale(q: Array, options: Options) -> tuple[Array, float, float]:
     return q, scale, softcap
 
 
-def _by_head(x: Array) -> Array:
-    """Return new keys or values as ``[kv_heads, tokens, head_dim]``, tokens padded to 8."""
-    tokens, kv_heads, head_dim = x.shape
-    result = np.zeros((kv_heads, round_up(max(tokens, 1), MAX_TOKENS), head_dim), x.dtype)
-    result[:, :tokens] = x.transpose(1, 0, 2)
+def new_places(plan: Plan) -> int:
+    """Return the places of new tokens that the kernel reads: a multiple of 8, and not none."""
+    return max(MAX_TOKENS, len(plan.new_tokens))
+
+
+def _by_head(x: Array, plan: Plan) -> Array:
+    """Return new keys or values as ``[kv_heads, places, head_dim]``, with 0 where nothing is."""
+    _, kv_heads, head_dim = x.shape
+    result = np.zeros((kv_heads, new_places(plan), head_dim), x.dtype)
+    places = np.flatnonzero(plan.new_tokens >= 0)
+    result[:, places] = x[plan.new_tokens[places]].transpose(1, 0, 2)
     return result
 
 

@@ -77,7 +77,7 @@ def paged_attention(
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     lens, contexts = check_lengths(query_lens, context_lens, tokens)
-    table = check_table(block_table, contexts, cache)
+    table = check_table(block_table, contexts, cache.shape[3], cache.shape[1])
     options = Options(
         scale=head_dim**-0.5 if scale is None else check_number("scale", scale),
         softcap=0.0 if softcap is None else check_number("softcap", softcap, positive=True),
@@ -92,7 +92,5 @@ def paged_attention(
         heads=heads, kv_heads=kv_heads, tokens=tokens, window=check_window(window),
         joint=options.k_scales == options.v_scales == (1.0,) * kv_heads,
     )  # fmt: skip
-    out, lse = launch(
-        queries, keys, values, cache, plan, options, choose_backend(backend)
-    )  # fmt: skip
+    out, lse = launch(queries, keys, values, cache, plan, options, choose_backend(backend))
     return (like(out, q), like(lse, q)) if lse is not None else like(out, q)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from ._arrays import to_array
+from ._arrays import FP8, Array, to_array
+from ._checks import check_dtypes
 
 
 def reshape_and_cache(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
@@ -14,16 +16,19 @@ def reshape_and_cache(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) ->
 
     Args:
         key, value: ``[tokens, kv_heads, head_dim]``.
-        kv_cache: ``[2, blocks, kv_heads, block_size, head_dim]``; values are rounded to its dtype.
+        kv_cache: ``[2, blocks, kv_heads, block_size, head_dim]``; values are rounded to its dtype,
+            and in FP8 limited to its largest number; NaN stays NaN.
         slot_mapping: for each token ``block * block_size + place in the block``, ``[tokens]``. A
             negative slot is padding: nothing is written. Of tokens with one slot the last wins.
 
     Raises:
+        TypeError: a dtype that is not offered.
         ValueError: a shape, or a slot past the end of the cache.
     """
     keys, values, cache = (
         to_array(n, x) for n, x in (("key", key), ("value", value), ("kv_cache", kv_cache))
     )
+    check_dtypes(("key", keys), {"value": values}, cache)
     if keys.ndim != 3:
         raise ValueError(f"key must be [tokens, kv_heads, head_dim], got {list(keys.shape)}")
     if values.shape != keys.shape:
@@ -43,13 +48,22 @@ def reshape_and_cache(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) ->
         raise ValueError(f"slot_mapping must be [{tokens}], got {list(slots.shape)}")
     if tokens and slots.dtype.kind not in "iu":
         raise TypeError(f"slot_mapping must be of integers, got {slots.dtype.name}")
-    slots = slots.astype(np.int64)
     block_size = cache.shape[3]
     room = cache.shape[1] * block_size
-    if slots.max(initial=-1) >= room:
+    # before they are signed numbers: 2**64 - 1 is no padding
+    if tokens and slots.max() >= room:
         raise ValueError(f"slot_mapping must be below {room}, got {slots.max()}")
+    slots = slots.astype(np.int64)
     kept = slots >= 0
     block, place = slots[kept] // block_size, slots[kept] % block_size
+    for half, x in zip(cache, (keys, values), strict=True):
+        half[block, :, place] = _round(x[kept], cache.dtype)
+
+
+def _round(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Round to a cache's dtype; FP8 saturates, because some of its forms have no infinity."""
+    if dtype.name in FP8:
+        most = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+        x = np.clip(x.astype(np.float32), -most, most)
     with np.errstate(over="ignore"):
-        cache[0, block, :, place] = keys[kept].astype(cache.dtype)
-        cache[1, block, :, place] = values[kept].astype(cache.dtype)
+        return x.astype(dtype)

@@ -6,9 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import FLOATS, like, to_array
+from ._arrays import like, to_array
 from ._backend import choose_backend
-from ._checks import check_cache, check_number
+from ._checks import (
+    check_cache,
+    check_dtypes,
+    check_head_dim,
+    check_heads,
+    check_large_tile,
+    check_number,
+)
 from ._launch import Options, launch
 from .legacy import column_order, rows_of_mask
 from .plan import plan_rows
@@ -58,8 +65,7 @@ def _attend(
     names = ("query", "key", "value", "kv_cache", "block_table", "attn_mask")
     given = (query, key, value, kv_cache, block_table, mask)
     q, k, v, cache, table, seen = (to_array(n, x) for n, x in zip(names, given, strict=True))
-    if q.dtype.name not in FLOATS:
-        raise TypeError(f"query must be one of {', '.join(FLOATS)}, got {q.dtype.name}")
+    check_dtypes(("query", q), {"key": k, "value": v}, cache)
     if q.ndim != 4 or q.shape[0] != 1:
         raise ValueError(f"query must be [1, heads, head_dim, seq_q], got {list(q.shape)}")
     _, heads, head_dim, seq_q = q.shape
@@ -72,12 +78,17 @@ def _attend(
         raise ValueError(f"n_kv_head must be key's {kv_heads}, got {n_kv_head}")
     if head_size not in (None, head_dim):
         raise ValueError(f"head_size must be query's {head_dim}, got {head_size}")
-    if not 1 <= head_dim <= 128:
-        raise ValueError(f"head_dim of query must be from 1 to 128, got {head_dim}")
+    check_head_dim(head_dim)
+    check_heads(heads, kv_heads)
     check_cache(cache, kv_heads, head_dim)
     if table.ndim != 1:
         raise ValueError(f"block_table must be [active_blocks], got {list(table.shape)}")
+    if table.size and table.dtype.kind not in "iu":
+        raise TypeError(f"block_table must be of integers, got {table.dtype.name}")
+    if seen.dtype.kind not in "biuf":
+        raise TypeError(f"attn_mask must be of booleans or numbers, got {seen.dtype.name}")
     block_size = cache.shape[3]
+    check_large_tile(large_tile, block_size)
     context = len(table) * block_size
     if seen.shape != (seq_q, context + seq_k):
         raise ValueError(f"attn_mask must be [{seq_q}, {context + seq_k}], got {list(seen.shape)}")

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from attn_common import cdiv
 
-from ._arrays import Array
+from ._arrays import FLOATS, FP8, Array
 from ._backend import simulated_kernel
-from ._launch import Options, kernel_arguments
+from ._checks import check_block_size, check_count, check_head_dim, check_lengths
+from ._launch import Options, kernel_arguments, new_places
 from .plan import Plan, build_plan
 from .sim import ArraySpec, Cost, Trace, cost, simulate
 from .sim.dtypes import NUMPY
@@ -17,6 +18,8 @@ from .sim.dtypes import NUMPY
 
 def sequential_table(context_lens: Sequence[int], block_size: int) -> Array:
     """Return a block table that hands out blocks one after the other."""
+    check_block_size(block_size)
+    check_lengths(context_lens, context_lens, None)
     blocks = [cdiv(int(c), block_size) for c in context_lens]
     table = np.zeros((len(blocks), max(blocks, default=0)), np.int64)
     first = 0
@@ -47,6 +50,14 @@ def trace_plan(
         blocks: in the cache.
         programs: cores of the logical core, 1 or 2.
     """
+    check_head_dim(head_dim)
+    check_count("blocks", blocks)
+    for name, given, allowed in (
+        ("dtype", dtype, FLOATS),
+        ("cache_dtype", cache_dtype or dtype, (*FLOATS, *FP8)),
+    ):
+        if given not in allowed:
+            raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {given!r}")
     heads = plan.group * plan.kv_heads
     kind = NUMPY[dtype]
     options = Options(
@@ -59,16 +70,16 @@ def trace_plan(
         dtype=dtype,
     )
     # the tables are real; of the tensors only shapes matter
-    few = np.zeros((1, plan.kv_heads, head_dim), kind)
+    few = np.zeros((plan.tokens, plan.kv_heads, head_dim), kind)
     cache = np.zeros((2, 1, plan.kv_heads, plan.block_size, head_dim), kind)
     queries = np.zeros((1, heads, head_dim), kind)
     arguments = kernel_arguments(queries, few, few, cache, plan, options)
-    new = ArraySpec((plan.kv_heads, max(8, cdiv(plan.tokens, 8) * 8), head_dim), kind)
-    pool = (2, max(blocks, 1), plan.kv_heads, plan.block_size, head_dim)
+    new = ArraySpec((plan.kv_heads, new_places(plan), head_dim), kind)
+    pool = (2, blocks, plan.kv_heads, plan.block_size, head_dim)
     arguments["q"] = ArraySpec((plan.tokens * heads, head_dim), kind)
     arguments["k_new"] = arguments["v_new"] = new
     arguments["kv_cache"] = ArraySpec(pool, NUMPY[cache_dtype or dtype])
-    for name in ("bounds", "bounds_rows", "sinks", "sink_rows"):
+    for name in ("bounds", "bounds_tokens", "sinks", "sink_rows"):
         arguments[name] = ArraySpec(arguments[name].shape, arguments[name].dtype)
     run = simulate(simulated_kernel()[programs], target, execute=False)
     run(**arguments)

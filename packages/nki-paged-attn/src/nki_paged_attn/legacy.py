@@ -8,11 +8,13 @@ large tile, column ``load * 128 * t + i * 128 + p`` holds token ``(load * 128 + 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 
 from ._arrays import Array, like, to_array
+from ._checks import check_count, check_large_tile
 from .plan import PARTITIONS, Rows
 
 
@@ -44,6 +46,7 @@ def reorder_context_mask(mask: Any, LARGE_TILE_SZ: int, block_size: int) -> Any:
         LARGE_TILE_SZ: tokens of a large tile.
         block_size: tokens of a block.
     """
+    check_large_tile(LARGE_TILE_SZ, block_size)
     array = to_array("mask", mask)
     if array.ndim != 2 or array.shape[1] < array.shape[0]:
         raise ValueError(f"mask must be [seq_q, context + seq_q], got {list(array.shape)}")
@@ -59,6 +62,8 @@ def load_block_tables(block_tables: Any, num_tiles: int, num_blocks_per_tile: in
         raise ValueError(
             f"block_tables must be [{num_tiles * num_blocks_per_tile}], got {list(table.shape)}"
         )
+    if table.dtype.kind not in "iu":
+        raise TypeError(f"block_tables must be of integers, got {table.dtype.name}")
     groups = -(-num_tiles // PARTITIONS)
     result = np.zeros((groups * PARTITIONS, num_blocks_per_tile), np.int32)
     result[:num_tiles] = table.reshape(num_tiles, num_blocks_per_tile)
@@ -73,7 +78,7 @@ def transform_block_tables_for_indirect_load(
     Args:
         block_tables: of ``load_block_tables``.
         block_size_tiling_factor: pieces that each block is cut into.
-        num_head, head_id: KV heads, and which one.
+        num_head, head_id: KV heads, and which one of them.
 
     Returns:
         int32 ``[loads, 128, tiles padded to 128]``; computed exactly, also past 2**24.
@@ -83,6 +88,12 @@ def transform_block_tables_for_indirect_load(
         raise ValueError(
             f"block_tables must be [groups, {PARTITIONS}, blocks per tile], got {list(table.shape)}"
         )
+    if table.dtype.kind not in "iu":
+        raise TypeError(f"block_tables must be of integers, got {table.dtype.name}")
+    check_count("block_size_tiling_factor", block_size_tiling_factor)
+    check_count("num_head", num_head)
+    if not 0 <= head_id < num_head:
+        raise ValueError(f"head_id must be from 0 to {num_head - 1}, got {head_id}")
     tiles = table.shape[0] * PARTITIONS
     if table.shape[2] * block_size_tiling_factor % PARTITIONS:
         raise ValueError(
@@ -127,10 +138,8 @@ def rows_of_mask(mask: Array, context: int, blocks: Any) -> list[Rows]:
     nothing = (cache[:, 0] >= cache[:, 1]) & (new[:, 0] >= new[:, 1])
     # neighbours of one sequence share keys; rows that see nothing stay together
     joined = meet[0] | meet[1] | (nothing[1:] & nothing[:-1])
-    starts = np.flatnonzero(np.concatenate([[True], ~joined])) if len(mask) else np.zeros(0, int)
-    ends = [*starts[1:], len(mask)]
+    edges = [0, *(np.flatnonzero(~joined) + 1), len(mask)] if len(mask) else [0]
     table = np.asarray(blocks, np.int64)
     return [
-        Rows(np.arange(a, b), cache[a:b], new[a:b], table)
-        for a, b in zip(starts, ends, strict=True)
+        Rows(np.arange(a, b), cache[a:b], new[a:b], table) for a, b in itertools.pairwise(edges)
     ]

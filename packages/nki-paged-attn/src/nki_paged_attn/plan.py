@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from attn_common import cdiv, round_up
 
+from ._checks import check_block_size, check_heads, check_lengths, check_table, check_window
+
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 PARTITIONS = 128
@@ -69,21 +71,26 @@ class Plan:
         sections: for each section ``(source, tokens, clean, start, mask column)``; ``clean`` is 1
             if partitions of it hold nothing, 2 if tokens in it are seen by nobody; ``start`` is its
             first position, counted from the first section of its source.
+        new_tokens: token of the batch at each place of the new keys and values that the kernel
+            reads, -1 for none. A sequence's begin at a multiple of 8, wherever it lies in the
+            batch, so that its keys lie on the same partitions in any batch.
         kv_index: row of each partition of each section, int32 ``[128, sections]``.
         kv_valid: whether somebody sees a token, uint8 ``[128, columns]``, for ``clean`` sections.
         q_index: row of each partition of each tile, int32 ``[128, tiles]``.
-        bounds: first and end key seen, of the cache and of the new, fp32 ``[128, tiles * 4]``.
-        bounds_rows: the same by row, ``[tiles, 4, 128]``.
+        bounds: first and end key seen, of the cache and of the new, by row, fp32
+            ``[128, tiles * 4]``.
+        bounds_tokens: the same by token, ``[tiles, 128 // group, 4]``.
         rows: of each tile that are in use.
     """
 
     structure: tuple[Any, ...]
     sections: tuple[tuple[int, int, int, int, int], ...]
+    new_tokens: Ints
     kv_index: np.ndarray[Any, Any]
     kv_valid: np.ndarray[Any, Any]
     q_index: np.ndarray[Any, Any]
     bounds: np.ndarray[Any, Any]
-    bounds_rows: np.ndarray[Any, Any]
+    bounds_tokens: np.ndarray[Any, Any]
     rows: tuple[int, ...]
     block_size: int
     group: int
@@ -133,9 +140,16 @@ def build_plan(
         tokens: rows of the packed queries; those behind the last sequence give 0. Default: the sum.
         window: keys that a token sees at most, itself included. Default: all.
         joint: whether one softmax may cover cached and new keys, which then have the same scales.
+
+    Raises:
+        TypeError: a length, a block number or a count that is no integer.
+        ValueError: lengths that disagree, or a number out of range.
     """
-    queries, contexts = np.asarray(query_lens, np.int64), np.asarray(context_lens, np.int64)
-    table = np.asarray(block_table, np.int64)
+    check_block_size(block_size)
+    check_heads(heads, kv_heads)
+    queries, contexts = check_lengths(query_lens, context_lens, tokens)
+    table = check_table(block_table, contexts, block_size)
+    window = check_window(window)
     total = int(queries.sum())
     sequences = []
     first = 0
@@ -164,14 +178,19 @@ def plan_rows(
     joint: bool = True,
 ) -> Plan:
     """Plan rows whose ranges of visible keys are known."""
-    group = heads // kv_heads
-    if heads % kv_heads or not 1 <= group <= PARTITIONS:
-        raise ValueError(f"heads must be 1 to {PARTITIONS} times kv_heads, {kv_heads}, got {heads}")
-    builder = _Builder(block_size, group, kv_heads, joint)
-    for rows in sequences:
-        if len(rows.tokens):
-            builder.add(rows)
+    check_heads(heads, kv_heads)
+    builder = _Builder(block_size, heads // kv_heads, kv_heads, joint)
+    found = [rows for rows in sequences if len(rows.tokens)]
+    builder.lay_out(found)
+    for rows in found:
+        builder.add(rows)
     return builder.finish(tokens)
+
+
+def _extent(seen: Ints) -> tuple[int, int]:
+    """Return the first and the end of what some of the ranges hold; 0 and 0 of none."""
+    some = seen[seen[:, 0] < seen[:, 1]]
+    return (int(some[:, 0].min()), int(some[:, 1].max())) if len(some) else (0, 0)
 
 
 @dataclass
@@ -182,19 +201,39 @@ class _Builder:
     joint: bool
     structure: list[Any] = field(default_factory=list)
     sections: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    # by a sequence's first new token, where that lies in what the kernel reads
+    places: dict[int, int] = field(default_factory=dict)
+    new_tokens: list[Ints] = field(default_factory=list)
     indices: list[Ints] = field(default_factory=list)
     valid: list[np.ndarray[Any, Any]] = field(default_factory=list)
     tiles: list[Ints] = field(default_factory=list)
     bounds: list[np.ndarray[Any, Any]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
 
+    def lay_out(self, sequences: Sequence[Rows]) -> None:
+        """Give the new tokens that each sequence sees their places, from a multiple of 8 on."""
+        ends: dict[int, int] = {}
+        for rows in sequences:
+            low, high = _extent(rows.new)
+            if low < high:
+                ends[low] = max(ends.get(low, 0), high)
+        at = 0
+        for low, high in ends.items():
+            own = np.full(round_up(high - low, MAX_TOKENS), -1, np.int64)
+            own[: high - low] = np.arange(low, high)
+            self.places[low] = at
+            self.new_tokens.append(own)
+            at += len(own)
+
     def add(self, rows: Rows) -> None:
         """Add a sequence: its sections, its tiles, and the work between them."""
-        ranges = (rows.cache, rows.new)
+        low, _ = _extent(rows.new)
+        place = self.places.get(low, 0)
+        ranges = (rows.cache, rows.new - low)
         starts = [0, 0]
         found: list[list[int]] = [[], []]
         for source in (CACHE, NEW):
-            starts[source], found[source] = self._cut(source, ranges[source], rows.blocks)
+            starts[source], found[source] = self._cut(source, ranges[source], rows.blocks, place)
         relative = [np.maximum(r - s, 0) for r, s in zip(ranges, starts, strict=True)]
         empty = [r[:, 0] >= r[:, 1] for r in ranges]
         for source in (CACHE, NEW):
@@ -215,12 +254,12 @@ class _Builder:
         else:
             self._prefill(tiles, numbers, seen)
 
-    def _cut(self, source: int, seen: Ints, blocks: Ints) -> tuple[int, list[int]]:
+    def _cut(self, source: int, seen: Ints, blocks: Ints, place: int) -> tuple[int, list[int]]:
         """Cut the keys that a sequence sees of a source into sections."""
-        some = seen[seen[:, 0] < seen[:, 1]]
-        if not len(some):
+        low, high = _extent(seen)
+        if low == high:
             return 0, []
-        low, high = int(some[:, 0].min()), int(some[:, 1].max())
+        some = seen[seen[:, 0] < seen[:, 1]]
         block = self.block_size if source == CACHE else MAX_TOKENS
         widest = min(MAX_TOKENS, block & -block)
         # how many rows see each token
@@ -235,12 +274,12 @@ class _Builder:
             while tokens > 1 and PARTITIONS * tokens // 2 >= high - at:
                 tokens //= 2
             numbers.append(len(self.sections))
-            self._section(source, tokens, at, first, visible, blocks)
+            self._section(source, tokens, at, first, visible, blocks, place)
             at += PARTITIONS * tokens
         return first, numbers
 
     def _section(
-        self, source: int, tokens: int, at: int, first: int, visible: Any, blocks: Ints
+        self, source: int, tokens: int, at: int, first: int, visible: Any, blocks: Ints, place: int
     ) -> None:
         positions = at + tokens * np.arange(PARTITIONS)
         inside: Any = np.zeros(PARTITIONS * tokens, bool)
@@ -250,12 +289,12 @@ class _Builder:
         loaded = inside.any(axis=1)
         if source == CACHE:
             per_block = self.block_size // tokens
-            place = np.where(loaded, positions // self.block_size, 0)
+            number = np.where(loaded, positions // self.block_size, 0)
             # of the first KV head; the kernel adds the others' distance
-            row = blocks[place] * self.kv_heads * per_block
+            row = blocks[number] * self.kv_heads * per_block
             row = row + positions % self.block_size // tokens
         else:
-            row = positions // tokens
+            row = (place + positions) // tokens
         row = np.where(loaded, row, NOWHERE)
         if row[loaded].max(initial=0) >= NOWHERE:
             raise NotImplementedError(
@@ -363,14 +402,17 @@ class _Builder:
         valid = self.valid or [np.zeros((PARTITIONS, 1), np.uint8)]
         tiles = np.stack(self.tiles or nothing, axis=-1)
         bounds = np.stack(self.bounds or [np.zeros((4, PARTITIONS), np.float32)])
+        whole = PARTITIONS // self.group * self.group
+        by_token = bounds[:, :, : whole : self.group].transpose(0, 2, 1)
         return Plan(
             structure=tuple(self.structure),
             sections=tuple(self.sections),
+            new_tokens=np.concatenate([*self.new_tokens, np.zeros(0, np.int64)]),
             kv_index=index.astype(np.int32),
             kv_valid=np.concatenate(valid, axis=1),
             q_index=tiles.astype(np.int32),
             bounds=np.ascontiguousarray(bounds.reshape(-1, PARTITIONS).T),
-            bounds_rows=bounds,
+            bounds_tokens=np.ascontiguousarray(by_token),
             rows=tuple(self.rows),
             block_size=self.block_size,
             group=self.group,

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 
 from ._arrays import to_array
-from ._checks import check_lengths, check_scales, check_table
+from ._checks import (
+    check_lengths,
+    check_number,
+    check_scales,
+    check_sinks,
+    check_table,
+    check_window,
+)
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -47,14 +54,17 @@ def paged_attention_reference(
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     lens, contexts = check_lengths(query_lens, context_lens, tokens)
-    table = check_table(block_table, contexts, cache)
+    table = check_table(block_table, contexts, cache.shape[3], cache.shape[1])
+    window = check_window(window)
+    softcap = None if softcap is None else check_number("softcap", softcap, positive=True)
+    logits = check_sinks(sinks, heads)
     k_scales = np.array(check_scales("k_scale", k_scale, kv_heads))
     v_scales = np.array(check_scales("v_scale", v_scale, kv_heads))
-    factor = head_dim**-0.5 if scale is None else scale
+    factor = head_dim**-0.5 if scale is None else check_number("scale", scale)
     out = np.zeros(queries.shape, np.float64)
     lse = np.full((heads, tokens), -np.inf)
-    if sinks is not None:
-        lse[:] = np.asarray(sinks, np.float64)[:, None]
+    if logits is not None:
+        lse[:] = logits.astype(np.float64)[:, None]
     first = 0
     for i, (count, context) in enumerate(zip(lens, contexts, strict=True)):
         used = -(-int(context) // cache.shape[3])
@@ -73,7 +83,7 @@ def paged_attention_reference(
             if softcap is not None:
                 s = softcap * np.tanh(s / softcap)
             s = np.where(seen, s, -np.inf)
-            sink = -np.inf if sinks is None else float(np.asarray(sinks)[h])
+            sink = -np.inf if logits is None else float(logits[h])
             top = np.maximum(s.max(axis=1, initial=-np.inf), sink)
             pivot = np.asarray(np.where(np.isfinite(top), top, 0.0))[:, None]
             p = np.exp(s - pivot)

@@ -22,7 +22,7 @@ def paged_attention_kernel(
     kv_valid,
     q_index,
     bounds,
-    bounds_rows,
+    bounds_tokens,
     sinks,
     sink_rows,
     structure,
@@ -45,7 +45,7 @@ def paged_attention_kernel(
         q: ``[tokens * heads, head_dim]``; head ``h`` reads KV head ``h // group``.
         k_new, v_new: ``[kv_heads, new, head_dim]``.
         kv_cache: ``[2, blocks, kv_heads, block_size, head_dim]``, keys and values.
-        kv_index, kv_valid, q_index, bounds, bounds_rows: tables of the plan.
+        kv_index, kv_valid, q_index, bounds, bounds_tokens: tables of the plan.
         sinks, sink_rows: a sink for each row of a tile, ``[128, kv_heads]`` and the other way.
         structure, sections, rows, group: of the plan; compiled in.
         factors, v_scales: for each source and KV head, of the scores and of the values.
@@ -69,7 +69,7 @@ def paged_attention_kernel(
         "k_new": k_new,
         "v_new": v_new,
         "kv_cache": kv_cache,
-        "bounds_rows": bounds_rows,
+        "bounds_tokens": bounds_tokens,
         "sink_rows": sink_rows,
     }
     outputs = {"out": out, "lse": lse}
@@ -90,23 +90,20 @@ def paged_attention_kernel(
         "kv_index": load_table(kv_index, nl.int32),
         "kv_valid": load_table(kv_valid, nl.uint8),
         "q_index": load_table(q_index, nl.int32),
-        "bounds": load_table(bounds, nl.float32),
-        "sinks": load_table(sinks, nl.float32),
     }
+    # what only queries on the partitions read
+    long = 0
+    for unit in structure:
+        if unit[0] != DECODE:
+            long = long + 1
+    if long > 0:
+        tables["bounds"] = load_table(bounds, nl.float32)
+        if has_sinks:
+            tables["sinks"] = load_table(sinks, nl.float32)
     ones = nl.ndarray((P, P), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0, engine=nisa.engine.gpsimd)
-    identity = nl.ndarray((P, P), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.affine_select(
-        dst=identity,
-        pattern=[[-1, P]],
-        channel_multiplier=1,
-        on_true_tile=ones,
-        on_false_value=0.0,
-        cmp_op=nl.equal,
-    )
     tables["ones"] = ones
-    tables["identity"] = identity
-    if not has_range_select:
+    if long > 0 and not has_range_select:
         positions = nl.ndarray((P, WIDEST), dtype=nl.float32, buffer=nl.sbuf)
         nisa.iota(dst=positions, pattern=[[1, WIDEST]])
         tables["positions"] = positions

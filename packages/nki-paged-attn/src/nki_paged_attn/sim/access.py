@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import numpy as np
 
 from .dtypes import NUMPY, Array, from_fp32, to_fp32
 from .errors import NkiValidationError, UnwrittenError, require
-from .machine import BY_OTHERS, UNWRITTEN, machine
+from .machine import machine
+from .marks import BY_OTHERS, READ, UNWRITTEN, WROTE
 from .tensor import MAX_COUNT, MAX_DIMS, NkiTensor
+from .views import PAGE
 
 ARCH = "nki/guides/architecture"
+LNC = "nki/get-started/about/lnc"
 
 
 def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiTensor:
@@ -26,30 +30,25 @@ def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiT
     return tensor
 
 
+def check_enum(operation: str, operand: str, x: object, kind: type[Enum]) -> None:
+    """Check that an option is of its enumeration; neither a string nor a number will do."""
+    require(
+        isinstance(x, kind), operation, operand, f"must be one of nisa.{kind.__name__}", repr(x),
+        f"nki.isa.{kind.__name__}",
+    )  # fmt: skip
+
+
 def check_tile(
     operation: str, operand: str, x: object, *, psum: bool = True, sbuf: bool = True
 ) -> NkiTensor:
     """Check that an operand is a tile that an engine can reach, by the rules of partitions."""
     buffers = (["sbuf"] if sbuf else []) + (["psum"] if psum else [])
     tile = check_tensor(operation, operand, x, *buffers)
-    target = machine().target
     require(
         not tile.is_indirect(), operation, operand, "must not be indirect", "indirect",
         "nki.isa.dma_copy, indirect addressing",
     )  # fmt: skip
-    require(
-        2 <= tile.ndim <= MAX_DIMS, operation, operand,
-        f"must have 2 to {MAX_DIMS} dimensions, the partition first", tile.shape, ARCH,
-    )  # fmt: skip
-    require(
-        tile.shape[0] <= target.partitions, operation, operand,
-        f"may have at most {target.partitions} partitions", tile.shape[0], ARCH,
-    )  # fmt: skip
-    require(
-        tile.free_size <= MAX_COUNT, operation, operand,
-        f"may have at most {MAX_COUNT} elements per partition", tile.free_size,
-        "access patterns have 16-bit counts",
-    )  # fmt: skip
+    check_pattern(operation, operand, tile)
     start, count = tile.start_partition, tile.shape[0]
     if start:
         step = 128 if count > 64 else 64 if count > 32 else 32
@@ -59,6 +58,25 @@ def check_tile(
             f"{ARCH}, start partition",
         )  # fmt: skip
     return tile
+
+
+def check_pattern(operation: str, operand: str, tile: NkiTensor) -> None:
+    """Check the access pattern of a tile, which DMA has to keep to as well."""
+    require(
+        2 <= tile.ndim <= MAX_DIMS, operation, operand,
+        f"must have 2 to {MAX_DIMS} dimensions, the partition first", tile.shape, ARCH,
+    )  # fmt: skip
+    require(
+        tile.free_size <= MAX_COUNT, operation, operand,
+        f"may have at most {MAX_COUNT} elements per partition", tile.free_size,
+        "access patterns have 16-bit counts",
+    )  # fmt: skip
+    per = tile.partition_step
+    require(
+        tile.shape[0] == 1 or tile._strides[0] == per, operation, operand,
+        "must take partitions one after the other, without holes",
+        f"every {tile._strides[0] // per if per else 0}", PAGE,
+    )  # fmt: skip
 
 
 def check_same_size(operation: str, operand: str, x: NkiTensor, like: NkiTensor) -> None:
@@ -80,25 +98,37 @@ def check_vector(operation: str, operand: str, x: object, partitions: int) -> Nk
     return tile
 
 
-def check_written(operation: str, operand: str, x: NkiTensor) -> None:
-    """In strict mode, check that something wrote all that is about to be read."""
-    state = x._storage.state
-    if state is None or not machine().strict:
-        return
-    marks = x.mask_of(state)
-    if (marks == UNWRITTEN).any():
-        raise UnwrittenError(
-            operation, operand, f"{x.name} must be written before it is read",
-            f"{int((marks == UNWRITTEN).sum())} unwritten elements",
-            "nki.language.ndarray: contents are undefined",
+def note_read(operation: str, operand: str, x: NkiTensor, places: Array | None = None) -> None:
+    """Check that what is about to be read was written, and by no other program.
+
+    Args:
+        places: elements of the storage, if they are not those of the view.
+    """
+    state, traffic, found = x._storage.state, x._storage.traffic, machine()
+    if state is not None and found.strict:
+        marks = state.of(x) if places is None else state.at(x, places)
+        missing = (marks == UNWRITTEN).any(axis=-1)
+        if missing.any():
+            raise UnwrittenError(
+                operation, operand, f"{x.name} must be written before it is read",
+                f"{int(missing.sum())} unwritten elements",
+                "nki.language.ndarray: contents are undefined",
+            )  # fmt: skip
+    if traffic is not None:
+        marks = traffic.of(x) if places is None else traffic.at(x, places)
+        require(
+            not (marks & WROTE[1 - found.program]).any(), operation, operand,
+            f"{x.name}: programs of a logical core must not read what the other writes",
+            "an element that the other program wrote", LNC,
         )  # fmt: skip
+        traffic.put(x, places, READ[found.program], keep=True)
 
 
 def read_raw(operation: str, operand: str, x: NkiTensor) -> Array | None:
     """Return the elements of an operand; None where nothing is computed."""
     if not machine().execute:
         return None
-    check_written(operation, operand, x)
+    note_read(operation, operand, x)
     return x.array()
 
 
@@ -108,27 +138,44 @@ def read(operation: str, operand: str, x: NkiTensor) -> Array | None:
     return None if raw is None else to_fp32(raw)
 
 
-def mark(operation: str, x: NkiTensor, by: int = BY_OTHERS) -> None:
-    """Note who wrote a tensor."""
-    storage = x._storage
+def mark(
+    operation: str, x: NkiTensor, by: int = BY_OTHERS, places: Array | None = None,
+    operand: str = "dst",
+) -> None:  # fmt: skip
+    """Note who writes a tensor, or some elements of its storage, and check that it may."""
+    storage, program = x._storage, machine().program
+    first = 1 if x.is_indirect() else 0
+    repeated = [n for s, n in zip(x._strides[first:], x.shape[first:], strict=True) if not s]
+    require(
+        all(n == 1 for n in repeated), operation, operand, "must not write an element twice",
+        x.get_pattern(), PAGE,
+    )  # fmt: skip
+    require(
+        not storage.is_constant, operation, operand,
+        f"{x.name} must be an array that may be written", "a read-only one", "nki.simulate",
+    )  # fmt: skip
+    storage.is_changed = True
     if storage.state is not None:
-        x.mask_of(storage.state)[...] = by
-    if storage.owner is not None:
-        owners = x.mask_of(storage.owner)
-        program = machine().program
-        other = (owners >= 0) & (owners != program)
-        require(
-            not other.any(), operation, "dst",
-            f"{x.name}: programs of a logical core must write apart",
-            "an element that the other program wrote", "nki/get-started/about/lnc",
-        )  # fmt: skip
-        owners[...] = program
+        storage.state.put(x, places, by, keep=False)
+    if storage.traffic is not None:
+        traffic = storage.traffic
+        marks = traffic.of(x) if places is None else traffic.at(x, places)
+        other = 1 - program
+        for bit, what in ((WROTE[other], "wrote"), (READ[other], "read")):
+            require(
+                not (marks & bit).any(), operation, operand,
+                f"{x.name}: programs of a logical core must write apart",
+                f"an element that the other program {what}", LNC,
+            )  # fmt: skip
+        traffic.put(x, places, WROTE[program], keep=True)
 
 
 def write(operation: str, x: NkiTensor, value: Array | None) -> None:
     """Round a result to its destination, in the destination's shape."""
     mark(operation, x)
     if value is None:
+        # integers, which live without execution, are unknown from here on
+        x._storage.data = None
         return
     destination = x.array()
     if destination is not None:

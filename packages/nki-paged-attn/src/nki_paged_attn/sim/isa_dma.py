@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from .access import check_tensor, check_tile, check_written, mark
+from .access import check_enum, check_pattern, check_tensor, mark, note_read
 from .dtypes import NUMPY, Array, convert
 from .enums import dge_mode as DgeMode
 from .enums import engine as Engine
 from .enums import oob_mode as OobMode
 from .errors import NotModelledError, require
 from .machine import machine
-from .tensor import NkiTensor
+from .tensor import Indirection, NkiTensor
 from .trace import Instruction
 
 COPY = "nki.isa.dma_copy"
@@ -32,6 +32,7 @@ def dma_copy(
     require(
         dst.size == src.size, call, "dst", f"must have src's {src.size} elements", dst.size, COPY
     )
+    check_enum(call, "oob_mode", oob_mode, OobMode)
     _check_mode(call, dst, src, priority, dge_mode, engine)
     if not dst.is_indirect() and not src.is_indirect():
         _move(call, dst, src)
@@ -50,17 +51,16 @@ def _check_memory(call: str, dst: NkiTensor, src: NkiTensor) -> None:
     for operand, x in (("dst", dst), ("src", src)):
         check_tensor(call, operand, x, "sbuf", "private_hbm", "shared_hbm")
         if x._storage.on_chip:
-            check_tile(call, operand, x) if x.start_partition == 0 else None
-            require(
-                x.shape[0] <= machine().target.partitions, call, operand,
-                f"may have at most {machine().target.partitions} partitions", x.shape[0], COPY,
-            )  # fmt: skip
+            # DMA may begin at any partition
+            check_pattern(call, operand, x)
 
 
 def _check_mode(
     call: str, dst: NkiTensor, src: NkiTensor, priority: int | None, mode: DgeMode, engine: Engine
 ) -> None:
     target = machine().target
+    check_enum(call, "dge_mode", mode, DgeMode)
+    check_enum(call, "engine", engine, Engine)
     if priority is not None:
         require(target.has_dma_priority, call, "priority", "is for trn3 or newer", priority, COPY)
         require(0 <= priority <= 3, call, "priority", "must be from 0 to 3", priority, COPY)
@@ -81,20 +81,20 @@ def _check_mode(
 
 
 def _move(call: str, dst: NkiTensor, src: NkiTensor) -> None:
-    check_written(call, "src", src)
+    note_read(call, "src", src)
     mark(call, dst)
     out, x = dst.array(), src.array()
-    if out is not None and x is not None:
+    if x is None:
+        dst._storage.data = None
+    elif out is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             out[...] = convert(x, out.dtype).reshape(out.shape)
 
 
 def offsets(call: str, x: NkiTensor) -> Array:
     """Return the run-time indices of an indirect view, as int64."""
-    way = x.indirection
-    if way is None:
-        raise NotModelledError(f"{call}: no index")
-    check_written(call, "the offset", way.index)
+    way = cast(Indirection, x.indirection)
+    note_read(call, "the offset", way.index)
     index = way.index.array()
     if index is None:
         raise NotModelledError(f"{call}: indices that are not there without execution")
@@ -105,93 +105,82 @@ def offsets(call: str, x: NkiTensor) -> Array:
 def _indirect(call: str, dst: NkiTensor, src: NkiTensor, mode: OobMode) -> tuple[int, int]:
     """Move row by row, or all rows by one offset; return elements moved, and descriptors."""
     view, direct = (dst, src) if dst.is_indirect() else (src, dst)
-    way = view.indirection
+    way = cast(Indirection, view.indirection)
     index = offsets(call, view)
-    bound = way.limit  # type: ignore[union-attr]
-    fits = (index >= 0) & (index < bound)
+    fits = (index >= 0) & (index < way.limit)
     require(
         bool(fits.all()) or mode == OobMode.skip, call, "an index",
-        f"must be from 0 to {bound - 1}; oob_mode.error raises", index[~fits][:1],
+        f"must be from 0 to {way.limit - 1}; oob_mode.error raises", index[~fits][:1],
         f"{COPY}, oob_mode",
     )  # fmt: skip
-    stride = way.stride  # type: ignore[union-attr]
-    shape = view.shape
-    row = view.size // shape[0]
+    count = view.shape[0]
     require(
-        direct.shape[0] == shape[0], call, "dst and src",
-        f"must have the same {shape[0]} rows", direct.shape[0], f"{COPY}, indirect addressing",
+        direct.shape[0] == count, call, "dst and src", f"must have the same {count} rows",
+        direct.shape[0], f"{COPY}, indirect addressing",
     )  # fmt: skip
-    check_written(call, "src", src) if view is dst else None
-    rows = np.flatnonzero(fits) if way.per_partition else np.arange(shape[0] * fits.all())  # type: ignore[union-attr]
-    _check_reach(call, view, index, rows, stride)
-    if view._storage.data is not None and direct._storage.data is not None and len(rows):
-        _copy_rows(view, direct, index, rows, stride, gather=view is src)
-    if view is dst:
-        if view._storage.state is not None or view._storage.owner is not None:
-            for r in rows:
-                i = int(index[r] if way.per_partition else index[0])  # type: ignore[union-attr]
-                mark(call, _row_view(view, i, int(r), stride))
-    elif len(rows) == shape[0]:
-        mark(call, dst)
-    elif direct._storage.state is not None:
-        for r in rows:
-            mark(call, direct.slice(0, int(r), int(r) + 1))
-    return len(rows) * row, len(rows)
+    rows = np.flatnonzero(fits) if way.per_partition else np.arange(count * int(fits.all()))
+    if len(rows):
+        chosen = index[rows] if way.per_partition else np.full(len(rows), index[0])
+        starts = view._offset + chosen * way.stride + rows * view._strides[0]
+        inner = _inner(view)
+        last = int(starts.max() + inner.max())
+        # an index within bounds may still lead past the end, by the offset of the pattern
+        require(last < view._storage.size, call, view.name,
+                f"must stay within its {view._storage.size} elements", last, COPY)  # fmt: skip
+        _note(call, dst, src, direct, rows, starts, inner)
+        _copy_rows(view, direct, rows, starts, inner, gather=view is src)
+    return len(rows) * (view.size // count), len(rows)
 
 
-def _row_view(view: NkiTensor, index: int, row: int, stride: int) -> NkiTensor:
-    offset = view._offset + index * stride + row * view._strides[0]
-    return NkiTensor(view._storage, (1, *view.shape[1:]), view._strides, offset, view.dtype)
+def _inner(view: NkiTensor) -> Array:
+    """Return the distances of the elements of a row from its first."""
+    found = np.zeros(1, np.int64)
+    for s, n in zip(view._strides[1:], view.shape[1:], strict=True):
+        found = (found[:, None] + s * np.arange(n, dtype=np.int64)).reshape(-1)
+    return found
 
 
-def _check_reach(call: str, view: NkiTensor, index: Array, rows: Array, stride: int) -> None:
-    """An index within bounds may still lead past the end, by the offset of the pattern."""
-    if not len(rows):
-        return
-    span = sum(s * (n - 1) for s, n in zip(view._strides, view.shape, strict=True))
-    used = index[rows] if view.indirection.per_partition else index  # type: ignore[union-attr]
-    last = view._offset + int(used.max()) * stride + span
-    require(last < view._storage.size, call, view.name,
-            f"must stay within its {view._storage.size} elements", last, COPY)  # fmt: skip
+def _note(
+    call: str, dst: NkiTensor, src: NkiTensor, direct: NkiTensor, rows: Array, starts: Array,
+    inner: Array,
+) -> None:  # fmt: skip
+    """Note which elements of either side are read and written: those of rows that move."""
+    for x in (src, dst):
+        is_marked = x._storage.state is not None or x._storage.traffic is not None
+        places = starts[:, None] + inner if is_marked else np.zeros(0, np.int64)
+        parts = [x]
+        if x is direct and len(rows) < x.shape[0] and is_marked:
+            parts = [x.slice(0, int(r), int(r) + 1) for r in rows]
+        where = None if x is direct else places
+        for part in parts:
+            if x is src:
+                note_read(call, "src", part, where)
+            else:
+                mark(call, part, places=where)
 
 
 def _copy_rows(
-    view: NkiTensor, direct: NkiTensor, index: Array, rows: Array, stride: int, *, gather: bool
+    view: NkiTensor, direct: NkiTensor, rows: Array, starts: Array, inner: Array, *, gather: bool
 ) -> None:
     dtype = NUMPY[view.dtype]
     # as bits: NumPy makes no windows of every dtype
     bits = np.dtype(f"u{dtype.itemsize}")
-    flat = view._storage.data.view(bits)  # type: ignore[union-attr]
-    inner = np.zeros(1, np.int64)
-    for s, n in zip(view._strides[1:], view.shape[1:], strict=True):
-        inner = (inner[:, None] + s * np.arange(n, dtype=np.int64)).reshape(-1)
-    per = view.indirection.per_partition  # type: ignore[union-attr]
-    starts = (index[rows] if per else np.full(len(rows), index[0])) * stride
-    starts = view._offset + starts + rows * view._strides[0]
-    other = direct.array()
-    if other is None:
+    data, other = view._storage.data, direct.array()
+    if data is None or other is None:
         return
-    contiguous = len(inner) == inner[-1] + 1
+    flat = data.view(bits)
     with np.errstate(over="ignore", invalid="ignore"):
         if gather:
-            if contiguous:
+            if len(inner) == inner[-1] + 1:
                 windows = np.lib.stride_tricks.sliding_window_view(flat, len(inner))
                 found = windows[starts]
             else:
                 found = flat[starts[:, None] + inner]
-            target = other.reshape(other.shape[0], -1) if _is_flat(other) else None
             value = convert(found.view(dtype), other.dtype)
-            if target is not None:
-                target[rows] = value
-            else:
-                other[rows] = value.reshape(len(rows), *other.shape[1:])
+            other[rows] = value.reshape(len(rows), *other.shape[1:])
         else:
             value = convert(other, dtype).reshape(other.shape[0], -1)[rows]
             flat[starts[:, None] + inner] = value.view(bits)
-
-
-def _is_flat(x: Array) -> bool:
-    return bool(np.shares_memory(x, x.reshape(x.shape[0], -1)))
 
 
 def dma_transpose(
@@ -201,7 +190,11 @@ def dma_transpose(
 ) -> None:  # fmt: skip
     """Transpose on the way into SBUF; with a vector_offset, gather rows first."""
     call = "nisa.dma_transpose"
+    if priority is not None or oob_mode != OobMode.error:
+        raise NotModelledError(f"{call}: priority and oob_mode")
+    check_enum(call, "dge_mode", dge_mode, DgeMode)
     check_tensor(call, "dst", dst, "sbuf")
+    check_pattern(call, "dst", dst)
     check_tensor(call, "src", src, "sbuf", "private_hbm", "shared_hbm")
     require(src.ndim in AXES, call, "src", "must have 2, 3 or 4 dimensions", src.ndim, TRANSPOSE)
     expected = AXES[src.ndim]
@@ -214,18 +207,12 @@ def dma_transpose(
     shape = tuple(src.shape[a] for a in expected)
     require(dst.shape == shape, call, "dst", f"must be {shape}, the transposed source", dst.shape,
             TRANSPOSE)  # fmt: skip
-    if dge_mode == DgeMode.hwdge:
-        require(
-            machine().target.has_hwdge and src.shape[0] == 16 and src.shape[-1] % 128 == 0
-            and src.itemsize == 2, call, "src",
-            "must have 16 rows, columns in multiples of 128 and a dtype of 2 bytes for hwdge",
-            f"{src.dtype} {src.shape}", TRANSPOSE,
-        )  # fmt: skip
     require(not dst.is_indirect(), call, "dst", "must not be indirect", dst, TRANSPOSE)
     if src.is_indirect():
         _gather_transposed(call, dst, src, expected, dge_mode)
         return
-    check_written(call, "src", src)
+    _check_direct(call, src, dge_mode)
+    note_read(call, "src", src)
     mark(call, dst)
     x, out = src.array(), dst.array()
     if x is not None and out is not None:
@@ -233,10 +220,29 @@ def dma_transpose(
     _log("dma_transpose", dst, src, src.size, src.shape[0])
 
 
+def _check_direct(call: str, src: NkiTensor, mode: DgeMode) -> None:
+    """Check what the hardware's descriptors ask of a transpose.
+
+    Until NKI 0.5 the last dimension had to be a multiple of 128, from 0.6 on it may be 128 at most:
+    128 is what all of them take.
+    """
+    page = f"{TRANSPOSE}, direct"
+    require(mode in (DgeMode.unknown, DgeMode.hwdge), call, "dge_mode",
+            "must be hwdge or unknown unless src is indirect", mode.name, page)  # fmt: skip
+    if mode == DgeMode.unknown:
+        return
+    target = machine().target
+    require(target.has_hwdge, call, "dge_mode", "may be hwdge from trn2 on", target.name, page)
+    require(src.itemsize == 2, call, "src", "must have a dtype of 2 bytes for hwdge", src.dtype,
+            page)  # fmt: skip
+    require(src.shape[0] == 16 and src.shape[-1] == 128, call, "src",
+            "must have 16 rows and 128 columns for hwdge", src.shape, page)  # fmt: skip
+
+
 def _gather_transposed(
     call: str, dst: NkiTensor, src: NkiTensor, axes: tuple[int, ...], mode: DgeMode
 ) -> None:
-    way = src.indirection
+    way = cast(Indirection, src.indirection)
     rows = src.shape[0]
     target = machine().target
     page = f"{TRANSPOSE}, indirect"
@@ -245,24 +251,25 @@ def _gather_transposed(
     require(mode in (DgeMode.unknown, DgeMode.swdge), call, "dge_mode", "must be swdge", mode.name,
             page)  # fmt: skip
     require(src.itemsize == 2, call, "src", "must have a dtype of 2 bytes", src.dtype, page)
-    require(src.shape[-1] <= 128, call, "src", "may have at most 128 columns", src.shape[-1], page)
+    # at most 128 columns, because they become partitions
     require(rows % 16 == 0 and 16 <= rows <= 128, call, "src",
             "must have 16 to 128 rows, in multiples of 16", rows, page)  # fmt: skip
-    require(way.index.dtype == "uint32", call, "the indices", "must be uint32",  # type: ignore[union-attr]
-            way.index.dtype, page)  # type: ignore[union-attr]  # fmt: skip
-    if src.ndim != 2:
-        raise NotModelledError(f"{call}: an indirect source of {src.ndim} dimensions")
+    require(way.index.dtype == "uint32", call, "the indices", "must be uint32", way.index.dtype,
+            page)  # fmt: skip
+    if src.ndim != 2 or not way.per_partition:
+        raise NotModelledError(f"{call}: an indirect source but of rows in 2 dimensions")
     index = offsets(call, src)
-    fits = (index >= 0) & (index < way.limit)  # type: ignore[union-attr]
-    require(bool(fits.all()), call, "an index", f"must be below {way.limit}",  # type: ignore[union-attr]
-            index[~fits][:1], page)  # fmt: skip
+    fits = (index >= 0) & (index < way.limit)
+    require(bool(fits.all()), call, "an index", f"must be below {way.limit}", index[~fits][:1],
+            page)  # fmt: skip
+    places = (src._offset + index * way.stride)[:, None] + _inner(src)
+    last, size = int(places.max()), src._storage.size
+    require(last < size, call, src.name, f"must stay within its {size} elements", last, page)
+    note_read(call, "src", src, places)
     mark(call, dst)
     out = dst.array()
     if out is not None and src._storage.data is not None:
-        flat = src._storage.data.view(NUMPY[src.dtype])
-        inner = src._strides[1] * np.arange(src.shape[1], dtype=np.int64)
-        starts = src._offset + index * way.stride  # type: ignore[union-attr]
-        out[...] = flat[starts[:, None] + inner].T
+        out[...] = src._storage.data.view(NUMPY[src.dtype])[places].T
     _log("dma_transpose", dst, src, src.size, rows, indirect=True)
 
 

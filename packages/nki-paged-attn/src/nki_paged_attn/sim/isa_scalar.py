@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .access import (
+    check_enum,
     check_same_size,
     check_tile,
     check_vector,
@@ -74,6 +75,7 @@ def _activate(
     command: Command,
 ) -> None:
     target = machine().target
+    check_enum(call, "reduce_cmd", command, Command)
     check_tile(call, "dst", dst)
     check_tile(call, "data", data)
     check_same_size(call, "dst", dst, data)
@@ -91,11 +93,11 @@ def _activate(
             addend = to_fp32(raw).reshape((data.shape[0],) + (1,) * (data.ndim - 1))
         reads.append(bias)
     elif bias is not None:
+        addend, _ = scalar_or_vector(call, "bias", bias, data)
         require(
             target.has_constant_bias, call, "bias", f"must be a (partitions, 1) tile on "
             f"{target.name}", bias, f"{PAGE}, layout",
         )  # fmt: skip
-        addend = np.float32(bias)
     sums = command in (Command.reduce, Command.reset_reduce)
     require(
         command != Command.load_reduce, call, "reduce_cmd", "must not be load_reduce",

@@ -19,7 +19,7 @@ from .access import (
 from .dtypes import NUMPY, Array, convert, from_fp32
 from .enums import reduce_cmd as Command
 from .errors import require
-from .isa_vector import accumulate, both_in_psum, log
+from .isa_vector import accumulate, both_in_psum, check_reduction, log
 from .machine import machine
 from .ops import OPS, need_op
 from .tensor import NkiTensor
@@ -57,25 +57,19 @@ def range_select(
             "must be nl.maximum", reduce_op.name, page)  # fmt: skip
     require(range_start + on_true_tile.free_size <= 2**24, call, "range_start",
             "plus the free size must stay within 2**24", range_start, page)  # fmt: skip
-    if reduce_res is not None:
-        check_vector(call, "reduce_res", reduce_res, parts)
+    check_reduction(call, reduce_cmd, reduce_res, parts)
     x = read(call, "on_true_tile", on_true_tile)
     b0, b1 = read(call, "bound0", bound0), read(call, "bound1", bound1)
     value: Array | None = None
-    top: Array | None = None
+    row: Array | None = None
     if x is not None and b0 is not None and b1 is not None:
         flat = x.reshape(parts, -1)
         index = np.arange(range_start, range_start + flat.shape[1], dtype=np.float32)
         seen = comp_op0.binary(index, b0.reshape(parts, 1)) != 0
         seen &= comp_op1.binary(index, b1.reshape(parts, 1)) != 0
         value = np.where(seen, flat, np.float32(FP32_MIN))
-        if reduce_cmd != Command.idle:
-            with np.errstate(invalid="ignore"):
-                top = accumulate(
-                    call, reduce_cmd, value.max(axis=1), np.maximum, np.float32(-np.inf), -np.inf
-                )
-    if reduce_cmd == Command.idle:
-        machine().vector_registers = None
+        row = value.max(axis=1)
+    top = accumulate(call, reduce_cmd, row, parts, np.maximum, -np.inf)
     with np.errstate(over="ignore"):
         write(call, dst, value)
     if reduce_res is not None:
@@ -104,23 +98,18 @@ def select_reduce(
             "must be nl.maximum", reduce_op.name, page)  # fmt: skip
     other: Any
     other, also = scalar_or_vector(call, "on_false", on_false, on_true)
+    check_reduction(call, reduce_cmd, reduce_res, on_true.shape[0])
     if reduce_res is not None:
-        check_vector(call, "reduce_res", reduce_res, on_true.shape[0])
         require("float" in reduce_res.dtype, call, "reduce_res", "must be of floats",
                 reduce_res.dtype, page)  # fmt: skip
     x, p = read(call, "on_true", on_true), read_raw(call, "predicate", predicate)
     value: Array | None = None
-    top: Array | None = None
+    row: Array | None = None
     if x is not None and p is not None:
         chosen = (p.reshape(x.shape) != 0) != reverse_pred
         value = np.where(chosen, x, other).astype(np.float32, copy=False)
-        if reduce_cmd != Command.idle:
-            row = value.reshape(x.shape[0], -1).max(axis=1)
-            top = accumulate(
-                call, reduce_cmd, row, np.maximum, np.float32(-np.inf), -np.inf
-            )  # fmt: skip
-    if reduce_cmd == Command.idle:
-        machine().vector_registers = None
+        row = value.reshape(x.shape[0], -1).max(axis=1)
+    top = accumulate(call, reduce_cmd, row, on_true.shape[0], np.maximum, -np.inf)
     write(call, dst, value)
     if reduce_res is not None:
         write(call, reduce_res, top)
@@ -163,7 +152,8 @@ def tensor_copy_predicated(
 def _affine(call: str, dst: NkiTensor, pattern: Any, offset: int, channel_multiplier: int) -> Array:
     """Return ``offset + channel * channel_multiplier + sum of steps`` in int32."""
     page = f"nki.isa.{call.removeprefix('nisa.')}"
-    require(1 <= len(pattern) <= 4, call, "pattern", "may have 1 to 4 dimensions", pattern, page)
+    require(isinstance(pattern, (list, tuple)) and 1 <= len(pattern) <= 4, call, "pattern",
+            "must have 1 to 4 dimensions", pattern, page)  # fmt: skip
     count = math.prod([n for _, n in pattern])
     require(count == dst.free_size, call, "pattern", f"must have {dst.free_size} elements", count,
             page)  # fmt: skip
@@ -183,7 +173,7 @@ def iota(
     call = "nisa.iota"
     check_tile(call, "dst", dst, psum=False)
     value = _affine(call, dst, pattern, offset, channel_multiplier)
-    write(call, dst, from_fp32(value, NUMPY[dst.dtype]) if machine().execute else None)
+    write(call, dst, from_fp32(value, NUMPY[dst.dtype]) if dst.array() is not None else None)
     log("iota", "gpsimd", dst, (), dst.free_size)
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from .access import check_tile, mark, read, read_raw, write
+from .access import check_enum, check_tile, mark, read, read_raw, write
 from .dtypes import NUMPY, from_fp32
 from .enums import engine as Engine
 from .enums import matmul_perf_mode
 from .errors import NotModelledError, require
-from .machine import BY_MATMUL, BY_OTHERS, UNWRITTEN, machine
+from .machine import machine
+from .marks import BY_MATMUL, BY_OTHERS, UNWRITTEN
 from .tensor import NkiTensor
 from .trace import Instruction
 
@@ -34,6 +35,9 @@ def nc_matmul(
 ) -> None:
     """``dst[M, N] = stationary[K, M].T @ moving[K, N]``, accumulated in fp32."""
     call = "nisa.nc_matmul"
+    check_enum(call, "perf_mode", perf_mode, matmul_perf_mode)
+    require(accumulate in (None, True, False), call, "accumulate", "must be True, False or None",
+            repr(accumulate), MATMUL)  # fmt: skip
     if perf_mode != matmul_perf_mode.none or is_transpose:
         raise NotModelledError(f"{call}: perf_mode and is_transpose")
     check_tile(call, "dst", dst, sbuf=False)
@@ -140,9 +144,9 @@ def _accumulation(call: str, dst: NkiTensor, accumulate: bool | None) -> Any:
     if accumulate is False:
         return True
     state = dst._storage.state
-    marks = dst.mask_of(state) if state is not None else np.array(BY_MATMUL)
+    marks = state.of(dst) if state is not None else np.full((1, 1), BY_MATMUL)
     if accumulate is None:
-        first = marks != BY_MATMUL
+        first = (marks != BY_MATMUL).any(axis=-1)
         return True if first.all() else first if first.any() else False
     page = f"{MATMUL}, accumulation mode"
     require(
@@ -162,6 +166,7 @@ def nc_transpose(
 ) -> None:
     """Exchange partitions and free elements; free dimensions count as one."""
     call = "nisa.nc_transpose"
+    check_enum(call, "engine", engine, Engine)
     check_tile(call, "dst", dst)
     check_tile(call, "data", data)
     require(dst.dtype == data.dtype, call, "dst", f"must have data's dtype, {data.dtype}",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .access import (
+    check_enum,
     check_same_size,
     check_tile,
     check_vector,
@@ -45,6 +46,7 @@ def log(
 def pick(call: str, engine: Engine, default: str, *allowed: str) -> str:
     """Return the engine to run on, which must be one that the call allows."""
     page = f"nki.isa.{call.removeprefix('nisa.')}"
+    check_enum(call, "engine", engine, Engine)
     if engine == Engine.unknown:
         return default
     require(engine.name in allowed, call, "engine", f"must be {' or '.join(allowed)}",
@@ -52,12 +54,12 @@ def pick(call: str, engine: Engine, default: str, *allowed: str) -> str:
     return engine.name
 
 
-def keep_from_psum(call: str, engine: str, *tiles: NkiTensor) -> None:
+def keep_from_psum(call: str, engine: str, **tiles: NkiTensor) -> None:
     """GpSimd cannot reach PSUM."""
     if engine == "gpsimd":
-        for tile in tiles:
+        for operand, tile in tiles.items():
             require(
-                tile.buffer != "psum", call, tile.name, "must be in SBUF for GpSimd", tile.buffer,
+                tile.buffer != "psum", call, operand, "must be in SBUF for GpSimd", tile.buffer,
                 "nki/guides/architecture, engines of a NeuronCore",
             )  # fmt: skip
 
@@ -86,7 +88,7 @@ def tensor_copy(
         f"must not be scalar on {target.name}; use activation with nl.copy", "scalar",
         "nki.isa.tensor_copy",
     )  # fmt: skip
-    keep_from_psum(call, chosen, dst, src)
+    keep_from_psum(call, chosen, dst=dst, src=src)
     x = read_raw(call, "src", src)
     write(call, dst, None if x is None else convert(x, NUMPY[dst.dtype]))
     log("tensor_copy", chosen, dst, (src,), src.free_size)
@@ -95,21 +97,27 @@ def tensor_copy(
 def memset(
     dst: NkiTensor, value: float, engine: Engine = Engine.unknown, name: str | None = None
 ) -> None:
-    """Fill a tile with a constant, of the family of its dtype."""
+    """Fill a tile with a constant: an int for integers, a float for floats."""
     call = "nisa.memset"
     check_tile(call, "dst", dst)
     chosen = pick(call, engine, "vector", "vector", "gpsimd")
-    keep_from_psum(call, chosen, dst)
+    keep_from_psum(call, chosen, dst=dst)
     is_int = dst.dtype in INTEGERS
+    family = (int, np.integer) if is_int else (float, np.floating)
     require(
-        not is_int or float(value).is_integer(), call, "value",
-        f"must be an integer for {dst.dtype}", value, "nki.isa.memset",
+        isinstance(value, family) and not isinstance(value, bool), call, "value",
+        f"must be {'an int' if is_int else 'a float'} for {dst.dtype}", repr(value),
+        "nki/migration, memset",
     )  # fmt: skip
+    if is_int:
+        info = np.iinfo(NUMPY[dst.dtype])
+        require(info.min <= value <= info.max, call, "value",
+                f"must be from {info.min} to {info.max} for {dst.dtype}", value,
+                "nki.isa.memset")  # fmt: skip
     filled: Array | None = None
     if dst.array() is not None:
         with np.errstate(over="ignore"):
-            filled = np.full(dst.shape, value, np.float64 if is_int else np.float32)
-        filled = filled.astype(NUMPY[dst.dtype])
+            filled = np.full(dst.shape, value, NUMPY[dst.dtype])
     write(call, dst, filled)
     cheap = "cheap" if value == 0 and dst.dtype == "bfloat16" else ""
     log("memset", chosen, dst, (), dst.free_size, cheap)
@@ -128,16 +136,16 @@ def tensor_tensor(
     check_same_size(call, "dst", dst, data1)
     both_in_psum(call, data1, data2, "data1 and data2")
     found = need_op(call, "op", op)
-    exact = all(x.dtype in INT32 for x in tiles) and engine != Engine.vector
+    exact = all(x.dtype in INT32 for x in tiles)
     in_psum = any(x.buffer == "psum" for x in tiles)
     default = "gpsimd" if exact and not in_psum and not found.is_bitwise else "vector"
-    chosen = pick(call, engine, default, "vector", "gpsimd")
-    keep_from_psum(call, chosen, *tiles)
+    allowed = ("vector",) if found.is_bitwise else ("vector", "gpsimd")
+    chosen = pick(call, engine, default, *allowed)
+    keep_from_psum(call, chosen, dst=dst, data1=data1, data2=data2)
     if found.is_bitwise:
         integers = all(x.dtype in INTEGERS for x in tiles)
         require(integers, call, "data1, data2 and dst", f"must be integers for {found.name}",
                 [x.dtype for x in tiles], "nki.isa.tensor_tensor")  # fmt: skip
-        chosen = "vector"
     else:
         binary(call, "op", op)
     native = found.is_bitwise or (chosen == "gpsimd" and exact)
@@ -176,6 +184,10 @@ def tensor_scalar(
     names = [need_op(call, "op0", op0).name]
     if op1 is not None:
         names.append(need_op(call, "op1", op1).name)
+    require(chosen != "gpsimd" or names == ["rsqrt"], call, "engine",
+            "may be gpsimd for rsqrt alone", names, "nki.isa.tensor_scalar")  # fmt: skip
+    if "rsqrt" in names:
+        raise NotModelledError(f"{call}: rsqrt")
     if op0.is_bitwise or (op1 is not None and op1.is_bitwise):
         raise NotModelledError(f"{call}: bitwise operators")
     if chosen == "scalar":
@@ -185,12 +197,12 @@ def tensor_scalar(
             "must be multiply and add, multiply, or add on ScalarE, from gen3 on", names,
             "nki.isa.tensor_scalar",
         )  # fmt: skip
-    require(chosen != "gpsimd" or names == ["rsqrt"], call, "engine",
-            "may be gpsimd for rsqrt only", names, "nki.isa.tensor_scalar")  # fmt: skip
     y0, read0 = scalar_or_vector(call, "operand0", operand0, data)
     y1, read1 = scalar_or_vector(call, "operand1", operand1, data) if op1 is not None else (0, ())
     x = read(call, "data", data)
     binary(call, "op0", op0)
+    if op1 is not None:
+        binary(call, "op1", op1)
     if x is not None:
         x = _apply(call, "op0", op0, x, y0, reverse0)
         if op1 is not None:
@@ -234,6 +246,10 @@ def tensor_reduce(
     call, page = "nisa.tensor_reduce", "nki.isa.tensor_reduce"
     check_tile(call, "dst", dst)
     check_tile(call, "data", data)
+    require(
+        isinstance(axis, int) or (isinstance(axis, (tuple, list)) and len(axis) > 0), call, "axis",
+        "must be a number or a tuple of numbers", axis, page,
+    )  # fmt: skip
     axes = [axis] if isinstance(axis, int) else list(axis)
     require(0 not in axes, call, "axis", "must not be 0, the partitions", axis, page)
     last = list(range(data.ndim - len(axes), data.ndim))
@@ -288,6 +304,7 @@ def tensor_scalar_reduce(
     check_tile(call, "data", data)
     check_same_size(call, "dst", dst, data)
     check_vector(call, "reduce_res", reduce_res, data.shape[0])
+    binary(call, "op0", op0)
     found = need_op(call, "reduce_op", reduce_op)
     require(
         found.name in ("add", "multiply", "maximum", "minimum"), call, "reduce_op",
@@ -317,43 +334,65 @@ def exponential(
     check_tile(call, "src", src)
     check_same_size(call, "dst", dst, src)
     y, also = scalar_or_vector(call, "max_value", max_value, src)
-    if reduce_res is not None:
-        check_vector(call, "reduce_res", reduce_res, src.shape[0])
+    check_reduction(call, reduce_cmd, reduce_res, src.shape[0])
     x = read(call, "src", src)
+    sums = None
     if x is not None:
         with np.errstate(all="ignore"):
             x = np.exp(x - y).astype(np.float32, copy=False)
-    write(call, dst, x)
-    total = None
-    if x is not None and reduce_cmd != Command.idle:
         sums = x.reshape(x.shape[0], -1).sum(axis=1, dtype=np.float32)
-        total = accumulate(call, reduce_cmd, sums, np.add, np.float32(reduce_init), 0.0)
-    else:
-        machine().vector_registers = None
+    total = accumulate(call, reduce_cmd, sums, src.shape[0], np.add, 0.0, loaded=reduce_init)
+    write(call, dst, x)
     if reduce_res is not None:
         write(call, reduce_res, total)
     log("exponential", "vector", dst, (src, *also), src.free_size, also=reduce_res)
 
 
+def check_reduction(call: str, command: Command, result: NkiTensor | None, partitions: int) -> None:
+    """Check a command to VectorE's registers, and the tile that they are read out to."""
+    check_enum(call, "reduce_cmd", command, Command)
+    if result is None:
+        return
+    check_vector(call, "reduce_res", result, partitions)
+    require(
+        command != Command.idle, call, "reduce_res",
+        "must be left out with reduce_cmd.idle, after which registers hold anything", result.name,
+        f"nki.isa.{call.removeprefix('nisa.')}, accumulator",
+    )  # fmt: skip
+
+
 def accumulate(
-    call: str, command: Command, new: Array, function: Any, initial: Any, neutral: float
-) -> Array:
-    """Combine with VectorE's shared accumulation registers, by a command."""
-    state = machine()
+    call: str, command: Command, new: Array | None, partitions: int, function: Any,
+    neutral: float, loaded: float | None = None,
+) -> Array | None:  # fmt: skip
+    """Combine with VectorE's shared accumulation registers, by a command.
+
+    Args:
+        new: what to combine them with; None where nothing is computed.
+        neutral: what reset_reduce begins with, and ``loaded`` load_reduce, where there is one.
+    """
+    state, page = machine(), f"nki.isa.{call.removeprefix('nisa.')}, accumulator"
+    if command == Command.idle:
+        # which may disturb them
+        state.vector_registers = None
+        return None
+    allowed = [Command.reset_reduce, Command.reduce]
+    if loaded is not None:
+        allowed.append(Command.load_reduce)
+    require(command in allowed, call, "reduce_cmd",
+            f"must be idle, {', '.join(c.name for c in allowed)}", command.name, page)  # fmt: skip
+    start = state.vector_registers
     if command == Command.reduce:
         require(
-            state.vector_registers is not None and len(state.vector_registers) == len(new), call,
-            "reduce_cmd", "may be reduce only in a chain that began with reset_reduce",
-            "registers in an unknown state", f"nki.isa.{call.removeprefix('nisa.')}, accumulator",
+            start is not None and len(start) == partitions, call, "reduce_cmd",
+            "may be reduce only in a chain that began with reset_reduce",
+            "registers in an unknown state", page,
         )  # fmt: skip
-        result: Array = function(state.vector_registers, new)
     else:
-        require(
-            command in (Command.reset_reduce, Command.load_reduce), call, "reduce_cmd",
-            "must be reset_reduce, reduce or load_reduce", command.name,
-            f"nki.isa.{call.removeprefix('nisa.')}, accumulator",
-        )  # fmt: skip
-        start = initial if command == Command.load_reduce else np.float32(neutral)
-        result = function(np.full_like(new, start), new)
-    state.vector_registers = result
-    return result
+        first = loaded if command == Command.load_reduce else neutral
+        start = np.full(partitions, first, np.float32)
+    if new is not None:
+        with np.errstate(invalid="ignore"):
+            start = function(start, new)
+    state.vector_registers = start
+    return None if new is None else start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .dtypes import NUMPY, name_of
+from .dtypes import name_of
 from .errors import NotModelledError, require
 from .machine import machine
 from .ops import OPS
@@ -44,8 +44,9 @@ def ndarray(
     """Allocate a tensor; its contents are undefined until something writes them."""
     if address is not None:
         raise NotModelledError("nl.ndarray: an explicit address")
-    sizes = tuple(int(n) for n in shape)
     page = "nki.language.ndarray"
+    require(isinstance(shape, (tuple, list)), "nl.ndarray", "shape", "must be a tuple", shape, page)
+    sizes = tuple(int(n) for n in shape)
     regions = (sbuf, psum, private_hbm, shared_hbm)
     require(buffer in regions, "nl.ndarray", "buffer", f"must be one of {regions}", buffer, page)
     on_chip = buffer in (sbuf, psum)
@@ -91,6 +92,9 @@ class _TileSize:
     @property
     def sbuf_size_bytes(self) -> int:
         return machine().target.sbuf_bytes * machine().target.partitions
+
+    def __getattr__(self, name: str) -> int:
+        raise NotModelledError(f"nl.tile_size.{name} is not modelled")
 
 
 tile_size = _TileSize()
@@ -145,6 +149,3 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
     raise NotModelledError(f"nl.{name} is not modelled")
-
-
-DTYPES = tuple(NUMPY)

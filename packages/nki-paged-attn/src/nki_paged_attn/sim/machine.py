@@ -12,10 +12,10 @@ import numpy as np
 
 from .dtypes import NUMPY, Array, name_of, poison
 from .errors import NkiValidationError, require
+from .marks import BY_OTHERS, Marks
 from .targets import Target
 from .trace import Instruction, Trace
 
-UNWRITTEN, BY_MATMUL, BY_OTHERS = 0, 1, 2
 _ids = itertools.count()
 _current = threading.local()
 
@@ -29,11 +29,19 @@ def machine() -> Machine:
 
 
 class Storage:
-    """A piece of memory: bytes in row-major order, the partition first on the chip."""
+    """A piece of memory: bytes in row-major order, the partition first on the chip.
+
+    Attributes:
+        data: the bytes; None where nothing is computed.
+        state: who wrote each element, where that matters.
+        traffic: of shared HBM, which programs wrote and read each element.
+        is_constant: whether it is an argument that may not be written.
+        is_changed: whether anything wrote it.
+    """
 
     __slots__ = (
-        "__weakref__", "data", "dtype", "id", "itemsize", "memory", "name", "owner", "partition",
-        "region", "shape", "size", "state",
+        "__weakref__", "data", "dtype", "id", "is_changed", "is_constant", "itemsize", "memory",
+        "name", "partition", "region", "shape", "size", "state", "traffic",
     )  # fmt: skip
 
     def __init__(self, memory: Machine, name: str, shape: tuple[int, ...], dtype: str, region: str):
@@ -49,8 +57,15 @@ class Storage:
         on_chip = region in ("sbuf", "psum")
         self.partition = self.size // shape[0] if on_chip and shape[0] else self.size
         self.data: Array | None = None
-        self.state: Array | None = None
-        self.owner: Array | None = None
+        self.state: Marks | None = None
+        self.traffic: Marks | None = None
+        self.is_constant = False
+        self.is_changed = False
+
+    @property
+    def nbytes(self) -> int:
+        nbytes: int = self.size * self.itemsize
+        return nbytes
 
     @property
     def on_chip(self) -> bool:
@@ -166,13 +181,16 @@ class Machine:
 
     def _fill(self, storage: Storage) -> None:
         if storage.region == "psum" or (self.strict and self.execute):
-            storage.state = np.zeros(storage.size, np.uint8)
+            storage.state = Marks(storage.nbytes, storage.itemsize)
         # indices are data that shape a run, so integers live without execution, too
         if self.execute or storage.dtype in ("int32", "uint32"):
-            storage.data = np.empty(storage.size * storage.itemsize, np.uint8)
+            storage.data = np.empty(storage.nbytes, np.uint8)
             poison(storage.data.view(NUMPY[storage.dtype]))
+        self._watch(storage)
+
+    def _watch(self, storage: Storage) -> None:
         if self.programs > 1 and storage.region == "shared_hbm":
-            storage.owner = np.full(storage.size, -1, np.int8)
+            storage.traffic = Marks(storage.nbytes, storage.itemsize)
 
     def take(self, name: str, x: Any) -> Storage:
         """Return an argument of the kernel as a tensor of HBM; ``x`` has a shape and a dtype."""
@@ -181,8 +199,10 @@ class Machine:
         storage = Storage(self, name, shape, name_of(x.dtype), region)
         if isinstance(x, np.ndarray):
             storage.data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+            storage.is_constant = not x.flags.writeable
             if self.strict:
-                storage.state = np.full(storage.size, BY_OTHERS, np.uint8)
+                storage.state = Marks(storage.nbytes, storage.itemsize, BY_OTHERS)
+        self._watch(storage)
         return storage
 
     def share(self, name: str, shape: tuple[int, ...], dtype: str) -> Storage:

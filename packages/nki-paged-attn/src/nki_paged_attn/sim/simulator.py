@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from .._arrays import is_tensor, like, to_array
 from . import isa, language
 from .dtypes import NUMPY
 from .errors import require
-from .machine import UNWRITTEN, Machine
+from .machine import Machine
+from .marks import UNWRITTEN
 from .targets import Target, find_target
 from .tensor import NkiTensor
 from .trace import Trace
@@ -67,8 +69,9 @@ class Simulation:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Run on NumPy arrays; return what the kernel returns, as NumPy arrays.
 
-        Arrays that the kernel writes into are changed in place. Anything else, numbers and tuples,
-        reaches the kernel as it is.
+        With PyTorch tensors on the CPU among the arguments, results are such tensors. Arrays that
+        the kernel writes into are changed in place. Anything else, numbers and tuples, reaches the
+        kernel as it is.
         """
         function = self.kernel.function
         names = list(inspect.signature(function).parameters)
@@ -76,15 +79,21 @@ class Simulation:
             self.target, programs=self.kernel.programs, strict=self.strict, execute=self.execute
         )
         self.trace = machine.trace
+        taken: dict[int, NkiTensor] = {}
         copies: list[tuple[np.ndarray[Any, Any], NkiTensor]] = []
 
         def wrap(name: str, x: Any) -> Any:
-            if not isinstance(x, (np.ndarray, ArraySpec)):
+            if isinstance(x, ArraySpec):
+                return NkiTensor.whole(machine.take(name, x))
+            if not isinstance(x, np.ndarray) and not is_tensor(x):
                 return x
-            tensor = NkiTensor.whole(machine.take(name, x))
-            if isinstance(x, np.ndarray) and not x.flags.c_contiguous:
-                copies.append((x, tensor))
-            return tensor
+            # an array that is given twice is one tensor
+            if id(x) not in taken:
+                array = to_array(name, x)
+                taken[id(x)] = NkiTensor.whole(machine.take(name, array))
+                if not array.flags.c_contiguous:
+                    copies.append((array, taken[id(x)]))
+            return taken[id(x)]
 
         # more arguments than names: the rest of *arguments
         padded = names + [f"argument_{i}" for i in range(len(names), len(arguments))]
@@ -98,13 +107,14 @@ class Simulation:
                 out = function(*wrapped, **keywords)
                 result = out if program == 0 else result
         for x, tensor in copies:
-            if x.flags.writeable:
+            if tensor._storage.is_changed:
                 x[...] = tensor.array()
-        return self._unwrap(result)
+        tensors = [x for x in (*arguments, *options.values()) if is_tensor(x)]
+        return self._unwrap(result, tensors[0] if tensors else None)
 
-    def _unwrap(self, result: Any) -> Any:
+    def _unwrap(self, result: Any, kind: Any) -> Any:
         if isinstance(result, (tuple, list)):
-            return tuple(self._unwrap(x) for x in result)
+            return tuple(self._unwrap(x, kind) for x in result)
         if not isinstance(result, NkiTensor):
             return result
         require(
@@ -114,12 +124,14 @@ class Simulation:
         state = result._storage.state
         if self.strict and state is not None:
             require(
-                not (result.mask_of(state) == UNWRITTEN).any(), "nki.jit",
+                not (state.of(result) == UNWRITTEN).any(), "nki.jit",
                 f"the output {result.name}", "must be written as a whole", "unwritten elements",
                 "nki.jit",
             )  # fmt: skip
         array = result.array()
-        return ArraySpec(result.shape, NUMPY[result.dtype]) if array is None else array.copy()
+        if array is None:
+            return ArraySpec(result.shape, NUMPY[result.dtype])
+        return like(array.copy(), kind)
 
 
 def simulate(

@@ -43,7 +43,6 @@ class Target:
     has_exponential: bool
     has_hwdge: bool
     has_indirect_transpose: bool
-    has_double_row: bool
     accumulates_on_memset: bool
     has_dma_priority: bool
     partitions: int = 128
@@ -51,11 +50,6 @@ class Target:
     psum_bank_bytes: int = 2 * KIB
     stationary_free: int = 128
     dma_engines: int = 16
-
-    @property
-    def psum_bytes(self) -> int:
-        """Bytes of PSUM per partition."""
-        return self.psum_banks * self.psum_bank_bytes
 
 
 _MATMUL = frozenset({"float8_e4m3", "float8_e5m2", "bfloat16", "float16", "float32"})
@@ -78,7 +72,6 @@ GEN2 = Target(
     has_exponential=False,
     has_hwdge=False,
     has_indirect_transpose=False,
-    has_double_row=False,
     accumulates_on_memset=False,
     has_dma_priority=False,
 )
@@ -101,7 +94,6 @@ GEN3 = Target(
     has_exponential=False,
     has_hwdge=True,
     has_indirect_transpose=True,
-    has_double_row=True,
     accumulates_on_memset=False,
     has_dma_priority=False,
 )
@@ -123,7 +115,6 @@ GEN4 = Target(
     has_exponential=True,
     has_hwdge=True,
     has_indirect_transpose=True,
-    has_double_row=True,
     accumulates_on_memset=True,
     has_dma_priority=True,
 )

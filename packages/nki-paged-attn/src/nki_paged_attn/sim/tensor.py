@@ -24,6 +24,10 @@ class NkiTensor(View):
     def vector_select(self, dim: int, vector_offset: NkiTensor) -> NkiTensor:
         """Let each partition read the row that its own index names."""
         require(dim == 0, "vector_select", "dim", "must be 0", dim, PAGE)
+        require(
+            isinstance(vector_offset, NkiTensor), "vector_select", "vector_offset",
+            "must be a tensor", vector_offset, PAGE,
+        )  # fmt: skip
         pattern = [
             [self._strides[0], vector_offset.shape[0]],
             *([s, n] for s, n in zip(self._strides[1:], self.shape[1:], strict=True)),
@@ -110,7 +114,7 @@ class NkiTensor(View):
     def _check_partitions(
         self, strides: tuple[int, ...], shape: tuple[int, ...], start: int
     ) -> None:
-        per = self._storage.partition * self._storage.itemsize // self.itemsize
+        per = self.partition_step
         require(
             shape[0] == 1 or strides[0] == per, "ap", self.name,
             f"must step over partitions by {per} elements, without holes", strides[0], PAGE,
@@ -136,19 +140,6 @@ class NkiTensor(View):
             offset=self._offset * item,
             strides=[s * item for s in self._strides],
         )
-        return view
-
-    def mask_of(self, marks: Array) -> Array:
-        """Return the view's part of an array with an entry for each element of the storage."""
-        if self.itemsize != self._storage.itemsize:
-            # through another dtype: the whole range that the view spans
-            low, high = self._span()
-            unit = self._storage.itemsize
-            return marks[low // unit : -(-high // unit)]
-        view: Array = np.ndarray(
-            self.shape, dtype=marks.dtype, buffer=marks, offset=self._offset * marks.itemsize,
-            strides=[s * marks.itemsize for s in self._strides],
-        )  # fmt: skip
         return view
 
     def _span(self) -> tuple[int, int]:

@@ -63,6 +63,17 @@ class View:
         """Return the view of all of a storage."""
         return cls(storage, storage.shape, row_major(storage.shape), 0, storage.dtype)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NotModelledError(f"NkiTensor.{name} is not modelled")
+
+    def _value_style(self, *_: object) -> Any:
+        raise NotModelledError(f"{self.name}: operators on tensors are not modelled; use nki.isa")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _value_style
+    __truediv__ = __rtruediv__ = __matmul__ = __neg__ = _value_style
+
     def __repr__(self) -> str:
         return f"{self.name}: {self.dtype} {self.shape} in {self.buffer}"
 
@@ -124,6 +135,8 @@ class View:
                     view = view.slice(dim, start, stop, step)
                 dim += 1
             elif isinstance(item, DynamicSlice):
+                if isinstance(item.start, View) or isinstance(item.size, View):
+                    raise NotModelledError("nl.ds: bounds known at run time only; use ap")
                 view = view.slice(dim, item.start, item.start + item.size)
                 dim += 1
             elif isinstance(item, (int, np.integer)):
@@ -296,9 +309,15 @@ class View:
         return self.size // self.shape[0] if self.shape[0] else 0
 
     @property
+    def partition_step(self) -> int:
+        """Elements of the view's dtype from a partition to the next."""
+        step: int = self._storage.partition * self._storage.itemsize // self.itemsize
+        return step
+
+    @property
     def start_partition(self) -> int:
         """The first partition of a view on the chip."""
-        per = self._storage.partition * self._storage.itemsize // self.itemsize
+        per = self.partition_step
         return self._offset // per if per else 0
 
 
