@@ -8,6 +8,7 @@ the batch.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from dataclasses import dataclass, replace
 
@@ -270,10 +271,9 @@ def _takes_hopper(x: Tensors, options: Options) -> bool:
 def has_gluon() -> bool:
     """Whether this Triton has the language that the kernels for Hopper are written in."""
     try:
-        from ._kernels import gluon_compat  # noqa: F401
-    except (ImportError, AttributeError):
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ImportError:  # of a part before the last
         return False
-    return True
 
 
 # queries of a sequence of which a large part lies on the diagonal's tiles
