@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bounds
 import torch
 from cases import FAMILIES, Case, select
 from checks import check, make_inputs
@@ -42,11 +43,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--families", default=",".join(FAMILIES), help=f"of {', '.join(FAMILIES)}")
     add("--cases", default="", help="comma-separated substrings of case names; default: all")
     add("--providers", default=",".join(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
-    add("--rep", type=float, default=60.0, help="milliseconds of each measurement")
+    add("--rep", type=float, default=30.0, help="milliseconds of each measurement")
     add("--rounds", type=int, default=3, help="turns that the providers of a case take")
     add("--json", type=Path, help="write all numbers there")
     add("--plot", type=Path, help="draw the curve of time over density there")
     add("--from-json", type=Path, help="measure nothing: report and plot this file")
+    add("--bounds", action="store_true", help="print what no version can be faster than")
     add("--dry-run", action="store_true", help="tiny problems on the CPU, to try the script")
     return parser.parse_args()
 
@@ -108,7 +110,7 @@ def run_case(case: Case, names: list[str], arguments: argparse.Namespace, device
 
 def building_times(device: str, tokens: int) -> list[Row]:
     """Time making a layout, and the first plans for it, at 32 heads."""
-    from blocksparse_attn import BlockSparseLayout, _ops
+    from blocksparse_attn import BlockSparseLayout, _plans
 
     rows = []
     for name, where in (("layout", device), ("layout-cpu", "cpu")):
@@ -123,7 +125,7 @@ def building_times(device: str, tokens: int) -> list[Row]:
         if name == "layout":
             for kind in ("tall", "short", "dq", "dkdv"):
                 started = time.perf_counter()
-                _ops.lists_for(layout, kind, 4, 128, 2, True)
+                _plans.lists_for(layout, kind, 4, 128, 2, True)
                 if where == "cuda":
                     torch.cuda.synchronize()
                 took_ms = (time.perf_counter() - started) * 1e3
@@ -163,6 +165,9 @@ def report(results: Row) -> str:
 
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.bounds:
+        print(bounds.table())
+        return 0
     if arguments.from_json is not None:
         results = json.loads(arguments.from_json.read_text())
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from blocksparse_attn import BlockSparseLayout
@@ -15,8 +16,12 @@ from cases import Case
 
 # rows of queries at a time
 CHUNK = 2048
-# largest relative error (Frobenius) of a whole tensor
+# largest relative error (Frobenius) of the heads that are compared
 TOLERANCE = 2e-2
+# tokens up to which every head is compared; of longer sequences the first and the last group
+ALL_HEADS = 8192
+# what dense providers are held to, by what it depends on: cases differ in their layout alone
+_dense: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
 
 
 @dataclass
@@ -31,7 +36,6 @@ class Inputs:
     density: float
     needed_bytes: int
     expected: dict[str, torch.Tensor] | None = None
-    expected_dense: dict[str, torch.Tensor] | None = None
 
 
 def make_layout(case: Case, device: str) -> BlockSparseLayout:
@@ -75,6 +79,15 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
     )  # fmt: skip
 
 
+def compared(case: Case) -> tuple[list[int], list[int]]:
+    """Return the heads that are compared, of queries and of keys."""
+    group = case.heads_q // case.heads_k
+    of_keys = list(range(case.heads_k))
+    if case.seqlen > ALL_HEADS:
+        of_keys = [0, case.heads_k - 1]
+    return [h * group + i for h in of_keys for i in range(group)], of_keys
+
+
 @torch.no_grad()
 def reference(case: Case, inputs: Inputs, dense: bool) -> dict[str, torch.Tensor]:
     """Return ``out``, and for the backward ``dq``, ``dk`` and ``dv``, in fp32."""
@@ -86,7 +99,7 @@ def reference(case: Case, inputs: Inputs, dense: bool) -> dict[str, torch.Tensor
     key = torch.arange(case.seqlen, device=q.device)
     offset = case.seqlen - q.shape[1]
     for b in range(case.batch):
-        for h in range(case.heads_q):
+        for h in compared(case)[0]:
             hk = h // (case.heads_q // case.heads_k)
             kept = blocks[h % blocks.shape[0]]
             for first in range(0, q.shape[1], CHUNK):
@@ -115,17 +128,20 @@ def check(
 ) -> tuple[str, float]:
     """Return whether a result is right, and its largest relative error; NaN never passes."""
     if dense and inputs.density < 1.0:
-        if inputs.expected_dense is None:
-            inputs.expected_dense = reference(case, inputs, True)
-        expected = inputs.expected_dense
+        key = case.seqlen, case.seqlen_q, case.batch, case.heads_q, case.heads_k, case.way
+        if key not in _dense:
+            _dense[key] = reference(case, inputs, True)
+        expected = _dense[key]
     else:
         if inputs.expected is None:
             inputs.expected = reference(case, inputs, False)
         expected = inputs.expected
     names = ("out",) if case.way == "fwd" else ("dq", "dk", "dv")
     worst = 0.0
+    heads_q, heads_k = compared(case)
     for name, x in zip(names, got, strict=True):
-        want = expected[name]
-        error = float((x.reshape(want.shape).float() - want).norm() / want.norm())
+        heads = heads_k if name in ("dk", "dv") else heads_q
+        want = expected[name][:, :, heads]
+        error = float((x[:, :, heads].float() - want).norm() / want.norm())
         worst = max(worst, error if error == error else math.inf)
     return ("ok" if worst <= TOLERANCE else "wrong"), worst

@@ -23,7 +23,7 @@ class Config:
     block: tuple[int, int] = (64, 64)
     causal: bool = True
     shared: bool = False  # one pattern for all heads
-    alike: bool = True  # rows of blocks resemble their neighbours
+    alike: bool = False  # rows of blocks resemble their neighbours
     packed: bool = False
     page: int = 0
     short: bool = False  # the forward's tile of a few queries, split

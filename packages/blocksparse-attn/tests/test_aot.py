@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -32,7 +33,9 @@ SPILLS: dict[str, tuple[int, str]] = {
         "several small blocks of keys a step hold an address each",
     ),
     "nvidia:sm_90 d256-bfloat16-* _forward_kernel": (416, "tiles of the dense pass"),
-    "nvidia:sm_90 d128-float32-* *": (480, "three TF32 products hold both halves of operands"),
+    "nvidia:sm_90 d96-bfloat16-* _forward_kernel": (240, "tiles of 128 columns, some masked"),
+    "nvidia:sm_90 d96-bfloat16-* _dq_kernel": (128, "tiles of 128 columns, some masked"),
+    "nvidia:sm_90 d*-float32-* *": (576, "three TF32 products hold both halves of operands"),
     "nvidia:sm_80 d128-bfloat16-* _dkdv_kernel": (264, "no such GPU to tune on"),
     "amd:gfx1100 *": (848, "its matrix instructions want operands twice; no such GPU to tune on"),
 }
@@ -44,7 +47,7 @@ def principal() -> list[tuple[str, str, Config]]:
     chosen += [(gpu, FORWARD, Config(128, short=True, packed=True, page=16)) for gpu in GPUS]
     chosen += [
         ("nvidia:sm_90", FORWARD, Config(64, shared=True)),
-        ("nvidia:sm_90", FORWARD, Config(128, alike=False)),
+        ("nvidia:sm_90", FORWARD, Config(128, alike=True)),
         ("nvidia:sm_90", FORWARD, Config(256, causal=False, packed=True)),
         ("nvidia:sm_90", BACKWARD, Config(128, block=(16, 32))),
     ]
@@ -65,6 +68,7 @@ def everything() -> list[tuple[str, str, Config]]:
             (True, False),
         )
     ]  # fmt: skip
+    configs += [replace(c, alike=True) for c in configs if c.causal and not c.shared]
     short = [
         Config(d, dtype, short=True, packed=True, page=page, shared=shared)
         for d, dtype, page, shared in itertools.product(
@@ -131,12 +135,12 @@ def test_head_dims_are_padded_to_the_next_power_of_two_at_most(gpu):
 
 
 def test_heads_of_one_pattern_fill_a_hopper_tile():
-    """128 rows of one row of blocks: two heads of 64 queries, four of 32."""
-    for side, heads in ((128, 1), (64, 2), (32, 4), (16, 4)):
+    """128 rows of one row of blocks: two heads of 64 queries, four of 32; of 16 these make 64."""
+    for side, heads, rows in ((128, 1, 128), (64, 2, 128), (32, 4, 128), (16, 4, 64)):
         with recording("nvidia:sm_90") as launches:
             launch_forward(Config(128, shared=True, block=(side, 64)))
         (launch,) = launches
-        assert launch.options["BLOCK_M"] == 128
+        assert launch.options["BLOCK_M"] == rows
         assert launch.options["HEADS"] == heads
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from ._budget import DTYPES, assert_no_worse_than_eager
-from ._numerics import PATTERNS, Shape, check, incoming, make_case, run, run_eager, run_oracle
+from ._numerics import (
+    BLOCKS,
+    PATTERNS,
+    Shape,
+    check,
+    incoming,
+    make_case,
+    pairs,
+    run,
+    run_eager,
+    run_oracle,
+)
 from .test_forward import LARGE, SMALL
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 causal = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-BLOCKS = list(itertools.product((16, 32, 64, 128), repeat=2))
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=str)
@@ -61,12 +68,12 @@ def test_gradients_of_a_chunk_that_enters_a_block_in_its_midst(shared, device):
 
 
 @pytest.mark.device
-@dtypes
-@causal
-@pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.parametrize("block", [(64, 64), (16, 32), (128, 16), (32, 128)], ids=str)
-@pytest.mark.parametrize("shape", LARGE, ids=str)
-def test_gradients_match_reference_at_length(shape, block, alike, dtype, causal, device):
+@pytest.mark.parametrize(
+    ("shape", "block", "dtype", "alike", "causal"),
+    pairs(LARGE, [(64, 64), (16, 32), (128, 16), (32, 128)], DTYPES, [True, False], [True, False]),
+    ids=str,
+)
+def test_gradients_match_reference_at_length(shape, block, dtype, alike, causal, device):
     check(make_case(shape, dtype, device, block=block, causal=causal, alike=alike))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 import pytest
 import torch
@@ -69,8 +70,10 @@ def test_b3_nothing_of_the_device_reaches_the_host(kind, device, monkeypatch):
         out = case.function(*leaves, **case.options)
         dout = torch.ones_like(out)
         torch.autograd.grad(out, leaves, dout)  # compiles
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it tells of itself
+                torch.cuda.set_sync_debug_mode("error")
             fresh = BlockSparseLayout.local_strided(2, 64, 16, 2, 3, device=device)
             out = case.function(*leaves, **{**case.options, "layout": fresh})
             torch.autograd.grad(out, leaves, dout)
@@ -93,9 +96,6 @@ def test_b3_nothing_of_the_device_reaches_the_host(kind, device, monkeypatch):
     query_lists(crow, col, layout.num_cols, layout.block_size, 32, 1, 1, True)
     key_lists(crow, col, layout.num_cols, layout.block_size, 32, 2, True)
     out = case.function(*leaves, **case.options)
-    from blocksparse_attn._kernels import backward
-
-    monkeypatch.setattr(backward, "Launch", lambda *_: lambda *_: None)
     torch.autograd.grad(out, leaves, torch.ones_like(out))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from blocksparse_attn import _ops
+from blocksparse_attn._forms import interpreted
 
 from ._budget import DTYPES
 from ._numerics import PATTERNS, Packed, Shape, check, make_case, make_packed
@@ -11,7 +11,7 @@ from ._numerics import PATTERNS, Packed, Shape, check, make_case, make_packed
 pytestmark = [
     pytest.mark.eager,
     # there the same is in the tests of each feature
-    pytest.mark.skipif(_ops.interpreted(), reason="too long for the interpreter"),
+    pytest.mark.skipif(interpreted(), reason="too long for the interpreter"),
 ]
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from blocksparse_attn import _ops
+from blocksparse_attn._forms import interpreted
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "phi3_small.py"
 
@@ -27,7 +27,7 @@ def test_prefill_and_decode_on_the_kernels(phi3_small, device):
 
 
 @pytest.mark.eager
-@pytest.mark.skipif(_ops.interpreted(), reason="slow: the smaller model above shows the kernels")
+@pytest.mark.skipif(interpreted(), reason="slow: the smaller model above shows the kernels")
 def test_the_example_as_it_stands(phi3_small, device, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["phi3_small.py", "--device", str(device)])
     assert phi3_small.main() == 0

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from blocksparse_attn import _configs, blocksparse_attn_func
 
 from ._budget import DTYPES, assert_same
-from ._numerics import PATTERNS, Shape, check, make_case, run
+from ._numerics import BLOCKS, PATTERNS, Shape, check, make_case, pairs, run
 from ._views import VIEWS
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 causal = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
-BLOCKS = list(itertools.product((16, 32, 64, 128), repeat=2))
 # lengths are against the interpreter's tiles: 32 x 32, and 16 x 32 for up to 8 queries
 SMALL = [
     Shape(1, 32, 32, 1, 1, 16),  # one tile exactly
@@ -32,6 +28,7 @@ SMALL = [
     Shape(2, 5, 0, 2, 1, 16),  # no key
     Shape(0, 5, 5, 2, 1, 16),  # no sequence
 ]
+# with their gradients, in test_backward.py
 LARGE = [
     Shape(2, 1024, 1024, 8, 2, 128),
     Shape(1, 2000, 2000, 4, 4, 256),
@@ -112,23 +109,14 @@ def test_other_tiles(tile, causal, device, monkeypatch):
 
 
 @pytest.mark.device
-@dtypes
-@causal
-@pytest.mark.parametrize("alike", [False, True])
-@pytest.mark.parametrize("block", [(64, 64), (16, 32), (128, 16)], ids=str)
-@pytest.mark.parametrize("shape", LARGE, ids=str)
-def test_matches_reference_at_length(shape, block, alike, dtype, causal, device):
-    case = make_case(shape, dtype, device, block=block, causal=causal, alike=alike)
-    check(case, grad=False)
-
-
-@pytest.mark.device
-@dtypes
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.parametrize("shared", [False, True])
-def test_every_block_size_at_length(block, shared, dtype, device):
+@pytest.mark.parametrize(
+    ("block", "dtype", "shared", "causal"), pairs(BLOCKS, DTYPES, [False, True], [True, False]),
+    ids=str,
+)  # fmt: skip
+def test_every_block_size_at_length(block, dtype, shared, causal, device):
     shape = Shape(2, 700, 900, 8, 2, 128)
-    check(make_case(shape, dtype, device, "local", block, shared=shared), grad=False)
+    case = make_case(shape, dtype, device, "local", block, shared=shared, causal=causal)
+    check(case, grad=False)
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -92,8 +92,10 @@ def test_a_mask_without_heads_serves_all(device):
 
 
 def test_rows_alike_is_found(device):
-    band = torch.ones(8, 8, dtype=torch.bool, device=device).tril()
-    assert BlockSparseLayout.from_dense(band, 64).rows_alike
+    dense = torch.ones(8, 8, dtype=torch.bool, device=device)
+    assert BlockSparseLayout.from_dense(dense, 64).rows_alike
+    # a band of four is one of five for two rows together
+    assert not BlockSparseLayout.from_dense(dense.tril().triu(-3), 64).rows_alike
     assert not BlockSparseLayout.from_dense(torch.eye(8, device=device).bool(), 64).rows_alike
     # a tile holds one row of blocks of 128
     assert BlockSparseLayout.from_dense(torch.eye(8, device=device).bool(), 128).rows_alike
@@ -176,7 +178,7 @@ def test_save_and_load(device, tmp_path):
     layout.save(tmp_path / "layout.pt")
     back = BlockSparseLayout.load(tmp_path / "layout.pt", device)
     assert back == layout
-    assert (back.max_row, back.rows_alike) == (layout.max_row, True)
+    assert (back.max_row, back.rows_alike) == (layout.max_row, False)
     assert back.device == layout.device
 
 

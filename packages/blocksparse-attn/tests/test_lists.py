@@ -106,13 +106,13 @@ def test_lists_of_keys(block, seed, causal):
 
 
 def test_lists_are_made_once(device):
-    from blocksparse_attn import _ops, blocksparse_attn_func
+    from blocksparse_attn import _plans, blocksparse_attn_func
 
     layout = BlockSparseLayout.local_strided(2, 64, 16, 2, 3, device=device)
-    lists = [_ops.lists_for(layout, "tall", 1, 16, 4, True) for _ in range(2)]
+    lists = [_plans.lists_for(layout, "tall", 1, 16, 4, True) for _ in range(2)]
     assert lists[0] is lists[1]
     # another layer of other heads may want other lists; the same spec shares them
-    other = _ops.lists_for(layout, "tall", 1, 8, 4, True)
+    other = _plans.lists_for(layout, "tall", 1, 8, 4, True)
     assert other is lists[0]
     x = torch.randn(1, 64, 2, 16, device=device)
     before = blocksparse_attn_func(x, x, x, layout)

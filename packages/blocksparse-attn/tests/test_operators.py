@@ -17,6 +17,8 @@ from blocksparse_attn import (
     blocksparse_attn_func,
     blocksparse_attn_varlen_func,
 )
+from blocksparse_attn._forms import interpreted
+from blocksparse_attn._plans import lists_for
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import opcheck
@@ -42,8 +44,8 @@ def arguments_of(case: Any) -> tuple[Any, ...]:
     given = {**case.inputs, **case.options}
     q, k, v, layout = given["q"], given["k"], given["v"], given["layout"]
     kind = q.shape[-2] // k.shape[-2], max(q.shape[-1], v.shape[-1]), q.element_size(), True
-    on_gpu = q.is_cuda or _ops.interpreted()
-    lists = [list(_ops.lists_for(layout, one, *kind)) if on_gpu else [] for one in LISTS]
+    on_gpu = q.is_cuda or interpreted()
+    lists = [list(lists_for(layout, one, *kind)) if on_gpu else [] for one in LISTS]
     tensors = q, k, v, given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
     shape = layout._crow, layout._col, layout.num_cols, *layout.block_size, layout.rows_alike
     longest = given.get("max_seqlen_q", q.shape[-3]), given.get("max_seqlen_k", k.shape[-3])
@@ -58,7 +60,7 @@ def forward_arguments(case: Any) -> tuple[Any, ...]:
 
 
 traced_alike = pytest.mark.skipif(
-    _ops.interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
+    interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
 )
 
 
@@ -95,7 +97,7 @@ def test_plan_passes_opcheck(shared, kind, device):
     )  # fmt: skip
     opcheck(_ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
     made = _ops.plan(*arguments)
-    for mine, kept in zip(made, _ops.lists_for(layout, kind, 2, 16, 4, True), strict=True):
+    for mine, kept in zip(made, lists_for(layout, kind, 2, 16, 4, True), strict=True):
         assert torch.equal(mine, kept)
 
 

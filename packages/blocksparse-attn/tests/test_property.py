@@ -1,13 +1,16 @@
 """Layouts, shapes and strides drawn together.
 
-25 examples each by default; ``BLOCKSPARSE_ATTN_EXAMPLES=500`` on a GPU. A failure prints the
-smallest example found and the line that reproduces it.
+25 examples each by default. On a GPU, ``BLOCKSPARSE_ATTN_EXAMPLES=500`` in processes that differ in
+``--hypothesis-seed`` and in ``BLOCKSPARSE_ATTN_FORMS``, a number that chooses what is compiled. A
+failure prints the smallest example found and the line that reproduces it.
 """
 
 from __future__ import annotations
 
 import os
+import random
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,10 +19,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ._budget import DTYPES, assert_same
-from ._numerics import Packed, Shape, check, make_case, make_packed, paged, run
+from ._numerics import BLOCKS, Packed, Shape, check, make_case, make_packed, paged, run
 from ._views import VIEWS
+from .conftest import HAS_GPU
 
 EXAMPLES = int(os.environ.get("BLOCKSPARSE_ATTN_EXAMPLES", "25"))
+FORMS = int(os.environ.get("BLOCKSPARSE_ATTN_FORMS", "0"))
+FORMS_AT_ONCE = 2
 
 bounded = settings(
     max_examples=EXAMPLES,
@@ -35,10 +41,34 @@ bounded = settings(
 # an interpreted case of more tiles than this takes seconds; a GPU does not mind
 LENGTHS = st.sampled_from([0, 1, 2, 3, 8, 9, 15, 16, 17, 20, 31, 33])
 KEYS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 50])
-HEADS = st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1)])
-HEAD_DIMS = st.sampled_from([1, 7, 8, 16, 24, 33, 48])
-DTYPE = st.sampled_from(DTYPES)
-SIDE = st.sampled_from([16, 32, 64, 128])
+
+
+class Form(NamedTuple):
+    """What kernels are compiled for."""
+
+    heads: tuple[int, int]
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    block: tuple[int, int]
+    shared: bool
+    alike: bool
+    causal: bool
+
+
+HEAD_DIMS = (1, 7, 8, 16, 24, 33, 48)
+CHOICES = Form(
+    heads=((1, 1), (2, 1), (2, 2), (3, 1)), head_dim=HEAD_DIMS, head_dim_v=HEAD_DIMS, dtype=DTYPES,
+    block=tuple(BLOCKS), shared=(False, True), alike=(False, True), causal=(True, False),
+)  # fmt: skip
+
+
+def forms() -> st.SearchStrategy[Form]:
+    """Any form; on a GPU, which compiles each for seconds, a few that a number chooses."""
+    if not HAS_GPU:
+        return st.builds(Form, *map(st.sampled_from, CHOICES))
+    chosen = random.Random(FORMS)
+    return st.sampled_from([Form(*map(chosen.choice, CHOICES)) for _ in range(FORMS_AT_ONCE)])
 
 
 def apart(function, *arguments, **options):
@@ -52,10 +82,9 @@ def apart(function, *arguments, **options):
 
 
 @st.composite
-def layouts(draw: st.DrawFn, heads: int, seqlen: int) -> BlockSparseLayout:
+def layouts(draw: st.DrawFn, form: Form, seqlen: int) -> BlockSparseLayout:
     """Any layout: empty rows, columns in any order and twice, more or fewer columns than keys."""
-    block = draw(SIDE), draw(SIDE)
-    heads = draw(st.sampled_from([1, heads]))
+    block, heads = form.block, 1 if form.shared else form.heads[0]
     rows = -(-seqlen // block[0]) + draw(st.integers(0, 2))
     cols = max(-(-seqlen // block[1]) + draw(st.integers(-1, 2)), 0)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -70,31 +99,30 @@ def layouts(draw: st.DrawFn, heads: int, seqlen: int) -> BlockSparseLayout:
             col[head, begin:end] = col[head, begin:end][order]
     if draw(st.booleans()) and col.shape[1] > 1:
         col[:, 1] = torch.where(crow[:, min(1, rows)] > 1, col[:, 0], col[:, 1])
-    return BlockSparseLayout(crow, col, block, num_cols=cols, rows_alike=draw(st.booleans()))
+    return BlockSparseLayout(crow, col, block, num_cols=cols, rows_alike=form.alike)
 
 
 @bounded
-@given(data=st.data(), dtype=DTYPE, heads=HEADS, batch=st.integers(0, 2), causal=st.booleans())
-def test_fixed_length(data, dtype, heads, batch, causal, device):
-    seqlens = data.draw(LENGTHS), data.draw(KEYS)
-    widths = data.draw(HEAD_DIMS), data.draw(st.one_of(st.none(), HEAD_DIMS))
-    shape = Shape(batch, *seqlens, *heads, *widths)
-    layout = data.draw(layouts(heads[0], seqlens[1])).to(device)
+@given(data=st.data(), form=forms(), batch=st.integers(0, 2))
+def test_fixed_length(data, form, batch, device):
+    shape = Shape(batch, data.draw(LENGTHS), data.draw(KEYS), *form.heads, *form[1:3])
+    layout = data.draw(layouts(form, shape.seqlen_k)).to(device)
     splits = data.draw(st.sampled_from([0, 1, 3]))
-    case = make_case(shape, dtype, device, seed=data.draw(st.integers(0, 2**32)), causal=causal)
+    seed = data.draw(st.integers(0, 2**32))
+    case = make_case(shape, form.dtype, device, seed=seed, causal=form.causal)
     apart(check, case.with_options(layout=layout, num_splits=splits))
 
 
 @bounded
-@given(data=st.data(), dtype=DTYPE, heads=HEADS, batch=st.integers(0, 3), causal=st.booleans())
-def test_packed(data, dtype, heads, batch, causal, device):
+@given(data=st.data(), form=forms(), batch=st.integers(0, 3))
+def test_packed(data, form, batch, device):
     lengths_q = tuple(data.draw(LENGTHS) for _ in range(batch))
     lengths_k = tuple(data.draw(KEYS) for _ in range(batch))
-    width, padding = data.draw(HEAD_DIMS), data.draw(st.sampled_from([0, 0, 1, 20]))
-    shape = Packed(lengths_q, lengths_k, *heads, width, None, padding)
-    layout = data.draw(layouts(heads[0], max(lengths_k, default=0))).to(device)
+    padding = data.draw(st.sampled_from([0, 0, 1, 20]))
+    shape = Packed(lengths_q, lengths_k, *form.heads, *form[1:3], padding)
+    layout = data.draw(layouts(form, max(lengths_k, default=0))).to(device)
     splits = data.draw(st.sampled_from([0, 1, 3]))
-    case = make_packed(shape, dtype, device, causal=causal)
+    case = make_packed(shape, form.dtype, device, causal=form.causal)
     case = case.with_options(layout=layout, num_splits=splits)
     apart(check, case)
     page = data.draw(st.sampled_from([None, 1, 7, 16]))
@@ -104,10 +132,10 @@ def test_packed(data, dtype, heads, batch, causal, device):
 
 @pytest.mark.eager
 @bounded
-@given(data=st.data(), dtype=DTYPE, heads=HEADS)
-def test_strides(data, dtype, heads, device):
-    shape = Shape(1, data.draw(LENGTHS), data.draw(KEYS), *heads, data.draw(HEAD_DIMS))
-    case = make_case(shape, dtype, device)
+@given(data=st.data(), form=forms())
+def test_strides(data, form, device):
+    shape = Shape(1, data.draw(LENGTHS), data.draw(KEYS), *form.heads, form.head_dim)
+    case = make_case(shape, form.dtype, device, block=form.block, shared=form.shared)
     views = {
         name: VIEWS[data.draw(st.sampled_from(sorted(VIEWS)), label=name)](t)
         for name, t in case.inputs.items()

@@ -69,5 +69,5 @@ def test_twenty_lengths_on_the_device(form, device, monkeypatch):
         run(case)
     assert compiled
     for kernel, keys in compiled.items():
-        # the forward has a tall form and a short one
-        assert len(keys) <= (4 if kernel == "_forward_kernel" else 2), kernel
+        # the forward's tiles of many queries, and those of a few, whole or in parts
+        assert len(keys) <= (3 if kernel == "_forward_kernel" else 2), kernel

@@ -7,9 +7,8 @@ import torch
 from blocksparse_attn import blocksparse_attn_func, blocksparse_attn_varlen_func
 
 from ._budget import DTYPES, assert_same, offsets
-from ._numerics import Packed, check, make_packed, paged, run
+from ._numerics import Packed, check, make_packed, paged, pairs, run
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # prefill, a chunk, decode, several drafts, nothing
 MIXTURES = [
     Packed((33, 1, 9), (33, 40, 20), 2, 1, 16),
@@ -38,10 +37,11 @@ def test_blocks_that_are_not_square(shape, device):
 
 
 @pytest.mark.device
-@dtypes
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("block", [(64, 64), (128, 32), (16, 16)], ids=str)
-@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "block", "dtype", "shared"),
+    pairs(LARGE, [(64, 64), (128, 32), (16, 16)], DTYPES, [False, True]),
+    ids=str,
+)
 def test_matches_reference_at_length(shape, block, shared, dtype, device):
     check(make_packed(shape, dtype, device, "local", block, shared=shared))
 
@@ -97,9 +97,9 @@ def test_pages_match_reference(device):
 
 
 @pytest.mark.device
-@dtypes
-@pytest.mark.parametrize("page_size", [16, 48, 256])
-@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "page_size", "dtype"), pairs(LARGE, [16, 48, 256], DTYPES), ids=str
+)
 def test_pages_at_length(shape, page_size, dtype, device):
     case = make_packed(shape, dtype, device, "local", (64, 64))
     assert_same(run(paged(case, page_size), grad=False), run(case, grad=False))
@@ -114,12 +114,10 @@ def test_splits_of_a_decode(splits, shared, device):
 
 
 @pytest.mark.device
-@dtypes
-@pytest.mark.parametrize("splits", [1, 2, 5, 64])
-def test_splits_at_length(splits, dtype, device):
-    for shape in LARGE:
-        case = make_packed(shape, dtype, device, "local", (64, 64))
-        check(case.with_options(num_splits=splits), grad=False)
+@pytest.mark.parametrize(("shape", "splits", "dtype"), pairs(LARGE, [1, 2, 5, 64], DTYPES), ids=str)
+def test_splits_at_length(shape, splits, dtype, device):
+    case = make_packed(shape, dtype, device, "local", (64, 64))
+    check(case.with_options(num_splits=splits), grad=False)
 
 
 def test_more_sequences_than_one_search_step(device):

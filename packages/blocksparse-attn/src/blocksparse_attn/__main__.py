@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import BlockSparseLayout, __version__, blocksparse_attn_func, blocksparse_attn_varlen_func
 from ._configs import Shape, backward_dkdv_tile, backward_dq_shape, short_shape, tall_shape
-from ._ops import interpreted
+from ._forms import interpreted
 from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
 
 CHILD = "--in-this-process"
@@ -46,7 +46,7 @@ def describe(platform: Platform) -> None:
                 ("dq", backward_dq_shape(*choice, False, True)),
             ):
                 print(f"    {kind}: {_shown(shape)}")
-            tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize)
+            tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize, 64)
             print(f"    dk, dv: {tile.block_n} keys x {tile.block_m} queries")
 
 

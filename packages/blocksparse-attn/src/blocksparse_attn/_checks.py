@@ -4,27 +4,32 @@ They look at types, shapes, dtypes, strides and devices alone, never at tensor d
 neither wait for the device nor break a graph capture.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._arguments import (
+    DEVICES,
+    FLOAT_DTYPES,
+    check_device,
+    check_offsets,
+    check_scale,
+    check_tensor,
+    is_int,
+    kind,
+)
+from ._call import Options
 from .layout import BlockSparseLayout
 
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
 
-FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
-_DEVICES = ("cpu", "cuda", "meta")
 _FORMS = {
     4: ("[batch, seqlen_q, heads_q, head_dim]", "[batch, seqlen_k, heads_k, head_dim]"),
     3: ("[tokens_q, heads_q, head_dim]", "[tokens_k, heads_k, head_dim]"),
 }
 _PAGED_FORM = "[pages, page_size, heads_k, head_dim]"
-# the kernels compute in fp32, and in base 2
-_FACTOR_MAX = torch.finfo(torch.float32).max / math.log2(math.e)
-_INT32_MAX = 2**31 - 1
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -> None:
@@ -40,7 +45,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
         check_device(name, x, q)
-    if q.device.type not in _DEVICES:
+    if q.device.type not in DEVICES:
         raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {q.device}")
     _check_forms(q, k, v, ndim, paged)
     for name, x in (("q", q), ("v", v)):
@@ -61,34 +66,23 @@ def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = Fa
     _check_heads(q, k, v)
 
 
-def check_packed(
-    q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
-) -> int:
+def check_packed(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> int:
     """Check what says where sequences begin and end; return their number."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_tensor(name, x)
-        if x.dtype != torch.int32:
-            raise TypeError(f"{name} must be torch.int32, got {x.dtype}")
-        check_device(name, x, q)
-        if x.ndim != 1 or x.shape[0] < 1:
+        check_offsets(name, x, q)
+        if x.shape[0] < 1:
             raise ValueError(f"{name} must be [batch + 1], got {list(x.shape)}")
-        if not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
     batch: int = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] != batch + 1:
         raise ValueError(
             f"cu_seqlens_k must be as long as cu_seqlens_q, [{batch + 1}], "
             f"got {list(cu_seqlens_k.shape)}"
         )
-    check_length("max_seqlen_q", max_seqlen_q)
-    check_length("max_seqlen_k", max_seqlen_k)
     return batch
 
 
-def check_block_table(
-    q: Tensor, k: Tensor, v: Tensor, batch: int, max_seqlen_k: int, block_table: Tensor
-) -> None:
-    """Check the pages of each sequence."""
+def check_block_table(q: Tensor, k: Tensor, v: Tensor, batch: int, block_table: Tensor) -> None:
+    """Check the pages of each sequence, but for how many there are."""
     check_tensor("block_table", block_table)
     if block_table.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"block_table must be torch.int32 or torch.int64, got {block_table.dtype}")
@@ -101,11 +95,6 @@ def check_block_table(
     page = k.shape[1]
     if page < 1:
         raise ValueError(f"page_size of k must be at least 1, got {page}")
-    if block_table.shape[1] * page < max_seqlen_k:
-        raise ValueError(
-            f"block_table must hold max_seqlen_k, {max_seqlen_k}, in pages of {page}, "
-            f"got {block_table.shape[1]} pages"
-        )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise NotImplementedError(
             "block_table has no gradient: q, k and v must not require one with paged keys and "
@@ -113,10 +102,14 @@ def check_block_table(
         )
 
 
-def check_layout(layout: BlockSparseLayout, q: Tensor, max_seqlen_k: int) -> None:
-    """Check that a layout serves these heads and lengths, on this device."""
+def check_is_layout(layout: Any) -> None:
+    """Check the type of a layout."""
     if not isinstance(layout, BlockSparseLayout):
-        raise TypeError(f"layout must be a BlockSparseLayout, got {type(layout).__name__}")
+        raise TypeError(f"layout must be a BlockSparseLayout, got {kind(layout)}")
+
+
+def check_layout(layout: BlockSparseLayout, q: Tensor) -> None:
+    """Check that a layout serves these heads on this device."""
     if layout.device != q.device:
         raise ValueError(
             f"layout must be on the device of q, {q.device}, got {layout.device}; "
@@ -127,61 +120,45 @@ def check_layout(layout: BlockSparseLayout, q: Tensor, max_seqlen_k: int) -> Non
         raise ValueError(
             f"heads of layout must be 1 or those of q, {heads_q}, got {layout.num_heads}"
         )
-    covered = layout.num_rows * layout.block_size[0]
-    if max_seqlen_k > covered:
+
+
+def check_cover(
+    layout: BlockSparseLayout, k: Tensor, max_seqlen_k: int, block_table: Tensor | None = None
+) -> None:
+    """Check that a layout's rows, and the pages, reach as far as the keys."""
+    side = layout.block_size[0]
+    if max_seqlen_k > layout.num_rows * side:
         raise ValueError(
             f"layout must cover the keys, {max_seqlen_k}, with its rows, got {layout.num_rows} "
-            f"rows of {layout.block_size[0]}"
+            f"rows of {side}"
+        )
+    if block_table is not None:
+        check_pages(k, max_seqlen_k, block_table)
+
+
+def check_pages(k: Tensor, max_seqlen_k: int, block_table: Tensor) -> None:
+    """Check that there are pages for the longest sequence."""
+    if block_table.shape[1] * k.shape[1] < max_seqlen_k:
+        raise ValueError(
+            f"block_table must hold max_seqlen_k, {max_seqlen_k}, in pages of {k.shape[1]}, "
+            f"got {block_table.shape[1]} pages"
         )
 
 
 def check_options(
     q: Tensor, softmax_scale: float | None, causal: bool, num_splits: int, return_lse: bool
-) -> float:
-    """Check what is not a tensor; return the scale."""
+) -> Options:
+    """Check what is not a tensor; return the options as the operators take them."""
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
-    if not isinstance(num_splits, int) or isinstance(num_splits, bool):
-        raise TypeError(f"num_splits must be an int, got {type(num_splits).__name__}")
+            raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+    if not is_int(num_splits):
+        raise TypeError(f"num_splits must be an int, got {kind(num_splits)}")
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}, got {num_splits}")
     if softmax_scale is None:
-        return float(q.shape[-1] ** -0.5)
-    return check_scale("softmax_scale", softmax_scale)
-
-
-def check_scale(name: str, scale: Any) -> float:
-    """Check a factor of the scores; return it as a float."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} must be a float, got {type(scale).__name__}")
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"{name} must be finite, got {scale}")
-    if not -_FACTOR_MAX <= scale <= _FACTOR_MAX:
-        raise ValueError(
-            f"{name} must be from -{_FACTOR_MAX:.3g} to {_FACTOR_MAX:.3g}, for fp32, got {scale}"
-        )
-    return float(scale) if scale.__class__ is int else scale  # type: ignore[return-value]
-
-
-def check_length(name: str, length: Any) -> None:
-    """Check the bound of a length."""
-    if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool):
-        raise TypeError(f"{name} must be an int, got {type(length).__name__}")
-    if not 0 <= length <= _INT32_MAX:
-        raise ValueError(f"{name} must be from 0 to {_INT32_MAX}, got {length}")
-
-
-def check_tensor(name: str, x: Any) -> None:
-    """Check that an argument is a tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-
-
-def check_device(name: str, x: Tensor, q: Tensor) -> None:
-    """Check that a tensor is where the queries are."""
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+        return Options(float(q.shape[-1] ** -0.5), causal, num_splits)
+    return Options(check_scale("softmax_scale", softmax_scale), causal, num_splits)
 
 
 def _check_forms(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool) -> None:

@@ -119,6 +119,11 @@ _BACKWARD_DKDV: dict[str, _Table] = {
     "rdna-fp32": ((64, Tile(16, 16, 4, 1)), (128, Tile(16, 16, 8, 1)), (256, Tile(16, 16, 8, 1))),
 }
 
+# for blocks of fewer than 64 queries: several a step hold an address each, for which registers fail
+_BACKWARD_DKDV_SMALL: dict[str, _Table] = {
+    "hopper": ((128, Tile(32, 64, 4, 2)), (256, Tile(64, 64, 8, 2))),
+}
+
 _BACKWARD_DQ: dict[str, _Table] = {
     "hopper": (
         (64, Tile(64, 64, 4, 3)),
@@ -146,7 +151,7 @@ _BACKWARD_DQ: dict[str, _Table] = {
     "rdna-fp32": ((64, Tile(16, 16, 4, 1)), (128, Tile(16, 16, 8, 1)), (256, Tile(16, 16, 8, 1))),
 }
 _BACKWARD_DQ_LOW: dict[str, _Table] = {
-    "hopper": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
+    "hopper": ((128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 3))),
 }
 
 
@@ -198,9 +203,12 @@ def short_shape(
 
 
 @functools.cache
-def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
+def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int, block_q: int) -> Tile:
     """Return the tile of the pass that makes dk and dv."""
-    return _lookup(_BACKWARD_DKDV, platform, head_dim, itemsize, _INTERPRETED)
+    tile = _lookup(_BACKWARD_DKDV, platform, head_dim, itemsize, _INTERPRETED)
+    if block_q < tile.block_m and _family(platform, itemsize) in _BACKWARD_DKDV_SMALL:
+        return _lookup(_BACKWARD_DKDV_SMALL, platform, head_dim, itemsize, _INTERPRETED)
+    return tile
 
 
 def _prefill_shape(tile: Tile, block_q: int, group: int, is_shared: bool) -> Shape:

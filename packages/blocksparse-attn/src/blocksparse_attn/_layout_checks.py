@@ -35,6 +35,25 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def check_local_strided(
+    num_heads: Any, max_seqlen: Any, local_blocks: Any, vert_stride: Any, head_range: Any
+) -> tuple[int, int]:
+    """Check the numbers of the local and strided pattern; return its first head, and the end."""
+    for name, value, least in (
+        ("num_heads", num_heads, 1),
+        ("max_seqlen", max_seqlen, 0),
+        ("local_blocks", local_blocks, 1),
+        ("vert_stride", vert_stride, 1),
+    ):
+        check_count(name, value, least)
+    first, last = (0, num_heads) if head_range is None else head_range
+    check_count("head_range[0]", first, 0)
+    check_count("head_range[1]", last, first + 1)
+    if last > num_heads:
+        raise ValueError(f"head_range must end at num_heads, {num_heads}, or before, got {last}")
+    return first, last
+
+
 def check_csr(crow: Any, col: Any) -> None:
     """Check the tensors of compressed rows, but for their values."""
     for name, x in (("crow", crow), ("col", col)):

@@ -5,7 +5,6 @@ the Triton kernels. CPU tensors run the eager code of :mod:`.reference`, or, in 
 with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +14,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
 from ._configs import SHORT
 from ._eager import Grads, attention_backward, attention_forward
-from ._lists import Lists, ListSpec, key_lists, query_lists
-from ._plans import spec_of
+from ._forms import interpreted, is_plain, is_watched
+from ._lists import Lists, ListSpec
+from ._plans import lists_for, make_lists, spec_of, walks_lists
 from .layout import BlockSparseLayout
+
+__all__ = ["attention", "backward", "checked", "forward", "plan"]
 
 _LAYOUT = "Tensor crow, Tensor col, SymInt cols, int block_q, int block_k, bool rows_alike"
 _OPTIONS = "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal"
@@ -46,23 +49,6 @@ torch.library.define(
 )
 
 
-# Triton decides at its import; dynamo traces a constant, and no cached function
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on")
-
-
-def interpreted() -> bool:
-    """Return whether this process interprets Triton kernels."""
-    return _INTERPRETED
-
-
-def walks_lists(device: torch.device) -> bool:
-    """Return whether attention on a device runs kernels, which walk lists."""
-    return device.type == "cuda" or (device.type == "cpu" and _INTERPRETED)
-
-
-# ---- plans
-
-
 def _spec(
     crow: Tensor,
     block_q: int,
@@ -84,15 +70,7 @@ def _plan(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
 ) -> Lists:
     spec = _spec(crow, block_q, rows_alike, *rest)
-    return _lists(crow, col, cols, (block_q, block_k), spec)
-
-
-def _lists(
-    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
-) -> Lists:
-    if spec.by_key:
-        return key_lists(crow, col, cols, block_size, spec.span, spec.group, spec.causal)
-    return query_lists(crow, col, cols, block_size, spec.span, spec.group, spec.pack, spec.causal)
+    return make_lists(crow, col, cols, (block_q, block_k), spec)
 
 
 def _plan_fake(
@@ -110,31 +88,6 @@ def _plan_fake(
         crow.new_empty((bound,), dtype=torch.int32),
         crow.new_empty((bound,), dtype=torch.int32),
     )
-
-
-def lists_for(
-    layout: BlockSparseLayout, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
-) -> tuple[Tensor, ...]:
-    """Return the lists that a kernel walks; made at the first call, and kept with the layout."""
-    key = (kind, group, head_dim, itemsize, causal)
-    plans = layout._plans
-    if key in plans:
-        return plans[key]
-    rest = layout._block_size[0], layout._rows_alike, *key[1:], kind
-    if torch.compiler.is_compiling():
-        # tracing must not keep what it makes
-        result: tuple[Tensor, ...] = torch.ops.blocksparse_attn.plan.default(
-            layout._crow, layout._col, layout._num_cols, *layout._block_size, layout._rows_alike,
-            *key[1:], kind,
-        )  # fmt: skip
-        return result
-    spec = _spec(layout._crow, *rest)
-    if spec not in plans:
-        plans[spec] = _lists(
-            layout._crow, layout._col, layout._num_cols, layout._block_size, spec
-        )  # fmt: skip
-    plans[key] = plans[spec]
-    return plans[key]
 
 
 # ---- attention
@@ -247,8 +200,41 @@ forward = torch.ops.blocksparse_attn.forward.default
 backward = torch.ops.blocksparse_attn.backward.default
 
 
+def checked(
+    x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options, planned: bool
+) -> Checked:
+    """Return what serves calls of this form: lists, and if asked for how to launch them."""
+    walks = _walks(x, layout, bounds, options.causal)
+    if not (planned and walks_lists(x.q.device)):
+        return Checked(options, walks)
+    from ._kernels.forward import ForwardPlan
+    from ._kernels.launch import is_served_as_is
+
+    if not is_served_as_is(x):  # copies come first
+        return Checked(options, walks)
+    plan = ForwardPlan(x, layout._pattern, options)  # type: ignore[no-untyped-call]
+    return Checked(options, walks, plan)
+
+
+def _walks(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, causal: bool) -> Walks:
+    """Return the lists that a call's kernels walk."""
+    if not walks_lists(x.q.device):
+        return Walks()
+    group = x.q.shape[-2] // x.k.shape[-2]
+    kind = group, max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), causal
+    is_tall = bounds.seqlen_q > SHORT
+    is_short = not is_tall or x.cu_seqlens_q is not None
+    needs_grad = _needs_grad(x)
+    return Walks(
+        lists_for(layout, "tall", *kind) if is_tall else (),
+        lists_for(layout, "short", *kind) if is_short else (),
+        lists_for(layout, "dq", *kind) if needs_grad else (),
+        lists_for(layout, "dkdv", *kind) if needs_grad else (),
+    )
+
+
 class _BlockSparseAttention(torch.autograd.Function):
-    """The forward operator, with the backward operator as its derivative."""
+    """The forward pass, with the backward pass as its derivative: planned, or by operators."""
 
     @staticmethod
     def forward(
@@ -260,22 +246,28 @@ class _BlockSparseAttention(torch.autograd.Function):
         cu_seqlens_k: Tensor | None,
         crow: Tensor,
         col: Tensor,
-        shape: tuple[Any, ...],
-        options: tuple[Any, ...],
-        max_row: int,
-        num_splits: int,
+        pattern: Pattern,
+        bounds: Bounds,
+        options: Options,
+        planned: tuple[Any, Walks] | None,
         counts: tuple[int, ...],
         *lists: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        tall, short, by_query, by_key = _parted(lists, counts)
-        out, lse = forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, None, tall, short, crow, col, *shape, max_row,
-            *options, num_splits,
-        )  # fmt: skip
+        """Take what is planned, or else the lists one by one, and how many belong together."""
+        if planned is None:
+            tall, short, by_query, by_key = _parted(lists, counts)
+            out, lse = forward(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, None, tall, short, crow, col, *pattern[2:],
+                *bounds, *options,
+            )  # fmt: skip
+        else:
+            by_query = by_key = []
+            plan, walks = planned
+            out, lse = plan.forward(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k), walks, bounds)
         ctx.save_for_backward(
             q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, crow, col, *by_query, *by_key
         )
-        ctx.shape, ctx.options = shape, options
+        ctx.pattern, ctx.bounds, ctx.options, ctx.planned = pattern, bounds, options, planned
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -286,11 +278,19 @@ class _BlockSparseAttention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         by_query, by_key = lists[: len(lists) // 2], lists[len(lists) // 2 :]
+        nothing = (None,) * (len(ctx.needs_input_grad) - 3)
+        if ctx.planned is not None:
+            x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
+            plan, walks = ctx.planned
+            is_planned = not is_watched() and is_plain(dout) and (dlse is None or is_plain(dlse))
+            if is_planned and plan.fits(x):
+                return *plan.backward(x, walks, out, lse, dout, dlse), *nothing
+            by_query, by_key = list(walks.by_query), list(walks.by_key)
         dq, dk, dv = backward(
             dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, crow, col,
-            *ctx.shape, *ctx.options,
+            *ctx.pattern[2:6], *ctx.bounds, *ctx.options[:2],
         )  # fmt: skip
-        return dq, dk, dv, *[None] * (len(ctx.needs_input_grad) - 3)
+        return dq, dk, dv, *nothing
 
 
 def _parted(lists: tuple[Tensor, ...], counts: tuple[int, ...]) -> list[list[Tensor]]:
@@ -299,6 +299,10 @@ def _parted(lists: tuple[Tensor, ...], counts: tuple[int, ...]) -> list[list[Ten
         parts.append(list(lists[start : start + count]))
         start += count
     return parts
+
+
+def _needs_grad(x: Tensors) -> bool:
+    return torch.is_grad_enabled() and (x.q.requires_grad or x.k.requires_grad or x.v.requires_grad)
 
 
 def _has_tangent(x: Tensor) -> bool:
@@ -316,62 +320,46 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_table: Tensor | None,
-    layout: BlockSparseLayout,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    num_splits: int,
+    x: Tensors, layout: BlockSparseLayout, bounds: Bounds, known: Checked
 ) -> tuple[Tensor, Tensor]:
-    """Call the forward operator, through the autograd function where a gradient is asked for."""
+    """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
     if forward_ad._current_level >= 0:
         # an operator without a formula for them would drop the tangents in silence
-        for x in (q, k, v):
-            if _has_tangent(x):
+        for t in x[:3]:
+            if t is not None and _has_tangent(t):
                 raise NotImplementedError(
                     "forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad) is not "
                     "offered, got an input with a tangent"
                 )
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    tall: tuple[Tensor, ...] = ()
-    short: tuple[Tensor, ...] = ()
-    by_query: tuple[Tensor, ...] = ()
-    by_key: tuple[Tensor, ...] = ()
-    if walks_lists(q.device):
-        group = q.shape[-2] // k.shape[-2]
-        kind = group, max(q.shape[-1], v.shape[-1]), q.element_size(), causal
-        if max_seqlen_q > SHORT:
-            tall = lists_for(layout, "tall", *kind)
-        if max_seqlen_q <= SHORT or cu_seqlens_q is not None:
-            short = lists_for(layout, "short", *kind)
-        if needs_grad:
-            by_query = lists_for(layout, "dq", *kind)
-            by_key = lists_for(layout, "dkdv", *kind)
-    crow, col = layout._crow, layout._col
-    shape = (layout._num_cols, *layout._block_size, layout._rows_alike)
-    options = max_seqlen_q, max_seqlen_k, softmax_scale, causal
-    if needs_grad:
+    walks, options, plan = known.walks, known.options, known.plan
+    crow, col, pattern = layout._crow, layout._col, layout._pattern
+    if _needs_grad(x):
+        if plan is not None:
+            return _BlockSparseAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
+                *x[:5], crow, col, pattern, bounds, options, (plan, walks), ()
+            )
         if torch.compiler.is_compiling():
-            # dynamo refuses one tensor as two inputs of an autograd function
-            k = k.view_as(k) if k is q else k
-            v = v.view_as(v) if v is q or v is k else v
-            if cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k:
-                cu_seqlens_k = cu_seqlens_k.view_as(cu_seqlens_k)
-            # passes whose tiles agree share their lists
-            by_query = tuple(x.view_as(x) for x in by_query)
-        counts = len(tall), len(short), len(by_query), len(by_key)
-        result: tuple[Tensor, Tensor] = _BlockSparseAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, cu_seqlens_q, cu_seqlens_k, crow, col, shape, options, layout._max_row,
-            num_splits, counts, *tall, *short, *by_query, *by_key,
-        )  # fmt: skip
-        return result
+            x, walks = _without_repeats(x, walks)
+        counts = tuple(map(len, walks))
+        lists = (one for walk in walks for one in walk)
+        return _BlockSparseAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
+            *x[:5], crow, col, pattern, bounds, options, None, counts, *lists
+        )
+    if plan is not None:
+        return plan.forward(x, walks, bounds)  # type: ignore[no-any-return]
     return forward(  # type: ignore[no-any-return]
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, list(tall), list(short), crow, col,
-        *shape, layout._max_row, *options, num_splits,
-    )  # fmt: skip
+        *x, list(walks.tall), list(walks.short), crow, col, *pattern[2:], *bounds, *options
+    )
+
+
+def _without_repeats(x: Tensors, walks: Walks) -> tuple[Tensors, Walks]:
+    """Return the tensors under several identities: dynamo refuses one as two inputs."""
+    k = x.k.view_as(x.k) if x.k is x.q else x.k
+    v = x.v.view_as(x.v) if x.v is x.q or x.v is x.k else x.v
+    cu_seqlens_k = x.cu_seqlens_k
+    if cu_seqlens_k is not None and cu_seqlens_k is x.cu_seqlens_q:
+        cu_seqlens_k = cu_seqlens_k.view_as(cu_seqlens_k)
+    # passes whose tiles agree share their lists
+    by_query = tuple(one.view_as(one) for one in walks.by_query)
+    x = x._replace(k=k, v=v, cu_seqlens_k=cu_seqlens_k)
+    return x, walks._replace(by_query=by_query)

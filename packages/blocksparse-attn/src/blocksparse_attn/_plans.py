@@ -1,13 +1,23 @@
-"""Which lists the kernels of a platform want: the tiles decide."""
+"""Which lists the kernels of a platform want, as the tiles decide; made once for each layout."""
 
 from __future__ import annotations
 
-from attn_common import Platform
+from typing import TYPE_CHECKING
+
+import torch
+from attn_common import Platform, detect
+from torch import Tensor
 
 from ._configs import backward_dkdv_tile, backward_dq_shape, short_shape, tall_shape
-from ._lists import ListSpec
+from ._forms import interpreted
+from ._lists import Lists, ListSpec, key_lists, query_lists
+
+if TYPE_CHECKING:
+    from .layout import BlockSparseLayout
 
 KINDS = ("tall", "short", "dq", "dkdv")
+# dynamo traces a constant, and no cached function
+_INTERPRETED = interpreted()
 
 
 def spec_of(
@@ -35,7 +45,7 @@ def spec_of(
         causal: whether what lies right of the diagonal is left out.
     """
     if kind == "dkdv":
-        tile = backward_dkdv_tile(platform, head_dim, itemsize)
+        tile = backward_dkdv_tile(platform, head_dim, itemsize, block_q)
         return ListSpec(True, tile.block_n, 1 if is_shared else group, 1, causal)
     if kind == "short":
         shape = short_shape(platform, head_dim, itemsize, block_q, group, is_shared)
@@ -43,3 +53,51 @@ def spec_of(
         choose = tall_shape if kind == "tall" else backward_dq_shape
         shape = choose(platform, head_dim, itemsize, block_q, group, is_shared, rows_alike)
     return ListSpec(False, shape.span, shape.group, shape.pack, causal)
+
+
+def make_lists(
+    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
+) -> Lists:
+    """Return the lists of a layout, in plain PyTorch on its device."""
+    if spec.by_key:
+        return key_lists(crow, col, cols, block_size, spec.span, spec.group, spec.causal)
+    return query_lists(crow, col, cols, block_size, spec.span, spec.group, spec.pack, spec.causal)
+
+
+def walks_lists(device: torch.device) -> bool:
+    """Return whether attention on a device runs kernels, which walk lists."""
+    return device.type == "cuda" or (device.type == "cpu" and _INTERPRETED)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Say whether a CUDA graph records what is computed now, for later: nothing may be kept."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def lists_for(
+    layout: BlockSparseLayout, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
+) -> tuple[Tensor, ...]:
+    """Return the lists that a kernel walks; made at the first call, and kept with the layout."""
+    key = (kind, group, head_dim, itemsize, causal)
+    plans = layout._plans
+    if key in plans:
+        return plans[key]
+    if torch.compiler.is_compiling():
+        # tracing must not keep what it makes
+        result: tuple[Tensor, ...] = torch.ops.blocksparse_attn.plan.default(
+            layout._crow, layout._col, layout._num_cols, *layout._block_size, layout._rows_alike,
+            *key[1:], kind,
+        )  # fmt: skip
+        return result
+    spec = spec_of(
+        kind, detect(layout.device), head_dim, itemsize, layout._block_size[0], group,
+        layout.is_shared, layout._rows_alike, causal,
+    )  # fmt: skip
+    lists = plans.get(spec)
+    if lists is None:
+        lists = make_lists(
+            layout._crow, layout._col, layout._num_cols, layout._block_size, spec
+        )  # fmt: skip
+    if not is_capturing(layout.device):
+        plans[key] = plans[spec] = lists
+    return lists

@@ -1,8 +1,16 @@
 """The two main public functions: check the arguments, then call the operator."""
 
+from __future__ import annotations
+
+from collections.abc import Hashable
+
 from torch import Tensor
 
-from . import _checks, _ops
+from . import _arguments, _checks, _ops
+from ._call import Bounds, Checked, Options, Tensors
+from ._configs import SHORT
+from ._forms import form_of
+from ._plans import is_capturing
 from .layout import BlockSparseLayout
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -54,12 +62,19 @@ def blocksparse_attn_func(
         ValueError: on a shape, a device or a range.
         NotImplementedError: on forward-mode differentiation.
     """
-    _checks.check_qkv(q, k, v, 4)
-    scale = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse)
-    _checks.check_layout(layout, q, k.shape[1])
-    out, lse = _ops.attention(
-        q, k, v, None, None, None, layout, q.shape[1], k.shape[1], scale, causal, num_splits
-    )
+    _checks.check_is_layout(layout)
+    form = form_of((q, k, v), (), (softmax_scale, causal, num_splits, return_lse), packed=False)
+    x = Tensors(q, k, v)
+    known = None if form is None else layout._calls.get(form)
+    if known is None:
+        _checks.check_qkv(q, k, v, 4)
+        options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse)
+        _checks.check_layout(layout, q)
+        _checks.check_cover(layout, k, k.shape[1])
+    bounds = Bounds(q.shape[1], k.shape[1])
+    if known is None:
+        known = _remember(x, layout, bounds, options, form)
+    out, lse = _ops.attention(x, layout, bounds, known)
     return (out, lse) if return_lse else out
 
 
@@ -109,14 +124,43 @@ def blocksparse_attn_varlen_func(
         ValueError: on a shape, a device or a range.
         NotImplementedError: on a gradient with ``block_table``; on forward-mode differentiation.
     """
-    _checks.check_qkv(q, k, v, 3, paged=block_table is not None)
-    scale = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse)
-    batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if block_table is not None:
-        _checks.check_block_table(q, k, v, batch, max_seqlen_k, block_table)
-    _checks.check_layout(layout, q, max_seqlen_k)
-    out, lse = _ops.attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, layout, max_seqlen_q, max_seqlen_k,
-        scale, causal, num_splits,
+    _checks.check_is_layout(layout)
+    _arguments.check_length("max_seqlen_q", max_seqlen_q)
+    _arguments.check_length("max_seqlen_k", max_seqlen_k)
+    bounds = Bounds(max_seqlen_q, max_seqlen_k)
+    # which tiles there are depends on no more than this of the longest sequence
+    longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1
+    form = form_of(
+        (q, k, v), (cu_seqlens_q, cu_seqlens_k, block_table),
+        (softmax_scale, causal, num_splits, return_lse, longest), packed=True,
     )  # fmt: skip
+    if form is not None and k.shape[:1] != v.shape[:1]:
+        form = None
+    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+    known = None if form is None else layout._calls.get(form)
+    if known is None:
+        _checks.check_qkv(q, k, v, 3, paged=block_table is not None)
+        options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse)
+        batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
+        if block_table is not None:
+            _checks.check_block_table(q, k, v, batch, block_table)
+        _checks.check_layout(layout, q)
+    _checks.check_cover(layout, k, max_seqlen_k, block_table)
+    if known is None:
+        known = _remember(x, layout, bounds, options, form)
+    out, lse = _ops.attention(x, layout, bounds, known)
     return (out, lse) if return_lse else out
+
+
+def _remember(
+    x: Tensors,
+    layout: BlockSparseLayout,
+    bounds: Bounds,
+    options: Options,
+    form: Hashable | None,
+) -> Checked:
+    """Work out what serves every call of this form, and keep it with the layout."""
+    known = _ops.checked(x, layout, bounds, options, form is not None)
+    if form is None or is_capturing(x.q.device):
+        return known
+    return layout._calls.keep(form, known)

@@ -9,7 +9,7 @@ import torch
 from attn_common import cdiv
 from torch import Tensor, nn
 
-from . import _checks
+from . import _arguments
 from ._layout_checks import check_block_size, check_csr
 from .api import blocksparse_attn_varlen_func
 from .layout import BlockSparseLayout
@@ -51,7 +51,7 @@ def blocksparse_flash_attn_varlen_fwd(
         ``[tokens_q, heads_q, head_dim_v]``.
     """
     for name, x in (("q", q), ("k", k), ("cu_seqlens_k", cu_seqlens_k)):
-        _checks.check_tensor(name, x)
+        _arguments.check_tensor(name, x)
     if not isinstance(sparse_layout, (tuple, list)) or len(sparse_layout) != 2:
         raise TypeError(f"sparse_layout must be (crow, col), got {type(sparse_layout).__name__}")
     block_q = block_size if q_block_size is None else q_block_size
@@ -230,8 +230,6 @@ def _layout_of(crow: Tensor, col: Tensor, block_size: tuple[int, int]) -> BlockS
         _known.pop(key, None)
 
     one = crow.stride(0) == 0 and col.stride(0) == 0
-    layout = BlockSparseLayout(
-        crow[:1] if one else crow, col[:1] if one else col, block_size, rows_alike=True
-    )
+    layout = BlockSparseLayout(crow[:1] if one else crow, col[:1] if one else col, block_size)
     _known[key] = (weakref.ref(crow, forget), weakref.ref(col, forget), layout)
     return layout

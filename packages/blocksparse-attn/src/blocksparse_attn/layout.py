@@ -10,15 +10,19 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
+from ._call import Checked, Pattern
+from ._forms import Memory
 from ._layout_checks import (
     check_block_size,
     check_count,
     check_csr,
+    check_local_strided,
     check_mask,
     validate_csr,
 )
 from ._lists import Lists, dense_of, query_lists
-from ._patterns import alike, density_of, local_strided_csr
+from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
+from ._plot import draw
 
 # rows of queries that the largest tile holds
 TALL = 128
@@ -93,7 +97,12 @@ class BlockSparseLayout:
         self._block_size, self._num_cols, self._num_heads = block_size, num_cols, num_heads
         self._max_row = num_cols if max_row is None else min(max_row, num_cols)
         self._rows_alike = rows_alike
+        self._pattern = Pattern(
+            self._crow.shape[0] == 1, self._crow.shape[1] - 1, num_cols, *block_size, rows_alike,
+            self._max_row,
+        )  # fmt: skip
         self._plans: dict[Any, Lists] = {}
+        self._calls: Memory[Checked] = Memory()
         self._hash: int | None = None
 
     @classmethod
@@ -129,29 +138,10 @@ class BlockSparseLayout:
         check_mask(mask)
         sides = check_block_size(block_size)
         dense = mask if mask.ndim == 3 else mask[None]
-        heads, rows, cols = dense.shape
-        counts = dense.sum(-1, dtype=torch.int32)
-        max_row, is_alike = None, False
-        if max_nnz is None:
-            together = max(TALL // sides[0], 1)
-            numbers = torch.stack(
-                [
-                    counts.sum(-1, dtype=torch.int64).amax() if counts.numel() else counts.sum(),
-                    counts.amax().long() if counts.numel() else counts.sum(),
-                    alike(dense, together),
-                ]
-            ).tolist()
-            max_nnz, max_row, is_alike = int(numbers[0]), int(numbers[1]), bool(numbers[2])
-        else:
+        if max_nnz is not None:
             check_count("max_nnz", max_nnz, 0)
-        crow = counts.new_zeros((heads, rows + 1))
-        crow[:, 1:] = counts.cumsum(-1)
-        col = counts.new_full((heads, max(max_nnz, 1)), -1)
-        if cols and rows and max_nnz:
-            for head in range(heads):
-                flat = dense[head].flatten()
-                where = torch.nonzero_static(flat, size=max_nnz, fill_value=-1)[:, 0]
-                col[head] = torch.where(where < 0, -1, where % cols).int()
+        crow, col, max_row, is_alike = dense_csr(dense, max(TALL // sides[0], 1), max_nnz)
+        heads, _, cols = dense.shape
         return cls._make(crow, col, sides, cols, heads, max_row, is_alike)
 
     @classmethod
@@ -185,27 +175,16 @@ class BlockSparseLayout:
             device: where the layout lives. Default: torch's default device.
         """
         sides = check_block_size(block_size)
-        for name, value, least in (
-            ("num_heads", num_heads, 1),
-            ("max_seqlen", max_seqlen, 0),
-            ("local_blocks", local_blocks, 1),
-            ("vert_stride", vert_stride, 1),
-        ):
-            check_count(name, value, least)
-        first, last = (0, num_heads) if head_range is None else head_range
-        check_count("head_range[0]", first, 0)
-        check_count("head_range[1]", last, first + 1)
-        if last > num_heads:
-            raise ValueError(
-                f"head_range must end at num_heads, {num_heads}, or before, got {last}"
-            )
+        first, last = check_local_strided(
+            num_heads, max_seqlen, local_blocks, vert_stride, head_range
+        )
         step = 0 if homo_head else max(1, vert_stride // num_heads)
         crow, col, max_row = local_strided_csr(
             first, 1 if homo_head else last - first, step, max_seqlen, sides, local_blocks,
             vert_stride, torch.device(torch.get_default_device() if device is None else device),
         )  # fmt: skip
         cols = cdiv(max_seqlen, sides[1])
-        return cls._make(crow, col, sides, cols, last - first, max_row, True)
+        return cls._make(crow, col, sides, cols, last - first, max_row, False)
 
     @classmethod
     def from_mask_mod(
@@ -233,16 +212,7 @@ class BlockSparseLayout:
         check_count("num_heads", num_heads, 1)
         check_count("num_rows", num_rows, 0)
         check_count("num_cols", num_cols, 0)
-        row = torch.arange(num_rows, device=device)[:, None]
-        col = torch.arange(num_cols, device=device)
-        masks = []
-        for head in range(num_heads):
-            kept = fn(torch.tensor(head, device=device), row, col)
-            if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
-                what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
-                raise TypeError(f"fn must return a tensor of torch.bool, got {what}")
-            masks.append(kept.expand(num_rows, num_cols))
-        return cls.from_dense(torch.stack(masks), sides)
+        return cls.from_dense(mask_of(fn, num_heads, num_rows, num_cols, device), sides)
 
     # ---- what it is
 
@@ -352,7 +322,7 @@ class BlockSparseLayout:
             causal: their mask. Default: True.
             backward: plan for gradients too. Default: False.
         """
-        from ._ops import lists_for, walks_lists
+        from ._plans import lists_for, walks_lists
 
         if walks_lists(self.device):
             for kind in ("tall", "short", "dq", "dkdv") if backward else ("tall", "short"):
@@ -407,6 +377,13 @@ class BlockSparseLayout:
         density = "" if device.type == "meta" else f", density {self.density():.3f}"
         return f"BlockSparseLayout({shown}, heads {heads}{density}, device '{device}')"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy what is kept, and no plans: these hold compiled kernels."""
+        return self._make, (
+            self._crow, self._col, self._block_size, self._num_cols, self._num_heads,
+            self._max_row, self._rows_alike,
+        )  # fmt: skip
+
     # ---- files and pictures
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -444,12 +421,4 @@ class BlockSparseLayout:
         check_count("head", head, 0)
         if head >= self._num_heads:
             raise ValueError(f"head must be below {self._num_heads}, got {head}")
-        if ax is None:
-            from matplotlib import pyplot
-
-            ax = pyplot.subplots()[1]
-        kept = self.to_dense()[head].int().tolist()
-        ax.imshow(kept, cmap="Blues", vmin=0, vmax=1, interpolation="none")
-        ax.set(xlabel=f"blocks of {self._block_size[1]} keys",
-               ylabel=f"blocks of {self._block_size[0]} queries", title=f"head {head}")  # fmt: skip
-        return ax
+        return draw(self.to_dense()[head], self._block_size, f"head {head}", ax)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import check_layout, check_options, check_reference
+from ._checks import check_cover, check_is_layout, check_layout, check_options, check_reference
 from .layout import BlockSparseLayout
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -34,8 +34,10 @@ def blocksparse_attention_reference(
     float dtype, float64 included, and the log-sum-exp is float64 for float64 inputs.
     """
     check_reference(q, k, v, 4)
-    scale = check_options(q, softmax_scale, causal, num_splits, return_lse)
-    check_layout(layout, q, k.shape[1])
+    scale = check_options(q, softmax_scale, causal, num_splits, return_lse).softmax_scale
+    check_is_layout(layout)
+    check_layout(layout, q)
+    check_cover(layout, k, k.shape[1])
     out, lse = dense_attention(q, k, v, layout.to_dense(), layout.block_size, scale, causal)
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
@@ -63,8 +65,10 @@ def blocksparse_varlen_attention_reference(
     :func:`blocksparse_attention_reference`. Offsets and page numbers are read on the host.
     """
     check_reference(q, k, v, 3, block_table is not None)
-    scale = check_options(q, softmax_scale, causal, num_splits, return_lse)
-    check_layout(layout, q, max_seqlen_k)
+    scale = check_options(q, softmax_scale, causal, num_splits, return_lse).softmax_scale
+    check_is_layout(layout)
+    check_layout(layout, q)
+    check_cover(layout, k, max_seqlen_k, block_table)
     out, lse = packed_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, layout.to_dense(), layout.block_size,
         scale, causal,

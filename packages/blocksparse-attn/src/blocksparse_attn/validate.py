@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from . import _checks
+from . import _arguments, _checks
 
 
 def validate_varlen(
@@ -35,13 +35,14 @@ def validate_varlen(
         ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
             argument, the index of the entry, what was expected and what came.
     """
-    _checks.check_tensor("q", q)
-    _checks.check_tensor("k", k)
-    batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _arguments.check_tensor("q", q)
+    _arguments.check_tensor("k", k)
+    batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
+    _arguments.check_length("max_seqlen_q", max_seqlen_q)
+    _arguments.check_length("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
-        _checks.check_block_table(
-            q.detach(), k.detach(), k.detach(), batch, max_seqlen_k, block_table
-        )
+        _checks.check_block_table(q.detach(), k.detach(), k.detach(), batch, block_table)
+        _checks.check_pages(k, max_seqlen_k, block_table)
     _check_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q)
     starts = cu_seqlens_k.tolist()
     tokens = k.shape[0] if block_table is None else max(starts)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from attn_common import cdiv, detect
+from attn_common import cdiv
 from torch import Tensor
 
+from .._call import Options, Pattern, Tensors, Walks
 from .backward_dkdv import launch_dkdv
 from .backward_dq import launch_dq
-from .launch import Problem, token_strides
+from .launch import BackwardInputs, Plan, readable, token_strides
 from .primitives import INF, LOG2E, NEG_INF, load_tile
-from .runtime import Launch, dense, first_columns, whole_rows
+from .runtime import aligned, dense, first_columns, widened
 
 # rows per program of the row kernel
 ROWS = 32
@@ -62,23 +63,44 @@ def _row_kernel(
 
 
 def _row_numbers(
-    problem: Problem, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor
+    plan: Plan, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return ``(delta, lse2)``, shaped like the LSE."""
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     rows = lse.numel()
-    constants = {
-        **{name: problem.constants[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "ROW_BYTES_V")},
-        "BLOCK": ROWS,
-        "num_warps": 4,
-        "num_stages": 1,
-    }
-    Launch(_row_kernel, constants)(
+    names = ("HEAD_DIM_V", "BLOCK_DV", "ROW_BYTES_V")
+    launch = plan.launch(
+        _row_kernel, dlse is not None, plan.constants, names, None,
+        BLOCK=ROWS, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    launch(
         cdiv(rows, ROWS),
         (out, dout, lse, dense(dlse), delta, lse2),
-        (problem.tokens_q, rows, problem.heads_q, *token_strides(dout)),
+        (lse.shape[-1], rows, plan.heads_q, *token_strides(dout)),
     )
     return delta, lse2
+
+
+def run_backward(
+    plan: Plan,
+    x: Tensors,
+    walks: Walks,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(dq, dk, dv)``; the tensors of ``x`` fit the plan."""
+    q, k, v = x.q, x.k, x.v
+    dout, out, lse = aligned(dout), aligned(out.contiguous()), lse.contiguous()
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    if plan.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    delta, lse2 = _row_numbers(plan, out, dout, dlse, lse)
+    inputs = BackwardInputs(q, k, v, dout, lse2, delta, (x.cu_seqlens_q, x.cu_seqlens_k))
+    launch_dkdv(plan, inputs, walks.by_key, dk, dv)
+    launch_dq(plan, inputs, walks.by_query, dq)
+    return dq, dk, dv
 
 
 def launch_backward(
@@ -86,21 +108,16 @@ def launch_backward(
     block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
 ):  # fmt: skip
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
-    widths = q.shape[-1], k.shape[-1], v.shape[-1]
-    dout, q, k, v = whole_rows(dout), whole_rows(q), whole_rows(k), whole_rows(v)
-    out, lse = whole_rows(out.contiguous()), lse.contiguous()
-    problem = Problem(
-        q, k, v, dense(cu_seqlens_q), dense(cu_seqlens_k), None, crow, cols, (block_q, block_k),
-        rows_alike, causal,
+    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k))
+    pattern = Pattern(
+        crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, cols
+    )
+    plan = Plan(x, pattern, Options(softmax_scale, causal, 1))
+    # as wide as the values
+    wide = x.v.shape[-1]
+    grads = run_backward(
+        plan, x, Walks(by_query=tuple(by_query), by_key=tuple(by_key)), widened(out, wide), lse,
+        widened(dout, wide), dlse,
     )  # fmt: skip
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    if problem.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
-        for gradient in (dq, dk, dv):
-            gradient.zero_()
-        return tuple(map(first_columns, (dq, dk, dv), widths))
-    inputs = (q, k, v, dout, *reversed(_row_numbers(problem, out, dout, dlse, lse)))
-    strides = token_strides(dout)
-    platform = detect(q.device)
-    launch_dkdv(problem, platform, inputs, strides, by_key, softmax_scale, dk, dv)
-    launch_dq(problem, platform, inputs, strides, by_query, softmax_scale, dq)
-    return tuple(map(first_columns, (dq, dk, dv), widths))
+    widths = q.shape[-1], k.shape[-1], v.shape[-1]
+    return tuple(map(first_columns, grads, widths))

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from attn_common import cdiv
 
-from .._configs import backward_dkdv_tile
-from .launch import NUMBERS, POINTERS, run
+from .launch import NUMBERS, POINTERS
 from .primitives import (
     INF,
     LOG2E,
@@ -259,18 +258,19 @@ def _dkdv_kernel(
     )
 
 
-def launch_dkdv(problem, platform, inputs, dout_strides, lists, softmax_scale, dk, dv):
+def launch_dkdv(plan, inputs, walk, dk, dv):
     """Fill ``dk`` and ``dv``."""
-    tile = backward_dkdv_tile(platform, *problem.choice[:2])
-    tiles = problem.tiles_k(tile.block_n)
-    extent_q, extent_k = problem.extents
-    list_rows = cdiv(extent_k, max(tile.block_n, problem.block_k))
-    run(
-        _dkdv_kernel, tiles * problem.heads_k * problem.grid_batch(), tile,
-        (*inputs, dk, dv, *lists, *problem.cu_seqlens),
+    tile = plan.backward_tile
+    tiles = plan.tiles_k(inputs.k.shape[-3], tile.block_n)
+    list_rows = cdiv(plan.extent_k, max(tile.block_n, plan.pattern.block_k))
+    settle = plan.platform.is_hopper and not is_interpreted()
+    launch = plan.launch(_dkdv_kernel, None, plan.constants, None, tile, SETTLE=settle)
+    launch(
+        tiles * plan.heads_k * plan.grid_batch,
+        (*inputs[:6], dk, dv, *walk, *inputs.offsets),
         (
-            softmax_scale, *problem.sizes, tiles, problem.span_k(), list_rows, extent_q,
-            *dout_strides, *problem.strides,
+            plan.options.softmax_scale, *plan.sizes(inputs.q, inputs.k), tiles,
+            plan.span_k(inputs.q.shape[-3]), list_rows, plan.extent_q, *inputs.dout_strides,
+            *plan.strides,
         ),
-        {**problem.constants, "SETTLE": platform.is_hopper and not is_interpreted()},
     )  # fmt: skip

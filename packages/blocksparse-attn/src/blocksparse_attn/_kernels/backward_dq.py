@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._configs import backward_dq_shape
-from .launch import NUMBERS, POINTERS, run
+from .launch import NUMBERS, POINTERS
 from .primitives import (
     INF,
     LOG2E,
@@ -198,16 +197,18 @@ def _dq_kernel(
     )  # fmt: skip
 
 
-def launch_dq(problem, platform, inputs, dout_strides, lists, softmax_scale, dq):
+def launch_dq(plan, inputs, walk, dq):
     """Fill ``dq``."""
-    shape = backward_dq_shape(platform, *problem.choice)
-    tiles = problem.tiles_q(shape.positions)
-    run(
-        _dq_kernel, tiles * problem.units(shape) * problem.grid_batch(), shape.tile,
-        (*inputs, dq, *lists, *problem.cu_seqlens),
+    queries = plan.backward_tiles
+    tokens_q, tokens_k = inputs.q.shape[-3], inputs.k.shape[-3]
+    tiles = queries.count(tokens_q, tokens_k)
+    launch = plan.launch(_dq_kernel, None, queries.constants, None, queries.tile)
+    launch(
+        queries.programs(tiles),
+        (*inputs[:6], dq, *walk, *inputs.offsets),
         (
-            softmax_scale, *problem.sizes, tiles, problem.span_q(shape), problem.list_rows(shape),
-            problem.extents[1], *dout_strides, *problem.strides,
+            plan.options.softmax_scale, *plan.sizes(inputs.q, inputs.k), tiles,
+            queries.span(tokens_k), queries.list_rows, plan.extent_k, *inputs.dout_strides,
+            *plan.strides,
         ),
-        problem.constants_of(shape),
     )  # fmt: skip

@@ -14,10 +14,12 @@ import math
 import torch
 import triton
 import triton.language as tl
-from attn_common import cdiv, detect
+from attn_common import cdiv
 
+from .._call import Bounds, Options, Pattern, Tensors, Walks
 from .._configs import SHORT, short_shape, tall_shape
-from .launch import NUMBERS, POINTERS, Problem, processors, run
+from .backward import run_backward
+from .launch import NUMBERS, POINTERS, Plan, QueryTiles, processors, readable
 from .merge import launch_merge, store_rows
 from .primitives import (
     LOG2E,
@@ -34,7 +36,7 @@ from .primitives import (
     load_tile_transposed,
     tokens_of,
 )
-from .runtime import dense, first_columns, whole_rows
+from .runtime import dense, first_columns
 from .schedule import key_walk, locate_queries
 
 # programs per multiprocessor that a decode is split into, and the least steps of a program
@@ -148,7 +150,7 @@ def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
     begin_ptr, whole_ptr, items_ptr, members_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_table_ptr,
-    scale, batch, heads_q, tokens_q, tokens_k, tiles, span, splits, list_rows, extent_k,
+    scale, batch, heads_q, tokens_q, tokens_k, tiles, span, splits, fills, list_rows, extent_k,
     stride_table,
     stride_qb, stride_qs, stride_qh,
     stride_kb, stride_ks, stride_kh,
@@ -173,7 +175,6 @@ def _forward_kernel(
     PAGE: tl.constexpr,  # tokens of a page, 0 without pages
     IS_SHORT: tl.constexpr,
     SHORT: tl.constexpr,
-    FILLS: tl.constexpr,  # the short grid writes padding
     FOLD: tl.constexpr,  # the scale is not negative
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -189,9 +190,9 @@ def _forward_kernel(
     pack = unit % PACKS
     m = tl.arange(0, BLOCK_M)
     in_group = pack * HEADS + m % HEADS
-    if FILLS:
-        # the first program of the first and of the last sequence
-        is_first = tl.program_id(0) // (splits * units) % tiles + split == 0
+    if IS_SHORT and cu_seqlens_q_ptr is not None:
+        # the first program of the first and of the last sequence, if no other grid writes padding
+        is_first = (tl.program_id(0) // (splits * units) % tiles + split == 0) & (fills != 0)
         if is_first & (sequence == 0):
             _fill(
                 out_ptr, lse_ptr, 0, tl.load(cu_seqlens_q_ptr), tokens_q, heads_q, head_k * GROUP,
@@ -286,86 +287,92 @@ def _forward_kernel(
         )  # fmt: skip
 
 
-def launch_forward(q, k, v, *arguments):
-    """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
-    width = v.shape[-1]
-    out, lse = _launch(whole_rows(q), whole_rows(k), whole_rows(v), *arguments)
-    return first_columns(out, width), lse
+class ForwardPlan(Plan):
+    """The forward pass of the calls of one form, and what its backward pass needs to know."""
+
+    def __init__(self, x, pattern, options):
+        super().__init__(x, pattern, options)
+        self._tall = QueryTiles(self, tall_shape(self.platform, *self.choice))
+        self._short = QueryTiles(self, short_shape(self.platform, *self.choice[:-1]))
+        self._flags = {
+            "PAGE": 0 if x.block_table is None else x.k.shape[1],
+            "SHORT": SHORT,
+            "FOLD": options.softmax_scale >= 0,
+        }
+
+    def forward(self, x, walks, bounds):
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        q, k = x.q, x.k
+        tokens_q = q.shape[-3]
+        out = q.new_empty((*q.shape[:-1], self.head_dim_v))
+        per_head = (self.heads_q, tokens_q)
+        lse_shape = per_head if self.is_packed else (self.batch, *per_head)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if self.batch == 0:  # a packed call may hold nothing but padding
+            return out.zero_(), lse.fill_(-math.inf)
+        if walks.tall:
+            tiles = self._tall.count(tokens_q, k.shape[-3])
+            programs = self._tall.programs(tiles)
+            self._run(x, self._tall, walks.tall, (out, lse, None, None), tiles, 1, programs)
+        if walks.short:
+            # a tile may begin ahead of the sequence's first query
+            longest = min(bounds.seqlen_q, SHORT)
+            tiles = cdiv(longest - 1, self._short.shape.positions) + 1 if longest > 1 else 1
+            programs = self.batch * tiles * self._short.units
+            splits = self.options.num_splits or self._splits(programs, bounds.seqlen_k, q.device)
+            parts = None, None
+            if splits > 1:
+                rows = programs * splits * self._short.tile.block_m
+                parts = (
+                    q.new_empty((rows, self.head_dim_v), dtype=torch.float32),
+                    q.new_empty((rows,), dtype=torch.float32),
+                )
+            written = (out, lse, *parts)
+            self._run(
+                x, self._short, walks.short, written, tiles, splits, programs * splits,
+                fills=self.is_packed and not walks.tall,
+            )  # fmt: skip
+            if splits > 1:
+                launch_merge(self, self._short, x, written, tiles, splits, programs)
+        return out, lse
+
+    def _run(self, x, queries, walk, written, tiles, splits, programs, fills=False):
+        is_short = queries is self._short
+        launch = self.launch(
+            _forward_kernel, (is_short, splits > 1), queries.constants, None, queries.tile,
+            **self._flags, IS_SHORT=is_short,
+        )  # fmt: skip
+        table = dense(x.block_table)
+        launch(
+            programs,
+            (x.q, x.k, x.v, *written, *walk, x.cu_seqlens_q, x.cu_seqlens_k, table),
+            (
+                self.options.softmax_scale, *self.sizes(x.q, x.k), tiles,
+                queries.span(x.k.shape[-3]), splits, int(fills), queries.list_rows, self.extent_k,
+                0 if table is None else table.stride(0), *self.strides,
+            ),
+        )  # fmt: skip
+
+    def _splits(self, programs, seqlen_k, device):
+        """Return over how many programs the keys of a short tile are split."""
+        pattern, shape = self.pattern, self._short.shape
+        blocks = min(pattern.max_row * shape.pack, cdiv(seqlen_k, pattern.block_k))
+        steps = cdiv(blocks * pattern.block_k, shape.tile.block_n)
+        wanted = cdiv(WAVES * processors(device), max(programs, 1))
+        return max(1, min(wanted, steps // LEAST_STEPS, 64))
+
+    backward = run_backward
 
 
-def _launch(
+def launch_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, tall, short, crow, col, cols, block_q,
     block_k, rows_alike, max_row, max_seqlen_q, max_seqlen_k, softmax_scale, causal, num_splits,
 ):  # fmt: skip
-    """Do so on tensors whose rows are whole accesses."""
-    problem = Problem(
-        q, k, v, dense(cu_seqlens_q), dense(cu_seqlens_k), dense(block_table), crow, cols,
-        (block_q, block_k), rows_alike, causal,
-    )  # fmt: skip
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse = torch.empty(problem.lse_shape, dtype=torch.float32, device=q.device)
-    if problem.batch == 0:  # a packed call may hold nothing but padding
-        return out.zero_(), lse.fill_(-math.inf)
-    tensors = q, k, v, out, lse
-    platform = detect(q.device)
-    constants = {
-        "PAGE": 0 if block_table is None else k.shape[1],
-        "SHORT": SHORT,
-        "FOLD": softmax_scale >= 0,
-    }
-    if tall:
-        shape = tall_shape(platform, *problem.choice)
-        tiles = problem.tiles_q(shape.positions)
-        _run_forward(
-            problem, shape, tensors, (None, None), tall, softmax_scale, tiles, 1,
-            tiles * problem.units(shape) * problem.grid_batch(),
-            {**constants, "IS_SHORT": False, "FILLS": False},
-        )  # fmt: skip
-    if short:
-        shape = short_shape(platform, *problem.choice[:-1])
-        # a tile may begin ahead of the sequence's first query
-        longest = min(max_seqlen_q, SHORT)
-        tiles = cdiv(longest - 1, shape.positions) + 1 if longest > 1 else 1
-        programs = problem.batch * tiles * problem.units(shape)
-        splits = num_splits or _splits(
-            programs, max_row * shape.pack, max_seqlen_k, block_k, shape.tile.block_n, q.device
-        )
-        parts = (None, None)
-        if splits > 1:
-            rows = programs * splits * shape.tile.block_m
-            parts = (
-                torch.empty((rows, v.shape[-1]), dtype=torch.float32, device=q.device),
-                torch.empty((rows,), dtype=torch.float32, device=q.device),
-            )
-        constants |= {"IS_SHORT": True, "FILLS": problem.is_packed and not tall}
-        _run_forward(
-            problem, shape, tensors, parts, short, softmax_scale, tiles, splits, programs * splits,
-            constants,
-        )  # fmt: skip
-        if splits > 1:
-            launch_merge(problem, shape, parts, out, lse, tiles, splits)
-    return out, lse
-
-
-def _run_forward(
-    problem, shape, tensors, parts, lists, softmax_scale, tiles, splits, grid, constants
-):
-    table = problem.block_table
-    run(
-        _forward_kernel, grid, shape.tile,
-        (*tensors, *parts, *lists, *problem.cu_seqlens, table),
-        (
-            softmax_scale, *problem.sizes, tiles, problem.span_q(shape), splits,
-            problem.list_rows(shape), problem.extents[1],
-            0 if table is None else table.stride(0), *problem.strides,
-        ),
-        {**problem.constants_of(shape), **constants},
-    )  # fmt: skip
-
-
-def _splits(programs, max_row, max_seqlen_k, block_k, block_n, device):
-    """Return over how many programs the keys of a short tile are split."""
-    blocks = min(max_row, cdiv(max_seqlen_k, block_k))
-    steps = cdiv(blocks * block_k, block_n)
-    wanted = cdiv(WAVES * processors(device), max(programs, 1))
-    return max(1, min(wanted, steps // LEAST_STEPS, 64))
+    """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
+    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table))
+    pattern = Pattern(
+        crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, max_row
+    )
+    plan = ForwardPlan(x, pattern, Options(softmax_scale, causal, num_splits))
+    out, lse = plan.forward(x, Walks(tuple(tall), tuple(short)), Bounds(max_seqlen_q, max_seqlen_k))
+    return first_columns(out, v.shape[-1]), lse

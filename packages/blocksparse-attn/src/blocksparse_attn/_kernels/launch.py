@@ -1,20 +1,30 @@
-"""What every launch has in common: the arguments that all kernels take."""
+"""What the calls of one form have in common: flags, strides, tiles, and the kernels' arguments."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from attn_common import cdiv
+from attn_common import cdiv, detect
 from torch import Tensor
 
-from .._configs import Shape, Tile, padded_head_dim
-from .runtime import Launch, is_interpreted, row_bytes
+from .._call import Options, Pattern, Tensors
+from .._configs import Shape, Tile, backward_dkdv_tile, backward_dq_shape, padded_head_dim
+from .runtime import (
+    ACCESS,
+    Launch,
+    dense,
+    has_whole_rows,
+    is_aligned,
+    is_interpreted,
+    row_bytes,
+    whole_rows,
+)
 
 NUMBERS = (
-    "batch", "heads_q", "tokens_q", "tokens_k", "tiles", "span", "splits", "list_rows", "extent_k",
-    "extent_q", "stride_table",
+    "batch", "heads_q", "tokens_q", "tokens_k", "tiles", "span", "splits", "fills", "list_rows",
+    "extent_k", "extent_q", "stride_table",
     *(f"stride_{x}{axis}" for x in ("q", "k", "v", "do") for axis in "bsh"),
 )  # fmt: skip
 POINTERS = (
@@ -28,115 +38,186 @@ L2_BYTES = 32 * 2**20
 PROCESSORS = 132
 
 
-class Problem:
-    """One call's sizes and strides, in the order in which the kernels take them."""
+class Plan:
+    """All of a call's launches that depends on its form alone: on no data, and on no token count.
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        block_table: Tensor | None,
-        crow: Tensor,
-        cols: int,
-        block_size: tuple[int, int],
-        rows_alike: bool,
-        causal: bool,
-    ) -> None:
-        self.is_packed = cu_seqlens_q is not None
-        self.cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
-        self.block_table = block_table
-        self.tokens_q, self.heads_q, self.head_dim = q.shape[-3:]
-        self.heads_k, self.head_dim_v = v.shape[-2:]
-        self.tokens_k = k.shape[-3]
-        self.group = self.heads_q // self.heads_k
-        self.batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        self.lse_shape = (
-            (self.heads_q, self.tokens_q)
-            if self.is_packed
-            else (self.batch, self.heads_q, self.tokens_q)
-        )
+    Made from one call's tensors, which went through ``readable``, and good for every call whose
+    tensors differ in data only, or, packed, in the number of tokens.
+    """
+
+    def __init__(self, x: Tensors, pattern: Pattern, options: Options) -> None:
+        q, k, v = x.q, x.k, x.v
+        self.options, self.pattern = options, pattern
+        self.platform = detect(q.device)
         self.itemsize = q.element_size()
-        self.is_shared = crow.shape[0] == 1
-        self.rows = crow.shape[1] - 1
-        self.block_q, self.block_k = block_size
+        self.is_packed = x.cu_seqlens_q is not None
+        self.heads_q, head_dim = q.shape[-2:]
+        self.heads_k, self.head_dim_v = v.shape[-2:]
+        self.group = self.heads_q // self.heads_k
+        self.batch = q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
+        # a packed grid counts tiles of all sequences at once
+        self.grid_batch = 1 if self.is_packed else self.batch
         # tokens that the layout's rows and columns cover
-        self.extents = (self.rows * self.block_q, cols * self.block_k)
-        self.causal = causal
+        self.extent_q = pattern.rows * pattern.block_q
+        self.extent_k = pattern.cols * pattern.block_k
         # what the choice of a tile of queries asks for
         self.choice = (
-            max(self.head_dim, self.head_dim_v), self.itemsize, self.block_q, self.group,
-            self.is_shared, rows_alike,
+            max(head_dim, self.head_dim_v), self.itemsize, pattern.block_q, self.group,
+            pattern.is_shared, pattern.rows_alike,
         )  # fmt: skip
-        self.sizes = (self.batch, self.heads_q, self.tokens_q, self.tokens_k)
+        self.token_bytes = (head_dim + self.head_dim_v) * self.itemsize
         self.strides = (*token_strides(q), *token_strides(k), *token_strides(v))
         self.constants: dict[str, Any] = {
             "GROUP": self.group,
-            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM": head_dim,
             "HEAD_DIM_V": self.head_dim_v,
-            "BLOCK_D": padded_head_dim(self.head_dim),
+            "BLOCK_D": padded_head_dim(head_dim),
             "BLOCK_DV": padded_head_dim(self.head_dim_v),
             "ROW_BYTES": row_bytes(q),
             "ROW_BYTES_V": row_bytes(v),
-            "BLOCK_Q": self.block_q,
-            "BLOCK_K": self.block_k,
-            "IS_CAUSAL": causal,
-            "PER_HEAD": not self.is_shared,
+            "BLOCK_Q": pattern.block_q,
+            "BLOCK_K": pattern.block_k,
+            "IS_CAUSAL": options.causal,
+            "PER_HEAD": not pattern.is_shared,
         }
+        self._launches: dict[Any, Launch] = {}
+        self._layout = layout_of(x)
 
-    def constants_of(self, shape: Shape) -> dict[str, Any]:
-        """Return the constants of a kernel whose programs own tiles of queries."""
-        by_heads = shape.pack > 1
-        return {
-            **self.constants,
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+        return layout_of(x) == self._layout
+
+    def launch(
+        self,
+        kernel: Any,
+        kind: Any,
+        constants: dict[str, Any],
+        names: tuple[str, ...] | None,
+        tile: Tile | None,
+        **further: Any,
+    ) -> Launch:
+        """Return the launch of a kernel.
+
+        Args:
+            kernel: a jit function.
+            kind: tells apart calls whose tensors differ.
+            constants: its constants.
+            names: which of these it takes; None means all.
+            tile: on what each program works, if on tiles of scores.
+            further: more constants, and compiler options.
+        """
+        key = kernel.__name__, kind
+        known = self._launches.get(key)
+        if known is not None:
+            return known
+        constants = {name: constants[name] for name in names or constants} | further
+        if tile is not None:
+            constants |= {
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                "PRECISION": tile.precision,
+                "UPCAST": is_interpreted(),
+                "num_warps": tile.num_warps,
+                "num_stages": tile.num_stages,
+            }
+        return self._launches.setdefault(key, Launch(kernel, constants))
+
+    @functools.cached_property
+    def backward_tiles(self) -> QueryTiles:
+        """The tiles of the pass that makes dq."""
+        return QueryTiles(self, backward_dq_shape(self.platform, *self.choice))
+
+    @functools.cached_property
+    def backward_tile(self) -> Tile:
+        """The tile of the pass that makes dk and dv."""
+        return backward_dkdv_tile(self.platform, *self.choice[:3])
+
+    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+        """Return the sizes with which every kernel's numbers begin."""
+        return self.batch, self.heads_q, q.shape[-3], k.shape[-3]
+
+    def tiles_k(self, tokens_k: int, block: int) -> int:
+        """Return tiles of keys per head; for packed tensors the slots that hold them."""
+        return tokens_k // block + self.batch + 2 if self.is_packed else cdiv(tokens_k, block)
+
+    def span_k(self, tokens_q: int) -> int:
+        """Return how many key heads' queries, of the whole group, the second-level cache holds."""
+        fitting = L2_BYTES // max(1, tokens_q * self.token_bytes * self.group)
+        return min(max(1, fitting), max(1, self.batch * self.heads_k))
+
+
+class QueryTiles:
+    """How programs share the queries of a form, in tiles of one shape."""
+
+    def __init__(self, plan: Plan, shape: Shape) -> None:
+        self.shape, self.tile, self._plan = shape, shape.tile, plan
+        pattern = plan.pattern
+        packs = cdiv(plan.group, shape.heads)
+        # programs that share a tile of positions
+        self.units = plan.heads_k * packs
+        # owners that a list of a unit has
+        self.list_rows = cdiv(pattern.rows, max(shape.span // pattern.block_q, 1))
+        self.constants = {
+            **plan.constants,
             "POSITIONS": shape.positions,
             "HEADS": shape.heads,
-            "PACKS": cdiv(self.group, shape.heads),
+            "PACKS": packs,
             "SPAN": shape.span,
-            "ROW_MEMBERS": 1 if by_heads else max(shape.span // self.block_q, 1),
+            "ROW_MEMBERS": 1 if shape.pack > 1 else max(shape.span // pattern.block_q, 1),
             "HEAD_MEMBERS": shape.pack,
         }
 
-    def units(self, shape: Shape) -> int:
-        """Return how many programs share a tile of positions."""
-        return self.heads_k * cdiv(self.group, shape.heads)
-
-    def list_rows(self, shape: Shape) -> int:
-        """Return how many owners a list of a unit has."""
-        return cdiv(self.rows, max(shape.span // self.block_q, 1))
-
-    def tiles_q(self, positions: int) -> int:
+    def count(self, tokens_q: int, tokens_k: int) -> int:
         """Return tiles of positions per unit; for packed tensors the slots that hold them."""
-        if self.is_packed:
-            return self.tokens_q // positions + 2 * self.batch + 4
-        if self.tokens_q == 0:
+        positions = self.shape.positions
+        if self._plan.is_packed:
+            return tokens_q // positions + 2 * self._plan.batch + 4
+        if tokens_q == 0:
             return 0
-        return cdiv(self.tokens_k, positions) - (self.tokens_k - self.tokens_q) // positions
+        return cdiv(tokens_k, positions) - (tokens_k - tokens_q) // positions
 
-    def tiles_k(self, block: int) -> int:
-        """Return tiles of keys per head, likewise."""
-        if self.is_packed:
-            return self.tokens_k // block + self.batch + 2
-        return cdiv(self.tokens_k, block)
+    def programs(self, tiles: int) -> int:
+        """Return how many programs own so many tiles of each unit."""
+        return tiles * self.units * self._plan.grid_batch
 
-    def grid_batch(self) -> int:
-        """Return how many times the tiles are to be counted."""
-        return 1 if self.is_packed else self.batch
-
-    def span_q(self, shape: Shape) -> int:
+    def span(self, tokens_k: int) -> int:
         """Return how many units' keys and values the second-level cache holds together."""
-        row = (self.head_dim + self.head_dim_v) * self.itemsize
-        units = self.units(shape)
-        fitting = units // self.heads_k * (L2_BYTES // max(1, self.tokens_k * row))
-        return min(max(1, fitting), max(1, self.batch * units))
+        plan = self._plan
+        per_head = self.units // plan.heads_k
+        fitting = per_head * (L2_BYTES // max(1, tokens_k * plan.token_bytes))
+        return min(max(1, fitting), max(1, plan.batch * self.units))
 
-    def span_k(self) -> int:
-        """Return how many key heads' queries, of the whole group, it holds together."""
-        row = (self.head_dim + self.head_dim_v) * self.itemsize * self.group
-        fitting = L2_BYTES // max(1, self.tokens_q * row)
-        return min(max(1, fitting), max(1, self.batch * self.heads_k))
+
+class BackwardInputs(NamedTuple):
+    """What every backward kernel reads, in the order in which they take it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse2: Tensor
+    delta: Tensor
+    # those that come last
+    offsets: tuple[Tensor | None, Tensor | None]
+
+    @property
+    def dout_strides(self) -> tuple[int, int, int]:
+        return token_strides(self.dout)
+
+
+def layout_of(x: Tensors) -> list[Any]:
+    """Return how the large tensors lie in memory, and where between two accesses they begin."""
+    return [(t.stride(), t.data_ptr() % ACCESS) for t in (x.q, x.k, x.v)]
+
+
+def is_served_as_is(x: Tensors) -> bool:
+    """Say whether the kernels may read tensors of this form where they are."""
+    return all(has_whole_rows(t) and is_aligned(t) for t in (x.q, x.k, x.v))
+
+
+def readable(x: Tensors) -> Tensors:
+    """Return the tensors as the kernels may read them; heads may have become wider."""
+    return Tensors(whole_rows(x.q), whole_rows(x.k), whole_rows(x.v), *map(dense, x[3:]))
 
 
 def token_strides(x: Tensor) -> tuple[int, int, int]:
@@ -150,24 +231,3 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4 if device.type == "cpu" else PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def run(
-    kernel: Any,
-    grid: int,
-    tile: Tile,
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
-    constants: dict[str, Any],
-) -> None:
-    """Launch a one-dimensional grid of programs that own a tile each."""
-    constants = {
-        **constants,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "PRECISION": tile.precision,
-        "UPCAST": is_interpreted(),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
-    Launch(kernel, constants)(grid, tensors, numbers)

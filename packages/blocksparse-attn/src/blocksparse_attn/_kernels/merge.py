@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._configs import SHORT
-from .launch import NUMBERS, POINTERS, run
+from .launch import NUMBERS, POINTERS
 from .primitives import LN2, NEG_INF
 from .schedule import locate_queries
 
@@ -90,12 +90,13 @@ def _merge_kernel(
     )  # fmt: skip
 
 
-def launch_merge(problem, shape, parts, out, lse, tiles, splits):
+def launch_merge(plan, queries, x, written, tiles, splits, programs):
     """Fill the rows of short tiles from their parts."""
-    kept = ("GROUP", "HEAD_DIM_V", "BLOCK_DV", "POSITIONS", "HEADS", "PACKS")
-    known = problem.constants_of(shape)
-    run(
-        _merge_kernel, problem.batch * tiles * problem.units(shape), shape.tile,
-        (*parts, out, lse, *problem.cu_seqlens), (*problem.sizes, tiles, splits),
-        {**{name: known[name] for name in kept}, "SHORT": SHORT},
-    )  # fmt: skip
+    names = ("GROUP", "HEAD_DIM_V", "BLOCK_DV", "POSITIONS", "HEADS", "PACKS")
+    launch = plan.launch(_merge_kernel, None, queries.constants, names, queries.tile, SHORT=SHORT)
+    out, lse, *parts = written
+    launch(
+        programs,
+        (*parts, out, lse, x.cu_seqlens_q, x.cu_seqlens_k),
+        (*plan.sizes(x.q, x.k), tiles, splits),
+    )

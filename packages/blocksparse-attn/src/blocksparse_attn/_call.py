@@ -1,0 +1,63 @@
+"""A checked call: its tensors, its options, its layout, and what the checks of its form came to."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call, in the order of the forward operator."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None
+
+
+class Pattern(NamedTuple):
+    """What a launch depends on of a layout, besides its lists."""
+
+    is_shared: bool
+    rows: int
+    cols: int
+    block_q: int
+    block_k: int
+    rows_alike: bool
+    max_row: int
+
+
+class Options(NamedTuple):
+    """What is no tensor; the lengths are not among them."""
+
+    softmax_scale: float
+    causal: bool
+    num_splits: int
+
+
+class Bounds(NamedTuple):
+    """What no sequence is longer than."""
+
+    seqlen_q: int
+    seqlen_k: int
+
+
+class Walks(NamedTuple):
+    """The lists that kernels walk, as :class:`._lists.Lists`; empty where none will."""
+
+    tall: tuple[Tensor, ...] = ()
+    short: tuple[Tensor, ...] = ()
+    by_query: tuple[Tensor, ...] = ()
+    by_key: tuple[Tensor, ...] = ()
+
+
+class Checked(NamedTuple):
+    """What is known of every call of one form with one layout."""
+
+    options: Options
+    walks: Walks
+    # how to launch it past the operators; None where they have to be asked
+    plan: Any = None
