@@ -69,6 +69,10 @@ TENSORS = [
         ValueError, packed, {"q": zeros(2, 5, 4, 8)},
     ),
     (
+        "q must be [tokens_q, heads_q, head_dim], got []",
+        ValueError, packed, {"q": zeros()},
+    ),
+    (
         "k must be [tokens_k, heads_k, head_dim], got [2, 7, 2, 8]",
         ValueError, packed, {"k": zeros(2, 7, 2, 8)},
     ),

@@ -14,6 +14,8 @@ from ._budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
 
 NHD, PACKED = "nhd", "packed"
 NAN = float("nan")
+# fewer rows than these may all be lucky at once; how often they are nudged
+FEW, NUDGES = 100, 4
 
 
 class Problem(NamedTuple):
@@ -217,13 +219,18 @@ def run(case: Case) -> dict[str, Tensor]:
     return case()
 
 
-def run_oracle(case: Case, *, nudge: float = 0.0) -> dict[str, Tensor]:
+def run_oracle(case: Case, *, nudge: float = 0.0, seed: int = 0) -> dict[str, Tensor]:
     """Compute in float64, on the same, already rounded, inputs; ``nudge`` moves them a little."""
-    m = Maker(case.inputs["q"].device, torch.float64, seed=2)
+    device = case.inputs["q"].device
+    generator = torch.Generator(device).manual_seed(seed)
 
     def moved(t: Tensor) -> Tensor:
         wide = t.double()
-        return wide * (1 + nudge * m.randn(*t.shape).sign()) if nudge else wide
+        if not nudge:
+            return wide
+        # signs are drawn where they are needed: on the CPU, large ones took most of a test's time
+        up = torch.randint(2, t.shape, generator=generator, dtype=torch.int8, device=device).bool()
+        return torch.where(up, wide * (1 + nudge), wide * (1 - nudge))
 
     inputs = {name: moved(t) for name, t in case.inputs.items()}
     options = {name: x for name, x in case.options.items() if name not in ("out", "out_scale")}
@@ -237,7 +244,8 @@ def run_eager(case: Case, oracle: dict[str, Tensor]) -> dict[str, Tensor]:
     Eager is at times exact by luck. Where float64 on inputs that are slightly off is further from
     the oracle, it takes the place of an eager element: off by four units of fp32 for the LSE, and
     by half a unit of a 16-bit dtype for the output, to which a kernel rounds probabilities. An fp32
-    product on a GPU is three of TF32, and there it is two of their units.
+    product on a GPU is three of TF32, and there it is two of their units. Of few results the nudge
+    itself may be lucky, too, and the furthest of several counts.
     """
     inputs = case.inputs
     options = {name: x for name, x in case.options.items() if name != "out"}
@@ -247,12 +255,14 @@ def run_eager(case: Case, oracle: dict[str, Tensor]) -> dict[str, Tensor]:
     is_tf32 = q.device.type == "cuda" and q.dtype == torch.float32
     fine = 2 * TF32X3_UNIT if is_tf32 else 4 * torch.finfo(torch.float32).eps
     coarse = max(fine, torch.finfo(q.dtype).eps / 2)
-    nudged = run_oracle(case, nudge=coarse)
-    if coarse > fine:
-        nudged["lse"] = run_oracle(case, nudge=fine)["lse"]
-    for name, value in eager.items():
-        error, moved = (value.double() - oracle[name]).abs(), (nudged[name] - oracle[name]).abs()
-        eager[name] = torch.where(moved > error, nudged[name], value.double())
+    for seed in range(NUDGES if lse.numel() < FEW else 1):
+        nudged = run_oracle(case, nudge=coarse, seed=seed)
+        if coarse > fine:
+            nudged["lse"] = run_oracle(case, nudge=fine, seed=seed)["lse"]
+        for name, value in eager.items():
+            error = (value.double() - oracle[name]).abs()
+            moved = (nudged[name] - oracle[name]).abs()
+            eager[name] = torch.where(moved > error, nudged[name], value.double())
     return eager
 
 

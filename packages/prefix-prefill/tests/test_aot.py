@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from prefix_prefill._configs import choose_splits
 
 from ._aot import Config, launch_attention, launch_cache, launch_decode, launch_merge
 from ._gpus import GPUS, compiling, recording
@@ -29,6 +30,7 @@ FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
 
 # "GPU configuration kernel", as a pattern: the most that may be spilled, and why that is accepted
 SPILLS: dict[str, tuple[int, str]] = {
+    "nvidia:sm_80 d128-bfloat16-same-p16-g4 *": (16, "with Triton 3.6 alone, 3.9 spills nothing"),
     "amd:gfx1100 *": (64, "its matrix instructions want operands twice; no such GPU to tune on"),
 }
 
@@ -48,6 +50,7 @@ def principal() -> list[tuple[str, str, Config]]:
         ("nvidia:sm_90", MIXED, Config(128, dense=True)),
         ("nvidia:sm_90", MERGE, Config(128)),
         ("nvidia:sm_90", DECODE, Config(128, "float8_e4m3fn", "float8_e4m3fn")),
+        ("nvidia:sm_90", MIXED, Config(16, "float8_e4m3fn", "float8_e4m3fn")),
         ("nvidia:sm_80", DECODE, Config(128, "float32")),
         ("amd:gfx90a", DECODE, Config(128, "float32")),
         ("amd:gfx1100", DECODE, Config(80, "float16", page=1)),
@@ -92,6 +95,7 @@ def test_compiles_fits_and_does_not_spill(gpu, way, config, tmp_path, record_pro
     for build in builds:
         record_property(build.kernel, str(build))
         assert build.shared <= GPUS[gpu].shared_limit, build
+        assert not build.unset, f"{build} {build.unset}"
     spilled = [build for build in builds if build.spilled > accepted(gpu, config, build.kernel)]
     assert not spilled, ", ".join(map(str, spilled))
 
@@ -129,6 +133,30 @@ def test_one_sequence_fills_the_gpu_by_splits():
     assert [launch.kernel for launch in launches] == ["_paged_kernel", "_split_merge_kernel"]
     # 8 heads, and as many splits as fill 132 processors twice, less a tenth
     assert 8 * 29 <= math.prod(launches[0].grid) <= 8 * 34
+
+
+@pytest.mark.parametrize(
+    ("units", "steps", "splits"),
+    [
+        (2048, 64, 1),  # nearly eight waves of programs, two for each of 132 processors
+        (264, 64, 1),  # one whole wave
+        (384, 64, 2),  # one and a half: three waves of half the length take less than two
+        (8, 64, 16),  # as many as have four steps each
+        (8, 7, 1),
+        (0, 64, 1),
+    ],
+)
+def test_splits_fill_the_last_wave(units, steps, splits):
+    assert choose_splits(units, True, steps, 1, 132) == splits
+
+
+@pytest.mark.parametrize(("units", "splits"), [(40, 3), (100, 1), (200, 1)])
+def test_long_tiles_are_split_within_a_wave(units, splits):
+    assert choose_splits(units, False, 72, 1, 132) == splits
+
+
+def test_splits_keep_to_their_scratch_memory():
+    assert choose_splits(8, True, 512, 2**26, 132) <= 4
 
 
 def test_nothing_is_launched_for_nothing():

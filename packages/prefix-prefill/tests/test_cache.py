@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from prefix_prefill import reshape_and_cache
+from prefix_prefill import _ops, api, reshape_and_cache
+from prefix_prefill._forms import Memory
 
 from ._budget import DTYPES, Maker
 from ._numerics import PACKED, in_layout
@@ -136,6 +137,35 @@ def test_bytes_are_e4m3(device):
     stored = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     reshape_and_cache(k, k, *stored, slots)
     assert torch.equal(k_cache.float().cpu(), expected(k, k_cache, slots, "nhd"))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
+def test_writes_of_a_known_form_go_past_the_operator(dtype, layout, device, monkeypatch):
+    from prefix_prefill._kernels.write import write_plan_of
+
+    def operator(*_):
+        raise AssertionError("the operator was called")
+
+    monkeypatch.setattr(api, "_writes", Memory())
+    # plans are for GPUs, but what they launch is the same in the interpreter
+    monkeypatch.setattr(_ops, "write_plan_of", write_plan_of)
+    monkeypatch.setattr(_ops, "reshape_and_cache", operator)
+    stored = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+    scale = torch.tensor([4.0], device=device) if dtype == torch.uint8 else None
+    for count in (21, 9, 1, 0):
+        _, _, k_cache, v_cache, slots = make(layout, stored, device, head_dim=32)
+        k, v = representable(21, 2, 32, device=device), -representable(21, 2, 32, device=device)
+        caches = k_cache.view(dtype), v_cache.view(dtype)
+        reshape_and_cache(k, v, *caches, slots[:count], k_scale=scale, v_scale=scale)
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            values = new if scale is None else new / scale
+            want = expected(values, cache, slots[:count], layout)
+            assert torch.equal(as_nhd(cache.float(), layout), want)
+    # with and without several tokens, whose strides matter
+    assert len(api._writes._known) == 2
+    with pytest.raises(ValueError, match="slot_mapping"):
+        reshape_and_cache(k[:1], v[:1], *caches, slots[:9], k_scale=scale, v_scale=scale)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted FP8 stores round wrongly")

@@ -119,7 +119,7 @@ def test_splits_of_long_sequences_and_both_sources(splits, device):
 
 def test_the_load_decides_by_default(device):
     # more keys than a split has at least, and one sequence
-    problem = Problem(((2, 300),), 2, 1, 16, page=16)
+    problem = Problem(((2, 600),), 2, 1, 16, page=16)
     case = make_case(problem, torch.float32, device)
     got = check(case)
     assert not torch.equal(got["out"], case(num_splits=1)["out"])

@@ -90,10 +90,10 @@ def form_of(
     """
     if is_watched():
         return None
-    kinds = tuple(
-        tuple(map(type, option)) if option.__class__ is tuple else type(option)
-        for option in options
-    )
+    kinds = tuple(map(type, options))
+    for option in options:
+        if option.__class__ is tuple:
+            kinds += tuple(map(type, option))
     try:
         hash(options)
     except TypeError:  # cannot be looked up; the checks have something to say
@@ -101,7 +101,7 @@ def form_of(
     form: list[Hashable] = [kinds, options, torch.is_grad_enabled()]
     addresses = 0
     for x in tokens:
-        if not is_plain(x):
+        if not is_plain(x) or (packed and x.ndim == 0):  # the checks have something to say
             return None
         # strides between tokens matter only where there are several
         shape = (x.shape[0] > 1, *x.shape[1:]) if packed else x.shape

@@ -15,6 +15,8 @@ from attn_common import Platform, cdiv, next_power_of_2
 
 # the interpreter and the MMA instructions take no smaller side
 MIN_TILE = 16
+# and no fewer numbers of 8 bits are multiplied and added at once
+MIN_FP8_SUM = 32
 # rows of the largest tile for short sequences
 MAX_SHORT_ROWS = 64
 
@@ -85,7 +87,7 @@ _LONG: dict[str, _Table] = {
 _SHORT: dict[str, _Table] = {
     "hopper": (
         (64, Tile(16, 128, 4, 3)),
-        (128, Tile(16, 64, 4, 3)),
+        (128, Tile(16, 64, 4, 4)),
         (256, Tile(16, 32, 4, 3)),
     ),
     "nvidia": (
@@ -125,20 +127,23 @@ _PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 _PROCESSORS |= {"gfx90a": 104, "gfx942": 304, "gfx950": 256, "gfx1100": 48, "": 4}
 _TYPICAL_PROCESSORS = 128
 
-# programs of a short tile that one processor holds at a time
+# programs of a short tile that one processor holds at a time; on Hopper by their shared memory
 _SHORT_RESIDENT = 2
 # a split has at least so many steps, else its merging costs more than it saves
 _LEAST_STEPS = 4
 # bytes that partial results may take, if the caller has not asked for more
 _SCRATCH_BYTES = 256 * 2**20
-# a split count is good enough at this share of the best occupancy of the last wave
-_GOOD_ENOUGH = 0.9
+# waves of programs of a short tile that splits may come to, so that the last one is full; partial
+# results of a long tile are too large for more than one
+_MOST_WAVES = 4
+# what of the time writing and merging of partial results takes, where it is worth its while
+_MERGING = 0.05
 _MOST_SPLITS = 128
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """Return the tile width that holds a head dimension."""
-    return max(MIN_TILE, next_power_of_2(head_dim))
+def padded_head_dim(head_dim: int, itemsize: int = 2) -> int:
+    """Return the tile width that holds a head dimension of queries of that element size."""
+    return max(MIN_FP8_SUM if itemsize == 1 else MIN_TILE, next_power_of_2(head_dim))
 
 
 @functools.cache
@@ -181,20 +186,17 @@ def choose_splits(
         scratch_bytes: what the partial results of one split take.
         processors: how many the GPU has.
     """
-    resident = processors * (_SHORT_RESIDENT if is_short else 1)
+    resident, waves = processors, 1
+    if is_short:
+        resident, waves = _SHORT_RESIDENT * processors, _MOST_WAVES
     most = min(_MOST_SPLITS, steps // _LEAST_STEPS, _SCRATCH_BYTES // max(1, scratch_bytes))
-    if units == 0 or units * 10 >= resident * 8 or most < 2:
+    if units == 0 or most < 2:
         return 1
-    # up to the first count that fills the GPU once
-    most = min(most, cdiv(resident, units))
-    shares = [_last_wave(units * splits, resident) for splits in range(1, most + 1)]
-    good = _GOOD_ENOUGH * max(shares)
-    return 1 + next(i for i, share in enumerate(shares) if share >= good)
-
-
-def _last_wave(programs: int, resident: int) -> float:
-    """Return the share of the time in which programs keep the GPU busy."""
-    return programs / (cdiv(programs, resident) * resident)
+    most = min(most, waves * resident // units)
+    # in steps of the longest sequence, of which each wave of programs takes as many as a split has
+    times = [cdiv(units, resident) * steps * (1.0 - _MERGING)]
+    times += [cdiv(units * splits, resident) * cdiv(steps, splits) for splits in range(2, most + 1)]
+    return 1 + times.index(min(times))
 
 
 def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsize: int) -> Tile:

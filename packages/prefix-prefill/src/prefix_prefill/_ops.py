@@ -9,12 +9,21 @@ arguments and returns nothing.
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import _eager
 from ._call import Checked, Options, Tensors
 from ._forms import interpreted
 
-__all__ = ["attention", "interpreted", "merge_states", "plan_of", "reshape_and_cache", "run"]
+__all__ = [
+    "attention",
+    "interpreted",
+    "merge_states",
+    "plan_of",
+    "reshape_and_cache",
+    "run",
+    "write_plan_of",
+]
 
 torch.library.define(
     "prefix_prefill::attention",
@@ -100,6 +109,15 @@ def plan_of(x: Tensors, options: Options) -> Any:
     from ._kernels.forward import plan_of as plan
 
     return plan(x, options)
+
+
+def write_plan_of(k: Tensor, v: Tensor, *rest: Tensor | None) -> Any:
+    """Return how to launch writes of this form past the operator, or None."""
+    if k.device.type != "cuda":
+        return None
+    from ._kernels.write import write_plan_of as plan
+
+    return plan(k, v, *rest)
 
 
 def run(x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked) -> None:

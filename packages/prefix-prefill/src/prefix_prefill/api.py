@@ -1,5 +1,7 @@
 """The two main public functions: check the arguments, then call the operator."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,8 @@ from ._forms import Memory, form_of
 from ._layout import cache_sizes
 
 _known: Memory[Checked] = Memory()
+# how writes are launched past the operator
+_writes: Memory[Any] = Memory()
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -120,10 +124,11 @@ def paged_attn_func(
          v is None, out is None),
         packed=True,
     )  # fmt: skip
-    if form is not None and any(x.shape[:1] != q.shape[:1] for x in rows):
+    if form is not None and len(rows) > 1 and any(x.shape[:1] != q.shape[:1] for x in rows):
         form = None
     known = None if form is None else _known.get(form)
-    k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
+    if known is None or k_cache.dtype is torch.uint8:
+        k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
     if known is None:
         _checks.check_paged(q, k_cache, v_cache, k, v)
         options = _options.check_options(
@@ -189,7 +194,19 @@ def reshape_and_cache(
         NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
             gradient.
     """
-    k_cache, v_cache = _checks.fp8_view(k, k_cache), _checks.fp8_view(k, v_cache)
-    _checks.check_cache_inputs(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    _checks.check_no_gradients(k, v, k_cache, v_cache)
-    _ops.reshape_and_cache(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    form = form_of((k, v, slot_mapping), (k_cache, v_cache, k_scale, v_scale), (), packed=True)
+    if form is not None and not len(k) == len(v) >= len(slot_mapping):
+        form = None
+    plan = None if form is None else _writes.get(form)
+    if plan is None or k_cache.dtype is torch.uint8:
+        k_cache, v_cache = _checks.fp8_view(k, k_cache), _checks.fp8_view(k, v_cache)
+    x = k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    if plan is None:
+        _checks.check_cache_inputs(*x)
+        _checks.check_no_gradients(k, v, k_cache, v_cache)
+        plan = None if form is None else _ops.write_plan_of(*x)
+        if plan is None:
+            _ops.reshape_and_cache(*x)
+            return
+        _writes.keep(form, plan)
+    plan.run(*x)

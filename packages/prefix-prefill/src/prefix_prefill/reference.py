@@ -169,10 +169,11 @@ def dense_attention(
 
         # the sink is one more column, without a value
         sink = q.new_full((heads_q,), -math.inf) if sinks is None else sinks.to(q.dtype)
-        logits = torch.cat([scores, sink[:, None, None].expand(-1, seqlen_q, 1)], dim=-1)
-        shift = logits.amax(dim=-1, keepdim=True)
+        scores = torch.cat([scores, sink[:, None, None].expand(-1, seqlen_q, 1)], dim=-1)
+        shift = scores.amax(dim=-1, keepdim=True)
         shift = shift.masked_fill(shift == -math.inf, 0.0)
-        weights = torch.exp(logits - shift)
+        weights = (scores - shift).exp_()
+        del scores  # as large as the weights
         total = weights.sum(dim=-1, keepdim=True)
         empty = total == 0.0
         total = total.masked_fill(empty, 1.0)

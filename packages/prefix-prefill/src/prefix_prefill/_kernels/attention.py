@@ -20,6 +20,7 @@ from .primitives import (
     cut_range,
     dot,
     dot_add,
+    is_looked_up,
     is_visible,
     key_range,
     load_columns,
@@ -44,24 +45,29 @@ def _attend(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, K_RUN: tl.constexpr, K_UNIT: tl.constexpr,
     K_BYTES: tl.constexpr, V_COLUMN_RUN: tl.constexpr, V_UNIT: tl.constexpr,
-    V_BYTES: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    V_BYTES: tl.constexpr, V_AS_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Fold keys of one source into the running softmax of a tile: masked tiles, or whole ones."""
     cols = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, BLOCK_N)
     steps = count_steps(start, full_start, full_end, last, BLOCK_N, MASKED)
     # pages are looked up a step ahead: else their loads would take a stage of the pipeline
-    next_keys = step_start(0, start, full_start, full_end, BLOCK_N, MASKED) + tl.arange(0, BLOCK_N)
-    next_pages = look_up(table_base, stride_table, next_keys, first, last, PAGE)
+    next_begin = step_start(0, start, full_start, full_end, BLOCK_N, MASKED)
+    is_wanted = is_looked_up(next_begin, 0, steps, first, last, PAGE, BLOCK_N, MASKED)
+    next_pages = look_up(table_base, stride_table, next_begin, is_wanted, PAGE, BLOCK_N)
     for step in tl.range(0, steps):
-        keys = next_keys
+        begin = next_begin
         pages = next_pages
-        next_keys = step_start(step + 1, start, full_start, full_end, BLOCK_N, MASKED)
-        next_keys += tl.arange(0, BLOCK_N)
-        next_pages = look_up(table_base, stride_table, next_keys, first, last, PAGE)
+        next_begin = step_start(step + 1, start, full_start, full_end, BLOCK_N, MASKED)
+        is_wanted = is_looked_up(next_begin, step + 1, steps, first, last, PAGE, BLOCK_N, MASKED)
+        next_pages = look_up(table_base, stride_table, next_begin, is_wanted, PAGE, BLOCK_N)
+        keys = begin + lane
         inside = (keys >= first) & (keys < last)
+        k_rows = rows_of(pages, begin, stride_kp, stride_ks, PAGE, BLOCK_N)
         k = load_rows(
-            k_base, rows_of(pages, keys, stride_kp, stride_ks, PAGE), inside, cols,
-            stride_kx, stride_kd, HEAD_DIM, BLOCK_D, K_RUN, K_UNIT, K_BYTES, MASKED,
+            k_base, k_rows, inside, cols, stride_kx, stride_kd, HEAD_DIM, BLOCK_D, K_RUN, K_UNIT,
+            K_BYTES, MASKED,
         )  # [N, D]  # fmt: skip
         k = matched(k, q)
         s = dot(matched(q, k), tl.trans(k), PRECISION, UPCAST)  # [M, N]
@@ -87,7 +93,10 @@ def _attend(
         p = tl.exp2(s * factor - (pivot - SHIFT)[:, None])
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v_rows = rows_of(pages, keys, stride_vp, stride_vs, PAGE)
+        if V_AS_K:
+            v_rows = k_rows
+        else:
+            v_rows = rows_of(pages, begin, stride_vp, stride_vs, PAGE, BLOCK_N)
         if V_COLUMN_RUN > 0:
             v = load_columns(
                 v_base, v_rows, inside, cols, stride_vd, HEAD_DIM, BLOCK_D, V_COLUMN_RUN, V_BYTES,
@@ -150,6 +159,8 @@ def _paged_kernel(
     V_COLUMN_RUN: tl.constexpr,  # neighbouring slots follow each other, so many of them; 0: columns
     V_UNIT: tl.constexpr,
     V_BYTES: tl.constexpr,
+    V_AS_K: tl.constexpr,  # values have the strides of keys, in the cache
+    NEW_V_AS_K: tl.constexpr,  # and beside it
     ROW_BYTES: tl.constexpr,  # alignment of the rows of q, k and v
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -261,8 +272,9 @@ def _paged_kernel(
         )  # fmt: skip
         new_begin = new_first // BLOCK_N
         all_tiles += tl.where(new_first < new_last, tl.cdiv(new_last, BLOCK_N) - new_begin, 0)
-    split_begin = (all_tiles.to(tl.int64) * split // splits).to(tl.int32)
-    split_end = (all_tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)
+    share, rest = all_tiles // splits, all_tiles % splits
+    split_begin = split * share + tl.minimum(split, rest)
+    split_end = split_begin + share + tl.where(split < rest, 1, 0)
 
     first, last, start, full_start, full_end = cut_range(
         first, last, full_first, full_last,
@@ -282,7 +294,7 @@ def _paged_kernel(
             HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, SIGNED_ALIBI=SIGNED_ALIBI,
             HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D,
             K_RUN=K_RUN, K_UNIT=K_UNIT, K_BYTES=K_BYTES, V_COLUMN_RUN=V_COLUMN_RUN, V_UNIT=V_UNIT,
-            V_BYTES=V_BYTES, BLOCK_N=BLOCK_N, PRECISION=PRECISION, UPCAST=UPCAST,
+            V_BYTES=V_BYTES, V_AS_K=V_AS_K, BLOCK_N=BLOCK_N, PRECISION=PRECISION, UPCAST=UPCAST,
         )  # fmt: skip
     v_descale = 1.0
     if v_descale_ptr is not None:
@@ -308,7 +320,8 @@ def _paged_kernel(
                 HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, SIGNED_ALIBI=SIGNED_ALIBI,
                 HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D,
                 K_RUN=HEAD_DIM, K_UNIT=True, K_BYTES=ROW_BYTES, V_COLUMN_RUN=0, V_UNIT=True,
-                V_BYTES=ROW_BYTES, BLOCK_N=BLOCK_N, PRECISION=PRECISION, UPCAST=UPCAST,
+                V_BYTES=ROW_BYTES, V_AS_K=NEW_V_AS_K, BLOCK_N=BLOCK_N, PRECISION=PRECISION,
+                UPCAST=UPCAST,
             )  # fmt: skip
 
     # rows that saw no key: output 0, lse -inf

@@ -34,6 +34,36 @@ def _stored(values, scale_ptr, scale_at, cache_ptr, FP8_MAX: tl.constexpr):
     return values.to(cache_ptr.dtype.element_ty)
 
 
+@triton.jit
+def _write(
+    new_ptr, cache_ptr, slot_mapping_ptr, scale_ptr, scale_at, token, head, tokens, slots,
+    stride_slot, stride_new_s, stride_new_h, stride_page, stride_in_page, stride_head, stride_step,
+    stride_inner,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr,
+    BYTES: tl.constexpr, ROW_BYTES: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write tokens of one head into their slots; those below 0, or past the end, stay out.
+
+    What is to be written does not wait for the slots: of tokens that stay out it is read in vain.
+    """
+    exists = token < tokens
+    token = token.to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    rows = token * stride_new_s + head * stride_new_h
+    values = tl.load(
+        tl.multiple_of(new_ptr + rows[:, None], [ROW_BYTES, ROW_BYTES]) + cols[None, :],
+        mask=exists[:, None] & (cols < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    slot = tl.load(slot_mapping_ptr + token * stride_slot, mask=exists, other=-1).to(tl.int64)
+    inside = (slot >= 0) & (slot < slots)
+    slot = tl.where(inside, slot, 0)
+    _store_rows(
+        _stored(values, scale_ptr, scale_at, cache_ptr, FP8_MAX), cache_ptr,
+        slot // PAGE * stride_page + slot % PAGE * stride_in_page + head * stride_head,
+        inside, cols, stride_step, stride_inner, HEAD_DIM, RUN, UNIT, BYTES,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def _reshape_and_cache_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_scale_ptr, v_scale_ptr,
@@ -53,42 +83,20 @@ def _reshape_and_cache_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of tokens of one head; those with a slot below 0, or past the end, stay out."""
+    """Write the keys, or the values, of a block of tokens of one head."""
     pid = tl.program_id(0)
-    head = (pid % heads_k).to(tl.int64)
-    token = pid // heads_k * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot = tl.load(
-        slot_mapping_ptr + token.to(tl.int64) * stride_slot, mask=token < tokens, other=-1
-    )
-    slot = slot.to(tl.int64)
-    inside = (slot >= 0) & (slot < slots)
-    slot = tl.where(inside, slot, 0)
-    page = slot // PAGE
-    in_page = slot % PAGE
-    token = token.to(tl.int64)
-    cols = tl.arange(0, BLOCK_D)
-    mask = inside[:, None] & (cols < HEAD_DIM)[None, :]
+    head = (pid // 2 % heads_k).to(tl.int64)
+    token = pid // 2 // heads_k * BLOCK_T + tl.arange(0, BLOCK_T)
     scale_at = head if SCALE_PER_HEAD else 0
-    for is_value in tl.static_range(2):
-        if is_value == 0:
-            rows = token * stride_ks + head * stride_kh
-            values = tl.load(
-                tl.multiple_of(k_ptr + rows[:, None], [ROW_BYTES, ROW_BYTES]) + cols[None, :],
-                mask=mask, other=0.0,
-            )  # fmt: skip
-            _store_rows(
-                _stored(values, k_scale_ptr, scale_at, k_cache_ptr, FP8_MAX), k_cache_ptr,
-                page * stride_kcp + in_page * stride_kcs + head * stride_kch, inside, cols,
-                stride_kcx, stride_kcd, HEAD_DIM, K_RUN, K_UNIT, K_BYTES,
-            )  # fmt: skip
-        else:
-            rows = token * stride_vs + head * stride_vh
-            values = tl.load(
-                tl.multiple_of(v_ptr + rows[:, None], [ROW_BYTES, ROW_BYTES]) + cols[None, :],
-                mask=mask, other=0.0,
-            )  # fmt: skip
-            _store_rows(
-                _stored(values, v_scale_ptr, scale_at, v_cache_ptr, FP8_MAX), v_cache_ptr,
-                page * stride_vcp + in_page * stride_vcs + head * stride_vch, inside, cols,
-                stride_vcx, stride_vcd, HEAD_DIM, HEAD_DIM, V_UNIT, V_BYTES,
-            )  # fmt: skip
+    if pid % 2 == 0:
+        _write(
+            k_ptr, k_cache_ptr, slot_mapping_ptr, k_scale_ptr, scale_at, token, head, tokens, slots,
+            stride_slot, stride_ks, stride_kh, stride_kcp, stride_kcs, stride_kch, stride_kcx,
+            stride_kcd, HEAD_DIM, PAGE, K_RUN, K_UNIT, K_BYTES, ROW_BYTES, FP8_MAX, BLOCK_D,
+        )  # fmt: skip
+    else:
+        _write(
+            v_ptr, v_cache_ptr, slot_mapping_ptr, v_scale_ptr, scale_at, token, head, tokens, slots,
+            stride_slot, stride_vs, stride_vh, stride_vcp, stride_vcs, stride_vch, stride_vcx,
+            stride_vcd, HEAD_DIM, PAGE, HEAD_DIM, V_UNIT, V_BYTES, ROW_BYTES, FP8_MAX, BLOCK_D,
+        )  # fmt: skip

@@ -72,6 +72,7 @@ class Plan:
         itemsize = 4 if dtype == torch.float32 else 2
         descales = x.q_descale, x.k_descale, x.v_descale
         self._per_head = any(d is not None and d.numel() != 1 for d in descales)
+        self._has_descales = any(d is not None for d in descales)
         self._heads_k, self._most_short = heads_k, most_short
         self.batch = x.seqlens_k.shape[0]
         self.short = self.long = None
@@ -87,9 +88,13 @@ class Plan:
         tokens = x.q.shape[0]
         if tokens == 0:
             return
-        descales = one_form(self._heads_k, self._per_head, *x[10:13])
+        descales = x[10:13]
+        if self._has_descales:
+            descales = one_form(self._heads_k, self._per_head, *descales)
         inputs = x[0], x[1], x[2], x[3], x[4], x[15], x[16]
-        rest = (x[5], *map(dense, x[6:8]), dense(x[14]), *map(dense, x[8:10]), *descales, x[13])
+        rest = (
+            x[5], dense(x[6]), dense(x[7]), dense(x[14]), dense(x[8]), dense(x[9]), *descales, x[13]
+        )  # fmt: skip
         if self.short is not None:
             self.short.run(inputs, rest, tokens, max_seqlen_k)
         # a sequence that is longer than it should be is not left out, if it can be helped
@@ -144,7 +149,7 @@ class _Tiled:
             "MAX_TOKENS": most,
             "TILES": tiles,
             "BLOCK_M": tile.block_m,
-            "BLOCK_D": padded_head_dim(self.head_dim),
+            "BLOCK_D": padded_head_dim(self.head_dim, x.q.element_size()),
         }
         descales = x.q_descale, x.k_descale, x.v_descale
         # nothing between the products and the softmax but the scale
@@ -155,6 +160,8 @@ class _Tiled:
         constants = {
             **shared,
             **cache.constants,
+            "V_AS_K": cache.k_strides[:2] == cache.v_strides[:2],
+            "NEW_V_AS_K": new_strides[0] == new_strides[2],
             "ROW_BYTES": row_bytes(x.q) if x.k is None else min(row_bytes(x.q), row_bytes(x.k)),
             "V_COLUMN_RUN": cache.v_column_run,
             "HAS_LEFT": left >= 0,

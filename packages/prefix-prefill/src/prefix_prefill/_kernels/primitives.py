@@ -13,23 +13,61 @@ NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def look_up(table_base, stride_table, keys, first, last, PAGE: tl.constexpr):
-    """Return the pages of keys; entries outside of the pages of ``[first, last)`` are not read."""
+def look_up(table_base, stride_table, begin, is_wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the pages of a tile's keys, one for all if no tile crosses pages of this size.
+
+    Entries are read where ``is_wanted``: of every key, or of the tile if it has one page.
+    """
+    lane = tl.arange(0, BLOCK)
     if PAGE == 0:
-        pages = keys  # dense: nothing to look up
+        pages = 0  # dense: nothing to look up
+    elif PAGE % BLOCK == 0:  # every tile has one page
+        pages = tl.load(table_base + (begin // PAGE).to(tl.int64) * stride_table, mask=is_wanted)
     else:
-        entries = table_base + (keys // PAGE).to(tl.int64) * stride_table
-        pages = tl.load(entries, mask=(keys >= first) & (keys < last), other=0)
+        if BLOCK % PAGE == 0:  # what depends on the lane is the same in every step
+            entries = table_base + (begin // PAGE).to(tl.int64) * stride_table
+            entries += (lane // PAGE).to(tl.int64) * stride_table
+        else:
+            entries = table_base + ((begin + lane) // PAGE).to(tl.int64) * stride_table
+        pages = tl.load(entries, mask=is_wanted, other=0)
     return pages
 
 
 @triton.jit
-def rows_of(pages, keys, stride_page, stride_slot, PAGE: tl.constexpr):
-    """Return where keys begin, relative to their head: in their pages, or dense (PAGE 0)."""
-    if PAGE == 0:
-        rows = keys.to(tl.int64) * stride_slot
+def is_looked_up(
+    begin, step, steps, first, last,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Say which entries a step reads: none that holds only keys outside of ``[first, last)``."""
+    lane = tl.arange(0, BLOCK)
+    if PAGE > 0 and PAGE % BLOCK == 0:
+        wanted = step < steps  # every tile has one page, and keys inside
+    elif MASKED:
+        wanted = (begin + lane >= first) & (begin + lane < last)
     else:
-        rows = pages.to(tl.int64) * stride_page + (keys % PAGE).to(tl.int64) * stride_slot
+        wanted = lane < (steps - step) * BLOCK  # all, or behind the last step none
+    return wanted
+
+
+@triton.jit
+def rows_of(
+    pages, begin, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return where a tile's keys begin, relative to their head: in their pages, or dense (PAGE 0).
+
+    As much of it as can be is the same in every step, or for the whole tile.
+    """
+    lane = tl.arange(0, BLOCK)
+    if PAGE == 0:
+        rows = begin.to(tl.int64) * stride_slot + lane.to(tl.int64) * stride_slot
+    elif PAGE % BLOCK == 0:
+        rows = pages.to(tl.int64) * stride_page + (begin % PAGE).to(tl.int64) * stride_slot
+        rows += lane.to(tl.int64) * stride_slot
+    elif BLOCK % PAGE == 0:
+        rows = pages.to(tl.int64) * stride_page + (lane % PAGE).to(tl.int64) * stride_slot
+    else:
+        slots = (begin + lane) % PAGE
+        rows = pages.to(tl.int64) * stride_page + slots.to(tl.int64) * stride_slot
     return rows
 
 
@@ -44,14 +82,15 @@ def load_rows(
     A vector is cut into runs of ``RUN`` numbers, ``stride_step`` apart. Every run begins on a
     multiple of ``BYTES``, and has no gaps if ``UNIT``: the launcher sees to both.
     """
-    begin = base + rows[:, None]
+    # columns first: their part of an address is the same in every step
+    place = (cols % RUN if RUN < WIDTH else cols).to(tl.int64)
+    if not UNIT:
+        place *= stride_inner
     if RUN < WIDTH:
-        begin += (cols // RUN).to(tl.int64)[None, :] * stride_step
-    place = cols % RUN if RUN < WIDTH else cols
+        place += (cols // RUN).to(tl.int64) * stride_step
+    pointers = (base + place)[None, :] + rows[:, None]
     if UNIT:
-        pointers = tl.multiple_of(begin, [BYTES, BYTES]) + place[None, :]
-    else:
-        pointers = begin + place.to(tl.int64)[None, :] * stride_inner
+        pointers = tl.multiple_of(pointers, [BYTES, BYTES])
     if MASKED:
         tile = tl.load(pointers, mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
     elif WIDTH != BLOCK_WIDTH:
