@@ -17,15 +17,17 @@ class Config:
     e: int | None = None
     packed: bool = False
     schedule: str = "sequential"
+    heads: int = 4
 
     def __str__(self) -> str:
         dims = f"d{self.d}" if self.e is None else f"d{self.d}:{self.e}"
         form = "packed" if self.packed else "fixed"
-        return f"{dims}-{self.dtype}-{form}-{self.schedule}"
+        heads = "" if self.heads == 4 else f"-h{self.heads}"
+        return f"{dims}-{self.dtype}-{form}-{self.schedule}{heads}"
 
-    def tokens(self, seqlen: int, width: int, heads: int = 4, batch: int = 2) -> Tensor:
+    def tokens(self, seqlen: int, width: int, batch: int = 2) -> Tensor:
         leading = (batch * seqlen,) if self.packed else (batch, seqlen)
-        return meta(*leading, heads, width, dtype=getattr(torch, self.dtype))
+        return meta(*leading, self.heads, width, dtype=getattr(torch, self.dtype))
 
     @property
     def width(self) -> int:
@@ -35,7 +37,7 @@ class Config:
         """Return q, k, v, the decays and the offsets."""
         q, k = self.tokens(seqlen, self.d), self.tokens(seqlen, self.d)
         offsets = meta(3, dtype=torch.int32) if self.packed else None
-        return q, k, self.tokens(seqlen, self.width), meta(4), offsets
+        return q, k, self.tokens(seqlen, self.width), meta(self.heads), offsets
 
 
 def meta(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -47,7 +49,7 @@ def launch_forward(config: Config, seqlen: int = 4096) -> None:
     from lightning_attn._kernels import entry
 
     q, k, v, decay, offsets = config.inputs(seqlen)
-    state = meta(2, 4, config.d, config.width)
+    state = meta(2, config.heads, config.d, config.width)
     entry.forward(q, k, v, decay, offsets, state, 1.0, config.schedule, True)
 
 
@@ -56,7 +58,7 @@ def launch_cached(config: Config, seqlen: int = 4096) -> None:
     from lightning_attn._kernels import entry
 
     q, k, v, decay, offsets = config.inputs(seqlen)
-    cache, slots = meta(9, 4, config.d, config.width), meta(2, dtype=torch.int32)
+    cache, slots = meta(9, config.heads, config.d, config.width), meta(2, dtype=torch.int32)
     flags = meta(2, dtype=torch.bool)
     out = config.tokens(seqlen, config.width)
     entry.forward_cached(out, q, k, v, decay, offsets, cache, slots, flags, 1.0, config.schedule)
@@ -67,7 +69,7 @@ def launch_backward(config: Config, seqlen: int = 4096) -> None:
     from lightning_attn._kernels import entry
 
     q, k, v, decay, offsets = config.inputs(seqlen)
-    dout, state = config.tokens(seqlen, config.width), meta(2, 4, config.d, config.width)
+    dout, state = config.tokens(seqlen, config.width), meta(2, config.heads, config.d, config.width)
     entry.read_gradient(dout, k, v, decay, offsets, state, 1.0, config.schedule)
     entry.write_gradients(dout, q, k, v, decay, offsets, state, 1.0, config.schedule, True)
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from triton.runtime.jit import KernelInterface
 
 from ._aot import LAUNCHERS, Config, launch_decode, launch_forward
-from ._gpus import GPUS, compiling, recording
+from ._gpus import GPUS, absent_gpu, compiling, recording
 
 pytestmark = pytest.mark.aot
 
@@ -25,14 +27,18 @@ OLDER = "no such GPU to tune on"
 SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_90 d*-bfloat16-* _walk_kernel": (
         256,
-        "none with Triton 3.6; a tile of half the columns has none with any, but multiplies q and "
-        "k twice as often",
+        "16 at most with Triton 3.6, for states in and out; a tile of half the columns "
+        "has none with any, but is too narrow for the products of Hopper",
+    ),
+    "nvidia:sm_90 d*-float16-* _walk_kernel": (
+        16,
+        "a number or two, and with Triton 3.9 alone",
     ),
     "nvidia:sm_90 d*-float32-* _walk_kernel": (
         400,
         "three TF32 products hold both halves of their operands",
     ),
-    "nvidia:sm_90 * _decay_gradient_kernel": (400, "two states at once; runs on request only"),
+    "nvidia:sm_90 d256* _decay_gradient_kernel": (400, "two states at once; runs on request only"),
     "nvidia:sm_80 *": (400, OLDER),
     "nvidia:sm_100 *": (600, OLDER),
     "amd:gfx1100 *": (656, f"its matrix instructions want operands twice; {OLDER}"),
@@ -50,6 +56,8 @@ def principal() -> list[tuple[str, str, Config]]:
             (gpu, "forward", Config(128, "float16")),
             (gpu, "forward", Config(128, "float32")),
         ]
+    # programs of all columns
+    chosen += [("nvidia:sm_90", way, Config(128, heads=96)) for way in ("forward", "backward")]
     chosen += [("nvidia:sm_90", "cached", Config(128, packed=True))]
     chosen += [("amd:gfx942", "cached", Config(128, packed=True, schedule=PARALLEL))]
     chosen += [("nvidia:sm_90", "decay", Config(128)), ("amd:gfx942", "decay", Config(64))]
@@ -66,6 +74,8 @@ def everything() -> list[tuple[str, str, Config]]:
         for packed, schedule in forms:
             config = Config(d, dtype, e, packed, schedule)
             chosen += [(gpu, way, config) for way in ("forward", "backward")]
+        wide = Config(d, dtype, e, heads=96)
+        chosen += [(gpu, way, wide) for way in ("forward", "backward")] * (gpu == "nvidia:sm_90")
         chosen += [(gpu, "cached", Config(d, dtype, e, True))]
         chosen += [(gpu, "decay", Config(d, dtype, e)), (gpu, "decode", Config(d, dtype, e))]
     return chosen
@@ -93,6 +103,27 @@ def accepted(gpu: str, config: Config, kernel: str) -> int:
     """Return how much this build may spill."""
     name = f"{gpu} {config} {kernel}"
     return max((most for key, (most, _) in SPILLS.items() if fnmatch(name, key)), default=0)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_the_state_is_no_accumulator_of_tensor_cores(way, monkeypatch):
+    """They cut sums off: what is added to the state has an accumulator of its own."""
+    sources = []
+
+    def launcher(kernel, grid):
+        def launch(*arguments, **options):
+            sources.append(kernel.warmup(*arguments, grid=grid, **options).asm["ttgir"])
+
+        return launch
+
+    with absent_gpu("nvidia:sm_90"):
+        monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
+        LAUNCHERS[way](Config(128))
+    for source in sources:
+        sums = re.findall(r"warp_group_dot %\w+, %\w+, %([a-z]+)", source)
+        # nothing yet, what was read of the state, the other term of the values
+        assert set(sums) <= {"cst", "out", "written"}
+        assert sums.count("cst") == 3
 
 
 @pytest.mark.parametrize("gpu", ["nvidia:sm_90", "amd:gfx942"])
@@ -124,13 +155,25 @@ def test_dimensions_are_padded_to_the_next_power_of_two_at_most(gpu):
 
 def test_auto_goes_by_segments_where_programs_are_few():
     from attn_common import Platform
-    from lightning_attn._configs import use_segments, walk_tile
+    from lightning_attn._configs import plan_walk, walk_tile
 
     tile = walk_tile(Platform.parse("nvidia:sm_90"), 128, 128, "bf16")
-    assert not use_segments("auto", tile, 128, heads=64, batch=1, tokens=2**20)
-    assert use_segments("auto", tile, 128, heads=4, batch=1, tokens=2**20)
-    assert not use_segments("auto", tile, 128, heads=4, batch=1, tokens=1000)
+
+    def plan(heads, batch, tokens, schedule="auto"):
+        found = plan_walk(schedule, tile, 128, heads, batch, batch * tokens)
+        return found.segmented, found.tile.block_e, found.size
+
+    assert plan(64, 1, 2**20) == (False, 64, 1024)
+    # programs of all columns, once those of some columns do not run at the same time
+    assert plan(64, 2, 2**20) == plan(96, 1, 2**20) == (False, 128, 1024)
+    # as many segments as there is place for, of whole chunks
+    assert plan(16, 2, 16384) == (True, 128, 4096)
+    assert plan(4, 1, 10_000) == (True, 128, 320)
+    assert plan(4, 1, 1000) == (True, 64, 256)
+    assert not plan(4, 1, 256)[0]
     # many short sequences
-    assert not use_segments("auto", tile, 128, heads=1, batch=20, tokens=20 * 1000)
+    assert not plan(1, 20, 200)[0]
     for schedule, wanted in (("sequential", False), ("parallel", True)):
-        assert use_segments(schedule, tile, 128, heads=1, batch=1, tokens=2**20) is wanted
+        for batch in (1, 2, 500):  # the batch changes nothing
+            assert plan(1, batch, 2**20, schedule) == (wanted, 64, 1024)
+            assert plan(96, batch, 2**20, schedule) == (wanted, 128, 1024)

@@ -35,7 +35,7 @@ def no_kernel(monkeypatch):
     def fail(*_):
         raise AssertionError("an operator was called")
 
-    names = ("attention", "forward", "forward_cached", "forward_with_states", "decode")
+    names = ("attention", "advance", "step", "forward_with_states")
     for name in names:
         monkeypatch.setattr(_ops, name, fail)
 
@@ -123,9 +123,9 @@ CASES = [
     # options
     (fixed, {"scale": "1"}, TypeError, r"scale must be a float, got str"),
     (fixed, {"scale": True}, TypeError, r"scale must be a float, got bool"),
-    (fixed, {"scale": float("nan")}, ValueError, r"scale must be finite in fp32, .*, got nan"),
-    (fixed, {"scale": 1e39}, ValueError, r"scale must be finite in fp32, at most 3.4e\+38"),
-    (fixed, {"scale": 10**400}, ValueError, r"scale must be finite in fp32, .* int of 1329 bits"),
+    (fixed, {"scale": float("nan")}, ValueError, r"scale must be finite, got nan"),
+    (fixed, {"scale": 1e39}, ValueError, r"scale must be from -2.36e\+38 to .* fp32, got 1e\+39"),
+    (fixed, {"scale": 10**400}, ValueError, r"scale must be from .* fp32, got an int of 1329 bits"),
     (fixed, {"output_final_state": 1}, TypeError, r"output_final_state must be a bool, got int"),
     (fixed, {"schedule": 1}, TypeError, r"schedule must be a str, got int"),
     (fixed, {"schedule": "fast"}, ValueError,
@@ -143,7 +143,7 @@ CASES = [
     (packed, {"cu_seqlens": torch.tensor([0, 10])}, TypeError,
      r"cu_seqlens must be torch.int32, got torch.int64"),
     (packed, {"cu_seqlens": zeros(2, 2).int()}, ValueError,
-     r"cu_seqlens must be \[batch \+ 1\], got \[2, 2\]"),
+     r"cu_seqlens must have one dimension, got \[2, 2\]"),
     (packed, {"cu_seqlens": zeros(0).int()}, ValueError,
      r"cu_seqlens must be \[batch \+ 1\], got \[0\]"),
     (packed, {"cu_seqlens": zeros(6).int()[::2]}, ValueError,

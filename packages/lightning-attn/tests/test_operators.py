@@ -18,9 +18,10 @@ from lightning_attn import (
 )
 from torch.autograd import forward_ad
 from torch.library import opcheck
+from torch.overrides import TorchFunctionMode
 
-from ._budget import Maker, offsets
-from ._numerics import MEDIUM, PACKED_MEDIUM, Packed, Shape, make_case, make_packed
+from ._budget import Maker, assert_same, offsets
+from ._numerics import MEDIUM, PACKED_MEDIUM, Packed, Shape, make_case, make_packed, run
 
 pytestmark = pytest.mark.eager
 SHAPE = Shape(2, 9, 2, 16, 32)
@@ -38,6 +39,13 @@ def arguments(packed, device, dtype=torch.float32):
         case = make_case(SHAPE, dtype, device)
     q, k, v, decay, state = case.inputs.values()
     return torch.ones_like(v), q, k, v, decay, case.options.get("cu_seqlens"), state
+
+
+class Watcher(TorchFunctionMode):
+    """See every call of PyTorch, and change none: calls then go through the operators."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
@@ -65,6 +73,87 @@ def test_operators_pass_opcheck(packed, device):
         calls += [(_ops.decode, (out, *few, state.clone(), decay, slots, after, 0.5))]
     for operator, given in calls:
         opcheck(operator, given, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "parallel"])
+@pytest.mark.parametrize(("make", "shape"), [(make_case, MEDIUM), (make_packed, PACKED_MEDIUM)])
+def test_operators_and_what_goes_past_them_agree(make, shape, schedule, device):
+    case = make(shape, torch.float32, device).on(schedule)
+    past = [run(case), run(case)]  # the second call finds what the first one learned
+    with Watcher():
+        through = run(case)
+    for results in past:
+        assert_same(results, through)
+
+
+def test_memory_of_forms_tells_calls_apart(device):
+    base = make_case(MEDIUM, torch.float32, device)
+    short = {name: base.inputs[name][:, :20] for name in "qkv"}
+    q, state = base.inputs["q"], base.inputs["initial_state"]
+    calls = [
+        base,
+        base.with_options(scale=1.0),
+        base.on("parallel"),
+        base.with_inputs(**short),
+        base.with_inputs(q=q.transpose(1, 2).contiguous().transpose(1, 2)),
+        base.with_inputs(initial_state=state.mT.contiguous().mT),
+        base.with_inputs(decay=base.inputs["decay"].view(-1, 1, 1)),
+        make_case(MEDIUM, torch.float32, device, state=False),
+        make_case(MEDIUM, torch.float16, device),
+        make_packed(PACKED_MEDIUM, torch.float32, device),
+        make_packed(Packed((9, 1, 7, 2), 2, 16, 16), torch.float32, device),
+    ]
+    first = [run(call, grad=False) for call in calls]
+    with Watcher():
+        through = [run(call, grad=False) for call in calls]
+    for call, before, want in zip(calls, first, through, strict=True):
+        assert_same(before, want)
+        assert_same(run(call, grad=False), want)
+
+
+def test_steps_and_caches_past_the_operators_agree(device):
+    m = Maker(device, torch.float32)
+    q, k, v = (m.randn(3, 2, 2, n) for n in (16, 16, 32))
+    decay, cache = m.uniform(2, low=0.1, high=1.0), m.randn(5, 2, 16, 32)
+    turned = m.randn(5, 2, 32, 16).mT
+    slots = torch.tensor([4, -1, 0], device=device)
+    after = torch.zeros(3, 2, 2, 16, 32, device=device)
+    starts = offsets((2, 2, 2), device)
+
+    def results():
+        found = []
+        for states in (cache.clone(), turned.clone()):
+            for out in (None, torch.zeros_like(v)):
+                found.append(lightning_attn_decode(q, k, v, states, decay, slots, out=out))
+            lightning_attn_decode(q, k, v, states, decay, slots, states_out=after)
+            flat = (t.flatten(0, 1) for t in (q, k, v))
+            packed, _ = lightning_attn_varlen_func(
+                *flat, decay, starts, state_cache=states, state_indices=slots
+            )
+            found += [after.clone(), packed, states]
+        return dict(enumerate(found))
+
+    past = [results(), results()]
+    with Watcher():
+        through = results()
+    for found in past:
+        assert_same(found, through)
+
+
+def test_equal_options_of_another_type_are_refused_after_a_good_call(device):
+    inputs = make_case(MEDIUM, torch.float32, device).inputs
+    lightning_attn_func(**inputs, scale=1.0, output_final_state=True)
+    with pytest.raises(TypeError, match="scale must be a float, got bool"):
+        lightning_attn_func(**inputs, scale=True, output_final_state=True)
+    with pytest.raises(TypeError, match="output_final_state must be a bool, got int"):
+        lightning_attn_func(**inputs, scale=1.0, output_final_state=1)
+
+
+def test_packed_tensors_of_different_lengths_are_refused_after_a_good_call(device):
+    case = make_packed(PACKED_MEDIUM, torch.float32, device)
+    run(case, grad=False)
+    with pytest.raises(ValueError, match="k must have the shape of q"):
+        run(case.with_inputs(k=case.inputs["k"][:-1]), grad=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -288,4 +377,4 @@ def test_schedules_reach_the_operators(device, monkeypatch):
         lightning_attn_varlen_func(
             **packed.inputs, cu_seqlens=packed.options["cu_seqlens"], schedule=schedule
         )
-        assert [given[7] for given in seen[-2:]] == [schedule] * 2
+        assert [given[6] for given in seen[-2:]] == [schedule] * 2

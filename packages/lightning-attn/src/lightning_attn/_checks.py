@@ -4,10 +4,18 @@ They look at types, shapes, dtypes, strides and devices alone, never at tensor d
 neither wait for the device nor break a graph capture.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from ._arguments import (
+    DEVICES,
+    FLOAT_DTYPES,
+    check_device,
+    check_offsets,
+    check_scale,
+    check_tensor,
+    kind,
+)
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 16
@@ -15,9 +23,6 @@ HEAD_DIM_UNIT = 16
 MAX_NEW_TOKENS = 8
 SCHEDULES = ("auto", "sequential", "parallel")
 
-FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
-_DEVICES = ("cpu", "cuda", "meta")
-_FP32_MAX = torch.finfo(torch.float32).max
 _FORMS = {4: "[batch, seqlen, heads, {}]", 3: "[tokens, heads, {}]"}
 _DECODE_FORM = "[batch, tokens, heads, {}]"
 
@@ -39,7 +44,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str | None = Non
     if k.device != device or v.device != device:
         name, x = ("k", k) if k.device != device else ("v", v)
         raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}")
-    if device.type not in _DEVICES:
+    if device.type not in DEVICES:
         raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {device}")
     _check_shapes(q, k, v, ndim, form)
     for name, x, letter in (("q", q, "d"), ("v", v, "e")):
@@ -75,16 +80,12 @@ def check_decay(decay: Tensor, q: Tensor, name: str = "decay") -> Tensor:
     return decay.reshape(heads)
 
 
-def check_scale(scale: float, name: str = "scale") -> float:
-    """Check the factor of the queries; return it as a float."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} must be a float, got {kind(scale)}")
-    if not -_FP32_MAX <= scale <= _FP32_MAX:
-        raise ValueError(
-            f"{name} must be finite in fp32, at most {_FP32_MAX:.3g} in size, got {shown(scale)}"
-        )
-    # the operators' schema takes no integer beyond 64 bits for a float
-    return float(scale) if isinstance(scale, int) else scale
+def check_options(scale: float, output_final_state: bool, schedule: str) -> float:
+    """Check what is no tensor; return the factor of the queries as a float."""
+    scale = check_scale("scale", scale)
+    check_flag("output_final_state", output_final_state)
+    check_schedule(schedule)
+    return scale
 
 
 def check_schedule(schedule: str) -> None:
@@ -113,16 +114,35 @@ def check_initial_state(name: str, state: Tensor, batch: int, q: Tensor, v: Tens
 
 def check_packed(q: Tensor, cu_seqlens: Tensor) -> int:
     """Check what says where sequences begin and end; return their number."""
-    check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens must be torch.int32, got {cu_seqlens.dtype}")
-    check_device("cu_seqlens", cu_seqlens, q)
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+    check_offsets("cu_seqlens", cu_seqlens, q)
+    if cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must be [batch + 1], got {list(cu_seqlens.shape)}")
-    if not cu_seqlens.is_contiguous():
-        raise ValueError(f"cu_seqlens must be contiguous, got stride {cu_seqlens.stride(0)}")
     batch: int = cu_seqlens.shape[0] - 1
     return batch
+
+
+def check_sequences(
+    q: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    state_cache: Tensor | None,
+    state_indices: Tensor | None,
+    initial_state: Tensor | None,
+    has_initial_state: Tensor | None,
+) -> None:
+    """Check what packed sequences have besides their tokens."""
+    batch = check_packed(q, cu_seqlens)
+    if has_initial_state is not None:
+        check_has_initial_state(has_initial_state, batch, q)
+    if state_cache is None:
+        if state_indices is not None:
+            raise ValueError("state_indices must be None without a state_cache, got a tensor")
+        if initial_state is not None:
+            check_initial_state("initial_state", initial_state, batch, q, v)
+        return
+    if initial_state is not None:
+        raise ValueError("initial_state must be None with a state_cache, got a tensor")
+    check_state_cache(state_cache, state_indices, batch, q, v)
 
 
 def check_state_cache(
@@ -214,28 +234,6 @@ def check_no_gradient(what: str, *tensors: Tensor | None) -> None:
         raise NotImplementedError(
             f"{what} has no gradient: its inputs must not require one, got requires_grad=True"
         )
-
-
-def check_tensor(name: str, x: Any) -> None:
-    """Check that an argument is a tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {kind(x)}")
-
-
-def check_device(name: str, x: Tensor, q: Tensor) -> None:
-    """Check that a tensor is where the queries are."""
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
-
-
-def kind(x: Any) -> str:
-    """Return the name of a type, for a message."""
-    return type(x).__name__
-
-
-def shown(x: Any) -> str:
-    """Return a number as text; Python does not write integers of thousands of digits."""
-    return f"an int of {x.bit_length()} bits" if isinstance(x, int) and abs(x) >> 256 else str(x)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from attn_common import Platform, cdiv, next_power_of_2
+from attn_common import Platform, cdiv, next_power_of_2, round_up
 
 # the interpreter and the MMA instructions take no smaller side
 MIN_TILE = 16
@@ -34,6 +34,18 @@ class Tile:
     precision: str = "ieee"
     # tokens of a segment of the parallel schedule
     segment: int = 1024
+    # columns and warps of a program where there are programs enough; they change no bit
+    wide: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class WalkPlan:
+    """How one walk is run."""
+
+    tile: Tile
+    segmented: bool
+    # tokens of a segment
+    size: int
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ _Table = tuple[tuple[int, Tile], ...]
 _WALK: dict[str, _Table] = {
     "hopper-bf16": (
         (64, Tile(64, 64, 4, 3, terms=2)),
-        (128, Tile(64, 64, 4, 2, terms=2)),
+        (128, Tile(64, 64, 4, 3, terms=2, wide=(128, 8))),
         (256, Tile(64, 32, 8, 2, terms=2)),
     ),
     "nvidia-bf16": (
@@ -64,7 +76,7 @@ _WALK: dict[str, _Table] = {
     "amd-bf16": (
         (64, Tile(64, 64, 4, 1, terms=2)),
         (128, Tile(64, 32, 4, 1, terms=2)),
-        (256, Tile(32, 32, 4, 1, terms=2)),
+        (256, Tile(16, 32, 4, 1, terms=2)),
     ),
     "rdna-bf16": (
         (64, Tile(32, 32, 4, 1, terms=2)),
@@ -104,10 +116,10 @@ _WALK: dict[str, _Table] = {
     ),
 }
 
-# Programs of the sequential schedule that keep a GPU busy, one to a multiprocessor, and segments
-# below which the parallel one has nothing to gain.
-BUSY = 96
-FEWEST_SEGMENTS = 4
+# programs that run at the same time, one to a multiprocessor
+BUSY = 132
+# tokens of the smallest segment worth its launches and its state
+SMALLEST_SEGMENT = 256
 
 
 def padded(head_dim: int) -> int:
@@ -129,20 +141,39 @@ def decode_tile(platform: Platform, d: int, e: int) -> DecodeTile:
     """Return the tile of a decoding step."""
     if platform.vendor == "cpu":
         return DecodeTile(16, 1)
-    # 16 KiB of state a program: many programs even for one sequence
-    return DecodeTile(min(padded(e), max(MIN_TILE, 4096 // padded(d))), 4 if d <= 128 else 8)
+    # 32 KiB of state a program: as much as its registers hold, in flight at once
+    return DecodeTile(min(padded(e), max(MIN_TILE, 8192 // padded(d))), 4)
 
 
-def use_segments(schedule: str, tile: Tile, e: int, heads: int, batch: int, tokens: int) -> bool:
-    """Decide whether a walk goes by segments; ``tokens`` are those of all sequences.
+def plan_walk(schedule: str, tile: Tile, e: int, heads: int, batch: int, tokens: int) -> WalkPlan:
+    """Choose how a walk is run; ``tokens`` are those of all sequences.
 
-    The parallel schedule reads keys and values twice and moves a state per segment, so it has to
-    win by filling what the sequential one leaves idle.
+    By name, a schedule looks at the shape class alone, heads included. ``"auto"`` looks at the
+    batch, too: it goes by segments, as many as the GPU has place for, where the walks of whole
+    sequences would leave half of it idle. That reads keys and values twice.
     """
     if schedule != "auto":
-        return schedule == "parallel"
-    programs = batch * heads * cdiv(e, tile.block_e)
-    return 2 * programs <= BUSY and tokens >= FEWEST_SEGMENTS * tile.segment * batch
+        return WalkPlan(_for_programs(tile, e, heads), schedule == "parallel", tile.segment)
+    walks = heads * batch
+    segments = BUSY // (walks * cdiv(e, _wide(tile, e).block_e))
+    if 2 * walks * cdiv(e, tile.block_e) > BUSY or segments < 2:
+        return WalkPlan(_for_programs(tile, e, walks), False, tile.segment)
+    smallest = min(SMALLEST_SEGMENT, tile.segment)
+    size = max(smallest, round_up(cdiv(tokens, batch * segments), tile.chunk))
+    pieces = max(walks, heads * cdiv(tokens, size))
+    return WalkPlan(_for_programs(tile, e, pieces), tokens > size * batch, size)
+
+
+def _wide(tile: Tile, e: int) -> Tile:
+    if tile.wide is None or padded(e) <= tile.block_e:
+        return tile
+    columns, warps = tile.wide
+    return replace(tile, block_e=columns, num_warps=warps)
+
+
+def _for_programs(tile: Tile, e: int, walks: int) -> Tile:
+    """Return the tile for a number of walks, of sequences or segments, each with all columns."""
+    return _wide(tile, e) if walks * cdiv(e, tile.block_e) > BUSY else tile
 
 
 def _lookup(platform: Platform, d: int, dtype: str) -> Tile:

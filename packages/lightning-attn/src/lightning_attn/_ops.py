@@ -6,7 +6,6 @@ with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _eager
+from ._call import Checked
+from ._forms import interpreted
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay"
 
@@ -59,12 +60,6 @@ _SCHEMAS = {
         "Tensor slot_idx, Tensor(c!)? states_out, float scale) -> ()"
     ),
 }
-
-
-@functools.cache
-def interpreted() -> bool:
-    """Return whether this process interprets Triton kernels; Triton decides at its import."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on")
 
 
 def _batch(q: Tensor, cu_seqlens: Tensor | None) -> Any:
@@ -189,10 +184,13 @@ class _LightningAttention(torch.autograd.Function):
         scale: float,
         schedule: str,
         output_final_state: bool,
+        plan: Any,
     ) -> tuple[Tensor, Tensor]:
-        out, final = forward(
-            q, k, v, decay, cu_seqlens, initial_state, scale, schedule, output_final_state
-        )
+        tensors = q, k, v, decay, cu_seqlens, initial_state
+        if plan is None:
+            out, final = forward(*tensors, scale, schedule, output_final_state)
+        else:
+            out, final = plan.forward(*tensors, output_final_state)
         ctx.save_for_backward(q, k, v, decay, initial_state, cu_seqlens)
         ctx.options = scale, schedule
         ctx.has_final = output_final_state
@@ -219,7 +217,9 @@ class _LightningAttention(torch.autograd.Function):
             ddecay = decay_gradient(
                 dout, q, k, v, decay, cu_seqlens, initial_state, dfinal, ctx.options[0]
             )
-        return dq, dk, dv, ddecay, dinitial if needs_dinitial else None, None, None, None, None
+        return (
+            dq, dk, dv, ddecay, dinitial if needs_dinitial else None, None, None, None, None, None,
+        )  # fmt: skip
 
 
 def _has_tangent(x: Tensor) -> bool:
@@ -252,11 +252,11 @@ def attention(
     decay: Tensor,
     cu_seqlens: Tensor | None,
     initial_state: Tensor | None,
-    scale: float,
     schedule: str,
     output_final_state: bool,
+    known: Checked,
 ) -> tuple[Tensor, Tensor]:
-    """Call the forward operator, through the autograd function where a gradient is asked for."""
+    """Compute ``(out, final state)``, through the autograd function where a gradient is asked."""
     refuse_tangents(q, k, v, decay, initial_state)
     if torch.is_grad_enabled() and (
         q.requires_grad
@@ -270,9 +270,108 @@ def attention(
             k = k.view_as(k) if k is q else k
             v = v.view_as(v) if v is q or v is k else v
         result: tuple[Tensor, Tensor] = _LightningAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, decay, initial_state, cu_seqlens, scale, schedule, output_final_state
-        )
+            q, k, v, decay, initial_state, cu_seqlens, known.scale, schedule, output_final_state,
+            known.plan,
+        )  # fmt: skip
         return result
-    return forward(  # type: ignore[no-any-return]
-        q, k, v, decay, cu_seqlens, initial_state, scale, schedule, output_final_state
-    )
+    tensors = q, k, v, decay, cu_seqlens, initial_state
+    if known.plan is not None:
+        return known.plan.forward(*tensors, output_final_state)  # type: ignore[no-any-return]
+    return forward(*tensors, known.scale, schedule, output_final_state)  # type: ignore[no-any-return]
+
+
+def advance(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    cu_seqlens: Tensor,
+    state_cache: Tensor,
+    state_indices: Tensor | None,
+    has_initial_state: Tensor | None,
+    schedule: str,
+    known: Checked,
+) -> None:
+    """Fill ``out``, and advance the sequences' slots of ``state_cache``."""
+    tensors = (
+        out, q, k, v, decay, cu_seqlens, state_cache, state_indices, has_initial_state,
+    )  # fmt: skip
+    if known.plan is None:
+        forward_cached(*tensors, known.scale, schedule)
+    else:
+        known.plan.fill(*tensors)
+
+
+def step(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state_cache: Tensor,
+    decay: Tensor,
+    slot_idx: Tensor,
+    states_out: Tensor | None,
+    known: Checked,
+) -> None:
+    """Advance each sequence by its new tokens."""
+    tensors = out, q, k, v, state_cache, decay, slot_idx, states_out
+    if known.plan is None:
+        decode(*tensors, known.scale)
+    else:
+        known.plan.decode(*tensors)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "cpu" and interpreted())
+
+
+def plan_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+    slots: Tensor | None,
+    has_first: Tensor | None,
+    scale: float,
+    schedule: str,
+    *,
+    is_exact: bool,
+) -> Any:
+    """Return how to launch calls of this form past the operators; None if these are to be asked.
+
+    ``state`` is what the call starts from, ``is_exact`` says whether it returns or keeps another.
+    """
+    if not _has_kernels(q.device):
+        return None
+    from ._kernels.entry import ForwardPlan, Inputs
+    from ._kernels.runtime import is_aligned
+
+    small = (decay, slots, has_first)
+    if not all(map(is_aligned, (q, k, v))) or any(
+        x is not None and not x.is_contiguous() for x in small
+    ):  # copies come first
+        return None
+    x = Inputs(k, v, decay, cu_seqlens, state)
+    return ForwardPlan(x, scale, schedule, is_exact)
+
+
+def plan_step(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state_cache: Tensor,
+    decay: Tensor,
+    slot_idx: Tensor,
+    states_out: Tensor | None,
+    scale: float,
+) -> Any:
+    """Return how to launch decoding steps of this form past the operator, or None."""
+    if not _has_kernels(q.device) or not (decay.is_contiguous() and slot_idx.is_contiguous()):
+        return None
+    from ._kernels.entry import DecodePlan
+
+    return DecodePlan(out, q, k, v, state_cache, states_out, scale)

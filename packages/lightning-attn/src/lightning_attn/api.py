@@ -1,9 +1,18 @@
 """The main public functions: check the arguments, then call the operator."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
 from . import _checks, _ops
+from ._arguments import check_scale, check_tensor
+from ._call import Checked
+from ._forms import Memory, form_of
+
+_forward: Memory[Checked] = Memory()
+_packed: Memory[Checked] = Memory()
+_decode: Memory[Checked] = Memory()
 
 
 def lightning_attn_func(
@@ -35,7 +44,7 @@ def lightning_attn_func(
             256, and may differ from ``d``.
         decay: s, fp32, ``[heads]``, ``[heads, 1, 1]`` or ``[1, heads, 1, 1]``. At least 0, which is
             no decay: the values are the caller's duty (:func:`validate_decay`).
-        scale: factor of the queries, any number finite in fp32. Default: 1.0.
+        scale: factor of the queries, at most 2.36e38 in size. Default: 1.0.
         initial_state: S before the first token, fp32 ``[batch, heads, d, e]``, any strides.
             Default: None (zeros).
         output_final_state: return S behind the last token. Default: False.
@@ -55,15 +64,25 @@ def lightning_attn_func(
         ValueError: on a shape, a device or a range.
         NotImplementedError: on forward-mode differentiation.
     """
-    _checks.check_qkv(q, k, v, 4)
-    rates = _checks.check_decay(decay, q)
-    scale = _checks.check_scale(scale)
-    _checks.check_flag("output_final_state", output_final_state)
-    _checks.check_schedule(schedule)
-    if initial_state is not None:
-        _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
+    form = form_of(
+        (q, k, v), (decay, initial_state), (scale, output_final_state, schedule), packed=False
+    )
+    known = None if form is None else _forward.get(form)
+    if known is None:
+        _checks.check_qkv(q, k, v, 4)
+        rates = _checks.check_decay(decay, q)
+        known = Checked(_checks.check_options(scale, output_final_state, schedule))
+        if initial_state is not None:
+            _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
+        if form is not None:
+            plan = _ops.plan_forward(
+                q, k, v, rates, None, initial_state, None, None, known.scale, schedule,
+                is_exact=output_final_state,
+            )  # fmt: skip
+            known = _forward.keep(form, Checked(known.scale, plan))
+    rates = decay if decay.ndim == 1 else decay.reshape(-1)
     out, state = _ops.attention(
-        q, k, v, rates, None, initial_state, scale, schedule, output_final_state
+        q, k, v, rates, None, initial_state, schedule, output_final_state, known
     )
     return out, state if output_final_state else None
 
@@ -117,42 +136,54 @@ def lightning_attn_varlen_func(
         NotImplementedError: on a gradient together with ``state_cache``, and on forward-mode
             differentiation.
     """
-    _checks.check_qkv(q, k, v, 3)
-    rates = _checks.check_decay(decay, q)
-    scale = _checks.check_scale(scale)
-    _checks.check_flag("output_final_state", output_final_state)
-    _checks.check_schedule(schedule)
-    batch = _checks.check_packed(q, cu_seqlens)
-    if has_initial_state is not None:
-        _checks.check_has_initial_state(has_initial_state, batch, q)
+    form = form_of(
+        (q, k, v),
+        (decay, cu_seqlens, state_cache, state_indices, initial_state, has_initial_state),
+        (scale, output_final_state, schedule),
+        packed=True,
+    )
+    if form is not None and not len(q) == len(k) == len(v):
+        form = None
+    known = None if form is None else _packed.get(form)
+    if known is None:
+        _checks.check_qkv(q, k, v, 3)
+        rates = _checks.check_decay(decay, q)
+        known = Checked(_checks.check_options(scale, output_final_state, schedule))
+        _checks.check_sequences(
+            q, v, cu_seqlens, state_cache, state_indices, initial_state, has_initial_state
+        )
+        if state_cache is not None:
+            _checks.check_no_gradient("state_cache", q, k, v, decay, state_cache)
+        if form is not None:
+            is_cached = state_cache is not None
+            plan = _ops.plan_forward(
+                q, k, v, rates, cu_seqlens, state_cache if is_cached else initial_state,
+                state_indices, has_initial_state, known.scale, schedule,
+                is_exact=is_cached or output_final_state,
+            )  # fmt: skip
+            known = _packed.keep(form, Checked(known.scale, plan))
+    rates = decay if decay.ndim == 1 else decay.reshape(-1)
     if state_cache is None:
-        if state_indices is not None:
-            raise ValueError("state_indices must be None without a state_cache, got a tensor")
-        if initial_state is not None:
-            _checks.check_initial_state("initial_state", initial_state, batch, q, v)
-            if has_initial_state is not None:
-                starts = has_initial_state[:, None, None, None]
-                initial_state = torch.where(starts, initial_state, 0.0)
+        if initial_state is not None and has_initial_state is not None:
+            starts = has_initial_state[:, None, None, None]
+            initial_state = torch.where(starts, initial_state, 0.0)
         out, state = _ops.attention(
-            q, k, v, rates, cu_seqlens, initial_state, scale, schedule, output_final_state
+            q, k, v, rates, cu_seqlens, initial_state, schedule, output_final_state, known
         )
         return out, state if output_final_state else None
-    if initial_state is not None:
-        raise ValueError("initial_state must be None with a state_cache, got a tensor")
-    _checks.check_state_cache(state_cache, state_indices, batch, q, v)
-    _checks.check_no_gradient("state_cache", q, k, v, decay, state_cache)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    _ops.forward_cached(
-        out, q, k, v, rates, cu_seqlens, state_cache, state_indices, has_initial_state, scale,
-        schedule,
+    _ops.advance(
+        out, q, k, v, rates, cu_seqlens, state_cache, state_indices, has_initial_state, schedule,
+        known,
     )  # fmt: skip
     if not output_final_state:
         return out, None
     if state_indices is None:
+        batch = cu_seqlens.shape[0] - 1
         return out, state_cache[:batch].clone(memory_format=torch.contiguous_format)
     real = (state_indices >= 0)[:, None, None, None]
     if state_cache.shape[0] == 0:  # then every sequence is padding
-        return out, state_cache.new_zeros((batch, *state_cache.shape[1:]))
+        return out, state_cache.new_zeros((len(state_indices), *state_cache.shape[1:]))
     states = state_cache.index_select(0, state_indices.clamp(min=0))
     return out, torch.where(real, states, 0.0)
 
@@ -197,13 +228,24 @@ def lightning_attn_decode(
         ValueError: on a shape, a device or a range.
         NotImplementedError: on an input that requires a gradient.
     """
-    _checks.check_decode(q, k, v, out, states_out)
-    rates = _checks.check_decay(decay, q)
-    scale = _checks.check_scale(scale)
-    _checks.check_tensor("slot_idx", slot_idx)
-    _checks.check_state_cache(state_cache, slot_idx, q.shape[0], q, v, "slot_idx")
-    _checks.check_no_gradient("lightning_attn_decode", q, k, v, state_cache, decay)
-    if out is None:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    _ops.decode(out, q, k, v, state_cache, rates, slot_idx, states_out, scale)
-    return out
+    form = form_of(
+        (q, k, v), (state_cache, decay, slot_idx, out, states_out), (scale,), packed=False
+    )
+    known = None if form is None else _decode.get(form)
+    is_new = known is None
+    if known is None:
+        _checks.check_decode(q, k, v, out, states_out)
+        _checks.check_decay(decay, q)
+        known = Checked(check_scale("scale", scale))
+        check_tensor("slot_idx", slot_idx)
+        _checks.check_state_cache(state_cache, slot_idx, q.shape[0], q, v, "slot_idx")
+        _checks.check_no_gradient("lightning_attn_decode", q, k, v, state_cache, decay)
+    rates = decay if decay.ndim == 1 else decay.reshape(-1)
+    target = q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out
+    if is_new and form is not None:
+        plan = _ops.plan_step(
+            target, q, k, v, state_cache, rates, slot_idx, states_out, known.scale
+        )
+        known = _decode.keep(form, Checked(known.scale, plan))
+    _ops.step(target, q, k, v, state_cache, rates, slot_idx, states_out, known)
+    return target

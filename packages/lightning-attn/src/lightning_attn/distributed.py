@@ -66,9 +66,7 @@ def lightning_attn_func(
     """
     _checks.check_qkv(q, k, v, 4)
     rates = _checks.check_decay(decay, q)
-    scale = _checks.check_scale(scale)
-    _checks.check_flag("output_final_state", output_final_state)
-    _checks.check_schedule(schedule)
+    scale = _checks.check_options(scale, output_final_state, schedule)
     if initial_state is not None:
         _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
     _ops.refuse_tangents(q, k, v, decay, initial_state)

@@ -4,6 +4,7 @@ from einops import rearrange
 from torch import Tensor
 
 from . import _checks, _ops
+from ._arguments import check_tensor, kind
 from .api import lightning_attn_decode
 
 
@@ -40,7 +41,7 @@ def lightning_attention(
         NotImplementedError: on an input that requires a gradient.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _checks.check_tensor(name, x)
+        check_tensor(name, x)
         if x.ndim != 4:
             last = "E" if name == "v" else "D"
             raise ValueError(f"{name} must be [B, H, N, {last}], got {list(x.shape)}")
@@ -48,7 +49,7 @@ def lightning_attention(
     _checks.check_qkv(q, k, v, 4)
     rates = _checks.check_decay(ed, q, "ed")
     if isinstance(block_size, bool) or not isinstance(block_size, int):
-        raise TypeError(f"block_size must be an int, got {_checks.kind(block_size)}")
+        raise TypeError(f"block_size must be an int, got {kind(block_size)}")
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if kv_history is not None:
@@ -87,12 +88,12 @@ def linear_decode_forward_triton(
         NotImplementedError: on an input that requires a gradient.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _checks.check_tensor(name, x)
+        check_tensor(name, x)
         if x.ndim != 4 or x.shape[2] != 1:
             last = "E" if name == "v" else "D"
             raise ValueError(f"{name} must be [B, H, 1, {last}], got {list(x.shape)}")
-    _checks.check_tensor("kv_caches", kv_caches)
-    _checks.check_tensor("slope_rate", slope_rate)
+    check_tensor("kv_caches", kv_caches)
+    check_tensor("slope_rate", slope_rate)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = lightning_attn_decode(q, k, v, kv_caches, slope_rate, slot_idx)
     return rearrange(out, "b 1 h e -> b (h e)")

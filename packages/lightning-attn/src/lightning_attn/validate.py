@@ -7,6 +7,7 @@ a CUDA graph cannot capture it.
 from torch import Tensor
 
 from . import _checks
+from ._arguments import check_tensor
 
 
 def validate_decay(decay: Tensor) -> None:
@@ -19,7 +20,7 @@ def validate_decay(decay: Tensor) -> None:
         TypeError: if ``decay`` is no tensor.
         ValueError: on the first value that is wrong, with its index.
     """
-    _checks.check_tensor("decay", decay)
+    check_tensor("decay", decay)
     for i, rate in enumerate(decay.reshape(-1).tolist()):
         # written so that NaN fails
         if not 0.0 <= rate < float("inf"):
@@ -38,7 +39,7 @@ def validate_varlen(q: Tensor, cu_seqlens: Tensor) -> None:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device, and on the first value that is wrong, with its index.
     """
-    _checks.check_tensor("q", q)
+    check_tensor("q", q)
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads, d], got {list(q.shape)}")
     _checks.check_packed(q, cu_seqlens)
@@ -66,8 +67,8 @@ def validate_slots(slots: Tensor, state_cache: Tensor) -> None:
         TypeError: if an argument is no tensor.
         ValueError: on the first value that is wrong, with its index.
     """
-    _checks.check_tensor("slots", slots)
-    _checks.check_tensor("state_cache", state_cache)
+    check_tensor("slots", slots)
+    check_tensor("state_cache", state_cache)
     seen: dict[int, int] = {}
     for i, slot in enumerate(slots.tolist()):
         if slot < 0:

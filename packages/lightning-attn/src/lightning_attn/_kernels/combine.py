@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 from attn_common import cdiv
 
-from .launch import NUMBERS, POINTERS, run, state_strides
+from .launch import NUMBERS, POINTERS, state_strides
 from .primitives import factor, rate_of, slot_of, state_offsets
+from .runtime import Launch
 
 if TYPE_CHECKING:
-    from .walk import States, Walk
+    from .launch import Inputs, States
+    from .walk import Walk
 
 # of a state that one program carries along
 BLOCK_ROWS, BLOCK_COLS = 16, 64
@@ -83,23 +85,25 @@ def _combine_kernel(
         tl.store(last_base + offsets, state, mask=inside)
 
 
-def launch_combine(walk: Walk, states: States) -> None:
-    """Turn what a walk's segments wrote into the states before them; fill the walk's ``last``."""
+def launch_combine(walk: Walk, x: Inputs, states: States) -> None:
+    """Turn what a walk's segments wrote into the states before them; fill ``last``."""
     block_d, block_e = min(BLOCK_ROWS, walk.d), min(BLOCK_COLS, 16 * (walk.e // 16))
     block_e = 1 << (block_e.bit_length() - 1)
     tiles = cdiv(walk.d, block_d) * cdiv(walk.e, block_e)
-    run(
-        _combine_kernel,
+    tokens = x.key.shape[-3]
+    kind = "combine", x.first is None, x.last is None, x.has_first is None
+    launch = walk.launches.get(kind)
+    if launch is None:
+        constants = {
+            "D": walk.d, "E": walk.e, "BLOCK_D": block_d, "BLOCK_E": block_e,
+            "REVERSE": walk.reverse, "num_warps": 4, "num_stages": 2,
+        }  # fmt: skip
+        launch = walk.launches[kind] = Launch(_combine_kernel, constants)
+    launch(
         walk.batch * walk.heads * tiles,
+        (states.memory, x.decay, x.first, x.last, x.cu_seqlens, x.slots, x.has_first),
         (
-            states.memory, walk.decay, walk.first, walk.last,
-            walk.cu_seqlens, walk.slots, walk.has_first,
+            walk.batch, walk.heads, tokens, walk.plan(tokens).size, walk.segments(tokens),
+            *states.strides, *state_strides(x.first), *state_strides(x.last),
         ),
-        (
-            walk.batch, walk.heads, walk.tokens, walk.size, walk.segments,
-            *states.strides, *state_strides(walk.first), *state_strides(walk.last),
-        ),
-        {"D": walk.d, "E": walk.e, "BLOCK_D": block_d, "BLOCK_E": block_e, "REVERSE": walk.reverse},
-        num_warps=4,
-        num_stages=2,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import padded
-from .launch import NUMBERS, POINTERS, run, token_strides
+from .launch import NUMBERS, POINTERS, Inputs, run, token_strides
 from .primitives import (
     dot,
     dot_add,
@@ -27,7 +27,7 @@ from .primitives import (
     slot_of,
     state_offsets,
 )
-from .runtime import aligned, dense, row_bytes
+from .runtime import row_bytes
 from .walk import Walk, product_constants, tile_of
 
 
@@ -131,26 +131,27 @@ def launch_decay_gradient(
     """
     tile = tile_of(k, k.shape[-1], v.shape[-1])
     size = tile.chunk
-    forward = Walk(k, v, decay, cu_seqlens, initial_state, None, schedule="parallel", size=size)
-    backward = Walk(
-        q, dout, decay, cu_seqlens, dfinal_state, None,
-        write_scale=scale, reverse=True, schedule="parallel", size=size,
-    )  # fmt: skip
+    written = Inputs(k, v, decay, cu_seqlens, initial_state).readable
+    gradients = Inputs(q, dout, decay, cu_seqlens, dfinal_state).readable
+    forward = Walk(written, schedule="parallel", size=size)
+    backward = Walk(gradients, write_scale=scale, reverse=True, schedule="parallel", size=size)
     if forward.batch == 0 or q.numel() == 0:
         return torch.zeros_like(decay)
-    arriving, leaving = forward.segment_states(), backward.segment_states()
-    q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
-    pieces = forward.segments * (1 if cu_seqlens is not None else forward.batch)
+    arriving, leaving = forward.segment_states(written), backward.segment_states(gradients)
+    q, dout, k, v = gradients.key, gradients.value, written.key, written.value
+    tokens = k.shape[-3]
+    segments = forward.segments(tokens)
+    pieces = segments * (1 if forward.is_packed else forward.batch)
     splits = cdiv(forward.e, tile.block_e)
     # a slot without tokens writes nothing
     out = torch.zeros((pieces, forward.heads, splits), dtype=torch.float32, device=q.device)
     run(
         _decay_gradient_kernel,
         out.numel(),
-        (q, k, v, dout, out, dense(decay), arriving.memory, leaving.memory, cu_seqlens),
+        (q, k, v, dout, out, written.decay, arriving.memory, leaving.memory, cu_seqlens),
         (
             scale,
-            forward.batch, forward.heads, forward.tokens, size, forward.segments,
+            forward.batch, forward.heads, tokens, size, segments,
             *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(dout),
             *arriving.strides,
         ),
@@ -162,9 +163,9 @@ def launch_decay_gradient(
             "CHUNK": tile.chunk,
             "ROW_BYTES": row_bytes(q),
             "ROW_BYTES_V": row_bytes(v),
-            **product_constants(tile),
+            **product_constants(tile, is_exact=True),
         },
-        tile.num_warps,
+        max(8, tile.num_warps),  # it holds two states
         num_stages=1,
     )  # fmt: skip
     return -out.sum(dim=(0, 2))

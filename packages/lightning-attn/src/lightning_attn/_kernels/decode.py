@@ -12,9 +12,9 @@ from attn_common import cdiv, detect
 from torch import Tensor
 
 from .._configs import decode_tile, padded
-from .launch import NUMBERS, POINTERS, run
+from .launch import NUMBERS, POINTERS
 from .primitives import factor, rate_of
-from .runtime import ACCESS, dense
+from .runtime import ACCESS, Launch, dense
 
 
 @triton.jit
@@ -109,6 +109,66 @@ def _layout(x: Tensor | None) -> tuple[int, int]:
     return ACCESS if all(start % ACCESS == 0 for start in starts) else size, along
 
 
+class DecodePlan:
+    """The decoding steps of one form: all but the data."""
+
+    def __init__(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state_cache: Tensor,
+        states_out: Tensor | None,
+        scale: float,
+    ) -> None:
+        batch, tokens, heads, d = q.shape
+        e = v.shape[-1]
+        tile = decode_tile(detect(q.device), d, e)
+        alignment, along = _layout(state_cache)
+        alignment_last, along_last = _layout(states_out)
+        self._grid = batch * heads * cdiv(e, tile.block_e)
+        self._numbers = (
+            scale, tokens, heads,
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+            *state_cache.stride(),
+            *((0,) * 5 if states_out is None else states_out.stride()),
+        )  # fmt: skip
+        self._launch = Launch(
+            _decode_kernel,
+            {
+                "D": d,
+                "E": e,
+                "BLOCK_D": padded(d),
+                "BLOCK_E": tile.block_e,
+                "BYTES": alignment,
+                "ALONG": along,
+                "BYTES_LAST": alignment_last,
+                "ALONG_LAST": along_last,
+                "num_warps": tile.num_warps,
+                "num_stages": 1,
+            },
+        )
+
+    def decode(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state_cache: Tensor,
+        decay: Tensor,
+        slot_idx: Tensor,
+        states_out: Tensor | None,
+    ) -> None:
+        """Advance every sequence; ``decay`` and ``slot_idx`` are dense."""
+        self._launch(
+            self._grid,
+            (q, k, v, out, state_cache, states_out, decay, slot_idx),
+            self._numbers,
+        )
+
+
 def launch_decode(
     out: Tensor,
     q: Tensor,
@@ -121,31 +181,5 @@ def launch_decode(
     scale: float,
 ) -> None:
     """Run the decode operator on checked inputs; see ``_ops.py`` for its schema."""
-    batch, tokens, heads, d = q.shape
-    e = v.shape[-1]
-    tile = decode_tile(detect(q.device), d, e)
-    alignment, along = _layout(state_cache)
-    alignment_last, along_last = _layout(states_out)
-    run(
-        _decode_kernel,
-        batch * heads * cdiv(e, tile.block_e),
-        (q, k, v, out, state_cache, states_out, dense(decay), dense(slot_idx)),
-        (
-            scale, tokens, heads,
-            *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-            *state_cache.stride(),
-            *((0,) * 5 if states_out is None else states_out.stride()),
-        ),
-        {
-            "D": d,
-            "E": e,
-            "BLOCK_D": padded(d),
-            "BLOCK_E": tile.block_e,
-            "BYTES": alignment,
-            "ALONG": along,
-            "BYTES_LAST": alignment_last,
-            "ALONG_LAST": along_last,
-        },
-        num_warps=tile.num_warps,
-        num_stages=1,
-    )  # fmt: skip
+    plan = DecodePlan(out, q, k, v, state_cache, states_out, scale)
+    plan.decode(out, q, k, v, state_cache, dense(decay), dense(slot_idx), states_out)

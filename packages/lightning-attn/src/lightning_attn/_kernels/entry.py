@@ -1,4 +1,7 @@
-"""The operators on a GPU, or in the interpreter: each is a walk or two; see ``_ops.py``."""
+"""The operators on a GPU, or in the interpreter, each a walk or two, and plans that go past them.
+
+See ``_ops.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,16 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .decay_gradient import launch_decay_gradient as decay_gradient
+from .decode import DecodePlan
 from .decode import launch_decode as decode
-from .walk import States, Walk
+from .launch import Inputs, States
+from .runtime import aligned, is_aligned
+from .walk import Walk
 
 __all__ = [
+    "DecodePlan",
+    "ForwardPlan",
+    "Inputs",
     "decay_gradient",
     "decode",
     "final_state",
@@ -20,6 +29,45 @@ __all__ = [
     "read_gradient",
     "write_gradients",
 ]
+
+
+class ForwardPlan:
+    """The forward pass of the calls of one form."""
+
+    def __init__(self, x: Inputs, scale: float, schedule: str, is_exact: bool) -> None:
+        self._scale = scale
+        self._walk = Walk(x, schedule=schedule, is_exact=is_exact)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        cu_seqlens: Tensor | None,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the final states (without elements if not asked for)."""
+        final = _states_like(k, v, cu_seqlens) if output_final_state else None
+        x = Inputs(k, v, decay, cu_seqlens, initial_state, final)
+        return self._walk.out(x, q, self._scale), _absent(q) if final is None else final
+
+    def fill(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        cu_seqlens: Tensor,
+        state_cache: Tensor,
+        state_indices: Tensor | None,
+        has_initial_state: Tensor | None,
+    ) -> None:
+        """Fill ``out``, and advance the sequences' slots of ``state_cache``."""
+        x = _on_cache(k, v, decay, cu_seqlens, state_cache, state_indices, has_initial_state)
+        self._walk.fill(x, out, q, self._scale)
 
 
 def forward(
@@ -35,8 +83,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the final states (without elements if not asked for)."""
     final = _states_like(k, v, cu_seqlens) if output_final_state else None
-    walk = Walk(k, v, decay, cu_seqlens, initial_state, final, schedule=schedule)
-    return walk.out(q, scale), _absent(q) if final is None else final
+    x = Inputs(k, v, decay, cu_seqlens, initial_state, final).readable
+    out = Walk(x, schedule=schedule).out(x, aligned(q), scale)
+    return out, _absent(q) if final is None else final
 
 
 def forward_cached(
@@ -53,11 +102,12 @@ def forward_cached(
     schedule: str,
 ) -> None:
     """Fill ``out``, and advance the sequences' slots of ``state_cache``."""
-    walk = Walk(
-        k, v, decay, cu_seqlens, state_cache, state_cache,
-        slots=state_indices, has_first=has_initial_state, schedule=schedule,
-    )  # fmt: skip
-    walk.fill(out, q, scale)
+    cache = state_cache, state_indices, has_initial_state
+    x = _on_cache(k, v, decay, cu_seqlens, *cache).readable
+    if is_aligned(out) and out.is_contiguous():
+        Walk(x, schedule=schedule).fill(x, out, aligned(q), scale)
+    else:
+        out.copy_(Walk(x, schedule=schedule).out(x, aligned(q), scale))
 
 
 def forward_with_states(
@@ -73,12 +123,11 @@ def forward_with_states(
     batch, seqlen, heads, d = k.shape
     shape = (batch, heads, cdiv(seqlen, block_size) + 1, d, v.shape[-1])
     memory = torch.empty(shape, dtype=torch.float32, device=k.device)
-    walk = Walk(
-        k, v, decay, None, initial_state, memory[:, :, -1], schedule="parallel", size=block_size
-    )
+    x = Inputs(k, v, decay, None, initial_state, memory[:, :, -1]).readable
+    walk = Walk(x, schedule="parallel", size=block_size)
     per_sequence, per_head, per_block, per_row, _ = memory.stride()
     states = States(memory, (per_sequence, per_block, per_head, per_row, 1))
-    return walk.out(q, scale, walk.segment_states(states)), memory
+    return walk.out(x, aligned(q), scale, walk.segment_states(x, states)), memory
 
 
 def final_state(
@@ -92,10 +141,8 @@ def final_state(
 ) -> Tensor:
     """Return the states behind the last tokens of the walk."""
     final = _states_like(k, v, None)
-    Walk(
-        k, v, decay, None, initial_state, final,
-        write_scale=scale, reverse=reverse, schedule=schedule,
-    ).finish()  # fmt: skip
+    x = Inputs(k, v, decay, None, initial_state, final).readable
+    Walk(x, write_scale=scale, reverse=reverse, schedule=schedule).finish(x)
     return final
 
 
@@ -111,7 +158,8 @@ def read_gradient(
 ) -> Tensor:
     """Return dq."""
     first = None if initial_state is None else initial_state.transpose(-1, -2)
-    return Walk(v, k, decay, cu_seqlens, first, None, schedule=schedule).out(dout, scale)
+    x = Inputs(v, k, decay, cu_seqlens, first).readable
+    return Walk(x, schedule=schedule).out(x, aligned(dout), scale)
 
 
 def write_gradients(
@@ -128,16 +176,33 @@ def write_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dk, dv and, if asked for, the gradient of the initial states."""
     dinitial = _states_like(k, v, cu_seqlens) if needs_dinitial else None
-    backwards = {"write_scale": scale, "reverse": True, "schedule": schedule}
-    for_dv = Walk(q, dout, decay, cu_seqlens, dfinal_state, dinitial, **backwards)
     turned = None if dfinal_state is None else dfinal_state.transpose(-1, -2)
-    for_dk = Walk(dout, q, decay, cu_seqlens, turned, None, **backwards)
-    states = for_dv.segment_states() if for_dv.segmented and for_dv.batch else None
-    dv = for_dv.out(k, 1.0, states)
+    for_dv = Inputs(q, dout, decay, cu_seqlens, dfinal_state, dinitial).readable
+    for_dk = Inputs(for_dv.value, for_dv.key, for_dv.decay, cu_seqlens, turned)
+    walk_dv = Walk(for_dv, write_scale=scale, reverse=True, schedule=schedule)
+    walk_dk = Walk(for_dk, write_scale=scale, reverse=True, schedule=schedule)
+    tokens = k.shape[-3]
+    plan_dv, plan_dk = walk_dv.plan(tokens), walk_dk.plan(tokens)
+    states = walk_dv.segment_states(for_dv) if plan_dv.segmented and walk_dv.batch else None
+    dv = walk_dv.out(for_dv, aligned(k), 1.0, states)
     # one pass over the states serves both, where they agree on the segments
-    shared = states is not None and for_dk.segmented and for_dk.size == for_dv.size
-    dk = for_dk.out(v, 1.0, states.transposed if shared else None)
+    shared = states is not None and plan_dk.segmented and plan_dk.size == plan_dv.size
+    dk = walk_dk.out(for_dk, aligned(v), 1.0, states.transposed if shared else None)
     return dk, dv, _absent(q) if dinitial is None else dinitial
+
+
+def _on_cache(
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    cu_seqlens: Tensor,
+    cache: Tensor,
+    slots: Tensor | None,
+    has_first: Tensor | None,
+) -> Inputs:
+    # the interpreter has no pointers to booleans
+    flags = None if has_first is None else has_first.view(torch.uint8)
+    return Inputs(k, v, decay, cu_seqlens, cache, cache, slots, flags)
 
 
 def _states_like(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,13 +1,13 @@
-"""What every launch has in common: the arguments that all kernels take, and the call itself."""
+"""What launches have in common: the arguments that kernels take, and the call itself."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .runtime import Launch
+from .runtime import Launch, aligned, dense
 
 # The kernels take numbers and pointers as they come. A variant per value or alignment would give a
 # stride its own rounding and a length its own compilation, and would have to be looked up per call.
@@ -34,6 +34,50 @@ def state_strides(x: Tensor | None) -> tuple[int, int, int, int, int]:
         return (0, 0, 0, 0, 0)
     batch, *rest = x.stride()
     return (batch, 0, *rest)  # type: ignore[return-value]
+
+
+class States(NamedTuple):
+    """A state per piece, with the strides of sequence, segment, head, d and e."""
+
+    memory: Tensor | None
+    strides: tuple[int, int, int, int, int]
+
+    @classmethod
+    def of(cls, state: Tensor | None) -> States:
+        """Describe ``[batch, heads, d, e]``."""
+        return cls(state, state_strides(state))
+
+    @property
+    def transposed(self) -> States:
+        *rest, stride_d, stride_e = self.strides
+        return States(self.memory, (*rest, stride_e, stride_d))  # type: ignore[arg-type]
+
+
+class Inputs(NamedTuple):
+    """The tensors of a walk, apart from what reads."""
+
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    # where packed sequences begin
+    cu_seqlens: Tensor | None = None
+    # the states to start from, and where those at the end go
+    first: Tensor | None = None
+    last: Tensor | None = None
+    # the place of each sequence among these, and whether it has a state to start from
+    slots: Tensor | None = None
+    has_first: Tensor | None = None
+
+    @property
+    def readable(self) -> Inputs:
+        """The same, as kernels may read it; copies are made of what lies askew."""
+        return self._replace(
+            key=aligned(self.key),
+            value=aligned(self.value),
+            decay=dense(self.decay),
+            slots=dense(self.slots),
+            has_first=dense(self.has_first),
+        )
 
 
 def run(

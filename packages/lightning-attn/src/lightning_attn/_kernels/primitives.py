@@ -6,6 +6,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 # exp of minus this is 0 in every format, and no distance times it overflows
 LARGEST_RATE = tl.constexpr(1.0e4)
+# of one instruction of the tensor cores, in elements
+PRODUCT_DEPTH = tl.constexpr(16)
 # sequences looked at per step when a program searches its own in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
 
@@ -56,6 +58,20 @@ def dot_add(acc, a, b, dtype, NARROW: tl.constexpr, PRECISION: tl.constexpr):
     if NARROW:
         return tl.dot(a.to(dtype), b.to(dtype), acc, input_precision=PRECISION)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_apart(a, b, dtype, NARROW: tl.constexpr, PRECISION: tl.constexpr):
+    """Return ``a @ b`` as ``dot_add`` computes it, in an accumulator of its own.
+
+    Tensor cores cut sums off where others round, so a sum over a million tokens drifts. A bound on
+    inexact sums keeps the compiler from adding into the accumulator what the caller adds to it.
+    """
+    if NARROW:
+        a, b = a.to(dtype), b.to(dtype)
+    else:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=PRODUCT_DEPTH)
 
 
 @triton.jit

@@ -14,6 +14,8 @@ first it is dv with (k, q, dout), and dk with (v, dout, q): the state is then it
 decays after a token has read, not before it writes. The transpose of a state has its strides
 swapped.
 
+The state is held turned, [E, D]: so products read it where others leave it, in registers.
+
 The sequential schedule gives a whole sequence to a program. The parallel one cuts sequences into
 segments: one walk without reads leaves each segment's own contribution, :mod:`.combine` turns those
 into the state before each segment, and a second walk starts from there, all segments at once.
@@ -21,7 +23,7 @@ into the state before each segment, and a second walk starts from there, all seg
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,37 +32,39 @@ import triton.language as tl
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from .._configs import Tile, padded, use_segments, walk_tile
+from .._configs import Tile, WalkPlan, padded, plan_walk, walk_tile
+from .._forms import LIMIT
 from .combine import launch_combine
-from .launch import KINDS, NUMBERS, POINTERS, run, state_strides, token_strides
+from .launch import KINDS, NUMBERS, POINTERS, Inputs, States, token_strides
 from .primitives import (
     clear_rows,
     dot,
     dot_add,
+    dot_apart,
     factor,
     load_rows,
-    load_rows_transposed,
     locate,
     rate_of,
     settle,
     slot_of,
     state_offsets,
 )
-from .runtime import aligned, dense, is_interpreted, row_bytes
+from .runtime import Launch, is_interpreted, row_bytes
 
 
 @triton.jit
-def _write(
-    state, k_t, v, fading,
+def _written(
+    v_t, k, fading,
     TERMS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return ``state + k_t @ (fading * v)``, the values as one or two numbers of 16 bits each."""
-    faded = v.to(tl.float32) * fading[:, None]
-    state = dot_add(state, k_t, faded, v.dtype, NARROW, PRECISION)
+    """Return ``(fading * v_t) @ k``, the values as one or two numbers of 16 bits each."""
+    faded = v_t.to(tl.float32) * fading[None, :]
     if NARROW and TERMS == 2:
-        rest = faded - faded.to(v.dtype).to(tl.float32)
-        state = dot_add(state, k_t, rest, v.dtype, NARROW, PRECISION)
-    return state
+        # the upper half of a number's bits is one of 16 bits
+        upper = (faded.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        written = dot_apart(upper, k, v_t.dtype, NARROW, PRECISION)
+        return dot_add(written, faded - upper, k, v_t.dtype, NARROW, PRECISION)
+    return dot_apart(faded, k, v_t.dtype, NARROW, PRECISION)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
@@ -123,16 +127,16 @@ def _walk_kernel(
     else:
         state_b = slot
 
-    inside_state = (rows_d < D)[:, None] & (cols < E)[None, :]
-    state = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    inside_state = (cols < E)[:, None] & (rows_d < D)[None, :]
+    state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     if first_ptr is not None:
         is_there = inside_state
         if has_first_ptr is not None:
             there = tl.where(tl.load(has_first_ptr + sequence) != 0, D, 0)
-            is_there = inside_state & (rows_d < there)[:, None]
+            is_there = inside_state & (rows_d < there)[None, :]
         first_base = first_ptr + state_b * stride_first_b + place.to(tl.int64) * stride_first_s
         first_base += head_64 * stride_first_h
-        offsets = state_offsets(rows_d, cols, stride_first_d, stride_first_e)
+        offsets = state_offsets(cols, rows_d, stride_first_e, stride_first_d)
         state = tl.load(first_base + offsets, mask=is_there, other=0.0)
 
     origin = begin.to(tl.int64)
@@ -145,8 +149,8 @@ def _walk_kernel(
         stride_out = heads * E
 
     rate = rate_of(decay_ptr, head)
-    # from the token of a column to that of a row; what lies the other way does not count
-    apart = index[:, None] - index[None, :]
+    # from the token of a row to that of a column; what lies the other way does not count
+    apart = index[None, :] - index[:, None]
     if REVERSE:
         apart = -apart
     weights = factor(rate, tl.maximum(apart, 0)) * (read_scale * write_scale)
@@ -159,159 +163,155 @@ def _walk_kernel(
         rows = done + index
         inside = rows < length
         count = tl.minimum(CHUNK, length - done)
-        k_t = load_rows_transposed(k_base, rows, stride_ks, inside, rows_d, D, ROW_BYTES)  # [D, C]
-        v = load_rows(v_base, rows, stride_vs, inside, cols, E, ROW_BYTES_V)  # [C, E]
+        k = load_rows(k_base, rows, stride_ks, inside, rows_d, D, ROW_BYTES)  # [C, D]
+        v = load_rows(v_base, rows, stride_vs, inside, cols, E, ROW_BYTES_V)
+        v_t = tl.trans(v)  # [E, C]
         # tokens between each one and the ends of the chunk
         until = tl.maximum(count - 1 - index, 0)
         since = index + 1
         if out_ptr is not None:
-            q = load_rows(q_base, rows, stride_rs, inside, rows_d, D, ROW_BYTES)  # [C, D]
+            q = load_rows(q_base, rows, stride_rs, inside, rows_d, D, ROW_BYTES)
+            q_t = tl.trans(q)  # [D, C]
             arrival = factor(rate, until if REVERSE else since) * read_scale
-            zeros = tl.zeros([CHUNK, BLOCK_E], tl.float32)
-            out = dot_add(zeros, q, state, q.dtype, NARROW, PRECISION) * arrival[:, None]
-            scores = dot(q, k_t, PRECISION, UPCAST) * weights  # [C, C]
-            out = dot_add(out, scores, v, v.dtype, NARROW, PRECISION)  # [C, E]
-            out_ptrs = out_base + (rows.to(tl.int64) * stride_out)[:, None] + cols[None, :]
-            mask = inside[:, None] & (cols < E)[None, :]
-            tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+            zeros = tl.zeros([BLOCK_E, CHUNK], tl.float32)
+            out = dot_add(zeros, state, q_t, q_t.dtype, NARROW, PRECISION) * arrival[None, :]
+            scores = dot(k, q_t, PRECISION, UPCAST) * weights  # [C, C]
+            out = dot_add(out, v_t, scores, v_t.dtype, NARROW, PRECISION)  # [E, C]
+            begins = out_base + rows.to(tl.int64)[None, :] * stride_out
+            begins = tl.multiple_of(begins, [ROW_BYTES_V, ROW_BYTES_V])
+            mask = inside[None, :] & (cols < E)[:, None]
+            tl.store(begins + cols[:, None], out.to(out_ptr.dtype.element_ty), mask=mask)
         fading = factor(rate, since if REVERSE else until) * write_scale
-        state = _write(state * factor(rate, count), k_t, v, fading, TERMS, NARROW, PRECISION)
-        state = settle(state, SETTLE)
+        written = _written(v_t, k, fading, TERMS, NARROW, PRECISION)
+        state = state * factor(rate, count) + settle(written, SETTLE)
 
     if last_ptr is not None:
         last_base = last_ptr + state_b * stride_last_b + place.to(tl.int64) * stride_last_s
         last_base += head_64 * stride_last_h
-        offsets = state_offsets(rows_d, cols, stride_last_d, stride_last_e)
+        offsets = state_offsets(cols, rows_d, stride_last_e, stride_last_d)
         tl.store(last_base + offsets, state, mask=inside_state)
-
-
-@dataclass
-class States:
-    """A state per piece, with the strides of sequence, segment, head, d and e."""
-
-    memory: Tensor | None
-    strides: tuple[int, int, int, int, int]
-
-    @classmethod
-    def of(cls, state: Tensor | None) -> States:
-        """Describe ``[batch, heads, d, e]``."""
-        return cls(state, state_strides(state))
-
-    @property
-    def transposed(self) -> States:
-        *rest, stride_d, stride_e = self.strides
-        return States(self.memory, (*rest, stride_e, stride_d))  # type: ignore[arg-type]
 
 
 class Walk:
     """One recurrence: what is written to the state, in which direction, and where it starts.
 
+    It holds no tensor, and serves all calls whose tensors differ in data alone, or, packed, in the
+    number of tokens.
+
     Args:
-        key: ``[batch, seqlen, heads, d]``, or packed.
-        value: ``[batch, seqlen, heads, e]``, or packed.
-        decay: fp32 ``[heads]``.
-        cu_seqlens: where packed sequences begin.
-        first: the states to start from.
-        last: where the states at the end go.
-        slots: the place of each sequence among ``first`` and ``last``.
-        has_first: whether each sequence has a state to start from.
+        x: tensors to begin with, readable.
         write_scale: factor of what is written.
         reverse: from the last token to the first.
         schedule: as the public functions take it.
-        size: tokens of a segment. Default: the tile's.
+        size: tokens of a segment, of the parallel schedule, whose states are asked for. Default:
+            what the schedule says.
+        is_exact: calls have a ``last``, even if ``x`` has none.
     """
 
     def __init__(
         self,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        cu_seqlens: Tensor | None,
-        first: Tensor | None,
-        last: Tensor | None,
+        x: Inputs,
         *,
-        slots: Tensor | None = None,
-        has_first: Tensor | None = None,
         write_scale: float = 1.0,
         reverse: bool = False,
         schedule: str = "auto",
         size: int | None = None,
+        is_exact: bool = False,
     ) -> None:
-        self.key, self.value, self.decay = aligned(key), aligned(value), dense(decay)
-        self.cu_seqlens, self.slots = cu_seqlens, dense(slots)
-        # the interpreter has no pointers to booleans
-        self.has_first = None if has_first is None else dense(has_first).view(torch.uint8)
-        self.first, self.last = first, last
         self.write_scale, self.reverse = write_scale, reverse
-        self.tokens, self.heads, self.d = key.shape[-3:]
-        self.e = value.shape[-1]
-        self.batch = key.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self.tile = tile_of(key, self.d, self.e)
-        packed = cu_seqlens is not None
-        all_tokens = self.tokens if packed else self.batch * self.tokens
-        self.size = self.tile.segment if size is None else size
-        self.segmented = use_segments(
-            schedule, self.tile, self.e, self.heads, max(1, self.batch), all_tokens
-        )
-        # of a sequence of fixed length; of packed ones, the slots that hold all segments
-        self.segments = (
-            self.tokens // self.size + self.batch + 2 if packed else cdiv(self.tokens, self.size)
-        )
+        self.heads, self.d = x.key.shape[-2:]
+        self.e = x.value.shape[-1]
+        self.is_packed = x.cu_seqlens is not None
+        self.batch = x.key.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+        # states that nobody sees are rounded to 16 bits as they are read: no need to write finer
+        self._is_exact = is_exact or x.last is not None or size is not None
+        self._tile = tile_of(x.key, self.d, self.e)
+        self._schedule, self._asked_size = schedule, size
+        self._plans: dict[int, WalkPlan] = {}
+        # by what differs between the launches of one form; the strides of what has a row per token
+        self.launches: dict[Any, Launch] = {}
+        self._strides: dict[bool, tuple[int, ...]] = {}
 
-    def state_memory(self) -> States:
-        """Return memory for the state before each segment."""
-        pieces = self.segments if self.cu_seqlens is not None else self.segments * self.batch
-        shape = (pieces, self.heads, self.d, self.e)
-        memory = torch.empty(shape, dtype=torch.float32, device=self.key.device)
-        per_piece, per_head, per_row, _ = memory.stride()
-        per_sequence = 0 if self.cu_seqlens is not None else self.segments * per_piece
-        return States(memory, (per_sequence, per_piece, per_head, per_row, 1))
+    def plan(self, tokens: int) -> WalkPlan:
+        """Return how it is run for a number of tokens, of a sequence or of all packed ones."""
+        plan = self._plans.get(tokens)
+        if plan is None:
+            all_tokens = tokens if self.is_packed else tokens * self.batch
+            batch = max(1, self.batch)
+            plan = plan_walk(self._schedule, self._tile, self.e, self.heads, batch, all_tokens)
+            if self._asked_size is not None:
+                plan = replace(plan, size=self._asked_size)
+            if len(self._plans) >= LIMIT:
+                self._plans.clear()
+            self._plans[tokens] = plan
+        return plan
 
-    def segment_states(self, states: States | None = None) -> States:
+    def segments(self, tokens: int) -> int:
+        """Segments of a sequence of fixed length; of packed ones, the slots that hold all."""
+        size = self.plan(tokens).size
+        return tokens // size + self.batch + 2 if self.is_packed else cdiv(tokens, size)
+
+    def segment_states(self, x: Inputs, states: States | None = None) -> States:
         """Fill and return the states before each segment; the final ones go to ``last``."""
-        states = states or self.state_memory()
-        self._launch(None, None, States.of(None), states, 1.0, segmented=True)
-        launch_combine(self, states)
+        states = states or self._state_memory(x)
+        self._launch(x, None, None, States.of(None), states, 1.0, segmented=True)
+        launch_combine(self, x, states)
         return states
 
-    def out(self, read: Tensor, read_scale: float, states: States | None = None) -> Tensor:
+    def out(
+        self, x: Inputs, read: Tensor, read_scale: float, states: States | None = None
+    ) -> Tensor:
         """Return what every token reads, in the dtype of the inputs.
 
         With ``states``, those before each segment; else ``first``, and then ``last`` is filled.
         """
-        shape = (*self.value.shape[:-1], self.e)
-        out = torch.empty(shape, dtype=self.value.dtype, device=self.value.device)
-        self.fill(out, read, read_scale, states)
+        shape = (*x.value.shape[:-1], self.e)
+        out = torch.empty(shape, dtype=x.value.dtype, device=x.value.device)
+        self.fill(x, out, read, read_scale, states)
         return out
 
     def fill(
-        self, out: Tensor, read: Tensor, read_scale: float, states: States | None = None
+        self,
+        x: Inputs,
+        out: Tensor,
+        read: Tensor,
+        read_scale: float,
+        states: States | None = None,
     ) -> None:
         """Write to a contiguous ``out`` what every token reads; see :meth:`out`."""
         if self.batch == 0:  # a packed call may hold nothing but padding
             out.zero_()
             return
-        read = aligned(read)
-        if states is None and self.segmented:
-            states = self.segment_states()
+        if states is None and self.plan(x.key.shape[-3]).segmented:
+            states = self.segment_states(x)
         if states is None:
-            first, last = States.of(self.first), States.of(self.last)
-            self._launch(read, out, first, last, read_scale, segmented=False)
+            first, last = States.of(x.first), States.of(x.last)
+            self._launch(x, read, out, first, last, read_scale, segmented=False)
         else:
-            self._launch(read, out, states, States.of(None), read_scale, segmented=True)
+            self._launch(x, read, out, states, States.of(None), read_scale, segmented=True)
 
-    def finish(self) -> None:
+    def finish(self, x: Inputs) -> None:
         """Fill ``last`` alone."""
         if self.batch == 0:
             return
-        if self.segmented:
-            self.segment_states()
+        if self.plan(x.key.shape[-3]).segmented:
+            self.segment_states(x)
         else:
-            first, last = States.of(self.first), States.of(self.last)
-            self._launch(None, None, first, last, 1.0, segmented=False)
+            self._launch(x, None, None, States.of(x.first), States.of(x.last), 1.0, segmented=False)
+
+    def _state_memory(self, x: Inputs) -> States:
+        """Return memory for the state before each segment."""
+        segments = self.segments(x.key.shape[-3])
+        pieces = segments if self.is_packed else segments * self.batch
+        shape = (pieces, self.heads, self.d, self.e)
+        memory = torch.empty(shape, dtype=torch.float32, device=x.key.device)
+        per_piece, per_head, per_row, _ = memory.stride()
+        per_sequence = 0 if self.is_packed else segments * per_piece
+        return States(memory, (per_sequence, per_piece, per_head, per_row, 1))
 
     def _launch(
         self,
+        x: Inputs,
         read: Tensor | None,
         out: Tensor | None,
         first: States,
@@ -320,43 +320,56 @@ class Walk:
         *,
         segmented: bool,
     ) -> None:
-        packed = self.cu_seqlens is not None
-        size = self.size if segmented else self.tokens
-        pieces = self.segments if segmented else 1
+        tokens = x.key.shape[-3]
+        plan = self.plan(tokens)
+        size, pieces = (plan.size, self.segments(tokens)) if segmented else (tokens, 1)
         # whole packed sequences, and all padding as one more
-        programs = pieces if segmented and packed else pieces * self.batch
-        programs += 1 if packed and not segmented else 0
-        has_first = None if segmented else self.has_first
-        run(
-            _walk_kernel,
-            programs * self.heads * cdiv(self.e, self.tile.block_e),
-            (
-                self.key, self.value, read, out, self.decay, first.memory, last.memory,
-                self.cu_seqlens, self.slots, has_first,
-            ),
-            (
-                read_scale, self.write_scale,
-                self.batch, self.heads, self.tokens, size, pieces,
-                *((0, 0, 0) if read is None else token_strides(read)),
-                *token_strides(self.key), *token_strides(self.value),
-                *first.strides, *last.strides,
-            ),
-            {
-                "D": self.d,
-                "E": self.e,
-                "BLOCK_D": padded(self.d),
-                "BLOCK_E": self.tile.block_e,
-                "CHUNK": self.tile.chunk,
-                "ROW_BYTES": row_bytes(self.key),
-                "ROW_BYTES_V": row_bytes(self.value),
-                "REVERSE": self.reverse,
-                "SEGMENTED": segmented,
-                **product_constants(self.tile),
-                "SETTLE": detect(self.key.device).is_hopper,
-            },
-            self.tile.num_warps,
-            self.tile.num_stages,
+        programs = pieces if segmented and self.is_packed else pieces * self.batch
+        programs += 1 if self.is_packed and not segmented else 0
+        has_first = None if segmented else x.has_first
+        kind = (
+            segmented, plan.tile.block_e, read is None, first.memory is None, last.memory is None,
+            has_first is None,
         )  # fmt: skip
+        launch = self.launches.get(kind)
+        if launch is None:
+            is_exact = self._is_exact and last.memory is not None
+            launch = Launch(_walk_kernel, self._constants(x, plan.tile, segmented, is_exact))
+            self.launches[kind] = launch
+        strides = self._strides.get(read is None)
+        if strides is None:
+            strides = self._strides[read is None] = (
+                *((0, 0, 0) if read is None else token_strides(read)),
+                *token_strides(x.key), *token_strides(x.value),
+            )  # fmt: skip
+        launch(
+            programs * self.heads * cdiv(self.e, plan.tile.block_e),
+            (
+                x.key, x.value, read, out, x.decay, first.memory, last.memory,
+                x.cu_seqlens, x.slots, has_first,
+            ),
+            (
+                read_scale, self.write_scale, self.batch, self.heads, tokens, size, pieces,
+                *strides, *first.strides, *last.strides,
+            ),
+        )  # fmt: skip
+
+    def _constants(self, x: Inputs, tile: Tile, segmented: bool, is_exact: bool) -> dict[str, Any]:
+        return {
+            "D": self.d,
+            "E": self.e,
+            "BLOCK_D": padded(self.d),
+            "BLOCK_E": tile.block_e,
+            "CHUNK": tile.chunk,
+            "ROW_BYTES": row_bytes(x.key),
+            "ROW_BYTES_V": row_bytes(x.value),
+            "REVERSE": self.reverse,
+            "SEGMENTED": segmented,
+            **product_constants(tile, is_exact),
+            "SETTLE": detect(x.key.device).is_hopper,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
 
 
 def tile_of(key: Tensor, d: int, e: int) -> Tile:
@@ -364,10 +377,10 @@ def tile_of(key: Tensor, d: int, e: int) -> Tile:
     return walk_tile(detect(key.device), d, e, KINDS[key.dtype])
 
 
-def product_constants(tile: Tile) -> dict[str, Any]:
-    """Return how a kernel multiplies."""
+def product_constants(tile: Tile, is_exact: bool) -> dict[str, Any]:
+    """Return how a kernel multiplies; ``is_exact``: what it writes to states is asked for."""
     return {
-        "TERMS": tile.terms or 0,
+        "TERMS": (tile.terms if is_exact else 1) if tile.terms else 0,
         "NARROW": tile.terms is not None,
         "PRECISION": tile.precision,
         "UPCAST": is_interpreted(),

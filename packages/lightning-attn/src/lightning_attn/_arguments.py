@@ -1,0 +1,136 @@
+"""Checks of single arguments; the same file in every package that has it.
+
+Each raises with the argument's name, what was expected and what came. They look at types, shapes,
+dtypes, strides and devices alone, never at tensor data.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from attn_common import detect, fp8_dtype
+from torch import Tensor
+
+FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
+FP8_DTYPES = frozenset(
+    (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+)
+DEVICES = ("cpu", "cuda", "meta")
+# the kernels compute in fp32, and in base 2
+FP32_MAX = torch.finfo(torch.float32).max
+FP32_TINY = torch.finfo(torch.float32).tiny
+FACTOR_MAX = FP32_MAX / math.log2(math.e)
+_INT64_MAX = 2**63 - 1
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Check that an argument is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {kind(x)}")
+
+
+def check_device(name: str, x: Tensor, q: Tensor) -> None:
+    """Check that a tensor is where the queries are."""
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def check_no_gradient(name: str, x: Tensor) -> None:
+    """Check that nobody waits for a gradient that is not computed."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name} must not require a gradient, which is not computed; got requires_grad=True"
+        )
+
+
+def check_offsets(name: str, x: Any, q: Tensor) -> None:
+    """Check one int32 number per sequence, or per end of one."""
+    check_tensor(name, x)
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be torch.int32, got {x.dtype}")
+    check_device(name, x, q)
+    if x.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got {list(x.shape)}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+
+
+def check_out_scale(name: str, out_scale: Tensor, q: Tensor) -> None:
+    """Check the scale of an FP8 output."""
+    check_tensor(name, out_scale)
+    if out_scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be torch.float32, got {out_scale.dtype}")
+    check_device(name, out_scale, q)
+    if out_scale.numel() != 1:
+        raise ValueError(f"{name} must have one element, got {list(out_scale.shape)}")
+    check_no_gradient(name, out_scale)
+
+
+def check_fp8_hardware(name: str, device: torch.device) -> torch.dtype:
+    """Check that a device computes in FP8; return the e4m3 dtype it uses."""
+    platform = detect("cpu" if device.type == "meta" else device)
+    if not platform.supports_fp8:
+        raise NotImplementedError(
+            f"{name}: FP8 needs an NVIDIA GPU of sm_89 or up, or an AMD one of gfx942 or up, "
+            f"got {platform}"
+        )
+    dtype: torch.dtype = getattr(torch, fp8_dtype(platform))
+    return dtype
+
+
+def check_scale(name: str, scale: float) -> float:
+    """Check a factor of the scores; return it as a float."""
+    if scale.__class__ is not float:
+        check_number(name, scale)
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"{name} must be finite, got {scale}")
+    if not -FACTOR_MAX <= scale <= FACTOR_MAX:
+        raise ValueError(
+            f"{name} must be from -{FACTOR_MAX:.3g} to {FACTOR_MAX:.3g}, for fp32, "
+            f"got {shown(scale)}"
+        )
+    # the operators' schema takes no integer beyond 64 bits for a float
+    return float(scale) if scale.__class__ is int else scale
+
+
+def check_fp8_scale(name: str, scale: float) -> None:
+    """Check a scale of FP8 numbers, which is divided by."""
+    check_number(name, scale)
+    if not FP32_TINY <= scale <= FP32_MAX:
+        raise ValueError(
+            f"{name} must be positive and finite, from {FP32_TINY:.3g} to {FP32_MAX:.3g}, "
+            f"got {shown(scale)}"
+        )
+
+
+def check_length(name: str, length: int) -> None:
+    """Check the bound of a length."""
+    if not is_int(length):
+        raise TypeError(f"{name} must be an int, got {kind(length)}")
+    if length < 0:
+        raise ValueError(f"{name} must be at least 0, got {shown(length)}")
+    if length > _INT64_MAX:
+        raise ValueError(f"{name} must fit into 64 bits, got {shown(length)}")
+
+
+def check_number(name: str, x: Any) -> None:
+    """Check that an argument is a real number, and not a bool."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a float, got {kind(x)}")
+
+
+def is_int(x: Any) -> bool:
+    """Say whether an argument is an integer, and not a bool."""
+    return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+
+
+def shown(x: Any) -> str:
+    """Return a number as text; Python does not write integers of thousands of digits."""
+    return f"an int of {x.bit_length()} bits" if x.__class__ is int and abs(x) >> 256 else str(x)
+
+
+def kind(x: Any) -> str:
+    """Return the name of a type, for a message."""
+    return type(x).__name__
