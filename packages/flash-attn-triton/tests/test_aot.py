@@ -60,8 +60,10 @@ SPILLS: dict[str, tuple[int, str]] = {
     "amd:gfx90a d*-rich *": (3, f"every feature at once; {UNTUNED}"),
     "amd:gfx942 d*-bfloat16-* _dkdv_kernel": (1, UNTUNED),
     "amd:gfx942 d128-bfloat16-rich _forward_kernel": (96, f"{RICH}; {UNTUNED}"),
+    "amd:gfx950 d32-bfloat16-rich _forward_kernel": (6, f"every feature at once; {UNTUNED}"),
     "amd:gfx950 d64-float32-rich _dkdv_kernel": (1, f"every feature at once; {UNTUNED}"),
     "amd:gfx1100 *": (725, f"its matrix instructions want operands twice; {UNTUNED}"),
+    "amd:gfx1100 d192:128-float32-rich _dq_kernel": (806, f"likewise, and wide; {UNTUNED}"),
     "amd:gfx1100 d256-*": (1190, f"likewise, and the widest; {UNTUNED}"),
 }
 
