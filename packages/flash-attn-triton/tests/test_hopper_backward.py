@@ -26,9 +26,15 @@ from ._gpus import GPUS, absent_gpu, compiling
 from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
 
 HOPPER = "nvidia:sm_90"
-# Bytes a thread, what builds show rounded up to 64: three stages of queries and 128 of them a step
-# at d=64 spill numbers of the walk with Triton 3.6, and are the fastest tile measured on an H200.
-MOST_SPILLED = 192
+# Bytes that may be spilled, by head dimension and mask, with Triton 3.6 and with later ones: those
+# of the walk, as the accumulators of dk and dv and the products beside them fill the registers.
+SPILLS = {
+    (64, False): (104, 40),
+    (64, True): (200, 64),  # three stages of queries, 128 a step: the fastest measured on an H200
+    (128, False): (8, 8),
+    (128, True): (64, 16),
+}
+IS_OLD = triton.__version__.startswith("3.6.")
 TILES = [
     (64, hopper_backward_tile(64)),
     (128, hopper_backward_tile(128)),
@@ -185,7 +191,8 @@ def test_builds_for_hopper(head_dim, tile, causal, tmp_path):
     kernel, rounding = builds
     assert not kernel.unset, kernel
     assert kernel.shared <= GPUS[HOPPER].shared_limit
-    assert kernel.spilled <= MOST_SPILLED, kernel
+    old, new = SPILLS[head_dim, causal]
+    assert kernel.spilled <= (old if IS_OLD else new), kernel
     assert rounding.spilled == 0
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     command = [str(tool), "-sass", str(tmp_path / f"{kernel.kernel}.cubin")]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .._configs import HopperBackwardTile, hopper_backward_tile
-from .._options import MAX_WINDOW
 from .hopper_backward import backward_kernel
 from .hopper_backward_dq import round_dq_kernel
 from .hopper_maps import MapForm
@@ -45,8 +44,6 @@ def launch_backward_hopper(
     tiles_q = plan.tiles(tokens_q, tile.block_m)
     slots = tiles_q * plan.heads_q * plan.grid_batch
     sums = q.new_zeros((slots, tile.block_m * block_d), dtype=torch.float32)
-    window_left = min(options.window_left, MAX_WINDOW)
-    window_right = min(options.window_right, MAX_WINDOW)
     if options.window_left >= 0:
         # keys that no query sees
         dk.zero_()
@@ -79,7 +76,7 @@ def launch_backward_hopper(
             sums, inputs.lse2, inputs.delta, cu_seqlens_q, cu_seqlens_k,
         ),
         (
-            options.softmax_scale, options.softcap, window_left, window_right,
+            options.softmax_scale, options.softcap, *plan.window,
             plan.batch, plan.heads_k, tokens_q, tokens_k, tiles_k, tiles_q, plan.span_k(tokens_q),
         ),
     )  # fmt: skip
@@ -95,7 +92,7 @@ def launch_backward_hopper(
         slots,
         (sums, dq, cu_seqlens_q, cu_seqlens_k),
         (
-            options.softmax_scale, window_right, plan.batch, plan.heads_q, tokens_q, tokens_k,
+            options.softmax_scale, plan.window[1], plan.batch, plan.heads_q, tokens_q, tokens_k,
             tiles_q,
         ),
     )  # fmt: skip

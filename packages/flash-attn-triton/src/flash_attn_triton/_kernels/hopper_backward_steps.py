@@ -117,7 +117,8 @@ def walk(
         q_t = q_s.index(following).reshape([BLOCK_M, HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
         dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
-        add_to_memory(dq_ptr + step.to(gl.int64) * (BLOCK_M * HEAD_DIM), dq)
+        add_to_memory(dq_ptr, dq)
+        dq_ptr += BLOCK_M * HEAD_DIM
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
         barrier_arrive(EMPTY + stage, PARTIES, 4)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._call import Options, Tensors
 from .._configs import SHORT, HopperTile, hopper_tile, padded_head_dim
-from .._options import MAX_WINDOW
 from .forward import ForwardPlan
 from .hopper_forward import forward_kernel
 from .hopper_maps import MapForm
@@ -49,9 +48,7 @@ class HopperForwardPlan(ForwardPlan):
         out = torch.empty((*q.shape[:-1], self.head_dim_v), dtype=q.dtype, device="meta")
         self._map_out = MapForm(out, tile.rows, ragged_q)
         self._head_numbers = (
-            options.softmax_scale, options.softcap,
-            min(options.window_left, MAX_WINDOW), min(options.window_right, MAX_WINDOW),
-            self.batch, self.heads_q,
+            options.softmax_scale, options.softcap, *self.window, self.batch, self.heads_q,
         )  # fmt: skip
         self._tail_numbers = (
             self._map_k.pitch, self._map_v.pitch,

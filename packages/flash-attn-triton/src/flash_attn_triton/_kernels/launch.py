@@ -58,11 +58,14 @@ class Plan:
         self.head_dim_v = head_dim_v
         self.widest_head = max(head_dim, head_dim_v)
         self._token_bytes = (head_dim + head_dim_v) * self.itemsize
+        # what callers of the operators give may be wider than the functions let pass
+        self.window = tuple(
+            min(side, MAX_WINDOW) for side in (options.window_left, options.window_right)
+        )
         self._scalars = (
             options.softmax_scale, options.softcap, 1.0 / (1.0 - options.dropout_p),
             min(round(options.dropout_p * 2**32), 2**32 - 1),
-            min(options.window_left, MAX_WINDOW), min(options.window_right, MAX_WINDOW),
-            self.batch, self.heads_q,
+            *self.window, self.batch, self.heads_q,
         )  # fmt: skip
         self._strides = (
             *token_strides(q), *token_strides(k), *token_strides(v),
