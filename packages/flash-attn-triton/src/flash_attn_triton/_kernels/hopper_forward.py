@@ -169,7 +169,7 @@ def _attend(
 def _write(
     o, weight, empty, lse, out_desc, out_s, lse_ptr, cu_seqlens_q_ptr,
     first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-    W: gl.constexpr, RAGGED_Q: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    W: gl.constexpr, RAGGED: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Scale the output of a block of queries, and send it and the LSE on their way."""
     O: gl.constexpr = o.type.layout
@@ -188,7 +188,7 @@ def _write(
     tma.store_wait(0)
     out_s.reshape([ROWS, HEAD_DIM_V]).store(o.to(out_s.dtype))
     hopper.fence_async_shared()
-    copy_out(out_desc, coordinates(sequence, head, q_start, len_q, row, RAGGED_Q), out_s)
+    copy_out(out_desc, coordinates(sequence, head, q_start, len_q, row, RAGGED), out_s)
 
 
 @gluon.jit
@@ -197,7 +197,7 @@ def _consume(
     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
     scale, softcap, window_left, window_right, batch, heads_q, tokens_q, stride_alibi_b,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    RAGGED_Q: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    RAGGED: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BUFFERS_Q: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, SHARE: gl.constexpr,
     PIPELINE: gl.constexpr, HOLD: gl.constexpr,
@@ -285,7 +285,7 @@ def _consume(
                 _write(
                     o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
                     last_row, last_head, last_sequence, last_start, last_len, batch, heads_q,
-                    tokens_q, W, RAGGED_Q, ROWS, HEAD_DIM_V,
+                    tokens_q, W, RAGGED, ROWS, HEAD_DIM_V,
                 )  # fmt: skip
                 o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
     else:
@@ -322,7 +322,7 @@ def _consume(
             _write(
                 o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
                 first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-                W, RAGGED_Q, ROWS, HEAD_DIM_V,
+                W, RAGGED, ROWS, HEAD_DIM_V,
             )  # fmt: skip
             if SHARE:
                 # the output leaves through the memory of the queries
@@ -341,7 +341,7 @@ def _consume(
 # the kernel takes numbers and pointers as they come; see ``runtime.py``
 NUMBERS = (
     "window_left", "window_right", "batch", "heads_q", "tokens_q", "tokens_k", "tiles", "span",
-    "last", "total", "k_pitch", "v_pitch", "stride_alibi_b",
+    "last", "total", "stride_alibi_b",
 )  # fmt: skip
 POINTERS = (
     "lse_ptr", "ticket_ptr", "alibi_slopes_ptr", "sinks_ptr", "cu_seqlens_q_ptr",
@@ -353,13 +353,12 @@ POINTERS = (
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, ticket_ptr, alibi_slopes_ptr, sinks_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap, window_left, window_right,
-    batch, heads_q, tokens_q, tokens_k, tiles, span, last, total, k_pitch, v_pitch, stride_alibi_b,
+    batch, heads_q, tokens_q, tokens_k, tiles, span, last, total, stride_alibi_b,
     GROUP: gl.constexpr,  # query heads per key head
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
-    RAGGED_Q: gl.constexpr,  # form of the tensor maps; see ``coordinates``
-    RAGGED_K: gl.constexpr,
+    RAGGED: gl.constexpr,  # form of the tensor maps; see ``coordinates``
     WARPGROUPS: gl.constexpr,
     ROWS: gl.constexpr,  # of a warpgroup
     BLOCK_N: gl.constexpr,
@@ -401,7 +400,7 @@ def forward_kernel(
                     0, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED_Q, WARPGROUPS, ROWS,
+                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
                     BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
                     PIPELINE, HOLD,
                 )),
@@ -409,7 +408,7 @@ def forward_kernel(
                     1, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED_Q, WARPGROUPS, ROWS,
+                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
                     BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
                     PIPELINE, HOLD,
                 )),
@@ -417,8 +416,8 @@ def forward_kernel(
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full,
                     v_full, tile_full, tile_empty, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                     seqused_k_ptr, window_left, window_right, batch, heads_q, tokens_q, tokens_k,
-                    tiles, span, last, total, k_pitch, v_pitch, GROUP, HAS_LEFT, HAS_RIGHT,
-                    RAGGED_Q, RAGGED_K, WARPGROUPS, ROWS, BLOCK_N, BUFFERS_Q, STAGES_K, STAGES_V,
+                    tiles, span, last, total, GROUP, HAS_LEFT, HAS_RIGHT,
+                    RAGGED, WARPGROUPS, ROWS, BLOCK_N, BUFFERS_Q, STAGES_K, STAGES_V,
                     PIPELINE,
                 )),
             ],
@@ -432,7 +431,7 @@ def forward_kernel(
                     0, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED_Q, WARPGROUPS, ROWS,
+                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
                     BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
                     PIPELINE, HOLD,
                 )),
@@ -440,7 +439,7 @@ def forward_kernel(
                     1, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED_Q, WARPGROUPS, ROWS,
+                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
                     BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
                     PIPELINE, HOLD,
                 )),
@@ -448,7 +447,7 @@ def forward_kernel(
                     2, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED_Q, WARPGROUPS, ROWS,
+                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
                     BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
                     PIPELINE, HOLD,
                 )),
@@ -456,8 +455,8 @@ def forward_kernel(
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full,
                     v_full, tile_full, tile_empty, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                     seqused_k_ptr, window_left, window_right, batch, heads_q, tokens_q, tokens_k,
-                    tiles, span, last, total, k_pitch, v_pitch, GROUP, HAS_LEFT, HAS_RIGHT,
-                    RAGGED_Q, RAGGED_K, WARPGROUPS, ROWS, BLOCK_N, BUFFERS_Q, STAGES_K, STAGES_V,
+                    tiles, span, last, total, GROUP, HAS_LEFT, HAS_RIGHT,
+                    RAGGED, WARPGROUPS, ROWS, BLOCK_N, BUFFERS_Q, STAGES_K, STAGES_V,
                     PIPELINE,
                 )),
             ],

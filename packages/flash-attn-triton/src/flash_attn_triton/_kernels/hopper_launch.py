@@ -40,20 +40,17 @@ class HopperForwardPlan(ForwardPlan):
         is_short = not self.is_packed and tokens_q <= SHORT
         tile = tile or hopper_tile(self.widest_head, has_right, is_short)
         self._hopper_tile = tile
-        ragged_q = self.is_packed
-        ragged_k = ragged_q or x.seqused_k is not None
-        self._map_q = MapForm(q, tile.rows, ragged_q)
-        self._map_k = MapForm(k, tile.block_n, ragged_k)
-        self._map_v = MapForm(v, tile.block_n, ragged_k)
+        self._map_q = MapForm(q, tile.rows, self.is_packed)
+        self._map_k = MapForm(k, tile.block_n, self.is_packed)
+        self._map_v = MapForm(v, tile.block_n, self.is_packed)
         out = torch.empty((*q.shape[:-1], self.head_dim_v), dtype=q.dtype, device="meta")
-        self._map_out = MapForm(out, tile.rows, ragged_q)
+        self._map_out = MapForm(out, tile.rows, self.is_packed)
         self._head_numbers = (
             options.softmax_scale, options.softcap, *self.window, self.batch, self.heads_q,
         )  # fmt: skip
-        self._tail_numbers = (
-            self._map_k.pitch, self._map_v.pitch,
-            self.heads_q if alibi_slopes is not None and alibi_slopes.ndim == 2 else 0,
-        )  # fmt: skip
+        self._stride_alibi_b = (
+            self.heads_q if alibi_slopes is not None and alibi_slopes.ndim == 2 else 0
+        )
         wide, wide_v = padded_head_dim(head_dim), padded_head_dim(self.head_dim_v)
         self._hopper_launch = self.launch(
             forward_kernel,
@@ -61,8 +58,7 @@ class HopperForwardPlan(ForwardPlan):
             HAS_LEFT=options.window_left >= 0,
             HAS_RIGHT=has_right,
             HAS_SOFTCAP=options.softcap != 0.0,
-            RAGGED_Q=ragged_q,
-            RAGGED_K=ragged_k,
+            RAGGED=self.is_packed,
             WARPGROUPS=tile.warpgroups,
             ROWS=tile.rows,
             BLOCK_N=tile.block_n,
@@ -101,7 +97,7 @@ class HopperForwardPlan(ForwardPlan):
                 dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
             ),
             (*self._head_numbers, tokens_q, tokens_k, tiles, span, last, total,
-             *self._tail_numbers),
+             self._stride_alibi_b),
         )  # fmt: skip
         return out, lse
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .._configs import padded_head_dim
 from .gluon_compat import TensorDescriptor, gl
+from .hopper import RAGGED_ROWS
 from .runtime import is_aligned
 
 # coordinates of a ragged tensor map; see ``hopper.coordinates``
-RAGGED_ROWS = 1 << 30
 RAGGED_EXTENT = 0x7FFF0000
 RAGGED_STRIDE = 1 << 34
 
@@ -52,21 +52,19 @@ class MapForm:
     """
 
     def __init__(self, x: Tensor, rows: int, ragged: bool) -> None:
-        self._copies = not is_mappable(x, ragged)
+        self._copies = not is_mappable(x)
         if self._copies:
             x = torch.empty(x.shape, dtype=x.dtype, device="meta")
         *_, tokens, heads, width = x.shape
         batch, head, token = _strides(x)
         if ragged:
-            shape = [RAGGED_EXTENT, RAGGED_EXTENT, heads, RAGGED_ROWS, width]
+            shape = [RAGGED_EXTENT, RAGGED_EXTENT, heads, RAGGED_ROWS.value, width]
             strides = [RAGGED_STRIDE - token, token, head, token, 1]
         else:
             shape = [1, x.shape[0], heads, tokens, width]
             strides = [batch * x.shape[0], batch, head, token, 1]
         block = (1, 1, 1, rows, padded_head_dim(width))
         self._fixed = shape, strides, list(block), _layout(block, x.dtype)
-        # tokens from one sequence to the next
-        self.pitch = batch // token
 
     def __call__(self, x: Tensor) -> TensorMap:
         """Map a tensor of the form, or a copy of it if the engine cannot read it where it is."""
@@ -75,11 +73,9 @@ class MapForm:
         return TensorMap(x, *self._fixed)
 
 
-def is_mappable(x: Tensor, ragged: bool) -> bool:
-    """Say whether the copy engine can read a tensor where it is."""
-    batch, head, token = _strides(x)
-    # a ragged map finds a sequence by a number of tokens
-    return is_aligned(x) and min(batch, head, token) > 0 and not (ragged and batch % token)
+def is_mappable(x: Tensor) -> bool:
+    """Say whether the copy engine can read a tensor where it is: aligned, and nowhere expanded."""
+    return is_aligned(x) and min(_strides(x)) > 0
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:

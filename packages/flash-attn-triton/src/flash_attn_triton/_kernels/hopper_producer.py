@@ -20,8 +20,8 @@ from .hopper import (
 @gluon.jit
 def next_tile(
     ticket, total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-    window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last, k_pitch, v_pitch,
-    HAS_LEFT: gl.constexpr, BALANCE: gl.constexpr, RAGGED_K: gl.constexpr, BLOCK_M: gl.constexpr,
+    window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
+    HAS_LEFT: gl.constexpr, BALANCE: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Return the first ticket from this one on that holds queries, and what it holds."""
     block, sequence, head, q_start, k_start, len_q, len_k = locate(
@@ -38,17 +38,12 @@ def next_tile(
     if seqused_k_ptr is not None:
         is_real = (ticket < total) & (sequence >= 0) & (sequence < batch)
         len_k = gl.load(seqused_k_ptr + sequence, mask=is_real, other=0)
-    v_start = k_start
-    if RAGGED_K and cu_seqlens_k_ptr is None:
-        k_start = sequence * k_pitch
-        v_start = sequence * v_pitch
     if HAS_LEFT:
         # keys before the first row's window: as if there were none
         unseen = gl.maximum(len_k - len_q - window_left, 0)
         k_start += unseen
-        v_start += unseen
         len_k -= unseen
-    return ticket, block * BLOCK_M, sequence, head, q_start, k_start, v_start, len_q, len_k
+    return ticket, block * BLOCK_M, sequence, head, q_start, k_start, len_q, len_k
 
 
 @gluon.jit
@@ -56,9 +51,8 @@ def produce(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full, v_full,
     tile_full, tile_empty, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
     window_left, window_right, batch, heads_q, tokens_q, tokens_k, tiles, span, last, total,
-    k_pitch, v_pitch,
-    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED_Q: gl.constexpr,
-    RAGGED_K: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
+    WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, PIPELINE: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles of queries, keys and values into shared memory, in the order of their use."""
@@ -68,10 +62,10 @@ def produce(
     count = 0  # tiles of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
-    ticket, first_row, sequence, head, q_start, k_start, v_start, len_q, len_k = next_tile(
+    ticket, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
         gl.program_id(0), total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-        window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last, k_pitch, v_pitch,
-        HAS_LEFT, HAS_RIGHT, RAGGED_K, BLOCK_M,
+        window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
+        HAS_LEFT, HAS_RIGHT, BLOCK_M,
     )  # fmt: skip
     while ticket < total:
         low, _, _, high = key_tiles(
@@ -94,7 +88,7 @@ def produce(
             # keys one tile ahead of values
             if step < steps:
                 row = (high - 1 - step) * BLOCK_N
-                where = coordinates(sequence, head_k, k_start, len_k, row, RAGGED_K)
+                where = coordinates(sequence, head_k, k_start, len_k, row, RAGGED)
                 stage = turn % STAGES_K
                 if turn >= STAGES_K:
                     barrier_sync(EMPTY + stage, PARTIES, 1)
@@ -105,7 +99,7 @@ def produce(
                 for w in gl.static_range(WARPGROUPS):
                     buffer = count % BUFFERS_Q * WARPGROUPS + w
                     row = first_row + w * ROWS
-                    where = coordinates(sequence, head, q_start, len_q, row, RAGGED_Q)
+                    where = coordinates(sequence, head, q_start, len_q, row, RAGGED)
                     mbarrier.wait(q_empty.index(buffer), (count // BUFFERS_Q & 1) ^ 1)
                     mbarrier.expect(q_full.index(buffer), q_desc.block_type.nbytes)
                     copy_in(q_desc, where, q_full.index(buffer), q_s.index(buffer))
@@ -114,7 +108,7 @@ def produce(
                     ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
             else:
                 row = (high - step) * BLOCK_N
-                where = coordinates(sequence, head_k, v_start, len_k, row, RAGGED_K)
+                where = coordinates(sequence, head_k, k_start, len_k, row, RAGGED)
                 stage = turn_v % STAGES_V
                 if turn_v >= STAGES_V:
                     barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
@@ -124,10 +118,10 @@ def produce(
         count += 1
         if not PIPELINE:
             ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
-        ticket, first_row, sequence, head, q_start, k_start, v_start, len_q, len_k = next_tile(
+        ticket, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
             ticket, total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-            window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last, k_pitch, v_pitch,
-            HAS_LEFT, HAS_RIGHT, RAGGED_K, BLOCK_M,
+            window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
+            HAS_LEFT, HAS_RIGHT, BLOCK_M,
         )  # fmt: skip
     slot = count % SLOTS
     mbarrier.wait(tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
@@ -136,7 +130,7 @@ def produce(
     if PIPELINE:  # noqa: SIM102  (a constant, then a number)
         if count > 0:
             # what the last product runs beside: rows past every end, so zeros
-            where = coordinates(0, 0, 0, 0, tokens_k, RAGGED_K)
+            where = coordinates(0, 0, 0, 0, tokens_k, RAGGED)
             stage = turn % STAGES_K
             if turn >= STAGES_K:
                 barrier_sync(EMPTY + stage, PARTIES, 1)
@@ -145,7 +139,7 @@ def produce(
             turn += 1
             for w in gl.static_range(WARPGROUPS):
                 buffer = count % BUFFERS_Q * WARPGROUPS + w
-                where = coordinates(0, 0, 0, 0, tokens_q, RAGGED_Q)
+                where = coordinates(0, 0, 0, 0, tokens_q, RAGGED)
                 mbarrier.wait(q_empty.index(buffer), (count // BUFFERS_Q & 1) ^ 1)
                 mbarrier.expect(q_full.index(buffer), q_desc.block_type.nbytes)
                 copy_in(q_desc, where, q_full.index(buffer), q_s.index(buffer))
