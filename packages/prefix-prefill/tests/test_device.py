@@ -183,7 +183,8 @@ def test_inductor(device):
     torch._dynamo.reset()
 
     def function(q, inputs, options):
-        return (paged_attn_func(q=q * 2, **inputs, **options) + 1).float().square()
+        # nothing that eager code rounds to 16 bits, and Inductor does not
+        return paged_attn_func(q=q * 2, **inputs, **options).float().square()
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
     for length in (64, 100, 333):

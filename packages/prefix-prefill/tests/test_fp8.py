@@ -160,8 +160,10 @@ def test_fp8_output_is_scaled_and_saturates(e4m3, device):
     assert got.float().isfinite().all()
     want = run_oracle(case)["out"] / scale.double()
     error = (got.double() - want.clamp(-limit, limit)).abs()
-    # half a unit of FP8, and what fp16 had lost before
-    assert (error <= want.abs().clamp(max=limit) * 2.0**-4 * 1.02 + 2.0**-9).all()
+    # probabilities, which sum to 1, are rounded to fp16 before they meet the values; fp32 adds
+    lost = 1.01 * 2.0**-11 * case.inputs["v_cache"].nan_to_num().abs().max().item() / scale.item()
+    # half a unit of FP8, of a number that is not quite the exact one
+    assert (error <= lost + (want.abs().clamp(max=limit) + lost) * 2.0**-4 + 2.0**-10).all()
 
 
 @pytest.mark.device
