@@ -190,3 +190,21 @@ def test_many_tokens(dtype, layout, device):
     reshape_and_cache(k, v, k_cache, v_cache, slots)
     assert torch.equal(as_nhd(k_cache, layout), expected(k, k_cache, slots, layout))
     assert torch.equal(as_nhd(v_cache, layout), expected(v, v_cache, slots, layout))
+
+
+@pytest.mark.device
+def test_writes_wait_for_the_kernels_before_them(device):
+    """Programs that are set up early read and write no earlier, also behind another write."""
+    k, _, k_cache, v_cache, slots = make(
+        "nhd", torch.float32, device, page=16, heads=8, head_dim=128, tokens=1000, blocks=100
+    )
+    k.zero_()
+    other = torch.full_like(k, -1.0)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for step in range(1, 201):
+        k += 1
+        reshape_and_cache(other, k, k_cache, v_cache, slots)
+        reshape_and_cache(k, other, k_cache, v_cache, slots)
+        for cache, value in ((k_cache, step), (v_cache, -1)):
+            wrong += (cache.flatten(0, 1)[slots] != value).sum()
+    assert not wrong

@@ -57,9 +57,13 @@ def _write(
     slot = tl.load(slot_mapping_ptr + token * stride_slot, mask=exists, other=-1).to(tl.int64)
     inside = (slot >= 0) & (slot < slots)
     slot = tl.where(inside, slot, 0)
+    if slots.dtype == tl.int32:
+        slot = slot.to(tl.uint32)
+    page = (slot // PAGE).to(tl.int64)
+    place = (slot % PAGE).to(tl.int64)
     _store_rows(
         _stored(values, scale_ptr, scale_at, cache_ptr, FP8_MAX), cache_ptr,
-        slot // PAGE * stride_page + slot % PAGE * stride_in_page + head * stride_head,
+        page * stride_page + place * stride_in_page + head * stride_head,
         inside, cols, stride_step, stride_inner, HEAD_DIM, RUN, UNIT, BYTES,
     )  # fmt: skip
 
@@ -67,9 +71,10 @@ def _write(
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def _reshape_and_cache_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_scale_ptr, v_scale_ptr,
-    tokens, heads_k, slots, stride_slot, stride_ks, stride_kh, stride_vs, stride_vh,
+    tokens, slots, stride_slot, stride_ks, stride_kh, stride_vs, stride_vh,
     stride_kcp, stride_kcs, stride_kch, stride_kcx, stride_kcd,
     stride_vcp, stride_vcs, stride_vch, stride_vcx, stride_vcd,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     K_RUN: tl.constexpr,
@@ -82,12 +87,17 @@ def _reshape_and_cache_kernel(
     FP8_MAX: tl.constexpr,  # largest finite value of an fp8 cache, 0 for other caches
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr,  # programs are set up while the kernel before still runs
 ):  # fmt: skip
     """Write the keys, or the values, of a block of tokens of one head."""
     pid = tl.program_id(0)
-    head = (pid // 2 % heads_k).to(tl.int64)
-    token = pid // 2 // heads_k * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = (pid // 2 % HEADS).to(tl.int64)
+    token = pid // 2 // HEADS * BLOCK_T + tl.arange(0, BLOCK_T)
     scale_at = head if SCALE_PER_HEAD else 0
+    if OVERLAP:
+        # the one behind may be set up, too; each waits until the one before has written all
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if pid % 2 == 0:
         _write(
             k_ptr, k_cache_ptr, slot_mapping_ptr, k_scale_ptr, scale_at, token, head, tokens, slots,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from attn_common import cdiv, fp8_info
+from attn_common import cdiv, detect, fp8_info
 from torch import Tensor
 
 from .._configs import padded_head_dim
 from .cache import _reshape_and_cache_kernel
 from .launch import CacheForm, launch, one_form
 from .merge import _state_merge_kernel
-from .runtime import Launch, aligned, dense, is_aligned, is_interpreted, row_bytes
+from .runtime import Launch, aligned, dense, is_aligned, row_bytes
 
 # tokens of one head that a program writes
-BLOCK_T = 32
+BLOCK_T = 16
 # rows of two results that a program merges
 MERGE_ROWS = 16
 
@@ -38,25 +38,29 @@ class WritePlan:
         cache = CacheForm(k_cache, v_cache)
         is_fp8 = k_cache.element_size() == 1
         self._per_head = any(s is not None and s.numel() != 1 for s in (k_scale, v_scale))
-        self._block_t = 16 if is_interpreted() else BLOCK_T
+        platform = detect(k.device)
+        overlap = platform.is_hopper or platform.is_blackwell
         page_v, slot_v, head_v, inner_v = cache.v_strides
         self._numbers = (
-            self._heads_k, k_cache.shape[0] * cache.page, slot_mapping.stride(0),
+            k_cache.shape[0] * cache.page, slot_mapping.stride(0),
             *k.stride()[:2], *v.stride()[:2], *cache.k_strides,
             page_v, slot_v, head_v, 0, inner_v,
         )  # fmt: skip
         self._write = Launch(
             _reshape_and_cache_kernel,
             {
+                "HEADS": self._heads_k,
                 "HEAD_DIM": head_dim,
                 **cache.constants,
                 "ROW_BYTES": row_bytes(k),
                 "SCALE_PER_HEAD": self._per_head,
                 "FP8_MAX": fp8_info(k_cache.dtype).max if is_fp8 else 0.0,
-                "BLOCK_T": self._block_t,
+                "BLOCK_T": BLOCK_T,
                 "BLOCK_D": padded_head_dim(head_dim),
+                "OVERLAP": overlap,
                 "num_warps": 4,
                 "num_stages": 1,
+                **({"launch_pdl": True} if overlap else {}),
             },
         )
 
@@ -67,7 +71,7 @@ class WritePlan:
         if k_scale is not None or v_scale is not None:
             scales = one_form(self._heads_k, self._per_head, *scales)
         self._write(
-            2 * cdiv(tokens, self._block_t) * self._heads_k,
+            2 * cdiv(tokens, BLOCK_T) * self._heads_k,
             (k, v, k_cache, v_cache, slot_mapping, *scales),
             (tokens, *self._numbers),
         )
