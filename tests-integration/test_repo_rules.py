@@ -26,6 +26,10 @@ REQUIRED_OF_KERNELS = ["tests/MUTATIONS.md", "benchmarks"]
 SHARED_FILES = (
     *(f"tests/{name}" for name in ("_budget.py", "_gpus.py", "_views.py", "conftest.py")),
     *(f"src/*/{name}" for name in ("_arguments.py", "_forms.py", "_kernels/runtime.py")),
+    *(
+        f"src/*/_kernels/{name}.py"
+        for name in ("gluon_compat", "hopper", "hopper_maps", "hopper_softmax")
+    ),
 )
 
 

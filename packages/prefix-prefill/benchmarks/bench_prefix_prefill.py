@@ -2,6 +2,7 @@
 
     python benchmarks/bench_prefix_prefill.py --json h200.json --plot h200.png
     python benchmarks/bench_prefix_prefill.py --cases decode,write --providers ours,fa3
+    python benchmarks/bench_prefix_prefill.py --from-json h200.json --markdown
     python benchmarks/bench_prefix_prefill.py --bounds        both bounds of each case
     python benchmarks/bench_prefix_prefill.py --dry-run       tiny, on the CPU
 
@@ -26,16 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import PROBLEMS, WRITES, Problem, select
-from providers import LABELS, PROVIDERS, UnsupportedError, judge, make_inputs
+from cases import WRITES, Problem, select
+from providers import PROVIDERS, UnsupportedError, judge, make_inputs
+from report import bounds, draw, markdown, show
 
 Row = dict[str, Any]
 
 # below this a launch costs more than the work, and only a CUDA graph shows the work
 GRAPH_BELOW_MS = 0.05
 COPY_BYTES = 4 * 2**30
-# of one NVIDIA H200 (SXM): 8192**3 bf16 matmul, device copy
-MATMUL_TFLOPS, COPY_GBPS = 788.0, 4270.0
 
 
 class Timer:
@@ -154,80 +154,6 @@ def describe(device: str) -> Row:
     return found
 
 
-def show(results: Row) -> None:
-    """Print everything that was measured, and ours over each rival."""
-    copy = results["copy_gbps"]
-    cases: dict[str, dict[str, Row]] = {}
-    for row in results["results"]:
-        cases.setdefault(row["case"], {})[row["provider"]] = row
-    for case, rows in cases.items():
-        mine = rows.get("ours", {})
-        for name, row in rows.items():
-            if row["status"] != "ok":
-                text = f"{row['status']} {row.get('message', row.get('error', ''))}"
-            elif "us" in row:
-                text = f"{row['us']:.1f} us of the host"
-            else:
-                text = f"{row['ms']:9.4f} ms  {row.get('tflops', 0.0):7.1f} TFLOP/s"
-                text += f"  {row['gbps']:7.0f} GB/s"
-                text += f"  {row['gbps'] / copy:5.3f} of copy" if copy else ""
-                if name != "ours" and "ms" in mine:
-                    text += f"  ours is {row['ms'] / mine['ms']:.3f} times as fast"
-            print(f"{case:<28}{name:<14}{text}")
-    took = {
-        case: rows["ours"]["ms"] for case, rows in cases.items() if "ms" in rows.get("ours", {})
-    }
-    for whole, parts in (
-        ("mixed-32x8192,4x512+4096", ("mixed-32x8192", "mixed-4x512+4096")),
-        ("window-8x65536-w4096", ("window-8x4096",)),
-        ("window-8x512+65024-w4096", ("window-8x512+3584",)),
-    ):
-        if all(name in took for name in (whole, *parts)):
-            share = took[whole] / sum(took[part] for part in parts)
-            print(f"{whole}: {share:.3f} of {' + '.join(parts)}")
-    print(", ".join(f"{key} {value}" for key, value in results["machine"].items()), end="")
-    print(f", copy {copy:.0f} GB/s" if copy else "")
-
-
-def draw(results: Row, path: Path) -> None:
-    """Draw TFLOP/s of prefill and the share of copy bandwidth of decoding."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(15, 5), layout="constrained")
-    copy = results["copy_gbps"] or COPY_GBPS
-    for axis, family, key, unit in (
-        (axes[0], "prefill", "tflops", 1.0), (axes[1], "decode", "gbps", copy),
-    ):  # fmt: skip
-        rows = [r for r in results["results"] if r["family"] == family and r["status"] == "ok"]
-        names = list(dict.fromkeys(r["case"] for r in rows))
-        providers = [name for name in LABELS if any(r["provider"] == name for r in rows)]
-        for i, provider in enumerate(providers):
-            found = {r["case"]: r[key] / unit for r in rows if r["provider"] == provider}
-            at = [names.index(case) + i * 0.8 / len(providers) for case in found]
-            axis.bar(at, list(found.values()), 0.8 / len(providers), label=LABELS[provider])
-        axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
-        axis.set_ylabel("TFLOP/s" if family == "prefill" else "share of copy bandwidth")
-        axis.legend()
-    figure.suptitle(f"{results['machine']['device']}, bf16, 32:8 heads, head_dim 128")
-    figure.savefig(path, dpi=120)
-
-
-def bounds() -> str:
-    """Return, as Markdown, the two bounds of each case."""
-    lines = ["| case | GFLOP | FLOPs / rate, ms | MB of K and V | bytes / bandwidth, ms |",
-             "|---|---:|---:|---:|---:|"]  # fmt: skip
-    for p in PROBLEMS:
-        compute, memory = p.flops / MATMUL_TFLOPS / 1e9, p.bytes / COPY_GBPS / 1e6
-        lines.append(
-            f"| {p.name} | {p.flops / 1e9:.1f} | {compute:.3f} | {p.bytes / 1e6:.1f} | "
-            f"{memory:.3f} |"
-        )
-    return "\n".join(lines)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -242,6 +168,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", type=Path, help="write all numbers there")
     add("--plot", type=Path, help="draw them there")
     add("--from-json", type=Path, help="measure nothing: report and plot this file")
+    add("--markdown", action="store_true", help="print the tables of README and NOTES, too")
     add("--bounds", action="store_true", help="print both bounds of each case, as Markdown")
     add("--dry-run", action="store_true", help="tiny problems on the CPU, to try the script")
     return parser.parse_args()
@@ -300,6 +227,8 @@ def main() -> int:
     else:
         results = run(arguments)
     show(results)
+    if arguments.markdown:
+        print(*markdown(results), sep="\n\n")
     if arguments.plot:
         draw(results, arguments.plot)
     mine = [row for row in results["results"] if row["provider"].startswith("ours")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from cases import Problem
@@ -164,6 +165,42 @@ class OursUnsplit(Ours):
     splits = 1
 
 
+class Portable(Ours):
+    """What GPUs other than Hopper run, where Hopper has a kernel of its own."""
+
+    name, label = "portable", "prefix-prefill, portable"
+
+    def prepare(self, problem: Problem, x: Inputs) -> Run:
+        if problem.layout != "nhd" or problem.dense or problem.max_new == 1:
+            raise UnsupportedError("the portable kernels serve it in any case")
+        run = super().prepare(problem, x)
+
+        def portable() -> torch.Tensor:
+            with _portable_kernels():
+                return run()
+
+        return portable
+
+
+# what calls of each form are known to come to with the portable kernels
+_portable_calls: list[Any] = []
+
+
+@contextlib.contextmanager
+def _portable_kernels() -> Iterator[None]:
+    from prefix_prefill import _configs, api
+    from prefix_prefill._forms import Memory
+
+    if not _portable_calls:
+        _portable_calls.append(Memory())
+    before = _configs.HOPPER, api._known
+    _configs.HOPPER, api._known = False, _portable_calls[0]
+    try:
+        yield
+    finally:
+        _configs.HOPPER, api._known = before
+
+
 class Fa3(Provider):
     """The raw operators of FlashAttention-3, through a thin module ``fa3`` on the path."""
 
@@ -234,6 +271,7 @@ class Flashinfer(Provider):
 
 
 PROVIDERS: dict[str, Provider] = {
-    provider.name: provider for provider in (Ours(), OursUnsplit(), Fa3(), Flashinfer(), Vllm())
+    provider.name: provider
+    for provider in (Ours(), OursUnsplit(), Portable(), Fa3(), Flashinfer(), Vllm())
 }
 LABELS = {name: provider.label for name, provider in PROVIDERS.items()}

@@ -32,8 +32,9 @@ CASES = (
 
 @contextlib.contextmanager
 def overridden(lookup: str, tile: _configs.Tile | None) -> Iterator[None]:
-    """Let launches have a tile in place of that of the table."""
-    before = getattr(forward, lookup)
+    """Let launches of the portable kernels have a tile in place of that of the table."""
+    before, hopper = getattr(forward, lookup), _configs.HOPPER
+    _configs.HOPPER = False
     if tile is not None:
         setattr(forward, lookup, lambda *_: tile)
     # plans of earlier calls hold the tile of their time
@@ -42,6 +43,7 @@ def overridden(lookup: str, tile: _configs.Tile | None) -> Iterator[None]:
         yield
     finally:
         setattr(forward, lookup, before)
+        _configs.HOPPER = hopper
         api._known = type(api._known)()
 
 

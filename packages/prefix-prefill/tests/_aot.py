@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ._numerics import only_portable
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,13 @@ def caches(config: Config, heads_k: int = 8, blocks: int = 100) -> list[torch.Te
     ]
 
 
-def launch_attention(config: Config, tokens: int = 2048, batch: int = 4, max_q: int = 512) -> None:
-    """Run the launcher of attention on meta tensors; ``max_q`` of 1 leaves the long tile out."""
+def launch_attention(
+    config: Config, tokens: int = 2048, batch: int = 4, max_q: int = 512, hopper: bool = False
+) -> None:
+    """Run the launcher of attention on meta tensors; ``max_q`` of 1 leaves the long tile out.
+
+    ``hopper``: with the kernel for Hopper, where that serves the call.
+    """
     from prefix_prefill._kernels.forward import launch_attention as launch
 
     heads_k = 8
@@ -64,14 +72,15 @@ def launch_attention(config: Config, tokens: int = 2048, batch: int = 4, max_q: 
     if config.cache or fp8:
         scales = [meta(heads_k) if fp8 else None, meta(heads_k), meta(heads_k)]
     rich = config.rich
-    launch(
-        q, *caches(config, heads_k), *new, meta(batch, 64, dtype=int32),
-        meta(batch + 1, dtype=int32), meta(batch, dtype=int32),
-        meta(batch, heads_q) if rich else None, meta(heads_q) if rich else None, *scales, None,
-        None, out, meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5,
-        500 if rich else -1, 0, 30.0 if rich else 0.0, config.splits, False, False, False, True,
-        False,
-    )  # fmt: skip
+    with contextlib.nullcontext() if hopper else only_portable():
+        launch(
+            q, *caches(config, heads_k), *new, meta(batch, 64, dtype=int32),
+            meta(batch + 1, dtype=int32), meta(batch, dtype=int32),
+            meta(batch, heads_q) if rich else None, meta(heads_q) if rich else None, *scales, None,
+            None, out, meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5,
+            500 if rich else -1, 0, 30.0 if rich else 0.0, config.splits, False, False, False,
+            True, False,
+        )  # fmt: skip
 
 
 def launch_decode(config: Config, batch: int = 64) -> None:

@@ -1,7 +1,8 @@
 """Lengths, pages, layouts, features and strides drawn together.
 
-25 examples each by default; ``PREFIX_PREFILL_EXAMPLES=500`` on a GPU. A failure prints the smallest
-example found and the line that reproduces it.
+A few examples each by default; ``PREFIX_PREFILL_EXAMPLES=100`` on a GPU. The batches of an example
+share what kernels are compiled for. A failure prints the smallest example found and the line that
+reproduces it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from ._budget import DTYPES, assert_same
 from ._numerics import FEATURES, PACKED, Problem, check, compatible, make_case, run
 from ._views import VIEWS
 
-EXAMPLES = int(os.environ.get("PREFIX_PREFILL_EXAMPLES", "20"))
+# of an example
+BATCHES = 5
+EXAMPLES = int(os.environ.get("PREFIX_PREFILL_EXAMPLES", "4"))
 
 bounded = settings(
     max_examples=EXAMPLES,
@@ -52,19 +55,27 @@ def apart(function, *arguments, **options):
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    lengths = []
-    for _ in range(draw(st.integers(0, 4))):
-        queries = draw(QUERIES)
-        lengths.append((queries, queries + draw(CONTEXTS)))
-    dense = draw(st.booleans())
-    if not dense and lengths and draw(st.booleans()):
+def batches(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
+    """Lengths of the sequences of a batch: queries and keys."""
+    drawn = [(draw(QUERIES), draw(CONTEXTS)) for _ in range(draw(st.integers(0, 4)))]
+    if drawn and draw(st.booleans()):
         # fewer keys than queries
-        lengths[0] = (lengths[0][0], draw(st.integers(0, 20)))
-    return Problem(
-        tuple(lengths), *draw(HEADS), draw(st.sampled_from([8, 16, 24, 48])), draw(PAGES),
+        drawn[0] = drawn[0][0], -draw(st.integers(0, 20))
+    return tuple((q, max(0, q + context)) for q, context in drawn)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> list[Problem]:
+    """Batches over caches of one kind."""
+    dense = draw(st.booleans())
+    rest = (
+        *draw(HEADS), draw(st.sampled_from([8, 16, 24, 48])), draw(PAGES),
         draw(st.sampled_from(["nhd", PACKED])), dense, draw(st.sampled_from([0, 0, 1, 20])),
     )  # fmt: skip
+    found = [draw(batches()) for _ in range(BATCHES)]
+    if dense:  # new keys are as many as queries
+        found = [tuple((q, max(q, keys)) for q, keys in lengths) for lengths in found]
+    return [Problem(lengths, *rest) for lengths in found]
 
 
 @st.composite
@@ -78,20 +89,21 @@ def features(draw: st.DrawFn) -> tuple[str, ...]:
 
 @bounded
 @given(
-    problem=problems(), dtype=st.sampled_from(DTYPES), names=features(), window=WINDOWS,
+    several=problems(), dtype=st.sampled_from(DTYPES), names=features(), window=WINDOWS,
     fp8=st.booleans(), seed=st.integers(0, 2**32),
 )  # fmt: skip
-def test_any_problem(problem, dtype, names, window, fp8, seed, device):
+def test_any_problem(several, dtype, names, window, fp8, seed, device):
     cache = torch.float8_e5m2 if fp8 and device.type == "cpu" else None
-    case = make_case(problem, dtype, device, names, seed, cache)
-    apart(check, case.with_options(window_size=window))
+    for problem in several:
+        case = make_case(problem, dtype, device, names, seed, cache)
+        apart(check, case.with_options(window_size=window))
 
 
 @pytest.mark.eager
 @bounded
-@given(data=st.data(), problem=problems(), names=features(), window=WINDOWS)
-def test_any_strides(data, problem, names, window, device):
-    case = make_case(problem, torch.float32, device, names).with_options(window_size=window)
+@given(data=st.data(), several=problems(), names=features(), window=WINDOWS)
+def test_any_strides(data, several, names, window, device):
+    case = make_case(several[0], torch.float32, device, names).with_options(window_size=window)
     views = {
         name: VIEWS[data.draw(st.sampled_from(sorted(VIEWS)), label=name)](t)
         for name, t in case.inputs.items()

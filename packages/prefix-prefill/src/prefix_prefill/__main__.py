@@ -17,7 +17,7 @@ from attn_common import Platform, detect
 from torch import Tensor
 
 from . import __version__, paged_attn_func, reshape_and_cache, shared_prefix_attn_func
-from ._configs import long_tile, short_tile, short_tokens
+from ._configs import HOPPER, has_gluon, long_tile, short_tile, short_tokens
 from ._ops import interpreted
 from .reference import paged_attention_reference
 
@@ -34,7 +34,7 @@ def describe(platform: Platform) -> None:
     except PackageNotFoundError:
         triton = "missing"
     print(f"prefix-prefill {__version__}, torch {torch.__version__}, triton {triton}")
-    print(f"platform {platform}; every feature runs on the portable Triton kernels")
+    print(f"platform {platform}; {_kernels_of(platform)}")
     group = 4
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim in (64, 128, 256):
@@ -52,21 +52,39 @@ def describe(platform: Platform) -> None:
             print(f"  {name}, head_dim to {head_dim}, {group} heads a group, {shown}")
 
 
+def _kernels_of(platform: Platform) -> str:
+    """Say which kernels run here."""
+    if not (platform.is_hopper and HOPPER and has_gluon()):
+        return "every feature runs on the portable Triton kernels"
+    return (
+        "sequences of more than a few fp16 or bf16 queries run on the Gluon kernel for Hopper, "
+        "where all keys are in an NHD cache of that dtype;\nall else on the portable Triton "
+        "kernels, whose tiles follow"
+    )
+
+
 class _Problem:
     """A cache with pages in no order, and what the functions take beside it."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, packed: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed: bool,
+        page: int = PAGE,
+        head_dim: int = 24,
+    ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.device = device
-        heads_k, head_dim = 2, 24
+        heads_k = 2
         tokens = sum(queries for queries, _ in LENGTHS)
-        counts = [-(-keys // PAGE) for _, keys in LENGTHS]
+        counts = [-(-keys // page) for _, keys in LENGTHS]
         pages = torch.randperm(sum(counts) + 2, generator=self.generator)
         table = torch.zeros((len(LENGTHS), max(counts)), dtype=torch.int32)
         for b, count in enumerate(counts):
             table[b, :count] = pages[sum(counts[:b]) : sum(counts[: b + 1])]
         ends = [sum(queries for queries, _ in LENGTHS[:b]) for b in range(len(LENGTHS) + 1)]
-        shape = (len(pages), PAGE, heads_k, head_dim)
+        shape = (len(pages), page, heads_k, head_dim)
         k, v = torch.zeros(shape), torch.zeros(shape)
         if packed:
             x = 16 // dtype.itemsize
@@ -74,7 +92,7 @@ class _Problem:
             v = v.permute(0, 2, 3, 1).contiguous()
         self.k_cache, self.v_cache = k.to(device, dtype), v.to(device, dtype)
         # through the kernel that writes, into every slot
-        slots = torch.randperm(len(pages) * PAGE, generator=self.generator).to(device)
+        slots = torch.randperm(len(pages) * page, generator=self.generator).to(device)
         new = [self.draw(len(slots), heads_k, head_dim).to(dtype) for _ in "kv"]
         reshape_and_cache(new[0], new[1], self.k_cache, self.v_cache, slots)
         self.q = self.draw(tokens, 4, head_dim).to(dtype)
@@ -109,6 +127,9 @@ def check(device: torch.device) -> bool:
             }  # fmt: skip
             for name, options in cases.items():
                 good &= _compare(name, p, options)
+    # what the copy engine of Hopper reads
+    p = _Problem(device, torch.bfloat16, False, page=16, head_dim=64)
+    good &= _compare("NHD cache, pages of 16 slots", p, {"sinks": p.draw(4)})
     p = _Problem(device, torch.float32, False)
     shared: dict[str, Any] = {
         "shared_pages": p.rest["block_table"][0, :2].clone(),

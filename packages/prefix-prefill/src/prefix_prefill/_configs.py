@@ -1,4 +1,4 @@
-"""Tile choices by platform and shape class: pure functions that need no GPU.
+"""Which kernel serves a call, and its tiles: functions that need no GPU.
 
 A shape class is the padded head dimension, the element sizes, and for short sequences the number of
 query heads per key head. Nothing that a result's bits depend on may depend on the batch: a
@@ -9,9 +9,17 @@ unless the caller fixes it.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from dataclasses import dataclass
 
-from attn_common import Platform, cdiv, next_power_of_2
+import torch
+from attn_common import Platform, cdiv, detect, next_power_of_2
+from torch import Tensor
+
+from ._arguments import FP32_TINY
+from ._call import Options, Tensors
+from ._layout import is_packed
 
 # the interpreter and the MMA instructions take no smaller side
 MIN_TILE = 16
@@ -210,3 +218,114 @@ def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsi
     table = tables[f"{family}-fp32" if itemsize == 4 else family]
     width = padded_head_dim(head_dim)
     return next(tile for widest, tile in table if width <= widest)
+
+
+# ---- the kernel for Hopper
+
+# for comparisons, and in case of doubt: the portable kernels serve every call
+HOPPER = os.environ.get("PREFIX_PREFILL_HOPPER", "1") != "0"
+
+# keys of a page that are worth a copy
+MIN_PIECE = 16
+# rows of a tensor map of a cache
+MAX_ROWS = 2**30
+
+
+def takes_hopper(x: Tensors, options: Options) -> bool:
+    """Say whether the kernel for Hopper serves the sequences with many queries of a call.
+
+    The portable one has the rest: what the copy engine does not read, FP8, new keys beside the
+    cache. A cache is never copied.
+    """
+    return (
+        HOPPER
+        and x.q.device.type != "cpu"
+        and detect(x.q.device).is_hopper
+        and x.q.dtype in (torch.float16, torch.bfloat16)
+        and x.k_cache.dtype == x.out.dtype == x.q.dtype
+        and x.out_scale is None
+        and x.k is None
+        and x.positions is None
+        and x.q.shape[-1] > 32  # half of a tile would be padding
+        and not is_packed(x.k_cache)
+        and copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE
+        and _is_mappable(x.k_cache)
+        and _is_mappable(x.v_cache)
+        # the same under a causal mask
+        and (x.alibi_slopes is None or options.window_right == 0 or not options.signed_alibi)
+        # folded into the exponential, where only a positive one commutes with the maximum
+        and options.softmax_scale >= FP32_TINY
+        and options.num_splits <= 1
+        and has_gluon()
+    )
+
+
+def copied_keys(page: int, window_left: int, most: int) -> int:
+    """Return how many keys of a page are copied at once: a power of two that divides it.
+
+    What is seen of a piece may begin or end inside it, but not both: it is no longer than a window.
+    """
+    piece = min(page & -page, most)
+    if window_left >= 0:
+        piece = min(piece, 1 << (window_left + 2).bit_length() - 1)
+    return piece
+
+
+def rows_of_page(cache: Tensor) -> int:
+    """Return how many slots a page is from the next; of a single one there is no next."""
+    return cache.stride(0) // cache.stride(1) if cache.shape[0] > 1 else 0
+
+
+def _is_mappable(cache: Tensor) -> bool:
+    """Say whether the copy engine can read a cache, as rows of one head each, where it is."""
+    page, slot, head, inner = cache.stride()
+    heads = head if cache.shape[2] > 1 else slot
+    unit = 16 // cache.element_size()
+    return (
+        cache.numel() > 0
+        and cache.data_ptr() % 16 == 0
+        and (inner == 1 and slot > 0 and heads > 0)
+        and slot % unit == heads % unit == 0
+        and (cache.shape[0] == 1 or (page > 0 and page % slot == 0))
+        and cache.shape[0] * max(1, rows_of_page(cache)) < MAX_ROWS
+    )
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has the language that the kernel for Hopper is written in."""
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ImportError:  # of a part before the last
+        return False
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How a program divides its work: two warpgroups of 64 rows."""
+
+    block_n: int
+    stages_k: int
+    stages_v: int
+    share: bool = False  # the output leaves through the queries' memory
+    rows: int = 64
+
+    @property
+    def block_m(self) -> int:
+        return 2 * self.rows
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread, at the start."""
+        return 65536 // (128 * 3) // 8 * 8
+
+
+@functools.cache
+def hopper_tile(head_dim: int) -> HopperTile:
+    """Return the tile for sequences with many queries."""
+    width = padded_head_dim(head_dim)
+    if width <= 64:
+        return HopperTile(128, 3, 3)
+    if width <= 128:
+        return HopperTile(128, 3, 2)
+    return HopperTile(64, 3, 2, share=True)

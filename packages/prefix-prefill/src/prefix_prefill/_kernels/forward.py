@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
-from attn_common import cdiv, detect, fp8_info
+from attn_common import detect
 from torch import Tensor
 
 from .._call import Options, Tensors
-from .._configs import (
-    Tile,
-    choose_splits,
-    long_tile,
-    padded_head_dim,
-    processors,
-    short_tile,
-    short_tokens,
-)
+from .._configs import long_tile, short_tile, short_tokens, takes_hopper
 from .._layout import cache_sizes
-from .attention import _paged_kernel
-from .launch import CacheForm, one_form
-from .merge import _split_merge_kernel
-from .runtime import Launch, aligned, dense, is_aligned, is_interpreted, row_bytes
+from .launch import one_form
+from .runtime import aligned, dense, is_aligned
+from .tiled import Tiled
 
-# windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
-MAX_WINDOW = 2**30
 MAX_TOKENS = 2**31 - 1
-# tokens that one program clears of padding
-FILL_TOKENS = 64
-# splits of one row of a short tile, and rows of a long one, that are merged at once
-MERGE_CHUNK = 16
-MERGE_ROWS = 8
 
 
 def launch_attention(*arguments):
@@ -41,7 +22,7 @@ def launch_attention(*arguments):
     q, k, v, out = aligned(x.q), x.k, x.v, x.out
     if k is not None:
         k, v = aligned(k), aligned(v)
-    if out.stride(2) != 1:
+    if not is_writable(out):
         # rows that are not written have to come back as they were
         out = out.clone(memory_format=torch.contiguous_format)
     aligned_x = x._replace(q=q, k=k, v=v, out=out)
@@ -53,15 +34,28 @@ def launch_attention(*arguments):
 def plan_of(x: Tensors, options: Options) -> Plan | None:
     """Return how to launch a form of calls, or None where tensors have to be copied first."""
     new = (x.q, x.k, x.v) if x.k is not None else (x.q,)
-    fits = all(map(is_aligned, new)) and x.out.stride(2) == 1
-    return Plan(x, options) if fits else None
+    fits = all(map(is_aligned, new)) and is_writable(x.out)
+    return Plan(x, options, is_kept=True) if fits else None
+
+
+def is_writable(out: Tensor) -> bool:
+    """Say whether the kernels may write an output where it is."""
+    return is_aligned(out) and min(out.stride()) > 0
+
+
+def _small(x: Tensors) -> tuple[Tensor | None, ...]:
+    """Return what the kernels take as contiguous, in their order."""
+    return x[6], x[7], x[14], x[8], x[9]
 
 
 class Plan:
     """All of a call's launches that depends on its form alone: on no data, and no token count."""
 
-    def __init__(self, x: Tensors, options: Options) -> None:
-        """Plan for calls like this one, whose tensors are as ``aligned`` leaves them."""
+    def __init__(self, x: Tensors, options: Options, is_kept: bool = False) -> None:
+        """Plan for calls like this one, whose tensors are as ``aligned`` leaves them.
+
+        ``is_kept``: for others after it, too.
+        """
         self.options = options
         device, dtype = x.q.device, x.q.dtype
         platform = detect(device)
@@ -73,162 +67,37 @@ class Plan:
         descales = x.q_descale, x.k_descale, x.v_descale
         self._per_head = any(d is not None and d.numel() != 1 for d in descales)
         self._has_descales = any(d is not None for d in descales)
+        self._is_dense = all(t is None or t.is_contiguous() for t in _small(x))
         self._heads_k, self._most_short = heads_k, most_short
         self.batch = x.seqlens_k.shape[0]
-        self.short = self.long = None
+        self.short = None
         if most_short >= least_short or options.fill_padding:
             tile = short_tile(platform, head_dim, itemsize, group)
             has_any = most_short >= least_short
-            self.short = _Tiled(x, options, tile, least_short, most_short, has_any)
+            self.short = Tiled(x, options, tile, least_short, most_short, has_any)
         tile = long_tile(platform, head_dim, itemsize)
-        self.long = _Tiled(x, options, tile, max(most_short + 1, least_short), MAX_TOKENS, None)
+        least_long = max(most_short + 1, least_short)
+        if takes_hopper(x, options):
+            from .hopper_prefill import HopperTiled
+
+            self.long: Tiled = HopperTiled(x, options, tile, least_long, MAX_TOKENS, is_kept)
+        else:
+            self.long = Tiled(x, options, tile, least_long, MAX_TOKENS, None)
 
     def run(self, x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
         """Launch for one call of the form."""
         tokens = x.q.shape[0]
         if tokens == 0:
             return
-        descales = x[10:13]
+        small, descales = _small(x), x[10:13]
+        if not self._is_dense:
+            small = tuple(map(dense, small))
         if self._has_descales:
             descales = one_form(self._heads_k, self._per_head, *descales)
         inputs = x[0], x[1], x[2], x[3], x[4], x[15], x[16]
-        rest = (
-            x[5], dense(x[6]), dense(x[7]), dense(x[14]), dense(x[8]), dense(x[9]), *descales, x[13]
-        )  # fmt: skip
+        rest = (x[5], *small, *descales, x[13])
         if self.short is not None:
             self.short.run(inputs, rest, tokens, max_seqlen_k)
         # a sequence that is longer than it should be is not left out, if it can be helped
         if max_seqlen_q > self._most_short or tokens > self.batch * self._most_short:
             self.long.run(inputs, rest, tokens, max_seqlen_k)
-
-
-class _Tiled:
-    """The launches of one tile, for sequences of ``least`` to ``most`` queries."""
-
-    def __init__(
-        self,
-        x: Tensors,
-        options: Options,
-        tile: Tile,
-        least: int,
-        most: int,
-        has_any: bool | None,
-    ) -> None:
-        """``has_any``: whether sequences of few queries are served; None for those of many."""
-        self.tile, self.num_splits = tile, options.num_splits
-        self.is_short = has_any is not None
-        self.batch, self.heads_k = x.seqlens_k.shape[0], cache_sizes(x.k_cache).heads_k
-        self.head_dim = x.q.shape[2]
-        self.group = x.q.shape[1] // self.heads_k
-        self.processors = _count_processors(x.q.device)
-        tiles = cdiv(max(1, most) * self.group, tile.block_m) if self.is_short else 0
-        self.units = self.batch * tiles if has_any else 0
-        self.fill_tokens = FILL_TOKENS if self.is_short and options.fill_padding else 0
-        # of a short tile, the group's rows of few tokens alone can be there
-        self.rows = min(tile.block_m, most * self.group)
-        cache = CacheForm(x.k_cache, x.v_cache, tile.block_n)
-        left, right = options.window_left, options.window_right
-        self._scalars = (
-            options.softmax_scale, options.softcap, min(left, MAX_WINDOW), min(right, MAX_WINDOW),
-            self.batch, self.heads_k,
-        )  # fmt: skip
-        slopes_per_row = x.alibi_slopes is not None and x.alibi_slopes.ndim == 2
-        new_strides = (0, 0, 0, 0)
-        if x.k is not None and x.v is not None:
-            new_strides = (*x.k.stride()[:2], *x.v.stride()[:2])
-        self._out_strides = x.out.stride()[:2]
-        self._strides = (
-            *x.q.stride()[:2], *self._out_strides, *cache.k_strides, *cache.v_strides,
-            *new_strides, *x.block_table.stride(), x.q.shape[1] if slopes_per_row else 0,
-        )  # fmt: skip
-        shared: dict[str, Any] = {
-            "GROUP": self.group,
-            "HEAD_DIM": self.head_dim,
-            "OUT_MAX": fp8_info(x.out.dtype).max if x.out.element_size() == 1 else 0.0,
-            "MIN_TOKENS": least,
-            "MAX_TOKENS": most,
-            "TILES": tiles,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_D": padded_head_dim(self.head_dim, x.q.element_size()),
-        }
-        descales = x.q_descale, x.k_descale, x.v_descale
-        # nothing between the products and the softmax but the scale
-        is_plain = x.alibi_slopes is None and options.softcap == 0.0 and x.positions is None
-        no_factor = x.q_descale is x.k_descale is None
-        # FP8 probabilities: e4m3fn holds 2**8, e4m3fnuz 2**7
-        is_fp8 = x.q.element_size() == 1 and x.v_cache.dtype == x.q.dtype
-        constants = {
-            **shared,
-            **cache.constants,
-            "V_AS_K": cache.k_strides[:2] == cache.v_strides[:2],
-            "NEW_V_AS_K": new_strides[0] == new_strides[2],
-            "ROW_BYTES": row_bytes(x.q) if x.k is None else min(row_bytes(x.q), row_bytes(x.k)),
-            "V_COLUMN_RUN": cache.v_column_run,
-            "HAS_LEFT": left >= 0,
-            "HAS_RIGHT": right >= 0,
-            "HAS_SOFTCAP": options.softcap != 0.0,
-            "SIGNED_ALIBI": options.signed_alibi,
-            "FOLD": is_plain and no_factor and options.softmax_scale >= 0,
-            "DESCALE_PER_HEAD": any(d is not None and d.numel() != 1 for d in descales),
-            "SHIFT": int(math.log2(fp8_info(x.q.dtype).max)) if is_fp8 else 0,
-            "DECODE_FROM_CACHE": options.decode_from_cache,
-            "FILL_TOKENS": self.fill_tokens,
-            "BLOCK_N": tile.block_n,
-            "PRECISION": tile.precision,
-            "UPCAST": is_interpreted(),
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
-        self._whole = Launch(_paged_kernel, constants)
-        self._split = Launch(_paged_kernel, constants)
-        self._merged_rows, chunk = (1, MERGE_CHUNK) if self.is_short else (MERGE_ROWS, 2)
-        if is_interpreted():
-            self._merged_rows, chunk = 16, 2
-        merge = {"ROWS": self._merged_rows, "CHUNK": chunk, "num_warps": 4, "num_stages": 1}
-        self._merge = Launch(_split_merge_kernel, {**shared, **merge})
-
-    def run(
-        self,
-        inputs: tuple[Tensor | None, ...],
-        rest: tuple[Tensor | None, ...],
-        tokens: int,
-        max_seqlen_k: int,
-    ) -> None:
-        """Launch for one call."""
-        block_m, heads_k = self.tile.block_m, self.heads_k
-        if self.is_short:
-            units = busy = self.units
-        else:
-            units = tokens * self.group // block_m + self.batch + 2
-            busy = cdiv(tokens * self.group, block_m)
-        splits = self.num_splits or choose_splits(
-            busy * heads_k, self.is_short, max_seqlen_k // self.tile.block_n,
-            units * heads_k * block_m * (self.head_dim + 1) * 4, self.processors,
-        )  # fmt: skip
-        fills = cdiv(tokens, self.fill_tokens) if self.fill_tokens else 0
-        grid = (units * splits + fills) * heads_k
-        numbers = (*self._scalars, tokens, units, splits, *self._strides)
-        if splits == 1 or units == 0:
-            self._whole(grid, (*inputs, None, None, *rest), numbers)
-            return
-        out, lse = inputs[5], inputs[6]
-        count = units * heads_k * splits * block_m
-        part_out = out.new_empty((count, self.head_dim), dtype=torch.float32)
-        part_lse = out.new_empty((count,), dtype=torch.float32)
-        self._split(grid, (*inputs, part_out, part_lse, *rest), numbers)
-        self._merge(
-            units * heads_k * cdiv(self.rows, self._merged_rows),
-            (part_out, part_lse, out, lse, rest[1], rest[9]),
-            (self.batch, heads_k, tokens, splits, self.rows, *self._out_strides),
-        )
-
-
-_processors: dict[torch.device, int] = {}
-
-
-def _count_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return processors(detect(device))
-    if device not in _processors:
-        _processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
-    return _processors[device]

@@ -1,0 +1,223 @@
+"""What a run is told in: text, tables of README and NOTES, a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cases import PROBLEMS
+from providers import LABELS
+
+Row = dict[str, Any]
+
+# of one NVIDIA H200 (SXM): 8192**3 bf16 matmul, device copy
+MATMUL_TFLOPS, COPY_GBPS = 788.0, 4270.0
+# a case, and those whose times together it is compared with
+SUMS = {
+    "mixed-32x8192,4x512+4096": ("mixed-32x8192", "mixed-4x512+4096"),
+    "window-8x65536-w4096": ("window-8x4096",),
+    "window-8x512+65024-w4096": ("window-8x512+3584",),
+}
+# the cases of performance gates
+PREFILL = {
+    "prefill-8x1024+7168": "8 x (1024 + 7168)",
+    "prefill-8x512+4096": "8 x (512 + 4096)",
+    "prefill-1x2048+14336": "1 x (2048 + 14336)",
+    "prefill-4x1024+0": "4 x (1024 + 0)",
+}
+DECODE = {
+    "decode-64x8192": "64 x 8192",
+    "decode-1x65536": "1 x 65536",
+    "decode-256x2048": "256 x 2048",
+}
+
+
+def by_case(results: Row) -> dict[str, dict[str, Row]]:
+    """Group what was measured by case and provider."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in results["results"]:
+        cases.setdefault(row["case"], {})[row["provider"]] = row
+    return cases
+
+
+def shares_of_sums(cases: dict[str, dict[str, Row]]) -> dict[str, float]:
+    """Return how long the cases of ``SUMS`` took, over their parts."""
+    took = {case: rows["ours"]["ms"] for case, rows in cases.items() if has_time(rows, "ours")}
+    return {
+        whole: took[whole] / sum(took[part] for part in parts)
+        for whole, parts in SUMS.items()
+        if all(name in took for name in (whole, *parts))
+    }
+
+
+def has_time(rows: dict[str, Row], name: str) -> bool:
+    return "ms" in rows.get(name, {})
+
+
+def _speed(rows: dict[str, Row], name: str, rival: str) -> str:
+    if not (has_time(rows, name) and has_time(rows, rival)):
+        return ""
+    return f"{rows[rival]['ms'] / rows[name]['ms']:.2f}"
+
+
+def markdown(results: Row) -> list[str]:
+    """Return the tables of README and NOTES that hold figures of a run."""
+    cases, copy = by_case(results), results["copy_gbps"]
+    of_readme = [_prefill(cases), _decode(cases, copy), _sentences(cases, copy)]
+    return [*of_readme, _all(cases, copy), _gates(cases, copy)]
+
+
+def _prefill(cases: dict[str, dict[str, Row]]) -> str:
+    lines = [
+        "| sequences, new and cached tokens of each | prefix-prefill | portable | "
+        "FlashAttention-3 | / FlashAttention-3 |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for case, label in PREFILL.items():
+        rows = cases.get(case, {})
+        rates = (
+            f"{rows[name]['tflops']:.0f}" if has_time(rows, name) else ""
+            for name in ("ours", "portable", "fa3")
+        )
+        lines.append(f"| {label} | {' | '.join(rates)} | {_speed(rows, 'ours', 'fa3')} |")
+    return "\n".join(lines)
+
+
+def _decode(cases: dict[str, dict[str, Row]], copy: float) -> str:
+    lines = ["| sequences x keys | prefix-prefill | FlashAttention-3 |", "|---|---:|---:|"]
+    for case, label in DECODE.items():
+        rows = cases.get(case, {})
+        shares = (
+            f"{rows[name]['gbps'] / copy:.2f}" if has_time(rows, name) else ""
+            for name in ("ours", "fa3")
+        )
+        lines.append(f"| {label} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def _sentences(cases: dict[str, dict[str, Row]], copy: float) -> str:
+    mixed, decoding, prefill = (shares_of_sums(cases).get(name, float("nan")) for name in SUMS)
+    writes = [
+        cases.get(f"write-{n}", {}).get("ours", {}).get("gbps", float("nan")) / copy
+        for n in (1000, 8192)
+    ]
+    host = cases.get("host", {}).get("ours", {}).get("us", float("nan"))
+    return (
+        f"A mixture of 32 decoding sequences and 4 chunks took {mixed:.2f} of the sum of its "
+        f"parts; a window of 4096 in a\ncontext of 64k {decoding:.2f} (decoding) and "
+        f"{prefill:.2f} (prefill) of what a context of 4096 takes. Writing runs at\n"
+        f"{writes[0]:.2f} of copy bandwidth for 1000 tokens, and at {writes[1]:.2f} for 8192. A "
+        f"warm decoding call takes {host:.1f} µs of the\nhost's time."
+    )
+
+
+def _gates(cases: dict[str, dict[str, Row]], copy: float) -> str:
+    def shares(names: Iterable[str]) -> list[float]:
+        return [cases.get(name, {}).get("ours", {}).get("gbps", nan) / copy for name in names]
+
+    nan = float("nan")
+    speeds = [float(_speed(cases.get(case, {}), "ours", "fa3") or nan) for case in PREFILL]
+    sums = shares_of_sums(cases)
+    mixed, *windows = (sums.get(name, nan) for name in SUMS)
+    write, host = shares(["write-1000"]), cases.get("host", {}).get("ours", {}).get("us", nan)
+    decode = shares(DECODE)
+    rows = [
+        ("prefill, 0.90 of FA3's speed on each case", speeds, min(speeds) >= 0.9),
+        (
+            "decode, 0.91 / 0.68 / 0.87 of copy bandwidth (64 x 8192, 1 x 65536, 256 x 2048)",
+            decode,
+            all(share >= gate for share, gate in zip(decode, (0.91, 0.68, 0.87), strict=True)),
+        ),
+        ("mixed batch, at most 1.1 of the sum of its parts", [mixed], mixed <= 1.1),
+        ("window of 4096 in 64k, at most 1.3 of a context of 4096", windows, max(windows) <= 1.3),
+        ("writing 1000 tokens, 0.8 of copy bandwidth", write, write[0] >= 0.8),
+        ("host, at most 30 µs a decoding call", [host], host <= 30),
+    ]
+    lines = ["| gate | measured | |", "|---|---|---|"]
+    for gate, numbers, is_met in rows:
+        shown = " / ".join(f"{n:.1f}" if n > 10 else f"{n:.2f}" for n in numbers)
+        lines.append(f"| {gate} | {shown} | {'met' if is_met else '**missed**'} |")
+    return "\n".join(lines)
+
+
+def _all(cases: dict[str, dict[str, Row]], copy: float) -> str:
+    lines = [
+        "| case | ms | portable, ms | FA3, ms | FA3's time over ours | other |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for case, rows in cases.items():
+        mine = rows.get("ours", {})
+        if "ms" not in mine:
+            continue
+        times = (
+            f"{rows[name]['ms']:.4f}" if has_time(rows, name) else ""
+            for name in ("ours", "portable", "fa3")
+        )
+        other = f"{mine['gbps'] / copy:.3f} of copy bandwidth"
+        if case.startswith(("prefill", "mixed-4x")) or "512" in case:
+            other = f"{mine['tflops']:.0f} TFLOP/s"
+        lines.append(f"| {case} | {' | '.join(times)} | {_speed(rows, 'ours', 'fa3')} | {other} |")
+    return "\n".join(lines)
+
+
+def show(results: Row) -> None:
+    """Print everything that was measured, and ours over each rival."""
+    copy, cases = results["copy_gbps"], by_case(results)
+    for case, rows in cases.items():
+        mine = rows.get("ours", {})
+        for name, row in rows.items():
+            if row["status"] != "ok":
+                text = f"{row['status']} {row.get('message', row.get('error', ''))}"
+            elif "us" in row:
+                text = f"{row['us']:.1f} us of the host"
+            else:
+                text = f"{row['ms']:9.4f} ms  {row.get('tflops', 0.0):7.1f} TFLOP/s"
+                text += f"  {row['gbps']:7.0f} GB/s"
+                text += f"  {row['gbps'] / copy:5.3f} of copy" if copy else ""
+                if name != "ours" and "ms" in mine:
+                    text += f"  ours is {row['ms'] / mine['ms']:.3f} times as fast"
+            print(f"{case:<28}{name:<14}{text}")
+    for whole, share in shares_of_sums(cases).items():
+        print(f"{whole}: {share:.3f} of {' + '.join(SUMS[whole])}")
+    print(", ".join(f"{key} {value}" for key, value in results["machine"].items()), end="")
+    print(f", copy {copy:.0f} GB/s" if copy else "")
+
+
+def draw(results: Row, path: Path) -> None:
+    """Draw TFLOP/s of prefill and the share of copy bandwidth of decoding."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(15, 5), layout="constrained")
+    copy = results["copy_gbps"] or COPY_GBPS
+    for axis, family, key, unit in (
+        (axes[0], "prefill", "tflops", 1.0), (axes[1], "decode", "gbps", copy),
+    ):  # fmt: skip
+        rows = [r for r in results["results"] if r["family"] == family and r["status"] == "ok"]
+        names = list(dict.fromkeys(r["case"] for r in rows))
+        providers = [name for name in LABELS if any(r["provider"] == name for r in rows)]
+        for i, provider in enumerate(providers):
+            found = {r["case"]: r[key] / unit for r in rows if r["provider"] == provider}
+            at = [names.index(case) + i * 0.8 / len(providers) for case in found]
+            axis.bar(at, list(found.values()), 0.8 / len(providers), label=LABELS[provider])
+        axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+        axis.set_ylabel("TFLOP/s" if family == "prefill" else "share of copy bandwidth")
+        axis.legend()
+    figure.suptitle(f"{results['machine']['device']}, bf16, 32:8 heads, head_dim 128")
+    figure.savefig(path, dpi=120)
+
+
+def bounds() -> str:
+    """Return, as Markdown, the two bounds of each case."""
+    lines = ["| case | GFLOP | FLOPs / rate, ms | MB of K and V | bytes / bandwidth, ms |",
+             "|---|---:|---:|---:|---:|"]  # fmt: skip
+    for p in PROBLEMS:
+        compute, memory = p.flops / MATMUL_TFLOPS / 1e9, p.bytes / COPY_GBPS / 1e6
+        lines.append(
+            f"| {p.name} | {p.flops / 1e9:.1f} | {compute:.3f} | {p.bytes / 1e6:.1f} | "
+            f"{memory:.3f} |"
+        )
+    return "\n".join(lines)

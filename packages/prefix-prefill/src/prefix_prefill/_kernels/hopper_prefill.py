@@ -1,0 +1,137 @@
+"""The host side of prefill on Hopper: tensor maps, the order of tiles, the launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from .._call import Options, Tensors
+from .._configs import Tile, copied_keys, hopper_tile, padded_head_dim, rows_of_page
+from .hopper_attention import prefill_kernel
+from .hopper_maps import MapForm
+from .runtime import Launch
+from .tiled import MAX_WINDOW, Tiled
+
+# of a launch: the counter has 32 bits, and every program takes one more than there are
+MAX_TICKETS = 2**31 - 2**16
+
+
+class PackForm(MapForm):
+    """How queries and results are mapped: tiles of ``heads`` heads of some tokens."""
+
+    def __init__(self, x: Tensor, rows: int, heads: int) -> None:
+        super().__init__(x, rows, ragged=True)
+        *others, block, layout = self._fixed
+        self._fixed = *others, [1, 1, heads, rows // heads, block[-1]], layout
+
+
+class HopperTiled(Tiled):
+    """The long tile of the calls of one form that ``takes_hopper`` takes."""
+
+    def __init__(
+        self, x: Tensors, options: Options, tile: Tile, least: int, most: int, is_kept: bool
+    ) -> None:
+        """Take a call, and whether the plan serves others after it."""
+        super().__init__(x, options, tile, least, most, None)
+        self._ticket = kept_ticket if is_kept else new_ticket
+        hopper = hopper_tile(self.head_dim)
+        left, right = options.window_left, options.window_right
+        page = x.k_cache.shape[1]
+        piece = copied_keys(page, left, hopper.block_n)
+        # heads of a group that lie side by side in a tile
+        pack = min(self.group & -self.group, hopper.rows)
+        self._packs = x.q.shape[1] // pack
+        self._block = hopper.block_m // pack
+        self._map_q = PackForm(x.q, hopper.rows, pack)
+        self._map_out = PackForm(x.out, hopper.rows, pack)
+        self._map_k = MapForm(rows_of_cache(x.k_cache), piece, ragged=True)
+        self._map_v = MapForm(rows_of_cache(x.v_cache), piece, ragged=True)
+        self._head_numbers = (
+            options.softmax_scale, options.softcap, min(left, MAX_WINDOW), min(right, MAX_WINDOW),
+            self.batch, self._packs,
+        )  # fmt: skip
+        slopes_per_row = x.alibi_slopes is not None and x.alibi_slopes.ndim == 2
+        self._tail_numbers = (
+            rows_of_page(x.k_cache), rows_of_page(x.v_cache), *x.block_table.stride(),
+            x.q.shape[1] if slopes_per_row else 0,
+        )  # fmt: skip
+        self._prefill = Launch(
+            prefill_kernel,
+            {
+                "GROUP": self.group,
+                "PACK": pack,
+                "PAGE": page,
+                "PIECE": piece,
+                "MIN_TOKENS": least,
+                "HAS_LEFT": left >= 0,
+                "HAS_RIGHT": right >= 0,
+                "HAS_SOFTCAP": options.softcap != 0.0,
+                "ROWS": hopper.rows,
+                "BLOCK_N": hopper.block_n,
+                "HEAD_DIM": padded_head_dim(self.head_dim),
+                "STAGES_K": hopper.stages_k,
+                "STAGES_V": hopper.stages_v,
+                "SHARE": hopper.share,
+                "num_warps": 4,
+                "maxnreg": hopper.registers,
+            },
+        )
+
+    def run(
+        self,
+        inputs: tuple[Tensor | None, ...],
+        rest: tuple[Tensor | None, ...],
+        tokens: int,
+        max_seqlen_k: int,
+    ) -> None:
+        """Launch for one call."""
+        q, k_cache, v_cache, _, _, out, lse = inputs
+        total = (tokens // self._block + self.batch + 2) * self._packs
+        units = tokens * self.group // self.tile.block_m + self.batch + 2
+        if self.splits(units, tokens, max_seqlen_k) > 1 or total > MAX_TICKETS:
+            # the portable kernel cuts sequences where they are few
+            super().run(inputs, rest, tokens, max_seqlen_k)
+            return
+        table, starts, lengths, _, slopes, sinks, *_ = rest
+        self._prefill(
+            min(self.processors, total),
+            (
+                self._map_q(q), self._map_k(k_cache), self._map_v(v_cache), self._map_out(out),
+                lse, self._ticket(q.device), table, starts, lengths, slopes, sinks,
+            ),
+            (*self._head_numbers, tokens, total, *self._tail_numbers),
+        )  # fmt: skip
+
+
+def rows_of_cache(cache: Tensor) -> Tensor:
+    """Return the view of a cache as one row of slots after the other, between pages whatever."""
+    num_blocks, page, heads, head_dim = cache.shape
+    rows = (num_blocks - 1) * rows_of_page(cache) + page
+    return cache.as_strided((rows, heads, head_dim), cache.stride()[1:])
+
+
+def new_ticket(device: torch.device) -> Tensor:
+    """Return the counter from which the programs of a launch take their tiles."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+# counters, zero between launches, one a stream
+_tickets: dict[tuple[int, int], Tensor] = {}
+
+
+def kept_ticket(device: torch.device) -> Tensor:
+    """Return the counter of the current stream, or while that is captured a new one.
+
+    For calls past the operators alone: what a compiled graph calls may allocate from a pool of
+    memory of its own, in which nothing may stay.
+    """
+    index = device.index
+    if index != torch.cuda.current_device() or torch.cuda.is_current_stream_capturing():
+        # a graph may be replayed on any stream
+        return new_ticket(device)
+    key = index, triton.runtime.driver.active.get_current_stream(index)
+    ticket = _tickets.get(key)
+    if ticket is None:
+        ticket = _tickets[key] = new_ticket(device)
+    return ticket
