@@ -16,17 +16,27 @@ from .runtime import is_aligned
 # coordinates of a ragged tensor map; see ``hopper.coordinates``
 RAGGED_EXTENT = 0x7FFF0000
 RAGGED_STRIDE = 1 << 34
+# addresses at which the maps of one form are remembered
+MAX_KNOWN = 256
 
 
 class TensorMap(TensorDescriptor):  # type: ignore[misc]
     """A tensor and its map, as an argument of a launch beside tensors."""
 
     def __init__(
-        self, base: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any
+        self,
+        base: Tensor,
+        known: dict[int, list[Any]],
+        shape: list[int],
+        strides: list[int],
+        block: list[int],
+        layout: Any,
     ) -> None:
         # in place of the base class's, whose checks take longer than a launch: ``MapForm`` made
         # shape and strides, and its tensors are aligned
         self.base = base
+        # encoded maps of the form, by address; see ``hopper_encode``
+        self.known = known
         self.shape = shape
         self.strides = strides
         self.block_shape = block
@@ -42,6 +52,12 @@ class TensorMap(TensorDescriptor):  # type: ignore[misc]
 
     def get_device(self) -> int:
         return self.base.get_device()
+
+    def know(self, address: int, encoded: list[Any]) -> None:
+        """Remember an encoded map for whatever tensor of the form lies there."""
+        if len(self.known) >= MAX_KNOWN:
+            self.known.clear()
+        self.known[address] = encoded
 
 
 class MapForm:
@@ -64,7 +80,8 @@ class MapForm:
             shape = [1, x.shape[0], heads, tokens, width]
             strides = [batch * x.shape[0], batch, head, token, 1]
         block = (1, 1, 1, rows, padded_head_dim(width))
-        self._fixed = shape, strides, list(block), _layout(block, x.dtype)
+        known: dict[int, list[Any]] = {}
+        self._fixed = known, shape, strides, list(block), _layout(block, x.dtype)
 
     def __call__(self, x: Tensor) -> TensorMap:
         """Map a tensor of the form, or a copy of it if the engine cannot read it where it is."""
@@ -96,5 +113,7 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 @functools.cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    names = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+    names = {
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv
+    }  # fmt: skip
     return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])

@@ -93,12 +93,12 @@ class Plan:
         """Say whether tensors that were put away since still lie in memory as they did."""
         return layout_of(x) == self._layout
 
-    def launch(self, kernel: Any, kind: Any = None, **constants: Any) -> Launch:
+    def launch(
+        self, kernel: Any, kind: Any = None, of: type[Launch] = Launch, **constants: Any
+    ) -> Launch:
         """Return the launch of a kernel; ``kind`` tells apart calls whose tensors differ."""
         name = kernel.__name__, kind
-        return self._launches.get(name) or self._launches.setdefault(
-            name, Launch(kernel, constants)
-        )
+        return self._launches.get(name) or self._launches.setdefault(name, of(kernel, constants))
 
     def tiled(self, kernel: Any, tile: Tile, **constants: Any) -> Launch:
         """Return the launch of a kernel that works on tiles of scores."""

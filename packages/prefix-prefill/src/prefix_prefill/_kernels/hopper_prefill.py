@@ -9,8 +9,8 @@ from torch import Tensor
 from .._call import Options, Tensors
 from .._configs import Tile, copied_keys, hopper_tile, padded_head_dim, rows_of_page
 from .hopper_attention import prefill_kernel
+from .hopper_encode import MapLaunch
 from .hopper_maps import MapForm
-from .runtime import Launch
 from .tiled import MAX_WINDOW, Tiled
 
 # of a launch: the counter has 32 bits, and every program takes one more than there are
@@ -56,7 +56,7 @@ class HopperTiled(Tiled):
             rows_of_page(x.k_cache), rows_of_page(x.v_cache), *x.block_table.stride(),
             x.q.shape[1] if slopes_per_row else 0,
         )  # fmt: skip
-        self._prefill = Launch(
+        self._prefill = MapLaunch(
             prefill_kernel,
             {
                 "GROUP": self.group,

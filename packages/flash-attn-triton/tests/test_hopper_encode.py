@@ -1,0 +1,123 @@
+"""Tensor maps are encoded once for each place in memory, with the launcher of any Triton."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attn_common import detect
+from flash_attn_triton import flash_attn_func
+from flash_attn_triton._kernels.hopper_encode import EncodedLaunch, encode_once
+from flash_attn_triton._kernels.hopper_maps import MAX_KNOWN, MapForm
+from flash_attn_triton._kernels.runtime import _compiled
+from triton.backends.nvidia import driver
+
+METADATA = {
+    "swizzle": 3,
+    "elem_size": 2,
+    "elem_type": 10,
+    "block_size": [1, 1, 1, 64, 64],
+    "fp4_padded": False,
+}
+SIGNATURE = {0: "tensordesc<bf16[1,1,1,64,64]>", 1: "tensordesc<bf16[1,1,1,64,64]>", 2: "i32"}
+# what comes ahead of the kernel's arguments
+OTHERS = tuple(range(getattr(driver, "_BASE_ARGS_FORMAT_LEN", 15)))
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """Addresses of the maps that the driver was asked to encode."""
+    addresses = []
+
+    def fill(address, *how):
+        addresses.append(address)
+        return address, *map(str, how)
+
+    utils = SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill)
+    active = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    monkeypatch.setattr(driver.triton.runtime, "driver", active)
+    return addresses
+
+
+def launching(launches):
+    """Return a compiled kernel as far as launching goes, and Triton's way to launch it."""
+
+    def launcher(*arguments):
+        launches.append(arguments)
+
+    launch = driver.wrap_handle_tensordesc(launcher, SIGNATURE, [METADATA] * 2)
+    return SimpleNamespace(run=SimpleNamespace(launch=launch)), launch
+
+
+def call(launch, *own):
+    if hasattr(driver, "_BASE_ARGS_FORMAT_LEN"):
+        launch(*OTHERS, *own)
+    else:
+        launch(*OTHERS, own)
+
+
+def flat(arguments):
+    *others, last = arguments
+    return [*others, *last] if isinstance(last, (list, tuple)) else [*others, last]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_launcher_is_given_what_triton_gives_it(ragged, encoded):
+    launches = []
+    kernel, of_triton = launching(launches)
+    encode_once(kernel)
+    assert isinstance(kernel.run.launch, EncodedLaunch)
+    shape = (300, 2, 64) if ragged else (2, 300, 2, 64)
+    q, k = (torch.zeros(shape, dtype=torch.bfloat16) for _ in "qk")
+    form = MapForm(q, 64, ragged)
+    for x, y in ((q, k), (k, q), (q, q)):
+        call(of_triton, form(x), form(y), 7)
+        call(kernel.run.launch, form(x), form(y), 7)
+        want, got = launches[-2:]
+        assert flat(got) == flat(want)
+        assert flat(got)[-1] == 7
+
+
+def test_a_place_is_encoded_once(encoded):
+    kernel, _ = launching([])
+    encode_once(kernel)
+    encode_once(kernel)  # nothing more to do
+    q, k = (torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16) for _ in "qk")
+    form = MapForm(q, 64, False)
+    for _ in range(3):
+        call(kernel.run.launch, form(q), form(k), 0)
+    assert encoded == [q.data_ptr(), k.data_ptr()]
+    # tensors of another form lie there in another way
+    other = MapForm(q.expand(1, 64, 1, 64).transpose(1, 2), 64, False)
+    call(kernel.run.launch, other(q.transpose(1, 2)), other(k.transpose(1, 2)), 0)
+    assert len(encoded) == 4
+
+
+def test_places_are_forgotten(encoded):
+    kernel, _ = launching([])
+    encode_once(kernel)
+    memory = torch.zeros(MAX_KNOWN + 10, 64, 1, 64, dtype=torch.bfloat16)
+    form = MapForm(memory[:1], 64, False)
+    for i in range(len(memory)):
+        call(kernel.run.launch, form(memory[i : i + 1]), form(memory[:1]), 0)
+    assert len(form(memory[:1]).known) <= MAX_KNOWN
+
+
+def test_another_launcher_stays_as_it_is():
+    launch = lambda *arguments: None  # noqa: E731
+    kernel = SimpleNamespace(run=SimpleNamespace(launch=launch))
+    encode_once(kernel)
+    assert kernel.run.launch is launch
+    encode_once(SimpleNamespace(run=print))
+
+
+@pytest.mark.device
+def test_calls_of_the_package_ask_their_maps(device):
+    if not detect(device).is_hopper:
+        pytest.skip("only calls on Hopper take maps")
+    q, k, v = (torch.randn(1, 64, 2, 64, dtype=torch.bfloat16, device=device) for _ in "qkv")
+    for _ in range(2):
+        flash_attn_func(q, k, v)
+    kernels = {key[0]: kernel for key, kernel in _compiled.items()}
+    assert isinstance(kernels["forward_kernel"].run.launch, EncodedLaunch)
