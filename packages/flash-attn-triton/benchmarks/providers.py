@@ -138,8 +138,6 @@ class Portable(Ours):
     label = "flash-attn-triton, portable"
 
     def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        if problem.dtype != "bf16":
-            raise UnsupportedError("FP8 has no others")
         with _portable_kernels():
             prepared = super().prepare(problem, inputs, backward)
         prepared.context = _portable_kernels

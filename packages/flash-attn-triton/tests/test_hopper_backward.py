@@ -30,17 +30,21 @@ HOPPER = "nvidia:sm_90"
 # of the walk, as the accumulators of dk and dv and the products beside them fill the registers.
 SPILLS = {
     (64, False): (104, 40),
-    (64, True): (200, 64),  # three stages of queries, 128 a step: the fastest measured on an H200
+    (64, True): (80, 64),  # three stages of queries, 128 a step: the fastest measured on an H200
     (128, False): (8, 8),
-    (128, True): (64, 16),
+    (128, True): (24, 16),
+    (256, False): (0, 0),
+    (256, True): (0, 0),
 }
 IS_OLD = triton.__version__.startswith("3.6.")
+DEFAULTS = [(d, hopper_backward_tile(d)) for d in (64, 128, 256)]
 TILES = [
-    (64, hopper_backward_tile(64)),
-    (128, hopper_backward_tile(128)),
+    *DEFAULTS,
     (64, HopperBackwardTile(64, 3, 3)),
     (64, HopperBackwardTile(128, 2, 2)),
     (128, HopperBackwardTile(64, 3, 2)),
+    (128, HopperBackwardTile(64, 2, 2, block_n=64)),
+    (256, HopperBackwardTile(64, 2, 1, block_n=64)),
 ]
 
 
@@ -101,7 +105,8 @@ def _served(
         (128, 128, torch.float16, True),
         (96, 40, torch.bfloat16, True),
         (128, 64, torch.bfloat16, True),
-        (256, 256, torch.bfloat16, False),
+        (256, 256, torch.bfloat16, True),
+        (192, 128, torch.float16, True),
         (32, 64, torch.bfloat16, False),
         (100, 64, torch.bfloat16, False),  # rows that the copy engine does not read
         (64, 64, torch.float32, False),
@@ -123,7 +128,7 @@ def test_leaves_features_to_the_portable_kernels(feature):
 @pytest.mark.parametrize(
     ("tokens", "sequences", "head_dim", "worth"),
     [(31, 1, 128, False), (32, 1, 128, True), (63, 1, 64, False), (64, 1, 64, True),
-     (96, 3, 128, True), (95, 3, 128, False)],
+     (96, 3, 128, True), (95, 3, 128, False), (96, 3, 256, True), (95, 3, 256, False)],
 )  # fmt: skip
 def test_leaves_short_sequences_to_the_portable_kernels(tokens, sequences, head_dim, worth):
     """Their tiles of dq, in fp32, would take many times the memory of all inputs."""
@@ -144,7 +149,7 @@ def test_leaves_bitwise_repeatable_gradients_to_the_portable_kernels():
 # ---- dq, which arrives in the order of the accumulators' registers
 
 
-@pytest.mark.parametrize(("block_m", "block_d"), [(64, 64), (128, 64), (64, 128)])
+@pytest.mark.parametrize(("block_m", "block_d"), [(64, 64), (128, 64), (64, 128), (64, 256)])
 @pytest.mark.parametrize("shift", [0, 5])
 def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
     """Element by element, by the layout of the instruction's accumulators."""
@@ -179,7 +184,7 @@ def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "tile"), TILES[:2], ids=str)
+@pytest.mark.parametrize(("head_dim", "tile"), DEFAULTS, ids=str)
 def test_builds_for_hopper(head_dim, tile, causal, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
         q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
@@ -231,10 +236,20 @@ def test_gradients(head_dim, tile, lengths, features, device):
 
 @pytest.mark.device
 @pytest.mark.parametrize("features", [(), ("causal",), ("window",)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_packed_gradients(head_dim, features, device):
     shape = Packed((128, 1, 300, 0, 700), (128, 1, 333, 9, 600), 4, 2, head_dim, padding=40)
     check(make_packed(shape, torch.bfloat16, device, features))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("lengths", [(300, 333), (333, 300)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(192, 192), (192, 128), (136, 40), (64, 256), (256, 64)], ids=str
+)
+def test_gradients_of_values_that_have_their_own_head_dim(head_dim, head_dim_v, lengths, device):
+    shape = Shape(2, *lengths, 4, 2, head_dim, head_dim_v)
+    check(make_case(shape, torch.bfloat16, device, ("causal",)))
 
 
 @pytest.mark.device

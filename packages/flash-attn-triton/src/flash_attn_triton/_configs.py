@@ -222,16 +222,37 @@ def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsi
 HOPPER = os.environ.get("FLASH_ATTN_TRITON_HOPPER", "1") != "0"
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
 def takes_hopper_forward(x: Tensors, options: Options, out_dtype: torch.dtype) -> bool:
     """Say whether the forward kernel for Hopper serves a call; the portable one has the rest."""
+    if x.q.dtype == torch.float8_e4m3fn:
+        fits = _fits_fp8_on_hopper(x, out_dtype)
+    else:
+        fits = out_dtype == x.q.dtype  # the copy engine writes what it reads
     return (
-        _takes_hopper(x, options)
+        fits
+        and _takes_hopper(x, options, (*HALF, torch.float8_e4m3fn))
         and max(x.q.shape[-1], x.v.shape[-1]) > 32  # half of a tile would be padding
-        # the copy engine writes what it reads
-        and out_dtype == x.q.dtype
         and x.out_scale is None
         # folded into the exponential, where only a positive one commutes with the maximum
         and options.softmax_scale >= FP32_TINY
+    )
+
+
+def _fits_fp8_on_hopper(x: Tensors, out_dtype: torch.dtype) -> bool:
+    """Say whether the forward in FP8 can have a call, and is worth the copy of the values."""
+    is_worth = (
+        x.cu_seqlens_q is not None  # there, lengths may not decide
+        or x.q.shape[-3] > 128
+        or x.k.shape[-3] >= 2048
+    )
+    return (
+        is_worth
+        # sums of one tile of keys and of all of them are in registers
+        and max(x.q.shape[-1], x.v.shape[-1]) <= 128
+        and out_dtype in HALF
     )
 
 
@@ -244,21 +265,20 @@ def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> 
         not deterministic
         and _takes_hopper(x, options)
         and min(x.q.shape[-1], x.v.shape[-1]) > 32
-        and max(x.q.shape[-1], x.v.shape[-1]) <= 128
         and x.alibi_slopes is None
         and x.seqused_k is None
     )
 
 
-def _takes_hopper(x: Tensors, options: Options) -> bool:
+def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
     return (
         HOPPER
         and x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
-        and x.q.dtype in (torch.float16, torch.bfloat16)
+        and x.q.dtype in dtypes
         # rows that the copy engine reads; ``readable`` has made others wider
-        and x.q.shape[-1] % 8 == 0
-        and x.v.shape[-1] % 8 == 0
+        and x.q.shape[-1] * x.q.element_size() % 16 == 0
+        and x.v.shape[-1] * x.v.element_size() % 16 == 0
         and x.k.numel() > 0
         and x.v.numel() > 0
         and x.bias is None
@@ -305,13 +325,17 @@ class HopperTile:
 
 
 @functools.cache
-def hopper_tile(head_dim: int, is_causal: bool, is_short: bool = False) -> HopperTile:
+def hopper_tile(
+    head_dim: int, is_causal: bool, is_short: bool = False, itemsize: int = 2
+) -> HopperTile:
     """Return the tile for the wider of the two head dimensions.
 
     ``is_short`` is about sequences that all have one length: where they differ, a sequence's
     result may not depend on its neighbours.
     """
     width = padded_head_dim(head_dim)
+    if itemsize == 1:
+        return HopperTile(2, 128, 4, 4)
     if width <= 64:
         if not is_causal:
             return HopperTile(3, 128, 2, 2)
@@ -328,11 +352,12 @@ def hopper_tile(head_dim: int, is_causal: bool, is_short: bool = False) -> Hoppe
 
 @dataclass(frozen=True)
 class HopperBackwardTile:
-    """Queries of a step, and how many steps the copies are ahead."""
+    """Queries of a step, how many steps the copies are ahead, and the keys of a program."""
 
     block_m: int
     stages_q: int
     stages_o: int
+    block_n: int = 128
 
 
 @functools.cache
@@ -342,4 +367,7 @@ def hopper_backward_tile(head_dim: int, has_softcap: bool = False) -> HopperBack
         if has_softcap:  # what it computes besides takes registers
             return HopperBackwardTile(64, 3, 3)
         return HopperBackwardTile(128, 3, 2)
-    return HopperBackwardTile(64, 2, 2)
+    if padded_head_dim(head_dim) <= 128:
+        return HopperBackwardTile(64, 2, 2)
+    # dk and dv of 64 keys fill the registers
+    return HopperBackwardTile(64, 2, 2, block_n=64)

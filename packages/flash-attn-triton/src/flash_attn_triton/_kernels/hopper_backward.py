@@ -1,26 +1,26 @@
 """Backward pass on Hopper: one warp copies, two warpgroups multiply.
 
 A program owns a block of keys, of which every warpgroup has 64, and walks the queries that see it.
-Scores are transposed ([keys, queries]), so that probabilities and their gradients go from the
+Above head dim 128 it owns 64 keys, and the warpgroups divide the work as ``hopper_backward_wide``
+says. Scores are transposed ([keys, queries]), so that probabilities and their gradients go from the
 accumulators into the products of dv and dk as they lie. The product of dq needs those of all keys
 of the block: they meet in shared memory. What a block contributes to dq is added in fp32 to a
 buffer in memory, in the order of the accumulators' registers, out of which ``hopper_backward_dq``
 brings it.
 """
 
-from .gluon_compat import copy_in, copy_out, gl, gluon, hopper, mbarrier, tma
+from .gluon_compat import copy_in, gl, gluon, hopper, mbarrier, tma
 from .hopper import EMPTY, SEARCH_CHUNK, TURN, barrier_sync, barriers, coordinates
-from .hopper_backward_steps import PARTIES, ROWS, walk
+from .hopper_backward_steps import PARTIES, ROWS, walk, write
+from .hopper_backward_wide import GIVEN, consume_gradients, consume_scores
 
 INF = gl.constexpr(float("inf"))
-# keys of a program
-BLOCK_N = gl.constexpr(128)
 
 
 @gluon.jit
 def locate_keys(
     pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_k, tokens_q, tokens_k, tiles, span,
-    BALANCE: gl.constexpr,
+    BALANCE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Return ``(block, sequence, head, q_start, k_start, len_q, len_k)`` of a block of keys.
 
@@ -71,6 +71,7 @@ def locate_keys(
 def query_tiles(
     first_key, diagonal, len_q, len_k, window_left, window_right,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Return ``(begin, whole, part, end)`` in tiles of queries: what sees a block of keys.
 
@@ -103,14 +104,15 @@ def _produce(
     q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, lse2_s, delta_s,
     q_full, k_full, v_full, dout_full, lse2_ptr, delta_ptr,
     sequence, head_k, first_key, q_start, k_start, len_q, len_k, row_at, row_pitch, begin, end,
-    GROUP: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr,
+    GROUP: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
 ):  # fmt: skip
     """Copy the block's keys and values, then tiles of queries and of what belongs to them."""
     index = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))
-    mbarrier.expect(k_full, 2 * k_desc.block_type.nbytes)
-    mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
-    for w in gl.static_range(2):
+    PARTS: gl.constexpr = BLOCK_N // ROWS
+    mbarrier.expect(k_full, PARTS * k_desc.block_type.nbytes)
+    mbarrier.expect(v_full, PARTS * v_desc.block_type.nbytes)
+    for w in gl.static_range(PARTS):
         where = coordinates(sequence, head_k, k_start, len_k, first_key + w * ROWS, RAGGED)
         copy_in(k_desc, where, k_full, k_s.index(w))
     steps = end - begin
@@ -135,7 +137,7 @@ def _produce(
         lse2_s.index(stage).store(lse2)
         mbarrier.arrive(q_full.index(stage), count=1)
         if turn == 0:
-            for w in gl.static_range(2):
+            for w in gl.static_range(PARTS):
                 mine = coordinates(sequence, head_k, k_start, len_k, first_key + w * ROWS, RAGGED)
                 copy_in(v_desc, mine, v_full, v_s.index(w))
         stage = turn % STAGES_O
@@ -153,14 +155,6 @@ def _produce(
     for back in gl.static_range(STAGES_O):
         if total > back:
             barrier_sync(EMPTY + STAGES_Q + (total - 1 - back) % STAGES_O, PARTIES, 1)
-
-
-@gluon.jit
-def _write(gradient, desc, staging, where, WIDTH: gl.constexpr):
-    """Send a warpgroup's 64 rows of a gradient on their way."""
-    staging.reshape([ROWS, WIDTH]).store(gradient.to(staging.dtype))
-    hopper.fence_async_shared()
-    copy_out(desc, where, staging)
 
 
 @gluon.jit
@@ -222,9 +216,9 @@ def _consume(
         dq_ptr += dq_pitch
     where = coordinates(sequence, head_k, k_start, len_k, first_key + W * ROWS, RAGGED)
     # its values no warpgroup shares; its keys the other one may still be multiplying
-    _write(dv, dv_desc, v_s.index(W), where, HEAD_DIM_V)
+    write(dv, dv_desc, v_s.index(W), where, HEAD_DIM_V)
     barrier_sync(TURN, 256, 4)
-    _write(dk * scale, dk_desc, k_s.index(W), where, HEAD_DIM)
+    write(dk * scale, dk_desc, k_s.index(W), where, HEAD_DIM)
     tma.store_wait(0)
 
 
@@ -242,6 +236,7 @@ def backward_kernel(
     HAS_SOFTCAP: gl.constexpr,
     RAGGED: gl.constexpr,  # form of the tensor maps; see ``coordinates``
     BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     STAGES_Q: gl.constexpr,
@@ -251,7 +246,7 @@ def backward_kernel(
     dtype: gl.constexpr = q_desc.dtype
     block, sequence, head_k, q_start, k_start, len_q, len_k = locate_keys(
         gl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_k, tokens_q, tokens_k,
-        tiles, span, HAS_RIGHT,
+        tiles, span, HAS_RIGHT, BLOCK_N,
     )  # fmt: skip
     owner = gl.maximum(gl.minimum(sequence, batch - 1), 0).to(gl.int64)
     heads_q = heads_k * GROUP
@@ -278,16 +273,17 @@ def backward_kernel(
     first_key = gl.where(block < 0, gl.cdiv(len_k, BLOCK_N), block) * BLOCK_N
     begin, whole, part, end = query_tiles(
         first_key, diagonal, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
+        BLOCK_N,
     )  # fmt: skip
     q_s = gl.allocate_shared_memory(dtype, [STAGES_Q, 1, 1, 1, BLOCK_M, HEAD_DIM], q_desc.layout)
     dout_s = gl.allocate_shared_memory(
         dtype, [STAGES_O, 1, 1, 1, BLOCK_M, HEAD_DIM_V], dout_desc.layout
     )
-    k_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM_V], v_desc.layout)
-    ds_s = gl.allocate_shared_memory(
-        dtype, [4, ROWS, BLOCK_M], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
-    )
+    parts: gl.constexpr = BLOCK_N // ROWS
+    k_s = gl.allocate_shared_memory(dtype, [parts, 1, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [parts, 1, 1, 1, ROWS, HEAD_DIM_V], v_desc.layout)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
+    ds_s = gl.allocate_shared_memory(dtype, [2 * parts, ROWS, BLOCK_M], tile)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES_Q, BLOCK_M], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES_O, BLOCK_M], plain)
@@ -299,31 +295,60 @@ def backward_kernel(
     hopper.fence_async_shared()
     dq_ptr += dq_at * (BLOCK_M * HEAD_DIM)
     dq_pitch = tiles_q.to(gl.int64) * (BLOCK_M * HEAD_DIM)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                0, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
-                q_full, k_full.index(0), v_full.index(0), dout_full, dq_ptr, scale, softcap,
-                window_left, window_right, sequence, head_k, first_key, k_start, diagonal, len_q,
-                len_k, dq_pitch, begin, whole, part, end,
-                GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
-                STAGES_Q, STAGES_O,
-            )),
-            (_consume, (
-                1, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
-                q_full, k_full.index(0), v_full.index(0), dout_full, dq_ptr, scale, softcap,
-                window_left, window_right, sequence, head_k, first_key, k_start, diagonal, len_q,
-                len_k, dq_pitch, begin, whole, part, end,
-                GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
-                STAGES_Q, STAGES_O,
-            )),
-            (_produce, (
-                q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, lse2_s, delta_s,
-                q_full, k_full.index(0), v_full.index(0), dout_full, lse2_ptr, delta_ptr,
-                sequence, head_k, first_key, q_start, k_start, len_q, len_k, row_at, tokens_q,
-                begin, end, GROUP, RAGGED, BLOCK_M, STAGES_Q, STAGES_O,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if BLOCK_N == ROWS:
+        gl.static_assert(EMPTY + STAGES_Q + STAGES_O <= GIVEN, "stages outnumber the barriers")
+        p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], tile)
+        gl.warp_specialize(
+            [
+                (consume_scores, (
+                    dv_desc, q_s, k_s, v_s, dout_s, p_s, ds_s, lse2_s, q_full, k_full.index(0),
+                    dout_full, dq_ptr, scale, softcap, window_left, window_right, sequence, head_k,
+                    first_key, k_start, diagonal, len_k, dq_pitch, begin, whole, part, end,
+                    GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
+                    STAGES_Q, STAGES_O,
+                )),
+                (consume_gradients, (
+                    dk_desc, q_s, k_s, v_s, dout_s, p_s, ds_s, delta_s, k_full.index(0),
+                    v_full.index(0), dout_full, dq_ptr, scale, sequence, head_k, first_key, k_start,
+                    len_k, dq_pitch, begin, end,
+                    GROUP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V, STAGES_Q, STAGES_O,
+                )),
+                (_produce, (
+                    q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, lse2_s, delta_s,
+                    q_full, k_full.index(0), v_full.index(0), dout_full, lse2_ptr, delta_ptr,
+                    sequence, head_k, first_key, q_start, k_start, len_q, len_k, row_at, tokens_q,
+                    begin, end, GROUP, RAGGED, BLOCK_M, BLOCK_N, STAGES_Q, STAGES_O,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
+                    q_full, k_full.index(0), v_full.index(0), dout_full, dq_ptr, scale, softcap,
+                    window_left, window_right, sequence, head_k, first_key, k_start, diagonal,
+                    len_q, len_k, dq_pitch, begin, whole, part, end,
+                    GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
+                    STAGES_Q, STAGES_O,
+                )),
+                (_consume, (
+                    1, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
+                    q_full, k_full.index(0), v_full.index(0), dout_full, dq_ptr, scale, softcap,
+                    window_left, window_right, sequence, head_k, first_key, k_start, diagonal,
+                    len_q, len_k, dq_pitch, begin, whole, part, end,
+                    GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
+                    STAGES_Q, STAGES_O,
+                )),
+                (_produce, (
+                    q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, lse2_s, delta_s,
+                    q_full, k_full.index(0), v_full.index(0), dout_full, lse2_ptr, delta_ptr,
+                    sequence, head_k, first_key, q_start, k_start, len_q, len_k, row_at, tokens_q,
+                    begin, end, GROUP, RAGGED, BLOCK_M, BLOCK_N, STAGES_Q, STAGES_O,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

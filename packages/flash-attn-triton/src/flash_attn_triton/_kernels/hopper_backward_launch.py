@@ -8,12 +8,11 @@ from torch import Tensor
 from .._configs import HopperBackwardTile, hopper_backward_tile
 from .hopper_backward import backward_kernel
 from .hopper_backward_dq import round_dq_kernel
+from .hopper_backward_steps import ROWS
+from .hopper_encode import MapLaunch
 from .hopper_maps import MapForm
 from .launch import BackwardInputs, Plan
 
-# keys of a program, and of each of its warpgroups
-BLOCK_N = 128
-ROWS = 64
 # registers a thread at the start
 REGISTERS = 168
 
@@ -40,7 +39,7 @@ def launch_backward_hopper(
     tile = tile or hopper_backward_tile(plan.widest_head, options.softcap != 0.0)
     block_d = plan.constants["BLOCK_D"]
     tokens_q, tokens_k = q.shape[-3], k.shape[-3]
-    tiles_k = plan.tiles(tokens_k, BLOCK_N)
+    tiles_k = plan.tiles(tokens_k, tile.block_n)
     tiles_q = plan.tiles(tokens_q, tile.block_m)
     slots = tiles_q * plan.heads_q * plan.grid_batch
     sums = q.new_zeros((slots, tile.block_m * block_d), dtype=torch.float32)
@@ -50,12 +49,14 @@ def launch_backward_hopper(
         dv.zero_()
     launch = plan.launch(
         backward_kernel,
+        of=MapLaunch,
         GROUP=plan.group,
         HAS_LEFT=options.window_left >= 0,
         HAS_RIGHT=options.window_right >= 0,
         HAS_SOFTCAP=options.softcap != 0.0,
         RAGGED=ragged,
         BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
         HEAD_DIM=block_d,
         HEAD_DIM_V=plan.constants["BLOCK_DV"],
         STAGES_Q=tile.stages_q,
@@ -66,7 +67,8 @@ def launch_backward_hopper(
     tensors = q, k, v, dout, dk, dv
     strides, maps = plan.maps
     if strides != dout.stride():
-        rows = tile.block_m, ROWS, ROWS, tile.block_m, ROWS, ROWS
+        keys = ROWS.value
+        rows = tile.block_m, keys, keys, tile.block_m, keys, keys
         maps = [MapForm(t, n, ragged) for t, n in zip(tensors, rows, strict=True)]
         plan.maps = dout.stride(), maps
     launch(

@@ -6,7 +6,7 @@ scores beside the addition to dq. More in flight was slower: a warpgroup cannot 
 tensor cores have taken its product.
 """
 
-from .gluon_compat import gl, gluon, hopper, mbarrier
+from .gluon_compat import copy_out, gl, gluon, hopper, mbarrier
 from .hopper import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync
 from .hopper_softmax import tanh
 
@@ -36,6 +36,45 @@ def add_to_memory(pointer, values):
 
 
 @gluon.jit
+def probabilities(
+    s, lse2, first_key, first_row, len_k, scale, softcap, window_left, window_right,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Return the probabilities of scores [keys, rows], and what dp is multiplied with.
+
+    Rows count from the one that faces key 0.
+    """
+    S: gl.constexpr = s.type.layout
+    if HAS_SOFTCAP:
+        capped = tanh(s * (scale / softcap))
+        p = gl.exp2(capped * (softcap * LOG2E) - lse2[None, :])
+    else:
+        p = gl.exp2(s * (scale * LOG2E) - lse2[None, :])
+    if MASKED:
+        keys = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, S))
+        rows = first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
+        visible = (keys < len_k)[:, None]
+        if HAS_RIGHT:
+            visible &= keys[:, None] <= (rows + window_right)[None, :]
+        if HAS_LEFT:
+            visible &= keys[:, None] >= (rows - window_left)[None, :]
+        p = gl.where(visible, p, 0.0)
+    weight = p
+    if HAS_SOFTCAP:
+        weight = p * (1.0 - capped * capped)
+    return p, weight
+
+
+@gluon.jit
+def write(gradient, desc, staging, where, WIDTH: gl.constexpr):
+    """Send a warpgroup's 64 rows of a gradient on their way."""
+    staging.reshape([ROWS, WIDTH]).store(gradient.to(staging.dtype))
+    hopper.fence_async_shared()
+    copy_out(desc, where, staging)
+
+
+@gluon.jit
 def walk(
     dk, dv, s, turn, total, first_tile, tiles, dq_ptr,
     q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
@@ -53,7 +92,6 @@ def walk(
     WIDTH: gl.constexpr = HEAD_DIM * PARTS // 2
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     dtype: gl.constexpr = q_s.dtype
-    factor = scale * LOG2E
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
     zeros_q = gl.zeros([64, WIDTH], gl.float32, Q)
     for step in range(tiles):
@@ -70,26 +108,12 @@ def walk(
         # dp - delta, from a start at -delta
         dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
         lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
-        if HAS_SOFTCAP:
-            capped = tanh(s * (scale / softcap))
-            p = gl.exp2(capped * (softcap * LOG2E) - lse2[None, :])
-        else:
-            p = gl.exp2(s * factor - lse2[None, :])
-        if MASKED:
-            keys = first_key + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-            rows = (first_tile + step) * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S))
-            rows += diagonal
-            visible = (keys < len_k)[:, None]
-            if HAS_RIGHT:
-                visible &= keys[:, None] <= (rows + window_right)[None, :]
-            if HAS_LEFT:
-                visible &= keys[:, None] >= (rows - window_left)[None, :]
-            p = gl.where(visible, p, 0.0)
-        weight = p
-        if HAS_SOFTCAP:
-            weight = p * (1.0 - capped * capped)
-        probabilities = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
-        dv = hopper.warpgroup_mma(probabilities, dout, dv, is_async=True)
+        p, weight = probabilities(
+            s, lse2, first_key + W * ROWS, (first_tile + step) * BLOCK_M + diagonal, len_k,
+            scale, softcap, window_left, window_right, MASKED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
+        )  # fmt: skip
+        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
+        dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
         ds = (weight * dp).to(dtype)
         buffer = turn % 2 * 2

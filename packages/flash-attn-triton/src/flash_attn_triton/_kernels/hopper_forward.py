@@ -1,342 +1,9 @@
-"""Forward pass on Hopper: one warp copies, two or three warpgroups multiply in turns.
+"""Forward pass on Hopper: one warp copies, two or three warpgroups multiply in turns."""
 
-Every warpgroup owns 64 queries of a tile and walks its keys from the last to the first, with the
-online softmax of FlashAttention-2 (Dao, 2023) and the two overlaps of FlashAttention-3 (Shah et
-al., 2024): a warpgroup's softmax runs beside another's products, and beside its own product of the
-last tile's probabilities with the values. With ``PIPELINE`` the walk does not stop between tiles
-of queries: the first product of the next one is issued together with the last of this one.
-"""
-
-from .gluon_compat import copy_out, gl, gluon, hopper, mbarrier, tma
-from .hopper import (
-    EMPTY,
-    FIELDS,
-    FIRST_ROW,
-    HEAD,
-    LEN_K,
-    LEN_Q,
-    LOG2E,
-    NEG_INF,
-    Q_START,
-    SEQUENCE,
-    SLOTS,
-    TURN,
-    barrier_arrive,
-    barrier_arrive_after,
-    barrier_sync,
-    barriers,
-    coordinates,
-    field,
-    key_tiles,
-    opaque,
-)
+from .gluon_compat import gl, gluon, hopper
+from .hopper import FIELDS, SLOTS, barriers
+from .hopper_consumer import consume
 from .hopper_producer import produce
-from .hopper_softmax import (
-    finish_softmax,
-    logits_of,
-    mask,
-    row_sums,
-    start_softmax,
-)
-
-
-@gluon.jit
-def _receive(fields_s, tile_full, tile_empty, count):
-    """Wait for the producer to announce a tile of queries, or with head -1 that none is left."""
-    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
-    slot = count % SLOTS
-    mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)
-    fields = fields_s.index(slot).load(layout)
-    head, sequence = field(fields, HEAD), field(fields, SEQUENCE)
-    first_row, q_start = field(fields, FIRST_ROW), field(fields, Q_START)
-    len_q, len_k = field(fields, LEN_Q), field(fields, LEN_K)
-    mbarrier.arrive(tile_empty.index(slot), count=1)
-    return head, sequence, first_row, q_start, len_q, len_k
-
-
-@gluon.jit
-def _survey(
-    head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
-    alibi_slopes_ptr, stride_alibi_b,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Return a tile's range of keys, its rows counted from the diagonal, and its ALiBi slope."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    low, left, right, high = key_tiles(
-        first_row, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT,
-        WARPGROUPS * ROWS, BLOCK_N,
-    )  # fmt: skip
-    rows = first_row + (len_k - len_q) + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-    slope = 0.0
-    if alibi_slopes_ptr is not None:
-        # padding around the sequences has no row in per-sequence tensors
-        owner = gl.maximum(gl.minimum(sequence, batch - 1), 0)
-        slope = gl.load(alibi_slopes_ptr + owner * stride_alibi_b + gl.maximum(head, 0))
-    return low, left, right, high, rows, slope
-
-
-@gluon.jit
-def _begin(
-    turn, count, q_s, k_s, q_full, k_full, rows, tile, len_k,
-    scale, factor, softcap, slope, window_left, window_right,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_ALIBI: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BUFFERS_Q: gl.constexpr,
-    STAGES_K: gl.constexpr,
-):  # fmt: skip
-    """Work on the first tile of keys where no other product runs beside its softmax."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    stage = turn % STAGES_K
-    buffer = count % BUFFERS_Q * WARPGROUPS + W
-    q = q_s.index(buffer).reshape([ROWS, HEAD_DIM])
-    k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    mbarrier.wait(q_full.index(buffer), count // BUFFERS_Q & 1)
-    mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
-    barrier_sync(TURN + W, 256, 4)
-    s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)
-    s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    barrier_arrive(EMPTY + stage, 128 * WARPGROUPS + 32, 4)
-    cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-    s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-    m, l, e = start_softmax(s, factor)
-    return m, l, gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2)), turn + 1
-
-
-@gluon.jit
-def _attend(
-    o, m, l, p, turn, low, left, right, high, buffer, q_s, k_s, v_s, k_full, v_full, rows, len_k,
-    scale, factor, softcap, slope, window_left, window_right,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr, WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, HOLD: gl.constexpr,
-):  # fmt: skip
-    """Fold all tiles of keys but the first into the softmax; some are cut by diagonal or window."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
-    if BUFFERS_Q > 1:
-        q = q_s.index(opaque(buffer)).reshape([ROWS, HEAD_DIM])
-    else:
-        q = q_s.index(W).reshape([ROWS, HEAD_DIM])
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    for step in range(high - 1 - low):
-        stage = turn % STAGES_K
-        stage_v = (turn - 1) % STAGES_V
-        k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-        v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM_V])
-        mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
-        barrier_sync(TURN + W, 256, 4)
-        s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-        o = hopper.warpgroup_mma(p, v, o, is_async=True)
-        barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)
-        s = hopper.warpgroup_mma_wait(1, deps=(s,))
-        if not HOLD:
-            barrier_arrive(EMPTY + stage, PARTIES, 4)
-        tile = high - 2 - step
-        cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-        s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-        if HAS_LEFT or HAS_RIGHT:  # noqa: SIM102  (a constant, then a number)
-            if (tile >= right) | (tile < left):
-                s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-        m_new = gl.maximum(m, gl.max(s, 1) * factor)
-        pivot = m_new
-        if HAS_LEFT or HAS_RIGHT:
-            pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
-        e = gl.exp2(s * factor - pivot[:, None])
-        alpha = gl.exp2(m - pivot)
-        L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-        sums = row_sums(e)
-        if HOLD:
-            barrier_arrive_after(sums, EMPTY + stage, PARTIES)
-        l = l * gl.convert_layout(alpha, L)[:, None] + sums
-        m = m_new
-        o = hopper.warpgroup_mma_wait(0, deps=(o,))
-        barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-        p = gl.convert_layout(e.to(q_s.dtype), gl.DotOperandLayout(0, O, 2))
-        turn += 1
-    return o, m, l, p, turn
-
-
-@gluon.jit
-def _write(
-    o, weight, empty, lse, out_desc, out_s, lse_ptr, cu_seqlens_q_ptr,
-    first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-    W: gl.constexpr, RAGGED: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-):  # fmt: skip
-    """Scale the output of a block of queries, and send it and the LSE on their way."""
-    O: gl.constexpr = o.type.layout
-    # padding around the sequences has no row in per-sequence tensors
-    owner = gl.maximum(gl.minimum(sequence, batch - 1), 0).to(gl.int64)
-    row = first_row + W * ROWS
-    rows = row + gl.arange(0, ROWS, lse.type.layout)
-    if cu_seqlens_q_ptr is None:
-        lse_at = (owner * heads_q + head) * tokens_q
-    else:
-        lse_at = head.to(gl.int64) * tokens_q + q_start
-    gl.store(lse_ptr + lse_at + rows, lse, mask=rows < len_q)
-    o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
-    # values that nobody sees may be NaN
-    o = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
-    tma.store_wait(0)
-    out_s.reshape([ROWS, HEAD_DIM_V]).store(o.to(out_s.dtype))
-    hopper.fence_async_shared()
-    copy_out(out_desc, coordinates(sequence, head, q_start, len_q, row, RAGGED), out_s)
-
-
-@gluon.jit
-def _consume(
-    W: gl.constexpr, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
-    tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-    scale, softcap, window_left, window_right, batch, heads_q, tokens_q, stride_alibi_b,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    RAGGED: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BUFFERS_Q: gl.constexpr,
-    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, SHARE: gl.constexpr,
-    PIPELINE: gl.constexpr, HOLD: gl.constexpr,
-):  # fmt: skip
-    """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
-    PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    HAS_ALIBI: gl.constexpr = alibi_slopes_ptr is not None
-    dtype: gl.constexpr = q_s.dtype
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
-    factor = scale * LOG2E
-    if HAS_SOFTCAP or HAS_ALIBI:
-        factor = 1.0
-    if W == WARPGROUPS - 1:
-        # the first turn
-        barrier_arrive(TURN, 256, 4)
-    turn = 0  # tiles of keys
-    count = 0  # tiles of queries
-    head, sequence, first_row, q_start, len_q, len_k = _receive(
-        fields_s, tile_full, tile_empty, count
-    )
-    if PIPELINE:
-        if head >= 0:
-            low, left, right, high, rows, slope = _survey(
-                head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
-                alibi_slopes_ptr, stride_alibi_b,
-                W, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
-            )  # fmt: skip
-            m, l, p, turn = _begin(
-                turn, count, q_s, k_s, q_full, k_full, rows, high - 1, len_k,
-                scale, factor, softcap, slope, window_left, window_right,
-                W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
-            )  # fmt: skip
-            o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-            while head >= 0:
-                buffer = count % BUFFERS_Q * WARPGROUPS + W
-                o, m, l, p, turn = _attend(
-                    o, m, l, p, turn, low, left, right, high, buffer, q_s, k_s, v_s, k_full, v_full,
-                    rows, len_k, scale, factor, softcap, slope, window_left, window_right,
-                    W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                    HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, HOLD,
-                )  # fmt: skip
-                mbarrier.arrive(q_empty.index(buffer), count=1)
-                is_padding = (sequence < 0) | (sequence >= batch)
-                weight, empty, lse = finish_softmax(m, l, head, is_padding, sinks_ptr)
-                last_head, last_sequence, last_row = head, sequence, first_row
-                last_start, last_len = q_start, len_q
-                count += 1
-                head, sequence, first_row, q_start, len_q, len_k = _receive(
-                    fields_s, tile_full, tile_empty, count
-                )
-                low, left, right, high, rows, slope = _survey(
-                    head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
-                    alibi_slopes_ptr, stride_alibi_b,
-                    W, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
-                )  # fmt: skip
-                # the next tile's first product beside this one's last, as between any two
-                stage_v = (turn - 1) % STAGES_V
-                stage_k = turn % STAGES_K
-                buffer = count % BUFFERS_Q * WARPGROUPS + W
-                q = q_s.index(opaque(buffer)).reshape([ROWS, HEAD_DIM])
-                k = k_s.index(stage_k).reshape([BLOCK_N, HEAD_DIM])
-                v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM_V])
-                mbarrier.wait(q_full.index(buffer), count // BUFFERS_Q & 1)
-                mbarrier.wait(k_full.index(stage_k), turn // STAGES_K & 1)
-                barrier_sync(TURN + W, 256, 4)
-                s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-                o = hopper.warpgroup_mma(p, v, o, is_async=True)
-                barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)
-                s = hopper.warpgroup_mma_wait(1, deps=(s,))
-                barrier_arrive(EMPTY + stage_k, PARTIES, 4)
-                cols = (high - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-                s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-                s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-                m, l, e = start_softmax(s, factor)
-                o = hopper.warpgroup_mma_wait(0, deps=(o,))
-                barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-                p = gl.convert_layout(e.to(dtype), P)
-                turn += 1
-                _write(
-                    o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
-                    last_row, last_head, last_sequence, last_start, last_len, batch, heads_q,
-                    tokens_q, W, RAGGED, ROWS, HEAD_DIM_V,
-                )  # fmt: skip
-                o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-    else:
-        while head >= 0:
-            low, left, right, high, rows, slope = _survey(
-                head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
-                alibi_slopes_ptr, stride_alibi_b,
-                W, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
-            )  # fmt: skip
-            buffer = count % BUFFERS_Q * WARPGROUPS + W
-            m, l, p, turn = _begin(
-                turn, count, q_s, k_s, q_full, k_full, rows, high - 1, len_k,
-                scale, factor, softcap, slope, window_left, window_right,
-                W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
-            )  # fmt: skip
-            o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-            o, m, l, p, turn = _attend(
-                o, m, l, p, turn, low, left, right, high, buffer, q_s, k_s, v_s, k_full, v_full,
-                rows, len_k, scale, factor, softcap, slope, window_left, window_right,
-                W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, HOLD,
-            )  # fmt: skip
-            if not SHARE:
-                mbarrier.arrive(q_empty.index(buffer), count=1)
-            stage_v = (turn - 1) % STAGES_V
-            v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM_V])
-            mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-            o = hopper.warpgroup_mma(p, v, o, is_async=True)
-            is_padding = (sequence < 0) | (sequence >= batch)
-            weight, empty, lse = finish_softmax(m, l, head, is_padding, sinks_ptr)
-            o = hopper.warpgroup_mma_wait(0, deps=(o,))
-            barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-            _write(
-                o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
-                first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-                W, RAGGED, ROWS, HEAD_DIM_V,
-            )  # fmt: skip
-            if SHARE:
-                # the output leaves through the memory of the queries
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(W), count=1)
-            count += 1
-            head, sequence, first_row, q_start, len_q, len_k = _receive(
-                fields_s, tile_full, tile_empty, count
-            )
-    tma.store_wait(0)
-    if W == 0:
-        # the last turn that was passed on
-        barrier_sync(TURN, 256, 4)
-
 
 # the kernel takes numbers and pointers as they come; see ``runtime.py``
 NUMBERS = (
@@ -344,7 +11,7 @@ NUMBERS = (
     "last", "total", "stride_alibi_b",
 )  # fmt: skip
 POINTERS = (
-    "lse_ptr", "ticket_ptr", "alibi_slopes_ptr", "sinks_ptr", "cu_seqlens_q_ptr",
+    "lse_ptr", "ticket_ptr", "alibi_slopes_ptr", "sinks_ptr", "factors_ptr", "cu_seqlens_q_ptr",
     "cu_seqlens_k_ptr", "seqused_k_ptr",
 )  # fmt: skip
 
@@ -352,8 +19,8 @@ POINTERS = (
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, ticket_ptr, alibi_slopes_ptr, sinks_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap, window_left, window_right,
-    batch, heads_q, tokens_q, tokens_k, tiles, span, last, total, stride_alibi_b,
+    factors_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap, window_left,
+    window_right, batch, heads_q, tokens_q, tokens_k, tiles, span, last, total, stride_alibi_b,
     GROUP: gl.constexpr,  # query heads per key head
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -376,7 +43,10 @@ def forward_kernel(
     QUERIES: gl.constexpr = BUFFERS_Q * WARPGROUPS
     q_s = gl.allocate_shared_memory(dtype, [QUERIES, 1, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES_K, 1, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, 1, 1, 1, BLOCK_N, HEAD_DIM_V], v_desc.layout)
+    v_shape: gl.constexpr = v_desc.block_type.shape
+    v_s = gl.allocate_shared_memory(
+        dtype, [STAGES_V, 1, 1, 1, v_shape[3], v_shape[4]], v_desc.layout
+    )
     if SHARE:
         out_s = q_s
     else:
@@ -396,21 +66,21 @@ def forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (
+                (consume, (
                     0, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-                    scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
-                    BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
-                    PIPELINE, HOLD,
+                    factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
+                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
+                    STAGES_V, SHARE, PIPELINE, HOLD,
                 )),
-                (_consume, (
+                (consume, (
                     1, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-                    scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
-                    BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
-                    PIPELINE, HOLD,
+                    factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
+                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
+                    STAGES_V, SHARE, PIPELINE, HOLD,
                 )),
                 (produce, (
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full,
@@ -427,29 +97,29 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (
+                (consume, (
                     0, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-                    scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
-                    BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
-                    PIPELINE, HOLD,
+                    factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
+                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
+                    STAGES_V, SHARE, PIPELINE, HOLD,
                 )),
-                (_consume, (
+                (consume, (
                     1, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-                    scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
-                    BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
-                    PIPELINE, HOLD,
+                    factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
+                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
+                    STAGES_V, SHARE, PIPELINE, HOLD,
                 )),
-                (_consume, (
+                (consume, (
                     2, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
-                    scale, softcap, window_left, window_right, batch, heads_q, tokens_q,
-                    stride_alibi_b, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, WARPGROUPS, ROWS,
-                    BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, SHARE,
-                    PIPELINE, HOLD,
+                    factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
+                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
+                    STAGES_V, SHARE, PIPELINE, HOLD,
                 )),
                 (produce, (
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full,

@@ -11,8 +11,10 @@ from torch import Tensor
 from .._call import Options, Tensors
 from .._configs import SHORT, HopperTile, hopper_tile, padded_head_dim
 from .forward import ForwardPlan
+from .hopper_encode import MapLaunch
 from .hopper_forward import forward_kernel
 from .hopper_maps import MapForm
+from .hopper_values import ValuesForm
 from .runtime import dense
 
 # of a launch: the counter has 32 bits, and every program takes one more than there are
@@ -38,12 +40,15 @@ class HopperForwardPlan(ForwardPlan):
         tokens_q, _, head_dim = q.shape[-3:]
         has_right = options.window_right >= 0
         is_short = not self.is_packed and tokens_q <= SHORT
-        tile = tile or hopper_tile(self.widest_head, has_right, is_short)
+        tile = tile or hopper_tile(self.widest_head, has_right, is_short, self.itemsize)
         self._hopper_tile = tile
         self._map_q = MapForm(q, tile.rows, self.is_packed)
         self._map_k = MapForm(k, tile.block_n, self.is_packed)
-        self._map_v = MapForm(v, tile.block_n, self.is_packed)
-        out = torch.empty((*q.shape[:-1], self.head_dim_v), dtype=q.dtype, device="meta")
+        if self.itemsize == 1:
+            self._values = ValuesForm(self, x, tile.block_n)
+        else:
+            self._map_v = MapForm(v, tile.block_n, self.is_packed)
+        out = torch.empty((*q.shape[:-1], self.head_dim_v), dtype=out_dtype, device="meta")
         self._map_out = MapForm(out, tile.rows, self.is_packed)
         self._head_numbers = (
             options.softmax_scale, options.softcap, *self.window, self.batch, self.heads_q,
@@ -54,6 +59,7 @@ class HopperForwardPlan(ForwardPlan):
         wide, wide_v = padded_head_dim(head_dim), padded_head_dim(self.head_dim_v)
         self._hopper_launch = self.launch(
             forward_kernel,
+            of=MapLaunch,
             GROUP=self.group,
             HAS_LEFT=options.window_left >= 0,
             HAS_RIGHT=has_right,
@@ -83,17 +89,18 @@ class HopperForwardPlan(ForwardPlan):
         # empty tensors have no map, and tickets have 32 bits
         if tokens_q == 0 or tokens_k == 0 or self.batch == 0 or total > MAX_TICKETS:
             return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
-        out = q.new_empty((*q.shape[:-1], self.head_dim_v))
+        out = q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=self._out_dtype)
         per_head = (self.heads_q, tokens_q)
         lse_shape = per_head if self.is_packed else (self.batch, *per_head)
         lse = q.new_empty(lse_shape, dtype=torch.float32)
         span = self.span_q(tokens_k)
         last = span + self.batch * self.heads_q % span
+        map_v, factors = self._values(x) if self.itemsize == 1 else (self._map_v(v), None)
         self._hopper_launch(
             min(_multiprocessors(q.device), total),
             (
-                self._map_q(q), self._map_k(k), self._map_v(v), self._map_out(out),
-                lse, self._ticket(q.device), dense(x.alibi_slopes), dense(x.sinks),
+                self._map_q(q), self._map_k(k), map_v, self._map_out(out), lse,
+                self._ticket(q.device), dense(x.alibi_slopes), dense(x.sinks), factors,
                 dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
             ),
             (*self._head_numbers, tokens_q, tokens_k, tiles, span, last, total,

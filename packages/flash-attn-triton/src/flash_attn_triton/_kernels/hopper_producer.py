@@ -21,7 +21,7 @@ from .hopper import (
 def next_tile(
     ticket, total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
     window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
-    HAS_LEFT: gl.constexpr, BALANCE: gl.constexpr, BLOCK_M: gl.constexpr,
+    HAS_LEFT: gl.constexpr, BALANCE: gl.constexpr, BLOCK_M: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Return the first ticket from this one on that holds queries, and what it holds."""
     block, sequence, head, q_start, k_start, len_q, len_k = locate(
@@ -39,11 +39,21 @@ def next_tile(
         is_real = (ticket < total) & (sequence >= 0) & (sequence < batch)
         len_k = gl.load(seqused_k_ptr + sequence, mask=is_real, other=0)
     if HAS_LEFT:
-        # keys before the first row's window: as if there were none
-        unseen = gl.maximum(len_k - len_q - window_left, 0)
+        # keys before the first row's window: as if there were none, in units of so many
+        unseen = gl.maximum(len_k - len_q - window_left, 0) // UNIT * UNIT
         k_start += unseen
         len_k -= unseen
     return ticket, block * BLOCK_M, sequence, head, q_start, k_start, len_q, len_k
+
+
+@gluon.jit
+def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.constexpr):
+    """Return where a sequence's tiles begin in transposed values; see ``hopper_values.py``."""
+    if RAGGED:
+        first = k_start // BLOCK_N + sequence
+    else:
+        first = k_start // BLOCK_N + sequence * gl.cdiv(tokens_k, BLOCK_N)
+    return first
 
 
 @gluon.jit
@@ -58,6 +68,9 @@ def produce(
     """Copy tiles of queries, keys and values into shared memory, in the order of their use."""
     BLOCK_M: gl.constexpr = WARPGROUPS * ROWS
     PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
+    # FP8 values come from whole tiles; see ``hopper_values.py``
+    TRANSPOSED: gl.constexpr = v_desc.dtype.primitive_bitwidth == 8
+    UNIT: gl.constexpr = BLOCK_N if TRANSPOSED else 1
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))
     count = 0  # tiles of queries
     turn = 0  # tiles of keys
@@ -65,7 +78,7 @@ def produce(
     ticket, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
         gl.program_id(0), total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
         window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
-        HAS_LEFT, HAS_RIGHT, BLOCK_M,
+        HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
     )  # fmt: skip
     while ticket < total:
         low, _, _, high = key_tiles(
@@ -108,7 +121,11 @@ def produce(
                     ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
             else:
                 row = (high - step) * BLOCK_N
-                where = coordinates(sequence, head_k, k_start, len_k, row, RAGGED)
+                if TRANSPOSED:
+                    tile = first_tile(sequence, k_start, tokens_k, BLOCK_N, RAGGED) + high - step
+                    where = (0, tile, head_k, 0, 0)
+                else:
+                    where = coordinates(sequence, head_k, k_start, len_k, row, RAGGED)
                 stage = turn_v % STAGES_V
                 if turn_v >= STAGES_V:
                     barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
@@ -121,7 +138,7 @@ def produce(
         ticket, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
             ticket, total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
             window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
-            HAS_LEFT, HAS_RIGHT, BLOCK_M,
+            HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
         )  # fmt: skip
     slot = count % SLOTS
     mbarrier.wait(tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
