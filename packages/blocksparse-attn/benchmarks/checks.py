@@ -19,7 +19,7 @@ CHUNK = 2048
 # largest relative error (Frobenius) of the heads that are compared
 TOLERANCE = 2e-2
 # tokens up to which every head is compared; of longer sequences the first and the last group
-ALL_HEADS = 8192
+ALL_HEADS = 4096
 # what dense providers are held to, by what it depends on: cases differ in their layout alone
 _dense: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
 

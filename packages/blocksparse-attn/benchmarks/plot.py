@@ -20,7 +20,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for ax, way, title in zip(axes, ("fwd", "bwd"), ("forward", "backward"), strict=True):
         ax.plot([0.02, 1], [0.02, 1], color="grey", linestyle=":", label="ideal: density")
-        for provider in ("ours", "flex"):
+        for provider in ("ours", "portable", "flex"):
             for block in (64, 128):
                 points = sorted(
                     (r["density"], r["ms"] / dense[r["case"]])

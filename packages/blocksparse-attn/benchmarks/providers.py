@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,26 @@ class Ours(Provider):
         return with_autograd(
             case, inputs, lambda q, k, v: blocksparse_attn_func(q, k, v, inputs.layout)
         )
+
+
+class Portable(Provider):
+    """What serves other GPUs, and on Hopper what its own kernel does not take."""
+
+    name, label = "portable", "blocksparse-attn, portable kernel"
+
+    def prepare(self, case: Case, inputs: Inputs) -> Run:
+        from blocksparse_attn import _configs, blocksparse_attn_func
+
+        if case.way != "fwd" or case.family == "decode":
+            raise UnsupportedError("is what ours is")
+        layout = copy.copy(inputs.layout)  # not planned yet
+        run = with_autograd(case, inputs, lambda q, k, v: blocksparse_attn_func(q, k, v, layout))
+        before, _configs.HOPPER = _configs.HOPPER, False
+        try:
+            run()  # what is planned now is kept with the layout
+        finally:
+            _configs.HOPPER = before
+        return run
 
 
 class Dense(Provider):
@@ -162,5 +183,5 @@ def import_error(module: str) -> str | None:
 
 
 PROVIDERS: dict[str, Provider] = {
-    provider.name: provider for provider in (Ours(), Dense(), Fa3(), Cudnn(), Flex())
+    provider.name: provider for provider in (Ours(), Portable(), Dense(), Fa3(), Cudnn(), Flex())
 }

@@ -43,7 +43,7 @@ class Config:
         platform = detect("meta")
         width = max(self.head_dim, self.head_dim_v or 0)
         spec_of(
-            kind, platform, width, getattr(torch, self.dtype).itemsize, self.block[0],
+            kind, platform, width, getattr(torch, self.dtype).itemsize, *self.block,
             HEADS_Q // HEADS_K, self.shared, self.alike, self.causal,
         )  # fmt: skip
         return tuple(
@@ -92,7 +92,7 @@ class Config:
 
 def launch_forward(config: Config, seqlen: int = 1024) -> None:
     """Run the forward launcher on meta tensors."""
-    from blocksparse_attn._kernels.forward import launch_forward as launch
+    from blocksparse_attn._kernels.plans import launch_forward as launch
 
     seqlen_q = min(seqlen, SHORT) if config.short else seqlen
     tall = () if config.short else config.lists("tall")

@@ -16,6 +16,7 @@ import pytest
 
 from ._aot import Config, launch_backward, launch_forward
 from ._gpus import GPUS, compiling, recording
+from ._numerics import only_portable
 
 pytestmark = pytest.mark.aot
 
@@ -86,7 +87,8 @@ BUILDS = everything() if os.environ.get("ATTN_AOT") == "all" else principal()
 
 @pytest.mark.parametrize(("gpu", "way", "config"), BUILDS, ids=str)
 def test_builds(gpu, way, config, tmp_path, record_property):
-    with compiling(gpu, tmp_path) as builds:
+    """The portable kernels; see ``test_hopper.py`` for the other."""
+    with only_portable(), compiling(gpu, tmp_path) as builds:
         (launch_forward if way == FORWARD else launch_backward)(config)
     assert builds
     if report := os.environ.get("ATTN_AOT_REPORT"):
@@ -109,7 +111,7 @@ def accepted(gpu: str, config: Config, kernel: str) -> int:
 @pytest.mark.parametrize("launch", [launch_forward, launch_backward])
 def test_no_program_without_a_tile(launch, seqlen):
     """Whole tiles of queries or keys: not one program more."""
-    with recording("nvidia:sm_90") as launches:
+    with only_portable(), recording("nvidia:sm_90") as launches:
         launch(Config(128), seqlen)
     tiled = [x for x in launches if "BLOCK_M" in x.options]
     assert tiled
@@ -132,13 +134,16 @@ def test_head_dims_are_padded_to_the_next_power_of_two_at_most(gpu):
         with recording(gpu) as launches:
             launch_forward(Config(head_dim))
         (launch,) = launches
-        assert launch.options["BLOCK_D"] <= 2 ** (head_dim - 1).bit_length()
+        if launch.kernel == "hopper_forward_kernel":
+            assert launch.options["HEAD_DIM"] == (64 if head_dim <= 64 else 128)
+        else:
+            assert launch.options["BLOCK_D"] <= 2 ** (head_dim - 1).bit_length()
 
 
-def test_heads_of_one_pattern_fill_a_hopper_tile():
+def test_heads_of_one_pattern_fill_a_portable_tile():
     """128 rows of one row of blocks: two heads of 64 queries, four of 32; of 16 these make 64."""
     for side, heads, rows in ((128, 1, 128), (64, 2, 128), (32, 4, 128), (16, 4, 64)):
-        with recording("nvidia:sm_90") as launches:
+        with only_portable(), recording("nvidia:sm_90") as launches:
             launch_forward(Config(128, shared=True, block=(side, 64)))
         (launch,) = launches
         assert launch.options["BLOCK_M"] == rows
@@ -148,7 +153,7 @@ def test_heads_of_one_pattern_fill_a_hopper_tile():
 def test_rows_that_differ_take_a_low_tile():
     rows = {}
     for alike in (False, True):
-        with recording("nvidia:sm_90") as launches:
+        with only_portable(), recording("nvidia:sm_90") as launches:
             launch_forward(Config(128, alike=alike))
         rows[alike] = launches[0].options["BLOCK_M"]
     assert rows == {False: 64, True: 128}

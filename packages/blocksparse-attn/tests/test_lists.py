@@ -9,6 +9,8 @@ import torch
 from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn._lists import key_lists, query_lists
 
+from ._numerics import Packed, make_packed, paged, run
+
 pytestmark = pytest.mark.eager
 
 SIDES = (16, 32, 64)
@@ -119,3 +121,13 @@ def test_lists_are_made_once(device):
     known = len(layout._plans)
     assert torch.equal(blocksparse_attn_func(x, x, x, layout), before)
     assert len(layout._plans) == known
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_what_is_prepared_is_what_calls_walk(in_pages, device):
+    case = make_packed(Packed((20, 3), (40, 9), 4, 2, 16), torch.float32, device)
+    case = paged(case, 16) if in_pages else case
+    layout = case.options["layout"].prepare(4, 2, 16, torch.float32, paged=in_pages)
+    known = set(layout._plans)
+    run(case, grad=False)
+    assert set(layout._plans) == known

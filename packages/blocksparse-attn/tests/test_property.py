@@ -39,8 +39,9 @@ bounded = settings(
 )
 
 # an interpreted case of more tiles than this takes seconds; a GPU does not mind
-LENGTHS = st.sampled_from([0, 1, 2, 3, 8, 9, 15, 16, 17, 20, 31, 33])
-KEYS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 50])
+FAR = [64, 100, 127, 128, 129, 300, 513] if HAS_GPU else []
+LENGTHS = st.sampled_from([0, 1, 2, 3, 8, 9, 15, 16, 17, 20, 31, 33, *FAR])
+KEYS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 50, *FAR])
 
 
 class Form(NamedTuple):
@@ -56,7 +57,7 @@ class Form(NamedTuple):
     causal: bool
 
 
-HEAD_DIMS = (1, 7, 8, 16, 24, 33, 48)
+HEAD_DIMS = (1, 7, 8, 16, 24, 33, 48, *((64, 100, 128) if HAS_GPU else ()))
 CHOICES = Form(
     heads=((1, 1), (2, 1), (2, 2), (3, 1)), head_dim=HEAD_DIMS, head_dim_v=HEAD_DIMS, dtype=DTYPES,
     block=tuple(BLOCKS), shared=(False, True), alike=(False, True), causal=(True, False),

@@ -18,7 +18,16 @@ from attn_common import Platform, detect
 from torch import Tensor
 
 from . import BlockSparseLayout, __version__, blocksparse_attn_func, blocksparse_attn_varlen_func
-from ._configs import Shape, backward_dkdv_tile, backward_dq_shape, short_shape, tall_shape
+from ._configs import (
+    HopperTile,
+    Shape,
+    backward_dkdv_tile,
+    backward_dq_shape,
+    hopper_shape,
+    short_shape,
+    suits_hopper,
+    tall_shape,
+)
 from ._forms import interpreted
 from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
 
@@ -32,12 +41,16 @@ def describe(platform: Platform) -> None:
     except PackageNotFoundError:
         triton = "missing"
     print(f"blocksparse-attn {__version__}, torch {torch.__version__}, triton {triton}")
-    print(f"platform {platform}; every feature runs on the portable Triton kernels")
+    print(f"platform {platform}")
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim in (64, 128, 256):
             name = f"{str(dtype).removeprefix('torch.')}, head_dim to {head_dim}, blocks of 64"
             print(f"  {name}, 4 heads a group")
             choice = (platform, head_dim, dtype.itemsize, 64, 4)
+            if suits_hopper(platform, head_dim, dtype.itemsize, 64, 64, True):
+                for kind, is_shared in (("one pattern", True), ("a pattern for each", False)):
+                    shape = hopper_shape(head_dim, 64, 4, is_shared)
+                    print(f"    kernel for Hopper, {kind}: {_shown(shape)}")
             for kind, shape in (
                 ("one pattern for all heads", tall_shape(*choice, True, True)),
                 ("a pattern for each", tall_shape(*choice, False, True)),
@@ -52,10 +65,10 @@ def describe(platform: Platform) -> None:
 
 def _shown(shape: Shape) -> str:
     tile = shape.tile
-    return (
-        f"{shape.positions} positions of {shape.heads} heads x {tile.block_n} keys, "
-        f"{tile.num_warps} warps, {tile.num_stages} stages"
-    )
+    shown = f"{shape.positions} positions of {shape.heads} heads x {tile.block_n} keys"
+    if isinstance(tile, HopperTile):
+        return f"{shown}, {tile.stages_k} stages of keys, {tile.stages_v} of values"
+    return f"{shown}, {tile.num_warps} warps, {tile.num_stages} stages"
 
 
 def check(device: torch.device) -> bool:

@@ -8,9 +8,14 @@ would then depend on its neighbours in the batch.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from dataclasses import dataclass
 
-from attn_common import Platform, next_power_of_2
+from attn_common import Platform, detect, next_power_of_2
+
+from ._arguments import FP32_TINY
+from ._call import Options, Pattern, Tensors
 
 # the interpreter and the MMA instructions take no smaller side
 MIN_TILE = 16
@@ -31,10 +36,29 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class HopperTile:
+    """Queries and keys of a step of the kernel for Hopper, and how many the copies are ahead."""
+
+    stages_k: int
+    stages_v: int
+    rows: int = 64  # of a warpgroup, of which there are two
+    block_n: int = 128
+
+    @property
+    def block_m(self) -> int:
+        return 2 * self.rows
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread, at the start."""
+        return 65536 // (128 * 3) // 8 * 8
+
+
+@dataclass(frozen=True)
 class Shape:
     """What the rows of a tile of queries are, and which list it walks."""
 
-    tile: Tile
+    tile: Tile | HopperTile
     positions: int  # consecutive positions
     heads: int  # of one group: row m is position m // heads of head m % heads
     span: int  # positions that one list serves: a multiple of ``positions``
@@ -260,3 +284,66 @@ def _lookup(
         return interpreted
     width = padded_head_dim(head_dim)
     return next(tile for widest, tile in tables[_family(platform, itemsize)] if width <= widest)
+
+
+# ---- the kernel for Hopper
+
+# for comparisons, and in case of doubt: the portable kernels serve every call
+HOPPER = os.environ.get("BLOCKSPARSE_ATTN_HOPPER", "1") != "0"
+
+
+def takes_hopper_forward(x: Tensors, pattern: Pattern, options: Options) -> bool:
+    """Say whether the kernel for Hopper serves a call's long sequences; portable ones the rest."""
+    return (
+        suits_hopper(
+            detect(x.q.device), max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(),
+            pattern.block_q, pattern.block_k, options.causal,
+        )
+        and walks_whole_blocks(x, options)
+    )  # fmt: skip
+
+
+def walks_whole_blocks(x: Tensors, options: Options) -> bool:
+    """Say whether nothing but its form could keep a call from the kernel for Hopper."""
+    # pages are no place for its copies; the scale is folded into the exponential, where only a
+    # positive one commutes with the maximum
+    return x.block_table is None and options.softmax_scale >= FP32_TINY
+
+
+def suits_hopper(
+    platform: Platform, head_dim: int, itemsize: int, block_q: int, block_k: int, causal: bool
+) -> bool:
+    """Say whether the kernel for Hopper takes calls of a form, by the wider head dimension."""
+    return (
+        HOPPER
+        and platform.is_hopper
+        and itemsize == 2
+        and 32 < head_dim <= 128  # of less, half of a tile would be padding
+        # whole blocks are copied: under a causal mask, a wide one may hold keys that no row sees
+        and (block_k <= block_q or not causal)
+        and has_gluon()
+    )
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has the language that the kernel for Hopper is written in."""
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ImportError:  # of a part before the last
+        return False
+
+
+@functools.cache
+def hopper_tile(head_dim: int) -> HopperTile:
+    """Return the tile for the wider of the two head dimensions."""
+    return HopperTile(3, 3) if padded_head_dim(head_dim) <= 64 else HopperTile(3, 2)
+
+
+@functools.cache
+def hopper_shape(head_dim: int, block_q: int, group: int, is_shared: bool) -> Shape:
+    """Return the Hopper kernel's tile of queries: two heads of one pattern, or one head."""
+    tile = hopper_tile(head_dim)
+    heads = 2 if is_shared and group % 2 == 0 and block_q <= tile.rows else 1
+    positions = tile.block_m // heads
+    return Shape(tile, positions, heads, max(positions, block_q), 1, 1)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
-from ._configs import SHORT
+from ._configs import SHORT, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
 from ._forms import interpreted, is_plain, is_watched
 from ._lists import Lists, ListSpec
@@ -52,6 +52,7 @@ torch.library.define(
 def _spec(
     crow: Tensor,
     block_q: int,
+    block_k: int,
     rows_alike: bool,
     group: int,
     head_dim: int,
@@ -62,21 +63,22 @@ def _spec(
     platform = detect(crow.device)
     is_shared = bool(crow.shape[0] == 1)
     return spec_of(
-        kind, platform, int(head_dim), itemsize, block_q, int(group), is_shared, rows_alike, causal
-    )
+        kind, platform, int(head_dim), itemsize, block_q, block_k, int(group), is_shared,
+        rows_alike, causal,
+    )  # fmt: skip
 
 
 def _plan(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
 ) -> Lists:
-    spec = _spec(crow, block_q, rows_alike, *rest)
+    spec = _spec(crow, block_q, block_k, rows_alike, *rest)
     return make_lists(crow, col, cols, (block_q, block_k), spec)
 
 
 def _plan_fake(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    spec = _spec(crow, block_q, rows_alike, *rest)
+    spec = _spec(crow, block_q, block_k, rows_alike, *rest)
     heads, rows = crow.shape[0], crow.shape[1] - 1
     blocks, side = (cols, block_k) if spec.by_key else (rows, block_q)
     lists = cdiv(heads, spec.group) * (1 if spec.by_key else cdiv(spec.group, spec.pack))
@@ -104,7 +106,7 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
 
 
 def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from ._kernels.forward import launch_forward
+    from ._kernels.plans import launch_forward
 
     result: tuple[Tensor, Tensor] = launch_forward(*arguments)  # type: ignore[no-untyped-call]
     return result
@@ -204,29 +206,29 @@ def checked(
     x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options, planned: bool
 ) -> Checked:
     """Return what serves calls of this form: lists, and if asked for how to launch them."""
-    walks = _walks(x, layout, bounds, options.causal)
+    walks = _walks(x, layout, bounds, options)
     if not (planned and walks_lists(x.q.device)):
         return Checked(options, walks)
-    from ._kernels.forward import ForwardPlan
     from ._kernels.launch import is_served_as_is
+    from ._kernels.plans import plan_forward
 
     if not is_served_as_is(x):  # copies come first
         return Checked(options, walks)
-    plan = ForwardPlan(x, layout._pattern, options)  # type: ignore[no-untyped-call]
-    return Checked(options, walks, plan)
+    return Checked(options, walks, plan_forward(x, layout._pattern, options, is_kept=True))
 
 
-def _walks(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, causal: bool) -> Walks:
+def _walks(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options) -> Walks:
     """Return the lists that a call's kernels walk."""
     if not walks_lists(x.q.device):
         return Walks()
     group = x.q.shape[-2] // x.k.shape[-2]
-    kind = group, max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), causal
+    kind = group, max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), options.causal
+    tall = "tall" if walks_whole_blocks(x, options) else "portable"
     is_tall = bounds.seqlen_q > SHORT
     is_short = not is_tall or x.cu_seqlens_q is not None
     needs_grad = _needs_grad(x)
     return Walks(
-        lists_for(layout, "tall", *kind) if is_tall else (),
+        lists_for(layout, tall, *kind) if is_tall else (),
         lists_for(layout, "short", *kind) if is_short else (),
         lists_for(layout, "dq", *kind) if needs_grad else (),
         lists_for(layout, "dkdv", *kind) if needs_grad else (),

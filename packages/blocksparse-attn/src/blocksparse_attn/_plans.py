@@ -8,14 +8,22 @@ import torch
 from attn_common import Platform, detect
 from torch import Tensor
 
-from ._configs import backward_dkdv_tile, backward_dq_shape, short_shape, tall_shape
+from ._configs import (
+    Shape,
+    backward_dkdv_tile,
+    backward_dq_shape,
+    hopper_shape,
+    short_shape,
+    suits_hopper,
+    tall_shape,
+)
 from ._forms import interpreted
 from ._lists import Lists, ListSpec, key_lists, query_lists
 
 if TYPE_CHECKING:
     from .layout import BlockSparseLayout
 
-KINDS = ("tall", "short", "dq", "dkdv")
+KINDS = ("tall", "portable", "short", "dq", "dkdv")
 # dynamo traces a constant, and no cached function
 _INTERPRETED = interpreted()
 
@@ -26,6 +34,7 @@ def spec_of(
     head_dim: int,
     itemsize: int,
     block_q: int,
+    block_k: int,
     group: int,
     is_shared: bool,
     rows_alike: bool,
@@ -34,11 +43,13 @@ def spec_of(
     """Return what the lists of one kernel are made from, besides the layout.
 
     Args:
-        kind: "tall" and "short", the forward's tiles of many queries and of a few; "dq"; "dkdv".
+        kind: "tall" and "short", the forward's tiles of many queries and of a few; "portable",
+            of many queries for the calls that ``walks_whole_blocks`` refuses; "dq"; "dkdv".
         platform: where the kernel runs.
         head_dim: the wider of the two head dimensions.
         itemsize: bytes of a number.
         block_q: queries of a block.
+        block_k: keys of a block.
         group: query heads per key head.
         is_shared: whether all heads have one pattern.
         rows_alike: whether neighbouring rows resemble each other.
@@ -47,10 +58,13 @@ def spec_of(
     if kind == "dkdv":
         tile = backward_dkdv_tile(platform, head_dim, itemsize, block_q)
         return ListSpec(True, tile.block_n, 1 if is_shared else group, 1, causal)
+    shape: Shape
     if kind == "short":
         shape = short_shape(platform, head_dim, itemsize, block_q, group, is_shared)
+    elif kind == "tall" and suits_hopper(platform, head_dim, itemsize, block_q, block_k, causal):
+        shape = hopper_shape(head_dim, block_q, group, is_shared)
     else:
-        choose = tall_shape if kind == "tall" else backward_dq_shape
+        choose = backward_dq_shape if kind == "dq" else tall_shape
         shape = choose(platform, head_dim, itemsize, block_q, group, is_shared, rows_alike)
     return ListSpec(False, shape.span, shape.group, shape.pack, causal)
 
@@ -90,7 +104,7 @@ def lists_for(
         )  # fmt: skip
         return result
     spec = spec_of(
-        kind, detect(layout.device), head_dim, itemsize, layout._block_size[0], group,
+        kind, detect(layout.device), head_dim, itemsize, *layout._block_size, group,
         layout.is_shared, layout._rows_alike, causal,
     )  # fmt: skip
     lists = plans.get(spec)

@@ -20,6 +20,7 @@ from ._layout_checks import (
     check_mask,
     validate_csr,
 )
+from ._layout_values import are_equal, canonical, order_sums, read, write
 from ._lists import Lists, dense_of, query_lists
 from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
 from ._plot import draw
@@ -120,6 +121,13 @@ class BlockSparseLayout:
         layout = cls.__new__(cls)
         layout._fill(crow, col, block_size, num_cols, num_heads, max_row, rows_alike)
         return layout
+
+    def _state(self) -> tuple[Any, ...]:
+        """What ``_make`` makes the same layout of."""
+        return (
+            self._crow, self._col, self._block_size, self._num_cols, self._num_heads,
+            self._max_row, self._rows_alike,
+        )  # fmt: skip
 
     # ---- constructors
 
@@ -271,10 +279,8 @@ class BlockSparseLayout:
         device = torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
-        return self._make(
-            self._crow.to(device), self._col.to(device), self._block_size, self._num_cols,
-            self._num_heads, self._max_row, self._rows_alike,
-        )  # fmt: skip
+        crow, col, *rest = self._state()
+        return self._make(crow.to(device), col.to(device), *rest)
 
     def to_dense(self) -> Tensor:
         """Return the mask of blocks, bool ``[heads, rows, cols]``."""
@@ -308,6 +314,7 @@ class BlockSparseLayout:
         *,
         causal: bool = True,
         backward: bool = False,
+        paged: bool = False,
     ) -> BlockSparseLayout:
         """Plan what kernels will walk ahead of the first call, and return the layout.
 
@@ -321,26 +328,25 @@ class BlockSparseLayout:
             dtype: of their tensors.
             causal: their mask. Default: True.
             backward: plan for gradients too. Default: False.
+            paged: their keys are in pages. Default: False.
         """
         from ._plans import lists_for, walks_lists
 
         if walks_lists(self.device):
-            for kind in ("tall", "short", "dq", "dkdv") if backward else ("tall", "short"):
+            kinds = ("portable" if paged else "tall", "short")
+            for kind in (*kinds, "dq", "dkdv") if backward else kinds:
                 lists_for(self, kind, heads_q // heads_k, head_dim, dtype.itemsize, causal)
         return self
 
     # ---- a value
 
     def _canonical(self) -> tuple[Tensor, Tensor]:
-        """Rows and columns on the host, sorted, each column once, without padding."""
-        span = self._block_size[0]
         if "canonical" not in self._plans:
+            span = self._block_size[0]
             self._plans["canonical"] = query_lists(
                 self._crow, self._col, self._num_cols, self._block_size, span, 1, 1, False
             )
-        lists = self._plans["canonical"]
-        begin = lists.begin.cpu()
-        return begin, lists.items[: int(begin[-1])].cpu()
+        return canonical(self._plans["canonical"])
 
     def _shape(self) -> tuple[Any, ...]:
         return (
@@ -359,15 +365,11 @@ class BlockSparseLayout:
             return NotImplemented
         if self._shape() != other._shape():
             return False
-        pairs = zip(self._canonical(), other._canonical(), strict=True)
-        return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+        return are_equal(self._canonical(), other._canonical())
 
     def __hash__(self) -> int:
         if self._hash is None:
-            begin, items = self._canonical()
-            # a number of each list, that depends on the order; equality has the last word
-            sums = [int((x * (torch.arange(x.shape[0]) * 2 + 1)).sum()) for x in (begin, items)]
-            self._hash = hash((self._shape(), *sums))
+            self._hash = hash((self._shape(), *order_sums(self._canonical())))
         return self._hash
 
     def __repr__(self) -> str:
@@ -379,37 +381,20 @@ class BlockSparseLayout:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy what is kept, and no plans: these hold compiled kernels."""
-        return self._make, (
-            self._crow, self._col, self._block_size, self._num_cols, self._num_heads,
-            self._max_row, self._rows_alike,
-        )  # fmt: skip
+        return self._make, self._state()
 
     # ---- files and pictures
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layout to a file that :meth:`load` reads."""
-        torch.save(
-            {
-                "crow": self._crow.cpu(), "col": self._col.cpu(),
-                "block_size": list(self._block_size), "num_cols": self._num_cols,
-                "num_heads": self._num_heads, "max_row": self._max_row,
-                "rows_alike": self._rows_alike,
-            },
-            path,
-        )  # fmt: skip
+        write(path, *self._state())
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], device: torch.device | str = "cpu"
     ) -> BlockSparseLayout:
         """Read a layout that :meth:`save` wrote."""
-        held = torch.load(path, map_location=device, weights_only=True)
-        block_size = check_block_size(held["block_size"])
-        check_csr(held["crow"], held["col"])
-        return cls._make(
-            held["crow"], held["col"], block_size, held["num_cols"], held["num_heads"],
-            held["max_row"], held["rows_alike"],
-        )  # fmt: skip
+        return cls._make(*read(path, device))
 
     def plot(self, head: int = 0, ax: Any = None) -> Any:
         """Draw one head's blocks with matplotlib; return the axes.

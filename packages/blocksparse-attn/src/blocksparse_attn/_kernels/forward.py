@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from attn_common import cdiv
 
-from .._call import Bounds, Options, Pattern, Tensors, Walks
 from .._configs import SHORT, short_shape, tall_shape
 from .backward import run_backward
-from .launch import NUMBERS, POINTERS, Plan, QueryTiles, processors, readable
+from .launch import NUMBERS, POINTERS, Plan, QueryTiles, processors
 from .merge import launch_merge, store_rows
 from .primitives import (
     LOG2E,
@@ -36,7 +35,7 @@ from .primitives import (
     load_tile_transposed,
     tokens_of,
 )
-from .runtime import dense, first_columns
+from .runtime import dense
 from .schedule import key_walk, locate_queries
 
 # programs per multiprocessor that a decode is split into, and the least steps of a program
@@ -302,7 +301,7 @@ class ForwardPlan(Plan):
 
     def forward(self, x, walks, bounds):
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
-        q, k = x.q, x.k
+        q = x.q
         tokens_q = q.shape[-3]
         out = q.new_empty((*q.shape[:-1], self.head_dim_v))
         per_head = (self.heads_q, tokens_q)
@@ -311,9 +310,7 @@ class ForwardPlan(Plan):
         if self.batch == 0:  # a packed call may hold nothing but padding
             return out.zero_(), lse.fill_(-math.inf)
         if walks.tall:
-            tiles = self._tall.count(tokens_q, k.shape[-3])
-            programs = self._tall.programs(tiles)
-            self._run(x, self._tall, walks.tall, (out, lse, None, None), tiles, 1, programs)
+            self.run_tall(x, walks.tall, out, lse)
         if walks.short:
             # a tile may begin ahead of the sequence's first query
             longest = min(bounds.seqlen_q, SHORT)
@@ -335,6 +332,12 @@ class ForwardPlan(Plan):
             if splits > 1:
                 launch_merge(self, self._short, x, written, tiles, splits, programs)
         return out, lse
+
+    def run_tall(self, x, walk, out, lse):
+        """Compute the sequences of many queries."""
+        tiles = self._tall.count(x.q.shape[-3], x.k.shape[-3])
+        programs = self._tall.programs(tiles)
+        self._run(x, self._tall, walk, (out, lse, None, None), tiles, 1, programs)
 
     def _run(self, x, queries, walk, written, tiles, splits, programs, fills=False):
         is_short = queries is self._short
@@ -362,17 +365,3 @@ class ForwardPlan(Plan):
         return max(1, min(wanted, steps // LEAST_STEPS, 64))
 
     backward = run_backward
-
-
-def launch_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, tall, short, crow, col, cols, block_q,
-    block_k, rows_alike, max_row, max_seqlen_q, max_seqlen_k, softmax_scale, causal, num_splits,
-):  # fmt: skip
-    """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
-    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table))
-    pattern = Pattern(
-        crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, max_row
-    )
-    plan = ForwardPlan(x, pattern, Options(softmax_scale, causal, num_splits))
-    out, lse = plan.forward(x, Walks(tuple(tall), tuple(short)), Bounds(max_seqlen_q, max_seqlen_k))
-    return first_columns(out, v.shape[-1]), lse
