@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -121,3 +122,17 @@ def test_calls_of_the_package_ask_their_maps(device):
         flash_attn_func(q, k, v)
     kernels = {key[0]: kernel for key, kernel in _compiled.items()}
     assert isinstance(kernels["forward_kernel"].run.launch, EncodedLaunch)
+
+
+@pytest.mark.device
+def test_threads_that_have_not_used_the_gpu(device):
+    if not detect(device).is_hopper:
+        pytest.skip("only calls on Hopper take maps")
+    q, k, v = (torch.randn(1, 64, 2, 64, dtype=torch.bfloat16, device=device) for _ in "qkv")
+    # what it leaves is memory that can be had without the driver
+    want = flash_attn_func(q, k, v).clone()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(flash_attn_func(q, k, v)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], want)

@@ -8,17 +8,29 @@ lies and how, and tensors that come from PyTorch's allocator call after call lie
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from .runtime import Launch, Ready
 
+# whether this thread has used a GPU
+_thread = threading.local()
+
 
 class MapLaunch(Launch):
     """A launch whose first tensors are maps (``hopper_maps.TensorMap``)."""
+
+    def __call__(
+        self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
+    ) -> None:
+        if not getattr(_thread, "is_awake", False):
+            wake(tensors[0].device)
+        super().__call__(grid, tensors, numbers)
 
     def _look_up(
         self,
@@ -32,6 +44,13 @@ class MapLaunch(Launch):
         if ready is not None:
             encode_once(ready.kernel)
         return found
+
+
+def wake(device: torch.device) -> None:
+    """Use a GPU in this thread: in one that has not, as autograd's, the driver makes no maps."""
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        _thread.is_awake = True
 
 
 def encode_once(kernel: CompiledKernel) -> None:
