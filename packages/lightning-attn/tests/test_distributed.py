@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def one_rank_of(rank: int, backend: str, lengths: tuple[int, ...], folder: str) 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group(backend, meeting, rank=rank, world_size=len(lengths))
+    limit = datetime.timedelta(seconds=120)  # a hang is a failure
+    dist.init_process_group(backend, meeting, rank=rank, world_size=len(lengths), timeout=limit)
     try:
         q, k, v, dout, state, dfinal, decay = problem(sum(lengths), device)
         begin = sum(lengths[:rank])
