@@ -25,14 +25,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import DECODE, LONG, PROBLEMS, DecodeProblem, Problem
+from alone import (
+    TOLERANCE,
+    Row,
+    Timer,
+    copy_gbps,
+    make,
+    measure_decode,
+    measure_first_call,
+    measure_host,
+    measure_memory,
+    relative_error,
+)
+from cases import DECODE, PROBLEMS, Problem
 from providers import PROVIDERS, UnsupportedError, copies_of, reference
 from torch import Tensor
 
-Row = dict[str, Any]
-# largest relative error (Frobenius) of a whole tensor
-TOLERANCE = 1.5e-2
-COPY_BYTES = 4 * 2**30
+# passes shorter than this are timed as replays of a CUDA graph, in ms
+SHORT = 0.05
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -74,51 +84,6 @@ def describe(device: str) -> Row:
     return found
 
 
-class Timer:
-    """Median time of a call in milliseconds; one wall-clock call on a CPU."""
-
-    def __init__(self, device: str, warmup: float, rep: float) -> None:
-        self.device, self.warmup, self.rep = device, warmup, rep
-
-    def __call__(self, run: Callable[[], Any], graph: bool = False) -> float:
-        if self.device == "cpu":
-            import time
-
-            start = time.perf_counter()
-            run()
-            return (time.perf_counter() - start) * 1e3
-        from triton.testing import do_bench, do_bench_cudagraph
-
-        if graph:
-            return float(do_bench_cudagraph(run, rep=self.rep, return_mode="median"))
-        # clears the second-level cache before every run
-        return float(do_bench(run, warmup=self.warmup, rep=self.rep, return_mode="median"))
-
-
-def copy_gbps(timer: Timer) -> float:
-    """Return bytes read plus written per second of a device-to-device copy, in GB/s."""
-    size = COPY_BYTES if timer.device == "cuda" else 2**20
-    source = torch.empty(size // 4, device=timer.device)
-    target = torch.empty_like(source)
-    return 2.0 * size / timer(lambda: target.copy_(source)) / 1e6
-
-
-def make(problem: Problem, device: str) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Draw ``([q, k, v], dout, decay, cu_seqlens)``."""
-    from lightning_attn import build_slopes
-
-    generator = torch.Generator(device=device).manual_seed(0)
-    leading = (problem.tokens,) if problem.packed else (problem.batch, problem.tokens)
-
-    def draw() -> Tensor:
-        shape = (*leading, problem.heads, problem.d)
-        return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
-
-    ends = [sum(problem.lengths[:i]) for i in range(problem.batch + 1)]
-    starts = torch.tensor(ends, dtype=torch.int32, device=device)
-    return [draw(), draw(), draw()], draw(), build_slopes(problem.heads).to(device), starts
-
-
 def passes_of(function: Any, inputs: list[Tensor], dout: Tensor) -> dict[str, Callable[[], Any]]:
     """Return a call for each pass; the graph of the backward is kept."""
     with torch.no_grad():
@@ -139,11 +104,6 @@ def passes_of(function: Any, inputs: list[Tensor], dout: Tensor) -> dict[str, Ca
         return torch.autograd.grad(function(*leaves), leaves, dout)
 
     return {"fwd": forward, "bwd": backward, "train": train}
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    difference = actual.detach().reshape(expected.shape).float() - expected
-    return float(difference.norm() / expected.norm())
 
 
 def measure(problem: Problem, names: list[str], timer: Timer, rounds: int) -> list[Row]:
@@ -177,72 +137,33 @@ def measure(problem: Problem, names: list[str], timer: Timer, rounds: int) -> li
             rows.append({**base, **row, "rounds_ms": []})
     del expected
     for one in problem.passes:
+        # the schedules are compared without the host's time
+        graph = problem.family == "crossover" or problem.bytes(one) / 4.3e9 < SHORT
+        graph = graph and timer.device == "cuda"
         timed = [row for row in rows if row["pass"] == one and row["status"] == "ok"]
         for turn in range(rounds):
             # nobody always runs after the same neighbour
             for row in timed[turn % len(timed) :] + timed[: turn % len(timed)] if timed else []:
-                row["rounds_ms"].append(timer(ready[row["provider"]][one]))
+                try:
+                    row["rounds_ms"].append(timer(ready[row["provider"]][one], graph))
+                except Exception as error:  # not every rival can be captured into a graph
+                    row |= {"status": "failed", "message": f"{type(error).__name__}: {error}"[:300]}
         for row in timed:
-            row["ms"] = statistics.median(row["rounds_ms"])
+            if row["status"] == "ok":
+                row["ms"] = statistics.median(row["rounds_ms"])
     return rows
-
-
-def measure_decode(problem: DecodeProblem, timer: Timer) -> Row:
-    """Time a decoding step as replays of a CUDA graph."""
-    from lightning_attn import (
-        build_slopes,
-        lightning_attention_decode_reference,
-        lightning_attn_decode,
-    )
-
-    b, h, d, n = problem.batch, problem.heads, problem.d, problem.new_tokens
-    device = timer.device
-    q, k, v = (torch.randn(b, n, h, d, device=device, dtype=torch.bfloat16) for _ in range(3))
-    cache = torch.randn(b, h, d, d, device=device)
-    slots = torch.arange(b, dtype=torch.int32, device=device)
-    decay, out = build_slopes(h).to(device), torch.empty_like(v)
-    few = min(b, 4)
-    mine, theirs = cache[:few].clone(), cache[:few].double()
-    given = [t[:few] for t in (q, k, v)]
-    got = lightning_attn_decode(*given, mine, decay, slots[:few])
-    want = lightning_attention_decode_reference(
-        *(t.double() for t in given), theirs, decay, slots[:few]
-    )
-    right = relative_error(got, want.float()) <= TOLERANCE
-    ms = timer(
-        lambda: lightning_attn_decode(q, k, v, cache, decay, slots, out=out),
-        graph=device == "cuda",
-    )
-    status = "ok" if right else "wrong"
-    return {"case": problem.name, "status": status, "ms": ms, "gbps": problem.bytes / ms / 1e6}
-
-
-def measure_memory(device: str) -> Row:
-    """Run a million tokens forward, and return the peak memory beyond inputs and output."""
-    if device == "cpu":
-        return {}
-    from lightning_attn import lightning_attn_func
-
-    inputs, _, decay, _ = make(LONG, device)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    found: Row = {"case": LONG.name, "tokens": LONG.tokens}
-    for schedule in ("sequential", "parallel"):
-        torch.cuda.reset_peak_memory_stats()
-        out, _ = lightning_attn_func(*inputs, decay, schedule=schedule)
-        torch.cuda.synchronize()
-        extra = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
-        found[f"{schedule}_extra_bytes"] = extra
-        del out
-    return found
 
 
 def table(results: Row) -> str:
     """Return a row per case: each provider's time, and ours over the floor."""
     bandwidth = results["copy_gbps"]
     names = [n for n in PROVIDERS if any(r["provider"] == n for r in results["results"])]
-    lines = ["| case | floor ms | " + " | ".join(f"{n} ms" for n in names) + " | ours / floor |"]
-    lines.append("|---" * (len(names) + 3) + "|")
+    lines = [
+        "| case | floor ms | "
+        + " | ".join(f"{n} ms" for n in names)
+        + " | ours / floor | ours / fla |"
+    ]
+    lines.append("|---" * (len(names) + 4) + "|")
     known = {problem.name: problem for problem in PROBLEMS}
     cases = dict.fromkeys(row["case"] for row in results["results"])
     for case in cases:
@@ -251,12 +172,15 @@ def table(results: Row) -> str:
         floor = known[name].bytes(one) / bandwidth / 1e6
         cells = [f"{rows[n]['ms']:.3f}" if "ms" in rows.get(n, {}) else "" for n in names]
         ratio = f"{rows['ours']['ms'] / floor:.2f}" if "ms" in rows.get("ours", {}) else ""
-        lines.append(f"| {case} | {floor:.3f} | " + " | ".join(cells) + f" | {ratio} |")
+        both = [rows[n]["ms"] for n in ("ours", "fla") if "ms" in rows.get(n, {})]
+        share = f"{both[0] / both[1]:.2f}" if len(both) == 2 else ""
+        lines.append(f"| {case} | {floor:.3f} | " + " | ".join(cells) + f" | {ratio} | {share} |")
     for row in results["decode"]:
         share = row["gbps"] / bandwidth
         lines.append(f"\n{row['case']}: {row['ms'] * 1e3:.1f} µs, {share:.2f} of copy bandwidth")
-    if results["memory"]:
-        lines.append(f"\n{results['memory']}")
+    for part in ("memory", "host"):
+        if results[part]:
+            lines.append(f"\n{results[part]}")
     return "\n".join(lines)
 
 
@@ -325,12 +249,23 @@ def run(arguments: argparse.Namespace) -> Row:
         return not parts or any(part in text for part in parts for text in texts)
 
     results: Row = {"machine": describe(device), "copy_gbps": copy_gbps(timer), "results": []}
-    results |= {"decode": [], "memory": {}}
+    results |= {"decode": [], "memory": {}, "host": {}}
     print(results["machine"], f"copy {results['copy_gbps']:.0f} GB/s", flush=True)
+    for decode in DECODE:
+        if wanted(decode.name, "decode"):
+            results["decode"].append(
+                measure_decode(decode.shrunk() if arguments.dry_run else decode, timer)
+            )
+    if wanted("memory"):
+        results["memory"] = measure_memory(device)
+    if wanted("host"):
+        results["host"] = measure_host(device)
+    if "first" in parts:  # when asked for alone: it compiles all anew
+        results["host"]["first_call_s"] = measure_first_call()
     for problem in PROBLEMS:
         if not wanted(problem.name, problem.family):
             continue
-        chosen = [n for n in names if problem.family != "crossover" or n == "ours"]
+        chosen = [n for n in names if problem.family == "grid" or n == "ours"]
         small = problem.shrunk() if arguments.dry_run else problem
         results["results"] += measure(small, chosen, timer, arguments.rounds)
         for row in results["results"][-len(chosen) * len(problem.passes) :]:
@@ -341,13 +276,6 @@ def run(arguments: argparse.Namespace) -> Row:
             torch.cuda.empty_cache()
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    for decode in DECODE:
-        if wanted(decode.name, "decode"):
-            results["decode"].append(
-                measure_decode(decode.shrunk() if arguments.dry_run else decode, timer)
-            )
-    if wanted("memory"):
-        results["memory"] = measure_memory(device)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     return results

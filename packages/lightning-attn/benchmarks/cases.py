@@ -104,10 +104,10 @@ CROSSOVER = tuple(
     Problem(f"{schedule}-h{heads}-t{tokens}", "crossover", 1, tokens, heads, schedule=schedule,
             passes=("fwd",))
     for tokens in (4096, 32768)
-    for heads in (1, 4, 8, 16, 24, 32, 48, 64, 96)
+    for heads in (1, 8, 16, 32, 48, 64, 96)
     for schedule in ("sequential", "parallel")
 )  # fmt: skip
-PROBLEMS = (*GRID, *PACKED, *CROSSOVER)
+PROBLEMS = (*CROSSOVER, *PACKED, *GRID)
 DECODE = (
     DecodeProblem("decode-b1", 1),
     DecodeProblem("decode-b32", 32),

@@ -41,14 +41,9 @@ def ours(problem: Problem, decay: Tensor, starts: Tensor) -> Forward:
 def flash_linear_attention(problem: Problem, decay: Tensor, starts: Tensor) -> Forward:
     from fla.ops.simple_gla import chunk_simple_gla
 
-    if problem.schedule != "auto":
-        raise UnsupportedError("about the schedules of this package")
+    if problem.packed or problem.schedule != "auto":
+        raise UnsupportedError("measured on the grid alone")
     gamma = -decay
-    if problem.packed:
-        long = starts.long()
-        return lambda q, k, v: chunk_simple_gla(
-            q[None], k[None], v[None], g_gamma=gamma, scale=1.0, cu_seqlens=long
-        )[0][0]
     return lambda q, k, v: chunk_simple_gla(q, k, v, g_gamma=gamma, scale=1.0)[0]
 
 

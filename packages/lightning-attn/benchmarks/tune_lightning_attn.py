@@ -18,19 +18,36 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from bench_lightning_attn import TOLERANCE, Timer, copy_gbps, describe, make, relative_error
+from alone import TOLERANCE, Timer, copy_gbps, make, relative_error
+from bench_lightning_attn import describe
 from cases import GRID
-from lightning_attn._configs import Tile
+from lightning_attn._configs import HopperTile, Tile
 from providers import reference
 from torch import Tensor
 
+
+class Candidate(NamedTuple):
+    """A tile, and how the kernel for Hopper divides it; without, the portable one runs."""
+
+    tile: Tile
+    hopper: HopperTile | None = None
+
+
 CANDIDATES = [
-    Tile(64, columns, warps, stages, terms=2, segment=segment)
+    Candidate(Tile(64, columns, warps, stages, terms=2, segment=segment))
     for (columns, warps), stages, segment in itertools.product(
-        [(64, 4), (64, 8), (128, 8)], (2, 3, 4), (1024, 4096)
+        [(64, 4), (128, 8)], (2, 3), (1024, 4096)
+    )
+] + [
+    Candidate(
+        Tile(64, 64 * warpgroups, 4 * warpgroups, 3, terms=2, segment=segment),
+        HopperTile(warpgroups, stages),
+    )
+    for (warpgroups, stages), segment in itertools.product(
+        [(1, 3), (1, 5), (2, 3), (2, 4)], (1024, 4096)
     )
 ]
 SCHEDULES = ("sequential", "parallel")
@@ -38,13 +55,19 @@ Call = Callable[[], Any]
 
 
 def calls(
-    tile: Tile, inputs: list[Tensor], dout: Tensor, decay: Tensor, schedule: str
+    candidate: Candidate, inputs: list[Tensor], dout: Tensor, decay: Tensor, schedule: str
 ) -> tuple[Call, Call]:
     """Return the forward and the backward pass, by operators: they keep no plan of a call."""
-    from lightning_attn import _ops
-    from lightning_attn._kernels import walk
+    from lightning_attn import _configs, _ops
+    from lightning_attn._forms import Memory
+    from lightning_attn._kernels import hopper_walk_launch
+    from lightning_attn._kernels import schedule as walks
 
-    walk.tile_of = lambda *_: tile
+    # what was planned for another candidate
+    walks._walks = Memory()
+    walks.tile_of = lambda *_: candidate.tile
+    hopper_walk_launch.hopper_tile = lambda *_: candidate.hopper
+    _configs.HOPPER = candidate.hopper is not None
     q, k, v = inputs
     options = 1.0, schedule
 
@@ -58,13 +81,13 @@ def calls(
     return forward, backward
 
 
-def compile_and_check(tile: Tile, schedule: str) -> str:
+def compile_and_check(candidate: Candidate, schedule: str) -> str:
     """Return why a candidate cannot be used, or nothing."""
     problem = GRID[2]
     inputs, dout, decay, _ = make(problem, "cuda")
     want = reference(problem, inputs, dout, decay)
     try:
-        forward, backward = calls(tile, inputs, dout, decay, schedule)
+        forward, backward = calls(candidate, inputs, dout, decay, schedule)
         for _ in range(2):  # the second call goes another way
             got = [forward(), *backward()]
             torch.cuda.synchronize()
@@ -92,15 +115,15 @@ def main() -> int:
             continue
         inputs, dout, decay, _ = make(problem, "cuda")
         lines = []
-        for (tile, schedule), reason in zip(jobs, reasons, strict=True):
-            row = {"case": problem.name, "tile": str(tile), "schedule": schedule}
+        for (candidate, schedule), reason in zip(jobs, reasons, strict=True):
+            row = {"case": problem.name, "tile": str(candidate), "schedule": schedule}
             if reason:
                 row["reason"] = reason
             else:
-                forward, backward = calls(tile, inputs, dout, decay, schedule)
+                forward, backward = calls(candidate, inputs, dout, decay, schedule)
                 times = {"fwd": timer(forward), "bwd": timer(backward)}
                 row |= times
-                lines.append((times["fwd"], f"{times} {schedule} {tile}"))
+                lines.append((times["fwd"], f"{times} {schedule} {candidate}"))
             found["results"].append(row)
         print(problem.name, *(f"\n  {line}" for _, line in sorted(lines)), flush=True)
         if arguments.json is not None:

@@ -18,12 +18,15 @@ class Config:
     packed: bool = False
     schedule: str = "sequential"
     heads: int = 4
+    # the kernels that run elsewhere, on Hopper
+    portable: bool = False
 
     def __str__(self) -> str:
         dims = f"d{self.d}" if self.e is None else f"d{self.d}:{self.e}"
         form = "packed" if self.packed else "fixed"
         heads = "" if self.heads == 4 else f"-h{self.heads}"
-        return f"{dims}-{self.dtype}-{form}-{self.schedule}{heads}"
+        path = "-portable" if self.portable else ""
+        return f"{dims}-{self.dtype}-{form}-{self.schedule}{heads}{path}"
 
     def tokens(self, seqlen: int, width: int, batch: int = 2) -> Tensor:
         leading = (batch * seqlen,) if self.packed else (batch, seqlen)

@@ -10,6 +10,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -31,8 +32,11 @@ bounded = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
-# an interpreted case of more chunks than this takes seconds; a GPU does not mind
-LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 47])
+# an interpreted case of more chunks than this takes seconds; a GPU's chunks are longer
+LONG = [63, 64, 65, 130, 193] if torch.cuda.is_available() else []
+LENGTHS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 33, 47, *LONG])
+# on either side of what the kernel for Hopper takes
+DIMS = st.sampled_from([(16, 32), (48, 80)])
 WIDE = st.sampled_from([16, 32, 48, 80, 112])
 SHAPES = st.builds(
     Shape, st.integers(0, 2), LENGTHS, st.integers(1, 2), WIDE, st.sampled_from([16, 32, 48])
@@ -68,7 +72,8 @@ def test_fixed_length(shape, dtype, decay, schedule, scale, state, seed, device)
 def test_packed(data, dtype, decay, schedule, device):
     lengths = data.draw(st.lists(LENGTHS, max_size=3), label="lengths")
     padding, ahead = data.draw(st.tuples(*[st.sampled_from([0, 0, 3, 20])] * 2), label="padding")
-    shape = Packed(tuple(lengths), data.draw(st.integers(1, 2)), 16, 32, padding, ahead)
+    dims = data.draw(DIMS, label="dims")
+    shape = Packed(tuple(lengths), data.draw(st.integers(1, 2)), *dims, padding, ahead)
     apart(check, make_packed(shape, dtype, device, decay).on(schedule))
 
 
@@ -76,9 +81,10 @@ def test_packed(data, dtype, decay, schedule, device):
 @bounded
 @given(data=st.data(), dtype=DTYPE, decay=DECAY, schedule=SCHEDULE)
 def test_any_split_gives_the_whole(data, dtype, decay, schedule, device):
-    tokens = data.draw(st.integers(2, 40), label="tokens")
+    tokens = data.draw(st.integers(2, max([40, *LONG])), label="tokens")
     cuts = data.draw(st.sets(st.integers(1, tokens - 1), max_size=3), label="cuts")
-    case = make_case(Shape(1, tokens, 2, 16, 32), dtype, device, decay)
+    dims = data.draw(DIMS, label="dims")
+    case = make_case(Shape(1, tokens, 2, *dims), dtype, device, decay)
     pieces = list(zip([0, *sorted(cuts)], [*sorted(cuts), tokens], strict=True))
     apart(lambda: judge(case, *in_pieces(case, pieces, schedule)))
 

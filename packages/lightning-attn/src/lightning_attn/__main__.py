@@ -18,7 +18,7 @@ from attn_common import Platform, detect
 from torch import Tensor
 
 from . import __version__, lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
-from ._configs import decode_tile, walk_tile
+from ._configs import decode_tile, takes_hopper_walk, walk_tile
 from ._forms import interpreted
 from .reference import (
     lightning_attention_decode_reference,
@@ -36,7 +36,7 @@ def describe(platform: Platform) -> None:
     except PackageNotFoundError:
         triton = "missing"
     print(f"lightning-attn {__version__}, torch {torch.__version__}, triton {triton}")
-    print(f"platform {platform}; every feature runs on the portable Triton kernels")
+    print(f"platform {platform}; {_kernels_of(platform)}")
     for dtype in ("bf16", "fp16", "fp32"):
         for d in (64, 128, 256):
             t = walk_tile(platform, d, d, dtype)
@@ -48,6 +48,16 @@ def describe(platform: Platform) -> None:
     print(f"  decoding, columns of the state: {columns}")
 
 
+def _kernels_of(platform: Platform) -> str:
+    """Say which kernels run here."""
+    if not takes_hopper_walk(platform, 128, 128, "bf16"):
+        return "every feature runs on the portable Triton kernels"
+    return (
+        "bf16 with d from 48 to 128 and e from 48 runs on the Gluon kernel for Hopper;\n"
+        "the rest on the portable Triton kernels, whose tiles follow"
+    )
+
+
 def check(device: torch.device) -> bool:
     """Compare the kernels with the float64 reference; print a line per case."""
     generator = torch.Generator().manual_seed(0)
@@ -56,11 +66,13 @@ def check(device: torch.device) -> bool:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     good = True
+    is_hopper = takes_hopper_walk(detect(device), 64, 80, "bf16")
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         # tails behind every chunk, unequal dimensions, a head without decay
-        inputs = [draw(1, 37, 2, 32, dtype=dtype), draw(1, 37, 2, 32, dtype=dtype)]
-        inputs += [draw(1, 37, 2, 48, dtype=dtype), torch.tensor([0.0, 0.3], device=device)]
-        state = draw(1, 2, 32, 48)
+        tokens, d, e = (200, 64, 80) if is_hopper and dtype == torch.bfloat16 else (37, 32, 48)
+        inputs = [draw(1, tokens, 2, d, dtype=dtype), draw(1, tokens, 2, d, dtype=dtype)]
+        inputs += [draw(1, tokens, 2, e, dtype=dtype), torch.tensor([0.0, 0.3], device=device)]
+        state = draw(1, 2, d, e)
         for schedule in ("sequential", "parallel"):
             good &= _compare(
                 f"{schedule}, forward and backward", lightning_attn_func,

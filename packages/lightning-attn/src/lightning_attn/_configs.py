@@ -8,6 +8,8 @@ the number of sequences: a sequence's result would then depend on its neighbours
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from dataclasses import dataclass, replace
 
 from attn_common import Platform, cdiv, next_power_of_2, round_up
@@ -116,13 +118,31 @@ _WALK: dict[str, _Table] = {
     ),
 }
 
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How a program of the walk in Gluon divides its work; every warpgroup has 64 columns."""
+
+    warpgroups: int
+    # chunks of 64 tokens in shared memory
+    stages: int
+
+    @property
+    def registers(self) -> int:
+        """Registers a thread, at the start."""
+        return {1: 136, 2: 168}[self.warpgroups]
+
+
+# for comparisons, and in case of doubt: the portable kernel serves every call
+HOPPER = os.environ.get("LIGHTNING_ATTN_HOPPER", "1") != "0"
+
 # programs that run at the same time, one to a multiprocessor
 BUSY = 132
 # tokens of the smallest segment worth its launches and its state
 SMALLEST_SEGMENT = 256
 
 
-def padded(head_dim: int) -> int:
+def padded_head_dim(head_dim: int) -> int:
     """Return the tile width that holds a head dimension."""
     return max(MIN_TILE, next_power_of_2(head_dim))
 
@@ -132,7 +152,7 @@ def walk_tile(platform: Platform, d: int, e: int, dtype: str) -> Tile:
     """Return the tile of a walk whose states are ``d x e``; ``dtype`` is bf16, fp16 or fp32."""
     tile = _lookup(platform, d, dtype)
     # no wider than the values
-    block_e = min(tile.block_e, padded(e))
+    block_e = min(tile.block_e, padded_head_dim(e))
     return tile if block_e == tile.block_e else replace(tile, block_e=block_e)
 
 
@@ -141,8 +161,34 @@ def decode_tile(platform: Platform, d: int, e: int) -> DecodeTile:
     """Return the tile of a decoding step."""
     if platform.vendor == "cpu":
         return DecodeTile(16, 1)
-    # 32 KiB of state a program: as much as its registers hold, in flight at once
-    return DecodeTile(min(padded(e), max(MIN_TILE, 8192 // padded(d))), 4)
+    # 16 KiB of state a program, all in flight at once
+    return DecodeTile(min(padded_head_dim(e), max(MIN_TILE, 4096 // padded_head_dim(d))), 2)
+
+
+def takes_hopper_walk(platform: Platform, d: int, e: int, dtype: str) -> bool:
+    """Say whether the walk in Gluon serves states of ``d x e``."""
+    return (
+        HOPPER
+        and platform.is_hopper
+        and dtype == "bf16"
+        and 64 <= padded_head_dim(d) <= 128
+        and padded_head_dim(e) >= 64
+        and has_gluon()
+    )
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has the language that the kernel for Hopper is written in."""
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ImportError:  # of a part before the last
+        return False
+
+
+def hopper_tile(block_e: int) -> HopperTile:
+    """Return the tile of a program of so many columns."""
+    return HopperTile(2, 4) if block_e > 64 else HopperTile(1, 5)
 
 
 def plan_walk(schedule: str, tile: Tile, e: int, heads: int, batch: int, tokens: int) -> WalkPlan:
@@ -165,7 +211,7 @@ def plan_walk(schedule: str, tile: Tile, e: int, heads: int, batch: int, tokens:
 
 
 def _wide(tile: Tile, e: int) -> Tile:
-    if tile.wide is None or padded(e) <= tile.block_e:
+    if tile.wide is None or padded_head_dim(e) <= tile.block_e:
         return tile
     columns, warps = tile.wide
     return replace(tile, block_e=columns, num_warps=warps)
@@ -185,4 +231,4 @@ def _lookup(platform: Platform, d: int, dtype: str) -> Tile:
     if platform.is_rdna and f"rdna-{dtype}" in _WALK:
         family = "rdna"
     table = _WALK[f"{family}-{dtype}"]
-    return next(tile for widest, tile in table if padded(d) <= widest)
+    return next(tile for widest, tile in table if padded_head_dim(d) <= widest)

@@ -14,7 +14,7 @@ from .runtime import Launch
 
 if TYPE_CHECKING:
     from .launch import Inputs, States
-    from .walk import Walk
+    from .schedule import Walk
 
 # of a state that one program carries along
 BLOCK_ROWS, BLOCK_COLS = 16, 64

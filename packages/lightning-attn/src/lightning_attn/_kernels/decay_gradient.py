@@ -14,7 +14,7 @@ import triton.language as tl
 from attn_common import cdiv
 from torch import Tensor
 
-from .._configs import padded
+from .._configs import padded_head_dim
 from .launch import NUMBERS, POINTERS, Inputs, run, token_strides
 from .primitives import (
     dot,
@@ -28,7 +28,7 @@ from .primitives import (
     state_offsets,
 )
 from .runtime import row_bytes
-from .walk import Walk, product_constants, tile_of
+from .schedule import Walk, product_constants, tile_of
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
@@ -158,7 +158,7 @@ def launch_decay_gradient(
         {
             "D": forward.d,
             "E": forward.e,
-            "BLOCK_D": padded(forward.d),
+            "BLOCK_D": padded_head_dim(forward.d),
             "BLOCK_E": tile.block_e,
             "CHUNK": tile.chunk,
             "ROW_BYTES": row_bytes(q),

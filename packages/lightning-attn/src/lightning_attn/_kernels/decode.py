@@ -11,7 +11,7 @@ import triton.language as tl
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from .._configs import decode_tile, padded
+from .._configs import decode_tile, padded_head_dim
 from .launch import NUMBERS, POINTERS
 from .primitives import factor, rate_of
 from .runtime import ACCESS, Launch, dense
@@ -139,7 +139,7 @@ class DecodePlan:
             {
                 "D": d,
                 "E": e,
-                "BLOCK_D": padded(d),
+                "BLOCK_D": padded_head_dim(d),
                 "BLOCK_E": tile.block_e,
                 "BYTES": alignment,
                 "ALONG": along,

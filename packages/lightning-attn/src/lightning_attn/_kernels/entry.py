@@ -14,7 +14,7 @@ from .decode import DecodePlan
 from .decode import launch_decode as decode
 from .launch import Inputs, States
 from .runtime import aligned, is_aligned
-from .walk import Walk
+from .schedule import Walk, walk_of
 
 __all__ = [
     "DecodePlan",
@@ -84,7 +84,8 @@ def forward(
     """Return the output and the final states (without elements if not asked for)."""
     final = _states_like(k, v, cu_seqlens) if output_final_state else None
     x = Inputs(k, v, decay, cu_seqlens, initial_state, final).readable
-    out = Walk(x, schedule=schedule).out(x, aligned(q), scale)
+    q = aligned(q)
+    out = walk_of(x, q, schedule=schedule).out(x, q, scale)
     return out, _absent(q) if final is None else final
 
 
@@ -104,10 +105,12 @@ def forward_cached(
     """Fill ``out``, and advance the sequences' slots of ``state_cache``."""
     cache = state_cache, state_indices, has_initial_state
     x = _on_cache(k, v, decay, cu_seqlens, *cache).readable
+    q = aligned(q)
+    walk = walk_of(x, q, schedule=schedule)
     if is_aligned(out) and out.is_contiguous():
-        Walk(x, schedule=schedule).fill(x, out, aligned(q), scale)
+        walk.fill(x, out, q, scale)
     else:
-        out.copy_(Walk(x, schedule=schedule).out(x, aligned(q), scale))
+        out.copy_(walk.out(x, q, scale))
 
 
 def forward_with_states(
@@ -159,7 +162,8 @@ def read_gradient(
     """Return dq."""
     first = None if initial_state is None else initial_state.transpose(-1, -2)
     x = Inputs(v, k, decay, cu_seqlens, first).readable
-    return Walk(x, schedule=schedule).out(x, aligned(dout), scale)
+    dout = aligned(dout)
+    return walk_of(x, dout, schedule=schedule).out(x, dout, scale)
 
 
 def write_gradients(
@@ -179,15 +183,16 @@ def write_gradients(
     turned = None if dfinal_state is None else dfinal_state.transpose(-1, -2)
     for_dv = Inputs(q, dout, decay, cu_seqlens, dfinal_state, dinitial).readable
     for_dk = Inputs(for_dv.value, for_dv.key, for_dv.decay, cu_seqlens, turned)
-    walk_dv = Walk(for_dv, write_scale=scale, reverse=True, schedule=schedule)
-    walk_dk = Walk(for_dk, write_scale=scale, reverse=True, schedule=schedule)
+    k, v = aligned(k), aligned(v)
+    walk_dv = walk_of(for_dv, k, write_scale=scale, reverse=True, schedule=schedule)
+    walk_dk = walk_of(for_dk, v, write_scale=scale, reverse=True, schedule=schedule)
     tokens = k.shape[-3]
     plan_dv, plan_dk = walk_dv.plan(tokens), walk_dk.plan(tokens)
     states = walk_dv.segment_states(for_dv) if plan_dv.segmented and walk_dv.batch else None
-    dv = walk_dv.out(for_dv, aligned(k), 1.0, states)
+    dv = walk_dv.out(for_dv, k, 1.0, states)
     # one pass over the states serves both, where they agree on the segments
     shared = states is not None and plan_dk.segmented and plan_dk.size == plan_dv.size
-    dk = walk_dk.out(for_dk, aligned(v), 1.0, states.transposed if shared else None)
+    dk = walk_dk.out(for_dk, v, 1.0, states.transposed if shared else None)
     return dk, dv, _absent(q) if dinitial is None else dinitial
 
 

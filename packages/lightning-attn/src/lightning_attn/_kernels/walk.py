@@ -21,21 +21,10 @@ segments: one walk without reads leaves each segment's own contribution, :mod:`.
 into the state before each segment, and a second walk starts from there, all segments at once.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from attn_common import cdiv, detect
-from torch import Tensor
 
-from .._configs import Tile, WalkPlan, padded, plan_walk, walk_tile
-from .._forms import LIMIT
-from .combine import launch_combine
-from .launch import KINDS, NUMBERS, POINTERS, Inputs, States, token_strides
+from .launch import NUMBERS, POINTERS
 from .primitives import (
     clear_rows,
     dot,
@@ -49,7 +38,6 @@ from .primitives import (
     slot_of,
     state_offsets,
 )
-from .runtime import Launch, is_interpreted, row_bytes
 
 
 @triton.jit
@@ -68,7 +56,7 @@ def _written(
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
-def _walk_kernel(
+def walk_kernel(
     key_ptr, value_ptr, read_ptr, out_ptr, decay_ptr, first_ptr, last_ptr,
     cu_seqlens_ptr, slots_ptr, has_first_ptr,
     read_scale, write_scale,
@@ -190,198 +178,3 @@ def _walk_kernel(
         last_base += head_64 * stride_last_h
         offsets = state_offsets(cols, rows_d, stride_last_e, stride_last_d)
         tl.store(last_base + offsets, state, mask=inside_state)
-
-
-class Walk:
-    """One recurrence: what is written to the state, in which direction, and where it starts.
-
-    It holds no tensor, and serves all calls whose tensors differ in data alone, or, packed, in the
-    number of tokens.
-
-    Args:
-        x: tensors to begin with, readable.
-        write_scale: factor of what is written.
-        reverse: from the last token to the first.
-        schedule: as the public functions take it.
-        size: tokens of a segment, of the parallel schedule, whose states are asked for. Default:
-            what the schedule says.
-        is_exact: calls have a ``last``, even if ``x`` has none.
-    """
-
-    def __init__(
-        self,
-        x: Inputs,
-        *,
-        write_scale: float = 1.0,
-        reverse: bool = False,
-        schedule: str = "auto",
-        size: int | None = None,
-        is_exact: bool = False,
-    ) -> None:
-        self.write_scale, self.reverse = write_scale, reverse
-        self.heads, self.d = x.key.shape[-2:]
-        self.e = x.value.shape[-1]
-        self.is_packed = x.cu_seqlens is not None
-        self.batch = x.key.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
-        # states that nobody sees are rounded to 16 bits as they are read: no need to write finer
-        self._is_exact = is_exact or x.last is not None or size is not None
-        self._tile = tile_of(x.key, self.d, self.e)
-        self._schedule, self._asked_size = schedule, size
-        self._plans: dict[int, WalkPlan] = {}
-        # by what differs between the launches of one form; the strides of what has a row per token
-        self.launches: dict[Any, Launch] = {}
-        self._strides: dict[bool, tuple[int, ...]] = {}
-
-    def plan(self, tokens: int) -> WalkPlan:
-        """Return how it is run for a number of tokens, of a sequence or of all packed ones."""
-        plan = self._plans.get(tokens)
-        if plan is None:
-            all_tokens = tokens if self.is_packed else tokens * self.batch
-            batch = max(1, self.batch)
-            plan = plan_walk(self._schedule, self._tile, self.e, self.heads, batch, all_tokens)
-            if self._asked_size is not None:
-                plan = replace(plan, size=self._asked_size)
-            if len(self._plans) >= LIMIT:
-                self._plans.clear()
-            self._plans[tokens] = plan
-        return plan
-
-    def segments(self, tokens: int) -> int:
-        """Segments of a sequence of fixed length; of packed ones, the slots that hold all."""
-        size = self.plan(tokens).size
-        return tokens // size + self.batch + 2 if self.is_packed else cdiv(tokens, size)
-
-    def segment_states(self, x: Inputs, states: States | None = None) -> States:
-        """Fill and return the states before each segment; the final ones go to ``last``."""
-        states = states or self._state_memory(x)
-        self._launch(x, None, None, States.of(None), states, 1.0, segmented=True)
-        launch_combine(self, x, states)
-        return states
-
-    def out(
-        self, x: Inputs, read: Tensor, read_scale: float, states: States | None = None
-    ) -> Tensor:
-        """Return what every token reads, in the dtype of the inputs.
-
-        With ``states``, those before each segment; else ``first``, and then ``last`` is filled.
-        """
-        shape = (*x.value.shape[:-1], self.e)
-        out = torch.empty(shape, dtype=x.value.dtype, device=x.value.device)
-        self.fill(x, out, read, read_scale, states)
-        return out
-
-    def fill(
-        self,
-        x: Inputs,
-        out: Tensor,
-        read: Tensor,
-        read_scale: float,
-        states: States | None = None,
-    ) -> None:
-        """Write to a contiguous ``out`` what every token reads; see :meth:`out`."""
-        if self.batch == 0:  # a packed call may hold nothing but padding
-            out.zero_()
-            return
-        if states is None and self.plan(x.key.shape[-3]).segmented:
-            states = self.segment_states(x)
-        if states is None:
-            first, last = States.of(x.first), States.of(x.last)
-            self._launch(x, read, out, first, last, read_scale, segmented=False)
-        else:
-            self._launch(x, read, out, states, States.of(None), read_scale, segmented=True)
-
-    def finish(self, x: Inputs) -> None:
-        """Fill ``last`` alone."""
-        if self.batch == 0:
-            return
-        if self.plan(x.key.shape[-3]).segmented:
-            self.segment_states(x)
-        else:
-            self._launch(x, None, None, States.of(x.first), States.of(x.last), 1.0, segmented=False)
-
-    def _state_memory(self, x: Inputs) -> States:
-        """Return memory for the state before each segment."""
-        segments = self.segments(x.key.shape[-3])
-        pieces = segments if self.is_packed else segments * self.batch
-        shape = (pieces, self.heads, self.d, self.e)
-        memory = torch.empty(shape, dtype=torch.float32, device=x.key.device)
-        per_piece, per_head, per_row, _ = memory.stride()
-        per_sequence = 0 if self.is_packed else segments * per_piece
-        return States(memory, (per_sequence, per_piece, per_head, per_row, 1))
-
-    def _launch(
-        self,
-        x: Inputs,
-        read: Tensor | None,
-        out: Tensor | None,
-        first: States,
-        last: States,
-        read_scale: float,
-        *,
-        segmented: bool,
-    ) -> None:
-        tokens = x.key.shape[-3]
-        plan = self.plan(tokens)
-        size, pieces = (plan.size, self.segments(tokens)) if segmented else (tokens, 1)
-        # whole packed sequences, and all padding as one more
-        programs = pieces if segmented and self.is_packed else pieces * self.batch
-        programs += 1 if self.is_packed and not segmented else 0
-        has_first = None if segmented else x.has_first
-        kind = (
-            segmented, plan.tile.block_e, read is None, first.memory is None, last.memory is None,
-            has_first is None,
-        )  # fmt: skip
-        launch = self.launches.get(kind)
-        if launch is None:
-            is_exact = self._is_exact and last.memory is not None
-            launch = Launch(_walk_kernel, self._constants(x, plan.tile, segmented, is_exact))
-            self.launches[kind] = launch
-        strides = self._strides.get(read is None)
-        if strides is None:
-            strides = self._strides[read is None] = (
-                *((0, 0, 0) if read is None else token_strides(read)),
-                *token_strides(x.key), *token_strides(x.value),
-            )  # fmt: skip
-        launch(
-            programs * self.heads * cdiv(self.e, plan.tile.block_e),
-            (
-                x.key, x.value, read, out, x.decay, first.memory, last.memory,
-                x.cu_seqlens, x.slots, has_first,
-            ),
-            (
-                read_scale, self.write_scale, self.batch, self.heads, tokens, size, pieces,
-                *strides, *first.strides, *last.strides,
-            ),
-        )  # fmt: skip
-
-    def _constants(self, x: Inputs, tile: Tile, segmented: bool, is_exact: bool) -> dict[str, Any]:
-        return {
-            "D": self.d,
-            "E": self.e,
-            "BLOCK_D": padded(self.d),
-            "BLOCK_E": tile.block_e,
-            "CHUNK": tile.chunk,
-            "ROW_BYTES": row_bytes(x.key),
-            "ROW_BYTES_V": row_bytes(x.value),
-            "REVERSE": self.reverse,
-            "SEGMENTED": segmented,
-            **product_constants(tile, is_exact),
-            "SETTLE": detect(x.key.device).is_hopper,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
-
-
-def tile_of(key: Tensor, d: int, e: int) -> Tile:
-    """Return the tile for tensors like ``key``."""
-    return walk_tile(detect(key.device), d, e, KINDS[key.dtype])
-
-
-def product_constants(tile: Tile, is_exact: bool) -> dict[str, Any]:
-    """Return how a kernel multiplies; ``is_exact``: what it writes to states is asked for."""
-    return {
-        "TERMS": (tile.terms if is_exact else 1) if tile.terms else 0,
-        "NARROW": tile.terms is not None,
-        "PRECISION": tile.precision,
-        "UPCAST": is_interpreted(),
-    }

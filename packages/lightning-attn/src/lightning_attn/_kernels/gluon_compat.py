@@ -1,0 +1,31 @@
+"""Gluon as Triton 3.6 to 3.9 spell it: the one place that knows of their differences.
+
+Gluon is Triton's lower-level language, with explicit layouts, barriers and asynchronous copies.
+Only kernels for Hopper are written in it. Importing this module fails where Triton has none.
+"""
+
+from __future__ import annotations
+
+import triton.language.core as _core
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "aggregate",
+    "copy_in",
+    "copy_out",
+    "gl",
+    "gluon",
+    "hopper",
+    "mbarrier",
+    "tma",
+]
+
+# 3.8 renamed the tensor copies, 3.7 made aggregates public
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+aggregate = getattr(gluon, "aggregate", None) or _core._aggregate

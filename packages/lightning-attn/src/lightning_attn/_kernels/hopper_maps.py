@@ -1,0 +1,119 @@
+"""Tensor maps: what the copy engine of Hopper knows of a tensor's place in memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._configs import padded_head_dim
+from .gluon_compat import TensorDescriptor, gl
+from .hopper import RAGGED_ROWS
+from .runtime import is_aligned
+
+# coordinates of a ragged tensor map; see ``hopper.coordinates``
+RAGGED_EXTENT = 0x7FFF0000
+RAGGED_STRIDE = 1 << 34
+# addresses at which the maps of one form are remembered
+MAX_KNOWN = 256
+
+
+class TensorMap(TensorDescriptor):  # type: ignore[misc]
+    """A tensor and its map, as an argument of a launch beside tensors."""
+
+    def __init__(
+        self,
+        base: Tensor,
+        known: dict[int, list[Any]],
+        shape: list[int],
+        strides: list[int],
+        block: list[int],
+        layout: Any,
+    ) -> None:
+        # in place of the base class's, whose checks take longer than a launch: ``MapForm`` made
+        # shape and strides, and its tensors are aligned
+        self.base = base
+        # encoded maps of the form, by address; see ``hopper_encode``
+        self.known = known
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = block
+        self.layout = layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    def get_device(self) -> int:
+        return self.base.get_device()
+
+    def know(self, address: int, encoded: list[Any]) -> None:
+        """Remember an encoded map for whatever tensor of the form lies there."""
+        if len(self.known) >= MAX_KNOWN:
+            self.known.clear()
+        self.known[address] = encoded
+
+
+class MapForm:
+    """How tensors of one form are mapped: tiles of ``rows`` tokens of one head.
+
+    Tensors of one form differ in data alone or, packed, in the number of tokens too. A ``ragged``
+    map clips at the end of any sequence.
+    """
+
+    def __init__(self, x: Tensor, rows: int, ragged: bool) -> None:
+        self._copies = not is_mappable(x)
+        if self._copies:
+            x = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        *_, tokens, heads, width = x.shape
+        batch, head, token = _strides(x)
+        if ragged:
+            shape = [RAGGED_EXTENT, RAGGED_EXTENT, heads, RAGGED_ROWS.value, width]
+            strides = [RAGGED_STRIDE - token, token, head, token, 1]
+        else:
+            shape = [1, x.shape[0], heads, tokens, width]
+            strides = [batch * x.shape[0], batch, head, token, 1]
+        block = (1, 1, 1, rows, padded_head_dim(width))
+        known: dict[int, list[Any]] = {}
+        self._fixed = known, shape, strides, list(block), _layout(block, x.dtype)
+
+    def __call__(self, x: Tensor) -> TensorMap:
+        """Map a tensor of the form, or a copy of it if the engine cannot read it where it is."""
+        if self._copies:
+            x = x.clone(memory_format=torch.contiguous_format)
+        return TensorMap(x, *self._fixed)
+
+
+def is_mappable(x: Tensor) -> bool:
+    """Say whether the copy engine can read a tensor where it is: aligned, and nowhere expanded."""
+    return is_aligned(x) and min(_strides(x)) > 0
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, head and token; those that are never taken as if the tensor were dense."""
+    *sizes, width = x.shape
+    strides = list(x.stride()[:-1])
+    dense = width
+    for axis in reversed(range(len(sizes))):
+        if sizes[axis] <= 1:
+            strides[axis] = dense
+        dense *= max(1, sizes[axis])
+    if x.ndim == 3:
+        token, head = strides
+        return max(1, x.shape[0]) * token, head, token
+    batch, token, head = strides
+    return batch, head, token
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    names = {
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv
+    }  # fmt: skip
+    return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
