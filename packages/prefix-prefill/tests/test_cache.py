@@ -208,3 +208,26 @@ def test_writes_wait_for_the_kernels_before_them(device):
         for cache, value in ((k_cache, step), (v_cache, -1)):
             wrong += (cache.flatten(0, 1)[slots] != value).sum()
     assert not wrong
+
+
+@pytest.mark.device
+def test_writes_in_a_graph_wait_for_what_is_no_kernel(device):
+    """For a copy, for another stream, and for another write."""
+    k, v, k_cache, v_cache, slots = make(
+        "nhd", torch.float32, device, page=16, heads=8, head_dim=128, tokens=1000, blocks=100
+    )
+    source, stream, graph = k.clone(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    reshape_and_cache(k, v, k_cache, v_cache, slots)  # compiles
+    with torch.cuda.graph(graph):
+        k.copy_(source)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.mul(source, 2, out=v)
+        torch.cuda.current_stream().wait_stream(stream)
+        reshape_and_cache(v, k, k_cache, v_cache, slots)
+        reshape_and_cache(k, v, k_cache, v_cache, slots)
+    for step in range(1, 20):
+        source.fill_(step)
+        graph.replay()
+        assert (k_cache.flatten(0, 1)[slots] == step).all()
+        assert (v_cache.flatten(0, 1)[slots] == 2 * step).all()

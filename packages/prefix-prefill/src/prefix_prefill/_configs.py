@@ -235,7 +235,7 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
     """Say whether the kernel for Hopper serves the sequences with many queries of a call.
 
     The portable one has the rest: what the copy engine does not read, FP8, new keys beside the
-    cache. A cache is never copied.
+    cache. A cache is never copied. How many queries are many, ``HopperTile.least_tokens`` says.
     """
     return (
         HOPPER
@@ -263,7 +263,8 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
 def copied_keys(page: int, window_left: int, most: int) -> int:
     """Return how many keys of a page are copied at once: a power of two that divides it.
 
-    What is seen of a piece may begin or end inside it, but not both: it is no longer than a window.
+    A copy can leave out keys at one end of a piece alone: those before the first row's window, or
+    those past the end. Between the two lie ``window_left + 1`` keys or more.
     """
     piece = min(page & -page, most)
     if window_left >= 0:
@@ -274,6 +275,11 @@ def copied_keys(page: int, window_left: int, most: int) -> int:
 def rows_of_page(cache: Tensor) -> int:
     """Return how many slots a page is from the next; of a single one there is no next."""
     return cache.stride(0) // cache.stride(1) if cache.shape[0] > 1 else 0
+
+
+def rows_of_cache(cache: Tensor) -> int:
+    """Return how many slots it is from a cache's first to behind its last."""
+    return (cache.shape[0] - 1) * rows_of_page(cache) + cache.shape[1]
 
 
 def _is_mappable(cache: Tensor) -> bool:
@@ -287,7 +293,7 @@ def _is_mappable(cache: Tensor) -> bool:
         and (inner == 1 and slot > 0 and heads > 0)
         and slot % unit == heads % unit == 0
         and (cache.shape[0] == 1 or (page > 0 and page % slot == 0))
-        and cache.shape[0] * max(1, rows_of_page(cache)) < MAX_ROWS
+        and rows_of_cache(cache) < MAX_ROWS
     )
 
 
@@ -313,6 +319,20 @@ class HopperTile:
     @property
     def block_m(self) -> int:
         return 2 * self.rows
+
+    def pack(self, group: int) -> int:
+        """Return how many heads of a group lie side by side in a tile: a power of two."""
+        return min(group & -group, self.rows)
+
+    def least_tokens(self, group: int) -> int:
+        """Return the least queries of a sequence that is worth these tiles.
+
+        A group that is not packed whole takes several tiles, which few queries leave all but empty;
+        the portable kernel has every head of the group in one. It depends on nothing else: a
+        sequence is computed in the same way whatever shares its batch.
+        """
+        pack = self.pack(group)
+        return 1 if pack == group else self.block_m // pack // 2 + 1
 
     @property
     def registers(self) -> int:

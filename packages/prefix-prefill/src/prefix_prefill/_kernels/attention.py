@@ -113,6 +113,12 @@ def _attend(
 
 
 @triton.jit
+def _row_pointers(base, rows, cols, BYTES: tl.constexpr):
+    """Return where rows are written, each of which begins on a multiple of ``BYTES``."""
+    return tl.multiple_of(base + rows[:, None], [BYTES, BYTES]) + cols[None, :]
+
+
+@triton.jit
 def _fill_padding(
     out_ptr, lse_ptr, cu_seqlens_q_ptr, block, head_k, batch, tokens, heads_q,
     stride_os, stride_oh,
@@ -162,6 +168,8 @@ def _paged_kernel(
     V_AS_K: tl.constexpr,  # values have the strides of keys, in the cache
     NEW_V_AS_K: tl.constexpr,  # and beside it
     ROW_BYTES: tl.constexpr,  # alignment of the rows of q, k and v
+    OUT_BYTES: tl.constexpr,  # alignment of the rows of out, as far as stores are to be that wide
+    PART_BYTES: tl.constexpr,  # and of those of partial results
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -333,7 +341,7 @@ def _paged_kernel(
         at = ((unit.to(tl.int64) * heads_k + head_k) * splits + split) * BLOCK_M
         at += tl.arange(0, BLOCK_M)
         tl.store(part_lse_ptr + at, lse2, mask=inside)
-        pointers = part_out_ptr + (at * HEAD_DIM)[:, None] + cols[None, :]
+        pointers = _row_pointers(part_out_ptr, at * HEAD_DIM, cols, PART_BYTES)
         tl.store(pointers, out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
     else:
         if out_scale_ptr is not None:
@@ -343,6 +351,6 @@ def _paged_kernel(
         at = q_start_64 + token
         if lse_ptr is not None:
             tl.store(lse_ptr + head_64 * tokens + at, lse2 * LN2, mask=inside)
-        pointers = out_ptr + (at * stride_os + head_64 * stride_oh)[:, None] + cols[None, :]
+        pointers = _row_pointers(out_ptr, at * stride_os + head_64 * stride_oh, cols, OUT_BYTES)
         out_mask = inside[:, None] & (cols < HEAD_DIM)[None, :]
         tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=out_mask)

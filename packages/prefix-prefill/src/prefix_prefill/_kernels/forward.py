@@ -7,7 +7,7 @@ from attn_common import detect
 from torch import Tensor
 
 from .._call import Options, Tensors
-from .._configs import long_tile, short_tile, short_tokens, takes_hopper
+from .._configs import hopper_tile, long_tile, short_tile, short_tokens, takes_hopper
 from .._layout import cache_sizes
 from .launch import one_form
 from .runtime import aligned, dense, is_aligned
@@ -68,7 +68,7 @@ class Plan:
         self._per_head = any(d is not None and d.numel() != 1 for d in descales)
         self._has_descales = any(d is not None for d in descales)
         self._is_dense = all(t is None or t.is_contiguous() for t in _small(x))
-        self._heads_k, self._most_short = heads_k, most_short
+        self._heads_k = heads_k
         self.batch = x.seqlens_k.shape[0]
         self.short = None
         if most_short >= least_short or options.fill_padding:
@@ -77,12 +77,17 @@ class Plan:
             self.short = Tiled(x, options, tile, least_short, most_short, has_any)
         tile = long_tile(platform, head_dim, itemsize)
         least_long = max(most_short + 1, least_short)
+        self.long: list[Tiled] = []
         if takes_hopper(x, options):
             from .hopper_prefill import HopperTiled
 
-            self.long: Tiled = HopperTiled(x, options, tile, least_long, MAX_TOKENS, is_kept)
+            least = max(least_long, hopper_tile(head_dim).least_tokens(group))
+            if least > least_long:
+                # too few queries for a group that its tiles do not hold whole
+                self.long += [Tiled(x, options, tile, least_long, least - 1, None)]
+            self.long += [HopperTiled(x, options, tile, least, MAX_TOKENS, is_kept)]
         else:
-            self.long = Tiled(x, options, tile, least_long, MAX_TOKENS, None)
+            self.long += [Tiled(x, options, tile, least_long, MAX_TOKENS, None)]
 
     def run(self, x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
         """Launch for one call of the form."""
@@ -98,6 +103,7 @@ class Plan:
         rest = (x[5], *small, *descales, x[13])
         if self.short is not None:
             self.short.run(inputs, rest, tokens, max_seqlen_k)
-        # a sequence that is longer than it should be is not left out, if it can be helped
-        if max_seqlen_q > self._most_short or tokens > self.batch * self._most_short:
-            self.long.run(inputs, rest, tokens, max_seqlen_k)
+        for long in self.long:
+            # a sequence that is longer than it should be is not left out, if it can be helped
+            if max_seqlen_q >= long.least or tokens > self.batch * (long.least - 1):
+                long.run(inputs, rest, tokens, max_seqlen_k)

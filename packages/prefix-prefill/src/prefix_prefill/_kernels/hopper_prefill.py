@@ -7,7 +7,14 @@ import triton
 from torch import Tensor
 
 from .._call import Options, Tensors
-from .._configs import Tile, copied_keys, hopper_tile, padded_head_dim, rows_of_page
+from .._configs import (
+    Tile,
+    copied_keys,
+    hopper_tile,
+    padded_head_dim,
+    rows_of_cache,
+    rows_of_page,
+)
 from .hopper_attention import prefill_kernel
 from .hopper_encode import MapLaunch
 from .hopper_maps import MapForm
@@ -39,14 +46,13 @@ class HopperTiled(Tiled):
         left, right = options.window_left, options.window_right
         page = x.k_cache.shape[1]
         piece = copied_keys(page, left, hopper.block_n)
-        # heads of a group that lie side by side in a tile
-        pack = min(self.group & -self.group, hopper.rows)
+        pack = hopper.pack(self.group)
         self._packs = x.q.shape[1] // pack
         self._block = hopper.block_m // pack
         self._map_q = PackForm(x.q, hopper.rows, pack)
         self._map_out = PackForm(x.out, hopper.rows, pack)
-        self._map_k = MapForm(rows_of_cache(x.k_cache), piece, ragged=True)
-        self._map_v = MapForm(rows_of_cache(x.v_cache), piece, ragged=True)
+        self._map_k = MapForm(as_rows(x.k_cache), piece, ragged=True)
+        self._map_v = MapForm(as_rows(x.v_cache), piece, ragged=True)
         self._head_numbers = (
             options.softmax_scale, options.softcap, min(left, MAX_WINDOW), min(right, MAX_WINDOW),
             self.batch, self._packs,
@@ -104,11 +110,9 @@ class HopperTiled(Tiled):
         )  # fmt: skip
 
 
-def rows_of_cache(cache: Tensor) -> Tensor:
+def as_rows(cache: Tensor) -> Tensor:
     """Return the view of a cache as one row of slots after the other, between pages whatever."""
-    num_blocks, page, heads, head_dim = cache.shape
-    rows = (num_blocks - 1) * rows_of_page(cache) + page
-    return cache.as_strided((rows, heads, head_dim), cache.stride()[1:])
+    return cache.as_strided((rows_of_cache(cache), *cache.shape[2:]), cache.stride()[1:])
 
 
 def new_ticket(device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from .._layout import cache_sizes
 from .attention import _paged_kernel
 from .launch import CacheForm
 from .merge import _split_merge_kernel
-from .runtime import Launch, is_interpreted, row_bytes
+from .runtime import ACCESS, Launch, is_interpreted, row_bytes
 
 # windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
 MAX_WINDOW = 2**30
@@ -39,7 +39,7 @@ class Tiled:
         has_any: bool | None,
     ) -> None:
         """``has_any``: whether sequences of few queries are served; None for those of many."""
-        self.tile, self.num_splits = tile, options.num_splits
+        self.tile, self.num_splits, self.least = tile, options.num_splits, least
         self.is_short = has_any is not None
         self.batch, self.heads_k = x.seqlens_k.shape[0], cache_sizes(x.k_cache).heads_k
         self.head_dim = x.q.shape[2]
@@ -81,12 +81,17 @@ class Tiled:
         no_factor = x.q_descale is x.k_descale is None
         # FP8 probabilities: e4m3fn holds 2**8, e4m3fnuz 2**7
         is_fp8 = x.q.element_size() == 1 and x.v_cache.dtype == x.q.dtype
+        # Numbers written one by one have an address each, for which the long tile of Hopper has no
+        # registers; other tiles have none for the exchange that wider stores take.
+        wide = not self.is_short and detect(x.q.device).is_hopper
         constants = {
             **shared,
             **cache.constants,
             "V_AS_K": cache.k_strides[:2] == cache.v_strides[:2],
             "NEW_V_AS_K": new_strides[0] == new_strides[2],
             "ROW_BYTES": row_bytes(x.q) if x.k is None else min(row_bytes(x.q), row_bytes(x.k)),
+            "OUT_BYTES": row_bytes(x.out) if wide else x.out.element_size(),
+            "PART_BYTES": ACCESS if wide else 4,
             "V_COLUMN_RUN": cache.v_column_run,
             "HAS_LEFT": left >= 0,
             "HAS_RIGHT": right >= 0,
