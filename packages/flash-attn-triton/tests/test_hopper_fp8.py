@@ -64,6 +64,9 @@ def _meta(tokens: int, width: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
         (128, 128, True),
         (64, 64, True),
         (96, 48, True),
+        (128, 16, True),
+        (32, 64, True),
+        (16, 64, False),  # one product sums 32 columns
         (32, 32, False),  # half of a tile would be padding
         (256, 256, False),  # sums of a tile and of all tiles take the registers
         (128, 256, False),
@@ -277,6 +280,17 @@ def loop_of(sass: str) -> str:
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(32, 64), (128, 16)], ids=str)
+def test_builds_with_the_smallest_of_either_head_dim(head_dim, head_dim_v, tmp_path):
+    case = absent_case(head_dim, "causal")
+    v = torch.empty(2, 300, 2, head_dim_v, dtype=E4M3, device="meta")
+    with compiling(HOPPER, tmp_path) as builds:
+        launch(case.with_inputs(v=v))
+    assert [build.spilled for build in builds] == [0, 0]
+    assert not builds[1].unset, builds[1]
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize("kind", ["causal", "packed"])
 def test_lengths_make_one_variant(kind):
     with counting(HOPPER) as variants:
@@ -306,6 +320,8 @@ SHAPES = [
     Shape(2, 300, 433, 4, 2, 96),
     Shape(1, 200, 300, 2, 1, 64, 128),
     Shape(1, 500, 513, 2, 2, 128, 48),
+    Shape(1, 200, 300, 2, 1, 32, 64),
+    Shape(1, 200, 300, 2, 1, 128, 16),
     Shape(2, 1, 2100, 4, 2, 128),
     Shape(1, 700, 4100, 2, 1, 128),
 ]
@@ -379,6 +395,22 @@ def test_negative_and_zero_descales(sign, e4m3, device):
         for name, factor in zip("qk", sign, strict=True)
     }
     judge(case.with_options(**changes), "hopper")
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_a_descale_of_nan_shows(name, e4m3, device):
+    """In the rows of its heads that see a key, and nowhere else."""
+    case = make_case(Shape(2, 400, 170, 4, 2, 128), device, "per_head", causal=True)
+    want = launch(case)
+    descale = case.options[name].clone()
+    descale[0, 1] = math.nan
+    got = launch(case.with_options(**{name: descale}))
+    want["out"][0, 230:, 2:] = math.nan
+    if name != "v_descale":
+        want["lse"][0, 2:, 230:] = math.nan
+    for result, value in got.items():
+        torch.testing.assert_close(value, want[result], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.device

@@ -178,10 +178,12 @@ def scale_queries(q, scale):
     """Give the sign of a scale to a warpgroup's queries, where they lie; return its size.
 
     The softmax wants a positive one: with it the maximum commutes, and minus infinity times 0 is
-    NaN.
+    NaN. So it is the queries, too, that a scale of NaN makes NaN.
     """
-    if scale < 0:
+    if (scale < 0) | (scale != scale):
         layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
-        q.store((-q.load(layout).to(gl.float32)).to(q.dtype))
+        sign = gl.where(scale < 0, -1.0, scale)
+        q.store((q.load(layout).to(gl.float32) * sign).to(q.dtype))
         hopper.fence_async_shared()
+    # of a number and NaN the number
     return gl.maximum(gl.abs(scale), FP32_TINY)

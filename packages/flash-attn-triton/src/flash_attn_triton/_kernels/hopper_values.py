@@ -86,7 +86,7 @@ def transpose_values(
         first = len_k - len_q - window_left
 
     # four keys and four columns at a time, as bytes of four words; a word of the output holds keys
-    # 2i, 2i + 1, 2i + 8 and 2i + 9 of 16, see ``hopper_products.probabilities``
+    # 2i, 2i + 1, 2i + 8 and 2i + 9 of 16, see ``hopper_fp8.pack``
     word = tl.arange(0, BLOCK_N // 4)
     keys = tile * BLOCK_N + word // 4 * 16 + word % 4 * 2
     columns = tl.arange(0, BLOCK_D // 4)
