@@ -12,13 +12,13 @@ import torch
 import triton
 from attn_common import detect
 from blocksparse_attn import BlockSparseLayout
-from blocksparse_attn._call import Options, Pattern, Tensors
+from blocksparse_attn._call import Bounds, Options, Pattern, Tensors, Walks
 from blocksparse_attn._configs import hopper_shape, hopper_tile, takes_hopper_forward
 from blocksparse_attn._plans import spec_of
 
 from ._aot import Config, launch_forward
 from ._budget import assert_same
-from ._gpus import GPUS, absent_gpu, compiling, counting
+from ._gpus import GPUS, absent_gpu, compiling, counting, recording
 from ._numerics import (
     Packed,
     Shape,
@@ -146,6 +146,39 @@ def test_builds(kind, tmp_path):
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in sass, instruction
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("tokens_q", "tokens_k"), [(0, 90), (90, 0), (0, 0)])
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_empty_tensors_are_not_mapped(packed, tokens_q, tokens_k):
+    """The copy engine has no map of a tensor without tokens, for whatever lengths a call allows."""
+    from blocksparse_attn._kernels.hopper_launch import HopperForwardPlan
+
+    q, k = (torch.empty(n, 2, 128, dtype=torch.bfloat16) for n in (tokens_q, tokens_k))
+    cu = torch.zeros(3, dtype=torch.int32)
+    x = Tensors(q, k, k, cu, cu) if packed else Tensors(q[None], k[None], k[None])
+    walk = tuple(torch.zeros(5, dtype=torch.int64) for _ in range(4))
+    with recording(HOPPER) as launches:
+        plan = HopperForwardPlan(x, pattern_of(64, 64), Options(0.1, True, 1))
+        out, lse = plan.forward(x, Walks(tall=walk), Bounds(200, 200))
+    assert not launches
+    assert not out.any()
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.aot
+def test_maps_of_packed_queries_end_with_their_tensor():
+    """Calls of one form differ in the number of tokens, and may begin at the same place."""
+    with absent_gpu(HOPPER):
+        from blocksparse_attn._kernels.hopper_launch import PackedForm
+
+        long, short = (torch.empty(n, 2, 128, dtype=torch.bfloat16) for n in (900, 300))
+        form = PackedForm(long, 64, 128)
+        maps = form(long), form(short)
+        assert [one.shape for one in maps] == [[1, 1, 2, 900, 128], [1, 1, 2, 300, 128]]
+        maps[0].know(long.data_ptr(), [])
+        assert not maps[1].known
 
 
 @pytest.mark.aot
@@ -316,7 +349,7 @@ def test_repeats_and_independence(block, device):
 @pytest.mark.device
 def test_graphs_do_not_share_a_counter(device):
     """Two graphs that were captured on one stream may run at once."""
-    from blocksparse_attn._kernels import hopper_launch
+    from blocksparse_attn._kernels import hopper_tickets
 
     case = make_case(Shape(2, 2000, 2000, 8, 8, 128), torch.bfloat16, device, "local", (64, 64))
     want = run(case, grad=False)
@@ -333,7 +366,7 @@ def test_graphs_do_not_share_a_counter(device):
     for out, lse in results:
         assert torch.equal(out, want["out"])
         assert torch.equal(lse, want["lse"])
-    assert all(int(t) == 0 for t in hopper_launch._tickets.values())
+    assert all(int(t) == 0 for t in hopper_tickets._tickets.values())
 
 
 @pytest.mark.device

@@ -80,14 +80,14 @@ _Table = tuple[tuple[int, Tile], ...]
 
 # for rows of blocks that resemble each other
 _TALL: dict[str, _Table] = {
-    "hopper": ((128, Tile(128, 64, 8, 3)), (256, Tile(128, 64, 8, 2))),
+    "hopper": ((128, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 2))),
     "nvidia": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 32, 4, 3)), (256, Tile(64, 32, 8, 2))),
     "amd": ((128, Tile(128, 64, 4, 1)), (256, Tile(64, 32, 4, 1))),
     "rdna": ((64, Tile(64, 32, 4, 1)), (128, Tile(64, 32, 8, 1)), (256, Tile(32, 32, 8, 1))),
     "hopper-fp32": (
         (64, Tile(64, 64, 4, 2, "tf32x3")),
-        (128, Tile(64, 32, 4, 2, "tf32x3")),
-        (256, Tile(64, 32, 8, 1, "tf32x3")),
+        (128, Tile(32, 32, 8, 2, "tf32x3")),
+        (256, Tile(16, 16, 8, 2, "tf32x3")),
     ),
     "nvidia-fp32": (
         (64, Tile(64, 32, 4, 1, "tf32x3")),
@@ -100,7 +100,7 @@ _TALL: dict[str, _Table] = {
 
 # for those that do not; where no row is here, the tile above is low enough
 _LOW: dict[str, _Table] = {
-    "hopper": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
+    "hopper": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 2))),
     "amd": ((128, Tile(64, 64, 4, 1)), (256, Tile(64, 32, 4, 1))),
 }
 
@@ -110,7 +110,7 @@ _SHORT: dict[str, _Table] = {
     "nvidia": ((128, Tile(16, 64, 4, 3)), (256, Tile(16, 32, 4, 2))),
     "amd": ((128, Tile(16, 64, 4, 1)), (256, Tile(16, 32, 4, 1))),
     "rdna": ((128, Tile(16, 32, 4, 1)), (256, Tile(16, 16, 4, 1))),
-    "hopper-fp32": ((128, Tile(16, 32, 4, 2, "tf32x3")), (256, Tile(16, 16, 4, 2, "tf32x3"))),
+    "hopper-fp32": ((128, Tile(16, 32, 4, 2, "tf32x3")), (256, Tile(16, 16, 8, 2, "tf32x3"))),
     "nvidia-fp32": ((128, Tile(16, 32, 4, 2, "tf32x3")), (256, Tile(16, 16, 4, 2, "tf32x3"))),
     "amd-fp32": ((128, Tile(16, 32, 4, 1)), (256, Tile(16, 16, 4, 1))),
     "rdna-fp32": ((128, Tile(16, 16, 4, 1)), (256, Tile(16, 16, 4, 1))),
@@ -131,8 +131,8 @@ _BACKWARD_DKDV: dict[str, _Table] = {
     "rdna": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))),
     "hopper-fp32": (
         (64, Tile(32, 64, 4, 1, "tf32x3")),
-        (128, Tile(32, 32, 4, 1, "tf32x3")),
-        (256, Tile(16, 16, 4, 1, "tf32x3")),
+        (128, Tile(32, 32, 8, 1, "tf32x3")),
+        (256, Tile(16, 16, 8, 1, "tf32x3")),
     ),
     "nvidia-fp32": (
         (64, Tile(32, 32, 4, 1, "tf32x3")),
@@ -145,14 +145,14 @@ _BACKWARD_DKDV: dict[str, _Table] = {
 
 # for blocks of fewer than 64 queries: several a step hold an address each, for which registers fail
 _BACKWARD_DKDV_SMALL: dict[str, _Table] = {
-    "hopper": ((128, Tile(32, 64, 4, 2)), (256, Tile(64, 64, 8, 2))),
+    "hopper": ((128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 2))),
 }
 
 _BACKWARD_DQ: dict[str, _Table] = {
     "hopper": (
         (64, Tile(64, 64, 4, 3)),
         (128, Tile(128, 64, 8, 3)),
-        (256, Tile(128, 32, 8, 3)),
+        (256, Tile(32, 64, 8, 2)),
     ),
     "nvidia": (
         (64, Tile(64, 32, 4, 2)),
@@ -163,8 +163,8 @@ _BACKWARD_DQ: dict[str, _Table] = {
     "rdna": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))),
     "hopper-fp32": (
         (64, Tile(64, 64, 4, 1, "tf32x3")),
-        (128, Tile(32, 32, 4, 1, "tf32x3")),
-        (256, Tile(16, 16, 4, 1, "tf32x3")),
+        (128, Tile(32, 32, 8, 1, "tf32x3")),
+        (256, Tile(16, 16, 8, 1, "tf32x3")),
     ),
     "nvidia-fp32": (
         (64, Tile(32, 32, 4, 1, "tf32x3")),
@@ -175,7 +175,7 @@ _BACKWARD_DQ: dict[str, _Table] = {
     "rdna-fp32": ((64, Tile(16, 16, 4, 1)), (128, Tile(16, 16, 8, 1)), (256, Tile(16, 16, 8, 1))),
 }
 _BACKWARD_DQ_LOW: dict[str, _Table] = {
-    "hopper": ((128, Tile(64, 64, 4, 2)), (256, Tile(64, 32, 4, 3))),
+    "hopper": ((128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 8, 2))),
 }
 
 
