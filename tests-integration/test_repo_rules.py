@@ -28,7 +28,14 @@ SHARED_FILES = (
     *(f"src/*/{name}" for name in ("_arguments.py", "_forms.py", "_kernels/runtime.py")),
     *(
         f"src/*/_kernels/{name}.py"
-        for name in ("gluon_compat", "hopper", "hopper_encode", "hopper_maps", "hopper_softmax")
+        for name in (
+            "gluon_compat",
+            "hopper",
+            "hopper_encode",
+            "hopper_maps",
+            "hopper_softmax",
+            "hopper_tickets",
+        )
     ),
 )
 

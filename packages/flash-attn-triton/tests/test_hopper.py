@@ -13,7 +13,7 @@ import triton
 from attn_common import detect
 from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._configs import HopperTile, hopper_tile, takes_hopper_forward
-from flash_attn_triton._kernels import hopper_launch
+from flash_attn_triton._kernels import hopper_tickets
 from flash_attn_triton._kernels.hopper_launch import HopperForwardPlan
 from flash_attn_triton._kernels.hopper_maps import MapForm
 from flash_attn_triton._kernels.launch import readable
@@ -306,7 +306,7 @@ def test_graphs_do_not_share_a_counter(device):
     for out, lse in results:
         assert torch.equal(out, want["out"])
         assert torch.equal(lse, want["lse"])
-    assert all(int(t) == 0 for t in hopper_launch._tickets.values())
+    assert all(int(t) == 0 for t in hopper_tickets._tickets.values())
 
 
 @pytest.mark.aot

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prefix_prefill import context_attention_fwd
-from prefix_prefill._kernels import hopper_prefill
+from prefix_prefill._kernels import hopper_tickets
 from prefix_prefill._kernels.hopper_prefill import HopperTiled
 from torch import Tensor
 
@@ -193,7 +193,7 @@ def test_graphs_do_not_share_a_counter(device):
     torch.cuda.synchronize()
     for got in results:
         assert_same(got, want)
-    assert all(int(t) == 0 for t in hopper_prefill._tickets.values())
+    assert all(int(t) == 0 for t in hopper_tickets._tickets.values())
 
 
 LENGTH = st.tuples(st.integers(0, 300), st.sampled_from([0, 1, 15, 16, 100, 128, 333, 1000]))

@@ -3,40 +3,32 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from .._call import Options, Pattern, Tensors
 from .._configs import SHORT, hopper_shape, hopper_tile, padded_head_dim
 from .forward import ForwardPlan
+from .hopper_encode import MapLaunch
 from .hopper_forward import hopper_forward_kernel
-from .hopper_maps import MapForm, TensorMap, _layout
+from .hopper_maps import MapForm, TensorMap
+from .hopper_tickets import kept_ticket, new_ticket
 from .launch import QueryTiles, processors
 
 # columns that one copy takes: of wider heads a tile is several panels
 PANEL = 64
 
 
-class BoxForm(MapForm):
-    """How tensors of one form are mapped, with boxes of as many columns as are asked for."""
-
-    def __init__(self, x: Tensor, rows: int, width: int, ragged: bool) -> None:
-        super().__init__(x, rows, ragged)
-        *place, block, _ = self._fixed
-        block = [*block[:-1], width]
-        self._fixed = *place, block, _layout(tuple(block), x.dtype)
-
-
-class PackedForm(BoxForm):
+class PackedForm(MapForm):
     """Packed tensors as one sequence of all tokens: their map begins and ends with the tensor."""
 
-    def __init__(self, x: Tensor, rows: int, width: int) -> None:
-        super().__init__(x[None], rows, width, False)
+    def __init__(self, x: Tensor, rows: int, columns: int) -> None:
+        super().__init__(x[None], rows, False, columns)
 
     def __call__(self, x: Tensor) -> TensorMap:
         """Map a tensor of the form, which may have another number of tokens."""
         made = super().__call__(x[None])
         made.shape = [*made.shape[:3], x.shape[0], made.shape[4]]
+        made.known = {}  # what was encoded for this place may end elsewhere
         return made
 
 
@@ -60,17 +52,17 @@ class HopperForwardPlan(ForwardPlan):
         rows = min(pattern.block_k, tile.block_n)
         self._map_q = (
             PackedForm(q, tile.rows, wide) if self.is_packed
-            else BoxForm(q, tile.rows, wide, False)
+            else MapForm(q, tile.rows, False, wide)
         )  # fmt: skip
-        self._map_k = BoxForm(k, rows, PANEL, self.is_packed)
-        self._map_v = BoxForm(v, rows, PANEL, self.is_packed)
-        self._map_out = BoxForm(out, tile.rows, wide_v, self.is_packed)
+        self._map_k = MapForm(k, rows, self.is_packed, PANEL)
+        self._map_v = MapForm(v, rows, self.is_packed, PANEL)
+        self._map_out = MapForm(out, tile.rows, self.is_packed, wide_v)
         constants = self._hopper_tiles.constants
         names = (
             "GROUP", "HEADS", "SPAN", "ROW_MEMBERS", "BLOCK_Q", "BLOCK_K", "IS_CAUSAL", "PER_HEAD",
         )  # fmt: skip
         self._hopper_launch = self.launch(
-            hopper_forward_kernel, None, constants, names, None,
+            hopper_forward_kernel, None, constants, names, None, MapLaunch,
             SHORT=SHORT,
             ROWS=tile.rows,
             BLOCK_N=tile.block_n,
@@ -87,14 +79,15 @@ class HopperForwardPlan(ForwardPlan):
         q, k, v = x.q, x.k, x.v
         queries = self._hopper_tiles
         tokens_q, tokens_k = q.shape[-3], k.shape[-3]
-        if tokens_k == 0:  # empty tensors have no map
+        # empty tensors have no map
+        if tokens_q == 0:
+            return
+        if tokens_k == 0:
             out.zero_()
             lse.fill_(float("-inf"))
             return
         tiles = queries.count(tokens_q, tokens_k)
         total = queries.programs(tiles)
-        if total == 0:
-            return
         span = queries.span(tokens_k)
         last = span + self.batch * queries.units % span
         self._hopper_launch(
@@ -109,29 +102,3 @@ class HopperForwardPlan(ForwardPlan):
                 self.head_dim_v, tiles, span, last, total, queries.list_rows, self.extent_k,
             ),
         )  # fmt: skip
-
-
-def new_ticket(device: torch.device) -> Tensor:
-    """Return the counter from which the programs of a launch take their tiles."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-# counters, zero between launches, one a stream
-_tickets: dict[tuple[int, int], Tensor] = {}
-
-
-def kept_ticket(device: torch.device) -> Tensor:
-    """Return the counter of the current stream, or while that is captured a new one.
-
-    For calls past the operators alone: what a compiled graph calls may allocate from a pool of
-    memory of its own, in which nothing may stay.
-    """
-    index = device.index
-    if index != torch.cuda.current_device() or torch.cuda.is_current_stream_capturing():
-        # a graph may be replayed on any stream
-        return new_ticket(device)
-    key = index, triton.runtime.driver.active.get_current_stream(index)
-    ticket = _tickets.get(key)
-    if ticket is None:
-        ticket = _tickets[key] = new_ticket(device)
-    return ticket

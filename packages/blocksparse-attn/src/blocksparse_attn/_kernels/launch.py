@@ -94,6 +94,7 @@ class Plan:
         constants: dict[str, Any],
         names: tuple[str, ...] | None,
         tile: Tile | None,
+        of: type[Launch] = Launch,
         **further: Any,
     ) -> Launch:
         """Return the launch of a kernel.
@@ -104,6 +105,7 @@ class Plan:
             constants: its constants.
             names: which of these it takes; None means all.
             tile: on what each program works, if on tiles of scores.
+            of: the kind of launch.
             further: more constants, and compiler options.
         """
         key = kernel.__name__, kind
@@ -120,7 +122,7 @@ class Plan:
                 "num_warps": tile.num_warps,
                 "num_stages": tile.num_stages,
             }
-        return self._launches.setdefault(key, Launch(kernel, constants))
+        return self._launches.setdefault(key, of(kernel, constants))
 
     @functools.cached_property
     def backward_tiles(self) -> QueryTiles:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 
 from .._call import Options, Tensors
@@ -14,11 +13,9 @@ from .forward import ForwardPlan
 from .hopper_encode import MapLaunch
 from .hopper_forward import forward_kernel
 from .hopper_maps import MapForm
+from .hopper_tickets import MAX_TICKETS, kept_ticket, new_ticket
 from .hopper_values import ValuesForm
 from .runtime import dense
-
-# of a launch: the counter has 32 bits, and every program takes one more than there are
-MAX_TICKETS = 2**31 - 2**16
 
 
 class HopperForwardPlan(ForwardPlan):
@@ -114,29 +111,3 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type == "meta":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def new_ticket(device: torch.device) -> Tensor:
-    """Return the counter from which the programs of a launch take their tiles."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-# counters, zero between launches, one a stream
-_tickets: dict[tuple[int, int], Tensor] = {}
-
-
-def kept_ticket(device: torch.device) -> Tensor:
-    """Return the counter of the current stream, or while that is captured a new one.
-
-    For calls past the operators alone: what a compiled graph calls may allocate from a pool of
-    memory of its own, in which nothing may stay.
-    """
-    index = device.index
-    if index != torch.cuda.current_device() or torch.cuda.is_current_stream_capturing():
-        # a graph may be replayed on any stream
-        return new_ticket(device)
-    key = index, triton.runtime.driver.active.get_current_stream(index)
-    ticket = _tickets.get(key)
-    if ticket is None:
-        ticket = _tickets[key] = new_ticket(device)
-    return ticket

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._configs import Tile, hopper_tile, padded_head_dim
 from .hopper_encode import MapLaunch
-from .hopper_maps import MapForm, _layout
+from .hopper_maps import MapForm
 from .hopper_walk import SIDE, hopper_walk_kernel
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class HopperWalk:
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
-        self._forms: dict[int, PanelForm] = {}
+        self._forms: dict[int, MapForm] = {}
 
     def launch(self, tile: Tile, segmented: bool, skip: bool, is_exact: bool) -> MapLaunch:
         """Return one launch of the walk; ``skip``: last segments write nothing."""
@@ -52,15 +52,5 @@ class HopperWalk:
             return None
         form = self._forms.get(role)
         if form is None:
-            form = self._forms[role] = PanelForm(x, self._walk.is_packed)
+            form = self._forms[role] = MapForm(x, SIDE.value, self._walk.is_packed, SIDE.value)
         return form(x)
-
-
-class PanelForm(MapForm):
-    """How tensors of one form are mapped: panels of 64 tokens and 64 columns of one head."""
-
-    def __init__(self, x: Tensor, ragged: bool) -> None:
-        super().__init__(x, SIDE.value, ragged)
-        *rest, block, _ = self._fixed
-        block = [*block[:-1], SIDE.value]
-        self._fixed = *rest, block, _layout(tuple(block), x.dtype)

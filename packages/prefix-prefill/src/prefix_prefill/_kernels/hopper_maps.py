@@ -61,25 +61,27 @@ class TensorMap(TensorDescriptor):  # type: ignore[misc]
 
 
 class MapForm:
-    """How tensors of one form are mapped: tiles of ``rows`` tokens of one head.
+    """How tensors of one form are mapped: tiles of ``rows`` rows, tokens of one head or of some.
 
     Tensors of one form differ in data alone or, packed, in the number of tokens too. A ``ragged``
-    map clips at the end of any sequence.
+    map clips at the end of any sequence. A tile has all columns of a head, or as many as are said.
     """
 
-    def __init__(self, x: Tensor, rows: int, ragged: bool) -> None:
+    def __init__(
+        self, x: Tensor, rows: int, ragged: bool, columns: int = 0, heads: int = 1
+    ) -> None:
         self._copies = not is_mappable(x)
         if self._copies:
             x = torch.empty(x.shape, dtype=x.dtype, device="meta")
-        *_, tokens, heads, width = x.shape
+        *_, tokens, all_heads, width = x.shape
         batch, head, token = _strides(x)
         if ragged:
-            shape = [RAGGED_EXTENT, RAGGED_EXTENT, heads, RAGGED_ROWS.value, width]
+            shape = [RAGGED_EXTENT, RAGGED_EXTENT, all_heads, RAGGED_ROWS.value, width]
             strides = [RAGGED_STRIDE - token, token, head, token, 1]
         else:
-            shape = [1, x.shape[0], heads, tokens, width]
+            shape = [1, x.shape[0], all_heads, tokens, width]
             strides = [batch * x.shape[0], batch, head, token, 1]
-        block = (1, 1, 1, rows, padded_head_dim(width))
+        block = (1, 1, heads, rows // heads, columns or padded_head_dim(width))
         known: dict[int, list[Any]] = {}
         self._fixed = known, shape, strides, list(block), _layout(block, x.dtype)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-import triton
 from torch import Tensor
 
 from .._call import Options, Tensors
@@ -18,19 +16,8 @@ from .._configs import (
 from .hopper_attention import prefill_kernel
 from .hopper_encode import MapLaunch
 from .hopper_maps import MapForm
+from .hopper_tickets import MAX_TICKETS, kept_ticket, new_ticket
 from .tiled import MAX_WINDOW, Tiled
-
-# of a launch: the counter has 32 bits, and every program takes one more than there are
-MAX_TICKETS = 2**31 - 2**16
-
-
-class PackForm(MapForm):
-    """How queries and results are mapped: tiles of ``heads`` heads of some tokens."""
-
-    def __init__(self, x: Tensor, rows: int, heads: int) -> None:
-        super().__init__(x, rows, ragged=True)
-        *others, block, layout = self._fixed
-        self._fixed = *others, [1, 1, heads, rows // heads, block[-1]], layout
 
 
 class HopperTiled(Tiled):
@@ -49,8 +36,8 @@ class HopperTiled(Tiled):
         pack = hopper.pack(self.group)
         self._packs = x.q.shape[1] // pack
         self._block = hopper.block_m // pack
-        self._map_q = PackForm(x.q, hopper.rows, pack)
-        self._map_out = PackForm(x.out, hopper.rows, pack)
+        self._map_q = MapForm(x.q, hopper.rows, ragged=True, heads=pack)
+        self._map_out = MapForm(x.out, hopper.rows, ragged=True, heads=pack)
         self._map_k = MapForm(as_rows(x.k_cache), piece, ragged=True)
         self._map_v = MapForm(as_rows(x.v_cache), piece, ragged=True)
         self._head_numbers = (
@@ -113,29 +100,3 @@ class HopperTiled(Tiled):
 def as_rows(cache: Tensor) -> Tensor:
     """Return the view of a cache as one row of slots after the other, between pages whatever."""
     return cache.as_strided((rows_of_cache(cache), *cache.shape[2:]), cache.stride()[1:])
-
-
-def new_ticket(device: torch.device) -> Tensor:
-    """Return the counter from which the programs of a launch take their tiles."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-# counters, zero between launches, one a stream
-_tickets: dict[tuple[int, int], Tensor] = {}
-
-
-def kept_ticket(device: torch.device) -> Tensor:
-    """Return the counter of the current stream, or while that is captured a new one.
-
-    For calls past the operators alone: what a compiled graph calls may allocate from a pool of
-    memory of its own, in which nothing may stay.
-    """
-    index = device.index
-    if index != torch.cuda.current_device() or torch.cuda.is_current_stream_capturing():
-        # a graph may be replayed on any stream
-        return new_ticket(device)
-    key = index, triton.runtime.driver.active.get_current_stream(index)
-    ticket = _tickets.get(key)
-    if ticket is None:
-        ticket = _tickets[key] = new_ticket(device)
-    return ticket
