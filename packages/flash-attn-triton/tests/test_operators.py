@@ -213,6 +213,21 @@ def test_a_packed_form_of_one_token_does_not_serve_several(device, monkeypatch):
 
 
 @pytest.mark.eager
+def test_where_offsets_begin_is_no_part_of_a_form(device, monkeypatch):
+    from flash_attn_triton import api
+
+    monkeypatch.setattr(api, "_known", type(api._known)())
+    q, k, v = (torch.randn(7, 2, 16, device=device) for _ in "qkv")
+    base = torch.tensor([0, 7, 0, 7, 0, 7], dtype=torch.int32, device=device)
+    results = []
+    for first in (0, 2, 4):
+        ends = base[first : first + 2]
+        results.append(flash_attn_varlen_func(q, k, v, ends, ends, 7, 7))
+    assert len(api._known._known) == 1
+    assert all(torch.equal(out, results[0]) for out in results)
+
+
+@pytest.mark.eager
 def test_gradients_come_in_batches_too(device):
     case = make_case(SHAPE, torch.float32, device, ["causal"])
     leaves = [t.clone().requires_grad_() for t in case.inputs.values()]

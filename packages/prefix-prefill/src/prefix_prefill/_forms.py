@@ -18,6 +18,8 @@ from torch.autograd import forward_ad
 T = TypeVar("T")
 # widest access to memory, in bytes; a tensor that begins between two has a form of its own
 ACCESS = 16
+# read number by number: where they begin does not matter
+INDICES = frozenset((torch.int32, torch.int64, torch.bool))
 # forms kept; a program has a few, and one that never repeats a shape would fill memory
 LIMIT = 2048
 
@@ -79,7 +81,7 @@ def form_of(
 ) -> Hashable | None:
     """Return the form of a call, or None where it has to go through the operators.
 
-    Tensors that begin between two whole accesses to memory go that way too.
+    Tensors that begin between two whole accesses to memory go that way too, but for indices.
 
     Args:
         tokens: tensors with a row per token. If ``packed``, the number of rows, their first size,
@@ -106,7 +108,8 @@ def form_of(
         # strides between tokens matter only where there are several
         shape = (x.shape[0] > 1, *x.shape[1:]) if packed else x.shape
         form.append((shape, x.stride(), x.dtype, x.device, x.requires_grad))
-        addresses |= x.data_ptr()
+        if x.dtype not in INDICES:
+            addresses |= x.data_ptr()
     for y in others:
         if y is None:
             form.append(None)
@@ -114,5 +117,6 @@ def form_of(
         if not is_plain(y):
             return None
         form.append((y.shape, y.stride(), y.dtype, y.device, y.requires_grad))
-        addresses |= y.data_ptr()
+        if y.dtype not in INDICES:
+            addresses |= y.data_ptr()
     return None if addresses % ACCESS else tuple(form)
