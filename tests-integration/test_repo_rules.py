@@ -25,6 +25,7 @@ REQUIRED_OF_KERNELS = ["tests/MUTATIONS.md", "benchmarks"]
 # the same in every package that has them: a helper is copied, never imported across wheels
 SHARED_FILES = (
     *(f"tests/{name}" for name in ("_budget.py", "_gpus.py", "_views.py", "conftest.py")),
+    *(f"tests/{name}" for name in ("_gluon.py", "_gluon_machine.py")),
     *(f"src/*/{name}" for name in ("_arguments.py", "_forms.py", "_kernels/runtime.py")),
     *(
         f"src/*/_kernels/{name}.py"

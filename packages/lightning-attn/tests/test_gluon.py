@@ -25,17 +25,26 @@ schedules = pytest.mark.parametrize("schedule", ["sequential", "parallel"])
 @pytest.fixture(params=[64, 128], ids=["narrow", "wide"])
 def kernel(request, monkeypatch):
     """The kernel for Hopper, with one warpgroup or with two, for all that it takes."""
+    yield from served(monkeypatch, request.param)
+
+
+@pytest.fixture
+def wide_kernel(monkeypatch):
+    yield from served(monkeypatch, 128)
+
+
+def served(monkeypatch, block_e):
     from lightning_attn._kernels import entry, hopper_walk_launch, schedule
 
     from ._gluon import Kernel
 
-    made = Kernel()
+    made = Kernel(hopper_walk_launch.hopper_walk_kernel)
     real = schedule.Walk.__init__
 
     def init(walk, *arguments, **options):
         real(walk, *arguments, **options)
         if walk._is_hopper:
-            walk._tile = replace(TILE, block_e=request.param)
+            walk._tile = replace(TILE, block_e=block_e)
 
     monkeypatch.setattr(schedule.Walk, "__init__", init)
     hopper = Platform.parse("nvidia:sm_90")
@@ -123,3 +132,46 @@ def test_other_sequences_and_padding_are_not_read(schedule, kernel):
             assert torch.equal(got[name][b], want[name][b]), name
     assert not got["o"][: PACKED.ahead].any()
     assert not got["o"][-PACKED.padding :].any()
+
+
+def test_either_order(kernel):
+    """The copying partition has gone ahead of the others; here it comes last."""
+    kernel.reverse = False
+    check(make_packed(PACKED, torch.bfloat16, "cpu").on("parallel"))
+
+
+# function, what it says, what a mistake would be
+WAIT_OUT = "out = hopper.warpgroup_mma_wait(TERMS, deps=(out,))"
+WAIT_SCORES = "scores = hopper.warpgroup_mma_wait(HALVES, deps=(scores,))"
+ARRIVE = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
+MISTAKES = [
+    ("_produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("_produce", "PANELS * key_desc", "HALVES * key_desc"),
+    ("_consume", "mbarrier.wait(full.index(stage), step // STAGES & 1)", "pass"),
+    ("_consume", "step // STAGES & 1", "(step // STAGES & 1) ^ 1"),
+    ("_consume", WAIT_SCORES, "pass"),
+    ("_consume", WAIT_OUT, "pass"),
+    ("_consume", WAIT_OUT, f"{WAIT_OUT}; {ARRIVE}"),
+    ("_consume", ARRIVE, "pass"),
+    ("_consume", "hopper.fence_async_shared()", "pass"),
+    ("_consume", "tma.store_wait(0)", "pass"),
+    ("hopper_walk_kernel", "barriers(STAGES, 1)", "barriers(STAGES, 2)"),
+]
+
+
+def mistaken():
+    """A case that what is planted must break: more chunks than stages."""
+    return make_case(Shape(1, 400, 1, 48, 80), torch.bfloat16, "cpu").on("sequential")
+
+
+@pytest.mark.parametrize("reverse", [True, False], ids=["copies_first", "copies_last"])
+def test_without_a_mistake(reverse, wide_kernel):
+    wide_kernel.reverse = reverse
+    check(mistaken())
+
+
+@pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
+def test_a_mistake_is_seen(function, right, wrong, wide_kernel):
+    wide_kernel.plant(function, right, wrong)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(mistaken())

@@ -1,0 +1,179 @@
+"""The forward kernel for Hopper, run on a CPU by ``_gluon``: numbers, and its barriers matter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attn_common import Platform
+from blocksparse_attn import BlockSparseLayout, _configs, _ops, _plans
+from blocksparse_attn._configs import suits_hopper
+from blocksparse_attn.reference import visible_keys
+
+from . import _numerics
+from ._budget import assert_same
+from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
+
+pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+
+
+@pytest.fixture(params=[True, False], ids=["copies_first", "copies_last"])
+def reverse(request):
+    """Which partition goes ahead of the others as far as the barriers let it."""
+    return request.param
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Return a function that has one kernel serve what it may of a call, in two programs."""
+    from blocksparse_attn._kernels import hopper_launch
+
+    from ._gluon import Kernel
+
+    hopper = Platform.parse("nvidia:sm_90")
+    real = hopper_launch.hopper_forward_kernel
+    ticket = torch.zeros(1, dtype=torch.int32)
+    for module in (_configs, _plans):
+        monkeypatch.setattr(module, "suits_hopper", lambda _, *form: suits_hopper(hopper, *form))
+    # the portable kernel has its own tests, and is slow to interpret
+    monkeypatch.setattr(_numerics, "takes_hopper", lambda _: False)
+    monkeypatch.setattr(hopper_launch, "processors", lambda _: 2)
+    for name in ("new_ticket", "kept_ticket"):
+        monkeypatch.setattr(hopper_launch, name, lambda _: ticket)
+    kernels = []
+
+    def serve(reverse=True):
+        kernels.append(Kernel(real, reverse))
+        monkeypatch.setattr(hopper_launch, "hopper_forward_kernel", kernels[-1])
+        return kernels[-1]
+
+    yield serve
+    assert all(kernel.launches for kernel in kernels)
+    assert not ticket.any() or any(kernel.faults for kernel in kernels)
+
+
+CASES = [
+    (Shape(1, 200, 300, 2, 1, 64), "random", (16, 16), False, True),
+    (Shape(2, 150, 333, 2, 1, 64), "random", (32, 32), True, True),
+    (Shape(1, 300, 300, 1, 1, 128), "local", (64, 64), False, True),
+    (Shape(1, 200, 611, 2, 2, 128), "random", (128, 16), False, False),
+    (Shape(1, 260, 200, 4, 2, 48, 80), "random", (64, 32), True, False),
+    (Shape(1, 150, 400, 1, 1, 64), "all", (128, 128), False, False),
+    (Shape(1, 150, 200, 2, 1, 64), "none", (64, 64), False, True),
+]
+
+
+@pytest.mark.parametrize(("shape", "pattern", "block", "shared", "causal"), CASES, ids=str)
+def test_fixed_length(shape, pattern, block, shared, causal, serve, reverse):
+    serve(reverse)
+    case = make_case(
+        shape, torch.bfloat16, "cpu", pattern, block, shared=shared, spare=1, causal=causal
+    )
+    check(case, grad=False)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("block", [(16, 16), (64, 32), (128, 128)], ids=str)
+def test_packed(block, causal, serve, reverse):
+    """Lengths end inside tiles and blocks; a tile may begin ahead of its sequence."""
+    serve(reverse)
+    lengths = (77, 0, 200, 5, 100), (77, 40, 333, 200, 90)
+    shape = Packed(*lengths, 2, 1, 64, padding=70)
+    check(make_packed(shape, torch.float16, "cpu", "random", block, causal=causal), grad=False)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("block", [(16, 16), (128, 16), (32, 32)], ids=str)
+def test_blocks_that_nobody_sees(block, causal, shared, serve):
+    """NaN between the blocks of a step, and in what only rows ahead of the chunk keep."""
+    serve()
+    rows, cols = (-(-500 // side) for side in block)
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.rand(1 if shared else 2, rows, cols, generator=generator) < 0.4
+    kept[..., 1::3] = False
+    first_row = 300 // block[0]
+    kept[:, first_row - 1, 3] = True
+    kept[:, first_row:, 3] = False
+    layout = BlockSparseLayout.from_dense(kept, block)
+    case = make_case(Shape(1, 200, 500, 2, 1, 64), torch.bfloat16, "cpu", causal=causal)
+    case = case.with_options(layout=layout)
+    seen = visible_keys(layout.to_dense(), block, 200, 500, causal).flatten(0, 1).any(0)
+    want = run(case, grad=False)
+    bad = {name: t.clone() for name, t in case.inputs.items()}
+    for name in "kv":
+        bad[name][:, ~seen] = math.nan
+    assert_same(run(case.with_inputs(**bad), grad=False), want)
+
+
+def test_other_sequences_are_not_read(serve):
+    serve()
+    shape = Packed((100, 150, 90), (120, 333, 100), 2, 1, 64, padding=70)
+    case = make_packed(shape, torch.bfloat16, "cpu", "random", (32, 32))
+    want = run(case, grad=False)
+    bad = {name: t.clone() for name, t in case.inputs.items()}
+    for name, begin, end in (("q", 100, 250), ("k", 120, 453), ("v", 120, 453)):
+        bad[name][:begin] = math.nan
+        bad[name][end:] = math.nan
+    got = run(case.with_inputs(**bad), grad=False)
+    assert torch.equal(got["out"][100:250], want["out"][100:250])
+    assert torch.equal(got["lse"][:, 100:250], want["lse"][:, 100:250])
+
+
+# function, what it says, what a mistake would be
+ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
+WAIT_V = "mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
+WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
+ARRIVE_K = "barrier_arrive_after(sums, EMPTY + stage, PARTIES)"
+MISTAKES = [
+    ("copy_blocks", "(PANELS * PER_STEP)", "PER_STEP"),
+    ("copy_blocks", "panel * 64)", "0)"),
+    ("produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("produce", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)", "pass"),
+    ("produce", "before = items\n", "pass\n"),
+    ("produce", "mbarrier.wait(q_empty.index(w), (count & 1) ^ 1)", "pass"),
+    ("_receive", "mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)", "pass"),
+    ("_receive", "mbarrier.arrive(tile_empty.index(slot), count=1)", "pass"),
+    ("_mask", "!= 0, reach, -1", "!= 0, reach, reach"),
+    ("_attend", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
+    ("_attend", "turn // STAGES_K & 1", "(turn // STAGES_K & 1) ^ 1"),
+    ("_attend", WAIT_V, "pass"),
+    ("_attend", WAIT_S, "pass"),
+    ("_attend", WAIT_S, ARRIVE_K.replace("_after(sums, ", "(").replace("S)", "S, 4); ") + WAIT_S),
+    ("_attend", ARRIVE_K, "pass"),
+    ("_attend", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
+    ("_attend", WAIT_V, WAIT_V + "; " + ARRIVE_V),
+    ("_attend", "barrier_arrive(TURN + (W + 1) % 2, 256, 4)", "pass"),
+    ("_write", "hopper.fence_async_shared()", "pass"),
+    ("_write", "tma.store_wait(0)", "pass"),
+    ("_write", "if row >= 0", "if row >= -ROWS"),
+    ("_consume", "mbarrier.wait(q_full.index(W), tile_count & 1)", "pass"),
+    ("_consume", "mbarrier.arrive(q_empty.index(W), count=1)", "pass"),
+    ("_consume", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("hopper_forward_kernel", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
+]
+
+
+def mistaken() -> Case:
+    """A case that what is planted must break; its layout keeps the plan of a call."""
+    shape = Packed((300, 100), (555, 333), 2, 2, 48, 80)
+    return make_packed(shape, torch.bfloat16, "cpu", "random", (32, 32))
+
+
+def test_without_a_mistake(serve, reverse):
+    serve(reverse)
+    check(mistaken(), grad=False)
+
+
+@pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
+def test_a_mistake_is_seen(function, right, wrong, serve):
+    """By one order of the partitions or the other."""
+    seen = False
+    for reverse in (True, False):
+        serve(reverse).plant(function, right, wrong)
+        try:
+            check(mistaken(), grad=False)
+        except (AssertionError, RuntimeError):
+            seen = True
+    assert seen

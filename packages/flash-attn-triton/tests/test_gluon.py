@@ -1,0 +1,169 @@
+"""The forward for Hopper, run on a CPU by ``_gluon``: numbers, and that its barriers matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from flash_attn_triton import _ops, api
+from flash_attn_triton._configs import HopperTile, hopper_tile
+from flash_attn_triton._forms import Memory
+
+from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
+
+pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+
+# as the tiles that serve calls, but for the keys of a step: short sequences are to have many
+TILES = {
+    "plain": HopperTile(3, 32, 2, 2),
+    "hold": HopperTile(2, 32, 3, 2, hold=True),
+    "pipeline": HopperTile(2, 32, 2, 2, buffers_q=2, pipeline=True),
+    "share": HopperTile(2, 32, 2, 3, share=True),
+}
+tiles = pytest.mark.parametrize("tile", TILES)
+PACKED = Packed((70, 0, 150, 1), (100, 40, 90, 33), 2, 1, 48, padding=70)
+
+
+@pytest.fixture(params=[True, False], ids=["copies_first", "copies_last"])
+def reverse(request):
+    """Which partition goes ahead of the others as far as the barriers let it."""
+    return request.param
+
+
+@pytest.fixture
+def forward(monkeypatch):
+    """Return a function that has one kernel serve every forward call, in two programs."""
+    from flash_attn_triton._kernels import hopper_launch, plans
+
+    from ._gluon import Kernel
+
+    real = hopper_launch.forward_kernel
+    ticket = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(plans, "takes_hopper_forward", lambda *_: True)
+    monkeypatch.setattr(hopper_launch, "_multiprocessors", lambda _: 2)
+    for name in ("new_ticket", "kept_ticket"):
+        monkeypatch.setattr(hopper_launch, name, lambda _: ticket)
+    kernels = []
+
+    def serve(tile, reverse=True):
+        monkeypatch.setattr(api, "_known", Memory())
+        kernels.append(Kernel(real, reverse))
+        monkeypatch.setattr(hopper_launch, "hopper_tile", lambda *_: tile)
+        monkeypatch.setattr(hopper_launch, "forward_kernel", kernels[-1])
+        return kernels[-1]
+
+    yield serve
+    assert all(kernel.launches for kernel in kernels)
+    assert not ticket.any() or any(kernel.faults for kernel in kernels)
+
+
+CASES = [
+    ("plain", Shape(1, 200, 150, 2, 1, 64), ()),
+    ("plain", Shape(1, 70, 100, 1, 1, 64), ("softcap", "causal")),
+    ("hold", Shape(2, 130, 200, 2, 1, 128), ("causal",)),
+    ("hold", Shape(1, 200, 100, 1, 1, 48), ("window", "alibi", "sinks")),  # rows without a key
+    ("pipeline", Shape(2, 200, 100, 2, 2, 128), ()),
+    ("pipeline", Shape(1, 300, 70, 1, 1, 80, 48), ("window_left", "softcap")),
+    ("share", Shape(1, 300, 140, 2, 1, 64), ("sinks",)),
+]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features"), CASES, ids=str)
+def test_forward(tile, shape, features, forward, reverse):
+    forward(TILES[tile], reverse)
+    check(make_case(shape, torch.bfloat16, "cpu", features), grad=False)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_that_serve_calls(head_dim, causal, forward):
+    forward(hopper_tile(head_dim, causal))
+    shape = Shape(1, 270, 400, 1, 1, head_dim)
+    case = make_case(shape, torch.float16, "cpu", ["causal"] if causal else [])
+    check(case, grad=False)
+
+
+@tiles
+@pytest.mark.parametrize("features", [("causal", "sinks"), ("window", "alibi")], ids="-".join)
+def test_forward_of_packed_tensors(tile, features, forward, reverse):
+    """Lengths end inside tiles; one sequence has no query, another more of them than keys."""
+    forward(TILES[tile], reverse)
+    check(make_packed(PACKED, torch.float16, "cpu", features), grad=False)
+
+
+@tiles
+def test_forward_reads_nothing_of_others(tile, forward):
+    """NaN in other sequences, behind the last one and in keys that no query sees."""
+    forward(TILES[tile])
+    case = make_packed(PACKED, torch.bfloat16, "cpu", ("window_left",))
+    want = run(case, grad=False)
+    cleared = {name: t.clone() for name, t in case.inputs.items()}
+    for name, starts in (("q", (0, 70, 220)), ("k", (140, 230, 263)), ("v", (140, 230, 263))):
+        cleared[name][: starts[1] if name == "q" else starts[0]] = float("nan")
+        cleared[name][starts[2] if name == "q" else starts[1] :] = float("nan")
+    got = run(case.with_inputs(**cleared), grad=False)
+    assert torch.equal(got["out"][70:220], want["out"][70:220])
+    assert torch.equal(got["lse"][:, 70:220], want["lse"][:, 70:220])
+
+
+# function, what it says, what a mistake would be
+ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
+WAIT_V = "mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
+MISTAKES = [
+    ("hold", "produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("hold", "produce", "EMPTY + STAGES_K + stage", "EMPTY + stage"),
+    ("hold", "produce", "(count // BUFFERS_Q & 1) ^ 1", "count // BUFFERS_Q & 1"),
+    ("hold", "produce", "high - 1 - step", "high - step"),
+    ("hold", "_begin", "mbarrier.wait(q_full.index(buffer), count // BUFFERS_Q & 1)", "pass"),
+    ("hold", "_begin", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
+    ("hold", "_begin", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
+    ("hold", "_begin", "barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)", "pass"),
+    ("hold", "_attend", "turn // STAGES_K & 1)", "(turn // STAGES_K & 1) ^ 1)"),
+    ("hold", "_attend", WAIT_V, "pass"),
+    ("plain", "_attend", "mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))"),
+    ("hold", "_attend", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
+    ("hold", "_attend", ARRIVE_V, "pass"),
+    ("hold", "_attend", WAIT_V, WAIT_V + "; " + ARRIVE_V),
+    ("hold", "_receive", "mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)", "pass"),
+    ("hold", "_receive", "mbarrier.arrive(tile_empty.index(slot), count=1)", "pass"),
+    ("hold", "_write", "tma.store_wait(0)", "pass"),
+    ("hold", "_write", "hopper.fence_async_shared()", "pass"),
+    ("hold", "consume", "mbarrier.arrive(q_empty.index(buffer), count=1)", "pass"),
+    ("share", "consume", "                tma.store_wait(0)", "                pass"),
+    ("hold", "consume", "    tma.store_wait(0)\n    if W", "    if W"),
+    ("hold", "consume", "        barrier_sync(TURN, 256, 4)", "        pass"),
+    ("hold", "forward_kernel", "barriers(SLOTS, WARPGROUPS)", "barriers(SLOTS, 1)"),
+]
+
+
+def mistaken() -> Case:
+    """A case that what is planted must break: more tiles than buffers, of queries and of keys."""
+    return make_case(Shape(1, 700, 200, 1, 1, 48), torch.bfloat16, "cpu", ("causal",))
+
+
+@tiles
+def test_forward_without_a_mistake(tile, forward, reverse):
+    forward(TILES[tile], reverse)
+    check(mistaken(), grad=False)
+
+
+@pytest.mark.parametrize(
+    ("tile", "function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40]
+)
+def test_forward_with_a_mistake(tile, function, right, wrong, forward):
+    def serve(reverse):
+        forward(TILES[tile], reverse).plant(function, right, wrong)
+
+    assert caught(serve, mistaken())
+
+
+def caught(serve: Callable[[bool], None], case: Case, grad: bool = False) -> bool:
+    """Say whether either order of the partitions shows what is wrong."""
+    for reverse in (True, False):
+        serve(reverse)
+        try:
+            check(case, grad=grad)
+        except (AssertionError, RuntimeError):
+            return True
+    return False

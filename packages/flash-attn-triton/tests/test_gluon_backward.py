@@ -1,0 +1,151 @@
+"""The backward for Hopper, run on a CPU by ``_gluon``: numbers, and that its barriers matter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flash_attn_triton import _ops
+from flash_attn_triton._configs import HopperBackwardTile, hopper_backward_tile
+
+from ._numerics import Case, Shape, check, make_case, make_packed, run
+from .test_gluon import PACKED, TILES, caught, forward, reverse
+
+__all__ = ["forward", "reverse"]  # fixtures
+
+pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+
+KINDS = {
+    # either warpgroup has half of the rows of dq, or of its columns
+    "rows": HopperBackwardTile(128, 3, 2),
+    "columns": HopperBackwardTile(64, 2, 2),
+    "softcap": HopperBackwardTile(64, 3, 3),
+    "wide": HopperBackwardTile(64, 2, 2, block_n=64),
+}
+kinds = pytest.mark.parametrize("tile", ["rows", "columns", "wide"])
+
+
+@pytest.fixture
+def backward(monkeypatch, forward):
+    """Return a function that has one kernel serve every backward call."""
+    from flash_attn_triton._kernels import hopper_backward_launch, launch
+
+    from ._gluon import Kernel
+
+    monkeypatch.setattr(launch, "takes_hopper_backward", lambda *_: True)
+    real = hopper_backward_launch.backward_kernel
+    kernels = []
+
+    def serve(tile, reverse=True):
+        forward(TILES["plain"], reverse)
+        kernels.append(Kernel(real, reverse))
+        monkeypatch.setattr(hopper_backward_launch, "hopper_backward_tile", lambda *_: tile)
+        monkeypatch.setattr(hopper_backward_launch, "backward_kernel", kernels[-1])
+        return kernels[-1]
+
+    yield serve
+    assert all(kernel.launches for kernel in kernels)
+
+
+CASES = [
+    ("rows", Shape(1, 200, 150, 2, 1, 64), ()),
+    ("rows", Shape(1, 70, 330, 1, 1, 48), ("causal", "sinks")),
+    ("columns", Shape(2, 130, 200, 2, 1, 128), ("causal",)),
+    ("columns", Shape(1, 200, 100, 1, 1, 48, 80), ("window", "softcap")),  # rows without a key
+    ("columns", Shape(1, 100, 300, 4, 1, 64), ("window_left",)),
+    ("softcap", Shape(1, 280, 150, 2, 1, 64), ("softcap", "window_right")),
+    ("wide", Shape(1, 200, 150, 2, 1, 192), ()),
+    ("wide", Shape(1, 100, 170, 1, 1, 256), ("causal", "softcap")),
+    ("wide", Shape(1, 170, 140, 1, 1, 160, 256), ("window",)),
+]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features"), CASES, ids=str)
+def test_backward(tile, shape, features, backward, reverse):
+    backward(KINDS[tile], reverse)
+    check(make_case(shape, torch.bfloat16, "cpu", features))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tiles_that_serve_calls(head_dim, causal, backward):
+    backward(hopper_backward_tile(head_dim))
+    shape = Shape(1, 270, 400, 1, 1, head_dim)
+    check(make_case(shape, torch.float16, "cpu", ["causal"] if causal else []))
+
+
+@kinds
+@pytest.mark.parametrize("features", [("causal", "sinks"), ("window",)], ids="-".join)
+def test_backward_of_packed_tensors(tile, features, backward, reverse):
+    backward(KINDS[tile], reverse)
+    check(make_packed(PACKED, torch.float16, "cpu", features))
+
+
+@kinds
+def test_backward_reads_nothing_of_others(tile, backward):
+    backward(KINDS[tile])
+    case = make_packed(PACKED, torch.bfloat16, "cpu", ("causal",))
+    want = run(case)
+    inputs = {name: t.clone() for name, t in case.inputs.items()}
+    for name, rows in (("q", (70, 220)), ("k", (140, 230)), ("v", (140, 230))):
+        inputs[name][: rows[0]] = float("nan")
+        inputs[name][rows[1] :] = float("nan")
+    got = run(case.with_inputs(**inputs))
+    assert torch.equal(got["dk"][140:230], want["dk"][140:230])
+    assert torch.equal(got["dv"][140:230], want["dv"][140:230])
+    assert (got["dq"][70:220] - want["dq"][70:220]).norm() <= 2.0**-8 * want["dq"].norm()
+
+
+SYNC_O = "barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)"
+ARRIVE_Q = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
+WAIT_DK = "dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))"
+MISTAKES = [
+    ("columns", "_produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("columns", "_produce", SYNC_O, "pass"),
+    ("columns", "_produce", "mbarrier.arrive(q_full.index(stage), count=1)", "pass"),
+    ("columns", "_produce", "other=0.0", "other=INF"),
+    ("columns", "_consume", "mbarrier.wait(k_full, 0)", "pass"),
+    ("columns", "_consume", "mbarrier.wait(v_full, 0, pred=total > 0)", "pass"),
+    ("columns", "_consume", "mbarrier.wait(q_full.index(0), 0, pred=total > 0)", "pass"),
+    ("columns", "_consume", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("columns", "walk", "turn // STAGES_O & 1", "(turn // STAGES_O & 1) ^ 1"),
+    ("columns", "walk", "turn // STAGES_Q & 1", "0"),
+    ("columns", "walk", ", pred=turn < total", ""),
+    ("columns", "walk", "hopper.fence_async_shared()", "pass"),
+    ("columns", "walk", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("columns", "walk", "buffer = turn % 2 * 2", "buffer = 0"),
+    ("columns", "walk", "dp = hopper.warpgroup_mma_wait(1, deps=(dp,))", "pass"),
+    ("columns", "walk", "dq = hopper.warpgroup_mma_wait(2, deps=(dq,))", "pass"),
+    ("columns", "walk", WAIT_DK, ARRIVE_Q + "; " + WAIT_DK),
+    ("rows", "walk", "W * 64, 64, 1", "0, 64, 1"),
+    ("columns", "write", "hopper.fence_async_shared()", "pass"),
+    ("columns", "backward_kernel", "barriers(STAGES_Q, 2)", "barriers(STAGES_Q, 1)"),
+    ("wide", "_walk_scores", "barrier_arrive(GIVEN + buffer, 256, 4)", "pass"),
+    ("wide", "_walk_scores", "barrier_sync(READY + buffer, 256, 4)", "pass"),
+    ("wide", "_walk_scores", "dq = hopper.warpgroup_mma_wait(1, deps=(dq,))", "pass"),
+    ("wide", "consume_gradients", "hopper.fence_async_shared()", "pass"),
+    ("wide", "consume_scores", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("wide", "consume_gradients", "barrier_sync(GIVEN + buffer, 256, 4)", "pass"),
+    ("wide", "consume_gradients", "dk = hopper.warpgroup_mma_wait(1, deps=(dk,))", "pass"),
+    ("wide", "consume_gradients", "turn // STAGES_O & 1", "0"),
+]
+
+
+def mistaken() -> Case:
+    """A case that what is planted must break: more tiles than buffers."""
+    return make_case(Shape(1, 260, 150, 1, 1, 48), torch.bfloat16, "cpu", ("causal",))
+
+
+@kinds
+def test_backward_without_a_mistake(tile, backward, reverse):
+    backward(KINDS[tile], reverse)
+    check(mistaken())
+
+
+@pytest.mark.parametrize(
+    ("tile", "function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40]
+)
+def test_backward_with_a_mistake(tile, function, right, wrong, backward):
+    def serve(reverse):
+        backward(KINDS[tile], reverse).plant(function, right, wrong)
+
+    assert caught(serve, mistaken(), grad=True)

@@ -1,0 +1,176 @@
+"""The kernel for Hopper, run on a CPU by ``_gluon``: numbers, pages, and that its barriers matter.
+
+Tiles are those that serve calls, but for the keys of a step: short sequences are to have many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from prefix_prefill import _ops, api
+from prefix_prefill._configs import hopper_tile
+from prefix_prefill._forms import Memory
+
+from ._budget import assert_same
+from ._numerics import NAN, Case, Problem, check, make_case, run
+
+pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+
+# more queries than keys, tails, no key, no query, and one that another tile may serve
+LENGTHS = ((130, 300), (1, 90), (0, 5), (140, 60), (33, 33), (20, 0))
+
+
+@pytest.fixture(params=[True, False], ids=["copies_first", "copies_last"])
+def reverse(request):
+    """Which partition goes ahead of the others as far as the barriers let it."""
+    return request.param
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Return a function that has one kernel serve what it may of a call, in two programs."""
+    from prefix_prefill._kernels import forward, hopper_prefill, tiled
+
+    from ._gluon import Kernel
+
+    real = hopper_prefill.prefill_kernel
+    ticket = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(forward, "takes_hopper", lambda *_: True)
+    monkeypatch.setattr(tiled, "_count_processors", lambda _: 2)
+    for name in ("new_ticket", "kept_ticket"):
+        monkeypatch.setattr(hopper_prefill, name, lambda _: ticket)
+    kernels = []
+
+    def serve(reverse=True, block_n=32):
+        monkeypatch.setattr(api, "_known", Memory())
+        monkeypatch.setattr(
+            hopper_prefill, "hopper_tile", lambda d: replace(hopper_tile(d), block_n=block_n)
+        )
+        kernels.append(Kernel(real, reverse))
+        monkeypatch.setattr(hopper_prefill, "prefill_kernel", kernels[-1])
+        return kernels[-1]
+
+    yield serve
+    assert all(kernel.launches for kernel in kernels)
+    assert not ticket.any() or any(kernel.faults for kernel in kernels)
+
+
+CASES = [
+    (Problem(LENGTHS, 4, 2, 64, page=16, padding=7), (), (-1, -1)),
+    (Problem(LENGTHS, 3, 1, 48, page=48), ("alibi", "sinks"), (-1, 0)),
+    (Problem(LENGTHS, 8, 1, 128, page=128), ("full", "softcap"), (-1, -1)),
+    (Problem(LENGTHS, 2, 2, 80, page=16), (), (40, -1)),
+    (Problem(LENGTHS, 4, 1, 256, page=48), ("full", "sinks"), (61, 3)),
+    (Problem(LENGTHS, 2, 1, 64, page=128, padding=3), ("full", "alibi_batch"), (14, 14)),
+]
+
+
+@pytest.mark.parametrize(("problem", "features", "window"), CASES, ids=str)
+def test_prefill(problem, features, window, serve, reverse):
+    serve(reverse)
+    case = make_case(problem, torch.bfloat16, "cpu", features)
+    check(case.with_options(num_splits=1, window_size=window))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [16, 48, 256])
+def test_tiles_that_serve_calls(head_dim, page, serve):
+    serve(block_n=hopper_tile(head_dim).block_n)
+    problem = Problem(((70, 400), (17, 17)), 2, 1, head_dim, page)
+    case = make_case(problem, torch.float16, "cpu")
+    check(case.with_options(num_splits=1, window_size=(150, 0)))
+
+
+@pytest.mark.parametrize("page", [16, 48, 128])
+def test_poison(page, serve):
+    """NaN before the first window, pages that are gone, NaN behind the queries."""
+    serve()
+    problem = Problem(((130, 400), (40, 300)), 4, 2, 64, page, padding=50)
+    case = make_case(problem, torch.bfloat16, "cpu")
+    case = case.with_options(num_splits=1, window_size=(50, 0))
+    want = run(case)
+    bad = {name: t.clone() for name, t in case.inputs.items()}
+    bad["q"][170:] = NAN
+    table = case.options["block_table"].clone()
+    for b, (queries, keys) in enumerate(problem.lengths):
+        unseen = keys - queries - 50
+        for name in ("k_cache", "v_cache"):
+            for key in range(unseen):
+                bad[name][table[b, key // page], key % page] = NAN
+        table[b, : unseen // page] = 2**30
+        table[b, -(-keys // page) :] = -(2**30)
+    assert_same(run(case.with_inputs(**bad).with_options(block_table=table)), want)
+
+
+def test_the_pages_of_others_are_not_read(serve):
+    serve()
+    problem = Problem(((130, 300), (70, 200), (40, 100)), 2, 1, 64, 16)
+    case = make_case(problem, torch.bfloat16, "cpu").with_options(num_splits=1)
+    want = run(case)
+    bad = {name: t.clone() for name, t in case.inputs.items()}
+    bad["q"][:130] = bad["q"][200:] = NAN
+    table = case.options["block_table"].clone()
+    table[[0, 2]] = table.max()  # a page without a key
+    got = run(case.with_inputs(**bad).with_options(block_table=table))
+    assert torch.equal(got["out"][130:200], want["out"][130:200])
+    assert torch.equal(got["lse"][:, 130:200], want["lse"][:, 130:200])
+
+
+# function, what it says, what a mistake would be
+ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
+WAIT_V = "mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
+WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
+MISTAKES = [
+    ("_look_up", " & (key + PIECE > first)", " & (key >= first)"),
+    ("_copy_pages", "key % PAGE", "0"),
+    ("_copy_pages", "mbarrier.expect(full, desc.block_type.nbytes * (BLOCK_N // PIECE))", "pass"),
+    ("_copy_pages", "gl.minimum(last - key, PIECE)", "PIECE"),
+    ("produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("produce", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)", "pass"),
+    ("produce", "pages_v = pages", "pass"),
+    ("produce", "mbarrier.wait(q_empty.index(w), (count & 1) ^ 1)", "pass"),
+    ("_receive", "mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)", "pass"),
+    ("_receive", "mbarrier.arrive(tile_empty.index(slot), count=1)", "pass"),
+    ("_attend", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
+    ("_attend", "turn // STAGES_K & 1", "(turn // STAGES_K & 1) ^ 1"),
+    ("_attend", WAIT_V, "pass"),
+    ("_attend", WAIT_S, "pass"),
+    ("_attend", WAIT_S, "barrier_arrive(EMPTY + stage, PARTIES, 4); " + WAIT_S),
+    ("_attend", "barrier_arrive_after(sums, EMPTY + stage, PARTIES)", "pass"),
+    ("_attend", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
+    ("_attend", WAIT_V, WAIT_V + "; " + ARRIVE_V),
+    ("_attend", "barrier_arrive(TURN + (W + 1) % 2, 256, 4)", "pass"),
+    ("_consume", "mbarrier.wait(q_full.index(W), count & 1)", "pass"),
+    ("_consume", "mbarrier.arrive(q_empty.index(W), count=1)", "pass"),
+    ("_consume", "hopper.fence_async_shared()", "pass"),
+    ("_consume", "tma.store_wait(0)", "pass"),
+    ("_consume", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("prefill_kernel", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
+]
+
+
+def mistaken() -> Case:
+    """A case that what is planted must break: more tiles than buffers, and pages that are gone."""
+    case = make_case(Problem(((300, 350), (70, 115)), 2, 1, 48, 48), torch.bfloat16, "cpu")
+    case.options["block_table"][:, 8:] = 2**24
+    return case.with_options(num_splits=1, window_size=(90, 0))
+
+
+def test_without_a_mistake(serve, reverse):
+    serve(reverse)
+    check(mistaken())
+
+
+@pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
+def test_a_mistake_is_seen(function, right, wrong, serve):
+    """By one order of the partitions or the other."""
+    seen = False
+    for reverse in (True, False):
+        serve(reverse).plant(function, right, wrong)
+        try:
+            check(mistaken())
+        except (AssertionError, RuntimeError):
+            seen = True
+    assert seen
