@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attn_common import Platform, detect
+from attn_common import Platform, detect, has_gluon
 from attn_common import platform as module
 
 KIB = 1024
@@ -282,3 +282,24 @@ def test_a_wrong_override_is_an_error_at_the_call(monkeypatch):
     monkeypatch.setenv("ATTN_COMMON_PLATFORM", "gfx942")
     with pytest.raises(ValueError, match="vendor must be one of"):
         detect("cpu")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [object(), None, ModuleNotFoundError("no triton")],
+    ids=["there", "missing", "no triton"],
+)
+def test_gluon_is_looked_for_once(answer, monkeypatch):
+    asked = []
+
+    def find_spec(name):
+        asked.append(name)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(module, "_GLUON", [])
+    monkeypatch.setattr(module.importlib.util, "find_spec", find_spec)
+    expected = answer is not None and not isinstance(answer, Exception)
+    assert (has_gluon(), has_gluon()) == (expected, expected)
+    assert asked == ["triton.experimental.gluon.nvidia.hopper"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 from dataclasses import dataclass
@@ -106,6 +107,24 @@ def detect(device: torch.device | str | None = None) -> Platform:
 # no functools.cache: torch.compile looks through it, warns, and asks the machine each time
 _FOUND: dict[torch.device | str | None, Platform] = {}
 detect.cache_clear = _FOUND.clear  # type: ignore[attr-defined]
+
+
+def has_gluon() -> bool:
+    """Say whether the installed Triton has Gluon, its lower-level language, for Hopper.
+
+    Looking for it imports Triton. The answer is kept; without Triton it is no.
+    """
+    if not _GLUON:
+        try:
+            found = importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper")
+        except ImportError:  # a part before the last is missing
+            found = None
+        _GLUON.append(found is not None)
+    return _GLUON[0]
+
+
+# the answer, once it is known; kept as that of ``detect`` is
+_GLUON: list[bool] = []
 
 
 def _look(device: torch.device | str | None) -> Platform:

@@ -8,11 +8,10 @@ would then depend on its neighbours in the batch.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from dataclasses import dataclass
 
-from attn_common import Platform, detect, next_power_of_2
+from attn_common import Platform, detect, has_gluon, next_power_of_2
 
 from ._arguments import FP32_TINY
 from ._call import Options, Pattern, Tensors
@@ -323,15 +322,6 @@ def suits_hopper(
         and (block_k <= block_q or not causal)
         and has_gluon()
     )
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether this Triton has the language that the kernel for Hopper is written in."""
-    try:
-        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-    except ImportError:  # of a part before the last
-        return False
 
 
 @functools.cache

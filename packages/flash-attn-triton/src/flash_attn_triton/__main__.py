@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from attn_common import Platform, detect
+from attn_common import Platform, detect, has_gluon
 from torch import Tensor
 
 from . import __version__, flash_attn_func, flash_attn_varlen_func
@@ -23,7 +23,6 @@ from ._configs import (
     backward_dkdv_tile,
     backward_dq_tile,
     forward_tile,
-    has_gluon,
 )
 from ._forms import interpreted
 from .reference import attention_reference, varlen_attention_reference

@@ -8,12 +8,11 @@ the batch.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from dataclasses import dataclass, replace
 
 import torch
-from attn_common import Platform, detect, next_power_of_2
+from attn_common import Platform, detect, has_gluon, next_power_of_2
 
 from ._arguments import FP32_TINY
 from ._call import Options, Tensors
@@ -221,7 +220,6 @@ def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsi
 # for comparisons, and in case of doubt: the portable kernels serve every call
 HOPPER = os.environ.get("FLASH_ATTN_TRITON_HOPPER", "1") != "0"
 
-
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -287,15 +285,6 @@ def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] 
         and options.dropout_p == 0.0
         and has_gluon()
     )
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether this Triton has the language that the kernels for Hopper are written in."""
-    try:
-        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-    except ImportError:  # of a part before the last
-        return False
 
 
 # queries of a sequence of which a large part lies on the diagonal's tiles

@@ -8,11 +8,10 @@ the number of sequences: a sequence's result would then depend on its neighbours
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from dataclasses import dataclass, replace
 
-from attn_common import Platform, cdiv, next_power_of_2, round_up
+from attn_common import Platform, cdiv, has_gluon, next_power_of_2, round_up
 
 # the interpreter and the MMA instructions take no smaller side
 MIN_TILE = 16
@@ -175,15 +174,6 @@ def takes_hopper_walk(platform: Platform, d: int, e: int, dtype: str) -> bool:
         and padded_head_dim(e) >= 64
         and has_gluon()
     )
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether this Triton has the language that the kernel for Hopper is written in."""
-    try:
-        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-    except ImportError:  # of a part before the last
-        return False
 
 
 def hopper_tile(block_e: int) -> HopperTile:

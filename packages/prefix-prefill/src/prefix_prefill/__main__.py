@@ -13,11 +13,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from attn_common import Platform, detect
+from attn_common import Platform, detect, has_gluon
 from torch import Tensor
 
 from . import __version__, paged_attn_func, reshape_and_cache, shared_prefix_attn_func
-from ._configs import HOPPER, has_gluon, long_tile, short_tile, short_tokens
+from ._configs import HOPPER, long_tile, short_tile, short_tokens
 from ._ops import interpreted
 from .reference import paged_attention_reference
 

@@ -9,12 +9,11 @@ unless the caller fixes it.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 from dataclasses import dataclass
 
 import torch
-from attn_common import Platform, cdiv, detect, next_power_of_2
+from attn_common import Platform, cdiv, detect, has_gluon, next_power_of_2
 from torch import Tensor
 
 from ._arguments import FP32_TINY
@@ -295,15 +294,6 @@ def _is_mappable(cache: Tensor) -> bool:
         and (cache.shape[0] == 1 or (page > 0 and page % slot == 0))
         and rows_of_cache(cache) < MAX_ROWS
     )
-
-
-@functools.cache
-def has_gluon() -> bool:
-    """Whether this Triton has the language that the kernel for Hopper is written in."""
-    try:
-        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-    except ImportError:  # of a part before the last
-        return False
 
 
 @dataclass(frozen=True)
