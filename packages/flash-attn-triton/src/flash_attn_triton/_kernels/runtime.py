@@ -73,9 +73,11 @@ class Launch:
             ready.kernel[grid, 1, 1](*tensors, *numbers, *ready.padding)
         else:
             kernel = ready.kernel
+            # by their addresses: of a tensor, the launcher asks the driver whether it may read it
+            places = [t.data_ptr() if t.__class__ is Tensor else t for t in tensors]
             ready.run(
                 grid, 1, 1, ready.stream(ready.device), kernel.function, kernel.packed_metadata,
-                None, None, None, *tensors, *numbers, *ready.padding,
+                None, None, None, *places, *numbers, *ready.padding,
             )  # fmt: skip
 
     def _look_up(
