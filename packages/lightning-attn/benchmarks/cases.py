@@ -107,7 +107,7 @@ CROSSOVER = tuple(
     for heads in (1, 8, 16, 32, 48, 64, 96)
     for schedule in ("sequential", "parallel")
 )  # fmt: skip
-PROBLEMS = (*CROSSOVER, *PACKED, *GRID)
+PROBLEMS = (*GRID, *PACKED, *CROSSOVER)
 DECODE = (
     DecodeProblem("decode-b1", 1),
     DecodeProblem("decode-b32", 32),
