@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 import textwrap
 import types
@@ -140,6 +141,22 @@ def _exchange(pointer: Pointer, value: Any, sem: str = "") -> Register:
     return old
 
 
+def _scan(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return torch.stack(list(itertools.accumulate(x.unbind(axis), combine)), axis)
+
+
+def _arithmetic(text: str, *values: Tensor) -> Register:
+    """Compute what a text does by which nobody waits for anybody."""
+    if "shfl.sync.idx" in text or text.startswith("mov.b32"):
+        return register(values[0])
+    if "setp.le.s32" in text:
+        s, low, high = values
+        return register(torch.where(low <= high, s, -torch.inf))
+    if "vote.sync.any" in text:
+        return register(values[0] * values[1])
+    raise NotImplementedError(text)
+
+
 class Language:
     """Names of Gluon, for one program at a time."""
 
@@ -171,10 +188,8 @@ class Language:
         elif "red.relaxed.gpu.global.add" in text:
             _add(first, values[1])
             first = values[1]
-        elif "shfl.sync.idx" in text:
-            return first
         else:
-            raise NotImplementedError(text)
+            return _arithmetic(text, *map(plain, values))
         return register(torch.zeros(first.shape, dtype=torch.int32))
 
     def _machine(self, name: str) -> Callable[..., Any]:
@@ -204,6 +219,7 @@ class Language:
             permute=lambda x, order: x.permute(order), convert_layout=lambda x, layout: x,
             join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1),
             load=_load, store=_store, atomic_add=_add, atomic_xchg=_exchange,
+            associative_scan=_scan,
             allocate_shared_memory=self._memory, inline_asm_elementwise=self._inline_asm,
             warp_specialize=self._machine("specialize"),
         )  # fmt: skip

@@ -16,11 +16,11 @@ from .hopper import (
     SLOTS,
     TURN,
     barrier_arrive,
-    barrier_arrive_after,
     barrier_sync,
     barriers,
     coordinates,
 )
+from .hopper_assembly import SLACK, hide_unless, in_pairs, shrink
 from .hopper_boxes import boxes_of
 from .hopper_producer import produce
 from .hopper_schedule import (
@@ -69,7 +69,7 @@ def _mask(
         if ROW_MEMBERS > 1:
             reach = gl.where(((pick(members, i) >> bits) & 1) != 0, reach, -1)
         limit = gl.where((col // BLOCK_K == i)[None, :], reach[:, None], limit)
-    return gl.where((col % BLOCK_K)[None, :] <= limit, s, NEG_INF)
+    return hide_unless(s, (col % BLOCK_K)[None, :], limit)
 
 
 @gluon.jit
@@ -119,9 +119,11 @@ def _attend(
         o = hopper.warpgroup_mma(p, v_s.index(stage_v), o, is_async=True)
         barrier_arrive(TURN + (W + 1) % 2, 256, 4)
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
+        barrier_arrive(EMPTY + stage, PARTIES, 4)
         if MASKED:
             s = _mask(s, items, members, last_seen, bits, BLOCK_K, PER_STEP, ROW_MEMBERS)
-        m_new = gl.maximum(m, gl.max(s, 1) * factor)
+        top = gl.max(s, 1) * factor
+        m_new = gl.where(top - m > SLACK, top, m)
         pivot = m_new
         if MASKED:
             # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
@@ -129,13 +131,12 @@ def _attend(
         e = gl.exp2(s * factor - pivot[:, None])
         alpha = gl.exp2(m - pivot)
         sums = row_sums(e)
-        barrier_arrive_after(sums, EMPTY + stage, PARTIES)
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
         l = l * gl.convert_layout(alpha, L)[:, None] + sums
         m = m_new
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+        o = shrink(o, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None])
         p = gl.convert_layout(e.to(q_s.dtype), gl.DotOperandLayout(0, O, 2))
         turn += 1
     return o, m, l, p, turn
@@ -249,6 +250,7 @@ def _consume(
             W, True, ROWS, BLOCK_N, BLOCK_K, ROW_MEMBERS, HEAD_DIM, HEAD_DIM_V,
             STAGES_K, STAGES_V,
         )  # fmt: skip
+        p = in_pairs(p)
         o, m, l, p, turn = _attend(
             o, m, l, p, turn, 0, whole, first, seen, cut, count, items_ptr, members_ptr,
             q_s, k_s, v_s, k_full, v_full, last_seen, bits, factor,
