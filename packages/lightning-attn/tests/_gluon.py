@@ -157,6 +157,22 @@ def _arithmetic(text: str, *values: Tensor) -> Register:
     raise NotImplementedError(text)
 
 
+def _word_of_e4m3(values: list[Tensor]) -> Register:
+    """Round four numbers to a byte each of a word; what e4m3 does not reach becomes its largest."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    rounded = [plain(x).clamp(-limit, limit).to(torch.float8_e4m3fn) for x in values]
+    codes = torch.stack([x.view(torch.uint8) for x in rounded], -1)
+    return register(codes.contiguous().view(torch.int32).squeeze(-1))
+
+
+def _bytes_of_words(words: Tensor, dtype: torch.dtype) -> Register:
+    """Return the first byte of the first word, the second of the second, and so on by fours."""
+    codes = plain(words).contiguous().view(torch.uint8).view(*words.shape, 4)
+    place = torch.arange(words.shape[-1]) % 4
+    codes = codes.gather(-1, place.expand(words.shape)[..., None])
+    return register(codes.squeeze(-1).view(dtype))
+
+
 class Language:
     """Names of Gluon, for one program at a time."""
 
@@ -178,7 +194,7 @@ class Language:
         return Shared(memory.fill_(NAN) if memory.is_floating_point() else memory, self.machine)
 
     def _inline_asm(
-        self, text: str, _constraints: str, values: list[Any], *, pack: int, **_options: Any
+        self, text: str, _constraints: str, values: list[Any], *, pack: int, **options: Any
     ) -> Register:
         first = values[0]
         if "bar.sync" in text or "bar.arrive" in text:
@@ -188,6 +204,10 @@ class Language:
         elif "red.relaxed.gpu.global.add" in text:
             _add(first, values[1])
             first = values[1]
+        elif "cvt.rn.satfinite.e4m3x2.f32" in text:
+            return _word_of_e4m3(values)
+        elif text.startswith("mov.b32") and options["dtype"].primitive_bitwidth == 8:
+            return _bytes_of_words(first, options["dtype"].torch)
         else:
             return _arithmetic(text, *map(plain, values))
         return register(torch.zeros(first.shape, dtype=torch.int32))
@@ -200,9 +220,11 @@ class Language:
             name: Dtype(getattr(torch, name))
             for name in ("float32", "float16", "bfloat16", "int32", "int64")
         }
+        dtypes["float8e4nv"] = Dtype(torch.float8_e4m3fn)
         layout = types.SimpleNamespace(get_default_for=_none)
         gl = types.SimpleNamespace(
             **dtypes, constexpr=lambda x: x, static_range=range, static_assert=_static_assert,
+            assume=_none,
             NVMMADistributedLayout=_none, DotOperandLayout=_none, SliceLayout=_none,
             BlockedLayout=_none, SwizzledSharedLayout=_none, NVMMASharedLayout=layout,
             program_id=lambda axis: register(self.pid),
@@ -216,7 +238,7 @@ class Language:
             maximum=_binary(torch.maximum), minimum=_binary(torch.minimum),
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
             reshape=lambda x, shape: x.reshape(tuple(shape)),
-            permute=lambda x, order: x.permute(order), convert_layout=lambda x, layout: x,
+            permute=lambda x, order: x.permute(order), convert_layout=lambda x, *_, **__: x,
             join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1),
             load=_load, store=_store, atomic_add=_add, atomic_xchg=_exchange,
             associative_scan=_scan,

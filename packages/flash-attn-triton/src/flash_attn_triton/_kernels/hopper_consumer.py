@@ -348,7 +348,7 @@ def consume(
             size = scale_queries(q, scale * gl.load(factors))
             o, m, l, turn = walk_fp8(
                 turn, q, k_s, v_s, k_full, v_full, low, left, right, high, rows, len_k,
-                size, softcap, slope, window_left, window_right, W,
+                size, softcap, slope, window_left, window_right,
                 HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
                 HEAD_DIM, HEAD_DIM_V, STAGES_K, STAGES_V,
             )  # fmt: skip

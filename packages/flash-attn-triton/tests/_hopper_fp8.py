@@ -1,0 +1,35 @@
+"""The plan for FP8 on Hopper of the arguments of the public functions."""
+
+from __future__ import annotations
+
+import torch
+from flash_attn_triton._call import Options, Tensors
+from flash_attn_triton._configs import takes_hopper_forward
+from flash_attn_triton._kernels.hopper_launch import HopperForwardPlan
+from flash_attn_triton._kernels.launch import readable
+
+from ._numerics import Case
+
+HOPPER = "nvidia:sm_90"
+E4M3 = torch.float8_e4m3fn
+
+
+def plan(case: Case, out_dtype: torch.dtype = torch.bfloat16) -> tuple[HopperForwardPlan, Tensors]:
+    """Return the plan of a case that the kernel takes, and its tensors."""
+    options = dict(case.options)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        options.pop(name, None)
+    left, right = options.pop("window_size", (-1, -1))
+    if options.pop("causal", False):
+        right = 0
+    scale = options.pop("softmax_scale", case.inputs["q"].shape[-1] ** -0.5)
+    numbers = Options(scale, left, right, options.pop("softcap", 0.0), 0.0)
+    x = readable(Tensors(**case.inputs, **options))
+    assert takes_hopper_forward(x, numbers, out_dtype)
+    return HopperForwardPlan(x, numbers, out_dtype, is_kept=x.q.is_cuda), x
+
+
+def launch(case: Case) -> dict[str, torch.Tensor]:
+    """Launch the kernel with the arguments of the public functions."""
+    made, x = plan(case)
+    return dict(zip(("out", "lse"), made.forward(x), strict=True))

@@ -1,0 +1,169 @@
+"""The forward in FP8 for Hopper, run on a CPU by ``_gluon``: numbers, and that barriers matter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from flash_attn_triton import _ops
+from flash_attn_triton._configs import HopperTile, hopper_tile
+
+from ._budget import Maker, assert_same, offsets
+from ._numerics import Case, Shape, run
+from .test_fp8 import assert_accurate, make
+from .test_gluon import ARRIVE_V, WAIT_V, forward, reverse
+
+__all__ = ["forward", "reverse"]  # fixtures
+
+pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+
+E4M3 = torch.float8_e4m3fn
+# as the tile that serves calls, but for the keys of a step: short sequences are to have many
+TILE = HopperTile(2, 32, 2, 3)
+FEATURES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (70, 20)},
+    "window_left": {"window_size": (40, -1)},
+    "softcap": {"causal": True, "softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("shape", [Shape(1, 150, 200, 2, 1, 128), Shape(2, 200, 70, 1, 1, 48)])
+def test_forward(shape, name, forward, reverse):
+    forward(TILE, reverse)
+    assert_accurate(make(shape, E4M3, "cpu", "per_head", **FEATURES[name]), E4M3)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_tile_that_serves_calls(causal, forward):
+    forward(hopper_tile(128, causal, itemsize=1))
+    case = make(Shape(1, 270, 700, 2, 1, 128), E4M3, "cpu", "scalar", causal=causal)
+    assert_accurate(case, E4M3)
+
+
+def test_sinks_and_alibi(forward, reverse):
+    forward(TILE, reverse)
+    m = Maker("cpu", torch.float32, seed=3)
+    case = make(
+        Shape(2, 150, 200, 4, 2, 64), E4M3, "cpu", "per_head",
+        sinks=m.randn(4), alibi_slopes=m.uniform(2, 4, low=0.01, high=0.1), causal=True,
+    )  # fmt: skip
+    assert_accurate(case, E4M3)
+
+
+@pytest.mark.parametrize("sign", [(-1, 1), (1, -1), (0, 1)], ids=str)
+def test_negative_and_zero_descales(sign, forward):
+    forward(TILE)
+    case = make(Shape(1, 150, 200, 4, 2, 64), E4M3, "cpu", "per_head", causal=True)
+    changes = {
+        f"{name}_descale": case.options[f"{name}_descale"] * torch.tensor([1.0, factor])
+        for name, factor in zip("qk", sign, strict=True)
+    }
+    assert_accurate(case.with_options(**changes), E4M3)
+
+
+@pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (40, 0)], ids=str)
+def test_packed_tensors_are_their_sequences(window_size, forward, reverse):
+    """Bit for bit; then with NaN in keys that no query sees."""
+    forward(TILE, reverse)
+    lengths_q, lengths_k, used = (130, 0, 200, 70), (100, 5, 150, 40), (90, 3, 150, 33)
+    m = Maker("cpu", torch.float32)
+    q, k, v = (
+        m.randn(sum(lengths) + 20, heads, 64).to(E4M3)
+        for lengths, heads in ((lengths_q, 2), (lengths_k, 1), (lengths_k, 1))
+    )
+    options = {"window_size": window_size, "k_descale": m.uniform(4, 1, low=0.5, high=1.5)}
+    ends = offsets(lengths_q, "cpu"), offsets(lengths_k, "cpu")
+    case = Case(
+        {"q": q, "k": k, "v": v},
+        {
+            "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "max_seqlen_q": 200,
+            "max_seqlen_k": 150, "seqused_k": torch.tensor(used, dtype=torch.int32), **options,
+        },
+        packed=True,
+    )  # fmt: skip
+    want = run(case, grad=False)
+    assert not want["out"][sum(lengths_q) :].any()
+    unseen = torch.ones(len(k), dtype=torch.bool)
+    for b, (n, count) in enumerate(zip(lengths_q, used, strict=True)):
+        tokens = slice(int(ends[0][b]), int(ends[0][b]) + n)
+        first = int(ends[1][b])
+        if n:
+            keys = slice(first, first + count)
+            alone = Case(
+                {"q": q[None, tokens], "k": k[None, keys], "v": v[None, keys]},
+                {**options, "k_descale": options["k_descale"][b : b + 1]},
+            )
+            got = run(alone, grad=False)
+            assert torch.equal(got["out"][0], want["out"][tokens])
+            assert torch.equal(got["lse"][0], want["lse"][:, tokens])
+        ahead = 0 if window_size[0] < 0 else max(0, count - n - window_size[0])
+        unseen[first + ahead : first + count] = n == 0
+    bad = {"k": k.view(torch.uint8).clone(), "v": v.view(torch.uint8).clone()}
+    for t in bad.values():
+        t[unseen] = 0x7F  # NaN
+    poisoned = case.with_inputs(**{name: t.view(E4M3) for name, t in bad.items()})
+    assert_same(run(poisoned, grad=False), want)
+
+
+def test_rows_without_a_key(forward, reverse):
+    forward(TILE, reverse)
+    case = make(Shape(1, 300, 70, 2, 1, 64), E4M3, "cpu", "scalar", causal=True)
+    got = run(case, grad=False)
+    assert not got["out"][:, :230].any()
+    assert (got["lse"][:, :, :230] == -math.inf).all()
+
+
+# function, what it says, what a mistake would be
+MISTAKES = [
+    ("walk_fp8", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
+    ("walk_fp8", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
+    ("walk_fp8", "part = hopper.warpgroup_mma_wait(0, deps=(part,))", "pass"),
+    (
+        "walk_fp8",
+        "o, m, l, words, shrink, turn, right, high - 1,",
+        "o, m, l, words, shrink, turn, right, high,",
+    ),
+    ("walk_fp8", "l * UNIT", "l"),
+    ("_fold", "turn // STAGES_K & 1)", "(turn // STAGES_K & 1) ^ 1)"),
+    ("_fold", WAIT_V, "pass"),
+    ("_fold", "mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))"),
+    ("_fold", "part = hopper.warpgroup_mma_wait(0, deps=(part,))", "pass"),
+    ("_fold", "shrink = alpha", "pass"),
+    ("_fold", ARRIVE_V, "pass"),
+    ("_fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),
+    ("_fold", "(end - 1 - step)", "(end - step)"),
+    ("_fold", "gl.where(m_new == NEG_INF, 0.0, m_new)", "m_new"),
+    ("pack", "[0, 1, 3, 2, 4]", "[0, 1, 3, 4, 2]"),
+    ("add", "[:, None] + part", "[:, None] - part"),
+    ("scale_queries", "-1.0, scale", "1.0, scale"),
+    ("scale_queries", "hopper.fence_async_shared()", "pass"),
+    ("factors_of", "// GROUP)", "// 1)"),
+]
+
+
+def mistaken() -> Case:
+    """A case that what is planted must break: more tiles than buffers, rows without a key."""
+    case = make(Shape(1, 500, 400, 2, 1, 48), E4M3, "cpu", "per_head", window_size=(200, 0))
+    return case.with_options(q_descale=-case.options["q_descale"])
+
+
+def test_forward_without_a_mistake(forward, reverse):
+    forward(TILE, reverse)
+    assert_accurate(mistaken(), E4M3)
+
+
+@pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
+def test_forward_with_a_mistake(function, right, wrong, forward):
+    def is_seen(reverse):
+        forward(TILE, reverse).plant(function, right, wrong)
+        try:
+            assert_accurate(mistaken(), E4M3)
+        except (AssertionError, RuntimeError):
+            return True
+        return False
+
+    assert is_seen(True) or is_seen(False)
