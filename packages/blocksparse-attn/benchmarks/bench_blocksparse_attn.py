@@ -123,7 +123,7 @@ def building_times(device: str, tokens: int) -> list[Row]:
             took.append((time.perf_counter() - started) * 1e3)
         rows.append({"case": f"{name}-{tokens}-h32", "ms": min(took)})
         if name == "layout":
-            for kind in ("tall", "short", "dq", "dkdv"):
+            for kind in ("tall", "short", "dq", "dkdv", "pairs"):
                 started = time.perf_counter()
                 _plans.lists_for(layout, kind, 4, 128, 2, True)
                 if where == "cuda":

@@ -59,20 +59,22 @@ class Ours(Provider):
 
 
 class Portable(Provider):
-    """What serves other GPUs, and on Hopper what its own kernel does not take."""
+    """What serves other GPUs, and on Hopper what its own kernels do not take."""
 
-    name, label = "portable", "blocksparse-attn, portable kernel"
+    name, label = "portable", "blocksparse-attn, portable kernels"
 
     def prepare(self, case: Case, inputs: Inputs) -> Run:
         from blocksparse_attn import _configs, blocksparse_attn_func
 
-        if case.way != "fwd" or case.family == "decode":
+        if case.family == "decode":
             raise UnsupportedError("is what ours is")
         layout = copy.copy(inputs.layout)  # not planned yet
-        run = with_autograd(case, inputs, lambda q, k, v: blocksparse_attn_func(q, k, v, layout))
         before, _configs.HOPPER = _configs.HOPPER, False
         try:
-            run()  # what is planned now is kept with the layout
+            run = with_autograd(
+                case, inputs, lambda q, k, v: blocksparse_attn_func(q, k, v, layout)
+            )
+            run()  # what is planned now is kept with the layout, and a backward with its forward
         finally:
             _configs.HOPPER = before
         return run

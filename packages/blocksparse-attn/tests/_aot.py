@@ -115,6 +115,6 @@ def launch_backward(config: Config, seqlen: int = 1024) -> None:
     lse = torch.empty(lse_size, device="meta")
     launch(
         out, q, k, v, out, lse, lse, t["cu_seqlens_q"], t["cu_seqlens_k"], config.lists("dq"),
-        config.lists("dkdv"), *config.layout(seqlen), seqlen, seqlen, config.head_dim**-0.5,
+        config.lists("dkdv"), (), *config.layout(seqlen), seqlen, seqlen, config.head_dim**-0.5,
         config.causal,
     )  # fmt: skip

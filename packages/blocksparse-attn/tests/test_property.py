@@ -130,12 +130,18 @@ def test_fixed_length(data, form, batch, device):
 def test_packed(data, form, batch, device):
     lengths_q = tuple(data.draw(LENGTHS) for _ in range(batch))
     lengths_k = tuple(data.draw(KEYS) for _ in range(batch))
+    is_self = data.draw(st.booleans(), label="self-attention")
+    if is_self:
+        lengths_q = lengths_k
     padding = data.draw(st.sampled_from([0, 0, 1, 20]))
     shape = Packed(lengths_q, lengths_k, *form.heads, *form[1:3], padding)
     layout = data.draw(layouts(form, max(lengths_k, default=0))).to(device)
     splits = data.draw(st.sampled_from([0, 1, 3]))
     case = make_packed(shape, form.dtype, device, causal=form.causal)
     case = case.with_options(layout=layout, num_splits=splits)
+    if is_self:
+        # one tensor for both, as the backward for Hopper wants them
+        case = case.with_options(cu_seqlens_k=case.options["cu_seqlens_q"])
     apart(check, case)
     page = data.draw(st.sampled_from([None, 1, 7, 16]))
     if page is not None:

@@ -23,9 +23,11 @@ from ._configs import (
     Shape,
     backward_dkdv_tile,
     backward_dq_shape,
+    hopper_backward_tile,
     hopper_shape,
     short_shape,
     suits_hopper,
+    suits_hopper_backward,
     tall_shape,
 )
 from ._forms import interpreted
@@ -59,6 +61,9 @@ def describe(platform: Platform) -> None:
                 ("dq", backward_dq_shape(*choice, False, True)),
             ):
                 print(f"    {kind}: {_shown(shape)}")
+            if suits_hopper_backward(platform, head_dim, dtype.itemsize, 64, 64):
+                stages = hopper_backward_tile(head_dim).stages_q
+                print(f"    backward for Hopper: 64 queries x 128 keys, {stages} stages")
             tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize, 64)
             print(f"    dk, dv: {tile.block_n} keys x {tile.block_m} queries")
 

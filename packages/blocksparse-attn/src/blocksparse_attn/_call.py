@@ -52,6 +52,8 @@ class Walks(NamedTuple):
     short: tuple[Tensor, ...] = ()
     by_query: tuple[Tensor, ...] = ()
     by_key: tuple[Tensor, ...] = ()
+    # as :class:`._pairs.Pairs`: of the backward for Hopper
+    pairs: tuple[Tensor, ...] = ()
 
 
 class Checked(NamedTuple):

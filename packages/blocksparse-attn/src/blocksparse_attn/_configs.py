@@ -11,6 +11,7 @@ import functools
 import os
 from dataclasses import dataclass
 
+import torch
 from attn_common import Platform, detect, has_gluon, next_power_of_2
 
 from ._arguments import FP32_TINY
@@ -51,6 +52,14 @@ class HopperTile:
     def registers(self) -> int:
         """Registers a thread, at the start."""
         return 65536 // (128 * 3) // 8 * 8
+
+
+@dataclass(frozen=True)
+class HopperBackwardTile:
+    """How many steps the copies of the backward for Hopper are ahead."""
+
+    stages_q: int
+    stages_o: int
 
 
 @dataclass(frozen=True)
@@ -322,6 +331,60 @@ def suits_hopper(
         and (block_k <= block_q or not causal)
         and has_gluon()
     )
+
+
+def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
+    """Say whether the backward for Hopper serves calls of a form; the portable one has the rest.
+
+    It adds to gradients in no fixed order, so it is not for whom PyTorch promises what repeats. Of
+    packed calls, whose lengths are no part of the form, it serves those that ``is_covered`` says.
+    """
+    return (
+        suits_hopper_backward(
+            detect(x.q.device), max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(),
+            pattern.block_q, pattern.block_k,
+        )
+        and x.block_table is None
+        and pattern.rows * pattern.block_q < 2**22  # as many as items can tell apart
+        and not repeats()
+        and (x.cu_seqlens_q is not None or is_covered(pattern, x.k.shape[-3], 1))
+    )  # fmt: skip
+
+
+def is_covered(pattern: Pattern, tokens: int, sequences: int) -> bool:
+    """Say whether sequences are, in the mean, a good part of what the layout covers.
+
+    Each has all programs of the layout, also those that then find nothing to do.
+    """
+    return sequences * pattern.cols * pattern.block_k <= 4 * tokens
+
+
+def repeats() -> bool:
+    """Say whether PyTorch was asked for results that repeat bit for bit."""
+    # dynamo does not know of the second switch
+    return torch.are_deterministic_algorithms_enabled() and (
+        torch.compiler.is_compiling() or not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
+def suits_hopper_backward(
+    platform: Platform, head_dim: int, itemsize: int, block_q: int, block_k: int
+) -> bool:
+    """Say whether the backward for Hopper takes calls of a form, by the wider head dimension."""
+    return (
+        HOPPER
+        and platform.is_hopper
+        and itemsize == 2
+        and 32 < head_dim <= 128  # of less, half of a tile would be padding
+        and block_q % 64 == block_k % 64 == 0
+        and has_gluon()
+    )
+
+
+@functools.cache
+def hopper_backward_tile(head_dim: int) -> HopperBackwardTile:
+    """Return the tile for the wider of the two head dimensions."""
+    return HopperBackwardTile(4, 4)
 
 
 @functools.cache

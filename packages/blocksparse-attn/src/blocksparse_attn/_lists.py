@@ -31,8 +31,9 @@ class ListSpec(NamedTuple):
     by_key: bool
     span: int  # positions, or keys, of an owner
     group: int  # heads that share a list's key head
-    pack: int  # heads whose patterns a list unites
+    pack: int  # heads whose patterns a list unites, or, of pairs, that walk it in turn
     causal: bool
+    paired: bool = False  # see ``_pairs``
 
 
 class Entries(NamedTuple):

@@ -15,10 +15,11 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
-from ._configs import SHORT, walks_whole_blocks
+from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
 from ._forms import interpreted, is_plain, is_watched
 from ._lists import Lists, ListSpec
+from ._pairs import Pairs, sizes_of
 from ._plans import lists_for, make_lists, spec_of, walks_lists
 from .layout import BlockSparseLayout
 
@@ -44,7 +45,7 @@ torch.library.define(
     "blocksparse_attn::backward",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] by_query, Tensor[] by_key, "
-    f"{_LAYOUT}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"Tensor[] pairs, {_LAYOUT}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -70,7 +71,7 @@ def _spec(
 
 def _plan(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
-) -> Lists:
+) -> Lists | Pairs:
     spec = _spec(crow, block_q, block_k, rows_alike, *rest)
     return make_lists(crow, col, cols, (block_q, block_k), spec)
 
@@ -79,6 +80,8 @@ def _plan_fake(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     spec = _spec(crow, block_q, block_k, rows_alike, *rest)
+    if spec.paired:
+        return _pairs_fake(crow, col, cols, (block_q, block_k), spec)
     heads, rows = crow.shape[0], crow.shape[1] - 1
     blocks, side = (cols, block_k) if spec.by_key else (rows, block_q)
     lists = cdiv(heads, spec.group) * (1 if spec.by_key else cdiv(spec.group, spec.pack))
@@ -89,6 +92,19 @@ def _plan_fake(
         crow.new_empty((owners,), dtype=torch.int64),
         crow.new_empty((bound,), dtype=torch.int32),
         crow.new_empty((bound,), dtype=torch.int32),
+    )
+
+
+def _pairs_fake(
+    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    heads, nnz = col.shape
+    blocks, programs, entries = sizes_of(heads, nnz, cols, block_size, spec.group, spec.pack)
+    return (
+        crow.new_empty((4 * programs + 1,), dtype=torch.int64),
+        crow.new_empty((blocks,), dtype=torch.int64),
+        crow.new_empty((entries + 1,), dtype=torch.int32),
+        crow.new_empty((programs, 3), dtype=torch.int32),
     )
 
 
@@ -165,6 +181,7 @@ def _backward_cpu(
     cu_seqlens_k: Tensor | None,
     by_query: Sequence[Tensor],
     by_key: Sequence[Tensor],
+    pairs: Sequence[Tensor],
     crow: Tensor,
     col: Tensor,
     cols: int,
@@ -178,8 +195,9 @@ def _backward_cpu(
 ) -> Grads:
     if interpreted():
         return _backward_triton(
-            dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, crow, col,
-            cols, block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+            dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, pairs,
+            crow, col, cols, block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k,
+            softmax_scale, causal,
         )  # fmt: skip
     return attention_backward(
         dout, q, k, v, lse, dlse, cu_seqlens_q, cu_seqlens_k, crow, col, cols, (block_q, block_k),
@@ -226,12 +244,15 @@ def _walks(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Optio
     tall = "tall" if walks_whole_blocks(x, options) else "portable"
     is_tall = bounds.seqlen_q > SHORT
     is_short = not is_tall or x.cu_seqlens_q is not None
-    needs_grad = _needs_grad(x)
+    has_pairs = _needs_grad(x) and takes_hopper_backward(x, layout._pattern)
+    # which kernels serve a packed call depends on its lengths
+    is_portable = _needs_grad(x) and (not has_pairs or x.cu_seqlens_q is not None)
     return Walks(
         lists_for(layout, tall, *kind) if is_tall else (),
         lists_for(layout, "short", *kind) if is_short else (),
-        lists_for(layout, "dq", *kind) if needs_grad else (),
-        lists_for(layout, "dkdv", *kind) if needs_grad else (),
+        lists_for(layout, "dq", *kind) if is_portable else (),
+        lists_for(layout, "dkdv", *kind) if is_portable else (),
+        lists_for(layout, "pairs", *kind) if has_pairs else (),
     )
 
 
@@ -257,18 +278,20 @@ class _BlockSparseAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Take what is planned, or else the lists one by one, and how many belong together."""
         if planned is None:
-            tall, short, by_query, by_key = _parted(lists, counts)
+            tall, short, *others = _parted(lists, counts)
             out, lse = forward(
                 q, k, v, cu_seqlens_q, cu_seqlens_k, None, tall, short, crow, col, *pattern[2:],
                 *bounds, *options,
             )  # fmt: skip
         else:
-            by_query = by_key = []
+            others = []
             plan, walks = planned
             out, lse = plan.forward(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k), walks, bounds)
         ctx.save_for_backward(
-            q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, crow, col, *by_query, *by_key
-        )
+            q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, crow, col,
+            *(one for walk in others for one in walk),
+        )  # fmt: skip
+        ctx.counts = tuple(map(len, others))
         ctx.pattern, ctx.bounds, ctx.options, ctx.planned = pattern, bounds, options, planned
         ctx.set_materialize_grads(False)
         return out, lse
@@ -279,7 +302,7 @@ class _BlockSparseAttention(torch.autograd.Function):
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, crow, col, *lists = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        by_query, by_key = lists[: len(lists) // 2], lists[len(lists) // 2 :]
+        walked = _parted(tuple(lists), ctx.counts)
         nothing = (None,) * (len(ctx.needs_input_grad) - 3)
         if ctx.planned is not None:
             x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
@@ -287,9 +310,9 @@ class _BlockSparseAttention(torch.autograd.Function):
             is_planned = not is_watched() and is_plain(dout) and (dlse is None or is_plain(dlse))
             if is_planned and plan.fits(x):
                 return *plan.backward(x, walks, out, lse, dout, dlse), *nothing
-            by_query, by_key = list(walks.by_query), list(walks.by_key)
+            walked = [list(walk) for walk in walks[2:]]
         dq, dk, dv = backward(
-            dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, crow, col,
+            dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *walked, crow, col,
             *ctx.pattern[2:6], *ctx.bounds, *ctx.options[:2],
         )  # fmt: skip
         return dq, dk, dv, *nothing

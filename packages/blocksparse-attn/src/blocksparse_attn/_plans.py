@@ -19,11 +19,12 @@ from ._configs import (
 )
 from ._forms import interpreted
 from ._lists import Lists, ListSpec, key_lists, query_lists
+from ._pairs import SIDE, Pairs, key_pairs
 
 if TYPE_CHECKING:
     from .layout import BlockSparseLayout
 
-KINDS = ("tall", "portable", "short", "dq", "dkdv")
+KINDS = ("tall", "portable", "short", "dq", "dkdv", "pairs")
 # dynamo traces a constant, and no cached function
 _INTERPRETED = interpreted()
 
@@ -44,7 +45,8 @@ def spec_of(
 
     Args:
         kind: "tall" and "short", the forward's tiles of many queries and of a few; "portable",
-            of many queries for the calls that ``walks_whole_blocks`` refuses; "dq"; "dkdv".
+            of many queries for the calls that ``walks_whole_blocks`` refuses; "dq"; "dkdv";
+            "pairs", of the backward for Hopper.
         platform: where the kernel runs.
         head_dim: the wider of the two head dimensions.
         itemsize: bytes of a number.
@@ -55,6 +57,9 @@ def spec_of(
         rows_alike: whether neighbouring rows resemble each other.
         causal: whether what lies right of the diagonal is left out.
     """
+    if kind == "pairs":
+        own, turns = (1, group) if is_shared else (group, 1)
+        return ListSpec(True, 2 * SIDE, own, turns, causal, True)
     if kind == "dkdv":
         tile = backward_dkdv_tile(platform, head_dim, itemsize, block_q)
         return ListSpec(True, tile.block_n, 1 if is_shared else group, 1, causal)
@@ -71,8 +76,10 @@ def spec_of(
 
 def make_lists(
     crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
-) -> Lists:
+) -> Lists | Pairs:
     """Return the lists of a layout, in plain PyTorch on its device."""
+    if spec.paired:
+        return key_pairs(crow, col, cols, block_size, spec.group, spec.pack, spec.causal)
     if spec.by_key:
         return key_lists(crow, col, cols, block_size, spec.span, spec.group, spec.causal)
     return query_lists(crow, col, cols, block_size, spec.span, spec.group, spec.pack, spec.causal)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import _arguments, _checks, _ops
 from ._call import Bounds, Checked, Options, Tensors
-from ._configs import SHORT
+from ._configs import SHORT, repeats
 from ._forms import form_of
 from ._plans import is_capturing
 from .layout import BlockSparseLayout
@@ -33,7 +33,8 @@ def blocksparse_attn_func(
     keeps the block ``(i' // block_size[0], j // block_size[1])`` of its head, and, with ``causal``,
     ``j <= i'``. The output is the softmax of ``softmax_scale * q_i . k_j`` over what it sees, times
     ``v_j``. Work is proportional to the kept blocks, in both passes (FlashAttention: Dao et al.
-    2022, Dao 2023).
+    2022, Dao 2023). On Hopper gradients are added up in no fixed order, unless PyTorch is asked for
+    what repeats (``torch.use_deterministic_algorithms(True)``).
 
     Args:
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16 or fp32. ``head_dim`` is
@@ -63,7 +64,9 @@ def blocksparse_attn_func(
         NotImplementedError: on forward-mode differentiation.
     """
     _checks.check_is_layout(layout)
-    form = form_of((q, k, v), (), (softmax_scale, causal, num_splits, return_lse), packed=False)
+    form = form_of(
+        (q, k, v), (), (softmax_scale, causal, num_splits, return_lse, repeats()), packed=False
+    )
     x = Tensors(q, k, v)
     known = None if form is None else layout._calls.get(form)
     if known is None:
@@ -132,7 +135,7 @@ def blocksparse_attn_varlen_func(
     longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1
     form = form_of(
         (q, k, v), (cu_seqlens_q, cu_seqlens_k, block_table),
-        (softmax_scale, causal, num_splits, return_lse, longest), packed=True,
+        (softmax_scale, causal, num_splits, return_lse, repeats(), longest), packed=True,
     )  # fmt: skip
     if form is not None and k.shape[:1] != v.shape[:1]:
         form = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from attn_common import cdiv
+from attn_common import cdiv, detect
 from torch import Tensor
 
 from ._call import Checked, Pattern
@@ -102,7 +102,8 @@ class BlockSparseLayout:
             self._crow.shape[0] == 1, self._crow.shape[1] - 1, num_cols, *block_size, rows_alike,
             self._max_row,
         )  # fmt: skip
-        self._plans: dict[Any, Lists] = {}
+        # ``Lists``, or ``Pairs``
+        self._plans: dict[Any, tuple[Tensor, ...]] = {}
         self._calls: Memory[Checked] = Memory()
         self._hash: int | None = None
 
@@ -330,11 +331,17 @@ class BlockSparseLayout:
             backward: plan for gradients too. Default: False.
             paged: their keys are in pages. Default: False.
         """
+        from ._configs import suits_hopper_backward
         from ._plans import lists_for, walks_lists
 
         if walks_lists(self.device):
-            kinds = ("portable" if paged else "tall", "short")
-            for kind in (*kinds, "dq", "dkdv") if backward else kinds:
+            kinds = ["portable" if paged else "tall", "short"]
+            if backward:
+                kinds += ["dq", "dkdv"]
+                form = head_dim, dtype.itemsize, *self._block_size
+                if suits_hopper_backward(detect(self.device), *form):
+                    kinds.append("pairs")
+            for kind in kinds:
                 lists_for(self, kind, heads_q // heads_k, head_dim, dtype.itemsize, causal)
         return self
 
@@ -346,7 +353,7 @@ class BlockSparseLayout:
             self._plans["canonical"] = query_lists(
                 self._crow, self._col, self._num_cols, self._block_size, span, 1, 1, False
             )
-        return canonical(self._plans["canonical"])
+        return canonical(Lists(*self._plans["canonical"]))
 
     def _shape(self) -> tuple[Any, ...]:
         return (

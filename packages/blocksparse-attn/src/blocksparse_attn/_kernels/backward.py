@@ -81,6 +81,20 @@ def _row_numbers(
     return delta, lse2
 
 
+def launch_gradients(
+    plan: Plan, inputs: BackwardInputs, walks: Walks, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Fill ``dq``, ``dk`` and ``dv`` by the kernels that serve the call."""
+    if walks.pairs:
+        from .hopper_backward_launch import is_worth_it, launch_backward_hopper
+
+        if not walks.by_key or is_worth_it(plan, inputs):
+            launch_backward_hopper(plan, inputs, walks.pairs, dq, dk, dv)
+            return
+    launch_dkdv(plan, inputs, walks.by_key, dk, dv)
+    launch_dq(plan, inputs, walks.by_query, dq)
+
+
 def run_backward(
     plan: Plan,
     x: Tensors,
@@ -98,14 +112,13 @@ def run_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     delta, lse2 = _row_numbers(plan, out, dout, dlse, lse)
     inputs = BackwardInputs(q, k, v, dout, lse2, delta, (x.cu_seqlens_q, x.cu_seqlens_k))
-    launch_dkdv(plan, inputs, walks.by_key, dk, dv)
-    launch_dq(plan, inputs, walks.by_query, dq)
+    launch_gradients(plan, inputs, walks, dq, dk, dv)
     return dq, dk, dv
 
 
 def launch_backward(
-    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, crow, col, cols,
-    block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, pairs, crow, col,
+    cols, block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
 ):  # fmt: skip
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k))
@@ -113,11 +126,9 @@ def launch_backward(
         crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, cols
     )
     plan = Plan(x, pattern, Options(softmax_scale, causal, 1))
+    walks = Walks(by_query=tuple(by_query), by_key=tuple(by_key), pairs=tuple(pairs))
     # as wide as the values
     wide = x.v.shape[-1]
-    grads = run_backward(
-        plan, x, Walks(by_query=tuple(by_query), by_key=tuple(by_key)), widened(out, wide), lse,
-        widened(dout, wide), dlse,
-    )  # fmt: skip
+    grads = run_backward(plan, x, walks, widened(out, wide), lse, widened(dout, wide), dlse)
     widths = q.shape[-1], k.shape[-1], v.shape[-1]
     return tuple(map(first_columns, grads, widths))

@@ -81,6 +81,8 @@ class Plan:
             "PER_HEAD": not pattern.is_shared,
         }
         self._launches: dict[Any, Launch] = {}
+        # of the backward for Hopper: how the output's gradient lies, and the tensor maps
+        self.maps: tuple[Any, list[Any]] = (None, [])
         self._layout = layout_of(x)
 
     def fits(self, x: Tensors) -> bool:

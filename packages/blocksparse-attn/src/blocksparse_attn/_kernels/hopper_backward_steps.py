@@ -1,0 +1,214 @@
+"""The steps of the Hopper backward: what a warpgroup does for one block of queries.
+
+Of the five products of a step one is under way while a warpgroup computes: that of dp beside the
+exponentials, that of dv beside the gradient of the scores, and those of dk and of the next step's
+scores beside the addition to dq. A block of queries is both warpgroups', and each multiplies half
+of the columns of dq, or each has one of its own.
+"""
+
+from .gluon_compat import copy_out, gl, gluon, hopper, mbarrier
+from .hopper import EMPTY, TURN, barrier_arrive, barrier_sync
+from .hopper_schedule import pick
+
+# queries of a step, and keys of a warpgroup
+ROWS = gl.constexpr(64)
+# threads at the barrier of a stage: of both warpgroups, or of one, and of the copying warp
+BOTH = gl.constexpr(288)
+EITHER = gl.constexpr(160)
+# what is said of a block of queries: where its sums of dq are, and how far behind a query the keys
+# that it sees may be, as places in their blocks; of the first block, and of the second
+STEP_FIELDS = gl.constexpr(4)
+SUMS = gl.constexpr(0)
+REACH = gl.constexpr(1)
+
+
+@gluon.jit
+def add_to_memory(pointer, values):
+    """Add a warpgroup's 64 x N numbers to memory, in the order of its registers.
+
+    That is: panels of eight columns, warp, row of eight, pair of columns, half of the warp's
+    sixteen rows, column. Every thread has four neighbours of it, a warp 512 bytes.
+    """
+    PANELS: gl.constexpr = values.shape[1] // 8
+    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
+    values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [512 * PANELS])
+    index = gl.arange(0, 512 * PANELS, values.type.layout)
+    addresses = (pointer + index).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
+        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [addresses, values],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def write(gradient, desc, staging, where, WIDTH: gl.constexpr):
+    """Send a warpgroup's 64 rows of a gradient on their way."""
+    staging.reshape([ROWS, WIDTH]).store(gradient.to(staging.dtype))
+    hopper.fence_async_shared()
+    copy_out(desc, where, staging)
+
+
+@gluon.jit
+def probabilities(s, lse2, fields, factor, W: gl.constexpr, MASKED: gl.constexpr):
+    """Return the probabilities of scores [keys, queries]."""
+    S: gl.constexpr = s.type.layout
+    p = gl.exp2(s * factor - lse2[None, :])
+    if MASKED:
+        keys = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        rows = gl.arange(0, ROWS, gl.SliceLayout(0, S)) + pick(fields, REACH + W)
+        p = gl.where(keys[:, None] <= rows[None, :], p, 0.0)
+    return p
+
+
+@gluon.jit
+def walk(
+    dk, dv, s, turn, both, total, steps, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
+    fields_s, q_full, dout_full, factor,
+    W: gl.constexpr, MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
+):  # fmt: skip
+    """Add what so many blocks of queries contribute that both warpgroups multiply.
+
+    ``s`` holds the scores of the next one. From turn ``both`` on each warpgroup has its own.
+    """
+    S: gl.constexpr = s.type.layout
+    K: gl.constexpr = dk.type.layout
+    V: gl.constexpr = dv.type.layout
+    # either warpgroup has half of the columns of dq
+    WIDTH: gl.constexpr = HEAD_DIM // 2
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    dtype: gl.constexpr = q_s.dtype
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
+    zeros_q = gl.zeros([ROWS, WIDTH], gl.float32, Q)
+    for _step in range(steps):
+        # 0, but not for the compiler: what it can take out of the loop, it holds in registers
+        none = turn >> 30
+        k = k_s.index(W + none).reshape([ROWS, HEAD_DIM])
+        v = v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
+        stage = turn % STAGES_Q
+        stage_o = turn % STAGES_O
+        q = q_s.index(stage).reshape([ROWS, HEAD_DIM])
+        dout = dout_s.index(stage_o).reshape([ROWS, HEAD_DIM_V])
+        mbarrier.wait(dout_full.index(stage_o), turn // STAGES_O & 1)
+        delta = delta_s.index(stage_o).load(gl.SliceLayout(0, S))
+        # dp - delta, from a start at -delta
+        dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
+        fields = fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
+        lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
+        p = probabilities(s, lse2, fields, factor, W, MASKED)
+        p_v = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
+        dv = hopper.warpgroup_mma(p_v, dout, dv, is_async=True)
+        dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
+        ds = p * dp
+        if MASKED:
+            # a key that a query does not see may hold NaN
+            ds = gl.where(p == 0.0, 0.0, ds)
+        ds = ds.to(dtype)
+        buffer = turn % 2 * 2
+        ds_s.index(buffer + W).store(ds)
+        hopper.fence_async_shared()
+        barrier_sync(TURN, 256, 4)
+        dq = zeros_q
+        for h in gl.static_range(2):
+            ds_h = ds_s.index(buffer + h).permute((1, 0))
+            k_h = k_s.index(h + none).reshape([ROWS, HEAD_DIM]).slice(W * WIDTH, WIDTH, 1)
+            dq = hopper.warpgroup_mma(ds_h, k_h, dq, use_acc=h == 1, is_async=True)
+        dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
+        barrier_arrive(EMPTY + STAGES_Q + stage_o, BOTH, 4)
+        dk = hopper.warpgroup_mma(
+            gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2)), q, dk, is_async=True
+        )
+        turn += 1
+        following = turn
+        if W == 1:
+            following += gl.where(turn < both, 0, 1)
+        # behind the last step: scores of whatever lies there, which nobody reads
+        stage_n = following % STAGES_Q
+        mbarrier.wait(q_full.index(stage_n), following // STAGES_Q & 1, pred=following < total)
+        q_t = q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
+        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
+        dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
+        sums = pick(fields, SUMS)
+        if sums >= 0:
+            address = dq_ptr + sums.to(gl.int64) * (ROWS * HEAD_DIM)
+            add_to_memory(address + W * (ROWS * WIDTH), dq)
+        # in flight over the loop's back edge, these would keep ptxas from overlapping anything
+        dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
+        barrier_arrive(EMPTY + stage, BOTH, 4)
+    return dk, dv, s, turn
+
+
+@gluon.jit
+def walk_apart(
+    dk, dv, s, turn, total, steps, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, fields_s,
+    q_full, dout_full, factor,
+    W: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES_Q: gl.constexpr,
+    STAGES_O: gl.constexpr,
+):  # fmt: skip
+    """Add what so many blocks of queries contribute of which this warpgroup has every second one.
+
+    Their dq is this warpgroup's alone, one half of the columns after the other.
+    """
+    S: gl.constexpr = s.type.layout
+    K: gl.constexpr = dk.type.layout
+    V: gl.constexpr = dv.type.layout
+    WIDTH: gl.constexpr = HEAD_DIM // 2
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    dtype: gl.constexpr = q_s.dtype
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
+    zeros_q = gl.zeros([ROWS, WIDTH], gl.float32, Q)
+    turn += W
+    # the other warpgroup has read what both made
+    barrier_sync(TURN, 256, 4)
+    for step in range(steps):
+        none = turn >> 30
+        k = k_s.index(W + none).reshape([ROWS, HEAD_DIM])
+        v = v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
+        stage = turn % STAGES_Q
+        stage_o = turn % STAGES_O
+        q = q_s.index(stage).reshape([ROWS, HEAD_DIM])
+        dout = dout_s.index(stage_o).reshape([ROWS, HEAD_DIM_V])
+        mbarrier.wait(dout_full.index(stage_o), turn // STAGES_O & 1)
+        delta = delta_s.index(stage_o).load(gl.SliceLayout(0, S))
+        dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
+        fields = fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
+        lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
+        p = probabilities(s, lse2, fields, factor, W, True)
+        p_v = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
+        dv = hopper.warpgroup_mma(p_v, dout, dv, is_async=True)
+        dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
+        ds = gl.where(p == 0.0, 0.0, p * dp).to(dtype)
+        buffer = step % 2 * 2 + W
+        ds_s.index(buffer).store(ds)
+        hopper.fence_async_shared()
+        barrier_sync(TURN + 1 + W, 128, 4)
+        ds_t = ds_s.index(buffer).permute((1, 0))
+        dq = hopper.warpgroup_mma(ds_t, k.slice(0, WIDTH, 1), zeros_q, use_acc=False, is_async=True)
+        dv = hopper.warpgroup_mma_wait(1, deps=(dv,))
+        barrier_arrive(EMPTY + STAGES_Q + stage_o, EITHER, 4)
+        dk = hopper.warpgroup_mma(
+            gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2)), q, dk, is_async=True
+        )
+        sums = pick(fields, SUMS)
+        address = dq_ptr + sums.to(gl.int64) * (ROWS * HEAD_DIM)
+        dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
+        if sums >= 0:
+            add_to_memory(address, dq)
+        more = hopper.warpgroup_mma(
+            ds_t, k.slice(WIDTH, WIDTH, 1), zeros_q, use_acc=False, is_async=True
+        )
+        dk = hopper.warpgroup_mma_wait(1, deps=(dk,))
+        barrier_arrive(EMPTY + stage, EITHER, 4)
+        turn += 2
+        # behind the last step: scores of whatever lies there, which nobody reads
+        stage_n = turn % STAGES_Q
+        mbarrier.wait(q_full.index(stage_n), turn // STAGES_Q & 1, pred=turn < total)
+        q_t = q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
+        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
+        more = hopper.warpgroup_mma_wait(1, deps=(more,))
+        if sums >= 0:
+            add_to_memory(address + ROWS * WIDTH, more)
+        s = hopper.warpgroup_mma_wait(0, deps=(s,))
+    return dk, dv

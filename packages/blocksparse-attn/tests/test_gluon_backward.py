@@ -1,0 +1,225 @@
+"""The backward for Hopper, run on a CPU by ``_gluon``: numbers, and that its barriers matter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attn_common import Platform
+from blocksparse_attn import BlockSparseLayout, _configs, _ops, _pairs
+from blocksparse_attn._configs import suits_hopper_backward
+from blocksparse_attn.reference import visible_keys
+
+from ._budget import assert_same
+from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
+from .test_gluon import reverse
+
+__all__ = ["reverse"]  # a fixture
+
+pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+
+
+@pytest.fixture
+def backward(monkeypatch):
+    """Return a function that has one kernel serve every backward call."""
+    from blocksparse_attn._kernels import hopper_backward_launch
+
+    from ._gluon import Kernel
+
+    hopper = Platform.parse("nvidia:sm_90")
+    real = hopper_backward_launch.hopper_backward_kernel
+    monkeypatch.setattr(
+        _configs, "suits_hopper_backward", lambda _, *form: suits_hopper_backward(hopper, *form)
+    )
+    monkeypatch.setattr(_configs, "repeats", lambda: False)
+    # so that few blocks make several programs, and some of them share a block
+    for name, value in ("KEPT", 2), ("LONGEST", 8), ("SHORTER", 3):
+        monkeypatch.setattr(_pairs, name, value)
+    kernels = []
+
+    def serve(reverse=True):
+        kernels.append(Kernel(real, reverse))
+        monkeypatch.setattr(hopper_backward_launch, "hopper_backward_kernel", kernels[-1])
+        return kernels[-1]
+
+    yield serve
+    assert all(kernel.launches for kernel in kernels)
+
+
+def self_attention(lengths, *shape, **options):
+    """A packed case whose queries and keys have the same offsets, as the kernel wants them."""
+    dims, rest = shape[:3], shape[3:]
+    case = make_packed(Packed(lengths, lengths, *dims, padding=70), *rest, **options)
+    return case.with_options(cu_seqlens_k=case.options["cu_seqlens_q"])
+
+
+CASES = [
+    (Shape(1, 330, 330, 4, 2, 64), "local", (64, 64), False, True),
+    (Shape(2, 150, 300, 2, 1, 64), "random", (64, 64), False, True),  # a chunk of a sequence
+    (Shape(1, 333, 333, 4, 1, 128), "local", (64, 64), True, True),
+    (Shape(1, 200, 611, 2, 2, 48, 80), "random", (128, 64), True, False),
+    (Shape(1, 260, 200, 2, 1, 128), "random", (64, 128), False, False),  # rows ahead of key 0
+    (Shape(1, 300, 400, 2, 1, 64), "all", (128, 128), False, True),
+    (Shape(1, 150, 200, 2, 1, 64), "none", (64, 64), False, True),
+]
+
+
+@pytest.mark.parametrize(("shape", "pattern", "block", "shared", "causal"), CASES, ids=str)
+def test_fixed_length(shape, pattern, block, shared, causal, backward, reverse):
+    backward(reverse)
+    check(
+        make_case(
+            shape, torch.bfloat16, "cpu", pattern, block, shared=shared, spare=1, causal=causal
+        )
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed(causal, shared, backward, reverse):
+    """Lengths end inside blocks; what no sequence has gets gradients of 0."""
+    backward(reverse)
+    lengths = 77, 0, 200, 5, 130
+    case = self_attention(
+        lengths, 2, 1, 64, torch.float16, "cpu", "random", (64, 64), shared=shared, causal=causal
+    )
+    got = check(case)
+    for name in ("dq", "dk", "dv"):
+        assert not got[name][sum(lengths) :].any()
+
+
+def test_packed_calls_that_are_not_worth_it(backward):
+    """Offsets of two kinds, or sequences much shorter than the layout: the portable kernels."""
+    kernel = backward()
+    short = Packed((70, 90), (70, 90), 2, 1, 64)
+    check(make_packed(short, torch.bfloat16, "cpu", "local", (64, 64)))
+    assert not kernel.launches
+    long = self_attention((70, 90), 2, 1, 64, torch.bfloat16, "cpu", "local", (64, 64), spare=9)
+    check(long)
+    assert not kernel.launches
+    check(self_attention((70, 90), 2, 1, 64, torch.bfloat16, "cpu", "local", (64, 64)))
+    assert kernel.launches
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("block", [(64, 64), (128, 64), (64, 128)], ids=str)
+def test_blocks_that_nobody_sees(block, causal, shared, backward):
+    """NaN in what no row keeps, and in what only rows ahead of the chunk keep."""
+    backward()
+    rows, cols = (-(-500 // side) for side in block)
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.rand(1 if shared else 2, rows, cols, generator=generator) < 0.5
+    kept[..., 1::3] = False
+    first_row = 300 // block[0]
+    kept[:, first_row - 1, 2] = True
+    kept[:, first_row:, 2] = False
+    layout = BlockSparseLayout.from_dense(kept, block)
+    case = make_case(Shape(1, 200, 500, 2, 1, 64), torch.bfloat16, "cpu", causal=causal)
+    case = case.with_options(layout=layout)
+    seen = visible_keys(layout.to_dense(), block, 200, 500, causal).flatten(0, 1).any(0)
+    want = run(case)
+    bad = {name: t.clone() for name, t in case.inputs.items()}
+    for name in "kv":
+        bad[name][:, ~seen] = math.nan
+    assert_same(run(case.with_inputs(**bad)), want)
+
+
+def test_queries_that_see_nothing_may_be_nan(backward):
+    """They keep no block, or one behind the last key, of which others keep the neighbour."""
+    backward()
+    kept = torch.zeros(1, 6, 6, dtype=torch.bool)
+    kept[:, 1:3, 0] = kept[:, 2, 4:] = kept[:, 3, 5] = kept[:, 4, 4] = True
+    case = make_case(Shape(1, 320, 320, 2, 1, 64), torch.bfloat16, "cpu", causal=False)
+    case = case.with_options(layout=BlockSparseLayout.from_dense(kept, 64))
+    want = run(case)
+    bad = case.inputs["q"].clone()
+    bad[:, :64] = bad[:, 192:256] = math.nan
+    assert_same(run(case.with_inputs(q=bad)), want)
+
+
+def test_other_sequences_are_not_read(backward):
+    backward()
+    case = self_attention((100, 150, 90), 2, 1, 64, torch.bfloat16, "cpu", "local", (64, 64))
+    want = run(case)
+    bad = {name: t.clone() for name, t in case.inputs.items()}
+    for t in bad.values():
+        t[:100] = math.nan
+        t[250:] = math.nan
+    got = run(case.with_inputs(**bad))
+    for name in ("dq", "dk", "dv"):
+        assert torch.equal(got[name][100:250], want[name][100:250]), name
+
+
+# function, what it says, what a mistake would be
+ARRIVE_Q = "barrier_arrive(EMPTY + stage, BOTH, 4)"
+ARRIVE_OWN_Q = "barrier_arrive(EMPTY + stage, EITHER, 4)"
+WAIT_DK = "dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))"
+WAIT_OWN_DK = "dk = hopper.warpgroup_mma_wait(1, deps=(dk,))"
+ROOM_Q = "_wait_for_room(EMPTY + stage, turn - STAGES_Q < both)"
+ROOM_O = "_wait_for_room(EMPTY + STAGES_Q + stage, turn - STAGES_O < both)"
+MISTAKES = [
+    ("_produce", ROOM_Q, "pass"),
+    ("_produce", ROOM_O, "pass"),
+    ("_produce", "turn - STAGES_Q < both", "turn < both"),
+    ("_produce", "_wait_for_room(EMPTY + last % STAGES_Q, last < both)", "pass"),
+    ("_produce", "mbarrier.arrive(q_full.index(stage), count=1)", "pass"),
+    ("_numbers", "other=0.0", "other=INF"),
+    ("_produce", "block == block_1, 0", "block == block_0, 0"),
+    ("_produce", "head = next_head", "pass"),
+    ("_item", "(place < count)", "(place < 99)"),
+    ("_item", "place // 2)", "place)"),
+    ("_consume", "mbarrier.wait(k_full, 0, pred=total > 0)", "pass"),
+    ("_consume", "mbarrier.wait(v_full, 0, pred=total > 0)", "pass"),
+    ("_consume", "mbarrier.wait(q_full.index(turn), 0, pred=total > 0)", "pass"),
+    ("_consume", "gl.where(both > 0, 0, W)", "W * 0"),
+    ("_consume", "parts == 1", "parts >= 1"),
+    ("walk", "turn // STAGES_O & 1", "(turn // STAGES_O & 1) ^ 1"),
+    ("walk", "following // STAGES_Q & 1", "0"),
+    ("walk", ", pred=following < total", ""),
+    ("walk", "gl.where(turn < both, 0, 1)", "0"),
+    ("walk", "hopper.fence_async_shared()", "pass"),
+    ("walk", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("walk", "buffer = turn % 2 * 2", "buffer = 0"),
+    ("walk", "dp = hopper.warpgroup_mma_wait(1, deps=(dp,))", "pass"),
+    ("walk", "dq = hopper.warpgroup_mma_wait(2, deps=(dq,))", "pass"),
+    ("walk", WAIT_DK, ARRIVE_Q + "; " + WAIT_DK),
+    ("walk_apart", "turn += W", "pass"),
+    ("walk_apart", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("walk_apart", "hopper.fence_async_shared()", "pass"),
+    ("walk_apart", "dp = hopper.warpgroup_mma_wait(1, deps=(dp,))", "pass"),
+    ("walk_apart", "dq = hopper.warpgroup_mma_wait(1, deps=(dq,))", "pass"),
+    ("walk_apart", "more = hopper.warpgroup_mma_wait(1, deps=(more,))", "pass"),
+    ("walk_apart", WAIT_OWN_DK, ARRIVE_OWN_Q + "; " + WAIT_OWN_DK),
+    ("walk_apart", "if sums >= 0", "if sums >= -1"),
+    ("find_items", "MOST - gl.max", "1 + MOST - gl.max"),
+    ("_item", "(block >= low)", "(block > low)"),
+    ("walk_apart", ", pred=turn < total", ""),
+    ("probabilities", "pick(fields, REACH + W)", "64"),
+    ("write", "hopper.fence_async_shared()", "pass"),
+    ("hopper_backward_kernel", "barriers(STAGES_Q, 2)", "barriers(STAGES_Q, 1)"),
+]
+
+
+def mistaken() -> Case:
+    """A case that what is planted must break: more steps of either kind than stages."""
+    shape = Shape(1, 600, 700, 2, 1, 48)
+    return make_case(shape, torch.bfloat16, "cpu", "local", (64, 64), spare=1)
+
+
+def test_without_a_mistake(backward, reverse):
+    backward(reverse)
+    check(mistaken())
+
+
+@pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
+def test_a_mistake_is_seen(function, right, wrong, backward):
+    """By one order of the partitions or the other."""
+    for copies_first in (True, False):
+        backward(copies_first).plant(function, right, wrong)
+        try:
+            check(mistaken())
+        except (AssertionError, RuntimeError):
+            return
+    raise AssertionError("not seen")

@@ -1,0 +1,383 @@
+"""The backward kernel for Hopper: what it takes, what it builds into, and its numbers on a GPU."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from attn_common import detect
+from blocksparse_attn import BlockSparseLayout, _configs, api
+from blocksparse_attn._call import Options, Pattern, Tensors
+from blocksparse_attn._configs import hopper_backward_tile, takes_hopper_backward
+from blocksparse_attn._kernels.hopper_backward_launch import is_worth_it, launch_backward_hopper
+from blocksparse_attn._kernels.hopper_backward_round import (
+    clear_keys_kernel,
+    round_keys_kernel,
+    round_queries_kernel,
+)
+from blocksparse_attn._kernels.launch import BackwardInputs, Plan
+
+from ._aot import Config
+from ._budget import assert_same
+from ._gpus import GPUS, absent_gpu, compiling, counting
+from ._numerics import Packed, Shape, check, make_case, make_packed, only_portable, run
+from ._views import VIEWS
+
+HOPPER = "nvidia:sm_90"
+
+# ---- what it takes
+
+
+def pattern_of(block_q: int, block_k: int, shared: bool = False) -> Pattern:
+    return Pattern(shared, 16, 16, block_q, block_k, False, 16)
+
+
+@pytest.fixture
+def may_differ(monkeypatch):
+    """Sums in any order are welcome; the tests otherwise ask for what repeats."""
+    monkeypatch.setattr(_configs, "repeats", lambda: False)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype", "block", "taken"),
+    [
+        (128, 128, torch.bfloat16, (64, 64), True),
+        (64, 64, torch.float16, (128, 128), True),
+        (40, 128, torch.bfloat16, (128, 64), True),
+        (128, 8, torch.bfloat16, (64, 128), True),
+        (128, 128, torch.bfloat16, (32, 64), False),
+        (128, 128, torch.bfloat16, (64, 32), False),
+        (32, 32, torch.bfloat16, (64, 64), False),  # half of a tile would be padding
+        (192, 128, torch.bfloat16, (64, 64), False),
+        (128, 128, torch.float32, (64, 64), False),
+    ],
+)
+def test_serves(head_dim, head_dim_v, dtype, block, taken, may_differ):
+    q, v = (torch.empty(1, 512, 2, d, dtype=dtype, device="meta") for d in (head_dim, head_dim_v))
+    x, pattern = Tensors(q, q, v), pattern_of(*block)
+    with absent_gpu(HOPPER):
+        assert takes_hopper_backward(x, pattern) == taken
+        short = Tensors(q[:, :200], q[:, :200], v[:, :200])
+        # many programs would find nothing to do
+        assert not takes_hopper_backward(short, pattern)
+        assert not takes_hopper_backward(x, pattern._replace(rows=2**22 // block[0]))
+        with only_portable():
+            assert not takes_hopper_backward(x, pattern)
+    with absent_gpu("nvidia:sm_80"):
+        assert not takes_hopper_backward(x, pattern)
+
+
+@pytest.mark.eager
+def test_leaves_results_that_repeat_to_the_portable_kernels():
+    """Calls of one form are served apart before and after the switch."""
+    q = torch.empty(1, 512, 2, 128, dtype=torch.bfloat16, device="meta")
+    x, pattern = Tensors(q, q, q), pattern_of(64, 64)
+    with absent_gpu(HOPPER):
+        for strict, taken in ((False, True), (True, False)):
+            torch.use_deterministic_algorithms(True, warn_only=not strict)
+            assert takes_hopper_backward(x, pattern) == taken
+            assert api.repeats() == strict
+        torch.use_deterministic_algorithms(False)
+        assert takes_hopper_backward(x, pattern)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_stages_fit_the_barriers_of_the_hardware(head_dim):
+    tile = hopper_backward_tile(head_dim)
+    # eight numbers are left to stages; see ``hopper.EMPTY``
+    assert tile.stages_q + tile.stages_o <= 8
+    # a step of either warpgroup's own queries has two, and the next one's are on their way
+    assert min(tile.stages_q, tile.stages_o) >= 4
+
+
+def plan_of(config, tokens, batch=2):
+    """A plan, and inputs and gradients, of meta tensors."""
+    dtype, width_v = getattr(torch, config.dtype), config.head_dim_v or config.head_dim
+    leading = (tokens,) if config.packed else (batch, tokens)
+    q, k, v, dout = (
+        torch.empty(*leading, heads, width, dtype=dtype, device="meta")
+        for heads, width in (
+            (8, config.head_dim), (2, config.head_dim), (2, width_v), (8, width_v)
+        )
+    )  # fmt: skip
+    cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if config.packed else None
+    plan = Plan(
+        Tensors(q, k, v, cu, cu),
+        pattern_of(*config.block, config.shared),
+        Options(0.1, config.causal, 1),
+    )
+    rows = torch.empty(batch, 8, tokens, device="meta")
+    grads = tuple(map(torch.empty_like, (q, k, v)))
+    return plan, BackwardInputs(q, k, v, dout, rows, rows, (cu, cu)), grads
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("tokens", "batch", "same", "worth"),
+    [
+        (4096, 4, True, True),  # the layout covers 1024 tokens
+        (1024, 4, True, True),
+        (1000, 4, True, False),  # many programs would find nothing to do
+        (4096, 4, False, False),  # where a sequence's first query stands is not known
+    ],
+)
+def test_packed_calls_that_are_worth_it(tokens, batch, same, worth):
+    with absent_gpu(HOPPER):
+        plan, inputs, _ = plan_of(Config(128, packed=True), tokens, batch)
+        starts = torch.zeros(batch + 1, dtype=torch.int32)
+        inputs = inputs._replace(offsets=(starts, starts if same else starts.clone()))
+        assert is_worth_it(plan, inputs) == worth
+
+
+# ---- sums, which lie in the order of the accumulators' registers
+
+
+def in_order(sums):
+    """Bring the last dimension of a tile into rows and columns, element by element."""
+    width = sums.shape[-1] // 64
+    lines, cols = torch.arange(64)[:, None], torch.arange(width)[None, :]
+    warp, lower, line = lines // 16, lines % 16 // 8, lines % 8
+    place = cols // 8 * 512 + warp * 128 + line * 16 + cols % 8 // 2 * 4 + lower * 2 + cols % 2
+    return sums[..., place.to(sums.device)]
+
+
+@pytest.mark.parametrize("tokens_q", [119, 100, 140])
+@pytest.mark.parametrize("block_d", [64, 128])
+def test_dq_is_brought_into_its_order(block_d, tokens_q, device):
+    """Tiles begin at positions: the first one may hold rows that there are not."""
+    tokens_k, heads, head_dim = 119, 2, block_d - 8
+    first = (tokens_k - tokens_q) // 64
+    tiles = 2 - first
+    sums = torch.randn(heads, tiles, 2, 32 * block_d, device=device)
+    dq = torch.full((1, tokens_q, heads, head_dim), math.nan, dtype=torch.float16, device=device)
+    round_queries_kernel[(heads * tiles,)](
+        sums, dq, None, 0.5, 1, heads, tokens_q, tokens_k, tiles,
+        HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+    want = in_order(sums).transpose(2, 3).reshape(heads, tiles * 64, block_d)
+    ahead = tokens_k - tokens_q - first * 64
+    want = want[:, ahead : ahead + tokens_q, :head_dim].transpose(0, 1)
+    assert torch.equal(dq[0], (want * 0.5).half())
+
+
+def test_dk_and_dv_are_brought_into_their_order(device):
+    """But for the blocks that one program has written."""
+    tokens, heads, dims = 150, 2, (64, 128)
+    sums = [torch.randn(heads, 3, 64 * d, device=device) for d in dims]
+    grads = [torch.full((1, tokens, heads, d), 7.0, device=device).half() for d in dims]
+    parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
+    round_keys_kernel[(heads * 3,)](
+        *sums, *grads, parts, None, 0.5, 1, heads, tokens, tokens, 3, 4,
+        PER_HEAD=True, HEAD_DIM=64, HEAD_DIM_V=128, BLOCK_D=64, BLOCK_DV=128, num_warps=4,
+    )  # fmt: skip
+    for got, given, scale in zip(grads, sums, (0.5, 1.0), strict=True):
+        want = in_order(given).reshape(heads, 192, -1)[:, :tokens].transpose(0, 1) * scale
+        want[64:128, 0] = want[128:, 1] = 7.0
+        want[128:, 0] = want[:64, 1] = 0.0  # nobody's
+        assert torch.equal(got[0], want.half())
+
+
+def test_sums_that_are_shared_are_cleared(device):
+    sums = [torch.full((2, 3, 64 * d), math.nan, device=device) for d in (64, 128)]
+    parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
+    clear_keys_kernel[(6,)](
+        *sums, parts, None, 1, 2, 150, 150, 3, 4,
+        PER_HEAD=True, BLOCK_D=64, BLOCK_DV=128, num_warps=4,
+    )  # fmt: skip
+    for given in sums:
+        cleared = ~given.isnan().any(2)
+        assert cleared.tolist() == [[True, False, False], [False, True, False]]
+        assert not given[cleared].any()
+
+
+# ---- what it builds into
+
+CONFIGS = {
+    "causal": Config(128),
+    "full": Config(128, causal=False),
+    "packed": Config(128, packed=True),
+    "shared": Config(128, shared=True),
+    "wide": Config(128, block=(128, 128), packed=True, causal=False, shared=True),
+    "narrow": Config(64),
+    "unequal": Config(96, head_dim_v=40),
+}
+# bytes that may be spilled with Triton 3.6 and with later ones: numbers of the walks
+SPILLS = {
+    "causal": (16, 72), "full": (16, 96), "packed": (8, 72), "shared": (16, 96), "wide": (8, 80),
+    "narrow": (0, 0), "unequal": (8, 0),
+}  # fmt: skip
+IS_OLD = triton.__version__.startswith("3.6.")
+LISTS = ((65, torch.int64), (32, torch.int64), (99, torch.int32), (16, torch.int32))
+
+
+def launch(config, tokens=1024):
+    plan, inputs, grads = plan_of(config, tokens)
+    begin, parts, items, owners = (torch.empty(n, dtype=t, device="meta") for n, t in LISTS)
+    launch_backward_hopper(plan, inputs, (begin, parts, items, owners.view(-1, 1)), *grads)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_builds(kind, tmp_path):
+    with compiling(HOPPER, tmp_path) as builds:
+        launch(CONFIGS[kind])
+    kernel = next(build for build in builds if build.kernel == "hopper_backward_kernel")
+    assert kernel.shared <= GPUS[HOPPER].shared_limit, kernel
+    assert not kernel.unset, kernel
+    old, new = SPILLS[kind]
+    assert kernel.spilled <= (old if IS_OLD else new), kernel
+    assert all(build.spilled == 0 for build in builds if build is not kernel)
+    assert len(builds) == 4
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [str(tool), "-sass", str(tmp_path / f"{kernel.kernel}.cubin")]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    products = sass.count(" HGMMA.")
+    assert products > 0
+    for instruction in ("UTMALDG", "UTMASTG", "USETMAXREG"):
+        assert instruction in sass, instruction
+    # serialised products have an arrival each
+    assert sass.count(" WARPGROUP.ARRIVE") < products / 3
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", ["causal", "packed"])
+def test_lengths_make_one_variant(kind):
+    with counting(HOPPER) as variants:
+        for length in (64, 4096, 5000, 16_384, 70_001):
+            launch(CONFIGS[kind], length)
+    assert [len(keys) for keys in variants.values()] == [1] * 4
+
+
+# ---- numbers
+
+SHAPES = [
+    Shape(2, 128, 128, 2, 2, 128),
+    Shape(1, 9, 9, 1, 1, 64),
+    Shape(2, 333, 900, 8, 2, 128),  # a chunk: its first block begins ahead of it
+    Shape(2, 900, 333, 4, 1, 64),  # rows ahead of the first key
+    Shape(2, 129, 257, 2, 1, 96),
+    Shape(1, 500, 513, 2, 2, 40, 128),
+    Shape(1, 200, 300, 2, 1, 128, 24),
+    Shape(2, 3000, 3000, 8, 2, 128),
+]
+BLOCKS = [(64, 64), (128, 128), (128, 64), (64, 128)]
+
+
+@pytest.fixture
+def served(monkeypatch, device, request):
+    """Hold the kernel to the budget of the package, where there is a GPU for it."""
+    if not detect(device).is_hopper:
+        pytest.skip(f"{detect(device)} is not Hopper")
+    from blocksparse_attn._kernels import hopper_backward_launch
+
+    calls = []
+    real = hopper_backward_launch.launch_backward_hopper
+
+    def launched(*arguments):
+        calls.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(hopper_backward_launch, "launch_backward_hopper", launched)
+
+    def serve(case, function=check):
+        calls.clear()
+        got = function(case)
+        assert calls
+        return got
+
+    return serve
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("pattern", ["random", "local"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, pattern, device, served):
+    served(make_case(shape, torch.bfloat16, device, pattern, (64, 64), spare=1))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_blocks(block, shared, causal, device, served):
+    shape = Shape(2, 700, 900, 4, 2, 128)
+    case = make_case(
+        shape, torch.float16, device, "random", block, shared=shared, causal=causal, spare=2
+    )
+    served(case)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("pattern", ["all", "none"])
+def test_everything_and_nothing(pattern, device, served):
+    shape = Shape(1, 700, 700, 4, 1, 128)
+    got = served(make_case(shape, torch.bfloat16, device, pattern, (64, 64)))
+    if pattern == "none":
+        assert not any(got[name].any() for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+def test_long_walks_and_columns(shared, device, served):
+    """The pattern of Phi-3-small: columns are walked by programs of their own, and cut."""
+    case = make_case(Shape(1, 6000, 6000, 8, 2, 64), torch.bfloat16, device)
+    layout = BlockSparseLayout.local_strided(8, 6016, 64, 4, 8, shared, device=device)
+    served(case.with_options(layout=layout))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed(causal, shared, device, served):
+    lengths = 500, 0, 629, 128, 1, 900, 900
+    case = make_packed(
+        Packed(lengths, lengths, 6, 3, 128, padding=7), torch.bfloat16, device, "random", (64, 64),
+        shared=shared, causal=causal, spare=1,
+    )  # fmt: skip
+    case = case.with_options(cu_seqlens_k=case.options["cu_seqlens_q"])
+    got = served(case)
+    for name in ("dq", "dk", "dv"):
+        assert not got[name][sum(lengths) :].any()
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("view", sorted(VIEWS))
+def test_views(view, device, served):
+    case = make_case(Shape(2, 300, 333, 4, 2, 128), torch.bfloat16, device, "local", (64, 64))
+    seen = {name: VIEWS[view](t) for name, t in case.inputs.items()}
+    served(case.with_inputs(**seen))
+
+
+@pytest.mark.device
+def test_keys_that_nobody_sees(device, served):
+    """NaN in blocks kept by rows that the chunk has not, behind the end, and around the inputs."""
+    kept = torch.zeros(16, 16, dtype=torch.bool)
+    kept[torch.arange(16), torch.arange(16)] = True
+    kept[8, 2] = True  # rows from 512 on, which the chunk has not
+    layout = BlockSparseLayout.from_dense(kept.expand(2, 16, 16), 64).to(device)
+    case = make_case(Shape(1, 400, 980, 2, 2, 128), torch.bfloat16, device)
+    case = case.with_options(layout=layout)
+    want = served(case)
+    bad = {name: t.clone() for name, t in case.inputs.items()}
+    for name in "kv":
+        bad[name][:, :576] = math.nan
+    assert_same(run(case.with_inputs(**bad)), want)
+    inside = {name: VIEWS["inside"](t) for name, t in case.inputs.items()}
+    assert_same(run(case.with_inputs(**inside)), want)
+
+
+@pytest.mark.device
+def test_results_that_repeat(device):
+    """Asked for by PyTorch's switch, of calls that were served without it."""
+    case = make_case(Shape(1, 2000, 2000, 8, 2, 128), torch.bfloat16, device, "local", (64, 64))
+    run(case)
+    torch.use_deterministic_algorithms(True)
+    want = run(case)
+    for _ in range(20):
+        assert_same(run(case), want)

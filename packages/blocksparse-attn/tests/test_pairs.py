@@ -1,0 +1,112 @@
+"""What programs of the backward for Hopper own and walk, against a loop over blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attn_common import cdiv
+from blocksparse_attn import BlockSparseLayout, _ops, _pairs
+from blocksparse_attn._pairs import HEAD, LONGEST, SIDE, key_pairs, sizes_of
+
+from .test_lists import random_layout
+
+pytestmark = pytest.mark.eager
+
+BLOCKS = [(64, 64), (128, 64), (64, 128), (128, 128)]
+
+
+def walked(layout, pairs, group):
+    """Return how often each block of 64 x 64 is walked, and by how many programs of its keys."""
+    heads, rows, cols = layout.to_dense().shape
+    block_q, block_k = layout.block_size
+    rows, cols = rows * block_q // SIDE, cols * block_k // SIDE
+    times = torch.zeros(heads, rows, cols, dtype=torch.int64)
+    parts = torch.zeros_like(pairs.parts)
+    in_list = parts.shape[0] // cdiv(heads, group)
+    begin, items, owners = pairs.begin.tolist(), pairs.items.tolist(), pairs.owners.tolist()
+    for program, (index, *owned) in enumerate(owners):
+        bounds = begin[4 * program : 4 * program + 5]
+        for block in owned:
+            if block >= 0:
+                parts[index * in_list + block] += 1
+        for part, who in enumerate((owned, owned, owned[:1], owned[1:])):
+            found = items[bounds[part] : bounds[part + 1]]
+            assert found == sorted(set(found))
+            for item in found:
+                for block in who:
+                    times[index * group + item // HEAD, item % HEAD, block] += 1
+    return times, parts
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kept", [1, 3, 16])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_each_block_is_walked_once(block, seed, kept, causal, monkeypatch):
+    for name, value in ("KEPT", kept), ("LONGEST", 5), ("SHORTER", 2):
+        monkeypatch.setattr(_pairs, name, value)
+    layout = random_layout(seed, block)
+    heads = layout.to_dense().shape[0]
+    for group in {1, heads}:
+        pairs = key_pairs(layout._crow, layout._col, layout._num_cols, block, group, 2, causal)
+        times, parts = walked(layout, pairs, group)
+        want = layout.to_dense().long()
+        want = want.repeat_interleave(block[0] // SIDE, 1).repeat_interleave(block[1] // SIDE, 2)
+        assert torch.equal(times, want.tril() if causal else want)
+        assert torch.equal(pairs.parts, parts)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_what_needs_no_mask_comes_first(causal):
+    layout = BlockSparseLayout.local_strided(4, 2048, 64, 3, 4)
+    pairs = key_pairs(layout._crow, layout._col, layout._num_cols, (64, 64), 2, 1, causal)
+    begin = pairs.begin.tolist()
+    partial = 0
+    for program, (_, *owned) in enumerate(pairs.owners.tolist()):
+        for part in range(2):
+            for item in pairs.items[begin[4 * program + part] : begin[4 * program + part + 1]]:
+                is_clear = not causal or item % HEAD > max(owned)
+                assert is_clear == (part == 0)
+                partial += part
+    assert (partial > 0) == causal
+
+
+@pytest.mark.parametrize("turns", [1, 4])
+def test_walks_are_cut_and_little_is_walked_alone(turns):
+    layout = BlockSparseLayout.local_strided(8, 32768, 64, 8, 16, turns > 1)
+    group = 1 if turns > 1 else 4
+    pairs = key_pairs(layout._crow, layout._col, layout._num_cols, (64, 64), group, turns, True)
+    count = pairs.begin.diff().view(-1, 4)
+    steps = count[:, :2].sum(1) + count[:, 2:].amax(1)
+    # of one block alone a program has as many items as of two
+    assert steps.max() <= 2 * LONGEST // turns
+    kept = 2 * count[:, :2].sum() + count[:, 2:].sum()
+    assert 2 * steps.sum() < 1.1 * kept
+    assert 5 * count[:, 2:].sum() < kept
+
+
+def test_programs_come_by_list_and_the_longest_first():
+    layout = BlockSparseLayout.local_strided(8, 8192, 64, 8, 16)
+    pairs = key_pairs(layout._crow, layout._col, layout._num_cols, (64, 64), 4, 1, True)
+    count = pairs.begin.diff().view(-1, 4)
+    steps = count[:, :2].sum(1) + count[:, 2:].amax(1)
+    lists = pairs.owners[:, 0]
+    used = int((lists >= 0).sum())
+    assert (lists[used:] == -1).all()
+    assert not steps[used:].any()
+    assert (lists[:used].diff() >= 0).all()
+    for one in range(2):
+        assert (steps[lists == one] // _pairs.ALIKE).diff().max() <= 0
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("group", [1, 2])
+def test_operators_know_the_sizes(block, group):
+    layout = random_layout(3, block)  # of six heads
+    arguments = (
+        layout._crow, layout._col, layout._num_cols, *block, False, group, 128, 2, True, "pairs"
+    )  # fmt: skip
+    made = _ops.plan(*arguments)
+    want = sizes_of(*layout._col.shape, layout._num_cols, block, group, 1)
+    assert (made[1].numel(), made[3].shape[0], made[2].numel() - 1) == want
+    torch.library.opcheck(torch.ops.blocksparse_attn.plan, arguments, test_utils="test_faketensor")
