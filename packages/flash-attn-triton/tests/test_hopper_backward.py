@@ -16,9 +16,13 @@ from flash_attn_triton._configs import (
     hopper_backward_tile,
     takes_hopper_backward,
 )
-from flash_attn_triton._kernels.backward import _row_numbers
+from flash_attn_triton._kernels.backward import PIECE, _row_numbers
 from flash_attn_triton._kernels.hopper_backward_dq import round_dq_kernel
-from flash_attn_triton._kernels.hopper_backward_launch import is_worth_it, launch_backward_hopper
+from flash_attn_triton._kernels.hopper_backward_launch import (
+    is_worth_it,
+    launch_backward_hopper,
+    new_sums,
+)
 from flash_attn_triton._kernels.launch import BackwardInputs, Plan
 from flash_attn_triton._kernels.runtime import aligned
 
@@ -30,15 +34,17 @@ HOPPER = "nvidia:sm_90"
 # Bytes that may be spilled, by head dimension and mask, with Triton 3.6 and with later ones: those
 # of the walk, as the accumulators of dk and dv and the products beside them fill the registers.
 SPILLS = {
-    (64, False): (104, 40),
-    (64, True): (80, 64),  # three stages of queries, 128 a step: the fastest measured on an H200
-    (128, False): (8, 8),
-    (128, True): (24, 16),
+    (64, False): (104, 64),
+    (64, True): (80, 96),  # three stages of queries, 128 a step: the fastest measured on an H200
+    (128, False): (16, 64),
+    (128, True): (32, 56),
     (256, False): (0, 0),
-    (256, True): (0, 0),
+    (256, True): (0, 16),  # between the roles, in no loop
+    (192, False): (0, 0),
+    (192, True): (0, 16),
 }
 IS_OLD = triton.__version__.startswith("3.6.")
-DEFAULTS = [(d, hopper_backward_tile(d)) for d in (64, 128, 256)]
+DEFAULTS = [(d, hopper_backward_tile(d)) for d in (64, 128, 192, 256)]
 TILES = [
     *DEFAULTS,
     (64, HopperBackwardTile(64, 3, 3)),
@@ -78,10 +84,11 @@ class _Backward(torch.autograd.Function):
         x = Tensors(q, k, v, options.get("cu_seqlens_q"), options.get("cu_seqlens_k"))
         plan = Plan(x, Options(scale, left, right, options.get("softcap", 0.0), 0.0))
         dout, lse = aligned(dout), lse.float().contiguous()
-        delta, lse2 = _row_numbers(plan, out.contiguous(), dout, dlse, lse)
+        sums = new_sums(plan, q, ctx.tile).fill_(math.nan)
+        delta, lse2 = _row_numbers(plan, out.contiguous(), dout, dlse, lse, sums)
         inputs = BackwardInputs(q, k, v, dout, lse2, delta, (None, None, None, *x[3:5], None))
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
-        launch_backward_hopper(plan, inputs, *grads, tile=ctx.tile)
+        launch_backward_hopper(plan, inputs, *grads, sums, ctx.tile)
         return *grads, None, None, None
 
 
@@ -152,8 +159,40 @@ def test_leaves_short_sequences_to_the_portable_kernels(tokens, sequences, head_
 
 
 @pytest.mark.eager
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "group", "span"),
+    [(1024, 64, 1, 32), (1024, 128, 1, 16), (1024, 256, 1, 8), (1024, 128, 4, 4),
+     (4096, 128, 1, 4), (16384, 128, 1, 2), (1 << 20, 256, 1, 2)],
+)  # fmt: skip
+def test_cache_holds_the_sums_of_heads_that_are_walked_together(tokens, head_dim, group, span):
+    q = torch.empty(1, tokens, 4, head_dim, dtype=torch.bfloat16, device="meta")
+    with absent_gpu(HOPPER):
+        k = q[:, :, : 4 // group]
+        plan = Plan(Tensors(q, k, k), Options(0.1, -1, 0, 0.0, 0.0))
+        assert plan.span_sums(tokens) == span
+
+
+@pytest.mark.eager
 def test_leaves_bitwise_repeatable_gradients_to_the_portable_kernels():
     assert not _served(deterministic=True)
+
+
+@pytest.mark.parametrize("dlse", [False, True])
+@pytest.mark.parametrize("pieces", [1, 3, 40])
+def test_rows_are_numbered_and_sums_cleared(pieces, dlse, device):
+    out = torch.randn(2, 50, 2, 64, device=device)
+    lse = torch.randn(2, 2, 50, device=device)
+    lse[0, 0, 3] = -math.inf  # a row that sees no key
+    plan = Plan(Tensors(out, out, out), Options(0.1, -1, -1, 0.0, 0.0))
+    sums = torch.full((pieces + 1, PIECE), math.nan, device=device)
+    shift = lse if dlse else None
+    delta, lse2 = _row_numbers(plan, out, out, shift, lse, sums[:pieces])
+    assert not sums[:pieces].any()
+    assert sums[pieces].isnan().all()
+    want = (out * out).sum(-1).transpose(1, 2) - (lse if dlse else 0.0)
+    want[0, 0, 3] = 0.0
+    torch.testing.assert_close(delta, want)
+    assert lse2[0, 0, 3] == math.inf
 
 
 # ---- dq, which arrives in the order of the accumulators' registers
@@ -202,7 +241,7 @@ def test_builds_for_hopper(head_dim, tile, causal, tmp_path):
         rows = torch.empty(3, 8, 1024, device="meta")
         plan = Plan(Tensors(q, k, k), Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
         inputs = BackwardInputs(q, k, k, q, rows, rows, (None,) * 6)
-        launch_backward_hopper(plan, inputs, q, k, k, tile=tile)
+        launch_backward_hopper(plan, inputs, q, k, k, new_sums(plan, q, tile), tile)
     kernel, rounding = builds
     assert not kernel.unset, kernel
     assert kernel.shared <= GPUS[HOPPER].shared_limit
@@ -237,7 +276,7 @@ def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
         plan = Plan(Tensors(q, k, v, starts, starts), Options(0.1, 100, 0, 0.0, 0.0))
         optional = (None, None, None, starts, starts, None)
         inputs = BackwardInputs(q, k, v, dout, rows, rows, optional)
-        launch_backward_hopper(plan, inputs, *map(torch.empty_like, (q, k, v)))
+        launch_backward_hopper(plan, inputs, *map(torch.empty_like, (q, k, v)), new_sums(plan, q))
     kernel, rounding = builds
     assert not kernel.unset, kernel
     assert kernel.shared <= GPUS[HOPPER].shared_limit

@@ -20,23 +20,28 @@ from .launch import BackwardInputs, Plan, readable, token_strides
 from .primitives import INF, LOG2E, NEG_INF
 from .runtime import aligned, dense, first_columns, row_bytes, widened
 
-# rows per program of the row kernel
+# rows per program of the row kernel, and numbers that it sets to 0 at a time
 ROWS = 32
+PIECE = 2048
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "rows", "heads_q", "stride_dob", "stride_dos", "stride_doh"],
+    do_not_specialize=[
+        "tokens", "rows", "heads_q", "stride_dob", "stride_dos", "stride_doh", "share", "pieces",
+    ],
     do_not_specialize_on_alignment=["out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr"],
-)
+)  # fmt: skip
 def _row_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr,
-    tokens, rows, heads_q, stride_dob, stride_dos, stride_doh,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, sums_ptr,
+    tokens, rows, heads_q, stride_dob, stride_dos, stride_doh, share, pieces,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     """Write two numbers per row of [batch, heads_q, tokens] that every tile of the row needs.
 
     ``delta = sum(out * dout) - dlse``, and ``lse2``, the LSE in base 2, which is +inf for rows that
-    see no key: their probabilities then come out as 0.
+    see no key: their probabilities then come out as 0. Besides, a program sets its ``share`` of
+    the ``pieces`` of ``sums`` to 0, to which the kernel for Hopper adds what goes to dq.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
@@ -62,28 +67,44 @@ def _row_kernel(
     # what arrives at a row without keys counts for nothing, NaN neither
     tl.store(delta_ptr + row, tl.where(lse == NEG_INF, 0.0, delta), mask=inside)
     tl.store(lse2_ptr + row, tl.where(lse == NEG_INF, INF, lse * LOG2E), mask=inside)
+    if sums_ptr is not None:
+        first = tl.program_id(0) * share
+        sums = sums_ptr + first.to(tl.int64) * PIECE + tl.arange(0, PIECE)
+        for _ in range(first, tl.minimum(first + share, pieces)):
+            tl.store(sums, tl.zeros([PIECE], tl.float32))
+            sums += PIECE
 
 
 def _row_numbers(
-    plan: Plan, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor
+    plan: Plan,
+    out: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    lse: Tensor,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(delta, lse2)``, shaped like the LSE."""
+    """Return ``(delta, lse2)``, shaped like the LSE, and set ``sums`` to 0."""
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     rows = lse.numel()
+    programs = cdiv(rows, ROWS)
+    pieces = 0 if sums is None else sums.numel() // PIECE
     launch = plan.launch(
         _row_kernel,
-        dlse is not None,
+        (dlse is not None, sums is not None),
         HEAD_DIM_V=plan.constants["HEAD_DIM_V"],
         BLOCK_DV=plan.constants["BLOCK_DV"],
         ROW_BYTES=row_bytes(out),
         BLOCK=ROWS,
+        PIECE=PIECE,
         num_warps=4,
     )
     launch(
-        cdiv(rows, ROWS),
-        (out, dout, lse, dense(dlse), delta, lse2),
-        (lse.shape[-1], rows, plan.heads_q, *token_strides(dout)),
-    )
+        programs,
+        (out, dout, lse, dense(dlse), delta, lse2, sums),
+        (
+            lse.shape[-1], rows, plan.heads_q, *token_strides(dout), cdiv(pieces, programs), pieces,
+        ),
+    )  # fmt: skip
     return delta, lse2
 
 
@@ -95,16 +116,24 @@ def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return per_row.sum(tuple(d for d in range(lse.ndim) if d != lse.ndim - 2)).to(sinks.dtype)
 
 
+def _sums_of_dq(plan: Plan, q: Tensor) -> Tensor | None:
+    """Return the memory in which the kernel for Hopper sums dq, if it serves the call."""
+    if not plan.is_for_hopper:
+        return None
+    from .hopper_backward_launch import is_worth_it, new_sums
+
+    return new_sums(plan, q) if is_worth_it(plan, q.shape[-3]) else None
+
+
 def launch_gradients(
-    plan: Plan, inputs: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor
+    plan: Plan, inputs: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor | None
 ) -> None:
     """Fill ``dq``, ``dk`` and ``dv`` by the kernels that serve the call."""
-    if plan.is_for_hopper:
-        from .hopper_backward_launch import is_worth_it, launch_backward_hopper
+    if sums is not None:
+        from .hopper_backward_launch import launch_backward_hopper
 
-        if is_worth_it(plan, inputs.q.shape[-3]):
-            launch_backward_hopper(plan, inputs, dq, dk, dv)
-            return
+        launch_backward_hopper(plan, inputs, dq, dk, dv, sums)
+        return
     launch_dkdv(plan, inputs, dk, dv)
     launch_dq(plan, inputs, dq)
 
@@ -131,7 +160,8 @@ def run_backward(
             if gradient is not None:
                 gradient.zero_()
     if plan.batch != 0 and q.numel() != 0:
-        delta, lse2 = _row_numbers(plan, out, dout, dlse, lse)
+        sums = _sums_of_dq(plan, q)
+        delta, lse2 = _row_numbers(plan, out, dout, dlse, lse, sums)
         if sinks is not None:
             dsinks = _sink_gradient(sinks, lse, delta)
         if k.numel() != 0:
@@ -139,7 +169,7 @@ def run_backward(
             dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
             optional = (bias, dense(x.alibi_slopes), x.rng_state, *map(dense, x[3:6]))
             inputs = BackwardInputs(q, k, v, dout, lse2, delta, optional)
-            launch_gradients(plan, inputs, dq, dk, dv)
+            launch_gradients(plan, inputs, dq, dk, dv, sums)
             if dbias is not None:
                 launch_bias_gradient(plan, inputs, dbias)
     elif sinks is not None:

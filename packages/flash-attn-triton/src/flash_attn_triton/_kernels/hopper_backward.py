@@ -11,7 +11,17 @@ brings it.
 
 from .gluon_compat import copy_in, gl, gluon, hopper, mbarrier, tma
 from .hopper import EMPTY, SEARCH_CHUNK, TURN, barrier_sync, barriers, coordinates
-from .hopper_backward_steps import PARTIES, ROWS, walk, write
+from .hopper_backward_steps import (
+    MADE,
+    PARTIES,
+    ROWS,
+    add_to_memory,
+    await_made,
+    multiply_dq,
+    say_made,
+    walk,
+    write,
+)
 from .hopper_backward_wide import GIVEN, consume_gradients, consume_scores
 
 INF = gl.constexpr(float("inf"))
@@ -187,17 +197,20 @@ def _consume(
     turn = 0
     # the warpgroups' halves of a tile of dq lie one behind the other
     dq_ptr += head_k.to(gl.int64) * GROUP * dq_pitch + W * (BLOCK_M * HEAD_DIM // 2)
+    last = dq_ptr
+    # dq is one step behind
+    say_made(turn + 1, W)
     for _member in range(GROUP):
-        dk, dv, s, turn = walk(
-            dk, dv, s, turn, total, begin, whole - begin,
+        dk, dv, s, last, turn = walk(
+            dk, dv, s, last, turn, total, begin, whole - begin,
             dq_ptr + begin.to(gl.int64) * (BLOCK_M * HEAD_DIM),
             q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
             first_key, diagonal, len_k, scale, softcap, window_left, window_right,
             W, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
             STAGES_Q, STAGES_O,
         )  # fmt: skip
-        dk, dv, s, turn = walk(
-            dk, dv, s, turn, total, whole, part - whole,
+        dk, dv, s, last, turn = walk(
+            dk, dv, s, last, turn, total, whole, part - whole,
             dq_ptr + whole.to(gl.int64) * (BLOCK_M * HEAD_DIM),
             q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
             first_key, diagonal, len_k, scale, softcap, window_left, window_right,
@@ -205,8 +218,8 @@ def _consume(
             STAGES_Q, STAGES_O,
         )  # fmt: skip
         if HAS_LEFT:
-            dk, dv, s, turn = walk(
-                dk, dv, s, turn, total, part, end - part,
+            dk, dv, s, last, turn = walk(
+                dk, dv, s, last, turn, total, part, end - part,
                 dq_ptr + part.to(gl.int64) * (BLOCK_M * HEAD_DIM),
                 q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
                 first_key, diagonal, len_k, scale, softcap, window_left, window_right,
@@ -214,6 +227,11 @@ def _consume(
                 STAGES_Q, STAGES_O,
             )  # fmt: skip
         dq_ptr += dq_pitch
+    await_made(turn + 1, W)
+    dq = multiply_dq(ds_s, k_s, turn + 1, 0, W, BLOCK_M, HEAD_DIM)
+    dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
+    if total > 0:
+        add_to_memory(last, dq)
     where = coordinates(sequence, head_k, k_start, len_k, first_key + W * ROWS, RAGGED)
     # its values no warpgroup shares; its keys the other one may still be multiplying
     write(dv, dv_desc, v_s.index(W), where, HEAD_DIM_V)
@@ -239,6 +257,8 @@ def backward_kernel(
     BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
+    QUARTERS: gl.constexpr,  # of the columns, those that are no padding
+    QUARTERS_V: gl.constexpr,
     STAGES_Q: gl.constexpr,
     STAGES_O: gl.constexpr,
 ):  # fmt: skip
@@ -305,13 +325,14 @@ def backward_kernel(
                     dout_full, dq_ptr, scale, softcap, window_left, window_right, sequence, head_k,
                     first_key, k_start, diagonal, len_k, dq_pitch, begin, whole, part, end,
                     GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
-                    STAGES_Q, STAGES_O,
+                    QUARTERS, STAGES_Q, STAGES_O,
                 )),
                 (consume_gradients, (
                     dk_desc, q_s, k_s, v_s, dout_s, p_s, ds_s, delta_s, k_full.index(0),
                     v_full.index(0), dout_full, dq_ptr, scale, sequence, head_k, first_key, k_start,
                     len_k, dq_pitch, begin, end,
-                    GROUP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V, STAGES_Q, STAGES_O,
+                    GROUP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
+                    QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O,
                 )),
                 (_produce, (
                     q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, lse2_s, delta_s,
@@ -324,6 +345,7 @@ def backward_kernel(
             [240, 24],
         )  # fmt: skip
     else:
+        gl.static_assert(EMPTY + STAGES_Q + STAGES_O <= MADE + 8, "stages outnumber the barriers")
         gl.warp_specialize(
             [
                 (_consume, (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import HopperBackwardTile, hopper_backward_tile
@@ -28,11 +29,21 @@ def is_worth_it(plan: Plan, tokens_q: int) -> bool:
     return tokens_q >= sequences * tile.block_m // 2
 
 
+def new_sums(plan: Plan, q: Tensor, tile: HopperBackwardTile | None = None) -> Tensor:
+    """Return the memory in which dq is summed: tiles of queries, which are to be set to 0."""
+    tile = tile or hopper_backward_tile(plan.widest_head, plan.options.softcap != 0.0)
+    slots = plan.tiles(q.shape[-3], tile.block_m) * plan.heads_q * plan.grid_batch
+    return q.new_empty((slots, tile.block_m * plan.constants["BLOCK_D"]), dtype=torch.float32)
+
+
 def launch_backward_hopper(
-    plan: Plan, inputs: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor,
+    plan: Plan, inputs: BackwardInputs, dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor,
     tile: HopperBackwardTile | None = None,
 ) -> None:  # fmt: skip
-    """Fill ``dq``, ``dk`` and ``dv`` for a call that ``takes_hopper_backward`` took."""
+    """Fill ``dq``, ``dk`` and ``dv`` for a call that ``takes_hopper_backward`` took.
+
+    ``sums`` are those of ``new_sums``, set to 0.
+    """
     q, k, v, dout = *inputs[:3], inputs.dout
     cu_seqlens_q, cu_seqlens_k = inputs.optional[3:5]
     options, ragged = plan.options, plan.is_packed
@@ -41,8 +52,6 @@ def launch_backward_hopper(
     tokens_q, tokens_k = q.shape[-3], k.shape[-3]
     tiles_k = plan.tiles(tokens_k, tile.block_n)
     tiles_q = plan.tiles(tokens_q, tile.block_m)
-    slots = tiles_q * plan.heads_q * plan.grid_batch
-    sums = q.new_zeros((slots, tile.block_m * block_d), dtype=torch.float32)
     if options.window_left >= 0:
         # keys that no query sees
         dk.zero_()
@@ -59,6 +68,8 @@ def launch_backward_hopper(
         BLOCK_N=tile.block_n,
         HEAD_DIM=block_d,
         HEAD_DIM_V=plan.constants["BLOCK_DV"],
+        QUARTERS=cdiv(q.shape[-1], block_d // 4),
+        QUARTERS_V=cdiv(v.shape[-1], plan.constants["BLOCK_DV"] // 4),
         STAGES_Q=tile.stages_q,
         STAGES_O=tile.stages_o,
         num_warps=4,
@@ -79,7 +90,8 @@ def launch_backward_hopper(
         ),
         (
             options.softmax_scale, options.softcap, *plan.window,
-            plan.batch, plan.heads_k, tokens_q, tokens_k, tiles_k, tiles_q, plan.span_k(tokens_q),
+            plan.batch, plan.heads_k, tokens_q, tokens_k, tiles_k, tiles_q,
+            plan.span_sums(tokens_q),
         ),
     )  # fmt: skip
     launch = plan.launch(
@@ -91,7 +103,7 @@ def launch_backward_hopper(
         num_warps=4,
     )
     launch(
-        slots,
+        sums.shape[0],
         (sums, dq, cu_seqlens_q, cu_seqlens_k),
         (
             options.softmax_scale, plan.window[1], plan.batch, plan.heads_q, tokens_q, tokens_k,

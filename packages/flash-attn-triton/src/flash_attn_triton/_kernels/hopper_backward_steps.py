@@ -3,16 +3,21 @@
 Of the five products of a tile one is under way while a warpgroup computes: that of dp beside the
 exponentials, that of dv beside the gradient of the scores, and those of dk and of the next tile's
 scores beside the addition to dq. More in flight was slower: a warpgroup cannot go on before the
-tensor cores have taken its product.
+tensor cores have taken its product. The product of dq is one step behind: the gradients of scores
+that it wants from the other warpgroup are there by then, so that the two need not keep step, and
+one computes while the other multiplies.
 """
 
 from .gluon_compat import copy_out, gl, gluon, hopper, mbarrier
-from .hopper import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync
+from .hopper import EMPTY, LOG2E, barrier_arrive, barrier_sync
 from .hopper_softmax import tanh
 
 # keys of a warpgroup
 ROWS = gl.constexpr(64)
 PARTIES = gl.constexpr(288)
+# hardware barriers: a warpgroup's gradients of scores are there, in either buffer; those of the
+# second warpgroup come eight later
+MADE = gl.constexpr(6)
 
 
 @gluon.jit
@@ -75,25 +80,55 @@ def write(gradient, desc, staging, where, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def say_made(turn, W: gl.constexpr):
+    """Say that ``W``'s gradients of step ``turn`` are stored, and those before multiplied."""
+    barrier_arrive(MADE + 8 * W + turn % 2, 256, 4)
+
+
+@gluon.jit
+def await_made(turn, W: gl.constexpr):
+    """Wait until the other warpgroup than ``W`` has said so."""
+    barrier_sync(MADE + 8 * (1 - W) + turn % 2, 256, 4)
+
+
+@gluon.jit
+def multiply_dq(
+    ds_s, k_s, turn, none, W: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr
+):  # fmt: skip
+    """Begin ``W``'s half of the product of dq of step ``turn``: of its columns, or of its rows."""
+    PARTS: gl.constexpr = BLOCK_M // 64
+    WIDTH: gl.constexpr = HEAD_DIM * PARTS // 2
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    dq = gl.zeros([64, WIDTH], gl.float32, Q)
+    for h in gl.static_range(2):
+        ds_h = ds_s.index(turn % 2 * 2 + h)
+        k_h = k_s.index(h + none).reshape([ROWS, HEAD_DIM])
+        if PARTS == 2:
+            ds_h = ds_h.slice(W * 64, 64, 1)
+        else:
+            k_h = k_h.slice(W * WIDTH, WIDTH, 1)
+        dq = hopper.warpgroup_mma(ds_h.permute((1, 0)), k_h, dq, use_acc=h == 1, is_async=True)
+    return dq
+
+
+@gluon.jit
 def walk(
-    dk, dv, s, turn, total, first_tile, tiles, dq_ptr,
+    dk, dv, s, last, turn, total, first_tile, tiles, dq_ptr,
     q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
     first_key, diagonal, len_k, scale, softcap, window_left, window_right,
     W: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
 ):  # fmt: skip
-    """Add what so many tiles of queries contribute; ``s`` holds the scores of the next one."""
+    """Add what so many tiles of queries contribute, to dq what the tile before each does.
+
+    ``s`` holds the scores of the next tile, ``last`` is where the last one's part of dq belongs.
+    """
     S: gl.constexpr = s.type.layout
     K: gl.constexpr = dk.type.layout
     V: gl.constexpr = dv.type.layout
-    # every warpgroup has half of dq: of its columns, or of its rows
-    PARTS: gl.constexpr = BLOCK_M // 64
-    WIDTH: gl.constexpr = HEAD_DIM * PARTS // 2
-    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     dtype: gl.constexpr = q_s.dtype
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
-    zeros_q = gl.zeros([64, WIDTH], gl.float32, Q)
     for step in range(tiles):
         # 0, but not for the compiler: what it can take out of the loop, it holds in registers
         none = turn >> 30
@@ -116,19 +151,11 @@ def walk(
         dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
         ds = (weight * dp).to(dtype)
-        buffer = turn % 2 * 2
-        ds_s.index(buffer + W).store(ds)
+        await_made(turn + 1, W)
+        ds_s.index(turn % 2 * 2 + W).store(ds)
         hopper.fence_async_shared()
-        barrier_sync(TURN, 256, 4)
-        dq = zeros_q
-        for h in gl.static_range(2):
-            ds_h = ds_s.index(buffer + h)
-            k_h = k_s.index(h + none).reshape([ROWS, HEAD_DIM])
-            if PARTS == 2:
-                ds_h = ds_h.slice(W * 64, 64, 1)
-            else:
-                k_h = k_h.slice(W * WIDTH, WIDTH, 1)
-            dq = hopper.warpgroup_mma(ds_h.permute((1, 0)), k_h, dq, use_acc=h == 1, is_async=True)
+        # of the step before; in the first one, of whatever lies there
+        dq = multiply_dq(ds_s, k_s, turn + 1, none, W, BLOCK_M, HEAD_DIM)
         dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
         barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)
         dk = hopper.warpgroup_mma(
@@ -141,9 +168,12 @@ def walk(
         q_t = q_s.index(following).reshape([BLOCK_M, HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
         dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
-        add_to_memory(dq_ptr, dq)
+        if turn > 1:
+            add_to_memory(last, dq)
+        last = dq_ptr
         dq_ptr += BLOCK_M * HEAD_DIM
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
         barrier_arrive(EMPTY + stage, PARTIES, 4)
-    return dk, dv, s, turn
+        say_made(turn + 1, W)
+    return dk, dv, s, last, turn

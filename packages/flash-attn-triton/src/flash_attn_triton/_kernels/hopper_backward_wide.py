@@ -16,13 +16,26 @@ READY = gl.constexpr(14)
 
 
 @gluon.jit
+def _inner(a, b, start, QUARTERS: gl.constexpr, use_acc: gl.constexpr):
+    """Multiply rows of two tiles, but for a fourth quarter of padding: in 5 - QUARTERS products."""
+    WIDTH: gl.constexpr = a.shape[1] // 4
+    if QUARTERS > 3:
+        return hopper.warpgroup_mma(a, b.permute((1, 0)), start, use_acc=use_acc, is_async=True)
+    b_t = b.slice(0, 2 * WIDTH, 1).permute((1, 0))
+    s = hopper.warpgroup_mma(a.slice(0, 2 * WIDTH, 1), b_t, start, use_acc=use_acc, is_async=True)
+    b_t = b.slice(2 * WIDTH, WIDTH, 1).permute((1, 0))
+    return hopper.warpgroup_mma(a.slice(2 * WIDTH, WIDTH, 1), b_t, s, is_async=True)
+
+
+@gluon.jit
 def _walk_scores(
     dv, s, turn, total, first_tile, tiles, dq_ptr,
     q_s, k_s, dout_s, p_s, ds_s, lse2_s, q_full, dout_full,
     first_key, diagonal, len_k, scale, softcap, window_left, window_right,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, QUARTERS: gl.constexpr, STAGES_Q: gl.constexpr,
+    STAGES_O: gl.constexpr,
 ):  # fmt: skip
     """Add what so many tiles of queries contribute; ``s`` holds the scores of the next one."""
     S: gl.constexpr = s.type.layout
@@ -66,9 +79,9 @@ def _walk_scores(
         following = turn % STAGES_Q
         # behind the last tile: scores of whatever lies there, which nobody reads
         mbarrier.wait(q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
-        q_t = q_s.index(following).reshape([BLOCK_M, HEAD_DIM]).permute((1, 0))
-        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
-        more = hopper.warpgroup_mma_wait(1, deps=(more,))
+        q = q_s.index(following).reshape([BLOCK_M, HEAD_DIM])
+        s = _inner(k, q, zeros, QUARTERS, False)
+        more = hopper.warpgroup_mma_wait(5 - QUARTERS, deps=(more,))
         add_to_memory(dq_ptr + BLOCK_M * WIDTH, more)
         dq_ptr += BLOCK_M * HEAD_DIM
         # in flight over the loop's back edge, it would keep ptxas from overlapping anything
@@ -83,8 +96,8 @@ def consume_scores(
     len_k, dq_pitch, begin, whole, part, end,
     GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES_Q: gl.constexpr,
-    STAGES_O: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, QUARTERS: gl.constexpr,
+    STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
 ):  # fmt: skip
     """Compute the block's probabilities and dv, and the left half of what goes to dq."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -95,8 +108,7 @@ def consume_scores(
     mbarrier.wait(k_full, 0)
     mbarrier.wait(q_full.index(0), 0, pred=total > 0)
     k = k_s.index(0).reshape([ROWS, HEAD_DIM])
-    q_t = q_s.index(0).reshape([BLOCK_M, HEAD_DIM]).permute((1, 0))
-    s = hopper.warpgroup_mma(k, q_t, s, use_acc=False, is_async=True)
+    s = _inner(k, q_s.index(0).reshape([BLOCK_M, HEAD_DIM]), s, QUARTERS, False)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     turn = 0
     dq_ptr += head_k.to(gl.int64) * GROUP * dq_pitch
@@ -107,7 +119,7 @@ def consume_scores(
             q_s, k_s, dout_s, p_s, ds_s, lse2_s, q_full, dout_full,
             first_key, diagonal, len_k, scale, softcap, window_left, window_right,
             True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
-            STAGES_Q, STAGES_O,
+            QUARTERS, STAGES_Q, STAGES_O,
         )  # fmt: skip
         dv, s, turn = _walk_scores(
             dv, s, turn, total, whole, part - whole,
@@ -115,7 +127,7 @@ def consume_scores(
             q_s, k_s, dout_s, p_s, ds_s, lse2_s, q_full, dout_full,
             first_key, diagonal, len_k, scale, softcap, window_left, window_right,
             False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
-            STAGES_Q, STAGES_O,
+            QUARTERS, STAGES_Q, STAGES_O,
         )  # fmt: skip
         if HAS_LEFT:
             dv, s, turn = _walk_scores(
@@ -124,7 +136,7 @@ def consume_scores(
                 q_s, k_s, dout_s, p_s, ds_s, lse2_s, q_full, dout_full,
                 first_key, diagonal, len_k, scale, softcap, window_left, window_right,
                 True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
-                STAGES_Q, STAGES_O,
+                QUARTERS, STAGES_Q, STAGES_O,
             )  # fmt: skip
         dq_ptr += dq_pitch
     # the other warpgroup may still be multiplying the values
@@ -139,7 +151,8 @@ def consume_gradients(
     dk_desc, q_s, k_s, v_s, dout_s, p_s, ds_s, delta_s, k_full, v_full, dout_full, dq_ptr, scale,
     sequence, head_k, first_key, k_start, len_k, dq_pitch, begin, end,
     GROUP: gl.constexpr, RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, QUARTERS: gl.constexpr, QUARTERS_V: gl.constexpr,
+    STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the block's scores and dk, and the right half for dq."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -156,10 +169,10 @@ def consume_gradients(
     mbarrier.wait(v_full, 0, pred=total > 0)
     mbarrier.wait(dout_full.index(0), 0, pred=total > 0)
     v = v_s.index(0).reshape([ROWS, HEAD_DIM_V])
-    dout_t = dout_s.index(0).reshape([BLOCK_M, HEAD_DIM_V]).permute((1, 0))
+    dout = dout_s.index(0).reshape([BLOCK_M, HEAD_DIM_V])
     # dp - delta, from a start at -delta
     delta = delta_s.index(0).load(gl.SliceLayout(0, S))
-    dp = hopper.warpgroup_mma(v, dout_t, delta[None, :] - zeros, is_async=True)
+    dp = _inner(v, dout, delta[None, :] - zeros, QUARTERS_V, True)
     dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
     turn = 0
     dq_ptr += head_k.to(gl.int64) * GROUP * dq_pitch + 2 * BLOCK_M * WIDTH
@@ -188,19 +201,24 @@ def consume_gradients(
             )
             dk = hopper.warpgroup_mma_wait(1, deps=(dk,))
             barrier_arrive(EMPTY + stage, PARTIES, 4)
-            more = hopper.warpgroup_mma(
-                ds_t, k.slice(3 * WIDTH, WIDTH, 1), zeros_q, use_acc=False, is_async=True
-            )
-            dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
-            add_to_memory(address, dq)
+            if QUARTERS > 3:
+                more = hopper.warpgroup_mma(
+                    ds_t, k.slice(3 * WIDTH, WIDTH, 1), zeros_q, use_acc=False, is_async=True
+                )
+                dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
+                add_to_memory(address, dq)
             turn += 1
             stage_o = turn % STAGES_O
             mbarrier.wait(dout_full.index(stage_o), turn // STAGES_O & 1, pred=turn < total)
-            dout_t = dout_s.index(stage_o).reshape([BLOCK_M, HEAD_DIM_V]).permute((1, 0))
+            dout = dout_s.index(stage_o).reshape([BLOCK_M, HEAD_DIM_V])
             delta = delta_s.index(stage_o).load(gl.SliceLayout(0, S))
-            dp = hopper.warpgroup_mma(v, dout_t, delta[None, :] - zeros, is_async=True)
-            more = hopper.warpgroup_mma_wait(1, deps=(more,))
-            add_to_memory(address + BLOCK_M * WIDTH, more)
+            dp = _inner(v, dout, delta[None, :] - zeros, QUARTERS_V, True)
+            if QUARTERS > 3:
+                more = hopper.warpgroup_mma_wait(5 - QUARTERS_V, deps=(more,))
+                add_to_memory(address + BLOCK_M * WIDTH, more)
+            else:
+                dq = hopper.warpgroup_mma_wait(5 - QUARTERS_V, deps=(dq,))
+                add_to_memory(address, dq)
             address += BLOCK_M * HEAD_DIM
             dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
         dq_ptr += dq_pitch

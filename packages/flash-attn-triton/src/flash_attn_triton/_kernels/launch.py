@@ -132,6 +132,16 @@ class Plan:
         fitting = L2_BYTES // max(1, tokens_q * self.group * self._token_bytes)
         return min(max(1, fitting), max(1, self.batch * self.heads_k))
 
+    def span_sums(self, tokens_q: int) -> int:
+        """As ``span_k``, with the sums of dq, which are read and written: a power of two.
+
+        Other numbers often leave a small rest, whose longest walks begin last. With one head alone
+        all programs add to the same sums.
+        """
+        head_bytes = self._token_bytes + 2 * 4 * self.constants["BLOCK_D"]
+        fitting = L2_BYTES // max(1, tokens_q * self.group * head_bytes)
+        return 1 << max(1, fitting.bit_length() - 1)
+
 
 class BackwardInputs(NamedTuple):
     """What every backward kernel reads, in the order in which they take it."""
