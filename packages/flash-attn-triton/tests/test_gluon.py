@@ -16,10 +16,10 @@ pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interp
 
 # as the tiles that serve calls, but for the keys of a step: short sequences are to have many
 TILES = {
-    "plain": HopperTile(3, 32, 2, 2),
-    "hold": HopperTile(2, 32, 3, 2, hold=True),
+    "plain": HopperTile(3, 32, 2, 2, lag=True),
+    "stages": HopperTile(2, 32, 3, 2),
     "pipeline": HopperTile(2, 32, 2, 2, buffers_q=2, pipeline=True),
-    "share": HopperTile(2, 32, 2, 3, share=True),
+    "share": HopperTile(2, 32, 2, 3, share=True, lag=True),
 }
 tiles = pytest.mark.parametrize("tile", TILES)
 PACKED = Packed((70, 0, 150, 1), (100, 40, 90, 33), 2, 1, 48, padding=70)
@@ -61,8 +61,8 @@ def forward(monkeypatch):
 CASES = [
     ("plain", Shape(1, 200, 150, 2, 1, 64), ()),
     ("plain", Shape(1, 70, 100, 1, 1, 64), ("softcap", "causal")),
-    ("hold", Shape(2, 130, 200, 2, 1, 128), ("causal",)),
-    ("hold", Shape(1, 200, 100, 1, 1, 48), ("window", "alibi", "sinks")),  # rows without a key
+    ("stages", Shape(2, 130, 200, 2, 1, 128), ("causal",)),
+    ("stages", Shape(1, 200, 100, 1, 1, 48), ("window", "alibi", "sinks")),  # rows without a key
     ("pipeline", Shape(2, 200, 100, 2, 2, 128), ()),
     ("pipeline", Shape(1, 300, 70, 1, 1, 80, 48), ("window_left", "softcap")),
     ("share", Shape(1, 300, 140, 2, 1, 64), ("sinks",)),
@@ -92,6 +92,33 @@ def test_forward_of_packed_tensors(tile, features, forward, reverse):
     check(make_packed(PACKED, torch.float16, "cpu", features), grad=False)
 
 
+# more sequences than are looked at together, some without a query
+MANY = Packed((3, 2, 0) * 44 + (90, 1), (4, 2, 3) * 44 + (60, 0), 1, 1, 48, padding=5)
+
+
+def test_forward_of_many_sequences(forward):
+    forward(TILES["stages"])
+    check(make_packed(MANY, torch.float16, "cpu", ("causal",)), grad=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "wrong"),
+    [
+        ("_find_block", "ends <= place", "ends < place"),
+        ("_find_block", "before = blocks", "pass"),
+        ("_find_block", "first += WARP", "first += WARP + 1"),
+        ("_find_block", "gl.maximum(before, ", "gl.maximum(0, "),
+        ("_block_ends", "mask=index <= batch, other=tokens", "mask=index <= batch, other=0"),
+        ("next_tile", "sequence < batch, other=tokens_q", "sequence < batch, other=0"),
+    ],
+)
+def test_forward_of_many_sequences_with_a_mistake(function, right, wrong, forward):
+    def serve(reverse):
+        forward(TILES["stages"], reverse).plant(function, right, wrong)
+
+    assert caught(serve, make_packed(MANY, torch.float16, "cpu", ("causal",)))
+
+
 @tiles
 def test_forward_reads_nothing_of_others(tile, forward):
     """NaN in other sequences, behind the last one and in keys that no query sees."""
@@ -111,35 +138,65 @@ def test_forward_reads_nothing_of_others(tile, forward):
 ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
 WAIT_V = "mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
 MISTAKES = [
-    ("hold", "produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("hold", "produce", "EMPTY + STAGES_K + stage", "EMPTY + stage"),
-    ("hold", "produce", "(count // BUFFERS_Q & 1) ^ 1", "count // BUFFERS_Q & 1"),
-    ("hold", "produce", "high - 1 - step", "high - step"),
-    ("hold", "_begin", "mbarrier.wait(q_full.index(buffer), count // BUFFERS_Q & 1)", "pass"),
-    ("hold", "_begin", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
-    ("hold", "_begin", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
-    ("hold", "_begin", "barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)", "pass"),
-    ("hold", "_attend", "turn // STAGES_K & 1)", "(turn // STAGES_K & 1) ^ 1)"),
-    ("hold", "_attend", WAIT_V, "pass"),
-    ("plain", "_attend", "mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))"),
-    ("hold", "_attend", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
-    ("hold", "_attend", ARRIVE_V, "pass"),
-    ("hold", "_attend", WAIT_V, WAIT_V + "; " + ARRIVE_V),
-    ("hold", "_receive", "mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)", "pass"),
-    ("hold", "_receive", "mbarrier.arrive(tile_empty.index(slot), count=1)", "pass"),
-    ("hold", "_write", "tma.store_wait(0)", "pass"),
-    ("hold", "_write", "hopper.fence_async_shared()", "pass"),
-    ("hold", "consume", "mbarrier.arrive(q_empty.index(buffer), count=1)", "pass"),
+    ("stages", "produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("stages", "produce", "EMPTY + STAGES_K + stage", "EMPTY + stage"),
+    ("stages", "produce", "(count // BUFFERS_Q & 1) ^ 1", "count // BUFFERS_Q & 1"),
+    ("stages", "produce", "high - 1 - step", "high - step"),
+    ("stages", "begin", "mbarrier.wait(q_full.index(buffer), count // BUFFERS_Q & 1)", "pass"),
+    ("stages", "begin", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
+    ("stages", "begin", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
+    ("stages", "begin", "barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)", "pass"),
+    ("stages", "_fold", "turn // STAGES_K & 1)", "(turn // STAGES_K & 1) ^ 1)"),
+    ("stages", "_fold", WAIT_V, "pass"),
+    ("plain", "_fold", "mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))"),
+    ("stages", "_fold", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
+    ("stages", "_fold", ARRIVE_V, "pass"),
+    ("stages", "_fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),
+    ("stages", "_receive", "mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)", "pass"),
+    ("stages", "_receive", "mbarrier.arrive(tile_empty.index(slot), count=1)", "pass"),
+    ("stages", "_write", "tma.store_wait(0)", "pass"),
+    ("stages", "_write", "hopper.fence_async_shared()", "pass"),
+    ("stages", "consume", "mbarrier.arrive(q_empty.index(buffer), count=1)", "pass"),
     ("share", "consume", "                tma.store_wait(0)", "                pass"),
-    ("hold", "consume", "    tma.store_wait(0)\n    if W", "    if W"),
-    ("hold", "consume", "        barrier_sync(TURN, 256, 4)", "        pass"),
-    ("hold", "forward_kernel", "barriers(SLOTS, WARPGROUPS)", "barriers(SLOTS, 1)"),
+    ("stages", "consume", "    tma.store_wait(0)\n    if W", "    if W"),
+    ("stages", "consume", "        barrier_sync(TURN, 256, 4)", "        pass"),
+    ("stages", "forward_kernel", "barriers(SLOTS, WARPGROUPS)", "barriers(SLOTS, 1)"),
 ]
 
 
 def mistaken() -> Case:
     """A case that what is planted must break: more tiles than buffers, of queries and of keys."""
     return make_case(Shape(1, 700, 200, 1, 1, 48), torch.bfloat16, "cpu", ("causal",))
+
+
+def growing(steepness: int) -> Case:
+    """A case whose maxima grow from tile to tile: by less than a pivot may lag behind, or more."""
+    case = make_case(Shape(1, 70, 400, 1, 1, 64), torch.float16, "cpu", ("causal", "sinks"))
+    k = case.inputs["k"] * torch.linspace(steepness, 1, 400)[:, None, None]
+    return case.with_inputs(k=k.half())
+
+
+@tiles
+@pytest.mark.parametrize("steepness", [20, 200])
+def test_maxima_that_grow(tile, steepness, forward):
+    forward(TILES[tile])
+    check(growing(steepness), grad=False)
+
+
+@pytest.mark.parametrize("steepness", [20, 200])
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("o = _shrink(o, shrink)", "o = o"),
+        ("l * gl.convert_layout(alpha, L)[:, None]", "l"),
+        ("gl.where(top - m > SLACK, top, m)", "m"),
+    ],
+)
+def test_maxima_that_grow_with_a_mistake(right, wrong, steepness, forward):
+    def serve(reverse):
+        forward(TILES["plain"], reverse).plant("_fold", right, wrong)
+
+    assert caught(serve, growing(steepness))
 
 
 @tiles

@@ -287,10 +287,6 @@ def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] 
     )
 
 
-# queries of a sequence of which a large part lies on the diagonal's tiles
-SHORT = 2048
-
-
 @dataclass(frozen=True)
 class HopperTile:
     """How a program divides its work; every warpgroup has 64 rows."""
@@ -302,7 +298,7 @@ class HopperTile:
     share: bool = False  # the output leaves through the queries' memory
     buffers_q: int = 1
     pipeline: bool = False  # the walk does not stop between tiles of queries
-    hold: bool = False  # keys are kept until their softmax is done
+    lag: bool = False  # pivots of the softmax may lag behind the maxima
     rows: int = 64
 
     @property
@@ -316,29 +312,20 @@ class HopperTile:
 
 
 @functools.cache
-def hopper_tile(
-    head_dim: int, is_causal: bool, is_short: bool = False, itemsize: int = 2
-) -> HopperTile:
-    """Return the tile for the wider of the two head dimensions.
-
-    ``is_short`` is about sequences that all have one length: where they differ, a sequence's
-    result may not depend on its neighbours.
-    """
+def hopper_tile(head_dim: int, is_causal: bool, itemsize: int = 2) -> HopperTile:
+    """Return the tile for the wider of the two head dimensions."""
     width = padded_head_dim(head_dim)
     if itemsize == 1:
         return HopperTile(2, 128, 4, 4)
     if width <= 64:
-        if not is_causal:
-            return HopperTile(3, 128, 2, 2)
-        # three warpgroups have more rows that see nothing of a tile
-        return HopperTile(2 if is_short else 3, 128, 3, 3, hold=True)
+        if is_causal:
+            return HopperTile(2, 128, 3, 3, buffers_q=2, pipeline=True)
+        return HopperTile(3, 128, 2, 2, lag=True)
     if width <= 128:
         if is_causal:
-            return HopperTile(2, 128, 3, 2, hold=True)
+            return HopperTile(2, 128, 3, 2, lag=True)
         return HopperTile(2, 128, 2, 2, buffers_q=2, pipeline=True)
-    if is_causal:
-        return HopperTile(2, 64, 3, 2, share=True, hold=True)
-    return HopperTile(2, 64, 2, 3, share=True)
+    return HopperTile(2, 64, 3, 2, share=True, lag=True)
 
 
 @dataclass(frozen=True)

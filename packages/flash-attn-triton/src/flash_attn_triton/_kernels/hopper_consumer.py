@@ -16,13 +16,11 @@ from .hopper import (
     LEN_K,
     LEN_Q,
     LOG2E,
-    NEG_INF,
     Q_START,
     SEQUENCE,
     SLOTS,
     TURN,
     barrier_arrive,
-    barrier_arrive_after,
     barrier_sync,
     coordinates,
     field,
@@ -30,13 +28,8 @@ from .hopper import (
     opaque,
 )
 from .hopper_fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
-from .hopper_softmax import (
-    finish_softmax,
-    logits_of,
-    mask,
-    row_sums,
-    start_softmax,
-)
+from .hopper_softmax import finish_softmax, logits_of, start_softmax
+from .hopper_walk import attend, begin, hide
 
 
 @gluon.jit
@@ -81,95 +74,6 @@ def _owner_of(sequence, batch):
 
 
 @gluon.jit
-def _begin(
-    turn, count, q_s, k_s, q_full, k_full, rows, tile, len_k,
-    scale, factor, softcap, slope, window_left, window_right,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_ALIBI: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BUFFERS_Q: gl.constexpr,
-    STAGES_K: gl.constexpr,
-):  # fmt: skip
-    """Work on the first tile of keys where no other product runs beside its softmax."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    stage = turn % STAGES_K
-    buffer = count % BUFFERS_Q * WARPGROUPS + W
-    q = q_s.index(buffer).reshape([ROWS, HEAD_DIM])
-    k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    mbarrier.wait(q_full.index(buffer), count // BUFFERS_Q & 1)
-    mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
-    barrier_sync(TURN + W, 256, 4)
-    s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)
-    s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    barrier_arrive(EMPTY + stage, 128 * WARPGROUPS + 32, 4)
-    cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-    s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-    m, l, e = start_softmax(s, factor)
-    return m, l, gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2)), turn + 1
-
-
-@gluon.jit
-def _attend(
-    o, m, l, p, turn, low, left, right, high, buffer, q_s, k_s, v_s, k_full, v_full, rows, len_k,
-    scale, factor, softcap, slope, window_left, window_right,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr, WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, HOLD: gl.constexpr,
-):  # fmt: skip
-    """Fold all tiles of keys but the first into the softmax; some are cut by diagonal or window."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
-    if BUFFERS_Q > 1:
-        q = q_s.index(opaque(buffer)).reshape([ROWS, HEAD_DIM])
-    else:
-        q = q_s.index(W).reshape([ROWS, HEAD_DIM])
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    for step in range(high - 1 - low):
-        stage = turn % STAGES_K
-        stage_v = (turn - 1) % STAGES_V
-        k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-        v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM_V])
-        mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
-        barrier_sync(TURN + W, 256, 4)
-        s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-        o = hopper.warpgroup_mma(p, v, o, is_async=True)
-        barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)
-        s = hopper.warpgroup_mma_wait(1, deps=(s,))
-        if not HOLD:
-            barrier_arrive(EMPTY + stage, PARTIES, 4)
-        tile = high - 2 - step
-        cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-        s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-        if HAS_LEFT or HAS_RIGHT:  # noqa: SIM102  (a constant, then a number)
-            if (tile >= right) | (tile < left):
-                s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-        m_new = gl.maximum(m, gl.max(s, 1) * factor)
-        pivot = m_new
-        if HAS_LEFT or HAS_RIGHT:
-            pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
-        e = gl.exp2(s * factor - pivot[:, None])
-        alpha = gl.exp2(m - pivot)
-        L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-        sums = row_sums(e)
-        if HOLD:
-            barrier_arrive_after(sums, EMPTY + stage, PARTIES)
-        l = l * gl.convert_layout(alpha, L)[:, None] + sums
-        m = m_new
-        o = hopper.warpgroup_mma_wait(0, deps=(o,))
-        barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-        p = gl.convert_layout(e.to(q_s.dtype), gl.DotOperandLayout(0, O, 2))
-        turn += 1
-    return o, m, l, p, turn
-
-
-@gluon.jit
 def _write(
     o, weight, empty, lse, out_desc, out_s, lse_ptr, cu_seqlens_q_ptr,
     first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
@@ -203,7 +107,7 @@ def consume(
     HAS_SOFTCAP: gl.constexpr, RAGGED: gl.constexpr, WARPGROUPS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
-    SHARE: gl.constexpr, PIPELINE: gl.constexpr, HOLD: gl.constexpr,
+    SHARE: gl.constexpr, PIPELINE: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
     PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
@@ -232,7 +136,7 @@ def consume(
                 alibi_slopes_ptr, stride_alibi_b, S,
                 W, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
             )  # fmt: skip
-            m, l, p, turn = _begin(
+            m, l, p, turn = begin(
                 turn, count, q_s, k_s, q_full, k_full, rows, high - 1, len_k,
                 scale, factor, softcap, slope, window_left, window_right,
                 W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
@@ -241,11 +145,11 @@ def consume(
             o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
             while head >= 0:
                 buffer = count % BUFFERS_Q * WARPGROUPS + W
-                o, m, l, p, turn = _attend(
+                o, m, l, p, turn = attend(
                     o, m, l, p, turn, low, left, right, high, buffer, q_s, k_s, v_s, k_full, v_full,
                     rows, len_k, scale, factor, softcap, slope, window_left, window_right,
                     W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                    HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, HOLD,
+                    HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG,
                 )  # fmt: skip
                 mbarrier.arrive(q_empty.index(buffer), count=1)
                 is_padding = (sequence < 0) | (sequence >= batch)
@@ -279,7 +183,7 @@ def consume(
                 barrier_arrive(EMPTY + stage_k, PARTIES, 4)
                 cols = (high - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
                 s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-                s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+                s = hide(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
                 m, l, e = start_softmax(s, factor)
                 o = hopper.warpgroup_mma_wait(0, deps=(o,))
                 barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
@@ -299,18 +203,18 @@ def consume(
                 W, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
             )  # fmt: skip
             buffer = count % BUFFERS_Q * WARPGROUPS + W
-            m, l, p, turn = _begin(
+            m, l, p, turn = begin(
                 turn, count, q_s, k_s, q_full, k_full, rows, high - 1, len_k,
                 scale, factor, softcap, slope, window_left, window_right,
                 W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
                 HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
             )  # fmt: skip
             o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-            o, m, l, p, turn = _attend(
+            o, m, l, p, turn = attend(
                 o, m, l, p, turn, low, left, right, high, buffer, q_s, k_s, v_s, k_full, v_full,
                 rows, len_k, scale, factor, softcap, slope, window_left, window_right,
                 W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, HOLD,
+                HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG,
             )  # fmt: skip
             if not SHARE:
                 mbarrier.arrive(q_empty.index(buffer), count=1)

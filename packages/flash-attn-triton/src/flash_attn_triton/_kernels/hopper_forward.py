@@ -36,7 +36,7 @@ def forward_kernel(
     STAGES_V: gl.constexpr,
     SHARE: gl.constexpr,  # the output leaves through the memory of the queries
     PIPELINE: gl.constexpr,  # the walk does not stop between tiles of queries
-    HOLD: gl.constexpr,  # keys are kept until their softmax is done
+    LAG: gl.constexpr,  # pivots may lag behind the maxima
 ):  # fmt: skip
     """Share out the work of a persistent program: one producer, two or three consumers."""
     dtype: gl.constexpr = q_desc.dtype
@@ -72,7 +72,7 @@ def forward_kernel(
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
                     tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
-                    STAGES_V, SHARE, PIPELINE, HOLD,
+                    STAGES_V, SHARE, PIPELINE, LAG,
                 )),
                 (consume, (
                     1, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
@@ -80,7 +80,7 @@ def forward_kernel(
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
                     tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
-                    STAGES_V, SHARE, PIPELINE, HOLD,
+                    STAGES_V, SHARE, PIPELINE, LAG,
                 )),
                 (produce, (
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full,
@@ -103,7 +103,7 @@ def forward_kernel(
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
                     tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
-                    STAGES_V, SHARE, PIPELINE, HOLD,
+                    STAGES_V, SHARE, PIPELINE, LAG,
                 )),
                 (consume, (
                     1, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
@@ -111,7 +111,7 @@ def forward_kernel(
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
                     tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
-                    STAGES_V, SHARE, PIPELINE, HOLD,
+                    STAGES_V, SHARE, PIPELINE, LAG,
                 )),
                 (consume, (
                     2, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
@@ -119,7 +119,7 @@ def forward_kernel(
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
                     tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
-                    STAGES_V, SHARE, PIPELINE, HOLD,
+                    STAGES_V, SHARE, PIPELINE, LAG,
                 )),
                 (produce, (
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full,

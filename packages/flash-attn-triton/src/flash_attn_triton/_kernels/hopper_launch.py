@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._call import Options, Tensors
-from .._configs import SHORT, HopperTile, hopper_tile, padded_head_dim
+from .._configs import HopperTile, hopper_tile, padded_head_dim
 from .forward import ForwardPlan
 from .hopper_encode import MapLaunch
 from .hopper_forward import forward_kernel
@@ -33,11 +33,11 @@ class HopperForwardPlan(ForwardPlan):
         """Take a call, and whether the plan serves others after it."""
         super().__init__(x, options, out_dtype, deterministic)
         self._ticket = kept_ticket if is_kept else new_ticket
+        # packed calls of one form differ in their numbers of tokens
+        self._work = functools.lru_cache(self._count_work)
         q, k, v, alibi_slopes = x.q, x.k, x.v, x.alibi_slopes
-        tokens_q, _, head_dim = q.shape[-3:]
         has_right = options.window_right >= 0
-        is_short = not self.is_packed and tokens_q <= SHORT
-        tile = tile or hopper_tile(self.widest_head, has_right, is_short, self.itemsize)
+        tile = tile or hopper_tile(self.widest_head, has_right, self.itemsize)
         self._hopper_tile = tile
         self._map_q = MapForm(q, tile.rows, self.is_packed)
         self._map_k = MapForm(k, tile.block_n, self.is_packed)
@@ -53,7 +53,7 @@ class HopperForwardPlan(ForwardPlan):
         self._stride_alibi_b = (
             self.heads_q if alibi_slopes is not None and alibi_slopes.ndim == 2 else 0
         )
-        wide, wide_v = padded_head_dim(head_dim), padded_head_dim(self.head_dim_v)
+        wide, wide_v = padded_head_dim(q.shape[-1]), padded_head_dim(self.head_dim_v)
         self._hopper_launch = self.launch(
             forward_kernel,
             of=MapLaunch,
@@ -72,7 +72,7 @@ class HopperForwardPlan(ForwardPlan):
             BUFFERS_Q=tile.buffers_q,
             SHARE=tile.share and wide == wide_v,
             PIPELINE=tile.pipeline,
-            HOLD=tile.hold,
+            LAG=tile.lag,
             num_warps=4,
             maxnreg=tile.registers,
         )
@@ -80,30 +80,40 @@ class HopperForwardPlan(ForwardPlan):
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
         q, k, v = x.q, x.k, x.v
-        tokens_q, tokens_k = q.shape[-3], k.shape[-3]
-        tiles = self.tiles(tokens_q, self._hopper_tile.block_m)
-        total = tiles * self.heads_q * self.grid_batch
-        # empty tensors have no map, and tickets have 32 bits
-        if tokens_q == 0 or tokens_k == 0 or self.batch == 0 or total > MAX_TICKETS:
+        tokens_q = q.shape[-3]
+        grid, numbers = self._work(tokens_q, k.shape[-3], q.device)
+        if grid == 0:
             return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
         out = q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=self._out_dtype)
         per_head = (self.heads_q, tokens_q)
         lse_shape = per_head if self.is_packed else (self.batch, *per_head)
         lse = q.new_empty(lse_shape, dtype=torch.float32)
-        span = self.span_q(tokens_k)
-        last = span + self.batch * self.heads_q % span
         map_v, factors = self._values(x) if self.itemsize == 1 else (self._map_v(v), None)
         self._hopper_launch(
-            min(_multiprocessors(q.device), total),
+            grid,
             (
                 self._map_q(q), self._map_k(k), map_v, self._map_out(out), lse,
                 self._ticket(q.device), dense(x.alibi_slopes), dense(x.sinks), factors,
                 dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
             ),
-            (*self._head_numbers, tokens_q, tokens_k, tiles, span, last, total,
-             self._stride_alibi_b),
+            numbers,
         )  # fmt: skip
         return out, lse
+
+    def _count_work(
+        self, tokens_q: int, tokens_k: int, device: torch.device
+    ) -> tuple[int, tuple[float, ...]]:
+        """Return the programs of a launch and the kernel's numbers; no program: not this kernel."""
+        tiles = self.tiles(tokens_q, self._hopper_tile.block_m)
+        total = tiles * self.heads_q * self.grid_batch
+        # empty tensors have no map, and tickets have 32 bits
+        if tokens_q == 0 or tokens_k == 0 or self.batch == 0 or total > MAX_TICKETS:
+            return 0, ()
+        span = self.span_q(tokens_k)
+        last = span + self.batch * self.heads_q % span
+        walk = tokens_q, tokens_k, tiles, span, last, total
+        grid = min(_multiprocessors(device), total)
+        return grid, (*self._head_numbers, *walk, self._stride_alibi_b)
 
 
 @functools.cache

@@ -16,34 +16,88 @@ from .hopper import (
     locate,
 )
 
+# sequences that are looked at together
+WARP = gl.constexpr(32)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK: gl.constexpr):
+    """Count the blocks up to the end of each of some sequences; the first is the padding ahead."""
+    index = first + gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))
+    is_sequence = (index > 0) & (index <= batch + 1)
+    start = gl.load(cu_seqlens_ptr + (index - 1), mask=is_sequence, other=0)
+    end = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=tokens)
+    blocks = gl.where(index <= batch + 1, (end - start + BLOCK - 1) // BLOCK, 0)
+    return before + gl.associative_scan(blocks, 0, _sum)
+
+
+@gluon.jit
+def _find_block(
+    place, first, before, cu_seqlens_ptr, batch, tokens, BLOCK: gl.constexpr
+):  # fmt: skip
+    """Return ``(sequence, block, first, before, blocks)``: what a place holds, and of all places.
+
+    Blocks of all sequences are numbered through, without gaps. Sequence -1 is the padding ahead of
+    them, ``batch`` that behind, and what comes after has no block. A search goes on where the last
+    one ended, at ``first``, which so many blocks are ``before``: places never become less.
+    """
+    ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK)
+    blocks = gl.max(ends, 0)
+    while (blocks <= place) & (first + WARP < batch + 2):
+        first += WARP
+        before = blocks
+        ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK)
+        blocks = gl.max(ends, 0)
+    is_past = ends <= place
+    sequence = first - 1 + gl.sum(is_past.to(gl.int32), 0)
+    block = place - gl.maximum(before, gl.max(gl.where(is_past, ends, 0), 0))
+    return sequence, block, first, before, blocks
+
 
 @gluon.jit
 def next_tile(
-    ticket, total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
+    ticket, total, first, before, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
     window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
     HAS_LEFT: gl.constexpr, BALANCE: gl.constexpr, BLOCK_M: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """Return the first ticket from this one on that holds queries, and what it holds."""
-    block, sequence, head, q_start, k_start, len_q, len_k = locate(
-        ticket, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_q, tokens_q, tokens_k, tiles,
-        span, last, BLOCK_M, BALANCE,
-    )  # fmt: skip
-    if cu_seqlens_q_ptr is not None:
-        while (block < 0) & (ticket < total):
-            ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
-            block, sequence, head, q_start, k_start, len_q, len_k = locate(
-                ticket, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_q, tokens_q, tokens_k,
-                tiles, span, last, BLOCK_M, BALANCE,
-            )  # fmt: skip
+    """Return what a ticket holds, how many there are, and where the next search begins."""
+    if cu_seqlens_q_ptr is None:
+        block, sequence, head, q_start, k_start, len_q, len_k = locate(
+            ticket, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_q, tokens_q, tokens_k, tiles,
+            span, last, BLOCK_M, BALANCE,
+        )  # fmt: skip
+        is_real = ticket < total
+    else:
+        place = ticket // heads_q
+        head = ticket - place * heads_q
+        sequence, block, first, before, blocks = _find_block(
+            place, first, before, cu_seqlens_q_ptr, batch, tokens_q, BLOCK_M
+        )
+        # there are fewer tickets than the host could tell
+        total = gl.where(place < blocks, total, blocks * heads_q)
+        is_real = (sequence >= 0) & (sequence < batch)
+        q_start = gl.load(cu_seqlens_q_ptr + sequence, mask=is_real | (sequence == batch), other=0)
+        q_end = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=sequence < batch, other=tokens_q)
+        k_start = gl.load(cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
+        k_end = gl.load(cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0)
+        len_q = q_end - q_start
+        len_k = k_end - k_start
+        if BALANCE:
+            block = gl.cdiv(len_q, BLOCK_M) - 1 - block
     if seqused_k_ptr is not None:
-        is_real = (ticket < total) & (sequence >= 0) & (sequence < batch)
         len_k = gl.load(seqused_k_ptr + sequence, mask=is_real, other=0)
     if HAS_LEFT:
         # keys before the first row's window: as if there were none, in units of so many
         unseen = gl.maximum(len_k - len_q - window_left, 0) // UNIT * UNIT
         k_start += unseen
         len_k -= unseen
-    return ticket, block * BLOCK_M, sequence, head, q_start, k_start, len_q, len_k
+    first_row = block * BLOCK_M
+    return total, first, before, first_row, sequence, head, q_start, k_start, len_q, len_k
 
 
 @gluon.jit
@@ -75,8 +129,11 @@ def produce(
     count = 0  # tiles of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
-    ticket, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
-        gl.program_id(0), total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
+    ticket = gl.program_id(0)
+    first = 0  # where the search for a block begins: a sequence, and the blocks ahead of it
+    before = 0
+    total, first, before, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
+        ticket, total, first, before, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
         window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
         HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
     )  # fmt: skip
@@ -135,8 +192,8 @@ def produce(
         count += 1
         if not PIPELINE:
             ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
-        ticket, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
-            ticket, total, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
+        total, first, before, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
+            ticket, total, first, before, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
             window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
             HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
         )  # fmt: skip
