@@ -112,7 +112,7 @@ SPILLS = {
     (128, "full"): (0, 120),
     (128, "causal"): (0, 128),
     (128, "packed"): (0, 136),
-    (128, "rich"): (0, 408),
+    (128, "rich"): (8, 408),
 }
 # what is multiplied by how many loops of a warpgroup: whole tiles, diagonal, far end of a window
 LOOPS = {"full": 1, "causal": 2, "packed": 2, "rich": 3}

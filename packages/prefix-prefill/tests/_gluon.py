@@ -206,8 +206,11 @@ class Language:
             first = values[1]
         elif "cvt.rn.satfinite.e4m3x2.f32" in text:
             return _word_of_e4m3(values)
-        elif text.startswith("mov.b32") and options["dtype"].primitive_bitwidth == 8:
-            return _bytes_of_words(first, options["dtype"].torch)
+        elif (
+            text.startswith("mov.b32")
+            and getattr(options["dtype"], "torch", None) is torch.float8_e4m3fn
+        ):
+            return _bytes_of_words(first, torch.float8_e4m3fn)
         else:
             return _arithmetic(text, *map(plain, values))
         return register(torch.zeros(first.shape, dtype=torch.int32))
