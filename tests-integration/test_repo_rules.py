@@ -32,6 +32,7 @@ SHARED_FILES = (
         for name in (
             "gluon_compat",
             "hopper",
+            "hopper_assembly",
             "hopper_encode",
             "hopper_maps",
             "hopper_softmax",

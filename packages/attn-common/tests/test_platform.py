@@ -224,6 +224,14 @@ def test_torch_compile_traces_through_it(machine):
     assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
 
 
+def test_torch_compile_takes_the_answer_about_gluon(monkeypatch):
+    """Also where nobody has asked before."""
+    monkeypatch.setattr(module, "_GLUON", [])
+    compiled = torch.compile(lambda x: x * (2 + has_gluon()), fullgraph=True, backend="eager")
+    got = compiled(torch.ones(3))
+    assert torch.equal(got, torch.full((3,), 2.0 + has_gluon()))
+
+
 def test_no_accelerator_is_cpu(machine, files):
     machine()
     files(None)

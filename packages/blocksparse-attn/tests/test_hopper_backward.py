@@ -258,7 +258,7 @@ def test_lengths_make_one_variant(kind):
 
 SHAPES = [
     Shape(2, 128, 128, 2, 2, 128),
-    Shape(1, 9, 9, 1, 1, 64),
+    Shape(1, 40, 40, 1, 1, 64),
     Shape(2, 333, 900, 8, 2, 128),  # a chunk: its first block begins ahead of it
     Shape(2, 900, 333, 4, 1, 64),  # rows ahead of the first key
     Shape(2, 129, 257, 2, 1, 96),

@@ -187,7 +187,7 @@ def test_maxima_that_grow(tile, steepness, forward):
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("o = _shrink(o, shrink)", "o = o"),
+        ("o = shrink(o, factors)", "o = o"),
         ("l * gl.convert_layout(alpha, L)[:, None]", "l"),
         ("gl.where(top - m > SLACK, top, m)", "m"),
     ],

@@ -125,6 +125,9 @@ def has_gluon() -> bool:
 
 # the answer, once it is known; kept as that of ``detect`` is
 _GLUON: list[bool] = []
+# torch.compile cannot trace the search, but may take its answer: what
+# ``torch.compiler.assume_constant_result`` sets, which would import the compiler
+has_gluon._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _look(device: torch.device | str | None) -> Platform:

@@ -35,13 +35,13 @@ def in_pairs(p):
 
 
 @gluon.constexpr_function
-def _numbers_inshrink(width):
+def _numbers_in_shrink(width):
     """How many numbers of a thread are looked at together, of rows so wide."""
     return min(width // 2, 64)
 
 
 @gluon.constexpr_function
-def _text_ofshrink(count):
+def _text_of_shrink(count):
     """Multiply so many numbers, of two rows, unless a warp's factors are all 1."""
     lines = [
         ".reg .pred here, there;",
@@ -57,7 +57,7 @@ def _text_ofshrink(count):
 
 
 @gluon.constexpr_function
-def _operands_ofshrink(count):
+def _operands_of_shrink(count):
     # numbers stay in their registers
     return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
@@ -65,9 +65,9 @@ def _operands_ofshrink(count):
 @gluon.jit
 def shrink(o, alpha):
     """Multiply rows with factors that are mostly 1: no warp does it for nothing."""
-    COUNT: gl.constexpr = _numbers_inshrink(o.shape[1])
-    TEXT: gl.constexpr = _text_ofshrink(COUNT)
-    OPERANDS: gl.constexpr = _operands_ofshrink(COUNT)
+    COUNT: gl.constexpr = _numbers_in_shrink(o.shape[1])
+    TEXT: gl.constexpr = _text_of_shrink(COUNT)
+    OPERANDS: gl.constexpr = _operands_of_shrink(COUNT)
     return gl.inline_asm_elementwise(
         TEXT, OPERANDS, [o, alpha], dtype=gl.float32, is_pure=True, pack=COUNT
     )

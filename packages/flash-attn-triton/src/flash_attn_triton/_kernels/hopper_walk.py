@@ -7,11 +7,8 @@ end cuts. Each kind has a loop of its own, so that most tiles meet no code for m
 
 from .gluon_compat import gl, gluon, hopper, mbarrier
 from .hopper import EMPTY, NEG_INF, TURN, barrier_arrive, barrier_sync, opaque
+from .hopper_assembly import SLACK, hide_unless, in_pairs, shrink
 from .hopper_softmax import logits_of, row_sums, start_softmax
-
-# how much larger than its pivot a base-2 logit may be. The pivot is a maximum, but seldom the last
-# one: what was summed up needs a new factor only where the exponentials would become large
-SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -23,29 +20,10 @@ def hide(
     limit = gl.full(rows.shape, len_k - 1, gl.int32, rows.type.layout)
     if HAS_RIGHT:
         limit = gl.minimum(rows + window_right, limit)
-    s = _hide_unless(s, cols[None, :], limit[:, None])
+    s = hide_unless(s, cols[None, :], limit[:, None])
     if HAS_LEFT:
-        s = _hide_unless(s, (rows - window_left)[:, None], cols[None, :])
+        s = hide_unless(s, (rows - window_left)[:, None], cols[None, :])
     return s
-
-
-@gluon.jit
-def _hide_unless(s, low, high):
-    """Return ``s`` where ``low <= high``, and minus infinity elsewhere.
-
-    A comparison and what depends on it, one after the other: where all comparisons come first, the
-    assembler runs out of predicates and keeps them as bits, at five instructions a number.
-    """
-    return gl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred visible;
-            setp.le.s32 visible, $2, $3;
-            selp.f32 $0, $1, 0fFF800000, visible;
-        }
-        """,
-        "=f,f,r,r", [s, low, high], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -103,7 +81,7 @@ def attend(
             W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
             HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG, True,
         )  # fmt: skip
-        p = _in_pairs(p)
+        p = in_pairs(p)
     if not IS_HEAVY:
         o, m, l, p, turn = _fold(
             o, m, l, p, turn, left, right, buffer, q_s, k_s, v_s, k_full, v_full, rows, len_k,
@@ -114,7 +92,7 @@ def attend(
     if HAS_LEFT or IS_HEAVY:
         stop = high - 1 if IS_HEAVY else left
         o, m, l, p, turn = _fold(
-            o, m, l, _in_pairs(p), turn, low, stop, buffer, q_s, k_s, v_s, k_full, v_full, rows,
+            o, m, l, in_pairs(p), turn, low, stop, buffer, q_s, k_s, v_s, k_full, v_full, rows,
             len_k, scale, factor, softcap, slope, window_left, window_right,
             W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
             HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG, True,
@@ -170,55 +148,8 @@ def _fold(
         m = m_new
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-        shrink = gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-        o = _shrink(o, shrink) if LAG else o * shrink
+        factors = gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+        o = shrink(o, factors) if LAG else o * factors
         p = gl.convert_layout(e.to(q_s.dtype), gl.DotOperandLayout(0, O, 2))
         turn += 1
     return o, m, l, p, turn
-
-
-@gluon.jit
-def _in_pairs(p):
-    """Return probabilities two to a register: from loop to loop they are carried one by one."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2
-    )
-
-
-@gluon.constexpr_function
-def _numbers_in_shrink(width):
-    """How many numbers of a thread are looked at together, of rows so wide."""
-    return min(width // 2, 64)
-
-
-@gluon.constexpr_function
-def _text_of_shrink(count):
-    """Multiply so many numbers, of two rows, unless a warp's factors are all 1."""
-    lines = [
-        ".reg .pred here, there;",
-        f"setp.neu.f32 here, ${2 * count}, 0f3F800000;",
-        f"setp.neu.f32 there, ${2 * count + 2}, 0f3F800000;",
-        "or.pred here, here, there;",
-        "vote.sync.any.pred here, here, -1;",
-        "@!here bra DONE;",
-        *[f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)],
-        "DONE:",
-    ]
-    return "{" + " ".join(lines) + "}"
-
-
-@gluon.constexpr_function
-def _operands_of_shrink(count):
-    # numbers stay in their registers
-    return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
-@gluon.jit
-def _shrink(o, alpha):
-    """Multiply rows with factors that are mostly 1: no warp does it for nothing."""
-    COUNT: gl.constexpr = _numbers_in_shrink(o.shape[1])
-    TEXT: gl.constexpr = _text_of_shrink(COUNT)
-    OPERANDS: gl.constexpr = _operands_of_shrink(COUNT)
-    return gl.inline_asm_elementwise(
-        TEXT, OPERANDS, [o, alpha], dtype=gl.float32, is_pure=True, pack=COUNT
-    )
