@@ -205,7 +205,8 @@ def draw(results: Row, path: Path) -> None:
             axis.bar(at, list(found.values()), 0.8 / len(providers), label=LABELS[provider])
         axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
         axis.set_ylabel("TFLOP/s" if family == "prefill" else "share of copy bandwidth")
-        axis.legend()
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     figure.suptitle(f"{results['machine']['device']}, bf16, 32:8 heads, head_dim 128")
     figure.savefig(path, dpi=120)
 
