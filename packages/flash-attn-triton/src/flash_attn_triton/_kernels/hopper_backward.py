@@ -57,7 +57,7 @@ def locate_keys(
     else:
         slot = pid // heads_k if BALANCE else pid % tiles
         head = pid % heads_k if BALANCE else pid // tiles
-        # as ``hopper.find_sequence``, for a whole warpgroup
+        # as ``schedule.find_sequence``, for a whole warpgroup
         sequence = -1
         for first in range(0, batch + 1, SEARCH_CHUNK):
             index = first + gl.arange(0, SEARCH_CHUNK, gl.BlockedLayout([1], [32], [4], [0]))

@@ -81,7 +81,7 @@ def write(gradient, desc, staging, where, WIDTH: gl.constexpr):
 
 @gluon.jit
 def say_made(turn, W: gl.constexpr):
-    """Say that ``W``'s gradients of step ``turn`` are stored, and those before multiplied."""
+    """Say that ``W``'s gradients of a step are stored; ``turn`` is as even or odd as the step."""
     barrier_arrive(MADE + 8 * W + turn % 2, 256, 4)
 
 

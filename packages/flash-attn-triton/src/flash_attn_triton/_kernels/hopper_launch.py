@@ -17,6 +17,9 @@ from .hopper_tickets import MAX_TICKETS, kept_ticket, new_ticket
 from .hopper_values import ValuesForm
 from .runtime import dense
 
+# pairs of token counts whose launches a plan keeps
+MAX_COUNTS = 256
+
 
 class HopperForwardPlan(ForwardPlan):
     """The forward pass of the calls of one form that ``takes_hopper_forward`` takes."""
@@ -33,8 +36,8 @@ class HopperForwardPlan(ForwardPlan):
         """Take a call, and whether the plan serves others after it."""
         super().__init__(x, options, out_dtype, deterministic)
         self._ticket = kept_ticket if is_kept else new_ticket
-        # packed calls of one form differ in their numbers of tokens
-        self._work = functools.lru_cache(self._count_work)
+        # by numbers of tokens, in which packed calls of one form differ
+        self._work: dict[tuple[int, int], tuple[int, tuple[float, ...]]] = {}
         q, k, v, alibi_slopes = x.q, x.k, x.v, x.alibi_slopes
         has_right = options.window_right >= 0
         tile = tile or hopper_tile(self.widest_head, has_right, self.itemsize)
@@ -80,8 +83,13 @@ class HopperForwardPlan(ForwardPlan):
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
         q, k, v = x.q, x.k, x.v
-        tokens_q = q.shape[-3]
-        grid, numbers = self._work(tokens_q, k.shape[-3], q.device)
+        tokens_q, tokens_k = q.shape[-3], k.shape[-3]
+        work = self._work.get((tokens_q, tokens_k))
+        if work is None:
+            work = self._count_work(tokens_q, tokens_k, q.device)
+            if len(self._work) < MAX_COUNTS:
+                self._work[tokens_q, tokens_k] = work
+        grid, numbers = work
         if grid == 0:
             return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
         out = q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=self._out_dtype)

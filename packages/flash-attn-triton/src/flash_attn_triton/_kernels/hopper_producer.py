@@ -67,10 +67,11 @@ def next_tile(
 ):  # fmt: skip
     """Return what a ticket holds, how many there are, and where the next search begins."""
     if cu_seqlens_q_ptr is None:
-        block, sequence, head, q_start, k_start, len_q, len_k = locate(
-            ticket, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_q, tokens_q, tokens_k, tiles,
-            span, last, BLOCK_M, BALANCE,
-        )  # fmt: skip
+        block, sequence, head = locate(ticket, batch, heads_q, tiles, span, last, BALANCE)
+        q_start = 0
+        k_start = 0
+        len_q = tokens_q
+        len_k = tokens_k
         is_real = ticket < total
     else:
         place = ticket // heads_q

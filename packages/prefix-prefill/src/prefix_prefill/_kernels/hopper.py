@@ -99,70 +99,26 @@ def opaque(number):
 
 
 @gluon.jit
-def locate(
-    ticket, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, tokens_q, tokens_k, tiles, span, last,
-    BLOCK: gl.constexpr, BALANCE: gl.constexpr,
-):  # fmt: skip
-    """Return ``(block, sequence, head, q_start, k_start, len_q, len_k)`` of a tile of queries.
+def locate(ticket, batch, heads, tiles, span, last, BALANCE: gl.constexpr):
+    """Return ``(block, sequence, head)`` of a tile of queries, where all sequences have one length.
 
     Under a causal mask the walks differ in length: ``BALANCE`` starts the longest first, within as
     many heads (``span``) as the cache holds; the ``last`` heads are up to twice as many, so that
-    there is no small rest. Without it, neighbours are blocks of one head. For packed tensors
-    ``tiles`` counts slots, and a slot without a block gives -1.
+    there is no small rest. Without it, neighbours are blocks of one head.
     """
-    if cu_seqlens_q_ptr is None:
-        if BALANCE:
-            first = ticket // (span * tiles) * span
-            heads_here = span
-            if first >= batch * heads - last:
-                first = batch * heads - last
-                heads_here = last
-            place = ticket - first * tiles
-            block = tiles - 1 - place // heads_here
-            batch_head = first + place % heads_here
-        else:
-            block = ticket % tiles
-            batch_head = ticket // tiles
-        sequence = batch_head // heads
-        head = batch_head % heads
-        q_start = 0
-        k_start = 0
-        len_q = tokens_q
-        len_k = tokens_k
+    if BALANCE:
+        first = ticket // (span * tiles) * span
+        heads_here = span
+        if first >= batch * heads - last:
+            first = batch * heads - last
+            heads_here = last
+        place = ticket - first * tiles
+        block = tiles - 1 - place // heads_here
+        batch_head = first + place % heads_here
     else:
-        slot = ticket // heads if BALANCE else ticket % tiles
-        head = ticket % heads if BALANCE else ticket // tiles
-        sequence = find_sequence(cu_seqlens_q_ptr, slot, batch, BLOCK)
-        # tokens around the sequences are two more sequences, which face nothing
-        is_real = (sequence >= 0) & (sequence < batch)
-        q_start = gl.load(cu_seqlens_q_ptr + sequence, mask=sequence >= 0, other=0)
-        q_end = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=sequence < batch, other=tokens_q)
-        k_start = gl.load(cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
-        k_end = gl.load(cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0)
-        block = slot - (q_start // BLOCK + sequence + 1)
-        len_q = q_end - q_start
-        len_k = k_end - k_start
-        blocks = gl.cdiv(len_q, BLOCK)
-        if BALANCE:
-            block = blocks - 1 - block
-        block = gl.where(block < blocks, block, -1)
-    return block, sequence, head, q_start, k_start, len_q, len_k
-
-
-@gluon.jit
-def find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: gl.constexpr):
-    """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
-
-    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    owned = 0
-    for first in range(0, batch + 1, SEARCH_CHUNK):
-        index = first + gl.arange(0, SEARCH_CHUNK, layout)
-        start = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=0)
-        mine = (start // BLOCK + index < slot) & (index <= batch)
-        owned += gl.sum(mine.to(gl.int32), 0)
-    return owned - 1
+        block = ticket % tiles
+        batch_head = ticket // tiles
+    return block, batch_head // heads, batch_head % heads
 
 
 @gluon.jit
