@@ -89,6 +89,34 @@ def test_packed(causal, shared, backward, reverse):
         assert not got[name][sum(lengths) :].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_keys_behind_the_end_without_a_causal_mask(dtype, backward, reverse):
+    """Of logits far below 0, exp(0 - lse) of what is not there would overflow."""
+    backward(reverse)
+    case = make_case(Shape(1, 100, 100, 1, 1, 64), dtype, "cpu", "all", (64, 64), causal=False)
+    shift = 1.6 if dtype == torch.float16 else 4.0
+    q, k = (0.1 * case.inputs[name] for name in "qk")
+    check(case.with_inputs(q=(q + shift).to(dtype), k=(k - shift).to(dtype)))
+
+
+def test_rows_that_keep_nothing_but_blocks_behind_the_end(backward):
+    """Without a causal mask both blocks of a program may lie there; their rows may be NaN."""
+    backward()
+    kept = torch.zeros(1, 8, 8, dtype=torch.bool)
+    kept[:, :5, 0] = True
+    kept[:, 3] = False
+    kept[:, 3, 6:] = True
+    layout = BlockSparseLayout.from_dense(kept, 64)
+    case = make_case(Shape(1, 320, 320, 1, 1, 64), torch.bfloat16, "cpu", causal=False)
+    case = case.with_options(layout=layout)
+    q = case.inputs["q"].clone()
+    q[:, 192:256] = math.nan
+    want = run(case)
+    got = run(case.with_inputs(q=q))
+    for gradient in ("dq", "dk", "dv"):
+        torch.testing.assert_close(got[gradient], want[gradient], rtol=2e-2, atol=2e-2)
+
+
 def test_packed_calls_that_are_not_worth_it(backward):
     """Offsets of two kinds, or sequences much shorter than the layout: the portable kernels."""
     kernel = backward()

@@ -209,7 +209,7 @@ CONFIGS = {
 }
 # bytes that may be spilled with Triton 3.6 and with later ones: numbers of the walks
 SPILLS = {
-    "causal": (16, 72), "full": (16, 96), "packed": (8, 72), "shared": (16, 96), "wide": (8, 80),
+    "causal": (16, 72), "full": (16, 96), "packed": (16, 72), "shared": (16, 96), "wide": (8, 160),
     "narrow": (0, 0), "unequal": (8, 0),
 }  # fmt: skip
 IS_OLD = triton.__version__.startswith("3.6.")

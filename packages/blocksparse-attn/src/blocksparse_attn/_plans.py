@@ -116,9 +116,11 @@ def lists_for(
     )  # fmt: skip
     lists = plans.get(spec)
     if lists is None:
-        lists = make_lists(
-            layout._crow, layout._col, layout._num_cols, layout._block_size, spec
-        )  # fmt: skip
+        # a call that trains may come to them later
+        with torch.inference_mode(False):
+            lists = make_lists(
+                layout._crow, layout._col, layout._num_cols, layout._block_size, spec
+            )  # fmt: skip
     if not is_capturing(layout.device):
         plans[key] = plans[spec] = lists
     return lists

@@ -61,7 +61,7 @@ def blocksparse_flash_attn_varlen_fwd(
         max_seqlen = covered
     cu_seqlens_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, max_seqlen)
     result: Any = blocksparse_attn_varlen_func(
-        q, k, v, _offsets(cu_seqlens_q), _offsets(cu_seqlens_k), longest_q, max_seqlen, layout,
+        q, k, v, *_offsets(cu_seqlens_q, cu_seqlens_k), longest_q, max_seqlen, layout,
         softmax_scale=sm_scale,
     )  # fmt: skip
     return result  # type: ignore[no-any-return]
@@ -130,7 +130,7 @@ class LocalStridedBlockSparseAttn(nn.Module):
             self.layout = self.layout.to(q.device)
         cu_seqlens_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, self.max_seqlen)
         result: Any = blocksparse_attn_varlen_func(
-            q, k, v, _offsets(cu_seqlens_q), _offsets(cu_seqlens_k), longest_q, self.max_seqlen,
+            q, k, v, *_offsets(cu_seqlens_q, cu_seqlens_k), longest_q, self.max_seqlen,
             self.layout, softmax_scale=sm_scale,
         )  # fmt: skip
         return result  # type: ignore[no-any-return]
@@ -214,8 +214,12 @@ def _queries(
     return cu_seqlens_k, max_seqlen
 
 
-def _offsets(cu_seqlens: Tensor) -> Tensor:
-    return cu_seqlens.to(torch.int32).contiguous()
+def _offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both as the functions take them; what was one tensor stays one."""
+    starts_k = cu_seqlens_k.to(torch.int32).contiguous()
+    if cu_seqlens_q is cu_seqlens_k:
+        return starts_k, starts_k
+    return cu_seqlens_q.to(torch.int32).contiguous(), starts_k
 
 
 def _layout_of(crow: Tensor, col: Tensor, block_size: tuple[int, int]) -> BlockSparseLayout:

@@ -12,6 +12,7 @@ import triton.language as tl
 from attn_common import cdiv
 from torch import Tensor
 
+from .. import _configs
 from .._call import Options, Pattern, Tensors, Walks
 from .backward_dkdv import launch_dkdv
 from .backward_dq import launch_dq
@@ -88,7 +89,13 @@ def launch_gradients(
     if walks.pairs:
         from .hopper_backward_launch import is_worth_it, launch_backward_hopper
 
-        if not walks.by_key or is_worth_it(plan, inputs):
+        must_repeat = _configs.repeats()
+        if must_repeat and not walks.by_key:
+            raise NotImplementedError(
+                "gradients that repeat are asked for, but were not before the forward pass: call "
+                "torch.use_deterministic_algorithms(True) ahead of it"
+            )
+        if not must_repeat and (not walks.by_key or is_worth_it(plan, inputs)):
             launch_backward_hopper(plan, inputs, walks.pairs, dq, dk, dv)
             return
     launch_dkdv(plan, inputs, walks.by_key, dk, dv)

@@ -16,6 +16,7 @@ from .hopper_backward_steps import (
     EITHER,
     REACH,
     ROWS,
+    SLOPE,
     STEP_FIELDS,
     add_to_memory,
     walk,
@@ -173,8 +174,9 @@ def _produce(
             fields = gl.where(field == REACH, gl.where(block == block_0, 0, ROWS), fields)
             fields = gl.where(field == REACH + 1, gl.where(block == block_1, 0, ROWS), fields)
         else:
-            fields = gl.where(field == REACH, ROWS, fields)
-            fields = gl.where(field == REACH + 1, ROWS, fields)
+            fields = gl.where(field == REACH, len_k - 1 - block_0 * ROWS, fields)
+            fields = gl.where(field == REACH + 1, len_k - 1 - block_1 * ROWS, fields)
+        fields = gl.where(field == SLOPE, 1 if IS_CAUSAL else 0, fields)
         where = coordinates(
             sequence, first_head + head, start, len_q, block * ROWS - diagonal, RAGGED
         )
@@ -317,6 +319,16 @@ def hopper_backward_kernel(
     block_1, parts_1, alone_1 = find_block(
         owners_ptr + program * 3 + 2, parts_ptr + owner, len_k, alone_1
     )
+    # nobody's keys: their rows may see no key at all
+    is_there = gl.minimum(block_0, block_1) < NO_BLOCK
+    whole = gl.where(is_there, whole, 0)
+    partial = gl.where(is_there, partial, 0)
+    if not IS_CAUSAL:
+        # there is no diagonal: the loop with a mask hides what lies behind the end
+        is_cut = (gl.maximum(block_0, block_1) + 1) * ROWS > len_k
+        partial_at = gl.where(is_cut, whole_at, partial_at)
+        partial = gl.where(is_cut, whole, partial)
+        whole = gl.where(is_cut, 0, whole)
     # zeros for keys that no query of the program sees
     seen_0 = gl.where(whole + partial + alone_0 > 0, block_0, NO_BLOCK)
     seen_1 = gl.where(whole + partial + alone_1 > 0, block_1, NO_BLOCK)

@@ -20,6 +20,8 @@ EITHER = gl.constexpr(160)
 STEP_FIELDS = gl.constexpr(4)
 SUMS = gl.constexpr(0)
 REACH = gl.constexpr(1)
+# 1 if a query sees one key more than the query ahead of it
+SLOPE = gl.constexpr(3)
 
 
 @gluon.jit
@@ -57,7 +59,8 @@ def probabilities(s, lse2, fields, factor, W: gl.constexpr, MASKED: gl.constexpr
     p = gl.exp2(s * factor - lse2[None, :])
     if MASKED:
         keys = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        rows = gl.arange(0, ROWS, gl.SliceLayout(0, S)) + pick(fields, REACH + W)
+        rows = gl.arange(0, ROWS, gl.SliceLayout(0, S)) * pick(fields, SLOPE)
+        rows += pick(fields, REACH + W)
         p = gl.where(keys[:, None] <= rows[None, :], p, 0.0)
     return p
 
