@@ -117,6 +117,18 @@ def test_rows_that_keep_nothing_but_blocks_behind_the_end(backward):
         torch.testing.assert_close(got[gradient], want[gradient], rtol=2e-2, atol=2e-2)
 
 
+def test_results_that_repeat_are_asked_for_too_late(backward, monkeypatch):
+    """A fixed call carries no lists for the portable kernels."""
+    backward()
+    case = make_case(Shape(1, 100, 100, 1, 1, 64), torch.bfloat16, "cpu", "all", (64, 64))
+    case = case.with_inputs(**{n: t.requires_grad_() for n, t in case.inputs.items()})
+    out, _ = case()
+    out.sum().backward(retain_graph=True)
+    monkeypatch.setattr(_configs, "repeats", lambda: True)
+    with pytest.raises(NotImplementedError, match="ahead of it"):
+        out.sum().backward()
+
+
 def test_packed_calls_that_are_not_worth_it(backward):
     """Offsets of two kinds, or sequences much shorter than the layout: the portable kernels."""
     kernel = backward()
