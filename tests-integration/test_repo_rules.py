@@ -34,6 +34,7 @@ SHARED_FILES = (
             "hopper",
             "hopper_assembly",
             "hopper_encode",
+            "hopper_gradients",
             "hopper_maps",
             "hopper_softmax",
             "hopper_tickets",

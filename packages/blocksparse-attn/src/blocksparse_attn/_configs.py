@@ -322,13 +322,17 @@ def suits_hopper(
     platform: Platform, head_dim: int, itemsize: int, block_q: int, block_k: int, causal: bool
 ) -> bool:
     """Say whether the kernel for Hopper takes calls of a form, by the wider head dimension."""
+    # whole blocks are copied: under a causal mask, a wide one may hold keys that no row sees
+    return suits_any_hopper(platform, head_dim, itemsize) and (block_k <= block_q or not causal)
+
+
+def suits_any_hopper(platform: Platform, head_dim: int, itemsize: int) -> bool:
+    """Say what the kernels for Hopper ask of a form alike, by the wider head dimension."""
     return (
         HOPPER
         and platform.is_hopper
         and itemsize == 2
         and 32 < head_dim <= 128  # of less, half of a tile would be padding
-        # whole blocks are copied: under a causal mask, a wide one may hold keys that no row sees
-        and (block_k <= block_q or not causal)
         and has_gluon()
     )
 
@@ -371,14 +375,7 @@ def suits_hopper_backward(
     platform: Platform, head_dim: int, itemsize: int, block_q: int, block_k: int
 ) -> bool:
     """Say whether the backward for Hopper takes calls of a form, by the wider head dimension."""
-    return (
-        HOPPER
-        and platform.is_hopper
-        and itemsize == 2
-        and 32 < head_dim <= 128  # of less, half of a tile would be padding
-        and block_q % 64 == block_k % 64 == 0
-        and has_gluon()
-    )
+    return suits_any_hopper(platform, head_dim, itemsize) and block_q % 64 == block_k % 64 == 0
 
 
 @functools.cache

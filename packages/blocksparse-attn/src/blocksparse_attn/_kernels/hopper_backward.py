@@ -15,14 +15,12 @@ from .hopper_backward_steps import (
     BOTH,
     EITHER,
     REACH,
-    ROWS,
     SLOPE,
     STEP_FIELDS,
-    add_to_memory,
     walk,
     walk_apart,
-    write,
 )
+from .hopper_gradients import ROWS, add_to_memory, write
 from .hopper_schedule import NO_BLOCK, floor_div
 
 INF = gl.constexpr(float("inf"))

@@ -6,12 +6,11 @@ scores beside the addition to dq. A block of queries is both warpgroups', and ea
 of the columns of dq, or each has one of its own.
 """
 
-from .gluon_compat import copy_out, gl, gluon, hopper, mbarrier
+from .gluon_compat import gl, gluon, hopper, mbarrier
 from .hopper import EMPTY, TURN, barrier_arrive, barrier_sync
+from .hopper_gradients import ROWS, add_to_memory
 from .hopper_schedule import pick
 
-# queries of a step, and keys of a warpgroup
-ROWS = gl.constexpr(64)
 # threads at the barrier of a stage: of both warpgroups, or of one, and of the copying warp
 BOTH = gl.constexpr(288)
 EITHER = gl.constexpr(160)
@@ -22,34 +21,6 @@ SUMS = gl.constexpr(0)
 REACH = gl.constexpr(1)
 # 1 if a query sees one key more than the query ahead of it
 SLOPE = gl.constexpr(3)
-
-
-@gluon.jit
-def add_to_memory(pointer, values):
-    """Add a warpgroup's 64 x N numbers to memory, in the order of its registers.
-
-    That is: panels of eight columns, warp, row of eight, pair of columns, half of the warp's
-    sixteen rows, column. Every thread has four neighbours of it, a warp 512 bytes.
-    """
-    PANELS: gl.constexpr = values.shape[1] // 8
-    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
-    values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [512 * PANELS])
-    index = gl.arange(0, 512 * PANELS, values.type.layout)
-    addresses = (pointer + index).to(gl.int64)
-    gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
-        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [addresses, values],
-        dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def write(gradient, desc, staging, where, WIDTH: gl.constexpr):
-    """Send a warpgroup's 64 rows of a gradient on their way."""
-    staging.reshape([ROWS, WIDTH]).store(gradient.to(staging.dtype))
-    hopper.fence_async_shared()
-    copy_out(desc, where, staging)
 
 
 @gluon.jit

@@ -14,15 +14,13 @@ from .hopper import EMPTY, SEARCH_CHUNK, TURN, barrier_sync, barriers, coordinat
 from .hopper_backward_steps import (
     MADE,
     PARTIES,
-    ROWS,
-    add_to_memory,
     await_made,
     multiply_dq,
     say_made,
     walk,
-    write,
 )
 from .hopper_backward_wide import GIVEN, consume_gradients, consume_scores
+from .hopper_gradients import ROWS, add_to_memory, write
 
 INF = gl.constexpr(float("inf"))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from .._configs import HopperBackwardTile, hopper_backward_tile
 from .hopper_backward import backward_kernel
 from .hopper_backward_dq import round_dq_kernel
-from .hopper_backward_steps import ROWS
 from .hopper_encode import MapLaunch
+from .hopper_gradients import ROWS
 from .hopper_maps import MapForm
 from .launch import BackwardInputs, Plan
 

@@ -8,36 +8,15 @@ that it wants from the other warpgroup are there by then, so that the two need n
 one computes while the other multiplies.
 """
 
-from .gluon_compat import copy_out, gl, gluon, hopper, mbarrier
+from .gluon_compat import gl, gluon, hopper, mbarrier
 from .hopper import EMPTY, LOG2E, barrier_arrive, barrier_sync
+from .hopper_gradients import ROWS, add_to_memory
 from .hopper_softmax import tanh
 
-# keys of a warpgroup
-ROWS = gl.constexpr(64)
 PARTIES = gl.constexpr(288)
 # hardware barriers: a warpgroup's gradients of scores are there, in either buffer; those of the
 # second warpgroup come eight later
 MADE = gl.constexpr(6)
-
-
-@gluon.jit
-def add_to_memory(pointer, values):
-    """Add a warpgroup's 64 x N numbers to memory, in the order of its registers.
-
-    That is: panels of eight columns, warp, row of eight, pair of columns, half of the warp's
-    sixteen rows, column. Every thread has four neighbours of it, a warp 512 bytes.
-    """
-    PANELS: gl.constexpr = values.shape[1] // 8
-    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
-    values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [512 * PANELS])
-    index = gl.arange(0, 512 * PANELS, values.type.layout)
-    addresses = (pointer + index).to(gl.int64)
-    gl.inline_asm_elementwise(
-        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
-        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [addresses, values],
-        dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -69,14 +48,6 @@ def probabilities(
     if HAS_SOFTCAP:
         weight = p * (1.0 - capped * capped)
     return p, weight
-
-
-@gluon.jit
-def write(gradient, desc, staging, where, WIDTH: gl.constexpr):
-    """Send a warpgroup's 64 rows of a gradient on their way."""
-    staging.reshape([ROWS, WIDTH]).store(gradient.to(staging.dtype))
-    hopper.fence_async_shared()
-    copy_out(desc, where, staging)
 
 
 @gluon.jit

@@ -8,7 +8,8 @@ other's products run, and the factors of dk and dv never leave their registers.
 
 from .gluon_compat import gl, gluon, hopper, mbarrier, tma
 from .hopper import EMPTY, TURN, barrier_arrive, barrier_sync, coordinates
-from .hopper_backward_steps import PARTIES, ROWS, add_to_memory, probabilities, write
+from .hopper_backward_steps import PARTIES, probabilities
+from .hopper_gradients import ROWS, add_to_memory, write
 
 # hardware barriers, one for either buffer: probabilities, and their gradients, are there
 GIVEN = gl.constexpr(12)

@@ -1,0 +1,34 @@
+"""Gradients on their way out of a warpgroup's registers, on Hopper: added up, or written."""
+
+from .gluon_compat import copy_out, gl, gluon, hopper
+
+# rows of a warpgroup
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def add_to_memory(pointer, values):
+    """Add a warpgroup's 64 x N numbers to memory, in the order of its registers.
+
+    That is: panels of eight columns, warp, row of eight, pair of columns, half of the warp's
+    sixteen rows, column. Every thread has four neighbours of it, a warp 512 bytes.
+    """
+    PANELS: gl.constexpr = values.shape[1] // 8
+    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
+    values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [512 * PANELS])
+    index = gl.arange(0, 512 * PANELS, values.type.layout)
+    addresses = (pointer + index).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
+        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [addresses, values],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def write(gradient, desc, staging, where, WIDTH: gl.constexpr):
+    """Send a warpgroup's 64 rows of a gradient on their way."""
+    staging.reshape([ROWS, WIDTH]).store(gradient.to(staging.dtype))
+    hopper.fence_async_shared()
+    copy_out(desc, where, staging)
