@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -368,3 +368,14 @@ def _compare(
         eps = max(eps, TF32X3_UNIT) if value.device.type == "cuda" else eps
         assert_no_worse_than_eager(name, value, eager[name], oracle[name], 3.0, eps)
     return got
+
+
+def assert_same_sums(got: Iterable[Tensor], want: Iterable[Tensor]) -> None:
+    """Require sums of the same fp32 numbers, in any order, rounded once: a unit in the last place.
+
+    What cancels keeps an error of fp32, by the largest element.
+    """
+    for mine, exact in zip(got, want, strict=True):
+        eps = torch.finfo(exact.dtype).eps
+        atol = 2.0**-16 * float(exact.abs().max()) if exact.numel() else 0.0
+        torch.testing.assert_close(mine, exact, rtol=eps, atol=atol)

@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=3, help="turns that the providers of a case take")
     add("--json", type=Path, help="write all numbers there")
     add("--plot", type=Path, help="draw the grid and the crossover there")
-    add("--from-json", type=Path, help="measure nothing: report and plot this file")
+    add("--from-json", type=Path, nargs="+", help="measure nothing: report and plot these files")
     add("--bounds", action="store_true", help="print both bounds of each case, as Markdown")
     add("--dry-run", action="store_true", help="tiny problems on the CPU, to try the script")
     return parser.parse_args()
@@ -281,13 +281,23 @@ def run(arguments: argparse.Namespace) -> Row:
     return results
 
 
+def read(paths: list[Path]) -> Row:
+    """Return the results of the first file, with cases that later ones have in their stead."""
+    results, *others = (json.loads(path.read_text()) for path in paths)
+    for other in others:
+        new = {row["case"] for row in other["results"]}
+        kept = [row for row in results["results"] if row["case"] not in new]
+        results["results"] = kept + other["results"]
+    return results
+
+
 def main() -> int:
     arguments = parse_arguments()
     if arguments.bounds:
         print(bounds())
         return 0
     if arguments.from_json is not None:
-        results = json.loads(arguments.from_json.read_text())
+        results = read(arguments.from_json)
     elif not arguments.dry_run and not torch.cuda.is_available():
         print("no CUDA device; --dry-run tries the script on a CPU", file=sys.stderr)
         return 2
