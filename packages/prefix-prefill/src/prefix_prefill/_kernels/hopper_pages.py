@@ -9,11 +9,11 @@ from .hopper import (
     LEN_Q,
     Q_START,
     RAGGED_ROWS,
+    SEARCH_CHUNK,
     SEQUENCE,
     SLOTS,
     barrier_sync,
     coordinates,
-    find_sequence,
     key_tiles,
 )
 
@@ -21,6 +21,22 @@ from .hopper import (
 LANES = gl.constexpr(32)
 # threads that meet where a stage becomes free: those of two warpgroups, and this warp
 PARTIES = gl.constexpr(2 * 128 + 32)
+
+
+@gluon.jit
+def _find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: gl.constexpr):
+    """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
+
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    owned = 0
+    for first in range(0, batch + 1, SEARCH_CHUNK):
+        index = first + gl.arange(0, SEARCH_CHUNK, layout)
+        start = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=0)
+        mine = (start // BLOCK + index < slot) & (index <= batch)
+        owned += gl.sum(mine.to(gl.int32), 0)
+    return owned - 1
 
 
 @gluon.jit
@@ -33,7 +49,7 @@ def _locate(
     last block starts first, which under a causal mask sees the most keys.
     """
     slot = ticket // packs
-    sequence = find_sequence(cu_seqlens_q_ptr, slot, batch, BLOCK)
+    sequence = _find_sequence(cu_seqlens_q_ptr, slot, batch, BLOCK)
     is_real = (sequence >= 0) & (sequence < batch)
     q_start = gl.load(cu_seqlens_q_ptr + sequence, mask=is_real, other=0)
     q_end = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
