@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from ._arguments import on_one_device
 from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
 from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
@@ -208,10 +209,10 @@ def _backward_cpu(
 torch.library.register_fake("blocksparse_attn::plan", _plan_fake)
 torch.library.register_fake("blocksparse_attn::forward", _forward_fake)
 torch.library.register_fake("blocksparse_attn::backward", _backward_fake)
-torch.library.impl("blocksparse_attn::plan", "cuda", _plan)
+torch.library.impl("blocksparse_attn::plan", "cuda", on_one_device(_plan))
 torch.library.impl("blocksparse_attn::plan", "cpu", _plan)
-torch.library.impl("blocksparse_attn::forward", "cuda", _forward_triton)
-torch.library.impl("blocksparse_attn::backward", "cuda", _backward_triton)
+torch.library.impl("blocksparse_attn::forward", "cuda", on_one_device(_forward_triton))
+torch.library.impl("blocksparse_attn::backward", "cuda", on_one_device(_backward_triton))
 torch.library.impl("blocksparse_attn::forward", "cpu", _forward_cpu)
 torch.library.impl("blocksparse_attn::backward", "cpu", _backward_cpu)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from ._arguments import FP8_DTYPES
+from ._arguments import FP8_DTYPES, on_one_device
 from ._call import Checked, Options, Tensors
 from ._eager import Grads, attention_backward, attention_forward
 from ._forms import interpreted, is_plain, is_watched
@@ -172,8 +172,8 @@ def _backward_cpu(
 
 torch.library.register_fake("flash_attn_triton::forward", _forward_fake)
 torch.library.register_fake("flash_attn_triton::backward", _backward_fake)
-torch.library.impl("flash_attn_triton::forward", "cuda", _forward_triton)
-torch.library.impl("flash_attn_triton::backward", "cuda", _backward_triton)
+torch.library.impl("flash_attn_triton::forward", "cuda", on_one_device(_forward_triton))
+torch.library.impl("flash_attn_triton::backward", "cuda", on_one_device(_backward_triton))
 torch.library.impl("flash_attn_triton::forward", "cpu", _forward_cpu)
 torch.library.impl("flash_attn_triton::backward", "cpu", _backward_cpu)
 

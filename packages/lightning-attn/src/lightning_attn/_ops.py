@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _eager
+from ._arguments import on_one_device
 from ._call import Checked
 from ._forms import interpreted
 
@@ -156,7 +157,7 @@ for _name, _schema in _SCHEMAS.items():
     _operator = f"lightning_attn::{_name}"
     torch.library.define(_operator, _schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.register_fake(_operator, _FAKES[_name])
-    torch.library.impl(_operator, "cuda", functools.partial(_on_gpu, _name))
+    torch.library.impl(_operator, "cuda", on_one_device(functools.partial(_on_gpu, _name)))
     torch.library.impl(_operator, "cpu", functools.partial(_on_cpu, _name))
 
 forward = torch.ops.lightning_attn.forward.default

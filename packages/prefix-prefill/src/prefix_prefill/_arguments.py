@@ -6,13 +6,16 @@ dtypes, strides and devices alone, never at tensor data.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from attn_common import detect, fp8_dtype
 from torch import Tensor
 
+R = TypeVar("R")
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32))
 FP8_DTYPES = frozenset(
     (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -134,3 +137,22 @@ def shown(x: Any) -> str:
 def kind(x: Any) -> str:
     """Return the name of a type, for a message."""
     return type(x).__name__
+
+
+def on_one_device(operator: Callable[..., R]) -> Callable[..., R]:
+    """Return a GPU's operator that raises where its tensors are not all on one device.
+
+    PyTorch runs it if any tensor is on a GPU, and kernels take addresses. The public functions
+    check by argument; this is for those who call ``torch.ops``.
+    """
+
+    @functools.wraps(operator)
+    def checked(*arguments: Any) -> R:
+        several = [x for x in arguments if isinstance(x, (list, tuple))]
+        tensors = [x for xs in (arguments, *several) for x in xs if isinstance(x, Tensor)]
+        devices = dict.fromkeys(x.device for x in tensors)
+        if len(devices) > 1:
+            raise ValueError(f"tensors must be on one device, got {', '.join(map(str, devices))}")
+        return operator(*arguments)
+
+    return checked

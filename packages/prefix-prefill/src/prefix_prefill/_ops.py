@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _eager
+from ._arguments import on_one_device
 from ._call import Checked, Options, Tensors
 from ._forms import interpreted
 
@@ -94,7 +95,7 @@ for _name, _triton, _cpu in (
     ("merge_states", _merge_states_triton, _merge_states_cpu),
 ):
     torch.library.register_fake(f"prefix_prefill::{_name}", _nothing)
-    torch.library.impl(f"prefix_prefill::{_name}", "cuda", _triton)
+    torch.library.impl(f"prefix_prefill::{_name}", "cuda", on_one_device(_triton))
     torch.library.impl(f"prefix_prefill::{_name}", "cpu", _cpu)
 
 attention = torch.ops.prefix_prefill.attention.default

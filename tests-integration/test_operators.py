@@ -1,0 +1,55 @@
+"""Operators for a GPU refuse tensors of several devices: kernels take addresses.
+
+PyTorch runs them if a single tensor is on a GPU. So do these tests, without a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+PACKAGES = ("flash_attn_triton", "blocksparse_attn", "lightning_attn", "prefix_prefill")
+ON_GPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+# by the type of an argument; what is optional is not given
+VALUES = {"int": 1, "float": 1.0, "bool": False, "str": ""}
+
+
+def operators() -> list[Any]:
+    for package in PACKAGES:
+        importlib.import_module(f"{package}._ops")
+    names = sorted(name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    return [
+        getattr(getattr(torch.ops, package), name).default
+        for package, name in names
+        if package in PACKAGES
+    ]
+
+
+def arguments_of(operator: Any) -> list[Any]:
+    """Return an argument of each type, tensors on a CPU but the last one."""
+    here, away = (torch.zeros(1, device=device) for device in ("cpu", "meta"))
+    arguments: list[Any] = []
+    for argument in operator._schema.arguments:
+        kind = str(argument.type)
+        if kind == "Tensor":
+            arguments.append(here)
+        elif kind == "List[Tensor]":
+            arguments.append([here])
+        else:
+            arguments.append(VALUES.get(kind))
+    last = max(i for i, x in enumerate(arguments) if x is here or isinstance(x, list))
+    arguments[last] = [away] if isinstance(arguments[last], list) else away
+    return arguments
+
+
+def test_every_package_has_operators():
+    assert {str(operator).split(".")[0] for operator in operators()} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("operator", operators(), ids=str)
+def test_tensors_of_several_devices(operator):
+    with pytest.raises(ValueError, match=r"^tensors must be on one device, got cpu, meta$"):
+        operator.redispatch(ON_GPU, *arguments_of(operator))
