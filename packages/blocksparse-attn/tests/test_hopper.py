@@ -177,8 +177,8 @@ def test_maps_of_packed_queries_end_with_their_tensor():
         form = PackedForm(long, 64, 128)
         maps = form(long), form(short)
         assert [one.shape for one in maps] == [[1, 1, 2, 900, 128], [1, 1, 2, 300, 128]]
-        maps[0].know(long.data_ptr(), [])
-        assert not maps[1].known
+        maps[0].keep([1])
+        assert form(long).encoded is None
 
 
 @pytest.mark.aot

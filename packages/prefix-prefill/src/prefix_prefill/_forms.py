@@ -13,6 +13,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _get_tracing_state,
+    _has_storage,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 T = TypeVar("T")
@@ -52,11 +59,11 @@ def is_watched() -> bool:
     """
     return bool(
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
+        or _get_tracing_state() is not None
     )
 
 
@@ -66,10 +73,7 @@ def is_plain(x: Any) -> bool:
     Tensors of the older vmap, which differentiates in batches, have no storage.
     """
     return bool(
-        x.__class__ is Tensor
-        and x.layout is torch.strided
-        and torch._C._has_storage(x)
-        and not x.is_neg()
+        x.__class__ is Tensor and x.layout is torch.strided and _has_storage(x) and not x.is_neg()
     )
 
 
@@ -92,31 +96,35 @@ def form_of(
     """
     if is_watched():
         return None
-    kinds = tuple(map(type, options))
+    form: list[Hashable] = [torch.is_grad_enabled(), options, *map(type, options)]
     for option in options:
         if option.__class__ is tuple:
-            kinds += tuple(map(type, option))
+            form += map(type, option)
     try:
         hash(options)
     except TypeError:  # cannot be looked up; the checks have something to say
         return None
-    form: list[Hashable] = [kinds, options, torch.is_grad_enabled()]
-    addresses = 0
     for x in tokens:
-        if not is_plain(x) or (packed and x.ndim == 0):  # the checks have something to say
+        if not is_plain(x):
             return None
-        # strides between tokens matter only where there are several
-        shape = (x.shape[0] > 1, *x.shape[1:]) if packed else x.shape
-        form.append((shape, x.stride(), x.dtype, x.device, x.requires_grad))
-        if x.dtype not in INDICES:
-            addresses |= x.data_ptr()
+        shape: tuple[int, ...] = x.shape
+        if packed:
+            if not shape:  # the checks have something to say
+                return None
+            # strides between tokens matter only where there are several
+            shape = (shape[0] > 1, *shape[1:])
+        dtype = x.dtype
+        if x.data_ptr() % ACCESS and dtype not in INDICES:
+            return None
+        form += shape, x.stride(), dtype, x.device, x.requires_grad
     for y in others:
         if y is None:
             form.append(None)
             continue
         if not is_plain(y):
             return None
-        form.append((y.shape, y.stride(), y.dtype, y.device, y.requires_grad))
-        if y.dtype not in INDICES:
-            addresses |= y.data_ptr()
-    return None if addresses % ACCESS else tuple(form)
+        dtype = y.dtype
+        if y.data_ptr() % ACCESS and dtype not in INDICES:
+            return None
+        form += y.shape, y.stride(), dtype, y.device, y.requires_grad
+    return tuple(form)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,18 +20,35 @@ from .launch import QueryTiles, processors
 PANEL = 64
 
 
+class PackedMap(TensorMap):
+    """The map of packed tokens as one sequence: it ends where its tensor ends.
+
+    What was encoded for a place may end elsewhere, so nothing is remembered.
+    """
+
+    def __init__(self, base: Tensor, form: MapForm) -> None:
+        super().__init__(base, form)
+        self.encoded = None
+
+    @property
+    def shape(self) -> list[int]:
+        return [*self.form.shape[:3], self.base.shape[1], self.form.shape[4]]
+
+    def keep(self, encoded: list[Any]) -> None:
+        """Remember nothing."""
+
+
 class PackedForm(MapForm):
-    """Packed tensors as one sequence of all tokens: their map begins and ends with the tensor."""
+    """How packed tensors of one form, which differ in their number of tokens, are mapped."""
+
+    kind = PackedMap
 
     def __init__(self, x: Tensor, rows: int, columns: int) -> None:
         super().__init__(x[None], rows, False, columns)
 
     def __call__(self, x: Tensor) -> TensorMap:
-        """Map a tensor of the form, which may have another number of tokens."""
-        made = super().__call__(x[None])
-        made.shape = [*made.shape[:3], x.shape[0], made.shape[4]]
-        made.known = {}  # what was encoded for this place may end elsewhere
-        return made
+        """Map a tensor of the form, as ``MapForm`` does."""
+        return super().__call__(x[None])
 
 
 class HopperForwardPlan(ForwardPlan):

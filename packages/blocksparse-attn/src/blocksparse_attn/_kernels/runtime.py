@@ -66,7 +66,8 @@ class Launch:
                 ready = self._look_up(variant, grid, tensors, numbers)
             if ready is None:
                 return
-        if torch.cuda.current_device() != ready.device:
+        # as torch.cuda.current_device, which asks first whether PyTorch knows of a GPU
+        if torch._C._cuda_getDevice() != ready.device:
             with torch.cuda.device(ready.device):
                 self(grid, tensors, numbers)
         elif triton.knobs.runtime.launch_enter_hook.calls:  # a profiler wants to know

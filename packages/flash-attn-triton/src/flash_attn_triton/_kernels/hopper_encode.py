@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from .hopper_maps import TensorMap
 from .runtime import Launch, Ready
 
 # whether this thread has used a GPU
@@ -94,21 +95,21 @@ class EncodedLaunch:
         self._make = make
 
     def __call__(self, *arguments: Any) -> None:
+        maps = len(self._metadata)
         if self._before is None:
             *others, (*own,) = arguments
-            self._launcher(*others, (*self._encoded(own), *own[len(self._metadata) :]))
+            self._launcher(*others, (*self._encoded(own[:maps]), *own[maps:]))
         else:
-            own = arguments[self._before :]
-            rest = arguments[self._before + len(self._metadata) :]
-            self._launcher(*arguments[: self._before], *self._encoded(own), *rest)
+            rest = self._before + maps
+            encoded = self._encoded(arguments[self._before : rest])
+            self._launcher(*arguments[: self._before], *encoded, *arguments[rest:])
 
-    def _encoded(self, own: Any) -> list[Any]:
+    def _encoded(self, maps: Sequence[TensorMap]) -> list[Any]:
         encoded: list[Any] = []
-        for tensor_map, metadata in zip(own, self._metadata, strict=False):
-            address = tensor_map.base.data_ptr()
-            known = tensor_map.known.get(address)
+        for index, tensor_map in enumerate(maps):
+            known = tensor_map.encoded
             if known is None:
-                known = self._make(tensor_map, metadata, *self._extra)
-                tensor_map.know(address, known)
+                known = self._make(tensor_map, self._metadata[index], *self._extra)
+                tensor_map.keep(known)
             encoded += known
         return encoded

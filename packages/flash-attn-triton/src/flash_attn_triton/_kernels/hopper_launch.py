@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,16 @@ from .runtime import dense
 MAX_COUNTS = 256
 
 
+class Work(NamedTuple):
+    """What a launch does for one pair of token counts."""
+
+    # no program: not for this kernel
+    grid: int
+    numbers: tuple[float, ...]
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+
+
 class HopperForwardPlan(ForwardPlan):
     """The forward pass of the calls of one form that ``takes_hopper_forward`` takes."""
 
@@ -37,7 +48,7 @@ class HopperForwardPlan(ForwardPlan):
         super().__init__(x, options, out_dtype, deterministic)
         self._ticket = kept_ticket if is_kept else new_ticket
         # by numbers of tokens, in which packed calls of one form differ
-        self._work: dict[tuple[int, int], tuple[int, tuple[float, ...]]] = {}
+        self._work: dict[tuple[int, int], Work] = {}
         q, k, v, alibi_slopes = x.q, x.k, x.v, x.alibi_slopes
         has_right = options.window_right >= 0
         tile = tile or hopper_tile(self.widest_head, has_right, self.itemsize)
@@ -86,42 +97,42 @@ class HopperForwardPlan(ForwardPlan):
         tokens_q, tokens_k = q.shape[-3], k.shape[-3]
         work = self._work.get((tokens_q, tokens_k))
         if work is None:
-            work = self._count_work(tokens_q, tokens_k, q.device)
+            work = self._count_work(q, tokens_k)
             if len(self._work) < MAX_COUNTS:
                 self._work[tokens_q, tokens_k] = work
-        grid, numbers = work
-        if grid == 0:
+        if work.grid == 0:
             return super().forward(x)  # type: ignore[no-untyped-call, no-any-return]
-        out = q.new_empty((*q.shape[:-1], self.head_dim_v), dtype=self._out_dtype)
-        per_head = (self.heads_q, tokens_q)
-        lse_shape = per_head if self.is_packed else (self.batch, *per_head)
-        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        # sizes one by one: PyTorch takes longer over a tuple of them
+        out = q.new_empty(*work.out_shape, dtype=self._out_dtype)
+        lse = q.new_empty(*work.lse_shape, dtype=torch.float32)
         map_v, factors = self._values(x) if self.itemsize == 1 else (self._map_v(v), None)
         self._hopper_launch(
-            grid,
+            work.grid,
             (
                 self._map_q(q), self._map_k(k), map_v, self._map_out(out), lse,
                 self._ticket(q.device), dense(x.alibi_slopes), dense(x.sinks), factors,
                 dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
             ),
-            numbers,
+            work.numbers,
         )  # fmt: skip
         return out, lse
 
-    def _count_work(
-        self, tokens_q: int, tokens_k: int, device: torch.device
-    ) -> tuple[int, tuple[float, ...]]:
-        """Return the programs of a launch and the kernel's numbers; no program: not this kernel."""
+    def _count_work(self, q: Tensor, tokens_k: int) -> Work:
+        tokens_q = q.shape[-3]
         tiles = self.tiles(tokens_q, self._hopper_tile.block_m)
         total = tiles * self.heads_q * self.grid_batch
         # empty tensors have no map, and tickets have 32 bits
         if tokens_q == 0 or tokens_k == 0 or self.batch == 0 or total > MAX_TICKETS:
-            return 0, ()
+            return Work(0, (), (), ())
         span = self.span_q(tokens_k)
         last = span + self.batch * self.heads_q % span
         walk = tokens_q, tokens_k, tiles, span, last, total
-        grid = min(_multiprocessors(device), total)
-        return grid, (*self._head_numbers, *walk, self._stride_alibi_b)
+        return Work(
+            min(_multiprocessors(q.device), total),
+            (*self._head_numbers, *walk, self._stride_alibi_b),
+            (*q.shape[:-1], self.head_dim_v),
+            (*q.shape[:-3], self.heads_q, tokens_q),
+        )
 
 
 @functools.cache

@@ -23,24 +23,31 @@ MAX_KNOWN = 256
 class TensorMap(TensorDescriptor):  # type: ignore[misc]
     """A tensor and its map, as an argument of a launch beside tensors."""
 
-    def __init__(
-        self,
-        base: Tensor,
-        known: dict[int, list[Any]],
-        shape: list[int],
-        strides: list[int],
-        block: list[int],
-        layout: Any,
-    ) -> None:
+    def __init__(self, base: Tensor, form: MapForm) -> None:
         # in place of the base class's, whose checks take longer than a launch: ``MapForm`` made
         # shape and strides, and its tensors are aligned
         self.base = base
-        # encoded maps of the form, by address; see ``hopper_encode``
-        self.known = known
-        self.shape = shape
-        self.strides = strides
-        self.block_shape = block
-        self.layout = layout
+        self.form = form
+        # what the driver made of it for a tensor that lay there; see ``hopper_encode``
+        self.encoded = form.encoded.get(base.data_ptr())
+
+    # what Triton reads of a map where a kernel is compiled or a map encoded
+
+    @property
+    def shape(self) -> list[int]:  # type: ignore[override]
+        return self.form.shape
+
+    @property
+    def strides(self) -> list[int]:  # type: ignore[override]
+        return self.form.strides
+
+    @property
+    def block_shape(self) -> list[int]:  # type: ignore[override]
+        return self.form.block_shape
+
+    @property
+    def layout(self) -> Any:  # type: ignore[override]
+        return self.form.layout
 
     @property
     def device(self) -> torch.device:
@@ -53,11 +60,12 @@ class TensorMap(TensorDescriptor):  # type: ignore[misc]
     def get_device(self) -> int:
         return self.base.get_device()
 
-    def know(self, address: int, encoded: list[Any]) -> None:
+    def keep(self, encoded: list[Any]) -> None:
         """Remember an encoded map for whatever tensor of the form lies there."""
-        if len(self.known) >= MAX_KNOWN:
-            self.known.clear()
-        self.known[address] = encoded
+        known = self.form.encoded
+        if len(known) >= MAX_KNOWN:
+            known.clear()
+        known[self.base.data_ptr()] = encoded
 
 
 class MapForm:
@@ -66,6 +74,8 @@ class MapForm:
     Tensors of one form differ in data alone or, packed, in the number of tokens too. A ``ragged``
     map clips at the end of any sequence. A tile has all columns of a head, or as many as are said.
     """
+
+    kind = TensorMap
 
     def __init__(
         self, x: Tensor, rows: int, ragged: bool, columns: int = 0, heads: int = 1
@@ -82,14 +92,18 @@ class MapForm:
             shape = [1, x.shape[0], all_heads, tokens, width]
             strides = [batch * x.shape[0], batch, head, token, 1]
         block = (1, 1, heads, rows // heads, columns or padded_head_dim(width))
-        known: dict[int, list[Any]] = {}
-        self._fixed = known, shape, strides, list(block), _layout(block, x.dtype)
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = list(block)
+        self.layout = _layout(block, x.dtype)
+        # by address
+        self.encoded: dict[int, list[Any]] = {}
 
     def __call__(self, x: Tensor) -> TensorMap:
         """Map a tensor of the form, or a copy of it if the engine cannot read it where it is."""
         if self._copies:
             x = x.clone(memory_format=torch.contiguous_format)
-        return TensorMap(x, *self._fixed)
+        return self.kind(x, self)
 
 
 def is_mappable(x: Tensor) -> bool:

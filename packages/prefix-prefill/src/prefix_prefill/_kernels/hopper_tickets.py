@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 # of a launch: the counter has 32 bits, and every program takes one more than there are
@@ -26,10 +25,11 @@ def kept_ticket(device: torch.device) -> Tensor:
     memory of its own, in which nothing may stay.
     """
     index = device.index
-    if index != torch.cuda.current_device() or torch.cuda.is_current_stream_capturing():
+    # by the functions below torch.cuda's, which ask first whether PyTorch knows of a GPU
+    if index != torch._C._cuda_getDevice() or torch.cuda.is_current_stream_capturing():
         # a graph may be replayed on any stream
         return new_ticket(device)
-    key = index, triton.runtime.driver.active.get_current_stream(index)
+    key = index, torch._C._cuda_getCurrentRawStream(index)
     ticket = _tickets.get(key)
     if ticket is None:
         ticket = _tickets[key] = new_ticket(device)
