@@ -21,7 +21,8 @@ class Problem:
 
     Attributes:
         name: Unique; a case is called ``<name>-fwd`` or ``<name>-bwd``.
-        family: ``grid``, ``long``, ``packed`` or ``fp8``; means are taken per family and pass.
+        family: ``grid``, ``long``, ``packed``, ``few`` or ``fp8``; means are taken per family and
+            pass.
         lengths: Length of every sequence.
         heads_q: Query heads.
         heads_k: Key and value heads.
@@ -31,6 +32,7 @@ class Problem:
             ``[batch, seqlen, heads, head_dim]``.
         dtype: ``bf16`` or ``fp8``.
         passes: Which passes are measured.
+        queries: Queries of every sequence, where they are fewer than keys; not with a causal mask.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Problem:
     packed: bool = False
     dtype: str = "bf16"
     passes: tuple[str, ...] = PASSES
+    queries: int = 0
 
     @property
     def batch(self) -> int:
@@ -51,6 +54,10 @@ class Problem:
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def tokens_q(self) -> int:
+        return self.queries * self.batch or self.tokens
 
     @property
     def max_seqlen(self) -> int:
@@ -66,15 +73,15 @@ class Problem:
 
     def flops(self, direction: str) -> float:
         """Return the usual count: 4 B H Sq Sk D, half when causal, backward 2.5 times that."""
-        scores = sum(length * length for length in self.lengths)
+        scores = sum((self.queries or length) * length for length in self.lengths)
         count = 4.0 * scores * self.heads_q * self.head_dim * (0.5 if self.causal else 1.0)
         return count * (2.5 if direction == "bwd" else 1.0)
 
     def bytes(self, direction: str) -> float:
         """Return the fewest bytes of a pass: each input read once, each output written once."""
-        one_q = self.tokens * self.heads_q * self.head_dim
+        one_q = self.tokens_q * self.heads_q * self.head_dim
         one_k = self.tokens * self.heads_k * self.head_dim
-        lse = _LSE_BYTES * self.tokens * self.heads_q
+        lse = _LSE_BYTES * self.tokens_q * self.heads_q
         if direction == "fwd":
             return _INPUT_BYTES[self.dtype] * (one_q + 2 * one_k) + _OUTPUT_BYTES * one_q + lse
         # reads q, k, v, out, dout, lse; writes dq, dk, dv
@@ -85,7 +92,8 @@ class Problem:
         lengths = tuple(max(16, min(length // 64, 48)) for length in self.lengths[:3])
         heads_k = min(self.heads_k, 2)
         heads_q = heads_k * min(self.heads_q // self.heads_k, 2)
-        return replace(self, lengths=lengths, heads_q=heads_q, heads_k=heads_k)
+        queries = min(self.queries, 16)
+        return replace(self, lengths=lengths, heads_q=heads_q, heads_k=heads_k, queries=queries)
 
 
 def _mask(causal: bool) -> str:
@@ -128,6 +136,23 @@ def _packed() -> list[Problem]:
     ]
 
 
+def _few() -> list[Problem]:
+    return [
+        Problem(
+            name=f"few-gqa-d128-q{queries}-k8192",
+            family="few",
+            lengths=(8192,) * 32,
+            heads_q=32,
+            heads_k=4,
+            head_dim=128,
+            causal=False,
+            passes=("fwd",),
+            queries=queries,
+        )
+        for queries in (1, 16)
+    ]
+
+
 def _fp8() -> list[Problem]:
     return [
         Problem(
@@ -146,7 +171,7 @@ def _fp8() -> list[Problem]:
     ]
 
 
-PROBLEMS: tuple[Problem, ...] = (*_grid(), *_long(), *_packed(), *_fp8())
+PROBLEMS: tuple[Problem, ...] = (*_grid(), *_long(), *_packed(), *_few(), *_fp8())
 
 # what the host does for one call; not attention problems of a size that matters
 HOST_CASES = (

@@ -35,18 +35,19 @@ class Inputs:
 def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
     """Draw bf16 normal operands."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    leading = (problem.tokens,) if problem.packed else (problem.batch, problem.max_seqlen)
 
-    def draw(heads: int) -> torch.Tensor:
+    def draw(heads: int, length: int = problem.max_seqlen) -> torch.Tensor:
+        leading = (problem.tokens,) if problem.packed else (problem.batch, length)
         shape = (*leading, heads, problem.head_dim)
         return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
 
     ends = [sum(problem.lengths[:i]) for i in range(problem.batch + 1)]
+    queries = problem.queries or problem.max_seqlen
     return Inputs(
-        draw(problem.heads_q),
+        draw(problem.heads_q, queries),
         draw(problem.heads_k),
         draw(problem.heads_k),
-        draw(problem.heads_q),
+        draw(problem.heads_q, queries),
         torch.tensor(ends, dtype=torch.int32, device=device),
     )
 
@@ -63,24 +64,25 @@ def reference(
 
     Scores are formed for one sequence, one key head and a chunk of rows at a time.
     """
-    flat = [t.reshape(problem.tokens, *t.shape[-2:]).float() for t in (q, k, v)]
+    flat = [t.flatten(0, -3).float() for t in (q, k, v)]
     names = ["out"]
     results = {"out": torch.zeros_like(flat[0])}
     if dout is not None:
-        dout = dout.reshape(problem.tokens, *dout.shape[-2:]).float()
+        dout = dout.flatten(0, -3).float()
         names += ["dq", "dk", "dv"]
         results |= {name: torch.zeros_like(t) for name, t in zip(names[1:], flat, strict=True)}
     group = problem.heads_q // problem.heads_k
     scale = problem.head_dim**-0.5
-    start = 0
+    start = start_q = 0
     for length in problem.lengths:
-        rows = max(1, min(length, CHUNK_SCORES // (group * length)))
+        queries = problem.queries or length
+        rows = max(1, min(queries, CHUNK_SCORES // (group * length)))
         for head in range(problem.heads_k):
             heads = slice(head * group, (head + 1) * group)
-            for first in range(0, length, rows):
-                last = min(first + rows, length)
+            for first in range(0, queries, rows):
+                last = min(first + rows, queries)
                 seen = last if problem.causal else length
-                at = slice(start + first, start + last)
+                at = slice(start_q + first, start_q + last)
                 keys = slice(start, start + seen)
                 q_here = flat[0][at, heads].transpose(0, 1)  # [group, rows, D]
                 k_here = flat[1][keys, head]  # [keys, D]
@@ -101,6 +103,7 @@ def reference(
                 results["dq"][at, heads] = torch.matmul(ds, k_here).transpose(0, 1)
                 results["dk"][keys, head] += torch.einsum("grk,grd->kd", ds, q_here)
         start += length
+        start_q += queries
     return results
 
 

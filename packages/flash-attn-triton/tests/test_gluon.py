@@ -10,6 +10,7 @@ from flash_attn_triton import _ops, api
 from flash_attn_triton._configs import HopperTile, hopper_tile
 from flash_attn_triton._forms import Memory
 
+from ._budget import assert_same
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
@@ -73,6 +74,54 @@ CASES = [
 def test_forward(tile, shape, features, forward, reverse):
     forward(TILES[tile], reverse)
     check(make_case(shape, torch.bfloat16, "cpu", features), grad=False)
+
+
+# few queries: heads of a group share a tile, all of them or as many as fit
+FEW = [
+    ("plain", Shape(2, 1, 150, 8, 2, 64), ("causal", "sinks")),
+    ("stages", Shape(1, 20, 70, 4, 1, 48), ("window", "alibi_batch")),
+    ("stages", Shape(2, 70, 90, 12, 2, 64), ("causal", "softcap")),
+    ("pipeline", Shape(2, 9, 70, 6, 3, 64, 48), ("window_left", "alibi", "sinks")),
+    ("share", Shape(1, 3, 40, 32, 1, 64), ("causal",)),
+]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features"), FEW, ids=str)
+def test_forward_of_few_queries(tile, shape, features, forward, reverse):
+    forward(TILES[tile], reverse)
+    case = make_case(shape, torch.bfloat16, "cpu", features)
+    check(case, grad=False)
+    # a tile for each head: the same arithmetic
+    got = run(case, grad=False)
+    forward(TILES[tile], reverse)
+    group = shape.heads_q // shape.heads_k
+    spread = {name: case.inputs[name].repeat_interleave(group, 2) for name in "kv"}
+    assert_same(run(case.with_inputs(**spread), grad=False), got)
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "wrong"),
+    [
+        ("_tokens", "index % (ROWS // PACK)", "index"),
+        ("_heads", "// (ROWS // PACK)", "% PACK"),
+        ("_survey", "W * TOKENS", "W * ROWS"),
+        ("_survey", "WARPGROUPS * TOKENS", "TOKENS"),
+        ("_survey", "slope[:, None]", "gl.max(slope, 0)"),
+        ("_write", "W * (ROWS // PACK)", "W * ROWS"),
+        ("_write", "owner * heads_q + heads", "owner * heads_q + head"),
+        ("_finish", "sinks_ptr)", "None)"),
+        ("next_tile", "head *= PACK", "pass"),
+        ("produce", "w * TOKENS", "w * ROWS"),
+        ("produce", "heads_q // PACK", "heads_q"),
+    ],
+)
+def test_forward_of_few_queries_with_a_mistake(function, right, wrong, forward):
+    def serve(reverse):
+        forward(TILES["stages"], reverse).plant(function, right, wrong)
+
+    shape = Shape(2, 50, 60, 8, 2, 48)
+    case = make_case(shape, torch.bfloat16, "cpu", ("causal", "alibi", "sinks"))
+    assert caught(serve, case)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

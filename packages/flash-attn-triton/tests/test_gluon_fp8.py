@@ -54,6 +54,16 @@ def test_sinks_and_alibi(forward, reverse):
     assert_accurate(case, E4M3)
 
 
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_few_queries(tokens, forward, reverse):
+    """Heads of a group share a tile."""
+    forward(TILE, reverse)
+    sinks = Maker("cpu", torch.float32, seed=4).randn(8)
+    shape = Shape(2, tokens, 90, 8, 2, 64)
+    case = make(shape, E4M3, "cpu", "per_head", sinks=sinks, causal=True)
+    assert_accurate(case, E4M3)
+
+
 @pytest.mark.parametrize("sign", [(-1, 1), (1, -1), (0, 1)], ids=str)
 def test_negative_and_zero_descales(sign, forward):
     forward(TILE)

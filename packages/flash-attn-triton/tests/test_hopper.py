@@ -12,7 +12,7 @@ import torch
 import triton
 from attn_common import detect
 from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import HopperTile, hopper_tile, takes_hopper_forward
+from flash_attn_triton._configs import HopperTile, hopper_pack, hopper_tile, takes_hopper_forward
 from flash_attn_triton._kernels import hopper_tickets
 from flash_attn_triton._kernels.hopper_launch import HopperForwardPlan
 from flash_attn_triton._kernels.hopper_maps import MapForm
@@ -128,6 +128,7 @@ def features(name: str) -> dict[str, object]:
         "full": {},
         "causal": {"causal": True},
         "left": {"window_size": (100, -1)},
+        "few": {"causal": True, "sinks": meta(16)},
         "packed": {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
         "rich": {
             "window_size": (100, 0), "softcap": 30.0, "sinks": meta(4), "alibi_slopes": meta(4),
@@ -155,7 +156,7 @@ IS_OLD = triton.__version__.startswith("3.6.")
 @pytest.mark.parametrize(
     ("head_dim", "kind"),
     [(d, kind) for d in (64, 128, 256) for kind in ("full", "causal", "rich")]
-    + [(64, "packed"), (128, "packed"), (128, "left")],
+    + [(64, "packed"), (128, "packed"), (128, "left"), (64, "few"), (128, "few")],
 )
 def test_builds(head_dim, kind, tmp_path):
     options = features(kind)
@@ -164,6 +165,9 @@ def test_builds(head_dim, kind, tmp_path):
         torch.empty(*leading, heads, head_dim, dtype=torch.bfloat16, device="meta")
         for heads in (4, 2)
     )
+    if kind == "few":  # sixteen heads share a tile
+        q = q[:, :5, :1].expand(-1, -1, 16, -1).contiguous()
+        kv = kv[:, :, :1]
     with compiling(HOPPER, tmp_path) as builds:
         hopper(q, kv, kv, **options)
     (build,) = builds
@@ -190,6 +194,9 @@ SHAPES = [
     Shape(1, 500, 513, 2, 2, 192, 128),
     Shape(1, 200, 300, 2, 1, 64, 128),
     Shape(2, 5, 700, 4, 2, 80),
+    Shape(3, 1, 900, 32, 4, 128),  # heads of a group share a tile
+    Shape(2, 33, 500, 24, 3, 64),
+    Shape(1, 7, 300, 48, 1, 256),
     Shape(4, 3000, 3000, 8, 8, 128),  # more tiles than programs
 ]
 FEATURES = [
@@ -211,6 +218,28 @@ def test_shapes(names, shape, dtype, device):
 @pytest.mark.parametrize("names", FEATURES, ids=str)
 def test_features(names, head_dim, device):
     check(make_case(Shape(2, 300, 433, 4, 2, head_dim), torch.bfloat16, device, names))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("tokens", [1, 20, 70])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("names", FEATURES, ids=str)
+def test_few_queries(names, head_dim, tokens, device):
+    """Heads of a group share a tile; what they get is what a tile for each would give."""
+    case = make_case(Shape(2, tokens, 433, 16, 2, head_dim), torch.bfloat16, device, names)
+    got = check(case)
+    spread = {name: case.inputs[name].repeat_interleave(8, 2) for name in "kv"}
+    assert_same(run(case.with_inputs(**spread), hopper, grad=False), got)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("tokens", "group", "pack"),
+    [(1, 1, 1), (1, 8, 8), (1, 12, 4), (1, 32, 16), (64, 2, 2), (65, 2, 1), (60, 4, 4), (100, 8, 1),
+     (130, 8, 8), (4096, 8, 1)],
+)  # fmt: skip
+def test_heads_share_a_tile_where_that_saves_tiles(tokens, group, pack):
+    assert hopper_pack(tokens, group, 128) == pack
 
 
 @pytest.mark.device
@@ -319,7 +348,8 @@ def test_graphs_do_not_share_a_counter(device):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("kind", ["causal", "packed"])
-def test_lengths_make_one_variant(kind):
+def test_lengths_make_few_variants(kind):
+    """One, and where lengths are known on the host one for few queries."""
     options = features(kind)
     with counting(HOPPER) as variants:
         for length in (1, 129, 4096, 5000, 16_384, 70_001):
@@ -329,4 +359,4 @@ def test_lengths_make_one_variant(kind):
                 for heads in (4, 2)
             )
             hopper(q, kv, kv, **options)
-    assert [len(keys) for keys in variants.values()] == [1]
+    assert [len(keys) for keys in variants.values()] == [1 if kind == "packed" else 2]

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
-from attn_common import Platform, detect, has_gluon, next_power_of_2
+from attn_common import Platform, cdiv, detect, has_gluon, next_power_of_2
 
 from ._arguments import FP32_TINY
 from ._call import Options, Tensors
@@ -287,6 +287,10 @@ def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] 
     )
 
 
+# heads that share a tile
+MOST_PACKED = 16
+
+
 @dataclass(frozen=True)
 class HopperTile:
     """How a program divides its work; every warpgroup has 64 rows."""
@@ -326,6 +330,18 @@ def hopper_tile(head_dim: int, is_causal: bool, itemsize: int = 2) -> HopperTile
             return HopperTile(2, 128, 3, 2, lag=True)
         return HopperTile(2, 128, 2, 2, buffers_q=2, pipeline=True)
     return HopperTile(2, 64, 3, 2, share=True, lag=True)
+
+
+@functools.cache
+def hopper_pack(tokens_q: int, group: int, block_m: int) -> int:
+    """Return how many heads of a group share a tile of queries.
+
+    Where queries are few, one tile holds the tokens of several heads, which face the same keys, if
+    that saves at least a quarter of the tiles. Else 1: a third number would be a third compilation.
+    """
+    most = min(group & -group, MOST_PACKED)
+    saves = cdiv(tokens_q, block_m // most) <= 0.75 * most * cdiv(tokens_q, block_m)
+    return most if saves else 1
 
 
 @dataclass(frozen=True)

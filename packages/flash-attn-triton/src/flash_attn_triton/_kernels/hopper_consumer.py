@@ -47,23 +47,43 @@ def _receive(fields_s, tile_full, tile_empty, count):
 
 
 @gluon.jit
+def _tokens(ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
+    """Return the token of every row of a warpgroup, counted from its first: heads, then tokens."""
+    index = gl.arange(0, ROWS, layout)
+    if PACK > 1:
+        index = index % (ROWS // PACK)
+    return index
+
+
+@gluon.jit
+def _heads(head, ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
+    """Return the head of every row, or where all have one, that."""
+    if PACK > 1:
+        head = head + gl.arange(0, ROWS, layout) // (ROWS // PACK)
+    return head
+
+
+@gluon.jit
 def _survey(
     head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
     alibi_slopes_ptr, stride_alibi_b, S: gl.constexpr,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    W: gl.constexpr, PACK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Return a tile's range of keys, its rows counted from the diagonal, and its ALiBi slope."""
+    """Return a tile's range of keys, its rows counted from the diagonal, and its ALiBi slopes."""
+    TOKENS: gl.constexpr = ROWS // PACK
     low, left, right, high = key_tiles(
         first_row, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT,
-        WARPGROUPS * ROWS, BLOCK_N,
+        WARPGROUPS * TOKENS, BLOCK_N,
     )  # fmt: skip
-    rows = first_row + (len_k - len_q) + W * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    layout: gl.constexpr = gl.SliceLayout(1, S)
+    rows = first_row + (len_k - len_q) + W * TOKENS + _tokens(ROWS, PACK, layout)
     slope = 0.0
     if alibi_slopes_ptr is not None:
-        slope = gl.load(
-            alibi_slopes_ptr + _owner_of(sequence, batch) * stride_alibi_b + gl.maximum(head, 0)
-        )
+        heads = _heads(gl.maximum(head, 0), ROWS, PACK, layout)
+        slope = gl.load(alibi_slopes_ptr + _owner_of(sequence, batch) * stride_alibi_b + heads)
+        if PACK > 1:
+            slope = slope[:, None]
     return low, left, right, high, rows, slope
 
 
@@ -74,20 +94,34 @@ def _owner_of(sequence, batch):
 
 
 @gluon.jit
+def _finish(m, l, head, sequence, batch, sinks_ptr, PACK: gl.constexpr, ROWS: gl.constexpr):
+    """Return what ``finish_softmax`` does; padding around the sequences has no sink."""
+    layout: gl.constexpr = m.type.layout
+    heads = _heads(head, ROWS, PACK, layout)
+    is_padding = (sequence < 0) | (sequence >= batch)
+    if PACK > 1:
+        is_padding |= heads < 0  # for each row
+    return finish_softmax(m, l, heads, is_padding, sinks_ptr)
+
+
+@gluon.jit
 def _write(
     o, weight, empty, lse, out_desc, out_s, lse_ptr, cu_seqlens_q_ptr,
     first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-    W: gl.constexpr, RAGGED: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    W: gl.constexpr, PACK: gl.constexpr, RAGGED: gl.constexpr, ROWS: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     """Scale the output of a block of queries, and send it and the LSE on their way."""
     O: gl.constexpr = o.type.layout
     owner = _owner_of(sequence, batch).to(gl.int64)
-    row = first_row + W * ROWS
-    rows = row + gl.arange(0, ROWS, lse.type.layout)
+    row = first_row + W * (ROWS // PACK)
+    layout: gl.constexpr = lse.type.layout
+    rows = row + _tokens(ROWS, PACK, layout)
+    heads = _heads(head, ROWS, PACK, layout)
     if cu_seqlens_q_ptr is None:
-        lse_at = (owner * heads_q + head) * tokens_q
+        lse_at = (owner * heads_q + heads) * tokens_q
     else:
-        lse_at = head.to(gl.int64) * tokens_q + q_start
+        lse_at = heads.to(gl.int64) * tokens_q + q_start
     gl.store(lse_ptr + lse_at + rows, lse, mask=rows < len_q)
     o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
     # values that nobody sees may be NaN
@@ -103,7 +137,7 @@ def consume(
     W: gl.constexpr, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, factors_ptr,
     scale, softcap, window_left, window_right, batch, heads_q, tokens_q, stride_alibi_b,
-    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    GROUP: gl.constexpr, PACK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, RAGGED: gl.constexpr, WARPGROUPS: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
@@ -134,7 +168,7 @@ def consume(
             low, left, right, high, rows, slope = _survey(
                 head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
                 alibi_slopes_ptr, stride_alibi_b, S,
-                W, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
+                W, PACK, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
             )  # fmt: skip
             m, l, p, turn = begin(
                 turn, count, q_s, k_s, q_full, k_full, rows, high - 1, len_k,
@@ -152,8 +186,7 @@ def consume(
                     HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG,
                 )  # fmt: skip
                 mbarrier.arrive(q_empty.index(buffer), count=1)
-                is_padding = (sequence < 0) | (sequence >= batch)
-                weight, empty, lse = finish_softmax(m, l, head, is_padding, sinks_ptr)
+                weight, empty, lse = _finish(m, l, head, sequence, batch, sinks_ptr, PACK, ROWS)
                 last_head, last_sequence, last_row = head, sequence, first_row
                 last_start, last_len = q_start, len_q
                 count += 1
@@ -163,7 +196,7 @@ def consume(
                 low, left, right, high, rows, slope = _survey(
                     head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
                     alibi_slopes_ptr, stride_alibi_b, S,
-                    W, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
+                    W, PACK, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
                 )  # fmt: skip
                 # the next tile's first product beside this one's last, as between any two
                 stage_v = (turn - 1) % STAGES_V
@@ -192,7 +225,7 @@ def consume(
                 _write(
                     o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
                     last_row, last_head, last_sequence, last_start, last_len, batch, heads_q,
-                    tokens_q, W, RAGGED, ROWS, HEAD_DIM_V,
+                    tokens_q, W, PACK, RAGGED, ROWS, HEAD_DIM_V,
                 )  # fmt: skip
                 o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
     elif factors_ptr is None:
@@ -200,7 +233,7 @@ def consume(
             low, left, right, high, rows, slope = _survey(
                 head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
                 alibi_slopes_ptr, stride_alibi_b, S,
-                W, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
+                W, PACK, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
             )  # fmt: skip
             buffer = count % BUFFERS_Q * WARPGROUPS + W
             m, l, p, turn = begin(
@@ -222,14 +255,13 @@ def consume(
             v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM_V])
             mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
             o = hopper.warpgroup_mma(p, v, o, is_async=True)
-            is_padding = (sequence < 0) | (sequence >= batch)
-            weight, empty, lse = finish_softmax(m, l, head, is_padding, sinks_ptr)
+            weight, empty, lse = _finish(m, l, head, sequence, batch, sinks_ptr, PACK, ROWS)
             o = hopper.warpgroup_mma_wait(0, deps=(o,))
             barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
             _write(
                 o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
                 first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-                W, RAGGED, ROWS, HEAD_DIM_V,
+                W, PACK, RAGGED, ROWS, HEAD_DIM_V,
             )  # fmt: skip
             if SHARE:
                 # the output leaves through the memory of the queries
@@ -244,7 +276,7 @@ def consume(
             low, left, right, high, rows, slope = _survey(
                 head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
                 alibi_slopes_ptr, stride_alibi_b, sums_of(BLOCK_N),
-                W, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
+                W, PACK, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
             )  # fmt: skip
             q = q_s.index(W).reshape([ROWS, HEAD_DIM])
             mbarrier.wait(q_full.index(W), count & 1)
@@ -257,13 +289,12 @@ def consume(
                 HEAD_DIM, HEAD_DIM_V, STAGES_K, STAGES_V,
             )  # fmt: skip
             mbarrier.arrive(q_empty.index(W), count=1)
-            is_padding = (sequence < 0) | (sequence >= batch)
-            weight, empty, lse = finish_softmax(m, l, head, is_padding, sinks_ptr)
+            weight, empty, lse = _finish(m, l, head, sequence, batch, sinks_ptr, PACK, ROWS)
             weight *= gl.load(factors + 1) * UNIT
             _write(
                 o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
                 first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-                W, RAGGED, ROWS, HEAD_DIM_V,
+                W, PACK, RAGGED, ROWS, HEAD_DIM_V,
             )  # fmt: skip
             count += 1
             head, sequence, first_row, q_start, len_q, len_k = _receive(

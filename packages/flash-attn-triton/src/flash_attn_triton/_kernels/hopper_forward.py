@@ -22,6 +22,7 @@ def forward_kernel(
     factors_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap, window_left,
     window_right, batch, heads_q, tokens_q, tokens_k, tiles, span, last, total, stride_alibi_b,
     GROUP: gl.constexpr,  # query heads per key head
+    PACK: gl.constexpr,  # those of them that share a tile
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -41,7 +42,8 @@ def forward_kernel(
     """Share out the work of a persistent program: one producer, two or three consumers."""
     dtype: gl.constexpr = q_desc.dtype
     QUERIES: gl.constexpr = BUFFERS_Q * WARPGROUPS
-    q_s = gl.allocate_shared_memory(dtype, [QUERIES, 1, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    TOKENS: gl.constexpr = ROWS // PACK
+    q_s = gl.allocate_shared_memory(dtype, [QUERIES, 1, 1, PACK, TOKENS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES_K, 1, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_shape: gl.constexpr = v_desc.block_type.shape
     v_s = gl.allocate_shared_memory(
@@ -51,7 +53,7 @@ def forward_kernel(
         out_s = q_s
     else:
         out_s = gl.allocate_shared_memory(
-            out_desc.dtype, [WARPGROUPS, 1, 1, 1, ROWS, HEAD_DIM_V], out_desc.layout
+            out_desc.dtype, [WARPGROUPS, 1, 1, PACK, TOKENS, HEAD_DIM_V], out_desc.layout
         )
     fields_s = gl.allocate_shared_memory(
         gl.int32, [SLOTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -70,7 +72,7 @@ def forward_kernel(
                     0, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
-                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    tokens_q, stride_alibi_b, GROUP, PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
                     STAGES_V, SHARE, PIPELINE, LAG,
                 )),
@@ -78,7 +80,7 @@ def forward_kernel(
                     1, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
-                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    tokens_q, stride_alibi_b, GROUP, PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
                     STAGES_V, SHARE, PIPELINE, LAG,
                 )),
@@ -86,7 +88,7 @@ def forward_kernel(
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full,
                     v_full, tile_full, tile_empty, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                     seqused_k_ptr, window_left, window_right, batch, heads_q, tokens_q, tokens_k,
-                    tiles, span, last, total, GROUP, HAS_LEFT, HAS_RIGHT,
+                    tiles, span, last, total, GROUP, PACK, HAS_LEFT, HAS_RIGHT,
                     RAGGED, WARPGROUPS, ROWS, BLOCK_N, BUFFERS_Q, STAGES_K, STAGES_V,
                     PIPELINE,
                 )),
@@ -101,7 +103,7 @@ def forward_kernel(
                     0, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
-                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    tokens_q, stride_alibi_b, GROUP, PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
                     STAGES_V, SHARE, PIPELINE, LAG,
                 )),
@@ -109,7 +111,7 @@ def forward_kernel(
                     1, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
-                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    tokens_q, stride_alibi_b, GROUP, PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
                     STAGES_V, SHARE, PIPELINE, LAG,
                 )),
@@ -117,7 +119,7 @@ def forward_kernel(
                     2, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
                     tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr,
                     factors_ptr, scale, softcap, window_left, window_right, batch, heads_q,
-                    tokens_q, stride_alibi_b, GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
+                    tokens_q, stride_alibi_b, GROUP, PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED,
                     WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
                     STAGES_V, SHARE, PIPELINE, LAG,
                 )),
@@ -125,7 +127,7 @@ def forward_kernel(
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full,
                     v_full, tile_full, tile_empty, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
                     seqused_k_ptr, window_left, window_right, batch, heads_q, tokens_q, tokens_k,
-                    tiles, span, last, total, GROUP, HAS_LEFT, HAS_RIGHT,
+                    tiles, span, last, total, GROUP, PACK, HAS_LEFT, HAS_RIGHT,
                     RAGGED, WARPGROUPS, ROWS, BLOCK_N, BUFFERS_Q, STAGES_K, STAGES_V,
                     PIPELINE,
                 )),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._call import Options, Tensors
-from .._configs import HopperTile, hopper_tile, padded_head_dim
+from .._configs import HopperTile, hopper_pack, hopper_tile, padded_head_dim
 from .forward import ForwardPlan
 from .hopper_encode import MapLaunch
 from .hopper_forward import forward_kernel
@@ -52,15 +52,18 @@ class HopperForwardPlan(ForwardPlan):
         q, k, v, alibi_slopes = x.q, x.k, x.v, x.alibi_slopes
         has_right = options.window_right >= 0
         tile = tile or hopper_tile(self.widest_head, has_right, self.itemsize)
-        self._hopper_tile = tile
-        self._map_q = MapForm(q, tile.rows, self.is_packed)
+        # how many tokens of a packed call are a sequence's is known on the device alone
+        pack = 1 if self.is_packed else hopper_pack(q.shape[1], self.group, tile.block_m)
+        self._packs = self.heads_q // pack
+        self._block = tile.block_m // pack
+        self._map_q = MapForm(q, tile.rows, self.is_packed, heads=pack)
         self._map_k = MapForm(k, tile.block_n, self.is_packed)
         if self.itemsize == 1:
             self._values = ValuesForm(self, x, tile.block_n)
         else:
             self._map_v = MapForm(v, tile.block_n, self.is_packed)
         out = torch.empty((*q.shape[:-1], self.head_dim_v), dtype=out_dtype, device="meta")
-        self._map_out = MapForm(out, tile.rows, self.is_packed)
+        self._map_out = MapForm(out, tile.rows, self.is_packed, heads=pack)
         self._head_numbers = (
             options.softmax_scale, options.softcap, *self.window, self.batch, self.heads_q,
         )  # fmt: skip
@@ -72,6 +75,7 @@ class HopperForwardPlan(ForwardPlan):
             forward_kernel,
             of=MapLaunch,
             GROUP=self.group,
+            PACK=pack,
             HAS_LEFT=options.window_left >= 0,
             HAS_RIGHT=has_right,
             HAS_SOFTCAP=options.softcap != 0.0,
@@ -119,13 +123,13 @@ class HopperForwardPlan(ForwardPlan):
 
     def _count_work(self, q: Tensor, tokens_k: int) -> Work:
         tokens_q = q.shape[-3]
-        tiles = self.tiles(tokens_q, self._hopper_tile.block_m)
-        total = tiles * self.heads_q * self.grid_batch
+        tiles = self.tiles(tokens_q, self._block)
+        total = tiles * self._packs * self.grid_batch
         # empty tensors have no map, and tickets have 32 bits
         if tokens_q == 0 or tokens_k == 0 or self.batch == 0 or total > MAX_TICKETS:
             return Work(0, (), (), ())
-        span = self.span_q(tokens_k)
-        last = span + self.batch * self.heads_q % span
+        span = max(1, self.span_q(tokens_k) * self._packs // self.heads_q)
+        last = span + self.batch * self._packs % span
         walk = tokens_q, tokens_k, tiles, span, last, total
         return Work(
             min(_multiprocessors(q.device), total),

@@ -62,25 +62,26 @@ def _find_block(
 @gluon.jit
 def next_tile(
     ticket, total, first, before, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-    window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
-    HAS_LEFT: gl.constexpr, BALANCE: gl.constexpr, BLOCK_M: gl.constexpr, UNIT: gl.constexpr,
+    window_left, batch, packs, tokens_q, tokens_k, tiles, span, last,
+    PACK: gl.constexpr, HAS_LEFT: gl.constexpr, BALANCE: gl.constexpr, BLOCK_M: gl.constexpr,
+    UNIT: gl.constexpr,
 ):  # fmt: skip
     """Return what a ticket holds, how many there are, and where the next search begins."""
     if cu_seqlens_q_ptr is None:
-        block, sequence, head = locate(ticket, batch, heads_q, tiles, span, last, BALANCE)
+        block, sequence, head = locate(ticket, batch, packs, tiles, span, last, BALANCE)
         q_start = 0
         k_start = 0
         len_q = tokens_q
         len_k = tokens_k
         is_real = ticket < total
     else:
-        place = ticket // heads_q
-        head = ticket - place * heads_q
+        place = ticket // packs
+        head = ticket - place * packs
         sequence, block, first, before, blocks = _find_block(
             place, first, before, cu_seqlens_q_ptr, batch, tokens_q, BLOCK_M
         )
         # there are fewer tickets than the host could tell
-        total = gl.where(place < blocks, total, blocks * heads_q)
+        total = gl.where(place < blocks, total, blocks * packs)
         is_real = (sequence >= 0) & (sequence < batch)
         q_start = gl.load(cu_seqlens_q_ptr + sequence, mask=is_real | (sequence == batch), other=0)
         q_end = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=sequence < batch, other=tokens_q)
@@ -98,6 +99,7 @@ def next_tile(
         k_start += unseen
         len_k -= unseen
     first_row = block * BLOCK_M
+    head *= PACK
     return total, first, before, first_row, sequence, head, q_start, k_start, len_q, len_k
 
 
@@ -116,12 +118,13 @@ def produce(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full, v_full,
     tile_full, tile_empty, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
     window_left, window_right, batch, heads_q, tokens_q, tokens_k, tiles, span, last, total,
-    GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, RAGGED: gl.constexpr,
-    WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    GROUP: gl.constexpr, PACK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    RAGGED: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
     BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, PIPELINE: gl.constexpr,
 ):  # fmt: skip
     """Copy tiles of queries, keys and values into shared memory, in the order of their use."""
-    BLOCK_M: gl.constexpr = WARPGROUPS * ROWS
+    TOKENS: gl.constexpr = ROWS // PACK
+    BLOCK_M: gl.constexpr = WARPGROUPS * TOKENS
     PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
     # FP8 values come from whole tiles; see ``hopper_values.py``
     TRANSPOSED: gl.constexpr = v_desc.dtype.primitive_bitwidth == 8
@@ -130,13 +133,14 @@ def produce(
     count = 0  # tiles of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
+    packs = heads_q // PACK
     ticket = gl.program_id(0)
     first = 0  # where the search for a block begins: a sequence, and the blocks ahead of it
     before = 0
     total, first, before, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
         ticket, total, first, before, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-        window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
-        HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
+        window_left, batch, packs, tokens_q, tokens_k, tiles, span, last,
+        PACK, HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
     )  # fmt: skip
     while ticket < total:
         low, _, _, high = key_tiles(
@@ -169,7 +173,7 @@ def produce(
             if step == 0:
                 for w in gl.static_range(WARPGROUPS):
                     buffer = count % BUFFERS_Q * WARPGROUPS + w
-                    row = first_row + w * ROWS
+                    row = first_row + w * TOKENS
                     where = coordinates(sequence, head, q_start, len_q, row, RAGGED)
                     mbarrier.wait(q_empty.index(buffer), (count // BUFFERS_Q & 1) ^ 1)
                     mbarrier.expect(q_full.index(buffer), q_desc.block_type.nbytes)
@@ -195,8 +199,8 @@ def produce(
             ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
         total, first, before, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
             ticket, total, first, before, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-            window_left, batch, heads_q, tokens_q, tokens_k, tiles, span, last,
-            HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
+            window_left, batch, packs, tokens_q, tokens_k, tiles, span, last,
+            PACK, HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
         )  # fmt: skip
     slot = count % SLOTS
     mbarrier.wait(tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
