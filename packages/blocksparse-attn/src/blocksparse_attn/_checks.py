@@ -116,7 +116,8 @@ def check_layout(layout: BlockSparseLayout, q: Tensor) -> None:
             "layout.to(device) moves it"
         )
     heads_q = q.shape[-2]
-    if layout.num_heads not in (1, heads_q):
+    # not by ``in``: under torch.compile a number is in no tuple of symbols
+    if layout.num_heads != 1 and layout.num_heads != heads_q:
         raise ValueError(
             f"heads of layout must be 1 or those of q, {heads_q}, got {layout.num_heads}"
         )

@@ -106,8 +106,9 @@ def check_extras(
             raise TypeError(f"bias must be torch.float32 for FP8 inputs, got {bias.dtype}")
         check_device("bias", bias, q)
         whole = (batch, heads_q, seqlen_q, seqlen_k)
+        # not by ``in``: under torch.compile a number is in no tuple of symbols
         if bias.ndim > 4 or any(
-            size not in (1, full)
+            size != 1 and size != full
             for size, full in zip(reversed(bias.shape), reversed(whole), strict=False)
         ):
             raise ValueError(

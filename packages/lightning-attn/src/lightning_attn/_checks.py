@@ -72,7 +72,8 @@ def check_decay(decay: Tensor, q: Tensor, name: str = "decay") -> Tensor:
         raise TypeError(f"{name} must be torch.float32, got {decay.dtype}")
     check_device(name, decay, q)
     heads = q.shape[-2]
-    if tuple(decay.shape) not in ((heads,), (heads, 1, 1), (1, heads, 1, 1)):
+    # not by ``in``: under torch.compile a number is in no tuple of symbols
+    if decay.shape != (heads,) and decay.shape != (heads, 1, 1) and decay.shape != (1, heads, 1, 1):
         raise ValueError(
             f"{name} must be [heads], [heads, 1, 1] or [1, heads, 1, 1] with heads {heads}, "
             f"got {list(decay.shape)}"
