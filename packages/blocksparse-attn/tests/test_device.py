@@ -118,6 +118,24 @@ def test_second_stream(device):
     assert_alike(got.values(), want.values())
 
 
+def test_what_another_stream_has_planned(device):
+    """A layout is shared by streams; the one that calls first may be late."""
+    case = make_case(SHAPE, torch.bfloat16, device, "local", (64, 64))
+    want = run(case)
+    layout = case.options["layout"]
+    fresh = BlockSparseLayout(layout.crow, layout.col, 64, num_cols=layout.num_cols)
+    late, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    results = []
+    for stream, cycles in ((late, 100_000_000), (other, 1), (late, 1)):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(cycles)
+            results.append(run(case.with_options(layout=fresh)))
+    torch.cuda.synchronize()
+    for got in results:
+        assert_alike(got.values(), want.values())
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
 def test_a_device_that_is_not_current(device):
     case = make_case(SHAPE, torch.bfloat16, device, "local", (64, 64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from attn_common import Platform, detect
@@ -95,12 +95,53 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def stream_of(q: Any) -> int:
+    """Return the stream that a call runs on, as a number; 0 where there is none to tell."""
+    if torch.compiler.is_compiling() or not (isinstance(q, Tensor) and q.is_cuda):
+        return 0
+    return int(torch._C._cuda_getCurrentRawStream(q.get_device()))
+
+
+class Readiness(NamedTuple):
+    """When all that was planned for a layout is there, and which streams wait for that."""
+
+    event: torch.cuda.Event
+    streams: set[int]
+
+
+def join(layout: BlockSparseLayout) -> None:
+    """Let the current stream wait for what other streams planned, once.
+
+    A capture cannot wait for what it does not hold; PyTorch waits for the device ahead of one.
+    """
+    ready = layout._ready
+    if ready is None or is_capturing(layout.device):
+        return
+    stream = torch.cuda.current_stream(layout.device)
+    if stream.cuda_stream not in ready.streams:
+        stream.wait_event(ready.event)
+        for lists in layout._plans.values():
+            for part in lists:
+                # the memory is not to be given away while this stream may read it
+                part.record_stream(stream)
+        ready.streams.add(stream.cuda_stream)
+
+
+def announce(layout: BlockSparseLayout) -> None:
+    """Note that the current stream, which joined those before it, has planned something."""
+    if layout.device.type == "cuda":
+        stream = torch.cuda.current_stream(layout.device)
+        layout._ready = Readiness(stream.record_event(), {stream.cuda_stream})
+
+
 def lists_for(
     layout: BlockSparseLayout, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
 ) -> tuple[Tensor, ...]:
     """Return the lists that a kernel walks; made at the first call, and kept with the layout."""
     key = (kind, group, head_dim, itemsize, causal)
     plans = layout._plans
+    if not torch.compiler.is_compiling():
+        join(layout)
     if key in plans:
         return plans[key]
     if torch.compiler.is_compiling():
@@ -122,5 +163,8 @@ def lists_for(
                 layout._crow, layout._col, layout._num_cols, layout._block_size, spec
             )  # fmt: skip
     if not is_capturing(layout.device):
+        is_new = spec not in plans
         plans[key] = plans[spec] = lists
+        if is_new:
+            announce(layout)
     return lists

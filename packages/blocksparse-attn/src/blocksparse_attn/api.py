@@ -10,7 +10,7 @@ from . import _arguments, _checks, _ops
 from ._call import Bounds, Checked, Options, Tensors
 from ._configs import SHORT, repeats
 from ._forms import form_of
-from ._plans import is_capturing
+from ._plans import is_capturing, stream_of
 from .layout import BlockSparseLayout
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -65,7 +65,10 @@ def blocksparse_attn_func(
     """
     _checks.check_is_layout(layout)
     form = form_of(
-        (q, k, v), (), (softmax_scale, causal, num_splits, return_lse, repeats()), packed=False
+        (q, k, v),
+        (),
+        (softmax_scale, causal, num_splits, return_lse, repeats(), stream_of(q)),
+        packed=False,
     )
     x = Tensors(q, k, v)
     known = None if form is None else layout._calls.get(form)
@@ -135,7 +138,8 @@ def blocksparse_attn_varlen_func(
     longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1
     form = form_of(
         (q, k, v), (cu_seqlens_q, cu_seqlens_k, block_table),
-        (softmax_scale, causal, num_splits, return_lse, repeats(), longest), packed=True,
+        (softmax_scale, causal, num_splits, return_lse, repeats(), stream_of(q), longest),
+        packed=True,
     )  # fmt: skip
     if form is not None and k.shape[:1] != v.shape[:1]:
         form = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attn_common import cdiv, detect
@@ -24,6 +24,9 @@ from ._layout_values import are_equal, canonical, order_sums, read, write
 from ._lists import Lists, dense_of, query_lists
 from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
 from ._plot import draw
+
+if TYPE_CHECKING:
+    from ._plans import Readiness
 
 # rows of queries that the largest tile holds
 TALL = 128
@@ -102,8 +105,13 @@ class BlockSparseLayout:
             self._crow.shape[0] == 1, self._crow.shape[1] - 1, num_cols, *block_size, rows_alike,
             self._max_row,
         )  # fmt: skip
+        if col.device.type != "meta":
+            # known before anything is traced: torch.compile may trace a call twice, and would meet
+            # the second time what the operators' fakes have asked meanwhile
+            detect(col.device)
         # ``Lists``, or ``Pairs``
         self._plans: dict[Any, tuple[Tensor, ...]] = {}
+        self._ready: Readiness | None = None
         self._calls: Memory[Checked] = Memory()
         self._hash: int | None = None
 
@@ -348,11 +356,15 @@ class BlockSparseLayout:
     # ---- a value
 
     def _canonical(self) -> tuple[Tensor, Tensor]:
+        from ._plans import announce, join
+
+        join(self)
         if "canonical" not in self._plans:
             span = self._block_size[0]
             self._plans["canonical"] = query_lists(
                 self._crow, self._col, self._num_cols, self._block_size, span, 1, 1, False
             )
+            announce(self)
         return canonical(Lists(*self._plans["canonical"]))
 
     def _shape(self) -> tuple[Any, ...]:
