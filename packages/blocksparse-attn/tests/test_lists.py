@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,54 @@ def test_lists_are_made_once(device):
     known = len(layout._plans)
     assert torch.equal(blocksparse_attn_func(x, x, x, layout), before)
     assert len(layout._plans) == known
+
+
+class Stream:
+    """A stream that nobody runs: it knows which events it is behind."""
+
+    def __init__(self, number):
+        self.cuda_stream, self.seen = number, set()
+
+    def record_event(self):
+        self.seen.add((self.cuda_stream, len(self.seen)))
+        return set(self.seen)
+
+    def wait_event(self, event):
+        self.seen |= event
+
+
+class Part:
+    def __init__(self):
+        self.readers = []
+
+    def record_stream(self, stream):
+        self.readers.append(stream.cuda_stream)
+
+
+def test_streams_wait_for_all_that_others_planned(monkeypatch):
+    from blocksparse_attn import _plans
+
+    layout = SimpleNamespace(device=torch.device("cuda", 0), _plans={}, _ready=None)
+    first, second, third = streams = [Stream(i) for i in range(3)]
+    now = [first]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
+    monkeypatch.setattr(_plans, "is_capturing", lambda _: capturing)
+    capturing = False
+    parts = [Part(), Part()]
+    _plans.join(layout)  # nothing is planned
+    for now[0], part in zip((first, second), parts, strict=True):
+        _plans.keep(layout, (part,), (part,))
+    made = set(second.seen)
+    assert first.seen < made
+    now[0], capturing = third, True
+    _plans.join(layout)
+    assert not third.seen
+    capturing = False
+    _plans.join(layout)
+    _plans.join(layout)
+    assert third.seen == made
+    assert [part.readers for part in parts] == [[1, 2], [2]]
+    assert layout._ready.streams == {stream.cuda_stream for stream in streams[1:]}
 
 
 @pytest.mark.parametrize("in_pages", [False, True])

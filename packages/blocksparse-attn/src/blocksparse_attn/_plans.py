@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 KINDS = ("tall", "portable", "short", "dq", "dkdv", "pairs")
 # dynamo traces a constant, and no cached function
 _INTERPRETED = interpreted()
+# threads that plan for one layout keep it one after the other
+_keeping = threading.Lock()
 
 
 def spec_of(
@@ -120,18 +124,25 @@ def join(layout: BlockSparseLayout) -> None:
     stream = torch.cuda.current_stream(layout.device)
     if stream.cuda_stream not in ready.streams:
         stream.wait_event(ready.event)
-        for lists in layout._plans.values():
+        for lists in list(layout._plans.values()):
             for part in lists:
                 # the memory is not to be given away while this stream may read it
                 part.record_stream(stream)
         ready.streams.add(stream.cuda_stream)
 
 
-def announce(layout: BlockSparseLayout) -> None:
-    """Note that the current stream, which joined those before it, has planned something."""
-    if layout.device.type == "cuda":
-        stream = torch.cuda.current_stream(layout.device)
-        layout._ready = Readiness(stream.record_event(), {stream.cuda_stream})
+def keep(layout: BlockSparseLayout, keys: tuple[Hashable, ...], lists: tuple[Tensor, ...]) -> None:
+    """Keep with a layout what the current stream has planned, and when that is there.
+
+    One event tells of all that was planned: each stream waits for the last one before its own.
+    """
+    with _keeping:
+        if layout.device.type == "cuda":
+            join(layout)
+            stream = torch.cuda.current_stream(layout.device)
+            layout._ready = Readiness(stream.record_event(), {stream.cuda_stream})
+        # who finds them finds the event
+        layout._plans.update(dict.fromkeys(keys, lists))
 
 
 def lists_for(
@@ -156,15 +167,12 @@ def lists_for(
         layout.is_shared, layout._rows_alike, causal,
     )  # fmt: skip
     lists = plans.get(spec)
-    if lists is None:
-        # a call that trains may come to them later
-        with torch.inference_mode(False):
-            lists = make_lists(
-                layout._crow, layout._col, layout._num_cols, layout._block_size, spec
-            )  # fmt: skip
+    if lists is not None:
+        plans[key] = lists
+        return lists
+    # a call that trains may come to them later
+    with torch.inference_mode(False):
+        lists = make_lists(layout._crow, layout._col, layout._num_cols, layout._block_size, spec)
     if not is_capturing(layout.device):
-        is_new = spec not in plans
-        plans[key] = plans[spec] = lists
-        if is_new:
-            announce(layout)
+        keep(layout, (key, spec), lists)
     return lists

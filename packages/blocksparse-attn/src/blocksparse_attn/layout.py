@@ -356,15 +356,15 @@ class BlockSparseLayout:
     # ---- a value
 
     def _canonical(self) -> tuple[Tensor, Tensor]:
-        from ._plans import announce, join
+        from ._plans import join, keep
 
         join(self)
         if "canonical" not in self._plans:
             span = self._block_size[0]
-            self._plans["canonical"] = query_lists(
+            lists = query_lists(
                 self._crow, self._col, self._num_cols, self._block_size, span, 1, 1, False
             )
-            announce(self)
+            keep(self, ("canonical",), lists)
         return canonical(Lists(*self._plans["canonical"]))
 
     def _shape(self) -> tuple[Any, ...]:
