@@ -328,6 +328,15 @@ class Machine:
 
         self.own("stores").append(write)
 
+    def add_out(self, tensor_map: Map, where: Any, source: Shared) -> None:
+        flat, places, inside = tensor_map.places(where)
+        source.assert_fenced()
+
+        def add() -> None:
+            flat[places[inside]] += source.memory.view(places.shape)[inside]
+
+        self.own("stores").append(add)
+
     def store_wait(self, left: int) -> None:
         queue = self.own("stores")
         while len(queue) > left:

@@ -20,6 +20,7 @@ TILES = {
     "plain": HopperTile(3, 32, 2, 2, lag=True),
     "stages": HopperTile(2, 32, 3, 2),
     "pipeline": HopperTile(2, 32, 2, 2, buffers_q=2, pipeline=True),
+    "long": HopperTile(3, 32, 2, 2, buffers_q=2, pipeline=True),
     "share": HopperTile(2, 32, 2, 3, share=True, lag=True),
 }
 tiles = pytest.mark.parametrize("tile", TILES)
@@ -66,6 +67,7 @@ CASES = [
     ("stages", Shape(1, 200, 100, 1, 1, 48), ("window", "alibi", "sinks")),  # rows without a key
     ("pipeline", Shape(2, 200, 100, 2, 2, 128), ()),
     ("pipeline", Shape(1, 300, 70, 1, 1, 80, 48), ("window_left", "softcap")),
+    ("long", Shape(1, 500, 200, 2, 1, 64), ("causal", "softcap")),
     ("share", Shape(1, 300, 140, 2, 1, 64), ("sinks",)),
 ]
 
@@ -131,6 +133,11 @@ def test_tiles_that_serve_calls(head_dim, causal, forward):
     shape = Shape(1, 270, 400, 1, 1, head_dim)
     case = make_case(shape, torch.float16, "cpu", ["causal"] if causal else [])
     check(case, grad=False)
+
+
+def test_tile_that_serves_long_calls(forward):
+    forward(hopper_tile(64, True, is_long=True))
+    check(make_case(Shape(1, 450, 500, 1, 1, 64), torch.float16, "cpu", ["causal"]), grad=False)
 
 
 @tiles

@@ -12,19 +12,20 @@ import torch
 import triton
 from attn_common import detect
 from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import HopperTile, hopper_pack, hopper_tile, takes_hopper_forward
+from flash_attn_triton._configs import HopperTile, hopper_tile, takes_hopper_forward
 from flash_attn_triton._kernels import hopper_tickets
 from flash_attn_triton._kernels.hopper_launch import HopperForwardPlan
 from flash_attn_triton._kernels.hopper_maps import MapForm
 from flash_attn_triton._kernels.launch import readable
 
 from ._budget import assert_no_worse_than_eager, assert_same
-from ._gpus import GPUS, absent_gpu, compiling, counting
+from ._gpus import GPUS, absent_gpu, compiling
 from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
 from ._views import VIEWS
 
 HOPPER = "nvidia:sm_90"
-TILES = [hopper_tile(d, causal) for d in (64, 128, 256) for causal in (False, True)]
+LONG = hopper_tile(64, True, is_long=True)
+TILES = [hopper_tile(d, causal) for d in (64, 128, 256) for causal in (False, True)] + [LONG]
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +128,7 @@ def features(name: str) -> dict[str, object]:
     return {
         "full": {},
         "causal": {"causal": True},
+        "long": {"causal": True, "tile": LONG},
         "left": {"window_size": (100, -1)},
         "few": {"causal": True, "sinks": meta(16)},
         "packed": {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
@@ -142,6 +144,7 @@ def features(name: str) -> dict[str, object]:
 # first: they are needed between tiles of queries. The loop over whole tiles of keys has none.
 SPILLS = {
     (64, "full"): (0, 88),  # three warpgroups have 160 registers a thread
+    (64, "long"): (48, 240),  # likewise
     (64, "packed"): (0, 16),
     (64, "rich"): (0, 24),  # every feature at once
     (128, "packed"): (0, 16),
@@ -156,7 +159,7 @@ IS_OLD = triton.__version__.startswith("3.6.")
 @pytest.mark.parametrize(
     ("head_dim", "kind"),
     [(d, kind) for d in (64, 128, 256) for kind in ("full", "causal", "rich")]
-    + [(64, "packed"), (128, "packed"), (128, "left"), (64, "few"), (128, "few")],
+    + [(64, "long"), (64, "packed"), (128, "packed"), (128, "left"), (64, "few"), (128, "few")],
 )
 def test_builds(head_dim, kind, tmp_path):
     options = features(kind)
@@ -221,6 +224,13 @@ def test_features(names, head_dim, device):
 
 
 @pytest.mark.device
+@pytest.mark.parametrize("names", [("causal",), ("window_right", "sinks")], ids=str)
+def test_tile_of_long_sequences(names, device):
+    shape = Shape(2, 2000, 2333, 4, 2, 64)
+    check(make_case(shape, torch.bfloat16, device, names), tile=LONG)
+
+
+@pytest.mark.device
 @pytest.mark.parametrize("tokens", [1, 20, 70])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("names", FEATURES, ids=str)
@@ -230,16 +240,6 @@ def test_few_queries(names, head_dim, tokens, device):
     got = check(case)
     spread = {name: case.inputs[name].repeat_interleave(8, 2) for name in "kv"}
     assert_same(run(case.with_inputs(**spread), hopper, grad=False), got)
-
-
-@pytest.mark.eager
-@pytest.mark.parametrize(
-    ("tokens", "group", "pack"),
-    [(1, 1, 1), (1, 8, 8), (1, 12, 4), (1, 32, 16), (64, 2, 2), (65, 2, 1), (60, 4, 4), (100, 8, 1),
-     (130, 8, 8), (4096, 8, 1)],
-)  # fmt: skip
-def test_heads_share_a_tile_where_that_saves_tiles(tokens, group, pack):
-    assert hopper_pack(tokens, group, 128) == pack
 
 
 @pytest.mark.device
@@ -344,19 +344,3 @@ def test_graphs_do_not_share_a_counter(device):
         assert torch.equal(out, want["out"])
         assert torch.equal(lse, want["lse"])
     assert all(int(t) == 0 for t in hopper_tickets._tickets.values())
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("kind", ["causal", "packed"])
-def test_lengths_make_few_variants(kind):
-    """One, and where lengths are known on the host one for few queries."""
-    options = features(kind)
-    with counting(HOPPER) as variants:
-        for length in (1, 129, 4096, 5000, 16_384, 70_001):
-            leading = (length,) if kind == "packed" else (2, length)
-            q, kv = (
-                torch.empty(*leading, heads, 64, dtype=torch.bfloat16, device="meta")
-                for heads in (4, 2)
-            )
-            hopper(q, kv, kv, **options)
-    assert [len(keys) for keys in variants.values()] == [1 if kind == "packed" else 2]

@@ -261,6 +261,7 @@ class Language:
             ),
             "tma": types.SimpleNamespace(store_wait=self._machine("store_wait")),
             "copy_in": self._machine("copy_in"), "copy_out": self._machine("copy_out"),
+            "add_out": self._machine("add_out"),
             "range": lambda *bounds: (register(n) for n in range(*map(int, bounds))),
         }  # fmt: skip
 

@@ -289,6 +289,9 @@ def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] 
 
 # heads that share a tile
 MOST_PACKED = 16
+# tokens, of queries and of keys, from which causal masks at d=64 take three warpgroups: fewer
+# steps are then worth more rows above the diagonal
+LONG = 8192
 
 
 @dataclass(frozen=True)
@@ -315,13 +318,31 @@ class HopperTile:
         return 65536 // (128 * (self.warpgroups + 1)) // 8 * 8
 
 
+def is_long_call(x: Tensors, options: Options) -> bool:
+    """Say whether sequences are known to be ``LONG``, and no feature wants registers.
+
+    Of a packed call the host knows no lengths.
+    """
+    return (
+        x.cu_seqlens_q is None
+        and min(x.q.shape[1], x.k.shape[1]) >= LONG
+        and options.window_left < 0
+        and options.softcap == 0.0
+        and x.alibi_slopes is None
+    )
+
+
 @functools.cache
-def hopper_tile(head_dim: int, is_causal: bool, itemsize: int = 2) -> HopperTile:
-    """Return the tile for the wider of the two head dimensions."""
+def hopper_tile(
+    head_dim: int, is_causal: bool, itemsize: int = 2, is_long: bool = False
+) -> HopperTile:
+    """Return the tile for the wider of the two head dimensions; see ``is_long_call``."""
     width = padded_head_dim(head_dim)
     if itemsize == 1:
         return HopperTile(2, 128, 4, 4)
     if width <= 64:
+        if is_causal and is_long:
+            return HopperTile(3, 128, 2, 2, buffers_q=2, pipeline=True)
         if is_causal:
             return HopperTile(2, 128, 3, 3, buffers_q=2, pipeline=True)
         return HopperTile(3, 128, 2, 2, lag=True)

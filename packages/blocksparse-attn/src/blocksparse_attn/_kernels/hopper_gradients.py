@@ -1,6 +1,6 @@
 """Gradients on their way out of a warpgroup's registers, on Hopper: added up, or written."""
 
-from .gluon_compat import copy_out, gl, gluon, hopper
+from .gluon_compat import add_out, copy_out, gl, gluon, hopper, tma
 
 # rows of a warpgroup
 ROWS = gl.constexpr(64)
@@ -24,6 +24,21 @@ def add_to_memory(pointer, values):
         "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [addresses, values],
         dtype=gl.int32, is_pure=False, pack=4,
     )  # fmt: skip
+
+
+@gluon.jit
+def send(desc, row, staging, values):
+    """Have the copy engine add a warpgroup's 64 x N numbers to memory, in the same order.
+
+    There they are rows of 32 numbers, of which these begin at ``row``.
+    """
+    PANELS: gl.constexpr = values.shape[1] // 8
+    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
+    values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [16 * PANELS, 32])
+    tma.store_wait(0)
+    staging.store(values)
+    hopper.fence_async_shared()
+    add_out(desc, [row, 0], staging)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ says. Scores are transposed ([keys, queries]), so that probabilities and their g
 accumulators into the products of dv and dk as they lie. The product of dq needs those of all keys
 of the block: they meet in shared memory. What a block contributes to dq is added in fp32 to a
 buffer in memory, in the order of the accumulators' registers, out of which ``hopper_backward_dq``
-brings it.
+brings it: by the copy engine, or above head dim 128 by the threads.
 """
 
 from .gluon_compat import copy_in, gl, gluon, hopper, mbarrier, tma
@@ -20,7 +20,7 @@ from .hopper_backward_steps import (
     walk,
 )
 from .hopper_backward_wide import GIVEN, consume_gradients, consume_scores
-from .hopper_gradients import ROWS, add_to_memory, write
+from .hopper_gradients import ROWS, send, write
 
 INF = gl.constexpr(float("inf"))
 
@@ -167,8 +167,8 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    W: gl.constexpr, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
-    q_full, k_full, v_full, dout_full, dq_ptr, scale, softcap, window_left, window_right,
+    W: gl.constexpr, dk_desc, dv_desc, sums, dq_s, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
+    q_full, k_full, v_full, dout_full, dq_row, scale, softcap, window_left, window_right,
     sequence, head_k, first_key, k_start, diagonal, len_q, len_k, dq_pitch,
     begin, whole, part, end,
     GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -194,14 +194,14 @@ def _consume(
     mbarrier.wait(v_full, 0, pred=total > 0)
     turn = 0
     # the warpgroups' halves of a tile of dq lie one behind the other
-    dq_ptr += head_k.to(gl.int64) * GROUP * dq_pitch + W * (BLOCK_M * HEAD_DIM // 2)
-    last = dq_ptr
+    dq_row += head_k * GROUP * dq_pitch + W * (BLOCK_M * HEAD_DIM // 64)
+    last = dq_row
     # dq is one step behind
     say_made(turn + 1, W)
     for _member in range(GROUP):
         dk, dv, s, last, turn = walk(
             dk, dv, s, last, turn, total, begin, whole - begin,
-            dq_ptr + begin.to(gl.int64) * (BLOCK_M * HEAD_DIM),
+            sums, dq_row + begin * (BLOCK_M * HEAD_DIM // 32), dq_s,
             q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
             first_key, diagonal, len_k, scale, softcap, window_left, window_right,
             W, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
@@ -209,7 +209,7 @@ def _consume(
         )  # fmt: skip
         dk, dv, s, last, turn = walk(
             dk, dv, s, last, turn, total, whole, part - whole,
-            dq_ptr + whole.to(gl.int64) * (BLOCK_M * HEAD_DIM),
+            sums, dq_row + whole * (BLOCK_M * HEAD_DIM // 32), dq_s,
             q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
             first_key, diagonal, len_k, scale, softcap, window_left, window_right,
             W, False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
@@ -218,18 +218,18 @@ def _consume(
         if HAS_LEFT:
             dk, dv, s, last, turn = walk(
                 dk, dv, s, last, turn, total, part, end - part,
-                dq_ptr + part.to(gl.int64) * (BLOCK_M * HEAD_DIM),
+                sums, dq_row + part * (BLOCK_M * HEAD_DIM // 32), dq_s,
                 q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
                 first_key, diagonal, len_k, scale, softcap, window_left, window_right,
                 W, True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
                 STAGES_Q, STAGES_O,
             )  # fmt: skip
-        dq_ptr += dq_pitch
+        dq_row += dq_pitch
     await_made(turn + 1, W)
     dq = multiply_dq(ds_s, k_s, turn + 1, 0, W, BLOCK_M, HEAD_DIM)
     dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
     if total > 0:
-        add_to_memory(last, dq)
+        send(sums, last, dq_s.index(W), dq)
     where = coordinates(sequence, head_k, k_start, len_k, first_key + W * ROWS, RAGGED)
     # its values no warpgroup shares; its keys the other one may still be multiplying
     write(dv, dv_desc, v_s.index(W), where, HEAD_DIM_V)
@@ -243,7 +243,9 @@ def _consume(
     "tiles", "tiles_q", "span",
 ], do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr"])  # fmt: skip
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, dq_ptr, lse2_ptr, delta_ptr,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc,
+    sums,  # of dq: a map, or above head dim 128 a pointer
+    lse2_ptr, delta_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, scale, softcap, window_left, window_right,
     batch, heads_k, tokens_q, tokens_k, tiles, tiles_q, span,
     GROUP: gl.constexpr,  # query heads per key head
@@ -311,9 +313,9 @@ def backward_kernel(
     k_full = barriers(1, 1)
     v_full = barriers(1, 1)
     hopper.fence_async_shared()
-    dq_ptr += dq_at * (BLOCK_M * HEAD_DIM)
-    dq_pitch = tiles_q.to(gl.int64) * (BLOCK_M * HEAD_DIM)
     if BLOCK_N == ROWS:
+        dq_ptr = sums + dq_at * (BLOCK_M * HEAD_DIM)
+        dq_pitch = tiles_q.to(gl.int64) * (BLOCK_M * HEAD_DIM)
         gl.static_assert(EMPTY + STAGES_Q + STAGES_O <= GIVEN, "stages outnumber the barriers")
         p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], tile)
         gl.warp_specialize(
@@ -344,19 +346,23 @@ def backward_kernel(
         )  # fmt: skip
     else:
         gl.static_assert(EMPTY + STAGES_Q + STAGES_O <= MADE + 8, "stages outnumber the barriers")
+        # in rows of the map
+        dq_row = (dq_at * (BLOCK_M * HEAD_DIM // 32)).to(gl.int32)
+        dq_pitch = tiles_q * (BLOCK_M * HEAD_DIM // 32)
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M * HEAD_DIM // 64, 32], sums.layout)
         gl.warp_specialize(
             [
                 (_consume, (
-                    0, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
-                    q_full, k_full.index(0), v_full.index(0), dout_full, dq_ptr, scale, softcap,
+                    0, dk_desc, dv_desc, sums, dq_s, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
+                    q_full, k_full.index(0), v_full.index(0), dout_full, dq_row, scale, softcap,
                     window_left, window_right, sequence, head_k, first_key, k_start, diagonal,
                     len_q, len_k, dq_pitch, begin, whole, part, end,
                     GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V,
                     STAGES_Q, STAGES_O,
                 )),
                 (_consume, (
-                    1, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
-                    q_full, k_full.index(0), v_full.index(0), dout_full, dq_ptr, scale, softcap,
+                    1, dk_desc, dv_desc, sums, dq_s, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
+                    q_full, k_full.index(0), v_full.index(0), dout_full, dq_row, scale, softcap,
                     window_left, window_right, sequence, head_k, first_key, k_start, diagonal,
                     len_q, len_k, dq_pitch, begin, whole, part, end,
                     GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BLOCK_M, HEAD_DIM, HEAD_DIM_V,

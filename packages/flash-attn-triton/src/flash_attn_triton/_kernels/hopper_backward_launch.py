@@ -7,6 +7,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import HopperBackwardTile, hopper_backward_tile
+from .gluon_compat import gl
 from .hopper_backward import backward_kernel
 from .hopper_backward_dq import round_dq_kernel
 from .hopper_encode import MapLaunch
@@ -14,8 +15,23 @@ from .hopper_gradients import ROWS
 from .hopper_maps import MapForm
 from .launch import BackwardInputs, Plan
 
+# of 32 sums: more than a GPU holds, and no more than int32 counts
+MOST_ROWS = 0x7FFF0000
 # registers a thread at the start
 REGISTERS = 168
+
+
+class SumsForm(MapForm):
+    """How sums of dq are mapped: rows of 32, of which so many are added to at once."""
+
+    def __init__(self, rows: int) -> None:
+        # in place of the base class's: these are no tokens, and no call has more or less of them
+        self._copies = False
+        self.shape = [MOST_ROWS, 32]
+        self.strides = [32, 1]
+        self.block_shape = [rows, 32]
+        self.layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, gl.float32)
+        self.encoded = {}
 
 
 def is_worth_it(plan: Plan, tokens_q: int) -> bool:
@@ -81,12 +97,16 @@ def launch_backward_hopper(
         keys = ROWS.value
         rows = tile.block_m, keys, keys, tile.block_m, keys, keys
         maps = [MapForm(t, n, ragged) for t, n in zip(tensors, rows, strict=True)]
+        # those that a warpgroup has of a tile
+        maps.append(SumsForm(tile.block_m * block_d // 64))
         plan.maps = dout.stride(), maps
+    *forms, form_of_sums = maps
     launch(
         tiles_k * plan.heads_k * plan.grid_batch,
         (
-            *[form(t) for form, t in zip(maps, tensors, strict=True)],
-            sums, inputs.lse2, inputs.delta, cu_seqlens_q, cu_seqlens_k,
+            *[form(t) for form, t in zip(forms, tensors, strict=True)],
+            sums if tile.block_n == ROWS.value else form_of_sums(sums),
+            inputs.lse2, inputs.delta, cu_seqlens_q, cu_seqlens_k,
         ),
         (
             options.softmax_scale, options.softcap, *plan.window,

@@ -10,7 +10,7 @@ one computes while the other multiplies.
 
 from .gluon_compat import gl, gluon, hopper, mbarrier
 from .hopper import EMPTY, LOG2E, barrier_arrive, barrier_sync
-from .hopper_gradients import ROWS, add_to_memory
+from .hopper_gradients import ROWS, send
 from .hopper_softmax import tanh
 
 PARTIES = gl.constexpr(288)
@@ -84,7 +84,7 @@ def multiply_dq(
 
 @gluon.jit
 def walk(
-    dk, dv, s, last, turn, total, first_tile, tiles, dq_ptr,
+    dk, dv, s, last, turn, total, first_tile, tiles, sums, dq_row, dq_s,
     q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
     first_key, diagonal, len_k, scale, softcap, window_left, window_right,
     W: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -140,9 +140,9 @@ def walk(
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
         dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
         if turn > 1:
-            add_to_memory(last, dq)
-        last = dq_ptr
-        dq_ptr += BLOCK_M * HEAD_DIM
+            send(sums, last, dq_s.index(W), dq)
+        last = dq_row
+        dq_row += BLOCK_M * HEAD_DIM // 32
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
         barrier_arrive(EMPTY + stage, PARTIES, 4)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._call import Options, Tensors
-from .._configs import HopperTile, hopper_pack, hopper_tile, padded_head_dim
+from .._configs import HopperTile, hopper_pack, hopper_tile, is_long_call, padded_head_dim
 from .forward import ForwardPlan
 from .hopper_encode import MapLaunch
 from .hopper_forward import forward_kernel
@@ -51,7 +51,9 @@ class HopperForwardPlan(ForwardPlan):
         self._work: dict[tuple[int, int], Work] = {}
         q, k, v, alibi_slopes = x.q, x.k, x.v, x.alibi_slopes
         has_right = options.window_right >= 0
-        tile = tile or hopper_tile(self.widest_head, has_right, self.itemsize)
+        tile = tile or hopper_tile(
+            self.widest_head, has_right, self.itemsize, is_long_call(x, options)
+        )
         # how many tokens of a packed call are a sequence's is known on the device alone
         pack = 1 if self.is_packed else hopper_pack(q.shape[1], self.group, tile.block_m)
         self._packs = self.heads_q // pack

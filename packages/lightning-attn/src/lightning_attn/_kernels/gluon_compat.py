@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
     "TensorDescriptor",
+    "add_out",
     "aggregate",
     "copy_in",
     "copy_out",
@@ -29,3 +30,14 @@ __all__ = [
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 aggregate = getattr(gluon, "aggregate", None) or _core._aggregate
+if hasattr(tma, "async_atomic_add"):
+    add_out = tma.async_atomic_add
+else:  # 3.6 has it in the builder alone
+    from triton._C.libtriton import ir as _ir
+    from triton.experimental.gluon.language._core import builtin as _builtin
+
+    @_builtin
+    def add_out(tensor_desc, coord, src, _semantic=None):
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = _ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, coord, src.handle)
