@@ -209,8 +209,8 @@ CONFIGS = {
 }
 # bytes that may be spilled with Triton 3.6 and with later ones: numbers of the walks
 SPILLS = {
-    "causal": (16, 72), "full": (16, 96), "packed": (16, 72), "shared": (16, 96), "wide": (8, 160),
-    "narrow": (0, 0), "unequal": (8, 0),
+    "causal": (16, 72), "full": (16, 96), "packed": (16, 72), "shared": (24, 176),
+    "wide": (16, 160), "narrow": (0, 40), "unequal": (8, 0),
 }  # fmt: skip
 IS_OLD = triton.__version__.startswith("3.6.")
 LISTS = ((65, torch.int64), (32, torch.int64), (99, torch.int32), (16, torch.int32))

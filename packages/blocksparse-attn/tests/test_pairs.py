@@ -85,8 +85,9 @@ def test_walks_are_cut_and_little_is_walked_alone(turns):
     assert 5 * count[:, 2:].sum() < kept
 
 
-def test_programs_come_by_list_and_the_longest_first():
-    layout = BlockSparseLayout.local_strided(8, 8192, 64, 8, 16)
+@pytest.mark.parametrize(("tokens", "mixed"), [(4096, 4), (8192, 2), (16384, 1)])
+def test_programs_come_by_lists_and_the_longest_first(tokens, mixed):
+    layout = BlockSparseLayout.local_strided(16, tokens, 64, 8, 16)
     pairs = key_pairs(layout._crow, layout._col, layout._num_cols, (64, 64), 4, 1, True)
     count = pairs.begin.diff().view(-1, 4)
     steps = count[:, :2].sum(1) + count[:, 2:].amax(1)
@@ -94,9 +95,12 @@ def test_programs_come_by_list_and_the_longest_first():
     used = int((lists >= 0).sum())
     assert (lists[used:] == -1).all()
     assert not steps[used:].any()
-    assert (lists[:used].diff() >= 0).all()
-    for one in range(2):
-        assert (steps[lists == one] // _pairs.ALIKE).diff().max() <= 0
+    sections = lists[:used] // mixed
+    assert (sections.diff() >= 0).all()
+    windows = max(tokens // 64 // _pairs.WINDOW, 1)
+    for one in range(4 // mixed):
+        rises = (steps[:used][sections == one] // _pairs.ALIKE).diff() > 0
+        assert rises.sum() < windows
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

@@ -36,6 +36,8 @@ SHORTER = 48
 # they begin, so that those at work share what is in the cache, and steps
 WINDOW = 128
 ALIKE = 4
+# blocks of queries of lists whose programs are mixed: short ones are left for the end
+MIXED = 256
 
 
 class Pairs(NamedTuple):
@@ -71,6 +73,11 @@ def sizes_of(
     others = min(pairs, entries // KEPT)
     programs = pairs + others + entries // _most(SHORTER, turns) + 1
     return 2 * pairs, programs, entries
+
+
+def lists_at_once(rows: int) -> int:
+    """Return of how many lists, of so many blocks of queries, the programs are mixed."""
+    return max(MIXED // max(rows, 1), 1)
 
 
 def key_pairs(
@@ -190,7 +197,7 @@ def _moved(entries: _Entries, blocks: int, in_list: int, items: int) -> tuple[_E
 def _order(
     program: Tensor, part: Tensor, row: Tensor, used: Tensor, of_list: Tensor, rows: int, turns: int
 ) -> Tensor:
-    """Return the order of programs: list by list, by the first row, and then the longest first."""
+    """Return the order of programs: by lists, by the first row, and then the longest first."""
     programs = of_list.shape[0]
     count = _counts(program * 4 + part, used, 4 * programs).view(-1, 4)
     length = (count[:, :2].sum(1) + count[:, 2:].amax(1)) * turns // ALIKE
@@ -198,9 +205,9 @@ def _order(
         0, program, torch.where(used, row, rows), "amin"
     )
     windows = rows // WINDOW + 1
-    lists = torch.where(of_list < 0, programs, of_list)
+    section = torch.where(of_list < 0, programs, of_list // lists_at_once(rows))
     longest = rows * programs
-    key = (lists * windows + first // WINDOW) * longest + (longest - 1 - length)
+    key = (section * windows + first // WINDOW) * longest + (longest - 1 - length)
     return key.sort(stable=True).indices
 
 

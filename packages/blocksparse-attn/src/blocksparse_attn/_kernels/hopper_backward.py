@@ -32,20 +32,25 @@ MOST = gl.constexpr(256)
 
 @gluon.jit
 def find_program(
-    pid, programs, owners_ptr, cu_seqlens_ptr, heads_k, tokens_q, tokens_k,
+    pid, programs, owners_ptr, cu_seqlens_ptr, heads_k, span, tokens_q, tokens_k,
     PER_HEAD: gl.constexpr,
 ):  # fmt: skip
     """Return ``(program, sequence, head_k, start, len_q, len_k)`` for a place in the grid.
 
-    All programs of a sequence come first, and of a head if the lists are for all heads.
+    All programs of a sequence come first, and of ``span`` heads if the lists are for all heads.
     """
-    program = pid % programs
     if PER_HEAD:
+        program = pid % programs
         sequence = pid // programs
         head_k = gl.maximum(gl.load(owners_ptr + program * 3), 0)
     else:
-        sequence = pid // programs // heads_k
-        head_k = pid // programs % heads_k
+        sequence = pid // (programs * heads_k)
+        place = pid % (programs * heads_k)
+        first = place // (programs * span) * span
+        heads_here = gl.minimum(span, heads_k - first)
+        place -= first * programs
+        program = place // heads_here
+        head_k = first + place % heads_here
     start = 0
     len_q = tokens_q
     len_k = tokens_k
@@ -277,7 +282,8 @@ def _consume(
 
 
 NUMBERS = (
-    "programs", "heads_k", "tokens_q", "tokens_k", "tiles_q", "tiles_k", "rows", "list_blocks",
+    "programs", "heads_k", "span", "tokens_q", "tokens_k", "tiles_q", "tiles_k", "rows",
+    "list_blocks",
 )  # fmt: skip
 POINTERS = ("begin_ptr", "parts_ptr", "items_ptr", "owners_ptr", "cu_seqlens_ptr")
 
@@ -286,7 +292,7 @@ POINTERS = ("begin_ptr", "parts_ptr", "items_ptr", "owners_ptr", "cu_seqlens_ptr
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, lse2_ptr,
     delta_ptr, begin_ptr, parts_ptr, items_ptr, owners_ptr, cu_seqlens_ptr,
-    scale, programs, heads_k, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_blocks,
+    scale, programs, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_blocks,
     GROUP: gl.constexpr,  # query heads per key head
     IS_CAUSAL: gl.constexpr,
     PER_HEAD: gl.constexpr,  # lists of each key head, or one for all
@@ -300,7 +306,7 @@ def hopper_backward_kernel(
     RAGGED: gl.constexpr = cu_seqlens_ptr is not None
     TURNS: gl.constexpr = 1 if PER_HEAD else GROUP
     program, sequence, head_k, start, len_q, len_k = find_program(
-        gl.program_id(0), programs, owners_ptr, cu_seqlens_ptr, heads_k, tokens_q, tokens_k,
+        gl.program_id(0), programs, owners_ptr, cu_seqlens_ptr, heads_k, span, tokens_q, tokens_k,
         PER_HEAD,
     )  # fmt: skip
     # rows of blocks in which the sequence has queries

@@ -7,6 +7,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import hopper_backward_tile, is_covered, padded_head_dim
+from .._pairs import SIDE, lists_at_once
 from .hopper_backward import hopper_backward_kernel
 from .hopper_backward_round import (
     clear_keys_kernel,
@@ -18,8 +19,6 @@ from .hopper_launch import PANEL
 from .hopper_maps import MapForm
 from .launch import BackwardInputs, Plan
 
-# tokens of a block, of queries and of keys
-SIDE = 64
 # registers a thread at the start
 REGISTERS = 168
 
@@ -63,6 +62,7 @@ def launch_backward_hopper(
     constants, scale = plan.constants, plan.options.softmax_scale
     lists = plan.heads_k if constants["PER_HEAD"] else 1
     programs, list_blocks = owners.shape[0], parts.shape[0] // lists
+    rows = plan.extent_q // SIDE
     sizes = tokens_q, tokens_k
     keys = plan.batch, plan.heads_k, *sizes, tiles_k, list_blocks
     widths_k = {"BLOCK_D": wide, "BLOCK_DV": wide_v, "num_warps": 4}
@@ -92,7 +92,7 @@ def launch_backward_hopper(
             cu_seqlens,
         ),
         (
-            scale, programs, plan.heads_k, *sizes, tiles_q, tiles_k, plan.extent_q // SIDE,
+            scale, programs, plan.heads_k, lists_at_once(rows), *sizes, tiles_q, tiles_k, rows,
             list_blocks,
         ),
     )  # fmt: skip
