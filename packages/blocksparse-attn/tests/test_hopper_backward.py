@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from attn_common import detect
+from attn_common import cdiv, detect
 from blocksparse_attn import BlockSparseLayout, _configs, api
 from blocksparse_attn._call import Options, Pattern, Tensors
 from blocksparse_attn._configs import hopper_backward_tile, takes_hopper_backward
+from blocksparse_attn._kernels.backward_rows import ROWS, Rows
 from blocksparse_attn._kernels.hopper_backward_launch import is_worth_it, launch_backward_hopper
-from blocksparse_attn._kernels.hopper_backward_round import (
-    clear_keys_kernel,
-    round_keys_kernel,
-    round_queries_kernel,
-)
+from blocksparse_attn._kernels.hopper_backward_round import PIECE, prepare_kernel, round_kernel
 from blocksparse_attn._kernels.launch import BackwardInputs, Plan
 
 from ._aot import Config
@@ -149,47 +146,61 @@ def in_order(sums):
 
 @pytest.mark.parametrize("tokens_q", [119, 100, 140])
 @pytest.mark.parametrize("block_d", [64, 128])
-def test_dq_is_brought_into_its_order(block_d, tokens_q, device):
-    """Tiles begin at positions: the first one may hold rows that there are not."""
-    tokens_k, heads, head_dim = 119, 2, block_d - 8
+def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
+    """Tiles of dq begin at positions: the first one may hold rows that there are not.
+
+    Blocks of dk and dv are left alone that one program has written.
+    """
+    tokens_k, heads_q, heads_k, head_dim, head_dim_v = 119, 4, 2, block_d - 8, 128
     first = (tokens_k - tokens_q) // 64
     tiles = 2 - first
-    sums = torch.randn(heads, tiles, 2, 32 * block_d, device=device)
-    dq = torch.full((1, tokens_q, heads, head_dim), math.nan, dtype=torch.float16, device=device)
-    round_queries_kernel[(heads * tiles,)](
-        sums, dq, None, 0.5, 1, heads, tokens_q, tokens_k, tiles,
-        HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=4,
+    dq_sums = torch.randn(heads_q, tiles, 2, 32 * block_d, device=device)
+    sums = [torch.randn(heads_k, 2, 64 * d, device=device) for d in (block_d, head_dim_v)]
+    dq, dk, dv = (
+        torch.full((1, tokens, heads, width), 7.0, device=device).half()
+        for tokens, heads, width in (
+            (tokens_q, heads_q, head_dim), (tokens_k, heads_k, head_dim),
+            (tokens_k, heads_k, head_dim_v),
+        )
     )  # fmt: skip
-    want = in_order(sums).transpose(2, 3).reshape(heads, tiles * 64, block_d)
+    parts = torch.tensor([2, 1, 9, 0, 3, 9], device=device)
+    round_kernel[(heads_q * tiles + heads_k * 2,)](
+        dq_sums, *sums, dq, dk, dv, parts, None, 0.5, heads_q * tiles, 1, heads_q, heads_k,
+        tokens_q, tokens_k, tiles, 2, 3,
+        PER_HEAD=True, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, WIDTH=block_d, WIDTH_V=128,
+        num_warps=4,
+    )  # fmt: skip
+    want = in_order(dq_sums).transpose(2, 3).reshape(heads_q, tiles * 64, block_d)
     ahead = tokens_k - tokens_q - first * 64
     want = want[:, ahead : ahead + tokens_q, :head_dim].transpose(0, 1)
     assert torch.equal(dq[0], (want * 0.5).half())
-
-
-def test_dk_and_dv_are_brought_into_their_order(device):
-    """But for the blocks that one program has written."""
-    tokens, heads, dims = 150, 2, (64, 128)
-    sums = [torch.randn(heads, 3, 64 * d, device=device) for d in dims]
-    grads = [torch.full((1, tokens, heads, d), 7.0, device=device).half() for d in dims]
-    parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
-    round_keys_kernel[(heads * 3,)](
-        *sums, *grads, parts, None, 0.5, 1, heads, tokens, tokens, 3, 4,
-        PER_HEAD=True, HEAD_DIM=64, HEAD_DIM_V=128, BLOCK_D=64, BLOCK_DV=128, num_warps=4,
-    )  # fmt: skip
-    for got, given, scale in zip(grads, sums, (0.5, 1.0), strict=True):
-        want = in_order(given).reshape(heads, 192, -1)[:, :tokens].transpose(0, 1) * scale
-        want[64:128, 0] = want[128:, 1] = 7.0
-        want[128:, 0] = want[:64, 1] = 0.0  # nobody's
+    for got, given, scale in zip((dk, dv), sums, (0.5, 1.0), strict=True):
+        want = in_order(given).reshape(heads_k, 128, -1)[:, :tokens_k, : got.shape[-1]]
+        want = want.transpose(0, 1) * scale
+        want[64:, 0] = 7.0
+        want[:64, 1] = 0.0  # nobody's
         assert torch.equal(got[0], want.half())
 
 
-def test_sums_that_are_shared_are_cleared(device):
-    sums = [torch.full((2, 3, 64 * d), math.nan, device=device) for d in (64, 128)]
+@pytest.mark.parametrize("tokens_q", [8, 150])
+def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, device):
+    """Also where there are more blocks of keys than of rows."""
+    heads_q, heads_k, tiles_q = 4, 2, 3
+    out = torch.zeros(1, tokens_q, heads_q, 64, device=device).half()
+    lse = torch.zeros(1, heads_q, tokens_q, device=device)
+    rows = Rows(out, out, lse, None, torch.empty_like(lse), torch.empty_like(lse))
+    dq_sums = torch.full((heads_q, tiles_q, 64 * 64), math.nan, device=device)
+    sums = [torch.full((heads_k, 3, 64 * d), math.nan, device=device) for d in (64, 128)]
     parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
-    clear_keys_kernel[(6,)](
-        *sums, parts, None, 1, 2, 150, 150, 3, 4,
-        PER_HEAD=True, BLOCK_D=64, BLOCK_DV=128, num_warps=4,
+    grid, pieces = max(rows.programs, heads_k * 3), dq_sums.numel() // PIECE
+    prepare_kernel[(grid,)](
+        *rows, dq_sums, *sums, parts, None, *rows.numbers, heads_q, 1, heads_k, 150, 3, 4,
+        heads_k * 3, cdiv(pieces, grid), pieces,
+        PER_HEAD=True, HEAD_DIM_V=64, BLOCK_DV=64, WIDTH=64, WIDTH_V=128, ROW_BYTES_V=16,
+        BLOCK=ROWS, PIECE=PIECE, num_warps=4,
     )  # fmt: skip
+    for filled in (dq_sums, rows.delta, rows.lse2):
+        assert not filled.any()
     for given in sums:
         cleared = ~given.isnan().any(2)
         assert cleared.tolist() == [[True, False, False], [False, True, False]]
@@ -219,7 +230,8 @@ LISTS = ((65, torch.int64), (32, torch.int64), (99, torch.int32), (16, torch.int
 def launch(config, tokens=1024):
     plan, inputs, grads = plan_of(config, tokens)
     begin, parts, items, owners = (torch.empty(n, dtype=t, device="meta") for n, t in LISTS)
-    launch_backward_hopper(plan, inputs, (begin, parts, items, owners.view(-1, 1)), *grads)
+    rows = Rows(inputs.dout, inputs.dout, inputs.lse2, None, inputs.delta, inputs.lse2)
+    launch_backward_hopper(plan, inputs, rows, (begin, parts, items, owners.view(-1, 1)), *grads)
 
 
 @pytest.mark.aot
@@ -233,7 +245,7 @@ def test_builds(kind, tmp_path):
     old, new = SPILLS[kind]
     assert kernel.spilled <= (old if IS_OLD else new), kernel
     assert all(build.spilled == 0 for build in builds if build is not kernel)
-    assert len(builds) == 4
+    assert len(builds) == 3
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     command = [str(tool), "-sass", str(tmp_path / f"{kernel.kernel}.cubin")]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -251,7 +263,7 @@ def test_lengths_make_one_variant(kind):
     with counting(HOPPER) as variants:
         for length in (64, 4096, 5000, 16_384, 70_001):
             launch(CONFIGS[kind], length)
-    assert [len(keys) for keys in variants.values()] == [1] * 4
+    assert [len(keys) for keys in variants.values()] == [1] * 3
 
 
 # ---- numbers

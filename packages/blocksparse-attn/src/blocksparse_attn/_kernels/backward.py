@@ -7,85 +7,27 @@ by tiles of queries, which walk the layout. The method is FlashAttention-2's (Da
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
-from attn_common import cdiv
 from torch import Tensor
 
 from .. import _configs
 from .._call import Options, Pattern, Tensors, Walks
 from .backward_dkdv import launch_dkdv
 from .backward_dq import launch_dq
-from .launch import BackwardInputs, Plan, readable, token_strides
-from .primitives import INF, LOG2E, NEG_INF, load_tile
+from .backward_rows import Rows, launch_rows
+from .launch import BackwardInputs, Plan, readable
 from .runtime import aligned, dense, first_columns, widened
-
-# rows per program of the row kernel
-ROWS = 32
-
-
-@triton.jit(
-    do_not_specialize=["tokens", "rows", "heads_q", "stride_dob", "stride_dos", "stride_doh"],
-    do_not_specialize_on_alignment=[
-        "out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr", "delta_ptr", "lse2_ptr"
-    ],
-)  # fmt: skip
-def _row_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr,
-    tokens, rows, heads_q, stride_dob, stride_dos, stride_doh,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROW_BYTES_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write two numbers per row of [batch, heads_q, tokens] that every tile of the row needs.
-
-    ``delta = sum(out * dout) - dlse``, and ``lse2``, the LSE in base 2, which is +inf for rows that
-    see no key: their probabilities then come out as 0.
-    """
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    batch_head = row // tokens
-    token = row % tokens
-    batch_id = batch_head // heads_q
-    head = batch_head % heads_q
-    cols = tl.arange(0, BLOCK_DV)
-    # out is contiguous: [batch, tokens, heads_q, HEAD_DIM_V]
-    out_at = ((batch_id * tokens + token) * heads_q + head) * HEAD_DIM_V
-    dout_at = batch_id * stride_dob + token * stride_dos + head * stride_doh
-    out = load_tile(out_ptr, out_at, inside, cols, HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, True)
-    dout = load_tile(dout_ptr, dout_at, inside, cols, HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, True)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    if dlse_ptr is not None:
-        # d(lse)/d(score) is p, which joins the softmax's own term
-        delta -= tl.load(dlse_ptr + row, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
-    # what arrives at a row without keys counts for nothing, NaN neither
-    tl.store(delta_ptr + row, tl.where(lse == NEG_INF, 0.0, delta), mask=inside)
-    tl.store(lse2_ptr + row, tl.where(lse == NEG_INF, INF, lse * LOG2E), mask=inside)
-
-
-def _row_numbers(
-    plan: Plan, out: Tensor, dout: Tensor, dlse: Tensor | None, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return ``(delta, lse2)``, shaped like the LSE."""
-    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
-    rows = lse.numel()
-    names = ("HEAD_DIM_V", "BLOCK_DV", "ROW_BYTES_V")
-    launch = plan.launch(
-        _row_kernel, dlse is not None, plan.constants, names, None,
-        BLOCK=ROWS, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    launch(
-        cdiv(rows, ROWS),
-        (out, dout, lse, dense(dlse), delta, lse2),
-        (lse.shape[-1], rows, plan.heads_q, *token_strides(dout)),
-    )
-    return delta, lse2
 
 
 def launch_gradients(
-    plan: Plan, inputs: BackwardInputs, walks: Walks, dq: Tensor, dk: Tensor, dv: Tensor
+    plan: Plan,
+    inputs: BackwardInputs,
+    rows: Rows,
+    walks: Walks,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
 ) -> None:
-    """Fill ``dq``, ``dk`` and ``dv`` by the kernels that serve the call."""
+    """Fill ``dq``, ``dk`` and ``dv``, and what they need of each row, by the kernels that serve."""
     if walks.pairs:
         from .hopper_backward_launch import is_worth_it, launch_backward_hopper
 
@@ -96,8 +38,9 @@ def launch_gradients(
                 "torch.use_deterministic_algorithms(True) ahead of it"
             )
         if not must_repeat and (not walks.by_key or is_worth_it(plan, inputs)):
-            launch_backward_hopper(plan, inputs, walks.pairs, dq, dk, dv)
+            launch_backward_hopper(plan, inputs, rows, walks.pairs, dq, dk, dv)
             return
+    launch_rows(plan, rows)
     launch_dkdv(plan, inputs, walks.by_key, dk, dv)
     launch_dq(plan, inputs, walks.by_query, dq)
 
@@ -117,9 +60,10 @@ def run_backward(
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     if plan.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
         return dq.zero_(), dk.zero_(), dv.zero_()
-    delta, lse2 = _row_numbers(plan, out, dout, dlse, lse)
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    rows = Rows(out, dout, lse, dense(dlse), delta, lse2)
     inputs = BackwardInputs(q, k, v, dout, lse2, delta, (x.cu_seqlens_q, x.cu_seqlens_k))
-    launch_gradients(plan, inputs, walks, dq, dk, dv)
+    launch_gradients(plan, inputs, rows, walks, dq, dk, dv)
     return dq, dk, dv
 
 

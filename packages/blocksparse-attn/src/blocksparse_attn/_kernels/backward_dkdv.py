@@ -156,8 +156,8 @@ def _dkdv_kernel(
     """Write one tile of dk and dv of one key head."""
     heads_k = heads_q // GROUP
     tile, sequence, head_k, q_start, k_start, seqlen_q, seqlen_k = locate_keys(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_k, tokens_q, tokens_k, tiles, span,
-        BLOCK_N, IS_CAUSAL,
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_k, tokens_q, tokens_k,
+        tiles, span, BLOCK_N, IS_CAUSAL,
     )  # fmt: skip
     if tile < 0:
         return

@@ -121,8 +121,8 @@ def _dq_kernel(
     """Write one tile of dq."""
     units = heads_q // GROUP * PACKS
     tile, is_alive, sequence, unit, _split, q_start, k_start, seqlen_q, seqlen_k = locate_queries(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, 1,
-        POSITIONS, False, IS_CAUSAL, 0,
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k,
+        tiles, span, 1, POSITIONS, False, IS_CAUSAL, 0,
     )  # fmt: skip
     if not is_alive:
         return

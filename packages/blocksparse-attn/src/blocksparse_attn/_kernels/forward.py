@@ -182,8 +182,8 @@ def _forward_kernel(
 ):  # fmt: skip
     units = heads_q // GROUP * PACKS
     tile, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, seqlen_k = locate_queries(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, splits,
-        POSITIONS, IS_SHORT, IS_CAUSAL, SHORT,
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k,
+        tiles, span, splits, POSITIONS, IS_SHORT, IS_CAUSAL, SHORT,
     )  # fmt: skip
     head_k = unit // PACKS
     pack = unit % PACKS

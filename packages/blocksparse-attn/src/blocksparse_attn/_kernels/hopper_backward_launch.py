@@ -8,12 +8,9 @@ from torch import Tensor
 
 from .._configs import hopper_backward_tile, is_covered, padded_head_dim
 from .._pairs import SIDE, lists_at_once
+from .backward_rows import CONSTANTS, ROWS, Rows
 from .hopper_backward import hopper_backward_kernel
-from .hopper_backward_round import (
-    clear_keys_kernel,
-    round_keys_kernel,
-    round_queries_kernel,
-)
+from .hopper_backward_round import PIECE, prepare_kernel, round_kernel
 from .hopper_encode import MapLaunch
 from .hopper_launch import PANEL
 from .hopper_maps import MapForm
@@ -36,7 +33,13 @@ def is_worth_it(plan: Plan, inputs: BackwardInputs) -> bool:
 
 
 def launch_backward_hopper(
-    plan: Plan, inputs: BackwardInputs, walk: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor
+    plan: Plan,
+    inputs: BackwardInputs,
+    rows: Rows,
+    walk: tuple[Tensor, ...],
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
 ) -> None:
     """Fill ``dq``, ``dk`` and ``dv`` for a call that ``takes_hopper_backward`` took."""
     q, k, v, dout = *inputs[:3], inputs.dout
@@ -53,21 +56,30 @@ def launch_backward_hopper(
         tiles * heads * plan.grid_batch
         for tiles, heads in ((tiles_q, plan.heads_q), (tiles_k, plan.heads_k))
     )
-    dq_sums = q.new_zeros(SIDE * slots_q * wide, dtype=torch.float32)
-    # those that several programs share are cleared below
-    dk_sums, dv_sums = (
-        q.new_empty(SIDE * slots_k * width, dtype=torch.float32) for width in (wide, wide_v)
+    dq_sums, dk_sums, dv_sums = (
+        q.new_empty(SIDE * slots * width, dtype=torch.float32)
+        for slots, width in ((slots_q, wide), (slots_k, wide), (slots_k, wide_v))
     )
     begin, parts, items, owners = walk
     constants, scale = plan.constants, plan.options.softmax_scale
     lists = plan.heads_k if constants["PER_HEAD"] else 1
     programs, list_blocks = owners.shape[0], parts.shape[0] // lists
-    rows = plan.extent_q // SIDE
+    blocks_q = plan.extent_q // SIDE
     sizes = tokens_q, tokens_k
-    keys = plan.batch, plan.heads_k, *sizes, tiles_k, list_blocks
-    widths_k = {"BLOCK_D": wide, "BLOCK_DV": wide_v, "num_warps": 4}
-    clear = plan.launch(clear_keys_kernel, None, constants, ("PER_HEAD",), None, **widths_k)
-    clear(slots_k, (dk_sums, dv_sums, parts, cu_seqlens), keys)
+    widths = {"WIDTH": wide, "WIDTH_V": wide_v, "num_warps": 4}
+    prepare = plan.launch(
+        prepare_kernel, rows.dlse is not None, constants, ("PER_HEAD", *CONSTANTS), None,
+        BLOCK=ROWS, PIECE=PIECE, num_stages=1, **widths,
+    )  # fmt: skip
+    grid, pieces = max(rows.programs, slots_k), dq_sums.numel() // PIECE
+    prepare(
+        grid,
+        (*rows, dq_sums, dk_sums, dv_sums, parts, cu_seqlens),
+        (
+            *rows.numbers, plan.heads_q, plan.batch, plan.heads_k, tokens_k, tiles_k, list_blocks,
+            slots_k, cdiv(pieces, grid), pieces,
+        ),
+    )  # fmt: skip
     launch = plan.launch(
         hopper_backward_kernel, None, constants, ("GROUP", "IS_CAUSAL", "PER_HEAD"), None,
         MapLaunch,
@@ -81,8 +93,8 @@ def launch_backward_hopper(
     mapped = q, k, v, dout, dk, dv
     strides, maps = plan.maps
     if strides != dout.stride():
-        widths = wide, wide, wide_v, wide_v, wide, wide_v
-        maps = [MapForm(t, SIDE, plan.is_packed, n) for t, n in zip(mapped, widths, strict=True)]
+        columns = wide, wide, wide_v, wide_v, wide, wide_v
+        maps = [MapForm(t, SIDE, plan.is_packed, n) for t, n in zip(mapped, columns, strict=True)]
         plan.maps = dout.stride(), maps
     launch(
         programs * (plan.heads_k // lists) * plan.batch,
@@ -92,14 +104,17 @@ def launch_backward_hopper(
             cu_seqlens,
         ),
         (
-            scale, programs, plan.heads_k, lists_at_once(rows), *sizes, tiles_q, tiles_k, rows,
+            scale, programs, plan.heads_k, lists_at_once(blocks_q), *sizes, tiles_q, tiles_k,
+            blocks_q, list_blocks,
+        ),
+    )  # fmt: skip
+    names = "PER_HEAD", "HEAD_DIM", "HEAD_DIM_V"
+    finish = plan.launch(round_kernel, None, constants, names, None, **widths)
+    finish(
+        slots_q + slots_k,
+        (dq_sums, dk_sums, dv_sums, dq, dk, dv, parts, cu_seqlens),
+        (
+            scale, slots_q, plan.batch, plan.heads_q, plan.heads_k, *sizes, tiles_q, tiles_k,
             list_blocks,
         ),
     )  # fmt: skip
-    finish = plan.launch(
-        round_queries_kernel, None, constants, ("HEAD_DIM",), None, BLOCK_D=wide, num_warps=4
-    )
-    finish(slots_q, (dq_sums, dq, cu_seqlens), (scale, plan.batch, plan.heads_q, *sizes, tiles_q))
-    names = "PER_HEAD", "HEAD_DIM", "HEAD_DIM_V"
-    finish = plan.launch(round_keys_kernel, None, constants, names, None, **widths_k)
-    finish(slots_k, (dk_sums, dv_sums, dk, dv, parts, cu_seqlens), (scale, *keys))

@@ -1,14 +1,21 @@
-"""Around the Hopper backward: clear sums, and then scale, round and bring them into order."""
+"""Around the Hopper backward: numbers of rows and sums of 0 ahead of it, rounded gradients after.
+
+Both kernels go through their places from the last to the first: what the programs between them read
+first was then written last, and what they wrote last is read first, while the cache has it.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from .backward_rows import number_rows
 from .schedule import locate_keys, locate_queries
 
 # tokens of a tile of sums
 SIDE = tl.constexpr(64)
+# sums that are set to 0 at a time
+PIECE = 2048
 
 
 @triton.jit
@@ -20,6 +27,11 @@ def _tile(sums_ptr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _clear(sums_ptr, COUNT: tl.constexpr):
+    tl.store(sums_ptr + tl.arange(0, COUNT), tl.zeros([COUNT], tl.float32))
+
+
+@triton.jit
 def _store(gradient, pointer, token, inside, head, heads, first, WIDTH: tl.constexpr):
     """Write columns of a gradient ``[tokens, heads, WIDTH]``, from the ``first`` on."""
     cols = first + tl.arange(0, gradient.shape[1])
@@ -28,50 +40,18 @@ def _store(gradient, pointer, token, inside, head, heads, first, WIDTH: tl.const
     tl.store(pointers, gradient.to(pointer.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["batch", "heads_q", "tokens_q", "tokens_k", "tiles"],
-    do_not_specialize_on_alignment=["cu_seqlens_ptr"],
-)
-def round_queries_kernel(
-    sums_ptr, dq_ptr, cu_seqlens_ptr, scale, batch, heads_q, tokens_q, tokens_k, tiles,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write a block of dq; each of two warpgroups added half of its columns."""
-    tile, is_alive, sequence, head, _split, start, _k_start, seqlen_q, seqlen_k = locate_queries(
-        cu_seqlens_ptr, cu_seqlens_ptr, batch, heads_q, tokens_q, tokens_k, tiles, 1, 1,
-        SIDE, False, False, -1,
-    )  # fmt: skip
-    if not is_alive:
-        return
-    rows = tile * SIDE - (seqlen_k - seqlen_q) + tl.arange(0, SIDE)
-    token = start + rows
-    if cu_seqlens_ptr is None:
-        token += sequence.to(tl.int64) * tokens_q
-    inside = (rows >= 0) & (rows < seqlen_q)
-    sums_ptr += tl.program_id(0).to(tl.int64) * (SIDE * BLOCK_D)
-    WIDTH: tl.constexpr = BLOCK_D // 2
-    for half in tl.static_range(2):
-        dq = _tile(sums_ptr + half * (SIDE * WIDTH), WIDTH) * scale
-        _store(dq, dq_ptr, token, inside, head, heads_q, half * WIDTH, HEAD_DIM)
-
-
-KEYS = {
-    "do_not_specialize": ["batch", "heads_k", "tokens_q", "tokens_k", "tiles", "list_blocks"],
-    "do_not_specialize_on_alignment": ["parts_ptr", "cu_seqlens_ptr"],
-}
-
-
 @triton.jit
 def _owned_keys(
-    parts_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks,
+    place, parts_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks,
     PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Return ``(tile, token, inside, head, parts)`` of a block of keys, and who owns it.
+    """Return ``(is_there, token, inside, head, parts)`` of a block of keys, and who owns it.
 
     Keys behind the layout's last block, and padding around the sequences, are nobody's.
     """
     tile, sequence, head, _q_start, start, _seqlen_q, seqlen_k = locate_keys(
-        cu_seqlens_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, 1, SIDE, False
+        place, cu_seqlens_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, 1, SIDE,
+        False,
     )  # fmt: skip
     owned_ptr = parts_ptr + tile
     if PER_HEAD:
@@ -82,48 +62,124 @@ def _owned_keys(
     token = start + rows
     if cu_seqlens_ptr is None:
         token += sequence.to(tl.int64) * tokens_k
-    return tile, token, rows < seqlen_k, head, parts
+    return tile >= 0, token, rows < seqlen_k, head, parts
 
 
-@triton.jit(**KEYS)
-def clear_keys_kernel(
-    dk_sums_ptr, dv_sums_ptr, parts_ptr, cu_seqlens_ptr,
-    batch, heads_k, tokens_q, tokens_k, tiles, list_blocks,
-    PER_HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Clear the sums of a block of dk and dv to which several programs will add."""
-    tile, _token, _inside, _head, parts = _owned_keys(
-        parts_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks, PER_HEAD
-    )
-    if (tile < 0) | (parts < 2):
-        return
-    place = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, SIDE * BLOCK_D)
-    tl.store(dk_sums_ptr + place * (SIDE * BLOCK_D) + at, tl.zeros_like(at).to(tl.float32))
-    at = tl.arange(0, SIDE * BLOCK_DV)
-    tl.store(dv_sums_ptr + place * (SIDE * BLOCK_DV) + at, tl.zeros_like(at).to(tl.float32))
-
-
-@triton.jit(**KEYS)
-def round_keys_kernel(
-    dk_sums_ptr, dv_sums_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
-    scale, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks,
+@triton.jit(
+    do_not_specialize=[
+        "tokens_q", "rows", "stride_dob", "stride_dos", "stride_doh", "heads_q", "batch",
+        "heads_k", "tokens_k", "tiles_k", "list_blocks", "slots_k", "share", "pieces",
+    ],
+    do_not_specialize_on_alignment=[
+        "out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr", "delta_ptr", "lse2_ptr", "parts_ptr",
+        "cu_seqlens_ptr",
+    ],
+)  # fmt: skip
+def prepare_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sums_ptr, dk_sums_ptr,
+    dv_sums_ptr, parts_ptr, cu_seqlens_ptr,
+    tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q, batch, heads_k, tokens_k, tiles_k,
+    list_blocks, slots_k, share, pieces,
     PER_HEAD: tl.constexpr,  # lists of each key head, or one for all
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,  # columns of sums
+    ROW_BYTES_V: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Write the numbers of some rows, and set to 0 a share of the sums, of dk and dv by blocks.
+
+    Of these it is those to which several programs will add.
+    """
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    number_rows(
+        place, out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr,
+        tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q,
+        HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, BLOCK,
+    )  # fmt: skip
+    first = place * share
+    dq_sums_ptr += first.to(tl.int64) * PIECE
+    for _ in range(first, tl.minimum(first + share, pieces)):
+        _clear(dq_sums_ptr, PIECE)
+        dq_sums_ptr += PIECE
+    if place < slots_k:
+        is_there, _token, _inside, _head, parts = _owned_keys(
+            place, parts_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles_k,
+            list_blocks, PER_HEAD,
+        )  # fmt: skip
+        if is_there & (parts > 1):
+            _clear(dk_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH), SIDE * WIDTH)
+            _clear(dv_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH_V), SIDE * WIDTH_V)
+
+
+@triton.jit
+def _round_queries(
+    place, sums_ptr, dq_ptr, cu_seqlens_ptr, scale, batch, heads_q, tokens_q, tokens_k, tiles,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write a block of dq; each of two warpgroups added half of its columns."""
+    tile, is_alive, sequence, head, _split, start, _k_start, seqlen_q, seqlen_k = locate_queries(
+        place, cu_seqlens_ptr, cu_seqlens_ptr, batch, heads_q, tokens_q, tokens_k, tiles, 1, 1,
+        SIDE, False, False, -1,
+    )  # fmt: skip
+    rows = tile * SIDE - (seqlen_k - seqlen_q) + tl.arange(0, SIDE)
+    token = start + rows
+    if cu_seqlens_ptr is None:
+        token += sequence.to(tl.int64) * tokens_q
+    inside = (rows >= 0) & (rows < seqlen_q)
+    sums_ptr += place.to(tl.int64) * (SIDE * WIDTH)
+    if is_alive:
+        for half in tl.static_range(2):
+            dq = _tile(sums_ptr + half * (SIDE * WIDTH // 2), WIDTH // 2) * scale
+            _store(dq, dq_ptr, token, inside, head, heads_q, half * (WIDTH // 2), HEAD_DIM)
+
+
+@triton.jit
+def _round_keys(
+    place, dk_sums_ptr, dv_sums_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
+    scale, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks,
+    PER_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
     """Write a block of dk and dv, unless a program wrote it that alone owned it."""
-    tile, token, inside, head, parts = _owned_keys(
-        parts_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks, PER_HEAD
-    )
-    if (tile < 0) | (parts == 1):
-        return
-    place = tl.program_id(0).to(tl.int64)
-    if parts > 1:
-        dk = _tile(dk_sums_ptr + place * (SIDE * BLOCK_D), BLOCK_D) * scale
-        dv = _tile(dv_sums_ptr + place * (SIDE * BLOCK_DV), BLOCK_DV)
+    is_there, token, inside, head, parts = _owned_keys(
+        place, parts_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks,
+        PER_HEAD,
+    )  # fmt: skip
+    if is_there & (parts > 1):
+        dk = _tile(dk_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH), WIDTH) * scale
+        _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
+        dv = _tile(dv_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH_V), WIDTH_V)
+        _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
+    if is_there & (parts == 0):
+        dk = tl.zeros([SIDE, WIDTH], tl.float32)
+        _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
+        dv = tl.zeros([SIDE, WIDTH_V], tl.float32)
+        _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "scale", "slots_q", "batch", "heads_q", "heads_k", "tokens_q", "tokens_k", "tiles_q",
+        "tiles_k", "list_blocks",
+    ],
+    do_not_specialize_on_alignment=["parts_ptr", "cu_seqlens_ptr"],
+)  # fmt: skip
+def round_kernel(
+    dq_sums_ptr, dk_sums_ptr, dv_sums_ptr, dq_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
+    scale, slots_q, batch, heads_q, heads_k, tokens_q, tokens_k, tiles_q, tiles_k, list_blocks,
+    PER_HEAD: tl.constexpr,  # lists of each key head, or one for all
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,  # columns of sums
+):  # fmt: skip
+    """Write a block of dq, or of dk and dv: scaled, rounded and in order."""
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    if place < slots_q:
+        _round_queries(
+            place, dq_sums_ptr, dq_ptr, cu_seqlens_ptr, scale, batch, heads_q, tokens_q, tokens_k,
+            tiles_q, HEAD_DIM, WIDTH,
+        )  # fmt: skip
     else:
-        dk = tl.zeros([SIDE, BLOCK_D], tl.float32)
-        dv = tl.zeros([SIDE, BLOCK_DV], tl.float32)
-    _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
-    _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
+        _round_keys(
+            place - slots_q, dk_sums_ptr, dv_sums_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
+            scale, batch, heads_k, tokens_q, tokens_k, tiles_k, list_blocks,
+            PER_HEAD, HEAD_DIM, HEAD_DIM_V, WIDTH, WIDTH_V,
+        )  # fmt: skip

@@ -52,8 +52,8 @@ def _merge_kernel(
     """Merge what the splits of a short tile found over their keys."""
     units = heads_q // GROUP * PACKS
     tile, is_alive, sequence, unit, _split, q_start, _k_start, seqlen_q, seqlen_k = locate_queries(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, 1, 1,
-        POSITIONS, True, True, SHORT,
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k,
+        tiles, 1, 1, POSITIONS, True, True, SHORT,
     )  # fmt: skip
     if not is_alive:
         return

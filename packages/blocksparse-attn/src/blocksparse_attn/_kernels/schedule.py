@@ -64,15 +64,15 @@ def place(pid, batch, units, tiles, span, BALANCE: tl.constexpr):
 
 @triton.jit
 def locate_queries(
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, splits,
+    pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, splits,
     POSITIONS: tl.constexpr, IS_SHORT: tl.constexpr, BALANCE: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """Return ``(tile, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, seqlen_k)``.
 
-    ``tile`` counts from position 0. Sequences of at most ``SHORT`` queries belong to the short
-    grid, which is ``[batch, tiles, units, splits]``, all others and padding to the tall one.
+    ``tile``, of a place in the grid, counts from position 0. Sequences of at most ``SHORT`` queries
+    belong to the short grid, which is ``[batch, tiles, units, splits]``, all others and padding to
+    the tall one.
     """
-    pid = tl.program_id(0)
     split = tl.zeros([], tl.int32)
     q_start = tl.zeros([], tl.int64)
     k_start = tl.zeros([], tl.int64)
@@ -115,14 +115,13 @@ def locate_queries(
 
 @triton.jit
 def locate_keys(
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, tokens_q, tokens_k, tiles, span,
+    pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, tokens_q, tokens_k, tiles, span,
     BLOCK_N: tl.constexpr, BALANCE: tl.constexpr,
 ):  # fmt: skip
     """Return ``(tile, sequence, head, q_start, k_start, seqlen_q, seqlen_k)`` of a tile of keys.
 
-    ``tile`` is -1 for a program that owns none.
+    ``tile`` is -1 for a place in the grid that owns none.
     """
-    pid = tl.program_id(0)
     q_start = tl.zeros([], tl.int64)
     k_start = tl.zeros([], tl.int64)
     seqlen_q = tokens_q
