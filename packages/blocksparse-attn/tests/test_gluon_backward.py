@@ -193,17 +193,14 @@ def test_other_sequences_are_not_read(backward):
 
 
 # function, what it says, what a mistake would be
-ARRIVE_Q = "barrier_arrive(EMPTY + stage, BOTH, 4)"
-ARRIVE_OWN_Q = "barrier_arrive(EMPTY + stage, EITHER, 4)"
+ARRIVE = "barrier_arrive(EMPTY + stage, BOTH, 4)"
+ARRIVE_OWN = "barrier_arrive(EMPTY + stage, EITHER, 4)"
 WAIT_DK = "dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))"
 WAIT_OWN_DK = "dk = hopper.warpgroup_mma_wait(1, deps=(dk,))"
-ROOM_Q = "_wait_for_room(EMPTY + stage, turn - STAGES_Q < both)"
-ROOM_O = "_wait_for_room(EMPTY + STAGES_Q + stage, turn - STAGES_O < both)"
 MISTAKES = [
-    ("_produce", ROOM_Q, "pass"),
-    ("_produce", ROOM_O, "pass"),
-    ("_produce", "turn - STAGES_Q < both", "turn < both"),
-    ("_produce", "_wait_for_room(EMPTY + last % STAGES_Q, last < both)", "pass"),
+    ("_produce", "_wait_for_room(EMPTY + stage, turn - STAGES < both)", "pass"),
+    ("_produce", "turn - STAGES < both", "turn < both"),
+    ("_produce", "_wait_for_room(EMPTY + last % STAGES, last < both)", "pass"),
     ("_produce", "mbarrier.arrive(q_full.index(stage), count=1)", "pass"),
     ("_numbers", "other=0.0", "other=INF"),
     ("_produce", "block == block_1, 0", "block == block_0, 0"),
@@ -215,30 +212,35 @@ MISTAKES = [
     ("_consume", "mbarrier.wait(q_full.index(turn), 0, pred=total > 0)", "pass"),
     ("_consume", "gl.where(both > 0, 0, W)", "W * 0"),
     ("_consume", "parts == 1", "parts >= 1"),
-    ("walk", "turn // STAGES_O & 1", "(turn // STAGES_O & 1) ^ 1"),
-    ("walk", "following // STAGES_Q & 1", "0"),
+    ("walk", "turn // STAGES & 1", "(turn // STAGES & 1) ^ 1"),
+    ("walk", "following // STAGES & 1", "0"),
     ("walk", ", pred=following < total", ""),
     ("walk", "gl.where(turn < both, 0, 1)", "0"),
     ("walk", "hopper.fence_async_shared()", "pass"),
-    ("walk", "barrier_sync(TURN, 256, 4)", "pass"),
-    ("walk", "buffer = turn % 2 * 2", "buffer = 0"),
+    ("walk", "await_made(turn + 1, W)", "pass"),
+    ("walk", "turn % 2 * 2 + W", "W"),
+    ("walk", "last = pick(fields, SUMS)", "pass"),
+    ("multiply_dq", "turn % 2 * 2", "0"),
+    ("_consume", "await_made(turn + 1, W)", "pass"),
+    ("_consume", "add_dq(dq_ptr, last, dq, W, HEAD_DIM)", "pass"),
+    ("_consume", "dq = hopper.warpgroup_mma_wait(0, deps=(dq,))", "pass"),
     ("walk", "dp = hopper.warpgroup_mma_wait(1, deps=(dp,))", "pass"),
     ("walk", "dq = hopper.warpgroup_mma_wait(2, deps=(dq,))", "pass"),
-    ("walk", WAIT_DK, ARRIVE_Q + "; " + WAIT_DK),
+    ("walk", WAIT_DK, ARRIVE + "; " + WAIT_DK),
     ("walk_apart", "turn += W", "pass"),
     ("walk_apart", "barrier_sync(TURN, 256, 4)", "pass"),
     ("walk_apart", "hopper.fence_async_shared()", "pass"),
     ("walk_apart", "dp = hopper.warpgroup_mma_wait(1, deps=(dp,))", "pass"),
     ("walk_apart", "dq = hopper.warpgroup_mma_wait(1, deps=(dq,))", "pass"),
     ("walk_apart", "more = hopper.warpgroup_mma_wait(1, deps=(more,))", "pass"),
-    ("walk_apart", WAIT_OWN_DK, ARRIVE_OWN_Q + "; " + WAIT_OWN_DK),
+    ("walk_apart", WAIT_OWN_DK, ARRIVE_OWN + "; " + WAIT_OWN_DK),
     ("walk_apart", "if sums >= 0", "if sums >= -1"),
     ("find_items", "MOST - gl.max", "1 + MOST - gl.max"),
     ("_item", "(block >= low)", "(block > low)"),
     ("walk_apart", ", pred=turn < total", ""),
     ("probabilities", "pick(fields, REACH + W)", "64"),
     ("write", "hopper.fence_async_shared()", "pass"),
-    ("hopper_backward_kernel", "barriers(STAGES_Q, 2)", "barriers(STAGES_Q, 1)"),
+    ("hopper_backward_kernel", "barriers(STAGES, 2)", "barriers(STAGES, 1)"),
 ]
 
 

@@ -87,10 +87,9 @@ def test_leaves_results_that_repeat_to_the_portable_kernels():
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_stages_fit_the_barriers_of_the_hardware(head_dim):
     tile = hopper_backward_tile(head_dim)
-    # eight numbers are left to stages; see ``hopper.EMPTY``
-    assert tile.stages_q + tile.stages_o <= 8
+    # four numbers are left to stages; see ``hopper.EMPTY`` and ``hopper_backward_steps.MADE``
     # a step of either warpgroup's own queries has two, and the next one's are on their way
-    assert min(tile.stages_q, tile.stages_o) >= 4
+    assert tile.stages == 4
 
 
 def plan_of(config, tokens, batch=2):
@@ -220,8 +219,8 @@ CONFIGS = {
 }
 # bytes that may be spilled with Triton 3.6 and with later ones: numbers of the walks
 SPILLS = {
-    "causal": (16, 72), "full": (16, 96), "packed": (16, 72), "shared": (24, 176),
-    "wide": (16, 160), "narrow": (0, 40), "unequal": (8, 0),
+    "causal": (16, 96), "full": (16, 80), "packed": (16, 64), "shared": (24, 176),
+    "wide": (16, 168), "narrow": (0, 40), "unequal": (0, 0),
 }  # fmt: skip
 IS_OLD = triton.__version__.startswith("3.6.")
 LISTS = ((65, torch.int64), (32, torch.int64), (99, torch.int32), (16, torch.int32))

@@ -62,7 +62,7 @@ def describe(platform: Platform) -> None:
             ):
                 print(f"    {kind}: {_shown(shape)}")
             if suits_hopper_backward(platform, head_dim, dtype.itemsize, 64, 64):
-                stages = hopper_backward_tile(head_dim).stages_q
+                stages = hopper_backward_tile(head_dim).stages
                 print(f"    backward for Hopper: 64 queries x 128 keys, {stages} stages")
             tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize, 64)
             print(f"    dk, dv: {tile.block_n} keys x {tile.block_m} queries")

@@ -58,8 +58,7 @@ class HopperTile:
 class HopperBackwardTile:
     """How many steps the copies of the backward for Hopper are ahead."""
 
-    stages_q: int
-    stages_o: int
+    stages: int
 
 
 @dataclass(frozen=True)
@@ -381,7 +380,7 @@ def suits_hopper_backward(
 @functools.cache
 def hopper_backward_tile(head_dim: int) -> HopperBackwardTile:
     """Return the tile for the wider of the two head dimensions."""
-    return HopperBackwardTile(4, 4)
+    return HopperBackwardTile(4)
 
 
 @functools.cache

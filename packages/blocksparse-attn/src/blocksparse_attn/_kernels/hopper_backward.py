@@ -14,9 +14,14 @@ from .hopper import EMPTY, LOG2E, barrier_sync, barriers, coordinates
 from .hopper_backward_steps import (
     BOTH,
     EITHER,
+    MADE,
     REACH,
     SLOPE,
     STEP_FIELDS,
+    add_dq,
+    await_made,
+    multiply_dq,
+    say_made,
     walk,
     walk_apart,
 )
@@ -143,7 +148,7 @@ def _produce(
     block_0, block_1, low, high, sequence, head_k, start, len_q, len_k, row_at, row_pitch,
     sums_at, sums_pitch,
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, PER_HEAD: gl.constexpr, RAGGED: gl.constexpr,
-    STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the keys and values, then blocks of queries and of what belongs to them."""
     TURNS: gl.constexpr = 1 if PER_HEAD else GROUP
@@ -183,9 +188,9 @@ def _produce(
         where = coordinates(
             sequence, first_head + head, start, len_q, block * ROWS - diagonal, RAGGED
         )
-        stage = turn % STAGES_Q
-        if turn >= STAGES_Q:
-            _wait_for_room(EMPTY + stage, turn - STAGES_Q < both)
+        stage = turn % STAGES
+        if turn >= STAGES:
+            _wait_for_room(EMPTY + stage, turn - STAGES < both)
         mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
         copy_in(q_desc, where, q_full.index(stage), q_s.index(stage))
         lse2_s.index(stage).store(lse2)
@@ -195,9 +200,6 @@ def _produce(
             mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
             copy_in(v_desc, keys_0, v_full, v_s.index(0))
             copy_in(v_desc, keys_1, v_full, v_s.index(1))
-        stage = turn % STAGES_O
-        if turn >= STAGES_O:
-            _wait_for_room(EMPTY + STAGES_Q + stage, turn - STAGES_O < both)
         mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
         copy_in(dout_desc, where, dout_full.index(stage), dout_s.index(stage))
         delta_s.index(stage).store(-delta)
@@ -210,14 +212,10 @@ def _produce(
             len_q,
         )  # fmt: skip
     # nobody may be left at a barrier
-    for back in gl.static_range(STAGES_Q):
+    for back in gl.static_range(STAGES):
         last = total - 1 - back
         if last >= 0:
-            _wait_for_room(EMPTY + last % STAGES_Q, last < both)
-    for back in gl.static_range(STAGES_O):
-        last = total - 1 - back
-        if last >= 0:
-            _wait_for_room(EMPTY + STAGES_Q + last % STAGES_O, last < both)
+            _wait_for_room(EMPTY + last % STAGES, last < both)
 
 
 @gluon.jit
@@ -235,7 +233,7 @@ def _consume(
     q_full, k_full, v_full, dout_full, dq_ptr, dk_ptr, dv_ptr, scale, whole, partial, alone,
     parts, block, sequence, head_k, start, len_k,
     TURNS: gl.constexpr, RAGGED: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Make dk and dv of warpgroup ``W``'s block of keys, and what goes to dq."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -256,19 +254,27 @@ def _consume(
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     mbarrier.wait(v_full, 0, pred=total > 0)
     turn = turn * 0
-    dk, dv, s, turn = walk(
-        dk, dv, s, turn, both, total, whole * TURNS, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s,
-        delta_s, fields_s, q_full, dout_full, factor, W, False, HEAD_DIM, HEAD_DIM_V,
-        STAGES_Q, STAGES_O,
+    # no sums
+    last = turn - 1
+    # dq is one step behind
+    say_made(turn + 1, W)
+    dk, dv, s, last, turn = walk(
+        dk, dv, s, last, turn, both, total, whole * TURNS, dq_ptr, q_s, k_s, v_s, dout_s, ds_s,
+        lse2_s, delta_s, fields_s, q_full, dout_full, factor, W, False, HEAD_DIM, HEAD_DIM_V,
+        STAGES,
     )  # fmt: skip
-    dk, dv, s, turn = walk(
-        dk, dv, s, turn, both, total, partial * TURNS, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s,
-        delta_s, fields_s, q_full, dout_full, factor, W, True, HEAD_DIM, HEAD_DIM_V,
-        STAGES_Q, STAGES_O,
+    dk, dv, s, last, turn = walk(
+        dk, dv, s, last, turn, both, total, partial * TURNS, dq_ptr, q_s, k_s, v_s, dout_s, ds_s,
+        lse2_s, delta_s, fields_s, q_full, dout_full, factor, W, True, HEAD_DIM, HEAD_DIM_V,
+        STAGES,
     )  # fmt: skip
+    await_made(turn + 1, W)
+    dq = multiply_dq(ds_s, k_s, turn + 1, 0, W, HEAD_DIM)
+    dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
+    add_dq(dq_ptr, last, dq, W, HEAD_DIM)
     dk, dv = walk_apart(
         dk, dv, s, turn, total, alone * TURNS, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
-        fields_s, q_full, dout_full, factor, W, HEAD_DIM, HEAD_DIM_V, STAGES_Q, STAGES_O,
+        fields_s, q_full, dout_full, factor, W, HEAD_DIM, HEAD_DIM_V, STAGES,
     )  # fmt: skip
     # the memory of keys and values is free: the warpgroups have met since they last shared it
     if parts == 1:
@@ -298,8 +304,7 @@ def hopper_backward_kernel(
     PER_HEAD: gl.constexpr,  # lists of each key head, or one for all
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    STAGES_Q: gl.constexpr,
-    STAGES_O: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write a program's blocks of dk and dv, or add to their sums, and to those of dq."""
     dtype: gl.constexpr = q_desc.dtype
@@ -350,44 +355,43 @@ def hopper_backward_kernel(
         keys_at = (sequence * heads_k + head_k) * tiles_k
     dk_ptr += keys_at.to(gl.int64) * (ROWS * HEAD_DIM)
     dv_ptr += keys_at.to(gl.int64) * (ROWS * HEAD_DIM_V)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES_Q, 1, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
-    dout_s = gl.allocate_shared_memory(
-        dtype, [STAGES_O, 1, 1, 1, ROWS, HEAD_DIM_V], dout_desc.layout
-    )
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, ROWS, HEAD_DIM_V], dout_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM_V], v_desc.layout)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], tile)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES_Q, ROWS], plain)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES_O, ROWS], plain)
-    fields_s = gl.allocate_shared_memory(gl.int32, [STAGES_Q, STEP_FIELDS], plain)
+    lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+    fields_s = gl.allocate_shared_memory(gl.int32, [STAGES, STEP_FIELDS], plain)
     # the copies, and the row numbers that arrive by hand
-    q_full = barriers(STAGES_Q, 2)
-    dout_full = barriers(STAGES_O, 2)
+    q_full = barriers(STAGES, 2)
+    dout_full = barriers(STAGES, 2)
     k_full = barriers(1, 1)
     v_full = barriers(1, 1)
     hopper.fence_async_shared()
+    gl.static_assert(EMPTY + STAGES <= MADE, "stages outnumber the barriers")
     gl.warp_specialize(
         [
             (_consume, (
                 0, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, fields_s, q_full,
                 k_full.index(0), v_full.index(0), dout_full, dq_ptr, dk_ptr, dv_ptr, scale, whole,
                 partial, alone, parts_0, block_0, sequence, head_k, start, len_k,
-                TURNS, RAGGED, HEAD_DIM, HEAD_DIM_V, STAGES_Q, STAGES_O,
+                TURNS, RAGGED, HEAD_DIM, HEAD_DIM_V, STAGES,
             )),
             (_consume, (
                 1, dk_desc, dv_desc, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, fields_s, q_full,
                 k_full.index(0), v_full.index(0), dout_full, dq_ptr, dk_ptr, dv_ptr, scale, whole,
                 partial, alone, parts_1, block_1, sequence, head_k, start, len_k,
-                TURNS, RAGGED, HEAD_DIM, HEAD_DIM_V, STAGES_Q, STAGES_O,
+                TURNS, RAGGED, HEAD_DIM, HEAD_DIM_V, STAGES,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, lse2_s, delta_s, fields_s,
                 q_full, k_full.index(0), v_full.index(0), dout_full, lse2_ptr, delta_ptr, items_ptr,
                 whole_at, whole, partial_at, partial, alone_0_at, alone_0, alone_1_at, alone_1,
                 seen_0, seen_1, low, high, sequence, head_k, start, len_q, len_k, row_at, tokens_q,
-                sums_at, tiles_q, GROUP, IS_CAUSAL, PER_HEAD, RAGGED, STAGES_Q, STAGES_O,
+                sums_at, tiles_q, GROUP, IS_CAUSAL, PER_HEAD, RAGGED, STAGES,
             )),
         ],
         [4, 1],

@@ -85,8 +85,7 @@ def launch_backward_hopper(
         MapLaunch,
         HEAD_DIM=wide,
         HEAD_DIM_V=wide_v,
-        STAGES_Q=tile.stages_q,
-        STAGES_O=tile.stages_o,
+        STAGES=tile.stages,
         num_warps=4,
         maxnreg=REGISTERS,
     )  # fmt: skip

@@ -3,7 +3,9 @@
 Of the five products of a step one is under way while a warpgroup computes: that of dp beside the
 exponentials, that of dv beside the gradient of the scores, and those of dk and of the next step's
 scores beside the addition to dq. A block of queries is both warpgroups', and each multiplies half
-of the columns of dq, or each has one of its own.
+of the columns of dq, or each has one of its own. Of the former the product of dq is one step
+behind: the gradients of scores that it wants from the other warpgroup are there by then, so that
+the two need not keep step, and one computes while the other multiplies.
 """
 
 from .gluon_compat import gl, gluon, hopper, mbarrier
@@ -14,6 +16,9 @@ from .hopper_schedule import pick
 # threads at the barrier of a stage: of both warpgroups, or of one, and of the copying warp
 BOTH = gl.constexpr(288)
 EITHER = gl.constexpr(160)
+# hardware barriers: a warpgroup's gradients of scores are there, in either buffer; those of the
+# second warpgroup come two later
+MADE = gl.constexpr(12)
 # what is said of a block of queries: where its sums of dq are, and how far behind a query the keys
 # that it sees may be, as places in their blocks; of the first block, and of the second
 STEP_FIELDS = gl.constexpr(4)
@@ -37,36 +42,65 @@ def probabilities(s, lse2, fields, factor, W: gl.constexpr, MASKED: gl.constexpr
 
 
 @gluon.jit
+def say_made(turn, W: gl.constexpr):
+    """Say that ``W``'s gradients of a step are stored; ``turn`` is as even or odd as the step."""
+    barrier_arrive(MADE + 2 * W + turn % 2, 256, 4)
+
+
+@gluon.jit
+def await_made(turn, W: gl.constexpr):
+    """Wait until the other warpgroup than ``W`` has said so."""
+    barrier_sync(MADE + 2 * (1 - W) + turn % 2, 256, 4)
+
+
+@gluon.jit
+def multiply_dq(ds_s, k_s, turn, none, W: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Begin the product of ``W``'s half of the columns of dq of step ``turn``."""
+    WIDTH: gl.constexpr = HEAD_DIM // 2
+    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    dq = gl.zeros([ROWS, WIDTH], gl.float32, Q)
+    for h in gl.static_range(2):
+        ds_h = ds_s.index(turn % 2 * 2 + h).permute((1, 0))
+        k_h = k_s.index(h + none).reshape([ROWS, HEAD_DIM]).slice(W * WIDTH, WIDTH, 1)
+        dq = hopper.warpgroup_mma(ds_h, k_h, dq, use_acc=h == 1, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_dq(dq_ptr, sums, dq, W: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """Add ``W``'s half of the columns to a tile of the sums, unless there is none."""
+    if sums >= 0:
+        address = dq_ptr + sums.to(gl.int64) * (ROWS * HEAD_DIM)
+        add_to_memory(address + W * (ROWS * HEAD_DIM // 2), dq)
+
+
+@gluon.jit
 def walk(
-    dk, dv, s, turn, both, total, steps, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
+    dk, dv, s, last, turn, both, total, steps, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
     fields_s, q_full, dout_full, factor,
     W: gl.constexpr, MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what so many blocks of queries contribute that both warpgroups multiply.
 
-    ``s`` holds the scores of the next one. From turn ``both`` on each warpgroup has its own.
+    To dq it adds what the step before each does: ``last`` says to which sums. ``s`` holds the
+    scores of the next one. From turn ``both`` on each warpgroup has its own.
     """
     S: gl.constexpr = s.type.layout
     K: gl.constexpr = dk.type.layout
     V: gl.constexpr = dv.type.layout
-    # either warpgroup has half of the columns of dq
-    WIDTH: gl.constexpr = HEAD_DIM // 2
-    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     dtype: gl.constexpr = q_s.dtype
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
-    zeros_q = gl.zeros([ROWS, WIDTH], gl.float32, Q)
     for _step in range(steps):
         # 0, but not for the compiler: what it can take out of the loop, it holds in registers
         none = turn >> 30
         k = k_s.index(W + none).reshape([ROWS, HEAD_DIM])
         v = v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
-        stage = turn % STAGES_Q
-        stage_o = turn % STAGES_O
+        stage = turn % STAGES
         q = q_s.index(stage).reshape([ROWS, HEAD_DIM])
-        dout = dout_s.index(stage_o).reshape([ROWS, HEAD_DIM_V])
-        mbarrier.wait(dout_full.index(stage_o), turn // STAGES_O & 1)
-        delta = delta_s.index(stage_o).load(gl.SliceLayout(0, S))
+        dout = dout_s.index(stage).reshape([ROWS, HEAD_DIM_V])
+        mbarrier.wait(dout_full.index(stage), turn // STAGES & 1)
+        delta = delta_s.index(stage).load(gl.SliceLayout(0, S))
         # dp - delta, from a start at -delta
         dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
         fields = fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
@@ -80,17 +114,12 @@ def walk(
             # a key that a query does not see may hold NaN
             ds = gl.where(p == 0.0, 0.0, ds)
         ds = ds.to(dtype)
-        buffer = turn % 2 * 2
-        ds_s.index(buffer + W).store(ds)
+        await_made(turn + 1, W)
+        ds_s.index(turn % 2 * 2 + W).store(ds)
         hopper.fence_async_shared()
-        barrier_sync(TURN, 256, 4)
-        dq = zeros_q
-        for h in gl.static_range(2):
-            ds_h = ds_s.index(buffer + h).permute((1, 0))
-            k_h = k_s.index(h + none).reshape([ROWS, HEAD_DIM]).slice(W * WIDTH, WIDTH, 1)
-            dq = hopper.warpgroup_mma(ds_h, k_h, dq, use_acc=h == 1, is_async=True)
+        # of the step before; in the first one, of whatever lies there
+        dq = multiply_dq(ds_s, k_s, turn + 1, none, W, HEAD_DIM)
         dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
-        barrier_arrive(EMPTY + STAGES_Q + stage_o, BOTH, 4)
         dk = hopper.warpgroup_mma(
             gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2)), q, dk, is_async=True
         )
@@ -99,27 +128,25 @@ def walk(
         if W == 1:
             following += gl.where(turn < both, 0, 1)
         # behind the last step: scores of whatever lies there, which nobody reads
-        stage_n = following % STAGES_Q
-        mbarrier.wait(q_full.index(stage_n), following // STAGES_Q & 1, pred=following < total)
+        stage_n = following % STAGES
+        mbarrier.wait(q_full.index(stage_n), following // STAGES & 1, pred=following < total)
         q_t = q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
         dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
-        sums = pick(fields, SUMS)
-        if sums >= 0:
-            address = dq_ptr + sums.to(gl.int64) * (ROWS * HEAD_DIM)
-            add_to_memory(address + W * (ROWS * WIDTH), dq)
+        add_dq(dq_ptr, last, dq, W, HEAD_DIM)
+        last = pick(fields, SUMS)
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
         barrier_arrive(EMPTY + stage, BOTH, 4)
-    return dk, dv, s, turn
+        say_made(turn + 1, W)
+    return dk, dv, s, last, turn
 
 
 @gluon.jit
 def walk_apart(
     dk, dv, s, turn, total, steps, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, fields_s,
     q_full, dout_full, factor,
-    W: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES_Q: gl.constexpr,
-    STAGES_O: gl.constexpr,
+    W: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what so many blocks of queries contribute of which this warpgroup has every second one.
 
@@ -140,12 +167,11 @@ def walk_apart(
         none = turn >> 30
         k = k_s.index(W + none).reshape([ROWS, HEAD_DIM])
         v = v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
-        stage = turn % STAGES_Q
-        stage_o = turn % STAGES_O
+        stage = turn % STAGES
         q = q_s.index(stage).reshape([ROWS, HEAD_DIM])
-        dout = dout_s.index(stage_o).reshape([ROWS, HEAD_DIM_V])
-        mbarrier.wait(dout_full.index(stage_o), turn // STAGES_O & 1)
-        delta = delta_s.index(stage_o).load(gl.SliceLayout(0, S))
+        dout = dout_s.index(stage).reshape([ROWS, HEAD_DIM_V])
+        mbarrier.wait(dout_full.index(stage), turn // STAGES & 1)
+        delta = delta_s.index(stage).load(gl.SliceLayout(0, S))
         dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
         fields = fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
         lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
@@ -161,7 +187,6 @@ def walk_apart(
         ds_t = ds_s.index(buffer).permute((1, 0))
         dq = hopper.warpgroup_mma(ds_t, k.slice(0, WIDTH, 1), zeros_q, use_acc=False, is_async=True)
         dv = hopper.warpgroup_mma_wait(1, deps=(dv,))
-        barrier_arrive(EMPTY + STAGES_Q + stage_o, EITHER, 4)
         dk = hopper.warpgroup_mma(
             gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2)), q, dk, is_async=True
         )
@@ -177,8 +202,8 @@ def walk_apart(
         barrier_arrive(EMPTY + stage, EITHER, 4)
         turn += 2
         # behind the last step: scores of whatever lies there, which nobody reads
-        stage_n = turn % STAGES_Q
-        mbarrier.wait(q_full.index(stage_n), turn // STAGES_Q & 1, pred=turn < total)
+        stage_n = turn % STAGES
+        mbarrier.wait(q_full.index(stage_n), turn // STAGES & 1, pred=turn < total)
         q_t = q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
         more = hopper.warpgroup_mma_wait(1, deps=(more,))
