@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from attn_common import Platform
-from blocksparse_attn import BlockSparseLayout, _configs, _ops, _pairs
+from blocksparse_attn import BlockSparseLayout, _configs, _ops, _pairs, _pieces
 from blocksparse_attn._configs import suits_hopper_backward
 from blocksparse_attn.reference import visible_keys
 
@@ -36,6 +36,7 @@ def backward(monkeypatch):
     # so that few blocks make several programs, and some of them share a block
     for name, value in ("KEPT", 2), ("LONGEST", 8), ("SHORTER", 3):
         monkeypatch.setattr(_pairs, name, value)
+    monkeypatch.setattr(_pieces, "KEPT", 2)
     kernels = []
 
     def serve(reverse=True):
@@ -62,6 +63,13 @@ CASES = [
     (Shape(1, 260, 200, 2, 1, 128), "random", (64, 128), False, False),  # rows ahead of key 0
     (Shape(1, 300, 400, 2, 1, 64), "all", (128, 128), False, True),
     (Shape(1, 150, 200, 2, 1, 64), "none", (64, 64), False, True),
+    # blocks put together of small ones
+    (Shape(1, 330, 330, 4, 2, 64), "local", (32, 32), False, True),
+    (Shape(1, 250, 250, 2, 1, 128), "local", (16, 16), False, True),
+    (Shape(2, 100, 213, 4, 1, 64), "random", (16, 16), True, False),
+    (Shape(1, 220, 160, 2, 2, 48, 80), "random", (64, 16), False, True),
+    (Shape(1, 150, 250, 2, 1, 64), "random", (16, 128), True, True),
+    (Shape(1, 130, 200, 2, 1, 64), "none", (32, 32), False, False),
 ]
 
 
@@ -77,12 +85,13 @@ def test_fixed_length(shape, pattern, block, shared, causal, backward, reverse):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_packed(causal, shared, backward, reverse):
+@pytest.mark.parametrize("block", [(64, 64), (16, 32)], ids=str)
+def test_packed(block, causal, shared, backward, reverse):
     """Lengths end inside blocks; what no sequence has gets gradients of 0."""
     backward(reverse)
     lengths = 77, 0, 200, 5, 130
     case = self_attention(
-        lengths, 2, 1, 64, torch.float16, "cpu", "random", (64, 64), shared=shared, causal=causal
+        lengths, 2, 1, 64, torch.float16, "cpu", "random", block, shared=shared, causal=causal
     )
     got = check(case)
     for name in ("dq", "dk", "dv"):
@@ -144,21 +153,22 @@ def test_packed_calls_that_are_not_worth_it(backward):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("block", [(64, 64), (128, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize("block", [(64, 64), (128, 64), (64, 128), (16, 16), (32, 64)], ids=str)
 def test_blocks_that_nobody_sees(block, causal, shared, backward):
     """NaN in what no row keeps, and in what only rows ahead of the chunk keep."""
     backward()
-    rows, cols = (-(-500 // side) for side in block)
+    queries, keys = (200, 500) if min(block) > 32 else (150, 280)
+    rows, cols = (-(-keys // side) for side in block)
     generator = torch.Generator().manual_seed(0)
     kept = torch.rand(1 if shared else 2, rows, cols, generator=generator) < 0.5
     kept[..., 1::3] = False
-    first_row = 300 // block[0]
+    first_row = (keys - queries) // block[0]
     kept[:, first_row - 1, 2] = True
     kept[:, first_row:, 2] = False
     layout = BlockSparseLayout.from_dense(kept, block)
-    case = make_case(Shape(1, 200, 500, 2, 1, 64), torch.bfloat16, "cpu", causal=causal)
+    case = make_case(Shape(1, queries, keys, 2, 1, 64), torch.bfloat16, "cpu", causal=causal)
     case = case.with_options(layout=layout)
-    seen = visible_keys(layout.to_dense(), block, 200, 500, causal).flatten(0, 1).any(0)
+    seen = visible_keys(layout.to_dense(), block, queries, keys, causal).flatten(0, 1).any(0)
     want = run(case)
     bad = {name: t.clone() for name, t in case.inputs.items()}
     for name in "kv":
@@ -179,9 +189,27 @@ def test_queries_that_see_nothing_may_be_nan(backward):
     assert_same(run(case.with_inputs(q=bad)), want)
 
 
-def test_other_sequences_are_not_read(backward):
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_pieces_of_queries_that_see_nothing_may_be_nan(causal, backward):
+    """Where others of their 64 queries see something; and what arrives there."""
     backward()
-    case = self_attention((100, 150, 90), 2, 1, 64, torch.bfloat16, "cpu", "local", (64, 64))
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.rand(2, 10, 10, generator=generator) < 0.5
+    kept[:, 1::3] = False
+    layout = BlockSparseLayout.from_dense(kept, 16)
+    case = make_case(Shape(1, 160, 160, 2, 1, 64), torch.bfloat16, "cpu", causal=causal)
+    case = case.with_options(layout=layout)
+    blind = ~visible_keys(layout.to_dense(), (16, 16), 160, 160, causal).any(-1)
+    bad = case.inputs["q"].clone()
+    bad[0, blind.T] = math.nan
+    assert blind.any()
+    assert_same(run(case.with_inputs(q=bad)), run(case))
+
+
+@pytest.mark.parametrize("block", [(64, 64), (16, 16)], ids=str)
+def test_other_sequences_are_not_read(block, backward):
+    backward()
+    case = self_attention((100, 150, 90), 2, 1, 64, torch.bfloat16, "cpu", "local", block)
     want = run(case)
     bad = {name: t.clone() for name, t in case.inputs.items()}
     for t in bad.values():
@@ -205,11 +233,11 @@ MISTAKES = [
     ("_numbers", "other=0.0", "other=INF"),
     ("_produce", "block == block_1, 0", "block == block_0, 0"),
     ("_produce", "head = next_head", "pass"),
-    ("_item", "(place < count)", "(place < 99)"),
-    ("_item", "place // 2)", "place)"),
-    ("_consume", "mbarrier.wait(k_full, 0, pred=total > 0)", "pass"),
-    ("_consume", "mbarrier.wait(v_full, 0, pred=total > 0)", "pass"),
-    ("_consume", "mbarrier.wait(q_full.index(turn), 0, pred=total > 0)", "pass"),
+    ("find_item", "(place < count)", "(place < 99)"),
+    ("find_item", "place // 2)", "place)"),
+    ("_consume", "mbarrier.wait(k_full, 0, pred=is_walked)", "pass"),
+    ("_consume", "mbarrier.wait(v_full, 0, pred=is_walked)", "pass"),
+    ("_consume", "mbarrier.wait(q_full.index(turn), 0, pred=is_walked)", "pass"),
     ("_consume", "gl.where(both > 0, 0, W)", "W * 0"),
     ("_consume", "parts == 1", "parts >= 1"),
     ("walk", "turn // STAGES & 1", "(turn // STAGES & 1) ^ 1"),
@@ -236,32 +264,55 @@ MISTAKES = [
     ("walk_apart", WAIT_OWN_DK, ARRIVE_OWN + "; " + WAIT_OWN_DK),
     ("walk_apart", "if sums >= 0", "if sums >= -1"),
     ("find_items", "MOST - gl.max", "1 + MOST - gl.max"),
-    ("_item", "(block >= low)", "(block > low)"),
+    ("find_item", "(block >= low)", "(block > low)"),
     ("walk_apart", ", pred=turn < total", ""),
     ("probabilities", "pick(fields, REACH + W)", "64"),
     ("write", "hopper.fence_async_shared()", "pass"),
+    ("hopper_backward_kernel", "pid < there", "pid + 1 < there"),
     ("hopper_backward_kernel", "barriers(STAGES, 2)", "barriers(STAGES, 1)"),
 ]
 
 
-def mistaken() -> Case:
+# of what blocks of 32 are put together by
+MISTAKES_OF_PIECES = [
+    ("_produce", "fields = gl.where(field == BITS, bits, fields)", "pass"),
+    ("find_item", "bits_ptr + first + place", "bits_ptr + first"),
+    ("probabilities", "16 * W", "0"),
+    ("probabilities", "row // PIECE", "row * 0"),
+    ("probabilities", "key // PIECE * SIDE", "key // PIECE"),
+    ("key_positions", "key % PIECE", "key"),
+    ("first_key", "* PIECE", "* 16"),
+    ("first_query", "j * PIECE", "0"),
+    ("copy_piece", "(ROWS // PIECE) + i", "(ROWS // PIECE)"),
+    ("add_pieces", "warp % WARPS", "warp"),
+    ("add_pieces", "warp // WARPS == i", "warp == i"),
+    ("_consume", "owned_ptr += W * (ROWS // PIECE)", "pass"),
+]
+
+
+def mistaken(block: int) -> Case:
     """A case that what is planted must break: more steps of either kind than stages."""
-    shape = Shape(1, 600, 700, 2, 1, 48)
-    return make_case(shape, torch.bfloat16, "cpu", "local", (64, 64), spare=1)
+    shape = Shape(1, 600, 700, 2, 1, 48) if block == 64 else Shape(1, 330, 400, 2, 1, 48)
+    return make_case(shape, torch.bfloat16, "cpu", "local", (block, block), spare=1)
 
 
-def test_without_a_mistake(backward, reverse):
+@pytest.mark.parametrize("block", [64, 32])
+def test_without_a_mistake(block, backward, reverse):
     backward(reverse)
-    check(mistaken())
+    check(mistaken(block))
 
 
-@pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
-def test_a_mistake_is_seen(function, right, wrong, backward):
+@pytest.mark.parametrize(
+    ("function", "right", "wrong", "block"),
+    [(*fault, 64) for fault in MISTAKES] + [(*fault, 32) for fault in MISTAKES_OF_PIECES],
+    ids=lambda x: str(x)[:40],
+)
+def test_a_mistake_is_seen(function, right, wrong, block, backward):
     """By one order of the partitions or the other."""
     for copies_first in (True, False):
         backward(copies_first).plant(function, right, wrong)
         try:
-            check(mistaken())
+            check(mistaken(block))
         except (AssertionError, RuntimeError):
             return
     raise AssertionError("not seen")

@@ -17,6 +17,7 @@ from blocksparse_attn._kernels.backward_rows import ROWS, Rows
 from blocksparse_attn._kernels.hopper_backward_launch import is_worth_it, launch_backward_hopper
 from blocksparse_attn._kernels.hopper_backward_round import PIECE, prepare_kernel, round_kernel
 from blocksparse_attn._kernels.launch import BackwardInputs, Plan
+from blocksparse_attn._pieces import SIDE, piece_of
 
 from ._aot import Config
 from ._budget import assert_same
@@ -47,8 +48,8 @@ def may_differ(monkeypatch):
         (64, 64, torch.float16, (128, 128), True),
         (40, 128, torch.bfloat16, (128, 64), True),
         (128, 8, torch.bfloat16, (64, 128), True),
-        (128, 128, torch.bfloat16, (32, 64), False),
-        (128, 128, torch.bfloat16, (64, 32), False),
+        (128, 128, torch.bfloat16, (32, 64), True),
+        (128, 128, torch.bfloat16, (64, 32), True),
         (32, 32, torch.bfloat16, (64, 64), False),  # half of a tile would be padding
         (192, 128, torch.bfloat16, (64, 64), False),
         (128, 128, torch.float32, (64, 64), False),
@@ -59,7 +60,7 @@ def test_serves(head_dim, head_dim_v, dtype, block, taken, may_differ):
     x, pattern = Tensors(q, q, v), pattern_of(*block)
     with absent_gpu(HOPPER):
         assert takes_hopper_backward(x, pattern) == taken
-        short = Tensors(q[:, :200], q[:, :200], v[:, :200])
+        short = Tensors(q[:, :100], q[:, :100], v[:, :100])
         # many programs would find nothing to do
         assert not takes_hopper_backward(short, pattern)
         assert not takes_hopper_backward(x, pattern._replace(rows=2**22 // block[0]))
@@ -67,6 +68,19 @@ def test_serves(head_dim, head_dim_v, dtype, block, taken, may_differ):
             assert not takes_hopper_backward(x, pattern)
     with absent_gpu("nvidia:sm_80"):
         assert not takes_hopper_backward(x, pattern)
+
+
+@pytest.mark.eager
+def test_leaves_the_small_blocks_of_large_layouts_to_the_portable_kernels(may_differ):
+    """In making the lists of so many, memory would run out."""
+    q = torch.empty(512, 2, 128, dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(2, dtype=torch.int32, device="meta")
+    x = Tensors(q, q, q, starts, starts)
+    with absent_gpu(HOPPER):
+        for block, taken in (64, True), (32, False):
+            large = pattern_of(block, block)._replace(rows=2**14, cols=2**14)
+            assert takes_hopper_backward(x, large) == taken
+            assert takes_hopper_backward(x, large._replace(cols=2**12))
 
 
 @pytest.mark.eager
@@ -166,8 +180,8 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
     round_kernel[(heads_q * tiles + heads_k * 2,)](
         dq_sums, *sums, dq, dk, dv, parts, None, 0.5, heads_q * tiles, 1, heads_q, heads_k,
         tokens_q, tokens_k, tiles, 2, 3,
-        PER_HEAD=True, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, WIDTH=block_d, WIDTH_V=128,
-        num_warps=4,
+        PER_HEAD=True, TOKENS=64, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, WIDTH=block_d,
+        WIDTH_V=128, num_warps=4,
     )  # fmt: skip
     want = in_order(dq_sums).transpose(2, 3).reshape(heads_q, tiles * 64, block_d)
     ahead = tokens_k - tokens_q - first * 64
@@ -196,7 +210,7 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
         *rows, dq_sums, *sums, parts, None, *rows.numbers, heads_q, 1, heads_k, 150, 3, 4,
         heads_k * 3, cdiv(pieces, grid), pieces,
         PER_HEAD=True, HEAD_DIM_V=64, BLOCK_DV=64, WIDTH=64, WIDTH_V=128, ROW_BYTES_V=16,
-        BLOCK=ROWS, PIECE=PIECE, num_warps=4,
+        BLOCK=ROWS, PIECE=PIECE, TOKENS=64, num_warps=4,
     )  # fmt: skip
     for filled in (dq_sums, rows.delta, rows.lse2):
         assert not filled.any()
@@ -216,21 +230,35 @@ CONFIGS = {
     "wide": Config(128, block=(128, 128), packed=True, causal=False, shared=True),
     "narrow": Config(64),
     "unequal": Config(96, head_dim_v=40),
+    "of 32": Config(128, block=(32, 32)),
+    "of 16": Config(128, block=(16, 16)),
+    "of 16 packed": Config(128, block=(64, 16), packed=True, causal=False, shared=True),
 }
 # bytes that may be spilled with Triton 3.6 and with later ones: numbers of the walks
 SPILLS = {
-    "causal": (16, 96), "full": (16, 80), "packed": (16, 64), "shared": (24, 176),
-    "wide": (16, 168), "narrow": (0, 40), "unequal": (0, 0),
+    "causal": (32, 88), "full": (32, 88), "packed": (24, 56), "shared": (40, 160),
+    "wide": (24, 160), "narrow": (0, 56), "unequal": (0, 0), "of 32": (16, 216),
+    "of 16": (104, 208), "of 16 packed": (104, 208),
 }  # fmt: skip
 IS_OLD = triton.__version__.startswith("3.6.")
-LISTS = ((65, torch.int64), (32, torch.int64), (99, torch.int32), (16, torch.int32))
+
+
+def lists_of(config):
+    """Meta tensors in the form of ``Pairs``."""
+    pieces = 2 * SIDE // piece_of(config.block)
+    sizes = (65,), (32 * pieces,), (99,), (16, 1 + pieces), (1,), (99,)
+    int64, int32 = torch.int64, torch.int32
+    dtypes = int64, int64, int32, int32, int32, int32
+    return tuple(
+        torch.empty(size, dtype=dtype, device="meta")
+        for size, dtype in zip(sizes, dtypes, strict=True)
+    )
 
 
 def launch(config, tokens=1024):
     plan, inputs, grads = plan_of(config, tokens)
-    begin, parts, items, owners = (torch.empty(n, dtype=t, device="meta") for n, t in LISTS)
     rows = Rows(inputs.dout, inputs.dout, inputs.lse2, None, inputs.delta, inputs.lse2)
-    launch_backward_hopper(plan, inputs, rows, (begin, parts, items, owners.view(-1, 1)), *grads)
+    launch_backward_hopper(plan, inputs, rows, lists_of(config), *grads)
 
 
 @pytest.mark.aot
@@ -250,8 +278,10 @@ def test_builds(kind, tmp_path):
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     products = sass.count(" HGMMA.")
     assert products > 0
-    for instruction in ("UTMALDG", "UTMASTG", "USETMAXREG"):
+    for instruction in ("UTMALDG", "USETMAXREG"):
         assert instruction in sass, instruction
+    # pieces are added to sums
+    assert ("UTMASTG" in sass) == (min(CONFIGS[kind].block) >= 64)
     # serialised products have an arrival each
     assert sass.count(" WARPGROUP.ARRIVE") < products / 3
 
@@ -277,7 +307,7 @@ SHAPES = [
     Shape(1, 200, 300, 2, 1, 128, 24),
     Shape(2, 3000, 3000, 8, 2, 128),
 ]
-BLOCKS = [(64, 64), (128, 128), (128, 64), (64, 128)]
+BLOCKS = [(64, 64), (128, 128), (128, 64), (64, 128), (32, 32), (16, 16), (64, 16)]
 
 
 @pytest.fixture

@@ -5,37 +5,48 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_common import cdiv
-from blocksparse_attn import BlockSparseLayout, _ops, _pairs
-from blocksparse_attn._pairs import HEAD, LONGEST, SIDE, key_pairs, sizes_of
+from blocksparse_attn import BlockSparseLayout, _ops, _pairs, _pieces
+from blocksparse_attn._pairs import HEAD, LONGEST, key_pairs, sizes_of
+from blocksparse_attn._pieces import SIDE, piece_of
 
 from .test_lists import random_layout
 
 pytestmark = pytest.mark.eager
 
-BLOCKS = [(64, 64), (128, 64), (64, 128), (128, 128)]
+BLOCKS = [(64, 64), (128, 64), (64, 128), (128, 128), (32, 32), (16, 16), (64, 16), (16, 128)]
 
 
 def walked(layout, pairs, group):
-    """Return how often each block of 64 x 64 is walked, and by how many programs of its keys."""
+    """Return how often each pair of pieces is walked, and by how many programs of its keys."""
     heads, rows, cols = layout.to_dense().shape
     block_q, block_k = layout.block_size
-    rows, cols = rows * block_q // SIDE, cols * block_k // SIDE
-    times = torch.zeros(heads, rows, cols, dtype=torch.int64)
+    piece = piece_of(layout.block_size)
+    side = SIDE // piece
+    rows, cols = rows * block_q // piece, cols * block_k // piece
+    times = torch.zeros(heads, rows + side, cols, dtype=torch.int64)
     parts = torch.zeros_like(pairs.parts)
     in_list = parts.shape[0] // cdiv(heads, group)
     begin, items, owners = pairs.begin.tolist(), pairs.items.tolist(), pairs.owners.tolist()
     for program, (index, *owned) in enumerate(owners):
         bounds = begin[4 * program : 4 * program + 5]
-        for block in owned:
-            if block >= 0:
-                parts[index * in_list + block] += 1
-        for part, who in enumerate((owned, owned, owned[:1], owned[1:])):
+        for one in owned:
+            if one >= 0:
+                parts[index * in_list + one] += 1
+        for part, halves in enumerate(((0, 1), (0, 1), (0,), (1,))):
             found = items[bounds[part] : bounds[part + 1]]
             assert found == sorted(set(found))
-            for item in found:
-                for block in who:
-                    times[index * group + item // HEAD, item % HEAD, block] += 1
-    return times, parts
+            for place, item in enumerate(found, bounds[part]):
+                for half in halves:
+                    bits = int(pairs.bits[place]) >> 16 * half
+                    seen = [bits >> bit & 1 for bit in range(side * side)]
+                    assert sum(seen) == side * side or part
+                    for bit in range(side * side):
+                        one, row = owned[half * side + bit // side], item % HEAD * side + bit % side
+                        if seen[bit]:
+                            assert one >= 0
+                            times[index * group + item // HEAD, row, one] += 1
+    assert not times[:, rows:].any()
+    return times[:, :rows], parts
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -45,13 +56,15 @@ def walked(layout, pairs, group):
 def test_each_block_is_walked_once(block, seed, kept, causal, monkeypatch):
     for name, value in ("KEPT", kept), ("LONGEST", 5), ("SHORTER", 2):
         monkeypatch.setattr(_pairs, name, value)
+    monkeypatch.setattr(_pieces, "KEPT", kept)
     layout = random_layout(seed, block)
     heads = layout.to_dense().shape[0]
     for group in {1, heads}:
         pairs = key_pairs(layout._crow, layout._col, layout._num_cols, block, group, 2, causal)
         times, parts = walked(layout, pairs, group)
         want = layout.to_dense().long()
-        want = want.repeat_interleave(block[0] // SIDE, 1).repeat_interleave(block[1] // SIDE, 2)
+        piece = piece_of(block)
+        want = want.repeat_interleave(block[0] // piece, 1).repeat_interleave(block[1] // piece, 2)
         assert torch.equal(times, want.tril() if causal else want)
         assert torch.equal(pairs.parts, parts)
 
@@ -85,8 +98,8 @@ def test_walks_are_cut_and_little_is_walked_alone(turns):
     assert 5 * count[:, 2:].sum() < kept
 
 
-@pytest.mark.parametrize(("tokens", "mixed"), [(4096, 4), (8192, 2), (16384, 1)])
-def test_programs_come_by_lists_and_the_longest_first(tokens, mixed):
+@pytest.mark.parametrize("tokens", [4096, 8192])
+def test_programs_come_by_lists_and_the_longest_first(tokens):
     layout = BlockSparseLayout.local_strided(16, tokens, 64, 8, 16)
     pairs = key_pairs(layout._crow, layout._col, layout._num_cols, (64, 64), 4, 1, True)
     count = pairs.begin.diff().view(-1, 4)
@@ -94,11 +107,12 @@ def test_programs_come_by_lists_and_the_longest_first(tokens, mixed):
     lists = pairs.owners[:, 0]
     used = int((lists >= 0).sum())
     assert (lists[used:] == -1).all()
+    assert pairs.real.tolist() == [used]
     assert not steps[used:].any()
-    sections = lists[:used] // mixed
+    sections = lists[:used]
     assert (sections.diff() >= 0).all()
     windows = max(tokens // 64 // _pairs.WINDOW, 1)
-    for one in range(4 // mixed):
+    for one in range(4):
         rises = (steps[:used][sections == one] // _pairs.ALIKE).diff() > 0
         assert rises.sum() < windows
 

@@ -61,7 +61,7 @@ def describe(platform: Platform) -> None:
                 ("dq", backward_dq_shape(*choice, False, True)),
             ):
                 print(f"    {kind}: {_shown(shape)}")
-            if suits_hopper_backward(platform, head_dim, dtype.itemsize, 64, 64):
+            if suits_hopper_backward(platform, head_dim, dtype.itemsize):
                 stages = hopper_backward_tile(head_dim).stages
                 print(f"    backward for Hopper: 64 queries x 128 keys, {stages} stages")
             tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize, 64)

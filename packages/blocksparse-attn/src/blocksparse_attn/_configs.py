@@ -336,6 +336,11 @@ def suits_any_hopper(platform: Platform, head_dim: int, itemsize: int) -> bool:
     )
 
 
+# pairs of small blocks, as 32 heads have over 32k tokens in blocks of 16: more would need too much
+# memory for a moment
+MOST_PIECES = 2**27
+
+
 def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
     """Say whether the backward for Hopper serves calls of a form; the portable one has the rest.
 
@@ -344,14 +349,24 @@ def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
     """
     return (
         suits_hopper_backward(
-            detect(x.q.device), max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(),
-            pattern.block_q, pattern.block_k,
+            detect(x.q.device), max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size()
         )
         and x.block_table is None
         and pattern.rows * pattern.block_q < 2**22  # as many as items can tell apart
+        and has_few_pieces(
+            1 if pattern.is_shared else x.q.shape[-2], pattern.rows, pattern.cols,
+            pattern.block_q, pattern.block_k,
+        )
         and not repeats()
         and (x.cu_seqlens_q is not None or is_covered(pattern, x.k.shape[-3], 1))
     )  # fmt: skip
+
+
+def has_few_pieces(heads: int, rows: int, cols: int, block_q: int, block_k: int) -> bool:
+    """Say whether lists can be made of so many blocks, should all be kept, if they are small."""
+    piece = min(block_q, block_k)
+    pieces = heads * (rows * block_q // piece) * (cols * block_k // piece)
+    return piece >= 64 or pieces <= MOST_PIECES
 
 
 def is_covered(pattern: Pattern, tokens: int, sequences: int) -> bool:
@@ -370,11 +385,9 @@ def repeats() -> bool:
     )
 
 
-def suits_hopper_backward(
-    platform: Platform, head_dim: int, itemsize: int, block_q: int, block_k: int
-) -> bool:
+def suits_hopper_backward(platform: Platform, head_dim: int, itemsize: int) -> bool:
     """Say whether the backward for Hopper takes calls of a form, by the wider head dimension."""
-    return suits_any_hopper(platform, head_dim, itemsize) and block_q % 64 == block_k % 64 == 0
+    return suits_any_hopper(platform, head_dim, itemsize)
 
 
 @functools.cache

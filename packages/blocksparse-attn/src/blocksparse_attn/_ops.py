@@ -19,8 +19,9 @@ from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
 from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
 from ._forms import interpreted, is_plain, is_watched
-from ._lists import Lists, ListSpec
-from ._pairs import Pairs, sizes_of
+from ._lists import ListSpec
+from ._pairs import sizes_of
+from ._pieces import SIDE, piece_of
 from ._plans import lists_for, make_lists, spec_of, walks_lists
 from .layout import BlockSparseLayout
 
@@ -31,8 +32,7 @@ _OPTIONS = "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool 
 
 torch.library.define(
     "blocksparse_attn::plan",
-    f"({_LAYOUT}, SymInt group, SymInt head_dim, int itemsize, bool causal, str kind) "
-    "-> (Tensor begin, Tensor whole, Tensor items, Tensor members)",
+    f"({_LAYOUT}, SymInt group, SymInt head_dim, int itemsize, bool causal, str kind) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
@@ -72,14 +72,14 @@ def _spec(
 
 def _plan(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
-) -> Lists | Pairs:
+) -> list[Tensor]:
     spec = _spec(crow, block_q, block_k, rows_alike, *rest)
-    return make_lists(crow, col, cols, (block_q, block_k), spec)
+    return list(make_lists(crow, col, cols, (block_q, block_k), spec))
 
 
 def _plan_fake(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     spec = _spec(crow, block_q, block_k, rows_alike, *rest)
     if spec.paired:
         return _pairs_fake(crow, col, cols, (block_q, block_k), spec)
@@ -88,25 +88,27 @@ def _plan_fake(
     lists = cdiv(heads, spec.group) * (1 if spec.by_key else cdiv(spec.group, spec.pack))
     owners = lists * max(cdiv(blocks, max(spec.span // side, 1)), 1)
     bound = col.shape[0] * col.shape[1] + 1
-    return (
+    return [
         crow.new_empty((owners + 1,), dtype=torch.int64),
         crow.new_empty((owners,), dtype=torch.int64),
         crow.new_empty((bound,), dtype=torch.int32),
         crow.new_empty((bound,), dtype=torch.int32),
-    )
+    ]
 
 
 def _pairs_fake(
     crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     heads, nnz = col.shape
-    blocks, programs, entries = sizes_of(heads, nnz, cols, block_size, spec.group, spec.pack)
-    return (
+    pieces, programs, entries = sizes_of(heads, nnz, cols, block_size, spec.group, spec.pack)
+    return [
         crow.new_empty((4 * programs + 1,), dtype=torch.int64),
-        crow.new_empty((blocks,), dtype=torch.int64),
+        crow.new_empty((pieces,), dtype=torch.int64),
         crow.new_empty((entries + 1,), dtype=torch.int32),
-        crow.new_empty((programs, 3), dtype=torch.int32),
-    )
+        crow.new_empty((programs, 1 + 2 * SIDE // piece_of(block_size)), dtype=torch.int32),
+        crow.new_empty((1,), dtype=torch.int32),
+        crow.new_empty((entries + 1,), dtype=torch.int32),
+    ]
 
 
 # ---- attention

@@ -21,7 +21,8 @@ from ._configs import (
 )
 from ._forms import interpreted
 from ._lists import Lists, ListSpec, key_lists, query_lists
-from ._pairs import SIDE, Pairs, key_pairs
+from ._pairs import Pairs, key_pairs
+from ._pieces import SIDE
 
 if TYPE_CHECKING:
     from .layout import BlockSparseLayout
@@ -157,11 +158,11 @@ def lists_for(
         return plans[key]
     if torch.compiler.is_compiling():
         # tracing must not keep what it makes
-        result: tuple[Tensor, ...] = torch.ops.blocksparse_attn.plan.default(
+        made = torch.ops.blocksparse_attn.plan.default(
             layout._crow, layout._col, layout._num_cols, *layout._block_size, layout._rows_alike,
             *key[1:], kind,
         )  # fmt: skip
-        return result
+        return tuple(made)
     spec = spec_of(
         kind, detect(layout.device), head_dim, itemsize, *layout._block_size, group,
         layout.is_shared, layout._rows_alike, causal,

@@ -339,15 +339,16 @@ class BlockSparseLayout:
             backward: plan for gradients too. Default: False.
             paged: their keys are in pages. Default: False.
         """
-        from ._configs import suits_hopper_backward
+        from ._configs import has_few_pieces, suits_hopper_backward
         from ._plans import lists_for, walks_lists
 
         if walks_lists(self.device):
             kinds = ["portable" if paged else "tall", "short"]
             if backward:
                 kinds += ["dq", "dkdv"]
-                form = head_dim, dtype.itemsize, *self._block_size
-                if suits_hopper_backward(detect(self.device), *form):
+                form = detect(self.device), head_dim, dtype.itemsize
+                blocks = self._crow.shape[0], self.num_rows, self._num_cols, *self._block_size
+                if suits_hopper_backward(*form) and has_few_pieces(*blocks):
                     kinds.append("pairs")
             for kind in kinds:
                 lists_for(self, kind, heads_q // heads_k, head_dim, dtype.itemsize, causal)

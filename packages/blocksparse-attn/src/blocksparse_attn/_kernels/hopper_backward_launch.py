@@ -7,7 +7,8 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import hopper_backward_tile, is_covered, padded_head_dim
-from .._pairs import SIDE, lists_at_once
+from .._pairs import heads_at_once
+from .._pieces import SIDE, piece_of
 from .backward_rows import CONSTANTS, ROWS, Rows
 from .hopper_backward import hopper_backward_kernel
 from .hopper_backward_round import PIECE, prepare_kernel, round_kernel
@@ -60,13 +61,14 @@ def launch_backward_hopper(
         q.new_empty(SIDE * slots * width, dtype=torch.float32)
         for slots, width in ((slots_q, wide), (slots_k, wide), (slots_k, wide_v))
     )
-    begin, parts, items, owners = walk
+    parts, owners = walk[1], walk[3]
     constants, scale = plan.constants, plan.options.softmax_scale
     lists = plan.heads_k if constants["PER_HEAD"] else 1
-    programs, list_blocks = owners.shape[0], parts.shape[0] // lists
-    blocks_q = plan.extent_q // SIDE
+    list_pieces = parts.shape[0] // lists
+    piece = piece_of((plan.pattern.block_q, plan.pattern.block_k))
+    blocks_q = cdiv(plan.extent_q, SIDE)
     sizes = tokens_q, tokens_k
-    widths = {"WIDTH": wide, "WIDTH_V": wide_v, "num_warps": 4}
+    widths = {"TOKENS": piece, "WIDTH": wide, "WIDTH_V": wide_v, "num_warps": 4}
     prepare = plan.launch(
         prepare_kernel, rows.dlse is not None, constants, ("PER_HEAD", *CONSTANTS), None,
         BLOCK=ROWS, PIECE=PIECE, num_stages=1, **widths,
@@ -76,13 +78,14 @@ def launch_backward_hopper(
         grid,
         (*rows, dq_sums, dk_sums, dv_sums, parts, cu_seqlens),
         (
-            *rows.numbers, plan.heads_q, plan.batch, plan.heads_k, tokens_k, tiles_k, list_blocks,
+            *rows.numbers, plan.heads_q, plan.batch, plan.heads_k, tokens_k, tiles_k, list_pieces,
             slots_k, cdiv(pieces, grid), pieces,
         ),
     )  # fmt: skip
     launch = plan.launch(
         hopper_backward_kernel, None, constants, ("GROUP", "IS_CAUSAL", "PER_HEAD"), None,
         MapLaunch,
+        PIECE=piece,
         HEAD_DIM=wide,
         HEAD_DIM_V=wide_v,
         STAGES=tile.stages,
@@ -93,18 +96,22 @@ def launch_backward_hopper(
     strides, maps = plan.maps
     if strides != dout.stride():
         columns = wide, wide, wide_v, wide_v, wide, wide_v
-        maps = [MapForm(t, SIDE, plan.is_packed, n) for t, n in zip(mapped, columns, strict=True)]
+        # pieces are copied panel by panel
+        maps = [
+            MapForm(t, piece, plan.is_packed, n if piece == SIDE else PANEL)
+            for t, n in zip(mapped, columns, strict=True)
+        ]
         plan.maps = dout.stride(), maps
     launch(
-        programs * (plan.heads_k // lists) * plan.batch,
+        # as many as there might be
+        owners.shape[0] * (plan.heads_k // lists) * plan.batch,
         (
             *[form(t) for form, t in zip(maps, mapped, strict=True)],
-            dq_sums, dk_sums, dv_sums, inputs.lse2, inputs.delta, begin, parts, items, owners,
-            cu_seqlens,
+            dq_sums, dk_sums, dv_sums, inputs.lse2, inputs.delta, *walk, cu_seqlens,
         ),
         (
-            scale, programs, plan.heads_k, lists_at_once(blocks_q), *sizes, tiles_q, tiles_k,
-            blocks_q, list_blocks,
+            scale, plan.batch, plan.heads_k, heads_at_once(blocks_q), *sizes, tiles_q, tiles_k,
+            blocks_q, list_pieces,
         ),
     )  # fmt: skip
     names = "PER_HEAD", "HEAD_DIM", "HEAD_DIM_V"
@@ -114,6 +121,6 @@ def launch_backward_hopper(
         (dq_sums, dk_sums, dv_sums, dq, dk, dv, parts, cu_seqlens),
         (
             scale, slots_q, plan.batch, plan.heads_q, plan.heads_k, *sizes, tiles_q, tiles_k,
-            list_blocks,
+            list_pieces,
         ),
     )  # fmt: skip

@@ -19,11 +19,11 @@ PIECE = 2048
 
 
 @triton.jit
-def _tile(sums_ptr, WIDTH: tl.constexpr):
-    """Load 64 x WIDTH sums, in the order in which ``add_to_memory`` left them."""
-    sums = tl.load(sums_ptr + tl.arange(0, 64 * WIDTH))
-    sums = tl.permute(tl.reshape(sums, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-    return tl.reshape(sums, (64, WIDTH))
+def _tile(sums_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load sums in the order in which ``add_to_memory`` left 64 rows, and ``add_pieces`` fewer."""
+    sums = tl.load(sums_ptr + tl.arange(0, ROWS * WIDTH))
+    sums = tl.permute(tl.reshape(sums, (WIDTH // 8, ROWS // 16, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    return tl.reshape(sums, (ROWS, WIDTH))
 
 
 @triton.jit
@@ -41,34 +41,34 @@ def _store(gradient, pointer, token, inside, head, heads, first, WIDTH: tl.const
 
 
 @triton.jit
-def _owned_keys(
-    place, parts_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks,
-    PER_HEAD: tl.constexpr,
+def _locate(
+    place, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles
 ):  # fmt: skip
-    """Return ``(is_there, token, inside, head, parts)`` of a block of keys, and who owns it.
+    """Return ``(tile, is_owned, start, head, seqlen_k)`` of 64 keys.
 
-    Keys behind the layout's last block, and padding around the sequences, are nobody's.
+    Tile -1 is none at all. Padding around the sequences is nobody's.
     """
     tile, sequence, head, _q_start, start, _seqlen_q, seqlen_k = locate_keys(
         place, cu_seqlens_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, 1, SIDE,
         False,
     )  # fmt: skip
-    owned_ptr = parts_ptr + tile
-    if PER_HEAD:
-        owned_ptr += head * list_blocks
-    is_listed = (tile >= 0) & (tile < list_blocks) & (sequence >= 0) & (sequence < batch)
-    parts = tl.load(owned_ptr, mask=is_listed, other=0)
-    rows = tile * SIDE + tl.arange(0, SIDE)
-    token = start + rows
     if cu_seqlens_ptr is None:
-        token += sequence.to(tl.int64) * tokens_k
-    return tile >= 0, token, rows < seqlen_k, head, parts
+        start += sequence.to(tl.int64) * tokens_k
+    return tile, (tile >= 0) & (sequence >= 0) & (sequence < batch), start, head, seqlen_k
+
+
+@triton.jit
+def _parts(parts_ptr, piece, is_owned, head, list_pieces, PER_HEAD: tl.constexpr):
+    """Return how many programs own a piece; keys behind the layout's last are nobody's."""
+    if PER_HEAD:
+        parts_ptr += head * list_pieces
+    return tl.load(parts_ptr + piece, mask=is_owned & (piece < list_pieces), other=0)
 
 
 @triton.jit(
     do_not_specialize=[
         "tokens_q", "rows", "stride_dob", "stride_dos", "stride_doh", "heads_q", "batch",
-        "heads_k", "tokens_k", "tiles_k", "list_blocks", "slots_k", "share", "pieces",
+        "heads_k", "tokens_k", "tiles_k", "list_pieces", "slots_k", "share", "pieces",
     ],
     do_not_specialize_on_alignment=[
         "out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr", "delta_ptr", "lse2_ptr", "parts_ptr",
@@ -79,15 +79,16 @@ def prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sums_ptr, dk_sums_ptr,
     dv_sums_ptr, parts_ptr, cu_seqlens_ptr,
     tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q, batch, heads_k, tokens_k, tiles_k,
-    list_blocks, slots_k, share, pieces,
+    list_pieces, slots_k, share, pieces,
     PER_HEAD: tl.constexpr,  # lists of each key head, or one for all
+    TOKENS: tl.constexpr,  # tokens of the layout's blocks, up to 64
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,  # columns of sums
     ROW_BYTES_V: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of some rows, and set to 0 a share of the sums, of dk and dv by blocks.
 
-    Of these it is those to which several programs will add.
+    Of these it is those to which programs will add.
     """
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     number_rows(
@@ -101,13 +102,16 @@ def prepare_kernel(
         _clear(dq_sums_ptr, PIECE)
         dq_sums_ptr += PIECE
     if place < slots_k:
-        is_there, _token, _inside, _head, parts = _owned_keys(
-            place, parts_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles_k,
-            list_blocks, PER_HEAD,
-        )  # fmt: skip
-        if is_there & (parts > 1):
-            _clear(dk_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH), SIDE * WIDTH)
-            _clear(dv_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH_V), SIDE * WIDTH_V)
+        tile, is_owned, _start, head, _seqlen_k = _locate(
+            place, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles_k
+        )
+        for i in tl.static_range(SIDE // TOKENS):
+            piece = tile * (SIDE // TOKENS) + i
+            parts = _parts(parts_ptr, piece, is_owned, head, list_pieces, PER_HEAD)
+            if parts > TOKENS // SIDE:
+                at = place.to(tl.int64) * SIDE + i * TOKENS
+                _clear(dk_sums_ptr + at * WIDTH, TOKENS * WIDTH)
+                _clear(dv_sums_ptr + at * WIDTH_V, TOKENS * WIDTH_V)
 
 
 @triton.jit
@@ -128,45 +132,52 @@ def _round_queries(
     sums_ptr += place.to(tl.int64) * (SIDE * WIDTH)
     if is_alive:
         for half in tl.static_range(2):
-            dq = _tile(sums_ptr + half * (SIDE * WIDTH // 2), WIDTH // 2) * scale
+            dq = _tile(sums_ptr + half * (SIDE * WIDTH // 2), SIDE, WIDTH // 2) * scale
             _store(dq, dq_ptr, token, inside, head, heads_q, half * (WIDTH // 2), HEAD_DIM)
 
 
 @triton.jit
 def _round_keys(
     place, dk_sums_ptr, dv_sums_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
-    scale, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks,
-    PER_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    scale, batch, heads_k, tokens_q, tokens_k, tiles, list_pieces,
+    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of dk and dv, unless a program wrote it that alone owned it."""
-    is_there, token, inside, head, parts = _owned_keys(
-        place, parts_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, list_blocks,
-        PER_HEAD,
-    )  # fmt: skip
-    if is_there & (parts > 1):
-        dk = _tile(dk_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH), WIDTH) * scale
-        _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
-        dv = _tile(dv_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH_V), WIDTH_V)
-        _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
-    if is_there & (parts == 0):
-        dk = tl.zeros([SIDE, WIDTH], tl.float32)
-        _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
-        dv = tl.zeros([SIDE, WIDTH_V], tl.float32)
-        _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
+    """Write 64 keys' dk and dv, but for a block that a program wrote which alone owned it."""
+    tile, is_owned, start, head, seqlen_k = _locate(
+        place, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles
+    )
+    for i in tl.static_range(SIDE // TOKENS):
+        piece = tile * (SIDE // TOKENS) + i
+        parts = _parts(parts_ptr, piece, is_owned, head, list_pieces, PER_HEAD)
+        rows = piece * TOKENS + tl.arange(0, TOKENS)
+        inside = (rows >= 0) & (rows < seqlen_k)
+        token = start + rows
+        if parts > TOKENS // SIDE:
+            at = place.to(tl.int64) * SIDE + i * TOKENS
+            dk = _tile(dk_sums_ptr + at * WIDTH, TOKENS, WIDTH) * scale
+            _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
+            dv = _tile(dv_sums_ptr + at * WIDTH_V, TOKENS, WIDTH_V)
+            _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
+        if parts == 0:
+            dk = tl.zeros([TOKENS, WIDTH], tl.float32)
+            _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
+            dv = tl.zeros([TOKENS, WIDTH_V], tl.float32)
+            _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
 
 
 @triton.jit(
     do_not_specialize=[
         "scale", "slots_q", "batch", "heads_q", "heads_k", "tokens_q", "tokens_k", "tiles_q",
-        "tiles_k", "list_blocks",
+        "tiles_k", "list_pieces",
     ],
     do_not_specialize_on_alignment=["parts_ptr", "cu_seqlens_ptr"],
 )  # fmt: skip
 def round_kernel(
     dq_sums_ptr, dk_sums_ptr, dv_sums_ptr, dq_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
-    scale, slots_q, batch, heads_q, heads_k, tokens_q, tokens_k, tiles_q, tiles_k, list_blocks,
+    scale, slots_q, batch, heads_q, heads_k, tokens_q, tokens_k, tiles_q, tiles_k, list_pieces,
     PER_HEAD: tl.constexpr,  # lists of each key head, or one for all
+    TOKENS: tl.constexpr,  # tokens of the layout's blocks, up to 64
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,  # columns of sums
 ):  # fmt: skip
@@ -180,6 +191,6 @@ def round_kernel(
     else:
         _round_keys(
             place - slots_q, dk_sums_ptr, dv_sums_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
-            scale, batch, heads_k, tokens_q, tokens_k, tiles_k, list_blocks,
-            PER_HEAD, HEAD_DIM, HEAD_DIM_V, WIDTH, WIDTH_V,
+            scale, batch, heads_k, tokens_q, tokens_k, tiles_k, list_pieces,
+            PER_HEAD, TOKENS, HEAD_DIM, HEAD_DIM_V, WIDTH, WIDTH_V,
         )  # fmt: skip

@@ -24,20 +24,33 @@ MADE = gl.constexpr(12)
 STEP_FIELDS = gl.constexpr(4)
 SUMS = gl.constexpr(0)
 REACH = gl.constexpr(1)
+# of pieces: as positions in the sequence, and which sees which
+BITS = gl.constexpr(2)
 # 1 if a query sees one key more than the query ahead of it
 SLOPE = gl.constexpr(3)
 
 
 @gluon.jit
-def probabilities(s, lse2, fields, factor, W: gl.constexpr, MASKED: gl.constexpr):
+def probabilities(
+    s, lse2, fields, positions, factor, W: gl.constexpr, MASKED: gl.constexpr, PIECE: gl.constexpr
+):  # fmt: skip
     """Return the probabilities of scores [keys, queries]."""
     S: gl.constexpr = s.type.layout
     p = gl.exp2(s * factor - lse2[None, :])
     if MASKED:
-        keys = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        rows = gl.arange(0, ROWS, gl.SliceLayout(0, S)) * pick(fields, SLOPE)
-        rows += pick(fields, REACH + W)
-        p = gl.where(keys[:, None] <= rows[None, :], p, 0.0)
+        row = gl.arange(0, ROWS, gl.SliceLayout(0, S))
+        reach = row * pick(fields, SLOPE)
+        if PIECE == ROWS:
+            reach += pick(fields, REACH + W)
+            visible = positions[:, None] <= reach[None, :]
+        else:
+            reach += pick(fields, REACH)
+            key = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+            SIDE: gl.constexpr = ROWS // PIECE
+            bits = (pick(fields, BITS) >> (16 * W)) >> (key // PIECE * SIDE)
+            is_kept = ((bits[:, None] >> (row // PIECE)[None, :]) & 1) != 0
+            visible = is_kept & (positions[:, None] <= reach[None, :])
+        p = gl.where(visible, p, 0.0)
     return p
 
 
@@ -77,9 +90,9 @@ def add_dq(dq_ptr, sums, dq, W: gl.constexpr, HEAD_DIM: gl.constexpr):
 @gluon.jit
 def walk(
     dk, dv, s, last, turn, both, total, steps, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
-    fields_s, q_full, dout_full, factor,
-    W: gl.constexpr, MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    STAGES: gl.constexpr,
+    fields_s, q_full, dout_full, positions, factor,
+    W: gl.constexpr, MASKED: gl.constexpr, PIECE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what so many blocks of queries contribute that both warpgroups multiply.
 
@@ -105,7 +118,7 @@ def walk(
         dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
         fields = fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
         lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
-        p = probabilities(s, lse2, fields, factor, W, MASKED)
+        p = probabilities(s, lse2, fields, positions, factor, W, MASKED, PIECE)
         p_v = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
         dv = hopper.warpgroup_mma(p_v, dout, dv, is_async=True)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
@@ -145,8 +158,9 @@ def walk(
 @gluon.jit
 def walk_apart(
     dk, dv, s, turn, total, steps, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, fields_s,
-    q_full, dout_full, factor,
-    W: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
+    q_full, dout_full, positions, factor,
+    W: gl.constexpr, PIECE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what so many blocks of queries contribute of which this warpgroup has every second one.
 
@@ -175,7 +189,7 @@ def walk_apart(
         dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
         fields = fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
         lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
-        p = probabilities(s, lse2, fields, factor, W, True)
+        p = probabilities(s, lse2, fields, positions, factor, W, True, PIECE)
         p_v = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
         dv = hopper.warpgroup_mma(p_v, dout, dv, is_async=True)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
