@@ -35,6 +35,7 @@ class Inputs:
     layout: BlockSparseLayout
     density: float
     needed_bytes: int
+    first: int  # keys that every query sees in as many products, in steps of 128
     expected: dict[str, torch.Tensor] | None = None
 
 
@@ -72,10 +73,11 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
     last = dense[:, (case.seqlen - 1) // case.block]
     needed = int(last.view(case.heads_k, group, -1).any(1).sum())
     needed_bytes = needed * case.block * case.head_dim * 2 * 2 * case.batch
+    density = layout.density(case.seqlen)
     return Inputs(
         draw(queries, case.heads_q), draw(case.seqlen, case.heads_k),
-        draw(case.seqlen, case.heads_k), draw(queries, case.heads_q), layout,
-        layout.density(case.seqlen), needed_bytes,
+        draw(case.seqlen, case.heads_k), draw(queries, case.heads_q), layout, density, needed_bytes,
+        max(round(density * case.seqlen / 2 / 128), 1) * 128,
     )  # fmt: skip
 
 
@@ -89,7 +91,7 @@ def compared(case: Case) -> tuple[list[int], list[int]]:
 
 
 @torch.no_grad()
-def reference(case: Case, inputs: Inputs, dense: bool) -> dict[str, torch.Tensor]:
+def reference(case: Case, inputs: Inputs, sees: str) -> dict[str, torch.Tensor]:
     """Return ``out``, and for the backward ``dq``, ``dk`` and ``dv``, in fp32."""
     q, k, v, dout = (x.float() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     names = ["out"] if case.way == "fwd" else ["out", "dq", "dk", "dv"]
@@ -106,7 +108,9 @@ def reference(case: Case, inputs: Inputs, dense: bool) -> dict[str, torch.Tensor
                 rows = slice(first, min(first + CHUNK, q.shape[1]))
                 position = torch.arange(rows.start, rows.stop, device=q.device) + offset
                 seen = key <= position[:, None]
-                if not dense:
+                if sees == "first":
+                    seen = (key < inputs.first).expand_as(seen)
+                if sees == "layout":
                     seen &= kept[position // case.block][:, key // case.block]
                 scores = (q[b, rows, h] @ k[b, :, hk].t()).mul_(scale)
                 p = torch.softmax(scores.masked_fill_(~seen, -math.inf), -1)
@@ -124,24 +128,26 @@ def reference(case: Case, inputs: Inputs, dense: bool) -> dict[str, torch.Tensor
 
 
 def check(
-    case: Case, inputs: Inputs, got: tuple[torch.Tensor, ...], dense: bool
+    case: Case, inputs: Inputs, got: tuple[torch.Tensor, ...], sees: str
 ) -> tuple[str, float]:
     """Return whether a result is right, and its largest relative error; NaN never passes."""
-    if dense and inputs.density < 1.0:
+    if sees == "first":
+        expected = reference(case, inputs, sees)
+    elif sees == "causal" and inputs.density < 1.0:
         key = case.seqlen, case.seqlen_q, case.batch, case.heads_q, case.heads_k, case.way
         if key not in _dense:
-            _dense[key] = reference(case, inputs, True)
+            _dense[key] = reference(case, inputs, "causal")
         expected = _dense[key]
     else:
         if inputs.expected is None:
-            inputs.expected = reference(case, inputs, False)
+            inputs.expected = reference(case, inputs, "layout")
         expected = inputs.expected
     names = ("out",) if case.way == "fwd" else ("dq", "dk", "dv")
     worst = 0.0
     heads_q, heads_k = compared(case)
     for name, x in zip(names, got, strict=True):
         heads = heads_k if name in ("dk", "dv") else heads_q
-        want = expected[name][:, :, heads]
+        want = expected[name][:, : x.shape[1], heads]
         error = float((x[:, :, heads].float() - want).norm() / want.norm())
         worst = max(worst, error if error == error else math.inf)
     return ("ok" if worst <= TOLERANCE else "wrong"), worst

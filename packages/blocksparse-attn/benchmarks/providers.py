@@ -22,7 +22,7 @@ class Provider:
 
     name = ""
     label = ""
-    is_dense = False  # it computes the causal whole
+    sees = "layout"  # or "causal", the whole; or "first", keys that come to as many products
 
     def unavailable(self, device: str) -> str | None:
         """Return why it cannot run here."""
@@ -82,7 +82,7 @@ class Portable(Provider):
 
 class Dense(Provider):
     name, label = "dense", "flash-attn-triton, dense"
-    is_dense = True
+    sees = "causal"
 
     def unavailable(self, device: str) -> str | None:
         return import_error("flash_attn_triton")
@@ -103,7 +103,7 @@ class Fa3(Provider):
     """
 
     name, label = "fa3", "FlashAttention-3, dense"
-    is_dense = True
+    sees = "causal"
 
     def unavailable(self, device: str) -> str | None:
         return import_error("fa3") if device == "cuda" else "needs a CUDA device"
@@ -120,9 +120,27 @@ class Fa3(Provider):
         return lambda: fa3.bwd(inputs.dout, q, k, v, out, lse, causal=True)
 
 
+class Fa3Short(Fa3):
+    """What FlashAttention-3 takes for as many products as the layout keeps, in walks as short."""
+
+    name, label = "fa3-short", "FlashAttention-3, as many products"
+    sees = "first"
+
+    def prepare(self, case: Case, inputs: Inputs) -> Run:
+        import fa3
+
+        if case.family != "pattern":
+            raise UnsupportedError("stands beside the patterns")
+        q, k, v = inputs.q, inputs.k[:, : inputs.first], inputs.v[:, : inputs.first]
+        if case.way == "fwd":
+            return lambda: (fa3.fwd(q, k, v, causal=False)[0],)
+        out, lse = fa3.fwd(q, k, v, causal=False)
+        return lambda: fa3.bwd(inputs.dout, q, k, v, out, lse, causal=False)
+
+
 class Cudnn(Provider):
     name, label = "cudnn", "cuDNN (SDPA), dense"
-    is_dense = True
+    sees = "causal"
 
     def unavailable(self, device: str) -> str | None:
         return None if device == "cuda" else "needs a CUDA device"
@@ -185,5 +203,6 @@ def import_error(module: str) -> str | None:
 
 
 PROVIDERS: dict[str, Provider] = {
-    provider.name: provider for provider in (Ours(), Portable(), Dense(), Fa3(), Cudnn(), Flex())
+    provider.name: provider
+    for provider in (Ours(), Portable(), Dense(), Fa3(), Fa3Short(), Cudnn(), Flex())
 }
