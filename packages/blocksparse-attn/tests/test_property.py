@@ -24,6 +24,7 @@ from ._numerics import (
     BLOCKS,
     Packed,
     Shape,
+    assert_alike,
     check,
     make_case,
     make_packed,
@@ -163,5 +164,9 @@ def test_strides(data, form, device):
         for name, t in case.inputs.items()
     }
     grad = data.draw(st.booleans(), label="grad")
-    got = apart(run, case.with_inputs(**views), grad=grad)
-    assert_same(got, apart(run, case, grad=grad))
+    got, want = apart(run, case.with_inputs(**views), grad=grad), apart(run, case, grad=grad)
+    if device.type == "cuda":
+        # the backward for Hopper adds in any order
+        assert_alike(got.values(), want.values())
+    else:
+        assert_same(got, want)
