@@ -69,15 +69,21 @@ class Portable(Provider):
         if case.family == "decode":
             raise UnsupportedError("is what ours is")
         layout = copy.copy(inputs.layout)  # not planned yet
-        before, _configs.HOPPER = _configs.HOPPER, False
-        try:
-            run = with_autograd(
-                case, inputs, lambda q, k, v: blocksparse_attn_func(q, k, v, layout)
-            )
-            run()  # what is planned now is kept with the layout, and a backward with its forward
-        finally:
-            _configs.HOPPER = before
-        return run
+        run = None
+
+        def portable() -> tuple[torch.Tensor, ...]:
+            nonlocal run
+            # at every call, as a graph that is captured plans anew
+            before, _configs.HOPPER = _configs.HOPPER, False
+            try:
+                run = run or with_autograd(
+                    case, inputs, lambda q, k, v: blocksparse_attn_func(q, k, v, layout)
+                )
+                return run()
+            finally:
+                _configs.HOPPER = before
+
+        return portable
 
 
 class Dense(Provider):
