@@ -206,6 +206,18 @@ def test_pieces_of_queries_that_see_nothing_may_be_nan(causal, backward):
     assert_same(run(case.with_inputs(q=bad)), run(case))
 
 
+def test_pieces_of_queries_that_keep_what_lies_behind_the_end_may_be_nan(backward):
+    """They keep that alone, and others of their 64 queries keep its neighbours."""
+    backward()
+    kept = torch.zeros(1, 10, 10, dtype=torch.bool)
+    kept[:, 1:3, :6] = kept[:, 2:4, 7] = True
+    case = make_case(Shape(1, 100, 100, 2, 1, 64), torch.bfloat16, "cpu", causal=False)
+    case = case.with_options(layout=BlockSparseLayout.from_dense(kept, 16))
+    bad = case.inputs["q"].clone()
+    bad[:, :16] = bad[:, 48:] = math.nan
+    assert_same(run(case.with_inputs(q=bad)), run(case))
+
+
 @pytest.mark.parametrize("block", [(64, 64), (16, 16)], ids=str)
 def test_other_sequences_are_not_read(block, backward):
     backward()

@@ -117,6 +117,20 @@ def test_programs_come_by_lists_and_the_longest_first(tokens):
         assert rises.sum() < windows
 
 
+def test_many_programs_of_many_rows():
+    """Bounds of both, multiplied twice, are more than int64 holds."""
+    rows, nnz, turns = 2**16 - 1, 600_000, 64
+    crow = torch.arange(rows + 1)[None]
+    col = torch.full((1, nnz), -1)
+    col[0, :rows] = torch.arange(rows)
+    pairs = key_pairs(crow, col, rows, (64, 64), 1, turns, True)
+    count = int(pairs.real)
+    assert count == cdiv(rows, 2)
+    assert (pairs.owners[:count, 0] == 0).all()
+    assert (pairs.owners[count:] == -1).all()
+    assert pairs.begin[4 * count] == pairs.begin[-1] == rows
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("group", [1, 2])
 def test_operators_know_the_sizes(block, group):

@@ -230,7 +230,8 @@ def _order(
         0, program, torch.where(used, row, rows), "amin"
     )
     windows = rows // WINDOW + 1
-    section = torch.where(of_list < 0, programs, of_list)
+    # those that there are not come last; as their number they would take the key beyond int64
+    section = torch.where(of_list < 0, of_list.amax() + 1, of_list)
     longest = rows * programs
     key = (section * windows + first // WINDOW) * longest + (longest - 1 - length)
     return key.sort(stable=True).indices

@@ -11,7 +11,14 @@ which ``hopper_backward_round`` brings it.
 
 from .gluon_compat import gl, gluon, hopper, mbarrier, tma
 from .hopper import EMPTY, LOG2E, barrier_sync, barriers, coordinates
-from .hopper_backward_lists import find_block, find_item, find_items, find_program, find_seen
+from .hopper_backward_lists import (
+    find_block,
+    find_item,
+    find_items,
+    find_kept,
+    find_program,
+    find_seen,
+)
 from .hopper_backward_pieces import add_pieces, copy_keys, copy_queries, key_positions, tiles
 from .hopper_backward_steps import (
     BITS,
@@ -51,8 +58,8 @@ def _produce(
     q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, lse2_s, delta_s, fields_s,
     q_full, k_full, v_full, dout_full, lse2_ptr, delta_ptr, items_ptr, bits_ptr, owned_ptr,
     whole_at, whole, partial_at, partial, alone_0_at, alone_0, alone_1_at, alone_1,
-    block_0, block_1, seen, low, high, sequence, head_k, start, len_q, len_k, row_at, row_pitch,
-    sums_at, sums_pitch,
+    block_0, block_1, seen, kept, low, high, sequence, head_k, start, len_q, len_k, row_at,
+    row_pitch, sums_at, sums_pitch,
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, PER_HEAD: gl.constexpr, RAGGED: gl.constexpr,
     PIECE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -94,6 +101,8 @@ def _produce(
             fields = gl.where(field == REACH, len_k - 1 - block_0 * ROWS, fields)
             fields = gl.where(field == REACH + 1, len_k - 1 - block_1 * ROWS, fields)
         fields = gl.where(field == SLOPE, 1 if IS_CAUSAL else 0, fields)
+        # who sees nothing but what lies behind the end sees nothing
+        bits &= kept
         stage = turn % STAGES
         if turn >= STAGES:
             _wait_for_room(EMPTY + stage, turn - STAGES < both)
@@ -277,7 +286,10 @@ def hopper_backward_kernel(
         seen_0 = gl.where(whole + partial + alone_0 > 0, block_0, NO_BLOCK)
         seen_1 = gl.where(whole + partial + alone_1 > 0, block_1, NO_BLOCK)
         seen = -1
+        kept = -1
         if PIECE < ROWS:
+            if not IS_CAUSAL:
+                kept = find_kept(owned_ptr, len_k, PIECE)
             ahead = gl.maximum(len_k - len_q, 0)
             if (ahead > 0) | (len_k < rows * ROWS):
                 seen = find_seen(items_ptr, bits_ptr, whole_at, whole, ahead, len_k, PIECE)
@@ -334,9 +346,10 @@ def hopper_backward_kernel(
                     q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, lse2_s, delta_s,
                     fields_s, q_full, k_full.index(0), v_full.index(0), dout_full, lse2_ptr,
                     delta_ptr, items_ptr, bits_ptr, owned_ptr, whole_at, whole, partial_at,
-                    partial, alone_0_at, alone_0, alone_1_at, alone_1, seen_0, seen_1, seen, low,
-                    high, sequence, head_k, start, len_q, len_k, row_at, tokens_q, sums_at, tiles_q,
-                    GROUP, IS_CAUSAL, PER_HEAD, RAGGED, PIECE, HEAD_DIM, HEAD_DIM_V, STAGES,
+                    partial, alone_0_at, alone_0, alone_1_at, alone_1, seen_0, seen_1, seen, kept,
+                    low, high, sequence, head_k, start, len_q, len_k, row_at, tokens_q, sums_at,
+                    tiles_q, GROUP, IS_CAUSAL, PER_HEAD, RAGGED, PIECE, HEAD_DIM, HEAD_DIM_V,
+                    STAGES,
                 )),
             ],
             [4, 1],

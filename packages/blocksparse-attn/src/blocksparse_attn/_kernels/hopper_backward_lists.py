@@ -60,6 +60,18 @@ def find_block(owned_ptr, parts_ptr, len_k, alone, PIECE: gl.constexpr):
 
 
 @gluon.jit
+def find_kept(owned_ptr, len_k, PIECE: gl.constexpr):
+    """Return the bits of the pieces of keys that the sequence has."""
+    SIDE: gl.constexpr = ROWS // PIECE
+    kept = 0
+    for i in gl.static_range(2 * SIDE):
+        piece = gl.load(owned_ptr + i)
+        mine = gl.where((piece >= 0) & (piece * PIECE < len_k), 2**SIDE - 1, 0)
+        kept |= mine << (i // SIDE * 16 + i % SIDE * SIDE)
+    return kept
+
+
+@gluon.jit
 def find_seen(items_ptr, bits_ptr, first, count, start, len_k, PIECE: gl.constexpr):
     """Return a bit for each piece of keys that some query sees, of these items' that there are.
 
