@@ -35,7 +35,7 @@ class Inputs:
     layout: BlockSparseLayout
     density: float
     needed_bytes: int
-    first: int  # keys that every query sees in as many products, in steps of 128
+    first: int  # see ``first_keys``
     expected: dict[str, torch.Tensor] | None = None
 
 
@@ -55,6 +55,11 @@ def make_layout(case: Case, device: str) -> BlockSparseLayout:
     kept = kept.repeat_interleave(side, 1).repeat_interleave(side, 2)
     count = math.ceil(case.seqlen / case.block)
     return BlockSparseLayout.from_dense(kept[:, :count, :count].tril().to(device), case.block)
+
+
+def first_keys(density: float, seqlen: int) -> int:
+    """Return how many keys come to about as many products: steps of 128, as of tiles."""
+    return max(round(density * seqlen / 2 / 128), 1) * 128
 
 
 def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
@@ -77,7 +82,7 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
     return Inputs(
         draw(queries, case.heads_q), draw(case.seqlen, case.heads_k),
         draw(case.seqlen, case.heads_k), draw(queries, case.heads_q), layout, density, needed_bytes,
-        max(round(density * case.seqlen / 2 / 128), 1) * 128,
+        first_keys(density, case.seqlen),
     )  # fmt: skip
 
 

@@ -344,8 +344,9 @@ MOST_PIECES = 2**27
 def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
     """Say whether the backward for Hopper serves calls of a form; the portable one has the rest.
 
-    It adds to gradients in no fixed order, so it is not for whom PyTorch promises what repeats. Of
-    packed calls, whose lengths are no part of the form, it serves those that ``is_covered`` says.
+    It adds to gradients in no fixed order, so it is not for whom PyTorch promises what repeats. It
+    serves what ``is_covered``: of packed calls, whose lengths are no part of the form, that is
+    asked at each.
     """
     return (
         suits_hopper_backward(

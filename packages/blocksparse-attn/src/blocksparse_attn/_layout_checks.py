@@ -35,6 +35,19 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def check_heads(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any) -> None:
+    """Check the heads of the calls that a layout of ``num_heads`` is prepared for."""
+    for name, value in (("heads_q", heads_q), ("heads_k", heads_k), ("head_dim", head_dim)):
+        check_count(name, value, 1)
+    if heads_q % heads_k != 0:
+        raise ValueError(
+            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
+            f"heads_k {heads_k}"
+        )
+    if num_heads not in (1, heads_q):
+        raise ValueError(f"heads of layout must be 1 or heads_q, {heads_q}, got {num_heads}")
+
+
 def check_local_strided(
     num_heads: Any, max_seqlen: Any, local_blocks: Any, vert_stride: Any, head_range: Any
 ) -> tuple[int, int]:

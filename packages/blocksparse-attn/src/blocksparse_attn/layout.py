@@ -16,6 +16,7 @@ from ._layout_checks import (
     check_block_size,
     check_count,
     check_csr,
+    check_heads,
     check_local_strided,
     check_mask,
     validate_csr,
@@ -338,10 +339,14 @@ class BlockSparseLayout:
             causal: their mask. Default: True.
             backward: plan for gradients too. Default: False.
             paged: their keys are in pages. Default: False.
+
+        Raises:
+            TypeError, ValueError: if the numbers are no heads of calls that the layout fits.
         """
         from ._configs import has_few_pieces, suits_hopper_backward
         from ._plans import lists_for, walks_lists
 
+        check_heads(self._num_heads, heads_q, heads_k, head_dim)
         if walks_lists(self.device):
             kinds = ["portable" if paged else "tall", "short"]
             if backward:
