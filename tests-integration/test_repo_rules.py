@@ -22,25 +22,6 @@ LAYERS = {
 }
 REQUIRED = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "tests"]
 REQUIRED_OF_KERNELS = ["tests/MUTATIONS.md", "benchmarks"]
-# the same in every package that has them: a helper is copied, never imported across wheels
-SHARED_FILES = (
-    *(f"tests/{name}" for name in ("_budget.py", "_gpus.py", "_views.py", "conftest.py")),
-    *(f"tests/{name}" for name in ("_gluon.py", "_gluon_machine.py")),
-    *(f"src/*/{name}" for name in ("_arguments.py", "_forms.py", "_kernels/runtime.py")),
-    *(
-        f"src/*/_kernels/{name}.py"
-        for name in (
-            "gluon_compat",
-            "hopper",
-            "hopper_assembly",
-            "hopper_encode",
-            "hopper_gradients",
-            "hopper_maps",
-            "hopper_softmax",
-            "hopper_tickets",
-        )
-    ),
-)
 
 
 def packages(root):
@@ -143,13 +124,6 @@ def asserts(root):
                 yield f"{package.name}: {path}:{node.lineno}"
 
 
-def copies_that_differ(root):
-    for name in SHARED_FILES:
-        copies = [path for package in packages(root) for path in package.glob(name)]
-        if len({path.read_bytes() for path in copies}) > 1:
-            yield f"{name} differs between {', '.join(str(p.relative_to(root)) for p in copies)}"
-
-
 def lacks_a_required_file(root):
     kernels = kernel_packages(root)
     for package in packages(root):
@@ -213,7 +187,6 @@ RULES = [
     imports_kernels_eagerly,
     uses_what_is_banned,
     asserts,
-    copies_that_differ,
     lacks_a_required_file,
     changelog_disagrees_with_version,
     tells_to_install_from_an_index,
@@ -257,7 +230,6 @@ def small(tmp_path):
                 f"{base}/src/{module}/_kernels/__init__.py": "",
                 f"{base}/src/{module}/_ops.py": "def f():\n    from ._kernels import forward\n",
                 f"{base}/src/{module}/_configs.py": "from attn_common import cdiv\n",
-                f"{base}/src/{module}/_forms.py": "x = 1",
                 f"{base}/tests/MUTATIONS.md": "",
                 f"{base}/benchmarks/bench_a.py": "",
             }
@@ -289,8 +261,6 @@ BREACHES = [
     (uses_what_is_banned, f"{SRC}/_kernels/x.py", "p = tl.advance(p)"),
     (uses_what_is_banned, f"{SRC}/_kernels/x.py", "@triton.autotune([])"),
     (asserts, f"{SRC}/api.py", "def f(x):\n    assert x"),
-    (copies_that_differ, "packages/a/tests/conftest.py", "x = 2"),
-    (copies_that_differ, f"{SRC}/_forms.py", "x = 2"),
     (lacks_a_required_file, "packages/c/pyproject.toml", ""),
     (lacks_a_required_file, "packages/a/LICENSE", "another text"),
     (changelog_disagrees_with_version, f"{SRC}/__init__.py", '__version__ = "1.1.0"'),

@@ -23,7 +23,7 @@ from blocksparse_attn import (
 from blocksparse_attn._call import Options, Tensors
 from torch import Tensor
 
-from ._budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
+from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
 
 Block = tuple[int, int]
 BLOCKS: list[Block] = list(itertools.product((16, 32, 64, 128), repeat=2))

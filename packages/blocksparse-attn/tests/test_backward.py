@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ._budget import DTYPES, assert_no_worse_than_eager
+from ._linked.budget import DTYPES, assert_no_worse_than_eager
 from ._numerics import (
     BLOCKS,
     PATTERNS,

@@ -17,7 +17,7 @@ from blocksparse_attn import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._budget import Maker, assert_same
+from ._linked.budget import Maker, assert_same
 from ._numerics import Packed, Shape, make_case, make_packed, paged, run
 
 pytestmark = pytest.mark.eager

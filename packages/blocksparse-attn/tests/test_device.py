@@ -9,7 +9,7 @@ import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func
 
-from ._budget import Maker, assert_same, offsets
+from ._linked.budget import Maker, assert_same, offsets
 from ._numerics import (
     Case,
     Packed,

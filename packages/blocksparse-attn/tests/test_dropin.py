@@ -15,7 +15,7 @@ from blocksparse_attn import (
     get_sparse_attn_mask,
 )
 
-from ._budget import Maker, offsets
+from ._linked.budget import Maker, offsets
 
 pytestmark = pytest.mark.eager
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from blocksparse_attn._forms import interpreted
+from blocksparse_attn._linked.host.forms import interpreted
 
-from ._budget import DTYPES
+from ._linked.budget import DTYPES
 from ._numerics import PATTERNS, Packed, Shape, check, make_case, make_packed
 
 pytestmark = [

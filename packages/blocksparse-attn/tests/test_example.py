@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from blocksparse_attn._forms import interpreted
+from blocksparse_attn._linked.host.forms import interpreted
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "phi3_small.py"
 

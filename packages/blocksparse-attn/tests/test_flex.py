@@ -8,7 +8,7 @@ from blocksparse_attn import BlockSparseLayout, blocksparse_attention_reference,
 from blocksparse_attn.integrations.flex_attention import from_block_mask, to_block_mask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from ._budget import Maker
+from ._linked.budget import Maker
 
 pytestmark = pytest.mark.eager
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from blocksparse_attn import _configs, blocksparse_attn_func
 
-from ._budget import DTYPES, assert_same
+from ._linked.budget import DTYPES, assert_same
+from ._linked.views import VIEWS
 from ._numerics import BLOCKS, PATTERNS, Shape, check, make_case, pairs, run
-from ._views import VIEWS
 
 causal = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 

@@ -12,7 +12,7 @@ from blocksparse_attn._configs import suits_hopper
 from blocksparse_attn.reference import visible_keys
 
 from . import _numerics
-from ._budget import assert_same
+from ._linked.budget import assert_same
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
@@ -27,25 +27,25 @@ def reverse(request):
 @pytest.fixture
 def serve(monkeypatch):
     """Return a function that has one kernel serve what it may of a call, in two programs."""
-    from blocksparse_attn._kernels import hopper_launch
+    from blocksparse_attn._kernels.hopper import forward_plan
 
-    from ._gluon import Kernel
+    from ._linked.gluon import Kernel
 
     hopper = Platform.parse("nvidia:sm_90")
-    real = hopper_launch.hopper_forward_kernel
+    real = forward_plan.hopper_forward_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
     for module in (_configs, _plans):
         monkeypatch.setattr(module, "suits_hopper", lambda _, *form: suits_hopper(hopper, *form))
     # the portable kernel has its own tests, and is slow to interpret
     monkeypatch.setattr(_numerics, "takes_hopper", lambda _: False)
-    monkeypatch.setattr(hopper_launch, "processors", lambda _: 2)
+    monkeypatch.setattr(forward_plan, "processors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(hopper_launch, name, lambda _: ticket)
+        monkeypatch.setattr(forward_plan, name, lambda _: ticket)
     kernels = []
 
     def serve(reverse=True):
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_launch, "hopper_forward_kernel", kernels[-1])
+        monkeypatch.setattr(forward_plan, "hopper_forward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

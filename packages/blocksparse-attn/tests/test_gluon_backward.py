@@ -11,7 +11,7 @@ from blocksparse_attn import BlockSparseLayout, _configs, _ops, _pairs, _pieces
 from blocksparse_attn._configs import suits_hopper_backward
 from blocksparse_attn.reference import visible_keys
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 from .test_gluon import reverse
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interp
 @pytest.fixture
 def backward(monkeypatch):
     """Return a function that has one kernel serve every backward call."""
-    from blocksparse_attn._kernels import hopper_backward_launch
+    from blocksparse_attn._kernels.hopper import backward_plan
 
-    from ._gluon import Kernel
+    from ._linked.gluon import Kernel
 
     hopper = Platform.parse("nvidia:sm_90")
-    real = hopper_backward_launch.hopper_backward_kernel
+    real = backward_plan.hopper_backward_kernel
     monkeypatch.setattr(
         _configs, "suits_hopper_backward", lambda _, *form: suits_hopper_backward(hopper, *form)
     )
@@ -41,7 +41,7 @@ def backward(monkeypatch):
 
     def serve(reverse=True):
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_backward_launch, "hopper_backward_kernel", kernels[-1])
+        monkeypatch.setattr(backward_plan, "hopper_backward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

@@ -17,8 +17,9 @@ from blocksparse_attn._configs import hopper_shape, hopper_tile, takes_hopper_fo
 from blocksparse_attn._plans import spec_of
 
 from ._aot import Config, launch_forward
-from ._budget import assert_same
-from ._gpus import GPUS, absent_gpu, compiling, counting, recording
+from ._linked.budget import assert_same
+from ._linked.gpus import GPUS, absent_gpu, compiling, counting, recording
+from ._linked.views import VIEWS
 from ._numerics import (
     Packed,
     Shape,
@@ -29,7 +30,6 @@ from ._numerics import (
     run,
     takes_hopper,
 )
-from ._views import VIEWS
 
 HOPPER = "nvidia:sm_90"
 
@@ -153,7 +153,7 @@ def test_builds(kind, tmp_path):
 @pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
 def test_empty_tensors_are_not_mapped(packed, tokens_q, tokens_k):
     """The copy engine has no map of a tensor without tokens, for whatever lengths a call allows."""
-    from blocksparse_attn._kernels.hopper_launch import HopperForwardPlan
+    from blocksparse_attn._kernels.hopper.forward_plan import HopperForwardPlan
 
     q, k = (torch.empty(n, 2, 128, dtype=torch.bfloat16) for n in (tokens_q, tokens_k))
     cu = torch.zeros(3, dtype=torch.int32)
@@ -171,7 +171,7 @@ def test_empty_tensors_are_not_mapped(packed, tokens_q, tokens_k):
 def test_maps_of_packed_queries_end_with_their_tensor():
     """Calls of one form differ in the number of tokens, and may begin at the same place."""
     with absent_gpu(HOPPER):
-        from blocksparse_attn._kernels.hopper_launch import PackedForm
+        from blocksparse_attn._kernels.hopper.forward_plan import PackedForm
 
         long, short = (torch.empty(n, 2, 128, dtype=torch.bfloat16) for n in (900, 300))
         form = PackedForm(long, 64, 128)
@@ -349,7 +349,7 @@ def test_repeats_and_independence(block, device):
 @pytest.mark.device
 def test_graphs_do_not_share_a_counter(device):
     """Two graphs that were captured on one stream may run at once."""
-    from blocksparse_attn._kernels import hopper_tickets
+    from blocksparse_attn._kernels.hopper._linked import tickets
 
     case = make_case(Shape(2, 2000, 2000, 8, 8, 128), torch.bfloat16, device, "local", (64, 64))
     want = run(case, grad=False)
@@ -366,7 +366,7 @@ def test_graphs_do_not_share_a_counter(device):
     for out, lse in results:
         assert torch.equal(out, want["out"])
         assert torch.equal(lse, want["lse"])
-    assert all(int(t) == 0 for t in hopper_tickets._tickets.values())
+    assert all(int(t) == 0 for t in tickets._tickets.values())
 
 
 @pytest.mark.device

@@ -14,16 +14,16 @@ from blocksparse_attn import BlockSparseLayout, _configs, api
 from blocksparse_attn._call import Options, Pattern, Tensors
 from blocksparse_attn._configs import hopper_backward_tile, takes_hopper_backward
 from blocksparse_attn._kernels.backward_rows import ROWS, Rows
-from blocksparse_attn._kernels.hopper_backward_launch import is_worth_it, launch_backward_hopper
-from blocksparse_attn._kernels.hopper_backward_round import PIECE, prepare_kernel, round_kernel
-from blocksparse_attn._kernels.launch import BackwardInputs, Plan
+from blocksparse_attn._kernels.common import BackwardInputs, Plan
+from blocksparse_attn._kernels.hopper.backward_plan import is_worth_it, launch_backward_hopper
+from blocksparse_attn._kernels.hopper.backward_round import PIECE, prepare_kernel, round_kernel
 from blocksparse_attn._pieces import SIDE, piece_of
 
 from ._aot import Config
-from ._budget import assert_same
-from ._gpus import GPUS, absent_gpu, compiling, counting
+from ._linked.budget import assert_same
+from ._linked.gpus import GPUS, absent_gpu, compiling, counting
+from ._linked.views import VIEWS
 from ._numerics import Packed, Shape, check, make_case, make_packed, only_portable, run
-from ._views import VIEWS
 
 HOPPER = "nvidia:sm_90"
 
@@ -316,16 +316,16 @@ def served(monkeypatch, device, request):
     """Hold the kernel to the budget of the package, where there is a GPU for it."""
     if not detect(device).is_hopper:
         pytest.skip(f"{detect(device)} is not Hopper")
-    from blocksparse_attn._kernels import hopper_backward_launch
+    from blocksparse_attn._kernels.hopper import backward_plan
 
     calls = []
-    real = hopper_backward_launch.launch_backward_hopper
+    real = backward_plan.launch_backward_hopper
 
     def launched(*arguments):
         calls.append(arguments)
         return real(*arguments)
 
-    monkeypatch.setattr(hopper_backward_launch, "launch_backward_hopper", launched)
+    monkeypatch.setattr(backward_plan, "launch_backward_hopper", launched)
 
     def serve(case, function=check):
         calls.clear()

@@ -9,7 +9,7 @@ import torch
 from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn.reference import visible_keys
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
 from ._numerics import Packed, Shape, make_case, make_packed, run
 from .test_hopper import served
 

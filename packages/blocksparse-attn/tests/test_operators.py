@@ -17,13 +17,13 @@ from blocksparse_attn import (
     blocksparse_attn_func,
     blocksparse_attn_varlen_func,
 )
-from blocksparse_attn._forms import interpreted
+from blocksparse_attn._linked.host.forms import interpreted
 from blocksparse_attn._plans import lists_for
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import opcheck
 
-from ._budget import Maker
+from ._linked.budget import Maker
 from ._numerics import Packed, Shape, make_case, make_packed, paged
 
 SHAPE = Shape(2, 9, 13, 4, 2, 16, 8)

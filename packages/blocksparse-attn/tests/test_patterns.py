@@ -9,7 +9,7 @@ import torch
 from blocksparse_attn import BlockSparseLayout, blocksparse_attention_reference, patterns
 from torch.nn.functional import scaled_dot_product_attention
 
-from ._budget import Maker
+from ._linked.budget import Maker
 
 pytestmark = pytest.mark.eager
 

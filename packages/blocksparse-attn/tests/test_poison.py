@@ -7,9 +7,9 @@ import torch
 from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn.reference import visible_keys
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
+from ._linked.views import VIEWS
 from ._numerics import Packed, Shape, assert_alike, make_case, make_packed, paged, run
-from ._views import VIEWS
 
 POISON = [float("nan"), float("-inf")]
 poisons = pytest.mark.parametrize("poison", POISON, ids=str)

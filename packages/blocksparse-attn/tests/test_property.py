@@ -19,7 +19,9 @@ from blocksparse_attn import BlockSparseLayout
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ._budget import DTYPES, assert_same
+from ._linked.budget import DTYPES, assert_same
+from ._linked.tiers import HAS_GPU
+from ._linked.views import VIEWS
 from ._numerics import (
     BLOCKS,
     Packed,
@@ -32,8 +34,6 @@ from ._numerics import (
     paged,
     run,
 )
-from ._views import VIEWS
-from .conftest import HAS_GPU
 
 EXAMPLES = int(os.environ.get("BLOCKSPARSE_ATTN_EXAMPLES", "25"))
 FORMS = int(os.environ.get("BLOCKSPARSE_ATTN_FORMS", "0"))

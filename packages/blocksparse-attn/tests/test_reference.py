@@ -6,10 +6,7 @@ import math
 
 import pytest
 import torch
-from blocksparse_attn import (
-    blocksparse_attention_reference,
-    blocksparse_varlen_attention_reference,
-)
+from blocksparse_attn import blocksparse_attention_reference, blocksparse_varlen_attention_reference
 from blocksparse_attn._eager import attention_backward
 from blocksparse_attn.reference import visible_keys
 from torch.nn.functional import scaled_dot_product_attention

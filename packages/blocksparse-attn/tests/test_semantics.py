@@ -6,7 +6,7 @@ import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
 from ._numerics import Packed, Shape, check, make_case, make_packed, run
 
 SHAPE = Shape(1, 20, 33, 2, 1, 16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from blocksparse_attn import blocksparse_attn_func, blocksparse_attn_varlen_func
 
-from ._budget import DTYPES, assert_same, offsets
+from ._linked.budget import DTYPES, assert_same, offsets
 from ._numerics import Packed, check, make_packed, paged, pairs, run
 
 # prefill, a chunk, decode, several drafts, nothing

@@ -151,7 +151,7 @@ _portable_calls: list[Any] = []
 @contextlib.contextmanager
 def _portable_kernels() -> Iterator[None]:
     from flash_attn_triton import _configs, api
-    from flash_attn_triton._forms import Memory
+    from flash_attn_triton._linked.host.forms import Memory
 
     if not _portable_calls:
         _portable_calls.append(Memory())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._configs import takes_hopper_forward
-from flash_attn_triton._kernels.hopper_launch import HopperForwardPlan
-from flash_attn_triton._kernels.launch import readable
+from flash_attn_triton._kernels.common import readable
+from flash_attn_triton._kernels.hopper.forward_plan import HopperForwardPlan
 
 from ._numerics import Case
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from attn_common import detect
 from flash_attn_triton import _configs, api, flash_attn_func, flash_attn_varlen_func
-from flash_attn_triton._forms import Memory
+from flash_attn_triton._linked.host.forms import Memory
 from flash_attn_triton.reference import attention_reference, varlen_attention_reference
 from torch import Tensor
 
-from ._budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
+from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
 from ._numerics import Case, Packed, Shape, incoming, make_case, make_packed
 
 # the third element of an axis lies past 2**31, on an aligned address as before

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ._aot import BATCH, Config, launch_backward, launch_forward
-from ._gpus import GPUS, compiling, recording
+from ._linked.gpus import GPUS, compiling, recording
 
 pytestmark = pytest.mark.aot
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flash_attn_triton import _configs
 
-from ._budget import DTYPES, Maker, assert_no_worse_than_eager, assert_same
+from ._linked.budget import DTYPES, Maker, assert_no_worse_than_eager, assert_same
 from ._numerics import (
     FEATURES,
     LARGE,
@@ -121,10 +121,10 @@ def test_tiles_that_are_not_square(features, tile, device, monkeypatch):
 @pytest.mark.parametrize("heads", [(3, 3), (6, 2), (5, 1)], ids=str)
 def test_heads_that_do_not_fill_the_last_section(heads, device, monkeypatch):
     """Under a causal mask heads run in sections that fit a cache, here of a few kilobytes."""
-    from flash_attn_triton._kernels import launch
+    from flash_attn_triton._kernels import common
 
     shape = Shape(1, 20, 20, *heads, 16)
-    monkeypatch.setattr(launch, "L2_BYTES", 2 * 20 * 32 * 4)  # keys and values of two heads
+    monkeypatch.setattr(common, "L2_BYTES", 2 * 20 * 32 * 4)  # keys and values of two heads
     check(make_case(shape, torch.float32, device, ("causal",)))
 
 

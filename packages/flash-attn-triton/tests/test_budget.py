@@ -7,7 +7,7 @@ import torch
 from flash_attn_triton import flash_attn_func
 from torch import Tensor
 
-from ._budget import TF32X3_UNIT, Maker
+from ._linked.budget import TF32X3_UNIT, Maker
 
 # bits of fp32 that TF32 does not have
 LOWER = 13

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from flash_attn_triton import flash_attn_func, flash_attn_varlen_func
-from flash_attn_triton._forms import interpreted
+from flash_attn_triton._linked.host.forms import interpreted
 from torch import Tensor
 
 from ._numerics import Packed, Shape, make_case, make_packed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from flash_attn_triton import attention_reference, flash_attn_func, flash_attn_varlen_func
 
-from ._budget import Maker, assert_no_worse_than_eager, assert_same, offsets
+from ._linked.budget import Maker, assert_no_worse_than_eager, assert_same, offsets
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 
 pytestmark = pytest.mark.device

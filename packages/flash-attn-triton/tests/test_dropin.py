@@ -16,7 +16,7 @@ from flash_attn_triton import (
 )
 from torch import Tensor
 
-from ._budget import DTYPES, Maker, assert_no_worse_than_eager, offsets
+from ._linked.budget import DTYPES, Maker, assert_no_worse_than_eager, offsets
 
 LENGTHS_Q, LENGTHS_K = (3, 20, 0, 17), (9, 5, 4, 17)
 MAX_Q, MAX_K = 20, 17

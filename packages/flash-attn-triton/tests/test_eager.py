@@ -10,9 +10,9 @@ import pytest
 import torch
 from flash_attn_triton import _ops
 
-from ._budget import assert_same, offsets
+from ._linked.budget import assert_same, offsets
+from ._linked.views import VIEWS, same_values
 from ._numerics import FEATURES, Case, Packed, Shape, check, make_case, make_packed, run
-from ._views import VIEWS, same_values
 
 pytestmark = [
     pytest.mark.eager,

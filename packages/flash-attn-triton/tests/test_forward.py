@@ -8,9 +8,9 @@ import pytest
 import torch
 from flash_attn_triton import flash_attn_func
 
-from ._budget import DTYPES, assert_same
+from ._linked.budget import DTYPES, assert_same
+from ._linked.views import VIEWS
 from ._numerics import FEATURES, LARGE, MEDIUM, SMALL, Case, Shape, check, make_case, run
-from ._views import VIEWS
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 causal = pytest.mark.parametrize("features", [(), ("causal",)], ids=["full", "causal"])

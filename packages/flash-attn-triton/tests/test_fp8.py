@@ -11,9 +11,9 @@ from attn_common import detect, fp8_dtype
 from flash_attn_triton import attention_reference, flash_attn_varlen_func, triton_attention
 from torch import Tensor
 
-from ._budget import Maker, assert_no_worse_than_eager, offsets
+from ._linked.budget import Maker, assert_no_worse_than_eager, offsets
+from ._linked.tiers import INTERPRETED
 from ._numerics import Case, Shape, run_eager, run_oracle
-from .conftest import INTERPRETED
 
 # on a GPU without FP8 this whole file has nothing to test; interpreted stores to FP8 lose carries
 on_device = pytest.mark.skipif(INTERPRETED, reason="interpreted FP8 stores round wrongly")

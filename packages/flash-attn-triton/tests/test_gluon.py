@@ -8,9 +8,9 @@ import pytest
 import torch
 from flash_attn_triton import _ops, api
 from flash_attn_triton._configs import HopperTile, hopper_tile
-from flash_attn_triton._forms import Memory
+from flash_attn_triton._linked.host.forms import Memory
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
@@ -36,23 +36,24 @@ def reverse(request):
 @pytest.fixture
 def forward(monkeypatch):
     """Return a function that has one kernel serve every forward call, in two programs."""
-    from flash_attn_triton._kernels import hopper_launch, plans
+    from flash_attn_triton._kernels import plans
+    from flash_attn_triton._kernels.hopper import forward_plan
 
-    from ._gluon import Kernel
+    from ._linked.gluon import Kernel
 
-    real = hopper_launch.forward_kernel
+    real = forward_plan.forward_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(plans, "takes_hopper_forward", lambda *_: True)
-    monkeypatch.setattr(hopper_launch, "_multiprocessors", lambda _: 2)
+    monkeypatch.setattr(forward_plan, "_multiprocessors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(hopper_launch, name, lambda _: ticket)
+        monkeypatch.setattr(forward_plan, name, lambda _: ticket)
     kernels = []
 
     def serve(tile, reverse=True):
         monkeypatch.setattr(api, "_known", Memory())
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_launch, "hopper_tile", lambda *_: tile)
-        monkeypatch.setattr(hopper_launch, "forward_kernel", kernels[-1])
+        monkeypatch.setattr(forward_plan, "hopper_tile", lambda *_: tile)
+        monkeypatch.setattr(forward_plan, "forward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

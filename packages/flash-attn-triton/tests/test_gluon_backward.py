@@ -27,19 +27,20 @@ kinds = pytest.mark.parametrize("tile", ["rows", "columns", "wide"])
 @pytest.fixture
 def backward(monkeypatch, forward):
     """Return a function that has one kernel serve every backward call."""
-    from flash_attn_triton._kernels import hopper_backward_launch, launch
+    from flash_attn_triton._kernels import common
+    from flash_attn_triton._kernels.hopper import backward_plan
 
-    from ._gluon import Kernel
+    from ._linked.gluon import Kernel
 
-    monkeypatch.setattr(launch, "takes_hopper_backward", lambda *_: True)
-    real = hopper_backward_launch.backward_kernel
+    monkeypatch.setattr(common, "takes_hopper_backward", lambda *_: True)
+    real = backward_plan.backward_kernel
     kernels = []
 
     def serve(tile, reverse=True):
         forward(TILES["plain"], reverse)
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_backward_launch, "hopper_backward_tile", lambda *_: tile)
-        monkeypatch.setattr(hopper_backward_launch, "backward_kernel", kernels[-1])
+        monkeypatch.setattr(backward_plan, "hopper_backward_tile", lambda *_: tile)
+        monkeypatch.setattr(backward_plan, "backward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

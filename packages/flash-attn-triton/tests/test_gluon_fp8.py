@@ -9,7 +9,7 @@ import torch
 from flash_attn_triton import _ops
 from flash_attn_triton._configs import HopperTile, hopper_tile
 
-from ._budget import Maker, assert_same, offsets
+from ._linked.budget import Maker, assert_same, offsets
 from ._numerics import Case, Shape, run
 from .test_fp8 import assert_accurate, make
 from .test_gluon import ARRIVE_V, WAIT_V, forward, reverse

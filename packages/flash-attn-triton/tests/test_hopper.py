@@ -13,15 +13,15 @@ import triton
 from attn_common import detect
 from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._configs import HopperTile, hopper_tile, takes_hopper_forward
-from flash_attn_triton._kernels import hopper_tickets
-from flash_attn_triton._kernels.hopper_launch import HopperForwardPlan
-from flash_attn_triton._kernels.hopper_maps import MapForm
-from flash_attn_triton._kernels.launch import readable
+from flash_attn_triton._kernels.common import readable
+from flash_attn_triton._kernels.hopper._linked import tickets
+from flash_attn_triton._kernels.hopper._linked.tma import MapForm
+from flash_attn_triton._kernels.hopper.forward_plan import HopperForwardPlan
 
-from ._budget import assert_no_worse_than_eager, assert_same
-from ._gpus import GPUS, absent_gpu, compiling
+from ._linked.budget import assert_no_worse_than_eager, assert_same
+from ._linked.gpus import GPUS, absent_gpu, compiling
+from ._linked.views import VIEWS
 from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
-from ._views import VIEWS
 
 HOPPER = "nvidia:sm_90"
 LONG = hopper_tile(64, True, is_long=True)
@@ -107,7 +107,7 @@ def test_a_single_token_has_no_stride(token_stride):
     for tokens in (0, 1):
         x = torch.empty(9, 2, 128, dtype=torch.float16)
         x = x.as_strided((tokens, 2, 128), (token_stride, 128, 1))
-        assert MapForm(x, 64, True)(x).strides[1:3] == [256, 128]
+        assert MapForm(x, 64, x.shape[-1], ragged=True)(x).strides[1:3] == [256, 128]
 
 
 @pytest.mark.eager
@@ -343,4 +343,4 @@ def test_graphs_do_not_share_a_counter(device):
     for out, lse in results:
         assert torch.equal(out, want["out"])
         assert torch.equal(lse, want["lse"])
-    assert all(int(t) == 0 for t in hopper_tickets._tickets.values())
+    assert all(int(t) == 0 for t in tickets._tickets.values())

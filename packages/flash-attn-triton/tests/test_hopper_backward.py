@@ -17,17 +17,17 @@ from flash_attn_triton._configs import (
     takes_hopper_backward,
 )
 from flash_attn_triton._kernels.backward import PIECE, _row_numbers
-from flash_attn_triton._kernels.hopper_backward_dq import round_dq_kernel
-from flash_attn_triton._kernels.hopper_backward_launch import (
+from flash_attn_triton._kernels.common import BackwardInputs, Plan
+from flash_attn_triton._kernels.hopper.backward_plan import (
     is_worth_it,
     launch_backward_hopper,
     new_sums,
 )
-from flash_attn_triton._kernels.launch import BackwardInputs, Plan
-from flash_attn_triton._kernels.runtime import aligned
+from flash_attn_triton._kernels.hopper.round_dq import round_dq_kernel
+from flash_attn_triton._kernels.launch.runtime import aligned
 
-from ._budget import assert_no_worse_than_eager
-from ._gpus import GPUS, absent_gpu, compiling
+from ._linked.budget import assert_no_worse_than_eager
+from ._linked.gpus import GPUS, absent_gpu, compiling
 from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
 
 HOPPER = "nvidia:sm_90"

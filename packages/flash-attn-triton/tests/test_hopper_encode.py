@@ -9,9 +9,13 @@ import pytest
 import torch
 from attn_common import detect
 from flash_attn_triton import flash_attn_func
-from flash_attn_triton._kernels.hopper_encode import EncodedLaunch, encode_once
-from flash_attn_triton._kernels.hopper_maps import MAX_KNOWN, MapForm
-from flash_attn_triton._kernels.runtime import _compiled
+from flash_attn_triton._kernels.hopper._linked.tma import (
+    MAX_KNOWN,
+    EncodedLaunch,
+    MapForm,
+    encode_once,
+)
+from flash_attn_triton._kernels.launch.runtime import _compiled
 from triton.backends.nvidia import driver
 
 METADATA = {
@@ -71,7 +75,7 @@ def test_the_launcher_is_given_what_triton_gives_it(ragged, encoded):
     assert isinstance(kernel.run.launch, EncodedLaunch)
     shape = (300, 2, 64) if ragged else (2, 300, 2, 64)
     q, k = (torch.zeros(shape, dtype=torch.bfloat16) for _ in "qk")
-    form = MapForm(q, 64, ragged)
+    form = MapForm(q, 64, 64, ragged=ragged)
     for x, y in ((q, k), (k, q), (q, q)):
         call(of_triton, form(x), form(y), 7)
         call(kernel.run.launch, form(x), form(y), 7)
@@ -85,12 +89,12 @@ def test_a_place_is_encoded_once(encoded):
     encode_once(kernel)
     encode_once(kernel)  # nothing more to do
     q, k = (torch.zeros(1, 64, 1, 64, dtype=torch.bfloat16) for _ in "qk")
-    form = MapForm(q, 64, False)
+    form = MapForm(q, 64, 64, ragged=False)
     for _ in range(3):
         call(kernel.run.launch, form(q), form(k), 0)
     assert encoded == [q.data_ptr(), k.data_ptr()]
     # tensors of another form lie there in another way
-    other = MapForm(q.expand(1, 64, 1, 64).transpose(1, 2), 64, False)
+    other = MapForm(q.expand(1, 64, 1, 64).transpose(1, 2), 64, 64, ragged=False)
     call(kernel.run.launch, other(q.transpose(1, 2)), other(k.transpose(1, 2)), 0)
     assert len(encoded) == 4
 
@@ -99,7 +103,7 @@ def test_places_are_forgotten(encoded):
     kernel, _ = launching([])
     encode_once(kernel)
     memory = torch.zeros(MAX_KNOWN + 10, 64, 1, 64, dtype=torch.bfloat16)
-    form = MapForm(memory[:1], 64, False)
+    form = MapForm(memory[:1], 64, 64, ragged=False)
     for i in range(len(memory)):
         call(kernel.run.launch, form(memory[i : i + 1]), form(memory[:1]), 0)
     assert len(form.encoded) <= MAX_KNOWN

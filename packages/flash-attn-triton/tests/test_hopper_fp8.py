@@ -12,8 +12,8 @@ import triton
 from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._configs import takes_hopper_forward
 
-from ._gpus import GPUS, absent_gpu, compiling, counting
 from ._hopper_fp8 import E4M3, HOPPER, launch
+from ._linked.gpus import GPUS, absent_gpu, compiling, counting
 from ._numerics import Case
 
 BLOCK_N = 128

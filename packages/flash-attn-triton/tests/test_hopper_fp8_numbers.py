@@ -9,10 +9,10 @@ import torch
 from attn_common import detect
 from flash_attn_triton import varlen_attention_reference
 
-from ._budget import Maker, assert_no_worse_than_eager, assert_same, offsets
 from ._hopper_fp8 import E4M3, launch, plan
+from ._linked.budget import Maker, assert_no_worse_than_eager, assert_same, offsets
+from ._linked.views import VIEWS
 from ._numerics import Case, Shape, only_portable
-from ._views import VIEWS
 from .test_fp8 import DESCALES, assert_accurate, judged, make
 
 

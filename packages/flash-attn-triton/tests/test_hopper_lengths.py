@@ -6,7 +6,7 @@ import pytest
 import torch
 from flash_attn_triton._configs import LONG, hopper_pack
 
-from ._gpus import counting, recording
+from ._linked.gpus import counting, recording
 from .test_hopper import HOPPER, features, hopper
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import triton
 from attn_common import cdiv
-from flash_attn_triton._kernels.hopper_values import transpose_values
+from flash_attn_triton._kernels.hopper.values import transpose_values
 
-from ._budget import Maker, offsets
+from ._linked.budget import Maker, offsets
 
 BLOCK_N = 128
 

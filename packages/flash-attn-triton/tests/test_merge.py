@@ -13,7 +13,7 @@ from flash_attn_triton import (
     merge_attn_states,
 )
 
-from ._budget import DTYPES, Maker
+from ._linked.budget import DTYPES, Maker
 from ._numerics import Packed, Shape, make_case, make_packed
 
 SHAPE = Shape(2, 9, 21, 4, 2, 16)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
 
-from ._budget import Maker, assert_same
+from ._linked.budget import Maker, assert_same
 from ._numerics import Case, Packed, Shape, make_case, make_packed, run
 
 SHAPE = Shape(2, 9, 13, 4, 2, 16, 8)
@@ -398,7 +398,7 @@ def test_the_interpreter_is_asked_for_by_triton_s_variable(value, expected):
         f"""
         import os
         os.environ["TRITON_INTERPRET"] = {value!r}
-        from flash_attn_triton._forms import interpreted
+        from flash_attn_triton._linked.host.forms import interpreted
         assert interpreted() is {expected}
         """
     )

@@ -16,7 +16,7 @@ from flash_attn_triton import (
     flash_attn_varlen_qkvpacked_func,
 )
 
-from ._budget import Maker, offsets
+from ._linked.budget import Maker, offsets
 
 COMMON = [
     "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ._budget import Maker, assert_same
+from ._linked.budget import Maker, assert_same
+from ._linked.views import VIEWS
 from ._numerics import Packed, Shape, check, incoming, make_case, make_packed, run
-from ._views import VIEWS
 
 POISON = [float("nan"), float("-inf")]
 poisons = pytest.mark.parametrize("poison", POISON, ids=str)

@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ._budget import DTYPES, assert_same
+from ._linked.budget import DTYPES, assert_same
+from ._linked.views import VIEWS
 from ._numerics import FEATURES, Packed, Shape, check, compatible, make_case, make_packed, run
-from ._views import VIEWS
 
 EXAMPLES = int(os.environ.get("FLASH_ATTN_TRITON_EXAMPLES", "25"))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ._aot import Config, launch_backward, launch_forward
-from ._gpus import GPUS, counting
+from ._linked.gpus import GPUS, counting
 from ._numerics import MEDIUM, Packed, make_case, make_packed, run
 
 # one, odd, even, powers of two, multiples of 16 and not, in no order

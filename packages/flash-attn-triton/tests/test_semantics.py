@@ -9,7 +9,7 @@ import torch
 from attn_common import detect, fp8_dtype
 from flash_attn_triton import flash_attn_func
 
-from ._budget import DTYPES, Maker, assert_same
+from ._linked.budget import DTYPES, Maker, assert_same
 from ._numerics import FEATURES, MEDIUM, Case, Packed, Shape, check, make_case, make_packed, run
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

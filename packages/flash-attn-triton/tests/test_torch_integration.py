@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ._budget import Maker, assert_no_worse_than_eager, offsets
+from ._linked.budget import Maker, assert_no_worse_than_eager, offsets
 
 aten = torch.ops.aten
 

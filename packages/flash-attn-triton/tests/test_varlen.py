@@ -6,7 +6,7 @@ import pytest
 import torch
 from flash_attn_triton import flash_attn_func, flash_attn_varlen_func, validate_varlen
 
-from ._budget import DTYPES, assert_same, offsets
+from ._linked.budget import DTYPES, assert_same, offsets
 from ._numerics import FEATURES, Case, Packed, Shape, check, make_case, make_packed, run
 
 SHAPES = [
@@ -245,7 +245,7 @@ def test_seqused_k_has_no_entry_for_padding(features, device):
 
 @pytest.mark.parametrize("view", ["inside", "heads_first", "last_dim_strided"])
 def test_strides_do_not_change_a_bit(view, device):
-    from ._views import VIEWS
+    from ._linked.views import VIEWS
 
     case = make_packed(SHAPE, torch.float16, device, ("causal",))
     viewed = {name: VIEWS[view](t) for name, t in case.inputs.items()}

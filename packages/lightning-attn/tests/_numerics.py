@@ -19,10 +19,10 @@ from lightning_attn import (
     lightning_attn_func,
     lightning_attn_varlen_func,
 )
-from lightning_attn._forms import Memory
+from lightning_attn._linked.host.forms import Memory
 from torch import Tensor
 
-from ._budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
+from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
 
 # what a state is made of: values of two terms of 8 bits, of one term of TF32, of three products
 STATE_UNITS = {torch.bfloat16: 2.0**-15, torch.float16: 2.0**-10, torch.float32: TF32X3_UNIT}

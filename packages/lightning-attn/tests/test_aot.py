@@ -18,7 +18,7 @@ import pytest
 from triton.runtime.jit import KernelInterface
 
 from ._aot import LAUNCHERS, Config, launch_decode, launch_forward
-from ._gpus import GPUS, absent_gpu, compiling, recording
+from ._linked.gpus import GPUS, absent_gpu, compiling, recording
 from ._numerics import only_portable
 
 pytestmark = pytest.mark.aot

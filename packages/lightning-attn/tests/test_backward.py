@@ -6,9 +6,9 @@ import pytest
 import torch
 from lightning_attn import lightning_attn_func
 
-from ._budget import DTYPES, assert_same
+from ._linked.budget import DTYPES, assert_same
+from ._linked.views import VIEWS, same_values
 from ._numerics import DECAYS, LARGE, MEDIUM, SCHEDULES, SMALL, Case, check, make_case, run
-from ._views import VIEWS, same_values
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 

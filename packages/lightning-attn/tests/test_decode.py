@@ -6,8 +6,8 @@ import pytest
 import torch
 from lightning_attn import lightning_attention_decode_reference, lightning_attn_decode
 
-from ._budget import DTYPES, Maker, assert_no_worse_than_eager
-from ._views import VIEWS, same_values
+from ._linked.budget import DTYPES, Maker, assert_no_worse_than_eager
+from ._linked.views import VIEWS, same_values
 
 # (d, e): multiples of 16, powers of two or not, alike or not
 DIMS = [(16, 16), (48, 16), (16, 80), (128, 64), (256, 16), (16, 256)]

@@ -14,7 +14,7 @@ from lightning_attn import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._budget import Maker, offsets
+from ._linked.budget import Maker, offsets
 from ._numerics import Shape, check, make_case, run
 
 pytestmark = pytest.mark.eager
@@ -74,7 +74,7 @@ class Allocations(TorchDispatchMode):
 def test_l5_memory_is_linear_and_small(schedule):
     """A million tokens, 64 heads of 128: the old buffer of states took 17 GB, twice."""
     from ._aot import Config
-    from ._gpus import recording
+    from ._linked.gpus import recording
 
     config = Config(128, schedule=schedule)
     q = torch.empty(1, 2**20, 64, 128, dtype=torch.bfloat16, device="meta")
@@ -106,7 +106,7 @@ def test_l6_addresses_hold_64_bits():
 @pytest.mark.aot
 def test_l7_programs_divide_the_state():
     from ._aot import Config, launch_forward
-    from ._gpus import recording
+    from ._linked.gpus import recording
 
     with recording("nvidia:sm_90") as launches:
         launch_forward(Config(128))

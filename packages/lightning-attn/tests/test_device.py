@@ -13,7 +13,7 @@ from lightning_attn import (
     lightning_attn_varlen_func,
 )
 
-from ._budget import Maker, assert_no_worse_than_eager, assert_same, offsets
+from ._linked.budget import Maker, assert_no_worse_than_eager, assert_same, offsets
 from ._numerics import SCHEDULES, Packed, Shape, check, make_case, make_packed, run
 
 pytestmark = pytest.mark.device

@@ -9,14 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning_attn import (
-    _ops,
-    distributed,
-    lightning_attention_reference,
-    lightning_attn_func,
-)
+from lightning_attn import _ops, distributed, lightning_attention_reference, lightning_attn_func
 
-from ._budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager
+from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager
 
 pytestmark = pytest.mark.eager
 

@@ -12,7 +12,7 @@ from lightning_attn import (
     linear_decode_forward_triton,
 )
 
-from ._budget import Maker
+from ._linked.budget import Maker
 from ._numerics import Shape, make_case, run_eager, run_oracle
 
 pytestmark = pytest.mark.eager
@@ -57,7 +57,7 @@ def test_states_before_every_block(block_size, entries, device):
         torch.testing.assert_close(kv[:, :, i].double(), state, rtol=1e-4, atol=1e-4)
     oracle = run_oracle(case, grad=False)
     eager = run_eager(case, oracle, grad=False)
-    from ._budget import assert_no_worse_than_eager
+    from ._linked.budget import assert_no_worse_than_eager
 
     assert_no_worse_than_eager("o", out.transpose(1, 2), eager["o"], oracle["o"], eps=2.0**-21)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning_attn import _ops
 
-from ._budget import DTYPES
+from ._linked.budget import DTYPES
 from ._numerics import DECAYS, PACKED, SMALL, Shape, check, make_case, make_packed
 
 pytestmark = [

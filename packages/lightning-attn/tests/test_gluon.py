@@ -9,7 +9,7 @@ import torch
 from attn_common import Platform
 from lightning_attn import _eager, _ops, api
 from lightning_attn._configs import Tile, takes_hopper_walk
-from lightning_attn._forms import Memory
+from lightning_attn._linked.host.forms import Memory
 
 from ._numerics import Packed, Shape, check, make_case, make_packed, run
 from .test_varlen import cached
@@ -34,11 +34,12 @@ def wide_kernel(monkeypatch):
 
 
 def served(monkeypatch, block_e):
-    from lightning_attn._kernels import entry, hopper_walk_launch, schedule
+    from lightning_attn._kernels import entry, schedule
+    from lightning_attn._kernels.hopper import walk_plan
 
-    from ._gluon import Kernel
+    from ._linked.gluon import Kernel
 
-    made = Kernel(hopper_walk_launch.hopper_walk_kernel)
+    made = Kernel(walk_plan.hopper_walk_kernel)
     real = schedule.Walk.__init__
 
     def init(walk, *arguments, **options):
@@ -56,7 +57,7 @@ def served(monkeypatch, block_e):
     monkeypatch.setattr(schedule, "_walks", Memory())
     for memory in ("_forward", "_packed"):
         monkeypatch.setattr(api, memory, Memory())
-    monkeypatch.setattr(hopper_walk_launch, "hopper_walk_kernel", made)
+    monkeypatch.setattr(walk_plan, "hopper_walk_kernel", made)
     yield made
     assert made.launches
 

@@ -17,7 +17,7 @@ from lightning_attn import _configs
 from lightning_attn._configs import Tile, hopper_tile, takes_hopper_walk, walk_tile
 
 from ._aot import LAUNCHERS, Config
-from ._gpus import GPUS, compiling, recording
+from ._linked.gpus import GPUS, compiling, recording
 from ._numerics import Packed, Shape, check, make_case, make_packed, only_portable, run
 from .test_varlen import cached
 

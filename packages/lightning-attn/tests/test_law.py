@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning_attn import lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
 
-from ._budget import TF32X3_UNIT, assert_no_worse_than_eager, offsets
+from ._linked.budget import TF32X3_UNIT, assert_no_worse_than_eager, offsets
 from ._numerics import SCHEDULES, STATE_UNITS, Shape, make_case, run_eager, run_oracle
 
 pytestmark = pytest.mark.eager

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
 
-from ._budget import Maker, assert_same, offsets
+from ._linked.budget import Maker, assert_same, offsets
 from ._numerics import MEDIUM, PACKED_MEDIUM, Packed, Shape, make_case, make_packed, run
 
 pytestmark = pytest.mark.eager

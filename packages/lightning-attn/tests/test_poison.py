@@ -6,9 +6,9 @@ import pytest
 import torch
 from lightning_attn import lightning_attn_decode
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
+from ._linked.views import VIEWS
 from ._numerics import MEDIUM, PACKED_MEDIUM, SCHEDULES, make_case, make_packed, run
-from ._views import VIEWS
 
 pytestmark = pytest.mark.eager
 poisons = pytest.mark.parametrize("poison", [float("nan"), float("-inf")], ids=str)

@@ -14,9 +14,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ._budget import DTYPES, assert_same
+from ._linked.budget import DTYPES, assert_same
+from ._linked.views import VIEWS
 from ._numerics import DECAYS, SCHEDULES, Packed, Shape, check, make_case, make_packed, run
-from ._views import VIEWS
 from .test_law import in_pieces, judge
 
 EXAMPLES = int(os.environ.get("LIGHTNING_ATTN_EXAMPLES", "8"))

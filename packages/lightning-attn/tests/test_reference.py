@@ -12,7 +12,7 @@ from lightning_attn import (
     lightning_attention_reference,
 )
 
-from ._budget import Maker
+from ._linked.budget import Maker
 from ._numerics import Shape, make_case, run
 
 pytestmark = pytest.mark.eager

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning_attn import lightning_attn_func, lightning_attn_varlen_func
 
-from ._budget import assert_same, offsets
+from ._linked.budget import assert_same, offsets
 from ._numerics import MEDIUM, SCHEDULES, Shape, check, make_case, run
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)

@@ -189,7 +189,7 @@ _portable_calls: list[Any] = []
 @contextlib.contextmanager
 def _portable_kernels() -> Iterator[None]:
     from prefix_prefill import _configs, api
-    from prefix_prefill._forms import Memory
+    from prefix_prefill._linked.host.forms import Memory
 
     if not _portable_calls:
         _portable_calls.append(Memory())

@@ -11,10 +11,10 @@ import pytest
 import torch
 from attn_common import detect
 from prefix_prefill import _configs, api, dropin, paged_attention_reference, paged_attn_func
-from prefix_prefill._forms import Memory
+from prefix_prefill._linked.host.forms import Memory
 from torch import Tensor
 
-from ._budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
+from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
 
 NHD, PACKED = "nhd", "packed"
 NAN = float("nan")

@@ -17,7 +17,7 @@ import torch
 from prefix_prefill._configs import choose_splits
 
 from ._aot import Config, launch_attention, launch_cache, launch_decode, launch_merge
-from ._gpus import GPUS, compiling, recording
+from ._linked.gpus import GPUS, compiling, recording
 
 pytestmark = pytest.mark.aot
 

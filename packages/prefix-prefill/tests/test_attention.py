@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ._budget import DTYPES, assert_same
+from ._linked.budget import DTYPES, assert_same
 from ._numerics import (
     DENSE_SMALL,
     FEATURES,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from prefix_prefill import _ops, api, reshape_and_cache
-from prefix_prefill._forms import Memory
+from prefix_prefill._linked.host.forms import Memory
 
-from ._budget import DTYPES, Maker
+from ._linked.budget import DTYPES, Maker
+from ._linked.tiers import INTERPRETED
+from ._linked.views import VIEWS
 from ._numerics import PACKED, in_layout
-from ._views import VIEWS
-from .conftest import INTERPRETED
 
 LAYOUTS = pytest.mark.parametrize("layout", ["nhd", PACKED])
 FP8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]

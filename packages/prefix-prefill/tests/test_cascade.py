@@ -8,7 +8,7 @@ import pytest
 import torch
 from prefix_prefill import merge_attn_states, paged_attention_reference, shared_prefix_attn_func
 
-from ._budget import Maker, assert_no_worse_than_eager, assert_same
+from ._linked.budget import Maker, assert_no_worse_than_eager, assert_same
 from ._numerics import MEDIUM, PACKED, Case, Problem, make_case, run_eager, run_oracle
 
 OWN = ((5, 12), (1, 9), (17, 20), (1, 1))

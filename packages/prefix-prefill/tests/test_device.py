@@ -6,7 +6,7 @@ import pytest
 import torch
 from prefix_prefill import paged_attention_reference, paged_attn_func, reshape_and_cache
 
-from ._budget import assert_no_worse_than_eager, assert_same, offsets
+from ._linked.budget import assert_no_worse_than_eager, assert_same, offsets
 from ._numerics import Case, Problem, check, make_case, run
 
 pytestmark = pytest.mark.device

@@ -11,15 +11,8 @@ import pytest
 import torch
 from prefix_prefill import chunked_prefill_paged_decode, context_attention_fwd
 
-from ._budget import assert_no_worse_than_eager
-from ._numerics import (
-    PACKED,
-    Case,
-    Problem,
-    make_case,
-    run_eager,
-    run_oracle,
-)
+from ._linked.budget import assert_no_worse_than_eager
+from ._numerics import PACKED, Case, Problem, make_case, run_eager, run_oracle
 
 BOTH = pytest.mark.parametrize(
     "function", [context_attention_fwd, chunked_prefill_paged_decode], ids=lambda f: f.__name__

@@ -10,7 +10,7 @@ import pytest
 import torch
 from prefix_prefill import _ops
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
 from ._numerics import DENSE_SMALL, FEATURES, PACKED_SMALL, SMALL, check, make_case, run
 
 if _ops.interpreted():

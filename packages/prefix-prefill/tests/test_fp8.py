@@ -7,19 +7,9 @@ import torch
 from attn_common import detect, fp8_dtype
 from prefix_prefill import paged_attn_func
 
-from ._budget import Maker, assert_no_worse_than_eager, assert_same
-from ._numerics import (
-    MEDIUM,
-    PACKED,
-    Case,
-    Problem,
-    check,
-    make_case,
-    run,
-    run_eager,
-    run_oracle,
-)
-from .conftest import INTERPRETED
+from ._linked.budget import Maker, assert_no_worse_than_eager, assert_same
+from ._linked.tiers import INTERPRETED
+from ._numerics import MEDIUM, PACKED, Case, Problem, check, make_case, run, run_eager, run_oracle
 
 # interpreted stores to FP8 lose carries
 on_device = pytest.mark.skipif(INTERPRETED, reason="interpreted FP8 stores round wrongly")

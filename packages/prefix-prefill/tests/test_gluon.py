@@ -11,9 +11,9 @@ import pytest
 import torch
 from prefix_prefill import _ops, api
 from prefix_prefill._configs import hopper_tile
-from prefix_prefill._forms import Memory
+from prefix_prefill._linked.host.forms import Memory
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
 from ._numerics import NAN, Case, Problem, check, make_case, run
 
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
@@ -31,25 +31,26 @@ def reverse(request):
 @pytest.fixture
 def serve(monkeypatch):
     """Return a function that has one kernel serve what it may of a call, in two programs."""
-    from prefix_prefill._kernels import forward, hopper_prefill, tiled
+    from prefix_prefill._kernels import forward, tiled
+    from prefix_prefill._kernels.hopper import prefill_plan
 
-    from ._gluon import Kernel
+    from ._linked.gluon import Kernel
 
-    real = hopper_prefill.prefill_kernel
+    real = prefill_plan.prefill_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(forward, "takes_hopper", lambda *_: True)
     monkeypatch.setattr(tiled, "_count_processors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(hopper_prefill, name, lambda _: ticket)
+        monkeypatch.setattr(prefill_plan, name, lambda _: ticket)
     kernels = []
 
     def serve(reverse=True, block_n=32):
         monkeypatch.setattr(api, "_known", Memory())
         monkeypatch.setattr(
-            hopper_prefill, "hopper_tile", lambda d: replace(hopper_tile(d), block_n=block_n)
+            prefill_plan, "hopper_tile", lambda d: replace(hopper_tile(d), block_n=block_n)
         )
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_prefill, "prefill_kernel", kernels[-1])
+        monkeypatch.setattr(prefill_plan, "prefill_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

@@ -12,16 +12,17 @@ import triton
 from prefix_prefill import api
 from prefix_prefill._call import Options, Tensors
 from prefix_prefill._configs import MAX_ROWS, copied_keys, hopper_tile, rows_of_page, takes_hopper
-from prefix_prefill._forms import Memory
-from prefix_prefill._kernels import forward, hopper_prefill
-from prefix_prefill._kernels.hopper_prefill import as_rows
+from prefix_prefill._kernels import forward
+from prefix_prefill._kernels.hopper import prefill_plan
+from prefix_prefill._kernels.hopper.prefill_plan import as_rows
 from prefix_prefill._kernels.tiled import Tiled
+from prefix_prefill._linked.host.forms import Memory
 from torch import Tensor
 
 from ._aot import Config, launch_attention
-from ._gpus import GPUS, absent_gpu, compiling, counting, recording
+from ._linked.gpus import GPUS, absent_gpu, compiling, counting, recording
+from ._linked.views import VIEWS
 from ._numerics import Problem, check, make_case
-from ._views import VIEWS
 
 HOPPER = "nvidia:sm_90"
 HEAD_DIMS = [64, 128, 256]
@@ -184,7 +185,7 @@ def test_sequences_are_given_out_by_their_lengths(monkeypatch, device):
         return Tiled(x, options, *rest, None)
 
     monkeypatch.setattr(forward, "takes_hopper", lambda *_: True)
-    monkeypatch.setattr(hopper_prefill, "HopperTiled", stand_in)
+    monkeypatch.setattr(prefill_plan, "HopperTiled", stand_in)
     monkeypatch.setattr(api, "_known", Memory())
     lengths = ((70, 80), (64, 64), (1, 20), (65, 65), (6, 30), (5, 9))
     problem = Problem(lengths, 3, 1, 16, padding=2)

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prefix_prefill import context_attention_fwd
-from prefix_prefill._kernels import hopper_tickets
-from prefix_prefill._kernels.hopper_prefill import HopperTiled
+from prefix_prefill._kernels.hopper._linked import tickets
+from prefix_prefill._kernels.hopper.prefill_plan import HopperTiled
 from torch import Tensor
 
-from ._budget import assert_same
+from ._linked.budget import assert_same
+from ._linked.views import VIEWS
 from ._numerics import Case, Problem, check, make_case, run
-from ._views import VIEWS
 from .test_property import BATCHES, apart, bounded
 
 pytestmark = pytest.mark.device
@@ -193,7 +193,7 @@ def test_graphs_do_not_share_a_counter(device):
     torch.cuda.synchronize()
     for got in results:
         assert_same(got, want)
-    assert all(int(t) == 0 for t in hopper_tickets._tickets.values())
+    assert all(int(t) == 0 for t in tickets._tickets.values())
 
 
 LENGTH = st.tuples(st.integers(0, 300), st.sampled_from([0, 1, 15, 16, 100, 128, 333, 1000]))

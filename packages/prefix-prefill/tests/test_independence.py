@@ -5,19 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ._budget import assert_no_worse_than_eager, assert_same
-from ._numerics import (
-    MEDIUM,
-    PACKED,
-    Case,
-    Problem,
-    check,
-    make_case,
-    run,
-    run_eager,
-    run_oracle,
-)
-from ._views import VIEWS
+from ._linked.budget import assert_no_worse_than_eager, assert_same
+from ._linked.views import VIEWS
+from ._numerics import MEDIUM, PACKED, Case, Problem, check, make_case, run, run_eager, run_oracle
 
 LENGTHS = ((17, 36), (1, 21), (3, 9), (1, 50))
 

@@ -12,10 +12,10 @@ import textwrap
 import pytest
 import torch
 
-from ._budget import Maker, assert_same
+from ._linked.budget import Maker, assert_same
+from ._linked.tiers import INTERPRETED
+from ._linked.views import VIEWS
 from ._numerics import MEDIUM, PACKED, Problem, check, make_case, run
-from ._views import VIEWS
-from .conftest import INTERPRETED
 
 POISON = [float("nan"), float("inf")]
 poisons = pytest.mark.parametrize("poison", POISON, ids=str)

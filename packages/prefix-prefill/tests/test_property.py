@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ._budget import DTYPES, assert_same
+from ._linked.budget import DTYPES, assert_same
+from ._linked.views import VIEWS
 from ._numerics import FEATURES, PACKED, Problem, check, compatible, make_case, run
-from ._views import VIEWS
 
 # of an example
 BATCHES = 5

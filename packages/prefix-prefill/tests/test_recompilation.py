@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ._aot import Config, launch_attention, launch_cache, launch_decode, launch_merge
-from ._gpus import counting
+from ._linked.gpus import counting
 from ._numerics import Problem, make_case, run
 
 # one, odd, even, powers of two, multiples of 16 and not, in no order

@@ -32,8 +32,8 @@ from attn_common import Platform, detect
 from prefix_prefill import context_attention_fwd, paged_attn_func
 from prefix_prefill._configs import long_tile, short_tile
 
-from ._budget import Maker, assert_no_worse_than_eager
-from ._gpus import GPUS
+from ._linked.budget import Maker, assert_no_worse_than_eager
+from ._linked.gpus import GPUS
 from ._numerics import MEDIUM, PACKED, Problem, check, make_case, run_oracle
 from .test_dropin import judge
 

@@ -30,7 +30,7 @@ from ._configs import (
     suits_hopper_backward,
     tall_shape,
 )
-from ._forms import interpreted
+from ._linked.host.forms import interpreted
 from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
 
 CHILD = "--in-this-process"

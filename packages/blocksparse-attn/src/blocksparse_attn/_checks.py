@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import (
+from ._call import Options
+from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
     check_device,
@@ -19,7 +20,6 @@ from ._arguments import (
     is_int,
     kind,
 )
-from ._call import Options
 from .layout import BlockSparseLayout
 
 MAX_HEAD_DIM = 256

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from attn_common import cdiv, detect
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from ._arguments import on_one_device
 from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
 from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
-from ._forms import interpreted, is_plain, is_watched
+from ._linked.host.arguments import on_one_device
+from ._linked.host.forms import interpreted
+from ._linked.host.internals import is_plain_tensor, is_watched, refuse_tangents
 from ._lists import ListSpec
 from ._pairs import sizes_of
 from ._pieces import SIDE, piece_of
@@ -230,7 +230,7 @@ def checked(
     walks = _walks(x, layout, bounds, options)
     if not (planned and walks_lists(x.q.device)):
         return Checked(options, walks)
-    from ._kernels.launch import is_served_as_is
+    from ._kernels.common import is_served_as_is
     from ._kernels.plans import plan_forward
 
     if not is_served_as_is(x):  # copies come first
@@ -310,7 +310,11 @@ class _BlockSparseAttention(torch.autograd.Function):
         if ctx.planned is not None:
             x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
             plan, walks = ctx.planned
-            is_planned = not is_watched() and is_plain(dout) and (dlse is None or is_plain(dlse))
+            is_planned = (
+                not is_watched()
+                and is_plain_tensor(dout)
+                and (dlse is None or is_plain_tensor(dlse))
+            )
             if is_planned and plan.fits(x):
                 return *plan.backward(x, walks, out, lse, dout, dlse), *nothing
             walked = [list(walk) for walk in walks[2:]]
@@ -333,32 +337,11 @@ def _needs_grad(x: Tensors) -> bool:
     return torch.is_grad_enabled() and (x.q.requires_grad or x.k.requires_grad or x.v.requires_grad)
 
 
-def _has_tangent(x: Tensor) -> bool:
-    """Say whether a tensor has a tangent, at any level of torch.func's transforms."""
-    functorch = torch._C._functorch
-    unpack_dual: Any = forward_ad.unpack_dual
-    while True:
-        # unpacking has no batching rule
-        batched = functorch.is_batchedtensor(x)
-        if not batched and unpack_dual(x).tangent is not None:
-            return True
-        if not (batched or functorch.is_gradtrackingtensor(x)):
-            return False
-        x = functorch.get_unwrapped(x)
-
-
 def attention(
     x: Tensors, layout: BlockSparseLayout, bounds: Bounds, known: Checked
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
-    if forward_ad._current_level >= 0:
-        # an operator without a formula for them would drop the tangents in silence
-        for t in x[:3]:
-            if t is not None and _has_tangent(t):
-                raise NotImplementedError(
-                    "forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad) is not "
-                    "offered, got an input with a tangent"
-                )
+    refuse_tangents(*x[:3])
     walks, options, plan = known.walks, known.options, known.plan
     crow, col, pattern = layout._crow, layout._col, layout._pattern
     if _needs_grad(x):

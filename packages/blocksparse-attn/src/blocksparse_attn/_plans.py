@@ -19,7 +19,8 @@ from ._configs import (
     suits_hopper,
     tall_shape,
 )
-from ._forms import interpreted
+from ._linked.host.forms import interpreted
+from ._linked.host.internals import current_stream
 from ._lists import Lists, ListSpec, key_lists, query_lists
 from ._pairs import Pairs, key_pairs
 from ._pieces import SIDE
@@ -104,7 +105,7 @@ def stream_of(q: Any) -> int:
     """Return the stream that a call runs on, as a number; 0 where there is none to tell."""
     if torch.compiler.is_compiling() or not (isinstance(q, Tensor) and q.is_cuda):
         return 0
-    return int(torch._C._cuda_getCurrentRawStream(q.get_device()))
+    return current_stream(q.get_device())
 
 
 class Readiness(NamedTuple):

@@ -6,10 +6,11 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from . import _arguments, _checks, _ops
+from . import _checks, _ops
 from ._call import Bounds, Checked, Options, Tensors
 from ._configs import SHORT, repeats
-from ._forms import form_of
+from ._linked.host import arguments
+from ._linked.host.forms import form_of
 from ._plans import is_capturing, stream_of
 from .layout import BlockSparseLayout
 
@@ -131,8 +132,8 @@ def blocksparse_attn_varlen_func(
         NotImplementedError: on a gradient with ``block_table``; on forward-mode differentiation.
     """
     _checks.check_is_layout(layout)
-    _arguments.check_length("max_seqlen_q", max_seqlen_q)
-    _arguments.check_length("max_seqlen_k", max_seqlen_k)
+    arguments.check_length("max_seqlen_q", max_seqlen_q)
+    arguments.check_length("max_seqlen_k", max_seqlen_k)
     bounds = Bounds(max_seqlen_q, max_seqlen_k)
     # which tiles there are depends on no more than this of the longest sequence
     longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1

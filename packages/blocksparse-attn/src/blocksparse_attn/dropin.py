@@ -9,8 +9,8 @@ import torch
 from attn_common import cdiv
 from torch import Tensor, nn
 
-from . import _arguments
 from ._layout_checks import check_block_size, check_csr
+from ._linked.host import arguments
 from .api import blocksparse_attn_varlen_func
 from .layout import BlockSparseLayout
 
@@ -51,7 +51,7 @@ def blocksparse_flash_attn_varlen_fwd(
         ``[tokens_q, heads_q, head_dim_v]``.
     """
     for name, x in (("q", q), ("k", k), ("cu_seqlens_k", cu_seqlens_k)):
-        _arguments.check_tensor(name, x)
+        arguments.check_tensor(name, x)
     if not isinstance(sparse_layout, (tuple, list)) or len(sparse_layout) != 2:
         raise TypeError(f"sparse_layout must be (crow, col), got {type(sparse_layout).__name__}")
     block_q = block_size if q_block_size is None else q_block_size

@@ -11,7 +11,6 @@ from attn_common import cdiv, detect
 from torch import Tensor
 
 from ._call import Checked, Pattern
-from ._forms import Memory
 from ._layout_checks import (
     check_block_size,
     check_count,
@@ -22,6 +21,7 @@ from ._layout_checks import (
     validate_csr,
 )
 from ._layout_values import are_equal, canonical, order_sums, read, write
+from ._linked.host.forms import Memory
 from ._lists import Lists, dense_of, query_lists
 from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
 from ._plot import draw

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from . import _arguments, _checks
+from . import _checks
+from ._linked.host import arguments
 
 
 def validate_varlen(
@@ -35,11 +36,11 @@ def validate_varlen(
         ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
             argument, the index of the entry, what was expected and what came.
     """
-    _arguments.check_tensor("q", q)
-    _arguments.check_tensor("k", k)
+    arguments.check_tensor("q", q)
+    arguments.check_tensor("k", k)
     batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
-    _arguments.check_length("max_seqlen_q", max_seqlen_q)
-    _arguments.check_length("max_seqlen_k", max_seqlen_k)
+    arguments.check_length("max_seqlen_q", max_seqlen_q)
+    arguments.check_length("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
         _checks.check_block_table(q.detach(), k.detach(), k.detach(), batch, block_table)
         _checks.check_pages(k, max_seqlen_k, block_table)

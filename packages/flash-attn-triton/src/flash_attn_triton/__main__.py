@@ -18,13 +18,8 @@ from attn_common import Platform, detect, has_gluon
 from torch import Tensor
 
 from . import __version__, flash_attn_func, flash_attn_varlen_func
-from ._configs import (
-    HOPPER,
-    backward_dkdv_tile,
-    backward_dq_tile,
-    forward_tile,
-)
-from ._forms import interpreted
+from ._configs import HOPPER, backward_dkdv_tile, backward_dq_tile, forward_tile
+from ._linked.host.forms import interpreted
 from .reference import attention_reference, varlen_attention_reference
 
 CHILD = "--in-this-process"

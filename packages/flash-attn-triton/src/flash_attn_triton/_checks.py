@@ -7,7 +7,7 @@ neither wait for the device nor break a graph capture.
 import torch
 from torch import Tensor
 
-from ._arguments import (
+from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
     FP8_DTYPES,

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from ._arguments import FP8_DTYPES, on_one_device
 from ._call import Checked, Options, Tensors
 from ._eager import Grads, attention_backward, attention_forward
-from ._forms import interpreted, is_plain, is_watched
+from ._linked.host.arguments import FP8_DTYPES, on_one_device
+from ._linked.host.forms import interpreted
+from ._linked.host.internals import is_plain_tensor, is_watched, refuse_tangents
 from .reference import dropout_marked_probabilities
 
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
@@ -186,7 +186,7 @@ def plan_of(x: Tensors, options: Options, out_dtype: torch.dtype, deterministic:
     device = x.q.device.type
     if device != "cuda" and not (device == "cpu" and interpreted()):
         return None
-    from ._kernels.launch import is_served_as_is
+    from ._kernels.common import is_served_as_is
     from ._kernels.plans import plan_forward
 
     if not is_served_as_is(x):  # copies come first
@@ -218,8 +218,8 @@ class _FlashAttention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         needs = Tensors(*ctx.needs_input_grad[: len(x)])
-        is_planned = plan is not None and not is_watched() and is_plain(dout)
-        if is_planned and (dlse is None or is_plain(dlse)) and plan.fits(x):
+        is_planned = plan is not None and not is_watched() and is_plain_tensor(dout)
+        if is_planned and (dlse is None or is_plain_tensor(dlse)) and plan.fits(x):
             grads = plan.backward(x, out, lse, dout, dlse, needs.bias)
         else:
             grads = backward(
@@ -234,32 +234,11 @@ class _FlashAttention(torch.autograd.Function):
         return *by_name, None, None
 
 
-def _has_tangent(x: Tensor) -> bool:
-    """Say whether a tensor has a tangent, at any level of torch.func's transforms."""
-    functorch = torch._C._functorch
-    unpack_dual: Any = forward_ad.unpack_dual
-    while True:
-        # unpacking has no batching rule
-        batched = functorch.is_batchedtensor(x)
-        if not batched and unpack_dual(x).tangent is not None:
-            return True
-        if not (batched or functorch.is_gradtrackingtensor(x)):
-            return False
-        x = functorch.get_unwrapped(x)
-
-
 def attention(
     x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
-    if forward_ad._current_level >= 0:
-        # an operator without a formula for them would drop the tangents in silence
-        for t in x:
-            if t is not None and _has_tangent(t):
-                raise NotImplementedError(
-                    "forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad) is not "
-                    "offered, got an input with a tangent"
-                )
+    refuse_tangents(*x)
     needs_grad = torch.is_grad_enabled() and (
         x.q.requires_grad
         or x.k.requires_grad

@@ -4,7 +4,8 @@ import math
 
 from torch import Tensor
 
-from ._arguments import (
+from ._call import Options
+from ._linked.host.arguments import (
     FACTOR_MAX,
     FP8_DTYPES,
     FP32_MAX,
@@ -15,7 +16,6 @@ from ._arguments import (
     kind,
     shown,
 )
-from ._call import Options
 
 # a window of this size hides nothing, and sums of it and a position fit everywhere
 MAX_WINDOW = 2**30

@@ -7,9 +7,10 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from . import _arguments, _checks, _ops, _options
+from . import _checks, _ops, _options
 from ._call import Checked, Options, Tensors
-from ._forms import Memory, form_of
+from ._linked.host import arguments
+from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
 
@@ -222,8 +223,8 @@ def flash_attn_varlen_func(
             return_attn_probs, return_lse,
         )  # fmt: skip
         batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
-    _arguments.check_length("max_seqlen_q", max_seqlen_q)
-    _arguments.check_length("max_seqlen_k", max_seqlen_k)
+    arguments.check_length("max_seqlen_q", max_seqlen_q)
+    arguments.check_length("max_seqlen_k", max_seqlen_k)
     if known is None:
         known = _check(
             x, options, batch, max_seqlen_q, max_seqlen_k, out_dtype, deterministic, form

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from . import _arguments
+from ._linked.host import arguments
 from .api import flash_attn_varlen_func
 
 _NAMES = ("q", "k", "v")
@@ -59,23 +59,23 @@ def triton_attention(
         NotImplementedError: on FP8 where the hardware lacks it.
     """
     for name, x in zip(_NAMES, (q, k, v), strict=True):
-        _arguments.check_tensor(name, x)
+        arguments.check_tensor(name, x)
     if bias is not None:
-        _arguments.check_tensor("bias", bias)
+        arguments.check_tensor("bias", bias)
         if bias.ndim != 4 or bias.shape[0] != 1:
             raise ValueError(
                 f"bias must be [1, heads_q, max_seqlens_q, max_seqlens_k], got {list(bias.shape)}"
             )
-    sm_scale = _arguments.check_scale("sm_scale", sm_scale)
-    _arguments.check_length("max_seqlens_q", max_seqlens_q)
-    _arguments.check_length("max_seqlens_k", max_seqlens_k)
+    sm_scale = arguments.check_scale("sm_scale", sm_scale)
+    arguments.check_length("max_seqlens_q", max_seqlens_q)
+    arguments.check_length("max_seqlens_k", max_seqlens_k)
     if fp8_out_scale is not None:
-        _arguments.check_out_scale("fp8_out_scale", fp8_out_scale, q)
+        arguments.check_out_scale("fp8_out_scale", fp8_out_scale, q)
     out_dtype = _output_dtype(q, v, o, fp8_out_scale)
     descales: tuple[Tensor | None, ...] = (None, None, None)
     if fp8_scales is not None:
         if bias is not None:
-            if bias.dtype not in _arguments.FLOAT_DTYPES:
+            if bias.dtype not in arguments.FLOAT_DTYPES:
                 raise TypeError(
                     "bias must be torch.float16, torch.bfloat16 or torch.float32 with fp8_scales, "
                     f"got {bias.dtype}"
@@ -103,9 +103,9 @@ def _output_dtype(
     """Return the output's dtype, and check the output that the caller gives."""
     if o is None:
         if fp8_out_scale is not None:
-            return _arguments.check_fp8_hardware("fp8_out_scale", q.device)
-        return q.dtype if q.dtype in _arguments.FLOAT_DTYPES else None
-    _arguments.check_tensor("o", o)
+            return arguments.check_fp8_hardware("fp8_out_scale", q.device)
+        return q.dtype if q.dtype in arguments.FLOAT_DTYPES else None
+    arguments.check_tensor("o", o)
     shape = (*q.shape[:-1], *v.shape[-1:])
     if o.shape != shape:
         raise ValueError(
@@ -113,12 +113,12 @@ def _output_dtype(
         )
     if o.device != q.device:
         raise ValueError(f"o must be on the device of q, {q.device}, got {o.device}")
-    is_fp8 = o.dtype in _arguments.FP8_DTYPES
+    is_fp8 = o.dtype in arguments.FP8_DTYPES
     if is_fp8:
-        expected = _arguments.check_fp8_hardware("o", q.device)
+        expected = arguments.check_fp8_hardware("o", q.device)
         if o.dtype != expected:
             raise TypeError(f"o must be {expected} to be FP8 on this platform, got {o.dtype}")
-    elif o.dtype not in _arguments.FLOAT_DTYPES:
+    elif o.dtype not in arguments.FLOAT_DTYPES:
         raise TypeError(
             f"o must be torch.float16, torch.bfloat16, torch.float32 or FP8, got {o.dtype}"
         )
@@ -139,8 +139,8 @@ def _quantised(
         )
     if len(fp8_scales) != 4:
         raise ValueError(f"fp8_scales must hold four scales (q, k, v, p), got {len(fp8_scales)}")
-    dtype = _arguments.check_fp8_hardware("fp8_scales", q.device)
-    if q.dtype != dtype and q.dtype not in _arguments.FLOAT_DTYPES:
+    dtype = arguments.check_fp8_hardware("fp8_scales", q.device)
+    if q.dtype != dtype and q.dtype not in arguments.FLOAT_DTYPES:
         raise TypeError(
             f"q must be torch.float16, torch.bfloat16, torch.float32 or {dtype} with fp8_scales, "
             f"got {q.dtype}"
@@ -174,7 +174,7 @@ def _quantised(
 
 def _check_scale(name: str, scale: float | Tensor) -> None:
     if not isinstance(scale, Tensor):
-        _arguments.check_fp8_scale(name, scale)
+        arguments.check_fp8_scale(name, scale)
     elif not scale.dtype.is_floating_point:
         raise TypeError(f"{name} must be of a float dtype, got {scale.dtype}")
     elif scale.numel() != 1:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._arguments import check_tensor
+from ._linked.host.arguments import check_tensor
 
 
 def merge_attn_states(

@@ -7,7 +7,7 @@ assembled by autograd.
 import torch
 from torch import Tensor
 
-from ._arguments import check_tensor
+from ._linked.host.arguments import check_tensor
 from .api import Result, flash_attn_func, flash_attn_varlen_func
 
 

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from ._arguments import FP8_DTYPES
 from ._checks import check_reference
+from ._linked.host.arguments import FP8_DTYPES
 from ._options import MAX_WINDOW, check_options
 from .philox import dropout_keep_mask
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from . import _checks
-from ._arguments import check_length, check_tensor
+from ._linked.host.arguments import check_length, check_tensor
 
 
 def validate_varlen(

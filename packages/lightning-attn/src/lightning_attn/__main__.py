@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import __version__, lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
 from ._configs import decode_tile, takes_hopper_walk, walk_tile
-from ._forms import interpreted
+from ._linked.host.forms import interpreted
 from .reference import (
     lightning_attention_decode_reference,
     lightning_attention_reference,

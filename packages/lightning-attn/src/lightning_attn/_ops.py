@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from . import _eager
-from ._arguments import on_one_device
 from ._call import Checked
-from ._forms import interpreted
+from ._linked.host.arguments import on_one_device
+from ._linked.host.forms import interpreted
+from ._linked.host.internals import refuse_tangents
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay"
 
@@ -223,29 +223,6 @@ class _LightningAttention(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _has_tangent(x: Tensor) -> bool:
-    """Say whether a tensor has a tangent, at any level of torch.func's transforms."""
-    functorch = torch._C._functorch
-    unpack_dual: Any = forward_ad.unpack_dual
-    while True:
-        # unpacking has no batching rule
-        batched = functorch.is_batchedtensor(x)
-        if not batched and unpack_dual(x).tangent is not None:
-            return True
-        if not (batched or functorch.is_gradtrackingtensor(x)):
-            return False
-        x = functorch.get_unwrapped(x)
-
-
-def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Refuse forward-mode differentiation: an operator without a formula would drop tangents."""
-    if forward_ad._current_level >= 0 and any(x is not None and _has_tangent(x) for x in tensors):
-        raise NotImplementedError(
-            "forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad) is not "
-            "offered, got an input with a tangent"
-        )
-
-
 def attention(
     q: Tensor,
     k: Tensor,
@@ -348,7 +325,7 @@ def plan_forward(
     if not _has_kernels(q.device):
         return None
     from ._kernels.entry import ForwardPlan, Inputs
-    from ._kernels.runtime import is_aligned
+    from ._kernels.launch.runtime import is_aligned
 
     small = (decay, slots, has_first)
     if not all(map(is_aligned, (q, k, v))) or any(

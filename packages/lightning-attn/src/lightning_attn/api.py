@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops
-from ._arguments import check_scale, check_tensor
 from ._call import Checked
-from ._forms import Memory, form_of
+from ._linked.host.arguments import check_scale, check_tensor
+from ._linked.host.forms import Memory, form_of
 
 _forward: Memory[Checked] = Memory()
 _packed: Memory[Checked] = Memory()

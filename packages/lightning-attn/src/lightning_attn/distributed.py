@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _checks, _ops
+from ._linked.host.internals import refuse_tangents
 
 __all__ = ["lightning_attn_func"]
 
@@ -69,7 +70,7 @@ def lightning_attn_func(
     scale = _checks.check_options(scale, output_final_state, schedule)
     if initial_state is not None:
         _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
-    _ops.refuse_tangents(q, k, v, decay, initial_state)
+    refuse_tangents(q, k, v, decay, initial_state)
     if dist.get_rank(group) > 0:
         initial_state = None
     out, state = _SequenceParallel.apply(  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from einops import rearrange
 from torch import Tensor
 
 from . import _checks, _ops
-from ._arguments import check_tensor, kind
+from ._linked.host.arguments import check_tensor, kind
 from .api import lightning_attn_decode
 
 

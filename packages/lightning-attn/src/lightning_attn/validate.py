@@ -7,7 +7,7 @@ a CUDA graph cannot capture it.
 from torch import Tensor
 
 from . import _checks
-from ._arguments import check_tensor
+from ._linked.host.arguments import check_tensor
 
 
 def validate_decay(decay: Tensor) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import (
+from ._layout import PACKED_NDIM, CacheSizes, cache_sizes, is_packed
+from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
     FP8_DTYPES,
@@ -17,7 +18,6 @@ from ._arguments import (
     check_tensor,
     kind,
 )
-from ._layout import PACKED_NDIM, CacheSizes, cache_sizes, is_packed
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8

@@ -16,9 +16,9 @@ import torch
 from attn_common import Platform, cdiv, detect, has_gluon, next_power_of_2
 from torch import Tensor
 
-from ._arguments import FP32_TINY
 from ._call import Options, Tensors
 from ._layout import is_packed
+from ._linked.host.arguments import FP32_TINY
 
 # the interpreter and the MMA instructions take no smaller side
 MIN_TILE = 16

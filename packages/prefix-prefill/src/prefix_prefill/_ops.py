@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from . import _eager
-from ._arguments import on_one_device
 from ._call import Checked, Options, Tensors
-from ._forms import interpreted
+from ._linked.host.arguments import on_one_device
+from ._linked.host.forms import interpreted
 
 __all__ = [
     "attention",

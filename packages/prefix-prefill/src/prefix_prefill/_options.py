@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ._arguments import (
+from ._call import Options
+from ._linked.host.arguments import (
     FACTOR_MAX,
     FP32_MAX,
     FP32_TINY,
@@ -16,7 +17,6 @@ from ._arguments import (
     kind,
     shown,
 )
-from ._call import Options
 
 # a window of this size hides nothing, and sums of it and a position fit everywhere
 MAX_WINDOW = 2**30

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, _options
-from ._arguments import check_length
 from ._call import Checked, Tensors
-from ._forms import Memory, form_of
 from ._layout import cache_sizes
+from ._linked.host.arguments import check_length
+from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
 # how writes are launched past the operator

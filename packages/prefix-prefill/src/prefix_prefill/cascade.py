@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, _options
-from ._arguments import check_length
 from ._layout import cache_sizes
+from ._linked.host.arguments import check_length
 from .api import Result
 
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, _options
-from ._arguments import check_length, check_tensor, is_int, kind
 from ._call import Checked, Tensors
-from ._forms import Memory, form_of
 from ._layout import cache_sizes
+from ._linked.host.arguments import check_length, check_tensor, is_int, kind
+from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
 

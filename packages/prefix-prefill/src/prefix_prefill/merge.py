@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops
-from ._arguments import FLOAT_DTYPES, check_tensor
+from ._linked.host.arguments import FLOAT_DTYPES, check_tensor
 
 
 def merge_attn_states(

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from . import _checks
-from ._arguments import check_length
 from ._layout import cache_sizes
+from ._linked.host.arguments import check_length
 from ._options import check_window
 
 

@@ -14,8 +14,8 @@ from .._call import Options, Pattern, Tensors, Walks
 from .backward_dkdv import launch_dkdv
 from .backward_dq import launch_dq
 from .backward_rows import Rows, launch_rows
-from .launch import BackwardInputs, Plan, readable
-from .runtime import aligned, dense, first_columns, widened
+from .common import BackwardInputs, Plan, readable
+from .launch.runtime import aligned, dense, first_columns, widened
 
 
 def launch_gradients(
@@ -29,7 +29,7 @@ def launch_gradients(
 ) -> None:
     """Fill ``dq``, ``dk`` and ``dv``, and what they need of each row, by the kernels that serve."""
     if walks.pairs:
-        from .hopper_backward_launch import is_worth_it, launch_backward_hopper
+        from .hopper.backward_plan import is_worth_it, launch_backward_hopper
 
         must_repeat = _configs.repeats()
         if must_repeat and not walks.by_key:

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from attn_common import cdiv
 
-from .launch import NUMBERS, POINTERS
+from .._linked.host.forms import interpreted
+from .common import NUMBERS, POINTERS
 from .primitives import (
     INF,
     LOG2E,
@@ -28,7 +29,6 @@ from .primitives import (
     settle,
     tokens_of,
 )
-from .runtime import is_interpreted
 from .schedule import locate_keys
 
 
@@ -263,7 +263,7 @@ def launch_dkdv(plan, inputs, walk, dk, dv):
     tile = plan.backward_tile
     tiles = plan.tiles_k(inputs.k.shape[-3], tile.block_n)
     list_rows = cdiv(plan.extent_k, max(tile.block_n, plan.pattern.block_k))
-    settle = plan.platform.is_hopper and not is_interpreted()
+    settle = plan.platform.is_hopper and not interpreted()
     launch = plan.launch(_dkdv_kernel, None, plan.constants, None, tile, SETTLE=settle)
     launch(
         tiles * plan.heads_k * plan.grid_batch,

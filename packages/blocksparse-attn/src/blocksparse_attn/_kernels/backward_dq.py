@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .launch import NUMBERS, POINTERS
+from .common import NUMBERS, POINTERS
 from .primitives import (
     INF,
     LOG2E,

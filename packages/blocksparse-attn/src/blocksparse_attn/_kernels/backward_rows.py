@@ -9,7 +9,7 @@ import triton.language as tl
 from attn_common import cdiv
 from torch import Tensor
 
-from .launch import Plan, token_strides
+from .common import Plan, token_strides
 from .primitives import INF, LOG2E, NEG_INF, load_tile
 
 # rows per program

@@ -18,7 +18,8 @@ from attn_common import cdiv
 
 from .._configs import SHORT, short_shape, tall_shape
 from .backward import run_backward
-from .launch import NUMBERS, POINTERS, Plan, QueryTiles, processors
+from .common import NUMBERS, POINTERS, Plan, QueryTiles, processors
+from .launch.runtime import dense
 from .merge import launch_merge, store_rows
 from .primitives import (
     LOG2E,
@@ -35,7 +36,6 @@ from .primitives import (
     load_tile_transposed,
     tokens_of,
 )
-from .runtime import dense
 from .schedule import key_walk, locate_queries
 
 # programs per multiprocessor that a decode is split into, and the least steps of a program

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .._configs import SHORT
-from .launch import NUMBERS, POINTERS
+from .common import NUMBERS, POINTERS
 from .primitives import LN2, NEG_INF
 from .schedule import locate_queries
 

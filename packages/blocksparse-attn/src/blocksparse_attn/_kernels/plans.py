@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .._call import Bounds, Options, Pattern, Tensors, Walks
 from .._configs import takes_hopper_forward
+from .common import readable
 from .forward import ForwardPlan
-from .launch import readable
-from .runtime import first_columns
+from .launch.runtime import first_columns
 
 
 def plan_forward(
@@ -17,7 +17,7 @@ def plan_forward(
     Their tensors are as ``readable`` leaves them.
     """
     if takes_hopper_forward(x, pattern, options):
-        from .hopper_launch import HopperForwardPlan
+        from .hopper.forward_plan import HopperForwardPlan
 
         return HopperForwardPlan(x, pattern, options, is_kept)
     return ForwardPlan(x, pattern, options)  # type: ignore[no-untyped-call]

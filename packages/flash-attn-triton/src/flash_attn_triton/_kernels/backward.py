@@ -16,9 +16,9 @@ from .._call import Options, Tensors
 from .backward_dkdv import launch_dkdv
 from .backward_dq import launch_dq
 from .bias_gradient import launch_bias_gradient
-from .launch import BackwardInputs, Plan, readable, token_strides
+from .common import BackwardInputs, Plan, readable, token_strides
+from .launch.runtime import aligned, dense, first_columns, row_bytes, widened
 from .primitives import INF, LOG2E, NEG_INF
-from .runtime import aligned, dense, first_columns, row_bytes, widened
 
 # rows per program of the row kernel, and numbers that it sets to 0 at a time
 ROWS = 32
@@ -120,7 +120,7 @@ def _sums_of_dq(plan: Plan, q: Tensor) -> Tensor | None:
     """Return the memory in which the kernel for Hopper sums dq, if it serves the call."""
     if not plan.is_for_hopper:
         return None
-    from .hopper_backward_launch import is_worth_it, new_sums
+    from .hopper.backward_plan import is_worth_it, new_sums
 
     return new_sums(plan, q) if is_worth_it(plan, q.shape[-3]) else None
 
@@ -130,7 +130,7 @@ def launch_gradients(
 ) -> None:
     """Fill ``dq``, ``dk`` and ``dv`` by the kernels that serve the call."""
     if sums is not None:
-        from .hopper_backward_launch import launch_backward_hopper
+        from .hopper.backward_plan import launch_backward_hopper
 
         launch_backward_hopper(plan, inputs, dq, dk, dv, sums)
         return

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .._configs import backward_dkdv_tile
-from .launch import NUMBERS, POINTERS, BackwardInputs, Plan
+from .._linked.host.forms import interpreted
+from .common import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
     INF,
     count_keys,
@@ -28,7 +29,6 @@ from .primitives import (
     step_start,
     through_softcap,
 )
-from .runtime import is_interpreted
 from .schedule import locate
 
 
@@ -210,7 +210,7 @@ def launch_dkdv(plan: Plan, inputs: BackwardInputs, dk: Tensor, dv: Tensor) -> N
     tile = backward_dkdv_tile(plan.platform, plan.widest_head, plan.itemsize)
     tokens_q, tokens_k = inputs.q.shape[-3], inputs.k.shape[-3]
     tiles = plan.tiles(tokens_k, tile.block_n)
-    settle = plan.platform.is_hopper and not is_interpreted()
+    settle = plan.platform.is_hopper and not interpreted()
     plan.tiled(_dkdv_kernel, tile, SETTLE=settle)(
         tiles * plan.heads_k * plan.grid_batch,
         inputs.with_gradients(dk, dv),

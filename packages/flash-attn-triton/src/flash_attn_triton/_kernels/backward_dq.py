@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._configs import backward_dq_tile
-from .launch import NUMBERS, POINTERS, BackwardInputs, Plan
+from .common import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
     INF,
     count_keys,

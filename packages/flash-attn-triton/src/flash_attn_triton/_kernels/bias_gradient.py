@@ -13,7 +13,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import bias_gradient_tile
-from .launch import NUMBERS, POINTERS, BackwardInputs, Plan
+from .common import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
     INF,
     count_keys,

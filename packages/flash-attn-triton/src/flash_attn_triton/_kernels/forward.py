@@ -16,7 +16,8 @@ from attn_common import fp8_info
 
 from .._configs import forward_tile
 from .backward import run_backward
-from .launch import NUMBERS, POINTERS, Plan, expand_descales
+from .common import NUMBERS, POINTERS, Plan, expand_descales
+from .launch.runtime import dense
 from .primitives import (
     LN2,
     LOG2E,
@@ -33,7 +34,6 @@ from .primitives import (
     logits_of,
     step_start,
 )
-from .runtime import dense
 from .schedule import locate
 
 
@@ -229,12 +229,12 @@ class ForwardPlan(Plan):
         descales = x.q_descale, x.k_descale, x.v_descale
         self._has_descales = any(d is not None for d in descales)
         # nothing between the products and the softmax but the scale
-        is_plain = x.bias is None and x.alibi_slopes is None and options.softcap == 0.0
+        has_scale_alone = x.bias is None and x.alibi_slopes is None and options.softcap == 0.0
         no_factor = x.q_descale is x.k_descale is None
         self._launch = self.tiled(
             _forward_kernel,
             self._tile,
-            FOLD=is_plain and no_factor and options.softmax_scale >= 0,
+            FOLD=has_scale_alone and no_factor and options.softmax_scale >= 0,
             DESCALE_PER_HEAD=any(d is not None and d.numel() != 1 for d in descales),
             # e4m3fn holds 2**8, e4m3fnuz 2**7
             SHIFT=int(math.log2(fp8_info(x.q.dtype).max)) if is_fp8 else 0,

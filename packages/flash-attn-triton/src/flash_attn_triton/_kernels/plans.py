@@ -6,9 +6,9 @@ import torch
 
 from .._call import Options, Tensors
 from .._configs import takes_hopper_forward
+from .common import readable
 from .forward import ForwardPlan
-from .launch import readable
-from .runtime import first_columns
+from .launch.runtime import first_columns
 
 
 def plan_forward(
@@ -23,7 +23,7 @@ def plan_forward(
     Their tensors are as ``readable`` leaves them.
     """
     if takes_hopper_forward(x, options, out_dtype):
-        from .hopper_launch import HopperForwardPlan
+        from .hopper.forward_plan import HopperForwardPlan
 
         return HopperForwardPlan(x, options, out_dtype, deterministic, is_kept)
     return ForwardPlan(x, options, out_dtype, deterministic)  # type: ignore[no-untyped-call]

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from attn_common import cdiv
 
-from .launch import NUMBERS, POINTERS, state_strides
+from .common import NUMBERS, POINTERS, state_strides
+from .launch.runtime import Launch
 from .primitives import factor, rate_of, slot_of, state_offsets
-from .runtime import Launch
 
 if TYPE_CHECKING:
-    from .launch import Inputs, States
+    from .common import Inputs, States
     from .schedule import Walk
 
 # of a state that one program carries along

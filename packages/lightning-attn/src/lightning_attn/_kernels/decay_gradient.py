@@ -15,7 +15,8 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import padded_head_dim
-from .launch import NUMBERS, POINTERS, Inputs, run, token_strides
+from .common import NUMBERS, POINTERS, Inputs, run, token_strides
+from .launch.runtime import row_bytes
 from .primitives import (
     dot,
     dot_add,
@@ -27,7 +28,6 @@ from .primitives import (
     slot_of,
     state_offsets,
 )
-from .runtime import row_bytes
 from .schedule import Walk, product_constants, tile_of
 
 

@@ -12,9 +12,10 @@ from attn_common import cdiv, detect
 from torch import Tensor
 
 from .._configs import decode_tile, padded_head_dim
-from .launch import NUMBERS, POINTERS
+from .._linked.host.forms import ACCESS_BYTES
+from .common import NUMBERS, POINTERS
+from .launch.runtime import Launch, dense
 from .primitives import factor, rate_of
-from .runtime import ACCESS, Launch, dense
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def _layout(x: Tensor | None) -> tuple[int, int]:
     along, between = (1, stride_d) if stride_e == 1 else (0, stride_e)
     size = x.element_size()
     starts = (x.data_ptr(), *(stride * size for stride in (*outer, between)))
-    return ACCESS if all(start % ACCESS == 0 for start in starts) else size, along
+    return ACCESS_BYTES if all(start % ACCESS_BYTES == 0 for start in starts) else size, along
 
 
 class DecodePlan:

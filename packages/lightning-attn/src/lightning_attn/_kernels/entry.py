@@ -9,11 +9,11 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
+from .common import Inputs, States
 from .decay_gradient import launch_decay_gradient as decay_gradient
 from .decode import DecodePlan
 from .decode import launch_decode as decode
-from .launch import Inputs, States
-from .runtime import aligned, is_aligned
+from .launch.runtime import aligned, is_aligned
 from .schedule import Walk, walk_of
 
 __all__ = [

@@ -10,18 +10,11 @@ import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from .._configs import (
-    Tile,
-    WalkPlan,
-    padded_head_dim,
-    plan_walk,
-    takes_hopper_walk,
-    walk_tile,
-)
-from .._forms import LIMIT, Memory
+from .._configs import Tile, WalkPlan, padded_head_dim, plan_walk, takes_hopper_walk, walk_tile
+from .._linked.host.forms import LIMIT, Memory, interpreted
 from .combine import launch_combine
-from .launch import KINDS, Inputs, States, token_strides
-from .runtime import Launch, is_interpreted, row_bytes
+from .common import KINDS, Inputs, States, token_strides
+from .launch.runtime import Launch, row_bytes
 from .walk import walk_kernel
 
 
@@ -68,7 +61,7 @@ class Walk:
         self.launches: dict[Any, Launch] = {}
         self._strides: dict[bool, tuple[int, ...]] = {}
         if self._is_hopper:
-            from .hopper_walk_launch import HopperWalk  # Triton may have no Gluon
+            from .hopper.walk_plan import HopperWalk  # Triton may have no Gluon
 
             self._hopper = HopperWalk(self)
 
@@ -230,7 +223,7 @@ def product_constants(tile: Tile, is_exact: bool) -> dict[str, Any]:
         "TERMS": (tile.terms if is_exact else 1) if tile.terms else 0,
         "NARROW": tile.terms is not None,
         "PRECISION": tile.precision,
-        "UPCAST": is_interpreted(),
+        "UPCAST": interpreted(),
     }
 
 

@@ -24,7 +24,7 @@ into the state before each segment, and a second walk starts from there, all seg
 import triton
 import triton.language as tl
 
-from .launch import NUMBERS, POINTERS
+from .common import NUMBERS, POINTERS
 from .primitives import (
     clear_rows,
     dot,

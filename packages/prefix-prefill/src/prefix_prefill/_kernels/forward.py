@@ -9,8 +9,8 @@ from torch import Tensor
 from .._call import Options, Tensors
 from .._configs import hopper_tile, long_tile, short_tile, short_tokens, takes_hopper
 from .._layout import cache_sizes
-from .launch import one_form
-from .runtime import aligned, dense, is_aligned
+from .common import one_form
+from .launch.runtime import aligned, dense, is_aligned
 from .tiled import Tiled
 
 MAX_TOKENS = 2**31 - 1
@@ -79,7 +79,7 @@ class Plan:
         least_long = max(most_short + 1, least_short)
         self.long: list[Tiled] = []
         if takes_hopper(x, options):
-            from .hopper_prefill import HopperTiled
+            from .hopper.prefill_plan import HopperTiled
 
             least = max(least_long, hopper_tile(head_dim).least_tokens(group))
             if least > least_long:

@@ -12,10 +12,11 @@ from torch import Tensor
 from .._call import Options, Tensors
 from .._configs import Tile, choose_splits, padded_head_dim, processors
 from .._layout import cache_sizes
+from .._linked.host.forms import ACCESS_BYTES, interpreted
 from .attention import _paged_kernel
-from .launch import CacheForm
+from .common import CacheForm
+from .launch.runtime import Launch, row_bytes
 from .merge import _split_merge_kernel
-from .runtime import ACCESS, Launch, is_interpreted, row_bytes
 
 # windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
 MAX_WINDOW = 2**30
@@ -77,7 +78,7 @@ class Tiled:
         }
         descales = x.q_descale, x.k_descale, x.v_descale
         # nothing between the products and the softmax but the scale
-        is_plain = x.alibi_slopes is None and options.softcap == 0.0 and x.positions is None
+        has_scale_alone = x.alibi_slopes is None and options.softcap == 0.0 and x.positions is None
         no_factor = x.q_descale is x.k_descale is None
         # FP8 probabilities: e4m3fn holds 2**8, e4m3fnuz 2**7
         is_fp8 = x.q.element_size() == 1 and x.v_cache.dtype == x.q.dtype
@@ -91,27 +92,27 @@ class Tiled:
             "NEW_V_AS_K": new_strides[0] == new_strides[2],
             "ROW_BYTES": row_bytes(x.q) if x.k is None else min(row_bytes(x.q), row_bytes(x.k)),
             "OUT_BYTES": row_bytes(x.out) if wide else x.out.element_size(),
-            "PART_BYTES": ACCESS if wide else 4,
+            "PART_BYTES": ACCESS_BYTES if wide else 4,
             "V_COLUMN_RUN": cache.v_column_run,
             "HAS_LEFT": left >= 0,
             "HAS_RIGHT": right >= 0,
             "HAS_SOFTCAP": options.softcap != 0.0,
             "SIGNED_ALIBI": options.signed_alibi,
-            "FOLD": is_plain and no_factor and options.softmax_scale >= 0,
+            "FOLD": has_scale_alone and no_factor and options.softmax_scale >= 0,
             "DESCALE_PER_HEAD": any(d is not None and d.numel() != 1 for d in descales),
             "SHIFT": int(math.log2(fp8_info(x.q.dtype).max)) if is_fp8 else 0,
             "DECODE_FROM_CACHE": options.decode_from_cache,
             "FILL_TOKENS": self.fill_tokens,
             "BLOCK_N": tile.block_n,
             "PRECISION": tile.precision,
-            "UPCAST": is_interpreted(),
+            "UPCAST": interpreted(),
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
         }
         self._whole = Launch(_paged_kernel, constants)
         self._split = Launch(_paged_kernel, constants)
         self._merged_rows, chunk = (1, MERGE_CHUNK) if self.is_short else (MERGE_ROWS, 2)
-        if is_interpreted():
+        if interpreted():
             self._merged_rows, chunk = 16, 2
         merge = {"ROWS": self._merged_rows, "CHUNK": chunk, "num_warps": 4, "num_stages": 1}
         self._merge = Launch(_split_merge_kernel, {**shared, **merge})

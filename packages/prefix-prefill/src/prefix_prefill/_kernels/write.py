@@ -7,9 +7,9 @@ from torch import Tensor
 
 from .._configs import padded_head_dim
 from .cache import _reshape_and_cache_kernel
-from .launch import CacheForm, launch, one_form
+from .common import CacheForm, launch, one_form
+from .launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
 from .merge import _state_merge_kernel
-from .runtime import Launch, aligned, dense, is_aligned, row_bytes
 
 # tokens of one head that a program writes
 BLOCK_T = 16

@@ -1,0 +1,49 @@
+"""Gradients on their way out of a warpgroup's registers, on Hopper: added up, or written."""
+
+from .compat import add_out, copy_out, gl, gluon, hopper, tma
+
+# rows of a warpgroup
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def add_to_memory(pointer, values):
+    """Add a warpgroup's 64 x N numbers to memory, in the order of its registers.
+
+    That is: panels of eight columns, warp, row of eight, pair of columns, half of the warp's
+    sixteen rows, column. Every thread has four neighbours of it, a warp 512 bytes.
+    """
+    PANELS: gl.constexpr = values.shape[1] // 8
+    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
+    values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [512 * PANELS])
+    index = gl.arange(0, 512 * PANELS, values.type.layout)
+    addresses = (pointer + index).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
+        " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [addresses, values],
+        dtype=gl.int32, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def send(desc, row, staging, values):
+    """Have the copy engine add a warpgroup's 64 x N numbers to memory, in the same order.
+
+    There they are rows of 32 numbers, of which these begin at ``row``.
+    """
+    PANELS: gl.constexpr = values.shape[1] // 8
+    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
+    values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [16 * PANELS, 32])
+    tma.store_wait(0)
+    staging.store(values)
+    hopper.fence_async_shared()
+    add_out(desc, [row, 0], staging)
+
+
+@gluon.jit
+def write(gradient, desc, staging, where, WIDTH: gl.constexpr):
+    """Send a warpgroup's 64 rows of a gradient on their way."""
+    staging.reshape([ROWS, WIDTH]).store(gradient.to(staging.dtype))
+    hopper.fence_async_shared()
+    copy_out(desc, where, staging)

@@ -1,0 +1,183 @@
+"""What producer and consumers of the Hopper kernels share: barriers, rings, the order of tiles.
+
+A program stays on its multiprocessor and takes tiles from a counter until none is left. One warp
+copies tiles into shared memory, two or three warpgroups of four warps multiply. They meet at
+barriers in shared memory (``mbarrier``), and for what happens once per key tile at the sixteen
+barriers of the hardware, on which a warp arrives without waiting for the rest of its warpgroup.
+"""
+
+from .compat import gl, gluon, mbarrier
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+NEG_INF = gl.constexpr(float("-inf"))
+
+# rows of a tensor map that clips at the end of any sequence; see ``coordinates``
+RAGGED_ROWS = gl.constexpr(1 << 30)
+# tiles that the producer may be ahead, and the numbers that describe one
+SLOTS = gl.constexpr(2)
+FIELDS = gl.constexpr(8)
+FIRST_ROW = gl.constexpr(0)
+HEAD = gl.constexpr(1)
+SEQUENCE = gl.constexpr(2)
+Q_START = gl.constexpr(3)
+LEN_Q = gl.constexpr(4)
+LEN_K = gl.constexpr(5)
+# hardware barriers; Triton numbers its own from 0
+TURN = gl.constexpr(5)
+EMPTY = gl.constexpr(8)
+SEARCH_CHUNK = gl.constexpr(128)
+
+
+@gluon.jit
+def barrier_sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
+    """Arrive at a hardware barrier and wait until ``THREADS`` have arrived."""
+    lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r",
+        [lanes * 0 + number, lanes * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def barrier_arrive(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
+    """Arrive at a hardware barrier without waiting."""
+    lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r",
+        [lanes * 0 + number, lanes * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def barrier_arrive_after(sums, number, THREADS: gl.constexpr):
+    """Arrive at a hardware barrier once ``sums``, two numbers a thread, are there.
+
+    The assembler keeps the order of barriers and of waits for products, but moves arithmetic past
+    them: without this most of a softmax ends up behind the wait that it should run ahead of. So the
+    barrier's number depends on the sums, as far as the assembler can tell: no sum has those bits.
+    """
+    gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred odd;
+            .reg .b32 number, bits;
+            mov.b32 bits, $2;
+            setp.eq.b32 odd, bits, 0x7f812345;
+            selp.b32 number, 1, 0, odd;
+            mov.b32 bits, $3;
+            setp.eq.b32 odd, bits, 0x7f812345;
+            selp.b32 bits, 1, 0, odd;
+            or.b32 number, number, bits;
+            add.s32 number, number, $4;
+            bar.arrive number, $6;
+            mov.b32 $0, 0;
+            mov.b32 $1, 0;
+        }
+        """,
+        "=r,=r,f,f,r,r,r,r",
+        [sums, gl.full(sums.shape, number, gl.int32, sums.type.layout),
+         gl.full(sums.shape, THREADS, gl.int32, sums.type.layout)],
+        dtype=gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def opaque(number):
+    """Return a number of which the assembler knows nothing.
+
+    It keeps what it derives from such a number, here the address of a buffer, in uniform registers,
+    and may reuse one that was set ahead of a loop after that loop was skipped (seen in the ptxas of
+    Triton 3.6). What comes out of a shuffle it has to take anew.
+    """
+    one = gl.arange(0, 1, gl.BlockedLayout([1], [32], [4], [0]))
+    taken = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r",
+        [one + number], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return gl.sum(taken, 0)
+
+
+@gluon.jit
+def locate(ticket, batch, heads, tiles, span, last, BALANCE: gl.constexpr):
+    """Return ``(block, sequence, head)`` of a tile of queries, where all sequences have one length.
+
+    Under a causal mask the walks differ in length: ``BALANCE`` starts the longest first, within as
+    many heads (``span``) as the cache holds; the ``last`` heads are up to twice as many, so that
+    there is no small rest. Without it, neighbours are blocks of one head.
+    """
+    if BALANCE:
+        first = ticket // (span * tiles) * span
+        heads_here = span
+        if first >= batch * heads - last:
+            first = batch * heads - last
+            heads_here = last
+        place = ticket - first * tiles
+        block = tiles - 1 - place // heads_here
+        batch_head = first + place % heads_here
+    else:
+        block = ticket % tiles
+        batch_head = ticket // tiles
+    return block, batch_head // heads, batch_head % heads
+
+
+@gluon.jit
+def key_tiles(
+    first_row, len_q, len_k, window_left, window_right,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Return ``(low, left, right, high)`` in tiles of keys: what a block of queries sees.
+
+    Some row sees something of the tiles from ``low`` up to ``high``, and every row sees all of
+    those from ``left`` up to ``right``. There is always one tile, and the last is never whole: the
+    walk begins with it, and with a mask.
+    """
+    diagonal = len_k - len_q
+    last_row = gl.minimum(first_row + BLOCK_M, len_q) - 1
+    last = len_k
+    whole = len_k
+    if HAS_RIGHT:
+        last = gl.maximum(gl.minimum(last, last_row + diagonal + window_right + 1), 0)
+        whole = gl.maximum(gl.minimum(whole, first_row + diagonal + window_right + 1), 0)
+    high = gl.maximum(gl.cdiv(last, BLOCK_N), 1)
+    low = 0
+    left = 0
+    if HAS_LEFT:
+        first = gl.maximum(first_row + diagonal - window_left, 0)
+        low = gl.minimum(first // BLOCK_N, high - 1)
+        left = gl.cdiv(gl.maximum(last_row + diagonal - window_left, 0), BLOCK_N)
+    right = gl.maximum(gl.minimum(whole // BLOCK_N, high - 1), low)
+    left = gl.maximum(gl.minimum(left, right), low)
+    return low, left, right, high
+
+
+@gluon.jit
+def coordinates(sequence, head, start, size, row, RAGGED: gl.constexpr):
+    """Where row ``row`` of a sequence lies in a tensor map of five dimensions.
+
+    Rows beyond the map read as zeros and are not written. A fixed-length map has the dimensions
+    ``[1, batch, heads, tokens, head_dim]``. A ragged one has ``[x, y, heads, 2**30, head_dim]``
+    with strides that cancel: the row dimension ends where the sequence does, and the first two
+    move it there, modulo 2**64 bytes.
+    """
+    if RAGGED:
+        where = (RAGGED_ROWS, start + size, head, RAGGED_ROWS - size + row, 0)
+    else:
+        where = (0, sequence, head, start + row, 0)
+    return where
+
+
+@gluon.jit
+def field(fields, NUMBER: gl.constexpr):
+    """Return one of the numbers that describe a tile; every thread holds all of them."""
+    index = gl.arange(0, FIELDS, fields.type.layout)
+    return gl.sum(gl.where(index == NUMBER, fields, 0), 0)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, PARTIES: gl.constexpr):
+    """Make barriers in shared memory that wait for so many arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=PARTIES)
+    return made

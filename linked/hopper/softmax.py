@@ -1,0 +1,84 @@
+"""Logits, masks and the two ends of the online softmax, on accumulators of a warpgroup."""
+
+from .compat import gl, gluon
+from .pipeline import LN2, LOG2E, NEG_INF
+
+
+@gluon.jit
+def tanh(x):
+    """Hyperbolic tangent, to fp32 accuracy and without overflow."""
+    # 1 - exp cancels near 0, where the Taylor polynomial takes over
+    square = x * x
+    poly = 62.0 / 2835.0 + square * (-1382.0 / 155925.0)
+    poly = 2.0 / 15.0 + square * (-17.0 / 315.0 + square * poly)
+    near = x + x * square * (-1.0 / 3.0 + square * poly)
+    decay = gl.exp2(gl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - decay) / (1.0 + decay)
+    far = gl.where(x < 0, -far, far)
+    return gl.where(gl.abs(x) < 0.35, near, far)
+
+
+@gluon.jit
+def logits_of(
+    s, rows, cols, scale, softcap, slope, HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr
+):  # fmt: skip
+    """Turn products into base-2 logits where more than a factor lies between the two."""
+    if HAS_SOFTCAP:
+        s = tanh(s * (scale / softcap)) * (softcap * LOG2E)
+    elif HAS_ALIBI:
+        s = s * (scale * LOG2E)
+    if HAS_ALIBI:
+        s -= gl.abs(rows[:, None] - cols[None, :]).to(gl.float32) * (slope * LOG2E)
+    return s
+
+
+@gluon.jit
+def mask(
+    s, rows, cols, len_k, window_left, window_right,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """Hide the keys that a row does not see; ``rows`` count from the one that faces key 0."""
+    if HAS_RIGHT:
+        visible = cols[None, :] <= gl.minimum(rows + window_right, len_k - 1)[:, None]
+    else:
+        visible = (cols < len_k)[None, :]
+    if HAS_LEFT:
+        visible &= cols[None, :] >= (rows - window_left)[:, None]
+    return gl.where(visible, s, NEG_INF)
+
+
+@gluon.jit
+def row_sums(e):
+    """Sum each row as far as one thread holds it: four numbers a row."""
+    ROWS: gl.constexpr = e.shape[0]
+    PARTS: gl.constexpr = e.shape[1] // 8
+    return gl.sum(gl.sum(gl.reshape(e, [ROWS, PARTS, 4, 2]), 1), 2)
+
+
+@gluon.jit
+def start_softmax(s, factor):
+    """Return the maxima, partial sums and exponentials of a block of queries' first tile."""
+    m = gl.max(s, 1) * factor
+    # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+    e = gl.exp2(s * factor - gl.where(m == NEG_INF, 0.0, m)[:, None])
+    return m, row_sums(e), e
+
+
+@gluon.jit
+def finish_softmax(m, l, head, is_padding, sinks_ptr):
+    """Return what a row's output is multiplied with, whether it saw no key, and its LSE."""
+    sums = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    shrink = 1.0
+    if sinks_ptr is not None:
+        # a key without a value
+        sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+        sink = gl.where(is_padding, NEG_INF, sink)
+        top = gl.maximum(m, sink)
+        pivot = gl.where(top == NEG_INF, 0.0, top)
+        shrink = gl.exp2(m - pivot)
+        sums = sums * shrink + gl.exp2(sink - pivot)
+        m = top
+    # rows that saw no key: output 0, lse -inf
+    empty = sums == 0.0
+    safe = gl.where(empty, 1.0, sums)
+    return shrink / safe, empty, gl.where(empty, NEG_INF, (m + gl.log2(safe)) * LN2)

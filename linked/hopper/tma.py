@@ -1,0 +1,252 @@
+"""Tensor maps for TMA, Hopper's copy engine, and launches that encode each map once.
+
+A map says where a tensor lies and how. Triton's launcher searches all arguments of a call for maps
+and has the driver encode each, which takes a third of the host's time for a call. Tensors from
+PyTorch's allocator mostly lie where earlier ones did, so maps are kept by address.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+from ...launch.runtime import IS_DIRECT, Launch, Ready, is_aligned
+from .compat import TensorDescriptor, gl
+from .pipeline import RAGGED_ROWS
+
+# coordinates of a ragged tensor map; see ``pipeline.coordinates``
+RAGGED_EXTENT = 0x7FFF0000
+RAGGED_STRIDE = 1 << 34
+# addresses at which the maps of one form are remembered
+MAX_KNOWN = 256
+
+# whether this thread has used a GPU
+_thread = threading.local()
+
+
+class TensorMap(TensorDescriptor):  # type: ignore[misc]
+    """A tensor and its map, as an argument of a launch beside tensors."""
+
+    def __init__(self, base: Tensor, form: MapForm) -> None:
+        # in place of the base class's, whose checks take longer than a launch: ``MapForm`` made
+        # shape and strides, and its tensors are aligned
+        self.base = base
+        self.form = form
+        # what the driver made of it for a tensor that lay there; see ``EncodedLaunch``
+        self.encoded = form.encoded.get(base.data_ptr())
+
+    # what Triton reads of a map where a kernel is compiled or a map encoded
+
+    @property
+    def shape(self) -> list[int]:  # type: ignore[override]
+        return self.form.shape
+
+    @property
+    def strides(self) -> list[int]:  # type: ignore[override]
+        return self.form.strides
+
+    @property
+    def block_shape(self) -> list[int]:  # type: ignore[override]
+        return self.form.block_shape
+
+    @property
+    def layout(self) -> Any:  # type: ignore[override]
+        return self.form.layout
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    def get_device(self) -> int:
+        return self.base.get_device()
+
+    @property
+    def public(self) -> TensorDescriptor:
+        """The same map, as Triton's own class makes it."""
+        return TensorDescriptor(self.base, self.shape, self.strides, self.block_shape, self.layout)
+
+    def keep(self, encoded: list[Any]) -> None:
+        """Remember an encoded map for whatever tensor of the form lies there."""
+        known = self.form.encoded
+        if len(known) >= MAX_KNOWN:
+            known.clear()
+        known[self.base.data_ptr()] = encoded
+
+
+class MapForm:
+    """How tensors of one form are mapped.
+
+    Tensors of one form differ in data alone or, packed, in the number of tokens too.
+
+    Args:
+        x: a tensor of the form, ``[batch, tokens, heads, width]`` or ``[tokens, heads, width]``.
+        rows: rows of a box, of all its heads.
+        columns: columns of a box.
+        ragged: clip at the end of any sequence of a packed tensor; see ``pipeline.coordinates``.
+        heads: heads of a box.
+    """
+
+    kind = TensorMap
+
+    def __init__(self, x: Tensor, rows: int, columns: int, *, ragged: bool, heads: int = 1) -> None:
+        self._copies = not is_mappable(x)
+        if self._copies:
+            x = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        *_, tokens, all_heads, width = x.shape
+        batch, head, token = _strides(x)
+        if ragged:
+            shape = [RAGGED_EXTENT, RAGGED_EXTENT, all_heads, RAGGED_ROWS.value, width]
+            strides = [RAGGED_STRIDE - token, token, head, token, 1]
+        else:
+            shape = [1, x.shape[0], all_heads, tokens, width]
+            strides = [batch * x.shape[0], batch, head, token, 1]
+        block = (1, 1, heads, rows // heads, columns)
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = list(block)
+        self.layout = _layout(block, x.dtype)
+        # by address
+        self.encoded: dict[int, list[Any]] = {}
+
+    def __call__(self, x: Tensor) -> TensorMap:
+        """Map a tensor of the form, or a copy of it if the engine cannot read it where it is."""
+        if self._copies:
+            x = x.clone(memory_format=torch.contiguous_format)
+        return self.kind(x, self)
+
+
+def is_mappable(x: Tensor) -> bool:
+    """Say whether the copy engine can read a tensor where it is: aligned, and nowhere expanded."""
+    return is_aligned(x) and min(_strides(x)) > 0
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, head and token; those that are never taken as if the tensor were dense."""
+    *sizes, width = x.shape
+    strides = list(x.stride()[:-1])
+    dense = width
+    for axis in reversed(range(len(sizes))):
+        if sizes[axis] <= 1:
+            strides[axis] = dense
+        dense *= max(1, sizes[axis])
+    if x.ndim == 3:
+        token, head = strides
+        return max(1, x.shape[0]) * token, head, token
+    batch, token, head = strides
+    return batch, head, token
+
+
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    names = {
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv
+    }  # fmt: skip
+    return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])
+
+
+class MapLaunch(Launch):
+    """A launch whose first tensors are maps (``TensorMap``)."""
+
+    def __call__(
+        self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
+    ) -> None:
+        if not getattr(_thread, "is_awake", False):
+            wake(tensors[0].device)
+        super().__call__(grid, tensors, numbers)
+
+    def _look_up(
+        self,
+        variant: Any,
+        grid: int,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+    ) -> Ready | None:
+        found = super()._look_up(variant, grid, tensors, numbers)
+        ready = self._ready.get(variant)
+        if ready is not None:
+            encode_once(ready.kernel)
+        return found
+
+    def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        if IS_DIRECT:
+            return tensors
+        return tuple(x.public if isinstance(x, TensorMap) else x for x in tensors)
+
+
+def wake(device: torch.device) -> None:
+    """Use a GPU in this thread: in one that has not, as autograd's, the driver makes no maps."""
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+        _thread.is_awake = True
+
+
+def encode_once(kernel: CompiledKernel) -> None:
+    """Let the launches of a compiled kernel ask its maps for what Triton would encode.
+
+    Triton 3.6 to 3.9 keep the launcher that takes encoded maps within the function that encodes
+    them. A later one may keep it elsewhere: then that function stays, and maps are encoded anew.
+    """
+    encoding = getattr(kernel.run, "launch", None)
+    if inspect.isfunction(encoding):
+        parts = {**encoding.__globals__, **inspect.getclosurevars(encoding).nonlocals}
+        if {"launcher", "tensordesc_meta", "make_tensordesc_arg"} <= parts.keys():
+            kernel.run.launch = EncodedLaunch(
+                parts["launcher"],
+                parts["tensordesc_meta"],
+                parts["make_tensordesc_arg"],
+                parts.get("_BASE_ARGS_FORMAT_LEN"),
+            )
+
+
+class EncodedLaunch:
+    """In place of the function that encodes maps: the same launch with those that are known."""
+
+    def __init__(
+        self,
+        launcher: Callable[..., None],
+        metadata: list[Any],
+        make: Callable[..., list[Any]],
+        before: int | None,
+    ) -> None:
+        """Take the launcher, what a kernel says of its maps, and how one map is made.
+
+        ``before`` counts the arguments that are not the kernel's. Launchers that take the kernel's
+        as one last sequence (3.7 and later) have no such count.
+        """
+        self._launcher = launcher
+        self._metadata = metadata
+        self._before = before
+        # 3.8 and later pass something more, which tiled maps do not need
+        self._extra = (None,) * (len(inspect.signature(make).parameters) - 2)
+        self._make = make
+
+    def __call__(self, *arguments: Any) -> None:
+        maps = len(self._metadata)
+        if self._before is None:
+            *others, (*own,) = arguments
+            self._launcher(*others, (*self._encoded(own[:maps]), *own[maps:]))
+        else:
+            rest = self._before + maps
+            encoded = self._encoded(arguments[self._before : rest])
+            self._launcher(*arguments[: self._before], *encoded, *arguments[rest:])
+
+    def _encoded(self, maps: Sequence[TensorMap]) -> list[Any]:
+        encoded: list[Any] = []
+        for index, tensor_map in enumerate(maps):
+            known = tensor_map.encoded
+            if known is None:
+                known = self._make(tensor_map, self._metadata[index], *self._extra)
+                tensor_map.keep(known)
+            encoded += known
+        return encoded

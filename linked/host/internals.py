@@ -1,0 +1,91 @@
+"""All that is used of PyTorch beneath its public interface, and what serves in its place.
+
+The private names are read only from versions that were tested (``versions.TORCH``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .versions import TORCH, is_tested, warn_untested
+
+IS_TESTED = is_tested(torch.__version__, TORCH)
+
+# The index of the current device, and the handle of a device's current stream. PyTorch's own
+# functions first ask whether a GPU was initialised. A CPU build lacks the private ones.
+current_device: Callable[[], int] = torch.cuda.current_device
+current_stream: Callable[[int], int] = lambda index: torch.cuda.current_stream(index).cuda_stream  # noqa: E731
+if IS_TESTED:
+    current_device = getattr(torch._C, "_cuda_getDevice", current_device)
+    current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", current_stream)
+
+
+def is_watched() -> bool:
+    """Return whether something traces, transforms or intercepts PyTorch's calls at this moment.
+
+    It has to see operators then. If nothing does, an operator's boundary only costs time, except to
+    profilers, which see kernels and no operator. With an untested version the answer is yes.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    if not IS_TESTED:
+        warn_untested("torch", torch.__version__, TORCH)
+        return True
+    c = torch._C
+    return bool(
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or c._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or c._get_tracing_state() is not None
+    )
+
+
+def is_plain_tensor(x: Any) -> bool:
+    """Return whether an argument is a strided tensor that its address describes.
+
+    Subclasses are not, nor tensors with a lazy negation bit, nor those of the older vmap, which
+    differentiates in batches: they have no storage.
+    """
+    return bool(
+        x.__class__ is Tensor
+        and x.layout is torch.strided
+        and torch._C._has_storage(x)
+        and not x.is_neg()
+    )
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise on forward-mode differentiation: an operator without a formula would drop tangents.
+
+    Raises:
+        NotImplementedError: if a tensor has a tangent.
+    """
+    if IS_TESTED and forward_ad._current_level < 0:
+        return
+    if any(x is not None and _has_tangent(x) for x in tensors):
+        raise NotImplementedError(
+            "forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad) is not "
+            "offered, got an input with a tangent"
+        )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    """Return whether a tensor has a tangent, at any level of torch.func's transforms."""
+    unpack_dual: Any = forward_ad.unpack_dual
+    if not IS_TESTED:
+        return unpack_dual(x).tangent is not None
+    functorch = torch._C._functorch
+    while True:
+        # unpacking has no batching rule
+        batched = functorch.is_batchedtensor(x)
+        if not batched and unpack_dual(x).tangent is not None:
+            return True
+        if not (batched or functorch.is_gradtrackingtensor(x)):
+            return False
+        x = functorch.get_unwrapped(x)

@@ -1,0 +1,211 @@
+"""Launches of Triton kernels, and the alignment that the kernels rely on.
+
+Integers and pointers are never specialised, so lengths do not recompile and strides do not change
+rounding. Kernels rely instead on rows that begin at whole accesses, which ``aligned`` ensures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from attn_common import round_up
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from ..._linked.host.forms import ACCESS_BYTES
+from ..._linked.host.internals import IS_TESTED as TORCH_IS_TESTED
+from ..._linked.host.internals import current_device
+from ..._linked.host.versions import TRITON, is_tested, warn_untested
+
+MAX_INT32 = 2**31 - 1
+
+# whether a compiled kernel may be launched past Triton's own look-up
+IS_DIRECT = TORCH_IS_TESTED and is_tested(triton.__version__, TRITON)
+
+# kernels that were launched before, by all that a compilation depends on
+_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+
+
+class Ready(NamedTuple):
+    """A compiled kernel, and what calling it takes."""
+
+    kernel: CompiledKernel
+    device: int
+    # in place of what was constant when it was compiled, and is not read now
+    padding: tuple[None, ...]
+    run: Callable[..., None]
+    stream: Callable[[int], int]
+
+
+class Launch:
+    """A kernel with its tile and constants, to be called with a grid and arguments.
+
+    The dtypes of the tensors, and which of them are None, must be the same in every call. From the
+    second call on it goes to the compiled kernel itself: Triton's own look-up reads every argument
+    again, which for this many takes several times as long as everything else. With an untested
+    version of Triton or PyTorch every call takes that look-up.
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        """Take a jit function and its keyword arguments: constexprs and compiler options."""
+        self._kernel = kernel
+        self._constants = constants
+        # by what a compilation depends on that differs from call to call
+        self._ready: dict[Any, Ready] = {}
+
+    def __call__(
+        self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
+    ) -> None:
+        """Launch a one-dimensional grid on the first tensor's device; an empty one is no launch."""
+        if grid == 0:
+            return
+        variant = variant_of(tensors, numbers)
+        ready = self._ready.get(variant)
+        if ready is None:
+            with on_device_of(tensors[0]):
+                ready = self._look_up(variant, grid, tensors, numbers)
+            if ready is None:
+                return
+        if current_device() != ready.device:
+            with torch.cuda.device(ready.device):
+                self(grid, tensors, numbers)
+        elif triton.knobs.runtime.launch_enter_hook.calls:  # a profiler listens
+            ready.kernel[grid, 1, 1](*tensors, *numbers, *ready.padding)
+        else:
+            kernel = ready.kernel
+            # by their addresses: of a tensor, the launcher asks the driver whether it may read it
+            places = [t.data_ptr() if t.__class__ is Tensor else t for t in tensors]
+            ready.run(
+                grid, 1, 1, ready.stream(ready.device), kernel.function, kernel.packed_metadata,
+                None, None, None, *places, *numbers, *ready.padding,
+            )  # fmt: skip
+
+    def _look_up(
+        self,
+        variant: Any,
+        grid: int,
+        tensors: tuple[Tensor | None, ...],
+        numbers: tuple[float, ...],
+    ) -> Ready | None:
+        """Return what to call; None if Triton was asked, which then launched the kernel too."""
+        key = (
+            self._kernel.__name__, tensors[0].device.index, variant, *self._constants.values(),
+            *[None if t is None else t.dtype for t in tensors],
+        )  # fmt: skip
+        known = _compiled.get(key)
+        if known is None:
+            refuse_specialized(self._kernel, numbers)
+        kernel = known or self._kernel[(grid,)](
+            *self._arguments(tensors),
+            *numbers,
+            **self._constants,
+            enable_fp_fusion=True,  # triton 3.10 turns the default round
+        )
+        if not isinstance(kernel, CompiledKernel):  # interpreted, or not compiled at all
+            return None
+        if not IS_DIRECT:
+            warn_untested("triton", triton.__version__, TRITON)
+            return None
+        _compiled[key] = kernel
+        missing = len(self._kernel.params) - len(tensors) - len(numbers)
+        stream = triton.runtime.driver.active.get_current_stream
+        ready = Ready(kernel, tensors[0].get_device(), (None,) * missing, kernel.run, stream)
+        self._ready[variant] = ready
+        return None if known is None else ready
+
+    def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the tensors as Triton takes them."""
+        return tensors
+
+
+def variant_of(tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> Any:
+    """Return what a compilation depends on besides dtypes: widths of numbers, on AMD of offsets."""
+    wide = max(numbers) > MAX_INT32 and tuple(n > MAX_INT32 for n in numbers)
+    if torch.version.hip is None:
+        return wide
+    # offsets into what lies within 2 GiB have 32 bits there
+    large = (t is not None and t.untyped_storage().nbytes() > MAX_INT32 for t in tensors)
+    return wide, *large
+
+
+def refuse_specialized(kernel: Any, numbers: tuple[float, ...]) -> None:
+    """Raise if a kernel would be compiled for the value of an int: that would serve other values.
+
+    Likewise, pointers to memory that the package did not allocate are to be listed under
+    ``do_not_specialize_on_alignment``, which cannot be told here.
+    """
+    if not isinstance(kernel, JITFunction):  # interpreted
+        return
+    free = [p for p in kernel.params if not p.is_constexpr]
+    for parameter, number in zip(free[len(free) - len(numbers) :], numbers, strict=True):
+        if number.__class__ is int and not parameter.do_not_specialize:
+            raise TypeError(f"{kernel.__name__} must list {parameter.name} as do_not_specialize")
+
+
+def row_bytes(x: Tensor) -> int:
+    """Return the alignment of every row of a tensor that went through ``aligned``."""
+    return math.gcd(x.shape[-1] * x.element_size(), ACCESS_BYTES)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Say whether columns have unit stride and rows begin as ``row_bytes`` promises."""
+    unit = row_bytes(x) // x.element_size()
+    return (
+        x.data_ptr() % ACCESS_BYTES == 0
+        and (x.stride(-1) == 1 or x.shape[-1] == 1)
+        and all(
+            stride % unit == 0 or size <= 1
+            for size, stride in zip(x.shape[:-1], x.stride(), strict=False)
+        )
+    )
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return the tensor with unit column stride and aligned rows, a copy if it has to be."""
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def has_whole_rows(x: Tensor) -> bool:
+    """Say whether a row is a whole number of accesses."""
+    return x.shape[-1] * x.element_size() % ACCESS_BYTES == 0
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """Return the tensor aligned, and with columns of 0 up to a whole number of accesses.
+
+    Narrower reads are no asynchronous copies. In the loops that come of them on Hopper, ptxas 12.8
+    reads uniform registers before they are set: wrong products, and reads out of range.
+    """
+    return aligned(widened(x, round_up(x.shape[-1], ACCESS_BYTES // x.element_size())))
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """Return the tensor with columns of 0 up to a width."""
+    if x.shape[-1] == width:
+        return x
+    padded = x.new_zeros((*x.shape[:-1], width))
+    padded[..., : x.shape[-1]].copy_(x)
+    return padded
+
+
+def first_columns(x: Tensor, width: int) -> Tensor:
+    """Return a result without the columns that were added."""
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """Return a small tensor as the kernels index it."""
+    return None if x is None else x.contiguous()
+
+
+def on_device_of(x: Tensor) -> Any:
+    """Make ``x``'s device the current one: Triton launches on that."""
+    if x.device.type == "cpu" or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)

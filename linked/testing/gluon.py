@@ -1,0 +1,368 @@
+"""Runs kernels for Hopper on a CPU: Gluon has no interpreter, so here is one for what they use.
+
+The Python of a kernel runs as it stands, one program after the other, and every partition of its
+warps in a thread of its own, on what ``_gluon_machine`` says. Layouts, registers, and the order of
+memory beyond fences are not looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import sys
+import textwrap
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gluon_machine import NAN, Barrier, Boxes, Dtype, Machine, Map, Shared, flat_memory, plain
+
+
+class Register(torch.Tensor):
+    """What a thread holds: a tensor, or a number as one without dimensions."""
+
+    @property
+    def type(self):
+        return types.SimpleNamespace(layout=None)
+
+    def to(self, dtype, bitcast=False):
+        dtype = dtype.torch if isinstance(dtype, Dtype) else dtype
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+    # integers are divided as in C
+    def __floordiv__(self, other):
+        return torch.div(self, other, rounding_mode="trunc")
+
+    def __rfloordiv__(self, other):
+        return torch.div(other, self, rounding_mode="trunc")
+
+    def __mod__(self, other):
+        return torch.fmod(self, other)
+
+    def __rmod__(self, other):
+        return torch.fmod(register(other), self)
+
+    # values do not change, names do
+    def __iadd__(self, other):
+        return self + other
+
+    def __isub__(self, other):
+        return self - other
+
+    def __imul__(self, other):
+        return self * other
+
+    def __iand__(self, other):
+        return self & other
+
+    def __ior__(self, other):
+        return self | other
+
+
+def register(x: Any) -> Register:
+    """Return a tensor as a register, and a number as one of 32 bits if it fits."""
+    if isinstance(x, Register):
+        return x
+    if isinstance(x, int) and not isinstance(x, bool) and -(2**31) <= x < 2**31:
+        x = torch.tensor(x, dtype=torch.int32)
+    elif isinstance(x, float):
+        x = torch.tensor(x, dtype=torch.float32)
+    return torch.as_tensor(x).as_subclass(Register)
+
+
+class Pointer:
+    """Addresses within the memory of a tensor."""
+
+    def __init__(self, base: Tensor, offset: Any) -> None:
+        self.base, self.offset = base, offset
+        self.dtype = Dtype(base.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.base, self.offset + plain(other).long())
+
+    def to(self, _dtype: Any) -> Pointer:
+        """Return the addresses as numbers, of which nothing but ``inline_asm`` makes use."""
+        return self
+
+    def places(self, mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the flat memory, the places in it, and which of them count."""
+        flat = flat_memory(self.base)
+        mask = plain(True if mask is None else mask)
+        offset, mask = torch.broadcast_tensors(self.offset + self.base.storage_offset(), mask)
+        read = offset[mask]
+        in_range = (read >= 0) & (read < len(flat))
+        assert bool(in_range.all()), "an access out of range"
+        return flat, offset, mask
+
+
+def _none(*_arguments: Any, **_options: Any) -> None:
+    return None
+
+
+def _static_assert(condition: bool, message: str = "") -> None:
+    assert condition, message
+
+
+def _binary(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    return lambda a, b: function(register(a), register(b))
+
+
+def _full(shape: Any, value: Any, dtype: Dtype, _layout: Any = None) -> Register:
+    return register(torch.full(tuple(shape), plain(value).item(), dtype=dtype.torch))
+
+
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Register:
+    flat, places, mask = pointer.places(mask)
+    value = torch.full(places.shape, other, dtype=flat.dtype)
+    value[mask] = flat[places[mask]]
+    return register(value)
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    flat, places, mask = pointer.places(mask)
+    flat[places[mask]] = torch.broadcast_to(plain(value), places.shape)[mask].to(flat.dtype)
+
+
+def _add(pointer: Pointer, value: Any, sem: str = "") -> Register:
+    flat, places, _ = pointer.places()
+    old = flat[places].clone()  # of one place it would be a view
+    added = torch.broadcast_to(plain(value).to(flat.dtype), places.shape)
+    flat.index_put_((places,), added, accumulate=True)
+    return register(old)
+
+
+def _exchange(pointer: Pointer, value: Any, sem: str = "") -> Register:
+    old = _load(pointer)
+    _store(pointer, value)
+    return old
+
+
+def _scan(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return torch.stack(list(itertools.accumulate(x.unbind(axis), combine)), axis)
+
+
+def _arithmetic(text: str, *values: Tensor) -> Register:
+    """Compute what a text does by which nobody waits for anybody."""
+    if "shfl.sync.idx" in text or text.startswith("mov.b32"):
+        return register(values[0])
+    if "setp.le.s32" in text:
+        s, low, high = values
+        return register(torch.where(low <= high, s, -torch.inf))
+    if "vote.sync.any" in text:
+        return register(values[0] * values[1])
+    raise NotImplementedError(text)
+
+
+def _word_of_e4m3(values: list[Tensor]) -> Register:
+    """Round four numbers to a byte each of a word; what e4m3 does not reach becomes its largest."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    rounded = [plain(x).clamp(-limit, limit).to(torch.float8_e4m3fn) for x in values]
+    codes = torch.stack([x.view(torch.uint8) for x in rounded], -1)
+    return register(codes.contiguous().view(torch.int32).squeeze(-1))
+
+
+def _bytes_of_words(words: Tensor, dtype: torch.dtype) -> Register:
+    """Return the first byte of the first word, the second of the second, and so on by fours."""
+    codes = plain(words).contiguous().view(torch.uint8).view(*words.shape, 4)
+    place = torch.arange(words.shape[-1]) % 4
+    codes = codes.gather(-1, place.expand(words.shape)[..., None])
+    return register(codes.squeeze(-1).view(dtype))
+
+
+class Language:
+    """Names of Gluon, for one program at a time."""
+
+    def __init__(self) -> None:
+        self.machine = Machine(register, False)
+        self.pid = self.programs = 0
+        self.names = self._names()
+
+    def begin(self, pid: int, programs: int, reverse: bool) -> None:
+        self.machine = Machine(register, reverse)
+        self.pid, self.programs = pid, programs
+
+    def _memory(self, dtype: Dtype, shape: list[int], layout: Any) -> Any:
+        if layout == "barriers":
+            made = [Barrier() for _ in range(shape[0])]
+            self.machine.barriers += made
+            return types.SimpleNamespace(index=lambda number: made[int(number)])
+        memory = torch.zeros(shape, dtype=dtype.torch)
+        return Shared(memory.fill_(NAN) if memory.is_floating_point() else memory, self.machine)
+
+    def _inline_asm(
+        self, text: str, _constraints: str, values: list[Any], *, pack: int, **options: Any
+    ) -> Register:
+        first = values[0]
+        if "bar.sync" in text or "bar.arrive" in text:
+            number, parties = (int(x.flatten()[0]) for x in values[-2:])
+            meet = self.machine.sync if "bar.sync" in text else self.machine.arrive
+            meet(number, parties, first.numel() // pack)
+        elif "red.relaxed.gpu.global.add" in text:
+            _add(first, values[1])
+            first = values[1]
+        elif "cvt.rn.satfinite.e4m3x2.f32" in text:
+            return _word_of_e4m3(values)
+        elif (
+            text.startswith("mov.b32")
+            and getattr(options["dtype"], "torch", None) is torch.float8_e4m3fn
+        ):
+            return _bytes_of_words(first, torch.float8_e4m3fn)
+        else:
+            return _arithmetic(text, *map(plain, values))
+        return register(torch.zeros(first.shape, dtype=torch.int32))
+
+    def _machine(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments, **options: getattr(self.machine, name)(*arguments, **options)
+
+    def _names(self) -> dict[str, Any]:
+        dtypes = {
+            name: Dtype(getattr(torch, name))
+            for name in ("float32", "float16", "bfloat16", "int32", "int64")
+        }
+        dtypes["float8e4nv"] = Dtype(torch.float8_e4m3fn)
+        layout = types.SimpleNamespace(get_default_for=_none)
+        gl = types.SimpleNamespace(
+            **dtypes, constexpr=lambda x: x, static_range=range, static_assert=_static_assert,
+            assume=_none,
+            NVMMADistributedLayout=_none, DotOperandLayout=_none, SliceLayout=_none,
+            BlockedLayout=_none, SwizzledSharedLayout=_none, NVMMASharedLayout=layout,
+            program_id=lambda axis: register(self.pid),
+            num_programs=lambda axis: register(self.programs),
+            zeros=lambda shape, dtype, layout=None: _full(shape, 0, dtype), full=_full,
+            arange=lambda begin, end, layout=None: register(
+                torch.arange(begin, end, dtype=torch.int32)
+            ),
+            exp2=torch.exp2, log2=torch.log2, abs=torch.abs, cdiv=lambda a, b: (a + b - 1) // b,
+            where=lambda a, b, c: torch.where(register(a), register(b), register(c)),
+            maximum=_binary(torch.maximum), minimum=_binary(torch.minimum),
+            max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
+            reshape=lambda x, shape: x.reshape(tuple(shape)),
+            permute=lambda x, order: x.permute(order), convert_layout=lambda x, *_, **__: x,
+            join=lambda a, b: torch.stack((a, b), -1), split=lambda x: x.unbind(-1),
+            load=_load, store=_store, atomic_add=_add, atomic_xchg=_exchange,
+            associative_scan=_scan,
+            allocate_shared_memory=self._memory, inline_asm_elementwise=self._inline_asm,
+            warp_specialize=self._machine("specialize"),
+        )  # fmt: skip
+        return {
+            "gl": gl,
+            "hopper": types.SimpleNamespace(
+                warpgroup_mma=self._machine("mma"), warpgroup_mma_wait=self._machine("mma_wait"),
+                fence_async_shared=self._machine("fence"),
+            ),
+            "mbarrier": types.SimpleNamespace(
+                MBarrierLayout=lambda: "barriers", init=lambda barrier, count: barrier.init(count),
+                expect=self._machine("expect"), arrive=self._machine("arrive_at"),
+                wait=self._machine("wait_phase"),
+            ),
+            "tma": types.SimpleNamespace(store_wait=self._machine("store_wait")),
+            "copy_in": self._machine("copy_in"), "copy_out": self._machine("copy_out"),
+            "add_out": self._machine("add_out"),
+            "range": lambda *bounds: (register(n) for n in range(*map(int, bounds))),
+        }  # fmt: skip
+
+
+# what functions ask of the compiler that are built into the language
+_semantic = types.SimpleNamespace(
+    memdesc_reinterpret=lambda x, dtype, shape, layout: Boxes(x, shape)
+)
+
+
+class Kernel:
+    """In place of a jit function: a launch runs its programs one after the other.
+
+    ``reverse`` is the order in which partitions come: with it the last one is first, which copies.
+    """
+
+    def __init__(self, function: Any, reverse: bool = True) -> None:
+        self.__name__ = function.__name__
+        self.params = function.params
+        self.reverse = reverse
+        self.launches = 0
+        self._function = function
+        self._language = Language()
+        self.faults: list[tuple[str, str, str]] = []
+
+    def plant(self, name: str, right: str, wrong: str) -> None:
+        """Write ``wrong`` for ``right`` in a function of the kernel from now on."""
+        self.faults.append((name, right, wrong))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*given: Any, **constants: Any) -> None:
+            self.launches += 1
+            arguments = dict(zip((p.name for p in self.params), given, strict=False))
+            arguments = {name: _argument(value) for name, value in arguments.items()}
+            taken = {p.name for p in self.params}
+            arguments |= {name: value for name, value in constants.items() if name in taken}
+            linker = _Linker(self._language.names, self.faults)
+            kernel = linker.function(self._function)
+            linker.see_that_all_are_planted()
+            for pid in range(grid[0]):
+                self._language.begin(pid, grid[0], self.reverse)
+                kernel(**arguments)
+
+        return launch
+
+
+class _Linker:
+    """Takes the Python of jit functions, and gives other meanings to the names that it uses."""
+
+    def __init__(self, ours: dict[str, Any], faults: list[tuple[str, str, str]]) -> None:
+        self.ours, self.faults = ours, faults
+        self._functions: dict[Any, Any] = {}
+        self._modules: dict[str, dict[str, Any]] = {}
+        self._planted: set[tuple[str, str, str]] = set()
+
+    def see_that_all_are_planted(self) -> None:
+        missing = set(self.faults) - self._planted
+        if missing:
+            raise LookupError(f"nowhere to plant {missing}")
+
+    def function(self, function: Any) -> Any:
+        code = function.fn
+        names = self._module(code.__module__)
+        if code not in self._functions:
+            self._functions[code] = self._make(code, names)
+        return self._functions[code]
+
+    def _make(self, code: Any, names: dict[str, Any]) -> Any:
+        faults = [fault[1:] for fault in self.faults if fault[0] == code.__name__]
+        if not faults:
+            return types.FunctionType(code.__code__, names, code.__name__, code.__defaults__)
+        source = textwrap.dedent(inspect.getsource(code))
+        source = source[source.index("def ") :]
+        for right, wrong in faults:
+            if right in source:
+                self._planted.add((code.__name__, right, wrong))
+                source = source.replace(right, wrong)
+        made: dict[str, Any] = {}
+        exec(compile(source, code.__name__, "exec"), names, made)
+        return made[code.__name__]
+
+    def _module(self, name: str) -> dict[str, Any]:
+        if name in self._modules:
+            return self._modules[name]
+        names = self._modules[name] = {"__builtins__": __builtins__}
+        for key, value in vars(sys.modules[name]).items():
+            if key in self.ours or key.startswith("__"):
+                continue
+            if type(value).__name__ == "constexpr":
+                names[key] = value.value
+            elif hasattr(value, "fn"):
+                names[key] = self.function(value)
+            elif getattr(value, "__triton_builtin__", False):
+                names[key] = functools.partial(value, _semantic=_semantic)
+        names |= self.ours
+        return names
+
+
+def _argument(value: Any) -> Any:
+    if hasattr(value, "block_shape"):
+        return Map(value)
+    if isinstance(value, Tensor):
+        return Pointer(value, torch.zeros((), dtype=torch.int64))
+    return None if value is None else register(value)

@@ -1,0 +1,112 @@
+"""Tiers, the ``device`` argument, and an environment in which unwritten memory shows.
+
+A test belongs to the tiers that its markers say, and to no other place's opinion:
+
+=============  ==========================================  =====================================
+marker         runs in                                     ``device``
+=============  ==========================================  =====================================
+(none)         the interpreter (``TRITON_INTERPRET=1``);   cpu when interpreted, else cuda
+               a GPU
+``eager``      as above, and on the eager CPU path, in a   as above; cpu without the interpreter
+               process without the interpreter
+``device``     a GPU only                                  cuda
+``aot``        a process without the interpreter; needs    none
+               no GPU
+=============  ==========================================  =====================================
+
+Whatever has no place in the process at hand is deselected. A machine without a GPU needs three
+processes: ``TRITON_INTERPRET=1 pytest``, ``pytest -m eager`` and ``pytest -m aot``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+# read by cuBLAS when torch starts it; without it deterministic mode warns at the first matmul
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_GPU = torch.cuda.is_available() and not INTERPRETED
+
+MARKERS = {
+    "aot": "compiles kernels for GPU targets; needs no GPU, and TRITON_INTERPRET unset",
+    "eager": "also runs on the eager CPU path, in a process without TRITON_INTERPRET",
+    "device": "too large for the interpreter, or about the GPU itself; runs on a GPU",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    # NumPy, under the interpreter, tells of infinities that are as they should be
+    config.addinivalue_line("filterwarnings", "ignore:.* encountered:RuntimeWarning")
+    # PyTorch 2.11's inductor tells of its own use of torch.jit
+    config.addinivalue_line("filterwarnings", "ignore:.*torch.jit.script:DeprecationWarning")
+
+
+def _devices(marks: set[str]) -> list[torch.device]:
+    """Devices on which a test with these markers runs in this process."""
+    if INTERPRETED:
+        return [] if "device" in marks else [torch.device("cpu")]
+    devices = [torch.device("cpu")] if "eager" in marks and "device" not in marks else []
+    return [*devices, torch.device("cuda")] if HAS_GPU else devices
+
+
+def _belongs(item: pytest.Item) -> bool:
+    marks = {mark.name for mark in item.iter_markers()} & set(MARKERS)
+    if "aot" in marks:
+        return not INTERPRETED
+    device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
+    allowed = _devices(marks)
+    return bool(allowed) if device is None else device in allowed
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        marks = {mark.name for mark in metafunc.definition.iter_markers()}
+        # a test without any device here is collected once and deselected below
+        devices = _devices(marks) or [torch.device("cpu")]
+        metafunc.parametrize("device", devices, ids=[device.type for device in devices])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = [item for item in items if _belongs(item)]
+    if len(kept) < len(items):
+        chosen = set(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def nan_filled_empty() -> Iterator[None]:
+    """Make ``torch.empty`` return NaN (integers: the largest), so that unwritten outputs show.
+
+    Only warns about operators of PyTorch that have no deterministic form; the test's own eager
+    arithmetic may use them.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=HAS_GPU)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Start every test from the same state of every global generator."""
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        import numpy as np
+    except ImportError:  # only the interpreter needs it
+        return
+    np.random.seed(0)

@@ -1,0 +1,211 @@
+"""What the calls of one form have in common: flags, strides, tiles, and the kernels' arguments."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from attn_common import cdiv, detect
+from torch import Tensor
+
+from .._call import Options, Tensors
+from .._configs import Tile, padded_head_dim, takes_hopper_backward
+from .._linked.host.forms import ACCESS_BYTES, interpreted
+from .._options import MAX_WINDOW
+from .launch.runtime import (
+    Launch,
+    dense,
+    has_whole_rows,
+    is_aligned,
+    whole_rows,
+)
+
+NUMBERS = (
+    "batch", "heads_q", "tokens_q", "tokens_k", "tiles", "span",
+    "window_left", "window_right", "dropout_threshold",
+    *(f"stride_{x}{axis}" for x in ("q", "k", "v", "do") for axis in "bsh"),
+    *(f"stride_bias_{axis}" for axis in "bhmn"), "stride_alibi_b",
+)  # fmt: skip
+POINTERS = (
+    "q_ptr", "k_ptr", "v_ptr", "dout_ptr", "bias_ptr", "alibi_slopes_ptr", "sinks_ptr",
+    "q_descale_ptr", "k_descale_ptr", "v_descale_ptr", "out_scale_ptr", "rng_state_ptr",
+    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr",
+)  # fmt: skip
+# what programs that run at the same time should read together
+L2_BYTES = 32 * 2**20
+
+
+class Plan:
+    """All of a call's launches that depends on its form alone: on no data, and on no token count.
+
+    Made from one call's tensors, which went through ``readable``, and good for every call whose
+    tensors differ in data only, or, packed, in the number of tokens.
+    """
+
+    def __init__(self, x: Tensors, options: Options, deterministic: bool = False) -> None:
+        q, k, v, bias, alibi_slopes = x.q, x.k, x.v, x.bias, x.alibi_slopes
+        self.options = options
+        self.is_for_hopper = takes_hopper_backward(x, options, deterministic)
+        self.platform = detect(q.device)
+        self.itemsize = q.element_size()
+        self.is_packed = x.cu_seqlens_q is not None
+        self.heads_q, head_dim = q.shape[-2:]
+        self.heads_k, head_dim_v = v.shape[-2:]
+        self.group = self.heads_q // self.heads_k
+        self.batch = q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
+        # a packed grid counts blocks of all sequences at once
+        self.grid_batch = 1 if self.is_packed else self.batch
+        self.head_dim_v = head_dim_v
+        self.widest_head = max(head_dim, head_dim_v)
+        self._token_bytes = (head_dim + head_dim_v) * self.itemsize
+        # what callers of the operators give may be wider than the functions let pass
+        self.window = tuple(
+            min(side, MAX_WINDOW) for side in (options.window_left, options.window_right)
+        )
+        self._scalars = (
+            options.softmax_scale, options.softcap, 1.0 / (1.0 - options.dropout_p),
+            min(round(options.dropout_p * 2**32), 2**32 - 1),
+            *self.window, self.batch, self.heads_q,
+        )  # fmt: skip
+        self._strides = (
+            *token_strides(q), *token_strides(k), *token_strides(v),
+            *bias_strides(bias),
+            self.heads_q if alibi_slopes is not None and alibi_slopes.ndim == 2 else 0,
+        )  # fmt: skip
+        self.constants: dict[str, Any] = {
+            "GROUP": self.group,
+            "HEAD_DIM": head_dim,
+            "HEAD_DIM_V": head_dim_v,
+            # products of FP8 are at least 32 wide
+            "BLOCK_D": max(padded_head_dim(head_dim), 32 if self.itemsize == 1 else 0),
+            "BLOCK_DV": padded_head_dim(head_dim_v),
+            "HAS_LEFT": options.window_left >= 0,
+            "HAS_RIGHT": options.window_right >= 0,
+            "HAS_SOFTCAP": options.softcap != 0.0,
+            "BIAS_BYTES": 0 if bias is None else bias_bytes(bias),
+        }
+        self._launches: dict[Any, Launch] = {}
+        # of the Hopper backward: strides of dout, and the tensor maps that go with them
+        self.maps: tuple[Any, Any] = (None, None)
+        self._layout = layout_of(x)
+
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+        return layout_of(x) == self._layout
+
+    def launch(
+        self, kernel: Any, kind: Any = None, of: type[Launch] = Launch, **constants: Any
+    ) -> Launch:
+        """Return the launch of a kernel; ``kind`` tells apart calls whose tensors differ."""
+        name = kernel.__name__, kind
+        return self._launches.get(name) or self._launches.setdefault(name, of(kernel, constants))
+
+    def tiled(self, kernel: Any, tile: Tile, **constants: Any) -> Launch:
+        """Return the launch of a kernel that works on tiles of scores."""
+        return self._launches.get((kernel.__name__, None)) or self.launch(
+            kernel,
+            **self.constants,
+            **constants,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            PRECISION=tile.precision,
+            UPCAST=interpreted(),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def numbers(self, q: Tensor, k: Tensor, *walk: int) -> tuple[float, ...]:
+        """Return a kernel's numbers; ``walk`` are those between token counts and strides."""
+        return (*self._scalars, q.shape[-3], k.shape[-3], *walk, *self._strides)
+
+    def tiles(self, tokens: int, block: int) -> int:
+        """Blocks of tokens per head; for packed tensors the slots that hold them."""
+        return tokens // block + self.batch + 2 if self.is_packed else cdiv(tokens, block)
+
+    def span_q(self, tokens_k: int) -> int:
+        """How many query heads' keys and values the second-level cache holds together."""
+        fitting = self.group * (L2_BYTES // max(1, tokens_k * self._token_bytes))
+        return min(max(1, fitting), max(1, self.batch * self.heads_q))
+
+    def span_k(self, tokens_q: int) -> int:
+        """How many key heads' queries, of the whole group, it holds together."""
+        fitting = L2_BYTES // max(1, tokens_q * self.group * self._token_bytes)
+        return min(max(1, fitting), max(1, self.batch * self.heads_k))
+
+    def span_sums(self, tokens_q: int) -> int:
+        """As ``span_k``, with the sums of dq, which are read and written: a power of two.
+
+        Other numbers often leave a small rest, whose longest walks begin last. With one head alone
+        all programs add to the same sums.
+        """
+        head_bytes = self._token_bytes + 2 * 4 * self.constants["BLOCK_D"]
+        fitting = L2_BYTES // max(1, tokens_q * self.group * head_bytes)
+        return 1 << max(1, fitting.bit_length() - 1)
+
+
+class BackwardInputs(NamedTuple):
+    """What every backward kernel reads, in the order in which they take it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse2: Tensor
+    delta: Tensor
+    # those that come after the gradients
+    optional: tuple[Tensor | None, ...]
+
+    def with_gradients(self, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return all tensors of a kernel that writes these gradients."""
+        return (*self[:6], *gradients, *self.optional)
+
+    @property
+    def dout_strides(self) -> tuple[int, int, int]:
+        return token_strides(self.dout)
+
+
+def layout_of(x: Tensors) -> list[Any]:
+    """Return how the large tensors lie in memory, and where between two accesses they begin."""
+    large = (x.q, x.k, x.v, x.bias)
+    return [None if t is None else (t.stride(), t.data_ptr() % ACCESS_BYTES) for t in large]
+
+
+def token_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, token and head; a packed tensor has no batch."""
+    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]
+
+
+def bias_bytes(bias: Tensor) -> int:
+    """Return how much of a row can be read at once: a whole access, or one element."""
+    *rows, columns = bias_strides(bias)
+    begins = (bias.data_ptr(), *(stride * bias.element_size() for stride in rows))
+    whole = columns == 1 and all(begin % ACCESS_BYTES == 0 for begin in begins)
+    return ACCESS_BYTES if whole else bias.element_size()
+
+
+def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
+    """Strides of a four-dimensional bias, 0 where it is broadcast."""
+    if bias is None:
+        return (0, 0, 0, 0)
+    return tuple(
+        0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)
+    )
+
+
+def is_served_as_is(x: Tensors) -> bool:
+    """Say whether the kernels may read tensors of this form where they are."""
+    return all(has_whole_rows(t) and is_aligned(t) for t in (x.q, x.k, x.v))
+
+
+def readable(x: Tensors) -> Tensors:
+    """Return the tensors as the kernels may read them; heads may have become wider."""
+    return x._replace(q=whole_rows(x.q), k=whole_rows(x.k), v=whole_rows(x.v))
+
+
+def expand_descales(
+    descales: tuple[Tensor | None, ...], shape: tuple[int, int]
+) -> tuple[Tensor | None, ...]:
+    """Bring the descales to one form: one element each, or ``[batch, heads_k]`` each."""
+    if all(d is None or d.numel() == 1 for d in descales):
+        return tuple(map(dense, descales))
+    full = (d if d is None or d.ndim == 2 else d.reshape(1, 1) for d in descales)
+    return tuple(d if d is None else d.expand(shape).contiguous() for d in full)
