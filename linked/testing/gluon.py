@@ -1,7 +1,7 @@
 """Runs kernels for Hopper on a CPU: Gluon has no interpreter, so here is one for what they use.
 
 The Python of a kernel runs as it stands, one program after the other, and every partition of its
-warps in a thread of its own, on what ``_gluon_machine`` says. Layouts, registers, and the order of
+warps in a thread of its own, on what ``gluon_machine`` says. Layouts, registers, and the order of
 memory beyond fences are not looked at.
 """
 
@@ -354,6 +354,8 @@ class _Linker:
                 names[key] = value.value
             elif hasattr(value, "fn"):
                 names[key] = self.function(value)
+            elif isinstance(value, type) and hasattr(value, "_fields"):  # structures of arguments
+                names[key] = value
             elif getattr(value, "__triton_builtin__", False):
                 names[key] = functools.partial(value, _semantic=_semantic)
         names |= self.ours

@@ -2,12 +2,15 @@
 
 The launchers run on meta tensors, with the platform named in the environment variable of
 ``attn_common``; what they would launch is compiled for that platform instead, with the very
-arguments, so with the specialization that the GPU would see. The same file in every kernel package.
+arguments, so with the specialization that the GPU would see. With ``ATTN_AOT_ASM`` set to a folder,
+the normalised assembly of every build is written there, to compare two checkouts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -145,6 +148,8 @@ def recording(name: str) -> Iterator[list[Launch]]:
 
 def _inspect(kernel: str, binary: Any, folder: Path) -> Build:
     shared = binary.metadata.shared
+    if keep := os.environ.get("ATTN_AOT_ASM"):
+        _keep_assembly(kernel, binary.asm, Path(keep))
     if "cubin" in binary.asm:
         path = folder / f"{kernel}.cubin"
         path.write_bytes(binary.asm["cubin"])
@@ -161,6 +166,19 @@ def _inspect(kernel: str, binary: Any, folder: Path) -> Build:
     text = binary.asm["amdgcn"]
     numbers = {key: int(n) for key, n in re.findall(r"\.(vgpr_\w*count):\s+(\d+)", text)}
     return Build(kernel, shared, numbers["vgpr_count"], numbers["vgpr_spill_count"])
+
+
+def _keep_assembly(kernel: str, asm: dict[str, Any], folder: Path) -> None:
+    """Write a build's PTX or AMD assembly, without its name, lines of source and comments."""
+    kind = "ptx" if "ptx" in asm else "amdgcn"
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" (")[0].split("/")[-1]
+    name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', test)}-{kernel.strip('_')}"
+    lines = (re.split("//| ; ", x)[0].rstrip() for x in asm[kind].split(".section")[0].splitlines())
+    noise = re.compile(r"\s*(\.loc|\.file|;|$|\$L__tmp|\.?Ltmp|\.?Lfunc_|\.cfi|\.?Linfo)")
+    text = "\n".join(x for x in lines if not noise.match(x)).replace(kernel, "KERNEL")
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = (folder / f"{name}-{n}.{kind}" for n in itertools.count())
+    next(path for path in paths if not path.exists()).write_text(text)
 
 
 def reads_of_unset(code: str) -> tuple[str, ...]:
