@@ -1,4 +1,4 @@
-"""Checks of single arguments; the same file in every package that has it.
+"""Checks of single arguments.
 
 Each raises with the argument's name, what was expected and what came. They look at types, shapes,
 dtypes, strides and devices alone, never at tensor data.
@@ -25,6 +25,8 @@ DEVICES = ("cpu", "cuda", "meta")
 FP32_MAX = torch.finfo(torch.float32).max
 FP32_TINY = torch.finfo(torch.float32).tiny
 FACTOR_MAX = FP32_MAX / math.log2(math.e)
+# a window of this size hides nothing, and its sum with a position fits 32 bits
+MAX_WINDOW = 2**30
 _INT64_MAX = 2**63 - 1
 
 
@@ -124,6 +126,47 @@ def check_number(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be a float, got {kind(x)}")
 
 
+def check_softcap(softcap: float, softmax_scale: float) -> float:
+    """Check the cap of the scores; return it as a float."""
+    if softcap.__class__ is not float:
+        check_number("softcap", softcap)
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be finite and at least 0.0, got {shown(softcap)}")
+    if softcap == 0.0:
+        return 0.0
+    if not FP32_TINY <= softcap <= FACTOR_MAX:
+        raise ValueError(
+            f"softcap must be 0.0 or from {FP32_TINY:.3g} to {FACTOR_MAX:.3g}, for fp32, "
+            f"got {shown(softcap)}"
+        )
+    if abs(softmax_scale) > FP32_MAX * softcap:
+        raise ValueError(
+            "softcap must be large enough for softmax_scale / softcap to be finite in fp32, got "
+            f"softcap {softcap} and softmax_scale {softmax_scale}"
+        )
+    return float(softcap) if softcap.__class__ is int else softcap
+
+
+def check_flag(name: str, flag: Any) -> None:
+    """Check that an argument is a bool."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+
+
+def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """Check a window; return it with sizes that 32 bits hold."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
+    left, right = window_size
+    if not (is_int(left) and is_int(right)):
+        raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size must hold -1 or numbers from 0 up, got {window_size!r}")
+    left = left if left < MAX_WINDOW else MAX_WINDOW
+    right = right if right < MAX_WINDOW else MAX_WINDOW
+    return left, right
+
+
 def is_int(x: Any) -> bool:
     """Say whether an argument is an integer, and not a bool."""
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
@@ -137,6 +180,26 @@ def shown(x: Any) -> str:
 def kind(x: Any) -> str:
     """Return the name of a type, for a message."""
     return type(x).__name__
+
+
+def check_offset_values(
+    name: str, offsets: list[int], tokens: int, max_name: str, max_seqlen: int
+) -> None:
+    """Check offsets: they do not decrease, stay within the tokens, and no sequence is too long."""
+    last = offsets[0]
+    for i, offset in enumerate(offsets):
+        if not 0 <= offset <= tokens:
+            raise ValueError(
+                f"{name}[{i}] must be from 0 to the number of tokens, {tokens}, got {offset}"
+            )
+        if offset < last:
+            raise ValueError(f"{name}[{i}] must be at least {name}[{i - 1}], {last}, got {offset}")
+        if offset - last > max_seqlen:
+            raise ValueError(
+                f"{name}[{i}] must be at most {max_name}, {max_seqlen}, beyond {name}[{i - 1}], "
+                f"{last}, got {offset}"
+            )
+        last = offset
 
 
 def on_one_device(operator: Callable[..., R]) -> Callable[..., R]:

@@ -204,6 +204,11 @@ def dense(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
+def token_strides(x: Tensor) -> tuple[int, int, int]:
+    """Return the strides of batch (or page), token and head; a packed tensor has no batch."""
+    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]
+
+
 def on_device_of(x: Tensor) -> Any:
     """Make ``x``'s device the current one: Triton launches on that."""
     if x.device.type == "cpu" or x.device.index == torch.cuda.current_device():

@@ -11,7 +11,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from flash_attn_triton._kernels.primitives import count_steps, key_range, query_range, step_start
+from flash_attn_triton._kernels._linked.primitives import count_steps, step_start
+from flash_attn_triton._kernels.primitives import key_range, query_range
 
 BLOCK = 16
 LENGTHS = [(50, 18), (18, 50), (33, 47), (1, 40), (32, 16)]

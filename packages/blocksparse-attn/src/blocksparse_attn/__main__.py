@@ -6,15 +6,13 @@ Triton decides at its import whether to interpret.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from attn_common import Platform, detect
+from attn_common import Platform
 from torch import Tensor
 
 from . import BlockSparseLayout, __version__, blocksparse_attn_func, blocksparse_attn_varlen_func
@@ -30,10 +28,8 @@ from ._configs import (
     suits_hopper_backward,
     tall_shape,
 )
-from ._linked.host.forms import interpreted
+from ._linked.host.selfcheck import judge, run_command, short_name
 from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
-
-CHILD = "--in-this-process"
 
 
 def describe(platform: Platform) -> None:
@@ -46,7 +42,7 @@ def describe(platform: Platform) -> None:
     print(f"platform {platform}")
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim in (64, 128, 256):
-            name = f"{str(dtype).removeprefix('torch.')}, head_dim to {head_dim}, blocks of 64"
+            name = f"{short_name(dtype)}, head_dim to {head_dim}, blocks of 64"
             print(f"  {name}, 4 heads a group")
             choice = (platform, head_dim, dtype.itemsize, 64, 4)
             if suits_hopper(platform, head_dim, dtype.itemsize, 64, 64, True):
@@ -129,43 +125,10 @@ def _compare(
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
     dtype = dout.dtype
-    exact = run(reference, torch.float64)
-    worst = 0.0
-    for got, eager, want in zip(
-        run(function, dtype), run(reference, dtype), exact, strict=True
-    ):  # fmt: skip
-        # three times eager's error, and two units in the last place of what came three products
-        unit = max(torch.finfo(dtype).eps, 2.0**-21)
-        budget = 3 * (eager - want).abs().max() + 2 * unit * want.abs().max()
-        error = ((got - want).abs().max() / budget).item()
-        worst = max(worst, error if error == error else float("inf"))
-    verdict = "ok" if worst <= 1 else "MISMATCH"
-    shown = str(dtype).removeprefix("torch.")
-    print(f"{name}, {shown}, forward and backward: {worst:.2f} of the error budget, {verdict}")
-    return worst <= 1
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command line; 0 if every check passed."""
-    child = CHILD in arguments
-    rest = [a for a in arguments if a != CHILD]
-    if rest not in ([], ["check"]):
-        print("usage: python -m blocksparse_attn [check]", file=sys.stderr)
-        return 2
-    has_gpu = torch.cuda.is_available()
-    if not child:
-        describe(detect("cuda" if has_gpu else "cpu"))
-    if has_gpu and not interpreted():
-        print("checking the kernels on this GPU")
-        return int(not check(torch.device("cuda")))
-    if interpreted():
-        return int(not check(torch.device("cpu")))
-    print("no GPU: checking the kernels in Triton's interpreter", flush=True)
-    command = [sys.executable, "-m", __package__, "check", CHILD]
-    return subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
-    ).returncode
+    title = f"{name}, {short_name(dtype)}, forward and backward"
+    got, eager = run(function, dtype), run(reference, dtype)
+    return judge(title, dtype, got, eager, run(reference, torch.float64))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(sys.argv[1:], describe, check))

@@ -44,10 +44,12 @@ def validate_varlen(
     if block_table is not None:
         _checks.check_block_table(q.detach(), k.detach(), k.detach(), batch, block_table)
         _checks.check_pages(k, max_seqlen_k, block_table)
-    _check_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q)
+    arguments.check_offset_values(
+        "cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q
+    )
     starts = cu_seqlens_k.tolist()
     tokens = k.shape[0] if block_table is None else max(starts)
-    _check_offsets("cu_seqlens_k", starts, tokens, "max_seqlen_k", max_seqlen_k)
+    arguments.check_offset_values("cu_seqlens_k", starts, tokens, "max_seqlen_k", max_seqlen_k)
     if block_table is None:
         return
     pages, page_size = k.shape[:2]
@@ -58,22 +60,3 @@ def validate_varlen(
                 raise ValueError(
                     f"block_table[{b}, {i}] must be from 0 to {pages - 1}, a page, got {page}"
                 )
-
-
-def _check_offsets(
-    name: str, offsets: list[int], tokens: int, max_name: str, max_seqlen: int
-) -> None:
-    last = offsets[0]
-    for i, offset in enumerate(offsets):
-        if not 0 <= offset <= tokens:
-            raise ValueError(
-                f"{name}[{i}] must be from 0 to the number of tokens, {tokens}, got {offset}"
-            )
-        if offset < last:
-            raise ValueError(f"{name}[{i}] must be at least {name}[{i - 1}], {last}, got {offset}")
-        if offset - last > max_seqlen:
-            raise ValueError(
-                f"{name}[{i}] must be at most {max_name}, {max_seqlen}, beyond {name}[{i - 1}], "
-                f"{last}, got {offset}"
-            )
-        last = offset

@@ -6,23 +6,19 @@ Triton decides at its import whether to interpret.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from attn_common import Platform, detect, has_gluon
+from attn_common import Platform, has_gluon
 from torch import Tensor
 
 from . import __version__, flash_attn_func, flash_attn_varlen_func
 from ._configs import HOPPER, backward_dkdv_tile, backward_dq_tile, forward_tile
-from ._linked.host.forms import interpreted
+from ._linked.host.selfcheck import judge, run_command, short_name
 from .reference import attention_reference, varlen_attention_reference
-
-CHILD = "--in-this-process"
 
 
 def describe(platform: Platform) -> None:
@@ -46,7 +42,7 @@ def describe(platform: Platform) -> None:
                 f"{t.num_stages} stages"
                 for name, t in tiles.items()
             )
-            print(f"  {str(dtype).removeprefix('torch.')}, head_dim to {head_dim}: {shown}")
+            print(f"  {short_name(dtype)}, head_dim to {head_dim}: {shown}")
 
 
 def _kernels_of(platform: Platform) -> str:
@@ -112,43 +108,10 @@ def _compare(
         return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
     dtype = dout.dtype
-    exact = run(reference, torch.float64)
-    worst = 0.0
-    for got, eager, want in zip(
-        run(function, dtype), run(reference, dtype), exact, strict=True
-    ):  # fmt: skip
-        # three times eager's error, and two units in the last place of what came three products
-        unit = max(torch.finfo(dtype).eps, 2.0**-21)
-        budget = 3 * (eager - want).abs().max() + 2 * unit * want.abs().max()
-        error = ((got - want).abs().max() / budget).item()
-        worst = max(worst, error if error == error else float("inf"))
-    verdict = "ok" if worst <= 1 else "MISMATCH"
-    shown = str(dtype).removeprefix("torch.")
-    print(f"{name}, {shown}, forward and backward: {worst:.2f} of the error budget, {verdict}")
-    return worst <= 1
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command line; 0 if every check passed."""
-    child = CHILD in arguments
-    rest = [a for a in arguments if a != CHILD]
-    if rest not in ([], ["check"]):
-        print("usage: python -m flash_attn_triton [check]", file=sys.stderr)
-        return 2
-    has_gpu = torch.cuda.is_available()
-    if not child:
-        describe(detect("cuda" if has_gpu else "cpu"))
-    if has_gpu and not interpreted():
-        print("checking the kernels on this GPU")
-        return int(not check(torch.device("cuda")))
-    if interpreted():
-        return int(not check(torch.device("cpu")))
-    print("no GPU: checking the kernels in Triton's interpreter", flush=True)
-    command = [sys.executable, "-m", __package__, "check", CHILD]
-    return subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
-    ).returncode
+    title = f"{name}, {short_name(dtype)}, forward and backward"
+    got, eager = run(function, dtype), run(reference, dtype)
+    return judge(title, dtype, got, eager, run(reference, torch.float64))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(sys.argv[1:], describe, check))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ._checks import check_reference
-from ._linked.host.arguments import FP8_DTYPES
-from ._options import MAX_WINDOW, check_options
+from ._linked.host.arguments import FP8_DTYPES, MAX_WINDOW
+from ._options import check_options
 from .philox import dropout_keep_mask
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]

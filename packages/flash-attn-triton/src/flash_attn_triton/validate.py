@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from . import _checks
-from ._linked.host.arguments import check_length, check_tensor
+from ._linked.host.arguments import check_length, check_offset_values, check_tensor
 
 
 def validate_varlen(
@@ -46,9 +46,11 @@ def validate_varlen(
     check_length("max_seqlen_q", max_seqlen_q)
     check_length("max_seqlen_k", max_seqlen_k)
 
-    _check_offsets("cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q)
+    check_offset_values(
+        "cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q
+    )
     starts_k = cu_seqlens_k.tolist()
-    _check_offsets("cu_seqlens_k", starts_k, k.shape[0], "max_seqlen_k", max_seqlen_k)
+    check_offset_values("cu_seqlens_k", starts_k, k.shape[0], "max_seqlen_k", max_seqlen_k)
     if seqused_k is None:
         return
     for b, used in enumerate(seqused_k.tolist()):
@@ -57,22 +59,3 @@ def validate_varlen(
             raise ValueError(
                 f"seqused_k[{b}] must be from 0 to the length of the sequence, {length}, got {used}"
             )
-
-
-def _check_offsets(
-    name: str, offsets: list[int], tokens: int, max_name: str, max_seqlen: int
-) -> None:
-    last = offsets[0]
-    for i, offset in enumerate(offsets):
-        if not 0 <= offset <= tokens:
-            raise ValueError(
-                f"{name}[{i}] must be from 0 to the number of tokens, {tokens}, got {offset}"
-            )
-        if offset < last:
-            raise ValueError(f"{name}[{i}] must be at least {name}[{i - 1}], {last}, got {offset}")
-        if offset - last > max_seqlen:
-            raise ValueError(
-                f"{name}[{i}] must be at most {max_name}, {max_seqlen}, beyond {name}[{i - 1}], "
-                f"{last}, got {offset}"
-            )
-        last = offset

@@ -6,8 +6,6 @@ Triton decides at its import whether to interpret.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -19,14 +17,12 @@ from torch import Tensor
 
 from . import __version__, lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
 from ._configs import decode_tile, takes_hopper_walk, walk_tile
-from ._linked.host.forms import interpreted
+from ._linked.host.selfcheck import judge, run_command, short_name
 from .reference import (
     lightning_attention_decode_reference,
     lightning_attention_reference,
     lightning_attention_varlen_reference,
 )
-
-CHILD = "--in-this-process"
 
 
 def describe(platform: Platform) -> None:
@@ -102,7 +98,7 @@ def _check_decode(draw: Callable[..., Tensor], device: torch.device) -> bool:
         mine = cache.to(dtype, copy=True)
         given = (t.to(dtype) for t in (q, k, v))
         results.append([function(*given, mine, decay, slots), mine])
-    return _judge("decoding in place", torch.float32, *results)
+    return judge("decoding in place, float32", torch.float32, *results)
 
 
 def _compare(
@@ -122,47 +118,9 @@ def _compare(
         grads = torch.autograd.grad((out.sum(), final.sum()), [*leaves, state])
         return [out.detach(), final.detach(), *grads]
 
-    return _judge(name, dtype, run(function, False), run(reference, False), run(reference, True))
-
-
-def _judge(
-    name: str, dtype: torch.dtype, got: list[Tensor], eager: list[Tensor], exact: list[Tensor]
-) -> bool:
-    """Hold each result to the error budget; print the worst share of it."""
-    worst = 0.0
-    # three times eager's error, and two units in the last place of what came three products
-    unit = max(torch.finfo(dtype).eps, 2.0**-21)
-    for mine, plain, want in zip(got, eager, exact, strict=True):
-        budget = 3 * (plain - want).abs().max() + 2 * unit * want.abs().max()
-        error = ((mine - want).abs().max() / budget).item()
-        worst = max(worst, error if error == error else float("inf"))
-    verdict = "ok" if worst <= 1 else "MISMATCH"
-    shown = str(dtype).removeprefix("torch.")
-    print(f"{name}, {shown}: {worst:.2f} of the error budget, {verdict}", flush=True)
-    return worst <= 1
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command line; 0 if every check passed."""
-    child = CHILD in arguments
-    rest = [a for a in arguments if a != CHILD]
-    if rest not in ([], ["check"]):
-        print("usage: python -m lightning_attn [check]", file=sys.stderr)
-        return 2
-    has_gpu = torch.cuda.is_available()
-    if not child:
-        describe(detect("cuda" if has_gpu else "cpu"))
-    if has_gpu and not interpreted():
-        print("checking the kernels on this GPU")
-        return int(not check(torch.device("cuda")))
-    if interpreted():
-        return int(not check(torch.device("cpu")))
-    print("no GPU: checking the kernels in Triton's interpreter", flush=True)
-    command = [sys.executable, "-m", __package__, "check", CHILD]
-    return subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
-    ).returncode
+    title = f"{name}, {short_name(dtype)}"
+    return judge(title, dtype, run(function, False), run(reference, False), run(reference, True))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(sys.argv[1:], describe, check))

@@ -6,22 +6,19 @@ Triton decides at its import whether to interpret.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from attn_common import Platform, detect, has_gluon
+from attn_common import Platform, has_gluon
 from torch import Tensor
 
 from . import __version__, paged_attn_func, reshape_and_cache, shared_prefix_attn_func
 from ._configs import HOPPER, long_tile, short_tile, short_tokens
-from ._ops import interpreted
+from ._linked.host.selfcheck import judge, run_command, short_name
 from .reference import paged_attention_reference
 
-CHILD = "--in-this-process"
 PAGE = 7
 # (queries, keys): a chunk, decoding, verifying of drafts, a whole prompt
 LENGTHS = ((19, 40), (1, 33), (3, 21), (5, 5))
@@ -150,7 +147,7 @@ def _compare(name: str, p: _Problem, options: dict[str, Any]) -> bool:
     out = paged_attn_func(p.q, p.k_cache, p.v_cache, **p.rest, **options)
     if not isinstance(out, Tensor):
         raise TypeError(f"out must be a torch.Tensor, got {type(out).__name__}")
-    name = f"{name}, {str(p.q.dtype).removeprefix('torch.')}"
+    name = f"{name}, {short_name(p.q.dtype)}"
     return _judge(name, out, p, p.rest, options)
 
 
@@ -161,38 +158,8 @@ def _judge(name: str, got: Any, p: _Problem, rest: dict[str, Any], options: dict
         return paged_attention_reference(q, k_cache, v_cache, **rest, **wide)
 
     dtype = p.q.dtype
-    want, eager = reference(torch.float64), reference(dtype)
-    # three times eager's error, and two units in the last place of what came three products
-    unit = max(torch.finfo(dtype).eps, 2.0**-21)
-    budget = 3 * (eager - want).abs().max() + 2 * unit * want.abs().max()
-    error = ((got - want).abs().max() / budget).item()
-    error = error if error == error else float("inf")
-    verdict = "ok" if error <= 1 else "MISMATCH"
-    print(f"{name}: {error:.2f} of the error budget, {verdict}")
-    return error <= 1
-
-
-def main(arguments: list[str]) -> int:
-    """Run the command line; 0 if every check passed."""
-    child = CHILD in arguments
-    rest = [a for a in arguments if a != CHILD]
-    if rest not in ([], ["check"]):
-        print("usage: python -m prefix_prefill [check]", file=sys.stderr)
-        return 2
-    has_gpu = torch.cuda.is_available()
-    if not child:
-        describe(detect("cuda" if has_gpu else "cpu"))
-    if has_gpu and not interpreted():
-        print("checking the kernels on this GPU")
-        return int(not check(torch.device("cuda")))
-    if interpreted():
-        return int(not check(torch.device("cpu")))
-    print("no GPU: checking the kernels in Triton's interpreter", flush=True)
-    command = [sys.executable, "-m", __package__, "check", CHILD]
-    return subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False
-    ).returncode
+    return judge(name, dtype, [got], [reference(dtype)], [reference(torch.float64)])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(sys.argv[1:], describe, check))

@@ -6,7 +6,7 @@ from torch import Tensor
 from . import _checks, _ops, _options
 from ._call import Checked, Tensors
 from ._layout import cache_sizes
-from ._linked.host.arguments import check_length, check_tensor, is_int, kind
+from ._linked.host.arguments import check_flag, check_length, check_tensor, is_int, kind
 from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
@@ -76,7 +76,7 @@ def context_attention_fwd(
             ``o`` has more rows than that for each sequence.
         NotImplementedError: on FP8 where the hardware lacks it.
     """
-    _options.check_flag("skip_decode", skip_decode)
+    check_flag("skip_decode", skip_decode)
     _attend(
         q, k, v, o, kv_cache_dtype, k_cache, v_cache, b_loc, b_start_loc, b_seq_len, max_seq_len,
         max_input_len, k_scale, v_scale, alibi_slopes, sliding_window, sm_scale, skip_decode,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ._checks import check_reference, fp8_view
 from ._layout import gather_pages, is_packed
-from ._options import MAX_WINDOW, check_options
+from ._linked.host.arguments import MAX_WINDOW
+from ._options import check_options
 
 
 def paged_attention_reference(

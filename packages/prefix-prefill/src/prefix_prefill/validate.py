@@ -4,8 +4,7 @@ from torch import Tensor
 
 from . import _checks
 from ._layout import cache_sizes
-from ._linked.host.arguments import check_length
-from ._options import check_window
+from ._linked.host.arguments import check_length, check_window
 
 
 def validate_paged(

@@ -13,20 +13,16 @@ import triton.language as tl
 from attn_common import cdiv
 
 from .._linked.host.forms import interpreted
+from ._linked.primitives import INF, LOG2E, dot, dot_add, settle
 from .common import NUMBERS, POINTERS
 from .primitives import (
-    INF,
-    LOG2E,
     NO_BLOCK,
     count_steps,
-    dot,
-    dot_add,
     fetch,
     keeps,
     load_tile,
     load_tile_transposed,
     lower_bound,
-    settle,
     tokens_of,
 )
 from .schedule import locate_keys

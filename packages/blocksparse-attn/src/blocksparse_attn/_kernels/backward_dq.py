@@ -5,14 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ._linked.primitives import INF, LOG2E, dot, dot_add
 from .common import NUMBERS, POINTERS
 from .primitives import (
-    INF,
-    LOG2E,
     NO_BLOCK,
     count_steps,
-    dot,
-    dot_add,
     fetch,
     keeps,
     live_keys,

@@ -9,8 +9,10 @@ import triton.language as tl
 from attn_common import cdiv
 from torch import Tensor
 
-from .common import Plan, token_strides
-from .primitives import INF, LOG2E, NEG_INF, load_tile
+from ._linked.primitives import INF, LOG2E, NEG_INF
+from .common import Plan
+from .launch.runtime import token_strides
+from .primitives import load_tile
 
 # rows per program
 ROWS = 32

@@ -18,6 +18,7 @@ from .launch.runtime import (
     has_whole_rows,
     is_aligned,
     row_bytes,
+    token_strides,
     whole_rows,
 )
 
@@ -221,11 +222,6 @@ def is_served_as_is(x: Tensors) -> bool:
 def readable(x: Tensors) -> Tensors:
     """Return the tensors as the kernels may read them; heads may have become wider."""
     return Tensors(whole_rows(x.q), whole_rows(x.k), whole_rows(x.v), *map(dense, x[3:]))
-
-
-def token_strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batch (or page), token and head; a packed tensor has no batch."""
-    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]
 
 
 @functools.cache

@@ -17,17 +17,14 @@ import triton.language as tl
 from attn_common import cdiv
 
 from .._configs import SHORT, short_shape, tall_shape
+from ._linked.primitives import LOG2E, NEG_INF, dot, dot_add
 from .backward import run_backward
 from .common import NUMBERS, POINTERS, Plan, QueryTiles, processors
 from .launch.runtime import dense
 from .merge import launch_merge, store_rows
 from .primitives import (
-    LOG2E,
-    NEG_INF,
     NO_BLOCK,
     count_steps,
-    dot,
-    dot_add,
     fetch,
     keeps,
     key_offsets,

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from .._configs import SHORT
+from ._linked.primitives import LN2, NEG_INF
 from .common import NUMBERS, POINTERS
-from .primitives import LN2, NEG_INF
 from .schedule import locate_queries
 
 

@@ -7,10 +7,6 @@ exponential is ``exp2``.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-INF = tl.constexpr(float("inf"))
-NEG_INF = tl.constexpr(float("-inf"))
 # a block behind the end of every sequence: what a walk finds past the end of its list
 NO_BLOCK = tl.constexpr(2**22)
 
@@ -51,40 +47,6 @@ def load_tile_transposed(
     else:
         tile = tl.load(pointers)  # whole tile inside: no mask needed
     return tile
-
-
-@triton.jit
-def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """Matrix product with fp32 accumulation."""
-    if UPCAST:  # interpreted dots of bf16 work on raw bits
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def dot_add(acc, a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """Return ``acc + a @ b``, with ``a`` rounded to ``b``'s dtype as the tensor cores need it."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    else:
-        a = a.to(b.dtype)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def settle(acc, SETTLE: tl.constexpr):
-    """Use an accumulator in a way that costs nothing but makes Hopper wait for its products here.
-
-    Products left in flight over the loop's back edge meet the next step's register moves, and ptxas
-    then serialises every product of the kernel (its remark C7515).
-    """
-    if SETTLE:
-        acc = tl.inline_asm_elementwise(
-            "", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
-    return acc
 
 
 @triton.jit

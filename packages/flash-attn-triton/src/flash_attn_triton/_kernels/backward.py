@@ -13,12 +13,12 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .._call import Options, Tensors
+from ._linked.primitives import INF, LOG2E, NEG_INF
 from .backward_dkdv import launch_dkdv
 from .backward_dq import launch_dq
 from .bias_gradient import launch_bias_gradient
-from .common import BackwardInputs, Plan, readable, token_strides
-from .launch.runtime import aligned, dense, first_columns, row_bytes, widened
-from .primitives import INF, LOG2E, NEG_INF
+from .common import BackwardInputs, Plan, readable
+from .launch.runtime import aligned, dense, first_columns, row_bytes, token_strides, widened
 
 # rows per program of the row kernel, and numbers that it sets to 0 at a time
 ROWS = 32

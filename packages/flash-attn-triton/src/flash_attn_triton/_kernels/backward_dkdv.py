@@ -13,20 +13,15 @@ from torch import Tensor
 
 from .._configs import backward_dkdv_tile
 from .._linked.host.forms import interpreted
+from ._linked.primitives import INF, count_steps, dot, dot_add, settle, step_start
 from .common import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
-    INF,
     count_keys,
-    count_steps,
-    dot,
-    dot_add,
     load_row,
     load_tile,
     load_tile_transposed,
     query_range,
     score_gradient,
-    settle,
-    step_start,
     through_softcap,
 )
 from .schedule import locate

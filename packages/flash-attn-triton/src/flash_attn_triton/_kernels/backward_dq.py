@@ -7,19 +7,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .._configs import backward_dq_tile
+from ._linked.primitives import INF, count_steps, dot, dot_add, step_start
 from .common import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
-    INF,
     count_keys,
-    count_steps,
-    dot,
-    dot_add,
     key_range,
     load_row,
     load_tile,
     load_tile_transposed,
     score_gradient,
-    step_start,
     through_softcap,
 )
 from .schedule import locate

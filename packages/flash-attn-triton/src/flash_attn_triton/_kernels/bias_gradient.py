@@ -13,11 +13,10 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import bias_gradient_tile
+from ._linked.primitives import INF, dot
 from .common import NUMBERS, POINTERS, BackwardInputs, Plan
 from .primitives import (
-    INF,
     count_keys,
-    dot,
     key_range,
     load_row,
     load_tile,

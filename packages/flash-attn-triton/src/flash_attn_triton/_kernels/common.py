@@ -9,13 +9,14 @@ from torch import Tensor
 
 from .._call import Options, Tensors
 from .._configs import Tile, padded_head_dim, takes_hopper_backward
+from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
-from .._options import MAX_WINDOW
 from .launch.runtime import (
     Launch,
     dense,
     has_whole_rows,
     is_aligned,
+    token_strides,
     whole_rows,
 )
 
@@ -167,11 +168,6 @@ def layout_of(x: Tensors) -> list[Any]:
     """Return how the large tensors lie in memory, and where between two accesses they begin."""
     large = (x.q, x.k, x.v, x.bias)
     return [None if t is None else (t.stride(), t.data_ptr() % ACCESS_BYTES) for t in large]
-
-
-def token_strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, token and head; a packed tensor has no batch."""
-    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]
 
 
 def bias_bytes(bias: Tensor) -> int:

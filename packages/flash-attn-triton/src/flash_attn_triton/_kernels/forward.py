@@ -15,24 +15,18 @@ import triton.language as tl
 from attn_common import fp8_info
 
 from .._configs import forward_tile
+from ._linked.primitives import LN2, LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
 from .backward import run_backward
 from .common import NUMBERS, POINTERS, Plan, expand_descales
 from .launch.runtime import dense
 from .primitives import (
-    LN2,
-    LOG2E,
-    NEG_INF,
     count_keys,
-    count_steps,
-    dot,
-    dot_add,
     is_kept,
     is_visible,
     key_range,
     load_tile,
     load_tile_transposed,
     logits_of,
-    step_start,
 )
 from .schedule import locate
 

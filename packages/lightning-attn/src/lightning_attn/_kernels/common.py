@@ -23,11 +23,6 @@ POINTERS = (
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def token_strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, token and head; a packed tensor has no batch."""
-    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]
-
-
 def state_strides(x: Tensor | None) -> tuple[int, int, int, int, int]:
     """Strides of sequence, segment, head, d and e of ``[batch, heads, d, e]``."""
     if x is None:

@@ -15,10 +15,10 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import padded_head_dim
-from .common import NUMBERS, POINTERS, Inputs, run, token_strides
-from .launch.runtime import row_bytes
+from ._linked.primitives import dot
+from .common import NUMBERS, POINTERS, Inputs, run
+from .launch.runtime import row_bytes, token_strides
 from .primitives import (
-    dot,
     dot_add,
     factor,
     load_rows,

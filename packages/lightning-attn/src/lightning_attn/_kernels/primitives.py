@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from ._linked.primitives import LOG2E
+
 # exp of minus this is 0 in every format, and no distance times it overflows
 LARGEST_RATE = tl.constexpr(1.0e4)
 # of one instruction of the tensor cores, in elements
@@ -41,15 +42,6 @@ def load_rows_transposed(
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """Matrix product of two inputs, with fp32 accumulation."""
-    if UPCAST:  # interpreted dots of bf16 work on raw bits
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
 def dot_add(acc, a, b, dtype, NARROW: tl.constexpr, PRECISION: tl.constexpr):
     """Return ``acc + a @ b`` where one side was computed, in fp32.
 
@@ -72,20 +64,6 @@ def dot_apart(a, b, dtype, NARROW: tl.constexpr, PRECISION: tl.constexpr):
     else:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=PRODUCT_DEPTH)
-
-
-@triton.jit
-def settle(acc, SETTLE: tl.constexpr):
-    """Use an accumulator in a way that costs nothing but makes Hopper wait for its products here.
-
-    Products left in flight over the loop's back edge meet the next step's register moves, and ptxas
-    then serialises every product of the kernel (its remark C7515).
-    """
-    if SETTLE:
-        acc = tl.inline_asm_elementwise(
-            "", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
-    return acc
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from torch import Tensor
 from .._configs import Tile, WalkPlan, padded_head_dim, plan_walk, takes_hopper_walk, walk_tile
 from .._linked.host.forms import LIMIT, Memory, interpreted
 from .combine import launch_combine
-from .common import KINDS, Inputs, States, token_strides
-from .launch.runtime import Launch, row_bytes
+from .common import KINDS, Inputs, States
+from .launch.runtime import Launch, row_bytes, token_strides
 from .walk import walk_kernel
 
 

@@ -24,17 +24,16 @@ into the state before each segment, and a second walk starts from there, all seg
 import triton
 import triton.language as tl
 
+from ._linked.primitives import dot, settle
 from .common import NUMBERS, POINTERS
 from .primitives import (
     clear_rows,
-    dot,
     dot_add,
     dot_apart,
     factor,
     load_rows,
     locate,
     rate_of,
-    settle,
     slot_of,
     state_offsets,
 )

@@ -11,15 +11,10 @@ pages looked up.
 import triton
 import triton.language as tl
 
+from ._linked.primitives import LN2, LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
 from .arguments import NUMBERS, POINTERS
 from .primitives import (
-    LN2,
-    LOG2E,
-    NEG_INF,
-    count_steps,
     cut_range,
-    dot,
-    dot_add,
     is_looked_up,
     is_visible,
     key_range,
@@ -29,7 +24,6 @@ from .primitives import (
     look_up,
     matched,
     rows_of,
-    step_start,
 )
 from .schedule import locate
 

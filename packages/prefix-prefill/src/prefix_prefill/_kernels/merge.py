@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from ._linked.primitives import LN2, LOG2E, NEG_INF
 from .arguments import NUMBERS, POINTERS
-from .primitives import LN2, LOG2E, NEG_INF
 from .schedule import locate
 
 

@@ -7,9 +7,7 @@ exponential is ``exp2``.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-NEG_INF = tl.constexpr(float("-inf"))
+from ._linked.primitives import LOG2E, tanh
 
 
 @triton.jit
@@ -132,43 +130,6 @@ def matched(x, other):
 
 
 @triton.jit
-def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """Matrix product with fp32 accumulation."""
-    if UPCAST:  # interpreted dots of bf16 work on raw bits
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
-
-
-@triton.jit
-def dot_add(acc, a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """Return ``acc + a @ b``, with ``a`` rounded to ``b``'s dtype as the tensor cores need it."""
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    else:
-        a = a.to(b.dtype)
-    if b.dtype.primitive_bitwidth == 8:
-        # Hopper adds FP8 products to some 14 bits: short sums of them, then fp32
-        return tl.dot(a, b, acc, input_precision=PRECISION, max_num_imprecise_acc=32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def tanh(x):
-    """Hyperbolic tangent, to fp32 accuracy and without overflow."""
-    # 1 - exp cancels near 0, where the Taylor polynomial takes over
-    square = x * x
-    poly = 62.0 / 2835.0 + square * (-1382.0 / 155925.0)
-    poly = 2.0 / 15.0 + square * (-17.0 / 315.0 + square * poly)
-    near = x + x * square * (-1.0 / 3.0 + square * poly)
-    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - decay) / (1.0 + decay)
-    far = tl.where(x < 0, -far, far)
-    return tl.where(tl.abs(x) < 0.35, near, far)
-
-
-@triton.jit
 def logits_of(
     products, scale, softcap, slopes, position, keys,
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SIGNED_ALIBI: tl.constexpr,
@@ -241,26 +202,3 @@ def cut_range(first, last, full_first, full_last, begin, end, BLOCK_N: tl.conste
         full_start = start
         full_end = start
     return first, last, start, full_start, full_end
-
-
-@triton.jit
-def count_steps(start, full_start, full_end, last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return how many tiles of a range need a mask, or how many do not."""
-    if MASKED:
-        steps = (full_start - start) // BLOCK + tl.cdiv(tl.maximum(last - full_end, 0), BLOCK)
-    else:
-        steps = (full_end - full_start) // BLOCK
-    return steps
-
-
-@triton.jit
-def step_start(
-    step, start, full_start, full_end, BLOCK: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """Return where a step's tile begins; masked steps take both ends of the range in one loop."""
-    if MASKED:
-        before = (full_start - start) // BLOCK
-        begin = tl.where(step < before, start + step * BLOCK, full_end + (step - before) * BLOCK)
-    else:
-        begin = full_start + step * BLOCK
-    return begin

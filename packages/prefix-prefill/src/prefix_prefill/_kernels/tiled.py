@@ -12,14 +12,13 @@ from torch import Tensor
 from .._call import Options, Tensors
 from .._configs import Tile, choose_splits, padded_head_dim, processors
 from .._layout import cache_sizes
+from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
 from .attention import _paged_kernel
 from .common import CacheForm
 from .launch.runtime import Launch, row_bytes
 from .merge import _split_merge_kernel
 
-# windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
-MAX_WINDOW = 2**30
 # tokens that one program clears of padding
 FILL_TOKENS = 64
 # splits of one row of a short tile, and rows of a long one, that are merged at once

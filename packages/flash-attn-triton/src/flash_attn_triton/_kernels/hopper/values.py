@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..._call import Tensors
 from ..._configs import padded_head_dim
-from ..common import Plan, expand_descales, token_strides
-from ..launch.runtime import dense
+from ..common import Plan, expand_descales
+from ..launch.runtime import dense, token_strides
 from ..schedule import find_sequence
 from ._linked.tma import MapForm, TensorMap
 

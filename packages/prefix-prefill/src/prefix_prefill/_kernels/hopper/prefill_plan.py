@@ -6,7 +6,8 @@ from torch import Tensor
 
 from ..._call import Options, Tensors
 from ..._configs import Tile, copied_keys, hopper_tile, padded_head_dim, rows_of_cache, rows_of_page
-from ..tiled import MAX_WINDOW, Tiled
+from ..._linked.host.arguments import MAX_WINDOW
+from ..tiled import Tiled
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ._linked.tma import MapForm, MapLaunch
 from .attention import prefill_kernel

@@ -1,0 +1,81 @@
+"""The command ``python -m <package> [check]``, but for the cases that a package checks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from attn_common import Platform, detect
+from torch import Tensor
+
+from .forms import interpreted
+
+# tells the child process, which runs the kernels in the interpreter, that versions are printed
+CHILD = "--in-this-process"
+
+
+def judge(
+    name: str,
+    dtype: torch.dtype,
+    got: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    exact: Sequence[Tensor],
+) -> bool:
+    """Hold each result to the error budget, and print the largest share of it.
+
+    Args:
+        name: what is checked.
+        dtype: of the computation.
+        got: results of the kernels.
+        eager: of the reference in ``dtype``.
+        exact: of the reference in float64.
+    """
+    # three times eager's error, and two units in the last place of what came from three products
+    unit = max(torch.finfo(dtype).eps, 2.0**-21)
+    worst = 0.0
+    for mine, plain, want in zip(got, eager, exact, strict=True):
+        budget = 3 * (plain - want).abs().max() + 2 * unit * want.abs().max()
+        error = ((mine - want).abs().max() / budget).item()
+        worst = max(worst, error if error == error else float("inf"))
+    verdict = "ok" if worst <= 1 else "MISMATCH"
+    print(f"{name}: {worst:.2f} of the error budget, {verdict}", flush=True)
+    return worst <= 1
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def run_command(
+    arguments: list[str],
+    describe: Callable[[Platform], None],
+    check: Callable[[torch.device], bool],
+) -> int:
+    """Run the command line; return 0 if every check passed.
+
+    Args:
+        arguments: of the command line.
+        describe: prints versions and tiles for a platform.
+        check: checks the kernels on a device.
+    """
+    package = __name__.partition(".")[0]
+    rest = [a for a in arguments if a != CHILD]
+    if rest not in ([], ["check"]):
+        print(f"usage: python -m {package} [check]", file=sys.stderr)
+        return 2
+    has_gpu = torch.cuda.is_available()
+    if CHILD not in arguments:
+        describe(detect("cuda" if has_gpu else "cpu"))
+    if has_gpu and not interpreted():
+        print("checking the kernels on this GPU")
+        return int(not check(torch.device("cuda")))
+    if interpreted():
+        return int(not check(torch.device("cpu")))
+    print("no GPU: checking the kernels in Triton's interpreter", flush=True)
+    command = [sys.executable, "-m", package, "check", CHILD]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    return subprocess.run(command, env=environment, check=False).returncode
