@@ -10,6 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from ._repository import (
+    files,
+    import_name,
+    imports,
+    kernel_packages,
+    packages,
+    sources,
+    write,
+    write_small_repository,
+)
+
 SIBLING = "attn_common"
 BANNED = re.compile(r"make_block_ptr|\btl\.advance\b|\btriton\.autotune\b|@autotune\b")
 # module: what else of the package it may not import, at any depth
@@ -22,36 +33,6 @@ LAYERS = {
 }
 REQUIRED = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "tests"]
 REQUIRED_OF_KERNELS = ["tests/MUTATIONS.md", "benchmarks"]
-
-
-def packages(root):
-    return sorted(p.parent for p in root.glob("packages/*/pyproject.toml"))
-
-
-def import_name(package):
-    return package.name.replace("-", "_")
-
-
-def kernel_packages(root):
-    return [p for p in packages(root) if (p / "src" / import_name(p) / "_kernels").is_dir()]
-
-
-def sources(root):
-    """Yield (package, module path within it, syntax tree) of every source file."""
-    for package in packages(root):
-        base = package / "src" / import_name(package)
-        for path in sorted(base.rglob("*.py")):
-            yield package, path.relative_to(base), ast.parse(path.read_text())
-
-
-def imports(tree, *, top_level_only=False):
-    """Yield (level, module, names) of every import statement."""
-    for node in tree.body if top_level_only else ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield 0, alias.name, []
-        elif isinstance(node, ast.ImportFrom):
-            yield node.level, node.module or "", [alias.name for alias in node.names]
 
 
 def public_names(root):
@@ -111,7 +92,7 @@ def imports_kernels_eagerly(root):
 
 def uses_what_is_banned(root):
     for package in packages(root):
-        for path in sorted((package / "src").rglob("*.py")):
+        for path in files(package / "src", "*.py"):
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if match := BANNED.search(line):
                     yield f"{path.relative_to(root)}:{number}: {match[0]}"
@@ -152,14 +133,15 @@ def changelog_disagrees_with_version(root):
 
 
 def documents(root):
-    found = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("packages/*/*.md")]
-    return sorted(found)
+    places = ("*.md", "docs/*.md", "linked/*.md", "packages/*/*.md")
+    return sorted(path for place in places for path in root.glob(place))
 
 
 def tells_to_install_from_an_index(root):
     names = "|".join(package.name for package in packages(root))
     command = re.compile(rf"pip3? install (?!.*--no-index)[^`]*(?<![\w./-])({names})(?![\w/])")
-    for path in [*documents(root), *sorted(root.glob("packages/**/*.py"))]:
+    python = [*files(root / "packages", "*.py", follow=False), *files(root / "linked", "*.py")]
+    for path in [*documents(root), *python]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if command.search(line) and "never" not in line.lower():
                 yield f"{path.relative_to(root)}:{number}: {line.strip()}"
@@ -200,40 +182,9 @@ def test_holds_here(rule, root):
     assert list(rule(root)) == []
 
 
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
 @pytest.fixture
 def small(tmp_path):
-    """A repository that keeps every rule: attn-common, and two kernel packages a and b."""
-    files = {"README.md": "", "LICENSE": "text"}
-    for name in ("attn-common", "a", "b"):
-        base, module = f"packages/{name}", name.replace("-", "_")
-        init = '__version__ = "1.0.0"\n__all__ = ["cdiv"]\n'
-        files |= {f"{base}/src/{module}/{n}": "" for n in ("__main__.py", "py.typed", "api.py")}
-        files |= {
-            f"{base}/src/{module}/__init__.py": init,
-            f"{base}/pyproject.toml": "",
-            f"{base}/README.md": "",
-            f"{base}/LICENSE": "text",
-            f"{base}/CHANGELOG.md": "## Unreleased\n\n## 1.0.0\n",
-            f"{base}/tests/conftest.py": "x = 1",
-        }
-        files["README.md"] += f"[{name}](packages/{name})\n"
-        if name != "attn-common":
-            files |= {
-                f"{base}/src/{module}/_kernels/forward.py": "import triton\nfrom . import tile\n",
-                f"{base}/src/{module}/_kernels/__init__.py": "",
-                f"{base}/src/{module}/_ops.py": "def f():\n    from ._kernels import forward\n",
-                f"{base}/src/{module}/_configs.py": "from attn_common import cdiv\n",
-                f"{base}/tests/MUTATIONS.md": "",
-                f"{base}/benchmarks/bench_a.py": "",
-            }
-    write(tmp_path, files)
+    write_small_repository(tmp_path)
     return tmp_path
 
 
@@ -271,6 +222,16 @@ BREACHES = [
     (links_to_nothing, "docs/x.md", "[x](y.md)"),
     (readme_lists_other_packages, "README.md", "[a](packages/a) [b](packages/b)"),
     (readme_lists_other_packages, "packages/c/pyproject.toml", ""),
+    # the same in what is linked
+    (uses_private_names_of_attn_common, "linked/host/x.py", "from attn_common.fp8 import cdiv"),
+    (imports_a_sibling_or_itself_by_name, "linked/host/x.py", "from a import _ops"),
+    (imports_against_the_layers, "linked/launch/x.py", "from ... import _ops"),
+    (imports_kernels_eagerly, "linked/host/x.py", "import triton"),
+    (uses_what_is_banned, "linked/portable/x.py", "p = tl.advance(p)"),
+    (asserts, "linked/hopper/x.py", "assert x"),
+    (tells_to_install_from_an_index, "linked/host/x.py", "# pip install a"),
+    (tells_to_install_from_an_index, "linked/testing/x.py", "# pip install a"),
+    (links_to_nothing, "linked/README.md", "[x](y.md)"),
 ]
 
 

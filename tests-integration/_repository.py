@@ -1,0 +1,144 @@
+"""What the rules of the repository read: packages, their sources with what is linked, imports."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# each folder of linked/, and its place in a package whose import name is {name}
+PLACES = {
+    "host": "src/{name}/_linked/host",
+    "launch": "src/{name}/_kernels/launch",
+    "portable": "src/{name}/_kernels/_linked",
+    "hopper": "src/{name}/_kernels/hopper/_linked",
+    "testing": "tests/_linked",
+}
+
+
+# a file is read once for all rules, wherever it is linked
+parse = functools.cache(ast.parse)
+
+
+def packages(root: Path) -> list[Path]:
+    return sorted(p.parent for p in root.glob("packages/*/pyproject.toml"))
+
+
+def import_name(package: Path) -> str:
+    return package.name.replace("-", "_")
+
+
+def kernel_packages(root: Path) -> list[Path]:
+    return [p for p in packages(root) if (p / "src" / import_name(p) / "_kernels").is_dir()]
+
+
+def place(package: Path, folder: str) -> Path:
+    """Return where a package holds its link to a folder of linked/."""
+    return package / PLACES[folder].format(name=import_name(package))
+
+
+def files(base: Path, pattern: str = "*", *, follow: bool = True) -> list[Path]:
+    """List the files below a folder; unlike ``Path.rglob`` it enters linked directories."""
+    found = []
+    for folder, below, names in os.walk(base, followlinks=follow):
+        below[:] = [name for name in below if name[0] != "." and name != "__pycache__"]
+        found += [p for p in (Path(folder, name) for name in names) if p.match(pattern)]
+    return sorted(found)
+
+
+def sources(root: Path) -> Iterator[tuple[Path, Path, ast.Module]]:
+    """Yield (package, module path within it, syntax tree) of every source file.
+
+    What is linked is there once for each package that links it, at its place.
+    """
+    for package in packages(root):
+        base = package / "src" / import_name(package)
+        for path in files(base, "*.py"):
+            yield package, path.relative_to(base), parse(path.read_text())
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes below one, except those that only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if _is_type_checking(child):
+            for other in child.orelse:
+                yield other
+                yield from _run_nodes(other)
+        else:
+            yield child
+            yield from _run_nodes(child)
+
+
+def imports(
+    tree: ast.Module, *, top_level_only: bool = False, at_run_time: bool = False
+) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield (level, module, names) of every import statement."""
+    nodes = _run_nodes(tree) if at_run_time else ast.walk(tree)
+    for node in tree.body if top_level_only else nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield 0, alias.name, []
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or "", [alias.name for alias in node.names]
+
+
+def target(path: Path, level: int, module: str) -> tuple[str, ...]:
+    """Return the path, within its package, of what a module imports by a relative import."""
+    folder = path.parent.parts
+    parts = tuple(module.split(".")) if module else ()
+    return folder[: len(folder) - (level - 1)] + parts
+
+
+def write(root: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def write_small_repository(root: Path) -> None:
+    """Write a repository that keeps every rule: attn-common, and two kernel packages a and b."""
+    texts = {"README.md": "", "LICENSE": "text"}
+    for name in ("attn-common", "a", "b"):
+        base, module = f"packages/{name}", name.replace("-", "_")
+        init = f'"""{name}."""\n__version__ = "1.0.0"\n__all__ = ["cdiv"]\n'
+        texts |= {f"{base}/src/{module}/{n}": "" for n in ("__main__.py", "py.typed", "api.py")}
+        texts |= {
+            f"{base}/src/{module}/__init__.py": init,
+            f"{base}/pyproject.toml": f"# {name}",
+            f"{base}/README.md": "",
+            f"{base}/LICENSE": "text",
+            f"{base}/CHANGELOG.md": f"# {name}\n\n## Unreleased\n\n## 1.0.0\n",
+            f"{base}/tests/conftest.py": "x = 1",
+        }
+        texts["README.md"] += f"[{name}](packages/{name})\n"
+        if name != "attn-common":
+            kernel = f"import triton\nfrom . import tile\nfrom .launch.run import {name}\n"
+            texts |= {
+                f"{base}/src/{module}/_kernels/forward.py": kernel,
+                f"{base}/src/{module}/_kernels/tile.py": f"# {name}",
+                f"{base}/src/{module}/_kernels/__init__.py": "",
+                f"{base}/src/{module}/_ops.py": f"def {name}():\n    from ._kernels import forward",
+                f"{base}/src/{module}/_configs.py": f"from attn_common import cdiv as {name}\n",
+                f"{base}/tests/MUTATIONS.md": "",
+                f"{base}/benchmarks/bench_a.py": "",
+            }
+    texts |= {f"linked/{folder}/__init__.py": "" for folder in PLACES}
+    texts["linked/host/form.py"] = "import torch\n"
+    texts["linked/launch/run.py"] = "import triton\nfrom ..._linked.host.form import f\n"
+    write(root, texts)
+    for package in kernel_packages(root):
+        for folder in PLACES:
+            link(place(package, folder), root / "linked" / folder)
+
+
+def link(path: Path, folder: Path) -> None:
+    """Make a relative link to a folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(os.path.relpath(folder, path.parent), target_is_directory=True)
