@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from ...launch.runtime import IS_DIRECT, Launch, Ready, is_aligned
+from ...launch import runtime
+from ...launch.runtime import Launch, Ready, is_aligned
 from .compat import TensorDescriptor, gl
 from .pipeline import RAGGED_ROWS
 
@@ -179,7 +180,7 @@ class MapLaunch(Launch):
         return found
 
     def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        if IS_DIRECT:
+        if runtime.IS_DIRECT:
             return tensors
         return tuple(x.public if isinstance(x, TensorMap) else x for x in tensors)
 

@@ -38,6 +38,10 @@ class Memory(Generic[T]):
         self._known[form] = value
         return value
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known.clear()
+
 
 @cache
 def interpreted() -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attn_common import detect
 from flash_attn_triton import flash_attn_func
+from flash_attn_triton._kernels.hopper._linked.compat import TensorDescriptor
 from flash_attn_triton._kernels.hopper._linked.tma import (
     MAX_KNOWN,
     EncodedLaunch,
@@ -140,3 +141,14 @@ def test_threads_that_have_not_used_the_gpu(device):
     thread.start()
     thread.join()
     assert torch.equal(results[0], want)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_an_untested_version_is_given_the_map_of_its_own_class(ragged):
+    q = torch.zeros((300, 2, 64) if ragged else (2, 300, 2, 64), dtype=torch.bfloat16)
+    ours = MapForm(q, 64, 64, ragged=ragged)(q)
+    public = ours.public
+    assert type(public) is TensorDescriptor
+    assert public.base is q
+    for name in ("shape", "strides", "block_shape", "layout"):
+        assert getattr(public, name) == getattr(ours, name)

@@ -1,0 +1,55 @@
+"""Both ways of a call: past PyTorch's and Triton's public interfaces, and through them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@contextlib.contextmanager
+def untested_versions(package: str, *, torch_too: bool) -> Iterator[None]:
+    """Let a package believe that the installed Triton, or PyTorch as well, was never tested."""
+    runtime = importlib.import_module(f"{package}._kernels.launch.runtime")
+    internals = importlib.import_module(f"{package}._linked.host.internals")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*was tested with", RuntimeWarning)
+        patch.setattr(runtime, "IS_DIRECT", False)
+        # what was compiled before would be launched directly
+        patch.setattr(runtime, "_compiled", {})
+        if torch_too:
+            patch.setattr(internals, "IS_TESTED", False)
+        yield
+
+
+def forget_plans(package: str) -> None:
+    """Let a package forget what it worked out for the forms of earlier calls."""
+    forms = importlib.import_module(f"{package}._linked.host.forms")
+    for x in gc.get_objects():
+        if isinstance(x, forms.Memory):
+            x.clear()
+
+
+def assert_same_bits(package: str, call: Callable[[], Any]) -> None:
+    """Hold a call, which returns tensors, to the same bits on tested versions and on others."""
+
+    def bits() -> list[Tensor]:
+        forget_plans(package)
+        # the first call plans and compiles, the second takes what is kept
+        made = call(), call()
+        return [x.clone() for result in made for x in result]
+
+    want = bits()
+    for torch_too in (False, True):
+        with untested_versions(package, torch_too=torch_too):
+            got = bits()
+        for x, y in zip(got, want, strict=True):
+            assert torch.equal(x, y)
+    forget_plans(package)
