@@ -1,0 +1,146 @@
+"""What is linked is in sdists, wheels, editable installs and clones; without links a build stops.
+
+The wheels in dist/ were built from the sdists beside them, so they serve here, too.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+from ._repository import PLACES, files, import_name, place
+
+# for each folder that wheels hold, a module that imports other linked ones
+MODULES = {"host": "forms", "launch": "runtime", "portable": "", "hopper": "tma"}
+FIX = "git config core.symlinks true"
+OFFLINE = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+
+
+def linked(package):
+    """Return the folders that a package links."""
+    return [folder for folder in PLACES if place(package, folder).exists()]
+
+
+@pytest.fixture(
+    params=["blocksparse-attn", "flash-attn-triton", "lightning-attn", "prefix-prefill"]
+)
+def linking(request, root):
+    return root / "packages" / request.param
+
+
+@pytest.fixture
+def one(root):
+    """One of them, for what takes a build."""
+    return root / "packages" / "lightning-attn"
+
+
+def contents(base, prefix):
+    """Return the files below a folder by their names, as an archive has them."""
+    return {f"{prefix}/{p.relative_to(base).as_posix()}": p.read_bytes() for p in files(base)}
+
+
+def test_sdist_holds_the_linked_files(linking, noxfile):
+    (path,) = noxfile.DIST.glob(f"{import_name(linking)}-*.tar.gz")
+    with tarfile.open(path) as archive:
+        members = {m.name.partition("/")[2]: m for m in archive.getmembers()}
+        assert not [m.name for m in members.values() if m.issym() or m.islnk()]
+        for folder in linked(linking):
+            where = place(linking, folder)
+            for name, text in contents(where, where.relative_to(linking).as_posix()).items():
+                assert archive.extractfile(members[name]).read() == text, name
+
+
+def test_wheel_from_the_sdist_holds_the_linked_files(linking, noxfile):
+    assert linked(linking)
+    with zipfile.ZipFile(noxfile.wheel(linking.name)) as archive:
+        for folder in linked(linking):
+            where = place(linking, folder)
+            if (linking / "src") in where.parents:
+                for name, text in contents(where, where.relative_to(linking / "src")).items():
+                    assert archive.read(name) == text, name
+
+
+def import_linked(source, package, python):
+    """Import a package and its linked modules from a folder of sources."""
+    name = import_name(package)
+    modules = [
+        ".".join(filter(None, [*place(source.parent, folder).relative_to(source).parts, module]))
+        for folder, module in MODULES.items()
+        if place(source.parent, folder).exists()
+    ]
+    code = f"import {name}, {', '.join(modules)}\nprint({name}.__file__)"
+    found = python(code, env={**os.environ, "PYTHONPATH": str(source)})
+    assert found.startswith(str(source))
+
+
+def test_editable_install_imports_what_is_linked(one, python, tmp_path):
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *OFFLINE, "--ignore-installed"]
+    command += ["--prefix", str(tmp_path), "--editable", str(one)]
+    subprocess.run(command, check=True)
+    (path,) = tmp_path.rglob("*.pth")
+    assert path.read_text().split() == [str(one / "src")]
+    import_linked(one / "src", one, python)
+
+
+def git(*arguments):
+    subprocess.run(["git", *map(str, arguments)], check=True, capture_output=True)
+
+
+def clone(root, to, *options):
+    if not (root / ".git").exists():
+        pytest.skip("no git repository to clone")
+    git("clone", "--quiet", "--depth=1", *options, root.as_uri(), to)
+    return to / "packages"
+
+
+def test_clone_has_the_links(root, one, python, tmp_path):
+    packages = clone(root, tmp_path)
+    for package in packages.iterdir():
+        for folder in linked(root / "packages" / package.name):
+            assert place(package, folder).is_symlink()
+            assert place(package, folder).resolve() == tmp_path / "linked" / folder
+    import_linked(packages / one.name / "src", one, python)
+
+
+def test_checkout_without_links_stops_every_build(root, one, tmp_path):
+    package = clone(root, tmp_path / "clone", "-c", "core.symlinks=false") / one.name
+    out = tmp_path / "out"
+    commands = {
+        "wheel": ["build", "--no-isolation", "--wheel", f"--outdir={out}", package],
+        "sdist": ["build", "--no-isolation", "--sdist", f"--outdir={out}", package],
+        "pip": ["pip", "install", *OFFLINE, f"--target={out}", package],
+        "editable": ["pip", "install", *OFFLINE, f"--prefix={out}", "--editable", package],
+    }
+    for name, command in commands.items():
+        done = subprocess.run(
+            [sys.executable, "-m", *map(str, command)], capture_output=True, text=True
+        )
+        text = done.stdout + done.stderr
+        assert done.returncode, name
+        assert text.count(FIX) == 1, text
+        assert "Traceback" not in text
+        assert re.search(r"src/lightning_attn/_\S* is not the folder", text)
+    assert not out.exists() or not list(out.rglob("*.whl"))
+    # what the message says helps
+    git("-C", tmp_path / "clone", *FIX.split()[1:])
+    git("-C", tmp_path / "clone", "checkout", "--", "packages")
+    command = [sys.executable, "-m", *map(str, commands["wheel"])]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = out.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "lightning_attn/_linked/host/forms.py" in archive.namelist()
+
+
+def test_link_to_nothing_stops_a_build(one, tmp_path):
+    # a copy of one package: linked/ is not beside it
+    package = tmp_path / one.name
+    shutil.copytree(one, package, symlinks=True)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", str(package)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode
+    assert FIX in done.stdout + done.stderr
