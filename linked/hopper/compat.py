@@ -1,4 +1,4 @@
-"""Gluon as Triton 3.6 to 3.9 spell it: the one place that knows of their differences.
+"""Gluon of Triton 3.6 to 3.9: the one place that knows how their names differ.
 
 Gluon is Triton's lower-level language, with explicit layouts, barriers and asynchronous copies.
 Only kernels for Hopper are written in it. Importing this module fails where Triton has none.

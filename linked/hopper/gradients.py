@@ -1,4 +1,4 @@
-"""Gradients on their way out of a warpgroup's registers, on Hopper: added up, or written."""
+"""Stores of gradients from a warpgroup's registers, shared by the Hopper backwards."""
 
 from .compat import add_out, copy_out, gl, gluon, hopper, tma
 
@@ -8,10 +8,10 @@ ROWS = gl.constexpr(64)
 
 @gluon.jit
 def add_to_memory(pointer, values):
-    """Add a warpgroup's 64 x N numbers to memory, in the order of its registers.
+    """Add a warpgroup's ``[64, N]`` accumulator to memory, in the order of its registers.
 
-    That is: panels of eight columns, warp, row of eight, pair of columns, half of the warp's
-    sixteen rows, column. Every thread has four neighbours of it, a warp 512 bytes.
+    From the slowest to the fastest: panel of eight columns, warp, row of eight, pair of columns,
+    half of the warp's sixteen rows, column. A thread adds four neighbours, a warp 512 bytes.
     """
     PANELS: gl.constexpr = values.shape[1] // 8
     values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
@@ -28,9 +28,9 @@ def add_to_memory(pointer, values):
 
 @gluon.jit
 def send(desc, row, staging, values):
-    """Have the copy engine add a warpgroup's 64 x N numbers to memory, in the same order.
+    """Add a warpgroup's ``[64, N]`` accumulator to memory by TMA, in the same order.
 
-    There they are rows of 32 numbers, of which these begin at ``row``.
+    The memory is mapped as rows of 32 numbers, of which these begin at ``row``.
     """
     PANELS: gl.constexpr = values.shape[1] // 8
     values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
@@ -43,7 +43,7 @@ def send(desc, row, staging, values):
 
 @gluon.jit
 def write(gradient, desc, staging, where, WIDTH: gl.constexpr):
-    """Send a warpgroup's 64 rows of a gradient on their way."""
+    """Start the TMA store of a warpgroup's ``[64, WIDTH]`` rows of a gradient."""
     staging.reshape([ROWS, WIDTH]).store(gradient.to(staging.dtype))
     hopper.fence_async_shared()
     copy_out(desc, where, staging)

@@ -1,9 +1,10 @@
-"""What producer and consumers of the Hopper kernels share: barriers, rings, the order of tiles.
+"""What producer and consumers of the Hopper kernels share: barriers and the order of tiles.
 
-A program stays on its multiprocessor and takes tiles from a counter until none is left. One warp
-copies tiles into shared memory, two or three warpgroups of four warps multiply. They meet at
-barriers in shared memory (``mbarrier``), and for what happens once per key tile at the sixteen
-barriers of the hardware, on which a warp arrives without waiting for the rest of its warpgroup.
+The kernels are persistent and warp-specialised. A program stays on its multiprocessor and takes
+tiles from a counter until none is left. One producer warp copies tiles into shared memory by TMA,
+and two or three consumer warpgroups multiply them by wgmma. They meet at mbarriers. What happens
+once per tile of keys uses named barriers (``bar.sync``, ``bar.arrive``; the hardware has sixteen),
+at which a warp arrives without waiting for the rest of its warpgroup.
 """
 
 from .compat import gl, gluon, mbarrier
@@ -12,9 +13,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
 
-# rows of a tensor map that clips at the end of any sequence; see ``coordinates``
+# rows of a ragged tensor map, which clips at the end of any sequence; see ``coordinates``
 RAGGED_ROWS = gl.constexpr(1 << 30)
-# tiles that the producer may be ahead, and the numbers that describe one
+# how many tiles the producer may be ahead, and the numbers that describe a tile
 SLOTS = gl.constexpr(2)
 FIELDS = gl.constexpr(8)
 FIRST_ROW = gl.constexpr(0)
@@ -23,7 +24,7 @@ SEQUENCE = gl.constexpr(2)
 Q_START = gl.constexpr(3)
 LEN_Q = gl.constexpr(4)
 LEN_K = gl.constexpr(5)
-# hardware barriers; Triton numbers its own from 0
+# named barriers; Triton takes the first ones for itself
 TURN = gl.constexpr(5)
 EMPTY = gl.constexpr(8)
 SEARCH_CHUNK = gl.constexpr(128)
@@ -31,7 +32,7 @@ SEARCH_CHUNK = gl.constexpr(128)
 
 @gluon.jit
 def barrier_sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
-    """Arrive at a hardware barrier and wait until ``THREADS`` have arrived."""
+    """Arrive at a named barrier and wait until ``THREADS`` threads have arrived (``bar.sync``)."""
     lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise(
         "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r",
@@ -41,7 +42,7 @@ def barrier_sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
-    """Arrive at a hardware barrier without waiting."""
+    """Arrive at a named barrier without waiting (``bar.arrive``)."""
     lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise(
         "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r",
@@ -51,11 +52,11 @@ def barrier_arrive(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def barrier_arrive_after(sums, number, THREADS: gl.constexpr):
-    """Arrive at a hardware barrier once ``sums``, two numbers a thread, are there.
+    """Arrive at a named barrier once ``sums``, two numbers a thread, are computed.
 
-    The assembler keeps the order of barriers and of waits for products, but moves arithmetic past
-    them: without this most of a softmax ends up behind the wait that it should run ahead of. So the
-    barrier's number depends on the sums, as far as the assembler can tell: no sum has those bits.
+    ptxas keeps the order of barriers and of waits for wgmma, but moves arithmetic across them.
+    Without this, most of a softmax ends up behind the wait that it should run ahead of. So the
+    barrier's number depends on the sums as far as ptxas can tell; no sum has those bits.
     """
     gl.inline_asm_elementwise(
         """
@@ -84,11 +85,11 @@ def barrier_arrive_after(sums, number, THREADS: gl.constexpr):
 
 @gluon.jit
 def opaque(number):
-    """Return a number of which the assembler knows nothing.
+    """Return a number that ptxas knows nothing about, by a shuffle.
 
-    It keeps what it derives from such a number, here the address of a buffer, in uniform registers,
-    and may reuse one that was set ahead of a loop after that loop was skipped (seen in the ptxas of
-    Triton 3.6). What comes out of a shuffle it has to take anew.
+    ptxas keeps what it derives from a number, such as a buffer's address, in uniform registers. The
+    one of Triton 3.6 reused a register that was set ahead of a loop after that loop had been
+    skipped. What a shuffle returns has to be computed again.
     """
     one = gl.arange(0, 1, gl.BlockedLayout([1], [32], [4], [0]))
     taken = gl.inline_asm_elementwise(
@@ -100,11 +101,12 @@ def opaque(number):
 
 @gluon.jit
 def locate(ticket, batch, heads, tiles, span, last, BALANCE: gl.constexpr):
-    """Return ``(block, sequence, head)`` of a tile of queries, where all sequences have one length.
+    """Return ``(block, sequence, head)`` of a tile of queries of fixed-length sequences.
 
-    Under a causal mask the walks differ in length: ``BALANCE`` starts the longest first, within as
-    many heads (``span``) as the cache holds; the ``last`` heads are up to twice as many, so that
-    there is no small rest. Without it, neighbours are blocks of one head.
+    Under a causal mask the walks over keys differ in length. ``BALANCE`` starts the longest first,
+    within as many heads (``span``) as the L2 cache holds. The last section has ``last`` heads, at
+    most twice as many, so that no small rest remains. Without ``BALANCE``, neighbours are blocks of
+    one head.
     """
     if BALANCE:
         first = ticket // (span * tiles) * span
@@ -126,11 +128,10 @@ def key_tiles(
     first_row, len_q, len_k, window_left, window_right,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Return ``(low, left, right, high)`` in tiles of keys: what a block of queries sees.
+    """Return ``(low, left, right, high)``: the tiles of keys that a block of queries sees.
 
-    Some row sees something of the tiles from ``low`` up to ``high``, and every row sees all of
-    those from ``left`` up to ``right``. There is always one tile, and the last is never whole: the
-    walk begins with it, and with a mask.
+    Some row sees part of the tiles ``[low, high)``, and every row sees all of ``[left, right)``.
+    There is always at least one tile, and the last one counts as masked: the walk begins with it.
     """
     diagonal = len_k - len_q
     last_row = gl.minimum(first_row + BLOCK_M, len_q) - 1
@@ -153,12 +154,12 @@ def key_tiles(
 
 @gluon.jit
 def coordinates(sequence, head, start, size, row, RAGGED: gl.constexpr):
-    """Where row ``row`` of a sequence lies in a tensor map of five dimensions.
+    """Return where row ``row`` of a sequence lies in a tensor map of five dimensions.
 
-    Rows beyond the map read as zeros and are not written. A fixed-length map has the dimensions
-    ``[1, batch, heads, tokens, head_dim]``. A ragged one has ``[x, y, heads, 2**30, head_dim]``
-    with strides that cancel: the row dimension ends where the sequence does, and the first two
-    move it there, modulo 2**64 bytes.
+    TMA reads rows beyond the map as zeros and does not write them. A fixed-length map has the
+    dimensions ``[1, batch, heads, tokens, head_dim]``. A ragged one has ``[x, y, heads, 2**30,
+    head_dim]``: its row dimension ends where the sequence ends, and the first two dimensions move
+    it there with strides that cancel modulo 2**64 bytes.
     """
     if RAGGED:
         where = (RAGGED_ROWS, start + size, head, RAGGED_ROWS - size + row, 0)
@@ -169,14 +170,14 @@ def coordinates(sequence, head, start, size, row, RAGGED: gl.constexpr):
 
 @gluon.jit
 def field(fields, NUMBER: gl.constexpr):
-    """Return one of the numbers that describe a tile; every thread holds all of them."""
+    """Return one of the numbers that describe a tile; each thread holds all of them."""
     index = gl.arange(0, FIELDS, fields.type.layout)
     return gl.sum(gl.where(index == NUMBER, fields, 0), 0)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, PARTIES: gl.constexpr):
-    """Make barriers in shared memory that wait for so many arrivals."""
+    """Make ``COUNT`` mbarriers, each of which waits for ``PARTIES`` arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=PARTIES)

@@ -1,18 +1,18 @@
-"""Arithmetic of the softmax in assembly, where the compilers make more of it than there is."""
+"""Inline PTX where Triton or ptxas emit extra instructions."""
 
 from .compat import gl, gluon
 
-# how much larger than its pivot a base-2 logit may be. The pivot is a maximum, but seldom the last
-# one: what was summed up needs a new factor only where the exponentials would become large
+# How much larger than its pivot a base-2 logit may be. The pivot is an earlier maximum: sums are
+# rescaled only where the exponentials would become large.
 SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
 def hide_unless(s, low, high):
-    """Return ``s`` where ``low <= high``, and minus infinity elsewhere.
+    """Return ``s`` where ``low <= high``, and -inf elsewhere.
 
-    A comparison and what depends on it, one after the other: where all comparisons come first, the
-    assembler runs out of predicates and keeps them as bits, at five instructions a number.
+    Each comparison is followed by its select. If all comparisons come first, ptxas runs out of
+    predicates and keeps them as bits, which takes five instructions a number.
     """
     return gl.inline_asm_elementwise(
         """
@@ -28,7 +28,7 @@ def hide_unless(s, low, high):
 
 @gluon.jit
 def in_pairs(p):
-    """Return probabilities two to a register: from loop to loop they are carried one by one."""
+    """Return probabilities packed two to a register; loops carry them one by one otherwise."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2
     )
@@ -36,13 +36,13 @@ def in_pairs(p):
 
 @gluon.constexpr_function
 def _numbers_in_shrink(width):
-    """How many numbers of a thread are looked at together, of rows so wide."""
+    """Return how many numbers of a thread are tested together, for rows of ``width`` columns."""
     return min(width // 2, 64)
 
 
 @gluon.constexpr_function
 def _text_of_shrink(count):
-    """Multiply so many numbers, of two rows, unless a warp's factors are all 1."""
+    """Return PTX: multiply ``count`` numbers of two rows unless a warp's factors are all 1."""
     lines = [
         ".reg .pred here, there;",
         f"setp.neu.f32 here, ${2 * count}, 0f3F800000;",
@@ -64,7 +64,7 @@ def _operands_of_shrink(count):
 
 @gluon.jit
 def shrink(o, alpha):
-    """Multiply rows with factors that are mostly 1: no warp does it for nothing."""
+    """Multiply the rows of ``o`` by factors that are mostly 1; a warp skips it if all are."""
     COUNT: gl.constexpr = _numbers_in_shrink(o.shape[1])
     TEXT: gl.constexpr = _text_of_shrink(COUNT)
     OPERANDS: gl.constexpr = _operands_of_shrink(COUNT)

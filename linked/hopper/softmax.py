@@ -1,4 +1,4 @@
-"""Logits, masks and the two ends of the online softmax, on accumulators of a warpgroup."""
+"""Logits, masks, and the start and end of the online softmax, on a warpgroup's accumulators."""
 
 from .compat import gl, gluon
 from .pipeline import LN2, LOG2E, NEG_INF
@@ -22,7 +22,7 @@ def tanh(x):
 def logits_of(
     s, rows, cols, scale, softcap, slope, HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr
 ):  # fmt: skip
-    """Turn products into base-2 logits where more than a factor lies between the two."""
+    """Turn products ``[ROWS, BLOCK_N]`` into base-2 logits where a softcap or ALiBi is applied."""
     if HAS_SOFTCAP:
         s = tanh(s * (scale / softcap)) * (softcap * LOG2E)
     elif HAS_ALIBI:
@@ -37,7 +37,7 @@ def mask(
     s, rows, cols, len_k, window_left, window_right,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Hide the keys that a row does not see; ``rows`` count from the one that faces key 0."""
+    """Hide the keys that a row does not see; row 0 is the one that faces key 0."""
     if HAS_RIGHT:
         visible = cols[None, :] <= gl.minimum(rows + window_right, len_k - 1)[:, None]
     else:
@@ -49,7 +49,7 @@ def mask(
 
 @gluon.jit
 def row_sums(e):
-    """Sum each row as far as one thread holds it: four numbers a row."""
+    """Sum each row within a thread: ``[ROWS, BLOCK_N]`` to ``[ROWS, 4]``."""
     ROWS: gl.constexpr = e.shape[0]
     PARTS: gl.constexpr = e.shape[1] // 8
     return gl.sum(gl.sum(gl.reshape(e, [ROWS, PARTS, 4, 2]), 1), 2)
@@ -57,7 +57,7 @@ def row_sums(e):
 
 @gluon.jit
 def start_softmax(s, factor):
-    """Return the maxima, partial sums and exponentials of a block of queries' first tile."""
+    """Return maxima, partial sums and exponentials of the first tile of keys."""
     m = gl.max(s, 1) * factor
     # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
     e = gl.exp2(s * factor - gl.where(m == NEG_INF, 0.0, m)[:, None])
@@ -66,7 +66,7 @@ def start_softmax(s, factor):
 
 @gluon.jit
 def finish_softmax(m, l, head, is_padding, sinks_ptr):
-    """Return what a row's output is multiplied with, whether it saw no key, and its LSE."""
+    """Return ``[ROWS]`` each: the factor of the output, whether no key was seen, the LSE."""
     sums = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     shrink = 1.0
     if sinks_ptr is not None:

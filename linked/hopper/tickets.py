@@ -1,4 +1,4 @@
-"""The counter from which the programs of a launch take their tiles, on Hopper."""
+"""The counter from which the programs of a persistent Hopper kernel take their tiles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...._linked.host.internals import current_device, current_stream
 
-# of a launch: the counter has 32 bits, and every program takes one more than there are
+# in a launch: the counter has 32 bits, and each program takes one ticket past the last
 MAX_TICKETS = 2**31 - 2**16
 
 
@@ -21,10 +21,10 @@ _tickets: dict[tuple[int, int], Tensor] = {}
 
 
 def kept_ticket(device: torch.device) -> Tensor:
-    """Return the counter of the current stream, or while that is captured a new one.
+    """Return the counter of the current stream, or a new one while that stream is captured.
 
-    For calls past the operators alone: what a compiled graph calls may allocate from a pool of
-    memory of its own, in which nothing may stay.
+    Only for calls past the operators: a compiled graph may allocate from a memory pool of its own,
+    in which nothing may stay.
     """
     index = device.index
     if index != current_device() or torch.cuda.is_current_stream_capturing():

@@ -121,19 +121,19 @@ class MapForm:
         self.encoded: dict[int, list[Any]] = {}
 
     def __call__(self, x: Tensor) -> TensorMap:
-        """Map a tensor of the form, or a copy of it if the engine cannot read it where it is."""
+        """Map a tensor of the form, or a copy of it if TMA cannot read it where it is."""
         if self._copies:
             x = x.clone(memory_format=torch.contiguous_format)
         return self.kind(x, self)
 
 
 def is_mappable(x: Tensor) -> bool:
-    """Say whether the copy engine can read a tensor where it is: aligned, and nowhere expanded."""
+    """Return whether TMA can read a tensor where it is: aligned, and nowhere expanded."""
     return is_aligned(x) and min(_strides(x)) > 0
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, head and token; those that are never taken as if the tensor were dense."""
+    """Return strides of batch, head and token; of dimensions of size 1, those of a dense tensor."""
     *sizes, width = x.shape
     strides = list(x.stride()[:-1])
     dense = width
