@@ -157,14 +157,7 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 
 class MapLaunch(Launch):
-    """A launch whose first tensors are maps (``TensorMap``)."""
-
-    def __call__(
-        self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
-    ) -> None:
-        if not getattr(_thread, "is_awake", False):
-            wake(tensors[0].device)
-        super().__call__(grid, tensors, numbers)
+    """A launch whose first tensors are maps (``TensorMap``), each encoded once."""
 
     def _look_up(
         self,
@@ -173,6 +166,7 @@ class MapLaunch(Launch):
         tensors: tuple[Tensor | None, ...],
         numbers: tuple[float, ...],
     ) -> Ready | None:
+        wake(tensors[0].device)  # Triton may encode maps now
         found = super()._look_up(variant, grid, tensors, numbers)
         ready = self._ready.get(variant)
         if ready is not None:
@@ -186,8 +180,8 @@ class MapLaunch(Launch):
 
 
 def wake(device: torch.device) -> None:
-    """Use a GPU in this thread: in one that has not, as autograd's, the driver makes no maps."""
-    if device.type == "cuda":
+    """Use the GPU in this thread: the driver makes no maps in one that has not, as autograd's."""
+    if device.type == "cuda" and not getattr(_thread, "is_awake", False):
         torch.zeros(1, device=device)
         _thread.is_awake = True
 
@@ -247,6 +241,7 @@ class EncodedLaunch:
         for index, tensor_map in enumerate(maps):
             known = tensor_map.encoded
             if known is None:
+                wake(tensor_map.device)
                 known = self._make(tensor_map, self._metadata[index], *self._extra)
                 tensor_map.keep(known)
             encoded += known
