@@ -98,7 +98,7 @@ def test_l6_addresses_hold_64_bits():
     import lightning_attn
 
     folder = Path(lightning_attn.__file__).parent / "_kernels"
-    for name in ("walk.py", "hopper_walk.py", "decode.py", "combine.py", "decay_gradient.py"):
+    for name in ("walk.py", "hopper/walk.py", "decode.py", "combine.py", "decay_gradient.py"):
         source = (folder / name).read_text()
         assert "to(tl.int64)" in source or "to(gl.int64)" in source, name
 

@@ -147,16 +147,18 @@ WAIT_SCORES = "scores = hopper.warpgroup_mma_wait(HALVES, deps=(scores,))"
 ARRIVE = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 MISTAKES = [
     ("_produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("_produce", "PANELS * key_desc", "HALVES * key_desc"),
-    ("_consume", "mbarrier.wait(full.index(stage), step // STAGES & 1)", "pass"),
+    ("_produce", "PANELS * maps.key", "HALVES * maps.key"),
+    ("_consume", "mbarrier.wait(pipeline.full.index(stage), step // STAGES & 1)", "pass"),
     ("_consume", "step // STAGES & 1", "(step // STAGES & 1) ^ 1"),
-    ("_consume", WAIT_SCORES, "pass"),
+    ("_add_scores", WAIT_SCORES, "pass"),
+    ("_add_scores", "hopper.fence_async_shared()", "pass"),
     ("_consume", WAIT_OUT, "pass"),
     ("_consume", WAIT_OUT, f"{WAIT_OUT}; {ARRIVE}"),
     ("_consume", ARRIVE, "pass"),
-    ("_consume", "hopper.fence_async_shared()", "pass"),
     ("_consume", "tma.store_wait(0)", "pass"),
-    ("hopper_walk_kernel", "barriers(STAGES, 1)", "barriers(STAGES, 2)"),
+    ("_send", "tma.store_wait(0)", "pass"),
+    ("_send", "hopper.fence_async_shared()", "pass"),
+    ("_memory", "barriers(TILE.STAGES, 1)", "barriers(TILE.STAGES, 2)"),
 ]
 
 

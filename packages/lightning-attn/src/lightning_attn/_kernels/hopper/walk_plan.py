@@ -34,6 +34,7 @@ class HopperWalk:
                 "REVERSE": walk.reverse,
                 "SEGMENTED": segmented,
                 "SKIP": skip,
+                "RAGGED": walk.is_packed,
                 "TERMS": 2 if is_exact else 1,
                 "WARPGROUPS": hopper.warpgroups,
                 "STAGES": hopper.stages,
