@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 
 @contextlib.contextmanager
@@ -22,7 +23,6 @@ def untested_versions(package: str, *, torch_too: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*was tested with", RuntimeWarning)
         patch.setattr(runtime, "IS_DIRECT", False)
-        # what was compiled before would be launched directly
         patch.setattr(runtime, "_compiled", {})
         if torch_too:
             patch.setattr(internals, "IS_TESTED", False)
@@ -30,11 +30,17 @@ def untested_versions(package: str, *, torch_too: bool) -> Iterator[None]:
 
 
 def forget_plans(package: str) -> None:
-    """Let a package forget what it worked out for the forms of earlier calls."""
+    """Let a package forget the forms of earlier calls, and Triton its kernels in memory.
+
+    What Triton keeps of a kernel has another launcher after a call past its look-up.
+    """
     forms = importlib.import_module(f"{package}._linked.host.forms")
     for x in gc.get_objects():
-        if isinstance(x, forms.Memory):
+        kind = type(x)  # isinstance would wake lazy objects
+        if kind is forms.Memory:
             x.clear()
+        elif issubclass(kind, JITFunction):
+            x.device_caches.clear()
 
 
 def assert_same_bits(package: str, call: Callable[[], Any]) -> None:
