@@ -123,20 +123,20 @@ def test_other_sequences_are_not_read(serve):
 
 # function, what it says, what a mistake would be
 ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
-WAIT_V = "mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
+WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
 ARRIVE_K = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 MISTAKES = [
     ("copy_blocks", "(PANELS * PER_STEP)", "PER_STEP"),
     ("copy_blocks", "panel * 64)", "0)"),
-    ("produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("produce", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)", "pass"),
+    ("_copy_keys", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("_copy_values", "barrier_sync(EMPTY + TILE.STAGES_K + stage, PARTIES, 1)", "pass"),
     ("produce", "before = items\n", "pass\n"),
-    ("produce", "mbarrier.wait(q_empty.index(w), (count & 1) ^ 1)", "pass"),
-    ("_receive", "mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)", "pass"),
-    ("_receive", "mbarrier.arrive(tile_empty.index(slot), count=1)", "pass"),
+    ("_copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
+    ("_receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
+    ("_receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
     ("_mask", "!= 0, reach, -1", "!= 0, reach, reach"),
-    ("_attend", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
+    ("_attend", "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)", "pass"),
     ("_attend", "turn // STAGES_K & 1", "(turn // STAGES_K & 1) ^ 1"),
     ("_attend", WAIT_V, "pass"),
     ("_attend", WAIT_S, "pass"),
@@ -150,8 +150,8 @@ MISTAKES = [
     ("_write", "hopper.fence_async_shared()", "pass"),
     ("_write", "tma.store_wait(0)", "pass"),
     ("_write", "if row >= 0", "if row >= -ROWS"),
-    ("_consume", "mbarrier.wait(q_full.index(W), tile_count & 1)", "pass"),
-    ("_consume", "mbarrier.arrive(q_empty.index(W), count=1)", "pass"),
+    ("_begin", "mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)", "pass"),
+    ("_finish", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
     ("_consume", "barrier_sync(TURN, 256, 4)", "pass"),
     ("hopper_forward_kernel", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
 ]

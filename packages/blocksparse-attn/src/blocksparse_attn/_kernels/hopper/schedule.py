@@ -8,6 +8,7 @@ and an item that is wanting to fill one is missing there.
 
 from ._linked.compat import gl, gluon
 from ._linked.pipeline import SEARCH_CHUNK
+from .structures import QueryTile, Walk
 
 # a block behind the end of every sequence, where the copy engine finds zeros
 NO_BLOCK = gl.constexpr(2**22)
@@ -56,28 +57,28 @@ def find_sequence(cu_seqlens_ptr, slot, batch, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def locate(
-    ticket, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, last,
-    POSITIONS: gl.constexpr, BALANCE: gl.constexpr, SHORT: gl.constexpr,
-):  # fmt: skip
-    """Return ``(tile, is_alive, sequence, unit, q_start, k_start, len_q, len_k)`` of a ticket.
+def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the tile of queries that has a ticket, and whether it holds any.
 
-    Tiles count from position 0. ``BALANCE`` starts the longest walks first, within as many units
-    (``span``) as the cache holds; the ``last`` units are up to twice as many, so that there is no
-    small rest. Sequences of at most ``SHORT`` queries belong to another kernel.
+    Under a causal mask the longest walks start first, within as many units (``numbers.span``) as
+    the cache holds; the ``numbers.last`` units are up to twice as many, so that there is no small
+    rest. Sequences of at most ``OPTIONS.SHORT`` queries belong to another kernel.
     """
+    POSITIONS: gl.constexpr = 2 * TILE.ROWS // OPTIONS.HEADS
+    BALANCE: gl.constexpr = OPTIONS.IS_CAUSAL
+    batch, tiles = numbers.batch, numbers.tiles
     q_start = 0
     k_start = 0
-    len_q = tokens_q
-    len_k = tokens_k
+    len_q = numbers.tokens_q
+    len_k = numbers.tokens_k
     is_mine = ticket >= 0
-    if cu_seqlens_q_ptr is None:
+    if tensors.cu_seqlens_q_ptr is None:
         if BALANCE:
-            first = ticket // (span * tiles) * span
-            here = span
-            if first >= batch * units - last:
-                first = batch * units - last
-                here = last
+            first = ticket // (numbers.span * tiles) * numbers.span
+            here = numbers.span
+            if first >= batch * units - numbers.last:
+                first = batch * units - numbers.last
+                here = numbers.last
             place = ticket - first * tiles
             index = place // here
             batch_unit = first + place % here
@@ -87,25 +88,27 @@ def locate(
         sequence = batch_unit // units
         unit = batch_unit % units
     else:
+        q_starts, k_starts = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
         slot = ticket // units if BALANCE else ticket % tiles
         unit = ticket % units if BALANCE else ticket // tiles
-        sequence = find_sequence(cu_seqlens_q_ptr, slot, batch, POSITIONS)
+        sequence = find_sequence(q_starts, slot, batch, POSITIONS)
         # tokens around the sequences are two more sequences, which face nothing
         is_real = (sequence >= 0) & (sequence < batch)
-        q_start = gl.load(cu_seqlens_q_ptr + sequence, mask=sequence >= 0, other=0)
-        q_end = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=sequence < batch, other=tokens_q)
-        k_start = gl.load(cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
-        k_end = gl.load(cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0)
+        q_start = gl.load(q_starts + sequence, mask=sequence >= 0, other=0)
+        q_end = gl.load(q_starts + sequence + 1, mask=sequence < batch, other=numbers.tokens_q)
+        k_start = gl.load(k_starts + sequence, mask=is_real, other=0)
+        k_end = gl.load(k_starts + sequence + 1, mask=is_real, other=0)
         index = slot - (q_start // POSITIONS + 2 * (sequence + 1))
         len_q = q_end - q_start
         len_k = k_end - k_start
-        is_mine = (len_q > SHORT) | (sequence < 0) | (sequence >= batch)
+        is_mine = (len_q > OPTIONS.SHORT) | (sequence < 0) | (sequence >= batch)
     first_tile = floor_div(len_k - len_q, POSITIONS)
     count = gl.where(len_q > 0, gl.cdiv(len_k, POSITIONS) - first_tile, 0)
     if BALANCE:
         index = count - 1 - index  # the last are the longest
     is_alive = is_mine & (index >= 0) & (index < count)
-    return first_tile + index, is_alive, sequence, unit, q_start, k_start, len_q, len_k
+    tile = QueryTile(ticket, first_tile + index, sequence, unit, q_start, k_start, len_q, len_k)
+    return tile, is_alive
 
 
 @gluon.jit
@@ -120,53 +123,50 @@ def lower_bound(items_ptr, first, last, limit):
 
 
 @gluon.jit
-def survey(
-    begin_ptr, whole_ptr, items_ptr, unit, tile, is_alive, list_rows, len_k, extent_k,
-    POSITIONS: gl.constexpr, SPAN: gl.constexpr, BLOCK_K: gl.constexpr, PER_STEP: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, PER_HEAD: gl.constexpr,
-):  # fmt: skip
-    """Return ``(first, seen, cut, count, whole)``: a tile's items, and its steps without a mask.
-
-    The items are ``seen`` from place ``first`` of the list on, and the rest from ``cut`` on.
-    """
-    row = tile * POSITIONS // SPAN
-    is_known = is_alive & (tile >= 0) & (row < list_rows)
+def survey(tile, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the walk of a tile of queries, which is empty for a ticket behind the last."""
+    POSITIONS: gl.constexpr = 2 * TILE.ROWS // OPTIONS.HEADS
+    PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
+    BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
+    items_ptr = tensors.items_ptr
+    is_there = tile.ticket < numbers.total
+    row = tile.index * POSITIONS // OPTIONS.SPAN
+    is_known = is_there & (tile.index >= 0) & (row < numbers.list_rows)
     owner = row.to(gl.int64)
-    if PER_HEAD:
-        owner += unit.to(gl.int64) * list_rows
-    first = gl.load(begin_ptr + owner, mask=is_known, other=0).to(gl.int32)
-    end = gl.load(begin_ptr + owner + 1, mask=is_known, other=0).to(gl.int32)
-    cut = first + gl.load(whole_ptr + owner, mask=is_known, other=0).to(gl.int32)
+    if OPTIONS.PER_HEAD:
+        owner += tile.unit.to(gl.int64) * numbers.list_rows
+    first = gl.load(tensors.begin_ptr + owner, mask=is_known, other=0).to(gl.int32)
+    end = gl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0).to(gl.int32)
+    cut = first + gl.load(tensors.whole_ptr + owner, mask=is_known, other=0).to(gl.int32)
     inside = cut
     seen = cut
     # items right of the sequence's end; under a causal mask none is whole
-    if not IS_CAUSAL:  # noqa: SIM102  (a constant, then a number)
-        if len_k < extent_k:
-            inside = lower_bound(items_ptr, first, cut, len_k // BLOCK_K)
-            seen = lower_bound(items_ptr, inside, cut, gl.cdiv(len_k, BLOCK_K))
-            end = lower_bound(items_ptr, cut, end, gl.cdiv(len_k, BLOCK_K))
+    if not OPTIONS.IS_CAUSAL:  # noqa: SIM102  (a constant, then a number)
+        if tile.len_k < numbers.extent_k:
+            inside = lower_bound(items_ptr, first, cut, tile.len_k // BLOCK_K)
+            seen = lower_bound(items_ptr, inside, cut, gl.cdiv(tile.len_k, BLOCK_K))
+            end = lower_bound(items_ptr, cut, end, gl.cdiv(tile.len_k, BLOCK_K))
     count = seen - first + (end - cut)
     steps = gl.maximum(gl.cdiv(count, PER_STEP), 1)
-    return first, seen - first, cut, count, gl.minimum((inside - first) // PER_STEP, steps - 1)
+    whole = gl.minimum((inside - first) // PER_STEP, steps - 1)
+    return Walk(first, seen - first, cut, count, whole)
 
 
 @gluon.jit
-def places(first, seen, cut, count, step, lane, PER_STEP: gl.constexpr):
+def places(walk, step, lane):
     """Return where in the list the items of a step are, and which of them there are."""
-    place = step * PER_STEP + lane
-    at = gl.where(place < seen, first + place, cut - seen + place)
-    return at, (place >= 0) & (place < count)
+    place = step * lane.shape[0] + lane  # [PER_STEP]
+    at = gl.where(place < walk.seen, walk.first + place, walk.cut - walk.seen + place)
+    return at, (place >= 0) & (place < walk.count)
 
 
 @gluon.jit
-def members_alive(
-    tile, len_q, len_k, POSITIONS: gl.constexpr, SPAN: gl.constexpr, BLOCK_Q: gl.constexpr
-):
+def members_alive(tile, POSITIONS: gl.constexpr, OPTIONS: gl.constexpr):
     """Return a bit for each row of blocks of a list's owner in which the tile has queries."""
-    start = tile * POSITIONS // SPAN * SPAN
-    first = gl.maximum(gl.maximum(len_k - len_q, 0), tile * POSITIONS)
-    last = gl.minimum(len_k, (tile + 1) * POSITIONS) - 1
+    start = tile.index * POSITIONS // OPTIONS.SPAN * OPTIONS.SPAN
+    first = gl.maximum(gl.maximum(tile.len_k - tile.len_q, 0), tile.index * POSITIONS)
+    last = gl.minimum(tile.len_k, (tile.index + 1) * POSITIONS) - 1
     # of tiles ahead of position 0 nothing is asked
-    low = gl.maximum(first - start, 0) // BLOCK_Q
-    high = gl.maximum(last - start, 0) // BLOCK_Q
+    low = gl.maximum(first - start, 0) // OPTIONS.BLOCK_Q
+    high = gl.maximum(last - start, 0) // OPTIONS.BLOCK_Q
     return (2 << high) - (1 << low)

@@ -1,0 +1,299 @@
+"""What the Hopper kernels are given, by names that the host and the device share.
+
+Fields in lower case are known when a kernel runs, those in upper case when it is compiled; no
+structure mixes the two. A kernel's parameters are, in this order, the fields of its tensors, its
+numbers, its options and its tile.
+"""
+
+from typing import Any, NamedTuple
+
+
+class ForwardTensors(NamedTuple):
+    """The forward's tensor maps (TMA) and pointers."""
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    out_desc: Any
+    out_ptr: Any
+    lse_ptr: Any
+    ticket_ptr: Any  # the counter from which programs take their tiles
+    # the lists, as ``Lists``
+    begin_ptr: Any
+    whole_ptr: Any
+    items_ptr: Any
+    members_ptr: Any
+    # None where all sequences have one length
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+
+
+class ForwardNumbers(NamedTuple):
+    """The forward's scale and sizes."""
+
+    scale: Any
+    batch: Any
+    heads_q: Any
+    tokens_q: Any
+    tokens_k: Any
+    head_dim_v: Any
+    tiles: Any  # of positions, of each unit
+    span: Any  # units that are worked on together
+    last: Any  # units in the last such span
+    total: Any  # tiles of all units
+    list_rows: Any  # owners that a list of a unit has
+    extent_k: Any  # keys that the layout covers
+
+
+class ForwardOptions(NamedTuple):
+    """What the forward is compiled for of a call."""
+
+    GROUP: Any  # query heads per key head
+    HEADS: Any  # of a tile
+    SPAN: Any  # positions of a list's owner
+    ROW_MEMBERS: Any  # rows of blocks in it
+    BLOCK_Q: Any  # of the layout
+    BLOCK_K: Any
+    IS_CAUSAL: Any
+    PER_HEAD: Any  # lists of each unit, or one for all
+    SHORT: Any  # queries of a sequence that another kernel serves
+
+
+class ForwardTile(NamedTuple):
+    """The sizes on which the forward works."""
+
+    ROWS: Any  # of a warpgroup
+    BLOCK_N: Any
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    STAGES_K: Any
+    STAGES_V: Any
+
+
+class ForwardPipeline(NamedTuple):
+    """The forward's shared memory and the barriers (mbarrier) that say when it is full or empty."""
+
+    q_s: Any
+    k_s: Any
+    v_s: Any
+    out_s: Any
+    fields_s: Any  # numbers that describe a tile of queries
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    v_full: Any
+    tile_full: Any
+    tile_empty: Any
+    # ``k_s`` and ``v_s`` as copies fill them
+    k_boxes: Any
+    v_boxes: Any
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries."""
+
+    ticket: Any  # its number in the order in which tiles are taken
+    index: Any  # counted from position 0
+    sequence: Any
+    unit: Any
+    q_start: Any
+    k_start: Any
+    len_q: Any
+    len_k: Any
+
+
+class Walk(NamedTuple):
+    """The items of a list that a tile of queries walks: ``seen`` from ``first`` on, then the rest.
+
+    The walk takes steps of several items, from the last to the first one.
+    """
+
+    first: Any
+    seen: Any
+    cut: Any  # where the rest begins
+    count: Any  # items in all
+    whole: Any  # steps that need no mask
+
+
+class Rows(NamedTuple):
+    """What the rows of a warpgroup see."""
+
+    last_seen: Any  # the last key of each row
+    bits: Any  # the row of blocks of each row, within its owner
+    factor: Any  # from scores to logits in base 2
+
+
+class Softmax(NamedTuple):
+    """A running softmax, and the step's probabilities that are yet to meet their values."""
+
+    o: Any
+    m: Any
+    l: Any
+    p: Any
+    turn: Any  # tiles of keys so far
+
+
+class Place(NamedTuple):
+    """Where the rows of a warpgroup stand."""
+
+    row: Any
+    head: Any
+    sequence: Any
+    q_start: Any
+    len_q: Any
+
+
+class BackwardTensors(NamedTuple):
+    """The backward's tensor maps (TMA) and pointers."""
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    dout_desc: Any
+    dk_desc: Any
+    dv_desc: Any
+    # sums of gradients in fp32
+    dq_ptr: Any
+    dk_ptr: Any
+    dv_ptr: Any
+    lse2_ptr: Any
+    delta_ptr: Any
+    # the lists, as ``Pairs``
+    begin_ptr: Any
+    parts_ptr: Any
+    items_ptr: Any
+    owners_ptr: Any
+    real_ptr: Any
+    bits_ptr: Any
+    # None where all sequences have one length
+    cu_seqlens_ptr: Any
+
+
+class BackwardNumbers(NamedTuple):
+    """The backward's scale and sizes."""
+
+    scale: Any
+    batch: Any
+    heads_k: Any
+    span: Any  # key heads whose programs are mixed
+    tokens_q: Any
+    tokens_k: Any
+    tiles_q: Any  # tiles of sums, of a head
+    tiles_k: Any
+    rows: Any  # rows of blocks of the layout
+    list_pieces: Any
+
+
+class BackwardOptions(NamedTuple):
+    """What the backward is compiled for of a call."""
+
+    GROUP: Any  # query heads per key head
+    IS_CAUSAL: Any
+    PER_HEAD: Any  # lists of each key head, or one for all
+
+
+class BackwardTile(NamedTuple):
+    """The sizes on which the backward works."""
+
+    PIECE: Any  # tokens of the layout's blocks, up to 64
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    STAGES: Any
+
+
+class BackwardPipeline(NamedTuple):
+    """The backward's shared memory, and the barriers (mbarrier) that say when it is full."""
+
+    q_s: Any
+    k_s: Any
+    v_s: Any
+    dout_s: Any
+    ds_s: Any  # gradients of scores, which warpgroups exchange
+    lse2_s: Any
+    delta_s: Any
+    fields_s: Any  # numbers that describe a step
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    dout_full: Any
+
+
+class Program(NamedTuple):
+    """The sequence and key head of a program."""
+
+    index: Any  # of its lists
+    # rows of blocks in which the sequence has queries
+    low: Any
+    high: Any
+    sequence: Any
+    head_k: Any
+    start: Any
+    len_q: Any
+    len_k: Any
+
+
+class Steps(NamedTuple):
+    """Where the four parts of a program's list are, and how many items each has."""
+
+    whole_at: Any
+    whole: Any
+    partial_at: Any
+    partial: Any
+    alone: Any  # the longer of the two that follow
+    alone_0_at: Any
+    alone_0: Any
+    alone_1_at: Any
+    alone_1: Any
+
+
+class Keys(NamedTuple):
+    """The two blocks of keys of a program."""
+
+    # how many programs own each; ``NO_BLOCK`` is one that the sequence has not
+    parts_0: Any
+    block_0: Any
+    parts_1: Any
+    block_1: Any
+    # the same, or ``NO_BLOCK`` if no query of the program sees it
+    seen_0: Any
+    seen_1: Any
+    # of pieces, bits of those that some query sees, and of those that there are
+    seen: Any
+    kept: Any
+
+
+class Sums(NamedTuple):
+    """The pieces of keys that a program owns, and where the sums of gradients begin for it."""
+
+    owned_ptr: Any
+    dq_ptr: Any
+    dk_ptr: Any
+    dv_ptr: Any
+
+
+class Origin(NamedTuple):
+    """Where the numbers of rows and the tiles of dq's sums begin, and how far heads are apart."""
+
+    row_at: Any
+    row_pitch: Any
+    sums_at: Any
+    sums_pitch: Any
+
+
+class Item(NamedTuple):
+    """A block of queries of a program's walk."""
+
+    block: Any
+    head: Any  # in the group
+    is_there: Any
+    bits: Any  # of pieces: which sees which
+
+
+class Gradients(NamedTuple):
+    """What a warpgroup accumulates, and the state of its walk."""
+
+    dk: Any
+    dv: Any
+    s: Any  # scores of the next step
+    last: Any  # to which sums the last step's dq belongs; -1 if to none
+    turn: Any
