@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ nox.options.error_on_missing_interpreters = True
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
+TOGETHER = ROOT / "tests-integration"
 BUILD = ROOT / "build"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 SHARED = nox.project.load_toml(ROOT / "pyproject.toml")
@@ -38,7 +40,12 @@ PROJECTS = {
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 PACKAGES = list(PROJECTS)
+OLDEST_TORCH = "2.11.0"
 OLDEST_TRITON, NEWEST_TRITON = "3.6.0", "3.9.0"
+# what takes longest to install: once for all environments, which link to its files
+LAYERS = {"torch": ("torch",), "triton": ("triton", "--no-deps")}
+# of each property test in the soak session
+SOAK_EXAMPLES = 150
 
 # tier: (arguments of pytest, TRITON_INTERPRET). Triton reads the variable when it is imported, and
 # an interpreted kernel cannot be compiled, so each tier is a process.
@@ -81,6 +88,12 @@ def wheel(package: str) -> str:
     return str(found[0])
 
 
+def pins() -> list[Requirement]:
+    """Return what the constraints say."""
+    lines = CONSTRAINTS.read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
 def requirements(packages: Iterable[str], groups: Iterable[str]) -> list[Requirement]:
     """Return what packages depend on and what their dependency groups name."""
     found = []
@@ -115,9 +128,59 @@ def install(
     also: Sequence[str] = (),
 ) -> None:
     """Install packages with what they need, and let pip say whether the result is complete."""
-    for step in install_steps(packages, groups, also):
-        session.install(*step)
+    *theirs, ours = install_steps(packages, groups, also)
+    for step in theirs:
+        link_layers(session, step)
+        # modules that are imported are compiled then, and most never are
+        session.install("--no-compile", *step)
+    session.install(*ours)
     session.run("python", "-m", "pip", "check")
+
+
+def link_layers(session: nox.Session, wanted: Iterable[str]) -> None:
+    """Link what takes longest to install into a session's environment; pip then finds it there.
+
+    Layers are kept in .nox/layers, one set for each Python, until the constraints change. An
+    environment still holds what was asked for and nothing else.
+    """
+    names = {canonicalize_name(re.split(r"[^\w.-]", text)[0]) for text in wanted}
+    code = "import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_path('purelib'))"
+    told = str(session.run("python", "-c", code, silent=True)).split(maxsplit=2)
+    if len(told) != 3:  # nothing is run: a session is only planned
+        return
+    digest = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()[:8]
+    folder, site = ROOT / ".nox" / "layers" / "-".join([*told[:2], digest]), Path(told[2].strip())
+    for layer, arguments in LAYERS.items():
+        path = folder / layer
+        # torch from the public index brings its triton along
+        if layer not in names or (site / layer).exists():
+            continue
+        if not path.exists():
+            part = folder / f"{layer}.part"
+            shutil.rmtree(part, ignore_errors=True)
+            target = ("--target", str(part), "--no-compile", "-c", str(CONSTRAINTS))
+            session.run("python", "-m", "pip", "install", "--quiet", *target, *arguments)
+            compile_all = ("python", "-m", "compileall", "-q", "-j", "0", str(part))
+            session.run(*compile_all, success_codes=[0, 1], silent=True)
+            part.rename(path)
+        for entry in path.iterdir():
+            if entry.name != "bin" and not (site / entry.name).exists():
+                link_tree(entry, site / entry.name)
+
+
+def link_tree(source: Path, destination: Path) -> None:
+    """Make a folder or file whose files are hard links to those of another, or copies."""
+
+    def link(one: str, other: str) -> None:
+        try:
+            os.link(one, other)
+        except OSError:  # another file system, or one without links
+            shutil.copy2(one, other)
+
+    if source.is_dir():
+        shutil.copytree(source, destination, copy_function=link)
+    else:
+        link(str(source), str(destination))
 
 
 def tool(session: nox.Session, name: str) -> None:
@@ -125,25 +188,40 @@ def tool(session: nox.Session, name: str) -> None:
     session.install(*group(name), "-c", str(CONSTRAINTS))
 
 
-def pytest(session: nox.Session, path: Path, tier: str, report: str, **env: str | None) -> None:
-    """Run one process of pytest, and leave its counts in build/reports."""
+def pytest(
+    session: nox.Session, path: Path, tier: str, report: str, *also: str, **env: str | None
+) -> None:
+    """Run the tests of one tier, and leave their counts in build/reports."""
     arguments, interpret = TIERS[tier]
     if path.name not in KERNEL_PACKAGES:
         arguments = []
-    elif tier != "device":  # one process a core; on a GPU they would share its memory
-        arguments = [*arguments, "--numprocesses=auto", "--maxprocesses=8"]
+    if tier != "device":  # one process a core; on a GPU they would share its memory
+        arguments = [*arguments, "--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal"]
     # small tensors: a second thread costs more than it brings
     environment = {"TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1", **env}
     session.chdir(path)
     session.run(
         "pytest",
         *arguments,
+        *also,
         f"--junitxml={BUILD / 'reports' / f'{report}.xml'}",
         *session.posargs,
         env=environment,
         # what posargs select may lie in another tier
         success_codes=[0, 5] if session.posargs else [0],
     )
+
+
+def run_tiers(session: nox.Session, package: str, tiers: Iterable[str], suffix: str = "") -> None:
+    """Run tiers of one package, one after the other, and all of them even if one fails."""
+    failed = []
+    for tier in tiers if package in KERNEL_PACKAGES else ("interpreter",):
+        try:
+            pytest(session, ROOT / "packages" / package, tier, f"{package}-{tier}{suffix}")
+        except CommandFailed:
+            failed.append(tier)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session
@@ -157,6 +235,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types: mypy --strict on everything that runs on the host."""
+    link_layers(session, group("types"))
     tool(session, "types")
     session.run("mypy", *session.posargs)
 
@@ -180,21 +259,14 @@ def tests(session: nox.Session, package: str) -> None:
     install(session, package)
     allowed = [package, *group("test", PROJECTS[package])]
     session.run("python", str(ROOT / "ci" / "isolation.py"), *allowed)
-    failed = []
-    for tier in ("interpreter", "eager", "aot") if package in KERNEL_PACKAGES else ("interpreter",):
-        try:
-            pytest(session, ROOT / "packages" / package, tier, f"{package}-{tier}")
-        except CommandFailed:  # the other tiers have something to say, too
-            failed.append(tier)
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
+    run_tiers(session, package, ("interpreter", "eager", "aot"))
 
 
 @nox.session(requires=["build"])
 def integration(session: nox.Session) -> None:
     """Check the wheels, the repository's rules, and the packages against each other."""
     install(session, *PACKAGES, also=group("integration"))
-    pytest(session, ROOT / "tests-integration", "interpreter", "integration")
+    pytest(session, TOGETHER, "interpreter", "integration", "-m", "not site and not scale")
 
 
 @nox.session(requires=["build"])
@@ -202,8 +274,9 @@ def downstream(session: nox.Session) -> None:
     """Install a project that pins one package, by name and from dist/ alone, and run it."""
     tool(session, "downstream")
     theirs, _ = install_steps(["flash-attn-triton"], groups=())
-    session.install(*theirs)
-    project = str(ROOT / "tests-integration" / "downstream")
+    link_layers(session, theirs)
+    session.install("--no-compile", *theirs)
+    project = str(TOGETHER / "downstream")
     names = ("attn-downstream", *PACKAGES)
     session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *names, silent=True)
     session.install("--no-index", f"--find-links={DIST}", "--no-build-isolation", project)
@@ -249,6 +322,57 @@ def compile_(session: nox.Session, package: str) -> None:
         session.install("--no-deps", f"triton=={version}")
         report = f"{package}-compile-triton-{version}"
         pytest(session, ROOT / "packages" / package, "aot", report, ATTN_AOT="all")
+
+
+@nox.session(requires=["build"], default=False)
+@each(KERNEL_PACKAGES)
+def versions(session: nox.Session, package: str) -> None:
+    """Run one package's tests on the oldest and the newest torch and Triton that it serves."""
+    install(session, package)
+    newest = next(r for r in pins() if r.name == "torch")
+    # the interpreter of Triton 3.6 needs numpy before 2.4
+    oldest = (f"torch=={OLDEST_TORCH}", "numpy<2.4")
+    for torch, triton in ((oldest, OLDEST_TRITON), ((str(newest), "numpy"), NEWEST_TRITON)):
+        session.install("--no-compile", "--upgrade", *torch)
+        # torch may ask for another triton; nothing of it that needs one is used here
+        session.install("--no-compile", "--no-deps", f"triton=={triton}")
+        # the compile session builds all there is on both
+        run_tiers(session, package, ("interpreter", "eager"), f"-triton-{triton}")
+
+
+@nox.session(requires=["build"], default=False)
+@each(KERNEL_PACKAGES)
+def prerelease(session: nox.Session, package: str) -> None:
+    """Run one package's tests on the newest Triton there is, pre-releases included."""
+    install(session, package)
+    session.install("--pre", "--upgrade", "--no-deps", "--no-compile", "triton")
+    session.run("python", "-c", "import triton; print('triton', triton.__version__)")
+    run_tiers(session, package, ("interpreter", "eager", "aot"), "-prerelease")
+
+
+@nox.session(requires=["build"], default=False)
+def site(session: nox.Session) -> None:
+    """Run the code in every document, and check their links."""
+    install(session, *PACKAGES, also=group("integration"))
+    pytest(session, TOGETHER, "interpreter", "site", "-m", "site")
+
+
+@nox.session(requires=["build"], default=False)
+def scale(session: nox.Session) -> None:
+    """Run what several processes do together, on as many as a machine may have."""
+    install(session, *PACKAGES, also=group("integration"))
+    # each test starts processes of its own
+    pytest(session, TOGETHER, "interpreter", "scale", "-m", "scale", "--numprocesses=0")
+
+
+@nox.session(requires=["build"], default=False)
+@each([p for p in PACKAGES if (ROOT / "packages" / p / "tests" / "test_property.py").exists()])
+def soak(session: nox.Session, package: str) -> None:
+    """Try one package's properties on more examples than a merge waits for."""
+    install(session, package)
+    examples = {f"{package.upper().replace('-', '_')}_EXAMPLES": str(SOAK_EXAMPLES)}
+    path = ROOT / "packages" / package
+    pytest(session, path, "interpreter", f"{package}-soak", "tests/test_property.py", **examples)
 
 
 @nox.session(requires=["build"], default=False)

@@ -288,6 +288,7 @@ def test_no_session_asks_an_index_for_ours(noxfile, monkeypatch):
     sessions = {"lint", "types", "build", "tests", "integration", "downstream", "demo", "dev"}
     assert sessions <= set(seen)
     assert any(our_names(["flash-attn-triton>=1"], noxfile.PACKAGES))
+    assert not set(noxfile.LAYERS) & set(noxfile.PACKAGES)
 
 
 def test_constraints_name_none_of_ours(noxfile):

@@ -27,9 +27,14 @@ DOCUMENTS = [
     for path in sorted(ROOT.glob(pattern))
     if blocks(path)
 ]
+# a merge runs the first; the rest have a session of their own
+CASES = [
+    pytest.param(path, id=str(path.relative_to(ROOT)), marks=[pytest.mark.site] * (i > 0))
+    for i, path in enumerate(DOCUMENTS)
+]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", CASES)
 def test_code_blocks_run(path, python, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     code = f"TEXTS = {blocks(path)!r}\nNAME = {path.name!r}\n{RUN}"
