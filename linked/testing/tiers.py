@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     # NumPy, under the interpreter, tells of infinities that are as they should be
     config.addinivalue_line("filterwarnings", "ignore:.* encountered:RuntimeWarning")
+    # with a Triton or PyTorch to come, all tests run on what serves in place of private interfaces
+    config.addinivalue_line("filterwarnings", "ignore:.* was tested with :RuntimeWarning")
     # PyTorch 2.11's inductor tells of its own use of torch.jit
     config.addinivalue_line("filterwarnings", "ignore:.*torch.jit.script:DeprecationWarning")
 
@@ -80,7 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(kept) < len(items):
         chosen = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = kept
+    # the longest tests are those with many examples; begun last, one would keep a process alone
+    items[:] = sorted(kept, key=lambda item: "test_property" not in item.nodeid)
 
 
 @pytest.fixture(autouse=True)
