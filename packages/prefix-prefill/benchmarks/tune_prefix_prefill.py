@@ -21,7 +21,7 @@ import torch
 from bench_prefix_prefill import Timer, copy_gbps
 from cases import Problem, select
 from prefix_prefill import _configs, api, paged_attn_func
-from prefix_prefill._kernels import forward
+from prefix_prefill._kernels import plans
 from providers import Inputs, judge, make_inputs
 
 CASES = (
@@ -33,16 +33,16 @@ CASES = (
 @contextlib.contextmanager
 def overridden(lookup: str, tile: _configs.Tile | None) -> Iterator[None]:
     """Let launches of the portable kernels have a tile in place of that of the table."""
-    before, hopper = getattr(forward, lookup), _configs.HOPPER
+    before, hopper = getattr(plans, lookup), _configs.HOPPER
     _configs.HOPPER = False
     if tile is not None:
-        setattr(forward, lookup, lambda *_: tile)
+        setattr(plans, lookup, lambda *_: tile)
     # plans of earlier calls hold the tile of their time
     api._known = type(api._known)()
     try:
         yield
     finally:
-        setattr(forward, lookup, before)
+        setattr(plans, lookup, before)
         _configs.HOPPER = hopper
         api._known = type(api._known)()
 

@@ -55,7 +55,7 @@ def launch_attention(
 
     ``hopper``: with the kernel for Hopper, where that serves the call.
     """
-    from prefix_prefill._kernels.forward import launch_attention as launch
+    from prefix_prefill._kernels.plans import launch_attention as launch
 
     heads_k = 8
     heads_q = heads_k * config.group
@@ -90,7 +90,7 @@ def launch_decode(config: Config, batch: int = 64) -> None:
 
 def launch_cache(config: Config, tokens: int = 1024) -> None:
     """Run the launcher that writes into a cache on meta tensors."""
-    from prefix_prefill._kernels.write import launch_reshape_and_cache as launch
+    from prefix_prefill._kernels.plans import launch_reshape_and_cache as launch
 
     new = [meta(tokens, 8, config.head_dim, dtype=getattr(torch, config.dtype)) for _ in range(2)]
     scales = [meta(1), meta(1)] if config.cache else [None, None]
@@ -99,7 +99,7 @@ def launch_cache(config: Config, tokens: int = 1024) -> None:
 
 def launch_merge(config: Config, tokens: int = 1024) -> None:
     """Run the launcher that merges two results on meta tensors."""
-    from prefix_prefill._kernels.write import launch_merge as launch
+    from prefix_prefill._kernels.plans import launch_merge as launch
 
     parts = [meta(tokens, 32, config.head_dim) for _ in range(2)]
     lses = [meta(32, tokens) for _ in range(2)]

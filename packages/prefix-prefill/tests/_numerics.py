@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +13,9 @@ from prefix_prefill import _configs, api, dropin, paged_attention_reference, pag
 from prefix_prefill._linked.host.forms import Memory
 from torch import Tensor
 
-from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
+from ._linked import numerics
+from ._linked.budget import Maker, assert_no_worse_than_eager, offsets
+from ._linked.numerics import Feature, fixed, further, nudges
 
 NHD, PACKED = "nhd", "packed"
 NAN = float("nan")
@@ -97,12 +98,8 @@ LARGE = [
 ]
 
 
-@dataclass
-class Case:
+class Case(numerics.Case):
     """Arguments of one call: what holds values, and everything else."""
-
-    inputs: dict[str, Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, **changes: Any) -> dict[str, Tensor]:
         """Call the function under test."""
@@ -110,44 +107,32 @@ class Case:
         out, lse = paged_attn_func(**arguments)
         return {"out": out, "lse": lse}
 
-    def with_inputs(self, **changes: Tensor) -> Case:
-        return Case({**self.inputs, **changes}, self.options)
-
-    def with_options(self, **changes: Any) -> Case:
-        return Case(self.inputs, {**self.options, **changes})
-
-
-def _fixed(**options: Any) -> Any:
-    return lambda _maker, _problem: options
-
 
 # name: arguments of a call, made for a problem. Two features go together when they set different
 # arguments; values are of an order at which a kernel that ignored them would be far off.
-FEATURES: dict[str, Callable[[Maker, Problem], dict[str, Any]]] = {
-    "full": _fixed(causal=False),
-    "window": _fixed(window_size=(9, -1)),
-    "window_self": _fixed(window_size=(0, 0)),
-    "window_both": _fixed(causal=False, window_size=(7, 2)),
-    "window_right": _fixed(causal=False, window_size=(-1, 3)),
-    "window_wide": _fixed(window_size=(5000, 5000)),
-    "softcap": _fixed(softcap=1.5),
+FEATURES: dict[str, Feature] = {
+    "full": fixed(causal=False),
+    "window": fixed(window_size=(9, -1)),
+    "window_self": fixed(window_size=(0, 0)),
+    "window_both": fixed(causal=False, window_size=(7, 2)),
+    "window_right": fixed(causal=False, window_size=(-1, 3)),
+    "window_wide": fixed(window_size=(5000, 5000)),
+    "softcap": fixed(softcap=1.5),
     "alibi": lambda m, s: {"alibi_slopes": m.uniform(s.heads_q, low=0.05, high=0.5)},
     "alibi_batch": lambda m, s: {
         "alibi_slopes": m.uniform(len(s.lengths), s.heads_q, low=0.05, high=0.5)
     },
     "sinks": lambda m, s: {"sinks": m.randn(s.heads_q, dtype=torch.float32)},
-    "scale_zero": _fixed(softmax_scale=0.0),
-    "scale_negative": _fixed(softmax_scale=-0.7),
-    "split": _fixed(num_splits=3),
-    "unsplit": _fixed(num_splits=1),
+    "scale_zero": fixed(softmax_scale=0.0),
+    "scale_negative": fixed(softmax_scale=-0.7),
+    "split": fixed(num_splits=3),
+    "unsplit": fixed(num_splits=1),
 }
 
 
 def compatible(names: Iterable[str]) -> bool:
     """Say whether these features set different arguments."""
-    maker, problem = Maker("cpu", torch.float32), MEDIUM
-    arguments = [key for name in names for key in FEATURES[name](maker, problem)]
-    return len(arguments) == len(set(arguments))
+    return numerics.compatible(FEATURES, names, MEDIUM)
 
 
 def make_case(
@@ -245,28 +230,20 @@ def run_oracle(case: Case, *, nudge: float = 0.0, seed: int = 0) -> dict[str, Te
 def run_eager(case: Case, oracle: dict[str, Tensor]) -> dict[str, Tensor]:
     """Do the same in plain PyTorch: inputs and output in the dtype, scores and LSE in fp32.
 
-    Eager is at times exact by luck. Where float64 on inputs that are slightly off is further from
-    the oracle, it takes the place of an eager element: off by four units of fp32 for the LSE, and
-    by half a unit of a 16-bit dtype for the output, to which a kernel rounds probabilities. An fp32
-    product on a GPU is three of TF32, and there it is two of their units. Of few results the nudge
-    itself may be lucky, too, and the furthest of several counts.
+    Where float64 on inputs that are slightly off (``nudges``) is further from the oracle, it takes
+    the place of an eager element (``further``). Of few results the nudge itself may be lucky, too,
+    and the furthest of several counts.
     """
     inputs = case.inputs
     options = {name: x for name, x in case.options.items() if name != "out"}
     out, lse = paged_attention_reference(**inputs, **options, return_lse=True)
     eager = {"out": out, "lse": lse}
-    q = inputs["q"]
-    is_tf32 = q.device.type == "cuda" and q.dtype == torch.float32
-    fine = 2 * TF32X3_UNIT if is_tf32 else 4 * torch.finfo(torch.float32).eps
-    coarse = max(fine, torch.finfo(q.dtype).eps / 2)
+    fine, coarse = nudges(inputs["q"])
     for seed in range(NUDGES if lse.numel() < FEW else 1):
-        nudged = run_oracle(case, nudge=coarse, seed=seed)
+        moved = run_oracle(case, nudge=coarse, seed=seed)
         if coarse > fine:
-            nudged["lse"] = run_oracle(case, nudge=fine, seed=seed)["lse"]
-        for name, value in eager.items():
-            error = (value.double() - oracle[name]).abs()
-            moved = (nudged[name] - oracle[name]).abs()
-            eager[name] = torch.where(moved > error, nudged[name], value.double())
+            moved["lse"] = run_oracle(case, nudge=fine, seed=seed)["lse"]
+        eager = further(eager, moved, oracle)
     return eager
 
 

@@ -142,7 +142,7 @@ def test_bytes_are_e4m3(device):
 @LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
 def test_writes_of_a_known_form_go_past_the_operator(dtype, layout, device, monkeypatch):
-    from prefix_prefill._kernels.write import write_plan_of
+    from prefix_prefill._kernels.plans import write_plan_of
 
     def operator(*_):
         raise AssertionError("the operator was called")

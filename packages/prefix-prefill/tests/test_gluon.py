@@ -1,4 +1,4 @@
-"""The kernel for Hopper, run on a CPU by ``_gluon``: numbers, pages, and that its barriers matter.
+"""The kernel for Hopper, run on a CPU by ``_linked.gluon``: numbers, pages, and its barriers.
 
 Tiles are those that serve calls, but for the keys of a step: short sequences are to have many.
 """
@@ -31,26 +31,26 @@ def reverse(request):
 @pytest.fixture
 def serve(monkeypatch):
     """Return a function that has one kernel serve what it may of a call, in two programs."""
-    from prefix_prefill._kernels import forward, tiled
-    from prefix_prefill._kernels.hopper import prefill_plan
+    from prefix_prefill._kernels import plans, tile_plan
+    from prefix_prefill._kernels.hopper import plans as hopper_plans
 
     from ._linked.gluon import Kernel
 
-    real = prefill_plan.prefill_kernel
+    real = hopper_plans.prefill_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(forward, "takes_hopper", lambda *_: True)
-    monkeypatch.setattr(tiled, "_count_processors", lambda _: 2)
+    monkeypatch.setattr(plans, "takes_hopper", lambda *_: True)
+    monkeypatch.setattr(tile_plan, "_count_processors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(prefill_plan, name, lambda _: ticket)
+        monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
     kernels = []
 
     def serve(reverse=True, block_n=32):
         monkeypatch.setattr(api, "_known", Memory())
         monkeypatch.setattr(
-            prefill_plan, "hopper_tile", lambda d: replace(hopper_tile(d), block_n=block_n)
+            hopper_plans, "hopper_tile", lambda d: replace(hopper_tile(d), block_n=block_n)
         )
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(prefill_plan, "prefill_kernel", kernels[-1])
+        monkeypatch.setattr(hopper_plans, "prefill_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -121,20 +121,22 @@ def test_the_pages_of_others_are_not_read(serve):
 
 # function, what it says, what a mistake would be
 ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
-WAIT_V = "mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
+WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)"
+WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
 MISTAKES = [
-    ("_look_up", " & (key + PIECE > first)", " & (key >= first)"),
-    ("_copy_pages", "key % PAGE", "0"),
-    ("_copy_pages", "mbarrier.expect(full, desc.block_type.nbytes * (BLOCK_N // PIECE))", "pass"),
+    ("_look_up", " & (key + TILE.PIECE > first)", " & (key >= first)"),
+    ("_copy_pages", "key % TILE.PAGE", "0"),
+    ("_copy_pages", "mbarrier.expect(full, desc.block_type.nbytes * PIECES)", "pass"),
     ("_copy_pages", "gl.minimum(last - key, PIECE)", "PIECE"),
-    ("produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("produce", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)", "pass"),
-    ("produce", "pages_v = pages", "pass"),
-    ("produce", "mbarrier.wait(q_empty.index(w), (count & 1) ^ 1)", "pass"),
-    ("_receive", "mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)", "pass"),
-    ("_receive", "mbarrier.arrive(tile_empty.index(slot), count=1)", "pass"),
-    ("_attend", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
+    ("_copy_tile", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("_copy_tile", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)", "pass"),
+    ("_copy_tile", "pages_v = pages", "pass"),
+    ("_copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
+    ("_receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
+    ("_receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
+    ("_attend_first", WAIT_K, "pass"),
+    ("_attend", WAIT_K, "pass"),
     ("_attend", "turn // STAGES_K & 1", "(turn // STAGES_K & 1) ^ 1"),
     ("_attend", WAIT_V, "pass"),
     ("_attend", WAIT_S, "pass"),
@@ -143,12 +145,18 @@ MISTAKES = [
     ("_attend", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
     ("_attend", WAIT_V, WAIT_V + "; " + ARRIVE_V),
     ("_attend", "barrier_arrive(TURN + (W + 1) % 2, 256, 4)", "pass"),
-    ("_consume", "mbarrier.wait(q_full.index(W), count & 1)", "pass"),
-    ("_consume", "mbarrier.arrive(q_empty.index(W), count=1)", "pass"),
-    ("_consume", "hopper.fence_async_shared()", "pass"),
+    ("_finish", WAIT_V, "pass"),
+    ("_consume", "mbarrier.wait(pipeline.q_full.index(W), count & 1)", "pass"),
+    ("_consume", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
+    ("_store", "hopper.fence_async_shared()", "pass"),
+    ("_store", "tma.store_wait(0)", "pass"),
     ("_consume", "tma.store_wait(0)", "pass"),
     ("_consume", "barrier_sync(TURN, 256, 4)", "pass"),
-    ("prefill_kernel", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
+    (
+        "prefill_kernel",
+        "barriers(SLOTS, 1), barriers(SLOTS, 2)",
+        "barriers(SLOTS, 1), barriers(SLOTS, 1)",
+    ),
 ]
 
 

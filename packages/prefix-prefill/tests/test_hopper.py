@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ import triton
 from prefix_prefill import api
 from prefix_prefill._call import Options, Tensors
 from prefix_prefill._configs import MAX_ROWS, copied_keys, hopper_tile, rows_of_page, takes_hopper
-from prefix_prefill._kernels import forward
-from prefix_prefill._kernels.hopper import prefill_plan
-from prefix_prefill._kernels.hopper.prefill_plan import as_rows
-from prefix_prefill._kernels.tiled import Tiled
+from prefix_prefill._kernels import plans
+from prefix_prefill._kernels.hopper import plans as hopper_plans
+from prefix_prefill._kernels.hopper.plans import as_rows
+from prefix_prefill._kernels.tile_plan import TilePlan
 from prefix_prefill._linked.host.forms import Memory
 from torch import Tensor
 
@@ -180,12 +179,11 @@ def test_few_queries_of_a_group_that_is_not_packed_whole(group, pack, least):
 def test_sequences_are_given_out_by_their_lengths(monkeypatch, device):
     """With a portable tile in place of the kernel for Hopper: each sequence has its results."""
 
-    def stand_in(x: Tensors, options: Options, *rest: Any) -> Tiled:
-        *rest, _is_kept = rest
-        return Tiled(x, options, *rest, None)
+    def stand_in(_x: Tensors, _options: Options, portable: TilePlan, _is_kept: bool) -> TilePlan:
+        return portable
 
-    monkeypatch.setattr(forward, "takes_hopper", lambda *_: True)
-    monkeypatch.setattr(prefill_plan, "HopperTiled", stand_in)
+    monkeypatch.setattr(plans, "takes_hopper", lambda *_: True)
+    monkeypatch.setattr(hopper_plans, "HopperPlan", stand_in)
     monkeypatch.setattr(api, "_known", Memory())
     lengths = ((70, 80), (64, 64), (1, 20), (65, 65), (6, 30), (5, 9))
     problem = Problem(lengths, 3, 1, 16, padding=2)

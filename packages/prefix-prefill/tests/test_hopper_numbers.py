@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefix_prefill import context_attention_fwd
 from prefix_prefill._kernels.hopper._linked import tickets
-from prefix_prefill._kernels.hopper.prefill_plan import HopperTiled
+from prefix_prefill._kernels.hopper.plans import HopperPlan
 from torch import Tensor
 
 from ._linked.budget import assert_same
@@ -32,11 +32,9 @@ FEATURES = [
 def hopper(case: Case, judge: Any = run) -> dict[str, Tensor]:
     """Run a case, or check it, and see that the kernel had a part in it."""
     served = []
-    prefill = HopperTiled.run
+    prefill = HopperPlan.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            HopperTiled, "run", lambda *arguments: (served.append(1), prefill(*arguments))
-        )
+        patch.setattr(HopperPlan, "run", lambda *arguments: (served.append(1), prefill(*arguments)))
         got = judge(case.with_options(num_splits=1))
     assert served
     return got

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,10 +46,53 @@ class Options(NamedTuple):
     long_only: bool = False
 
 
+class Call(NamedTuple):
+    """All arguments of the attention operator."""
+
+    tensors: Tensors
+    max_seqlen_q: int
+    max_seqlen_k: int
+    options: Options
+
+    @classmethod
+    def of(cls, *arguments: Any) -> Call:
+        """Return the operator's arguments, which come one by one, as structures."""
+        rest = iter(arguments)
+        tensors = Tensors._make(islice(rest, len(Tensors._fields)))
+        max_seqlen_q, max_seqlen_k, *options = rest
+        return cls(tensors, max_seqlen_q, max_seqlen_k, Options._make(options))
+
+
+class WriteTensors(NamedTuple):
+    """The tensors of a write into a cache, in the order of the operator."""
+
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slot_mapping: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
+class Plan(Protocol):
+    """How to launch the calls of one form past the operator."""
+
+    def run(self, x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
+        """Launch for one call of the form."""
+
+
+class WritePlan(Protocol):
+    """How to launch the writes of one form past the operator."""
+
+    def run(self, x: WriteTensors) -> None:
+        """Launch for one write of the form."""
+
+
 class Checked(NamedTuple):
     """What is known of every call of one form."""
 
     options: Options
     out_dtype: torch.dtype
-    # how to launch it past the operator; None where that has to be asked
-    plan: Any = None
+    # None where calls have to go through the operator
+    plan: Plan | None = None

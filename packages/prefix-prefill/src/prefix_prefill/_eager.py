@@ -9,68 +9,45 @@ import math
 import torch
 from torch import Tensor
 
+from ._call import Options, Tensors
 from ._layout import is_packed
 from .reference import attend, round_output, scaled
 
 
-def attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    block_table: Tensor,
-    cu_seqlens_q: Tensor,
-    seqlens_k: Tensor,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    out_scale: Tensor | None,
-    positions: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    signed_alibi: bool,
-    skip_decode: bool,
-    decode_from_cache: bool,
-    fill_padding: bool,
-    row_by_row: bool,
-) -> None:
+def attention(x: Tensors, options: Options) -> None:
     """Write the output, and the log-sum-exp in fp32.
 
-    ``row_by_row`` is for one sequence whose queries belong to others, and to different batches.
+    With ``long_only``, the one sequence consists of queries of others, in different batches.
     """
     with torch.no_grad():
-        if row_by_row:
+        block_table, cu_seqlens_q, seqlens_k = x.block_table, x.cu_seqlens_q, x.seqlens_k
+        if options.long_only:
             first, last = cu_seqlens_q.tolist()
             cu_seqlens_q = torch.arange(first, last + 1, dtype=torch.int32)
             block_table = block_table.expand(last - first, -1)
             seqlens_k = seqlens_k.expand(last - first)
         result, result_lse = attend(
-            q, k_cache, v_cache, k, v, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks,
-            q_descale, k_descale, v_descale, softmax_scale, window_left, window_right, softcap,
-            positions=positions, signed_alibi=signed_alibi, decode_from_cache=decode_from_cache,
+            x.q, x.k_cache, x.v_cache, x.k, x.v, block_table, cu_seqlens_q, seqlens_k,
+            x.alibi_slopes, x.sinks, x.q_descale, x.k_descale, x.v_descale,
+            options.softmax_scale, options.window_left, options.window_right, options.softcap,
+            positions=x.positions, signed_alibi=options.signed_alibi,
+            decode_from_cache=options.decode_from_cache,
         )  # fmt: skip
-        result = round_output(result, out.dtype, out_scale)
+        result = round_output(result, x.out.dtype, x.out_scale)
         starts = cu_seqlens_q.to(torch.int64)
-        token = torch.arange(q.shape[0], device=q.device)
+        token = torch.arange(x.q.shape[0], device=x.q.device)
         written = (token >= starts[0]) & (token < starts[-1])
-        if fill_padding:
+        if options.fill_padding:
             written = torch.ones_like(written)
-        if skip_decode:
+        if options.skip_decode:
             single = starts[:-1][starts[1:] - starts[:-1] == 1]
             written[single] = False
         # FP8 knows no copy by a mask
         rows = written.nonzero()[:, 0].tolist()
         for row in rows:
-            out[row] = result[row]
-        if lse is not None:
-            lse[:, rows] = result_lse[:, rows].float()
+            x.out[row] = result[row]
+        if x.lse is not None:
+            x.lse[:, rows] = result_lse[:, rows].float()
 
 
 def reshape_and_cache(

@@ -9,10 +9,9 @@ arguments and returns nothing.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import _eager
-from ._call import Checked, Options, Tensors
+from ._call import Call, Options, Plan, Tensors, WritePlan, WriteTensors
 from ._linked.host.arguments import on_one_device
 from ._linked.host.forms import interpreted
 
@@ -22,7 +21,6 @@ __all__ = [
     "merge_states",
     "plan_of",
     "reshape_and_cache",
-    "run",
     "write_plan_of",
 ]
 
@@ -52,23 +50,24 @@ torch.library.define(
 
 
 def _attention_triton(*arguments: Any) -> None:
-    from ._kernels.forward import launch_attention
+    from ._kernels.plans import launch_attention
 
-    launch_attention(*arguments)  # type: ignore[no-untyped-call]
+    launch_attention(*arguments)
 
 
 def _attention_cpu(*arguments: Any) -> None:
     if interpreted():
         _attention_triton(*arguments)
         return
-    # all but the bounds of the lengths and the splits, which change nothing there
-    _eager.attention(*arguments[:17], *arguments[19:23], *arguments[24:])
+    # the bounds of the lengths change nothing there
+    call = Call.of(*arguments)
+    _eager.attention(call.tensors, call.options)
 
 
 def _reshape_and_cache_triton(*arguments: Any) -> None:
-    from ._kernels.write import launch_reshape_and_cache
+    from ._kernels.plans import launch_reshape_and_cache
 
-    launch_reshape_and_cache(*arguments)  # type: ignore[no-untyped-call]
+    launch_reshape_and_cache(*arguments)
 
 
 def _reshape_and_cache_cpu(*arguments: Any) -> None:
@@ -76,9 +75,9 @@ def _reshape_and_cache_cpu(*arguments: Any) -> None:
 
 
 def _merge_states_triton(*arguments: Any) -> None:
-    from ._kernels.write import launch_merge
+    from ._kernels.plans import launch_merge
 
-    launch_merge(*arguments)  # type: ignore[no-untyped-call]
+    launch_merge(*arguments)
 
 
 def _merge_states_cpu(*arguments: Any) -> None:
@@ -103,27 +102,19 @@ reshape_and_cache = torch.ops.prefix_prefill.reshape_and_cache.default
 merge_states = torch.ops.prefix_prefill.merge_states.default
 
 
-def plan_of(x: Tensors, options: Options) -> Any:
+def plan_of(x: Tensors, options: Options) -> Plan | None:
     """Return how to launch calls of this form past the operator, or None."""
     if x.q.device.type != "cuda":
         return None
-    from ._kernels.forward import plan_of as plan
+    from ._kernels.plans import plan_of as plan
 
     return plan(x, options)
 
 
-def write_plan_of(k: Tensor, v: Tensor, *rest: Tensor | None) -> Any:
+def write_plan_of(x: WriteTensors) -> WritePlan | None:
     """Return how to launch writes of this form past the operator, or None."""
-    if k.device.type != "cuda":
+    if x.k.device.type != "cuda":
         return None
-    from ._kernels.write import write_plan_of as plan
+    from ._kernels.plans import write_plan_of as plan
 
-    return plan(k, v, *rest)
-
-
-def run(x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked) -> None:
-    """Run a checked call: as planned, or by the operator."""
-    if known.plan is None:
-        attention(*x, max_seqlen_q, max_seqlen_k, *known.options)
-    else:
-        known.plan.run(x, max_seqlen_q, max_seqlen_k)
+    return plan(x)

@@ -1,19 +1,17 @@
 """The two main public functions: check the arguments, then call the operator."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from . import _checks, _ops, _options
-from ._call import Checked, Tensors
+from ._call import Checked, Tensors, WritePlan, WriteTensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import check_length
 from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
 # how writes are launched past the operator
-_writes: Memory[Any] = Memory()
+_writes: Memory[WritePlan] = Memory()
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -158,7 +156,10 @@ def paged_attn_func(
     )  # fmt: skip
     if known.plan is None and form is not None and _known.get(form) is None:
         known = _known.keep(form, known._replace(plan=_ops.plan_of(x, known.options)))
-    _ops.run(x, max_seqlen_q, max_seqlen_k, known)
+    if known.plan is None:
+        _ops.attention(*x, max_seqlen_q, max_seqlen_k, *known.options)
+    else:
+        known.plan.run(x, max_seqlen_q, max_seqlen_k)
     return out if lse is None else (out, lse)
 
 
@@ -201,13 +202,13 @@ def reshape_and_cache(
     plan = None if form is None else _writes.get(form)
     if plan is None or k_cache.dtype is torch.uint8:
         k_cache, v_cache = _checks.fp8_view(k, k_cache), _checks.fp8_view(k, v_cache)
-    x = k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale
+    x = WriteTensors(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if plan is None:
         _checks.check_cache_inputs(*x)
         _checks.check_no_gradients(k, v, k_cache, v_cache)
-        plan = None if form is None else _ops.write_plan_of(*x)
+        plan = None if form is None else _ops.write_plan_of(x)
         if plan is None:
             _ops.reshape_and_cache(*x)
             return
         _writes.keep(form, plan)
-    plan.run(*x)
+    plan.run(x)

@@ -202,7 +202,10 @@ def _attend(
     if known.plan is None and form is not None and _known.get(form) is None:
         known = _known.keep(form, known._replace(plan=_ops.plan_of(tensors, known.options)))
     with torch.no_grad():
-        _ops.run(tensors, max_input_len, max_seq_len, known)
+        if known.plan is None:
+            _ops.attention(*tensors, max_input_len, max_seq_len, *known.options)
+        else:
+            known.plan.run(tensors, max_input_len, max_seq_len)
 
 
 def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:

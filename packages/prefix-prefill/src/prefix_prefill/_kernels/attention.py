@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LN2, LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
-from .arguments import NUMBERS, POINTERS
 from .primitives import (
     cut_range,
     is_looked_up,
@@ -26,84 +25,187 @@ from .primitives import (
     rows_of,
 )
 from .schedule import locate
+from .structures import (
+    Counts,
+    Layout,
+    Options,
+    Pointers,
+    Positions,
+    Queries,
+    RowLayout,
+    Rows,
+    Schedule,
+    Scores,
+    Softmax,
+    Source,
+    Strides,
+    Tile,
+    pointers_of_callers,
+)
+
+# integers and pointers are taken as they come: a variant per value or alignment would give a stride
+# its own rounding and a length its own compilation
+NUMBERS = Scores._fields + Counts._fields + Strides._fields
+POINTERS = pointers_of_callers(Pointers._fields)
 
 
 @triton.jit
 def _attend(
-    acc, l_i, m_i, q, position, k_base, v_base, table_base, stride_table,
-    stride_kp, stride_ks, stride_kx, stride_kd, stride_vp, stride_vs, stride_vd,
-    first, last, start, full_start, full_end,
-    scale, softcap, slopes, window_left, window_right,
-    MASKED: tl.constexpr, FOLD: tl.constexpr, SHIFT: tl.constexpr, PAGE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SIGNED_ALIBI: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, K_RUN: tl.constexpr, K_UNIT: tl.constexpr,
-    K_BYTES: tl.constexpr, V_COLUMN_RUN: tl.constexpr, V_UNIT: tl.constexpr,
-    V_BYTES: tl.constexpr, V_AS_K: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    softmax, queries, source, walk, scores,
+    MASKED: tl.constexpr, LAYOUT: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Fold keys of one source into the running softmax of a tile: masked tiles, or whole ones."""
-    cols = tl.arange(0, BLOCK_D)
-    lane = tl.arange(0, BLOCK_N)
-    steps = count_steps(start, full_start, full_end, last, BLOCK_N, MASKED)
+    PAGE: tl.constexpr = LAYOUT.PAGE
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    acc, l_i, m_i = softmax.acc, softmax.l_i, softmax.m_i
+    start, full_start, full_end = walk.start, walk.full_start, walk.full_end
+    cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    steps = count_steps(start, full_start, full_end, walk.last, BLOCK_N, MASKED)
     # pages are looked up a step ahead: else their loads would take a stage of the pipeline
     next_begin = step_start(0, start, full_start, full_end, BLOCK_N, MASKED)
-    is_wanted = is_looked_up(next_begin, 0, steps, first, last, PAGE, BLOCK_N, MASKED)
-    next_pages = look_up(table_base, stride_table, next_begin, is_wanted, PAGE, BLOCK_N)
+    is_wanted = is_looked_up(next_begin, 0, steps, walk.first, walk.last, PAGE, BLOCK_N, MASKED)
+    next_pages = look_up(
+        source.table_base, source.stride_table, next_begin, is_wanted, PAGE, BLOCK_N
+    )
     for step in tl.range(0, steps):
         begin = next_begin
         pages = next_pages
         next_begin = step_start(step + 1, start, full_start, full_end, BLOCK_N, MASKED)
-        is_wanted = is_looked_up(next_begin, step + 1, steps, first, last, PAGE, BLOCK_N, MASKED)
-        next_pages = look_up(table_base, stride_table, next_begin, is_wanted, PAGE, BLOCK_N)
-        keys = begin + lane
-        inside = (keys >= first) & (keys < last)
-        k_rows = rows_of(pages, begin, stride_kp, stride_ks, PAGE, BLOCK_N)
+        is_wanted = is_looked_up(
+            next_begin, step + 1, steps, walk.first, walk.last, PAGE, BLOCK_N, MASKED
+        )
+        next_pages = look_up(
+            source.table_base, source.stride_table, next_begin, is_wanted, PAGE, BLOCK_N
+        )
+        keys = begin + lane  # [BLOCK_N]
+        inside = (keys >= walk.first) & (keys < walk.last)
+        k_rows = rows_of(pages, begin, source.stride_kp, source.stride_ks, PAGE, BLOCK_N)
         k = load_rows(
-            k_base, k_rows, inside, cols, stride_kx, stride_kd, HEAD_DIM, BLOCK_D, K_RUN, K_UNIT,
-            K_BYTES, MASKED,
-        )  # [N, D]  # fmt: skip
-        k = matched(k, q)
-        s = dot(matched(q, k), tl.trans(k), PRECISION, UPCAST)  # [M, N]
-        if FOLD and not MASKED:
+            source.k_base, k_rows, inside, cols, source.stride_kx, source.stride_kd,
+            TILE.HEAD_DIM, TILE.BLOCK_D, LAYOUT.K_RUN, LAYOUT.K_UNIT, LAYOUT.K_BYTES, MASKED,
+        )  # [BLOCK_N, BLOCK_D]  # fmt: skip
+        k = matched(k, queries.q)
+        # [BLOCK_M, BLOCK_N]
+        s = dot(matched(queries.q, k), tl.trans(k), TILE.PRECISION, TILE.UPCAST)
+        if OPTIONS.FOLD and not MASKED:
             # the scale goes into the exponential's multiply-add; it is positive, so max commutes
-            factor = scale * LOG2E
+            factor = scores.scale * LOG2E
         else:
             factor = 1.0
-            s = logits_of(
-                s, scale, softcap, slopes, position, keys, HAS_SOFTCAP, HAS_ALIBI, SIGNED_ALIBI
-            )
+            s = logits_of(s, queries, keys, scores, OPTIONS)
         if MASKED:
-            visible = is_visible(
-                position, keys, last, window_left, window_right, HAS_LEFT, HAS_RIGHT
-            )
+            visible = is_visible(queries.position, keys, walk.last, scores, OPTIONS)
             s = tl.where(visible, s, NEG_INF)
-        m_new = tl.maximum(m_i, tl.max(s, 1) * factor)
+        m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
         if MASKED:
             # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
             pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
         else:
             pivot = m_new
-        p = tl.exp2(s * factor - (pivot - SHIFT)[:, None])
+        p = tl.exp2(s * factor - (pivot - OPTIONS.SHIFT)[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
-        if V_AS_K:
+        if LAYOUT.V_AS_K:
             v_rows = k_rows
         else:
-            v_rows = rows_of(pages, begin, stride_vp, stride_vs, PAGE, BLOCK_N)
-        if V_COLUMN_RUN > 0:
+            v_rows = rows_of(pages, begin, source.stride_vp, source.stride_vs, PAGE, BLOCK_N)
+        if LAYOUT.V_COLUMN_RUN > 0:
             v = load_columns(
-                v_base, v_rows, inside, cols, stride_vd, HEAD_DIM, BLOCK_D, V_COLUMN_RUN, V_BYTES,
-                MASKED,
-            )  # [N, D]  # fmt: skip
+                source.v_base, v_rows, inside, cols, source.stride_vd,
+                TILE.HEAD_DIM, TILE.BLOCK_D, LAYOUT.V_COLUMN_RUN, LAYOUT.V_BYTES, MASKED,
+            )  # [BLOCK_N, BLOCK_D]  # fmt: skip
         else:
             v = load_rows(
-                v_base, v_rows, inside, cols, 0, stride_vd, HEAD_DIM, BLOCK_D, HEAD_DIM, V_UNIT,
-                V_BYTES, MASKED,
-            )  # [N, D]  # fmt: skip
-        acc = dot_add(acc * alpha[:, None], p, matched(v, q), PRECISION, UPCAST)  # [M, D]
+                source.v_base, v_rows, inside, cols, 0, source.stride_vd,
+                TILE.HEAD_DIM, TILE.BLOCK_D, TILE.HEAD_DIM, LAYOUT.V_UNIT, LAYOUT.V_BYTES, MASKED,
+            )  # [BLOCK_N, BLOCK_D]  # fmt: skip
+        # [BLOCK_M, BLOCK_D]
+        acc = dot_add(acc * alpha[:, None], p, matched(v, queries.q), TILE.PRECISION, TILE.UPCAST)
         m_i = m_new
-    return acc, l_i, m_i
+    return Softmax(acc, l_i, m_i)
+
+
+@triton.jit
+def _attend_to_all(
+    softmax, queries, source, walk, scores,
+    LAYOUT: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Fold keys of one source into the running softmax: whole tiles, then those to be masked."""
+    for masked in tl.static_range(2):
+        softmax = _attend(
+            softmax, queries, source, walk, scores, masked == 1, LAYOUT, OPTIONS, TILE
+        )
+    return softmax
+
+
+@triton.jit
+def _tiles_of(seen, BLOCK_N: tl.constexpr):
+    """Return the first tile of a range of keys, and how many tiles there are."""
+    begin = seen.first // BLOCK_N
+    return begin, tl.where(seen.first < seen.last, tl.cdiv(seen.last, BLOCK_N) - begin, 0)
+
+
+@triton.jit
+def _share_of(split, splits, tiles):
+    """Return the tiles ``[begin, end)`` of a split; they differ in number by one at most."""
+    share, rest = tiles // splits, tiles % splits
+    begin = split * share + tl.minimum(split, rest)
+    return begin, begin + share + tl.where(split < rest, 1, 0)
+
+
+@triton.jit
+def _positions_of(rows, place, pointers, seqlen_k, SCHEDULE: tl.constexpr):
+    """Return the ``Positions`` of a tile's rows: given ones, or the last ones of the keys."""
+    BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
+    GROUP: tl.constexpr = SCHEDULE.GROUP
+    if pointers.positions_ptr is not None:
+        at = place.q_start.to(tl.int64) + rows.token
+        position = tl.load(pointers.positions_ptr + at, mask=rows.is_inside, other=0)
+        first = tl.min(tl.where(rows.is_inside, position, 2147483647), 0)
+        last = tl.max(tl.where(rows.is_inside, position, -2147483648), 0)
+    else:
+        diagonal = seqlen_k - place.seqlen_q
+        position = rows.token + diagonal
+        first = place.tile * BLOCK_M // GROUP + diagonal
+        last_row = tl.minimum(place.tile * BLOCK_M + BLOCK_M, place.seqlen_q * GROUP) - 1
+        last = last_row // GROUP + diagonal
+    return Positions(position, first, last)
+
+
+@triton.jit
+def _slopes_of(rows, place, pointers, stride_alibi_b):
+    """Return the ALiBi slope of each row, or None.
+
+    They are given by head, by sequence and head, or, with positions, by token and head.
+    """
+    if pointers.alibi_slopes_ptr is not None:
+        if pointers.positions_ptr is not None:
+            of = place.q_start.to(tl.int64) + rows.token
+        else:
+            of = place.sequence.to(tl.int64) + rows.token * 0
+        at = pointers.alibi_slopes_ptr + of * stride_alibi_b + rows.head
+        slopes = tl.load(at, mask=rows.is_inside, other=0.0)
+    else:
+        slopes = None
+    return slopes
+
+
+@triton.jit
+def _start_softmax(
+    rows, split, sinks_ptr, OPTIONS: tl.constexpr, SCHEDULE: tl.constexpr, TILE: tl.constexpr
+):
+    """Return the ``Softmax`` of a tile that has seen no key, but its sinks."""
+    m_i = tl.full([SCHEDULE.BLOCK_M], NEG_INF, tl.float32)
+    l_i = tl.zeros([SCHEDULE.BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        # a sink is a first key without a value; one of the splits alone counts it
+        sink = tl.load(sinks_ptr + rows.head, mask=rows.is_inside, other=NEG_INF)
+        sink = sink.to(tl.float32) * LOG2E
+        m_i = tl.where(split == 0, sink, NEG_INF)
+        l_i = tl.where(m_i == NEG_INF, 0.0, 1.0 * (1 << OPTIONS.SHIFT))
+    acc = tl.zeros([SCHEDULE.BLOCK_M, TILE.BLOCK_D], tl.float32)
+    return Softmax(acc, l_i, m_i)
 
 
 @triton.jit
@@ -113,29 +215,65 @@ def _row_pointers(base, rows, cols, BYTES: tl.constexpr):
 
 
 @triton.jit
+def _store_part(
+    out, lse2, rows, at, pointers, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Write what a split comes to, in fp32, from row ``at`` on, for ``_split_merge_kernel``."""
+    cols = tl.arange(0, TILE.BLOCK_D)
+    at += tl.arange(0, out.shape[0])  # [BLOCK_M]
+    tl.store(pointers.part_lse_ptr + at, lse2, mask=rows.is_inside)
+    # [BLOCK_M, BLOCK_D]
+    where = _row_pointers(pointers.part_out_ptr, at * TILE.HEAD_DIM, cols, ROW_LAYOUT.PART_BYTES)
+    tl.store(where, out, mask=rows.is_inside[:, None] & (cols < TILE.HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _store_out(
+    out, lse2, rows, place, tokens, pointers, strides,
+    ROW_LAYOUT: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Write rows of the output, in its dtype, and their log-sum-exps."""
+    cols = tl.arange(0, TILE.BLOCK_D)
+    if pointers.out_scale_ptr is not None:
+        out /= tl.load(pointers.out_scale_ptr)
+    if OPTIONS.OUT_MAX > 0:
+        out = tl.clamp(out, -OPTIONS.OUT_MAX, OPTIONS.OUT_MAX, propagate_nan=tl.PropagateNan.ALL)
+    at = place.q_start.to(tl.int64) + rows.token  # [BLOCK_M]
+    if pointers.lse_ptr is not None:
+        tl.store(pointers.lse_ptr + rows.head * tokens + at, lse2 * LN2, mask=rows.is_inside)
+    out_rows = at * strides.stride_os + rows.head * strides.stride_oh
+    # [BLOCK_M, BLOCK_D]
+    where = _row_pointers(pointers.out_ptr, out_rows, cols, ROW_LAYOUT.OUT_BYTES)
+    out_mask = rows.is_inside[:, None] & (cols < TILE.HEAD_DIM)[None, :]
+    tl.store(where, out.to(pointers.out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
 def _fill_padding(
-    out_ptr, lse_ptr, cu_seqlens_q_ptr, block, head_k, batch, tokens, heads_q,
-    stride_os, stride_oh,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    TOKENS: tl.constexpr,
+    block, head_k, counts, pointers, strides, SCHEDULE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Write 0 and -inf to those of a block of tokens that belong to no sequence."""
-    begin = tl.load(cu_seqlens_q_ptr)
-    end = tl.load(cu_seqlens_q_ptr + batch)
-    cols = tl.arange(0, BLOCK_D)
+    GROUP: tl.constexpr = SCHEDULE.GROUP
+    BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
+    TOKENS: tl.constexpr = TILE.FILL_TOKENS
+    begin = tl.load(pointers.cu_seqlens_q_ptr)
+    end = tl.load(pointers.cu_seqlens_q_ptr + counts.batch)
+    cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
     for first in range(0, TOKENS * GROUP, BLOCK_M):
-        row = first + tl.arange(0, BLOCK_M)
+        row = first + tl.arange(0, BLOCK_M)  # [BLOCK_M]
         token = block * TOKENS + row // GROUP
         head = (head_k * GROUP + row % GROUP).to(tl.int64)
-        is_padding = ((token < begin) | (token >= end)) & (token < tokens)
+        is_padding = ((token < begin) | (token >= end)) & (token < counts.tokens)
         is_padding &= row < TOKENS * GROUP
         token = token.to(tl.int64)
-        pointers = out_ptr + (token * stride_os + head * stride_oh)[:, None] + cols[None, :]
-        zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32).to(out_ptr.dtype.element_ty)
-        tl.store(pointers, zeros, mask=is_padding[:, None] & (cols < HEAD_DIM)[None, :])
-        if lse_ptr is not None:
+        out_rows = token * strides.stride_os + head * strides.stride_oh
+        where = pointers.out_ptr + out_rows[:, None] + cols[None, :]  # [BLOCK_M, BLOCK_D]
+        zeros = tl.zeros([BLOCK_M, TILE.BLOCK_D], tl.float32)
+        zeros = zeros.to(pointers.out_ptr.dtype.element_ty)
+        tl.store(where, zeros, mask=is_padding[:, None] & (cols < TILE.HEAD_DIM)[None, :])
+        if pointers.lse_ptr is not None:
             nothing = tl.full([BLOCK_M], NEG_INF, tl.float32)
-            tl.store(lse_ptr + head * tokens + token, nothing, mask=is_padding)
+            tl.store(pointers.lse_ptr + head * counts.tokens + token, nothing, mask=is_padding)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
@@ -150,154 +288,120 @@ def _paged_kernel(
     stride_vcp, stride_vcs, stride_vch, stride_vcd,
     stride_ks, stride_kh, stride_vs, stride_vh,
     stride_table_b, stride_table_p, stride_alibi_b,
-    GROUP: tl.constexpr,  # query heads per key head
-    HEAD_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    K_RUN: tl.constexpr,  # numbers of a key that follow each other in the cache
-    K_UNIT: tl.constexpr,  # without gaps
-    K_BYTES: tl.constexpr,  # alignment of every run
-    V_COLUMN_RUN: tl.constexpr,  # neighbouring slots follow each other, so many of them; 0: columns
-    V_UNIT: tl.constexpr,
-    V_BYTES: tl.constexpr,
-    V_AS_K: tl.constexpr,  # values have the strides of keys, in the cache
-    NEW_V_AS_K: tl.constexpr,  # and beside it
-    ROW_BYTES: tl.constexpr,  # alignment of the rows of q, k and v
-    OUT_BYTES: tl.constexpr,  # alignment of the rows of out, as far as stores are to be that wide
-    PART_BYTES: tl.constexpr,  # and of those of partial results
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    SIGNED_ALIBI: tl.constexpr,
-    FOLD: tl.constexpr,  # plain scores with a positive scale
-    DESCALE_PER_HEAD: tl.constexpr,
-    SHIFT: tl.constexpr,  # binary exponent added to p, so that fp8 holds it well
-    OUT_MAX: tl.constexpr,  # largest finite value of an fp8 output, 0 for other outputs
-    DECODE_FROM_CACHE: tl.constexpr,  # the key of a single query is in the cache, not dense
-    MIN_TOKENS: tl.constexpr,  # queries of the sequences served here
-    MAX_TOKENS: tl.constexpr,
-    TILES: tl.constexpr,  # tiles per sequence; 0: any number
-    FILL_TOKENS: tl.constexpr,  # tokens that a program behind all clears of padding; 0: none
+    PAGE: tl.constexpr, K_RUN: tl.constexpr, K_UNIT: tl.constexpr, K_BYTES: tl.constexpr,
+    V_UNIT: tl.constexpr, V_BYTES: tl.constexpr, V_COLUMN_RUN: tl.constexpr, V_AS_K: tl.constexpr,
+    NEW_V_AS_K: tl.constexpr, ROW_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr,
+    PART_BYTES: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SIGNED_ALIBI: tl.constexpr, FOLD: tl.constexpr, DESCALE_PER_HEAD: tl.constexpr,
+    SHIFT: tl.constexpr, OUT_MAX: tl.constexpr, DECODE_FROM_CACHE: tl.constexpr,
+    GROUP: tl.constexpr, MIN_TOKENS: tl.constexpr, MAX_TOKENS: tl.constexpr, TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,  # the interpreter multiplies in fp32
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    FILL_TOKENS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """``out = softmax(mask(scale * q @ k.T)) @ v``, of a tile of rows or of a split of their keys.
+
+    ``k`` and ``v`` are the keys and values in the pages of a cache, and new ones that lie dense.
+    """
+    pointers = Pointers(
+        q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr,
+        part_lse_ptr, block_table_ptr, cu_seqlens_q_ptr, seqlens_k_ptr, positions_ptr,
+        alibi_slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr, out_scale_ptr,
+    )  # fmt: skip
+    counts = Counts(batch, heads_k, tokens, units, splits)
+    strides = Strides(
+        stride_qs, stride_qh, stride_os, stride_oh,
+        stride_kcp, stride_kcs, stride_kch, stride_kcx, stride_kcd,
+        stride_vcp, stride_vcs, stride_vch, stride_vcd,
+        stride_ks, stride_kh, stride_vs, stride_vh,
+        stride_table_b, stride_table_p, stride_alibi_b,
+    )  # fmt: skip
+    LAYOUT: tl.constexpr = Layout(
+        PAGE, K_RUN, K_UNIT, K_BYTES, V_UNIT, V_BYTES, V_COLUMN_RUN, V_AS_K
+    )
+    ROW_LAYOUT: tl.constexpr = RowLayout(NEW_V_AS_K, ROW_BYTES, OUT_BYTES, PART_BYTES)
+    OPTIONS: tl.constexpr = Options(
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, SIGNED_ALIBI, FOLD, DESCALE_PER_HEAD, SHIFT, OUT_MAX,
+        DECODE_FROM_CACHE,
+    )  # fmt: skip
+    SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
+    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_N, BLOCK_D, FILL_TOKENS, PRECISION, UPCAST)
+
     pid = tl.program_id(0)
-    heads_q = heads_k * GROUP
     if FILL_TOKENS > 0:
         programs = units * splits * heads_k
         if pid >= programs:
             block = (pid - programs) // heads_k
-            _fill_padding(
-                out_ptr, lse_ptr, cu_seqlens_q_ptr, block, pid % heads_k, batch, tokens, heads_q,
-                stride_os, stride_oh, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, FILL_TOKENS,
-            )  # fmt: skip
+            _fill_padding(block, pid % heads_k, counts, pointers, strides, SCHEDULE, TILE)
             return
     # heads first: their keys are neighbours in a page
     head_k = pid % heads_k
     split = pid // heads_k % splits
     unit = pid // heads_k // splits
-    sequence, tile, q_start, seqlen_q = locate(
-        unit, cu_seqlens_q_ptr, batch, GROUP, BLOCK_M, TILES, MIN_TOKENS, MAX_TOKENS
-    )
-    if tile < 0:
+    place = locate(unit, cu_seqlens_q_ptr, batch, SCHEDULE)
+    if place.tile < 0:
         return
-    seqlen_k = tl.load(seqlens_k_ptr + sequence)
-    sequence_64 = sequence.to(tl.int64)
+    seqlen_k = tl.load(seqlens_k_ptr + place.sequence)
+    sequence_64 = place.sequence.to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
-    q_start_64 = q_start.to(tl.int64)
+    q_start_64 = place.q_start.to(tl.int64)
 
     # keys from `context` on are dense
     context = seqlen_k
     HAS_DENSE: tl.constexpr = k_ptr is not None
     if HAS_DENSE:
-        context = tl.maximum(seqlen_k - seqlen_q, 0)
+        context = tl.maximum(seqlen_k - place.seqlen_q, 0)
         if DECODE_FROM_CACHE:
-            context = tl.where(seqlen_q == 1, seqlen_k, context)
+            context = tl.where(place.seqlen_q == 1, seqlen_k, context)
 
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = rows // GROUP
-    in_group = rows % GROUP
-    inside = rows < seqlen_q * GROUP
-    cols = tl.arange(0, BLOCK_D)
-    head_64 = head_k_64 * GROUP + in_group
-    q_rows = (q_start_64 + token) * stride_qs + head_64 * stride_qh
+    row = place.tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    token = row // GROUP
+    in_group = row % GROUP
+    is_inside = row < place.seqlen_q * GROUP
+    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    rows = Rows(token, head_k_64 * GROUP + in_group, is_inside)
+    q_rows = (q_start_64 + token) * stride_qs + rows.head * stride_qh
     q = load_rows(
-        q_ptr, q_rows, inside, cols, 0, 1, HEAD_DIM, BLOCK_D, HEAD_DIM, True, ROW_BYTES, True
-    )  # [M, D]
-
-    HAS_ALIBI: tl.constexpr = alibi_slopes_ptr is not None
-    HAS_POSITIONS: tl.constexpr = positions_ptr is not None
-    if HAS_POSITIONS:
-        position = tl.load(positions_ptr + q_start_64 + token, mask=inside, other=0)
-        first_position = tl.min(tl.where(inside, position, 2147483647), 0)
-        last_position = tl.max(tl.where(inside, position, -2147483648), 0)
-    else:
-        diagonal = seqlen_k - seqlen_q
-        position = token + diagonal
-        first_position = tile * BLOCK_M // GROUP + diagonal
-        last_row = tl.minimum(tile * BLOCK_M + BLOCK_M, seqlen_q * GROUP) - 1
-        last_position = last_row // GROUP + diagonal
-    slopes = 0.0
-    if HAS_ALIBI:
-        # per head, per sequence and head, or, with positions, per token and head
-        of = q_start_64 + token if HAS_POSITIONS else sequence_64 + token * 0
-        slopes = tl.load(alibi_slopes_ptr + of * stride_alibi_b + head_64, mask=inside, other=0.0)
+        q_ptr, q_rows, is_inside, cols, 0, 1, HEAD_DIM, BLOCK_D, HEAD_DIM, True, ROW_BYTES, True
+    )  # [BLOCK_M, BLOCK_D]
+    positions = _positions_of(rows, place, pointers, seqlen_k, SCHEDULE)
+    slopes = _slopes_of(rows, place, pointers, stride_alibi_b)
     descale_at = head_k if DESCALE_PER_HEAD else 0
     if q_descale_ptr is not None:
         scale *= tl.load(q_descale_ptr + descale_at)
     cache_scale = scale
     if k_descale_ptr is not None:
         cache_scale *= tl.load(k_descale_ptr + descale_at)
-
-    m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None:
-        # a sink is a first key without a value; one of the splits alone counts it
-        sink = tl.load(sinks_ptr + head_64, mask=inside, other=NEG_INF).to(tl.float32) * LOG2E
-        m_i = tl.where(split == 0, sink, NEG_INF)
-        l_i = tl.where(m_i == NEG_INF, 0.0, 1.0 * (1 << SHIFT))
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    softmax = _start_softmax(rows, split, sinks_ptr, OPTIONS, SCHEDULE, TILE)
 
     # what this program's split is of the tiles of both sources
-    first, last, full_first, full_last = key_range(
-        first_position, last_position, context, window_left, window_right, HAS_LEFT, HAS_RIGHT
-    )
-    tile_begin = first // BLOCK_N
-    cache_tiles = tl.where(first < last, tl.cdiv(last, BLOCK_N) - tile_begin, 0)
+    scores = Scores(cache_scale, softcap, window_left, window_right)
+    seen = key_range(positions.first, positions.last, context, scores, OPTIONS)
+    tile_begin, cache_tiles = _tiles_of(seen, BLOCK_N)
     all_tiles = cache_tiles
     if HAS_DENSE:
-        new_first, new_last, new_full_first, new_full_last = key_range(
-            first_position - context, last_position - context, seqlen_k - context,
-            window_left, window_right, HAS_LEFT, HAS_RIGHT,
-        )  # fmt: skip
-        new_begin = new_first // BLOCK_N
-        all_tiles += tl.where(new_first < new_last, tl.cdiv(new_last, BLOCK_N) - new_begin, 0)
-    share, rest = all_tiles // splits, all_tiles % splits
-    split_begin = split * share + tl.minimum(split, rest)
-    split_end = split_begin + share + tl.where(split < rest, 1, 0)
+        new_seen = key_range(
+            positions.first - context, positions.last - context, seqlen_k - context, scores, OPTIONS
+        )
+        new_begin, new_tiles = _tiles_of(new_seen, BLOCK_N)
+        all_tiles += new_tiles
+    split_begin, split_end = _share_of(split, splits, all_tiles)
 
-    first, last, start, full_start, full_end = cut_range(
-        first, last, full_first, full_last,
+    walk = cut_range(
+        seen,
         tile_begin + tl.minimum(split_begin, cache_tiles),
-        tile_begin + tl.minimum(split_end, cache_tiles), BLOCK_N,
+        tile_begin + tl.minimum(split_end, cache_tiles),
+        BLOCK_N,
+    )
+    source = Source(
+        k_cache_ptr + head_k_64 * stride_kch, v_cache_ptr + head_k_64 * stride_vch,
+        block_table_ptr + sequence_64 * stride_table_b, stride_table_p,
+        stride_kcp, stride_kcs, stride_kcx, stride_kcd, stride_vcp, stride_vcs, stride_vcd,
     )  # fmt: skip
-    k_base = k_cache_ptr + head_k_64 * stride_kch
-    v_base = v_cache_ptr + head_k_64 * stride_vch
-    table_base = block_table_ptr + sequence_64 * stride_table_b
-    for masked in tl.static_range(2):
-        acc, l_i, m_i = _attend(
-            acc, l_i, m_i, q, position, k_base, v_base, table_base, stride_table_p,
-            stride_kcp, stride_kcs, stride_kcx, stride_kcd, stride_vcp, stride_vcs, stride_vcd,
-            first, last, start, full_start, full_end,
-            cache_scale, softcap, slopes, window_left, window_right,
-            MASKED=masked == 1, FOLD=FOLD, SHIFT=SHIFT, PAGE=PAGE,
-            HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, SIGNED_ALIBI=SIGNED_ALIBI,
-            HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D,
-            K_RUN=K_RUN, K_UNIT=K_UNIT, K_BYTES=K_BYTES, V_COLUMN_RUN=V_COLUMN_RUN, V_UNIT=V_UNIT,
-            V_BYTES=V_BYTES, V_AS_K=V_AS_K, BLOCK_N=BLOCK_N, PRECISION=PRECISION, UPCAST=UPCAST,
-        )  # fmt: skip
+    queries = Queries(q, positions.position, slopes)
+    softmax = _attend_to_all(softmax, queries, source, walk, scores, LAYOUT, OPTIONS, TILE)
+    acc = softmax.acc
     v_descale = 1.0
     if v_descale_ptr is not None:
         v_descale = tl.load(v_descale_ptr + descale_at)
@@ -305,46 +409,36 @@ def _paged_kernel(
         # new keys and values have no scale
         acc *= v_descale
         v_descale = 1.0
-        new_first, new_last, start, full_start, full_end = cut_range(
-            new_first, new_last, new_full_first, new_full_last,
+        new_walk = cut_range(
+            new_seen,
             new_begin + tl.maximum(split_begin - cache_tiles, 0),
-            new_begin + tl.maximum(split_end - cache_tiles, 0), BLOCK_N,
+            new_begin + tl.maximum(split_end - cache_tiles, 0),
+            BLOCK_N,
+        )
+        new_source = Source(
+            k_ptr + q_start_64 * stride_ks + head_k_64 * stride_kh,
+            v_ptr + q_start_64 * stride_vs + head_k_64 * stride_vh,
+            None, None, None, stride_ks, None, None, None, stride_vs, None,
         )  # fmt: skip
-        k_base = k_ptr + q_start_64 * stride_ks + head_k_64 * stride_kh
-        v_base = v_ptr + q_start_64 * stride_vs + head_k_64 * stride_vh
-        for masked in tl.static_range(2):
-            acc, l_i, m_i = _attend(
-                acc, l_i, m_i, q, position - context, k_base, v_base, table_base, 0,
-                0, stride_ks, 0, 1, 0, stride_vs, 1,
-                new_first, new_last, start, full_start, full_end,
-                scale, softcap, slopes, window_left, window_right,
-                MASKED=masked == 1, FOLD=FOLD, SHIFT=SHIFT, PAGE=0,
-                HAS_SOFTCAP=HAS_SOFTCAP, HAS_ALIBI=HAS_ALIBI, SIGNED_ALIBI=SIGNED_ALIBI,
-                HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D,
-                K_RUN=HEAD_DIM, K_UNIT=True, K_BYTES=ROW_BYTES, V_COLUMN_RUN=0, V_UNIT=True,
-                V_BYTES=ROW_BYTES, V_AS_K=NEW_V_AS_K, BLOCK_N=BLOCK_N, PRECISION=PRECISION,
-                UPCAST=UPCAST,
-            )  # fmt: skip
+        NEW_LAYOUT: tl.constexpr = Layout(
+            0, HEAD_DIM, True, ROW_BYTES, True, ROW_BYTES, 0, NEW_V_AS_K
+        )
+        queries = Queries(q, positions.position - context, slopes)
+        softmax = Softmax(acc, softmax.l_i, softmax.m_i)
+        scores = Scores(scale, softcap, window_left, window_right)
+        softmax = _attend_to_all(
+            softmax, queries, new_source, new_walk, scores, NEW_LAYOUT, OPTIONS, TILE
+        )
+        acc = softmax.acc
 
     # rows that saw no key: output 0, lse -inf
+    l_i = softmax.l_i
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    out = acc * (v_descale / l_safe)[:, None]
-    lse2 = tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe) - SHIFT)
+    out = acc * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_D]
+    lse2 = tl.where(l_i == 0.0, NEG_INF, softmax.m_i + tl.log2(l_safe) - SHIFT)
     if part_out_ptr is not None:
-        # one block of rows per tile, head and split; `_merge_kernel` reads it
+        # one block of rows per tile, head and split
         at = ((unit.to(tl.int64) * heads_k + head_k) * splits + split) * BLOCK_M
-        at += tl.arange(0, BLOCK_M)
-        tl.store(part_lse_ptr + at, lse2, mask=inside)
-        pointers = _row_pointers(part_out_ptr, at * HEAD_DIM, cols, PART_BYTES)
-        tl.store(pointers, out, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
+        _store_part(out, lse2, rows, at, pointers, ROW_LAYOUT, TILE)
     else:
-        if out_scale_ptr is not None:
-            out /= tl.load(out_scale_ptr)
-        if OUT_MAX > 0:
-            out = tl.clamp(out, -OUT_MAX, OUT_MAX, propagate_nan=tl.PropagateNan.ALL)
-        at = q_start_64 + token
-        if lse_ptr is not None:
-            tl.store(lse_ptr + head_64 * tokens + at, lse2 * LN2, mask=inside)
-        pointers = _row_pointers(out_ptr, at * stride_os + head_64 * stride_oh, cols, OUT_BYTES)
-        out_mask = inside[:, None] & (cols < HEAD_DIM)[None, :]
-        tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+        _store_out(out, lse2, rows, place, tokens, pointers, strides, ROW_LAYOUT, OPTIONS, TILE)

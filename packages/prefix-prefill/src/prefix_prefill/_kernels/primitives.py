@@ -1,4 +1,4 @@
-"""Pieces of the attention kernel: loads through a page table, dots, logits, masks.
+"""Pieces of the attention kernel: loads through a page table, logits, masks, ranges of keys.
 
 Scores are kept in base 2 ("logits" below are natural scores times log2(e)), because the hardware
 exponential is ``exp2``.
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LOG2E, tanh
+from .structures import KeyRange, Walk
 
 
 @triton.jit
@@ -16,7 +17,7 @@ def look_up(table_base, stride_table, begin, is_wanted, PAGE: tl.constexpr, BLOC
 
     Entries are read where ``is_wanted``: of every key, or of the tile if it has one page.
     """
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
     if PAGE == 0:
         pages = 0  # dense: nothing to look up
     elif PAGE % BLOCK == 0:  # every tile has one page
@@ -27,7 +28,7 @@ def look_up(table_base, stride_table, begin, is_wanted, PAGE: tl.constexpr, BLOC
             entries += (lane // PAGE).to(tl.int64) * stride_table
         else:
             entries = table_base + ((begin + lane) // PAGE).to(tl.int64) * stride_table
-        pages = tl.load(entries, mask=is_wanted, other=0)
+        pages = tl.load(entries, mask=is_wanted, other=0)  # [BLOCK]
     return pages
 
 
@@ -37,7 +38,7 @@ def is_looked_up(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Say which entries a step reads: none that holds only keys outside of ``[first, last)``."""
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
     if PAGE > 0 and PAGE % BLOCK == 0:
         wanted = step < steps  # every tile has one page, and keys inside
     elif MASKED:
@@ -48,14 +49,12 @@ def is_looked_up(
 
 
 @triton.jit
-def rows_of(
-    pages, begin, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def rows_of(pages, begin, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Return where a tile's keys begin, relative to their head: in their pages, or dense (PAGE 0).
 
     As much of it as can be is the same in every step, or for the whole tile.
     """
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)  # [BLOCK]
     if PAGE == 0:
         rows = begin.to(tl.int64) * stride_slot + lane.to(tl.int64) * stride_slot
     elif PAGE % BLOCK == 0:
@@ -81,12 +80,12 @@ def load_rows(
     multiple of ``BYTES``, and has no gaps if ``UNIT``: the launcher sees to both.
     """
     # columns first: their part of an address is the same in every step
-    place = (cols % RUN if RUN < WIDTH else cols).to(tl.int64)
+    place = (cols % RUN if RUN < WIDTH else cols).to(tl.int64)  # [BLOCK_WIDTH]
     if not UNIT:
         place *= stride_inner
     if RUN < WIDTH:
         place += (cols // RUN).to(tl.int64) * stride_step
-    pointers = (base + place)[None, :] + rows[:, None]
+    pointers = (base + place)[None, :] + rows[:, None]  # [BLOCK, BLOCK_WIDTH]
     if UNIT:
         pointers = tl.multiple_of(pointers, [BYTES, BYTES])
     if MASKED:
@@ -107,6 +106,7 @@ def load_columns(
     """Load the same tile where neighbouring rows lie next to each other, in runs of ``RUN``."""
     # a run is within a page, and begins on a multiple of BYTES: the launcher sees to it
     rows = tl.max_contiguous(rows, [RUN])
+    # [BLOCK, BLOCK_WIDTH]
     pointers = base + rows[:, None] + cols.to(tl.int64)[None, :] * stride_inner
     pointers = tl.multiple_of(tl.max_contiguous(pointers, [RUN, 1]), [BYTES, BYTES])
     if MASKED:
@@ -130,75 +130,63 @@ def matched(x, other):
 
 
 @triton.jit
-def logits_of(
-    products, scale, softcap, slopes, position, keys,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, SIGNED_ALIBI: tl.constexpr,
-):  # fmt: skip
+def logits_of(products, queries, keys, scores, OPTIONS: tl.constexpr):
     """Turn raw products into base-2 logits: scale, softcap, ALiBi, in that order."""
-    if HAS_SOFTCAP:
-        logits = tanh(products * (scale / softcap)) * (softcap * LOG2E)
+    if OPTIONS.HAS_SOFTCAP:
+        logits = tanh(products * (scores.scale / scores.softcap)) * (scores.softcap * LOG2E)
     else:
-        logits = products * (scale * LOG2E)
-    if HAS_ALIBI:
-        distance = (keys[None, :] - position[:, None]).to(tl.float32)
-        if not SIGNED_ALIBI:
+        logits = products * (scores.scale * LOG2E)  # [BLOCK_M, BLOCK_N]
+    if queries.slopes is not None:
+        distance = (keys[None, :] - queries.position[:, None]).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        if not OPTIONS.SIGNED_ALIBI:
             distance = -tl.abs(distance)
-        logits += distance * (slopes * LOG2E)[:, None]
+        logits += distance * (queries.slopes * LOG2E)[:, None]
     return logits
 
 
 @triton.jit
-def is_visible(
-    position, keys, last, window_left, window_right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """Mask of the keys that each row sees; its window hangs on ``position``."""
-    visible = (keys < last)[None, :] & (position == position)[:, None]
-    if HAS_RIGHT:
-        visible &= keys[None, :] <= position[:, None] + window_right
-    if HAS_LEFT:
-        visible &= keys[None, :] >= position[:, None] - window_left
+def is_visible(position, keys, last, scores, OPTIONS: tl.constexpr):
+    """Return which keys each row sees; its window hangs on ``position``."""
+    visible = (keys < last)[None, :] & (position == position)[:, None]  # [BLOCK_M, BLOCK_N]
+    if OPTIONS.HAS_RIGHT:
+        visible &= keys[None, :] <= position[:, None] + scores.window_right
+    if OPTIONS.HAS_LEFT:
+        visible &= keys[None, :] >= position[:, None] - scores.window_left
     return visible
 
 
 @triton.jit
-def key_range(
-    first_position, last_position, seqlen_k, window_left, window_right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """Return what rows at positions from the first to the last see of the keys.
-
-    ``(first, last, full_first, full_last)``: the keys ``[first, last)`` are seen by some row, those
-    in ``[full_first, full_last)``, which may be empty, by every row.
-    """
+def key_range(first_position, last_position, seqlen_k, scores, OPTIONS: tl.constexpr):
+    """Return the ``KeyRange`` that rows at positions from the first to the last see."""
     first = 0
     last = seqlen_k
     full_first = 0
     full_last = seqlen_k
-    if HAS_LEFT:
-        first = tl.maximum(first, first_position - window_left)
-        full_first = tl.maximum(full_first, last_position - window_left)
-    if HAS_RIGHT:
-        last = tl.maximum(tl.minimum(last, last_position + window_right + 1), 0)
-        full_last = tl.maximum(tl.minimum(full_last, first_position + window_right + 1), 0)
-    return tl.minimum(first, last), last, full_first, full_last
+    if OPTIONS.HAS_LEFT:
+        first = tl.maximum(first, first_position - scores.window_left)
+        full_first = tl.maximum(full_first, last_position - scores.window_left)
+    if OPTIONS.HAS_RIGHT:
+        last = tl.maximum(tl.minimum(last, last_position + scores.window_right + 1), 0)
+        end = tl.minimum(full_last, first_position + scores.window_right + 1)
+        full_last = tl.maximum(end, 0)
+    return KeyRange(tl.minimum(first, last), last, full_first, full_last)
 
 
 @triton.jit
-def cut_range(first, last, full_first, full_last, begin, end, BLOCK_N: tl.constexpr):
-    """Cut a range to the tiles from ``begin`` to ``end``, and name its masked and whole ones.
+def cut_range(seen, begin, end, BLOCK_N: tl.constexpr):
+    """Cut a ``KeyRange`` to the tiles from ``begin`` to ``end``: return them as a ``Walk``.
 
-    ``(first, last, start, full_start, full_end)``: tiles from ``start`` up to ``full_start`` and
-    from ``full_end`` to ``last`` need a mask, those between do not. ``step_start`` walks them.
+    Tiles from ``start`` up to ``full_start`` and from ``full_end`` to ``last`` need a mask, those
+    between do not. ``step_start`` walks them.
     """
-    first = tl.maximum(first, begin * BLOCK_N)
-    last = tl.maximum(tl.minimum(last, end * BLOCK_N), first)
+    first = tl.maximum(seen.first, begin * BLOCK_N)
+    last = tl.maximum(tl.minimum(seen.last, end * BLOCK_N), first)
     start = first // BLOCK_N * BLOCK_N
-    full_end = tl.minimum(full_last, last) // BLOCK_N * BLOCK_N
-    full_start = tl.cdiv(tl.minimum(tl.maximum(full_first, first), last), BLOCK_N) * BLOCK_N
+    full_end = tl.minimum(seen.full_last, last) // BLOCK_N * BLOCK_N
+    full_start = tl.cdiv(tl.minimum(tl.maximum(seen.full_first, first), last), BLOCK_N) * BLOCK_N
     full_end = tl.maximum(full_end, full_start)
     if first >= last:  # nothing, wherever in a tile that is
         start = tl.cdiv(last, BLOCK_N) * BLOCK_N
         full_start = start
         full_end = start
-    return first, last, start, full_start, full_end
+    return Walk(first, last, start, full_start, full_end)

@@ -6,6 +6,8 @@ A row is one query head of one token; the ``GROUP`` heads that share a head of k
 import triton
 import triton.language as tl
 
+from .structures import Place
+
 # sequences looked at per step when a program searches its own in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
 
@@ -20,7 +22,7 @@ def find_sequence(cu_seqlens_ptr, slot, batch, GROUP: tl.constexpr, BLOCK: tl.co
     """
     owned = tl.zeros([], tl.int32)
     for first in range(0, batch + 1, SEARCH_CHUNK):
-        index = first + tl.arange(0, SEARCH_CHUNK)
+        index = first + tl.arange(0, SEARCH_CHUNK)  # [SEARCH_CHUNK]
         start = tl.load(cu_seqlens_ptr + index, mask=index <= batch, other=0)
         mine = (start * GROUP // BLOCK + index < slot) & (index <= batch)
         owned += tl.sum(mine.to(tl.int32), 0)
@@ -28,17 +30,16 @@ def find_sequence(cu_seqlens_ptr, slot, batch, GROUP: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def locate(
-    unit, cu_seqlens_ptr, batch,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
-    MIN_TOKENS: tl.constexpr, MAX_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Return ``(sequence, tile, q_start, seqlen_q)`` of a unit; ``tile`` is -1 where there is none.
+def locate(unit, cu_seqlens_ptr, batch, SCHEDULE: tl.constexpr):
+    """Return the ``Place`` of a unit; its tile is -1 where the unit has none.
 
     ``TILES`` is how many tiles every sequence has at most; 0, for sequences of any length, lets
     units be slots that sequences own by their length. Only sequences with ``MIN_TOKENS`` to
     ``MAX_TOKENS`` queries have any; units behind those of the last sequence have none.
     """
+    GROUP: tl.constexpr = SCHEDULE.GROUP
+    BLOCK: tl.constexpr = SCHEDULE.BLOCK_M
+    TILES: tl.constexpr = SCHEDULE.TILES
     if TILES > 0:
         sequence = unit // TILES
         tile = unit % TILES
@@ -53,5 +54,6 @@ def locate(
     if TILES == 0:
         # the last tile sees the most keys under a causal mask, and starts first
         tile = tiles - 1 - (unit - (q_start * GROUP // BLOCK + sequence + 1))
-    is_mine = is_real & (seqlen_q >= MIN_TOKENS) & (seqlen_q <= MAX_TOKENS) & (tile < tiles)
-    return sequence, tl.where(is_mine, tile, -1), q_start, seqlen_q
+    is_mine = is_real & (seqlen_q >= SCHEDULE.MIN_TOKENS)
+    is_mine = is_mine & (seqlen_q <= SCHEDULE.MAX_TOKENS) & (tile < tiles)
+    return Place(sequence, tl.where(is_mine, tile, -1), q_start, seqlen_q)

@@ -1,4 +1,4 @@
-"""Prefill on Hopper: one warp gathers pages, two warpgroups multiply in turns.
+"""Prefill on Hopper: one warp gathers pages by TMA, two warpgroups multiply in turns (wgmma).
 
 Every warpgroup owns 64 rows of a tile, query heads of one head of keys times tokens, and walks
 their keys from the last to the first, with the online softmax of FlashAttention-2 (Dao, 2023) and
@@ -30,79 +30,130 @@ from ._linked.pipeline import (
 )
 from ._linked.softmax import finish_softmax, logits_of, mask, row_sums, start_softmax
 from .producer import PARTIES, produce
+from .structures import (
+    Announced,
+    Arguments,
+    Counts,
+    Inputs,
+    KeyTiles,
+    Options,
+    Pipeline,
+    Queries,
+    Results,
+    Scores,
+    Softmax,
+    Strides,
+    Tile,
+)
 
 
 @gluon.jit
-def _receive(fields_s, tile_full, tile_empty, count):
-    """Wait for the producer to announce a tile of queries, or with head -1 that none is left."""
+def _receive(pipeline, count):
+    """Wait for the producer to announce a tile of queries, or that none is left."""
     layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     slot = count % SLOTS
-    mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)
-    fields = fields_s.index(slot).load(layout)
+    mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
+    fields = pipeline.fields_s.index(slot).load(layout)  # [FIELDS]
     head, sequence = field(fields, HEAD), field(fields, SEQUENCE)
     first_row, q_start = field(fields, FIRST_ROW), field(fields, Q_START)
     len_q, len_k = field(fields, LEN_Q), field(fields, LEN_K)
-    mbarrier.arrive(tile_empty.index(slot), count=1)
-    return head, sequence, first_row, q_start, len_q, len_k
+    mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)
+    return Announced(head, sequence, first_row, q_start, len_q, len_k)
+
+
+@gluon.jit
+def _attend_first(
+    turn, tile, queries, factor, pipeline, results,
+    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Return the ``Softmax`` of the last tile of keys: no other product runs beside it."""
+    ROWS: gl.constexpr = TILE.ROWS
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
+    STAGES_K: gl.constexpr = TILE.STAGES_K
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    HAS_ALIBI: gl.constexpr = queries.slopes is not None
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    stage = turn % STAGES_K
+    k = pipeline.k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
+    mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
+    barrier_sync(TURN + W, 256, 4)
+    # [ROWS, BLOCK_N]
+    s = hopper.warpgroup_mma(queries.q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    barrier_arrive(TURN + (W + 1) % 2, 256, 4)
+    s = hopper.warpgroup_mma_wait(0, deps=(s,))
+    barrier_arrive(EMPTY + stage, PARTIES, 4)
+    cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
+    s = logits_of(
+        s, queries.rows, cols, results.scale, results.softcap, queries.slopes,
+        OPTIONS.HAS_SOFTCAP, HAS_ALIBI,
+    )  # fmt: skip
+    s = mask(
+        s, queries.rows, cols, queries.len_k, results.window_left, results.window_right,
+        OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
+    )  # fmt: skip
+    m, l, e = start_softmax(s, factor)
+    p = gl.convert_layout(e.to(queries.q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
+    o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
+    return Softmax(o, m, l, p)
 
 
 @gluon.jit
 def _attend(
-    turn, low, left, right, high, q, k_s, v_s, k_full, v_full, rows, len_k,
-    scale, factor, softcap, slopes, window_left, window_right,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_ALIBI: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
+    turn, tiles, queries, factor, pipeline, results,
+    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Fold a tile's keys into its softmax, but for the product with the last tile of values."""
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
+    STAGES_K: gl.constexpr = TILE.STAGES_K
+    STAGES_V: gl.constexpr = TILE.STAGES_V
+    HAS_WINDOW: gl.constexpr = OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
+    HAS_ALIBI: gl.constexpr = queries.slopes is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-
-    # the first tile of keys: no other product of this warpgroup runs beside its softmax
-    stage = turn % STAGES_K
-    k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-    mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
-    barrier_sync(TURN + W, 256, 4)
-    s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    barrier_arrive(TURN + (W + 1) % 2, 256, 4)
-    s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    barrier_arrive(EMPTY + stage, PARTIES, 4)
-    cols = (high - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    s = logits_of(s, rows, cols, scale, softcap, slopes, HAS_SOFTCAP, HAS_ALIBI)
-    s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-    m, l, e = start_softmax(s, factor)
-    p = gl.convert_layout(e.to(q.dtype), P)
-    o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
+    softmax = _attend_first(
+        turn, tiles.high - 1, queries, factor, pipeline, results, W, OPTIONS, TILE
+    )
+    m, l, p, o = softmax.m, softmax.l, softmax.p, softmax.o
+    zeros = gl.zeros([TILE.ROWS, BLOCK_N], gl.float32, S)
     turn += 1
 
-    for step in range(high - 1 - low):
+    for step in range(tiles.high - 1 - tiles.low):
         stage = turn % STAGES_K
         stage_v = (turn - 1) % STAGES_V
-        k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-        v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM])
-        mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
+        k = pipeline.k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
+        v = pipeline.v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM])
+        mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
         barrier_sync(TURN + W, 256, 4)
-        s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-        o = hopper.warpgroup_mma(p, v, o, is_async=True)
+        # [ROWS, BLOCK_N]
+        s = hopper.warpgroup_mma(queries.q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
+        o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM]
         barrier_arrive(TURN + (W + 1) % 2, 256, 4)
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
-        tile = high - 2 - step
-        cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-        s = logits_of(s, rows, cols, scale, softcap, slopes, HAS_SOFTCAP, HAS_ALIBI)
-        if HAS_LEFT or HAS_RIGHT:  # noqa: SIM102  (a constant, then a number)
-            if (tile >= right) | (tile < left):
-                s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-        m_new = gl.maximum(m, gl.max(s, 1) * factor)
+        tile = tiles.high - 2 - step
+        cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
+        s = logits_of(
+            s, queries.rows, cols, results.scale, results.softcap, queries.slopes,
+            OPTIONS.HAS_SOFTCAP, HAS_ALIBI,
+        )  # fmt: skip
+        if HAS_WINDOW:  # noqa: SIM102  (a constant, then a number)
+            if (tile >= tiles.right) | (tile < tiles.left):
+                s = mask(
+                    s, queries.rows, cols, queries.len_k, results.window_left,
+                    results.window_right, OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
+                )  # fmt: skip
+        m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]
         pivot = m_new
-        if HAS_LEFT or HAS_RIGHT:
+        if HAS_WINDOW:
             pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
-        e = gl.exp2(s * factor - pivot[:, None])
+        e = gl.exp2(s * factor - pivot[:, None])  # [ROWS, BLOCK_N]
         alpha = gl.exp2(m - pivot)
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-        sums = row_sums(e)
+        sums = row_sums(e)  # [ROWS, 4]
         # the exponentials run ahead of the wait for the other product
         barrier_arrive_after(sums, EMPTY + stage, PARTIES)
         l = l * gl.convert_layout(alpha, L)[:, None] + sums
@@ -110,126 +161,124 @@ def _attend(
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-        p = gl.convert_layout(e.to(q.dtype), P)
+        p = gl.convert_layout(e.to(queries.q.dtype), P)
         turn += 1
-    return o, m, l, p, turn
+    return Softmax(o, m, l, p), turn
+
+
+@gluon.jit
+def _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE: gl.constexpr):
+    """Multiply with the last tile of values; store the LSE, and return the output in fp32."""
+    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
+    STAGES_V: gl.constexpr = TILE.STAGES_V
+    TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    stage_v = (turn - 1) % STAGES_V
+    v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, HEAD_DIM])
+    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
+    o = hopper.warpgroup_mma(softmax.p, v, softmax.o, is_async=True)  # [ROWS, HEAD_DIM]
+    # each [ROWS]
+    weight, empty, lse = finish_softmax(softmax.m, softmax.l, heads, heads < 0, results.sinks_ptr)
+    o = hopper.warpgroup_mma_wait(0, deps=(o,))
+    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+    if results.lse_ptr is not None:
+        token = row + index % TOKENS  # [ROWS]
+        at = heads.to(gl.int64) * results.tokens + (work.q_start + token)
+        gl.store(results.lse_ptr + at, lse, mask=token < work.len_q)
+    o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
+    # values that nobody sees may be NaN
+    return gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
+
+
+@gluon.jit
+def _store(o, work, row, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr):
+    """Write the output of a warpgroup, which leaves by TMA while the next tile is worked on."""
+    tma.store_wait(0)
+    out_s = pipeline.out_s
+    out_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM]).store(o.to(out_s.dtype))
+    hopper.fence_async_shared()
+    where = coordinates(work.sequence, work.head, work.q_start, work.len_q, row, True)
+    copy_out(out_desc, where, out_s.index(W))
+    if TILE.SHARE:
+        # the output leaves through the memory of the queries
+        tma.store_wait(0)
+        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
 
 
 @gluon.jit
 def _consume(
-    W: gl.constexpr, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
-    tile_full, tile_empty, lse_ptr, alibi_slopes_ptr, sinks_ptr,
-    scale, softcap, window_left, window_right, tokens, stride_alibi_b,
-    PACK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, SHARE: gl.constexpr,
-):  # fmt: skip
+    W: gl.constexpr, out_desc, pipeline, results, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
     """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
-    TOKENS: gl.constexpr = ROWS // PACK
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    HAS_ALIBI: gl.constexpr = alibi_slopes_ptr is not None
+    ROWS: gl.constexpr = TILE.ROWS
+    TOKENS: gl.constexpr = ROWS // TILE.PACK
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
+    HAS_ALIBI: gl.constexpr = results.alibi_slopes_ptr is not None
     # the scale goes into the exponential's multiply-add; it is positive, so max commutes
-    factor = scale * LOG2E
-    if HAS_SOFTCAP or HAS_ALIBI:
+    factor = results.scale * LOG2E
+    if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
         factor = 1.0
     if W == 1:
         # the first turn
         barrier_arrive(TURN, 256, 4)
     turn = 0  # tiles of keys
     count = 0  # tiles of queries
-    q = q_s.index(W).reshape([ROWS, HEAD_DIM])
-    head, sequence, first_row, q_start, len_q, len_k = _receive(
-        fields_s, tile_full, tile_empty, count
-    )
-    while head >= 0:
+    q = pipeline.q_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
+    work = _receive(pipeline, count)
+    while work.head >= 0:
         low, left, right, high = key_tiles(
-            first_row, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT,
-            2 * TOKENS, BLOCK_N,
+            work.first_row, work.len_q, work.len_k, results.window_left, results.window_right,
+            OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT, 2 * TOKENS, TILE.BLOCK_N,
         )  # fmt: skip
         # heads, and within a head tokens
-        index = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        heads = head + index // TOKENS
-        row = first_row + W * TOKENS
-        slopes = 0.0
+        index = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
+        heads = work.head + index // TOKENS
+        row = work.first_row + W * TOKENS
+        slopes = None
         if HAS_ALIBI:
-            slopes = gl.load(alibi_slopes_ptr + sequence * stride_alibi_b + heads)[:, None]
-        mbarrier.wait(q_full.index(W), count & 1)
-        o, m, l, p, turn = _attend(
-            turn, low, left, right, high, q, k_s, v_s, k_full, v_full,
-            row + index % TOKENS + (len_k - len_q), len_k,
-            scale, factor, softcap, slopes, window_left, window_right,
-            W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, ROWS, BLOCK_N, HEAD_DIM,
-            STAGES_K, STAGES_V,
-        )  # fmt: skip
-        if not SHARE:
-            mbarrier.arrive(q_empty.index(W), count=1)
-        stage_v = (turn - 1) % STAGES_V
-        v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM])
-        mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-        o = hopper.warpgroup_mma(p, v, o, is_async=True)
-        weight, empty, lse = finish_softmax(m, l, heads, heads < 0, sinks_ptr)
-        o = hopper.warpgroup_mma_wait(0, deps=(o,))
-        barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-        if lse_ptr is not None:
-            token = row + index % TOKENS
-            at = heads.to(gl.int64) * tokens + (q_start + token)
-            gl.store(lse_ptr + at, lse, mask=token < len_q)
-        o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
-        # values that nobody sees may be NaN
-        o = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
-        tma.store_wait(0)
-        out_s.index(W).reshape([ROWS, HEAD_DIM]).store(o.to(out_s.dtype))
-        hopper.fence_async_shared()
-        where = coordinates(sequence, head, q_start, len_q, row, True)
-        copy_out(out_desc, where, out_s.index(W))
-        if SHARE:
-            # the output leaves through the memory of the queries
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(W), count=1)
+            at = results.alibi_slopes_ptr + work.sequence * results.stride_alibi_b + heads
+            slopes = gl.load(at)[:, None]  # [ROWS, 1]
+        mbarrier.wait(pipeline.q_full.index(W), count & 1)
+        rows = row + index % TOKENS + (work.len_k - work.len_q)
+        queries = Queries(q, rows, slopes, work.len_k)
+        tiles = KeyTiles(low, left, right, high)
+        softmax, turn = _attend(turn, tiles, queries, factor, pipeline, results, W, OPTIONS, TILE)
+        if not TILE.SHARE:
+            mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+        o = _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE)
+        _store(o, work, row, out_desc, pipeline, W, TILE)
         count += 1
-        head, sequence, first_row, q_start, len_q, len_k = _receive(
-            fields_s, tile_full, tile_empty, count
-        )
+        work = _receive(pipeline, count)
     tma.store_wait(0)
     if W == 0:
         # the last turn that was passed on
         barrier_sync(TURN, 256, 4)
 
 
-# the kernel takes numbers and pointers as they come; see ``runtime.py``
-NUMBERS = (
-    "window_left", "window_right", "batch", "packs", "tokens", "total", "page_rows_k",
-    "page_rows_v", "stride_table_b", "stride_table_p", "stride_alibi_b",
-)  # fmt: skip
-POINTERS = (
-    "lse_ptr", "ticket_ptr", "block_table_ptr", "cu_seqlens_q_ptr", "seqlens_k_ptr",
-    "alibi_slopes_ptr", "sinks_ptr",
-)  # fmt: skip
+# integers and pointers are taken as they come; see ``runtime.py``
+NUMBERS = Scores._fields + Counts._fields + Strides._fields
+POINTERS = tuple(name for name in Arguments._fields if name.endswith("_ptr"))
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def prefill_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, ticket_ptr, block_table_ptr, cu_seqlens_q_ptr,
-    seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, scale, softcap, window_left, window_right,
-    batch, packs, tokens, total, page_rows_k, page_rows_v, stride_table_b, stride_table_p,
-    stride_alibi_b,
-    GROUP: gl.constexpr,  # query heads per key head
-    PACK: gl.constexpr,  # those of them that share a tile
-    PAGE: gl.constexpr,
-    PIECE: gl.constexpr,  # keys that are copied at once, of one page
-    MIN_TOKENS: gl.constexpr,  # queries of the sequences served here
-    HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-    ROWS: gl.constexpr,  # of a warpgroup
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES_K: gl.constexpr,
-    STAGES_V: gl.constexpr,
-    SHARE: gl.constexpr,  # the output leaves through the memory of the queries
+    seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
+    scale, softcap, window_left, window_right, batch, packs, tokens, total,
+    page_rows_k, page_rows_v, stride_table_b, stride_table_p, stride_alibi_b,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    GROUP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, PIECE: gl.constexpr,
+    MIN_TOKENS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
-    """Share out the work of a persistent program: one producer, two consumers."""
+    """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in the pages of a cache.
+
+    A persistent program: one warp produces, two warpgroups consume.
+    """
+    OPTIONS: gl.constexpr = Options(HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)
+    TILE: gl.constexpr = Tile(
+        GROUP, PACK, PAGE, PIECE, MIN_TOKENS, ROWS, BLOCK_N, HEAD_DIM, STAGES_K, STAGES_V, SHARE
+    )
     TOKENS: gl.constexpr = ROWS // PACK
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, PACK, TOKENS, HEAD_DIM], q_desc.layout)
@@ -239,41 +288,30 @@ def prefill_kernel(
         out_s = q_s
     else:
         out_s = gl.allocate_shared_memory(dtype, [2, 1, 1, PACK, TOKENS, HEAD_DIM], out_desc.layout)
-    fields_s = gl.allocate_shared_memory(
-        gl.int32, [SLOTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    q_full = barriers(2, 1)
-    q_empty = barriers(2, 1)
-    k_full = barriers(STAGES_K, 1)
-    v_full = barriers(STAGES_V, 1)
-    tile_full = barriers(SLOTS, 1)
-    tile_empty = barriers(SLOTS, 2)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], plain)
+    q_full, q_empty = barriers(2, 1), barriers(2, 1)
+    k_full, v_full = barriers(STAGES_K, 1), barriers(STAGES_V, 1)
+    tile_full, tile_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
     hopper.fence_async_shared()
+    pipeline = Pipeline(
+        q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full, tile_full, tile_empty
+    )
+    results = Results(
+        lse_ptr, alibi_slopes_ptr, sinks_ptr, scale, softcap, window_left, window_right, tokens,
+        stride_alibi_b,
+    )  # fmt: skip
+    inputs = Inputs(
+        q_desc, k_desc, v_desc, ticket_ptr, block_table_ptr, cu_seqlens_q_ptr, seqlens_k_ptr,
+        window_left, window_right, batch, packs, total, page_rows_k, page_rows_v,
+        stride_table_b, stride_table_p,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (
-                0, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
-                tile_full, tile_empty, lse_ptr, alibi_slopes_ptr, sinks_ptr,
-                scale, softcap, window_left, window_right, tokens, stride_alibi_b,
-                PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, ROWS, BLOCK_N, HEAD_DIM,
-                STAGES_K, STAGES_V, SHARE,
-            )),
-            (_consume, (
-                1, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
-                tile_full, tile_empty, lse_ptr, alibi_slopes_ptr, sinks_ptr,
-                scale, softcap, window_left, window_right, tokens, stride_alibi_b,
-                PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, ROWS, BLOCK_N, HEAD_DIM,
-                STAGES_K, STAGES_V, SHARE,
-            )),
-            (produce, (
-                q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full, v_full,
-                tile_full, tile_empty, ticket_ptr, block_table_ptr, cu_seqlens_q_ptr,
-                seqlens_k_ptr, window_left, window_right, batch, packs, total, page_rows_k,
-                page_rows_v, stride_table_b, stride_table_p,
-                GROUP, PACK, PAGE, PIECE, MIN_TOKENS, HAS_LEFT, HAS_RIGHT,
-                ROWS, BLOCK_N, STAGES_K, STAGES_V,
-            )),
+            (_consume, (0, out_desc, pipeline, results, OPTIONS, TILE)),
+            (_consume, (1, out_desc, pipeline, results, OPTIONS, TILE)),
+            (produce, (inputs, pipeline, OPTIONS, TILE)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

@@ -1,0 +1,57 @@
+"""How the kernels address a cache, and the scales of what is in it."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from .._layout import Strides, cache_sizes, key_strides, value_strides
+from .._linked.host.forms import ACCESS_BYTES
+from .launch.runtime import dense
+from .structures import CacheLayout
+
+
+class CacheForm:
+    """Strides and layout of a cache, as the kernels take them."""
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor, block_n: int = 1) -> None:
+        """Look at a cache that is read in tiles of ``block_n`` keys."""
+        self.k = k = key_strides(k_cache)
+        self.v = v = value_strides(k_cache, v_cache)
+        self.page = cache_sizes(k_cache).block_size
+        self.values_lie_as_keys = (k.page, k.slot) == (v.page, v.slot)
+        v_bytes = _begins(v_cache, v, v.run)
+        # slots that follow each other in one page and in one tile
+        self.v_column_run = 0
+        if v.inner != 1 and v.slot == 1:
+            run = math.gcd(self.page, block_n)
+            self.v_column_run = run & -run
+            v_bytes = _gcd(v_cache, (v.page, v.head, v.inner), self.v_column_run)
+        self.layout = CacheLayout(
+            PAGE=self.page,
+            K_RUN=k.run,
+            K_UNIT=k.inner == 1,
+            K_BYTES=_begins(k_cache, k, k.run),
+            V_UNIT=v.inner == 1,
+            V_BYTES=v_bytes,
+        )
+
+
+def _begins(cache: Tensor, strides: Strides, run: int) -> int:
+    """Return the alignment of all runs of a cache."""
+    begins = (strides.page, strides.slot, strides.head, strides.step)
+    return _gcd(cache, begins, run) if strides.inner == 1 else cache.element_size()
+
+
+def _gcd(x: Tensor, begins: tuple[int, ...], run: int) -> int:
+    # strides of a dimension of one element count for nothing, and may be any; they do no harm
+    return math.gcd(ACCESS_BYTES, x.data_ptr(), *(n * x.element_size() for n in (*begins, run)))
+
+
+def one_form(heads_k: int, per_head: bool, *descales: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Bring the scales to one form: one element each, or ``[heads_k]`` each."""
+    if not per_head:
+        return tuple(map(dense, descales))
+    full = (None if d is None else d.reshape(-1).expand(heads_k) for d in descales)
+    return tuple(map(dense, full))

@@ -1,0 +1,91 @@
+"""The host side of prefill on Hopper: tensor maps, the order of tiles, the launch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..._call import Options, Tensors
+from ..._configs import copied_keys, hopper_tile, padded_head_dim, rows_of_cache, rows_of_page
+from ..tile_plan import TilePlan, scores_of, stride_of_slopes
+from . import structures
+from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
+from ._linked.tma import MapForm, MapLaunch
+from .attention import prefill_kernel
+from .structures import Arguments, Counts, Strides, Tile
+
+
+class HopperPlan:
+    """The long tile of the calls of one form that ``takes_hopper`` takes."""
+
+    def __init__(self, x: Tensors, options: Options, portable: TilePlan, is_kept: bool) -> None:
+        """Take a call, and whether the plan serves others after it.
+
+        ``portable`` serves the same sequences where the kernel for Hopper is not worth while.
+        """
+        self.portable, self.least = portable, portable.least
+        self._ticket = kept_ticket if is_kept else new_ticket
+        group = portable.group
+        hopper = hopper_tile(portable.head_dim)
+        left = options.window_left
+        page = x.k_cache.shape[1]
+        piece = copied_keys(page, left, hopper.block_n)
+        pack = hopper.pack(group)
+        self._packs = x.q.shape[1] // pack
+        self._block = hopper.block_m // pack
+        wide = padded_head_dim(portable.head_dim)
+        self._map_q = MapForm(x.q, hopper.rows, wide, ragged=True, heads=pack)
+        self._map_out = MapForm(x.out, hopper.rows, wide, ragged=True, heads=pack)
+        self._map_k = MapForm(as_rows(x.k_cache), piece, wide, ragged=True)
+        self._map_v = MapForm(as_rows(x.v_cache), piece, wide, ragged=True)
+        self._scores = scores_of(options)
+        self._strides = Strides(
+            rows_of_page(x.k_cache),
+            rows_of_page(x.v_cache),
+            *x.block_table.stride(),
+            stride_of_slopes(x),
+        )
+        asked = structures.Options(
+            HAS_LEFT=left >= 0,
+            HAS_RIGHT=options.window_right >= 0,
+            HAS_SOFTCAP=options.softcap != 0.0,
+        )
+        tile = Tile(
+            GROUP=group,
+            PACK=pack,
+            PAGE=page,
+            PIECE=piece,
+            MIN_TOKENS=portable.least,
+            ROWS=hopper.rows,
+            BLOCK_N=hopper.block_n,
+            HEAD_DIM=wide,
+            STAGES_K=hopper.stages_k,
+            STAGES_V=hopper.stages_v,
+            SHARE=hopper.share,
+        )
+        constants = {**asked._asdict(), **tile._asdict()}
+        self._prefill = MapLaunch(
+            prefill_kernel, {**constants, "num_warps": 4, "maxnreg": hopper.registers}
+        )
+
+    def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
+        """Launch for one call."""
+        portable = self.portable
+        total = (tokens // self._block + portable.batch + 2) * self._packs
+        splits = portable.count_splits(portable.count_units(tokens), tokens, max_seqlen_k)
+        if splits > 1 or total > MAX_TICKETS:
+            # the portable kernel cuts sequences where they are few
+            portable.run(x, tokens, max_seqlen_k)
+            return
+        arguments = Arguments(
+            self._map_q(x.q), self._map_k(x.k_cache), self._map_v(x.v_cache), self._map_out(x.out),
+            x.lse, self._ticket(x.q.device), x.block_table, x.cu_seqlens_q, x.seqlens_k,
+            x.alibi_slopes, x.sinks,
+        )  # fmt: skip
+        counts = Counts(portable.batch, self._packs, tokens, total)
+        numbers = (*self._scores, *counts, *self._strides)
+        self._prefill(min(portable.processors, total), arguments, numbers)
+
+
+def as_rows(cache: Tensor) -> Tensor:
+    """Return the view of a cache as one row of slots after the other, between pages whatever."""
+    return cache.as_strided((rows_of_cache(cache), *cache.shape[2:]), cache.stride()[1:])

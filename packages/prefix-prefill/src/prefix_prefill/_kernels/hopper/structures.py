@@ -1,0 +1,183 @@
+"""Arguments of the kernel for Hopper, by names; see ``..structures``.
+
+The host makes the structures of the first part, and the entry puts them together again, by who
+reads them.
+"""
+
+from typing import Any, NamedTuple
+
+# ---- what the host passes
+
+
+class Arguments(NamedTuple):
+    """Tensor maps (TMA), and pointers; None for what is not given."""
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    out_desc: Any
+    lse_ptr: Any
+    ticket_ptr: Any  # the counter from which programs take their tiles
+    block_table_ptr: Any
+    cu_seqlens_q_ptr: Any
+    seqlens_k_ptr: Any
+    alibi_slopes_ptr: Any
+    sinks_ptr: Any
+
+
+class Scores(NamedTuple):
+    """What turns products into scores, and which of them count."""
+
+    scale: Any
+    softcap: Any
+    window_left: Any
+    window_right: Any
+
+
+class Counts(NamedTuple):
+    """How much there is, and how it is shared out."""
+
+    batch: Any
+    packs: Any  # groups of query heads that share a tile
+    tokens: Any
+    total: Any  # tickets
+
+
+class Strides(NamedTuple):
+    """Rows from one page of a cache to the next, and strides of what is given by sequence."""
+
+    page_rows_k: Any
+    page_rows_v: Any
+    stride_table_b: Any
+    stride_table_p: Any
+    stride_alibi_b: Any
+
+
+class Options(NamedTuple):
+    """What is asked for."""
+
+    HAS_LEFT: Any
+    HAS_RIGHT: Any
+    HAS_SOFTCAP: Any
+
+
+class Tile(NamedTuple):
+    """How a program divides its work; see ``HopperTile``."""
+
+    GROUP: Any  # query heads per key head
+    PACK: Any  # those of them that share a tile
+    PAGE: Any
+    PIECE: Any  # keys that are copied at once, of one page
+    MIN_TOKENS: Any  # queries of the sequences served here
+    ROWS: Any  # of a warpgroup
+    BLOCK_N: Any
+    HEAD_DIM: Any
+    STAGES_K: Any
+    STAGES_V: Any
+    SHARE: Any  # the output leaves through the memory of the queries
+
+
+# ---- what the entry hands to the warps
+
+
+class Pipeline(NamedTuple):
+    """Shared memory, and the mbarriers that say when a part of it is full or empty."""
+
+    q_s: Any
+    k_s: Any
+    v_s: Any
+    out_s: Any
+    fields_s: Any  # what the producer announces of a tile
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    v_full: Any
+    tile_full: Any
+    tile_empty: Any
+
+
+class Results(NamedTuple):
+    """What consumers read and write beside shared memory."""
+
+    lse_ptr: Any
+    alibi_slopes_ptr: Any
+    sinks_ptr: Any
+    scale: Any
+    softcap: Any
+    window_left: Any
+    window_right: Any
+    tokens: Any
+    stride_alibi_b: Any
+
+
+class Inputs(NamedTuple):
+    """What the producer reads."""
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    ticket_ptr: Any
+    block_table_ptr: Any
+    cu_seqlens_q_ptr: Any
+    seqlens_k_ptr: Any
+    window_left: Any
+    window_right: Any
+    batch: Any
+    packs: Any
+    total: Any
+    page_rows_k: Any
+    page_rows_v: Any
+    stride_table_b: Any
+    stride_table_p: Any
+
+
+# ---- what functions hand on
+
+
+class Announced(NamedTuple):
+    """A tile of queries: its first head, sequence and row; a head of -1 means that none is left."""
+
+    head: Any
+    sequence: Any
+    first_row: Any
+    q_start: Any
+    len_q: Any
+    len_k: Any
+
+
+class Work(NamedTuple):
+    """The tile of queries of a ticket."""
+
+    ticket: Any
+    first_row: Any
+    sequence: Any
+    q_start: Any
+    len_q: Any
+    len_k: Any
+
+
+class KeyTiles(NamedTuple):
+    """Tiles of keys from ``low`` up to ``high``; those from ``left`` up to ``right`` are whole."""
+
+    low: Any
+    left: Any
+    right: Any
+    high: Any
+
+
+class Queries(NamedTuple):
+    """What keys are held against, row by row."""
+
+    q: Any
+    rows: Any  # counted from the one that faces key 0
+    slopes: Any  # None without ALiBi
+    len_k: Any
+
+
+class Softmax(NamedTuple):
+    """The running softmax: ``o`` lacks the product of ``p`` with the last tile of values."""
+
+    o: Any
+    m: Any
+    l: Any
+    p: Any

@@ -1,0 +1,225 @@
+"""The launches of one tile: all keys of a sequence by one program, or split and merged."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attn_common import cdiv, detect, fp8_info
+from torch import Tensor
+
+from .. import _configs
+from .._call import Options, Tensors
+from .._configs import choose_splits, padded_head_dim, processors
+from .._layout import cache_sizes
+from .._linked.host.arguments import MAX_WINDOW
+from .._linked.host.forms import ACCESS_BYTES, interpreted
+from . import structures
+from .addressing import CacheForm
+from .attention import _paged_kernel
+from .launch.runtime import Launch, row_bytes
+from .merge import _split_merge_kernel
+from .structures import (
+    Counts,
+    Layout,
+    Pointers,
+    RowLayout,
+    Schedule,
+    Scores,
+    SplitMergeNumbers,
+    SplitMergePointers,
+    SplitMergeTile,
+    Strides,
+    Tile,
+)
+
+# tokens that one program clears of padding
+FILL_TOKENS = 64
+# splits of one row of a short tile, and rows of a long one, that are merged at once
+MERGE_CHUNK = 16
+MERGE_ROWS = 8
+
+
+class TilePlan:
+    """The launches of one tile, for sequences of ``least`` to ``most`` queries."""
+
+    def __init__(
+        self,
+        x: Tensors,
+        options: Options,
+        tile: _configs.Tile,
+        least: int,
+        most: int,
+        has_any: bool | None,
+    ) -> None:
+        """``has_any``: whether sequences of few queries are served; None for those of many."""
+        self.tile, self.num_splits, self.least = tile, options.num_splits, least
+        self.is_short = has_any is not None
+        self.batch, self.heads_k = x.seqlens_k.shape[0], cache_sizes(x.k_cache).heads_k
+        self.head_dim = x.q.shape[2]
+        self.group = x.q.shape[1] // self.heads_k
+        self.processors = _count_processors(x.q.device)
+        tiles = cdiv(max(1, most) * self.group, tile.block_m) if self.is_short else 0
+        self.units = self.batch * tiles if has_any else 0
+        self.fill_tokens = FILL_TOKENS if self.is_short and options.fill_padding else 0
+        # of a short tile, the group's rows of few tokens alone can be there
+        self.rows = min(tile.block_m, most * self.group)
+        cache = CacheForm(x.k_cache, x.v_cache, tile.block_n)
+        self._scores = scores_of(options)
+        self._strides = _strides_of(x, cache)
+        schedule = Schedule(self.group, least, most, tiles, tile.block_m)
+        block_d = padded_head_dim(self.head_dim, x.q.element_size())
+        asked = _options_of(x, options)
+        constants = {
+            **_layout_of(cache)._asdict(),
+            **_row_layout_of(x, self._strides, self.is_short)._asdict(),
+            **asked._asdict(),
+            **schedule._asdict(),
+            **Tile(
+                HEAD_DIM=self.head_dim,
+                BLOCK_N=tile.block_n,
+                BLOCK_D=block_d,
+                FILL_TOKENS=self.fill_tokens,
+                PRECISION=tile.precision,
+                UPCAST=interpreted(),
+            )._asdict(),
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+        self._whole = Launch(_paged_kernel, constants)
+        self._split = Launch(_paged_kernel, constants)
+        self._merged_rows, chunk = (1, MERGE_CHUNK) if self.is_short else (MERGE_ROWS, 2)
+        if interpreted():
+            self._merged_rows, chunk = 16, 2
+        merged = SplitMergeTile(self.head_dim, asked.OUT_MAX, block_d, self._merged_rows, chunk)
+        constants = {**schedule._asdict(), **merged._asdict(), "num_warps": 4, "num_stages": 1}
+        self._merge = Launch(_split_merge_kernel, constants)
+
+    def count_units(self, tokens: int) -> int:
+        """Return how many tiles of rows sequences may have, by their number and that of tokens."""
+        if self.is_short:
+            return self.units
+        return tokens * self.group // self.tile.block_m + self.batch + 2
+
+    def count_splits(self, units: int, tokens: int, max_seqlen_k: int) -> int:
+        """Return into how many parts one call's sequences are cut."""
+        if self.num_splits:
+            return self.num_splits
+        block_m = self.tile.block_m
+        busy = units if self.is_short else cdiv(tokens * self.group, block_m)
+        return choose_splits(
+            busy * self.heads_k,
+            self.is_short,
+            max_seqlen_k // self.tile.block_n,
+            units * self.heads_k * block_m * (self.head_dim + 1) * 4,
+            self.processors,
+        )
+
+    def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
+        """Launch for one call."""
+        heads_k = self.heads_k
+        units = self.count_units(tokens)
+        splits = self.count_splits(units, tokens, max_seqlen_k)
+        fills = -(-tokens // self.fill_tokens) if self.fill_tokens else 0
+        grid = (units * splits + fills) * heads_k
+        counts = Counts(self.batch, heads_k, tokens, units, splits)
+        numbers = (*self._scores, *counts, *self._strides)
+        if splits == 1 or units == 0:
+            self._whole(grid, _pointers_to(x, None, None), numbers)
+            return
+        rows = units * heads_k * splits * self.tile.block_m
+        part_out = x.out.new_empty((rows, self.head_dim), dtype=torch.float32)
+        part_lse = x.out.new_empty((rows,), dtype=torch.float32)
+        self._split(grid, _pointers_to(x, part_out, part_lse), numbers)
+        strides = self._strides
+        self._merge(
+            units * heads_k * cdiv(self.rows, self._merged_rows),
+            SplitMergePointers(part_out, part_lse, x.out, x.lse, x.cu_seqlens_q, x.out_scale),
+            SplitMergeNumbers(
+                self.batch, heads_k, tokens, splits, self.rows, strides.stride_os, strides.stride_oh
+            ),
+        )
+
+
+def scores_of(options: Options) -> Scores:
+    """Return the numbers of a call's scores."""
+    # windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
+    left, right = min(options.window_left, MAX_WINDOW), min(options.window_right, MAX_WINDOW)
+    return Scores(options.softmax_scale, options.softcap, left, right)
+
+
+def stride_of_slopes(x: Tensors) -> int:
+    """Return how far the slopes of a row are from those of the next; 0 if all have the same."""
+    return x.q.shape[1] if x.alibi_slopes is not None and x.alibi_slopes.ndim == 2 else 0
+
+
+def _pointers_to(x: Tensors, part_out: Tensor | None, part_lse: Tensor | None) -> Pointers:
+    """Return a call's tensors in the order of the kernel."""
+    return Pointers(
+        x.q, x.k_cache, x.v_cache, x.k, x.v, x.out, x.lse, part_out, part_lse,
+        x.block_table, x.cu_seqlens_q, x.seqlens_k, x.positions, x.alibi_slopes, x.sinks,
+        x.q_descale, x.k_descale, x.v_descale, x.out_scale,
+    )  # fmt: skip
+
+
+def _strides_of(x: Tensors, cache: CacheForm) -> Strides:
+    stride_qs, stride_qh, _ = x.q.stride()
+    stride_os, stride_oh, _ = x.out.stride()
+    stride_ks = stride_kh = stride_vs = stride_vh = 0
+    if x.k is not None and x.v is not None:
+        stride_ks, stride_kh, _ = x.k.stride()
+        stride_vs, stride_vh, _ = x.v.stride()
+    stride_table_b, stride_table_p = x.block_table.stride()
+    k, v = cache.k, cache.v
+    return Strides(
+        stride_qs, stride_qh, stride_os, stride_oh, k.page, k.slot, k.head, k.step, k.inner,
+        v.page, v.slot, v.head, v.inner, stride_ks, stride_kh, stride_vs, stride_vh,
+        stride_table_b, stride_table_p, stride_of_slopes(x),
+    )  # fmt: skip
+
+
+def _layout_of(cache: CacheForm) -> Layout:
+    return Layout(*cache.layout, V_COLUMN_RUN=cache.v_column_run, V_AS_K=cache.values_lie_as_keys)
+
+
+def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:
+    # Numbers written one by one have an address each, for which the long tile of Hopper has no
+    # registers; other tiles have none for the exchange that wider stores take.
+    wide = not is_short and detect(x.q.device).is_hopper
+    return RowLayout(
+        NEW_V_AS_K=strides.stride_ks == strides.stride_vs,
+        ROW_BYTES=row_bytes(x.q) if x.k is None else min(row_bytes(x.q), row_bytes(x.k)),
+        OUT_BYTES=row_bytes(x.out) if wide else x.out.element_size(),
+        PART_BYTES=ACCESS_BYTES if wide else 4,
+    )
+
+
+def _options_of(x: Tensors, options: Options) -> structures.Options:
+    descales = x.q_descale, x.k_descale, x.v_descale
+    # nothing between the products and the softmax but the scale
+    has_scale_alone = x.alibi_slopes is None and options.softcap == 0.0 and x.positions is None
+    no_factor = x.q_descale is x.k_descale is None
+    # FP8 probabilities: e4m3fn holds 2**8, e4m3fnuz 2**7
+    is_fp8 = x.q.element_size() == 1 and x.v_cache.dtype == x.q.dtype
+    return structures.Options(
+        HAS_LEFT=options.window_left >= 0,
+        HAS_RIGHT=options.window_right >= 0,
+        HAS_SOFTCAP=options.softcap != 0.0,
+        SIGNED_ALIBI=options.signed_alibi,
+        FOLD=has_scale_alone and no_factor and options.softmax_scale >= 0,
+        DESCALE_PER_HEAD=any(d is not None and d.numel() != 1 for d in descales),
+        SHIFT=int(math.log2(fp8_info(x.q.dtype).max)) if is_fp8 else 0,
+        OUT_MAX=fp8_info(x.out.dtype).max if x.out.element_size() == 1 else 0.0,
+        DECODE_FROM_CACHE=options.decode_from_cache,
+    )
+
+
+_processors: dict[torch.device, int] = {}
+
+
+def _count_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return processors(detect(device))
+    if device not in _processors:
+        _processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
+    return _processors[device]
