@@ -1,0 +1,157 @@
+"""Arguments by names: entries, device functions, and how few calls lie before a launch."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from prefix_prefill import (
+    _ops,
+    api,
+    context_attention_fwd,
+    dropin,
+    paged_attn_func,
+    reshape_and_cache,
+)
+from prefix_prefill._kernels import attention, cache, merge, plans, primitives, schedule, structures
+from prefix_prefill._kernels.hopper import attention as hopper_attention
+from prefix_prefill._kernels.hopper import producer
+from prefix_prefill._kernels.hopper import structures as hopper
+from prefix_prefill._kernels.hopper._linked import tickets
+from prefix_prefill._kernels.launch import runtime
+from prefix_prefill._linked.host.forms import Memory
+
+from ._linked.gpus import absent_gpu
+
+pytestmark = pytest.mark.eager
+
+ENTRIES = [
+    (
+        attention._paged_kernel, structures.Pointers, structures.Scores, structures.Counts,
+        structures.Strides, structures.Layout, structures.RowLayout, structures.Options,
+        structures.Schedule, structures.Tile,
+    ),
+    (
+        merge._split_merge_kernel, structures.SplitMergePointers, structures.SplitMergeNumbers,
+        structures.Schedule, structures.SplitMergeTile,
+    ),
+    (
+        merge._state_merge_kernel, structures.StateMergePointers, structures.StateMergeNumbers,
+        structures.StateMergeTile,
+    ),
+    (
+        cache._reshape_and_cache_kernel, structures.WritePointers, structures.WriteCounts,
+        structures.WriteStrides, structures.CacheLayout, structures.WriteTile,
+    ),
+    (
+        hopper_attention.prefill_kernel, hopper.Arguments, hopper.Scores, hopper.Counts,
+        hopper.Strides, hopper.Options, hopper.Tile,
+    ),
+]  # fmt: skip
+DEVICE_MODULES = [attention, cache, merge, primitives, schedule, hopper_attention, producer]
+MOST_ARGUMENTS = 12
+MOST_FRAMES = 5
+
+
+def names(function: Any) -> list[str]:
+    return list(inspect.signature(function.fn).parameters)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry[0].__name__)
+def test_an_entry_takes_the_fields_of_what_the_host_makes(entry):
+    kernel, *made = entry
+    assert names(kernel) == [name for structure in made for name in structure._fields]
+
+
+def test_what_a_kernel_is_compiled_with_is_in_upper_case():
+    for module in (structures, hopper):
+        for structure in vars(module).values():
+            fields = getattr(structure, "_fields", ())
+            assert len({name.isupper() for name in fields}) <= 1, structure
+
+
+@pytest.mark.parametrize("module", DEVICE_MODULES, ids=lambda module: module.__name__[15:])
+def test_a_device_function_takes_few_arguments(module):
+    entries = {entry[0].__name__ for entry in ENTRIES}
+    found = [f for f in vars(module).values() if hasattr(f, "fn") and f.__name__ not in entries]
+    assert found
+    for function in found:
+        assert len(names(function)) <= MOST_ARGUMENTS, function.__name__
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Count the Python frames of each launch, from a public function to what it launches with."""
+    counts: list[int] = []
+    public = {f.__code__ for f in (paged_attn_func, context_attention_fwd, reshape_and_cache)}
+
+    def launch(*_: Any) -> None:
+        frame, count = sys._getframe(1), 1
+        while frame.f_code not in public:
+            frame, count = frame.f_back, count + 1
+        counts.append(count)
+
+    def look_up(self: Any, variant: Any, *_: Any) -> runtime.Ready:
+        kernel = types.SimpleNamespace(function=0, packed_metadata=None, run=None)
+        self._ready[variant] = runtime.Ready(kernel, 0, (), launch, lambda _: 0)
+        return self._ready[variant]
+
+    monkeypatch.setattr(runtime.Launch, "_look_up", look_up)
+    for module in (runtime, tickets):
+        monkeypatch.setattr(module, "current_device", lambda: 0)
+    # plans are for GPUs
+    monkeypatch.setattr(_ops, "plan_of", plans.plan_of)
+    monkeypatch.setattr(_ops, "write_plan_of", plans.write_plan_of)
+    for module, name in ((api, "_known"), (dropin, "_known"), (api, "_writes")):
+        monkeypatch.setattr(module, name, Memory())
+    return counts
+
+
+def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def attend(tokens: int, batch: int, splits: int) -> None:
+    """Attend as engines do in a step; with many tokens of a sequence this is prefill."""
+    small = [meta(batch, 64, dtype=torch.int32), meta(batch + 1, dtype=torch.int32)]
+    small += [meta(batch, dtype=torch.int32)]
+    q, caches = meta(tokens, 32, 128), [meta(100, 16, 8, 128) for _ in "kv"]
+    paged_attn_func(q, *caches, *small, tokens // batch, 1000, num_splits=splits)
+
+
+def attend_by_the_drop_in() -> None:
+    small = [meta(4, 64, dtype=torch.int32), meta(5, dtype=torch.int32), meta(4, dtype=torch.int32)]
+    q, caches = meta(2048, 32, 128), [meta(100, 16, 8, 128) for _ in "kv"]
+    given = q, None, None, torch.empty_like(q), "auto", *caches, *small, None, 512, None, None
+    context_attention_fwd(*given)
+
+
+def write() -> None:
+    new, caches = [meta(64, 8, 128) for _ in "kv"], [meta(100, 16, 8, 128) for _ in "kv"]
+    reshape_and_cache(*new, *caches, meta(64, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("gpu", ["nvidia:sm_90", "nvidia:sm_80", "amd:gfx942"])
+@pytest.mark.parametrize(
+    ("call", "kernels"),
+    [
+        (lambda: attend(64, 64, 1), 1),
+        (lambda: attend(64, 64, 4), 2),
+        (lambda: attend(2048, 4, 1), 2),
+        (attend_by_the_drop_in, 2),
+        (write, 1),
+    ],
+    ids=["decode", "splits", "prefill", "drop_in", "write"],
+)
+def test_few_frames_lie_before_a_warm_launch(call: Callable[[], None], kernels, gpu, launches):
+    with absent_gpu(gpu):
+        call()
+        launches.clear()
+        call()
+    assert len(launches) == kernels
+    assert max(launches) <= MOST_FRAMES, launches
