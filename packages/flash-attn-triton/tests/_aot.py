@@ -101,7 +101,7 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:
     """Run the backward launcher on meta tensors."""
-    from flash_attn_triton._kernels.backward import launch_backward as launch
+    from flash_attn_triton._kernels.plans import launch_backward as launch
 
     t = config.tensors(seqlen)
     q, k, v = t.pop("q"), t.pop("k"), t.pop("v")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._configs import takes_hopper_forward
-from flash_attn_triton._kernels.common import readable
-from flash_attn_triton._kernels.hopper.forward_plan import HopperForwardPlan
+from flash_attn_triton._kernels.form import Form, readable
+from flash_attn_triton._kernels.hopper.plans import HopperForward
+from flash_attn_triton._kernels.plans import PortableForward
 
 from ._numerics import Case
 
@@ -14,7 +15,7 @@ HOPPER = "nvidia:sm_90"
 E4M3 = torch.float8_e4m3fn
 
 
-def plan(case: Case, out_dtype: torch.dtype = torch.bfloat16) -> tuple[HopperForwardPlan, Tensors]:
+def plan(case: Case, out_dtype: torch.dtype = torch.bfloat16) -> tuple[HopperForward, Tensors]:
     """Return the plan of a case that the kernel takes, and its tensors."""
     options = dict(case.options)
     for name in ("max_seqlen_q", "max_seqlen_k"):
@@ -26,10 +27,12 @@ def plan(case: Case, out_dtype: torch.dtype = torch.bfloat16) -> tuple[HopperFor
     numbers = Options(scale, left, right, options.pop("softcap", 0.0), 0.0)
     x = readable(Tensors(**case.inputs, **options))
     assert takes_hopper_forward(x, numbers, out_dtype)
-    return HopperForwardPlan(x, numbers, out_dtype, is_kept=x.q.is_cuda), x
+    form = Form(x, numbers)
+    portable = PortableForward(form, x, out_dtype)
+    return HopperForward(form, x, out_dtype, portable, is_kept=x.q.is_cuda), x
 
 
 def launch(case: Case) -> dict[str, torch.Tensor]:
     """Launch the kernel with the arguments of the public functions."""
     made, x = plan(case)
-    return dict(zip(("out", "lse"), made.forward(x), strict=True))
+    return dict(zip(("out", "lse"), made(x), strict=True))

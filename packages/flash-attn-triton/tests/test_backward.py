@@ -121,10 +121,10 @@ def test_tiles_that_are_not_square(features, tile, device, monkeypatch):
 @pytest.mark.parametrize("heads", [(3, 3), (6, 2), (5, 1)], ids=str)
 def test_heads_that_do_not_fill_the_last_section(heads, device, monkeypatch):
     """Under a causal mask heads run in sections that fit a cache, here of a few kilobytes."""
-    from flash_attn_triton._kernels import common
+    from flash_attn_triton._kernels import form
 
     shape = Shape(1, 20, 20, *heads, 16)
-    monkeypatch.setattr(common, "L2_BYTES", 2 * 20 * 32 * 4)  # keys and values of two heads
+    monkeypatch.setattr(form, "L2_BYTES", 2 * 20 * 32 * 4)  # keys and values of two heads
     check(make_case(shape, torch.float32, device, ("causal",)))
 
 

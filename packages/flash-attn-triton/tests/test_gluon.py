@@ -37,23 +37,23 @@ def reverse(request):
 def forward(monkeypatch):
     """Return a function that has one kernel serve every forward call, in two programs."""
     from flash_attn_triton._kernels import plans
-    from flash_attn_triton._kernels.hopper import forward_plan
+    from flash_attn_triton._kernels.hopper import plans as hopper_plans
 
     from ._linked.gluon import Kernel
 
-    real = forward_plan.forward_kernel
+    real = hopper_plans.forward_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(plans, "takes_hopper_forward", lambda *_: True)
-    monkeypatch.setattr(forward_plan, "_multiprocessors", lambda _: 2)
+    monkeypatch.setattr(hopper_plans, "_multiprocessors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(forward_plan, name, lambda _: ticket)
+        monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
     kernels = []
 
     def serve(tile, reverse=True):
         monkeypatch.setattr(api, "_known", Memory())
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(forward_plan, "hopper_tile", lambda *_: tile)
-        monkeypatch.setattr(forward_plan, "forward_kernel", kernels[-1])
+        monkeypatch.setattr(hopper_plans, "hopper_tile", lambda *_: tile)
+        monkeypatch.setattr(hopper_plans, "forward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

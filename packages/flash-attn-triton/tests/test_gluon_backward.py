@@ -27,20 +27,20 @@ kinds = pytest.mark.parametrize("tile", ["rows", "columns", "wide"])
 @pytest.fixture
 def backward(monkeypatch, forward):
     """Return a function that has one kernel serve every backward call."""
-    from flash_attn_triton._kernels import common
-    from flash_attn_triton._kernels.hopper import backward_plan
+    from flash_attn_triton._kernels import backward_plans
+    from flash_attn_triton._kernels.hopper import plans
 
     from ._linked.gluon import Kernel
 
-    monkeypatch.setattr(common, "takes_hopper_backward", lambda *_: True)
-    real = backward_plan.backward_kernel
+    monkeypatch.setattr(backward_plans, "takes_hopper_backward", lambda *_: True)
+    real = plans.backward_kernel
     kernels = []
 
     def serve(tile, reverse=True):
         forward(TILES["plain"], reverse)
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(backward_plan, "hopper_backward_tile", lambda *_: tile)
-        monkeypatch.setattr(backward_plan, "backward_kernel", kernels[-1])
+        monkeypatch.setattr(plans, "hopper_backward_tile", lambda *_: tile)
+        monkeypatch.setattr(plans, "backward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

@@ -13,10 +13,11 @@ import triton
 from attn_common import detect
 from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._configs import HopperTile, hopper_tile, takes_hopper_forward
-from flash_attn_triton._kernels.common import readable
+from flash_attn_triton._kernels.form import Form, readable
 from flash_attn_triton._kernels.hopper._linked import tickets
 from flash_attn_triton._kernels.hopper._linked.tma import MapForm
-from flash_attn_triton._kernels.hopper.forward_plan import HopperForwardPlan
+from flash_attn_triton._kernels.hopper.plans import HopperForward
+from flash_attn_triton._kernels.plans import PortableForward
 
 from ._linked.budget import assert_no_worse_than_eager, assert_same
 from ._linked.gpus import GPUS, absent_gpu, compiling
@@ -48,7 +49,9 @@ def hopper(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, None, alibi_slopes, sinks))
     options = Options(scale, left, right, softcap, 0.0)
-    return HopperForwardPlan(x, options, q.dtype, is_kept=q.is_cuda, tile=tile).forward(x)
+    form = Form(x, options)
+    portable = PortableForward(form, x, q.dtype)
+    return HopperForward(form, x, q.dtype, portable, is_kept=q.is_cuda, tile=tile)(x)
 
 
 def check(case, **options):

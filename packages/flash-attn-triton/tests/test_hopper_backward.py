@@ -16,15 +16,12 @@ from flash_attn_triton._configs import (
     hopper_backward_tile,
     takes_hopper_backward,
 )
-from flash_attn_triton._kernels.backward import PIECE, _row_numbers
-from flash_attn_triton._kernels.common import BackwardInputs, Plan
-from flash_attn_triton._kernels.hopper.backward_plan import (
-    is_worth_it,
-    launch_backward_hopper,
-    new_sums,
-)
+from flash_attn_triton._kernels.backward_plans import PIECE, RowNumbers
+from flash_attn_triton._kernels.form import Form
+from flash_attn_triton._kernels.hopper.plans import HopperBackward
 from flash_attn_triton._kernels.hopper.round_dq import round_dq_kernel
 from flash_attn_triton._kernels.launch.runtime import aligned
+from flash_attn_triton._kernels.structures import Extras, Inputs
 
 from ._linked.budget import assert_no_worse_than_eager
 from ._linked.gpus import GPUS, absent_gpu, compiling
@@ -82,13 +79,14 @@ class _Backward(torch.autograd.Function):
         right = 0 if options.get("causal") else right
         scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
         x = Tensors(q, k, v, options.get("cu_seqlens_q"), options.get("cu_seqlens_k"))
-        plan = Plan(x, Options(scale, left, right, options.get("softcap", 0.0), 0.0))
+        form = Form(x, Options(scale, left, right, options.get("softcap", 0.0), 0.0))
+        plan = HopperBackward(form, x, ctx.tile)
         dout, lse = aligned(dout), lse.float().contiguous()
-        sums = new_sums(plan, q, ctx.tile).fill_(math.nan)
-        delta, lse2 = _row_numbers(plan, out.contiguous(), dout, dlse, lse, sums)
-        inputs = BackwardInputs(q, k, v, dout, lse2, delta, (None, None, None, *x[3:5], None))
+        sums = plan.new_sums(q).fill_(math.nan)
+        delta, lse2 = RowNumbers(form, out.dtype)(out.contiguous(), dout, dlse, lse, sums)
+        inputs = Inputs(q, k, v, dout, lse2, delta)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
-        launch_backward_hopper(plan, inputs, *grads, sums, ctx.tile)
+        plan(inputs, Extras(None, None, None, *x[3:5], None), *grads, sums)
         return *grads, None, None, None
 
 
@@ -154,8 +152,9 @@ def test_leaves_short_sequences_to_the_portable_kernels(tokens, sequences, head_
     q = torch.empty(size, dtype=torch.bfloat16, device="meta")
     starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta") if packed else None
     with absent_gpu(HOPPER):
-        plan = Plan(Tensors(q, q, q, starts, starts), Options(0.1, -1, 0, 0.0, 0.0))
-        assert is_worth_it(plan, tokens) == worth
+        x = Tensors(q, q, q, starts, starts)
+        plan = HopperBackward(Form(x, Options(0.1, -1, 0, 0.0, 0.0)), x)
+        assert plan.is_worth_it(tokens) == worth
 
 
 @pytest.mark.eager
@@ -168,8 +167,8 @@ def test_cache_holds_the_sums_of_heads_that_are_walked_together(tokens, head_dim
     q = torch.empty(1, tokens, 4, head_dim, dtype=torch.bfloat16, device="meta")
     with absent_gpu(HOPPER):
         k = q[:, :, : 4 // group]
-        plan = Plan(Tensors(q, k, k), Options(0.1, -1, 0, 0.0, 0.0))
-        assert plan.span_sums(tokens) == span
+        form = Form(Tensors(q, k, k), Options(0.1, -1, 0, 0.0, 0.0))
+        assert form.span_sums(tokens) == span
 
 
 @pytest.mark.eager
@@ -183,10 +182,10 @@ def test_rows_are_numbered_and_sums_cleared(pieces, dlse, device):
     out = torch.randn(2, 50, 2, 64, device=device)
     lse = torch.randn(2, 2, 50, device=device)
     lse[0, 0, 3] = -math.inf  # a row that sees no key
-    plan = Plan(Tensors(out, out, out), Options(0.1, -1, -1, 0.0, 0.0))
+    form = Form(Tensors(out, out, out), Options(0.1, -1, -1, 0.0, 0.0))
     sums = torch.full((pieces + 1, PIECE), math.nan, device=device)
     shift = lse if dlse else None
-    delta, lse2 = _row_numbers(plan, out, out, shift, lse, sums[:pieces])
+    delta, lse2 = RowNumbers(form, out.dtype)(out, out, shift, lse, sums[:pieces])
     assert not sums[:pieces].any()
     assert sums[pieces].isnan().all()
     want = (out * out).sum(-1).transpose(1, 2) - (lse if dlse else 0.0)
@@ -239,9 +238,11 @@ def test_builds_for_hopper(head_dim, tile, causal, tmp_path):
         q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
         k = torch.empty(3, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
         rows = torch.empty(3, 8, 1024, device="meta")
-        plan = Plan(Tensors(q, k, k), Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
-        inputs = BackwardInputs(q, k, k, q, rows, rows, (None,) * 6)
-        launch_backward_hopper(plan, inputs, q, k, k, new_sums(plan, q, tile), tile)
+        x = Tensors(q, k, k)
+        form = Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
+        plan = HopperBackward(form, x, tile)
+        inputs = Inputs(q, k, k, q, rows, rows)
+        plan(inputs, Extras(*[None] * 6), q, k, k, plan.new_sums(q))
     kernel, rounding = builds
     assert not kernel.unset, kernel
     assert kernel.shared <= GPUS[HOPPER].shared_limit
@@ -275,10 +276,11 @@ def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
     rows = torch.empty(8, 2048, device="meta")
     starts = torch.empty(3, dtype=torch.int32, device="meta")
     with compiling(HOPPER, tmp_path) as builds:
-        plan = Plan(Tensors(q, k, v, starts, starts), Options(0.1, 100, 0, 0.0, 0.0))
-        optional = (None, None, None, starts, starts, None)
-        inputs = BackwardInputs(q, k, v, dout, rows, rows, optional)
-        launch_backward_hopper(plan, inputs, *map(torch.empty_like, (q, k, v)), new_sums(plan, q))
+        x = Tensors(q, k, v, starts, starts)
+        plan = HopperBackward(Form(x, Options(0.1, 100, 0, 0.0, 0.0)), x)
+        inputs = Inputs(q, k, v, dout, rows, rows)
+        extras = Extras(None, None, None, starts, starts, None)
+        plan(inputs, extras, *map(torch.empty_like, (q, k, v)), plan.new_sums(q))
     kernel, rounding = builds
     assert not kernel.unset, kernel
     assert kernel.shared <= GPUS[HOPPER].shared_limit

@@ -178,7 +178,7 @@ def test_many_short_sequences(out_dtype, e4m3, device):
     ends = offsets((5,) * 300, device), offsets((9,) * 300, device)
     case = Case({"q": q, "k": k, "v": v}, {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}, True)
     made, x = plan(case, out_dtype)
-    out, _ = made.forward(x)
+    out, _ = made(x)
     assert out.dtype == out_dtype
     wide = (t.double() for t in (q, k, v))
     exact = varlen_attention_reference(*wide, *ends, 5, 9)
@@ -226,7 +226,7 @@ def test_repeats_and_independence(head_dim, causal, e4m3, device):
     made, x = plan(case)
     differing = torch.zeros((), dtype=torch.int64, device=device)
     for _ in range(1000):
-        out, lse = made.forward(x)
+        out, lse = made(x)
         differing += (out != want["out"]).sum() + (lse != want["lse"]).sum()
     assert not differing
     one = {name: t[1:2] for name, t in case.inputs.items()}

@@ -39,19 +39,20 @@ def _walk_kernel(
     right = tl.load(cases_ptr + 4 * count + case)
     diagonal = seqlen_k - seqlen_q
     if BY_KEY:
-        end, start, full_start, full_end = query_range(
+        walk = query_range(
             first, first + BLOCK - 1, diagonal, seqlen_q, seqlen_k, left, right,
             HAS_LEFT, HAS_RIGHT, BLOCK,
         )  # fmt: skip
     else:
         last = tl.minimum(first + BLOCK, seqlen_q) - 1
-        _first, end, start, full_start, full_end = key_range(
-            first, last, diagonal, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK
-        )
+        walk = key_range(first, last, diagonal, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK)
     for masked in tl.static_range(2):
-        steps = count_steps(start, full_start, full_end, end, BLOCK, masked == 1)
+        steps = count_steps(
+            walk.start, walk.full_start, walk.full_end, walk.last, BLOCK, masked == 1
+        )
         for step in tl.range(0, steps):
-            tile = step_start(step, start, full_start, full_end, BLOCK, masked == 1) // BLOCK
+            begin = step_start(step, walk.start, walk.full_start, walk.full_end, BLOCK, masked == 1)
+            tile = begin // BLOCK
             slot = tl.where((tile < 0) | (tile >= SLOTS), SLOTS - 1, tile)
             at = visits_ptr + (case * 2 + masked) * SLOTS + slot
             tl.store(at, tl.load(at) + 1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+# gradients of q, k, v, the bias and the sinks
+Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Tensors(NamedTuple):
@@ -37,6 +41,26 @@ class Options(NamedTuple):
     dropout_p: float
 
 
+# ``(out, lse)`` of tensors that the kernels may read where they are
+Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
+# the gradients; of those tensors, out, lse, dout, dlse, and whether the bias wants one
+Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None, bool], Grads]
+
+
+class Plan(Protocol):
+    """How calls of one form are launched, without the operators."""
+
+    @property
+    def forward(self) -> Forward: ...
+
+    @property
+    def backward(self) -> Backward | None:
+        """None where no call of the form asks for a gradient."""
+
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+
+
 class Checked(NamedTuple):
     """What is known of every call of one form."""
 
@@ -44,5 +68,5 @@ class Checked(NamedTuple):
     out_dtype: torch.dtype
     # whether gradients have to repeat bit for bit
     deterministic: bool
-    # how to launch it past the operators; None where they have to be asked
-    plan: Any = None
+    # None where the operators have to be asked
+    plan: Plan | None = None

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from ._call import Grads
 from .philox import dropout_keep_mask
 from .reference import (
     attention_scores,
@@ -21,8 +22,6 @@ from .reference import (
     sequences,
     visible_keys,
 )
-
-Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def attention_forward(

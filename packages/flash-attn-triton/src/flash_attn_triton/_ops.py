@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._call import Checked, Options, Tensors
-from ._eager import Grads, attention_backward, attention_forward
+from ._call import Checked, Grads, Options, Plan, Tensors
+from ._eager import attention_backward, attention_forward
 from ._linked.host.arguments import FP8_DTYPES, on_one_device
 from ._linked.host.forms import interpreted
 from ._linked.host.internals import is_plain_tensor, is_watched, refuse_tangents
@@ -80,17 +80,15 @@ def _backward_fake(
 def _forward_triton(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     from ._kernels.plans import launch_forward
 
-    result: tuple[Tensor, Tensor] = launch_forward(q, k, v, *rest)  # type: ignore[no-untyped-call]
-    return result
+    return launch_forward(q, k, v, *rest)
 
 
 def _backward_triton(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any
 ) -> Grads:
-    from ._kernels.backward import launch_backward
+    from ._kernels.plans import launch_backward
 
-    result: Grads = launch_backward(dout, q, k, v, out, *rest)  # type: ignore[no-untyped-call]
-    return result
+    return launch_backward(dout, q, k, v, out, *rest)
 
 
 def _forward_cpu(
@@ -181,17 +179,18 @@ forward = torch.ops.flash_attn_triton.forward.default
 backward = torch.ops.flash_attn_triton.backward.default
 
 
-def plan_of(x: Tensors, options: Options, out_dtype: torch.dtype, deterministic: bool) -> Any:
+def plan_of(
+    x: Tensors, options: Options, out_dtype: torch.dtype, deterministic: bool
+) -> Plan | None:
     """Return how to launch calls of this form past the operators; None if they are to be asked."""
     device = x.q.device.type
     if device != "cuda" and not (device == "cpu" and interpreted()):
         return None
-    from ._kernels.common import is_served_as_is
-    from ._kernels.plans import plan_forward
+    from ._kernels.plans import plan_calls
 
-    if not is_served_as_is(x):  # copies come first
-        return None
-    return plan_forward(x, options, out_dtype, deterministic, is_kept=True)
+    return plan_calls(
+        x, options, out_dtype, deterministic=deterministic, needs_gradient=_needs_gradient(x)
+    )
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -239,21 +238,25 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
     refuse_tangents(*x)
-    needs_grad = torch.is_grad_enabled() and (
+    bounds = max_seqlen_q, max_seqlen_k
+    if _needs_gradient(x):
+        if torch.compiler.is_compiling():
+            x = _without_repeats(x)
+        return _FlashAttention.apply(*x, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
+    if known.plan is not None:
+        return known.plan.forward(x)
+    return forward(*x, *bounds, *known.options, known.out_dtype)  # type: ignore[no-any-return]
+
+
+def _needs_gradient(x: Tensors) -> bool:
+    """Say whether a gradient may be asked for later."""
+    return torch.is_grad_enabled() and (
         x.q.requires_grad
         or x.k.requires_grad
         or x.v.requires_grad
         or (x.bias is not None and x.bias.requires_grad)
         or (x.sinks is not None and x.sinks.requires_grad)
     )
-    bounds = max_seqlen_q, max_seqlen_k
-    if needs_grad:
-        if torch.compiler.is_compiling():
-            x = _without_repeats(x)
-        return _FlashAttention.apply(*x, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
-    if known.plan is not None:
-        return known.plan.forward(x)  # type: ignore[no-any-return]
-    return forward(*x, *bounds, *known.options, known.out_dtype)  # type: ignore[no-any-return]
 
 
 def _without_repeats(x: Tensors) -> Tensors:

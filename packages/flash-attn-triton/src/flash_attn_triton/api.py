@@ -124,7 +124,11 @@ def flash_attn_func(
         known = _check(
             x, options, q.shape[0], q.shape[1], k.shape[1], out_dtype, deterministic, form
         )
-    return _attend(x, q.shape[1], k.shape[1], known, return_attn_probs, return_lse)
+    x = _completed(x, known.options)
+    out, lse = _ops.attention(x, q.shape[1], k.shape[1], known)
+    if return_attn_probs:
+        return out, lse, _probabilities(x, lse, q.shape[1], k.shape[1], known.options)
+    return (out, lse) if return_lse else out
 
 
 def flash_attn_varlen_func(
@@ -229,7 +233,11 @@ def flash_attn_varlen_func(
         known = _check(
             x, options, batch, max_seqlen_q, max_seqlen_k, out_dtype, deterministic, form
         )
-    return _attend(x, max_seqlen_q, max_seqlen_k, known, return_attn_probs, return_lse)
+    x = _completed(x, known.options)
+    out, lse = _ops.attention(x, max_seqlen_q, max_seqlen_k, known)
+    if return_attn_probs:
+        return out, lse, _probabilities(x, lse, max_seqlen_q, max_seqlen_k, known.options)
+    return (out, lse) if return_lse else out
 
 
 def _check(
@@ -263,26 +271,23 @@ def _four_dimensional(bias: Tensor | None) -> Tensor | None:
     return bias if bias is None or bias.ndim == 4 else bias[(None,) * (4 - bias.ndim)]
 
 
-def _attend(
-    x: Tensors,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    known: Checked,
-    return_attn_probs: bool,
-    return_lse: bool,
-) -> Result:
-    """Compute attention on checked arguments, and return what was asked for."""
+def _completed(x: Tensors, options: Options) -> Tensors:
+    """Return the tensors as the operators take them: a bias of four dimensions, and the draw."""
     if x.bias is not None:
         x = x._replace(bias=_four_dimensional(x.bias))
-    if known.options.dropout_p > 0.0:
+    if options.dropout_p > 0.0:
         # drawn on the device: torch.manual_seed counts, and a CUDA graph draws anew at each replay
         state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=x.q.device)
         x = x._replace(rng_state=state)
-    out, lse = _ops.attention(x, max_seqlen_q, max_seqlen_k, known)
-    if return_attn_probs:
-        if x.rng_state is None:
-            return out, lse, None
-        return out, lse, _ops.dropout_marked_probabilities(
-            x.q, x.k, lse, *x[3:8], x.rng_state, max_seqlen_q, max_seqlen_k, *known.options
-        )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return x
+
+
+def _probabilities(
+    x: Tensors, lse: Tensor, max_seqlen_q: int, max_seqlen_k: int, options: Options
+) -> Tensor | None:
+    """Return the probabilities, negative where dropped; None without dropout."""
+    if x.rng_state is None:
+        return None
+    return _ops.dropout_marked_probabilities(
+        x.q, x.k, lse, *x[3:8], x.rng_state, max_seqlen_q, max_seqlen_k, *options
+    )

@@ -7,7 +7,8 @@ exponential is ``exp2``.
 import triton
 import triton.language as tl
 
-from ._linked.primitives import LOG2E, tanh
+from ._linked.primitives import INF, LOG2E, tanh
+from .structures import Walk
 
 # widest access to memory
 ACCESS_BYTES = tl.constexpr(16)
@@ -54,39 +55,34 @@ def load_tile_transposed(
 
 
 @triton.jit
-def logits_of(
-    products, scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
-    rows, cols, diagonal, seqlen_q, seqlen_k,
-    HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, BIAS_BYTES: tl.constexpr,
-):  # fmt: skip
+def logits_of(products, rows, cols, scores, head, OPTIONS: tl.constexpr):
     """Turn raw products into base-2 logits: scale, softcap, ALiBi, bias, in that order.
 
-    ``rows`` and ``cols`` broadcast against ``products``, so either may run down the tile. Of a row
-    of the bias, ``BIAS_BYTES`` can be read at once; they are 0 without a bias.
+    ``rows`` and ``cols`` broadcast against ``products``, so either may run down the tile.
     """
-    if HAS_SOFTCAP:
-        logits = tanh(products * (scale / softcap)) * (softcap * LOG2E)
+    if OPTIONS.HAS_SOFTCAP:
+        logits = tanh(products * (scores.scale / scores.softcap)) * (scores.softcap * LOG2E)
     else:
-        logits = products * (scale * LOG2E)
-    if HAS_ALIBI:
-        distance = tl.abs(rows + diagonal - cols).to(tl.float32)
-        logits -= distance * (slope * LOG2E)
-    if BIAS_BYTES:
-        begin = bias_base + rows.to(tl.int64) * stride_bias_m
-        if BIAS_BYTES == ACCESS_BYTES:
+        logits = products * (scores.scale * LOG2E)
+    if head.slope is not None:
+        distance = tl.abs(rows + scores.diagonal - cols).to(tl.float32)
+        logits -= distance * (head.slope * LOG2E)
+    if OPTIONS.BIAS_BYTES:
+        begin = head.bias_ptr + rows.to(tl.int64) * scores.stride_bias_m
+        if OPTIONS.BIAS_BYTES == ACCESS_BYTES:
             pointers = tl.multiple_of(begin, [ACCESS_BYTES, ACCESS_BYTES]) + cols
         else:
-            pointers = begin + cols.to(tl.int64) * stride_bias_n
-        inside = (rows < seqlen_q) & (cols < seqlen_k)
+            pointers = begin + cols.to(tl.int64) * scores.stride_bias_n
+        inside = (rows < scores.seqlen_q) & (cols < scores.seqlen_k)
         logits += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2E
     return logits
 
 
 @triton.jit
-def through_softcap(ds, products, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def through_softcap(ds, products, scores, HAS_SOFTCAP: tl.constexpr):
     """Take a gradient of logits back to the raw products, but for the scale."""
     if HAS_SOFTCAP:
-        capped = tanh(products * (scale / softcap))
+        capped = tanh(products * (scores.scale / scores.softcap))
         # a key that nobody sees may hold NaN; its gradient is 0 already
         ds = tl.where(ds == 0.0, 0.0, ds * (1.0 - capped * capped))
     return ds
@@ -112,16 +108,17 @@ def count_keys(seqused_k_ptr, sequence, batch, seqlen_k):
 
 
 @triton.jit
-def is_visible(
-    rows, cols, diagonal, seqlen_k, window_left, window_right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """Mask of the keys that each query sees; windows hang on the last key of the last query."""
-    visible = (cols < seqlen_k) & (rows >= 0)
-    if HAS_RIGHT:
-        visible &= cols <= rows + diagonal + window_right
-    if HAS_LEFT:
-        visible &= cols >= rows + diagonal - window_left
+def is_visible(rows, cols, end, scores, OPTIONS: tl.constexpr):
+    """Mask of the keys ahead of ``end`` that each query sees.
+
+    Windows hang on the last key of the last query.
+    """
+    # the second part makes it a whole tile
+    visible = (cols < end) & (rows >= 0)
+    if OPTIONS.HAS_RIGHT:
+        visible &= cols <= rows + scores.diagonal + scores.window_right
+    if OPTIONS.HAS_LEFT:
+        visible &= cols >= rows + scores.diagonal - scores.window_left
     return visible
 
 
@@ -130,12 +127,7 @@ def key_range(
     first_row, last_row, diagonal, seqlen_k, window_left, window_right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return what the queries ``first_row..last_row`` see of the keys.
-
-    ``(first, last, start, full_start, full_end)``: the keys ``[first, last)`` are seen by some row;
-    tiles from ``start`` up to ``full_start`` and from ``full_end`` to ``last`` need a mask, those
-    between are seen by every row. ``step_start`` walks them.
-    """
+    """Return the ``Walk`` over the keys that the queries ``first_row..last_row`` see."""
     first = 0
     last = seqlen_k
     full_first = 0
@@ -151,7 +143,7 @@ def key_range(
     full_start = tl.cdiv(tl.minimum(full_first, last), BLOCK_N) * BLOCK_N
     full_start = tl.maximum(full_start, start)
     full_end = tl.maximum(full_end, full_start)
-    return first, last, start, full_start, full_end
+    return Walk(first, last, start, full_start, full_end)
 
 
 @triton.jit
@@ -159,9 +151,9 @@ def query_range(
     first_key, last_key, diagonal, seqlen_q, seqlen_k, window_left, window_right,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Return which queries see the keys ``first_key..last_key``: the mirror of ``key_range``.
+    """Return the ``Walk`` over the queries that see the keys ``first_key..last_key``.
 
-    ``(last, start, full_start, full_end)``; a key tile that hangs over the end has no full part.
+    The mirror of ``key_range``; a tile of keys that hangs over the end has no whole tiles.
     """
     first = 0
     last = seqlen_q
@@ -180,50 +172,76 @@ def query_range(
     full_start = tl.cdiv(tl.minimum(full_first, last), BLOCK_M) * BLOCK_M
     full_start = tl.maximum(full_start, start)
     full_end = tl.maximum(full_end, full_start)
-    return last, start, full_start, full_end
+    return Walk(first, last, start, full_start, full_end)
 
 
 @triton.jit
-def is_kept(rng_state_ptr, batch_head, rows, cols, dropout_threshold):
+def is_kept(rows, cols, scores, head):
     """Draw the dropout mask of a tile; it depends on seed, offset and position alone."""
-    seed = tl.load(rng_state_ptr)
-    offset = tl.load(rng_state_ptr + 1)
+    seed = tl.load(scores.rng_state_ptr)
+    offset = tl.load(scores.rng_state_ptr + 1)
     zeros = rows * 0 + cols * 0
     word, _, _, _ = tl.philox(
-        seed, zeros + cols, zeros + rows, zeros + batch_head, zeros + offset.to(tl.int32)
+        seed, zeros + cols, zeros + rows, zeros + head.batch_head, zeros + offset.to(tl.int32)
     )
-    return word.to(tl.int64) >= dropout_threshold
+    return word.to(tl.int64) >= scores.dropout_threshold
 
 
 @triton.jit
 def score_gradient(
-    products, dp, lse2, delta, scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
-    rows, cols, diagonal, seqlen_q, seqlen_k, window_left, window_right,
-    rng_state_ptr, batch_head, dropout_threshold, keep_scale,
-    MASKED: tl.constexpr, BIAS_BYTES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
+    products, dp, lse2, delta, rows, cols, scores, head,
+    MASKED: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Return ``(p, ds)``: probabilities after dropout, and d(loss)/d(logit).
 
     Works on tiles of either orientation: ``rows``, ``cols``, ``lse2`` (the LSE in base 2) and
     ``delta`` broadcast.
     """
-    logits = logits_of(
-        products, scale, softcap, slope, bias_base, stride_bias_m, stride_bias_n,
-        rows, cols, diagonal, seqlen_q, seqlen_k, HAS_SOFTCAP, HAS_ALIBI, BIAS_BYTES,
-    )  # fmt: skip
+    logits = logits_of(products, rows, cols, scores, head, OPTIONS)
     p = tl.exp2(logits - lse2)
     if MASKED:
-        visible = is_visible(
-            rows, cols, diagonal, seqlen_k, window_left, window_right, HAS_LEFT, HAS_RIGHT
-        )
+        visible = is_visible(rows, cols, scores.seqlen_k, scores, OPTIONS)
         p = tl.where(visible, p, 0.0)
         # a key that nobody sees may hold NaN
         dp = tl.where(visible, dp, 0.0)
     p_kept = p
-    if HAS_DROPOUT:
-        kept = is_kept(rng_state_ptr, batch_head, rows, cols, dropout_threshold)
-        p_kept = tl.where(kept, p * keep_scale, 0.0)
-        dp = tl.where(kept, dp * keep_scale, 0.0)
+    if scores.rng_state_ptr is not None:
+        kept = is_kept(rows, cols, scores, head)
+        p_kept = tl.where(kept, p * scores.keep_scale, 0.0)
+        dp = tl.where(kept, dp * scores.keep_scale, 0.0)
     return p_kept, p * (dp - delta)
+
+
+@triton.jit
+def load_queries(
+    q_base, dout_base, lse2_ptr, delta_ptr, row_base, rows, stride_qs, stride_dos, seqlen_q,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Load a block of queries, and what the backward needs of its rows; see ``Inputs``."""
+    cols_d = tl.arange(0, TILE.BLOCK_D)
+    cols_dv = tl.arange(0, TILE.BLOCK_DV)
+    q = load_tile(
+        q_base, rows, stride_qs, 0, seqlen_q, cols_d, TILE.HEAD_DIM, TILE.BLOCK_D, True
+    )  # [BLOCK_M, BLOCK_D]
+    dout = load_tile(
+        dout_base, rows, stride_dos, 0, seqlen_q, cols_dv, TILE.HEAD_DIM_V, TILE.BLOCK_DV, True
+    )  # [BLOCK_M, BLOCK_DV]
+    lse2 = load_row(lse2_ptr + row_base, rows, seqlen_q, INF, True)  # [BLOCK_M]
+    delta = load_row(delta_ptr + row_base, rows, seqlen_q, 0.0, True)  # [BLOCK_M]
+    return q, dout, lse2, delta
+
+
+@triton.jit
+def load_keys_transposed(source, keys, walk, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Load a tile of keys and of values with tokens along the rows; see ``Walk``."""
+    cols_d = tl.arange(0, TILE.BLOCK_D)
+    cols_dv = tl.arange(0, TILE.BLOCK_DV)
+    k_t = load_tile_transposed(
+        source.k_ptr, keys, source.stride_ks, walk.first, walk.last, cols_d,
+        TILE.HEAD_DIM, TILE.BLOCK_D, MASKED,
+    )  # [BLOCK_D, BLOCK_N]  # fmt: skip
+    v_t = load_tile_transposed(
+        source.v_ptr, keys, source.stride_vs, walk.first, walk.last, cols_dv,
+        TILE.HEAD_DIM_V, TILE.BLOCK_DV, MASKED,
+    )  # [BLOCK_DV, BLOCK_N]  # fmt: skip
+    return k_t, v_t

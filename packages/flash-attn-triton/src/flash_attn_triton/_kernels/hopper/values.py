@@ -6,21 +6,10 @@ the products is little, and on its way brings the descales to one form.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from attn_common import cdiv
-from torch import Tensor
 
-from ..._call import Tensors
-from ..._configs import padded_head_dim
-from ..common import Plan, expand_descales
-from ..launch.runtime import dense, token_strides
 from ..schedule import find_sequence
-from ._linked.tma import MapForm, TensorMap
-
-# bytes that no tensor has, and whose number a tensor map holds as a stride
-MOST_BYTES = 1 << 38
 
 NUMBERS = (
     "window_left", "batch", "heads_k", "tokens_q", "tokens_k", "tiles",
@@ -119,50 +108,3 @@ def gather_bytes(a, b, c, d, SHIFT: tl.constexpr):
     word |= ((b >> SHIFT) & 0xFF) << 8
     word |= ((c >> SHIFT) & 0xFF) << 16
     return word | (((d >> SHIFT) & 0xFF) << 24)
-
-
-class ValuesForm:
-    """How FP8 values of one form are transposed."""
-
-    def __init__(self, plan: Plan, x: Tensors, block_n: int) -> None:
-        self._plan = plan
-        self._block_n = block_n
-        self._width = padded_head_dim(plan.head_dim_v)
-        tile = plan.heads_k * self._width * block_n
-        shape = (MOST_BYTES // tile, plan.heads_k, self._width, block_n)
-        most = torch.empty(shape, dtype=x.v.dtype, device="meta").transpose(1, 2)
-        self._map = MapForm(most, self._width, block_n, ragged=False)
-        descales = x.q_descale, x.k_descale, x.v_descale
-        self._launch = plan.launch(
-            transpose_values,
-            HEAD_DIM=plan.head_dim_v,
-            HAS_LEFT=plan.options.window_left >= 0,
-            DESCALE_PER_HEAD=any(d is not None and d.numel() != 1 for d in descales),
-            BLOCK_N=block_n,
-            BLOCK_D=self._width,
-            num_warps=4,
-        )
-
-    def __call__(self, x: Tensors) -> tuple[TensorMap, Tensor]:
-        """Return the map of the transposed values, and the factors, ``[batch, heads_k, 2]``."""
-        plan, v = self._plan, x.v
-        tokens = v.shape[-3]
-        tiles = cdiv(tokens, self._block_n)
-        slots = plan.batch * tiles
-        if plan.is_packed:
-            slots = tokens // self._block_n + plan.batch + 1
-        out = v.new_empty((slots, plan.heads_k, self._width, self._block_n))
-        factors = v.new_empty((plan.batch, plan.heads_k, 2), dtype=torch.float32)
-        descales = expand_descales(
-            (x.q_descale, x.k_descale, x.v_descale), (plan.batch, plan.heads_k)
-        )
-        self._launch(
-            slots * plan.heads_k,
-            (
-                v.view(torch.uint8), out.view(torch.uint8), factors, *descales,
-                dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
-            ),
-            (plan.window[0], plan.batch, plan.heads_k, x.q.shape[-3], tokens, tiles,
-             *token_strides(v)),
-        )  # fmt: skip
-        return self._map(out), factors

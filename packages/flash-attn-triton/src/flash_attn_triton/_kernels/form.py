@@ -1,16 +1,18 @@
-"""What the calls of one form have in common: flags, strides, tiles, and the kernels' arguments."""
+"""The form of a call on its way to the kernels: what all launches of one form have in common."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from attn_common import cdiv, detect
 from torch import Tensor
 
+from .. import _configs
 from .._call import Options, Tensors
-from .._configs import Tile, padded_head_dim, takes_hopper_backward
+from .._configs import padded_head_dim
 from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
+from . import structures
 from .launch.runtime import (
     Launch,
     dense,
@@ -20,73 +22,60 @@ from .launch.runtime import (
     whole_rows,
 )
 
-NUMBERS = (
-    "batch", "heads_q", "tokens_q", "tokens_k", "tiles", "span",
-    "window_left", "window_right", "dropout_threshold",
-    *(f"stride_{x}{axis}" for x in ("q", "k", "v", "do") for axis in "bsh"),
-    *(f"stride_bias_{axis}" for axis in "bhmn"), "stride_alibi_b",
-)  # fmt: skip
-POINTERS = (
-    "q_ptr", "k_ptr", "v_ptr", "dout_ptr", "bias_ptr", "alibi_slopes_ptr", "sinks_ptr",
-    "q_descale_ptr", "k_descale_ptr", "v_descale_ptr", "out_scale_ptr", "rng_state_ptr",
-    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr",
-)  # fmt: skip
 # what programs that run at the same time should read together
 L2_BYTES = 32 * 2**20
 
 
-class Plan:
-    """All of a call's launches that depends on its form alone: on no data, and on no token count.
+class Form:
+    """What the launches of a call depend on, except its data and, packed, its number of tokens.
 
     Made from one call's tensors, which went through ``readable``, and good for every call whose
     tensors differ in data only, or, packed, in the number of tokens.
     """
 
-    def __init__(self, x: Tensors, options: Options, deterministic: bool = False) -> None:
-        q, k, v, bias, alibi_slopes = x.q, x.k, x.v, x.bias, x.alibi_slopes
+    def __init__(self, x: Tensors, options: Options) -> None:
+        q, v, alibi_slopes = x.q, x.v, x.alibi_slopes
         self.options = options
-        self.is_for_hopper = takes_hopper_backward(x, options, deterministic)
         self.platform = detect(q.device)
         self.itemsize = q.element_size()
         self.is_packed = x.cu_seqlens_q is not None
-        self.heads_q, head_dim = q.shape[-2:]
-        self.heads_k, head_dim_v = v.shape[-2:]
+        self.heads_q, self.head_dim = q.shape[-2:]
+        self.heads_k, self.head_dim_v = v.shape[-2:]
         self.group = self.heads_q // self.heads_k
         self.batch = q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
         # a packed grid counts blocks of all sequences at once
         self.grid_batch = 1 if self.is_packed else self.batch
-        self.head_dim_v = head_dim_v
-        self.widest_head = max(head_dim, head_dim_v)
-        self._token_bytes = (head_dim + head_dim_v) * self.itemsize
-        # what callers of the operators give may be wider than the functions let pass
-        self.window = tuple(
-            min(side, MAX_WINDOW) for side in (options.window_left, options.window_right)
-        )
-        self._scalars = (
-            options.softmax_scale, options.softcap, 1.0 / (1.0 - options.dropout_p),
+        self.widest_head = max(self.head_dim, self.head_dim_v)
+        # products of FP8 are at least 32 wide
+        self.block_d = max(padded_head_dim(self.head_dim), 32 if self.itemsize == 1 else 0)
+        self.block_dv = padded_head_dim(self.head_dim_v)
+        self._token_bytes = (self.head_dim + self.head_dim_v) * self.itemsize
+        self.scalars = structures.Scalars(
+            options.softmax_scale,
+            options.softcap,
+            1.0 / (1.0 - options.dropout_p),
             min(round(options.dropout_p * 2**32), 2**32 - 1),
-            *self.window, self.batch, self.heads_q,
-        )  # fmt: skip
-        self._strides = (
-            *token_strides(q), *token_strides(k), *token_strides(v),
-            *bias_strides(bias),
-            self.heads_q if alibi_slopes is not None and alibi_slopes.ndim == 2 else 0,
-        )  # fmt: skip
-        self.constants: dict[str, Any] = {
-            "GROUP": self.group,
-            "HEAD_DIM": head_dim,
-            "HEAD_DIM_V": head_dim_v,
-            # products of FP8 are at least 32 wide
-            "BLOCK_D": max(padded_head_dim(head_dim), 32 if self.itemsize == 1 else 0),
-            "BLOCK_DV": padded_head_dim(head_dim_v),
-            "HAS_LEFT": options.window_left >= 0,
-            "HAS_RIGHT": options.window_right >= 0,
-            "HAS_SOFTCAP": options.softcap != 0.0,
-            "BIAS_BYTES": 0 if bias is None else bias_bytes(bias),
-        }
-        self._launches: dict[Any, Launch] = {}
-        # of the Hopper backward: strides of dout, and the tensor maps that go with them
-        self.maps: tuple[Any, Any] = (None, None)
+            # what callers of the operators give may be wider than the functions let pass
+            min(options.window_left, MAX_WINDOW),
+            min(options.window_right, MAX_WINDOW),
+            self.batch,
+            self.heads_q,
+        )
+        has_slopes_by_sequence = alibi_slopes is not None and alibi_slopes.ndim == 2
+        self.strides = structures.Strides(
+            *token_strides(q),
+            *token_strides(x.k),
+            *token_strides(v),
+            *bias_strides(x.bias),
+            self.heads_q if has_slopes_by_sequence else 0,
+        )
+        self.constants = structures.Options(
+            GROUP=self.group,
+            HAS_LEFT=options.window_left >= 0,
+            HAS_RIGHT=options.window_right >= 0,
+            HAS_SOFTCAP=options.softcap != 0.0,
+            BIAS_BYTES=0 if x.bias is None else bias_bytes(x.bias),
+        )
         self._layout = layout_of(x)
 
     def fits(self, x: Tensors) -> bool:
@@ -94,29 +83,26 @@ class Plan:
         return layout_of(x) == self._layout
 
     def launch(
-        self, kernel: Any, kind: Any = None, of: type[Launch] = Launch, **constants: Any
+        self,
+        kernel: Any,
+        tile: _configs.Tile,
+        options: structures.Options | structures.ForwardOptions | None = None,
+        **constants: Any,
     ) -> Launch:
-        """Return the launch of a kernel; ``kind`` tells apart calls whose tensors differ."""
-        name = kernel.__name__, kind
-        return self._launches.get(name) or self._launches.setdefault(name, of(kernel, constants))
-
-    def tiled(self, kernel: Any, tile: Tile, **constants: Any) -> Launch:
         """Return the launch of a kernel that works on tiles of scores."""
-        return self._launches.get((kernel.__name__, None)) or self.launch(
-            kernel,
-            **self.constants,
-            **constants,
+        shape = structures.Tile(
+            HEAD_DIM=self.head_dim,
+            HEAD_DIM_V=self.head_dim_v,
+            BLOCK_D=self.block_d,
+            BLOCK_DV=self.block_dv,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             PRECISION=tile.precision,
             UPCAST=interpreted(),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
         )
-
-    def numbers(self, q: Tensor, k: Tensor, *walk: int) -> tuple[float, ...]:
-        """Return a kernel's numbers; ``walk`` are those between token counts and strides."""
-        return (*self._scalars, q.shape[-3], k.shape[-3], *walk, *self._strides)
+        kind = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        options = options or self.constants
+        return Launch(kernel, {**options._asdict(), **shape._asdict(), **constants, **kind})
 
     def tiles(self, tokens: int, block: int) -> int:
         """Blocks of tokens per head; for packed tensors the slots that hold them."""
@@ -138,30 +124,9 @@ class Plan:
         Other numbers often leave a small rest, whose longest walks begin last. With one head alone
         all programs add to the same sums.
         """
-        head_bytes = self._token_bytes + 2 * 4 * self.constants["BLOCK_D"]
+        head_bytes = self._token_bytes + 2 * 4 * self.block_d
         fitting = L2_BYTES // max(1, tokens_q * self.group * head_bytes)
         return 1 << max(1, fitting.bit_length() - 1)
-
-
-class BackwardInputs(NamedTuple):
-    """What every backward kernel reads, in the order in which they take it."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    lse2: Tensor
-    delta: Tensor
-    # those that come after the gradients
-    optional: tuple[Tensor | None, ...]
-
-    def with_gradients(self, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return all tensors of a kernel that writes these gradients."""
-        return (*self[:6], *gradients, *self.optional)
-
-    @property
-    def dout_strides(self) -> tuple[int, int, int]:
-        return token_strides(self.dout)
 
 
 def layout_of(x: Tensors) -> list[Any]:

@@ -1,0 +1,220 @@
+"""The backward pass of the calls of one form: its launches, made once."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from .._call import Grads, Tensors
+from .._configs import (
+    backward_dkdv_tile,
+    backward_dq_tile,
+    bias_gradient_tile,
+    takes_hopper_backward,
+)
+from .._linked.host.forms import ACCESS_BYTES, interpreted
+from .backward_dkdv import _dkdv_kernel
+from .backward_dq import _dq_kernel
+from .backward_rows import _row_kernel
+from .bias_gradient import _bias_gradient_kernel
+from .form import Form
+from .launch.runtime import Launch, aligned, dense, token_strides
+from .structures import (
+    BiasCounts,
+    Counts,
+    Extras,
+    Inputs,
+    RowCounts,
+    RowTensors,
+    RowTile,
+    SumCounts,
+)
+
+# rows per program of the row kernel, and numbers that it sets to 0 at a time
+ROWS = 32
+PIECE = 2048
+
+
+class RowNumbers:
+    """The two numbers per row that every tile of the row needs; see ``_row_kernel``."""
+
+    def __init__(self, form: Form, out_dtype: torch.dtype) -> None:
+        self._form = form
+        row_bytes = math.gcd(form.head_dim_v * out_dtype.itemsize, ACCESS_BYTES)
+        tile = RowTile(form.head_dim_v, form.block_dv, row_bytes, ROWS, PIECE)
+        # by whether there are dlse and sums
+        self._launches = [
+            [Launch(_row_kernel, {**tile._asdict(), "num_warps": 4}) for _ in range(2)]
+            for _ in range(2)
+        ]
+
+    def __call__(
+        self,
+        out: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        lse: Tensor,
+        sums: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(delta, lse2)``, shaped like the LSE, and set ``sums`` to 0."""
+        delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+        rows = lse.numel()
+        programs = cdiv(rows, ROWS)
+        pieces = 0 if sums is None else sums.numel() // PIECE
+        self._launches[dlse is not None][sums is not None](
+            programs,
+            RowTensors(out, dout, lse, dense(dlse), delta, lse2, sums),
+            (
+                *RowCounts(lse.shape[-1], rows, self._form.heads_q),
+                *token_strides(dout),
+                *SumCounts(cdiv(pieces, programs), pieces),
+            ),
+        )
+        return delta, lse2
+
+
+class KeyGradients:
+    """Gradients of keys and values."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._tile = backward_dkdv_tile(form.platform, form.widest_head, form.itemsize)
+        settle = form.platform.is_hopper and not interpreted()
+        self._launch = form.launch(_dkdv_kernel, self._tile, SETTLE=settle)
+
+    def __call__(self, inputs: Inputs, extras: Extras, dk: Tensor, dv: Tensor) -> None:
+        """Fill ``dk`` and ``dv``."""
+        form = self._form
+        tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
+        tiles = form.tiles(tokens_k, self._tile.block_n)
+        counts = Counts(tokens_q, tokens_k, tiles, form.span_k(tokens_q))
+        self._launch(
+            tiles * form.heads_k * form.grid_batch,
+            (*inputs, dk, dv, *extras),
+            (*form.scalars, *counts, *token_strides(inputs.dout_ptr), *form.strides),
+        )
+
+
+class QueryGradient:
+    """Gradient of the queries."""
+
+    def __init__(self, form: Form, has_bias: bool) -> None:
+        self._form = form
+        self._tile = backward_dq_tile(form.platform, form.widest_head, form.itemsize, has_bias)
+        self._launch = form.launch(_dq_kernel, self._tile)
+
+    def __call__(self, inputs: Inputs, extras: Extras, dq: Tensor) -> None:
+        """Fill ``dq``."""
+        form = self._form
+        tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
+        tiles = form.tiles(tokens_q, self._tile.block_m)
+        counts = Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
+        self._launch(
+            tiles * form.heads_q * form.grid_batch,
+            (*inputs, dq, *extras),
+            (*form.scalars, *counts, *token_strides(inputs.dout_ptr), *form.strides),
+        )
+
+
+class BiasGradient:
+    """Gradient of the additive bias."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._tile = bias_gradient_tile(form.platform, form.widest_head, form.itemsize)
+        self._launch = form.launch(_bias_gradient_kernel, self._tile)
+
+    def __call__(self, inputs: Inputs, extras: Extras, dbias: Tensor) -> None:
+        """Fill ``dbias``, which is contiguous and shaped like the bias."""
+        form = self._form
+        batch, heads, rows, columns = dbias.shape
+        tiles_m, tiles_n = cdiv(rows, self._tile.block_m), cdiv(columns, self._tile.block_n)
+        counts = BiasCounts(
+            inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3], heads, rows, columns,
+            *(int(size == 1) for size in dbias.shape),
+        )  # fmt: skip
+        self._launch(
+            batch * heads * tiles_m * tiles_n,
+            (*inputs, dbias, *extras),
+            (*form.scalars, *counts, *token_strides(inputs.dout_ptr), *form.strides),
+        )
+
+
+class BackwardPlan:
+    """The backward pass of the calls of one form."""
+
+    def __init__(self, form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool) -> None:
+        self._form = form
+        self._row_numbers = RowNumbers(form, out_dtype)
+        self._key_gradients = KeyGradients(form)
+        self._query_gradient = QueryGradient(form, x.bias is not None)
+        self._bias_gradient = None if x.bias is None else BiasGradient(form)
+        self._hopper = None
+        if takes_hopper_backward(x, form.options, deterministic):
+            from .hopper.plans import HopperBackward
+
+            self._hopper = HopperBackward(form, x)
+
+    def __call__(
+        self,
+        x: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_dbias: bool,
+    ) -> Grads:
+        """Return ``(dq, dk, dv, dbias, dsinks)``; the tensors of ``x`` fit the form."""
+        q, k, bias, sinks = x.q, x.k, x.bias, dense(x.sinks)
+        dout, out, lse = aligned(dout), aligned(out.contiguous()), lse.contiguous()
+        dq, dk, dv = (
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, x.v)
+        )
+        dbias = None
+        if bias is not None and needs_dbias:
+            dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
+        dsinks = None
+        if self._form.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
+            for gradient in (dq, dk, dv, dbias):
+                if gradient is not None:
+                    gradient.zero_()
+        if self._form.batch != 0 and q.numel() != 0:
+            hopper = self._hopper
+            if hopper is not None and not hopper.is_worth_it(q.shape[-3]):
+                hopper = None
+            sums = None if hopper is None else hopper.new_sums(q)
+            delta, lse2 = self._row_numbers(out, dout, dlse, lse, sums)
+            if sinks is not None:
+                dsinks = _sink_gradient(sinks, lse, delta)
+            if k.numel() != 0:
+                # the output may have had a dtype of its own; products want one
+                dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
+                inputs = Inputs(q, k, x.v, dout, lse2, delta)
+                extras = Extras(
+                    bias, dense(x.alibi_slopes), x.rng_state, dense(x.cu_seqlens_q),
+                    dense(x.cu_seqlens_k), dense(x.seqused_k),
+                )  # fmt: skip
+                if hopper is not None:
+                    hopper(inputs, extras, dq, dk, dv, sums)
+                else:
+                    self._key_gradients(inputs, extras, dk, dv)
+                    self._query_gradient(inputs, extras, dq)
+                if dbias is not None:
+                    self._bias_gradient(inputs, extras, dbias)
+        elif sinks is not None:
+            dsinks = torch.zeros_like(sinks)
+        # two empty tensors, not one: outputs of an operator may not alias
+        dbias = q.new_empty(0) if dbias is None else dbias
+        dsinks = q.new_empty(0) if dsinks is None else dsinks
+        return dq, dk, dv, dbias, dsinks
+
+
+def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Sum ``-p * delta`` over rows: a sink is a key whose value is 0."""
+    share = torch.exp(sinks.float()[:, None] - lse)
+    # rows of -inf, padding among them, have no denominator to share
+    per_row = torch.where(lse == float("-inf"), 0.0, -share * delta)
+    return per_row.sum(tuple(d for d in range(lse.ndim) if d != lse.ndim - 2)).to(sinks.dtype)

@@ -1,0 +1,64 @@
+"""First step of the backward: two numbers per row, which every tile of the row needs.
+
+The backward recomputes the probabilities from the saved LSE, in one kernel per gradient: dk and dv
+by blocks of keys, dq by blocks of queries, and the bias gradient, if asked for, by blocks of the
+bias. The method is FlashAttention-2's (Dao, 2023).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._linked.primitives import INF, LOG2E, NEG_INF
+from .structures import FOREIGN_ROWS, GradientStrides, RowCounts, SumCounts
+
+
+@triton.jit(
+    do_not_specialize=(*RowCounts._fields, *GradientStrides._fields, *SumCounts._fields),
+    do_not_specialize_on_alignment=FOREIGN_ROWS,
+)
+def _row_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, sums_ptr,
+    tokens, rows, heads_q, stride_dob, stride_dos, stride_doh, share, pieces,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+):  # fmt: skip
+    """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)``, per row.
+
+    Rows are those of [batch, heads_q, tokens]. ``lse2`` is +inf for rows that see no key: their
+    probabilities then come out as 0. Besides, a program sets its ``share`` of the ``pieces`` of
+    ``sums`` to 0, to which the kernel for Hopper adds what goes to dq. The parameters are the
+    fields of ``RowTensors``, ``RowCounts``, ``GradientStrides``, ``SumCounts`` and ``RowTile``.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = row < rows  # [BLOCK]
+    batch_head = row // tokens
+    token = row % tokens
+    batch_id = batch_head // heads_q
+    head = batch_head % heads_q
+    cols = tl.arange(0, BLOCK_DV)
+    mask = inside[:, None] & (cols < HEAD_DIM_V)[None, :]
+    # out is contiguous: [batch, tokens, heads_q, HEAD_DIM_V]
+    out_at = ((batch_id * tokens + token) * heads_q + head) * HEAD_DIM_V
+    dout_at = batch_id * stride_dob + token * stride_dos + head * stride_doh
+    # an output of a narrower dtype than that of q need not have whole rows
+    out_rows = tl.multiple_of(out_ptr + out_at[:, None], [ROW_BYTES, ROW_BYTES])
+    dout_rows = tl.multiple_of(dout_ptr + dout_at[:, None], [ROW_BYTES, ROW_BYTES])
+    # [BLOCK, BLOCK_DV]
+    out = tl.load(out_rows + cols[None, :], mask=mask, other=0.0)
+    dout = tl.load(dout_rows + cols[None, :], mask=mask, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK]
+    if dlse_ptr is not None:
+        # d(lse)/d(score) is p, which joins the softmax's own term
+        delta -= tl.load(dlse_ptr + row, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
+    # what arrives at a row without keys counts for nothing, NaN neither
+    tl.store(delta_ptr + row, tl.where(lse == NEG_INF, 0.0, delta), mask=inside)
+    tl.store(lse2_ptr + row, tl.where(lse == NEG_INF, INF, lse * LOG2E), mask=inside)
+    if sums_ptr is not None:
+        first = tl.program_id(0) * share
+        sums = sums_ptr + first.to(tl.int64) * PIECE + tl.arange(0, PIECE)
+        for _ in range(first, tl.minimum(first + share, pieces)):
+            tl.store(sums, tl.zeros([PIECE], tl.float32))
+            sums += PIECE

@@ -1,0 +1,183 @@
+"""Parameters of the kernels for Hopper, as their launches pass them, in order.
+
+Each kernel takes its tensors, then its numbers, then its constants.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class ForwardTensors(NamedTuple):
+    """Maps and tensors of ``forward_kernel``; those from ``alibi_slopes_ptr`` on are optional."""
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    out_desc: Any
+    lse_ptr: Any
+    ticket_ptr: Any
+    alibi_slopes_ptr: Any
+    sinks_ptr: Any
+    factors_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+    seqused_k_ptr: Any
+
+
+class ForwardNumbers(NamedTuple):
+    """Numbers of ``forward_kernel``."""
+
+    scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+    batch: int
+    heads_q: int
+    tokens_q: int
+    tokens_k: int
+    tiles: int  # per head; packed, slots
+    span: int  # heads that are walked together
+    last: int  # those of the last such group
+    total: int  # tiles of all heads
+    stride_alibi_b: int
+
+
+class ForwardConstants(NamedTuple):
+    """Constants of ``forward_kernel``."""
+
+    GROUP: int
+    PACK: int
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    RAGGED: bool
+    WARPGROUPS: int
+    ROWS: int
+    BLOCK_N: int
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BUFFERS_Q: int
+    STAGES_K: int
+    STAGES_V: int
+    SHARE: bool
+    PIPELINE: bool
+    LAG: bool
+
+
+class ValuesTensors(NamedTuple):
+    """The tensors of ``transpose_values``; those from ``q_descale_ptr`` on are optional."""
+
+    v_ptr: Any
+    out_ptr: Any
+    factors_ptr: Any
+    q_descale_ptr: Any
+    k_descale_ptr: Any
+    v_descale_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+    seqused_k_ptr: Any
+
+
+class ValuesNumbers(NamedTuple):
+    """Numbers of ``transpose_values``."""
+
+    window_left: int
+    batch: int
+    heads_k: int
+    tokens_q: int
+    tokens_k: int
+    tiles: int
+    stride_b: int
+    stride_s: int
+    stride_h: int
+
+
+class ValuesConstants(NamedTuple):
+    """Constants of ``transpose_values``."""
+
+    HEAD_DIM: int
+    HAS_LEFT: bool
+    DESCALE_PER_HEAD: bool
+    BLOCK_N: int
+    BLOCK_D: int
+
+
+class BackwardTensors(NamedTuple):
+    """Maps and tensors of ``backward_kernel``."""
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    dout_desc: Any
+    dk_desc: Any
+    dv_desc: Any
+    sums: Any  # of dq: a map, or above head dim 128 a tensor
+    lse2_ptr: Any
+    delta_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+
+
+class BackwardNumbers(NamedTuple):
+    """Numbers of ``backward_kernel``."""
+
+    scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+    batch: int
+    heads_k: int
+    tokens_q: int
+    tokens_k: int
+    tiles: int
+    tiles_q: int
+    span: int
+
+
+class BackwardConstants(NamedTuple):
+    """Constants of ``backward_kernel``."""
+
+    GROUP: int
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    RAGGED: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    QUARTERS: int
+    QUARTERS_V: int
+    STAGES_Q: int
+    STAGES_O: int
+
+
+class RoundingTensors(NamedTuple):
+    """The tensors of ``round_dq_kernel``."""
+
+    sums_ptr: Any
+    dq_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+
+
+class RoundingNumbers(NamedTuple):
+    """Numbers of ``round_dq_kernel``."""
+
+    scale: float
+    window_right: int
+    batch: int
+    heads_q: int
+    tokens_q: int
+    tokens_k: int
+    tiles: int
+
+
+class RoundingConstants(NamedTuple):
+    """Constants of ``round_dq_kernel``."""
+
+    HAS_RIGHT: bool
+    BLOCK_M: int
+    HEAD_DIM: int
+    BLOCK_D: int

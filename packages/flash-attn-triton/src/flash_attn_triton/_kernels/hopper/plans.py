@@ -1,0 +1,360 @@
+"""The host side of the kernels for Hopper: tensor maps, the order of tiles, the launches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ..._call import Forward, Tensors
+from ..._configs import (
+    HopperBackwardTile,
+    HopperTile,
+    hopper_backward_tile,
+    hopper_pack,
+    hopper_tile,
+    is_long_call,
+    padded_head_dim,
+)
+from ..form import Form, expand_descales
+from ..launch.runtime import Launch, dense, token_strides
+from ..structures import Extras, Inputs
+from ._linked.compat import gl
+from ._linked.gradients import ROWS
+from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
+from ._linked.tma import MapForm, MapLaunch, TensorMap
+from .backward import backward_kernel
+from .forward import forward_kernel
+from .parameters import (
+    BackwardConstants,
+    BackwardNumbers,
+    BackwardTensors,
+    ForwardConstants,
+    ForwardNumbers,
+    ForwardTensors,
+    RoundingConstants,
+    RoundingNumbers,
+    RoundingTensors,
+    ValuesConstants,
+    ValuesNumbers,
+    ValuesTensors,
+)
+from .round_dq import round_dq_kernel
+from .values import transpose_values
+
+# pairs of token counts whose launches a plan keeps
+MAX_COUNTS = 256
+# bytes that no tensor has, and whose number a tensor map holds as a stride
+MOST_BYTES = 1 << 38
+# rows of 32 sums: more than a GPU holds, and no more than int32 counts
+MOST_ROWS = 0x7FFF0000
+# registers a thread at the start of the backward
+REGISTERS = 168
+
+
+# ---- forward
+
+
+class Work(NamedTuple):
+    """What a launch does for one pair of token counts."""
+
+    grid: int
+    numbers: ForwardNumbers
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+
+
+class HopperForward:
+    """The forward pass of the calls of one form that ``takes_hopper_forward`` takes."""
+
+    def __init__(
+        self,
+        form: Form,
+        x: Tensors,
+        out_dtype: torch.dtype,
+        portable: Forward,
+        *,
+        is_kept: bool = False,
+        tile: HopperTile | None = None,
+    ) -> None:
+        """Take a call, what serves it if it is empty, and whether there are others after it."""
+        self._form = form
+        self._out_dtype = out_dtype
+        self._portable = portable
+        self._ticket = kept_ticket if is_kept else new_ticket
+        # by numbers of tokens, in which packed calls of one form differ; None: not for this kernel
+        self._work: dict[tuple[int, int], Work | None] = {}
+        q, ragged = x.q, form.is_packed
+        has_right = form.constants.HAS_RIGHT
+        tile = tile or hopper_tile(
+            form.widest_head, has_right, form.itemsize, is_long_call(x, form.options)
+        )
+        # how many tokens of a packed call are a sequence's is known on the device alone
+        pack = 1 if ragged else hopper_pack(q.shape[1], form.group, tile.block_m)
+        self._packs = form.heads_q // pack
+        self._block = tile.block_m // pack
+        wide, wide_v = padded_head_dim(form.head_dim), padded_head_dim(form.head_dim_v)
+        self._map_q = MapForm(q, tile.rows, wide, ragged=ragged, heads=pack)
+        self._map_k = MapForm(x.k, tile.block_n, wide, ragged=ragged)
+        self._values = self._map_v = None
+        if form.itemsize == 1:
+            self._values = ValuesForm(form, x, tile.block_n)
+        else:
+            self._map_v = MapForm(x.v, tile.block_n, wide_v, ragged=ragged)
+        out = torch.empty((*q.shape[:-1], form.head_dim_v), dtype=out_dtype, device="meta")
+        self._map_out = MapForm(out, tile.rows, wide_v, ragged=ragged, heads=pack)
+        constants = ForwardConstants(
+            GROUP=form.group,
+            PACK=pack,
+            HAS_LEFT=form.constants.HAS_LEFT,
+            HAS_RIGHT=has_right,
+            HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
+            RAGGED=ragged,
+            WARPGROUPS=tile.warpgroups,
+            ROWS=tile.rows,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=wide,
+            HEAD_DIM_V=wide_v,
+            BUFFERS_Q=tile.buffers_q,
+            STAGES_K=tile.stages_k,
+            STAGES_V=tile.stages_v,
+            SHARE=tile.share and wide == wide_v,
+            PIPELINE=tile.pipeline,
+            LAG=tile.lag,
+        )
+        self._launch = MapLaunch(
+            forward_kernel, {**constants._asdict(), "num_warps": 4, "maxnreg": tile.registers}
+        )
+
+    def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        q, k, v = x.q, x.k, x.v
+        counts = q.shape[-3], k.shape[-3]
+        work = self._work.get(counts)
+        if work is None:
+            work = self._count_work(q, *counts)
+            if work is None:
+                return self._portable(x)
+            if len(self._work) < MAX_COUNTS:
+                self._work[counts] = work
+        # sizes one by one: PyTorch takes longer over a tuple of them
+        out = q.new_empty(*work.out_shape, dtype=self._out_dtype)
+        lse = q.new_empty(*work.lse_shape, dtype=torch.float32)
+        map_v, factors = self._values(x) if self._values else (self._map_v(v), None)
+        self._launch(
+            work.grid,
+            ForwardTensors(
+                self._map_q(q), self._map_k(k), map_v, self._map_out(out), lse,
+                self._ticket(q.device), dense(x.alibi_slopes), dense(x.sinks), factors,
+                dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
+            ),
+            work.numbers,
+        )  # fmt: skip
+        return out, lse
+
+    def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> Work | None:
+        """Return what a launch does; None if the call is not for this kernel."""
+        form, scalars = self._form, self._form.scalars
+        tiles = form.tiles(tokens_q, self._block)
+        total = tiles * self._packs * form.grid_batch
+        # empty tensors have no map, and tickets have 32 bits
+        if tokens_q == 0 or tokens_k == 0 or form.batch == 0 or total > MAX_TICKETS:
+            return None
+        span = max(1, form.span_q(tokens_k) * self._packs // form.heads_q)
+        numbers = ForwardNumbers(
+            scale=scalars.scale,
+            softcap=scalars.softcap,
+            window_left=scalars.window_left,
+            window_right=scalars.window_right,
+            batch=form.batch,
+            heads_q=form.heads_q,
+            tokens_q=tokens_q,
+            tokens_k=tokens_k,
+            tiles=tiles,
+            span=span,
+            last=span + form.batch * self._packs % span,
+            total=total,
+            stride_alibi_b=form.strides.stride_alibi_b,
+        )
+        return Work(
+            min(_multiprocessors(q.device), total),
+            numbers,
+            (*q.shape[:-1], form.head_dim_v),
+            (*q.shape[:-3], form.heads_q, tokens_q),
+        )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "meta":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---- values in FP8
+
+
+class ValuesForm:
+    """How FP8 values of one form are transposed."""
+
+    def __init__(self, form: Form, x: Tensors, block_n: int) -> None:
+        self._form = form
+        self._block_n = block_n
+        self._width = padded_head_dim(form.head_dim_v)
+        tile = form.heads_k * self._width * block_n
+        shape = (MOST_BYTES // tile, form.heads_k, self._width, block_n)
+        most = torch.empty(shape, dtype=x.v.dtype, device="meta").transpose(1, 2)
+        self._map = MapForm(most, self._width, block_n, ragged=False)
+        descales = x.q_descale, x.k_descale, x.v_descale
+        constants = ValuesConstants(
+            HEAD_DIM=form.head_dim_v,
+            HAS_LEFT=form.constants.HAS_LEFT,
+            DESCALE_PER_HEAD=any(d is not None and d.numel() != 1 for d in descales),
+            BLOCK_N=block_n,
+            BLOCK_D=self._width,
+        )
+        self._launch = Launch(transpose_values, {**constants._asdict(), "num_warps": 4})
+
+    def __call__(self, x: Tensors) -> tuple[TensorMap, Tensor]:
+        """Return the map of the transposed values, and the factors, ``[batch, heads_k, 2]``."""
+        form, v = self._form, x.v
+        tokens = v.shape[-3]
+        tiles = cdiv(tokens, self._block_n)
+        slots = form.batch * tiles
+        if form.is_packed:
+            slots = tokens // self._block_n + form.batch + 1
+        out = v.new_empty((slots, form.heads_k, self._width, self._block_n))
+        factors = v.new_empty((form.batch, form.heads_k, 2), dtype=torch.float32)
+        descales = expand_descales(
+            (x.q_descale, x.k_descale, x.v_descale), (form.batch, form.heads_k)
+        )
+        tensors = ValuesTensors(
+            v.view(torch.uint8), out.view(torch.uint8), factors, *descales,
+            dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
+        )  # fmt: skip
+        numbers = ValuesNumbers(
+            form.scalars.window_left, form.batch, form.heads_k, x.q.shape[-3], tokens, tiles,
+            *token_strides(v),
+        )  # fmt: skip
+        self._launch(slots * form.heads_k, tensors, numbers)
+        return self._map(out), factors
+
+
+# ---- backward
+
+
+class SumsForm(MapForm):
+    """How sums of dq are mapped: rows of 32, of which so many are added to at once."""
+
+    def __init__(self, rows: int) -> None:
+        # in place of the base class's: these are no tokens, and no call has more or less of them
+        self._copies = False
+        self.shape = [MOST_ROWS, 32]
+        self.strides = [32, 1]
+        self.block_shape = [rows, 32]
+        self.layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, gl.float32)
+        self.encoded = {}
+
+
+class HopperBackward:
+    """The gradients of q, k and v of the calls of one form that ``takes_hopper_backward`` takes."""
+
+    def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile | None = None) -> None:
+        self._form = form
+        self._tile = tile = tile or hopper_backward_tile(
+            form.widest_head, form.constants.HAS_SOFTCAP
+        )
+        constants = BackwardConstants(
+            GROUP=form.group,
+            HAS_LEFT=form.constants.HAS_LEFT,
+            HAS_RIGHT=form.constants.HAS_RIGHT,
+            HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
+            RAGGED=form.is_packed,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=form.block_d,
+            HEAD_DIM_V=form.block_dv,
+            QUARTERS=cdiv(form.head_dim, form.block_d // 4),
+            QUARTERS_V=cdiv(form.head_dim_v, form.block_dv // 4),
+            STAGES_Q=tile.stages_q,
+            STAGES_O=tile.stages_o,
+        )
+        self._launch = MapLaunch(
+            backward_kernel, {**constants._asdict(), "num_warps": 4, "maxnreg": REGISTERS}
+        )
+        rounding = RoundingConstants(
+            HAS_RIGHT=form.constants.HAS_RIGHT,
+            BLOCK_M=tile.block_m,
+            HEAD_DIM=form.head_dim,
+            BLOCK_D=form.block_d,
+        )
+        self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
+        # rows of 64 keys at a time, and all queries of a step
+        keys, ragged = ROWS.value, form.is_packed
+        dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x.k, x.v))
+        self._map_q = MapForm(x.q, tile.block_m, form.block_d, ragged=ragged)
+        self._map_k = MapForm(x.k, keys, form.block_d, ragged=ragged)
+        self._map_v = MapForm(x.v, keys, form.block_dv, ragged=ragged)
+        self._map_dk = MapForm(dk, keys, form.block_d, ragged=ragged)
+        self._map_dv = MapForm(dv, keys, form.block_dv, ragged=ragged)
+        # with the strides that it goes with, which are those of the last call's
+        self._map_dout: tuple[Any, Any] = (None, None)
+        # of 64 keys, the threads add to the sums; else TMA does, what a warpgroup has of a tile
+        rows = tile.block_m * form.block_d // 64
+        self._map_sums = None if tile.block_n == keys else SumsForm(rows)
+
+    def is_worth_it(self, tokens_q: int) -> bool:
+        """Say whether sequences fill half of a tile of queries, in the mean of a packed call.
+
+        Below, most of the sums of dq, fp32 and a whole tile for each sequence and head, would be
+        padding: many times the memory of the inputs.
+        """
+        sequences = self._form.batch if self._form.is_packed else 1
+        return tokens_q >= sequences * self._tile.block_m // 2
+
+    def new_sums(self, q: Tensor) -> Tensor:
+        """Return the memory in which dq is summed: tiles of queries, which are to be set to 0."""
+        form, tile = self._form, self._tile
+        slots = form.tiles(q.shape[-3], tile.block_m) * form.heads_q * form.grid_batch
+        return q.new_empty((slots, tile.block_m * form.block_d), dtype=torch.float32)
+
+    def __call__(
+        self, inputs: Inputs, extras: Extras, dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor
+    ) -> None:
+        """Fill ``dq``, ``dk`` and ``dv``; ``sums`` are those of ``new_sums``, set to 0."""
+        form, tile, scalars = self._form, self._tile, self._form.scalars
+        q, k, v, dout = inputs[:4]
+        tokens_q, tokens_k = q.shape[-3], k.shape[-3]
+        tiles_k = form.tiles(tokens_k, tile.block_n)
+        tiles_q = form.tiles(tokens_q, tile.block_m)
+        if form.constants.HAS_LEFT:
+            # keys that no query sees
+            dk.zero_()
+            dv.zero_()
+        strides, map_dout = self._map_dout
+        if strides != dout.stride():
+            map_dout = MapForm(dout, tile.block_m, form.block_dv, ragged=form.is_packed)
+            self._map_dout = dout.stride(), map_dout
+        tensors = BackwardTensors(
+            self._map_q(q), self._map_k(k), self._map_v(v), map_dout(dout),
+            self._map_dk(dk), self._map_dv(dv),
+            sums if self._map_sums is None else self._map_sums(sums),
+            inputs.lse2_ptr, inputs.delta_ptr, extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr,
+        )  # fmt: skip
+        numbers = BackwardNumbers(
+            scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right,
+            form.batch, form.heads_k, tokens_q, tokens_k, tiles_k, tiles_q,
+            form.span_sums(tokens_q),
+        )  # fmt: skip
+        self._launch(tiles_k * form.heads_k * form.grid_batch, tensors, numbers)
+        self._round(
+            sums.shape[0],
+            RoundingTensors(sums, dq, extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr),
+            RoundingNumbers(
+                scalars.scale, scalars.window_right, form.batch, form.heads_q, tokens_q, tokens_k,
+                tiles_q,
+            ),
+        )  # fmt: skip

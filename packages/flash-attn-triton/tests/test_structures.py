@@ -1,0 +1,67 @@
+"""The parameters of each kernel are the fields of the structures that its launch passes."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from attn_common import has_gluon
+from flash_attn_triton._kernels import structures as s
+from flash_attn_triton._kernels.backward_dkdv import _dkdv_kernel
+from flash_attn_triton._kernels.backward_dq import _dq_kernel
+from flash_attn_triton._kernels.backward_rows import _row_kernel
+from flash_attn_triton._kernels.bias_gradient import _bias_gradient_kernel
+from flash_attn_triton._kernels.forward import _forward_kernel
+
+pytestmark = pytest.mark.eager
+
+GRADIENT_NUMBERS = (s.Scalars, s.Counts, s.GradientStrides, s.Strides)
+BIAS_NUMBERS = (s.Scalars, s.BiasCounts, s.GradientStrides, s.Strides)
+PORTABLE = [
+    (_forward_kernel, (s.ForwardTensors, s.Scalars, s.Counts, s.Strides, s.ForwardOptions, s.Tile)),
+    (_row_kernel, (s.RowTensors, s.RowCounts, s.GradientStrides, s.SumCounts, s.RowTile)),
+    (
+        _dkdv_kernel,
+        (s.Inputs, "dk_ptr", "dv_ptr", s.Extras, *GRADIENT_NUMBERS, s.Options, s.Tile, "SETTLE"),
+    ),
+    (_dq_kernel, (s.Inputs, "dq_ptr", s.Extras, *GRADIENT_NUMBERS, s.Options, s.Tile)),
+    (_bias_gradient_kernel, (s.Inputs, "dbias_ptr", s.Extras, *BIAS_NUMBERS, s.Options, s.Tile)),
+]
+
+
+def fields(parts):
+    """Return the names of parameters in order."""
+    return [name for part in parts for name in ([part] if isinstance(part, str) else part._fields)]
+
+
+def parameters(kernel):
+    """Return those of a kernel, compiled or interpreted."""
+    return list(inspect.signature(kernel.fn).parameters)
+
+
+@pytest.mark.parametrize(("kernel", "parts"), PORTABLE, ids=lambda x: getattr(x, "__name__", ""))
+def test_portable_kernels_take_what_is_passed(kernel, parts):
+    assert parameters(kernel) == fields(parts)
+
+
+@pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon")
+def test_kernels_for_hopper_take_what_is_passed():
+    from flash_attn_triton._kernels.hopper import parameters as p
+    from flash_attn_triton._kernels.hopper import plans
+
+    launched = [
+        (plans.forward_kernel, (p.ForwardTensors, p.ForwardNumbers, p.ForwardConstants)),
+        (plans.backward_kernel, (p.BackwardTensors, p.BackwardNumbers, p.BackwardConstants)),
+        (plans.round_dq_kernel, (p.RoundingTensors, p.RoundingNumbers, p.RoundingConstants)),
+        (plans.transpose_values, (p.ValuesTensors, p.ValuesNumbers, p.ValuesConstants)),
+    ]
+    for kernel, parts in launched:
+        assert parameters(kernel) == fields(parts), kernel.__name__
+
+
+def test_every_kernel_that_a_plan_launches_is_compared():
+    from flash_attn_triton._kernels import backward_plans, plans
+
+    compared = {kernel.__name__ for kernel, _ in PORTABLE}
+    launched = {n for m in (plans, backward_plans) for n in vars(m) if n.endswith("_kernel")}
+    assert launched == compared
