@@ -59,14 +59,14 @@ def calls(
 ) -> tuple[Call, Call]:
     """Return the forward and the backward pass, by operators: they keep no plan of a call."""
     from lightning_attn import _configs, _ops
-    from lightning_attn._kernels import schedule as walks
-    from lightning_attn._kernels.hopper import walk_plan
+    from lightning_attn._kernels import walks
+    from lightning_attn._kernels.hopper import plans as hopper_plans
     from lightning_attn._linked.host.forms import Memory
 
     # what was planned for another candidate
     walks._walks = Memory()
     walks.tile_of = lambda *_: candidate.tile
-    walk_plan.hopper_tile = lambda *_: candidate.hopper
+    hopper_plans.hopper_tile = lambda *_: candidate.hopper
     _configs.HOPPER = candidate.hopper is not None
     q, k, v = inputs
     options = 1.0, schedule

@@ -263,13 +263,13 @@ STATES = ("state", "dinitial_state")
 @contextlib.contextmanager
 def only_portable() -> Iterator[None]:
     """Keep calls from the kernel for Hopper."""
-    from lightning_attn._kernels import schedule
+    from lightning_attn._kernels import walks
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_configs, "HOPPER", False)
         for memory in ("_forward", "_packed"):
             patch.setattr(api, memory, Memory())
-        patch.setattr(schedule, "_walks", Memory())
+        patch.setattr(walks, "_walks", Memory())
         yield
 
 

@@ -47,7 +47,7 @@ SPILLS: dict[str, tuple[int, str]] = {
         400,
         "three TF32 products hold both halves of their operands",
     ),
-    "nvidia:sm_90 d256* _decay_gradient_kernel": (400, "two states at once; runs on request only"),
+    "nvidia:sm_90 d256* decay_gradient_kernel": (400, "two states at once; runs on request only"),
     "nvidia:sm_80 *": (400, OLDER),
     "nvidia:sm_100 *": (600, OLDER),
     "amd:gfx942 d*-bfloat16-* walk_kernel": (16, "a few numbers, and with Triton 3.6 alone"),

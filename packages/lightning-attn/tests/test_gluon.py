@@ -34,30 +34,34 @@ def wide_kernel(monkeypatch):
 
 
 def served(monkeypatch, block_e):
-    from lightning_attn._kernels import entry, schedule
-    from lightning_attn._kernels.hopper import walk_plan
+    from lightning_attn._kernels import plans, walks
+    from lightning_attn._kernels.hopper import plans as hopper_plans
 
     from ._linked.gluon import Kernel
 
-    made = Kernel(walk_plan.hopper_walk_kernel)
-    real = schedule.Walk.__init__
+    made = Kernel(hopper_plans.hopper_walk_kernel)
+    real = walks.Walk.__init__
 
     def init(walk, *arguments, **options):
         real(walk, *arguments, **options)
         if walk._is_hopper:
             walk._tile = replace(TILE, block_e=block_e)
 
-    monkeypatch.setattr(schedule.Walk, "__init__", init)
+    monkeypatch.setattr(walks.Walk, "__init__", init)
     hopper = Platform.parse("nvidia:sm_90")
     monkeypatch.setattr(
-        schedule, "takes_hopper_walk", lambda _, *dims: takes_hopper_walk(hopper, *dims)
+        walks, "takes_hopper_walk", lambda _, *dims: takes_hopper_walk(hopper, *dims)
     )
     # not of this kernel, and slow to interpret
-    monkeypatch.setattr(entry, "decay_gradient", _eager.decay_gradient)
-    monkeypatch.setattr(schedule, "_walks", Memory())
+    monkeypatch.setattr(
+        plans.DecayGradientPlan,
+        "gradient",
+        lambda plan, *given: _eager.decay_gradient(*given, plan._scale),
+    )
+    monkeypatch.setattr(walks, "_walks", Memory())
     for memory in ("_forward", "_packed"):
         monkeypatch.setattr(api, memory, Memory())
-    monkeypatch.setattr(walk_plan, "hopper_walk_kernel", made)
+    monkeypatch.setattr(hopper_plans, "hopper_walk_kernel", made)
     yield made
     assert made.launches
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _eager
-from ._call import Checked
+from ._call import Checked, CheckedStep, Gradients, Needs, Plan, StepPlan
 from ._linked.host.arguments import on_one_device
 from ._linked.host.forms import interpreted
-from ._linked.host.internals import refuse_tangents
+from ._linked.host.internals import is_plain_tensor, is_watched, refuse_tangents
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay"
 
@@ -140,9 +140,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
 
 
 def _on_gpu(name: str, *arguments: Any) -> Any:
-    from ._kernels import entry
+    from ._kernels import plans
 
-    return getattr(entry, name)(*arguments)
+    return getattr(plans, name)(*arguments)
 
 
 def _on_cpu(name: str, *arguments: Any) -> Any:
@@ -170,8 +170,37 @@ decay_gradient = torch.ops.lightning_attn.decay_gradient.default
 decode = torch.ops.lightning_attn.decode.default
 
 
+def _gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    cu_seqlens: Tensor | None,
+    initial_state: Tensor | None,
+    dfinal_state: Tensor | None,
+    needs: Needs,
+    scale: float,
+    schedule: str,
+) -> Gradients:
+    """Return the gradients that are asked for, by operators."""
+    dq = dk = dv = ddecay = dinitial = None
+    options = scale, schedule
+    if needs.q:
+        dq = read_gradient(dout, k, v, decay, cu_seqlens, initial_state, *options)
+    if needs.k or needs.v or needs.initial_state:
+        dk, dv, dinitial = write_gradients(
+            dout, q, k, v, decay, cu_seqlens, dfinal_state, *options, needs.initial_state
+        )
+    if needs.decay:
+        ddecay = decay_gradient(
+            dout, q, k, v, decay, cu_seqlens, initial_state, dfinal_state, scale
+        )
+    return Gradients(dq, dk, dv, ddecay, dinitial if needs.initial_state else None)
+
+
 class _LightningAttention(torch.autograd.Function):
-    """The forward operator, with the operators of its gradients as its derivative."""
+    """The forward pass, with the gradients as its derivative: planned, or by operators."""
 
     @staticmethod
     def forward(
@@ -182,18 +211,17 @@ class _LightningAttention(torch.autograd.Function):
         decay: Tensor,
         initial_state: Tensor | None,
         cu_seqlens: Tensor | None,
-        scale: float,
         schedule: str,
         output_final_state: bool,
-        plan: Any,
+        known: Checked,
     ) -> tuple[Tensor, Tensor]:
         tensors = q, k, v, decay, cu_seqlens, initial_state
-        if plan is None:
-            out, final = forward(*tensors, scale, schedule, output_final_state)
+        if known.plan is None:
+            out, final = forward(*tensors, known.scale, schedule, output_final_state)
         else:
-            out, final = plan.forward(*tensors, output_final_state)
+            out, final = known.plan.forward(*tensors, output_final_state)
         ctx.save_for_backward(q, k, v, decay, initial_state, cu_seqlens)
-        ctx.options = scale, schedule
+        ctx.known, ctx.schedule = known, schedule
         ctx.has_final = output_final_state
         ctx.set_materialize_grads(False)
         return out, final
@@ -202,25 +230,25 @@ class _LightningAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         q, k, v, decay, initial_state, cu_seqlens = ctx.saved_tensors
-        needs_dq, needs_dk, needs_dv, needs_ddecay, needs_dinitial = ctx.needs_input_grad[:5]
+        needs = Needs(*ctx.needs_input_grad[: len(Needs._fields)])
+        known: Checked = ctx.known
         if dout is None:
             dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         if not ctx.has_final:
             dfinal = None
-        dq = dk = dv = ddecay = dinitial = None
-        if needs_dq:
-            dq = read_gradient(dout, k, v, decay, cu_seqlens, initial_state, *ctx.options)
-        if needs_dk or needs_dv or needs_dinitial:
-            dk, dv, dinitial = write_gradients(
-                dout, q, k, v, decay, cu_seqlens, dfinal, *ctx.options, needs_dinitial
-            )
-        if needs_ddecay:
-            ddecay = decay_gradient(
-                dout, q, k, v, decay, cu_seqlens, initial_state, dfinal, ctx.options[0]
-            )
-        return (
-            dq, dk, dv, ddecay, dinitial if needs_dinitial else None, None, None, None, None, None,
-        )  # fmt: skip
+        given = dout, q, k, v, decay, cu_seqlens, initial_state, dfinal, needs
+        plan = known.plan
+        others = (dout, dfinal, initial_state, cu_seqlens)
+        if (
+            plan is not None
+            and not is_watched()
+            and all(t is None or is_plain_tensor(t) for t in others)
+            and plan.fits(q, k, v, decay)
+        ):
+            grads = plan.backward(*given)
+        else:
+            grads = _gradients(*given, known.scale, ctx.schedule)
+        return *grads, None, None, None, None
 
 
 def attention(
@@ -248,13 +276,12 @@ def attention(
             k = k.view_as(k) if k is q else k
             v = v.view_as(v) if v is q or v is k else v
         result: tuple[Tensor, Tensor] = _LightningAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, decay, initial_state, cu_seqlens, known.scale, schedule, output_final_state,
-            known.plan,
-        )  # fmt: skip
+            q, k, v, decay, initial_state, cu_seqlens, schedule, output_final_state, known
+        )
         return result
     tensors = q, k, v, decay, cu_seqlens, initial_state
     if known.plan is not None:
-        return known.plan.forward(*tensors, output_final_state)  # type: ignore[no-any-return]
+        return known.plan.forward(*tensors, output_final_state)
     return forward(*tensors, known.scale, schedule, output_final_state)  # type: ignore[no-any-return]
 
 
@@ -272,13 +299,11 @@ def advance(
     known: Checked,
 ) -> None:
     """Fill ``out``, and advance the sequences' slots of ``state_cache``."""
-    tensors = (
-        out, q, k, v, decay, cu_seqlens, state_cache, state_indices, has_initial_state,
-    )  # fmt: skip
+    cache = state_cache, state_indices, has_initial_state
     if known.plan is None:
-        forward_cached(*tensors, known.scale, schedule)
+        forward_cached(out, q, k, v, decay, cu_seqlens, *cache, known.scale, schedule)
     else:
-        known.plan.fill(*tensors)
+        known.plan.fill(out, q, k, v, decay, cu_seqlens, *cache)
 
 
 def step(
@@ -290,7 +315,7 @@ def step(
     decay: Tensor,
     slot_idx: Tensor,
     states_out: Tensor | None,
-    known: Checked,
+    known: CheckedStep,
 ) -> None:
     """Advance each sequence by its new tokens."""
     tensors = out, q, k, v, state_cache, decay, slot_idx, states_out
@@ -317,23 +342,18 @@ def plan_forward(
     schedule: str,
     *,
     is_exact: bool,
-) -> Any:
+) -> Plan | None:
     """Return how to launch calls of this form past the operators; None if these are to be asked.
 
     ``state`` is what the call starts from, ``is_exact`` says whether it returns or keeps another.
     """
     if not _has_kernels(q.device):
         return None
-    from ._kernels.entry import ForwardPlan, Inputs
-    from ._kernels.launch.runtime import is_aligned
+    from ._kernels import plans
+    from ._kernels.walks import Inputs
 
-    small = (decay, slots, has_first)
-    if not all(map(is_aligned, (q, k, v))) or any(
-        x is not None and not x.is_contiguous() for x in small
-    ):  # copies come first
-        return None
-    x = Inputs(k, v, decay, cu_seqlens, state)
-    return ForwardPlan(x, scale, schedule, is_exact)
+    x = Inputs(k, v, decay, cu_seqlens, state, None, slots, has_first)
+    return plans.plan_forward(q, x, scale, schedule, is_exact)
 
 
 def plan_step(
@@ -346,10 +366,10 @@ def plan_step(
     slot_idx: Tensor,
     states_out: Tensor | None,
     scale: float,
-) -> Any:
+) -> StepPlan | None:
     """Return how to launch decoding steps of this form past the operator, or None."""
     if not _has_kernels(q.device) or not (decay.is_contiguous() and slot_idx.is_contiguous()):
         return None
-    from ._kernels.entry import DecodePlan
+    from ._kernels.plans import DecodePlan
 
     return DecodePlan(out, q, k, v, state_cache, states_out, scale)

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops
-from ._call import Checked
+from ._call import Checked, CheckedStep
 from ._linked.host.arguments import check_scale, check_tensor
 from ._linked.host.forms import Memory, form_of
 
 _forward: Memory[Checked] = Memory()
 _packed: Memory[Checked] = Memory()
-_decode: Memory[Checked] = Memory()
+_decode: Memory[CheckedStep] = Memory()
 
 
 def lightning_attn_func(
@@ -236,7 +236,7 @@ def lightning_attn_decode(
     if known is None:
         _checks.check_decode(q, k, v, out, states_out)
         _checks.check_decay(decay, q)
-        known = Checked(check_scale("scale", scale))
+        known = CheckedStep(check_scale("scale", scale))
         check_tensor("slot_idx", slot_idx)
         _checks.check_state_cache(state_cache, slot_idx, q.shape[0], q, v, "slot_idx")
         _checks.check_no_gradient("lightning_attn_decode", q, k, v, state_cache, decay)
@@ -246,6 +246,6 @@ def lightning_attn_decode(
         plan = _ops.plan_step(
             target, q, k, v, state_cache, rates, slot_idx, states_out, known.scale
         )
-        known = _decode.keep(form, Checked(known.scale, plan))
+        known = _decode.keep(form, CheckedStep(known.scale, plan))
     _ops.step(target, q, k, v, state_cache, rates, slot_idx, states_out, known)
     return target

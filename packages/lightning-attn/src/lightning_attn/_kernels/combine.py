@@ -1,52 +1,42 @@
 """From what each segment writes to the state before each segment: a scan over segments."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
-from attn_common import cdiv
 
-from .common import NUMBERS, POINTERS, state_strides
-from .launch.runtime import Launch
 from .primitives import factor, rate_of, slot_of, state_offsets
-
-if TYPE_CHECKING:
-    from .common import Inputs, States
-    from .schedule import Walk
-
-# of a state that one program carries along
-BLOCK_ROWS, BLOCK_COLS = 16, 64
+from .structures import CombineNumbers, CombineTensors
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
-def _combine_kernel(
+@triton.jit(
+    do_not_specialize=CombineNumbers._fields, do_not_specialize_on_alignment=CombineTensors._fields
+)
+def combine_kernel(
     states_ptr, decay_ptr, first_ptr, last_ptr, cu_seqlens_ptr, slots_ptr, has_first_ptr,
     batch, heads, tokens, size, pieces,
     stride_states_b, stride_states_s, stride_states_h, stride_states_d, stride_states_e,
     stride_first_b, stride_first_s, stride_first_h, stride_first_d, stride_first_e,
     stride_last_b, stride_last_s, stride_last_h, stride_last_d, stride_last_e,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Replace what the segments of one sequence wrote by the state that arrives at each."""
+    """``S_(j+1) = exp(-s n_j) S_j + written_j``, over the segments j of n_j tokens.
+
+    A program replaces, for a tile of the state of one head, what the segments of one sequence wrote
+    by the state that arrives at each.
+    """
     SPLITS_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     SPLITS_E: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     pid = tl.program_id(0)
-    cols = pid % SPLITS_E * BLOCK_E + tl.arange(0, BLOCK_E)
+    cols = pid % SPLITS_E * BLOCK_E + tl.arange(0, BLOCK_E)  # [E]
     pid = pid // SPLITS_E
-    rows = pid % SPLITS_D * BLOCK_D + tl.arange(0, BLOCK_D)
+    rows = pid % SPLITS_D * BLOCK_D + tl.arange(0, BLOCK_D)  # [D]
     pid = pid // SPLITS_D
     head = pid % heads
     sequence = pid // heads
     slot = slot_of(slots_ptr, sequence, batch)
     if slot < 0:
         return
-    inside = (rows < D)[:, None] & (cols < E)[None, :]
+    inside = (rows < D)[:, None] & (cols < E)[None, :]  # [D, E]
     head_64 = head.to(tl.int64)
     if cu_seqlens_ptr is None:
         length = tokens
@@ -57,9 +47,9 @@ def _combine_kernel(
         own = start // tl.maximum(size, 1) + sequence + 1
         place = own.to(tl.int64) * stride_states_s
     base = states_ptr + place + head_64 * stride_states_h
-    base = base + state_offsets(rows, cols, stride_states_d, stride_states_e)
+    base = base + state_offsets(rows, cols, stride_states_d, stride_states_e)  # [D, E]
 
-    state = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)
+    state = tl.zeros([BLOCK_D, BLOCK_E], tl.float32)  # [D, E]
     if first_ptr is not None:
         is_there = inside
         if has_first_ptr is not None:
@@ -83,27 +73,3 @@ def _combine_kernel(
         last_base = last_ptr + slot * stride_last_b + head_64 * stride_last_h
         offsets = state_offsets(rows, cols, stride_last_d, stride_last_e)
         tl.store(last_base + offsets, state, mask=inside)
-
-
-def launch_combine(walk: Walk, x: Inputs, states: States) -> None:
-    """Turn what a walk's segments wrote into the states before them; fill ``last``."""
-    block_d, block_e = min(BLOCK_ROWS, walk.d), min(BLOCK_COLS, 16 * (walk.e // 16))
-    block_e = 1 << (block_e.bit_length() - 1)
-    tiles = cdiv(walk.d, block_d) * cdiv(walk.e, block_e)
-    tokens = x.key.shape[-3]
-    kind = "combine", x.first is None, x.last is None, x.has_first is None
-    launch = walk.launches.get(kind)
-    if launch is None:
-        constants = {
-            "D": walk.d, "E": walk.e, "BLOCK_D": block_d, "BLOCK_E": block_e,
-            "REVERSE": walk.reverse, "num_warps": 4, "num_stages": 2,
-        }  # fmt: skip
-        launch = walk.launches[kind] = Launch(_combine_kernel, constants)
-    launch(
-        walk.batch * walk.heads * tiles,
-        (states.memory, x.decay, x.first, x.last, x.cu_seqlens, x.slots, x.has_first),
-        (
-            walk.batch, walk.heads, tokens, walk.plan(tokens).size, walk.segments(tokens),
-            *states.strides, *state_strides(x.first), *state_strides(x.last),
-        ),
-    )  # fmt: skip

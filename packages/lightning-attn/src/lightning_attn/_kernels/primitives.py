@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LOG2E
+from .structures import Found
 
 # exp of minus this is 0 in every format, and no distance times it overflows
 LARGEST_RATE = tl.constexpr(1.0e4)
@@ -14,11 +15,8 @@ SEARCH_CHUNK = tl.constexpr(128)
 
 
 @triton.jit
-def load_rows(
-    base, rows, stride, inside, cols,
-    WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr,
-):  # fmt: skip
-    """Load rows x cols of a matrix with unit column stride; what is not ``inside`` gives 0.
+def load_rows(base, rows, stride, inside, cols, WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """Load ``[rows, cols]`` of a matrix with unit column stride; what is not ``inside`` gives 0.
 
     Every row begins on a multiple of ``ROW_BYTES``: the launcher sees to it.
     """
@@ -31,10 +29,9 @@ def load_rows(
 
 @triton.jit
 def load_rows_transposed(
-    base, rows, stride, inside, cols,
-    WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr,
-):  # fmt: skip
-    """Load the same tile as ``load_rows``, as cols x rows."""
+    base, rows, stride, inside, cols, WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr
+):
+    """Load the same tile as ``load_rows``, as ``[cols, rows]``."""
     begin = tl.multiple_of(base + rows.to(tl.int64)[None, :] * stride, [ROW_BYTES, ROW_BYTES])
     pointers = begin + cols[:, None]
     mask = inside[None, :] & (cols < WIDTH)[:, None]
@@ -42,24 +39,27 @@ def load_rows_transposed(
 
 
 @triton.jit
-def dot_add(acc, a, b, dtype, NARROW: tl.constexpr, PRECISION: tl.constexpr):
+def dot_add(acc, a, b, dtype, PRODUCTS: tl.constexpr):
     """Return ``acc + a @ b`` where one side was computed, in fp32.
 
-    ``NARROW`` rounds that side to the inputs' ``dtype``. fp16 would overflow, so it does without.
+    ``PRODUCTS.NARROW`` rounds that side to the inputs' ``dtype``. fp16 would overflow, so it does
+    without.
     """
-    if NARROW:
+    PRECISION: tl.constexpr = PRODUCTS.PRECISION
+    if PRODUCTS.NARROW:
         return tl.dot(a.to(dtype), b.to(dtype), acc, input_precision=PRECISION)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
 
 
 @triton.jit
-def dot_apart(a, b, dtype, NARROW: tl.constexpr, PRECISION: tl.constexpr):
+def dot_apart(a, b, dtype, PRODUCTS: tl.constexpr):
     """Return ``a @ b`` as ``dot_add`` computes it, in an accumulator of its own.
 
     Tensor cores cut sums off where others round, so a sum over a million tokens drifts. A bound on
     inexact sums keeps the compiler from adding into the accumulator what the caller adds to it.
     """
-    if NARROW:
+    PRECISION: tl.constexpr = PRODUCTS.PRECISION
+    if PRODUCTS.NARROW:
         a, b = a.to(dtype), b.to(dtype)
     else:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -80,8 +80,16 @@ def factor(rate, distance):
 
 @triton.jit
 def state_offsets(rows, cols, stride_d, stride_e):
-    """Return the offsets of a tile of a state of any strides."""
+    """Return the offsets of a tile of a state of any strides, ``[rows, cols]``."""
     return rows.to(tl.int64)[:, None] * stride_d + cols.to(tl.int64)[None, :] * stride_e
+
+
+@triton.jit
+def state_pointers(memory, owner, segment, head, rows, cols):
+    """Return the pointers of a tile of a state, ``[rows, cols]``."""
+    base = memory.ptr + owner * memory.stride_b + segment.to(tl.int64) * memory.stride_s
+    base += head * memory.stride_h
+    return base + state_offsets(rows, cols, memory.stride_rows, memory.stride_cols)
 
 
 @triton.jit
@@ -102,17 +110,20 @@ def find_sequence(cu_seqlens_ptr, slot, batch, size):
 
 
 @triton.jit
-def locate(cu_seqlens_ptr, piece, batch, tokens, size, pieces, SEGMENTED: tl.constexpr):
-    """Return ``(sequence, first row, length, index)`` of a piece of tokens.
+def locate(cu_seqlens_ptr, piece, lengths, SEGMENTED: tl.constexpr):
+    """Return where a piece of tokens lies (``Found``).
 
-    A piece is a segment of at most ``size`` tokens, or a whole sequence. ``pieces`` are those of a
-    sequence of fixed length. Of packed tokens, the sequences -1 and ``batch`` are the padding
-    around; whole, ``batch`` is all padding. ``index`` counts the segments of a fixed-length
+    A piece is a segment of at most ``lengths.size`` tokens, or a whole sequence. A sequence of
+    fixed length has ``lengths.pieces``. Of packed tokens, the sequences -1 and ``batch`` are the
+    padding around; whole, ``batch`` is all padding. ``index`` counts the segments of a fixed-length
     sequence, or the slots of all packed ones; a slot without tokens has a length of 0 or less.
     """
+    batch = lengths.batch
+    tokens = lengths.tokens
+    size = lengths.size
     if cu_seqlens_ptr is None:
-        sequence = piece // tl.maximum(pieces, 1)
-        index = piece % tl.maximum(pieces, 1)
+        sequence = piece // tl.maximum(lengths.pieces, 1)
+        index = piece % tl.maximum(lengths.pieces, 1)
         begin = index * size
         length = tl.minimum(size, tokens - begin)
     elif SEGMENTED:
@@ -128,7 +139,7 @@ def locate(cu_seqlens_ptr, piece, batch, tokens, size, pieces, SEGMENTED: tl.con
         end = tl.load(cu_seqlens_ptr + piece + 1, mask=piece < batch, other=tokens)
         length = end - begin
         index = 0
-    return sequence, begin, length, index
+    return Found(sequence, begin, length, index)
 
 
 @triton.jit

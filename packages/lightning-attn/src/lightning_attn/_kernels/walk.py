@@ -25,7 +25,6 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import dot, settle
-from .common import NUMBERS, POINTERS
 from .primitives import (
     clear_rows,
     dot_add,
@@ -35,26 +34,80 @@ from .primitives import (
     locate,
     rate_of,
     slot_of,
-    state_offsets,
+    state_pointers,
+)
+from .structures import (
+    Lengths,
+    Products,
+    StateMemory,
+    WalkNumbers,
+    WalkOptions,
+    WalkTensors,
+    WalkTile,
 )
 
 
 @triton.jit
-def _written(
-    v_t, k, fading,
-    TERMS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
+def _clear_padding(
+    out_ptr, cu_seqlens_ptr, found, begin, heads, head, batch, cols,
+    OPTIONS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return ``(fading * v_t) @ k``, the values as one or two numbers of 16 bits each."""
+    """Store zeros to the output of rows that belong to no sequence."""
+    E: tl.constexpr = OPTIONS.E
+    clear_rows(out_ptr, begin, found.length, heads, head, cols, E, TILE.BLOCK_E, TILE.CHUNK)
+    if cu_seqlens_ptr is not None and not OPTIONS.SEGMENTED:
+        # what lies ahead of the first sequence is the business of those who clear the rest
+        ahead = tl.where(found.sequence == batch, tl.load(cu_seqlens_ptr), 0)
+        clear_rows(out_ptr, 0, ahead, heads, head, cols, E, TILE.BLOCK_E, TILE.CHUNK)
+
+
+@triton.jit
+def _first_state(first, has_first_ptr, found, owner, head, cols, rows_d, inside, D: tl.constexpr):
+    """Return the state that arrives at a piece, [E, D]."""
+    is_there = inside
+    if has_first_ptr is not None:
+        there = tl.where(tl.load(has_first_ptr + found.sequence) != 0, D, 0)
+        is_there = inside & (rows_d < there)[None, :]
+    pointers = state_pointers(first, owner, found.index, head, cols, rows_d)
+    return tl.load(pointers, mask=is_there, other=0.0)
+
+
+@triton.jit
+def _weights(rate, index, read_scale, write_scale, REVERSE: tl.constexpr):
+    """Return the factors of a chunk's scores, [C, C]."""
+    # from the token of a row to that of a column; what lies the other way does not count
+    apart = index[None, :] - index[:, None]
+    if REVERSE:
+        apart = -apart
+    weights = factor(rate, tl.maximum(apart, 0)) * (read_scale * write_scale)
+    return tl.where(apart >= 0, weights, 0.0)
+
+
+@triton.jit
+def _read(state, k, v_t, q, arrival, weights, PRODUCTS: tl.constexpr):
+    """Return what the tokens of a chunk read, of the state and of each other, [E, C]."""
+    q_t = tl.trans(q)  # [D, C]
+    zeros = tl.zeros([state.shape[0], q.shape[0]], tl.float32)  # [E, C]
+    out = dot_add(zeros, state, q_t, q_t.dtype, PRODUCTS) * arrival[None, :]
+    scores = dot(k, q_t, PRODUCTS.PRECISION, PRODUCTS.UPCAST) * weights  # [C, C]
+    return dot_add(out, v_t, scores, v_t.dtype, PRODUCTS)
+
+
+@triton.jit
+def _written(v_t, k, fading, PRODUCTS: tl.constexpr):
+    """Return ``(fading * v_t) @ k``, [E, D], the values as one or two numbers of 16 bits each."""
     faded = v_t.to(tl.float32) * fading[None, :]
-    if NARROW and TERMS == 2:
+    if PRODUCTS.NARROW and PRODUCTS.TERMS == 2:
         # the upper half of a number's bits is one of 16 bits
         upper = (faded.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        written = dot_apart(upper, k, v_t.dtype, NARROW, PRECISION)
-        return dot_add(written, faded - upper, k, v_t.dtype, NARROW, PRECISION)
-    return dot_apart(faded, k, v_t.dtype, NARROW, PRECISION)
+        written = dot_apart(upper, k, v_t.dtype, PRODUCTS)
+        return dot_add(written, faded - upper, k, v_t.dtype, PRODUCTS)
+    return dot_apart(faded, k, v_t.dtype, PRODUCTS)
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+@triton.jit(
+    do_not_specialize=WalkNumbers._fields, do_not_specialize_on_alignment=WalkTensors._fields
+)
 def walk_kernel(
     key_ptr, value_ptr, read_ptr, out_ptr, decay_ptr, first_ptr, last_ptr,
     cu_seqlens_ptr, slots_ptr, has_first_ptr,
@@ -65,68 +118,66 @@ def walk_kernel(
     stride_vb, stride_vs, stride_vh,
     stride_first_b, stride_first_s, stride_first_h, stride_first_d, stride_first_e,
     stride_last_b, stride_last_s, stride_last_h, stride_last_d, stride_last_e,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROW_BYTES: tl.constexpr,  # alignment of rows of reads and keys
-    ROW_BYTES_V: tl.constexpr,
-    REVERSE: tl.constexpr,  # from the last token to the first
-    SEGMENTED: tl.constexpr,
-    TERMS: tl.constexpr,
-    NARROW: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, REVERSE: tl.constexpr, SEGMENTED: tl.constexpr,
     SETTLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,  # the interpreter multiplies in fp32
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
+    TERMS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """``out_i = read_i S_i``, where ``S_i = exp(-s) S_(i-1) + key_i^T value_i``.
+
+    A program walks the chunks of one piece of tokens, for some columns of the state of one head.
+    """
+    OPTIONS: tl.constexpr = WalkOptions(D, E, REVERSE, SEGMENTED, SETTLE)
+    TILE: tl.constexpr = WalkTile(BLOCK_D, BLOCK_E, CHUNK, ROW_BYTES, ROW_BYTES_V)
+    PRODUCTS: tl.constexpr = Products(TERMS, NARROW, PRECISION, UPCAST)
+    # the state is held turned: its rows are columns of the values
+    first = StateMemory(
+        first_ptr, stride_first_b, stride_first_s, stride_first_h, stride_first_e, stride_first_d
+    )
+    last = StateMemory(
+        last_ptr, stride_last_b, stride_last_s, stride_last_h, stride_last_e, stride_last_d
+    )
     SPLITS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     pid = tl.program_id(0)
     first_col = pid % SPLITS * BLOCK_E
     head = pid // SPLITS % heads
     piece = pid // SPLITS // heads
-    sequence, begin, length, place = locate(
-        cu_seqlens_ptr, piece, batch, tokens, size, pieces, SEGMENTED
-    )
+    found = locate(cu_seqlens_ptr, piece, Lengths(batch, tokens, size, pieces), SEGMENTED)
+    length = found.length
     if SEGMENTED and length <= 0:
         return
-    index = tl.arange(0, CHUNK)
-    rows_d = tl.arange(0, BLOCK_D)
-    cols = first_col + tl.arange(0, BLOCK_E)
-    sequence_64 = sequence.to(tl.int64)
+    index = tl.arange(0, CHUNK)  # [C]
+    rows_d = tl.arange(0, BLOCK_D)  # [D]
+    cols = first_col + tl.arange(0, BLOCK_E)  # [E]
+    sequence_64 = found.sequence.to(tl.int64)
     head_64 = head.to(tl.int64)
-    out_begin = begin.to(tl.int64)
+    out_begin = found.begin.to(tl.int64)
     if cu_seqlens_ptr is None:
         out_begin += sequence_64 * tokens
-    slot = slot_of(slots_ptr, sequence, batch)
+    slot = slot_of(slots_ptr, found.sequence, batch)
     if slot < 0:
         if out_ptr is not None:
-            clear_rows(out_ptr, out_begin, length, heads, head_64, cols, E, BLOCK_E, CHUNK)
-            if cu_seqlens_ptr is not None and not SEGMENTED:
-                # what lies ahead of the first sequence is the business of those who clear the rest
-                ahead = tl.where(sequence == batch, tl.load(cu_seqlens_ptr), 0)
-                clear_rows(out_ptr, 0, ahead, heads, head_64, cols, E, BLOCK_E, CHUNK)
+            _clear_padding(
+                out_ptr, cu_seqlens_ptr, found, out_begin, heads, head_64, batch, cols,
+                OPTIONS, TILE,
+            )  # fmt: skip
         return
     if cu_seqlens_ptr is not None:
         sequence_64 = tl.zeros([], tl.int64)
     if SEGMENTED:
-        state_b = sequence_64
+        owner = sequence_64
     else:
-        state_b = slot
+        owner = slot
 
-    inside_state = (cols < E)[:, None] & (rows_d < D)[None, :]
-    state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+    inside_state = (cols < E)[:, None] & (rows_d < D)[None, :]  # [E, D]
+    state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)  # [E, D]
     if first_ptr is not None:
-        is_there = inside_state
-        if has_first_ptr is not None:
-            there = tl.where(tl.load(has_first_ptr + sequence) != 0, D, 0)
-            is_there = inside_state & (rows_d < there)[None, :]
-        first_base = first_ptr + state_b * stride_first_b + place.to(tl.int64) * stride_first_s
-        first_base += head_64 * stride_first_h
-        offsets = state_offsets(cols, rows_d, stride_first_e, stride_first_d)
-        state = tl.load(first_base + offsets, mask=is_there, other=0.0)
+        state = _first_state(
+            first, has_first_ptr, found, owner, head_64, cols, rows_d, inside_state, D
+        )
 
-    origin = begin.to(tl.int64)
+    origin = found.begin.to(tl.int64)
     k_base = key_ptr + sequence_64 * stride_kb + origin * stride_ks + head_64 * stride_kh
     v_base = value_ptr + sequence_64 * stride_vb + origin * stride_vs + head_64 * stride_vh
     if out_ptr is not None:
@@ -136,12 +187,7 @@ def walk_kernel(
         stride_out = heads * E
 
     rate = rate_of(decay_ptr, head)
-    # from the token of a row to that of a column; what lies the other way does not count
-    apart = index[None, :] - index[:, None]
-    if REVERSE:
-        apart = -apart
-    weights = factor(rate, tl.maximum(apart, 0)) * (read_scale * write_scale)
-    weights = tl.where(apart >= 0, weights, 0.0)  # [C, C]
+    weights = _weights(rate, index, read_scale, write_scale, REVERSE)  # [C, C]
     last_chunk = tl.maximum(length - 1, 0) // CHUNK * CHUNK
     for walked in tl.range(0, length, CHUNK):
         done = walked
@@ -151,29 +197,23 @@ def walk_kernel(
         inside = rows < length
         count = tl.minimum(CHUNK, length - done)
         k = load_rows(k_base, rows, stride_ks, inside, rows_d, D, ROW_BYTES)  # [C, D]
-        v = load_rows(v_base, rows, stride_vs, inside, cols, E, ROW_BYTES_V)
+        v = load_rows(v_base, rows, stride_vs, inside, cols, E, ROW_BYTES_V)  # [C, E]
         v_t = tl.trans(v)  # [E, C]
         # tokens between each one and the ends of the chunk
-        until = tl.maximum(count - 1 - index, 0)
-        since = index + 1
+        until = tl.maximum(count - 1 - index, 0)  # [C]
+        since = index + 1  # [C]
         if out_ptr is not None:
-            q = load_rows(q_base, rows, stride_rs, inside, rows_d, D, ROW_BYTES)
-            q_t = tl.trans(q)  # [D, C]
-            arrival = factor(rate, until if REVERSE else since) * read_scale
-            zeros = tl.zeros([BLOCK_E, CHUNK], tl.float32)
-            out = dot_add(zeros, state, q_t, q_t.dtype, NARROW, PRECISION) * arrival[None, :]
-            scores = dot(k, q_t, PRECISION, UPCAST) * weights  # [C, C]
-            out = dot_add(out, v_t, scores, v_t.dtype, NARROW, PRECISION)  # [E, C]
+            q = load_rows(q_base, rows, stride_rs, inside, rows_d, D, ROW_BYTES)  # [C, D]
+            arrival = factor(rate, until if REVERSE else since) * read_scale  # [C]
+            out = _read(state, k, v_t, q, arrival, weights, PRODUCTS)  # [E, C]
             begins = out_base + rows.to(tl.int64)[None, :] * stride_out
             begins = tl.multiple_of(begins, [ROW_BYTES_V, ROW_BYTES_V])
             mask = inside[None, :] & (cols < E)[:, None]
             tl.store(begins + cols[:, None], out.to(out_ptr.dtype.element_ty), mask=mask)
-        fading = factor(rate, since if REVERSE else until) * write_scale
-        written = _written(v_t, k, fading, TERMS, NARROW, PRECISION)
+        fading = factor(rate, since if REVERSE else until) * write_scale  # [C]
+        written = _written(v_t, k, fading, PRODUCTS)  # [E, D]
         state = state * factor(rate, count) + settle(written, SETTLE)
 
     if last_ptr is not None:
-        last_base = last_ptr + state_b * stride_last_b + place.to(tl.int64) * stride_last_s
-        last_base += head_64 * stride_last_h
-        offsets = state_offsets(cols, rows_d, stride_last_e, stride_last_d)
-        tl.store(last_base + offsets, state, mask=inside_state)
+        pointers = state_pointers(last, owner, found.index, head_64, cols, rows_d)
+        tl.store(pointers, state, mask=inside_state)

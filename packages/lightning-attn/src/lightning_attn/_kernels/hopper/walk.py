@@ -9,7 +9,6 @@ chunks by itself: beside its arithmetic run the products of the other one. All t
     state    = faded state + (faded v)^T k
 """
 
-from ..common import NUMBERS, POINTERS
 from ._linked.compat import copy_in, copy_out, gl, gluon, hopper, mbarrier, tma
 from ._linked.pipeline import (
     EMPTY,
@@ -20,7 +19,18 @@ from ._linked.pipeline import (
     barriers,
     coordinates,
 )
-from .structures import Found, Lengths, Maps, Options, Piece, Pipeline, Recurrence, Tile
+from .structures import (
+    Found,
+    Lengths,
+    Maps,
+    Numbers,
+    Options,
+    Piece,
+    Pipeline,
+    Recurrence,
+    Tensors,
+    Tile,
+)
 
 # tokens of a chunk, and columns of a panel
 SIDE = gl.constexpr(64)
@@ -180,28 +190,25 @@ def _produce(maps, pipeline, piece, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _first_state(recurrence, first_col, D: gl.constexpr, E: gl.constexpr, HALVES: gl.constexpr):
+def _first_state(recurrence, cols_e, rows_d, OPTIONS: gl.constexpr, HALVES: gl.constexpr):
     """Return the halves of the state that arrives; a state has both, even if one is unused."""
     low = gl.zeros([SIDE, SIDE], gl.float32, ACC)  # [SIDE of E, SIDE of D]
     high = low
     if recurrence.first_ptr is not None:
-        cols_e = (first_col + gl.arange(0, SIDE, gl.SliceLayout(1, ACC)))[:, None]
-        rows_d = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))[None, :]
         pointers = recurrence.first_ptr + cols_e.to(gl.int64) * recurrence.stride_first_e
         pointers = pointers + rows_d.to(gl.int64) * recurrence.stride_first_d
-        there = (cols_e < E) & (rows_d < gl.where(recurrence.has_first, D, 0))
+        there = (cols_e < OPTIONS.E) & (rows_d < gl.where(recurrence.has_first, OPTIONS.D, 0))
         low = gl.load(pointers, mask=there, other=0.0)
         if HALVES == 2:
-            there = (cols_e < E) & (rows_d + SIDE < gl.where(recurrence.has_first, D, 0))
+            limit = gl.where(recurrence.has_first, OPTIONS.D, 0)
+            there = (cols_e < OPTIONS.E) & (rows_d + SIDE < limit)
             high = gl.load(pointers + SIDE * recurrence.stride_first_d, mask=there, other=0.0)
     return low, high
 
 
 @gluon.jit
-def _keep_state(recurrence, low, high, first_col, OPTIONS: gl.constexpr, HALVES: gl.constexpr):
+def _keep_state(recurrence, low, high, cols_e, rows_d, OPTIONS: gl.constexpr, HALVES: gl.constexpr):
     """Store the halves of the state that leaves."""
-    cols_e = (first_col + gl.arange(0, SIDE, gl.SliceLayout(1, ACC)))[:, None]
-    rows_d = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))[None, :]
     pointers = recurrence.last_ptr + cols_e.to(gl.int64) * recurrence.stride_last_e
     pointers = pointers + rows_d.to(gl.int64) * recurrence.stride_last_d
     limit = gl.where(recurrence.has_last, OPTIONS.D, 0)
@@ -341,7 +348,9 @@ def _consume(
     HAS_OUT: gl.constexpr = maps.out is not None
     piece = recurrence.piece
     first_col = piece.first_col + W * SIDE
-    low, high = _first_state(recurrence, first_col, OPTIONS.D, OPTIONS.E, HALVES)
+    cols_e = (first_col + gl.arange(0, SIDE, gl.SliceLayout(1, ACC)))[:, None]  # [SIDE, 1]
+    rows_d = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))[None, :]  # [1, SIDE]
+    low, high = _first_state(recurrence, cols_e, rows_d, OPTIONS, HALVES)  # [SIDE, SIDE] each
     weights = _weights(W, pipeline, recurrence, REVERSE)  # [SIDE, SIDE]
     for step in range(piece.chunks):
         chunk = _chunk(step, piece.chunks, HAS_OUT, OPTIONS)
@@ -382,12 +391,12 @@ def _consume(
             low = low * kept + written
         barrier_arrive(EMPTY + stage, PARTIES, 4)
     if recurrence.last_ptr is not None:
-        _keep_state(recurrence, low, high, first_col, OPTIONS, HALVES)
+        _keep_state(recurrence, low, high, cols_e, rows_d, OPTIONS, HALVES)
     if HAS_OUT:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+@gluon.jit(do_not_specialize=Numbers._fields, do_not_specialize_on_alignment=Tensors._fields)
 def hopper_walk_kernel(
     key_desc, value_desc, read_desc, out_desc, out_ptr, decay_ptr, first_ptr, last_ptr,
     cu_seqlens_ptr, slots_ptr, has_first_ptr,
