@@ -7,8 +7,7 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,10 @@ from blocksparse_attn import (
 from blocksparse_attn._call import Options, Tensors
 from torch import Tensor
 
-from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
+from ._linked import numerics
+from ._linked.budget import Maker, offsets
+from ._linked.numerics import Packed, Shape, compare, run, run_eager, run_oracle
+from ._linked.numerics import incoming as incoming  # for tests
 
 Block = tuple[int, int]
 BLOCKS: list[Block] = list(itertools.product((16, 32, 64, 128), repeat=2))
@@ -45,38 +47,6 @@ def pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
             chosen.append(max(whole, key=lambda one: len(held[one] & missing)))
             missing -= held[chosen[-1]]
     return [tuple(factor[i] for factor, i in zip(factors, one, strict=True)) for one in chosen]
-
-
-class Shape(NamedTuple):
-    """A fixed-length problem."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads_q: int
-    heads_k: int
-    head_dim: int
-    head_dim_v: int | None = None
-
-    def __str__(self) -> str:
-        text = "b{}-q{}-k{}-h{}:{}-d{}".format(*self[:6])
-        return text if self.head_dim_v is None else f"{text}:{self.head_dim_v}"
-
-
-class Packed(NamedTuple):
-    """A packed problem; ``padding`` tokens follow the last sequence on both sides."""
-
-    lengths_q: tuple[int, ...]
-    lengths_k: tuple[int, ...]
-    heads_q: int
-    heads_k: int
-    head_dim: int
-    head_dim_v: int | None = None
-    padding: int = 0
-
-    def __str__(self) -> str:
-        text = "q{}-k{}".format(*("_".join(map(str, n)) for n in self[:2]))
-        return f"{text}-h{self.heads_q}:{self.heads_k}-d{self.head_dim}-p{self.padding}"
 
 
 # what a layout may be like: rows and columns beyond the sequence, rows of every kind
@@ -136,13 +106,8 @@ def layout_of(
     return layout.to(device)
 
 
-@dataclass
-class Case:
+class Case(numerics.Case):
     """Arguments of one call: what may require grad, and everything else."""
-
-    inputs: dict[str, Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
-    packed: bool = False
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -156,12 +121,6 @@ class Case:
     def __call__(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """Call the function under test: ``(out, lse)``."""
         return self.function(**self.inputs, **{**self.options, "return_lse": True, **changes})
-
-    def with_inputs(self, **changes: Tensor) -> Case:
-        return Case({**self.inputs, **changes}, self.options, self.packed)
-
-    def with_options(self, **changes: Any) -> Case:
-        return Case(self.inputs, {**self.options, **changes}, self.packed)
 
 
 def make_case(
@@ -239,87 +198,6 @@ def paged(case: Case, page_size: int, seed: int = 0) -> Case:
     return Case(inputs, {**case.options, "block_table": table.to(k.device)}, packed=True)
 
 
-def run(
-    case: Case,
-    function: Callable[..., Any] | None = None,
-    *,
-    grad: bool = True,
-    unrounded_out: Tensor | None = None,
-    nudge: float = 0.0,
-) -> dict[str, Tensor]:
-    """Call and differentiate: ``out``, ``lse`` and, with ``grad``, ``dq``, ``dk`` and ``dv``.
-
-    The gradients that arrive at ``out`` and ``lse`` are random and the same whatever the dtype of
-    ``case``, as they are rounded to bf16 first. With ``unrounded_out`` the softmax is
-    differentiated through the rounded output, as a kernel must that keeps ``out`` alone for its
-    backward: ``ds = p * (dp - dout @ out)``, and an error there is one in ``dlse``. ``nudge`` moves
-    all that enters by that relative amount, up or down, and ``dout @ out`` by a quarter of it, as
-    a sum is not rounded like its like in ``dp``, with which it cancels.
-    """
-    function = function or case.function
-    m = Maker(case.inputs["q"].device, torch.float32, seed=2)
-
-    def moved(t: Tensor) -> Tensor:
-        return t * (1 + nudge * m.randn(*t.shape).sign()) if nudge else t
-
-    inputs = {name: moved(t.detach()) for name, t in case.inputs.items()}
-    if not grad:
-        with torch.no_grad():
-            out, lse = function(**inputs, **case.options, return_lse=True)
-        return {"out": out, "lse": lse}
-    leaves = {name: t.requires_grad_() for name, t in inputs.items()}
-    out, lse = function(**leaves, **case.options, return_lse=True)
-    names = [f"d{name}" for name in leaves]
-    if not out.requires_grad and function is case.reference:  # nothing was computed: no sequence
-        zeros = map(torch.zeros_like, inputs.values())
-        return {"out": out, "lse": lse, **dict(zip(names, zeros, strict=True))}
-    dout, dlse = (moved(t) for t in incoming(out, lse))
-    if nudge:
-        terms = (dout * out.detach()).abs().sum(-1).transpose(-1, -2)
-        dlse = dlse + nudge / 4 * terms * m.randn(*terms.shape).sign()
-    if unrounded_out is not None:
-        slip = (dout.double() * (unrounded_out - out.detach().double())).sum(-1)
-        dlse = dlse + slip.transpose(-1, -2).to(dlse.dtype)
-    grads = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, grads, strict=True))}
-
-
-def incoming(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients that arrive at the two outputs of a call."""
-    m = Maker(out.device, torch.bfloat16, seed=1)
-    return m.randn(*out.shape).to(out.dtype), m.randn(*lse.shape).to(lse.dtype)
-
-
-def run_oracle(case: Case, *, grad: bool = True, nudge: float = 0.0) -> dict[str, Tensor]:
-    """Do the same in float64, on the same, already rounded, inputs."""
-    wide = Case({name: t.double() for name, t in case.inputs.items()}, case.options, case.packed)
-    return run(wide, case.reference, grad=grad, nudge=nudge)
-
-
-def run_eager(case: Case, oracle: dict[str, Tensor], *, grad: bool = True) -> dict[str, Tensor]:
-    """Do the same in plain PyTorch: inputs and output in the dtype, scores and LSE in fp32.
-
-    Results are sums, at times of few terms that nearly cancel, and eager is exact by luck there.
-    So where float64 on inputs that are slightly off is further from the oracle, it takes the
-    place of an eager element. Slightly is four units of fp32 for the LSE, which is exact
-    otherwise, and for all else half a unit of a 16-bit dtype, to which a kernel rounds
-    probabilities and their gradients as it multiplies them. An fp32 product on a GPU is three of
-    TF32, and there it is two of their units.
-    """
-    eager = run(case, case.reference, grad=grad, unrounded_out=oracle["out"])
-    q = case.inputs["q"]
-    is_tf32 = q.device.type == "cuda" and q.dtype == torch.float32
-    fine = 2 * TF32X3_UNIT if is_tf32 else 4 * torch.finfo(torch.float32).eps
-    coarse = max(fine, torch.finfo(q.dtype).eps / 2)
-    nudged = run_oracle(case, grad=grad, nudge=coarse)
-    if coarse > fine:
-        nudged["lse"] = run_oracle(case, grad=False, nudge=fine)["lse"]
-    for name, value in eager.items():
-        error, moved = (value.double() - oracle[name]).abs(), (nudged[name] - oracle[name]).abs()
-        eager[name] = torch.where(moved > error, nudged[name], value.double())
-    return eager
-
-
 @contextlib.contextmanager
 def only_portable() -> Iterator[None]:
     """Keep calls from the kernel for Hopper; their layouts must not have been planned for it."""
@@ -349,25 +227,8 @@ def check(case: Case, *, grad: bool = True) -> dict[str, Tensor]:
     if takes_hopper(case):
         with only_portable():
             afresh = case.with_options(layout=copy.copy(case.options["layout"]))
-            _compare(case, run(afresh, grad=grad), oracle, eager)
-    return _compare(case, got, oracle, eager)
-
-
-def _compare(
-    case: Case, got: dict[str, Tensor], oracle: dict[str, Tensor], eager: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    dtype = case.inputs["q"].dtype
-    assert got["out"].dtype == dtype
-    assert got["lse"].dtype == torch.float32
-    for name, value in got.items():
-        if name in ("out", "lse"):
-            assert_no_worse_than_eager(name, value, eager[name], oracle[name])
-            continue
-        assert value.dtype == dtype
-        eps = torch.finfo(dtype).eps
-        eps = max(eps, TF32X3_UNIT) if value.device.type == "cuda" else eps
-        assert_no_worse_than_eager(name, value, eager[name], oracle[name], 3.0, eps)
-    return got
+            compare(case, run(afresh, grad=grad), oracle, eager)
+    return compare(case, got, oracle, eager)
 
 
 def assert_same_sums(got: Iterable[Tensor], want: Iterable[Tensor]) -> None:
