@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attn_common import detect
 from blocksparse_attn._configs import SHORT
-from blocksparse_attn._plans import spec_of
+from blocksparse_attn._kept_lists import spec_of
 
 HEADS_Q, HEADS_K, BATCH = 8, 2, 2
 
@@ -106,7 +106,7 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:
     """Run the backward launcher on meta tensors."""
-    from blocksparse_attn._kernels.backward import launch_backward as launch
+    from blocksparse_attn._kernels.plans import launch_backward as launch
 
     t = config.tensors(seqlen, seqlen)
     q, k, v = t["q"], t["k"], t["v"]

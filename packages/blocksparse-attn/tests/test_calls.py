@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from blocksparse_attn import (
     BlockSparseLayout,
     LocalStridedBlockSparseAttn,
+    _ops,
     blocksparse_attn_func,
     blocksparse_attn_varlen_func,
 )
@@ -190,3 +193,29 @@ def test_a_layout_that_is_gone_takes_its_calls_along(device):
         assert seen() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif(not _ops.interpreted(), reason="on a CPU only the interpreter launches")
+@pytest.mark.parametrize("make", CASES)
+def test_a_warm_call_passes_five_frames_and_makes_no_launch(make, monkeypatch):
+    """Counted from the public function, or from the derivative, to the launch; PyTorch's aside."""
+    from blocksparse_attn._kernels.launch.runtime import Launch
+
+    package = str(Path(_ops.__file__).parent)
+    case = make("cpu")
+    run(case)
+    depths, made = [], []
+
+    def launched(*_arguments: Any) -> None:
+        frame, depth = sys._getframe(1), 1  # the launch itself
+        while frame is not None:
+            depth += frame.f_code.co_filename.startswith(package)
+            frame = frame.f_back
+        depths.append(depth)
+
+    monkeypatch.setattr(Launch, "__call__", launched)
+    monkeypatch.setattr(Launch, "__init__", lambda *arguments: made.append(arguments))
+    run(case)
+    assert depths
+    assert max(depths) <= 5, depths
+    assert not made

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from attn_common import Platform
-from blocksparse_attn import BlockSparseLayout, _configs, _ops, _plans
+from blocksparse_attn import BlockSparseLayout, _configs, _kept_lists, _ops
 from blocksparse_attn._configs import suits_hopper
 from blocksparse_attn.reference import visible_keys
 
@@ -27,25 +27,25 @@ def reverse(request):
 @pytest.fixture
 def serve(monkeypatch):
     """Return a function that has one kernel serve what it may of a call, in two programs."""
-    from blocksparse_attn._kernels.hopper import forward_plan
+    from blocksparse_attn._kernels.hopper import plans
 
     from ._linked.gluon import Kernel
 
     hopper = Platform.parse("nvidia:sm_90")
-    real = forward_plan.hopper_forward_kernel
+    real = plans.hopper_forward_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
-    for module in (_configs, _plans):
+    for module in (_configs, _kept_lists):
         monkeypatch.setattr(module, "suits_hopper", lambda _, *form: suits_hopper(hopper, *form))
     # the portable kernel has its own tests, and is slow to interpret
     monkeypatch.setattr(_numerics, "takes_hopper", lambda _: False)
-    monkeypatch.setattr(forward_plan, "processors", lambda _: 2)
+    monkeypatch.setattr(plans, "processors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(forward_plan, name, lambda _: ticket)
+        monkeypatch.setattr(plans, name, lambda _: ticket)
     kernels = []
 
     def serve(reverse=True):
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(forward_plan, "hopper_forward_kernel", kernels[-1])
+        monkeypatch.setattr(plans, "hopper_forward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

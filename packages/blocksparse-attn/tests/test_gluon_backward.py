@@ -23,12 +23,12 @@ pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interp
 @pytest.fixture
 def backward(monkeypatch):
     """Return a function that has one kernel serve every backward call."""
-    from blocksparse_attn._kernels.hopper import backward_plan
+    from blocksparse_attn._kernels.hopper import plans
 
     from ._linked.gluon import Kernel
 
     hopper = Platform.parse("nvidia:sm_90")
-    real = backward_plan.hopper_backward_kernel
+    real = plans.hopper_backward_kernel
     monkeypatch.setattr(
         _configs, "suits_hopper_backward", lambda _, *form: suits_hopper_backward(hopper, *form)
     )
@@ -41,7 +41,7 @@ def backward(monkeypatch):
 
     def serve(reverse=True):
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(backward_plan, "hopper_backward_kernel", kernels[-1])
+        monkeypatch.setattr(plans, "hopper_backward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -238,21 +238,21 @@ ARRIVE_OWN = "barrier_arrive(EMPTY + stage, EITHER, 4)"
 WAIT_DK = "dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))"
 WAIT_OWN_DK = "dk = hopper.warpgroup_mma_wait(1, deps=(dk,))"
 MISTAKES = [
-    ("_produce", "_wait_for_room(EMPTY + stage, turn - STAGES < both)", "pass"),
-    ("_produce", "turn - STAGES < both", "turn < both"),
-    ("_produce", "_wait_for_room(EMPTY + last % STAGES, last < both)", "pass"),
-    ("_produce", "mbarrier.arrive(q_full.index(stage), count=1)", "pass"),
+    ("produce", "_wait_for_room(EMPTY + stage, turn - STAGES < both)", "pass"),
+    ("produce", "turn - STAGES < both", "turn < both"),
+    ("produce", "_wait_for_room(EMPTY + last % STAGES, last < both)", "pass"),
+    ("produce", "mbarrier.arrive(pipeline.q_full.index(stage), count=1)", "pass"),
     ("_numbers", "other=0.0", "other=INF"),
-    ("_produce", "block == block_1, 0", "block == block_0, 0"),
-    ("_produce", "head = next_head", "pass"),
+    ("_describe", "block == keys.seen_1, 0", "block == keys.seen_0, 0"),
+    ("produce", "item = coming", "item = coming._replace(head=item.head)"),
     ("find_item", "(place < count)", "(place < 99)"),
     ("find_item", "place // 2)", "place)"),
-    ("_consume", "mbarrier.wait(k_full, 0, pred=is_walked)", "pass"),
-    ("_consume", "mbarrier.wait(v_full, 0, pred=is_walked)", "pass"),
-    ("_consume", "mbarrier.wait(q_full.index(turn), 0, pred=is_walked)", "pass"),
-    ("_consume", "gl.where(both > 0, 0, W)", "W * 0"),
-    ("_consume", "parts == 1", "parts >= 1"),
-    ("walk", "turn // STAGES & 1", "(turn // STAGES & 1) ^ 1"),
+    ("_begin", "mbarrier.wait(pipeline.k_full, 0, pred=is_walked)", "pass"),
+    ("_begin", "mbarrier.wait(pipeline.v_full, 0, pred=is_walked)", "pass"),
+    ("_begin", "mbarrier.wait(pipeline.q_full.index(turn), 0, pred=is_walked)", "pass"),
+    ("_begin", "gl.where(both > 0, 0, W)", "W * 0"),
+    ("_leave", "parts == 1", "parts >= 1"),
+    ("_start_step", "turn // TILE.STAGES & 1", "(turn // TILE.STAGES & 1) ^ 1"),
     ("walk", "following // STAGES & 1", "0"),
     ("walk", ", pred=following < total", ""),
     ("walk", "gl.where(turn < both, 0, 1)", "0"),
@@ -262,7 +262,7 @@ MISTAKES = [
     ("walk", "last = pick(fields, SUMS)", "pass"),
     ("multiply_dq", "turn % 2 * 2", "0"),
     ("_consume", "await_made(turn + 1, W)", "pass"),
-    ("_consume", "add_dq(dq_ptr, last, dq, W, HEAD_DIM)", "pass"),
+    ("_consume", "add_dq(sums.dq_ptr, gradients.last, dq, W, TILE.HEAD_DIM)", "pass"),
     ("_consume", "dq = hopper.warpgroup_mma_wait(0, deps=(dq,))", "pass"),
     ("walk", "dp = hopper.warpgroup_mma_wait(1, deps=(dp,))", "pass"),
     ("walk", "dq = hopper.warpgroup_mma_wait(2, deps=(dq,))", "pass"),
@@ -274,20 +274,20 @@ MISTAKES = [
     ("walk_apart", "dq = hopper.warpgroup_mma_wait(1, deps=(dq,))", "pass"),
     ("walk_apart", "more = hopper.warpgroup_mma_wait(1, deps=(more,))", "pass"),
     ("walk_apart", WAIT_OWN_DK, ARRIVE_OWN + "; " + WAIT_OWN_DK),
-    ("walk_apart", "if sums >= 0", "if sums >= -1"),
+    ("walk_apart", "if number >= 0", "if number >= -1"),
     ("find_items", "MOST - gl.max", "1 + MOST - gl.max"),
-    ("find_item", "(block >= low)", "(block > low)"),
+    ("find_item", "(block >= program.low)", "(block > program.low)"),
     ("walk_apart", ", pred=turn < total", ""),
     ("probabilities", "pick(fields, REACH + W)", "64"),
     ("write", "hopper.fence_async_shared()", "pass"),
     ("hopper_backward_kernel", "pid < there", "pid + 1 < there"),
-    ("hopper_backward_kernel", "barriers(STAGES, 2)", "barriers(STAGES, 1)"),
+    ("_allocate", "barriers(STAGES, 2)", "barriers(STAGES, 1)"),
 ]
 
 
 # of what blocks of 32 are put together by
 MISTAKES_OF_PIECES = [
-    ("_produce", "fields = gl.where(field == BITS, bits, fields)", "pass"),
+    ("_describe", "fields = gl.where(field == BITS, item.bits, fields)", "pass"),
     ("find_item", "bits_ptr + first + place", "bits_ptr + first"),
     ("probabilities", "16 * W", "0"),
     ("probabilities", "row // PIECE", "row * 0"),
@@ -298,7 +298,7 @@ MISTAKES_OF_PIECES = [
     ("copy_piece", "(ROWS // PIECE) + i", "(ROWS // PIECE)"),
     ("add_pieces", "warp % WARPS", "warp"),
     ("add_pieces", "warp // WARPS == i", "warp == i"),
-    ("_consume", "owned_ptr += W * (ROWS // PIECE)", "pass"),
+    ("_consume", "sums.owned_ptr + W * (ROWS // PIECE)", "sums.owned_ptr"),
 ]
 
 

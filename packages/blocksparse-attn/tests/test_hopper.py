@@ -14,7 +14,7 @@ from attn_common import detect
 from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn._call import Bounds, Options, Pattern, Tensors, Walks
 from blocksparse_attn._configs import hopper_shape, hopper_tile, takes_hopper_forward
-from blocksparse_attn._plans import spec_of
+from blocksparse_attn._kept_lists import spec_of
 
 from ._aot import Config, launch_forward
 from ._linked.budget import assert_same
@@ -153,14 +153,14 @@ def test_builds(kind, tmp_path):
 @pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
 def test_empty_tensors_are_not_mapped(packed, tokens_q, tokens_k):
     """The copy engine has no map of a tensor without tokens, for whatever lengths a call allows."""
-    from blocksparse_attn._kernels.hopper.forward_plan import HopperForwardPlan
+    from blocksparse_attn._kernels.plans import Plan
 
     q, k = (torch.empty(n, 2, 128, dtype=torch.bfloat16) for n in (tokens_q, tokens_k))
     cu = torch.zeros(3, dtype=torch.int32)
     x = Tensors(q, k, k, cu, cu) if packed else Tensors(q[None], k[None], k[None])
     walk = tuple(torch.zeros(5, dtype=torch.int64) for _ in range(4))
     with recording(HOPPER) as launches:
-        plan = HopperForwardPlan(x, pattern_of(64, 64), Options(0.1, True, 1))
+        plan = Plan(x, pattern_of(64, 64), Options(0.1, True, 1))
         out, lse = plan.forward(x, Walks(tall=walk), Bounds(200, 200))
     assert not launches
     assert not out.any()
@@ -171,7 +171,7 @@ def test_empty_tensors_are_not_mapped(packed, tokens_q, tokens_k):
 def test_maps_of_packed_queries_end_with_their_tensor():
     """Calls of one form differ in the number of tokens, and may begin at the same place."""
     with absent_gpu(HOPPER):
-        from blocksparse_attn._kernels.hopper.forward_plan import PackedForm
+        from blocksparse_attn._kernels.hopper.plans import PackedForm
 
         long, short = (torch.empty(n, 2, 128, dtype=torch.bfloat16) for n in (900, 300))
         form = PackedForm(long, 64, 128)

@@ -13,10 +13,10 @@ from attn_common import cdiv, detect
 from blocksparse_attn import BlockSparseLayout, _configs, api
 from blocksparse_attn._call import Options, Pattern, Tensors
 from blocksparse_attn._configs import hopper_backward_tile, takes_hopper_backward
-from blocksparse_attn._kernels.backward_rows import ROWS, Rows
-from blocksparse_attn._kernels.common import BackwardInputs, Plan
-from blocksparse_attn._kernels.hopper.backward_plan import is_worth_it, launch_backward_hopper
+from blocksparse_attn._kernels.form import Form
 from blocksparse_attn._kernels.hopper.backward_round import PIECE, prepare_kernel, round_kernel
+from blocksparse_attn._kernels.hopper.plans import ROWS, HopperBackward
+from blocksparse_attn._kernels.structures import RowTensors
 from blocksparse_attn._pieces import SIDE, piece_of
 
 from ._aot import Config
@@ -107,7 +107,7 @@ def test_stages_fit_the_barriers_of_the_hardware(head_dim):
 
 
 def plan_of(config, tokens, batch=2):
-    """A plan, and inputs and gradients, of meta tensors."""
+    """A plan, and inputs, what is known of rows, and gradients, of meta tensors."""
     dtype, width_v = getattr(torch, config.dtype), config.head_dim_v or config.head_dim
     leading = (tokens,) if config.packed else (batch, tokens)
     q, k, v, dout = (
@@ -117,14 +117,12 @@ def plan_of(config, tokens, batch=2):
         )
     )  # fmt: skip
     cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if config.packed else None
-    plan = Plan(
-        Tensors(q, k, v, cu, cu),
-        pattern_of(*config.block, config.shared),
-        Options(0.1, config.causal, 1),
-    )
-    rows = torch.empty(batch, 8, tokens, device="meta")
-    grads = tuple(map(torch.empty_like, (q, k, v)))
-    return plan, BackwardInputs(q, k, v, dout, rows, rows, (cu, cu)), grads
+    x = Tensors(q, k, v, cu, cu)
+    options = Options(0.1, config.causal, 1)
+    plan = HopperBackward(Form(x, pattern_of(*config.block, config.shared), options))
+    numbers = torch.empty(batch, 8, tokens, device="meta")
+    rows = RowTensors(dout, dout, numbers, None, numbers, numbers)
+    return plan, x, rows, tuple(map(torch.empty_like, (q, k, v)))
 
 
 @pytest.mark.aot
@@ -139,10 +137,11 @@ def plan_of(config, tokens, batch=2):
 )
 def test_packed_calls_that_are_worth_it(tokens, batch, same, worth):
     with absent_gpu(HOPPER):
-        plan, inputs, _ = plan_of(Config(128, packed=True), tokens, batch)
+        plan, x, *_ = plan_of(Config(128, packed=True), tokens, batch)
         starts = torch.zeros(batch + 1, dtype=torch.int32)
-        inputs = inputs._replace(offsets=(starts, starts if same else starts.clone()))
-        assert is_worth_it(plan, inputs) == worth
+        others = starts if same else starts.clone()
+        x = x._replace(cu_seqlens_q=starts, cu_seqlens_k=others)
+        assert plan.is_worth_it(x) == worth
 
 
 # ---- sums, which lie in the order of the accumulators' registers
@@ -201,18 +200,19 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
     heads_q, heads_k, tiles_q = 4, 2, 3
     out = torch.zeros(1, tokens_q, heads_q, 64, device=device).half()
     lse = torch.zeros(1, heads_q, tokens_q, device=device)
-    rows = Rows(out, out, lse, None, torch.empty_like(lse), torch.empty_like(lse))
+    rows = RowTensors(out, out, lse, None, torch.empty_like(lse), torch.empty_like(lse))
+    numbers = tokens_q, lse.numel(), *out.stride()[:3]
     dq_sums = torch.full((heads_q, tiles_q, 64 * 64), math.nan, device=device)
     sums = [torch.full((heads_k, 3, 64 * d), math.nan, device=device) for d in (64, 128)]
     parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
-    grid, pieces = max(rows.programs, heads_k * 3), dq_sums.numel() // PIECE
+    grid, pieces = max(cdiv(lse.numel(), ROWS), heads_k * 3), dq_sums.numel() // PIECE
     prepare_kernel[(grid,)](
-        *rows, dq_sums, *sums, parts, None, *rows.numbers, heads_q, 1, heads_k, 150, 3, 4,
+        *rows, dq_sums, *sums, parts, None, *numbers, heads_q, 1, heads_k, 150, 3, 4,
         heads_k * 3, cdiv(pieces, grid), pieces,
         PER_HEAD=True, HEAD_DIM_V=64, BLOCK_DV=64, WIDTH=64, WIDTH_V=128, ROW_BYTES_V=16,
         BLOCK=ROWS, PIECE=PIECE, TOKENS=64, num_warps=4,
     )  # fmt: skip
-    for filled in (dq_sums, rows.delta, rows.lse2):
+    for filled in (dq_sums, rows.delta_ptr, rows.lse2_ptr):
         assert not filled.any()
     for given in sums:
         cleared = ~given.isnan().any(2)
@@ -257,9 +257,8 @@ def lists_of(config):
 
 
 def launch(config, tokens=1024):
-    plan, inputs, grads = plan_of(config, tokens)
-    rows = Rows(inputs.dout, inputs.dout, inputs.lse2, None, inputs.delta, inputs.lse2)
-    launch_backward_hopper(plan, inputs, rows, lists_of(config), *grads)
+    plan, x, rows, grads = plan_of(config, tokens)
+    plan(x, rows, lists_of(config), *grads)
 
 
 @pytest.mark.aot
@@ -316,16 +315,14 @@ def served(monkeypatch, device, request):
     """Hold the kernel to the budget of the package, where there is a GPU for it."""
     if not detect(device).is_hopper:
         pytest.skip(f"{detect(device)} is not Hopper")
-    from blocksparse_attn._kernels.hopper import backward_plan
-
     calls = []
-    real = backward_plan.launch_backward_hopper
+    real = HopperBackward.__call__
 
     def launched(*arguments):
         calls.append(arguments)
         return real(*arguments)
 
-    monkeypatch.setattr(backward_plan, "launch_backward_hopper", launched)
+    monkeypatch.setattr(HopperBackward, "__call__", launched)
 
     def serve(case, function=check):
         calls.clear()

@@ -109,19 +109,19 @@ def test_lists_of_keys(block, seed, causal):
 
 
 def test_lists_are_made_once(device):
-    from blocksparse_attn import _plans, blocksparse_attn_func
+    from blocksparse_attn import _kept_lists, blocksparse_attn_func
 
     layout = BlockSparseLayout.local_strided(2, 64, 16, 2, 3, device=device)
-    lists = [_plans.lists_for(layout, "tall", 1, 16, 4, True) for _ in range(2)]
+    lists = [_kept_lists.lists_for(layout, "tall", 1, 16, 4, True) for _ in range(2)]
     assert lists[0] is lists[1]
     # another layer of other heads may want other lists; the same spec shares them
-    other = _plans.lists_for(layout, "tall", 1, 8, 4, True)
+    other = _kept_lists.lists_for(layout, "tall", 1, 8, 4, True)
     assert other is lists[0]
     x = torch.randn(1, 64, 2, 16, device=device)
     before = blocksparse_attn_func(x, x, x, layout)
-    known = len(layout._plans)
+    known = len(layout._kept_lists)
     assert torch.equal(blocksparse_attn_func(x, x, x, layout), before)
-    assert len(layout._plans) == known
+    assert len(layout._kept_lists) == known
 
 
 class Stream:
@@ -147,26 +147,26 @@ class Part:
 
 
 def test_streams_wait_for_all_that_others_planned(monkeypatch):
-    from blocksparse_attn import _plans
+    from blocksparse_attn import _kept_lists
 
-    layout = SimpleNamespace(device=torch.device("cuda", 0), _plans={}, _ready=None)
+    layout = SimpleNamespace(device=torch.device("cuda", 0), _kept_lists={}, _ready=None)
     first, second, third = streams = [Stream(i) for i in range(3)]
     now = [first]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
-    monkeypatch.setattr(_plans, "is_capturing", lambda _: capturing)
+    monkeypatch.setattr(_kept_lists, "is_capturing", lambda _: capturing)
     capturing = False
     parts = [Part(), Part()]
-    _plans.join(layout)  # nothing is planned
+    _kept_lists.join(layout)  # nothing is planned
     for now[0], part in zip((first, second), parts, strict=True):
-        _plans.keep(layout, (part,), (part,))
+        _kept_lists.keep(layout, (part,), (part,))
     made = set(second.seen)
     assert first.seen < made
     now[0], capturing = third, True
-    _plans.join(layout)
+    _kept_lists.join(layout)
     assert not third.seen
     capturing = False
-    _plans.join(layout)
-    _plans.join(layout)
+    _kept_lists.join(layout)
+    _kept_lists.join(layout)
     assert third.seen == made
     assert [part.readers for part in parts] == [[1, 2], [2]]
     assert layout._ready.streams == {stream.cuda_stream for stream in streams[1:]}
@@ -177,6 +177,6 @@ def test_what_is_prepared_is_what_calls_walk(in_pages, device):
     case = make_packed(Packed((20, 3), (40, 9), 4, 2, 16), torch.float32, device)
     case = paged(case, 16) if in_pages else case
     layout = case.options["layout"].prepare(4, 2, 16, torch.float32, paged=in_pages)
-    known = set(layout._plans)
+    known = set(layout._kept_lists)
     run(case, grad=False)
-    assert set(layout._plans) == known
+    assert set(layout._kept_lists) == known

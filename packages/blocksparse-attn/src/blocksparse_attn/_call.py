@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -56,10 +56,31 @@ class Walks(NamedTuple):
     pairs: tuple[Tensor, ...] = ()
 
 
+class Plan(Protocol):
+    """How calls of one form are launched past the operators; see ``_kernels/plans.py``."""
+
+    def forward(self, x: Tensors, walks: Walks, bounds: Bounds) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)``."""
+
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+
+    def backward(
+        self,
+        x: Tensors,
+        walks: Walks,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(dq, dk, dv)`` of tensors that fit."""
+
+
 class Checked(NamedTuple):
     """What is known of every call of one form with one layout."""
 
     options: Options
     walks: Walks
     # how to launch it past the operators; None where they have to be asked
-    plan: Any = None
+    plan: Plan | None = None

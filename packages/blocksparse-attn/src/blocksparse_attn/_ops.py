@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
 from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
+from ._kept_lists import lists_for, make_lists, spec_of, walks_lists
 from ._linked.host.arguments import on_one_device
 from ._linked.host.forms import interpreted
 from ._linked.host.internals import is_plain_tensor, is_watched, refuse_tangents
 from ._lists import ListSpec
 from ._pairs import sizes_of
 from ._pieces import SIDE, piece_of
-from ._plans import lists_for, make_lists, spec_of, walks_lists
 from .layout import BlockSparseLayout
 
 __all__ = ["attention", "backward", "checked", "forward", "plan"]
@@ -132,7 +132,7 @@ def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_triton(*arguments: Any) -> Grads:
-    from ._kernels.backward import launch_backward
+    from ._kernels.plans import launch_backward
 
     result: Grads = launch_backward(*arguments)  # type: ignore[no-untyped-call]
     return result
@@ -230,12 +230,12 @@ def checked(
     walks = _walks(x, layout, bounds, options)
     if not (planned and walks_lists(x.q.device)):
         return Checked(options, walks)
-    from ._kernels.common import is_served_as_is
-    from ._kernels.plans import plan_forward
+    from ._kernels.form import is_served_as_is
+    from ._kernels.plans import Plan
 
     if not is_served_as_is(x):  # copies come first
         return Checked(options, walks)
-    return Checked(options, walks, plan_forward(x, layout._pattern, options, is_kept=True))
+    return Checked(options, walks, Plan(x, layout._pattern, options, is_kept=True))
 
 
 def _walks(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options) -> Walks:
@@ -357,7 +357,7 @@ def attention(
             *x[:5], crow, col, pattern, bounds, options, None, counts, *lists
         )
     if plan is not None:
-        return plan.forward(x, walks, bounds)  # type: ignore[no-any-return]
+        return plan.forward(x, walks, bounds)
     return forward(  # type: ignore[no-any-return]
         *x, list(walks.tall), list(walks.short), crow, col, *pattern[2:], *bounds, *options
     )

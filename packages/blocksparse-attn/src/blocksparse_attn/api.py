@@ -9,9 +9,9 @@ from torch import Tensor
 from . import _checks, _ops
 from ._call import Bounds, Checked, Options, Tensors
 from ._configs import SHORT, repeats
+from ._kept_lists import is_capturing, stream_of
 from ._linked.host import arguments
 from ._linked.host.forms import form_of
-from ._plans import is_capturing, stream_of
 from .layout import BlockSparseLayout
 
 Result = Tensor | tuple[Tensor, Tensor]

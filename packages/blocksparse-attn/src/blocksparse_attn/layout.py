@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
 from ._call import Checked, Pattern
+from ._kept_lists import Readiness, join, keep, lists_for, walks_lists
 from ._layout_checks import (
     check_block_size,
     check_count,
@@ -25,9 +26,6 @@ from ._linked.host.forms import Memory
 from ._lists import Lists, dense_of, query_lists
 from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
 from ._plot import draw
-
-if TYPE_CHECKING:
-    from ._plans import Readiness
 
 # rows of queries that the largest tile holds
 TALL = 128
@@ -111,7 +109,7 @@ class BlockSparseLayout:
             # the second time what the operators' fakes have asked meanwhile
             detect(col.device)
         # ``Lists``, or ``Pairs``
-        self._plans: dict[Any, tuple[Tensor, ...]] = {}
+        self._kept_lists: dict[Any, tuple[Tensor, ...]] = {}
         self._ready: Readiness | None = None
         self._calls: Memory[Checked] = Memory()
         self._hash: int | None = None
@@ -344,7 +342,6 @@ class BlockSparseLayout:
             TypeError, ValueError: if the numbers are no heads of calls that the layout fits.
         """
         from ._configs import has_few_pieces, suits_hopper_backward
-        from ._plans import lists_for, walks_lists
 
         check_heads(self._num_heads, heads_q, heads_k, head_dim)
         if walks_lists(self.device):
@@ -362,16 +359,14 @@ class BlockSparseLayout:
     # ---- a value
 
     def _canonical(self) -> tuple[Tensor, Tensor]:
-        from ._plans import join, keep
-
         join(self)
-        if "canonical" not in self._plans:
+        if "canonical" not in self._kept_lists:
             span = self._block_size[0]
             lists = query_lists(
                 self._crow, self._col, self._num_cols, self._block_size, span, 1, 1, False
             )
             keep(self, ("canonical",), lists)
-        return canonical(Lists(*self._plans["canonical"]))
+        return canonical(Lists(*self._kept_lists["canonical"]))
 
     def _shape(self) -> tuple[Any, ...]:
         return (

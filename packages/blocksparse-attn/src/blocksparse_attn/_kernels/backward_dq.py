@@ -1,12 +1,9 @@
 """Gradient of the queries: one program owns a tile of queries and walks the keys it keeps."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 from ._linked.primitives import INF, LOG2E, dot, dot_add
-from .common import NUMBERS, POINTERS
 from .primitives import (
     NO_BLOCK,
     count_steps,
@@ -18,73 +15,76 @@ from .primitives import (
     tokens_of,
 )
 from .schedule import key_walk, locate_queries
+from .structures import (
+    Grid,
+    Keys,
+    Options,
+    QueryNumbers,
+    QueryOptions,
+    QueryTensors,
+    Ranges,
+    Rows,
+    RowValues,
+    TileOptions,
+)
 
 
 @triton.jit
 def _dq_walk(
-    dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_vs, items_ptr, members_ptr,
-    first_a, count_a, first_b, count_b,
-    positions, bits, first_position, last_position, span_start, seqlen_k, scale,
-    MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROW_MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ROW_BYTES: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    dq, values, keys_at, ranges, rows, tensors, numbers, MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys contribute to a tile of dq: masked steps, or whole ones."""
-    HAS_MEMBERS: tl.constexpr = MASKED and ROW_MEMBERS > 1
-    cols_d = tl.arange(0, BLOCK_D)
-    cols_dv = tl.arange(0, BLOCK_DV)
-    block = fetch(
-        items_ptr, 0, first_a, count_a, first_b, count_b, first_b, 0, NO_BLOCK,
-        BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    HAS_MEMBERS: tl.constexpr = MASKED and QUERIES.ROW_MEMBERS > 1
+    BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    PRECISION: tl.constexpr = TILE.PRECISION
+    UPCAST: tl.constexpr = TILE.UPCAST
+    cols_d = tl.arange(0, OPTIONS.BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
+    block = fetch(tensors.items_ptr, keys_at.first_step, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
     members = 1
     if HAS_MEMBERS:
-        members = fetch(
-            members_ptr, 0, first_a, count_a, first_b, count_b, first_b, 0, 0, BLOCK_N, BLOCK_K
-        )
-    for step in tl.range(0, count_steps(count_a + count_b, BLOCK_N, BLOCK_K)):
+        members = fetch(tensors.members_ptr, keys_at.first_step, ranges, 0, BLOCK_N, BLOCK_K)
+    for step in tl.range(keys_at.first_step, keys_at.last_step):
         keys = tokens_of(block, step, BLOCK_N, BLOCK_K)
         live = keys >= 0
         if MASKED:
             live = live_keys(
-                keys, members, first_position, last_position, span_start, seqlen_k,
-                IS_CAUSAL, BLOCK_Q, ROW_MEMBERS,
-            )  # fmt: skip
+                keys, members, rows, OPTIONS.IS_CAUSAL, OPTIONS.BLOCK_Q, QUERIES.ROW_MEMBERS
+            )
         keys_64 = keys.to(tl.int64)
         k_t = load_tile_transposed(
-            k_base, keys_64 * stride_ks, live, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, MASKED
-        )  # [D, N]
+            keys_at.k_base, keys_64 * numbers.stride_ks, live, cols_d, OPTIONS.HEAD_DIM,
+            OPTIONS.BLOCK_D, OPTIONS.ROW_BYTES, MASKED,
+        )  # [BLOCK_D, BLOCK_N]  # fmt: skip
         v_t = load_tile_transposed(
-            v_base, keys_64 * stride_vs, live, cols_dv, HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, MASKED
-        )  # [DV, N]
-        products = dot(q, k_t, PRECISION, UPCAST)  # [M, N]
-        dp = dot(dout, v_t, PRECISION, UPCAST)  # [M, N]
-        p = tl.exp2(products * (scale * LOG2E) - lse2[:, None])
+            keys_at.v_base, keys_64 * numbers.stride_vs, live, cols_dv, OPTIONS.HEAD_DIM_V,
+            OPTIONS.BLOCK_DV, OPTIONS.ROW_BYTES_V, MASKED,
+        )  # [BLOCK_DV, BLOCK_N]  # fmt: skip
+        products = dot(values.q, k_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
+        dp = dot(values.dout, v_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
+        p = tl.exp2(products * (numbers.scale * LOG2E) - values.lse2[:, None])
         if MASKED:
-            if IS_CAUSAL:
-                visible = keys[None, :] <= positions[:, None]
+            if OPTIONS.IS_CAUSAL:
+                visible = keys[None, :] <= rows.positions[:, None]
             else:
-                visible = (keys < seqlen_k)[None, :] & (positions >= 0)[:, None]
+                visible = (keys < rows.seqlen_k)[None, :] & (rows.positions >= 0)[:, None]
             if HAS_MEMBERS:
-                visible &= keeps(members, bits, BLOCK_N, BLOCK_K)
+                visible &= keeps(members, rows.bits, BLOCK_N, BLOCK_K)
             p = tl.where(visible, p, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq = dot_add(dq, ds, tl.trans(k_t), PRECISION, UPCAST)  # [M, D]
-        block = fetch(
-            items_ptr, step + 1, first_a, count_a, first_b, count_b, first_b, 0, NO_BLOCK,
-            BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        ds = p * (dp - values.delta[:, None])  # [BLOCK_M, BLOCK_N]
+        dq = dot_add(dq, ds, tl.trans(k_t), PRECISION, UPCAST)  # [BLOCK_M, BLOCK_D]
+        block = fetch(tensors.items_ptr, step + 1, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
         if HAS_MEMBERS:
-            members = fetch(
-                members_ptr, step + 1, first_a, count_a, first_b, count_b, first_b, 0, 0,
-                BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            members = fetch(tensors.members_ptr, step + 1, ranges, 0, BLOCK_N, BLOCK_K)
     return dq
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+@triton.jit(
+    do_not_specialize=QueryNumbers._fields,
+    do_not_specialize_on_alignment=QueryTensors._fields,
+)
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
     begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
@@ -93,48 +93,52 @@ def _dq_kernel(
     stride_qb, stride_qs, stride_qh,
     stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh,
-    GROUP: tl.constexpr,  # query heads per key head
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,  # of the layout
-    BLOCK_K: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    PER_HEAD: tl.constexpr,  # lists of each head, or one for all
-    POSITIONS: tl.constexpr,  # of a tile
-    HEADS: tl.constexpr,  # of a tile, from one group
-    PACKS: tl.constexpr,  # tiles that hold all heads of a group
-    SPAN: tl.constexpr,  # positions of a list's owner
-    ROW_MEMBERS: tl.constexpr,  # rows of blocks in a tile
-    HEAD_MEMBERS: tl.constexpr,  # here 1
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, IS_CAUSAL: tl.constexpr, PER_HEAD: tl.constexpr,
+    POSITIONS: tl.constexpr, HEADS: tl.constexpr, PACKS: tl.constexpr, SPAN: tl.constexpr,
+    ROW_MEMBERS: tl.constexpr, HEAD_MEMBERS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of dq."""
-    units = heads_q // GROUP * PACKS
-    tile, is_alive, sequence, unit, _split, q_start, k_start, seqlen_q, seqlen_k = locate_queries(
-        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k,
-        tiles, span, 1, POSITIONS, False, IS_CAUSAL, 0,
+    """``dq = scale * (p * (dout v^T - delta)) k`` of one tile of queries.
+
+    ``p = exp(scale * q k^T - lse)`` over the kept blocks.
+    """
+    tensors = QueryTensors(
+        q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, begin_ptr, whole_ptr,
+        items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     )  # fmt: skip
+    numbers = QueryNumbers(
+        scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, extent_k,
+        stride_dob, stride_dos, stride_doh, stride_qb, stride_qs, stride_qh,
+        stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    )  # fmt: skip
+    OPTIONS: tl.constexpr = Options(
+        GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROW_BYTES, ROW_BYTES_V, BLOCK_Q, BLOCK_K,
+        IS_CAUSAL, PER_HEAD,
+    )  # fmt: skip
+    QUERIES: tl.constexpr = QueryOptions(POSITIONS, HEADS, PACKS, SPAN, ROW_MEMBERS, HEAD_MEMBERS)
+    TILE: tl.constexpr = TileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST)
+    units = heads_q // GROUP * PACKS
+    grid = Grid(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, 1
+    )
+    work = locate_queries(tl.program_id(0), grid, POSITIONS, False, IS_CAUSAL, 0)
+    tile, is_alive, sequence, unit, _, q_start, k_start, seqlen_q, seqlen_k = work
     if not is_alive:
         return
     # padding around the sequences has no row in per-sequence tensors
     batch_64 = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
     head_k = unit // PACKS
-    m = tl.arange(0, BLOCK_M)
+    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     in_group = unit % PACKS * HEADS + m % HEADS
     positions = tile * POSITIONS + m // HEADS
     rows = positions - (seqlen_k - seqlen_q)
     heads = (head_k * GROUP + in_group).to(tl.int64)
     inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
     rows_64 = rows.to(tl.int64)
-    cols_d = tl.arange(0, BLOCK_D)
-    cols_dv = tl.arange(0, BLOCK_DV)
+    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     if cu_seqlens_q_ptr is None:
         row_at = (batch_64 * heads_q + heads) * tokens_q + rows
         token = batch_64 * tokens_q
@@ -148,12 +152,12 @@ def _dq_kernel(
     q = load_tile(
         q_ptr + batch_64 * stride_qb + q_start * stride_qs,
         rows_64 * stride_qs + heads * stride_qh, sees, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True,
-    )  # [M, D]  # fmt: skip
+    )  # [BLOCK_M, BLOCK_D]  # fmt: skip
     dout = load_tile(
         dout_ptr + batch_64 * stride_dob + q_start * stride_dos,
         rows_64 * stride_dos + heads * stride_doh, sees, cols_dv, HEAD_DIM_V, BLOCK_DV,
         ROW_BYTES_V, True,
-    )  # [M, DV]  # fmt: skip
+    )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
     head_k_64 = head_k.to(tl.int64)
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
@@ -163,24 +167,20 @@ def _dq_kernel(
     span_start = tile * POSITIONS // SPAN * SPAN
     bits = tl.maximum(positions - span_start, 0) // BLOCK_Q
     PER_STEP: tl.constexpr = BLOCK_N // BLOCK_K if BLOCK_N > BLOCK_K else 1
-    start, whole, rest, rests, cut, cuts = key_walk(
-        begin_ptr, whole_ptr, items_ptr, unit, tile, list_rows, last_position, seqlen_k, extent_k,
-        POSITIONS, SPAN, BLOCK_K, PER_STEP, IS_CAUSAL, PER_HEAD,
-    )  # fmt: skip
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    walk = key_walk(work, last_position, tensors, numbers, OPTIONS, QUERIES, PER_STEP)
+    values = RowValues(q, dout, lse2, delta)
+    standing = Rows(positions, bits, first_position, last_position, span_start, seqlen_k)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     for masked in tl.static_range(2):
         if masked == 1:
-            first_a, count_a, first_b, count_b = rest, rests, cut, cuts
+            ranges = Ranges(walk.rest, walk.rests, walk.cut, walk.cuts, walk.cut, 0)
         else:
-            first_a, count_a, first_b, count_b = start, whole, start, cuts * 0
+            ranges = Ranges(walk.start, walk.whole, walk.start, walk.cuts * 0, walk.start, 0)
+        steps = count_steps(ranges.count_a + ranges.count_b, BLOCK_N, BLOCK_K)
+        keys = Keys(k_base, v_base, None, 0, steps)
         dq = _dq_walk(
-            dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_vs, items_ptr, members_ptr,
-            first_a, count_a, first_b, count_b,
-            positions, bits, first_position, last_position, span_start, seqlen_k, scale,
-            MASKED=masked == 1, IS_CAUSAL=IS_CAUSAL, BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K,
-            ROW_MEMBERS=ROW_MEMBERS, HEAD_DIM=HEAD_DIM, HEAD_DIM_V=HEAD_DIM_V, BLOCK_D=BLOCK_D,
-            BLOCK_DV=BLOCK_DV, ROW_BYTES=ROW_BYTES, ROW_BYTES_V=ROW_BYTES_V, BLOCK_N=BLOCK_N,
-            PRECISION=PRECISION, UPCAST=UPCAST,
+            dq, values, keys, ranges, standing, tensors, numbers, masked == 1, OPTIONS, QUERIES,
+            TILE,
         )  # fmt: skip
     # dq is contiguous: [tokens, heads_q, HEAD_DIM]
     first_row = tile * POSITIONS - (seqlen_k - seqlen_q)
@@ -191,21 +191,4 @@ def _dq_kernel(
     tl.store(
         dq_ptr + (at[:, None] + cols_d[None, :]), (dq * scale).to(dq_ptr.dtype.element_ty),
         mask=inside[:, None] & (cols_d < HEAD_DIM)[None, :],
-    )  # fmt: skip
-
-
-def launch_dq(plan, inputs, walk, dq):
-    """Fill ``dq``."""
-    queries = plan.backward_tiles
-    tokens_q, tokens_k = inputs.q.shape[-3], inputs.k.shape[-3]
-    tiles = queries.count(tokens_q, tokens_k)
-    launch = plan.launch(_dq_kernel, None, queries.constants, None, queries.tile)
-    launch(
-        queries.programs(tiles),
-        (*inputs[:6], dq, *walk, *inputs.offsets),
-        (
-            plan.options.softmax_scale, *plan.sizes(inputs.q, inputs.k), tiles,
-            queries.span(tokens_k), queries.list_rows, plan.extent_k, *inputs.dout_strides,
-            *plan.strides,
-        ),
     )  # fmt: skip

@@ -1,31 +1,29 @@
 """The end of a forward tile: writing its rows, or merging what splits of its keys found."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
-from .._configs import SHORT
 from ._linked.primitives import LN2, NEG_INF
-from .common import NUMBERS, POINTERS
 from .schedule import locate_queries
+from .structures import Grid, MergeNumbers, MergeTensors
 
 
 @triton.jit
 def store_rows(
-    out_ptr, lse_ptr, out, lse2, cu_seqlens_q_ptr, batch_64, q_start, first_row, first_head, inside,
-    heads_q, tokens_q, HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    out, lse2, batch_64, q_start, first_row, first_head, inside, tensors, numbers,
+    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of a tile, and their log-sum-exp in natural units.
 
     Addresses are a scalar in 64 bits and what a tile spans in 32: they live through the walk.
     """
-    m = tl.arange(0, BLOCK_M)
-    cols_dv = tl.arange(0, BLOCK_DV)
+    out_ptr, lse_ptr = tensors.out_ptr, tensors.lse_ptr
+    heads_q, tokens_q = numbers.heads_q, numbers.tokens_q
+    m = tl.arange(0, out.shape[0])  # [BLOCK_M]
+    cols_dv = tl.arange(0, out.shape[1])  # [BLOCK_DV]
     first_row = first_row.to(tl.int64)
     first_head = first_head.to(tl.int64)
-    if cu_seqlens_q_ptr is None:
+    if tensors.cu_seqlens_q_ptr is None:
         token = batch_64 * tokens_q + first_row
         lse_ptr += (batch_64 * heads_q + first_head) * tokens_q + first_row
     else:
@@ -41,7 +39,10 @@ def store_rows(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+@triton.jit(
+    do_not_specialize=MergeNumbers._fields,
+    do_not_specialize_on_alignment=MergeTensors._fields,
+)
 def _merge_kernel(
     part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     batch, heads_q, tokens_q, tokens_k, tiles, splits,
@@ -49,12 +50,15 @@ def _merge_kernel(
     POSITIONS: tl.constexpr, HEADS: tl.constexpr, PACKS: tl.constexpr, SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Merge what the splits of a short tile found over their keys."""
+    """``out = sum(exp(lse_i) out_i) / sum(exp(lse_i))`` over the splits of a short tile."""
+    tensors = MergeTensors(
+        part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr
+    )
+    numbers = MergeNumbers(batch, heads_q, tokens_q, tokens_k, tiles, splits)
     units = heads_q // GROUP * PACKS
-    tile, is_alive, sequence, unit, _split, q_start, _k_start, seqlen_q, seqlen_k = locate_queries(
-        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k,
-        tiles, 1, 1, POSITIONS, True, True, SHORT,
-    )  # fmt: skip
+    grid = Grid(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, 1, 1)
+    work = locate_queries(tl.program_id(0), grid, POSITIONS, True, True, SHORT)
+    tile, is_alive, sequence, unit, _, q_start, _, seqlen_q, seqlen_k = work
     if not is_alive:
         return
     m = tl.arange(0, BLOCK_M)
@@ -82,21 +86,7 @@ def _merge_kernel(
         m_i = m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_rows(
-        out_ptr, lse_ptr, acc / l_safe[:, None],
-        tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe)),
-        cu_seqlens_q_ptr, sequence.to(tl.int64), q_start,
-        tile * POSITIONS - (seqlen_k - seqlen_q), unit // PACKS * GROUP + unit % PACKS * HEADS,
-        inside, heads_q, tokens_q, HEADS, HEAD_DIM_V, BLOCK_M, BLOCK_DV,
+        acc / l_safe[:, None], tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe)),
+        sequence.to(tl.int64), q_start, tile * POSITIONS - (seqlen_k - seqlen_q),
+        unit // PACKS * GROUP + unit % PACKS * HEADS, inside, tensors, numbers, HEADS, HEAD_DIM_V,
     )  # fmt: skip
-
-
-def launch_merge(plan, queries, x, written, tiles, splits, programs):
-    """Fill the rows of short tiles from their parts."""
-    names = ("GROUP", "HEAD_DIM_V", "BLOCK_DV", "POSITIONS", "HEADS", "PACKS")
-    launch = plan.launch(_merge_kernel, None, queries.constants, names, queries.tile, SHORT=SHORT)
-    out, lse, *parts = written
-    launch(
-        programs,
-        (*parts, out, lse, x.cu_seqlens_q, x.cu_seqlens_k),
-        (*plan.sizes(x.q, x.k), tiles, splits),
-    )

@@ -1,26 +1,345 @@
-"""Which plan serves a call: that of the kernel for Hopper, or the portable one."""
+"""How calls are launched: the plan of each form, and the two launchers that operators call.
+
+Forward: one program owns a tile of queries. Sequences of a few queries have tiles of their own,
+over whose keys several programs may be split. Backward: first two numbers per row; then dk and dv
+by tiles of keys, which walk the transposed layout, and dq by tiles of queries, which walk the
+layout. The method is FlashAttention-2's (Dao, 2023). On Hopper kernels of ``hopper`` serve what
+they can of either pass.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+from typing import Any
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from .. import _configs
 from .._call import Bounds, Options, Pattern, Tensors, Walks
-from .._configs import takes_hopper_forward
-from .common import readable
-from .forward import ForwardPlan
-from .launch.runtime import first_columns
+from .._configs import (
+    SHORT,
+    backward_dkdv_tile,
+    backward_dq_shape,
+    short_shape,
+    takes_hopper_forward,
+    tall_shape,
+)
+from .._linked.host.forms import interpreted
+from .backward_dkdv import _dkdv_kernel
+from .backward_dq import _dq_kernel
+from .backward_rows import _row_kernel
+from .form import Form, QueryTiles, launch_of, launch_on, processors, readable
+from .forward import _forward_kernel
+from .launch.runtime import aligned, dense, first_columns, token_strides, widened
+from .merge import _merge_kernel
+from .structures import (
+    ForwardNumbers,
+    ForwardOptions,
+    ForwardTensors,
+    KeyNumbers,
+    KeyTensors,
+    MergeNumbers,
+    MergeOptions,
+    MergeTensors,
+    QueryNumbers,
+    QueryTensors,
+    RowNumbers,
+    RowOptions,
+    RowTensors,
+)
+
+# programs per multiprocessor that a decode is split into, and the least steps of a program
+WAVES = 4
+LEAST_STEPS = 4
+# rows per program of the launch that numbers them
+ROWS = 32
+
+# a grid, tensors and numbers: what a launch is called with
+Arguments = tuple[int, tuple[Any, ...], tuple[Any, ...]]
 
 
-def plan_forward(
-    x: Tensors, pattern: Pattern, options: Options, is_kept: bool = False
-) -> ForwardPlan:
-    """Return the plan of a call, or if it ``is_kept`` of all calls of its form.
+class Plan:
+    """The launches of all calls of one form.
 
-    Their tensors are as ``readable`` leaves them.
+    Args:
+        x: tensors of a call, as ``readable`` leaves them.
+        pattern: what depends on its layout.
+        options: what is no tensor.
+        is_kept: whether the plan serves later calls.
     """
-    if takes_hopper_forward(x, pattern, options):
-        from .hopper.forward_plan import HopperForwardPlan
 
-        return HopperForwardPlan(x, pattern, options, is_kept)
-    return ForwardPlan(x, pattern, options)  # type: ignore[no-untyped-call]
+    def __init__(
+        self, x: Tensors, pattern: Pattern, options: Options, is_kept: bool = False
+    ) -> None:
+        form = self._form = Form(x, pattern, options)
+        if takes_hopper_forward(x, pattern, options):
+            from .hopper.plans import HopperForward
+
+            self._tall: Any = HopperForward(form, x, is_kept)
+        else:
+            self._tall = TallForward(form, x)
+        self._short = ShortForward(form, x)
+
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+        return self._form.fits(x)
+
+    def forward(self, x: Tensors, walks: Walks, bounds: Bounds) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them.
+
+        Launches are called here, and nowhere further down: each frame takes its time.
+        """
+        form, q = self._form, x.q
+        out = q.new_empty((*q.shape[:-1], form.head_dim_v))
+        per_head = (form.heads_q, q.shape[-3])
+        lse_shape = per_head if form.is_packed else (form.batch, *per_head)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if form.batch == 0:  # a packed call may hold nothing but padding
+            return out.zero_(), lse.fill_(-math.inf)
+        if walks.tall:
+            self._tall.launch(*self._tall.arguments(x, walks.tall, out, lse))
+        if walks.short:
+            short = self._short
+            split = short.split(x, bounds)
+            fills = form.is_packed and not walks.tall
+            launch = short.launches[split.splits > 1]
+            launch(*short.arguments(x, walks.short, out, lse, split, fills))
+            if split.splits > 1:
+                short.merge(*short.merge_arguments(x, out, lse, split))
+        return out, lse
+
+    @functools.cached_property
+    def _backward(self) -> BackwardPlan:
+        return BackwardPlan(self._form)
+
+    def backward(
+        self,
+        x: Tensors,
+        walks: Walks,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(dq, dk, dv)`` of tensors that fit."""
+        return self._backward(x, walks, out, lse, dout, dlse)
+
+
+class TallForward:
+    """The portable launch for sequences of many queries."""
+
+    def __init__(self, form: Form, x: Tensors) -> None:
+        self._form = form
+        self._queries = QueryTiles(form, tall_shape(form.platform, *form.choice))
+        self.launch = _forward_launch(form, x, self._queries, is_short=False)
+
+    def arguments(
+        self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
+    ) -> Arguments:
+        """Return what the launch is called with."""
+        queries = self._queries
+        tiles = queries.count(x.q.shape[-3], x.k.shape[-3])
+        written = out, lse, None, None
+        tensors, numbers = _forward_arguments(
+            self._form, queries, x, walk, written, tiles, 1, False
+        )
+        return queries.programs(tiles), tensors, numbers
+
+
+class Split:
+    """How the tiles of a few queries are shared out, and where what splits find is kept."""
+
+    def __init__(self, form: Form, queries: QueryTiles, x: Tensors, bounds: Bounds) -> None:
+        # a tile may begin ahead of the sequence's first query
+        longest = min(bounds.seqlen_q, SHORT)
+        self.tiles = cdiv(longest - 1, queries.shape.positions) + 1 if longest > 1 else 1
+        self.programs = form.batch * self.tiles * queries.units
+        self.splits = form.options.num_splits or self._wanted(form, queries, x, bounds)
+        self.parts: tuple[Tensor | None, Tensor | None] = None, None
+        if self.splits > 1:
+            rows = self.programs * self.splits * queries.tile.block_m
+            self.parts = (
+                x.q.new_empty((rows, form.head_dim_v), dtype=torch.float32),
+                x.q.new_empty((rows,), dtype=torch.float32),
+            )
+
+    def _wanted(self, form: Form, queries: QueryTiles, x: Tensors, bounds: Bounds) -> int:
+        pattern, shape = form.pattern, queries.shape
+        blocks = min(pattern.max_row * shape.pack, cdiv(bounds.seqlen_k, pattern.block_k))
+        steps = cdiv(blocks * pattern.block_k, shape.tile.block_n)
+        wanted = cdiv(WAVES * processors(x.q.device), max(self.programs, 1))
+        return max(1, min(wanted, steps // LEAST_STEPS, 64))
+
+
+class ShortForward:
+    """The launches for sequences of a few queries, without splits and with them."""
+
+    def __init__(self, form: Form, x: Tensors) -> None:
+        self._form = form
+        queries = self._queries = QueryTiles(form, short_shape(form.platform, *form.choice[:-1]))
+        self.launches = tuple(_forward_launch(form, x, queries, is_short=True) for _ in range(2))
+        constants, rows = form.constants, queries.constants
+        options = MergeOptions(
+            constants.GROUP, constants.HEAD_DIM_V, constants.BLOCK_DV, rows.POSITIONS, rows.HEADS,
+            rows.PACKS, SHORT,
+        )  # fmt: skip
+        self.merge = launch_on(_merge_kernel, queries.tile, options)
+
+    def split(self, x: Tensors, bounds: Bounds) -> Split:
+        """Share out the tiles of a call."""
+        return Split(self._form, self._queries, x, bounds)
+
+    def arguments(
+        self,
+        x: Tensors,
+        walk: tuple[Tensor, ...],
+        out: Tensor,
+        lse: Tensor,
+        split: Split,
+        fills: bool,
+    ) -> Arguments:
+        """Return what the launch is called with; it may have to write what padding gives."""
+        tensors, numbers = _forward_arguments(
+            self._form, self._queries, x, walk, (out, lse, *split.parts), split.tiles,
+            split.splits, fills,
+        )  # fmt: skip
+        return split.programs * split.splits, tensors, numbers
+
+    def merge_arguments(self, x: Tensors, out: Tensor, lse: Tensor, split: Split) -> Arguments:
+        """Return what the launch that merges splits is called with."""
+        form = self._form
+        tensors = MergeTensors(*split.parts, out, lse, x.cu_seqlens_q, x.cu_seqlens_k)
+        numbers = MergeNumbers(
+            form.batch, form.heads_q, x.q.shape[-3], x.k.shape[-3], split.tiles, split.splits
+        )
+        return split.programs, tensors, numbers
+
+
+def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool) -> Any:
+    options = ForwardOptions(
+        PAGE=0 if x.block_table is None else x.k.shape[1],
+        IS_SHORT=is_short,
+        SHORT=SHORT,
+        FOLD=form.options.softmax_scale >= 0,
+    )
+    return launch_on(_forward_kernel, queries.tile, form.constants, queries.constants, options)
+
+
+def _forward_arguments(
+    form: Form,
+    queries: QueryTiles,
+    x: Tensors,
+    walk: tuple[Tensor, ...],
+    written: tuple[Tensor | None, ...],
+    tiles: int,
+    splits: int,
+    fills: bool,
+) -> tuple[ForwardTensors, ForwardNumbers]:
+    table = dense(x.block_table)
+    tensors = ForwardTensors(x.q, x.k, x.v, *written, *walk, x.cu_seqlens_q, x.cu_seqlens_k, table)
+    numbers = ForwardNumbers(
+        form.options.softmax_scale, form.batch, form.heads_q, x.q.shape[-3], x.k.shape[-3], tiles,
+        queries.span(x.k.shape[-3]), splits, int(fills), queries.list_rows, form.extent_k,
+        0 if table is None else table.stride(0), *form.strides,
+    )  # fmt: skip
+    return tensors, numbers
+
+
+class BackwardPlan:
+    """The launches of the backward pass of all calls of one form."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        constants = form.constants
+        options = RowOptions(constants.HEAD_DIM_V, constants.BLOCK_DV, constants.ROW_BYTES_V, ROWS)
+        # without a gradient of the LSE, and with one
+        self._rows = tuple(
+            launch_of(_row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
+        )
+        self._key_tile = backward_dkdv_tile(form.platform, *form.choice[:3])
+        settle = form.platform.is_hopper and not interpreted()
+        self._keys = launch_on(_dkdv_kernel, self._key_tile, constants, settle=settle)
+        queries = self._queries = QueryTiles(form, backward_dq_shape(form.platform, *form.choice))
+        self._dq = launch_on(_dq_kernel, queries.tile, constants, queries.constants)
+
+    @functools.cached_property
+    def _hopper(self) -> Any:
+        from .hopper.plans import HopperBackward
+
+        return HopperBackward(self._form)
+
+    def __call__(
+        self,
+        x: Tensors,
+        walks: Walks,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(dq, dk, dv)``; the tensors of ``x`` are of the form."""
+        q, k, v = x.q, x.k, x.v
+        dout, out, lse = aligned(dout), aligned(out.contiguous()), lse.contiguous()
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        if self._form.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+        rows = RowTensors(out, dout, lse, dense(dlse), delta, lse2)
+        if self._is_for_hopper(x, walks):
+            self._hopper(x, rows, walks.pairs, dq, dk, dv)
+        else:
+            self._run(x, rows, walks, dq, dk, dv)
+        return dq, dk, dv
+
+    def _is_for_hopper(self, x: Tensors, walks: Walks) -> bool:
+        if not walks.pairs:
+            return False
+        must_repeat = _configs.repeats()
+        if must_repeat and not walks.by_key:
+            raise NotImplementedError(
+                "gradients that repeat are asked for, but were not before the forward pass: call "
+                "torch.use_deterministic_algorithms(True) ahead of it"
+            )
+        return not must_repeat and (not walks.by_key or self._hopper.is_worth_it(x))
+
+    def _run(
+        self, x: Tensors, rows: RowTensors, walks: Walks, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        """Fill the gradients by the portable kernels."""
+        form, lse = self._form, rows.lse_ptr
+        tokens_q, tokens_k = x.q.shape[-3], x.k.shape[-3]
+        strides = token_strides(rows.dout_ptr)
+        read = x.q, x.k, x.v, rows.dout_ptr, rows.lse2_ptr, rows.delta_ptr
+        self._rows[rows.dlse_ptr is not None](
+            cdiv(lse.numel(), ROWS),
+            rows,
+            RowNumbers(lse.shape[-1], lse.numel(), *strides, form.heads_q),
+        )
+        scale, batch, heads_q = form.options.softmax_scale, form.batch, form.heads_q
+        tile = self._key_tile
+        tiles = form.tiles_k(tokens_k, tile.block_n)
+        list_rows = cdiv(form.extent_k, max(tile.block_n, form.pattern.block_k))
+        self._keys(
+            tiles * form.heads_k * form.grid_batch,
+            KeyTensors(*read, dk, dv, *walks.by_key, x.cu_seqlens_q, x.cu_seqlens_k),
+            KeyNumbers(
+                scale, batch, heads_q, tokens_q, tokens_k, tiles, form.span_k(tokens_q), list_rows,
+                form.extent_q, *strides, *form.strides,
+            ),
+        )  # fmt: skip
+        queries = self._queries
+        tiles = queries.count(tokens_q, tokens_k)
+        self._dq(
+            queries.programs(tiles),
+            QueryTensors(*read, dq, *walks.by_query, x.cu_seqlens_q, x.cu_seqlens_k),
+            QueryNumbers(
+                scale, batch, heads_q, tokens_q, tokens_k, tiles, queries.span(tokens_k),
+                queries.list_rows, form.extent_k, *strides, *form.strides,
+            ),
+        )  # fmt: skip
 
 
 def launch_forward(
@@ -32,6 +351,24 @@ def launch_forward(
     pattern = Pattern(
         crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, max_row
     )
-    plan = plan_forward(x, pattern, Options(softmax_scale, causal, num_splits))
+    plan = Plan(x, pattern, Options(softmax_scale, causal, num_splits))
     out, lse = plan.forward(x, Walks(tuple(tall), tuple(short)), Bounds(max_seqlen_q, max_seqlen_k))
     return first_columns(out, v.shape[-1]), lse
+
+
+def launch_backward(
+    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, pairs, crow, col,
+    cols, block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+):  # fmt: skip
+    """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
+    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k))
+    pattern = Pattern(
+        crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, cols
+    )
+    plan = BackwardPlan(Form(x, pattern, Options(softmax_scale, causal, 1)))
+    walks = Walks(by_query=tuple(by_query), by_key=tuple(by_key), pairs=tuple(pairs))
+    # as wide as the values
+    wide = x.v.shape[-1]
+    grads = plan(x, walks, widened(out, wide), lse, widened(dout, wide), dlse)
+    widths = q.shape[-1], k.shape[-1], v.shape[-1]
+    return tuple(map(first_columns, grads, widths))

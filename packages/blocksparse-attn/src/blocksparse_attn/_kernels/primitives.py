@@ -68,8 +68,7 @@ def lower_bound(items_ptr, first, last, limit, DIVISOR: tl.constexpr):
 
 @triton.jit
 def fetch(
-    values_ptr, step, first_a, count_a, first_b, count_b, first_c, count_c, other,
-    SIDE: tl.constexpr, BLOCK: tl.constexpr,
+    values_ptr, step, ranges, other, SIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Load what a list says of a step: a number, or one for each of ``SIDE`` tokens.
 
@@ -80,11 +79,11 @@ def fetch(
         place = step // (BLOCK // SIDE)
     else:
         place = step * (SIDE // BLOCK) + tl.arange(0, SIDE) // BLOCK
-    behind_a = place - count_a
-    at = tl.where(behind_a < 0, first_a + place, first_b + behind_a)
-    behind_b = behind_a - count_b
-    at = tl.where(behind_b < 0, at, first_c + behind_b)
-    return tl.load(values_ptr + at, mask=behind_b < count_c, other=other)
+    behind_a = place - ranges.count_a
+    at = tl.where(behind_a < 0, ranges.first_a + place, ranges.first_b + behind_a)
+    behind_b = behind_a - ranges.count_b
+    at = tl.where(behind_b < 0, at, ranges.first_c + behind_b)
+    return tl.load(values_ptr + at, mask=behind_b < ranges.count_c, other=other)
 
 
 @triton.jit
@@ -100,7 +99,7 @@ def count_steps(items, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def tokens_of(block, step, SIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the tokens of a step from the block, or blocks, that ``fetch`` gave."""
-    lane = tl.arange(0, SIDE)
+    lane = tl.arange(0, SIDE)  # [SIDE]
     if BLOCK > SIDE:
         tokens = block * BLOCK + step % (BLOCK // SIDE) * SIDE + lane
     elif BLOCK == SIDE:
@@ -112,28 +111,26 @@ def tokens_of(block, step, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def live_keys(
-    keys, members, first_position, last_position, span_start, seqlen_k,
-    IS_CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, ROW_MEMBERS: tl.constexpr,
+    keys, members, rows, IS_CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, ROW_MEMBERS: tl.constexpr
 ):  # fmt: skip
     """Say which keys of a step some row of the tile sees; nobody may read the others.
 
-    The tile's rows stand at ``first_position`` to ``last_position`` of the sequence; ``members``
-    say which of its rows of blocks keep the block of a key.
+    ``members`` say which of the tile's rows of blocks keep the block of a key.
     """
     if ROW_MEMBERS > 1:
         reach = members * 0 - 1
         for i in tl.static_range(ROW_MEMBERS):
-            first = tl.maximum(span_start + i * BLOCK_Q, first_position)
-            last = tl.minimum(span_start + (i + 1) * BLOCK_Q - 1, last_position)
+            first = tl.maximum(rows.span_start + i * BLOCK_Q, rows.first_position)
+            last = tl.minimum(rows.span_start + (i + 1) * BLOCK_Q - 1, rows.last_position)
             is_kept = ((members >> i) & 1) != 0
             reach = tl.where(is_kept & (first <= last), last, reach)
     else:
         # some head keeps whatever is in a list
-        reach = last_position
+        reach = rows.last_position
     if IS_CAUSAL:
         live = keys <= reach
     else:
-        live = keys < tl.where(reach >= 0, seqlen_k, 0)
+        live = keys < tl.where(reach >= 0, rows.seqlen_k, 0)
     return live
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .primitives import floor_div, lower_bound
+from .structures import KeyWork, Walk, Work
 
 # sequences looked at per step when a program searches its own in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
@@ -64,15 +65,15 @@ def place(pid, batch, units, tiles, span, BALANCE: tl.constexpr):
 
 @triton.jit
 def locate_queries(
-    pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, splits,
-    POSITIONS: tl.constexpr, IS_SHORT: tl.constexpr, BALANCE: tl.constexpr, SHORT: tl.constexpr,
+    pid, grid, POSITIONS: tl.constexpr, IS_SHORT: tl.constexpr, BALANCE: tl.constexpr,
+    SHORT: tl.constexpr,
 ):  # fmt: skip
-    """Return ``(tile, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, seqlen_k)``.
+    """Return the tile of queries that belongs to a place in the grid.
 
-    ``tile``, of a place in the grid, counts from position 0. Sequences of at most ``SHORT`` queries
-    belong to the short grid, which is ``[batch, tiles, units, splits]``, all others and padding to
-    the tall one.
+    Sequences of at most ``SHORT`` queries belong to the short grid, which is
+    ``[batch, tiles, units, splits]``, all others and padding to the tall one.
     """
+    q_starts, k_starts, batch, units, tokens_q, tokens_k, tiles, span, splits = grid
     split = tl.zeros([], tl.int32)
     q_start = tl.zeros([], tl.int64)
     k_start = tl.zeros([], tl.int64)
@@ -84,21 +85,21 @@ def locate_queries(
         unit = pid // splits % units
         index = pid // (splits * units) % tiles
         sequence = pid // (splits * units * tiles)
-        if cu_seqlens_q_ptr is not None:
-            q_begin, seqlen_q = extent(cu_seqlens_q_ptr, sequence, batch, tokens_q, False)
-            k_begin, seqlen_k = extent(cu_seqlens_k_ptr, sequence, batch, tokens_k, False)
+        if q_starts is not None:
+            q_begin, seqlen_q = extent(q_starts, sequence, batch, tokens_q, False)
+            k_begin, seqlen_k = extent(k_starts, sequence, batch, tokens_k, False)
             q_start = q_begin.to(tl.int64)
             k_start = k_begin.to(tl.int64)
             is_mine = seqlen_q <= SHORT
-    elif cu_seqlens_q_ptr is None:
+    elif q_starts is None:
         index, sequence, unit = place(pid, batch, units, tiles, span, BALANCE)
     else:
         slot = pid // units if BALANCE else pid % tiles
         unit = pid % units if BALANCE else pid // tiles
-        sequence = find_sequence(cu_seqlens_q_ptr, slot, batch, POSITIONS, 2)
+        sequence = find_sequence(q_starts, slot, batch, POSITIONS, 2)
         # tokens around the sequences are two more sequences, which face nothing
-        q_begin, seqlen_q = extent(cu_seqlens_q_ptr, sequence, batch, tokens_q, True)
-        k_begin, seqlen_k = extent(cu_seqlens_k_ptr, sequence, batch, tokens_k, False)
+        q_begin, seqlen_q = extent(q_starts, sequence, batch, tokens_q, True)
+        k_begin, seqlen_k = extent(k_starts, sequence, batch, tokens_k, False)
         index = slot - (q_begin // POSITIONS + 2 * (sequence + 1))
         q_start = q_begin.to(tl.int64)
         k_start = k_begin.to(tl.int64)
@@ -108,67 +109,59 @@ def locate_queries(
     if BALANCE and not IS_SHORT:
         index = count - 1 - index  # the last are the longest
     is_alive = is_mine & (index >= 0) & (index < count)
-    return (
+    return Work(
         first_tile + index, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, seqlen_k
-    )  # fmt: skip
+    )
 
 
 @triton.jit
-def locate_keys(
-    pid, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, tokens_q, tokens_k, tiles, span,
-    BLOCK_N: tl.constexpr, BALANCE: tl.constexpr,
-):  # fmt: skip
-    """Return ``(tile, sequence, head, q_start, k_start, seqlen_q, seqlen_k)`` of a tile of keys.
-
-    ``tile`` is -1 for a place in the grid that owns none.
-    """
+def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr):
+    """Return the tile of keys that belongs to a place in the grid."""
+    q_starts, k_starts, batch, heads, tokens_q, tokens_k, tiles, span, _ = grid
     q_start = tl.zeros([], tl.int64)
     k_start = tl.zeros([], tl.int64)
     seqlen_q = tokens_q
     seqlen_k = tokens_k
-    if cu_seqlens_k_ptr is None:
+    if k_starts is None:
         tile, sequence, head = place(pid, batch, heads, tiles, span, BALANCE)
     else:
         slot = pid // heads if BALANCE else pid % tiles
         head = pid % heads if BALANCE else pid // tiles
-        sequence = find_sequence(cu_seqlens_k_ptr, slot, batch, BLOCK_N, 1)
-        k_begin, seqlen_k = extent(cu_seqlens_k_ptr, sequence, batch, tokens_k, True)
-        q_begin, seqlen_q = extent(cu_seqlens_q_ptr, sequence, batch, tokens_q, False)
+        sequence = find_sequence(k_starts, slot, batch, BLOCK_N, 1)
+        k_begin, seqlen_k = extent(k_starts, sequence, batch, tokens_k, True)
+        q_begin, seqlen_q = extent(q_starts, sequence, batch, tokens_q, False)
         tile = slot - (k_begin // BLOCK_N + sequence + 1)
         q_start = q_begin.to(tl.int64)
         k_start = k_begin.to(tl.int64)
     tile = tl.where(tile < tl.cdiv(seqlen_k, BLOCK_N), tile, -1)
-    return tile, sequence, head, q_start, k_start, seqlen_q, seqlen_k
+    return KeyWork(tile, sequence, head, q_start, k_start, seqlen_q, seqlen_k)
 
 
 @triton.jit
 def key_walk(
-    begin_ptr, whole_ptr, items_ptr, unit, tile, list_rows, last_position, seqlen_k, extent_k,
-    POSITIONS: tl.constexpr, SPAN: tl.constexpr, BLOCK_K: tl.constexpr, PER_STEP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PER_HEAD: tl.constexpr,
+    work, last_position, tensors, numbers, OPTIONS: tl.constexpr, QUERIES: tl.constexpr,
+    PER_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return the list's ranges for a tile of queries: ``(start, whole, rest, rests, cut, cuts)``.
-
-    ``whole`` items from ``start`` on fill steps that every row sees whole. The ``rests`` items from
-    ``rest`` on, left of the end of the sequence, and ``cuts`` from ``cut`` on, need a mask.
-    """
-    list_row = tl.maximum(tile, 0) * POSITIONS // SPAN
+    """Return the list's ranges for a tile of queries, in steps of ``PER_STEP`` items."""
+    BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
+    tile, seqlen_k, items_ptr = work.tile, work.seqlen_k, tensors.items_ptr
+    list_row = tl.maximum(tile, 0) * QUERIES.POSITIONS // QUERIES.SPAN
     # no row of blocks before the first position, nor behind the layout's last
-    is_known = (tile >= 0) & (list_row < list_rows) & (last_position >= 0)
+    is_known = (tile >= 0) & (list_row < numbers.list_rows) & (last_position >= 0)
     owner = list_row.to(tl.int64)
-    if PER_HEAD:
-        owner += unit.to(tl.int64) * list_rows
-    start = tl.load(begin_ptr + owner, mask=is_known, other=0)
-    end = tl.load(begin_ptr + owner + 1, mask=is_known, other=0)
-    cut = start + tl.load(whole_ptr + owner, mask=is_known, other=0)
+    if OPTIONS.PER_HEAD:
+        owner += work.unit.to(tl.int64) * numbers.list_rows
+    start = tl.load(tensors.begin_ptr + owner, mask=is_known, other=0)
+    end = tl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0)
+    cut = start + tl.load(tensors.whole_ptr + owner, mask=is_known, other=0)
     whole_end = cut
     seen_end = cut
     cut_end = end
     # items right of the sequence's end; under a causal mask there are none, or a few
-    if (not IS_CAUSAL) and seqlen_k < extent_k:
+    if (not OPTIONS.IS_CAUSAL) and seqlen_k < numbers.extent_k:
         whole_end = lower_bound(items_ptr, start, cut, seqlen_k // BLOCK_K, 1)
         seen_end = lower_bound(items_ptr, whole_end, cut, tl.cdiv(seqlen_k, BLOCK_K), 1)
         cut_end = lower_bound(items_ptr, cut, end, tl.cdiv(seqlen_k, BLOCK_K), 1)
     whole = (whole_end - start) // PER_STEP * PER_STEP
     rest = start + whole
-    return start, whole, rest, seen_end - rest, cut, cut_end - cut
+    return Walk(start, whole, rest, seen_end - rest, cut, cut_end - cut)

@@ -3,6 +3,7 @@
 from ._linked.compat import gl, gluon
 from ._linked.gradients import ROWS
 from .schedule import NO_BLOCK
+from .structures import Item, Keys, Program, Steps
 
 # an item is the head in its group, times this, and the row of blocks
 HEAD = gl.constexpr(1 << 16)
@@ -12,33 +13,42 @@ MOST = gl.constexpr(256)
 
 @gluon.jit
 def find_program(
-    pid, programs, owners_ptr, cu_seqlens_ptr, heads_k, span, tokens_q, tokens_k,
-    PER_HEAD: gl.constexpr, PIECE: gl.constexpr,
+    pid, programs, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    """Return ``(program, sequence, head_k, start, len_q, len_k)`` for a place in the grid.
+    """Return what a place in the grid works on.
 
-    All programs of a sequence come first, and of ``span`` heads if the lists are for all heads.
+    All programs of a sequence come first, and of ``numbers.span`` heads if the lists are for all
+    heads.
     """
-    if PER_HEAD:
-        program = pid % programs
+    if OPTIONS.PER_HEAD:
+        index = pid % programs
         sequence = pid // programs
-        head_k = gl.maximum(gl.load(owners_ptr + program * (1 + 2 * ROWS // PIECE)), 0)
+        owner_ptr = tensors.owners_ptr + index * (1 + 2 * ROWS // TILE.PIECE)
+        head_k = gl.maximum(gl.load(owner_ptr), 0)
     else:
-        sequence = pid // (programs * heads_k)
-        place = pid % (programs * heads_k)
-        first = place // (programs * span) * span
-        heads_here = gl.minimum(span, heads_k - first)
+        sequence = pid // (programs * numbers.heads_k)
+        place = pid % (programs * numbers.heads_k)
+        first = place // (programs * numbers.span) * numbers.span
+        heads_here = gl.minimum(numbers.span, numbers.heads_k - first)
         place -= first * programs
-        program = place // heads_here
+        index = place // heads_here
         head_k = first + place % heads_here
     start = 0
-    len_q = tokens_q
-    len_k = tokens_k
-    if cu_seqlens_ptr is not None:
-        start = gl.load(cu_seqlens_ptr + sequence)
-        len_q = gl.load(cu_seqlens_ptr + sequence + 1) - start
+    len_q = numbers.tokens_q
+    len_k = numbers.tokens_k
+    if tensors.cu_seqlens_ptr is not None:
+        start = gl.load(tensors.cu_seqlens_ptr + sequence)
+        len_q = gl.load(tensors.cu_seqlens_ptr + sequence + 1) - start
         len_k = len_q
-    return program, sequence, head_k, start, len_q, len_k
+    low = gl.maximum(len_k - len_q, 0) // ROWS
+    high = gl.minimum(gl.cdiv(len_k, ROWS), numbers.rows)
+    return Program(index, low, high, sequence, head_k, start, len_q, len_k)
+
+
+@gluon.jit
+def owned_by(program, tensors, PIECE: gl.constexpr):
+    """Return where the pieces of keys of a program are named."""
+    return tensors.owners_ptr + program.index * (1 + 2 * (ROWS // PIECE)) + 1
 
 
 @gluon.jit
@@ -72,15 +82,15 @@ def find_kept(owned_ptr, len_k, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def find_seen(items_ptr, bits_ptr, first, count, start, len_k, PIECE: gl.constexpr):
+def find_seen(first, count, start, len_k, tensors, PIECE: gl.constexpr):
     """Return a bit for each piece of keys that some query sees, of these items' that there are.
 
     Queries stand at ``start`` to ``len_k``.
     """
     SIDE: gl.constexpr = ROWS // PIECE
-    lane = gl.arange(0, MOST, gl.BlockedLayout([1], [32], [4], [0]))
-    row = gl.load(items_ptr + first + lane, mask=lane < count, other=0) % HEAD * ROWS
-    bits = gl.load(bits_ptr + first + lane, mask=lane < count, other=0)
+    lane = gl.arange(0, MOST, gl.BlockedLayout([1], [32], [4], [0]))  # [MOST]
+    row = gl.load(tensors.items_ptr + first + lane, mask=lane < count, other=0) % HEAD * ROWS
+    bits = gl.load(tensors.bits_ptr + first + lane, mask=lane < count, other=0)
     seen = 0
     for half in gl.static_range(2):
         for i in gl.static_range(SIDE):
@@ -93,16 +103,18 @@ def find_seen(items_ptr, bits_ptr, first, count, start, len_k, PIECE: gl.constex
 
 
 @gluon.jit
-def find_items(begin_ptr, items_ptr, place, low, high, rows):
+def find_items(place, program, tensors, numbers):
     """Return where a part of a list is, and how many items it has.
 
-    What the sequence has not at either end, rows ahead of ``low`` or from ``high`` on, is left out.
+    What the sequence has not at either end, rows ahead of ``program.low`` or from ``program.high``
+    on, is left out.
     """
-    first = gl.load(begin_ptr + place).to(gl.int32)
-    count = gl.load(begin_ptr + place + 1).to(gl.int32) - first
-    if (low > 0) | (high < rows):
-        lane = gl.arange(0, MOST, gl.BlockedLayout([1], [32], [4], [0]))
-        row = gl.load(items_ptr + first + lane, mask=lane < count, other=-1) % HEAD
+    low, high = program.low, program.high
+    first = gl.load(tensors.begin_ptr + place).to(gl.int32)
+    count = gl.load(tensors.begin_ptr + place + 1).to(gl.int32) - first
+    if (low > 0) | (high < numbers.rows):
+        lane = gl.arange(0, MOST, gl.BlockedLayout([1], [32], [4], [0]))  # [MOST]
+        row = gl.load(tensors.items_ptr + first + lane, mask=lane < count, other=-1) % HEAD
         is_there = (lane < count) & (row >= low) & (row < high)
         ahead = MOST - gl.max(gl.where(is_there, MOST - lane, 0), 0)
         count = gl.maximum(gl.max(gl.where(is_there, lane + 1, 0), 0) - ahead, 0)
@@ -112,35 +124,93 @@ def find_items(begin_ptr, items_ptr, place, low, high, rows):
 
 @gluon.jit
 def find_item(
-    items_ptr, bits_ptr, turn, total, whole_at, whole, partial_at, partial, alone_0_at, alone_0,
-    alone_1_at, alone_1, low, high, TURNS: gl.constexpr, PIECE: gl.constexpr,
+    turn, total, steps, program, tensors, TURNS: gl.constexpr, PIECE: gl.constexpr
 ):  # fmt: skip
-    """Return ``(block, head, is_there, bits)`` of a block of queries and its head in the group.
+    """Return the block of queries of a turn, and its head in the group.
 
     Where the walk wants an item, or the sequence has not the block, it is ``NO_BLOCK``.
     """
-    wholes = whole * TURNS
-    both = wholes + partial * TURNS
+    wholes = steps.whole * TURNS
+    both = wholes + steps.partial * TURNS
     is_whole = turn < wholes
     is_both = turn < both
     place = turn - gl.where(is_whole, 0, gl.where(is_both, wholes, both))
     is_second = ~is_both & (place % 2 == 1)
     place = gl.where(is_both, place, place // 2)
-    alone = gl.maximum(alone_0, alone_1)
+    alone = gl.maximum(steps.alone_0, steps.alone_1)
     round_ = place * 0
     if TURNS > 1:
-        steps = gl.where(is_whole, whole, gl.where(is_both, partial, alone))
-        round_ = place // gl.maximum(steps, 1)
-        place -= round_ * steps
-    first = gl.where(is_second, alone_1_at, alone_0_at)
-    first = gl.where(is_both, gl.where(is_whole, whole_at, partial_at), first)
-    count = gl.where(is_second, alone_1, alone_0)
+        in_part = gl.where(is_whole, steps.whole, gl.where(is_both, steps.partial, alone))
+        round_ = place // gl.maximum(in_part, 1)
+        place -= round_ * in_part
+    first = gl.where(is_second, steps.alone_1_at, steps.alone_0_at)
+    first = gl.where(is_both, gl.where(is_whole, steps.whole_at, steps.partial_at), first)
+    count = gl.where(is_second, steps.alone_1, steps.alone_0)
     has_item = (turn < total) & (is_both | (place < count))
-    item = gl.load(items_ptr + first + place, mask=has_item, other=-1)
+    item = gl.load(tensors.items_ptr + first + place, mask=has_item, other=-1)
     block = item % HEAD
-    is_there = (item >= 0) & (block >= low) & (block < high)
+    is_there = (item >= 0) & (block >= program.low) & (block < program.high)
     bits = item * 0
     if PIECE < ROWS:
-        bits = gl.load(bits_ptr + first + place, mask=is_there, other=0)
+        bits = gl.load(tensors.bits_ptr + first + place, mask=is_there, other=0)
     block = gl.where(is_there, block, NO_BLOCK)
-    return block, gl.maximum(item, 0) // HEAD + round_, is_there, bits
+    return Item(block, gl.maximum(item, 0) // HEAD + round_, is_there, bits)
+
+
+@gluon.jit
+def find_steps(program, tensors, numbers):
+    """Return the four parts of a program's list; which of them are walked is yet to be seen."""
+    place = program.index * 4
+    whole_at, whole = find_items(place, program, tensors, numbers)
+    partial_at, partial = find_items(place + 1, program, tensors, numbers)
+    alone_0_at, alone_0 = find_items(place + 2, program, tensors, numbers)
+    alone_1_at, alone_1 = find_items(place + 3, program, tensors, numbers)
+    return Steps(
+        whole_at, whole, partial_at, partial, alone_0,
+        alone_0_at, alone_0, alone_1_at, alone_1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def find_keys(steps, program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return a program's two blocks of keys, and the steps that it walks for them."""
+    PIECE: gl.constexpr = TILE.PIECE
+    len_q, len_k = program.len_q, program.len_k
+    owner = program.head_k * numbers.list_pieces if OPTIONS.PER_HEAD else program.head_k * 0
+    owned_ptr = owned_by(program, tensors, PIECE)
+    parts_ptr = tensors.parts_ptr + owner
+    block_0, parts_0, alone_0 = find_block(owned_ptr, parts_ptr, len_k, steps.alone_0, PIECE)
+    block_1, parts_1, alone_1 = find_block(
+        owned_ptr + ROWS // PIECE, parts_ptr, len_k, steps.alone_1, PIECE
+    )
+    # nobody's keys: their rows may see no key at all
+    is_there = gl.minimum(block_0, block_1) < NO_BLOCK
+    whole_at, partial_at = steps.whole_at, steps.partial_at
+    whole = gl.where(is_there, steps.whole, 0)
+    partial = gl.where(is_there, steps.partial, 0)
+    if not OPTIONS.IS_CAUSAL:
+        # there is no diagonal: the loop with a mask hides what lies behind the end
+        is_cut = ((gl.maximum(block_0, block_1) + 1) * PIECE > len_k) & (whole > 0)
+        end = gl.where(partial > 0, partial_at + partial, whole_at + whole)
+        partial = gl.where(is_cut, end - whole_at, partial)
+        partial_at = gl.where(is_cut, whole_at, partial_at)
+        whole = gl.where(is_cut, 0, whole)
+    # zeros for keys that no query of the program sees
+    seen_0 = gl.where(whole + partial + alone_0 > 0, block_0, NO_BLOCK)
+    seen_1 = gl.where(whole + partial + alone_1 > 0, block_1, NO_BLOCK)
+    seen = -1
+    kept = -1
+    if PIECE < ROWS:
+        if not OPTIONS.IS_CAUSAL:
+            kept = find_kept(owned_ptr, len_k, PIECE)
+        ahead = gl.maximum(len_k - len_q, 0)
+        if (ahead > 0) | (len_k < numbers.rows * ROWS):
+            seen = find_seen(whole_at, whole, ahead, len_k, tensors, PIECE)
+            seen |= find_seen(partial_at, partial, ahead, len_k, tensors, PIECE)
+            seen |= find_seen(steps.alone_0_at, alone_0, ahead, len_k, tensors, PIECE)
+            seen |= find_seen(steps.alone_1_at, alone_1, ahead, len_k, tensors, PIECE)
+    steps = Steps(
+        whole_at, whole, partial_at, partial, gl.maximum(alone_0, alone_1),
+        steps.alone_0_at, alone_0, steps.alone_1_at, alone_1,
+    )  # fmt: skip
+    return Keys(parts_0, block_0, parts_1, block_1, seen_0, seen_1, seen, kept), steps

@@ -24,9 +24,7 @@ def tiles(COUNT: gl.constexpr, desc, PIECE: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def copy_piece(
-    desc, where, full, boxes_s, tile, i, PIECE: gl.constexpr, WIDTH: gl.constexpr
-):  # fmt: skip
+def copy_piece(desc, where, full, boxes_s, tile, i, PIECE: gl.constexpr, WIDTH: gl.constexpr):
     """Copy a piece to the ``i``-th place of a tile, panel by panel."""
     x, sequence, head, row, _ = where
     for panel in gl.static_range(WIDTH // 64):
@@ -43,50 +41,53 @@ def first_key(owned_ptr, seen, place, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def first_query(block, bits, diagonal, j, PIECE: gl.constexpr):
+def first_query(item, diagonal, j, PIECE: gl.constexpr):
     """Return which row a piece of queries begins with, or one behind all if it sees no key."""
     SIDE: gl.constexpr = ROWS // PIECE
-    cells = bits * 0
+    cells = item.bits * 0
     for i in gl.static_range(SIDE):
-        cells |= (bits >> (i * SIDE + j)) | (bits >> (16 + i * SIDE + j))
-    return gl.where((cells & 1) != 0, block * ROWS + j * PIECE - diagonal, NO_BLOCK * ROWS)
+        cells |= (item.bits >> (i * SIDE + j)) | (item.bits >> (16 + i * SIDE + j))
+    return gl.where((cells & 1) != 0, item.block * ROWS + j * PIECE - diagonal, NO_BLOCK * ROWS)
 
 
 @gluon.jit
 def copy_keys(
-    desc, tiles_s, full, owned_ptr, block_0, block_1, seen, sequence, head, start, len_k,
+    desc, tiles_s, full, owned_ptr, keys, program,
     RAGGED: gl.constexpr, PIECE: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Copy a program's two blocks of keys, or of values."""
+    _, _, _, sequence, head, start, _, len_k = program
     mbarrier.expect(full, 2 * ROWS * WIDTH * (desc.dtype.primitive_bitwidth // 8))
     if PIECE == ROWS:
-        where = coordinates(sequence, head, start, len_k, block_0 * ROWS, RAGGED)
+        where = coordinates(sequence, head, start, len_k, keys.seen_0 * ROWS, RAGGED)
         copy_in(desc, where, full, tiles_s.index(0))
-        where = coordinates(sequence, head, start, len_k, block_1 * ROWS, RAGGED)
+        where = coordinates(sequence, head, start, len_k, keys.seen_1 * ROWS, RAGGED)
         copy_in(desc, where, full, tiles_s.index(1))
     else:
         boxes = boxes_of(tiles_s, desc, PIECE)
         SIDE: gl.constexpr = ROWS // PIECE
         for i in gl.static_range(2 * SIDE):
-            row = first_key(owned_ptr, seen, i, PIECE)
+            row = first_key(owned_ptr, keys.seen, i, PIECE)
             where = coordinates(sequence, head, start, len_k, row, RAGGED)
             copy_piece(desc, where, full, boxes, i // SIDE, i % SIDE, PIECE, WIDTH)
 
 
 @gluon.jit
 def copy_queries(
-    desc, tiles_s, full, stage, block, bits, diagonal, sequence, head, start, len_q,
+    desc, tiles_s, full, stage, item, head, program,
     RAGGED: gl.constexpr, PIECE: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Copy a block of queries, or of the output's gradient: pieces that see no key as zeros."""
+    _, _, _, sequence, _, start, len_q, len_k = program
+    diagonal = len_k - len_q
     mbarrier.expect(full, ROWS * WIDTH * (desc.dtype.primitive_bitwidth // 8))
     if PIECE == ROWS:
-        where = coordinates(sequence, head, start, len_q, block * ROWS - diagonal, RAGGED)
+        where = coordinates(sequence, head, start, len_q, item.block * ROWS - diagonal, RAGGED)
         copy_in(desc, where, full, tiles_s.index(stage))
     else:
         boxes = boxes_of(tiles_s, desc, PIECE)
         for j in gl.static_range(ROWS // PIECE):
-            row = first_query(block, bits, diagonal, j, PIECE)
+            row = first_query(item, diagonal, j, PIECE)
             where = coordinates(sequence, head, start, len_q, row, RAGGED)
             copy_piece(desc, where, full, boxes, stage, j, PIECE, WIDTH)
 
@@ -94,7 +95,7 @@ def copy_queries(
 @gluon.jit
 def key_positions(owned_ptr, layout: gl.constexpr, PIECE: gl.constexpr):
     """Return where the keys of a block stand in their sequence; below 0 if nowhere."""
-    key = gl.arange(0, ROWS, layout)
+    key = gl.arange(0, ROWS, layout)  # [ROWS]
     return gl.load(owned_ptr + key // PIECE) * PIECE + key % PIECE
 
 
@@ -104,7 +105,7 @@ def add_pieces(pointer, owned_ptr, len_k, values, PIECE: gl.constexpr):
     WIDTH: gl.constexpr = values.shape[1]
     WARPS: gl.constexpr = PIECE // 16
     layout: gl.constexpr = gl.SliceLayout(1, values.type.layout)
-    positions = key_positions(owned_ptr, layout, PIECE)
+    positions = key_positions(owned_ptr, layout, PIECE)  # [ROWS]
     # what there is not has no sums: 0 is added to others
     is_there = (positions >= 0) & (positions < len_k)
     values = gl.where(is_there[:, None], values, 0.0)

@@ -4,13 +4,20 @@ Both kernels go through their places from the last to the first: what the progra
 first was then written last, and what they wrote last is read first, while the cache has it.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 from ..backward_rows import number_rows
 from ..schedule import locate_keys, locate_queries
+from ..structures import Grid
+from .structures import (
+    PrepareNumbers,
+    PrepareOptions,
+    PrepareTensors,
+    RoundNumbers,
+    RoundOptions,
+    RoundTensors,
+)
 
 # tokens of a tile of sums
 SIDE = tl.constexpr(64)
@@ -41,73 +48,76 @@ def _store(gradient, pointer, token, inside, head, heads, first, WIDTH: tl.const
 
 
 @triton.jit
-def _locate(
-    place, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles
-):  # fmt: skip
+def _locate(place, tensors, numbers):
     """Return ``(tile, is_owned, start, head, seqlen_k)`` of 64 keys.
 
     Tile -1 is none at all. Padding around the sequences is nobody's.
     """
-    tile, sequence, head, _q_start, start, _seqlen_q, seqlen_k = locate_keys(
-        place, cu_seqlens_ptr, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles, 1, SIDE,
-        False,
+    offsets_ptr, batch = tensors.cu_seqlens_ptr, numbers.batch
+    grid = Grid(
+        offsets_ptr, offsets_ptr, batch, numbers.heads_k, numbers.tokens_q, numbers.tokens_k,
+        numbers.tiles_k, 1, 1,
     )  # fmt: skip
-    if cu_seqlens_ptr is None:
-        start += sequence.to(tl.int64) * tokens_k
-    return tile, (tile >= 0) & (sequence >= 0) & (sequence < batch), start, head, seqlen_k
+    work = locate_keys(place, grid, SIDE, False)
+    start, sequence = work.k_start, work.sequence
+    if offsets_ptr is None:
+        start += sequence.to(tl.int64) * numbers.tokens_k
+    is_owned = (work.tile >= 0) & (sequence >= 0) & (sequence < batch)
+    return work.tile, is_owned, start, work.head, work.seqlen_k
 
 
 @triton.jit
-def _parts(parts_ptr, piece, is_owned, head, list_pieces, PER_HEAD: tl.constexpr):
+def _parts(piece, is_owned, head, tensors, numbers, PER_HEAD: tl.constexpr):
     """Return how many programs own a piece; keys behind the layout's last are nobody's."""
+    parts_ptr = tensors.parts_ptr
     if PER_HEAD:
-        parts_ptr += head * list_pieces
-    return tl.load(parts_ptr + piece, mask=is_owned & (piece < list_pieces), other=0)
+        parts_ptr += head * numbers.list_pieces
+    return tl.load(parts_ptr + piece, mask=is_owned & (piece < numbers.list_pieces), other=0)
 
 
 @triton.jit(
-    do_not_specialize=[
-        "tokens_q", "rows", "stride_dob", "stride_dos", "stride_doh", "heads_q", "batch",
-        "heads_k", "tokens_k", "tiles_k", "list_pieces", "slots_k", "share", "pieces",
-    ],
-    do_not_specialize_on_alignment=[
+    do_not_specialize=PrepareNumbers._fields,
+    do_not_specialize_on_alignment=(
         "out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr", "delta_ptr", "lse2_ptr", "parts_ptr",
         "cu_seqlens_ptr",
-    ],
+    ),
 )  # fmt: skip
 def prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sums_ptr, dk_sums_ptr,
     dv_sums_ptr, parts_ptr, cu_seqlens_ptr,
     tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q, batch, heads_k, tokens_k, tiles_k,
     list_pieces, slots_k, share, pieces,
-    PER_HEAD: tl.constexpr,  # lists of each key head, or one for all
-    TOKENS: tl.constexpr,  # tokens of the layout's blocks, up to 64
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,  # columns of sums
-    ROW_BYTES_V: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr,
+    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROW_BYTES_V: tl.constexpr, BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of some rows, and set to 0 a share of the sums, of dk and dv by blocks.
+    """``delta = sum(out * dout) - dlse`` and ``lse2`` of some rows; a share of the sums is 0.
 
-    Of these it is those to which programs will add.
+    Of the sums of dk and dv it is those to which several programs add.
     """
-    place = tl.num_programs(0) - 1 - tl.program_id(0)
-    number_rows(
-        place, out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr,
-        tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q,
-        HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, BLOCK,
+    tensors = PrepareTensors(
+        out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sums_ptr, dk_sums_ptr,
+        dv_sums_ptr, parts_ptr, cu_seqlens_ptr,
     )  # fmt: skip
+    numbers = PrepareNumbers(
+        tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q, batch, heads_k, tokens_k,
+        tiles_k, list_pieces, slots_k, share, pieces,
+    )  # fmt: skip
+    OPTIONS: tl.constexpr = PrepareOptions(
+        PER_HEAD, TOKENS, HEAD_DIM_V, BLOCK_DV, WIDTH, WIDTH_V, ROW_BYTES_V, BLOCK, PIECE
+    )
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    number_rows(place, tensors, numbers, OPTIONS)
     first = place * share
     dq_sums_ptr += first.to(tl.int64) * PIECE
     for _ in range(first, tl.minimum(first + share, pieces)):
         _clear(dq_sums_ptr, PIECE)
         dq_sums_ptr += PIECE
     if place < slots_k:
-        tile, is_owned, _start, head, _seqlen_k = _locate(
-            place, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles_k
-        )
+        tile, is_owned, _start, head, _seqlen_k = _locate(place, tensors, numbers)
         for i in tl.static_range(SIDE // TOKENS):
             piece = tile * (SIDE // TOKENS) + i
-            parts = _parts(parts_ptr, piece, is_owned, head, list_pieces, PER_HEAD)
+            parts = _parts(piece, is_owned, head, tensors, numbers, PER_HEAD)
             if parts > TOKENS // SIDE:
                 at = place.to(tl.int64) * SIDE + i * TOKENS
                 _clear(dk_sums_ptr + at * WIDTH, TOKENS * WIDTH)
@@ -115,82 +125,82 @@ def prepare_kernel(
 
 
 @triton.jit
-def _round_queries(
-    place, sums_ptr, dq_ptr, cu_seqlens_ptr, scale, batch, heads_q, tokens_q, tokens_k, tiles,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
     """Write a block of dq; each of two warpgroups added half of its columns."""
-    tile, is_alive, sequence, head, _split, start, _k_start, seqlen_q, seqlen_k = locate_queries(
-        place, cu_seqlens_ptr, cu_seqlens_ptr, batch, heads_q, tokens_q, tokens_k, tiles, 1, 1,
-        SIDE, False, False, -1,
+    WIDTH: tl.constexpr = OPTIONS.WIDTH
+    offsets_ptr, heads_q = tensors.cu_seqlens_ptr, numbers.heads_q
+    grid = Grid(
+        offsets_ptr, offsets_ptr, numbers.batch, heads_q, numbers.tokens_q, numbers.tokens_k,
+        numbers.tiles_q, 1, 1,
     )  # fmt: skip
-    rows = tile * SIDE - (seqlen_k - seqlen_q) + tl.arange(0, SIDE)
-    token = start + rows
-    if cu_seqlens_ptr is None:
-        token += sequence.to(tl.int64) * tokens_q
-    inside = (rows >= 0) & (rows < seqlen_q)
-    sums_ptr += place.to(tl.int64) * (SIDE * WIDTH)
-    if is_alive:
+    work = locate_queries(place, grid, SIDE, False, False, -1)
+    rows = work.tile * SIDE - (work.seqlen_k - work.seqlen_q) + tl.arange(0, SIDE)  # [SIDE]
+    token = work.q_start + rows
+    if offsets_ptr is None:
+        token += work.sequence.to(tl.int64) * numbers.tokens_q
+    inside = (rows >= 0) & (rows < work.seqlen_q)
+    sums_ptr = tensors.dq_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH)
+    if work.is_alive:
         for half in tl.static_range(2):
-            dq = _tile(sums_ptr + half * (SIDE * WIDTH // 2), SIDE, WIDTH // 2) * scale
-            _store(dq, dq_ptr, token, inside, head, heads_q, half * (WIDTH // 2), HEAD_DIM)
+            dq = _tile(sums_ptr + half * (SIDE * WIDTH // 2), SIDE, WIDTH // 2) * numbers.scale
+            _store(
+                dq, tensors.dq_ptr, token, inside, work.unit, heads_q, half * (WIDTH // 2),
+                OPTIONS.HEAD_DIM,
+            )  # fmt: skip
 
 
 @triton.jit
-def _round_keys(
-    place, dk_sums_ptr, dv_sums_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
-    scale, batch, heads_k, tokens_q, tokens_k, tiles, list_pieces,
-    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-):  # fmt: skip
+def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
     """Write 64 keys' dk and dv, but for a block that a program wrote which alone owned it."""
-    tile, is_owned, start, head, seqlen_k = _locate(
-        place, cu_seqlens_ptr, batch, heads_k, tokens_q, tokens_k, tiles
-    )
+    TOKENS: tl.constexpr = OPTIONS.TOKENS
+    HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    WIDTH: tl.constexpr = OPTIONS.WIDTH
+    WIDTH_V: tl.constexpr = OPTIONS.WIDTH_V
+    dk_ptr, dv_ptr, heads_k = tensors.dk_ptr, tensors.dv_ptr, numbers.heads_k
+    tile, is_owned, start, head, seqlen_k = _locate(place, tensors, numbers)
     for i in tl.static_range(SIDE // TOKENS):
         piece = tile * (SIDE // TOKENS) + i
-        parts = _parts(parts_ptr, piece, is_owned, head, list_pieces, PER_HEAD)
-        rows = piece * TOKENS + tl.arange(0, TOKENS)
+        parts = _parts(piece, is_owned, head, tensors, numbers, OPTIONS.PER_HEAD)
+        rows = piece * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
         inside = (rows >= 0) & (rows < seqlen_k)
         token = start + rows
         if parts > TOKENS // SIDE:
             at = place.to(tl.int64) * SIDE + i * TOKENS
-            dk = _tile(dk_sums_ptr + at * WIDTH, TOKENS, WIDTH) * scale
+            dk = _tile(tensors.dk_sums_ptr + at * WIDTH, TOKENS, WIDTH) * numbers.scale
             _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
-            dv = _tile(dv_sums_ptr + at * WIDTH_V, TOKENS, WIDTH_V)
+            dv = _tile(tensors.dv_sums_ptr + at * WIDTH_V, TOKENS, WIDTH_V)
             _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
         if parts == 0:
-            dk = tl.zeros([TOKENS, WIDTH], tl.float32)
+            dk = tl.zeros([TOKENS, WIDTH], tl.float32)  # [TOKENS, WIDTH]
             _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)
-            dv = tl.zeros([TOKENS, WIDTH_V], tl.float32)
+            dv = tl.zeros([TOKENS, WIDTH_V], tl.float32)  # [TOKENS, WIDTH_V]
             _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
 
 
 @triton.jit(
-    do_not_specialize=[
-        "scale", "slots_q", "batch", "heads_q", "heads_k", "tokens_q", "tokens_k", "tiles_q",
-        "tiles_k", "list_pieces",
-    ],
-    do_not_specialize_on_alignment=["parts_ptr", "cu_seqlens_ptr"],
-)  # fmt: skip
+    do_not_specialize=RoundNumbers._fields,
+    do_not_specialize_on_alignment=("parts_ptr", "cu_seqlens_ptr"),
+)
 def round_kernel(
     dq_sums_ptr, dk_sums_ptr, dv_sums_ptr, dq_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
     scale, slots_q, batch, heads_q, heads_k, tokens_q, tokens_k, tiles_q, tiles_k, list_pieces,
-    PER_HEAD: tl.constexpr,  # lists of each key head, or one for all
-    TOKENS: tl.constexpr,  # tokens of the layout's blocks, up to 64
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,  # columns of sums
+    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of dq, or of dk and dv: scaled, rounded and in order."""
+    """``dq = scale * dq_sums``, or ``dk = scale * dk_sums`` and ``dv = dv_sums``, rounded.
+
+    The sums lie in the order of accumulators' registers, the gradients in that of rows.
+    """
+    tensors = RoundTensors(
+        dq_sums_ptr, dk_sums_ptr, dv_sums_ptr, dq_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr
+    )
+    numbers = RoundNumbers(
+        scale, slots_q, batch, heads_q, heads_k, tokens_q, tokens_k, tiles_q, tiles_k, list_pieces
+    )
+    OPTIONS: tl.constexpr = RoundOptions(PER_HEAD, TOKENS, HEAD_DIM, HEAD_DIM_V, WIDTH, WIDTH_V)
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     if place < slots_q:
-        _round_queries(
-            place, dq_sums_ptr, dq_ptr, cu_seqlens_ptr, scale, batch, heads_q, tokens_q, tokens_k,
-            tiles_q, HEAD_DIM, WIDTH,
-        )  # fmt: skip
+        _round_queries(place, tensors, numbers, OPTIONS)
     else:
-        _round_keys(
-            place - slots_q, dk_sums_ptr, dv_sums_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
-            scale, batch, heads_k, tokens_q, tokens_k, tiles_k, list_pieces,
-            PER_HEAD, TOKENS, HEAD_DIM, HEAD_DIM_V, WIDTH, WIDTH_V,
-        )  # fmt: skip
+        _round_keys(place - slots_q, tensors, numbers, OPTIONS)

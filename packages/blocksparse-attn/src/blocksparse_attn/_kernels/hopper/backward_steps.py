@@ -12,6 +12,7 @@ from ._linked.compat import gl, gluon, hopper, mbarrier
 from ._linked.gradients import ROWS, add_to_memory
 from ._linked.pipeline import EMPTY, TURN, barrier_arrive, barrier_sync
 from .schedule import pick
+from .structures import Gradients
 
 # threads at the barrier of a stage: of both warpgroups, or of one, and of the copying warp
 BOTH = gl.constexpr(288)
@@ -88,140 +89,146 @@ def add_dq(dq_ptr, sums, dq, W: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
+def _start_step(
+    s, dv, v, turn, positions, factor, W: gl.constexpr, MASKED: gl.constexpr, pipeline,
+    TILE: gl.constexpr,
+):  # fmt: skip
+    """Begin the products of dp and dv of a step, and compute its probabilities in between."""
+    S: gl.constexpr = s.type.layout
+    V: gl.constexpr = dv.type.layout
+    stage = turn % TILE.STAGES
+    dout = pipeline.dout_s.index(stage).reshape([ROWS, TILE.HEAD_DIM_V])
+    mbarrier.wait(pipeline.dout_full.index(stage), turn // TILE.STAGES & 1)
+    delta = pipeline.delta_s.index(stage).load(gl.SliceLayout(0, S))  # [ROWS]
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
+    # dp - delta, from a start at -delta
+    dp = delta[None, :] - zeros  # [ROWS, ROWS]: keys, queries
+    dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
+    fields = pipeline.fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
+    lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [ROWS]
+    p = probabilities(s, lse2, fields, positions, factor, W, MASKED, TILE.PIECE)
+    p_v = gl.convert_layout(p.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, V, 2))
+    dv = hopper.warpgroup_mma(p_v, dout, dv, is_async=True)  # [ROWS, HEAD_DIM_V]
+    return p, dp, dv, fields
+
+
+@gluon.jit
 def walk(
-    dk, dv, s, last, turn, both, total, steps, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s,
-    fields_s, q_full, dout_full, positions, factor,
-    W: gl.constexpr, MASKED: gl.constexpr, PIECE: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
+    gradients, both, total, steps, positions, factor, sums, W: gl.constexpr, MASKED: gl.constexpr,
+    pipeline, TILE: gl.constexpr,
 ):  # fmt: skip
     """Add what so many blocks of queries contribute that both warpgroups multiply.
 
-    To dq it adds what the step before each does: ``last`` says to which sums. ``s`` holds the
-    scores of the next one. From turn ``both`` on each warpgroup has its own.
+    To dq it adds what the step before each does. From turn ``both`` on each warpgroup has its own.
     """
+    STAGES: gl.constexpr = TILE.STAGES
+    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
+    dk, dv, s, last, turn = gradients
     S: gl.constexpr = s.type.layout
     K: gl.constexpr = dk.type.layout
-    V: gl.constexpr = dv.type.layout
-    dtype: gl.constexpr = q_s.dtype
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
+    dtype: gl.constexpr = pipeline.q_s.dtype
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)  # [ROWS, ROWS]
     for _step in range(steps):
         # 0, but not for the compiler: what it can take out of the loop, it holds in registers
         none = turn >> 30
-        k = k_s.index(W + none).reshape([ROWS, HEAD_DIM])
-        v = v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
+        k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
+        v = pipeline.v_s.index(W + none).reshape([ROWS, TILE.HEAD_DIM_V])
         stage = turn % STAGES
-        q = q_s.index(stage).reshape([ROWS, HEAD_DIM])
-        dout = dout_s.index(stage).reshape([ROWS, HEAD_DIM_V])
-        mbarrier.wait(dout_full.index(stage), turn // STAGES & 1)
-        delta = delta_s.index(stage).load(gl.SliceLayout(0, S))
-        # dp - delta, from a start at -delta
-        dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
-        fields = fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
-        lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
-        p = probabilities(s, lse2, fields, positions, factor, W, MASKED, PIECE)
-        p_v = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
-        dv = hopper.warpgroup_mma(p_v, dout, dv, is_async=True)
+        q = pipeline.q_s.index(stage).reshape([ROWS, HEAD_DIM])
+        p, dp, dv, fields = _start_step(
+            s, dv, v, turn, positions, factor, W, MASKED, pipeline, TILE
+        )
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
-        ds = p * dp
+        ds = p * dp  # [ROWS, ROWS]
         if MASKED:
             # a key that a query does not see may hold NaN
             ds = gl.where(p == 0.0, 0.0, ds)
         ds = ds.to(dtype)
         await_made(turn + 1, W)
-        ds_s.index(turn % 2 * 2 + W).store(ds)
+        pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
         hopper.fence_async_shared()
         # of the step before; in the first one, of whatever lies there
-        dq = multiply_dq(ds_s, k_s, turn + 1, none, W, HEAD_DIM)
+        dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, none, W, HEAD_DIM)
         dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
-        dk = hopper.warpgroup_mma(
-            gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2)), q, dk, is_async=True
-        )
+        ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2))
+        dk = hopper.warpgroup_mma(ds_k, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
         turn += 1
         following = turn
         if W == 1:
             following += gl.where(turn < both, 0, 1)
         # behind the last step: scores of whatever lies there, which nobody reads
         stage_n = following % STAGES
-        mbarrier.wait(q_full.index(stage_n), following // STAGES & 1, pred=following < total)
-        q_t = q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
-        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
+        mbarrier.wait(
+            pipeline.q_full.index(stage_n), following // STAGES & 1, pred=following < total
+        )
+        q_t = pipeline.q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
+        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, ROWS]
         dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
-        add_dq(dq_ptr, last, dq, W, HEAD_DIM)
+        add_dq(sums.dq_ptr, last, dq, W, HEAD_DIM)
         last = pick(fields, SUMS)
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
         barrier_arrive(EMPTY + stage, BOTH, 4)
         say_made(turn + 1, W)
-    return dk, dv, s, last, turn
+    return Gradients(dk, dv, s, last, turn)
 
 
 @gluon.jit
 def walk_apart(
-    dk, dv, s, turn, total, steps, dq_ptr, q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, fields_s,
-    q_full, dout_full, positions, factor,
-    W: gl.constexpr, PIECE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    STAGES: gl.constexpr,
+    gradients, total, steps, positions, factor, sums, W: gl.constexpr, pipeline, TILE: gl.constexpr
 ):  # fmt: skip
     """Add what so many blocks of queries contribute of which this warpgroup has every second one.
 
     Their dq is this warpgroup's alone, one half of the columns after the other.
     """
+    STAGES: gl.constexpr = TILE.STAGES
+    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
+    WIDTH: gl.constexpr = HEAD_DIM // 2
+    dk, dv, s, _, turn = gradients
     S: gl.constexpr = s.type.layout
     K: gl.constexpr = dk.type.layout
-    V: gl.constexpr = dv.type.layout
-    WIDTH: gl.constexpr = HEAD_DIM // 2
     Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    dtype: gl.constexpr = q_s.dtype
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
-    zeros_q = gl.zeros([ROWS, WIDTH], gl.float32, Q)
+    dtype: gl.constexpr = pipeline.q_s.dtype
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, S)  # [ROWS, ROWS]
+    zeros_q = gl.zeros([ROWS, WIDTH], gl.float32, Q)  # [ROWS, WIDTH]
     turn += W
     # the other warpgroup has read what both made
     barrier_sync(TURN, 256, 4)
     for step in range(steps):
         none = turn >> 30
-        k = k_s.index(W + none).reshape([ROWS, HEAD_DIM])
-        v = v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
+        k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
+        v = pipeline.v_s.index(W + none).reshape([ROWS, TILE.HEAD_DIM_V])
         stage = turn % STAGES
-        q = q_s.index(stage).reshape([ROWS, HEAD_DIM])
-        dout = dout_s.index(stage).reshape([ROWS, HEAD_DIM_V])
-        mbarrier.wait(dout_full.index(stage), turn // STAGES & 1)
-        delta = delta_s.index(stage).load(gl.SliceLayout(0, S))
-        dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
-        fields = fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
-        lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
-        p = probabilities(s, lse2, fields, positions, factor, W, True, PIECE)
-        p_v = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
-        dv = hopper.warpgroup_mma(p_v, dout, dv, is_async=True)
+        q = pipeline.q_s.index(stage).reshape([ROWS, HEAD_DIM])
+        p, dp, dv, fields = _start_step(s, dv, v, turn, positions, factor, W, True, pipeline, TILE)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
-        ds = gl.where(p == 0.0, 0.0, p * dp).to(dtype)
+        ds = gl.where(p == 0.0, 0.0, p * dp).to(dtype)  # [ROWS, ROWS]
         buffer = step % 2 * 2 + W
-        ds_s.index(buffer).store(ds)
+        pipeline.ds_s.index(buffer).store(ds)
         hopper.fence_async_shared()
         barrier_sync(TURN + 1 + W, 128, 4)
-        ds_t = ds_s.index(buffer).permute((1, 0))
-        dq = hopper.warpgroup_mma(ds_t, k.slice(0, WIDTH, 1), zeros_q, use_acc=False, is_async=True)
+        ds_t = pipeline.ds_s.index(buffer).permute((1, 0))
+        k_0, k_1 = k.slice(0, WIDTH, 1), k.slice(WIDTH, WIDTH, 1)
+        dq = hopper.warpgroup_mma(ds_t, k_0, zeros_q, use_acc=False, is_async=True)  # [ROWS, WIDTH]
         dv = hopper.warpgroup_mma_wait(1, deps=(dv,))
-        dk = hopper.warpgroup_mma(
-            gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2)), q, dk, is_async=True
-        )
-        sums = pick(fields, SUMS)
-        address = dq_ptr + sums.to(gl.int64) * (ROWS * HEAD_DIM)
+        ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2))
+        dk = hopper.warpgroup_mma(ds_k, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
+        number = pick(fields, SUMS)
+        address = sums.dq_ptr + number.to(gl.int64) * (ROWS * HEAD_DIM)
         dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
-        if sums >= 0:
+        if number >= 0:
             add_to_memory(address, dq)
-        more = hopper.warpgroup_mma(
-            ds_t, k.slice(WIDTH, WIDTH, 1), zeros_q, use_acc=False, is_async=True
-        )
+        more = hopper.warpgroup_mma(ds_t, k_1, zeros_q, use_acc=False, is_async=True)
         dk = hopper.warpgroup_mma_wait(1, deps=(dk,))
         barrier_arrive(EMPTY + stage, EITHER, 4)
         turn += 2
         # behind the last step: scores of whatever lies there, which nobody reads
         stage_n = turn % STAGES
-        mbarrier.wait(q_full.index(stage_n), turn // STAGES & 1, pred=turn < total)
-        q_t = q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
-        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
+        mbarrier.wait(pipeline.q_full.index(stage_n), turn // STAGES & 1, pred=turn < total)
+        q_t = pipeline.q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
+        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, ROWS]
         more = hopper.warpgroup_mma_wait(1, deps=(more,))
-        if sums >= 0:
+        if number >= 0:
             add_to_memory(address + ROWS * WIDTH, more)
         s = hopper.warpgroup_mma_wait(0, deps=(s,))
     return dk, dv

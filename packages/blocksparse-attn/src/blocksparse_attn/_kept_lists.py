@@ -1,10 +1,10 @@
-"""Which lists the kernels of a platform want, as the tiles decide; made once for each layout."""
+"""Which lists the kernels of a platform want, as the tiles decide; a layout keeps what was made."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from attn_common import Platform, detect
@@ -25,13 +25,10 @@ from ._lists import Lists, ListSpec, key_lists, query_lists
 from ._pairs import Pairs, key_pairs
 from ._pieces import SIDE
 
-if TYPE_CHECKING:
-    from .layout import BlockSparseLayout
-
 KINDS = ("tall", "portable", "short", "dq", "dkdv", "pairs")
 # dynamo traces a constant, and no cached function
 _INTERPRETED = interpreted()
-# threads that plan for one layout keep it one after the other
+# threads that make lists for one layout keep it one after the other
 _keeping = threading.Lock()
 
 
@@ -108,15 +105,33 @@ def stream_of(q: Any) -> int:
     return current_stream(q.get_device())
 
 
+class KeepsLists(Protocol):
+    """What of a layout this module reads and writes."""
+
+    _crow: Tensor
+    _col: Tensor
+    _num_cols: int
+    _block_size: tuple[int, int]
+    _rows_alike: bool
+    _kept_lists: dict[Any, tuple[Tensor, ...]]
+    _ready: Readiness | None
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_shared(self) -> bool: ...
+
+
 class Readiness(NamedTuple):
-    """When all that was planned for a layout is there, and which streams wait for that."""
+    """When all lists of a layout are there, and which streams wait for that."""
 
     event: torch.cuda.Event
     streams: set[int]
 
 
-def join(layout: BlockSparseLayout) -> None:
-    """Let the current stream wait for what other streams planned, once.
+def join(layout: KeepsLists) -> None:
+    """Let the current stream wait for the lists that other streams made, once.
 
     A capture cannot wait for what it does not hold; PyTorch waits for the device ahead of one.
     """
@@ -126,17 +141,17 @@ def join(layout: BlockSparseLayout) -> None:
     stream = torch.cuda.current_stream(layout.device)
     if stream.cuda_stream not in ready.streams:
         stream.wait_event(ready.event)
-        for lists in list(layout._plans.values()):
+        for lists in list(layout._kept_lists.values()):
             for part in lists:
                 # the memory is not to be given away while this stream may read it
                 part.record_stream(stream)
         ready.streams.add(stream.cuda_stream)
 
 
-def keep(layout: BlockSparseLayout, keys: tuple[Hashable, ...], lists: tuple[Tensor, ...]) -> None:
-    """Keep with a layout what the current stream has planned, and when that is there.
+def keep(layout: KeepsLists, keys: tuple[Hashable, ...], lists: tuple[Tensor, ...]) -> None:
+    """Keep lists that the current stream has made with their layout, and when they are there.
 
-    One event tells of all that was planned: each stream waits for the last one before its own.
+    One event tells of all lists: each stream waits for the last one before its own.
     """
     with _keeping:
         if layout.device.type == "cuda":
@@ -144,19 +159,19 @@ def keep(layout: BlockSparseLayout, keys: tuple[Hashable, ...], lists: tuple[Ten
             stream = torch.cuda.current_stream(layout.device)
             layout._ready = Readiness(stream.record_event(), {stream.cuda_stream})
         # who finds them finds the event
-        layout._plans.update(dict.fromkeys(keys, lists))
+        layout._kept_lists.update(dict.fromkeys(keys, lists))
 
 
 def lists_for(
-    layout: BlockSparseLayout, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
+    layout: KeepsLists, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
 ) -> tuple[Tensor, ...]:
     """Return the lists that a kernel walks; made at the first call, and kept with the layout."""
     key = (kind, group, head_dim, itemsize, causal)
-    plans = layout._plans
+    kept = layout._kept_lists
     if not torch.compiler.is_compiling():
         join(layout)
-    if key in plans:
-        return plans[key]
+    if key in kept:
+        return kept[key]
     if torch.compiler.is_compiling():
         # tracing must not keep what it makes
         made = torch.ops.blocksparse_attn.plan.default(
@@ -168,9 +183,9 @@ def lists_for(
         kind, detect(layout.device), head_dim, itemsize, *layout._block_size, group,
         layout.is_shared, layout._rows_alike, causal,
     )  # fmt: skip
-    lists = plans.get(spec)
+    lists = kept.get(spec)
     if lists is not None:
-        plans[key] = lists
+        kept[key] = lists
         return lists
     # a call that trains may come to them later
     with torch.inference_mode(False):

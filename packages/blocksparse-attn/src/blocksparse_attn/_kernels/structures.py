@@ -1,0 +1,392 @@
+"""What the portable kernels are given, by names that the host and the device share.
+
+Fields in lower case are known when a kernel runs, those in upper case when it is compiled; no
+structure mixes the two. A kernel's parameters are, in this order, the fields of its tensors, its
+numbers and its constants.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Options(NamedTuple):
+    """What kernels over tiles of scores are compiled for of a call."""
+
+    GROUP: Any  # query heads per key head
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    ROW_BYTES: Any  # alignment of rows
+    ROW_BYTES_V: Any
+    BLOCK_Q: Any  # of the layout
+    BLOCK_K: Any
+    IS_CAUSAL: Any
+    PER_HEAD: Any  # lists of each unit, or one for all
+
+
+class QueryOptions(NamedTuple):
+    """What the rows of a tile of queries are."""
+
+    POSITIONS: Any  # of a tile
+    HEADS: Any  # of a tile, from one group
+    PACKS: Any  # tiles that hold all heads of a group
+    SPAN: Any  # positions of a list's owner
+    ROW_MEMBERS: Any  # rows of blocks in a tile
+    HEAD_MEMBERS: Any  # heads whose lists are united
+
+
+class ForwardOptions(NamedTuple):
+    """What the forward alone is compiled for."""
+
+    PAGE: Any  # tokens of a page, 0 without pages
+    IS_SHORT: Any
+    SHORT: Any
+    FOLD: Any  # the scale is not negative
+
+
+class MergeOptions(NamedTuple):
+    """What the merge of splits is compiled for."""
+
+    GROUP: Any
+    HEAD_DIM_V: Any
+    BLOCK_DV: Any
+    POSITIONS: Any
+    HEADS: Any
+    PACKS: Any
+    SHORT: Any
+
+
+class RowOptions(NamedTuple):
+    """What the numbers of rows are compiled for."""
+
+    HEAD_DIM_V: Any
+    BLOCK_DV: Any
+    ROW_BYTES_V: Any
+    BLOCK: Any  # rows per program
+
+
+class TileOptions(NamedTuple):
+    """The tile of scores of a step."""
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    PRECISION: Any
+    UPCAST: Any  # the interpreter multiplies in fp32
+
+
+class KeyTileOptions(NamedTuple):
+    """The tile of scores of a step of the pass that makes dk and dv."""
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    PRECISION: Any
+    UPCAST: Any
+    SETTLE: Any  # wait for the products at the end of each step
+
+
+class ForwardTensors(NamedTuple):
+    """Pointers of the forward."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    out_ptr: Any
+    lse_ptr: Any
+    # what each split finds, or None
+    part_out_ptr: Any
+    part_lse_ptr: Any
+    # the lists, as ``Lists``
+    begin_ptr: Any
+    whole_ptr: Any
+    items_ptr: Any
+    members_ptr: Any
+    # None where all sequences have one length
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+    block_table_ptr: Any  # None without pages
+
+
+class ForwardNumbers(NamedTuple):
+    """Scale, sizes and strides of the forward."""
+
+    scale: Any
+    batch: Any
+    heads_q: Any
+    tokens_q: Any
+    tokens_k: Any
+    tiles: Any  # of positions, of each unit
+    span: Any  # units that are worked on together
+    splits: Any
+    fills: Any  # whether the short grid writes padding
+    list_rows: Any  # owners that a list of a unit has
+    extent_k: Any  # keys that the layout covers
+    stride_table: Any
+    stride_qb: Any
+    stride_qs: Any
+    stride_qh: Any
+    stride_kb: Any
+    stride_ks: Any
+    stride_kh: Any
+    stride_vb: Any
+    stride_vs: Any
+    stride_vh: Any
+
+
+class MergeTensors(NamedTuple):
+    """Pointers of the merge of splits."""
+
+    part_out_ptr: Any
+    part_lse_ptr: Any
+    out_ptr: Any
+    lse_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+
+
+class MergeNumbers(NamedTuple):
+    """Sizes of the merge of splits."""
+
+    batch: Any
+    heads_q: Any
+    tokens_q: Any
+    tokens_k: Any
+    tiles: Any
+    splits: Any
+
+
+class RowTensors(NamedTuple):
+    """What is known of rows, and the two tensors ``[batch, heads_q, tokens]`` to be filled."""
+
+    out_ptr: Any
+    dout_ptr: Any
+    lse_ptr: Any
+    dlse_ptr: Any  # or None
+    delta_ptr: Any
+    lse2_ptr: Any
+
+
+class RowNumbers(NamedTuple):
+    """Sizes and strides of the rows."""
+
+    tokens_q: Any
+    rows: Any  # of all heads and sequences
+    stride_dob: Any
+    stride_dos: Any
+    stride_doh: Any
+    heads_q: Any
+
+
+class KeyTensors(NamedTuple):
+    """Pointers of the pass that makes dk and dv."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    dout_ptr: Any
+    lse2_ptr: Any
+    delta_ptr: Any
+    dk_ptr: Any
+    dv_ptr: Any
+    begin_ptr: Any
+    whole_ptr: Any
+    items_ptr: Any
+    members_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+
+
+class KeyNumbers(NamedTuple):
+    """Scale, sizes and strides of the pass that makes dk and dv."""
+
+    scale: Any
+    batch: Any
+    heads_q: Any
+    tokens_q: Any
+    tokens_k: Any
+    tiles: Any
+    span: Any
+    list_rows: Any
+    extent_q: Any
+    stride_dob: Any
+    stride_dos: Any
+    stride_doh: Any
+    stride_qb: Any
+    stride_qs: Any
+    stride_qh: Any
+    stride_kb: Any
+    stride_ks: Any
+    stride_kh: Any
+    stride_vb: Any
+    stride_vs: Any
+    stride_vh: Any
+
+
+class QueryTensors(NamedTuple):
+    """Pointers of the pass that makes dq."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    dout_ptr: Any
+    lse2_ptr: Any
+    delta_ptr: Any
+    dq_ptr: Any
+    begin_ptr: Any
+    whole_ptr: Any
+    items_ptr: Any
+    members_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+
+
+class QueryNumbers(NamedTuple):
+    """Scale, sizes and strides of the pass that makes dq."""
+
+    scale: Any
+    batch: Any
+    heads_q: Any
+    tokens_q: Any
+    tokens_k: Any
+    tiles: Any
+    span: Any
+    list_rows: Any
+    extent_k: Any
+    stride_dob: Any
+    stride_dos: Any
+    stride_doh: Any
+    stride_qb: Any
+    stride_qs: Any
+    stride_qh: Any
+    stride_kb: Any
+    stride_ks: Any
+    stride_kh: Any
+    stride_vb: Any
+    stride_vs: Any
+    stride_vh: Any
+
+
+# ---- on the device alone
+
+
+class Grid(NamedTuple):
+    """What the place of a program in the grid means."""
+
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+    batch: Any
+    units: Any  # programs that share a tile of positions, or key heads
+    tokens_q: Any
+    tokens_k: Any
+    tiles: Any
+    span: Any
+    splits: Any
+
+
+class Work(NamedTuple):
+    """The tile of queries that a program owns."""
+
+    tile: Any  # counted from position 0
+    is_alive: Any
+    sequence: Any
+    unit: Any
+    split: Any
+    q_start: Any
+    k_start: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+class KeyWork(NamedTuple):
+    """The tile of keys that a program owns."""
+
+    tile: Any  # -1 for none
+    sequence: Any
+    head: Any
+    q_start: Any
+    k_start: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+class Walk(NamedTuple):
+    """The ranges of a list that a tile of queries walks.
+
+    ``whole`` items from ``start`` on fill steps that every row sees whole. The ``rests`` items from
+    ``rest`` on, left of the end of the sequence, and ``cuts`` from ``cut`` on, need a mask.
+    """
+
+    start: Any
+    whole: Any
+    rest: Any
+    rests: Any
+    cut: Any
+    cuts: Any
+
+
+class Ranges(NamedTuple):
+    """Three ranges of a list, walked one behind the other."""
+
+    first_a: Any
+    count_a: Any
+    first_b: Any
+    count_b: Any
+    first_c: Any
+    count_c: Any
+
+
+class Rows(NamedTuple):
+    """Where the rows of a tile of queries stand, and the key where their sequence ends."""
+
+    positions: Any
+    bits: Any  # which member of the list's owner a row is
+    first_position: Any
+    last_position: Any
+    span_start: Any  # the first position of the list's owner
+    seqlen_k: Any
+
+
+class Keys(NamedTuple):
+    """Where the keys and values of a program's head begin, and which steps it takes."""
+
+    k_base: Any
+    v_base: Any
+    table_ptr: Any  # pages of the sequence, or None
+    first_step: Any
+    last_step: Any
+
+
+class Softmax(NamedTuple):
+    """A running softmax."""
+
+    acc: Any
+    l_i: Any  # sum
+    m_i: Any  # maximum
+
+
+class RowValues(NamedTuple):
+    """A tile of queries, the gradients that arrive there, and the numbers of its rows."""
+
+    q: Any
+    dout: Any
+    lse2: Any
+    delta: Any
+
+
+class RowPointers(NamedTuple):
+    """Where these begin in memory, for a sequence, and its key head."""
+
+    q_ptr: Any
+    dout_ptr: Any
+    lse2_ptr: Any
+    delta_ptr: Any
+    head_k: Any
+
+
+class Columns(NamedTuple):
+    """Where the keys of a tile stand, and the queries that face them."""
+
+    keys: Any
+    bits: Any  # which column of blocks of the list's owner a key is in
+    diagonal: Any
+    seqlen_q: Any
+    seqlen_k: Any
