@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import threading
 from collections import deque
 from typing import Any
@@ -13,10 +11,10 @@ import numpy as np
 from .dtypes import NUMPY, Array, name_of, poison
 from .errors import NkiValidationError, require
 from .marks import BY_OTHERS, Marks
+from .storage import Storage
 from .targets import Target
 from .trace import Instruction, Trace
 
-_ids = itertools.count()
 _current = threading.local()
 
 
@@ -26,54 +24,6 @@ def machine() -> Machine:
     if found is None:
         raise RuntimeError("nki calls need a running kernel; use simulate(kernel)(*arrays)")
     return found
-
-
-class Storage:
-    """A piece of memory: bytes in row-major order, the partition first on the chip.
-
-    Attributes:
-        data: the bytes; None where nothing is computed.
-        state: who wrote each element, where that matters.
-        traffic: of shared HBM, which programs wrote and read each element.
-        is_constant: whether it is an argument that may not be written.
-        is_changed: whether anything wrote it.
-    """
-
-    __slots__ = (
-        "__weakref__", "data", "dtype", "id", "is_changed", "is_constant", "itemsize", "memory",
-        "name", "partition", "region", "shape", "size", "state", "traffic",
-    )  # fmt: skip
-
-    def __init__(self, memory: Machine, name: str, shape: tuple[int, ...], dtype: str, region: str):
-        self.id = next(_ids)
-        self.memory: Machine | None = memory
-        self.name = name or f"{region}_{self.id}"
-        self.shape = shape
-        self.dtype = dtype
-        self.region = region
-        self.itemsize = NUMPY[dtype].itemsize
-        self.size = math.prod(shape)
-        # elements of a partition; a whole tensor in HBM
-        on_chip = region in ("sbuf", "psum")
-        self.partition = self.size // shape[0] if on_chip and shape[0] else self.size
-        self.data: Array | None = None
-        self.state: Marks | None = None
-        self.traffic: Marks | None = None
-        self.is_constant = False
-        self.is_changed = False
-
-    @property
-    def nbytes(self) -> int:
-        nbytes: int = self.size * self.itemsize
-        return nbytes
-
-    @property
-    def on_chip(self) -> bool:
-        return self.region in ("sbuf", "psum")
-
-    def __del__(self) -> None:
-        if self.memory is not None and self.on_chip:
-            self.memory.release(self)
 
 
 class Machine:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from .dtypes import Array
 
-if TYPE_CHECKING:
-    from .views import View
-
 # who wrote: nobody, TensorE, or anything else
 UNWRITTEN, BY_MATMUL, BY_OTHERS = 0, 1, 2
 # of shared HBM: bits for what each program of a logical core wrote and read
 WROTE, READ = (1, 2), (4, 8)
+
+
+class Strided(Protocol):
+    """What marks ask of a view: its place in the memory, counted in its elements."""
+
+    shape: tuple[int, ...]
+    _offset: int
+    _strides: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element."""
 
 
 class Marks:
@@ -31,14 +40,14 @@ class Marks:
         self.unit = unit
         self.values: Array = np.full(nbytes // unit, value, np.uint8)
 
-    def _units(self, view: View) -> int:
+    def _units(self, view: Strided) -> int:
         """Return how many units an element of a view has."""
         if view.itemsize < self.unit:
             self.values = np.repeat(self.values, self.unit // view.itemsize)
             self.unit = view.itemsize
         return view.itemsize // self.unit
 
-    def of(self, view: View) -> Array:
+    def of(self, view: Strided) -> Array:
         """Return the marks of a view: its shape, and the units of an element."""
         units = self._units(view)
         strides = [s * units for s in view._strides]
@@ -47,13 +56,13 @@ class Marks:
         )
         return found
 
-    def at(self, view: View, places: Any) -> Array:
+    def at(self, view: Strided, places: Any) -> Array:
         """Return the marks of elements of the storage, counted in the view's dtype: a copy."""
         units = self._units(view)
         found: Array = self.values[places[..., None] * units + np.arange(units)]
         return found
 
-    def put(self, view: View, places: Any, bits: int, *, keep: bool) -> None:
+    def put(self, view: Strided, places: Any, bits: int, *, keep: bool) -> None:
         """Set the marks of such elements, or of the view where there are none; or add to them."""
         units = self._units(view)
         if places is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .dtypes import NUMPY, name_of
 from .errors import NotModelledError, require
-from .machine import Storage
+from .storage import Storage
 
 PAGE = "nki.tensor"
 T = TypeVar("T", bound="View")

@@ -1,0 +1,67 @@
+"""A piece of memory: its bytes, and what is known of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Protocol
+
+from .dtypes import NUMPY, Array
+from .marks import Marks
+
+_ids = itertools.count()
+
+
+class Memory(Protocol):
+    """Whoever made room for a piece."""
+
+    def release(self, storage: Storage) -> None:
+        """Take back the room of a piece that nothing refers to any more."""
+
+
+class Storage:
+    """A piece of memory: bytes in row-major order, the partition first on the chip.
+
+    Attributes:
+        data: the bytes; None where nothing is computed.
+        state: who wrote each element, where that matters.
+        traffic: of shared HBM, which programs wrote and read each element.
+        is_constant: whether it is an argument that may not be written.
+        is_changed: whether anything wrote it.
+    """
+
+    __slots__ = (
+        "__weakref__", "data", "dtype", "id", "is_changed", "is_constant", "itemsize", "memory",
+        "name", "partition", "region", "shape", "size", "state", "traffic",
+    )  # fmt: skip
+
+    def __init__(self, memory: Memory, name: str, shape: tuple[int, ...], dtype: str, region: str):
+        self.id = next(_ids)
+        self.memory: Memory | None = memory
+        self.name = name or f"{region}_{self.id}"
+        self.shape = shape
+        self.dtype = dtype
+        self.region = region
+        self.itemsize = NUMPY[dtype].itemsize
+        self.size = math.prod(shape)
+        # elements of a partition; a whole tensor in HBM
+        on_chip = region in ("sbuf", "psum")
+        self.partition = self.size // shape[0] if on_chip and shape[0] else self.size
+        self.data: Array | None = None
+        self.state: Marks | None = None
+        self.traffic: Marks | None = None
+        self.is_constant = False
+        self.is_changed = False
+
+    @property
+    def nbytes(self) -> int:
+        nbytes: int = self.size * self.itemsize
+        return nbytes
+
+    @property
+    def on_chip(self) -> bool:
+        return self.region in ("sbuf", "psum")
+
+    def __del__(self) -> None:
+        if self.memory is not None and self.on_chip:
+            self.memory.release(self)
