@@ -29,7 +29,7 @@ import torch
 Row = dict[str, Any]
 
 TOKENS, HEADS, HEAD_DIM = 16384, 16, 128
-KERNEL = Path("_kernels", "hopper_fp8.py")
+KERNEL = Path("_kernels", "hopper", "fp8.py")
 # the loop is the second of the two places that say so
 EXPONENTIAL = "        e = gl.exp2(s * factor - (pivot - SHIFT)[:, None])\n"
 MAXIMUM = "        m_new = gl.maximum(m, gl.max(s, 1) * factor)\n"

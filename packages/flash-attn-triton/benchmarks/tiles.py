@@ -113,6 +113,9 @@ def import_kernels() -> None:
 def overridden(lookup: str, tile: Tile | None) -> Iterator[list[Any]]:
     """Let a lookup return a tile; yields the list of tiles that it handed out.
 
+    Calls within go through the operators, which ask for a tile each time: the plans that are kept
+    of earlier calls have theirs.
+
     Args:
         lookup: Function of ``_configs``, wherever the package has imported it.
         tile: Fields to replace; None leaves the table's own tile.
@@ -130,13 +133,24 @@ def overridden(lookup: str, tile: Tile | None) -> Iterator[list[Any]]:
         for name, module in list(sys.modules.items())
         if name.split(".")[0] == "flash_attn_triton" and vars(module).get(lookup) is original
     ]
+    internals = sys.modules["flash_attn_triton._linked.host.internals"]
+    askers = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] == "flash_attn_triton"
+        and vars(module).get("is_watched") is internals.is_watched
+    ]
+    before = [(module, lookup, original) for module in places]
+    before += [(module, "is_watched", internals.is_watched) for module in askers]
     for module in places:
         setattr(module, lookup, instead)
+    for module in askers:
+        vars(module)["is_watched"] = lambda: True
     try:
         yield given
     finally:
-        for module in places:
-            setattr(module, lookup, original)
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 def compiled_kernels() -> dict[int, tuple[str, Any]]:

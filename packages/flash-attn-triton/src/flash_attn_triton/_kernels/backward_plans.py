@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from attn_common import cdiv
@@ -143,6 +144,15 @@ class BiasGradient:
         )
 
 
+class Gradients(NamedTuple):
+    """Gradients to be filled, contiguous."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+
+
 class BackwardPlan:
     """The backward pass of the calls of one form."""
 
@@ -168,48 +178,60 @@ class BackwardPlan:
         needs_dbias: bool,
     ) -> Grads:
         """Return ``(dq, dk, dv, dbias, dsinks)``; the tensors of ``x`` fit the form."""
-        q, k, bias, sinks = x.q, x.k, x.bias, dense(x.sinks)
-        dout, out, lse = aligned(dout), aligned(out.contiguous()), lse.contiguous()
-        dq, dk, dv = (
-            torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, x.v)
-        )
-        dbias = None
-        if bias is not None and needs_dbias:
-            dbias = torch.empty_like(bias, memory_format=torch.contiguous_format)
-        dsinks = None
-        if self._form.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
+        dq, dk, dv = _empty_like(x.q), _empty_like(x.k), _empty_like(x.v)
+        dbias = None if x.bias is None or not needs_dbias else _empty_like(x.bias)
+        has_rows = self._form.batch != 0 and x.q.numel() != 0
+        if not has_rows or x.k.numel() == 0:  # nobody sees a key
             for gradient in (dq, dk, dv, dbias):
                 if gradient is not None:
                     gradient.zero_()
-        if self._form.batch != 0 and q.numel() != 0:
-            hopper = self._hopper
-            if hopper is not None and not hopper.is_worth_it(q.shape[-3]):
-                hopper = None
-            sums = None if hopper is None else hopper.new_sums(q)
-            delta, lse2 = self._row_numbers(out, dout, dlse, lse, sums)
-            if sinks is not None:
-                dsinks = _sink_gradient(sinks, lse, delta)
-            if k.numel() != 0:
-                # the output may have had a dtype of its own; products want one
-                dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
-                inputs = Inputs(q, k, x.v, dout, lse2, delta)
-                extras = Extras(
-                    bias, dense(x.alibi_slopes), x.rng_state, dense(x.cu_seqlens_q),
-                    dense(x.cu_seqlens_k), dense(x.seqused_k),
-                )  # fmt: skip
-                if hopper is not None:
-                    hopper(inputs, extras, dq, dk, dv, sums)
-                else:
-                    self._key_gradients(inputs, extras, dk, dv)
-                    self._query_gradient(inputs, extras, dq)
-                if dbias is not None:
-                    self._bias_gradient(inputs, extras, dbias)
-        elif sinks is not None:
-            dsinks = torch.zeros_like(sinks)
+        if has_rows:
+            gradients = Gradients(dq, dk, dv, dbias)
+            dsinks = self._fill(x, out, lse.contiguous(), dout, dlse, gradients)
+        else:
+            dsinks = None if x.sinks is None else torch.zeros_like(dense(x.sinks))
         # two empty tensors, not one: outputs of an operator may not alias
-        dbias = q.new_empty(0) if dbias is None else dbias
-        dsinks = q.new_empty(0) if dsinks is None else dsinks
+        dbias = x.q.new_empty(0) if dbias is None else dbias
+        dsinks = x.q.new_empty(0) if dsinks is None else dsinks
         return dq, dk, dv, dbias, dsinks
+
+    def _fill(
+        self,
+        x: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        gradients: Gradients,
+    ) -> Tensor | None:
+        """Fill the gradients of tensors that have rows; return that of the sinks."""
+        q, k, dout = x.q, x.k, aligned(dout)
+        hopper = self._hopper
+        if hopper is not None and not hopper.is_worth_it(q.shape[-3]):
+            hopper = None
+        sums = None if hopper is None else hopper.new_sums(q)
+        delta, lse2 = self._row_numbers(aligned(out.contiguous()), dout, dlse, lse, sums)
+        if k.numel() != 0:
+            # the output may have had a dtype of its own; products want one
+            dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
+            inputs = Inputs(q, k, x.v, dout, lse2, delta)
+            extras = Extras(
+                x.bias, dense(x.alibi_slopes), x.rng_state, dense(x.cu_seqlens_q),
+                dense(x.cu_seqlens_k), dense(x.seqused_k),
+            )  # fmt: skip
+            if hopper is None:
+                self._key_gradients(inputs, extras, gradients.dk, gradients.dv)
+                self._query_gradient(inputs, extras, gradients.dq)
+            else:
+                hopper(inputs, extras, gradients.dq, gradients.dk, gradients.dv, sums)
+            if gradients.dbias is not None:
+                self._bias_gradient(inputs, extras, gradients.dbias)
+        return None if x.sinks is None else _sink_gradient(dense(x.sinks), lse, delta)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """Return memory for a gradient, contiguous."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
