@@ -155,6 +155,40 @@ def _share_of(split, splits, tiles):
 
 
 @triton.jit
+def _context_of(place, seqlen_k, k_ptr, OPTIONS: tl.constexpr):
+    """Return how many keys of a sequence are in the cache; those behind them are new."""
+    context = seqlen_k
+    if k_ptr is not None:
+        context = tl.maximum(seqlen_k - place.seqlen_q, 0)
+        if OPTIONS.DECODE_FROM_CACHE:
+            context = tl.where(place.seqlen_q == 1, seqlen_k, context)
+    return context
+
+
+@triton.jit
+def _rows_of(place, head_k, SCHEDULE: tl.constexpr, TILE: tl.constexpr):
+    """Return the ``Rows`` of a tile of queries."""
+    GROUP: tl.constexpr = SCHEDULE.GROUP
+    row = place.tile * SCHEDULE.BLOCK_M + tl.arange(0, SCHEDULE.BLOCK_M)  # [BLOCK_M]
+    token = row // GROUP
+    in_group = row % GROUP
+    is_inside = row < place.seqlen_q * GROUP
+    cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    return Rows(token, head_k * GROUP + in_group, is_inside, cols)
+
+
+@triton.jit
+def _load_queries(rows, place, q_ptr, strides, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr):
+    """Load a tile of queries, ``[BLOCK_M, BLOCK_D]``."""
+    token = place.q_start.to(tl.int64) + rows.token
+    q_rows = token * strides.stride_qs + rows.head * strides.stride_qh
+    return load_rows(
+        q_ptr, q_rows, rows.is_inside, rows.cols, 0, 1,
+        TILE.HEAD_DIM, TILE.BLOCK_D, TILE.HEAD_DIM, True, ROW_LAYOUT.ROW_BYTES, True,
+    )  # fmt: skip
+
+
+@triton.jit
 def _positions_of(rows, place, pointers, seqlen_k, SCHEDULE: tl.constexpr):
     """Return the ``Positions`` of a tile's rows: given ones, or the last ones of the keys."""
     BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
@@ -192,6 +226,40 @@ def _slopes_of(rows, place, pointers, stride_alibi_b):
 
 
 @triton.jit
+def _scales_of(scale, descale_at, pointers):
+    """Return the factor of products with new keys, and that of products with cached ones."""
+    if pointers.q_descale_ptr is not None:
+        scale *= tl.load(pointers.q_descale_ptr + descale_at)
+    cache_scale = scale
+    if pointers.k_descale_ptr is not None:
+        cache_scale *= tl.load(pointers.k_descale_ptr + descale_at)
+    return scale, cache_scale
+
+
+@triton.jit
+def _cached_source(sequence, head_k, pointers, strides):
+    """Return where the cached keys and values of a sequence and a head lie."""
+    return Source(
+        pointers.k_cache_ptr + head_k * strides.stride_kch,
+        pointers.v_cache_ptr + head_k * strides.stride_vch,
+        pointers.block_table_ptr + sequence * strides.stride_table_b,
+        strides.stride_table_p,
+        strides.stride_kcp, strides.stride_kcs, strides.stride_kcx, strides.stride_kcd,
+        strides.stride_vcp, strides.stride_vcs, strides.stride_vcd,
+    )  # fmt: skip
+
+
+@triton.jit
+def _new_source(q_start, head_k, pointers, strides):
+    """Return where the new keys and values of a sequence and a head lie: dense, in no page."""
+    return Source(
+        pointers.k_ptr + q_start * strides.stride_ks + head_k * strides.stride_kh,
+        pointers.v_ptr + q_start * strides.stride_vs + head_k * strides.stride_vh,
+        None, None, None, strides.stride_ks, None, None, None, strides.stride_vs, None,
+    )  # fmt: skip
+
+
+@triton.jit
 def _start_softmax(
     rows, split, sinks_ptr, OPTIONS: tl.constexpr, SCHEDULE: tl.constexpr, TILE: tl.constexpr
 ):
@@ -209,6 +277,16 @@ def _start_softmax(
 
 
 @triton.jit
+def _finish_softmax(softmax, v_descale, SHIFT: tl.constexpr):
+    """Return the output of each row, and its log-sum-exp in base 2."""
+    # rows that saw no key: output 0, lse -inf
+    l_i = softmax.l_i
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    out = softmax.acc * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_D]
+    return out, tl.where(l_i == 0.0, NEG_INF, softmax.m_i + tl.log2(l_safe) - SHIFT)
+
+
+@triton.jit
 def _row_pointers(base, rows, cols, BYTES: tl.constexpr):
     """Return where rows are written, each of which begins on a multiple of ``BYTES``."""
     return tl.multiple_of(base + rows[:, None], [BYTES, BYTES]) + cols[None, :]
@@ -219,7 +297,7 @@ def _store_part(
     out, lse2, rows, at, pointers, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Write what a split comes to, in fp32, from row ``at`` on, for ``_split_merge_kernel``."""
-    cols = tl.arange(0, TILE.BLOCK_D)
+    cols = rows.cols
     at += tl.arange(0, out.shape[0])  # [BLOCK_M]
     tl.store(pointers.part_lse_ptr + at, lse2, mask=rows.is_inside)
     # [BLOCK_M, BLOCK_D]
@@ -233,7 +311,7 @@ def _store_out(
     ROW_LAYOUT: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write rows of the output, in its dtype, and their log-sum-exps."""
-    cols = tl.arange(0, TILE.BLOCK_D)
+    cols = rows.cols
     if pointers.out_scale_ptr is not None:
         out /= tl.load(pointers.out_scale_ptr)
     if OPTIONS.OUT_MAX > 0:
@@ -348,31 +426,14 @@ def _paged_kernel(
     q_start_64 = place.q_start.to(tl.int64)
 
     # keys from `context` on are dense
-    context = seqlen_k
+    context = _context_of(place, seqlen_k, k_ptr, OPTIONS)
     HAS_DENSE: tl.constexpr = k_ptr is not None
-    if HAS_DENSE:
-        context = tl.maximum(seqlen_k - place.seqlen_q, 0)
-        if DECODE_FROM_CACHE:
-            context = tl.where(place.seqlen_q == 1, seqlen_k, context)
-
-    row = place.tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    token = row // GROUP
-    in_group = row % GROUP
-    is_inside = row < place.seqlen_q * GROUP
-    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    rows = Rows(token, head_k_64 * GROUP + in_group, is_inside)
-    q_rows = (q_start_64 + token) * stride_qs + rows.head * stride_qh
-    q = load_rows(
-        q_ptr, q_rows, is_inside, cols, 0, 1, HEAD_DIM, BLOCK_D, HEAD_DIM, True, ROW_BYTES, True
-    )  # [BLOCK_M, BLOCK_D]
+    rows = _rows_of(place, head_k_64, SCHEDULE, TILE)
+    q = _load_queries(rows, place, q_ptr, strides, ROW_LAYOUT, TILE)  # [BLOCK_M, BLOCK_D]
     positions = _positions_of(rows, place, pointers, seqlen_k, SCHEDULE)
     slopes = _slopes_of(rows, place, pointers, stride_alibi_b)
     descale_at = head_k if DESCALE_PER_HEAD else 0
-    if q_descale_ptr is not None:
-        scale *= tl.load(q_descale_ptr + descale_at)
-    cache_scale = scale
-    if k_descale_ptr is not None:
-        cache_scale *= tl.load(k_descale_ptr + descale_at)
+    scale, cache_scale = _scales_of(scale, descale_at, pointers)
     softmax = _start_softmax(rows, split, sinks_ptr, OPTIONS, SCHEDULE, TILE)
 
     # what this program's split is of the tiles of both sources
@@ -394,20 +455,15 @@ def _paged_kernel(
         tile_begin + tl.minimum(split_end, cache_tiles),
         BLOCK_N,
     )
-    source = Source(
-        k_cache_ptr + head_k_64 * stride_kch, v_cache_ptr + head_k_64 * stride_vch,
-        block_table_ptr + sequence_64 * stride_table_b, stride_table_p,
-        stride_kcp, stride_kcs, stride_kcx, stride_kcd, stride_vcp, stride_vcs, stride_vcd,
-    )  # fmt: skip
+    source = _cached_source(sequence_64, head_k_64, pointers, strides)
     queries = Queries(q, positions.position, slopes)
     softmax = _attend_to_all(softmax, queries, source, walk, scores, LAYOUT, OPTIONS, TILE)
-    acc = softmax.acc
     v_descale = 1.0
     if v_descale_ptr is not None:
         v_descale = tl.load(v_descale_ptr + descale_at)
     if HAS_DENSE:
         # new keys and values have no scale
-        acc *= v_descale
+        softmax = Softmax(softmax.acc * v_descale, softmax.l_i, softmax.m_i)
         v_descale = 1.0
         new_walk = cut_range(
             new_seen,
@@ -415,27 +471,17 @@ def _paged_kernel(
             new_begin + tl.maximum(split_end - cache_tiles, 0),
             BLOCK_N,
         )
-        new_source = Source(
-            k_ptr + q_start_64 * stride_ks + head_k_64 * stride_kh,
-            v_ptr + q_start_64 * stride_vs + head_k_64 * stride_vh,
-            None, None, None, stride_ks, None, None, None, stride_vs, None,
-        )  # fmt: skip
         NEW_LAYOUT: tl.constexpr = Layout(
             0, HEAD_DIM, True, ROW_BYTES, True, ROW_BYTES, 0, NEW_V_AS_K
         )
+        source = _new_source(q_start_64, head_k_64, pointers, strides)
         queries = Queries(q, positions.position - context, slopes)
-        softmax = Softmax(acc, softmax.l_i, softmax.m_i)
         scores = Scores(scale, softcap, window_left, window_right)
         softmax = _attend_to_all(
-            softmax, queries, new_source, new_walk, scores, NEW_LAYOUT, OPTIONS, TILE
+            softmax, queries, source, new_walk, scores, NEW_LAYOUT, OPTIONS, TILE
         )
-        acc = softmax.acc
 
-    # rows that saw no key: output 0, lse -inf
-    l_i = softmax.l_i
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    out = acc * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_D]
-    lse2 = tl.where(l_i == 0.0, NEG_INF, softmax.m_i + tl.log2(l_safe) - SHIFT)
+    out, lse2 = _finish_softmax(softmax, v_descale, SHIFT)
     if part_out_ptr is not None:
         # one block of rows per tile, head and split
         at = ((unit.to(tl.int64) * heads_k + head_k) * splits + split) * BLOCK_M

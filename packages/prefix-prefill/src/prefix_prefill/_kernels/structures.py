@@ -286,11 +286,12 @@ class Place(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which query head of which token each row of a tile is."""
+    """Which query head of which token each row of a tile is, and the columns of a row."""
 
     token: Any  # of the sequence
     head: Any
     is_inside: Any
+    cols: Any
 
 
 class Positions(NamedTuple):
