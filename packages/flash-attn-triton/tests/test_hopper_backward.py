@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import subprocess
 from pathlib import Path
@@ -18,6 +19,8 @@ from flash_attn_triton._configs import (
 )
 from flash_attn_triton._kernels.backward_plans import PIECE, RowNumbers
 from flash_attn_triton._kernels.form import Form
+from flash_attn_triton._kernels.hopper import backward_structures as structures
+from flash_attn_triton._kernels.hopper.backward import backward_kernel
 from flash_attn_triton._kernels.hopper.plans import HopperBackward
 from flash_attn_triton._kernels.hopper.round_dq import round_dq_kernel
 from flash_attn_triton._kernels.launch.runtime import aligned
@@ -192,6 +195,13 @@ def test_rows_are_numbered_and_sums_cleared(pieces, dlse, device):
     want[0, 0, 3] = 0.0
     torch.testing.assert_close(delta, want)
     assert lse2[0, 0, 3] == math.inf
+
+
+@pytest.mark.eager
+def test_structures_hold_the_parameters_of_the_kernel():
+    parts = structures.Maps, structures.Problem, structures.Options, structures.Tile
+    fields = [name for part in parts for name in part._fields]
+    assert list(inspect.signature(backward_kernel.fn).parameters) == fields
 
 
 # ---- dq, which arrives in the order of the accumulators' registers

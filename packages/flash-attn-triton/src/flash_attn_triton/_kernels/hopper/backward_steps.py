@@ -1,51 +1,73 @@
-"""The steps of the Hopper backward: what a warpgroup does for one tile of queries.
+"""What a warpgroup of the Hopper backward does up to head dim 128, tile by tile of queries.
 
-Of the five products of a tile one is under way while a warpgroup computes: that of dp beside the
-exponentials, that of dv beside the gradient of the scores, and those of dk and of the next tile's
-scores beside the addition to dq. More in flight was slower: a warpgroup cannot go on before the
-tensor cores have taken its product. The product of dq is one step behind: the gradients of scores
-that it wants from the other warpgroup are there by then, so that the two need not keep step, and
-one computes while the other multiplies.
+Of the five products (wgmma) of a tile one is under way while a warpgroup computes: that of dp
+beside the exponentials, that of dv beside the gradient of the scores, and those of dk and of the
+next tile's scores beside the addition to dq. More in flight was slower: a warpgroup cannot go on
+before the tensor cores have taken its product. The product of dq is one step behind: the gradients
+of scores that it needs from the other warpgroup are there by then, so that the two need not keep
+step, and one computes while the other multiplies.
 """
 
-from ._linked.compat import gl, gluon, hopper, mbarrier
-from ._linked.gradients import ROWS, send
-from ._linked.pipeline import EMPTY, LOG2E, barrier_arrive, barrier_sync
+from ._linked.compat import gl, gluon, hopper, mbarrier, tma
+from ._linked.gradients import ROWS, send, write
+from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync, coordinates
 from ._linked.softmax import tanh
+from .backward_structures import Carried
 
+# threads that meet where a stage is empty: two warpgroups and the producer's warp
 PARTIES = gl.constexpr(288)
-# hardware barriers: a warpgroup's gradients of scores are there, in either buffer; those of the
+# named barriers: a warpgroup's gradients of scores are stored, in either buffer; those of the
 # second warpgroup come eight later
 MADE = gl.constexpr(6)
 
 
+@gluon.constexpr_function
+def accumulator(columns):
+    """Return the layout of a warpgroup's accumulator of 64 x ``columns``."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def count_turns(walk, OPTIONS: gl.constexpr):
+    """Return how many tiles of queries a program walks, of all query heads of the group."""
+    return (walk.end - walk.begin) * OPTIONS.GROUP
+
+
+@gluon.jit
+def key_coordinates(block, first_key, OPTIONS: gl.constexpr):
+    """Return where a row of the block's keys lies in a tensor map."""
+    return coordinates(
+        block.sequence, block.head_k, block.k_start, block.len_k, first_key, OPTIONS.RAGGED
+    )
+
+
 @gluon.jit
 def probabilities(
-    s, lse2, first_key, first_row, len_k, scale, softcap, window_left, window_right,
-    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr,
-):  # fmt: skip
-    """Return the probabilities of scores [keys, rows], and what dp is multiplied with.
+    s, lse2, first_key, first_row, MASKED: gl.constexpr, program, OPTIONS: gl.constexpr
+):
+    """Return ``p = exp2(s - lse2)`` of scores [keys, rows], and what dp is multiplied with.
 
-    Rows count from the one that faces key 0.
+    That is p, or with a softcap p times the derivative of the cap. Rows count from the one that
+    faces key 0.
     """
     S: gl.constexpr = s.type.layout
-    if HAS_SOFTCAP:
-        capped = tanh(s * (scale / softcap))
-        p = gl.exp2(capped * (softcap * LOG2E) - lse2[None, :])
+    problem = program.problem
+    if OPTIONS.HAS_SOFTCAP:
+        capped = tanh(s * (problem.scale / problem.softcap))
+        p = gl.exp2(capped * (problem.softcap * LOG2E) - lse2[None, :])
     else:
-        p = gl.exp2(s * (scale * LOG2E) - lse2[None, :])
+        p = gl.exp2(s * (problem.scale * LOG2E) - lse2[None, :])
     if MASKED:
         keys = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, S))
         rows = first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
-        visible = (keys < len_k)[:, None]
-        if HAS_RIGHT:
-            visible &= keys[:, None] <= (rows + window_right)[None, :]
-        if HAS_LEFT:
-            visible &= keys[:, None] >= (rows - window_left)[None, :]
+        visible = (keys < program.block.len_k)[:, None]
+        if OPTIONS.HAS_RIGHT:
+            visible &= keys[:, None] <= (rows + problem.window_right)[None, :]
+        if OPTIONS.HAS_LEFT:
+            visible &= keys[:, None] >= (rows - problem.window_left)[None, :]
         p = gl.where(visible, p, 0.0)
     weight = p
-    if HAS_SOFTCAP:
+    if OPTIONS.HAS_SOFTCAP:
         weight = p * (1.0 - capped * capped)
     return p, weight
 
@@ -63,88 +85,161 @@ def await_made(turn, W: gl.constexpr):
 
 
 @gluon.jit
-def multiply_dq(
-    ds_s, k_s, turn, none, W: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr
-):  # fmt: skip
+def multiply_dq(pipeline, turn, none, W: gl.constexpr, TILE: gl.constexpr):
     """Begin ``W``'s half of the product of dq of step ``turn``: of its columns, or of its rows."""
-    PARTS: gl.constexpr = BLOCK_M // 64
-    WIDTH: gl.constexpr = HEAD_DIM * PARTS // 2
-    Q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    dq = gl.zeros([64, WIDTH], gl.float32, Q)
+    PARTS: gl.constexpr = TILE.BLOCK_M // 64
+    WIDTH: gl.constexpr = TILE.HEAD_DIM * PARTS // 2
+    dq = gl.zeros([64, WIDTH], gl.float32, accumulator(WIDTH))  # [64, WIDTH]
     for h in gl.static_range(2):
-        ds_h = ds_s.index(turn % 2 * 2 + h)
-        k_h = k_s.index(h + none).reshape([ROWS, HEAD_DIM])
+        ds_h = pipeline.ds_s.index(turn % 2 * 2 + h)  # [ROWS, BLOCK_M]
+        k_h = pipeline.k_s.index(h + none).reshape([ROWS, TILE.HEAD_DIM])
         if PARTS == 2:
-            ds_h = ds_h.slice(W * 64, 64, 1)
+            ds_h = ds_h.slice(W * 64, 64, 1)  # [ROWS, 64]
         else:
-            k_h = k_h.slice(W * WIDTH, WIDTH, 1)
+            k_h = k_h.slice(W * WIDTH, WIDTH, 1)  # [ROWS, WIDTH]
         dq = hopper.warpgroup_mma(ds_h.permute((1, 0)), k_h, dq, use_acc=h == 1, is_async=True)
     return dq
 
 
 @gluon.jit
-def walk(
-    dk, dv, s, last, turn, total, first_tile, tiles, sums, dq_row, dq_s,
-    q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, q_full, dout_full,
-    first_key, diagonal, len_k, scale, softcap, window_left, window_right,
-    W: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, BLOCK_M: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
-):  # fmt: skip
-    """Add what so many tiles of queries contribute, to dq what the tile before each does.
+def walk_tiles(
+    carried,
+    first_tile,
+    end_tile,
+    dq_row,
+    W: gl.constexpr,
+    MASKED: gl.constexpr,
+    program,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Accumulate dk and dv for tiles of queries of one head; dq lags one tile.
 
-    ``s`` holds the scores of the next tile, ``last`` is where the last one's part of dq belongs.
+    ``dq_row`` is where the head's sums of dq begin.
     """
-    S: gl.constexpr = s.type.layout
-    K: gl.constexpr = dk.type.layout
-    V: gl.constexpr = dv.type.layout
-    dtype: gl.constexpr = q_s.dtype
-    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
+    BLOCK_M: gl.constexpr = TILE.BLOCK_M
+    STAGES_Q: gl.constexpr = TILE.STAGES_Q
+    STAGES_O: gl.constexpr = TILE.STAGES_O
+    ROWS_DQ: gl.constexpr = BLOCK_M * TILE.HEAD_DIM // 32
+    S: gl.constexpr = accumulator(BLOCK_M)
+    pipeline, block = program.pipeline, program.block
+    dtype: gl.constexpr = pipeline.q_s.dtype
+    total = count_turns(program.walk, OPTIONS)
+    tiles = end_tile - first_tile
+    dk, dv, s, last, turn = carried.dk, carried.dv, carried.s, carried.last, carried.turn
+    row = dq_row + first_tile * ROWS_DQ
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     for step in range(tiles):
         # 0, but not for the compiler: what it can take out of the loop, it holds in registers
         none = turn >> 30
-        k = k_s.index(W + none).reshape([ROWS, HEAD_DIM])
-        v = v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
+        k = pipeline.k_s.index(W + none).reshape([ROWS, TILE.HEAD_DIM])
+        v = pipeline.v_s.index(W + none).reshape([ROWS, TILE.HEAD_DIM_V])
         stage = turn % STAGES_Q
         stage_o = turn % STAGES_O
-        q = q_s.index(stage).reshape([BLOCK_M, HEAD_DIM])
-        dout = dout_s.index(stage_o).reshape([BLOCK_M, HEAD_DIM_V])
-        mbarrier.wait(dout_full.index(stage_o), turn // STAGES_O & 1)
-        delta = delta_s.index(stage_o).load(gl.SliceLayout(0, S))
-        # dp - delta, from a start at -delta
+        q = pipeline.q_s.index(stage).reshape([BLOCK_M, TILE.HEAD_DIM])
+        dout = pipeline.dout_s.index(stage_o).reshape([BLOCK_M, TILE.HEAD_DIM_V])
+        mbarrier.wait(pipeline.dout_full.index(stage_o), turn // STAGES_O & 1)
+        delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
+        # [ROWS, BLOCK_M]: dp - delta, from a start at -delta
         dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
-        lse2 = lse2_s.index(stage).load(gl.SliceLayout(0, S))
-        p, weight = probabilities(
-            s, lse2, first_key + W * ROWS, (first_tile + step) * BLOCK_M + diagonal, len_k,
-            scale, softcap, window_left, window_right, MASKED, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP,
-        )  # fmt: skip
-        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, V, 2))
-        dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)
+        lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
+        first_key = block.first_key + W * ROWS
+        first_row = (first_tile + step) * BLOCK_M + block.diagonal
+        # [ROWS, BLOCK_M]
+        p, weight = probabilities(s, lse2, first_key, first_row, MASKED, program, OPTIONS)
+        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+        dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)  # [ROWS, HEAD_DIM_V]
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
-        ds = (weight * dp).to(dtype)
+        ds = (weight * dp).to(dtype)  # [ROWS, BLOCK_M]
         await_made(turn + 1, W)
-        ds_s.index(turn % 2 * 2 + W).store(ds)
+        pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
         hopper.fence_async_shared()
         # of the step before; in the first one, of whatever lies there
-        dq = multiply_dq(ds_s, k_s, turn + 1, none, W, BLOCK_M, HEAD_DIM)
+        dq = multiply_dq(pipeline, turn + 1, none, W, TILE)
         dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
         barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)
-        dk = hopper.warpgroup_mma(
-            gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2)), q, dk, is_async=True
-        )
+        ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
+        dk = hopper.warpgroup_mma(ds, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
         turn += 1
         following = turn % STAGES_Q
         # behind the last tile: scores of whatever lies there, which nobody reads
-        mbarrier.wait(q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
-        q_t = q_s.index(following).reshape([BLOCK_M, HEAD_DIM]).permute((1, 0))
-        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)
+        mbarrier.wait(pipeline.q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
+        q_t = pipeline.q_s.index(following).reshape([BLOCK_M, TILE.HEAD_DIM]).permute((1, 0))
+        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_M]
         dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
         if turn > 1:
-            send(sums, last, dq_s.index(W), dq)
-        last = dq_row
-        dq_row += BLOCK_M * HEAD_DIM // 32
+            send(program.maps.sums, last, program.dq_s.index(W), dq)
+        last = row
+        row += ROWS_DQ
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         say_made(turn + 1, W)
-    return dk, dv, s, last, turn
+    return Carried(dk, dv, s, turn, last)
+
+
+@gluon.jit
+def _first_scores(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Wait for the block's keys and values, and multiply the scores of the first tile."""
+    pipeline = program.pipeline
+    total = count_turns(program.walk, OPTIONS)
+    S: gl.constexpr = accumulator(TILE.BLOCK_M)
+    s = gl.zeros([ROWS, TILE.BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
+    mbarrier.wait(pipeline.k_full, 0)
+    mbarrier.wait(pipeline.q_full.index(0), 0, pred=total > 0)
+    k = pipeline.k_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
+    q_t = pipeline.q_s.index(0).reshape([TILE.BLOCK_M, TILE.HEAD_DIM]).permute((1, 0))
+    s = hopper.warpgroup_mma(k, q_t, s, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.wait(pipeline.v_full, 0, pred=total > 0)
+    return s
+
+
+@gluon.jit
+def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Add the last tile's part to dq, and write dk and dv."""
+    maps, pipeline, block = program.maps, program.pipeline, program.block
+    await_made(carried.turn + 1, W)
+    dq = multiply_dq(pipeline, carried.turn + 1, 0, W, TILE)
+    dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
+    if count_turns(program.walk, OPTIONS) > 0:
+        send(maps.sums, carried.last, program.dq_s.index(W), dq)
+    where = key_coordinates(block, block.first_key + W * ROWS, OPTIONS)
+    # its values no warpgroup shares; its keys the other one may still be multiplying
+    write(carried.dv, maps.dv_desc, pipeline.v_s.index(W), where, TILE.HEAD_DIM_V)
+    barrier_sync(TURN, 256, 4)
+    dk = carried.dk * program.problem.scale
+    write(dk, maps.dk_desc, pipeline.k_s.index(W), where, TILE.HEAD_DIM)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Compute warpgroup ``W``'s 64 rows of dk and dv, and its half of what goes to dq."""
+    K: gl.constexpr = accumulator(TILE.HEAD_DIM)
+    V: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    walk = program.walk
+    dk = gl.zeros([ROWS, TILE.HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
+    dv = gl.zeros([ROWS, TILE.HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
+    s = _first_scores(W, program, OPTIONS, TILE)  # [ROWS, BLOCK_M]
+    turn = 0
+    first_head = program.block.head_k * OPTIONS.GROUP
+    # the warpgroups' halves of a tile of dq lie one behind the other
+    half = W * (TILE.BLOCK_M * TILE.HEAD_DIM // 64)
+    dq_row = program.dq_at + (first_head * program.dq_pitch + half)
+    carried = Carried(dk, dv, s, turn, dq_row)
+    # dq is one step behind
+    say_made(turn + 1, W)
+    for _member in range(OPTIONS.GROUP):
+        carried = walk_tiles(
+            carried, walk.begin, walk.whole, dq_row, W, True, program, OPTIONS, TILE
+        )
+        carried = walk_tiles(
+            carried, walk.whole, walk.part, dq_row, W, False, program, OPTIONS, TILE
+        )
+        if OPTIONS.HAS_LEFT:
+            carried = walk_tiles(
+                carried, walk.part, walk.end, dq_row, W, True, program, OPTIONS, TILE
+            )
+        dq_row += program.dq_pitch
+    _finish(carried, W, program, OPTIONS, TILE)

@@ -1,0 +1,147 @@
+"""What the functions of the Hopper backward hand to each other, as structures.
+
+Upper-case fields are constants of the build: such a structure is passed on as ``gl.constexpr``.
+Lower-case fields are values at run time, and hold no constants. The entry takes the fields of
+``Maps``, ``Problem``, ``Options`` and ``Tile`` as its parameters, in this order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Maps(NamedTuple):
+    """The tensor maps of TMA, and where dq is summed."""
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    dout_desc: Any
+    dk_desc: Any
+    dv_desc: Any
+    sums: Any  # of dq: a map, or above head dim 128 a pointer
+
+
+class Problem(NamedTuple):
+    """The other tensors and the numbers of a call."""
+
+    lse2_ptr: Any  # base-2 LSE: [batch, heads_q, tokens_q], packed [heads_q, tokens_q]
+    delta_ptr: Any  # of the same shape
+    cu_seqlens_q_ptr: Any  # None, or [batch + 1]
+    cu_seqlens_k_ptr: Any
+    scale: Any
+    softcap: Any
+    window_left: Any
+    window_right: Any
+    batch: Any
+    heads_k: Any
+    tokens_q: Any  # of a sequence, packed of all
+    tokens_k: Any
+    tiles: Any  # blocks of keys of a sequence, packed slots for those of all
+    tiles_q: Any  # tiles of queries, likewise
+    span: Any  # heads that are walked together
+
+
+class Options(NamedTuple):
+    """What the call asks for."""
+
+    GROUP: Any  # query heads per key head
+    HAS_LEFT: Any
+    HAS_RIGHT: Any
+    HAS_SOFTCAP: Any
+    RAGGED: Any  # form of the tensor maps; see ``coordinates``
+
+
+class Tile(NamedTuple):
+    """Sizes of the tiles and of the rings."""
+
+    BLOCK_M: Any  # queries of a step
+    BLOCK_N: Any  # keys of a program
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    QUARTERS: Any  # of the columns, those that are no padding
+    QUARTERS_V: Any
+    STAGES_Q: Any  # of the ring of queries
+    STAGES_O: Any  # of the ring of output gradients
+
+
+class Located(NamedTuple):
+    """Which block of keys a program owns, and where its sequence lies."""
+
+    block: Any  # -1 for a slot without a block
+    sequence: Any
+    head_k: Any
+    q_start: Any  # tokens ahead of the sequence
+    k_start: Any
+    len_q: Any
+    len_k: Any
+
+
+class Block(NamedTuple):
+    """A program's block of keys, in a sequence without the tokens that neither see nor are seen."""
+
+    sequence: Any
+    head_k: Any
+    first_key: Any
+    q_start: Any
+    k_start: Any
+    diagonal: Any  # the key that faces query 0
+    len_q: Any
+    len_k: Any
+    row_at: Any  # where the LSE and delta of the sequence begin, of head 0
+    row_pitch: Any  # from head to head
+
+
+class Walk(NamedTuple):
+    """The tiles of queries that see a block of keys."""
+
+    begin: Any  # from here up to ``end`` they see some key of it
+    whole: Any  # from here up to ``part`` they see all of them
+    part: Any
+    end: Any
+
+
+class Pipeline(NamedTuple):
+    """Buffers in shared memory, and the mbarriers at which consumers wait until they are full.
+
+    The producer waits at named barriers until a stage is empty; see ``EMPTY``.
+    """
+
+    q_s: Any  # [STAGES_Q, 1, 1, 1, BLOCK_M, HEAD_DIM]
+    k_s: Any  # [BLOCK_N // 64, 1, 1, 1, 64, HEAD_DIM]
+    v_s: Any  # [BLOCK_N // 64, 1, 1, 1, 64, HEAD_DIM_V]
+    dout_s: Any  # [STAGES_O, 1, 1, 1, BLOCK_M, HEAD_DIM_V]
+    ds_s: Any  # [2 * BLOCK_N // 64, 64, BLOCK_M]: gradients of scores
+    lse2_s: Any  # [STAGES_Q, BLOCK_M]
+    delta_s: Any  # [STAGES_O, BLOCK_M], negated
+    q_full: Any  # one for each stage
+    k_full: Any
+    v_full: Any
+    dout_full: Any  # one for each stage
+
+
+class Program(NamedTuple):
+    """What the roles of a warp-specialised program share.
+
+    ``gl.warp_specialize`` hands them to the warps in the order of the fields.
+    """
+
+    maps: Maps
+    pipeline: Pipeline
+    dq_s: Any  # [2, BLOCK_M * HEAD_DIM // 64, 32]: dq on its way out, up to head dim 128
+    p_s: Any  # [2, 64, BLOCK_M]: probabilities, above head dim 128
+    dq_at: Any  # where the sequence's sums of dq begin: a row of the map, or an address
+    problem: Problem
+    block: Block
+    dq_pitch: Any  # from head to head in the sums of dq
+    walk: Walk
+
+
+class Carried(NamedTuple):
+    """What a warpgroup carries from tile to tile of queries, up to head dim 128."""
+
+    dk: Any  # [64, HEAD_DIM]
+    dv: Any  # [64, HEAD_DIM_V]
+    s: Any  # [64, BLOCK_M]: scores of the next tile
+    turn: Any  # tiles that are done
+    last: Any  # where the last tile's part of dq belongs
