@@ -1,4 +1,4 @@
-"""The last step of the Hopper backward: scale and round dq, and bring it into its order."""
+"""The last kernel of the Hopper backward: scale the sums of dq, round them, put them in order."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import triton
 import triton.language as tl
 
 from ..schedule import locate
+from .parameters import RoundingNumbers
 
 
 @triton.jit(
-    do_not_specialize=[
-        "scale", "window_right", "batch", "heads_q", "tokens_q", "tokens_k", "tiles",
-    ],
+    do_not_specialize=RoundingNumbers._fields,
     do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr"],
-)  # fmt: skip
+)
 def round_dq_kernel(
     sums_ptr, dq_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     scale, window_right, batch, heads_q, tokens_q, tokens_k, tiles,
     HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dq; each of two warpgroups added half of its columns, or of its rows.
+    """``dq = scale * sums``, rounded, of a tile of queries.
 
+    Each of two warpgroups added up half of the tile's columns, or with 128 queries of its rows.
     ``sums`` is ``[heads, tiles, 2, 64 * width]`` in fp32, and within: panels of eight columns,
     warp, row of eight, pair of columns, half of the warp's sixteen rows, column.
     """
@@ -39,9 +39,9 @@ def round_dq_kernel(
         shift = tl.minimum(tl.maximum(len_q - len_k - window_right, 0), len_q)
     sums_ptr += tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
     for half in tl.static_range(2):
-        sums = tl.load(sums_ptr + half * (64 * WIDTH) + tl.arange(0, 64 * WIDTH))
+        sums = tl.load(sums_ptr + half * (64 * WIDTH) + tl.arange(0, 64 * WIDTH))  # [64 * WIDTH]
         sums = tl.permute(tl.reshape(sums, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-        sums = tl.reshape(sums, (64, WIDTH))
+        sums = tl.reshape(sums, (64, WIDTH))  # [64, WIDTH]
         rows = block * BLOCK_M + tl.arange(0, 64)
         cols = tl.arange(0, WIDTH)
         if PARTS == 2:
@@ -55,6 +55,7 @@ def round_dq_kernel(
         # dq is contiguous: [tokens, heads_q, HEAD_DIM]
         pointers = dq_ptr + ((token * heads_q + head) * HEAD_DIM)[:, None] + cols[None, :]
         inside = (cols < HEAD_DIM)[None, :]
+        # [64, WIDTH]
         dq = (sums * scale).to(dq_ptr.dtype.element_ty)
         ahead = shift.to(tl.int64) * heads_q * HEAD_DIM if HAS_RIGHT else 0
         tl.store(pointers + ahead, dq, mask=(rows + shift < len_q)[:, None] & inside)
