@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +21,9 @@ from lightning_attn import (
 from lightning_attn._linked.host.forms import Memory
 from torch import Tensor
 
+from ._linked import numerics
 from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
+from ._linked.numerics import further, nudged
 
 # what a state is made of: values of two terms of 8 bits, of one term of TF32, of three products
 STATE_UNITS = {torch.bfloat16: 2.0**-15, torch.float16: 2.0**-10, torch.float32: TF32X3_UNIT}
@@ -111,13 +112,8 @@ DECAYS: dict[str, Callable[[Maker, int], Tensor]] = {
 }
 
 
-@dataclass
-class Case:
+class Case(numerics.Case):
     """Arguments of one call: what may require grad, and everything else."""
-
-    inputs: dict[str, Tensor]
-    options: dict[str, Any] = field(default_factory=dict)
-    packed: bool = False
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -128,12 +124,6 @@ class Case:
         if self.packed:
             return lightning_attention_varlen_reference
         return lightning_attention_reference
-
-    def with_inputs(self, **changes: Tensor) -> Case:
-        return Case({**self.inputs, **changes}, self.options, self.packed)
-
-    def with_options(self, **changes: Any) -> Case:
-        return Case(self.inputs, {**self.options, **changes}, self.packed)
 
     def on(self, schedule: str) -> Case:
         return self.with_options(schedule=schedule)
@@ -200,11 +190,7 @@ def run(
     """
     function = function or case.function
     m = Maker(case.inputs["q"].device, torch.float32, seed=3)
-
-    def moved(t: Tensor) -> Tensor:
-        return t * (1 + nudge * m.randn(*t.shape).sign()) if nudge else t
-
-    inputs = {name: moved(t.detach()) for name, t in case.inputs.items()}
+    inputs = {name: nudged(m, t.detach(), nudge) for name, t in case.inputs.items()}
     options = dict(case.options)
     if function is case.reference:
         options.pop("schedule", None)
@@ -215,7 +201,9 @@ def run(
     leaves = {name: t.requires_grad_() for name, t in inputs.items()}
     out, state = function(**leaves, **options, output_final_state=True)
     dout, dstate = incoming(out, state)
-    results = [(x, g) for x, g in ((out, dout), (state, moved(dstate))) if x.requires_grad]
+    results = [
+        (x, g) for x, g in ((out, dout), (state, nudged(m, dstate, nudge))) if x.requires_grad
+    ]
     grads: Sequence[Tensor | None] = [None] * len(leaves)
     if results:
         grads = torch.autograd.grad(
@@ -230,9 +218,8 @@ def run(
 
 def run_oracle(case: Case, *, grad: bool = True, nudge: float = 0.0) -> dict[str, Tensor]:
     """Do the same from the definition in float64, on the same rounded inputs."""
-    wide = {name: t.double() for name, t in case.inputs.items()}
-    wide_case = Case(wide, case.options, case.packed)
-    return run(wide_case, case.reference, grad=grad, nudge=nudge)
+    wide = case.with_inputs(**{name: t.double() for name, t in case.inputs.items()})
+    return run(wide, case.reference, grad=grad, nudge=nudge)
 
 
 def run_eager(case: Case, oracle: dict[str, Tensor], *, grad: bool = True) -> dict[str, Tensor]:
@@ -247,14 +234,11 @@ def run_eager(case: Case, oracle: dict[str, Tensor], *, grad: bool = True) -> di
     dtype = case.inputs["q"].dtype
     fine = 4 * torch.finfo(torch.float32).eps
     coarse = max(fine, torch.finfo(dtype).eps / 2)
-    nudged = run_oracle(case, grad=grad, nudge=coarse)
+    moved = run_oracle(case, grad=grad, nudge=coarse)
     if coarse > fine:
         exact = run_oracle(case, grad=grad, nudge=fine)
-        nudged.update({name: exact[name] for name in STATES if name in exact})
-    for name, value in eager.items():
-        error, moved = (value.double() - oracle[name]).abs(), (nudged[name] - oracle[name]).abs()
-        eager[name] = torch.where(moved > error, nudged[name], value.double())
-    return eager
+        moved.update({name: exact[name] for name in STATES if name in exact})
+    return further(eager, moved, oracle)
 
 
 STATES = ("state", "dinitial_state")
