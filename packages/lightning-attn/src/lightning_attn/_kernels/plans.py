@@ -16,18 +16,11 @@ from .._call import Gradients, Needs
 from .._configs import decode_tile, padded_head_dim
 from .._linked.host.forms import ACCESS_BYTES, Memory
 from .._linked.host.internals import is_plain_tensor
-from .decay_gradient import decay_gradient_kernel
+from .decay_plan import DecayGradientPlan
 from .decode import decode_kernel
-from .launch.runtime import Launch, aligned, is_aligned, token_strides
-from .structures import (
-    DecayGradientNumbers,
-    DecayGradientOptions,
-    DecayGradientTensors,
-    DecodeNumbers,
-    DecodeOptions,
-    DecodeTensors,
-)
-from .walks import Inputs, States, Walk, constants_of, launch_all, tile_of, walk_of
+from .launch.runtime import Launch, aligned, is_aligned
+from .structures import DecodeNumbers, DecodeOptions, DecodeTensors
+from .walks import Inputs, States, Walk, launch_all, walk_of
 
 
 class ForwardPlan:
@@ -133,79 +126,6 @@ class ForwardPlan:
                 walk = Walk(x, write_scale=self._scale, reverse=True, schedule=self._schedule)
             self._walks.keep(form, walk)
         return walk
-
-
-class DecayGradientPlan:
-    """The gradient of the decays for the calls of one form.
-
-    Unlike all else it keeps two states per chunk.
-    """
-
-    def __init__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor,
-        cu_seqlens: Tensor | None,
-        scale: float,
-    ) -> None:
-        written = Inputs(k, v, decay, cu_seqlens)
-        gradients = Inputs(q, dout, decay, cu_seqlens)
-        self._scale = scale
-        self._tile = tile = tile_of(k, k.shape[-1], v.shape[-1])
-        size = tile.chunk
-        self._forward = Walk(written, schedule="parallel", size=size)
-        self._backward = Walk(
-            gradients, write_scale=scale, reverse=True, schedule="parallel", size=size
-        )
-        self._strides = (
-            *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(dout),
-        )  # fmt: skip
-        options = DecayGradientOptions(k.shape[-1], v.shape[-1])
-        self._launch = Launch(
-            decay_gradient_kernel,
-            {
-                **options._asdict(),
-                **constants_of(tile, q, v, is_exact=True),
-                "num_warps": max(8, tile.num_warps),  # it holds two states
-                "num_stages": 1,
-            },
-        )
-
-    def gradient(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor,
-        cu_seqlens: Tensor | None,
-        initial_state: Tensor | None,
-        dfinal_state: Tensor | None,
-    ) -> Tensor:
-        """Return the gradient of readable tensors."""
-        walk = self._forward
-        if walk.batch == 0 or q.numel() == 0:
-            return torch.zeros_like(decay)
-        arriving = walk.segment_states(Inputs(k, v, decay, cu_seqlens, initial_state))
-        leaving = self._backward.segment_states(Inputs(q, dout, decay, cu_seqlens, dfinal_state))
-        tokens = k.shape[-3]
-        segments = walk.segments(tokens)
-        pieces = segments * (1 if walk.is_packed else walk.batch)
-        splits = cdiv(walk.e, self._tile.block_e)
-        # a slot without tokens writes nothing
-        out = torch.zeros((pieces, walk.heads, splits), dtype=torch.float32, device=q.device)
-        lengths = walk.batch, walk.heads, tokens, self._tile.chunk, segments
-        self._launch(
-            out.numel(),
-            DecayGradientTensors(
-                q, k, v, dout, out, decay, arriving.memory, leaving.memory, cu_seqlens
-            ),
-            DecayGradientNumbers(self._scale, *lengths, *self._strides, *arriving.strides),
-        )
-        return -out.sum(dim=(0, 2))
 
 
 class DecodePlan:
