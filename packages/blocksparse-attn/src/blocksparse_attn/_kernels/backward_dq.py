@@ -17,7 +17,6 @@ from .primitives import (
 from .schedule import key_walk, locate_queries
 from .structures import (
     Grid,
-    Keys,
     Options,
     QueryNumbers,
     QueryOptions,
@@ -31,7 +30,7 @@ from .structures import (
 
 @triton.jit
 def _dq_walk(
-    dq, values, keys_at, ranges, rows, tensors, numbers, MASKED: tl.constexpr,
+    dq, values, k_base, v_base, ranges, rows, tensors, numbers, MASKED: tl.constexpr,
     OPTIONS: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys contribute to a tile of dq: masked steps, or whole ones."""
@@ -42,11 +41,11 @@ def _dq_walk(
     UPCAST: tl.constexpr = TILE.UPCAST
     cols_d = tl.arange(0, OPTIONS.BLOCK_D)  # [BLOCK_D]
     cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
-    block = fetch(tensors.items_ptr, keys_at.first_step, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
+    block = fetch(tensors.items_ptr, 0, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
     members = 1
     if HAS_MEMBERS:
-        members = fetch(tensors.members_ptr, keys_at.first_step, ranges, 0, BLOCK_N, BLOCK_K)
-    for step in tl.range(keys_at.first_step, keys_at.last_step):
+        members = fetch(tensors.members_ptr, 0, ranges, 0, BLOCK_N, BLOCK_K)
+    for step in tl.range(0, count_steps(ranges.count_a + ranges.count_b, BLOCK_N, BLOCK_K)):
         keys = tokens_of(block, step, BLOCK_N, BLOCK_K)
         live = keys >= 0
         if MASKED:
@@ -55,11 +54,11 @@ def _dq_walk(
             )
         keys_64 = keys.to(tl.int64)
         k_t = load_tile_transposed(
-            keys_at.k_base, keys_64 * numbers.stride_ks, live, cols_d, OPTIONS.HEAD_DIM,
+            k_base, keys_64 * numbers.stride_ks, live, cols_d, OPTIONS.HEAD_DIM,
             OPTIONS.BLOCK_D, OPTIONS.ROW_BYTES, MASKED,
         )  # [BLOCK_D, BLOCK_N]  # fmt: skip
         v_t = load_tile_transposed(
-            keys_at.v_base, keys_64 * numbers.stride_vs, live, cols_dv, OPTIONS.HEAD_DIM_V,
+            v_base, keys_64 * numbers.stride_vs, live, cols_dv, OPTIONS.HEAD_DIM_V,
             OPTIONS.BLOCK_DV, OPTIONS.ROW_BYTES_V, MASKED,
         )  # [BLOCK_DV, BLOCK_N]  # fmt: skip
         products = dot(values.q, k_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
@@ -176,11 +175,9 @@ def _dq_kernel(
             ranges = Ranges(walk.rest, walk.rests, walk.cut, walk.cuts, walk.cut, 0)
         else:
             ranges = Ranges(walk.start, walk.whole, walk.start, walk.cuts * 0, walk.start, 0)
-        steps = count_steps(ranges.count_a + ranges.count_b, BLOCK_N, BLOCK_K)
-        keys = Keys(k_base, v_base, None, 0, steps)
         dq = _dq_walk(
-            dq, values, keys, ranges, standing, tensors, numbers, masked == 1, OPTIONS, QUERIES,
-            TILE,
+            dq, values, k_base, v_base, ranges, standing, tensors, numbers, masked == 1,
+            OPTIONS, QUERIES, TILE,
         )  # fmt: skip
     # dq is contiguous: [tokens, heads_q, HEAD_DIM]
     first_row = tile * POSITIONS - (seqlen_k - seqlen_q)
