@@ -166,7 +166,7 @@ def _context_of(place, seqlen_k, k_ptr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(place, head_k, SCHEDULE: tl.constexpr, TILE: tl.constexpr):
+def _rows_of(place, q_start, head_k, SCHEDULE: tl.constexpr, TILE: tl.constexpr):
     """Return the ``Rows`` of a tile of queries."""
     GROUP: tl.constexpr = SCHEDULE.GROUP
     row = place.tile * SCHEDULE.BLOCK_M + tl.arange(0, SCHEDULE.BLOCK_M)  # [BLOCK_M]
@@ -174,14 +174,14 @@ def _rows_of(place, head_k, SCHEDULE: tl.constexpr, TILE: tl.constexpr):
     in_group = row % GROUP
     is_inside = row < place.seqlen_q * GROUP
     cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
-    return Rows(token, head_k * GROUP + in_group, is_inside, cols)
+    head = head_k * GROUP + in_group
+    return Rows(token, q_start + token, head, is_inside, cols)
 
 
 @triton.jit
-def _load_queries(rows, place, q_ptr, strides, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr):
+def _load_queries(rows, q_ptr, strides, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Load a tile of queries, ``[BLOCK_M, BLOCK_D]``."""
-    token = place.q_start.to(tl.int64) + rows.token
-    q_rows = token * strides.stride_qs + rows.head * strides.stride_qh
+    q_rows = rows.token_64 * strides.stride_qs + rows.head * strides.stride_qh
     return load_rows(
         q_ptr, q_rows, rows.is_inside, rows.cols, 0, 1,
         TILE.HEAD_DIM, TILE.BLOCK_D, TILE.HEAD_DIM, True, ROW_LAYOUT.ROW_BYTES, True,
@@ -194,8 +194,7 @@ def _positions_of(rows, place, pointers, seqlen_k, SCHEDULE: tl.constexpr):
     BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
     GROUP: tl.constexpr = SCHEDULE.GROUP
     if pointers.positions_ptr is not None:
-        at = place.q_start.to(tl.int64) + rows.token
-        position = tl.load(pointers.positions_ptr + at, mask=rows.is_inside, other=0)
+        position = tl.load(pointers.positions_ptr + rows.token_64, mask=rows.is_inside, other=0)
         first = tl.min(tl.where(rows.is_inside, position, 2147483647), 0)
         last = tl.max(tl.where(rows.is_inside, position, -2147483648), 0)
     else:
@@ -208,16 +207,16 @@ def _positions_of(rows, place, pointers, seqlen_k, SCHEDULE: tl.constexpr):
 
 
 @triton.jit
-def _slopes_of(rows, place, pointers, stride_alibi_b):
+def _slopes_of(rows, sequence, pointers, stride_alibi_b):
     """Return the ALiBi slope of each row, or None.
 
     They are given by head, by sequence and head, or, with positions, by token and head.
     """
     if pointers.alibi_slopes_ptr is not None:
         if pointers.positions_ptr is not None:
-            of = place.q_start.to(tl.int64) + rows.token
+            of = rows.token_64
         else:
-            of = place.sequence.to(tl.int64) + rows.token * 0
+            of = sequence + rows.token * 0
         at = pointers.alibi_slopes_ptr + of * stride_alibi_b + rows.head
         slopes = tl.load(at, mask=rows.is_inside, other=0.0)
     else:
@@ -307,7 +306,7 @@ def _store_part(
 
 @triton.jit
 def _store_out(
-    out, lse2, rows, place, tokens, pointers, strides,
+    out, lse2, rows, tokens, pointers, strides,
     ROW_LAYOUT: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write rows of the output, in its dtype, and their log-sum-exps."""
@@ -316,10 +315,11 @@ def _store_out(
         out /= tl.load(pointers.out_scale_ptr)
     if OPTIONS.OUT_MAX > 0:
         out = tl.clamp(out, -OPTIONS.OUT_MAX, OPTIONS.OUT_MAX, propagate_nan=tl.PropagateNan.ALL)
-    at = place.q_start.to(tl.int64) + rows.token  # [BLOCK_M]
     if pointers.lse_ptr is not None:
-        tl.store(pointers.lse_ptr + rows.head * tokens + at, lse2 * LN2, mask=rows.is_inside)
-    out_rows = at * strides.stride_os + rows.head * strides.stride_oh
+        tl.store(
+            pointers.lse_ptr + rows.head * tokens + rows.token_64, lse2 * LN2, mask=rows.is_inside
+        )
+    out_rows = rows.token_64 * strides.stride_os + rows.head * strides.stride_oh
     # [BLOCK_M, BLOCK_D]
     where = _row_pointers(pointers.out_ptr, out_rows, cols, ROW_LAYOUT.OUT_BYTES)
     out_mask = rows.is_inside[:, None] & (cols < TILE.HEAD_DIM)[None, :]
@@ -428,10 +428,10 @@ def _paged_kernel(
     # keys from `context` on are dense
     context = _context_of(place, seqlen_k, k_ptr, OPTIONS)
     HAS_DENSE: tl.constexpr = k_ptr is not None
-    rows = _rows_of(place, head_k_64, SCHEDULE, TILE)
-    q = _load_queries(rows, place, q_ptr, strides, ROW_LAYOUT, TILE)  # [BLOCK_M, BLOCK_D]
+    rows = _rows_of(place, q_start_64, head_k_64, SCHEDULE, TILE)
+    q = _load_queries(rows, q_ptr, strides, ROW_LAYOUT, TILE)  # [BLOCK_M, BLOCK_D]
     positions = _positions_of(rows, place, pointers, seqlen_k, SCHEDULE)
-    slopes = _slopes_of(rows, place, pointers, stride_alibi_b)
+    slopes = _slopes_of(rows, sequence_64, pointers, stride_alibi_b)
     descale_at = head_k if DESCALE_PER_HEAD else 0
     scale, cache_scale = _scales_of(scale, descale_at, pointers)
     softmax = _start_softmax(rows, split, sinks_ptr, OPTIONS, SCHEDULE, TILE)
@@ -487,4 +487,4 @@ def _paged_kernel(
         at = ((unit.to(tl.int64) * heads_k + head_k) * splits + split) * BLOCK_M
         _store_part(out, lse2, rows, at, pointers, ROW_LAYOUT, TILE)
     else:
-        _store_out(out, lse2, rows, place, tokens, pointers, strides, ROW_LAYOUT, OPTIONS, TILE)
+        _store_out(out, lse2, rows, tokens, pointers, strides, ROW_LAYOUT, OPTIONS, TILE)

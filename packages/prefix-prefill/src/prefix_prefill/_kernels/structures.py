@@ -289,6 +289,7 @@ class Rows(NamedTuple):
     """Which query head of which token each row of a tile is, and the columns of a row."""
 
     token: Any  # of the sequence
+    token_64: Any  # of all
     head: Any
     is_inside: Any
     cols: Any

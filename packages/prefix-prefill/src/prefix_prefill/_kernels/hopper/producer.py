@@ -88,7 +88,7 @@ def _look_up(table, stride_table, tile, first, last, TILE: gl.constexpr):
 
 @gluon.jit
 def _copy_pages(
-    desc, full, memory, pages, page_rows, tile, first, last, head,
+    desc, pages, page_rows, tile, first, last, head, full, memory,
     HAS_LEFT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile of one head from its pages; keys outside of ``[first, last)`` become zeros.
@@ -184,8 +184,8 @@ def _copy_tile(
             if turn >= STAGES_K:
                 barrier_sync(EMPTY + stage, PARTIES, 1)
             _copy_pages(
-                inputs.k_desc, pipeline.k_full.index(stage), pipeline.k_s.index(stage), pages,
-                inputs.page_rows_k, tile, first, work.len_k, head_k, HAS_LEFT, TILE,
+                inputs.k_desc, pages, inputs.page_rows_k, tile, first, work.len_k, head_k,
+                pipeline.k_full.index(stage), pipeline.k_s.index(stage), HAS_LEFT, TILE,
             )  # fmt: skip
             turn += 1
         if step == 0:
@@ -195,8 +195,8 @@ def _copy_tile(
             if turn_v >= STAGES_V:
                 barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
             _copy_pages(
-                inputs.v_desc, pipeline.v_full.index(stage), pipeline.v_s.index(stage), pages_v,
-                inputs.page_rows_v, high - step, first, work.len_k, head_k, HAS_LEFT, TILE,
+                inputs.v_desc, pages_v, inputs.page_rows_v, high - step, first, work.len_k, head_k,
+                pipeline.v_full.index(stage), pipeline.v_s.index(stage), HAS_LEFT, TILE,
             )  # fmt: skip
             turn_v += 1
         pages_v = pages
