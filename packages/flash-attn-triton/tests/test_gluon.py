@@ -107,15 +107,15 @@ def test_forward_of_few_queries(tile, shape, features, forward, reverse):
     [
         ("_tokens", "index % (ROWS // PACK)", "index"),
         ("_heads", "// (ROWS // PACK)", "% PACK"),
-        ("_survey", "W * TOKENS", "W * ROWS"),
-        ("_survey", "WARPGROUPS * TOKENS", "TOKENS"),
+        ("_survey", "W * TOKENS", "W * TILE.ROWS"),
+        ("_survey", "TILE.WARPGROUPS * TOKENS", "TOKENS"),
         ("_survey", "slope[:, None]", "gl.max(slope, 0)"),
         ("_write", "W * (ROWS // PACK)", "W * ROWS"),
-        ("_write", "owner * heads_q + heads", "owner * heads_q + head"),
-        ("_finish", "sinks_ptr)", "None)"),
-        ("next_tile", "head *= PACK", "pass"),
-        ("produce", "w * TOKENS", "w * ROWS"),
-        ("produce", "heads_q // PACK", "heads_q"),
+        ("_write", "problem.heads_q + heads", "problem.heads_q + block.head"),
+        ("_finish", "problem.sinks_ptr)", "None)"),
+        ("next_tile", "head *= OPTIONS.PACK", "pass"),
+        ("produce", "w * TOKENS", "w * TILE.ROWS"),
+        ("produce", "problem.heads_q // OPTIONS.PACK", "problem.heads_q"),
     ],
 )
 def test_forward_of_few_queries_with_a_mistake(function, right, wrong, forward):
@@ -166,7 +166,7 @@ def test_forward_of_many_sequences(forward):
         ("_find_block", "first += WARP", "first += WARP + 1"),
         ("_find_block", "gl.maximum(before, ", "gl.maximum(0, "),
         ("_block_ends", "mask=index <= batch, other=tokens", "mask=index <= batch, other=0"),
-        ("next_tile", "sequence < batch, other=tokens_q", "sequence < batch, other=0"),
+        ("next_tile", "sequence < batch, other=problem.tokens_q", "sequence < batch, other=0"),
     ],
 )
 def test_forward_of_many_sequences_with_a_mistake(function, right, wrong, forward):
@@ -192,32 +192,36 @@ def test_forward_reads_nothing_of_others(tile, forward):
 
 
 # function, what it says, what a mistake would be
-ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
-WAIT_V = "mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
+WAIT_Q = "mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)"
+WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)"
+WAIT_TILE = "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)"
+ARRIVE_Q = "mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)"
+ARRIVE_V = "barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)"
+WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)"
 MISTAKES = [
-    ("stages", "produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("stages", "produce", "EMPTY + STAGES_K + stage", "EMPTY + stage"),
-    ("stages", "produce", "(count // BUFFERS_Q & 1) ^ 1", "count // BUFFERS_Q & 1"),
+    ("stages", "_copy_tile", "barrier_sync(FIRST + stage, PARTIES, 1)", "pass"),
+    ("stages", "produce", "EMPTY + STAGES_K", "EMPTY"),
+    ("stages", "_copy_queries", "(count // TILE.BUFFERS_Q & 1) ^ 1", "count // TILE.BUFFERS_Q & 1"),
     ("stages", "produce", "high - 1 - step", "high - step"),
-    ("stages", "begin", "mbarrier.wait(q_full.index(buffer), count // BUFFERS_Q & 1)", "pass"),
-    ("stages", "begin", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
+    ("stages", "begin", WAIT_Q, "pass"),
+    ("stages", "begin", WAIT_K, "pass"),
     ("stages", "begin", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
-    ("stages", "begin", "barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)", "pass"),
-    ("stages", "_fold", "turn // STAGES_K & 1)", "(turn // STAGES_K & 1) ^ 1)"),
+    ("stages", "begin", "barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)", "pass"),
+    ("stages", "_fold", "turn // TILE.STAGES_K & 1)", "(turn // TILE.STAGES_K & 1) ^ 1)"),
     ("stages", "_fold", WAIT_V, "pass"),
     ("plain", "_fold", "mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))"),
     ("stages", "_fold", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
     ("stages", "_fold", ARRIVE_V, "pass"),
     ("stages", "_fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),
-    ("stages", "_receive", "mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)", "pass"),
-    ("stages", "_receive", "mbarrier.arrive(tile_empty.index(slot), count=1)", "pass"),
+    ("stages", "_receive", WAIT_TILE, "pass"),
+    ("stages", "_receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
     ("stages", "_write", "tma.store_wait(0)", "pass"),
     ("stages", "_write", "hopper.fence_async_shared()", "pass"),
-    ("stages", "consume", "mbarrier.arrive(q_empty.index(buffer), count=1)", "pass"),
-    ("share", "consume", "                tma.store_wait(0)", "                pass"),
+    ("stages", "_consume_one_by_one", ARRIVE_Q, "pass"),
+    ("share", "_consume_one_by_one", "tma.store_wait(0)", "pass"),
     ("stages", "consume", "    tma.store_wait(0)\n    if W", "    if W"),
     ("stages", "consume", "        barrier_sync(TURN, 256, 4)", "        pass"),
-    ("stages", "forward_kernel", "barriers(SLOTS, WARPGROUPS)", "barriers(SLOTS, 1)"),
+    ("stages", "make_pipeline", "barriers(SLOTS, TILE.WARPGROUPS)", "barriers(SLOTS, 1)"),
 ]
 
 

@@ -12,7 +12,7 @@ from flash_attn_triton._configs import HopperTile, hopper_tile
 from ._linked.budget import Maker, assert_same, offsets
 from ._numerics import Case, Shape, run
 from .test_fp8 import assert_accurate, make
-from .test_gluon import ARRIVE_V, WAIT_V, forward, reverse
+from .test_gluon import ARRIVE_V, WAIT_K, WAIT_V, forward, reverse
 
 __all__ = ["forward", "reverse"]  # fixtures
 
@@ -129,23 +129,19 @@ def test_rows_without_a_key(forward, reverse):
 
 # function, what it says, what a mistake would be
 MISTAKES = [
-    ("walk_fp8", "mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)", "pass"),
-    ("walk_fp8", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
+    ("_begin", WAIT_K, "pass"),
+    ("_begin", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
     ("walk_fp8", "part = hopper.warpgroup_mma_wait(0, deps=(part,))", "pass"),
-    (
-        "walk_fp8",
-        "o, m, l, words, shrink, turn, right, high - 1,",
-        "o, m, l, words, shrink, turn, right, high,",
-    ),
+    ("walk_fp8", "walk.right, walk.high - 1,", "walk.right, walk.high,"),
     ("walk_fp8", "l * UNIT", "l"),
-    ("_fold", "turn // STAGES_K & 1)", "(turn // STAGES_K & 1) ^ 1)"),
+    ("_fold", "turn // TILE.STAGES_K & 1)", "(turn // TILE.STAGES_K & 1) ^ 1)"),
     ("_fold", WAIT_V, "pass"),
     ("_fold", "mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))"),
     ("_fold", "part = hopper.warpgroup_mma_wait(0, deps=(part,))", "pass"),
     ("_fold", "shrink = alpha", "pass"),
     ("_fold", ARRIVE_V, "pass"),
     ("_fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),
-    ("_fold", "(end - 1 - step)", "(end - step)"),
+    ("_fold", "(stop - 1 - step)", "(stop - step)"),
     ("_fold", "gl.where(m_new == NEG_INF, 0.0, m_new)", "m_new"),
     ("pack", "[0, 1, 3, 2, 4]", "[0, 1, 3, 4, 2]"),
     ("add", "[:, None] + part", "[:, None] - part"),

@@ -1,10 +1,10 @@
-"""What the warpgroups do that multiply: their walk over the keys of tile after tile of queries.
+"""The consumer warpgroups: they walk over the keys of one block of queries after the other.
 
-Every warpgroup owns 64 queries of a tile and walks its keys from the last to the first, with the
-online softmax of FlashAttention-2 (Dao, 2023) and the two overlaps of FlashAttention-3 (Shah et
-al., 2024): a warpgroup's softmax runs beside another's products, and beside its own product of the
-last tile's probabilities with the values. With ``PIPELINE`` the walk does not stop between tiles
-of queries: the first product of the next one is issued together with the last of this one.
+Every warpgroup owns 64 rows of a block of queries and walks its keys from the last to the first,
+with the online softmax of FlashAttention-2 (Dao, 2023) and the two overlaps of FlashAttention-3
+(Shah et al., 2024): a warpgroup's softmax runs beside another's wgmma, and beside its own product
+of the last tile's probabilities with the values. With ``PIPELINE`` the walk does not stop between
+blocks of queries: the first product of the next one is issued together with the last of this one.
 """
 
 from ._linked.compat import copy_out, gl, gluon, hopper, mbarrier, tma
@@ -27,29 +27,33 @@ from ._linked.pipeline import (
     key_tiles,
     opaque,
 )
-from ._linked.softmax import finish_softmax, logits_of, start_softmax
+from ._linked.softmax import finish_softmax, start_softmax
 from .fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
-from .walk import attend, begin, hide
+from .structures import Block, State, Walk
+from .walk import accumulator, attend, begin, hide, logits
 
 
 @gluon.jit
-def _receive(fields_s, tile_full, tile_empty, count):
-    """Wait for the producer to announce a tile of queries, or with head -1 that none is left."""
+def _receive(pipeline, count):
+    """Wait for the producer's next announcement and return it as a ``Block``."""
     layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     slot = count % SLOTS
-    mbarrier.wait(tile_full.index(slot), count // SLOTS & 1)
-    fields = fields_s.index(slot).load(layout)
+    mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
+    fields = pipeline.fields_s.index(slot).load(layout)  # [FIELDS]
     head, sequence = field(fields, HEAD), field(fields, SEQUENCE)
     first_row, q_start = field(fields, FIRST_ROW), field(fields, Q_START)
     len_q, len_k = field(fields, LEN_Q), field(fields, LEN_K)
-    mbarrier.arrive(tile_empty.index(slot), count=1)
-    return head, sequence, first_row, q_start, len_q, len_k
+    mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)
+    return Block(head, sequence, first_row, q_start, len_q, len_k)
 
 
 @gluon.jit
 def _tokens(ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
-    """Return the token of every row of a warpgroup, counted from its first: heads, then tokens."""
-    index = gl.arange(0, ROWS, layout)
+    """Return the token of every row, counted from the warpgroup's first.
+
+    Rows are ordered by head, then by token.
+    """
+    index = gl.arange(0, ROWS, layout)  # [ROWS]
     if PACK > 1:
         index = index % (ROWS // PACK)
     return index
@@ -57,250 +61,230 @@ def _tokens(ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _heads(head, ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
-    """Return the head of every row, or where all have one, that."""
+    """Return the head of every row, or one number where all rows have the same head."""
     if PACK > 1:
-        head = head + gl.arange(0, ROWS, layout) // (ROWS // PACK)
+        head = head + gl.arange(0, ROWS, layout) // (ROWS // PACK)  # [ROWS]
     return head
 
 
 @gluon.jit
-def _survey(
-    head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
-    alibi_slopes_ptr, stride_alibi_b, S: gl.constexpr,
-    W: gl.constexpr, PACK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Return a tile's range of keys, its rows counted from the diagonal, and its ALiBi slopes."""
-    TOKENS: gl.constexpr = ROWS // PACK
-    low, left, right, high = key_tiles(
-        first_row, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT,
-        WARPGROUPS * TOKENS, BLOCK_N,
-    )  # fmt: skip
-    layout: gl.constexpr = gl.SliceLayout(1, S)
-    rows = first_row + (len_k - len_q) + W * TOKENS + _tokens(ROWS, PACK, layout)
-    slope = 0.0
-    if alibi_slopes_ptr is not None:
-        heads = _heads(gl.maximum(head, 0), ROWS, PACK, layout)
-        slope = gl.load(alibi_slopes_ptr + _owner_of(sequence, batch) * stride_alibi_b + heads)
-        if PACK > 1:
-            slope = slope[:, None]
-    return low, left, right, high, rows, slope
-
-
-@gluon.jit
 def _owner_of(sequence, batch):
-    """Return the row of per-sequence tensors; padding around the sequences has none of its own."""
+    """Return the row of a sequence in per-sequence tensors; padding takes that of a neighbour."""
     return gl.maximum(gl.minimum(sequence, batch - 1), 0)
 
 
 @gluon.jit
-def _finish(m, l, head, sequence, batch, sinks_ptr, PACK: gl.constexpr, ROWS: gl.constexpr):
-    """Return what ``finish_softmax`` does; padding around the sequences has no sink."""
+def _survey(
+    block, problem, W: gl.constexpr, S: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Return the ``Walk`` of warpgroup ``W`` over a block of queries; scores have layout ``S``."""
+    TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
+    low, left, right, high = key_tiles(
+        block.first_row, block.len_q, block.len_k, problem.window_left, problem.window_right,
+        OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT, TILE.WARPGROUPS * TOKENS, TILE.BLOCK_N,
+    )  # fmt: skip
+    layout: gl.constexpr = gl.SliceLayout(1, S)
+    first_row = block.first_row + (block.len_k - block.len_q) + W * TOKENS
+    rows = first_row + _tokens(TILE.ROWS, OPTIONS.PACK, layout)  # [ROWS]
+    slope = 0.0
+    if problem.alibi_slopes_ptr is not None:
+        heads = _heads(gl.maximum(block.head, 0), TILE.ROWS, OPTIONS.PACK, layout)
+        owner = _owner_of(block.sequence, problem.batch)
+        slope = gl.load(problem.alibi_slopes_ptr + owner * problem.stride_alibi_b + heads)
+        if OPTIONS.PACK > 1:
+            slope = slope[:, None]  # [ROWS, 1]
+    return Walk(block, low, left, right, high, rows, slope)
+
+
+@gluon.jit
+def _finish(m, l, block, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the result of ``finish_softmax``; padding around the sequences has no sink."""
     layout: gl.constexpr = m.type.layout
-    heads = _heads(head, ROWS, PACK, layout)
-    is_padding = (sequence < 0) | (sequence >= batch)
-    if PACK > 1:
-        is_padding |= heads < 0  # for each row
-    return finish_softmax(m, l, heads, is_padding, sinks_ptr)
+    heads = _heads(block.head, TILE.ROWS, OPTIONS.PACK, layout)
+    is_padding = (block.sequence < 0) | (block.sequence >= problem.batch)
+    if OPTIONS.PACK > 1:
+        is_padding |= heads < 0  # [ROWS]
+    return finish_softmax(m, l, heads, is_padding, problem.sinks_ptr)
 
 
 @gluon.jit
 def _write(
-    o, weight, empty, lse, out_desc, out_s, lse_ptr, cu_seqlens_q_ptr,
-    first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-    W: gl.constexpr, PACK: gl.constexpr, RAGGED: gl.constexpr, ROWS: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
+    o, weight, empty, lse, block, out_desc, pipeline, problem,
+    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Scale the output of a block of queries, and send it and the LSE on their way."""
+    """Scale the output of a block of queries, start its TMA store, and store the LSE."""
     O: gl.constexpr = o.type.layout
-    owner = _owner_of(sequence, batch).to(gl.int64)
-    row = first_row + W * (ROWS // PACK)
+    PACK: gl.constexpr = OPTIONS.PACK
+    ROWS: gl.constexpr = TILE.ROWS
+    owner = _owner_of(block.sequence, problem.batch).to(gl.int64)
+    row = block.first_row + W * (ROWS // PACK)
     layout: gl.constexpr = lse.type.layout
-    rows = row + _tokens(ROWS, PACK, layout)
-    heads = _heads(head, ROWS, PACK, layout)
-    if cu_seqlens_q_ptr is None:
-        lse_at = (owner * heads_q + heads) * tokens_q
+    rows = row + _tokens(ROWS, PACK, layout)  # [ROWS]
+    heads = _heads(block.head, ROWS, PACK, layout)
+    if problem.cu_seqlens_q_ptr is None:
+        lse_at = (owner * problem.heads_q + heads) * problem.tokens_q
     else:
-        lse_at = heads.to(gl.int64) * tokens_q + q_start
-    gl.store(lse_ptr + lse_at + rows, lse, mask=rows < len_q)
-    o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
-    # values that nobody sees may be NaN
+        lse_at = heads.to(gl.int64) * problem.tokens_q + block.q_start
+    gl.store(problem.lse_ptr + lse_at + rows, lse, mask=rows < block.len_q)
+    o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]  # [ROWS, HEAD_DIM_V]
+    # rows without a key: values that no row sees may be NaN
     o = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
     tma.store_wait(0)
-    out_s.reshape([ROWS, HEAD_DIM_V]).store(o.to(out_s.dtype))
+    out_s = pipeline.out_s.index(W)
+    out_s.reshape([ROWS, TILE.HEAD_DIM_V]).store(o.to(out_s.dtype))
     hopper.fence_async_shared()
-    copy_out(out_desc, coordinates(sequence, head, q_start, len_q, row, RAGGED), out_s)
+    where = coordinates(block.sequence, block.head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
+    copy_out(out_desc, where, out_s)
 
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, out_desc, q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full,
-    tile_full, tile_empty, lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, factors_ptr,
-    scale, softcap, window_left, window_right, batch, heads_q, tokens_q, stride_alibi_b,
-    GROUP: gl.constexpr, PACK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, RAGGED: gl.constexpr, WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
-    SHARE: gl.constexpr, PIPELINE: gl.constexpr, LAG: gl.constexpr,
-):  # fmt: skip
-    """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
-    PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    HAS_ALIBI: gl.constexpr = alibi_slopes_ptr is not None
-    dtype: gl.constexpr = q_s.dtype
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    W: gl.constexpr, out_desc, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Compute the rows of warpgroup ``W`` in each block of queries that the producer announces."""
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
     # the scale goes into the exponential's multiply-add; it is positive, so max commutes
-    factor = scale * LOG2E
-    if HAS_SOFTCAP or HAS_ALIBI:
+    factor = problem.scale * LOG2E
+    if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
         factor = 1.0
-    if W == WARPGROUPS - 1:
-        # the first turn
+    if W == TILE.WARPGROUPS - 1:
+        # give warpgroup 0 the first turn
         barrier_arrive(TURN, 256, 4)
-    turn = 0  # tiles of keys
-    count = 0  # tiles of queries
-    head, sequence, first_row, q_start, len_q, len_k = _receive(
-        fields_s, tile_full, tile_empty, count
-    )
-    if PIPELINE:
-        if head >= 0:
-            low, left, right, high, rows, slope = _survey(
-                head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
-                alibi_slopes_ptr, stride_alibi_b, S,
-                W, PACK, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
-            )  # fmt: skip
-            m, l, p, turn = begin(
-                turn, count, q_s, k_s, q_full, k_full, rows, high - 1, len_k,
-                scale, factor, softcap, slope, window_left, window_right,
-                W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
-            )  # fmt: skip
-            o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-            while head >= 0:
-                buffer = count % BUFFERS_Q * WARPGROUPS + W
-                o, m, l, p, turn = attend(
-                    o, m, l, p, turn, low, left, right, high, buffer, q_s, k_s, v_s, k_full, v_full,
-                    rows, len_k, scale, factor, softcap, slope, window_left, window_right,
-                    W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                    HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG,
-                )  # fmt: skip
-                mbarrier.arrive(q_empty.index(buffer), count=1)
-                weight, empty, lse = _finish(m, l, head, sequence, batch, sinks_ptr, PACK, ROWS)
-                last_head, last_sequence, last_row = head, sequence, first_row
-                last_start, last_len = q_start, len_q
-                count += 1
-                head, sequence, first_row, q_start, len_q, len_k = _receive(
-                    fields_s, tile_full, tile_empty, count
-                )
-                low, left, right, high, rows, slope = _survey(
-                    head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
-                    alibi_slopes_ptr, stride_alibi_b, S,
-                    W, PACK, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
-                )  # fmt: skip
-                # the next tile's first product beside this one's last, as between any two
-                stage_v = (turn - 1) % STAGES_V
-                stage_k = turn % STAGES_K
-                buffer = count % BUFFERS_Q * WARPGROUPS + W
-                q = q_s.index(opaque(buffer)).reshape([ROWS, HEAD_DIM])
-                k = k_s.index(stage_k).reshape([BLOCK_N, HEAD_DIM])
-                v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM_V])
-                mbarrier.wait(q_full.index(buffer), count // BUFFERS_Q & 1)
-                mbarrier.wait(k_full.index(stage_k), turn // STAGES_K & 1)
-                barrier_sync(TURN + W, 256, 4)
-                s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-                o = hopper.warpgroup_mma(p, v, o, is_async=True)
-                barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)
-                s = hopper.warpgroup_mma_wait(1, deps=(s,))
-                barrier_arrive(EMPTY + stage_k, PARTIES, 4)
-                cols = (high - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-                s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-                s = hide(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-                m, l, e = start_softmax(s, factor)
-                o = hopper.warpgroup_mma_wait(0, deps=(o,))
-                barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-                p = gl.convert_layout(e.to(dtype), P)
-                turn += 1
-                _write(
-                    o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
-                    last_row, last_head, last_sequence, last_start, last_len, batch, heads_q,
-                    tokens_q, W, PACK, RAGGED, ROWS, HEAD_DIM_V,
-                )  # fmt: skip
-                o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-    elif factors_ptr is None:
-        while head >= 0:
-            low, left, right, high, rows, slope = _survey(
-                head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
-                alibi_slopes_ptr, stride_alibi_b, S,
-                W, PACK, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
-            )  # fmt: skip
-            buffer = count % BUFFERS_Q * WARPGROUPS + W
-            m, l, p, turn = begin(
-                turn, count, q_s, k_s, q_full, k_full, rows, high - 1, len_k,
-                scale, factor, softcap, slope, window_left, window_right,
-                W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K,
-            )  # fmt: skip
-            o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-            o, m, l, p, turn = attend(
-                o, m, l, p, turn, low, left, right, high, buffer, q_s, k_s, v_s, k_full, v_full,
-                rows, len_k, scale, factor, softcap, slope, window_left, window_right,
-                W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG,
-            )  # fmt: skip
-            if not SHARE:
-                mbarrier.arrive(q_empty.index(buffer), count=1)
-            stage_v = (turn - 1) % STAGES_V
-            v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM_V])
-            mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-            o = hopper.warpgroup_mma(p, v, o, is_async=True)
-            weight, empty, lse = _finish(m, l, head, sequence, batch, sinks_ptr, PACK, ROWS)
-            o = hopper.warpgroup_mma_wait(0, deps=(o,))
-            barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-            _write(
-                o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
-                first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-                W, PACK, RAGGED, ROWS, HEAD_DIM_V,
-            )  # fmt: skip
-            if SHARE:
-                # the output leaves through the memory of the queries
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(W), count=1)
-            count += 1
-            head, sequence, first_row, q_start, len_q, len_k = _receive(
-                fields_s, tile_full, tile_empty, count
-            )
+    if TILE.PIPELINE:
+        _consume_pipelined(factor, out_desc, pipeline, problem, W, OPTIONS, TILE)
+    elif problem.factors_ptr is None:
+        _consume_one_by_one(factor, out_desc, pipeline, problem, W, OPTIONS, TILE)
     else:
-        while head >= 0:
-            low, left, right, high, rows, slope = _survey(
-                head, sequence, first_row, len_q, len_k, window_left, window_right, batch,
-                alibi_slopes_ptr, stride_alibi_b, sums_of(BLOCK_N),
-                W, PACK, HAS_LEFT, HAS_RIGHT, WARPGROUPS, ROWS, BLOCK_N,
-            )  # fmt: skip
-            q = q_s.index(W).reshape([ROWS, HEAD_DIM])
-            mbarrier.wait(q_full.index(W), count & 1)
-            factors = factors_of(factors_ptr, head, _owner_of(sequence, batch), heads_q, GROUP)
-            size = scale_queries(q, scale * gl.load(factors))
-            o, m, l, turn = walk_fp8(
-                turn, q, k_s, v_s, k_full, v_full, low, left, right, high, rows, len_k,
-                size, softcap, slope, window_left, window_right,
-                HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-                HEAD_DIM, HEAD_DIM_V, STAGES_K, STAGES_V,
-            )  # fmt: skip
-            mbarrier.arrive(q_empty.index(W), count=1)
-            weight, empty, lse = _finish(m, l, head, sequence, batch, sinks_ptr, PACK, ROWS)
-            weight *= gl.load(factors + 1) * UNIT
-            _write(
-                o, weight, empty, lse, out_desc, out_s.index(W), lse_ptr, cu_seqlens_q_ptr,
-                first_row, head, sequence, q_start, len_q, batch, heads_q, tokens_q,
-                W, PACK, RAGGED, ROWS, HEAD_DIM_V,
-            )  # fmt: skip
-            count += 1
-            head, sequence, first_row, q_start, len_q, len_k = _receive(
-                fields_s, tile_full, tile_empty, count
-            )
+        _consume_fp8(out_desc, pipeline, problem, W, OPTIONS, TILE)
     tma.store_wait(0)
     if W == 0:
-        # the last turn that was passed on
+        # take the last turn, so that nobody is left at the barrier
         barrier_sync(TURN, 256, 4)
+
+
+@gluon.jit
+def _consume_one_by_one(
+    factor, out_desc, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Finish each block of queries before the next one begins."""
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    turn = 0  # tiles of keys
+    count = 0  # blocks of queries
+    block = _receive(pipeline, count)
+    while block.head >= 0:
+        walk = _survey(block, problem, W, S, OPTIONS, TILE)
+        buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+        state = begin(turn, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
+        state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
+        o, m, l, p, turn = state
+        if not TILE.SHARE:
+            mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
+        stage_v = (turn - 1) % TILE.STAGES_V
+        v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM_V])
+        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+        o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
+        weight, empty, lse = _finish(m, l, block, problem, OPTIONS, TILE)
+        o = hopper.warpgroup_mma_wait(0, deps=(o,))
+        barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+        _write(o, weight, empty, lse, block, out_desc, pipeline, problem, W, OPTIONS, TILE)
+        if TILE.SHARE:
+            # the output is stored from the buffer of the queries
+            tma.store_wait(0)
+            mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+        count += 1
+        block = _receive(pipeline, count)
+
+
+@gluon.jit
+def _consume_pipelined(
+    factor, out_desc, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Begin each block of queries beside the last product of the block ahead of it."""
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    turn = 0  # tiles of keys
+    count = 0  # blocks of queries
+    block = _receive(pipeline, count)
+    if block.head >= 0:
+        walk = _survey(block, problem, W, S, OPTIONS, TILE)
+        state = begin(turn, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
+        while walk.block.head >= 0:
+            buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+            state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
+            mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
+            last = walk.block
+            weight, empty, lse = _finish(state.m, state.l, last, problem, OPTIONS, TILE)
+            count += 1
+            walk = _survey(_receive(pipeline, count), problem, W, S, OPTIONS, TILE)
+            o, state = _cross(state, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
+            _write(o, weight, empty, lse, last, out_desc, pipeline, problem, W, OPTIONS, TILE)
+
+
+@gluon.jit
+def _cross(
+    state, count, walk, factor, pipeline, problem,
+    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Issue the last product of a block of queries together with the first of the next block.
+
+    ``walk`` and ``count`` are those of the next block. Return the output of the block that ends,
+    and the ``State`` of the block that begins.
+    """
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    o, _, _, p, turn = state
+    stage_v = (turn - 1) % TILE.STAGES_V
+    stage_k = turn % TILE.STAGES_K
+    buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+    q = pipeline.q_s.index(opaque(buffer)).reshape([TILE.ROWS, TILE.HEAD_DIM])
+    k = pipeline.k_s.index(stage_k).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+    v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM_V])
+    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
+    mbarrier.wait(pipeline.k_full.index(stage_k), turn // TILE.STAGES_K & 1)
+    barrier_sync(TURN + W, 256, 4)
+    s = hopper.warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )  # [ROWS, BLOCK_N]
+    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+    o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
+    barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
+    s = hopper.warpgroup_mma_wait(1, deps=(s,))
+    barrier_arrive(EMPTY + stage_k, PARTIES, 4)
+    cols = (walk.high - 1) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+    s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
+    s = hide(s, cols, walk, problem, OPTIONS)
+    m, l, e = start_softmax(s, factor)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
+    o = hopper.warpgroup_mma_wait(0, deps=(o,))
+    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+    p = gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2))
+    none = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
+    return o, State(none, m, l, p, turn + 1)
+
+
+@gluon.jit
+def _consume_fp8(
+    out_desc, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Finish each block of queries before the next one begins, in FP8.
+
+    Descales reach the kernel as one factor of the scores and one of the values per head.
+    """
+    turn = 0  # tiles of keys
+    count = 0  # blocks of queries
+    block = _receive(pipeline, count)
+    while block.head >= 0:
+        walk = _survey(block, problem, W, sums_of(TILE.BLOCK_N), OPTIONS, TILE)
+        q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
+        mbarrier.wait(pipeline.q_full.index(W), count & 1)
+        owner = _owner_of(block.sequence, problem.batch)
+        factors = factors_of(problem.factors_ptr, block.head, owner, problem.heads_q, OPTIONS.GROUP)
+        size = scale_queries(q, problem.scale * gl.load(factors))
+        o, m, l, turn = walk_fp8(turn, q, size, walk, pipeline, problem, OPTIONS, TILE)
+        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+        weight, empty, lse = _finish(m, l, block, problem, OPTIONS, TILE)
+        weight *= gl.load(factors + 1) * UNIT
+        _write(o, weight, empty, lse, block, out_desc, pipeline, problem, W, OPTIONS, TILE)
+        count += 1
+        block = _receive(pipeline, count)

@@ -1,162 +1,177 @@
 """The walk over keys in FP8 on Hopper: queries, keys, values and probabilities in e4m3.
 
 Operands of FP8 products lie along the dimension that is summed over. For the values that is the
-keys, so they are read from a transposed copy (``hopper_values.py``), in whose columns the keys are
-permuted in such a way that a thread's exponentials, where the first product has left them, are the
-probabilities that the second one wants of it.
+keys, so they are read from a transposed copy (``values.py``), in whose columns the keys are
+permuted so that the exponentials that a thread holds after the first product are the probabilities
+that the second product expects from that thread.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier
 from ._linked.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive, barrier_arrive_after
-from ._linked.softmax import logits_of, mask, row_sums
+from ._linked.softmax import mask, row_sums
+from .structures import Fp8State
+from .walk import logits
 
-# binary exponent added to probabilities, so that e4m3 holds them well: it reaches 448
+# binary exponent that is added to probabilities, so that they use the range of e4m3, up to 448
 SHIFT = gl.constexpr(8)
-# what takes it out of sums again
+# factor that removes it from sums
 UNIT = gl.constexpr(2.0**-8)
 FP32_TINY = gl.constexpr(2.0**-126)
 
 
 @gluon.constexpr_function
 def sums_of(columns):
-    """Layout of a warpgroup's sums of FP8 products, so many columns wide."""
+    """Return the layout of a warpgroup's wgmma accumulator of FP8 products."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
 
 
 @gluon.jit
-def walk_fp8(
-    turn, q, k_s, v_s, k_full, v_full, low, left, right, high, rows, len_k,
-    scale, softcap, slope, window_left, window_right,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr, WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
-):  # fmt: skip
-    """Return output (in ``UNIT``), maxima and partial sums of a tile, and the key tiles so far.
+def walk_fp8(turn, q, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the output of a block (in ``UNIT``), maxima, partial sums, and the key tiles so far.
 
-    Hopper adds FP8 products to some 14 bits. So every tile's product of probabilities and values
-    begins anew, and is added to the others in fp32, by the multiply-add that shrinks those: what
-    four instructions of 32 keys lose, less than 2**-11 of the sum, does not grow with the length.
+    Hopper accumulates FP8 products in about 14 bits. So the product of probabilities and values
+    starts from zero in each tile, and is added to the earlier ones in fp32, by the multiply-add
+    that rescales them. What four instructions of 32 keys lose, less than 2**-11 of the sum, does
+    not grow with the number of keys.
 
     The warpgroups take no turns: these products are too short for that to pay.
     """
-    S: gl.constexpr = sums_of(BLOCK_N)
-    O: gl.constexpr = sums_of(HEAD_DIM_V)
-    PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-    no_part = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-    # what the sums so far are still to be multiplied with
-    shrink = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    O: gl.constexpr = sums_of(TILE.HEAD_DIM_V)
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    no_part = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
     factor = scale * LOG2E
-    if HAS_SOFTCAP or HAS_ALIBI:
+    if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
         factor = 1.0
-    stage = turn % STAGES_K
-    k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-    mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
-    s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    barrier_arrive(EMPTY + stage, PARTIES, 4)
-    cols = (high - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-    s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-    m = gl.max(s, 1) * factor
-    # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
-    e = gl.exp2(s * factor - (gl.where(m == NEG_INF, 0.0, m) - SHIFT)[:, None])
-    l = row_sums(e)
-    words = pack(e)
-    turn += 1
-    # what the diagonal cuts, what every row sees whole, what the window's far end cuts
-    if HAS_RIGHT:
-        o, m, l, words, shrink, turn = _fold(
-            o, m, l, words, shrink, turn, right, high - 1, q, k_s, v_s, k_full, v_full, rows, len_k,
-            scale, factor, softcap, slope, window_left, window_right,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-            HEAD_DIM, HEAD_DIM_V, STAGES_K, STAGES_V, True,
+    state = _begin(turn, q, scale, factor, walk, pipeline, problem, OPTIONS, TILE)
+    # tiles that the diagonal cuts, that every row sees whole, that the window's far end cuts
+    if OPTIONS.HAS_RIGHT:
+        state = _fold(
+            state, walk.right, walk.high - 1, q, scale, factor, walk, pipeline, problem,
+            OPTIONS, TILE, True,
         )  # fmt: skip
-    o, m, l, words, shrink, turn = _fold(
-        o, m, l, words, shrink, turn, left, right, q, k_s, v_s, k_full, v_full, rows, len_k,
-        scale, factor, softcap, slope, window_left, window_right,
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-        HEAD_DIM, HEAD_DIM_V, STAGES_K, STAGES_V, False,
+    state = _fold(
+        state, walk.left, walk.right, q, scale, factor, walk, pipeline, problem,
+        OPTIONS, TILE, False,
     )  # fmt: skip
-    if HAS_LEFT:
-        o, m, l, words, shrink, turn = _fold(
-            o, m, l, words, shrink, turn, low, left, q, k_s, v_s, k_full, v_full, rows, len_k,
-            scale, factor, softcap, slope, window_left, window_right,
-            HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-            HEAD_DIM, HEAD_DIM_V, STAGES_K, STAGES_V, True,
+    if OPTIONS.HAS_LEFT:
+        state = _fold(
+            state, walk.low, walk.left, q, scale, factor, walk, pipeline, problem,
+            OPTIONS, TILE, True,
         )  # fmt: skip
-    stage_v = (turn - 1) % STAGES_V
-    v = v_s.index(stage_v).reshape([HEAD_DIM_V, BLOCK_N])
-    p = unpack(words, HEAD_DIM_V)
-    mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-    part = hopper.warpgroup_mma(p, v.permute((1, 0)), no_part, use_acc=False, is_async=True)
+    o, m, l, words, shrink, turn = state
+    stage_v = (turn - 1) % TILE.STAGES_V
+    v = pipeline.v_s.index(stage_v).reshape([TILE.HEAD_DIM_V, TILE.BLOCK_N])
+    p = unpack(words, TILE.HEAD_DIM_V)  # [ROWS, BLOCK_N]
+    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+    part = hopper.warpgroup_mma(
+        p, v.permute((1, 0)), no_part, use_acc=False, is_async=True
+    )  # [ROWS, HEAD_DIM_V]
     part = hopper.warpgroup_mma_wait(0, deps=(part,))
-    barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
+    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
     return add(o, shrink, part), m, l * UNIT, turn
 
 
 @gluon.jit
+def _begin(
+    turn, q, scale, factor, walk, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Fold a block's first tile of keys into an empty softmax and return the ``Fp8State``."""
+    S: gl.constexpr = sums_of(TILE.BLOCK_N)
+    O: gl.constexpr = sums_of(TILE.HEAD_DIM_V)
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
+    shrink = gl.full([TILE.ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
+    stage = turn % TILE.STAGES_K
+    k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+    mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+    s = hopper.warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )  # [ROWS, BLOCK_N]
+    s = hopper.warpgroup_mma_wait(0, deps=(s,))
+    barrier_arrive(EMPTY + stage, PARTIES, 4)
+    cols = (walk.high - 1) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+    s = logits(s, cols, scale, walk, problem, OPTIONS)
+    s = _hide(s, cols, walk, problem, OPTIONS)
+    m = gl.max(s, 1) * factor  # [ROWS]
+    # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+    e = gl.exp2(s * factor - (gl.where(m == NEG_INF, 0.0, m) - SHIFT)[:, None])  # [ROWS, BLOCK_N]
+    l = row_sums(e)  # [ROWS, 4]
+    return Fp8State(o, m, l, pack(e), shrink, turn + 1)
+
+
+@gluon.jit
+def _hide(s, cols, walk, problem, OPTIONS: gl.constexpr):
+    """Hide the keys that a row does not see."""
+    return mask(
+        s, walk.rows, cols, walk.block.len_k, problem.window_left, problem.window_right,
+        OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _fold(
-    o, m, l, words, shrink, turn, begin, end, q, k_s, v_s, k_full, v_full, rows, len_k,
-    scale, factor, softcap, slope, window_left, window_right,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr, WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, MASKED: gl.constexpr,
+    state, start, stop, q, scale, factor, walk, pipeline, problem,
+    OPTIONS: gl.constexpr, TILE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Fold the tiles of keys from ``end`` down to ``begin`` into the softmax."""
-    S: gl.constexpr = sums_of(BLOCK_N)
-    O: gl.constexpr = sums_of(HEAD_DIM_V)
-    PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    no_part = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)
-    for step in range(end - begin):
+    """Fold the tiles of keys ``[start, stop)`` into the softmax, the last one first."""
+    S: gl.constexpr = sums_of(TILE.BLOCK_N)
+    O: gl.constexpr = sums_of(TILE.HEAD_DIM_V)
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    no_part = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
+    o, m, l, words, shrink, turn = state
+    for step in range(stop - start):
         gl.assume(turn > 0)  # its remainder is then a few bits of it
-        stage = turn % STAGES_K
-        stage_v = (turn - 1) % STAGES_V
-        k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-        v = v_s.index(stage_v).reshape([HEAD_DIM_V, BLOCK_N])
-        p = unpack(words, HEAD_DIM_V)
-        mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
-        s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-        part = hopper.warpgroup_mma(p, v.permute((1, 0)), no_part, use_acc=False, is_async=True)
+        stage = turn % TILE.STAGES_K
+        stage_v = (turn - 1) % TILE.STAGES_V
+        k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+        v = pipeline.v_s.index(stage_v).reshape([TILE.HEAD_DIM_V, TILE.BLOCK_N])
+        p = unpack(words, TILE.HEAD_DIM_V)  # [ROWS, BLOCK_N]
+        mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+        s = hopper.warpgroup_mma(
+            q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )  # [ROWS, BLOCK_N]
+        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+        part = hopper.warpgroup_mma(
+            p, v.permute((1, 0)), no_part, use_acc=False, is_async=True
+        )  # [ROWS, HEAD_DIM_V]
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
-        cols = (end - 1 - step) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-        s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
+        cols = (stop - 1 - step) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+        s = logits(s, cols, scale, walk, problem, OPTIONS)
         if MASKED:
-            s = mask(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-        m_new = gl.maximum(m, gl.max(s, 1) * factor)
+            s = _hide(s, cols, walk, problem, OPTIONS)
+        m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]
         pivot = m_new
         if MASKED:
             pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
-        e = gl.exp2(s * factor - (pivot - SHIFT)[:, None])
-        alpha = gl.exp2(m - pivot)
+        e = gl.exp2(s * factor - (pivot - SHIFT)[:, None])  # [ROWS, BLOCK_N]
+        alpha = gl.exp2(m - pivot)  # [ROWS]
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-        sums = row_sums(e)
+        sums = row_sums(e)  # [ROWS, 4]
         barrier_arrive_after(sums, EMPTY + stage, PARTIES)
         l = l * gl.convert_layout(alpha, L)[:, None] + sums
         m = m_new
         part = hopper.warpgroup_mma_wait(0, deps=(part,))
-        barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
+        barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
         o = add(o, shrink, part)
         shrink = alpha
-        words = pack(e)
+        words = pack(e)  # [ROWS, BLOCK_N // 16, 4]
         turn += 1
-    return o, m, l, words, shrink, turn
+    return Fp8State(o, m, l, words, shrink, turn)
 
 
 @gluon.jit
 def pack(e):
-    """Round exponentials to e4m3, four to a word, in the order in which the product wants them.
+    """Round exponentials to e4m3, four to a word: ``[ROWS, KEYS]`` to ``[ROWS, KEYS // 16, 4]``.
 
-    Of 16 columns a thread holds 2i, 2i + 1, 2i + 8 and 2i + 9, and is to hold 4i to 4i + 3. Words,
-    because bytes that a loop carries lie in a register each.
+    Of 16 columns a thread holds 2i, 2i + 1, 2i + 8 and 2i + 9, and the next product expects 4i to
+    4i + 3. A loop would keep each byte that it carries in a register of its own.
     """
     ROWS: gl.constexpr = e.shape[0]
     KEYS: gl.constexpr = e.shape[1]
+    # [ROWS, KEYS // 16, 4, 2, 2]
     e = gl.permute(gl.reshape(e, [ROWS, KEYS // 16, 2, 4, 2]), [0, 1, 3, 2, 4])
     even, odd = gl.split(e)
     a, c = gl.split(even)
@@ -180,9 +195,9 @@ def unpack(words, WIDTH: gl.constexpr):
     P: gl.constexpr = gl.DotOperandLayout(0, sums_of(WIDTH), 4)
     ROWS: gl.constexpr = words.shape[0]
     KEYS: gl.constexpr = words.shape[1] * 16
-    # a word four times, where its bytes are to be
+    # each word four times, at the places of its bytes
     pairs = gl.join(words, words)
-    words = gl.reshape(gl.join(pairs, pairs), [ROWS, KEYS])
+    words = gl.reshape(gl.join(pairs, pairs), [ROWS, KEYS])  # [ROWS, KEYS]
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r,r,r", [gl.convert_layout(words, P, assert_trivial=True)],
         dtype=gl.float8e4nv, is_pure=True, pack=4,
@@ -191,28 +206,28 @@ def unpack(words, WIDTH: gl.constexpr):
 
 @gluon.jit
 def add(o, shrink, part):
-    """Add a tile's product to the sums so far."""
+    """Return ``o * shrink + part``: a tile's product added to the rescaled output."""
     O: gl.constexpr = o.type.layout
     return o * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None] + part
 
 
 @gluon.jit
 def factors_of(factors_ptr, head, owner, heads_q, GROUP: gl.constexpr):
-    """Return where a head's factors of scores and of values are; see ``hopper_values.py``."""
+    """Return the address of a head's factors of scores and values; see ``values.py``."""
     return factors_ptr + 2 * (owner * (heads_q // GROUP) + gl.maximum(head, 0) // GROUP)
 
 
 @gluon.jit
 def scale_queries(q, scale):
-    """Give the sign of a scale to a warpgroup's queries, where they lie; return its size.
+    """Multiply queries in shared memory by the sign of a scale; return its absolute value.
 
-    The softmax wants a positive one: with it the maximum commutes, and minus infinity times 0 is
-    NaN. So it is the queries, too, that a scale of NaN makes NaN.
+    The softmax needs a positive scale: only that commutes with the maximum, and -inf times 0 is
+    NaN. A scale of NaN makes the queries NaN.
     """
     if (scale < 0) | (scale != scale):
         layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
         sign = gl.where(scale < 0, -1.0, scale)
         q.store((q.load(layout).to(gl.float32) * sign).to(q.dtype))
         hopper.fence_async_shared()
-    # of a number and NaN the number
+    # the maximum of a number and NaN is the number
     return gl.maximum(gl.abs(scale), FP32_TINY)

@@ -1,4 +1,4 @@
-"""The warp that copies: which tile of queries is next, and its queries, keys and values."""
+"""The producer warp: it finds the next block of queries, and copies q, k and v by TMA."""
 
 from ._linked.compat import copy_in, gl, gluon, mbarrier
 from ._linked.pipeline import (
@@ -15,8 +15,9 @@ from ._linked.pipeline import (
     key_tiles,
     locate,
 )
+from .structures import Search, Task
 
-# sequences that are looked at together
+# how many sequences a search looks at together
 WARP = gl.constexpr(32)
 
 
@@ -27,8 +28,11 @@ def _sum(a, b):
 
 @gluon.jit
 def _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK: gl.constexpr):
-    """Count the blocks up to the end of each of some sequences; the first is the padding ahead."""
-    index = first + gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))
+    """Return how many blocks there are up to the end of each of ``WARP`` sequences: ``[WARP]``.
+
+    Number 0 is the padding ahead of the first sequence.
+    """
+    index = first + gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))  # [WARP]
     is_sequence = (index > 0) & (index <= batch + 1)
     start = gl.load(cu_seqlens_ptr + (index - 1), mask=is_sequence, other=0)
     end = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=tokens)
@@ -37,16 +41,15 @@ def _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK: gl.constexp
 
 
 @gluon.jit
-def _find_block(
-    place, first, before, cu_seqlens_ptr, batch, tokens, BLOCK: gl.constexpr
-):  # fmt: skip
-    """Return ``(sequence, block, first, before, blocks)``: what a place holds, and of all places.
+def _find_block(place, first, before, cu_seqlens_ptr, batch, tokens, BLOCK: gl.constexpr):
+    """Locate global block ``place``: return ``(sequence, block, first, before, blocks)``.
 
-    Blocks of all sequences are numbered through, without gaps. Sequence -1 is the padding ahead of
-    them, ``batch`` that behind, and what comes after has no block. A search goes on where the last
-    one ended, at ``first``, which so many blocks are ``before``: places never become less.
+    Blocks are numbered through all sequences without gaps. Sequence -1 is the padding ahead of the
+    sequences, and ``batch`` the padding behind them. A place that is ``blocks`` or more has no
+    block. The search begins at sequence ``first``, with ``before`` blocks ahead of it. Places grow
+    from call to call, so the next search begins at the cursor that this one returns.
     """
-    ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK)
+    ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK)  # [WARP]
     blocks = gl.max(ends, 0)
     while (blocks <= place) & (first + WARP < batch + 2):
         first += WARP
@@ -61,51 +64,60 @@ def _find_block(
 
 @gluon.jit
 def next_tile(
-    ticket, total, first, before, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-    window_left, batch, packs, tokens_q, tokens_k, tiles, span, last,
-    PACK: gl.constexpr, HAS_LEFT: gl.constexpr, BALANCE: gl.constexpr, BLOCK_M: gl.constexpr,
-    UNIT: gl.constexpr,
+    ticket, total, search, packs, problem, schedule,
+    UNIT: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Return what a ticket holds, how many there are, and where the next search begins."""
-    if cu_seqlens_q_ptr is None:
-        block, sequence, head = locate(ticket, batch, packs, tiles, span, last, BALANCE)
+    """Return the number of tickets, the advanced ``Search`` and the ``Task`` of a ticket.
+
+    Keys ahead of the first row's window are left out, in multiples of ``UNIT``.
+    """
+    BALANCE: gl.constexpr = OPTIONS.HAS_RIGHT
+    BLOCK_M: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // OPTIONS.PACK)
+    first, before = search
+    batch = problem.batch
+    if problem.cu_seqlens_q_ptr is None:
+        place, sequence, head = locate(
+            ticket, batch, packs, schedule.tiles, schedule.span, schedule.last, BALANCE
+        )
         q_start = 0
         k_start = 0
-        len_q = tokens_q
-        len_k = tokens_k
+        len_q = problem.tokens_q
+        len_k = schedule.tokens_k
         is_real = ticket < total
     else:
-        place = ticket // packs
-        head = ticket - place * packs
-        sequence, block, first, before, blocks = _find_block(
-            place, first, before, cu_seqlens_q_ptr, batch, tokens_q, BLOCK_M
+        slot = ticket // packs
+        head = ticket - slot * packs
+        sequence, place, first, before, blocks = _find_block(
+            slot, first, before, problem.cu_seqlens_q_ptr, batch, problem.tokens_q, BLOCK_M
         )
-        # there are fewer tickets than the host could tell
-        total = gl.where(place < blocks, total, blocks * packs)
+        # the host only knows an upper bound of the number of tickets
+        total = gl.where(slot < blocks, total, blocks * packs)
         is_real = (sequence >= 0) & (sequence < batch)
-        q_start = gl.load(cu_seqlens_q_ptr + sequence, mask=is_real | (sequence == batch), other=0)
-        q_end = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=sequence < batch, other=tokens_q)
-        k_start = gl.load(cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
-        k_end = gl.load(cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0)
+        starts_q = problem.cu_seqlens_q_ptr
+        q_start = gl.load(starts_q + sequence, mask=is_real | (sequence == batch), other=0)
+        q_end = gl.load(starts_q + sequence + 1, mask=sequence < batch, other=problem.tokens_q)
+        starts_k = schedule.cu_seqlens_k_ptr
+        k_start = gl.load(starts_k + sequence, mask=is_real, other=0)
+        k_end = gl.load(starts_k + sequence + 1, mask=is_real, other=0)
         len_q = q_end - q_start
         len_k = k_end - k_start
         if BALANCE:
-            block = gl.cdiv(len_q, BLOCK_M) - 1 - block
-    if seqused_k_ptr is not None:
-        len_k = gl.load(seqused_k_ptr + sequence, mask=is_real, other=0)
-    if HAS_LEFT:
-        # keys before the first row's window: as if there were none, in units of so many
-        unseen = gl.maximum(len_k - len_q - window_left, 0) // UNIT * UNIT
+            place = gl.cdiv(len_q, BLOCK_M) - 1 - place
+    if schedule.seqused_k_ptr is not None:
+        len_k = gl.load(schedule.seqused_k_ptr + sequence, mask=is_real, other=0)
+    if OPTIONS.HAS_LEFT:
+        unseen = gl.maximum(len_k - len_q - problem.window_left, 0) // UNIT * UNIT
         k_start += unseen
         len_k -= unseen
-    first_row = block * BLOCK_M
-    head *= PACK
-    return total, first, before, first_row, sequence, head, q_start, k_start, len_q, len_k
+    first_row = place * BLOCK_M
+    head *= OPTIONS.PACK
+    task = Task(first_row, sequence, head, q_start, k_start, len_q, len_k)
+    return total, Search(first, before), task
 
 
 @gluon.jit
 def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.constexpr):
-    """Return where a sequence's tiles begin in transposed values; see ``hopper_values.py``."""
+    """Return the number of a sequence's first tile of transposed values; see ``values.py``."""
     if RAGGED:
         first = k_start // BLOCK_N + sequence
     else:
@@ -114,121 +126,144 @@ def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.co
 
 
 @gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, fields_s, q_full, q_empty, k_full, v_full,
-    tile_full, tile_empty, ticket_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-    window_left, window_right, batch, heads_q, tokens_q, tokens_k, tiles, span, last, total,
-    GROUP: gl.constexpr, PACK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    RAGGED: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, PIPELINE: gl.constexpr,
+def _announce(task, index, count, pipeline):
+    """Pass the numbers of a block of queries to the consumers through shared memory."""
+    slot = count % SLOTS
+    mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
+    fields = gl.where(index == FIRST_ROW, task.first_row, task.head)
+    fields = gl.where(index == SEQUENCE, task.sequence, fields)
+    fields = gl.where(index == Q_START, task.q_start, fields)
+    fields = gl.where(index == LEN_Q, task.len_q, fields)
+    fields = gl.where(index == LEN_K, task.len_k, fields)
+    pipeline.fields_s.index(slot).store(fields)
+    mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
+
+
+@gluon.jit
+def _copy_queries(where, buffer, count, q_desc, pipeline, TILE: gl.constexpr):
+    """Copy a warpgroup's rows of a block of queries once their buffer is empty."""
+    mbarrier.wait(pipeline.q_empty.index(buffer), (count // TILE.BUFFERS_Q & 1) ^ 1)
+    mbarrier.expect(pipeline.q_full.index(buffer), q_desc.block_type.nbytes)
+    copy_in(q_desc, where, pipeline.q_full.index(buffer), pipeline.q_s.index(buffer))
+
+
+@gluon.jit
+def _copy_tile(
+    desc, where, turn, full, memory,
+    FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr,
 ):  # fmt: skip
-    """Copy tiles of queries, keys and values into shared memory, in the order of their use."""
-    TOKENS: gl.constexpr = ROWS // PACK
-    BLOCK_M: gl.constexpr = WARPGROUPS * TOKENS
-    PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
-    # FP8 values come from whole tiles; see ``hopper_values.py``
+    """Copy a tile of keys or values once its stage is empty.
+
+    The consumers arrive at named barrier ``FIRST + stage`` when they have read a stage.
+    """
+    stage = turn % STAGES
+    if turn >= STAGES:
+        barrier_sync(FIRST + stage, PARTIES, 1)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    copy_in(desc, where, full.index(stage), memory.index(stage))
+
+
+@gluon.jit
+def _drain(turn, FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr):
+    """Wait at the named barriers of the last tiles, so that no consumer is left at one."""
+    for back in gl.static_range(STAGES):
+        if turn > back:
+            barrier_sync(FIRST + (turn - 1 - back) % STAGES, PARTIES, 1)
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, pipeline, problem, schedule, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Copy queries, keys and values by TMA into shared memory, in the order of their use."""
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    STAGES_K: gl.constexpr = TILE.STAGES_K
+    STAGES_V: gl.constexpr = TILE.STAGES_V
+    RAGGED: gl.constexpr = OPTIONS.RAGGED
+    TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    EMPTY_V: gl.constexpr = EMPTY + STAGES_K
+    # FP8 values come from whole tiles; see ``values.py``
     TRANSPOSED: gl.constexpr = v_desc.dtype.primitive_bitwidth == 8
     UNIT: gl.constexpr = BLOCK_N if TRANSPOSED else 1
-    index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))
-    count = 0  # tiles of queries
+    index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
+    total = schedule.total  # tickets
+    count = 0  # blocks of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
-    packs = heads_q // PACK
+    packs = problem.heads_q // OPTIONS.PACK
     ticket = gl.program_id(0)
-    first = 0  # where the search for a block begins: a sequence, and the blocks ahead of it
-    before = 0
-    total, first, before, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
-        ticket, total, first, before, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-        window_left, batch, packs, tokens_q, tokens_k, tiles, span, last,
-        PACK, HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
-    )  # fmt: skip
+    total, search, task = next_tile(
+        ticket, total, Search(0, 0), packs, problem, schedule, UNIT, OPTIONS, TILE
+    )
     while ticket < total:
         low, _, _, high = key_tiles(
-            first_row, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT,
-            BLOCK_M, BLOCK_N,
+            task.first_row, task.len_q, task.len_k, problem.window_left, problem.window_right,
+            OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT, TILE.WARPGROUPS * TOKENS, BLOCK_N,
         )  # fmt: skip
-        slot = count % SLOTS
-        mbarrier.wait(tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
-        fields = gl.where(index == FIRST_ROW, first_row, head)
-        fields = gl.where(index == SEQUENCE, sequence, fields)
-        fields = gl.where(index == Q_START, q_start, fields)
-        fields = gl.where(index == LEN_Q, len_q, fields)
-        fields = gl.where(index == LEN_K, len_k, fields)
-        fields_s.index(slot).store(fields)
-        mbarrier.arrive(tile_full.index(slot), count=1)
-
-        head_k = head // GROUP
+        _announce(task, index, count, pipeline)
+        head_k = task.head // OPTIONS.GROUP
         steps = high - low
         for step in range(steps + 1):
-            # keys one tile ahead of values
+            # keys are copied one tile ahead of values
             if step < steps:
                 row = (high - 1 - step) * BLOCK_N
-                where = coordinates(sequence, head_k, k_start, len_k, row, RAGGED)
-                stage = turn % STAGES_K
-                if turn >= STAGES_K:
-                    barrier_sync(EMPTY + stage, PARTIES, 1)
-                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                copy_in(k_desc, where, k_full.index(stage), k_s.index(stage))
+                where = coordinates(task.sequence, head_k, task.k_start, task.len_k, row, RAGGED)
+                _copy_tile(
+                    k_desc, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES
+                )
                 turn += 1
             if step == 0:
-                for w in gl.static_range(WARPGROUPS):
-                    buffer = count % BUFFERS_Q * WARPGROUPS + w
-                    row = first_row + w * TOKENS
-                    where = coordinates(sequence, head, q_start, len_q, row, RAGGED)
-                    mbarrier.wait(q_empty.index(buffer), (count // BUFFERS_Q & 1) ^ 1)
-                    mbarrier.expect(q_full.index(buffer), q_desc.block_type.nbytes)
-                    copy_in(q_desc, where, q_full.index(buffer), q_s.index(buffer))
-                if PIPELINE:
-                    # its answer comes while the first keys do
-                    ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
+                for w in gl.static_range(TILE.WARPGROUPS):
+                    buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
+                    row = task.first_row + w * TOKENS
+                    where = coordinates(
+                        task.sequence, task.head, task.q_start, task.len_q, row, RAGGED
+                    )
+                    _copy_queries(where, buffer, count, q_desc, pipeline, TILE)
+                if TILE.PIPELINE:
+                    # the counter answers while the first keys arrive
+                    ticket = _take_ticket(schedule)
             else:
                 row = (high - step) * BLOCK_N
                 if TRANSPOSED:
-                    tile = first_tile(sequence, k_start, tokens_k, BLOCK_N, RAGGED) + high - step
-                    where = (0, tile, head_k, 0, 0)
+                    tile = first_tile(
+                        task.sequence, task.k_start, schedule.tokens_k, BLOCK_N, RAGGED
+                    )
+                    where = (0, tile + high - step, head_k, 0, 0)
                 else:
-                    where = coordinates(sequence, head_k, k_start, len_k, row, RAGGED)
-                stage = turn_v % STAGES_V
-                if turn_v >= STAGES_V:
-                    barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
-                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                copy_in(v_desc, where, v_full.index(stage), v_s.index(stage))
+                    where = coordinates(
+                        task.sequence, head_k, task.k_start, task.len_k, row, RAGGED
+                    )
+                _copy_tile(
+                    v_desc, where, turn_v, pipeline.v_full, pipeline.v_s, EMPTY_V, STAGES_V, PARTIES
+                )
                 turn_v += 1
         count += 1
-        if not PIPELINE:
-            ticket = gl.num_programs(0) + gl.atomic_add(ticket_ptr, 1, sem="relaxed")
-        total, first, before, first_row, sequence, head, q_start, k_start, len_q, len_k = next_tile(
-            ticket, total, first, before, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-            window_left, batch, packs, tokens_q, tokens_k, tiles, span, last,
-            PACK, HAS_LEFT, HAS_RIGHT, BLOCK_M, UNIT,
-        )  # fmt: skip
-    slot = count % SLOTS
-    mbarrier.wait(tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
-    fields_s.index(slot).store(index * 0 - 1)
-    mbarrier.arrive(tile_full.index(slot), count=1)
-    if PIPELINE:  # noqa: SIM102  (a constant, then a number)
+        if not TILE.PIPELINE:
+            ticket = _take_ticket(schedule)
+        total, search, task = next_tile(
+            ticket, total, search, packs, problem, schedule, UNIT, OPTIONS, TILE
+        )
+    _announce(Task(-1, -1, -1, -1, -1, -1, -1), index, count, pipeline)
+    if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
         if count > 0:
-            # what the last product runs beside: rows past every end, so zeros
-            where = coordinates(0, 0, 0, 0, tokens_k, RAGGED)
-            stage = turn % STAGES_K
-            if turn >= STAGES_K:
-                barrier_sync(EMPTY + stage, PARTIES, 1)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            copy_in(k_desc, where, k_full.index(stage), k_s.index(stage))
+            # the product beside the last one of all reads rows past every end: zeros
+            where = coordinates(0, 0, 0, 0, schedule.tokens_k, RAGGED)
+            _copy_tile(k_desc, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES)
             turn += 1
-            for w in gl.static_range(WARPGROUPS):
-                buffer = count % BUFFERS_Q * WARPGROUPS + w
-                where = coordinates(0, 0, 0, 0, tokens_q, RAGGED)
-                mbarrier.wait(q_empty.index(buffer), (count // BUFFERS_Q & 1) ^ 1)
-                mbarrier.expect(q_full.index(buffer), q_desc.block_type.nbytes)
-                copy_in(q_desc, where, q_full.index(buffer), q_s.index(buffer))
-    # nobody may be left at a barrier
-    for back in gl.static_range(STAGES_K):
-        if turn > back:
-            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, 1)
-    for back in gl.static_range(STAGES_V):
-        if turn_v > back:
-            barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, 1)
+            for w in gl.static_range(TILE.WARPGROUPS):
+                buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
+                where = coordinates(0, 0, 0, 0, problem.tokens_q, RAGGED)
+                _copy_queries(where, buffer, count, q_desc, pipeline, TILE)
+    _drain(turn, EMPTY, STAGES_K, PARTIES)
+    _drain(turn_v, EMPTY_V, STAGES_V, PARTIES)
     if ticket == total + gl.num_programs(0) - 1:
-        # the last to ask: ready for the next launch
-        gl.atomic_xchg(ticket_ptr, 0, sem="relaxed")
+        # this program took the last ticket of all: reset the counter for the next launch
+        gl.atomic_xchg(schedule.ticket_ptr, 0, sem="relaxed")
+
+
+@gluon.jit
+def _take_ticket(schedule):
+    """Take the next ticket. A program's first ticket is its own number."""
+    return gl.num_programs(0) + gl.atomic_add(schedule.ticket_ptr, 1, sem="relaxed")

@@ -1,4 +1,4 @@
-"""The walk over the tiles of keys that a tile of queries sees, on Hopper.
+"""The walk over the tiles of keys that a block of queries sees, on Hopper.
 
 From the last tile to the first, with the online softmax of FlashAttention-2 (Dao, 2023): the first
 tile, those that the diagonal cuts, those that every row sees whole, and those that the window's far
@@ -9,147 +9,159 @@ from ._linked.compat import gl, gluon, hopper, mbarrier
 from ._linked.pipeline import EMPTY, NEG_INF, TURN, barrier_arrive, barrier_sync, opaque
 from ._linked.ptx import SLACK, hide_unless, in_pairs, shrink
 from ._linked.softmax import logits_of, row_sums, start_softmax
+from .structures import State
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Return the layout of a warpgroup's wgmma accumulator with so many columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
-def hide(
-    s, rows, cols, len_k, window_left, window_right,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-):  # fmt: skip
-    """Hide the keys that a row does not see; ``rows`` count from the one that faces key 0."""
-    limit = gl.full(rows.shape, len_k - 1, gl.int32, rows.type.layout)
-    if HAS_RIGHT:
-        limit = gl.minimum(rows + window_right, limit)
-    s = hide_unless(s, cols[None, :], limit[:, None])
-    if HAS_LEFT:
-        s = hide_unless(s, (rows - window_left)[:, None], cols[None, :])
+def logits(s, cols, scale, walk, problem, OPTIONS: gl.constexpr):
+    """Return the base-2 logits of products, ``[ROWS, BLOCK_N]``; see ``logits_of``."""
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    return logits_of(
+        s, walk.rows, cols, scale, problem.softcap, walk.slope, OPTIONS.HAS_SOFTCAP, HAS_ALIBI
+    )
+
+
+@gluon.jit
+def hide(s, cols, walk, problem, OPTIONS: gl.constexpr):
+    """Hide the keys that a row does not see."""
+    rows = walk.rows
+    limit = gl.full(rows.shape, walk.block.len_k - 1, gl.int32, rows.type.layout)  # [ROWS]
+    if OPTIONS.HAS_RIGHT:
+        limit = gl.minimum(rows + problem.window_right, limit)
+    s = hide_unless(s, cols[None, :], limit[:, None])  # [ROWS, BLOCK_N]
+    if OPTIONS.HAS_LEFT:
+        s = hide_unless(s, (rows - problem.window_left)[:, None], cols[None, :])
     return s
 
 
 @gluon.jit
 def begin(
-    turn, count, q_s, k_s, q_full, k_full, rows, tile, len_k,
-    scale, factor, softcap, slope, window_left, window_right,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_ALIBI: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BUFFERS_Q: gl.constexpr,
-    STAGES_K: gl.constexpr,
+    turn, count, walk, factor, pipeline, problem,
+    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Work on the first tile of keys where no other product runs beside its softmax."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    stage = turn % STAGES_K
-    buffer = count % BUFFERS_Q * WARPGROUPS + W
-    q = q_s.index(buffer).reshape([ROWS, HEAD_DIM])
-    k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    mbarrier.wait(q_full.index(buffer), count // BUFFERS_Q & 1)
-    mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
+    """Fold a block's first tile of keys into an empty softmax and return the ``State``.
+
+    No other product of the warpgroup runs beside this softmax.
+    """
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    stage = turn % TILE.STAGES_K
+    buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+    q = pipeline.q_s.index(buffer).reshape([TILE.ROWS, TILE.HEAD_DIM])
+    k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
+    mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
     barrier_sync(TURN + W, 256, 4)
-    s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)
+    s = hopper.warpgroup_mma(
+        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )  # [ROWS, BLOCK_N]
+    barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    barrier_arrive(EMPTY + stage, 128 * WARPGROUPS + 32, 4)
-    cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
-    s = hide(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-    m, l, e = start_softmax(s, factor)
-    return m, l, gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2)), turn + 1
+    barrier_arrive(EMPTY + stage, 128 * TILE.WARPGROUPS + 32, 4)
+    cols = (walk.high - 1) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+    s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
+    s = hide(s, cols, walk, problem, OPTIONS)
+    m, l, e = start_softmax(s, factor)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
+    p = gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2))
+    o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
+    return State(o, m, l, p, turn + 1)
 
 
 @gluon.jit
 def attend(
-    o, m, l, p, turn, low, left, right, high, buffer, q_s, k_s, v_s, k_full, v_full, rows, len_k,
-    scale, factor, softcap, slope, window_left, window_right,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr, WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, LAG: gl.constexpr,
+    state, walk, buffer, factor, pipeline, problem,
+    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Fold all tiles of keys but the first into the softmax.
+    """Fold all tiles of keys but the first into the softmax; return the ``State``.
 
-    First those that the diagonal cuts, then in a loop without code for masks those that every row
-    sees whole, then those that the window's far end cuts. Beside softcap and slopes a mask costs
-    little: there one loop has them all.
+    The first loop takes the tiles that the diagonal cuts, the second those that every row sees
+    whole, without code for masks, and the third those that the window's far end cuts. Where
+    softcap or ALiBi are computed anyway a mask costs little: there one loop takes all tiles.
     """
-    IS_MASKED: gl.constexpr = HAS_LEFT or HAS_RIGHT
-    IS_HEAVY: gl.constexpr = IS_MASKED and (HAS_SOFTCAP or HAS_ALIBI)
-    if HAS_RIGHT and not IS_HEAVY:
-        o, m, l, p, turn = _fold(
-            o, m, l, p, turn, right, high - 1, buffer, q_s, k_s, v_s, k_full, v_full, rows, len_k,
-            scale, factor, softcap, slope, window_left, window_right,
-            W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-            HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG, True,
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    IS_MASKED: gl.constexpr = OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
+    IS_HEAVY: gl.constexpr = IS_MASKED and (OPTIONS.HAS_SOFTCAP or HAS_ALIBI)
+    if OPTIONS.HAS_RIGHT and not IS_HEAVY:
+        state = _fold(
+            state, walk.right, walk.high - 1, walk, buffer, factor, pipeline, problem,
+            W, OPTIONS, TILE, True,
         )  # fmt: skip
-        p = in_pairs(p)
+        state = _with_pairs(state)
     if not IS_HEAVY:
-        o, m, l, p, turn = _fold(
-            o, m, l, p, turn, left, right, buffer, q_s, k_s, v_s, k_full, v_full, rows, len_k,
-            scale, factor, softcap, slope, window_left, window_right,
-            W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-            HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG, False,
+        state = _fold(
+            state, walk.left, walk.right, walk, buffer, factor, pipeline, problem,
+            W, OPTIONS, TILE, False,
         )  # fmt: skip
-    if HAS_LEFT or IS_HEAVY:
-        stop = high - 1 if IS_HEAVY else left
-        o, m, l, p, turn = _fold(
-            o, m, l, in_pairs(p), turn, low, stop, buffer, q_s, k_s, v_s, k_full, v_full, rows,
-            len_k, scale, factor, softcap, slope, window_left, window_right,
-            W, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, WARPGROUPS, ROWS, BLOCK_N,
-            HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V, LAG, True,
+    if OPTIONS.HAS_LEFT or IS_HEAVY:
+        stop = walk.high - 1 if IS_HEAVY else walk.left
+        state = _fold(
+            _with_pairs(state), walk.low, stop, walk, buffer, factor, pipeline, problem,
+            W, OPTIONS, TILE, True,
         )  # fmt: skip
-    return o, m, l, p, turn
+    return state
+
+
+@gluon.jit
+def _with_pairs(state):
+    """Return the state with its probabilities packed in pairs; see ``in_pairs``."""
+    return State(state.o, state.m, state.l, in_pairs(state.p), state.turn)
 
 
 @gluon.jit
 def _fold(
-    o, m, l, p, turn, start, stop, buffer, q_s, k_s, v_s, k_full, v_full, rows, len_k,
-    scale, factor, softcap, slope, window_left, window_right,
-    W: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr, WARPGROUPS: gl.constexpr,
-    ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    BUFFERS_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, LAG: gl.constexpr,
-    MASKED: gl.constexpr,
+    state, start, stop, walk, buffer, factor, pipeline, problem,
+    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Fold the tiles of keys from ``start`` up to ``stop`` into the softmax, the last one first."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    PARTIES: gl.constexpr = 128 * WARPGROUPS + 32
-    if BUFFERS_Q > 1:
-        q = q_s.index(opaque(buffer)).reshape([ROWS, HEAD_DIM])
+    """Fold the tiles of keys ``[start, stop)`` into the softmax, the last one first."""
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    if TILE.BUFFERS_Q > 1:
+        q = pipeline.q_s.index(opaque(buffer)).reshape([TILE.ROWS, TILE.HEAD_DIM])
     else:
-        q = q_s.index(W).reshape([ROWS, HEAD_DIM])
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+        q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
+    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    o, m, l, p, turn = state
     for step in range(stop - start):
-        stage = turn % STAGES_K
-        stage_v = (turn - 1) % STAGES_V
-        k = k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
-        v = v_s.index(stage_v).reshape([BLOCK_N, HEAD_DIM_V])
-        mbarrier.wait(k_full.index(stage), turn // STAGES_K & 1)
+        stage = turn % TILE.STAGES_K
+        stage_v = (turn - 1) % TILE.STAGES_V
+        k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+        v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM_V])
+        mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
         barrier_sync(TURN + W, 256, 4)
-        s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-        o = hopper.warpgroup_mma(p, v, o, is_async=True)
-        barrier_arrive(TURN + (W + 1) % WARPGROUPS, 256, 4)
+        s = hopper.warpgroup_mma(
+            q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
+        )  # [ROWS, BLOCK_N]
+        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+        o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
+        barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
         barrier_arrive(EMPTY + stage, PARTIES, 4)
-        cols = (stop - 1 - step) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-        s = logits_of(s, rows, cols, scale, softcap, slope, HAS_SOFTCAP, HAS_ALIBI)
+        cols = (stop - 1 - step) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+        s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
         if MASKED:
-            s = hide(s, rows, cols, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-        top = gl.max(s, 1) * factor
-        m_new = gl.where(top - m > SLACK, top, m) if LAG else gl.maximum(m, top)
+            s = hide(s, cols, walk, problem, OPTIONS)
+        top = gl.max(s, 1) * factor  # [ROWS]
+        m_new = gl.where(top - m > SLACK, top, m) if TILE.LAG else gl.maximum(m, top)
         pivot = m_new
         if MASKED:
             pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
-        e = gl.exp2(s * factor - pivot[:, None])
-        alpha = gl.exp2(m - pivot)
+        e = gl.exp2(s * factor - pivot[:, None])  # [ROWS, BLOCK_N]
+        alpha = gl.exp2(m - pivot)  # [ROWS]
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-        l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)
+        l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)  # [ROWS, 4]
         m = m_new
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
-        barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-        factors = gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-        o = shrink(o, factors) if LAG else o * factors
-        p = gl.convert_layout(e.to(q_s.dtype), gl.DotOperandLayout(0, O, 2))
+        barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+        factors = gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]  # [ROWS, 1]
+        o = shrink(o, factors) if TILE.LAG else o * factors
+        p = gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
         turn += 1
-    return o, m, l, p, turn
+    return State(o, m, l, p, turn)
