@@ -1,7 +1,7 @@
-"""Values in FP8 as the products on Hopper read them: transposed, tile by tile, keys permuted.
+"""Transpose FP8 values into the tiles that wgmma reads on Hopper, with the keys permuted.
 
-A launch of its own ahead of the forward kernel. It reads and writes the values once, which next to
-the products is little, and on its way brings the descales to one form.
+This kernel runs ahead of the forward kernel. It reads and writes the values once, which takes
+little time next to the products. It also folds the descales into one form.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ def transpose_values(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write ``[tiles, heads_k, BLOCK_D, BLOCK_N]``, and per head the factors of scores and values.
+    """Write ``out[tile, head, d, n] = v[keys of tile, head, d]`` and two factors per head.
 
-    Sequence ``b`` of a packed tensor owns the tiles from ``cu_seqlens_k[b] // BLOCK_N + b`` on.
-    Keys that no query sees become 0: they may be NaN, and zero times NaN is not zero.
+    ``out`` is ``[tiles, heads_k, BLOCK_D, BLOCK_N]``. The factors, ``[batch, heads_k, 2]``, are
+    ``q_descale * k_descale`` of the scores and ``v_descale`` of the values. Sequence ``b`` of a
+    packed tensor owns the tiles from ``cu_seqlens_k[b] // BLOCK_N + b`` on. Keys that no query sees
+    become 0: they may be NaN, and zero times NaN is not zero.
     """
     slot = tl.program_id(0) // heads_k
     head = tl.program_id(0) % heads_k
@@ -46,7 +48,7 @@ def transpose_values(
         len_q = tokens_q
         len_k = tokens_k
     else:
-        # that function's slots begin one later
+        # find_sequence counts slots from 1
         sequence = find_sequence(cu_seqlens_k_ptr, slot + 1, batch, BLOCK_N)
         if (sequence < 0) | (sequence >= batch):
             return
@@ -75,13 +77,14 @@ def transpose_values(
         first = len_k - len_q - window_left
 
     # four keys and four columns at a time, as bytes of four words; a word of the output holds keys
-    # 2i, 2i + 1, 2i + 8 and 2i + 9 of 16, see ``hopper_fp8.pack``
-    word = tl.arange(0, BLOCK_N // 4)
+    # 2i, 2i + 1, 2i + 8 and 2i + 9 of 16, see ``fp8.pack``
+    word = tl.arange(0, BLOCK_N // 4)  # [BLOCK_N // 4]
     keys = tile * BLOCK_N + word // 4 * 16 + word % 4 * 2
-    columns = tl.arange(0, BLOCK_D // 4)
+    columns = tl.arange(0, BLOCK_D // 4)  # [BLOCK_D // 4]
     base = v_ptr + sequence.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
     base += start * stride_s
     base = base.to(tl.pointer_type(tl.int32))
+    # [BLOCK_N // 4, BLOCK_D // 4] each
     a = load_words(base, keys, columns, stride_s, first, len_k, HEAD_DIM)
     b = load_words(base, keys + 1, columns, stride_s, first, len_k, HEAD_DIM)
     c = load_words(base, keys + 8, columns, stride_s, first, len_k, HEAD_DIM)
@@ -95,7 +98,7 @@ def transpose_values(
 
 @triton.jit
 def load_words(base, keys, columns, stride, first, last, HEAD_DIM: tl.constexpr):
-    """Load rows of four columns each; keys outside [first, last) give 0."""
+    """Load words of four columns each, ``[keys, columns]``; keys outside [first, last) give 0."""
     begin = tl.multiple_of(keys.to(tl.int64)[:, None] * (stride // 4), [4, 4])
     mask = (keys >= first)[:, None] & (keys < last)[:, None] & (4 * columns < HEAD_DIM)[None, :]
     return tl.load(base + begin + columns[None, :], mask=mask, other=0)
@@ -103,7 +106,7 @@ def load_words(base, keys, columns, stride, first, last, HEAD_DIM: tl.constexpr)
 
 @triton.jit
 def gather_bytes(a, b, c, d, SHIFT: tl.constexpr):
-    """Return words of one byte of each of four."""
+    """Return words made of one byte of each of the four words."""
     word = (a >> SHIFT) & 0xFF
     word |= ((b >> SHIFT) & 0xFF) << 8
     word |= ((c >> SHIFT) & 0xFF) << 16
