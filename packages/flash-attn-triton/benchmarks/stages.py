@@ -30,11 +30,13 @@ Row = dict[str, Any]
 
 TOKENS, HEADS, HEAD_DIM = 16384, 16, 128
 KERNEL = Path("_kernels", "hopper", "fp8.py")
-# the loop is the second of the two places that say so
-EXPONENTIAL = "        e = gl.exp2(s * factor - (pivot - SHIFT)[:, None])\n"
-MAXIMUM = "        m_new = gl.maximum(m, gl.max(s, 1) * factor)\n"
+EXPONENTIAL = "        e = gl.exp2(s * factor - (pivot - SHIFT)[:, None])  # [ROWS, BLOCK_N]\n"
+MAXIMUM = "        m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]\n"
 ADDITION = "        o = add(o, shrink, part)\n"
-SUMS = "        sums = row_sums(e)\n        barrier_arrive_after(sums, EMPTY + stage, PARTIES)\n"
+SUMS = (
+    "        sums = row_sums(e)  # [ROWS, 4]\n"
+    "        barrier_arrive_after(sums, EMPTY + stage, PARTIES)\n"
+)
 ARRIVAL = "        sums = l\n        barrier_arrive(EMPTY + stage, PARTIES, 4)\n"
 NO_EXPONENTIAL = (EXPONENTIAL, EXPONENTIAL.replace("gl.exp2(", "("))
 NO_MAXIMUM = (MAXIMUM, "        m_new = m\n")
