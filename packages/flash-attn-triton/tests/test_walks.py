@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from flash_attn_triton._kernels._linked.primitives import count_steps, step_start
 from flash_attn_triton._kernels.primitives import key_range, query_range
+from flash_attn_triton._kernels.structures import Options, Scores
 
 BLOCK = 16
 LENGTHS = [(50, 18), (18, 50), (33, 47), (1, 40), (32, 16)]
@@ -37,15 +38,16 @@ def _walk_kernel(
     seqlen_k = tl.load(cases_ptr + 2 * count + case)
     left = tl.load(cases_ptr + 3 * count + case)
     right = tl.load(cases_ptr + 4 * count + case)
+    OPTIONS: tl.constexpr = Options(1, HAS_LEFT, HAS_RIGHT, False, 0)
     diagonal = seqlen_k - seqlen_q
+    scores = Scores(
+        None, None, None, None, diagonal, seqlen_q, seqlen_k, left, right, None, None, None
+    )
     if BY_KEY:
-        walk = query_range(
-            first, first + BLOCK - 1, diagonal, seqlen_q, seqlen_k, left, right,
-            HAS_LEFT, HAS_RIGHT, BLOCK,
-        )  # fmt: skip
+        walk = query_range(first, first + BLOCK - 1, scores, OPTIONS, BLOCK)
     else:
         last = tl.minimum(first + BLOCK, seqlen_q) - 1
-        walk = key_range(first, last, diagonal, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT, BLOCK)
+        walk = key_range(first, last, scores, OPTIONS, BLOCK)
     for masked in tl.static_range(2):
         steps = count_steps(
             walk.start, walk.full_start, walk.full_end, walk.last, BLOCK, masked == 1

@@ -150,10 +150,7 @@ def _dkdv_kernel(
         window_left, window_right, rng_state_ptr, dropout_threshold, keep_scale,
     )  # fmt: skip
     first_key = pid_n * BLOCK_N
-    walk = query_range(
-        first_key, first_key + BLOCK_N - 1, scores.diagonal, seqlen_q, seqlen_k,
-        window_left, window_right, HAS_LEFT, HAS_RIGHT, BLOCK_M,
-    )  # fmt: skip
+    walk = query_range(first_key, first_key + BLOCK_N - 1, scores, OPTIONS, BLOCK_M)
     queries = Queries(
         q_ptr, dout_ptr, lse2_ptr + row_at, delta_ptr + row_at, alibi_slopes_ptr, bias_ptr,
         stride_qs, stride_qh, stride_dos, stride_doh, tokens_q, stride_bias_h,

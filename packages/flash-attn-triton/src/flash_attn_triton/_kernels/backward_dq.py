@@ -110,10 +110,7 @@ def _dq_kernel(
     )  # fmt: skip
     first_row = pid_m * BLOCK_M
     last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
-    walk = key_range(
-        first_row, last_row, scores.diagonal, seqlen_k, window_left, window_right,
-        HAS_LEFT, HAS_RIGHT, BLOCK_N,
-    )  # fmt: skip
+    walk = key_range(first_row, last_row, scores, OPTIONS, BLOCK_N)
     own = Head(slope, bias_base, batch_id * heads_q + head)
     source = Keys(k_base, v_base, stride_ks, stride_vs)
     for masked in tl.static_range(2):

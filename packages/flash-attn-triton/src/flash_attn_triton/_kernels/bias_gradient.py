@@ -143,10 +143,7 @@ def _bias_gradient_kernel(
             for step_m in range(0, tl.where(one_row != 0, tl.cdiv(seqlen_q, BLOCK_M), 1)):
                 first_row = (tile_m + step_m) * BLOCK_M
                 last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
-                walk = key_range(
-                    first_row, last_row, scores.diagonal, seqlen_k, window_left, window_right,
-                    HAS_LEFT, HAS_RIGHT, BLOCK_N,
-                )  # fmt: skip
+                walk = key_range(first_row, last_row, scores, OPTIONS, BLOCK_N)
                 rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
                 queries = load_queries(
                     q_base, dout_base, lse2_ptr, delta_ptr, row_base, rows, stride_qs, stride_dos,

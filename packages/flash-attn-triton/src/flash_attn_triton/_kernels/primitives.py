@@ -113,7 +113,7 @@ def is_visible(rows, cols, end, scores, OPTIONS: tl.constexpr):
 
     Windows hang on the last key of the last query.
     """
-    # the second part makes it a whole tile
+    # no row is negative: this gives the mask both of its dimensions
     visible = (cols < end) & (rows >= 0)
     if OPTIONS.HAS_RIGHT:
         visible &= cols <= rows + scores.diagonal + scores.window_right
@@ -123,21 +123,19 @@ def is_visible(rows, cols, end, scores, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def key_range(
-    first_row, last_row, diagonal, seqlen_k, window_left, window_right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def key_range(first_row, last_row, scores, OPTIONS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the ``Walk`` over the keys that the queries ``first_row..last_row`` see."""
+    diagonal, left, right = scores.diagonal, scores.window_left, scores.window_right
     first = 0
-    last = seqlen_k
+    last = scores.seqlen_k
     full_first = 0
-    full_last = seqlen_k
-    if HAS_LEFT:
-        first = tl.maximum(first, first_row + diagonal - window_left)
-        full_first = tl.maximum(full_first, last_row + diagonal - window_left)
-    if HAS_RIGHT:
-        last = tl.maximum(tl.minimum(last, last_row + diagonal + window_right + 1), 0)
-        full_last = tl.maximum(tl.minimum(full_last, first_row + diagonal + window_right + 1), 0)
+    full_last = scores.seqlen_k
+    if OPTIONS.HAS_LEFT:
+        first = tl.maximum(first, first_row + diagonal - left)
+        full_first = tl.maximum(full_first, last_row + diagonal - left)
+    if OPTIONS.HAS_RIGHT:
+        last = tl.maximum(tl.minimum(last, last_row + diagonal + right + 1), 0)
+        full_last = tl.maximum(tl.minimum(full_last, first_row + diagonal + right + 1), 0)
     start = first // BLOCK_N * BLOCK_N
     full_end = full_last // BLOCK_N * BLOCK_N
     full_start = tl.cdiv(tl.minimum(full_first, last), BLOCK_N) * BLOCK_N
@@ -147,25 +145,23 @@ def key_range(
 
 
 @triton.jit
-def query_range(
-    first_key, last_key, diagonal, seqlen_q, seqlen_k, window_left, window_right,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+def query_range(first_key, last_key, scores, OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the ``Walk`` over the queries that see the keys ``first_key..last_key``.
 
     The mirror of ``key_range``; a tile of keys that hangs over the end has no whole tiles.
     """
+    diagonal, left, right = scores.diagonal, scores.window_left, scores.window_right
     first = 0
-    last = seqlen_q
+    last = scores.seqlen_q
     full_first = 0
-    full_last = seqlen_q
-    if HAS_RIGHT:
-        first = tl.maximum(first, first_key - diagonal - window_right)
-        full_first = tl.maximum(full_first, last_key - diagonal - window_right)
-    if HAS_LEFT:
-        last = tl.maximum(tl.minimum(last, last_key - diagonal + window_left + 1), 0)
-        full_last = tl.maximum(tl.minimum(full_last, first_key - diagonal + window_left + 1), 0)
-    if last_key >= seqlen_k:
+    full_last = scores.seqlen_q
+    if OPTIONS.HAS_RIGHT:
+        first = tl.maximum(first, first_key - diagonal - right)
+        full_first = tl.maximum(full_first, last_key - diagonal - right)
+    if OPTIONS.HAS_LEFT:
+        last = tl.maximum(tl.minimum(last, last_key - diagonal + left + 1), 0)
+        full_last = tl.maximum(tl.minimum(full_last, first_key - diagonal + left + 1), 0)
+    if last_key >= scores.seqlen_k:
         full_last = 0
     start = first // BLOCK_M * BLOCK_M
     full_end = full_last // BLOCK_M * BLOCK_M
