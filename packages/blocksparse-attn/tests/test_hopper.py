@@ -74,7 +74,7 @@ def test_serves(head_dim, head_dim_v, dtype, block, causal, taken):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_fit_the_barriers_of_the_hardware(head_dim):
     tile = hopper_tile(head_dim)
-    # eight numbers are left to stages; see ``hopper.EMPTY``
+    # eight numbers are left to stages; see ``pipeline.EMPTY``
     assert tile.stages_k + tile.stages_v <= 8
     # 240 registers of two consumers and 32 of the copying warp's group
     assert 128 * (2 * 240 + 32) <= 65536

@@ -101,7 +101,7 @@ def test_leaves_results_that_repeat_to_the_portable_kernels():
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_stages_fit_the_barriers_of_the_hardware(head_dim):
     tile = hopper_backward_tile(head_dim)
-    # four numbers are left to stages; see ``hopper.EMPTY`` and ``hopper_backward_steps.MADE``
+    # four numbers are left to stages; see ``pipeline.EMPTY`` and ``backward_steps.MADE``
     # a step of either warpgroup's own queries has two, and the next one's are on their way
     assert tile.stages == 4
 
