@@ -25,6 +25,17 @@ from .gluon_machine import NAN, Barrier, Boxes, Dtype, Machine, Map, Shared, fla
 class Register(torch.Tensor):
     """What a thread holds: a tensor, or a number as one without dimensions."""
 
+    @classmethod
+    def __torch_function__(cls, function, _types, arguments=(), options=None):
+        # as PyTorch's own, with less to look at
+        with torch._C.DisableTorchFunctionSubclass():
+            made = function(*arguments, **(options or {}))
+        if made.__class__ is Tensor:
+            return made.as_subclass(cls)
+        if isinstance(made, tuple | list):
+            return type(made)(x.as_subclass(cls) if x.__class__ is Tensor else x for x in made)
+        return made
+
     @property
     def type(self):
         return types.SimpleNamespace(layout=None)

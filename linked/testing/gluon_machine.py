@@ -55,8 +55,9 @@ class Shared:
 
     def __init__(self, memory: Tensor, machine: Machine, writers: Tensor | None = None) -> None:
         self.memory, self.machine = memory, machine
-        none = torch.zeros(memory.shape, dtype=torch.int8)
-        self.writers = none if writers is None else writers
+        if writers is None:
+            writers = torch.zeros(memory.shape, dtype=torch.int8)
+        self.writers = writers
         self.dtype = Dtype(memory.dtype)
         self.shape = list(memory.shape)
 
@@ -120,21 +121,26 @@ class Map:
         self.dtype, self.layout = Dtype(base.dtype), None
         size = math.prod(self.box) * base.element_size()
         self.block_type = types.SimpleNamespace(nbytes=size, shape=self.box)
+        # the places of a box that begins at 0
+        self._places = torch.zeros([], dtype=torch.int64)
+        for stride, side in zip(self.strides, self.box, strict=True):
+            self._places = self._places[..., None] + torch.arange(side) * stride
+        self._everywhere = torch.ones(self._places.shape, dtype=torch.bool)
 
     def places(self, where: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the flat memory, the places of a box in it, and which of them are inside."""
-        places, inside = torch.zeros([], dtype=torch.int64), torch.tensor(True)
         numbers = [int(x) for x in where]
-        for number, extent, stride, side in zip(
-            numbers, self.extents, self.strides, self.box, strict=True
-        ):
-            index = torch.arange(side)
-            places = places[..., None] + index * stride
-            inside = inside[..., None] & (index + number >= 0) & (index + number < extent)
+        inside = self._everywhere
+        sides = list(zip(numbers, self.extents, self.box, strict=True))
+        if any(n < 0 or n + side > extent for n, extent, side in sides):
+            inside = torch.tensor(True)
+            for number, extent, side in sides:
+                index = torch.arange(number, number + side)
+                inside = inside[..., None] & (index >= 0) & (index < extent)
         size = self.base.element_size()
         begin = sum(n * stride for n, stride in zip(numbers, self.strides, strict=True)) * size
         begin = (begin + 2**63) % 2**64 - 2**63  # addresses have 64 bits
-        places = places + (begin // size + self.base.storage_offset())
+        places = self._places + (begin // size + self.base.storage_offset())
         flat = flat_memory(self.base)
         read = places[inside]
         assert bool(((read >= 0) & (read < len(flat))).all()), "a copy out of range"
@@ -175,7 +181,9 @@ class Task:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.go = threading.Semaphore(0)
+        # a lock that the partition at hand releases for the next one
+        self.go = threading.Lock()
+        self.go.acquire()
         self.is_done = False
         self.is_ready: Callable[[], bool] = lambda: True
         self.own: dict[str, list[Any]] = {}
@@ -243,7 +251,8 @@ class Machine:
                 self.failure = self.failure or failure
             if self.failure:
                 for other in tasks:
-                    other.go.release()
+                    if other.go.locked():
+                        other.go.release()
 
         threads = [
             threading.Thread(target=work, args=(task, *part))
