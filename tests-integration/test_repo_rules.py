@@ -133,7 +133,7 @@ def changelog_disagrees_with_version(root):
 
 
 def documents(root):
-    places = ("*.md", "docs/*.md", "linked/*.md", "packages/*/*.md")
+    places = ("*.md", "docs/*.md", "linked/*.md", "packages/*/*.md", "packages/*/docs/*.md")
     return sorted(path for place in places for path in root.glob(place))
 
 
