@@ -100,8 +100,8 @@ def has_tangent():
     with forward_ad.dual_level():
         x = forward_ad.make_dual(torch.ones(1), torch.ones(1))
         try:
-            internals.refuse_tangents(torch.ones(1), None)
-            internals.refuse_tangents(x)
+            internals.refuse_tangents((torch.ones(1), None))
+            internals.refuse_tangents((x,))
         except NotImplementedError:
             return True
     return False

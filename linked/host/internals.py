@@ -5,7 +5,7 @@ The private names are read only from versions that were tested (``versions.TORCH
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def is_plain_tensor(x: Any) -> bool:
     )
 
 
-def refuse_tangents(*tensors: Tensor | None) -> None:
+def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
     """Raise on forward-mode differentiation: an operator without a formula would drop tangents.
 
     Raises:

@@ -341,7 +341,7 @@ def attention(
     x: Tensors, layout: BlockSparseLayout, bounds: Bounds, known: Checked
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
-    refuse_tangents(*x[:3])
+    refuse_tangents(x)
     walks, options, plan = known.walks, known.options, known.plan
     crow, col, pattern = layout._crow, layout._col, layout._pattern
     if _needs_grad(x):

@@ -237,7 +237,7 @@ def attention(
     x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
-    refuse_tangents(*x)
+    refuse_tangents(x)
     bounds = max_seqlen_q, max_seqlen_k
     if _needs_gradient(x):
         if torch.compiler.is_compiling():

@@ -263,7 +263,7 @@ def attention(
     known: Checked,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(out, final state)``, through the autograd function where a gradient is asked."""
-    refuse_tangents(q, k, v, decay, initial_state)
+    refuse_tangents((q, k, v, decay, initial_state))
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad

@@ -70,7 +70,7 @@ def lightning_attn_func(
     scale = _checks.check_options(scale, output_final_state, schedule)
     if initial_state is not None:
         _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
-    refuse_tangents(q, k, v, decay, initial_state)
+    refuse_tangents((q, k, v, decay, initial_state))
     if dist.get_rank(group) > 0:
         initial_state = None
     out, state = _SequenceParallel.apply(  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from .._linked.host.internals import is_plain_tensor
 from .decay_plan import DecayGradientPlan
 from .decode import decode_kernel
 from .launch.runtime import Launch, aligned, is_aligned
-from .structures import DecodeNumbers, DecodeOptions, DecodeTensors
+from .structures import DecodeNumbers, DecodeOptions
 from .walks import Inputs, States, Walk, launch_all, walk_of
 
 
@@ -170,7 +170,8 @@ class DecodePlan:
         states_out: Tensor | None,
     ) -> None:
         """Advance every sequence; ``decay`` and ``slot_idx`` are dense."""
-        tensors = DecodeTensors(q, k, v, out, state_cache, states_out, decay, slot_idx)
+        # the fields of DecodeTensors
+        tensors = q, k, v, out, state_cache, states_out, decay, slot_idx
         self._launch(self._grid, tensors, self._numbers)
 
 

@@ -13,17 +13,11 @@ from torch import Tensor
 from .._configs import Tile, WalkPlan, padded_head_dim, plan_walk, takes_hopper_walk, walk_tile
 from .._linked.host.forms import LIMIT, Memory, interpreted
 from .combine import combine_kernel
-from .hopper.structures import Numbers as HopperNumbers
-from .hopper.structures import Tensors as HopperTensors
 from .launch.runtime import Launch, aligned, dense, row_bytes, token_strides
 from .structures import (
-    CombineNumbers,
     CombineOptions,
-    CombineTensors,
     Products,
-    WalkNumbers,
     WalkOptions,
-    WalkTensors,
     WalkTile,
 )
 from .walk import walk_kernel
@@ -33,13 +27,8 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 BLOCK_ROWS, BLOCK_COLS = 16, 64
 
 
-class Call(NamedTuple):
-    """A launch and its arguments."""
-
-    launch: Launch
-    grid: int
-    tensors: tuple[Any, ...]
-    numbers: tuple[float, ...]
+# a launch with its grid, tensors and numbers
+Call = tuple[Launch, int, tuple[Any, ...], tuple[float, ...]]
 
 
 def launch_all(calls: Iterable[Call]) -> None:
@@ -268,23 +257,17 @@ class Walk:
             self._launches[kind] = launch
         if is_hopper:
             maps = self._hopper.maps(x.key, x.value, read, out)
-            return Call(
-                launch,
-                grid,
-                HopperTensors(*maps, out, *others),
-                HopperNumbers(*scales, *lengths, *first.strides, *last.strides),
-            )
+            # the fields of the structures ``Tensors`` and ``Numbers`` of hopper/structures.py
+            tensors = (*maps, out, *others)
+            return launch, grid, tensors, (*scales, *lengths, *first.strides, *last.strides)
         strides = self._strides.get(read is None)
         if strides is None:
             of_reads = (0, 0, 0) if read is None else token_strides(read)
             strides = (*of_reads, *token_strides(x.key), *token_strides(x.value))
             self._strides[read is None] = strides
-        return Call(
-            launch,
-            grid,
-            WalkTensors(x.key, x.value, read, out, *others),
-            WalkNumbers(*scales, *lengths, *strides, *first.strides, *last.strides),
-        )
+        # the fields of WalkTensors and WalkNumbers
+        tensors = (x.key, x.value, read, out, *others)
+        return launch, grid, tensors, (*scales, *lengths, *strides, *first.strides, *last.strides)
 
     def _combine(self, x: Inputs, states: States) -> Call:
         """Return the launch that turns what segments wrote into the states before them."""
@@ -300,17 +283,11 @@ class Walk:
             self._launches[kind] = launch
         size, segments = self.plan(tokens).size, self.segments(tokens)
         first, last = States.of(x.first), States.of(x.last)
-        return Call(
-            launch,
-            self.batch * self.heads * tiles,
-            CombineTensors(
-                states.memory, x.decay, x.first, x.last, x.cu_seqlens, x.slots, x.has_first
-            ),
-            CombineNumbers(
-                self.batch, self.heads, tokens, size, segments,
-                *states.strides, *first.strides, *last.strides,
-            ),
-        )  # fmt: skip
+        # the fields of CombineTensors and CombineNumbers
+        tensors = states.memory, x.decay, x.first, x.last, x.cu_seqlens, x.slots, x.has_first
+        lengths = self.batch, self.heads, tokens, size, segments
+        grid = self.batch * self.heads * tiles
+        return launch, grid, tensors, (*lengths, *states.strides, *first.strides, *last.strides)
 
     def _constants(self, x: Inputs, tile: Tile, segmented: bool, is_exact: bool) -> dict[str, Any]:
         settle = detect(x.key.device).is_hopper

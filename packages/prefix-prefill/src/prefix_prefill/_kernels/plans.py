@@ -30,8 +30,6 @@ from .structures import (
     StateMergeNumbers,
     StateMergePointers,
     StateMergeTile,
-    WriteCounts,
-    WritePointers,
     WriteStrides,
     WriteTile,
 )
@@ -174,8 +172,8 @@ class WritePlan:
         k, v = cache.k, cache.v
         stride_ks, stride_kh, _ = x.k.stride()
         stride_vs, stride_vh, _ = x.v.stride()
-        self._slots = x.k_cache.shape[0] * cache.page
-        self._strides = WriteStrides(
+        # behind the number of tokens
+        self._numbers = x.k_cache.shape[0] * cache.page, *WriteStrides(
             x.slot_mapping.stride(0), stride_ks, stride_kh, stride_vs, stride_vh,
             k.page, k.slot, k.head, k.step, k.inner, v.page, v.slot, v.head, v.step, v.inner,
         )  # fmt: skip
@@ -203,14 +201,11 @@ class WritePlan:
     def run(self, x: WriteTensors) -> None:
         """Launch for one write of the form."""
         tokens = x.slot_mapping.shape[0]
-        k_scale, v_scale = x.k_scale, x.v_scale
-        if k_scale is not None or v_scale is not None:
-            k_scale, v_scale = one_form(self._heads_k, self._per_head, k_scale, v_scale)
-        self._write(
-            2 * cdiv(tokens, BLOCK_T) * self._heads_k,
-            WritePointers(x.k, x.v, x.k_cache, x.v_cache, x.slot_mapping, k_scale, v_scale),
-            (*WriteCounts(tokens, self._slots), *self._strides),
-        )
+        if x.k_scale is not None or x.v_scale is not None:
+            k_scale, v_scale = one_form(self._heads_k, self._per_head, x.k_scale, x.v_scale)
+            x = x._replace(k_scale=k_scale, v_scale=v_scale)
+        # the kernel takes the tensors of a write in their order
+        self._write(2 * cdiv(tokens, BLOCK_T) * self._heads_k, x, (tokens, *self._numbers))
 
 
 # ---- merging two results

@@ -20,13 +20,11 @@ from .attention import _paged_kernel
 from .launch.runtime import Launch, row_bytes
 from .merge import _split_merge_kernel
 from .structures import (
-    Counts,
     Layout,
     Pointers,
     RowLayout,
     Schedule,
     Scores,
-    SplitMergeNumbers,
     SplitMergePointers,
     SplitMergeTile,
     Strides,
@@ -122,7 +120,8 @@ class TilePlan:
         splits = self.count_splits(units, tokens, max_seqlen_k)
         fills = -(-tokens // self.fill_tokens) if self.fill_tokens else 0
         grid = (units * splits + fills) * heads_k
-        counts = Counts(self.batch, heads_k, tokens, units, splits)
+        # the fields of Scores, Counts and Strides
+        counts = self.batch, heads_k, tokens, units, splits
         numbers = (*self._scores, *counts, *self._strides)
         if splits == 1 or units == 0:
             self._whole(grid, _pointers_to(x, None, None), numbers)
@@ -135,9 +134,8 @@ class TilePlan:
         self._merge(
             units * heads_k * cdiv(self.rows, self._merged_rows),
             SplitMergePointers(part_out, part_lse, x.out, x.lse, x.cu_seqlens_q, x.out_scale),
-            SplitMergeNumbers(
-                self.batch, heads_k, tokens, splits, self.rows, strides.stride_os, strides.stride_oh
-            ),
+            # the fields of SplitMergeNumbers
+            (self.batch, heads_k, tokens, splits, self.rows, strides.stride_os, strides.stride_oh),
         )
 
 

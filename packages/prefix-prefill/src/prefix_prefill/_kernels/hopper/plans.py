@@ -11,7 +11,7 @@ from . import structures
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ._linked.tma import MapForm, MapLaunch
 from .attention import prefill_kernel
-from .structures import Arguments, Counts, Strides, Tile
+from .structures import Arguments, Strides, Tile
 
 
 class HopperPlan:
@@ -81,8 +81,8 @@ class HopperPlan:
             x.lse, self._ticket(x.q.device), x.block_table, x.cu_seqlens_q, x.seqlens_k,
             x.alibi_slopes, x.sinks,
         )  # fmt: skip
-        counts = Counts(portable.batch, self._packs, tokens, total)
-        numbers = (*self._scores, *counts, *self._strides)
+        # the fields of Scores, Counts and Strides
+        numbers = (*self._scores, portable.batch, self._packs, tokens, total, *self._strides)
         self._prefill(min(portable.processors, total), arguments, numbers)
 
 
