@@ -249,16 +249,6 @@ def _cached_source(sequence, head_k, pointers, strides):
 
 
 @triton.jit
-def _new_source(q_start, head_k, pointers, strides):
-    """Return where the new keys and values of a sequence and a head lie: dense, in no page."""
-    return Source(
-        pointers.k_ptr + q_start * strides.stride_ks + head_k * strides.stride_kh,
-        pointers.v_ptr + q_start * strides.stride_vs + head_k * strides.stride_vh,
-        None, None, None, strides.stride_ks, None, None, None, strides.stride_vs, None,
-    )  # fmt: skip
-
-
-@triton.jit
 def _start_softmax(
     rows, split, sinks_ptr, OPTIONS: tl.constexpr, SCHEDULE: tl.constexpr, TILE: tl.constexpr
 ):
@@ -474,7 +464,12 @@ def _paged_kernel(
         NEW_LAYOUT: tl.constexpr = Layout(
             0, HEAD_DIM, True, ROW_BYTES, True, ROW_BYTES, 0, NEW_V_AS_K
         )
-        source = _new_source(q_start_64, head_k_64, pointers, strides)
+        # new keys and values lie dense, in no page; made here, as Triton 3.6 returns no None
+        source = Source(
+            k_ptr + q_start_64 * stride_ks + head_k_64 * stride_kh,
+            v_ptr + q_start_64 * stride_vs + head_k_64 * stride_vh,
+            None, None, None, stride_ks, None, None, None, stride_vs, None,
+        )  # fmt: skip
         queries = Queries(q, positions.position - context, slopes)
         scores = Scores(scale, softcap, window_left, window_right)
         softmax = _attend_to_all(
