@@ -46,12 +46,16 @@ def test_portable_kernels_take_what_is_passed(kernel, parts):
 
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon")
 def test_kernels_for_hopper_take_what_is_passed():
+    from flash_attn_triton._kernels.hopper import backward_structures as b
     from flash_attn_triton._kernels.hopper import parameters as p
-    from flash_attn_triton._kernels.hopper import plans
+    from flash_attn_triton._kernels.hopper import plans, structures
 
     launched = [
-        (plans.forward_kernel, (p.ForwardTensors, p.ForwardNumbers, p.ForwardConstants)),
-        (plans.backward_kernel, (p.BackwardTensors, p.BackwardNumbers, p.BackwardConstants)),
+        (
+            plans.forward_kernel,
+            (p.ForwardTensors, p.ForwardNumbers, structures.Options, structures.Tile),
+        ),
+        (plans.backward_kernel, (p.BackwardTensors, p.BackwardNumbers, b.Options, b.Tile)),
         (plans.round_dq_kernel, (p.RoundingTensors, p.RoundingNumbers, p.RoundingConstants)),
         (plans.transpose_values, (p.ValuesTensors, p.ValuesNumbers, p.ValuesConstants)),
     ]

@@ -1,6 +1,7 @@
 """Parameters of the kernels for Hopper, as their launches pass them, in order.
 
-Each kernel takes its tensors, then its numbers, then its constants.
+Each kernel takes its tensors, then its numbers, then its constants. Those of the forward and the
+backward are ``Options`` and ``Tile`` of ``structures.py`` and ``backward_structures.py``.
 """
 
 from __future__ import annotations
@@ -41,28 +42,6 @@ class ForwardNumbers(NamedTuple):
     last: int  # those of the last such group
     total: int  # tiles of all heads
     stride_alibi_b: int
-
-
-class ForwardConstants(NamedTuple):
-    """Constants of ``forward_kernel``."""
-
-    GROUP: int
-    PACK: int
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_SOFTCAP: bool
-    RAGGED: bool
-    WARPGROUPS: int
-    ROWS: int
-    BLOCK_N: int
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    BUFFERS_Q: int
-    STAGES_K: int
-    STAGES_V: int
-    SHARE: bool
-    PIPELINE: bool
-    LAG: bool
 
 
 class ValuesTensors(NamedTuple):
@@ -133,24 +112,6 @@ class BackwardNumbers(NamedTuple):
     tiles: int
     tiles_q: int
     span: int
-
-
-class BackwardConstants(NamedTuple):
-    """Constants of ``backward_kernel``."""
-
-    GROUP: int
-    HAS_LEFT: bool
-    HAS_RIGHT: bool
-    HAS_SOFTCAP: bool
-    RAGGED: bool
-    BLOCK_M: int
-    BLOCK_N: int
-    HEAD_DIM: int
-    HEAD_DIM_V: int
-    QUARTERS: int
-    QUARTERS_V: int
-    STAGES_Q: int
-    STAGES_O: int
 
 
 class RoundingTensors(NamedTuple):

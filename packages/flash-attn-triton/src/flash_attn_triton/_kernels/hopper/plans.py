@@ -22,6 +22,7 @@ from ..._configs import (
 from ..form import Form, expand_descales
 from ..launch.runtime import Launch, dense, token_strides
 from ..structures import Extras, Inputs
+from . import backward_structures, structures
 from ._linked.compat import gl
 from ._linked.gradients import ROWS
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
@@ -29,10 +30,8 @@ from ._linked.tma import MapForm, MapLaunch, TensorMap
 from .backward import backward_kernel
 from .forward import forward_kernel
 from .parameters import (
-    BackwardConstants,
     BackwardNumbers,
     BackwardTensors,
-    ForwardConstants,
     ForwardNumbers,
     ForwardTensors,
     RoundingConstants,
@@ -106,13 +105,15 @@ class HopperForward:
             self._map_v = MapForm(x.v, tile.block_n, wide_v, ragged=ragged)
         out = torch.empty((*q.shape[:-1], form.head_dim_v), dtype=out_dtype, device="meta")
         self._map_out = MapForm(out, tile.rows, wide_v, ragged=ragged, heads=pack)
-        constants = ForwardConstants(
+        options = structures.Options(
             GROUP=form.group,
             PACK=pack,
             HAS_LEFT=form.constants.HAS_LEFT,
             HAS_RIGHT=has_right,
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=ragged,
+        )
+        shape = structures.Tile(
             WARPGROUPS=tile.warpgroups,
             ROWS=tile.rows,
             BLOCK_N=tile.block_n,
@@ -125,8 +126,9 @@ class HopperForward:
             PIPELINE=tile.pipeline,
             LAG=tile.lag,
         )
+        constants = options._asdict() | shape._asdict()
         self._launch = MapLaunch(
-            forward_kernel, {**constants._asdict(), "num_warps": 4, "maxnreg": tile.registers}
+            forward_kernel, {**constants, "num_warps": 4, "maxnreg": tile.registers}
         )
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
@@ -267,12 +269,14 @@ class HopperBackward:
         self._tile = tile = tile or hopper_backward_tile(
             form.widest_head, form.constants.HAS_SOFTCAP
         )
-        constants = BackwardConstants(
+        options = backward_structures.Options(
             GROUP=form.group,
             HAS_LEFT=form.constants.HAS_LEFT,
             HAS_RIGHT=form.constants.HAS_RIGHT,
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=form.is_packed,
+        )
+        shape = backward_structures.Tile(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             HEAD_DIM=form.block_d,
@@ -282,8 +286,9 @@ class HopperBackward:
             STAGES_Q=tile.stages_q,
             STAGES_O=tile.stages_o,
         )
+        constants = options._asdict() | shape._asdict()
         self._launch = MapLaunch(
-            backward_kernel, {**constants._asdict(), "num_warps": 4, "maxnreg": REGISTERS}
+            backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS}
         )
         rounding = RoundingConstants(
             HAS_RIGHT=form.constants.HAS_RIGHT,
