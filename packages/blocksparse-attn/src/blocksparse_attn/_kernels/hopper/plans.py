@@ -34,7 +34,6 @@ from .structures import (
     BackwardTile,
     ForwardNumbers,
     ForwardOptions,
-    ForwardTensors,
     ForwardTile,
     PrepareNumbers,
     PrepareOptions,
@@ -50,6 +49,9 @@ PANEL = 64
 REGISTERS = 168
 # rows per program of the launch ahead of the backward
 ROWS = 32
+
+# pairs of token counts whose work a plan keeps
+MAX_COUNTS = 256
 
 
 class PackedMap(TensorMap):
@@ -90,6 +92,8 @@ class HopperForward:
         """Take a call of the form, and whether the plan serves others after it."""
         self._form = form
         self._ticket = kept_ticket if is_kept else new_ticket
+        # by numbers of tokens, in which packed calls of one form differ
+        self._work: dict[tuple[int, int], tuple[int, ForwardNumbers]] = {}
         pattern, constants, q, k, v = form.pattern, form.constants, x.q, x.k, x.v
         widest = max(q.shape[-1], form.head_dim_v)
         tile = hopper_tile(widest)
@@ -126,7 +130,7 @@ class HopperForward:
         self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
     ) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
         """Return what the launch is called with; an empty grid for tensors without tokens."""
-        form, queries, q, k = self._form, self._queries, x.q, x.k
+        q, k = x.q, x.k
         tokens_q, tokens_k = q.shape[-3], k.shape[-3]
         # empty tensors have no map
         if tokens_q == 0:
@@ -135,13 +139,26 @@ class HopperForward:
             out.zero_()
             lse.fill_(float("-inf"))
             return 0, (), ()
-        tiles = queries.count(tokens_q, tokens_k)
-        total = queries.programs(tiles)
-        span = queries.span(tokens_k)
-        tensors = ForwardTensors(
+        counts = tokens_q, tokens_k
+        work = self._work.get(counts)
+        if work is None:
+            work = self._count_work(q, *counts)
+            if len(self._work) < MAX_COUNTS:
+                self._work[counts] = work
+        grid, numbers = work
+        # the fields of ForwardTensors
+        tensors = (
             self._map_q(q), self._map_k(k), self._map_v(x.v), self._map_out(out),
             out, lse, self._ticket(q.device), *walk, x.cu_seqlens_q, x.cu_seqlens_k,
         )  # fmt: skip
+        return grid, tensors, numbers
+
+    def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> tuple[int, ForwardNumbers]:
+        """Return the programs of a launch and its numbers."""
+        form, queries = self._form, self._queries
+        tiles = queries.count(tokens_q, tokens_k)
+        total = queries.programs(tiles)
+        span = queries.span(tokens_k)
         numbers = ForwardNumbers(
             scale=form.options.softmax_scale,
             batch=form.batch,
@@ -156,7 +173,7 @@ class HopperForward:
             list_rows=queries.list_rows,
             extent_k=form.extent_k,
         )
-        return min(processors(q.device), total), tensors, numbers
+        return min(processors(q.device), total), numbers
 
 
 class HopperBackward:

@@ -33,7 +33,6 @@ from .parameters import (
     BackwardNumbers,
     BackwardTensors,
     ForwardNumbers,
-    ForwardTensors,
     RoundingConstants,
     RoundingNumbers,
     RoundingTensors,
@@ -148,7 +147,7 @@ class HopperForward:
         map_v, factors = self._values(x) if self._values else (self._map_v(v), None)
         self._launch(
             work.grid,
-            ForwardTensors(
+            (  # the fields of ForwardTensors
                 self._map_q(q), self._map_k(k), map_v, self._map_out(out), lse,
                 self._ticket(q.device), dense(x.alibi_slopes), dense(x.sinks), factors,
                 dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
