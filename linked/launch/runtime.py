@@ -110,7 +110,8 @@ class Launch:
         if not isinstance(kernel, CompiledKernel):  # interpreted, or not compiled at all
             return None
         if not IS_DIRECT:
-            warn_untested("triton", triton.__version__, TRITON)
+            if not is_tested(triton.__version__, TRITON):  # else it is PyTorch, which has warned
+                warn_untested("triton", triton.__version__, TRITON)
             return None
         _compiled[key] = kernel
         missing = len(self._kernel.params) - len(tensors) - len(numbers)
