@@ -27,12 +27,18 @@ def test_nki_reference_is_flash_attention_on_gathered_pages(options):
     ends = torch.tensor(totals, dtype=torch.int32)
     window = options.get("window")
     expected = varlen_attention_reference(
-        torch.from_numpy(q), torch.from_numpy(np.concatenate(keys)),
-        torch.from_numpy(np.concatenate(values)), starts, ends, max(lens),
+        torch.from_numpy(q),
+        torch.from_numpy(np.concatenate(keys)),
+        torch.from_numpy(np.concatenate(values)),
+        starts,
+        ends,
+        max(lens),
         int(max(np.diff(totals))),
-        causal=True, window_size=(window - 1, 0) if window else (-1, -1),
-        softcap=options.get("softcap", 0.0), softmax_scale=options.get("scale"),
-    )  # fmt: skip
+        causal=True,
+        window_size=(window - 1, 0) if window else (-1, -1),
+        softcap=options.get("softcap", 0.0),
+        softmax_scale=options.get("scale"),
+    )
     batch = (q, k, v, cache, table, lens, contexts)
     exact, _ = paged_attention_reference(*batch, **options)
     np.testing.assert_allclose(exact, expected.numpy(), atol=1e-12)

@@ -248,9 +248,16 @@ def _of_a_file(path, root):
 
 
 BROKEN = [
-    _absolute, _elsewhere, _below_a_folder, _to_nothing, _to_another_folder, _twice, _copied,
-    _text_file, _of_a_file,
-]  # fmt: skip
+    _absolute,
+    _elsewhere,
+    _below_a_folder,
+    _to_nothing,
+    _to_another_folder,
+    _twice,
+    _copied,
+    _text_file,
+    _of_a_file,
+]
 
 
 @pytest.mark.parametrize("breach", BROKEN, ids=lambda breach: breach.__name__.strip("_"))

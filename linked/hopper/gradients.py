@@ -21,9 +21,12 @@ def add_to_memory(pointer, values):
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
         " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [addresses, values],
-        dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
+        [addresses, values],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
 
 
 @gluon.jit

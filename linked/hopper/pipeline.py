@@ -35,9 +35,13 @@ def barrier_sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
     """Arrive at a named barrier and wait until ``THREADS`` threads have arrived (``bar.sync``)."""
     lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.b32 $0, 0;", "=r,r,r",
-        [lanes * 0 + number, lanes * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "bar.sync $1, $2; mov.b32 $0, 0;",
+        "=r,r,r",
+        [lanes * 0 + number, lanes * 0 + THREADS],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -45,9 +49,13 @@ def barrier_arrive(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
     """Arrive at a named barrier without waiting (``bar.arrive``)."""
     lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.b32 $0, 0;", "=r,r,r",
-        [lanes * 0 + number, lanes * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "bar.arrive $1, $2; mov.b32 $0, 0;",
+        "=r,r,r",
+        [lanes * 0 + number, lanes * 0 + THREADS],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -77,10 +85,15 @@ def barrier_arrive_after(sums, number, THREADS: gl.constexpr):
         }
         """,
         "=r,=r,f,f,r,r,r,r",
-        [sums, gl.full(sums.shape, number, gl.int32, sums.type.layout),
-         gl.full(sums.shape, THREADS, gl.int32, sums.type.layout)],
-        dtype=gl.int32, is_pure=False, pack=2,
-    )  # fmt: skip
+        [
+            sums,
+            gl.full(sums.shape, number, gl.int32, sums.type.layout),
+            gl.full(sums.shape, THREADS, gl.int32, sums.type.layout),
+        ],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
 
 
 @gluon.jit
@@ -93,9 +106,13 @@ def opaque(number):
     """
     one = gl.arange(0, 1, gl.BlockedLayout([1], [32], [4], [0]))
     taken = gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r",
-        [one + number], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;",
+        "=r,r",
+        [one + number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
     return gl.sum(taken, 0)
 
 
@@ -125,9 +142,16 @@ def locate(ticket, batch, heads, tiles, span, last, BALANCE: gl.constexpr):
 
 @gluon.jit
 def key_tiles(
-    first_row, len_q, len_k, window_left, window_right,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+    first_row,
+    len_q,
+    len_k,
+    window_left,
+    window_right,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
     """Return ``(low, left, right, high)``: the tiles of keys that a block of queries sees.
 
     Some row sees part of the tiles ``[low, high)``, and every row sees all of ``[left, right)``.

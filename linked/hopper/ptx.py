@@ -22,8 +22,12 @@ def hide_unless(s, low, high):
             selp.f32 $0, $1, 0fFF800000, visible;
         }
         """,
-        "=f,f,r,r", [s, low, high], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "=f,f,r,r",
+        [s, low, high],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit

@@ -21,7 +21,7 @@ def tanh(x):
 @gluon.jit
 def logits_of(
     s, rows, cols, scale, softcap, slope, HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr
-):  # fmt: skip
+):
     """Turn products ``[ROWS, BLOCK_N]`` into base-2 logits where a softcap or ALiBi is applied."""
     if HAS_SOFTCAP:
         s = tanh(s * (scale / softcap)) * (softcap * LOG2E)
@@ -34,9 +34,15 @@ def logits_of(
 
 @gluon.jit
 def mask(
-    s, rows, cols, len_k, window_left, window_right,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-):  # fmt: skip
+    s,
+    rows,
+    cols,
+    len_k,
+    window_left,
+    window_right,
+    HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
+):
     """Hide the keys that a row does not see; row 0 is the one that faces key 0."""
     if HAS_RIGHT:
         visible = cols[None, :] <= gl.minimum(rows + window_right, len_k - 1)[:, None]

@@ -82,9 +82,19 @@ class Launch:
             # by their addresses: of a tensor, the launcher asks the driver whether it may read it
             places = [t.data_ptr() if t.__class__ is Tensor else t for t in tensors]
             ready.run(
-                grid, 1, 1, ready.stream(ready.device), kernel.function, kernel.packed_metadata,
-                None, None, None, *places, *numbers, *ready.padding,
-            )  # fmt: skip
+                grid,
+                1,
+                1,
+                ready.stream(ready.device),
+                kernel.function,
+                kernel.packed_metadata,
+                None,
+                None,
+                None,
+                *places,
+                *numbers,
+                *ready.padding,
+            )
 
     def _look_up(
         self,
@@ -95,9 +105,12 @@ class Launch:
     ) -> Ready | None:
         """Return what to call; None if Triton was asked, which then launched the kernel too."""
         key = (
-            self._kernel.__name__, tensors[0].device.index, variant, *self._constants.values(),
+            self._kernel.__name__,
+            tensors[0].device.index,
+            variant,
+            *self._constants.values(),
             *[None if t is None else t.dtype for t in tensors],
-        )  # fmt: skip
+        )
         known = _compiled.get(key)
         if known is None:
             refuse_specialized(self._kernel, numbers)

@@ -44,9 +44,7 @@ def settle(acc, SETTLE: tl.constexpr):
     and ptxas serialises every product of the kernel (its remark C7515).
     """
     if SETTLE:
-        acc = tl.inline_asm_elementwise(
-            "", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1
-        )  # fmt: skip
+        acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return acc
 
 
@@ -75,9 +73,7 @@ def count_steps(start, full_start, full_end, last, BLOCK: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def step_start(
-    step, start, full_start, full_end, BLOCK: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
+def step_start(step, start, full_start, full_end, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Return where a step's tile begins; masked steps take both ends of the range in one loop."""
     if MASKED:
         before = (full_start - start) // BLOCK

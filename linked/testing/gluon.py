@@ -262,19 +262,23 @@ class Language:
         return {
             "gl": gl,
             "hopper": types.SimpleNamespace(
-                warpgroup_mma=self._machine("mma"), warpgroup_mma_wait=self._machine("mma_wait"),
+                warpgroup_mma=self._machine("mma"),
+                warpgroup_mma_wait=self._machine("mma_wait"),
                 fence_async_shared=self._machine("fence"),
             ),
             "mbarrier": types.SimpleNamespace(
-                MBarrierLayout=lambda: "barriers", init=lambda barrier, count: barrier.init(count),
-                expect=self._machine("expect"), arrive=self._machine("arrive_at"),
+                MBarrierLayout=lambda: "barriers",
+                init=lambda barrier, count: barrier.init(count),
+                expect=self._machine("expect"),
+                arrive=self._machine("arrive_at"),
                 wait=self._machine("wait_phase"),
             ),
             "tma": types.SimpleNamespace(store_wait=self._machine("store_wait")),
-            "copy_in": self._machine("copy_in"), "copy_out": self._machine("copy_out"),
+            "copy_in": self._machine("copy_in"),
+            "copy_out": self._machine("copy_out"),
             "add_out": self._machine("add_out"),
             "range": lambda *bounds: (register(n) for n in range(*map(int, bounds))),
-        }  # fmt: skip
+        }
 
 
 # what functions ask of the compiler that are built into the language

@@ -54,9 +54,14 @@ class Packed(NamedTuple):
     def as_fixed(self) -> Shape:
         """The smallest fixed-length problem that holds every sequence."""
         return Shape(
-            len(self.lengths_q), max(self.lengths_q, default=0), max(self.lengths_k, default=0),
-            self.heads_q, self.heads_k, self.head_dim, self.head_dim_v,
-        )  # fmt: skip
+            len(self.lengths_q),
+            max(self.lengths_q, default=0),
+            max(self.lengths_k, default=0),
+            self.heads_q,
+            self.heads_k,
+            self.head_dim,
+            self.head_dim_v,
+        )
 
 
 @dataclass

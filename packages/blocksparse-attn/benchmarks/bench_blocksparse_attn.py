@@ -205,8 +205,10 @@ def run_all(arguments: argparse.Namespace, device: str) -> Row:
     results: Row = {
         "machine": describe(device),
         "copy_gbps": copy_bandwidth() if device == "cuda" else None,
-        "results": [], "building": [], "host": [],
-    }  # fmt: skip
+        "results": [],
+        "building": [],
+        "host": [],
+    }
     began = time.monotonic()
     for case in select(families, [c for c in arguments.cases.split(",") if c], arguments.dry_run):
         rows = run_case(case, names, arguments, device)

@@ -36,9 +36,16 @@ class Case:
     def shrunk(self) -> Case:
         """The same at a size that a CPU can do."""
         return replace(
-            self, seqlen=256, heads_q=4, heads_k=2, head_dim=16, batch=min(self.batch, 2),
-            block=min(self.block, 32), local=min(self.local, 2), stride=min(self.stride, 3),
-        )  # fmt: skip
+            self,
+            seqlen=256,
+            heads_q=4,
+            heads_k=2,
+            head_dim=16,
+            batch=min(self.batch, 2),
+            block=min(self.block, 32),
+            local=min(self.local, 2),
+            stride=min(self.stride, 3),
+        )
 
 
 PATTERNS = ((16, 8), (8, 16))

@@ -80,10 +80,15 @@ def make_inputs(case: Case, device: str, seed: int = 0) -> Inputs:
     needed_bytes = needed * case.block * case.head_dim * 2 * 2 * case.batch
     density = layout.density(case.seqlen)
     return Inputs(
-        draw(queries, case.heads_q), draw(case.seqlen, case.heads_k),
-        draw(case.seqlen, case.heads_k), draw(queries, case.heads_q), layout, density, needed_bytes,
+        draw(queries, case.heads_q),
+        draw(case.seqlen, case.heads_k),
+        draw(case.seqlen, case.heads_k),
+        draw(queries, case.heads_q),
+        layout,
+        density,
+        needed_bytes,
         first_keys(density, case.seqlen),
-    )  # fmt: skip
+    )
 
 
 def compared(case: Case) -> tuple[list[int], list[int]]:

@@ -25,9 +25,12 @@ from blocksparse_attn._configs import Tile
 from timing import measure
 
 TABLES = {
-    "tall": "_TALL", "low": "_LOW", "short": "_SHORT", "dkdv": "_BACKWARD_DKDV",
+    "tall": "_TALL",
+    "low": "_LOW",
+    "short": "_SHORT",
+    "dkdv": "_BACKWARD_DKDV",
     "dq": "_BACKWARD_DQ",
-}  # fmt: skip
+}
 TILES: dict[str, list[tuple[int, int, int, int]]] = {
     "tall": [
         (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 2),
@@ -79,8 +82,12 @@ def use(kernel: str, tile: tuple[int, int, int, int] | None, saved: dict[str, An
     """Put a tile into a table, for all head dimensions; None puts the table back."""
     table = getattr(_configs, TABLES[kernel])
     table["hopper"] = saved[kernel] if tile is None else ((256, Tile(*tile)),)
-    for cached in (_configs.tall_shape, _configs.backward_dq_shape, _configs.short_shape,
-                   _configs.backward_dkdv_tile):  # fmt: skip
+    for cached in (
+        _configs.tall_shape,
+        _configs.backward_dq_shape,
+        _configs.short_shape,
+        _configs.backward_dkdv_tile,
+    ):
         cached.cache_clear()
 
 
@@ -106,8 +113,11 @@ def runner(case: Case, backward: bool) -> Callable[[], Any]:
 def attempt(job: tuple[str, Any, Any], rep: float | None, want: Any = None) -> Any:
     """Run, compare and time one tile; a process that compiles has no ``rep``."""
     kernel, tile, case = job
-    saved = {name: getattr(_configs, table)["hopper"] for name, table in TABLES.items()
-             if "hopper" in getattr(_configs, table)}  # fmt: skip
+    saved = {
+        name: getattr(_configs, table)["hopper"]
+        for name, table in TABLES.items()
+        if "hopper" in getattr(_configs, table)
+    }
     use(kernel, tile, saved) if tile else None
     try:
         run = runner(case, kernel in ("dkdv", "dq"))
@@ -150,8 +160,10 @@ def main() -> int:
         for tile in (None, *TILES[kernel])
     ]
     # one case of each kind of build
-    builds = {(kernel, tile, case.block, case.shared): (kernel, tile, case)
-              for kernel, tile, case in reversed(jobs)}  # fmt: skip
+    builds = {
+        (kernel, tile, case.block, case.shared): (kernel, tile, case)
+        for kernel, tile, case in reversed(jobs)
+    }
     with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
         pool.map(compile_only, list(builds.values()), chunksize=1)
     rows, want = [], None

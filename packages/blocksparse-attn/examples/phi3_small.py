@@ -91,9 +91,13 @@ class Model(nn.Module):
     def __init__(self, config: Config, device: torch.device, use_mask: bool) -> None:
         super().__init__()
         sparse = BlockSparseLayout.local_strided(
-            config.heads, config.max_seqlen, config.block, config.local_blocks,
-            config.vert_stride, device=device,
-        )  # fmt: skip
+            config.heads,
+            config.max_seqlen,
+            config.block,
+            config.local_blocks,
+            config.vert_stride,
+            device=device,
+        )
         dense = BlockSparseLayout.from_mask_mod(
             lambda h, r, c: c <= r, 1, sparse.num_rows, sparse.num_cols, config.block, device=device
         )
@@ -107,12 +111,14 @@ class Model(nn.Module):
                         "norm": nn.LayerNorm(config.width),
                         "attention": Attention(config, layout, use_mask),
                         "network": nn.Sequential(
-                            nn.LayerNorm(config.width), nn.Linear(config.width, 2 * config.width),
-                            nn.GELU(), nn.Linear(2 * config.width, config.width),
+                            nn.LayerNorm(config.width),
+                            nn.Linear(config.width, 2 * config.width),
+                            nn.GELU(),
+                            nn.Linear(2 * config.width, config.width),
                         ),
                     }
                 )
-            )  # fmt: skip
+            )
         self.logits = nn.Linear(config.width, config.vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -32,9 +32,10 @@ class Config:
     def __str__(self) -> str:
         dims = f"{self.head_dim}" + (f":{self.head_dim_v}" if self.head_dim_v else "")
         kind = "-".join(
-            name for name in ("causal", "shared", "alike", "packed", "short", "heads_first")
+            name
+            for name in ("causal", "shared", "alike", "packed", "short", "heads_first")
             if getattr(self, name)
-        )  # fmt: skip
+        )
         page = f"-page{self.page}" if self.page else ""
         return f"d{dims}-{self.dtype}-b{self.block[0]}:{self.block[1]}-{kind}{page}"
 
@@ -43,9 +44,16 @@ class Config:
         platform = detect("meta")
         width = max(self.head_dim, self.head_dim_v or 0)
         spec_of(
-            kind, platform, width, getattr(torch, self.dtype).itemsize, *self.block,
-            HEADS_Q // HEADS_K, self.shared, self.alike, self.causal,
-        )  # fmt: skip
+            kind,
+            platform,
+            width,
+            getattr(torch, self.dtype).itemsize,
+            *self.block,
+            HEADS_Q // HEADS_K,
+            self.shared,
+            self.alike,
+            self.causal,
+        )
         return tuple(
             torch.empty(9, dtype=dtype, device="meta")
             for dtype in (torch.int64, torch.int64, torch.int32, torch.int32)
@@ -99,9 +107,17 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
     short = config.lists("short") if config.short else ()
     t = config.tensors(seqlen_q, seqlen)
     launch(
-        *t.values(), tall, short, *config.layout(seqlen), 64, seqlen_q, seqlen,
-        config.head_dim**-0.5, config.causal, 4 if config.short else 1,
-    )  # fmt: skip
+        *t.values(),
+        tall,
+        short,
+        *config.layout(seqlen),
+        64,
+        seqlen_q,
+        seqlen,
+        config.head_dim**-0.5,
+        config.causal,
+        4 if config.short else 1,
+    )
 
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:
@@ -114,7 +130,21 @@ def launch_backward(config: Config, seqlen: int = 1024) -> None:
     lse_size = q.shape[1::-1] if config.packed else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.empty(lse_size, device="meta")
     launch(
-        out, q, k, v, out, lse, lse, t["cu_seqlens_q"], t["cu_seqlens_k"], config.lists("dq"),
-        config.lists("dkdv"), (), *config.layout(seqlen), seqlen, seqlen, config.head_dim**-0.5,
+        out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        lse,
+        t["cu_seqlens_q"],
+        t["cu_seqlens_k"],
+        config.lists("dq"),
+        config.lists("dkdv"),
+        (),
+        *config.layout(seqlen),
+        seqlen,
+        seqlen,
+        config.head_dim**-0.5,
         config.causal,
-    )  # fmt: skip
+    )

@@ -66,10 +66,13 @@ def everything() -> list[tuple[str, str, Config]]:
     configs = [
         Config(d, dtype, dv, block, causal, shared)
         for (d, dv), dtype, block, causal, shared in itertools.product(
-            dims, ("bfloat16", "float32"), ((64, 64), (16, 16), (128, 32)), (True, False),
+            dims,
+            ("bfloat16", "float32"),
+            ((64, 64), (16, 16), (128, 32)),
+            (True, False),
             (True, False),
         )
-    ]  # fmt: skip
+    ]
     configs += [replace(c, alike=True) for c in configs if c.causal and not c.shared]
     short = [
         Config(d, dtype, short=True, packed=True, page=page, shared=shared)

@@ -175,9 +175,10 @@ VALUES = [
     ("cu_seqlens_k[2] must be from 0 to the number of tokens, 14, got 15", (0, 5, 10), (0, 7, 15)),
     (
         "cu_seqlens_q[1] must be at most max_seqlen_q, 5, beyond cu_seqlens_q[0], 0, got 6",
-        (0, 6, 10), (0, 7, 14),
+        (0, 6, 10),
+        (0, 7, 14),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("message", "starts_q", "starts_k"), VALUES, ids=[v[0] for v in VALUES])

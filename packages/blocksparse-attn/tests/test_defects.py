@@ -32,9 +32,16 @@ def test_b1_wide_query_blocks_do_not_see_the_future(block, device):
 @pytest.mark.parametrize("head_range", [None, (1, 3)], ids=str)
 def test_b1_wide_query_blocks_of_the_drop_in(homo_head, head_range, device):
     module = LocalStridedBlockSparseAttn(
-        4, 128, 1, 3, 16, device=device, homo_head=homo_head, active_head_range=head_range,
+        4,
+        128,
+        1,
+        3,
+        16,
+        device=device,
+        homo_head=homo_head,
+        active_head_range=head_range,
         q_block_size=32,
-    )  # fmt: skip
+    )
     heads = module.layout.num_heads
     assert heads == (4 if head_range is None else 2)
     m = Maker(device, torch.float32)
@@ -129,9 +136,12 @@ def test_b6_decode_in_a_mixture_takes_the_short_tile(device):
     case = make_packed(Packed((33, 1), (33, 70), 4, 2, 16), torch.float32, device, num_splits=1)
     out, _ = case()
     alone = blocksparse_attn_func(
-        case.inputs["q"][None, 33:], case.inputs["k"][None, 33:], case.inputs["v"][None, 33:],
-        case.options["layout"], num_splits=1,
-    )  # fmt: skip
+        case.inputs["q"][None, 33:],
+        case.inputs["k"][None, 33:],
+        case.inputs["v"][None, 33:],
+        case.options["layout"],
+        num_splits=1,
+    )
     assert torch.equal(out[33:], alone[0])
 
 

@@ -103,16 +103,19 @@ def test_other_tiles(tile, causal, device, monkeypatch):
         check(make_case(shape, torch.float32, device, causal=causal))
     finally:
         for cached in (
-            _configs.tall_shape, _configs.backward_dq_shape, _configs.backward_dkdv_tile
-        ):  # fmt: skip
+            _configs.tall_shape,
+            _configs.backward_dq_shape,
+            _configs.backward_dkdv_tile,
+        ):
             cached.cache_clear()
 
 
 @pytest.mark.device
 @pytest.mark.parametrize(
-    ("block", "dtype", "shared", "causal"), pairs(BLOCKS, DTYPES, [False, True], [True, False]),
+    ("block", "dtype", "shared", "causal"),
+    pairs(BLOCKS, DTYPES, [False, True], [True, False]),
     ids=str,
-)  # fmt: skip
+)
 def test_every_block_size_at_length(block, dtype, shared, causal, device):
     shape = Shape(2, 700, 900, 8, 2, 128)
     case = make_case(shape, dtype, device, "local", block, shared=shared, causal=causal)

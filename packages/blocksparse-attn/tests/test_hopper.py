@@ -123,10 +123,18 @@ CONFIGS = {
 # Bytes that may be spilled with Triton 3.6 and with later ones: numbers that are needed between
 # tiles of queries, and in ``smallest`` what the copying warp knows of a step's eight blocks.
 SPILLS = {
-    "causal": (0, 48), "full": (0, 48), "packed": (0, 32), "packed full": (0, 16),
-    "shared": (16, 48), "wide": (0, 112), "small": (16, 48), "smallest": (104, 160),
-    "mixed": (0, 112), "narrow": (0, 32), "unequal": (0, 32),
-}  # fmt: skip
+    "causal": (0, 48),
+    "full": (0, 48),
+    "packed": (0, 32),
+    "packed full": (0, 16),
+    "shared": (16, 48),
+    "wide": (0, 112),
+    "small": (16, 48),
+    "smallest": (104, 160),
+    "mixed": (0, 112),
+    "narrow": (0, 32),
+    "unequal": (0, 32),
+}
 IS_OLD = triton.__version__.startswith("3.6.")
 
 

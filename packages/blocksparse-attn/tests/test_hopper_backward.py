@@ -112,10 +112,8 @@ def plan_of(config, tokens, batch=2):
     leading = (tokens,) if config.packed else (batch, tokens)
     q, k, v, dout = (
         torch.empty(*leading, heads, width, dtype=dtype, device="meta")
-        for heads, width in (
-            (8, config.head_dim), (2, config.head_dim), (2, width_v), (8, width_v)
-        )
-    )  # fmt: skip
+        for heads, width in ((8, config.head_dim), (2, config.head_dim), (2, width_v), (8, width_v))
+    )
     cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if config.packed else None
     x = Tensors(q, k, v, cu, cu)
     options = Options(0.1, config.causal, 1)
@@ -171,10 +169,11 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
     dq, dk, dv = (
         torch.full((1, tokens, heads, width), 7.0, device=device).half()
         for tokens, heads, width in (
-            (tokens_q, heads_q, head_dim), (tokens_k, heads_k, head_dim),
+            (tokens_q, heads_q, head_dim),
+            (tokens_k, heads_k, head_dim),
             (tokens_k, heads_k, head_dim_v),
         )
-    )  # fmt: skip
+    )
     parts = torch.tensor([2, 1, 9, 0, 3, 9], device=device)
     round_kernel[(heads_q * tiles + heads_k * 2,)](
         dq_sums, *sums, dq, dk, dv, parts, None, 0.5, heads_q * tiles, 1, heads_q, heads_k,
@@ -237,10 +236,17 @@ CONFIGS = {
 # bytes that may be spilled with Triton 3.6 and with later ones: numbers of the walks, of which
 # small blocks without a causal mask have one more
 SPILLS = {
-    "causal": (32, 88), "full": (32, 88), "packed": (24, 56), "shared": (40, 160),
-    "wide": (24, 160), "narrow": (0, 56), "unequal": (0, 0), "of 32": (16, 216),
-    "of 16": (104, 208), "of 16 packed": (112, 224),
-}  # fmt: skip
+    "causal": (32, 88),
+    "full": (32, 88),
+    "packed": (24, 56),
+    "shared": (40, 160),
+    "wide": (24, 160),
+    "narrow": (0, 56),
+    "unequal": (0, 0),
+    "of 32": (16, 216),
+    "of 16": (104, 208),
+    "of 16 packed": (112, 224),
+}
 IS_OLD = triton.__version__.startswith("3.6.")
 
 
@@ -376,9 +382,15 @@ def test_long_walks_and_columns(shared, device, served):
 def test_packed(causal, shared, device, served):
     lengths = 500, 0, 629, 128, 1, 900, 900
     case = make_packed(
-        Packed(lengths, lengths, 6, 3, 128, padding=7), torch.bfloat16, device, "random", (64, 64),
-        shared=shared, causal=causal, spare=1,
-    )  # fmt: skip
+        Packed(lengths, lengths, 6, 3, 128, padding=7),
+        torch.bfloat16,
+        device,
+        "random",
+        (64, 64),
+        shared=shared,
+        causal=causal,
+        spare=1,
+    )
     case = case.with_options(cu_seqlens_k=case.options["cu_seqlens_q"])
     got = served(case)
     for name in ("dq", "dk", "dv"):

@@ -71,9 +71,10 @@ def test_lists_of_queries(block, seed, causal):
                     member = h - first if pack > 1 else r % stack
                     found[c] = found.get(c, 0) | 1 << member
             want = expected(
-                found, len(own) if pack > 1 else stack,
+                found,
+                len(own) if pack > 1 else stack,
                 lambda c, t=tile, s=stack: not causal or (c + 1) * block_k - 1 <= t * s * block_q,
-            )  # fmt: skip
+            )
             assert entries(lists, (kv * packs + p) * owners + tile) == want
 
 
@@ -100,11 +101,12 @@ def test_lists_of_keys(block, seed, causal):
                     item = r * group + g
                     found[item] = found.get(item, 0) | 1 << (c % stack)
             want = expected(
-                found, stack,
+                found,
+                stack,
                 lambda i, t=tile, s=stack, g=group: (
                     not causal or i // g * block_q >= (t + 1) * s * block_k - 1
                 ),
-            )  # fmt: skip
+            )
             assert entries(lists, kv * owners + tile) == want
 
 

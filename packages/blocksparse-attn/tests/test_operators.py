@@ -80,9 +80,19 @@ def test_backward_passes_opcheck(make, dlse, device):
     q, k, v, *cu = tensors
     out, lse = _ops.forward(*forward_arguments(case))
     arguments = (
-        torch.ones_like(out), q, k, v, out, lse, torch.ones_like(lse) if dlse else None, *cu,
-        *lists[2:], [], *shape, *options,
-    )  # fmt: skip
+        torch.ones_like(out),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        torch.ones_like(lse) if dlse else None,
+        *cu,
+        *lists[2:],
+        [],
+        *shape,
+        *options,
+    )
     opcheck(_ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -93,8 +103,18 @@ def test_plan_passes_opcheck(shared, kind, device):
     case = make_case(Shape(1, 20, 40, 4, 2, 16), torch.float32, device, shared=shared)
     layout = case.options["layout"]
     arguments = (
-        layout._crow, layout._col, layout.num_cols, 16, 16, False, 2, 16, 4, True, kind,
-    )  # fmt: skip
+        layout._crow,
+        layout._col,
+        layout.num_cols,
+        16,
+        16,
+        False,
+        2,
+        16,
+        4,
+        True,
+        kind,
+    )
     opcheck(_ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
     made = _ops.plan(*arguments)
     for mine, kept in zip(made, lists_for(layout, kind, 2, 16, 4, True), strict=True):

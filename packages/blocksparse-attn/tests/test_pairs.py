@@ -136,8 +136,17 @@ def test_many_programs_of_many_rows():
 def test_operators_know_the_sizes(block, group):
     layout = random_layout(3, block)  # of six heads
     arguments = (
-        layout._crow, layout._col, layout._num_cols, *block, False, group, 128, 2, True, "pairs"
-    )  # fmt: skip
+        layout._crow,
+        layout._col,
+        layout._num_cols,
+        *block,
+        False,
+        group,
+        128,
+        2,
+        True,
+        "pairs",
+    )
     made = _ops.plan(*arguments)
     want = sizes_of(*layout._col.shape, layout._num_cols, block, group, 1)
     assert (made[1].numel(), made[3].shape[0], made[2].numel() - 1) == want

@@ -17,25 +17,30 @@ pytestmark = pytest.mark.eager
 CASES = {
     "sliding_window": (
         lambda device: patterns.sliding_window(200, 2, 1, 32, device=device),
-        lambda r, c: c <= r and (r - c < 2 or c < 1), True,
+        lambda r, c: c <= r and (r - c < 2 or c < 1),
+        True,
     ),
     "dilated": (
         lambda device: patterns.dilated(200, 2, 3, 32, device=device),
-        lambda r, c: r - c in (0, 3), True,
+        lambda r, c: r - c in (0, 3),
+        True,
     ),
     "block_causal": (
         lambda device: patterns.block_causal(200, 2, 32, device=device),
-        lambda r, c: c // 2 <= r // 2, False,
+        lambda r, c: c // 2 <= r // 2,
+        False,
     ),
     "vertical_slash": (
         lambda device: patterns.vertical_slash(200, [[2]], [[0, 4]], 32, device=device),
-        lambda r, c: c <= r and (c == 2 or r - c in (0, 4)), True,
+        lambda r, c: c <= r and (c == 2 or r - c in (0, 4)),
+        True,
     ),
     "local_strided": (
         lambda device: BlockSparseLayout.local_strided(1, 200, 32, 2, 3, True, device=device),
-        lambda r, c: c <= r and (r - c < 2 or (c + 1) % 3 == 0), True,
+        lambda r, c: c <= r and (r - c < 2 or (c + 1) % 3 == 0),
+        True,
     ),
-}  # fmt: skip
+}
 
 
 def dense_of(layout, seqlen, causal):

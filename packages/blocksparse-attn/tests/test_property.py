@@ -71,9 +71,15 @@ class Form(NamedTuple):
 
 HEAD_DIMS = (1, 7, 8, 16, 24, 33, 48, *((64, 100, 128) if HAS_GPU else ()))
 CHOICES = Form(
-    heads=((1, 1), (2, 1), (2, 2), (3, 1)), head_dim=HEAD_DIMS, head_dim_v=HEAD_DIMS, dtype=DTYPES,
-    block=tuple(BLOCKS), shared=(False, True), alike=(False, True), causal=(True, False),
-)  # fmt: skip
+    heads=((1, 1), (2, 1), (2, 2), (3, 1)),
+    head_dim=HEAD_DIMS,
+    head_dim_v=HEAD_DIMS,
+    dtype=DTYPES,
+    block=tuple(BLOCKS),
+    shared=(False, True),
+    alike=(False, True),
+    causal=(True, False),
+)
 
 
 def forms() -> st.SearchStrategy[Form]:

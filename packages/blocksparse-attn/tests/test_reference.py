@@ -70,9 +70,19 @@ def test_eager_derivative_is_autograds(seqlens):
     dout, dlse = incoming(out, lse)
     want = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     got = attention_backward(
-        dout, *(t.detach() for t in leaves), lse.detach(), dlse, None, None, layout.crow,
-        layout.col, layout.num_cols, layout.block_size, 8**-0.5, True,
-    )  # fmt: skip
+        dout,
+        *(t.detach() for t in leaves),
+        lse.detach(),
+        dlse,
+        None,
+        None,
+        layout.crow,
+        layout.col,
+        layout.num_cols,
+        layout.block_size,
+        8**-0.5,
+        True,
+    )
     for mine, exact in zip(got, want, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
 

@@ -56,9 +56,13 @@ def test_packed_is_bitwise_the_fixed_form(shape, device):
         rows, keys = slice(q_start, q_start + seqlen_q), slice(k_start, k_start + seqlen_k)
         q_start, k_start = rows.stop, keys.stop
         alone = blocksparse_attn_func(
-            case.inputs["q"][None, rows], case.inputs["k"][None, keys],
-            case.inputs["v"][None, keys], case.options["layout"], num_splits=1, return_lse=True,
-        )  # fmt: skip
+            case.inputs["q"][None, rows],
+            case.inputs["k"][None, keys],
+            case.inputs["v"][None, keys],
+            case.options["layout"],
+            num_splits=1,
+            return_lse=True,
+        )
         assert torch.equal(out[rows], alone[0][0])
         assert torch.equal(lse[:, rows], alone[1][0])
 
@@ -140,9 +144,16 @@ def test_a_sequence_of_another_batch_changes_no_bit(device):
     case = make_packed(shape, torch.float32, device, spare=2, num_splits=2)
     out, lse = case()
     one = blocksparse_attn_varlen_func(
-        case.inputs["q"][20:21], case.inputs["k"][33:73], case.inputs["v"][33:73],
-        offsets([1], device), offsets([40], device), 1, 40, case.options["layout"],
-        num_splits=2, return_lse=True,
-    )  # fmt: skip
+        case.inputs["q"][20:21],
+        case.inputs["k"][33:73],
+        case.inputs["v"][33:73],
+        offsets([1], device),
+        offsets([40], device),
+        1,
+        40,
+        case.options["layout"],
+        num_splits=2,
+        return_lse=True,
+    )
     assert torch.equal(one[0], out[20:21])
     assert torch.equal(one[1], lse[:, 20:21])

@@ -325,10 +325,11 @@ def run(arguments: argparse.Namespace) -> Row:
         for one in passes:
             here = [row for row in rows if row["pass"] == one]
             text = "  ".join(
-                f"{row['provider']} {row['tflops']:.0f}" if row["status"] == "ok"
+                f"{row['provider']} {row['tflops']:.0f}"
+                if row["status"] == "ok"
                 else f"{row['provider']} {row['status']}"
                 for row in here
-            )  # fmt: skip
+            )
             print(f"[{time.monotonic() - began:5.0f} s] {problem.case(one)}: {text}", flush=True)
         save(results, arguments.json)
         gc.collect()

@@ -75,19 +75,31 @@ def _draw_pass(
         handles, texts = grid[0][0].get_legend_handles_labels()
         figure.suptitle(
             f"Attention {title}, bf16, {machine['device']}, 16k tokens, heads x dim = 2048",
-            x=0.01, ha="left", fontsize=11, fontweight="bold",
-        )  # fmt: skip
+            x=0.01,
+            ha="left",
+            fontsize=11,
+            fontweight="bold",
+        )
         figure.text(
-            0.01, 0.005,
+            0.01,
+            0.005,
             f"{machine['date']}, torch {machine['torch']}, Triton {machine['triton']}; "
             "higher is better",
-            fontsize=7, color=MUTED,
-        )  # fmt: skip
+            fontsize=7,
+            color=MUTED,
+        )
         height = figure.get_size_inches()[1]
         figure.legend(
-            handles, texts, loc="upper left", bbox_to_anchor=(0.004, 1 - 0.26 / height),
-            ncols=len(names), frameon=False, fontsize=9, columnspacing=1.4, handlelength=1.0,
-        )  # fmt: skip
+            handles,
+            texts,
+            loc="upper left",
+            bbox_to_anchor=(0.004, 1 - 0.26 / height),
+            ncols=len(names),
+            frameon=False,
+            fontsize=9,
+            columnspacing=1.4,
+            handlelength=1.0,
+        )
         figure.tight_layout(rect=(0, 0.02, 1, 1 - 0.26 / height))
         figure.savefig(path, dpi=160, facecolor="white")
         plt.close(figure)
@@ -104,13 +116,21 @@ def _draw_panel(axis: Any, rows: list[Row], names: list[str], labels: dict[str, 
         heights = [found[s] for s in seqlens if s in found]
         ours = name == "ours"
         bars = axis.bar(
-            at, heights, width * 0.92, color=OURS if ours else RIVALS.get(name, "#999999"),
-            label=labels[name], zorder=2,
-        )  # fmt: skip
+            at,
+            heights,
+            width * 0.92,
+            color=OURS if ours else RIVALS.get(name, "#999999"),
+            label=labels[name],
+            zorder=2,
+        )
         axis.bar_label(
-            bars, fmt="%.0f", fontsize=6, padding=1, color=OURS if ours else MUTED,
+            bars,
+            fmt="%.0f",
+            fontsize=6,
+            padding=1,
+            color=OURS if ours else MUTED,
             fontweight="bold" if ours else "normal",
-        )  # fmt: skip
+        )
     axis.set_xticks(range(len(seqlens)), [f"{s // 1024}k" for s in seqlens])
     axis.tick_params(length=0)
     axis.grid(axis="y", color="#e6e6e6", linewidth=0.7, zorder=0)

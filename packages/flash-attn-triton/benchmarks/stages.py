@@ -49,9 +49,12 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
     "without adding products in fp32": [NO_ADDITION],
     "without all of these": [NO_EXPONENTIAL, NO_MAXIMUM, NO_ADDITION],
     "products and rounding alone": [
-        (EXPONENTIAL, "        e = s\n"), NO_MAXIMUM, NO_ADDITION, (SUMS, ARRIVAL),
+        (EXPONENTIAL, "        e = s\n"),
+        NO_MAXIMUM,
+        NO_ADDITION,
+        (SUMS, ARRIVAL),
     ],
-}  # fmt: skip
+}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -184,8 +187,11 @@ def main() -> int:
             "device": torch.cuda.get_device_name(),
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "torch": torch.__version__,
-            "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM, "rows": rows,
-        }  # fmt: skip
+            "tokens": TOKENS,
+            "heads": HEADS,
+            "head_dim": HEAD_DIM,
+            "rows": rows,
+        }
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 

@@ -127,9 +127,12 @@ def load(folder: Path, device: str, dtype: Any) -> tuple[Any, Any]:
     name = attention.register()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model = transformers.AutoModel.from_pretrained(
-        folder, local_files_only=True, dtype=dtype, attn_implementation=name,
+        folder,
+        local_files_only=True,
+        dtype=dtype,
+        attn_implementation=name,
         add_pooling_layer=False,
-    )  # fmt: skip
+    )
     return tokenizer, model.eval().to(device)
 
 
@@ -290,13 +293,16 @@ def draw_heat_map(similarity: Any, file: Path, subtitle: str) -> None:
             value = float(similarity[i, j])
             if i != j and value >= 0.3:
                 colour = "white" if value > 0.65 else "black"
-                axes.text(j, i, f"{value:.2f}"[1:], ha="center", va="center", color=colour,
-                          fontsize=7)  # fmt: skip
+                axes.text(
+                    j, i, f"{value:.2f}"[1:], ha="center", va="center", color=colour, fontsize=7
+                )
     axes.spines[:].set_visible(False)
     axes.set_title(
         "Cosine similarity of sentences, all-MiniLM-L6-v2 with flash-attn-triton",
-        fontsize=13, loc="left", pad=22,
-    )  # fmt: skip
+        fontsize=13,
+        loc="left",
+        pad=22,
+    )
     axes.text(0, 1.012, subtitle, transform=axes.transAxes, fontsize=9, color="dimgray")
     figure.colorbar(image, ax=axes, shrink=0.6, pad=0.02, label="cosine similarity")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -306,14 +312,26 @@ def draw_heat_map(similarity: Any, file: Path, subtitle: str) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("build/demo"), metavar="DIR",
-                        help="where the heat map goes (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--short", action="store_true",
-                        help="interpret two sentences instead of six, time fewer runs")  # fmt: skip
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"),
-                        help="default: float16 on a GPU, float32 on the CPU")  # fmt: skip
-    parser.add_argument("--model", type=Path, metavar="DIR",
-                        help=f"the model's folder (default: inside {WEIGHTS})")  # fmt: skip
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("build/demo"),
+        metavar="DIR",
+        help="where the heat map goes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="interpret two sentences instead of six, time fewer runs",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="default: float16 on a GPU, float32 on the CPU",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help=f"the model's folder (default: inside {WEIGHTS})"
+    )
     parser.add_argument("--interpreted", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--sentence", action="append", default=[], help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -378,9 +396,12 @@ def main() -> int:
     passed = verdict(kernel, ours.vectors, theirs.vectors, truth, dtype)
     if interpreted is not None:
         passed &= verdict(
-            "Triton kernel, interpreted", interpreted.vectors, theirs.vectors[chosen],
-            truth[chosen], dtype,
-        )  # fmt: skip
+            "Triton kernel, interpreted",
+            interpreted.vectors,
+            theirs.vectors[chosen],
+            truth[chosen],
+            dtype,
+        )
 
     say("\nWhat ran where")
     rows = [(f"flash-attn-triton, {kernel}", where, len(sentences), ours)]

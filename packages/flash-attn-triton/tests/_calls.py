@@ -37,10 +37,14 @@ def lengths(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def packed(**changes: Any) -> Any:
     call = {
-        "q": zeros(10, 4, 8), "k": zeros(14, 2, 8), "v": zeros(14, 2, 6),
-        "cu_seqlens_q": lengths(0, 5, 10), "cu_seqlens_k": lengths(0, 7, 14),
-        "max_seqlen_q": 5, "max_seqlen_k": 7,
-    }  # fmt: skip
+        "q": zeros(10, 4, 8),
+        "k": zeros(14, 2, 8),
+        "v": zeros(14, 2, 6),
+        "cu_seqlens_q": lengths(0, 5, 10),
+        "cu_seqlens_k": lengths(0, 7, 14),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 7,
+    }
     return flash_attn_varlen_func(**{**call, **changes})
 
 

@@ -18,10 +18,16 @@ PADDED = (4, 0)  # how many tokens of each sequence are padding
 Model = tuple[Any, Any]  # class, configuration
 
 SIZES = {
-    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GROUPED = {**SIZES, "num_key_value_heads": 1}
 
 
@@ -42,26 +48,38 @@ def qwen2() -> Model:
 def qwen2_moe() -> Model:
     # does not tell its attention about the window: only the mask knows
     config = transformers.Qwen2MoeConfig(
-        **GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1,
-        moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=2,
+        **GROUPED,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=1,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        num_experts=2,
         num_experts_per_tok=1,
-    )  # fmt: skip
+    )
     return transformers.Qwen2MoeForCausalLM, config
 
 
 def gemma2() -> Model:
     config = transformers.Gemma2Config(
-        **GROUPED, head_dim=8, sliding_window=4, attn_logit_softcapping=0.5,
+        **GROUPED,
+        head_dim=8,
+        sliding_window=4,
+        attn_logit_softcapping=0.5,
         query_pre_attn_scalar=4,
-    )  # fmt: skip
+    )
     return transformers.Gemma2ForCausalLM, config
 
 
 def gpt_oss() -> Model:
     config = transformers.GptOssConfig(
-        **GROUPED, head_dim=8, sliding_window=4, num_local_experts=2, num_experts_per_tok=1,
+        **GROUPED,
+        head_dim=8,
+        sliding_window=4,
+        num_local_experts=2,
+        num_experts_per_tok=1,
         layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
+    )
     return transformers.GptOssForCausalLM, config
 
 
@@ -78,10 +96,19 @@ def modernbert() -> Model:
 
 def t5() -> Model:
     config = transformers.T5Config(
-        vocab_size=48, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
-        relative_attention_num_buckets=8, relative_attention_max_distance=16, dropout_rate=0.0,
-        pad_token_id=0, eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
+        vocab_size=48,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=16,
+        dropout_rate=0.0,
+        pad_token_id=0,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
     return transformers.T5ForConditionalGeneration, config
 
 
@@ -125,9 +152,11 @@ def valid(inputs: dict[str, Tensor]) -> Tensor:
 
 
 def output_of(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
-    result = model(**inputs, use_cache=False, **options) if model.config.model_type not in (
-        "bert", "modernbert"
-    ) else model(**inputs, **options)  # fmt: skip
+    result = (
+        model(**inputs, use_cache=False, **options)
+        if model.config.model_type not in ("bert", "modernbert")
+        else model(**inputs, **options)
+    )
     return result.logits if hasattr(result, "logits") else result.last_hidden_state
 
 

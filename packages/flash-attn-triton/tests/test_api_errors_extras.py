@@ -154,16 +154,19 @@ GRADIENTS = [
     *(
         (
             f"{name} must not require a gradient, which is not computed; got requires_grad=True",
-            NotImplementedError, fp8, {name: torch.ones(1, requires_grad=True)},
+            NotImplementedError,
+            fp8,
+            {name: torch.ones(1, requires_grad=True)},
         )
         for name in ("q_descale", "k_descale", "v_descale")
     ),
     (
         "out_scale must not require a gradient, which is not computed; got requires_grad=True",
-        NotImplementedError, packed,
+        NotImplementedError,
+        packed,
         {"out_dtype": FP8, "out_scale": torch.ones(1, requires_grad=True)},
     ),
-]  # fmt: skip
+]
 
 
 @one_test_each(EXTRAS + LOW_PRECISION + GRADIENTS)

@@ -25,7 +25,9 @@ OPTIONS = [
     ("dropout_p must be 0.0 for FP8 inputs, got 0.1", NotImplementedError, fp8, {"dropout_p": 0.1}),
     (
         "softmax_scale must be a float, got Tensor",
-        TypeError, fixed, {"softmax_scale": torch.ones(1)},
+        TypeError,
+        fixed,
+        {"softmax_scale": torch.ones(1)},
     ),
     ("softmax_scale must be finite, got inf", ValueError, fixed, {"softmax_scale": math.inf}),
     ("softmax_scale must be finite, got nan", ValueError, fixed, {"softmax_scale": math.nan}),
@@ -40,56 +42,78 @@ OPTIONS = [
     ("window_size must be a tuple of two ints, got 5", TypeError, fixed, {"window_size": 5}),
     (
         "window_size must be a tuple of two ints, got (1, 2, 3)",
-        TypeError, fixed, {"window_size": (1, 2, 3)},
+        TypeError,
+        fixed,
+        {"window_size": (1, 2, 3)},
     ),
     (
         "window_size must be a tuple of two ints, got (1.0, 2)",
-        TypeError, fixed, {"window_size": (1.0, 2)},
+        TypeError,
+        fixed,
+        {"window_size": (1.0, 2)},
     ),
     (
         "window_size must be a tuple of two ints, got (True, 2)",
-        TypeError, fixed, {"window_size": (True, 2)},
+        TypeError,
+        fixed,
+        {"window_size": (True, 2)},
     ),
     (
         "window_size must hold -1 or numbers from 0 up, got (-2, 0)",
-        ValueError, fixed, {"window_size": (-2, 0)},
+        ValueError,
+        fixed,
+        {"window_size": (-2, 0)},
     ),
-]  # fmt: skip
+]
 
 FP32_RANGE = "-2.36e+38 to 2.36e+38, for fp32, got "
 BEYOND = [
     (
         "window_size must hold -1 or numbers from 0 up",
-        ValueError, fixed, {"window_size": (-(2**63) - 1, 0)},
+        ValueError,
+        fixed,
+        {"window_size": (-(2**63) - 1, 0)},
     ),
     (
         "max_seqlen_q must fit into 64 bits, got 9223372036854775808",
-        ValueError, packed, {"max_seqlen_q": 2**63},
+        ValueError,
+        packed,
+        {"max_seqlen_q": 2**63},
     ),
     (
         "max_seqlen_k must fit into 64 bits, got an int of 33220 bits",
-        ValueError, packed, {"max_seqlen_k": 10**10000},
+        ValueError,
+        packed,
+        {"max_seqlen_k": 10**10000},
     ),
     (
         f"softmax_scale must be from {FP32_RANGE}an int of 1329 bits",
-        ValueError, fixed, {"softmax_scale": 10**400},
+        ValueError,
+        fixed,
+        {"softmax_scale": 10**400},
     ),
     (
         f"softmax_scale must be from {FP32_RANGE}-3e+38",
-        ValueError, packed, {"softmax_scale": -3e38},
+        ValueError,
+        packed,
+        {"softmax_scale": -3e38},
     ),
     ("softcap must be 0.0 or from 1.18e-38 to", ValueError, fixed, {"softcap": 1e-40}),
     ("softcap must be 0.0 or from 1.18e-38 to", ValueError, fixed, {"softcap": 10**400}),
     (
         "softcap must be large enough for softmax_scale / softcap to be finite in fp32, got "
         "softcap 1e-20 and softmax_scale -1e+20",
-        ValueError, fixed, {"softcap": 1e-20, "softmax_scale": -1e20},
+        ValueError,
+        fixed,
+        {"softcap": 1e-20, "softmax_scale": -1e20},
     ),
     (
         "dropout_p must be in [0, 1), got an int of 1329 bits",
-        ValueError, fixed, {"dropout_p": 10**400},
+        ValueError,
+        fixed,
+        {"dropout_p": 10**400},
     ),
-]  # fmt: skip
+]
 
 
 @one_test_each(OPTIONS + BEYOND)

@@ -45,9 +45,12 @@ def test_a_product_is_as_exact_as_its_parts_allow(device):
     m = Maker(device, torch.float32)
     q, k = (m.uniform(size, low=1.0, high=2.0) for size in (64, 16))
     out, lse = flash_attn_func(
-        q.view(1, 64, 1, 1).expand(16, -1, -1, -1), k.view(16, 1, 1, 1), k.view(16, 1, 1, 1),
-        softmax_scale=1.0, return_lse=True,
-    )  # fmt: skip
+        q.view(1, 64, 1, 1).expand(16, -1, -1, -1),
+        k.view(16, 1, 1, 1),
+        k.view(16, 1, 1, 1),
+        softmax_scale=1.0,
+        return_lse=True,
+    )
     want = k.double()[:, None, None] * q.double()
     # to base 2 and back: two constants, two products and the sum of one probability
     unit = 2.5 * torch.finfo(torch.float32).eps

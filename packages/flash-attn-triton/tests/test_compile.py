@@ -57,10 +57,18 @@ def test_fixed_form_compiles_once_for_all_lengths(device, compiled):
     def function(q, k, v, bias, sinks, slopes):
         return loss_of(
             *flash_attn_func(
-                q, k, v, causal=True, window_size=(9, -1), softcap=2.0, bias=bias, sinks=sinks,
-                alibi_slopes=slopes, return_lse=True,
+                q,
+                k,
+                v,
+                causal=True,
+                window_size=(9, -1),
+                softcap=2.0,
+                bias=bias,
+                sinks=sinks,
+                alibi_slopes=slopes,
+                return_lse=True,
             )
-        )  # fmt: skip
+        )
 
     fast = compiled(function)
     slopes = torch.rand(6, device=device)
@@ -82,10 +90,17 @@ def test_packed_form_compiles_once_for_all_lengths(device, compiled):
     def function(q, k, v, cu_seqlens, max_seqlen):
         return loss_of(
             *flash_attn_varlen_func(
-                q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True,
+                q,
+                k,
+                v,
+                cu_seqlens,
+                cu_seqlens,
+                max_seqlen,
+                max_seqlen,
+                causal=True,
                 return_lse=True,
             )
-        )  # fmt: skip
+        )
 
     fast = compiled(function)
     for lengths in ((5, 6, 2), (9, 3, 4, 10), (20, 7)):

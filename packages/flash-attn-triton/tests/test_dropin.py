@@ -47,9 +47,20 @@ def reference(tensors, **options):
 def test_signature():
     parameters = inspect.signature(triton_attention).parameters
     assert list(parameters) == [
-        "q", "k", "v", "o", "cu_seqlens_q", "cu_seqlens_k", "max_seqlens_q", "max_seqlens_k",
-        "causal", "sm_scale", "bias", "fp8_scales", "fp8_out_scale",
-    ]  # fmt: skip
+        "q",
+        "k",
+        "v",
+        "o",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_seqlens_q",
+        "max_seqlens_k",
+        "causal",
+        "sm_scale",
+        "bias",
+        "fp8_scales",
+        "fp8_out_scale",
+    ]
     assert parameters["sm_scale"].default == 1.0
     assert parameters["causal"].default is False
 

@@ -247,9 +247,13 @@ def test_packed_is_bitwise_the_fixed_form(fp8, device):
     want, want_lse = case()
     out, lse = flash_attn_varlen_func(
         *(t.flatten(0, 1) for t in case.inputs.values()),
-        offsets((18, 18), device), offsets((35, 35), device), 18, 35,
-        **case.options, return_lse=True,
-    )  # fmt: skip
+        offsets((18, 18), device),
+        offsets((35, 35), device),
+        18,
+        35,
+        **case.options,
+        return_lse=True,
+    )
     assert torch.equal(out, want.flatten(0, 1))
     assert torch.equal(lse, want_lse.transpose(0, 1).flatten(1))
 
@@ -281,9 +285,15 @@ def test_drop_in_quantises_and_scales(fp8, device):
         quantised.append((t.float() / scale).clamp(-limit, limit).to(fp8))
         descales[f"{name}_descale"] = torch.tensor([scale], device=device)
     want = flash_attn_varlen_func(
-        *quantised, *starts, 18, 20, softmax_scale=0.2, causal=True,
-        out_dtype=torch.bfloat16, **descales,
-    )  # fmt: skip
+        *quantised,
+        *starts,
+        18,
+        20,
+        softmax_scale=0.2,
+        causal=True,
+        out_dtype=torch.bfloat16,
+        **descales,
+    )
     assert nothing is None
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, want)

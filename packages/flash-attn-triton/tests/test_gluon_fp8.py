@@ -48,9 +48,14 @@ def test_sinks_and_alibi(forward, reverse):
     forward(TILE, reverse)
     m = Maker("cpu", torch.float32, seed=3)
     case = make(
-        Shape(2, 150, 200, 4, 2, 64), E4M3, "cpu", "per_head",
-        sinks=m.randn(4), alibi_slopes=m.uniform(2, 4, low=0.01, high=0.1), causal=True,
-    )  # fmt: skip
+        Shape(2, 150, 200, 4, 2, 64),
+        E4M3,
+        "cpu",
+        "per_head",
+        sinks=m.randn(4),
+        alibi_slopes=m.uniform(2, 4, low=0.01, high=0.1),
+        causal=True,
+    )
     assert_accurate(case, E4M3)
 
 
@@ -90,11 +95,15 @@ def test_packed_tensors_are_their_sequences(window_size, forward, reverse):
     case = Case(
         {"q": q, "k": k, "v": v},
         {
-            "cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1], "max_seqlen_q": 200,
-            "max_seqlen_k": 150, "seqused_k": torch.tensor(used, dtype=torch.int32), **options,
+            "cu_seqlens_q": ends[0],
+            "cu_seqlens_k": ends[1],
+            "max_seqlen_q": 200,
+            "max_seqlen_k": 150,
+            "seqused_k": torch.tensor(used, dtype=torch.int32),
+            **options,
         },
         packed=True,
-    )  # fmt: skip
+    )
     want = run(case, grad=False)
     assert not want["out"][sum(lengths_q) :].any()
     unseen = torch.ones(len(k), dtype=torch.bool)

@@ -39,10 +39,24 @@ def on_hopper(request):
 
 
 def hopper(
-    q, k, v, *, sinks=None, alibi_slopes=None, causal=False, window_size=(-1, -1), softcap=0.0,
-    softmax_scale=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0,
-    seqused_k=None, return_lse=True, tile=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    *,
+    sinks=None,
+    alibi_slopes=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    softmax_scale=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=0,
+    max_seqlen_k=0,
+    seqused_k=None,
+    return_lse=True,
+    tile=None,
+):
     """Launch the kernel with the arguments of the public functions."""
     left, right = window_size
     right = 0 if causal else right
@@ -136,11 +150,15 @@ def features(name: str) -> dict[str, object]:
         "few": {"causal": True, "sinks": meta(16)},
         "packed": {"causal": True, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets},
         "rich": {
-            "window_size": (100, 0), "softcap": 30.0, "sinks": meta(4), "alibi_slopes": meta(4),
-            "cu_seqlens_q": offsets, "cu_seqlens_k": offsets,
+            "window_size": (100, 0),
+            "softcap": 30.0,
+            "sinks": meta(4),
+            "alibi_slopes": meta(4),
+            "cu_seqlens_q": offsets,
+            "cu_seqlens_k": offsets,
             "seqused_k": meta(2, dtype=torch.int32),
         },
-    }[name]  # fmt: skip
+    }[name]
 
 
 # Bytes that may be spilled with Triton 3.6 and with later ones, and why. Numbers of the walk go
@@ -206,9 +224,17 @@ SHAPES = [
     Shape(4, 3000, 3000, 8, 8, 128),  # more tiles than programs
 ]
 FEATURES = [
-    (), ("causal",), ("window",), ("window_left",), ("window_right",), ("causal", "softcap"),
-    ("alibi",), ("alibi_batch", "causal"), ("causal", "sinks"), ("window", "sinks", "alibi"),
-]  # fmt: skip
+    (),
+    ("causal",),
+    ("window",),
+    ("window_left",),
+    ("window_right",),
+    ("causal", "softcap"),
+    ("alibi",),
+    ("alibi_batch", "causal"),
+    ("causal", "sinks"),
+    ("window", "sinks", "alibi"),
+]
 
 
 @pytest.mark.device

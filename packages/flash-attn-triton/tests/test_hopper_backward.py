@@ -145,9 +145,17 @@ def test_leaves_features_to_the_portable_kernels(feature):
 @pytest.mark.eager
 @pytest.mark.parametrize(
     ("tokens", "sequences", "head_dim", "worth"),
-    [(31, 1, 128, False), (32, 1, 128, True), (63, 1, 64, False), (64, 1, 64, True),
-     (96, 3, 128, True), (95, 3, 128, False), (96, 3, 256, True), (95, 3, 256, False)],
-)  # fmt: skip
+    [
+        (31, 1, 128, False),
+        (32, 1, 128, True),
+        (63, 1, 64, False),
+        (64, 1, 64, True),
+        (96, 3, 128, True),
+        (95, 3, 128, False),
+        (96, 3, 256, True),
+        (95, 3, 256, False),
+    ],
+)
 def test_leaves_short_sequences_to_the_portable_kernels(tokens, sequences, head_dim, worth):
     """Their tiles of dq, in fp32, would take many times the memory of all inputs."""
     packed = sequences > 1
@@ -163,9 +171,16 @@ def test_leaves_short_sequences_to_the_portable_kernels(tokens, sequences, head_
 @pytest.mark.eager
 @pytest.mark.parametrize(
     ("tokens", "head_dim", "group", "span"),
-    [(1024, 64, 1, 32), (1024, 128, 1, 16), (1024, 256, 1, 8), (1024, 128, 4, 4),
-     (4096, 128, 1, 4), (16384, 128, 1, 2), (1 << 20, 256, 1, 2)],
-)  # fmt: skip
+    [
+        (1024, 64, 1, 32),
+        (1024, 128, 1, 16),
+        (1024, 256, 1, 8),
+        (1024, 128, 4, 4),
+        (4096, 128, 1, 4),
+        (16384, 128, 1, 2),
+        (1 << 20, 256, 1, 2),
+    ],
+)
 def test_cache_holds_the_sums_of_heads_that_are_walked_together(tokens, head_dim, group, span):
     q = torch.empty(1, tokens, 4, head_dim, dtype=torch.bfloat16, device="meta")
     with absent_gpu(HOPPER):
@@ -217,9 +232,23 @@ def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
     sums = torch.randn(heads, tiles, 2, 64 * width, device=device)
     dq = torch.full((1, tokens, heads, head_dim), math.nan, dtype=torch.float16, device=device)
     round_dq_kernel[(heads * tiles,)](
-        sums, dq, None, None, 0.5, 0, 1, heads, tokens, tokens - shift, tiles,
-        HAS_RIGHT=True, BLOCK_M=block_m, HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=4,
-    )  # fmt: skip
+        sums,
+        dq,
+        None,
+        None,
+        0.5,
+        0,
+        1,
+        heads,
+        tokens,
+        tokens - shift,
+        tiles,
+        HAS_RIGHT=True,
+        BLOCK_M=block_m,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
     lines = torch.arange(64)[:, None]
     cols = torch.arange(width)[None, :]
     warp, lower, line = lines // 16, lines % 16 // 8, lines % 8

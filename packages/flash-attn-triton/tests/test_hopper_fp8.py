@@ -90,10 +90,15 @@ def features(name: str) -> dict[str, object]:
         "causal": {"causal": True},
         "packed": {"causal": True, "cu_seqlens_q": ends, "cu_seqlens_k": ends},
         "rich": {
-            "window_size": (100, 0), "softcap": 30.0, "sinks": meta(4), "alibi_slopes": meta(4),
-            "cu_seqlens_q": ends, "cu_seqlens_k": ends, "seqused_k": meta(2, dtype=torch.int32),
+            "window_size": (100, 0),
+            "softcap": 30.0,
+            "sinks": meta(4),
+            "alibi_slopes": meta(4),
+            "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends,
+            "seqused_k": meta(2, dtype=torch.int32),
         },
-    }[name]  # fmt: skip
+    }[name]
 
 
 def absent_case(head_dim: int, kind: str, length: int = 300) -> Case:

@@ -70,9 +70,13 @@ def test_features(name, head_dim, descales, path, e4m3, device):
 def test_sinks_and_alibi(path, e4m3, device):
     m = Maker(device, torch.float32, seed=3)
     case = make_case(
-        Shape(2, 300, 433, 4, 2, 128), device, "per_head",
-        sinks=m.randn(4), alibi_slopes=m.uniform(2, 4, low=0.01, high=0.1), causal=True,
-    )  # fmt: skip
+        Shape(2, 300, 433, 4, 2, 128),
+        device,
+        "per_head",
+        sinks=m.randn(4),
+        alibi_slopes=m.uniform(2, 4, low=0.01, high=0.1),
+        causal=True,
+    )
     judge(case, path)
 
 
@@ -139,12 +143,16 @@ def test_packed_and_poison(window_size, e4m3, device):
     case = Case(
         {"q": q, "k": k, "v": v},
         {
-            "cu_seqlens_q": offsets(lengths_q, device), "cu_seqlens_k": offsets(lengths_k, device),
-            "max_seqlen_q": 700, "max_seqlen_k": 900, "seqused_k": counts,
-            "window_size": window_size, **descales,
+            "cu_seqlens_q": offsets(lengths_q, device),
+            "cu_seqlens_k": offsets(lengths_k, device),
+            "max_seqlen_q": 700,
+            "max_seqlen_k": 900,
+            "seqused_k": counts,
+            "window_size": window_size,
+            **descales,
         },
         packed=True,
-    )  # fmt: skip
+    )
     want = launch(case)
     assert not want["out"][sum(lengths_q) :].any()
     unseen = torch.ones(len(k), dtype=torch.bool, device=device)

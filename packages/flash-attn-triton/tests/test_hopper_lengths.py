@@ -13,9 +13,19 @@ from .test_hopper import HOPPER, features, hopper
 @pytest.mark.eager
 @pytest.mark.parametrize(
     ("tokens", "group", "pack"),
-    [(1, 1, 1), (1, 8, 8), (1, 12, 4), (1, 32, 16), (64, 2, 2), (65, 2, 1), (60, 4, 4), (100, 8, 1),
-     (130, 8, 8), (4096, 8, 1)],
-)  # fmt: skip
+    [
+        (1, 1, 1),
+        (1, 8, 8),
+        (1, 12, 4),
+        (1, 32, 16),
+        (64, 2, 2),
+        (65, 2, 1),
+        (60, 4, 4),
+        (100, 8, 1),
+        (130, 8, 8),
+        (4096, 8, 1),
+    ],
+)
 def test_heads_share_a_tile_where_that_saves_tiles(tokens, group, pack):
     assert hopper_pack(tokens, group, 128) == pack
 

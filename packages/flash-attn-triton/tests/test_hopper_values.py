@@ -40,11 +40,25 @@ def run_transposition(v, descales=(None,) * 3, *, window_left=-1, starts=None, u
     out = torch.full((slots, heads, wide, BLOCK_N), 7, dtype=torch.uint8, device=v.device)
     factors = torch.full((batch, heads, 2), math.nan, device=v.device)
     transpose_values[(slots * heads,)](
-        v, out, factors, *descales, *starts, used, window_left, batch, heads, 10, tokens, tiles,
-        *strides, HEAD_DIM=width, HAS_LEFT=window_left >= 0,
+        v,
+        out,
+        factors,
+        *descales,
+        *starts,
+        used,
+        window_left,
+        batch,
+        heads,
+        10,
+        tokens,
+        tiles,
+        *strides,
+        HEAD_DIM=width,
+        HAS_LEFT=window_left >= 0,
         DESCALE_PER_HEAD=any(d is not None and d.numel() > 1 for d in descales),
-        BLOCK_N=BLOCK_N, BLOCK_D=wide,
-    )  # fmt: skip
+        BLOCK_N=BLOCK_N,
+        BLOCK_D=wide,
+    )
     return out, factors
 
 

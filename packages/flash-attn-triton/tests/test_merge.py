@@ -26,8 +26,9 @@ def test_halves_merge_into_the_whole(split, sinks, device):
     case = make_case(SHAPE, torch.float32, device, ["sinks"] if sinks else [])
     q, k, v = (case.inputs[name] for name in ("q", "k", "v"))
     # the sink counts once
-    first = flash_attn_func(q, k[:, :split], v[:, :split], return_lse=True,
-                            sinks=case.inputs.get("sinks"))  # fmt: skip
+    first = flash_attn_func(
+        q, k[:, :split], v[:, :split], return_lse=True, sinks=case.inputs.get("sinks")
+    )
     second = flash_attn_func(q, k[:, split:], v[:, split:], return_lse=True)
     whole = attention_reference(**case.inputs, return_lse=True)
     torch.testing.assert_close(merge_attn_states(*first, *second), whole, rtol=1e-5, atol=1e-5)

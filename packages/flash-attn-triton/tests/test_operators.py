@@ -30,14 +30,29 @@ def operator_arguments(case: Case) -> tuple[Any, ...]:
     dropout_p = given.get("dropout_p", 0.0)
     bias = given.get("bias")
     return (
-        q, given["k"], given["v"],
-        given.get("cu_seqlens_q"), given.get("cu_seqlens_k"), given.get("seqused_k"),
-        bias, given.get("alibi_slopes"), given.get("sinks"),
-        None, None, None, None,
+        q,
+        given["k"],
+        given["v"],
+        given.get("cu_seqlens_q"),
+        given.get("cu_seqlens_k"),
+        given.get("seqused_k"),
+        bias,
+        given.get("alibi_slopes"),
+        given.get("sinks"),
+        None,
+        None,
+        None,
+        None,
         torch.tensor([5, 6], device=q.device) if dropout_p else None,
-        given.get("max_seqlen_q", q.shape[1]), given.get("max_seqlen_k", given["k"].shape[1]),
-        0.25, -1, 0 if given.get("causal") else -1, given.get("softcap", 0.0), dropout_p, q.dtype,
-    )  # fmt: skip
+        given.get("max_seqlen_q", q.shape[1]),
+        given.get("max_seqlen_k", given["k"].shape[1]),
+        0.25,
+        -1,
+        0 if given.get("causal") else -1,
+        given.get("softcap", 0.0),
+        dropout_p,
+        q.dtype,
+    )
 
 
 def backward_arguments(case: Case, *, dlse: bool, needs_dbias: bool) -> tuple[Any, ...]:
@@ -46,9 +61,17 @@ def backward_arguments(case: Case, *, dlse: bool, needs_dbias: bool) -> tuple[An
     # the backward pass takes neither the four FP8 scales nor the dtype of the output
     del rest[6:10], rest[-1]
     return (
-        torch.ones_like(out), q, k, v, out, lse, torch.ones_like(lse) if dlse else None,
-        *rest, False, needs_dbias,
-    )  # fmt: skip
+        torch.ones_like(out),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        torch.ones_like(lse) if dlse else None,
+        *rest,
+        False,
+        needs_dbias,
+    )
 
 
 class Watcher(TorchFunctionMode):

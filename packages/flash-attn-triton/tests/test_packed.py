@@ -19,9 +19,15 @@ from flash_attn_triton import (
 from ._linked.budget import Maker, offsets
 
 COMMON = [
-    "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
-    "deterministic", "return_attn_probs",
-]  # fmt: skip
+    "dropout_p",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "softcap",
+    "alibi_slopes",
+    "deterministic",
+    "return_attn_probs",
+]
 LENGTH_ARGUMENTS = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
 SIGNATURES = {
     "flash_attn_func": ["q", "k", "v", *COMMON],
@@ -51,9 +57,15 @@ def test_signatures_are_those_of_flash_attn_2(name):
     assert list(defaults.values()) == [0.0, None, False, (-1, -1), 0.0, None, False, False]
     extras = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     expected = {
-        "bias": None, "sinks": None, "q_descale": None, "k_descale": None, "v_descale": None,
-        "out_dtype": None, "out_scale": None, "return_lse": False,
-    }  # fmt: skip
+        "bias": None,
+        "sinks": None,
+        "q_descale": None,
+        "k_descale": None,
+        "v_descale": None,
+        "out_dtype": None,
+        "out_scale": None,
+        "return_lse": False,
+    }
     if "varlen" in name:
         expected["seqused_k"] = None
     assert extras == expected
@@ -108,9 +120,11 @@ def test_varlen_qkvpacked(device):
     )
     parts = [t.detach().contiguous().requires_grad_() for t in qkv.unbind(1)]
     want_out, want_lse, grads = results(
-        flash_attn_varlen_func, [*parts, cu_seqlens, cu_seqlens, 12, 12], causal=True,
+        flash_attn_varlen_func,
+        [*parts, cu_seqlens, cu_seqlens, 12, 12],
+        causal=True,
         seqused_k=used,
-    )  # fmt: skip
+    )
     assert torch.equal(out, want_out)
     assert torch.equal(lse, want_lse)
     assert torch.equal(grad, torch.stack(grads, dim=1))
@@ -148,29 +162,38 @@ def test_parts_are_views(device, monkeypatch):
     [
         (flash_attn_qkvpacked_func, [None], TypeError, "qkv must be a torch.Tensor, got NoneType"),
         (
-            flash_attn_qkvpacked_func, [torch.zeros(2, 9, 4, 16)], ValueError,
+            flash_attn_qkvpacked_func,
+            [torch.zeros(2, 9, 4, 16)],
+            ValueError,
             "qkv must be [batch, seqlen, 3, heads, head_dim], got [2, 9, 4, 16]",
         ),
         (
-            flash_attn_qkvpacked_func, [torch.zeros(2, 9, 2, 4, 16)], ValueError,
+            flash_attn_qkvpacked_func,
+            [torch.zeros(2, 9, 2, 4, 16)],
+            ValueError,
             "qkv must be [batch, seqlen, 3, heads, head_dim], got [2, 9, 2, 4, 16]",
         ),
         (
-            flash_attn_kvpacked_func, [torch.zeros(2, 9, 4, 16), torch.zeros(2, 9, 3, 4, 16)],
-            ValueError, "kv must be [batch, seqlen_k, 2, heads_k, head_dim], got [2, 9, 3, 4, 16]",
+            flash_attn_kvpacked_func,
+            [torch.zeros(2, 9, 4, 16), torch.zeros(2, 9, 3, 4, 16)],
+            ValueError,
+            "kv must be [batch, seqlen_k, 2, heads_k, head_dim], got [2, 9, 3, 4, 16]",
         ),
         (
-            flash_attn_varlen_qkvpacked_func, [torch.zeros(9, 3, 16), None, 9], ValueError,
+            flash_attn_varlen_qkvpacked_func,
+            [torch.zeros(9, 3, 16), None, 9],
+            ValueError,
             "qkv must be [tokens, 3, heads, head_dim], got [9, 3, 16]",
         ),
         (
             flash_attn_varlen_kvpacked_func,
-            [torch.zeros(9, 4, 16), torch.zeros(9, 4, 16), None, None, 9, 9], ValueError,
+            [torch.zeros(9, 4, 16), torch.zeros(9, 4, 16), None, None, 9, 9],
+            ValueError,
             "kv must be [tokens_k, 2, heads_k, head_dim], got [9, 4, 16]",
         ),
     ],
     ids=lambda x: None,
-)  # fmt: skip
+)
 def test_message(function, arguments, error, message):
     with pytest.raises(error) as caught:
         function(*arguments)

@@ -267,11 +267,15 @@ def test_packed_sequences_are_computed_one_by_one():
     for b, (sq, sk) in enumerate(((3, 4), (0, 2), (5, 6))):
         rows, keys = slice(start_q, start_q + sq), slice(start_k, start_k + sk)
         one_out, one_lse = attention_reference(
-            case.inputs["q"][None, rows], case.inputs["k"][None, keys],
-            case.inputs["v"][None, keys], causal=True, return_lse=True,
-            bias=case.inputs["bias"][b : b + 1, :, :sq, :sk], sinks=case.inputs["sinks"],
+            case.inputs["q"][None, rows],
+            case.inputs["k"][None, keys],
+            case.inputs["v"][None, keys],
+            causal=True,
+            return_lse=True,
+            bias=case.inputs["bias"][b : b + 1, :, :sq, :sk],
+            sinks=case.inputs["sinks"],
             alibi_slopes=case.options["alibi_slopes"][b],
-        )  # fmt: skip
+        )
         torch.testing.assert_close(out[rows], one_out[0])
         torch.testing.assert_close(lse[:, rows], one_lse[0])
         start_q, start_k = start_q + sq, start_k + sk

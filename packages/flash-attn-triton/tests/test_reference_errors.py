@@ -22,7 +22,8 @@ def reference(**changes: Any) -> Any:
     [
         (
             "window_size must hold -1 or numbers from 0 up, got (-5, 3)",
-            ValueError, {"window_size": (-5, 3)},
+            ValueError,
+            {"window_size": (-5, 3)},
         ),
         ("softcap must be finite and at least 0.0, got -1", ValueError, {"softcap": -1}),
         ("dropout_p must be in [0, 1), got 1.5", ValueError, {"dropout_p": 1.5}),
@@ -32,29 +33,34 @@ def reference(**changes: Any) -> Any:
         ("q must be a torch.Tensor, got list", TypeError, {"q": [1.0]}),
         (
             "q must be of a float dtype, got torch.int32",
-            TypeError, {"q": zeros(2, 5, 4, 8, dtype=torch.int32)},
+            TypeError,
+            {"q": zeros(2, 5, 4, 8, dtype=torch.int32)},
         ),
         (
             "v must be of a float dtype, got torch.bool",
-            TypeError, {"v": zeros(2, 7, 2, 6, dtype=torch.bool)},
+            TypeError,
+            {"v": zeros(2, 7, 2, 6, dtype=torch.bool)},
         ),
         (
             "k must be [batch, seqlen_k, heads_k, head_dim], got [7, 2, 8]",
-            ValueError, {"k": zeros(7, 2, 8)},
+            ValueError,
+            {"k": zeros(7, 2, 8)},
         ),
         ("head_dim of k must be that of q, 8, got 6", ValueError, {"k": zeros(2, 7, 2, 6)}),
         ("batch of k must be that of q, 2, got 1", ValueError, {"k": zeros(1, 7, 2, 8)}),
         (
             "v must have the shape of k but for head_dim, [2, 7, 2], got [2, 7, 1]",
-            ValueError, {"v": zeros(2, 7, 1, 6)},
+            ValueError,
+            {"v": zeros(2, 7, 1, 6)},
         ),
         (
             "heads_q must be a positive multiple of heads_k, got heads_q 4 and heads_k 3",
-            ValueError, {"k": zeros(2, 7, 3, 8), "v": zeros(2, 7, 3, 6)},
+            ValueError,
+            {"k": zeros(2, 7, 3, 8), "v": zeros(2, 7, 3, 6)},
         ),
     ],
     ids=lambda x: None,
-)  # fmt: skip
+)
 def test_message_of_the_reference(message, error, changes):
     with pytest.raises(error) as caught:
         reference(**changes)

@@ -91,9 +91,21 @@ def test_gradients_of_sdpa_operator_are_laid_out_like_the_inputs(device, overrid
     )
     q, k, v = (t.detach() for t in leaves)
     grads = aten._scaled_dot_product_flash_attention_backward(
-        torch.ones_like(q), q, k, v, out.detach(), lse, None, None, max_q, max_k, 0.0, False,
-        seed, unused,
-    )  # fmt: skip
+        torch.ones_like(q),
+        q,
+        k,
+        v,
+        out.detach(),
+        lse,
+        None,
+        None,
+        max_q,
+        max_k,
+        0.0,
+        False,
+        seed,
+        unused,
+    )
     assert [g.stride() for g in grads] == [t.stride() for t in (q, k, v)]
     for grad, want in zip(grads, torch.autograd.grad(out.sum(), leaves), strict=True):
         assert torch.equal(grad, want)
@@ -109,9 +121,12 @@ def test_varlen_attn_matches_reference(device, overrides, window):
 
     def run(*inputs: Tensor) -> Tensor:
         out, lse = varlen.varlen_attn(
-            *inputs, *ends, window_size=window, enable_gqa=True,
+            *inputs,
+            *ends,
+            window_size=window,
+            enable_gqa=True,
             return_aux=varlen.AuxRequest(lse=True),
-        )  # fmt: skip
+        )
         assert lse.shape == (4, 20)
         return out
 

@@ -82,15 +82,18 @@ def test_prefill_in_chunks_matches_eager(device, make, static, monkeypatch):
     outputs = []
     for model in models.pair(make, device):
         cache = (
-            transformers.StaticCache(model.config, max_cache_len=16) if static
+            transformers.StaticCache(model.config, max_cache_len=16)
+            if static
             else transformers.DynamicCache(config=model.config)
-        )  # fmt: skip
+        )
         parts = []
         for start, end in ((0, 5), (5, 11), (11, 12)):
             part = model(
-                ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache,
+                ids[:, start:end],
+                attention_mask=mask[:, :end],
+                past_key_values=cache,
                 position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, start:end],
-            )  # fmt: skip
+            )
             parts.append(part.logits)
         outputs.append(torch.cat(parts, 1)[mask.bool()])
     models.assert_close(*outputs)
@@ -142,11 +145,12 @@ def test_cross_attention_keeps_every_query(device):
     inputs = models.batch(device, models.LEFT)
     outputs = [
         model(
-            inputs["input_ids"], encoder_hidden_states=memory,
+            inputs["input_ids"],
+            encoder_hidden_states=memory,
             encoder_attention_mask=inputs["attention_mask"],
         ).last_hidden_state
         for model in models.pair(make, device)
-    ]  # fmt: skip
+    ]
     models.assert_close(*outputs)
 
 

@@ -48,9 +48,12 @@ def test_unknown_patterns_are_written_out(device):
     for each in (model, eager):
         embeds = each.model.embed_tokens(inputs["input_ids"])
         mask = masking_utils.create_causal_mask(
-            config=each.config, inputs_embeds=embeds, attention_mask=inputs["attention_mask"],
-            past_key_values=None, or_mask_function=prefix,
-        )  # fmt: skip
+            config=each.config,
+            inputs_embeds=embeds,
+            attention_mask=inputs["attention_mask"],
+            past_key_values=None,
+            or_mask_function=prefix,
+        )
         assert mask.ndim == 4
         outputs.append(each(inputs_embeds=embeds, attention_mask=mask).logits)
     keep = models.valid(inputs)
@@ -144,9 +147,15 @@ def test_masks_given_to_the_attention_function(device, mask, is_causal, sliding_
     heads_last = q.transpose(1, 2)
     want = attention_reference(heads_last, heads_last, heads_last, bias=bias)
     got, _ = integration.attention_forward(
-        torch.nn.Module(), q, q, q, mask.to(device), is_causal=is_causal,
-        sliding_window=sliding_window, position_bias=position_bias,
-    )  # fmt: skip
+        torch.nn.Module(),
+        q,
+        q,
+        q,
+        mask.to(device),
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        position_bias=position_bias,
+    )
     keep = (mask != 0).to(device)
     torch.testing.assert_close(got[keep], want[keep])
 

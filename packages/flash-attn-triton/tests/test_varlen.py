@@ -289,10 +289,15 @@ def test_tokens_ahead_of_the_first_sequence_are_padding(device):
 
 def validate(**changes):
     call = {
-        "q": torch.zeros(10, 4, 8), "k": torch.zeros(14, 2, 8),
-        "cu_seqlens_q": (0, 3, 3, 8), "cu_seqlens_k": (2, 9, 12, 14),
-        "max_seqlen_q": 5, "max_seqlen_k": 7, "seqused_k": (7, 0, 1), **changes,
-    }  # fmt: skip
+        "q": torch.zeros(10, 4, 8),
+        "k": torch.zeros(14, 2, 8),
+        "cu_seqlens_q": (0, 3, 3, 8),
+        "cu_seqlens_k": (2, 9, 12, 14),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 7,
+        "seqused_k": (7, 0, 1),
+        **changes,
+    }
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
         if isinstance(call[name], tuple):
             call[name] = torch.tensor(call[name], dtype=torch.int32)
@@ -320,50 +325,60 @@ def test_validation_passes_what_is_right(changes):
     [
         (
             "cu_seqlens_q[2] must be at least cu_seqlens_q[1], 3, got 2",
-            ValueError, {"cu_seqlens_q": (0, 3, 2, 7)},
+            ValueError,
+            {"cu_seqlens_q": (0, 3, 2, 7)},
         ),
         (
             "cu_seqlens_q[3] must be from 0 to the number of tokens, 10, got 11",
-            ValueError, {"cu_seqlens_q": (0, 3, 7, 11)},
+            ValueError,
+            {"cu_seqlens_q": (0, 3, 7, 11)},
         ),
         (
             "cu_seqlens_q[0] must be from 0 to the number of tokens, 10, got -1",
-            ValueError, {"cu_seqlens_q": (-1, 3, 3, 8)},
+            ValueError,
+            {"cu_seqlens_q": (-1, 3, 3, 8)},
         ),
         (
             "cu_seqlens_q[3] must be at most max_seqlen_q, 4, beyond cu_seqlens_q[2], 3, got 8",
-            ValueError, {"max_seqlen_q": 4},
+            ValueError,
+            {"max_seqlen_q": 4},
         ),
         (
             "cu_seqlens_k[1] must be at least cu_seqlens_k[0], 2, got 0",
-            ValueError, {"cu_seqlens_k": (2, 0, 7, 14)},
+            ValueError,
+            {"cu_seqlens_k": (2, 0, 7, 14)},
         ),
         (
             "cu_seqlens_k[3] must be from 0 to the number of tokens, 14, got 15",
-            ValueError, {"cu_seqlens_k": (2, 9, 12, 15)},
+            ValueError,
+            {"cu_seqlens_k": (2, 9, 12, 15)},
         ),
         (
             "cu_seqlens_k[1] must be at most max_seqlen_k, 6, beyond cu_seqlens_k[0], 2, got 9",
-            ValueError, {"max_seqlen_k": 6},
+            ValueError,
+            {"max_seqlen_k": 6},
         ),
         (
             "seqused_k[2] must be from 0 to the length of the sequence, 2, got 3",
-            ValueError, {"seqused_k": (7, 0, 3)},
+            ValueError,
+            {"seqused_k": (7, 0, 3)},
         ),
         (
             "seqused_k[1] must be from 0 to the length of the sequence, 3, got -1",
-            ValueError, {"seqused_k": (7, -1, 3)},
+            ValueError,
+            {"seqused_k": (7, -1, 3)},
         ),
         ("q must be a torch.Tensor, got int", TypeError, {"q": 10}),
         (
             "k must be [tokens_k, heads_k, head_dim], got [1, 14, 2, 8]",
-            ValueError, {"k": torch.zeros(1, 14, 2, 8)},
+            ValueError,
+            {"k": torch.zeros(1, 14, 2, 8)},
         ),
         ("seqused_k must be [3], got [2]", ValueError, {"seqused_k": (7, 0)}),
         ("max_seqlen_k must be at least 0, got -1", ValueError, {"max_seqlen_k": -1}),
     ],
     ids=lambda x: None,
-)  # fmt: skip
+)
 def test_message_of_validation(message, error, changes):
     with pytest.raises(error) as caught:
         validate(**changes)

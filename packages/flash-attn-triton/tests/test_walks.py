@@ -27,10 +27,14 @@ SLOTS = 6
 
 @triton.jit
 def _walk_kernel(
-    cases_ptr, visits_ptr,
-    BY_KEY: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+    cases_ptr,
+    visits_ptr,
+    BY_KEY: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     """Count the visits to each tile, [case, masked, SLOTS]; cases are [5, case]."""
     case, count = tl.program_id(0), tl.num_programs(0)
     first = tl.load(cases_ptr + case) * BLOCK

@@ -40,8 +40,10 @@ class Problem:
             return (self.tokens,) * self.batch
         mean = self.tokens // self.batch
         # multiples of a number without a common factor walk through all residues
-        found = [mean // 3 + (37 * i % self.batch) * 4 * mean // (3 * self.batch)
-                 for i in range(self.batch - 1)]  # fmt: skip
+        found = [
+            mean // 3 + (37 * i % self.batch) * 4 * mean // (3 * self.batch)
+            for i in range(self.batch - 1)
+        ]
         return (*found, self.tokens - sum(found))
 
     @property
@@ -97,16 +99,24 @@ GRID = tuple(
 )
 PACKED = (
     Problem("one-t65536-h64-d128", "packed", 1, 65536, 64, packed=True, passes=("fwd", "bwd")),
-    Problem("ragged64-t65536-h64-d128", "packed", 64, 65536, 64, packed=True,
-            passes=("fwd", "bwd")),
-)  # fmt: skip
+    Problem(
+        "ragged64-t65536-h64-d128", "packed", 64, 65536, 64, packed=True, passes=("fwd", "bwd")
+    ),
+)
 CROSSOVER = tuple(
-    Problem(f"{schedule}-h{heads}-t{tokens}", "crossover", 1, tokens, heads, schedule=schedule,
-            passes=("fwd",))
+    Problem(
+        f"{schedule}-h{heads}-t{tokens}",
+        "crossover",
+        1,
+        tokens,
+        heads,
+        schedule=schedule,
+        passes=("fwd",),
+    )
     for tokens in (4096, 32768)
     for heads in (1, 8, 16, 32, 48, 64, 96)
     for schedule in ("sequential", "parallel")
-)  # fmt: skip
+)
 PROBLEMS = (*GRID, *PACKED, *CROSSOVER)
 DECODE = (
     DecodeProblem("decode-b1", 1),

@@ -207,9 +207,11 @@ def run(
     grads: Sequence[Tensor | None] = [None] * len(leaves)
     if results:
         grads = torch.autograd.grad(
-            [x for x, _ in results], list(leaves.values()), [g for _, g in results],
+            [x for x, _ in results],
+            list(leaves.values()),
+            [g for _, g in results],
             allow_unused=True,
-        )  # fmt: skip
+        )
     found = {"o": out.detach(), "state": state.detach()}
     for (name, leaf), got in zip(leaves.items(), grads, strict=True):
         found[f"d{name}"] = torch.zeros_like(leaf) if got is None else got

@@ -42,42 +42,56 @@ def no_kernel(monkeypatch):
 
 def fixed(**changes):
     made = {
-        "q": zeros(2, 5, 3, 16), "k": zeros(2, 5, 3, 16), "v": zeros(2, 5, 3, 32),
+        "q": zeros(2, 5, 3, 16),
+        "k": zeros(2, 5, 3, 16),
+        "v": zeros(2, 5, 3, 32),
         "decay": zeros(3),
-    }  # fmt: skip
+    }
     return lightning_attn_func(**{**made, **changes})
 
 
 def packed(**changes):
     made = {
-        "q": zeros(10, 3, 16), "k": zeros(10, 3, 16), "v": zeros(10, 3, 32), "decay": zeros(3),
+        "q": zeros(10, 3, 16),
+        "k": zeros(10, 3, 16),
+        "v": zeros(10, 3, 32),
+        "decay": zeros(3),
         "cu_seqlens": torch.tensor([0, 4, 10], dtype=torch.int32),
-    }  # fmt: skip
+    }
     return lightning_attn_varlen_func(**{**made, **changes})
 
 
 def decode(**changes):
     made = {
-        "q": zeros(2, 1, 3, 16), "k": zeros(2, 1, 3, 16), "v": zeros(2, 1, 3, 32),
-        "state_cache": zeros(4, 3, 16, 32), "decay": zeros(3),
+        "q": zeros(2, 1, 3, 16),
+        "k": zeros(2, 1, 3, 16),
+        "v": zeros(2, 1, 3, 32),
+        "state_cache": zeros(4, 3, 16, 32),
+        "decay": zeros(3),
         "slot_idx": torch.tensor([0, 1], dtype=torch.int32),
-    }  # fmt: skip
+    }
     return lightning_attn_decode(**{**made, **changes})
 
 
 def prefill(**changes):
     made = {
-        "q": zeros(2, 3, 5, 16), "k": zeros(2, 3, 5, 16), "v": zeros(2, 3, 5, 32), "ed": zeros(3),
-    }  # fmt: skip
+        "q": zeros(2, 3, 5, 16),
+        "k": zeros(2, 3, 5, 16),
+        "v": zeros(2, 3, 5, 32),
+        "ed": zeros(3),
+    }
     return lightning_attention(**{**made, **changes})
 
 
 def engine_decode(**changes):
     made = {
-        "q": zeros(2, 3, 1, 16), "k": zeros(2, 3, 1, 16), "v": zeros(2, 3, 1, 32),
-        "kv_caches": zeros(4, 3, 16, 32), "slope_rate": zeros(3),
+        "q": zeros(2, 3, 1, 16),
+        "k": zeros(2, 3, 1, 16),
+        "v": zeros(2, 3, 1, 32),
+        "kv_caches": zeros(4, 3, 16, 32),
+        "slope_rate": zeros(3),
         "slot_idx": torch.tensor([0, 1], dtype=torch.int32),
-    }  # fmt: skip
+    }
     return linear_decode_forward_triton(**{**made, **changes})
 
 
@@ -241,18 +255,30 @@ OTHERS = [
     (lambda: build_slopes(2, 0, 0), ValueError, r"num_layers must be at least 1, got 0"),
     (lambda: build_slopes(2, 2, 2), ValueError, r"layer_idx must be from 0 to 1, got 2"),
     (lambda: validate_decay(1.0), TypeError, r"decay must be a torch.Tensor, got float"),
-    (lambda: validate_decay(VALUES([0.1, -0.5])), ValueError,
-     r"decay\[1\] must be finite and at least 0, got -0.5"),
+    (
+        lambda: validate_decay(VALUES([0.1, -0.5])),
+        ValueError,
+        r"decay\[1\] must be finite and at least 0, got -0.5",
+    ),
     (lambda: validate_decay(VALUES([float("nan")])), ValueError, r"decay\[0\] must be finite"),
-    (lambda: validate_varlen(zeros(2, 3), VALUES([0, 1]).int()), ValueError,
-     r"q must be \[tokens, heads, d\], got \[2, 3\]"),
-    (lambda: validate_varlen(zeros(9, 1, 1), VALUES([0, 10]).int()), ValueError,
-     r"cu_seqlens\[1\] must be from 0 to the number of tokens, 9, got 10"),
-    (lambda: validate_varlen(zeros(9, 1, 1), VALUES([0, 5, 4]).int()), ValueError,
-     r"cu_seqlens\[2\] must be at least 5, as before it, got 4"),
+    (
+        lambda: validate_varlen(zeros(2, 3), VALUES([0, 1]).int()),
+        ValueError,
+        r"q must be \[tokens, heads, d\], got \[2, 3\]",
+    ),
+    (
+        lambda: validate_varlen(zeros(9, 1, 1), VALUES([0, 10]).int()),
+        ValueError,
+        r"cu_seqlens\[1\] must be from 0 to the number of tokens, 9, got 10",
+    ),
+    (
+        lambda: validate_varlen(zeros(9, 1, 1), VALUES([0, 5, 4]).int()),
+        ValueError,
+        r"cu_seqlens\[2\] must be at least 5, as before it, got 4",
+    ),
     (lambda: validate_slots([0], CACHE), TypeError, r"slots must be a torch.Tensor, got list"),
     (lambda: validate_slots(VALUES([0]), 1), TypeError, r"state_cache must be a torch.Tensor"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), OTHERS)

@@ -130,9 +130,14 @@ def test_l8_packed_sequences_have_slots(device):
     for b, rows in enumerate((slice(0, 11), slice(11, 30))):
         slot = slice(int(slots[b]), int(slots[b]) + 1)
         want, state = lightning_attn_func(
-            q[None, rows], k[None, rows], v[None, rows], decay, initial_state=before[slot],
-            output_final_state=True, schedule="sequential",
-        )  # fmt: skip
+            q[None, rows],
+            k[None, rows],
+            v[None, rows],
+            decay,
+            initial_state=before[slot],
+            output_final_state=True,
+            schedule="sequential",
+        )
         torch.testing.assert_close(out[rows], want[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(cache[slot], state, rtol=1e-5, atol=1e-5)
 

@@ -44,9 +44,11 @@ def test_prefill_is_the_function_heads_first(form, device):
 def test_states_before_every_block(block_size, entries, device):
     case = make_case(SHAPE, torch.float32, device, scale=1.0)
     out, kv = lightning_attention(
-        *heads_first(case), case.inputs["decay"], block_size,
+        *heads_first(case),
+        case.inputs["decay"],
+        block_size,
         kv_history=case.inputs["initial_state"],
-    )  # fmt: skip
+    )
     assert kv.shape == (2, 2, entries, 16, 32)
     for i in range(entries):
         end = min(i * block_size, SHAPE.seqlen)

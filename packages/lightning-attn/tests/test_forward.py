@@ -84,7 +84,10 @@ def test_inputs_are_left_alone(device):
 @pytest.mark.eager
 def test_results_are_contiguous(device):
     case = make_case(MEDIUM, torch.bfloat16, device)
-    turned = {n: t.transpose(1, 2).contiguous().transpose(1, 2) for n, t in case.inputs.items()
-              if t.ndim == 4}  # fmt: skip
+    turned = {
+        n: t.transpose(1, 2).contiguous().transpose(1, 2)
+        for n, t in case.inputs.items()
+        if t.ndim == 4
+    }
     for value in run(case.with_inputs(**turned), grad=False).values():
         assert value.is_contiguous()

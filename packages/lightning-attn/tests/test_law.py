@@ -43,9 +43,13 @@ def in_pieces(case, pieces, schedule="auto"):
     for begin, end in pieces:
         part = [case.inputs[name][:, begin:end] for name in "qkv"]
         out, state = lightning_attn_func(
-            *part, case.inputs["decay"], **case.options, initial_state=state,
-            output_final_state=True, schedule=schedule,
-        )  # fmt: skip
+            *part,
+            case.inputs["decay"],
+            **case.options,
+            initial_state=state,
+            output_final_state=True,
+            schedule=schedule,
+        )
         outputs.append(out)
     return torch.cat(outputs, 1), state
 
@@ -89,9 +93,14 @@ def test_packed_prefill_then_decoding(schedule, device):
     for begin, end in ((0, 18), (18, 40)):
         flat = [case.inputs[name][:, begin:end].flatten(0, 1) for name in "qkv"]
         out, _ = lightning_attn_varlen_func(
-            *flat, case.inputs["decay"], offsets([end - begin] * 2, device), **case.options,
-            state_cache=cache, state_indices=slots, schedule=schedule,
-        )  # fmt: skip
+            *flat,
+            case.inputs["decay"],
+            offsets([end - begin] * 2, device),
+            **case.options,
+            state_cache=cache,
+            state_indices=slots,
+            schedule=schedule,
+        )
         outputs.append(out.view(2, end - begin, 2, 32))
     for t in range(40, 43):
         part = [case.inputs[name][:, t : t + 1] for name in "qkv"]

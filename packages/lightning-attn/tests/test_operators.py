@@ -316,9 +316,10 @@ def test_drop_ins_compile(device, compiled):
     q, k, v = (case.inputs[name].transpose(1, 2) for name in "qkv")
     fast = compiled(lambda *given: lightning_attention(*given, 4))
     for got, want in zip(
-        fast(q, k, v, case.inputs["decay"]), lightning_attention(q, k, v, case.inputs["decay"], 4),
+        fast(q, k, v, case.inputs["decay"]),
+        lightning_attention(q, k, v, case.inputs["decay"], 4),
         strict=True,
-    ):  # fmt: skip
+    ):
         torch.testing.assert_close(got, want)
 
 

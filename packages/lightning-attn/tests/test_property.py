@@ -59,9 +59,14 @@ def apart(function, *arguments, **options):
 
 @bounded
 @given(
-    shape=SHAPES, dtype=DTYPE, decay=DECAY, schedule=SCHEDULE, scale=SCALE, state=st.booleans(),
+    shape=SHAPES,
+    dtype=DTYPE,
+    decay=DECAY,
+    schedule=SCHEDULE,
+    scale=SCALE,
+    state=st.booleans(),
     seed=st.integers(0, 2**32),
-)  # fmt: skip
+)
 def test_fixed_length(shape, dtype, decay, schedule, scale, state, seed, device):
     case = make_case(shape, dtype, device, decay, state=state, scale=scale, seed=seed)
     apart(check, case.on(schedule))

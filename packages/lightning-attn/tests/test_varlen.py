@@ -41,10 +41,13 @@ def test_each_sequence_is_bitwise_itself_alone(schedule, device):
     for b in range(len(PACKED_MEDIUM.lengths)):
         rows = PACKED_MEDIUM.rows(b)
         out, state = lightning_attn_func(
-            *(case.inputs[name][None, rows] for name in "qkv"), case.inputs["decay"],
-            scale=case.options["scale"], initial_state=case.inputs["initial_state"][b : b + 1],
-            output_final_state=True, schedule=schedule,
-        )  # fmt: skip
+            *(case.inputs[name][None, rows] for name in "qkv"),
+            case.inputs["decay"],
+            scale=case.options["scale"],
+            initial_state=case.inputs["initial_state"][b : b + 1],
+            output_final_state=True,
+            schedule=schedule,
+        )
         assert torch.equal(out[0], got["o"][rows])
         assert torch.equal(state[0], got["state"][b])
 

@@ -49,9 +49,14 @@ def lower_bound(queries: list[int], contexts: list[int], group: int, head_dim: i
 
 
 def trace_new(
-    queries: list[int], contexts: list[int], *, group: int = GROUP, head_dim: int = HEAD_DIM,
-    block_size: int = BLOCK_SIZE, target: str = TARGET,
-) -> Trace:  # fmt: skip
+    queries: list[int],
+    contexts: list[int],
+    *,
+    group: int = GROUP,
+    head_dim: int = HEAD_DIM,
+    block_size: int = BLOCK_SIZE,
+    target: str = TARGET,
+) -> Trace:
     """Log this kernel."""
     table = sequential_table(contexts, block_size)
     plan = build_plan(queries, contexts, table, block_size, heads=group, kv_heads=1)
@@ -60,9 +65,14 @@ def trace_new(
 
 
 def trace_old(
-    queries: list[int], contexts: list[int], *, group: int = GROUP, head_dim: int = HEAD_DIM,
-    block_size: int = BLOCK_SIZE, target: str = TARGET,
-) -> Trace:  # fmt: skip
+    queries: list[int],
+    contexts: list[int],
+    *,
+    group: int = GROUP,
+    head_dim: int = HEAD_DIM,
+    block_size: int = BLOCK_SIZE,
+    target: str = TARGET,
+) -> Trace:
     """Log the old plan; in an SBUF without an end, because its accumulators may not fit."""
     kernel = load(HERE / "old_plan.py").old_plan_kernel
     kind = NUMPY[DTYPE]
@@ -126,9 +136,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"replace {RESULTS.name}")
     arguments = parser.parse_args()
     setting = {
-        "target": TARGET, "dtype": DTYPE, "query heads of the KV head": GROUP,
-        "head_dim": HEAD_DIM, "block_size": BLOCK_SIZE,
-    }  # fmt: skip
+        "target": TARGET,
+        "dtype": DTYPE,
+        "query heads of the KV head": GROUP,
+        "head_dim": HEAD_DIM,
+        "block_size": BLOCK_SIZE,
+    }
     report: dict[str, Any] = {"computed, not measured": setting}
     head = ("case", "plan", "tensor", "vector", "scalar", "DMA bytes", "/bound", "bound by", "busy")
     print(" | ".join((*head, "SBUF B", "banks")))
@@ -139,10 +152,16 @@ def main() -> None:
             row = rows[plan] = figures(trace(queries, contexts), bound)
             cycles = row["cycles"]
             shown = [
-                name, plan, *(cycles[e] for e in ("tensor", "vector", "scalar")), row["dma_bytes"],
-                row["dma_bytes_over_bound"], row["bound"], row["busy"],
-                row["sbuf_bytes_per_partition"], row["psum_banks"],
-            ]  # fmt: skip
+                name,
+                plan,
+                *(cycles[e] for e in ("tensor", "vector", "scalar")),
+                row["dma_bytes"],
+                row["dma_bytes_over_bound"],
+                row["bound"],
+                row["busy"],
+                row["sbuf_bytes_per_partition"],
+                row["psum_banks"],
+            ]
             print(" | ".join(map(str, shown)), flush=True)
         report[name] = rows
     print("\ndecode: TensorE cycles of the old plan over those of the new, by cached tokens")

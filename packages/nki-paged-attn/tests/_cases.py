@@ -28,8 +28,15 @@ class Case:
 
     @property
     def tensors(self):
-        return (self.q, self.k, self.v, self.kv_cache, self.block_table, self.query_lens,
-                self.context_lens)  # fmt: skip
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.kv_cache,
+            self.block_table,
+            self.query_lens,
+            self.context_lens,
+        )
 
     def with_options(self, **options):
         return replace(self, options=self.options | options)
@@ -112,9 +119,20 @@ def assert_within(got, exact, emulated, dtype):
 
 
 def make_case(
-    query_lens, context_lens, *, heads=4, kv_heads=2, head_dim=32, block_size=16, dtype=F32,
-    cache_dtype=None, seed=0, spare=3, extra=0, **options,
-):  # fmt: skip
+    query_lens,
+    context_lens,
+    *,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    block_size=16,
+    dtype=F32,
+    cache_dtype=None,
+    seed=0,
+    spare=3,
+    extra=0,
+    **options,
+):
     """Draw a batch whose blocks lie in random order, with unused blocks between."""
     rng = np.random.default_rng(seed)
     tokens = sum(query_lens) + extra

@@ -63,5 +63,17 @@ def draw(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-__all__ = ["NkiTensor", "draw", "hbm", "loaded", "nisa", "nl", "psum", "run", "sbuf", "stored",
-           "trace", "zeros"]  # fmt: skip
+__all__ = [
+    "NkiTensor",
+    "draw",
+    "hbm",
+    "loaded",
+    "nisa",
+    "nl",
+    "psum",
+    "run",
+    "sbuf",
+    "stored",
+    "trace",
+    "zeros",
+]

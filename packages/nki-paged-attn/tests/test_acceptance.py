@@ -122,8 +122,15 @@ def test_06_physical_places_do_not_matter():
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_07_heads_and_head_sizes_with_every_feature(head_dim, group):
     sinks = np.linspace(-1, 1, 4).astype(np.float32)
-    case = make_case([33, 1], [50, 70], kv_heads=4 // group, head_dim=head_dim, sinks=sinks,
-                     softcap=3.0, window=20)  # fmt: skip
+    case = make_case(
+        [33, 1],
+        [50, 70],
+        kv_heads=4 // group,
+        head_dim=head_dim,
+        sinks=sinks,
+        softcap=3.0,
+        window=20,
+    )
     case.check()
 
 

@@ -43,9 +43,7 @@ def psum_zeros(*shape):
             "123",
         ),
         (
-            lambda: nisa.tensor_tensor(
-                sbuf((8, 8)), psum_zeros(8, 8), psum_zeros(8, 8), nl.add
-            ),
+            lambda: nisa.tensor_tensor(sbuf((8, 8)), psum_zeros(8, 8), psum_zeros(8, 8), nl.add),
             "data1 and data2 must not both be in PSUM",
             "123",
         ),
@@ -81,7 +79,7 @@ def psum_zeros(*shape):
         ),
         (lambda: [psum((1, 1)) for _ in range(9)], "at most 8 banks .* live at once, got 9", "123"),
     ],
-)  # fmt: skip
+)
 def test_08_what_the_hardware_refuses(body, text, targets):
     """On each generation that refuses it."""
     for generation in targets:

@@ -119,9 +119,10 @@ def test_a_device_runs_the_kernel_on_its_logical_core(modules, device, monkeypat
     fake = types.SimpleNamespace(paged_attention_kernel=Kernel())
     real = importlib.import_module
     monkeypatch.setattr(
-        importlib, "import_module",
+        importlib,
+        "import_module",
         lambda name, package=None: fake if name == "._kernels.paged" else real(name, package),
-    )  # fmt: skip
+    )
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     out, _ = make_case([3], [5]).run(backend="nki")
     assert (out == 1).all()

@@ -73,8 +73,9 @@ def test_14_cycles(body, expected):
 
 
 def transpose(dtype, parts, free):
-    nisa.nc_transpose(psum((free, parts), dtype), zeros((parts, free), dtype),
-                      engine=nisa.engine.tensor)  # fmt: skip
+    nisa.nc_transpose(
+        psum((free, parts), dtype), zeros((parts, free), dtype), engine=nisa.engine.tensor
+    )
 
 
 def add(dtype, buffer):
@@ -274,9 +275,16 @@ def test_the_old_plan_computes_attention():
     index = rows.reshape(-1, 128).T.astype(np.int32)
     kernel = load(BENCHMARKS / "old_plan.py").old_plan_kernel
     out = simulate(kernel)(
-        query[0], key[0], value[0], cache, np.ascontiguousarray(index), mask, tokens, 32**-0.5,
+        query[0],
+        key[0],
+        value[0],
+        cache,
+        np.ascontiguousarray(index),
+        mask,
+        tokens,
+        32**-0.5,
         "float32",
-    )  # fmt: skip
+    )
     exact, _ = paged_attention_reference(*call.packed)
     got = out.transpose(1, 0, 2)[: call.tokens]
     np.testing.assert_allclose(got, exact, atol=1e-5)

@@ -48,8 +48,9 @@ def test_the_kernels_own_call_with_a_grid(call):
 
 
 def test_a_scale_of_zero_is_not_replaced(call):
-    got = flash_paged_attention(*call.arguments, softmax_scale=0.0, mixed_precision=False,
-                                LARGE_TILE_SZ=512)  # fmt: skip
+    got = flash_paged_attention(
+        *call.arguments, softmax_scale=0.0, mixed_precision=False, LARGE_TILE_SZ=512
+    )
     np.testing.assert_allclose(got[:, :, : call.tokens], exact(call, scale=0.0), atol=1e-5)
 
 
@@ -76,9 +77,14 @@ def test_a_batch_without_any_query(call):
     query, key, value, cache, table, mask = call.arguments
     context = mask.shape[1] - mask.shape[0]
     got = flash_attn_varlen_nkifunc(
-        query[..., :0], key[..., :0], value[:, :, :0], cache, table, mask[:0, :context],
+        query[..., :0],
+        key[..., :0],
+        value[:, :, :0],
+        cache,
+        table,
+        mask[:0, :context],
         **call.options,
-    )  # fmt: skip
+    )
     assert got.shape == (1, 4, 0, 16)
 
 
@@ -93,9 +99,14 @@ def test_a_sequence_does_not_depend_on_its_neighbours(call):
         mask[before:, before:] = np.tri(20)
         rows = np.r_[20 : 20 + before, 0:20]
         got = flash_attn_varlen_nkifunc(
-            query[..., rows], key[..., rows], value[:, :, rows], cache, np.zeros(0, np.int32), mask,
+            query[..., rows],
+            key[..., rows],
+            value[:, :, rows],
+            cache,
+            np.zeros(0, np.int32),
+            mask,
             mixed_precision=False,
-        )  # fmt: skip
+        )
         results.append(got[:, :, before:])
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
@@ -310,8 +321,10 @@ def test_block_tables_refuse_other_shapes():
         transform_block_tables_for_indirect_load(table, 1, 0, 0)
     with pytest.raises(ValueError, match="block_size_tiling_factor must be at least 1, got 0"):
         transform_block_tables_for_indirect_load(table, 0, 1, 0)
-    for call, rest in ((load_block_tables, (2, 3)), (transform_block_tables_for_indirect_load,
-                                                      (1, 1, 0))):  # fmt: skip
+    for call, rest in (
+        (load_block_tables, (2, 3)),
+        (transform_block_tables_for_indirect_load, (1, 1, 0)),
+    ):
         shape = (6,) if call is load_block_tables else (1, 128, 128)
         with pytest.raises(TypeError, match="block_tables must be of integers, got float64"):
             call(np.zeros(shape), *rest)
@@ -322,9 +335,17 @@ def test_block_tables_refuse_other_shapes():
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "dim", "blocks", "size"),
-    [(32, 12, 64, 4, 128), (1, 12, 64, 4, 128), (64, 16, 96, 8, 256), (48, 32, 128, 16, 512),
-     (1024, 8, 32, 32, 32), (16, 64, 256, 4, 64), (4, 2, 16, 2, 16), (1, 1, 8, 1, 8)],
-)  # fmt: skip
+    [
+        (32, 12, 64, 4, 128),
+        (1, 12, 64, 4, 128),
+        (64, 16, 96, 8, 256),
+        (48, 32, 128, 16, 512),
+        (1024, 8, 32, 32, 32),
+        (16, 64, 256, 4, 64),
+        (4, 2, 16, 2, 16),
+        (1, 1, 8, 1, 8),
+    ],
+)
 def test_reshape_and_cache(tokens, heads, dim, blocks, size):
     rng = np.random.default_rng(42)
     key, value = rng.standard_normal((2, tokens, heads, dim)).astype(np.float32)
@@ -376,14 +397,19 @@ def test_the_cache_of_torch_changes_in_place():
         ({"slot_mapping": np.zeros(2)}, TypeError, "slot_mapping must be of integers"),
         ({"slot_mapping": np.array([0, 16])}, ValueError, "slot_mapping must be below 16, got 16"),
         # as a signed number it would be -1, which is padding
-        ({"slot_mapping": np.array([0, 2**64 - 1], np.uint64)}, ValueError,
-         "slot_mapping must be below 16, got 18446744073709551615"),
+        (
+            {"slot_mapping": np.array([0, 2**64 - 1], np.uint64)},
+            ValueError,
+            "slot_mapping must be below 16, got 18446744073709551615",
+        ),
     ],
-)  # fmt: skip
+)
 def test_messages_of_the_cache(change, error, text):
     arguments = {
-        "key": f(2, 1, 8), "value": f(2, 1, 8), "kv_cache": f(2, 4, 1, 4, 8),
+        "key": f(2, 1, 8),
+        "value": f(2, 1, 8),
+        "kv_cache": f(2, 4, 1, 4, 8),
         "slot_mapping": np.array([0, 1]),
-    }  # fmt: skip
+    }
     with pytest.raises(error, match=text):
         reshape_and_cache(**arguments | change)

@@ -185,9 +185,15 @@ def sequence_of(case, i):
     count, first = case.query_lens[i], sum(case.query_lens[:i])
     own = slice(first, first + count)
     alone = type(case)(
-        case.q[own], case.k[own], case.v[own], case.kv_cache, case.block_table[i : i + 1], [count],
-        [case.context_lens[i]], case.options,
-    )  # fmt: skip
+        case.q[own],
+        case.k[own],
+        case.v[own],
+        case.kv_cache,
+        case.block_table[i : i + 1],
+        [count],
+        [case.context_lens[i]],
+        case.options,
+    )
     return alone, own
 
 

@@ -91,9 +91,11 @@ def test_arguments_that_cannot_be_read(arguments, text, capsys):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("NEURON_PLATFORM_TARGET_OVERRIDE", "target must be one of"),
-     ("NEURON_LOGICAL_NC_CONFIG", "NEURON_LOGICAL_NC_CONFIG must be 1 or 2")],
-)  # fmt: skip
+    [
+        ("NEURON_PLATFORM_TARGET_OVERRIDE", "target must be one of"),
+        ("NEURON_LOGICAL_NC_CONFIG", "NEURON_LOGICAL_NC_CONFIG must be 1 or 2"),
+    ],
+)
 def test_an_environment_that_is_wrong_is_a_message_too(name, text, capsys, monkeypatch):
     monkeypatch.setenv(name, "trn9")
     assert main(["check", "--backend", "sim"]) == 2

@@ -48,10 +48,17 @@ def cases(draw):
     if draw(st.booleans()):
         options["scale"] = draw(st.sampled_from([0.0, -1.0, 0.01, 4.0]))
     return make_case(
-        queries, contexts, heads=heads, kv_heads=kv_heads, head_dim=draw(st.integers(1, 40)),
-        block_size=draw(st.integers(1, 70)), dtype=draw(st.sampled_from([F32, BF16, F16])),
-        seed=draw(st.integers(0, 2**16)), extra=draw(st.sampled_from([0, 0, 3])), **options,
-    )  # fmt: skip
+        queries,
+        contexts,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 40)),
+        block_size=draw(st.integers(1, 70)),
+        dtype=draw(st.sampled_from([F32, BF16, F16])),
+        seed=draw(st.integers(0, 2**16)),
+        extra=draw(st.sampled_from([0, 0, 3])),
+        **options,
+    )
 
 
 @bounded

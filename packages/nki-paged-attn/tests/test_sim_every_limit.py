@@ -14,7 +14,7 @@ from nki_paged_attn.sim import NotModelledError
 
 from . import (
     test_sim_limits_engines as engines,
-)  # fmt: skip
+)
 from . import (
     test_sim_limits_memory as memory,
 )

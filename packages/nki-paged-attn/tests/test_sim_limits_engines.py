@@ -139,8 +139,10 @@ def every_second_partition_by_dma():
     nisa.dma_copy(zeros((8, 8))[0:8:2], hbm((4, 8)))
 
 
-@limit("nki/guides/architecture", "nisa.dma_copy: dst must have 2 to 5 dimensions, the partition "
-       "first, got (1, 1, 1, 1, 1, 1)")  # fmt: skip
+@limit(
+    "nki/guides/architecture",
+    "nisa.dma_copy: dst must have 2 to 5 dimensions, the partition first, got (1, 1, 1, 1, 1, 1)",
+)
 def a_dma_of_six_dimensions_from_an_inner_partition():
     tile = sbuf((8, 1, 1, 1, 1, 1))[5:6]
     nisa.dma_copy(tile, hbm((1, 1)))

@@ -27,9 +27,13 @@ def a_constant_bias_on_gen2():
 @limit("nki.isa.activation", "nisa.activation: reduce_op must be nl.add, got maximum")
 def an_activation_that_keeps_a_maximum():
     nisa.activation(
-        sbuf((8, 8)), nl.exp, zeros((8, 8)), reduce_op=nl.maximum, reduce_res=sbuf((8, 1)),
+        sbuf((8, 8)),
+        nl.exp,
+        zeros((8, 8)),
+        reduce_op=nl.maximum,
+        reduce_res=sbuf((8, 1)),
         reduce_cmd=nisa.reduce_cmd.reset_reduce,
-    )  # fmt: skip
+    )
 
 
 @limit("nki.isa.activation", "nisa.activation: reduce_cmd must not be load_reduce, got load_reduce")

@@ -148,9 +148,11 @@ def test_steps_ellipses_and_dynamic_slices():
     def body(x):
         tile = loaded(x)
         return (
-            stored(tile[..., 1:8:3]), stored(tile[:, 1, nl.ds(2, 4)]), stored(tile[1:2]),
+            stored(tile[..., 1:8:3]),
+            stored(tile[:, 1, nl.ds(2, 4)]),
+            stored(tile[1:2]),
             stored(tile.flatten_dims(1, 2).ap([[24, 4], [2, 5]], offset=3)),
-        )  # fmt: skip
+        )
 
     first, second, third, fourth = run(body, a)
     np.testing.assert_array_equal(first, a[..., 1:8:3])

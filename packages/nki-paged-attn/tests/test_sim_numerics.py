@@ -212,10 +212,16 @@ def test_a_scalar_times_an_int32_tile_is_fp32_arithmetic():
 
 @pytest.mark.parametrize(
     ("value", "dtype", "expected"),
-    [(2.5, "int32", 2), (3.5, "int32", 4), (-1.0, "uint8", 0), (300.0, "uint8", 255),
-     (3e9, "int32", 2**31 - 1), (1 + 2**-9, "bfloat16", 1.0),
-     (1 + 3 * 2**-9, "bfloat16", 1.0078125)],
-)  # fmt: skip
+    [
+        (2.5, "int32", 2),
+        (3.5, "int32", 4),
+        (-1.0, "uint8", 0),
+        (300.0, "uint8", 255),
+        (3e9, "int32", 2**31 - 1),
+        (1 + 2**-9, "bfloat16", 1.0),
+        (1 + 3 * 2**-9, "bfloat16", 1.0078125),
+    ],
+)
 def test_results_round_to_the_nearest_even_and_integers_saturate(value, dtype, expected):
     def body(x):
         out = sbuf((1, 1), dtype)
@@ -246,9 +252,15 @@ def test_range_select_keeps_a_range_of_each_row_and_its_maximum():
     def body(x, b0, b1):
         out, top = sbuf((3, 8)), sbuf((3, 1))
         nisa.range_select(
-            out, loaded(x), nl.greater_equal, nl.less, loaded(b0), loaded(b1), reduce_res=top,
+            out,
+            loaded(x),
+            nl.greater_equal,
+            nl.less,
+            loaded(b0),
+            loaded(b1),
+            reduce_res=top,
             range_start=1,
-        )  # fmt: skip
+        )
         return stored(out), stored(top)
 
     out, top = run(body, a, low, high)
@@ -267,9 +279,13 @@ def test_vector_registers_continue_a_chain():
         top = sbuf((3, 1))
         for part, command in ((0, "reset_reduce"), (4, "reduce")):
             nisa.select_reduce(
-                sbuf((3, 4)), p, tile[:, part : part + 4], -1.0, reduce_res=top,
+                sbuf((3, 4)),
+                p,
+                tile[:, part : part + 4],
+                -1.0,
+                reduce_res=top,
                 reduce_cmd=nisa.reduce_cmd[command],
-            )  # fmt: skip
+            )
         return stored(top)
 
     np.testing.assert_array_equal(run(body, a)[:, 0], a.max(axis=1))
@@ -296,8 +312,11 @@ def test_iota_and_affine_select():
         return stored(index), stored(kept)
 
     index, kept = run(body)
-    assert index.reshape(3, 4).tolist() == [[5, 6, 15, 16], [105, 106, 115, 116],
-                                            [205, 206, 215, 216]]  # fmt: skip
+    assert index.reshape(3, 4).tolist() == [
+        [5, 6, 15, 16],
+        [105, 106, 115, 116],
+        [205, 206, 215, 216],
+    ]
     np.testing.assert_array_equal(kept, np.tril(np.ones((3, 3))))
 
 
@@ -307,9 +326,12 @@ def test_exponential_sums_on_gen4():
     def body(x):
         out, total = sbuf((3, 8)), sbuf((3, 1))
         nisa.exponential(
-            out, loaded(x), max_value=1.0, reduce_res=total,
+            out,
+            loaded(x),
+            max_value=1.0,
+            reduce_res=total,
             reduce_cmd=nisa.reduce_cmd.reset_reduce,
-        )  # fmt: skip
+        )
         return stored(out), stored(total)
 
     out, total = run(body, a, target="trn3")

@@ -105,8 +105,10 @@ def measure_writes(timer: Timer, tokens: int) -> Row:
     device, heads_k, head_dim, page = timer.device, 8, 128, 16
     tokens = tokens if device == "cuda" else 32
     blocks = 4 * tokens // page
-    caches = [torch.zeros(blocks, page, heads_k, head_dim, device=device, dtype=torch.bfloat16)
-              for _ in "kv"]  # fmt: skip
+    caches = [
+        torch.zeros(blocks, page, heads_k, head_dim, device=device, dtype=torch.bfloat16)
+        for _ in "kv"
+    ]
     new = [
         torch.randn(tokens, heads_k, head_dim, device=device, dtype=torch.bfloat16) for _ in "kv"
     ]
@@ -115,8 +117,14 @@ def measure_writes(timer: Timer, tokens: int) -> Row:
     right = torch.equal(caches[0].flatten(0, 1)[slots], new[0])
     right &= torch.equal(caches[1].flatten(0, 1)[slots], new[1])
     moved = 4.0 * new[0].numel() * 2
-    return {"case": f"write-{tokens}", "family": "write", "provider": "ours", "ms": ms,
-            "status": "ok" if right else "wrong", "gbps": moved / ms / 1e6}  # fmt: skip
+    return {
+        "case": f"write-{tokens}",
+        "family": "write",
+        "provider": "ours",
+        "ms": ms,
+        "status": "ok" if right else "wrong",
+        "gbps": moved / ms / 1e6,
+    }
 
 
 def host_microseconds(timer: Timer) -> Row:
@@ -195,10 +203,11 @@ def run(arguments: argparse.Namespace) -> Row:
         results["results"] += measure(small, names, timer, rounds)
         done = [row for row in results["results"] if row["case"] == problem.name]
         text = "  ".join(
-            f"{row['provider']} {row['ms']:.3f} ms" if "ms" in row
+            f"{row['provider']} {row['ms']:.3f} ms"
+            if "ms" in row
             else f"{row['provider']} {row['status']}"
             for row in done
-        )  # fmt: skip
+        )
         print(f"{problem.name}: {text}", flush=True)
         gc.collect()
         if device == "cuda":

@@ -66,10 +66,15 @@ def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
     ends = [sum(n for n, _ in problem.lengths[:b]) for b in range(len(counts) + 1)]
     keys = [new + old for new, old in problem.lengths]
     return Inputs(
-        q, caches[0], caches[1], new[0], new[1], table,
+        q,
+        caches[0],
+        caches[1],
+        new[0],
+        new[1],
+        table,
         torch.tensor(ends, dtype=torch.int32, device=device),
         torch.tensor(keys, dtype=torch.int32, device=device),
-    )  # fmt: skip
+    )
 
 
 def _in_order(x: Inputs, problem: Problem, b: int) -> list[torch.Tensor]:
@@ -152,10 +157,19 @@ class Ours(Provider):
         import prefix_prefill
 
         return lambda: prefix_prefill.paged_attn_func(
-            x.q, x.k_cache, x.v_cache, x.table, x.starts, x.lengths, problem.max_new,
-            problem.max_keys, k=x.k, v=x.v, window_size=(problem.window, -1),
+            x.q,
+            x.k_cache,
+            x.v_cache,
+            x.table,
+            x.starts,
+            x.lengths,
+            problem.max_new,
+            problem.max_keys,
+            k=x.k,
+            v=x.v,
+            window_size=(problem.window, -1),
             num_splits=self.splits,
-        )  # fmt: skip
+        )
 
 
 class OursUnsplit(Ours):
@@ -213,10 +227,18 @@ class Fa3(Provider):
             raise UnsupportedError("only everything in a bf16 NHD cache")
         window = (problem.window, 0 if problem.window >= 0 else -1)
         return lambda: fa3.fwd(
-            x.q, x.k_cache, x.v_cache, causal=True, cu_q=x.starts, used_k=x.lengths,
-            max_q=problem.max_new, max_k=problem.max_keys, page_table=x.table, window=window,
+            x.q,
+            x.k_cache,
+            x.v_cache,
+            causal=True,
+            cu_q=x.starts,
+            used_k=x.lengths,
+            max_q=problem.max_new,
+            max_k=problem.max_keys,
+            page_table=x.table,
+            window=window,
             num_splits=0,
-        )[0]  # fmt: skip
+        )[0]
 
 
 class Vllm(Provider):
@@ -235,10 +257,22 @@ class Vllm(Provider):
 
         def run() -> torch.Tensor:
             context_attention_fwd(
-                x.q, x.k, x.v, out, "auto", x.k_cache, x.v_cache, x.table, x.starts, x.lengths,
-                problem.max_keys, problem.max_new, one, one,
+                x.q,
+                x.k,
+                x.v,
+                out,
+                "auto",
+                x.k_cache,
+                x.v_cache,
+                x.table,
+                x.starts,
+                x.lengths,
+                problem.max_keys,
+                problem.max_new,
+                one,
+                one,
                 sliding_window=problem.window + 1 if problem.window >= 0 else None,
-            )  # fmt: skip
+            )
             return out
 
         return run
@@ -263,10 +297,19 @@ class Flashinfer(Provider):
             return torch.tensor(numbers, dtype=torch.int32, device=x.q.device)
 
         wrapper.plan(
-            x.starts, on_device(ends), pages, on_device(last), problem.heads_q, problem.heads_k,
-            problem.head_dim, problem.page, causal=True, window_left=problem.window,
-            q_data_type=x.q.dtype, kv_data_type=x.k_cache.dtype,
-        )  # fmt: skip
+            x.starts,
+            on_device(ends),
+            pages,
+            on_device(last),
+            problem.heads_q,
+            problem.heads_k,
+            problem.head_dim,
+            problem.page,
+            causal=True,
+            window_left=problem.window,
+            q_data_type=x.q.dtype,
+            kv_data_type=x.k_cache.dtype,
+        )
         return lambda: wrapper.run(x.q, (x.k_cache, x.v_cache))
 
 

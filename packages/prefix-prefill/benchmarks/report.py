@@ -194,8 +194,9 @@ def draw(results: Row, path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(15, 5), layout="constrained")
     copy = results["copy_gbps"] or COPY_GBPS
     for axis, family, key, unit in (
-        (axes[0], "prefill", "tflops", 1.0), (axes[1], "decode", "gbps", copy),
-    ):  # fmt: skip
+        (axes[0], "prefill", "tflops", 1.0),
+        (axes[1], "decode", "gbps", copy),
+    ):
         rows = [r for r in results["results"] if r["family"] == family and r["status"] == "ok"]
         names = list(dict.fromkeys(r["case"] for r in rows))
         providers = [name for name in LABELS if any(r["provider"] == name for r in rows)]
@@ -213,8 +214,10 @@ def draw(results: Row, path: Path) -> None:
 
 def bounds() -> str:
     """Return, as Markdown, the two bounds of each case."""
-    lines = ["| case | GFLOP | FLOPs / rate, ms | MB of K and V | bytes / bandwidth, ms |",
-             "|---|---:|---:|---:|---:|"]  # fmt: skip
+    lines = [
+        "| case | GFLOP | FLOPs / rate, ms | MB of K and V | bytes / bandwidth, ms |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for p in PROBLEMS:
         compute, memory = p.flops / MATMUL_TFLOPS / 1e9, p.bytes / COPY_GBPS / 1e6
         lines.append(

@@ -25,9 +25,14 @@ from prefix_prefill._kernels import plans
 from providers import Inputs, judge, make_inputs
 
 CASES = (
-    "prefill-8x1024+7168", "prefill-8x512+4096", "prefill-1x2048+14336", "prefill-4x1024+0",
-    "decode-64x8192", "decode-1x65536", "decode-256x2048",
-)  # fmt: skip
+    "prefill-8x1024+7168",
+    "prefill-8x512+4096",
+    "prefill-1x2048+14336",
+    "prefill-4x1024+0",
+    "decode-64x8192",
+    "decode-1x65536",
+    "decode-256x2048",
+)
 
 
 @contextlib.contextmanager
@@ -52,9 +57,16 @@ def attempt(problem: Problem, x: Inputs, splits: int, timer: Timer) -> dict[str,
 
     def run() -> Any:
         return paged_attn_func(
-            x.q, x.k_cache, x.v_cache, x.table, x.starts, x.lengths, problem.max_new,
-            problem.max_keys, num_splits=splits,
-        )  # fmt: skip
+            x.q,
+            x.k_cache,
+            x.v_cache,
+            x.table,
+            x.starts,
+            x.lengths,
+            problem.max_new,
+            problem.max_keys,
+            num_splits=splits,
+        )
 
     try:
         right, error = judge(problem, x, run())

@@ -237,10 +237,17 @@ class Engine:
             else:
                 own = [length - len(shared) * PAGE for length in lengths]
                 out = shared_prefix_attn_func(
-                    q, k_cache, v_cache, torch.tensor(shared), len(shared) * PAGE,
-                    table[:, len(shared) :], starts, torch.tensor(own, dtype=torch.int32),
-                    max(counts), max(own),
-                )  # fmt: skip
+                    q,
+                    k_cache,
+                    v_cache,
+                    torch.tensor(shared),
+                    len(shared) * PAGE,
+                    table[:, len(shared) :],
+                    starts,
+                    torch.tensor(own, dtype=torch.int32),
+                    max(counts),
+                    max(own),
+                )
             return out
 
         return attend
@@ -305,8 +312,11 @@ def main(arguments: list[str] | None = None) -> int:
         f"{len(requests)} requests, {count} tokens in {engine.steps} steps; "
         f"{engine.reused} pages given out again, {engine.shared_steps} steps with a shared prefix"
     )
-    print(f"differ from the model without a cache: {', '.join(wrong)}" if wrong
-          else "token for token what the model says without a cache")  # fmt: skip
+    print(
+        f"differ from the model without a cache: {', '.join(wrong)}"
+        if wrong
+        else "token for token what the model says without a cache"
+    )
     return 1 if wrong else 0
 
 

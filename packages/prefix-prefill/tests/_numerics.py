@@ -166,8 +166,10 @@ def make_case(
         keys = torch.arange(problem.cached(b))
         where = torch.tensor(pages, dtype=torch.int64)[keys // page], keys % page
         k[where], v[where] = values[b]
-    k_cache, v_cache = (in_layout(t.to(cache_dtype or dtype), problem.layout, which)
-                        for which, t in (("k", k), ("v", v)))  # fmt: skip
+    k_cache, v_cache = (
+        in_layout(t.to(cache_dtype or dtype), problem.layout, which)
+        for which, t in (("k", k), ("v", v))
+    )
     inputs = {
         "q": q,
         "k_cache": k_cache.to(device),

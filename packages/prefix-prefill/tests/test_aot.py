@@ -23,8 +23,11 @@ pytestmark = pytest.mark.aot
 
 MIXED, DECODE, CACHE, MERGE = "mixed", "decode", "cache", "merge"
 LAUNCHERS = {
-    MIXED: launch_attention, DECODE: launch_decode, CACHE: launch_cache, MERGE: launch_merge,
-}  # fmt: skip
+    MIXED: launch_attention,
+    DECODE: launch_decode,
+    CACHE: launch_cache,
+    MERGE: launch_merge,
+}
 FP8 = {"nvidia:sm_90": "float8_e4m3fn", "nvidia:sm_100": "float8_e4m3fn"}
 FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
 

@@ -44,10 +44,15 @@ def ints(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def arguments() -> dict[str, Any]:
     return {
-        "q": zeros(7, 4, 16), "k_cache": zeros(5, 8, 2, 16), "v_cache": zeros(5, 8, 2, 16),
-        "block_table": torch.zeros(2, 3, dtype=torch.int32), "cu_seqlens_q": ints(0, 5, 7),
-        "seqlens_k": ints(9, 8), "max_seqlen_q": 5, "max_seqlen_k": 9,
-    }  # fmt: skip
+        "q": zeros(7, 4, 16),
+        "k_cache": zeros(5, 8, 2, 16),
+        "v_cache": zeros(5, 8, 2, 16),
+        "block_table": torch.zeros(2, 3, dtype=torch.int32),
+        "cu_seqlens_q": ints(0, 5, 7),
+        "seqlens_k": ints(9, 8),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 9,
+    }
 
 
 def paged(**changes: Any) -> Any:
@@ -70,9 +75,12 @@ def cascade(**changes: Any) -> Any:
 
 def cache(**changes: Any) -> Any:
     call = {
-        "k": zeros(7, 2, 16), "v": zeros(7, 2, 16), "k_cache": zeros(5, 8, 2, 16),
-        "v_cache": zeros(5, 8, 2, 16), "slot_mapping": ints(*range(7)),
-    }  # fmt: skip
+        "k": zeros(7, 2, 16),
+        "v": zeros(7, 2, 16),
+        "k_cache": zeros(5, 8, 2, 16),
+        "v_cache": zeros(5, 8, 2, 16),
+        "slot_mapping": ints(*range(7)),
+    }
     return reshape_and_cache(**{**call, **changes})
 
 
@@ -85,22 +93,42 @@ def merge(**changes: Any) -> Any:
 def context(**changes: Any) -> Any:
     one = torch.ones(1)
     call = {
-        "q": zeros(7, 4, 16), "k": zeros(7, 2, 16), "v": zeros(7, 2, 16), "o": zeros(7, 4, 16),
-        "kv_cache_dtype": "auto", "k_cache": zeros(5, 2, 2, 8, 8), "v_cache": zeros(5, 2, 16, 8),
-        "b_loc": torch.zeros(2, 3, dtype=torch.int32), "b_start_loc": ints(0, 5, 7),
-        "b_seq_len": ints(9, 8), "max_seq_len": 9, "max_input_len": 5, "k_scale": one,
+        "q": zeros(7, 4, 16),
+        "k": zeros(7, 2, 16),
+        "v": zeros(7, 2, 16),
+        "o": zeros(7, 4, 16),
+        "kv_cache_dtype": "auto",
+        "k_cache": zeros(5, 2, 2, 8, 8),
+        "v_cache": zeros(5, 2, 16, 8),
+        "b_loc": torch.zeros(2, 3, dtype=torch.int32),
+        "b_start_loc": ints(0, 5, 7),
+        "b_seq_len": ints(9, 8),
+        "max_seq_len": 9,
+        "max_input_len": 5,
+        "k_scale": one,
         "v_scale": one,
-    }  # fmt: skip
+    }
     return context_attention_fwd(**{**call, **changes})
 
 
 def chunked(**changes: Any) -> Any:
     one = torch.ones(1)
     call = [
-        zeros(7, 4, 16), zeros(7, 2, 16), zeros(7, 2, 16), zeros(7, 4, 16), "auto",
-        zeros(5, 2, 2, 8, 8), zeros(5, 2, 16, 8), torch.zeros(2, 3, dtype=torch.int32),
-        ints(0, 5, 7), ints(9, 8), 9, 5, one, one,
-    ]  # fmt: skip
+        zeros(7, 4, 16),
+        zeros(7, 2, 16),
+        zeros(7, 2, 16),
+        zeros(7, 4, 16),
+        "auto",
+        zeros(5, 2, 2, 8, 8),
+        zeros(5, 2, 16, 8),
+        torch.zeros(2, 3, dtype=torch.int32),
+        ints(0, 5, 7),
+        ints(9, 8),
+        9,
+        5,
+        one,
+        one,
+    ]
     return chunked_prefill_paged_decode(*call, **changes)
 
 

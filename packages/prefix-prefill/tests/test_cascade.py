@@ -88,9 +88,16 @@ def test_the_last_shared_page_need_not_be_full(device):
     count = torch.tensor([0, 24], dtype=torch.int32, device=device)
     four = torch.tensor([4], dtype=torch.int32, device=device)
     first = paged_attention_reference(
-        q, *caches, arguments["shared_pages"][None], count, four, 24, 4, causal=False,
+        q,
+        *caches,
+        arguments["shared_pages"][None],
+        count,
+        four,
+        24,
+        4,
+        causal=False,
         return_lse=True,
-    )  # fmt: skip
+    )
     names = ("block_table", "cu_seqlens_q", "seqlens_k", "max_seqlen_q", "max_seqlen_k")
     rest = paged_attention_reference(
         q, *caches, *(arguments[name] for name in names), return_lse=True

@@ -79,8 +79,9 @@ def test_a_device_that_is_not_current(device):
     case = make_case(PROBLEM, torch.bfloat16, device)
     other = torch.device("cuda", 1)
     inputs = {name: t.to(other) for name, t in case.inputs.items()}
-    options = {n: t.to(other) if isinstance(t, torch.Tensor) else t
-               for n, t in case.options.items()}  # fmt: skip
+    options = {
+        n: t.to(other) if isinstance(t, torch.Tensor) else t for n, t in case.options.items()
+    }
     got = run(Case(inputs, options))
     assert all(t.device == other for t in got.values())
     assert_same({name: t.to(device) for name, t in got.items()}, run(case))
@@ -129,18 +130,25 @@ def test_queries_beyond_2_to_the_31_elements(device):
     options = {"window_size": (100, 0), "k": k, "v": v}
     out = paged_attn_func(q, cache, cache, table, starts, lengths, tokens, tokens, **options)
     small = {
-        "table": table[1:], "starts": torch.tensor([0, 300], dtype=torch.int32, device=device),
+        "table": table[1:],
+        "starts": torch.tensor([0, 300], dtype=torch.int32, device=device),
         "lengths": lengths[1:],
-    }  # fmt: skip
+    }
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         last = {name: options[name][-300:].to(dtype) for name in "kv"}
         results.append(
             paged_attention_reference(
-                q[-300:].to(dtype), cache.to(dtype), cache.to(dtype), *small.values(), 300, 300,
-                window_size=(100, 0), **last,
+                q[-300:].to(dtype),
+                cache.to(dtype),
+                cache.to(dtype),
+                *small.values(),
+                300,
+                300,
+                window_size=(100, 0),
+                **last,
             )
-        )  # fmt: skip
+        )
     assert_no_worse_than_eager("out", out[-300:], *results)
 
 

@@ -78,10 +78,19 @@ def call(function, case, out, *, kv="auto", out_scale=None, **options):
     if given.get("softmax_scale") is not None:
         options["sm_scale"] = given["softmax_scale"]
     return function(
-        *tensors, out, kv, given["k_cache"], given["v_cache"], given["block_table"],
-        given["cu_seqlens_q"], given["seqlens_k"], given["max_seqlen_k"], given["max_seqlen_q"],
-        *scales, **options,
-    )  # fmt: skip
+        *tensors,
+        out,
+        kv,
+        given["k_cache"],
+        given["v_cache"],
+        given["block_table"],
+        given["cu_seqlens_q"],
+        given["seqlens_k"],
+        given["max_seqlen_k"],
+        given["max_seqlen_q"],
+        *scales,
+        **options,
+    )
 
 
 def run_dropin(function, case, **options):

@@ -61,15 +61,17 @@ def test_a_fault_shows(serve, fault, monkeypatch):
     elif fault == "lengths":
         attend = serve.paged_attn_func
         monkeypatch.setattr(
-            serve, "paged_attn_func",
+            serve,
+            "paged_attn_func",
             lambda q, k, v, table, starts, lengths, *rest: attend(
                 q, k, v, table, starts, (lengths - 1).clamp(min=1), *rest
             ),
-        )  # fmt: skip
+        )
     else:
         attend = serve.paged_attn_func
         monkeypatch.setattr(
-            serve, "paged_attn_func",
+            serve,
+            "paged_attn_func",
             lambda q, k, v, table, *rest: attend(q, k, v, table.clamp(min=0).flip(1), *rest),
-        )  # fmt: skip
+        )
     assert serve.main(["--quiet"]) == 1

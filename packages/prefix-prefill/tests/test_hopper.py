@@ -145,9 +145,21 @@ def test_rows_of_a_cache_have_numbers_of_32_bits(blocks, page, stride, taken):
 @pytest.mark.eager
 @pytest.mark.parametrize(
     ("page", "left", "keys"),
-    [(16, -1, 16), (48, -1, 16), (544, -1, 32), (1056, -1, 32), (128, -1, 128), (256, -1, 128),
-     (1, -1, 1), (256, 127, 128), (256, 126, 128), (256, 125, 64), (16, 0, 2), (16, 10**6, 16)],
-)  # fmt: skip
+    [
+        (16, -1, 16),
+        (48, -1, 16),
+        (544, -1, 32),
+        (1056, -1, 32),
+        (128, -1, 128),
+        (256, -1, 128),
+        (1, -1, 1),
+        (256, 127, 128),
+        (256, 126, 128),
+        (256, 125, 64),
+        (16, 0, 2),
+        (16, 10**6, 16),
+    ],
+)
 def test_pieces_of_a_page(page, left, keys):
     assert copied_keys(page, left, 128) == keys
     # where a piece ends with the keys, it does not begin with them
@@ -167,9 +179,19 @@ def test_tiles_fit_the_barriers_of_the_hardware(head_dim):
 @pytest.mark.eager
 @pytest.mark.parametrize(
     ("group", "pack", "least"),
-    [(1, 1, 1), (4, 4, 1), (64, 64, 1), (3, 1, 65), (5, 1, 65), (7, 1, 65), (6, 2, 33),
-     (12, 4, 17), (80, 16, 5), (128, 64, 2)],
-)  # fmt: skip
+    [
+        (1, 1, 1),
+        (4, 4, 1),
+        (64, 64, 1),
+        (3, 1, 65),
+        (5, 1, 65),
+        (7, 1, 65),
+        (6, 2, 33),
+        (12, 4, 17),
+        (80, 16, 5),
+        (128, 64, 2),
+    ],
+)
 def test_few_queries_of_a_group_that_is_not_packed_whole(group, pack, least):
     tile = hopper_tile(128)
     assert tile.pack(group) == pack

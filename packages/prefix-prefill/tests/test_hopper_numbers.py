@@ -24,9 +24,14 @@ pytestmark = pytest.mark.device
 HEAD_DIMS = [64, 128, 256]
 LENGTHS = ((300, 900), (1, 2000), (0, 5), (17, 17), (130, 1300), (64, 0))
 FEATURES = [
-    (), ("full",), ("softcap",), ("alibi",), ("alibi_batch", "full"), ("sinks",),
+    (),
+    ("full",),
+    ("softcap",),
+    ("alibi",),
+    ("alibi_batch", "full"),
+    ("sinks",),
     ("sinks", "alibi", "softcap"),
-]  # fmt: skip
+]
 
 
 def hopper(case: Case, judge: Any = run) -> dict[str, Tensor]:
@@ -167,10 +172,22 @@ def test_rows_that_are_left_alone(device):
     inputs, options = case.inputs, case.options
     out, one = torch.full_like(inputs["q"], 7.0), torch.ones(1, device=device)
     context_attention_fwd(
-        inputs["q"], None, None, out, "auto", inputs["k_cache"], inputs["v_cache"],
-        options["block_table"], options["cu_seqlens_q"], options["seqlens_k"], 200, 50, one, one,
+        inputs["q"],
+        None,
+        None,
+        out,
+        "auto",
+        inputs["k_cache"],
+        inputs["v_cache"],
+        options["block_table"],
+        options["cu_seqlens_q"],
+        options["seqlens_k"],
+        200,
+        50,
+        one,
+        one,
         skip_decode=True,
-    )  # fmt: skip
+    )
     assert (out[[0, *range(51, 61)]] == 7.0).all()
     assert torch.equal(out[1:51], hopper(case)["out"][1:51])
 
@@ -208,7 +225,7 @@ LENGTH = st.tuples(st.integers(0, 300), st.sampled_from([0, 1, 15, 16, 100, 128,
     window=st.tuples(*[st.one_of(st.just(-1), st.integers(0, 400))] * 2),
     padding=st.sampled_from([0, 1, 200]),
     seed=st.integers(0, 2**32),
-)  # fmt: skip
+)
 def test_any_prefill(batches, heads, head_dim, page, dtype, names, window, padding, seed, device):
     """Both kernels, on what either may serve."""
     for drawn in batches:

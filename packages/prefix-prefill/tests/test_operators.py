@@ -86,8 +86,12 @@ def test_results_on_meta_are_what_comes(dtype, device):
         for name, value in {**case.inputs, **case.options}.items()
     }
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        fake = {name: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
-                if isinstance(t, Tensor) else t for name, t in on_meta.items()}  # fmt: skip
+        fake = {
+            name: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+            if isinstance(t, Tensor)
+            else t
+            for name, t in on_meta.items()
+        }
         out, lse = paged_attn_func(**fake, return_lse=True)
     for got, want in ((out, real["out"]), (lse, real["lse"])):
         assert got.shape == want.shape
@@ -114,9 +118,20 @@ def compiled():
 def test_attention_compiles_once_for_all_lengths(device, compiled):
     def function(q, k_cache, v_cache, block_table, starts, lengths, max_q, max_k, slopes, sinks):
         out, lse = paged_attn_func(
-            q * 2, k_cache, v_cache, block_table, starts, lengths, max_q, max_k,
-            window_size=(9, -1), softcap=2.0, alibi_slopes=slopes, sinks=sinks, return_lse=True,
-        )  # fmt: skip
+            q * 2,
+            k_cache,
+            v_cache,
+            block_table,
+            starts,
+            lengths,
+            max_q,
+            max_k,
+            window_size=(9, -1),
+            softcap=2.0,
+            alibi_slopes=slopes,
+            sinks=sinks,
+            return_lse=True,
+        )
         return out + 1, lse
 
     fast = compiled(function)

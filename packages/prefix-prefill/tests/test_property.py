@@ -69,9 +69,13 @@ def problems(draw: st.DrawFn) -> list[Problem]:
     """Batches over caches of one kind."""
     dense = draw(st.booleans())
     rest = (
-        *draw(HEADS), draw(st.sampled_from([8, 16, 24, 48])), draw(PAGES),
-        draw(st.sampled_from(["nhd", PACKED])), dense, draw(st.sampled_from([0, 0, 1, 20])),
-    )  # fmt: skip
+        *draw(HEADS),
+        draw(st.sampled_from([8, 16, 24, 48])),
+        draw(PAGES),
+        draw(st.sampled_from(["nhd", PACKED])),
+        dense,
+        draw(st.sampled_from([0, 0, 1, 20])),
+    )
     found = [draw(batches()) for _ in range(BATCHES)]
     if dense:  # new keys are as many as queries
         found = [tuple((q, max(q, keys)) for q, keys in lengths) for lengths in found]
@@ -89,9 +93,13 @@ def features(draw: st.DrawFn) -> tuple[str, ...]:
 
 @bounded
 @given(
-    several=problems(), dtype=st.sampled_from(DTYPES), names=features(), window=WINDOWS,
-    fp8=st.booleans(), seed=st.integers(0, 2**32),
-)  # fmt: skip
+    several=problems(),
+    dtype=st.sampled_from(DTYPES),
+    names=features(),
+    window=WINDOWS,
+    fp8=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
 def test_any_problem(several, dtype, names, window, fp8, seed, device):
     cache = torch.float8_e5m2 if fp8 and device.type == "cpu" else None
     for problem in several:

@@ -25,8 +25,10 @@ def rows_of(case, problem, b):
         cache = case.inputs[f"{name}_cache"]
         where = [(table[i // page], i % page) for i in range(problem.cached(b))]
         if problem.layout == PACKED:
-            found = [cache[p, :, ..., s, :].flatten(1) if name == "k" else cache[p, :, :, s]
-                     for p, s in where]  # fmt: skip
+            found = [
+                cache[p, :, ..., s, :].flatten(1) if name == "k" else cache[p, :, :, s]
+                for p, s in where
+            ]
         else:
             found = [cache[p, s] for p, s in where]
         if problem.dense:

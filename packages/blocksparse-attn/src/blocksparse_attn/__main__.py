@@ -95,20 +95,30 @@ def check(device: torch.device) -> bool:
             tensors = [draw(*shape, dtype=dtype) for shape in shapes]
             dout = draw(1, 20, 4, 40, dtype=dtype)
             good &= _compare(
-                name, blocksparse_attn_func, blocksparse_attention_reference, tensors,
-                {"layout": layout}, dout,
-            )  # fmt: skip
+                name,
+                blocksparse_attn_func,
+                blocksparse_attention_reference,
+                tensors,
+                {"layout": layout},
+                dout,
+            )
     packed = {
         "cu_seqlens_q": torch.tensor([0, 17, 18, 20], dtype=torch.int32, device=device),
         "cu_seqlens_k": torch.tensor([0, 17, 60, 80], dtype=torch.int32, device=device),
-        "max_seqlen_q": 17, "max_seqlen_k": 43, "layout": layouts["local and strided"],
+        "max_seqlen_q": 17,
+        "max_seqlen_k": 43,
+        "layout": layouts["local and strided"],
         "num_splits": 2,
-    }  # fmt: skip
+    }
     tensors = [draw(tokens, heads, 32) for tokens, heads in ((20, 4), (80, 2), (80, 2))]
     return good & _compare(
-        "packed: prefill, decode, drafts", blocksparse_attn_varlen_func,
-        blocksparse_varlen_attention_reference, tensors, packed, draw(20, 4, 32),
-    )  # fmt: skip
+        "packed: prefill, decode, drafts",
+        blocksparse_attn_varlen_func,
+        blocksparse_varlen_attention_reference,
+        tensors,
+        packed,
+        draw(20, 4, 32),
+    )
 
 
 def _compare(

@@ -165,8 +165,11 @@ def check_options(
 def _check_forms(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool) -> None:
     form_q, form_k = _FORMS[ndim]
     ndim_k, form_k = (4, _PAGED_FORM) if paged else (ndim, form_k)
-    for name, x, want, form in (("q", q, ndim, form_q), ("k", k, ndim_k, form_k),
-                                ("v", v, ndim_k, form_k)):  # fmt: skip
+    for name, x, want, form in (
+        ("q", q, ndim, form_q),
+        ("k", k, ndim_k, form_k),
+        ("v", v, ndim_k, form_k),
+    ):
         if x.ndim != want:
             raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
     if k.shape[-1] != q.shape[-1]:

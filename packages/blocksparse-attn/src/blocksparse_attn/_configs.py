@@ -215,9 +215,16 @@ def backward_dq_shape(
 ) -> Shape:
     """Return the tile of queries of the pass that makes dq."""
     tile = _low_or_tall(
-        _BACKWARD_DQ, _BACKWARD_DQ_LOW, platform, head_dim, itemsize, block_q, group, is_shared,
+        _BACKWARD_DQ,
+        _BACKWARD_DQ_LOW,
+        platform,
+        head_dim,
+        itemsize,
+        block_q,
+        group,
+        is_shared,
         rows_alike,
-    )  # fmt: skip
+    )
     return _prefill_shape(tile, block_q, group, is_shared)
 
 
@@ -301,13 +308,14 @@ HOPPER = os.environ.get("BLOCKSPARSE_ATTN_HOPPER", "1") != "0"
 
 def takes_hopper_forward(x: Tensors, pattern: Pattern, options: Options) -> bool:
     """Say whether the kernel for Hopper serves a call's long sequences; portable ones the rest."""
-    return (
-        suits_hopper(
-            detect(x.q.device), max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(),
-            pattern.block_q, pattern.block_k, options.causal,
-        )
-        and walks_whole_blocks(x, options)
-    )  # fmt: skip
+    return suits_hopper(
+        detect(x.q.device),
+        max(x.q.shape[-1], x.v.shape[-1]),
+        x.q.element_size(),
+        pattern.block_q,
+        pattern.block_k,
+        options.causal,
+    ) and walks_whole_blocks(x, options)
 
 
 def walks_whole_blocks(x: Tensors, options: Options) -> bool:
@@ -355,12 +363,15 @@ def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
         and x.block_table is None
         and pattern.rows * pattern.block_q < 2**22  # as many as items can tell apart
         and has_few_pieces(
-            1 if pattern.is_shared else x.q.shape[-2], pattern.rows, pattern.cols,
-            pattern.block_q, pattern.block_k,
+            1 if pattern.is_shared else x.q.shape[-2],
+            pattern.rows,
+            pattern.cols,
+            pattern.block_q,
+            pattern.block_k,
         )
         and not repeats()
         and (x.cu_seqlens_q is not None or is_covered(pattern, x.k.shape[-3], 1))
-    )  # fmt: skip
+    )
 
 
 def has_few_pieces(heads: int, rows: int, cols: int, block_q: int, block_k: int) -> bool:

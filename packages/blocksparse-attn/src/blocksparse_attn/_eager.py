@@ -37,9 +37,17 @@ def attention_forward(
         k, v = _packed(k), _packed(v)
     with torch.no_grad():
         out, lse = packed_attention(
-            _packed(q), k, v, cu_seqlens_q, cu_seqlens_k, block_table, dense_of(crow, col, cols),
-            block_size, softmax_scale, causal,
-        )  # fmt: skip
+            _packed(q),
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+            dense_of(crow, col, cols),
+            block_size,
+            softmax_scale,
+            causal,
+        )
         out = out.to(q.dtype).view(*q.shape[:-1], v.shape[-1])
         if q.ndim == 4:
             lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
@@ -77,9 +85,15 @@ def attention_backward(
                 dense, block_size, rows.stop - rows.start, keys.stop - keys.start, causal
             )
             dq[rows], dk[keys], dv[keys] = _sequence_backward(
-                dout[rows], q[rows], k[keys], v[keys], lse[:, rows],
-                None if dlse is None else dlse[:, rows], visible, softmax_scale,
-            )  # fmt: skip
+                dout[rows],
+                q[rows],
+                k[keys],
+                v[keys],
+                lse[:, rows],
+                None if dlse is None else dlse[:, rows],
+                visible,
+                softmax_scale,
+            )
     dq, dk, dv = (
         grad.to(x.dtype).reshape(x.shape).contiguous()
         for grad, x in zip((dq, dk, dv), tensors, strict=True)

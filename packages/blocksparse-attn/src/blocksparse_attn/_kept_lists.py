@@ -175,14 +175,26 @@ def lists_for(
     if torch.compiler.is_compiling():
         # tracing must not keep what it makes
         made = torch.ops.blocksparse_attn.plan.default(
-            layout._crow, layout._col, layout._num_cols, *layout._block_size, layout._rows_alike,
-            *key[1:], kind,
-        )  # fmt: skip
+            layout._crow,
+            layout._col,
+            layout._num_cols,
+            *layout._block_size,
+            layout._rows_alike,
+            *key[1:],
+            kind,
+        )
         return tuple(made)
     spec = spec_of(
-        kind, detect(layout.device), head_dim, itemsize, *layout._block_size, group,
-        layout.is_shared, layout._rows_alike, causal,
-    )  # fmt: skip
+        kind,
+        detect(layout.device),
+        head_dim,
+        itemsize,
+        *layout._block_size,
+        group,
+        layout.is_shared,
+        layout._rows_alike,
+        causal,
+    )
     lists = kept.get(spec)
     if lists is not None:
         kept[key] = lists

@@ -114,9 +114,16 @@ def query_lists(
         return (item + 1) * block_k - 1 <= owner % owners * (stack * block_q)
 
     return _gather(
-        owner, item, member, valid, lists * owners, cols, pack if pack > 1 else stack,
-        all_members, is_clear if causal else None,
-    )  # fmt: skip
+        owner,
+        item,
+        member,
+        valid,
+        lists * owners,
+        cols,
+        pack if pack > 1 else stack,
+        all_members,
+        is_clear if causal else None,
+    )
 
 
 def key_lists(
@@ -148,9 +155,16 @@ def key_lists(
         return item // group * block_q >= (owner % owners + 1) * (stack * block_k) - 1
 
     return _gather(
-        head // group * owners + column // stack, row * group + head % group, column % stack,
-        valid, lists * owners, rows * group, stack, all_members, is_clear if causal else None,
-    )  # fmt: skip
+        head // group * owners + column // stack,
+        row * group + head % group,
+        column % stack,
+        valid,
+        lists * owners,
+        rows * group,
+        stack,
+        all_members,
+        is_clear if causal else None,
+    )
 
 
 def _gather(

@@ -65,9 +65,17 @@ def _spec(
     platform = detect(crow.device)
     is_shared = bool(crow.shape[0] == 1)
     return spec_of(
-        kind, platform, int(head_dim), itemsize, block_q, block_k, int(group), is_shared,
-        rows_alike, causal,
-    )  # fmt: skip
+        kind,
+        platform,
+        int(head_dim),
+        itemsize,
+        block_q,
+        block_k,
+        int(group),
+        is_shared,
+        rows_alike,
+        causal,
+    )
 
 
 def _plan(
@@ -167,9 +175,19 @@ def _forward_cpu(
             causal, num_splits,
         )  # fmt: skip
     return attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, crow, col, cols, (block_q, block_k),
-        softmax_scale, causal,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        block_table,
+        crow,
+        col,
+        cols,
+        (block_q, block_k),
+        softmax_scale,
+        causal,
+    )
 
 
 def _backward_cpu(
@@ -203,9 +221,21 @@ def _backward_cpu(
             softmax_scale, causal,
         )  # fmt: skip
     return attention_backward(
-        dout, q, k, v, lse, dlse, cu_seqlens_q, cu_seqlens_k, crow, col, cols, (block_q, block_k),
-        softmax_scale, causal,
-    )  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        lse,
+        dlse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        crow,
+        col,
+        cols,
+        (block_q, block_k),
+        softmax_scale,
+        causal,
+    )
 
 
 torch.library.register_fake("blocksparse_attn::plan", _plan_fake)
@@ -283,17 +313,36 @@ class _BlockSparseAttention(torch.autograd.Function):
         if planned is None:
             tall, short, *others = _parted(lists, counts)
             out, lse = forward(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, None, tall, short, crow, col, *pattern[2:],
-                *bounds, *options,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                None,
+                tall,
+                short,
+                crow,
+                col,
+                *pattern[2:],
+                *bounds,
+                *options,
+            )
         else:
             others = []
             plan, walks = planned
             out, lse = plan.forward(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k), walks, bounds)
         ctx.save_for_backward(
-            q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, crow, col,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            crow,
+            col,
             *(one for walk in others for one in walk),
-        )  # fmt: skip
+        )
         ctx.counts = tuple(map(len, others))
         ctx.pattern, ctx.bounds, ctx.options, ctx.planned = pattern, bounds, options, planned
         ctx.set_materialize_grads(False)
@@ -319,9 +368,22 @@ class _BlockSparseAttention(torch.autograd.Function):
                 return *plan.backward(x, walks, out, lse, dout, dlse), *nothing
             walked = [list(walk) for walk in walks[2:]]
         dq, dk, dv = backward(
-            dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, *walked, crow, col,
-            *ctx.pattern[2:6], *ctx.bounds, *ctx.options[:2],
-        )  # fmt: skip
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dlse,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *walked,
+            crow,
+            col,
+            *ctx.pattern[2:6],
+            *ctx.bounds,
+            *ctx.options[:2],
+        )
         return dq, dk, dv, *nothing
 
 

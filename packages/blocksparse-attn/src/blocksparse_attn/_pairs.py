@@ -126,9 +126,15 @@ def key_pairs(
     # by rows first, so that what is cut holds all heads of some rows
     item = row // side * group + head % group
     block, item, bits, used, made = blocks_of(
-        head // group * in_list + column, item, row % side, valid, pieces, in_list, rows * group,
+        head // group * in_list + column,
+        item,
+        row % side,
+        valid,
+        pieces,
+        in_list,
+        rows * group,
         side,
-    )  # fmt: skip
+    )
     blocks, in_blocks = made.pieces.shape[0], made.in_list
     pairs = blocks // 2
     bits = bits << 16 * (block % 2)

@@ -81,9 +81,9 @@ def blocks_of(
     unit = cell // cells
     is_first = used & (torch.cat([unit.new_full((1,), -1), unit[:-1]]) != unit)
     index = (is_first.long().cumsum(0) - 1).clamp(min=0)
-    bits = torch.zeros_like(cell).scatter_add_(
-        0, index, torch.where(used, 1 << cell % cells, 0)
-    )[index]  # fmt: skip
+    bits = torch.zeros_like(cell).scatter_add_(0, index, torch.where(used, 1 << cell % cells, 0))[
+        index
+    ]
     number = (unit // items).clamp(max=blocks - 1)
     made = torch.full((blocks * side + 1,), -1, device=key.device)
     at = torch.where(used, number * side + cell % cells // side, blocks * side)

@@ -138,10 +138,11 @@ def blocksparse_attn_varlen_func(
     # which tiles there are depends on no more than this of the longest sequence
     longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1
     form = form_of(
-        (q, k, v), (cu_seqlens_q, cu_seqlens_k, block_table),
+        (q, k, v),
+        (cu_seqlens_q, cu_seqlens_k, block_table),
         (softmax_scale, causal, num_splits, return_lse, repeats(), stream_of(q), longest),
         packed=True,
-    )  # fmt: skip
+    )
     if form is not None and k.shape[:1] != v.shape[:1]:
         form = None
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)

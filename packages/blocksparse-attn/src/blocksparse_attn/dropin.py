@@ -61,9 +61,15 @@ def blocksparse_flash_attn_varlen_fwd(
         max_seqlen = covered
     cu_seqlens_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, max_seqlen)
     result: Any = blocksparse_attn_varlen_func(
-        q, k, v, *_offsets(cu_seqlens_q, cu_seqlens_k), longest_q, max_seqlen, layout,
+        q,
+        k,
+        v,
+        *_offsets(cu_seqlens_q, cu_seqlens_k),
+        longest_q,
+        max_seqlen,
+        layout,
         softmax_scale=sm_scale,
-    )  # fmt: skip
+    )
     return result  # type: ignore[no-any-return]
 
 
@@ -107,9 +113,15 @@ class LocalStridedBlockSparseAttn(nn.Module):
         self.homo_head, self.active_head_range = homo_head, active_head_range
         self.head_sliding_step = get_head_sliding_step(n_heads, vert_stride, homo_head)
         self.layout = BlockSparseLayout.local_strided(
-            n_heads, max_seqlen, (self.q_block_size, block_size), local_blocks, vert_stride,
-            homo_head, active_head_range, device=device,
-        )  # fmt: skip
+            n_heads,
+            max_seqlen,
+            (self.q_block_size, block_size),
+            local_blocks,
+            vert_stride,
+            homo_head,
+            active_head_range,
+            device=device,
+        )
 
     @property
     def sparse_layout(self) -> tuple[Tensor, Tensor]:
@@ -130,9 +142,15 @@ class LocalStridedBlockSparseAttn(nn.Module):
             self.layout = self.layout.to(q.device)
         cu_seqlens_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, self.max_seqlen)
         result: Any = blocksparse_attn_varlen_func(
-            q, k, v, *_offsets(cu_seqlens_q, cu_seqlens_k), longest_q, self.max_seqlen,
-            self.layout, softmax_scale=sm_scale,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            *_offsets(cu_seqlens_q, cu_seqlens_k),
+            longest_q,
+            self.max_seqlen,
+            self.layout,
+            softmax_scale=sm_scale,
+        )
         return result  # type: ignore[no-any-return]
 
 

@@ -80,9 +80,14 @@ class BlockSparseLayout:
             raise TypeError(f"rows_alike must be a bool, got {type(rows_alike).__name__}")
         # copies: nobody else may change them
         self._fill(
-            crow.to(torch.int32, copy=True), col.to(torch.int32, copy=True), sides, cols,
-            crow.shape[0], max_row, rows_alike,
-        )  # fmt: skip
+            crow.to(torch.int32, copy=True),
+            col.to(torch.int32, copy=True),
+            sides,
+            cols,
+            crow.shape[0],
+            max_row,
+            rows_alike,
+        )
 
     def _fill(
         self,
@@ -101,9 +106,13 @@ class BlockSparseLayout:
         self._max_row = num_cols if max_row is None else min(max_row, num_cols)
         self._rows_alike = rows_alike
         self._pattern = Pattern(
-            self._crow.shape[0] == 1, self._crow.shape[1] - 1, num_cols, *block_size, rows_alike,
+            self._crow.shape[0] == 1,
+            self._crow.shape[1] - 1,
+            num_cols,
+            *block_size,
+            rows_alike,
             self._max_row,
-        )  # fmt: skip
+        )
         if col.device.type != "meta":
             # known before anything is traced: torch.compile may trace a call twice, and would meet
             # the second time what the operators' fakes have asked meanwhile
@@ -133,9 +142,14 @@ class BlockSparseLayout:
     def _state(self) -> tuple[Any, ...]:
         """What ``_make`` makes the same layout of."""
         return (
-            self._crow, self._col, self._block_size, self._num_cols, self._num_heads,
-            self._max_row, self._rows_alike,
-        )  # fmt: skip
+            self._crow,
+            self._col,
+            self._block_size,
+            self._num_cols,
+            self._num_heads,
+            self._max_row,
+            self._rows_alike,
+        )
 
     # ---- constructors
 
@@ -196,9 +210,15 @@ class BlockSparseLayout:
         )
         step = 0 if homo_head else max(1, vert_stride // num_heads)
         crow, col, max_row = local_strided_csr(
-            first, 1 if homo_head else last - first, step, max_seqlen, sides, local_blocks,
-            vert_stride, torch.device(torch.get_default_device() if device is None else device),
-        )  # fmt: skip
+            first,
+            1 if homo_head else last - first,
+            step,
+            max_seqlen,
+            sides,
+            local_blocks,
+            vert_stride,
+            torch.device(torch.get_default_device() if device is None else device),
+        )
         cols = cdiv(max_seqlen, sides[1])
         return cls._make(crow, col, sides, cols, last - first, max_row, False)
 

@@ -70,9 +70,17 @@ def blocksparse_varlen_attention_reference(
     check_layout(layout, q)
     check_cover(layout, k, max_seqlen_k, block_table)
     out, lse = packed_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, layout.to_dense(), layout.block_size,
-        scale, causal,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        block_table,
+        layout.to_dense(),
+        layout.block_size,
+        scale,
+        causal,
+    )
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 

@@ -89,9 +89,13 @@ def check(device: torch.device) -> bool:
     packed |= {"max_seqlen_q": 33, "max_seqlen_k": 33}
     tensors = [draw(50, heads, 32) for heads in (4, 2, 2)]
     return good & _compare(
-        "packed", flash_attn_varlen_func, varlen_attention_reference, tensors, packed,
+        "packed",
+        flash_attn_varlen_func,
+        varlen_attention_reference,
+        tensors,
+        packed,
         draw(50, 4, 32),
-    )  # fmt: skip
+    )
 
 
 def _compare(

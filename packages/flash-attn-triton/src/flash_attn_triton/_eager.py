@@ -52,10 +52,25 @@ def attention_forward(
         cu_seqlens_q, cu_seqlens_k = _even(q), _even(k)
     with torch.no_grad():
         out, lse = packed_attention(
-            _packed(q), _packed(k), _packed(v), cu_seqlens_q, cu_seqlens_k, seqused_k,
-            bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, rng_state,
-            softmax_scale, window_left, window_right, softcap, dropout_p,
-        )  # fmt: skip
+            _packed(q),
+            _packed(k),
+            _packed(v),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            bias,
+            alibi_slopes,
+            sinks,
+            q_descale,
+            k_descale,
+            v_descale,
+            rng_state,
+            softmax_scale,
+            window_left,
+            window_right,
+            softcap,
+            dropout_p,
+        )
         out = round_output(out, q.dtype, out_dtype, out_scale).view(*q.shape[:-1], v.shape[-1])
         if q.ndim == 4:
             lse = lse.view(q.shape[2], batch, q.shape[1]).transpose(0, 1).contiguous()
@@ -100,10 +115,18 @@ def attention_backward(
         )
         for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
             dq[rows], dk[keys], dv[keys], one_dbias, one_dsinks = _sequence_backward(
-                b, dout[rows][None], q[rows][None], k[keys][None], v[keys][None],
-                lse[None, :, rows], None if dlse is None else dlse[None, :, rows],
-                bias_of(bias, b, rows, keys), row_of(alibi_slopes, b), sinks, *options,
-            )  # fmt: skip
+                b,
+                dout[rows][None],
+                q[rows][None],
+                k[keys][None],
+                v[keys][None],
+                lse[None, :, rows],
+                None if dlse is None else dlse[None, :, rows],
+                bias_of(bias, b, rows, keys),
+                row_of(alibi_slopes, b),
+                sinks,
+                *options,
+            )
             used = bias_of(None if bias is None else dbias, b, rows, keys)
             if used is not None:
                 used += one_dbias

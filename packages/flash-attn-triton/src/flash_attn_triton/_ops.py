@@ -161,10 +161,25 @@ def _backward_cpu(
             needs_dbias,
         )  # fmt: skip
     dq, dk, dv, dbias, dsinks = attention_backward(
-        dout, q, k, v, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k,
-        bias, alibi_slopes, sinks, rng_state,
-        softmax_scale, window_left, window_right, softcap, dropout_p,
-    )  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        lse,
+        dlse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        bias,
+        alibi_slopes,
+        sinks,
+        rng_state,
+        softmax_scale,
+        window_left,
+        window_right,
+        softcap,
+        dropout_p,
+    )
     return dq, dk, dv, dbias if needs_dbias else q.new_empty((0,)), dsinks
 
 
@@ -222,14 +237,28 @@ class _FlashAttention(torch.autograd.Function):
             grads = plan.backward(x, out, lse, dout, dlse, needs.bias)
         else:
             grads = backward(
-                dout, x.q, x.k, x.v, out, lse, dlse, *x[3:9], x.rng_state, *ctx.bounds,
-                *ctx.known.options, ctx.known.deterministic, needs.bias,
-            )  # fmt: skip
+                dout,
+                x.q,
+                x.k,
+                x.v,
+                out,
+                lse,
+                dlse,
+                *x[3:9],
+                x.rng_state,
+                *ctx.bounds,
+                *ctx.known.options,
+                ctx.known.deterministic,
+                needs.bias,
+            )
         dq, dk, dv, dbias, dsinks = grads
         by_name = Tensors(
-            dq, dk, dv,
-            bias=dbias if needs.bias else None, sinks=dsinks if needs.sinks else None,
-        )  # fmt: skip
+            dq,
+            dk,
+            dv,
+            bias=dbias if needs.bias else None,
+            sinks=dsinks if needs.sinks else None,
+        )
         return *by_name, None, None
 
 

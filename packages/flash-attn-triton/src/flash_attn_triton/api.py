@@ -106,21 +106,48 @@ def flash_attn_func(
     form = form_of(
         (q, k, v),
         (bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale),
-        (dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
-         return_lse, out_dtype),
+        (
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            deterministic,
+            return_attn_probs,
+            return_lse,
+            out_dtype,
+        ),
         packed=False,
-    )  # fmt: skip
+    )
     x = Tensors(
-        q, k, v, None, None, None, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale,
+        q,
+        k,
+        v,
+        None,
+        None,
+        None,
+        bias,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
         out_scale,
-    )  # fmt: skip
+    )
     known = None if form is None else _known.get(form)
     if known is None:
         _checks.check_qkv(q, k, v, 4)
         options = _options.check_options(
-            q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
-            return_attn_probs, return_lse,
-        )  # fmt: skip
+            q,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            deterministic,
+            return_attn_probs,
+            return_lse,
+        )
         known = _check(
             x, options, q.shape[0], q.shape[1], k.shape[1], out_dtype, deterministic, form
         )
@@ -216,16 +243,34 @@ def flash_attn_varlen_func(
     if form is not None and k.shape[:1] != v.shape[:1]:
         form = None
     x = Tensors(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale,
-        k_descale, v_descale, out_scale,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        bias,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
+        out_scale,
+    )
     known = None if form is None else _known.get(form)
     if known is None:
         _checks.check_qkv(q, k, v, 3)
         options = _options.check_options(
-            q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
-            return_attn_probs, return_lse,
-        )  # fmt: skip
+            q,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            deterministic,
+            return_attn_probs,
+            return_lse,
+        )
         batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
     arguments.check_length("max_seqlen_q", max_seqlen_q)
     arguments.check_length("max_seqlen_k", max_seqlen_k)
@@ -257,9 +302,18 @@ def _check(
             x.q, batch, heads_k, seqlen_q, seqlen_k, x.bias, x.alibi_slopes, x.sinks
         )
     out_dtype = _checks.check_low_precision(
-        x.q, x.k, x.v, batch, heads_k, x.q_descale, x.k_descale, x.v_descale, out_dtype,
-        x.out_scale, (x.bias, x.sinks),
-    )  # fmt: skip
+        x.q,
+        x.k,
+        x.v,
+        batch,
+        heads_k,
+        x.q_descale,
+        x.k_descale,
+        x.v_descale,
+        out_dtype,
+        x.out_scale,
+        (x.bias, x.sinks),
+    )
     if form is None:
         return Checked(options, out_dtype, deterministic)
     x = x._replace(bias=_four_dimensional(x.bias))

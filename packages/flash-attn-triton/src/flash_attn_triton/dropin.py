@@ -86,12 +86,23 @@ def triton_attention(
     # what is written into the caller's tensor has no graph
     with torch.set_grad_enabled(torch.is_grad_enabled() and o is None):
         out = flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlens_q, max_seqlens_k,
-            softmax_scale=sm_scale, causal=causal, bias=bias,
-            q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
-            out_dtype=out_dtype, out_scale=fp8_out_scale,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlens_q,
+            max_seqlens_k,
+            softmax_scale=sm_scale,
+            causal=causal,
+            bias=bias,
+            q_descale=descales[0],
+            k_descale=descales[1],
+            v_descale=descales[2],
+            out_dtype=out_dtype,
+            out_scale=fp8_out_scale,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
+        )
         # neither the log-sum-exp nor the probabilities were asked for
         out = cast("Tensor", out)
         return (out, None) if o is None else (o.copy_(out), None)

@@ -47,11 +47,26 @@ def flash_attn_qkvpacked_func(
     """
     q, k, v = _unpack("qkv", qkv, "[batch, seqlen, 3, heads, head_dim]", 5, 3)
     return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-        bias=bias, sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        out_dtype=out_dtype, out_scale=out_scale, return_lse=return_lse,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        bias=bias,
+        sinks=sinks,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out_dtype=out_dtype,
+        out_scale=out_scale,
+        return_lse=return_lse,
+    )
 
 
 def flash_attn_kvpacked_func(
@@ -92,11 +107,26 @@ def flash_attn_kvpacked_func(
     """
     k, v = _unpack("kv", kv, "[batch, seqlen_k, 2, heads_k, head_dim]", 5, 2)
     return flash_attn_func(
-        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs,
-        bias=bias, sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        out_dtype=out_dtype, out_scale=out_scale, return_lse=return_lse,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        bias=bias,
+        sinks=sinks,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out_dtype=out_dtype,
+        out_scale=out_scale,
+        return_lse=return_lse,
+    )
 
 
 def flash_attn_varlen_qkvpacked_func(

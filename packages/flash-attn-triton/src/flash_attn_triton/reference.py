@@ -199,11 +199,23 @@ def packed_attention(
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
     for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
         one_out, one_lse = dense_attention(
-            q[rows][None], k[keys][None], v[keys][None],
-            bias_of(bias, b, rows, keys), row_of(alibi_slopes, b), sinks,
-            row_of(q_descale, b), row_of(k_descale, b), row_of(v_descale, b), rng_state,
-            softmax_scale, window_left, window_right, softcap, dropout_p, first_sequence=b,
-        )  # fmt: skip
+            q[rows][None],
+            k[keys][None],
+            v[keys][None],
+            bias_of(bias, b, rows, keys),
+            row_of(alibi_slopes, b),
+            sinks,
+            row_of(q_descale, b),
+            row_of(k_descale, b),
+            row_of(v_descale, b),
+            rng_state,
+            softmax_scale,
+            window_left,
+            window_right,
+            softcap,
+            dropout_p,
+            first_sequence=b,
+        )
         out[rows] = one_out[0]
         lse[:, rows] = one_lse[0]
     return out, lse
@@ -324,9 +336,16 @@ def _attend(
     """Check, resolve defaults, attend, and return what was asked for."""
     check_reference(q, k, v, 4 if cu_seqlens_q is None else 3)
     options = check_options(
-        q, dropout_p, softmax_scale, causal, window_size, softcap, deterministic,
-        return_attn_probs, return_lse,
-    )  # fmt: skip
+        q,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        return_lse,
+    )
     if rng_state is None and dropout_p > 0.0:
         rng_state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
     rest = bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, rng_state, *options
@@ -339,10 +358,24 @@ def _attend(
         return (out, lse) if return_lse else out
     if rng_state is None or dropout_p == 0.0:
         return out, lse, None
-    return out, lse, dropout_marked_probabilities(
-        q, k, lse, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, rng_state,
-        max_seqlen_q, max_seqlen_k, *options,
-    )  # fmt: skip
+    return (
+        out,
+        lse,
+        dropout_marked_probabilities(
+            q,
+            k,
+            lse,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            bias,
+            alibi_slopes,
+            rng_state,
+            max_seqlen_q,
+            max_seqlen_k,
+            *options,
+        ),
+    )
 
 
 def attention_scores(

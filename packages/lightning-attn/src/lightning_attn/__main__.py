@@ -71,16 +71,21 @@ def check(device: torch.device) -> bool:
         state = draw(1, 2, d, e)
         for schedule in ("sequential", "parallel"):
             good &= _compare(
-                f"{schedule}, forward and backward", lightning_attn_func,
-                lightning_attention_reference, [*inputs, state], {"schedule": schedule},
-            )  # fmt: skip
+                f"{schedule}, forward and backward",
+                lightning_attn_func,
+                lightning_attention_reference,
+                [*inputs, state],
+                {"schedule": schedule},
+            )
     packed = [t[0] if t.ndim == 4 else t for t in inputs]
     starts = torch.tensor([0, 17, 17, 34], dtype=torch.int32, device=device)
     good &= _compare(
-        "packed, forward and backward", lightning_attn_varlen_func,
-        lightning_attention_varlen_reference, [*packed, draw(3, 2, 32, 48)],
+        "packed, forward and backward",
+        lightning_attn_varlen_func,
+        lightning_attention_varlen_reference,
+        [*packed, draw(3, 2, 32, 48)],
         {"cu_seqlens": starts},
-    )  # fmt: skip
+    )
     return good & _check_decode(draw, device)
 
 

@@ -76,9 +76,18 @@ def lightning_attn_func(
             _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
         if form is not None:
             plan = _ops.plan_forward(
-                q, k, v, rates, None, initial_state, None, None, known.scale, schedule,
+                q,
+                k,
+                v,
+                rates,
+                None,
+                initial_state,
+                None,
+                None,
+                known.scale,
+                schedule,
                 is_exact=output_final_state,
-            )  # fmt: skip
+            )
             known = _forward.keep(form, Checked(known.scale, plan))
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     out, state = _ops.attention(
@@ -157,10 +166,18 @@ def lightning_attn_varlen_func(
         if form is not None:
             is_cached = state_cache is not None
             plan = _ops.plan_forward(
-                q, k, v, rates, cu_seqlens, state_cache if is_cached else initial_state,
-                state_indices, has_initial_state, known.scale, schedule,
+                q,
+                k,
+                v,
+                rates,
+                cu_seqlens,
+                state_cache if is_cached else initial_state,
+                state_indices,
+                has_initial_state,
+                known.scale,
+                schedule,
                 is_exact=is_cached or output_final_state,
-            )  # fmt: skip
+            )
             known = _packed.keep(form, Checked(known.scale, plan))
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     if state_cache is None:
@@ -173,9 +190,18 @@ def lightning_attn_varlen_func(
         return out, state if output_final_state else None
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     _ops.advance(
-        out, q, k, v, rates, cu_seqlens, state_cache, state_indices, has_initial_state, schedule,
+        out,
+        q,
+        k,
+        v,
+        rates,
+        cu_seqlens,
+        state_cache,
+        state_indices,
+        has_initial_state,
+        schedule,
         known,
-    )  # fmt: skip
+    )
     if not output_final_state:
         return out, None
     if state_indices is None:

@@ -167,5 +167,13 @@ class _SequenceParallel(torch.autograd.Function):
         if needs_ddecay:
             ddecay = _ops.decay_gradient(dout, q, k, v, decay, None, arrived, later, scale)
         return (
-            dq, dk, dv, ddecay, dinitial if needs_dinitial else None, None, None, None, None,
-        )  # fmt: skip
+            dq,
+            dk,
+            dv,
+            ddecay,
+            dinitial if needs_dinitial else None,
+            None,
+            None,
+            None,
+            None,
+        )

@@ -104,9 +104,14 @@ def lightning_attention_varlen_reference(
         elif used[b] and initial_state is not None:
             state = initial_state[b].to(dtype)
         o, final = lightning_attention_reference(
-            q[rows][None], k[rows][None], v[rows][None], decay, scale=scale,
-            initial_state=state[None], output_final_state=True,
-        )  # fmt: skip
+            q[rows][None],
+            k[rows][None],
+            v[rows][None],
+            decay,
+            scale=scale,
+            initial_state=state[None],
+            output_final_state=True,
+        )
         if final is None:
             raise RuntimeError("a state was asked for")
         outputs.append(o[0])
@@ -148,9 +153,14 @@ def lightning_attention_decode_reference(
         for t in range(q.shape[1]):
             now = slice(t, t + 1)
             o, after = lightning_attention_reference(
-                q[b : b + 1, now], k[b : b + 1, now], v[b : b + 1, now], decay, scale=scale,
-                initial_state=state, output_final_state=True,
-            )  # fmt: skip
+                q[b : b + 1, now],
+                k[b : b + 1, now],
+                v[b : b + 1, now],
+                decay,
+                scale=scale,
+                initial_state=state,
+                output_final_state=True,
+            )
             out[b, now] = o[0]
             if after is not None:
                 state = after

@@ -118,9 +118,14 @@ def _run_batch(arguments: argparse.Namespace) -> int:
         )
     table = sequential_table(contexts, arguments.block_size)
     plan = build_plan(
-        queries, contexts, table, arguments.block_size,
-        heads=arguments.heads, kv_heads=arguments.kv_heads, window=arguments.window,
-    )  # fmt: skip
+        queries,
+        contexts,
+        table,
+        arguments.block_size,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        window=arguments.window,
+    )
     print(plan)
     if arguments.command == "plan":
         for number, unit in enumerate(plan.structure):
@@ -131,10 +136,14 @@ def _run_batch(arguments: argparse.Namespace) -> int:
                 print(f"  unit {number}: {pairs} pairs of a tile and a section")
         return 0
     trace = trace_plan(
-        plan, head_dim=arguments.head_dim, dtype=arguments.dtype,
-        cache_dtype=arguments.cache_dtype, blocks=int(table.max(initial=0)) + 1,
-        target=arguments.target, programs=arguments.programs,
-    )  # fmt: skip
+        plan,
+        head_dim=arguments.head_dim,
+        dtype=arguments.dtype,
+        cache_dtype=arguments.cache_dtype,
+        blocks=int(table.max(initial=0)) + 1,
+        target=arguments.target,
+        programs=arguments.programs,
+    )
     print(cost(trace))
     if arguments.html:
         write_timeline(trace, arguments.html)

@@ -88,9 +88,15 @@ def paged_attention(
         dtype=np.dtype(queries.dtype).name,
     )
     plan = build_plan(
-        lens, contexts, table, cache.shape[3],
-        heads=heads, kv_heads=kv_heads, tokens=tokens, window=check_window(window),
+        lens,
+        contexts,
+        table,
+        cache.shape[3],
+        heads=heads,
+        kv_heads=kv_heads,
+        tokens=tokens,
+        window=check_window(window),
         joint=options.k_scales == options.v_scales == (1.0,) * kv_heads,
-    )  # fmt: skip
+    )
     out, lse = launch(queries, keys, values, cache, plan, options, choose_backend(backend))
     return (like(out, q), like(lse, q)) if lse is not None else like(out, q)

@@ -37,8 +37,10 @@ def reshape_and_cache(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) ->
         )
     tokens, kv_heads, head_dim = keys.shape
     if cache.ndim != 5 or (cache.shape[0], cache.shape[2], cache.shape[4]) != (
-        2, kv_heads, head_dim,
-    ):  # fmt: skip
+        2,
+        kv_heads,
+        head_dim,
+    ):
         raise ValueError(
             f"kv_cache must be [2, blocks, {kv_heads}, block_size, {head_dim}], "
             f"got {list(cache.shape)}"

@@ -52,16 +52,33 @@ def flash_attn_varlen_nkifunc(
         ``[1, heads, seq_q, head_dim]`` in query's dtype. A row that sees nothing gives 0.
     """
     return _attend(
-        query, key, value, kv_cache, block_table, attn_mask, None, n_kv_head, head_size,
-        LARGE_TILE_SZ, mixed_precision,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        kv_cache,
+        block_table,
+        attn_mask,
+        None,
+        n_kv_head,
+        head_size,
+        LARGE_TILE_SZ,
+        mixed_precision,
+    )
 
 
 def _attend(
-    query: Any, key: Any, value: Any, kv_cache: Any, block_table: Any, mask: Any,
-    softmax_scale: float | None, n_kv_head: int | None, head_size: int | None, large_tile: int,
+    query: Any,
+    key: Any,
+    value: Any,
+    kv_cache: Any,
+    block_table: Any,
+    mask: Any,
+    softmax_scale: float | None,
+    n_kv_head: int | None,
+    head_size: int | None,
+    large_tile: int,
     mixed_precision: bool,
-) -> Any:  # fmt: skip
+) -> Any:
     names = ("query", "key", "value", "kv_cache", "block_table", "attn_mask")
     given = (query, key, value, kv_cache, block_table, mask)
     q, k, v, cache, table, seen = (to_array(n, x) for n, x in zip(names, given, strict=True))
@@ -152,9 +169,18 @@ class FlashPagedAttention:
         if return_debug_tensors:
             raise NotImplementedError("return_debug_tensors is not offered; use the simulator")
         return _attend(
-            query, key, value, kv_cache, block_tables, mask, softmax_scale, None, None,
-            LARGE_TILE_SZ, mixed_precision,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            kv_cache,
+            block_tables,
+            mask,
+            softmax_scale,
+            None,
+            None,
+            LARGE_TILE_SZ,
+            mixed_precision,
+        )
 
 
 flash_paged_attention = FlashPagedAttention()

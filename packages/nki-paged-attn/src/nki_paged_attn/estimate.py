@@ -106,7 +106,12 @@ def estimate_cost(
         query_lens, context_lens, table, block_size, heads=heads, kv_heads=kv_heads, window=window
     )
     trace = trace_plan(
-        plan, head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype, target=target,
-        programs=programs, blocks=int(table.max(initial=0)) + 1,
-    )  # fmt: skip
+        plan,
+        head_dim=head_dim,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        target=target,
+        programs=programs,
+        blocks=int(table.max(initial=0)) + 1,
+    )
     return cost(trace)

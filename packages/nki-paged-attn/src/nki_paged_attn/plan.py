@@ -375,9 +375,13 @@ class _Builder:
         self.structure.append((PREFILL, tuple(steps)))
 
     def _block(
-        self, block: range, needed: list[int], tiles: list[int], numbers: list[int],
+        self,
+        block: range,
+        needed: list[int],
+        tiles: list[int],
+        numbers: list[int],
         seen: list[list[int]],
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """Return the steps for some tiles, whose accumulators stay while keys pass by."""
         steps: list[Any] = []
         first = {t: next((s for s in needed if seen[s][t]), -1) for t in block}
@@ -386,12 +390,19 @@ class _Builder:
             loaded = needed[a : a + RESIDENT_SECTIONS]
             steps.append((LOAD_SECTIONS, tuple(numbers[s] for s in loaded)))
             pairs = [
-                (k, numbers[s], int(seen[s][t] == 1), tiles[t], int(s == first[t]),
-                 int(s == last[t]), self._reach(tiles[t], numbers[s]))
+                (
+                    k,
+                    numbers[s],
+                    int(seen[s][t] == 1),
+                    tiles[t],
+                    int(s == first[t]),
+                    int(s == last[t]),
+                    self._reach(tiles[t], numbers[s]),
+                )
                 for t in block
                 for k, s in enumerate(loaded)
                 if seen[s][t]
-            ]  # fmt: skip
+            ]
             steps.append((MULTIPLY, tuple(pairs)))
         return steps
 

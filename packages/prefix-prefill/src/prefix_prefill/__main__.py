@@ -116,12 +116,16 @@ def check(device: torch.device) -> bool:
             cases: dict[str, dict[str, Any]] = {
                 f"{layout} cache, causal": {},
                 f"{layout} cache and new keys, window, sinks": {
-                    **p.new, "window_size": (9, 0), "sinks": p.draw(4),
+                    **p.new,
+                    "window_size": (9, 0),
+                    "sinks": p.draw(4),
                 },
                 f"{layout} cache, softcap, ALiBi, three splits": {
-                    "softcap": 5.0, "alibi_slopes": p.draw(4).abs(), "num_splits": 3,
+                    "softcap": 5.0,
+                    "alibi_slopes": p.draw(4).abs(),
+                    "num_splits": 3,
                 },
-            }  # fmt: skip
+            }
             for name, options in cases.items():
                 good &= _compare(name, p, options)
     # what the copy engine of Hopper reads

@@ -27,12 +27,27 @@ def attention(x: Tensors, options: Options) -> None:
             block_table = block_table.expand(last - first, -1)
             seqlens_k = seqlens_k.expand(last - first)
         result, result_lse = attend(
-            x.q, x.k_cache, x.v_cache, x.k, x.v, block_table, cu_seqlens_q, seqlens_k,
-            x.alibi_slopes, x.sinks, x.q_descale, x.k_descale, x.v_descale,
-            options.softmax_scale, options.window_left, options.window_right, options.softcap,
-            positions=x.positions, signed_alibi=options.signed_alibi,
+            x.q,
+            x.k_cache,
+            x.v_cache,
+            x.k,
+            x.v,
+            block_table,
+            cu_seqlens_q,
+            seqlens_k,
+            x.alibi_slopes,
+            x.sinks,
+            x.q_descale,
+            x.k_descale,
+            x.v_descale,
+            options.softmax_scale,
+            options.window_left,
+            options.window_right,
+            options.softcap,
+            positions=x.positions,
+            signed_alibi=options.signed_alibi,
             decode_from_cache=options.decode_from_cache,
-        )  # fmt: skip
+        )
         result = round_output(result, x.out.dtype, x.out_scale)
         starts = cu_seqlens_q.to(torch.int64)
         token = torch.arange(x.q.shape[0], device=x.q.device)

@@ -151,9 +151,24 @@ def paged_attn_func(
     if return_lse:
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     x = Tensors(
-        q, k_cache, v_cache, k, v, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks,
-        q_descale, k_descale, v_descale, out_scale, None, out, lse,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        block_table,
+        cu_seqlens_q,
+        seqlens_k,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
+        out_scale,
+        None,
+        out,
+        lse,
+    )
     if known.plan is None and form is not None and _known.get(form) is None:
         known = _known.keep(form, known._replace(plan=_ops.plan_of(x, known.options)))
     if known.plan is None:

@@ -196,9 +196,24 @@ def _attend(
         )
         known = Checked(options, dtype)
     tensors = Tensors(
-        q, k_cache, v_cache, k, v, b_loc, b_start_loc, b_seq_len, alibi_slopes, sinks, None,
-        k_scale, v_scale, fp8_out_scale, None, o, None,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        b_loc,
+        b_start_loc,
+        b_seq_len,
+        alibi_slopes,
+        sinks,
+        None,
+        k_scale,
+        v_scale,
+        fp8_out_scale,
+        None,
+        o,
+        None,
+    )
     if known.plan is None and form is not None and _known.get(form) is None:
         known = _known.keep(form, known._replace(plan=_ops.plan_of(tensors, known.options)))
     with torch.no_grad():

@@ -61,9 +61,21 @@ def paged_attention_reference(
     check_reference(q, k_cache, v_cache, k, v)
     options = check_options(q, softmax_scale, causal, window_size, softcap, num_splits, return_lse)
     result, lse = attend(
-        q, k_cache, v_cache, k, v, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks,
-        q_descale, k_descale, v_descale, *options[:4],
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        block_table,
+        cu_seqlens_q,
+        seqlens_k,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
+        *options[:4],
+    )
     dtype = out_dtype_of(q, out, out_scale)
     result = round_output(result, dtype, out_scale)
     if out is not None:
@@ -131,9 +143,17 @@ def attend(
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[b] if positions is None else slopes[rows].T
         out[rows], lse[:, rows] = dense_attention(
-            scaled(q[rows], q_descale, dtype), parts[0], parts[1], visible[:, first:last],
-            position - first, slopes, sinks, softmax_scale, softcap, signed_alibi,
-        )  # fmt: skip
+            scaled(q[rows], q_descale, dtype),
+            parts[0],
+            parts[1],
+            visible[:, first:last],
+            position - first,
+            slopes,
+            sinks,
+            softmax_scale,
+            softcap,
+            signed_alibi,
+        )
     return out, lse
 
 

@@ -35,9 +35,19 @@ from .structures import (
 
 @triton.jit
 def _dkdv_walk(
-    dk, dv, k, v, queries, ranges, columns, tensors, numbers, MASKED: tl.constexpr,
-    OPTIONS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    queries,
+    ranges,
+    columns,
+    tensors,
+    numbers,
+    MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Add what the group's queries contribute to dk and dv: masked steps, or whole ones.
 
     The pointers stand at the sequence. One loop serves all heads of the group: a second one around
@@ -80,14 +90,26 @@ def _dkdv_walk(
             # what arrives at rows that see no key counts for nothing, NaN neither
             inside &= lse2 < INF
         q_t = load_tile_transposed(
-            queries.q_ptr, rows_64 * numbers.stride_qs + heads_64 * numbers.stride_qh, inside,
-            cols_d, OPTIONS.HEAD_DIM, OPTIONS.BLOCK_D, OPTIONS.ROW_BYTES, MASKED,
-        )  # [BLOCK_D, BLOCK_M]  # fmt: skip
+            queries.q_ptr,
+            rows_64 * numbers.stride_qs + heads_64 * numbers.stride_qh,
+            inside,
+            cols_d,
+            OPTIONS.HEAD_DIM,
+            OPTIONS.BLOCK_D,
+            OPTIONS.ROW_BYTES,
+            MASKED,
+        )  # [BLOCK_D, BLOCK_M]
         products = dot(k, q_t, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
         dout = load_tile(
-            queries.dout_ptr, rows_64 * numbers.stride_dos + heads_64 * numbers.stride_doh, inside,
-            cols_dv, OPTIONS.HEAD_DIM_V, OPTIONS.BLOCK_DV, OPTIONS.ROW_BYTES_V, MASKED,
-        )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
+            queries.dout_ptr,
+            rows_64 * numbers.stride_dos + heads_64 * numbers.stride_doh,
+            inside,
+            cols_dv,
+            OPTIONS.HEAD_DIM_V,
+            OPTIONS.BLOCK_DV,
+            OPTIONS.ROW_BYTES_V,
+            MASKED,
+        )  # [BLOCK_M, BLOCK_DV]
         dp = dot(v, tl.trans(dout), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
         # behind the products: loaded ahead of them, these hold registers that the products need
         if MASKED:
@@ -139,18 +161,39 @@ def _dkdv_kernel(
     ``p = exp(scale * q k^T - lse)`` over the kept blocks, of all query heads of the key head.
     """
     tensors = KeyTensors(
-        q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, begin_ptr, whole_ptr,
-        items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    )  # fmt: skip
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        dout_ptr,
+        lse2_ptr,
+        delta_ptr,
+        dk_ptr,
+        dv_ptr,
+        begin_ptr,
+        whole_ptr,
+        items_ptr,
+        members_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+    )
     numbers = KeyNumbers(
         scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, extent_q,
         stride_dob, stride_dos, stride_doh, stride_qb, stride_qs, stride_qh,
         stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     )  # fmt: skip
     OPTIONS: tl.constexpr = Options(
-        GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROW_BYTES, ROW_BYTES_V, BLOCK_Q, BLOCK_K,
-        IS_CAUSAL, PER_HEAD,
-    )  # fmt: skip
+        GROUP,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_D,
+        BLOCK_DV,
+        ROW_BYTES,
+        ROW_BYTES_V,
+        BLOCK_Q,
+        BLOCK_K,
+        IS_CAUSAL,
+        PER_HEAD,
+    )
     TILE: tl.constexpr = KeyTileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST, SETTLE)
     heads_k = heads_q // GROUP
     grid = Grid(
@@ -169,12 +212,24 @@ def _dkdv_kernel(
     inside = keys < seqlen_k
     k = load_tile(
         k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh,
-        keys_64 * stride_ks, inside, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True,
-    )  # [BLOCK_N, BLOCK_D]  # fmt: skip
+        keys_64 * stride_ks,
+        inside,
+        cols_d,
+        HEAD_DIM,
+        BLOCK_D,
+        ROW_BYTES,
+        True,
+    )  # [BLOCK_N, BLOCK_D]
     v = load_tile(
         v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh,
-        keys_64 * stride_vs, inside, cols_dv, HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, True,
-    )  # [BLOCK_N, BLOCK_DV]  # fmt: skip
+        keys_64 * stride_vs,
+        inside,
+        cols_dv,
+        HEAD_DIM_V,
+        BLOCK_DV,
+        ROW_BYTES_V,
+        True,
+    )  # [BLOCK_N, BLOCK_DV]
     q_ptr += batch_64 * stride_qb + q_start * stride_qs
     dout_ptr += batch_64 * stride_dob + q_start * stride_dos
     if cu_seqlens_q_ptr is None:
@@ -211,9 +266,7 @@ def _dkdv_kernel(
         cut = lower_bound(items_ptr, cut, end, first_position // BLOCK_Q, IN_ITEM)
     if seqlen_k < extent_q:
         whole_end = lower_bound(items_ptr, whole, whole_end, seqlen_k // BLOCK_Q, IN_ITEM)
-        seen_end = lower_bound(
-            items_ptr, whole_end, seen_end, tl.cdiv(seqlen_k, BLOCK_Q), IN_ITEM
-        )  # fmt: skip
+        seen_end = lower_bound(items_ptr, whole_end, seen_end, tl.cdiv(seqlen_k, BLOCK_Q), IN_ITEM)
         cut_end = lower_bound(items_ptr, cut, end, tl.cdiv(seqlen_k, BLOCK_Q), IN_ITEM)
     # keys that are not there need no mask: what they get is not stored
     count = tl.maximum(whole_end - whole, 0) // PER_STEP * PER_STEP

@@ -30,9 +30,19 @@ from .structures import (
 
 @triton.jit
 def _dq_walk(
-    dq, values, k_base, v_base, ranges, rows, tensors, numbers, MASKED: tl.constexpr,
-    OPTIONS: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    dq,
+    values,
+    k_base,
+    v_base,
+    ranges,
+    rows,
+    tensors,
+    numbers,
+    MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Add what the keys contribute to a tile of dq: masked steps, or whole ones."""
     HAS_MEMBERS: tl.constexpr = MASKED and QUERIES.ROW_MEMBERS > 1
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
@@ -54,13 +64,25 @@ def _dq_walk(
             )
         keys_64 = keys.to(tl.int64)
         k_t = load_tile_transposed(
-            k_base, keys_64 * numbers.stride_ks, live, cols_d, OPTIONS.HEAD_DIM,
-            OPTIONS.BLOCK_D, OPTIONS.ROW_BYTES, MASKED,
-        )  # [BLOCK_D, BLOCK_N]  # fmt: skip
+            k_base,
+            keys_64 * numbers.stride_ks,
+            live,
+            cols_d,
+            OPTIONS.HEAD_DIM,
+            OPTIONS.BLOCK_D,
+            OPTIONS.ROW_BYTES,
+            MASKED,
+        )  # [BLOCK_D, BLOCK_N]
         v_t = load_tile_transposed(
-            v_base, keys_64 * numbers.stride_vs, live, cols_dv, OPTIONS.HEAD_DIM_V,
-            OPTIONS.BLOCK_DV, OPTIONS.ROW_BYTES_V, MASKED,
-        )  # [BLOCK_DV, BLOCK_N]  # fmt: skip
+            v_base,
+            keys_64 * numbers.stride_vs,
+            live,
+            cols_dv,
+            OPTIONS.HEAD_DIM_V,
+            OPTIONS.BLOCK_DV,
+            OPTIONS.ROW_BYTES_V,
+            MASKED,
+        )  # [BLOCK_DV, BLOCK_N]
         products = dot(values.q, k_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         dp = dot(values.dout, v_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(products * (numbers.scale * LOG2E) - values.lse2[:, None])
@@ -104,18 +126,38 @@ def _dq_kernel(
     ``p = exp(scale * q k^T - lse)`` over the kept blocks.
     """
     tensors = QueryTensors(
-        q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, begin_ptr, whole_ptr,
-        items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    )  # fmt: skip
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        dout_ptr,
+        lse2_ptr,
+        delta_ptr,
+        dq_ptr,
+        begin_ptr,
+        whole_ptr,
+        items_ptr,
+        members_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+    )
     numbers = QueryNumbers(
         scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, extent_k,
         stride_dob, stride_dos, stride_doh, stride_qb, stride_qs, stride_qh,
         stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     )  # fmt: skip
     OPTIONS: tl.constexpr = Options(
-        GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROW_BYTES, ROW_BYTES_V, BLOCK_Q, BLOCK_K,
-        IS_CAUSAL, PER_HEAD,
-    )  # fmt: skip
+        GROUP,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_D,
+        BLOCK_DV,
+        ROW_BYTES,
+        ROW_BYTES_V,
+        BLOCK_Q,
+        BLOCK_K,
+        IS_CAUSAL,
+        PER_HEAD,
+    )
     QUERIES: tl.constexpr = QueryOptions(POSITIONS, HEADS, PACKS, SPAN, ROW_MEMBERS, HEAD_MEMBERS)
     TILE: tl.constexpr = TileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST)
     units = heads_q // GROUP * PACKS
@@ -150,13 +192,24 @@ def _dq_kernel(
     sees = inside & (lse2 < INF)
     q = load_tile(
         q_ptr + batch_64 * stride_qb + q_start * stride_qs,
-        rows_64 * stride_qs + heads * stride_qh, sees, cols_d, HEAD_DIM, BLOCK_D, ROW_BYTES, True,
-    )  # [BLOCK_M, BLOCK_D]  # fmt: skip
+        rows_64 * stride_qs + heads * stride_qh,
+        sees,
+        cols_d,
+        HEAD_DIM,
+        BLOCK_D,
+        ROW_BYTES,
+        True,
+    )  # [BLOCK_M, BLOCK_D]
     dout = load_tile(
         dout_ptr + batch_64 * stride_dob + q_start * stride_dos,
-        rows_64 * stride_dos + heads * stride_doh, sees, cols_dv, HEAD_DIM_V, BLOCK_DV,
-        ROW_BYTES_V, True,
-    )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
+        rows_64 * stride_dos + heads * stride_doh,
+        sees,
+        cols_dv,
+        HEAD_DIM_V,
+        BLOCK_DV,
+        ROW_BYTES_V,
+        True,
+    )  # [BLOCK_M, BLOCK_DV]
     head_k_64 = head_k.to(tl.int64)
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
@@ -176,9 +229,19 @@ def _dq_kernel(
         else:
             ranges = Ranges(walk.start, walk.whole, walk.start, walk.cuts * 0, walk.start, 0)
         dq = _dq_walk(
-            dq, values, k_base, v_base, ranges, standing, tensors, numbers, masked == 1,
-            OPTIONS, QUERIES, TILE,
-        )  # fmt: skip
+            dq,
+            values,
+            k_base,
+            v_base,
+            ranges,
+            standing,
+            tensors,
+            numbers,
+            masked == 1,
+            OPTIONS,
+            QUERIES,
+            TILE,
+        )
     # dq is contiguous: [tokens, heads_q, HEAD_DIM]
     first_row = tile * POSITIONS - (seqlen_k - seqlen_q)
     first_head = head_k * GROUP + unit % PACKS * HEADS
@@ -186,6 +249,7 @@ def _dq_kernel(
     dq_ptr += ((token + first_row) * heads_q + first_head) * HEAD_DIM
     at = (m // HEADS * heads_q + m % HEADS) * HEAD_DIM
     tl.store(
-        dq_ptr + (at[:, None] + cols_d[None, :]), (dq * scale).to(dq_ptr.dtype.element_ty),
+        dq_ptr + (at[:, None] + cols_d[None, :]),
+        (dq * scale).to(dq_ptr.dtype.element_ty),
         mask=inside[:, None] & (cols_d < HEAD_DIM)[None, :],
-    )  # fmt: skip
+    )

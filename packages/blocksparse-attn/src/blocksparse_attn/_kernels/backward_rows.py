@@ -49,11 +49,23 @@ def number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
     do_not_specialize_on_alignment=RowTensors._fields,
 )
 def _row_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr,
-    tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROW_BYTES_V: tl.constexpr,
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    delta_ptr,
+    lse2_ptr,
+    tokens_q,
+    rows,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    heads_q,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROW_BYTES_V: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)`` of a program's rows."""
     tensors = RowTensors(out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr)
     numbers = RowNumbers(tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q)

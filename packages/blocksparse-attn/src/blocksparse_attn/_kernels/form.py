@@ -52,9 +52,13 @@ class Form:
         self.extent_k = pattern.cols * pattern.block_k
         # what the choice of a tile of queries asks for
         self.choice = (
-            max(head_dim, self.head_dim_v), self.itemsize, pattern.block_q, self.group,
-            pattern.is_shared, pattern.rows_alike,
-        )  # fmt: skip
+            max(head_dim, self.head_dim_v),
+            self.itemsize,
+            pattern.block_q,
+            self.group,
+            pattern.is_shared,
+            pattern.rows_alike,
+        )
         self.token_bytes = (head_dim + self.head_dim_v) * self.itemsize
         self.strides = (*token_strides(q), *token_strides(k), *token_strides(v))
         self.constants = structures.Options(

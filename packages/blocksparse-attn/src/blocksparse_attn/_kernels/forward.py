@@ -41,9 +41,19 @@ from .structures import (
 
 @triton.jit
 def _attend(
-    softmax, q, keys_at, ranges, rows, tensors, numbers, MASKED: tl.constexpr,
-    OPTIONS: tl.constexpr, QUERIES: tl.constexpr, FORWARD: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    softmax,
+    q,
+    keys_at,
+    ranges,
+    rows,
+    tensors,
+    numbers,
+    MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    FORWARD: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Fold keys into the running softmax of a tile of queries: masked steps, or whole ones."""
     HAS_MEMBERS: tl.constexpr = MASKED and (QUERIES.ROW_MEMBERS > 1 or QUERIES.HEAD_MEMBERS > 1)
     PAGE: tl.constexpr = FORWARD.PAGE
@@ -71,9 +81,15 @@ def _attend(
             keys, live, keys_at.table_ptr, numbers.stride_vb, numbers.stride_vs, PAGE, MASKED
         )
         k = load_tile_transposed(
-            keys_at.k_base, k_at, live, cols_d, OPTIONS.HEAD_DIM, OPTIONS.BLOCK_D,
-            OPTIONS.ROW_BYTES, MASKED,
-        )  # [BLOCK_D, BLOCK_N]  # fmt: skip
+            keys_at.k_base,
+            k_at,
+            live,
+            cols_d,
+            OPTIONS.HEAD_DIM,
+            OPTIONS.BLOCK_D,
+            OPTIONS.ROW_BYTES,
+            MASKED,
+        )  # [BLOCK_D, BLOCK_N]
         s = dot(q, k, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
         if FORWARD.FOLD and not MASKED:
             # the scale goes into the exponential's multiply-add; it is positive, so max commutes
@@ -99,9 +115,15 @@ def _attend(
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
         v = load_tile(
-            keys_at.v_base, v_at, live, cols_dv, OPTIONS.HEAD_DIM_V, OPTIONS.BLOCK_DV,
-            OPTIONS.ROW_BYTES_V, MASKED,
-        )  # [BLOCK_N, BLOCK_DV]  # fmt: skip
+            keys_at.v_base,
+            v_at,
+            live,
+            cols_dv,
+            OPTIONS.HEAD_DIM_V,
+            OPTIONS.BLOCK_DV,
+            OPTIONS.ROW_BYTES_V,
+            MASKED,
+        )  # [BLOCK_N, BLOCK_DV]
         acc = dot_add(acc * alpha[:, None], p, v, TILE.PRECISION, TILE.UPCAST)
         m_i = m_new
         block = fetch(tensors.items_ptr, step + 1, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
@@ -112,9 +134,16 @@ def _attend(
 
 @triton.jit
 def _fill(
-    first, last, head_base, in_group, tensors, numbers,
-    OPTIONS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    first,
+    last,
+    head_base,
+    in_group,
+    tensors,
+    numbers,
+    OPTIONS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Write what padding gives: output 0, lse -inf."""
     out_ptr, lse_ptr = tensors.out_ptr, tensors.lse_ptr
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
@@ -125,8 +154,9 @@ def _fill(
         inside = (token < last) & (in_group < OPTIONS.GROUP)
         tl.store(
             lse_ptr + head.to(tl.int64) * numbers.tokens_q + token,
-            tl.full([BLOCK_M], NEG_INF, tl.float32), mask=inside,
-        )  # fmt: skip
+            tl.full([BLOCK_M], NEG_INF, tl.float32),
+            mask=inside,
+        )
         out_at = (token * numbers.heads_q + head) * HEAD_DIM_V
         out_ptrs = out_ptr + out_at[:, None] + cols_dv[None, :]
         nothing = tl.zeros([BLOCK_M, OPTIONS.BLOCK_DV], out_ptr.dtype.element_ty)
@@ -159,18 +189,39 @@ def _forward_kernel(
     A program writes one tile of queries, or what a split of its keys gives.
     """
     tensors = ForwardTensors(
-        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr, begin_ptr, whole_ptr,
-        items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_table_ptr,
-    )  # fmt: skip
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        out_ptr,
+        lse_ptr,
+        part_out_ptr,
+        part_lse_ptr,
+        begin_ptr,
+        whole_ptr,
+        items_ptr,
+        members_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        block_table_ptr,
+    )
     numbers = ForwardNumbers(
         scale, batch, heads_q, tokens_q, tokens_k, tiles, span, splits, fills, list_rows, extent_k,
         stride_table, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
         stride_vb, stride_vs, stride_vh,
     )  # fmt: skip
     OPTIONS: tl.constexpr = Options(
-        GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, ROW_BYTES, ROW_BYTES_V, BLOCK_Q, BLOCK_K,
-        IS_CAUSAL, PER_HEAD,
-    )  # fmt: skip
+        GROUP,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_D,
+        BLOCK_DV,
+        ROW_BYTES,
+        ROW_BYTES_V,
+        BLOCK_Q,
+        BLOCK_K,
+        IS_CAUSAL,
+        PER_HEAD,
+    )
     QUERIES: tl.constexpr = QueryOptions(POSITIONS, HEADS, PACKS, SPAN, ROW_MEMBERS, HEAD_MEMBERS)
     FORWARD: tl.constexpr = ForwardOptions(PAGE, IS_SHORT, SHORT, FOLD)
     TILE: tl.constexpr = TileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST)
@@ -189,14 +240,28 @@ def _forward_kernel(
         is_first = (tl.program_id(0) // (splits * units) % tiles + split == 0) & (fills != 0)
         if is_first & (sequence == 0):
             _fill(
-                0, tl.load(cu_seqlens_q_ptr), head_k * GROUP, in_group, tensors, numbers,
-                OPTIONS, QUERIES, BLOCK_M,
-            )  # fmt: skip
+                0,
+                tl.load(cu_seqlens_q_ptr),
+                head_k * GROUP,
+                in_group,
+                tensors,
+                numbers,
+                OPTIONS,
+                QUERIES,
+                BLOCK_M,
+            )
         if is_first & (sequence == batch - 1):
             _fill(
-                tl.load(cu_seqlens_q_ptr + batch), tokens_q, head_k * GROUP, in_group, tensors,
-                numbers, OPTIONS, QUERIES, BLOCK_M,
-            )  # fmt: skip
+                tl.load(cu_seqlens_q_ptr + batch),
+                tokens_q,
+                head_k * GROUP,
+                in_group,
+                tensors,
+                numbers,
+                OPTIONS,
+                QUERIES,
+                BLOCK_M,
+            )
     if not is_alive:
         return
     # padding around the sequences has no row in per-sequence tensors
@@ -210,9 +275,15 @@ def _forward_kernel(
     cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     q_at = rows.to(tl.int64) * stride_qs + heads.to(tl.int64) * stride_qh
     q = load_tile(
-        q_ptr + batch_64 * stride_qb + q_start * stride_qs, q_at, inside, cols_d,
-        HEAD_DIM, BLOCK_D, ROW_BYTES, True,
-    )  # [BLOCK_M, BLOCK_D]  # fmt: skip
+        q_ptr + batch_64 * stride_qb + q_start * stride_qs,
+        q_at,
+        inside,
+        cols_d,
+        HEAD_DIM,
+        BLOCK_D,
+        ROW_BYTES,
+        True,
+    )  # [BLOCK_M, BLOCK_D]
     table_ptr = block_table_ptr
     if PAGE:
         k_base = k_ptr + head_k_64 * stride_kh
@@ -249,9 +320,19 @@ def _forward_kernel(
             steps = (steps.to(tl.int64) * (split + 1) // splits).to(tl.int32)
         keys = Keys(k_base, v_base, table_ptr, first_step, steps)
         softmax = _attend(
-            softmax, q, keys, ranges, standing, tensors, numbers, masked == 1,
-            OPTIONS, QUERIES, FORWARD, TILE,
-        )  # fmt: skip
+            softmax,
+            q,
+            keys,
+            ranges,
+            standing,
+            tensors,
+            numbers,
+            masked == 1,
+            OPTIONS,
+            QUERIES,
+            FORWARD,
+            TILE,
+        )
     acc, l_i, m_i = softmax
 
     # rows that saw no key: output 0, lse -inf
@@ -263,11 +344,21 @@ def _forward_kernel(
         first = tl.program_id(0).to(tl.int64) * BLOCK_M
         tl.store(part_lse_ptr + first + m, lse2)
         tl.store(
-            part_out_ptr + first * HEAD_DIM_V + (m[:, None] * HEAD_DIM_V + cols_dv[None, :]), out,
+            part_out_ptr + first * HEAD_DIM_V + (m[:, None] * HEAD_DIM_V + cols_dv[None, :]),
+            out,
             mask=(cols_dv < HEAD_DIM_V)[None, :],
-        )  # fmt: skip
+        )
     else:
         store_rows(
-            out, lse2, batch_64, q_start, tile * POSITIONS - (seqlen_k - seqlen_q),
-            head_k * GROUP + pack * HEADS, inside, tensors, numbers, HEADS, HEAD_DIM_V,
-        )  # fmt: skip
+            out,
+            lse2,
+            batch_64,
+            q_start,
+            tile * POSITIONS - (seqlen_k - seqlen_q),
+            head_k * GROUP + pack * HEADS,
+            inside,
+            tensors,
+            numbers,
+            HEADS,
+            HEAD_DIM_V,
+        )

@@ -10,9 +10,18 @@ from .structures import Grid, MergeNumbers, MergeTensors
 
 @triton.jit
 def store_rows(
-    out, lse2, batch_64, q_start, first_row, first_head, inside, tensors, numbers,
-    HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse2,
+    batch_64,
+    q_start,
+    first_row,
+    first_head,
+    inside,
+    tensors,
+    numbers,
+    HEADS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+):
     """Write the rows of a tile, and their log-sum-exp in natural units.
 
     Addresses are a scalar in 64 bits and what a tile spans in 32: they live through the walk.
@@ -34,9 +43,10 @@ def store_rows(
     out_ptr += (token * heads_q + first_head) * HEAD_DIM_V
     at = (m // HEADS * heads_q + m % HEADS) * HEAD_DIM_V
     tl.store(
-        out_ptr + (at[:, None] + cols_dv[None, :]), out.to(out_ptr.dtype.element_ty),
+        out_ptr + (at[:, None] + cols_dv[None, :]),
+        out.to(out_ptr.dtype.element_ty),
         mask=inside[:, None] & (cols_dv < HEAD_DIM_V)[None, :],
-    )  # fmt: skip
+    )
 
 
 @triton.jit(
@@ -75,8 +85,9 @@ def _merge_kernel(
         lse2 = tl.load(part_lse_ptr + at)  # the tile wrote every row
         part = tl.load(
             part_out_ptr + at[:, None] * HEAD_DIM_V + cols_dv[None, :],
-            mask=(cols_dv < HEAD_DIM_V)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(cols_dv < HEAD_DIM_V)[None, :],
+            other=0.0,
+        )
         m_new = tl.maximum(m_i, lse2)
         pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
         alpha = tl.exp2(m_i - pivot)
@@ -86,7 +97,15 @@ def _merge_kernel(
         m_i = m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_rows(
-        acc / l_safe[:, None], tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe)),
-        sequence.to(tl.int64), q_start, tile * POSITIONS - (seqlen_k - seqlen_q),
-        unit // PACKS * GROUP + unit % PACKS * HEADS, inside, tensors, numbers, HEADS, HEAD_DIM_V,
-    )  # fmt: skip
+        acc / l_safe[:, None],
+        tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe)),
+        sequence.to(tl.int64),
+        q_start,
+        tile * POSITIONS - (seqlen_k - seqlen_q),
+        unit // PACKS * GROUP + unit % PACKS * HEADS,
+        inside,
+        tensors,
+        numbers,
+        HEADS,
+        HEAD_DIM_V,
+    )

@@ -183,9 +183,14 @@ class ShortForward:
         self.launches = tuple(_forward_launch(form, x, queries, is_short=True) for _ in range(2))
         constants, rows = form.constants, queries.constants
         options = MergeOptions(
-            constants.GROUP, constants.HEAD_DIM_V, constants.BLOCK_DV, rows.POSITIONS, rows.HEADS,
-            rows.PACKS, SHORT,
-        )  # fmt: skip
+            constants.GROUP,
+            constants.HEAD_DIM_V,
+            constants.BLOCK_DV,
+            rows.POSITIONS,
+            rows.HEADS,
+            rows.PACKS,
+            SHORT,
+        )
         self.merge = launch_on(_merge_kernel, queries.tile, options)
 
     def split(self, x: Tensors, bounds: Bounds) -> Split:
@@ -203,9 +208,15 @@ class ShortForward:
     ) -> Arguments:
         """Return what the launch is called with; it may have to write what padding gives."""
         tensors, numbers = _forward_arguments(
-            self._form, self._queries, x, walk, (out, lse, *split.parts), split.tiles,
-            split.splits, fills,
-        )  # fmt: skip
+            self._form,
+            self._queries,
+            x,
+            walk,
+            (out, lse, *split.parts),
+            split.tiles,
+            split.splits,
+            fills,
+        )
         return split.programs * split.splits, tensors, numbers
 
     def merge_arguments(self, x: Tensors, out: Tensor, lse: Tensor, split: Split) -> Arguments:
@@ -241,10 +252,20 @@ def _forward_arguments(
     table = dense(x.block_table)
     tensors = ForwardTensors(x.q, x.k, x.v, *written, *walk, x.cu_seqlens_q, x.cu_seqlens_k, table)
     numbers = ForwardNumbers(
-        form.options.softmax_scale, form.batch, form.heads_q, x.q.shape[-3], x.k.shape[-3], tiles,
-        queries.span(x.k.shape[-3]), splits, int(fills), queries.list_rows, form.extent_k,
-        0 if table is None else table.stride(0), *form.strides,
-    )  # fmt: skip
+        form.options.softmax_scale,
+        form.batch,
+        form.heads_q,
+        x.q.shape[-3],
+        x.k.shape[-3],
+        tiles,
+        queries.span(x.k.shape[-3]),
+        splits,
+        int(fills),
+        queries.list_rows,
+        form.extent_k,
+        0 if table is None else table.stride(0),
+        *form.strides,
+    )
     return tensors, numbers
 
 
@@ -326,20 +347,38 @@ class BackwardPlan:
             tiles * form.heads_k * form.grid_batch,
             KeyTensors(*read, dk, dv, *walks.by_key, x.cu_seqlens_q, x.cu_seqlens_k),
             KeyNumbers(
-                scale, batch, heads_q, tokens_q, tokens_k, tiles, form.span_k(tokens_q), list_rows,
-                form.extent_q, *strides, *form.strides,
+                scale,
+                batch,
+                heads_q,
+                tokens_q,
+                tokens_k,
+                tiles,
+                form.span_k(tokens_q),
+                list_rows,
+                form.extent_q,
+                *strides,
+                *form.strides,
             ),
-        )  # fmt: skip
+        )
         queries = self._queries
         tiles = queries.count(tokens_q, tokens_k)
         self._dq(
             queries.programs(tiles),
             QueryTensors(*read, dq, *walks.by_query, x.cu_seqlens_q, x.cu_seqlens_k),
             QueryNumbers(
-                scale, batch, heads_q, tokens_q, tokens_k, tiles, queries.span(tokens_k),
-                queries.list_rows, form.extent_k, *strides, *form.strides,
+                scale,
+                batch,
+                heads_q,
+                tokens_q,
+                tokens_k,
+                tiles,
+                queries.span(tokens_k),
+                queries.list_rows,
+                form.extent_k,
+                *strides,
+                *form.strides,
             ),
-        )  # fmt: skip
+        )
 
 
 def launch_forward(

@@ -13,9 +13,15 @@ NO_BLOCK = tl.constexpr(2**22)
 
 @triton.jit
 def load_tile(
-    base, offsets, live, cols,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    base,
+    offsets,
+    live,
+    cols,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Load rows x cols of a matrix with unit column stride; rows that are not ``live`` give 0.
 
     ``offsets`` are of rows, in elements and 64 bits, as they may pass 2**31. Every row begins on a
@@ -34,9 +40,15 @@ def load_tile(
 
 @triton.jit
 def load_tile_transposed(
-    base, offsets, live, cols,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, ROW_BYTES: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    base,
+    offsets,
+    live,
+    cols,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Load the same tile as ``load_tile``, as cols x rows."""
     begin = tl.multiple_of(base + offsets[None, :], [ROW_BYTES, ROW_BYTES])
     pointers = begin + cols[:, None]
@@ -67,9 +79,7 @@ def lower_bound(items_ptr, first, last, limit, DIVISOR: tl.constexpr):
 
 
 @triton.jit
-def fetch(
-    values_ptr, step, ranges, other, SIDE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def fetch(values_ptr, step, ranges, other, SIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Load what a list says of a step: a number, or one for each of ``SIDE`` tokens.
 
     A step is a tile of ``SIDE`` tokens: a part of a block of the layout, or several blocks. The
@@ -112,7 +122,7 @@ def tokens_of(block, step, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def live_keys(
     keys, members, rows, IS_CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, ROW_MEMBERS: tl.constexpr
-):  # fmt: skip
+):
     """Say which keys of a step some row of the tile sees; nobody may read the others.
 
     ``members`` say which of the tile's rows of blocks keep the block of a key.
@@ -146,9 +156,14 @@ def keeps(members, bits, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_offsets(
-    keys, live, table_ptr, stride_page, stride_token,
-    PAGE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    keys,
+    live,
+    table_ptr,
+    stride_page,
+    stride_token,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Return where keys begin, in elements: in their page, or in the sequence."""
     if PAGE:
         if MASKED:

@@ -65,9 +65,13 @@ def place(pid, batch, units, tiles, span, BALANCE: tl.constexpr):
 
 @triton.jit
 def locate_queries(
-    pid, grid, POSITIONS: tl.constexpr, IS_SHORT: tl.constexpr, BALANCE: tl.constexpr,
+    pid,
+    grid,
+    POSITIONS: tl.constexpr,
+    IS_SHORT: tl.constexpr,
+    BALANCE: tl.constexpr,
     SHORT: tl.constexpr,
-):  # fmt: skip
+):
     """Return the tile of queries that belongs to a place in the grid.
 
     Sequences of at most ``SHORT`` queries belong to the short grid, which is
@@ -139,9 +143,14 @@ def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr):
 
 @triton.jit
 def key_walk(
-    work, last_position, tensors, numbers, OPTIONS: tl.constexpr, QUERIES: tl.constexpr,
+    work,
+    last_position,
+    tensors,
+    numbers,
+    OPTIONS: tl.constexpr,
+    QUERIES: tl.constexpr,
     PER_STEP: tl.constexpr,
-):  # fmt: skip
+):
     """Return the list's ranges for a tile of queries, in steps of ``PER_STEP`` items."""
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
     tile, seqlen_k, items_ptr = work.tile, work.seqlen_k, tensors.items_ptr

@@ -61,9 +61,11 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
     if not causal:
         empty = torch.zeros_like(kept)
         return BlockMask.from_kv_blocks(
-            *_ordered(empty), *_ordered(kept), BLOCK_SIZE=(block_q, block_k),
+            *_ordered(empty),
+            *_ordered(kept),
+            BLOCK_SIZE=(block_q, block_k),
             seq_lengths=(seqlen, seqlen),
-        )  # fmt: skip
+        )
     kept &= first_key < first_query + block_q
     whole = kept & (first_key + block_k - 1 <= first_query)
 
@@ -71,9 +73,12 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
         return query >= key
 
     return BlockMask.from_kv_blocks(
-        *_ordered(kept & ~whole), *_ordered(whole), BLOCK_SIZE=(block_q, block_k),
-        mask_mod=is_seen, seq_lengths=(seqlen, seqlen),
-    )  # fmt: skip
+        *_ordered(kept & ~whole),
+        *_ordered(whole),
+        BLOCK_SIZE=(block_q, block_k),
+        mask_mod=is_seen,
+        seq_lengths=(seqlen, seqlen),
+    )
 
 
 def _ordered(kept: Tensor) -> tuple[Tensor, Tensor]:

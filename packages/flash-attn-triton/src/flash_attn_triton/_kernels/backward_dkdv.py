@@ -26,9 +26,19 @@ from .structures import FOREIGN, NUMBERS, Head, Options, Queries, Scores, Tile
 
 @triton.jit
 def _dkdv_walk(
-    dk, dv, k, v, keys, queries, walk, scores,
-    MASKED: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr, SETTLE: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    keys,
+    queries,
+    walk,
+    scores,
+    MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+    SETTLE: tl.constexpr,
+):
     """Add what the group's queries contribute to dk and dv: masked tiles, or whole ones.
 
     One loop serves all heads of the group: a second one around it would cost registers, and the
@@ -53,14 +63,28 @@ def _dkdv_walk(
         rows += tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
         head_64 = head.to(tl.int64)
         q_t = load_tile_transposed(
-            queries.q_ptr + head_64 * queries.stride_qh, rows, queries.stride_qs,
-            0, scores.seqlen_q, cols_d, TILE.HEAD_DIM, TILE.BLOCK_D, MASKED,
-        )  # [BLOCK_D, BLOCK_M]  # fmt: skip
+            queries.q_ptr + head_64 * queries.stride_qh,
+            rows,
+            queries.stride_qs,
+            0,
+            scores.seqlen_q,
+            cols_d,
+            TILE.HEAD_DIM,
+            TILE.BLOCK_D,
+            MASKED,
+        )  # [BLOCK_D, BLOCK_M]
         products = dot(k, q_t, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_N, BLOCK_M]
         dout = load_tile(
-            queries.dout_ptr + head_64 * queries.stride_doh, rows, queries.stride_dos,
-            first_live, scores.seqlen_q, cols_dv, TILE.HEAD_DIM_V, TILE.BLOCK_DV, MASKED,
-        )  # [BLOCK_M, BLOCK_DV]  # fmt: skip
+            queries.dout_ptr + head_64 * queries.stride_doh,
+            rows,
+            queries.stride_dos,
+            first_live,
+            scores.seqlen_q,
+            cols_dv,
+            TILE.HEAD_DIM_V,
+            TILE.BLOCK_DV,
+            MASKED,
+        )  # [BLOCK_M, BLOCK_DV]
         dp = dot(v, tl.trans(dout), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_N, BLOCK_M]
         # behind the products: loaded ahead of them, these hold registers that the products need
         row_at = head_64 * queries.stride_row_h
@@ -73,9 +97,17 @@ def _dkdv_walk(
         if queries.alibi_slopes_ptr is not None:
             slope = tl.load(queries.alibi_slopes_ptr + head)
         p, ds = score_gradient(
-            products, dp, lse2[None, :], delta[None, :], rows[None, :], keys[:, None], scores,
-            Head(slope, bias_base, queries.batch_id * queries.heads_q + head), MASKED, OPTIONS,
-        )  # [BLOCK_N, BLOCK_M]  # fmt: skip
+            products,
+            dp,
+            lse2[None, :],
+            delta[None, :],
+            rows[None, :],
+            keys[:, None],
+            scores,
+            Head(slope, bias_base, queries.batch_id * queries.heads_q + head),
+            MASKED,
+            OPTIONS,
+        )  # [BLOCK_N, BLOCK_M]
         dv = dot_add(dv, p, dout, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_N, BLOCK_DV]
         ds = through_softcap(ds, products, scores, OPTIONS.HAS_SOFTCAP)
         dk = dot_add(dk, ds, tl.trans(q_t), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_N, BLOCK_D]
@@ -113,9 +145,18 @@ def _dkdv_kernel(
     )
     heads_k = heads_q // GROUP
     pid_n, batch_id, head_k, k_start, q_start, length_k, seqlen_q = locate(
-        cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_k, tokens_k, tokens_q, tiles, span,
-        BLOCK_N, BALANCE=HAS_RIGHT, LAST_IS_LONGEST=False,
-    )  # fmt: skip
+        cu_seqlens_k_ptr,
+        cu_seqlens_q_ptr,
+        batch,
+        heads_k,
+        tokens_k,
+        tokens_q,
+        tiles,
+        span,
+        BLOCK_N,
+        BALANCE=HAS_RIGHT,
+        LAST_IS_LONGEST=False,
+    )
     if pid_n < 0:
         return
     # keys past the used ones still get their zeros
@@ -146,16 +187,38 @@ def _dkdv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     scores = Scores(
-        scale, softcap, stride_bias_m, stride_bias_n, seqlen_k - seqlen_q, seqlen_q, seqlen_k,
-        window_left, window_right, rng_state_ptr, dropout_threshold, keep_scale,
-    )  # fmt: skip
+        scale,
+        softcap,
+        stride_bias_m,
+        stride_bias_n,
+        seqlen_k - seqlen_q,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        rng_state_ptr,
+        dropout_threshold,
+        keep_scale,
+    )
     first_key = pid_n * BLOCK_N
     walk = query_range(first_key, first_key + BLOCK_N - 1, scores, OPTIONS, BLOCK_M)
     queries = Queries(
-        q_ptr, dout_ptr, lse2_ptr + row_at, delta_ptr + row_at, alibi_slopes_ptr, bias_ptr,
-        stride_qs, stride_qh, stride_dos, stride_doh, tokens_q, stride_bias_h,
-        batch_id, head_k, heads_q,
-    )  # fmt: skip
+        q_ptr,
+        dout_ptr,
+        lse2_ptr + row_at,
+        delta_ptr + row_at,
+        alibi_slopes_ptr,
+        bias_ptr,
+        stride_qs,
+        stride_qh,
+        stride_dos,
+        stride_doh,
+        tokens_q,
+        stride_bias_h,
+        batch_id,
+        head_k,
+        heads_q,
+    )
     for masked in tl.static_range(2):
         dk, dv = _dkdv_walk(
             dk, dv, k, v, keys, queries, walk, scores, masked == 1, OPTIONS, TILE, SETTLE

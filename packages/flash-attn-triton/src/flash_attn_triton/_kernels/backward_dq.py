@@ -20,9 +20,17 @@ from .structures import FOREIGN, NUMBERS, Head, Keys, Options, Scores, Tile
 
 @triton.jit
 def _dq_walk(
-    dq, queries, rows, source, walk, scores, head,
-    MASKED: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    dq,
+    queries,
+    rows,
+    source,
+    walk,
+    scores,
+    head,
+    MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Add what the keys contribute to a block of dq: masked tiles, or whole ones."""
     q, dout, lse2, delta = queries
     steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, TILE.BLOCK_N, MASKED)
@@ -34,9 +42,17 @@ def _dq_walk(
         products = dot(q, k_t, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
         dp = dot(dout, v_t, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
         _p, ds = score_gradient(
-            products, dp, lse2[:, None], delta[:, None], rows[:, None], keys[None, :],
-            scores, head, MASKED, OPTIONS,
-        )  # [BLOCK_M, BLOCK_N]  # fmt: skip
+            products,
+            dp,
+            lse2[:, None],
+            delta[:, None],
+            rows[:, None],
+            keys[None, :],
+            scores,
+            head,
+            MASKED,
+            OPTIONS,
+        )  # [BLOCK_M, BLOCK_N]
         ds = through_softcap(ds, products, scores, OPTIONS.HAS_SOFTCAP)
         dq = dot_add(dq, ds, tl.trans(k_t), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_D]
     return dq
@@ -70,9 +86,18 @@ def _dq_kernel(
         HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, UPCAST
     )
     pid_m, batch_id, head, q_start, k_start, seqlen_q, seqlen_k = locate(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_q, tokens_q, tokens_k, tiles, span,
-        BLOCK_M, BALANCE=HAS_RIGHT, LAST_IS_LONGEST=True,
-    )  # fmt: skip
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        batch,
+        heads_q,
+        tokens_q,
+        tokens_k,
+        tiles,
+        span,
+        BLOCK_M,
+        BALANCE=HAS_RIGHT,
+        LAST_IS_LONGEST=True,
+    )
     if pid_m < 0:
         return
     seqlen_k = count_keys(seqused_k_ptr, batch_id, batch, seqlen_k)
@@ -93,9 +118,17 @@ def _dq_kernel(
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
     queries = load_queries(
-        q_base, dout_base, lse2_ptr, delta_ptr, row_base, rows, stride_qs, stride_dos, seqlen_q,
+        q_base,
+        dout_base,
+        lse2_ptr,
+        delta_ptr,
+        row_base,
+        rows,
+        stride_qs,
+        stride_dos,
+        seqlen_q,
         TILE,
-    )  # fmt: skip
+    )
 
     bias_base = bias_ptr
     if bias_ptr is not None:
@@ -105,9 +138,19 @@ def _dq_kernel(
         slope = tl.load(alibi_slopes_ptr + batch_64 * stride_alibi_b + head)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     scores = Scores(
-        scale, softcap, stride_bias_m, stride_bias_n, seqlen_k - seqlen_q, seqlen_q, seqlen_k,
-        window_left, window_right, rng_state_ptr, dropout_threshold, keep_scale,
-    )  # fmt: skip
+        scale,
+        softcap,
+        stride_bias_m,
+        stride_bias_n,
+        seqlen_k - seqlen_q,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        rng_state_ptr,
+        dropout_threshold,
+        keep_scale,
+    )
     first_row = pid_m * BLOCK_M
     last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
     walk = key_range(first_row, last_row, scores, OPTIONS, BLOCK_N)

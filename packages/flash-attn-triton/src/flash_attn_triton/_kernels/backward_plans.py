@@ -134,9 +134,13 @@ class BiasGradient:
         batch, heads, rows, columns = dbias.shape
         tiles_m, tiles_n = cdiv(rows, self._tile.block_m), cdiv(columns, self._tile.block_n)
         counts = BiasCounts(
-            inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3], heads, rows, columns,
+            inputs.q_ptr.shape[-3],
+            inputs.k_ptr.shape[-3],
+            heads,
+            rows,
+            columns,
             *(int(size == 1) for size in dbias.shape),
-        )  # fmt: skip
+        )
         self._launch(
             batch * heads * tiles_m * tiles_n,
             (*inputs, dbias, *extras),
@@ -216,9 +220,13 @@ class BackwardPlan:
             dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
             inputs = Inputs(q, k, x.v, dout, lse2, delta)
             extras = Extras(
-                x.bias, dense(x.alibi_slopes), x.rng_state, dense(x.cu_seqlens_q),
-                dense(x.cu_seqlens_k), dense(x.seqused_k),
-            )  # fmt: skip
+                x.bias,
+                dense(x.alibi_slopes),
+                x.rng_state,
+                dense(x.cu_seqlens_q),
+                dense(x.cu_seqlens_k),
+                dense(x.seqused_k),
+            )
             if hopper is None:
                 self._key_gradients(inputs, extras, gradients.dk, gradients.dv)
                 self._query_gradient(inputs, extras, gradients.dq)

@@ -62,18 +62,29 @@ def _tile_gradient(
     products = dot(q, k_t, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
     dp = dot(dout, v_t, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
     _p, ds = score_gradient(
-        products, dp, lse2[:, None], delta[:, None], rows[:, None], keys[None, :],
-        scores, head, True, OPTIONS,
-    )  # [BLOCK_M, BLOCK_N]  # fmt: skip
+        products,
+        dp,
+        lse2[:, None],
+        delta[:, None],
+        rows[:, None],
+        keys[None, :],
+        scores,
+        head,
+        True,
+        OPTIONS,
+    )  # [BLOCK_M, BLOCK_N]
     return ds
 
 
 @triton.jit(
     do_not_specialize=(
-        *Scalars._fields, *BiasCounts._fields, *GradientStrides._fields, *Strides._fields,
+        *Scalars._fields,
+        *BiasCounts._fields,
+        *GradientStrides._fields,
+        *Strides._fields,
     ),
     do_not_specialize_on_alignment=FOREIGN,
-)  # fmt: skip
+)
 def _bias_gradient_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dbias_ptr,
     bias_ptr, alibi_slopes_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
@@ -119,9 +130,19 @@ def _bias_gradient_kernel(
         )
         seqlen_k = count_keys(seqused_k_ptr, sequence, batch, seqlen_k)
         scores = Scores(
-            scale, softcap, stride_bias_m, stride_bias_n, seqlen_k - seqlen_q, seqlen_q, seqlen_k,
-            window_left, window_right, rng_state_ptr, dropout_threshold, keep_scale,
-        )  # fmt: skip
+            scale,
+            softcap,
+            stride_bias_m,
+            stride_bias_n,
+            seqlen_k - seqlen_q,
+            seqlen_q,
+            seqlen_k,
+            window_left,
+            window_right,
+            rng_state_ptr,
+            dropout_threshold,
+            keep_scale,
+        )
         for step_h in range(0, tl.where(one_head != 0, heads_q, 1)):
             head = bias_head + step_h
             head_64 = head.to(tl.int64)
@@ -146,17 +167,32 @@ def _bias_gradient_kernel(
                 walk = key_range(first_row, last_row, scores, OPTIONS, BLOCK_N)
                 rows = first_row + tl.arange(0, BLOCK_M)  # [BLOCK_M]
                 queries = load_queries(
-                    q_base, dout_base, lse2_ptr, delta_ptr, row_base, rows, stride_qs, stride_dos,
-                    seqlen_q, TILE,
-                )  # fmt: skip
+                    q_base,
+                    dout_base,
+                    lse2_ptr,
+                    delta_ptr,
+                    row_base,
+                    rows,
+                    stride_qs,
+                    stride_dos,
+                    seqlen_q,
+                    TILE,
+                )
                 for step_n in range(0, tl.where(one_col != 0, tl.cdiv(seqlen_k, BLOCK_N), 1)):
                     start_n = (tile_n + step_n) * BLOCK_N
                     is_live = (first_row < seqlen_q) & (start_n < walk.last)
                     if is_live & (start_n + BLOCK_N > walk.first):
                         total += _tile_gradient(
-                            queries, rows, start_n, source, walk, scores,
-                            Head(slope, bias_base, sequence * heads_q + head), OPTIONS, TILE,
-                        )  # fmt: skip
+                            queries,
+                            rows,
+                            start_n,
+                            source,
+                            walk,
+                            scores,
+                            Head(slope, bias_base, sequence * heads_q + head),
+                            OPTIONS,
+                            TILE,
+                        )
 
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]

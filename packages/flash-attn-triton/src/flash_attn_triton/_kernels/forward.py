@@ -39,9 +39,19 @@ def _start_softmax(sinks_ptr, head, is_padding, SHIFT: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def _attend(
-    acc, l_i, m_i, q, rows, source, walk, scores, head,
-    MASKED: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    acc,
+    l_i,
+    m_i,
+    q,
+    rows,
+    source,
+    walk,
+    scores,
+    head,
+    MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Fold keys into the running softmax of a block of queries: masked tiles, or whole ones."""
     cols_d = tl.arange(0, TILE.BLOCK_D)
     cols_dv = tl.arange(0, TILE.BLOCK_DV)
@@ -50,9 +60,16 @@ def _attend(
         keys = step_start(step, walk.start, walk.full_start, walk.full_end, TILE.BLOCK_N, MASKED)
         keys += tl.arange(0, TILE.BLOCK_N)  # [BLOCK_N]
         k = load_tile_transposed(
-            source.k_ptr, keys, source.stride_ks, walk.first, walk.last, cols_d,
-            TILE.HEAD_DIM, TILE.BLOCK_D, MASKED,
-        )  # [BLOCK_D, BLOCK_N]  # fmt: skip
+            source.k_ptr,
+            keys,
+            source.stride_ks,
+            walk.first,
+            walk.last,
+            cols_d,
+            TILE.HEAD_DIM,
+            TILE.BLOCK_D,
+            MASKED,
+        )  # [BLOCK_D, BLOCK_N]
         s = dot(q, k, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
         if OPTIONS.FOLD and not MASKED:
             # the scale goes into the exponential's multiply-add; it is positive, so max commutes
@@ -76,9 +93,16 @@ def _attend(
             kept = is_kept(rows[:, None], keys[None, :], scores, head)
             p = tl.where(kept, p, 0.0)
         v = load_tile(
-            source.v_ptr, keys, source.stride_vs, walk.first, walk.last, cols_dv,
-            TILE.HEAD_DIM_V, TILE.BLOCK_DV, MASKED,
-        )  # [BLOCK_N, BLOCK_DV]  # fmt: skip
+            source.v_ptr,
+            keys,
+            source.stride_vs,
+            walk.first,
+            walk.last,
+            cols_dv,
+            TILE.HEAD_DIM_V,
+            TILE.BLOCK_DV,
+            MASKED,
+        )  # [BLOCK_N, BLOCK_DV]
         # [BLOCK_M, BLOCK_DV]
         acc = dot_add(acc * alpha[:, None], p, v, TILE.PRECISION, TILE.UPCAST)
         m_i = m_new
@@ -134,9 +158,18 @@ def _forward_kernel(
         HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PRECISION, UPCAST
     )
     pid_m, batch_id, head, q_start, k_start, seqlen_q, seqlen_k = locate(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_q, tokens_q, tokens_k, tiles, span,
-        BLOCK_M, BALANCE=HAS_RIGHT, LAST_IS_LONGEST=True,
-    )  # fmt: skip
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        batch,
+        heads_q,
+        tokens_q,
+        tokens_k,
+        tiles,
+        span,
+        BLOCK_M,
+        BALANCE=HAS_RIGHT,
+        LAST_IS_LONGEST=True,
+    )
     if pid_m < 0:
         return
     seqlen_k = count_keys(seqused_k_ptr, batch_id, batch, seqlen_k)
@@ -172,9 +205,19 @@ def _forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
 
     scores = Scores(
-        scale, softcap, stride_bias_m, stride_bias_n, seqlen_k - seqlen_q, seqlen_q, seqlen_k,
-        window_left, window_right, rng_state_ptr, dropout_threshold, keep_scale,
-    )  # fmt: skip
+        scale,
+        softcap,
+        stride_bias_m,
+        stride_bias_n,
+        seqlen_k - seqlen_q,
+        seqlen_q,
+        seqlen_k,
+        window_left,
+        window_right,
+        rng_state_ptr,
+        dropout_threshold,
+        keep_scale,
+    )
     first_row = pid_m * BLOCK_M
     last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
     walk = key_range(first_row, last_row, scores, OPTIONS, BLOCK_N)
@@ -182,9 +225,19 @@ def _forward_kernel(
     source = Keys(k_base, v_base, stride_ks, stride_vs)
     for masked in tl.static_range(2):
         acc, l_i, m_i = _attend(
-            acc, l_i, m_i, q, rows, source, walk, scores, own,
-            masked == 1, OPTIONS, TILE,
-        )  # fmt: skip
+            acc,
+            l_i,
+            m_i,
+            q,
+            rows,
+            source,
+            walk,
+            scores,
+            own,
+            masked == 1,
+            OPTIONS,
+            TILE,
+        )
 
     out, lse = _finish_softmax(
         acc, l_i, m_i, keep_scale, v_descale_ptr, descale_at, out_scale_ptr, OPTIONS

@@ -56,10 +56,21 @@ class PortableForward:
             descales = expand_descales(descales, (form.batch, form.heads_k))
         tiles = form.tiles(tokens_q, self._tile.block_m)
         tensors = structures.ForwardTensors(
-            q, x.k, x.v, out, lse, x.bias, dense(x.alibi_slopes), dense(x.sinks), *descales,
-            x.out_scale, x.rng_state, dense(x.cu_seqlens_q), dense(x.cu_seqlens_k),
+            q,
+            x.k,
+            x.v,
+            out,
+            lse,
+            x.bias,
+            dense(x.alibi_slopes),
+            dense(x.sinks),
+            *descales,
+            x.out_scale,
+            x.rng_state,
+            dense(x.cu_seqlens_q),
+            dense(x.cu_seqlens_k),
             dense(x.seqused_k),
-        )  # fmt: skip
+        )
         counts = structures.Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
         self._launch(
             tiles * form.heads_q * form.grid_batch,
@@ -137,10 +148,18 @@ def launch_backward(
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = readable(
         Tensors(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks,
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            bias,
+            alibi_slopes,
+            sinks,
             rng_state=rng_state,
         )
-    )  # fmt: skip
+    )
     form = Form(x, Options(softmax_scale, window_left, window_right, softcap, dropout_p))
     # as wide as the values, whatever dtype the output has
     out, dout = (widened(t, form.head_dim_v) for t in (out, dout))

@@ -16,9 +16,16 @@ ACCESS_BYTES = tl.constexpr(16)
 
 @triton.jit
 def load_tile(
-    base, rows, stride, first, last, cols,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    base,
+    rows,
+    stride,
+    first,
+    last,
+    cols,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Load rows x cols of a matrix with unit column stride; rows outside [first, last) give 0.
 
     Every row begins at a whole access: the launcher sees to it.
@@ -38,9 +45,16 @@ def load_tile(
 
 @triton.jit
 def load_tile_transposed(
-    base, rows, stride, first, last, cols,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    base,
+    rows,
+    stride,
+    first,
+    last,
+    cols,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Load the same tile as ``load_tile``, as cols x rows."""
     begin = tl.multiple_of(base + rows.to(tl.int64)[None, :] * stride, [ACCESS_BYTES, ACCESS_BYTES])
     pointers = begin + cols[:, None]
@@ -185,9 +199,17 @@ def is_kept(rows, cols, scores, head):
 
 @triton.jit
 def score_gradient(
-    products, dp, lse2, delta, rows, cols, scores, head,
-    MASKED: tl.constexpr, OPTIONS: tl.constexpr,
-):  # fmt: skip
+    products,
+    dp,
+    lse2,
+    delta,
+    rows,
+    cols,
+    scores,
+    head,
+    MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):
     """Return ``(p, ds)``: probabilities after dropout, and d(loss)/d(logit).
 
     Works on tiles of either orientation: ``rows``, ``cols``, ``lse2`` (the LSE in base 2) and
@@ -210,9 +232,17 @@ def score_gradient(
 
 @triton.jit
 def load_queries(
-    q_base, dout_base, lse2_ptr, delta_ptr, row_base, rows, stride_qs, stride_dos, seqlen_q,
+    q_base,
+    dout_base,
+    lse2_ptr,
+    delta_ptr,
+    row_base,
+    rows,
+    stride_qs,
+    stride_dos,
+    seqlen_q,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Load a block of queries, and what the backward needs of its rows; see ``Inputs``."""
     cols_d = tl.arange(0, TILE.BLOCK_D)
     cols_dv = tl.arange(0, TILE.BLOCK_DV)
@@ -233,11 +263,25 @@ def load_keys_transposed(source, keys, walk, MASKED: tl.constexpr, TILE: tl.cons
     cols_d = tl.arange(0, TILE.BLOCK_D)
     cols_dv = tl.arange(0, TILE.BLOCK_DV)
     k_t = load_tile_transposed(
-        source.k_ptr, keys, source.stride_ks, walk.first, walk.last, cols_d,
-        TILE.HEAD_DIM, TILE.BLOCK_D, MASKED,
-    )  # [BLOCK_D, BLOCK_N]  # fmt: skip
+        source.k_ptr,
+        keys,
+        source.stride_ks,
+        walk.first,
+        walk.last,
+        cols_d,
+        TILE.HEAD_DIM,
+        TILE.BLOCK_D,
+        MASKED,
+    )  # [BLOCK_D, BLOCK_N]
     v_t = load_tile_transposed(
-        source.v_ptr, keys, source.stride_vs, walk.first, walk.last, cols_dv,
-        TILE.HEAD_DIM_V, TILE.BLOCK_DV, MASKED,
-    )  # [BLOCK_DV, BLOCK_N]  # fmt: skip
+        source.v_ptr,
+        keys,
+        source.stride_vs,
+        walk.first,
+        walk.last,
+        cols_dv,
+        TILE.HEAD_DIM_V,
+        TILE.BLOCK_DV,
+        MASKED,
+    )  # [BLOCK_DV, BLOCK_N]
     return k_t, v_t

@@ -25,9 +25,18 @@ def find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: tl.constexpr):
 
 @triton.jit
 def locate(
-    cu_own_ptr, cu_other_ptr, batch, heads, tokens_own, tokens_other, tiles, span,
-    BLOCK: tl.constexpr, BALANCE: tl.constexpr, LAST_IS_LONGEST: tl.constexpr,
-):  # fmt: skip
+    cu_own_ptr,
+    cu_other_ptr,
+    batch,
+    heads,
+    tokens_own,
+    tokens_other,
+    tiles,
+    span,
+    BLOCK: tl.constexpr,
+    BALANCE: tl.constexpr,
+    LAST_IS_LONGEST: tl.constexpr,
+):
     """Return ``(block, sequence, head, own_start, other_start, own_len, other_len)``.
 
     "Own" is the side whose blocks the grid divides, queries or keys. ``block`` is negative for a

@@ -69,9 +69,17 @@ class RowTensors(NamedTuple):
 
 # pointers to memory that the package did not allocate, which may begin anywhere
 FOREIGN = (
-    "q_ptr", "k_ptr", "v_ptr", "dout_ptr", "sinks_ptr", "q_descale_ptr", "k_descale_ptr",
-    "v_descale_ptr", "out_scale_ptr", *Extras._fields,
-)  # fmt: skip
+    "q_ptr",
+    "k_ptr",
+    "v_ptr",
+    "dout_ptr",
+    "sinks_ptr",
+    "q_descale_ptr",
+    "k_descale_ptr",
+    "v_descale_ptr",
+    "out_scale_ptr",
+    *Extras._fields,
+)
 FOREIGN_ROWS = ("out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr")
 
 

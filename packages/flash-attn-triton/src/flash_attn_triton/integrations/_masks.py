@@ -111,9 +111,15 @@ def attention_mask(
     def dense() -> Tensor:
         given = {**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         mask = masking_utils.sdpa_mask(
-            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
-            kv_offset=kv_offset, mask_function=mask_function, attention_mask=padding, **given,
-        )  # fmt: skip
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=padding,
+            **given,
+        )
         return cast(Tensor, mask)
 
     padding = attention_mask

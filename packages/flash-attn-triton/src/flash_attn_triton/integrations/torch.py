@@ -126,12 +126,19 @@ def _scaled_dot_product_flash_attention(
     """Tensors are ``[batch, heads, seqlen, head_dim]`` here, and only here."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     out, lse, seed, unused, debug_mask = _flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], dropout_p, is_causal, return_debug_mask,
+        q,
+        k,
+        v,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        dropout_p,
+        is_causal,
+        return_debug_mask,
         scale=scale,
-    )  # fmt: skip
-    return (
-        out.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], seed, unused, debug_mask
-    )  # fmt: skip
+    )
+    return (out.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], seed, unused, debug_mask)
 
 
 def _scaled_dot_product_flash_attention_backward(
@@ -154,9 +161,22 @@ def _scaled_dot_product_flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     grads = _flash_attention_backward(
-        dout, q, k, v, o, logsumexp, None, None, q.shape[1], k.shape[1], dropout_p, is_causal,
-        philox_seed, philox_offset, scale=scale,
-    )  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        o,
+        logsumexp,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        dropout_p,
+        is_causal,
+        philox_seed,
+        philox_offset,
+        scale=scale,
+    )
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
     return dq, dk, dv
 
@@ -231,9 +251,18 @@ def _flash_attention_forward_no_dropout_inplace(
     if dropout_p > 0.0:
         _refuse("dropout into a given output")
     result, lse, *_ = _flash_attention_forward(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, 0.0, is_causal, return_debug_mask,
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        0.0,
+        is_causal,
+        return_debug_mask,
         **options,
-    )  # fmt: skip
+    )
     out.copy_(result)
     return lse
 

@@ -174,9 +174,12 @@ def attention_forward(
         )
     q, k, v = (t.transpose(1, 2) for t in _autocast(query, key, value))
     options: dict[str, Any] = {
-        "dropout_p": dropout, "softmax_scale": scaling, "softcap": softcap or 0.0,
-        "sinks": s_aux, "deterministic": bool(deterministic),
-    }  # fmt: skip
+        "dropout_p": dropout,
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "deterministic": bool(deterministic),
+    }
     pattern = _pattern_of_call(bool(is_causal), sliding_window)
 
     packing = _packing_of_call(q, k, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -250,10 +253,13 @@ def _packing_of_call(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
     return Packing(
-        None, None, cu_seqlens_q.to(torch.int32), cu_seqlens_k.to(torch.int32),
+        None,
+        None,
+        cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k.to(torch.int32),
         q.shape[0] * q.shape[1] if max_q is None else int(max_q),
         k.shape[0] * k.shape[1] if max_k is None else int(max_k),
-    )  # fmt: skip
+    )
 
 
 def _apart(mask: Tensor, q: Tensor, k: Tensor, packing: Packing) -> Tensor:
@@ -328,10 +334,17 @@ def _attend_packed(
 ) -> Tensor:
     batch, q_length = q.shape[:2]
     out: Any = flash_attn_varlen_func(
-        _gather(q, packing.indices_q), _gather(k, packing.indices_k), _gather(v, packing.indices_k),
-        packing.cu_seqlens_q, packing.cu_seqlens_k, packing.max_seqlen_q, packing.max_seqlen_k,
-        causal=pattern.causal, window_size=pattern.window, **options,
-    )  # fmt: skip
+        _gather(q, packing.indices_q),
+        _gather(k, packing.indices_k),
+        _gather(v, packing.indices_k),
+        packing.cu_seqlens_q,
+        packing.cu_seqlens_k,
+        packing.max_seqlen_q,
+        packing.max_seqlen_k,
+        causal=pattern.causal,
+        window_size=pattern.window,
+        **options,
+    )
     if packing.indices_q is not None:
         padded = out.new_zeros(batch * q_length, *out.shape[1:])
         out = padded.index_copy(0, packing.indices_q, out)

@@ -38,8 +38,11 @@ class DecayGradientPlan:
             gradients, write_scale=scale, reverse=True, schedule="parallel", size=size
         )
         self._strides = (
-            *token_strides(q), *token_strides(k), *token_strides(v), *token_strides(dout),
-        )  # fmt: skip
+            *token_strides(q),
+            *token_strides(k),
+            *token_strides(v),
+            *token_strides(dout),
+        )
         options = DecayGradientOptions(k.shape[-1], v.shape[-1])
         self._launch = Launch(
             decay_gradient_kernel,

@@ -147,11 +147,16 @@ class DecodePlan:
         block_d = padded_head_dim(d)
         self._grid = batch * heads * cdiv(e, tile.block_e)
         self._numbers = DecodeNumbers(
-            scale, tokens, heads,
-            *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+            scale,
+            tokens,
+            heads,
+            *q.stride(),
+            *k.stride(),
+            *v.stride(),
+            *out.stride(),
             *state_cache.stride(),
             *((0,) * 5 if states_out is None else states_out.stride()),
-        )  # fmt: skip
+        )
         options = DecodeOptions(
             d, e, block_d, tile.block_e, *_rows_of(state_cache), *_rows_of(states_out)
         )

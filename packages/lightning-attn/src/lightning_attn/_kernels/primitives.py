@@ -154,9 +154,16 @@ def slot_of(slots_ptr, sequence, batch):
 
 @triton.jit
 def clear_rows(
-    out_ptr, begin, length, heads, head, cols,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    begin,
+    length,
+    heads,
+    head,
+    cols,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Store zeros to rows of a contiguous ``[tokens, heads, WIDTH]``."""
     index = tl.arange(0, CHUNK)
     for done in range(0, length, CHUNK):

@@ -49,9 +49,17 @@ from .structures import (
 
 @triton.jit
 def _clear_padding(
-    out_ptr, cu_seqlens_ptr, found, begin, heads, head, batch, cols,
-    OPTIONS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    cu_seqlens_ptr,
+    found,
+    begin,
+    heads,
+    head,
+    batch,
+    cols,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Store zeros to the output of rows that belong to no sequence."""
     E: tl.constexpr = OPTIONS.E
     clear_rows(out_ptr, begin, found.length, heads, head, cols, E, TILE.BLOCK_E, TILE.CHUNK)
@@ -159,9 +167,17 @@ def walk_kernel(
     if slot < 0:
         if out_ptr is not None:
             _clear_padding(
-                out_ptr, cu_seqlens_ptr, found, out_begin, heads, head_64, batch, cols,
-                OPTIONS, TILE,
-            )  # fmt: skip
+                out_ptr,
+                cu_seqlens_ptr,
+                found,
+                out_begin,
+                heads,
+                head_64,
+                batch,
+                cols,
+                OPTIONS,
+                TILE,
+            )
         return
     if cu_seqlens_ptr is not None:
         sequence_64 = tl.zeros([], tl.int64)

@@ -242,9 +242,13 @@ class Walk:
         scales = read_scale, self.write_scale
         is_hopper = self._is_hopper and tokens > 0  # an empty tensor has no map
         kind = (
-            is_hopper, segmented, plan.tile.block_e, read is None, x.last is None,
+            is_hopper,
+            segmented,
+            plan.tile.block_e,
+            read is None,
+            x.last is None,
             *[other is None for other in others],
-        )  # fmt: skip
+        )
         launch = self._launches.get(kind)
         if launch is None:
             is_exact = self._is_exact and last.memory is not None
@@ -333,10 +337,16 @@ def walk_of(
     """Return the walk of readable tensors, made when those of their form came first."""
     packed = x.cu_seqlens is not None  # then the number of tokens is no part of the form
     form: list[Hashable] = [
-        write_scale, reverse, schedule, x.last is None, x.key.dtype, x.key.device,
-        detect(x.key.device), None if x.cu_seqlens is None else x.cu_seqlens.shape[0],
+        write_scale,
+        reverse,
+        schedule,
+        x.last is None,
+        x.key.dtype,
+        x.key.device,
+        detect(x.key.device),
+        None if x.cu_seqlens is None else x.cu_seqlens.shape[0],
         None if x.slots is None else x.slots.dtype,
-    ]  # fmt: skip
+    ]
     for t in (x.key, x.value, read):
         # strides between tokens matter only where there are several
         form += [(t.shape[0] > 1, *t.shape[1:]) if packed else t.shape, t.stride()]

@@ -24,18 +24,25 @@ def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiT
     tensor: NkiTensor = x  # type: ignore[assignment]
     if tensor.buffer not in buffers:
         raise NkiValidationError(
-            operation, operand, f"must be in {' or '.join(b.upper() for b in buffers)}",
-            tensor.buffer, f"nki.isa.{operation.removeprefix('nisa.')}, memory types",
-        )  # fmt: skip
+            operation,
+            operand,
+            f"must be in {' or '.join(b.upper() for b in buffers)}",
+            tensor.buffer,
+            f"nki.isa.{operation.removeprefix('nisa.')}, memory types",
+        )
     return tensor
 
 
 def check_enum(operation: str, operand: str, x: object, kind: type[Enum]) -> None:
     """Check that an option is of its enumeration; neither a string nor a number will do."""
     require(
-        isinstance(x, kind), operation, operand, f"must be one of nisa.{kind.__name__}", repr(x),
+        isinstance(x, kind),
+        operation,
+        operand,
+        f"must be one of nisa.{kind.__name__}",
+        repr(x),
         f"nki.isa.{kind.__name__}",
-    )  # fmt: skip
+    )
 
 
 def check_tile(
@@ -45,56 +52,80 @@ def check_tile(
     buffers = (["sbuf"] if sbuf else []) + (["psum"] if psum else [])
     tile = check_tensor(operation, operand, x, *buffers)
     require(
-        not tile.is_indirect(), operation, operand, "must not be indirect", "indirect",
+        not tile.is_indirect(),
+        operation,
+        operand,
+        "must not be indirect",
+        "indirect",
         "nki.isa.dma_copy, indirect addressing",
-    )  # fmt: skip
+    )
     check_pattern(operation, operand, tile)
     start, count = tile.start_partition, tile.shape[0]
     if start:
         step = 128 if count > 64 else 64 if count > 32 else 32
         require(
-            start % step == 0, operation, operand,
-            f"of {count} partitions must start at a multiple of {step}", start,
+            start % step == 0,
+            operation,
+            operand,
+            f"of {count} partitions must start at a multiple of {step}",
+            start,
             f"{ARCH}, start partition",
-        )  # fmt: skip
+        )
     return tile
 
 
 def check_pattern(operation: str, operand: str, tile: NkiTensor) -> None:
     """Check the access pattern of a tile, which DMA has to keep to as well."""
     require(
-        2 <= tile.ndim <= MAX_DIMS, operation, operand,
-        f"must have 2 to {MAX_DIMS} dimensions, the partition first", tile.shape, ARCH,
-    )  # fmt: skip
+        2 <= tile.ndim <= MAX_DIMS,
+        operation,
+        operand,
+        f"must have 2 to {MAX_DIMS} dimensions, the partition first",
+        tile.shape,
+        ARCH,
+    )
     require(
-        tile.free_size <= MAX_COUNT, operation, operand,
-        f"may have at most {MAX_COUNT} elements per partition", tile.free_size,
+        tile.free_size <= MAX_COUNT,
+        operation,
+        operand,
+        f"may have at most {MAX_COUNT} elements per partition",
+        tile.free_size,
         "access patterns have 16-bit counts",
-    )  # fmt: skip
+    )
     per = tile.partition_step
     require(
-        tile.shape[0] == 1 or tile._strides[0] == per, operation, operand,
+        tile.shape[0] == 1 or tile._strides[0] == per,
+        operation,
+        operand,
         "must take partitions one after the other, without holes",
-        f"every {tile._strides[0] // per if per else 0}", PAGE,
-    )  # fmt: skip
+        f"every {tile._strides[0] // per if per else 0}",
+        PAGE,
+    )
 
 
 def check_same_size(operation: str, operand: str, x: NkiTensor, like: NkiTensor) -> None:
     """Check that two tiles have the same partitions and elements per partition."""
     require(
-        (x.shape[0], x.free_size) == (like.shape[0], like.free_size), operation, operand,
+        (x.shape[0], x.free_size) == (like.shape[0], like.free_size),
+        operation,
+        operand,
         f"must have {like.shape[0]} partitions of {like.free_size} elements",
-        f"{x.shape[0]} of {x.free_size}", f"nki.isa.{operation.removeprefix('nisa.')}, tile size",
-    )  # fmt: skip
+        f"{x.shape[0]} of {x.free_size}",
+        f"nki.isa.{operation.removeprefix('nisa.')}, tile size",
+    )
 
 
 def check_vector(operation: str, operand: str, x: object, partitions: int) -> NkiTensor:
     """Check a tile with one element per partition."""
     tile = check_tile(operation, operand, x)
     require(
-        (tile.shape[0], tile.free_size) == (partitions, 1), operation, operand,
-        f"must be ({partitions}, 1)", tile.shape, f"nki.isa.{operation.removeprefix('nisa.')}",
-    )  # fmt: skip
+        (tile.shape[0], tile.free_size) == (partitions, 1),
+        operation,
+        operand,
+        f"must be ({partitions}, 1)",
+        tile.shape,
+        f"nki.isa.{operation.removeprefix('nisa.')}",
+    )
     return tile
 
 
@@ -110,17 +141,22 @@ def note_read(operation: str, operand: str, x: NkiTensor, places: Array | None =
         missing = (marks == UNWRITTEN).any(axis=-1)
         if missing.any():
             raise UnwrittenError(
-                operation, operand, f"{x.name} must be written before it is read",
+                operation,
+                operand,
+                f"{x.name} must be written before it is read",
                 f"{int(missing.sum())} unwritten elements",
                 "nki.language.ndarray: contents are undefined",
-            )  # fmt: skip
+            )
     if traffic is not None:
         marks = traffic.of(x) if places is None else traffic.at(x, places)
         require(
-            not (marks & WROTE[1 - found.program]).any(), operation, operand,
+            not (marks & WROTE[1 - found.program]).any(),
+            operation,
+            operand,
             f"{x.name}: programs of a logical core must not read what the other writes",
-            "an element that the other program wrote", LNC,
-        )  # fmt: skip
+            "an element that the other program wrote",
+            LNC,
+        )
         traffic.put(x, places, READ[found.program], keep=True)
 
 
@@ -139,21 +175,32 @@ def read(operation: str, operand: str, x: NkiTensor) -> Array | None:
 
 
 def mark(
-    operation: str, x: NkiTensor, by: int = BY_OTHERS, places: Array | None = None,
+    operation: str,
+    x: NkiTensor,
+    by: int = BY_OTHERS,
+    places: Array | None = None,
     operand: str = "dst",
-) -> None:  # fmt: skip
+) -> None:
     """Note who writes a tensor, or some elements of its storage, and check that it may."""
     storage, program = x._storage, machine().program
     first = 1 if x.is_indirect() else 0
     repeated = [n for s, n in zip(x._strides[first:], x.shape[first:], strict=True) if not s]
     require(
-        all(n == 1 for n in repeated), operation, operand, "must not write an element twice",
-        x.get_pattern(), PAGE,
-    )  # fmt: skip
+        all(n == 1 for n in repeated),
+        operation,
+        operand,
+        "must not write an element twice",
+        x.get_pattern(),
+        PAGE,
+    )
     require(
-        not storage.is_constant, operation, operand,
-        f"{x.name} must be an array that may be written", "a read-only one", "nki.simulate",
-    )  # fmt: skip
+        not storage.is_constant,
+        operation,
+        operand,
+        f"{x.name} must be an array that may be written",
+        "a read-only one",
+        "nki.simulate",
+    )
     storage.is_changed = True
     if storage.state is not None:
         storage.state.put(x, places, by, keep=False)
@@ -163,10 +210,13 @@ def mark(
         other = 1 - program
         for bit, what in ((WROTE[other], "wrote"), (READ[other], "read")):
             require(
-                not (marks & bit).any(), operation, operand,
+                not (marks & bit).any(),
+                operation,
+                operand,
                 f"{x.name}: programs of a logical core must write apart",
-                f"an element that the other program {what}", LNC,
-            )  # fmt: skip
+                f"an element that the other program {what}",
+                LNC,
+            )
         traffic.put(x, places, WROTE[program], keep=True)
 
 
@@ -196,7 +246,11 @@ def scalar_or_vector(
             value = value.reshape((data.shape[0],) + (1,) * (data.ndim - 1))
         return value, (x,)
     require(
-        isinstance(x, (int, float, np.floating, np.integer)), operation, operand,
-        "must be a number or a (partitions, 1) tile", type(x).__name__, page,
-    )  # fmt: skip
+        isinstance(x, (int, float, np.floating, np.integer)),
+        operation,
+        operand,
+        "must be a number or a (partitions, 1) tile",
+        type(x).__name__,
+        page,
+    )
     return np.float32(x), ()

@@ -22,10 +22,14 @@ AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 
 
 def dma_copy(
-    dst: NkiTensor, src: NkiTensor, priority: int | None = None,
-    oob_mode: OobMode = OobMode.error, dge_mode: DgeMode = DgeMode.unknown,
-    engine: Engine = Engine.unknown, name: str | None = None,
-) -> None:  # fmt: skip
+    dst: NkiTensor,
+    src: NkiTensor,
+    priority: int | None = None,
+    oob_mode: OobMode = OobMode.error,
+    dge_mode: DgeMode = DgeMode.unknown,
+    engine: Engine = Engine.unknown,
+    name: str | None = None,
+) -> None:
     """Copy between HBM and SBUF; other dtypes go through fp32."""
     call = "nisa.dma_copy"
     _check_memory(call, dst, src)
@@ -40,9 +44,13 @@ def dma_copy(
         _log("dma_copy", dst, src, src.size, rows)
         return
     require(
-        not (dst.is_indirect() and src.is_indirect()), call, "dst and src",
-        "must not both be indirect", "both", COPY,
-    )  # fmt: skip
+        not (dst.is_indirect() and src.is_indirect()),
+        call,
+        "dst and src",
+        "must not both be indirect",
+        "both",
+        COPY,
+    )
     moved, rows = _indirect(call, dst, src, oob_mode)
     _log("dma_copy", dst, src, moved, rows, indirect=True)
 
@@ -66,18 +74,32 @@ def _check_mode(
         require(0 <= priority <= 3, call, "priority", "must be from 0 to 3", priority, COPY)
     if mode == DgeMode.hwdge:
         require(target.has_hwdge, call, "dge_mode", "may be hwdge from trn2 on", target.name, COPY)
-        require(dst.dtype == src.dtype, call, "dst", "must have src's dtype for hwdge",
-                f"{dst.dtype} and {src.dtype}", COPY)  # fmt: skip
+        require(
+            dst.dtype == src.dtype,
+            call,
+            "dst",
+            "must have src's dtype for hwdge",
+            f"{dst.dtype} and {src.dtype}",
+            COPY,
+        )
     if engine != Engine.unknown:
         require(
-            mode == DgeMode.hwdge and engine in (Engine.sync, Engine.scalar), call, "engine",
-            "must be sync or scalar, with hwdge", engine.name, COPY,
-        )  # fmt: skip
+            mode == DgeMode.hwdge and engine in (Engine.sync, Engine.scalar),
+            call,
+            "engine",
+            "must be sync or scalar, with hwdge",
+            engine.name,
+            COPY,
+        )
     by_vector = [x for x in (dst, src) if x.indirection and x.indirection.per_partition]
     require(
-        not by_vector or mode in (DgeMode.unknown, DgeMode.swdge), call, "dge_mode",
-        "must be swdge for a vector_offset", mode.name, COPY,
-    )  # fmt: skip
+        not by_vector or mode in (DgeMode.unknown, DgeMode.swdge),
+        call,
+        "dge_mode",
+        "must be swdge for a vector_offset",
+        mode.name,
+        COPY,
+    )
 
 
 def _move(call: str, dst: NkiTensor, src: NkiTensor) -> None:
@@ -109,15 +131,22 @@ def _indirect(call: str, dst: NkiTensor, src: NkiTensor, mode: OobMode) -> tuple
     index = offsets(call, view)
     fits = (index >= 0) & (index < way.limit)
     require(
-        bool(fits.all()) or mode == OobMode.skip, call, "an index",
-        f"must be from 0 to {way.limit - 1}; oob_mode.error raises", index[~fits][:1],
+        bool(fits.all()) or mode == OobMode.skip,
+        call,
+        "an index",
+        f"must be from 0 to {way.limit - 1}; oob_mode.error raises",
+        index[~fits][:1],
         f"{COPY}, oob_mode",
-    )  # fmt: skip
+    )
     count = view.shape[0]
     require(
-        direct.shape[0] == count, call, "dst and src", f"must have the same {count} rows",
-        direct.shape[0], f"{COPY}, indirect addressing",
-    )  # fmt: skip
+        direct.shape[0] == count,
+        call,
+        "dst and src",
+        f"must have the same {count} rows",
+        direct.shape[0],
+        f"{COPY}, indirect addressing",
+    )
     rows = np.flatnonzero(fits) if way.per_partition else np.arange(count * int(fits.all()))
     if len(rows):
         chosen = index[rows] if way.per_partition else np.full(len(rows), index[0])
@@ -125,8 +154,14 @@ def _indirect(call: str, dst: NkiTensor, src: NkiTensor, mode: OobMode) -> tuple
         inner = _inner(view)
         last = int(starts.max() + inner.max())
         # an index within bounds may still lead past the end, by the offset of the pattern
-        require(last < view._storage.size, call, view.name,
-                f"must stay within its {view._storage.size} elements", last, COPY)  # fmt: skip
+        require(
+            last < view._storage.size,
+            call,
+            view.name,
+            f"must stay within its {view._storage.size} elements",
+            last,
+            COPY,
+        )
         _note(call, dst, src, direct, rows, starts, inner)
         _copy_rows(view, direct, rows, starts, inner, gather=view is src)
     return len(rows) * (view.size // count), len(rows)
@@ -141,9 +176,14 @@ def _inner(view: NkiTensor) -> Array:
 
 
 def _note(
-    call: str, dst: NkiTensor, src: NkiTensor, direct: NkiTensor, rows: Array, starts: Array,
+    call: str,
+    dst: NkiTensor,
+    src: NkiTensor,
+    direct: NkiTensor,
+    rows: Array,
+    starts: Array,
     inner: Array,
-) -> None:  # fmt: skip
+) -> None:
     """Note which elements of either side are read and written: those of rows that move."""
     for x in (src, dst):
         is_marked = x._storage.state is not None or x._storage.traffic is not None
@@ -184,10 +224,14 @@ def _copy_rows(
 
 
 def dma_transpose(
-    dst: NkiTensor, src: NkiTensor, axes: Any = None, priority: int | None = None,
-    dge_mode: DgeMode = DgeMode.unknown, oob_mode: OobMode = OobMode.error,
+    dst: NkiTensor,
+    src: NkiTensor,
+    axes: Any = None,
+    priority: int | None = None,
+    dge_mode: DgeMode = DgeMode.unknown,
+    oob_mode: OobMode = OobMode.error,
     name: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Transpose on the way into SBUF; with a vector_offset, gather rows first."""
     call = "nisa.dma_transpose"
     if priority is not None or oob_mode != OobMode.error:
@@ -199,14 +243,30 @@ def dma_transpose(
     require(src.ndim in AXES, call, "src", "must have 2, 3 or 4 dimensions", src.ndim, TRANSPOSE)
     expected = AXES[src.ndim]
     require(
-        axes is None or tuple(axes) == expected, call, "axes",
-        f"must be {expected} for {src.ndim} dimensions", axes, TRANSPOSE,
-    )  # fmt: skip
-    require(dst.dtype == src.dtype, call, "dst", f"must have src's dtype, {src.dtype}", dst.dtype,
-            TRANSPOSE)  # fmt: skip
+        axes is None or tuple(axes) == expected,
+        call,
+        "axes",
+        f"must be {expected} for {src.ndim} dimensions",
+        axes,
+        TRANSPOSE,
+    )
+    require(
+        dst.dtype == src.dtype,
+        call,
+        "dst",
+        f"must have src's dtype, {src.dtype}",
+        dst.dtype,
+        TRANSPOSE,
+    )
     shape = tuple(src.shape[a] for a in expected)
-    require(dst.shape == shape, call, "dst", f"must be {shape}, the transposed source", dst.shape,
-            TRANSPOSE)  # fmt: skip
+    require(
+        dst.shape == shape,
+        call,
+        "dst",
+        f"must be {shape}, the transposed source",
+        dst.shape,
+        TRANSPOSE,
+    )
     require(not dst.is_indirect(), call, "dst", "must not be indirect", dst, TRANSPOSE)
     if src.is_indirect():
         _gather_transposed(call, dst, src, expected, dge_mode)
@@ -227,16 +287,29 @@ def _check_direct(call: str, src: NkiTensor, mode: DgeMode) -> None:
     128 is what all of them take.
     """
     page = f"{TRANSPOSE}, direct"
-    require(mode in (DgeMode.unknown, DgeMode.hwdge), call, "dge_mode",
-            "must be hwdge or unknown unless src is indirect", mode.name, page)  # fmt: skip
+    require(
+        mode in (DgeMode.unknown, DgeMode.hwdge),
+        call,
+        "dge_mode",
+        "must be hwdge or unknown unless src is indirect",
+        mode.name,
+        page,
+    )
     if mode == DgeMode.unknown:
         return
     target = machine().target
     require(target.has_hwdge, call, "dge_mode", "may be hwdge from trn2 on", target.name, page)
-    require(src.itemsize == 2, call, "src", "must have a dtype of 2 bytes for hwdge", src.dtype,
-            page)  # fmt: skip
-    require(src.shape[0] == 16 and src.shape[-1] == 128, call, "src",
-            "must have 16 rows and 128 columns for hwdge", src.shape, page)  # fmt: skip
+    require(
+        src.itemsize == 2, call, "src", "must have a dtype of 2 bytes for hwdge", src.dtype, page
+    )
+    require(
+        src.shape[0] == 16 and src.shape[-1] == 128,
+        call,
+        "src",
+        "must have 16 rows and 128 columns for hwdge",
+        src.shape,
+        page,
+    )
 
 
 def _gather_transposed(
@@ -246,22 +319,37 @@ def _gather_transposed(
     rows = src.shape[0]
     target = machine().target
     page = f"{TRANSPOSE}, indirect"
-    require(target.has_indirect_transpose, call, "src", "may be indirect from trn2 on",
-            target.name, page)  # fmt: skip
-    require(mode in (DgeMode.unknown, DgeMode.swdge), call, "dge_mode", "must be swdge", mode.name,
-            page)  # fmt: skip
+    require(
+        target.has_indirect_transpose,
+        call,
+        "src",
+        "may be indirect from trn2 on",
+        target.name,
+        page,
+    )
+    require(
+        mode in (DgeMode.unknown, DgeMode.swdge), call, "dge_mode", "must be swdge", mode.name, page
+    )
     require(src.itemsize == 2, call, "src", "must have a dtype of 2 bytes", src.dtype, page)
     # at most 128 columns, because they become partitions
-    require(rows % 16 == 0 and 16 <= rows <= 128, call, "src",
-            "must have 16 to 128 rows, in multiples of 16", rows, page)  # fmt: skip
-    require(way.index.dtype == "uint32", call, "the indices", "must be uint32", way.index.dtype,
-            page)  # fmt: skip
+    require(
+        rows % 16 == 0 and 16 <= rows <= 128,
+        call,
+        "src",
+        "must have 16 to 128 rows, in multiples of 16",
+        rows,
+        page,
+    )
+    require(
+        way.index.dtype == "uint32", call, "the indices", "must be uint32", way.index.dtype, page
+    )
     if src.ndim != 2 or not way.per_partition:
         raise NotModelledError(f"{call}: an indirect source but of rows in 2 dimensions")
     index = offsets(call, src)
     fits = (index >= 0) & (index < way.limit)
-    require(bool(fits.all()), call, "an index", f"must be below {way.limit}", index[~fits][:1],
-            page)  # fmt: skip
+    require(
+        bool(fits.all()), call, "an index", f"must be below {way.limit}", index[~fits][:1], page
+    )
     places = (src._offset + index * way.stride)[:, None] + _inner(src)
     last, size = int(places.max()), src._storage.size
     require(last < size, call, src.name, f"must stay within its {size} elements", last, page)
@@ -305,8 +393,15 @@ def _log(
         reads[0] = (src._storage.id, 0, 2**62)
     machine().log(
         Instruction(
-            op, "dma", dst.free_size if dst._storage.on_chip else src.free_size, form=form,
-            nbytes=nbytes, rows=rows, reads=tuple(reads), writes=(whole,), hbm=hbm,
+            op,
+            "dma",
+            dst.free_size if dst._storage.on_chip else src.free_size,
+            form=form,
+            nbytes=nbytes,
+            rows=rows,
+            reads=tuple(reads),
+            writes=(whole,),
+            hbm=hbm,
             is_store=not dst._storage.on_chip,
         )
-    )  # fmt: skip
+    )

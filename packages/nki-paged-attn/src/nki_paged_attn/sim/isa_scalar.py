@@ -39,9 +39,7 @@ def activation(
     name: str | None = None,
 ) -> None:
     """``dst = op(data * scale + bias)`` in fp32; the sum of it may go to the reduce registers."""
-    _activate(
-        "nisa.activation", dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd
-    )  # fmt: skip
+    _activate("nisa.activation", dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd)
 
 
 def activation_reduce(
@@ -57,9 +55,13 @@ def activation_reduce(
     """``activation`` that resets the registers, sums, and overwrites ``reduce_res``."""
     call = "nisa.activation_reduce"
     require(
-        reduce_res is not None, call, "reduce_res", "must be a tile", None,
+        reduce_res is not None,
+        call,
+        "reduce_res",
+        "must be a tile",
+        None,
         "nki.isa.activation_reduce",
-    )  # fmt: skip
+    )
     _activate(call, dst, op, data, bias, scale, reduce_op, reduce_res, Command.reset_reduce)
 
 
@@ -80,9 +82,13 @@ def _activate(
     check_tile(call, "data", data)
     check_same_size(call, "dst", dst, data)
     require(
-        need_op(call, "op", op).unary is not None, call, "op", "must be an activation function",
-        op.name, ACTIVATION_PAGE,
-    )  # fmt: skip
+        need_op(call, "op", op).unary is not None,
+        call,
+        "op",
+        "must be an activation function",
+        op.name,
+        ACTIVATION_PAGE,
+    )
     factor, read_scale = scalar_or_vector(call, "scale", scale, data)
     addend: Any = None
     reads = [data, *read_scale]
@@ -95,14 +101,22 @@ def _activate(
     elif bias is not None:
         addend, _ = scalar_or_vector(call, "bias", bias, data)
         require(
-            target.has_constant_bias, call, "bias", f"must be a (partitions, 1) tile on "
-            f"{target.name}", bias, f"{PAGE}, layout",
-        )  # fmt: skip
+            target.has_constant_bias,
+            call,
+            "bias",
+            f"must be a (partitions, 1) tile on {target.name}",
+            bias,
+            f"{PAGE}, layout",
+        )
     sums = command in (Command.reduce, Command.reset_reduce)
     require(
-        command != Command.load_reduce, call, "reduce_cmd", "must not be load_reduce",
-        command.name, PAGE,
-    )  # fmt: skip
+        command != Command.load_reduce,
+        call,
+        "reduce_cmd",
+        "must not be load_reduce",
+        command.name,
+        PAGE,
+    )
     if sums:
         reduction = need_op(call, "reduce_op", reduce_op).name
         require(reduction == "add", call, "reduce_op", "must be nl.add", reduction, PAGE)
@@ -131,7 +145,11 @@ def _activate(
     form = frozenset({"readout"}) if reduce_res is not None else frozenset()
     machine().log(
         Instruction(
-            "activation", "scalar", data.free_size, form=form,
-            reads=tuple(r.region() for r in reads), writes=tuple(writes),
+            "activation",
+            "scalar",
+            data.free_size,
+            form=form,
+            reads=tuple(r.region() for r in reads),
+            writes=tuple(writes),
         )
-    )  # fmt: skip
+    )

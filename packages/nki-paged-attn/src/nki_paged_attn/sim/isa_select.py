@@ -29,11 +29,19 @@ COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
 
 
 def range_select(
-    dst: NkiTensor, on_true_tile: NkiTensor, comp_op0: Any, comp_op1: Any, bound0: NkiTensor,
-    bound1: NkiTensor, reduce_cmd: Command = Command.reset_reduce,
-    reduce_res: NkiTensor | None = None, reduce_op: Any = OPS["maximum"], range_start: int = 0,
-    on_false_value: float = FP32_MIN, name: str | None = None,
-) -> None:  # fmt: skip
+    dst: NkiTensor,
+    on_true_tile: NkiTensor,
+    comp_op0: Any,
+    comp_op1: Any,
+    bound0: NkiTensor,
+    bound1: NkiTensor,
+    reduce_cmd: Command = Command.reset_reduce,
+    reduce_res: NkiTensor | None = None,
+    reduce_op: Any = OPS["maximum"],
+    range_start: int = 0,
+    on_false_value: float = FP32_MIN,
+    name: str | None = None,
+) -> None:
     """Keep elements whose index lies within bounds of their row; the row's maximum on the way."""
     call, page = "nisa.range_select", "nki.isa.range_select"
     target = machine().target
@@ -42,21 +50,51 @@ def range_select(
     check_tile(call, "on_true_tile", on_true_tile)
     check_same_size(call, "dst", dst, on_true_tile)
     parts = on_true_tile.shape[0]
-    require("float" in on_true_tile.dtype, call, "on_true_tile", "must be of floats",
-            on_true_tile.dtype, page)  # fmt: skip
+    require(
+        "float" in on_true_tile.dtype,
+        call,
+        "on_true_tile",
+        "must be of floats",
+        on_true_tile.dtype,
+        page,
+    )
     for operand, bound in (("bound0", bound0), ("bound1", bound1)):
         check_vector(call, operand, bound, parts)
         require(bound.dtype == "float32", call, operand, "must be float32", bound.dtype, page)
     for operand, op in (("comp_op0", comp_op0), ("comp_op1", comp_op1)):
         found = need_op(call, operand, op)
-        require(found.name in COMPARISONS, call, operand,
-                f"must be one of {', '.join(COMPARISONS)}", found.name, page)  # fmt: skip
-    require(np.float32(on_false_value) == np.float32(FP32_MIN), call, "on_false_value",
-            f"must be {FP32_MIN:.8g}", on_false_value, page)  # fmt: skip
-    require(need_op(call, "reduce_op", reduce_op).name == "maximum", call, "reduce_op",
-            "must be nl.maximum", reduce_op.name, page)  # fmt: skip
-    require(range_start + on_true_tile.free_size <= 2**24, call, "range_start",
-            "plus the free size must stay within 2**24", range_start, page)  # fmt: skip
+        require(
+            found.name in COMPARISONS,
+            call,
+            operand,
+            f"must be one of {', '.join(COMPARISONS)}",
+            found.name,
+            page,
+        )
+    require(
+        np.float32(on_false_value) == np.float32(FP32_MIN),
+        call,
+        "on_false_value",
+        f"must be {FP32_MIN:.8g}",
+        on_false_value,
+        page,
+    )
+    require(
+        need_op(call, "reduce_op", reduce_op).name == "maximum",
+        call,
+        "reduce_op",
+        "must be nl.maximum",
+        reduce_op.name,
+        page,
+    )
+    require(
+        range_start + on_true_tile.free_size <= 2**24,
+        call,
+        "range_start",
+        "plus the free size must stay within 2**24",
+        range_start,
+        page,
+    )
     check_reduction(call, reduce_cmd, reduce_res, parts)
     x = read(call, "on_true_tile", on_true_tile)
     b0, b1 = read(call, "bound0", bound0), read(call, "bound1", bound1)
@@ -74,15 +112,27 @@ def range_select(
         write(call, dst, value)
     if reduce_res is not None:
         write(call, reduce_res, top)
-    log("range_select", "vector", dst, (on_true_tile, bound0, bound1), on_true_tile.free_size,
-        also=reduce_res)  # fmt: skip
+    log(
+        "range_select",
+        "vector",
+        dst,
+        (on_true_tile, bound0, bound1),
+        on_true_tile.free_size,
+        also=reduce_res,
+    )
 
 
 def select_reduce(
-    dst: NkiTensor, predicate: NkiTensor, on_true: NkiTensor, on_false: Any,
-    reduce_res: NkiTensor | None = None, reduce_cmd: Command = Command.idle,
-    reduce_op: Any = OPS["maximum"], reverse_pred: bool = False, name: str | None = None,
-) -> None:  # fmt: skip
+    dst: NkiTensor,
+    predicate: NkiTensor,
+    on_true: NkiTensor,
+    on_false: Any,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: Command = Command.idle,
+    reduce_op: Any = OPS["maximum"],
+    reverse_pred: bool = False,
+    name: str | None = None,
+) -> None:
     """Choose by a predicate of small integers; the row's maximum on the way."""
     call, page = "nisa.select_reduce", "nki.isa.select_reduce"
     for operand, tile in (("dst", dst), ("predicate", predicate), ("on_true", on_true)):
@@ -90,18 +140,42 @@ def select_reduce(
     check_same_size(call, "dst", dst, on_true)
     check_same_size(call, "predicate", predicate, on_true)
     both_in_psum(call, on_true, predicate, "on_true and predicate")
-    require(on_true.dtype not in ("int32", "uint32"), call, "on_true",
-            "must not be int32 or uint32", on_true.dtype, page)  # fmt: skip
-    require(predicate.dtype in ("int8", "uint8", "int16", "uint16"), call, "predicate",
-            "must be int8, uint8, int16 or uint16", predicate.dtype, page)  # fmt: skip
-    require(need_op(call, "reduce_op", reduce_op).name == "maximum", call, "reduce_op",
-            "must be nl.maximum", reduce_op.name, page)  # fmt: skip
+    require(
+        on_true.dtype not in ("int32", "uint32"),
+        call,
+        "on_true",
+        "must not be int32 or uint32",
+        on_true.dtype,
+        page,
+    )
+    require(
+        predicate.dtype in ("int8", "uint8", "int16", "uint16"),
+        call,
+        "predicate",
+        "must be int8, uint8, int16 or uint16",
+        predicate.dtype,
+        page,
+    )
+    require(
+        need_op(call, "reduce_op", reduce_op).name == "maximum",
+        call,
+        "reduce_op",
+        "must be nl.maximum",
+        reduce_op.name,
+        page,
+    )
     other: Any
     other, also = scalar_or_vector(call, "on_false", on_false, on_true)
     check_reduction(call, reduce_cmd, reduce_res, on_true.shape[0])
     if reduce_res is not None:
-        require("float" in reduce_res.dtype, call, "reduce_res", "must be of floats",
-                reduce_res.dtype, page)  # fmt: skip
+        require(
+            "float" in reduce_res.dtype,
+            call,
+            "reduce_res",
+            "must be of floats",
+            reduce_res.dtype,
+            page,
+        )
     x, p = read(call, "on_true", on_true), read_raw(call, "predicate", predicate)
     value: Array | None = None
     row: Array | None = None
@@ -113,27 +187,48 @@ def select_reduce(
     write(call, dst, value)
     if reduce_res is not None:
         write(call, reduce_res, top)
-    log("select_reduce", "vector", dst, (predicate, on_true, *also), on_true.free_size,
-        also=reduce_res)  # fmt: skip
+    log(
+        "select_reduce",
+        "vector",
+        dst,
+        (predicate, on_true, *also),
+        on_true.free_size,
+        also=reduce_res,
+    )
 
 
 def tensor_copy_predicated(
-    dst: NkiTensor, src: Any, predicate: NkiTensor, reverse_pred: bool = False,
+    dst: NkiTensor,
+    src: Any,
+    predicate: NkiTensor,
+    reverse_pred: bool = False,
     name: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Copy where a predicate holds; elsewhere ``dst`` stays as it was."""
     call, page = "nisa.tensor_copy_predicated", "nki.isa.tensor_copy_predicated"
     check_tile(call, "dst", dst)
     check_tile(call, "predicate", predicate)
     check_same_size(call, "predicate", predicate, dst)
-    require(predicate.dtype in ("uint8", "uint16", "uint32"), call, "predicate",
-            "must be uint8, uint16 or uint32", predicate.dtype, page)  # fmt: skip
+    require(
+        predicate.dtype in ("uint8", "uint16", "uint32"),
+        call,
+        "predicate",
+        "must be uint8, uint16 or uint32",
+        predicate.dtype,
+        page,
+    )
     reads = [predicate, dst]
     if isinstance(src, NkiTensor):
         check_tile(call, "src", src)
         check_same_size(call, "src", src, dst)
-        require(src.dtype == dst.dtype, call, "src", f"must have dst's dtype, {dst.dtype}",
-                src.dtype, page)  # fmt: skip
+        require(
+            src.dtype == dst.dtype,
+            call,
+            "src",
+            f"must have dst's dtype, {dst.dtype}",
+            src.dtype,
+            page,
+        )
         both_in_psum(call, src, predicate, "src and predicate")
         reads.append(src)
         new = read_raw(call, "src", src)
@@ -145,18 +240,31 @@ def tensor_copy_predicated(
         value = np.where((p.reshape(old.shape) != 0) != reverse_pred, new.reshape(old.shape), old)
     write(call, dst, value)
     in_sbuf = dst.buffer == "sbuf" and (not isinstance(src, NkiTensor) or src.buffer == "sbuf")
-    log("tensor_copy_predicated", "vector", dst, tuple(reads), dst.free_size,
-        "both_sbuf" if in_sbuf else "")  # fmt: skip
+    log(
+        "tensor_copy_predicated",
+        "vector",
+        dst,
+        tuple(reads),
+        dst.free_size,
+        "both_sbuf" if in_sbuf else "",
+    )
 
 
 def _affine(call: str, dst: NkiTensor, pattern: Any, offset: int, channel_multiplier: int) -> Array:
     """Return ``offset + channel * channel_multiplier + sum of steps`` in int32."""
     page = f"nki.isa.{call.removeprefix('nisa.')}"
-    require(isinstance(pattern, (list, tuple)) and 1 <= len(pattern) <= 4, call, "pattern",
-            "must have 1 to 4 dimensions", pattern, page)  # fmt: skip
+    require(
+        isinstance(pattern, (list, tuple)) and 1 <= len(pattern) <= 4,
+        call,
+        "pattern",
+        "must have 1 to 4 dimensions",
+        pattern,
+        page,
+    )
     count = math.prod([n for _, n in pattern])
-    require(count == dst.free_size, call, "pattern", f"must have {dst.free_size} elements", count,
-            page)  # fmt: skip
+    require(
+        count == dst.free_size, call, "pattern", f"must have {dst.free_size} elements", count, page
+    )
     value = np.asarray(offset, np.int64)
     for step, size in pattern:
         value = value[..., None] + step * np.arange(size, dtype=np.int64)
@@ -166,9 +274,12 @@ def _affine(call: str, dst: NkiTensor, pattern: Any, offset: int, channel_multip
 
 
 def iota(
-    dst: NkiTensor, pattern: Any, offset: int = 0, channel_multiplier: int = 0,
+    dst: NkiTensor,
+    pattern: Any,
+    offset: int = 0,
+    channel_multiplier: int = 0,
     name: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write an affine pattern of indices, computed in int32."""
     call = "nisa.iota"
     check_tile(call, "dst", dst, psum=False)
@@ -178,17 +289,29 @@ def iota(
 
 
 def affine_select(
-    dst: NkiTensor, pattern: Any, channel_multiplier: int, on_true_tile: NkiTensor,
-    on_false_value: float, cmp_op: Any = OPS["equal"], offset: int = 0, name: str | None = None,
-) -> None:  # fmt: skip
+    dst: NkiTensor,
+    pattern: Any,
+    channel_multiplier: int,
+    on_true_tile: NkiTensor,
+    on_false_value: float,
+    cmp_op: Any = OPS["equal"],
+    offset: int = 0,
+    name: str | None = None,
+) -> None:
     """Keep elements where an affine pattern compares with 0 as asked."""
     call, page = "nisa.affine_select", "nki.isa.affine_select"
     check_tile(call, "dst", dst, psum=False)
     check_tile(call, "on_true_tile", on_true_tile, psum=False)
     check_same_size(call, "dst", dst, on_true_tile)
     found = need_op(call, "cmp_op", cmp_op)
-    require(found.name in (*COMPARISONS, "not_equal"), call, "cmp_op", "must be a comparison",
-            found.name, page)  # fmt: skip
+    require(
+        found.name in (*COMPARISONS, "not_equal"),
+        call,
+        "cmp_op",
+        "must be a comparison",
+        found.name,
+        page,
+    )
     value = _affine(call, dst, pattern, offset, channel_multiplier)
     x = read_raw(call, "on_true_tile", on_true_tile)
     if x is not None:

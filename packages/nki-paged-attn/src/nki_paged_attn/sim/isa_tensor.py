@@ -36,8 +36,14 @@ def nc_matmul(
     """``dst[M, N] = stationary[K, M].T @ moving[K, N]``, accumulated in fp32."""
     call = "nisa.nc_matmul"
     check_enum(call, "perf_mode", perf_mode, matmul_perf_mode)
-    require(accumulate in (None, True, False), call, "accumulate", "must be True, False or None",
-            repr(accumulate), MATMUL)  # fmt: skip
+    require(
+        accumulate in (None, True, False),
+        call,
+        "accumulate",
+        "must be True, False or None",
+        repr(accumulate),
+        MATMUL,
+    )
     if perf_mode != matmul_perf_mode.none or is_transpose:
         raise NotModelledError(f"{call}: perf_mode and is_transpose")
     check_tile(call, "dst", dst, sbuf=False)
@@ -62,57 +68,86 @@ def nc_matmul(
     mark(call, dst, BY_MATMUL)
     machine().log(
         Instruction(
-            "nc_matmul", "tensor", moving.free_size, stationary.free_size,
+            "nc_matmul",
+            "tensor",
+            moving.free_size,
+            stationary.free_size,
             frozenset({"fp32"}) if moving.dtype == "float32" else frozenset(),
-            reads=(stationary.region(), moving.region()), writes=(dst.region(),),
+            reads=(stationary.region(), moving.region()),
+            writes=(dst.region(),),
         )
-    )  # fmt: skip
+    )
 
 
 def _check_matmul(call: str, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor) -> None:
     target = machine().target
     for operand, x in (("stationary", stationary), ("moving", moving)):
         require(
-            x.dtype in target.matmul_dtypes, call, operand,
-            f"must be one of {', '.join(sorted(target.matmul_dtypes))} on {target.name}", x.dtype,
+            x.dtype in target.matmul_dtypes,
+            call,
+            operand,
+            f"must be one of {', '.join(sorted(target.matmul_dtypes))} on {target.name}",
+            x.dtype,
             f"{MATMUL}, data types",
-        )  # fmt: skip
+        )
     pair = {stationary.dtype, moving.dtype}
     require(
-        pair == {"float32"} or "float32" not in pair, call, "stationary and moving",
-        "must both be float32 if one is", f"{stationary.dtype} and {moving.dtype}",
+        pair == {"float32"} or "float32" not in pair,
+        call,
+        "stationary and moving",
+        "must both be float32 if one is",
+        f"{stationary.dtype} and {moving.dtype}",
         f"{MATMUL}, data types",
-    )  # fmt: skip
+    )
     require(
-        not pair >= {"float8_e4m3", "float8_e4m3fn"}, call, "stationary and moving",
-        "must not mix the two forms of e4m3", f"{stationary.dtype} and {moving.dtype}",
+        not pair >= {"float8_e4m3", "float8_e4m3fn"},
+        call,
+        "stationary and moving",
+        "must not mix the two forms of e4m3",
+        f"{stationary.dtype} and {moving.dtype}",
         f"{MATMUL}, data types",
-    )  # fmt: skip
+    )
     require(
-        dst.dtype in target.moving_free, call, "dst",
-        f"must be {' or '.join(target.moving_free)} on {target.name}", dst.dtype,
+        dst.dtype in target.moving_free,
+        call,
+        "dst",
+        f"must be {' or '.join(target.moving_free)} on {target.name}",
+        dst.dtype,
         f"{MATMUL}, data types",
-    )  # fmt: skip
+    )
     require(
-        stationary.shape[0] == moving.shape[0], call, "stationary and moving",
+        stationary.shape[0] == moving.shape[0],
+        call,
+        "stationary and moving",
         "must have the same partitions, the contraction",
-        f"{stationary.shape[0]} and {moving.shape[0]}", f"{MATMUL}, layout",
-    )  # fmt: skip
+        f"{stationary.shape[0]} and {moving.shape[0]}",
+        f"{MATMUL}, layout",
+    )
     require(
-        stationary.free_size <= target.stationary_free, call, "stationary",
-        f"may have a free size of at most {target.stationary_free}", stationary.free_size,
+        stationary.free_size <= target.stationary_free,
+        call,
+        "stationary",
+        f"may have a free size of at most {target.stationary_free}",
+        stationary.free_size,
         f"{MATMUL}, tile size",
-    )  # fmt: skip
+    )
     most = target.moving_free[dst.dtype]
     require(
-        moving.free_size <= most, call, "moving",
-        f"may have a free size of at most {most} on {target.name}", moving.free_size,
+        moving.free_size <= most,
+        call,
+        "moving",
+        f"may have a free size of at most {most} on {target.name}",
+        moving.free_size,
         f"{MATMUL}, tile size",
-    )  # fmt: skip
+    )
     require(
-        (dst.shape[0], dst.free_size) == (stationary.free_size, moving.free_size), call, "dst",
-        f"must be ({stationary.free_size}, {moving.free_size})", dst.shape, f"{MATMUL}, layout",
-    )  # fmt: skip
+        (dst.shape[0], dst.free_size) == (stationary.free_size, moving.free_size),
+        call,
+        "dst",
+        f"must be ({stationary.free_size}, {moving.free_size})",
+        dst.shape,
+        f"{MATMUL}, layout",
+    )
 
 
 def _check_tiling(
@@ -121,22 +156,37 @@ def _check_tiling(
     target = machine().target
     page = f"{MATMUL}, tiling mode"
     require(
-        len(position) == 2 and len(size) == 2, call, "tile_position and tile_size",
-        "must both be set, to two numbers each", (position, size), page,
-    )  # fmt: skip
+        len(position) == 2 and len(size) == 2,
+        call,
+        "tile_position and tile_size",
+        "must both be set, to two numbers each",
+        (position, size),
+        page,
+    )
     require(
-        size[0] in target.row_tiles and size[1] == 128, call, "tile_size",
-        f"must be ({' or '.join(map(str, target.row_tiles))}, 128) on {target.name}", size, page,
-    )  # fmt: skip
+        size[0] in target.row_tiles and size[1] == 128,
+        call,
+        "tile_size",
+        f"must be ({' or '.join(map(str, target.row_tiles))}, 128) on {target.name}",
+        size,
+        page,
+    )
     require(
-        position[0] % size[0] == 0 and position[0] < 128 and position[1] == 0, call,
-        "tile_position", f"must start at a row that is a multiple of {size[0]}, column 0",
-        position, page,
-    )  # fmt: skip
+        position[0] % size[0] == 0 and position[0] < 128 and position[1] == 0,
+        call,
+        "tile_position",
+        f"must start at a row that is a multiple of {size[0]}, column 0",
+        position,
+        page,
+    )
     require(
-        stationary.shape[0] <= size[0], call, "stationary",
-        f"may have at most {size[0]} partitions in this tile", stationary.shape[0], page,
-    )  # fmt: skip
+        stationary.shape[0] <= size[0],
+        call,
+        "stationary",
+        f"may have at most {size[0]} partitions in this tile",
+        stationary.shape[0],
+        page,
+    )
 
 
 def _accumulation(call: str, dst: NkiTensor, accumulate: bool | None) -> Any:
@@ -150,14 +200,21 @@ def _accumulation(call: str, dst: NkiTensor, accumulate: bool | None) -> Any:
         return True if first.all() else first if first.any() else False
     page = f"{MATMUL}, accumulation mode"
     require(
-        not (marks == UNWRITTEN).any(), call, "dst",
-        "must hold what a matmul wrote before accumulate=True adds to it", "unwritten PSUM", page,
-    )  # fmt: skip
-    require(
-        machine().target.accumulates_on_memset or not (marks == BY_OTHERS).any(), call, "dst",
+        not (marks == UNWRITTEN).any(),
+        call,
+        "dst",
         "must hold what a matmul wrote before accumulate=True adds to it",
-        "PSUM that another engine wrote", page,
-    )  # fmt: skip
+        "unwritten PSUM",
+        page,
+    )
+    require(
+        machine().target.accumulates_on_memset or not (marks == BY_OTHERS).any(),
+        call,
+        "dst",
+        "must hold what a matmul wrote before accumulate=True adds to it",
+        "PSUM that another engine wrote",
+        page,
+    )
     return False
 
 
@@ -169,28 +226,46 @@ def nc_transpose(
     check_enum(call, "engine", engine, Engine)
     check_tile(call, "dst", dst)
     check_tile(call, "data", data)
-    require(dst.dtype == data.dtype, call, "dst", f"must have data's dtype, {data.dtype}",
-            dst.dtype, f"{TRANSPOSE}, data types")  # fmt: skip
+    require(
+        dst.dtype == data.dtype,
+        call,
+        "dst",
+        f"must have data's dtype, {data.dtype}",
+        dst.dtype,
+        f"{TRANSPOSE}, data types",
+    )
     parts, free = data.shape[0], data.free_size
     by_tensor = engine == Engine.tensor or (
         engine == Engine.unknown and not (parts <= 32 and free <= 32)
     )
     require(
-        engine in (Engine.tensor, Engine.vector, Engine.unknown), call, "engine",
-        "must be tensor or vector", engine.name, TRANSPOSE,
-    )  # fmt: skip
+        engine in (Engine.tensor, Engine.vector, Engine.unknown),
+        call,
+        "engine",
+        "must be tensor or vector",
+        engine.name,
+        TRANSPOSE,
+    )
     side = 128 if by_tensor else 32
     require(
-        parts <= side and free <= side, call, "data", f"may be at most {side} x {side}",
-        (parts, free), f"{TRANSPOSE}, tile size",
-    )  # fmt: skip
+        parts <= side and free <= side,
+        call,
+        "data",
+        f"may be at most {side} x {side}",
+        (parts, free),
+        f"{TRANSPOSE}, tile size",
+    )
     if by_tensor:
         check_tile(call, "data", data, psum=False)
         check_tile(call, "dst", dst, sbuf=False)
     require(
-        (dst.shape[0], dst.free_size) == (free, parts), call, "dst", f"must be ({free}, {parts})",
-        dst.shape, f"{TRANSPOSE}, layout",
-    )  # fmt: skip
+        (dst.shape[0], dst.free_size) == (free, parts),
+        call,
+        "dst",
+        f"must be ({free}, {parts})",
+        dst.shape,
+        f"{TRANSPOSE}, layout",
+    )
     x = read_raw(call, "data", data)
     if x is not None:
         x = x.reshape(parts, free)
@@ -203,8 +278,12 @@ def nc_transpose(
     write(call, dst, x)
     machine().log(
         Instruction(
-            "nc_transpose", "tensor" if by_tensor else "vector", free, parts,
+            "nc_transpose",
+            "tensor" if by_tensor else "vector",
+            free,
+            parts,
             frozenset({"fp32"}) if data.itemsize == 4 else frozenset(),
-            reads=(data.region(),), writes=(dst.region(),),
+            reads=(data.region(),),
+            writes=(dst.region(),),
         )
-    )  # fmt: skip
+    )

@@ -30,17 +30,26 @@ INT32 = {"int32", "uint32"}
 
 
 def log(
-    op: str, engine: str, dst: NkiTensor, reads: tuple[NkiTensor, ...], elements: int,
-    *form: str, also: NkiTensor | None = None,
-) -> None:  # fmt: skip
+    op: str,
+    engine: str,
+    dst: NkiTensor,
+    reads: tuple[NkiTensor, ...],
+    elements: int,
+    *form: str,
+    also: NkiTensor | None = None,
+) -> None:
     """Log an instruction of one destination, and perhaps a reduction's result."""
     writes = (dst.region(),) if also is None else (dst.region(), also.region())
     machine().log(
         Instruction(
-            op, engine, elements, form=frozenset(f for f in form if f),
-            reads=tuple(r.region() for r in reads), writes=writes,
+            op,
+            engine,
+            elements,
+            form=frozenset(f for f in form if f),
+            reads=tuple(r.region() for r in reads),
+            writes=writes,
         )
-    )  # fmt: skip
+    )
 
 
 def pick(call: str, engine: Engine, default: str, *allowed: str) -> str:
@@ -49,8 +58,9 @@ def pick(call: str, engine: Engine, default: str, *allowed: str) -> str:
     check_enum(call, "engine", engine, Engine)
     if engine == Engine.unknown:
         return default
-    require(engine.name in allowed, call, "engine", f"must be {' or '.join(allowed)}",
-            engine.name, page)  # fmt: skip
+    require(
+        engine.name in allowed, call, "engine", f"must be {' or '.join(allowed)}", engine.name, page
+    )
     return engine.name
 
 
@@ -59,18 +69,25 @@ def keep_from_psum(call: str, engine: str, **tiles: NkiTensor) -> None:
     if engine == "gpsimd":
         for operand, tile in tiles.items():
             require(
-                tile.buffer != "psum", call, operand, "must be in SBUF for GpSimd", tile.buffer,
+                tile.buffer != "psum",
+                call,
+                operand,
+                "must be in SBUF for GpSimd",
+                tile.buffer,
                 "nki/guides/architecture, engines of a NeuronCore",
-            )  # fmt: skip
+            )
 
 
 def both_in_psum(call: str, first: NkiTensor, second: NkiTensor, what: str) -> None:
     """VectorE reads at most one of two inputs from PSUM."""
     require(
-        not (first.buffer == "psum" and second.buffer == "psum"), call, what,
-        "must not both be in PSUM", "psum and psum",
+        not (first.buffer == "psum" and second.buffer == "psum"),
+        call,
+        what,
+        "must not both be in PSUM",
+        "psum and psum",
         f"nki.isa.{call.removeprefix('nisa.')}, memory types",
-    )  # fmt: skip
+    )
 
 
 def tensor_copy(
@@ -84,10 +101,13 @@ def tensor_copy(
     chosen = pick(call, engine, "vector", "vector", "scalar", "gpsimd")
     target = machine().target
     require(
-        chosen != "scalar" or target.has_scalar_copy, call, "engine",
-        f"must not be scalar on {target.name}; use activation with nl.copy", "scalar",
+        chosen != "scalar" or target.has_scalar_copy,
+        call,
+        "engine",
+        f"must not be scalar on {target.name}; use activation with nl.copy",
+        "scalar",
         "nki.isa.tensor_copy",
-    )  # fmt: skip
+    )
     keep_from_psum(call, chosen, dst=dst, src=src)
     x = read_raw(call, "src", src)
     write(call, dst, None if x is None else convert(x, NUMPY[dst.dtype]))
@@ -105,15 +125,23 @@ def memset(
     is_int = dst.dtype in INTEGERS
     family = (int, np.integer) if is_int else (float, np.floating)
     require(
-        isinstance(value, family) and not isinstance(value, bool), call, "value",
-        f"must be {'an int' if is_int else 'a float'} for {dst.dtype}", repr(value),
+        isinstance(value, family) and not isinstance(value, bool),
+        call,
+        "value",
+        f"must be {'an int' if is_int else 'a float'} for {dst.dtype}",
+        repr(value),
         "nki/migration, memset",
-    )  # fmt: skip
+    )
     if is_int:
         info = np.iinfo(NUMPY[dst.dtype])
-        require(info.min <= value <= info.max, call, "value",
-                f"must be from {info.min} to {info.max} for {dst.dtype}", value,
-                "nki.isa.memset")  # fmt: skip
+        require(
+            info.min <= value <= info.max,
+            call,
+            "value",
+            f"must be from {info.min} to {info.max} for {dst.dtype}",
+            value,
+            "nki.isa.memset",
+        )
     filled: Array | None = None
     if dst.array() is not None:
         with np.errstate(over="ignore"):
@@ -124,9 +152,13 @@ def memset(
 
 
 def tensor_tensor(
-    dst: NkiTensor, data1: NkiTensor, data2: NkiTensor, op: Any, engine: Engine = Engine.unknown,
+    dst: NkiTensor,
+    data1: NkiTensor,
+    data2: NkiTensor,
+    op: Any,
+    engine: Engine = Engine.unknown,
     name: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """``dst = op(data1, data2)``; integers of 32 bits exactly, on GpSimd."""
     call = "nisa.tensor_tensor"
     tiles = (dst, data1, data2)
@@ -144,8 +176,14 @@ def tensor_tensor(
     keep_from_psum(call, chosen, dst=dst, data1=data1, data2=data2)
     if found.is_bitwise:
         integers = all(x.dtype in INTEGERS for x in tiles)
-        require(integers, call, "data1, data2 and dst", f"must be integers for {found.name}",
-                [x.dtype for x in tiles], "nki.isa.tensor_tensor")  # fmt: skip
+        require(
+            integers,
+            call,
+            "data1, data2 and dst",
+            f"must be integers for {found.name}",
+            [x.dtype for x in tiles],
+            "nki.isa.tensor_tensor",
+        )
     else:
         binary(call, "op", op)
     native = found.is_bitwise or (chosen == "gpsimd" and exact)
@@ -171,10 +209,17 @@ def _apply(call: str, operand: str, op: Any, x: Array, y: Any, reverse: bool) ->
 
 
 def tensor_scalar(
-    dst: NkiTensor, data: NkiTensor, op0: Any, operand0: Any, reverse0: bool = False,
-    op1: Any = None, operand1: Any = None, reverse1: bool = False,
-    engine: Engine = Engine.unknown, name: str | None = None,
-) -> None:  # fmt: skip
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Any,
+    reverse0: bool = False,
+    op1: Any = None,
+    operand1: Any = None,
+    reverse1: bool = False,
+    engine: Engine = Engine.unknown,
+    name: str | None = None,
+) -> None:
     """``(data op0 operand0) op1 operand1`` with constants or (partitions, 1) tiles."""
     call = "nisa.tensor_scalar"
     check_tile(call, "dst", dst)
@@ -184,8 +229,14 @@ def tensor_scalar(
     names = [need_op(call, "op0", op0).name]
     if op1 is not None:
         names.append(need_op(call, "op1", op1).name)
-    require(chosen != "gpsimd" or names == ["rsqrt"], call, "engine",
-            "may be gpsimd for rsqrt alone", names, "nki.isa.tensor_scalar")  # fmt: skip
+    require(
+        chosen != "gpsimd" or names == ["rsqrt"],
+        call,
+        "engine",
+        "may be gpsimd for rsqrt alone",
+        names,
+        "nki.isa.tensor_scalar",
+    )
     if "rsqrt" in names:
         raise NotModelledError(f"{call}: rsqrt")
     if op0.is_bitwise or (op1 is not None and op1.is_bitwise):
@@ -193,10 +244,13 @@ def tensor_scalar(
     if chosen == "scalar":
         allowed = [["multiply", "add"], ["multiply"], ["add"]]
         require(
-            machine().target.has_scalar_arithmetic and names in allowed, call, "op0 and op1",
-            "must be multiply and add, multiply, or add on ScalarE, from gen3 on", names,
+            machine().target.has_scalar_arithmetic and names in allowed,
+            call,
+            "op0 and op1",
+            "must be multiply and add, multiply, or add on ScalarE, from gen3 on",
+            names,
             "nki.isa.tensor_scalar",
-        )  # fmt: skip
+        )
     y0, read0 = scalar_or_vector(call, "operand0", operand0, data)
     y1, read1 = scalar_or_vector(call, "operand1", operand1, data) if op1 is not None else (0, ())
     x = read(call, "data", data)
@@ -212,9 +266,16 @@ def tensor_scalar(
 
 
 def scalar_tensor_tensor(
-    dst: NkiTensor, data: NkiTensor, op0: Any, operand0: Any, op1: Any, operand1: NkiTensor,
-    reverse0: bool = False, reverse1: bool = False, name: str | None = None,
-) -> None:  # fmt: skip
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Any,
+    op1: Any,
+    operand1: NkiTensor,
+    reverse0: bool = False,
+    reverse1: bool = False,
+    name: str | None = None,
+) -> None:
     """``(data op0 operand0) op1 operand1``, where the second operand is a whole tile."""
     call = "nisa.scalar_tensor_tensor"
     for operand, x in (("dst", dst), ("data", data), ("operand1", operand1)):
@@ -233,40 +294,67 @@ def scalar_tensor_tensor(
     even = data.free_size % 2 == 0
     cheap = narrow and even and (op0.name, op1.name) == ("subtract", "multiply")
     log(
-        "scalar_tensor_tensor", "vector", dst, (data, operand1, *read0), data.free_size,
+        "scalar_tensor_tensor",
+        "vector",
+        dst,
+        (data, operand1, *read0),
+        data.free_size,
         "cheap" if cheap else "",
-    )  # fmt: skip
+    )
 
 
 def tensor_reduce(
-    dst: NkiTensor, op: Any, data: NkiTensor, axis: Any, negate: bool = False,
-    keepdims: bool = False, name: str | None = None,
-) -> None:  # fmt: skip
+    dst: NkiTensor,
+    op: Any,
+    data: NkiTensor,
+    axis: Any,
+    negate: bool = False,
+    keepdims: bool = False,
+    name: str | None = None,
+) -> None:
     """Reduce the last free dimensions in fp32."""
     call, page = "nisa.tensor_reduce", "nki.isa.tensor_reduce"
     check_tile(call, "dst", dst)
     check_tile(call, "data", data)
     require(
-        isinstance(axis, int) or (isinstance(axis, (tuple, list)) and len(axis) > 0), call, "axis",
-        "must be a number or a tuple of numbers", axis, page,
-    )  # fmt: skip
+        isinstance(axis, int) or (isinstance(axis, (tuple, list)) and len(axis) > 0),
+        call,
+        "axis",
+        "must be a number or a tuple of numbers",
+        axis,
+        page,
+    )
     axes = [axis] if isinstance(axis, int) else list(axis)
     require(0 not in axes, call, "axis", "must not be 0, the partitions", axis, page)
     last = list(range(data.ndim - len(axes), data.ndim))
     require(
-        sorted(axes) == last, call, "axis", f"must be the last dimensions of {data.ndim}", axis,
+        sorted(axes) == last,
+        call,
+        "axis",
+        f"must be the last dimensions of {data.ndim}",
+        axis,
         page,
-    )  # fmt: skip
+    )
     found = need_op(call, "op", op)
-    require(found.reduces is not None, call, "op", "must be one that reduces", found.name,
-            "nki.api.shared, supported math operators")  # fmt: skip
+    require(
+        found.reduces is not None,
+        call,
+        "op",
+        "must be one that reduces",
+        found.name,
+        "nki.api.shared, supported math operators",
+    )
     if found.is_bitwise:
         raise NotModelledError(f"{call}: bitwise operators")
     kept = math.prod(data.shape[1 : data.ndim - len(axes)])
     require(
-        (dst.shape[0], dst.free_size) == (data.shape[0], kept), call, "dst",
-        f"must have {data.shape[0]} partitions of {kept} elements", dst.shape, page,
-    )  # fmt: skip
+        (dst.shape[0], dst.free_size) == (data.shape[0], kept),
+        call,
+        "dst",
+        f"must have {data.shape[0]} partitions of {kept} elements",
+        dst.shape,
+        page,
+    )
     x = read(call, "data", data)
     if x is not None:
         with np.errstate(all="ignore"):
@@ -292,10 +380,17 @@ def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None
 
 
 def tensor_scalar_reduce(
-    dst: NkiTensor, data: NkiTensor, op0: Any, operand0: Any, reduce_op: Any,
-    reduce_res: NkiTensor, reverse0: bool = False, reduce_cmd: Command = Command.reset_reduce,
-    reduce_init: Any = None, name: str | None = None,
-) -> None:  # fmt: skip
+    dst: NkiTensor,
+    data: NkiTensor,
+    op0: Any,
+    operand0: Any,
+    reduce_op: Any,
+    reduce_res: NkiTensor,
+    reverse0: bool = False,
+    reduce_cmd: Command = Command.reset_reduce,
+    reduce_init: Any = None,
+    name: str | None = None,
+) -> None:
     """``tensor_scalar`` of one operator, and a reduction of its result."""
     call, page = "nisa.tensor_scalar_reduce", "nki.isa.tensor_scalar_reduce"
     if reverse0 or reduce_cmd != Command.reset_reduce or reduce_init is not None:
@@ -307,9 +402,13 @@ def tensor_scalar_reduce(
     binary(call, "op0", op0)
     found = need_op(call, "reduce_op", reduce_op)
     require(
-        found.name in ("add", "multiply", "maximum", "minimum"), call, "reduce_op",
-        "must be add, multiply, maximum or minimum", found.name, page,
-    )  # fmt: skip
+        found.name in ("add", "multiply", "maximum", "minimum"),
+        call,
+        "reduce_op",
+        "must be add, multiply, maximum or minimum",
+        found.name,
+        page,
+    )
     y, also = scalar_or_vector(call, "operand0", operand0, data)
     x = read(call, "data", data)
     result = None
@@ -323,9 +422,14 @@ def tensor_scalar_reduce(
 
 
 def exponential(
-    dst: NkiTensor, src: NkiTensor, max_value: Any = 0.0, reduce_res: NkiTensor | None = None,
-    reduce_cmd: Command = Command.idle, reduce_init: float = 0.0, name: str | None = None,
-) -> None:  # fmt: skip
+    dst: NkiTensor,
+    src: NkiTensor,
+    max_value: Any = 0.0,
+    reduce_res: NkiTensor | None = None,
+    reduce_cmd: Command = Command.idle,
+    reduce_init: float = 0.0,
+    name: str | None = None,
+) -> None:
     """``exp(src - max_value)`` on VectorE, and its sum; gen4 only."""
     call, page = "nisa.exponential", "nki.isa.exponential"
     target = machine().target
@@ -355,16 +459,24 @@ def check_reduction(call: str, command: Command, result: NkiTensor | None, parti
         return
     check_vector(call, "reduce_res", result, partitions)
     require(
-        command != Command.idle, call, "reduce_res",
-        "must be left out with reduce_cmd.idle, after which registers hold anything", result.name,
+        command != Command.idle,
+        call,
+        "reduce_res",
+        "must be left out with reduce_cmd.idle, after which registers hold anything",
+        result.name,
         f"nki.isa.{call.removeprefix('nisa.')}, accumulator",
-    )  # fmt: skip
+    )
 
 
 def accumulate(
-    call: str, command: Command, new: Array | None, partitions: int, function: Any,
-    neutral: float, loaded: float | None = None,
-) -> Array | None:  # fmt: skip
+    call: str,
+    command: Command,
+    new: Array | None,
+    partitions: int,
+    function: Any,
+    neutral: float,
+    loaded: float | None = None,
+) -> Array | None:
     """Combine with VectorE's shared accumulation registers, by a command.
 
     Args:
@@ -379,15 +491,24 @@ def accumulate(
     allowed = [Command.reset_reduce, Command.reduce]
     if loaded is not None:
         allowed.append(Command.load_reduce)
-    require(command in allowed, call, "reduce_cmd",
-            f"must be idle, {', '.join(c.name for c in allowed)}", command.name, page)  # fmt: skip
+    require(
+        command in allowed,
+        call,
+        "reduce_cmd",
+        f"must be idle, {', '.join(c.name for c in allowed)}",
+        command.name,
+        page,
+    )
     start = state.vector_registers
     if command == Command.reduce:
         require(
-            start is not None and len(start) == partitions, call, "reduce_cmd",
+            start is not None and len(start) == partitions,
+            call,
+            "reduce_cmd",
             "may be reduce only in a chain that began with reset_reduce",
-            "registers in an unknown state", page,
-        )  # fmt: skip
+            "registers in an unknown state",
+            page,
+        )
     else:
         first = loaded if command == Command.load_reduce else neutral
         start = np.full(partitions, first, np.float32)

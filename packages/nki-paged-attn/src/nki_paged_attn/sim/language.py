@@ -51,9 +51,13 @@ def ndarray(
     require(buffer in regions, "nl.ndarray", "buffer", f"must be one of {regions}", buffer, page)
     on_chip = buffer in (sbuf, psum)
     require(
-        len(sizes) >= (2 if on_chip else 1) and min(sizes) >= 1, "nl.ndarray", "shape",
-        "must have sizes from 1, and on the chip 2 dimensions or more", sizes, page,
-    )  # fmt: skip
+        len(sizes) >= (2 if on_chip else 1) and min(sizes) >= 1,
+        "nl.ndarray",
+        "shape",
+        "must have sizes from 1, and on the chip 2 dimensions or more",
+        sizes,
+        page,
+    )
     kind = name_of(dtype)
     state = machine()
     if buffer == shared_hbm:

@@ -91,9 +91,13 @@ class Machine:
         target, region, need = self.target, storage.region, self.place(storage)
         page = "nki/guides/architecture, memory of a NeuronCore"
         require(
-            storage.shape[0] <= target.partitions, "nl.ndarray", storage.name,
-            f"may have at most {target.partitions} partitions", storage.shape[0], page,
-        )  # fmt: skip
+            storage.shape[0] <= target.partitions,
+            "nl.ndarray",
+            storage.name,
+            f"may have at most {target.partitions} partitions",
+            storage.shape[0],
+            page,
+        )
         if region == "psum":
             room, live = target.psum_banks, self.psum_live
             unit = f"banks of {target.psum_bank_bytes} bytes of PSUM are live at once"
@@ -101,9 +105,13 @@ class Machine:
             room, live = target.sbuf_bytes, self.sbuf_live
             unit = "bytes of each partition of SBUF are live at once"
         require(
-            live + need <= room, "nl.ndarray", storage.name,
-            f"must fit: at most {room} {unit}", live + need, page,
-        )  # fmt: skip
+            live + need <= room,
+            "nl.ndarray",
+            storage.name,
+            f"must fit: at most {room} {unit}",
+            live + need,
+            page,
+        )
         # fresh room first, then what was freed longest ago: rotation, as double buffers do
         taken = []
         while live + self.pooled[region] + need > room:
@@ -162,10 +170,13 @@ class Machine:
         storage = self.shared[self.shared_used]
         self.shared_used += 1
         require(
-            (storage.shape, storage.dtype) == (shape, dtype), "nl.ndarray", storage.name,
+            (storage.shape, storage.dtype) == (shape, dtype),
+            "nl.ndarray",
+            storage.name,
             f"must be the same in both programs: {storage.dtype} {storage.shape}",
-            f"{dtype} {shape}", "nki/get-started/about/lnc",
-        )  # fmt: skip
+            f"{dtype} {shape}",
+            "nki/get-started/about/lnc",
+        )
         return storage
 
     # log

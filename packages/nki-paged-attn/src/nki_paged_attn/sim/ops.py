@@ -111,9 +111,13 @@ def binary(operation: str, operand: str, op: object) -> Callable[..., Any]:
     """Return the function of an arithmetic operator of two operands."""
     found = need_op(operation, operand, op)
     require(
-        found.binary is not None and not found.is_bitwise, operation, operand,
-        "must be an arithmetic operator of two operands", found.name, PAGE,
-    )  # fmt: skip
+        found.binary is not None and not found.is_bitwise,
+        operation,
+        operand,
+        "must be an arithmetic operator of two operands",
+        found.name,
+        PAGE,
+    )
     return found.binary  # type: ignore[return-value]
 
 
@@ -126,8 +130,12 @@ def activate(operation: str, op: object, x: Array) -> Array:
         # NaN goes through: it is not the function that made it
         wrong = (size < low) | (size > high)
         require(
-            not wrong.any(), operation, "data", f"must lie in [{low:g}, {high:g}] for {found.name}",
-            x[wrong][:1], ACTIVATION_PAGE,
-        )  # fmt: skip
+            not wrong.any(),
+            operation,
+            "data",
+            f"must lie in [{low:g}, {high:g}] for {found.name}",
+            x[wrong][:1],
+            ACTIVATION_PAGE,
+        )
     result: Array = found.unary(x)  # type: ignore[misc]
     return result.astype(np.float32, copy=False)

@@ -42,9 +42,13 @@ class Kernel:
 
     def __getitem__(self, programs: int) -> Kernel:
         require(
-            programs in (1, 2), "kernel[...]", "the grid", "must be 1 or 2 programs", programs,
+            programs in (1, 2),
+            "kernel[...]",
+            "the grid",
+            "must be 1 or 2 programs",
+            programs,
             "nki/get-started/about/lnc",
-        )  # fmt: skip
+        )
         return Kernel(self.function, programs)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -118,16 +122,23 @@ class Simulation:
         if not isinstance(result, NkiTensor):
             return result
         require(
-            result.buffer == "shared_hbm", "nki.jit", f"the output {result.name}",
-            "must be in shared_hbm", result.buffer, "nki/migration, outputs",
-        )  # fmt: skip
+            result.buffer == "shared_hbm",
+            "nki.jit",
+            f"the output {result.name}",
+            "must be in shared_hbm",
+            result.buffer,
+            "nki/migration, outputs",
+        )
         state = result._storage.state
         if self.strict and state is not None:
             require(
-                not (state.of(result) == UNWRITTEN).any(), "nki.jit",
-                f"the output {result.name}", "must be written as a whole", "unwritten elements",
+                not (state.of(result) == UNWRITTEN).any(),
                 "nki.jit",
-            )  # fmt: skip
+                f"the output {result.name}",
+                "must be written as a whole",
+                "unwritten elements",
+                "nki.jit",
+            )
         array = result.array()
         if array is None:
             return ArraySpec(result.shape, NUMPY[result.dtype])

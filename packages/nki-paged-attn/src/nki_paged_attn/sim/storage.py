@@ -31,9 +31,22 @@ class Storage:
     """
 
     __slots__ = (
-        "__weakref__", "data", "dtype", "id", "is_changed", "is_constant", "itemsize", "memory",
-        "name", "partition", "region", "shape", "size", "state", "traffic",
-    )  # fmt: skip
+        "__weakref__",
+        "data",
+        "dtype",
+        "id",
+        "is_changed",
+        "is_constant",
+        "itemsize",
+        "memory",
+        "name",
+        "partition",
+        "region",
+        "shape",
+        "size",
+        "state",
+        "traffic",
+    )
 
     def __init__(self, memory: Memory, name: str, shape: tuple[int, ...], dtype: str, region: str):
         self.id = next(_ids)

@@ -25,9 +25,13 @@ class NkiTensor(View):
         """Let each partition read the row that its own index names."""
         require(dim == 0, "vector_select", "dim", "must be 0", dim, PAGE)
         require(
-            isinstance(vector_offset, NkiTensor), "vector_select", "vector_offset",
-            "must be a tensor", vector_offset, PAGE,
-        )  # fmt: skip
+            isinstance(vector_offset, NkiTensor),
+            "vector_select",
+            "vector_offset",
+            "must be a tensor",
+            vector_offset,
+            PAGE,
+        )
         pattern = [
             [self._strides[0], vector_offset.shape[0]],
             *([s, n] for s, n in zip(self._strides[1:], self.shape[1:], strict=True)),
@@ -55,9 +59,13 @@ class NkiTensor(View):
         start = self._offset + (offset or 0)
         call, name = "ap", self.name
         require(
-            1 <= len(shape) <= MAX_DIMS, call, "pattern", f"may have 1 to {MAX_DIMS} dimensions",
-            len(shape), PAGE,
-        )  # fmt: skip
+            1 <= len(shape) <= MAX_DIMS,
+            call,
+            "pattern",
+            f"may have 1 to {MAX_DIMS} dimensions",
+            len(shape),
+            PAGE,
+        )
         require(min(shape) >= 1, call, "pattern", "needs counts from 1", shape, PAGE)
         indirection = None
         if scalar_offset is not None or vector_offset is not None:
@@ -69,9 +77,13 @@ class NkiTensor(View):
             self._check_partitions(strides, shape, start)
         last = start + sum(s * (n - 1) for s, n in zip(strides, shape, strict=True))
         require(
-            start >= 0 and last < self._storage.size, call, name,
-            f"must stay within its {self._storage.size} elements", f"{start} to {last}", PAGE,
-        )  # fmt: skip
+            start >= 0 and last < self._storage.size,
+            call,
+            name,
+            f"must stay within its {self._storage.size} elements",
+            f"{start} to {last}",
+            PAGE,
+        )
         return NkiTensor(self._storage, shape, strides, start, self.dtype, indirection)
 
     def _indirect(
@@ -83,28 +95,44 @@ class NkiTensor(View):
     ) -> Indirection:
         page = "nki.isa.dma_copy, indirect addressing"
         require(
-            scalar is None or vector is None, "ap", "scalar_offset and vector_offset",
-            "are mutually exclusive", "both", page,
-        )  # fmt: skip
+            scalar is None or vector is None,
+            "ap",
+            "scalar_offset and vector_offset",
+            "are mutually exclusive",
+            "both",
+            page,
+        )
         require(not self.is_indirect(), "ap", self.name, "must not be indirect already", self, page)
         index = vector if vector is not None else scalar
         if not isinstance(index, NkiTensor):
             raise NotModelledError("ap: an offset in a register")
         require(
-            index.dtype in ("int32", "uint32"), "ap", "the offset", "must be int32 or uint32",
-            index.dtype, page,
-        )  # fmt: skip
+            index.dtype in ("int32", "uint32"),
+            "ap",
+            "the offset",
+            "must be int32 or uint32",
+            index.dtype,
+            page,
+        )
         require(index.buffer == "sbuf", "ap", "the offset", "must be in SBUF", index.buffer, page)
         require(0 <= dim < self.ndim, "ap", "indirect_dim", f"must be below {self.ndim}", dim, page)
         if vector is not None:
             require(
-                not self._storage.on_chip, "ap", self.name, "must be in HBM for a vector_offset",
-                self.buffer, page,
-            )  # fmt: skip
+                not self._storage.on_chip,
+                "ap",
+                self.name,
+                "must be in HBM for a vector_offset",
+                self.buffer,
+                page,
+            )
             require(
-                index.shape == (shape[0], 1), "ap", "vector_offset",
-                f"must be ({shape[0]}, 1), an index for each partition", index.shape, page,
-            )  # fmt: skip
+                index.shape == (shape[0], 1),
+                "ap",
+                "vector_offset",
+                f"must be ({shape[0]}, 1), an index for each partition",
+                index.shape,
+                page,
+            )
         else:
             require(
                 index.shape == (1, 1), "ap", "scalar_offset", "must be (1, 1)", index.shape, page
@@ -116,14 +144,22 @@ class NkiTensor(View):
     ) -> None:
         per = self.partition_step
         require(
-            shape[0] == 1 or strides[0] == per, "ap", self.name,
-            f"must step over partitions by {per} elements, without holes", strides[0], PAGE,
-        )  # fmt: skip
+            shape[0] == 1 or strides[0] == per,
+            "ap",
+            self.name,
+            f"must step over partitions by {per} elements, without holes",
+            strides[0],
+            PAGE,
+        )
         free = sum(s * (n - 1) for s, n in zip(strides[1:], shape[1:], strict=True))
         require(
-            start % per + free < per, "ap", self.name,
-            f"must stay within the {per} elements of a partition", start % per + free, PAGE,
-        )  # fmt: skip
+            start % per + free < per,
+            "ap",
+            self.name,
+            f"must stay within the {per} elements of a partition",
+            start % per + free,
+            PAGE,
+        )
 
     # contents
 

@@ -119,9 +119,13 @@ class View:
             at = items.index(Ellipsis)
             items[at : at + 1] = [slice(None)] * (self.ndim - len(items) + 1)
         require(
-            len(items) <= self.ndim, "NkiTensor[]", self.name,
-            f"takes at most {self.ndim} indices", len(items), PAGE,
-        )  # fmt: skip
+            len(items) <= self.ndim,
+            "NkiTensor[]",
+            self.name,
+            f"takes at most {self.ndim} indices",
+            len(items),
+            PAGE,
+        )
         items += [slice(None)] * (self.ndim - len(items))
         view, dim = self, 0
         for item in items:
@@ -150,10 +154,13 @@ class View:
         self._dimension("slice", dim, free=self.is_indirect())
         size = self.shape[dim]
         require(
-            0 <= start < end <= size and step >= 1, "slice", self.name,
+            0 <= start < end <= size and step >= 1,
+            "slice",
+            self.name,
             f"needs 0 <= start < end <= {size} and step >= 1 in dimension {dim}",
-            (start, end, step), PAGE,
-        )  # fmt: skip
+            (start, end, step),
+            PAGE,
+        )
         shape, strides = list(self.shape), list(self._strides)
         shape[dim] = -(-(end - start) // step)
         strides[dim] *= step
@@ -165,9 +172,13 @@ class View:
             raise NotModelledError("select: an index known at run time only; use ap")
         self._dimension("select", dim)
         require(
-            0 <= index < self.shape[dim], "select", self.name,
-            f"needs an index below {self.shape[dim]} in dimension {dim}", index, PAGE,
-        )  # fmt: skip
+            0 <= index < self.shape[dim],
+            "select",
+            self.name,
+            f"needs an index below {self.shape[dim]} in dimension {dim}",
+            index,
+            PAGE,
+        )
         shape, strides = list(self.shape), list(self._strides)
         offset = self._offset + index * strides.pop(dim)
         del shape[dim]
@@ -176,9 +187,13 @@ class View:
     def permute(self: T, dims: Any) -> T:
         """Return the dimensions in another order."""
         require(
-            sorted(dims) == list(range(self.ndim)), "permute", "dims",
-            f"must be a permutation of {self.ndim} dimensions", dims, PAGE,
-        )  # fmt: skip
+            sorted(dims) == list(range(self.ndim)),
+            "permute",
+            "dims",
+            f"must be a permutation of {self.ndim} dimensions",
+            dims,
+            PAGE,
+        )
         if self._storage.on_chip or self.is_indirect():
             require(dims[0] == 0, "permute", "dims", "must keep the partition first", dims, PAGE)
         return self._view((self.shape[d] for d in dims), (self._strides[d] for d in dims))
@@ -187,9 +202,13 @@ class View:
         """Repeat the one element of a dimension."""
         self._dimension("broadcast", dim)
         require(
-            self.shape[dim] == 1, "broadcast", self.name,
-            f"must have one element in dimension {dim}", self.shape[dim], PAGE,
-        )  # fmt: skip
+            self.shape[dim] == 1,
+            "broadcast",
+            self.name,
+            f"must have one element in dimension {dim}",
+            self.shape[dim],
+            PAGE,
+        )
         shape, strides = list(self.shape), list(self._strides)
         shape[dim], strides[dim] = size, 0
         return self._view(shape, strides)
@@ -207,9 +226,13 @@ class View:
         """Remove a dimension of one element."""
         self._dimension("squeeze_dim", dim)
         require(
-            self.shape[dim] == 1, "squeeze_dim", self.name,
-            f"must have one element in dimension {dim}", self.shape[dim], PAGE,
-        )  # fmt: skip
+            self.shape[dim] == 1,
+            "squeeze_dim",
+            self.name,
+            f"must have one element in dimension {dim}",
+            self.shape[dim],
+            PAGE,
+        )
         return self.select(dim, 0)
 
     def flatten_dims(self: T, start_dim: int, end_dim: int) -> T:
@@ -219,9 +242,13 @@ class View:
         size = shape[end_dim]
         for d in range(end_dim - 1, start_dim - 1, -1):
             require(
-                strides[d] == strides[d + 1] * shape[d + 1], "flatten_dims", self.name,
-                "must be contiguous over these dimensions", self.get_pattern(), PAGE,
-            )  # fmt: skip
+                strides[d] == strides[d + 1] * shape[d + 1],
+                "flatten_dims",
+                self.name,
+                "must be contiguous over these dimensions",
+                self.get_pattern(),
+                PAGE,
+            )
             size *= shape[d]
         shape[start_dim : end_dim + 1] = [size]
         strides[start_dim : end_dim + 1] = [strides[end_dim]]
@@ -235,9 +262,13 @@ class View:
             known = math.prod([s for s in sizes if s != -1])
             sizes[sizes.index(-1)] = self.shape[dim] // known
         require(
-            math.prod(sizes) == self.shape[dim], "reshape_dim", "shape",
-            f"must have {self.shape[dim]} elements", shape, PAGE,
-        )  # fmt: skip
+            math.prod(sizes) == self.shape[dim],
+            "reshape_dim",
+            "shape",
+            f"must have {self.shape[dim]} elements",
+            shape,
+            PAGE,
+        )
         inner = [s * self._strides[dim] for s in row_major(tuple(sizes))]
         new_shape, strides = list(self.shape), list(self._strides)
         new_shape[dim : dim + 1] = sizes
@@ -248,19 +279,31 @@ class View:
         """Return a contiguous tensor in another shape; on the chip the partitions stay."""
         shape = tuple(shape)
         require(
-            math.prod(shape) == self.size, "reshape", self.name,
-            f"must keep its {self.size} elements", shape, PAGE,
-        )  # fmt: skip
+            math.prod(shape) == self.size,
+            "reshape",
+            self.name,
+            f"must keep its {self.size} elements",
+            shape,
+            PAGE,
+        )
         require(
-            self.is_contiguous(), "reshape", self.name, "must be contiguous",
-            self.get_pattern(), PAGE,
-        )  # fmt: skip
+            self.is_contiguous(),
+            "reshape",
+            self.name,
+            "must be contiguous",
+            self.get_pattern(),
+            PAGE,
+        )
         strides = row_major(shape)
         if self._storage.on_chip or self.is_indirect():
             require(
-                shape[0] == self.shape[0], "reshape", self.name,
-                f"must keep its {self.shape[0]} partitions", shape, PAGE,
-            )  # fmt: skip
+                shape[0] == self.shape[0],
+                "reshape",
+                self.name,
+                f"must keep its {self.shape[0]} partitions",
+                shape,
+                PAGE,
+            )
             strides = (self._strides[0], *strides[1:])
         return self._view(shape, strides)
 
@@ -269,15 +312,23 @@ class View:
         new = name_of(dtype)
         old_size, new_size = self.itemsize, NUMPY[new].itemsize
         require(
-            self.ndim > 0 and self._strides[-1] == 1 and not self.is_indirect(), "view",
-            self.name, "must be direct, with a contiguous last dimension", self.get_pattern(), PAGE,
-        )  # fmt: skip
+            self.ndim > 0 and self._strides[-1] == 1 and not self.is_indirect(),
+            "view",
+            self.name,
+            "must be direct, with a contiguous last dimension",
+            self.get_pattern(),
+            PAGE,
+        )
         last = self.shape[-1] * old_size
         places = [*self._strides[:-1], self._offset]
         require(
-            last % new_size == 0 and all(s * old_size % new_size == 0 for s in places), "view",
-            self.name, f"must divide into elements of {new_size} bytes", self.shape, PAGE,
-        )  # fmt: skip
+            last % new_size == 0 and all(s * old_size % new_size == 0 for s in places),
+            "view",
+            self.name,
+            f"must divide into elements of {new_size} bytes",
+            self.shape,
+            PAGE,
+        )
         strides = [s * old_size // new_size for s in self._strides[:-1]] + [1]
         shape = (*self.shape[:-1], last // new_size)
         offset = self._offset * old_size // new_size

@@ -51,9 +51,16 @@ POINTERS = pointers_of_callers(Pointers._fields)
 
 @triton.jit
 def _attend(
-    softmax, queries, source, walk, scores,
-    MASKED: tl.constexpr, LAYOUT: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    softmax,
+    queries,
+    source,
+    walk,
+    scores,
+    MASKED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Fold keys of one source into the running softmax of a tile: masked tiles, or whole ones."""
     PAGE: tl.constexpr = LAYOUT.PAGE
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
@@ -82,9 +89,19 @@ def _attend(
         inside = (keys >= walk.first) & (keys < walk.last)
         k_rows = rows_of(pages, begin, source.stride_kp, source.stride_ks, PAGE, BLOCK_N)
         k = load_rows(
-            source.k_base, k_rows, inside, cols, source.stride_kx, source.stride_kd,
-            TILE.HEAD_DIM, TILE.BLOCK_D, LAYOUT.K_RUN, LAYOUT.K_UNIT, LAYOUT.K_BYTES, MASKED,
-        )  # [BLOCK_N, BLOCK_D]  # fmt: skip
+            source.k_base,
+            k_rows,
+            inside,
+            cols,
+            source.stride_kx,
+            source.stride_kd,
+            TILE.HEAD_DIM,
+            TILE.BLOCK_D,
+            LAYOUT.K_RUN,
+            LAYOUT.K_UNIT,
+            LAYOUT.K_BYTES,
+            MASKED,
+        )  # [BLOCK_N, BLOCK_D]
         k = matched(k, queries.q)
         # [BLOCK_M, BLOCK_N]
         s = dot(matched(queries.q, k), tl.trans(k), TILE.PRECISION, TILE.UPCAST)
@@ -112,14 +129,32 @@ def _attend(
             v_rows = rows_of(pages, begin, source.stride_vp, source.stride_vs, PAGE, BLOCK_N)
         if LAYOUT.V_COLUMN_RUN > 0:
             v = load_columns(
-                source.v_base, v_rows, inside, cols, source.stride_vd,
-                TILE.HEAD_DIM, TILE.BLOCK_D, LAYOUT.V_COLUMN_RUN, LAYOUT.V_BYTES, MASKED,
-            )  # [BLOCK_N, BLOCK_D]  # fmt: skip
+                source.v_base,
+                v_rows,
+                inside,
+                cols,
+                source.stride_vd,
+                TILE.HEAD_DIM,
+                TILE.BLOCK_D,
+                LAYOUT.V_COLUMN_RUN,
+                LAYOUT.V_BYTES,
+                MASKED,
+            )  # [BLOCK_N, BLOCK_D]
         else:
             v = load_rows(
-                source.v_base, v_rows, inside, cols, 0, source.stride_vd,
-                TILE.HEAD_DIM, TILE.BLOCK_D, TILE.HEAD_DIM, LAYOUT.V_UNIT, LAYOUT.V_BYTES, MASKED,
-            )  # [BLOCK_N, BLOCK_D]  # fmt: skip
+                source.v_base,
+                v_rows,
+                inside,
+                cols,
+                0,
+                source.stride_vd,
+                TILE.HEAD_DIM,
+                TILE.BLOCK_D,
+                TILE.HEAD_DIM,
+                LAYOUT.V_UNIT,
+                LAYOUT.V_BYTES,
+                MASKED,
+            )  # [BLOCK_N, BLOCK_D]
         # [BLOCK_M, BLOCK_D]
         acc = dot_add(acc * alpha[:, None], p, matched(v, queries.q), TILE.PRECISION, TILE.UPCAST)
         m_i = m_new
@@ -128,9 +163,15 @@ def _attend(
 
 @triton.jit
 def _attend_to_all(
-    softmax, queries, source, walk, scores,
-    LAYOUT: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    softmax,
+    queries,
+    source,
+    walk,
+    scores,
+    LAYOUT: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Fold keys of one source into the running softmax: whole tiles, then those to be masked."""
     for masked in tl.static_range(2):
         softmax = _attend(
@@ -183,9 +224,19 @@ def _load_queries(rows, q_ptr, strides, ROW_LAYOUT: tl.constexpr, TILE: tl.const
     """Load a tile of queries, ``[BLOCK_M, BLOCK_D]``."""
     q_rows = rows.token_64 * strides.stride_qs + rows.head * strides.stride_qh
     return load_rows(
-        q_ptr, q_rows, rows.is_inside, rows.cols, 0, 1,
-        TILE.HEAD_DIM, TILE.BLOCK_D, TILE.HEAD_DIM, True, ROW_LAYOUT.ROW_BYTES, True,
-    )  # fmt: skip
+        q_ptr,
+        q_rows,
+        rows.is_inside,
+        rows.cols,
+        0,
+        1,
+        TILE.HEAD_DIM,
+        TILE.BLOCK_D,
+        TILE.HEAD_DIM,
+        True,
+        ROW_LAYOUT.ROW_BYTES,
+        True,
+    )
 
 
 @triton.jit
@@ -243,9 +294,14 @@ def _cached_source(sequence, head_k, pointers, strides):
         pointers.v_cache_ptr + head_k * strides.stride_vch,
         pointers.block_table_ptr + sequence * strides.stride_table_b,
         strides.stride_table_p,
-        strides.stride_kcp, strides.stride_kcs, strides.stride_kcx, strides.stride_kcd,
-        strides.stride_vcp, strides.stride_vcs, strides.stride_vcd,
-    )  # fmt: skip
+        strides.stride_kcp,
+        strides.stride_kcs,
+        strides.stride_kcx,
+        strides.stride_kcd,
+        strides.stride_vcp,
+        strides.stride_vcs,
+        strides.stride_vcd,
+    )
 
 
 @triton.jit
@@ -282,9 +338,7 @@ def _row_pointers(base, rows, cols, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _store_part(
-    out, lse2, rows, at, pointers, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def _store_part(out, lse2, rows, at, pointers, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Write what a split comes to, in fp32, from row ``at`` on, for ``_split_merge_kernel``."""
     cols = rows.cols
     at += tl.arange(0, out.shape[0])  # [BLOCK_M]
@@ -296,9 +350,16 @@ def _store_part(
 
 @triton.jit
 def _store_out(
-    out, lse2, rows, tokens, pointers, strides,
-    ROW_LAYOUT: tl.constexpr, OPTIONS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse2,
+    rows,
+    tokens,
+    pointers,
+    strides,
+    ROW_LAYOUT: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Write rows of the output, in its dtype, and their log-sum-exps."""
     cols = rows.cols
     if pointers.out_scale_ptr is not None:
@@ -319,7 +380,7 @@ def _store_out(
 @triton.jit
 def _fill_padding(
     block, head_k, counts, pointers, strides, SCHEDULE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+):
     """Write 0 and -inf to those of a block of tokens that belong to no sequence."""
     GROUP: tl.constexpr = SCHEDULE.GROUP
     BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M
@@ -379,20 +440,42 @@ def _paged_kernel(
     )  # fmt: skip
     counts = Counts(batch, heads_k, tokens, units, splits)
     strides = Strides(
-        stride_qs, stride_qh, stride_os, stride_oh,
-        stride_kcp, stride_kcs, stride_kch, stride_kcx, stride_kcd,
-        stride_vcp, stride_vcs, stride_vch, stride_vcd,
-        stride_ks, stride_kh, stride_vs, stride_vh,
-        stride_table_b, stride_table_p, stride_alibi_b,
-    )  # fmt: skip
+        stride_qs,
+        stride_qh,
+        stride_os,
+        stride_oh,
+        stride_kcp,
+        stride_kcs,
+        stride_kch,
+        stride_kcx,
+        stride_kcd,
+        stride_vcp,
+        stride_vcs,
+        stride_vch,
+        stride_vcd,
+        stride_ks,
+        stride_kh,
+        stride_vs,
+        stride_vh,
+        stride_table_b,
+        stride_table_p,
+        stride_alibi_b,
+    )
     LAYOUT: tl.constexpr = Layout(
         PAGE, K_RUN, K_UNIT, K_BYTES, V_UNIT, V_BYTES, V_COLUMN_RUN, V_AS_K
     )
     ROW_LAYOUT: tl.constexpr = RowLayout(NEW_V_AS_K, ROW_BYTES, OUT_BYTES, PART_BYTES)
     OPTIONS: tl.constexpr = Options(
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, SIGNED_ALIBI, FOLD, DESCALE_PER_HEAD, SHIFT, OUT_MAX,
+        HAS_LEFT,
+        HAS_RIGHT,
+        HAS_SOFTCAP,
+        SIGNED_ALIBI,
+        FOLD,
+        DESCALE_PER_HEAD,
+        SHIFT,
+        OUT_MAX,
         DECODE_FROM_CACHE,
-    )  # fmt: skip
+    )
     SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
     TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_N, BLOCK_D, FILL_TOKENS, PRECISION, UPCAST)
 
@@ -468,8 +551,16 @@ def _paged_kernel(
         source = Source(
             k_ptr + q_start_64 * stride_ks + head_k_64 * stride_kh,
             v_ptr + q_start_64 * stride_vs + head_k_64 * stride_vh,
-            None, None, None, stride_ks, None, None, None, stride_vs, None,
-        )  # fmt: skip
+            None,
+            None,
+            None,
+            stride_ks,
+            None,
+            None,
+            None,
+            stride_vs,
+            None,
+        )
         queries = Queries(q, positions.position - context, slopes)
         scores = Scores(scale, softcap, window_left, window_right)
         softmax = _attend_to_all(

@@ -18,9 +18,7 @@ NUMBERS = WriteCounts._fields + WriteStrides._fields
 
 
 @triton.jit
-def _store_rows(
-    values, side, rows, inside, cols, VECTORS: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def _store_rows(values, side, rows, inside, cols, VECTORS: tl.constexpr, TILE: tl.constexpr):
     """Store rows x cols of vectors in runs, as ``load_rows`` reads them."""
     RUN: tl.constexpr = VECTORS.RUN
     BYTES: tl.constexpr = VECTORS.BYTES
@@ -48,9 +46,15 @@ def _stored(values, side, scale_at, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def _write(
-    side, places, token, head, scale_at,
-    PAGE: tl.constexpr, VECTORS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    side,
+    places,
+    token,
+    head,
+    scale_at,
+    PAGE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Write tokens of one head into their slots; those below 0, or past the end, stay out.
 
     What is to be written does not wait for the slots: of tokens that stay out it is read in vain.
@@ -101,13 +105,29 @@ def _reshape_and_cache_kernel(
     V_VECTORS: tl.constexpr = Vectors(HEAD_DIM, V_UNIT, V_BYTES)
     places = Slots(slot_mapping_ptr, stride_slot, tokens, slots)
     keys = Side(
-        k_ptr, k_cache_ptr, k_scale_ptr, stride_ks, stride_kh,
-        stride_kcp, stride_kcs, stride_kch, stride_kcx, stride_kcd,
-    )  # fmt: skip
+        k_ptr,
+        k_cache_ptr,
+        k_scale_ptr,
+        stride_ks,
+        stride_kh,
+        stride_kcp,
+        stride_kcs,
+        stride_kch,
+        stride_kcx,
+        stride_kcd,
+    )
     values = Side(
-        v_ptr, v_cache_ptr, v_scale_ptr, stride_vs, stride_vh,
-        stride_vcp, stride_vcs, stride_vch, stride_vcx, stride_vcd,
-    )  # fmt: skip
+        v_ptr,
+        v_cache_ptr,
+        v_scale_ptr,
+        stride_vs,
+        stride_vh,
+        stride_vcp,
+        stride_vcs,
+        stride_vch,
+        stride_vcx,
+        stride_vcd,
+    )
     pid = tl.program_id(0)
     head = (pid // 2 % HEADS).to(tl.int64)
     token = pid // 2 // HEADS * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]

@@ -17,9 +17,18 @@ from .structures import (
 
 @triton.jit
 def _store_rows(
-    out, lse, out_ptr, lse_ptr, out_scale_ptr, out_rows, lse_at, inside, cols,
-    HEAD_DIM: tl.constexpr, OUT_MAX: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    out_ptr,
+    lse_ptr,
+    out_scale_ptr,
+    out_rows,
+    lse_at,
+    inside,
+    cols,
+    HEAD_DIM: tl.constexpr,
+    OUT_MAX: tl.constexpr,
+):
     """Write rows of the output, in its dtype, and their log-sum-exps."""
     if out_scale_ptr is not None:
         out /= tl.load(out_scale_ptr)
@@ -89,9 +98,18 @@ def _split_merge_kernel(
     out = acc / l_safe[:, None]  # [ROWS, BLOCK_D]
     out_rows = token * stride_os + head * stride_oh
     _store_rows(
-        out, lse, out_ptr, lse_ptr, out_scale_ptr, out_rows, head * tokens + token, inside, cols,
-        HEAD_DIM, OUT_MAX,
-    )  # fmt: skip
+        out,
+        lse,
+        out_ptr,
+        lse_ptr,
+        out_scale_ptr,
+        out_rows,
+        head * tokens + token,
+        inside,
+        cols,
+        HEAD_DIM,
+        OUT_MAX,
+    )
 
 
 @triton.jit(
@@ -99,10 +117,22 @@ def _split_merge_kernel(
     do_not_specialize_on_alignment=StateMergePointers._fields,
 )
 def _state_merge_kernel(
-    out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr, out_scale_ptr,
-    heads_q, tokens, stride_os, stride_oh,
-    HEAD_DIM: tl.constexpr, OUT_MAX: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    out_a_ptr,
+    lse_a_ptr,
+    out_b_ptr,
+    lse_b_ptr,
+    out_ptr,
+    lse_ptr,
+    out_scale_ptr,
+    heads_q,
+    tokens,
+    stride_os,
+    stride_oh,
+    HEAD_DIM: tl.constexpr,
+    OUT_MAX: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``, ``lse`` as of all keys.
 
     A program merges some rows. What a side holds that saw no key is not read.

@@ -34,9 +34,15 @@ def look_up(table_base, stride_table, begin, is_wanted, PAGE: tl.constexpr, BLOC
 
 @triton.jit
 def is_looked_up(
-    begin, step, steps, first, last,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    begin,
+    step,
+    steps,
+    first,
+    last,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Say which entries a step reads: none that holds only keys outside of ``[first, last)``."""
     lane = tl.arange(0, BLOCK)  # [BLOCK]
     if PAGE > 0 and PAGE % BLOCK == 0:
@@ -70,10 +76,19 @@ def rows_of(pages, begin, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: t
 
 @triton.jit
 def load_rows(
-    base, rows, inside, cols, stride_step, stride_inner,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, RUN: tl.constexpr, UNIT: tl.constexpr,
-    BYTES: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    base,
+    rows,
+    inside,
+    cols,
+    stride_step,
+    stride_inner,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    RUN: tl.constexpr,
+    UNIT: tl.constexpr,
+    BYTES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Load rows x cols of vectors that begin at ``rows``; where not ``inside``, give 0.
 
     A vector is cut into runs of ``RUN`` numbers, ``stride_step`` apart. Every run begins on a
@@ -99,10 +114,17 @@ def load_rows(
 
 @triton.jit
 def load_columns(
-    base, rows, inside, cols, stride_inner,
-    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, RUN: tl.constexpr, BYTES: tl.constexpr,
+    base,
+    rows,
+    inside,
+    cols,
+    stride_inner,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    RUN: tl.constexpr,
+    BYTES: tl.constexpr,
     MASKED: tl.constexpr,
-):  # fmt: skip
+):
     """Load the same tile where neighbouring rows lie next to each other, in runs of ``RUN``."""
     # a run is within a page, and begins on a multiple of BYTES: the launcher sees to it
     rows = tl.max_contiguous(rows, [RUN])

@@ -62,9 +62,17 @@ def _begin(both, is_walked, W: gl.constexpr, pipeline, TILE: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    W: gl.constexpr, tensors, sums, numbers, steps, keys, program, pipeline,
-    OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    W: gl.constexpr,
+    tensors,
+    sums,
+    numbers,
+    steps,
+    keys,
+    program,
+    pipeline,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Make dk and dv of warpgroup ``W``'s block of keys, and what goes to dq."""
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
     PIECE: gl.constexpr = TILE.PIECE
@@ -82,13 +90,31 @@ def _consume(
     # dq is one step behind
     say_made(gradients.turn + 1, W)
     gradients = walk(
-        gradients, both, total, steps.whole * TURNS, positions, factor, sums, W, False, pipeline,
+        gradients,
+        both,
+        total,
+        steps.whole * TURNS,
+        positions,
+        factor,
+        sums,
+        W,
+        False,
+        pipeline,
         TILE,
-    )  # fmt: skip
+    )
     gradients = walk(
-        gradients, both, total, steps.partial * TURNS, positions, factor, sums, W, True, pipeline,
+        gradients,
+        both,
+        total,
+        steps.partial * TURNS,
+        positions,
+        factor,
+        sums,
+        W,
+        True,
+        pipeline,
         TILE,
-    )  # fmt: skip
+    )
     turn = gradients.turn
     await_made(turn + 1, W)
     dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, 0, W, TILE.HEAD_DIM)
@@ -107,9 +133,18 @@ def _consume(
 
 @gluon.jit
 def _leave(
-    dk, dv, is_walked, W: gl.constexpr, tensors, sums, numbers, keys, program, pipeline,
+    dk,
+    dv,
+    is_walked,
+    W: gl.constexpr,
+    tensors,
+    sums,
+    numbers,
+    keys,
+    program,
+    pipeline,
     TILE: gl.constexpr,
-):  # fmt: skip
+):
     """Write a block of dk and dv, or if several programs own it add to their sums."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     parts = keys.parts_0 if W == 0 else keys.parts_1
@@ -172,9 +207,19 @@ def _allocate(tensors, TILE: gl.constexpr):
     v_full = barriers(1, 1)
     hopper.fence_async_shared()
     return BackwardPipeline(
-        q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, fields_s,
-        q_full, k_full.index(0), v_full.index(0), dout_full,
-    )  # fmt: skip
+        q_s,
+        k_s,
+        v_s,
+        dout_s,
+        ds_s,
+        lse2_s,
+        delta_s,
+        fields_s,
+        q_full,
+        k_full.index(0),
+        v_full.index(0),
+        dout_full,
+    )
 
 
 # numbers and pointers to what others allocate are never specialised; see ``runtime.py``
@@ -196,10 +241,25 @@ def hopper_backward_kernel(
     blocks of dk and dv or adds to their sums, and adds to those of dq.
     """
     tensors = BackwardTensors(
-        q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, lse2_ptr,
-        delta_ptr, begin_ptr, parts_ptr, items_ptr, owners_ptr, real_ptr, bits_ptr,
+        q_desc,
+        k_desc,
+        v_desc,
+        dout_desc,
+        dk_desc,
+        dv_desc,
+        dq_ptr,
+        dk_ptr,
+        dv_ptr,
+        lse2_ptr,
+        delta_ptr,
+        begin_ptr,
+        parts_ptr,
+        items_ptr,
+        owners_ptr,
+        real_ptr,
+        bits_ptr,
         cu_seqlens_ptr,
-    )  # fmt: skip
+    )
     numbers = BackwardNumbers(
         scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces
     )
@@ -220,16 +280,16 @@ def hopper_backward_kernel(
         pipeline = _allocate(tensors, TILE)
         gl.warp_specialize(
             [
-                (_consume, (
-                    0, tensors, sums, numbers, steps, keys, program, pipeline, OPTIONS, TILE
-                )),
-                (_consume, (
-                    1, tensors, sums, numbers, steps, keys, program, pipeline, OPTIONS, TILE
-                )),
-                (produce, (
-                    tensors, sums, steps, keys, program, origin, pipeline, OPTIONS, TILE
-                )),
+                (
+                    _consume,
+                    (0, tensors, sums, numbers, steps, keys, program, pipeline, OPTIONS, TILE),
+                ),
+                (
+                    _consume,
+                    (1, tensors, sums, numbers, steps, keys, program, pipeline, OPTIONS, TILE),
+                ),
+                (produce, (tensors, sums, steps, keys, program, origin, pipeline, OPTIONS, TILE)),
             ],
             [4, 1],
             [240, 24],
-        )  # fmt: skip
+        )

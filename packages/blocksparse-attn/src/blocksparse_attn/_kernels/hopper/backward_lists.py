@@ -12,9 +12,7 @@ MOST = gl.constexpr(256)
 
 
 @gluon.jit
-def find_program(
-    pid, programs, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
+def find_program(pid, programs, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return what a place in the grid works on.
 
     All programs of a sequence come first, and of ``numbers.span`` heads if the lists are for all
@@ -123,9 +121,7 @@ def find_items(place, program, tensors, numbers):
 
 
 @gluon.jit
-def find_item(
-    turn, total, steps, program, tensors, TURNS: gl.constexpr, PIECE: gl.constexpr
-):  # fmt: skip
+def find_item(turn, total, steps, program, tensors, TURNS: gl.constexpr, PIECE: gl.constexpr):
     """Return the block of queries of a turn, and its head in the group.
 
     Where the walk wants an item, or the sequence has not the block, it is ``NO_BLOCK``.
@@ -166,9 +162,16 @@ def find_steps(program, tensors, numbers):
     alone_0_at, alone_0 = find_items(place + 2, program, tensors, numbers)
     alone_1_at, alone_1 = find_items(place + 3, program, tensors, numbers)
     return Steps(
-        whole_at, whole, partial_at, partial, alone_0,
-        alone_0_at, alone_0, alone_1_at, alone_1,
-    )  # fmt: skip
+        whole_at,
+        whole,
+        partial_at,
+        partial,
+        alone_0,
+        alone_0_at,
+        alone_0,
+        alone_1_at,
+        alone_1,
+    )
 
 
 @gluon.jit
@@ -210,7 +213,14 @@ def find_keys(steps, program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.
             seen |= find_seen(steps.alone_0_at, alone_0, ahead, len_k, tensors, PIECE)
             seen |= find_seen(steps.alone_1_at, alone_1, ahead, len_k, tensors, PIECE)
     steps = Steps(
-        whole_at, whole, partial_at, partial, gl.maximum(alone_0, alone_1),
-        steps.alone_0_at, alone_0, steps.alone_1_at, alone_1,
-    )  # fmt: skip
+        whole_at,
+        whole,
+        partial_at,
+        partial,
+        gl.maximum(alone_0, alone_1),
+        steps.alone_0_at,
+        alone_0,
+        steps.alone_1_at,
+        alone_1,
+    )
     return Keys(parts_0, block_0, parts_1, block_1, seen_0, seen_1, seen, kept), steps

@@ -52,9 +52,16 @@ def first_query(item, diagonal, j, PIECE: gl.constexpr):
 
 @gluon.jit
 def copy_keys(
-    desc, tiles_s, full, owned_ptr, keys, program,
-    RAGGED: gl.constexpr, PIECE: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
+    desc,
+    tiles_s,
+    full,
+    owned_ptr,
+    keys,
+    program,
+    RAGGED: gl.constexpr,
+    PIECE: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
     """Copy a program's two blocks of keys, or of values."""
     _, _, _, sequence, head, start, _, len_k = program
     mbarrier.expect(full, 2 * ROWS * WIDTH * (desc.dtype.primitive_bitwidth // 8))
@@ -74,9 +81,17 @@ def copy_keys(
 
 @gluon.jit
 def copy_queries(
-    desc, tiles_s, full, stage, item, head, program,
-    RAGGED: gl.constexpr, PIECE: gl.constexpr, WIDTH: gl.constexpr,
-):  # fmt: skip
+    desc,
+    tiles_s,
+    full,
+    stage,
+    item,
+    head,
+    program,
+    RAGGED: gl.constexpr,
+    PIECE: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
     """Copy a block of queries, or of the output's gradient: pieces that see no key as zeros."""
     _, _, _, sequence, _, start, len_q, len_k = program
     diagonal = len_k - len_q
@@ -121,6 +136,9 @@ def add_pieces(pointer, owned_ptr, len_k, values, PIECE: gl.constexpr):
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"
         " mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
-        "=r,=r,=r,=r,l,l,l,l,f,f,f,f", [(pointer + at).to(gl.int64), values],
-        dtype=gl.int32, is_pure=False, pack=4,
-    )  # fmt: skip
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f",
+        [(pointer + at).to(gl.int64), values],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )

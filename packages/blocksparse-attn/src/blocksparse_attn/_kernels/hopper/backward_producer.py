@@ -35,9 +35,7 @@ def _wait_for_room(number, is_both):
 
 
 @gluon.jit
-def _describe(
-    field, item, head, keys, program, origin, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
+def _describe(field, item, head, keys, program, origin, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return the numbers that describe a step to the warpgroups."""
     block = item.block
     sums = origin.sums_at + head * origin.sums_pitch + block
@@ -59,9 +57,16 @@ def _describe(
 
 @gluon.jit
 def produce(
-    tensors, sums, steps, keys, program, origin, pipeline,
-    OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    tensors,
+    sums,
+    steps,
+    keys,
+    program,
+    origin,
+    pipeline,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Copy the keys and values, then blocks of queries and of what belongs to them."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
@@ -73,9 +78,16 @@ def produce(
     first_head = program.head_k * OPTIONS.GROUP
     if total > 0:
         copy_keys(
-            tensors.k_desc, pipeline.k_s, pipeline.k_full, sums.owned_ptr, keys, program,
-            RAGGED, PIECE, TILE.HEAD_DIM,
-        )  # fmt: skip
+            tensors.k_desc,
+            pipeline.k_s,
+            pipeline.k_full,
+            sums.owned_ptr,
+            keys,
+            program,
+            RAGGED,
+            PIECE,
+            TILE.HEAD_DIM,
+        )
     item = find_item(0, total, steps, program, tensors, TURNS, PIECE)
     lse2, delta = _numbers(item, first_head, program, origin, tensors)
     for turn in range(total):
@@ -89,21 +101,44 @@ def produce(
         if turn >= STAGES:
             _wait_for_room(EMPTY + stage, turn - STAGES < both)
         copy_queries(
-            tensors.q_desc, pipeline.q_s, pipeline.q_full.index(stage), stage, item, head,
-            program, RAGGED, PIECE, TILE.HEAD_DIM,
-        )  # fmt: skip
+            tensors.q_desc,
+            pipeline.q_s,
+            pipeline.q_full.index(stage),
+            stage,
+            item,
+            head,
+            program,
+            RAGGED,
+            PIECE,
+            TILE.HEAD_DIM,
+        )
         pipeline.lse2_s.index(stage).store(lse2)
         pipeline.fields_s.index(stage).store(fields)
         mbarrier.arrive(pipeline.q_full.index(stage), count=1)
         if turn == 0:
             copy_keys(
-                tensors.v_desc, pipeline.v_s, pipeline.v_full, sums.owned_ptr, keys, program,
-                RAGGED, PIECE, TILE.HEAD_DIM_V,
-            )  # fmt: skip
+                tensors.v_desc,
+                pipeline.v_s,
+                pipeline.v_full,
+                sums.owned_ptr,
+                keys,
+                program,
+                RAGGED,
+                PIECE,
+                TILE.HEAD_DIM_V,
+            )
         copy_queries(
-            tensors.dout_desc, pipeline.dout_s, pipeline.dout_full.index(stage), stage, item, head,
-            program, RAGGED, PIECE, TILE.HEAD_DIM_V,
-        )  # fmt: skip
+            tensors.dout_desc,
+            pipeline.dout_s,
+            pipeline.dout_full.index(stage),
+            stage,
+            item,
+            head,
+            program,
+            RAGGED,
+            PIECE,
+            TILE.HEAD_DIM_V,
+        )
         pipeline.delta_s.index(stage).store(-delta)
         mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
         item = coming

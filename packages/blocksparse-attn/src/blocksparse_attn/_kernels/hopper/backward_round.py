@@ -55,9 +55,16 @@ def _locate(place, tensors, numbers):
     """
     offsets_ptr, batch = tensors.cu_seqlens_ptr, numbers.batch
     grid = Grid(
-        offsets_ptr, offsets_ptr, batch, numbers.heads_k, numbers.tokens_q, numbers.tokens_k,
-        numbers.tiles_k, 1, 1,
-    )  # fmt: skip
+        offsets_ptr,
+        offsets_ptr,
+        batch,
+        numbers.heads_k,
+        numbers.tokens_q,
+        numbers.tokens_k,
+        numbers.tiles_k,
+        1,
+        1,
+    )
     work = locate_keys(place, grid, SIDE, False)
     start, sequence = work.k_start, work.sequence
     if offsets_ptr is None:
@@ -78,10 +85,16 @@ def _parts(piece, is_owned, head, tensors, numbers, PER_HEAD: tl.constexpr):
 @triton.jit(
     do_not_specialize=PrepareNumbers._fields,
     do_not_specialize_on_alignment=(
-        "out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr", "delta_ptr", "lse2_ptr", "parts_ptr",
+        "out_ptr",
+        "dout_ptr",
+        "lse_ptr",
+        "dlse_ptr",
+        "delta_ptr",
+        "lse2_ptr",
+        "parts_ptr",
         "cu_seqlens_ptr",
     ),
-)  # fmt: skip
+)
 def prepare_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sums_ptr, dk_sums_ptr,
     dv_sums_ptr, parts_ptr, cu_seqlens_ptr,
@@ -96,13 +109,34 @@ def prepare_kernel(
     Of the sums of dk and dv it is those to which several programs add.
     """
     tensors = PrepareTensors(
-        out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sums_ptr, dk_sums_ptr,
-        dv_sums_ptr, parts_ptr, cu_seqlens_ptr,
-    )  # fmt: skip
+        out_ptr,
+        dout_ptr,
+        lse_ptr,
+        dlse_ptr,
+        delta_ptr,
+        lse2_ptr,
+        dq_sums_ptr,
+        dk_sums_ptr,
+        dv_sums_ptr,
+        parts_ptr,
+        cu_seqlens_ptr,
+    )
     numbers = PrepareNumbers(
-        tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q, batch, heads_k, tokens_k,
-        tiles_k, list_pieces, slots_k, share, pieces,
-    )  # fmt: skip
+        tokens_q,
+        rows,
+        stride_dob,
+        stride_dos,
+        stride_doh,
+        heads_q,
+        batch,
+        heads_k,
+        tokens_k,
+        tiles_k,
+        list_pieces,
+        slots_k,
+        share,
+        pieces,
+    )
     OPTIONS: tl.constexpr = PrepareOptions(
         PER_HEAD, TOKENS, HEAD_DIM_V, BLOCK_DV, WIDTH, WIDTH_V, ROW_BYTES_V, BLOCK, PIECE
     )
@@ -130,9 +164,16 @@ def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
     WIDTH: tl.constexpr = OPTIONS.WIDTH
     offsets_ptr, heads_q = tensors.cu_seqlens_ptr, numbers.heads_q
     grid = Grid(
-        offsets_ptr, offsets_ptr, numbers.batch, heads_q, numbers.tokens_q, numbers.tokens_k,
-        numbers.tiles_q, 1, 1,
-    )  # fmt: skip
+        offsets_ptr,
+        offsets_ptr,
+        numbers.batch,
+        heads_q,
+        numbers.tokens_q,
+        numbers.tokens_k,
+        numbers.tiles_q,
+        1,
+        1,
+    )
     work = locate_queries(place, grid, SIDE, False, False, -1)
     rows = work.tile * SIDE - (work.seqlen_k - work.seqlen_q) + tl.arange(0, SIDE)  # [SIDE]
     token = work.q_start + rows
@@ -144,9 +185,15 @@ def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
         for half in tl.static_range(2):
             dq = _tile(sums_ptr + half * (SIDE * WIDTH // 2), SIDE, WIDTH // 2) * numbers.scale
             _store(
-                dq, tensors.dq_ptr, token, inside, work.unit, heads_q, half * (WIDTH // 2),
+                dq,
+                tensors.dq_ptr,
+                token,
+                inside,
+                work.unit,
+                heads_q,
+                half * (WIDTH // 2),
                 OPTIONS.HEAD_DIM,
-            )  # fmt: skip
+            )
 
 
 @triton.jit

@@ -34,7 +34,7 @@ SLOPE = gl.constexpr(3)
 @gluon.jit
 def probabilities(
     s, lse2, fields, positions, factor, W: gl.constexpr, MASKED: gl.constexpr, PIECE: gl.constexpr
-):  # fmt: skip
+):
     """Return the probabilities of scores [keys, queries]."""
     S: gl.constexpr = s.type.layout
     p = gl.exp2(s * factor - lse2[None, :])
@@ -90,9 +90,17 @@ def add_dq(dq_ptr, sums, dq, W: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def _start_step(
-    s, dv, v, turn, positions, factor, W: gl.constexpr, MASKED: gl.constexpr, pipeline,
+    s,
+    dv,
+    v,
+    turn,
+    positions,
+    factor,
+    W: gl.constexpr,
+    MASKED: gl.constexpr,
+    pipeline,
     TILE: gl.constexpr,
-):  # fmt: skip
+):
     """Begin the products of dp and dv of a step, and compute its probabilities in between."""
     S: gl.constexpr = s.type.layout
     V: gl.constexpr = dv.type.layout
@@ -114,9 +122,18 @@ def _start_step(
 
 @gluon.jit
 def walk(
-    gradients, both, total, steps, positions, factor, sums, W: gl.constexpr, MASKED: gl.constexpr,
-    pipeline, TILE: gl.constexpr,
-):  # fmt: skip
+    gradients,
+    both,
+    total,
+    steps,
+    positions,
+    factor,
+    sums,
+    W: gl.constexpr,
+    MASKED: gl.constexpr,
+    pipeline,
+    TILE: gl.constexpr,
+):
     """Add what so many blocks of queries contribute that both warpgroups multiply.
 
     To dq it adds what the step before each does. From turn ``both`` on each warpgroup has its own.
@@ -176,7 +193,7 @@ def walk(
 @gluon.jit
 def walk_apart(
     gradients, total, steps, positions, factor, sums, W: gl.constexpr, pipeline, TILE: gl.constexpr
-):  # fmt: skip
+):
     """Add what so many blocks of queries contribute of which this warpgroup has every second one.
 
     Their dq is this warpgroup's alone, one half of the columns after the other.

@@ -96,9 +96,16 @@ def _entries(walk, step, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _begin(
-    items, members, rows, turn, tile_count, W: gl.constexpr, pipeline,
-    OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    items,
+    members,
+    rows,
+    turn,
+    tile_count,
+    W: gl.constexpr,
+    pipeline,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Return the softmax of the first step, beside which no other product runs."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM_V, 16])
@@ -122,9 +129,18 @@ def _begin(
 
 @gluon.jit
 def _attend(
-    softmax, low, high, walk, rows, W: gl.constexpr, MASKED: gl.constexpr, tensors, pipeline,
-    OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    softmax,
+    low,
+    high,
+    walk,
+    rows,
+    W: gl.constexpr,
+    MASKED: gl.constexpr,
+    tensors,
+    pipeline,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Fold the steps from ``high`` down to ``low`` into the softmax."""
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
@@ -189,7 +205,7 @@ def _finish(softmax, head, W: gl.constexpr, pipeline, TILE: gl.constexpr):
 @gluon.jit
 def _write(
     o, weight, empty, lse, place, W: gl.constexpr, tensors, numbers, pipeline, TILE: gl.constexpr
-):  # fmt: skip
+):
     """Scale the output of a block of queries, and send it and the LSE on their way."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
     ROWS: gl.constexpr = TILE.ROWS
@@ -233,7 +249,7 @@ def _write(
 @gluon.jit
 def _consume(
     W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
+):
     """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
     # the scale goes into the exponential's multiply-add; it is positive, so max commutes
@@ -276,9 +292,18 @@ def _consume(
         )
         o, m, l, p, turn = softmax
         softmax = _attend(
-            Softmax(o, m, l, in_pairs(p), turn), 0, walk.whole, walk, rows, W, False, tensors,
-            pipeline, OPTIONS, TILE,
-        )  # fmt: skip
+            Softmax(o, m, l, in_pairs(p), turn),
+            0,
+            walk.whole,
+            walk,
+            rows,
+            W,
+            False,
+            tensors,
+            pipeline,
+            OPTIONS,
+            TILE,
+        )
         o, weight, empty, lse = _finish(softmax, head, W, pipeline, TILE)
         turn = softmax.turn
         place = Place(row, head, pick(fields, SEQUENCE), q_start, len_q)
@@ -313,13 +338,34 @@ def hopper_forward_kernel(
     produces, two warpgroups consume.
     """
     tensors = ForwardTensors(
-        q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, ticket_ptr,
-        begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    )  # fmt: skip
+        q_desc,
+        k_desc,
+        v_desc,
+        out_desc,
+        out_ptr,
+        lse_ptr,
+        ticket_ptr,
+        begin_ptr,
+        whole_ptr,
+        items_ptr,
+        members_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+    )
     numbers = ForwardNumbers(
-        scale, batch, heads_q, tokens_q, tokens_k, head_dim_v, tiles, span, last, total, list_rows,
+        scale,
+        batch,
+        heads_q,
+        tokens_q,
+        tokens_k,
+        head_dim_v,
+        tiles,
+        span,
+        last,
+        total,
+        list_rows,
         extent_k,
-    )  # fmt: skip
+    )
     OPTIONS: gl.constexpr = ForwardOptions(
         GROUP, HEADS, SPAN, ROW_MEMBERS, BLOCK_Q, BLOCK_K, IS_CAUSAL, PER_HEAD, SHORT
     )
@@ -341,9 +387,20 @@ def hopper_forward_kernel(
     tile_empty = barriers(SLOTS, 2)
     hopper.fence_async_shared()
     pipeline = ForwardPipeline(
-        q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full, tile_full, tile_empty,
-        boxes_of(k_s, k_desc, BLOCK_K), boxes_of(v_s, v_desc, BLOCK_K),
-    )  # fmt: skip
+        q_s,
+        k_s,
+        v_s,
+        out_s,
+        fields_s,
+        q_full,
+        q_empty,
+        k_full,
+        v_full,
+        tile_full,
+        tile_empty,
+        boxes_of(k_s, k_desc, BLOCK_K),
+        boxes_of(v_s, v_desc, BLOCK_K),
+    )
     gl.warp_specialize(
         [
             (_consume, (0, tensors, numbers, pipeline, OPTIONS, TILE)),

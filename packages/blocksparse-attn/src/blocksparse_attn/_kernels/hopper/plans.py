@@ -122,9 +122,13 @@ class HopperForward:
         )
         sizes = ForwardTile(tile.rows, tile.block_n, wide, wide_v, tile.stages_k, tile.stages_v)
         self.launch = launch_of(
-            hopper_forward_kernel, options, sizes, of=MapLaunch,
-            num_warps=4, maxnreg=tile.registers,
-        )  # fmt: skip
+            hopper_forward_kernel,
+            options,
+            sizes,
+            of=MapLaunch,
+            num_warps=4,
+            maxnreg=tile.registers,
+        )
 
     def arguments(
         self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
@@ -148,9 +152,17 @@ class HopperForward:
         grid, numbers = work
         # the fields of ForwardTensors
         tensors = (
-            self._map_q(q), self._map_k(k), self._map_v(x.v), self._map_out(out),
-            out, lse, self._ticket(q.device), *walk, x.cu_seqlens_q, x.cu_seqlens_k,
-        )  # fmt: skip
+            self._map_q(q),
+            self._map_k(k),
+            self._map_v(x.v),
+            self._map_out(out),
+            out,
+            lse,
+            self._ticket(q.device),
+            *walk,
+            x.cu_seqlens_q,
+            x.cu_seqlens_k,
+        )
         return grid, tensors, numbers
 
     def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> tuple[int, ForwardNumbers]:
@@ -277,27 +289,59 @@ class HopperBackward:
             grid,
             PrepareTensors(*rows, dq_sums, dk_sums, dv_sums, pairs.parts, offsets),
             PrepareNumbers(
-                lse.shape[-1], lse.numel(), *token_strides(dout), form.heads_q, form.batch,
-                form.heads_k, tokens_k, tiles_k, list_pieces, slots_k, cdiv(pieces, grid), pieces,
+                lse.shape[-1],
+                lse.numel(),
+                *token_strides(dout),
+                form.heads_q,
+                form.batch,
+                form.heads_k,
+                tokens_k,
+                tiles_k,
+                list_pieces,
+                slots_k,
+                cdiv(pieces, grid),
+                pieces,
             ),
-        )  # fmt: skip
+        )
         self._launch(
             # as many as there might be
             pairs.owners.shape[0] * (form.heads_k // self._lists) * form.batch,
             BackwardTensors(
                 *self._mapped((q, x.k, x.v, dout, dk, dv), dout.stride()),
-                dq_sums, dk_sums, dv_sums, rows.lse2_ptr, rows.delta_ptr, *pairs, offsets,
+                dq_sums,
+                dk_sums,
+                dv_sums,
+                rows.lse2_ptr,
+                rows.delta_ptr,
+                *pairs,
+                offsets,
             ),
             BackwardNumbers(
-                scale, form.batch, form.heads_k, heads_at_once(blocks_q), tokens_q, tokens_k,
-                tiles_q, tiles_k, blocks_q, list_pieces,
+                scale,
+                form.batch,
+                form.heads_k,
+                heads_at_once(blocks_q),
+                tokens_q,
+                tokens_k,
+                tiles_q,
+                tiles_k,
+                blocks_q,
+                list_pieces,
             ),
-        )  # fmt: skip
+        )
         self._round(
             slots_q + slots_k,
             RoundTensors(dq_sums, dk_sums, dv_sums, dq, dk, dv, pairs.parts, offsets),
             RoundNumbers(
-                scale, slots_q, form.batch, form.heads_q, form.heads_k, tokens_q, tokens_k,
-                tiles_q, tiles_k, list_pieces,
+                scale,
+                slots_q,
+                form.batch,
+                form.heads_q,
+                form.heads_k,
+                tokens_q,
+                tokens_k,
+                tiles_q,
+                tiles_k,
+                list_pieces,
             ),
-        )  # fmt: skip
+        )

@@ -53,7 +53,7 @@ def fetch(walk, step, alive, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr)
 @gluon.jit
 def copy_blocks(
     desc, where, items, full, boxes_s, stage, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr
-):  # fmt: skip
+):
     """Copy the blocks of a step into one tile of keys, or of values, panel by panel."""
     PANELS: gl.constexpr = WIDTH // 64
     PER_STEP: gl.constexpr = items.shape[0]
@@ -73,9 +73,15 @@ def _copy_keys(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr, TIL
     if turn >= TILE.STAGES_K:
         barrier_sync(EMPTY + stage, PARTIES, 1)
     copy_blocks(
-        tensors.k_desc, where, items, pipeline.k_full, pipeline.k_boxes, stage,
-        OPTIONS.BLOCK_K, TILE.HEAD_DIM,
-    )  # fmt: skip
+        tensors.k_desc,
+        where,
+        items,
+        pipeline.k_full,
+        pipeline.k_boxes,
+        stage,
+        OPTIONS.BLOCK_K,
+        TILE.HEAD_DIM,
+    )
 
 
 @gluon.jit
@@ -85,15 +91,21 @@ def _copy_values(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr, T
     if turn >= TILE.STAGES_V:
         barrier_sync(EMPTY + TILE.STAGES_K + stage, PARTIES, 1)
     copy_blocks(
-        tensors.v_desc, where, items, pipeline.v_full, pipeline.v_boxes, stage,
-        OPTIONS.BLOCK_K, TILE.HEAD_DIM_V,
-    )  # fmt: skip
+        tensors.v_desc,
+        where,
+        items,
+        pipeline.v_full,
+        pipeline.v_boxes,
+        stage,
+        OPTIONS.BLOCK_K,
+        TILE.HEAD_DIM_V,
+    )
 
 
 @gluon.jit
 def _copy_queries(
     tile, first_row, count, tensors, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
+):
     """Copy each warpgroup's queries once it has read those of the tile before."""
     head = tile.unit * OPTIONS.HEADS
     for w in gl.static_range(2):

@@ -140,9 +140,17 @@ def _find_block(problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     first_key = gl.where(found.block < 0, gl.cdiv(len_k, TILE.BLOCK_N), found.block) * TILE.BLOCK_N
     walk = query_tiles(first_key, diagonal, len_q, len_k, problem, OPTIONS, TILE)
     block = Block(
-        found.sequence, found.head_k, first_key, q_start, k_start, diagonal, len_q, len_k,
-        row_at, problem.tokens_q,
-    )  # fmt: skip
+        found.sequence,
+        found.head_k,
+        first_key,
+        q_start,
+        k_start,
+        diagonal,
+        len_q,
+        len_k,
+        row_at,
+        problem.tokens_q,
+    )
     return block, walk, dq_at
 
 
@@ -282,10 +290,22 @@ def backward_kernel(
     )
     maps = Maps(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, sums)
     problem = Problem(
-        lse2_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-        scale, softcap, window_left, window_right,
-        batch, heads_k, tokens_q, tokens_k, tiles, tiles_q, span,
-    )  # fmt: skip
+        lse2_ptr,
+        delta_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        scale,
+        softcap,
+        window_left,
+        window_right,
+        batch,
+        heads_k,
+        tokens_q,
+        tokens_k,
+        tiles,
+        tiles_q,
+        span,
+    )
     block, walk, dq_at = _find_block(problem, OPTIONS, TILE)
     pipeline = _make_pipeline(maps, TILE)
     BARRIERS: gl.constexpr = EMPTY + STAGES_Q + STAGES_O

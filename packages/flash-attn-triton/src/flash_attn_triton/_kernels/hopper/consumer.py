@@ -80,9 +80,16 @@ def _survey(
     """Return the ``Walk`` of warpgroup ``W`` over a block of queries; scores have layout ``S``."""
     TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
     low, left, right, high = key_tiles(
-        block.first_row, block.len_q, block.len_k, problem.window_left, problem.window_right,
-        OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT, TILE.WARPGROUPS * TOKENS, TILE.BLOCK_N,
-    )  # fmt: skip
+        block.first_row,
+        block.len_q,
+        block.len_k,
+        problem.window_left,
+        problem.window_right,
+        OPTIONS.HAS_LEFT,
+        OPTIONS.HAS_RIGHT,
+        TILE.WARPGROUPS * TOKENS,
+        TILE.BLOCK_N,
+    )
     layout: gl.constexpr = gl.SliceLayout(1, S)
     first_row = block.first_row + (block.len_k - block.len_q) + W * TOKENS
     rows = first_row + _tokens(TILE.ROWS, OPTIONS.PACK, layout)  # [ROWS]
@@ -109,9 +116,18 @@ def _finish(m, l, block, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _write(
-    o, weight, empty, lse, block, out_desc, pipeline, problem,
-    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    o,
+    weight,
+    empty,
+    lse,
+    block,
+    out_desc,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Scale the output of a block of queries, start its TMA store, and store the LSE."""
     O: gl.constexpr = o.type.layout
     PACK: gl.constexpr = OPTIONS.PACK
@@ -222,9 +238,16 @@ def _consume_pipelined(
 
 @gluon.jit
 def _cross(
-    state, count, walk, factor, pipeline, problem,
-    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    state,
+    count,
+    walk,
+    factor,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Issue the last product of a block of queries together with the first of the next block.
 
     ``walk`` and ``count`` are those of the next block. Return the output of the block that ends,

@@ -8,13 +8,28 @@ from .structures import Options, Pipeline, Problem, Schedule, Tile
 
 # the kernel takes numbers and pointers as they come; see ``runtime.py``
 NUMBERS = (
-    "window_left", "window_right", "batch", "heads_q", "tokens_q", "tokens_k", "tiles", "span",
-    "last", "total", "stride_alibi_b",
-)  # fmt: skip
+    "window_left",
+    "window_right",
+    "batch",
+    "heads_q",
+    "tokens_q",
+    "tokens_k",
+    "tiles",
+    "span",
+    "last",
+    "total",
+    "stride_alibi_b",
+)
 POINTERS = (
-    "lse_ptr", "ticket_ptr", "alibi_slopes_ptr", "sinks_ptr", "factors_ptr", "cu_seqlens_q_ptr",
-    "cu_seqlens_k_ptr", "seqused_k_ptr",
-)  # fmt: skip
+    "lse_ptr",
+    "ticket_ptr",
+    "alibi_slopes_ptr",
+    "sinks_ptr",
+    "factors_ptr",
+    "cu_seqlens_q_ptr",
+    "cu_seqlens_k_ptr",
+    "seqused_k_ptr",
+)
 
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
@@ -47,13 +62,33 @@ def forward_kernel(
     """
     OPTIONS: gl.constexpr = Options(GROUP, PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED)
     TILE: gl.constexpr = Tile(
-        WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, BUFFERS_Q, STAGES_K, STAGES_V,
-        SHARE, PIPELINE, LAG,
-    )  # fmt: skip
+        WARPGROUPS,
+        ROWS,
+        BLOCK_N,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BUFFERS_Q,
+        STAGES_K,
+        STAGES_V,
+        SHARE,
+        PIPELINE,
+        LAG,
+    )
     problem = Problem(
-        lse_ptr, cu_seqlens_q_ptr, alibi_slopes_ptr, sinks_ptr, factors_ptr, scale, softcap,
-        window_left, window_right, batch, heads_q, tokens_q, stride_alibi_b,
-    )  # fmt: skip
+        lse_ptr,
+        cu_seqlens_q_ptr,
+        alibi_slopes_ptr,
+        sinks_ptr,
+        factors_ptr,
+        scale,
+        softcap,
+        window_left,
+        window_right,
+        batch,
+        heads_q,
+        tokens_q,
+        stride_alibi_b,
+    )
     schedule = Schedule(
         ticket_ptr, cu_seqlens_k_ptr, seqused_k_ptr, tokens_k, tiles, span, last, total
     )

@@ -47,18 +47,48 @@ def walk_fp8(turn, q, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TIL
     # tiles that the diagonal cuts, that every row sees whole, that the window's far end cuts
     if OPTIONS.HAS_RIGHT:
         state = _fold(
-            state, walk.right, walk.high - 1, q, scale, factor, walk, pipeline, problem,
-            OPTIONS, TILE, True,
-        )  # fmt: skip
+            state,
+            walk.right,
+            walk.high - 1,
+            q,
+            scale,
+            factor,
+            walk,
+            pipeline,
+            problem,
+            OPTIONS,
+            TILE,
+            True,
+        )
     state = _fold(
-        state, walk.left, walk.right, q, scale, factor, walk, pipeline, problem,
-        OPTIONS, TILE, False,
-    )  # fmt: skip
+        state,
+        walk.left,
+        walk.right,
+        q,
+        scale,
+        factor,
+        walk,
+        pipeline,
+        problem,
+        OPTIONS,
+        TILE,
+        False,
+    )
     if OPTIONS.HAS_LEFT:
         state = _fold(
-            state, walk.low, walk.left, q, scale, factor, walk, pipeline, problem,
-            OPTIONS, TILE, True,
-        )  # fmt: skip
+            state,
+            walk.low,
+            walk.left,
+            q,
+            scale,
+            factor,
+            walk,
+            pipeline,
+            problem,
+            OPTIONS,
+            TILE,
+            True,
+        )
     o, m, l, words, shrink, turn = state
     stage_v = (turn - 1) % TILE.STAGES_V
     v = pipeline.v_s.index(stage_v).reshape([TILE.HEAD_DIM_V, TILE.BLOCK_N])
@@ -105,16 +135,32 @@ def _begin(
 def _hide(s, cols, walk, problem, OPTIONS: gl.constexpr):
     """Hide the keys that a row does not see."""
     return mask(
-        s, walk.rows, cols, walk.block.len_k, problem.window_left, problem.window_right,
-        OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
-    )  # fmt: skip
+        s,
+        walk.rows,
+        cols,
+        walk.block.len_k,
+        problem.window_left,
+        problem.window_right,
+        OPTIONS.HAS_LEFT,
+        OPTIONS.HAS_RIGHT,
+    )
 
 
 @gluon.jit
 def _fold(
-    state, start, stop, q, scale, factor, walk, pipeline, problem,
-    OPTIONS: gl.constexpr, TILE: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+    state,
+    start,
+    stop,
+    q,
+    scale,
+    factor,
+    walk,
+    pipeline,
+    problem,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """Fold the tiles of keys ``[start, stop)`` into the softmax, the last one first."""
     S: gl.constexpr = sums_of(TILE.BLOCK_N)
     O: gl.constexpr = sums_of(TILE.HEAD_DIM_V)
@@ -185,8 +231,12 @@ def pack(e):
             mov.b32 $0, {low, high};
         }
         """,
-        "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "=r,f,f,f,f",
+        [a, b, c, d],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -199,9 +249,13 @@ def unpack(words, WIDTH: gl.constexpr):
     pairs = gl.join(words, words)
     words = gl.reshape(gl.join(pairs, pairs), [ROWS, KEYS])  # [ROWS, KEYS]
     return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r,r,r,r", [gl.convert_layout(words, P, assert_trivial=True)],
-        dtype=gl.float8e4nv, is_pure=True, pack=4,
-    )  # fmt: skip
+        "mov.b32 $0, $1;",
+        "=r,r,r,r,r",
+        [gl.convert_layout(words, P, assert_trivial=True)],
+        dtype=gl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @gluon.jit

@@ -148,12 +148,21 @@ class HopperForward:
         self._launch(
             work.grid,
             (  # the fields of ForwardTensors
-                self._map_q(q), self._map_k(k), map_v, self._map_out(out), lse,
-                self._ticket(q.device), dense(x.alibi_slopes), dense(x.sinks), factors,
-                dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
+                self._map_q(q),
+                self._map_k(k),
+                map_v,
+                self._map_out(out),
+                lse,
+                self._ticket(q.device),
+                dense(x.alibi_slopes),
+                dense(x.sinks),
+                factors,
+                dense(x.cu_seqlens_q),
+                dense(x.cu_seqlens_k),
+                dense(x.seqused_k),
             ),
             work.numbers,
-        )  # fmt: skip
+        )
         return out, lse
 
     def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> Work | None:
@@ -233,13 +242,23 @@ class ValuesForm:
             (x.q_descale, x.k_descale, x.v_descale), (form.batch, form.heads_k)
         )
         tensors = ValuesTensors(
-            v.view(torch.uint8), out.view(torch.uint8), factors, *descales,
-            dense(x.cu_seqlens_q), dense(x.cu_seqlens_k), dense(x.seqused_k),
-        )  # fmt: skip
+            v.view(torch.uint8),
+            out.view(torch.uint8),
+            factors,
+            *descales,
+            dense(x.cu_seqlens_q),
+            dense(x.cu_seqlens_k),
+            dense(x.seqused_k),
+        )
         numbers = ValuesNumbers(
-            form.scalars.window_left, form.batch, form.heads_k, x.q.shape[-3], tokens, tiles,
+            form.scalars.window_left,
+            form.batch,
+            form.heads_k,
+            x.q.shape[-3],
+            tokens,
+            tiles,
             *token_strides(v),
-        )  # fmt: skip
+        )
         self._launch(slots * form.heads_k, tensors, numbers)
         return self._map(out), factors
 
@@ -343,22 +362,42 @@ class HopperBackward:
             map_dout = MapForm(dout, tile.block_m, form.block_dv, ragged=form.is_packed)
             self._map_dout = dout.stride(), map_dout
         tensors = BackwardTensors(
-            self._map_q(q), self._map_k(k), self._map_v(v), map_dout(dout),
-            self._map_dk(dk), self._map_dv(dv),
+            self._map_q(q),
+            self._map_k(k),
+            self._map_v(v),
+            map_dout(dout),
+            self._map_dk(dk),
+            self._map_dv(dv),
             sums if self._map_sums is None else self._map_sums(sums),
-            inputs.lse2_ptr, inputs.delta_ptr, extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr,
-        )  # fmt: skip
+            inputs.lse2_ptr,
+            inputs.delta_ptr,
+            extras.cu_seqlens_q_ptr,
+            extras.cu_seqlens_k_ptr,
+        )
         numbers = BackwardNumbers(
-            scalars.scale, scalars.softcap, scalars.window_left, scalars.window_right,
-            form.batch, form.heads_k, tokens_q, tokens_k, tiles_k, tiles_q,
+            scalars.scale,
+            scalars.softcap,
+            scalars.window_left,
+            scalars.window_right,
+            form.batch,
+            form.heads_k,
+            tokens_q,
+            tokens_k,
+            tiles_k,
+            tiles_q,
             form.span_sums(tokens_q),
-        )  # fmt: skip
+        )
         self._launch(tiles_k * form.heads_k * form.grid_batch, tensors, numbers)
         self._round(
             sums.shape[0],
             RoundingTensors(sums, dq, extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr),
             RoundingNumbers(
-                scalars.scale, scalars.window_right, form.batch, form.heads_q, tokens_q, tokens_k,
+                scalars.scale,
+                scalars.window_right,
+                form.batch,
+                form.heads_q,
+                tokens_q,
+                tokens_k,
                 tiles_q,
             ),
-        )  # fmt: skip
+        )

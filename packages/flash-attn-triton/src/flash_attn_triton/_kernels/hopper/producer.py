@@ -64,9 +64,16 @@ def _find_block(place, first, before, cu_seqlens_ptr, batch, tokens, BLOCK: gl.c
 
 @gluon.jit
 def next_tile(
-    ticket, total, search, packs, problem, schedule,
-    UNIT: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    ticket,
+    total,
+    search,
+    packs,
+    problem,
+    schedule,
+    UNIT: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Return the number of tickets, the advanced ``Search`` and the ``Task`` of a ticket.
 
     Keys ahead of the first row's window are left out, in multiples of ``UNIT``.
@@ -149,9 +156,15 @@ def _copy_queries(where, buffer, count, q_desc, pipeline, TILE: gl.constexpr):
 
 @gluon.jit
 def _copy_tile(
-    desc, where, turn, full, memory,
-    FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr,
-):  # fmt: skip
+    desc,
+    where,
+    turn,
+    full,
+    memory,
+    FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTIES: gl.constexpr,
+):
     """Copy a tile of keys or values once its stage is empty.
 
     The consumers arrive at named barrier ``FIRST + stage`` when they have read a stage.
@@ -198,9 +211,16 @@ def produce(
     )
     while ticket < total:
         low, _, _, high = key_tiles(
-            task.first_row, task.len_q, task.len_k, problem.window_left, problem.window_right,
-            OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT, TILE.WARPGROUPS * TOKENS, BLOCK_N,
-        )  # fmt: skip
+            task.first_row,
+            task.len_q,
+            task.len_k,
+            problem.window_left,
+            problem.window_right,
+            OPTIONS.HAS_LEFT,
+            OPTIONS.HAS_RIGHT,
+            TILE.WARPGROUPS * TOKENS,
+            BLOCK_N,
+        )
         _announce(task, index, count, pipeline)
         head_k = task.head // OPTIONS.GROUP
         steps = high - low

@@ -14,10 +14,22 @@ from .parameters import RoundingNumbers
     do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr"],
 )
 def round_dq_kernel(
-    sums_ptr, dq_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    scale, window_right, batch, heads_q, tokens_q, tokens_k, tiles,
-    HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    sums_ptr,
+    dq_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    scale,
+    window_right,
+    batch,
+    heads_q,
+    tokens_q,
+    tokens_k,
+    tiles,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """``dq = scale * sums``, rounded, of a tile of queries.
 
     Each of two warpgroups added up half of the tile's columns, or with 128 queries of its rows.
@@ -27,9 +39,18 @@ def round_dq_kernel(
     PARTS: tl.constexpr = BLOCK_M // 64
     WIDTH: tl.constexpr = BLOCK_D * PARTS // 2
     block, sequence, head, q_start, _k_start, len_q, len_k = locate(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_q, tokens_q, tokens_k, tiles, 1,
-        BLOCK_M, BALANCE=False, LAST_IS_LONGEST=False,
-    )  # fmt: skip
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        batch,
+        heads_q,
+        tokens_q,
+        tokens_k,
+        tiles,
+        1,
+        BLOCK_M,
+        BALANCE=False,
+        LAST_IS_LONGEST=False,
+    )
     if block < 0:
         return
     sequence = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)

@@ -12,26 +12,53 @@ import triton.language as tl
 from ..schedule import find_sequence
 
 NUMBERS = (
-    "window_left", "batch", "heads_k", "tokens_q", "tokens_k", "tiles",
-    "stride_b", "stride_s", "stride_h",
-)  # fmt: skip
+    "window_left",
+    "batch",
+    "heads_k",
+    "tokens_q",
+    "tokens_k",
+    "tiles",
+    "stride_b",
+    "stride_s",
+    "stride_h",
+)
 POINTERS = (
-    "v_ptr", "q_descale_ptr", "k_descale_ptr", "v_descale_ptr", "cu_seqlens_q_ptr",
-    "cu_seqlens_k_ptr", "seqused_k_ptr",
-)  # fmt: skip
+    "v_ptr",
+    "q_descale_ptr",
+    "k_descale_ptr",
+    "v_descale_ptr",
+    "cu_seqlens_q_ptr",
+    "cu_seqlens_k_ptr",
+    "seqused_k_ptr",
+)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def transpose_values(
-    v_ptr, out_ptr, factors_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
-    window_left, batch, heads_k, tokens_q, tokens_k, tiles, stride_b, stride_s, stride_h,
+    v_ptr,
+    out_ptr,
+    factors_ptr,
+    q_descale_ptr,
+    k_descale_ptr,
+    v_descale_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_k_ptr,
+    window_left,
+    batch,
+    heads_k,
+    tokens_q,
+    tokens_k,
+    tiles,
+    stride_b,
+    stride_s,
+    stride_h,
     HEAD_DIM: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     DESCALE_PER_HEAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """Write ``out[tile, head, d, n] = v[keys of tile, head, d]`` and two factors per head.
 
     ``out`` is ``[tiles, heads_k, BLOCK_D, BLOCK_N]``. The factors, ``[batch, heads_k, 2]``, are

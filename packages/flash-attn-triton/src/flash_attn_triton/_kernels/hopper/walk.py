@@ -42,9 +42,16 @@ def hide(s, cols, walk, problem, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def begin(
-    turn, count, walk, factor, pipeline, problem,
-    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    turn,
+    count,
+    walk,
+    factor,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Fold a block's first tile of keys into an empty softmax and return the ``State``.
 
     No other product of the warpgroup runs beside this softmax.
@@ -76,9 +83,16 @@ def begin(
 
 @gluon.jit
 def attend(
-    state, walk, buffer, factor, pipeline, problem,
-    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    state,
+    walk,
+    buffer,
+    factor,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Fold all tiles of keys but the first into the softmax; return the ``State``.
 
     The first loop takes the tiles that the diagonal cuts, the second those that every row sees
@@ -90,21 +104,51 @@ def attend(
     IS_HEAVY: gl.constexpr = IS_MASKED and (OPTIONS.HAS_SOFTCAP or HAS_ALIBI)
     if OPTIONS.HAS_RIGHT and not IS_HEAVY:
         state = _fold(
-            state, walk.right, walk.high - 1, walk, buffer, factor, pipeline, problem,
-            W, OPTIONS, TILE, True,
-        )  # fmt: skip
+            state,
+            walk.right,
+            walk.high - 1,
+            walk,
+            buffer,
+            factor,
+            pipeline,
+            problem,
+            W,
+            OPTIONS,
+            TILE,
+            True,
+        )
         state = _with_pairs(state)
     if not IS_HEAVY:
         state = _fold(
-            state, walk.left, walk.right, walk, buffer, factor, pipeline, problem,
-            W, OPTIONS, TILE, False,
-        )  # fmt: skip
+            state,
+            walk.left,
+            walk.right,
+            walk,
+            buffer,
+            factor,
+            pipeline,
+            problem,
+            W,
+            OPTIONS,
+            TILE,
+            False,
+        )
     if OPTIONS.HAS_LEFT or IS_HEAVY:
         stop = walk.high - 1 if IS_HEAVY else walk.left
         state = _fold(
-            _with_pairs(state), walk.low, stop, walk, buffer, factor, pipeline, problem,
-            W, OPTIONS, TILE, True,
-        )  # fmt: skip
+            _with_pairs(state),
+            walk.low,
+            stop,
+            walk,
+            buffer,
+            factor,
+            pipeline,
+            problem,
+            W,
+            OPTIONS,
+            TILE,
+            True,
+        )
     return state
 
 
@@ -116,9 +160,19 @@ def _with_pairs(state):
 
 @gluon.jit
 def _fold(
-    state, start, stop, walk, buffer, factor, pipeline, problem,
-    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+    state,
+    start,
+    stop,
+    walk,
+    buffer,
+    factor,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """Fold the tiles of keys ``[start, stop)`` into the softmax, the last one first."""
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)

@@ -97,9 +97,16 @@ def _clear_rows(out_ptr, begin, length, heads, head, first_col, E: gl.constexpr)
 
 @gluon.jit
 def _clear_padding(
-    out_ptr, cu_seqlens_ptr, found, batch, heads, head, first_col,
-    OPTIONS: gl.constexpr, WARPGROUPS: gl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    cu_seqlens_ptr,
+    found,
+    batch,
+    heads,
+    head,
+    first_col,
+    OPTIONS: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+):
     """Store zeros to the output of rows that belong to no sequence."""
     length = gl.maximum(found.length, 0)
     for w in gl.static_range(WARPGROUPS):
@@ -241,9 +248,14 @@ def _weights(W: gl.constexpr, pipeline, recurrence, REVERSE: gl.constexpr):
 
 @gluon.jit
 def _fading(
-    W: gl.constexpr, pipeline, recurrence, chunk, count,
-    HAS_OUT: gl.constexpr, OPTIONS: gl.constexpr,
-):  # fmt: skip
+    W: gl.constexpr,
+    pipeline,
+    recurrence,
+    chunk,
+    count,
+    HAS_OUT: gl.constexpr,
+    OPTIONS: gl.constexpr,
+):
     """Return what is left of each token's write at the end of the chunk, and of the old state."""
     REVERSE: gl.constexpr = OPTIONS.REVERSE
     rate = recurrence.rate
@@ -280,9 +292,17 @@ def _start_reads(low, high, k_low, k_high, q_low, q_high, HALVES: gl.constexpr):
 
 @gluon.jit
 def _add_scores(
-    W: gl.constexpr, pipeline, recurrence, scores, out, weights, v_t, count,
-    HALVES: gl.constexpr, REVERSE: gl.constexpr,
-):  # fmt: skip
+    W: gl.constexpr,
+    pipeline,
+    recurrence,
+    scores,
+    out,
+    weights,
+    v_t,
+    count,
+    HALVES: gl.constexpr,
+    REVERSE: gl.constexpr,
+):
     """Weight scores and out, and start the product of values and scores: ``out``."""
     scores = hopper.warpgroup_mma_wait(HALVES, deps=(scores,))
     pipeline.scores.index(W).store((scores * weights).to(v_t.dtype))
@@ -432,9 +452,16 @@ def hopper_walk_kernel(
     if RAGGED and out_desc is not None:  # noqa: SIM102  (constants, then a number)
         if slot < 0:
             _clear_padding(
-                out_ptr, cu_seqlens_ptr, found, batch, heads, head_64, first_col, OPTIONS,
+                out_ptr,
+                cu_seqlens_ptr,
+                found,
+                batch,
+                heads,
+                head_64,
+                first_col,
+                OPTIONS,
                 WARPGROUPS,
-            )  # fmt: skip
+            )
     if SKIP:
         # nobody asks for what the last segment writes
         if REVERSE:
@@ -465,9 +492,19 @@ def hopper_walk_kernel(
     maps = Maps(out_desc, key_desc, value_desc, read_desc)
     piece = Piece(sequence, head, found.begin, length, chunks, first_col)
     recurrence = Recurrence(
-        rate, first_ptr, last_ptr, has_first, has_last, read_scale, write_scale, piece,
-        stride_first_d, stride_first_e, stride_last_d, stride_last_e,
-    )  # fmt: skip
+        rate,
+        first_ptr,
+        last_ptr,
+        has_first,
+        has_last,
+        read_scale,
+        write_scale,
+        piece,
+        stride_first_d,
+        stride_first_e,
+        stride_last_d,
+        stride_last_e,
+    )
     pipeline = _memory(maps, TILE)
     hopper.fence_async_shared()
     if WARPGROUPS == 2:

@@ -63,9 +63,16 @@ def _receive(pipeline, count):
 
 @gluon.jit
 def _attend_first(
-    turn, tile, queries, factor, pipeline, results,
-    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    turn,
+    tile,
+    queries,
+    factor,
+    pipeline,
+    results,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Return the ``Softmax`` of the last tile of keys: no other product runs beside it."""
     ROWS: gl.constexpr = TILE.ROWS
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
@@ -86,13 +93,25 @@ def _attend_first(
     barrier_arrive(EMPTY + stage, PARTIES, 4)
     cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
     s = logits_of(
-        s, queries.rows, cols, results.scale, results.softcap, queries.slopes,
-        OPTIONS.HAS_SOFTCAP, HAS_ALIBI,
-    )  # fmt: skip
+        s,
+        queries.rows,
+        cols,
+        results.scale,
+        results.softcap,
+        queries.slopes,
+        OPTIONS.HAS_SOFTCAP,
+        HAS_ALIBI,
+    )
     s = mask(
-        s, queries.rows, cols, queries.len_k, results.window_left, results.window_right,
-        OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
-    )  # fmt: skip
+        s,
+        queries.rows,
+        cols,
+        queries.len_k,
+        results.window_left,
+        results.window_right,
+        OPTIONS.HAS_LEFT,
+        OPTIONS.HAS_RIGHT,
+    )
     m, l, e = start_softmax(s, factor)
     p = gl.convert_layout(e.to(queries.q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
     o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
@@ -101,9 +120,16 @@ def _attend_first(
 
 @gluon.jit
 def _attend(
-    turn, tiles, queries, factor, pipeline, results,
-    W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    turn,
+    tiles,
+    queries,
+    factor,
+    pipeline,
+    results,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Fold a tile's keys into its softmax, but for the product with the last tile of values."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
@@ -137,15 +163,27 @@ def _attend(
         tile = tiles.high - 2 - step
         cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
         s = logits_of(
-            s, queries.rows, cols, results.scale, results.softcap, queries.slopes,
-            OPTIONS.HAS_SOFTCAP, HAS_ALIBI,
-        )  # fmt: skip
+            s,
+            queries.rows,
+            cols,
+            results.scale,
+            results.softcap,
+            queries.slopes,
+            OPTIONS.HAS_SOFTCAP,
+            HAS_ALIBI,
+        )
         if HAS_WINDOW:  # noqa: SIM102  (a constant, then a number)
             if (tile >= tiles.right) | (tile < tiles.left):
                 s = mask(
-                    s, queries.rows, cols, queries.len_k, results.window_left,
-                    results.window_right, OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT,
-                )  # fmt: skip
+                    s,
+                    queries.rows,
+                    cols,
+                    queries.len_k,
+                    results.window_left,
+                    results.window_right,
+                    OPTIONS.HAS_LEFT,
+                    OPTIONS.HAS_RIGHT,
+                )
         m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]
         pivot = m_new
         if HAS_WINDOW:
@@ -227,9 +265,16 @@ def _consume(
     work = _receive(pipeline, count)
     while work.head >= 0:
         low, left, right, high = key_tiles(
-            work.first_row, work.len_q, work.len_k, results.window_left, results.window_right,
-            OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT, 2 * TOKENS, TILE.BLOCK_N,
-        )  # fmt: skip
+            work.first_row,
+            work.len_q,
+            work.len_k,
+            results.window_left,
+            results.window_right,
+            OPTIONS.HAS_LEFT,
+            OPTIONS.HAS_RIGHT,
+            2 * TOKENS,
+            TILE.BLOCK_N,
+        )
         # heads, and within a head tokens
         index = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
         heads = work.head + index // TOKENS
@@ -298,14 +343,34 @@ def prefill_kernel(
         q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full, tile_full, tile_empty
     )
     results = Results(
-        lse_ptr, alibi_slopes_ptr, sinks_ptr, scale, softcap, window_left, window_right, tokens,
+        lse_ptr,
+        alibi_slopes_ptr,
+        sinks_ptr,
+        scale,
+        softcap,
+        window_left,
+        window_right,
+        tokens,
         stride_alibi_b,
-    )  # fmt: skip
+    )
     inputs = Inputs(
-        q_desc, k_desc, v_desc, ticket_ptr, block_table_ptr, cu_seqlens_q_ptr, seqlens_k_ptr,
-        window_left, window_right, batch, packs, total, page_rows_k, page_rows_v,
-        stride_table_b, stride_table_p,
-    )  # fmt: skip
+        q_desc,
+        k_desc,
+        v_desc,
+        ticket_ptr,
+        block_table_ptr,
+        cu_seqlens_q_ptr,
+        seqlens_k_ptr,
+        window_left,
+        window_right,
+        batch,
+        packs,
+        total,
+        page_rows_k,
+        page_rows_v,
+        stride_table_b,
+        stride_table_p,
+    )
     gl.warp_specialize(
         [
             (_consume, (0, out_desc, pipeline, results, OPTIONS, TILE)),

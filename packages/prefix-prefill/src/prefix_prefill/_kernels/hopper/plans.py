@@ -77,10 +77,18 @@ class HopperPlan:
             portable.run(x, tokens, max_seqlen_k)
             return
         arguments = Arguments(
-            self._map_q(x.q), self._map_k(x.k_cache), self._map_v(x.v_cache), self._map_out(x.out),
-            x.lse, self._ticket(x.q.device), x.block_table, x.cu_seqlens_q, x.seqlens_k,
-            x.alibi_slopes, x.sinks,
-        )  # fmt: skip
+            self._map_q(x.q),
+            self._map_k(x.k_cache),
+            self._map_v(x.v_cache),
+            self._map_out(x.out),
+            x.lse,
+            self._ticket(x.q.device),
+            x.block_table,
+            x.cu_seqlens_q,
+            x.seqlens_k,
+            x.alibi_slopes,
+            x.sinks,
+        )
         # the fields of Scores, Counts and Strides
         numbers = (*self._scores, portable.batch, self._packs, tokens, total, *self._strides)
         self._prefill(min(portable.processors, total), arguments, numbers)

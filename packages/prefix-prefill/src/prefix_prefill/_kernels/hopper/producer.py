@@ -88,9 +88,18 @@ def _look_up(table, stride_table, tile, first, last, TILE: gl.constexpr):
 
 @gluon.jit
 def _copy_pages(
-    desc, pages, page_rows, tile, first, last, head, full, memory,
-    HAS_LEFT: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
+    desc,
+    pages,
+    page_rows,
+    tile,
+    first,
+    last,
+    head,
+    full,
+    memory,
+    HAS_LEFT: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Copy a tile of one head from its pages; keys outside of ``[first, last)`` become zeros.
 
     The map is one of rows, ``page_rows`` from one page to the next. It ends a piece where the keys
@@ -162,9 +171,16 @@ def _copy_tile(
     STAGES_V: gl.constexpr = TILE.STAGES_V
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
     low, _, _, high = key_tiles(
-        work.first_row, work.len_q, work.len_k, inputs.window_left, inputs.window_right,
-        HAS_LEFT, OPTIONS.HAS_RIGHT, 2 * TOKENS, BLOCK_N,
-    )  # fmt: skip
+        work.first_row,
+        work.len_q,
+        work.len_k,
+        inputs.window_left,
+        inputs.window_right,
+        HAS_LEFT,
+        OPTIONS.HAS_RIGHT,
+        2 * TOKENS,
+        BLOCK_N,
+    )
     head = work.ticket % inputs.packs * TILE.PACK
     _announce(index, work, head, count, pipeline)
     head_k = head // TILE.GROUP
@@ -184,9 +200,18 @@ def _copy_tile(
             if turn >= STAGES_K:
                 barrier_sync(EMPTY + stage, PARTIES, 1)
             _copy_pages(
-                inputs.k_desc, pages, inputs.page_rows_k, tile, first, work.len_k, head_k,
-                pipeline.k_full.index(stage), pipeline.k_s.index(stage), HAS_LEFT, TILE,
-            )  # fmt: skip
+                inputs.k_desc,
+                pages,
+                inputs.page_rows_k,
+                tile,
+                first,
+                work.len_k,
+                head_k,
+                pipeline.k_full.index(stage),
+                pipeline.k_s.index(stage),
+                HAS_LEFT,
+                TILE,
+            )
             turn += 1
         if step == 0:
             _copy_queries(work, head, count, inputs.q_desc, pipeline, TOKENS)
@@ -195,9 +220,18 @@ def _copy_tile(
             if turn_v >= STAGES_V:
                 barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
             _copy_pages(
-                inputs.v_desc, pages_v, inputs.page_rows_v, high - step, first, work.len_k, head_k,
-                pipeline.v_full.index(stage), pipeline.v_s.index(stage), HAS_LEFT, TILE,
-            )  # fmt: skip
+                inputs.v_desc,
+                pages_v,
+                inputs.page_rows_v,
+                high - step,
+                first,
+                work.len_k,
+                head_k,
+                pipeline.v_full.index(stage),
+                pipeline.v_s.index(stage),
+                HAS_LEFT,
+                TILE,
+            )
             turn_v += 1
         pages_v = pages
     return turn, turn_v
