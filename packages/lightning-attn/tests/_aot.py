@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from lightning_attn._call import BackwardTensors, CachedTensors, Options, StepTensors, Tensors
 from torch import Tensor
 
 
@@ -51,39 +52,37 @@ def launch_forward(config: Config, seqlen: int = 4096) -> None:
     """Run the forward operator's launcher on meta tensors."""
     from lightning_attn._kernels import plans
 
-    q, k, v, decay, offsets = config.inputs(seqlen)
     state = meta(2, config.heads, config.d, config.width)
-    plans.forward(q, k, v, decay, offsets, state, 1.0, config.schedule, True)
+    x = Tensors(*config.inputs(seqlen), state)
+    plans.forward(x, Options(1.0, config.schedule, output_final_state=True))
 
 
 def launch_cached(config: Config, seqlen: int = 4096) -> None:
     """Run the launcher of the operator on a cache of states."""
     from lightning_attn._kernels import plans
 
-    q, k, v, decay, offsets = config.inputs(seqlen)
     cache, slots = meta(9, config.heads, config.d, config.width), meta(2, dtype=torch.int32)
     flags = meta(2, dtype=torch.bool)
-    out = config.tokens(seqlen, config.width)
-    plans.forward_cached(out, q, k, v, decay, offsets, cache, slots, flags, 1.0, config.schedule)
+    x = CachedTensors(*config.inputs(seqlen), cache, slots, flags)
+    plans.forward_cached(config.tokens(seqlen, config.width), x, 1.0, config.schedule)
 
 
 def launch_backward(config: Config, seqlen: int = 4096) -> None:
     """Run the launchers of all gradients."""
     from lightning_attn._kernels import plans
 
-    q, k, v, decay, offsets = config.inputs(seqlen)
     dout, state = config.tokens(seqlen, config.width), meta(2, config.heads, config.d, config.width)
-    plans.read_gradient(dout, k, v, decay, offsets, state, 1.0, config.schedule)
-    plans.write_gradients(dout, q, k, v, decay, offsets, state, 1.0, config.schedule, True)
+    x = BackwardTensors(dout, *config.inputs(seqlen), state, state)
+    plans.read_gradient(x, 1.0, config.schedule)
+    plans.write_gradients(x, 1.0, config.schedule, True)
 
 
 def launch_decay_gradient(config: Config, seqlen: int = 4096) -> None:
     """Run the launcher of the gradient of the decays."""
     from lightning_attn._kernels import plans
 
-    q, k, v, decay, offsets = config.inputs(seqlen)
     dout = config.tokens(seqlen, config.width)
-    plans.decay_gradient(dout, q, k, v, decay, offsets, None, None, 1.0)
+    plans.decay_gradient(BackwardTensors(dout, *config.inputs(seqlen)), 1.0)
 
 
 def launch_decode(config: Config, tokens: int = 1) -> None:
@@ -96,7 +95,7 @@ def launch_decode(config: Config, tokens: int = 1) -> None:
     cache = meta(9, 4, config.d, config.width)
     states = meta(3, tokens, 4, config.d, config.width) if config.packed else None
     slots = meta(3, dtype=torch.int32)
-    plans.decode(torch.empty_like(v), q, q, v, cache, meta(4), slots, states, 1.0)
+    plans.decode(StepTensors(torch.empty_like(v), q, q, v, cache, meta(4), slots, states), 1.0)
 
 
 LAUNCHERS = {

@@ -79,10 +79,11 @@ def test_l5_memory_is_linear_and_small(schedule):
     config = Config(128, schedule=schedule)
     q = torch.empty(1, 2**20, 64, 128, dtype=torch.bfloat16, device="meta")
     decay = torch.empty(64, device="meta")
+    from lightning_attn._call import Options, Tensors
     from lightning_attn._kernels import plans
 
     with recording("nvidia:sm_90"), Allocations() as made:
-        plans.forward(q, q, q, decay, None, None, 1.0, config.schedule, True)
+        plans.forward(Tensors(q, q, q, decay, None, None), Options(1.0, config.schedule, True))
     out = q.numel() * 2
     state = 64 * 128 * 128 * 4
     extra = made.total - out - state

@@ -147,19 +147,19 @@ def test_either_order(kernel):
 
 # function, what it says, what a mistake would be
 WAIT_OUT = "out = hopper.warpgroup_mma_wait(TERMS, deps=(out,))"
-WAIT_SCORES = "scores = hopper.warpgroup_mma_wait(HALVES, deps=(scores,))"
+WAIT_SCORES = "hopper.warpgroup_mma_wait(TILE.HALVES, deps=(reads.scores,))"
 ARRIVE = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 MISTAKES = [
-    ("_produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("_produce", "PANELS * maps.key", "HALVES * maps.key"),
-    ("_consume", "mbarrier.wait(pipeline.full.index(stage), step // STAGES & 1)", "pass"),
-    ("_consume", "step // STAGES & 1", "(step // STAGES & 1) ^ 1"),
-    ("_add_scores", WAIT_SCORES, "pass"),
+    ("produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
+    ("produce", "PANELS * maps.key", "HALVES * maps.key"),
+    ("consume", "mbarrier.wait(pipeline.full.index(stage), step // STAGES & 1)", "pass"),
+    ("consume", "step // STAGES & 1", "(step // STAGES & 1) ^ 1"),
+    ("_add_scores", WAIT_SCORES, "reads.scores"),
     ("_add_scores", "hopper.fence_async_shared()", "pass"),
-    ("_consume", WAIT_OUT, "pass"),
-    ("_consume", WAIT_OUT, f"{WAIT_OUT}; {ARRIVE}"),
-    ("_consume", ARRIVE, "pass"),
-    ("_consume", "tma.store_wait(0)", "pass"),
+    ("consume", WAIT_OUT, "pass"),
+    ("consume", WAIT_OUT, f"{WAIT_OUT}; {ARRIVE}"),
+    ("consume", ARRIVE, "pass"),
+    ("consume", "tma.store_wait(0)", "pass"),
     ("_send", "tma.store_wait(0)", "pass"),
     ("_send", "hopper.fence_async_shared()", "pass"),
     ("_memory", "barriers(TILE.STAGES, 1)", "barriers(TILE.STAGES, 2)"),

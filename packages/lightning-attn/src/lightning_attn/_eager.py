@@ -1,150 +1,96 @@
 """What CPU tensors run: the chunked form, one sequence after the other, and its derivative.
 
 One after the other, because the products of a batch may round otherwise than those of a sequence
-alone. The functions have the names and the arguments of the operators in :mod:`._ops`. The
-derivative is written out, for an operator may run where autograd is switched off, as below any
-dispatch mode; the tests hold it against autograd of the definition.
+alone. The functions have the names of the operators in :mod:`._ops`, and take their arguments in
+structures. The derivative is written out, for an operator may run where autograd is switched off,
+as below any dispatch mode; the tests hold it against autograd of the definition.
 """
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from torch import Tensor
+
+from ._call import BackwardTensors, CachedTensors, Inputs, Options, StepTensors, Tensors
 
 # tokens whose scores are held at a time
 CHUNK = 64
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    schedule: str,
-    output_final_state: bool,
-) -> tuple[Tensor, Tensor]:
+class _Rule(NamedTuple):
+    """How a walk goes: its direction, and the factors of what is read and of what is written."""
+
+    reverse: bool = False
+    read_scale: float = 1.0
+    write_scale: float = 1.0
+
+
+def forward(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output and the final states (without elements if not asked for)."""
-    out, final = _all_sequences(q, k, v, decay, cu_seqlens, initial_state, False, scale, 1.0)
-    return out, final if output_final_state else _absent(q)
+    out, final = _all_sequences(Inputs(*x), _Rule(read_scale=options.scale))
+    return out, final if options.output_final_state else _absent(x.q)
 
 
-def forward_cached(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor,
-    state_cache: Tensor,
-    state_indices: Tensor | None,
-    has_initial_state: Tensor | None,
-    scale: float,
-    schedule: str,
-) -> None:
-    """Fill ``out``, and advance the sequences' slots of ``state_cache``."""
+def forward_cached(out: Tensor, x: CachedTensors, scale: float, schedule: str) -> None:
+    """Fill ``out``, and advance the sequences' slots of the cache."""
     out.zero_()
+    q, k, v, decay, cu_seqlens, cache, slots, has_first = x
     for b, rows in enumerate(_rows(cu_seqlens)):
-        slot = b if state_indices is None else int(state_indices[b])
+        slot = b if slots is None else int(slots[b])
         if slot < 0:
             continue
-        used = has_initial_state is None or bool(has_initial_state[b])
-        carry = state_cache[slot] if used else torch.zeros_like(state_cache[slot])
-        one, final = _walk(q[rows], k[rows], v[rows], decay, carry, False, scale, 1.0)
+        used = has_first is None or bool(has_first[b])
+        carry = cache[slot] if used else torch.zeros_like(cache[slot])
+        one, final = _walk(q[rows], k[rows], v[rows], decay, carry, _Rule(read_scale=scale))
         out[rows] = one.to(out.dtype)
-        state_cache[slot] = final
+        cache[slot] = final
 
 
-def forward_with_states(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-    block_size: int,
-) -> tuple[Tensor, Tensor]:
+def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tensor, Tensor]:
     """Return the output, and the states before every block and behind the last."""
+    q, k, v = x.q, x.k, x.v
     batch, seqlen, heads, d = q.shape
     outputs = [q.new_empty((batch, 0, heads, v.shape[-1]))]
     states = [q.new_zeros((batch, heads, d, v.shape[-1]), dtype=torch.float32)]
-    if initial_state is not None:
-        states = [initial_state]
+    if x.initial_state is not None:
+        states = [x.initial_state]
     for begin in range(0, seqlen, block_size):
         block = slice(begin, begin + block_size)
-        out, final = _all_sequences(
-            q[:, block], k[:, block], v[:, block], decay, None, states[-1], False, scale, 1.0
-        )
+        given = Inputs(q[:, block], k[:, block], v[:, block], x.decay, None, states[-1])
+        out, final = _all_sequences(given, _Rule(read_scale=scale))
         outputs.append(out)
         states.append(final)
     return torch.cat(outputs, dim=1), torch.stack(states, dim=2)
 
 
-def final_state(
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    initial_state: Tensor | None,
-    scale: float,
-    reverse: bool,
-    schedule: str,
-) -> Tensor:
+def final_state(x: Inputs, scale: float, reverse: bool, schedule: str) -> Tensor:
     """Return the states behind the last tokens of the walk."""
-    return _all_sequences(None, k, v, decay, None, initial_state, reverse, 1.0, scale)[1]
+    return _all_sequences(x, _Rule(reverse, write_scale=scale))[1]
 
 
-def read_gradient(
-    dout: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    schedule: str,
-) -> Tensor:
+def read_gradient(x: BackwardTensors, scale: float, schedule: str) -> Tensor:
     """Return dq."""
-    carry = None if initial_state is None else rearrange(initial_state, "b h d e -> b h e d")
-    return _all_sequences(dout, v, k, decay, cu_seqlens, carry, False, scale, 1.0)[0]
+    return _all_sequences(x.walk_of_dq(), _Rule(read_scale=scale))[0]
 
 
 def write_gradients(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor | None,
-    dfinal_state: Tensor | None,
-    scale: float,
-    schedule: str,
-    needs_dinitial: bool,
+    x: BackwardTensors, scale: float, schedule: str, needs_dinitial: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dk, dv and, if asked for, the gradient of the initial states."""
-    turned = None if dfinal_state is None else rearrange(dfinal_state, "b h d e -> b h e d")
-    dk, _ = _all_sequences(v, dout, q, decay, cu_seqlens, turned, True, 1.0, scale)
-    dv, dinitial = _all_sequences(k, q, dout, decay, cu_seqlens, dfinal_state, True, 1.0, scale)
-    return dk, dv, dinitial if needs_dinitial else _absent(q)
+    rule = _Rule(reverse=True, write_scale=scale)
+    dk, _ = _all_sequences(x.walk_of_dk(), rule)
+    dv, dinitial = _all_sequences(x.walk_of_dv(), rule)
+    return dk, dv, dinitial if needs_dinitial else _absent(x.q)
 
 
-def decay_gradient(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-    dfinal_state: Tensor | None,
-    scale: float,
-) -> Tensor:
+def decay_gradient(x: BackwardTensors, scale: float) -> Tensor:
     """Return the gradient of the decays: minus the distance, summed over all that travels."""
+    dout, q, k, v, decay, cu_seqlens, initial_state, dfinal_state = x
     total = torch.zeros_like(decay)
-    rates = decay[:, None]
+    rates, back = decay[:, None], _Rule(reverse=True, write_scale=scale)
     for b, parts in _sequences(cu_seqlens, dout, q, k, v):
         # sums are taken in the order of memory: strides may not change a bit
         dout_b, q_b, k_b, v_b = (x.float().contiguous() for x in parts)
@@ -157,7 +103,7 @@ def decay_gradient(
         arriving = []
         for dout_c, q_c, _, _ in reversed(chunks):
             arriving.append(carry)
-            carry = _walk(None, q_c, dout_c, decay, carry, True, 1.0, scale)[1]
+            carry = _walk(None, q_c, dout_c, decay, carry, back)[1]
         for (dout_c, q_c, k_c, v_c), later in zip(chunks, reversed(arriving), strict=True):
             n = q_c.shape[0]
             index = torch.arange(n, device=q.device)
@@ -175,22 +121,13 @@ def decay_gradient(
             total -= (left * torch.exp(-rates * left) * writes).sum(dim=1)
             # what only passes through
             total -= n * torch.exp(-decay * n) * (state * later).sum(dim=(1, 2))
-            state = _walk(None, k_c, v_c, decay, state, False, 1.0, 1.0)[1]
+            state = _walk(None, k_c, v_c, decay, state, _Rule())[1]
     return total
 
 
-def decode(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state_cache: Tensor,
-    decay: Tensor,
-    slot_idx: Tensor,
-    states_out: Tensor | None,
-    scale: float,
-) -> None:
+def decode(x: StepTensors, scale: float) -> None:
     """Fill ``out``, and advance the slots, or fill ``states_out``."""
+    out, q, k, v, state_cache, decay, slot_idx, states_out = x
     out.zero_()
     kept = torch.exp(-decay)[:, None, None]
     for b, slot in enumerate(slot_idx.tolist()):
@@ -209,14 +146,7 @@ def decode(
 
 
 def _walk(
-    read: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    carry: Tensor,
-    reverse: bool,
-    read_scale: float,
-    write_scale: float,
+    read: Tensor | None, key: Tensor, value: Tensor, decay: Tensor, carry: Tensor, rule: _Rule
 ) -> tuple[Tensor, Tensor]:
     """Walk the chunks of one sequence; return what was read, and the state at the end, in fp32.
 
@@ -226,6 +156,7 @@ def _walk(
     a token writes. In ``reverse``, from the last token to the first, after it has read: that is the
     transpose of going forward.
     """
+    reverse, read_scale, write_scale = rule
     tokens, heads = key.shape[:2]
     before = 0 if reverse else 1
     sources = [x.float() if x is not None else key.float() for x in (read, key, value)]
@@ -252,29 +183,18 @@ def _walk(
     return out.flip(0) if reverse else out, carry
 
 
-def _all_sequences(
-    read: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor | None,
-    carry: Tensor | None,
-    reverse: bool,
-    read_scale: float,
-    write_scale: float,
-) -> tuple[Tensor, Tensor]:
+def _all_sequences(x: Inputs, rule: _Rule) -> tuple[Tensor, Tensor]:
     """Walk every sequence; return the rows in the dtype of ``key``, and the states, in fp32."""
-    batch = key.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    key, value = x.key, x.value
+    batch = key.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     shape = (batch, key.shape[-2], key.shape[-1], value.shape[-1])
     states = key.new_zeros(shape, dtype=torch.float32)
-    if carry is not None:
-        states.copy_(carry)
+    if x.first is not None:
+        states.copy_(x.first)
     out = key.new_zeros((*key.shape[:-1], value.shape[-1]))
-    sources = (key, value, out) if read is None else (key, value, out, read)
-    for b, (k, v, rows, *q) in _sequences(cu_seqlens, *sources):
-        one, states[b] = _walk(
-            q[0] if q else None, k, v, decay, states[b], reverse, read_scale, write_scale
-        )
+    sources = (key, value, out) if x.read is None else (key, value, out, x.read)
+    for b, (k, v, rows, *q) in _sequences(x.cu_seqlens, *sources):
+        one, states[b] = _walk(q[0] if q else None, k, v, x.decay, states[b], rule)
         if q:
             rows.copy_(one)
     return out, states

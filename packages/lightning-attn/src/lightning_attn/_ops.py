@@ -5,66 +5,31 @@ the Triton kernels. CPU tensors run the eager code of :mod:`._eager`, or, in a p
 with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _eager
-from ._call import Checked, CheckedStep, Gradients, Needs, Plan, StepPlan
+from ._call import (
+    BackwardTensors,
+    CachedTensors,
+    Checked,
+    CheckedStep,
+    Gradients,
+    Inputs,
+    Needs,
+    Options,
+    StepTensors,
+    Tensors,
+)
 from ._linked.host.arguments import on_one_device
 from ._linked.host.forms import interpreted
 from ._linked.host.internals import is_plain_tensor, is_watched, refuse_tangents
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay"
-
-# The gradient of a walk is made of walks: of (dout, v, k) for dq, and from the last token to the
-# first of (k, q, dout) for dv and of (v, dout, q) for dk. See ``_kernels/walk.py``.
-_SCHEMAS = {
-    # the empty state stands for none
-    "forward": (
-        f"({_INPUTS}, Tensor? cu_seqlens, Tensor? initial_state, float scale, str schedule, "
-        "bool output_final_state) -> (Tensor out, Tensor final_state)"
-    ),
-    # on a cache of states; writes rows and slots in place
-    "forward_cached": (
-        f"(Tensor(a!) out, {_INPUTS}, Tensor cu_seqlens, Tensor(b!) state_cache, "
-        "Tensor? state_indices, Tensor? has_initial_state, float scale, str schedule) -> ()"
-    ),
-    # the states before every block of tokens, and behind the last
-    "forward_with_states": (
-        f"({_INPUTS}, Tensor? initial_state, float scale, SymInt block_size) "
-        "-> (Tensor out, Tensor states)"
-    ),
-    # the final state alone, or going backwards the gradient of the first
-    "final_state": (
-        "(Tensor k, Tensor v, Tensor decay, Tensor? initial_state, float scale, bool reverse, "
-        "str schedule) -> Tensor"
-    ),
-    "read_gradient": (
-        "(Tensor dout, Tensor k, Tensor v, Tensor decay, Tensor? cu_seqlens, "
-        "Tensor? initial_state, float scale, str schedule) -> Tensor"
-    ),
-    "write_gradients": (
-        f"(Tensor dout, {_INPUTS}, Tensor? cu_seqlens, Tensor? dfinal_state, float scale, "
-        "str schedule, bool needs_dinitial) -> (Tensor dk, Tensor dv, Tensor dinitial_state)"
-    ),
-    "decay_gradient": (
-        f"(Tensor dout, {_INPUTS}, Tensor? cu_seqlens, Tensor? initial_state, "
-        "Tensor? dfinal_state, float scale) -> Tensor"
-    ),
-    "decode": (
-        "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state_cache, Tensor decay, "
-        "Tensor slot_idx, Tensor(c!)? states_out, float scale) -> ()"
-    ),
-}
-
-
-def _batch(q: Tensor, cu_seqlens: Tensor | None) -> Any:
-    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def _states(k: Tensor, v: Tensor, *leading: Any) -> Tensor:
@@ -72,93 +37,147 @@ def _states(k: Tensor, v: Tensor, *leading: Any) -> Tensor:
     return k.new_empty(size, dtype=torch.float32)
 
 
-def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, cu_seqlens: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    wants_state = rest[-1]
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if not wants_state:
-        return out, q.new_empty((0,), dtype=torch.float32)
-    return out, _states(k, v, _batch(q, cu_seqlens))
+def _states_or_none(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, is_asked: bool) -> Tensor:
+    """Return a state per sequence; the empty state stands for none."""
+    if not is_asked:
+        return k.new_empty((0,), dtype=torch.float32)
+    return _states(k, v, k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
 
 
-def _forward_with_states_fake(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, initial: Any, scale: float, block_size: int
-) -> tuple[Tensor, Tensor]:
-    batch, seqlen, heads, d = q.shape
+def _forward_fake(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    out = x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1]))
+    return out, _states_or_none(x.k, x.v, x.cu_seqlens, options.output_final_state)
+
+
+def _forward_with_states_fake(x: Tensors, scale: float, block_size: int) -> tuple[Tensor, Tensor]:
+    batch, seqlen, heads, d = x.q.shape
     blocks = (seqlen + block_size - 1) // block_size
-    states = q.new_empty((batch, heads, blocks + 1, d, v.shape[-1]), dtype=torch.float32)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), states
+    states = x.q.new_empty((batch, heads, blocks + 1, d, x.v.shape[-1]), dtype=torch.float32)
+    return x.q.new_empty((*x.q.shape[:-1], x.v.shape[-1])), states
 
 
-def _final_state_fake(k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return _states(k, v, k.shape[0])
+def _final_state_fake(x: Inputs, *rest: Any) -> Tensor:
+    return _states(x.key, x.value, x.key.shape[0])
 
 
-def _read_gradient_fake(dout: Tensor, k: Tensor, *rest: Any) -> Tensor:
-    return k.new_empty(k.shape)
+def _read_gradient_fake(x: BackwardTensors, *rest: Any) -> Tensor:
+    return x.k.new_empty(x.k.shape)
 
 
 def _write_gradients_fake(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor | None,
-    *rest: Any,
+    x: BackwardTensors, scale: float, schedule: str, needs_dinitial: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    needs_dinitial = rest[-1]
-    dinitial = (
-        _states(k, v, _batch(q, cu_seqlens))
-        if needs_dinitial
-        else q.new_empty((0,), dtype=torch.float32)
-    )
-    return k.new_empty(k.shape), v.new_empty(v.shape), dinitial
+    dinitial = _states_or_none(x.k, x.v, x.cu_seqlens, needs_dinitial)
+    return x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape), dinitial
 
 
-def _decay_gradient_fake(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, *rest: Any
-) -> Tensor:
-    return decay.new_empty(decay.shape)
+def _decay_gradient_fake(x: BackwardTensors, scale: float) -> Tensor:
+    return x.decay.new_empty(x.decay.shape)
 
 
 def _nothing(*_arguments: Any) -> None:
     return None
 
 
-_FAKES: dict[str, Callable[..., Any]] = {
-    "forward": _forward_fake,
-    "forward_cached": _nothing,
-    "forward_with_states": _forward_with_states_fake,
-    "final_state": _final_state_fake,
-    "read_gradient": _read_gradient_fake,
-    "write_gradients": _write_gradients_fake,
-    "decay_gradient": _decay_gradient_fake,
-    "decode": _nothing,
+class _Operator(NamedTuple):
+    """An operator: its schema is flat, what implements it takes structures."""
+
+    schema: str
+    # from the arguments one by one to those of the functions in ``_eager`` and ``_kernels.plans``
+    structures: Callable[..., tuple[Any, ...]]
+    # of these, too
+    fake: Callable[..., Any]
+
+
+_OPERATORS = {
+    # the empty state stands for none
+    "forward": _Operator(
+        f"({_INPUTS}, Tensor? cu_seqlens, Tensor? initial_state, float scale, str schedule, "
+        "bool output_final_state) -> (Tensor out, Tensor final_state)",
+        lambda *x: (Tensors(*x[:-3]), Options(*x[-3:])),
+        _forward_fake,
+    ),
+    # on a cache of states; writes rows and slots in place
+    "forward_cached": _Operator(
+        f"(Tensor(a!) out, {_INPUTS}, Tensor cu_seqlens, Tensor(b!) state_cache, "
+        "Tensor? state_indices, Tensor? has_initial_state, float scale, str schedule) -> ()",
+        lambda out, *x: (out, CachedTensors(*x[:-2]), *x[-2:]),
+        _nothing,
+    ),
+    # the states before every block of tokens, and behind the last
+    "forward_with_states": _Operator(
+        f"({_INPUTS}, Tensor? initial_state, float scale, SymInt block_size) "
+        "-> (Tensor out, Tensor states)",
+        lambda q, k, v, decay, initial_state, *options: (
+            Tensors(q, k, v, decay, None, initial_state),
+            *options,
+        ),
+        _forward_with_states_fake,
+    ),
+    # the final state alone, or going backwards the gradient of the first
+    "final_state": _Operator(
+        "(Tensor k, Tensor v, Tensor decay, Tensor? initial_state, float scale, bool reverse, "
+        "str schedule) -> Tensor",
+        lambda k, v, decay, initial_state, *options: (
+            Inputs(None, k, v, decay, None, initial_state),
+            *options,
+        ),
+        _final_state_fake,
+    ),
+    "read_gradient": _Operator(
+        "(Tensor dout, Tensor k, Tensor v, Tensor decay, Tensor? cu_seqlens, "
+        "Tensor? initial_state, float scale, str schedule) -> Tensor",
+        lambda dout, *x: (BackwardTensors(dout, None, *x[:-2]), *x[-2:]),
+        _read_gradient_fake,
+    ),
+    "write_gradients": _Operator(
+        f"(Tensor dout, {_INPUTS}, Tensor? cu_seqlens, Tensor? dfinal_state, float scale, "
+        "str schedule, bool needs_dinitial) -> (Tensor dk, Tensor dv, Tensor dinitial_state)",
+        lambda dout, q, k, v, decay, cu_seqlens, dfinal_state, *options: (
+            BackwardTensors(dout, q, k, v, decay, cu_seqlens, None, dfinal_state),
+            *options,
+        ),
+        _write_gradients_fake,
+    ),
+    "decay_gradient": _Operator(
+        f"(Tensor dout, {_INPUTS}, Tensor? cu_seqlens, Tensor? initial_state, "
+        "Tensor? dfinal_state, float scale) -> Tensor",
+        lambda *x: (BackwardTensors(*x[:-1]), x[-1]),
+        _decay_gradient_fake,
+    ),
+    "decode": _Operator(
+        "(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor(b!) state_cache, Tensor decay, "
+        "Tensor slot_idx, Tensor(c!)? states_out, float scale) -> ()",
+        lambda *x: (StepTensors(*x[:-1]), x[-1]),
+        _nothing,
+    ),
 }
 
 
-def _on_gpu(name: str, *arguments: Any) -> Any:
-    from ._kernels import plans
+def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -> None:
+    """Define an operator, for the CPU, for GPUs and for what traces."""
 
-    return getattr(plans, name)(*arguments)
+    def on_gpu(*arguments: Any) -> Any:
+        from ._kernels import plans
+
+        return getattr(plans, name)(*structures(*arguments))
+
+    def on_cpu(*arguments: Any) -> Any:
+        if interpreted():
+            return on_gpu(*arguments)
+        # under autocast the products within would be rounded to 16 bits
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            return getattr(_eager, name)(*structures(*arguments))
+
+    operator = f"lightning_attn::{name}"
+    torch.library.define(operator, schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.register_fake(operator, lambda *arguments: fake(*structures(*arguments)))
+    torch.library.impl(operator, "cuda", on_one_device(on_gpu))
+    torch.library.impl(operator, "cpu", on_cpu)
 
 
-def _on_cpu(name: str, *arguments: Any) -> Any:
-    if interpreted():
-        return _on_gpu(name, *arguments)
-    # under autocast the products within would be rounded to 16 bits
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return getattr(_eager, name)(*arguments)
-
-
-for _name, _schema in _SCHEMAS.items():
-    _operator = f"lightning_attn::{_name}"
-    torch.library.define(_operator, _schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.register_fake(_operator, _FAKES[_name])
-    torch.library.impl(_operator, "cuda", on_one_device(functools.partial(_on_gpu, _name)))
-    torch.library.impl(_operator, "cpu", functools.partial(_on_cpu, _name))
+for _name, _operator in _OPERATORS.items():
+    _define(_name, *_operator)
 
 forward = torch.ops.lightning_attn.forward.default
 forward_cached = torch.ops.lightning_attn.forward_cached.default
@@ -170,32 +189,19 @@ decay_gradient = torch.ops.lightning_attn.decay_gradient.default
 decode = torch.ops.lightning_attn.decode.default
 
 
-def _gradients(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-    dfinal_state: Tensor | None,
-    needs: Needs,
-    scale: float,
-    schedule: str,
-) -> Gradients:
+def _gradients(x: BackwardTensors, needs: Needs, options: Options) -> Gradients:
     """Return the gradients that are asked for, by operators."""
     dq = dk = dv = ddecay = dinitial = None
-    options = scale, schedule
+    scale, schedule, _ = options
+    *inputs, initial_state, dfinal_state = x
     if needs.q:
-        dq = read_gradient(dout, k, v, decay, cu_seqlens, initial_state, *options)
+        dq = read_gradient(x.dout, x.k, x.v, x.decay, x.cu_seqlens, initial_state, scale, schedule)
     if needs.k or needs.v or needs.initial_state:
         dk, dv, dinitial = write_gradients(
-            dout, q, k, v, decay, cu_seqlens, dfinal_state, *options, needs.initial_state
+            *inputs, dfinal_state, scale, schedule, needs.initial_state
         )
     if needs.decay:
-        ddecay = decay_gradient(
-            dout, q, k, v, decay, cu_seqlens, initial_state, dfinal_state, scale
-        )
+        ddecay = decay_gradient(*x, scale)
     return Gradients(dq, dk, dv, ddecay, dinitial if needs.initial_state else None)
 
 
@@ -203,173 +209,102 @@ class _LightningAttention(torch.autograd.Function):
     """The forward pass, with the gradients as its derivative: planned, or by operators."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        schedule: str,
-        output_final_state: bool,
-        known: Checked,
-    ) -> tuple[Tensor, Tensor]:
-        tensors = q, k, v, decay, cu_seqlens, initial_state
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Take the fields of ``Tensors``, then what is known of the call."""
+        *tensors, known = arguments
         if known.plan is None:
-            out, final = forward(*tensors, known.scale, schedule, output_final_state)
+            out, final = forward(*tensors, *known.options)
         else:
-            out, final = known.plan.forward(*tensors, output_final_state)
-        ctx.save_for_backward(q, k, v, decay, initial_state, cu_seqlens)
-        ctx.known, ctx.schedule = known, schedule
-        ctx.has_final = output_final_state
+            out, final = known.plan.forward(Tensors(*tensors))
+        ctx.save_for_backward(*tensors)
+        ctx.known = known
         ctx.set_materialize_grads(False)
         return out, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, decay, initial_state, cu_seqlens = ctx.saved_tensors
-        needs = Needs(*ctx.needs_input_grad[: len(Needs._fields)])
-        known: Checked = ctx.known
+        q, k, v, decay, cu_seqlens, initial_state = ctx.saved_tensors
+        *needed, _, needs_dinitial, _ = ctx.needs_input_grad
+        options, plan = ctx.known
         if dout is None:
             dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        if not ctx.has_final:
+        if not options.output_final_state:
             dfinal = None
-        given = dout, q, k, v, decay, cu_seqlens, initial_state, dfinal, needs
-        plan = known.plan
+        x = BackwardTensors(dout, q, k, v, decay, cu_seqlens, initial_state, dfinal)
+        needs = Needs._make((*needed, needs_dinitial))
         others = (dout, dfinal, initial_state, cu_seqlens)
         if (
             plan is not None
             and not is_watched()
             and all(t is None or is_plain_tensor(t) for t in others)
-            and plan.fits(q, k, v, decay)
+            and plan.fits(x)
         ):
-            grads = plan.backward(*given)
+            grads = plan.backward(x, needs)
         else:
-            grads = _gradients(*given, known.scale, ctx.schedule)
-        return *grads, None, None, None, None
+            grads = _gradients(x, needs, options)
+        *of_inputs, dinitial = grads
+        return *of_inputs, None, dinitial, None
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor | None,
-    initial_state: Tensor | None,
-    schedule: str,
-    output_final_state: bool,
-    known: Checked,
-) -> tuple[Tensor, Tensor]:
+def attention(x: Tensors, known: Checked) -> tuple[Tensor, Tensor]:
     """Compute ``(out, final state)``, through the autograd function where a gradient is asked."""
-    refuse_tangents((q, k, v, decay, initial_state))
+    refuse_tangents(x)
     if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or decay.requires_grad
-        or (initial_state is not None and initial_state.requires_grad)
+        x.q.requires_grad
+        or x.k.requires_grad
+        or x.v.requires_grad
+        or x.decay.requires_grad
+        or (x.initial_state is not None and x.initial_state.requires_grad)
     ):
         if torch.compiler.is_compiling():
-            # dynamo refuses one tensor as two inputs of an autograd function
-            k = k.view_as(k) if k is q else k
-            v = v.view_as(v) if v is q or v is k else v
-        result: tuple[Tensor, Tensor] = _LightningAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, decay, initial_state, cu_seqlens, schedule, output_final_state, known
-        )
-        return result
-    tensors = q, k, v, decay, cu_seqlens, initial_state
+            x = _without_repeats(x)
+        return _LightningAttention.apply(*x, known)  # type: ignore[no-any-return, no-untyped-call]
     if known.plan is not None:
-        return known.plan.forward(*tensors, output_final_state)
-    return forward(*tensors, known.scale, schedule, output_final_state)  # type: ignore[no-any-return]
+        return known.plan.forward(x)
+    return forward(*x, *known.options)  # type: ignore[no-any-return]
 
 
-def advance(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor,
-    state_cache: Tensor,
-    state_indices: Tensor | None,
-    has_initial_state: Tensor | None,
-    schedule: str,
-    known: Checked,
-) -> None:
-    """Fill ``out``, and advance the sequences' slots of ``state_cache``."""
-    cache = state_cache, state_indices, has_initial_state
+def _without_repeats(x: Tensors) -> Tensors:
+    """Return the tensors under several identities: dynamo refuses one as two inputs."""
+    k = x.k.view_as(x.k) if x.k is x.q else x.k
+    v = x.v.view_as(x.v) if x.v is x.q or x.v is x.k else x.v
+    return x._replace(k=k, v=v)
+
+
+def advance(out: Tensor, x: CachedTensors, known: Checked) -> None:
+    """Fill ``out``, and advance the sequences' slots of the cache."""
     if known.plan is None:
-        forward_cached(out, q, k, v, decay, cu_seqlens, *cache, known.scale, schedule)
+        forward_cached(out, *x, known.options.scale, known.options.schedule)
     else:
-        known.plan.fill(out, q, k, v, decay, cu_seqlens, *cache)
+        known.plan.fill(out, x)
 
 
-def step(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state_cache: Tensor,
-    decay: Tensor,
-    slot_idx: Tensor,
-    states_out: Tensor | None,
-    known: CheckedStep,
-) -> None:
+def step(x: StepTensors, known: CheckedStep) -> None:
     """Advance each sequence by its new tokens."""
-    tensors = out, q, k, v, state_cache, decay, slot_idx, states_out
     if known.plan is None:
-        decode(*tensors, known.scale)
+        decode(*x, known.scale)
     else:
-        known.plan.decode(*tensors)
+        known.plan.decode(x)
 
 
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and interpreted())
 
 
-def plan_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    cu_seqlens: Tensor | None,
-    state: Tensor | None,
-    slots: Tensor | None,
-    has_first: Tensor | None,
-    scale: float,
-    schedule: str,
-    *,
-    is_exact: bool,
-) -> Plan | None:
-    """Return how to launch calls of this form past the operators; None if these are to be asked.
+def planned(x: Tensors | CachedTensors, options: Options) -> Checked:
+    """Return what is known of calls of this form, with how to launch them past the operators."""
+    if not _has_kernels(x.q.device):
+        return Checked(options)
+    from ._kernels.plans import plan_forward
 
-    ``state`` is what the call starts from, ``is_exact`` says whether it returns or keeps another.
-    """
-    if not _has_kernels(q.device):
-        return None
-    from ._kernels import plans
-    from ._kernels.walks import Inputs
-
-    x = Inputs(k, v, decay, cu_seqlens, state, None, slots, has_first)
-    return plans.plan_forward(q, x, scale, schedule, is_exact)
+    return Checked(options, plan_forward(x, options))
 
 
-def plan_step(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state_cache: Tensor,
-    decay: Tensor,
-    slot_idx: Tensor,
-    states_out: Tensor | None,
-    scale: float,
-) -> StepPlan | None:
-    """Return how to launch decoding steps of this form past the operator, or None."""
-    if not _has_kernels(q.device) or not (decay.is_contiguous() and slot_idx.is_contiguous()):
-        return None
+def planned_step(x: StepTensors, scale: float) -> CheckedStep:
+    """Return what is known of decoding steps of this form, likewise."""
+    if not _has_kernels(x.q.device) or not (x.decay.is_contiguous() and x.slot_idx.is_contiguous()):
+        return CheckedStep(scale)
     from ._kernels.plans import DecodePlan
 
-    return DecodePlan(out, q, k, v, state_cache, states_out, scale)
+    return CheckedStep(scale, DecodePlan(x, scale))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops
-from ._call import Checked, CheckedStep
+from ._call import CachedTensors, Checked, CheckedStep, Options, StepTensors, Tensors
 from ._linked.host.arguments import check_scale, check_tensor
 from ._linked.host.forms import Memory, form_of
 
@@ -68,31 +68,19 @@ def lightning_attn_func(
         (q, k, v), (decay, initial_state), (scale, output_final_state, schedule), packed=False
     )
     known = None if form is None else _forward.get(form)
+    is_new = known is None
     if known is None:
         _checks.check_qkv(q, k, v, 4)
-        rates = _checks.check_decay(decay, q)
-        known = Checked(_checks.check_options(scale, output_final_state, schedule))
+        _checks.check_decay(decay, q)
+        scale = _checks.check_options(scale, output_final_state, schedule)
         if initial_state is not None:
             _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
-        if form is not None:
-            plan = _ops.plan_forward(
-                q,
-                k,
-                v,
-                rates,
-                None,
-                initial_state,
-                None,
-                None,
-                known.scale,
-                schedule,
-                is_exact=output_final_state,
-            )
-            known = _forward.keep(form, Checked(known.scale, plan))
+        known = Checked(Options(scale, schedule, output_final_state))
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
-    out, state = _ops.attention(
-        q, k, v, rates, None, initial_state, schedule, output_final_state, known
-    )
+    x = Tensors(q, k, v, rates, None, initial_state)
+    if is_new and form is not None:
+        known = _forward.keep(form, _ops.planned(x, known.options))
+    out, state = _ops.attention(x, known)
     return out, state if output_final_state else None
 
 
@@ -154,64 +142,35 @@ def lightning_attn_varlen_func(
     if form is not None and not len(q) == len(k) == len(v):
         form = None
     known = None if form is None else _packed.get(form)
+    is_new = known is None
     if known is None:
         _checks.check_qkv(q, k, v, 3)
-        rates = _checks.check_decay(decay, q)
-        known = Checked(_checks.check_options(scale, output_final_state, schedule))
+        _checks.check_decay(decay, q)
+        scale = _checks.check_options(scale, output_final_state, schedule)
         _checks.check_sequences(
             q, v, cu_seqlens, state_cache, state_indices, initial_state, has_initial_state
         )
         if state_cache is not None:
             _checks.check_no_gradient("state_cache", q, k, v, decay, state_cache)
-        if form is not None:
-            is_cached = state_cache is not None
-            plan = _ops.plan_forward(
-                q,
-                k,
-                v,
-                rates,
-                cu_seqlens,
-                state_cache if is_cached else initial_state,
-                state_indices,
-                has_initial_state,
-                known.scale,
-                schedule,
-                is_exact=is_cached or output_final_state,
-            )
-            known = _packed.keep(form, Checked(known.scale, plan))
+        known = Checked(Options(scale, schedule, output_final_state))
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     if state_cache is None:
         if initial_state is not None and has_initial_state is not None:
             starts = has_initial_state[:, None, None, None]
             initial_state = torch.where(starts, initial_state, 0.0)
-        out, state = _ops.attention(
-            q, k, v, rates, cu_seqlens, initial_state, schedule, output_final_state, known
-        )
+        x = Tensors(q, k, v, rates, cu_seqlens, initial_state)
+        if is_new and form is not None:
+            known = _packed.keep(form, _ops.planned(x, known.options))
+        out, state = _ops.attention(x, known)
         return out, state if output_final_state else None
+    c = CachedTensors(q, k, v, rates, cu_seqlens, state_cache, state_indices, has_initial_state)
+    if is_new and form is not None:
+        known = _packed.keep(form, _ops.planned(c, known.options))
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    _ops.advance(
-        out,
-        q,
-        k,
-        v,
-        rates,
-        cu_seqlens,
-        state_cache,
-        state_indices,
-        has_initial_state,
-        schedule,
-        known,
-    )
+    _ops.advance(out, c, known)
     if not output_final_state:
         return out, None
-    if state_indices is None:
-        batch = cu_seqlens.shape[0] - 1
-        return out, state_cache[:batch].clone(memory_format=torch.contiguous_format)
-    real = (state_indices >= 0)[:, None, None, None]
-    if state_cache.shape[0] == 0:  # then every sequence is padding
-        return out, state_cache.new_zeros((len(state_indices), *state_cache.shape[1:]))
-    states = state_cache.index_select(0, state_indices.clamp(min=0))
-    return out, torch.where(real, states, 0.0)
+    return out, _states_of(state_cache, state_indices, cu_seqlens.shape[0] - 1)
 
 
 def lightning_attn_decode(
@@ -268,10 +227,18 @@ def lightning_attn_decode(
         _checks.check_no_gradient("lightning_attn_decode", q, k, v, state_cache, decay)
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     target = q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out
+    x = StepTensors(target, q, k, v, state_cache, rates, slot_idx, states_out)
     if is_new and form is not None:
-        plan = _ops.plan_step(
-            target, q, k, v, state_cache, rates, slot_idx, states_out, known.scale
-        )
-        known = _decode.keep(form, CheckedStep(known.scale, plan))
-    _ops.step(target, q, k, v, state_cache, rates, slot_idx, states_out, known)
+        known = _decode.keep(form, _ops.planned_step(x, known.scale))
+    _ops.step(x, known)
     return target
+
+
+def _states_of(cache: Tensor, slots: Tensor | None, batch: int) -> Tensor:
+    """Return the states of the sequences, zeros for padding."""
+    if slots is None:
+        return cache[:batch].clone(memory_format=torch.contiguous_format)
+    if cache.shape[0] == 0:  # then every sequence is padding
+        return cache.new_zeros((batch, *cache.shape[1:]))
+    states = cache.index_select(0, slots.clamp(min=0))
+    return torch.where((slots >= 0)[:, None, None, None], states, 0.0)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _checks, _ops
+from ._call import Options, Tensors
 from ._linked.host.internals import refuse_tangents
 
 __all__ = ["lightning_attn_func"]
@@ -73,9 +74,9 @@ def lightning_attn_func(
     refuse_tangents((q, k, v, decay, initial_state))
     if dist.get_rank(group) > 0:
         initial_state = None
-    out, state = _SequenceParallel.apply(  # type: ignore[no-untyped-call]
-        q, k, v, rates, initial_state, scale, schedule, output_final_state, group
-    )
+    x = Tensors(q, k, v, rates, None, initial_state)
+    options = Options(scale, schedule, output_final_state)
+    out, state = _SequenceParallel.apply(*x, options, group)  # type: ignore[no-untyped-call]
     return out, state if output_final_state else None
 
 
@@ -113,43 +114,34 @@ class _SequenceParallel(torch.autograd.Function):
     """The operators of one rank, with an all-gather of states in each direction."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor,
-        initial_state: Tensor | None,
-        scale: float,
-        schedule: str,
-        output_final_state: bool,
-        group: Any,
-    ) -> tuple[Tensor, Tensor]:
-        written = _ops.final_state(k, v, decay, initial_state, 1.0, False, schedule)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Take the fields of ``Tensors``, then the options and the group."""
+        *inputs, _, arrived, options, group = arguments
+        _, k, v, decay = inputs
+        written = _ops.final_state(k, v, decay, arrived, 1.0, False, options.schedule)
         gathering = _Gathering(written, decay * k.shape[1], group)
-        options = scale, schedule, output_final_state
         if dist.get_rank(group) == 0:
             # nothing arrives: the output is computed while the states travel
-            arrived = initial_state
-            out, final = _ops.forward(q, k, v, decay, None, arrived, *options)
+            out, final = _ops.forward(*inputs, None, arrived, *options)
             gathering.sum_of(earlier=True)
         else:
             arrived = gathering.sum_of(earlier=True)
-            out, final = _ops.forward(q, k, v, decay, None, arrived, *options)
-        ctx.save_for_backward(q, k, v, decay, arrived)
-        ctx.options, ctx.group, ctx.has_final = (scale, schedule), group, output_final_state
+            out, final = _ops.forward(*inputs, None, arrived, *options)
+        ctx.save_for_backward(*inputs, arrived)
+        ctx.options, ctx.group = options, group
         ctx.set_materialize_grads(False)
         return out, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, decay, arrived = ctx.saved_tensors
-        scale, schedule = ctx.options
-        _, _, _, needs_ddecay, needs_dinitial = ctx.needs_input_grad[:5]
+        *inputs, arrived = ctx.saved_tensors
+        q, k, v, decay = inputs
+        scale, schedule, has_final = ctx.options
+        _, _, _, needs_ddecay, _, needs_dinitial, *_ = ctx.needs_input_grad
         if dout is None:
             dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        if not ctx.has_final:
+        if not has_final:
             dfinal = None
         written = _ops.final_state(q, dout, decay, dfinal, scale, True, schedule)
         gathering = _Gathering(written, decay * k.shape[1], ctx.group)
@@ -161,19 +153,9 @@ class _SequenceParallel(torch.autograd.Function):
         elif dfinal is not None:
             later = later + dfinal
         dk, dv, dinitial = _ops.write_gradients(
-            dout, q, k, v, decay, None, later, scale, schedule, needs_dinitial
+            dout, *inputs, None, later, scale, schedule, needs_dinitial
         )
         ddecay = None
         if needs_ddecay:
-            ddecay = _ops.decay_gradient(dout, q, k, v, decay, None, arrived, later, scale)
-        return (
-            dq,
-            dk,
-            dv,
-            ddecay,
-            dinitial if needs_dinitial else None,
-            None,
-            None,
-            None,
-            None,
-        )
+            ddecay = _ops.decay_gradient(dout, *inputs, None, arrived, later, scale)
+        return dq, dk, dv, ddecay, None, dinitial if needs_dinitial else None, None, None

@@ -153,22 +153,12 @@ def slot_of(slots_ptr, sequence, batch):
 
 
 @triton.jit
-def clear_rows(
-    out_ptr,
-    begin,
-    length,
-    heads,
-    head,
-    cols,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Store zeros to rows of a contiguous ``[tokens, heads, WIDTH]``."""
-    index = tl.arange(0, CHUNK)
-    for done in range(0, length, CHUNK):
+def clear_rows(out, begin, length, cols, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Store zeros to rows of one head of an output of ``WIDTH`` columns."""
+    index = tl.arange(0, TILE.CHUNK)  # [C]
+    for done in range(0, length, TILE.CHUNK):
         rows = (begin + done + index).to(tl.int64)
-        pointers = out_ptr + ((rows * heads + head) * WIDTH)[:, None] + cols[None, :]
+        pointers = out.ptr + ((rows * out.heads + out.head) * WIDTH)[:, None] + cols[None, :]
         mask = (done + index < length)[:, None] & (cols < WIDTH)[None, :]
-        zeros = tl.zeros([CHUNK, BLOCK_WIDTH], out_ptr.dtype.element_ty)
+        zeros = tl.zeros([TILE.CHUNK, TILE.BLOCK_E], out.ptr.dtype.element_ty)  # [C, E]
         tl.store(pointers, zeros, mask=mask)

@@ -264,6 +264,14 @@ class Found(NamedTuple):
     index: Any
 
 
+class Output(NamedTuple):
+    """One head of a contiguous ``[tokens, heads, E]``."""
+
+    ptr: Any
+    heads: Any
+    head: Any
+
+
 class StateMemory(NamedTuple):
     """States in memory, with the strides of sequence, segment, head, rows and columns."""
 

@@ -38,6 +38,7 @@ from .primitives import (
 )
 from .structures import (
     Lengths,
+    Output,
     Products,
     StateMemory,
     WalkNumbers,
@@ -49,24 +50,21 @@ from .structures import (
 
 @triton.jit
 def _clear_padding(
-    out_ptr,
+    out,
     cu_seqlens_ptr,
     found,
     begin,
-    heads,
-    head,
     batch,
     cols,
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Store zeros to the output of rows that belong to no sequence."""
-    E: tl.constexpr = OPTIONS.E
-    clear_rows(out_ptr, begin, found.length, heads, head, cols, E, TILE.BLOCK_E, TILE.CHUNK)
+    clear_rows(out, begin, found.length, cols, OPTIONS.E, TILE)
     if cu_seqlens_ptr is not None and not OPTIONS.SEGMENTED:
         # what lies ahead of the first sequence is the business of those who clear the rest
         ahead = tl.where(found.sequence == batch, tl.load(cu_seqlens_ptr), 0)
-        clear_rows(out_ptr, 0, ahead, heads, head, cols, E, TILE.BLOCK_E, TILE.CHUNK)
+        clear_rows(out, 0, ahead, cols, OPTIONS.E, TILE)
 
 
 @triton.jit
@@ -166,18 +164,8 @@ def walk_kernel(
     slot = slot_of(slots_ptr, found.sequence, batch)
     if slot < 0:
         if out_ptr is not None:
-            _clear_padding(
-                out_ptr,
-                cu_seqlens_ptr,
-                found,
-                out_begin,
-                heads,
-                head_64,
-                batch,
-                cols,
-                OPTIONS,
-                TILE,
-            )
+            whole = Output(out_ptr, heads, head_64)
+            _clear_padding(whole, cu_seqlens_ptr, found, out_begin, batch, cols, OPTIONS, TILE)
         return
     if cu_seqlens_ptr is not None:
         sequence_64 = tl.zeros([], tl.int64)

@@ -10,6 +10,7 @@ import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
+from .._call import Inputs
 from .._configs import Tile, WalkPlan, padded_head_dim, plan_walk, takes_hopper_walk, walk_tile
 from .._linked.host.forms import LIMIT, Memory, interpreted
 from .combine import combine_kernel
@@ -60,31 +61,16 @@ class States(NamedTuple):
 NO_STATES = States(None, (0, 0, 0, 0, 0))
 
 
-class Inputs(NamedTuple):
-    """The tensors of a walk, apart from what reads."""
-
-    key: Tensor
-    value: Tensor
-    decay: Tensor
-    # where packed sequences begin
-    cu_seqlens: Tensor | None = None
-    # the states to start from, and where those at the end go
-    first: Tensor | None = None
-    last: Tensor | None = None
-    # the place of each sequence among these, and whether it has a state to start from
-    slots: Tensor | None = None
-    has_first: Tensor | None = None
-
-    @property
-    def readable(self) -> Inputs:
-        """The same, as kernels may read it; copies are made of what lies askew."""
-        return self._replace(
-            key=aligned(self.key),
-            value=aligned(self.value),
-            decay=dense(self.decay),
-            slots=dense(self.slots),
-            has_first=dense(self.has_first),
-        )
+def readable(x: Inputs) -> Inputs:
+    """Return the tensors as kernels may read them; copies are made of what lies askew."""
+    return x._replace(
+        read=None if x.read is None else aligned(x.read),
+        key=aligned(x.key),
+        value=aligned(x.value),
+        decay=x.decay.contiguous(),
+        slots=dense(x.slots),
+        has_first=dense(x.has_first),
+    )
 
 
 class Walk:
@@ -154,12 +140,7 @@ class Walk:
         return tokens // size + self.batch + 2 if self.is_packed else cdiv(tokens, size)
 
     def reads(
-        self,
-        x: Inputs,
-        out: Tensor,
-        read: Tensor,
-        read_scale: float,
-        states: States | None = None,
+        self, x: Inputs, out: Tensor, read_scale: float, states: States | None = None
     ) -> tuple[Call, ...]:
         """Return the launches that write to a contiguous ``out`` what every token reads.
 
@@ -172,18 +153,16 @@ class Walk:
         if states is None:
             if not self.plan(x.key.shape[-3]).segmented:
                 first, last = States.of(x.first), States.of(x.last)
-                return (self._pass(x, read, out, first, last, read_scale, segmented=False),)
+                return (self._pass(x, out, first, last, read_scale, segmented=False),)
             states = self._state_memory(x)
             before = self._state_calls(x, states)
-        return *before, self._pass(x, read, out, states, NO_STATES, read_scale, segmented=True)
+        return *before, self._pass(x, out, states, NO_STATES, read_scale, segmented=True)
 
-    def out(
-        self, x: Inputs, read: Tensor, read_scale: float, states: States | None = None
-    ) -> Tensor:
+    def out(self, x: Inputs, read_scale: float, states: States | None = None) -> Tensor:
         """Return what every token reads, in the dtype of the inputs; see :meth:`reads`."""
         shape = (*x.value.shape[:-1], self.e)
         out = torch.empty(shape, dtype=x.value.dtype, device=x.value.device)
-        launch_all(self.reads(x, out, read, read_scale, states))
+        launch_all(self.reads(x, out, read_scale, states))
         return out
 
     def segment_states(self, x: Inputs, states: States | None = None) -> States:
@@ -200,7 +179,7 @@ class Walk:
             self.segment_states(x)
         else:
             first, last = States.of(x.first), States.of(x.last)
-            launch_all([self._pass(x, None, None, first, last, 1.0, segmented=False)])
+            launch_all([self._pass(x, None, first, last, 1.0, segmented=False)])
 
     def _state_memory(self, x: Inputs) -> States:
         """Return memory for the state before each segment."""
@@ -214,13 +193,12 @@ class Walk:
 
     def _state_calls(self, x: Inputs, states: States) -> tuple[Call, Call]:
         """Return the launches that fill the states before each segment, and ``last``."""
-        written = self._pass(x, None, None, NO_STATES, states, 1.0, segmented=True)
+        written = self._pass(x, None, NO_STATES, states, 1.0, segmented=True)
         return written, self._combine(x, states)
 
     def _pass(
         self,
         x: Inputs,
-        read: Tensor | None,
         out: Tensor | None,
         first: States,
         last: States,
@@ -228,7 +206,8 @@ class Walk:
         *,
         segmented: bool,
     ) -> Call:
-        """Return one launch of the walk's kernel."""
+        """Return one launch of the walk's kernel; without ``out`` nothing reads."""
+        read = None if out is None else x.read
         tokens = x.key.shape[-3]
         plan = self.plan(tokens)
         size, pieces = (plan.size, self.segments(tokens)) if segmented else (tokens, 1)
@@ -328,13 +307,12 @@ _walks: Memory[Walk] = Memory()
 
 def walk_of(
     x: Inputs,
-    read: Tensor,
     *,
     write_scale: float = 1.0,
     reverse: bool = False,
     schedule: str = "auto",
 ) -> Walk:
-    """Return the walk of readable tensors, made when those of their form came first."""
+    """Return the walk of readable tensors that reads, made when those of its form came first."""
     packed = x.cu_seqlens is not None  # then the number of tokens is no part of the form
     form: list[Hashable] = [
         write_scale,
@@ -347,7 +325,7 @@ def walk_of(
         None if x.cu_seqlens is None else x.cu_seqlens.shape[0],
         None if x.slots is None else x.slots.dtype,
     ]
-    for t in (x.key, x.value, read):
+    for t in (x.key, x.value, x.read):
         # strides between tokens matter only where there are several
         form += [(t.shape[0] > 1, *t.shape[1:]) if packed else t.shape, t.stride()]
     key = tuple(form)

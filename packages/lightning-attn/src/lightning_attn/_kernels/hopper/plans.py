@@ -9,7 +9,8 @@ from torch import Tensor
 from ..._configs import Tile, hopper_tile, padded_head_dim
 from . import structures
 from ._linked.tma import MapForm, MapLaunch
-from .walk import SIDE, hopper_walk_kernel
+from .primitives import SIDE
+from .walk import hopper_walk_kernel
 
 
 class HopperWalk:

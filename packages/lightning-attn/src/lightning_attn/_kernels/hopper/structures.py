@@ -87,26 +87,6 @@ class Pipeline(NamedTuple):
     full: Any  # an mbarrier a stage
 
 
-class Lengths(NamedTuple):
-    """Numbers of sequences, of tokens, of tokens in a piece, and of pieces in a sequence."""
-
-    batch: Any
-    tokens: Any
-    size: Any
-    pieces: Any
-
-
-class Found(NamedTuple):
-    """A piece of tokens: its sequence, that one's bounds, its first row, length and index."""
-
-    sequence: Any
-    start: Any
-    end: Any
-    begin: Any
-    length: Any
-    index: Any
-
-
 class Piece(NamedTuple):
     """What a program walks."""
 
@@ -133,3 +113,24 @@ class Recurrence(NamedTuple):
     stride_first_e: Any
     stride_last_d: Any
     stride_last_e: Any
+
+
+class Chunk(NamedTuple):
+    """A chunk of a piece: its first row, and how many tokens it has."""
+
+    row: Any
+    count: Any
+
+
+class Halves(NamedTuple):
+    """Panels of a state, of keys or of reads; both are the same where one holds a row."""
+
+    low: Any
+    high: Any
+
+
+class Reads(NamedTuple):
+    """The products of reads with keys, and with the state, under way."""
+
+    scores: Any
+    out: Any
