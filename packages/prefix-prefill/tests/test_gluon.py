@@ -125,10 +125,10 @@ WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)"
 WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
 MISTAKES = [
-    ("_look_up", " & (key + TILE.PIECE > first)", " & (key >= first)"),
+    ("_look_up", "key + TILE.PIECE > seen.first", "key >= seen.first"),
     ("_copy_pages", "key % TILE.PAGE", "0"),
-    ("_copy_pages", "mbarrier.expect(full, desc.block_type.nbytes * PIECES)", "pass"),
-    ("_copy_pages", "gl.minimum(last - key, PIECE)", "PIECE"),
+    ("_copy_pages", "mbarrier.expect(full, cache.desc.block_type.nbytes * PIECES)", "pass"),
+    ("_copy_pages", "gl.minimum(seen.last - key, PIECE)", "PIECE"),
     ("_copy_tile", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
     ("_copy_tile", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)", "pass"),
     ("_copy_tile", "pages_v = pages", "pass"),

@@ -18,7 +18,20 @@ from prefix_prefill import (
     paged_attn_func,
     reshape_and_cache,
 )
-from prefix_prefill._kernels import attention, cache, merge, plans, primitives, schedule, structures
+from prefix_prefill._call import Tensors, WriteTensors
+from prefix_prefill._kernels import (
+    attention,
+    cache,
+    merge,
+    parameters,
+    plans,
+    primitives,
+    queries,
+    results,
+    schedule,
+    structures,
+    walk,
+)
 from prefix_prefill._kernels.hopper import attention as hopper_attention
 from prefix_prefill._kernels.hopper import producer
 from prefix_prefill._kernels.hopper import structures as hopper
@@ -32,28 +45,31 @@ pytestmark = pytest.mark.eager
 
 ENTRIES = [
     (
-        attention._paged_kernel, structures.Pointers, structures.Scores, structures.Counts,
-        structures.Strides, structures.Layout, structures.RowLayout, structures.Options,
-        structures.Schedule, structures.Tile,
+        attention._paged_kernel, parameters.Pointers, parameters.Scores, parameters.Counts,
+        parameters.Strides, parameters.Layout, parameters.RowLayout, parameters.Options,
+        parameters.Schedule, parameters.Tile,
     ),
     (
-        merge._split_merge_kernel, structures.SplitMergePointers, structures.SplitMergeNumbers,
-        structures.Schedule, structures.SplitMergeTile,
+        merge._split_merge_kernel, parameters.SplitMergePointers, parameters.SplitMergeNumbers,
+        parameters.Schedule, parameters.SplitMergeTile,
     ),
     (
-        merge._state_merge_kernel, structures.StateMergePointers, structures.StateMergeNumbers,
-        structures.StateMergeTile,
+        merge._state_merge_kernel, parameters.StateMergePointers, parameters.StateMergeNumbers,
+        parameters.StateMergeTile,
     ),
     (
-        cache._reshape_and_cache_kernel, structures.WritePointers, structures.WriteCounts,
-        structures.WriteStrides, structures.CacheLayout, structures.WriteTile,
+        cache._reshape_and_cache_kernel, parameters.WritePointers, parameters.WriteCounts,
+        parameters.WriteStrides, parameters.CacheLayout, parameters.WriteTile,
     ),
     (
         hopper_attention.prefill_kernel, hopper.Arguments, hopper.Scores, hopper.Counts,
         hopper.Strides, hopper.Options, hopper.Tile,
     ),
 ]  # fmt: skip
-DEVICE_MODULES = [attention, cache, merge, primitives, schedule, hopper_attention, producer]
+DEVICE_MODULES = [
+    attention, cache, merge, primitives, queries, results, schedule, walk, hopper_attention,
+    producer,
+]  # fmt: skip
 MOST_ARGUMENTS = 12
 MOST_FRAMES = 5
 
@@ -68,8 +84,16 @@ def test_an_entry_takes_the_fields_of_what_the_host_makes(entry):
     assert names(kernel) == [name for structure in made for name in structure._fields]
 
 
+def test_the_tensors_of_a_call_are_in_the_order_of_the_kernel():
+    """Plans pass them on as they are."""
+    assert [f"{name}_ptr" for name in WriteTensors._fields] == [*parameters.WritePointers._fields]
+    parts = ["part_out_ptr", "part_lse_ptr"]
+    ordered = [f"{name}_ptr" for name in Tensors._fields] + parts
+    assert ordered == [*parameters.Pointers._fields]
+
+
 def test_what_a_kernel_is_compiled_with_is_in_upper_case():
-    for module in (structures, hopper):
+    for module in (parameters, structures, hopper):
         for structure in vars(module).values():
             fields = getattr(structure, "_fields", ())
             assert len({name.isupper() for name in fields}) <= 1, structure

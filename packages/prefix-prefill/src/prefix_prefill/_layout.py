@@ -25,7 +25,8 @@ class CacheSizes(NamedTuple):
 class Strides(NamedTuple):
     """Where number d of a slot of a page lies.
 
-    At ``page * page + slot * slot + head * head + d // run * step + d % run * inner``.
+    At ``page * page + slot * slot + head * head + d // run * step + d % run * inner``. The
+    last size of the keys is their ``run``; that of values is the head dim.
     """
 
     page: int
@@ -33,7 +34,6 @@ class Strides(NamedTuple):
     head: int
     step: int
     inner: int
-    run: int
 
 
 def is_packed(k_cache: Tensor) -> bool:
@@ -53,16 +53,16 @@ def key_strides(k_cache: Tensor) -> Strides:
     """Return how keys are addressed."""
     if is_packed(k_cache):
         page, head, step, slot, inner = k_cache.stride()
-        return Strides(page, slot, head, step, inner, k_cache.shape[4])
+        return Strides(page, slot, head, step, inner)
     page, slot, head, inner = k_cache.stride()
-    return Strides(page, slot, head, 0, inner, k_cache.shape[3])
+    return Strides(page, slot, head, 0, inner)
 
 
 def value_strides(k_cache: Tensor, v_cache: Tensor) -> Strides:
     """Return how values are addressed."""
     if is_packed(k_cache):
         page, head, inner, slot = v_cache.stride()
-        return Strides(page, slot, head, 0, inner, v_cache.shape[2])
+        return Strides(page, slot, head, 0, inner)
     return key_strides(v_cache)
 
 

@@ -114,14 +114,11 @@ def paged_attn_func(
             gradient.
     """
     rows = [x for x in (q, k, v, out) if x is not None]
-    form = form_of(
-        rows,
-        (k_cache, v_cache, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks, q_descale,
-         k_descale, v_descale, out_scale),
-        (softmax_scale, causal, window_size, softcap, num_splits, return_lse, k is None,
-         v is None, out is None),
-        packed=True,
-    )  # fmt: skip
+    table = block_table, cu_seqlens_q, seqlens_k
+    extras = alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale
+    asked = softmax_scale, causal, window_size, softcap, num_splits, return_lse
+    missing = k is None, v is None, out is None
+    form = form_of(rows, (k_cache, v_cache, *table, *extras), asked + missing, packed=True)
     if form is not None and len(rows) > 1 and any(x.shape[:1] != q.shape[:1] for x in rows):
         form = None
     known = None if form is None else _known.get(form)
@@ -132,7 +129,7 @@ def paged_attn_func(
         options = _options.check_options(
             q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
         )
-        batch = _checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
+        batch = _checks.check_table(q, *table)
     check_length("max_seqlen_q", max_seqlen_q)
     check_length("max_seqlen_k", max_seqlen_k)
     if known is None:
@@ -150,25 +147,7 @@ def paged_attn_func(
     lse = None
     if return_lse:
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-    x = Tensors(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        block_table,
-        cu_seqlens_q,
-        seqlens_k,
-        alibi_slopes,
-        sinks,
-        q_descale,
-        k_descale,
-        v_descale,
-        out_scale,
-        None,
-        out,
-        lse,
-    )
+    x = Tensors(q, k_cache, v_cache, k, v, *table, *extras, None, out, lse)
     if known.plan is None and form is not None and _known.get(form) is None:
         known = _known.keep(form, known._replace(plan=_ops.plan_of(x, known.options)))
     if known.plan is None:

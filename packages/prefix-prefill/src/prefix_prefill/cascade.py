@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, _options
+from ._call import Tensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import check_length
 from .api import Result
@@ -108,15 +109,39 @@ def shared_prefix_attn_func(
         elif slopes is not None:
             slopes = slopes[owner]
     shared_lens = torch.full((1,), shared_len, dtype=torch.int32, device=device)
-    _ops.attention(
-        q, k_cache, v_cache, None, None, shared_pages[None], ends, shared_lens, slopes, None,
-        q_descale, k_descale, v_descale, None, positions, parts[0], lses[0], tokens, shared_len,
-        *options._replace(window_right=-1, long_only=num_splits != 0),
-    )  # fmt: skip
-    _ops.attention(
-        q, k_cache, v_cache, k, v, block_table, cu_seqlens_q, seqlens_k, alibi_slopes, sinks,
-        q_descale, k_descale, v_descale, None, None, parts[1], lses[1], max_seqlen_q,
-        max_seqlen_k, *options,
-    )  # fmt: skip
+    x = Tensors(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seqlens_k=seqlens_k,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out_scale=None,
+        positions=None,
+        out=parts[1],
+        lse=lses[1],
+    )
+    shared = x._replace(
+        k=None,
+        v=None,
+        block_table=shared_pages[None],
+        cu_seqlens_q=ends,
+        seqlens_k=shared_lens,
+        alibi_slopes=slopes,
+        sinks=None,
+        positions=positions,
+        out=parts[0],
+        lse=lses[0],
+    )
+    seen = options._replace(window_right=-1, long_only=num_splits != 0)
+    _ops.attention(*shared, tokens, shared_len, *seen)
+    _ops.attention(*x, max_seqlen_q, max_seqlen_k, *options)
     _ops.merge_states(parts[0], lses[0], parts[1], lses[1], out_scale, out, lse)
     return out if lse is None else (out, lse)

@@ -77,11 +77,11 @@ def context_attention_fwd(
         NotImplementedError: on FP8 where the hardware lacks it.
     """
     check_flag("skip_decode", skip_decode)
-    _attend(
-        q, k, v, o, kv_cache_dtype, k_cache, v_cache, b_loc, b_start_loc, b_seq_len, max_seq_len,
-        max_input_len, k_scale, v_scale, alibi_slopes, sliding_window, sm_scale, skip_decode,
-        fp8_out_scale, sinks, causal, decode_from_cache=False,
-    )  # fmt: skip
+    cache = k_cache, v_cache, k_scale, v_scale
+    table = b_loc, b_start_loc, b_seq_len
+    extras = alibi_slopes, sinks, fp8_out_scale
+    asked = kv_cache_dtype, sliding_window, sm_scale, causal, skip_decode, False
+    _attend((q, k, v, o), cache, table, extras, asked, max_input_len, max_seq_len)
 
 
 def chunked_prefill_paged_decode(
@@ -118,47 +118,29 @@ def chunked_prefill_paged_decode(
         ValueError: on a shape, a device or a range.
         NotImplementedError: on FP8 where the hardware lacks it.
     """
-    _attend(
-        query, key, value, output, kv_cache_dtype, key_cache, value_cache, block_table,
-        query_start_loc, seq_lens, max_seq_len, max_query_len, k_scale, v_scale, alibi_slopes,
-        sliding_window, sm_scale, False, output_scale, sinks, causal, decode_from_cache=True,
-    )  # fmt: skip
+    cache = key_cache, value_cache, k_scale, v_scale
+    table = block_table, query_start_loc, seq_lens
+    extras = alibi_slopes, sinks, output_scale
+    asked = kv_cache_dtype, sliding_window, sm_scale, causal, False, True
+    _attend((query, key, value, output), cache, table, extras, asked, max_query_len, max_seq_len)
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    o: Tensor,
-    kv_cache_dtype: str,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    b_loc: Tensor,
-    b_start_loc: Tensor,
-    b_seq_len: Tensor,
-    max_seq_len: int | None,
+    packed: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
+    cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    table: tuple[Tensor, Tensor, Tensor],
+    extras: tuple[Tensor | None, Tensor | None, Tensor | None],
+    asked: tuple[str, int | None, float | None, bool, bool, bool],
     max_input_len: int,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sliding_window: int | None,
-    sm_scale: float | None,
-    skip_decode: bool,
-    fp8_out_scale: Tensor | None,
-    sinks: Tensor | None,
-    causal: bool,
-    *,
-    decode_from_cache: bool,
+    max_seq_len: int | None,
 ) -> None:
-    rows = [x for x in (q, k, v, o) if x is not None]
-    form = form_of(
-        rows,
-        (k_cache, v_cache, b_loc, b_start_loc, b_seq_len, k_scale, v_scale, alibi_slopes,
-         fp8_out_scale, sinks),
-        (kv_cache_dtype, sliding_window, sm_scale, skip_decode, causal, decode_from_cache,
-         k is None, v is None),
-        packed=True,
-    )  # fmt: skip
+    q, k, v, o = packed
+    k_cache, v_cache, k_scale, v_scale = cache
+    _, _, seqlens_k = table
+    alibi_slopes, sinks, out_scale = extras
+    kv_cache_dtype, sliding_window, sm_scale, causal, skip_decode, decode_from_cache = asked
+    rows = [x for x in packed if x is not None]
+    form = form_of(rows, cache + table + extras, (*asked, k is None, v is None), packed=True)
     if form is not None and any(x.shape[:1] != q.shape[:1] for x in rows):
         form = None
     known = None if form is None else _known.get(form)
@@ -171,11 +153,11 @@ def _attend(
         _checks.check_paged(q, k_cache, v_cache, k, v)
         window = _window(sliding_window)
         options = _options.check_options(q, sm_scale, causal, (window, -1), 0.0, 0, False)
-        _checks.check_table(q, b_loc, b_start_loc, b_seq_len)
+        _checks.check_table(q, *table)
     max_seq_len = 0 if max_seq_len is None else max_seq_len
     check_length("max_seq_len", max_seq_len)
     check_length("max_input_len", max_input_len)
-    batch = b_seq_len.shape[0]
+    batch = seqlens_k.shape[0]
     if q.shape[0] > batch * max_input_len:
         raise ValueError(
             "max_input_len must be the most queries of a sequence, got "
@@ -187,7 +169,7 @@ def _attend(
     if known is None:
         heads_k = cache_sizes(k_cache).heads_k
         _checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, None, k_scale, v_scale)
-        dtype = _checks.check_out(q, o, fp8_out_scale)
+        dtype = _checks.check_out(q, o, out_scale)
         options = options._replace(
             signed_alibi=True,
             skip_decode=skip_decode,
@@ -195,24 +177,9 @@ def _attend(
             fill_padding=False,
         )
         known = Checked(options, dtype)
+    descales = None, k_scale, v_scale
     tensors = Tensors(
-        q,
-        k_cache,
-        v_cache,
-        k,
-        v,
-        b_loc,
-        b_start_loc,
-        b_seq_len,
-        alibi_slopes,
-        sinks,
-        None,
-        k_scale,
-        v_scale,
-        fp8_out_scale,
-        None,
-        o,
-        None,
+        q, k_cache, v_cache, k, v, *table, alibi_slopes, sinks, *descales, out_scale, None, o, None
     )
     if known.plan is None and form is not None and _known.get(form) is None:
         known = _known.keep(form, known._replace(plan=_ops.plan_of(tensors, known.options)))

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._layout import Strides, cache_sizes, key_strides, value_strides
 from .._linked.host.forms import ACCESS_BYTES
 from .launch.runtime import dense
-from .structures import CacheLayout
+from .parameters import CacheLayout
 
 
 class CacheForm:
@@ -19,20 +19,22 @@ class CacheForm:
         """Look at a cache that is read in tiles of ``block_n`` keys."""
         self.k = k = key_strides(k_cache)
         self.v = v = value_strides(k_cache, v_cache)
-        self.page = cache_sizes(k_cache).block_size
+        _, self.page, _, head_dim = cache_sizes(k_cache)
+        # a key is cut into runs of numbers, a value is one run
+        run = k_cache.shape[-1]
         self.values_lie_as_keys = (k.page, k.slot) == (v.page, v.slot)
-        v_bytes = _begins(v_cache, v, v.run)
+        v_bytes = _begins(v_cache, v, head_dim)
         # slots that follow each other in one page and in one tile
         self.v_column_run = 0
         if v.inner != 1 and v.slot == 1:
-            run = math.gcd(self.page, block_n)
-            self.v_column_run = run & -run
+            slots = math.gcd(self.page, block_n)
+            self.v_column_run = slots & -slots
             v_bytes = _gcd(v_cache, (v.page, v.head, v.inner), self.v_column_run)
         self.layout = CacheLayout(
             PAGE=self.page,
-            K_RUN=k.run,
+            K_RUN=run,
             K_UNIT=k.inner == 1,
-            K_BYTES=_begins(k_cache, k, k.run),
+            K_BYTES=_begins(k_cache, k, run),
             V_UNIT=v.inner == 1,
             V_BYTES=v_bytes,
         )
@@ -47,6 +49,12 @@ def _begins(cache: Tensor, strides: Strides, run: int) -> int:
 def _gcd(x: Tensor, begins: tuple[int, ...], run: int) -> int:
     # strides of a dimension of one element count for nothing, and may be any; they do no harm
     return math.gcd(ACCESS_BYTES, x.data_ptr(), *(n * x.element_size() for n in (*begins, run)))
+
+
+def row_strides(x: Tensor) -> tuple[int, int]:
+    """Return the strides of a token and of a head."""
+    token, head, _ = x.stride()
+    return token, head
 
 
 def one_form(heads_k: int, per_head: bool, *descales: Tensor | None) -> tuple[Tensor | None, ...]:

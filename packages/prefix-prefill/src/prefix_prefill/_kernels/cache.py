@@ -3,69 +3,55 @@
 import triton
 import triton.language as tl
 
-from .structures import (
-    Side,
-    Slots,
-    Vectors,
-    WriteCounts,
-    WritePointers,
-    WriteStrides,
-    WriteTile,
-)
+from .parameters import WriteCounts, WritePointers, WriteStrides, WriteTile
+from .structures import Packed, Side, Slots, VectorLayout, Vectors
 
 # as in ``attention.py``
 NUMBERS = WriteCounts._fields + WriteStrides._fields
 
 
 @triton.jit
-def _store_rows(values, side, rows, inside, cols, VECTORS: tl.constexpr, TILE: tl.constexpr):
+def _store_rows(values, cache, rows, inside, cols, LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Store rows x cols of vectors in runs, as ``load_rows`` reads them."""
-    RUN: tl.constexpr = VECTORS.RUN
-    BYTES: tl.constexpr = VECTORS.BYTES
-    begin = side.cache_ptr + rows[:, None]  # [BLOCK_T, 1]
+    RUN: tl.constexpr = LAYOUT.RUN
+    BYTES: tl.constexpr = LAYOUT.BYTES
+    begin = cache.base + rows[:, None]  # [BLOCK_T, 1]
     if RUN < TILE.HEAD_DIM:
-        begin += (cols // RUN).to(tl.int64)[None, :] * side.stride_step  # [BLOCK_T, BLOCK_D]
+        begin += (cols // RUN).to(tl.int64)[None, :] * cache.stride_run  # [BLOCK_T, BLOCK_D]
     place = cols % RUN if RUN < TILE.HEAD_DIM else cols  # [BLOCK_D]
-    if VECTORS.UNIT:
+    if LAYOUT.UNIT:
         pointers = tl.multiple_of(begin, [BYTES, BYTES]) + place[None, :]  # [BLOCK_T, BLOCK_D]
     else:
-        pointers = begin + place.to(tl.int64)[None, :] * side.stride_inner  # [BLOCK_T, BLOCK_D]
+        pointers = begin + place.to(tl.int64)[None, :] * cache.stride_number  # [BLOCK_T, BLOCK_D]
     tl.store(pointers, values, mask=inside[:, None] & (cols < TILE.HEAD_DIM)[None, :])
 
 
 @triton.jit
-def _stored(values, side, scale_at, FP8_MAX: tl.constexpr):
+def _stored(values, side, head, TILE: tl.constexpr):
     """Return values as the cache holds them: FP8 is scaled and saturated first."""
+    FP8_MAX: tl.constexpr = TILE.FP8_MAX
     if FP8_MAX > 0:
         values = values.to(tl.float32)
         if side.scale_ptr is not None:
-            values /= tl.load(side.scale_ptr + scale_at)
+            values /= tl.load(side.scale_ptr + (head if TILE.SCALE_PER_HEAD else 0))
         values = tl.clamp(values, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-    return values.to(side.cache_ptr.dtype.element_ty)
+    return values.to(side.cache.base.dtype.element_ty)
 
 
 @triton.jit
-def _write(
-    side,
-    places,
-    token,
-    head,
-    scale_at,
-    PAGE: tl.constexpr,
-    VECTORS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _write(side, places, token, head, PAGE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Write tokens of one head into their slots; those below 0, or past the end, stay out.
 
     What is to be written does not wait for the slots: of tokens that stay out it is read in vain.
     """
     ROW_BYTES: tl.constexpr = TILE.ROW_BYTES
+    new, cache = side.new, side.cache
     exists = token < places.tokens  # [BLOCK_T]
     token = token.to(tl.int64)
     cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
-    rows = token * side.stride_new_s + head * side.stride_new_h
+    rows = token * new.stride_token + head * new.stride_head
     values = tl.load(
-        tl.multiple_of(side.new_ptr + rows[:, None], [ROW_BYTES, ROW_BYTES]) + cols[None, :],
+        tl.multiple_of(new.ptr + rows[:, None], [ROW_BYTES, ROW_BYTES]) + cols[None, :],
         mask=exists[:, None] & (cols < TILE.HEAD_DIM)[None, :],
         other=0.0,
     )  # [BLOCK_T, BLOCK_D]
@@ -77,9 +63,9 @@ def _write(
         slot = slot.to(tl.uint32)
     page = (slot // PAGE).to(tl.int64)
     in_page = (slot % PAGE).to(tl.int64)
-    values = _stored(values, side, scale_at, TILE.FP8_MAX)
-    rows = page * side.stride_page + in_page * side.stride_in_page + head * side.stride_head
-    _store_rows(values, side, rows, inside, cols, VECTORS, TILE)
+    values = _stored(values, side, head, TILE)
+    rows = page * cache.stride_page + in_page * cache.stride_slot + head * side.stride_head
+    _store_rows(values, cache, rows, inside, cols, LAYOUT, TILE)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=WritePointers._fields)
@@ -101,42 +87,21 @@ def _reshape_and_cache_kernel(
     TILE: tl.constexpr = WriteTile(
         HEADS, HEAD_DIM, ROW_BYTES, SCALE_PER_HEAD, FP8_MAX, BLOCK_T, BLOCK_D, OVERLAP
     )
-    K_VECTORS: tl.constexpr = Vectors(K_RUN, K_UNIT, K_BYTES)
-    V_VECTORS: tl.constexpr = Vectors(HEAD_DIM, V_UNIT, V_BYTES)
+    K_LAYOUT: tl.constexpr = VectorLayout(K_RUN, K_UNIT, K_BYTES, 0)
+    V_LAYOUT: tl.constexpr = VectorLayout(HEAD_DIM, V_UNIT, V_BYTES, 0)
     places = Slots(slot_mapping_ptr, stride_slot, tokens, slots)
-    keys = Side(
-        k_ptr,
-        k_cache_ptr,
-        k_scale_ptr,
-        stride_ks,
-        stride_kh,
-        stride_kcp,
-        stride_kcs,
-        stride_kch,
-        stride_kcx,
-        stride_kcd,
-    )
-    values = Side(
-        v_ptr,
-        v_cache_ptr,
-        v_scale_ptr,
-        stride_vs,
-        stride_vh,
-        stride_vcp,
-        stride_vcs,
-        stride_vch,
-        stride_vcx,
-        stride_vcd,
-    )
+    k_cache = Vectors(k_cache_ptr, stride_kcp, stride_kcs, stride_kcx, stride_kcd)
+    v_cache = Vectors(v_cache_ptr, stride_vcp, stride_vcs, stride_vcx, stride_vcd)
+    keys = Side(Packed(k_ptr, stride_ks, stride_kh), k_cache, stride_kch, k_scale_ptr)
+    values = Side(Packed(v_ptr, stride_vs, stride_vh), v_cache, stride_vch, v_scale_ptr)
     pid = tl.program_id(0)
     head = (pid // 2 % HEADS).to(tl.int64)
     token = pid // 2 // HEADS * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-    scale_at = head if SCALE_PER_HEAD else 0
     if OVERLAP:
         # the one behind may be set up, too; each waits until the one before has written all
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if pid % 2 == 0:
-        _write(keys, places, token, head, scale_at, PAGE, K_VECTORS, TILE)
+        _write(keys, places, token, head, PAGE, K_LAYOUT, TILE)
     else:
-        _write(values, places, token, head, scale_at, PAGE, V_VECTORS, TILE)
+        _write(values, places, token, head, PAGE, V_LAYOUT, TILE)

@@ -4,41 +4,32 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LN2, LOG2E, NEG_INF
-from .schedule import locate
-from .structures import (
+from .parameters import (
     Schedule,
     SplitMergeNumbers,
     SplitMergePointers,
+    SplitMergeTile,
     StateMergeNumbers,
     StateMergePointers,
+    StateMergeTile,
     pointers_of_callers,
 )
+from .results import scaled_out
+from .schedule import locate
+from .structures import Packed, Results
 
 
 @triton.jit
-def _store_rows(
-    out,
-    lse,
-    out_ptr,
-    lse_ptr,
-    out_scale_ptr,
-    out_rows,
-    lse_at,
-    inside,
-    cols,
-    HEAD_DIM: tl.constexpr,
-    OUT_MAX: tl.constexpr,
-):
+def _store_rows(out, lse, token, head, inside, cols, results, TILE: tl.constexpr):
     """Write rows of the output, in its dtype, and their log-sum-exps."""
-    if out_scale_ptr is not None:
-        out /= tl.load(out_scale_ptr)
-    if OUT_MAX > 0:
-        out = tl.clamp(out, -OUT_MAX, OUT_MAX, propagate_nan=tl.PropagateNan.ALL)
-    pointers = out_ptr + out_rows[:, None] + cols[None, :]  # [ROWS, BLOCK_D]
-    mask = inside[:, None] & (cols < HEAD_DIM)[None, :]
-    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + lse_at, lse, mask=inside)
+    target = results.out
+    out_rows = token * target.stride_token + head * target.stride_head
+    out = scaled_out(out, results.out_scale_ptr, TILE.OUT_MAX)
+    pointers = target.ptr + out_rows[:, None] + cols[None, :]  # [ROWS, BLOCK_D]
+    mask = inside[:, None] & (cols < TILE.HEAD_DIM)[None, :]
+    tl.store(pointers, out.to(target.ptr.dtype.element_ty), mask=mask)
+    if results.lse_ptr is not None:
+        tl.store(results.lse_ptr + head * results.tokens + token, lse, mask=inside)
 
 
 @triton.jit(
@@ -58,6 +49,7 @@ def _split_merge_kernel(
     A program merges some rows of a tile.
     """
     SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
+    TILE: tl.constexpr = SplitMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS, CHUNK)
     pid = tl.program_id(0)
     parts = tl.cdiv(rows, ROWS)
     in_tile = pid % parts * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -96,20 +88,8 @@ def _split_merge_kernel(
     token = place.q_start.to(tl.int64) + row // GROUP
     head = (head_k * GROUP + row % GROUP).to(tl.int64)
     out = acc / l_safe[:, None]  # [ROWS, BLOCK_D]
-    out_rows = token * stride_os + head * stride_oh
-    _store_rows(
-        out,
-        lse,
-        out_ptr,
-        lse_ptr,
-        out_scale_ptr,
-        out_rows,
-        head * tokens + token,
-        inside,
-        cols,
-        HEAD_DIM,
-        OUT_MAX,
-    )
+    results = Results(Packed(out_ptr, stride_os, stride_oh), lse_ptr, out_scale_ptr, tokens)
+    _store_rows(out, lse, token, head, inside, cols, results, TILE)
 
 
 @triton.jit(
@@ -117,26 +97,15 @@ def _split_merge_kernel(
     do_not_specialize_on_alignment=StateMergePointers._fields,
 )
 def _state_merge_kernel(
-    out_a_ptr,
-    lse_a_ptr,
-    out_b_ptr,
-    lse_b_ptr,
-    out_ptr,
-    lse_ptr,
-    out_scale_ptr,
-    heads_q,
-    tokens,
-    stride_os,
-    stride_oh,
-    HEAD_DIM: tl.constexpr,
-    OUT_MAX: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr, out_scale_ptr,
+    heads_q, tokens, stride_os, stride_oh,
+    HEAD_DIM: tl.constexpr, OUT_MAX: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``, ``lse`` as of all keys.
 
     A program merges some rows. What a side holds that saw no key is not read.
     """
+    TILE: tl.constexpr = StateMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     head = row % heads_q
     token = row // heads_q
@@ -161,7 +130,5 @@ def _state_merge_kernel(
     out = part_a.to(tl.float32) * (weight_a / safe)[:, None]  # [ROWS, BLOCK_D]
     out += part_b.to(tl.float32) * (weight_b / safe)[:, None]
     lse = tl.where(total == 0.0, NEG_INF, pivot + tl.log2(safe) * LN2)
-    out_rows = token * stride_os + head * stride_oh
-    _store_rows(
-        out, lse, out_ptr, lse_ptr, out_scale_ptr, out_rows, at, inside, cols, HEAD_DIM, OUT_MAX
-    )
+    results = Results(Packed(out_ptr, stride_os, stride_oh), lse_ptr, out_scale_ptr, tokens)
+    _store_rows(out, lse, token, head, inside, cols, results, TILE)

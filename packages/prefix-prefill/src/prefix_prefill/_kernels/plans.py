@@ -22,11 +22,11 @@ from .._configs import (
     takes_hopper,
 )
 from .._layout import cache_sizes
-from .addressing import CacheForm, one_form
+from .addressing import CacheForm, one_form, row_strides
 from .cache import _reshape_and_cache_kernel
 from .launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
 from .merge import _state_merge_kernel
-from .structures import (
+from .parameters import (
     StateMergeNumbers,
     StateMergePointers,
     StateMergeTile,
@@ -169,14 +169,10 @@ class WritePlan:
         self._per_head = any(s is not None and s.numel() != 1 for s in scales)
         platform = detect(x.k.device)
         overlap = platform.is_hopper or platform.is_blackwell
-        k, v = cache.k, cache.v
-        stride_ks, stride_kh, _ = x.k.stride()
-        stride_vs, stride_vh, _ = x.v.stride()
+        new = row_strides(x.k) + row_strides(x.v)
+        strides = WriteStrides(x.slot_mapping.stride(0), *new, *cache.k, *cache.v)
         # behind the number of tokens
-        self._numbers = x.k_cache.shape[0] * cache.page, *WriteStrides(
-            x.slot_mapping.stride(0), stride_ks, stride_kh, stride_vs, stride_vh,
-            k.page, k.slot, k.head, k.step, k.inner, v.page, v.slot, v.head, v.step, v.inner,
-        )  # fmt: skip
+        self._numbers = x.k_cache.shape[0] * cache.page, *strides
         tile = WriteTile(
             HEADS=self._heads_k,
             HEAD_DIM=head_dim,
@@ -204,7 +200,7 @@ class WritePlan:
         if x.k_scale is not None or x.v_scale is not None:
             k_scale, v_scale = one_form(self._heads_k, self._per_head, x.k_scale, x.v_scale)
             x = x._replace(k_scale=k_scale, v_scale=v_scale)
-        # the kernel takes the tensors of a write in their order
+        # the tensors are the fields of WritePointers
         self._write(2 * cdiv(tokens, BLOCK_T) * self._heads_k, x, (tokens, *self._numbers))
 
 

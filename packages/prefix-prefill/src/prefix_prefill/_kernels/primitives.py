@@ -12,7 +12,7 @@ from .structures import KeyRange, Walk
 
 
 @triton.jit
-def look_up(table_base, stride_table, begin, is_wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def look_up(table, begin, is_wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the pages of a tile's keys, one for all if no tile crosses pages of this size.
 
     Entries are read where ``is_wanted``: of every key, or of the tile if it has one page.
@@ -21,46 +21,40 @@ def look_up(table_base, stride_table, begin, is_wanted, PAGE: tl.constexpr, BLOC
     if PAGE == 0:
         pages = 0  # dense: nothing to look up
     elif PAGE % BLOCK == 0:  # every tile has one page
-        pages = tl.load(table_base + (begin // PAGE).to(tl.int64) * stride_table, mask=is_wanted)
+        pages = tl.load(table.base + (begin // PAGE).to(tl.int64) * table.stride, mask=is_wanted)
     else:
         if BLOCK % PAGE == 0:  # what depends on the lane is the same in every step
-            entries = table_base + (begin // PAGE).to(tl.int64) * stride_table
-            entries += (lane // PAGE).to(tl.int64) * stride_table
+            entries = table.base + (begin // PAGE).to(tl.int64) * table.stride
+            entries += (lane // PAGE).to(tl.int64) * table.stride
         else:
-            entries = table_base + ((begin + lane) // PAGE).to(tl.int64) * stride_table
+            entries = table.base + ((begin + lane) // PAGE).to(tl.int64) * table.stride
         pages = tl.load(entries, mask=is_wanted, other=0)  # [BLOCK]
     return pages
 
 
 @triton.jit
 def is_looked_up(
-    begin,
-    step,
-    steps,
-    first,
-    last,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
+    begin, step, steps, walk, PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Say which entries a step reads: none that holds only keys outside of ``[first, last)``."""
+    """Say which entries a step reads: none that holds only keys outside of the walk."""
     lane = tl.arange(0, BLOCK)  # [BLOCK]
     if PAGE > 0 and PAGE % BLOCK == 0:
         wanted = step < steps  # every tile has one page, and keys inside
     elif MASKED:
-        wanted = (begin + lane >= first) & (begin + lane < last)
+        wanted = (begin + lane >= walk.first) & (begin + lane < walk.last)
     else:
         wanted = lane < (steps - step) * BLOCK  # all, or behind the last step none
     return wanted
 
 
 @triton.jit
-def rows_of(pages, begin, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def rows_of(pages, begin, vectors, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     """Return where a tile's keys begin, relative to their head: in their pages, or dense (PAGE 0).
 
     As much of it as can be is the same in every step, or for the whole tile.
     """
     lane = tl.arange(0, BLOCK)  # [BLOCK]
+    stride_page, stride_slot = vectors.stride_page, vectors.stride_slot
     if PAGE == 0:
         rows = begin.to(tl.int64) * stride_slot + lane.to(tl.int64) * stride_slot
     elif PAGE % BLOCK == 0:
@@ -75,66 +69,52 @@ def rows_of(pages, begin, stride_page, stride_slot, PAGE: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def load_rows(
-    base,
-    rows,
-    inside,
-    cols,
-    stride_step,
-    stride_inner,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    RUN: tl.constexpr,
-    UNIT: tl.constexpr,
-    BYTES: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Load rows x cols of vectors that begin at ``rows``; where not ``inside``, give 0.
+def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+    """Return where rows x cols of vectors lie.
 
-    A vector is cut into runs of ``RUN`` numbers, ``stride_step`` apart. Every run begins on a
-    multiple of ``BYTES``, and has no gaps if ``UNIT``: the launcher sees to both.
+    Every run begins on a multiple of ``BYTES``, and has no gaps if ``UNIT``: the launcher sees to
+    both.
     """
+    RUN: tl.constexpr = LAYOUT.RUN
     # columns first: their part of an address is the same in every step
-    place = (cols % RUN if RUN < WIDTH else cols).to(tl.int64)  # [BLOCK_WIDTH]
-    if not UNIT:
-        place *= stride_inner
-    if RUN < WIDTH:
-        place += (cols // RUN).to(tl.int64) * stride_step
-    pointers = (base + place)[None, :] + rows[:, None]  # [BLOCK, BLOCK_WIDTH]
-    if UNIT:
-        pointers = tl.multiple_of(pointers, [BYTES, BYTES])
-    if MASKED:
-        tile = tl.load(pointers, mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
-    elif WIDTH != BLOCK_WIDTH:
-        tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
-    else:
-        tile = tl.load(pointers)  # whole tile inside: no mask needed
-    return tile
+    place = (cols % RUN if RUN < TILE.HEAD_DIM else cols).to(tl.int64)  # [BLOCK_D]
+    if not LAYOUT.UNIT:
+        place *= vectors.stride_number
+    if RUN < TILE.HEAD_DIM:
+        place += (cols // RUN).to(tl.int64) * vectors.stride_run
+    pointers = (vectors.base + place)[None, :] + rows[:, None]  # [BLOCK, BLOCK_D]
+    if LAYOUT.UNIT:
+        pointers = tl.multiple_of(pointers, [LAYOUT.BYTES, LAYOUT.BYTES])
+    return pointers
 
 
 @triton.jit
-def load_columns(
-    base,
-    rows,
-    inside,
-    cols,
-    stride_inner,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    RUN: tl.constexpr,
-    BYTES: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Load the same tile where neighbouring rows lie next to each other, in runs of ``RUN``."""
+def _pointers_along_slots(vectors, rows, cols, LAYOUT: tl.constexpr):
+    """Return the same where neighbouring rows lie next to each other, in runs of ``SLOT_RUN``."""
+    RUN: tl.constexpr = LAYOUT.SLOT_RUN
     # a run is within a page, and begins on a multiple of BYTES: the launcher sees to it
     rows = tl.max_contiguous(rows, [RUN])
-    # [BLOCK, BLOCK_WIDTH]
-    pointers = base + rows[:, None] + cols.to(tl.int64)[None, :] * stride_inner
-    pointers = tl.multiple_of(tl.max_contiguous(pointers, [RUN, 1]), [BYTES, BYTES])
+    # [BLOCK, BLOCK_D]
+    pointers = vectors.base + rows[:, None] + cols.to(tl.int64)[None, :] * vectors.stride_number
+    return tl.multiple_of(tl.max_contiguous(pointers, [RUN, 1]), [LAYOUT.BYTES, LAYOUT.BYTES])
+
+
+@triton.jit
+def load_rows(
+    vectors, rows, inside, cols, LAYOUT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load rows x cols of vectors; where not ``inside``, give 0.
+
+    Tiles that are not ``MASKED`` are inside as a whole.
+    """
+    if LAYOUT.SLOT_RUN > 0:
+        pointers = _pointers_along_slots(vectors, rows, cols, LAYOUT)
+    else:
+        pointers = _pointers_along_runs(vectors, rows, cols, LAYOUT, TILE)
     if MASKED:
-        tile = tl.load(pointers, mask=inside[:, None] & (cols < WIDTH)[None, :], other=0.0)
-    elif WIDTH != BLOCK_WIDTH:
-        tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
+        tile = tl.load(pointers, mask=inside[:, None] & (cols < TILE.HEAD_DIM)[None, :], other=0.0)
+    elif TILE.HEAD_DIM != TILE.BLOCK_D:
+        tile = tl.load(pointers, mask=(cols < TILE.HEAD_DIM)[None, :], other=0.0)
     else:
         tile = tl.load(pointers)  # whole tile inside: no mask needed
     return tile
@@ -212,3 +192,10 @@ def cut_range(seen, begin, end, BLOCK_N: tl.constexpr):
         full_start = start
         full_end = start
     return Walk(first, last, start, full_start, full_end)
+
+
+@triton.jit
+def tiles_of(seen, BLOCK_N: tl.constexpr):
+    """Return the first tile of a ``KeyRange``, and how many tiles there are."""
+    begin = seen.first // BLOCK_N
+    return begin, tl.where(seen.first < seen.last, tl.cdiv(seen.last, BLOCK_N) - begin, 0)

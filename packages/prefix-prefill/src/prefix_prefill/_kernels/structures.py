@@ -1,279 +1,9 @@
-"""Arguments of the portable kernels, and what their functions hand on, by names.
+"""What functions of the portable kernels hand on, by names; see ``parameters.py``.
 
-Fields in upper case are constants of a compilation, the others are known when a kernel runs; no
-structure has both. The host makes the structures of the first part and passes their fields one by
-one, in this order; an entry puts them together again.
+No field is called ``values`` or ``type``: Triton's own tuples have attributes of these names.
 """
 
 from typing import Any, NamedTuple
-
-
-def pointers_of_callers(fields: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of some pointers that may begin anywhere; partial results are the package's."""
-    return tuple(name for name in fields if not name.startswith("part_"))
-
-
-# ---- what the host passes to the attention kernel
-
-
-class Pointers(NamedTuple):
-    """Tensors of an attention call; None for those that are not given."""
-
-    q_ptr: Any
-    k_cache_ptr: Any
-    v_cache_ptr: Any
-    k_ptr: Any  # new keys and values, beside the cache
-    v_ptr: Any
-    out_ptr: Any
-    lse_ptr: Any
-    part_out_ptr: Any  # results of splits, which are merged later
-    part_lse_ptr: Any
-    block_table_ptr: Any
-    cu_seqlens_q_ptr: Any
-    seqlens_k_ptr: Any
-    positions_ptr: Any
-    alibi_slopes_ptr: Any
-    sinks_ptr: Any
-    q_descale_ptr: Any
-    k_descale_ptr: Any
-    v_descale_ptr: Any
-    out_scale_ptr: Any
-
-
-class Scores(NamedTuple):
-    """What turns products into scores, and which of them count."""
-
-    scale: Any
-    softcap: Any
-    window_left: Any
-    window_right: Any
-
-
-class Counts(NamedTuple):
-    """How much there is, and how it is shared out."""
-
-    batch: Any
-    heads_k: Any
-    tokens: Any
-    units: Any  # tiles of rows that a sequence may have; see ``locate``
-    splits: Any
-
-
-class Strides(NamedTuple):
-    """Strides in numbers: s of a token or slot, h of a head, p of a page, x of a run, d of one."""
-
-    stride_qs: Any
-    stride_qh: Any
-    stride_os: Any
-    stride_oh: Any
-    stride_kcp: Any
-    stride_kcs: Any
-    stride_kch: Any
-    stride_kcx: Any
-    stride_kcd: Any
-    stride_vcp: Any
-    stride_vcs: Any
-    stride_vch: Any
-    stride_vcd: Any
-    stride_ks: Any
-    stride_kh: Any
-    stride_vs: Any
-    stride_vh: Any
-    stride_table_b: Any
-    stride_table_p: Any
-    stride_alibi_b: Any
-
-
-class CacheLayout(NamedTuple):
-    """How the vectors of a cache lie."""
-
-    PAGE: Any  # slots of a page; 0: keys that lie dense, in no page
-    K_RUN: Any  # numbers of a key that follow each other
-    K_UNIT: Any  # without gaps
-    K_BYTES: Any  # alignment of every run
-    V_UNIT: Any
-    V_BYTES: Any
-
-
-class Layout(NamedTuple):
-    """How the vectors of a source of keys and values lie: of a cache, or of what is new."""
-
-    PAGE: Any
-    K_RUN: Any
-    K_UNIT: Any
-    K_BYTES: Any
-    V_UNIT: Any
-    V_BYTES: Any
-    V_COLUMN_RUN: Any  # neighbouring slots follow each other, so many of them; 0: columns do
-    V_AS_K: Any  # values have the strides of keys
-
-
-class RowLayout(NamedTuple):
-    """How rows of queries, outputs and new keys and values lie."""
-
-    NEW_V_AS_K: Any  # new values have the strides of new keys
-    ROW_BYTES: Any  # alignment of the rows of q, k and v
-    OUT_BYTES: Any  # alignment of the rows of out, as far as stores are to be that wide
-    PART_BYTES: Any  # and of those of partial results
-
-
-class Options(NamedTuple):
-    """What is asked for."""
-
-    HAS_LEFT: Any
-    HAS_RIGHT: Any
-    HAS_SOFTCAP: Any
-    SIGNED_ALIBI: Any
-    FOLD: Any  # plain scores with a positive scale
-    DESCALE_PER_HEAD: Any
-    SHIFT: Any  # binary exponent added to p, so that fp8 holds it well
-    OUT_MAX: Any  # largest finite value of an fp8 output, 0 for other outputs
-    DECODE_FROM_CACHE: Any  # the key of a single query is in the cache, not dense
-
-
-class Schedule(NamedTuple):
-    """Which rows of which sequences a launch serves, in tiles of how many."""
-
-    GROUP: Any  # query heads per key head
-    MIN_TOKENS: Any  # queries of the sequences served here
-    MAX_TOKENS: Any
-    TILES: Any  # tiles per sequence; 0: any number
-    BLOCK_M: Any
-
-
-class Tile(NamedTuple):
-    """What a step works on, and how."""
-
-    HEAD_DIM: Any
-    BLOCK_N: Any
-    BLOCK_D: Any
-    FILL_TOKENS: Any  # tokens that a program behind all clears of padding; 0: none
-    PRECISION: Any
-    UPCAST: Any  # the interpreter multiplies in fp32
-
-
-# ---- what the host passes to the kernels that merge
-
-
-class SplitMergePointers(NamedTuple):
-    """Partial results of splits, and where the merged ones go."""
-
-    part_out_ptr: Any
-    part_lse_ptr: Any
-    out_ptr: Any
-    lse_ptr: Any
-    cu_seqlens_q_ptr: Any
-    out_scale_ptr: Any
-
-
-class SplitMergeNumbers(NamedTuple):
-    """Sizes and strides of partial and merged results."""
-
-    batch: Any
-    heads_k: Any
-    tokens: Any
-    splits: Any
-    rows: Any  # rows of a tile that can hold any
-    stride_os: Any
-    stride_oh: Any
-
-
-class SplitMergeTile(NamedTuple):
-    """What a program merges."""
-
-    HEAD_DIM: Any
-    OUT_MAX: Any  # as in ``Options``
-    BLOCK_D: Any
-    ROWS: Any  # rows of one program
-    CHUNK: Any  # splits that are read at once
-
-
-class StateMergePointers(NamedTuple):
-    """Two results over disjoint keys, and where the merged one goes."""
-
-    out_a_ptr: Any
-    lse_a_ptr: Any
-    out_b_ptr: Any
-    lse_b_ptr: Any
-    out_ptr: Any
-    lse_ptr: Any
-    out_scale_ptr: Any
-
-
-class StateMergeNumbers(NamedTuple):
-    """Sizes of two results, and strides of the merged one."""
-
-    heads_q: Any
-    tokens: Any
-    stride_os: Any
-    stride_oh: Any
-
-
-class StateMergeTile(NamedTuple):
-    """What a program merges."""
-
-    HEAD_DIM: Any
-    OUT_MAX: Any
-    BLOCK_D: Any
-    ROWS: Any
-
-
-# ---- what the host passes to the kernel that writes into a cache
-
-
-class WritePointers(NamedTuple):
-    """New keys and values, and where they go."""
-
-    k_ptr: Any
-    v_ptr: Any
-    k_cache_ptr: Any
-    v_cache_ptr: Any
-    slot_mapping_ptr: Any
-    k_scale_ptr: Any
-    v_scale_ptr: Any
-
-
-class WriteCounts(NamedTuple):
-    """How many tokens are written, and how many slots there are."""
-
-    tokens: Any
-    slots: Any
-
-
-class WriteStrides(NamedTuple):
-    """Strides, named as in ``Strides``."""
-
-    stride_slot: Any
-    stride_ks: Any
-    stride_kh: Any
-    stride_vs: Any
-    stride_vh: Any
-    stride_kcp: Any
-    stride_kcs: Any
-    stride_kch: Any
-    stride_kcx: Any
-    stride_kcd: Any
-    stride_vcp: Any
-    stride_vcs: Any
-    stride_vch: Any
-    stride_vcx: Any
-    stride_vcd: Any
-
-
-class WriteTile(NamedTuple):
-    """What a program writes, and how."""
-
-    HEADS: Any
-    HEAD_DIM: Any
-    ROW_BYTES: Any  # alignment of the rows of k and v
-    SCALE_PER_HEAD: Any
-    FP8_MAX: Any  # largest finite value of an fp8 cache, 0 for other caches
-    BLOCK_T: Any
-    BLOCK_D: Any
-    OVERLAP: Any  # programs are set up while the kernel before still runs
-
-
-# ---- what functions of the kernels hand on
 
 
 class Place(NamedTuple):
@@ -283,6 +13,14 @@ class Place(NamedTuple):
     tile: Any
     q_start: Any
     seqlen_q: Any
+
+
+class Packed(NamedTuple):
+    """A tensor ``[tokens, heads, head_dim]`` whose rows have no gaps."""
+
+    ptr: Any
+    stride_token: Any
+    stride_head: Any
 
 
 class Rows(NamedTuple):
@@ -311,20 +49,50 @@ class Queries(NamedTuple):
     slopes: Any  # None without ALiBi
 
 
+class Vectors(NamedTuple):
+    """Where keys, or values, lie: a vector in each slot, cut into runs of numbers.
+
+    Strides that the vectors' layout makes no use of are None.
+    """
+
+    base: Any
+    stride_page: Any
+    stride_slot: Any
+    stride_run: Any
+    stride_number: Any  # from one number of a run to the next
+
+
+class VectorLayout(NamedTuple):
+    """How keys, or values, lie; see ``CacheLayout``."""
+
+    RUN: Any  # numbers of a run
+    UNIT: Any  # runs have no gaps
+    BYTES: Any  # alignment of every run
+    SLOT_RUN: Any  # neighbouring slots follow each other, so many of them; 0: numbers do
+
+
+class Table(NamedTuple):
+    """The pages of a sequence."""
+
+    base: Any
+    stride: Any
+
+
 class Source(NamedTuple):
     """Where the keys and values of one head of a sequence lie."""
 
-    k_base: Any
-    v_base: Any
-    table_base: Any
-    stride_table: Any
-    stride_kp: Any
-    stride_ks: Any
-    stride_kx: Any
-    stride_kd: Any
-    stride_vp: Any
-    stride_vs: Any
-    stride_vd: Any
+    k: Any
+    v: Any
+    table: Any  # None for keys that lie dense
+
+
+class SourceLayout(NamedTuple):
+    """How the keys and values of a source lie."""
+
+    PAGE: Any  # slots of a page; 0: dense
+    K: Any
+    V: Any
+    V_AS_K: Any  # values have the strides of keys
 
 
 class KeyRange(NamedTuple):
@@ -354,19 +122,22 @@ class Softmax(NamedTuple):
     m_i: Any
 
 
+class Results(NamedTuple):
+    """Where outputs go, and their log-sum-exps."""
+
+    out: Any
+    lse_ptr: Any
+    out_scale_ptr: Any
+    tokens: Any
+
+
 class Side(NamedTuple):
     """Of new tokens the keys, or the values, and the cache that they go into."""
 
-    new_ptr: Any
-    cache_ptr: Any
+    new: Any
+    cache: Any
+    stride_head: Any  # of the cache
     scale_ptr: Any
-    stride_new_s: Any
-    stride_new_h: Any
-    stride_page: Any
-    stride_in_page: Any
-    stride_head: Any
-    stride_step: Any
-    stride_inner: Any
 
 
 class Slots(NamedTuple):
@@ -376,11 +147,3 @@ class Slots(NamedTuple):
     stride_slot: Any
     tokens: Any
     slots: Any
-
-
-class Vectors(NamedTuple):
-    """How the vectors of keys, or of values, lie in a cache; see ``CacheLayout``."""
-
-    RUN: Any
-    UNIT: Any
-    BYTES: Any

@@ -6,7 +6,6 @@ import math
 
 import torch
 from attn_common import cdiv, detect, fp8_info
-from torch import Tensor
 
 from .. import _configs
 from .._call import Options, Tensors
@@ -14,14 +13,13 @@ from .._configs import choose_splits, padded_head_dim, processors
 from .._layout import cache_sizes
 from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
-from . import structures
-from .addressing import CacheForm
+from . import parameters
+from .addressing import CacheForm, row_strides
 from .attention import _paged_kernel
 from .launch.runtime import Launch, row_bytes
 from .merge import _split_merge_kernel
-from .structures import (
+from .parameters import (
     Layout,
-    Pointers,
     RowLayout,
     Schedule,
     Scores,
@@ -120,16 +118,16 @@ class TilePlan:
         splits = self.count_splits(units, tokens, max_seqlen_k)
         fills = -(-tokens // self.fill_tokens) if self.fill_tokens else 0
         grid = (units * splits + fills) * heads_k
-        # the fields of Scores, Counts and Strides
+        # the tensors are the fields of Pointers, the numbers those of Scores, Counts and Strides
         counts = self.batch, heads_k, tokens, units, splits
         numbers = (*self._scores, *counts, *self._strides)
         if splits == 1 or units == 0:
-            self._whole(grid, _pointers_to(x, None, None), numbers)
+            self._whole(grid, (*x, None, None), numbers)
             return
         rows = units * heads_k * splits * self.tile.block_m
         part_out = x.out.new_empty((rows, self.head_dim), dtype=torch.float32)
         part_lse = x.out.new_empty((rows,), dtype=torch.float32)
-        self._split(grid, _pointers_to(x, part_out, part_lse), numbers)
+        self._split(grid, (*x, part_out, part_lse), numbers)
         strides = self._strides
         self._merge(
             units * heads_k * cdiv(self.rows, self._merged_rows),
@@ -151,29 +149,15 @@ def stride_of_slopes(x: Tensors) -> int:
     return x.q.shape[1] if x.alibi_slopes is not None and x.alibi_slopes.ndim == 2 else 0
 
 
-def _pointers_to(x: Tensors, part_out: Tensor | None, part_lse: Tensor | None) -> Pointers:
-    """Return a call's tensors in the order of the kernel."""
-    return Pointers(
-        x.q, x.k_cache, x.v_cache, x.k, x.v, x.out, x.lse, part_out, part_lse,
-        x.block_table, x.cu_seqlens_q, x.seqlens_k, x.positions, x.alibi_slopes, x.sinks,
-        x.q_descale, x.k_descale, x.v_descale, x.out_scale,
-    )  # fmt: skip
-
-
 def _strides_of(x: Tensors, cache: CacheForm) -> Strides:
-    stride_qs, stride_qh, _ = x.q.stride()
-    stride_os, stride_oh, _ = x.out.stride()
-    stride_ks = stride_kh = stride_vs = stride_vh = 0
+    rows = row_strides(x.q) + row_strides(x.out)
+    v = cache.v
+    values = v.page, v.slot, v.head, v.inner
+    new = 0, 0, 0, 0
     if x.k is not None and x.v is not None:
-        stride_ks, stride_kh, _ = x.k.stride()
-        stride_vs, stride_vh, _ = x.v.stride()
-    stride_table_b, stride_table_p = x.block_table.stride()
-    k, v = cache.k, cache.v
-    return Strides(
-        stride_qs, stride_qh, stride_os, stride_oh, k.page, k.slot, k.head, k.step, k.inner,
-        v.page, v.slot, v.head, v.inner, stride_ks, stride_kh, stride_vs, stride_vh,
-        stride_table_b, stride_table_p, stride_of_slopes(x),
-    )  # fmt: skip
+        new = row_strides(x.k) + row_strides(x.v)
+    table = x.block_table.stride()
+    return Strides(*rows, *cache.k, *values, *new, *table, stride_of_slopes(x))
 
 
 def _layout_of(cache: CacheForm) -> Layout:
@@ -192,14 +176,14 @@ def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:
     )
 
 
-def _options_of(x: Tensors, options: Options) -> structures.Options:
+def _options_of(x: Tensors, options: Options) -> parameters.Options:
     descales = x.q_descale, x.k_descale, x.v_descale
     # nothing between the products and the softmax but the scale
     has_scale_alone = x.alibi_slopes is None and options.softcap == 0.0 and x.positions is None
     no_factor = x.q_descale is x.k_descale is None
     # FP8 probabilities: e4m3fn holds 2**8, e4m3fnuz 2**7
     is_fp8 = x.q.element_size() == 1 and x.v_cache.dtype == x.q.dtype
-    return structures.Options(
+    return parameters.Options(
         HAS_LEFT=options.window_left >= 0,
         HAS_RIGHT=options.window_right >= 0,
         HAS_SOFTCAP=options.softcap != 0.0,

@@ -26,23 +26,25 @@ from ._linked.pipeline import (
     barriers,
     coordinates,
     field,
-    key_tiles,
 )
 from ._linked.softmax import finish_softmax, logits_of, mask, row_sums, start_softmax
-from .producer import PARTIES, produce
+from .producer import PARTIES, produce, tiles_of
 from .structures import (
     Announced,
     Arguments,
+    CacheMap,
     Counts,
     Inputs,
-    KeyTiles,
     Options,
     Pipeline,
     Queries,
     Results,
     Scores,
+    Sequences,
     Softmax,
     Strides,
+    Table,
+    Tickets,
     Tile,
 )
 
@@ -62,13 +64,30 @@ def _receive(pipeline, count):
 
 
 @gluon.jit
+def _logits_of(s, cols, queries, scores, OPTIONS: gl.constexpr):
+    """Turn products into base-2 logits where a softcap or ALiBi is applied."""
+    HAS_ALIBI: gl.constexpr = queries.slopes is not None
+    rows, slopes = queries.rows, queries.slopes
+    scale, softcap = scores.scale, scores.softcap
+    return logits_of(s, rows, cols, scale, softcap, slopes, OPTIONS.HAS_SOFTCAP, HAS_ALIBI)
+
+
+@gluon.jit
+def _masked(s, cols, queries, scores, OPTIONS: gl.constexpr):
+    """Hide the keys that a row does not see."""
+    rows, len_k = queries.rows, queries.len_k
+    left, right = scores.window_left, scores.window_right
+    return mask(s, rows, cols, len_k, left, right, OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT)
+
+
+@gluon.jit
 def _attend_first(
     turn,
     tile,
     queries,
     factor,
     pipeline,
-    results,
+    scores,
     W: gl.constexpr,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
@@ -80,7 +99,6 @@ def _attend_first(
     STAGES_K: gl.constexpr = TILE.STAGES_K
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    HAS_ALIBI: gl.constexpr = queries.slopes is not None
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     stage = turn % STAGES_K
     k = pipeline.k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
@@ -92,26 +110,8 @@ def _attend_first(
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     barrier_arrive(EMPTY + stage, PARTIES, 4)
     cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
-    s = logits_of(
-        s,
-        queries.rows,
-        cols,
-        results.scale,
-        results.softcap,
-        queries.slopes,
-        OPTIONS.HAS_SOFTCAP,
-        HAS_ALIBI,
-    )
-    s = mask(
-        s,
-        queries.rows,
-        cols,
-        queries.len_k,
-        results.window_left,
-        results.window_right,
-        OPTIONS.HAS_LEFT,
-        OPTIONS.HAS_RIGHT,
-    )
+    s = _logits_of(s, cols, queries, scores, OPTIONS)
+    s = _masked(s, cols, queries, scores, OPTIONS)
     m, l, e = start_softmax(s, factor)
     p = gl.convert_layout(e.to(queries.q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
     o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
@@ -125,7 +125,7 @@ def _attend(
     queries,
     factor,
     pipeline,
-    results,
+    scores,
     W: gl.constexpr,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
@@ -136,13 +136,11 @@ def _attend(
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
     HAS_WINDOW: gl.constexpr = OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
-    HAS_ALIBI: gl.constexpr = queries.slopes is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    softmax = _attend_first(
-        turn, tiles.high - 1, queries, factor, pipeline, results, W, OPTIONS, TILE
-    )
+    last = tiles.high - 1
+    softmax = _attend_first(turn, last, queries, factor, pipeline, scores, W, OPTIONS, TILE)
     m, l, p, o = softmax.m, softmax.l, softmax.p, softmax.o
     zeros = gl.zeros([TILE.ROWS, BLOCK_N], gl.float32, S)
     turn += 1
@@ -162,28 +160,10 @@ def _attend(
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
         tile = tiles.high - 2 - step
         cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
-        s = logits_of(
-            s,
-            queries.rows,
-            cols,
-            results.scale,
-            results.softcap,
-            queries.slopes,
-            OPTIONS.HAS_SOFTCAP,
-            HAS_ALIBI,
-        )
+        s = _logits_of(s, cols, queries, scores, OPTIONS)
         if HAS_WINDOW:  # noqa: SIM102  (a constant, then a number)
             if (tile >= tiles.right) | (tile < tiles.left):
-                s = mask(
-                    s,
-                    queries.rows,
-                    cols,
-                    queries.len_k,
-                    results.window_left,
-                    results.window_right,
-                    OPTIONS.HAS_LEFT,
-                    OPTIONS.HAS_RIGHT,
-                )
+                s = _masked(s, cols, queries, scores, OPTIONS)
         m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]
         pivot = m_new
         if HAS_WINDOW:
@@ -252,8 +232,9 @@ def _consume(
     TOKENS: gl.constexpr = ROWS // TILE.PACK
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
     HAS_ALIBI: gl.constexpr = results.alibi_slopes_ptr is not None
+    scores = results.scores
     # the scale goes into the exponential's multiply-add; it is positive, so max commutes
-    factor = results.scale * LOG2E
+    factor = scores.scale * LOG2E
     if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
         factor = 1.0
     if W == 1:
@@ -264,17 +245,7 @@ def _consume(
     q = pipeline.q_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
     work = _receive(pipeline, count)
     while work.head >= 0:
-        low, left, right, high = key_tiles(
-            work.first_row,
-            work.len_q,
-            work.len_k,
-            results.window_left,
-            results.window_right,
-            OPTIONS.HAS_LEFT,
-            OPTIONS.HAS_RIGHT,
-            2 * TOKENS,
-            TILE.BLOCK_N,
-        )
+        tiles = tiles_of(work, scores, OPTIONS, TILE)
         # heads, and within a head tokens
         index = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
         heads = work.head + index // TOKENS
@@ -286,8 +257,7 @@ def _consume(
         mbarrier.wait(pipeline.q_full.index(W), count & 1)
         rows = row + index % TOKENS + (work.len_k - work.len_q)
         queries = Queries(q, rows, slopes, work.len_k)
-        tiles = KeyTiles(low, left, right, high)
-        softmax, turn = _attend(turn, tiles, queries, factor, pipeline, results, W, OPTIONS, TILE)
+        softmax, turn = _attend(turn, tiles, queries, factor, pipeline, scores, W, OPTIONS, TILE)
         if not TILE.SHARE:
             mbarrier.arrive(pipeline.q_empty.index(W), count=1)
         o = _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE)
@@ -342,34 +312,16 @@ def prefill_kernel(
     pipeline = Pipeline(
         q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full, tile_full, tile_empty
     )
-    results = Results(
-        lse_ptr,
-        alibi_slopes_ptr,
-        sinks_ptr,
-        scale,
-        softcap,
-        window_left,
-        window_right,
-        tokens,
-        stride_alibi_b,
-    )
+    scores = Scores(scale, softcap, window_left, window_right)
+    results = Results(lse_ptr, alibi_slopes_ptr, sinks_ptr, scores, tokens, stride_alibi_b)
     inputs = Inputs(
         q_desc,
-        k_desc,
-        v_desc,
-        ticket_ptr,
-        block_table_ptr,
-        cu_seqlens_q_ptr,
-        seqlens_k_ptr,
-        window_left,
-        window_right,
-        batch,
-        packs,
-        total,
-        page_rows_k,
-        page_rows_v,
-        stride_table_b,
-        stride_table_p,
+        CacheMap(k_desc, page_rows_k),
+        CacheMap(v_desc, page_rows_v),
+        Table(block_table_ptr, stride_table_b, stride_table_p),
+        Sequences(cu_seqlens_q_ptr, seqlens_k_ptr, batch),
+        Tickets(ticket_ptr, packs, total),
+        scores,
     )
     gl.warp_specialize(
         [

@@ -16,7 +16,7 @@ from ._linked.pipeline import (
     coordinates,
     key_tiles,
 )
-from .structures import Work
+from .structures import KeyTiles, Seen, Work
 
 # lanes of the warp; each holds the page of one piece of a tile of keys
 LANES = gl.constexpr(32)
@@ -25,33 +25,34 @@ PARTIES = gl.constexpr(2 * 128 + 32)
 
 
 @gluon.jit
-def _find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: gl.constexpr):
+def _find_sequence(sequences, slot, BLOCK: gl.constexpr):
     """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
 
     Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    batch = sequences.batch
     owned = 0
     for first in range(0, batch + 1, SEARCH_CHUNK):
         index = first + gl.arange(0, SEARCH_CHUNK, layout)  # [SEARCH_CHUNK]
-        start = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=0)
+        start = gl.load(sequences.cu_seqlens_q_ptr + index, mask=index <= batch, other=0)
         mine = (start // BLOCK + index < slot) & (index <= batch)
         owned += gl.sum(mine.to(gl.int32), 0)
     return owned - 1
 
 
 @gluon.jit
-def _locate(ticket, cu_seqlens_q_ptr, batch, packs, BLOCK: gl.constexpr, MIN_TOKENS: gl.constexpr):
+def _locate(ticket, packs, sequences, BLOCK: gl.constexpr, MIN_TOKENS: gl.constexpr):
     """Return ``(block, sequence, q_start, len_q)`` of a ticket; a block below 0 is none.
 
     Tickets count packs of heads, then slots; sequences own slots by their length. Of a sequence the
     last block starts first, which under a causal mask sees the most keys.
     """
     slot = ticket // packs
-    sequence = _find_sequence(cu_seqlens_q_ptr, slot, batch, BLOCK)
-    is_real = (sequence >= 0) & (sequence < batch)
-    q_start = gl.load(cu_seqlens_q_ptr + sequence, mask=is_real, other=0)
-    q_end = gl.load(cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
+    sequence = _find_sequence(sequences, slot, BLOCK)
+    is_real = (sequence >= 0) & (sequence < sequences.batch)
+    q_start = gl.load(sequences.cu_seqlens_q_ptr + sequence, mask=is_real, other=0)
+    q_end = gl.load(sequences.cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
     len_q = q_end - q_start
     block = gl.cdiv(len_q, BLOCK) - 1 - (slot - (q_start // BLOCK + sequence + 1))
     block = gl.where(is_real & (len_q >= MIN_TOKENS), block, -1)
@@ -59,47 +60,38 @@ def _locate(ticket, cu_seqlens_q_ptr, batch, packs, BLOCK: gl.constexpr, MIN_TOK
 
 
 @gluon.jit
-def _next_tile(ticket, inputs, BLOCK: gl.constexpr, MIN_TOKENS: gl.constexpr):
+def _next_ticket(tickets):
+    """Take a ticket from the counter; every program has its own number as its first."""
+    return gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1, sem="relaxed")
+
+
+@gluon.jit
+def _next_tile(ticket, tickets, sequences, BLOCK: gl.constexpr, MIN: gl.constexpr):
     """Return the ``Work`` of the first ticket from this one on that holds queries."""
-    total, batch, packs = inputs.total, inputs.batch, inputs.packs
-    block, sequence, q_start, len_q = _locate(
-        ticket, inputs.cu_seqlens_q_ptr, batch, packs, BLOCK, MIN_TOKENS
-    )
+    packs, total = tickets.packs, tickets.total
+    block, sequence, q_start, len_q = _locate(ticket, packs, sequences, BLOCK, MIN)
     while (block < 0) & (ticket < total):
-        ticket = gl.num_programs(0) + gl.atomic_add(inputs.ticket_ptr, 1, sem="relaxed")
-        block, sequence, q_start, len_q = _locate(
-            ticket, inputs.cu_seqlens_q_ptr, batch, packs, BLOCK, MIN_TOKENS
-        )
+        ticket = _next_ticket(tickets)
+        block, sequence, q_start, len_q = _locate(ticket, packs, sequences, BLOCK, MIN)
     is_real = (block >= 0) & (ticket < total)
-    len_k = gl.load(inputs.seqlens_k_ptr + sequence, mask=is_real, other=0)
+    len_k = gl.load(sequences.seqlens_k_ptr + sequence, mask=is_real, other=0)
     return Work(ticket, block * BLOCK, sequence, q_start, len_q, len_k)
 
 
 @gluon.jit
-def _look_up(table, stride_table, tile, first, last, TILE: gl.constexpr):
+def _look_up(pages, stride_page, tile, seen, TILE: gl.constexpr):
     """Return the pages of a tile's pieces, one a lane; only those with keys inside are read."""
     index = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))  # [LANES]
     key = tile * TILE.BLOCK_N + index * TILE.PIECE
-    is_wanted = (index < TILE.BLOCK_N // TILE.PIECE) & (key < last) & (key + TILE.PIECE > first)
-    entries = table + (key // TILE.PAGE).to(gl.int64) * stride_table
-    pages = gl.load(entries, mask=is_wanted, other=0)
-    return pages.to(gl.int32)
+    is_wanted = (index < TILE.BLOCK_N // TILE.PIECE) & (key < seen.last)
+    is_wanted &= key + TILE.PIECE > seen.first
+    entries = pages + (key // TILE.PAGE).to(gl.int64) * stride_page
+    found = gl.load(entries, mask=is_wanted, other=0)
+    return found.to(gl.int32)
 
 
 @gluon.jit
-def _copy_pages(
-    desc,
-    pages,
-    page_rows,
-    tile,
-    first,
-    last,
-    head,
-    full,
-    memory,
-    HAS_LEFT: gl.constexpr,
-    TILE: gl.constexpr,
-):
+def _copy_pages(tile, pages, cache, seen, full, memory, HAS_LEFT: gl.constexpr, TILE: gl.constexpr):
     """Copy a tile of one head from its pages; keys outside of ``[first, last)`` become zeros.
 
     The map is one of rows, ``page_rows`` from one page to the next. It ends a piece where the keys
@@ -109,18 +101,19 @@ def _copy_pages(
     PIECE: gl.constexpr = TILE.PIECE
     PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
     index = gl.arange(0, LANES, pages.type.layout)  # [LANES]
-    mbarrier.expect(full, desc.block_type.nbytes * PIECES)
+    mbarrier.expect(full, cache.desc.block_type.nbytes * PIECES)
     for i in gl.static_range(PIECES):
         key = tile * TILE.BLOCK_N + i * PIECE
-        row = gl.sum(gl.where(index == i, pages, 0), 0) * page_rows + key % TILE.PAGE
-        size = gl.maximum(gl.minimum(last - key, PIECE), 0)
-        x, y, _, start, _ = coordinates(0, head, row, size, 0, True)
+        row = gl.sum(gl.where(index == i, pages, 0), 0) * cache.page_rows + key % TILE.PAGE
+        size = gl.maximum(gl.minimum(seen.last - key, PIECE), 0)
+        x, y, _, start, _ = coordinates(0, seen.head, row, size, 0, True)
         if HAS_LEFT:
-            before = gl.maximum(gl.minimum(first - key, PIECE), 0)
+            before = gl.maximum(gl.minimum(seen.first - key, PIECE), 0)
             x = gl.where(before > 0, 0, RAGGED_ROWS)
             y = gl.where(before > 0, row + before, y)
             start = gl.where(before > 0, -before, start)
-        copy_in(desc, (x, y, head, start, 0), full, memory.slice(i * PIECE, PIECE, 3))
+        where = (x, y, seen.head, start, 0)
+        copy_in(cache.desc, where, full, memory.slice(i * PIECE, PIECE, 3))
 
 
 @gluon.jit
@@ -158,6 +151,24 @@ def _copy_queries(work, head, count, q_desc, pipeline, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def tiles_of(work, scores, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the ``KeyTiles`` of a tile of queries."""
+    TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
+    low, left, right, high = key_tiles(
+        work.first_row,
+        work.len_q,
+        work.len_k,
+        scores.window_left,
+        scores.window_right,
+        OPTIONS.HAS_LEFT,
+        OPTIONS.HAS_RIGHT,
+        2 * TOKENS,
+        TILE.BLOCK_N,
+    )
+    return KeyTiles(low, left, right, high)
+
+
+@gluon.jit
 def _copy_tile(
     index, work, count, turn, turn_v, inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
@@ -165,53 +176,33 @@ def _copy_tile(
 
     Return how many tiles of keys and of values have been copied by now.
     """
-    BLOCK_N: gl.constexpr = TILE.BLOCK_N
     HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
-    low, _, _, high = key_tiles(
-        work.first_row,
-        work.len_q,
-        work.len_k,
-        inputs.window_left,
-        inputs.window_right,
-        HAS_LEFT,
-        OPTIONS.HAS_RIGHT,
-        2 * TOKENS,
-        BLOCK_N,
-    )
-    head = work.ticket % inputs.packs * TILE.PACK
+    tiles = tiles_of(work, inputs.scores, OPTIONS, TILE)
+    head = work.ticket % inputs.tickets.packs * TILE.PACK
     _announce(index, work, head, count, pipeline)
     head_k = head // TILE.GROUP
     first = 0
     if HAS_LEFT:
-        first = gl.maximum(work.first_row + work.len_k - work.len_q - inputs.window_left, 0)
-    table = inputs.block_table_ptr + work.sequence.to(gl.int64) * inputs.stride_table_b
+        first = gl.maximum(work.first_row + work.len_k - work.len_q - inputs.scores.window_left, 0)
+    seen = Seen(head_k, first, work.len_k)
+    table = inputs.table
+    entries = table.ptr + work.sequence.to(gl.int64) * table.stride_sequence
     pages_v = gl.zeros([LANES], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
-    steps = high - low
+    steps = tiles.high - tiles.low
     for step in range(steps + 1):
         # keys one tile ahead of values; their pages are looked up before there is room
         pages = pages_v
         if step < steps:
-            tile = high - 1 - step
-            pages = _look_up(table, inputs.stride_table_p, tile, first, work.len_k, TILE)
+            tile = tiles.high - 1 - step
+            pages = _look_up(entries, table.stride_page, tile, seen, TILE)
             stage = turn % STAGES_K
             if turn >= STAGES_K:
                 barrier_sync(EMPTY + stage, PARTIES, 1)
-            _copy_pages(
-                inputs.k_desc,
-                pages,
-                inputs.page_rows_k,
-                tile,
-                first,
-                work.len_k,
-                head_k,
-                pipeline.k_full.index(stage),
-                pipeline.k_s.index(stage),
-                HAS_LEFT,
-                TILE,
-            )
+            full, k_s = pipeline.k_full.index(stage), pipeline.k_s.index(stage)
+            _copy_pages(tile, pages, inputs.k, seen, full, k_s, HAS_LEFT, TILE)
             turn += 1
         if step == 0:
             _copy_queries(work, head, count, inputs.q_desc, pipeline, TOKENS)
@@ -219,19 +210,9 @@ def _copy_tile(
             stage = turn_v % STAGES_V
             if turn_v >= STAGES_V:
                 barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
-            _copy_pages(
-                inputs.v_desc,
-                pages_v,
-                inputs.page_rows_v,
-                high - step,
-                first,
-                work.len_k,
-                head_k,
-                pipeline.v_full.index(stage),
-                pipeline.v_s.index(stage),
-                HAS_LEFT,
-                TILE,
-            )
+            tile = tiles.high - step
+            full, v_s = pipeline.v_full.index(stage), pipeline.v_s.index(stage)
+            _copy_pages(tile, pages_v, inputs.v, seen, full, v_s, HAS_LEFT, TILE)
             turn_v += 1
         pages_v = pages
     return turn, turn_v
@@ -247,12 +228,12 @@ def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     count = 0  # tiles of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
-    work = _next_tile(gl.program_id(0), inputs, BLOCK, TILE.MIN_TOKENS)
-    while work.ticket < inputs.total:
+    tickets, sequences = inputs.tickets, inputs.sequences
+    work = _next_tile(gl.program_id(0), tickets, sequences, BLOCK, TILE.MIN_TOKENS)
+    while work.ticket < tickets.total:
         turn, turn_v = _copy_tile(index, work, count, turn, turn_v, inputs, pipeline, OPTIONS, TILE)
         count += 1
-        ticket = gl.num_programs(0) + gl.atomic_add(inputs.ticket_ptr, 1, sem="relaxed")
-        work = _next_tile(ticket, inputs, BLOCK, TILE.MIN_TOKENS)
+        work = _next_tile(_next_ticket(tickets), tickets, sequences, BLOCK, TILE.MIN_TOKENS)
     _announce_the_end(index, count, pipeline)
     # nobody may be left at a barrier
     for back in gl.static_range(STAGES_K):
@@ -261,6 +242,6 @@ def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     for back in gl.static_range(STAGES_V):
         if turn_v > back:
             barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, 1)
-    if work.ticket == inputs.total + gl.num_programs(0) - 1:
+    if work.ticket == tickets.total + gl.num_programs(0) - 1:
         # the last to ask: ready for the next launch
-        gl.atomic_xchg(inputs.ticket_ptr, 0, sem="relaxed")
+        gl.atomic_xchg(tickets.ptr, 0, sem="relaxed")

@@ -1,4 +1,4 @@
-"""Arguments of the kernel for Hopper, by names; see ``..structures``.
+"""Arguments of the kernel for Hopper, by names; see ``..parameters``.
 
 The host makes the structures of the first part, and the entry puts them together again, by who
 reads them.
@@ -102,33 +102,52 @@ class Results(NamedTuple):
     lse_ptr: Any
     alibi_slopes_ptr: Any
     sinks_ptr: Any
-    scale: Any
-    softcap: Any
-    window_left: Any
-    window_right: Any
+    scores: Any
     tokens: Any
     stride_alibi_b: Any
+
+
+class CacheMap(NamedTuple):
+    """The keys, or the values, of a cache."""
+
+    desc: Any
+    page_rows: Any  # rows from one page to the next
+
+
+class Table(NamedTuple):
+    """The pages of all sequences."""
+
+    ptr: Any
+    stride_sequence: Any
+    stride_page: Any
+
+
+class Sequences(NamedTuple):
+    """Where sequences begin, and how many keys they have."""
+
+    cu_seqlens_q_ptr: Any
+    seqlens_k_ptr: Any
+    batch: Any
+
+
+class Tickets(NamedTuple):
+    """The counter of tickets, how many share a slot, and how many there are."""
+
+    ptr: Any
+    packs: Any
+    total: Any
 
 
 class Inputs(NamedTuple):
     """What the producer reads."""
 
     q_desc: Any
-    k_desc: Any
-    v_desc: Any
-    ticket_ptr: Any
-    block_table_ptr: Any
-    cu_seqlens_q_ptr: Any
-    seqlens_k_ptr: Any
-    window_left: Any
-    window_right: Any
-    batch: Any
-    packs: Any
-    total: Any
-    page_rows_k: Any
-    page_rows_v: Any
-    stride_table_b: Any
-    stride_table_p: Any
+    k: Any
+    v: Any
+    table: Any
+    sequences: Any
+    tickets: Any
+    scores: Any
 
 
 # ---- what functions hand on
@@ -172,6 +191,14 @@ class Queries(NamedTuple):
     rows: Any  # counted from the one that faces key 0
     slopes: Any  # None without ALiBi
     len_k: Any
+
+
+class Seen(NamedTuple):
+    """Of a head of keys those that some row of a tile of queries sees: ``[first, last)``."""
+
+    head: Any
+    first: Any
+    last: Any
 
 
 class Softmax(NamedTuple):
