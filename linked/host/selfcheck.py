@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
 
 import torch
 from attn_common import Platform, detect
@@ -15,6 +17,46 @@ from .forms import interpreted
 
 # tells the child process, which runs the kernels in the interpreter, that versions are printed
 CHILD = "--in-this-process"
+
+
+def print_versions(version: str) -> None:
+    """Print the versions of the package, of PyTorch and of Triton."""
+    package = __name__.partition(".")[0].replace("_", "-")
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "missing"
+    print(f"{package} {version}, torch {torch.__version__}, triton {triton}")
+
+
+def check_gradients(
+    name: str,
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    options: dict[str, Any],
+    dout: Tensor,
+) -> bool:
+    """Judge what a function returns, and the gradients of its tensors.
+
+    Args:
+        name: what is checked.
+        function: called with the tensors and the options, as is the reference.
+        reference: its definition.
+        tensors: cast to the dtype of ``dout``, for the exact results to float64.
+        options: of both.
+        dout: gradient of the output.
+    """
+    dtype = dout.dtype
+
+    def run(call: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        out = call(*leaves, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    title = f"{name}, {short_name(dtype)}, forward and backward"
+    got, eager = run(function, dtype), run(reference, dtype)
+    return judge(title, dtype, got, eager, run(reference, torch.float64))
 
 
 def judge(

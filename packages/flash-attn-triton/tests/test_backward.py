@@ -7,7 +7,9 @@ import os
 
 import pytest
 import torch
-from flash_attn_triton import _configs
+from flash_attn_triton import api
+from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton._linked.host.tiles import Tile
 
 from ._linked.budget import DTYPES, Maker, assert_no_worse_than_eager, assert_same
 from ._numerics import (
@@ -114,7 +116,13 @@ def test_gradients_of_windows_at_tile_edges(window, lengths, device):
 def test_tiles_that_are_not_square(features, tile, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("the tiles of a GPU are not square as they are")
-    monkeypatch.setattr(_configs, "_INTERPRETED", _configs.Tile(*tile, 1, 1))
+    from flash_attn_triton._kernels import backward_plans, plans
+
+    chosen = Tile(*tile, 1, 1)
+    monkeypatch.setattr(plans, "forward_tile", lambda *_: chosen)
+    for name in ("backward_dkdv_tile", "backward_dq_tile", "bias_gradient_tile"):
+        monkeypatch.setattr(backward_plans, name, lambda *_: chosen)
+    monkeypatch.setattr(api, "_known", Memory())
     check(make_case(Shape(1, 39, 70, 1, 1, 16), torch.float32, device, features))
 
 

@@ -55,7 +55,7 @@ def test_kernels_for_hopper_take_what_is_passed():
             plans.forward_kernel,
             (p.ForwardTensors, p.ForwardNumbers, structures.Options, structures.Tile),
         ),
-        (plans.backward_kernel, (p.BackwardTensors, p.BackwardNumbers, b.Options, b.Tile)),
+        (plans.backward_kernel, (b.Maps, b.Tensors, b.Numbers, b.Options, b.Tile)),
         (plans.round_dq_kernel, (p.RoundingTensors, p.RoundingNumbers, p.RoundingConstants)),
         (plans.transpose_values, (p.ValuesTensors, p.ValuesNumbers, p.ValuesConstants)),
     ]

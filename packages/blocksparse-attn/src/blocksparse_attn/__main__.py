@@ -7,9 +7,6 @@ Triton decides at its import whether to interpret.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from attn_common import Platform
@@ -28,17 +25,13 @@ from ._configs import (
     suits_hopper_backward,
     tall_shape,
 )
-from ._linked.host.selfcheck import judge, run_command, short_name
+from ._linked.host.selfcheck import check_gradients, print_versions, run_command, short_name
 from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
 
 
 def describe(platform: Platform) -> None:
     """Print versions, and the tiles of typical shape classes on a platform."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "missing"
-    print(f"blocksparse-attn {__version__}, torch {torch.__version__}, triton {triton}")
+    print_versions(__version__)
     print(f"platform {platform}")
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim in (64, 128, 256):
@@ -94,7 +87,7 @@ def check(device: torch.device) -> bool:
             shapes = ((1, 20, 4, 24), (1, 50, 2, 24), (1, 50, 2, 40))
             tensors = [draw(*shape, dtype=dtype) for shape in shapes]
             dout = draw(1, 20, 4, 40, dtype=dtype)
-            good &= _compare(
+            good &= check_gradients(
                 name,
                 blocksparse_attn_func,
                 blocksparse_attention_reference,
@@ -111,7 +104,7 @@ def check(device: torch.device) -> bool:
         "num_splits": 2,
     }
     tensors = [draw(tokens, heads, 32) for tokens, heads in ((20, 4), (80, 2), (80, 2))]
-    return good & _compare(
+    return good & check_gradients(
         "packed: prefill, decode, drafts",
         blocksparse_attn_varlen_func,
         blocksparse_varlen_attention_reference,
@@ -119,25 +112,6 @@ def check(device: torch.device) -> bool:
         packed,
         draw(20, 4, 32),
     )
-
-
-def _compare(
-    name: str,
-    function: Callable[..., Any],
-    reference: Callable[..., Any],
-    tensors: list[Tensor],
-    options: dict[str, Any],
-    dout: Tensor,
-) -> bool:
-    def run(call: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
-        leaves = [t.to(dtype).requires_grad_() for t in tensors]
-        out = call(*leaves, **options)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
-
-    dtype = dout.dtype
-    title = f"{name}, {short_name(dtype)}, forward and backward"
-    got, eager = run(function, dtype), run(reference, dtype)
-    return judge(title, dtype, got, eager, run(reference, torch.float64))
 
 
 if __name__ == "__main__":

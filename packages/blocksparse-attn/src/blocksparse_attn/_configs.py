@@ -16,23 +16,17 @@ from attn_common import Platform, detect, has_gluon, next_power_of_2
 
 from ._call import Options, Pattern, Tensors
 from ._linked.host.arguments import FP32_TINY
+from ._linked.host.tiles import (
+    Table,
+    Tile,
+    family_of,
+    find_tile,
+    hopper_registers,
+    padded_head_dim,
+)
 
-# the interpreter and the MMA instructions take no smaller side
-MIN_TILE = 16
 # queries of a sequence up to which it takes the short tile, whatever shares the batch
 SHORT = 8
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries and keys that one step works on, and how the GPU runs it."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    # of fp32 products: "ieee", or "tf32x3": tensor cores, three products each, as accurate
-    precision: str = "ieee"
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class HopperTile:
     @property
     def registers(self) -> int:
         """Registers a thread, at the start."""
-        return 65536 // (128 * 3) // 8 * 8
+        return hopper_registers(2)
 
 
 @dataclass(frozen=True)
@@ -73,20 +67,12 @@ class Shape:
     pack: int  # heads whose patterns a list unites
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """Return the tile width that holds a head dimension."""
-    return max(MIN_TILE, next_power_of_2(head_dim))
-
-
 # the interpreter: small tiles, of two small blocks a side, so that short sequences cross tile edges
-_INTERPRETED = Tile(32, 32, 1, 1)
-_INTERPRETED_SHORT = Tile(16, 32, 1, 1)
-
-# rows: widest padded head dimension, then the tile
-_Table = tuple[tuple[int, Tile], ...]
+_INTERPRETED = ((256, Tile(32, 32, 1, 1)),)
 
 # for rows of blocks that resemble each other
-_TALL: dict[str, _Table] = {
+_TALL: Table = {
+    "cpu": _INTERPRETED,
     "hopper": ((128, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 2))),
     "nvidia": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 32, 4, 3)), (256, Tile(64, 32, 8, 2))),
     "amd": ((128, Tile(128, 64, 4, 1)), (256, Tile(64, 32, 4, 1))),
@@ -106,13 +92,14 @@ _TALL: dict[str, _Table] = {
 }
 
 # for those that do not; where no row is here, the tile above is low enough
-_LOW: dict[str, _Table] = {
+_LOW: Table = {
     "hopper": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 2))),
     "amd": ((128, Tile(64, 64, 4, 1)), (256, Tile(64, 32, 4, 1))),
 }
 
 # a few queries of all heads of a group
-_SHORT: dict[str, _Table] = {
+_SHORT: Table = {
+    "cpu": ((256, Tile(16, 32, 1, 1)),),
     "hopper": ((128, Tile(16, 64, 4, 3)), (256, Tile(16, 64, 4, 2))),
     "nvidia": ((128, Tile(16, 64, 4, 3)), (256, Tile(16, 32, 4, 2))),
     "amd": ((128, Tile(16, 64, 4, 1)), (256, Tile(16, 32, 4, 1))),
@@ -123,7 +110,8 @@ _SHORT: dict[str, _Table] = {
     "rdna-fp32": ((128, Tile(16, 16, 4, 1)), (256, Tile(16, 16, 4, 1))),
 }
 
-_BACKWARD_DKDV: dict[str, _Table] = {
+_BACKWARD_DKDV: Table = {
+    "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(64, 64, 4, 3)),
         (128, Tile(64, 64, 4, 2)),
@@ -151,11 +139,12 @@ _BACKWARD_DKDV: dict[str, _Table] = {
 }
 
 # for blocks of fewer than 64 queries: several a step hold an address each, for which registers fail
-_BACKWARD_DKDV_SMALL: dict[str, _Table] = {
+_BACKWARD_DKDV_SMALL: Table = {
     "hopper": ((128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 2))),
 }
 
-_BACKWARD_DQ: dict[str, _Table] = {
+_BACKWARD_DQ: Table = {
+    "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(64, 64, 4, 3)),
         (128, Tile(128, 64, 8, 3)),
@@ -181,7 +170,7 @@ _BACKWARD_DQ: dict[str, _Table] = {
     "amd-fp32": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 16, 4, 1)), (256, Tile(16, 16, 4, 1))),
     "rdna-fp32": ((64, Tile(16, 16, 4, 1)), (128, Tile(16, 16, 8, 1)), (256, Tile(16, 16, 8, 1))),
 }
-_BACKWARD_DQ_LOW: dict[str, _Table] = {
+_BACKWARD_DQ_LOW: Table = {
     "hopper": ((128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 8, 2))),
 }
 
@@ -197,10 +186,9 @@ def tall_shape(
     rows_alike: bool,
 ) -> Shape:
     """Return the forward's tile of queries, for the wider of the two head dimensions."""
-    tile = _low_or_tall(
+    return _prefill_shape(
         _TALL, _LOW, platform, head_dim, itemsize, block_q, group, is_shared, rows_alike
     )
-    return _prefill_shape(tile, block_q, group, is_shared)
 
 
 @functools.cache
@@ -214,7 +202,7 @@ def backward_dq_shape(
     rows_alike: bool,
 ) -> Shape:
     """Return the tile of queries of the pass that makes dq."""
-    tile = _low_or_tall(
+    return _prefill_shape(
         _BACKWARD_DQ,
         _BACKWARD_DQ_LOW,
         platform,
@@ -225,7 +213,6 @@ def backward_dq_shape(
         is_shared,
         rows_alike,
     )
-    return _prefill_shape(tile, block_q, group, is_shared)
 
 
 @functools.cache
@@ -233,7 +220,7 @@ def short_shape(
     platform: Platform, head_dim: int, itemsize: int, block_q: int, group: int, is_shared: bool
 ) -> Shape:
     """Return the tile of a few queries of as many heads of a group as it holds."""
-    tile = _lookup(_SHORT, platform, head_dim, itemsize, _INTERPRETED_SHORT)
+    tile = find_tile(_SHORT, platform, head_dim, itemsize)
     heads = min(next_power_of_2(group), tile.block_m)
     pack = 1 if is_shared else heads
     # a tile lies within one row of blocks: blocks have 16 queries or more
@@ -243,14 +230,29 @@ def short_shape(
 @functools.cache
 def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int, block_q: int) -> Tile:
     """Return the tile of the pass that makes dk and dv."""
-    tile = _lookup(_BACKWARD_DKDV, platform, head_dim, itemsize, _INTERPRETED)
-    if block_q < tile.block_m and _family(platform, itemsize) in _BACKWARD_DKDV_SMALL:
-        return _lookup(_BACKWARD_DKDV_SMALL, platform, head_dim, itemsize, _INTERPRETED)
+    tile = find_tile(_BACKWARD_DKDV, platform, head_dim, itemsize)
+    if block_q < tile.block_m and family_of(platform, itemsize) in _BACKWARD_DKDV_SMALL:
+        return find_tile(_BACKWARD_DKDV_SMALL, platform, head_dim, itemsize)
     return tile
 
 
-def _prefill_shape(tile: Tile, block_q: int, group: int, is_shared: bool) -> Shape:
+def _prefill_shape(
+    tall: Table,
+    low: Table,
+    platform: Platform,
+    head_dim: int,
+    itemsize: int,
+    block_q: int,
+    group: int,
+    is_shared: bool,
+    rows_alike: bool,
+) -> Shape:
+    tile = find_tile(tall, platform, head_dim, itemsize)
     heads = _packed_heads(tile, block_q, group) if is_shared else 1
+    is_low = not rows_alike and tile.block_m // heads > block_q
+    if is_low and family_of(platform, itemsize) in low:
+        tile = find_tile(low, platform, head_dim, itemsize)
+        heads = _packed_heads(tile, block_q, group) if is_shared else 1
     positions = tile.block_m // heads
     return Shape(tile, positions, heads, max(positions, block_q), 1, 1)
 
@@ -261,43 +263,6 @@ def _packed_heads(tile: Tile, block_q: int, group: int) -> int:
     while group % (2 * heads) == 0 and tile.block_m // (2 * heads) >= block_q:
         heads *= 2
     return heads
-
-
-def _low_or_tall(
-    tall: dict[str, _Table],
-    low: dict[str, _Table],
-    platform: Platform,
-    head_dim: int,
-    itemsize: int,
-    block_q: int,
-    group: int,
-    is_shared: bool,
-    rows_alike: bool,
-) -> Tile:
-    tile = _lookup(tall, platform, head_dim, itemsize, _INTERPRETED)
-    heads = _packed_heads(tile, block_q, group) if is_shared else 1
-    if rows_alike or tile.block_m // heads <= block_q or platform.vendor == "cpu":
-        return tile
-    family = _family(platform, itemsize)
-    return _lookup(low, platform, head_dim, itemsize, tile) if family in low else tile
-
-
-def _family(platform: Platform, itemsize: int) -> str:
-    family = "amd" if platform.vendor == "amd" else "nvidia"
-    if platform.is_hopper:
-        family = "hopper"
-    if platform.is_rdna:
-        family = "rdna"
-    return f"{family}-fp32" if itemsize == 4 else family
-
-
-def _lookup(
-    tables: dict[str, _Table], platform: Platform, head_dim: int, itemsize: int, interpreted: Tile
-) -> Tile:
-    if platform.vendor == "cpu":
-        return interpreted
-    width = padded_head_dim(head_dim)
-    return next(tile for widest, tile in tables[_family(platform, itemsize)] if width <= widest)
 
 
 # ---- the kernel for Hopper

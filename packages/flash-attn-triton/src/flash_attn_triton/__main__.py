@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from attn_common import Platform, has_gluon
@@ -17,17 +15,13 @@ from torch import Tensor
 
 from . import __version__, flash_attn_func, flash_attn_varlen_func
 from ._configs import HOPPER, backward_dkdv_tile, backward_dq_tile, forward_tile
-from ._linked.host.selfcheck import judge, run_command, short_name
+from ._linked.host.selfcheck import check_gradients, print_versions, run_command, short_name
 from .reference import attention_reference, varlen_attention_reference
 
 
 def describe(platform: Platform) -> None:
     """Print versions and the tile of every shape class on a platform."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "missing"
-    print(f"flash-attn-triton {__version__}, torch {torch.__version__}, triton {triton}")
+    print_versions(__version__)
     print(f"platform {platform}; {_kernels_of(platform)}")
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim in (64, 128, 256):
@@ -83,12 +77,14 @@ def check(device: torch.device) -> bool:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             tensors, options = build(dtype)
             dout = draw(2, 33, 4, 40, dtype=dtype)
-            good &= _compare(name, flash_attn_func, attention_reference, tensors, options, dout)
+            good &= check_gradients(
+                name, flash_attn_func, attention_reference, tensors, options, dout
+            )
     lengths = torch.tensor([0, 17, 17, 50], dtype=torch.int32, device=device)
     packed = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths, "causal": True}
     packed |= {"max_seqlen_q": 33, "max_seqlen_k": 33}
     tensors = [draw(50, heads, 32) for heads in (4, 2, 2)]
-    return good & _compare(
+    return good & check_gradients(
         "packed",
         flash_attn_varlen_func,
         varlen_attention_reference,
@@ -96,25 +92,6 @@ def check(device: torch.device) -> bool:
         packed,
         draw(50, 4, 32),
     )
-
-
-def _compare(
-    name: str,
-    function: Callable[..., Any],
-    reference: Callable[..., Any],
-    tensors: list[Tensor],
-    options: dict[str, object],
-    dout: Tensor,
-) -> bool:
-    def run(call: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
-        leaves = [t.to(dtype).requires_grad_() for t in tensors]
-        out = call(*leaves, **options)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
-
-    dtype = dout.dtype
-    title = f"{name}, {short_name(dtype)}, forward and backward"
-    got, eager = run(function, dtype), run(reference, dtype)
-    return judge(title, dtype, got, eager, run(reference, torch.float64))
 
 
 if __name__ == "__main__":

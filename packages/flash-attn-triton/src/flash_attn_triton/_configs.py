@@ -12,39 +12,17 @@ import os
 from dataclasses import dataclass, replace
 
 import torch
-from attn_common import Platform, cdiv, detect, has_gluon, next_power_of_2
+from attn_common import Platform, cdiv, detect, has_gluon
 
 from ._call import Options, Tensors
 from ._linked.host.arguments import FP32_TINY
-
-# the interpreter and the MMA instructions take no smaller side
-MIN_TILE = 16
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries and keys that one step works on, and how the GPU runs it."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    # of fp32 products: "ieee", or "tf32x3": tensor cores, three products each, as accurate
-    precision: str = "ieee"
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """Return the tile width that holds a head dimension."""
-    return max(MIN_TILE, next_power_of_2(head_dim))
-
+from ._linked.host.tiles import Table, Tile, find_tile, hopper_registers, padded_head_dim
 
 # the interpreter: small tiles, so that short sequences cross tile edges
-_INTERPRETED = Tile(16, 16, 1, 1)
+_INTERPRETED = ((256, Tile(16, 16, 1, 1)),)
 
-# rows: widest padded head dimension, then the tile
-_Table = tuple[tuple[int, Tile], ...]
-
-_FORWARD: dict[str, _Table] = {
+_FORWARD: Table = {
+    "cpu": _INTERPRETED,
     "hopper": (
         (128, Tile(128, 64, 8, 3)),
         (256, Tile(128, 64, 8, 2)),
@@ -85,7 +63,8 @@ _FORWARD: dict[str, _Table] = {
     ),
 }
 
-_BACKWARD_DKDV: dict[str, _Table] = {
+_BACKWARD_DKDV: Table = {
+    "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(64, 64, 4, 3)),
         (128, Tile(64, 64, 4, 2)),
@@ -127,7 +106,8 @@ _BACKWARD_DKDV: dict[str, _Table] = {
     ),
 }
 
-_BACKWARD_DQ: dict[str, _Table] = {
+_BACKWARD_DQ: Table = {
+    "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(64, 64, 4, 3)),
         (128, Tile(128, 64, 8, 3)),
@@ -173,13 +153,13 @@ _BACKWARD_DQ: dict[str, _Table] = {
 @functools.cache
 def forward_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
     """Return the forward tile for the wider of the two head dimensions."""
-    return _lookup(_FORWARD, platform, head_dim, itemsize)
+    return find_tile(_FORWARD, platform, head_dim, itemsize)
 
 
 @functools.cache
 def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
     """Return the tile of the pass that makes dk and dv."""
-    return _lookup(_BACKWARD_DKDV, platform, head_dim, itemsize)
+    return find_tile(_BACKWARD_DKDV, platform, head_dim, itemsize)
 
 
 @functools.cache
@@ -187,7 +167,7 @@ def backward_dq_tile(
     platform: Platform, head_dim: int, itemsize: int, has_bias: bool = False
 ) -> Tile:
     """Return the tile of the pass that makes dq."""
-    tile = _lookup(_BACKWARD_DQ, platform, head_dim, itemsize)
+    tile = find_tile(_BACKWARD_DQ, platform, head_dim, itemsize)
     if has_bias and padded_head_dim(head_dim) == 256 and tile.num_stages > 2:
         # the bias of a third step does not fit beside its keys and values
         return replace(tile, num_stages=2)
@@ -200,19 +180,6 @@ def bias_gradient_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile
     if platform.vendor == "nvidia" and itemsize == 4 and head_dim > 64:
         return Tile(16, 32, 8, 1, "tf32x3")
     return backward_dq_tile(platform, head_dim, itemsize)
-
-
-def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsize: int) -> Tile:
-    if platform.vendor == "cpu":
-        return _INTERPRETED
-    family = "amd" if platform.vendor == "amd" else "nvidia"
-    if platform.is_hopper:
-        family = "hopper"
-    if platform.is_rdna:
-        family = "rdna"
-    table = tables[f"{family}-fp32" if itemsize == 4 else family]
-    width = padded_head_dim(head_dim)
-    return next(tile for widest, tile in table if width <= widest)
 
 
 # ---- the kernels for Hopper
@@ -315,7 +282,7 @@ class HopperTile:
     @property
     def registers(self) -> int:
         """Registers a thread, at the start."""
-        return 65536 // (128 * (self.warpgroups + 1)) // 8 * 8
+        return hopper_registers(self.warpgroups)
 
 
 def is_long_call(x: Tensors, options: Options) -> bool:

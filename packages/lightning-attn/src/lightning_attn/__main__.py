@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from . import __version__, lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
 from ._configs import decode_tile, takes_hopper_walk, walk_tile
-from ._linked.host.selfcheck import judge, run_command, short_name
+from ._linked.host.selfcheck import judge, print_versions, run_command, short_name
 from .reference import (
     lightning_attention_decode_reference,
     lightning_attention_reference,
@@ -27,11 +26,7 @@ from .reference import (
 
 def describe(platform: Platform) -> None:
     """Print versions and the tile of every shape class on a platform."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "missing"
-    print(f"lightning-attn {__version__}, torch {torch.__version__}, triton {triton}")
+    print_versions(__version__)
     print(f"platform {platform}; {_kernels_of(platform)}")
     for dtype in ("bf16", "fp16", "fp32"):
         for d in (64, 128, 256):

@@ -7,7 +7,6 @@ Triton decides at its import whether to interpret.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from . import __version__, paged_attn_func, reshape_and_cache, shared_prefix_attn_func
 from ._configs import HOPPER, long_tile, short_tile, short_tokens
-from ._linked.host.selfcheck import judge, run_command, short_name
+from ._linked.host.selfcheck import judge, print_versions, run_command, short_name
 from .reference import paged_attention_reference
 
 PAGE = 7
@@ -26,11 +25,7 @@ LENGTHS = ((19, 40), (1, 33), (3, 21), (5, 5))
 
 def describe(platform: Platform) -> None:
     """Print versions and the tiles of every shape class on a platform."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "missing"
-    print(f"prefix-prefill {__version__}, torch {torch.__version__}, triton {triton}")
+    print_versions(__version__)
     print(f"platform {platform}; {_kernels_of(platform)}")
     group = 4
     for dtype in (torch.bfloat16, torch.float32):

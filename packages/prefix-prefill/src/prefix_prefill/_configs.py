@@ -4,6 +4,8 @@ A shape class is the padded head dimension, the element sizes, and for short seq
 query heads per key head. Nothing that a result's bits depend on may depend on the batch: a
 sequence's result would then depend on its neighbours. The number of splits alone follows the load,
 unless the caller fixes it.
+
+A row of a tile is one query head of one token; all rows of a tile belong to one head of keys.
 """
 
 from __future__ import annotations
@@ -19,37 +21,16 @@ from torch import Tensor
 from ._call import Options, Tensors
 from ._layout import is_packed
 from ._linked.host.arguments import FP32_TINY
+from ._linked.host.tiles import MIN_TILE, Table, Tile, find_tile, hopper_registers, padded_head_dim
 
-# the interpreter and the MMA instructions take no smaller side
-MIN_TILE = 16
-# and no fewer numbers of 8 bits are multiplied and added at once
-MIN_FP8_SUM = 32
 # rows of the largest tile for short sequences
 MAX_SHORT_ROWS = 64
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows and keys that one step works on, and how the GPU runs it.
-
-    A row is one query head of one token: the rows of a tile belong to one head of keys.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    # of fp32 products: "ieee", or "tf32x3": tensor cores, three products each, as accurate
-    precision: str = "ieee"
-
-
 # the interpreter: small tiles, so that short sequences cross tile edges
-_INTERPRETED = Tile(16, 16, 1, 1)
+_INTERPRETED = ((256, Tile(16, 16, 1, 1)),)
 
-# rows: widest padded head dimension, then the tile
-_Table = tuple[tuple[int, Tile], ...]
-
-_LONG: dict[str, _Table] = {
+_LONG: Table = {
+    "cpu": _INTERPRETED,
     "hopper": (
         (128, Tile(128, 64, 8, 3)),
         (256, Tile(128, 64, 8, 2)),
@@ -91,7 +72,8 @@ _LONG: dict[str, _Table] = {
 }
 
 # block_m is that of at most 16 query heads per key head; see short_tile
-_SHORT: dict[str, _Table] = {
+_SHORT: Table = {
+    "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(16, 128, 4, 3)),
         (128, Tile(16, 64, 4, 4)),
@@ -148,21 +130,16 @@ _MERGING = 0.05
 _MOST_SPLITS = 128
 
 
-def padded_head_dim(head_dim: int, itemsize: int = 2) -> int:
-    """Return the tile width that holds a head dimension of queries of that element size."""
-    return max(MIN_FP8_SUM if itemsize == 1 else MIN_TILE, next_power_of_2(head_dim))
-
-
 @functools.cache
 def long_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
     """Return the tile for sequences with many queries."""
-    return _lookup(_LONG, platform, head_dim, itemsize)
+    return find_tile(_LONG, platform, head_dim, itemsize)
 
 
 @functools.cache
 def short_tile(platform: Platform, head_dim: int, itemsize: int, group: int) -> Tile:
     """Return the tile for sequences with few queries: decoding, and verifying of drafts."""
-    tile = _lookup(_SHORT, platform, head_dim, itemsize)
+    tile = find_tile(_SHORT, platform, head_dim, itemsize)
     rows = min(MAX_SHORT_ROWS, max(tile.block_m, next_power_of_2(group)))
     return Tile(rows, tile.block_n, tile.num_warps, tile.num_stages, tile.precision)
 
@@ -204,19 +181,6 @@ def choose_splits(
     times = [cdiv(units, resident) * steps * (1.0 - _MERGING)]
     times += [cdiv(units * splits, resident) * cdiv(steps, splits) for splits in range(2, most + 1)]
     return 1 + times.index(min(times))
-
-
-def _lookup(tables: dict[str, _Table], platform: Platform, head_dim: int, itemsize: int) -> Tile:
-    if platform.vendor == "cpu":
-        return _INTERPRETED
-    family = "amd" if platform.vendor == "amd" else "nvidia"
-    if platform.is_hopper:
-        family = "hopper"
-    if platform.is_rdna:
-        family = "rdna"
-    table = tables[f"{family}-fp32" if itemsize == 4 else family]
-    width = padded_head_dim(head_dim)
-    return next(tile for widest, tile in table if width <= widest)
 
 
 # ---- the kernel for Hopper
@@ -327,7 +291,7 @@ class HopperTile:
     @property
     def registers(self) -> int:
         """Registers a thread, at the start."""
-        return 65536 // (128 * 3) // 8 * 8
+        return hopper_registers(2)
 
 
 @functools.cache

@@ -46,8 +46,7 @@ class Form:
         # a packed grid counts blocks of all sequences at once
         self.grid_batch = 1 if self.is_packed else self.batch
         self.widest_head = max(self.head_dim, self.head_dim_v)
-        # products of FP8 are at least 32 wide
-        self.block_d = max(padded_head_dim(self.head_dim), 32 if self.itemsize == 1 else 0)
+        self.block_d = padded_head_dim(self.head_dim, self.itemsize)
         self.block_dv = padded_head_dim(self.head_dim_v)
         self._token_bytes = (self.head_dim + self.head_dim_v) * self.itemsize
         self.scalars = structures.Scalars(

@@ -17,35 +17,35 @@ from .backward_structures import (
     Block,
     Located,
     Maps,
+    Numbers,
     Options,
     Pipeline,
-    Problem,
     Program,
+    Tensors,
     Tile,
     Walk,
 )
 from .backward_wide import GIVEN, consume_gradients, consume_scores
-from .parameters import BackwardNumbers
 
 INF = gl.constexpr(float("inf"))
 
 
 @gluon.jit
-def locate_keys(pid, problem, BALANCE: gl.constexpr, BLOCK_N: gl.constexpr):
+def locate_keys(pid, tensors, numbers, BALANCE: gl.constexpr, BLOCK_N: gl.constexpr):
     """Return the block of keys that a program owns, and where its sequence lies.
 
     Under a causal mask the first blocks walk furthest: ``BALANCE`` starts them first, within as
     many heads (``span``) as the cache holds. For packed tensors ``tiles`` counts slots, and a slot
     without a block gives -1.
     """
-    batch, heads_k, tiles = problem.batch, problem.heads_k, problem.tiles
-    if problem.cu_seqlens_k_ptr is None:
+    batch, heads_k, tiles = numbers.batch, numbers.heads_k, numbers.tiles
+    if tensors.cu_seqlens_k_ptr is None:
         if BALANCE:
-            section = pid // (problem.span * tiles)
-            place = pid % (problem.span * tiles)
-            heads_here = gl.minimum(problem.span, batch * heads_k - section * problem.span)
+            section = pid // (numbers.span * tiles)
+            place = pid % (numbers.span * tiles)
+            heads_here = gl.minimum(numbers.span, batch * heads_k - section * numbers.span)
             block = place // heads_here
-            batch_head = section * problem.span + place % heads_here
+            batch_head = section * numbers.span + place % heads_here
         else:
             block = pid % tiles
             batch_head = pid // tiles
@@ -53,10 +53,10 @@ def locate_keys(pid, problem, BALANCE: gl.constexpr, BLOCK_N: gl.constexpr):
         head = batch_head % heads_k
         q_start = 0
         k_start = 0
-        len_q = problem.tokens_q
-        len_k = problem.tokens_k
+        len_q = numbers.tokens_q
+        len_k = numbers.tokens_k
     else:
-        cu_q_ptr, cu_k_ptr = problem.cu_seqlens_q_ptr, problem.cu_seqlens_k_ptr
+        cu_q_ptr, cu_k_ptr = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
         slot = pid // heads_k if BALANCE else pid % tiles
         head = pid % heads_k if BALANCE else pid // tiles
         # as ``schedule.find_sequence``, for a whole warpgroup
@@ -69,7 +69,7 @@ def locate_keys(pid, problem, BALANCE: gl.constexpr, BLOCK_N: gl.constexpr):
         # tokens around the sequences are two more sequences, which face nothing
         is_real = (sequence >= 0) & (sequence < batch)
         k_start = gl.load(cu_k_ptr + sequence, mask=sequence >= 0, other=0)
-        k_end = gl.load(cu_k_ptr + sequence + 1, mask=sequence < batch, other=problem.tokens_k)
+        k_end = gl.load(cu_k_ptr + sequence + 1, mask=sequence < batch, other=numbers.tokens_k)
         q_start = gl.load(cu_q_ptr + sequence, mask=is_real, other=0)
         q_end = gl.load(cu_q_ptr + sequence + 1, mask=is_real, other=0)
         block = slot - (k_start // BLOCK_N + sequence + 1)
@@ -81,7 +81,7 @@ def locate_keys(pid, problem, BALANCE: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def query_tiles(
-    first_key, diagonal, len_q, len_k, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
+    first_key, diagonal, len_q, len_k, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Return the tiles of queries that see a block of keys."""
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
@@ -91,12 +91,12 @@ def query_tiles(
     end = gl.cdiv(len_q, BLOCK_M)
     part = end
     if OPTIONS.HAS_RIGHT:
-        begin = gl.maximum(first_key - diagonal - problem.window_right, 0) // BLOCK_M
-        whole = gl.cdiv(gl.maximum(last_key - diagonal - problem.window_right, 0), BLOCK_M)
+        begin = gl.maximum(first_key - diagonal - numbers.window_right, 0) // BLOCK_M
+        whole = gl.cdiv(gl.maximum(last_key - diagonal - numbers.window_right, 0), BLOCK_M)
     if OPTIONS.HAS_LEFT:
-        last = gl.minimum(last_key, len_k - 1) - diagonal + problem.window_left + 1
+        last = gl.minimum(last_key, len_k - 1) - diagonal + numbers.window_left + 1
         end = gl.minimum(end, gl.cdiv(gl.maximum(last, 0), BLOCK_M))
-        part = gl.maximum(first_key - diagonal + problem.window_left + 1, 0) // BLOCK_M
+        part = gl.maximum(first_key - diagonal + numbers.window_left + 1, 0) // BLOCK_M
     # no key, no query: a block ahead of the seen ones, or a slot without a block
     end = gl.where(first_key < len_k, end, 0)
     begin = gl.minimum(begin, end)
@@ -108,37 +108,37 @@ def query_tiles(
 
 
 @gluon.jit
-def _find_block(problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return ``(block, walk, dq_at)``: a program's block and the tiles of queries that see it.
 
     ``dq_at`` is the tile in the sums of dq with which those of the sequence begin.
     """
-    found = locate_keys(gl.program_id(0), problem, OPTIONS.HAS_RIGHT, TILE.BLOCK_N)
+    found = locate_keys(gl.program_id(0), tensors, numbers, OPTIONS.HAS_RIGHT, TILE.BLOCK_N)
     q_start, k_start, len_q, len_k = found.q_start, found.k_start, found.len_q, found.len_k
-    owner = gl.maximum(gl.minimum(found.sequence, problem.batch - 1), 0).to(gl.int64)
-    heads_q = problem.heads_k * OPTIONS.GROUP
-    if problem.cu_seqlens_q_ptr is None:
-        row_at = owner * heads_q * problem.tokens_q
-        dq_at = owner * heads_q * problem.tiles_q
+    owner = gl.maximum(gl.minimum(found.sequence, numbers.batch - 1), 0).to(gl.int64)
+    heads_q = numbers.heads_k * OPTIONS.GROUP
+    if tensors.cu_seqlens_q_ptr is None:
+        row_at = owner * heads_q * numbers.tokens_q
+        dq_at = owner * heads_q * numbers.tiles_q
     else:
         row_at = owner * 0 + q_start
         dq_at = owner * 0 + (q_start // TILE.BLOCK_M + found.sequence + 1)
     shift = 0
     if OPTIONS.HAS_RIGHT:
         # queries ahead of the first one that sees a key: as if there were none
-        shift = gl.minimum(gl.maximum(len_q - len_k - problem.window_right, 0), len_q)
+        shift = gl.minimum(gl.maximum(len_q - len_k - numbers.window_right, 0), len_q)
         q_start += shift
         row_at += shift
         len_q -= shift
     if OPTIONS.HAS_LEFT:
         # likewise keys ahead of the first one that a query sees
-        unseen = gl.minimum(gl.maximum(len_k - len_q - problem.window_left, 0), len_k)
+        unseen = gl.minimum(gl.maximum(len_k - len_q - numbers.window_left, 0), len_k)
         k_start += unseen
         len_k -= unseen
     diagonal = len_k - len_q
     # a slot without a block: beyond the end, where nothing is read or written
     first_key = gl.where(found.block < 0, gl.cdiv(len_k, TILE.BLOCK_N), found.block) * TILE.BLOCK_N
-    walk = query_tiles(first_key, diagonal, len_q, len_k, problem, OPTIONS, TILE)
+    walk = query_tiles(first_key, diagonal, len_q, len_k, numbers, OPTIONS, TILE)
     block = Block(
         found.sequence,
         found.head_k,
@@ -149,7 +149,7 @@ def _find_block(problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         len_q,
         len_k,
         row_at,
-        problem.tokens_q,
+        numbers.tokens_q,
     )
     return block, walk, dq_at
 
@@ -224,7 +224,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     GROUP: gl.constexpr = OPTIONS.GROUP
     PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
     maps, pipeline = program.maps, program.pipeline
-    problem, block, walk = program.problem, program.block, program.walk
+    tensors, block, walk = program.tensors, program.block, program.walk
     index = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))  # [BLOCK_M]
     mbarrier.expect(pipeline.k_full, PARTS * maps.k_desc.block_type.nbytes)
     mbarrier.expect(pipeline.v_full, PARTS * maps.v_desc.block_type.nbytes)
@@ -240,8 +240,8 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         inside = row + index < block.len_q
         rows_at = block.row_at + head.to(gl.int64) * block.row_pitch + row
         # beyond the end an exponential is 0, as it is in a row that sees no key
-        lse2 = gl.load(problem.lse2_ptr + rows_at + index, mask=inside, other=INF)  # [BLOCK_M]
-        delta = gl.load(problem.delta_ptr + rows_at + index, mask=inside, other=0.0)  # [BLOCK_M]
+        lse2 = gl.load(tensors.lse2_ptr + rows_at + index, mask=inside, other=INF)  # [BLOCK_M]
+        delta = gl.load(tensors.delta_ptr + rows_at + index, mask=inside, other=0.0)  # [BLOCK_M]
         where = coordinates(block.sequence, head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
         stage = turn % STAGES_Q
         if turn >= STAGES_Q:
@@ -263,7 +263,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=BackwardNumbers._fields,
+    do_not_specialize=Numbers._fields,
     do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr"],
 )
 def backward_kernel(
@@ -289,11 +289,8 @@ def backward_kernel(
         BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O
     )
     maps = Maps(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, sums)
-    problem = Problem(
-        lse2_ptr,
-        delta_ptr,
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
+    tensors = Tensors(lse2_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
+    numbers = Numbers(
         scale,
         softcap,
         window_left,
@@ -306,7 +303,7 @@ def backward_kernel(
         tiles_q,
         span,
     )
-    block, walk, dq_at = _find_block(problem, OPTIONS, TILE)
+    block, walk, dq_at = _find_block(tensors, numbers, OPTIONS, TILE)
     pipeline = _make_pipeline(maps, TILE)
     BARRIERS: gl.constexpr = EMPTY + STAGES_Q + STAGES_O
     if BLOCK_N == ROWS:
@@ -315,7 +312,9 @@ def backward_kernel(
         p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
         dq_ptr = sums + dq_at * (BLOCK_M * HEAD_DIM)
         dq_pitch = tiles_q.to(gl.int64) * (BLOCK_M * HEAD_DIM)
-        program = Program(maps, pipeline, None, p_s, dq_ptr, problem, block, dq_pitch, walk)
+        program = Program(
+            maps, pipeline, None, p_s, dq_ptr, tensors, numbers, block, dq_pitch, walk
+        )
         gl.warp_specialize(
             [
                 (consume_scores, (program, OPTIONS, TILE)),
@@ -332,7 +331,9 @@ def backward_kernel(
         # in rows of the map
         dq_row = (dq_at * (BLOCK_M * HEAD_DIM // 32)).to(gl.int32)
         dq_pitch = tiles_q * (BLOCK_M * HEAD_DIM // 32)
-        program = Program(maps, pipeline, dq_s, None, dq_row, problem, block, dq_pitch, walk)
+        program = Program(
+            maps, pipeline, dq_s, None, dq_row, tensors, numbers, block, dq_pitch, walk
+        )
         gl.warp_specialize(
             [
                 (consume, (0, program, OPTIONS, TILE)),

@@ -51,20 +51,20 @@ def probabilities(
     faces key 0.
     """
     S: gl.constexpr = s.type.layout
-    problem = program.problem
+    numbers = program.numbers
     if OPTIONS.HAS_SOFTCAP:
-        capped = tanh(s * (problem.scale / problem.softcap))
-        p = gl.exp2(capped * (problem.softcap * LOG2E) - lse2[None, :])
+        capped = tanh(s * (numbers.scale / numbers.softcap))
+        p = gl.exp2(capped * (numbers.softcap * LOG2E) - lse2[None, :])
     else:
-        p = gl.exp2(s * (problem.scale * LOG2E) - lse2[None, :])
+        p = gl.exp2(s * (numbers.scale * LOG2E) - lse2[None, :])
     if MASKED:
         keys = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, S))
         rows = first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
         visible = (keys < program.block.len_k)[:, None]
         if OPTIONS.HAS_RIGHT:
-            visible &= keys[:, None] <= (rows + problem.window_right)[None, :]
+            visible &= keys[:, None] <= (rows + numbers.window_right)[None, :]
         if OPTIONS.HAS_LEFT:
-            visible &= keys[:, None] >= (rows - problem.window_left)[None, :]
+            visible &= keys[:, None] >= (rows - numbers.window_left)[None, :]
         p = gl.where(visible, p, 0.0)
     weight = p
     if OPTIONS.HAS_SOFTCAP:
@@ -208,7 +208,7 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
     # its values no warpgroup shares; its keys the other one may still be multiplying
     write(carried.dv, maps.dv_desc, pipeline.v_s.index(W), where, TILE.HEAD_DIM_V)
     barrier_sync(TURN, 256, 4)
-    dk = carried.dk * program.problem.scale
+    dk = carried.dk * program.numbers.scale
     write(dk, maps.dk_desc, pipeline.k_s.index(W), where, TILE.HEAD_DIM)
     tma.store_wait(0)
 

@@ -1,8 +1,9 @@
 """What the functions of the Hopper backward hand to each other, as structures.
 
 Upper-case fields are constants of the build: such a structure is passed on as ``gl.constexpr``.
-Lower-case fields are values at run time, and hold no constants. The entry takes the fields of
-``Maps``, ``Problem``, ``Options`` and ``Tile`` as its parameters, in this order.
+Lower-case fields are values at run time, and hold no constants. The host passes ``Maps``,
+``Tensors``, ``Numbers``, ``Options`` and ``Tile``, and the entry takes their fields as its
+parameters, in this order.
 """
 
 from __future__ import annotations
@@ -22,13 +23,18 @@ class Maps(NamedTuple):
     sums: Any  # of dq: a map, or above head dim 128 a pointer
 
 
-class Problem(NamedTuple):
-    """The other tensors and the numbers of a call."""
+class Tensors(NamedTuple):
+    """The other tensors of a call."""
 
     lse2_ptr: Any  # base-2 LSE: [batch, heads_q, tokens_q], packed [heads_q, tokens_q]
     delta_ptr: Any  # of the same shape
     cu_seqlens_q_ptr: Any  # None, or [batch + 1]
     cu_seqlens_k_ptr: Any
+
+
+class Numbers(NamedTuple):
+    """The numbers of a call."""
+
     scale: Any
     softcap: Any
     window_left: Any
@@ -131,7 +137,8 @@ class Program(NamedTuple):
     dq_s: Any  # [2, BLOCK_M * HEAD_DIM // 64, 32]: dq on its way out, up to head dim 128
     p_s: Any  # [2, 64, BLOCK_M]: probabilities, above head dim 128
     dq_at: Any  # where the sequence's sums of dq begin: a row of the map, or an address
-    problem: Problem
+    tensors: Tensors
+    numbers: Numbers
     block: Block
     dq_pitch: Any  # from head to head in the sums of dq
     walk: Walk

@@ -237,6 +237,6 @@ def consume_gradients(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     # the other warpgroup may still be multiplying the keys
     barrier_sync(TURN, 256, 4)
     where = key_coordinates(block, block.first_key, OPTIONS)
-    dk = dk * program.problem.scale
+    dk = dk * program.numbers.scale
     write(dk, program.maps.dk_desc, pipeline.k_s.index(0), where, HEAD_DIM)
     tma.store_wait(0)

@@ -1,7 +1,8 @@
 """Parameters of the kernels for Hopper, as their launches pass them, in order.
 
-Each kernel takes its tensors, then its numbers, then its constants. Those of the forward and the
-backward are ``Options`` and ``Tile`` of ``structures.py`` and ``backward_structures.py``.
+Each kernel takes its tensors, then its numbers, then its constants. Those of the forward are
+``Options`` and ``Tile`` of ``structures.py``, and all of the backward's stand in
+``backward_structures.py``.
 """
 
 from __future__ import annotations
@@ -80,38 +81,6 @@ class ValuesConstants(NamedTuple):
     DESCALE_PER_HEAD: bool
     BLOCK_N: int
     BLOCK_D: int
-
-
-class BackwardTensors(NamedTuple):
-    """Maps and tensors of ``backward_kernel``."""
-
-    q_desc: Any
-    k_desc: Any
-    v_desc: Any
-    dout_desc: Any
-    dk_desc: Any
-    dv_desc: Any
-    sums: Any  # of dq: a map, or above head dim 128 a tensor
-    lse2_ptr: Any
-    delta_ptr: Any
-    cu_seqlens_q_ptr: Any
-    cu_seqlens_k_ptr: Any
-
-
-class BackwardNumbers(NamedTuple):
-    """Numbers of ``backward_kernel``."""
-
-    scale: float
-    softcap: float
-    window_left: int
-    window_right: int
-    batch: int
-    heads_k: int
-    tokens_q: int
-    tokens_k: int
-    tiles: int
-    tiles_q: int
-    span: int
 
 
 class RoundingTensors(NamedTuple):

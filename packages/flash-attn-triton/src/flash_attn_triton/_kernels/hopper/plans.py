@@ -30,8 +30,6 @@ from ._linked.tma import MapForm, MapLaunch, TensorMap
 from .backward import backward_kernel
 from .forward import forward_kernel
 from .parameters import (
-    BackwardNumbers,
-    BackwardTensors,
     ForwardNumbers,
     RoundingConstants,
     RoundingNumbers,
@@ -361,7 +359,7 @@ class HopperBackward:
         if strides != dout.stride():
             map_dout = MapForm(dout, tile.block_m, form.block_dv, ragged=form.is_packed)
             self._map_dout = dout.stride(), map_dout
-        tensors = BackwardTensors(
+        maps = backward_structures.Maps(
             self._map_q(q),
             self._map_k(k),
             self._map_v(v),
@@ -369,12 +367,11 @@ class HopperBackward:
             self._map_dk(dk),
             self._map_dv(dv),
             sums if self._map_sums is None else self._map_sums(sums),
-            inputs.lse2_ptr,
-            inputs.delta_ptr,
-            extras.cu_seqlens_q_ptr,
-            extras.cu_seqlens_k_ptr,
         )
-        numbers = BackwardNumbers(
+        tensors = backward_structures.Tensors(
+            inputs.lse2_ptr, inputs.delta_ptr, extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr
+        )
+        numbers = backward_structures.Numbers(
             scalars.scale,
             scalars.softcap,
             scalars.window_left,
@@ -387,7 +384,7 @@ class HopperBackward:
             tiles_q,
             form.span_sums(tokens_q),
         )
-        self._launch(tiles_k * form.heads_k * form.grid_batch, tensors, numbers)
+        self._launch(tiles_k * form.heads_k * form.grid_batch, maps + tensors, numbers)
         self._round(
             sums.shape[0],
             RoundingTensors(sums, dq, extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr),
