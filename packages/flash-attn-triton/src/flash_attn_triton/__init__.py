@@ -10,6 +10,8 @@ from .packed import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .reference import attention_reference, varlen_attention_reference
+from .tree import flash_attn_tree_func, validate_tree
+from .tree_reference import tree_attention_reference
 from .validate import validate_varlen
 
 __version__ = "1.0.0"
@@ -18,11 +20,14 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_tree_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "merge_attn_states",
+    "tree_attention_reference",
     "triton_attention",
+    "validate_tree",
     "validate_varlen",
     "varlen_attention_reference",
 ]

@@ -1,0 +1,279 @@
+"""Calls over trees: operators, wrong arguments, and what is built ahead of time."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from flash_attn_triton import _tree_ops, flash_attn_tree_func, validate_tree
+from flash_attn_triton._linked.host.forms import interpreted
+from torch import Tensor
+from torch.library import opcheck
+
+from ._linked.budget import offsets
+from ._linked.gpus import GPUS, compiling, counting
+from ._trees import Case, Tree, make
+
+
+def arguments_of(case: Case) -> tuple[Any, ...]:
+    i, o = case.inputs, case.options
+    tree = o["cu_seqlens"], o["parents"], i.get("sinks"), o["max_seqlen"]
+    return i["q"], i["k"], i["v"], *tree, 0.25, 0.0
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("features", [(), ("sinks",)], ids=["plain", "sinks"])
+def test_operators_pass_opcheck(features, device):
+    case = make(Tree((5, 2), (-1, 0), 2, 1, 16, 8, padding=1), torch.float32, device, features)
+    arguments = arguments_of(case)
+    tests = ("test_schema", "test_faketensor")
+    opcheck(_tree_ops.forward, arguments, test_utils=tests)
+    out, lse = _tree_ops.forward(*arguments)
+    q, k, v, *rest = arguments
+    arguments = torch.ones_like(out), q, k, v, out, lse, torch.ones_like(lse), *rest, False
+    opcheck(_tree_ops.backward, arguments, test_utils=tests)
+
+
+@pytest.mark.eager
+def test_fakes_say_what_comes(device):
+    case = make(Tree((5, 2), (-1, 0), 2, 1, 24, 8), torch.float16, device)
+    real = flash_attn_tree_func(**case.inputs, **case.options, return_lse=True)
+    on_meta = {
+        name: x.to("meta") if isinstance(x, Tensor) else x
+        for name, x in {**case.inputs, **case.options}.items()
+    }
+    for got, want in zip(flash_attn_tree_func(**on_meta, return_lse=True), real, strict=True):
+        assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+
+
+@pytest.mark.skipif(interpreted(), reason="tracing sees the operators alone")
+@pytest.mark.eager
+def test_compiles_once_for_all_trees(device):
+    torch.compiler.reset()
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, parents: Tensor, n: int) -> Any:
+        out, lse = flash_attn_tree_func(q, k, v, cu_seqlens, parents, n, return_lse=True)
+        return out.sin().sum() + lse.sin().sum()
+
+    fast = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    trees = [((5, 6, 2), (-1, 0, 0)), ((9, 3, 4, 10), (-1, 0, -1, 2)), ((20, 7), (-1, 0))]
+    for lengths, parents in trees:
+        case = make(Tree(lengths, parents, 6, 2), torch.float32, device)
+        leaves = [[x.clone().requires_grad_() for x in case.inputs.values()] for _ in range(2)]
+        rest = case.options.values()
+        with torch._dynamo.config.patch(error_on_recompile=lengths != (5, 6, 2)):
+            losses = fast(*leaves[0], *rest), loss(*leaves[1], *rest)
+        torch.testing.assert_close(*losses)
+        grads = (torch.autograd.grad(x, y) for x, y in zip(losses, leaves, strict=True))
+        for got, want in zip(*grads, strict=True):
+            torch.testing.assert_close(got, want)
+    torch.compiler.reset()
+
+
+@pytest.mark.eager
+def test_a_list_and_one_tensor_as_all_three_compile(device):
+    torch.compiler.reset()
+    cu_seqlens = offsets((3, 2), device)
+
+    def loss(x: Tensor) -> Tensor:
+        return flash_attn_tree_func(x, x, x, cu_seqlens, [-1, 0], 3).sin().sum()
+
+    fast = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = make(Tree((3, 2), (-1, 0), 1, 1), torch.float32, device).inputs["k"].requires_grad_()
+    got, want = (torch.autograd.grad(f(x), x) for f in (fast, loss))
+    torch.testing.assert_close(got, want)
+    torch.compiler.reset()
+
+
+@pytest.mark.eager
+def test_gradients_come_only_where_they_are_asked_for(device):
+    case = make(Tree((3, 2), (-1, 0), 1, 1), torch.float32, device, ("sinks",))
+    for wanted in case.inputs:
+        leaves = {n: x.clone().requires_grad_(n == wanted) for n, x in case.inputs.items()}
+        flash_attn_tree_func(**leaves, **case.options).sum().backward()
+        assert [name for name, x in leaves.items() if x.grad is not None] == [wanted]
+
+
+@pytest.mark.eager
+def test_a_second_derivative_is_refused(device):
+    case = make(Tree((3, 2), (-1, 0), 1, 1), torch.float32, device)
+    leaves = [x.requires_grad_() for x in case.inputs.values()]
+    out = flash_attn_tree_func(*leaves, **case.options)
+    (grad,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        grad.sum().backward()
+
+
+@pytest.mark.eager
+def test_the_gradient_of_a_function_is_that_of_a_tape(device):
+    case = make(Tree((3, 2), (-1, 0), 1, 1), torch.float32, device)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_tree_func(q, k, v, **case.options).sin().sum()
+
+    leaves = [x.clone().requires_grad_() for x in case.inputs.values()]
+    want = torch.autograd.grad(loss(*leaves), leaves)
+    got = torch.func.grad(loss, argnums=(0, 1, 2))(*case.inputs.values())
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+        torch.func.jvp(loss, tuple(case.inputs.values()), tuple(case.inputs.values()))
+
+
+# ---- wrong arguments
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.zeros(shape).to(dtype)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def call(**changes: Any) -> Any:
+    given = {"q": zeros(9, 4, 8), "k": zeros(9, 2, 8), "v": zeros(9, 2, 6)}
+    given |= {"cu_seqlens": ints(0, 5, 7, 9), "parents": [-1, 0, 0], "max_seqlen": 5}
+    return flash_attn_tree_func(**{**given, **changes})
+
+
+WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (TypeError, "q must be a torch.Tensor, got int", {"q": 1}),
+    (TypeError, "k must have the dtype of q, torch.float16", {"k": zeros(9, 2, 8).float()}),
+    (NotImplementedError, "q must be torch.float16, torch.bfloat16 or torch.float32: trees",
+     {"q": zeros(9, 4, 8, dtype=torch.float8_e4m3fn)}),
+    (TypeError, "q must be torch.float16", {"q": zeros(9, 4, 8, dtype=torch.float64)}),
+    (ValueError, "q must be [tokens_q, heads_q, head_dim], got [1, 9, 4, 8]",
+     {"q": zeros(1, 9, 4, 8)}),
+    (ValueError, "head_dim of q must be from 1 to 256, got 257",
+     {"q": zeros(9, 4, 257), "k": zeros(9, 2, 257)}),
+    (ValueError, "heads_q must be a positive multiple of heads_k", {"q": zeros(9, 3, 8)}),
+    (ValueError, "k must have as many tokens as q, 9, got 8",
+     {"k": zeros(8, 2, 8), "v": zeros(8, 2, 6)}),
+    (ValueError, "v must have the shape of k but for head_dim", {"v": zeros(8, 2, 6)}),
+    (TypeError, "cu_seqlens must be torch.int32, got torch.int64",
+     {"cu_seqlens": ints(0, 5, 7, 9).long()}),
+    (ValueError, "cu_seqlens must have one dimension, got [1, 4]",
+     {"cu_seqlens": ints(0, 5, 7, 9)[None]}),
+    (ValueError, "cu_seqlens must be [segments + 1], got [0]", {"cu_seqlens": ints()}),
+    (ValueError, "cu_seqlens must be on the device of q, cpu, got meta",
+     {"cu_seqlens": ints(0, 5, 7, 9).to("meta")}),
+    (ValueError, "cu_seqlens[3] must be from 0 to the number of tokens, 9, got 10",
+     {"cu_seqlens": ints(0, 5, 7, 10)}),
+    (ValueError, "cu_seqlens[2] must be at least cu_seqlens[1], 5, got 4",
+     {"cu_seqlens": ints(0, 5, 4, 9)}),
+    (ValueError, "cu_seqlens[1] must be at most max_seqlen, 4, beyond cu_seqlens[0], 0, got 5",
+     {"max_seqlen": 4}),
+    (TypeError, "max_seqlen must be an int, got float", {"max_seqlen": 5.0}),
+    (ValueError, "max_seqlen must be at least 0, got -1", {"max_seqlen": -1}),
+    (TypeError, "parents must be a list of ints or a torch.int32 tensor, got int", {"parents": 0}),
+    (TypeError, "parents must be torch.int32, got torch.int64", {"parents": ints(-1, 0, 0).long()}),
+    (ValueError, "parents must have one dimension, got []", {"parents": torch.tensor(0).int()}),
+    (ValueError, "parents must be on the device of q, cpu, got meta",
+     {"parents": ints(-1, 0, 0).to("meta")}),
+    (ValueError, "parents must have one entry per segment of cu_seqlens, 3, got 2",
+     {"parents": [-1, 0]}),
+    (TypeError, "parents[1] must be an int, got float", {"parents": [-1, 0.0, 0]}),
+    (TypeError, "parents[2] must be an int, got bool", {"parents": [-1, 0, True]}),
+    (ValueError, "parents[0] must be -1, as no segment is ahead of it, got 0",
+     {"parents": [0, 0, 0]}),
+    (ValueError, "parents[2] must be -1 or a segment ahead of it, from 0 to 1, got 2",
+     {"parents": [-1, 0, 2]}),
+    (ValueError, "parents[1] must be -1 or a segment ahead of it, from 0 to 0, got -2",
+     {"parents": ints(-1, -2, 0)}),
+    (TypeError, "sinks must be torch.float16, torch.bfloat16 or torch.float32, got torch.int32",
+     {"sinks": ints(1, 2, 3, 4)}),
+    (ValueError, "sinks must be [heads_q], [4], got [2]", {"sinks": zeros(2)}),
+    (TypeError, "softmax_scale must be a float, got str", {"softmax_scale": "1"}),
+    (ValueError, "softmax_scale must be finite, got inf", {"softmax_scale": math.inf}),
+    (ValueError, "softcap must be finite and at least 0.0, got -1.0", {"softcap": -1.0}),
+    (TypeError, "deterministic must be a bool, got int", {"deterministic": 1}),
+    (TypeError, "return_lse must be a bool, got int", {"return_lse": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(("error", "message", "changes"), WRONG, ids=lambda _: None)
+def test_wrong_arguments(error, message, changes):
+    with pytest.raises(error) as caught:
+        call(**changes)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.eager
+def test_validate_tree_reads_the_values(device):
+    q = torch.zeros(9, 4, 8, device=device)
+    good = ints(0, 5, 7, 9).to(device), ints(-1, 0, 0).to(device), 5
+    validate_tree(q, *good)
+    with pytest.raises(ValueError, match=r"parents\[1\] must be -1 or a segment ahead"):
+        validate_tree(q, good[0], ints(-1, 1, 0).to(device), 5)
+    with pytest.raises(ValueError, match=r"cu_seqlens\[1\] must be at most max_seqlen, 4"):
+        validate_tree(q, *good[:2], 4)
+
+
+# ---- builds
+
+
+def launch(head_dim: int, dtype: torch.dtype, tokens: int = 1024, segments: int = 5) -> None:
+    """Run both launchers on meta tensors."""
+    from flash_attn_triton._kernels.tree_plans import launch_tree_backward, launch_tree_forward
+
+    q = torch.empty(tokens, 8, head_dim, dtype=dtype, device="meta")
+    k = torch.empty(tokens, 2, head_dim, dtype=dtype, device="meta")
+    tree = (torch.empty(n, dtype=torch.int32, device="meta") for n in (segments + 1, segments))
+    rest = *tree, None, tokens, head_dim**-0.5, 0.0
+    out, lse = launch_tree_forward(q, k, k, *rest)
+    launch_tree_backward(out, q, k, k, out, lse, lse, *rest, False)
+
+
+# bytes that may be spilled around the walks over a segment, which have no spill themselves
+SPILLS = {"_tree_forward_kernel": 64, "_tree_dkdv_kernel": 128}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("gpu", "head_dim"), [("nvidia:sm_90", 64), ("nvidia:sm_90", 128), ("amd:gfx942", 128)]
+)
+def test_compiles_fits_and_does_not_spill(gpu, head_dim, tmp_path):
+    with compiling(gpu, tmp_path) as builds:
+        launch(head_dim, torch.bfloat16)
+    assert len(builds) == 5
+    for build in builds:
+        assert build.shared <= GPUS[gpu].shared_limit, build
+        assert not build.unset, build
+        assert build.spilled <= SPILLS.get(build.kernel, 0), build
+
+
+@pytest.mark.aot
+def test_new_trees_do_not_recompile():
+    with counting("nvidia:sm_90") as variants:
+        for tokens, segments in ((16, 1), (1, 1), (1000, 16), (4096, 17), (777, 300)):
+            launch(64, torch.bfloat16, tokens, segments)
+    assert len(variants) == 5
+    assert all(len(keys) == 1 for keys in variants.values()), variants
+
+
+@pytest.mark.eager
+def test_kernels_take_what_is_passed():
+    pytest.importorskip("triton")
+    from flash_attn_triton._kernels import structures as s
+    from flash_attn_triton._kernels import tree_plans
+    from flash_attn_triton._kernels import tree_structures as t
+
+    gradient = (t.TreeNumbers, t.TreeGradientStrides, s.Options, s.Tile)
+    parts = {
+        "_tree_forward_kernel": (t.TreeForwardTensors, t.TreeNumbers, s.ForwardOptions, s.Tile),
+        "_tree_dq_kernel": (s.Inputs, "dq_ptr", t.Tree, *gradient),
+        "_tree_dkdv_kernel": (
+            s.Inputs, "dk_ptr", "dv_ptr", t.Tree, "links_ptr", *gradient, "SETTLE",
+        ),
+        "_link_kernel": (t.LinkTensors, "segments", "BLOCK"),
+    }  # fmt: skip
+    kernels = {n: x for n, x in vars(tree_plans).items() if n.endswith("_kernel")}
+    assert kernels.keys() == parts.keys()
+    for name, expected in parts.items():
+        fields = [n for p in expected for n in ([p] if isinstance(p, str) else p._fields)]
+        assert list(inspect.signature(kernels[name].fn).parameters) == fields, name
