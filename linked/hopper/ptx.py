@@ -31,6 +31,28 @@ def hide_unless(s, low, high):
 
 
 @gluon.jit
+def drop_below(p, draw, threshold):
+    """Return ``p`` where ``draw >= threshold``, as unsigned numbers, and 0 elsewhere.
+
+    Each comparison is followed by its select, as in ``hide_unless``.
+    """
+    return gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred kept;
+            setp.ge.u32 kept, $2, $3;
+            selp.f32 $0, $1, 0f00000000, kept;
+        }
+        """,
+        "=f,f,r,r",
+        [p, draw, threshold],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def in_pairs(p):
     """Return probabilities packed two to a register; loops carry them one by one otherwise."""
     return gl.inline_asm_elementwise(

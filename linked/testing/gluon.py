@@ -163,6 +163,9 @@ def _arithmetic(text: str, *values: Tensor) -> Register:
     if "setp.le.s32" in text:
         s, low, high = values
         return register(torch.where(low <= high, s, -torch.inf))
+    if "setp.ge.u32" in text:
+        p, draw, threshold = values
+        return register(torch.where(draw.long() % 2**32 >= threshold.long() % 2**32, p, 0.0))
     if "vote.sync.any" in text:
         return register(values[0] * values[1])
     raise NotImplementedError(text)

@@ -70,6 +70,10 @@ CASES = [
     ("pipeline", Shape(1, 300, 70, 1, 1, 80, 48), ("window_left", "softcap")),
     ("long", Shape(1, 500, 200, 2, 1, 64), ("causal", "softcap")),
     ("share", Shape(1, 300, 140, 2, 1, 64), ("sinks",)),
+    ("plain", Shape(2, 200, 150, 2, 1, 64), ("dropout",)),
+    ("stages", Shape(1, 70, 200, 2, 1, 128), ("causal", "dropout", "sinks")),
+    ("pipeline", Shape(1, 300, 100, 4, 2, 64), ("window", "softcap", "dropout")),
+    ("share", Shape(2, 5, 140, 4, 1, 64), ("alibi", "dropout")),  # one head a tile
 ]
 
 
@@ -142,7 +146,11 @@ def test_tile_that_serves_long_calls(forward):
 
 
 @tiles
-@pytest.mark.parametrize("features", [("causal", "sinks"), ("window", "alibi")], ids="-".join)
+@pytest.mark.parametrize(
+    "features",
+    [("causal", "sinks"), ("window", "alibi"), ("window_left", "dropout")],
+    ids="-".join,
+)
 def test_forward_of_packed_tensors(tile, features, forward, reverse):
     """Lengths end inside tiles; one sequence has no query, another more of them than keys."""
     forward(TILES[tile], reverse)
@@ -156,6 +164,31 @@ MANY = Packed((3, 2, 0) * 44 + (90, 1), (4, 2, 3) * 44 + (60, 0), 1, 1, 48, padd
 def test_forward_of_many_sequences(forward):
     forward(TILES["stages"])
     check(make_packed(MANY, torch.float16, "cpu", ("causal",)), grad=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "wrong"),
+    [
+        ("_survey", "block.sequence * problem.heads_q", "block.sequence"),
+        ("_finish", "weight *= problem.keep_scale", "pass"),
+        ("drop_some", "walk.block.len_k - walk.block.len_q", "0"),
+        ("next_tile", "and problem.rng_state_ptr is None", "and True"),
+        ("dropout_key", "gl.load(rng_state_ptr + 1)", "gl.load(rng_state_ptr)"),
+        ("dropout_key", "seed >> 32", "seed"),
+        ("drop", "c1 << 16", "c1"),
+        ("drop", "upper_right, c0, ", "upper_right, c1, "),
+        ("drop", "_place(rows)", "rows"),
+        ("_fold", "e = drop_some(e, cols, walk, problem)", "pass"),
+        ("_cross", "e = drop_some(e, cols, walk, problem)", "pass"),
+        ("begin", "e = drop_some(e, cols, walk, problem)", "pass"),
+    ],
+)
+def test_dropout_with_a_mistake(function, right, wrong, forward):
+    def serve(reverse):
+        forward(TILES["pipeline"], reverse).plant(function, right, wrong)
+
+    features = ("window_left", "dropout")
+    assert caught(serve, make_packed(PACKED, torch.float16, "cpu", features))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,14 @@ import sys
 import pytest
 import torch
 from flash_attn_triton import attention_reference, varlen_attention_reference
-from flash_attn_triton.philox import dropout_keep_mask, dropout_threshold, philox_4x32
+from flash_attn_triton.philox import (
+    dropout_draws,
+    dropout_keep_mask,
+    dropout_threshold,
+    keep_scale,
+    philox_2x32,
+    philox_4x32,
+)
 from flash_attn_triton.reference import visible_keys
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,10 +26,15 @@ SHAPE = Shape(2, 4, 6, 4, 2, 5, 3)
 SEED = torch.tensor([0x123456789ABCDEF, 77])
 
 
-def philox_of_ints(counter: list[int], key: list[int]) -> list[int]:
-    """Philox 4x32-10 as the paper writes it, on Python's integers."""
+def philox_of_ints(counter: list[int], key: list[int], rounds: int = 7) -> list[int]:
+    """Philox 4x32 and 2x32 as the paper writes them, on Python's integers."""
     x, k = list(counter), list(key)
-    for _ in range(10):
+    for _ in range(rounds):
+        if len(x) == 2:
+            product = 0xD256D193 * x[0]
+            x = [(product >> 32) ^ k[0] ^ x[1], product & 0xFFFFFFFF]
+            k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF]
+            continue
         product0, product1 = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
         x = [
             (product1 >> 32) ^ x[1] ^ k[0],
@@ -32,6 +44,14 @@ def philox_of_ints(counter: list[int], key: list[int]) -> list[int]:
         ]
         k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
     return x
+
+
+def draw_of_ints(b: int, h: int, i: int, j: int, heads: int, seed: int, offset: int) -> int:
+    """What an element draws, as docs/numerics.md says it."""
+    keys = philox_of_ints([b * heads + h, offset, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])
+    row, column = (16 * (x // 16) // 2 + x % 8 for x in (i, j))
+    word = philox_of_ints([row ^ keys[1], column ^ keys[2]], [keys[0]])[i // 8 % 2]
+    return word >> 16 * (j // 8 % 2) & 0xFFFF
 
 
 def attention_of_floats(case: Case, rng_state: Tensor = SEED) -> tuple[Tensor, Tensor]:
@@ -72,9 +92,9 @@ def attention_of_floats(case: Case, rng_state: Tensor = SEED) -> tuple[Tensor, T
                 for j, s in scores.items():
                     p = math.exp(s) / total
                     if p_drop:
-                        key = [seed & 0xFFFFFFFF, seed >> 32]
-                        word = philox_of_ints([j, i, b * heads + h, offset], key)[0]
-                        p = p / (1 - p_drop) if word >= p_drop * 2**32 else 0.0
+                        draw = draw_of_ints(b, h, i, j, heads, seed, offset)
+                        dropped = round(p_drop * 2**16)
+                        p = p * 2**16 / (2**16 - dropped) if draw >= dropped else 0.0
                     out[b, i, h] += p * v[b, j, h // group]
     return out, lse
 
@@ -101,15 +121,76 @@ def double(case: Case) -> Case:
     ids=["zeros", "ones", "pi"],
 )
 def test_philox_gives_the_known_answers(counter, key, expected):
-    got = philox_4x32(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)))
+    got = philox_4x32(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key)), 10)
     assert tuple(word.item() for word in got) == expected
-    assert tuple(philox_of_ints(list(counter), list(key))) == expected
+    assert tuple(philox_of_ints(list(counter), list(key), 10)) == expected
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "rounds", "expected"),
+    [
+        ((0, 0), 0, 7, (0x257A3673, 0xCD26BE2A)),
+        ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, 7, (0xAB302C4D, 0x3DC9D239)),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, 7, (0xBEDBBE6B, 0xE4C770B3)),
+        ((0x243F6A88, 0x85A308D3), 0x13198A2E, 10, (0xDD7CE038, 0xF62A4C12)),
+    ],
+    ids=["zeros", "ones", "pi", "pi, ten rounds"],
+)
+def test_short_philox_gives_the_known_answers(counter, key, rounds, expected):
+    first, second = map(torch.tensor, counter)
+    got = philox_2x32((first, second), torch.tensor(key), rounds)
+    assert tuple(word.item() for word in got) == expected
+    assert tuple(philox_of_ints(list(counter), [key], rounds)) == expected
 
 
 def test_dropout_threshold_fits_a_word():
     assert dropout_threshold(0.0) == 0
-    assert dropout_threshold(0.5) == 2**31
-    assert dropout_threshold(1 - 2**-53) == 2**32 - 1
+    assert dropout_threshold(0.5) == 2**15
+    assert dropout_threshold(1 - 2**-53) == 2**16 - 1
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 1 - 2**-53])
+def test_dropout_keeps_the_mean(p):
+    kept = sum(draw >= dropout_threshold(p) for draw in range(2**16))
+    assert keep_scale(p) * kept == pytest.approx(2**16)
+
+
+@pytest.fixture(scope="module")
+def draws():
+    """``[batch, heads, rows, columns]``, a million of them."""
+    return dropout_draws(SEED, 2, 2, 512, 512)
+
+
+def test_dropout_draws_are_uniform(draws):
+    for part in (draws >> 8, draws & 0xFF):
+        # each of the four elements of a group, rows and columns eight apart
+        for i, j in ((0, 0), (0, 8), (8, 0), (8, 8)):
+            one = part.unflatten(3, (32, 16)).unflatten(2, (32, 16))
+            one = one[:, :, :, i : i + 8, :, j : j + 8]
+            counts = torch.bincount(one.flatten(), minlength=256).double()
+            mean = one.numel() / 256
+            chi2 = ((counts - mean) ** 2 / mean).sum().item()
+            # 255 degrees of freedom; five deviations
+            assert abs(chi2 - 255) < 5 * math.sqrt(2 * 255), (i, j)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, 3], ids=["batch", "heads", "rows", "columns"])
+def test_dropout_draws_are_independent_along(dim, draws):
+    values = (draws.double() + 0.5) / 2**16 - 0.5
+    size = values.shape[dim]
+    for step in [step for step in (1, 2, 8, 16, 24, 256) if step < size]:
+        product = values.narrow(dim, step, size - step) * values.narrow(dim, 0, size - step)
+        # the variance of a uniform number is 1 / 12
+        assert abs(product.mean()) < 5 / 12 / math.sqrt(product.numel()), step
+
+
+@pytest.mark.parametrize("step", [[1, 0], [2**40, 0], [0, 1]], ids=["seed", "high", "offset"])
+def test_dropout_draws_of_other_calls_are_independent(step, draws):
+    others = dropout_draws(SEED + torch.tensor(step), 2, 2, 512, 512)
+    product = ((draws.double() + 0.5) / 2**16 - 0.5) * ((others.double() + 0.5) / 2**16 - 0.5)
+    assert abs(product.mean()) < 5 / 12 / math.sqrt(product.numel())
+    # shifted streams would meet elsewhere, too
+    assert (draws == others).double().mean() < 3 / 2**16
 
 
 def test_dropout_mask_knows_seed_offset_and_sequence():
@@ -301,7 +382,7 @@ def test_probabilities_are_marked_where_dropped():
     torch.testing.assert_close(lse, plain)
     torch.testing.assert_close(marked.abs().sum(-1), torch.ones_like(lse))
     v = case.inputs["v"].repeat_interleave(2, dim=2)
-    kept = marked.clamp(min=0.0) / (1 - p_drop)
+    kept = marked.clamp(min=0.0) * keep_scale(p_drop)
     torch.testing.assert_close(torch.einsum("bhij,bjhe->bihe", kept, v), out)
     hidden = torch.ones(5, 7, dtype=torch.bool).triu(3)
     assert not marked[..., hidden].any()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from attn_common import detect, fp8_dtype
 from flash_attn_triton import flash_attn_func
+from flash_attn_triton.philox import keep_scale
 
 from ._linked.budget import DTYPES, Maker, assert_same
 from ._numerics import FEATURES, MEDIUM, Case, Packed, Shape, check, make_case, make_packed, run
@@ -195,7 +196,7 @@ def keep_mask(p, seed, device, shape=(2, 20, 32, 2)):
     k = torch.zeros(batch, seqlen_k, heads, 16, device=device)
     v = torch.eye(seqlen_k, device=device)[None, :, None].expand(batch, -1, heads, -1)
     torch.manual_seed(seed)
-    out = flash_attn_func(q, k, v, p) * (seqlen_k * (1 - p))
+    out = flash_attn_func(q, k, v, p) * (seqlen_k / keep_scale(p))
     torch.testing.assert_close(out, out.round(), rtol=0, atol=1e-5)  # all or nothing
     return out.round().bool().transpose(1, 2)  # [batch, heads, seqlen_q, seqlen_k]
 

@@ -230,6 +230,7 @@ def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> 
     """
     return (
         not deterministic
+        and options.dropout_p == 0.0
         and _takes_hopper(x, options)
         and min(x.q.shape[-1], x.v.shape[-1]) > 32
         and x.alibi_slopes is None
@@ -249,7 +250,6 @@ def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] 
         and x.k.numel() > 0
         and x.v.numel() > 0
         and x.bias is None
-        and options.dropout_p == 0.0
         and has_gluon()
     )
 

@@ -7,12 +7,13 @@ the two against each other.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._call import Grads
-from .philox import dropout_keep_mask
+from ._call import Grads, Options, Tensors
+from .philox import dropout_keep_mask, keep_scale
 from .reference import (
     attention_scores,
     bias_of,
@@ -138,6 +139,34 @@ def attention_backward(
     return dq, dk, dv, dbias, dsinks
 
 
+class EagerPlan(NamedTuple):
+    """How calls of one form run on the CPU, without the operators."""
+
+    options: Options
+    out_dtype: torch.dtype
+
+    def forward(self, x: Tensors) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)``."""
+        return attention_forward(*x, *self.options, self.out_dtype)
+
+    def backward(
+        self,
+        x: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_dbias: bool,
+    ) -> Grads:
+        """Return the gradients; that of the bias comes even if nobody needs it."""
+        others = *x[3:9], x.rng_state
+        return attention_backward(dout, x.q, x.k, x.v, lse, dlse, *others, *self.options)
+
+    def fits(self, x: Tensors) -> bool:
+        """Say yes: strides are free here."""
+        return True
+
+
 def _even(x: Tensor) -> Tensor:
     """Return where sequences of one length begin."""
     return torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
@@ -185,7 +214,7 @@ def _sequence_backward(
         keep = dropout_keep_mask(
             rng_state, dropout_p, batch, heads_q, seqlen_q, seqlen_k, first_sequence
         )
-        kept = keep / (1.0 - dropout_p)
+        kept = keep * keep_scale(dropout_p)
 
     dv = torch.einsum("bhij,bihe->bjhe", p * kept, dout)
     dp = torch.einsum("bihe,bjhe->bhij", dout, wide_v) * kept

@@ -1,42 +1,113 @@
 """The counter-based random numbers behind dropout, in plain PyTorch.
 
-Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) maps a counter
-and a key to four 32-bit words. Nothing is stored between draws, so that any program, in any order
-and with any tile size, sees the same word for the same element.
+Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) maps a counter and a key
+to words of 32 bits. Nothing is stored between draws, so that any program, in any order and with any
+tile size, sees the same bits for the same element. Seven rounds are the fewest that pass BigCrush.
 """
 
 import torch
 from torch import Tensor
 
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_MULTIPLIERS_4 = (0xD2511F53, 0xCD9E8D57)
+_MULTIPLIER_2 = 0xD256D193
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+_ROUNDS = 7
 _WORD = 0xFFFFFFFF
+# an element takes half a word
+_DRAWS = 2**16
 
 
-def philox_4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the four output words of Philox 4x32-10.
+def philox_4x32(
+    counter: tuple[Tensor, ...], key: tuple[Tensor, ...], rounds: int = _ROUNDS
+) -> tuple[Tensor, ...]:
+    """Return the four output words of Philox 4x32.
 
     Args:
         counter: four int64 tensors that broadcast together, each value in ``[0, 2**32)``.
         key: two int64 tensors, likewise.
+        rounds: number of rounds. Default: 7.
 
     Returns:
         Four int64 tensors of the broadcast shape, each value in ``[0, 2**32)``.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
-        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+    for _ in range(rounds):
+        high0, low0 = _multiply(_MULTIPLIERS_4[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS_4[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3
 
 
+def philox_2x32(
+    counter: tuple[Tensor, Tensor], key: Tensor, rounds: int = _ROUNDS
+) -> tuple[Tensor, Tensor]:
+    """Return the two output words of Philox 2x32; arguments as for :func:`philox_4x32`."""
+    c0, c1 = counter
+    for _ in range(rounds):
+        high, low = _multiply(_MULTIPLIER_2, c0)
+        c0, c1 = high ^ key ^ c1, low
+        key = (key + _KEY_STEPS[0]) & _WORD
+    return c0, c1
+
+
 def dropout_threshold(dropout_p: float) -> int:
-    """Return the 32-bit word from which on an element is kept."""
-    return min(round(dropout_p * 2**32), 2**32 - 1)
+    """Return the draw, of 16 bits, from which on an element is kept."""
+    return min(round(dropout_p * _DRAWS), _DRAWS - 1)
+
+
+def keep_scale(dropout_p: float) -> float:
+    """Return the inverse of the share of draws that keep an element: ``1 / (1 - dropout_p)``.
+
+    The probability is the nearest multiple of ``2**-16``, so that the mean does not change.
+    """
+    return _DRAWS / (_DRAWS - dropout_threshold(dropout_p))
+
+
+def dropout_draws(
+    rng_state: Tensor,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    first_sequence: int = 0,
+) -> Tensor:
+    """Return what each element of the attention matrix draws.
+
+    Sequence b and query head h have a key of their own: three words of Philox 4x32 of the counter
+    ``(b * heads + h, offset, 0, 0)`` under the key ``seed``. Elements draw in fours, two rows eight
+    apart and two columns eight apart, as tensor cores lay them out in a thread's registers: row i
+    and column j have the counter ``(i // 16 * 8 + i % 8, j // 16 * 8 + j % 8)``, each xor a word of
+    the head's key, under its other word in Philox 2x32. Bit 3 of i selects the output word, bit 3
+    of j its half, the low one first.
+
+    Args:
+        rng_state: ``(seed, offset)``, int64 ``[2]``. The seed is the 64-bit key, its low word
+            first; of the offset the low 32 bits count.
+        batch: number of sequences.
+        heads: number of query heads.
+        seqlen_q: rows.
+        seqlen_k: columns.
+        first_sequence: the index b of the first sequence. Default: 0.
+
+    Returns:
+        int64 ``[batch, heads, seqlen_q, seqlen_k]`` on the device of ``rng_state``, each value in
+        ``[0, 2**16)``.
+    """
+    device = rng_state.device
+    seed, offset = rng_state.unbind()
+    plane = first_sequence * heads + torch.arange(batch * heads, device=device)
+    plane = plane.view(batch, heads, 1, 1)
+    zero = torch.zeros_like(plane)
+    key, row_word, column_word, _ = philox_4x32(
+        (plane, offset & _WORD, zero, zero), (seed & _WORD, (seed >> 32) & _WORD)
+    )
+    column = torch.arange(seqlen_k, device=device)
+    row = torch.arange(seqlen_q, device=device)[:, None]
+    words = philox_2x32((_place(row) ^ row_word, _place(column) ^ column_word), key)
+    word = torch.where(row & 8 == 0, *words)
+    return torch.where(column & 8 == 0, word & 0xFFFF, word >> 16)
 
 
 def dropout_keep_mask(
@@ -48,34 +119,18 @@ def dropout_keep_mask(
     seqlen_k: int,
     first_sequence: int = 0,
 ) -> Tensor:
-    """Return which elements of the attention matrix dropout keeps.
+    """Return which elements dropout keeps: those whose draw reaches the threshold.
 
-    Element (sequence b, query head h, row i, column j) has the counter
-    ``(j, i, b * heads + h, offset)`` under the key ``seed``, and is kept iff its first output word
-    is at least ``dropout_p * 2**32``.
-
-    Args:
-        rng_state: ``(seed, offset)``, int64 ``[2]``. The seed is the 64-bit key, its low word
-            first; of the offset the low 32 bits count.
-        dropout_p: probability of dropping an element, in ``[0, 1)``.
-        batch: number of sequences.
-        heads: number of query heads.
-        seqlen_q: rows.
-        seqlen_k: columns.
-        first_sequence: the index b of the first sequence. Default: 0.
-
-    Returns:
-        bool ``[batch, heads, seqlen_q, seqlen_k]`` on the device of ``rng_state``.
+    ``dropout_p`` is in ``[0, 1)``; :func:`dropout_draws` explains the other arguments. The result
+    is bool ``[batch, heads, seqlen_q, seqlen_k]`` on the device of ``rng_state``.
     """
-    device = rng_state.device
-    seed, offset = rng_state.unbind()
-    column = torch.arange(seqlen_k, device=device)
-    row = torch.arange(seqlen_q, device=device)[:, None]
-    plane = first_sequence * heads + torch.arange(batch * heads, device=device)
-    plane = plane.view(batch, heads, 1, 1)
-    counter = (column, row, plane, offset & _WORD)
-    word, _, _, _ = philox_4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
-    return word >= dropout_threshold(dropout_p)
+    draws = dropout_draws(rng_state, batch, heads, seqlen_q, seqlen_k, first_sequence)
+    return draws >= dropout_threshold(dropout_p)
+
+
+def _place(index: Tensor) -> Tensor:
+    """Return which group a row or a column belongs to."""
+    return index >> 4 << 3 | index & 7
 
 
 def _multiply(constant: int, word: Tensor) -> tuple[Tensor, Tensor]:

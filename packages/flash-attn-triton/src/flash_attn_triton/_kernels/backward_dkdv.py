@@ -13,6 +13,7 @@ import triton.language as tl
 from ._linked.primitives import INF, count_steps, dot, dot_add, settle, step_start
 from .primitives import (
     count_keys,
+    dropout_key,
     load_row,
     load_tile,
     load_tile_transposed,
@@ -96,6 +97,7 @@ def _dkdv_walk(
         slope = None
         if queries.alibi_slopes_ptr is not None:
             slope = tl.load(queries.alibi_slopes_ptr + head)
+        key = dropout_key(scores.rng_state_ptr, queries.batch_id * queries.heads_q + head)
         p, ds = score_gradient(
             products,
             dp,
@@ -104,7 +106,7 @@ def _dkdv_walk(
             rows[None, :],
             keys[:, None],
             scores,
-            Head(slope, bias_base, queries.batch_id * queries.heads_q + head),
+            Head(slope, bias_base, key),
             MASKED,
             OPTIONS,
         )  # [BLOCK_N, BLOCK_M]

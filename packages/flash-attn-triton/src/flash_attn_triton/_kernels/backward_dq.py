@@ -8,6 +8,7 @@ import triton.language as tl
 from ._linked.primitives import count_steps, dot, dot_add, step_start
 from .primitives import (
     count_keys,
+    dropout_key,
     key_range,
     load_keys_transposed,
     load_queries,
@@ -154,7 +155,7 @@ def _dq_kernel(
     first_row = pid_m * BLOCK_M
     last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
     walk = key_range(first_row, last_row, scores, OPTIONS, BLOCK_N)
-    own = Head(slope, bias_base, batch_id * heads_q + head)
+    own = Head(slope, bias_base, dropout_key(rng_state_ptr, batch_id * heads_q + head))
     source = Keys(k_base, v_base, stride_ks, stride_vs)
     for masked in tl.static_range(2):
         dq = _dq_walk(dq, queries, rows, source, walk, scores, own, masked == 1, OPTIONS, TILE)

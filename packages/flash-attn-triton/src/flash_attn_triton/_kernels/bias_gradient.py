@@ -13,6 +13,7 @@ import triton.language as tl
 from ._linked.primitives import dot
 from .primitives import (
     count_keys,
+    dropout_key,
     key_range,
     load_keys_transposed,
     load_queries,
@@ -160,6 +161,7 @@ def _bias_gradient_kernel(
             slope = None
             if alibi_slopes_ptr is not None:
                 slope = tl.load(alibi_slopes_ptr + sequence_64 * stride_alibi_b + head)
+            own = Head(slope, bias_base, dropout_key(rng_state_ptr, sequence * heads_q + head))
             source = Keys(k_base, v_base, stride_ks, stride_vs)
             for step_m in range(0, tl.where(one_row != 0, tl.cdiv(seqlen_q, BLOCK_M), 1)):
                 first_row = (tile_m + step_m) * BLOCK_M
@@ -189,7 +191,7 @@ def _bias_gradient_kernel(
                             source,
                             walk,
                             scores,
-                            Head(slope, bias_base, sequence * heads_q + head),
+                            own,
                             OPTIONS,
                             TILE,
                         )

@@ -12,6 +12,7 @@ from .._call import Options, Tensors
 from .._configs import padded_head_dim
 from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
+from ..philox import dropout_threshold, keep_scale
 from . import structures
 from .launch.runtime import (
     Launch,
@@ -52,8 +53,8 @@ class Form:
         self.scalars = structures.Scalars(
             options.softmax_scale,
             options.softcap,
-            1.0 / (1.0 - options.dropout_p),
-            min(round(options.dropout_p * 2**32), 2**32 - 1),
+            keep_scale(options.dropout_p),
+            dropout_threshold(options.dropout_p),
             # what callers of the operators give may be wider than the functions let pass
             min(options.window_left, MAX_WINDOW),
             min(options.window_right, MAX_WINDOW),

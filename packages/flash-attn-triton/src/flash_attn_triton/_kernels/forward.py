@@ -13,6 +13,7 @@ import triton.language as tl
 from ._linked.primitives import LN2, LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
 from .primitives import (
     count_keys,
+    dropout_key,
     is_kept,
     is_visible,
     key_range,
@@ -90,7 +91,7 @@ def _attend(
         alpha = tl.exp2(m_i - pivot)  # [BLOCK_M]
         l_i = l_i * alpha + tl.sum(p, 1)
         if scores.rng_state_ptr is not None:
-            kept = is_kept(rows[:, None], keys[None, :], scores, head)
+            kept = is_kept(rows[:, None], keys[None, :], scores, head.dropout)
             p = tl.where(kept, p, 0.0)
         v = load_tile(
             source.v_ptr,
@@ -221,7 +222,7 @@ def _forward_kernel(
     first_row = pid_m * BLOCK_M
     last_row = tl.minimum(first_row + BLOCK_M, seqlen_q) - 1
     walk = key_range(first_row, last_row, scores, OPTIONS, BLOCK_N)
-    own = Head(slope, bias_base, batch_id * heads_q + head)
+    own = Head(slope, bias_base, dropout_key(rng_state_ptr, batch_id * heads_q + head))
     source = Keys(k_base, v_base, stride_ks, stride_vs)
     for masked in tl.static_range(2):
         acc, l_i, m_i = _attend(

@@ -8,10 +8,15 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import INF, LOG2E, tanh
-from .structures import Walk
+from .structures import DropoutKey, Walk
 
 # widest access to memory
 ACCESS_BYTES = tl.constexpr(16)
+
+# Philox, for dropout
+ROUNDS = tl.constexpr(7)
+MULTIPLIER = tl.constexpr(0xD256D193)
+KEY_STEP = tl.constexpr(0x9E3779B9)
 
 
 @triton.jit
@@ -186,15 +191,34 @@ def query_range(first_key, last_key, scores, OPTIONS: tl.constexpr, BLOCK_M: tl.
 
 
 @triton.jit
-def is_kept(rows, cols, scores, head):
-    """Draw the dropout mask of a tile; it depends on seed, offset and position alone."""
-    seed = tl.load(scores.rng_state_ptr)
-    offset = tl.load(scores.rng_state_ptr + 1)
+def dropout_key(rng_state_ptr, batch_head):
+    """Return the dropout key of a head of a sequence, or None without dropout."""
+    key = None
+    if rng_state_ptr is not None:
+        seed = tl.load(rng_state_ptr)
+        offset = tl.load(rng_state_ptr + 1).to(tl.int32)
+        word, row, col, _ = tl.philox(seed, batch_head, offset, offset * 0, offset * 0, ROUNDS)
+        key = DropoutKey(word, row, col)
+    return key
+
+
+@triton.jit
+def is_kept(rows, cols, scores, key):
+    """Draw the dropout mask of a tile; see ``dropout_keep_mask`` in ``philox.py``.
+
+    A thread of a tensor core's accumulator holds the four elements that share a counter, but no
+    layout is asked for here: each element counts for itself.
+    """
     zeros = rows * 0 + cols * 0
-    word, _, _, _ = tl.philox(
-        seed, zeros + cols, zeros + rows, zeros + head.batch_head, zeros + offset.to(tl.int32)
-    )
-    return word.to(tl.int64) >= scores.dropout_threshold
+    c0 = (zeros + (rows >> 4 << 3 | rows & 7)).to(tl.uint32, bitcast=True) ^ key.row
+    c1 = (zeros + (cols >> 4 << 3 | cols & 7)).to(tl.uint32, bitcast=True) ^ key.col
+    word = key.word
+    for _ in tl.static_range(ROUNDS):
+        c0, c1 = tl.umulhi(c0, MULTIPLIER) ^ word ^ c1, c0 * MULTIPLIER
+        word += KEY_STEP
+    draw = tl.where(rows & 8 == 0, c0, c1)
+    draw = tl.where(cols & 8 == 0, draw & 0xFFFF, draw >> 16)
+    return draw >= scores.dropout_threshold
 
 
 @triton.jit
@@ -224,7 +248,7 @@ def score_gradient(
         dp = tl.where(visible, dp, 0.0)
     p_kept = p
     if scores.rng_state_ptr is not None:
-        kept = is_kept(rows, cols, scores, head)
+        kept = is_kept(rows, cols, scores, head.dropout)
         p_kept = tl.where(kept, p * scores.keep_scale, 0.0)
         dp = tl.where(kept, dp * scores.keep_scale, 0.0)
     return p_kept, p * (dp - delta)

@@ -91,7 +91,7 @@ class Scalars(NamedTuple):
 
     scale: Any
     softcap: Any
-    keep_scale: Any  # 1 / (1 - dropout_p)
+    keep_scale: Any  # of what dropout keeps; see ``philox.py``
     dropout_threshold: Any  # draws below it are dropped
     window_left: Any
     window_right: Any
@@ -242,7 +242,15 @@ class Head(NamedTuple):
 
     slope: Any  # None without ALiBi
     bias_ptr: Any
-    batch_head: Any  # counter of the dropout mask
+    dropout: Any  # its key, or None
+
+
+class DropoutKey(NamedTuple):
+    """What the draws of a head depend on."""
+
+    word: Any  # key of Philox
+    row: Any  # what rows and columns are xored with
+    col: Any
 
 
 class Walk(NamedTuple):

@@ -28,9 +28,10 @@ from ._linked.pipeline import (
     opaque,
 )
 from ._linked.softmax import finish_softmax, start_softmax
+from .dropout import dropout_key
 from .fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
 from .structures import Block, State, Walk
-from .walk import accumulator, attend, begin, hide, logits
+from .walk import accumulator, attend, begin, drop_some, hide, logits
 
 
 @gluon.jit
@@ -100,18 +101,28 @@ def _survey(
         slope = gl.load(problem.alibi_slopes_ptr + owner * problem.stride_alibi_b + heads)
         if OPTIONS.PACK > 1:
             slope = slope[:, None]  # [ROWS, 1]
-    return Walk(block, low, left, right, high, rows, slope)
+    dropout = 0
+    if problem.rng_state_ptr is not None:
+        plane = block.sequence * problem.heads_q + block.head
+        dropout = dropout_key(problem.rng_state_ptr, plane)
+    return Walk(block, low, left, right, high, rows, slope, dropout)
 
 
 @gluon.jit
 def _finish(m, l, block, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the result of ``finish_softmax``; padding around the sequences has no sink."""
+    """Return the result of ``finish_softmax``; padding around the sequences has no sink.
+
+    The output's factor is also that of what dropout keeps.
+    """
     layout: gl.constexpr = m.type.layout
     heads = _heads(block.head, TILE.ROWS, OPTIONS.PACK, layout)
     is_padding = (block.sequence < 0) | (block.sequence >= problem.batch)
     if OPTIONS.PACK > 1:
         is_padding |= heads < 0  # [ROWS]
-    return finish_softmax(m, l, heads, is_padding, problem.sinks_ptr)
+    weight, empty, lse = finish_softmax(m, l, heads, is_padding, problem.sinks_ptr)
+    if problem.rng_state_ptr is not None:
+        weight *= problem.keep_scale
+    return weight, empty, lse
 
 
 @gluon.jit
@@ -279,6 +290,7 @@ def _cross(
     s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
     s = hide(s, cols, walk, problem, OPTIONS)
     m, l, e = start_softmax(s, factor)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
+    e = drop_some(e, cols, walk, problem)
     o = hopper.warpgroup_mma_wait(0, deps=(o,))
     barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
     p = gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2))

@@ -8,6 +8,7 @@ from .structures import Options, Pipeline, Problem, Schedule, Tile
 
 # the kernel takes numbers and pointers as they come; see ``runtime.py``
 NUMBERS = (
+    "dropout_threshold",
     "window_left",
     "window_right",
     "batch",
@@ -26,6 +27,7 @@ POINTERS = (
     "alibi_slopes_ptr",
     "sinks_ptr",
     "factors_ptr",
+    "rng_state_ptr",
     "cu_seqlens_q_ptr",
     "cu_seqlens_k_ptr",
     "seqused_k_ptr",
@@ -35,8 +37,9 @@ POINTERS = (
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, ticket_ptr, alibi_slopes_ptr, sinks_ptr,
-    factors_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap, window_left,
-    window_right, batch, heads_q, tokens_q, tokens_k, tiles, span, last, total, stride_alibi_b,
+    factors_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap,
+    keep_scale, dropout_threshold, window_left, window_right, batch, heads_q, tokens_q, tokens_k,
+    tiles, span, last, total, stride_alibi_b,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -80,8 +83,11 @@ def forward_kernel(
         alibi_slopes_ptr,
         sinks_ptr,
         factors_ptr,
+        rng_state_ptr,
         scale,
         softcap,
+        keep_scale,
+        dropout_threshold,
         window_left,
         window_right,
         batch,

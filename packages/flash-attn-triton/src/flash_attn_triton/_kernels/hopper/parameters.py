@@ -22,6 +22,7 @@ class ForwardTensors(NamedTuple):
     alibi_slopes_ptr: Any
     sinks_ptr: Any
     factors_ptr: Any
+    rng_state_ptr: Any
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
     seqused_k_ptr: Any
@@ -32,6 +33,8 @@ class ForwardNumbers(NamedTuple):
 
     scale: float
     softcap: float
+    keep_scale: float
+    dropout_threshold: int
     window_left: int
     window_right: int
     batch: int

@@ -89,7 +89,9 @@ class HopperForward:
             form.widest_head, has_right, form.itemsize, is_long_call(x, form.options)
         )
         # how many tokens of a packed call are a sequence's is known on the device alone
-        pack = 1 if ragged else hopper_pack(q.shape[1], form.group, tile.block_m)
+        # and heads draw their dropout by keys of their own
+        is_apart = ragged or form.options.dropout_p > 0.0
+        pack = 1 if is_apart else hopper_pack(q.shape[1], form.group, tile.block_m)
         self._packs = form.heads_q // pack
         self._block = tile.block_m // pack
         wide, wide_v = padded_head_dim(form.head_dim), padded_head_dim(form.head_dim_v)
@@ -155,6 +157,7 @@ class HopperForward:
                 dense(x.alibi_slopes),
                 dense(x.sinks),
                 factors,
+                x.rng_state,
                 dense(x.cu_seqlens_q),
                 dense(x.cu_seqlens_k),
                 dense(x.seqused_k),
@@ -175,6 +178,8 @@ class HopperForward:
         numbers = ForwardNumbers(
             scale=scalars.scale,
             softcap=scalars.softcap,
+            keep_scale=scalars.keep_scale,
+            dropout_threshold=scalars.dropout_threshold,
             window_left=scalars.window_left,
             window_right=scalars.window_right,
             batch=form.batch,

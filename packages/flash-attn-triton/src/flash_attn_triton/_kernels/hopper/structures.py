@@ -47,8 +47,11 @@ class Problem(NamedTuple):
     alibi_slopes_ptr: Any
     sinks_ptr: Any
     factors_ptr: Any  # FP8: per head the factors of scores and of values
+    rng_state_ptr: Any  # None without dropout
     scale: Any
     softcap: Any
+    keep_scale: Any
+    dropout_threshold: Any
     window_left: Any
     window_right: Any
     batch: Any
@@ -119,6 +122,15 @@ class Walk(NamedTuple):
     high: Any
     rows: Any  # [ROWS], counted from the one that faces key 0
     slope: Any  # ALiBi's, [ROWS, 1] or a number
+    dropout: Any  # its ``DropoutKey``, or 0
+
+
+class DropoutKey(NamedTuple):
+    """What the draws of a head depend on."""
+
+    word: Any  # key of Philox
+    row: Any  # what rows and columns are xored with
+    col: Any
 
 
 class State(NamedTuple):

@@ -9,6 +9,7 @@ from ._linked.compat import gl, gluon, hopper, mbarrier
 from ._linked.pipeline import EMPTY, NEG_INF, TURN, barrier_arrive, barrier_sync, opaque
 from ._linked.ptx import SLACK, hide_unless, in_pairs, shrink
 from ._linked.softmax import logits_of, row_sums, start_softmax
+from .dropout import drop
 from .structures import State
 
 
@@ -38,6 +39,16 @@ def hide(s, cols, walk, problem, OPTIONS: gl.constexpr):
     if OPTIONS.HAS_LEFT:
         s = hide_unless(s, (rows - problem.window_left)[:, None], cols[None, :])
     return s
+
+
+@gluon.jit
+def drop_some(e, cols, walk, problem):
+    """Return the exponentials with 0 where dropout drops: behind their sums, which keep them."""
+    if problem.rng_state_ptr is not None:
+        # rows of the walk count from the one that faces key 0
+        rows = walk.rows - (walk.block.len_k - walk.block.len_q)
+        e = drop(e, rows, cols, walk.dropout, problem.dropout_threshold)
+    return e
 
 
 @gluon.jit
@@ -76,6 +87,7 @@ def begin(
     s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
     s = hide(s, cols, walk, problem, OPTIONS)
     m, l, e = start_softmax(s, factor)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
+    e = drop_some(e, cols, walk, problem)
     p = gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2))
     o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
     return State(o, m, l, p, turn + 1)
@@ -211,6 +223,7 @@ def _fold(
         alpha = gl.exp2(m - pivot)  # [ROWS]
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
         l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)  # [ROWS, 4]
+        e = drop_some(e, cols, walk, problem)
         m = m_new
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
