@@ -2,8 +2,9 @@
 
 The launchers run on meta tensors, with the platform named in the environment variable of
 ``attn_common``; what they would launch is compiled for that platform instead, with the very
-arguments, so with the specialization that the GPU would see. With ``ATTN_AOT_ASM`` set to a folder,
-the normalised assembly of every build is written there, to compare two checkouts.
+arguments, so with the specialization that the GPU would see. A merge builds of each kernel what
+differs most; with ``ATTN_AOT=all`` every shipped configuration is built. With ``ATTN_AOT_ASM`` set
+to a folder, the normalised assembly of every build is written there, to compare two checkouts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,12 @@ GPUS = {
     "amd:gfx950": Gpu(GPUTarget("hip", "gfx950", 64), 160 * KIB),
     "amd:gfx1100": Gpu(GPUTarget("hip", "gfx1100", 32), 64 * KIB),
 }
+
+
+def chosen(everything: Iterable[Any], principal: Iterable[Any]) -> list[Any]:
+    """Return what is built here: the principal cases, and all others if they are asked for."""
+    rest = everything if os.environ.get("ATTN_AOT") == "all" else ()
+    return list(dict.fromkeys([*principal, *rest]))
 
 
 class _Driver:
@@ -88,6 +95,7 @@ class Build:
     registers: int
     spilled: int  # bytes of local memory per thread (NVIDIA), vector registers (AMD)
     unset: tuple[str, ...] = ()  # instructions that read a uniform register before it is set
+    sass: str = ""  # the disassembly (NVIDIA)
 
     def __str__(self) -> str:
         return (
@@ -153,19 +161,22 @@ def _inspect(kernel: str, binary: Any, folder: Path) -> Build:
     if "cubin" in binary.asm:
         path = folder / f"{kernel}.cubin"
         path.write_bytes(binary.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        command = [str(tool), "-res-usage", str(path)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = _run("cuobjdump", "-res-usage", path)
         # stack holds what ptxas spills; local memory proper is not used by these kernels
         numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-        command = [str(tool), "-sass", str(path)]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        spilled = numbers["STACK"] + numbers["LOCAL"]
-        return Build(kernel, shared, numbers["REG"], spilled, reads_of_unset(code))
+        spilled, sass = numbers["STACK"] + numbers["LOCAL"], _run("nvdisasm", "-c", path)
+        return Build(kernel, shared, numbers["REG"], spilled, reads_of_unset(sass), sass)
     assert binary.asm["hsaco"]
     text = binary.asm["amdgcn"]
     numbers = {key: int(n) for key, n in re.findall(r"\.(vgpr_\w*count):\s+(\d+)", text)}
     return Build(kernel, shared, numbers["vgpr_count"], numbers["vgpr_spill_count"])
+
+
+def _run(tool: str, *arguments: str | Path) -> str:
+    """Return what one of NVIDIA's tools, which Triton has with it, prints."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    command = [str(path), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _keep_assembly(kernel: str, asm: dict[str, Any], folder: Path) -> None:
@@ -190,7 +201,7 @@ def reads_of_unset(code: str) -> tuple[str, ...]:
     """
     found, known = [], set()
     for line in code.splitlines():
-        if "Function :" in line:
+        if line.startswith(".text."):
             known = set()
         matched = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+ )?([A-Z0-9_.]+) (.*?);", line)
         if not matched:

@@ -20,9 +20,11 @@ processes: ``TRITON_INTERPRET=1 pytest``, ``pytest -m eager`` and ``pytest -m ao
 
 from __future__ import annotations
 
+import functools
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -44,12 +46,46 @@ MARKERS = {
 def pytest_configure(config: pytest.Config) -> None:
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    if INTERPRETED:
+        _patch_language_once()
     # NumPy, under the interpreter, tells of infinities that are as they should be
     config.addinivalue_line("filterwarnings", "ignore:.* encountered:RuntimeWarning")
     # with a Triton or PyTorch to come, all tests run on what serves in place of private interfaces
     config.addinivalue_line("filterwarnings", "ignore:.* was tested with :RuntimeWarning")
     # PyTorch 2.11's inductor tells of its own use of torch.jit
     config.addinivalue_line("filterwarnings", "ignore:.*torch.jit.script:DeprecationWarning")
+
+
+def _patch_language_once() -> None:
+    """Let the interpreter replace Triton's language once a launch, which takes a third of its time.
+
+    It does so in each call of a jit function, where what a launch replaced stands already.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    replace: Callable[..., Any] | None = getattr(interpreter, "_patch_lang", None)
+    if replace is None:  # another version of Triton
+        return
+    replaced: set[str] = set()
+
+    @functools.cache
+    def languages(function: Any) -> set[str]:
+        modules = (tl, tl.core)
+        return {x.__name__ for x in function.__globals__.values() if any(x is m for m in modules)}
+
+    def replace_once(function: Any) -> Any:
+        names = languages(function)
+        if names <= replaced:
+            return None
+        scope, is_launch = replace(function), not replaced
+        replaced.update(names)
+        if is_launch:
+            restore = scope.restore
+            scope.restore = lambda: (replaced.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = replace_once
 
 
 def _devices(marks: set[str]) -> list[torch.device]:
@@ -93,14 +129,14 @@ def nan_filled_empty() -> Iterator[None]:
     Only warns about operators of PyTorch that have no deterministic form; the test's own eager
     arithmetic may use them.
     """
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    # use_deterministic_algorithms does the same, and imports inductor for it
+    mode = torch.get_deterministic_debug_mode()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=HAS_GPU)
+    torch.set_deterministic_debug_mode("warn" if HAS_GPU else "error")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.utils.deterministic.fill_uninitialized_memory = filled
-    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    torch.set_deterministic_debug_mode(mode)
 
 
 @pytest.fixture(autouse=True)

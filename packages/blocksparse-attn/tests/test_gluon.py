@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -10,9 +11,11 @@ from attn_common import Platform
 from blocksparse_attn import BlockSparseLayout, _configs, _kept_lists, _ops
 from blocksparse_attn._configs import suits_hopper
 from blocksparse_attn.reference import visible_keys
+from torch import Tensor
 
 from . import _numerics
 from ._linked.budget import assert_same
+from ._linked.numerics import compare, run_eager, run_oracle
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
@@ -167,6 +170,13 @@ def mistaken() -> Case:
     return case.with_inputs(k=k)
 
 
+@functools.cache
+def wanted() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what the oracle gives of that case, and what eager code does."""
+    oracle = run_oracle(mistaken(), grad=False)
+    return oracle, run_eager(mistaken(), oracle, grad=False)
+
+
 def test_without_a_mistake(serve, reverse):
     serve(reverse)
     check(mistaken(), grad=False)
@@ -175,11 +185,12 @@ def test_without_a_mistake(serve, reverse):
 @pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_a_mistake_is_seen(function, right, wrong, serve):
     """By one order of the partitions or the other."""
-    seen = False
+    results = wanted()
     for reverse in (True, False):
         serve(reverse).plant(function, right, wrong)
         try:
-            check(mistaken(), grad=False)
+            case = mistaken()
+            compare(case, run(case, grad=False), *results)
         except (AssertionError, RuntimeError):
-            seen = True
-    assert seen
+            return
+    raise AssertionError("not seen")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -9,9 +10,12 @@ import torch
 from attn_common import Platform
 from blocksparse_attn import BlockSparseLayout, _configs, _ops, _pairs, _pieces
 from blocksparse_attn._configs import suits_hopper_backward
+from blocksparse_attn._eager import attention_forward
 from blocksparse_attn.reference import visible_keys
+from torch import Tensor
 
 from ._linked.budget import assert_same
+from ._linked.numerics import compare, run_eager, run_oracle
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 from .test_gluon import reverse
 
@@ -21,7 +25,28 @@ pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interp
 
 
 @pytest.fixture
-def backward(monkeypatch):
+def eager_forward(monkeypatch):
+    """Serve forward calls by eager code: the kernel has its own tests, and is slow to interpret."""
+    from blocksparse_attn._kernels.plans import Plan
+
+    function = _ops._BlockSparseAttention
+    real = function.forward
+
+    def forward(ctx, q, k, v, cu_q, cu_k, crow, col, pattern, bounds, options, *rest):
+        def serve(_plan, x, *_):
+            block = pattern.block_q, pattern.block_k
+            scale, causal = options.softmax_scale, options.causal
+            return attention_forward(*x[:6], crow, col, pattern.cols, block, scale, causal)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Plan, "forward", serve)
+            return real(ctx, q, k, v, cu_q, cu_k, crow, col, pattern, bounds, options, *rest)
+
+    monkeypatch.setattr(function, "forward", staticmethod(forward))
+
+
+@pytest.fixture
+def both_ways(monkeypatch):
     """Return a function that has one kernel serve every backward call."""
     from blocksparse_attn._kernels.hopper import plans
 
@@ -46,6 +71,12 @@ def backward(monkeypatch):
 
     yield serve
     assert all(kernel.launches for kernel in kernels)
+
+
+@pytest.fixture
+def backward(both_ways, eager_forward):
+    """Return the same, of calls whose forward is eager."""
+    return both_ways
 
 
 def self_attention(lengths, *shape, **options):
@@ -308,9 +339,17 @@ def mistaken(block: int) -> Case:
     return make_case(shape, torch.bfloat16, "cpu", "local", (block, block), spare=1)
 
 
+@functools.cache
+def wanted(block: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what the oracle gives of that case, and what eager code does."""
+    oracle = run_oracle(mistaken(block))
+    return oracle, run_eager(mistaken(block), oracle)
+
+
 @pytest.mark.parametrize("block", [64, 32])
-def test_without_a_mistake(block, backward, reverse):
-    backward(reverse)
+def test_without_a_mistake(block, both_ways, reverse):
+    """The forward kernel's results as well."""
+    both_ways(reverse)
     check(mistaken(block))
 
 
@@ -321,10 +360,12 @@ def test_without_a_mistake(block, backward, reverse):
 )
 def test_a_mistake_is_seen(function, right, wrong, block, backward):
     """By one order of the partitions or the other."""
+    results = wanted(block)
     for copies_first in (True, False):
         backward(copies_first).plant(function, right, wrong)
         try:
-            check(mistaken(block))
+            case = mistaken(block)
+            compare(case, run(case), *results)
         except (AssertionError, RuntimeError):
             return
     raise AssertionError("not seen")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from blocksparse_attn._kept_lists import spec_of
 
 from ._aot import Config, launch_forward
 from ._linked.budget import assert_same
-from ._linked.gpus import GPUS, absent_gpu, compiling, counting, recording
+from ._linked.gpus import GPUS, absent_gpu, chosen, compiling, counting, recording
 from ._linked.views import VIEWS
 from ._numerics import (
     Packed,
@@ -139,7 +137,7 @@ IS_OLD = triton.__version__.startswith("3.6.")
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", chosen(CONFIGS, ["packed", "smallest"]))
 def test_builds(kind, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
         launch_forward(CONFIGS[kind])
@@ -149,11 +147,8 @@ def test_builds(kind, tmp_path):
     assert not build.unset, build
     old, new = SPILLS.get(kind, (0, 0))
     assert build.spilled <= (old if IS_OLD else new), build
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    command = [str(tool), "-c", str(tmp_path / f"{build.kernel}.cubin")]
-    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
-        assert instruction in sass, instruction
+        assert instruction in build.sass, instruction
 
 
 @pytest.mark.aot

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from blocksparse_attn._pieces import SIDE, piece_of
 
 from ._aot import Config
 from ._linked.budget import assert_same
-from ._linked.gpus import GPUS, absent_gpu, compiling, counting
+from ._linked.gpus import GPUS, absent_gpu, chosen, compiling, counting
 from ._linked.views import VIEWS
 from ._numerics import Packed, Shape, check, make_case, make_packed, only_portable, run
 
@@ -268,7 +266,7 @@ def launch(config, tokens=1024):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", chosen(CONFIGS, ["causal", "of 16 packed"]))
 def test_builds(kind, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
         launch(CONFIGS[kind])
@@ -279,9 +277,7 @@ def test_builds(kind, tmp_path):
     assert kernel.spilled <= (old if IS_OLD else new), kernel
     assert all(build.spilled == 0 for build in builds if build is not kernel)
     assert len(builds) == 3
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [str(tool), "-sass", str(tmp_path / f"{kernel.kernel}.cubin")]
-    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sass = kernel.sass
     products = sass.count(" HGMMA.")
     assert products > 0
     for instruction in ("UTMALDG", "USETMAXREG"):

@@ -72,7 +72,7 @@ CASES = [
     ("share", Shape(1, 300, 140, 2, 1, 64), ("sinks",)),
     ("plain", Shape(2, 200, 150, 2, 1, 64), ("dropout",)),
     ("stages", Shape(1, 70, 200, 2, 1, 128), ("causal", "dropout", "sinks")),
-    ("pipeline", Shape(1, 300, 100, 4, 2, 64), ("window", "softcap", "dropout")),
+    ("pipeline", Shape(1, 300, 100, 4, 2, 64), ("causal", "softcap", "dropout")),
     ("share", Shape(2, 5, 140, 4, 1, 64), ("alibi", "dropout")),  # one head a tile
 ]
 
@@ -148,7 +148,7 @@ def test_tile_that_serves_long_calls(forward):
 @tiles
 @pytest.mark.parametrize(
     "features",
-    [("causal", "sinks"), ("window", "alibi"), ("window_left", "dropout")],
+    [("causal", "sinks"), ("window", "alibi"), ("causal", "dropout")],
     ids="-".join,
 )
 def test_forward_of_packed_tensors(tile, features, forward, reverse):
@@ -172,7 +172,6 @@ def test_forward_of_many_sequences(forward):
         ("_survey", "block.sequence * problem.heads_q", "block.sequence"),
         ("_finish", "weight *= problem.keep_scale", "pass"),
         ("drop_some", "walk.block.len_k - walk.block.len_q", "0"),
-        ("next_tile", "and problem.rng_state_ptr is None", "and True"),
         ("dropout_key", "gl.load(rng_state_ptr + 1)", "gl.load(rng_state_ptr)"),
         ("dropout_key", "seed >> 32", "seed"),
         ("drop", "c1 << 16", "c1"),
@@ -187,7 +186,7 @@ def test_dropout_with_a_mistake(function, right, wrong, forward):
     def serve(reverse):
         forward(TILES["pipeline"], reverse).plant(function, right, wrong)
 
-    features = ("window_left", "dropout")
+    features = ("causal", "dropout")
     assert caught(serve, make_packed(PACKED, torch.float16, "cpu", features))
 
 

@@ -21,6 +21,7 @@ from ._linked.budget import assert_no_worse_than_eager, assert_same
 from ._linked.gpus import GPUS, absent_gpu, chosen, compiling
 from ._linked.views import VIEWS
 from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
+from ._numerics import check as check_call
 
 HOPPER = "nvidia:sm_90"
 LONG = hopper_tile(64, True, is_long=True)
@@ -105,6 +106,9 @@ def test_serves(head_dim, head_dim_v, dtype, taken):
     x, options = Tensors(q, q, v), Options(0.1, -1, 0, 0.0, 0.0)
     with absent_gpu(HOPPER):
         assert takes_hopper_forward(x, options, dtype) == taken
+        dropped = options._replace(dropout_p=0.1)
+        assert takes_hopper_forward(x, dropped, dtype) == taken
+        assert not takes_hopper_forward(x, dropped._replace(window_left=9), dtype)
         for scale in (0.0, -1.0, 1e-60):
             assert not takes_hopper_forward(x, options._replace(softmax_scale=scale), dtype)
         for name in ("bias", "out_scale"):
@@ -290,6 +294,22 @@ def test_packed(names, head_dim, device):
     check(case)
     used = torch.tensor([100, 9, 17, 0, 0], dtype=torch.int32, device=device)
     check(case.with_options(seqused_k=used))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "names",
+    [(), ("causal",), ("window_left",), ("causal", "softcap"), ("alibi", "sinks")],
+    ids=str,
+)
+def test_dropout(names, head_dim, device):
+    """The public function, whose gradients come from other kernels by the same mask."""
+    names = *names, "dropout"
+    check_call(make_case(Shape(2, 300, 433, 4, 2, head_dim), torch.bfloat16, device, names))
+    check_call(make_case(Shape(2, 5, 433, 8, 2, head_dim), torch.bfloat16, device, names))
+    shape = Packed((128, 1, 300, 0, 700), (128, 9, 333, 5, 0), 4, 2, head_dim, padding=40)
+    check_call(make_packed(shape, torch.bfloat16, device, names))
 
 
 @pytest.mark.device

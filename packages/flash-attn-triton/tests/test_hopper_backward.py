@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import itertools
 import math
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,15 +17,13 @@ from flash_attn_triton._configs import (
 )
 from flash_attn_triton._kernels.backward_plans import PIECE, RowNumbers
 from flash_attn_triton._kernels.form import Form
-from flash_attn_triton._kernels.hopper import backward_structures as structures
-from flash_attn_triton._kernels.hopper.backward import backward_kernel
 from flash_attn_triton._kernels.hopper.plans import HopperBackward
 from flash_attn_triton._kernels.hopper.round_dq import round_dq_kernel
 from flash_attn_triton._kernels.launch.runtime import aligned
 from flash_attn_triton._kernels.structures import Extras, Inputs
 
 from ._linked.budget import assert_no_worse_than_eager
-from ._linked.gpus import GPUS, absent_gpu, compiling
+from ._linked.gpus import GPUS, absent_gpu, chosen, compiling
 from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
 
 HOPPER = "nvidia:sm_90"
@@ -212,13 +208,6 @@ def test_rows_are_numbered_and_sums_cleared(pieces, dlse, device):
     assert lse2[0, 0, 3] == math.inf
 
 
-@pytest.mark.eager
-def test_structures_hold_the_parameters_of_the_kernel():
-    parts = structures.Maps, structures.Problem, structures.Options, structures.Tile
-    fields = [name for part in parts for name in part._fields]
-    assert list(inspect.signature(backward_kernel.fn).parameters) == fields
-
-
 # ---- dq, which arrives in the order of the accumulators' registers
 
 
@@ -270,9 +259,12 @@ def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "tile"), DEFAULTS, ids=str)
-def test_builds_for_hopper(head_dim, tile, causal, tmp_path):
+@pytest.mark.parametrize(
+    ("head_dim", "causal"),
+    chosen(itertools.product((64, 128, 192, 256), (False, True)), [(128, True)]),
+)
+def test_builds_for_hopper(head_dim, causal, tmp_path):
+    tile = hopper_backward_tile(head_dim)
     with compiling(HOPPER, tmp_path) as builds:
         q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
         k = torch.empty(3, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
@@ -288,9 +280,7 @@ def test_builds_for_hopper(head_dim, tile, causal, tmp_path):
     old, new = SPILLS[head_dim, causal]
     assert kernel.spilled <= (old if IS_OLD else new), kernel
     assert rounding.spilled == 0
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [str(tool), "-sass", str(tmp_path / f"{kernel.kernel}.cubin")]
-    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sass = kernel.sass
     products = sass.count(" HGMMA.")
     assert products > 0
     assert " UTMALDG." in sass
@@ -302,7 +292,9 @@ def test_builds_for_hopper(head_dim, tile, causal, tmp_path):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 256), (256, 64), (40, 136)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), chosen([(64, 256), (40, 136)], [(256, 64)]), ids=str
+)
 def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
     """Packed, with a window: every feature that costs registers but softcap."""
     (q, dout), (k, v) = (

@@ -1,6 +1,6 @@
 """Kernels compile for every supported GPU, fit its shared memory and do not spill; no GPU needed.
 
-The principal configurations by default, every shipped one with ``ATTN_AOT=all``. With
+What differs most by default, every shipped configuration with ``ATTN_AOT=all``. With
 ``ATTN_AOT_REPORT`` set to a path, one line per build is appended there.
 """
 
@@ -18,7 +18,7 @@ import pytest
 from triton.runtime.jit import KernelInterface
 
 from ._aot import LAUNCHERS, Config, launch_decode, launch_forward
-from ._linked.gpus import GPUS, absent_gpu, compiling, recording
+from ._linked.gpus import GPUS, absent_gpu, chosen, compiling, recording
 from ._numerics import only_portable
 
 pytestmark = pytest.mark.aot
@@ -56,50 +56,39 @@ SPILLS: dict[str, tuple[int, str]] = {
 
 
 def principal() -> list[tuple[str, str, Config]]:
-    """About fifty builds: one common size on every GPU, the rest on one GPU of each kind."""
-    chosen = [(gpu, way, Config(128)) for gpu in GPUS for way in ("forward", "decode")]
-    chosen += [(gpu, "backward", Config(128)) for gpu in ("nvidia:sm_90", "amd:gfx942")]
-    chosen += [(gpu, "forward", Config(128, schedule=PARALLEL)) for gpu in ("nvidia:sm_90",)]
-    for gpu in ("nvidia:sm_80", "nvidia:sm_90", "amd:gfx942"):
-        chosen += [(gpu, "forward", Config(64)), (gpu, "forward", Config(256))]
-        chosen += [
-            (gpu, "forward", Config(128, "float16")),
-            (gpu, "forward", Config(128, "float32")),
-        ]
-    # programs of all columns
-    chosen += [("nvidia:sm_90", way, Config(128, heads=96)) for way in ("forward", "backward")]
-    chosen += [("nvidia:sm_90", "cached", Config(128, packed=True))]
-    chosen += [("amd:gfx942", "cached", Config(128, packed=True, schedule=PARALLEL))]
-    chosen += [("nvidia:sm_90", "decay", Config(128)), ("amd:gfx942", "decay", Config(64))]
-    chosen += [("nvidia:sm_90", "forward", Config(96, e=80))]
-    chosen += [("amd:gfx1100", "forward", Config(64, "float16"))]
-    chosen += [("nvidia:sm_90", way, Config(128, portable=True)) for way in ("forward", "backward")]
-    return chosen + [("nvidia:sm_90", "decode", Config(256, "float32", packed=True))]
+    """Each kernel on a GPU of either vendor; see below for the walks of Hopper, one by one."""
+    hopper, amd = "nvidia:sm_90", "amd:gfx942"
+    return [
+        (hopper, "forward", Config(128, portable=True)),
+        (hopper, "backward", Config(128)),
+        (hopper, "decode", Config(256, "float32", packed=True)),
+        (amd, "cached", Config(128, packed=True, schedule=PARALLEL)),
+        (amd, "decay", Config(64)),
+        (amd, "decode", Config(128)),
+        ("nvidia:sm_80", "forward", Config(128, "float32")),
+    ]
 
 
 def everything() -> list[tuple[str, str, Config]]:
     dims = [(16, None), (32, None), (64, None), (96, 80), (128, None), (192, 64), (256, None)]
     forms = [(False, "sequential"), (True, "sequential"), (False, PARALLEL), (True, PARALLEL)]
-    chosen = []
+    cases = []
     for gpu, (d, e), dtype in itertools.product(GPUS, dims, ("bfloat16", "float16", "float32")):
         for packed, schedule in forms:
             config = Config(d, dtype, e, packed, schedule)
-            chosen += [(gpu, way, config) for way in ("forward", "backward")]
+            cases += [(gpu, way, config) for way in ("forward", "backward")]
         wide = Config(d, dtype, e, heads=96)
         kinds = [wide]
         if dtype == "bfloat16":
             # what the kernel for Hopper has taken over
             kinds += [replace(wide, portable=True), Config(d, dtype, e, portable=True)]
-        chosen += list(itertools.product([gpu], ("forward", "backward"), kinds)) * (gpu == HOPPER)
-        chosen += [(gpu, "cached", Config(d, dtype, e, True))]
-        chosen += [(gpu, "decay", Config(d, dtype, e)), (gpu, "decode", Config(d, dtype, e))]
-    return chosen
+        cases += list(itertools.product([gpu], ("forward", "backward"), kinds)) * (gpu == HOPPER)
+        cases += [(gpu, "cached", Config(d, dtype, e, True))]
+        cases += [(gpu, "decay", Config(d, dtype, e)), (gpu, "decode", Config(d, dtype, e))]
+    return cases
 
 
-CASES = everything() if os.environ.get("ATTN_AOT") == "all" else principal()
-
-
-@pytest.mark.parametrize(("gpu", "way", "config"), CASES, ids=str)
+@pytest.mark.parametrize(("gpu", "way", "config"), chosen(everything(), principal()), ids=str)
 def test_compiles_fits_and_does_not_spill(gpu, way, config, tmp_path, record_property):
     with compiling(gpu, tmp_path) as builds, only_portable() if config.portable else nullcontext():
         LAUNCHERS[way](config)
@@ -121,8 +110,13 @@ def accepted(gpu: str, config: Config, kernel: str) -> int:
     return max((most for key, (most, _) in SPILLS.items() if fnmatch(name, key)), default=0)
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
-@pytest.mark.parametrize("path", ["hopper", "portable"])
+@pytest.mark.parametrize(
+    ("path", "way"),
+    chosen(
+        [("hopper", "forward"), ("portable", "backward")],
+        [("hopper", "backward"), ("portable", "forward")],
+    ),
+)
 def test_the_state_is_no_accumulator_of_tensor_cores(path, way, monkeypatch):
     """They cut sums off: what is added to the state has an accumulator of its own."""
     sources = []

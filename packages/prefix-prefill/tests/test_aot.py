@@ -1,6 +1,6 @@
 """Kernels compile for every supported GPU, fit its shared memory and do not spill; no GPU needed.
 
-The principal configurations by default, every shipped one with ``ATTN_AOT=all``. With
+What differs most by default, every shipped configuration with ``ATTN_AOT=all``. With
 ``ATTN_AOT_REPORT`` set to a path, one line per build is appended there.
 """
 
@@ -17,7 +17,7 @@ import torch
 from prefix_prefill._configs import choose_splits
 
 from ._aot import Config, launch_attention, launch_cache, launch_decode, launch_merge
-from ._linked.gpus import GPUS, compiling, recording
+from ._linked.gpus import GPUS, chosen, compiling, recording
 
 pytestmark = pytest.mark.aot
 
@@ -39,26 +39,25 @@ SPILLS: dict[str, tuple[int, str]] = {
 
 
 def principal() -> list[tuple[str, str, Config]]:
-    """A common size on every GPU, the rest on one GPU of each kind."""
-    chosen = [(gpu, MIXED, Config(128)) for gpu in GPUS]
-    for gpu in ("nvidia:sm_90", "amd:gfx942"):
-        chosen += [
-            (gpu, DECODE, Config(64, group=1)),
-            (gpu, DECODE, Config(256, splits=4)),
-            (gpu, MIXED, Config(128, packed=True, dense=True, rich=True)),
-            (gpu, CACHE, Config(128, packed=True)),
-            (gpu, DECODE, Config(128, cache=FP8[gpu], packed=True)),
-        ]
-    chosen += [
-        ("nvidia:sm_90", MIXED, Config(128, dense=True)),
-        ("nvidia:sm_90", MERGE, Config(128)),
-        ("nvidia:sm_90", DECODE, Config(128, "float8_e4m3fn", "float8_e4m3fn")),
-        ("nvidia:sm_90", MIXED, Config(16, "float8_e4m3fn", "float8_e4m3fn")),
-        ("nvidia:sm_80", DECODE, Config(128, "float32")),
-        ("amd:gfx90a", DECODE, Config(128, "float32")),
-        ("amd:gfx1100", DECODE, Config(80, "float16", page=1)),
+    """Each kernel on a GPU of either vendor, with every feature at once and with none."""
+    hopper, amd = "nvidia:sm_90", "amd:gfx942"
+    both = [
+        (gpu, way, config)
+        for gpu in (hopper, amd)
+        for way, config in (
+            (MIXED, Config(128, packed=True, dense=True, rich=True)),
+            (DECODE, Config(128, cache=FP8[gpu], packed=True)),
+            (CACHE, Config(128, packed=True)),
+        )
     ]
-    return chosen
+    return [
+        *both,
+        (hopper, MIXED, Config(128)),
+        (hopper, MIXED, Config(128, dense=True)),
+        (hopper, MERGE, Config(128)),
+        (hopper, DECODE, Config(256, splits=4)),
+        ("nvidia:sm_80", DECODE, Config(128, "float32")),
+    ]
 
 
 def everything() -> list[tuple[str, str, Config]]:
@@ -71,23 +70,30 @@ def everything() -> list[tuple[str, str, Config]]:
     ]
     configs += [Config(128, page=page) for page in (1, 7, 544)]
     configs += [Config(128, group=group) for group in (1, 5, 64)]
-    chosen = list(itertools.product(GPUS, (MIXED,), configs))
-    chosen += [(gpu, DECODE, Config(d, splits=4)) for gpu in GPUS for d in (64, 128, 256)]
-    chosen += [(gpu, CACHE, Config(128, packed=p)) for gpu in GPUS for p in (False, True)]
-    chosen += [(gpu, MERGE, Config(128)) for gpu in GPUS]
+    cases = list(itertools.product(GPUS, (MIXED,), configs))
+    cases += [(gpu, DECODE, Config(d, splits=4)) for gpu in GPUS for d in (64, 128, 256)]
+    cases += [(gpu, CACHE, Config(128, packed=p)) for gpu in GPUS for p in (False, True)]
+    cases += [(gpu, MERGE, Config(128)) for gpu in GPUS]
     for (gpu, dtype), d, p in itertools.product(FP8.items(), (64, 128, 256), (False, True)):
-        chosen += [
+        cases += [
             (gpu, MIXED, Config(d, cache=dtype, packed=p, dense=p)),
             (gpu, MIXED, Config(d, dtype, dtype, packed=p)),
             (gpu, CACHE, Config(d, cache=dtype, packed=p)),
         ]
-    return chosen
+    # a page of a token each, and dtypes and splits that the rest leaves out
+    cases += [(gpu, DECODE, Config(80, "float16", page=1)) for gpu in GPUS]
+    cases += [(gpu, DECODE, Config(64, group=1)) for gpu in GPUS]
+    cases += [(gpu, DECODE, Config(128, "float32")) for gpu in GPUS]
+    for gpu, dtype in FP8.items():
+        cases += [
+            (gpu, DECODE, Config(128, cache=dtype, packed=True)),
+            (gpu, DECODE, Config(128, dtype, dtype)),
+            (gpu, MIXED, Config(16, dtype, dtype)),
+        ]
+    return cases
 
 
-CASES = everything() if os.environ.get("ATTN_AOT") == "all" else principal()
-
-
-@pytest.mark.parametrize(("gpu", "way", "config"), CASES, ids=str)
+@pytest.mark.parametrize(("gpu", "way", "config"), chosen(everything(), principal()), ids=str)
 def test_compiles_fits_and_does_not_spill(gpu, way, config, tmp_path, record_property):
     with compiling(gpu, tmp_path) as builds:
         LAUNCHERS[way](config)

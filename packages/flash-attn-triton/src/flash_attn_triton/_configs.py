@@ -199,6 +199,8 @@ def takes_hopper_forward(x: Tensors, options: Options, out_dtype: torch.dtype) -
     return (
         fits
         and _takes_hopper(x, options, (*HALF, torch.float8_e4m3fn))
+        # keys ahead of every window are left out, and dropout counts from the sequence's first
+        and (options.dropout_p == 0.0 or options.window_left < 0)
         and max(x.q.shape[-1], x.v.shape[-1]) > 32  # half of a tile would be padding
         and x.out_scale is None
         # folded into the exponential, where only a positive one commutes with the maximum

@@ -112,8 +112,7 @@ def next_tile(
             place = gl.cdiv(len_q, BLOCK_M) - 1 - place
     if schedule.seqused_k_ptr is not None:
         len_k = gl.load(schedule.seqused_k_ptr + sequence, mask=is_real, other=0)
-    # dropout counts columns from the sequence's first
-    if OPTIONS.HAS_LEFT and problem.rng_state_ptr is None:
+    if OPTIONS.HAS_LEFT:
         unseen = gl.maximum(len_k - len_q - problem.window_left, 0) // UNIT * UNIT
         k_start += unseen
         len_k -= unseen
