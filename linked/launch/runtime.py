@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from ..._linked.host.forms import ACCESS_BYTES
+from ..._linked.host.arguments import FP32_TINY
+from ..._linked.host.forms import ACCESS_BYTES, interpreted
 from ..._linked.host.internals import IS_TESTED as TORCH_IS_TESTED
 from ..._linked.host.internals import current_device
 from ..._linked.host.versions import TRITON, is_tested, warn_untested
@@ -27,6 +29,10 @@ MAX_INT32 = 2**31 - 1
 
 # whether a compiled kernel may be launched past Triton's own look-up
 IS_DIRECT = TORCH_IS_TESTED and is_tested(triton.__version__, TRITON)
+
+# Triton's interpreter keeps its state in globals, so that one kernel runs at a time; every package
+# that was built from this file finds the same lock
+_interpreter: RLock = vars(triton).setdefault("_attn_interpreter_lock", RLock())
 
 # kernels that were launched before, by all that a compilation depends on
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
@@ -111,6 +117,15 @@ class Launch:
             *self._constants.values(),
             *[None if t is None else t.dtype for t in tensors],
         )
+        if interpreted():
+            with _interpreter:
+                self._kernel[(grid,)](
+                    *self._arguments(tensors),
+                    *map(flushed, numbers),
+                    **self._constants,
+                    enable_fp_fusion=True,
+                )
+            return None
         known = _compiled.get(key)
         if known is None:
             refuse_specialized(self._kernel, numbers)
@@ -120,7 +135,7 @@ class Launch:
             **self._constants,
             enable_fp_fusion=True,  # triton 3.10 turns the default round
         )
-        if not isinstance(kernel, CompiledKernel):  # interpreted, or not compiled at all
+        if not isinstance(kernel, CompiledKernel):  # not compiled at all
             return None
         if not IS_DIRECT:
             if not is_tested(triton.__version__, TRITON):  # else it is PyTorch, which has warned
@@ -146,6 +161,14 @@ def variant_of(tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -
     # offsets into what lies within 2 GiB have 32 bits there
     large = (t is not None and t.untyped_storage().nbytes() > MAX_INT32 for t in tensors)
     return wide, *large
+
+
+def flushed(number: float) -> float:
+    """Return 0 for what fp32 has no normal number for: the interpreter takes that for fp64.
+
+    Its conversion of fp64 to bf16 is wrong.
+    """
+    return 0.0 if 0.0 < abs(number) < FP32_TINY else number
 
 
 def refuse_specialized(kernel: Any, numbers: tuple[float, ...]) -> None:
