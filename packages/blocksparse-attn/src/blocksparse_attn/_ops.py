@@ -6,12 +6,11 @@ with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attn_common import cdiv, detect
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
 from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
@@ -238,6 +237,13 @@ def _backward_cpu(
     )
 
 
+def _refuse_second(ctx: Any, *_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "second derivatives are not offered: the gradients of this attention cannot be "
+        "differentiated again; blocksparse_attention_reference can be differentiated twice"
+    )
+
+
 torch.library.register_fake("blocksparse_attn::plan", _plan_fake)
 torch.library.register_fake("blocksparse_attn::forward", _forward_fake)
 torch.library.register_fake("blocksparse_attn::backward", _backward_fake)
@@ -247,6 +253,7 @@ torch.library.impl("blocksparse_attn::forward", "cuda", on_one_device(_forward_t
 torch.library.impl("blocksparse_attn::backward", "cuda", on_one_device(_backward_triton))
 torch.library.impl("blocksparse_attn::forward", "cpu", _forward_cpu)
 torch.library.impl("blocksparse_attn::backward", "cpu", _backward_cpu)
+torch.library.register_autograd("blocksparse_attn::backward", _refuse_second)
 
 plan = torch.ops.blocksparse_attn.plan.default
 forward = torch.ops.blocksparse_attn.forward.default
@@ -349,7 +356,6 @@ class _BlockSparseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, crow, col, *lists = ctx.saved_tensors
         if dout is None:
@@ -359,8 +365,10 @@ class _BlockSparseAttention(torch.autograd.Function):
         if ctx.planned is not None:
             x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
             plan, walks = ctx.planned
+            # with a graph of its own, this pass has to be the operator, whose derivative raises
             is_planned = (
-                not is_watched()
+                not torch.is_grad_enabled()
+                and not is_watched()
                 and is_plain_tensor(dout)
                 and (dlse is None or is_plain_tensor(dlse))
             )

@@ -4,6 +4,8 @@ They look at types, shapes, dtypes, strides and devices alone, never at tensor d
 neither wait for the device nor break a graph capture.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,7 @@ def check_packed(
 ) -> int:
     """Check what says where sequences begin and end; return their number."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _refuse_int64(name, x)
         check_offsets(name, x, q)
         if x.shape[0] < 1:
             raise ValueError(f"{name} must be [batch + 1], got {list(x.shape)}")
@@ -78,10 +81,16 @@ def check_packed(
             f"got {list(cu_seqlens_k.shape)}"
         )
     if seqused_k is not None:
+        _refuse_int64("seqused_k", seqused_k)
         check_offsets("seqused_k", seqused_k, q)
         if seqused_k.shape[0] != batch:
             raise ValueError(f"seqused_k must be [{batch}], got {list(seqused_k.shape)}")
     return batch
+
+
+def _refuse_int64(name: str, x: Any) -> None:
+    if isinstance(x, Tensor) and x.dtype == torch.int64:
+        raise TypeError(f"{name} must be torch.int32, got torch.int64: use {name}.int()")
 
 
 def check_extras(
@@ -205,8 +214,11 @@ def check_low_precision(
     return out_dtype
 
 
-def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
-    """Check the main tensors of the reference: any float dtypes, any head dimension."""
+def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, **others: Tensor | None) -> None:
+    """Check the tensors of the reference: any float dtypes, any head dimension."""
+    for name, other in others.items():
+        if other is not None:
+            check_tensor(name, other)
     form_q, form_k = _FORMS[ndim]
     for name, x, form in (("q", q, form_q), ("k", k, form_k), ("v", v, form_k)):
         check_tensor(name, x)

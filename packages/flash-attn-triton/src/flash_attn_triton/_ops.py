@@ -1,40 +1,60 @@
-"""Operator schemas, their fakes and their CPU kernels, and the autograd function over them.
+"""Operator schemas, their fakes, their CPU kernels and their derivatives.
 
 Importing this module imports torch, but neither triton nor the kernels. CUDA and HIP tensors run
 the Triton kernels. CPU tensors run the eager code of :mod:`.reference`, or, in a process started
 with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
+
+A call is differentiated in one of three ways, which give the same gradients: planned calls by
+``_Planned``, past the operators; all others by the formula of the operator, which graphs of
+``torch.compile`` and ``torch.export`` hold; under ``torch.func`` by ``_Forward``, the same formula
+in the form that its transforms take. The backward operator's own derivative raises.
 """
 
-from typing import Any
+import itertools
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._call import Checked, Grads, Options, Plan, Tensors
-from ._eager import attention_backward, attention_forward
+from ._eager import EagerPlan, attention_backward, attention_forward
 from ._linked.host.arguments import FP8_DTYPES, on_one_device
 from ._linked.host.forms import interpreted
-from ._linked.host.internals import is_plain_tensor, is_watched, refuse_tangents
+from ._linked.host.internals import IS_TESTED, is_plain_tensor, is_watched, refuse_tangents
 from .reference import dropout_marked_probabilities
 
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
 
+
+def _free_namespace() -> str:
+    """Return a namespace for the operators: a second copy of the package has one of its own."""
+    names = (f"flash_attn_triton{n}" if n > 1 else "flash_attn_triton" for n in itertools.count(1))
+    return next(name for name in names if not hasattr(getattr(torch.ops, name), "forward"))
+
+
+# where the forward operator's arguments stand: its tensors come first, and after ``out_dtype`` only
+# ``deterministic``, which is for its derivative
+_TENSORS = len(Tensors._fields)
+_BIAS, _SINKS = Tensors._fields.index("bias"), Tensors._fields.index("sinks")
+_OUT_DTYPE = _TENSORS + 2 + len(Options._fields)
+
+_NAMESPACE = _free_namespace()
+_FORWARD, _BACKWARD = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward"
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
     "SymInt window_right, float softcap, float dropout_p"
 )
 
 torch.library.define(
-    "flash_attn_triton::forward",
+    _FORWARD,
     "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seqused_k, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? q_descale, "
     "Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, Tensor? rng_state, "
-    f"{_OPTIONS}, ScalarType? out_dtype) -> (Tensor out, Tensor lse)",
+    f"{_OPTIONS}, ScalarType? out_dtype, bool deterministic=False) -> (Tensor out, Tensor lse)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
-    "flash_attn_triton::backward",
+    _BACKWARD,
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? bias, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
@@ -44,8 +64,9 @@ torch.library.define(
 )
 
 
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out_dtype = rest[-1] or (torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype)
+def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
+    q, _, v = arguments[:3]
+    out_dtype = arguments[_OUT_DTYPE] or (torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=out_dtype)
     lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     return out, q.new_empty(lse_shape, dtype=torch.float32)
@@ -77,10 +98,10 @@ def _backward_fake(
     )
 
 
-def _forward_triton(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     from ._kernels.plans import launch_forward
 
-    return launch_forward(q, k, v, *rest)
+    return launch_forward(*arguments[: _OUT_DTYPE + 1])
 
 
 def _backward_triton(
@@ -114,6 +135,7 @@ def _forward_cpu(
     softcap: float,
     dropout_p: float,
     out_dtype: torch.dtype | None,
+    deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if interpreted():
         return _forward_triton(
@@ -183,15 +205,15 @@ def _backward_cpu(
     return dq, dk, dv, dbias if needs_dbias else q.new_empty((0,)), dsinks
 
 
-torch.library.register_fake("flash_attn_triton::forward", _forward_fake)
-torch.library.register_fake("flash_attn_triton::backward", _backward_fake)
-torch.library.impl("flash_attn_triton::forward", "cuda", on_one_device(_forward_triton))
-torch.library.impl("flash_attn_triton::backward", "cuda", on_one_device(_backward_triton))
-torch.library.impl("flash_attn_triton::forward", "cpu", _forward_cpu)
-torch.library.impl("flash_attn_triton::backward", "cpu", _backward_cpu)
+torch.library.register_fake(_FORWARD, _forward_fake)
+torch.library.register_fake(_BACKWARD, _backward_fake)
+torch.library.impl(_FORWARD, "cuda", on_one_device(_forward_triton))
+torch.library.impl(_BACKWARD, "cuda", on_one_device(_backward_triton))
+torch.library.impl(_FORWARD, "cpu", _forward_cpu)
+torch.library.impl(_BACKWARD, "cpu", _backward_cpu)
 
-forward = torch.ops.flash_attn_triton.forward.default
-backward = torch.ops.flash_attn_triton.backward.default
+forward = getattr(torch.ops, _NAMESPACE).forward.default
+backward = getattr(torch.ops, _NAMESPACE).backward.default
 
 
 def plan_of(
@@ -199,7 +221,9 @@ def plan_of(
 ) -> Plan | None:
     """Return how to launch calls of this form past the operators; None if they are to be asked."""
     device = x.q.device.type
-    if device != "cuda" and not (device == "cpu" and interpreted()):
+    if device == "cpu" and not interpreted():
+        return EagerPlan(options, out_dtype)
+    if device not in ("cpu", "cuda"):
         return None
     from ._kernels.plans import plan_calls
 
@@ -208,73 +232,175 @@ def plan_of(
     )
 
 
-class _FlashAttention(torch.autograd.Function):
-    """The forward pass, with the backward pass as its derivative: planned, or by operators."""
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Put away what the derivative of the forward operator needs."""
+    *arguments, _, deterministic = inputs
+    ctx.save_for_backward(*arguments[:_TENSORS], *output)
+    ctx.options = *arguments[_TENSORS:], deterministic
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of the forward operator's arguments."""
+    *tensors, out, lse = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    needs_dbias = needs[_BIAS]
+    x = Tensors(*tensors)
+    dq, dk, dv, dbias, dsinks = _run_backward(x, out, lse, dout, dlse, ctx.options, needs_dbias)
+    by_name = Tensors(
+        dq,
+        dk,
+        dv,
+        bias=dbias if needs_dbias else None,
+        sinks=dsinks if needs[_SINKS] else None,
+    )
+    return *by_name, *(None,) * (len(needs) - _TENSORS)
+
+
+def _run_backward(
+    x: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    options: tuple[Any, ...],
+    needs_dbias: bool,
+) -> Grads:
+    """Return the gradients by the backward operator, whose own derivative raises."""
+    run = _Backward.apply if _is_transformed() else backward
+    return run(  # type: ignore[no-any-return]
+        torch.zeros_like(out) if dout is None else dout,
+        x.q,
+        x.k,
+        x.v,
+        out,
+        lse,
+        dlse,
+        *x[3:9],
+        x.rng_state,
+        *options,
+        needs_dbias,
+    )
+
+
+def _refuse_forward_mode(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad) is not offered"
+    )
+
+
+def _refuse_second(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "second derivatives are not offered: the gradients of this attention cannot be "
+        "differentiated again; attention_reference can be differentiated twice"
+    )
+
+
+torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_keep)
+torch.library.register_autograd(_BACKWARD, _refuse_second)
+
+
+class _Forward(torch.autograd.Function):
+    """The forward operator with its derivative, as the transforms of torch.func take it."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Take the fields of ``Tensors``, then the two bounds of lengths and what is known."""
-        x, bounds, known = Tensors(*arguments[:-2]), arguments[-2], arguments[-1]
-        if known.plan is None:
-            out, lse = forward(*x, *bounds, *known.options, known.out_dtype)
-        else:
-            out, lse = known.plan.forward(x)
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        """Take the arguments of the operator, all of them."""
+        return forward(*arguments)  # type: ignore[no-any-return]
+
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_differentiate)
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
+
+
+class _Backward(torch.autograd.Function):
+    """The backward operator likewise."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Grads:
+        """Take the arguments of the operator, all of them."""
+        return backward(*arguments)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Grads) -> None:
+        """Keep nothing: the derivative raises."""
+
+    backward = staticmethod(_refuse_second)  # type: ignore[assignment]
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
+
+
+class _Planned(torch.autograd.Function):
+    """The two passes of a planned call, past the operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sinks: Tensor | None,
+        x: Tensors,
+        bounds: tuple[int, int],
+        known: Checked,
+    ) -> tuple[Tensor, Tensor]:
+        """Take what may have a gradient, and ``x``, all tensors of the call."""
+        out, lse = known.plan.forward(x)  # type: ignore[union-attr]
         ctx.save_for_backward(*x, out, lse)
         ctx.bounds, ctx.known = bounds, known
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        x, plan = Tensors(*tensors), ctx.known.plan
-        if dout is None:
-            dout = torch.zeros_like(out)
-        needs = Tensors(*ctx.needs_input_grad[: len(x)])
-        is_planned = plan is not None and not is_watched() and is_plain_tensor(dout)
-        if is_planned and (dlse is None or is_plain_tensor(dlse)) and plan.fits(x):
-            grads = plan.backward(x, out, lse, dout, dlse, needs.bias)
+        x, known = Tensors(*tensors), ctx.known
+        _, _, _, needs_dbias, needs_dsinks, *_ = ctx.needs_input_grad
+        # with a graph of its own, this pass has to be an operator
+        is_planned = not torch.is_grad_enabled() and not is_watched()
+        if is_planned and _are_plain(dout, dlse) and known.plan.fits(x):
+            if dout is None:
+                dout = torch.zeros_like(out)
+            grads = known.plan.backward(x, out, lse, dout, dlse, needs_dbias)
         else:
-            grads = backward(
-                dout,
-                x.q,
-                x.k,
-                x.v,
-                out,
-                lse,
-                dlse,
-                *x[3:9],
-                x.rng_state,
-                *ctx.bounds,
-                *ctx.known.options,
-                ctx.known.deterministic,
-                needs.bias,
-            )
+            options = *ctx.bounds, *known.options, known.deterministic
+            grads = _run_backward(x, out, lse, dout, dlse, options, needs_dbias)
         dq, dk, dv, dbias, dsinks = grads
-        by_name = Tensors(
-            dq,
-            dk,
-            dv,
-            bias=dbias if needs.bias else None,
-            sinks=dsinks if needs.sinks else None,
-        )
-        return *by_name, None, None
+        extras = dbias if needs_dbias else None, dsinks if needs_dsinks else None
+        return dq, dk, dv, *extras, None, None, None
+
+
+def _are_plain(dout: Tensor | None, dlse: Tensor | None) -> bool:
+    return (dout is None or is_plain_tensor(dout)) and (dlse is None or is_plain_tensor(dlse))
 
 
 def attention(
     x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
+    """Compute ``(out, lse)``, differentiable where a gradient is asked for."""
     refuse_tangents(x)
     bounds = max_seqlen_q, max_seqlen_k
-    if _needs_gradient(x):
+    if known.plan is None:
+        options = *bounds, *known.options, known.out_dtype, known.deterministic
+        if not _is_transformed():
+            return forward(*x, *options)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
             x = _without_repeats(x)
-        return _FlashAttention.apply(*x, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
-    if known.plan is not None:
-        return known.plan.forward(x)
-    return forward(*x, *bounds, *known.options, known.out_dtype)  # type: ignore[no-any-return]
+        return _Forward.apply(*x, *options)  # type: ignore[no-any-return, no-untyped-call]
+    if _needs_gradient(x):
+        return _Planned.apply(x.q, x.k, x.v, x.bias, x.sinks, x, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
+    return known.plan.forward(x)
+
+
+def _is_transformed() -> bool:
+    """Say whether torch.func is at work; its transforms take no formula of an operator."""
+    if not IS_TESTED:
+        return not torch.compiler.is_compiling()
+    return torch._C._are_functorch_transforms_active()
 
 
 def _needs_gradient(x: Tensors) -> bool:

@@ -1,5 +1,8 @@
 """Checks of the options: what is not a tensor, nor about one."""
 
+from collections.abc import Iterable
+from typing import NoReturn
+
 from torch import Tensor
 
 from ._call import Options
@@ -12,6 +15,35 @@ from ._linked.host.arguments import (
     kind,
     shown,
 )
+
+_PAGED = "paged keys and values are served by paged_attn_func of the package prefix-prefill"
+# what other attention functions take, and what to do here
+_ELSEWHERE = {
+    "attn_bias": "use bias",
+    "attn_mask": "use bias, with -inf where a key is hidden",
+    "block_table": _PAGED,
+    "block_tables": _PAGED,
+    "cache_seqlens": f"use seqused_k of flash_attn_varlen_func; {_PAGED}",
+    "cu_seqlens_k": "use flash_attn_varlen_func",
+    "cu_seqlens_q": "use flash_attn_varlen_func",
+    "is_causal": "use causal",
+    "learnable_sink": "use sinks",
+    "num_splits": "leave it out: keys are not split, so results do not depend on the batch",
+    "pack_gqa": "leave it out: it changes no result",
+    "page_table": _PAGED,
+    "return_softmax_lse": "use return_lse",
+    "s_aux": "use sinks",
+    "scale": "use softmax_scale",
+    "seqused_k": "use flash_attn_varlen_func",
+    "sm_scale": "use softmax_scale",
+}
+
+
+def refuse_unknown(names: Iterable[str]) -> NoReturn:
+    """Raise for keyword arguments that do not exist, and say what does."""
+    name = next(iter(names))
+    hint = _ELSEWHERE.get(name)
+    raise TypeError(f"{name} is no argument here" + (f": {hint}" if hint else ""))
 
 
 def check_options(
@@ -51,5 +83,9 @@ def check_options(
     else:
         softmax_scale = check_scale("softmax_scale", softmax_scale)
     softcap = check_softcap(softcap, softmax_scale)
+    if isinstance(window_size, (tuple, list)) and any(side is None for side in window_size):
+        raise TypeError(
+            f"window_size must be a tuple of two ints, -1 for no limit, got {window_size!r}"
+        )
     left, right = check_window(window_size)
     return Options(softmax_scale, left, 0 if causal else right, softcap, dropout_p)

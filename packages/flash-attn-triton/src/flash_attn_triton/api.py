@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ def flash_attn_func(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Result:
     """Softmax attention over sequences of one length, forward and backward.
 
@@ -103,6 +105,8 @@ def flash_attn_func(
         NotImplementedError: on FP8 where the hardware lacks it, with a gradient or with dropout;
             on a gradient of slopes or scales; on forward-mode differentiation.
     """
+    if unknown:
+        _options.refuse_unknown(unknown)
     form = form_of(
         (q, k, v),
         (bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale),
@@ -185,6 +189,7 @@ def flash_attn_varlen_func(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Softmax attention over packed sequences of different lengths, forward and backward.
 
@@ -232,6 +237,8 @@ def flash_attn_varlen_func(
             "block_table must be None: paged keys and values are served by paged_attn_func of the "
             f"package prefix-prefill, got {type(block_table).__name__}"
         )
+    if unknown:
+        _options.refuse_unknown(unknown)
     form = form_of(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale, k_descale,

@@ -4,6 +4,8 @@ The parts are views, so that nothing is copied on the way in; the gradient of th
 assembled by autograd.
 """
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ def flash_attn_qkvpacked_func(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Result:
     """Call :func:`flash_attn_func` on queries, keys and values in one tensor.
 
@@ -66,6 +69,7 @@ def flash_attn_qkvpacked_func(
         out_dtype=out_dtype,
         out_scale=out_scale,
         return_lse=return_lse,
+        **unknown,
     )
 
 
@@ -89,6 +93,7 @@ def flash_attn_kvpacked_func(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Result:
     """Call :func:`flash_attn_func` on keys and values in one tensor.
 
@@ -126,6 +131,7 @@ def flash_attn_kvpacked_func(
         out_dtype=out_dtype,
         out_scale=out_scale,
         return_lse=return_lse,
+        **unknown,
     )
 
 
@@ -151,6 +157,7 @@ def flash_attn_varlen_qkvpacked_func(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Call :func:`flash_attn_varlen_func` on queries, keys and values in one tensor.
 
@@ -174,6 +181,7 @@ def flash_attn_varlen_qkvpacked_func(
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         bias=bias, sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         out_dtype=out_dtype, out_scale=out_scale, return_lse=return_lse, seqused_k=seqused_k,
+        **unknown,
     )  # fmt: skip
 
 
@@ -202,6 +210,7 @@ def flash_attn_varlen_kvpacked_func(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Call :func:`flash_attn_varlen_func` on keys and values in one tensor.
 
@@ -224,6 +233,7 @@ def flash_attn_varlen_kvpacked_func(
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         bias=bias, sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         out_dtype=out_dtype, out_scale=out_scale, return_lse=return_lse, seqused_k=seqused_k,
+        **unknown,
     )  # fmt: skip
 
 

@@ -7,14 +7,15 @@ computed in float64, all others in float32, and only the output is rounded to th
 
 import itertools
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ._checks import check_reference
 from ._linked.host.arguments import FP8_DTYPES, MAX_WINDOW
-from ._options import check_options
-from .philox import dropout_keep_mask
+from ._options import check_options, refuse_unknown
+from .philox import dropout_keep_mask, keep_scale
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None]
 
@@ -41,6 +42,7 @@ def attention_reference(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     rng_state: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Compute what :func:`flash_attn_func` computes, from the definition.
 
@@ -62,6 +64,8 @@ def attention_reference(
         TypeError: on an argument's type, or a dtype that is no float.
         ValueError: on a shape of ``q``, ``k`` or ``v``, or a range.
     """
+    if unknown:
+        refuse_unknown(unknown)
     return _attend(
         q, k, v, None, None, None, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale,
         rng_state, None, None, softmax_scale, causal, window_size, softcap, dropout_p,
@@ -96,12 +100,15 @@ def varlen_attention_reference(
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
     rng_state: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Compute what :func:`flash_attn_varlen_func` computes, one sequence after the other.
 
     The arguments are those of :func:`flash_attn_varlen_func`; dtypes, ``rng_state`` and the results
     are as in :func:`attention_reference`. The sequence boundaries are read on the host.
     """
+    if unknown:
+        refuse_unknown(unknown)
     return _attend(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale,
         k_descale, v_descale, rng_state, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
@@ -168,7 +175,7 @@ def dense_attention(
             keep = dropout_keep_mask(
                 rng_state, dropout_p, batch, heads_q, seqlen_q, seqlen_k, first_sequence
             )
-            p = p.masked_fill(~keep, 0.0) / (1.0 - dropout_p)
+            p = p.masked_fill(~keep, 0.0) * keep_scale(dropout_p)
         out = torch.einsum("bhij,bjhe->bihe", p, v)
         return out.masked_fill(~row_sees_any, 0.0), lse
 
@@ -334,7 +341,23 @@ def _attend(
     return_attn_probs: bool,
 ) -> Result:
     """Check, resolve defaults, attend, and return what was asked for."""
-    check_reference(q, k, v, 4 if cu_seqlens_q is None else 3)
+    check_reference(
+        q,
+        k,
+        v,
+        4 if cu_seqlens_q is None else 3,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out_scale=out_scale,
+        rng_state=rng_state,
+    )
     options = check_options(
         q,
         dropout_p,

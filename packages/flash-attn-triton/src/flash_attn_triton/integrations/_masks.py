@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import masking_utils
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils.import_utils import is_tracing
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
@@ -75,6 +77,7 @@ class Layout:
 
     pattern: Pattern
     packing: Packing | None  # None: no token is padding
+    keys: int  # how many the attention will be given; those past the mask are unused
     version: int
 
     ATTRIBUTE = "_flash_attn_triton_layout"
@@ -105,7 +108,11 @@ def attention_mask(
     Returns:
         None where no key is hidden but by the pattern that the model passes to every layer; a mask
         ``[batch, keys]`` of valid keys (bool) or of the sequence that each belongs to (int32); or
-        a boolean mask ``[batch, 1, queries, keys]``, True for keys that are seen.
+        a boolean mask ``[batch, 1, queries, keys]``, True for keys that are seen, as always for a
+        causal mask with ``allow_is_causal_skip=False``.
+
+    Raises:
+        ValueError: For a model whose attention cannot be replaced.
     """
 
     def dense() -> Tensor:
@@ -123,13 +130,20 @@ def attention_mask(
         return cast(Tensor, mask)
 
     padding = attention_mask
+    config = kwargs.get("config")
+    if config is not None and not is_tracing(padding):
+        _refuse_models_without_an_interface(config.__class__)
     if padding is not None and kv_offset > 0 and padding.shape[1] == kv_length:
         # generate() passes a mask that was already cut to the keys through here a second time
         padding = torch.nn.functional.pad(padding, (kv_offset, 0), value=True)
 
     tracing = is_tracing(padding)
     pattern = _describe(mask_function, follow=not tracing)
-    if pattern is None:
+    if pattern is None or getattr(config, "model_type", None) in _READERS:
+        return dense()
+    # of packed sequences transformers says so by itself
+    asked_for = kwargs.get("allow_is_causal_skip") is False and pattern.segments is None
+    if asked_for and pattern.causal:
         return dense()
     few = q_length <= _FEW_QUERIES and q_length < kv_length
     used = kv_length
@@ -152,10 +166,10 @@ def attention_mask(
         if padding is not None or used != kv_length or q_length != kv_length:
             return dense()
         ids = (pattern.segments + 1).to(torch.int32)
-        return _attach(ids, pattern, pack(ids, q_length, pack_queries=True))
+        return _attach(ids, pattern, pack(ids, q_length, pack_queries=True), kv_length)
     if padding is None:
         every = torch.ones((batch_size, used), dtype=torch.bool, device=kwargs.get("device", "cpu"))
-        return _attach(every, pattern, None)
+        return _attach(every, pattern, None, kv_length)
 
     padded = masking_utils.prepare_padding_mask(padding, kv_length, kv_offset)
     valid = cast(Tensor, padded)[:, kv_offset : kv_offset + used]
@@ -166,10 +180,10 @@ def attention_mask(
         # packed, tokens on both sides of a hole would be closer than they are
         return dense()
     if full:
-        return _attach(valid, pattern, None)
-    alone = pattern.is_positional or _attends_to_itself_only(kwargs.get("config"))
+        return _attach(valid, pattern, None, kv_length)
+    alone = pattern.is_positional or _attends_to_itself_only(config)
     pack_queries = alone and q_length <= used
-    return _attach(valid, pattern, pack(valid, q_length, pack_queries))
+    return _attach(valid, pattern, pack(valid, q_length, pack_queries), kv_length)
 
 
 def _describe(function: Callable[..., Tensor], follow: bool = True) -> Pattern | None:
@@ -233,16 +247,44 @@ _ENCODERS = frozenset(
 )
 
 
+# models that combine masks with one of their own
+_READERS = frozenset({"doge"})
+
+
+@cache
+def _refuse_models_without_an_interface(config_class: Hashable) -> None:
+    """Raise for a model that asks this mask function, and then attends by itself."""
+    models = MODEL_MAPPING.get(config_class, None)
+    for model in models if isinstance(models, (tuple, list)) else (models,):
+        names = "_supports_sdpa", "_supports_attention_backend", "_supports_flash_attn"
+        if model is not None and not any(getattr(model, name, True) for name in names):
+            raise ValueError(
+                f"{model.__name__} has no interface for attention implementations: load it with "
+                'attn_implementation="eager"'
+            )
+
+
 def has_holes(valid: Tensor) -> Tensor:
     """Whether, in any row, padding lies between valid tokens."""
     starts = valid[:, 1:] & ~valid[:, :-1]
     return (starts.sum(1) + valid[:, 0] > 1).any()
 
 
-def _attach(mask: Tensor, pattern: Pattern, packing: Packing | None) -> Tensor:
+def _attach(mask: Tensor, pattern: Pattern, packing: Packing | None, keys: int) -> Tensor:
     version = -1 if mask.is_inference() else mask._version
-    setattr(mask, Layout.ATTRIBUTE, Layout(pattern, packing, version))
+    setattr(mask, Layout.ATTRIBUTE, Layout(pattern, packing, keys, version))
     return mask
+
+
+def may_be_narrower(mask: Tensor, layout: Layout | None, queries: int, keys: int) -> bool:
+    """Whether a mask ``[batch, fewer than keys]`` is one of a static cache with unused keys.
+
+    The mask function gives such masks to many queries alone. Any other is of another layer, whose
+    cache has other keys.
+    """
+    if layout is not None:
+        return layout.keys == keys
+    return queries > _FEW_QUERIES and mask.shape[1] >= queries
 
 
 def layout_of(mask: Tensor) -> Layout | None:

@@ -36,29 +36,34 @@ where), once per forward pass, as ``transformers`` does for its own implementati
 packed sequences in ``position_ids`` when the batch is one. While ``torch.compile`` traces, or a
 CUDA graph is captured, masks are not looked into; one that is given becomes a bias.
 
-Scaling, dropout, soft-capping (``softcap``), attention sinks (``s_aux``), relative position biases
-(``position_bias``), grouped-query attention and a head dimension of its own for values are passed
-to the kernel. What has no counterpart here raises: attention weights, paged caches, sparse indices.
+Scaling, dropout, soft-capping (``softcap``), attention sinks (``s_aux``, ``learnable_sink`` or
+``sinks``), relative position biases (``position_bias``), grouped-query attention and a head
+dimension of its own for values are passed to the kernel. What has no counterpart here raises:
+attention weights, paged caches, sparse indices, and any keyword that is not known.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils import TransformersKwargs
 from transformers.utils.import_utils import is_tracing
 
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ._masks import (
+    Layout,
     Packing,
     Pattern,
     attention_mask,
     expand,
     has_holes,
     layout_of,
+    may_be_narrower,
     pack,
     packing_of_positions,
 )
@@ -76,6 +81,42 @@ _UNSUPPORTED = {
     "block_table": "paged caches are not supported",
     "indices": "attention to a list of key indices is not supported",
     "block_indices": "attention to a list of key blocks is not supported",
+}
+
+# what models hand down to their layers, and what does not concern the attention of one
+_IGNORED = frozenset(TransformersKwargs.__annotations__) | {
+    "cache_params",
+    "cache_position",
+    "cross_attention_states",
+    "cu_seqlens",
+    "encoder_attention_mask",
+    "encoder_hidden_states",
+    "encoder_position_embeddings",
+    "hidden_states",
+    "input_ids",
+    "inputs_embeds",
+    "key_value_states",
+    "labels",
+    "layer_idx",
+    "level_start_index",
+    "logits_to_keep",
+    "max_seqlen",
+    "object_queries_position_embeddings",
+    "past_key_values",
+    "position_embeddings",
+    "prev_topk_indices",
+    "query_length",
+    "query_position_embeddings",
+    "query_sine_embed",
+    "reference_points",
+    "relative_position_embeddings",
+    "return_dict",
+    "shared_kv_states",
+    "spatial_position_embeddings",
+    "spatial_shapes",
+    "spatial_shapes_list",
+    "token_type_ids",
+    "use_cache",
 }
 
 
@@ -116,6 +157,8 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -143,6 +186,8 @@ def attention_forward(
             this many less one on either side.
         softcap: ``softcap * tanh(scores / softcap)`` replaces the scores.
         s_aux: Sinks ``[heads_q]``: logits that take part in the softmax only.
+        learnable_sink: Another name of ``s_aux``.
+        sinks: Another name of ``s_aux``.
         position_bias: Added to the scores, broadcastable to ``[batch, heads_q, queries, keys]``.
         position_ids: ``[1, tokens]``; restarts separate packed sequences.
         cu_seq_lens_q: Cumulative lengths of packed sequences ``[sequences + 1]``.
@@ -152,7 +197,7 @@ def attention_forward(
         deterministic: Whether gradients have to repeat bit for bit. Default: what
             ``torch.use_deterministic_algorithms`` or, as ``transformers`` sets it, the environment
             variable ``FLASH_ATTENTION_DETERMINISTIC=1`` asks for.
-        **kwargs: Ignored, but for what would change the result.
+        **kwargs: What models hand down to all their layers is ignored; anything else raises.
 
     Returns:
         The output ``[batch, queries, heads_q, head_dim_v]`` (zeros for padding), and None in the
@@ -160,14 +205,16 @@ def attention_forward(
 
     Raises:
         TypeError: For a two-dimensional mask that is neither boolean nor integer.
-        ValueError: For a mask whose shape does not fit, or masks that contradict each other.
-        NotImplementedError: For attention weights, paged caches and sparse indices.
+        ValueError: For a mask whose shape does not fit, masks that contradict each other, or sinks
+            under several names.
+        NotImplementedError: For attention weights, paged caches, sparse indices, and anything
+            else that is not known here.
     """
-    for name, reason in _UNSUPPORTED.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise NotImplementedError(f"{name}: {reason}")
+    _check_others(kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+        if not is_causal and attention_mask is None and not is_tracing(query):
+            _warn_of_a_decoder(module, query.shape[2])
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled() or (
             os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
@@ -177,7 +224,7 @@ def attention_forward(
         "dropout_p": dropout,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
-        "sinks": s_aux,
+        "sinks": _one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks),
         "deterministic": bool(deterministic),
     }
     pattern = _pattern_of_call(bool(is_causal), sliding_window)
@@ -202,7 +249,7 @@ def attention_forward(
 
     if attention_mask.ndim == 2:
         mask, layout = attention_mask, layout_of(attention_mask)
-        k, v = _check_mask(mask, q, k, v)
+        k, v = _check_mask(mask, layout, q, k, v)
         if layout is not None:
             pattern, packing = layout.pattern, layout.packing
         if position_bias is None and not is_tracing(mask):
@@ -219,6 +266,40 @@ def attention_forward(
         raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {attention_mask.ndim}")
     bias = _as_bias(attention_mask, position_bias, q.dtype)
     return _attend(q, k, v, Pattern(causal=False), bias, options), None
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    """Raise for keywords that are not known to leave the result as it is."""
+    for name, value in others.items():
+        if value is None or value is False:
+            continue
+        if name in _UNSUPPORTED:
+            raise NotImplementedError(f"{name}: {_UNSUPPORTED[name]}")
+        if name not in _IGNORED:
+            raise NotImplementedError(
+                f"{name}: not known to the triton attention, and it may change the result; load "
+                'the model with attn_implementation="eager"'
+            )
+
+
+def _one_of(**names: Tensor | None) -> Tensor | None:
+    """Return the one argument that is given, of several names for one thing."""
+    given = {name: x for name, x in names.items() if x is not None}
+    if len({id(x) for x in given.values()}) > 1:
+        raise ValueError(f"{' and '.join(given)} are names of one argument, got several")
+    return next(iter(given.values()), None)
+
+
+def _warn_of_a_decoder(module: torch.nn.Module, queries: int) -> None:
+    """Warn where a decoder's self-attention says that it is not causal, as UMT5's does."""
+    is_itself = getattr(module, "has_relative_attention_bias", False)
+    if queries > 1 and is_itself and getattr(module, "is_decoder", False):
+        warnings.warn(
+            f"{type(module).__name__} of a decoder has is_causal=False and gives no mask: its "
+            'queries see later tokens, as with attn_implementation="sdpa", but not with "eager"',
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -274,7 +355,9 @@ def _apart(mask: Tensor, q: Tensor, k: Tensor, packing: Packing) -> Tensor:
     return mask.masked_fill(other, False if mask.dtype == torch.bool else float("-inf"))
 
 
-def _check_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _check_mask(
+    mask: Tensor, layout: Layout | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
     """Check a mask ``[batch, keys]``, and drop the keys of a static cache past its end."""
     if mask.dtype.is_floating_point or mask.dtype.is_complex:
         raise TypeError(f"a two-dimensional attention_mask must be bool or int, got {mask.dtype}")
@@ -282,6 +365,11 @@ def _check_mask(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
         raise ValueError(
             f"attention_mask must have shape [{q.shape[0]}, at most {k.shape[1]}], "
             f"got {list(mask.shape)}"
+        )
+    if mask.shape[1] < k.shape[1] and not may_be_narrower(mask, layout, q.shape[1], k.shape[1]):
+        raise ValueError(
+            f"attention_mask must say of each of the {k.shape[1]} keys whether it is seen, got "
+            f"{list(mask.shape)}: it was made for a layer with another cache"
         )
     return k[:, : mask.shape[1]], v[:, : mask.shape[1]]
 
