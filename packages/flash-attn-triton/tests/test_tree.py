@@ -209,9 +209,9 @@ def test_parents_may_be_a_list(kind, device):
 def test_a_graph_replays_another_tree(device):
     case = make(Tree((300, 100, 50), (-1, 0, 0)), torch.bfloat16, device)
     run(case)
-    leaves = {name: x.clone().requires_grad_() for name, x in case.inputs.items()}
 
     def step() -> list[Tensor]:
+        leaves = {name: x.detach().requires_grad_() for name, x in case.inputs.items()}
         out = flash_attn_tree_func(**leaves, **case.options)
         return [out, *torch.autograd.grad(out.square().sum(), list(leaves.values()))]
 
@@ -225,7 +225,7 @@ def test_a_graph_replays_another_tree(device):
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         case.inputs["q"].square()
         with pytest.raises(NotImplementedError, match="parents must be a tensor"):
-            flash_attn_tree_func(**leaves, **{**case.options, "parents": [-1, 0, 0]})
+            flash_attn_tree_func(**case.inputs, **{**case.options, "parents": [-1, 0, 0]})
 
 
 @pytest.mark.device

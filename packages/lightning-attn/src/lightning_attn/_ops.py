@@ -6,11 +6,10 @@ with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _eager
 from ._call import (
@@ -176,8 +175,17 @@ def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -
     torch.library.impl(operator, "cpu", on_cpu)
 
 
+def _refuse_second(ctx: Any, *_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "second derivatives are not offered: the gradients of this attention cannot be "
+        "differentiated again; lightning_attention_reference can be differentiated twice"
+    )
+
+
 for _name, _operator in _OPERATORS.items():
     _define(_name, *_operator)
+for _name in ("read_gradient", "write_gradients", "decay_gradient"):
+    torch.library.register_autograd(f"lightning_attn::{_name}", _refuse_second)
 
 forward = torch.ops.lightning_attn.forward.default
 forward_cached = torch.ops.lightning_attn.forward_cached.default
@@ -222,7 +230,6 @@ class _LightningAttention(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
         q, k, v, decay, cu_seqlens, initial_state = ctx.saved_tensors
         *needed, _, needs_dinitial, _ = ctx.needs_input_grad
@@ -234,8 +241,10 @@ class _LightningAttention(torch.autograd.Function):
         x = BackwardTensors(dout, q, k, v, decay, cu_seqlens, initial_state, dfinal)
         needs = Needs._make((*needed, needs_dinitial))
         others = (dout, dfinal, initial_state, cu_seqlens)
+        # with a graph of its own, this pass has to be operators, whose derivatives raise
         if (
             plan is not None
+            and not torch.is_grad_enabled()
             and not is_watched()
             and all(t is None or is_plain_tensor(t) for t in others)
             and plan.fits(x)

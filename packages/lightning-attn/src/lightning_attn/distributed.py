@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from einops import pack, rearrange, unpack
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _checks, _ops
 from ._call import Options, Tensors
@@ -133,8 +132,12 @@ class _SequenceParallel(torch.autograd.Function):
         return out, final
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "second derivatives are not offered across ranks: differentiate without "
+                "create_graph=True"
+            )
         *inputs, arrived = ctx.saved_tensors
         q, k, v, decay = inputs
         scale, schedule, has_final = ctx.options
