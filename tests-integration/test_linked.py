@@ -161,6 +161,7 @@ def launching(request, monkeypatch):
     monkeypatch.setattr(module, "triton", triton)
     monkeypatch.setattr(module, "CompiledKernel", Compiled)
     monkeypatch.setattr(module, "current_device", lambda: -1)
+    monkeypatch.setattr(module, "interpreted", lambda: False)
     monkeypatch.setattr(module, "_compiled", {})
     module.warn_untested.cache_clear()
     yield module

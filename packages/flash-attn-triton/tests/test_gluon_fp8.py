@@ -141,7 +141,7 @@ MISTAKES = [
     ("_begin", WAIT_K, "pass"),
     ("_begin", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
     ("walk_fp8", "part = hopper.warpgroup_mma_wait(0, deps=(part,))", "pass"),
-    ("walk_fp8", "walk.right, walk.high - 1,", "walk.right, walk.high,"),
+    ("walk_fp8", "walk.high - 1,", "walk.high,"),
     ("walk_fp8", "l * UNIT", "l"),
     ("_fold", "turn // TILE.STAGES_K & 1)", "(turn // TILE.STAGES_K & 1) ^ 1)"),
     ("_fold", WAIT_V, "pass"),

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from flash_attn_triton import _tree_ops, flash_attn_tree_func, validate_tree
+from flash_attn_triton import (
+    _tree_ops,
+    attention_reference,
+    flash_attn_tree_func,
+    tree_attention_reference,
+    validate_tree,
+)
 from flash_attn_triton._linked.host.forms import interpreted
 from torch import Tensor
 from torch.library import opcheck
@@ -134,10 +141,10 @@ def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def call(**changes: Any) -> Any:
+def call(function: Any = flash_attn_tree_func, **changes: Any) -> Any:
     given = {"q": zeros(9, 4, 8), "k": zeros(9, 2, 8), "v": zeros(9, 2, 6)}
     given |= {"cu_seqlens": ints(0, 5, 7, 9), "parents": [-1, 0, 0], "max_seqlen": 5}
-    return flash_attn_tree_func(**{**given, **changes})
+    return function(**{**given, **changes})
 
 
 WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -201,6 +208,42 @@ def test_wrong_arguments(error, message, changes):
     with pytest.raises(error) as caught:
         call(**changes)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(("error", "message", "changes"), WRONG, ids=lambda _: None)
+def test_wrong_arguments_of_the_reference(error, message, changes):
+    """What makes the tree is checked alike; dtypes and head dimensions are free."""
+    if not {"cu_seqlens", "parents", "max_seqlen", "sinks"} & set(changes):
+        pytest.skip("of the values, which the reference takes in other dtypes and widths")
+    if error is TypeError and "sinks" in changes:
+        pytest.skip("the reference takes sinks of any dtype")
+    with pytest.raises(error) as caught:
+        call(tree_attention_reference, **changes)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.eager
+def test_the_reference_refuses_tokens_that_do_not_match():
+    for changes in ({"k": zeros(8, 2, 8), "v": zeros(8, 2, 6)}, {"q": zeros(8, 4, 8)}):
+        with pytest.raises(ValueError, match="k must have as many tokens as q"):
+            call(tree_attention_reference, **changes)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (TypeError, torch.tensor([1, 2], dtype=torch.int32)),
+        (TypeError, torch.tensor([1.0, 2.0])),
+        (ValueError, torch.tensor([1])),
+        (ValueError, torch.tensor([1, 2, 3])),
+    ],
+)
+def test_the_reference_refuses_a_wrong_rng_state(error, state):
+    x = torch.zeros(1, 3, 1, 4)
+    with pytest.raises(error, match="rng_state must be"):
+        attention_reference(x, x, x, 0.5, rng_state=state)
 
 
 @pytest.mark.eager
@@ -277,3 +320,21 @@ def test_kernels_take_what_is_passed():
     for name, expected in parts.items():
         fields = [n for p in expected for n in ([p] if isinstance(p, str) else p._fields)]
         assert list(inspect.signature(kernels[name].fn).parameters) == fields, name
+
+
+@pytest.mark.eager
+def test_an_exported_graph_takes_another_number_of_segments():
+    class Tree(torch.nn.Module):
+        def forward(self, q, k, v, cu_seqlens, parents):
+            return flash_attn_tree_func(q, k, v, cu_seqlens, parents, q.shape[0])
+
+    def inputs(*lengths):
+        tokens = sum(lengths)
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        parents = torch.tensor([-1] + [0] * (len(lengths) - 1), dtype=torch.int32)
+        return *(torch.randn(tokens, 2, 16) for _ in "qkv"), starts, parents
+
+    dims = ({0: torch.export.Dim.AUTO},) * 5
+    module = torch.export.export(Tree(), inputs(5, 2, 2), dynamic_shapes=dims, strict=False)
+    fresh = inputs(4, 1, 3, 2)
+    torch.testing.assert_close(module.module()(*fresh), Tree()(*fresh))

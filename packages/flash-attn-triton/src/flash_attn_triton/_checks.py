@@ -219,6 +219,11 @@ def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, **others: Tensor
     for name, other in others.items():
         if other is not None:
             check_tensor(name, other)
+    rng_state = others.get("rng_state")
+    if rng_state is not None and rng_state.dtype != torch.int64:
+        raise TypeError(f"rng_state must be torch.int64, got {rng_state.dtype}")
+    if rng_state is not None and rng_state.shape != (2,):
+        raise ValueError(f"rng_state must be (seed, offset), [2], got {list(rng_state.shape)}")
     form_q, form_k = _FORMS[ndim]
     for name, x, form in (("q", q, form_q), ("k", k, form_k), ("v", v, form_k)):
         check_tensor(name, x)
@@ -228,6 +233,8 @@ def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, **others: Tensor
             raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"head_dim of k must be that of q, {q.shape[-1]}, got {k.shape[-1]}")
+    if q.shape[-1] == 0:
+        raise ValueError("head_dim must be at least 1, got 0")
     _check_heads(q, k, v)
 
 

@@ -17,7 +17,10 @@ from ._linked.host.arguments import (
     check_tensor,
     is_int,
     kind,
+    shown,
 )
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_tokens(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
@@ -28,10 +31,24 @@ def check_tokens(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
             "q must be torch.float16, torch.bfloat16 or torch.float32: trees are not offered in "
             f"FP8, got {q.dtype}"
         )
+    if q.dtype not in DTYPES:
+        raise TypeError(
+            f"q must be torch.float16, torch.bfloat16 or torch.float32, got {q.dtype}; "
+            "tree_attention_reference takes torch.float64"
+        )
     _checks.check_qkv(q, k, v, 3)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have as many tokens as q, {q.shape[0]}, got {k.shape[0]}")
     _checks.check_extras(q, 0, k.shape[1], 0, 0, None, None, sinks)
+
+
+def check_tree_reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """Check the tensors of values of the reference: any float dtypes, any head dimension."""
+    _checks.check_reference(q, k, v, 3, sinks=sinks)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have as many tokens as q, {q.shape[0]}, got {k.shape[0]}")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks must be [heads_q], [{q.shape[1]}], got {list(sinks.shape)}")
 
 
 def check_tree(q: Tensor, cu_seqlens: Tensor, parents: Any, max_seqlen: int) -> None:
@@ -47,9 +64,11 @@ def check_tree(q: Tensor, cu_seqlens: Tensor, parents: Any, max_seqlen: int) -> 
         raise TypeError(
             f"parents must be a list of ints or a torch.int32 tensor, got {kind(parents)}"
         )
-    if len(parents) != segments:
+    # not the length of a tensor, which traces would take for a constant
+    count = parents.shape[0] if isinstance(parents, Tensor) else len(parents)
+    if count != segments:
         raise ValueError(
-            f"parents must have one entry per segment of cu_seqlens, {segments}, got {len(parents)}"
+            f"parents must have one entry per segment of cu_seqlens, {segments}, got {count}"
         )
     if not isinstance(parents, Tensor):
         for i, parent in enumerate(parents):
@@ -70,11 +89,10 @@ def check_parent_values(parents: Sequence[int]) -> None:
     """Check that every parent stands ahead of its child."""
     for i, parent in enumerate(parents):
         if not -1 <= parent < i:
-            raise ValueError(
-                f"parents[{i}] must be -1 or a segment ahead of it, from 0 to {i - 1}, got {parent}"
-                if i
-                else f"parents[0] must be -1, as no segment is ahead of it, got {parent}"
-            )
+            allowed = f"-1 or a segment ahead of it, from 0 to {i - 1}"
+            if i == 0:
+                allowed = "-1, as no segment is ahead of it"
+            raise ValueError(f"parents[{i}] must be {allowed}, got {shown(parent)}")
 
 
 def parents_on_device(parents: Sequence[int] | Tensor, device: torch.device) -> Tensor:
@@ -88,5 +106,5 @@ def parents_on_device(parents: Sequence[int] | Tensor, device: torch.device) -> 
             "parents must be a tensor while a CUDA graph is captured, because a replay would copy "
             f"from memory of the host that is used otherwise by then, got {kind(parents)}"
         )
-    pinned = torch.tensor(parents, dtype=torch.int32, pin_memory=True)
+    pinned = torch.tensor(parents, dtype=torch.int32, device="cpu", pin_memory=True)
     return pinned.to(device, non_blocking=True)

@@ -9,7 +9,7 @@ raises.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from ._linked.host.arguments import on_one_device
 from ._linked.host.forms import interpreted
 from ._linked.host.internals import refuse_tangents
-from ._ops import _NAMESPACE, _is_transformed, _refuse_forward_mode, _refuse_second
+from ._ops import _NAMESPACE, _is_transformed, _refuse_forward_mode
 from ._tree_checks import check_tree_values
 from ._tree_eager import tree_backward, tree_forward
 
@@ -165,6 +165,13 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     )
     needs = ctx.needs_input_grad
     return dq, dk, dv, None, None, dsinks if needs[5] else None, *[None] * (len(needs) - 6)
+
+
+def _refuse_second(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "second derivatives are not offered: the gradients of this attention cannot be "
+        "differentiated again; tree_attention_reference can be differentiated twice"
+    )
 
 
 torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_keep)

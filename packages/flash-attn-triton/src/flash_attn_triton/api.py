@@ -62,8 +62,10 @@ def flash_attn_func(
         v: values, ``[batch, seqlen_k, heads_k, head_dim_v]``, dtype of ``q``; ``head_dim_v`` is
             from 1 to 256.
         dropout_p: probability of dropping an element of the softmax, in ``[0, 1)``; those kept are
-            scaled by ``1 / (1 - dropout_p)``. The draw depends on torch's generator and the
-            element's (batch, head, row, column) alone (Philox, Salmon et al. 2011). Default: 0.0.
+            scaled by ``1 / (1 - dropout_p)``. It counts as the nearest multiple of ``2**-16`` below
+            1: from ``2**-17`` down nothing is dropped. The draw depends on torch's generator and
+            the element's (batch, head, row, column) alone (Philox, Salmon et al. 2011).
+            Default: 0.0.
         softmax_scale: factor of the scores, any number that is finite in fp32.
             Default: ``head_dim ** -0.5``.
         causal: hide key j from query i unless ``j <= i'``: aligned to the bottom right.

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._checks import check_reference
-from ._tree_checks import check_tree_values
+from ._tree_checks import check_tree, check_tree_reference, check_tree_values
 from .reference import varlen_attention_reference
 
 
@@ -47,7 +46,8 @@ def tree_attention_reference(
         TypeError: on an argument's type, or a dtype that is no float.
         ValueError: on a shape or a range, and on offsets or parents that make no tree.
     """
-    check_reference(q, k, v, 3)
+    check_tree_reference(q, k, v, sinks)
+    check_tree(q, cu_seqlens, parents, max_seqlen)
     starts = cu_seqlens.tolist()
     tree = parents.tolist() if isinstance(parents, Tensor) else list(parents)
     check_tree_values(starts, tree, q.shape[0], max_seqlen)
