@@ -17,10 +17,9 @@ from .primitives import (
     keeps,
     load_tile,
     load_tile_transposed,
-    lower_bound,
     tokens_of,
 )
-from .schedule import locate_keys
+from .schedule import locate_keys, query_walk
 from .structures import (
     Columns,
     Grid,
@@ -237,42 +236,12 @@ def _dkdv_kernel(
     else:
         row_at = q_start
 
-    # keys of an owner
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N > BLOCK_K else BLOCK_K
-    PER_STEP: tl.constexpr = BLOCK_M // BLOCK_Q if BLOCK_M > BLOCK_Q else 1
-    IN_ITEM: tl.constexpr = GROUP if PER_HEAD else 1
     bits = (keys % SPAN) // BLOCK_K
-    list_row = tile * BLOCK_N // SPAN
-    # no column behind the layout's last; the padding around the sequences faces nothing
-    is_known = (list_row < list_rows) & (seqlen_q > 0)
-    owner = list_row.to(tl.int64)
-    if PER_HEAD:
-        owner += head_k_64 * list_rows
-    start = tl.load(begin_ptr + owner, mask=is_known, other=0)
-    end = tl.load(begin_ptr + owner + 1, mask=is_known, other=0)
-    cut = start + tl.load(whole_ptr + owner, mask=is_known, other=0)
-
-    # rows of blocks that the queries touch, and those that they fill
-    diagonal = seqlen_k - seqlen_q
-    first_position = tl.maximum(diagonal, 0)
-    seen = start
-    whole = start
-    whole_end = cut
-    seen_end = cut
-    cut_end = end
-    if first_position > 0:
-        seen = lower_bound(items_ptr, start, cut, first_position // BLOCK_Q, IN_ITEM)
-        whole = lower_bound(items_ptr, seen, cut, tl.cdiv(first_position, BLOCK_Q), IN_ITEM)
-        cut = lower_bound(items_ptr, cut, end, first_position // BLOCK_Q, IN_ITEM)
-    if seqlen_k < extent_q:
-        whole_end = lower_bound(items_ptr, whole, whole_end, seqlen_k // BLOCK_Q, IN_ITEM)
-        seen_end = lower_bound(items_ptr, whole_end, seen_end, tl.cdiv(seqlen_k, BLOCK_Q), IN_ITEM)
-        cut_end = lower_bound(items_ptr, cut, end, tl.cdiv(seqlen_k, BLOCK_Q), IN_ITEM)
-    # keys that are not there need no mask: what they get is not stored
-    count = tl.maximum(whole_end - whole, 0) // PER_STEP * PER_STEP
+    walk = query_walk(work, tensors, numbers, OPTIONS, TILE)
+    seen, whole, count, seen_end, cut, cut_end = walk
     rest = whole + count
-
-    columns = Columns(keys, bits, diagonal, seqlen_q, seqlen_k)
+    columns = Columns(keys, bits, seqlen_k - seqlen_q, seqlen_q, seqlen_k)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     for masked in tl.static_range(2):

@@ -14,7 +14,7 @@ from .primitives import (
     load_tile_transposed,
     tokens_of,
 )
-from .schedule import key_walk, locate_queries
+from .schedule import key_walk, locate_queries, rows_of
 from .structures import (
     Grid,
     Options,
@@ -22,7 +22,6 @@ from .structures import (
     QueryOptions,
     QueryTensors,
     Ranges,
-    Rows,
     RowValues,
     TileOptions,
 )
@@ -214,14 +213,10 @@ def _dq_kernel(
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
 
-    first_position = tl.maximum(tl.maximum(seqlen_k - seqlen_q, 0), tile * POSITIONS)
-    last_position = tl.minimum(seqlen_k, (tile + 1) * POSITIONS) - 1
-    span_start = tile * POSITIONS // SPAN * SPAN
-    bits = tl.maximum(positions - span_start, 0) // BLOCK_Q
+    standing = rows_of(work, positions, OPTIONS, QUERIES)
     PER_STEP: tl.constexpr = BLOCK_N // BLOCK_K if BLOCK_N > BLOCK_K else 1
-    walk = key_walk(work, last_position, tensors, numbers, OPTIONS, QUERIES, PER_STEP)
+    walk = key_walk(work, standing.last_position, tensors, numbers, OPTIONS, QUERIES, PER_STEP)
     values = RowValues(q, dout, lse2, delta)
-    standing = Rows(positions, bits, first_position, last_position, span_start, seqlen_k)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     for masked in tl.static_range(2):
         if masked == 1:

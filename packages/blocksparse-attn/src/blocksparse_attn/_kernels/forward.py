@@ -23,7 +23,7 @@ from .primitives import (
     load_tile_transposed,
     tokens_of,
 )
-from .schedule import key_walk, locate_queries
+from .schedule import key_walk, locate_queries, rows_of
 from .structures import (
     ForwardNumbers,
     ForwardOptions,
@@ -33,7 +33,6 @@ from .structures import (
     Options,
     QueryOptions,
     Ranges,
-    Rows,
     Softmax,
     TileOptions,
 )
@@ -163,6 +162,59 @@ def _fill(
         tl.store(out_ptrs, nothing, mask=inside[:, None] & (cols_dv < HEAD_DIM_V)[None, :])
 
 
+@triton.jit
+def _fill_padding(
+    work,
+    in_group,
+    tensors,
+    numbers,
+    OPTIONS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Fill the padding around the sequences, if no other grid does.
+
+    The first program of the first sequence and that of the last one do it.
+    """
+    units = numbers.heads_q // OPTIONS.GROUP * QUERIES.PACKS
+    head = work.unit // QUERIES.PACKS * OPTIONS.GROUP
+    place = tl.program_id(0) // (numbers.splits * units) % numbers.tiles
+    is_first = (place + work.split == 0) & (numbers.fills != 0)
+    starts = tensors.cu_seqlens_q_ptr
+    if is_first & (work.sequence == 0):
+        ahead = tl.load(starts)
+        _fill(0, ahead, head, in_group, tensors, numbers, OPTIONS, QUERIES, BLOCK_M)
+    if is_first & (work.sequence == numbers.batch - 1):
+        end, tokens = tl.load(starts + numbers.batch), numbers.tokens_q
+        _fill(end, tokens, head, in_group, tensors, numbers, OPTIONS, QUERIES, BLOCK_M)
+
+
+@triton.jit
+def _key_bases(batch_64, k_start, head_k, tensors, numbers, PAGE: tl.constexpr):
+    """Return where the keys and values of a head begin: of the sequence, or of all pages."""
+    k_base, v_base = tensors.k_ptr, tensors.v_ptr
+    if not PAGE:
+        k_base += batch_64 * numbers.stride_kb + k_start * numbers.stride_ks
+        v_base += batch_64 * numbers.stride_vb + k_start * numbers.stride_vs
+    head = head_k.to(tl.int64)
+    return k_base + head * numbers.stride_kh, v_base + head * numbers.stride_vh
+
+
+@triton.jit
+def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Store the result over a part of the keys, to be merged; every row is written.
+
+    The parts are [program without split, split, BLOCK_M].
+    """
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
+    first = tl.program_id(0).to(tl.int64) * BLOCK_M
+    tl.store(tensors.part_lse_ptr + first + m, lse2)
+    at = first * HEAD_DIM_V + (m[:, None] * HEAD_DIM_V + cols_dv[None, :])  # [BLOCK_M, BLOCK_DV]
+    tl.store(tensors.part_out_ptr + at, out, mask=(cols_dv < HEAD_DIM_V)[None, :])
+
+
 @triton.jit(
     do_not_specialize=ForwardNumbers._fields,
     do_not_specialize_on_alignment=ForwardTensors._fields,
@@ -236,43 +288,16 @@ def _forward_kernel(
     m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     in_group = pack * HEADS + m % HEADS
     if IS_SHORT and cu_seqlens_q_ptr is not None:
-        # the first program of the first and of the last sequence, if no other grid writes padding
-        is_first = (tl.program_id(0) // (splits * units) % tiles + split == 0) & (fills != 0)
-        if is_first & (sequence == 0):
-            _fill(
-                0,
-                tl.load(cu_seqlens_q_ptr),
-                head_k * GROUP,
-                in_group,
-                tensors,
-                numbers,
-                OPTIONS,
-                QUERIES,
-                BLOCK_M,
-            )
-        if is_first & (sequence == batch - 1):
-            _fill(
-                tl.load(cu_seqlens_q_ptr + batch),
-                tokens_q,
-                head_k * GROUP,
-                in_group,
-                tensors,
-                numbers,
-                OPTIONS,
-                QUERIES,
-                BLOCK_M,
-            )
+        _fill_padding(work, in_group, tensors, numbers, OPTIONS, QUERIES, BLOCK_M)
     if not is_alive:
         return
     # padding around the sequences has no row in per-sequence tensors
     batch_64 = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
-    head_k_64 = head_k.to(tl.int64)
     positions = tile * POSITIONS + m // HEADS  # [BLOCK_M]
     rows = positions - (seqlen_k - seqlen_q)
     heads = head_k * GROUP + in_group
     inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
     cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     q_at = rows.to(tl.int64) * stride_qs + heads.to(tl.int64) * stride_qh
     q = load_tile(
         q_ptr + batch_64 * stride_qb + q_start * stride_qs,
@@ -284,27 +309,14 @@ def _forward_kernel(
         ROW_BYTES,
         True,
     )  # [BLOCK_M, BLOCK_D]
+    k_base, v_base = _key_bases(batch_64, k_start, head_k, tensors, numbers, PAGE)
     table_ptr = block_table_ptr
     if PAGE:
-        k_base = k_ptr + head_k_64 * stride_kh
-        v_base = v_ptr + head_k_64 * stride_vh
         table_ptr += batch_64 * stride_table
-    else:
-        k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
-        v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
 
-    first_position = tl.maximum(tl.maximum(seqlen_k - seqlen_q, 0), tile * POSITIONS)
-    last_position = tl.minimum(seqlen_k, (tile + 1) * POSITIONS) - 1
-    span_start = tile * POSITIONS // SPAN * SPAN
-    bits = positions * 0
-    if HEAD_MEMBERS > 1:
-        bits = m % HEADS
-    elif ROW_MEMBERS > 1:
-        bits = tl.maximum(positions - span_start, 0) // BLOCK_Q
-    standing = Rows(positions, bits, first_position, last_position, span_start, seqlen_k)
-
+    standing = rows_of(work, positions, OPTIONS, QUERIES)
     PER_STEP: tl.constexpr = BLOCK_N // BLOCK_K if BLOCK_N > BLOCK_K else 1
-    walk = key_walk(work, last_position, tensors, numbers, OPTIONS, QUERIES, PER_STEP)
+    walk = key_walk(work, standing.last_position, tensors, numbers, OPTIONS, QUERIES, PER_STEP)
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)  # [BLOCK_M]
     l_i = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
     softmax = Softmax(tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), l_i, m_i)  # [BLOCK_M, BLOCK_DV]
@@ -340,14 +352,7 @@ def _forward_kernel(
     out = acc / l_safe[:, None]
     lse2 = tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe))
     if part_out_ptr is not None:
-        # a part of the keys: [program without split, split, M], to be merged; every row is written
-        first = tl.program_id(0).to(tl.int64) * BLOCK_M
-        tl.store(part_lse_ptr + first + m, lse2)
-        tl.store(
-            part_out_ptr + first * HEAD_DIM_V + (m[:, None] * HEAD_DIM_V + cols_dv[None, :]),
-            out,
-            mask=(cols_dv < HEAD_DIM_V)[None, :],
-        )
+        _store_part(out, lse2, tensors, OPTIONS, BLOCK_M)
     else:
         store_rows(
             out,

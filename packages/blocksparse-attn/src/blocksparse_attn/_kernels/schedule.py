@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .primitives import floor_div, lower_bound
-from .structures import KeyWork, Walk, Work
+from .structures import KeyWork, QueryWalk, Rows, Walk, Work
 
 # sequences looked at per step when a program searches its own in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
@@ -174,3 +174,58 @@ def key_walk(
     whole = (whole_end - start) // PER_STEP * PER_STEP
     rest = start + whole
     return Walk(start, whole, rest, seen_end - rest, cut, cut_end - cut)
+
+
+@triton.jit
+def rows_of(work, positions, OPTIONS: tl.constexpr, QUERIES: tl.constexpr):
+    """Return the ``Rows`` of a tile of queries that stand at ``positions``, ``[BLOCK_M]``."""
+    first = work.tile * QUERIES.POSITIONS
+    diagonal = work.seqlen_k - work.seqlen_q
+    first_position = tl.maximum(tl.maximum(diagonal, 0), first)
+    last_position = tl.minimum(work.seqlen_k, first + QUERIES.POSITIONS) - 1
+    span_start = first // QUERIES.SPAN * QUERIES.SPAN
+    bits = positions * 0
+    if QUERIES.HEAD_MEMBERS > 1:
+        bits = tl.arange(0, positions.shape[0]) % QUERIES.HEADS
+    elif QUERIES.ROW_MEMBERS > 1:
+        bits = tl.maximum(positions - span_start, 0) // OPTIONS.BLOCK_Q
+    return Rows(positions, bits, first_position, last_position, span_start, work.seqlen_k)
+
+
+@triton.jit
+def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
+    """Return the ``QueryWalk`` of a tile of keys: the ranges of its list."""
+    items_ptr = tensors.items_ptr
+    BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
+    PER_STEP: tl.constexpr = TILE.BLOCK_M // BLOCK_Q if TILE.BLOCK_M > BLOCK_Q else 1
+    IN_ITEM: tl.constexpr = OPTIONS.GROUP if OPTIONS.PER_HEAD else 1
+    # keys of an owner
+    SPAN: tl.constexpr = TILE.BLOCK_N if TILE.BLOCK_N > OPTIONS.BLOCK_K else OPTIONS.BLOCK_K
+    list_row = work.tile * TILE.BLOCK_N // SPAN
+    # no column behind the layout's last; the padding around the sequences faces nothing
+    is_known = (list_row < numbers.list_rows) & (work.seqlen_q > 0)
+    owner = list_row.to(tl.int64)
+    if OPTIONS.PER_HEAD:
+        owner += work.head.to(tl.int64) * numbers.list_rows
+    start = tl.load(tensors.begin_ptr + owner, mask=is_known, other=0)
+    end = tl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0)
+    cut = start + tl.load(tensors.whole_ptr + owner, mask=is_known, other=0)
+    # rows of blocks that the queries touch, and those that they fill
+    first_position = tl.maximum(work.seqlen_k - work.seqlen_q, 0)
+    seen = start
+    whole = start
+    whole_end = cut
+    seen_end = cut
+    cut_end = end
+    if first_position > 0:
+        seen = lower_bound(items_ptr, start, cut, first_position // BLOCK_Q, IN_ITEM)
+        whole = lower_bound(items_ptr, seen, cut, tl.cdiv(first_position, BLOCK_Q), IN_ITEM)
+        cut = lower_bound(items_ptr, cut, end, first_position // BLOCK_Q, IN_ITEM)
+    if work.seqlen_k < numbers.extent_q:
+        first_behind = tl.cdiv(work.seqlen_k, BLOCK_Q)
+        whole_end = lower_bound(items_ptr, whole, whole_end, work.seqlen_k // BLOCK_Q, IN_ITEM)
+        seen_end = lower_bound(items_ptr, whole_end, seen_end, first_behind, IN_ITEM)
+        cut_end = lower_bound(items_ptr, cut, end, first_behind, IN_ITEM)
+    # keys that are not there need no mask: what they get is not stored
+    count = tl.maximum(whole_end - whole, 0) // PER_STEP * PER_STEP
+    return QueryWalk(seen, whole, count, seen_end, cut, cut_end)

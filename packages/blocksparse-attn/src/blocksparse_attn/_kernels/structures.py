@@ -323,6 +323,21 @@ class Walk(NamedTuple):
     cuts: Any
 
 
+class QueryWalk(NamedTuple):
+    """The ranges of a list that a tile of keys walks.
+
+    ``count`` items from ``whole`` on fill steps that see every key. Those from ``seen`` to
+    ``whole``, from there to ``seen_end``, and from ``cut`` to ``cut_end`` need a mask.
+    """
+
+    seen: Any
+    whole: Any
+    count: Any
+    seen_end: Any
+    cut: Any
+    cut_end: Any
+
+
 class Ranges(NamedTuple):
     """Three ranges of a list, walked one behind the other."""
 
