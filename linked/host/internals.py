@@ -89,3 +89,13 @@ def _has_tangent(x: Tensor) -> bool:
         if not (batched or functorch.is_gradtrackingtensor(x)):
             return False
         x = functorch.get_unwrapped(x)
+
+
+def is_transformed() -> bool:
+    """Say whether torch.func is at work; its transforms take no formula of an operator.
+
+    Where that cannot be asked, outside of traces: the form that they take serves every call.
+    """
+    if not IS_TESTED:
+        return not torch.compiler.is_compiling()
+    return torch._C._are_functorch_transforms_active()

@@ -178,6 +178,13 @@ SPILLS = {
     (64, "long"): (48, 240),  # likewise
     (64, "packed"): (0, 16),
     (64, "rich"): (0, 24),  # every feature at once
+    # draws of dropout, which are made beside the exponentials
+    (64, "dropout"): (64, 200),  # and three warpgroups have 160 registers a thread
+    (64, "causal dropout"): (0, 16),
+    (128, "dropout"): (16, 0),
+    (128, "causal dropout"): (24, 48),
+    (256, "dropout"): (24, 48),
+    (256, "causal dropout"): (32, 72),
     (128, "packed"): (0, 16),
     (128, "left"): (16, 16),  # two loops and what runs on between tiles of queries
     (256, "causal"): (16, 56),  # the accumulators take 128 registers

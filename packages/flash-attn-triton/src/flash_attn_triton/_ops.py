@@ -20,7 +20,7 @@ from ._call import Checked, Grads, Options, Plan, Tensors
 from ._eager import EagerPlan, attention_backward, attention_forward
 from ._linked.host.arguments import FP8_DTYPES, on_one_device
 from ._linked.host.forms import interpreted
-from ._linked.host.internals import IS_TESTED, is_plain_tensor, is_watched, refuse_tangents
+from ._linked.host.internals import is_plain_tensor, is_transformed, is_watched, refuse_tangents
 from .reference import dropout_marked_probabilities
 
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
@@ -38,8 +38,8 @@ _TENSORS = len(Tensors._fields)
 _BIAS, _SINKS = Tensors._fields.index("bias"), Tensors._fields.index("sinks")
 _OUT_DTYPE = _TENSORS + 2 + len(Options._fields)
 
-_NAMESPACE = _free_namespace()
-_FORWARD, _BACKWARD = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward"
+NAMESPACE = _free_namespace()
+_FORWARD, _BACKWARD = f"{NAMESPACE}::forward", f"{NAMESPACE}::backward"
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
     "SymInt window_right, float softcap, float dropout_p"
@@ -212,8 +212,8 @@ torch.library.impl(_BACKWARD, "cuda", on_one_device(_backward_triton))
 torch.library.impl(_FORWARD, "cpu", _forward_cpu)
 torch.library.impl(_BACKWARD, "cpu", _backward_cpu)
 
-forward = getattr(torch.ops, _NAMESPACE).forward.default
-backward = getattr(torch.ops, _NAMESPACE).backward.default
+forward = getattr(torch.ops, NAMESPACE).forward.default
+backward = getattr(torch.ops, NAMESPACE).backward.default
 
 
 def plan_of(
@@ -267,7 +267,7 @@ def _run_backward(
     needs_dbias: bool,
 ) -> Grads:
     """Return the gradients by the backward operator, whose own derivative raises."""
-    run = _Backward.apply if _is_transformed() else backward
+    run = _Backward.apply if is_transformed() else backward
     return run(  # type: ignore[no-any-return]
         torch.zeros_like(out) if dout is None else dout,
         x.q,
@@ -283,7 +283,7 @@ def _run_backward(
     )
 
 
-def _refuse_forward_mode(*_: Any) -> NoReturn:
+def refuse_forward_mode(*_: Any) -> NoReturn:
     raise NotImplementedError(
         "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad) is not offered"
     )
@@ -312,7 +312,7 @@ class _Forward(torch.autograd.Function):
 
     setup_context = staticmethod(_keep)
     backward = staticmethod(_differentiate)
-    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
+    jvp = staticmethod(refuse_forward_mode)  # type: ignore[assignment]
 
 
 class _Backward(torch.autograd.Function):
@@ -330,7 +330,7 @@ class _Backward(torch.autograd.Function):
         """Keep nothing: the derivative raises."""
 
     backward = staticmethod(_refuse_second)  # type: ignore[assignment]
-    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
+    jvp = staticmethod(refuse_forward_mode)  # type: ignore[assignment]
 
 
 class _Planned(torch.autograd.Function):
@@ -386,7 +386,7 @@ def attention(
     bounds = max_seqlen_q, max_seqlen_k
     if known.plan is None:
         options = *bounds, *known.options, known.out_dtype, known.deterministic
-        if not _is_transformed():
+        if not is_transformed():
             return forward(*x, *options)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
             x = _without_repeats(x)
@@ -394,13 +394,6 @@ def attention(
     if _needs_gradient(x):
         return _Planned.apply(x.q, x.k, x.v, x.bias, x.sinks, x, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
     return known.plan.forward(x)
-
-
-def _is_transformed() -> bool:
-    """Say whether torch.func is at work; its transforms take no formula of an operator."""
-    if not IS_TESTED:
-        return not torch.compiler.is_compiling()
-    return torch._C._are_functorch_transforms_active()
 
 
 def _needs_gradient(x: Tensors) -> bool:

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from ._linked.host.arguments import on_one_device
 from ._linked.host.forms import interpreted
-from ._linked.host.internals import refuse_tangents
-from ._ops import _NAMESPACE, _is_transformed, _refuse_forward_mode
+from ._linked.host.internals import is_transformed, refuse_tangents
+from ._ops import NAMESPACE, refuse_forward_mode
 from ._tree_checks import check_tree_values
 from ._tree_eager import tree_backward, tree_forward
 
 # gradients of q, k, v and the sinks
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 
-_FORWARD, _BACKWARD = f"{_NAMESPACE}::tree_forward", f"{_NAMESPACE}::tree_backward"
+_FORWARD, _BACKWARD = f"{NAMESPACE}::tree_forward", f"{NAMESPACE}::tree_backward"
 _TREE = "Tensor cu_seqlens, Tensor parents, Tensor? sinks, SymInt max_seqlen"
 
 torch.library.define(
@@ -143,8 +143,8 @@ torch.library.impl(_BACKWARD, "cuda", on_one_device(_backward_triton))
 torch.library.impl(_FORWARD, "cpu", _forward_cpu)
 torch.library.impl(_BACKWARD, "cpu", _backward_cpu)
 
-forward = getattr(torch.ops, _NAMESPACE).tree_forward.default
-backward = getattr(torch.ops, _NAMESPACE).tree_backward.default
+forward = getattr(torch.ops, NAMESPACE).tree_forward.default
+backward = getattr(torch.ops, NAMESPACE).tree_backward.default
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -159,7 +159,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     q, k, v, cu_seqlens, parents, sinks, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    run = _Backward.apply if _is_transformed() else backward
+    run = _Backward.apply if is_transformed() else backward
     dq, dk, dv, dsinks = run(
         dout, q, k, v, out, lse, dlse, cu_seqlens, parents, sinks, *ctx.options
     )
@@ -193,7 +193,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse_forward_mode()
+        refuse_forward_mode()
 
 
 class _Backward(torch.autograd.Function):
@@ -216,7 +216,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse_forward_mode()
+        refuse_forward_mode()
 
 
 def attention(
@@ -233,7 +233,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(out, lse)``, differentiable where a gradient is asked for."""
     refuse_tangents((q, k, v, sinks))
-    run = _Forward.apply if _is_transformed() else forward
+    run = _Forward.apply if is_transformed() else forward
     return run(  # type: ignore[no-any-return]
         q,
         k,

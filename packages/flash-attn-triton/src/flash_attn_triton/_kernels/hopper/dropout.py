@@ -4,9 +4,9 @@ Four elements share a draw: two rows eight apart and two columns eight apart. In
 wgmma they are one thread's, whether its rows are queries or keys, so that nothing is drawn twice.
 """
 
+from ..structures import DropoutKey
 from ._linked.compat import gl, gluon
 from ._linked.ptx import drop_below
-from .structures import DropoutKey
 
 MULTIPLIER_2 = gl.constexpr(0xD256D193)
 MULTIPLIERS_4 = gl.constexpr((0xD2511F53, 0xCD9E8D57))

@@ -125,14 +125,6 @@ class Walk(NamedTuple):
     dropout: Any  # its ``DropoutKey``, or 0
 
 
-class DropoutKey(NamedTuple):
-    """What the draws of a head depend on."""
-
-    word: Any  # key of Philox
-    row: Any  # what rows and columns are xored with
-    col: Any
-
-
 class State(NamedTuple):
     """What a warpgroup carries from one tile of keys to the next: the online softmax."""
 
