@@ -263,6 +263,16 @@ def tests(session: nox.Session, package: str) -> None:
 
 
 @nox.session(requires=["build"])
+def parse(session: nox.Session) -> None:
+    """Let the front end of the oldest Triton take every kernel; the compile session builds them."""
+    install(session, *KERNEL_PACKAGES)
+    session.install("--no-compile", "--no-deps", f"triton=={OLDEST_TRITON}")
+    for package in KERNEL_PACKAGES:
+        path = ROOT / "packages" / package
+        pytest(session, path, "aot", f"{package}-parse", ATTN_AOT="parse")
+
+
+@nox.session(requires=["build"])
 def integration(session: nox.Session) -> None:
     """Check the wheels, the repository's rules, and the packages against each other."""
     install(session, *PACKAGES, also=group("integration"))

@@ -3,8 +3,10 @@
 The launchers run on meta tensors, with the platform named in the environment variable of
 ``attn_common``; what they would launch is compiled for that platform instead, with the very
 arguments, so with the specialization that the GPU would see. A merge builds of each kernel what
-differs most; with ``ATTN_AOT=all`` every shipped configuration is built. With ``ATTN_AOT_ASM`` set
-to a folder, the normalised assembly of every build is written there, to compare two checkouts.
+differs most; with ``ATTN_AOT=all`` every shipped configuration is built. With ``ATTN_AOT=parse``
+Triton's front end takes the kernels and nothing is built, which is quick, and a test ends there.
+With ``ATTN_AOT_ASM`` set to a folder, the normalised assembly of every build is written there, to
+compare two checkouts.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ import pytest
 import torch
 import triton
 from attn_common import detect
+from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
+
+from .tiers import Parsed
 
 KIB = 1024
 
@@ -49,6 +54,23 @@ def chosen(everything: Iterable[Any], principal: Iterable[Any]) -> list[Any]:
     """Return what is built here: the principal cases, and all others if they are asked for."""
     rest = everything if os.environ.get("ATTN_AOT") == "all" else ()
     return list(dict.fromkeys([*principal, *rest]))
+
+
+def _parse_only() -> bool:
+    return os.environ.get("ATTN_AOT") == "parse"
+
+
+def _stop_after_parsing(patch: pytest.MonkeyPatch) -> None:
+    """Let Triton end each build where its own passes would begin."""
+
+    def stop(*_: Any) -> None:
+        raise Parsed
+
+    def add_stages(_backend: Any, stages: dict[str, Any], *_: Any, **__: Any) -> None:
+        stages.update(ttir=stop, ttgir=stop)  # of Triton's language, and of Gluon
+
+    for backend in backends.values():
+        patch.setattr(backend.compiler, "add_stages", add_stages)
 
 
 class _Driver:
@@ -111,14 +133,21 @@ def compiling(name: str, folder: Path) -> Iterator[list[Build]]:
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            binary = kernel.warmup(*args, grid=grid, **kwargs)
+            try:
+                binary = kernel.warmup(*args, grid=grid, **kwargs)
+            except Parsed:
+                return
             builds.append(_inspect(kernel.__name__, binary, folder))
 
         return launch
 
     with absent_gpu(name), pytest.MonkeyPatch.context() as patch:
         patch.setattr(KernelInterface, "__getitem__", launcher)
+        if _parse_only():
+            _stop_after_parsing(patch)
         yield builds
+        if _parse_only():
+            raise Parsed
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ public functions of PyTorch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,8 +116,12 @@ def test_gradients_of_sdpa_operator_are_laid_out_like_the_inputs(device, overrid
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 4)])
 def test_varlen_attn_matches_reference(device, overrides, window):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
+    # torch 2.11 serves one key head per query head alone
+    has_gqa = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+    heads_k = 2 if has_gqa else 4
+    gqa = {"enable_gqa": True} if has_gqa else {}
     m = Maker(device, torch.float32)
-    q, k, v = m.randn(20, 4, 16), m.randn(26, 2, 16), m.randn(26, 2, 16)
+    q, k, v = m.randn(20, 4, 16), m.randn(26, heads_k, 16), m.randn(26, heads_k, 16)
     ends = offsets((7, 0, 13), device), offsets((9, 3, 14), device), 13, 14
 
     def run(*inputs: Tensor) -> Tensor:
@@ -124,8 +129,8 @@ def test_varlen_attn_matches_reference(device, overrides, window):
             *inputs,
             *ends,
             window_size=window,
-            enable_gqa=True,
             return_aux=varlen.AuxRequest(lse=True),
+            **gqa,
         )
         assert lse.shape == (4, 20)
         return out
@@ -137,6 +142,10 @@ def test_varlen_attn_matches_reference(device, overrides, window):
 
 
 @pytest.mark.eager
+@pytest.mark.skipif(
+    not hasattr(aten, "_flash_attention_forward_no_dropout_inplace"),
+    reason="this torch has no such operator",
+)
 def test_forward_into_a_given_output_and_used_keys(device, overrides):
     m = Maker(device, torch.float32)
     q, k, v = m.randn(2, 4, 16), m.randn(12, 4, 16), m.randn(12, 4, 16)
@@ -182,6 +191,9 @@ def test_dropout_is_the_same_in_backward_and_follows_the_generator(device, overr
     ids=["debug mask", "block table", "seqused without lengths"],
 )
 def test_what_is_not_offered_raises(device, overrides, arguments, options):
+    known = {a.name for a in aten._flash_attention_forward.default._schema.arguments}
+    if not known.issuperset(options):
+        pytest.skip(f"this torch's operator does not take {', '.join(options)}")
     q = torch.zeros(1, 4, 2, 8, device=device)
     options = {name: value.to(device) for name, value in options.items()}
     with pytest.raises(NotImplementedError, match="as PyTorch's flash attention: no"):
