@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from attn_common import Platform, next_power_of_2
 
@@ -24,8 +25,9 @@ class Tile:
     precision: str = "ieee"
 
 
+T = TypeVar("T")
 # of each family, as ``family_of`` names it: the widest padded head dimension, then the tile
-Table = dict[str, tuple[tuple[int, Tile], ...]]
+Table = dict[str, tuple[tuple[int, T], ...]]
 
 
 def padded_head_dim(head_dim: int, itemsize: int = 2) -> int:
@@ -48,7 +50,7 @@ def family_of(platform: Platform, itemsize: int) -> str:
     return f"{family}-fp32" if itemsize == 4 else family
 
 
-def find_tile(table: Table, platform: Platform, head_dim: int, itemsize: int) -> Tile:
+def find_tile(table: Table[T], platform: Platform, head_dim: int, itemsize: int) -> T:
     """Return the tile of a platform, for the widest head dimension and the size of an element."""
     width = padded_head_dim(head_dim)
     rows = table[family_of(platform, itemsize)]

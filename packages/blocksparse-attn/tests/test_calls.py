@@ -17,6 +17,7 @@ from blocksparse_attn import (
     blocksparse_attn_func,
     blocksparse_attn_varlen_func,
 )
+from blocksparse_attn._linked.host.forms import interpreted
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -195,7 +196,7 @@ def test_a_layout_that_is_gone_takes_its_calls_along(device):
         gc.enable()
 
 
-@pytest.mark.skipif(not _ops.interpreted(), reason="on a CPU only the interpreter launches")
+@pytest.mark.skipif(not interpreted(), reason="on a CPU only the interpreter launches")
 @pytest.mark.parametrize("make", CASES)
 def test_a_warm_call_passes_five_frames_and_makes_no_launch(make, monkeypatch):
     """Counted from the public function, or from the derivative, to the launch; PyTorch's aside."""

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 from attn_common import Platform
-from blocksparse_attn import BlockSparseLayout, _configs, _kept_lists, _ops
+from blocksparse_attn import BlockSparseLayout, _configs, _kept_lists
 from blocksparse_attn._configs import suits_hopper
+from blocksparse_attn._linked.host.forms import interpreted
 from blocksparse_attn.reference import visible_keys
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from ._linked.budget import assert_same
 from ._linked.numerics import compare, run_eager, run_oracle
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not interpreted(), reason="about the interpreter")
 
 
 @pytest.fixture(params=[True, False], ids=["copies_first", "copies_last"])

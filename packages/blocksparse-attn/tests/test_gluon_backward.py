@@ -11,6 +11,7 @@ from attn_common import Platform
 from blocksparse_attn import BlockSparseLayout, _configs, _ops, _pairs, _pieces
 from blocksparse_attn._configs import suits_hopper_backward
 from blocksparse_attn._eager import attention_forward
+from blocksparse_attn._linked.host.forms import interpreted
 from blocksparse_attn.reference import visible_keys
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from .test_gluon import reverse
 
 __all__ = ["reverse"]  # a fixture
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not interpreted(), reason="about the interpreter")
 
 
 @pytest.fixture

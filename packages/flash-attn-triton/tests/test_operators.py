@@ -139,13 +139,13 @@ def test_gradients_come_only_where_they_are_asked_for(wanted, device):
 @pytest.mark.eager
 def test_bias_gradient_is_not_computed_for_nothing(device, monkeypatch):
     seen = []
-    operator = _ops.backward
+    operator = _ops._call_backward
 
     def backward(*arguments):
         seen.append(arguments[-1])
         return operator(*arguments)
 
-    monkeypatch.setattr(_ops, "backward", backward)
+    monkeypatch.setattr(_ops, "_call_backward", backward)
     case = make_case(SHAPE, torch.float32, device, ["bias"])
     for needs in (False, True):
         inputs = {n: t.clone().requires_grad_(n != "bias" or needs) for n, t in case.inputs.items()}

@@ -71,7 +71,7 @@ class Shape:
 _INTERPRETED = ((256, Tile(32, 32, 1, 1)),)
 
 # for rows of blocks that resemble each other
-_TALL: Table = {
+_TALL: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": ((128, Tile(128, 64, 8, 3)), (256, Tile(128, 32, 8, 2))),
     "nvidia": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 32, 4, 3)), (256, Tile(64, 32, 8, 2))),
@@ -92,13 +92,13 @@ _TALL: Table = {
 }
 
 # for those that do not; where no row is here, the tile above is low enough
-_LOW: Table = {
+_LOW: Table[Tile] = {
     "hopper": ((128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 8, 2))),
     "amd": ((128, Tile(64, 64, 4, 1)), (256, Tile(64, 32, 4, 1))),
 }
 
 # a few queries of all heads of a group
-_SHORT: Table = {
+_SHORT: Table[Tile] = {
     "cpu": ((256, Tile(16, 32, 1, 1)),),
     "hopper": ((128, Tile(16, 64, 4, 3)), (256, Tile(16, 64, 4, 2))),
     "nvidia": ((128, Tile(16, 64, 4, 3)), (256, Tile(16, 32, 4, 2))),
@@ -110,7 +110,7 @@ _SHORT: Table = {
     "rdna-fp32": ((128, Tile(16, 16, 4, 1)), (256, Tile(16, 16, 4, 1))),
 }
 
-_BACKWARD_DKDV: Table = {
+_BACKWARD_DKDV: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(64, 64, 4, 3)),
@@ -139,11 +139,11 @@ _BACKWARD_DKDV: Table = {
 }
 
 # for blocks of fewer than 64 queries: several a step hold an address each, for which registers fail
-_BACKWARD_DKDV_SMALL: Table = {
+_BACKWARD_DKDV_SMALL: Table[Tile] = {
     "hopper": ((128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 2))),
 }
 
-_BACKWARD_DQ: Table = {
+_BACKWARD_DQ: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(64, 64, 4, 3)),
@@ -170,7 +170,7 @@ _BACKWARD_DQ: Table = {
     "amd-fp32": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 16, 4, 1)), (256, Tile(16, 16, 4, 1))),
     "rdna-fp32": ((64, Tile(16, 16, 4, 1)), (128, Tile(16, 16, 8, 1)), (256, Tile(16, 16, 8, 1))),
 }
-_BACKWARD_DQ_LOW: Table = {
+_BACKWARD_DQ_LOW: Table[Tile] = {
     "hopper": ((128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 8, 2))),
 }
 
@@ -237,8 +237,8 @@ def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int, block_q
 
 
 def _prefill_shape(
-    tall: Table,
-    low: Table,
+    tall: Table[Tile],
+    low: Table[Tile],
     platform: Platform,
     head_dim: int,
     itemsize: int,

@@ -6,7 +6,7 @@ with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from attn_common import cdiv, detect
@@ -16,9 +16,13 @@ from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
 from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
 from ._kept_lists import lists_for, make_lists, spec_of, walks_lists
-from ._linked.host.arguments import on_one_device
-from ._linked.host.forms import interpreted
-from ._linked.host.internals import is_plain_tensor, is_watched, refuse_tangents
+from ._linked.host.internals import refuse_tangents
+from ._linked.host.operators import (
+    may_skip_operator,
+    no_second_derivative,
+    register,
+    without_repeats,
+)
 from ._lists import ListSpec
 from ._pairs import sizes_of
 from ._pieces import SIDE, piece_of
@@ -28,26 +32,6 @@ __all__ = ["attention", "backward", "checked", "forward", "plan"]
 
 _LAYOUT = "Tensor crow, Tensor col, SymInt cols, int block_q, int block_k, bool rows_alike"
 _OPTIONS = "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal"
-
-torch.library.define(
-    "blocksparse_attn::plan",
-    f"({_LAYOUT}, SymInt group, SymInt head_dim, int itemsize, bool causal, str kind) -> Tensor[]",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "blocksparse_attn::forward",
-    "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    f"Tensor? block_table, Tensor[] tall, Tensor[] short, {_LAYOUT}, SymInt max_row, {_OPTIONS}, "
-    "int num_splits) -> (Tensor out, Tensor lse)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "blocksparse_attn::backward",
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] by_query, Tensor[] by_key, "
-    f"Tensor[] pairs, {_LAYOUT}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
 
 
 def _spec(
@@ -145,7 +129,7 @@ def _backward_triton(*arguments: Any) -> Grads:
     return result
 
 
-def _forward_cpu(
+def _forward_eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -167,12 +151,6 @@ def _forward_cpu(
     causal: bool,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    if interpreted():
-        return _forward_triton(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, tall, short, crow, col, cols,
-            block_q, block_k, rows_alike, max_row, max_seqlen_q, max_seqlen_k, softmax_scale,
-            causal, num_splits,
-        )  # fmt: skip
     return attention_forward(
         q,
         k,
@@ -189,7 +167,7 @@ def _forward_cpu(
     )
 
 
-def _backward_cpu(
+def _backward_eager(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -213,12 +191,6 @@ def _backward_cpu(
     softmax_scale: float,
     causal: bool,
 ) -> Grads:
-    if interpreted():
-        return _backward_triton(
-            dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, pairs,
-            crow, col, cols, block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k,
-            softmax_scale, causal,
-        )  # fmt: skip
     return attention_backward(
         dout,
         q,
@@ -237,27 +209,34 @@ def _backward_cpu(
     )
 
 
-def _refuse_second(ctx: Any, *_: Any) -> NoReturn:
-    raise NotImplementedError(
-        "second derivatives are not offered: the gradients of this attention cannot be "
-        "differentiated again; blocksparse_attention_reference can be differentiated twice"
-    )
-
-
-torch.library.register_fake("blocksparse_attn::plan", _plan_fake)
-torch.library.register_fake("blocksparse_attn::forward", _forward_fake)
-torch.library.register_fake("blocksparse_attn::backward", _backward_fake)
-torch.library.impl("blocksparse_attn::plan", "cuda", on_one_device(_plan))
-torch.library.impl("blocksparse_attn::plan", "cpu", _plan)
-torch.library.impl("blocksparse_attn::forward", "cuda", on_one_device(_forward_triton))
-torch.library.impl("blocksparse_attn::backward", "cuda", on_one_device(_backward_triton))
-torch.library.impl("blocksparse_attn::forward", "cpu", _forward_cpu)
-torch.library.impl("blocksparse_attn::backward", "cpu", _backward_cpu)
-torch.library.register_autograd("blocksparse_attn::backward", _refuse_second)
-
-plan = torch.ops.blocksparse_attn.plan.default
-forward = torch.ops.blocksparse_attn.forward.default
-backward = torch.ops.blocksparse_attn.backward.default
+plan = register(
+    "blocksparse_attn::plan",
+    f"({_LAYOUT}, SymInt group, SymInt head_dim, int itemsize, bool causal, str kind) -> Tensor[]",
+    fake=_plan_fake,
+    kernels=_plan,
+    eager=_plan,
+)
+forward = register(
+    "blocksparse_attn::forward",
+    "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    f"Tensor? block_table, Tensor[] tall, Tensor[] short, {_LAYOUT}, SymInt max_row, {_OPTIONS}, "
+    "int num_splits) -> (Tensor out, Tensor lse)",
+    fake=_forward_fake,
+    kernels=_forward_triton,
+    eager=_forward_eager,
+)
+backward = register(
+    "blocksparse_attn::backward",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] by_query, Tensor[] by_key, "
+    f"Tensor[] pairs, {_LAYOUT}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    fake=_backward_fake,
+    kernels=_backward_triton,
+    eager=_backward_eager,
+)
+torch.library.register_autograd(
+    backward.name(), no_second_derivative("blocksparse_attention_reference")
+)
 
 
 def checked(
@@ -365,14 +344,7 @@ class _BlockSparseAttention(torch.autograd.Function):
         if ctx.planned is not None:
             x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
             plan, walks = ctx.planned
-            # with a graph of its own, this pass has to be the operator, whose derivative raises
-            is_planned = (
-                not torch.is_grad_enabled()
-                and not is_watched()
-                and is_plain_tensor(dout)
-                and (dlse is None or is_plain_tensor(dlse))
-            )
-            if is_planned and plan.fits(x):
+            if may_skip_operator(dout, dlse) and plan.fits(x):
                 return *plan.backward(x, walks, out, lse, dout, dlse), *nothing
             walked = [list(walk) for walk in walks[2:]]
         dq, dk, dv = backward(
@@ -420,7 +392,10 @@ def attention(
                 *x[:5], crow, col, pattern, bounds, options, (plan, walks), ()
             )
         if torch.compiler.is_compiling():
-            x, walks = _without_repeats(x, walks)
+            x = without_repeats(x)
+            # passes whose tiles agree share their lists
+            by_query = tuple(one.view_as(one) for one in walks.by_query)
+            walks = walks._replace(by_query=by_query)
         counts = tuple(map(len, walks))
         lists = (one for walk in walks for one in walk)
         return _BlockSparseAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -431,16 +406,3 @@ def attention(
     return forward(  # type: ignore[no-any-return]
         *x, list(walks.tall), list(walks.short), crow, col, *pattern[2:], *bounds, *options
     )
-
-
-def _without_repeats(x: Tensors, walks: Walks) -> tuple[Tensors, Walks]:
-    """Return the tensors under several identities: dynamo refuses one as two inputs."""
-    k = x.k.view_as(x.k) if x.k is x.q else x.k
-    v = x.v.view_as(x.v) if x.v is x.q or x.v is x.k else x.v
-    cu_seqlens_k = x.cu_seqlens_k
-    if cu_seqlens_k is not None and cu_seqlens_k is x.cu_seqlens_q:
-        cu_seqlens_k = cu_seqlens_k.view_as(cu_seqlens_k)
-    # passes whose tiles agree share their lists
-    by_query = tuple(one.view_as(one) for one in walks.by_query)
-    x = x._replace(k=k, v=v, cu_seqlens_k=cu_seqlens_k)
-    return x, walks._replace(by_query=by_query)

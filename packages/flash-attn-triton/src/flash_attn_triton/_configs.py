@@ -21,7 +21,7 @@ from ._linked.host.tiles import Table, Tile, find_tile, hopper_registers, padded
 # the interpreter: small tiles, so that short sequences cross tile edges
 _INTERPRETED = ((256, Tile(16, 16, 1, 1)),)
 
-_FORWARD: Table = {
+_FORWARD: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": (
         (128, Tile(128, 64, 8, 3)),
@@ -63,7 +63,7 @@ _FORWARD: Table = {
     ),
 }
 
-_BACKWARD_DKDV: Table = {
+_BACKWARD_DKDV: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(64, 64, 4, 3)),
@@ -106,7 +106,7 @@ _BACKWARD_DKDV: Table = {
     ),
 }
 
-_BACKWARD_DQ: Table = {
+_BACKWARD_DQ: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(64, 64, 4, 3)),

@@ -4,23 +4,29 @@ Importing this module imports torch, but neither triton nor the kernels. CUDA an
 the Triton kernels. CPU tensors run the eager code of :mod:`.reference`, or, in a process started
 with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 
-A call is differentiated in one of three ways, which give the same gradients: planned calls by
-``_Planned``, past the operators; all others by the formula of the operator, which graphs of
-``torch.compile`` and ``torch.export`` hold; under ``torch.func`` by ``_Forward``, the same formula
-in the form that its transforms take. The backward operator's own derivative raises.
+A call is differentiated in one of two ways, which give the same gradients: planned calls by
+``_Planned``, past the operators; all others by the formula of the operator. The backward operator's
+own derivative raises.
 """
 
 import itertools
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._call import Checked, Grads, Options, Plan, Tensors
 from ._eager import EagerPlan, attention_backward, attention_forward
-from ._linked.host.arguments import FP8_DTYPES, on_one_device
+from ._linked.host.arguments import FP8_DTYPES
 from ._linked.host.forms import interpreted
-from ._linked.host.internals import is_plain_tensor, is_transformed, is_watched, refuse_tangents
+from ._linked.host.internals import is_transformed, refuse_tangents
+from ._linked.host.operators import (
+    differentiable,
+    may_skip_operator,
+    no_second_derivative,
+    register,
+    without_repeats,
+)
 from .reference import dropout_marked_probabilities
 
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
@@ -39,28 +45,9 @@ _BIAS, _SINKS = Tensors._fields.index("bias"), Tensors._fields.index("sinks")
 _OUT_DTYPE = _TENSORS + 2 + len(Options._fields)
 
 NAMESPACE = _free_namespace()
-_FORWARD, _BACKWARD = f"{NAMESPACE}::forward", f"{NAMESPACE}::backward"
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
     "SymInt window_right, float softcap, float dropout_p"
-)
-
-torch.library.define(
-    _FORWARD,
-    "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? seqused_k, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? q_descale, "
-    "Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, Tensor? rng_state, "
-    f"{_OPTIONS}, ScalarType? out_dtype, bool deterministic=False) -> (Tensor out, Tensor lse)",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    _BACKWARD,
-    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? bias, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
-    f"{_OPTIONS}, bool deterministic, bool needs_dbias) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
-    tags=torch.Tag.pt2_compliant_tag,
 )
 
 
@@ -112,108 +99,42 @@ def _backward_triton(
     return launch_backward(dout, q, k, v, out, *rest)
 
 
-def _forward_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    out_scale: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    out_dtype: torch.dtype | None,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor]:
-    if interpreted():
-        return _forward_triton(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks,
-            q_descale, k_descale, v_descale, out_scale, rng_state, max_seqlen_q, max_seqlen_k,
-            softmax_scale, window_left, window_right, softcap, dropout_p, out_dtype,
-        )  # fmt: skip
-    return attention_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks,
-        q_descale, k_descale, v_descale, out_scale, rng_state,
-        softmax_scale, window_left, window_right, softcap, dropout_p, out_dtype,
-    )  # fmt: skip
+def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors, _, _, scale, left, right, softcap, dropout_p, out_dtype = arguments[: _OUT_DTYPE + 1]
+    return attention_forward(*tensors, scale, left, right, softcap, dropout_p, out_dtype)
 
 
-def _backward_cpu(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    seqused_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    rng_state: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    dropout_p: float,
-    deterministic: bool,
-    needs_dbias: bool,
+def _backward_eager(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any
 ) -> Grads:
-    if interpreted():
-        return _backward_triton(
-            dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, seqused_k,
-            bias, alibi_slopes, sinks, rng_state, max_seqlen_q, max_seqlen_k,
-            softmax_scale, window_left, window_right, softcap, dropout_p, deterministic,
-            needs_dbias,
-        )  # fmt: skip
+    *tensors, _, _, scale, left, right, softcap, dropout_p, _, needs_dbias = rest
     dq, dk, dv, dbias, dsinks = attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        lse,
-        dlse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_k,
-        bias,
-        alibi_slopes,
-        sinks,
-        rng_state,
-        softmax_scale,
-        window_left,
-        window_right,
-        softcap,
-        dropout_p,
+        dout, q, k, v, *tensors, scale, left, right, softcap, dropout_p
     )
     return dq, dk, dv, dbias if needs_dbias else q.new_empty((0,)), dsinks
 
 
-torch.library.register_fake(_FORWARD, _forward_fake)
-torch.library.register_fake(_BACKWARD, _backward_fake)
-torch.library.impl(_FORWARD, "cuda", on_one_device(_forward_triton))
-torch.library.impl(_BACKWARD, "cuda", on_one_device(_backward_triton))
-torch.library.impl(_FORWARD, "cpu", _forward_cpu)
-torch.library.impl(_BACKWARD, "cpu", _backward_cpu)
-
-forward = getattr(torch.ops, NAMESPACE).forward.default
-backward = getattr(torch.ops, NAMESPACE).backward.default
+forward = register(
+    f"{NAMESPACE}::forward",
+    "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? seqused_k, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? q_descale, "
+    "Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, Tensor? rng_state, "
+    f"{_OPTIONS}, ScalarType? out_dtype, bool deterministic=False) -> (Tensor out, Tensor lse)",
+    fake=_forward_fake,
+    kernels=_forward_triton,
+    eager=_forward_eager,
+)
+backward = register(
+    f"{NAMESPACE}::backward",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? bias, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? rng_state, "
+    f"{_OPTIONS}, bool deterministic, bool needs_dbias) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)",
+    fake=_backward_fake,
+    kernels=_backward_triton,
+    eager=_backward_eager,
+)
 
 
 def plan_of(
@@ -267,8 +188,7 @@ def _run_backward(
     needs_dbias: bool,
 ) -> Grads:
     """Return the gradients by the backward operator, whose own derivative raises."""
-    run = _Backward.apply if is_transformed() else backward
-    return run(  # type: ignore[no-any-return]
+    return _call_backward(  # type: ignore[no-any-return]
         torch.zeros_like(out) if dout is None else dout,
         x.q,
         x.k,
@@ -283,54 +203,8 @@ def _run_backward(
     )
 
 
-def refuse_forward_mode(*_: Any) -> NoReturn:
-    raise NotImplementedError(
-        "forward-mode differentiation (torch.func.jvp, jacfwd, hessian, forward_ad) is not offered"
-    )
-
-
-def _refuse_second(*_: Any) -> NoReturn:
-    raise NotImplementedError(
-        "second derivatives are not offered: the gradients of this attention cannot be "
-        "differentiated again; attention_reference can be differentiated twice"
-    )
-
-
-torch.library.register_autograd(_FORWARD, _differentiate, setup_context=_keep)
-torch.library.register_autograd(_BACKWARD, _refuse_second)
-
-
-class _Forward(torch.autograd.Function):
-    """The forward operator with its derivative, as the transforms of torch.func take it."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        """Take the arguments of the operator, all of them."""
-        return forward(*arguments)  # type: ignore[no-any-return]
-
-    setup_context = staticmethod(_keep)
-    backward = staticmethod(_differentiate)
-    jvp = staticmethod(refuse_forward_mode)  # type: ignore[assignment]
-
-
-class _Backward(torch.autograd.Function):
-    """The backward operator likewise."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> Grads:
-        """Take the arguments of the operator, all of them."""
-        return backward(*arguments)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Grads) -> None:
-        """Keep nothing: the derivative raises."""
-
-    backward = staticmethod(_refuse_second)  # type: ignore[assignment]
-    jvp = staticmethod(refuse_forward_mode)  # type: ignore[assignment]
+_call_forward = differentiable(forward, _differentiate, _keep)
+_call_backward = differentiable(backward, no_second_derivative("attention_reference"))
 
 
 class _Planned(torch.autograd.Function):
@@ -360,9 +234,7 @@ class _Planned(torch.autograd.Function):
         *tensors, out, lse = ctx.saved_tensors
         x, known = Tensors(*tensors), ctx.known
         _, _, _, needs_dbias, needs_dsinks, *_ = ctx.needs_input_grad
-        # with a graph of its own, this pass has to be an operator
-        is_planned = not torch.is_grad_enabled() and not is_watched()
-        if is_planned and _are_plain(dout, dlse) and known.plan.fits(x):
+        if may_skip_operator(dout, dlse) and known.plan.fits(x):
             if dout is None:
                 dout = torch.zeros_like(out)
             grads = known.plan.backward(x, out, lse, dout, dlse, needs_dbias)
@@ -374,10 +246,6 @@ class _Planned(torch.autograd.Function):
         return dq, dk, dv, *extras, None, None, None
 
 
-def _are_plain(dout: Tensor | None, dlse: Tensor | None) -> bool:
-    return (dout is None or is_plain_tensor(dout)) and (dlse is None or is_plain_tensor(dlse))
-
-
 def attention(
     x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked
 ) -> tuple[Tensor, Tensor]:
@@ -386,11 +254,9 @@ def attention(
     bounds = max_seqlen_q, max_seqlen_k
     if known.plan is None:
         options = *bounds, *known.options, known.out_dtype, known.deterministic
-        if not is_transformed():
-            return forward(*x, *options)  # type: ignore[no-any-return]
-        if torch.compiler.is_compiling():
-            x = _without_repeats(x)
-        return _Forward.apply(*x, *options)  # type: ignore[no-any-return, no-untyped-call]
+        if is_transformed() and torch.compiler.is_compiling():
+            x = without_repeats(x)
+        return _call_forward(*x, *options)  # type: ignore[no-any-return]
     if _needs_gradient(x):
         return _Planned.apply(x.q, x.k, x.v, x.bias, x.sinks, x, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
     return known.plan.forward(x)
@@ -405,13 +271,3 @@ def _needs_gradient(x: Tensors) -> bool:
         or (x.bias is not None and x.bias.requires_grad)
         or (x.sinks is not None and x.sinks.requires_grad)
     )
-
-
-def _without_repeats(x: Tensors) -> Tensors:
-    """Return the tensors under several identities: dynamo refuses one as two inputs."""
-    k = x.k.view_as(x.k) if x.k is x.q else x.k
-    v = x.v.view_as(x.v) if x.v is x.q or x.v is x.k else x.v
-    cu_seqlens_k = x.cu_seqlens_k
-    if cu_seqlens_k is not None and cu_seqlens_k is x.cu_seqlens_q:
-        cu_seqlens_k = cu_seqlens_k.view_as(cu_seqlens_k)
-    return x._replace(k=k, v=v, cu_seqlens_k=cu_seqlens_k)

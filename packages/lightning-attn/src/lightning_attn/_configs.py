@@ -11,10 +11,9 @@ import functools
 import os
 from dataclasses import dataclass, replace
 
-from attn_common import Platform, cdiv, has_gluon, next_power_of_2, round_up
+from attn_common import Platform, cdiv, has_gluon, round_up
 
-# the interpreter and the MMA instructions take no smaller side
-MIN_TILE = 16
+from ._linked.host.tiles import MIN_TILE, Table, find_tile, padded_head_dim
 
 
 @dataclass(frozen=True)
@@ -60,61 +59,74 @@ class DecodeTile:
 # the interpreter: small tiles, so that short sequences cross tile edges
 _INTERPRETED = Tile(16, 16, 1, 1, segment=32)
 
-# rows: widest padded ``d``, then the tile
-_Table = tuple[tuple[int, Tile], ...]
+_CPU = {"cpu": ((256, _INTERPRETED),)}
 
-_WALK: dict[str, _Table] = {
-    "hopper-bf16": (
-        (64, Tile(64, 64, 4, 3, terms=2)),
-        (128, Tile(64, 64, 4, 3, terms=2, wide=(128, 8))),
-        (256, Tile(64, 32, 8, 2, terms=2)),
-    ),
-    "nvidia-bf16": (
-        (64, Tile(64, 32, 4, 2, terms=2)),
-        (128, Tile(32, 64, 8, 2, terms=2)),
-        (256, Tile(32, 32, 8, 1, terms=2)),
-    ),
-    "amd-bf16": (
-        (64, Tile(64, 64, 4, 1, terms=2)),
-        (128, Tile(64, 32, 4, 1, terms=2)),
-        (256, Tile(16, 32, 4, 1, terms=2)),
-    ),
-    "rdna-bf16": (
-        (64, Tile(32, 32, 4, 1, terms=2)),
-        (128, Tile(32, 16, 8, 1, terms=2)),
-        (256, Tile(16, 16, 8, 1, terms=2)),
-    ),
-    "rdna-fp16": (
-        (64, Tile(16, 16, 4, 1)),
-        (128, Tile(16, 16, 8, 1)),
-        (256, Tile(16, 16, 8, 1)),
-    ),
-    "nvidia-fp16": (
-        (64, Tile(64, 32, 4, 2, precision="tf32")),
-        (128, Tile(32, 32, 4, 2, precision="tf32")),
-        (256, Tile(32, 16, 4, 1, precision="tf32")),
-    ),
-    "amd-fp16": (
-        (64, Tile(32, 32, 4, 1)),
-        (128, Tile(32, 32, 4, 1)),
-        (256, Tile(16, 16, 4, 1)),
-    ),
-    "nvidia-fp32": (
-        (64, Tile(16, 32, 8, 1, precision="tf32x3")),
-        (128, Tile(16, 32, 8, 1, precision="tf32x3")),
-        # three products of such rows leave no registers
-        (256, Tile(16, 16, 8, 1)),
-    ),
-    "amd-fp32": (
-        (64, Tile(32, 32, 4, 1)),
-        (128, Tile(32, 16, 4, 1)),
-        (256, Tile(16, 16, 4, 1)),
-    ),
-    "rdna-fp32": (
-        (64, Tile(16, 16, 4, 1)),
-        (128, Tile(16, 16, 8, 1)),
-        (256, Tile(16, 16, 8, 1)),
-    ),
+_NVIDIA_FP16 = (
+    (64, Tile(64, 32, 4, 2, precision="tf32")),
+    (128, Tile(32, 32, 4, 2, precision="tf32")),
+    (256, Tile(32, 16, 4, 1, precision="tf32")),
+)
+_NVIDIA_FP32 = (
+    (64, Tile(16, 32, 8, 1, precision="tf32x3")),
+    (128, Tile(16, 32, 8, 1, precision="tf32x3")),
+    # three products of such rows leave no registers
+    (256, Tile(16, 16, 8, 1)),
+)
+
+_WALK: dict[str, Table[Tile]] = {
+    "bf16": {
+        **_CPU,
+        "hopper": (
+            (64, Tile(64, 64, 4, 3, terms=2)),
+            (128, Tile(64, 64, 4, 3, terms=2, wide=(128, 8))),
+            (256, Tile(64, 32, 8, 2, terms=2)),
+        ),
+        "nvidia": (
+            (64, Tile(64, 32, 4, 2, terms=2)),
+            (128, Tile(32, 64, 8, 2, terms=2)),
+            (256, Tile(32, 32, 8, 1, terms=2)),
+        ),
+        "amd": (
+            (64, Tile(64, 64, 4, 1, terms=2)),
+            (128, Tile(64, 32, 4, 1, terms=2)),
+            (256, Tile(16, 32, 4, 1, terms=2)),
+        ),
+        "rdna": (
+            (64, Tile(32, 32, 4, 1, terms=2)),
+            (128, Tile(32, 16, 8, 1, terms=2)),
+            (256, Tile(16, 16, 8, 1, terms=2)),
+        ),
+    },
+    "fp16": {
+        **_CPU,
+        "hopper": _NVIDIA_FP16,
+        "nvidia": _NVIDIA_FP16,
+        "amd": (
+            (64, Tile(32, 32, 4, 1)),
+            (128, Tile(32, 32, 4, 1)),
+            (256, Tile(16, 16, 4, 1)),
+        ),
+        "rdna": (
+            (64, Tile(16, 16, 4, 1)),
+            (128, Tile(16, 16, 8, 1)),
+            (256, Tile(16, 16, 8, 1)),
+        ),
+    },
+    "fp32": {
+        **_CPU,
+        "hopper-fp32": _NVIDIA_FP32,
+        "nvidia-fp32": _NVIDIA_FP32,
+        "amd-fp32": (
+            (64, Tile(32, 32, 4, 1)),
+            (128, Tile(32, 16, 4, 1)),
+            (256, Tile(16, 16, 4, 1)),
+        ),
+        "rdna-fp32": (
+            (64, Tile(16, 16, 4, 1)),
+            (128, Tile(16, 16, 8, 1)),
+            (256, Tile(16, 16, 8, 1)),
+        ),
+    },
 }
 
 
@@ -141,15 +153,10 @@ BUSY = 132
 SMALLEST_SEGMENT = 256
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """Return the tile width that holds a head dimension."""
-    return max(MIN_TILE, next_power_of_2(head_dim))
-
-
 @functools.cache
 def walk_tile(platform: Platform, d: int, e: int, dtype: str) -> Tile:
     """Return the tile of a walk whose states are ``d x e``; ``dtype`` is bf16, fp16 or fp32."""
-    tile = _lookup(platform, d, dtype)
+    tile = find_tile(_WALK[dtype], platform, d, 4 if dtype == "fp32" else 2)
     # no wider than the values
     block_e = min(tile.block_e, padded_head_dim(e))
     return tile if block_e == tile.block_e else replace(tile, block_e=block_e)
@@ -210,15 +217,3 @@ def _wide(tile: Tile, e: int) -> Tile:
 def _for_programs(tile: Tile, e: int, walks: int) -> Tile:
     """Return the tile for a number of walks, of sequences or segments, each with all columns."""
     return _wide(tile, e) if walks * cdiv(e, tile.block_e) > BUSY else tile
-
-
-def _lookup(platform: Platform, d: int, dtype: str) -> Tile:
-    if platform.vendor == "cpu":
-        return _INTERPRETED
-    family = "amd" if platform.vendor == "amd" else "nvidia"
-    if platform.is_hopper and f"hopper-{dtype}" in _WALK:
-        family = "hopper"
-    if platform.is_rdna and f"rdna-{dtype}" in _WALK:
-        family = "rdna"
-    table = _WALK[f"{family}-{dtype}"]
-    return next(tile for widest, tile in table if padded_head_dim(d) <= widest)

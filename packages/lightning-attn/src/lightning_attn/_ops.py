@@ -6,7 +6,7 @@ with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,14 @@ from ._call import (
     StepTensors,
     Tensors,
 )
-from ._linked.host.arguments import on_one_device
 from ._linked.host.forms import interpreted
-from ._linked.host.internals import is_plain_tensor, is_watched, refuse_tangents
+from ._linked.host.internals import refuse_tangents
+from ._linked.host.operators import (
+    may_skip_operator,
+    no_second_derivative,
+    register,
+    without_repeats,
+)
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay"
 
@@ -153,48 +158,36 @@ _OPERATORS = {
 }
 
 
-def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -> None:
+def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -> Any:
     """Define an operator, for the CPU, for GPUs and for what traces."""
 
-    def on_gpu(*arguments: Any) -> Any:
+    def kernels(*arguments: Any) -> Any:
         from ._kernels import plans
 
         return getattr(plans, name)(*structures(*arguments))
 
-    def on_cpu(*arguments: Any) -> Any:
-        if interpreted():
-            return on_gpu(*arguments)
+    def eager(*arguments: Any) -> Any:
         # under autocast the products within would be rounded to 16 bits
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return getattr(_eager, name)(*structures(*arguments))
 
-    operator = f"lightning_attn::{name}"
-    torch.library.define(operator, schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.register_fake(operator, lambda *arguments: fake(*structures(*arguments)))
-    torch.library.impl(operator, "cuda", on_one_device(on_gpu))
-    torch.library.impl(operator, "cpu", on_cpu)
-
-
-def _refuse_second(ctx: Any, *_: Any) -> NoReturn:
-    raise NotImplementedError(
-        "second derivatives are not offered: the gradients of this attention cannot be "
-        "differentiated again; lightning_attention_reference can be differentiated twice"
+    return register(
+        f"lightning_attn::{name}",
+        schema,
+        fake=lambda *arguments: fake(*structures(*arguments)),
+        kernels=kernels,
+        eager=eager,
     )
 
 
-for _name, _operator in _OPERATORS.items():
-    _define(_name, *_operator)
-for _name in ("read_gradient", "write_gradients", "decay_gradient"):
-    torch.library.register_autograd(f"lightning_attn::{_name}", _refuse_second)
-
-forward = torch.ops.lightning_attn.forward.default
-forward_cached = torch.ops.lightning_attn.forward_cached.default
-forward_with_states = torch.ops.lightning_attn.forward_with_states.default
-final_state = torch.ops.lightning_attn.final_state.default
-read_gradient = torch.ops.lightning_attn.read_gradient.default
-write_gradients = torch.ops.lightning_attn.write_gradients.default
-decay_gradient = torch.ops.lightning_attn.decay_gradient.default
-decode = torch.ops.lightning_attn.decode.default
+forward, forward_cached, forward_with_states, final_state, *_gradient_operators, decode = (
+    _define(name, *operator) for name, operator in _OPERATORS.items()
+)
+read_gradient, write_gradients, decay_gradient = _gradient_operators
+for _operator in _gradient_operators:
+    torch.library.register_autograd(
+        _operator.name(), no_second_derivative("lightning_attention_reference")
+    )
 
 
 def _gradients(x: BackwardTensors, needs: Needs, options: Options) -> Gradients:
@@ -241,14 +234,7 @@ class _LightningAttention(torch.autograd.Function):
         x = BackwardTensors(dout, q, k, v, decay, cu_seqlens, initial_state, dfinal)
         needs = Needs._make((*needed, needs_dinitial))
         others = (dout, dfinal, initial_state, cu_seqlens)
-        # with a graph of its own, this pass has to be operators, whose derivatives raise
-        if (
-            plan is not None
-            and not torch.is_grad_enabled()
-            and not is_watched()
-            and all(t is None or is_plain_tensor(t) for t in others)
-            and plan.fits(x)
-        ):
+        if plan is not None and may_skip_operator(*others) and plan.fits(x):
             grads = plan.backward(x, needs)
         else:
             grads = _gradients(x, needs, options)
@@ -267,18 +253,11 @@ def attention(x: Tensors, known: Checked) -> tuple[Tensor, Tensor]:
         or (x.initial_state is not None and x.initial_state.requires_grad)
     ):
         if torch.compiler.is_compiling():
-            x = _without_repeats(x)
+            x = without_repeats(x)
         return _LightningAttention.apply(*x, known)  # type: ignore[no-any-return, no-untyped-call]
     if known.plan is not None:
         return known.plan.forward(x)
     return forward(*x, *known.options)  # type: ignore[no-any-return]
-
-
-def _without_repeats(x: Tensors) -> Tensors:
-    """Return the tensors under several identities: dynamo refuses one as two inputs."""
-    k = x.k.view_as(x.k) if x.k is x.q else x.k
-    v = x.v.view_as(x.v) if x.v is x.q or x.v is x.k else x.v
-    return x._replace(k=k, v=v)
 
 
 def advance(out: Tensor, x: CachedTensors, known: Checked) -> None:

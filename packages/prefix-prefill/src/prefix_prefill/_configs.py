@@ -29,7 +29,7 @@ MAX_SHORT_ROWS = 64
 # the interpreter: small tiles, so that short sequences cross tile edges
 _INTERPRETED = ((256, Tile(16, 16, 1, 1)),)
 
-_LONG: Table = {
+_LONG: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": (
         (128, Tile(128, 64, 8, 3)),
@@ -72,7 +72,7 @@ _LONG: Table = {
 }
 
 # block_m is that of at most 16 query heads per key head; see short_tile
-_SHORT: Table = {
+_SHORT: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": (
         (64, Tile(16, 128, 4, 3)),

@@ -8,12 +8,10 @@ arguments and returns nothing.
 
 from typing import Any
 
-import torch
-
 from . import _eager
 from ._call import Call, Options, Plan, Tensors, WritePlan, WriteTensors
-from ._linked.host.arguments import on_one_device
 from ._linked.host.forms import interpreted
+from ._linked.host.operators import register
 
 __all__ = [
     "attention",
@@ -24,30 +22,6 @@ __all__ = [
     "write_plan_of",
 ]
 
-torch.library.define(
-    "prefix_prefill::attention",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k, Tensor? v, Tensor block_table, "
-    "Tensor cu_seqlens_q, Tensor seqlens_k, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, "
-    "Tensor? positions, Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, "
-    "float softcap, SymInt num_splits, bool signed_alibi, bool skip_decode, "
-    "bool decode_from_cache, bool fill_padding, bool long_only) -> ()",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "prefix_prefill::reshape_and_cache",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    "Tensor? k_scale, Tensor? v_scale) -> ()",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "prefix_prefill::merge_states",
-    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor? out_scale, Tensor(a!) out, "
-    "Tensor(b!)? lse) -> ()",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
 
 def _attention_triton(*arguments: Any) -> None:
     from ._kernels.plans import launch_attention
@@ -55,10 +29,7 @@ def _attention_triton(*arguments: Any) -> None:
     launch_attention(*arguments)
 
 
-def _attention_cpu(*arguments: Any) -> None:
-    if interpreted():
-        _attention_triton(*arguments)
-        return
+def _attention_eager(*arguments: Any) -> None:
     # the bounds of the lengths change nothing there
     call = Call.of(*arguments)
     _eager.attention(call.tensors, call.options)
@@ -70,36 +41,45 @@ def _reshape_and_cache_triton(*arguments: Any) -> None:
     launch_reshape_and_cache(*arguments)
 
 
-def _reshape_and_cache_cpu(*arguments: Any) -> None:
-    (_reshape_and_cache_triton if interpreted() else _eager.reshape_and_cache)(*arguments)
-
-
 def _merge_states_triton(*arguments: Any) -> None:
     from ._kernels.plans import launch_merge
 
     launch_merge(*arguments)
 
 
-def _merge_states_cpu(*arguments: Any) -> None:
-    (_merge_states_triton if interpreted() else _eager.merge_states)(*arguments)
-
-
 def _nothing(*_: Any) -> None:
     """Return what every operator returns."""
 
 
-for _name, _triton, _cpu in (
-    ("attention", _attention_triton, _attention_cpu),
-    ("reshape_and_cache", _reshape_and_cache_triton, _reshape_and_cache_cpu),
-    ("merge_states", _merge_states_triton, _merge_states_cpu),
-):
-    torch.library.register_fake(f"prefix_prefill::{_name}", _nothing)
-    torch.library.impl(f"prefix_prefill::{_name}", "cuda", on_one_device(_triton))
-    torch.library.impl(f"prefix_prefill::{_name}", "cpu", _cpu)
-
-attention = torch.ops.prefix_prefill.attention.default
-reshape_and_cache = torch.ops.prefix_prefill.reshape_and_cache.default
-merge_states = torch.ops.prefix_prefill.merge_states.default
+attention = register(
+    "prefix_prefill::attention",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k, Tensor? v, Tensor block_table, "
+    "Tensor cu_seqlens_q, Tensor seqlens_k, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, "
+    "Tensor? positions, Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, "
+    "float softcap, SymInt num_splits, bool signed_alibi, bool skip_decode, "
+    "bool decode_from_cache, bool fill_padding, bool long_only) -> ()",
+    fake=_nothing,
+    kernels=_attention_triton,
+    eager=_attention_eager,
+)
+reshape_and_cache = register(
+    "prefix_prefill::reshape_and_cache",
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+    "Tensor? k_scale, Tensor? v_scale) -> ()",
+    fake=_nothing,
+    kernels=_reshape_and_cache_triton,
+    eager=_eager.reshape_and_cache,
+)
+merge_states = register(
+    "prefix_prefill::merge_states",
+    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor? out_scale, Tensor(a!) out, "
+    "Tensor(b!)? lse) -> ()",
+    fake=_nothing,
+    kernels=_merge_states_triton,
+    eager=_eager.merge_states,
+)
 
 
 def plan_of(x: Tensors, options: Options) -> Plan | None:
