@@ -28,6 +28,7 @@ LAYERS = {
     "_configs": {"api", "_ops", "_kernels", "reference"},
     "_kernels": {"api", "_ops", "reference"},
     "reference": {"api", "_ops", "_kernels", "_configs"},
+    "_definition": {"api", "_ops", "_kernels", "_configs"},
     "api": {"_kernels"},
     "_checks": {"api", "_ops", "_kernels"},
 }

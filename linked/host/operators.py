@@ -89,7 +89,7 @@ def differentiable(
         def forward(*arguments: Any) -> Any:
             return operator(*arguments)
 
-        setup_context = staticmethod(keep or _keep_nothing)
+        setup_context = staticmethod(keep or _keep_nothing)  # type: ignore[assignment]
         backward = staticmethod(differentiate)
         jvp = staticmethod(no_forward_mode)  # type: ignore[assignment]
 

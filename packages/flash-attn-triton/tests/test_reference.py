@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from flash_attn_triton import attention_reference, varlen_attention_reference
+from flash_attn_triton._definition import visible_keys
 from flash_attn_triton.philox import (
     dropout_draws,
     dropout_keep_mask,
@@ -16,7 +17,6 @@ from flash_attn_triton.philox import (
     philox_2x32,
     philox_4x32,
 )
-from flash_attn_triton.reference import visible_keys
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 
 from ._call import Grads, Options, Tensors
+from ._definition import attention_scores, round_output, visible_keys
+from ._sequences import bias_of, packed_attention, row_of, sequences
 from .philox import dropout_keep_mask, keep_scale
-from .reference import (
-    attention_scores,
-    bias_of,
-    packed_attention,
-    round_output,
-    row_of,
-    sequences,
-    visible_keys,
-)
 
 
 def attention_forward(

@@ -27,7 +27,7 @@ from ._linked.host.operators import (
     register,
     without_repeats,
 )
-from .reference import dropout_marked_probabilities
+from ._sequences import dropout_marked_probabilities
 
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
 
@@ -100,17 +100,16 @@ def _backward_triton(
 
 
 def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, _, _, scale, left, right, softcap, dropout_p, out_dtype = arguments[: _OUT_DTYPE + 1]
-    return attention_forward(*tensors, scale, left, right, softcap, dropout_p, out_dtype)
+    # without the lengths, which the tensors tell
+    return attention_forward(*arguments[:_TENSORS], *arguments[_TENSORS + 2 : _OUT_DTYPE + 1])
 
 
 def _backward_eager(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any
 ) -> Grads:
     *tensors, _, _, scale, left, right, softcap, dropout_p, _, needs_dbias = rest
-    dq, dk, dv, dbias, dsinks = attention_backward(
-        dout, q, k, v, *tensors, scale, left, right, softcap, dropout_p
-    )
+    options = scale, left, right, softcap, dropout_p
+    dq, dk, dv, dbias, dsinks = attention_backward(dout, q, k, v, *tensors, *options)
     return dq, dk, dv, dbias if needs_dbias else q.new_empty((0,)), dsinks
 
 
