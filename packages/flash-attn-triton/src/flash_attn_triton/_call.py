@@ -10,6 +10,8 @@ from torch import Tensor
 
 # gradients of q, k, v, the bias and the sinks
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# the same past the operators, which return no None
+PlannedGrads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class Tensors(NamedTuple):
@@ -44,7 +46,7 @@ class Options(NamedTuple):
 # ``(out, lse)`` of tensors that the kernels may read where they are
 Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
 # the gradients; of those tensors, out, lse, dout, dlse, and whether the bias wants one
-Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None, bool], Grads]
+Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None, bool], PlannedGrads]
 
 
 class Plan(Protocol):

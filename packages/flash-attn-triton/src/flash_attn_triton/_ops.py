@@ -19,7 +19,7 @@ from ._call import Checked, Grads, Options, Plan, Tensors
 from ._eager import EagerPlan, attention_backward, attention_forward
 from ._linked.host.arguments import FP8_DTYPES
 from ._linked.host.forms import interpreted
-from ._linked.host.internals import is_transformed, refuse_tangents
+from ._linked.host.internals import apply_of, is_transformed, refuse_tangents
 from ._linked.host.operators import (
     differentiable,
     may_skip_operator,
@@ -245,6 +245,9 @@ class _Planned(torch.autograd.Function):
         return dq, dk, dv, *extras, None, None, None
 
 
+_apply_planned = apply_of(_Planned)
+
+
 def attention(
     x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked
 ) -> tuple[Tensor, Tensor]:
@@ -257,7 +260,7 @@ def attention(
             x = without_repeats(x)
         return _call_forward(*x, *options)  # type: ignore[no-any-return]
     if _needs_gradient(x):
-        return _Planned.apply(x.q, x.k, x.v, x.bias, x.sinks, x, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
+        return _apply_planned(x.q, x.k, x.v, x.bias, x.sinks, x, bounds, known)  # type: ignore[no-any-return]
     return known.plan.forward(x)
 
 

@@ -9,7 +9,7 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from .._call import Grads, Tensors
+from .._call import PlannedGrads, Tensors
 from .._configs import (
     backward_dkdv_tile,
     backward_dq_tile,
@@ -180,8 +180,11 @@ class BackwardPlan:
         dout: Tensor,
         dlse: Tensor | None,
         needs_dbias: bool,
-    ) -> Grads:
-        """Return ``(dq, dk, dv, dbias, dsinks)``; the tensors of ``x`` fit the form."""
+    ) -> PlannedGrads:
+        """Return ``(dq, dk, dv, dbias, dsinks)``, two of them perhaps None.
+
+        The tensors of ``x`` fit the form.
+        """
         dq, dk, dv = _empty_like(x.q), _empty_like(x.k), _empty_like(x.v)
         dbias = None if x.bias is None or not needs_dbias else _empty_like(x.bias)
         has_rows = self._form.batch != 0 and x.q.numel() != 0
@@ -194,9 +197,6 @@ class BackwardPlan:
             dsinks = self._fill(x, out, lse.contiguous(), dout, dlse, gradients)
         else:
             dsinks = None if x.sinks is None else torch.zeros_like(dense(x.sinks))
-        # two empty tensors, not one: outputs of an operator may not alias
-        dbias = x.q.new_empty(0) if dbias is None else dbias
-        dsinks = x.q.new_empty(0) if dsinks is None else dsinks
         return dq, dk, dv, dbias, dsinks
 
     def _fill(

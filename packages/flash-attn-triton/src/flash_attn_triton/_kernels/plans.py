@@ -166,4 +166,6 @@ def launch_backward(
     backward = BackwardPlan(form, x, out.dtype, deterministic)
     dq, dk, dv, dbias, dsinks = backward(x, out, lse, dout, dlse, needs_dbias)
     dq, dk, dv = (first_columns(g, t.shape[-1]) for g, t in ((dq, q), (dk, k), (dv, v)))
+    # two empty tensors, not one: outputs of an operator may not alias
+    dbias, dsinks = (q.new_empty(0) if g is None else g for g in (dbias, dsinks))
     return dq, dk, dv, dbias, dsinks
