@@ -24,6 +24,7 @@ from ..._linked.host.forms import ACCESS_BYTES, interpreted
 from ..._linked.host.internals import IS_TESTED as TORCH_IS_TESTED
 from ..._linked.host.internals import current_device
 from ..._linked.host.versions import TRITON, is_tested, warn_untested
+from . import builds
 
 MAX_INT32 = 2**31 - 1
 
@@ -117,6 +118,8 @@ class Launch:
             *self._constants.values(),
             *[None if t is None else t.dtype for t in tensors],
         )
+        if builds.note(self, key, tensors, numbers):
+            return None
         if interpreted():
             with _interpreter:
                 self._kernel[(grid,)](
@@ -128,6 +131,7 @@ class Launch:
             return None
         known = _compiled.get(key)
         if known is None:
+            builds.wait(key)
             refuse_specialized(self._kernel, numbers)
         kernel = known or self._kernel[(grid,)](
             *self._arguments(tensors),
@@ -147,6 +151,18 @@ class Launch:
         ready = Ready(kernel, tensors[0].get_device(), (None,) * missing, kernel.run, stream)
         self._ready[variant] = ready
         return None if known is None else ready
+
+    def build(self, tensors: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
+        """Compile what such a launch needs, for the current device, and launch nothing."""
+        refuse_specialized(self._kernel, numbers)
+        arguments = *self._arguments(tensors), *numbers
+        kernel = self._kernel.warmup(
+            *arguments, grid=(1,), **self._constants, enable_fp_fusion=True
+        )
+        driver = triton.runtime.driver.active
+        if IS_DIRECT and isinstance(kernel, CompiledKernel) and hasattr(driver, "launcher_cls"):
+            # Triton 3.6 compiles a launcher, too, and keeps it on disk
+            driver.launcher_cls(kernel.src, kernel.metadata)
 
     def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the tensors as Triton takes them."""
@@ -250,6 +266,6 @@ def token_strides(x: Tensor) -> tuple[int, int, int]:
 
 def on_device_of(x: Tensor) -> Any:
     """Make ``x``'s device the current one: Triton launches on that."""
-    if x.device.type == "cpu" or x.device.index == torch.cuda.current_device():
+    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(x.device)

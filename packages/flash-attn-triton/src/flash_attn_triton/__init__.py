@@ -1,5 +1,6 @@
 """FlashAttention in Triton: forward and backward, for NVIDIA and AMD GPUs."""
 
+from .ahead import prepare
 from .api import flash_attn_func, flash_attn_varlen_func
 from .dropin import triton_attention
 from .merge import merge_attn_states
@@ -25,6 +26,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "merge_attn_states",
+    "prepare",
     "tree_attention_reference",
     "triton_attention",
     "validate_tree",

@@ -10,6 +10,7 @@ own derivative raises.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -150,6 +151,20 @@ def plan_of(
     return plan_calls(
         x, options, out_dtype, deterministic=deterministic, needs_gradient=_needs_gradient(x)
     )
+
+
+def build_calls(arguments: Sequence[Any], backward: bool) -> None:
+    """Build the kernels that a call of the forward operator and its derivative would launch."""
+    x, options = Tensors(*arguments[:_TENSORS]), Options(*arguments[_TENSORS + 2 : _OUT_DTYPE])
+    if x.q.device.type == "cpu":
+        return
+    from ._kernels.plans import build_calls
+
+    is_fp8 = x.q.dtype in FP8_DTYPES
+    out_dtype = arguments[_OUT_DTYPE] or (torch.bfloat16 if is_fp8 else x.q.dtype)
+    # where an operator's last arguments have their defaults, they are not passed
+    deterministic = any(arguments[_OUT_DTYPE + 1 :])
+    build_calls(x, options, out_dtype, deterministic, backward and not is_fp8)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -15,6 +15,7 @@ from . import structures
 from .backward_plans import BackwardPlan
 from .form import Form, expand_descales, is_served_as_is, readable
 from .forward import _forward_kernel
+from .launch import builds
 from .launch.runtime import dense, first_columns, widened
 
 
@@ -107,7 +108,58 @@ def plan_calls(
     form = Form(x, options)
     forward = plan_forward(form, x, out_dtype, is_kept=True)
     backward = BackwardPlan(form, x, out_dtype, deterministic) if needs_gradient else None
+    if x.q.device.type != "cpu" and (needs_gradient or form.itemsize == 1):
+        _build_others(form, x, out_dtype, deterministic, needs_gradient)
     return Plan(form, forward, backward)
+
+
+def _build_others(
+    form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool, needs_gradient: bool
+) -> None:
+    """Begin to build the kernels of a kind of call that is new, while its first one is built."""
+    dims = form.head_dim, form.head_dim_v, form.options.dropout_p > 0.0
+    absent = (t is None for t in x)
+    kind = (x.q.device, x.q.dtype, out_dtype, deterministic, form.constants, *dims, *absent)
+    if kind not in _begun:
+        _begun.add(kind)
+        builds.start(_builds_of(form, x, out_dtype, deterministic, needs_gradient), x.q.device)
+
+
+# kinds of calls whose builds were begun
+_begun: set[tuple[Any, ...]] = set()
+
+
+def build_calls(
+    x: Tensors, options: Options, out_dtype: torch.dtype, deterministic: bool, backward: bool
+) -> None:
+    """Build the kernels of calls of this form, all at once, and wait for them."""
+    x = readable(x)
+    form = Form(x, options)
+    noted = _builds_of(form, x, out_dtype, deterministic, backward)
+    for future in builds.start(noted, x.q.device):
+        future.result()
+
+
+def _builds_of(
+    form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool, backward: bool
+) -> list[builds.Build]:
+    """Return the builds that calls of a form need: its plan is run on tensors without data."""
+    shapes = Tensors(*map(_without_data, x))
+    if form.options.dropout_p > 0.0:
+        shapes = shapes._replace(rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
+    with builds.noting() as noted:
+        out, lse = plan_forward(form, x, out_dtype)(shapes)
+        if backward:
+            plan = BackwardPlan(form, x, out_dtype, deterministic)
+            needs_dbias = x.bias is not None and x.bias.requires_grad
+            plan(shapes, out, lse, out, None, needs_dbias)
+    return noted
+
+
+def _without_data(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def plan_forward(

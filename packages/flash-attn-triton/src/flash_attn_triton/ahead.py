@@ -1,0 +1,65 @@
+"""Building the kernels of a call before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _ops
+from ._linked.host.arguments import check_flag
+from .api import flash_attn_func, flash_attn_varlen_func
+
+
+class _Reached(Exception):
+    """A call was checked, and has come to its operator."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self.arguments = arguments
+
+
+class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Stops a call where its operator begins, and draws no random numbers for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ops.forward:
+            raise _Reached(args)
+        if func.overloadpacket is torch.ops.aten.randint:
+            return torch.empty(args[-1], **kwargs)
+        return func(*args, **kwargs)
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = True, **options: Any) -> None:
+    """Compile all kernels that a call of this form would launch, side by side, and wait for them.
+
+    The first call of a form compiles its kernels, which takes seconds where Triton's cache on disk
+    lacks them. This does it ahead. It computes nothing, writes to no tensor, and draws no random
+    numbers. On the CPU it checks the arguments alone.
+
+    Args:
+        q: queries of the call, or others of the same dtype, device and shape but for the lengths:
+            ``[batch, seqlen_q, heads_q, head_dim]``, packed ``[tokens_q, heads_q, head_dim]``.
+        k: keys, likewise.
+        v: values, likewise.
+        backward: compile the kernels of the gradients, too: of the bias where it requires one.
+            FP8 has none. Default: True.
+        **options: the other arguments of the call: of :func:`flash_attn_varlen_func` if
+            ``cu_seqlens_q`` is among them, else of :func:`flash_attn_func`.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range.
+        NotImplementedError: on what the call itself does not offer.
+    """
+    check_flag("backward", backward)
+    call: Any = flash_attn_varlen_func if "cu_seqlens_q" in options else flash_attn_func
+    try:
+        with _Checking():  # type: ignore[no-untyped-call]
+            call(q, k, v, **options)
+    except _Reached as reached:
+        arguments = reached.arguments
+    _ops.build_calls(arguments, backward)
