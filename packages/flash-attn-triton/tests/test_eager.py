@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from flash_attn_triton import _ops
+from flash_attn_triton import _eager, _ops
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._linked.budget import assert_same, offsets
 from ._linked.views import VIEWS, same_values
@@ -40,6 +41,46 @@ def test_fixed_form(shape, feature):
 @pytest.mark.parametrize("feature", [None, *FEATURES])
 def test_packed_form(feature):
     check(make_packed(PACKED, torch.float32, CPU, [feature] if feature else []))
+
+
+MASKS = [(), ("causal",), ("window",), ("window_left",), ("window_right",)]
+
+
+@pytest.mark.parametrize("features", MASKS, ids=str)
+@pytest.mark.parametrize("make", [make_case, make_packed])
+def test_sequences_in_parts(make, features, monkeypatch):
+    """With everything that goes by a row or a column; dropout keeps sequences whole."""
+    monkeypatch.setattr(_eager, "ROWS", 4)
+    for extras in (("bias", "alibi_batch", "sinks"), ("bias_keys", "softcap"), ("dropout",)):
+        for shape in SHAPES[:2] if make is make_case else [PACKED]:
+            check(make(shape, torch.float32, CPU, (*features, *extras)))
+
+
+class Widest(TorchDispatchMode):
+    """Notes how many numbers the largest result has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        several = result if isinstance(result, (list, tuple)) else [result]
+        sizes = [x.numel() for x in several if isinstance(x, torch.Tensor)]
+        self.most = max(self.most, *sizes)
+        return result
+
+
+@pytest.mark.parametrize("right", [0, -1])
+def test_no_whole_matrix_of_scores(right):
+    q, absent = torch.randn(1, 1500, 2, 8), [None] * 6
+    options = 0.3, 60 if right == 0 else -1, right, 0.0, 0.0
+    # the scores of a part, and one column for a sink
+    most = 2 * _eager.ROWS * (_eager.ROWS + 61 if right == 0 else 1501)
+    with Widest() as widest:
+        out, lse = _eager.attention_forward(q, q, q, *absent, *absent[:5], *options, q.dtype)
+    assert widest.most <= most
+    with Widest() as widest:
+        _eager.attention_backward(out, q, q, q, lse, None, *absent, None, *options)
+    assert widest.most <= most
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -31,16 +31,19 @@ def dense_attention(
     softcap: float,
     dropout_p: float,
     first_sequence: int = 0,
+    position: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend within sequences of one length; both results are in the dtype of the computation.
 
     ``first_sequence`` is the index that dropout gives to the first sequence of the batch.
+    ``position`` is that of the first query; by default queries and keys end together.
     """
     # under autocast the products below would be rounded to 16 bits
     with torch.autocast(q.device.type, enabled=False):
         batch, seqlen_q, heads_q, _ = q.shape
         seqlen_k = k.shape[1]
-        visible = visible_keys(seqlen_q, seqlen_k, window_left, window_right, q.device)
+        position = seqlen_k - seqlen_q if position is None else position
+        visible = visible_keys(seqlen_q, seqlen_k, window_left, window_right, q.device, position)
         row_sees_any = visible.any(dim=1)[:, None, None]
         seen_by_any = visible.any(dim=0)[:, None, None]
 
@@ -49,7 +52,9 @@ def dense_attention(
         k = _scaled(k, k_descale).masked_fill(~seen_by_any, 0.0)
         v = _scaled(v, v_descale).masked_fill(~seen_by_any, 0.0)
         v = v.repeat_interleave(heads_q // v.shape[2], dim=2)
-        scores = attention_scores(q, k, visible, bias, alibi_slopes, softmax_scale, softcap)
+        scores = attention_scores(
+            q, k, visible, bias, alibi_slopes, softmax_scale, softcap, position
+        )
 
         # the sink is one more column, without a value
         sink = q.new_full((heads_q,), -math.inf) if sinks is None else sinks.to(q.dtype)
@@ -85,6 +90,7 @@ def attention_scores(
     alibi_slopes: Tensor | None,
     softmax_scale: float,
     softcap: float,
+    position: int | None = None,
 ) -> Tensor:
     """Return the scores ``[batch, heads_q, seqlen_q, seqlen_k]``, -inf where nothing is seen."""
     seqlen_q, seqlen_k = visible.shape
@@ -93,8 +99,8 @@ def attention_scores(
     if softcap > 0.0:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
-        position = torch.arange(seqlen_q, device=q.device)[:, None] + (seqlen_k - seqlen_q)
-        distance = (position - torch.arange(seqlen_k, device=q.device)).abs()
+        positions = _positions(seqlen_q, seqlen_k, q.device, position)
+        distance = (positions - torch.arange(seqlen_k, device=q.device)).abs()
         scores = scores - alibi_slopes.to(q.dtype)[..., None, None] * distance
     if bias is not None:
         scores = scores + bias.to(q.dtype)
@@ -102,20 +108,31 @@ def attention_scores(
 
 
 def visible_keys(
-    seqlen_q: int, seqlen_k: int, window_left: int, window_right: int, device: torch.device
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int,
+    window_right: int,
+    device: torch.device,
+    position: int | None = None,
 ) -> Tensor:
     """Return which key each query sees, bool ``[seqlen_q, seqlen_k]``; -1 is no limit."""
-    position = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
+    positions = _positions(seqlen_q, seqlen_k, device, position)
     key = torch.arange(seqlen_k, device=device)
     # a position and the largest integer have a sum that wraps around
     window_left = min(window_left, MAX_WINDOW)
     window_right = min(window_right, MAX_WINDOW)
     visible = torch.ones((seqlen_q, seqlen_k), dtype=torch.bool, device=device)
     if window_left >= 0:
-        visible = visible & (key >= position - window_left)
+        visible = visible & (key >= positions - window_left)
     if window_right >= 0:
-        visible = visible & (key <= position + window_right)
+        visible = visible & (key <= positions + window_right)
     return visible
+
+
+def _positions(seqlen_q: int, seqlen_k: int, device: torch.device, first: int | None) -> Tensor:
+    """Return the positions of the queries among the keys, ``[seqlen_q, 1]``."""
+    first = seqlen_k - seqlen_q if first is None else first
+    return torch.arange(seqlen_q, device=device)[:, None] + first
 
 
 def round_output(

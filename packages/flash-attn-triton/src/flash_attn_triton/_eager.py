@@ -1,21 +1,27 @@
 """What CPU tensors run: the definition, one sequence after the other, and its derivative.
 
 One after the other, because the products of a batch may round otherwise than those of a sequence
-alone. The derivative is written out: autograd through the definition would do but for one thing,
-that an operator may run where autograd is switched off, as below any dispatch mode. The tests hold
-the two against each other.
+alone, and long ones in parts, whose scores stay small. The derivative is written out: autograd
+through the definition would do but for one thing, that an operator may run where autograd is
+switched off, as below any dispatch mode. The tests hold the two against each other.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._call import Grads, Options, Tensors
-from ._definition import attention_scores, round_output, visible_keys
-from ._sequences import bias_of, packed_attention, row_of, sequences
+from ._definition import attention_scores, dense_attention, round_output, visible_keys
+from ._sequences import bias_of, row_of, sequences
 from .philox import dropout_keep_mask, keep_scale
+
+# queries whose scores are computed at a time
+ROWS = 256
 
 
 def attention_forward(
@@ -44,27 +50,28 @@ def attention_forward(
     batch = q.shape[0]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         cu_seqlens_q, cu_seqlens_k = _even(q), _even(k)
+    options = rng_state, softmax_scale, window_left, window_right, softcap, dropout_p
     with torch.no_grad():
-        out, lse = packed_attention(
-            _packed(q),
-            _packed(k),
-            _packed(v),
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            bias,
-            alibi_slopes,
-            sinks,
-            q_descale,
-            k_descale,
-            v_descale,
-            rng_state,
-            softmax_scale,
-            window_left,
-            window_right,
-            softcap,
-            dropout_p,
-        )
+        rows_q, rows_k, rows_v = _packed(q), _packed(k), _packed(v)
+        out = q.new_zeros((*rows_q.shape[:2], v.shape[-1]), dtype=torch.float32)
+        lse = q.new_full(rows_q.shape[1::-1], -math.inf, dtype=torch.float32)
+        for part in _parts(cu_seqlens_q, cu_seqlens_k, seqused_k, options):
+            b, rows, keys = part.sequence, part.rows, part.keys
+            one_out, one_lse = dense_attention(
+                rows_q[rows][None],
+                rows_k[keys][None],
+                rows_v[keys][None],
+                part.of_bias(bias),
+                row_of(alibi_slopes, b),
+                sinks,
+                row_of(q_descale, b),
+                row_of(k_descale, b),
+                row_of(v_descale, b),
+                *options,
+                first_sequence=b,
+                position=part.position,
+            )
+            out[rows], lse[:, rows] = one_out[0], one_lse[0]
         out = round_output(out, q.dtype, out_dtype, out_scale).view(*q.shape[:-1], v.shape[-1])
         if q.ndim == 4:
             lse = lse.view(q.shape[2], batch, q.shape[1]).transpose(0, 1).contiguous()
@@ -107,21 +114,24 @@ def attention_backward(
         dq, dk, dv, dbias, dsinks = (
             torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v, *tensors[3:])
         )
-        for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
-            dq[rows], dk[keys], dv[keys], one_dbias, one_dsinks = _sequence_backward(
-                b,
+        for part in _parts(cu_seqlens_q, cu_seqlens_k, seqused_k, options):
+            b, rows, keys = part.sequence, part.rows, part.keys
+            dq[rows], one_dk, one_dv, one_dbias, one_dsinks = _part_backward(
+                part,
                 dout[rows][None],
                 q[rows][None],
                 k[keys][None],
                 v[keys][None],
                 lse[None, :, rows],
                 None if dlse is None else dlse[None, :, rows],
-                bias_of(bias, b, rows, keys),
+                part.of_bias(bias),
                 row_of(alibi_slopes, b),
                 sinks,
                 *options,
             )
-            used = bias_of(None if bias is None else dbias, b, rows, keys)
+            dk[keys] += one_dk[0]
+            dv[keys] += one_dv[0]
+            used = part.of_bias(None if bias is None else dbias)
             if used is not None:
                 used += one_dbias
             dsinks += one_dsinks
@@ -160,6 +170,53 @@ class EagerPlan(NamedTuple):
         return True
 
 
+class _Part(NamedTuple):
+    """Some queries of a sequence, and the keys that they see between them."""
+
+    sequence: int
+    rows: slice
+    keys: slice
+    # of the first of these queries among these keys
+    position: int
+    # the whole sequence
+    all_rows: slice
+    all_keys: slice
+
+    def of_bias(self, bias: Tensor | None) -> Tensor | None:
+        """Return the part of a bias over the maximal lengths."""
+        bias = bias_of(bias, self.sequence, self.all_rows, self.all_keys)
+        for axis, some, everything in (2, self.rows, self.all_rows), (3, self.keys, self.all_keys):
+            if bias is not None and bias.shape[axis] != 1:
+                start = some.start - everything.start
+                bias = bias.narrow(axis, start, some.stop - some.start)
+        return bias
+
+
+def _parts(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    options: tuple[Any, ...],
+) -> Iterator[_Part]:
+    """Split sequences: a part's scores are small, and keys that it does not see are left out."""
+    *_, left, right, _, dropout_p = options
+    for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
+        count = keys.stop - keys.start
+        ahead = count - (rows.stop - rows.start)
+        # the draw of dropout is that of a whole sequence
+        size = ROWS if dropout_p == 0.0 else max(1, rows.stop - rows.start)
+        for start in range(0, rows.stop - rows.start, size):
+            stop = min(start + size, rows.stop - rows.start)
+            first, last = 0, count
+            if dropout_p == 0.0 and left >= 0:
+                first = min(max(0, start + ahead - left), count)
+            if dropout_p == 0.0 and right >= 0:
+                last = max(first, min(stop + ahead + right, count))
+            some = slice(keys.start + first, keys.start + last)
+            part = slice(rows.start + start, rows.start + stop)
+            yield _Part(b, part, some, start + ahead - first, rows, keys)
+
+
 def _even(x: Tensor) -> Tensor:
     """Return where sequences of one length begin."""
     return torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
@@ -169,8 +226,8 @@ def _packed(x: Tensor) -> Tensor:
     return x if x.ndim == 3 else x.reshape(-1, *x.shape[2:])
 
 
-def _sequence_backward(
-    first_sequence: int,
+def _part_backward(
+    part: _Part,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -187,11 +244,11 @@ def _sequence_backward(
     softcap: float,
     dropout_p: float,
 ) -> Grads:
-    """Return the gradients of sequences of one length, here one sequence, in fp32."""
+    """Return what a part of a sequence adds to the gradients, in fp32."""
     batch, seqlen_q, heads_q, _ = q.shape
     seqlen_k, heads_k = k.shape[1], k.shape[2]
     group = heads_q // heads_k
-    visible = visible_keys(seqlen_q, seqlen_k, window_left, window_right, q.device)
+    visible = visible_keys(seqlen_q, seqlen_k, window_left, window_right, q.device, part.position)
     row_sees_any = visible.any(dim=1)[:, None, None]
     seen_by_any = visible.any(dim=0)[:, None, None]
     # what nobody sees may hold NaN, and 0 * NaN is NaN
@@ -200,12 +257,14 @@ def _sequence_backward(
     wide_k, wide_v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
 
     empty = lse == -math.inf
-    scores = attention_scores(q, k, visible, bias, alibi_slopes, softmax_scale, softcap)
+    scores = attention_scores(
+        q, k, visible, bias, alibi_slopes, softmax_scale, softcap, part.position
+    )
     p = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None])
     kept = torch.ones_like(p)
     if dropout_p > 0.0 and rng_state is not None:
         keep = dropout_keep_mask(
-            rng_state, dropout_p, batch, heads_q, seqlen_q, seqlen_k, first_sequence
+            rng_state, dropout_p, batch, heads_q, seqlen_q, seqlen_k, part.sequence
         )
         kept = keep * keep_scale(dropout_p)
 
