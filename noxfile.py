@@ -252,6 +252,13 @@ def build(session: nox.Session) -> None:
     session.log("dist/ holds %s", ", ".join(sorted(p.name for p in DIST.iterdir())))
 
 
+@nox.session(requires=["build"], default=False)
+def index(session: nox.Session) -> None:
+    """Write a package index of dist/ to site/; -- --files FOLDER for other wheels of ours."""
+    tool(session, "index")
+    session.run("python", str(ROOT / "ci" / "index.py"), *session.posargs)
+
+
 @nox.session(requires=["build"])
 @each(PACKAGES, tagged=True)
 def tests(session: nox.Session, package: str) -> None:

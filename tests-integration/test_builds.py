@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import Parser
 
 import pytest
 
@@ -144,3 +145,52 @@ def test_link_to_nothing_stops_a_build(one, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode
     assert FIX in done.stdout + done.stderr
+
+
+ADDRESSES = {
+    "ATTN_REPOSITORY_URL": "https://git.example/attention/",
+    "ATTN_PAGES_URL": "https://pages.example/attention",
+}
+
+
+def build(package, out, *options, **env):
+    command = [sys.executable, "-m", "build", "--no-isolation", f"--outdir={out}", *options]
+    environment = {k: v for k, v in os.environ.items() if k not in ADDRESSES} | env
+    subprocess.run([*command, str(package)], check=True, capture_output=True, env=environment)
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_what_is_built_twice_is_the_same_to_the_bit(one, noxfile, tmp_path):
+    given = {name: os.environ[name] for name in ADDRESSES if name in os.environ}
+    # other times and permissions, another place
+    copy = tmp_path / "elsewhere" / "packages" / one.name
+    shutil.copytree(one, copy)
+    for path in copy.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+        path.chmod(path.stat().st_mode & 0o700)
+    found = build(copy, tmp_path / "out", **given)
+    assert len(found) == 2
+    for name, data in found.items():
+        assert data == (noxfile.DIST / name).read_bytes(), name
+
+
+def test_addresses_are_those_of_who_publishes(one, tmp_path):
+    (tmp_path / "first").mkdir()
+    found = build(one, tmp_path / "first", **ADDRESSES)
+    (sdist,) = (tmp_path / "first").glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path, filter="data")
+    # an sdist tells what it was made with, wherever a wheel is built from it
+    again = build(next(tmp_path.glob(f"{import_name(one)}-*")), tmp_path / "second", "--wheel")
+    (wheel,) = again
+    assert again[wheel] == found[wheel]
+    with zipfile.ZipFile(tmp_path / "second" / wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    folder = f"https://git.example/attention/blob/HEAD/packages/{one.name}"
+    assert dict(x.split(", ") for x in metadata.get_all("Project-URL")) == {
+        "Repository": "https://git.example/attention",
+        "Issues": "https://git.example/attention/issues",
+        "Documentation": f"{folder}/README.md",
+        "Changelog": f"{folder}/CHANGELOG.md",
+        "Package index": "https://pages.example/attention/simple/",
+    }

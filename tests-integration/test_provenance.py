@@ -7,7 +7,6 @@ noxfile asks for, and strangers by the names of our packages, older and newer th
 import base64
 import contextlib
 import hashlib
-import http.server
 import importlib.metadata
 import inspect
 import json
@@ -15,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
 from pathlib import Path
 
@@ -23,72 +21,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ._servers import Index
+
 OLD, NEW = "0.1.1", "99.0"
-
-
-def make_wheel(folder, name, version, modules):
-    """Write a wheel that holds an empty module of each name."""
-    stem = name.replace("-", "_")
-    info = f"{stem}-{version}.dist-info"
-    files = {f"{module}/__init__.py": "" for module in modules}
-    files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
-    path = folder / f"{stem}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(file, text)
-    return path
-
-
-class Index:
-    """A package index on this machine that remembers which projects it was asked about."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.asked = set()
-        index = self
-
-        class Handler(http.server.SimpleHTTPRequestHandler):
-            def __init__(self, *arguments):
-                super().__init__(*arguments, directory=str(folder))
-
-            def do_GET(self):
-                kind, _, name = self.path.strip("/").partition("/")
-                if kind == "files":
-                    return super().do_GET()
-                index.asked.add(name)
-                return self.list_project(name)
-
-            def list_project(self, name):
-                found = sorted((folder / "files").glob(f"{name.replace('-', '_')}-*.whl"))
-                links = "".join(f'<a href="/files/{p.name}">{p.name}</a>\n' for p in found)
-                body = f"<!DOCTYPE html><html><body>{links}</body></html>".encode()
-                self.send_response(200 if found else 404)
-                self.send_header("Content-Type", "text/html")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_):
-                pass
-
-        (folder / "files").mkdir()
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever)
-        self.thread.start()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server.server_port}/simple/"
-
-    def offer(self, name, version, modules=()):
-        make_wheel(self.folder / "files", name, version, modules)
-
-    def close(self):
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
 
 
 @pytest.fixture

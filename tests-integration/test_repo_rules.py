@@ -6,6 +6,7 @@ what it is there for, in a small repository made for the purpose.
 
 import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -138,14 +139,36 @@ def documents(root):
     return sorted(path for place in places for path in root.glob(place))
 
 
+def lets_an_index_choose(command):
+    """Return whether a command that names one of ours may take a stranger of that name.
+
+    Ours come from files, from our index alone and without dependencies, by hashes, or with uv from
+    our index first.
+    """
+    words = command.replace('"', "").split()
+    if "--no-index" in words:
+        return False
+    if {"--extra-index-url", "--index-strategy"} & {word.partition("=")[0] for word in words}:
+        return True
+    ours = {f"{one} {other}" for one, other in pairwise(words) if other == "$ATTN_INDEX"}
+    if command.startswith("uv "):
+        return "--index $ATTN_INDEX" not in ours
+    is_alone = "--isolated" in words or "--require-hashes" in words
+    return not (is_alone and "--no-deps" in words and "--index-url $ATTN_INDEX" in ours)
+
+
 def tells_to_install_from_an_index(root):
     names = "|".join(package.name for package in packages(root))
-    command = re.compile(rf"pip3? install (?!.*--no-index)[^`]*(?<![\w./-])({names})(?![\w/])")
+    command = re.compile(
+        rf"(?:uv (?:pip install|add)|pip3? install) [^`\n]*(?<![\w./-])(?:{names})(?![\w/])[^`\n]*"
+    )
     python = [*files(root / "packages", "*.py", follow=False), *files(root / "linked", "*.py")]
     for path in [*documents(root), *python]:
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if command.search(line) and "never" not in line.lower():
-                yield f"{path.relative_to(root)}:{number}: {line.strip()}"
+        # a command may go on in the next line
+        text = path.read_text().replace("\\\n", " ")
+        for found in command.finditer(text):
+            if lets_an_index_choose(found[0]):
+                yield f"{path.relative_to(root)}: {found[0]}"
 
 
 def links_to_nothing(root):
@@ -246,9 +269,46 @@ def test_every_rule_is_shown_to_catch_something():
     assert {rule for rule, _, _ in BREACHES} == set(RULES)
 
 
-def test_an_install_without_an_index_is_no_breach(small):
-    write(small, {"docs/x.md": "pip install --no-index --find-links dist a==1.0.0\n"})
+ALONE = 'pip install --isolated --no-deps --index-url "$ATTN_INDEX" attn-common a'
+HASHED = "pip install --no-deps --index-url $ATTN_INDEX --require-hashes -r a.txt"
+FIRST = 'uv pip install --index "$ATTN_INDEX" a'
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pip install --no-index --find-links dist a==1.0.0",
+        ALONE,
+        HASHED,
+        FIRST,
+        "pip install torch",
+    ],
+)
+def test_a_way_that_takes_ours_is_no_breach(command, small):
+    write(small, {"docs/x.md": f"```sh\n{command}\n```\nSee `{command}`.\n"})
     assert list(tells_to_install_from_an_index(small)) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        # what each word is there for
+        *(ALONE.replace(word, "") for word in ("--isolated ", "--no-deps ", "--index-url ")),
+        ALONE.replace("$ATTN_INDEX", "https://elsewhere.example/simple/"),
+        ALONE.replace("--index-url", "--extra-index-url"),
+        f"{ALONE} --extra-index-url https://elsewhere.example/simple/",
+        f"{ALONE} --extra-index-url=https://elsewhere.example/simple/",
+        HASHED.replace("--require-hashes ", ""),
+        FIRST.replace("--index ", "--default-index https://elsewhere.example/ --extra-index-url "),
+        f"{FIRST} --index-strategy unsafe-best-match",
+        "uv pip install a",
+        "uv add a",
+        "pip install \\\n  a",
+    ],
+)
+def test_a_way_that_may_take_a_stranger_is_one(command, small):
+    write(small, {"docs/x.md": f"```sh\n{command}\n```\n"})
+    assert list(tells_to_install_from_an_index(small))
 
 
 def test_ignored_files_stay_out_of_the_tree(root):

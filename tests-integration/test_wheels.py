@@ -1,6 +1,7 @@
 """What each wheel holds and asks for, read from the wheel itself."""
 
 import os
+import re
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -61,6 +62,25 @@ def test_is_refused_by_the_public_index(wheel):
     assert "Private :: Do Not Upload" in wheel.metadata.get_all("Classifier")
 
 
+def test_says_what_it_is_for(wheel, package, root):
+    assert wheel.metadata["Summary"]
+    assert wheel.metadata["Author"]
+    assert "attention" in wheel.metadata["Keywords"].split(",")
+    classifiers = set(wheel.metadata.get_all("Classifier"))
+    # what the workflow tests, the floor, and no other
+    workflow = (root / ".github" / "workflows" / "ci.yml").read_text()
+    tested = re.findall(r"3\.\d+", re.search(r"python: \[(.*)\]", workflow)[1])
+    listed = [x.split(" :: ")[-1] for x in classifiers if "Python :: 3." in x]
+    assert {"3.10", *tested} <= set(listed)
+    assert wheel.metadata["Requires-Python"] == f">={min(listed, key=Version)}"
+
+
+def test_interpreter_is_an_extra_of_packages_with_triton(wheel):
+    needs = wheel.metadata.get_all("Requires-Dist", [])
+    has_triton = any(x.startswith("triton") for x in needs)
+    assert ("numpy; extra == 'interpreter'" in needs) == has_triton
+
+
 def test_asks_for_what_is_declared(wheel, package, noxfile):
     project = noxfile.PROJECTS[package]["project"]
     got = {str(Requirement(r)) for r in wheel.metadata.get_all("Requires-Dist", [])}
@@ -89,3 +109,14 @@ def test_sdist_holds_the_tests(package, noxfile):
         names = [name.partition("/")[2] for name in archive.getnames()]
     assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"} <= set(names)
     assert any(name.startswith("tests/test_") for name in names)
+    assert not [name for name in names if name.rpartition("/")[2] == ".gitignore"]
+
+
+def test_sdist_holds_the_images_of_its_readme(package, noxfile):
+    (path,) = noxfile.DIST.glob(f"{package.replace('-', '_')}-*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        top = archive.getnames()[0].partition("/")[0]
+        readme = archive.extractfile(f"{top}/README.md").read().decode()
+    images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", readme)
+    assert {image for image in images if "://" not in image} <= names
