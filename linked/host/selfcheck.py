@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -105,12 +107,21 @@ def run_command(
         check: checks the kernels on a device.
     """
     package = __name__.partition(".")[0]
-    rest = [a for a in arguments if a != CHILD]
-    if rest not in ([], ["check"]):
-        print(f"usage: python -m {package} [check]", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {package}",
+        description="Print versions, the platform and its tiles; check the kernels here.",
+        epilog="Exits with 1 if a check failed. Without a GPU, the kernels are interpreted.",
+    )
+    parser.add_argument(
+        "command", nargs="?", choices=["check"], metavar="check", help="the same as without it"
+    )
+    parser.add_argument(CHILD, action="store_true", dest="is_child", help=argparse.SUPPRESS)
+    is_child = parser.parse_args(arguments).is_child
+    # a reader that has enough, such as head, ends the command without a traceback
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     has_gpu = torch.cuda.is_available()
-    if CHILD not in arguments:
+    if not is_child:
         describe(detect("cuda" if has_gpu else "cpu"))
     if has_gpu and not interpreted():
         print("checking the kernels on this GPU")

@@ -83,4 +83,5 @@ def test_command_line_fails_on_a_mismatch():
 def test_command_line_refuses_other_words():
     done = run("-m", "attn_common", "chekc")
     assert done.returncode == 2
-    assert "usage: python -m attn_common [check]" in done.stderr
+    assert "usage: python -m attn_common [-h] [check]" in done.stderr
+    assert "chekc" in done.stderr

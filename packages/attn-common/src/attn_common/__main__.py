@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import signal
 import sys
 
 from . import __version__, detect, fp8_dtype
@@ -9,9 +11,18 @@ from .fp8 import _FORMATS
 
 
 def main(arguments: list[str]) -> int:
-    if arguments not in ([], ["check"]):
-        print("usage: python -m attn_common [check]", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(
+        prog="python -m attn_common",
+        description="Print the version, the platform, its FP8; compare the FP8 table with torch.",
+        epilog="Exits with 1 if the table differs.",
+    )
+    parser.add_argument(
+        "command", nargs="?", choices=["check"], metavar="check", help="the same as without it"
+    )
+    parser.parse_args(arguments)
+    # a reader that has enough, such as head, ends the command without a traceback
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     platform = detect()
     print(f"attn-common {__version__}, Python {sys.version.split()[0]}")
     print(f"platform {platform}: {platform.shared_memory_per_block} bytes of shared memory a block")
