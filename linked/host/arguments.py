@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from attn_common import detect, fp8_dtype
@@ -28,6 +28,24 @@ FACTOR_MAX = FP32_MAX / math.log2(math.e)
 # a window of this size hides nothing, and its sum with a position fits 32 bits
 MAX_WINDOW = 2**30
 _INT64_MAX = 2**63 - 1
+
+
+def refuse_unknown(names: Iterable[str], elsewhere: Mapping[str, str]) -> NoReturn:
+    """Raise for keyword arguments that do not exist, and say what does.
+
+    Args:
+        names: of the arguments.
+        elsewhere: what other libraries call an argument, and what to do here.
+    """
+    name = next(iter(names))
+    hint = elsewhere.get(name)
+    raise TypeError(f"{name} is no argument here" + (f": {hint}" if hint else ""))
+
+
+def as_int32(x: Any) -> Any:
+    """Return offsets as the kernels take them: int64 is converted where it lies, without a wait."""
+    # quickly, for it is asked in every call
+    return x.to(torch.int32) if getattr(x, "dtype", None) is torch.int64 else x
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -153,11 +171,11 @@ def check_flag(name: str, flag: Any) -> None:
         raise TypeError(f"{name} must be a bool, got {kind(flag)}")
 
 
-def check_window(window_size: tuple[int, int]) -> tuple[int, int]:
-    """Check a window; return it with sizes that 32 bits hold."""
+def check_window(window_size: tuple[int | None, int | None]) -> tuple[int, int]:
+    """Check a window; return it with sizes that 32 bits hold, and -1 for None."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
-    left, right = window_size
+    left, right = (-1 if side is None else side for side in window_size)
     if not (is_int(left) and is_int(right)):
         raise TypeError(f"window_size must be a tuple of two ints, got {window_size!r}")
     if left < -1 or right < -1:

@@ -130,8 +130,8 @@ LENGTHS = [
         TypeError, packed, {"cu_seqlens_q": [0, 5, 10]},
     ),
     (
-        "cu_seqlens_k must be torch.int32, got torch.int64",
-        TypeError, packed, {"cu_seqlens_k": lengths(0, 7, 14, dtype=torch.int64)},
+        "cu_seqlens_k must be torch.int32, got torch.int16",
+        TypeError, packed, {"cu_seqlens_k": lengths(0, 7, 14, dtype=torch.int16)},
     ),
     (
         "cu_seqlens_q must be on the device of q, cpu, got meta",
@@ -159,8 +159,8 @@ LENGTHS = [
     ("max_seqlen_k must be at least 0, got -1", ValueError, packed, {"max_seqlen_k": -1}),
     ("seqused_k must be a torch.Tensor, got int", TypeError, packed, {"seqused_k": 7}),
     (
-        "seqused_k must be torch.int32, got torch.int64",
-        TypeError, packed, {"seqused_k": lengths(7, 7, dtype=torch.int64)},
+        "seqused_k must be torch.int32, got torch.int16",
+        TypeError, packed, {"seqused_k": lengths(7, 7, dtype=torch.int16)},
     ),
     (
         "seqused_k must be on the device of q, cpu, got meta",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import flash_attn_triton as package
 import pytest
 import torch
+from flash_attn_triton import _ops
 
 pytestmark = pytest.mark.eager
 
@@ -46,19 +47,70 @@ def test_packed_forms_refuse_likewise():
 
 
 @pytest.mark.parametrize("function", ["flash_attn_func", "attention_reference"])
-def test_a_window_of_none_is_refused_with_a_hint(function):
-    q = torch.zeros(1, 3, 2, 8)
-    with pytest.raises(TypeError, match=r"two ints, -1 for no limit, got \(None, None\)"):
-        getattr(package, function)(q, q, q, window_size=(None, None))
+@pytest.mark.parametrize("window", [(None, None), (3, None), (None, 0)])
+def test_none_in_a_window_is_no_limit(function, window):
+    q = torch.randn(1, 20, 2, 8)
+    attend = getattr(package, function)
+    same = tuple(-1 if side is None else side for side in window)
+    assert torch.equal(attend(q, q, q, window_size=window), attend(q, q, q, window_size=same))
+    if window != (None, None):
+        assert not torch.equal(attend(q, q, q, window_size=window), attend(q, q, q))
 
 
-@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k", "seqused_k"])
-def test_int64_offsets_are_refused_with_a_hint(name):
-    q, ends = torch.zeros(3, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
-    given = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "seqused_k": ends[1:]}
-    given[name] = given[name].long()
-    with pytest.raises(TypeError, match=rf"{name} must be torch.int32, .*: use {name}.int\(\)"):
-        package.flash_attn_varlen_func(q, q, q, max_seqlen_q=3, max_seqlen_k=3, **given)
+def packed(dtype=torch.int32):
+    q = torch.randn(20, 2, 8, generator=torch.Generator().manual_seed(0))
+    starts = {f"cu_seqlens_{x}": torch.tensor([0, 7, 20], dtype=dtype) for x in "qk"}
+    used = torch.tensor([5, 13], dtype=dtype)
+    return {
+        "q": q,
+        "k": q,
+        "v": q,
+        "max_seqlen_q": 13,
+        "max_seqlen_k": 13,
+        "seqused_k": used,
+        **starts,
+    }
+
+
+def test_offsets_of_64_bits_are_converted():
+    want = package.flash_attn_varlen_func(**packed())
+    for _ in range(2):  # the second call knows the form
+        assert torch.equal(package.flash_attn_varlen_func(**packed(torch.int64)), want)
+    compiled = torch.compile(package.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**packed(torch.int64)), want)
+    package.validate_varlen(**{n: x for n, x in packed(torch.int64).items() if n != "v"})
+
+
+def test_a_tree_takes_64_bits():
+    x = packed()
+    q, starts, parents = x["q"], x["cu_seqlens_q"], torch.tensor([-1, 0], dtype=torch.int32)
+    want = package.flash_attn_tree_func(q, q, q, starts, parents, 13)
+    got = package.flash_attn_tree_func(q, q, q, starts.long(), parents.long(), 13)
+    assert torch.equal(got, want)
+
+
+WRONG = {
+    "cu_seqlens_q": ([0, 21, 20], r"cu_seqlens_q\[1\] must be from 0 to the number of tokens, 20"),
+    "cu_seqlens_k": ([0, 8, 7], r"cu_seqlens_k\[2\] must be at least cu_seqlens_k\[1\], 8, got 7"),
+    "seqused_k": (
+        [5, 14],
+        r"seqused_k\[1\] must be from 0 to the length of the sequence, 13, got 14",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_values_on_the_cpu_are_checked_in_the_operator(name, monkeypatch):
+    """Not ahead of it, so that a trace is whole."""
+    # the eager code, where kernels would be interpreted, too
+    monkeypatch.setattr(_ops, "interpreted", lambda: False)
+    values, message = WRONG[name]
+    wrong = {**packed(), name: torch.tensor(values, dtype=torch.int32)}
+    compiled = torch.compile(package.flash_attn_varlen_func, fullgraph=True, backend="eager")
+    for attend in (package.flash_attn_varlen_func, compiled):
+        attend(**packed())
+        with pytest.raises(ValueError, match=message):
+            attend(**wrong)
 
 
 @pytest.mark.parametrize("name", ["bias", "sinks", "alibi_slopes", "v_descale", "rng_state"])

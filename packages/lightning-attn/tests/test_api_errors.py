@@ -21,7 +21,7 @@ from lightning_attn import (
 pytestmark = pytest.mark.eager
 
 BF16, FP64 = torch.bfloat16, torch.float64
-INT64 = torch.int64
+INT16 = torch.int16
 
 
 def zeros(*size, dtype=torch.float32):
@@ -154,8 +154,8 @@ CASES = [
      r"initial_state must be on the device of q, cpu, got meta"),
     # packed
     (packed, {"cu_seqlens": [0, 10]}, TypeError, r"cu_seqlens must be a torch.Tensor, got list"),
-    (packed, {"cu_seqlens": torch.tensor([0, 10])}, TypeError,
-     r"cu_seqlens must be torch.int32, got torch.int64"),
+    (packed, {"cu_seqlens": torch.tensor([0, 10], dtype=INT16)}, TypeError,
+     r"cu_seqlens must be torch.int32, got torch.int16"),
     (packed, {"cu_seqlens": zeros(2, 2).int()}, ValueError,
      r"cu_seqlens must have one dimension, got \[2, 2\]"),
     (packed, {"cu_seqlens": zeros(0).int()}, ValueError,
@@ -258,9 +258,9 @@ OTHERS = [
     (
         lambda: validate_decay(VALUES([0.1, -0.5])),
         ValueError,
-        r"decay\[1\] must be finite and at least 0, got -0.5",
+        r"decay\[1\] must be at least 0, got -0.5",
     ),
-    (lambda: validate_decay(VALUES([float("nan")])), ValueError, r"decay\[0\] must be finite"),
+    (lambda: validate_decay(VALUES([float("nan")])), ValueError, r"decay\[0\] must be at least 0"),
     (
         lambda: validate_varlen(zeros(2, 3), VALUES([0, 1]).int()),
         ValueError,

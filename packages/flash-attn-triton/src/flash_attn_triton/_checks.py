@@ -4,8 +4,6 @@ They look at types, shapes, dtypes, strides and devices alone, never at tensor d
 neither wait for the device nor break a graph capture.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from ._linked.host.arguments import (
     check_device,
     check_fp8_hardware,
     check_no_gradient,
+    check_offset_values,
     check_offsets,
     check_out_scale,
     check_tensor,
@@ -70,7 +69,6 @@ def check_packed(
 ) -> int:
     """Check what says where sequences begin and end; return their number."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _refuse_int64(name, x)
         check_offsets(name, x, q)
         if x.shape[0] < 1:
             raise ValueError(f"{name} must be [batch + 1], got {list(x.shape)}")
@@ -81,16 +79,33 @@ def check_packed(
             f"got {list(cu_seqlens_k.shape)}"
         )
     if seqused_k is not None:
-        _refuse_int64("seqused_k", seqused_k)
         check_offsets("seqused_k", seqused_k, q)
         if seqused_k.shape[0] != batch:
             raise ValueError(f"seqused_k must be [{batch}], got {list(seqused_k.shape)}")
     return batch
 
 
-def _refuse_int64(name: str, x: Any) -> None:
-    if isinstance(x, Tensor) and x.dtype == torch.int64:
-        raise TypeError(f"{name} must be torch.int32, got torch.int64: use {name}.int()")
+def check_values(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None
+) -> None:
+    """Check what offsets on the CPU hold; a call on a GPU does not come here."""
+    tokens_q, tokens_k = q.shape[0], k.shape[0]
+    check_offset_values("cu_seqlens_q", cu_seqlens_q.tolist(), tokens_q, "tokens_q", tokens_q)
+    starts = cu_seqlens_k.tolist()
+    check_offset_values("cu_seqlens_k", starts, tokens_k, "tokens_k", tokens_k)
+    check_used(starts, seqused_k)
+
+
+def check_used(starts: list[int], seqused_k: Tensor | None) -> None:
+    """Check how many keys of each sequence count."""
+    if seqused_k is None:
+        return
+    for b, used in enumerate(seqused_k.tolist()):
+        length = starts[b + 1] - starts[b]
+        if not 0 <= used <= length:
+            raise ValueError(
+                f"seqused_k[{b}] must be from 0 to the length of the sequence, {length}, got {used}"
+            )
 
 
 def check_extras(

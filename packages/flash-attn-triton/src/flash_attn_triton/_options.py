@@ -6,6 +6,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from ._call import Options
+from ._linked.host import arguments
 from ._linked.host.arguments import (
     FP8_DTYPES,
     check_number,
@@ -41,9 +42,7 @@ _ELSEWHERE = {
 
 def refuse_unknown(names: Iterable[str]) -> NoReturn:
     """Raise for keyword arguments that do not exist, and say what does."""
-    name = next(iter(names))
-    hint = _ELSEWHERE.get(name)
-    raise TypeError(f"{name} is no argument here" + (f": {hint}" if hint else ""))
+    arguments.refuse_unknown(names, _ELSEWHERE)
 
 
 def check_options(
@@ -83,9 +82,5 @@ def check_options(
     else:
         softmax_scale = check_scale("softmax_scale", softmax_scale)
     softcap = check_softcap(softcap, softmax_scale)
-    if isinstance(window_size, (tuple, list)) and any(side is None for side in window_size):
-        raise TypeError(
-            f"window_size must be a tuple of two ints, -1 for no limit, got {window_size!r}"
-        )
     left, right = check_window(window_size)
     return Options(softmax_scale, left, 0 if causal else right, softcap, dropout_p)

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import _checks, _ops, _options
 from ._call import Checked, Options, Tensors
 from ._linked.host import arguments
+from ._linked.host.arguments import as_int32
 from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
@@ -71,7 +72,7 @@ def flash_attn_func(
         causal: hide key j from query i unless ``j <= i'``: aligned to the bottom right.
             Default: False.
         window_size: ``(left, right)``: key j is visible iff ``i' - left <= j <= i' + right``; -1 is
-            unlimited. ``causal`` makes ``right`` 0. Default: ``(-1, -1)``.
+            unlimited, as is None. ``causal`` makes ``right`` 0. Default: ``(-1, -1)``.
         softcap: cap of the scores; 0.0 is none. Default: 0.0.
         alibi_slopes: slopes of the linear bias (Press et al. 2021), fp32 ``[heads_q]`` or
             ``[batch, heads_q]``; without a gradient. Default: None.
@@ -204,8 +205,9 @@ def flash_attn_varlen_func(
             output is 0, lse -inf and gradient 0.
         k: keys, ``[tokens_k, heads_k, head_dim]``.
         v: values, ``[tokens_k, heads_k, head_dim_v]``.
-        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``, contiguous. Its values are the
-            caller's duty: they are not read on the host. :func:`validate_varlen` checks them.
+        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``, contiguous; int64 is converted.
+            On a GPU its values are the caller's duty: they are not read on the host.
+            :func:`validate_varlen` checks them.
         cu_seqlens_k: likewise for keys.
         max_seqlen_q: the longest sequence of queries: the size of ``bias`` and of the
             probabilities. An upper bound is as good otherwise.
@@ -241,6 +243,9 @@ def flash_attn_varlen_func(
         )
     if unknown:
         _options.refuse_unknown(unknown)
+    cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
+    if seqused_k is not None:
+        seqused_k = as_int32(seqused_k)
     form = form_of(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale, k_descale,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from . import _tree_checks, _tree_ops
-from ._linked.host.arguments import check_flag, check_scale, check_softcap, check_tensor
+from ._linked.host.arguments import as_int32, check_flag, check_scale, check_softcap, check_tensor
 
 
 def flash_attn_tree_func(
@@ -39,8 +39,8 @@ def flash_attn_tree_func(
             ``heads_k``: query head h reads KV head ``h // (heads_q // heads_k)``.
         v: values, ``[tokens, heads_k, head_dim_v]``, dtype of ``q``; ``head_dim_v`` is from 1 to
             256.
-        cu_seqlens: where segments begin, int32 ``[segments + 1]``, contiguous. A segment may be
-            empty. On a GPU its values are the caller's duty: :func:`validate_tree` checks them.
+        cu_seqlens: where segments begin, int32 ``[segments + 1]``, contiguous; int64 is converted.
+            A segment may be empty. On a GPU its values are the caller's duty: :func:`validate_tree` checks them.
         parents: the segment above each, smaller than its own index, or -1 for a root: a list of
             ints, or int32 ``[segments]`` on the device of ``q``, whose values are the caller's
             duty there. A list is copied to the device, and no CUDA graph captures that.
@@ -65,6 +65,7 @@ def flash_attn_tree_func(
             differentiation.
     """
     _tree_checks.check_tokens(q, k, v, sinks)
+    cu_seqlens, parents = as_int32(cu_seqlens), as_int32(parents)
     _tree_checks.check_tree(q, cu_seqlens, parents, max_seqlen)
     for name, flag in (("deterministic", deterministic), ("return_lse", return_lse)):
         check_flag(name, flag)
@@ -111,6 +112,7 @@ def validate_tree(
     check_tensor("q", q)
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads_q, head_dim], got {list(q.shape)}")
+    cu_seqlens, parents = as_int32(cu_seqlens), as_int32(parents)
     _tree_checks.check_tree(q, cu_seqlens, parents, max_seqlen)
     values = parents.tolist() if isinstance(parents, Tensor) else parents
     _tree_checks.check_tree_values(cu_seqlens.tolist(), values, q.shape[0], max_seqlen)

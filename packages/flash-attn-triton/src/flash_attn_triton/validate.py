@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from . import _checks
-from ._linked.host.arguments import check_length, check_offset_values, check_tensor
+from ._linked.host.arguments import as_int32, check_length, check_offset_values, check_tensor
 
 
 def validate_varlen(
@@ -23,8 +23,8 @@ def validate_varlen(
     Args:
         q: queries, ``[tokens_q, heads_q, head_dim]``; of ``q`` and ``k`` only shapes are read.
         k: keys, ``[tokens_k, heads_k, head_dim]``.
-        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``: must not decrease, nor leave
-            0 to ``tokens_q``.
+        cu_seqlens_q: where sequences begin, int32 or int64 ``[batch + 1]``: must not decrease, nor
+            leave 0 to ``tokens_q``.
         cu_seqlens_k: likewise for keys.
         max_seqlen_q: what no sequence of queries may exceed.
         max_seqlen_k: likewise for keys.
@@ -42,7 +42,7 @@ def validate_varlen(
         check_tensor(name, x)
         if x.ndim != 3:
             raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
-    _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
+    _checks.check_packed(q, *map(as_int32, (cu_seqlens_q, cu_seqlens_k, seqused_k)))
     check_length("max_seqlen_q", max_seqlen_q)
     check_length("max_seqlen_k", max_seqlen_k)
 
@@ -51,11 +51,4 @@ def validate_varlen(
     )
     starts_k = cu_seqlens_k.tolist()
     check_offset_values("cu_seqlens_k", starts_k, k.shape[0], "max_seqlen_k", max_seqlen_k)
-    if seqused_k is None:
-        return
-    for b, used in enumerate(seqused_k.tolist()):
-        length = starts_k[b + 1] - starts_k[b]
-        if not 0 <= used <= length:
-            raise ValueError(
-                f"seqused_k[{b}] must be from 0 to the length of the sequence, {length}, got {used}"
-            )
+    _checks.check_used(starts_k, seqused_k)

@@ -4,9 +4,13 @@ They look at types, shapes, dtypes, strides and devices alone, never at tensor d
 neither wait for the device nor break a graph capture.
 """
 
+from collections.abc import Iterable
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
+from ._linked.host import arguments
 from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
@@ -25,6 +29,27 @@ SCHEDULES = ("auto", "sequential", "parallel")
 
 _FORMS = {4: "[batch, seqlen, heads, {}]", 3: "[tokens, heads, {}]"}
 _DECODE_FORM = "[batch, tokens, heads, {}]"
+_DECAY = "use decay, which is at least 0: exp(-decay) is what a token leaves of the state"
+# what other functions of linear attention take, and what to do here
+_ELSEWHERE = {
+    "cache_seqlens": "use state_cache and state_indices: a state stands for all earlier tokens",
+    "causal": "leave it out: a token sees itself and those before it",
+    "cu_seqlens_q": "use cu_seqlens of lightning_attn_varlen_func",
+    "cu_seqlens": "use lightning_attn_varlen_func",
+    "ed": _DECAY,
+    "g": f"a decay of each token is not offered; {_DECAY}",
+    "g_gamma": f"{_DECAY}; decay is -g_gamma",
+    "kv_caches": "use state_cache",
+    "kv_history": "use initial_state",
+    "max_seqlen": "leave it out: lengths are read on the device",
+    "num_splits": "use schedule",
+    "s": _DECAY,
+    "sm_scale": "use scale",
+    "slope_rate": _DECAY,
+    "slopes": _DECAY,
+    "softmax_scale": "use scale",
+    "window_size": "leave it out: the decay is what forgets",
+}
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str | None = None) -> None:
@@ -81,9 +106,19 @@ def check_decay(decay: Tensor, q: Tensor, name: str = "decay") -> Tensor:
     return decay.reshape(heads)
 
 
-def check_options(scale: float, output_final_state: bool, schedule: str) -> float:
+def refuse_unknown(names: Iterable[str]) -> NoReturn:
+    """Raise for keyword arguments that do not exist, and say what does."""
+    arguments.refuse_unknown(names, _ELSEWHERE)
+
+
+def check_scale_of(q: Tensor, scale: float | None) -> float:
+    """Check the factor of the queries; return it as a float."""
+    return float(q.shape[-1] ** -0.5) if scale is None else check_scale("scale", scale)
+
+
+def check_options(q: Tensor, scale: float | None, output_final_state: bool, schedule: str) -> float:
     """Check what is no tensor; return the factor of the queries as a float."""
-    scale = check_scale("scale", scale)
+    scale = check_scale_of(q, scale)
     check_flag("output_final_state", output_final_state)
     check_schedule(schedule)
     return scale

@@ -14,7 +14,15 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from ._call import BackwardTensors, CachedTensors, Inputs, Options, StepTensors, Tensors
+from ._call import (
+    LARGEST_RATE,
+    BackwardTensors,
+    CachedTensors,
+    Inputs,
+    Options,
+    StepTensors,
+    Tensors,
+)
 
 # tokens whose scores are held at a time
 CHUNK = 64
@@ -38,6 +46,7 @@ def forward_cached(out: Tensor, x: CachedTensors, scale: float, schedule: str) -
     """Fill ``out``, and advance the sequences' slots of the cache."""
     out.zero_()
     q, k, v, decay, cu_seqlens, cache, slots, has_first = x
+    decay = decay.clamp(max=LARGEST_RATE)
     for b, rows in enumerate(_rows(cu_seqlens)):
         slot = b if slots is None else int(slots[b])
         if slot < 0:
@@ -90,6 +99,7 @@ def decay_gradient(x: BackwardTensors, scale: float) -> Tensor:
     """Return the gradient of the decays: minus the distance, summed over all that travels."""
     dout, q, k, v, decay, cu_seqlens, initial_state, dfinal_state = x
     total = torch.zeros_like(decay)
+    decay = decay.clamp(max=LARGEST_RATE)
     rates, back = decay[:, None], _Rule(reverse=True, write_scale=scale)
     for b, parts in _sequences(cu_seqlens, dout, q, k, v):
         # sums are taken in the order of memory: strides may not change a bit
@@ -129,7 +139,7 @@ def decode(x: StepTensors, scale: float) -> None:
     """Fill ``out``, and advance the slots, or fill ``states_out``."""
     out, q, k, v, state_cache, decay, slot_idx, states_out = x
     out.zero_()
-    kept = torch.exp(-decay)[:, None, None]
+    kept = torch.exp(-decay.clamp(max=LARGEST_RATE))[:, None, None]
     for b, slot in enumerate(slot_idx.tolist()):
         if slot < 0:
             continue
@@ -192,9 +202,10 @@ def _all_sequences(x: Inputs, rule: _Rule) -> tuple[Tensor, Tensor]:
     if x.first is not None:
         states.copy_(x.first)
     out = key.new_zeros((*key.shape[:-1], value.shape[-1]))
+    decay = x.decay.clamp(max=LARGEST_RATE)
     sources = (key, value, out) if x.read is None else (key, value, out, x.read)
     for b, (k, v, rows, *q) in _sequences(x.cu_seqlens, *sources):
-        one, states[b] = _walk(q[0] if q else None, k, v, x.decay, states[b], rule)
+        one, states[b] = _walk(q[0] if q else None, k, v, decay, states[b], rule)
         if q:
             rows.copy_(one)
     return out, states

@@ -21,6 +21,7 @@ from ._call import (
     Inputs,
     Needs,
     Options,
+    Plan,
     StepTensors,
     Tensors,
 )
@@ -32,6 +33,7 @@ from ._linked.host.operators import (
     register,
     without_repeats,
 )
+from .validate import validate_decay, validate_slots, validate_varlen
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay"
 
@@ -158,18 +160,40 @@ _OPERATORS = {
 }
 
 
+_BACKWARD = ("read_gradient", "write_gradients", "decay_gradient")
+
+
+def _check_values(*structures: Any) -> None:
+    """Check what tensors on the CPU hold; a trace does not come here."""
+    for x in structures:
+        if isinstance(x, (Tensors, CachedTensors, Inputs, StepTensors)):
+            validate_decay(x.decay)
+        if isinstance(x, (Tensors, CachedTensors)) and x.cu_seqlens is not None:
+            validate_varlen(x.q, x.cu_seqlens)
+        if isinstance(x, CachedTensors) and x.state_indices is not None:
+            validate_slots(x.state_indices, x.state_cache, "state_indices")
+        if isinstance(x, StepTensors):
+            validate_slots(x.slot_idx, x.state_cache, "slot_idx")
+
+
 def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -> Any:
     """Define an operator, for the CPU, for GPUs and for what traces."""
+
+    def checked(*arguments: Any) -> Any:
+        taken = structures(*arguments)
+        if arguments[0].is_cpu and name not in _BACKWARD:
+            _check_values(*taken)
+        return taken
 
     def kernels(*arguments: Any) -> Any:
         from ._kernels import plans
 
-        return getattr(plans, name)(*structures(*arguments))
+        return getattr(plans, name)(*checked(*arguments))
 
     def eager(*arguments: Any) -> Any:
         # under autocast the products within would be rounded to 16 bits
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return getattr(_eager, name)(*structures(*arguments))
+            return getattr(_eager, name)(*checked(*arguments))
 
     return register(
         f"lightning_attn::{name}",
@@ -216,7 +240,7 @@ class _LightningAttention(torch.autograd.Function):
         if known.plan is None:
             out, final = forward(*tensors, *known.options)
         else:
-            out, final = known.plan.forward(Tensors(*tensors))
+            out, final = _launched(known.plan, Tensors(*tensors))
         ctx.save_for_backward(*tensors)
         ctx.known = known
         ctx.set_materialize_grads(False)
@@ -256,8 +280,14 @@ def attention(x: Tensors, known: Checked) -> tuple[Tensor, Tensor]:
             x = without_repeats(x)
         return _LightningAttention.apply(*x, known)  # type: ignore[no-any-return, no-untyped-call]
     if known.plan is not None:
-        return known.plan.forward(x)
+        return _launched(known.plan, x)
     return forward(*x, *known.options)  # type: ignore[no-any-return]
+
+
+def _launched(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor]:
+    if x.q.is_cpu:
+        _check_values(x)
+    return plan.forward(x)
 
 
 def advance(out: Tensor, x: CachedTensors, known: Checked) -> None:
@@ -265,6 +295,8 @@ def advance(out: Tensor, x: CachedTensors, known: Checked) -> None:
     if known.plan is None:
         forward_cached(out, *x, known.options.scale, known.options.schedule)
     else:
+        if out.is_cpu:
+            _check_values(x)
         known.plan.fill(out, x)
 
 
@@ -273,6 +305,8 @@ def step(x: StepTensors, known: CheckedStep) -> None:
     if known.plan is None:
         decode(*x, known.scale)
     else:
+        if x.q.is_cpu:
+            _check_values(x)
         known.plan.decode(x)
 
 

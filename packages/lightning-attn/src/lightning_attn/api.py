@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from . import _checks, _ops
 from ._call import CachedTensors, Checked, CheckedStep, Options, StepTensors, Tensors
-from ._linked.host.arguments import check_scale, check_tensor
+from ._linked.host.arguments import as_int32, check_tensor
 from ._linked.host.forms import Memory, form_of
 
 _forward: Memory[Checked] = Memory()
@@ -21,10 +23,11 @@ def lightning_attn_func(
     v: Tensor,
     decay: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | None = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     schedule: str = "auto",
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with decay over sequences of one length, forward and backward.
 
@@ -43,8 +46,9 @@ def lightning_attn_func(
         v: values, ``[batch, seqlen, heads, e]``, dtype of ``q``; ``e`` is a multiple of 16 up to
             256, and may differ from ``d``.
         decay: s, fp32, ``[heads]``, ``[heads, 1, 1]`` or ``[1, heads, 1, 1]``. At least 0, which is
-            no decay: the values are the caller's duty (:func:`validate_decay`).
-        scale: factor of the queries, at most 2.36e38 in size. Default: 1.0.
+            no decay; ``inf`` forgets all that was before. On a GPU the values are the caller's duty
+            (:func:`validate_decay`).
+        scale: factor of the queries, at most 2.36e38 in size; None is ``d ** -0.5``. Default: 1.0.
         initial_state: S before the first token, fp32 ``[batch, heads, d, e]``, any strides.
             Default: None (zeros).
         output_final_state: return S behind the last token. Default: False.
@@ -64,6 +68,8 @@ def lightning_attn_func(
         ValueError: on a shape, a device or a range.
         NotImplementedError: on forward-mode differentiation.
     """
+    if unknown:
+        _checks.refuse_unknown(unknown)
     form = form_of(
         (q, k, v), (decay, initial_state), (scale, output_final_state, schedule), packed=False
     )
@@ -72,7 +78,7 @@ def lightning_attn_func(
     if known is None:
         _checks.check_qkv(q, k, v, 4)
         _checks.check_decay(decay, q)
-        scale = _checks.check_options(scale, output_final_state, schedule)
+        scale = _checks.check_options(q, scale, output_final_state, schedule)
         if initial_state is not None:
             _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
         known = Checked(Options(scale, schedule, output_final_state))
@@ -91,13 +97,14 @@ def lightning_attn_varlen_func(
     decay: Tensor,
     cu_seqlens: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | None = 1.0,
     state_cache: Tensor | None = None,
     state_indices: Tensor | None = None,
     initial_state: Tensor | None = None,
     has_initial_state: Tensor | None = None,
     output_final_state: bool = False,
     schedule: str = "auto",
+    **unknown: NoReturn,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with decay over packed sequences of different lengths.
 
@@ -110,8 +117,9 @@ def lightning_attn_varlen_func(
             ``cu_seqlens[b + 1]``. Rows of no sequence are padding, whose output and gradient is 0.
         k: keys, ``[tokens, heads, d]``.
         v: values, ``[tokens, heads, e]``.
-        cu_seqlens: where sequences begin, int32 ``[batch + 1]``, contiguous. Its values are the
-            caller's duty: they are not read on the host. :func:`validate_varlen` checks them.
+        cu_seqlens: where sequences begin, int32 ``[batch + 1]``, contiguous; int64 is converted. On
+            a GPU its values are the caller's duty: they are not read on the host.
+            :func:`validate_varlen` checks them.
         state_cache: states of all sequences an engine knows, fp32 ``[slots, heads, d, e]``, any
             strides. The slot of each sequence gives its first state and receives its last one.
             Default: None.
@@ -133,6 +141,9 @@ def lightning_attn_varlen_func(
         NotImplementedError: on a gradient together with ``state_cache``, and on forward-mode
             differentiation.
     """
+    if unknown:
+        _checks.refuse_unknown(unknown)
+    cu_seqlens = as_int32(cu_seqlens)
     form = form_of(
         (q, k, v),
         (decay, cu_seqlens, state_cache, state_indices, initial_state, has_initial_state),
@@ -146,7 +157,7 @@ def lightning_attn_varlen_func(
     if known is None:
         _checks.check_qkv(q, k, v, 3)
         _checks.check_decay(decay, q)
-        scale = _checks.check_options(scale, output_final_state, schedule)
+        scale = _checks.check_options(q, scale, output_final_state, schedule)
         _checks.check_sequences(
             q, v, cu_seqlens, state_cache, state_indices, initial_state, has_initial_state
         )
@@ -181,9 +192,10 @@ def lightning_attn_decode(
     decay: Tensor,
     slot_idx: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | None = 1.0,
     out: Tensor | None = None,
     states_out: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Advance each sequence by its new tokens, in place on a cache of states; one launch.
 
@@ -196,9 +208,9 @@ def lightning_attn_decode(
             ``states_out`` is given.
         decay: as in :func:`lightning_attn_func`.
         slot_idx: the slot of each sequence, int32 or int64 ``[batch]``, all different. A negative
-            one is padding: nothing is written to the cache, and the output is 0. The values are the
-            caller's duty (:func:`validate_slots`).
-        scale: factor of the queries. Default: 1.0.
+            one is padding: nothing is written to the cache, and the output is 0. On a GPU the
+            values are the caller's duty (:func:`validate_slots`).
+        scale: factor of the queries; None is ``d ** -0.5``. Default: 1.0.
         out: where the output goes, ``[batch, tokens, heads, e]``, dtype of ``q``, any strides.
             Default: None (allocated).
         states_out: fp32 ``[batch, tokens, heads, d, e]``, any strides: receives the state behind
@@ -213,6 +225,8 @@ def lightning_attn_decode(
         ValueError: on a shape, a device or a range.
         NotImplementedError: on an input that requires a gradient.
     """
+    if unknown:
+        _checks.refuse_unknown(unknown)
     form = form_of(
         (q, k, v), (state_cache, decay, slot_idx, out, states_out), (scale,), packed=False
     )
@@ -221,7 +235,7 @@ def lightning_attn_decode(
     if known is None:
         _checks.check_decode(q, k, v, out, states_out)
         _checks.check_decay(decay, q)
-        known = CheckedStep(check_scale("scale", scale))
+        known = CheckedStep(_checks.check_scale_of(q, scale))
         check_tensor("slot_idx", slot_idx)
         _checks.check_state_cache(state_cache, slot_idx, q.shape[0], q, v, "slot_idx")
         _checks.check_no_gradient("lightning_attn_decode", q, k, v, state_cache, decay)

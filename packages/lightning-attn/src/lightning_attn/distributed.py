@@ -20,7 +20,7 @@ from einops import pack, rearrange, unpack
 from torch import Tensor
 
 from . import _checks, _ops
-from ._call import Options, Tensors
+from ._call import LARGEST_RATE, Options, Tensors
 from ._linked.host.internals import refuse_tangents
 
 __all__ = ["lightning_attn_func"]
@@ -32,7 +32,7 @@ def lightning_attn_func(
     v: Tensor,
     decay: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | None = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     schedule: str = "auto",
@@ -67,7 +67,7 @@ def lightning_attn_func(
     """
     _checks.check_qkv(q, k, v, 4)
     rates = _checks.check_decay(decay, q)
-    scale = _checks.check_options(scale, output_final_state, schedule)
+    scale = _checks.check_options(q, scale, output_final_state, schedule)
     if initial_state is not None:
         _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
     refuse_tangents((q, k, v, decay, initial_state))
@@ -118,7 +118,7 @@ class _SequenceParallel(torch.autograd.Function):
         *inputs, _, arrived, options, group = arguments
         _, k, v, decay = inputs
         written = _ops.final_state(k, v, decay, arrived, 1.0, False, options.schedule)
-        gathering = _Gathering(written, decay * k.shape[1], group)
+        gathering = _Gathering(written, _total(decay, k), group)
         if dist.get_rank(group) == 0:
             # nothing arrives: the output is computed while the states travel
             out, final = _ops.forward(*inputs, None, arrived, *options)
@@ -147,7 +147,7 @@ class _SequenceParallel(torch.autograd.Function):
         if not has_final:
             dfinal = None
         written = _ops.final_state(q, dout, decay, dfinal, scale, True, schedule)
-        gathering = _Gathering(written, decay * k.shape[1], ctx.group)
+        gathering = _Gathering(written, _total(decay, k), ctx.group)
         # dq needs earlier states alone: it is computed while the gradients of later ones travel
         dq = _ops.read_gradient(dout, k, v, decay, None, arrived, scale, schedule)
         later = gathering.sum_of(earlier=False)
@@ -162,3 +162,8 @@ class _SequenceParallel(torch.autograd.Function):
         if needs_ddecay:
             ddecay = _ops.decay_gradient(dout, *inputs, None, arrived, later, scale)
         return dq, dk, dv, ddecay, None, dinitial if needs_dinitial else None, None, None
+
+
+def _total(decay: Tensor, k: Tensor) -> Tensor:
+    """Return the decay over a slice; an infinite one is 0 over no tokens."""
+    return decay.clamp(max=LARGEST_RATE) * k.shape[1]

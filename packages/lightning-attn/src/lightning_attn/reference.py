@@ -17,7 +17,7 @@ def lightning_attention_reference(
     v: Tensor,
     decay: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | None = 1.0,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -28,7 +28,7 @@ def lightning_attention_reference(
         k: keys, ``[batch, seqlen, heads, d]``.
         v: values, ``[batch, seqlen, heads, e]``.
         decay: ``[heads]``, ``[heads, 1, 1]`` or ``[1, heads, 1, 1]``, any float dtype.
-        scale: factor of the queries. Default: 1.0.
+        scale: factor of the queries; None is ``d ** -0.5``. Default: 1.0.
         initial_state: ``[batch, heads, d, e]``. Default: None (zeros).
         output_final_state: return the state behind the last token. Default: False.
 
@@ -41,6 +41,7 @@ def lightning_attention_reference(
         ValueError: on a shape of ``q``, ``k`` or ``v``.
     """
     check_reference(q, k, v, 4)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     dtype = compute_dtype(q)
     batch, seqlen, heads, d = q.shape
     state = q.new_zeros((batch, heads, d, v.shape[-1]), dtype=dtype)
@@ -67,7 +68,7 @@ def lightning_attention_varlen_reference(
     decay: Tensor,
     cu_seqlens: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | None = 1.0,
     state_cache: Tensor | None = None,
     state_indices: Tensor | None = None,
     initial_state: Tensor | None = None,
@@ -135,7 +136,7 @@ def lightning_attention_decode_reference(
     decay: Tensor,
     slot_idx: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | None = 1.0,
     states_out: Tensor | None = None,
 ) -> Tensor:
     """Compute what :func:`lightning_attn_decode` computes, one sequence after the other.

@@ -3,11 +3,12 @@
 import triton
 import triton.language as tl
 
+from .. import _call
 from ._linked.primitives import LOG2E
 from .structures import Found
 
-# exp of minus this is 0 in every format, and no distance times it overflows
-LARGEST_RATE = tl.constexpr(1.0e4)
+# of a decay: no distance times it overflows
+LARGEST_RATE = tl.constexpr(_call.LARGEST_RATE)
 # of one instruction of the tensor cores, in elements
 PRODUCT_DEPTH = tl.constexpr(16)
 # sequences looked at per step when a program searches its own in cu_seqlens

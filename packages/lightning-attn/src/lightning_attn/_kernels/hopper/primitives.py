@@ -1,12 +1,13 @@
 """What producer and consumers of the walk on Hopper share: panels, chunks and factors."""
 
+from ... import _call
 from ._linked.compat import gl, gluon
 from ._linked.pipeline import coordinates
 
 # tokens of a chunk, and columns of a panel
 SIDE = gl.constexpr(64)
 # as in ``primitives`` of the portable kernels
-LARGEST_RATE = gl.constexpr(1.0e4)
+LARGEST_RATE = gl.constexpr(_call.LARGEST_RATE)
 
 
 @gluon.jit
