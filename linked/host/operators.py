@@ -24,6 +24,7 @@ def register(
     fake: Implementation,
     kernels: Implementation,
     eager: Implementation,
+    check: Implementation | None = None,
 ) -> Any:
     """Define an operator and return it, to be called.
 
@@ -33,9 +34,12 @@ def register(
         fake: what traces run: results without data.
         kernels: what GPUs run, and the CPU where kernels are interpreted.
         eager: what the CPU runs otherwise.
+        check: raises on the CPU where a tensor holds what it may not; a trace does not come there.
     """
 
     def on_cpu(*arguments: Any) -> Any:
+        if check is not None:
+            check(*arguments)
         return (kernels if interpreted() else eager)(*arguments)
 
     torch.library.define(operator, schema, tags=torch.Tag.pt2_compliant_tag)

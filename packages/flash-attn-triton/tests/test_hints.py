@@ -5,7 +5,8 @@ from __future__ import annotations
 import flash_attn_triton as package
 import pytest
 import torch
-from flash_attn_triton import _ops
+
+from ._linked.tiers import INTERPRETED
 
 pytestmark = pytest.mark.eager
 
@@ -76,8 +77,6 @@ def test_offsets_of_64_bits_are_converted():
     want = package.flash_attn_varlen_func(**packed())
     for _ in range(2):  # the second call knows the form
         assert torch.equal(package.flash_attn_varlen_func(**packed(torch.int64)), want)
-    compiled = torch.compile(package.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(**packed(torch.int64)), want)
     package.validate_varlen(**{n: x for n, x in packed(torch.int64).items() if n != "v"})
 
 
@@ -99,18 +98,24 @@ WRONG = {
 }
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the eager code checks")
 @pytest.mark.parametrize("name", WRONG)
-def test_values_on_the_cpu_are_checked_in_the_operator(name, monkeypatch):
-    """Not ahead of it, so that a trace is whole."""
-    # the eager code, where kernels would be interpreted, too
-    monkeypatch.setattr(_ops, "interpreted", lambda: False)
+def test_values_on_the_cpu_are_checked(name):
     values, message = WRONG[name]
     wrong = {**packed(), name: torch.tensor(values, dtype=torch.int32)}
-    compiled = torch.compile(package.flash_attn_varlen_func, fullgraph=True, backend="eager")
-    for attend in (package.flash_attn_varlen_func, compiled):
-        attend(**packed())
+    for _ in range(2):  # the second call knows the form
+        package.flash_attn_varlen_func(**packed())
         with pytest.raises(ValueError, match=message):
-            attend(**wrong)
+            package.flash_attn_varlen_func(**wrong)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="tracing sees the operators alone")
+def test_a_trace_is_whole_and_its_calls_are_checked():
+    compiled = torch.compile(package.flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
+    want = package.flash_attn_varlen_func(**packed())
+    assert torch.equal(compiled(**packed(torch.int64)), want)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] must be from 0 to"):
+        compiled(**{**packed(torch.int64), "cu_seqlens_q": torch.tensor([0, 21, 20])})
 
 
 @pytest.mark.parametrize("name", ["bias", "sinks", "alibi_slopes", "v_descale", "rng_state"])

@@ -70,7 +70,11 @@ def launch_attention(
     int32 = torch.int32
     scales: list[Any] = [None] * 3
     if config.cache or fp8:
-        scales = [meta(heads_k) if fp8 else None, meta(heads_k), meta(heads_k)]
+        # of each head, or of each sequence too
+        of_queries, of_keys = (
+            (meta(heads_k), meta(heads_k)) if fp8 else (None, meta(batch, heads_k))
+        )
+        scales = [of_queries, of_keys, meta(heads_k)]
     rich = config.rich
     with contextlib.nullcontext() if hopper else only_portable():
         launch(

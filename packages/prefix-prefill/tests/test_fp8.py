@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_common import detect, fp8_dtype
-from prefix_prefill import paged_attn_func
+from prefix_prefill import paged_attn_func, shared_prefix_attn_func
 
 from ._linked.budget import Maker, assert_no_worse_than_eager, assert_same
 from ._linked.tiers import INTERPRETED
@@ -123,6 +123,39 @@ def test_fp8_queries(dense, e4m3, device):
     unit = 2.0**-13 if device.type == "cuda" else 1e-6
     assert_no_worse_than_eager("lse", got["lse"], eager["lse"], want["lse"], eps=unit)
     assert_no_worse_than_eager("out", got["out"], eager["out"], want["out"])
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("dense", [False, True])
+def test_scales_of_each_sequence(dense, e4m3, device):
+    """Beside scales of other forms; each sequence gives the bits of a call with its own."""
+    problem = MEDIUM._replace(dense=dense)
+    case = fp8_queries(problem, e4m3, device, num_splits=1)
+    m = Maker(device, torch.float32, seed=11)
+    each = {f"{x}_descale": m.uniform(3, 2, low=0.02, high=1.0) for x in "qk"}
+    each["v_descale"] = m.uniform(1, low=0.5, high=2.0)
+    got = run(case.with_options(**each))
+    starts = case.options["cu_seqlens_q"].tolist()
+    for b in range(3):
+        own = {name: x[b] if x.ndim == 2 else x for name, x in each.items()}
+        want = run(case.with_options(**own))
+        rows = slice(starts[b], starts[b + 1])
+        assert torch.equal(got["out"][rows], want["out"][rows])
+        assert torch.equal(got["lse"][:, rows], want["lse"][:, rows])
+    oracle = run_oracle(case.with_options(**each))
+    own = {name: x[0] if x.ndim == 2 else x for name, x in each.items()}
+    rows = slice(starts[0], starts[1])
+    alone = run_oracle(case.with_options(**own))
+    assert torch.equal(oracle["out"][rows], alone["out"][rows])
+
+
+@pytest.mark.eager
+def test_shared_keys_have_no_scale_of_a_sequence(e4m3, device):
+    case = make_case(MEDIUM, torch.float16, device, cache_dtype=e4m3)
+    shared = {"shared_pages": torch.tensor([0], device=device), "shared_len": 3}
+    options = {**case.options, "k_descale": torch.ones(3, 2, device=device)}
+    with pytest.raises(NotImplementedError, match=r"k_descale .* where sequences share keys"):
+        shared_prefix_attn_func(**case.inputs, **options, **shared)
 
 
 @pytest.mark.eager

@@ -4,16 +4,19 @@ They look at types, shapes, dtypes, strides and devices alone, never at tensor d
 neither wait for the device nor break a graph capture.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ._call import Options
+from ._linked.host import arguments
 from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
     check_device,
+    check_offset_values,
     check_offsets,
     check_scale,
     check_tensor,
@@ -30,6 +33,31 @@ _FORMS = {
     3: ("[tokens_q, heads_q, head_dim]", "[tokens_k, heads_k, head_dim]"),
 }
 _PAGED_FORM = "[pages, page_size, heads_k, head_dim]"
+_VARLEN = "use blocksparse_attn_varlen_func"
+# what other attention functions take, and what to do here
+_ELSEWHERE = {
+    "attn_mask": "use a layout: BlockSparseLayout.from_dense takes a mask of blocks",
+    "block_mask": "use layout; integrations.flex.from_block_mask converts one",
+    "block_size": "the layout has it",
+    "block_table": _VARLEN,
+    "block_tables": "use block_table of blocksparse_attn_varlen_func",
+    "cache_seqlens": "use cu_seqlens_k: with a block_table its differences alone count",
+    "cu_seqlens_k": _VARLEN,
+    "cu_seqlens_q": _VARLEN,
+    "is_causal": "use causal",
+    "pack_gqa": "leave it out: it changes no result",
+    "page_table": "use block_table of blocksparse_attn_varlen_func",
+    "return_softmax_lse": "use return_lse",
+    "scale": "use softmax_scale",
+    "sm_scale": "use softmax_scale",
+    "sparse_layout": "use layout, a BlockSparseLayout",
+    "window_size": "use a layout: BlockSparseLayout.local_strided keeps local blocks",
+}
+
+
+def refuse_unknown(names: Iterable[str]) -> NoReturn:
+    """Raise for keyword arguments that do not exist, and say what does."""
+    arguments.refuse_unknown(names, _ELSEWHERE)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -> None:
@@ -79,6 +107,34 @@ def check_packed(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> int:
             f"got {list(cu_seqlens_k.shape)}"
         )
     return batch
+
+
+def check_values(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: Tensor | None,
+) -> None:
+    """Check what offsets and pages hold; this waits for a GPU."""
+    check_offset_values(
+        "cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q
+    )
+    starts = cu_seqlens_k.tolist()
+    tokens = k.shape[0] if block_table is None else max(starts)
+    check_offset_values("cu_seqlens_k", starts, tokens, "max_seqlen_k", max_seqlen_k)
+    if block_table is None:
+        return
+    pages, page_size = k.shape[:2]
+    for b, row in enumerate(block_table.tolist()):
+        used = -(-(starts[b + 1] - starts[b]) // page_size)
+        for i, page in enumerate(row[:used]):
+            if not 0 <= page < pages:
+                raise ValueError(
+                    f"block_table[{b}, {i}] must be from 0 to {pages - 1}, a page, got {page}"
+                )
 
 
 def check_block_table(q: Tensor, k: Tensor, v: Tensor, batch: int, block_table: Tensor) -> None:

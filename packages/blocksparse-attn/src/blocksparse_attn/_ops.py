@@ -13,6 +13,7 @@ from attn_common import cdiv, detect
 from torch import Tensor
 
 from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
+from ._checks import check_values
 from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
 from ._kept_lists import lists_for, make_lists, spec_of, walks_lists
@@ -129,6 +130,17 @@ def _backward_triton(*arguments: Any) -> Grads:
     return result
 
 
+def _check_values(x: Tensors, bounds: Bounds) -> None:
+    """Check what packed tensors on the CPU hold; a trace does not come here."""
+    if x.cu_seqlens_q is not None and x.cu_seqlens_k is not None:
+        check_values(x.q, x.k, x.cu_seqlens_q, x.cu_seqlens_k, *bounds, x.block_table)
+
+
+def _check_forward(*arguments: Any) -> None:
+    *rest, max_seqlen_q, max_seqlen_k, _, _, _ = arguments
+    _check_values(Tensors(*rest[: len(Tensors._fields)]), Bounds(max_seqlen_q, max_seqlen_k))
+
+
 def _forward_eager(
     q: Tensor,
     k: Tensor,
@@ -224,6 +236,7 @@ forward = register(
     fake=_forward_fake,
     kernels=_forward_triton,
     eager=_forward_eager,
+    check=_check_forward,
 )
 backward = register(
     "blocksparse_attn::backward",
@@ -386,6 +399,8 @@ def attention(
     refuse_tangents(x)
     walks, options, plan = known.walks, known.options, known.plan
     crow, col, pattern = layout._crow, layout._col, layout._pattern
+    if plan is not None and x.q.is_cpu:
+        _check_values(x, bounds)
     if _needs_grad(x):
         if plan is not None:
             return _BlockSparseAttention.apply(  # type: ignore[no-any-return, no-untyped-call]

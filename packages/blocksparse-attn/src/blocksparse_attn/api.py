@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from ._call import Bounds, Checked, Options, Tensors
 from ._configs import SHORT, repeats
 from ._kept_lists import is_capturing, stream_of
 from ._linked.host import arguments
+from ._linked.host.arguments import as_int32
 from ._linked.host.forms import form_of
 from .layout import BlockSparseLayout
 
@@ -27,6 +29,7 @@ def blocksparse_attn_func(
     causal: bool = True,
     num_splits: int = 0,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Result:
     """Softmax attention over the kept blocks of a layout, forward and backward.
 
@@ -64,6 +67,8 @@ def blocksparse_attn_func(
         ValueError: on a shape, a device or a range.
         NotImplementedError: on forward-mode differentiation.
     """
+    if unknown:
+        _checks.refuse_unknown(unknown)
     _checks.check_is_layout(layout)
     form = form_of(
         (q, k, v),
@@ -100,6 +105,7 @@ def blocksparse_attn_varlen_func(
     num_splits: int = 0,
     return_lse: bool = False,
     block_table: Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Result:
     """Block-sparse attention over packed sequences: prefill, chunks of it and decode in one batch.
 
@@ -112,8 +118,9 @@ def blocksparse_attn_varlen_func(
             output is 0, lse -inf and gradient 0.
         k: keys, ``[tokens_k, heads_k, head_dim]``; paged ``[pages, page_size, heads_k, head_dim]``.
         v: values, ``[tokens_k, heads_k, head_dim_v]``; paged likewise.
-        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``, contiguous. Its values are the
-            caller's duty: they are not read on the host. :func:`validate_varlen` checks them.
+        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``, contiguous; int64 is converted.
+            On a GPU its values are the caller's duty: they are not read on the host.
+            :func:`validate_varlen` checks them.
         cu_seqlens_k: likewise for keys; with pages their differences alone count.
         max_seqlen_q: no sequence has more queries; an upper bound is as good.
         max_seqlen_k: likewise for keys; the layout's rows must cover it.
@@ -131,6 +138,9 @@ def blocksparse_attn_varlen_func(
         ValueError: on a shape, a device or a range.
         NotImplementedError: on a gradient with ``block_table``; on forward-mode differentiation.
     """
+    if unknown:
+        _checks.refuse_unknown(unknown)
+    cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
     _checks.check_is_layout(layout)
     arguments.check_length("max_seqlen_q", max_seqlen_q)
     arguments.check_length("max_seqlen_k", max_seqlen_k)

@@ -1,4 +1,4 @@
-"""The check that the public functions leave out: it reads what only the device knows."""
+"""The check that the public functions leave out on a GPU: it reads what only the device knows."""
 
 from torch import Tensor
 
@@ -23,8 +23,8 @@ def validate_varlen(
     Args:
         q: queries, ``[tokens_q, heads_q, head_dim]``; of ``q`` and ``k`` only shapes are read.
         k: keys, ``[tokens_k, heads_k, head_dim]``; paged ``[pages, page_size, heads_k, head_dim]``.
-        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``: must not decrease, nor leave
-            0 to ``tokens_q``.
+        cu_seqlens_q: where sequences begin, int32 or int64 ``[batch + 1]``: must not decrease, nor
+            leave 0 to ``tokens_q``.
         cu_seqlens_k: likewise for keys; with pages its differences alone count.
         max_seqlen_q: what no sequence of queries may exceed.
         max_seqlen_k: likewise for keys.
@@ -38,25 +38,11 @@ def validate_varlen(
     """
     arguments.check_tensor("q", q)
     arguments.check_tensor("k", k)
+    cu_seqlens_q, cu_seqlens_k = map(arguments.as_int32, (cu_seqlens_q, cu_seqlens_k))
     batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
     arguments.check_length("max_seqlen_q", max_seqlen_q)
     arguments.check_length("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
         _checks.check_block_table(q.detach(), k.detach(), k.detach(), batch, block_table)
         _checks.check_pages(k, max_seqlen_k, block_table)
-    arguments.check_offset_values(
-        "cu_seqlens_q", cu_seqlens_q.tolist(), q.shape[0], "max_seqlen_q", max_seqlen_q
-    )
-    starts = cu_seqlens_k.tolist()
-    tokens = k.shape[0] if block_table is None else max(starts)
-    arguments.check_offset_values("cu_seqlens_k", starts, tokens, "max_seqlen_k", max_seqlen_k)
-    if block_table is None:
-        return
-    pages, page_size = k.shape[:2]
-    for b, row in enumerate(block_table.tolist()):
-        used = -(-(starts[b + 1] - starts[b]) // page_size)
-        for i, page in enumerate(row[:used]):
-            if not 0 <= page < pages:
-                raise ValueError(
-                    f"block_table[{b}, {i}] must be from 0 to {pages - 1}, a page, got {page}"
-                )
+    _checks.check_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)

@@ -40,7 +40,8 @@ def flash_attn_tree_func(
         v: values, ``[tokens, heads_k, head_dim_v]``, dtype of ``q``; ``head_dim_v`` is from 1 to
             256.
         cu_seqlens: where segments begin, int32 ``[segments + 1]``, contiguous; int64 is converted.
-            A segment may be empty. On a GPU its values are the caller's duty: :func:`validate_tree` checks them.
+            A segment may be empty. On a GPU its values are the caller's duty: :func:`validate_tree`
+            checks them.
         parents: the segment above each, smaller than its own index, or -1 for a root: a list of
             ints, or int32 ``[segments]`` on the device of ``q``, whose values are the caller's
             duty there. A list is copied to the device, and no CUDA graph captures that.

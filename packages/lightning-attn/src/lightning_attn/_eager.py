@@ -139,7 +139,7 @@ def decode(x: StepTensors, scale: float) -> None:
     """Fill ``out``, and advance the slots, or fill ``states_out``."""
     out, q, k, v, state_cache, decay, slot_idx, states_out = x
     out.zero_()
-    kept = torch.exp(-decay.clamp(max=LARGEST_RATE))[:, None, None]
+    kept = torch.exp(-decay)[:, None, None]
     for b, slot in enumerate(slot_idx.tolist()):
         if slot < 0:
             continue

@@ -179,21 +179,18 @@ def _check_values(*structures: Any) -> None:
 def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -> Any:
     """Define an operator, for the CPU, for GPUs and for what traces."""
 
-    def checked(*arguments: Any) -> Any:
-        taken = structures(*arguments)
-        if arguments[0].is_cpu and name not in _BACKWARD:
-            _check_values(*taken)
-        return taken
-
     def kernels(*arguments: Any) -> Any:
         from ._kernels import plans
 
-        return getattr(plans, name)(*checked(*arguments))
+        return getattr(plans, name)(*structures(*arguments))
 
     def eager(*arguments: Any) -> Any:
         # under autocast the products within would be rounded to 16 bits
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return getattr(_eager, name)(*checked(*arguments))
+            return getattr(_eager, name)(*structures(*arguments))
+
+    def check(*arguments: Any) -> None:
+        _check_values(*structures(*arguments))
 
     return register(
         f"lightning_attn::{name}",
@@ -201,6 +198,7 @@ def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -
         fake=lambda *arguments: fake(*structures(*arguments)),
         kernels=kernels,
         eager=eager,
+        check=None if name in _BACKWARD else check,
     )
 
 

@@ -4,17 +4,21 @@ They look at types, shapes, dtypes, strides and devices alone, never at tensor d
 neither wait for the device nor break a graph capture.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ._call import Options, Tensors
 from ._layout import PACKED_NDIM, CacheSizes, cache_sizes, is_packed
+from ._linked.host import arguments
 from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
     FP8_DTYPES,
     check_fp8_hardware,
+    check_offset_values,
     check_tensor,
     kind,
 )
@@ -26,6 +30,35 @@ INDEX_DTYPES = frozenset((torch.int32, torch.int64))
 _NHD = "[num_blocks, block_size, heads_k, head_dim]"
 _PACKED_K = "[num_blocks, heads_k, head_dim // x, block_size, x]"
 _PACKED_V = "[num_blocks, heads_k, head_dim, block_size]"
+# what other attention functions take, and what to do here
+_ELSEWHERE = {
+    "b_loc": "use block_table",
+    "b_seq_len": "use seqlens_k",
+    "b_start_loc": "use cu_seqlens_q",
+    "block_tables": "use block_table",
+    "cache_seqlens": "use seqlens_k, which counts new keys too",
+    "cu_seqlens_k": "use seqlens_k: how many keys each sequence has",
+    "dropout_p": "leave it out: there is no dropout here",
+    "is_causal": "use causal",
+    "k_scale": "use k_descale",
+    "kv_cache_dtype": "leave it out: the dtype of k_cache says it",
+    "pack_gqa": "leave it out: it changes no result",
+    "page_table": "use block_table",
+    "query_start_loc": "use cu_seqlens_q",
+    "return_softmax_lse": "use return_lse",
+    "s_aux": "use sinks",
+    "scale": "use softmax_scale",
+    "seq_lens": "use seqlens_k",
+    "seqused_k": "use seqlens_k",
+    "sliding_window": "use window_size: a window of W tokens is (W - 1, 0)",
+    "sm_scale": "use softmax_scale",
+    "v_scale": "use v_descale",
+}
+
+
+def refuse_unknown(names: Iterable[str]) -> NoReturn:
+    """Raise for keyword arguments that do not exist, and say what does."""
+    arguments.refuse_unknown(names, _ELSEWHERE)
 
 
 def fp8_view(q: Tensor, cache: Tensor) -> Tensor:
@@ -136,6 +169,90 @@ def check_table(
     return batch
 
 
+def check_pages(
+    starts: list[int],
+    lengths: list[int],
+    block_table: Tensor,
+    sizes: CacheSizes,
+    *,
+    has_new: bool,
+    left: int,
+    max_seqlen_k: int | None = None,
+    decode_from_cache: bool = False,
+) -> None:
+    """Check how many keys each sequence has, and the pages that its queries may see.
+
+    Args:
+        starts: where sequences begin.
+        lengths: of ``seqlens_k``.
+        block_table: as in :func:`paged_attn_func`.
+        sizes: of the cache.
+        has_new: whether keys of the queries' tokens come beside the cache.
+        left: how many keys to the left of its own a query sees; -1: all.
+        max_seqlen_k: what no length may exceed, if anything.
+        decode_from_cache: single queries have their own key in the cache, too.
+    """
+    room = block_table.shape[1] * sizes.block_size
+    table = block_table.tolist()
+    for b, length in enumerate(lengths):
+        queries = starts[b + 1] - starts[b]
+        is_new = has_new and not (decode_from_cache and queries == 1)
+        least = queries if is_new else 0
+        if length < least or (max_seqlen_k is not None and length > max_seqlen_k):
+            most = " up" if max_seqlen_k is None else f" to max_seqlen_k, {max_seqlen_k}"
+            raise ValueError(f"seqlens_k[{b}] must be from {least}{most}, got {length}")
+        cached = length - queries if is_new else length
+        if cached > room:
+            raise ValueError(
+                f"seqlens_k[{b}] must be at most what block_table has room for, {room}, "
+                f"got {cached} cached keys"
+            )
+        if queries == 0:
+            continue
+        first = max(0, length - queries - left) if left >= 0 else 0
+        for i in range(first // sizes.block_size, -(-cached // sizes.block_size)):
+            if not 0 <= table[b][i] < sizes.num_blocks:
+                raise ValueError(
+                    f"block_table[{b}, {i}] must be from 0 to num_blocks - 1, "
+                    f"{sizes.num_blocks - 1}, got {table[b][i]}"
+                )
+
+
+def check_values(x: Tensors, options: Options) -> None:
+    """Check what tensors on the CPU hold; a call on a GPU does not come here."""
+    starts, tokens = x.cu_seqlens_q.tolist(), x.q.shape[0]
+    check_offset_values("cu_seqlens_q", starts, tokens, "tokens", tokens)
+    # what the rows of a shared prefix see hangs on positions, not on the end of the keys
+    if x.positions is None:
+        check_pages(
+            starts,
+            x.seqlens_k.tolist(),
+            x.block_table,
+            cache_sizes(x.k_cache),
+            has_new=x.k is not None,
+            left=options.window_left,
+            decode_from_cache=options.decode_from_cache,
+        )
+
+
+def check_slots(k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Check that slots are of the cache, and no two alike; this waits for a GPU."""
+    sizes = cache_sizes(k_cache)
+    slots = sizes.num_blocks * sizes.block_size
+    taken: dict[int, int] = {}
+    for i, slot in enumerate(slot_mapping.tolist()):
+        if slot >= slots:
+            raise ValueError(
+                f"slot_mapping[{i}] must be below the number of slots, {slots}, got {slot}"
+            )
+        if slot >= 0 and slot in taken:
+            raise ValueError(
+                f"slot_mapping[{i}] must be a slot of its own, got {slot}, which is "
+                f"slot_mapping[{taken[slot]}]"
+            )
+        taken[slot] = i
+
+
 def check_extras(
     q: Tensor,
     batch: int,
@@ -175,7 +292,7 @@ def check_extras(
         ("v_descale", v_descale),
     ):
         if scale is not None:
-            check_scale_tensor(name, scale, "q", q, heads_k)
+            check_scale_tensor(name, scale, "q", q, heads_k, batch)
 
 
 def check_descales(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
@@ -187,16 +304,36 @@ def check_descales(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor 
             )
 
 
+def check_shared_scales(*descales: Tensor | None) -> None:
+    """Check that no scale is one of a sequence, where keys belong to several."""
+    for name, scale in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
+        if scale is not None and scale.numel() != 1 and scale.ndim == 2:
+            raise NotImplementedError(
+                f"{name} must have one element or be [heads_k] where sequences share keys, "
+                f"got {list(scale.shape)}"
+            )
+
+
 def check_scale_tensor(
-    name: str, scale: Tensor, like_name: str, like: Tensor, heads_k: int
+    name: str,
+    scale: Tensor,
+    like_name: str,
+    like: Tensor,
+    heads_k: int,
+    batch: int | None = None,
 ) -> None:
-    """Check a scale of one element, or of one for each head of keys (0: of one element)."""
+    """Check a scale of one element, or of one for each head of keys (0: of one element).
+
+    With ``batch``, it may also have one for each sequence and head.
+    """
     check_tensor(name, scale)
     if scale.dtype != torch.float32:
         raise TypeError(f"{name} must be torch.float32, got {scale.dtype}")
     check_device(name, scale, like_name, like)
-    if scale.numel() != 1 and not (heads_k and scale.shape == (heads_k,)):
+    per_sequence = batch is not None and scale.shape == (batch, heads_k)
+    if scale.numel() != 1 and not per_sequence and not (heads_k and scale.shape == (heads_k,)):
         wanted = f" or be [heads_k], [{heads_k}]" if heads_k else ""
+        wanted += f", or [batch, heads_k], [{batch}, {heads_k}]" if batch is not None else ""
         raise ValueError(f"{name} must have one element{wanted}, got {list(scale.shape)}")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import _eager
 from ._call import Call, Options, Plan, Tensors, WritePlan, WriteTensors
+from ._checks import check_slots, check_values
 from ._linked.host.forms import interpreted
 from ._linked.host.operators import register
 
@@ -29,9 +30,14 @@ def _attention_triton(*arguments: Any) -> None:
     launch_attention(*arguments)
 
 
-def _attention_eager(*arguments: Any) -> None:
-    # the bounds of the lengths change nothing there
+def _check_attention(*arguments: Any) -> None:
     call = Call.of(*arguments)
+    check_values(call.tensors, call.options)
+
+
+def _attention_eager(*arguments: Any) -> None:
+    call = Call.of(*arguments)
+    # the bounds of the lengths change nothing there
     _eager.attention(call.tensors, call.options)
 
 
@@ -39,6 +45,10 @@ def _reshape_and_cache_triton(*arguments: Any) -> None:
     from ._kernels.plans import launch_reshape_and_cache
 
     launch_reshape_and_cache(*arguments)
+
+
+def _check_slots(*arguments: Any) -> None:
+    check_slots(*arguments[2:5])
 
 
 def _merge_states_triton(*arguments: Any) -> None:
@@ -63,6 +73,7 @@ attention = register(
     fake=_nothing,
     kernels=_attention_triton,
     eager=_attention_eager,
+    check=_check_attention,
 )
 reshape_and_cache = register(
     "prefix_prefill::reshape_and_cache",
@@ -71,6 +82,7 @@ reshape_and_cache = register(
     fake=_nothing,
     kernels=_reshape_and_cache_triton,
     eager=_eager.reshape_and_cache,
+    check=_check_slots,
 )
 merge_states = register(
     "prefix_prefill::merge_states",

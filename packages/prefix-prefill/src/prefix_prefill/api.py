@@ -1,12 +1,14 @@
 """The two main public functions: check the arguments, then call the operator."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from . import _checks, _ops, _options
 from ._call import Checked, Tensors, WritePlan, WriteTensors
 from ._layout import cache_sizes
-from ._linked.host.arguments import check_length
+from ._linked.host.arguments import as_int32, check_length
 from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
@@ -41,6 +43,7 @@ def paged_attn_func(
     out_scale: Tensor | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Result:
     """Softmax attention of packed queries over keys and values in the pages of a cache.
 
@@ -69,11 +72,11 @@ def paged_attn_func(
         v_cache: values, in the same layout, ``[num_blocks, block_size, heads_k, head_dim]``, or
             packed, ``[num_blocks, heads_k, head_dim, block_size]``; dtype of ``k_cache``.
         block_table: the pages of each sequence, int32 or int64 ``[batch, max_blocks]``. Entries
-            behind a sequence's last page, and those of pages before its window, are not read. Its
-            values are the caller's duty: :func:`validate_paged` checks them.
-        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``.
+            behind a sequence's last page, and those of pages before its window, are not read. On a
+            GPU its values are the caller's duty: :func:`validate_paged` checks them.
+        cu_seqlens_q: where sequences begin, int32 ``[batch + 1]``; int64 is converted.
         seqlens_k: how many keys each sequence has, those of the new tokens included, int32
-            ``[batch]``.
+            ``[batch]``; int64 is converted.
         max_seqlen_q: the most queries of a sequence; an upper bound is as good.
         max_seqlen_k: the most keys of a sequence, by which the work is split; an upper bound.
         k: keys of the tokens of ``q``, ``[tokens, heads_k, head_dim]``, dtype of ``q`` (any but FP8
@@ -84,13 +87,14 @@ def paged_attn_func(
             Default: ``head_dim ** -0.5``.
         causal: hide key j from query i unless ``j <= i'``. Default: True.
         window_size: ``(left, right)``: key j is visible iff ``i' - left <= j <= i' + right``; -1 is
-            unlimited. ``causal`` makes ``right`` 0. Default: ``(-1, -1)``.
+            unlimited, as is None. ``causal`` makes ``right`` 0. Default: ``(-1, -1)``.
         softcap: cap of the scores; 0.0 is none. Default: 0.0.
         alibi_slopes: slopes of the linear bias (Press et al. 2021), fp32 ``[heads_q]`` or
             ``[batch, heads_q]``. Default: None.
         sinks: one more logit per head in the denominator, not scaled, without a value (Xiao et al.
             2023, as in gpt-oss): ``[heads_q]``, fp16, bf16 or fp32. Default: None.
-        q_descale: factor of FP8 ``q``: fp32, one element or ``[heads_k]``. Default: None (1.0).
+        q_descale: factor of FP8 ``q``: fp32, one element, ``[heads_k]`` or ``[batch, heads_k]``.
+            Default: None (1.0).
         k_descale: factor of the keys in an FP8 cache, likewise; not of ``k``.
         v_descale: factor of the values in an FP8 cache, likewise; not of ``v``.
         out: where the output goes, ``[tokens, heads_q, head_dim]``, fp16, bf16, fp32, or FP8 with
@@ -113,6 +117,9 @@ def paged_attn_func(
         NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
             gradient.
     """
+    if unknown:
+        _checks.refuse_unknown(unknown)
+    cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     rows = [x for x in (q, k, v, out) if x is not None]
     table = block_table, cu_seqlens_q, seqlens_k
     extras = alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale

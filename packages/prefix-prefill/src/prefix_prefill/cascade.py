@@ -1,12 +1,14 @@
 """Sequences that begin with the same pages: those are attended once for all of them."""
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from . import _checks, _ops, _options
 from ._call import Tensors
 from ._layout import cache_sizes
-from ._linked.host.arguments import check_length
+from ._linked.host.arguments import as_int32, check_length
 from .api import Result
 
 
@@ -37,6 +39,7 @@ def shared_prefix_attn_func(
     out_scale: Tensor | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    **unknown: NoReturn,
 ) -> Result:
     """Attend as :func:`paged_attn_func` does, where all sequences begin with the same keys.
 
@@ -53,6 +56,8 @@ def shared_prefix_attn_func(
             least as many as it has queries. The positions of masks and ALiBi count the shared keys
             too.
         max_seqlen_k: the most keys of its own that a sequence has.
+        q_descale: fp32, one element or ``[heads_k]``, as are ``k_descale`` and ``v_descale``: the
+            shared keys belong to no sequence. Default: None (1.0).
 
     Returns:
         ``out`` or ``(out, lse)``.
@@ -62,6 +67,9 @@ def shared_prefix_attn_func(
         ValueError: on a shape, a device or a range.
         NotImplementedError: as :func:`paged_attn_func` does.
     """
+    if unknown:
+        _checks.refuse_unknown(unknown)
+    cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
     _checks.check_paged(q, k_cache, v_cache, k, v)
     options = _options.check_options(
@@ -82,6 +90,7 @@ def shared_prefix_attn_func(
         q, batch, sizes.heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
     )
     _checks.check_descales(k_cache, k_descale, v_descale)
+    _checks.check_shared_scales(q_descale, k_descale, v_descale)
     dtype = _checks.check_out(q, out, out_scale)
     _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
     tokens, heads_q, _ = q.shape

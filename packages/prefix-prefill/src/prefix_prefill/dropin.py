@@ -6,7 +6,7 @@ from torch import Tensor
 from . import _checks, _ops, _options
 from ._call import Checked, Tensors
 from ._layout import cache_sizes
-from ._linked.host.arguments import check_flag, check_length, check_tensor, is_int, kind
+from ._linked.host.arguments import as_int32, check_flag, check_length, check_tensor, is_int, kind
 from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
@@ -52,12 +52,12 @@ def context_attention_fwd(
             ``[num_blocks, block_size, heads_k, head_dim]``. An FP8 cache may be stored as uint8.
         v_cache: values, ``[num_blocks, heads_k, head_dim, block_size]``, or as the keys.
         b_loc: the pages of each sequence, ``[batch, max_blocks]``.
-        b_start_loc: where sequences begin, int32 ``[batch + 1]``.
-        b_seq_len: keys of each sequence, cached and new, int32 ``[batch]``.
+        b_start_loc: where sequences begin, int32 or int64 ``[batch + 1]``.
+        b_seq_len: keys of each sequence, cached and new, int32 or int64 ``[batch]``.
         max_seq_len: the most of them, by which the work is split; None, or too few, is no error.
         max_input_len: the most queries of a sequence.
-        k_scale: factor of keys in an FP8 cache: fp32, one element or ``[heads_k]``. Read for an FP8
-            cache alone.
+        k_scale: factor of keys in an FP8 cache: fp32, one element, ``[heads_k]`` or
+            ``[batch, heads_k]``. Read for an FP8 cache alone.
         v_scale: likewise of values.
         alibi_slopes: the bias is ``slope * (key_position - query_position)``, fp32 ``[heads_q]``.
             Default: None.
@@ -136,7 +136,9 @@ def _attend(
 ) -> None:
     q, k, v, o = packed
     k_cache, v_cache, k_scale, v_scale = cache
-    _, _, seqlens_k = table
+    block_table, *lengths = table
+    cu_seqlens_q, seqlens_k = map(as_int32, lengths)
+    table = block_table, cu_seqlens_q, seqlens_k
     alibi_slopes, sinks, out_scale = extras
     kv_cache_dtype, sliding_window, sm_scale, causal, skip_decode, decode_from_cache = asked
     rows = [x for x in packed if x is not None]

@@ -134,7 +134,7 @@ def attend(
         parts: list[Tensor] = []
         for cache, fresh, descale in ((k_cache, k, k_descale), (v_cache, v, v_descale)):
             part = _cached(cache, block_table[b], first, min(last, context), is_packed(k_cache))
-            part = scaled(part, descale, dtype)
+            part = scaled(part, _of_sequence(descale, b), dtype)
             if dense and fresh is not None:
                 new = fresh[rows][max(first - context, 0) : max(last - context, 0)]
                 part = torch.cat([part, new.to(dtype)])
@@ -143,7 +143,7 @@ def attend(
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[b] if positions is None else slopes[rows].T
         out[rows], lse[:, rows] = dense_attention(
-            scaled(q[rows], q_descale, dtype),
+            scaled(q[rows], _of_sequence(q_descale, b), dtype),
             parts[0],
             parts[1],
             visible[:, first:last],
@@ -214,6 +214,12 @@ def visible_keys(position: Tensor, seqlen_k: int, window_left: int, window_right
     if window_right >= 0:
         visible = visible & (key <= position + min(window_right, MAX_WINDOW))
     return visible
+
+
+def _of_sequence(descale: Tensor | None, b: int) -> Tensor | None:
+    """Return the scales of a sequence: its own, or those of all."""
+    is_own = descale is not None and descale.ndim == 2 and descale.numel() > 1
+    return descale[b] if descale is not None and is_own else descale
 
 
 def scaled(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:

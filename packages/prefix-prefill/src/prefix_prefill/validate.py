@@ -1,10 +1,10 @@
-"""The checks that the public functions leave out: they read what only the device knows."""
+"""The checks that the public functions leave out on a GPU: they read what only the device knows."""
 
 from torch import Tensor
 
 from . import _checks
 from ._layout import cache_sizes
-from ._linked.host.arguments import check_length, check_window
+from ._linked.host.arguments import as_int32, check_length, check_offset_values, check_window
 
 
 def validate_paged(
@@ -43,37 +43,22 @@ def validate_paged(
     """
     k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
     _checks.check_paged(q, k_cache, v_cache, k, v)
+    cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     _checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
     check_length("max_seqlen_q", max_seqlen_q)
     check_length("max_seqlen_k", max_seqlen_k)
     left, _ = check_window(window_size)
-    sizes = cache_sizes(k_cache)
     starts = cu_seqlens_q.tolist()
-    _check_offsets(starts, q.shape[0], max_seqlen_q)
-    room = block_table.shape[1] * sizes.block_size
-    table = block_table.tolist()
-    for b, length in enumerate(seqlens_k.tolist()):
-        queries = starts[b + 1] - starts[b]
-        least = queries if k is not None else 0
-        if not least <= length <= max_seqlen_k:
-            raise ValueError(
-                f"seqlens_k[{b}] must be from {least} to max_seqlen_k, {max_seqlen_k}, got {length}"
-            )
-        cached = length - queries if k is not None else length
-        if cached > room:
-            raise ValueError(
-                f"seqlens_k[{b}] must be at most what block_table has room for, {room}, "
-                f"got {cached} cached keys"
-            )
-        first = max(0, length - queries - left) if left >= 0 else 0
-        if queries == 0:
-            continue
-        for i in range(first // sizes.block_size, -(-cached // sizes.block_size)):
-            if not 0 <= table[b][i] < sizes.num_blocks:
-                raise ValueError(
-                    f"block_table[{b}, {i}] must be from 0 to num_blocks - 1, "
-                    f"{sizes.num_blocks - 1}, got {table[b][i]}"
-                )
+    check_offset_values("cu_seqlens_q", starts, q.shape[0], "max_seqlen_q", max_seqlen_q)
+    _checks.check_pages(
+        starts,
+        seqlens_k.tolist(),
+        block_table,
+        cache_sizes(k_cache),
+        has_new=k is not None,
+        left=left,
+        max_seqlen_k=max_seqlen_k,
+    )
 
 
 def validate_slot_mapping(slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -89,37 +74,6 @@ def validate_slot_mapping(slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
         TypeError: on an argument's type or dtype.
         ValueError: on a shape or a device, and on the first value that is wrong.
     """
-    sizes = _checks.check_caches(k_cache, v_cache)
+    _checks.check_caches(k_cache, v_cache)
     _checks.check_indices("slot_mapping", slot_mapping, "k_cache", k_cache, 1)
-    slots = sizes.num_blocks * sizes.block_size
-    taken: dict[int, int] = {}
-    for i, slot in enumerate(slot_mapping.tolist()):
-        if slot >= slots:
-            raise ValueError(
-                f"slot_mapping[{i}] must be below the number of slots, {slots}, got {slot}"
-            )
-        if slot >= 0 and slot in taken:
-            raise ValueError(
-                f"slot_mapping[{i}] must be a slot of its own, got {slot}, which is "
-                f"slot_mapping[{taken[slot]}]"
-            )
-        taken[slot] = i
-
-
-def _check_offsets(offsets: list[int], tokens: int, max_seqlen: int) -> None:
-    last = offsets[0]
-    for i, offset in enumerate(offsets):
-        if not 0 <= offset <= tokens:
-            raise ValueError(
-                f"cu_seqlens_q[{i}] must be from 0 to the number of tokens, {tokens}, got {offset}"
-            )
-        if offset < last:
-            raise ValueError(
-                f"cu_seqlens_q[{i}] must be at least cu_seqlens_q[{i - 1}], {last}, got {offset}"
-            )
-        if offset - last > max_seqlen:
-            raise ValueError(
-                f"cu_seqlens_q[{i}] must be at most max_seqlen_q, {max_seqlen}, beyond "
-                f"cu_seqlens_q[{i - 1}], {last}, got {offset}"
-            )
-        last = offset
+    _checks.check_slots(k_cache, v_cache, slot_mapping)

@@ -57,9 +57,14 @@ def row_strides(x: Tensor) -> tuple[int, int]:
     return token, head
 
 
-def one_form(heads_k: int, per_head: bool, *descales: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Bring the scales to one form: one element each, or ``[heads_k]`` each."""
-    if not per_head:
+def descale_ndim(*descales: Tensor | None) -> int:
+    """Return the most dimensions of a scale: 0, 1 by heads, or 2 by sequences and heads."""
+    return max((d.ndim for d in descales if d is not None and d.numel() != 1), default=0)
+
+
+def one_form(shape: tuple[int, ...], *descales: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Bring the scales to one form: of a shape each, or, without one, of one element each."""
+    if not shape:
         return tuple(map(dense, descales))
-    full = (None if d is None else d.reshape(-1).expand(heads_k) for d in descales)
-    return tuple(map(dense, full))
+    parts = (None if d is None else d.reshape(()) if d.numel() == 1 else d for d in descales)
+    return tuple(dense(None if d is None else d.expand(shape)) for d in parts)

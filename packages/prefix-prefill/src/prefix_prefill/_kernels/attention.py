@@ -92,7 +92,7 @@ def _paged_kernel(
     NEW_V_AS_K: tl.constexpr, ROW_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr,
     PART_BYTES: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SIGNED_ALIBI: tl.constexpr, FOLD: tl.constexpr, DESCALE_PER_HEAD: tl.constexpr,
+    SIGNED_ALIBI: tl.constexpr, FOLD: tl.constexpr, DESCALE_NDIM: tl.constexpr,
     SHIFT: tl.constexpr, OUT_MAX: tl.constexpr, DECODE_FROM_CACHE: tl.constexpr,
     GROUP: tl.constexpr, MIN_TOKENS: tl.constexpr, MAX_TOKENS: tl.constexpr, TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -116,7 +116,7 @@ def _paged_kernel(
         HAS_SOFTCAP,
         SIGNED_ALIBI,
         FOLD,
-        DESCALE_PER_HEAD,
+        DESCALE_NDIM,
         SHIFT,
         OUT_MAX,
         DECODE_FROM_CACHE,
@@ -152,7 +152,9 @@ def _paged_kernel(
     q = load_queries(rows, Packed(q_ptr, stride_qs, stride_qh), ROW_LAYOUT, TILE)
     positions = positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE)
     slopes = slopes_of(rows, sequence_64, positions_ptr, alibi_slopes_ptr, stride_alibi_b)
-    descale_at = head_k if DESCALE_PER_HEAD else 0
+    descale_at = head_k if DESCALE_NDIM > 0 else 0
+    if DESCALE_NDIM == 2:
+        descale_at += sequence_64 * heads_k
     scale, cache_scale = _scales_of(scale, descale_at, q_descale_ptr, k_descale_ptr)
     softmax = start_softmax(rows, split, sinks_ptr, OPTIONS, SCHEDULE, TILE)
 

@@ -125,7 +125,7 @@ class Options(NamedTuple):
     HAS_SOFTCAP: Any
     SIGNED_ALIBI: Any
     FOLD: Any  # plain scores with a positive scale
-    DESCALE_PER_HEAD: Any
+    DESCALE_NDIM: Any
     SHIFT: Any  # binary exponent added to p, so that fp8 holds it well
     OUT_MAX: Any  # largest finite value of an fp8 output, 0 for other outputs
     DECODE_FROM_CACHE: Any  # the key of a single query is in the cache, not dense

@@ -22,7 +22,7 @@ from .._configs import (
     takes_hopper,
 )
 from .._layout import cache_sizes
-from .addressing import CacheForm, one_form, row_strides
+from .addressing import CacheForm, descale_ndim, one_form, row_strides
 from .cache import _reshape_and_cache_kernel
 from .launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
 from .merge import _state_merge_kernel
@@ -95,12 +95,12 @@ class AttentionPlan:
         least_short = 2 if options.skip_decode else 1
         itemsize = 4 if dtype == torch.float32 else 2
         descales = x.q_descale, x.k_descale, x.v_descale
-        self._per_head = any(d is not None and d.numel() != 1 for d in descales)
         self._has_descales = any(d is not None for d in descales)
         small = (getattr(x, name) for name in _DENSE)
         self._is_dense = all(t is None or t.is_contiguous() for t in small)
-        self._heads_k = heads_k
         self.batch = x.seqlens_k.shape[0]
+        ndim = descale_ndim(*descales)
+        self._descale_shape = (self.batch, heads_k)[2 - ndim :]
         self.short = None
         if most_short >= least_short or options.fill_padding:
             tile = short_tile(platform, head_dim, itemsize, group)
@@ -130,7 +130,7 @@ class AttentionPlan:
             x = x._replace(**{name: dense(getattr(x, name)) for name in _DENSE})
         if self._has_descales:
             q_descale, k_descale, v_descale = one_form(
-                self._heads_k, self._per_head, x.q_descale, x.k_descale, x.v_descale
+                self._descale_shape, x.q_descale, x.k_descale, x.v_descale
             )
             x = x._replace(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         if self.short is not None:
@@ -198,7 +198,8 @@ class WritePlan:
         """Launch for one write of the form."""
         tokens = x.slot_mapping.shape[0]
         if x.k_scale is not None or x.v_scale is not None:
-            k_scale, v_scale = one_form(self._heads_k, self._per_head, x.k_scale, x.v_scale)
+            shape = (self._heads_k,) if self._per_head else ()
+            k_scale, v_scale = one_form(shape, x.k_scale, x.v_scale)
             x = x._replace(k_scale=k_scale, v_scale=v_scale)
         # the tensors are the fields of WritePointers
         self._write(2 * cdiv(tokens, BLOCK_T) * self._heads_k, x, (tokens, *self._numbers))

@@ -14,7 +14,7 @@ from .._layout import cache_sizes
 from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
 from . import parameters
-from .addressing import CacheForm, row_strides
+from .addressing import CacheForm, descale_ndim, row_strides
 from .attention import _paged_kernel
 from .launch.runtime import Launch, row_bytes
 from .merge import _split_merge_kernel
@@ -177,7 +177,6 @@ def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:
 
 
 def _options_of(x: Tensors, options: Options) -> parameters.Options:
-    descales = x.q_descale, x.k_descale, x.v_descale
     # nothing between the products and the softmax but the scale
     has_scale_alone = x.alibi_slopes is None and options.softcap == 0.0 and x.positions is None
     no_factor = x.q_descale is x.k_descale is None
@@ -189,7 +188,7 @@ def _options_of(x: Tensors, options: Options) -> parameters.Options:
         HAS_SOFTCAP=options.softcap != 0.0,
         SIGNED_ALIBI=options.signed_alibi,
         FOLD=has_scale_alone and no_factor and options.softmax_scale >= 0,
-        DESCALE_PER_HEAD=any(d is not None and d.numel() != 1 for d in descales),
+        DESCALE_NDIM=descale_ndim(x.q_descale, x.k_descale, x.v_descale),
         SHIFT=int(math.log2(fp8_info(x.q.dtype).max)) if is_fp8 else 0,
         OUT_MAX=fp8_info(x.out.dtype).max if x.out.element_size() == 1 else 0.0,
         DECODE_FROM_CACHE=options.decode_from_cache,

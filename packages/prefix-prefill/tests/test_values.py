@@ -1,0 +1,149 @@
+"""Other spellings of arguments, and what values on the CPU are checked in every call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from prefix_prefill import (
+    context_attention_fwd,
+    paged_attn_func,
+    reshape_and_cache,
+    shared_prefix_attn_func,
+    validate_paged,
+)
+
+from ._linked.budget import Maker
+from ._linked.tiers import INTERPRETED
+
+pytestmark = pytest.mark.eager
+
+
+def arguments(device="cpu", dtype=torch.int32):
+    """Two sequences: 5 queries of 9 keys, and 2 of 8, in pages of 8."""
+    m = Maker(device, torch.float32)
+
+    def ints(*values):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    caches = {f"{x}_cache": m.randn(6, 8, 2, 16) for x in "kv"}
+    table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32, device=device)
+    lengths = {"cu_seqlens_q": ints(0, 5, 7), "seqlens_k": ints(9, 8)}
+    bounds = {"max_seqlen_q": 5, "max_seqlen_k": 9}
+    return {"q": m.randn(7, 4, 16), **caches, "block_table": table, **lengths, **bounds}
+
+
+def cascade(given, **options):
+    pages = torch.tensor([0, 3], device=given["q"].device)
+    return shared_prefix_attn_func(**given, shared_pages=pages, shared_len=12, **options)
+
+
+def dropin(given):
+    out = torch.full_like(given["q"], -1.0)
+    caches, starts = (given["k_cache"], given["v_cache"]), given["cu_seqlens_q"]
+    context_attention_fwd(
+        given["q"], None, None, out, "auto", *caches, given["block_table"], starts,
+        given["seqlens_k"], 9, 5, None, None,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("window", [(None, None), (3, None), (None, 0)])
+def test_none_in_a_window_is_no_limit(window, device):
+    given = {**arguments(device), "causal": False}
+    same = tuple(-1 if side is None else side for side in window)
+    got = paged_attn_func(**given, window_size=window)
+    assert torch.equal(got, paged_attn_func(**given, window_size=same))
+    assert torch.equal(got, paged_attn_func(**given)) == (window == (None, None))
+
+
+@pytest.mark.parametrize(
+    "call", [lambda given: paged_attn_func(**given), cascade, dropin], ids=["paged", "shared", "in"]
+)
+def test_lengths_of_64_bits_are_converted(call, device):
+    want = call(arguments(device))
+    for _ in range(2):  # the second call knows the form
+        assert torch.equal(call(arguments(device, torch.int64)), want)
+
+
+def test_validation_takes_64_bits():
+    validate_paged(**arguments(dtype=torch.int64))
+
+
+NAMES = {
+    "sm_scale": "use softmax_scale",
+    "cache_seqlens": "use seqlens_k",
+    "block_tables": "use block_table",
+    "page_table": "use block_table",
+    "pack_gqa": "leave it out",
+    "seqused_k": "use seqlens_k",
+    "sliding_window": r"use window_size: a window of W tokens is \(W - 1, 0\)",
+    "nonsense": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_elsewhere_is_told_from_ours(name):
+    hint = NAMES[name]
+    message = rf"^{name} is no argument here{f': {hint}' if hint else '$'}"
+    for call in (lambda given, **more: paged_attn_func(**given, **more), cascade):
+        with pytest.raises(TypeError, match=message):
+            call(arguments(), **{name: 1})
+
+
+# Values. On the CPU the operators look at them; a GPU's would have to be waited for.
+
+
+WRONG = {
+    "offsets that decrease": (
+        {"cu_seqlens_q": [0, 8, 7]},
+        r"cu_seqlens_q\[1\] must be from 0 to the number of tokens, 7, got 8",
+    ),
+    "a length below 0": ({"seqlens_k": [-1, 8]}, r"seqlens_k\[0\] must be from 0 up, got -1"),
+    "no page for a key": (
+        {"seqlens_k": [25, 8]},
+        r"seqlens_k\[0\] must be at most what block_table has room for, 24, got 25 cached keys",
+    ),
+    "no such page": (
+        {"block_table": [[4, 6, 0], [2, 5, 3]]},
+        r"block_table\[0, 1\] must be from 0 to num_blocks - 1, 5, got 6",
+    ),
+    "a page below 0": ({"block_table": [[4, 1, 0], [-1, 5, 3]]}, r"block_table\[1, 0\] must be"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values_raise(case):
+    (changes, message) = WRONG[case]
+    wrong = {n: torch.tensor(x, dtype=torch.int32) for n, x in changes.items()}
+    for call in (lambda given: paged_attn_func(**given), dropin):
+        with pytest.raises(ValueError, match=message):
+            call({**arguments(), **wrong})
+
+
+def test_entries_that_no_query_sees_may_be_anything():
+    given = {**arguments(), "window_size": (0, -1), "max_seqlen_k": 20}
+    given["seqlens_k"] = torch.tensor([20, 8], dtype=torch.int32)
+    want = paged_attn_func(**given)
+    table = given["block_table"].clone()
+    # the first page of the first sequence is ahead of the window, and the second has one page
+    table[0, 0] = table[1, 1] = table[1, 2] = 99
+    assert torch.equal(paged_attn_func(**{**given, "block_table": table}), want)
+
+
+def test_slots_beyond_the_cache_raise():
+    given = arguments()
+    new = torch.zeros(2, 2, 16)
+    with pytest.raises(ValueError, match=r"slot_mapping\[1\] must be below .* slots, 48, got 48"):
+        reshape_and_cache(new, new, given["k_cache"], given["v_cache"], torch.tensor([-1, 48]))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="tracing sees the operators alone")
+def test_a_trace_is_whole_and_its_calls_are_checked():
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(given):
+        return paged_attn_func(**given)
+
+    given = arguments(dtype=torch.int64)
+    assert torch.equal(compiled(given), paged_attn_func(**given))
+    with pytest.raises(ValueError, match=r"seqlens_k\[1\] must be from 0 up"):
+        compiled({**given, "seqlens_k": torch.tensor([9, -8])})
