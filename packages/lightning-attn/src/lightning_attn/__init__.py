@@ -1,5 +1,6 @@
 """Linear attention with decay (lightning attention) in Triton, for NVIDIA and AMD GPUs."""
 
+from . import fla
 from .api import lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
 from .dropin import lightning_attention, linear_decode_forward_triton
 from .reference import (
@@ -13,6 +14,7 @@ from .validate import validate_decay, validate_slots, validate_varlen
 __version__ = "1.0.0"
 __all__ = [
     "build_slopes",
+    "fla",
     "lightning_attention",
     "lightning_attention_decode_reference",
     "lightning_attention_reference",
