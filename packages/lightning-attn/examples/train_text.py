@@ -175,7 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     readme = Path(__file__).resolve().parent.parent / "README.md"
     parser.add_argument("--text", type=Path, default=readme)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     # whole chunks of 64 tokens
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
