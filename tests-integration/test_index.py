@@ -170,7 +170,7 @@ def test_hashes_keep_a_stranger_out_of_any_index(root, noxfile, folder, theirs, 
 def test_an_extra_index_brings_the_stranger(noxfile, shell):
     """What the READMEs warn of happens, and this is why."""
     command = "pip install --no-deps --index-url {} --extra-index-url {} flash-attn-triton"
-    for first, second in (("$ATTN_INDEX", "$THEIRS"), ("$THEIRS", "$ATTN_INDEX")):
+    for first, second in (("${ATTN_INDEX:?}", "$THEIRS"), ("$THEIRS", "${ATTN_INDEX:?}")):
         installed = shell(command.format(first, second) + " --upgrade")
         assert installed["flash-attn-triton"].version == NEW
         assert not is_ours(installed["flash-attn-triton"], noxfile.wheel("flash-attn-triton"))
@@ -183,10 +183,10 @@ def test_readmes_have_the_two_lines_and_the_warning(root, noxfile, package):
     ours = sorted({package, *(r.name for r in needed if r.name in noxfile.PACKAGES)})
     names = ours if package == "attn-common" else ["attn-common", package]
     assert sorted(names) == ours
-    options = '--isolated --no-deps --index-url "$ATTN_INDEX"'
+    options = '--isolated --no-deps --index-url "${ATTN_INDEX:?}"'
     first = [f"pip install {' '.join(theirs)}"] if theirs else []
     assert lines == [*first, f"pip install {options} {' '.join(names)}"]
-    assert of_uv == f'uv pip install --index "$ATTN_INDEX" {package}'
+    assert of_uv == f'uv pip install --index "${ATTN_INDEX:?}" {package}'
     for path in (root / "packages" / package / "README.md", root / "README.md"):
         assert "**Never add our index by `--extra-index-url`" in path.read_text()
 
@@ -248,7 +248,7 @@ def test_start_page_has_the_commands_with_the_address(root, folder, package):
     text = (folder / "index.html").read_text()
     lines, _ = readme_commands(root, package)
     for line in lines:
-        assert line.replace('"$ATTN_INDEX"', "https://pages.example/attention/simple/") in text
+        assert line.replace('"${ATTN_INDEX:?}"', "https://pages.example/attention/simple/") in text
 
 
 def test_newest_version_is_what_is_pinned(root, tmp_path):

@@ -139,22 +139,26 @@ def documents(root):
     return sorted(path for place in places for path in root.glob(place))
 
 
+# the shell stops where it is empty
+OURS = "${ATTN_INDEX:?}"
+
+
 def lets_an_index_choose(command):
     """Return whether a command that names one of ours may take a stranger of that name.
 
     Ours come from files, from our index alone and without dependencies, by hashes, or with uv from
-    our index first.
+    our index first. Its address must not be empty: uv would go on to the index it is configured with.
     """
     words = command.replace('"', "").split()
     if "--no-index" in words:
         return False
     if {"--extra-index-url", "--index-strategy"} & {word.partition("=")[0] for word in words}:
         return True
-    ours = {f"{one} {other}" for one, other in pairwise(words) if other == "$ATTN_INDEX"}
+    ours = {f"{one} {other}" for one, other in pairwise(words) if other == OURS}
     if command.startswith("uv "):
-        return "--index $ATTN_INDEX" not in ours
+        return f"--index {OURS}" not in ours
     is_alone = "--isolated" in words or "--require-hashes" in words
-    return not (is_alone and "--no-deps" in words and "--index-url $ATTN_INDEX" in ours)
+    return not (is_alone and "--no-deps" in words and f"--index-url {OURS}" in ours)
 
 
 def tells_to_install_from_an_index(root):
@@ -269,9 +273,9 @@ def test_every_rule_is_shown_to_catch_something():
     assert {rule for rule, _, _ in BREACHES} == set(RULES)
 
 
-ALONE = 'pip install --isolated --no-deps --index-url "$ATTN_INDEX" attn-common a'
-HASHED = "pip install --no-deps --index-url $ATTN_INDEX --require-hashes -r a.txt"
-FIRST = 'uv pip install --index "$ATTN_INDEX" a'
+ALONE = 'pip install --isolated --no-deps --index-url "${ATTN_INDEX:?}" attn-common a'
+HASHED = "pip install --no-deps --index-url ${ATTN_INDEX:?} --require-hashes -r a.txt"
+FIRST = 'uv pip install --index "${ATTN_INDEX:?}" a'
 
 
 @pytest.mark.parametrize(
@@ -294,7 +298,9 @@ def test_a_way_that_takes_ours_is_no_breach(command, small):
     [
         # what each word is there for
         *(ALONE.replace(word, "") for word in ("--isolated ", "--no-deps ", "--index-url ")),
-        ALONE.replace("$ATTN_INDEX", "https://elsewhere.example/simple/"),
+        ALONE.replace("${ATTN_INDEX:?}", "https://elsewhere.example/simple/"),
+        ALONE.replace(":?", ""),
+        FIRST.replace(":?", ""),
         ALONE.replace("--index-url", "--extra-index-url"),
         f"{ALONE} --extra-index-url https://elsewhere.example/simple/",
         f"{ALONE} --extra-index-url=https://elsewhere.example/simple/",
