@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 import sys
 import textwrap
 import types
@@ -165,10 +166,35 @@ def _arithmetic(text: str, *values: Tensor) -> Register:
         return register(torch.where(low <= high, s, -torch.inf))
     if "setp.ge.u32" in text:
         p, draw, threshold = values
-        return register(torch.where(draw.long() % 2**32 >= threshold.long() % 2**32, p, 0.0))
+        below = -p if "neg.f32" in text else 0.0
+        return register(torch.where(_unsigned(draw) >= _unsigned(threshold), p, below))
+    if "setp.lt.f32" in text:
+        p, kept, dropped = values
+        return register(p.abs() * torch.where(p < 0, dropped, kept))
     if "vote.sync.any" in text:
         return register(values[0] * values[1])
     raise NotImplementedError(text)
+
+
+def _unsigned(x: Tensor) -> Tensor:
+    return x.long() % 2**32
+
+
+def _negate_four(text: str, *values: Tensor) -> tuple[Register, ...]:
+    """Draw two words by Philox 2x32, and negate the four numbers whose half of a word is low."""
+    rounds = re.findall(r"mul.wide.u32 wide, low, (\d+); .*? add.s32 key, key, (-?\d+);", text)
+    low, high, key, threshold = map(_unsigned, values[4:])
+    for multiplier, step in rounds:
+        # in two halves of 16 bits: 64 bits with a sign do not hold the product
+        lower = (low & 0xFFFF) * int(multiplier)
+        upper = (low >> 16) * int(multiplier) + (lower >> 16)
+        low, high = upper >> 16 ^ key ^ high, (upper & 0xFFFF) << 16 | lower & 0xFFFF
+        key = (key + int(step)) % 2**32
+    shifts = [int(n) for n in re.findall(r"shl.b32 draw, \w+, (\d+);", text)] + [0, 0]
+    made = []
+    for p, word, shift in zip(values, (low, high, low, high), shifts, strict=False):
+        made.append(register(torch.where(word << shift & 0xFFFFFFFF >= threshold, p, -p)))
+    return tuple(made)
 
 
 def _word_of_e4m3(values: list[Tensor]) -> Register:
@@ -218,6 +244,10 @@ class Language:
         elif "red.relaxed.gpu.global.add" in text:
             _add(first, values[1])
             first = values[1]
+        elif "mul.wide.u32" in text:
+            return _negate_four(text, *map(plain, values))
+        elif text.startswith("cvt.rn.relu"):
+            return register(plain(first).relu().to(options["dtype"].torch))
         elif "cvt.rn.satfinite.e4m3x2.f32" in text:
             return _word_of_e4m3(values)
         elif (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_triton import _ops
+from flash_attn_triton import _ops, api
 from flash_attn_triton._configs import HopperBackwardTile, hopper_backward_tile
+from flash_attn_triton._linked.host.forms import Memory
 
-from ._numerics import Case, Shape, check, make_case, make_packed, run
+from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 from .test_gluon import PACKED, TILES, caught, forward, reverse
 
 __all__ = ["forward", "reverse"]  # fixtures
@@ -28,6 +29,7 @@ kinds = pytest.mark.parametrize("tile", ["rows", "columns", "wide"])
 def backward(monkeypatch, forward):
     """Return a function that has one kernel serve every backward call."""
     from flash_attn_triton._kernels import backward_plans
+    from flash_attn_triton._kernels import plans as portable_plans
     from flash_attn_triton._kernels.hopper import plans
 
     from ._linked.gluon import Kernel
@@ -36,8 +38,13 @@ def backward(monkeypatch, forward):
     real = plans.backward_kernel
     kernels = []
 
-    def serve(tile, reverse=True):
-        forward(TILES["plain"], reverse)
+    def serve(tile, reverse=True, features=()):
+        if "dropout" in features and {"window", "window_left"} & set(features):
+            # not for the forward's kernel
+            monkeypatch.setattr(portable_plans, "takes_hopper_forward", lambda *_: False)
+            monkeypatch.setattr(api, "_known", Memory())
+        else:
+            forward(TILES["plain"], reverse)
         kernels.append(Kernel(real, reverse))
         monkeypatch.setattr(plans, "hopper_backward_tile", lambda *_: tile)
         monkeypatch.setattr(plans, "backward_kernel", kernels[-1])
@@ -66,6 +73,25 @@ def test_backward(tile, shape, features, backward, reverse):
     check(make_case(shape, torch.bfloat16, "cpu", features))
 
 
+FEATURES = [
+    ("columns", Shape(2, 130, 150, 2, 1, 64), ("dropout",)),
+    # queries without a key: 60 and 57, no multiple of 16
+    ("rows", Shape(1, 200, 140, 1, 1, 128), ("causal", "dropout", "sinks")),
+    ("columns", Shape(1, 157, 100, 2, 1, 48, 80), ("causal", "softcap", "dropout")),
+    # keys ahead of every window
+    ("columns", Shape(1, 70, 190, 1, 1, 64), ("window", "dropout")),
+    ("wide", Shape(1, 130, 100, 2, 1, 192), ("causal", "dropout")),
+    ("wide", Shape(1, 70, 140, 1, 1, 256), ("softcap", "dropout")),
+    ("wide", Shape(1, 100, 210, 1, 1, 160, 256), ("window_left", "dropout")),
+]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features"), FEATURES, ids=str)
+def test_backward_of_features(tile, shape, features, backward):
+    backward(KINDS[tile], features=features)
+    check(make_case(shape, torch.bfloat16, "cpu", features))
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_that_serve_calls(head_dim, causal, backward):
@@ -79,6 +105,12 @@ def test_tiles_that_serve_calls(head_dim, causal, backward):
 def test_backward_of_packed_tensors(tile, features, backward, reverse):
     backward(KINDS[tile], reverse)
     check(make_packed(PACKED, torch.float16, "cpu", features))
+
+
+@kinds
+def test_backward_of_packed_tensors_with_features(tile, backward):
+    backward(KINDS[tile])
+    check(make_packed(PACKED, torch.float16, "cpu", ("causal", "dropout")))
 
 
 @kinds
@@ -168,3 +200,49 @@ def test_backward_with_a_mistake(tile, function, right, wrong, backward):
         backward(KINDS[tile], reverse).plant(function, right, wrong)
 
     assert caught(serve, mistaken(), grad=True)
+
+
+MISTAKES_OF_DROPOUT = [
+    ("columns", "produce", "delta / program.numbers.keep_scale", "delta"),
+    ("columns", "scale_of", "factor *= program.numbers.keep_scale", "pass"),
+    ("columns", "_finish", "dv = dv * program.numbers.keep_scale", "pass"),
+    ("columns", "rounded", "round_kept(p, dtype)", "p.to(dtype)"),
+    ("columns", "score_gradient", "gradient_of_kept(weight, dp, delta[None, :])", "weight * dp"),
+    ("columns", "probabilities", "block.ahead_q", "0"),
+    ("columns", "probabilities", "block.ahead_k", "0"),
+    ("columns", "head_of", "block.sequence *", "0 *"),
+    ("columns", "_draws_of_rows", "next_high, next_low", "next_low, next_high"),
+    ("columns", "negate_dropped", "16 - (col & 8) * 2", "16"),
+    ("columns", "negate_dropped", "left, right, is_low, lower", "left, right, is_low, upper"),
+    ("wide", "_walk_gradients", "delta_s.index(turn % STAGES_O)", "delta_s.index(0)"),
+    ("wide", "consume_scores", "dv = dv * program.numbers.keep_scale", "pass"),
+]
+
+
+@pytest.mark.parametrize(
+    ("tile", "function", "right", "wrong"), MISTAKES_OF_DROPOUT, ids=lambda x: str(x)[:40]
+)
+def test_dropout_with_a_mistake(tile, function, right, wrong, backward):
+    """Windows on both sides: tiles of queries and of keys begin anywhere."""
+    features = ("window", "dropout")
+
+    def serve(reverse):
+        backward(KINDS[tile], reverse, features).plant(function, right, wrong)
+
+    shape = Packed((70, 0, 90), (40, 30, 175), 1, 1, 48)
+    assert caught(serve, make_packed(shape, torch.float16, "cpu", features), grad=True)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("parts[1], parts[2]", "parts[2], parts[1]"),
+        ("c0, c1, word, threshold]", "c1, c0, word, threshold]"),
+    ],
+)
+def test_shared_draws_with_a_mistake(right, wrong, backward):
+    def serve(reverse):
+        backward(KINDS["columns"], reverse).plant("_negate_four", right, wrong)
+
+    case = make_case(Shape(1, 70, 130, 1, 1, 48), torch.float16, "cpu", ("dropout",))
+    assert caught(serve, case, grad=True)

@@ -17,7 +17,7 @@ from flash_attn_triton._configs import (
 )
 from flash_attn_triton._kernels.backward_plans import PIECE, RowNumbers
 from flash_attn_triton._kernels.form import Form
-from flash_attn_triton._kernels.hopper.plans import HopperBackward
+from flash_attn_triton._kernels.hopper.plans import HopperBackward, draws_apart
 from flash_attn_triton._kernels.hopper.round_dq import round_dq_kernel
 from flash_attn_triton._kernels.launch.runtime import aligned
 from flash_attn_triton._kernels.structures import Extras, Inputs
@@ -39,6 +39,19 @@ SPILLS = {
     (192, False): (0, 0),
     (192, True): (0, 16),
 }
+# likewise; no loop over tiles of queries has any of it with Triton 3.6
+SPILLS_OF_FEATURES = {
+    "dropout": {
+        (64, False): (0, 0),
+        (64, True): (0, 0),
+        (128, False): (48, 120),
+        (128, True): (64, 176),
+        (256, False): (0, 0),
+        (256, True): (0, 64),
+    },
+}
+# optional tensors of a call
+OPTIONAL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "rng_state")
 IS_OLD = triton.__version__.startswith("3.6.")
 DEFAULTS = [(d, hopper_backward_tile(d)) for d in (64, 128, 192, 256)]
 TILES = [
@@ -77,16 +90,22 @@ class _Backward(torch.autograd.Function):
         left, right = options.get("window_size", (-1, -1))
         right = 0 if options.get("causal") else right
         scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
-        x = Tensors(q, k, v, options.get("cu_seqlens_q"), options.get("cu_seqlens_k"))
-        form = Form(x, Options(scale, left, right, options.get("softcap", 0.0), 0.0))
+        x = Tensors(q, k, v, **{name: options.get(name) for name in OPTIONAL})
+        dropout_p = options.get("dropout_p", 0.0)
+        form = Form(x, Options(scale, left, right, options.get("softcap", 0.0), dropout_p))
         plan = HopperBackward(form, x, ctx.tile)
         dout, lse = aligned(dout), lse.float().contiguous()
         sums = plan.new_sums(q).fill_(math.nan)
         delta, lse2 = RowNumbers(form, out.dtype)(out.contiguous(), dout, dlse, lse, sums)
         inputs = Inputs(q, k, v, dout, lse2, delta)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
-        plan(inputs, Extras(None, None, None, *x[3:5], None), *grads, sums)
+        plan(inputs, extras_of(x), *grads, sums)
         return *grads, None, None, None
+
+
+def extras_of(x):
+    """Return the optional tensors of a call as the launcher takes them."""
+    return Extras(*(getattr(x, name.removesuffix("_ptr")) for name in Extras._fields))
 
 
 def hopper(case, tile=None):
@@ -135,7 +154,39 @@ def test_takes_what_it_has_a_tile_for(head_dim, head_dim_v, dtype, taken):
 def test_leaves_features_to_the_portable_kernels(feature):
     assert _served()
     assert not _served(**{feature: True})
-    assert not _served(dropout_p=0.1)
+
+
+@pytest.mark.eager
+def test_takes_dropout():
+    assert _served(dropout_p=0.1, rng_state=True)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("lengths", "window", "apart"),
+    [
+        ((64, 64), (-1, -1), (False, False)),
+        ((80, 64), (-1, 0), (False, False)),
+        ((81, 64), (-1, 0), (True, False)),
+        ((81, 64), (-1, 17), (False, False)),
+        ((64, 81), (7, 0), (False, True)),
+        ((64, 87), (7, -1), (False, False)),
+        (None, (-1, -1), (False, False)),
+        (None, (7, -1), (False, True)),
+        (None, (-1, 0), (True, False)),
+    ],
+)
+def test_draws_are_shared_where_tiles_begin_at_sixteens(lengths, window, apart):
+    """Tiles begin behind what windows leave out; packed, nobody knows how much that is."""
+    tokens_q, tokens_k = lengths or (64, 64)
+    starts = None if lengths else torch.empty(2, dtype=torch.int32, device="meta")
+    sizes = ((1, n, 2, 64)[lengths is None :] for n in (tokens_q, tokens_k))
+    q, k = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes)
+    with absent_gpu(HOPPER):
+        for dropout_p in (0.0, 0.1):
+            x = Tensors(q, k, k, starts, starts)
+            got = draws_apart(Form(x, Options(0.1, *window, 0.0, dropout_p)), x)
+            assert tuple(got.values()) == (apart if dropout_p else (False, False))
 
 
 @pytest.mark.eager
@@ -293,6 +344,33 @@ def test_builds_for_hopper(head_dim, causal, tmp_path):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
+    ("head_dim", "causal", "feature"),
+    chosen(
+        itertools.product((64, 128, 256), (False, True), ("dropout",)), [(128, True, "dropout")]
+    ),
+)
+def test_builds_with_features(head_dim, causal, feature, tmp_path):
+    """Of fixed lengths; packed and causal, dropout draws twice as often."""
+    with compiling(HOPPER, tmp_path) as builds:
+        q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(3, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
+        rows = torch.empty(3, 8, 1024, device="meta")
+        state = torch.empty(2, dtype=torch.int64, device="meta")
+        x = Tensors(q, k, k, rng_state=state)
+        plan = HopperBackward(Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.1)), x)
+        plan(Inputs(q, k, k, q, rows, rows), extras_of(x), q, k, k, plan.new_sums(q))
+    kernel, rounding = builds
+    assert not kernel.unset, kernel
+    assert kernel.shared <= GPUS[HOPPER].shared_limit
+    old, new = SPILLS_OF_FEATURES[feature][head_dim, causal]
+    assert kernel.spilled <= (old if IS_OLD else new), kernel
+    assert rounding.spilled == 0
+    products = kernel.sass.count(" HGMMA.")
+    assert kernel.sass.count(" WARPGROUP.ARRIVE") < products / 3
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
     ("head_dim", "head_dim_v"), chosen([(64, 256), (40, 136)], [(256, 64)]), ids=str
 )
 def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
@@ -348,6 +426,37 @@ def test_gradients(head_dim, tile, lengths, features, device):
 def test_packed_gradients(head_dim, features, device):
     shape = Packed((128, 1, 300, 0, 700), (128, 1, 333, 9, 600), 4, 2, head_dim, padding=40)
     check(make_packed(shape, torch.bfloat16, device, features))
+
+
+EXTRAS = [("dropout",)]
+MASKS = [(), ("causal",), ("window",), ("window_left",), ("causal", "softcap")]
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("lengths", [(300, 333), (333, 300), (700, 1024)], ids=str)
+def test_gradients_with_features(lengths, head_dim, extras, mask, device):
+    shape = Shape(2, *lengths, 4, 2, head_dim)
+    check(drawn(make_case(shape, torch.bfloat16, device, (*mask, *extras))))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("extras", EXTRAS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_gradients_with_features(head_dim, extras, mask, device):
+    shape = Packed((128, 1, 300, 0, 700), (128, 1, 333, 9, 600), 4, 2, head_dim, padding=40)
+    check(drawn(make_packed(shape, torch.bfloat16, device, (*mask, *extras))))
+
+
+def drawn(case):
+    """Return a case whose dropout has its draw, for the launcher to use that of the reference."""
+    if "dropout_p" not in case.options:
+        return case
+    state = torch.tensor([1234567890123, 42], device=case.inputs["q"].device)
+    return case.with_options(rng_state=state)
 
 
 @pytest.mark.device

@@ -232,7 +232,6 @@ def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> 
     """
     return (
         not deterministic
-        and options.dropout_p == 0.0
         and _takes_hopper(x, options)
         and min(x.q.shape[-1], x.v.shape[-1]) > 32
         and x.alibi_slopes is None
@@ -345,10 +344,13 @@ class HopperBackwardTile:
 
 
 @functools.cache
-def hopper_backward_tile(head_dim: int, has_softcap: bool = False) -> HopperBackwardTile:
-    """Return the tile for the wider of the two head dimensions."""
+def hopper_backward_tile(head_dim: int, is_heavy: bool = False) -> HopperBackwardTile:
+    """Return the tile for the wider of the two head dimensions.
+
+    ``is_heavy`` are calls with a softcap or dropout: what they compute besides takes registers.
+    """
     if padded_head_dim(head_dim) <= 64:
-        if has_softcap:  # what it computes besides takes registers
+        if is_heavy:
             return HopperBackwardTile(64, 3, 3)
         return HopperBackwardTile(128, 3, 2)
     if padded_head_dim(head_dim) <= 128:

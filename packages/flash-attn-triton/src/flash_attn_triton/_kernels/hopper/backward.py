@@ -124,6 +124,7 @@ def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         row_at = owner * 0 + q_start
         dq_at = owner * 0 + (q_start // TILE.BLOCK_M + found.sequence + 1)
     shift = 0
+    unseen = 0
     if OPTIONS.HAS_RIGHT:
         # queries ahead of the first one that sees a key: as if there were none
         shift = gl.minimum(gl.maximum(len_q - len_k - numbers.window_right, 0), len_q)
@@ -150,6 +151,8 @@ def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         len_k,
         row_at,
         numbers.tokens_q,
+        shift,
+        unseen,
     )
     return block, walk, dq_at
 
@@ -242,6 +245,9 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         # beyond the end an exponential is 0, as it is in a row that sees no key
         lse2 = gl.load(tensors.lse2_ptr + rows_at + index, mask=inside, other=INF)  # [BLOCK_M]
         delta = gl.load(tensors.delta_ptr + rows_at + index, mask=inside, other=0.0)  # [BLOCK_M]
+        if tensors.rng_state_ptr is not None:
+            # the scale of what dropout keeps is a factor of all three gradients
+            delta = delta / program.numbers.keep_scale
         where = coordinates(block.sequence, head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
         stage = turn % STAGES_Q
         if turn >= STAGES_Q:
@@ -264,15 +270,16 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=Numbers._fields,
-    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr"],
+    do_not_specialize_on_alignment=["rng_state_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"],
 )
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, sums,
-    lse2_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    lse2_ptr, delta_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     scale, softcap, window_left, window_right,
-    batch, heads_k, tokens_q, tokens_k, tiles, tiles_q, span,
+    batch, heads_k, tokens_q, tokens_k, tiles, tiles_q, span, keep_scale, dropout_threshold,
     GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, RAGGED: gl.constexpr,
+    APART_Q: gl.constexpr, APART_K: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, QUARTERS: gl.constexpr, QUARTERS_V: gl.constexpr,
     STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
@@ -280,16 +287,20 @@ def backward_kernel(
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
     There ``p = exp2(s - lse2)`` are the probabilities of the scores s, and
-    ``ds = p (dout v^T - delta)`` their gradients (beside a softcap, times its derivative). A
-    program writes dk and dv of the block, of one key head, and adds its part to the sums of dq.
+    ``ds = p (dout v^T - delta)`` their gradients (beside a softcap, times its derivative). Beside
+    dropout, with ``m`` 1 where it keeps and ``c = keep_scale``, ``dv = c (p m)^T dout`` and
+    ``ds = c p (m dout v^T - delta / c)``. A program writes dk and dv of the block, of one key head,
+    and adds its part to the sums of dq.
     """
     dtype: gl.constexpr = q_desc.dtype
-    OPTIONS: gl.constexpr = Options(GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED)
+    OPTIONS: gl.constexpr = Options(
+        GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, APART_Q, APART_K
+    )
     TILE: gl.constexpr = Tile(
         BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O
     )
     maps = Maps(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, sums)
-    tensors = Tensors(lse2_ptr, delta_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
+    tensors = Tensors(lse2_ptr, delta_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
     numbers = Numbers(
         scale,
         softcap,
@@ -302,6 +313,8 @@ def backward_kernel(
         tiles,
         tiles_q,
         span,
+        keep_scale,
+        dropout_threshold,
     )
     block, walk, dq_at = _find_block(tensors, numbers, OPTIONS, TILE)
     pipeline = _make_pipeline(maps, TILE)

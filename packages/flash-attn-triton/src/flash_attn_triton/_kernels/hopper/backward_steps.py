@@ -12,7 +12,8 @@ from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, send, write
 from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync, coordinates
 from ._linked.softmax import tanh
-from .backward_structures import Carried
+from .backward_structures import Carried, Head
+from .dropout import dropout_key, gradient_of_kept, negate_dropped, round_kept
 
 # threads that meet where a stage is empty: two warpgroups and the producer's warp
 PARTIES = gl.constexpr(288)
@@ -42,15 +43,35 @@ def key_coordinates(block, first_key, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(
-    s, lse2, first_key, first_row, MASKED: gl.constexpr, program, OPTIONS: gl.constexpr
-):
-    """Return ``p = exp2(s - lse2)`` of scores [keys, rows], and what dp is multiplied with.
+def head_of(member, dq_at, program, OPTIONS: gl.constexpr):
+    """Return the ``Head`` of a query head of the group, whose sums of dq begin at ``dq_at``."""
+    block, numbers = program.block, program.numbers
+    head = block.head_k * OPTIONS.GROUP + member
+    dropout = 0
+    if program.tensors.rng_state_ptr is not None:
+        plane = block.sequence * (numbers.heads_k * OPTIONS.GROUP) + head
+        dropout = dropout_key(program.tensors.rng_state_ptr, plane)
+    return Head(dq_at, dropout)
 
-    That is p, or with a softcap p times the derivative of the cap. Rows count from the one that
-    faces key 0.
+
+@gluon.jit
+def probabilities(
+    s,
+    lse2,
+    first_key,
+    first_row,
+    head,
+    MASKED: gl.constexpr,
+    program,
+    OPTIONS: gl.constexpr,
+):
+    """Return ``p = exp2(s - lse2)`` of scores [keys, queries], and what dp is multiplied with.
+
+    That is p, or with a softcap p times the derivative of the cap. What dropout drops is negated in
+    both. Queries count from the one that faces key 0.
     """
     S: gl.constexpr = s.type.layout
+    block = program.block
     numbers = program.numbers
     if OPTIONS.HAS_SOFTCAP:
         capped = tanh(s * (numbers.scale / numbers.softcap))
@@ -60,16 +81,54 @@ def probabilities(
     if MASKED:
         keys = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, S))
         rows = first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
-        visible = (keys < program.block.len_k)[:, None]
+        visible = (keys < block.len_k)[:, None]
         if OPTIONS.HAS_RIGHT:
             visible &= keys[:, None] <= (rows + numbers.window_right)[None, :]
         if OPTIONS.HAS_LEFT:
             visible &= keys[:, None] >= (rows - numbers.window_left)[None, :]
         p = gl.where(visible, p, 0.0)
+    if program.tensors.rng_state_ptr is not None:
+        keys = block.ahead_k + first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, S))
+        rows = (
+            block.ahead_q
+            - block.diagonal
+            + first_row
+            + gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
+        )
+        threshold = numbers.dropout_threshold
+        p = negate_dropped(p, keys, rows, head.dropout, threshold, OPTIONS.APART_K, OPTIONS.APART_Q)
     weight = p
     if OPTIONS.HAS_SOFTCAP:
         weight = p * (1.0 - capped * capped)
     return p, weight
+
+
+@gluon.jit
+def rounded(p, program, dtype: gl.constexpr):
+    """Return the probabilities of ``probabilities`` as the factor of dv."""
+    if program.tensors.rng_state_ptr is not None:
+        factor = round_kept(p, dtype)
+    else:
+        factor = p.to(dtype)
+    return factor
+
+
+@gluon.jit
+def score_gradient(weight, dp, delta, program):
+    """Return the gradient of scores; ``dp`` began at ``delta``, which is its negative."""
+    if program.tensors.rng_state_ptr is not None:
+        ds = gradient_of_kept(weight, dp, delta[None, :])
+    else:
+        ds = weight * dp
+    return ds
+
+
+@gluon.jit
+def scale_of(factor, program):
+    """Return a gradient's last factor: ``factor``, times the scale of what dropout keeps."""
+    if program.tensors.rng_state_ptr is not None:
+        factor *= program.numbers.keep_scale
+    return factor
 
 
 @gluon.jit
@@ -106,17 +165,14 @@ def walk_tiles(
     carried,
     first_tile,
     end_tile,
-    dq_row,
+    head,
     W: gl.constexpr,
     MASKED: gl.constexpr,
     program,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Accumulate dk and dv for tiles of queries of one head; dq lags one tile.
-
-    ``dq_row`` is where the head's sums of dq begin.
-    """
+    """Accumulate dk and dv for tiles of queries of one ``Head``; dq lags one tile."""
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     STAGES_Q: gl.constexpr = TILE.STAGES_Q
     STAGES_O: gl.constexpr = TILE.STAGES_O
@@ -127,7 +183,7 @@ def walk_tiles(
     total = count_turns(program.walk, OPTIONS)
     tiles = end_tile - first_tile
     dk, dv, s, last, turn = carried.dk, carried.dv, carried.s, carried.last, carried.turn
-    row = dq_row + first_tile * ROWS_DQ
+    row = head.dq_at + first_tile * ROWS_DQ
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     for step in range(tiles):
         # 0, but not for the compiler: what it can take out of the loop, it holds in registers
@@ -146,11 +202,15 @@ def walk_tiles(
         first_key = block.first_key + W * ROWS
         first_row = (first_tile + step) * BLOCK_M + block.diagonal
         # [ROWS, BLOCK_M]
-        p, weight = probabilities(s, lse2, first_key, first_row, MASKED, program, OPTIONS)
-        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+        p, weight = probabilities(s, lse2, first_key, first_row, head, MASKED, program, OPTIONS)
+        p = rounded(p, program, dtype)
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, dv.type.layout, 2))
         dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)  # [ROWS, HEAD_DIM_V]
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
-        ds = (weight * dp).to(dtype)  # [ROWS, BLOCK_M]
+        if program.tensors.rng_state_ptr is not None:
+            # anew: it would take registers beside the exponentials
+            delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
+        ds = score_gradient(weight, dp, delta, program).to(dtype)  # [ROWS, BLOCK_M]
         await_made(turn + 1, W)
         pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
         hopper.fence_async_shared()
@@ -206,9 +266,12 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
         send(maps.sums, carried.last, program.dq_s.index(W), dq)
     where = key_coordinates(block, block.first_key + W * ROWS, OPTIONS)
     # its values no warpgroup shares; its keys the other one may still be multiplying
-    write(carried.dv, maps.dv_desc, pipeline.v_s.index(W), where, TILE.HEAD_DIM_V)
+    dv = carried.dv
+    if program.tensors.rng_state_ptr is not None:
+        dv = dv * program.numbers.keep_scale
+    write(dv, maps.dv_desc, pipeline.v_s.index(W), where, TILE.HEAD_DIM_V)
     barrier_sync(TURN, 256, 4)
-    dk = carried.dk * program.numbers.scale
+    dk = carried.dk * scale_of(program.numbers.scale, program)
     write(dk, maps.dk_desc, pipeline.k_s.index(W), where, TILE.HEAD_DIM)
     tma.store_wait(0)
 
@@ -230,16 +293,13 @@ def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr)
     carried = Carried(dk, dv, s, turn, dq_row)
     # dq is one step behind
     say_made(turn + 1, W)
-    for _member in range(OPTIONS.GROUP):
-        carried = walk_tiles(
-            carried, walk.begin, walk.whole, dq_row, W, True, program, OPTIONS, TILE
-        )
-        carried = walk_tiles(
-            carried, walk.whole, walk.part, dq_row, W, False, program, OPTIONS, TILE
-        )
+    for member in range(OPTIONS.GROUP):
+        head = head_of(member, dq_row, program, OPTIONS)
+        carried = walk_tiles(carried, walk.begin, walk.whole, head, W, True, program, OPTIONS, TILE)
+        carried = walk_tiles(carried, walk.whole, walk.part, head, W, False, program, OPTIONS, TILE)
         if OPTIONS.HAS_LEFT:
             carried = walk_tiles(
-                carried, walk.part, walk.end, dq_row, W, True, program, OPTIONS, TILE
+                carried, walk.part, walk.end, head, W, True, program, OPTIONS, TILE
             )
         dq_row += program.dq_pitch
     _finish(carried, W, program, OPTIONS, TILE)

@@ -28,6 +28,7 @@ class Tensors(NamedTuple):
 
     lse2_ptr: Any  # base-2 LSE: [batch, heads_q, tokens_q], packed [heads_q, tokens_q]
     delta_ptr: Any  # of the same shape
+    rng_state_ptr: Any  # None without dropout
     cu_seqlens_q_ptr: Any  # None, or [batch + 1]
     cu_seqlens_k_ptr: Any
 
@@ -46,6 +47,8 @@ class Numbers(NamedTuple):
     tiles: Any  # blocks of keys of a sequence, packed slots for those of all
     tiles_q: Any  # tiles of queries, likewise
     span: Any  # heads that are walked together
+    keep_scale: Any  # of what dropout keeps; see ``philox.py``
+    dropout_threshold: Any  # draws below it are dropped
 
 
 class Options(NamedTuple):
@@ -56,6 +59,8 @@ class Options(NamedTuple):
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
     RAGGED: Any  # form of the tensor maps; see ``coordinates``
+    APART_Q: Any  # queries need not begin where those do that share a draw; see ``dropout.py``
+    APART_K: Any  # nor need keys
 
 
 class Tile(NamedTuple):
@@ -96,6 +101,8 @@ class Block(NamedTuple):
     len_k: Any
     row_at: Any  # where the LSE and delta of the sequence begin, of head 0
     row_pitch: Any  # from head to head
+    ahead_q: Any  # tokens that were left out ahead of query 0, and of key 0
+    ahead_k: Any
 
 
 class Walk(NamedTuple):
@@ -142,6 +149,13 @@ class Program(NamedTuple):
     block: Block
     dq_pitch: Any  # from head to head in the sums of dq
     walk: Walk
+
+
+class Head(NamedTuple):
+    """What is a query head's own."""
+
+    dq_at: Any  # where its sums of dq begin
+    dropout: Any  # its ``DropoutKey``, or 0
 
 
 class Carried(NamedTuple):

@@ -9,7 +9,17 @@ other's products (wgmma) run, and the factors of dk and dv never leave their reg
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory, write
 from ._linked.pipeline import EMPTY, TURN, barrier_arrive, barrier_sync
-from .backward_steps import PARTIES, accumulator, count_turns, key_coordinates, probabilities
+from .backward_steps import (
+    PARTIES,
+    accumulator,
+    count_turns,
+    head_of,
+    key_coordinates,
+    probabilities,
+    rounded,
+    scale_of,
+    score_gradient,
+)
 
 # named barriers, one for either buffer: probabilities, and their gradients, are there
 GIVEN = gl.constexpr(12)
@@ -35,15 +45,15 @@ def _walk_scores(
     turn,
     first_tile,
     end_tile,
-    dq_ptr,
+    head,
     MASKED: gl.constexpr,
     program,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Accumulate dv for tiles of queries of one head, and add the left half of their dq.
+    """Accumulate dv for tiles of queries of one ``Head``, and add the left half of their dq.
 
-    ``s`` holds the scores of the next tile, ``dq_ptr`` is where the head's sums of dq begin.
+    ``s`` holds the scores of the next tile.
     """
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
@@ -55,7 +65,7 @@ def _walk_scores(
     dtype: gl.constexpr = pipeline.q_s.dtype
     total = count_turns(program.walk, OPTIONS)
     tiles = end_tile - first_tile
-    dq_ptr += first_tile.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+    dq_ptr = head.dq_at + first_tile.to(gl.int64) * (BLOCK_M * HEAD_DIM)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     zeros_q = gl.zeros([BLOCK_M, WIDTH], gl.float32, accumulator(WIDTH))  # [BLOCK_M, WIDTH]
     for step in range(tiles):
@@ -69,12 +79,15 @@ def _walk_scores(
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         first_row = (first_tile + step) * BLOCK_M + block.diagonal
         # [ROWS, BLOCK_M]
-        p, weight = probabilities(s, lse2, block.first_key, first_row, MASKED, program, OPTIONS)
+        p, weight = probabilities(
+            s, lse2, block.first_key, first_row, head, MASKED, program, OPTIONS
+        )
         program.p_s.index(buffer).store(weight.to(dtype))
         hopper.fence_async_shared()
         barrier_arrive(GIVEN + buffer, 256, 4)
         barrier_arrive(EMPTY + stage, PARTIES, 4)
-        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
+        p = rounded(p, program, dtype)
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, dv.type.layout, 2))
         mbarrier.wait(pipeline.dout_full.index(stage_o), turn // STAGES_O & 1)
         dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)  # [ROWS, HEAD_DIM_V]
         barrier_sync(READY + buffer, 256, 4)
@@ -122,21 +135,24 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     turn = 0
     first_head = block.head_k.to(gl.int64) * OPTIONS.GROUP
     dq_ptr += first_head * program.dq_pitch
-    for _member in range(OPTIONS.GROUP):
+    for member in range(OPTIONS.GROUP):
+        head = head_of(member, dq_ptr, program, OPTIONS)
         dv, s, turn = _walk_scores(
-            dv, s, turn, walk.begin, walk.whole, dq_ptr, True, program, OPTIONS, TILE
+            dv, s, turn, walk.begin, walk.whole, head, True, program, OPTIONS, TILE
         )
         dv, s, turn = _walk_scores(
-            dv, s, turn, walk.whole, walk.part, dq_ptr, False, program, OPTIONS, TILE
+            dv, s, turn, walk.whole, walk.part, head, False, program, OPTIONS, TILE
         )
         if OPTIONS.HAS_LEFT:
             dv, s, turn = _walk_scores(
-                dv, s, turn, walk.part, walk.end, dq_ptr, True, program, OPTIONS, TILE
+                dv, s, turn, walk.part, walk.end, head, True, program, OPTIONS, TILE
             )
         dq_ptr += program.dq_pitch
     # the other warpgroup may still be multiplying the values
     barrier_sync(TURN, 256, 4)
     where = key_coordinates(block, block.first_key, OPTIONS)
+    if program.tensors.rng_state_ptr is not None:
+        dv = dv * program.numbers.keep_scale
     write(dv, program.maps.dv_desc, pipeline.v_s.index(0), where, TILE.HEAD_DIM_V)
     tma.store_wait(0)
 
@@ -167,10 +183,14 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
         stage = turn % STAGES_Q
         buffer = turn % 2
         q = pipeline.q_s.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        delta = 0.0
+        if program.tensors.rng_state_ptr is not None:
+            delta = pipeline.delta_s.index(turn % STAGES_O).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         barrier_arrive(EMPTY + STAGES_Q + turn % STAGES_O, PARTIES, 4)
         barrier_sync(GIVEN + buffer, 256, 4)
         weight = program.p_s.index(buffer).load(S)  # [ROWS, BLOCK_M]
-        ds = (weight.to(gl.float32) * dp).to(dtype)  # [ROWS, BLOCK_M]
+        # [ROWS, BLOCK_M]
+        ds = score_gradient(weight.to(gl.float32), dp, delta, program).to(dtype)
         pipeline.ds_s.index(buffer).store(ds)
         hopper.fence_async_shared()
         barrier_arrive(READY + buffer, 256, 4)
@@ -237,6 +257,6 @@ def consume_gradients(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     # the other warpgroup may still be multiplying the keys
     barrier_sync(TURN, 256, 4)
     where = key_coordinates(block, block.first_key, OPTIONS)
-    dk = dk * program.numbers.scale
+    dk = dk * scale_of(program.numbers.scale, program)
     write(dk, program.maps.dk_desc, pipeline.k_s.index(0), where, HEAD_DIM)
     tma.store_wait(0)

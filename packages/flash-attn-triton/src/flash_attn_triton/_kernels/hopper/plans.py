@@ -49,6 +49,8 @@ MOST_BYTES = 1 << 38
 MOST_ROWS = 0x7FFF0000
 # registers a thread at the start of the backward
 REGISTERS = 168
+# queries, and keys, among which dropout's draws are shared
+DRAWN_TOGETHER = 16
 
 
 # ---- forward
@@ -282,20 +284,36 @@ class SumsForm(MapForm):
         self.encoded = {}
 
 
+def draws_apart(form: Form, x: Tensors) -> dict[str, bool]:
+    """Say whether tiles of queries, or of keys, may begin where no group of a draw does.
+
+    Tokens that neither see nor are seen are left out ahead of a sequence: windows decide how many.
+    Of a packed call the host knows no lengths.
+    """
+    windows = form.scalars.window_right, form.scalars.window_left
+    longer = x.q.shape[-3] - x.k.shape[-3]  # of fixed lengths
+    ahead = [
+        window >= 0 and (form.is_packed or max(more - window, 0) % DRAWN_TOGETHER != 0)
+        for window, more in zip(windows, (longer, -longer), strict=True)
+    ]
+    has_dropout = form.options.dropout_p > 0.0
+    return dict(zip(("APART_Q", "APART_K"), (has_dropout and a for a in ahead), strict=True))
+
+
 class HopperBackward:
     """The gradients of q, k and v of the calls of one form that ``takes_hopper_backward`` takes."""
 
     def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile | None = None) -> None:
         self._form = form
-        self._tile = tile = tile or hopper_backward_tile(
-            form.widest_head, form.constants.HAS_SOFTCAP
-        )
+        is_heavy = form.constants.HAS_SOFTCAP or form.options.dropout_p > 0.0
+        self._tile = tile = tile or hopper_backward_tile(form.widest_head, is_heavy)
         options = backward_structures.Options(
             GROUP=form.group,
             HAS_LEFT=form.constants.HAS_LEFT,
             HAS_RIGHT=form.constants.HAS_RIGHT,
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=form.is_packed,
+            **draws_apart(form, x),
         )
         shape = backward_structures.Tile(
             BLOCK_M=tile.block_m,
@@ -374,7 +392,11 @@ class HopperBackward:
             sums if self._map_sums is None else self._map_sums(sums),
         )
         tensors = backward_structures.Tensors(
-            inputs.lse2_ptr, inputs.delta_ptr, extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr
+            inputs.lse2_ptr,
+            inputs.delta_ptr,
+            extras.rng_state_ptr,
+            extras.cu_seqlens_q_ptr,
+            extras.cu_seqlens_k_ptr,
         )
         numbers = backward_structures.Numbers(
             scalars.scale,
@@ -388,13 +410,15 @@ class HopperBackward:
             tiles_k,
             tiles_q,
             form.span_sums(tokens_q),
+            scalars.keep_scale,
+            scalars.dropout_threshold,
         )
         self._launch(tiles_k * form.heads_k * form.grid_batch, maps + tensors, numbers)
         self._round(
             sums.shape[0],
             RoundingTensors(sums, dq, extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr),
             RoundingNumbers(
-                scalars.scale,
+                scalars.scale * scalars.keep_scale,
                 scalars.window_right,
                 form.batch,
                 form.heads_q,
