@@ -83,6 +83,11 @@ FEATURES = [
     ("wide", Shape(1, 130, 100, 2, 1, 192), ("causal", "dropout")),
     ("wide", Shape(1, 70, 140, 1, 1, 256), ("softcap", "dropout")),
     ("wide", Shape(1, 100, 210, 1, 1, 160, 256), ("window_left", "dropout")),
+    # queries ahead of a block of keys, across it and behind it
+    ("columns", Shape(1, 400, 400, 2, 1, 64), ("alibi",)),
+    ("rows", Shape(1, 200, 330, 1, 1, 64), ("alibi", "causal", "dropout")),
+    ("columns", Shape(2, 150, 60, 2, 2, 128), ("alibi_batch", "window_right", "softcap")),
+    ("wide", Shape(1, 280, 250, 1, 1, 256), ("alibi",)),
 ]
 
 
@@ -110,7 +115,31 @@ def test_backward_of_packed_tensors(tile, features, backward, reverse):
 @kinds
 def test_backward_of_packed_tensors_with_features(tile, backward):
     backward(KINDS[tile])
-    check(make_packed(PACKED, torch.float16, "cpu", ("causal", "dropout")))
+    check(make_packed(PACKED, torch.float16, "cpu", ("causal", "dropout", "alibi_batch")))
+
+
+USED = torch.tensor([37, 0, 90, 0], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("tile", "features"),
+    [("rows", ("causal", "dropout")), ("columns", ("window",)), ("wide", ("alibi",))],
+    ids=str,
+)
+def test_backward_of_keys_that_are_not_used(tile, features, backward):
+    """What is there may be NaN; gradients of it are 0."""
+    backward(KINDS[tile])
+    shape = Packed((70, 20, 150, 1), (230, 40, 90, 33), 2, 1, 48, padding=70)
+    case = make_packed(shape, torch.float16, "cpu", features).with_options(seqused_k=USED)
+    got = check(case)
+    spoilt = {name: case.inputs[name].clone() for name in "kv"}
+    for x in spoilt.values():
+        x[37:270] = float("nan")
+        x[360:] = float("nan")
+    again = run(case.with_inputs(**spoilt))
+    for name in ("dk", "dv"):
+        assert not got[name][37:270].any()
+        assert torch.equal(again[name], got[name])
 
 
 @kinds
@@ -231,6 +260,42 @@ def test_dropout_with_a_mistake(tile, function, right, wrong, backward):
 
     shape = Packed((70, 0, 90), (40, 30, 175), 1, 1, 48)
     assert caught(serve, make_packed(shape, torch.float16, "cpu", features), grad=True)
+
+
+def of_alibi() -> Case:
+    return make_case(Shape(1, 330, 270, 1, 1, 48), torch.float16, "cpu", ("alibi",))
+
+
+def of_used() -> Case:
+    shape = Packed((70, 20, 150), (230, 40, 90), 1, 1, 48)
+    case = make_packed(shape, torch.float16, "cpu", ("causal",))
+    return case.with_options(seqused_k=USED[:3])
+
+
+MISTAKES_OF_OTHERS = [
+    (of_alibi, "produce", "row + block.diagonal", "row"),
+    (of_alibi, "produce", "side_of(slope_of(head, program), first_row, block)", "0.0"),
+    (of_alibi, "slope_of", "* LOG2E", "* 1"),
+    (of_alibi, "side_of", "first_row < block.first_key, -slope", "first_row < 0, -slope"),
+    (of_alibi, "_tilt", "- gl.abs(distance) * slope", "- distance * side"),
+    (of_alibi, "_tilt", "(keys - block.first_key)", "(keys - first_key)"),
+    (of_alibi, "query_tiles", "gl.maximum(first_key - diagonal + 1, 0)", "last_key + BLOCK_M"),
+    (of_used, "_find_block", "len_k = used", "pass"),
+    (of_used, "_find_block", "mask=is_real, other=0)", "mask=is_real, other=0) - 1"),
+    (of_used, "gradient_coordinates", "size += block.unused", "pass"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "function", "right", "wrong"),
+    MISTAKES_OF_OTHERS,
+    ids=lambda x: getattr(x, "__name__", str(x)[:40]),
+)
+def test_slopes_and_used_keys_with_a_mistake(make, function, right, wrong, backward):
+    def serve(reverse):
+        backward(KINDS["columns"], reverse).plant(function, right, wrong)
+
+    assert caught(serve, make(), grad=True)
 
 
 @pytest.mark.parametrize(

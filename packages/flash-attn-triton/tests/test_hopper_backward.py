@@ -39,13 +39,22 @@ SPILLS = {
     (192, False): (0, 0),
     (192, True): (0, 16),
 }
-# likewise; no loop over tiles of queries has any of it with Triton 3.6
+# Likewise. With Triton 3.6 the loops over tiles of queries have none of dropout's; nearly all of
+# ALiBi's is that of tiles which need a mask, or face keys on either side.
 SPILLS_OF_FEATURES = {
     "dropout": {
         (64, False): (0, 0),
         (64, True): (0, 0),
         (128, False): (48, 120),
         (128, True): (64, 176),
+        (256, False): (0, 0),
+        (256, True): (0, 64),
+    },
+    "alibi": {
+        (64, False): (248, 248),
+        (64, True): (296, 296),
+        (128, False): (80, 80),
+        (128, True): (64, 64),
         (256, False): (0, 0),
         (256, True): (0, 64),
     },
@@ -150,15 +159,19 @@ def test_takes_what_it_has_a_tile_for(head_dim, head_dim_v, dtype, taken):
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("feature", ["bias", "alibi_slopes", "seqused_k"])
-def test_leaves_features_to_the_portable_kernels(feature):
+def test_leaves_a_bias_to_the_portable_kernels():
     assert _served()
-    assert not _served(**{feature: True})
+    assert not _served(bias=True)
 
 
 @pytest.mark.eager
-def test_takes_dropout():
-    assert _served(dropout_p=0.1, rng_state=True)
+@pytest.mark.parametrize(
+    "feature",
+    [{"dropout_p": 0.1, "rng_state": True}, {"alibi_slopes": True}, {"seqused_k": True}],
+    ids=str,
+)
+def test_takes_features(feature):
+    assert _served(**feature)
 
 
 @pytest.mark.eager
@@ -276,6 +289,7 @@ def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
         dq,
         None,
         None,
+        None,
         0.5,
         0,
         1,
@@ -346,18 +360,23 @@ def test_builds_for_hopper(head_dim, causal, tmp_path):
 @pytest.mark.parametrize(
     ("head_dim", "causal", "feature"),
     chosen(
-        itertools.product((64, 128, 256), (False, True), ("dropout",)), [(128, True, "dropout")]
+        itertools.product((64, 128, 256), (False, True), ("dropout", "alibi")),
+        [(128, True, "dropout")],
     ),
 )
 def test_builds_with_features(head_dim, causal, feature, tmp_path):
     """Of fixed lengths; packed and causal, dropout draws twice as often."""
+    has_dropout = feature == "dropout"
     with compiling(HOPPER, tmp_path) as builds:
         q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
         k = torch.empty(3, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
         rows = torch.empty(3, 8, 1024, device="meta")
+        slopes = torch.empty(8, device="meta")
         state = torch.empty(2, dtype=torch.int64, device="meta")
-        x = Tensors(q, k, k, rng_state=state)
-        plan = HopperBackward(Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.1)), x)
+        x = Tensors(q, k, k)
+        x = x._replace(rng_state=state) if has_dropout else x._replace(alibi_slopes=slopes)
+        options = Options(0.1, -1, 0 if causal else -1, 0.0, 0.1 if has_dropout else 0.0)
+        plan = HopperBackward(Form(x, options), x)
         plan(Inputs(q, k, k, q, rows, rows), extras_of(x), q, k, k, plan.new_sums(q))
     kernel, rounding = builds
     assert not kernel.unset, kernel
@@ -428,7 +447,7 @@ def test_packed_gradients(head_dim, features, device):
     check(make_packed(shape, torch.bfloat16, device, features))
 
 
-EXTRAS = [("dropout",)]
+EXTRAS = [("dropout",), ("alibi",), ("alibi_batch", "dropout")]
 MASKS = [(), ("causal",), ("window",), ("window_left",), ("causal", "softcap")]
 
 
@@ -448,7 +467,9 @@ def test_gradients_with_features(lengths, head_dim, extras, mask, device):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_packed_gradients_with_features(head_dim, extras, mask, device):
     shape = Packed((128, 1, 300, 0, 700), (128, 1, 333, 9, 600), 4, 2, head_dim, padding=40)
-    check(drawn(make_packed(shape, torch.bfloat16, device, (*mask, *extras))))
+    case = drawn(make_packed(shape, torch.bfloat16, device, (*mask, *extras)))
+    check(case)
+    check(case.with_options(seqused_k=torch.tensor([128, 0, 90, 0, 555]).int().to(device)))
 
 
 def drawn(case):

@@ -231,11 +231,7 @@ def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> 
     It adds to dq in no fixed order; dk and dv repeat bit for bit.
     """
     return (
-        not deterministic
-        and _takes_hopper(x, options)
-        and min(x.q.shape[-1], x.v.shape[-1]) > 32
-        and x.alibi_slopes is None
-        and x.seqused_k is None
+        not deterministic and _takes_hopper(x, options) and min(x.q.shape[-1], x.v.shape[-1]) > 32
     )
 
 

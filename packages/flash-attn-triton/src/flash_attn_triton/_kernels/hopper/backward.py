@@ -12,7 +12,15 @@ threads. ``round_dq`` brings it into its own order.
 from ._linked.compat import copy_in, gl, gluon, hopper, mbarrier
 from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, SEARCH_CHUNK, barrier_sync, barriers, coordinates
-from .backward_steps import MADE, PARTIES, consume, count_turns, key_coordinates
+from .backward_steps import (
+    MADE,
+    PARTIES,
+    consume,
+    count_turns,
+    key_coordinates,
+    side_of,
+    slope_of,
+)
 from .backward_structures import (
     Block,
     Located,
@@ -81,7 +89,14 @@ def locate_keys(pid, tensors, numbers, BALANCE: gl.constexpr, BLOCK_N: gl.conste
 
 @gluon.jit
 def query_tiles(
-    first_key, diagonal, len_q, len_k, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
+    first_key,
+    diagonal,
+    len_q,
+    len_k,
+    numbers,
+    HAS_ALIBI: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Return the tiles of queries that see a block of keys."""
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
@@ -97,6 +112,9 @@ def query_tiles(
         last = gl.minimum(last_key, len_k - 1) - diagonal + numbers.window_left + 1
         end = gl.minimum(end, gl.cdiv(gl.maximum(last, 0), BLOCK_M))
         part = gl.maximum(first_key - diagonal + numbers.window_left + 1, 0) // BLOCK_M
+    if HAS_ALIBI:
+        # distances change their sign in tiles between
+        whole = gl.maximum(whole, gl.cdiv(gl.maximum(last_key - diagonal, 0), BLOCK_M))
     # no key, no query: a block ahead of the seen ones, or a slot without a block
     end = gl.where(first_key < len_k, end, 0)
     begin = gl.minimum(begin, end)
@@ -104,7 +122,11 @@ def query_tiles(
     if last_key >= len_k:
         whole = end
     part = gl.minimum(gl.maximum(part, whole), end)
-    return Walk(begin, whole, part, end)
+    cross = begin
+    if HAS_ALIBI and not OPTIONS.HAS_RIGHT:
+        ahead = gl.maximum(first_key - diagonal + 1, 0) // BLOCK_M
+        cross = gl.where(last_key < len_k, gl.minimum(gl.maximum(ahead, begin), whole), begin)
+    return Walk(begin, cross, whole, part, end)
 
 
 @gluon.jit
@@ -123,6 +145,12 @@ def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     else:
         row_at = owner * 0 + q_start
         dq_at = owner * 0 + (q_start // TILE.BLOCK_M + found.sequence + 1)
+    unused = 0
+    if tensors.seqused_k_ptr is not None:
+        is_real = (found.sequence >= 0) & (found.sequence < numbers.batch)
+        used = gl.load(tensors.seqused_k_ptr + found.sequence, mask=is_real, other=0)
+        unused = len_k - used
+        len_k = used
     shift = 0
     unseen = 0
     if OPTIONS.HAS_RIGHT:
@@ -138,8 +166,10 @@ def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         len_k -= unseen
     diagonal = len_k - len_q
     # a slot without a block: beyond the end, where nothing is read or written
-    first_key = gl.where(found.block < 0, gl.cdiv(len_k, TILE.BLOCK_N), found.block) * TILE.BLOCK_N
-    walk = query_tiles(first_key, diagonal, len_q, len_k, numbers, OPTIONS, TILE)
+    last = gl.cdiv(len_k + unused, TILE.BLOCK_N)
+    first_key = gl.where(found.block < 0, last, found.block) * TILE.BLOCK_N
+    HAS_ALIBI: gl.constexpr = tensors.alibi_slopes_ptr is not None
+    walk = query_tiles(first_key, diagonal, len_q, len_k, numbers, HAS_ALIBI, OPTIONS, TILE)
     block = Block(
         found.sequence,
         found.head_k,
@@ -153,6 +183,7 @@ def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         numbers.tokens_q,
         shift,
         unseen,
+        unused,
     )
     return block, walk, dq_at
 
@@ -248,6 +279,11 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         if tensors.rng_state_ptr is not None:
             # the scale of what dropout keeps is a factor of all three gradients
             delta = delta / program.numbers.keep_scale
+        if tensors.alibi_slopes_ptr is not None:
+            # the part of the queries in the distances; that of the keys is the consumers'
+            first_row = row + block.diagonal
+            side = side_of(slope_of(head, program), first_row, block)
+            lse2 += (first_row - block.first_key + index).to(gl.float32) * side
         where = coordinates(block.sequence, head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
         stage = turn % STAGES_Q
         if turn >= STAGES_Q:
@@ -270,13 +306,21 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=Numbers._fields,
-    do_not_specialize_on_alignment=["rng_state_ptr", "cu_seqlens_q_ptr", "cu_seqlens_k_ptr"],
+    do_not_specialize_on_alignment=[
+        "alibi_slopes_ptr",
+        "rng_state_ptr",
+        "cu_seqlens_q_ptr",
+        "cu_seqlens_k_ptr",
+        "seqused_k_ptr",
+    ],
 )
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, sums,
-    lse2_ptr, delta_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    lse2_ptr, delta_ptr,
+    alibi_slopes_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
     scale, softcap, window_left, window_right,
-    batch, heads_k, tokens_q, tokens_k, tiles, tiles_q, span, keep_scale, dropout_threshold,
+    batch, heads_k, tokens_q, tokens_k, tiles, tiles_q, span,
+    keep_scale, dropout_threshold, stride_alibi_b,
     GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, RAGGED: gl.constexpr,
     APART_Q: gl.constexpr, APART_K: gl.constexpr,
@@ -300,7 +344,15 @@ def backward_kernel(
         BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O
     )
     maps = Maps(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, sums)
-    tensors = Tensors(lse2_ptr, delta_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr)
+    tensors = Tensors(
+        lse2_ptr,
+        delta_ptr,
+        alibi_slopes_ptr,
+        rng_state_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        seqused_k_ptr,
+    )
     numbers = Numbers(
         scale,
         softcap,
@@ -315,6 +367,7 @@ def backward_kernel(
         span,
         keep_scale,
         dropout_threshold,
+        stride_alibi_b,
     )
     block, walk, dq_at = _find_block(tensors, numbers, OPTIONS, TILE)
     pipeline = _make_pipeline(maps, TILE)

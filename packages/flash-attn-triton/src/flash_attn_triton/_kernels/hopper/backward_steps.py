@@ -43,15 +43,61 @@ def key_coordinates(block, first_key, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
+def gradient_coordinates(first_key, program, OPTIONS: gl.constexpr):
+    """Return where it lies in the map of a gradient, which also covers keys that are not used."""
+    block = program.block
+    size = block.len_k
+    if program.tensors.seqused_k_ptr is not None:
+        size += block.unused
+    return coordinates(block.sequence, block.head_k, block.k_start, size, first_key, OPTIONS.RAGGED)
+
+
+@gluon.jit
+def slope_of(head, program):
+    """Return ALiBi's slope of a query head, in base 2."""
+    tensors, numbers = program.tensors, program.numbers
+    # padding takes that of a neighbour
+    owner = gl.maximum(gl.minimum(program.block.sequence, numbers.batch - 1), 0)
+    return gl.load(tensors.alibi_slopes_ptr + owner * numbers.stride_alibi_b + head) * LOG2E
+
+
+@gluon.jit
+def side_of(slope, first_row, block):
+    """Return ALiBi's slope of a tile of queries, negated if they come ahead of the block's keys.
+
+    Then ``distance * slope`` is ``(row - key) * side``, but in tiles that ``Walk`` says cross over.
+    ``lse2`` comes with the part of the row in it: ``(row - block.first_key) * side``.
+    """
+    return gl.where(first_row < block.first_key, -slope, slope)
+
+
+@gluon.jit
+def _tilt(logits, first_key, first_row, slope, MASKED: gl.constexpr, block):
+    """Subtract ALiBi's ``distance * slope``, of which ``lse2`` brought the part of the rows."""
+    S: gl.constexpr = logits.type.layout
+    keys = first_key + gl.arange(0, logits.shape[0], gl.SliceLayout(1, S))  # [keys]
+    side = side_of(slope, first_row, block)
+    logits += ((keys - block.first_key).to(gl.float32) * side)[:, None]
+    if MASKED:
+        rows = first_row + gl.arange(0, logits.shape[1], gl.SliceLayout(0, S))  # [queries]
+        distance = (rows[None, :] - keys[:, None]).to(gl.float32)
+        logits += distance * side - gl.abs(distance) * slope
+    return logits
+
+
+@gluon.jit
 def head_of(member, dq_at, program, OPTIONS: gl.constexpr):
     """Return the ``Head`` of a query head of the group, whose sums of dq begin at ``dq_at``."""
     block, numbers = program.block, program.numbers
     head = block.head_k * OPTIONS.GROUP + member
+    slope = 0.0
+    if program.tensors.alibi_slopes_ptr is not None:
+        slope = slope_of(head, program)
     dropout = 0
     if program.tensors.rng_state_ptr is not None:
         plane = block.sequence * (numbers.heads_k * OPTIONS.GROUP) + head
         dropout = dropout_key(program.tensors.rng_state_ptr, plane)
-    return Head(dq_at, dropout)
+    return Head(dq_at, slope, dropout)
 
 
 @gluon.jit
@@ -75,9 +121,12 @@ def probabilities(
     numbers = program.numbers
     if OPTIONS.HAS_SOFTCAP:
         capped = tanh(s * (numbers.scale / numbers.softcap))
-        p = gl.exp2(capped * (numbers.softcap * LOG2E) - lse2[None, :])
+        logits = capped * (numbers.softcap * LOG2E) - lse2[None, :]
     else:
-        p = gl.exp2(s * (numbers.scale * LOG2E) - lse2[None, :])
+        logits = s * (numbers.scale * LOG2E) - lse2[None, :]
+    if program.tensors.alibi_slopes_ptr is not None:
+        logits = _tilt(logits, first_key, first_row, head.slope, MASKED, block)
+    p = gl.exp2(logits)
     if MASKED:
         keys = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, S))
         rows = first_row + gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
@@ -264,7 +313,7 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
     dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
     if count_turns(program.walk, OPTIONS) > 0:
         send(maps.sums, carried.last, program.dq_s.index(W), dq)
-    where = key_coordinates(block, block.first_key + W * ROWS, OPTIONS)
+    where = gradient_coordinates(block.first_key + W * ROWS, program, OPTIONS)
     # its values no warpgroup shares; its keys the other one may still be multiplying
     dv = carried.dv
     if program.tensors.rng_state_ptr is not None:
@@ -281,6 +330,10 @@ def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr)
     """Compute warpgroup ``W``'s 64 rows of dk and dv, and its half of what goes to dq."""
     K: gl.constexpr = accumulator(TILE.HEAD_DIM)
     V: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    # queries ahead of the block's keys see them
+    ALIBI_AHEAD: gl.constexpr = (
+        program.tensors.alibi_slopes_ptr is not None and not OPTIONS.HAS_RIGHT
+    )
     walk = program.walk
     dk = gl.zeros([ROWS, TILE.HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
     dv = gl.zeros([ROWS, TILE.HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
@@ -295,7 +348,11 @@ def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr)
     say_made(turn + 1, W)
     for member in range(OPTIONS.GROUP):
         head = head_of(member, dq_row, program, OPTIONS)
-        carried = walk_tiles(carried, walk.begin, walk.whole, head, W, True, program, OPTIONS, TILE)
+        first = walk.begin
+        if ALIBI_AHEAD:
+            first = walk.cross
+            carried = walk_tiles(carried, walk.begin, first, head, W, False, program, OPTIONS, TILE)
+        carried = walk_tiles(carried, first, walk.whole, head, W, True, program, OPTIONS, TILE)
         carried = walk_tiles(carried, walk.whole, walk.part, head, W, False, program, OPTIONS, TILE)
         if OPTIONS.HAS_LEFT:
             carried = walk_tiles(

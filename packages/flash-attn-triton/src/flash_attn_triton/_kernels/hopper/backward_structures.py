@@ -28,9 +28,11 @@ class Tensors(NamedTuple):
 
     lse2_ptr: Any  # base-2 LSE: [batch, heads_q, tokens_q], packed [heads_q, tokens_q]
     delta_ptr: Any  # of the same shape
+    alibi_slopes_ptr: Any  # None, or [heads_q] of each sequence
     rng_state_ptr: Any  # None without dropout
     cu_seqlens_q_ptr: Any  # None, or [batch + 1]
     cu_seqlens_k_ptr: Any
+    seqused_k_ptr: Any  # None, or [batch]
 
 
 class Numbers(NamedTuple):
@@ -49,6 +51,7 @@ class Numbers(NamedTuple):
     span: Any  # heads that are walked together
     keep_scale: Any  # of what dropout keeps; see ``philox.py``
     dropout_threshold: Any  # draws below it are dropped
+    stride_alibi_b: Any
 
 
 class Options(NamedTuple):
@@ -103,12 +106,14 @@ class Block(NamedTuple):
     row_pitch: Any  # from head to head
     ahead_q: Any  # tokens that were left out ahead of query 0, and of key 0
     ahead_k: Any
+    unused: Any  # keys behind the used ones, whose gradients are 0
 
 
 class Walk(NamedTuple):
     """The tiles of queries that see a block of keys."""
 
     begin: Any  # from here up to ``end`` they see some key of it
+    cross: Any  # from here up to ``whole`` a mask is needed, or keys on either side are faced
     whole: Any  # from here up to ``part`` they see all of them
     part: Any
     end: Any
@@ -155,6 +160,7 @@ class Head(NamedTuple):
     """What is a query head's own."""
 
     dq_at: Any  # where its sums of dq begin
+    slope: Any  # ALiBi's, in base 2, or 0
     dropout: Any  # its ``DropoutKey``, or 0
 
 

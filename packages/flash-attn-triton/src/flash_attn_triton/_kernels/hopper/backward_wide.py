@@ -13,8 +13,8 @@ from .backward_steps import (
     PARTIES,
     accumulator,
     count_turns,
+    gradient_coordinates,
     head_of,
-    key_coordinates,
     probabilities,
     rounded,
     scale_of,
@@ -120,6 +120,10 @@ def _walk_scores(
 def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Compute the block's probabilities and dv, and the left half of what goes to dq."""
     pipeline, block, walk = program.pipeline, program.block, program.walk
+    # queries ahead of the block's keys see them
+    ALIBI_AHEAD: gl.constexpr = (
+        program.tensors.alibi_slopes_ptr is not None and not OPTIONS.HAS_RIGHT
+    )
     dq_ptr = program.dq_at
     total = count_turns(walk, OPTIONS)
     # [ROWS, HEAD_DIM_V]
@@ -137,8 +141,14 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     dq_ptr += first_head * program.dq_pitch
     for member in range(OPTIONS.GROUP):
         head = head_of(member, dq_ptr, program, OPTIONS)
+        first = walk.begin
+        if ALIBI_AHEAD:
+            first = walk.cross
+            dv, s, turn = _walk_scores(
+                dv, s, turn, walk.begin, first, head, False, program, OPTIONS, TILE
+            )
         dv, s, turn = _walk_scores(
-            dv, s, turn, walk.begin, walk.whole, head, True, program, OPTIONS, TILE
+            dv, s, turn, first, walk.whole, head, True, program, OPTIONS, TILE
         )
         dv, s, turn = _walk_scores(
             dv, s, turn, walk.whole, walk.part, head, False, program, OPTIONS, TILE
@@ -150,7 +160,7 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         dq_ptr += program.dq_pitch
     # the other warpgroup may still be multiplying the values
     barrier_sync(TURN, 256, 4)
-    where = key_coordinates(block, block.first_key, OPTIONS)
+    where = gradient_coordinates(block.first_key, program, OPTIONS)
     if program.tensors.rng_state_ptr is not None:
         dv = dv * program.numbers.keep_scale
     write(dv, program.maps.dv_desc, pipeline.v_s.index(0), where, TILE.HEAD_DIM_V)
@@ -256,7 +266,7 @@ def consume_gradients(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         dq_ptr += program.dq_pitch
     # the other warpgroup may still be multiplying the keys
     barrier_sync(TURN, 256, 4)
-    where = key_coordinates(block, block.first_key, OPTIONS)
+    where = gradient_coordinates(block.first_key, program, OPTIONS)
     dk = dk * scale_of(program.numbers.scale, program)
     write(dk, program.maps.dk_desc, pipeline.k_s.index(0), where, HEAD_DIM)
     tma.store_wait(0)

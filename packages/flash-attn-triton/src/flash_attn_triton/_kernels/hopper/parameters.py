@@ -93,6 +93,7 @@ class RoundingTensors(NamedTuple):
     dq_ptr: Any
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
+    seqused_k_ptr: Any
 
 
 class RoundingNumbers(NamedTuple):

@@ -394,9 +394,11 @@ class HopperBackward:
         tensors = backward_structures.Tensors(
             inputs.lse2_ptr,
             inputs.delta_ptr,
+            extras.alibi_slopes_ptr,
             extras.rng_state_ptr,
             extras.cu_seqlens_q_ptr,
             extras.cu_seqlens_k_ptr,
+            extras.seqused_k_ptr,
         )
         numbers = backward_structures.Numbers(
             scalars.scale,
@@ -412,11 +414,18 @@ class HopperBackward:
             form.span_sums(tokens_q),
             scalars.keep_scale,
             scalars.dropout_threshold,
+            form.strides.stride_alibi_b,
         )
         self._launch(tiles_k * form.heads_k * form.grid_batch, maps + tensors, numbers)
         self._round(
             sums.shape[0],
-            RoundingTensors(sums, dq, extras.cu_seqlens_q_ptr, extras.cu_seqlens_k_ptr),
+            RoundingTensors(
+                sums,
+                dq,
+                extras.cu_seqlens_q_ptr,
+                extras.cu_seqlens_k_ptr,
+                extras.seqused_k_ptr,
+            ),
             RoundingNumbers(
                 scalars.scale * scalars.keep_scale,
                 scalars.window_right,

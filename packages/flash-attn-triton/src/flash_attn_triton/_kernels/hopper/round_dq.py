@@ -5,19 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..primitives import count_keys
 from ..schedule import locate
 from .parameters import RoundingNumbers
 
 
 @triton.jit(
     do_not_specialize=RoundingNumbers._fields,
-    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr"],
+    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr"],
 )
 def round_dq_kernel(
     sums_ptr,
     dq_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
+    seqused_k_ptr,
     scale,
     window_right,
     batch,
@@ -53,6 +55,7 @@ def round_dq_kernel(
     )
     if block < 0:
         return
+    len_k = count_keys(seqused_k_ptr, sequence, batch, len_k)
     sequence = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
     shift = 0
     if HAS_RIGHT:
