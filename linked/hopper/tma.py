@@ -153,6 +153,7 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     names = {
         torch.bfloat16: gl.bfloat16,
         torch.float16: gl.float16,
+        torch.float32: gl.float32,
         torch.float8_e4m3fn: gl.float8e4nv,
     }
     return gl.NVMMASharedLayout.get_default_for(list(block), names[dtype])

@@ -189,6 +189,9 @@ HOPPER = os.environ.get("FLASH_ATTN_TRITON_HOPPER", "1") != "0"
 
 HALF = (torch.float16, torch.bfloat16)
 
+# with which the quotient of a bias and the scale still has room in fp32
+LEAST_SCALE = 2.0**-10
+
 
 def takes_hopper_forward(x: Tensors, options: Options, out_dtype: torch.dtype) -> bool:
     """Say whether the forward kernel for Hopper serves a call; the portable one has the rest."""
@@ -205,6 +208,20 @@ def takes_hopper_forward(x: Tensors, options: Options, out_dtype: torch.dtype) -
         and x.out_scale is None
         # folded into the exponential, where only a positive one commutes with the maximum
         and options.softmax_scale >= FP32_TINY
+        and (x.bias is None or _fits_bias_on_hopper(x, options))
+    )
+
+
+def _fits_bias_on_hopper(x: Tensors, options: Options) -> bool:
+    """Say whether the forward kernel for Hopper has a form for an additive bias."""
+    return (
+        x.q.dtype in HALF
+        # one number per row moves the LSE alone
+        and x.bias.shape[-1] > 1
+        and x.bias.stride(-1) != 0
+        and x.bias.shape[2] > 0
+        # a bias is divided by the scale, as products are multiplied with it behind the sum
+        and options.softmax_scale >= LEAST_SCALE
     )
 
 
@@ -231,7 +248,10 @@ def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> 
     It adds to dq in no fixed order; dk and dv repeat bit for bit.
     """
     return (
-        not deterministic and _takes_hopper(x, options) and min(x.q.shape[-1], x.v.shape[-1]) > 32
+        not deterministic
+        and _takes_hopper(x, options)
+        and min(x.q.shape[-1], x.v.shape[-1]) > 32
+        and x.bias is None
     )
 
 
@@ -246,7 +266,6 @@ def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] 
         and x.v.shape[-1] * x.v.element_size() % 16 == 0
         and x.k.numel() > 0
         and x.v.numel() > 0
-        and x.bias is None
         and has_gluon()
     )
 
@@ -270,6 +289,7 @@ class HopperTile:
     buffers_q: int = 1
     pipeline: bool = False  # the walk does not stop between tiles of queries
     lag: bool = False  # pivots of the softmax may lag behind the maxima
+    stages_b: int = 0  # of a bias
     rows: int = 64
 
     @property
@@ -315,6 +335,23 @@ def hopper_tile(
             return HopperTile(2, 128, 3, 2, lag=True)
         return HopperTile(2, 128, 2, 2, buffers_q=2, pipeline=True)
     return HopperTile(2, 64, 3, 2, share=True, lag=True)
+
+
+@functools.cache
+def hopper_bias_tile(head_dim: int, bias_bytes: int, is_masked: bool) -> HopperTile:
+    """Return the tile beside a bias, which takes shared memory from the output and the keys.
+
+    A tile of a bias in fp32 is twice as large, so it has half as many keys.
+    """
+    width = padded_head_dim(head_dim)
+    if width > 128:
+        return HopperTile(2, 64, 2, 2, share=True, lag=True, stages_b=4 // bias_bytes)
+    block_n = 256 // bias_bytes
+    if width <= 64 and is_masked:  # three warpgroups have no registers for a second loop
+        return HopperTile(2, block_n, 3, 3, lag=True, stages_b=2)
+    if width <= 64:
+        return HopperTile(3, block_n, 2, 2, lag=True, stages_b=2)
+    return HopperTile(2, block_n, 2, 2, share=True, lag=True, stages_b=2)
 
 
 @functools.cache

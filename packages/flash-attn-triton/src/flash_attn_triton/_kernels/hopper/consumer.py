@@ -28,6 +28,7 @@ from ._linked.pipeline import (
     opaque,
 )
 from ._linked.softmax import finish_softmax, start_softmax
+from .bias import add_bias
 from .dropout import dropout_key
 from .fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
 from .structures import Block, State, Walk
@@ -288,6 +289,7 @@ def _cross(
     barrier_arrive(EMPTY + stage_k, PARTIES, 4)
     cols = (walk.high - 1) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
     s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
+    s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
     s = hide(s, cols, walk, problem, OPTIONS)
     m, l, e = start_softmax(s, factor)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
     e = drop_some(e, cols, walk, problem)

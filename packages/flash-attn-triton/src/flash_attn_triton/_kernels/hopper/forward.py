@@ -2,6 +2,7 @@
 
 from ._linked.compat import gl, gluon, hopper
 from ._linked.pipeline import FIELDS, SLOTS, barriers
+from .bias import make_ring
 from .consumer import consume
 from .producer import produce
 from .structures import Options, Pipeline, Problem, Schedule, Tile
@@ -36,7 +37,7 @@ POINTERS = (
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, ticket_ptr, alibi_slopes_ptr, sinks_ptr,
+    q_desc, k_desc, v_desc, out_desc, bias_desc, lse_ptr, ticket_ptr, alibi_slopes_ptr, sinks_ptr,
     factors_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap,
     keep_scale, dropout_threshold, window_left, window_right, batch, heads_q, tokens_q, tokens_k,
     tiles, span, last, total, stride_alibi_b,
@@ -46,6 +47,9 @@ def forward_kernel(
     HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
     RAGGED: gl.constexpr,
+    BIAS_BATCH: gl.constexpr,
+    BIAS_HEADS: gl.constexpr,
+    BIAS_ROWS: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -54,16 +58,19 @@ def forward_kernel(
     BUFFERS_Q: gl.constexpr,
     STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr,
+    STAGES_B: gl.constexpr,
     SHARE: gl.constexpr,
     PIPELINE: gl.constexpr,
     LAG: gl.constexpr,
 ):  # fmt: skip
-    """Compute ``out = softmax(scale * q @ k.T) @ v`` and ``lse = logsumexp(scale * q @ k.T)``.
+    """Compute ``out = softmax(s) @ v`` and ``lse = logsumexp(s)`` of ``s = scale * q @ k.T + bias``.
 
     The programs are persistent and warp-specialised: the last warp copies by TMA, the warpgroups
     ahead of it multiply. ``structures.py`` explains the arguments.
     """
-    OPTIONS: gl.constexpr = Options(GROUP, PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED)
+    OPTIONS: gl.constexpr = Options(
+        GROUP, PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BIAS_BATCH, BIAS_HEADS, BIAS_ROWS
+    )
     TILE: gl.constexpr = Tile(
         WARPGROUPS,
         ROWS,
@@ -73,10 +80,14 @@ def forward_kernel(
         BUFFERS_Q,
         STAGES_K,
         STAGES_V,
+        STAGES_B,
         SHARE,
         PIPELINE,
         LAG,
     )
+    bias = None
+    if bias_desc is not None:
+        bias = make_ring(bias_desc, OPTIONS, TILE)
     problem = Problem(
         lse_ptr,
         cu_seqlens_q_ptr,
@@ -94,9 +105,10 @@ def forward_kernel(
         heads_q,
         tokens_q,
         stride_alibi_b,
+        bias,
     )
     schedule = Schedule(
-        ticket_ptr, cu_seqlens_k_ptr, seqused_k_ptr, tokens_k, tiles, span, last, total
+        ticket_ptr, cu_seqlens_k_ptr, seqused_k_ptr, tokens_k, tiles, span, last, total, bias_desc
     )
     pipeline = make_pipeline(q_desc, k_desc, v_desc, out_desc, OPTIONS, TILE)
     # the consumers' numbers end with WARPGROUPS - 1; with two of them the first line is left out

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 
 class ForwardTensors(NamedTuple):
-    """Maps and tensors of ``forward_kernel``; those from ``alibi_slopes_ptr`` on are optional."""
+    """Maps and tensors of ``forward_kernel``; ``bias_desc`` and those from ``alibi_slopes_ptr`` on are optional."""
 
     q_desc: Any
     k_desc: Any
     v_desc: Any
     out_desc: Any
+    bias_desc: Any
     lse_ptr: Any
     ticket_ptr: Any
     alibi_slopes_ptr: Any

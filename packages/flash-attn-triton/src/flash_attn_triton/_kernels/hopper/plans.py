@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,14 @@ from ..._configs import (
     HopperBackwardTile,
     HopperTile,
     hopper_backward_tile,
+    hopper_bias_tile,
     hopper_pack,
     hopper_tile,
     is_long_call,
     padded_head_dim,
 )
 from ..form import Form, expand_descales
-from ..launch.runtime import Launch, dense, token_strides
+from ..launch.runtime import Launch, dense, token_strides, whole_rows
 from ..structures import Extras, Inputs
 from . import backward_structures, structures
 from ._linked.compat import gl
@@ -65,6 +67,37 @@ class Work(NamedTuple):
     lse_shape: tuple[int, ...]
 
 
+class BiasForm(MapForm):
+    """How biases of one form are mapped, in boxes of ``rows`` queries and ``columns`` keys.
+
+    ``[batch, heads, queries, keys]`` without the dimensions over which a bias is broadcast. What
+    TMA cannot read is copied: rows that are no multiple of 16 bytes, keys that are no neighbours.
+    """
+
+    def __init__(self, bias: Tensor, rows: int, columns: int) -> None:
+        once = _once(bias)
+        self.has_batch, self.has_heads, self.has_rows, _ = (n > 1 for n in once.shape)
+        self.rows = rows if self.has_rows else 1
+        super().__init__(_mappable(once), self.rows, columns, ragged=False)
+
+    def __call__(self, bias: Tensor) -> TensorMap:
+        """Map a bias of the form."""
+        return super().__call__(_mappable(_once(bias)))
+
+
+def _once(bias: Tensor) -> Tensor:
+    """Return a bias with one element of each dimension that is broadcast, by size or by stride."""
+    for axis, stride in enumerate(bias.stride()):
+        if stride == 0:
+            bias = bias.narrow(axis, 0, 1)
+    return bias
+
+
+def _mappable(bias: Tensor) -> Tensor:
+    """Return a bias with whole rows, in the order in which ``MapForm`` takes dimensions."""
+    return whole_rows(bias).transpose(1, 2)
+
+
 class HopperForward:
     """The forward pass of the calls of one form that ``takes_hopper_forward`` takes."""
 
@@ -87,12 +120,10 @@ class HopperForward:
         self._work: dict[tuple[int, int], Work | None] = {}
         q, ragged = x.q, form.is_packed
         has_right = form.constants.HAS_RIGHT
-        tile = tile or hopper_tile(
-            form.widest_head, has_right, form.itemsize, is_long_call(x, form.options)
-        )
+        tile = tile or _forward_tile(form, x)
         # how many tokens of a packed call are a sequence's is known on the device alone
-        # and heads draw their dropout by keys of their own
-        is_apart = ragged or form.options.dropout_p > 0.0
+        # heads draw their dropout by keys of their own, and have a bias of their own
+        is_apart = ragged or form.options.dropout_p > 0.0 or x.bias is not None
         pack = 1 if is_apart else hopper_pack(q.shape[1], form.group, tile.block_m)
         self._packs = form.heads_q // pack
         self._block = tile.block_m // pack
@@ -106,6 +137,9 @@ class HopperForward:
             self._map_v = MapForm(x.v, tile.block_n, wide_v, ragged=ragged)
         out = torch.empty((*q.shape[:-1], form.head_dim_v), dtype=out_dtype, device="meta")
         self._map_out = MapForm(out, tile.rows, wide_v, ragged=ragged, heads=pack)
+        bias = self._map_bias = None
+        if x.bias is not None:
+            bias = self._map_bias = BiasForm(x.bias, tile.rows, tile.block_n)
         options = structures.Options(
             GROUP=form.group,
             PACK=pack,
@@ -113,6 +147,9 @@ class HopperForward:
             HAS_RIGHT=has_right,
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=ragged,
+            BIAS_BATCH=bias is not None and bias.has_batch,
+            BIAS_HEADS=bias is not None and bias.has_heads,
+            BIAS_ROWS=bias is not None and bias.has_rows,
         )
         shape = structures.Tile(
             WARPGROUPS=tile.warpgroups,
@@ -123,6 +160,7 @@ class HopperForward:
             BUFFERS_Q=tile.buffers_q,
             STAGES_K=tile.stages_k,
             STAGES_V=tile.stages_v,
+            STAGES_B=tile.stages_b,
             SHARE=tile.share and wide == wide_v,
             PIPELINE=tile.pipeline,
             LAG=tile.lag,
@@ -154,6 +192,7 @@ class HopperForward:
                 self._map_k(k),
                 map_v,
                 self._map_out(out),
+                self._map_bias(x.bias) if self._map_bias else None,
                 lse,
                 self._ticket(q.device),
                 dense(x.alibi_slopes),
@@ -200,6 +239,17 @@ class HopperForward:
             (*q.shape[:-1], form.head_dim_v),
             (*q.shape[:-3], form.heads_q, tokens_q),
         )
+
+
+def _forward_tile(form: Form, x: Tensors) -> HopperTile:
+    """Return the tile of a form's calls."""
+    has_right = form.constants.HAS_RIGHT
+    if x.bias is not None and _once(x.bias).shape[2] > 1:
+        is_masked = has_right or form.constants.HAS_LEFT
+        return hopper_bias_tile(form.widest_head, x.bias.element_size(), is_masked)
+    tile = hopper_tile(form.widest_head, has_right, form.itemsize, is_long_call(x, form.options))
+    # a bias of one row takes hardly any memory
+    return tile if x.bias is None else replace(tile, stages_b=2)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from ._linked.pipeline import (
     key_tiles,
     locate,
 )
+from .bias import copy_bias
 from .structures import Search, Task
 
 # how many sequences a search looks at together
@@ -83,9 +84,15 @@ def next_tile(
     first, before = search
     batch = problem.batch
     if problem.cu_seqlens_q_ptr is None:
-        place, sequence, head = locate(
-            ticket, batch, packs, schedule.tiles, schedule.span, schedule.last, BALANCE
-        )
+        if OPTIONS.BIAS_HEADS and not OPTIONS.BIAS_BATCH:
+            # sequences that have a bias in common are neighbours
+            place, head, sequence = locate(
+                ticket, packs, batch, schedule.tiles, schedule.span, schedule.last, BALANCE
+            )
+        else:
+            place, sequence, head = locate(
+                ticket, batch, packs, schedule.tiles, schedule.span, schedule.last, BALANCE
+            )
         q_start = 0
         k_start = 0
         len_q = problem.tokens_q
@@ -130,6 +137,17 @@ def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.co
     else:
         first = k_start // BLOCK_N + sequence * gl.cdiv(tokens_k, BLOCK_N)
     return first
+
+
+@gluon.jit
+def _unseen(task, schedule, OPTIONS: gl.constexpr):
+    """Return how many keys are left out ahead of the first window."""
+    unseen = 0
+    if OPTIONS.HAS_LEFT:
+        unseen = task.k_start
+        if schedule.cu_seqlens_k_ptr is not None:
+            unseen -= gl.load(schedule.cu_seqlens_k_ptr + gl.maximum(task.sequence, 0))
+    return unseen
 
 
 @gluon.jit
@@ -224,6 +242,9 @@ def produce(
         _announce(task, index, count, pipeline)
         head_k = task.head // OPTIONS.GROUP
         steps = high - low
+        first_key = 0
+        if problem.bias is not None:
+            first_key = _unseen(task, schedule, OPTIONS)
         for step in range(steps + 1):
             # keys are copied one tile ahead of values
             if step < steps:
@@ -232,6 +253,9 @@ def produce(
                 _copy_tile(
                     k_desc, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES
                 )
+                if problem.bias is not None:
+                    key = first_key + (high - 1 - step) * BLOCK_N
+                    copy_bias(task, key, turn, problem, schedule, OPTIONS, TILE)
                 turn += 1
             if step == 0:
                 for w in gl.static_range(TILE.WARPGROUPS):
@@ -271,6 +295,9 @@ def produce(
             # the product beside the last one of all reads rows past every end: zeros
             where = coordinates(0, 0, 0, 0, schedule.tokens_k, RAGGED)
             _copy_tile(k_desc, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES)
+            if problem.bias is not None:
+                none = Task(0, 0, 0, 0, 0, 0, 0)
+                copy_bias(none, 0, turn, problem, schedule, OPTIONS, TILE)
             turn += 1
             for w in gl.static_range(TILE.WARPGROUPS):
                 buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
@@ -278,6 +305,8 @@ def produce(
                 _copy_queries(where, buffer, count, q_desc, pipeline, TILE)
     _drain(turn, EMPTY, STAGES_K, PARTIES)
     _drain(turn_v, EMPTY_V, STAGES_V, PARTIES)
+    if problem.bias is not None:
+        _drain(turn, EMPTY_V + STAGES_V, TILE.STAGES_B, PARTIES)
     if ticket == total + gl.num_programs(0) - 1:
         # this program took the last ticket of all: reset the counter for the next launch
         gl.atomic_xchg(schedule.ticket_ptr, 0, sem="relaxed")

@@ -21,6 +21,9 @@ class Options(NamedTuple):
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
     RAGGED: Any  # form of the TMA descriptors; see ``coordinates``
+    BIAS_BATCH: Any  # which dimensions of a bias are not broadcast
+    BIAS_HEADS: Any
+    BIAS_ROWS: Any
 
 
 class Tile(NamedTuple):
@@ -34,6 +37,7 @@ class Tile(NamedTuple):
     BUFFERS_Q: Any  # of every warpgroup
     STAGES_K: Any
     STAGES_V: Any
+    STAGES_B: Any  # of the bias
     SHARE: Any  # the output is stored from the buffer of the queries
     PIPELINE: Any  # the walk does not stop between blocks of queries
     LAG: Any  # pivots may lag behind the maxima
@@ -58,6 +62,7 @@ class Problem(NamedTuple):
     heads_q: Any
     tokens_q: Any
     stride_alibi_b: Any
+    bias: Any  # None, or its ``BiasRing``
 
 
 class Schedule(NamedTuple):
@@ -71,6 +76,14 @@ class Schedule(NamedTuple):
     span: Any
     last: Any
     total: Any
+    bias_desc: Any
+
+
+class BiasRing(NamedTuple):
+    """Tiles of the bias in shared memory, and the mbarriers that say when a stage is full."""
+
+    tiles: Any  # [STAGES_B * WARPGROUPS, 1, 1, 1, ROWS, BLOCK_N], of one row [STAGES_B, ..]
+    full: Any
 
 
 class Pipeline(NamedTuple):

@@ -9,6 +9,7 @@ from ._linked.compat import gl, gluon, hopper, mbarrier
 from ._linked.pipeline import EMPTY, NEG_INF, TURN, barrier_arrive, barrier_sync, opaque
 from ._linked.ptx import SLACK, hide_unless, in_pairs, shrink
 from ._linked.softmax import logits_of, row_sums, start_softmax
+from .bias import add_bias
 from .dropout import drop
 from .structures import State
 
@@ -85,6 +86,7 @@ def begin(
     barrier_arrive(EMPTY + stage, 128 * TILE.WARPGROUPS + 32, 4)
     cols = (walk.high - 1) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
     s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
+    s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
     s = hide(s, cols, walk, problem, OPTIONS)
     m, l, e = start_softmax(s, factor)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
     e = drop_some(e, cols, walk, problem)
@@ -212,12 +214,13 @@ def _fold(
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         cols = (stop - 1 - step) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
         s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
+        s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
         if MASKED:
             s = hide(s, cols, walk, problem, OPTIONS)
         top = gl.max(s, 1) * factor  # [ROWS]
         m_new = gl.where(top - m > SLACK, top, m) if TILE.LAG else gl.maximum(m, top)
         pivot = m_new
-        if MASKED:
+        if MASKED or problem.bias is not None:
             pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
         e = gl.exp2(s * factor - pivot[:, None])  # [ROWS, BLOCK_N]
         alpha = gl.exp2(m - pivot)  # [ROWS]
