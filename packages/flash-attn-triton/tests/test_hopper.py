@@ -111,14 +111,31 @@ def test_serves(head_dim, head_dim_v, dtype, taken):
         assert not takes_hopper_forward(x, dropped._replace(window_left=9), dtype)
         for scale in (0.0, -1.0, 1e-60):
             assert not takes_hopper_forward(x, options._replace(softmax_scale=scale), dtype)
-        for name in ("bias", "out_scale"):
-            assert not takes_hopper_forward(x._replace(**{name: q}), options, dtype)
+        assert not takes_hopper_forward(x._replace(out_scale=q), options, dtype)
         assert not takes_hopper_forward(x, options, torch.float32)
         assert not takes_hopper_forward(x._replace(k=q[:, :0], v=v[:, :0]), options, dtype)
         on_cpu = Tensors(*(torch.empty_like(t, device="cpu") for t in (q, q, v)))
         assert not takes_hopper_forward(on_cpu, options, dtype)
     with absent_gpu("nvidia:sm_80"):
         assert not takes_hopper_forward(x, options, dtype)
+
+
+@pytest.mark.eager
+def test_serves_biases():
+    q = _meta(64)
+    bias = torch.empty(1, 2, 8, 8, dtype=q.dtype, device="meta")
+    x, options = Tensors(q, q, q), Options(0.1, -1, 0, 0.0, 0.0)
+    column, tiny = bias[..., :1], options._replace(softmax_scale=2.0**-11)
+    with absent_gpu(HOPPER):
+        for taken in (bias, bias.float(), bias[:, :, :1], bias.mT, bias[:, :1].expand_as(bias)):
+            assert takes_hopper_forward(x._replace(bias=taken), options, q.dtype)
+        for left in (column, column.expand_as(bias)):
+            assert not takes_hopper_forward(x._replace(bias=left), options, q.dtype)
+        assert not takes_hopper_forward(x._replace(bias=bias), tiny, q.dtype)
+        f8 = torch.empty(1, 256, 2, 64, dtype=torch.float8_e4m3fn, device="meta")
+        eight = Tensors(f8, f8, f8)
+        assert takes_hopper_forward(eight, options, q.dtype)
+        assert not takes_hopper_forward(eight._replace(bias=bias.float()), options, q.dtype)
 
 
 @pytest.mark.eager
