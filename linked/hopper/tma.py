@@ -230,22 +230,27 @@ class EncodedLaunch:
         self._make = make
 
     def __call__(self, *arguments: Any) -> None:
-        maps = len(self._metadata)
         if self._before is None:
-            *others, (*own,) = arguments
-            self._launcher(*others, (*self._encoded(own[:maps]), *own[maps:]))
+            *others, own = arguments
+            self._launcher(*others, self._encoded(own))
         else:
-            rest = self._before + maps
-            encoded = self._encoded(arguments[self._before : rest])
-            self._launcher(*arguments[: self._before], *encoded, *arguments[rest:])
+            self._launcher(*arguments[: self._before], *self._encoded(arguments[self._before :]))
 
-    def _encoded(self, maps: Sequence[TensorMap]) -> list[Any]:
+    def _encoded(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """Return a kernel's arguments with each map in the form in which it is passed."""
         encoded: list[Any] = []
-        for index, tensor_map in enumerate(maps):
-            known = tensor_map.encoded
-            if known is None:
-                wake(tensor_map.device)
-                known = self._make(tensor_map, self._metadata[index], *self._extra)
-                tensor_map.keep(known)
-            encoded += known
-        return encoded
+        left = list(self._metadata)
+        for place, argument in enumerate(arguments):
+            if not left:
+                return (*encoded, *arguments[place:])
+            if isinstance(argument, TensorMap):
+                known = argument.encoded
+                metadata = left.pop(0)
+                if known is None:
+                    wake(argument.device)
+                    known = self._make(argument, metadata, *self._extra)
+                    argument.keep(known)
+                encoded += known
+            else:  # a map that is not given, or memory in its place
+                encoded.append(argument)
+        return tuple(encoded)

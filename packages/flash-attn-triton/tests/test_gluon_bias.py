@@ -1,4 +1,4 @@
-"""Additive biases in the kernels for Hopper, run on a CPU by ``_gluon``."""
+"""Additive biases in the kernels for Hopper, run on a CPU by ``_gluon``: numbers and mistakes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_attn_triton import _ops
-from flash_attn_triton._kernels.hopper import plans
+from flash_attn_triton._configs import HopperBackwardTile
+from flash_attn_triton._kernels import backward_plans
+from flash_attn_triton._kernels.hopper import bias_plans, plans
 
-from ._linked.budget import assert_same
-from ._numerics import FEATURES, Case, Packed, Shape, check, make_case, make_packed, run
-from .test_gluon import PACKED, TILES, caught, forward, reverse
+from ._linked.numerics import Packed
+from ._numerics import Case, Shape, check, make_case, make_packed, run
+from .test_gluon import TILES, caught, forward
+from .test_gluon_backward import backward
 
-__all__ = ["forward", "reverse"]  # fixtures
+__all__ = ["backward", "forward"]  # fixtures
 
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
 
-BIAS_TILES = {name: replace(tile, stages_b=2) for name, tile in TILES.items()}
-BIAS_TILES["single"] = replace(TILES["stages"], stages_b=1)
+HALF, FULL = torch.bfloat16, torch.float32
+FORWARD = {name: replace(tile, stages_b=2) for name, tile in TILES.items()}
+FORWARD["single"] = replace(TILES["stages"], stages_b=1)
+BACKWARD = {
+    "rows": HopperBackwardTile(128, 3, 2, stages_b=1),
+    "columns": HopperBackwardTile(64, 2, 2, stages_b=2),
+    "wide": HopperBackwardTile(64, 2, 1, block_n=64, stages_b=1),
+}
+# a sequence without queries, and padding on both sides
+PACKED = Packed((70, 0, 40), (60, 40, 90), 2, 1, 48, padding=30)
 
 
 @pytest.fixture
@@ -26,74 +37,217 @@ def biased(monkeypatch, forward):
     """Return a function that has one kernel serve every forward call."""
 
     def serve(tile, reverse=True):
-        monkeypatch.setattr(plans, "hopper_bias_tile", lambda *_: tile)
-        return forward(tile, reverse)
+        monkeypatch.setattr(plans, "hopper_bias_tile", lambda *_: FORWARD[tile])
+        return forward(FORWARD[tile], reverse)
 
     return serve
 
 
-def with_bias(case: Case, *size: int, dtype: torch.dtype = torch.bfloat16, share: float = 0.0):
+@pytest.fixture
+def gradients(monkeypatch, biased, backward):
+    """Return a function that has one kernel serve every backward call."""
+
+    def serve(tile, reverse=True):
+        monkeypatch.setattr(plans, "hopper_bias_tile", lambda *_: FORWARD["plain"])
+        monkeypatch.setattr(plans, "hopper_backward_bias_tile", lambda *_: BACKWARD[tile])
+        return backward(BACKWARD[tile], reverse)
+
+    return serve
+
+
+def with_bias(case: Case, *size: int, dtype: torch.dtype = HALF, share: float = 0.0) -> Case:
     """Return a case with a bias of that size, ``share`` of which is -inf."""
     made = torch.Generator().manual_seed(1)
-    bias = torch.randn(size, generator=made, dtype=torch.float32).to(dtype)
-    hidden = torch.rand(size, generator=made) < share
-    return case.with_inputs(bias=bias.masked_fill(hidden, -torch.inf))
+    bias = torch.randn(size, generator=made).to(dtype)
+    return case.with_inputs(
+        bias=bias.masked_fill(torch.rand(size, generator=made) < share, -torch.inf)
+    )
 
 
 # tile, shape, features, size of the bias, its dtype
 CASES = [
-    ("plain", Shape(2, 200, 150, 2, 1, 64), (), (1, 2, 200, 150), torch.bfloat16),
-    ("stages", Shape(2, 130, 203, 2, 1, 128), ("causal",), (2, 1, 130, 203), torch.bfloat16),
-    ("pipeline", Shape(2, 200, 104, 2, 2, 64), ("causal", "sinks"), (2, 2, 200, 104), torch.float32),
-    ("share", Shape(2, 150, 140, 2, 1, 64), ("window",), (1, 1, 150, 140), torch.bfloat16),
-    ("single", Shape(1, 70, 200, 4, 2, 48), ("window_left", "softcap"), (1, 4, 70, 200), torch.bfloat16),
-    ("plain", Shape(2, 3, 150, 4, 1, 64), ("causal", "alibi"), (2, 1, 1, 150), torch.bfloat16),
-    ("pipeline", Shape(1, 200, 107, 2, 1, 64), ("window_left",), (1, 2, 1, 107), torch.float32),
+    ("plain", Shape(2, 200, 100, 2, 1, 64), (), (1, 2, 200, 100), HALF),
+    ("stages", Shape(2, 130, 103, 2, 1, 64), ("causal",), (2, 1, 130, 103), HALF),
+    ("pipeline", Shape(2, 200, 104, 2, 2, 64), ("causal", "sinks"), (2, 2, 200, 104), FULL),
+    ("share", Shape(2, 100, 140, 2, 1, 64), ("window",), (1, 1, 100, 140), HALF),
+    ("single", Shape(1, 70, 200, 4, 2, 48), ("window_left", "softcap"), (1, 4, 70, 200), HALF),
+    ("plain", Shape(2, 3, 150, 4, 1, 64), ("causal", "alibi"), (2, 1, 1, 150), HALF),
+    ("pipeline", Shape(1, 100, 107, 2, 1, 64), ("window_left",), (1, 2, 1, 107), FULL),
 ]
 
 
 @pytest.mark.parametrize(("tile", "shape", "features", "size", "dtype"), CASES, ids=str)
-def test_forward(tile, shape, features, size, dtype, biased, reverse):
-    biased(BIAS_TILES[tile], reverse)
+def test_forward(tile, shape, features, size, dtype, biased):
+    biased(tile, reverse=shape.batch == 2)
     case = make_case(shape, torch.bfloat16, "cpu", features)
     check(with_bias(case, *size, dtype=dtype), grad=False)
 
 
-# sequences without queries, padding on both sides, keys ahead of every window
 PACKED_CASES = [
-    ("pipeline", ("causal",), (4, 2, 150, 104), torch.bfloat16),
-    ("stages", ("window",), (1, 2, 150, 104), torch.float32),
-    ("plain", ("window_left",), (4, 1, 1, 100), torch.bfloat16),
+    ("pipeline", ("causal",), (3, 2, 70, 96), torch.float16),
+    ("stages", ("window",), (1, 2, 70, 96), FULL),
+    ("plain", ("window_left",), (3, 1, 1, 90), torch.float16),
 ]
 
 
 @pytest.mark.parametrize(("tile", "features", "size", "dtype"), PACKED_CASES, ids=str)
-def test_forward_of_packed_tensors(tile, features, size, dtype, biased, reverse):
-    biased(BIAS_TILES[tile], reverse)
+def test_forward_of_packed_tensors(tile, features, size, dtype, biased):
+    biased(tile)
     case = make_packed(PACKED, torch.float16, "cpu", features)
     case = case.with_options(max_seqlen_k=size[3])
-    check(with_bias(case, *size, dtype=torch.float16 if dtype is torch.bfloat16 else dtype), grad=False)
-
-
-HIDING = Shape(1, 140, 170, 2, 1, 64)
+    check(with_bias(case, *size, dtype=dtype), grad=False)
 
 
 def hiding(*features: str) -> Case:
-    """A case whose bias hides keys: all of a row's, the first ones, the last ones, and at random."""
-    case = make_case(HIDING, torch.bfloat16, "cpu", features)
-    case = with_bias(case, 1, 2, 140, 170, share=0.5)
+    """A case whose bias hides keys: all of some rows, the first, the last, and at random."""
+    case = with_bias(
+        make_case(Shape(1, 100, 130, 2, 1, 64), torch.bfloat16, "cpu", features),
+        *(1, 2, 100, 130),
+        share=0.5,
+    )
     bias = case.inputs["bias"]
-    bias[:, :, 70:90] = -torch.inf
-    bias[:, :, 5:9, :130] = -torch.inf
-    bias[:, 1, 100:, 30:] = -torch.inf
+    bias[:, :, 70:80] = -torch.inf
+    bias[:, :, 5:9, :100] = -torch.inf
+    bias[:, 1, 85:, 30:] = -torch.inf
     return case
 
 
-@pytest.mark.parametrize("tile", ["plain", "stages", "pipeline"])
-@pytest.mark.parametrize("features", [(), ("causal", "softcap"), ("sinks",)], ids="-".join)
+@pytest.mark.parametrize(
+    ("tile", "features"),
+    [("plain", ()), ("stages", ("causal", "softcap")), ("pipeline", ("sinks",))],
+    ids=str,
+)
 def test_keys_that_a_bias_hides(tile, features, biased):
-    biased(BIAS_TILES[tile])
+    biased(tile)
     got = check(hiding(*features), grad=False)
     if "sinks" not in features:
-        assert not got["out"][:, 70:90].any()
-        assert (got["lse"][:, :, 70:90] == -torch.inf).all()
+        assert not got["out"][:, 70:80].any()
+        assert (got["lse"][:, :, 70:80] == -torch.inf).all()
+
+
+def test_strides_do_not_change_a_bit(biased):
+    """Rows that TMA does not read, columns that are no neighbours, and a dimension expanded."""
+    biased("stages")
+    case = make_case(Shape(2, 70, 75, 2, 1, 64), torch.bfloat16, "cpu")
+    case = with_bias(case, 1, 2, 70, 75)
+    bias = case.inputs["bias"]
+    wide = torch.randn(1, 2, 70, 80).to(bias.dtype)
+    wide[..., :75] = bias
+    want = run(case, grad=False)
+    for other in (
+        wide[..., :75],
+        bias.mT.contiguous().mT,
+        bias.expand(2, -1, -1, -1),
+        bias.repeat_interleave(2, 3)[..., ::2],
+    ):
+        got = run(case.with_inputs(bias=other), grad=False)
+        assert torch.equal(got["out"], want["out"])
+        assert torch.equal(got["lse"], want["lse"])
+
+
+# ---- backward
+
+BACKWARD_CASES = [
+    ("rows", Shape(1, 130, 70, 2, 1, 64), ("window",), (1, 1, 130, 70), FULL),
+    ("columns", Shape(1, 70, 150, 1, 1, 48), ("window_left", "softcap"), (1, 1, 70, 150), FULL),
+    ("columns", Shape(2, 40, 70, 2, 1, 64), ("causal",), (2, 1, 1, 70), HALF),
+    ("wide", Shape(1, 70, 80, 2, 1, 160, 192), ("causal",), (1, 2, 70, 80), HALF),
+]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features", "size", "dtype"), BACKWARD_CASES, ids=str)
+def test_backward(tile, shape, features, size, dtype, gradients):
+    gradients(tile)
+    case = make_case(shape, torch.bfloat16, "cpu", features)
+    check(with_bias(case, *size, dtype=dtype))
+
+
+def test_backward_of_packed_tensors(gradients):
+    gradients("columns", reverse=False)
+    case = make_packed(PACKED, torch.float16, "cpu", ("window",)).with_options(max_seqlen_k=96)
+    check(with_bias(case, 3, 1, 70, 96, dtype=torch.float16))
+
+
+# dbias is the sum of what the kernel keeps; rows or keys that face nobody, GQA, every broadcast
+SUMMED = [
+    ("columns", Shape(2, 130, 150, 2, 1, 64), (), (1, 2, 130, 150)),
+    ("columns", Shape(2, 150, 70, 2, 1, 48), ("causal",), (2, 1, 150, 70)),
+    ("rows", Shape(2, 100, 150, 2, 2, 64), ("window_left",), (1, 1, 100, 150)),
+    ("columns", Shape(2, 70, 80, 2, 1, 64), ("window",), (2, 2, 70, 80)),
+    ("columns", Shape(2, 70, 80, 2, 2, 64), ("causal", "dropout"), (1, 2, 70, 80)),
+]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features", "size"), SUMMED, ids=str)
+def test_gradient_of_the_bias(tile, shape, features, size, gradients, monkeypatch):
+    monkeypatch.setattr(backward_plans.BiasGradient, "__call__", None)  # the portable one
+    gradients(tile, reverse=shape.heads_k == 1)
+    case = make_case(shape, torch.bfloat16, "cpu", features)
+    check(with_bias(case, *size, share=0.1))
+
+
+def test_gradients_of_scores_have_a_bound(gradients, monkeypatch):
+    """Above it, the portable kernel computes the gradient of the bias."""
+    monkeypatch.setattr(bias_plans, "MOST_DS_BYTES", 0)
+    monkeypatch.setattr(bias_plans.BiasSum, "__call__", None)
+    gradients("columns")
+    check(with_bias(make_case(Shape(1, 40, 50, 1, 1, 64), torch.bfloat16, "cpu"), 1, 1, 40, 50))
+
+
+# ---- mistakes
+
+WAIT = "mbarrier.wait(ring.full.index(stage), turn // TILE.STAGES_B & 1)"
+FORWARD_MISTAKES = [
+    ("add_bias", WAIT, "pass"),
+    ("add_bias", "LOG2E / factor", "1.0"),
+    ("add_bias", "stage * TILE.WARPGROUPS + W", "stage * TILE.WARPGROUPS"),
+    ("add_bias", "barrier_arrive(FIRST + stage", "barrier_arrive(FIRST"),
+    ("copy_bias", "if turn >= TILE.STAGES_B", "if turn < 0"),
+    ("copy_bias", "task.first_row + w * TILE.ROWS", "task.first_row"),
+    ("copy_bias", "task.head if OPTIONS.BIAS_HEADS else 0", "0"),
+    ("copy_bias", "task.sequence if OPTIONS.BIAS_BATCH else 0", "0"),
+    ("produce", "first_key = _unseen(task, schedule, OPTIONS)", "pass"),
+    ("produce", "_drain(turn, EMPTY_V + STAGES_V", "_drain(0, EMPTY_V + STAGES_V"),
+]
+
+
+@pytest.mark.parametrize(("function", "right", "wrong"), FORWARD_MISTAKES, ids=lambda x: x[:40])
+def test_forward_with_a_mistake(function, right, wrong, biased):
+    def serve(reverse):
+        biased("stages", reverse).plant(function, right, wrong)
+
+    case = make_case(Shape(2, 130, 160, 2, 1, 48), torch.bfloat16, "cpu", ("window_left",))
+    assert caught(serve, with_bias(case, 2, 2, 130, 160))
+
+
+def test_hidden_rows_with_a_mistake(biased):
+    def serve(reverse):
+        biased("plain", reverse).plant("_fold", "MASKED or problem.bias is not None", "MASKED")
+
+    assert caught(serve, hiding())
+
+
+BACKWARD_MISTAKES = [
+    ("less_bias", WAIT, "pass"),
+    ("less_bias", "shift - bias", "shift + bias"),
+    ("less_bias", "(TILE.BLOCK_N // ROWS) + W", "(TILE.BLOCK_N // ROWS)"),
+    ("less_bias", "barrier_arrive(FIRST + stage", "barrier_arrive(FIRST"),
+    ("copy_bias", "if turn >= TILE.STAGES_B", "if turn < 0"),
+    ("copy_bias", "block.ahead_q + row", "row"),
+    ("copy_bias", "block.first_key + w * ROWS", "block.first_key"),
+    ("copy_bias", "head if OPTIONS.BIAS_HEADS else 0", "0"),
+    ("produce", "await_readers(turns, TILE)", "pass"),
+    ("keep_gradient", "turn // (walk.end - walk.begin)", "0"),
+    ("keep_gradient", "turn % 2 * 2 + W", "W"),
+    ("keep_gradient", "ROWS + W", "ROWS"),
+    ("walk_tiles", "hopper.fence_async_shared()", "pass"),
+]
+
+
+@pytest.mark.parametrize(("function", "right", "wrong"), BACKWARD_MISTAKES, ids=lambda x: x[:40])
+def test_backward_with_a_mistake(function, right, wrong, gradients):
+    def serve(reverse):
+        gradients("columns", reverse).plant(function, right, wrong)
+
+    case = make_case(Shape(1, 260, 130, 2, 1, 48), torch.bfloat16, "cpu", ("causal",))
+    assert caught(serve, with_bias(case, 1, 2, 260, 130), grad=True)

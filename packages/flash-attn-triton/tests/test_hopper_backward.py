@@ -159,9 +159,13 @@ def test_takes_what_it_has_a_tile_for(head_dim, head_dim_v, dtype, taken):
 
 
 @pytest.mark.eager
-def test_leaves_a_bias_to_the_portable_kernels():
-    assert _served()
-    assert not _served(bias=True)
+def test_takes_a_bias_that_differs_from_key_to_key():
+    q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="meta")
+    options = Options(0.0, -1, 0, 0.0, 0.0)
+    with absent_gpu(HOPPER):
+        for size, taken in (((1, 2, 8, 8), True), ((1, 1, 1, 8), True), ((1, 2, 8, 1), False)):
+            bias = torch.empty(size, device="meta")
+            assert takes_hopper_backward(Tensors(q, q, q, bias=bias), options, False) == taken
 
 
 @pytest.mark.eager

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from attn_common import Platform, cdiv, detect, has_gluon
+from torch import Tensor
 
 from ._call import Options, Tensors
 from ._linked.host.arguments import FP32_TINY
@@ -216,13 +217,15 @@ def _fits_bias_on_hopper(x: Tensors, options: Options) -> bool:
     """Say whether the forward kernel for Hopper has a form for an additive bias."""
     return (
         x.q.dtype in HALF
-        # one number per row moves the LSE alone
-        and x.bias.shape[-1] > 1
-        and x.bias.stride(-1) != 0
-        and x.bias.shape[2] > 0
+        and has_columns(x.bias)
         # a bias is divided by the scale, as products are multiplied with it behind the sum
         and options.softmax_scale >= LEAST_SCALE
     )
+
+
+def has_columns(bias: Tensor) -> bool:
+    """Say whether a bias has tiles: it is not the same for all keys, which moves the LSE alone."""
+    return bias.shape[-1] > 1 and bias.stride(-1) != 0 and bias.numel() > 0
 
 
 def _fits_fp8_on_hopper(x: Tensors, out_dtype: torch.dtype) -> bool:
@@ -251,7 +254,7 @@ def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> 
         not deterministic
         and _takes_hopper(x, options)
         and min(x.q.shape[-1], x.v.shape[-1]) > 32
-        and x.bias is None
+        and (x.bias is None or has_columns(x.bias))
     )
 
 
@@ -374,6 +377,7 @@ class HopperBackwardTile:
     stages_q: int
     stages_o: int
     block_n: int = 128
+    stages_b: int = 0  # of a bias
 
 
 @functools.cache
@@ -390,3 +394,13 @@ def hopper_backward_tile(head_dim: int, is_heavy: bool = False) -> HopperBackwar
         return HopperBackwardTile(64, 2, 2)
     # dk and dv of 64 keys fill the registers
     return HopperBackwardTile(64, 2, 2, block_n=64)
+
+
+@functools.cache
+def hopper_backward_bias_tile(head_dim: int, bias_bytes: int) -> HopperBackwardTile:
+    """Return the tile beside a bias, in which its stages take memory and named barriers."""
+    if padded_head_dim(head_dim) <= 64:
+        return HopperBackwardTile(64, 2, 2, stages_b=2)
+    if padded_head_dim(head_dim) <= 128:
+        return HopperBackwardTile(64, 2, 2, stages_b=4 // bias_bytes)
+    return HopperBackwardTile(64, 2, 1, block_n=64, stages_b=1)

@@ -231,8 +231,8 @@ class BackwardPlan:
                 self._key_gradients(inputs, extras, gradients.dk, gradients.dv)
                 self._query_gradient(inputs, extras, gradients.dq)
             else:
-                hopper(inputs, extras, gradients.dq, gradients.dk, gradients.dv, sums)
-            if gradients.dbias is not None:
+                hopper(inputs, extras, *gradients[:3], sums, gradients.dbias)
+            if gradients.dbias is not None and (hopper is None or not hopper.makes_dbias(q, k)):
                 self._bias_gradient(inputs, extras, gradients.dbias)
         return None if x.sinks is None else _sink_gradient(dense(x.sinks), lse, delta)
 

@@ -12,6 +12,7 @@ threads. ``round_dq`` brings it into its own order.
 from ._linked.compat import copy_in, gl, gluon, hopper, mbarrier
 from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, SEARCH_CHUNK, barrier_sync, barriers, coordinates
+from .backward_bias import await_readers, copy_bias, make_ring
 from .backward_steps import (
     MADE,
     PARTIES,
@@ -291,6 +292,8 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         _copy_tile(maps.q_desc, where, pipeline.q_s, pipeline.q_full, stage)
         pipeline.lse2_s.index(stage).store(lse2)
         mbarrier.arrive(pipeline.q_full.index(stage), count=1)
+        if program.bias is not None:
+            copy_bias(head, row, turn, program, OPTIONS, TILE)
         if turn == 0:
             _copy_block(maps.v_desc, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
         stage = turn % STAGES_O
@@ -302,6 +305,8 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     turns = count_turns(walk, OPTIONS)
     _await_consumers(turns, EMPTY, STAGES_Q)
     _await_consumers(turns, EMPTY + STAGES_Q, STAGES_O)
+    if program.bias is not None:
+        await_readers(turns, TILE)
 
 
 @gluon.jit(
@@ -315,7 +320,7 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     ],
 )
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, sums,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, bias_desc, ds_desc, sums,
     lse2_ptr, delta_ptr,
     alibi_slopes_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
     scale, softcap, window_left, window_right,
@@ -324,9 +329,10 @@ def backward_kernel(
     GROUP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, RAGGED: gl.constexpr,
     APART_Q: gl.constexpr, APART_K: gl.constexpr,
+    BIAS_BATCH: gl.constexpr, BIAS_HEADS: gl.constexpr, BIAS_ROWS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, QUARTERS: gl.constexpr, QUARTERS_V: gl.constexpr,
-    STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr,
+    STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr, STAGES_B: gl.constexpr,
 ):  # fmt: skip
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
@@ -338,12 +344,21 @@ def backward_kernel(
     """
     dtype: gl.constexpr = q_desc.dtype
     OPTIONS: gl.constexpr = Options(
-        GROUP, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, APART_Q, APART_K
+        GROUP,
+        HAS_LEFT,
+        HAS_RIGHT,
+        HAS_SOFTCAP,
+        RAGGED,
+        APART_Q,
+        APART_K,
+        BIAS_BATCH,
+        BIAS_HEADS,
+        BIAS_ROWS,
     )
     TILE: gl.constexpr = Tile(
-        BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O
+        BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O, STAGES_B
     )
-    maps = Maps(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, sums)
+    maps = Maps(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, bias_desc, ds_desc, sums)
     tensors = Tensors(
         lse2_ptr,
         delta_ptr,
@@ -371,7 +386,10 @@ def backward_kernel(
     )
     block, walk, dq_at = _find_block(tensors, numbers, OPTIONS, TILE)
     pipeline = _make_pipeline(maps, TILE)
-    BARRIERS: gl.constexpr = EMPTY + STAGES_Q + STAGES_O
+    bias = None
+    if bias_desc is not None:
+        bias = make_ring(bias_desc, OPTIONS, TILE)
+    BARRIERS: gl.constexpr = EMPTY + STAGES_Q + STAGES_O + STAGES_B
     if BLOCK_N == ROWS:
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
@@ -379,7 +397,7 @@ def backward_kernel(
         dq_ptr = sums + dq_at * (BLOCK_M * HEAD_DIM)
         dq_pitch = tiles_q.to(gl.int64) * (BLOCK_M * HEAD_DIM)
         program = Program(
-            maps, pipeline, None, p_s, dq_ptr, tensors, numbers, block, dq_pitch, walk
+            maps, pipeline, None, p_s, bias, dq_ptr, tensors, numbers, block, dq_pitch, walk
         )
         gl.warp_specialize(
             [
@@ -398,7 +416,7 @@ def backward_kernel(
         dq_row = (dq_at * (BLOCK_M * HEAD_DIM // 32)).to(gl.int32)
         dq_pitch = tiles_q * (BLOCK_M * HEAD_DIM // 32)
         program = Program(
-            maps, pipeline, dq_s, None, dq_row, tensors, numbers, block, dq_pitch, walk
+            maps, pipeline, dq_s, None, bias, dq_row, tensors, numbers, block, dq_pitch, walk
         )
         gl.warp_specialize(
             [

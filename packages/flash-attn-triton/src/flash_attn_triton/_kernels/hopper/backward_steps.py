@@ -12,6 +12,7 @@ from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, send, write
 from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync, coordinates
 from ._linked.softmax import tanh
+from .backward_bias import keep_gradient, less_bias
 from .backward_structures import Carried, Head
 from .dropout import dropout_key, gradient_of_kept, negate_dropped, round_kept
 
@@ -103,7 +104,7 @@ def head_of(member, dq_at, program, OPTIONS: gl.constexpr):
 @gluon.jit
 def probabilities(
     s,
-    lse2,
+    shift,
     first_key,
     first_row,
     head,
@@ -111,19 +112,20 @@ def probabilities(
     program,
     OPTIONS: gl.constexpr,
 ):
-    """Return ``p = exp2(s - lse2)`` of scores [keys, queries], and what dp is multiplied with.
+    """Return ``p = exp2(s - shift)`` of scores [keys, queries], and what dp is multiplied with.
 
-    That is p, or with a softcap p times the derivative of the cap. What dropout drops is negated in
-    both. Queries count from the one that faces key 0.
+    ``shift`` is the LSE less the bias. What dp is multiplied with is p, or with a softcap p times
+    the derivative of the cap. What dropout drops is negated in both. Queries count from the one
+    that faces key 0.
     """
     S: gl.constexpr = s.type.layout
     block = program.block
     numbers = program.numbers
     if OPTIONS.HAS_SOFTCAP:
         capped = tanh(s * (numbers.scale / numbers.softcap))
-        logits = capped * (numbers.softcap * LOG2E) - lse2[None, :]
+        logits = capped * (numbers.softcap * LOG2E) - shift
     else:
-        logits = s * (numbers.scale * LOG2E) - lse2[None, :]
+        logits = s * (numbers.scale * LOG2E) - shift
     if program.tensors.alibi_slopes_ptr is not None:
         logits = _tilt(logits, first_key, first_row, head.slope, MASKED, block)
     p = gl.exp2(logits)
@@ -250,8 +252,9 @@ def walk_tiles(
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         first_key = block.first_key + W * ROWS
         first_row = (first_tile + step) * BLOCK_M + block.diagonal
+        shift = less_bias(lse2, turn, W, program, S, OPTIONS, TILE)
         # [ROWS, BLOCK_M]
-        p, weight = probabilities(s, lse2, first_key, first_row, head, MASKED, program, OPTIONS)
+        p, weight = probabilities(s, shift, first_key, first_row, head, MASKED, program, OPTIONS)
         p = rounded(p, program, dtype)
         p = gl.convert_layout(p, gl.DotOperandLayout(0, dv.type.layout, 2))
         dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)  # [ROWS, HEAD_DIM_V]
@@ -263,6 +266,7 @@ def walk_tiles(
         await_made(turn + 1, W)
         pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
         hopper.fence_async_shared()
+        keep_gradient(turn, W, program, OPTIONS, TILE)
         # of the step before; in the first one, of whatever lies there
         dq = multiply_dq(pipeline, turn + 1, none, W, TILE)
         dv = hopper.warpgroup_mma_wait(2, deps=(dv,))

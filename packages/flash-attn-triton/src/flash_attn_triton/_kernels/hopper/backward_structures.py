@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 
 class Maps(NamedTuple):
-    """The tensor maps of TMA, and where dq is summed."""
+    """The tensor maps of TMA, and where dq is summed; two of them are optional."""
 
     q_desc: Any
     k_desc: Any
@@ -20,6 +20,8 @@ class Maps(NamedTuple):
     dout_desc: Any
     dk_desc: Any
     dv_desc: Any
+    bias_desc: Any
+    ds_desc: Any  # where gradients of scores are kept: see ``keep_gradient``
     sums: Any  # of dq: a map, or above head dim 128 a pointer
 
 
@@ -64,6 +66,9 @@ class Options(NamedTuple):
     RAGGED: Any  # form of the tensor maps; see ``coordinates``
     APART_Q: Any  # queries need not begin where those do that share a draw; see ``dropout.py``
     APART_K: Any  # nor need keys
+    BIAS_BATCH: Any  # which dimensions of a bias are not broadcast
+    BIAS_HEADS: Any
+    BIAS_ROWS: Any
 
 
 class Tile(NamedTuple):
@@ -77,6 +82,7 @@ class Tile(NamedTuple):
     QUARTERS_V: Any
     STAGES_Q: Any  # of the ring of queries
     STAGES_O: Any  # of the ring of output gradients
+    STAGES_B: Any  # of the ring of the bias
 
 
 class Located(NamedTuple):
@@ -138,6 +144,13 @@ class Pipeline(NamedTuple):
     dout_full: Any  # one for each stage
 
 
+class BiasRing(NamedTuple):
+    """Tiles of the bias in shared memory, and the mbarriers that say when a stage is full."""
+
+    tiles: Any  # [STAGES_B * BLOCK_N // 64, 1, 1, 1, BLOCK_M, 64], of one row [.., 1, 64]
+    full: Any
+
+
 class Program(NamedTuple):
     """What the roles of a warp-specialised program share.
 
@@ -148,6 +161,7 @@ class Program(NamedTuple):
     pipeline: Pipeline
     dq_s: Any  # [2, BLOCK_M * HEAD_DIM // 64, 32]: dq on its way out, up to head dim 128
     p_s: Any  # [2, 64, BLOCK_M]: probabilities, above head dim 128
+    bias: Any  # None, or its ``BiasRing``
     dq_at: Any  # where the sequence's sums of dq begin: a row of the map, or an address
     tensors: Tensors
     numbers: Numbers

@@ -9,6 +9,7 @@ other's products (wgmma) run, and the factors of dk and dv never leave their reg
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory, write
 from ._linked.pipeline import EMPTY, TURN, barrier_arrive, barrier_sync
+from .backward_bias import less_bias
 from .backward_steps import (
     PARTIES,
     accumulator,
@@ -78,9 +79,10 @@ def _walk_scores(
         dout = pipeline.dout_s.index(stage_o).reshape([BLOCK_M, TILE.HEAD_DIM_V])
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         first_row = (first_tile + step) * BLOCK_M + block.diagonal
+        shift = less_bias(lse2, turn, 0, program, S, OPTIONS, TILE)
         # [ROWS, BLOCK_M]
         p, weight = probabilities(
-            s, lse2, block.first_key, first_row, head, MASKED, program, OPTIONS
+            s, shift, block.first_key, first_row, head, MASKED, program, OPTIONS
         )
         program.p_s.index(buffer).store(weight.to(dtype))
         hopper.fence_async_shared()

@@ -16,18 +16,14 @@ def make_ring(desc, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     ROWS: gl.constexpr = TILE.ROWS if OPTIONS.BIAS_ROWS else 1
     FIRST: gl.constexpr = EMPTY + TILE.STAGES_K + TILE.STAGES_V
     gl.static_assert(FIRST + TILE.STAGES_B <= 16, "stages outnumber the barriers")
-    tiles = gl.allocate_shared_memory(
-        desc.dtype, [TILES, 1, 1, 1, ROWS, TILE.BLOCK_N], desc.layout
-    )
+    tiles = gl.allocate_shared_memory(desc.dtype, [TILES, 1, 1, 1, ROWS, TILE.BLOCK_N], desc.layout)
     full = barriers(TILE.STAGES_B, 1)
     hopper.fence_async_shared()
     return BiasRing(tiles, full)
 
 
 @gluon.jit
-def copy_bias(
-    task, first_key, turn, problem, schedule, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def copy_bias(task, first_key, turn, problem, schedule, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Copy a tile of the bias once its stage is empty; the producer's part.
 
     Consumers arrive at the named barriers behind those of the keys and the values.
@@ -48,9 +44,7 @@ def copy_bias(
 
 
 @gluon.jit
-def add_bias(
-    s, turn, factor, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def add_bias(s, turn, factor, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Add the bias to logits ``[ROWS, BLOCK_N]`` that ``factor`` brings to base 2."""
     if problem.bias is not None:
         S: gl.constexpr = s.type.layout

@@ -63,7 +63,8 @@ def forward_kernel(
     PIPELINE: gl.constexpr,
     LAG: gl.constexpr,
 ):  # fmt: skip
-    """Compute ``out = softmax(s) @ v`` and ``lse = logsumexp(s)`` of ``s = scale * q @ k.T + bias``.
+    """Compute ``out = softmax(s) @ v`` and ``lse = logsumexp(s)`` of
+    ``s = scale * q @ k.T + bias``.
 
     The programs are persistent and warp-specialised: the last warp copies by TMA, the warpgroups
     ahead of it multiply. ``structures.py`` explains the arguments.

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 
 
 class ForwardTensors(NamedTuple):
-    """Maps and tensors of ``forward_kernel``; ``bias_desc`` and those from ``alibi_slopes_ptr`` on are optional."""
+    """Maps and tensors of ``forward_kernel``.
+
+    ``bias_desc`` and those from ``alibi_slopes_ptr`` on are optional.
+    """
 
     q_desc: Any
     k_desc: Any
@@ -116,3 +119,35 @@ class RoundingConstants(NamedTuple):
     BLOCK_M: int
     HEAD_DIM: int
     BLOCK_D: int
+
+
+class BiasSumTensors(NamedTuple):
+    """The tensors of ``sum_bias_kernel``."""
+
+    ds_ptr: Any
+    dbias_ptr: Any
+
+
+class BiasSumNumbers(NamedTuple):
+    """Numbers of ``sum_bias_kernel``."""
+
+    keep_scale: float
+    window_left: int
+    window_right: int
+    batch: int
+    heads_q: int
+    tokens_q: int
+    tokens_k: int
+    tiles_q: int
+    tiles_k: int
+
+
+class BiasSumConstants(NamedTuple):
+    """Constants of ``sum_bias_kernel``."""
+
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    BIAS_BATCH: bool
+    BIAS_HEADS: bool
+    BLOCK_M: int
+    BLOCK_N: int

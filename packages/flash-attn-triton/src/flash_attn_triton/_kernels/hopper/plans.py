@@ -14,6 +14,7 @@ from ..._call import Forward, Tensors
 from ..._configs import (
     HopperBackwardTile,
     HopperTile,
+    hopper_backward_bias_tile,
     hopper_backward_tile,
     hopper_bias_tile,
     hopper_pack,
@@ -22,7 +23,7 @@ from ..._configs import (
     padded_head_dim,
 )
 from ..form import Form, expand_descales
-from ..launch.runtime import Launch, dense, token_strides, whole_rows
+from ..launch.runtime import Launch, dense, token_strides
 from ..structures import Extras, Inputs
 from . import backward_structures, structures
 from ._linked.compat import gl
@@ -30,6 +31,7 @@ from ._linked.gradients import ROWS
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ._linked.tma import MapForm, MapLaunch, TensorMap
 from .backward import backward_kernel
+from .bias_plans import MOST_ROWS, BiasForm, BiasSum, dimensions_of, once
 from .forward import forward_kernel
 from .parameters import (
     ForwardNumbers,
@@ -47,8 +49,6 @@ from .values import transpose_values
 MAX_COUNTS = 256
 # bytes that no tensor has, and whose number a tensor map holds as a stride
 MOST_BYTES = 1 << 38
-# rows of 32 sums: more than a GPU holds, and no more than int32 counts
-MOST_ROWS = 0x7FFF0000
 # registers a thread at the start of the backward
 REGISTERS = 168
 # queries, and keys, among which dropout's draws are shared
@@ -65,37 +65,6 @@ class Work(NamedTuple):
     numbers: ForwardNumbers
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-
-
-class BiasForm(MapForm):
-    """How biases of one form are mapped, in boxes of ``rows`` queries and ``columns`` keys.
-
-    ``[batch, heads, queries, keys]`` without the dimensions over which a bias is broadcast. What
-    TMA cannot read is copied: rows that are no multiple of 16 bytes, keys that are no neighbours.
-    """
-
-    def __init__(self, bias: Tensor, rows: int, columns: int) -> None:
-        once = _once(bias)
-        self.has_batch, self.has_heads, self.has_rows, _ = (n > 1 for n in once.shape)
-        self.rows = rows if self.has_rows else 1
-        super().__init__(_mappable(once), self.rows, columns, ragged=False)
-
-    def __call__(self, bias: Tensor) -> TensorMap:
-        """Map a bias of the form."""
-        return super().__call__(_mappable(_once(bias)))
-
-
-def _once(bias: Tensor) -> Tensor:
-    """Return a bias with one element of each dimension that is broadcast, by size or by stride."""
-    for axis, stride in enumerate(bias.stride()):
-        if stride == 0:
-            bias = bias.narrow(axis, 0, 1)
-    return bias
-
-
-def _mappable(bias: Tensor) -> Tensor:
-    """Return a bias with whole rows, in the order in which ``MapForm`` takes dimensions."""
-    return whole_rows(bias).transpose(1, 2)
 
 
 class HopperForward:
@@ -147,9 +116,7 @@ class HopperForward:
             HAS_RIGHT=has_right,
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=ragged,
-            BIAS_BATCH=bias is not None and bias.has_batch,
-            BIAS_HEADS=bias is not None and bias.has_heads,
-            BIAS_ROWS=bias is not None and bias.has_rows,
+            **dimensions_of(bias),
         )
         shape = structures.Tile(
             WARPGROUPS=tile.warpgroups,
@@ -244,7 +211,7 @@ class HopperForward:
 def _forward_tile(form: Form, x: Tensors) -> HopperTile:
     """Return the tile of a form's calls."""
     has_right = form.constants.HAS_RIGHT
-    if x.bias is not None and _once(x.bias).shape[2] > 1:
+    if x.bias is not None and once(x.bias).shape[2] > 1:
         is_masked = has_right or form.constants.HAS_LEFT
         return hopper_bias_tile(form.widest_head, x.bias.element_size(), is_masked)
     tile = hopper_tile(form.widest_head, has_right, form.itemsize, is_long_call(x, form.options))
@@ -350,20 +317,33 @@ def draws_apart(form: Form, x: Tensors) -> dict[str, bool]:
     return dict(zip(("APART_Q", "APART_K"), (has_dropout and a for a in ahead), strict=True))
 
 
+def _backward_tile(form: Form, x: Tensors) -> HopperBackwardTile:
+    """Return the tile of a form's calls."""
+    if x.bias is not None:
+        return hopper_backward_bias_tile(form.widest_head, x.bias.element_size())
+    is_heavy = form.constants.HAS_SOFTCAP or form.options.dropout_p > 0.0
+    return hopper_backward_tile(form.widest_head, is_heavy)
+
+
 class HopperBackward:
     """The gradients of q, k and v of the calls of one form that ``takes_hopper_backward`` takes."""
 
     def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile | None = None) -> None:
         self._form = form
-        is_heavy = form.constants.HAS_SOFTCAP or form.options.dropout_p > 0.0
-        self._tile = tile = tile or hopper_backward_tile(form.widest_head, is_heavy)
+        self._tile = tile = tile or _backward_tile(form, x)
+        # rows of 64 keys at a time, and all queries of a step
+        keys, ragged = ROWS.value, form.is_packed
+        bias = self._map_bias = None
+        if x.bias is not None:
+            bias = self._map_bias = BiasForm(x.bias, tile.block_m, keys)
         options = backward_structures.Options(
             GROUP=form.group,
             HAS_LEFT=form.constants.HAS_LEFT,
             HAS_RIGHT=form.constants.HAS_RIGHT,
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
-            RAGGED=form.is_packed,
+            RAGGED=ragged,
             **draws_apart(form, x),
+            **dimensions_of(bias),
         )
         shape = backward_structures.Tile(
             BLOCK_M=tile.block_m,
@@ -374,11 +354,20 @@ class HopperBackward:
             QUARTERS_V=cdiv(form.head_dim_v, form.block_dv // 4),
             STAGES_Q=tile.stages_q,
             STAGES_O=tile.stages_o,
+            STAGES_B=tile.stages_b,
         )
         constants = options._asdict() | shape._asdict()
-        self._launch = MapLaunch(
-            backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS}
-        )
+        # by whether gradients of scores are kept
+        self._launches = [
+            MapLaunch(backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS})
+            for _ in range(2)
+        ]
+        # beside a softcap, what is multiplied is no gradient of the logits
+        keeps = x.bias is not None and bias.has_rows and x.bias.dtype == x.q.dtype
+        keeps = keeps and 0 not in x.bias.stride() and not form.constants.HAS_SOFTCAP
+        is_plain = x.seqused_k is None and not form.is_packed
+        can_keep = keeps and tile.block_n > keys and is_plain
+        self._bias_sum = BiasSum(form, x, tile) if can_keep else None
         rounding = RoundingConstants(
             HAS_RIGHT=form.constants.HAS_RIGHT,
             BLOCK_M=tile.block_m,
@@ -386,8 +375,6 @@ class HopperBackward:
             BLOCK_D=form.block_d,
         )
         self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
-        # rows of 64 keys at a time, and all queries of a step
-        keys, ragged = ROWS.value, form.is_packed
         dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x.k, x.v))
         self._map_q = MapForm(x.q, tile.block_m, form.block_d, ragged=ragged)
         self._map_k = MapForm(x.k, keys, form.block_d, ragged=ragged)
@@ -415,10 +402,21 @@ class HopperBackward:
         slots = form.tiles(q.shape[-3], tile.block_m) * form.heads_q * form.grid_batch
         return q.new_empty((slots, tile.block_m * form.block_d), dtype=torch.float32)
 
+    def makes_dbias(self, q: Tensor, k: Tensor) -> bool:
+        """Say whether ``__call__`` fills dbias."""
+        return self._bias_sum is not None and self._bias_sum.is_worth_it(q, k)
+
     def __call__(
-        self, inputs: Inputs, extras: Extras, dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor
+        self,
+        inputs: Inputs,
+        extras: Extras,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        sums: Tensor,
+        dbias: Tensor | None = None,
     ) -> None:
-        """Fill ``dq``, ``dk`` and ``dv``; ``sums`` are those of ``new_sums``, set to 0."""
+        """Fill the gradients, dbias if ``makes_dbias``; ``sums``, of ``new_sums``, are set to 0."""
         form, tile, scalars = self._form, self._tile, self._form.scalars
         q, k, v, dout = inputs[:4]
         tokens_q, tokens_k = q.shape[-3], k.shape[-3]
@@ -428,6 +426,9 @@ class HopperBackward:
             # keys that no query sees
             dk.zero_()
             dv.zero_()
+        ds = None
+        if dbias is not None and self.makes_dbias(q, k):
+            ds = self._bias_sum.new_gradients(q, k)
         strides, map_dout = self._map_dout
         if strides != dout.stride():
             map_dout = MapForm(dout, tile.block_m, form.block_dv, ragged=form.is_packed)
@@ -439,6 +440,8 @@ class HopperBackward:
             map_dout(dout),
             self._map_dk(dk),
             self._map_dv(dv),
+            self._map_bias(extras.bias_ptr) if self._map_bias else None,
+            None if ds is None else self._bias_sum.map_of(ds),
             sums if self._map_sums is None else self._map_sums(sums),
         )
         tensors = backward_structures.Tensors(
@@ -466,7 +469,10 @@ class HopperBackward:
             scalars.dropout_threshold,
             form.strides.stride_alibi_b,
         )
-        self._launch(tiles_k * form.heads_k * form.grid_batch, maps + tensors, numbers)
+        grid = tiles_k * form.heads_k * form.grid_batch
+        self._launches[ds is not None](grid, maps + tensors, numbers)
+        if ds is not None:
+            self._bias_sum(ds, dbias, tokens_q, tokens_k)
         self._round(
             sums.shape[0],
             RoundingTensors(

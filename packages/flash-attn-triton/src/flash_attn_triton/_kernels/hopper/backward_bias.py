@@ -1,0 +1,101 @@
+"""The additive bias of the Hopper backward: a ring of tiles that the producer copies by TMA.
+
+A tile lies in shared memory as it does in the tensor, [queries, keys], and is read transposed, in
+the layout of the scores. To head dim 128 either warpgroup has a box of its 64 keys, above it the
+one that makes the probabilities has all of them. A bias that is the same for all queries has boxes
+of one row.
+"""
+
+from ._linked.compat import copy_in, copy_out, gl, gluon, hopper, mbarrier
+from ._linked.gradients import ROWS
+from ._linked.pipeline import EMPTY, LOG2E, barrier_arrive, barrier_sync, barriers
+from .backward_structures import BiasRing
+
+
+@gluon.jit
+def make_ring(desc, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Allocate the ring and initialise its mbarriers."""
+    BOXES: gl.constexpr = TILE.STAGES_B * (TILE.BLOCK_N // ROWS)
+    HEIGHT: gl.constexpr = TILE.BLOCK_M if OPTIONS.BIAS_ROWS else 1
+    tiles = gl.allocate_shared_memory(desc.dtype, [BOXES, 1, 1, 1, HEIGHT, ROWS], desc.layout)
+    full = barriers(TILE.STAGES_B, 1)
+    hopper.fence_async_shared()
+    return BiasRing(tiles, full)
+
+
+@gluon.jit
+def copy_bias(head, row, turn, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Copy the bias of a tile of queries once its stage is empty; the producer's part."""
+    PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
+    FIRST: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
+    PARTIES: gl.constexpr = 32 + 2 * TILE.BLOCK_N
+    ring, desc, block = program.bias, program.maps.bias_desc, program.block
+    stage = turn % TILE.STAGES_B
+    if turn >= TILE.STAGES_B:
+        barrier_sync(FIRST + stage, PARTIES, 1)
+    mbarrier.expect(ring.full.index(stage), PARTS * desc.block_type.nbytes)
+    sequence = block.sequence if OPTIONS.BIAS_BATCH else 0
+    plane = head if OPTIONS.BIAS_HEADS else 0
+    query = block.ahead_q + row if OPTIONS.BIAS_ROWS else 0
+    for w in gl.static_range(PARTS):
+        key = block.ahead_k + block.first_key + w * ROWS
+        tile = ring.tiles.index(stage * PARTS + w)
+        copy_in(desc, (0, sequence, plane, query, key), ring.full.index(stage), tile)
+
+
+@gluon.jit
+def await_readers(turns, TILE: gl.constexpr):
+    """Wait until the last stages are empty: no barrier may keep arrivals at the end."""
+    FIRST: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
+    PARTIES: gl.constexpr = 32 + 2 * TILE.BLOCK_N
+    for back in gl.static_range(TILE.STAGES_B):
+        if turns > back:
+            stage = (turns - 1 - back) % TILE.STAGES_B
+            barrier_sync(FIRST + stage, PARTIES, 1)
+
+
+@gluon.jit
+def less_bias(
+    lse2, turn, W: gl.constexpr, program, S: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Return what is subtracted from base-2 scores of layout ``S``: the LSE less the bias.
+
+    That is ``[1, BLOCK_M]`` without a bias, else ``[ROWS, BLOCK_M]``.
+    """
+    FIRST: gl.constexpr = EMPTY + TILE.STAGES_Q + TILE.STAGES_O
+    PARTIES: gl.constexpr = 32 + 2 * TILE.BLOCK_N
+    shift = lse2[None, :]
+    if program.bias is not None:
+        ring = program.bias
+        stage = turn % TILE.STAGES_B
+        tile = ring.tiles.index(stage * (TILE.BLOCK_N // ROWS) + W)
+        mbarrier.wait(ring.full.index(stage), turn // TILE.STAGES_B & 1)
+        if OPTIONS.BIAS_ROWS:
+            tile = tile.reshape([TILE.BLOCK_M, ROWS]).permute((1, 0))
+            bias = tile.load(S)  # [ROWS, BLOCK_M]
+        else:
+            keys = tile.reshape([ROWS]).load(gl.SliceLayout(1, S))
+            bias = keys[:, None]  # [ROWS, 1]
+        barrier_arrive(FIRST + stage, PARTIES, 4)
+        shift = shift - bias.to(gl.float32) * LOG2E
+    return shift
+
+
+@gluon.jit
+def keep_gradient(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Start the store of ``W``'s gradients of scores, for ``sum_bias_kernel``.
+
+    They leave from where the product of dq reads them. The TMA has read them before the memory is
+    written again two steps later, as each step but the first waits for all of its stores.
+    """
+    if program.maps.ds_desc is not None:
+        walk, numbers = program.walk, program.numbers
+        head = program.block.head_k * OPTIONS.GROUP
+        tile = walk.begin + turn
+        if OPTIONS.GROUP > 1:
+            head += turn // (walk.end - walk.begin)
+            tile = walk.begin + turn % (walk.end - walk.begin)
+        plane = program.block.sequence * (numbers.heads_k * OPTIONS.GROUP) + head
+        keys = plane * (numbers.tiles * 2) + program.block.first_key // ROWS + W
+        row = (keys * numbers.tiles_q + tile) * ROWS
+        copy_out(program.maps.ds_desc, [row, 0], program.pipeline.ds_s.index(turn % 2 * 2 + W))

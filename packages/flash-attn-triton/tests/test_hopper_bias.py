@@ -1,0 +1,172 @@
+"""Additive biases in the kernels for Hopper: what they build into, and numbers on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import triton
+from attn_common import detect
+from flash_attn_triton._call import Options, Tensors
+from flash_attn_triton._configs import hopper_backward_bias_tile, hopper_bias_tile
+from flash_attn_triton._kernels.form import Form
+from flash_attn_triton._kernels.hopper.plans import HopperBackward, HopperForward
+from flash_attn_triton._kernels.plans import PortableForward
+from flash_attn_triton._kernels.structures import Extras, Inputs
+
+from ._linked.gpus import GPUS, chosen, compiling
+from ._numerics import Case, Packed, Shape, check, make_case, make_packed
+
+HOPPER = "nvidia:sm_90"
+IS_OLD = triton.__version__.startswith("3.6.")
+WIDTHS = (64, 128, 256)
+# Bytes that may be spilled with Triton 3.6 and with later ones: numbers of the walk, which are
+# needed between tiles of queries, or ahead of the steps of the backward.
+FORWARD_SPILLS = {
+    (64, False): (16, 128),  # three warpgroups have 160 registers a thread
+    (64, True): (0, 0),
+    (128, False): (0, 24),
+    (128, True): (0, 48),
+    (256, False): (16, 48),
+    (256, True): (24, 72),
+}
+BACKWARD_SPILLS = {
+    (64, False): (0, 0),
+    (64, True): (0, 0),
+    (128, False): (48, 128),  # with the gradient of the bias
+    (128, True): (48, 128),
+    (256, False): (0, 0),
+    (256, True): (0, 8),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(request):
+    """Skip what runs on a GPU where that is another one."""
+    if request.node.get_closest_marker("device"):
+        platform = detect(request.getfixturevalue("device"))
+        if not platform.is_hopper:
+            pytest.skip(f"{platform} is not Hopper")
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("bias_bytes", [2, 4])
+@pytest.mark.parametrize("head_dim", [*WIDTHS, 192])
+def test_tiles_fit_the_barriers_of_the_hardware(head_dim, bias_bytes):
+    for is_masked in (False, True):
+        tile = hopper_bias_tile(head_dim, bias_bytes, is_masked)
+        assert tile.stages_b > 0
+        assert tile.stages_k + tile.stages_v + tile.stages_b <= 8
+    tile = hopper_backward_bias_tile(head_dim, bias_bytes)
+    assert tile.stages_b > 0
+    # see ``MADE`` and ``GIVEN``
+    assert tile.stages_q + tile.stages_o + tile.stages_b <= (6 if tile.block_n == 128 else 4)
+
+
+# ---- builds
+
+
+def made(head_dim: int, causal: bool) -> tuple[Tensors, Form]:
+    q = torch.empty(2, 1024, 4, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(1, 4, 1024, 1024, dtype=torch.bfloat16, device="meta")
+    x = Tensors(q, k, k, bias=bias)
+    return x, Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("head_dim", "causal"),
+    chosen(itertools.product(WIDTHS, (False, True)), [(64, False)]),
+)
+def test_forward_builds(head_dim, causal, tmp_path):
+    with compiling(HOPPER, tmp_path) as builds:
+        x, form = made(head_dim, causal)
+        HopperForward(form, x, x.q.dtype, PortableForward(form, x, x.q.dtype))(x)
+    (build,) = builds
+    assert build.shared <= GPUS[HOPPER].shared_limit, build
+    assert not build.unset, build
+    old, new = FORWARD_SPILLS[head_dim, causal]
+    assert build.spilled <= (old if IS_OLD else new), build
+    assert " LDSM." in build.sass  # as matrices, not number by number
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("head_dim", "causal"),
+    chosen(itertools.product(WIDTHS, (False, True)), [(128, True)]),
+)
+def test_backward_builds(head_dim, causal, tmp_path):
+    with compiling(HOPPER, tmp_path) as builds:
+        x, form = made(head_dim, causal)
+        rows = torch.empty(2, 4, 1024, device="meta")
+        plan = HopperBackward(form, x)
+        dbias = torch.empty_like(x.bias)
+        plan(
+            Inputs(*x[:3], x.q, rows, rows),
+            Extras(x.bias, *[None] * 5),
+            *map(torch.empty_like, x[:3]),
+            plan.new_sums(x.q),
+            dbias,
+        )
+    kernel, *others = builds
+    # above head dim 128 the portable kernel sums the gradient of the bias
+    assert len(others) == (1 if head_dim > 128 else 2)
+    assert not any(build.spilled for build in others)
+    assert not kernel.unset, kernel
+    assert kernel.shared <= GPUS[HOPPER].shared_limit, kernel
+    old, new = BACKWARD_SPILLS[head_dim, causal]
+    assert kernel.spilled <= (old if IS_OLD else new), kernel
+    assert " LDSM.16.MT88" in kernel.sass  # read transposed
+    # serialised products have an arrival each
+    assert kernel.sass.count(" WARPGROUP.ARRIVE") < kernel.sass.count(" HGMMA.") / 3
+
+
+# ---- numbers
+
+SIZES = [(2, 4), (1, 4), (2, 1), (1, 1)]
+
+
+def with_bias(case: Case, size: tuple[int, ...], dtype: torch.dtype) -> Case:
+    """Return a case with a bias of that size, a tenth of which is -inf, and some rows whole."""
+    device = case.inputs["q"].device
+    made = torch.Generator(device).manual_seed(1)
+    bias = torch.randn(size, generator=made, device=device)
+    bias.masked_fill_(torch.rand(size, generator=made, device=device) < 0.1, -torch.inf)
+    if size[2] > 1:
+        bias[:, :, 5:9] = -torch.inf
+    return case.with_inputs(bias=bias.to(dtype))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("lengths", [(300, 432), (432, 301), (700, 1024)], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [(), ("causal",), ("window",), ("causal", "softcap"), ("alibi", "sinks"), ("dropout",)],
+    ids=str,
+)
+def test_features(names, lengths, head_dim, device):
+    case = make_case(Shape(2, *lengths, 4, 2, head_dim), torch.bfloat16, device, names)
+    check(with_bias(case, (1, 4, *lengths), torch.bfloat16))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [333, 1])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_broadcasts(head_dim, size, rows, dtype, device):
+    case = make_case(Shape(2, 333, 501, 4, 2, head_dim), torch.bfloat16, device, ("causal",))
+    check(with_bias(case, (*size, rows, 501), dtype))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("names", [(), ("causal",), ("window",)], ids=str)
+@pytest.mark.parametrize("size", [(5, 4, 700, 704), (1, 1, 1, 704)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed(head_dim, size, names, device):
+    shape = Packed((128, 1, 300, 0, 700), (128, 9, 333, 5, 600), 4, 2, head_dim, padding=40)
+    case = make_packed(shape, torch.bfloat16, device, names).with_options(max_seqlen_k=704)
+    check(with_bias(case, size, torch.bfloat16))
