@@ -149,7 +149,7 @@ def test_strides_do_not_change_a_bit(biased):
 
 BACKWARD_CASES = [
     ("rows", Shape(1, 130, 70, 2, 1, 64), ("window",), (1, 1, 130, 70), FULL),
-    ("columns", Shape(1, 70, 150, 1, 1, 48), ("window_left", "softcap"), (1, 1, 70, 150), FULL),
+    ("columns", Shape(1, 70, 150, 1, 1, 48), ("window_left", "softcap"), (1, 1, 70, 150), HALF),
     ("columns", Shape(2, 40, 70, 2, 1, 64), ("causal",), (2, 1, 1, 70), HALF),
     ("wide", Shape(1, 70, 80, 2, 1, 160, 192), ("causal",), (1, 2, 70, 80), HALF),
 ]
@@ -170,7 +170,7 @@ def test_backward_of_packed_tensors(gradients):
 
 # dbias is the sum of what the kernel keeps; rows or keys that face nobody, GQA, every broadcast
 SUMMED = [
-    ("columns", Shape(2, 130, 150, 2, 1, 64), (), (1, 2, 130, 150)),
+    ("columns", Shape(2, 130, 150, 2, 1, 64), ("causal",), (1, 2, 130, 150)),
     ("columns", Shape(2, 150, 70, 2, 1, 48), ("causal",), (2, 1, 150, 70)),
     ("rows", Shape(2, 100, 150, 2, 2, 64), ("window_left",), (1, 1, 100, 150)),
     ("columns", Shape(2, 70, 80, 2, 1, 64), ("window",), (2, 2, 70, 80)),
@@ -181,6 +181,10 @@ SUMMED = [
 @pytest.mark.parametrize(("tile", "shape", "features", "size"), SUMMED, ids=str)
 def test_gradient_of_the_bias(tile, shape, features, size, gradients, monkeypatch):
     monkeypatch.setattr(backward_plans.BiasGradient, "__call__", None)  # the portable one
+    new = bias_plans.BiasSum.new_gradients
+    monkeypatch.setattr(  # tiles that nobody sees stay as they are
+        bias_plans.BiasSum, "new_gradients", lambda *given: new(*given).fill_(torch.nan)
+    )
     gradients(tile, reverse=shape.heads_k == 1)
     case = make_case(shape, torch.bfloat16, "cpu", features)
     check(with_bias(case, *size, share=0.1))
