@@ -186,7 +186,7 @@ def test_readmes_have_the_two_lines_and_the_warning(root, noxfile, package):
     options = '--isolated --no-deps --index-url "${ATTN_INDEX:?}"'
     first = [f"pip install {' '.join(theirs)}"] if theirs else []
     assert lines == [*first, f"pip install {options} {' '.join(names)}"]
-    assert of_uv == f'uv pip install --index "${ATTN_INDEX:?}" {package}'
+    assert of_uv == 'uv pip install --index "${ATTN_INDEX:?}" ' + package
     for path in (root / "packages" / package / "README.md", root / "README.md"):
         assert "**Never add our index by `--extra-index-url`" in path.read_text()
 

@@ -147,7 +147,8 @@ def lets_an_index_choose(command):
     """Return whether a command that names one of ours may take a stranger of that name.
 
     Ours come from files, from our index alone and without dependencies, by hashes, or with uv from
-    our index first. Its address must not be empty: uv would go on to the index it is configured with.
+    our index first. Its address must not be empty: uv would go on to its
+    other index.
     """
     words = command.replace('"', "").split()
     if "--no-index" in words:
