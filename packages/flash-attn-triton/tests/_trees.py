@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from attn_common import detect
 from flash_attn_triton import flash_attn_tree_func, tree_attention_reference
+from flash_attn_triton._linked.host.forms import Memory
 
 from ._linked import numerics
 from ._linked.budget import Maker, offsets
 from ._linked.numerics import compare, run, run_eager, run_oracle
+from ._numerics import only_portable
 
 
 class Tree(NamedTuple):
@@ -86,10 +92,24 @@ def make(
     return Case(inputs, options, packed=True)
 
 
+@contextlib.contextmanager
+def portable() -> Iterator[None]:
+    """Keep calls from the kernels for Hopper."""
+    from flash_attn_triton._kernels import tree_plans
+
+    with only_portable(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_plans, "_plans", Memory())
+        yield
+
+
 def check(case: Case) -> None:
-    """Hold results and gradients to their budgets."""
+    """Hold results and gradients to their budgets; on Hopper also those of the portable kernels."""
     oracle = run_oracle(case)
-    compare(case, run(case), oracle, run_eager(case, oracle))
+    eager = run_eager(case, oracle)
+    if detect(case.inputs["q"].device).is_hopper:
+        with portable():
+            compare(case, run(case), oracle, eager)
+    compare(case, run(case), oracle, eager)
 
 
 def random_tree(seed: int, segments: int = 9, longest: int = 20) -> Tree:

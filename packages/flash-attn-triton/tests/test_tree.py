@@ -13,14 +13,14 @@ from flash_attn_triton import (
     flash_attn_varlen_func,
     tree_attention_reference,
 )
-from flash_attn_triton._linked.host.forms import interpreted
+from flash_attn_triton._linked.host.forms import Memory, interpreted
 from torch import Tensor
 
 from ._linked import numerics
 from ._linked.budget import DTYPES, assert_same, offsets
 from ._linked.numerics import run
 from ._linked.views import VIEWS
-from ._trees import Case, Tree, check, make, random_tree
+from ._trees import FEATURES, Case, Tree, check, make, random_tree
 
 # lengths are against the interpreter's 16 x 16 tiles
 CHAIN = Tree((17, 1, 16, 5), (-1, 0, 1, 2))
@@ -207,7 +207,7 @@ def test_parents_may_be_a_list(kind, device):
 
 @pytest.mark.device
 def test_a_graph_replays_another_tree(device):
-    case = make(Tree((300, 100, 50), (-1, 0, 0)), torch.bfloat16, device)
+    case = make(Tree((300, 100, 50), (-1, 0, 0), 2, 1, 64), torch.bfloat16, device)
     run(case)
 
     def step() -> list[Tensor]:
@@ -221,7 +221,8 @@ def test_a_graph_replays_another_tree(device):
     case.options["parents"].copy_(torch.tensor([-1, 0, 1]))
     graph.replay()
     for got, want in zip(held, step(), strict=True):
-        assert torch.equal(got, want)
+        # on Hopper, what goes to dq is added in no fixed order
+        assert (got - want).norm() <= 2.0**-8 * want.norm()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         case.inputs["q"].square()
         with pytest.raises(NotImplementedError, match="parents must be a tensor"):
@@ -229,9 +230,64 @@ def test_a_graph_replays_another_tree(device):
 
 
 @pytest.mark.device
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_path_alone_at_length(head_dim, device):
+    whole = Tree((700, 300, 0, 130, 65, 513), (-1, 0, 1, 0, 2, 2), 4, 2, head_dim)
+    case = make(whole, torch.bfloat16, device)
+    got = run(case, grad=False)
+    kept = whole.path(5)
+    index = torch.cat([torch.arange(sum(whole.lengths))[whole.rows(s)] for s in kept]).to(device)
+    alone = Tree(tuple(whole.lengths[s] for s in kept), (-1, 0, 1, 2))
+    inputs = {name: x[index] for name, x in case.inputs.items()}
+    options = make(alone, torch.bfloat16, device).options
+    want = run(Case(inputs, options, packed=True), grad=False)
+    assert torch.equal(got["out"][index], want["out"])
+    assert torch.equal(got["lse"][:, index], want["lse"])
+
+
+@pytest.mark.device
 def test_gradients_repeat_bit_for_bit(device):
     case = make(LARGE[0], torch.bfloat16, device).with_options(deterministic=True)
     assert_same(run(case), run(case))
+
+
+@pytest.mark.parametrize("segments", [1, 150])
+def test_tiles_of_all_segments_below_are_counted(segments, device):
+    from flash_attn_triton._kernels.launch.runtime import Launch
+    from flash_attn_triton._kernels.tree_walk import _count_below_kernel
+
+    tree = random_tree(2, segments, 40)
+    tensors = offsets(tree.lengths, device), torch.tensor(tree.parents, device=device).int()
+    below = torch.zeros(segments, dtype=torch.int32, device=device)
+    launch = Launch(_count_below_kernel, {"BLOCK": 64, "BLOCK_M": 16, "num_warps": 4})
+    launch(-(-segments // 64), (*tensors, below), (segments,))
+    want = [0] * segments
+    for segment, length in enumerate(tree.lengths):
+        for above in tree.path(segment)[:-1]:
+            want[above] += -(-length // 16)
+    assert below.tolist() == want
+
+
+def test_calls_of_one_form_are_planned_once(device, monkeypatch):
+    from flash_attn_triton._kernels import tree_plans
+
+    planned = []
+    real = tree_plans.TreePlan
+    monkeypatch.setattr(tree_plans, "_plans", Memory())
+    monkeypatch.setattr(tree_plans, "TreePlan", lambda *x: planned.append(x) or real(*x))
+    for lengths in ((3, 2), (4, 1), (2, 5)):
+        run(make(Tree(lengths, (-1, 0), 1, 1), torch.float32, device))
+    assert len(planned) == 1
+    others = [
+        make(Tree((3, 2), (-1, 0), 1, 1), torch.float16, device),
+        make(Tree((3, 2), (-1, 0), 2, 1), torch.float32, device),
+        make(Tree((3, 2), (-1, 0), 1, 1, 24), torch.float32, device),
+        make(Tree((3, 2, 1), (-1, 0, 0), 1, 1), torch.float32, device),
+        *(make(Tree((3, 2), (-1, 0), 1, 1), torch.float32, device, (f,)) for f in FEATURES),
+    ]
+    for case in others:
+        run(case, grad=False)
+    assert len(planned) == 1 + len(others)
 
 
 @pytest.mark.parametrize("segments", [1, 64, 150])

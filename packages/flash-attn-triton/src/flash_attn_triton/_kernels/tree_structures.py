@@ -32,6 +32,14 @@ class LinkTensors(NamedTuple):
     links_ptr: Any
 
 
+class CountTensors(NamedTuple):
+    """The tensors of the kernel that counts tiles of queries below segments."""
+
+    cu_seqlens_ptr: Any
+    parents_ptr: Any
+    below_ptr: Any
+
+
 class TreeNumbers(NamedTuple):
     """The numbers of a call, and the strides of its inputs in elements: token and head."""
 

@@ -83,3 +83,33 @@ def _link_kernel(parents_ptr, links_ptr, segments, BLOCK: tl.constexpr):
     tl.store(links_ptr + own, tl.where(child < segments, child, -1), mask=inside)
     sibling = tl.where(sibling < segments, sibling, -1)
     tl.store(links_ptr + segments + own, sibling, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=("segments",),
+    do_not_specialize_on_alignment=("cu_seqlens_ptr", "parents_ptr"),
+)
+def _count_below_kernel(
+    cu_seqlens_ptr,
+    parents_ptr,
+    below_ptr,
+    segments,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Add to each segment's count, which is 0, the tiles of ``BLOCK_M`` tokens of all below it.
+
+    The parameters are the fields of ``CountTensors``, ``segments`` and the two constants.
+    """
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = own < segments
+    begin = tl.load(cu_seqlens_ptr + own, mask=inside, other=0)
+    end = tl.load(cu_seqlens_ptr + own + 1, mask=inside, other=0)
+    tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)  # [BLOCK]
+    parent = tl.load(parents_ptr + own, mask=inside, other=-1)
+    above = tl.where(parent < own, parent, -1)  # [BLOCK]
+    while tl.max(above, 0) >= 0:
+        is_real = above >= 0
+        tl.atomic_add(below_ptr + above, tiles, mask=is_real, sem="relaxed")
+        parent = tl.load(parents_ptr + above, mask=is_real, other=-1)
+        above = tl.where(parent < above, parent, -1)

@@ -397,7 +397,7 @@ def backward_kernel(
         dq_ptr = sums + dq_at * (BLOCK_M * HEAD_DIM)
         dq_pitch = tiles_q.to(gl.int64) * (BLOCK_M * HEAD_DIM)
         program = Program(
-            maps, pipeline, None, p_s, bias, dq_ptr, tensors, numbers, block, dq_pitch, walk
+            maps, pipeline, None, p_s, bias, dq_ptr, tensors, numbers, block, dq_pitch, walk, None
         )
         gl.warp_specialize(
             [
@@ -416,7 +416,7 @@ def backward_kernel(
         dq_row = (dq_at * (BLOCK_M * HEAD_DIM // 32)).to(gl.int32)
         dq_pitch = tiles_q * (BLOCK_M * HEAD_DIM // 32)
         program = Program(
-            maps, pipeline, dq_s, None, bias, dq_row, tensors, numbers, block, dq_pitch, walk
+            maps, pipeline, dq_s, None, bias, dq_row, tensors, numbers, block, dq_pitch, walk, None
         )
         gl.warp_specialize(
             [

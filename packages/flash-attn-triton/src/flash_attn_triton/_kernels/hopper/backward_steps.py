@@ -15,6 +15,7 @@ from ._linked.softmax import tanh
 from .backward_bias import keep_gradient, less_bias
 from .backward_structures import Carried, Head
 from .dropout import dropout_key, gradient_of_kept, negate_dropped, round_kept
+from .places import DQ_TILE, FIRST_ROW, place_of
 
 # threads that meet where a stage is empty: two warpgroups and the producer's warp
 PARTIES = gl.constexpr(288)
@@ -252,6 +253,9 @@ def walk_tiles(
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         first_key = block.first_key + W * ROWS
         first_row = (first_tile + step) * BLOCK_M + block.diagonal
+        if program.places_s is not None:
+            first_row = place_of(program.places_s, stage, FIRST_ROW)
+            row = head.dq_at + place_of(program.places_s, stage, DQ_TILE) * ROWS_DQ
         shift = less_bias(lse2, turn, W, program, S, OPTIONS, TILE)
         # [ROWS, BLOCK_M]
         p, weight = probabilities(s, shift, first_key, first_row, head, MASKED, program, OPTIONS)

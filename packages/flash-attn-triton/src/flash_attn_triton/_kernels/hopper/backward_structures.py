@@ -168,6 +168,9 @@ class Program(NamedTuple):
     block: Block
     dq_pitch: Any  # from head to head in the sums of dq
     walk: Walk
+    # None, or [2 * STAGES_Q, 1]: where each tile of queries lies, if only the producer knows; then
+    # the walk counts tiles of all heads
+    places_s: Any
 
 
 class Head(NamedTuple):

@@ -21,6 +21,7 @@ from .backward_steps import (
     scale_of,
     score_gradient,
 )
+from .places import DQ_TILE, FIRST_ROW, place_of
 
 # named barriers, one for either buffer: probabilities, and their gradients, are there
 GIVEN = gl.constexpr(12)
@@ -79,6 +80,10 @@ def _walk_scores(
         dout = pipeline.dout_s.index(stage_o).reshape([BLOCK_M, TILE.HEAD_DIM_V])
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         first_row = (first_tile + step) * BLOCK_M + block.diagonal
+        if program.places_s is not None:
+            first_row = place_of(program.places_s, stage, FIRST_ROW)
+            place = place_of(program.places_s, stage, DQ_TILE)
+            dq_ptr = head.dq_at + place.to(gl.int64) * (BLOCK_M * HEAD_DIM)
         shift = less_bias(lse2, turn, 0, program, S, OPTIONS, TILE)
         # [ROWS, BLOCK_M]
         p, weight = probabilities(
@@ -187,6 +192,7 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
     total = count_turns(walk, OPTIONS)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     zeros_q = gl.zeros([BLOCK_M, WIDTH], gl.float32, accumulator(WIDTH))  # [BLOCK_M, WIDTH]
+    first_ptr = dq_ptr
     dq_ptr += walk.begin.to(gl.int64) * (BLOCK_M * HEAD_DIM)
     for _step in range(walk.end - walk.begin):
         none = turn >> 30
@@ -200,6 +206,9 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
             delta = pipeline.delta_s.index(turn % STAGES_O).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         barrier_arrive(EMPTY + STAGES_Q + turn % STAGES_O, PARTIES, 4)
         barrier_sync(GIVEN + buffer, 256, 4)
+        if program.places_s is not None:
+            place = place_of(program.places_s, stage, DQ_TILE)
+            dq_ptr = first_ptr + place.to(gl.int64) * (BLOCK_M * HEAD_DIM)
         weight = program.p_s.index(buffer).load(S)  # [ROWS, BLOCK_M]
         # [ROWS, BLOCK_M]
         ds = score_gradient(weight.to(gl.float32), dp, delta, program).to(dtype)

@@ -195,7 +195,6 @@ def _consume_one_by_one(
     factor, out_desc, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Finish each block of queries before the next one begins."""
-    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     turn = 0  # tiles of keys
     count = 0  # blocks of queries
@@ -205,23 +204,41 @@ def _consume_one_by_one(
         buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
         state = begin(turn, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
         state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
-        o, m, l, p, turn = state
-        if not TILE.SHARE:
-            mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
-        stage_v = (turn - 1) % TILE.STAGES_V
-        v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM_V])
-        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
-        o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
-        weight, empty, lse = _finish(m, l, block, problem, OPTIONS, TILE)
-        o = hopper.warpgroup_mma_wait(0, deps=(o,))
-        barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
-        _write(o, weight, empty, lse, block, out_desc, pipeline, problem, W, OPTIONS, TILE)
-        if TILE.SHARE:
-            # the output is stored from the buffer of the queries
-            tma.store_wait(0)
-            mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+        turn = close(state, block, buffer, out_desc, pipeline, problem, W, OPTIONS, TILE)
         count += 1
         block = _receive(pipeline, count)
+
+
+@gluon.jit
+def close(
+    state,
+    block,
+    buffer,
+    out_desc,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Multiply the last probabilities of a block of queries and write it; return the turn."""
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    o, m, l, p, turn = state
+    if not TILE.SHARE:
+        mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
+    stage_v = (turn - 1) % TILE.STAGES_V
+    v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM_V])
+    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+    o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
+    weight, empty, lse = _finish(m, l, block, problem, OPTIONS, TILE)
+    o = hopper.warpgroup_mma_wait(0, deps=(o,))
+    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+    _write(o, weight, empty, lse, block, out_desc, pipeline, problem, W, OPTIONS, TILE)
+    if TILE.SHARE:
+        # the output is stored from the buffer of the queries
+        tma.store_wait(0)
+        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+    return turn
 
 
 @gluon.jit

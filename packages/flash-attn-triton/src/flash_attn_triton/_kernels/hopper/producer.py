@@ -28,37 +28,64 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK: gl.constexpr):
+def _block_ends(
+    cu_seqlens_ptr,
+    first,
+    before,
+    batch,
+    tokens,
+    BLOCK: gl.constexpr,
+    FROM_END: gl.constexpr = False,
+):
     """Return how many blocks there are up to the end of each of ``WARP`` sequences: ``[WARP]``.
 
-    Number 0 is the padding ahead of the first sequence.
+    Number 0 is the padding ahead of the first sequence, or ``FROM_END`` that behind the last.
     """
-    index = first + gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))  # [WARP]
+    number = first + gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))  # [WARP]
+    index = number
+    if FROM_END:
+        index = batch + 1 - number
     is_sequence = (index > 0) & (index <= batch + 1)
     start = gl.load(cu_seqlens_ptr + (index - 1), mask=is_sequence, other=0)
-    end = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=tokens)
-    blocks = gl.where(index <= batch + 1, (end - start + BLOCK - 1) // BLOCK, 0)
+    if FROM_END:
+        end = gl.load(cu_seqlens_ptr + index, mask=(index >= 0) & (index <= batch), other=tokens)
+        blocks = gl.where(index >= 0, (end - start + BLOCK - 1) // BLOCK, 0)
+    else:
+        end = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=tokens)
+        blocks = gl.where(index <= batch + 1, (end - start + BLOCK - 1) // BLOCK, 0)
     return before + gl.associative_scan(blocks, 0, _sum)
 
 
 @gluon.jit
-def _find_block(place, first, before, cu_seqlens_ptr, batch, tokens, BLOCK: gl.constexpr):
+def _find_block(
+    place,
+    first,
+    before,
+    cu_seqlens_ptr,
+    batch,
+    tokens,
+    BLOCK: gl.constexpr,
+    FROM_END: gl.constexpr = False,
+):
     """Locate global block ``place``: return ``(sequence, block, first, before, blocks)``.
 
     Blocks are numbered through all sequences without gaps. Sequence -1 is the padding ahead of the
     sequences, and ``batch`` the padding behind them. A place that is ``blocks`` or more has no
     block. The search begins at sequence ``first``, with ``before`` blocks ahead of it. Places grow
-    from call to call, so the next search begins at the cursor that this one returns.
+    from call to call, so the next search begins at the cursor that this one returns. ``FROM_END``
+    numbers the sequences from the last to the first, but not the blocks within one.
     """
-    ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK)  # [WARP]
+    ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK, FROM_END)  # [WARP]
     blocks = gl.max(ends, 0)
     while (blocks <= place) & (first + WARP < batch + 2):
         first += WARP
         before = blocks
-        ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK)
+        ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK, FROM_END)
         blocks = gl.max(ends, 0)
     is_past = ends <= place
     sequence = first - 1 + gl.sum(is_past.to(gl.int32), 0)
+    if FROM_END:
+        sequence = batch - 1 - sequence
     block = place - gl.maximum(before, gl.max(gl.where(is_past, ends, 0), 0))
     return sequence, block, first, before, blocks
 

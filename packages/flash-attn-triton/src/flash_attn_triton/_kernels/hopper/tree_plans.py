@@ -1,0 +1,207 @@
+"""The host side of the kernels for trees on Hopper: tensor maps, launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ..._call import Tensors
+from ..._configs import (
+    HopperBackwardTile,
+    HopperTile,
+    hopper_backward_tile,
+    hopper_tile,
+    padded_head_dim,
+)
+from ..form import Form
+from ..launch.runtime import Launch, dense
+from ..structures import Inputs
+from ..tree_links import LINKS, Links
+from ..tree_structures import CountTensors
+from ..tree_walk import _count_below_kernel
+from . import backward_structures, structures
+from ._linked.gradients import ROWS
+from ._linked.tickets import MAX_TICKETS, new_ticket
+from ._linked.tma import MapForm, MapLaunch
+from .parameters import RoundingConstants, RoundingNumbers, RoundingTensors
+from .plans import REGISTERS, SumsForm, _multiprocessors
+from .round_dq import round_dq_kernel
+from .tree_backward import tree_backward_kernel
+from .tree_forward import tree_forward_kernel
+from .tree_structures import (
+    TreeForwardNumbers,
+    TreeForwardTensors,
+    TreeNumbers,
+    TreeOptions,
+    TreeTensors,
+)
+
+
+class HopperTreeForward:
+    """The forward pass over trees of one form."""
+
+    def __init__(self, form: Form, x: Tensors, tile: HopperTile | None = None) -> None:
+        self._form = form
+        tile = tile or hopper_tile(form.widest_head, True)
+        self._block = tile.block_m
+        wide, wide_v = padded_head_dim(form.head_dim), padded_head_dim(form.head_dim_v)
+        out = torch.empty((*x.q.shape[:-1], form.head_dim_v), dtype=x.q.dtype, device="meta")
+        self._map_q = MapForm(x.q, tile.rows, wide, ragged=True)
+        self._map_k = MapForm(x.k, tile.block_n, wide, ragged=True)
+        self._map_v = MapForm(x.v, tile.block_n, wide_v, ragged=True)
+        self._map_out = MapForm(out, tile.rows, wide_v, ragged=True)
+        shape = structures.Tile(
+            WARPGROUPS=tile.warpgroups,
+            ROWS=tile.rows,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=wide,
+            HEAD_DIM_V=wide_v,
+            BUFFERS_Q=tile.buffers_q,
+            STAGES_K=tile.stages_k,
+            STAGES_V=tile.stages_v,
+            STAGES_B=0,
+            SHARE=tile.share and wide == wide_v,
+            PIPELINE=tile.pipeline,
+            LAG=tile.lag,
+        )
+        constants = _options(form)._asdict() | shape._asdict()
+        self._launch = MapLaunch(
+            tree_forward_kernel, {**constants, "num_warps": 4, "maxnreg": tile.registers}
+        )
+
+    def takes(self, tokens: int) -> bool:
+        """Say whether a call with so many tokens has few enough tickets, which have 32 bits."""
+        return self._total(tokens) <= MAX_TICKETS
+
+    def __call__(self, x: Tensors, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them, of at least one token."""
+        form, q = self._form, x.q
+        tokens = q.shape[0]
+        out = q.new_empty((*q.shape[:-1], form.head_dim_v))
+        lse = q.new_empty((form.heads_q, tokens), dtype=torch.float32)
+        total = self._total(tokens)
+        self._launch(
+            min(_multiprocessors(q.device), total),
+            TreeForwardTensors(
+                self._map_q(q),
+                self._map_k(x.k),
+                self._map_v(x.v),
+                self._map_out(out),
+                lse,
+                new_ticket(q.device),
+                dense(x.sinks),
+                dense(x.cu_seqlens_q),
+                dense(parents),
+            ),
+            TreeForwardNumbers(*form.scalars[:2], form.batch, form.heads_q, tokens, total),
+        )
+        return out, lse
+
+    def _total(self, tokens: int) -> int:
+        return self._form.tiles(tokens, self._block) * self._form.heads_q
+
+
+class HopperTreeBackward:
+    """The gradients of q, k and v over trees of one form."""
+
+    def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile | None = None) -> None:
+        self._form = form
+        self._tile = tile = tile or hopper_backward_tile(
+            form.widest_head, form.constants.HAS_SOFTCAP
+        )
+        shape = backward_structures.Tile(
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=form.block_d,
+            HEAD_DIM_V=form.block_dv,
+            QUARTERS=cdiv(form.head_dim, form.block_d // 4),
+            QUARTERS_V=cdiv(form.head_dim_v, form.block_dv // 4),
+            STAGES_Q=tile.stages_q,
+            STAGES_O=tile.stages_o,
+            STAGES_B=0,
+        )
+        constants = _options(form)._asdict() | shape._asdict()
+        self._launch = MapLaunch(
+            tree_backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS}
+        )
+        self._link = Links()
+        self._count = Launch(
+            _count_below_kernel, {"BLOCK": LINKS, "BLOCK_M": tile.block_m, "num_warps": 4}
+        )
+        # no row is ahead of all keys
+        rounding = RoundingConstants(False, tile.block_m, form.head_dim, form.block_d)
+        self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
+        # rows of 64 keys at a time, and all queries of a step
+        keys = ROWS.value
+        dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x.k, x.v))
+        self._map_q = MapForm(x.q, tile.block_m, form.block_d, ragged=True)
+        self._map_k = MapForm(x.k, keys, form.block_d, ragged=True)
+        self._map_v = MapForm(x.v, keys, form.block_dv, ragged=True)
+        self._map_dk = MapForm(dk, keys, form.block_d, ragged=True)
+        self._map_dv = MapForm(dv, keys, form.block_dv, ragged=True)
+        # with the strides that it goes with, which are those of the last call's
+        self._map_dout: tuple[Any, Any] = (None, None)
+        # of 64 keys, the threads add to the sums; else TMA does, what a warpgroup has of a tile
+        rows = tile.block_m * form.block_d // 64
+        self._map_sums = None if tile.block_n == keys else SumsForm(rows)
+
+    def is_worth_it(self, tokens: int) -> bool:
+        """Say whether segments fill half of a tile of queries in the mean.
+
+        Below, most of the sums of dq, fp32 and a whole tile for each segment and head, would be
+        padding: many times the memory of the inputs.
+        """
+        return tokens >= self._form.batch * self._tile.block_m // 2
+
+    def new_sums(self, q: Tensor) -> Tensor:
+        """Return the memory in which dq is summed: tiles of queries, which are to be set to 0."""
+        form, tile = self._form, self._tile
+        slots = form.tiles(q.shape[0], tile.block_m) * form.heads_q
+        return q.new_empty((slots, tile.block_m * form.block_d), dtype=torch.float32)
+
+    def __call__(
+        self, x: Tensors, inputs: Inputs, parents: Tensor, grads: tuple[Tensor, ...], sums: Tensor
+    ) -> None:
+        """Fill the gradients of q, k and v; ``sums`` are those of ``new_sums``, set to 0."""
+        form, tile, scalars = self._form, self._tile, self._form.scalars
+        q, k, v, dout = inputs[:4]
+        dq, dk, dv = grads
+        tokens = q.shape[0]
+        tiles_k, tiles_q = form.tiles(tokens, tile.block_n), form.tiles(tokens, tile.block_m)
+        cu_seqlens, parents = dense(x.cu_seqlens_q), dense(parents)
+        below = parents.new_zeros(form.batch)
+        self._count(
+            cdiv(form.batch, LINKS), CountTensors(cu_seqlens, parents, below), (form.batch,)
+        )
+        strides, map_dout = self._map_dout
+        if strides != dout.stride():
+            map_dout = MapForm(dout, tile.block_m, form.block_dv, ragged=True)
+            self._map_dout = dout.stride(), map_dout
+        maps = backward_structures.Maps(
+            self._map_q(q),
+            self._map_k(k),
+            self._map_v(v),
+            map_dout(dout),
+            self._map_dk(dk),
+            self._map_dv(dv),
+            None,
+            None,
+            sums if self._map_sums is None else self._map_sums(sums),
+        )
+        tensors = TreeTensors(
+            inputs.lse2_ptr, inputs.delta_ptr, cu_seqlens, parents, self._link(parents), below
+        )
+        numbers = TreeNumbers(*scalars[:2], form.batch, form.heads_k, tokens, tiles_q, tiles_k)
+        self._launch(tiles_k * form.heads_k, maps + tensors, numbers)
+        self._round(
+            sums.shape[0],
+            RoundingTensors(sums, dq, cu_seqlens, cu_seqlens, None),
+            RoundingNumbers(scalars.scale, 0, form.batch, form.heads_q, tokens, tokens, tiles_q),
+        )
+
+
+def _options(form: Form) -> TreeOptions:
+    return TreeOptions(GROUP=form.group, HAS_SOFTCAP=form.constants.HAS_SOFTCAP)
