@@ -138,6 +138,7 @@ class Map:
                 index = torch.arange(number, number + side)
                 inside = inside[..., None] & (index >= 0) & (index < extent)
         size = self.base.element_size()
+        assert numbers[-1] * size % 16 == 0, "a box begins within 16 bytes of its row"
         begin = sum(n * stride for n, stride in zip(numbers, self.strides, strict=True)) * size
         begin = (begin + 2**63) % 2**64 - 2**63  # addresses have 64 bits
         places = self._places + (begin // size + self.base.storage_offset())

@@ -69,10 +69,10 @@ CASES = [
     ("plain", Shape(2, 200, 100, 2, 1, 64), (), (1, 2, 200, 100), HALF),
     ("stages", Shape(2, 130, 103, 2, 1, 64), ("causal",), (2, 1, 130, 103), HALF),
     ("pipeline", Shape(2, 200, 104, 2, 2, 64), ("causal", "sinks"), (2, 2, 200, 104), FULL),
-    ("share", Shape(2, 100, 140, 2, 1, 64), ("window",), (1, 1, 100, 140), HALF),
-    ("single", Shape(1, 70, 200, 4, 2, 48), ("window_left", "softcap"), (1, 4, 70, 200), HALF),
+    ("share", Shape(2, 100, 140, 2, 1, 64), ("window_right",), (1, 1, 100, 140), HALF),
+    ("single", Shape(1, 70, 200, 4, 2, 48), ("causal", "softcap"), (1, 4, 70, 200), HALF),
     ("plain", Shape(2, 3, 150, 4, 1, 64), ("causal", "alibi"), (2, 1, 1, 150), HALF),
-    ("pipeline", Shape(1, 100, 107, 2, 1, 64), ("window_left",), (1, 2, 1, 107), FULL),
+    ("pipeline", Shape(1, 100, 107, 2, 1, 64), ("causal",), (1, 2, 1, 107), FULL),
 ]
 
 
@@ -85,8 +85,8 @@ def test_forward(tile, shape, features, size, dtype, biased):
 
 PACKED_CASES = [
     ("pipeline", ("causal",), (3, 2, 70, 96), torch.float16),
-    ("stages", ("window",), (1, 2, 70, 96), FULL),
-    ("plain", ("window_left",), (3, 1, 1, 90), torch.float16),
+    ("stages", ("window_right",), (1, 2, 70, 96), FULL),
+    ("plain", ("causal",), (3, 1, 1, 90), torch.float16),
 ]
 
 
@@ -148,8 +148,8 @@ def test_strides_do_not_change_a_bit(biased):
 # ---- backward
 
 BACKWARD_CASES = [
-    ("rows", Shape(1, 130, 70, 2, 1, 64), ("window",), (1, 1, 130, 70), FULL),
-    ("columns", Shape(1, 70, 150, 1, 1, 48), ("window_left", "softcap"), (1, 1, 70, 150), HALF),
+    ("rows", Shape(1, 130, 70, 2, 1, 64), ("window_right",), (1, 1, 130, 70), FULL),
+    ("columns", Shape(1, 70, 150, 1, 1, 48), ("causal", "softcap"), (1, 1, 70, 150), HALF),
     ("columns", Shape(2, 40, 70, 2, 1, 64), ("causal",), (2, 1, 1, 70), HALF),
     ("wide", Shape(1, 70, 80, 2, 1, 160, 192), ("causal",), (1, 2, 70, 80), HALF),
 ]
@@ -164,7 +164,7 @@ def test_backward(tile, shape, features, size, dtype, gradients):
 
 def test_backward_of_packed_tensors(gradients):
     gradients("columns", reverse=False)
-    case = make_packed(PACKED, torch.float16, "cpu", ("window",)).with_options(max_seqlen_k=96)
+    case = make_packed(PACKED, torch.float16, "cpu", ("window_right",)).with_options(max_seqlen_k=96)
     check(with_bias(case, 3, 1, 70, 96, dtype=torch.float16))
 
 
@@ -172,8 +172,8 @@ def test_backward_of_packed_tensors(gradients):
 SUMMED = [
     ("columns", Shape(2, 130, 150, 2, 1, 64), ("causal",), (1, 2, 130, 150)),
     ("columns", Shape(2, 150, 70, 2, 1, 48), ("causal",), (2, 1, 150, 70)),
-    ("rows", Shape(2, 100, 150, 2, 2, 64), ("window_left",), (1, 1, 100, 150)),
-    ("columns", Shape(2, 70, 80, 2, 1, 64), ("window",), (2, 2, 70, 80)),
+    ("rows", Shape(2, 100, 150, 2, 2, 64), ("causal",), (1, 1, 100, 150)),
+    ("columns", Shape(2, 70, 80, 2, 1, 64), ("window_right",), (2, 2, 70, 80)),
     ("columns", Shape(2, 70, 80, 2, 2, 64), ("causal", "dropout"), (1, 2, 70, 80)),
 ]
 
@@ -210,7 +210,6 @@ FORWARD_MISTAKES = [
     ("copy_bias", "task.first_row + w * TILE.ROWS", "task.first_row"),
     ("copy_bias", "task.head if OPTIONS.BIAS_HEADS else 0", "0"),
     ("copy_bias", "task.sequence if OPTIONS.BIAS_BATCH else 0", "0"),
-    ("produce", "first_key = _unseen(task, schedule, OPTIONS)", "pass"),
     ("produce", "_drain(turn, EMPTY_V + STAGES_V", "_drain(0, EMPTY_V + STAGES_V"),
 ]
 
@@ -220,7 +219,7 @@ def test_forward_with_a_mistake(function, right, wrong, biased):
     def serve(reverse):
         biased("stages", reverse).plant(function, right, wrong)
 
-    case = make_case(Shape(2, 130, 160, 2, 1, 48), torch.bfloat16, "cpu", ("window_left",))
+    case = make_case(Shape(2, 130, 160, 2, 1, 48), torch.bfloat16, "cpu", ("causal",))
     assert caught(serve, with_bias(case, 2, 2, 130, 160))
 
 

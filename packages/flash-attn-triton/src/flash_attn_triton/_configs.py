@@ -217,10 +217,19 @@ def _fits_bias_on_hopper(x: Tensors, options: Options) -> bool:
     """Say whether the forward kernel for Hopper has a form for an additive bias."""
     return (
         x.q.dtype in HALF
-        and has_columns(x.bias)
+        and _has_tiles(x.bias, options)
         # a bias is divided by the scale, as products are multiplied with it behind the sum
         and options.softmax_scale >= LEAST_SCALE
     )
+
+
+def _has_tiles(bias: Tensor, options: Options) -> bool:
+    """Say whether TMA can copy tiles of a bias as the kernels for Hopper walk the keys.
+
+    A tile begins at a multiple of 16 bytes in its row. Beside a window that ends on the left, keys
+    count from the first one that a query sees, which may be any.
+    """
+    return has_columns(bias) and options.window_left < 0
 
 
 def has_columns(bias: Tensor) -> bool:
@@ -254,7 +263,7 @@ def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> 
         not deterministic
         and _takes_hopper(x, options)
         and min(x.q.shape[-1], x.v.shape[-1]) > 32
-        and (x.bias is None or has_columns(x.bias))
+        and (x.bias is None or _has_tiles(x.bias, options))
     )
 
 

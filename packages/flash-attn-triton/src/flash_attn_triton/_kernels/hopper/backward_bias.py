@@ -38,7 +38,7 @@ def copy_bias(head, row, turn, program, OPTIONS: gl.constexpr, TILE: gl.constexp
     plane = head if OPTIONS.BIAS_HEADS else 0
     query = block.ahead_q + row if OPTIONS.BIAS_ROWS else 0
     for w in gl.static_range(PARTS):
-        key = block.ahead_k + block.first_key + w * ROWS
+        key = block.first_key + w * ROWS
         tile = ring.tiles.index(stage * PARTS + w)
         copy_in(desc, (0, sequence, plane, query, key), ring.full.index(stage), tile)
 

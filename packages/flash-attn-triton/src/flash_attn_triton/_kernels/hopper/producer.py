@@ -167,17 +167,6 @@ def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.co
 
 
 @gluon.jit
-def _unseen(task, schedule, OPTIONS: gl.constexpr):
-    """Return how many keys are left out ahead of the first window."""
-    unseen = 0
-    if OPTIONS.HAS_LEFT:
-        unseen = task.k_start
-        if schedule.cu_seqlens_k_ptr is not None:
-            unseen -= gl.load(schedule.cu_seqlens_k_ptr + gl.maximum(task.sequence, 0))
-    return unseen
-
-
-@gluon.jit
 def _announce(task, index, count, pipeline):
     """Pass the numbers of a block of queries to the consumers through shared memory."""
     slot = count % SLOTS
@@ -269,9 +258,6 @@ def produce(
         _announce(task, index, count, pipeline)
         head_k = task.head // OPTIONS.GROUP
         steps = high - low
-        first_key = 0
-        if problem.bias is not None:
-            first_key = _unseen(task, schedule, OPTIONS)
         for step in range(steps + 1):
             # keys are copied one tile ahead of values
             if step < steps:
@@ -281,7 +267,7 @@ def produce(
                     k_desc, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES
                 )
                 if problem.bias is not None:
-                    key = first_key + (high - 1 - step) * BLOCK_N
+                    key = (high - 1 - step) * BLOCK_N
                     copy_bias(task, key, turn, problem, schedule, OPTIONS, TILE)
                 turn += 1
             if step == 0:
