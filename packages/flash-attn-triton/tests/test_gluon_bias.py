@@ -164,7 +164,8 @@ def test_backward(tile, shape, features, size, dtype, gradients):
 
 def test_backward_of_packed_tensors(gradients):
     gradients("columns", reverse=False)
-    case = make_packed(PACKED, torch.float16, "cpu", ("window_right",)).with_options(max_seqlen_k=96)
+    case = make_packed(PACKED, torch.float16, "cpu", ("window_right",))
+    case = case.with_options(max_seqlen_k=96)
     check(with_bias(case, 3, 1, 70, 96, dtype=torch.float16))
 
 
