@@ -1,7 +1,11 @@
 """RMSNorm: rows divided by their root mean square, times a weight for each column.
 
-Run it on the simulator: ``python examples/run.py rms_norm``.
+Run it on the simulator: ``python examples/rms_norm.py``.
 """
+
+from nki_paged_attn.sim import install
+
+install()
 
 import nki
 import nki.isa as nisa
@@ -47,3 +51,9 @@ def rms_norm_kernel(x, weight, epsilon):
         )
         nisa.dma_copy(dst=out[start : start + count, :], src=result)
     return out
+
+
+if __name__ == "__main__":
+    from run import main
+
+    main("rms_norm")

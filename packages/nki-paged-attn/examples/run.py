@@ -29,10 +29,10 @@ def example(name: str, rng: np.random.Generator):
     return module.rms_norm_kernel, (x, weight, 1e-6), x / norm * weight
 
 
-def main() -> None:
+def main(default: str = "tiled_matmul") -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ("tiled_matmul", "softmax", "rms_norm")
-    parser.add_argument("name", nargs="?", default="tiled_matmul", choices=names)
+    parser.add_argument("name", nargs="?", default=default, choices=names)
     parser.add_argument("--target", default="trn2")
     parser.add_argument("--html", help="where to write the timeline")
     arguments = parser.parse_args()

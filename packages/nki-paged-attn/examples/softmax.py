@@ -1,7 +1,11 @@
 """The softmax of each row, in one pass over a tile of 128 rows.
 
-Run it on the simulator: ``python examples/run.py softmax``.
+Run it on the simulator: ``python examples/softmax.py``.
 """
+
+from nki_paged_attn.sim import install
+
+install()
 
 import nki
 import nki.isa as nisa
@@ -38,3 +42,9 @@ def softmax_kernel(x):
         nisa.tensor_scalar(dst=result, data=powers, op0=nl.multiply, operand0=inverse)
         nisa.dma_copy(dst=out[start : start + count, :], src=result)
     return out
+
+
+if __name__ == "__main__":
+    from run import main
+
+    main("softmax")

@@ -1,7 +1,11 @@
 """A product of matrices larger than a tile: a walk over tiles, sums kept in PSUM.
 
-Run it on the simulator: ``python examples/run.py tiled_matmul``.
+Run it on the simulator: ``python examples/tiled_matmul.py``.
 """
+
+from nki_paged_attn.sim import install
+
+install()
 
 import nki
 import nki.isa as nisa
@@ -30,3 +34,9 @@ def tiled_matmul_kernel(a, b):
             nisa.tensor_copy(dst=result, src=total)
             nisa.dma_copy(dst=out[i : i + 128, j : j + size], src=result)
     return out
+
+
+if __name__ == "__main__":
+    from run import main
+
+    main("tiled_matmul")

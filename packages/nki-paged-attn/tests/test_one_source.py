@@ -31,7 +31,9 @@ def test_12_kernels_import_nki_and_each_other_alone(path):
         if isinstance(node, ast.Import):
             assert {alias.name for alias in node.names} <= {"nki", "nki.isa", "nki.language"}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 1
+            # an example that is run as a file asks for the simulator, and for what checks it
+            beside = {"nki_paged_attn.sim", "run"} if path.parent == EXAMPLES else set()
+            assert node.level == 1 or node.module in beside
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import nki_paged_attn
 import pytest
 from nki_paged_attn import sim
-from nki_paged_attn.__main__ import main
+from nki_paged_attn.__main__ import _parser, main
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -67,6 +69,7 @@ def test_cost_and_plan(capsys, tmp_path):
         ("plan --queries -1 --contexts 5", "query_lens must be at least 0, got -1"),
         ("plan --queries 1 --contexts -5", "query_lens must be at least 0"),
         ("plan --queries 1 --contexts 20000000", "a sequence may have at most 16777216 keys"),
+        ("run missing.py", "file must be a Python file, got 'missing.py'"),
         ("check --backend gpu", "backend must be one of auto, nki, nki-sim, sim, got 'gpu'"),
     ],
 )
@@ -109,22 +112,72 @@ def test_the_command_line_is_a_module():
     assert "invalid choice" in done.stderr
 
 
-@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+def test_every_option_has_help():
+    for command in _commands().values():
+        for action in command._actions:
+            assert action.help, action.dest
+
+
+def _commands():
+    (commands,) = (a for a in _parser()._actions if a.dest == "command")
+    return commands.choices
+
+
+SCRIPT = """
+import sys
+import nki
+import nki.isa as nisa
+import nki.language as nl
+import numpy as np
+
+@nki.jit
+def double(x):
+    out = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.shared_hbm)
+    tile = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=tile, src=x)
+    nisa.tensor_scalar(dst=tile, data=tile, op0=nl.multiply, operand0=2.0)
+    nisa.dma_copy(dst=out, src=tile)
+    print(nisa.get_nc_version().name)
+    return out
+
+if __name__ == "__main__":
+    print(nki.simulate(double)(np.ones((2, 2), np.float32)).sum(), sys.argv[1:])
+"""
+
+
+def test_a_file_runs_with_the_simulator_as_its_nki(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    command = [sys.executable, "-m", "nki_paged_attn", "run", "--target", "trn3", str(path), "--x"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "gen4\n8.0 ['--x']\n", done.stderr
+
+
+def test_a_file_is_not_run_on_the_simulator_where_nki_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nki", types.ModuleType("nki"))
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    assert main(["run", str(path)]) == 2
+    assert "nki is installed: run the file with it" in capsys.readouterr().err
+    assert not sim.install()
+
+
 @pytest.mark.parametrize("name", ["tiled_matmul", "softmax", "rms_norm"])
-def test_examples(name, target, tmp_path):
-    page = tmp_path / "timeline.html"
-    command = [
-        sys.executable,
-        str(EXAMPLES / "run.py"),
-        name,
-        "--html",
-        str(page),
-        "--target",
-        target,
-    ]
+def test_examples_run_as_files(name):
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    error = float(done.stdout.partition("largest error ")[2].split()[0])
-    assert error < 1e-4
-    assert "bound by" in done.stdout
+    assert f"{name}: largest error" in done.stdout
+
+
+@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+@pytest.mark.parametrize("name", ["tiled_matmul", "softmax", "rms_norm"])
+def test_examples(name, target, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "timeline.html"
+    program = runpy.run_path(str(EXAMPLES / "run.py"))
+    monkeypatch.setattr(sys, "argv", ["run", name, "--html", str(page), "--target", target])
+    program["main"]()
+    printed = capsys.readouterr().out
+    assert float(printed.partition("largest error ")[2].split()[0]) < 1e-4
+    assert "bound by" in printed
     assert page.read_text().startswith("<!doctype html>")

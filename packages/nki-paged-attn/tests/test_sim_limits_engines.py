@@ -5,6 +5,7 @@ Each case cites the documentation page on which the limit rests; the error carri
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from ._limits import Limits, range_select
@@ -103,6 +104,58 @@ def a_string_for_a_bias():
 @limit("nki.isa.nc_matmul", "nisa.nc_matmul: accumulate must be True, False or None, got 'add'")
 def a_string_for_an_accumulation():
     nisa.nc_matmul(psum((8, 8)), zeros((8, 8)), zeros((8, 8)), accumulate="add")
+
+
+@limit("nki.isa.nc_matmul", "nisa.nc_matmul: accumulate must be True, False or None, got 0")
+def a_number_for_an_accumulation():
+    nisa.nc_matmul(psum((8, 8)), zeros((8, 8)), zeros((8, 8)), accumulate=0)
+
+
+@limit(
+    "nki.isa.nc_matmul",
+    f"nisa.nc_matmul: accumulate must be True, False or None, got {np.False_!r}",
+)
+def a_boolean_of_numpy_for_an_accumulation():
+    nisa.nc_matmul(psum((8, 8)), zeros((8, 8)), zeros((8, 8)), accumulate=np.False_)
+
+
+# arguments that a call does not have
+
+
+@limit(
+    "nki/migration",
+    "nisa.tensor_copy: dtype is of neuronxcc.nki; the dtype of dst decides, got 'float32'",
+)
+def a_dtype_of_a_copy():
+    nisa.tensor_copy(sbuf((8, 8)), zeros((8, 8)), dtype=nl.float32)
+
+
+@limit("nki/migration", "nisa.memset: mask is of neuronxcc.nki; slice the operands, got None")
+def a_mask():
+    nisa.memset(sbuf((8, 8)), 0.0, mask=None)
+
+
+@limit("nki.isa.memset", "nisa.memset: colour must be one of engine, name, got 1")
+def an_argument_that_nobody_knows():
+    nisa.memset(sbuf((8, 8)), 0.0, colour=1)
+
+
+@limit(
+    "nki.isa.memset",
+    "nisa.memset: dst must be one of engine, name, got sbuf: float32 (8, 8) in sbuf",
+)
+def an_argument_given_twice():
+    nisa.memset(sbuf((8, 8)), 0.0, dst=sbuf((8, 8)))
+
+
+@limit("nki.isa.reciprocal", "nisa.reciprocal: arguments may be 3 at most, got 4")
+def arguments_beyond_the_last():
+    nisa.reciprocal(sbuf((8, 8)), zeros((8, 8)), "name", 1)
+
+
+@limit("nki.isa.tensor_copy", "nisa.tensor_copy: src must be given, got nothing")
+def a_copy_that_returns_a_tile():
+    nisa.tensor_copy(zeros((8, 8)))
 
 
 @limit("nki.language.ndarray", "nl.ndarray: shape must be a tuple, got 8")

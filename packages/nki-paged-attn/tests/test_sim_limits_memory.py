@@ -252,12 +252,23 @@ def both_offsets_at_once():
 
 
 @limit(
-    "nki.isa.dma_copy, indirect",
-    "ap: shared_hbm must not be indirect already, got shared_hbm: float32 (4, 4) in shared_hbm",
+    "nki/deep-dives/nki-aps",
+    "ap: shared_hbm must not be indirect already, because a pattern is over the storage itself, "
+    "got an indirect view",
 )
 def an_indirect_view_made_indirect_again():
     i = zeros((4, 1), "int32")
     hbm((8, 4)).vector_select(0, i).ap([[4, 4], [1, 4]], vector_offset=i)
+
+
+@limit(
+    "nki/deep-dives/nki-aps",
+    "ap: shared_hbm must not be indirect already, because a pattern is over the storage itself, "
+    "got an indirect view",
+)
+def an_indirect_view_made_direct_again():
+    i = zeros((4, 1), "int32")
+    hbm((8, 4)).vector_select(0, i).ap([[4, 4], [1, 4]])
 
 
 @limit("nki.isa.dma_copy, indirect", "ap: the offset must be int32 or uint32, got float32")

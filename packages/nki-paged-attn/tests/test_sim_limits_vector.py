@@ -181,11 +181,9 @@ def a_selection_by_32_bits():
     nisa.select_reduce(sbuf((8, 8)), zeros((8, 8), "uint32"), zeros((8, 8)), 0.0)
 
 
-@limit(
-    "nki.isa.select_reduce", "nisa.select_reduce: on_true must not be int32 or uint32, got int32"
-)
+@limit("nki.isa.select_reduce", "nisa.select_reduce: on_true must be of floats, got int16")
 def a_selection_of_integers():
-    x = zeros((8, 8), "int32")
+    x = zeros((8, 8), "int16")
     nisa.select_reduce(sbuf((8, 8)), zeros((8, 8), "uint8"), x, 0.0)
 
 

@@ -1,10 +1,13 @@
-"""``python -m nki_paged_attn [check | cost | plan]``: see ``--help`` of each."""
+"""``python -m nki_paged_attn [check | cost | plan | run]``: see ``--help`` of each."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import runpy
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +18,7 @@ from ._arrays import FLOATS, FP8
 from ._backend import choose_backend, default_target, find_programs
 from .estimate import sequential_table, trace_plan
 from .plan import DECODE
-from .sim import cost, find_target, write_timeline
+from .sim import cost, find_target, install, write_timeline
 
 # distance of 1 to the next number
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -91,23 +94,72 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nki_paged_attn", description=__doc__)
     commands = parser.add_subparsers(dest="command")
     found = commands.add_parser("check", help="compare the kernel with the reference")
-    found.add_argument("--backend", default="auto")
+    found.add_argument("--backend", default="auto", help="auto, nki, nki-sim or sim (auto)")
+    found = commands.add_parser("run", help="run a file whose `import nki` is the simulator")
+    found.add_argument("file", help="a Python file, with kernels and what calls them")
+    found.add_argument("--target", help="trn1, trn2 or trn3 (trn2)")
+    found.add_argument("arguments", nargs=argparse.REMAINDER, help="what the file is given")
     for name, text in (("cost", "estimate engine and DMA time"), ("plan", "show a plan")):
         found = commands.add_parser(name, help=f"{text} of a batch, without data")
-        found.add_argument("--queries", type=_numbers, default=[512, 1, 1], metavar="512,8x1")
-        found.add_argument("--contexts", type=_numbers, default=[0, 4096, 4096])
-        found.add_argument("--heads", type=int, default=8)
-        found.add_argument("--kv-heads", type=int, default=1)
-        found.add_argument("--head-dim", type=int, default=128)
-        found.add_argument("--block-size", type=int, default=32)
-        found.add_argument("--window", type=int)
+        _add_batch(found)
         if name == "cost":
-            found.add_argument("--dtype", default="bfloat16", choices=FLOATS)
-            found.add_argument("--cache-dtype", choices=(*FLOATS, *FP8))
-            found.add_argument("--target", default=default_target())
-            found.add_argument("--programs", type=int, default=1, choices=(1, 2))
-            found.add_argument("--html", help="where to write a timeline")
+            _add_cost(found)
     return parser
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    def number(name: str, default: int | None, text: str) -> None:
+        parser.add_argument(name, type=int, default=default, metavar="N", help=text)
+
+    parser.add_argument(
+        "--queries",
+        type=_numbers,
+        default=[512, 1, 1],
+        metavar="512,8x1",
+        help="new tokens of each sequence; 8x1 is eight times 1 (512,2x1)",
+    )
+    parser.add_argument(
+        "--contexts",
+        type=_numbers,
+        default=[0, 4096, 4096],
+        metavar="0,8x4096",
+        help="cached tokens of each sequence (0,2x4096)",
+    )
+    number("--heads", 8, "query heads (8)")
+    number("--kv-heads", 1, "heads of the cache (1)")
+    number("--head-dim", 128, "dimension of a head, 128 at most (128)")
+    number("--block-size", 32, "tokens of a block of the cache (32)")
+    number("--window", None, "keys that a token sees at most (all)")
+
+
+def _add_cost(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=FLOATS, help="of the queries (bfloat16)"
+    )
+    parser.add_argument(
+        "--cache-dtype", choices=(*FLOATS, *FP8), help="of the cache (that of the queries)"
+    )
+    target = default_target()
+    parser.add_argument("--target", default=target, help=f"trn1, trn2 or trn3 ({target})")
+    parser.add_argument(
+        "--programs", type=int, default=1, choices=(1, 2), help="cores of the logical core (1)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="where to write a timeline as a page")
+
+
+def _run_file(arguments: argparse.Namespace) -> int:
+    """Run a file as a program, with the simulator as its nki."""
+    path = Path(arguments.file)
+    if not path.is_file():
+        raise OSError(f"file must be a Python file, got {arguments.file!r}")
+    if not install():
+        raise ImportError(f"nki is installed: run the file with it, python {arguments.file}")
+    if arguments.target is not None:
+        os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"] = find_target(arguments.target).name
+    sys.argv = [arguments.file, *arguments.arguments]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(arguments.file, run_name="__main__")
+    return 0
 
 
 def _run_batch(arguments: argparse.Namespace) -> int:
@@ -155,6 +207,8 @@ def main(arguments: list[str]) -> int:
     """Run the command line; 0 if every check passed, 1 if one did not, 2 if it cannot run."""
     try:
         found = _parser().parse_args(arguments)
+        if found.command == "run":
+            return _run_file(found)
         if found.command in ("cost", "plan"):
             return _run_batch(found)
         backend = choose_backend(getattr(found, "backend", "auto"))

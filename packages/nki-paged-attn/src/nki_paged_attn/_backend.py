@@ -10,7 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .sim import Loader, find_target, simulate
+from .sim import Loader, simulate
+from .sim.targets import default_target
 
 VARIABLE = "NKI_PAGED_ATTN_BACKEND"
 BACKENDS = ("auto", "nki", "nki-sim", "sim")
@@ -23,9 +24,10 @@ INSTALL = (
 
 
 def has_module(name: str) -> bool:
-    """Say whether a module can be imported, without importing it."""
+    """Say whether a module can be imported, without importing it; the simulator is no nki."""
     if name in sys.modules:
-        return sys.modules[name] is not None
+        found = sys.modules[name]
+        return found is not None and not getattr(found, "is_simulator", False)
     return importlib.util.find_spec(name) is not None
 
 
@@ -63,11 +65,6 @@ def find_programs() -> int:
     if programs not in ("1", "2"):
         raise ValueError(f"NEURON_LOGICAL_NC_CONFIG must be 1 or 2, got {programs!r}")
     return int(programs)
-
-
-def default_target() -> str:
-    """Return the generation to simulate: ``NEURON_PLATFORM_TARGET_OVERRIDE``, or ``trn2``."""
-    return find_target(os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")).name
 
 
 @lru_cache(maxsize=1)

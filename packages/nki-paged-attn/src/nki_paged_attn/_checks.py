@@ -12,6 +12,7 @@ MAX_HEAD_DIM = 128
 MAX_BLOCK_SIZE = 256
 MAX_GROUP = 128
 PARTITIONS = 128
+MAX_WINDOW = 2**31
 
 FP32_MAX = float(np.finfo(np.float32).max)
 LEAST_SCALE, LARGEST_SCALE = 2.0**-40, 2.0**40
@@ -176,7 +177,8 @@ def check_window(window: Any) -> int | None:
         raise TypeError(f"window must be an integer or None, got {type(window).__name__}")
     if window < 1:
         raise ValueError(f"window must be at least 1, a token's own key, got {window}")
-    return int(window)
+    # as far as any sequence reaches; sums with it stay in 64 bits
+    return min(int(window), MAX_WINDOW)
 
 
 def check_scales(name: str, x: Any, kv_heads: int) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from .plan import MAX_TOKENS, PARTITIONS, Plan
 
 # factors below this are multiplied into the queries, because masked scores are finite numbers, too
 SMALLEST_FACTOR = 2.0**-40
+# of a factor to the softcap, as fp32 holds it
+LARGEST_RATIO = 2.0**127
 # of the largest fp32 number: above what a masked score is, below every other
 NO_MAXIMUM = 8e37
 
@@ -43,7 +46,12 @@ def kernel_arguments(
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     q, scale, softcap = _fold_scale(q, options)
-    factors = tuple(scale * s for s in options.k_scales), (scale,) * kv_heads
+    # a ratio beyond fp32 would make NaN of a score of 0; tanh of it is 1 long before
+    largest = softcap * LARGEST_RATIO if softcap else math.inf
+    factors = (
+        tuple(min(scale * s, largest) for s in options.k_scales),
+        (min(scale, largest),) * kv_heads,
+    )
     smallest = softcap if softcap else min(min(f) for f in factors)
     sinks = np.zeros(heads, np.float32) if options.sinks is None else options.sinks
     no_maximum = NO_MAXIMUM * min(1.0, smallest)

@@ -7,7 +7,7 @@ and a log from which ``cost`` estimates engine and DMA time.
 from .cost import Cost, cost, schedule
 from .errors import NkiValidationError, NotModelledError, UnwrittenError
 from .lint import lint
-from .simulator import ArraySpec, Kernel, Loader, Simulation, jit, load, simulate
+from .simulator import ArraySpec, Kernel, Loader, Simulation, install, jit, load, simulate
 from .targets import TARGETS, Target, find_target
 from .tensor import NkiTensor
 from .timeline import timeline_html, write_timeline
@@ -29,6 +29,7 @@ __all__ = [
     "UnwrittenError",
     "cost",
     "find_target",
+    "install",
     "jit",
     "lint",
     "load",

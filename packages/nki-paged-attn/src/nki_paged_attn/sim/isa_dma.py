@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from .access import check_enum, check_pattern, check_tensor, mark, note_read
+from .calls import named
 from .dtypes import NUMPY, Array, convert
 from .enums import dge_mode as DgeMode
 from .enums import engine as Engine
@@ -21,6 +22,7 @@ TRANSPOSE = "nki.isa.dma_transpose"
 AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 1, 2, 0)}
 
 
+@named("nisa")
 def dma_copy(
     dst: NkiTensor,
     src: NkiTensor,
@@ -223,6 +225,7 @@ def _copy_rows(
             flat[starts[:, None] + inner] = value.view(bits)
 
 
+@named("nisa")
 def dma_transpose(
     dst: NkiTensor,
     src: NkiTensor,

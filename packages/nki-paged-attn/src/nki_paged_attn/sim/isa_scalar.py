@@ -16,6 +16,7 @@ from .access import (
     scalar_or_vector,
     write,
 )
+from .calls import named
 from .dtypes import to_fp32
 from .enums import reduce_cmd as Command
 from .errors import require
@@ -27,6 +28,7 @@ from .trace import Instruction
 PAGE = "nki.isa.activation"
 
 
+@named("nisa")
 def activation(
     dst: NkiTensor,
     op: Any,
@@ -42,6 +44,7 @@ def activation(
     _activate("nisa.activation", dst, op, data, bias, scale, reduce_op, reduce_res, reduce_cmd)
 
 
+@named("nisa")
 def activation_reduce(
     dst: NkiTensor,
     op: Any,

@@ -16,7 +16,8 @@ from .access import (
     scalar_or_vector,
     write,
 )
-from .dtypes import NUMPY, Array, convert, from_fp32
+from .calls import named
+from .dtypes import FLOATS, NUMPY, Array, convert, from_fp32
 from .enums import reduce_cmd as Command
 from .errors import require
 from .isa_vector import accumulate, both_in_psum, check_reduction, log
@@ -28,6 +29,7 @@ FP32_MIN = -3.4028234663852886e38
 COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
 
 
+@named("nisa")
 def range_select(
     dst: NkiTensor,
     on_true_tile: NkiTensor,
@@ -122,6 +124,7 @@ def range_select(
     )
 
 
+@named("nisa")
 def select_reduce(
     dst: NkiTensor,
     predicate: NkiTensor,
@@ -140,14 +143,7 @@ def select_reduce(
     check_same_size(call, "dst", dst, on_true)
     check_same_size(call, "predicate", predicate, on_true)
     both_in_psum(call, on_true, predicate, "on_true and predicate")
-    require(
-        on_true.dtype not in ("int32", "uint32"),
-        call,
-        "on_true",
-        "must not be int32 or uint32",
-        on_true.dtype,
-        page,
-    )
+    require(on_true.dtype in FLOATS, call, "on_true", "must be of floats", on_true.dtype, page)
     require(
         predicate.dtype in ("int8", "uint8", "int16", "uint16"),
         call,
@@ -197,6 +193,7 @@ def select_reduce(
     )
 
 
+@named("nisa")
 def tensor_copy_predicated(
     dst: NkiTensor,
     src: Any,
@@ -273,6 +270,7 @@ def _affine(call: str, dst: NkiTensor, pattern: Any, offset: int, channel_multip
     return result
 
 
+@named("nisa")
 def iota(
     dst: NkiTensor,
     pattern: Any,
@@ -288,6 +286,7 @@ def iota(
     log("iota", "gpsimd", dst, (), dst.free_size)
 
 
+@named("nisa")
 def affine_select(
     dst: NkiTensor,
     pattern: Any,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .access import check_enum, check_tile, mark, read, read_raw, write
+from .calls import named
 from .dtypes import NUMPY, from_fp32
 from .enums import engine as Engine
 from .enums import matmul_perf_mode
@@ -20,6 +21,7 @@ MATMUL = "nki.isa.nc_matmul"
 TRANSPOSE = "nki.isa.nc_transpose"
 
 
+@named("nisa")
 def nc_matmul(
     dst: NkiTensor,
     stationary: NkiTensor,
@@ -37,7 +39,7 @@ def nc_matmul(
     call = "nisa.nc_matmul"
     check_enum(call, "perf_mode", perf_mode, matmul_perf_mode)
     require(
-        accumulate in (None, True, False),
+        accumulate is None or isinstance(accumulate, bool),
         call,
         "accumulate",
         "must be True, False or None",
@@ -218,6 +220,7 @@ def _accumulation(call: str, dst: NkiTensor, accumulate: bool | None) -> Any:
     return False
 
 
+@named("nisa")
 def nc_transpose(
     dst: NkiTensor, data: NkiTensor, engine: Engine = Engine.unknown, name: str | None = None
 ) -> None:

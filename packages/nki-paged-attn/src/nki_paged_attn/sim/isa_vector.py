@@ -17,6 +17,7 @@ from .access import (
     scalar_or_vector,
     write,
 )
+from .calls import named
 from .dtypes import INTEGERS, NUMPY, Array, convert
 from .enums import engine as Engine
 from .enums import reduce_cmd as Command
@@ -90,6 +91,7 @@ def both_in_psum(call: str, first: NkiTensor, second: NkiTensor, what: str) -> N
     )
 
 
+@named("nisa")
 def tensor_copy(
     dst: NkiTensor, src: NkiTensor, engine: Engine = Engine.unknown, name: str | None = None
 ) -> None:
@@ -114,6 +116,7 @@ def tensor_copy(
     log("tensor_copy", chosen, dst, (src,), src.free_size)
 
 
+@named("nisa")
 def memset(
     dst: NkiTensor, value: float, engine: Engine = Engine.unknown, name: str | None = None
 ) -> None:
@@ -151,6 +154,7 @@ def memset(
     log("memset", chosen, dst, (), dst.free_size, cheap)
 
 
+@named("nisa")
 def tensor_tensor(
     dst: NkiTensor,
     data1: NkiTensor,
@@ -208,6 +212,7 @@ def _apply(call: str, operand: str, op: Any, x: Array, y: Any, reverse: bool) ->
     return result.astype(np.float32, copy=False)
 
 
+@named("nisa")
 def tensor_scalar(
     dst: NkiTensor,
     data: NkiTensor,
@@ -265,6 +270,7 @@ def tensor_scalar(
     log("tensor_scalar", chosen, dst, (data, *read0, *read1), data.free_size)
 
 
+@named("nisa")
 def scalar_tensor_tensor(
     dst: NkiTensor,
     data: NkiTensor,
@@ -303,6 +309,7 @@ def scalar_tensor_tensor(
     )
 
 
+@named("nisa")
 def tensor_reduce(
     dst: NkiTensor,
     op: Any,
@@ -365,6 +372,7 @@ def tensor_reduce(
     log("tensor_reduce", "vector", dst, (data,), data.free_size, "cheap" if narrow else "")
 
 
+@named("nisa")
 def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None:
     """``1 / data`` on VectorE."""
     call = "nisa.reciprocal"
@@ -379,6 +387,7 @@ def reciprocal(dst: NkiTensor, data: NkiTensor, name: str | None = None) -> None
     log("reciprocal", "vector", dst, (data,), data.free_size)
 
 
+@named("nisa")
 def tensor_scalar_reduce(
     dst: NkiTensor,
     data: NkiTensor,
@@ -421,6 +430,7 @@ def tensor_scalar_reduce(
     log("tensor_scalar_reduce", "vector", dst, (data, *also), data.free_size, also=reduce_res)
 
 
+@named("nisa")
 def exponential(
     dst: NkiTensor,
     src: NkiTensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .calls import named
 from .dtypes import name_of
 from .errors import NotModelledError, require
 from .machine import machine
@@ -38,6 +39,7 @@ sequential_range = range
 static_range = range
 
 
+@named("nl")
 def ndarray(
     shape: Any, dtype: Any, buffer: str = sbuf, name: str = "", address: Any = None
 ) -> NkiTensor:
@@ -104,12 +106,14 @@ class _TileSize:
 tile_size = _TileSize()
 
 
+@named("nl")
 def program_id(axis: int = 0) -> int:
     """Return which program of the logical core this is."""
     require(axis == 0, "nl.program_id", "axis", "must be 0", axis, "nki/get-started/about/lnc")
     return machine().program
 
 
+@named("nl")
 def num_programs(axis: int = 0) -> int:
     """Return how many programs the logical core runs."""
     return machine().programs
@@ -120,12 +124,14 @@ def program_ndim() -> int:
     return 1 if machine().programs > 1 else 0
 
 
+@named("nl")
 def fori_loop(lower: int, upper: int, body: Callable[[int], Any]) -> None:
     """Call ``body`` for each number from ``lower`` up to, not including, ``upper``."""
     for i in range(lower, upper):
         body(i)
 
 
+@named("nl")
 def device_print(text: str, x: NkiTensor) -> None:
     """Print a tensor from within a kernel."""
     print(text, x.array())  # noqa: T201

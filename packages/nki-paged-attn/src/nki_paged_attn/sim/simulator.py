@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib.util
 import inspect
+import itertools
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +18,12 @@ import numpy as np
 
 from .._arrays import is_tensor, like, to_array
 from . import isa, language
+from .access import LNC
 from .dtypes import NUMPY
 from .errors import require
 from .machine import Machine
 from .marks import UNWRITTEN
-from .targets import Target, find_target
+from .targets import Target, default_target, find_target
 from .tensor import NkiTensor
 from .trace import Trace
 
@@ -35,10 +39,13 @@ class ArraySpec:
 class Kernel:
     """What ``nki.jit`` makes of a function; ``kernel[2]`` runs on a logical core of two."""
 
-    def __init__(self, function: Callable[..., Any], programs: int = 1) -> None:
+    def __init__(
+        self, function: Callable[..., Any], programs: int = 1, target: str | None = None
+    ) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.programs = programs
+        self.target = target
 
     def __getitem__(self, programs: int) -> Kernel:
         require(
@@ -47,17 +54,21 @@ class Kernel:
             "the grid",
             "must be 1 or 2 programs",
             programs,
-            "nki/get-started/about/lnc",
+            LNC,
         )
-        return Kernel(self.function, programs)
+        return Kernel(self.function, programs, self.target)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return simulate(self)(*arguments, **options)
 
 
-def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """Mark a kernel, as ``nki.jit`` does."""
-    return jit if function is None else Kernel(function)
+def jit(
+    function: Callable[..., Any] | None = None, platform_target: str | None = None, **_: Any
+) -> Any:
+    """Mark a kernel, as ``nki.jit`` does; other options than the target are for a compiler."""
+    if function is None:
+        return functools.partial(jit, platform_target=platform_target)
+    return Kernel(function, target=platform_target)
 
 
 class Simulation:
@@ -110,6 +121,8 @@ class Simulation:
                 machine.start(program)
                 out = function(*wrapped, **keywords)
                 result = out if program == 0 else result
+        if self.strict:
+            _same_programs(machine.trace)
         for x, tensor in copies:
             if tensor._storage.is_changed:
                 x[...] = tensor.array()
@@ -145,21 +158,42 @@ class Simulation:
         return like(array.copy(), kind)
 
 
+def _same_programs(trace: Trace) -> None:
+    """Check that two programs of a logical core issued the same instructions."""
+    logs = [[i for i in trace.instructions if i.program == p] for p in (0, 1)]
+    if not logs[1]:
+        return
+    for number, (a, b) in enumerate(itertools.zip_longest(*logs)):
+        first, second = (f"{i.op} on {i.engine}" if i else "nothing" for i in (a, b))
+        require(
+            first == second,
+            "kernel[2]",
+            f"instruction {number} of program 1",
+            f"must be that of program 0, {first}",
+            second,
+            LNC,
+        )
+
+
 def simulate(
-    kernel: Any, target: str | Target = "trn2", *, strict: bool = False, execute: bool = True
+    kernel: Any, target: str | Target | None = None, *, strict: bool = False, execute: bool = True
 ) -> Simulation:
     """Return a callable that runs a kernel on the simulator.
 
     Args:
         kernel: a function that calls ``nki.isa``, or what ``nki.jit`` made of one, ``kernel[2]``
             included. Its modules must see the simulator as ``nki``: see ``load``.
-        target: ``trn1``, ``trn2``, ``trn3`` or ``gen2``, ``gen3``, ``gen4``.
+        target: ``trn1``, ``trn2``, ``trn3`` or ``gen2``, ``gen3``, ``gen4``. Default: what
+            ``nki.jit(platform_target=...)`` names, then ``NEURON_PLATFORM_TARGET_OVERRIDE``, then
+            ``trn2``.
         strict: reading memory that nothing wrote raises, and names the tensor; without it NaN,
-            or 4 among integers, spreads through the results.
+            or 4 among integers, spreads through the results. So do two programs of a logical core
+            that issue different instructions.
         execute: compute; without it a run is checked and logged, and returns shapes.
     """
     wrapped = kernel if isinstance(kernel, Kernel) else Kernel(kernel)
-    return Simulation(wrapped, find_target(target), strict=strict, execute=execute)
+    found = find_target(target or wrapped.target or default_target())
+    return Simulation(wrapped, found, strict=strict, execute=execute)
 
 
 def _namespace() -> types.ModuleType:
@@ -168,10 +202,23 @@ def _namespace() -> types.ModuleType:
     module.language = language  # type: ignore[attr-defined]
     module.jit = jit  # type: ignore[attr-defined]
     module.simulate = simulate  # type: ignore[attr-defined]
+    module.is_simulator = True  # type: ignore[attr-defined]
     return module
 
 
 NKI = _namespace()
+MODULES = {"nki": NKI, "nki.isa": isa, "nki.language": language}
+
+
+def install() -> bool:
+    """Make ``import nki`` mean the simulator in this process, unless nki is installed.
+
+    Returns:
+        whether it does.
+    """
+    if "nki" not in sys.modules and importlib.util.find_spec("nki") is None:
+        sys.modules.update(MODULES)
+    return sys.modules.get("nki") is NKI
 
 
 class Loader:
@@ -206,9 +253,9 @@ class Loader:
         parts = name.split(".")
         if parts[0] != "nki":
             return builtins.__import__(name, globals, locals, fromlist, level)
-        if name not in ("nki", "nki.isa", "nki.language"):
+        if name not in MODULES:
             raise ImportError(f"{name} is not modelled by the simulator")
-        return getattr(NKI, parts[1]) if fromlist and len(parts) > 1 else NKI
+        return MODULES[name] if fromlist else NKI
 
 
 def load(path: str | Path) -> types.ModuleType:

@@ -7,6 +7,7 @@ Figures are those of the documentation pages ``nki/guides/architecture/trainium_
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 KIB = 1024
@@ -128,6 +129,11 @@ TARGETS = {
     "trn3": GEN4,
     "gen4": GEN4,
 }
+
+
+def default_target() -> str:
+    """Return the generation to simulate: ``NEURON_PLATFORM_TARGET_OVERRIDE``, or ``trn2``."""
+    return find_target(os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")).name
 
 
 def find_target(target: str | Target) -> Target:

@@ -11,6 +11,7 @@ from .errors import NotModelledError, require
 from .trace import Region
 from .views import PAGE, DynamicSlice, Indirection, View, row_major
 
+AP_PAGE = "nki/deep-dives/nki-aps"
 MAX_DIMS = 5
 # counts of an access pattern are 16-bit numbers
 MAX_COUNT = 32767
@@ -51,13 +52,24 @@ class NkiTensor(View):
 
         A run-time index is scaled by the stride of ``indirect_dim`` in this tensor's own shape,
         whatever the first stride of the pattern is.
+
+        Args:
+            offset: of the first element, from the start of the storage. Default: this view's own.
         """
         if dtype is not None and name_of(dtype) != self.dtype:
             raise NotModelledError("ap: another dtype; use view first")
         strides = tuple(int(step) for step, _ in pattern)
         shape = tuple(int(count) for _, count in pattern)
-        start = self._offset + (offset or 0)
+        start = self._offset if offset is None else offset
         call, name = "ap", self.name
+        require(
+            not self.is_indirect(),
+            call,
+            name,
+            "must not be indirect already, because a pattern is over the storage itself",
+            "an indirect view",
+            AP_PAGE,
+        )
         require(
             1 <= len(shape) <= MAX_DIMS,
             call,
@@ -102,7 +114,6 @@ class NkiTensor(View):
             "both",
             page,
         )
-        require(not self.is_indirect(), "ap", self.name, "must not be indirect already", self, page)
         index = vector if vector is not None else scalar
         if not isinstance(index, NkiTensor):
             raise NotModelledError("ap: an offset in a register")
