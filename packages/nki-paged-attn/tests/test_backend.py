@@ -53,7 +53,7 @@ def test_15_with_nki_and_a_device_the_device_runs(modules, device):
 
 def test_15_the_old_namespace_alone_raises_with_what_to_install(modules):
     modules("neuronxcc")
-    with pytest.raises(ImportError, match=r"pip install .*nki>=0.3.*pip.repos.neuron.amazonaws"):
+    with pytest.raises(ImportError, match=r"pip install .*nki>=0.5.*pip.repos.neuron.amazonaws"):
         choose_backend()
     assert choose_backend("sim") == "sim"
 
@@ -140,7 +140,23 @@ def test_the_simulator_of_aws_agrees_with_ours():
 @pytest.mark.parametrize("value", ["0", "3", "two"])
 def test_logical_cores_have_one_or_two(monkeypatch, value):
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", value)
-    with pytest.raises(ValueError, match="NEURON_LOGICAL_NC_CONFIG must be 1 or 2"):
+    with pytest.raises(ValueError, match="NEURON_LOGICAL_NC_CONFIG must be 1 or 2 on trn2"):
+        _backend.find_programs()
+
+
+@pytest.mark.parametrize(
+    ("target", "programs"), [("trn1", 1), ("inf2", 1), ("trn2", 2), ("trn3", 2)]
+)
+def test_a_logical_core_has_the_programs_of_its_target(monkeypatch, target, programs):
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
+    assert _backend.find_programs() == programs
+
+
+def test_logical_cores_of_gen2_have_one(monkeypatch):
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn1")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    with pytest.raises(ValueError, match="NEURON_LOGICAL_NC_CONFIG must be 1 on trn1, got '2'"):
         _backend.find_programs()
 
 
@@ -156,5 +172,5 @@ def test_the_target_comes_from_the_environment(monkeypatch):
 
 def test_the_extra_cannot_resolve_to_the_placeholders_of_the_public_index():
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert 'neuron = ["neuronx-cc>=2.27", "nki>=0.3"]' in text
+    assert 'neuron = ["neuronx-cc>=2.27", "nki>=0.5"]' in text
     assert "neuronx" not in text.partition("[project.optional-dependencies]")[0]

@@ -51,6 +51,7 @@ def test_12_kernels_import_nki_and_each_other_alone(path):
         ("with x:\n    pass", "uses with"),
         ("f = lambda x: x", "uses lambda"),
         ("class A:\n    pass", "uses classdef"),
+        ("x = y.pop(0)", "pops by an index"),
         ("x = sum(i for i in y)", "uses generatorexp"),
         ("def f():\n    yield 1", "uses yield"),
     ],
@@ -61,7 +62,8 @@ def test_the_lint_finds(text, what):
 
 
 @pytest.mark.parametrize(
-    "text", ["nisa.activation(dst=x, op=nl.exp, data=y)", "for i in range(4):\n    f(i)"]
+    "text",
+    ["x = y.pop()", "nisa.activation(dst=x, op=nl.exp, data=y)", "for i in range(4):\n    f(i)"],
 )
 def test_the_lint_lets_pass(text):
     assert lint(text) == []

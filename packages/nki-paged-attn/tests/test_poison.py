@@ -12,7 +12,7 @@ from ._cases import BF16, F32, make_case, poisoned, unused_slots
 VALUES = [np.nan, np.inf, -np.inf]
 
 
-@pytest.mark.parametrize("target", ["trn1", "trn2", "trn3"])
+@pytest.mark.parametrize("target", ["trn2", "trn3"])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_slots_that_no_context_reaches(value, dtype, target, monkeypatch):
@@ -22,11 +22,9 @@ def test_slots_that_no_context_reaches(value, dtype, target, monkeypatch):
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("target", ["trn1", "trn2"])
 @pytest.mark.parametrize("window", [None, 77])
-def test_tokens_that_a_gather_loads_beside_those_that_are_seen(window, target, monkeypatch):
+def test_tokens_that_a_gather_loads_beside_those_that_are_seen(window):
     """Partitions of several tokens, inside of which a context ends or a window begins."""
-    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
     case = make_case([66, 1, 40], [301, 1503, 1001], head_dim=8, window=window)
     slots = unused_slots(case)
     for row, context in zip(case.block_table, case.context_lens, strict=True):
@@ -36,11 +34,9 @@ def test_tokens_that_a_gather_loads_beside_those_that_are_seen(window, target, m
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("target", ["trn1", "trn2"])
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("window", [1, 5, 40])
-def test_keys_before_the_first_window(value, window, target, monkeypatch):
-    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
+def test_keys_before_the_first_window(value, window):
     case = make_case([70, 1, 5], [100, 33, 50], window=window)
     slots = unused_slots(case)
     for row, context in zip(case.block_table, case.context_lens, strict=True):

@@ -31,12 +31,12 @@ def sbuf_over_its_capacity():
 
 @limit(
     f"{ARCH}, memory",
-    "nl.ndarray: sbuf must fit: at most 196608 bytes of each partition of SBUF are live at "
-    "once, got 196609",
+    "nl.ndarray: sbuf must fit: at most 180224 bytes of each partition of SBUF are live at "
+    "once, got 180225",
     "trn1",
 )
 def sbuf_of_gen2():
-    sbuf((128, 192 * 1024 + 1), "uint8")
+    sbuf((128, 180225), "uint8")
 
 
 @limit(
@@ -50,12 +50,12 @@ def sbuf_of_gen3():
 
 @limit(
     f"{ARCH}, memory",
-    "nl.ndarray: sbuf must fit: at most 262144 bytes of each partition of SBUF are live at "
-    "once, got 262145",
+    "nl.ndarray: sbuf must fit: at most 245752 bytes of each partition of SBUF are live at "
+    "once, got 245753",
     "trn3",
 )
 def sbuf_of_gen4():
-    sbuf((128, 262145), "uint8")
+    sbuf((128, 245753), "uint8")
 
 
 @limit(
@@ -128,6 +128,49 @@ def more_elements_than_a_count_holds():
 )
 def a_tile_of_six_dimensions():
     nisa.memset(sbuf((1, 1, 1, 1, 1, 1)), 0.0)
+
+
+@limit(
+    "nki/deep-dives/nki-aps, hardware capability",
+    "nisa.memset: dst may have at most 3 free dimensions, got 4",
+)
+def four_free_dimensions():
+    nisa.memset(sbuf((1, 2, 2, 2, 2)), 0.0)
+
+
+@limit(
+    "nki.isa.nc_transpose, memory types",
+    "nisa.nc_transpose: dst must lie in a single PSUM bank of 2048 bytes, got bytes 2000 to 2400",
+)
+def a_transpose_across_a_bank():
+    turned = psum((8, 8, 100))
+    nisa.nc_transpose(turned[:, 5, :], zeros((100, 8)), engine=nisa.engine.tensor)
+
+
+@limit(
+    "nki.isa.nc_matmul, memory types",
+    "nisa.nc_matmul: dst must lie in a single PSUM bank of 2048 bytes, got bytes 1024 to 3072",
+)
+def a_product_across_a_bank():
+    nisa.nc_matmul(psum((8, 1024))[:, 256:768], zeros((8, 8)), zeros((8, 512)))
+
+
+@limit(
+    "nki.language.tile_size, psum_min_align",
+    "nisa.nc_transpose: dst must start at a multiple of 4 bytes of PSUM, got 30",
+)
+def a_transpose_to_an_odd_address():
+    turned = psum((8, 2, 15), "bfloat16")
+    nisa.nc_transpose(turned[:, 1, :], zeros((15, 8), "bfloat16"), engine=nisa.engine.tensor)
+
+
+@limit(
+    "nki/deep-dives/nki-dge, mode selection summary",
+    "ap: vector_offset needs trn2 or newer, got trn1",
+    "trn1",
+)
+def a_gather_on_gen2():
+    hbm((8, 4)).vector_select(0, zeros((4, 1), "int32"))
 
 
 # views

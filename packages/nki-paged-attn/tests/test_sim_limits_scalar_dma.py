@@ -211,8 +211,8 @@ def an_indirect_transpose_by_int32():
     "trn1",
 )
 def an_indirect_transpose_on_gen2():
-    i = zeros((16, 1), "uint32")
-    nisa.dma_transpose(sbuf((8, 16), "bfloat16"), hbm((16, 8), "bfloat16").vector_select(0, i))
+    src = hbm((16, 8), "bfloat16").ap([[8, 16], [1, 8]], scalar_offset=zeros((1, 1), "uint32"))
+    nisa.dma_transpose(sbuf((8, 16), "bfloat16"), src)
 
 
 @limit(

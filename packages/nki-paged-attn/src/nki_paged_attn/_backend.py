@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from .sim import Loader, simulate
-from .sim.targets import default_target
+from .sim.targets import default_target, find_target
 
 VARIABLE = "NKI_PAGED_ATTN_BACKEND"
 BACKENDS = ("auto", "nki", "nki-sim", "sim")
 DEVICE = Path("/dev/neuron0")
 INSTALL = (
-    "install AWS's nki (0.3 or newer), which kernels are written for: "
-    'pip install "neuronx-cc==2.*" "nki>=0.3" '
+    "install AWS's nki (0.5 or newer), which kernels are written for: "
+    'pip install "neuronx-cc==2.*" "nki>=0.5" '
     "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 )
 
@@ -60,10 +60,18 @@ def choose_backend(backend: str = "auto") -> str:
 
 
 def find_programs() -> int:
-    """Return the cores of a logical NeuronCore, as ``NEURON_LOGICAL_NC_CONFIG`` has it; else 1."""
-    programs = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "1")
-    if programs not in ("1", "2"):
-        raise ValueError(f"NEURON_LOGICAL_NC_CONFIG must be 1 or 2, got {programs!r}")
+    """Return the cores of a logical NeuronCore: ``NEURON_LOGICAL_NC_CONFIG``, else the target's.
+
+    Neuron's runtime and compiler group two cores on trn2 and newer, unless they are told otherwise
+    (page about-neuron/arch/neuron-features/logical-neuroncore-config).
+    """
+    target = find_target(default_target())
+    programs = os.environ.get("NEURON_LOGICAL_NC_CONFIG", str(target.programs))
+    if programs not in ("1", "2") or int(programs) > target.programs:
+        allowed = " or ".join(map(str, range(1, target.programs + 1)))
+        raise ValueError(
+            f"NEURON_LOGICAL_NC_CONFIG must be {allowed} on {target.name}, got {programs!r}"
+        )
     return int(programs)
 
 

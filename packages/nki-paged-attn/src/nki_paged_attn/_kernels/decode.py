@@ -86,12 +86,13 @@ def score_round(work, inputs, tables, options, kv_head):
     for item in numbers:
         keys, own = gather_section(inputs, tables, options, item[0], kv_head)
         # the next section's keys are turned while these are copied out of PSUM
-        waiting.append([turn_keys(keys, options["dtype"]), at])
+        turned = turn_keys(keys, options["dtype"])
+        for part in waiting:
+            multiply_keys(scores, part, state)
+        waiting = [[turned, at]]
         values.append(own)
         at = at + own.shape[1]
-        if len(waiting) == 2:
-            multiply_keys(scores, waiting.pop(0), state)
-    work["waiting"] = waiting.pop(0)
+    work["waiting"] = waiting[0]
     work["scores"] = scores
     work["values"] = values
     source = options["sections"][numbers[0][0]][0]

@@ -200,15 +200,19 @@ def turn(work, options):
     tokens = work["values"].shape[1]
     reach = probabilities.shape[1] // tokens
     parts = probabilities.reshape_dim(1, (reach, tokens))
-    turned = nl.ndarray((reach, tokens, rows), dtype=options["dtype"], buffer=nl.psum)
+    # each transpose within a bank, and from a multiple of 4 bytes on
+    width = 2
+    while width < rows:
+        width = 2 * width
+    turned = nl.ndarray((reach, tokens, width), dtype=options["dtype"], buffer=nl.psum)
     for t in range(tokens):
-        nisa.nc_transpose(dst=turned[:, t, :], data=parts[:, :, t], engine=nisa.engine.tensor)
+        nisa.nc_transpose(dst=turned[:, t, :rows], data=parts[:, :, t], engine=nisa.engine.tensor)
     weights = nl.ndarray((reach, tokens, rows), dtype=options["dtype"], buffer=nl.sbuf)
     # ScalarE has a little less to do than VectorE
     share = tokens - tokens // 8
-    copy_to(weights[:, :share, :], turned[:, :share, :], True)
+    copy_to(weights[:, :share, :], turned[:, :share, :rows], True)
     if share < tokens:
-        copy_to(weights[:, share:, :], turned[:, share:, :], False)
+        copy_to(weights[:, share:, :], turned[:, share:, :rows], False)
     work["probabilities"] = 0
     work["weights"] = weights
 

@@ -11,7 +11,7 @@ from .dtypes import NUMPY, Array, from_fp32, to_fp32
 from .errors import NkiValidationError, UnwrittenError, require
 from .machine import machine
 from .marks import BY_OTHERS, READ, UNWRITTEN, WROTE
-from .tensor import MAX_COUNT, MAX_DIMS, NkiTensor
+from .tensor import AP_PAGE, MAX_COUNT, MAX_DIMS, MAX_FREE_DIMS, NkiTensor
 from .views import PAGE
 
 ARCH = "nki/guides/architecture"
@@ -60,6 +60,14 @@ def check_tile(
         "nki.isa.dma_copy, indirect addressing",
     )
     check_pattern(operation, operand, tile)
+    require(
+        tile.ndim - 1 <= MAX_FREE_DIMS,
+        operation,
+        operand,
+        f"may have at most {MAX_FREE_DIMS} free dimensions",
+        tile.ndim - 1,
+        f"{AP_PAGE}, hardware capability",
+    )
     start, count = tile.start_partition, tile.shape[0]
     if start:
         step = 128 if count > 64 else 64 if count > 32 else 32
@@ -100,6 +108,30 @@ def check_pattern(operation: str, operand: str, tile: NkiTensor) -> None:
         "must take partitions one after the other, without holes",
         f"every {tile._strides[0] // per if per else 0}",
         PAGE,
+    )
+
+
+def check_bank(operation: str, dst: NkiTensor) -> None:
+    """Check where TensorE writes: one bank of PSUM, from an aligned byte on."""
+    target = machine().target
+    _, start, end = dst.region()
+    page = f"nki.isa.{operation.removeprefix('nisa.')}"
+    align, bank = target.psum_align, target.psum_bank_bytes
+    require(
+        start % align == 0,
+        operation,
+        "dst",
+        f"must start at a multiple of {align} bytes of PSUM",
+        start,
+        "nki.language.tile_size, psum_min_align",
+    )
+    require(
+        start // bank == (end - 1) // bank or target.has_wide_matmul,
+        operation,
+        "dst",
+        f"must lie in a single PSUM bank of {bank} bytes",
+        f"bytes {start} to {end}",
+        f"{page}, memory types",
     )
 
 

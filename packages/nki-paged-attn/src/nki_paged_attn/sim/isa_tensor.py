@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .access import check_enum, check_tile, mark, read, read_raw, write
+from .access import check_bank, check_enum, check_tile, mark, read, read_raw, write
 from .calls import named
 from .dtypes import NUMPY, from_fp32
 from .enums import engine as Engine
@@ -52,6 +52,7 @@ def nc_matmul(
     check_tile(call, "stationary", stationary, psum=False)
     check_tile(call, "moving", moving, psum=False)
     _check_matmul(call, dst, stationary, moving)
+    check_bank(call, dst)
     if tile_position or tile_size:
         _check_tiling(call, stationary, tile_position, tile_size)
     overwrites = _accumulation(call, dst, accumulate)
@@ -269,6 +270,8 @@ def nc_transpose(
         dst.shape,
         f"{TRANSPOSE}, layout",
     )
+    if by_tensor:
+        check_bank(call, dst)
     x = read_raw(call, "data", data)
     if x is not None:
         x = x.reshape(parts, free)

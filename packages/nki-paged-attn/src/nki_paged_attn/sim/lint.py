@@ -35,6 +35,8 @@ def _nodes(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"uses np.{node.attr}"
             case ast.Call(keywords=keywords) if any(k.arg == "mask" for k in keywords):
                 yield node.lineno, "passes mask="
+            case ast.Call(func=ast.Attribute(attr="pop"), args=[ast.Constant(value=int()), *_]):
+                yield node.lineno, "pops by an index, which a front end may ignore"
             case ast.Attribute(attr="arange" | "mgrid" | "par_dim"):
                 yield node.lineno, f"uses {node.attr}"
             case ast.Try() | ast.With() | ast.Lambda() | ast.GeneratorExp() | ast.ClassDef():

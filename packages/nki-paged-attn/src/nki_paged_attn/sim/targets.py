@@ -25,6 +25,8 @@ class Target:
         clocks: GHz of each engine.
         dma_rate: bytes per nanosecond that one of the DMA engines moves in practice.
         hbm_rate: bytes per nanosecond of HBM that one core gets when all cores read.
+        programs: cores of a logical core, unless it is configured.
+        has_wide_matmul: whether a product may write more than one bank of PSUM.
     """
 
     name: str
@@ -46,9 +48,13 @@ class Target:
     has_indirect_transpose: bool
     accumulates_on_memset: bool
     has_dma_priority: bool
+    has_vector_offset: bool
+    has_wide_matmul: bool
+    programs: int
     partitions: int = 128
     psum_banks: int = 8
     psum_bank_bytes: int = 2 * KIB
+    psum_align: int = 4
     stationary_free: int = 128
     dma_engines: int = 16
 
@@ -58,7 +64,8 @@ _MATMUL = frozenset({"float8_e4m3", "float8_e5m2", "bfloat16", "float16", "float
 GEN2 = Target(
     name="trn1",
     generation=2,
-    sbuf_bytes=192 * KIB,
+    # in all of them, what is left to kernels
+    sbuf_bytes=180_224,
     moving_free={"float32": 512},
     clocks={"tensor": 2.8, "vector": 1.12, "scalar": 1.4, "gpsimd": 1.4},
     dma_rate=17.0,
@@ -75,12 +82,14 @@ GEN2 = Target(
     has_indirect_transpose=False,
     accumulates_on_memset=False,
     has_dma_priority=False,
+    has_vector_offset=False,
+    has_wide_matmul=False,
+    programs=1,
 )
 GEN3 = Target(
     name="trn2",
     generation=3,
-    # 224 KiB, less what the runtime keeps
-    sbuf_bytes=224 * KIB - 16 * KIB - 8,
+    sbuf_bytes=212_984,
     moving_free={"float32": 512},
     clocks={"tensor": 2.4, "vector": 0.96, "scalar": 1.2, "gpsimd": 1.2},
     dma_rate=23.0,
@@ -97,11 +106,14 @@ GEN3 = Target(
     has_indirect_transpose=True,
     accumulates_on_memset=False,
     has_dma_priority=False,
+    has_vector_offset=True,
+    has_wide_matmul=False,
+    programs=2,
 )
 GEN4 = Target(
     name="trn3",
     generation=4,
-    sbuf_bytes=256 * KIB,
+    sbuf_bytes=245_752,
     moving_free={"float32": 4096, "bfloat16": 8192},
     clocks={"tensor": 2.4, "vector": 1.2, "scalar": 1.2, "gpsimd": 1.2},
     dma_rate=33.0,
@@ -118,6 +130,9 @@ GEN4 = Target(
     has_indirect_transpose=True,
     accumulates_on_memset=True,
     has_dma_priority=True,
+    has_vector_offset=True,
+    has_wide_matmul=True,
+    programs=2,
 )
 
 TARGETS = {

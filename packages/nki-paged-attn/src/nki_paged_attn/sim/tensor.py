@@ -8,11 +8,14 @@ import numpy as np
 
 from .dtypes import NUMPY, Array, name_of
 from .errors import NotModelledError, require
+from .machine import machine
 from .trace import Region
 from .views import PAGE, DynamicSlice, Indirection, View, row_major
 
 AP_PAGE = "nki/deep-dives/nki-aps"
 MAX_DIMS = 5
+# of what an engine reads or writes, besides the partition
+MAX_FREE_DIMS = 3
 # counts of an access pattern are 16-bit numbers
 MAX_COUNT = 32767
 
@@ -128,6 +131,15 @@ class NkiTensor(View):
         require(index.buffer == "sbuf", "ap", "the offset", "must be in SBUF", index.buffer, page)
         require(0 <= dim < self.ndim, "ap", "indirect_dim", f"must be below {self.ndim}", dim, page)
         if vector is not None:
+            target = machine().target
+            require(
+                target.has_vector_offset,
+                "ap",
+                "vector_offset",
+                "needs trn2 or newer",
+                target.name,
+                "nki/deep-dives/nki-dge, mode selection summary",
+            )
             require(
                 not self._storage.on_chip,
                 "ap",
