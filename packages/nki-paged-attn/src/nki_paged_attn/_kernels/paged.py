@@ -8,7 +8,6 @@ from .common import P, load_table
 from .decode import decode
 from .prefill import prefill
 
-WIDEST = 1024
 DECODE = 1
 
 
@@ -63,7 +62,6 @@ def paged_attention_kernel(
     if has_lse:
         lse_shape = (q.shape[0], 1)
     lse = nl.ndarray(lse_shape, dtype=nl.float32, buffer=nl.shared_hbm)
-    has_range_select = nisa.get_nc_version() >= nisa.nc_version.gen3
     inputs = {
         "q": q,
         "k_new": k_new,
@@ -83,7 +81,6 @@ def paged_attention_kernel(
         "no_maximum": no_maximum,
         "has_sinks": has_sinks,
         "has_lse": has_lse,
-        "has_range_select": has_range_select,
         "dtype": dtype,
     }
     tables = {
@@ -103,10 +100,6 @@ def paged_attention_kernel(
     ones = nl.ndarray((P, P), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=ones, value=1.0, engine=nisa.engine.gpsimd)
     tables["ones"] = ones
-    if long > 0 and not has_range_select:
-        positions = nl.ndarray((P, WIDEST), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.iota(dst=positions, pattern=[[1, WIDEST]])
-        tables["positions"] = positions
 
     # a unit is a sequence of one KV head; the programs of a logical core take them in turn
     count = 0

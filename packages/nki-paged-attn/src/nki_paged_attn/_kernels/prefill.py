@@ -99,40 +99,19 @@ def mask(scores, tables, options, state, section, top):
     low = tables["bounds"][:rows, column : column + 1]
     high = tables["bounds"][:rows, column + 1 : column + 2]
     masked = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-    if options["has_range_select"]:
-        nisa.range_select(
-            dst=masked,
-            on_true_tile=scores,
-            comp_op0=nl.greater_equal,
-            comp_op1=nl.less,
-            bound0=low,
-            bound1=high,
-            reduce_cmd=nisa.reduce_cmd.reset_reduce,
-            reduce_res=top,
-            reduce_op=nl.maximum,
-            range_start=start,
-            on_false_value=FP32_MIN,
-        )
-        return masked
-    positions = tables["positions"][:rows, :width]
-    after = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(
-        dst=after,
-        data=positions,
-        op0=nl.add,
-        operand0=float(start),
-        op1=nl.greater_equal,
-        operand1=low,
+    nisa.range_select(
+        dst=masked,
+        on_true_tile=scores,
+        comp_op0=nl.greater_equal,
+        comp_op1=nl.less,
+        bound0=low,
+        bound1=high,
+        reduce_cmd=nisa.reduce_cmd.reset_reduce,
+        reduce_res=top,
+        reduce_op=nl.maximum,
+        range_start=start,
+        on_false_value=FP32_MIN,
     )
-    end = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=end, data=high, op0=nl.subtract, operand0=float(start))
-    seen = nl.ndarray((rows, width), dtype=nl.uint8, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=seen, data=positions, op0=nl.less, operand0=end, op1=nl.multiply, operand1=after
-    )
-    nisa.memset(dst=masked, value=FP32_MIN, engine=nisa.engine.gpsimd)
-    nisa.tensor_copy_predicated(dst=masked, src=scores, predicate=seen)
-    nisa.tensor_reduce(dst=top, op=nl.maximum, data=masked, axis=1)
     return masked
 
 
