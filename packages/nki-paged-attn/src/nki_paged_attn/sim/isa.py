@@ -6,7 +6,10 @@ from typing import Any
 
 from .enums import dge_mode, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd
 from .errors import NkiValidationError, NotModelledError
+from .isa_copy import memset, tensor_copy
 from .isa_dma import dma_copy, dma_transpose
+from .isa_elementwise import reciprocal, scalar_tensor_tensor, tensor_scalar, tensor_tensor
+from .isa_reduce import exponential, tensor_reduce, tensor_scalar_reduce
 from .isa_scalar import activation, activation_reduce
 from .isa_select import (
     affine_select,
@@ -16,17 +19,6 @@ from .isa_select import (
     tensor_copy_predicated,
 )
 from .isa_tensor import nc_matmul, nc_transpose
-from .isa_vector import (
-    exponential,
-    memset,
-    reciprocal,
-    scalar_tensor_tensor,
-    tensor_copy,
-    tensor_reduce,
-    tensor_scalar,
-    tensor_scalar_reduce,
-    tensor_tensor,
-)
 from .machine import machine
 
 tensor_engine = engine.tensor

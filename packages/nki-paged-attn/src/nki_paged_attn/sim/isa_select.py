@@ -18,11 +18,12 @@ from .access import (
 )
 from .calls import named
 from .dtypes import FLOATS, NUMPY, Array, convert, from_fp32
+from .engines import both_in_psum, log
 from .enums import reduce_cmd as Command
 from .errors import require
-from .isa_vector import accumulate, both_in_psum, check_reduction, log
 from .machine import machine
 from .ops import OPS, need_op
+from .registers import accumulate, check_reduction
 from .tensor import NkiTensor
 
 FP32_MIN = -3.4028234663852886e38
