@@ -19,6 +19,9 @@ from . import (
     test_sim_limits_memory as memory,
 )
 from . import (
+    test_sim_limits_more as more,
+)
+from . import (
     test_sim_limits_programs as programs,
 )
 from . import (
@@ -34,7 +37,7 @@ from ._nki import run
 from .test_sim_scope import NOT_MODELLED
 
 SIM = Path(sim.__file__).parent
-REGISTERS = (engines, memory, programs, scalar_dma, tensor, vector)
+REGISTERS = (engines, memory, more, programs, scalar_dma, tensor, vector)
 
 
 def places(*names):

@@ -194,12 +194,93 @@ def an_empty_slice():
 
 @limit("nki.tensor", "select: dim must not be the partition dimension, got 0")
 def one_partition_without_its_dimension():
-    sbuf((4, 4))[0]
+    sbuf((4, 4)).select(0, 0)
 
 
 @limit("nki.tensor", "select: sbuf needs an index below 4 in dimension 1, got 4")
 def an_index_past_the_end():
+    sbuf((4, 4, 4))[:, 4]
+
+
+@limit(
+    "nki.tensor",
+    "slice: sbuf needs 0 <= start < end <= 4 and step >= 1 in dimension 1, got (4, 5, 1)",
+)
+def an_index_past_the_end_of_what_stays():
     sbuf((4, 4))[:, 4]
+
+
+@limit("nki.tensor", "rearrange: src_pattern must have 2 dimensions, got ('p',)")
+def a_pattern_of_fewer_dimensions():
+    sbuf((4, 4)).rearrange(("p",), ("p",))
+
+
+@limit("nki.tensor", "rearrange: dst_pattern must have the names p, f, got ('p', 'g')")
+def a_pattern_with_another_name():
+    sbuf((4, 4)).rearrange(("p", "f"), ("p", "g"))
+
+
+@limit("nki.tensor", "select: shared_hbm must not be indirect already, got an indirect view")
+def an_indirect_view_selected_from():
+    i = zeros((1, 1), "int32")
+    hbm((4, 4, 4)).select(0, i).select(1, i)
+
+
+@limit("nki.tensor", "nl.ds: the index must be (1, 1), got (4, 1)")
+def a_slice_from_four_indices():
+    hbm((4, 4))[nl.ds(zeros((4, 1), "int32"), 2)]
+
+
+@limit(
+    "nki.isa.dma_copy, indirect",
+    "ap: the offset must be a tile, or for scalar_offset a register, got int",
+)
+def an_offset_that_is_a_number():
+    hbm((4, 4)).ap([[4, 1]], scalar_offset=2)
+
+
+# addresses
+
+
+@limit(
+    "nki.language.ndarray, address",
+    "nl.ndarray: address must be (partition, byte) of a tensor on the chip, got (0, 0)",
+)
+def an_address_of_hbm():
+    nl.ndarray((4, 4), nl.float32, buffer=nl.shared_hbm, address=(0, 0))
+
+
+@limit(
+    "nki.language.ndarray, address", "nl.ndarray: address must leave 8 partitions of 128, got 124"
+)
+def an_address_past_the_last_partition():
+    nl.ndarray((8, 4), nl.float32, address=(124, 0))
+
+
+@limit(
+    "nki.language.ndarray, address", "nl.ndarray: address must leave 16 bytes of 212984, got 212976"
+)
+def an_address_past_the_end():
+    nl.ndarray((8, 4), nl.float32, address=(0, 212976))
+
+
+@limit("nki/migration", "nl.ndarray: address must begin a bank of PSUM, a multiple of 2048, got 64")
+def an_address_within_a_bank():
+    nl.ndarray((8, 4), nl.float32, buffer=nl.psum, address=(0, 64))
+
+
+@limit(
+    "nki.language.ndarray, address",
+    "nisa.tensor_copy: src first must still hold what was written to its address, got what second "
+    "wrote there",
+    of_values=True,
+)
+def a_read_of_what_another_overwrote():
+    first = nl.ndarray((8, 4), nl.float32, address=(0, 0), name="first")
+    second = nl.ndarray((8, 4), nl.float32, address=(0, 8), name="second")
+    nisa.memset(first, 0.0)
+    nisa.memset(second, 0.0)
+    nisa.tensor_copy(sbuf((8, 2)), first[:, 2:])
 
 
 @limit("nki.tensor", "NkiTensor[]: sbuf takes at most 2 indices, got 3")

@@ -9,13 +9,13 @@ import numpy as np
 
 from .dtypes import NUMPY, Array, from_fp32, to_fp32
 from .errors import NkiValidationError, UnwrittenError, require
+from .lnc import LNC
 from .machine import machine
 from .marks import BY_OTHERS, READ, UNWRITTEN, WROTE
 from .tensor import AP_PAGE, MAX_COUNT, MAX_DIMS, MAX_FREE_DIMS, NkiTensor
 from .views import PAGE
 
 ARCH = "nki/guides/architecture"
-LNC = "nki/get-started/about/lnc"
 
 
 def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiTensor:
@@ -168,6 +168,17 @@ def note_read(operation: str, operand: str, x: NkiTensor, places: Array | None =
         places: elements of the storage, if they are not those of the view.
     """
     state, traffic, found = x._storage.state, x._storage.traffic, machine()
+    if x._storage.lost:
+        _, start, end = x.region()
+        lost = [by for a, b, by in x._storage.lost if a < end and start < b]
+        require(
+            not lost,
+            operation,
+            operand,
+            f"{x.name} must still hold what was written to its address",
+            f"what {lost[0]} wrote there" if lost else "",
+            "nki.language.ndarray, address",
+        )
     if state is not None and found.strict:
         marks = state.of(x) if places is None else state.at(x, places)
         missing = (marks == UNWRITTEN).any(axis=-1)
@@ -234,6 +245,8 @@ def mark(
         "nki.simulate",
     )
     storage.is_changed = True
+    if storage.address is not None:
+        machine().overwrite(storage, *x.region()[1:])
     if storage.state is not None:
         storage.state.put(x, places, by, keep=False)
     if storage.traffic is not None:

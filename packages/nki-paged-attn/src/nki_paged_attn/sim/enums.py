@@ -56,3 +56,10 @@ class nc_version(IntEnum):
     gen2 = 2
     gen3 = 3
     gen4 = 4
+
+
+class dma_engine(Enum):
+    """Which DMA moves tiles between the cores of a logical core."""
+
+    dma = 0
+    gpsimd_dma = 1

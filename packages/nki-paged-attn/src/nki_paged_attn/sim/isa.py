@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from .enums import dge_mode, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd
+from .enums import dge_mode, dma_engine, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd
 from .errors import NkiValidationError, NotModelledError
 from .isa_copy import memset, tensor_copy
+from .isa_cores import core_barrier, sendrecv
 from .isa_dma import dma_copy, dma_transpose
 from .isa_elementwise import reciprocal, scalar_tensor_tensor, tensor_scalar, tensor_tensor
 from .isa_reduce import exponential, tensor_reduce, tensor_scalar_reduce
+from .isa_register import register_alloc, register_load, register_move, register_store
 from .isa_scalar import activation, activation_reduce
+from .isa_scan import (
+    bn_aggr,
+    bn_stats,
+    max8,
+    nc_n_gather,
+    nc_stream_shuffle,
+    tensor_partition_reduce,
+    tensor_tensor_scan,
+)
 from .isa_select import (
     affine_select,
     iota,
@@ -20,6 +31,7 @@ from .isa_select import (
 )
 from .isa_tensor import nc_matmul, nc_transpose
 from .machine import machine
+from .virtual import VirtualRegister
 
 tensor_engine = engine.tensor
 vector_engine = engine.vector
@@ -36,14 +48,17 @@ def get_nc_version() -> nc_version:
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    raise NotModelledError(f"nisa.{name} is not modelled")
+    raise NotModelledError(f"nisa.{name} is not modelled [nki.isa.{name}]")
 
 
 __all__ = [
-    "NkiValidationError", "activation", "activation_reduce", "affine_select", "dge_mode",
-    "dma_copy", "dma_transpose", "engine", "exponential", "get_nc_version", "gpsimd_engine",
-    "iota", "matmul_perf_mode", "memset", "nc_matmul", "nc_transpose", "nc_version", "oob_mode",
-    "range_select", "reciprocal", "reduce_cmd", "scalar_engine", "scalar_tensor_tensor",
-    "select_reduce", "tensor_copy", "tensor_copy_predicated", "tensor_engine", "tensor_reduce",
-    "tensor_scalar", "tensor_scalar_reduce", "tensor_tensor", "unknown_engine", "vector_engine",
+    "NkiValidationError", "VirtualRegister", "activation", "activation_reduce", "affine_select",
+    "bn_aggr", "bn_stats", "core_barrier", "dge_mode", "dma_copy", "dma_engine", "dma_transpose",
+    "engine", "exponential", "get_nc_version", "gpsimd_engine", "iota", "matmul_perf_mode",
+    "max8", "memset", "nc_matmul", "nc_n_gather", "nc_stream_shuffle", "nc_transpose",
+    "nc_version", "oob_mode", "range_select", "reciprocal", "reduce_cmd", "register_alloc",
+    "register_load", "register_move", "register_store", "scalar_engine", "scalar_tensor_tensor",
+    "select_reduce", "sendrecv", "tensor_copy", "tensor_copy_predicated", "tensor_engine",
+    "tensor_partition_reduce", "tensor_reduce", "tensor_scalar", "tensor_scalar_reduce",
+    "tensor_tensor", "tensor_tensor_scan", "unknown_engine", "vector_engine",
 ]  # fmt: skip

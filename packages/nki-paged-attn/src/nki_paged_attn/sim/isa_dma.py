@@ -16,6 +16,7 @@ from .errors import NotModelledError, require
 from .machine import machine
 from .tensor import Indirection, NkiTensor
 from .trace import Instruction
+from .virtual import VirtualRegister
 
 COPY = "nki.isa.dma_copy"
 TRANSPOSE = "nki.isa.dma_transpose"
@@ -118,6 +119,8 @@ def _move(call: str, dst: NkiTensor, src: NkiTensor) -> None:
 def offsets(call: str, x: NkiTensor) -> Array:
     """Return the run-time indices of an indirect view, as int64."""
     way = cast(Indirection, x.indirection)
+    if isinstance(way.index, VirtualRegister):
+        return np.array([way.index.read(call)], np.int64)
     note_read(call, "the offset", way.index)
     index = way.index.array()
     if index is None:
@@ -238,7 +241,7 @@ def dma_transpose(
     """Transpose on the way into SBUF; with a vector_offset, gather rows first."""
     call = "nisa.dma_transpose"
     if priority is not None or oob_mode != OobMode.error:
-        raise NotModelledError(f"{call}: priority and oob_mode")
+        raise NotModelledError(f"{call}: priority and oob_mode [{TRANSPOSE}]")
     check_enum(call, "dge_mode", dge_mode, DgeMode)
     check_tensor(call, "dst", dst, "sbuf")
     check_pattern(call, "dst", dst)
@@ -347,7 +350,7 @@ def _gather_transposed(
         way.index.dtype == "uint32", call, "the indices", "must be uint32", way.index.dtype, page
     )
     if src.ndim != 2 or not way.per_partition:
-        raise NotModelledError(f"{call}: an indirect source but of rows in 2 dimensions")
+        raise NotModelledError(f"{call}: an indirect source but of rows in 2 dimensions [{page}]")
     index = offsets(call, src)
     fits = (index >= 0) & (index < way.limit)
     require(
@@ -387,7 +390,7 @@ def _log(
         rows = max(1, elements // max(1, min(pieces)))
     reads = [src.region()]
     for x in (dst, src):
-        if x.indirection is not None:
+        if x.indirection is not None and isinstance(x.indirection.index, NkiTensor):
             reads.append(x.indirection.index.region())
     form = frozenset({"indirect"}) if indirect else frozenset()
     hbm = outer[0].name if outer else ""

@@ -6,12 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from .access import check_same_size, check_tile, read, read_raw, scalar_or_vector, write
+from .access import (
+    check_same_size,
+    check_tile,
+    check_vector,
+    read,
+    read_raw,
+    scalar_or_vector,
+    write,
+)
 from .calls import named
 from .dtypes import INTEGERS, NUMPY, Array
 from .engines import both_in_psum, keep_from_psum, log, pick
 from .enums import engine as Engine
-from .errors import NotModelledError, require
+from .errors import require
 from .machine import machine
 from .ops import binary, need_op
 from .tensor import NkiTensor
@@ -71,10 +79,50 @@ def tensor_tensor(
 
 
 def apply(call: str, operand: str, op: Any, x: Array, y: Any, reverse: bool) -> Array:
-    function = binary(call, operand, op)
+    # a root has no second operand
+    function = (lambda a, _: 1 / np.sqrt(a)) if op.name == "rsqrt" else binary(call, operand, op)
     with np.errstate(all="ignore"):
         result: Array = function(y, x) if reverse else function(x, y)
     return result.astype(np.float32, copy=False)
+
+
+def _bits(
+    call: str,
+    dst: NkiTensor,
+    data: NkiTensor,
+    steps: tuple[tuple[Any, Any, bool], ...],
+    engine: str,
+) -> None:
+    """``tensor_scalar`` on the bits of integers."""
+    page = "nki.isa.tensor_scalar, bitvec operators"
+    dtypes = [dst.dtype, data.dtype]
+    require(
+        all(d in INTEGERS for d in dtypes), call, "data and dst", "must be integers", dtypes, page
+    )
+    require(engine == "vector", call, "engine", "must be vector for bits", engine, page)
+    names = [op.name for op, _, _ in steps if op is not None]
+    both = all(op.is_bitwise for op, _, _ in steps if op is not None)
+    require(both, call, "op0 and op1", "must both be bitwise, or neither", names, page)
+    x, reads = read_raw(call, "data", data), [data]
+    for number, (op, y, reverse) in enumerate(steps):
+        if op is None:
+            continue
+        if isinstance(y, NkiTensor):
+            check_vector(call, f"operand{number}", y, data.shape[0])
+            reads.append(y)
+            kind, found = y.dtype, read_raw(call, f"operand{number}", y)
+            y = None if found is None else found.reshape((-1,) + (1,) * (data.ndim - 1))
+        else:
+            kind = "int32" if isinstance(y, (int, np.integer)) else type(y).__name__
+        require(
+            kind in INTEGERS, call, f"operand{number}", "must be of integers for bits", kind, page
+        )
+        if x is not None and y is not None:
+            # in 64 bits, so that no sign and no constant is lost
+            pair = (np.asarray(y).astype(np.int64), x.astype(np.int64))
+            x = op.binary(*pair) if reverse else op.binary(*pair[::-1])
+    write(call, dst, None if x is None else x.astype(NUMPY[dst.dtype]))
+    log("tensor_scalar", engine, dst, tuple(reads), data.free_size)
 
 
 @named("nisa")
@@ -107,10 +155,9 @@ def tensor_scalar(
         names,
         "nki.isa.tensor_scalar",
     )
-    if "rsqrt" in names:
-        raise NotModelledError(f"{call}: rsqrt")
     if op0.is_bitwise or (op1 is not None and op1.is_bitwise):
-        raise NotModelledError(f"{call}: bitwise operators")
+        _bits(call, dst, data, ((op0, operand0, reverse0), (op1, operand1, reverse1)), chosen)
+        return
     if chosen == "scalar":
         allowed = [["multiply", "add"], ["multiply"], ["add"]]
         require(
@@ -124,9 +171,9 @@ def tensor_scalar(
     y0, read0 = scalar_or_vector(call, "operand0", operand0, data)
     y1, read1 = scalar_or_vector(call, "operand1", operand1, data) if op1 is not None else (0, ())
     x = read(call, "data", data)
-    binary(call, "op0", op0)
-    if op1 is not None:
-        binary(call, "op1", op1)
+    for operand, op in (("op0", op0), ("op1", op1)):
+        if op is not None and op.name != "rsqrt":
+            binary(call, operand, op)
     if x is not None:
         x = apply(call, "op0", op0, x, y0, reverse0)
         if op1 is not None:

@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from .access import check_same_size, check_tile, check_vector, read, scalar_or_vector, write
+from .access import (
+    check_same_size,
+    check_tile,
+    check_vector,
+    read,
+    read_raw,
+    scalar_or_vector,
+    write,
+)
 from .calls import named
+from .dtypes import INTEGERS
 from .engines import log
 from .enums import reduce_cmd as Command
 from .errors import NotModelledError, require
@@ -62,7 +71,9 @@ def tensor_reduce(
         "nki.api.shared, supported math operators",
     )
     if found.is_bitwise:
-        raise NotModelledError(f"{call}: bitwise operators")
+        kinds = [dst.dtype, data.dtype]
+        integers = all(k in INTEGERS for k in kinds) and not negate
+        require(integers, call, "data and dst", "must be integers, not negated", kinds, page)
     kept = math.prod(data.shape[1 : data.ndim - len(axes)])
     require(
         (dst.shape[0], dst.free_size) == (data.shape[0], kept),
@@ -72,11 +83,14 @@ def tensor_reduce(
         dst.shape,
         page,
     )
-    x = read(call, "data", data)
+    x = (read_raw if found.is_bitwise else read)(call, "data", data)
     if x is not None:
         with np.errstate(all="ignore"):
-            x = found.reduces(x, axis=tuple(axes))  # type: ignore[misc]
-        x = (-x if negate else x).astype(np.float32, copy=False)
+            # one after the other, because not all of NumPy's take several
+            for d in sorted(axes, reverse=True):
+                x = found.reduces(x, axis=d)  # type: ignore[misc]
+        if not found.is_bitwise:
+            x = (-x if negate else x).astype(np.float32, copy=False)
     write(call, dst, x)
     narrow = data.dtype == dst.dtype == "bfloat16" and found.name in ("add", "maximum")
     log("tensor_reduce", "vector", dst, (data,), data.free_size, "cheap" if narrow else "")
@@ -97,8 +111,8 @@ def tensor_scalar_reduce(
 ) -> None:
     """``tensor_scalar`` of one operator, and a reduction of its result."""
     call, page = "nisa.tensor_scalar_reduce", "nki.isa.tensor_scalar_reduce"
-    if reverse0 or reduce_cmd != Command.reset_reduce or reduce_init is not None:
-        raise NotModelledError(f"{call}: reverse0, and commands other than reset_reduce")
+    if reduce_cmd != Command.reset_reduce or reduce_init is not None:
+        raise NotModelledError(f"{call}: commands other than reset_reduce [{page}]")
     check_tile(call, "dst", dst)
     check_tile(call, "data", data)
     check_same_size(call, "dst", dst, data)
@@ -117,7 +131,7 @@ def tensor_scalar_reduce(
     x = read(call, "data", data)
     result = None
     if x is not None:
-        x = apply(call, "op0", op0, x, y, False)
+        x = apply(call, "op0", op0, x, y, reverse0)
         result = found.reduces(x.reshape(x.shape[0], -1), axis=1)  # type: ignore[misc]
     write(call, dst, x)
     write(call, reduce_res, result)

@@ -46,12 +46,13 @@ def nc_matmul(
         repr(accumulate),
         MATMUL,
     )
-    if perf_mode != matmul_perf_mode.none or is_transpose:
-        raise NotModelledError(f"{call}: perf_mode and is_transpose")
+    if is_transpose:
+        raise NotModelledError(f"{call}: is_transpose [{MATMUL}]")
     check_tile(call, "dst", dst, sbuf=False)
     check_tile(call, "stationary", stationary, psum=False)
     check_tile(call, "moving", moving, psum=False)
-    _check_matmul(call, dst, stationary, moving)
+    rows = _rows(call, stationary, moving, perf_mode)
+    _check_matmul(call, dst, stationary, moving, rows)
     check_bank(call, dst)
     if tile_position or tile_size:
         _check_tiling(call, stationary, tile_position, tile_size)
@@ -59,7 +60,8 @@ def nc_matmul(
     a, b = read(call, "stationary", stationary), read(call, "moving", moving)
     out = dst.array()
     if a is not None and b is not None and out is not None:
-        product = a.reshape(a.shape[0], -1).T @ b.reshape(b.shape[0], -1)
+        depth = a.shape[0] * rows
+        product = a.reshape(depth, -1).T @ b.reshape(depth, -1)
         product = product.reshape(dst.shape)
         if overwrites is True:
             out[...] = from_fp32(product, out.dtype)
@@ -73,8 +75,8 @@ def nc_matmul(
         Instruction(
             "nc_matmul",
             "tensor",
-            moving.free_size,
-            stationary.free_size,
+            moving.free_size // rows,
+            stationary.free_size // rows,
             frozenset({"fp32"}) if moving.dtype == "float32" else frozenset(),
             reads=(stationary.region(), moving.region()),
             writes=(dst.region(),),
@@ -82,8 +84,29 @@ def nc_matmul(
     )
 
 
-def _check_matmul(call: str, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor) -> None:
+def _rows(call: str, stationary: NkiTensor, moving: NkiTensor, perf_mode: matmul_perf_mode) -> int:
+    """Return how many rows of the contraction a partition holds: two in double_row."""
+    if perf_mode == matmul_perf_mode.none:
+        return 1
+    target, page = machine().target, f"{MATMUL}, performance mode"
+    require(target.generation >= 3, call, "perf_mode", "needs trn2 or newer", target.name, page)
+    for operand, x in (("stationary", stationary), ("moving", moving)):
+        require(
+            x.dtype.startswith("float8") and x.ndim == 3 and x.shape[1] == 2,
+            call,
+            operand,
+            "must be [partitions, 2, free] in FP8 for double_row",
+            f"{x.dtype} {x.shape}",
+            page,
+        )
+    return 2
+
+
+def _check_matmul(
+    call: str, dst: NkiTensor, stationary: NkiTensor, moving: NkiTensor, rows: int
+) -> None:
     target = machine().target
+    wide, tall = moving.free_size // rows, stationary.free_size // rows
     for operand, x in (("stationary", stationary), ("moving", moving)):
         require(
             x.dtype in target.matmul_dtypes,
@@ -127,27 +150,27 @@ def _check_matmul(call: str, dst: NkiTensor, stationary: NkiTensor, moving: NkiT
         f"{MATMUL}, layout",
     )
     require(
-        stationary.free_size <= target.stationary_free,
+        tall <= target.stationary_free,
         call,
         "stationary",
         f"may have a free size of at most {target.stationary_free}",
-        stationary.free_size,
+        tall,
         f"{MATMUL}, tile size",
     )
     most = target.moving_free[dst.dtype]
     require(
-        moving.free_size <= most,
+        wide <= most,
         call,
         "moving",
         f"may have a free size of at most {most} on {target.name}",
-        moving.free_size,
+        wide,
         f"{MATMUL}, tile size",
     )
     require(
-        (dst.shape[0], dst.free_size) == (stationary.free_size, moving.free_size),
+        (dst.shape[0], dst.free_size) == (tall, wide),
         call,
         "dst",
-        f"must be ({stationary.free_size}, {moving.free_size})",
+        f"must be ({tall}, {wide})",
         dst.shape,
         f"{MATMUL}, layout",
     )

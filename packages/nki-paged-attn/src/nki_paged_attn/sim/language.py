@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from . import values
 from .calls import named
 from .dtypes import name_of
 from .errors import NotModelledError, require
 from .machine import machine
-from .ops import OPS
 from .tensor import DynamicSlice, NkiTensor
+from .virtual import VirtualRegister, number
 
 float32 = "float32"
 bfloat16 = "bfloat16"
@@ -43,9 +44,11 @@ static_range = range
 def ndarray(
     shape: Any, dtype: Any, buffer: str = sbuf, name: str = "", address: Any = None
 ) -> NkiTensor:
-    """Allocate a tensor; its contents are undefined until something writes them."""
-    if address is not None:
-        raise NotModelledError("nl.ndarray: an explicit address")
+    """Allocate a tensor; its contents are undefined until something writes them.
+
+    Args:
+        address: on the chip, (first partition, byte within a partition). Default: any.
+    """
     page = "nki.language.ndarray"
     require(isinstance(shape, (tuple, list)), "nl.ndarray", "shape", "must be a tuple", shape, page)
     sizes = tuple(int(n) for n in shape)
@@ -60,11 +63,20 @@ def ndarray(
         sizes,
         page,
     )
+    require(
+        address is None or (on_chip and isinstance(address, (tuple, list)) and len(address) == 2),
+        "nl.ndarray",
+        "address",
+        "must be (partition, byte) of a tensor on the chip",
+        address,
+        f"{page}, address",
+    )
     kind = name_of(dtype)
     state = machine()
     if buffer == shared_hbm:
         return NkiTensor.whole(state.share(name, sizes, kind))
-    return NkiTensor.whole(state.allocate(name, sizes, kind, buffer))
+    place = None if address is None else (int(address[0]), int(address[1]))
+    return NkiTensor.whole(state.allocate(name, sizes, kind, buffer, place))
 
 
 class _TileSize:
@@ -95,12 +107,23 @@ class _TileSize:
     def sbuf_fmax(self) -> int:
         return machine().target.sbuf_bytes // 4
 
+    psum_min_align = 4
+    sbuf_min_align = 1
+
+    @property
+    def psum_fmax(self) -> int:
+        return machine().target.psum_bank_bytes // 4
+
+    @property
+    def total_available_sbuf_size(self) -> int:
+        return machine().target.sbuf_bytes
+
     @property
     def sbuf_size_bytes(self) -> int:
         return machine().target.sbuf_bytes * machine().target.partitions
 
     def __getattr__(self, name: str) -> int:
-        raise NotModelledError(f"nl.tile_size.{name} is not modelled")
+        raise NotModelledError(f"nl.tile_size.{name} is not modelled [nki.language.tile_size]")
 
 
 tile_size = _TileSize()
@@ -125,9 +148,29 @@ def program_ndim() -> int:
 
 
 @named("nl")
-def fori_loop(lower: int, upper: int, body: Callable[[int], Any]) -> None:
-    """Call ``body`` for each number from ``lower`` up to, not including, ``upper``."""
-    for i in range(lower, upper):
+def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
+    """Count on the device: bounds may be registers, and the counter is one."""
+    call = "nl.dynamic_range"
+    require(
+        isinstance(step, int) and step >= 1,
+        call,
+        "step",
+        "must be an integer from 1",
+        step,
+        "nki.language.dynamic_range",
+    )
+    low, high = (0, start) if stop is None else (start, stop)
+    first, end = number(call, low), number(call, high)
+    for bound in (low, high):
+        if isinstance(bound, VirtualRegister):
+            machine().branch(number(call, bound))
+    return (VirtualRegister(i, is_frozen=True) for i in range(first, end, step))
+
+
+@named("nl")
+def fori_loop(lower: Any, upper: Any, body: Callable[[VirtualRegister], Any]) -> None:
+    """Call ``body`` with a register, for each number from ``lower`` up to below ``upper``."""
+    for i in dynamic_range(lower, upper):
         body(i)
 
 
@@ -154,8 +197,4 @@ def is_sbuf(buffer: str) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name in OPS:
-        return OPS[name]
-    if name.startswith("_"):
-        raise AttributeError(name)
-    raise NotModelledError(f"nl.{name} is not modelled")
+    return getattr(values, name)

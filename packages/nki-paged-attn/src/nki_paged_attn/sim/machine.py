@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from .dtypes import NUMPY, Array, name_of, poison
 from .errors import NkiValidationError, require
+from .lnc import LNC, Turns
 from .marks import BY_OTHERS, Marks
 from .storage import Storage
 from .targets import Target
@@ -27,28 +29,38 @@ def machine() -> Machine:
 
 
 class Machine:
-    """State of one run of a kernel.
+    """State of one program of a run: a core with its own memories.
 
     Args:
         target: the generation.
         strict: reading what was never written raises, and names the tensor.
         execute: compute; otherwise only what is checked and logged without values.
+        programs: cores of the logical core; ``program`` is which of them this is.
+        first: the machine of program 0, whose log and shared HBM this one has, too.
     """
 
-    def __init__(self, target: Target, *, programs: int, strict: bool, execute: bool) -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        programs: int,
+        strict: bool,
+        execute: bool,
+        first: Machine | None = None,
+    ) -> None:
         self.target = target
         self.strict = strict
         self.execute = execute
         self.programs = programs
-        self.program = 0
-        self.trace = Trace(target.name)
-        self.shared: list[Storage] = []
-        self.start(0)
-
-    def start(self, program: int) -> None:
-        """Begin a program of the logical core: a core of its own, with its own memories."""
-        self.program = program
+        self.program = 0 if first is None else 1
+        self.trace = Trace(target.name) if first is None else first.trace
+        self.shared: list[Storage] = [] if first is None else first.shared
+        self.turns = Turns() if first is None else first.turns
         self.shared_used = 0
+        # what registers decided: bounds of loops, and whether they go on
+        self.branches: list[int] = []
+        # tensors at explicit addresses
+        self.placed: weakref.WeakSet[Storage] = weakref.WeakSet()
         self.scalar_registers = np.zeros(128, np.float32)
         # None: no chain of accumulation is open
         self.vector_registers: Array | None = None
@@ -66,6 +78,16 @@ class Machine:
     def __exit__(self, *_: object) -> None:
         _current.machine = self.outer
 
+    def partner(self) -> Machine:
+        """Return the machine of the other program of a logical core of two."""
+        return Machine(
+            self.target,
+            programs=self.programs,
+            strict=self.strict,
+            execute=self.execute,
+            first=self,
+        )
+
     # memory
 
     def place(self, storage: Storage) -> int:
@@ -75,11 +97,20 @@ class Machine:
             return max(1, -(-nbytes // self.target.psum_bank_bytes))
         return nbytes
 
-    def allocate(self, name: str, shape: tuple[int, ...], dtype: str, region: str) -> Storage:
-        """Make room for a tensor; its contents are undefined."""
+    def allocate(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        region: str,
+        address: tuple[int, int] | None = None,
+    ) -> Storage:
+        """Make room for a tensor, or take an address; its contents are undefined."""
         storage = Storage(self, name, shape, dtype, region)
         try:
-            if storage.on_chip:
+            if address is not None:
+                self._take_address(storage, address)
+            elif storage.on_chip:
                 self._reserve(storage)
         except NkiValidationError:
             storage.memory = None
@@ -127,8 +158,62 @@ class Machine:
             self.sbuf_live += need
             self.trace.sbuf_peak = max(self.trace.sbuf_peak, self.sbuf_live)
 
+    def _take_address(self, storage: Storage, address: tuple[int, int]) -> None:
+        """Put a tensor at (first partition, byte); others there lose what it overwrites."""
+        target, page = self.target, "nki.language.ndarray, address"
+        partition, start = address
+        nbytes = storage.partition * storage.itemsize
+        in_psum = storage.region == "psum"
+        room = target.psum_banks * target.psum_bank_bytes if in_psum else target.sbuf_bytes
+        require(
+            partition >= 0 and partition + storage.shape[0] <= target.partitions,
+            "nl.ndarray",
+            "address",
+            f"must leave {storage.shape[0]} partitions of {target.partitions}",
+            partition,
+            page,
+        )
+        require(
+            start >= 0 and start + nbytes <= room,
+            "nl.ndarray",
+            "address",
+            f"must leave {nbytes} bytes of {room}",
+            start,
+            page,
+        )
+        require(
+            not in_psum or start % target.psum_bank_bytes == 0,
+            "nl.ndarray",
+            "address",
+            f"must begin a bank of PSUM, a multiple of {target.psum_bank_bytes}",
+            start,
+            "nki/migration, PSUM addresses",
+        )
+        storage.address = (partition, start)
+        before = [s for s in self.placed if s.overlaps(storage, 0, nbytes)]
+        if before:
+            self.trace.reuses[storage.id] = tuple(s.id for s in before)
+        self.placed.add(storage)
+        if in_psum:
+            banks = -(-(start + nbytes) // target.psum_bank_bytes)
+            self.trace.psum_peak = max(self.trace.psum_peak, banks)
+        else:
+            self.trace.sbuf_peak = max(self.trace.sbuf_peak, start + nbytes)
+
+    def overwrite(self, storage: Storage, start: int, end: int) -> None:
+        """Note that bytes of a tensor at an address were written, which others there lose."""
+        storage.lost = [x for x in storage.lost if not (start <= x[0] and x[1] <= end)]
+        low = storage.address[1]  # type: ignore[index]
+        for other in self.placed:
+            if other is not storage and other.overlaps(storage, start, end):
+                at = other.address[1]  # type: ignore[index]
+                first, last = max(low + start, at), min(low + end, at + other.row_bytes)
+                other.lost.append((first - at, last - at, storage.name))
+
     def release(self, storage: Storage) -> None:
         """Take back the room of a tensor that nothing refers to any more."""
+        if storage.address is not None:
+            return
         need = self.place(storage)
         if storage.region == "psum":
             self.psum_live -= need
@@ -155,6 +240,7 @@ class Machine:
         shape = tuple(int(n) for n in x.shape)
         region = "shared_hbm" if self.programs > 1 else "private_hbm"
         storage = Storage(self, name, shape, name_of(x.dtype), region)
+        storage.is_argument = True
         if isinstance(x, np.ndarray):
             storage.data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
             storage.is_constant = not x.flags.writeable
@@ -175,11 +261,15 @@ class Machine:
             storage.name,
             f"must be the same in both programs: {storage.dtype} {storage.shape}",
             f"{dtype} {shape}",
-            "nki/get-started/about/lnc",
+            LNC,
         )
         return storage
 
     # log
+
+    def branch(self, value: int) -> None:
+        """Note a decision that a register made: a turn of a loop, or a loop's bound."""
+        self.branches.append(value)
 
     def log(self, instruction: Instruction) -> None:
         """Append an instruction to the trace."""

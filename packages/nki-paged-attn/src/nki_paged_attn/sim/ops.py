@@ -6,6 +6,7 @@ the inputs for which an activation function is valid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .dtypes import Array
-from .errors import NotModelledError, require
+from .errors import require
 
 PAGE = "nki.api.shared, supported math operators"
 ACTIVATION_PAGE = "nki.api.shared, supported activation functions"
@@ -40,11 +41,6 @@ class Op:
     valid: tuple[float, float] | None = None
     is_even: bool = False
 
-    def __call__(self, *_: object, **__: object) -> None:
-        raise NotModelledError(
-            f"nl.{self.name}: value-style calls are experimental and not modelled; use nki.isa"
-        )
-
 
 def _flag(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda a, b: function(a, b).astype(np.float32)
@@ -56,6 +52,13 @@ def _logical(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _sigmoid(x: Array) -> Any:
     return 1 / (1 + np.exp(-x))
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float32])
+
+
+def _gelu_tanh(x: Array) -> Any:
+    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
 
 _BITWISE: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
@@ -97,6 +100,13 @@ OPS: dict[str, Op] = {
     "sqrt": Op("sqrt", unary=np.sqrt, valid=(2.0**-116, 2.0**118)),
     "rsqrt": Op("rsqrt", unary=lambda x: 1 / np.sqrt(x), valid=(2.0**-87, 2.0**97)),
     "reciprocal": Op("reciprocal", unary=np.reciprocal, valid=(2.0**-42, 2.0**42), is_even=True),
+    "erf": Op("erf", unary=_erf),
+    "gelu": Op("gelu", unary=lambda x: x * (1 + _erf(x / np.float32(np.sqrt(2)))) / 2),
+    "gelu_apprx_tanh": Op("gelu_apprx_tanh", unary=_gelu_tanh),
+    "gelu_apprx_sigmoid": Op("gelu_apprx_sigmoid", unary=lambda x: x * _sigmoid(1.702 * x)),
+    "softplus": Op("softplus", unary=lambda x: np.logaddexp(x, np.float32(0))),
+    "mish": Op("mish", unary=lambda x: x * np.tanh(np.logaddexp(x, np.float32(0)))),
+    "arctan": Op("arctan", unary=np.arctan),
     "sin": Op("sin", unary=np.sin, valid=(0.0, PI), is_even=True),
 }
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from .._arrays import is_tensor, like, to_array
-from . import isa, language
-from .access import LNC
+from . import isa, language, typing
 from .dtypes import NUMPY
 from .errors import require
+from .lnc import LNC
 from .machine import Machine
 from .marks import UNWRITTEN
 from .targets import Target, default_target, find_target
@@ -114,13 +114,19 @@ class Simulation:
         padded = names + [f"argument_{i}" for i in range(len(names), len(arguments))]
         wrapped = [wrap(n, x) for n, x in zip(padded, arguments, strict=False)]
         keywords = {n: wrap(n, x) for n, x in options.items()}
-        result: Any = None
-        # NaN and infinities are results like others
-        with machine, np.errstate(all="ignore"):
-            for program in range(self.kernel.programs):
-                machine.start(program)
-                out = function(*wrapped, **keywords)
-                result = out if program == 0 else result
+
+        def program(core: Machine) -> Any:
+            # NaN and infinities are results like others
+            with core, np.errstate(all="ignore"):
+                return function(*wrapped, **keywords)
+
+        if self.kernel.programs == 1:
+            result = program(machine)
+        else:
+            cores = machine, machine.partner()
+            results = machine.turns.run([functools.partial(program, core) for core in cores])
+            result = results[0]
+            _same_branches(cores)
         if self.strict:
             _same_programs(machine.trace)
         for x, tensor in copies:
@@ -135,7 +141,7 @@ class Simulation:
         if not isinstance(result, NkiTensor):
             return result
         require(
-            result.buffer == "shared_hbm",
+            result.buffer == "shared_hbm" or result._storage.is_argument,
             "nki.jit",
             f"the output {result.name}",
             "must be in shared_hbm",
@@ -156,6 +162,19 @@ class Simulation:
         if array is None:
             return ArraySpec(result.shape, NUMPY[result.dtype])
         return like(array.copy(), kind)
+
+
+def _same_branches(cores: tuple[Machine, Machine]) -> None:
+    """Check that registers steered both programs of a logical core the same way."""
+    first, second = (core.branches for core in cores)
+    require(
+        first == second,
+        "kernel[2]",
+        "dynamic control flow",
+        f"must be the same in both programs: {first}",
+        second,
+        LNC,
+    )
 
 
 def _same_programs(trace: Trace) -> None:
@@ -200,6 +219,7 @@ def _namespace() -> types.ModuleType:
     module = types.ModuleType("nki")
     module.isa = isa  # type: ignore[attr-defined]
     module.language = language  # type: ignore[attr-defined]
+    module.typing = typing  # type: ignore[attr-defined]
     module.jit = jit  # type: ignore[attr-defined]
     module.simulate = simulate  # type: ignore[attr-defined]
     module.is_simulator = True  # type: ignore[attr-defined]
@@ -207,7 +227,11 @@ def _namespace() -> types.ModuleType:
 
 
 NKI = _namespace()
-MODULES = {"nki": NKI, "nki.isa": isa, "nki.language": language}
+MODULES = {"nki": NKI, "nki.isa": isa, "nki.language": language, "nki.typing": typing}
+OLD = (
+    "neuronxcc.nki is refused in kernels since NKI 0.4: import nki, nki.isa and nki.language, pass "
+    "dst first, and slice instead of masks [nki/migration]"
+)
 
 
 def install() -> bool:
@@ -251,10 +275,12 @@ class Loader:
                 return self.load(name)
             return types.SimpleNamespace(**{n: self.load(n) for n in fromlist})
         parts = name.split(".")
+        if parts[0] == "neuronxcc":
+            raise ImportError(OLD)
         if parts[0] != "nki":
             return builtins.__import__(name, globals, locals, fromlist, level)
         if name not in MODULES:
-            raise ImportError(f"{name} is not modelled by the simulator")
+            raise ImportError(f"{name} is not modelled by the simulator [{name}]")
         return MODULES[name] if fromlist else NKI
 
 

@@ -26,18 +26,24 @@ class Storage:
         data: the bytes; None where nothing is computed.
         state: who wrote each element, where that matters.
         traffic: of shared HBM, which programs wrote and read each element.
+        address: (first partition, byte), if the kernel chose one.
+        lost: of such a tensor, bytes that another one there overwrote: start, end, who.
+        is_argument: whether it is an argument of the kernel.
         is_constant: whether it is an argument that may not be written.
         is_changed: whether anything wrote it.
     """
 
     __slots__ = (
         "__weakref__",
+        "address",
         "data",
         "dtype",
         "id",
+        "is_argument",
         "is_changed",
         "is_constant",
         "itemsize",
+        "lost",
         "memory",
         "name",
         "partition",
@@ -63,6 +69,9 @@ class Storage:
         self.data: Array | None = None
         self.state: Marks | None = None
         self.traffic: Marks | None = None
+        self.address: tuple[int, int] | None = None
+        self.lost: list[tuple[int, int, str]] = []
+        self.is_argument = False
         self.is_constant = False
         self.is_changed = False
 
@@ -70,6 +79,24 @@ class Storage:
     def nbytes(self) -> int:
         nbytes: int = self.size * self.itemsize
         return nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a partition."""
+        return self.partition * self.itemsize
+
+    def overlaps(self, other: Storage, start: int, end: int) -> bool:
+        """Say whether it shares memory with bytes ``start`` to ``end`` of another, by address."""
+        if self.address is None or other.address is None or self.region != other.region:
+            return False
+        partition, at = self.address
+        other_partition, low = other.address
+        return (
+            partition < other_partition + other.shape[0]
+            and other_partition < partition + self.shape[0]
+            and at < low + end
+            and low + start < at + self.row_bytes
+        )
 
     @property
     def on_chip(self) -> bool:

@@ -11,6 +11,7 @@ from .errors import NotModelledError, require
 from .machine import machine
 from .trace import Region
 from .views import PAGE, DynamicSlice, Indirection, View, row_major
+from .virtual import VirtualRegister
 
 AP_PAGE = "nki/deep-dives/nki-aps"
 MAX_DIMS = 5
@@ -46,7 +47,7 @@ class NkiTensor(View):
         self,
         pattern: Any,
         offset: int | None = None,
-        scalar_offset: NkiTensor | None = None,
+        scalar_offset: NkiTensor | VirtualRegister | None = None,
         vector_offset: NkiTensor | None = None,
         indirect_dim: int = 0,
         dtype: Any = None,
@@ -60,7 +61,7 @@ class NkiTensor(View):
             offset: of the first element, from the start of the storage. Default: this view's own.
         """
         if dtype is not None and name_of(dtype) != self.dtype:
-            raise NotModelledError("ap: another dtype; use view first")
+            raise NotModelledError(f"ap: another dtype; use view first [{AP_PAGE}]")
         strides = tuple(int(step) for step, _ in pattern)
         shape = tuple(int(count) for _, count in pattern)
         start = self._offset if offset is None else offset
@@ -101,10 +102,69 @@ class NkiTensor(View):
         )
         return NkiTensor(self._storage, shape, strides, start, self.dtype, indirection)
 
+    def select(self, dim: int, index: Any) -> NkiTensor:
+        """Return one element of a dimension; its index may be in a register or a (1, 1) tile.
+
+        On the chip the index is read here, so that the view is direct.
+        """
+        if not isinstance(index, (NkiTensor, VirtualRegister)):
+            return super().select(dim, index)
+        view = self._moved("select", dim, index, 1)
+        return view._squeeze(dim)
+
+    def _dynamic_slice(self, dim: int, index: DynamicSlice) -> NkiTensor:
+        if not isinstance(index.start, (NkiTensor, VirtualRegister)):
+            return super()._dynamic_slice(dim, index)
+        return self._moved("nl.ds", dim, index.start, index.size)
+
+    def _moved(self, call: str, dim: int, index: Any, size: int) -> NkiTensor:
+        """Return ``size`` elements of a dimension, from an index on that is known at run time."""
+        self._dimension(call, dim)
+        require(
+            not self.is_indirect(),
+            call,
+            self.name,
+            "must not be indirect already",
+            "an indirect view",
+            PAGE,
+        )
+        if isinstance(index, NkiTensor):
+            self._check_index(index)
+            require(index.shape == (1, 1), call, "the index", "must be (1, 1)", index.shape, PAGE)
+        if self._storage.on_chip:
+            found = index.array() if isinstance(index, NkiTensor) else index.read(call)
+            if found is None:
+                raise NotModelledError(f"{call}: an index that is not there without execution")
+            start = int(np.asarray(found).reshape(-1)[0])
+            return self.slice(dim, start, start + size)
+        limit = self.shape[dim] - size + 1
+        way = Indirection(index, self._strides[dim], limit, per_partition=False)
+        view = self.slice(dim, 0, size)
+        return NkiTensor(self._storage, view.shape, view._strides, self._offset, self.dtype, way)
+
+    def _squeeze(self, dim: int) -> NkiTensor:
+        """Remove a dimension of one element, of an indirect view too."""
+        shape, strides = list(self.shape), list(self._strides)
+        del shape[dim], strides[dim]
+        return self._view(shape, strides)
+
+    @staticmethod
+    def _check_index(index: NkiTensor) -> None:
+        page = "nki.isa.dma_copy, indirect addressing"
+        require(
+            index.dtype in ("int32", "uint32"),
+            "ap",
+            "the offset",
+            "must be int32 or uint32",
+            index.dtype,
+            page,
+        )
+        require(index.buffer == "sbuf", "ap", "the offset", "must be in SBUF", index.buffer, page)
+
     def _indirect(
         self,
-        scalar: NkiTensor | None,
-        vector: NkiTensor | None,
+        scalar: Any,
+        vector: Any,
         dim: int,
         shape: tuple[int, ...],
     ) -> Indirection:
@@ -118,17 +178,17 @@ class NkiTensor(View):
             page,
         )
         index = vector if vector is not None else scalar
-        if not isinstance(index, NkiTensor):
-            raise NotModelledError("ap: an offset in a register")
+        is_register = isinstance(index, VirtualRegister)
         require(
-            index.dtype in ("int32", "uint32"),
+            isinstance(index, NkiTensor) or (is_register and vector is None),
             "ap",
             "the offset",
-            "must be int32 or uint32",
-            index.dtype,
+            "must be a tile, or for scalar_offset a register",
+            type(index).__name__,
             page,
         )
-        require(index.buffer == "sbuf", "ap", "the offset", "must be in SBUF", index.buffer, page)
+        if isinstance(index, NkiTensor):
+            self._check_index(index)
         require(0 <= dim < self.ndim, "ap", "indirect_dim", f"must be below {self.ndim}", dim, page)
         if vector is not None:
             target = machine().target
@@ -156,7 +216,7 @@ class NkiTensor(View):
                 index.shape,
                 page,
             )
-        else:
+        elif isinstance(index, NkiTensor):
             require(
                 index.shape == (1, 1), "ap", "scalar_offset", "must be (1, 1)", index.shape, page
             )

@@ -14,8 +14,10 @@ import numpy as np
 from .dtypes import NUMPY, name_of
 from .errors import NotModelledError, require
 from .storage import Storage
+from .virtual import VirtualRegister
 
 PAGE = "nki.tensor"
+INDEXING = "nki/get-started/nki-language-guide, tensor indexing"
 T = TypeVar("T", bound="View")
 
 
@@ -66,10 +68,12 @@ class View:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise NotModelledError(f"NkiTensor.{name} is not modelled")
+        raise NotModelledError(f"NkiTensor.{name} is not modelled [nki.language.NkiTensor]")
 
     def _value_style(self, *_: object) -> Any:
-        raise NotModelledError(f"{self.name}: operators on tensors are not modelled; use nki.isa")
+        raise NotModelledError(
+            f"{self.name}: operators on tensors are of neuronxcc.nki; use nki.isa [nki/migration]"
+        )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _value_style
     __truediv__ = __rtruediv__ = __matmul__ = __neg__ = _value_style
@@ -99,6 +103,14 @@ class View:
         nbytes: int = NUMPY[self.dtype].itemsize
         return nbytes
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self._strides
+
+    @property
+    def offset(self) -> int:
+        return self._offset
+
     def _view(self: T, shape: Any, strides: Any, offset: int | None = None) -> T:
         start = self._offset if offset is None else offset
         return type(self)(
@@ -127,27 +139,47 @@ class View:
             PAGE,
         )
         items += [slice(None)] * (self.ndim - len(items))
+        if self._storage.on_chip:
+            self._keep_two(items)
         view, dim = self, 0
         for item in items:
             if isinstance(item, slice):
                 # the common case of a whole dimension
                 if item.start is not None or item.stop is not None or item.step is not None:
                     size = view.shape[dim]
-                    stop = size if item.stop is None else item.stop
-                    start = 0 if item.start is None else item.start
+                    stop = size if item.stop is None else _from_end(item.stop, size)
+                    start = 0 if item.start is None else _from_end(item.start, size)
                     step = 1 if item.step is None else item.step
                     view = view.slice(dim, start, stop, step)
                 dim += 1
             elif isinstance(item, DynamicSlice):
-                if isinstance(item.start, View) or isinstance(item.size, View):
-                    raise NotModelledError("nl.ds: bounds known at run time only; use ap")
-                view = view.slice(dim, item.start, item.start + item.size)
+                view = view._dynamic_slice(dim, item)
                 dim += 1
             elif isinstance(item, (int, np.integer)):
-                view = view.select(dim, int(item))
+                view = view.select(dim, _from_end(int(item), view.shape[dim]))
+            elif isinstance(item, (View, VirtualRegister)):
+                view = view.select(dim, item)
             else:
-                raise NotModelledError(f"NkiTensor[]: an index of type {type(item).__name__}")
+                raise NotModelledError(
+                    f"NkiTensor[]: an index of type {type(item).__name__} [{INDEXING}]"
+                )
         return view
+
+    def _keep_two(self, items: list[Any]) -> None:
+        """Turn integers among the indices into slices, so that a tile keeps two dimensions.
+
+        The partition dimension always stays, and the last of the others that would go.
+        """
+        places = [d for d, item in enumerate(items) if isinstance(item, (int, np.integer))]
+        kept = {0} & set(places)
+        if places and self.ndim - len(set(places) - {0}) < 2:
+            kept.add(places[-1])
+        for d in kept:
+            start = _from_end(int(items[d]), self.shape[d])
+            items[d] = slice(start, start + 1)
+
+    def _dynamic_slice(self: T, dim: int, index: DynamicSlice) -> T:
+        return self.slice(dim, index.start, index.start + index.size)
 
     def slice(self: T, dim: int, start: int, end: int, step: int = 1) -> T:
         """Return elements ``start`` to ``end`` of a dimension, which it may not leave."""
@@ -166,10 +198,8 @@ class View:
         strides[dim] *= step
         return self._view(shape, strides, self._offset + start * self._strides[dim])
 
-    def select(self: T, dim: int, index: int) -> T:
+    def select(self: T, dim: int, index: Any) -> T:
         """Return one element of a dimension, without the dimension."""
-        if isinstance(index, View):
-            raise NotModelledError("select: an index known at run time only; use ap")
         self._dimension("select", dim)
         require(
             0 <= index < self.shape[dim],
@@ -334,6 +364,42 @@ class View:
         offset = self._offset * old_size // new_size
         return type(self)(self._storage, shape, tuple(strides), offset, new)
 
+    def reinterpret_cast(self: T, dtype: Any) -> T:
+        """Read the same bits as another dtype: ``view``."""
+        return self.view(dtype)
+
+    def rearrange(self: T, src_pattern: Any, dst_pattern: Any, fixed_sizes: Any = None) -> T:
+        """Split, reorder and merge dimensions by name; a tuple of names is one dimension."""
+        sizes, names, view = dict(fixed_sizes or {}), [], self
+        groups = [(g,) if isinstance(g, str) else tuple(g) for g in src_pattern]
+        require(
+            len(groups) == self.ndim,
+            "rearrange",
+            "src_pattern",
+            f"must have {self.ndim} dimensions",
+            src_pattern,
+            PAGE,
+        )
+        for group in groups:
+            if len(group) > 1:
+                view = view.reshape_dim(len(names), [sizes.get(n, -1) for n in group])
+            names += group
+        wanted = [(g,) if isinstance(g, str) else tuple(g) for g in dst_pattern]
+        order = [n for group in wanted for n in group]
+        require(
+            sorted(order) == sorted(names),
+            "rearrange",
+            "dst_pattern",
+            f"must have the names {', '.join(names)}",
+            dst_pattern,
+            PAGE,
+        )
+        view = view.permute([names.index(n) for n in order])
+        for dim, group in enumerate(wanted):
+            if len(group) > 1:
+                view = view.flatten_dims(dim, dim + len(group) - 1)
+        return view
+
     # questions
 
     def get_pattern(self) -> list[list[int]]:
@@ -369,7 +435,13 @@ class View:
     def start_partition(self) -> int:
         """The first partition of a view on the chip."""
         per = self.partition_step
-        return self._offset // per if per else 0
+        base = self._storage.address[0] if self._storage.address is not None else 0
+        return base + (self._offset // per if per else 0)
+
+
+def _from_end(index: int, size: int) -> int:
+    """Return an index that counts from the end, where it is negative, from the start."""
+    return index + size if index < 0 else index
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,0 +1,92 @@
+"""Two programs of a logical core: threads that take turns, from one barrier to the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .errors import require
+
+LNC = "nki/get-started/about/lnc"
+
+
+class Stopped(Exception):
+    """Ends a program because the other one failed."""
+
+
+class Turns:
+    """Lets one of two programs run at a time, so that results do not depend on the threads.
+
+    A program runs until it waits at a barrier, or ends; then the other does.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._turn = 0
+        self._arrived: set[int] = set()
+        self._ended: set[int] = set()
+        self._round = 0
+        self._error: BaseException | None = None
+        # what programs hand to each other at a barrier
+        self.mail: dict[tuple[int, Any], Any] = {}
+
+    def run(self, programs: list[Callable[[], Any]]) -> list[Any]:
+        """Run two programs, and return what they return; raise what the first to fail raised."""
+        results: list[Any] = [None] * len(programs)
+
+        def body(number: int) -> None:
+            try:
+                self._wait(number, self._round)
+                results[number] = programs[number]()
+            except Stopped:
+                pass
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+            finally:
+                with self._changed:
+                    self._ended.add(number)
+                    self._turn = 1 - number
+                    self._changed.notify_all()
+
+        threads = [threading.Thread(target=body, args=(n,)) for n in range(len(programs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._error is not None:
+            raise self._error
+        return results
+
+    def meet(self, call: str, number: int) -> bool:
+        """Wait until both programs are here; return whether this one came last."""
+        with self._changed:
+            self._arrived.add(number)
+            is_last = len(self._arrived) == 2
+            if is_last:
+                self._arrived.clear()
+                self._round += 1
+            round_, self._turn = self._round + (not is_last), 0 if is_last else 1 - number
+            self._changed.notify_all()
+        self._wait(number, round_, call)
+        return is_last
+
+    def _wait(self, number: int, round_: int, call: str = "") -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._error is not None
+                    or (self._turn == number and (self._round >= round_ or self._ended))
+                )
+            )
+            if self._error is not None:
+                raise Stopped
+        require(
+            self._round >= round_,
+            call,
+            "the other program",
+            "must call it, too",
+            "a program that ended",
+            LNC,
+        )

@@ -1,0 +1,39 @@
+"""Classes of kernels, and annotations of their arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NKIObject:
+    """Base of classes that a kernel uses: fields by annotation, equal if their fields are."""
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        fields: list[str] = []
+        for base in reversed(type(self).__mro__):
+            fields += [n for n in vars(base).get("__annotations__", {}) if n not in fields]
+        given = dict(zip(fields, values, strict=False)) | named
+        if len(values) > len(fields) or set(given) - set(fields):
+            raise TypeError(f"{type(self).__name__} has the fields {', '.join(fields)}")
+        for field in fields:
+            setattr(self, field, given.get(field, getattr(type(self), field, None)))
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Run after the fields are set."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    __hash__ = object.__hash__
+
+
+class tensor:
+    """An annotation of an argument: ``tensor[shape, dtype]``; nothing is checked."""
+
+    def __class_getitem__(cls, item: Any) -> type[tensor]:
+        return cls
+
+
+class mutable_tensor(tensor):
+    """An annotation of an argument that the kernel writes."""
