@@ -36,9 +36,8 @@ def core_barrier(
     chosen = "gpsimd" if engine == Engine.unknown else engine.name
     places = (data.region(),)
     state.log(Instruction("core_barrier", chosen, 0, reads=places, writes=places))
-    is_last = state.turns.meet(call, state.program)
-    if is_last and data._storage.traffic is not None:
-        data._storage.traffic.values[:] = 0
+    traffic = data._storage.traffic
+    state.turns.meet(call, state.program, None if traffic is None else traffic.clear)
 
 
 @named("nisa")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import values
+from . import objects, values
 from .calls import named
 from .dtypes import name_of
 from .errors import NotModelledError, require
@@ -33,6 +33,7 @@ hbm = "private_hbm"
 private_hbm = "private_hbm"
 shared_hbm = "shared_hbm"
 
+NKIObject = objects.NKIObject
 ds = DynamicSlice
 # loops run while a kernel is traced, so that all ranges are Python's
 affine_range = range

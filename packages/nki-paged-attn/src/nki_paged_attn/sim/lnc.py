@@ -59,18 +59,20 @@ class Turns:
             raise self._error
         return results
 
-    def meet(self, call: str, number: int) -> bool:
-        """Wait until both programs are here; return whether this one came last."""
+    def meet(self, call: str, number: int, then: Callable[[], None] | None = None) -> None:
+        """Wait until both programs are here; ``then`` runs before either goes on."""
         with self._changed:
             self._arrived.add(number)
-            is_last = len(self._arrived) == 2
-            if is_last:
+            wanted = self._round + 1
+            self._turn = 1 - number
+            if len(self._arrived) == 2:
                 self._arrived.clear()
                 self._round += 1
-            round_, self._turn = self._round + (not is_last), 0 if is_last else 1 - number
+                self._turn, wanted = 0, self._round
+                if then is not None:
+                    then()
             self._changed.notify_all()
-        self._wait(number, round_, call)
-        return is_last
+        self._wait(number, wanted, call)
 
     def _wait(self, number: int, round_: int, call: str = "") -> None:
         with self._changed:

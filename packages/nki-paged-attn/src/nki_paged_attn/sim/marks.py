@@ -40,6 +40,10 @@ class Marks:
         self.unit = unit
         self.values: Array = np.full(nbytes // unit, value, np.uint8)
 
+    def clear(self) -> None:
+        """Forget all marks."""
+        self.values[:] = 0
+
     def _units(self, view: Strided) -> int:
         """Return how many units an element of a view has."""
         if view.itemsize < self.unit:

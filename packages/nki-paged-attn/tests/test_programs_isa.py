@@ -1,0 +1,357 @@
+"""Programs of the tutorials and of the pages of single instructions; what is refused of them."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from nki_paged_attn.sim import NotModelledError, load
+
+from ._nki import draw, hbm, loaded, nisa, nl, psum, run, sbuf, stored, zeros
+from ._programs import Programs
+
+program = Programs()
+TUTORIALS = "nki/guides/tutorials"
+MATMUL = f"{TUTORIALS}/matrix_multiplication"
+LHS_T, RHS = draw(256, 128), draw(256, 1024, seed=1)
+X, Y = draw(64, 96), draw(64, 96, seed=1)
+ROW = draw(1, 96, seed=2)
+INTEGERS = np.random.default_rng(0).integers(0, 2**16, (16, 8)).astype(np.int32)
+
+
+def product(a, b):
+    return a.T @ b
+
+
+# matrix multiplication
+
+
+@program(f"{MATMUL}, basic", LHS_T[:128, :64], RHS[:128, :512], expected=product)
+def matmul_basic(a, b):
+    out = psum((64, 512))
+    nisa.nc_matmul(dst=out, stationary=loaded(a), moving=loaded(b))
+    return stored(out)
+
+
+def multiply(out, a, b, held=None):
+    """Multiply tiles of 128 x 128 by 128 x 512, kept in ``held`` if it is a dictionary."""
+    for m in range(0, a.shape[1], 128):
+        for n in range(0, b.shape[1], 512):
+            total = psum((128, 512))
+            for k in range(0, a.shape[0], 128):
+                nisa.nc_matmul(total, tile(a, k, m, 128, held), tile(b, k, n, 512, held))
+            nisa.dma_copy(out[m : m + 128, n : n + 512], copied(total))
+
+
+def tile(x, row, column, width, held):
+    name = f"{x.name} {row} {column}"
+    if held is None or name not in held:
+        found = loaded(x[row : row + 128, column : column + width])
+        if held is None:
+            return found
+        held[name] = found
+    return held[name]
+
+
+def copied(x):
+    out = sbuf(x.shape)
+    nisa.tensor_copy(dst=out, src=x)
+    return out
+
+
+@program(f"{MATMUL}, tiling", LHS_T, RHS, expected=product)
+def matmul_tiled(a, b):
+    out = hbm((128, 1024))
+    multiply(out, a, b)
+    return out
+
+
+@program(f"{MATMUL}, removing redundant loads", LHS_T, RHS, expected=product)
+def matmul_with_loads_hoisted(a, b):
+    out = hbm((128, 1024))
+    multiply(out, a, b, held={})
+    return out
+
+
+@program(f"{MATMUL}, blocking M and N", LHS_T, RHS, expected=product)
+def matmul_blocked_by_columns(a, b):
+    out = hbm((128, 1024))
+    for n in nl.affine_range(2):
+        block = slice(512 * n, 512 * n + 512)
+        multiply(out[:, block], a, b[:, block], held={})
+    return out
+
+
+@program(f"{MATMUL}, blocking M, N and K", LHS_T, RHS, expected=product)
+def matmul_blocked_in_all(a, b):
+    total = zeros((128, 1024))
+    for k in nl.sequential_range(0, 256, 128):
+        for n in range(0, 1024, 512):
+            part = psum((128, 512))
+            nisa.nc_matmul(part, loaded(a[k : k + 128]), loaded(b[k : k + 128, n : n + 512]))
+            block = total[:, n : n + 512]
+            nisa.tensor_tensor(block, block, part, nl.add)
+    return stored(total)
+
+
+# other tutorials
+
+
+@program(f"{TUTORIALS}/transpose2d", X, expected=lambda x: x.reshape(64, 8, 12).swapaxes(1, 2))
+def transpose_2d(x):
+    t, out = loaded(x).reshape((64, 8, 12)), sbuf((64, 12, 8))
+    for i in range(8):
+        nisa.tensor_copy(dst=out[:, :, i], src=t[:, i, :])
+    return stored(out)
+
+
+@program(
+    f"{TUTORIALS}/average_pool2d", X, expected=lambda x: x.reshape(64, 4, 2, 6, 2).mean((2, 4))
+)
+def average_pool_2d(x):
+    windows = loaded(x).reshape((64, 4, 2, 12)).reshape_dim(3, (6, 2)).permute((0, 1, 3, 2, 4))
+    out = sbuf((64, 4, 6))
+    for row in range(4):
+        nisa.tensor_reduce(out[:, row], nl.add, windows[:, row], axis=(2, 3))
+    nisa.tensor_scalar(out, out, nl.multiply, 0.25)
+    return stored(out)
+
+
+def scanned(x, y):
+    state, out = np.zeros(len(x)), []
+    for a, b in zip(x.T, y.T, strict=True):
+        state = a * state + b
+        out.append(state)
+    return np.stack(out, axis=1)
+
+
+@program(f"{TUTORIALS}/fused_mamba", X, Y, expected=scanned)
+def state_space_scan(x, y):
+    """In two pieces: the second begins with the last state of the first."""
+    a, b, out = loaded(x), loaded(y), sbuf((64, 96))
+    first, second = slice(0, 40), slice(40, 96)
+    nisa.tensor_tensor_scan(out[:, first], a[:, first], b[:, first], 0.0, nl.multiply, nl.add)
+    nisa.tensor_tensor_scan(
+        out[:, second], a[:, second], b[:, second], out[:, 39], nl.multiply, nl.add
+    )
+    return stored(out)
+
+
+@program(f"{TUTORIALS}/spmd_tensor_addition", X, Y, expected=np.add, programs=2)
+def addition_by_two_programs(x, y):
+    rows = slice(32 * nl.program_id(0), 32 * nl.program_id(0) + 32)
+    out, total = hbm(x.shape), sbuf((32, 96))
+    nisa.tensor_tensor(total, loaded(x[rows]), loaded(y[rows]), nl.add)
+    nisa.dma_copy(out[rows], total)
+    return out
+
+
+@program(f"{TUTORIALS}/rmsnorm", X, ROW,
+         expected=lambda x, w: x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * w)  # fmt: skip
+def rms_norm(x, w):
+    t, weight = loaded(x), sbuf((64, 96))
+    nisa.dma_copy(weight, w.ap([[0, 64], [1, 96]]))
+    mean = nl.mean(nl.square(t), axis=1)
+    nisa.tensor_scalar(mean, mean, nl.add, 1e-5, op1=nl.rsqrt, operand1=0.0)
+    nisa.scalar_tensor_tensor(t, t, nl.multiply, mean, nl.multiply, weight)
+    return stored(t)
+
+
+@program(f"{TUTORIALS}/layernorm", X,
+         expected=lambda x: (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True))  # fmt: skip
+def layer_norm(x):
+    t, parts, found = loaded(x), sbuf((64, 2, 6)), sbuf((64, 2))
+    for i in range(2):
+        nisa.bn_stats(parts[:, i], t[:, 48 * i : 48 * i + 48])
+    nisa.bn_aggr(found, parts)
+    inverse = sbuf((64, 1))
+    nisa.tensor_scalar(inverse, found[:, 1], nl.rsqrt, 0.0, engine=nisa.engine.gpsimd)
+    nisa.tensor_scalar(t, t, nl.subtract, found[:, 0], op1=nl.multiply, operand1=inverse)
+    return stored(t)
+
+
+def softmax(x):
+    e = np.exp(x - x.max(axis=1, keepdims=True))
+    return e / e.sum(axis=1, keepdims=True)
+
+
+@program(f"{TUTORIALS}/softmax", X, expected=softmax)
+def softmax_by_values(x):
+    t = nl.load(x)
+    top = nl.broadcast_to(nl.max(t, axis=1, keepdims=True), t.shape)
+    powers = nl.exp(nl.subtract(t, top))
+    total = nl.broadcast_to(nl.sum(powers, axis=1, keepdims=True), t.shape)
+    out = hbm(x.shape)
+    nl.store(out, nl.divide(powers, total))
+    return out
+
+
+def attention(q, k, v):
+    s = q.T @ k / 8
+    return softmax(np.where(np.tril(np.ones_like(s)) > 0, s, -np.inf)) @ v
+
+
+@program(f"{TUTORIALS}/kernel-optimization", X[:, :32], Y[:, :32], draw(32, 16, seed=3),
+         expected=attention)  # fmt: skip
+def causal_attention(q, k, v):
+    scores, turned, out = psum((32, 32)), psum((32, 32)), psum((32, 16))
+    nisa.nc_matmul(scores, loaded(q), loaded(k))
+    p, top, total = copied(scores), sbuf((32, 1)), sbuf((32, 1))
+    nisa.affine_select(p, [[-1, 32]], 1, p, -3e38, cmp_op=nl.greater_equal)
+    nisa.tensor_reduce(top, nl.maximum, p, axis=1, negate=True)
+    nisa.tensor_scalar(top, top, nl.multiply, 0.125)
+    nisa.activation_reduce(p, nl.exp, p, nl.add, total, bias=top, scale=0.125)
+    nisa.nc_transpose(turned, p, engine=nisa.engine.tensor)
+    nisa.nc_matmul(out, copied(turned), loaded(v))
+    nisa.reciprocal(total, total)
+    result = sbuf((32, 16))
+    nisa.tensor_scalar(result, out, nl.multiply, total)
+    return stored(result)
+
+
+# pages of single instructions
+
+
+@program("nki.isa.nc_matmul, performance mode", X[:, :32], Y[:, :48],
+         expected=lambda a, b: fp8(a).T @ fp8(b))  # fmt: skip
+def double_rows(a, b):
+    tiles = []
+    for x in (a, b):
+        t = sbuf((32, 2, x.shape[1]), "float8_e4m3")
+        nisa.dma_copy(t[:, 0], x[:32])
+        nisa.dma_copy(t[:, 1], x[32:])
+        tiles.append(t)
+    out = psum((32, 48))
+    nisa.nc_matmul(out, *tiles, perf_mode=nisa.matmul_perf_mode.double_row)
+    return stored(out)
+
+
+def fp8(x):
+    return x.astype(ml_dtypes.float8_e4m3).astype(np.float32)
+
+
+@program("nki.isa.nc_transpose", X[:32, :32], expected=lambda x: x.T)
+def transpose_on_vector(x):
+    out = sbuf((32, 32))
+    nisa.nc_transpose(out, loaded(x), engine=nisa.engine.vector)
+    return stored(out)
+
+
+@program("nki.language.shared_identity_matrix", X, expected=lambda x: x.T)
+def transpose_by_the_identity(x):
+    one, out = sbuf((64, 64)), psum((96, 64))
+    nisa.dma_copy(one, nl.shared_identity_matrix(64, dtype=nl.float32))
+    nisa.nc_matmul(out, stationary=loaded(x), moving=one)
+    return stored(out)
+
+
+@program("nki.isa.activation", X, expected=lambda x: 1 / (1 + np.exp(-(0.5 * x + 1))))
+def activation_with_a_scale_and_a_bias(x):
+    t = loaded(x)
+    nisa.activation(t, nl.sigmoid, t, bias=nl.full((64, 1), 1.0, nl.float32), scale=0.5)
+    return stored(t)
+
+
+@program("nki.isa.tensor_partition_reduce", X, expected=lambda x: x.sum(0, keepdims=True))
+def sum_over_partitions(x):
+    out = sbuf((1, 96))
+    nisa.tensor_partition_reduce(out, nl.add, loaded(x))
+    return stored(out)
+
+
+@program("nki.isa.tensor_scalar, bitvec", INTEGERS, expected=lambda x: (x & 255) << 8)
+def bits(x):
+    t = loaded(x)
+    nisa.tensor_scalar(t, t, nl.bitwise_and, 255, op1=nl.left_shift, operand1=8)
+    return stored(t)
+
+
+@program("nki.isa.tensor_reduce, bitwise", INTEGERS,
+         expected=lambda x: np.bitwise_or.reduce(x, axis=1, keepdims=True))  # fmt: skip
+def union_of_bits(x):
+    out = sbuf((16, 1), "int32")
+    nisa.tensor_reduce(out, nl.bitwise_or, loaded(x), axis=1)
+    return stored(out)
+
+
+@program("nki.isa.tensor_scalar_reduce", X, expected=lambda x: (3 - x).sum(1, keepdims=True))
+def reversed_operand_and_sum(x):
+    t, total = loaded(x), sbuf((64, 1))
+    nisa.tensor_scalar_reduce(t, t, nl.subtract, 3.0, nl.add, total, reverse0=True)
+    return stored(total)
+
+
+@program("nki.isa.max8", X, expected=lambda x: -np.sort(-x, axis=1)[:, :8])
+def largest_eight(x):
+    out = sbuf((64, 8))
+    nisa.max8(out, loaded(x))
+    return stored(out)
+
+
+@program("nki.isa.nc_n_gather", X[:16], (INTEGERS % 96).astype(np.uint32),
+         expected=lambda x, i: np.take_along_axis(x, i.astype(int), 1))  # fmt: skip
+def gather_within_partitions(x, i):
+    out = sbuf(i.shape)
+    nisa.nc_n_gather(out, loaded(x), loaded(i))
+    return stored(out)
+
+
+@program("nki.isa.nc_stream_shuffle", X, expected=lambda x: np.concatenate([x[31::-1], x[:31:-1]]))
+def rows_in_reverse(x):
+    out = zeros((64, 96))
+    nisa.nc_stream_shuffle(out, loaded(x), list(range(31, -1, -1)))
+    return stored(out)
+
+
+@program("nki.language.where", X, Y, expected=lambda x, y: np.where(x > y, x, 0))
+def where_one_is_larger(x, y):
+    a, b = nl.load(x), nl.load(y)
+    return stored(nl.where(nl.greater(a, b), a, 0.0))
+
+
+@program("nki.language.matmul", X, Y[:, :32], expected=lambda x, y: -(x.T @ y))
+def matmul_by_values(x, y):
+    return stored(nl.negative(copied(nl.matmul(nl.load(x), nl.load(y), transpose_x=True))))
+
+
+@pytest.mark.parametrize("name", program.cases)
+def test_program(name):
+    program.check(name)
+
+
+REFUSED = {
+    "nki/deep-dives/mxfp-matmul": (lambda: nisa.quantize_mx, "nki.isa.quantize_mx"),
+    "nki.isa.dropout": (lambda: nisa.dropout, "nki.isa.dropout"),
+    "nki/guides/how-to-scheduling-apis": (lambda: nl.no_reorder, "nki.language.no_reorder"),
+}
+
+
+@pytest.mark.parametrize("page", REFUSED)
+def test_a_refusal_names_its_page(page):
+    body, name = REFUSED[page]
+    with pytest.raises(NotModelledError, match=rf"\[{name}\]$"):
+        run(body)
+
+
+def test_collectives_are_refused(tmp_path):
+    (tmp_path / "a.py").write_text("import nki.collectives as ncc\n")
+    with pytest.raises(ImportError, match=r"\[nki.collectives\]$"):
+        load(tmp_path / "a.py")
+
+
+def test_kernels_of_the_old_namespace_are_told_what_to_change(tmp_path):
+    (tmp_path / "a.py").write_text("import neuronxcc.nki as nki\n")
+    with pytest.raises(ImportError, match=r"import nki, nki.isa .* \[nki/migration\]$"):
+        load(tmp_path / "a.py")
+
+
+def test_annotations_of_arguments(tmp_path):
+    (tmp_path / "a.py").write_text(
+        "import nki\nimport nki.typing as nt\nimport nki.language as nl\n"
+        "from nki.typing import mutable_tensor\n"
+        "@nki.jit\ndef double(x: nt.tensor[(2, 4), nl.float32], y: mutable_tensor):\n"
+        "    nl.store(y, nl.multiply(nl.load(x), 2.0))\n    return y\n"
+    )
+    x, y = np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32)
+    assert (load(tmp_path / "a.py").double(x, y) == 2).all()
+    assert (y == 2).all()
