@@ -21,15 +21,20 @@ MIN_CYCLES = 64
 READOUT = 64
 # cycles before GpSimd writes the first index
 GPSIMD_START = 150
-# a descriptor of fewer bytes takes as long as one of these
-DESCRIPTOR_BYTES = 512
+# operands in steps of more than 16 bytes come at half the rate
+STRIDED = 2
+# bytes of a descriptor with which an engine reaches the rate that it has in practice
+DESCRIPTOR_BYTES = 2048
+# cycles in which GpSimd writes a descriptor: 16 bytes for each side, a word a cycle (an assumption)
+DESCRIPTOR_CYCLES = 8
 # nanoseconds from a semaphore to the first byte
 DMA_LATENCY = 1300.0
 
 
 def cycles(i: Instruction) -> int:
     """Return the cycles that an instruction occupies its engine."""
-    n, least = i.elements, max(MIN_CYCLES, i.elements)
+    n = i.elements * (STRIDED if "strided" in i.form else 1)
+    least = max(MIN_CYCLES, n)
     wide = 4 if "fp32" in i.form else 1
     readout = READOUT if "readout" in i.form else 0
     match i.op:
@@ -57,20 +62,38 @@ def cycles(i: Instruction) -> int:
             return least + readout
 
 
+def descriptor_time(nbytes: int, target: str | Target) -> float:
+    """Return the nanoseconds that one DMA engine takes for a descriptor.
+
+    A fixed part, and the bytes at the engine's rate in theory. The fixed part is what makes
+    descriptors of 2 KiB come at the rate in practice; longer ones count as several.
+    """
+    found = find_target(target)
+    fixed = DESCRIPTOR_BYTES / found.dma_rate - DESCRIPTOR_BYTES / found.dma_peak
+    count = max(1, -(-nbytes // DESCRIPTOR_BYTES))
+    return count * fixed + nbytes / found.dma_peak
+
+
 def dma_occupancy(i: Instruction, target: Target) -> float:
     """Return the nanoseconds for which a DMA occupies all queues together."""
-    rate = min(target.dma_rate * target.dma_engines, target.hbm_rate)
-    # below 512 bytes a descriptor takes as long as one of 512
-    nbytes = max(i.nbytes, i.rows * DESCRIPTOR_BYTES) if i.rows else i.nbytes
+    rows = max(i.rows, 1)
+    time = rows * descriptor_time(-(-i.nbytes // rows), target) / target.dma_engines
     if i.op == "dma_transpose":
         # at best 90 % of the throughput
-        nbytes = round(nbytes / 0.9)
-    return nbytes / rate
+        time /= 0.9
+    return max(time, i.nbytes / target.hbm_rate)
+
+
+def descriptor_cycles(i: Instruction) -> int:
+    """Return the cycles in which GpSimd writes the descriptors of an indirect DMA."""
+    if i.engine != "dma" or "indirect" not in i.form:
+        return 0
+    return GPSIMD_START + DESCRIPTOR_CYCLES * i.rows
 
 
 def one_engine_time(nbytes: int, target: str | Target) -> float:
     """Return the nanoseconds that one DMA engine takes for so many bytes."""
-    return nbytes / find_target(target).dma_rate
+    return descriptor_time(nbytes, target)
 
 
 def duration(i: Instruction, target: Target) -> float:
@@ -91,6 +114,8 @@ class Cost:
         bound: the engine that takes longest, and no schedule can beat.
         makespan: nanoseconds of an in-order schedule with the trace's dependences.
         sbuf_peak, psum_peak: bytes per partition and banks, at most.
+        busy: share of the makespan in which an engine works; of DMA, in which a transfer is under
+            way, its latency included, as AWS's profiler counts.
     """
 
     target: str
@@ -132,13 +157,16 @@ def cost(trace: Trace, target: str | Target | None = None) -> Cost:
     for i in trace.instructions:
         if i.engine == "dma":
             dma[i.program] += dma_occupancy(i, found)
+            sums[i.program]["gpsimd"] += descriptor_cycles(i)
         else:
             sums[i.program][i.engine] += cycles(i)
     most = {e: max(sums[p][e] for p in programs) for e in ENGINES}
     times = {e: most[e] / found.clocks[e] for e in ENGINES} | {"dma": max(dma.values())}
-    ends = [s[2] for s in schedule(trace, found)]
+    plan = schedule(trace, found)
     # the two queues of DMA share its rate
-    makespan = max([*ends, times["dma"]])
+    makespan = max([*(end for _, _, end in plan), times["dma"]])
+    busy = {e: t / makespan if makespan else 0.0 for e, t in times.items()}
+    busy["dma"] = max(busy["dma"], _under_way(plan) / makespan if makespan else 0.0)
     return Cost(
         target=found.name,
         instructions=len(trace.instructions),
@@ -149,8 +177,17 @@ def cost(trace: Trace, target: str | Target | None = None) -> Cost:
         makespan=makespan,
         sbuf_peak=trace.sbuf_peak,
         psum_peak=trace.psum_peak,
-        busy={e: t / makespan if makespan else 0.0 for e, t in times.items()},
+        busy=busy,
     )
+
+
+def _under_way(plan: list[tuple[Instruction, float, float]]) -> float:
+    """Return for how long a DMA of a schedule is under way, from its start to its end."""
+    total = covered = 0.0
+    for start, end in sorted((a, b) for i, a, b in plan if i.engine == "dma"):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total
 
 
 def schedule(trace: Trace, target: str | Target) -> list[tuple[Instruction, float, float]]:
@@ -170,6 +207,12 @@ def schedule(trace: Trace, target: str | Target) -> list[tuple[Instruction, floa
             ready = max(ready, _uses(memory, region[0], trace).when(region, writes_only=True))
         for region in i.writes:
             ready = max(ready, _uses(memory, region[0], trace).when(region, writes_only=False))
+        written = descriptor_cycles(i)
+        if written:
+            # GpSimd writes the descriptors, once the indices are there
+            gpsimd = (i.program, "gpsimd")
+            ready = max(ready, free.get(gpsimd, 0.0)) + written / found.clocks["gpsimd"]
+            free[gpsimd] = ready
         queue = (i.program, "out" if i.is_store else i.engine)
         start = max(ready, free.get(queue, 0.0))
         busy = start + duration(i, found)

@@ -10,6 +10,11 @@ from .tensor import NkiTensor
 from .trace import Instruction
 
 
+def strided(*tiles: NkiTensor) -> frozenset[str]:
+    """Return the form of an instruction whose operands are read or written in steps."""
+    return frozenset({"strided"}) if any(x.is_strided() for x in tiles) else frozenset()
+
+
 def log(
     op: str,
     engine: str,
@@ -26,7 +31,7 @@ def log(
             op,
             engine,
             elements,
-            form=frozenset(f for f in form if f),
+            form=frozenset(f for f in form if f) | strided(dst, *reads),
             reads=tuple(r.region() for r in reads),
             writes=writes,
         )

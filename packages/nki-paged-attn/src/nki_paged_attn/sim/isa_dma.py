@@ -15,7 +15,7 @@ from .enums import oob_mode as OobMode
 from .errors import NotModelledError, require
 from .machine import machine
 from .tensor import Indirection, NkiTensor
-from .trace import Instruction
+from .trace import Instruction, Region
 from .virtual import VirtualRegister
 
 COPY = "nki.isa.dma_copy"
@@ -54,8 +54,8 @@ def dma_copy(
         "both",
         COPY,
     )
-    moved, rows = _indirect(call, dst, src, oob_mode)
-    _log("dma_copy", dst, src, moved, rows, indirect=True)
+    moved, rows, places = _indirect(call, dst, src, oob_mode)
+    _log("dma_copy", dst, src, moved, rows, indirect=True, places=places)
 
 
 def _check_memory(call: str, dst: NkiTensor, src: NkiTensor) -> None:
@@ -129,8 +129,14 @@ def offsets(call: str, x: NkiTensor) -> Array:
     return found
 
 
-def _indirect(call: str, dst: NkiTensor, src: NkiTensor, mode: OobMode) -> tuple[int, int]:
-    """Move row by row, or all rows by one offset; return elements moved, and descriptors."""
+def _indirect(
+    call: str, dst: NkiTensor, src: NkiTensor, mode: OobMode
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """Move row by row, or all rows by one offset.
+
+    Returns:
+        elements moved, descriptors, and the ranges of elements of the indirect side.
+    """
     view, direct = (dst, src) if dst.is_indirect() else (src, dst)
     way = cast(Indirection, view.indirection)
     index = offsets(call, view)
@@ -153,6 +159,7 @@ def _indirect(call: str, dst: NkiTensor, src: NkiTensor, mode: OobMode) -> tuple
         f"{COPY}, indirect addressing",
     )
     rows = np.flatnonzero(fits) if way.per_partition else np.arange(count * int(fits.all()))
+    places: list[tuple[int, int]] = []
     if len(rows):
         chosen = index[rows] if way.per_partition else np.full(len(rows), index[0])
         starts = view._offset + chosen * way.stride + rows * view._strides[0]
@@ -169,7 +176,19 @@ def _indirect(call: str, dst: NkiTensor, src: NkiTensor, mode: OobMode) -> tuple
         )
         _note(call, dst, src, direct, rows, starts, inner)
         _copy_rows(view, direct, rows, starts, inner, gather=view is src)
-    return len(rows) * (view.size // count), len(rows)
+        places = _ranges(starts, int(inner.max()) + 1)
+    return len(rows) * (view.size // count), len(rows), places
+
+
+def _ranges(starts: Array, length: int) -> list[tuple[int, int]]:
+    """Return the ranges that rows cover, neighbours as one."""
+    found: list[tuple[int, int]] = []
+    for start in sorted(starts.tolist()):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], start + length))
+        else:
+            found.append((start, start + length))
+    return found
 
 
 def _inner(view: NkiTensor) -> Array:
@@ -379,7 +398,14 @@ def _row(x: NkiTensor) -> int:
 
 
 def _log(
-    op: str, dst: NkiTensor, src: NkiTensor, elements: int, rows: int, *, indirect: bool = False
+    op: str,
+    dst: NkiTensor,
+    src: NkiTensor,
+    elements: int,
+    rows: int,
+    *,
+    indirect: bool = False,
+    places: list[tuple[int, int]] | None = None,
 ) -> None:
     wide = max(dst.itemsize if dst._storage.on_chip else 0, 0)
     outer = [x for x in (dst, src) if not x._storage.on_chip]
@@ -394,7 +420,10 @@ def _log(
             reads.append(x.indirection.index.region())
     form = frozenset({"indirect"}) if indirect else frozenset()
     hbm = outer[0].name if outer else ""
-    whole = (dst._storage.id, 0, 2**62) if dst.is_indirect() else dst.region()
+    writes: tuple[Region, ...] = (dst.region(),)
+    if dst.is_indirect():
+        size = dst.itemsize
+        writes = tuple((dst._storage.id, a * size, b * size) for a, b in places or ())
     if src.is_indirect():
         reads[0] = (src._storage.id, 0, 2**62)
     machine().log(
@@ -406,7 +435,7 @@ def _log(
             nbytes=nbytes,
             rows=rows,
             reads=tuple(reads),
-            writes=(whole,),
+            writes=writes,
             hbm=hbm,
             is_store=not dst._storage.on_chip,
         )

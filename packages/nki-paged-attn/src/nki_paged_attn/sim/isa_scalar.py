@@ -18,6 +18,7 @@ from .access import (
 )
 from .calls import named
 from .dtypes import to_fp32
+from .engines import strided
 from .enums import reduce_cmd as Command
 from .errors import require
 from .machine import machine
@@ -151,7 +152,7 @@ def _activate(
             "activation",
             "scalar",
             data.free_size,
-            form=form,
+            form=form | strided(dst, data),
             reads=tuple(r.region() for r in reads),
             writes=tuple(writes),
         )

@@ -9,6 +9,7 @@ import numpy as np
 from .access import check_bank, check_enum, check_tile, mark, read, read_raw, write
 from .calls import named
 from .dtypes import NUMPY, from_fp32
+from .engines import strided
 from .enums import engine as Engine
 from .enums import matmul_perf_mode
 from .errors import NotModelledError, require
@@ -77,7 +78,8 @@ def nc_matmul(
             "tensor",
             moving.free_size // rows,
             stationary.free_size // rows,
-            frozenset({"fp32"}) if moving.dtype == "float32" else frozenset(),
+            (frozenset({"fp32"}) if moving.dtype == "float32" else frozenset())
+            | strided(moving, dst),
             reads=(stationary.region(), moving.region()),
             writes=(dst.region(),),
         )
@@ -311,7 +313,7 @@ def nc_transpose(
             "tensor" if by_tensor else "vector",
             free,
             parts,
-            frozenset({"fp32"}) if data.itemsize == 4 else frozenset(),
+            (frozenset({"fp32"}) if data.itemsize == 4 else frozenset()) | strided(data, dst),
             reads=(data.region(),),
             writes=(dst.region(),),
         )

@@ -15,7 +15,7 @@ from .lnc import LNC, Turns
 from .marks import BY_OTHERS, Marks
 from .storage import Storage
 from .targets import Target
-from .trace import Instruction, Trace
+from .trace import Instruction, Tile, Trace
 
 _current = threading.local()
 
@@ -57,6 +57,8 @@ class Machine:
         self.shared: list[Storage] = [] if first is None else first.shared
         self.turns = Turns() if first is None else first.turns
         self.shared_used = 0
+        # the first tile that did not fit by references
+        self.overflow: NkiValidationError | None = None
         # what registers decided: bounds of loops, and whether they go on
         self.branches: list[int] = []
         # tensors at explicit addresses
@@ -129,23 +131,28 @@ class Machine:
             storage.shape[0],
             page,
         )
+        self.trace.tiles[storage.id] = Tile(region, need, self.program)
         if region == "psum":
             room, live = target.psum_banks, self.psum_live
             unit = f"banks of {target.psum_bank_bytes} bytes of PSUM are live at once"
         else:
             room, live = target.sbuf_bytes, self.sbuf_live
             unit = "bytes of each partition of SBUF are live at once"
-        require(
-            live + need <= room,
-            "nl.ndarray",
-            storage.name,
-            f"must fit: at most {room} {unit}",
-            live + need,
-            page,
-        )
+        try:
+            require(
+                live + need <= room,
+                "nl.ndarray",
+                storage.name,
+                f"must fit: at most {room} {unit}",
+                live + need,
+                page,
+            )
+        except NkiValidationError as error:
+            # by references; the end of the run shows whether it fits by live ranges
+            self.overflow = self.overflow or error
         # fresh room first, then what was freed longest ago: rotation, as double buffers do
         taken = []
-        while live + self.pooled[region] + need > room:
+        while self.freed[region] and live + self.pooled[region] + need > room:
             old, size = self.freed[region].popleft()
             self.pooled[region] -= size
             taken.append(old)

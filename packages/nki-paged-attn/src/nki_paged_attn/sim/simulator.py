@@ -20,6 +20,7 @@ from .._arrays import is_tensor, like, to_array
 from . import isa, language, typing
 from .dtypes import NUMPY
 from .errors import require
+from .liveness import place
 from .lnc import LNC
 from .machine import Machine
 from .marks import UNWRITTEN
@@ -120,13 +121,15 @@ class Simulation:
             with core, np.errstate(all="ignore"):
                 return function(*wrapped, **keywords)
 
+        cores = [machine]
         if self.kernel.programs == 1:
             result = program(machine)
         else:
-            cores = machine, machine.partner()
+            cores.append(machine.partner())
             results = machine.turns.run([functools.partial(program, core) for core in cores])
             result = results[0]
             _same_branches(cores)
+        _check_room(cores)
         if self.strict:
             _same_programs(machine.trace)
         for x, tensor in copies:
@@ -164,7 +167,16 @@ class Simulation:
         return like(array.copy(), kind)
 
 
-def _same_branches(cores: tuple[Machine, Machine]) -> None:
+def _check_room(cores: list[Machine]) -> None:
+    """Raise what did not fit by references, unless it fits by live ranges."""
+    errors = [core.overflow for core in cores if core.overflow is not None]
+    target = cores[0].target
+    rooms = {"sbuf": target.sbuf_bytes, "psum": target.psum_banks}
+    if errors and not place(cores[0].trace, rooms):
+        raise errors[0]
+
+
+def _same_branches(cores: list[Machine]) -> None:
     """Check that registers steered both programs of a logical core the same way."""
     first, second = (core.branches for core in cores)
     require(

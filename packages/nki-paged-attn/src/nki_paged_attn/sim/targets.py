@@ -23,7 +23,8 @@ class Target:
         sbuf_bytes: usable bytes of SBUF per partition.
         moving_free: the largest free size of a moving operand, by the dtype of ``dst``.
         clocks: GHz of each engine.
-        dma_rate: bytes per nanosecond that one of the DMA engines moves in practice.
+        dma_rate: bytes per nanosecond that one of the DMA engines moves in practice, and
+            ``dma_peak`` in theory.
         hbm_rate: bytes per nanosecond of HBM that one core gets when all cores read.
         programs: cores of a logical core, unless it is configured.
         has_wide_matmul: whether a product may write more than one bank of PSUM.
@@ -35,6 +36,7 @@ class Target:
     moving_free: dict[str, int]
     clocks: dict[str, float]
     dma_rate: float
+    dma_peak: float
     hbm_rate: float
     matmul_dtypes: frozenset[str]
     row_tiles: tuple[int, ...]
@@ -69,6 +71,7 @@ GEN2 = Target(
     moving_free={"float32": 512},
     clocks={"tensor": 2.8, "vector": 1.12, "scalar": 1.4, "gpsimd": 1.4},
     dma_rate=17.0,
+    dma_peak=27.2,
     hbm_rate=410.0,
     matmul_dtypes=_MATMUL,
     row_tiles=(64,),
@@ -93,6 +96,7 @@ GEN3 = Target(
     moving_free={"float32": 512},
     clocks={"tensor": 2.4, "vector": 0.96, "scalar": 1.2, "gpsimd": 1.2},
     dma_rate=23.0,
+    dma_peak=27.2,
     hbm_rate=362.0,
     matmul_dtypes=_MATMUL,
     row_tiles=(64, 32),
@@ -117,6 +121,7 @@ GEN4 = Target(
     moving_free={"float32": 4096, "bfloat16": 8192},
     clocks={"tensor": 2.4, "vector": 1.2, "scalar": 1.2, "gpsimd": 1.2},
     dma_rate=33.0,
+    dma_peak=38.4,
     hbm_rate=590.0,
     matmul_dtypes=_MATMUL | {"float8_e4m3fn"},
     row_tiles=(64, 32),

@@ -15,6 +15,8 @@ from .virtual import VirtualRegister
 
 AP_PAGE = "nki/deep-dives/nki-aps"
 MAX_DIMS = 5
+# a partition hands over so many bytes at a time: nki/guides/architecture, SBUF
+STRIDE_BYTES = 16
 # of what an engine reads or writes, besides the partition
 MAX_FREE_DIMS = 3
 # counts of an access pattern are 16-bit numbers
@@ -260,6 +262,13 @@ class NkiTensor(View):
             strides=[s * item for s in self._strides],
         )
         return view
+
+    def is_strided(self) -> bool:
+        """Say whether neighbours along the innermost dimension lie more than 16 bytes apart."""
+        for stride, size in zip(reversed(self._strides[1:]), reversed(self.shape[1:]), strict=True):
+            if size > 1:
+                return stride * self.itemsize > STRIDE_BYTES
+        return False
 
     def _span(self) -> tuple[int, int]:
         last = sum(s * (n - 1) for s, n in zip(self._strides, self.shape, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # (storage, first byte, end byte): within a partition on the chip, within the tensor in HBM
 Region = tuple[int, int, int]
@@ -38,18 +39,28 @@ class Instruction:
     is_store: bool = False
 
 
+class Tile(NamedTuple):
+    """Where a tile lies, its bytes a partition or its banks, and the program that has it."""
+
+    region: str
+    need: int
+    program: int
+
+
 @dataclass(slots=True)
 class Trace:
     """All instructions of a run in program order, and what memory it took.
 
     Attributes:
         target: name of the generation.
+        tiles: of each storage on the chip, what room it needs.
         reuses: for each storage on the chip, those whose place it took.
         sbuf_peak, psum_peak: most bytes per partition, and most banks, in use at once.
     """
 
     target: str
     instructions: list[Instruction] = field(default_factory=list)
+    tiles: dict[int, Tile] = field(default_factory=dict)
     reuses: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sbuf_peak: int = 0
     psum_peak: int = 0
