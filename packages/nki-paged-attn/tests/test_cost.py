@@ -13,9 +13,10 @@ import pytest
 from nki_paged_attn import build_plan, cost, estimate_cost, trace_plan
 from nki_paged_attn.estimate import sequential_table
 from nki_paged_attn.sim import Instruction, Trace, find_target, schedule, timeline_html
-from nki_paged_attn.sim.cost import cycles, duration, one_engine_time
+from nki_paged_attn.sim.cost import cycles, descriptor_time, duration, one_engine_time
 
-from ._nki import draw, loaded, nisa, nl, psum, sbuf, stored, trace, zeros
+from . import _matmul
+from ._nki import draw, hbm, loaded, nisa, nl, psum, sbuf, stored, trace, zeros
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -88,17 +89,91 @@ def test_dma_takes_what_the_guide_measured():
     assert one_engine_time(32 * 1024, "trn2") == pytest.approx(1416, rel=0.01)
 
 
-def test_small_descriptors_take_as_long_as_512_bytes():
-    def whole(x):
-        loaded(x)
+@pytest.mark.parametrize(
+    ("nbytes", "share"), [(64, 0.17), (256, 0.48), (512, 0.68), (1024, 0.87), (2048, 1), (4096, 1)]
+)
+def test_descriptors_reach_the_rate_from_2_kib_on(nbytes, share):
+    """nki-dma-bandwidth-guide: badly bound below 256 bytes, 2 KiB and more recommended."""
+    rate = nbytes / descriptor_time(nbytes, "trn2")
+    assert rate == pytest.approx(share * 23, rel=0.03)
 
-    wide = trace(whole, draw(128, 512)).instructions[0]
-    narrow = trace(whole, draw(128, 4)).instructions[0]
+
+def test_a_dma_takes_as_long_as_its_descriptors_or_its_share_of_hbm():
+    wide, narrow = (
+        trace(lambda x: stored(loaded(x)), draw(128, n)).instructions[0] for n in (512, 4)
+    )
     trn2 = find_target("trn2")
-    assert wide.nbytes == 128 * 2048
+    assert (wide.nbytes, wide.rows) == (128 * 2048, 128)
     assert duration(wide, trn2) == pytest.approx(128 * 2048 / 362)
     # one row of 2 KiB in HBM, but 16 bytes for each partition
-    assert duration(narrow, trn2) == pytest.approx(128 * 512 / 362)
+    assert duration(narrow, trn2) == pytest.approx(128 / 16 * descriptor_time(16, "trn2"))
+
+
+def test_gpsimd_writes_the_descriptors_of_a_gather():
+    def body(x, i):
+        tile = sbuf((8, 4))
+        nisa.dma_copy(tile, x.vector_select(0, loaded(i)))
+
+    log = trace(body, draw(9, 4), np.arange(8, dtype=np.int32)[:, None])
+    found = cost(log)
+    assert found.cycles["gpsimd"] == 150 + 8 * 8
+    (_, _, there), (_, begin, _) = schedule(log, "trn2")
+    assert begin == pytest.approx(there + (150 + 64) / 1.2)
+
+
+@pytest.mark.parametrize(("step", "expected"), [(1, 512), (4, 512), (5, 1024), (8, 1024)])
+def test_steps_of_more_than_16_bytes_halve_the_rate(step, expected):
+    """nki/guides/architecture: fp32 in steps of 4 are 16 bytes apart."""
+
+    def body():
+        nisa.tensor_copy(sbuf((8, 512)), zeros((8, 512 * step))[:, ::step])
+
+    assert last(body) == expected
+
+
+def test_a_scatter_waits_for_the_rows_that_it_writes_alone():
+    index = np.arange(4, dtype=np.int32)[:, None]
+
+    def body(first, second):
+        out, rows = hbm((8, 4)), [loaded(first), loaded(second)]
+        for r in rows:
+            nisa.dma_copy(out.vector_select(0, r), zeros((4, 4)))
+        return out
+
+    apart = trace(body, index, index + 4)
+    writes = [i.writes for i in apart.instructions if i.is_store]
+    assert [w[0][1:] for w in writes] == [(0, 64), (64, 128)]
+
+
+def test_tiles_that_are_referred_to_but_not_used_give_their_place():
+    """By references three tiles do not fit, by live ranges two at a time do."""
+
+    def body(x):
+        kept = []
+        for _ in range(3):
+            kept.append(loaded(x))
+            nisa.tensor_scalar(kept[-1], kept[-1], nl.add, 1.0)
+
+    log = trace(body, draw(128, 20_000))
+    assert log.sbuf_peak == 80_000
+    ends = [b for i, _, b in schedule(log, "trn2") if i.op == "tensor_scalar"]
+    loads = [a for i, a, _ in schedule(log, "trn2") if i.op == "dma_copy"]
+    assert loads[2] >= ends[0] > loads[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "shape", "tensor", "dma"),
+    [
+        (_matmul.tiled, (256, 2048, 1024), 0.87, 0.999),
+        (_matmul.blocked, (512, 4096, 2048), 0.995, None),
+        (_matmul.blocked_in_all, (2048, 4096, 1024), 0.995, 0.215),
+    ],
+)
+def test_the_matmul_tutorial_within_ten_points_of_its_profile(body, shape, tensor, dma):
+    """AWS's profiles of TensorE and DMA; the share of DMA with blocks of M and N is not met."""
+    found = cost(_matmul.trace(body, *shape)).busy
+    assert found["tensor"] == pytest.approx(tensor, abs=0.1)
+    assert dma is None or found["dma"] == pytest.approx(dma, abs=0.1)
 
 
 def test_a_clock_turns_cycles_into_time():

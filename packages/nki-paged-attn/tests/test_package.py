@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import subprocess
 import sys
@@ -51,9 +52,17 @@ def test_cost_and_plan(capsys, tmp_path):
     assert main(["plan", *batch]) == 0
     assert "2 sequences with keys on the partitions, 1 with queries" in capsys.readouterr().out
     page = tmp_path / "timeline.html"
-    assert main(["cost", *batch, "--html", str(page), "--target", "trn3", "--programs", "2"]) == 0
-    assert "trn3:" in capsys.readouterr().out
+    events = tmp_path / "timeline.json"
+    files = ["--html", str(page), "--trace", str(events)]
+    assert main(["cost", *batch, *files, "--target", "trn3", "--programs", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "trn3:" in printed
+    assert " forms of " in printed
+    assert "nc_matmul" in printed
     assert "<svg" in page.read_text()
+    found = json.loads(events.read_text())["traceEvents"]
+    assert {e["pid"] for e in found} == {0, 1}
+    assert {e["ph"] for e in found} == {"M", "X", "b", "e"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import argparse
 import os
 import runpy
 import sys
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ._arrays import FLOATS, FP8
 from ._backend import choose_backend, default_target, find_programs
 from .estimate import sequential_table, trace_plan
 from .plan import DECODE
-from .sim import cost, find_target, install, write_timeline
+from .sim import Trace, cost, find_target, install, write_timeline
 
 # distance of 1 to the next number
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -145,6 +146,9 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
         "--programs", type=int, default=1, choices=(1, 2), help="cores of the logical core (1)"
     )
     parser.add_argument("--html", metavar="FILE", help="where to write a timeline as a page")
+    parser.add_argument(
+        "--trace", metavar="FILE.json", help="where to write a timeline as Chrome's trace events"
+    )
 
 
 def _run_file(arguments: argparse.Namespace) -> int:
@@ -196,11 +200,21 @@ def _run_batch(arguments: argparse.Namespace) -> int:
         target=arguments.target,
         programs=arguments.programs,
     )
+    print(f"  {_forms(trace)}")
     print(cost(trace))
-    if arguments.html:
-        write_timeline(trace, arguments.html)
-        print(f"timeline in {arguments.html}")
+    for path in (arguments.html, arguments.trace):
+        if path:
+            write_timeline(trace, path)
+            print(f"timeline in {path}")
     return 0
+
+
+def _forms(trace: Trace) -> str:
+    """Say how many forms of an instruction a log has: what a compiler sees, sizes included."""
+    forms = Counter((i.op, i.engine, i.elements, i.stationary, i.form) for i in trace.instructions)
+    ops = Counter(i.op for i in trace.instructions)
+    kinds = ", ".join(f"{count} {op}" for op, count in ops.most_common())
+    return f"{len(forms)} forms of {len(trace.instructions)} instructions: {kinds}"
 
 
 def main(arguments: list[str]) -> int:

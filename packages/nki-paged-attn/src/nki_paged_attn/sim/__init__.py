@@ -10,7 +10,7 @@ from .lint import lint
 from .simulator import ArraySpec, Kernel, Loader, Simulation, install, jit, load, simulate
 from .targets import TARGETS, Target, find_target
 from .tensor import NkiTensor
-from .timeline import timeline_html, write_timeline
+from .timeline import timeline_events, timeline_html, write_timeline
 from .trace import Instruction, Trace
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "load",
     "schedule",
     "simulate",
+    "timeline_events",
     "timeline_html",
     "write_timeline",
 ]

@@ -1,9 +1,11 @@
-"""A picture of a schedule: engines over time, as one HTML file that needs nothing else."""
+"""A schedule over time: as one HTML file that needs nothing else, or as Chrome's trace events."""
 
 from __future__ import annotations
 
 import html
+import json
 from pathlib import Path
+from typing import Any
 
 from .cost import DMA_LATENCY, cost, schedule
 from .targets import find_target
@@ -56,6 +58,41 @@ def timeline_html(trace: Trace, *, start: float = 0.0, end: float | None = None)
     )
 
 
+def timeline_events(trace: Trace) -> dict[str, list[dict[str, Any]]]:
+    """Return the schedule as Chrome's trace events, in microseconds.
+
+    A program of the logical core is a process, an engine a thread of it. Transfers of DMA overlap
+    by their latency, so that they are asynchronous events.
+    """
+    programs = sorted({i.program for i in trace.instructions}) or [0]
+    events: list[dict[str, Any]] = []
+    for program in programs:
+        name = {"name": f"program {program}"}
+        events.append({"ph": "M", "name": "process_name", "pid": program, "args": name})
+        for thread, lane in enumerate(LANES):
+            place = {"pid": program, "tid": thread, "args": {"name": lane}}
+            events.append({"ph": "M", "name": "thread_name", **place})
+    for number, (i, begin, finish) in enumerate(schedule(trace, trace.target)):
+        event: dict[str, Any] = {
+            "name": i.op,
+            "cat": i.engine,
+            "pid": i.program,
+            "tid": LANES.index(i.engine),
+            "ts": begin / 1e3,
+            "args": {"elements": i.elements, "form": sorted(i.form), "bytes": i.nbytes},
+        }
+        if i.engine == "dma":
+            events.append({**event, "ph": "b", "id": number})
+            events.append({**event, "ph": "e", "id": number, "ts": finish / 1e3})
+        else:
+            events.append({**event, "ph": "X", "dur": (finish - begin) / 1e3})
+    return {"traceEvents": events}
+
+
 def write_timeline(trace: Trace, path: str | Path, *, end: float | None = None) -> None:
-    """Write the page to a file."""
-    Path(path).write_text(timeline_html(trace, end=end))
+    """Write the timeline to a file: Chrome's trace events for ``.json``, else a page."""
+    found = Path(path)
+    if found.suffix == ".json":
+        found.write_text(json.dumps(timeline_events(trace)))
+    else:
+        found.write_text(timeline_html(trace, end=end))
