@@ -309,3 +309,18 @@ def test_a_program_that_fails_ends_the_other():
 def test_integers_do_not_hide_in_numbers():
     """A NumPy integer is one, too."""
     assert run(lambda: nisa.register_alloc(np.int32(3)).value) == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("bfloat16", "float16", "float32"),
+        ("bfloat16", "float32", "float32"),
+        ("float8_e4m3", "float16", "float16"),
+        ("int8", "int32", "int32"),
+        ("int32", "bfloat16", "bfloat16"),
+    ],
+)
+def test_a_result_has_the_widest_dtype(first, second, expected):
+    assert run(lambda: nl.add(zeros((4, 4), first), zeros((4, 4), second)).dtype) == expected

@@ -16,10 +16,11 @@ import numpy as np
 
 from . import __version__, build_plan, paged_attention, paged_attention_reference
 from ._arrays import FLOATS, FP8
-from ._backend import choose_backend, default_target, find_programs
+from ._backend import choose_backend, find_programs
 from .estimate import sequential_table, trace_plan
 from .plan import DECODE
 from .sim import Trace, cost, find_target, install, write_timeline
+from .sim.targets import default_target
 
 # distance of 1 to the next number
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}

@@ -79,9 +79,11 @@ def tensor_tensor(
 
 
 def apply(call: str, operand: str, op: Any, x: Array, y: Any, reverse: bool) -> Array:
-    # a root has no second operand
-    function = (lambda a, _: 1 / np.sqrt(a)) if op.name == "rsqrt" else binary(call, operand, op)
     with np.errstate(all="ignore"):
+        if op.name == "rsqrt":
+            # a root has no second operand
+            return (1 / np.sqrt(x)).astype(np.float32)
+        function = binary(call, operand, op)
         result: Array = function(y, x) if reverse else function(x, y)
     return result.astype(np.float32, copy=False)
 

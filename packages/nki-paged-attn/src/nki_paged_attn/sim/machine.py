@@ -53,9 +53,9 @@ class Machine:
         self.execute = execute
         self.programs = programs
         self.program = 0 if first is None else 1
-        self.trace = Trace(target.name) if first is None else first.trace
+        self.trace: Trace = Trace(target.name) if first is None else first.trace
         self.shared: list[Storage] = [] if first is None else first.shared
-        self.turns = Turns() if first is None else first.turns
+        self.turns: Turns = Turns() if first is None else first.turns
         self.shared_used = 0
         # the first tile that did not fit by references
         self.overflow: NkiValidationError | None = None

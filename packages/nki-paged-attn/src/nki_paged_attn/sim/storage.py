@@ -83,7 +83,8 @@ class Storage:
     @property
     def row_bytes(self) -> int:
         """Bytes of a partition."""
-        return self.partition * self.itemsize
+        nbytes: int = self.partition * self.itemsize
+        return nbytes
 
     def overlaps(self, other: Storage, start: int, end: int) -> bool:
         """Say whether it shares memory with bytes ``start`` to ``end`` of another, by address."""

@@ -32,7 +32,7 @@ def _promote(tiles: list[NkiTensor]) -> str:
         return kinds.pop()
     floats = sorted(kinds & FLOATS, key=lambda k: NUMPY[k].itemsize)
     if not floats:
-        return max(kinds, key=lambda k: NUMPY[k].itemsize)
+        return sorted(kinds, key=lambda k: NUMPY[k].itemsize)[-1]
     wide = [k for k in floats if NUMPY[k].itemsize == NUMPY[floats[-1]].itemsize]
     return wide[0] if len(wide) == 1 else "float32"
 
@@ -40,7 +40,7 @@ def _promote(tiles: list[NkiTensor]) -> str:
 class Function(Op):
     """An operator token that may be called, on tiles and numbers."""
 
-    def __call__(self, x: Any, y: Any = None, dtype: str | None = None) -> NkiTensor:  # type: ignore[override]
+    def __call__(self, x: Any, y: Any = None, dtype: str | None = None) -> NkiTensor:
         call, page = f"nl.{self.name}", f"nki.language.{self.name}"
         tiles = [t for t in (x, y) if isinstance(t, NkiTensor)]
         require(bool(tiles), call, "x", "must be a tile", x, page)

@@ -370,7 +370,8 @@ class View:
 
     def rearrange(self: T, src_pattern: Any, dst_pattern: Any, fixed_sizes: Any = None) -> T:
         """Split, reorder and merge dimensions by name; a tuple of names is one dimension."""
-        sizes, names, view = dict(fixed_sizes or {}), [], self
+        sizes, view = dict(fixed_sizes or {}), self
+        names: list[str] = []
         groups = [(g,) if isinstance(g, str) else tuple(g) for g in src_pattern]
         require(
             len(groups) == self.ndim,
