@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from nki_paged_attn import flash_attn_varlen_nkifunc, paged_attention, paged_attention_reference
+from nki_paged_attn import (
+    Buckets,
+    flash_attn_varlen_nkifunc,
+    paged_attention,
+    paged_attention_reference,
+)
 
 from . import _vllm
 from ._cases import BF16, make_case, poisoned
@@ -145,12 +150,14 @@ def test_07_block_sizes_and_windows(block_size, window):
 def test_11_the_kernel_reads_nothing_that_was_not_written(target, dtype, monkeypatch):
     from nki_paged_attn import _backend, simulate
 
-    def run(backend, arguments):
-        return simulate(_backend.simulated_kernel(), target, strict=True)(**arguments)
+    def run(backend, arguments, name):
+        return simulate(_backend.simulated_kernel(name), target, strict=True)(**arguments)
 
     monkeypatch.setattr(_backend, "run", run)
     sinks = np.zeros(4, np.float32)
-    make_case([20, 1, 70], [100, 300, 3], dtype=dtype, extra=2, window=90, sinks=sinks).check()
+    case = make_case([20, 1, 70], [100, 300, 3], dtype=dtype, extra=2, window=90, sinks=sinks)
+    # rows of a bucket that are no query's are not written, so that there may be none
+    case.check(buckets=Buckets(tokens=93))
 
 
 @pytest.mark.parametrize("programs", [2])

@@ -53,7 +53,7 @@ def test_15_with_nki_and_a_device_the_device_runs(modules, device):
 
 def test_15_the_old_namespace_alone_raises_with_what_to_install(modules):
     modules("neuronxcc")
-    with pytest.raises(ImportError, match=r"pip install .*nki>=0.5.*pip.repos.neuron.amazonaws"):
+    with pytest.raises(ImportError, match=r"pip install .*nki>=0.6.*pip.repos.neuron.amazonaws"):
         choose_backend()
     assert choose_backend("sim") == "sim"
 
@@ -116,18 +116,18 @@ def test_a_device_runs_the_kernel_on_its_logical_core(modules, device, monkeypat
             return np.ones(tokens, np.float32), np.zeros((tokens[0], 1), np.float32)
 
     modules("nki")
-    fake = types.SimpleNamespace(paged_attention_kernel=Kernel())
+    fake = types.SimpleNamespace(paged_attention_form=Kernel())
     real = importlib.import_module
     monkeypatch.setattr(
         importlib,
         "import_module",
-        lambda name, package=None: fake if name == "._kernels.paged" else real(name, package),
+        lambda name, package=None: fake if name == "._kernels.form" else real(name, package),
     )
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     out, _ = make_case([3], [5]).run(backend="nki")
     assert (out == 1).all()
     assert seen["programs"] == 2
-    assert seen["arguments"]["structure"]
+    assert seen["arguments"]["loops"]
 
 
 def test_the_simulator_of_aws_agrees_with_ours():
@@ -172,5 +172,5 @@ def test_the_target_comes_from_the_environment(monkeypatch):
 
 def test_the_extra_cannot_resolve_to_the_placeholders_of_the_public_index():
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert 'neuron = ["neuronx-cc>=2.27", "nki>=0.5"]' in text
+    assert 'neuron = ["neuronx-cc>=2.27", "nki>=0.6"]' in text
     assert "neuronx" not in text.partition("[project.optional-dependencies]")[0]

@@ -33,11 +33,14 @@ from . import (
 from . import (
     test_sim_limits_vector as vector,
 )
+from . import (
+    test_sim_registers as registers,
+)
 from ._nki import run
 from .test_sim_scope import NOT_MODELLED
 
 SIM = Path(sim.__file__).parent
-REGISTERS = (engines, memory, more, programs, scalar_dma, tensor, vector)
+REGISTERS = (engines, memory, more, programs, registers, scalar_dma, tensor, vector)
 
 
 def places(*names):

@@ -245,6 +245,7 @@ def a_barrier_that_one_program_reaches():
     LNC,
     "kernel[2]: dynamic control flow must be the same in both programs: [2], got [3]",
     programs=2,
+    strict=True,
 )
 def a_loop_that_one_program_runs_longer():
     for _ in nl.dynamic_range(nisa.register_alloc(2 + nl.program_id(0))):

@@ -11,7 +11,14 @@ from nki_paged_attn.sim import ArraySpec, NotModelledError
 from ._limits import matmul
 from ._nki import draw, hbm, loaded, nisa, nl, psum, run, sbuf, zeros
 
+
 # body, message, and how it runs
+def load_sum():
+    x = zeros((1, 1), "int32")
+    nisa.tensor_tensor(x, x, x, nl.add)
+    return nisa.register_alloc(x)
+
+
 NOT_MODELLED = [
     (lambda: nisa.nc_matmul_mx(), "nisa.nc_matmul_mx is not modelled", {}),
     (lambda: nl.softmax, "nl.softmax is not modelled", {}),
@@ -32,6 +39,11 @@ NOT_MODELLED = [
     ),
     (lambda: hbm((4, 4))["a"], "NkiTensor[]: an index of type str", {}),
     (lambda: hbm((4, 4)).ap([[4, 4]], dtype="int32"), "ap: another dtype; use view first", {}),
+    (
+        lambda: nl.fori_loop(0, load_sum(), print),
+        "nl.fori_loop: a register that is not known without execution",
+        {"execute": False},
+    ),
     (
         lambda: nisa.tensor_scalar_reduce(
             sbuf((1, 2)), zeros((1, 2)), nl.add, 1.0, nl.add, sbuf((1, 1)), reduce_init=0.0

@@ -3,7 +3,8 @@
 from .api import paged_attention
 from .cache import reshape_and_cache
 from .dropin import flash_attn_varlen_nkifunc, flash_paged_attention
-from .estimate import estimate_cost, trace_plan
+from .estimate import count_instructions, estimate_cost, trace_form, trace_plan
+from .forms import Bucket, Buckets
 from .legacy import (
     load_block_tables,
     reorder_context_mask,
@@ -15,9 +16,12 @@ from .sim import cost, simulate
 
 __version__ = "1.0.0"
 __all__ = [
+    "Bucket",
+    "Buckets",
     "Plan",
     "build_plan",
     "cost",
+    "count_instructions",
     "estimate_cost",
     "flash_attn_varlen_nkifunc",
     "flash_paged_attention",
@@ -27,6 +31,7 @@ __all__ = [
     "reorder_context_mask",
     "reshape_and_cache",
     "simulate",
+    "trace_form",
     "trace_plan",
     "transform_block_tables_for_indirect_load",
 ]

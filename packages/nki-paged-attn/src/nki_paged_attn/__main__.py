@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import signal
 import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +18,8 @@ import numpy as np
 from . import __version__, build_plan, paged_attention, paged_attention_reference
 from ._arrays import FLOATS, FP8
 from ._backend import choose_backend, find_programs
-from .estimate import sequential_table, trace_plan
+from .estimate import SAMPLES, sequential_table, trace_form
+from .forms import Buckets
 from .plan import DECODE
 from .sim import Trace, cost, find_target, install, write_timeline
 from .sim.targets import default_target
@@ -40,8 +42,8 @@ def describe(backend: str) -> None:
     print(f"backend {backend}: {where}; {find_programs()} program(s) of a logical core")
     if backend == "sim":
         print(f"target {target.name}: {target.sbuf_bytes} B of SBUF a partition")
-    print("  prefill: 128 queries on the partitions x up to 1024 keys, 8 sections resident")
-    print("  up to 64 rows of a sequence: 128 keys on the partitions, up to 40 chunks a softmax")
+    print("  blocks of up to 64 tiles: 128 query rows on the partitions x 1024 or 128 keys")
+    print("  up to 64 rows of a sequence: keys on the partitions, in parts of up to 4096")
 
 
 def check(backend: str) -> bool:
@@ -167,16 +169,11 @@ def _run_file(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_batch(arguments: argparse.Namespace) -> int:
-    queries, contexts = arguments.queries, arguments.contexts
-    if len(queries) != len(contexts):
-        raise ValueError(
-            f"--contexts must be as many as --queries, {len(queries)}, got {len(contexts)}"
-        )
-    table = sequential_table(contexts, arguments.block_size)
+def _print_plan(arguments: argparse.Namespace) -> None:
+    table = sequential_table(arguments.contexts, arguments.block_size)
     plan = build_plan(
-        queries,
-        contexts,
+        arguments.queries,
+        arguments.contexts,
         table,
         arguments.block_size,
         heads=arguments.heads,
@@ -184,23 +181,39 @@ def _run_batch(arguments: argparse.Namespace) -> int:
         window=arguments.window,
     )
     print(plan)
+    for number, unit in enumerate(plan.structure):
+        if unit[0] == DECODE:
+            print(f"  unit {number}: {plan.rows[unit[1]]} rows, {len(unit[2])} softmaxes")
+        else:
+            pairs = sum(len(step[1]) for step in unit[1] if step[0] == 1)
+            print(f"  unit {number}: {pairs} pairs of a tile and a section")
+
+
+def _run_batch(arguments: argparse.Namespace) -> int:
+    queries, contexts = arguments.queries, arguments.contexts
+    if len(queries) != len(contexts):
+        raise ValueError(
+            f"--contexts must be as many as --queries, {len(queries)}, got {len(contexts)}"
+        )
     if arguments.command == "plan":
-        for number, unit in enumerate(plan.structure):
-            if unit[0] == DECODE:
-                print(f"  unit {number}: {plan.rows[unit[1]]} rows, {len(unit[2])} softmaxes")
-            else:
-                pairs = sum(len(step[1]) for step in unit[1] if step[0] == 1)
-                print(f"  unit {number}: {pairs} pairs of a tile and a section")
+        _print_plan(arguments)
         return 0
-    trace = trace_plan(
-        plan,
+    trace = trace_form(
+        queries,
+        contexts,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
         head_dim=arguments.head_dim,
+        block_size=arguments.block_size,
         dtype=arguments.dtype,
         cache_dtype=arguments.cache_dtype,
-        blocks=int(table.max(initial=0)) + 1,
+        window=arguments.window,
         target=arguments.target,
         programs=arguments.programs,
+        # a timeline shows all
+        samples=None if arguments.html or arguments.trace else SAMPLES,
     )
+    print(Buckets().find(len(queries), sum(queries), max(contexts, default=0)))
     print(f"  {_forms(trace)}")
     print(cost(trace))
     for path in (arguments.html, arguments.trace):
@@ -236,4 +249,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # a reader that stops early, as head does, ends the program without a traceback
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

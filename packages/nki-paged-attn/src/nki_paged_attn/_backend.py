@@ -17,8 +17,8 @@ VARIABLE = "NKI_PAGED_ATTN_BACKEND"
 BACKENDS = ("auto", "nki", "nki-sim", "sim")
 DEVICE = Path("/dev/neuron0")
 INSTALL = (
-    "install AWS's nki (0.5 or newer), which kernels are written for: "
-    'pip install "neuronx-cc==2.*" "nki>=0.5" '
+    "install AWS's nki (0.6 or newer), which kernels are written for: "
+    'pip install "neuronx-cc==2.*" "nki>=0.6" '
     "--extra-index-url https://pip.repos.neuron.amazonaws.com"
 )
 
@@ -75,20 +75,24 @@ def find_programs() -> int:
     return int(programs)
 
 
-@lru_cache(maxsize=1)
-def simulated_kernel() -> Any:
-    """Return the kernel with our simulator as its ``nki``."""
+# files of kernels, and their entries
+ENTRIES = {"paged": "paged_attention_kernel", "form": "paged_attention_form"}
+
+
+@lru_cache(maxsize=len(ENTRIES))
+def simulated_kernel(name: str = "paged") -> Any:
+    """Return a kernel with our simulator as its ``nki``: of a plan, or of a form."""
     folder = Path(__file__).parent / "_kernels"
-    return Loader(folder).load("paged").paged_attention_kernel
+    return getattr(Loader(folder).load(name), ENTRIES[name])
 
 
-def run(backend: str, arguments: dict[str, Any]) -> Any:
-    """Run the kernel on a backend that ``choose_backend`` returned."""
+def run(backend: str, arguments: dict[str, Any], name: str = "paged") -> Any:
+    """Run a kernel on a backend that ``choose_backend`` returned."""
     programs = find_programs()
     if backend == "sim":
-        return simulate(simulated_kernel()[programs], default_target())(**arguments)
+        return simulate(simulated_kernel(name)[programs], default_target())(**arguments)
     nki = importlib.import_module("nki")
-    kernel = importlib.import_module("._kernels.paged", __package__).paged_attention_kernel
+    kernel = getattr(importlib.import_module(f"._kernels.{name}", __package__), ENTRIES[name])
     if backend == "nki-sim":
         return nki.simulate(kernel[programs])(**arguments)
     return kernel[programs](**arguments)

@@ -64,6 +64,12 @@ def check_cache(kv_cache: Array, kv_heads: int, head_dim: int) -> None:
     check_block_size(shape[3])
 
 
+def check_dtype(name: str, given: Any, allowed: tuple[str, ...]) -> None:
+    """Check the name of a dtype."""
+    if given not in allowed:
+        raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {given!r}")
+
+
 def check_count(name: str, x: Any) -> None:
     """Check a number of things, at least one."""
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from . import _backend
 from ._arrays import Array
+from .forms import MAX_PART_ROWS, Buckets, Form
 from .plan import MAX_TOKENS, PARTITIONS, Plan
+from .tables import Scales, Tables, build_tables
 
 # factors below this are multiplied into the queries, because masked scores are finite numbers, too
 SMALLEST_FACTOR = 2.0**-40
@@ -37,6 +39,11 @@ class Options:
     v_scales: tuple[float, ...]
     has_lse: bool
     dtype: str
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether cached keys or values have scales other than 1."""
+        return any(s != 1.0 for s in (*self.k_scales, *self.v_scales))
 
 
 def kernel_arguments(
@@ -86,6 +93,195 @@ def kernel_arguments(
         "has_lse": options.has_lse,
         "dtype": options.dtype,
     }
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a call is about: checked lengths and block numbers.
+
+    Attributes:
+        table: ``[batch, max_blocks]``.
+        tokens: rows of the packed queries.
+        is_cached: whether the new tokens' keys and values are in the cache already; contexts count
+            what was there before.
+    """
+
+    query_lens: Array
+    context_lens: Array
+    table: Array
+    tokens: int
+    window: int | None
+    is_cached: bool = False
+
+
+def find_form(
+    batch: Batch,
+    buckets: Buckets,
+    heads: int,
+    kv_heads: int,
+    block_size: int,
+    programs: int | None = None,
+) -> Form:
+    """Return the form that runs a batch; programs are the environment's by default."""
+    keys = batch.context_lens + (batch.query_lens if batch.is_cached else 0)
+    needed = len(batch.query_lens), batch.tokens, int(keys.max(initial=0))
+    bucket = buckets.find(*needed)
+    programs = programs or _backend.find_programs()
+    return Form(bucket, heads // kv_heads, kv_heads, block_size, programs, not batch.is_cached)
+
+
+def form_tables(batch: Batch, form: Form, options: Options) -> tuple[Tables, Array]:
+    """Return the table of a batch, and the token at each place of new keys, -1 for none."""
+    numbers, scales = _numbers(form, options)
+    return build_tables(
+        form,
+        batch.query_lens,
+        batch.context_lens,
+        batch.table,
+        batch.window,
+        batch.tokens,
+        scales,
+        numbers,
+        batch.is_cached,
+    )
+
+
+def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
+    """Return sinks and factors as the kernel reads them, and where they begin."""
+    kv_heads, group = form.kv_heads, form.group
+    found = []
+    if options.sinks is not None:
+        # a sink of -inf is none: the maximum of a row without a key
+        sinks = np.maximum(options.sinks, np.float32(-no_maximum(options)))
+        rows = np.tile(sinks.reshape(kv_heads, group), (1, PARTITIONS // group + 1))
+        found.append(rows[:, :PARTITIONS].reshape(-1))
+    factors = -1
+    if options.is_scaled:
+        factors = sum(x.size for x in found)
+        for source in (options.k_scales, options.v_scales), ((1.0,) * kv_heads,) * 2:
+            for k_scale, v_scale in zip(*source, strict=True):
+                row = (*scaling(options, k_scale), v_scale)
+                found.append(np.tile(np.array(row, np.float32), PARTITIONS))
+        # of parts: the cache's, and ratios to it, for each number of new tokens
+        for count in range(MAX_PART_ROWS // group + 1):
+            for k_scale, v_scale in zip(options.k_scales, options.v_scales, strict=True):
+                row = (*scaling(options, k_scale), v_scale)
+                ratios = np.ones((PARTITIONS, 2), np.float32)
+                ratios[:count] = 1 / k_scale, 1 / v_scale
+                found += [np.tile(np.array(row, np.float32), PARTITIONS), ratios.reshape(-1)]
+    # as much as a load of factors reads, if there is nothing
+    found.append(np.zeros(4 * PARTITIONS, np.float32))
+    return np.concatenate(found).astype(np.float32), Scales(0, factors)
+
+
+def scaling(options: Options, k_scale: float = 1.0) -> tuple[float, float, float]:
+    """Return the factor of scores before the cap, of the exponential, and the latter negated."""
+    factor = options.scale * k_scale
+    if options.softcap:
+        # a ratio beyond fp32 would make NaN of a score of 0; tanh of it is 1 long before
+        factor = min(factor, options.softcap * LARGEST_RATIO)
+        return factor / options.softcap, options.softcap, -options.softcap
+    return factor, factor, -factor
+
+
+def no_maximum(options: Options) -> float:
+    """Return the negated maximum of a row without a key: above what others can be.
+
+    It is compiled in, so that it does not depend on the scales of a cache.
+    """
+    smallest = options.softcap or options.scale
+    if options.is_scaled and not options.softcap:
+        smallest = SMALLEST_FACTOR
+    return NO_MAXIMUM * min(1.0, smallest)
+
+
+def fold_scale(q: Array, options: Options) -> tuple[Array, Options]:
+    """Return queries and options such that the factor of the scores is well above 0."""
+    q, scale, softcap = _fold_scale(q, options)
+    return q, replace(options, scale=scale, softcap=softcap)
+
+
+def find_folding(options: Options) -> tuple[float | None, Options]:
+    """Return what queries are multiplied by, None for zeros, and the options that remain."""
+    one, folded = fold_scale(np.ones(1, np.float32), options)
+    scale = options.scale if folded.scale == 1.0 != options.scale else np.sign(one[0])
+    return (None if not one[0] and options.scale else float(scale)), folded
+
+
+def static_arguments(form: Form, options: Options) -> dict[str, Any]:
+    """Return what is compiled into a form, by name."""
+    return {
+        "loops": tuple(loop.spec for loop in form.loops),
+        "slots": form.slots,
+        "group": form.group,
+        "wide": form.wide,
+        "scaling": scaling(options),
+        "is_scaled": options.is_scaled,
+        "softcap": options.softcap,
+        "no_maximum": no_maximum(options),
+        "has_sinks": options.sinks is not None,
+        "has_lse": options.has_lse,
+        "dtype": options.dtype,
+    }
+
+
+def form_arguments(
+    q: Array, k: Array, v: Array, kv_cache: Array, batch: Batch, form: Form, options: Options
+) -> dict[str, Any]:
+    """Return what the kernel of a form takes, by name; q, k, v are packed."""
+    tokens, heads, head_dim = q.shape
+    q, options = fold_scale(q, options)
+    tables, new = form_tables(batch, form, options)
+    queries = np.zeros((form.bucket.tokens * heads, head_dim), q.dtype)
+    queries[: tokens * heads] = q.reshape(tokens * heads, head_dim)
+    if not kv_cache.shape[1]:
+        kv_cache = np.zeros((2, 1, *kv_cache.shape[2:]), kv_cache.dtype)
+    return {
+        "q": queries,
+        "k_new": by_head(k, new),
+        "v_new": by_head(v, new),
+        "k_cache": kv_cache[0],
+        "v_cache": kv_cache[1],
+        "tables": tables.table,
+        "numbers": tables.numbers,
+        **static_arguments(form, options),
+    }
+
+
+def by_head(x: Array, places: Array) -> Array:
+    """Return new keys or values as ``[kv_heads, places, head_dim]``, with 0 where nothing is."""
+    result = np.zeros((x.shape[1], len(places), x.shape[2]), x.dtype)
+    used = np.flatnonzero(places >= 0)
+    result[:, used] = x[places[used]].transpose(1, 0, 2)
+    return result
+
+
+def launch_form(
+    q: Array,
+    k: Array,
+    v: Array,
+    kv_cache: Array,
+    batch: Batch,
+    options: Options,
+    buckets: Buckets,
+    backend: str,
+) -> tuple[Array, Array | None]:
+    """Run a batch's form; return out ``[tokens, heads, head_dim]``, lse ``[heads, tokens]``."""
+    tokens, heads, _ = q.shape
+    form = find_form(batch, buckets, heads, k.shape[1], kv_cache.shape[3])
+    if not q.size:
+        lse = np.zeros((heads, tokens), np.float32)
+        return np.zeros_like(q), lse if options.has_lse else None
+    arguments = form_arguments(q, k, v, kv_cache, batch, form, options)
+    out, lse = _backend.run(backend, arguments, "form")
+    out = np.ascontiguousarray(np.asarray(out)[: tokens * heads]).reshape(q.shape)
+    if not options.has_lse:
+        return out, None
+    lse = np.asarray(lse)[: tokens * heads]
+    lse = np.ascontiguousarray(lse.reshape(tokens, heads).T)
+    # a row that sees neither a key nor a sink
+    lse[lse <= -arguments["no_maximum"] / 2] = -np.inf
+    return out, lse
 
 
 def _fold_scale(q: Array, options: Options) -> tuple[Array, float, float]:

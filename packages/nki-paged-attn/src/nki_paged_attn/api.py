@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ._arrays import like, to_array
+from ._arrays import is_tensor, like, to_array
 from ._backend import choose_backend
 from ._checks import (
     check_lengths,
@@ -17,8 +17,9 @@ from ._checks import (
     check_table,
     check_window,
 )
-from ._launch import Options, launch
-from .plan import build_plan
+from ._device import describe, find_device, launch_prepared, prepare
+from ._launch import Batch, Options, launch_form
+from .forms import Buckets, check_buckets
 
 
 def paged_attention(
@@ -38,6 +39,7 @@ def paged_attention(
     v_scale: Any = None,
     return_lse: bool = False,
     backend: str = "auto",
+    buckets: Buckets | None = None,
 ) -> Any:
     """Attend new tokens to their sequence's cached context and, causally, to each other.
 
@@ -47,7 +49,8 @@ def paged_attention(
 
     Args:
         q: ``[tokens, heads, head_dim]``, fp16, bf16 (``ml_dtypes.bfloat16``) or fp32, which is also
-            the precision of the products; NumPy arrays, or PyTorch tensors on the CPU.
+            the precision of the products; NumPy arrays, PyTorch tensors on the CPU, or all four
+            tensors on a Neuron device, of PyTorch or JAX, where they stay.
         k, v: the new tokens' keys and values, ``[tokens, kv_heads, head_dim]``, in q's dtype.
         kv_cache: ``[2, blocks, kv_heads, block_size, head_dim]``, keys and values of the context,
             in fp16, bf16, fp32 or FP8 (e4m3, e4m3fn, e5m2).
@@ -62,17 +65,27 @@ def paged_attention(
         k_scale, v_scale: what cached keys and values are multiplied by; a number or ``[kv_heads]``.
         return_lse: also return the natural logarithm of the denominators, fp32 ``[heads, tokens]``.
         backend: ``auto``, ``nki`` (a device), ``nki-sim`` (AWS's simulator) or ``sim`` (ours).
+        buckets: the sizes that the kernel is compiled for; the call runs the smallest that holds
+            it, with the same bits in any. Default: powers of two.
 
     Returns:
         ``out`` in q's shape and dtype, or ``(out, lse)``. A row that sees no key gives 0 and -inf.
 
     Raises:
         TypeError: a dtype that is not offered.
-        ValueError: a shape or a number out of range, or a block that is not in the cache.
+        ValueError: a shape or a number out of range, a block that is not in the cache, or a batch
+            that no bucket holds.
         ImportError: the backend's package is not installed.
     """
-    arrays = [to_array(n, x) for n, x in (("q", q), ("k", k), ("v", v), ("kv_cache", kv_cache))]
-    queries, keys, values, cache = arrays
+    device = find_device(q)
+    named = (("q", q), ("k", k), ("v", v), ("kv_cache", kv_cache))
+    tensors: list[Any]
+    if device is None:
+        tensors = [to_array(name, x) for name, x in named]
+    else:
+        check_placement(named, backend)
+        tensors = [describe(x) for _, x in named]
+    queries, keys, values, cache = tensors
     check_packed(queries, keys, values, cache)
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
@@ -87,16 +100,26 @@ def paged_attention(
         has_lse=return_lse,
         dtype=np.dtype(queries.dtype).name,
     )
-    plan = build_plan(
-        lens,
-        contexts,
-        table,
-        cache.shape[3],
-        heads=heads,
-        kv_heads=kv_heads,
-        tokens=tokens,
-        window=check_window(window),
-        joint=options.k_scales == options.v_scales == (1.0,) * kv_heads,
-    )
-    out, lse = launch(queries, keys, values, cache, plan, options, choose_backend(backend))
+    batch = Batch(lens, contexts, table, tokens, check_window(window))
+    sizes = check_buckets(buckets)
+    if device is not None:
+        prepared = prepare(device, batch, options, sizes, heads, cache.shape[3])
+        new = tuple(device.by_head(x, prepared.places) for x in (k, v))
+        out, lse = launch_prepared(device, q, new, (kv_cache[0], kv_cache[1]), prepared)
+        return (out, lse) if return_lse else out
+    chosen = choose_backend(backend)
+    out, lse = launch_form(queries, keys, values, cache, batch, options, sizes, chosen)
     return (like(out, q), like(lse, q)) if lse is not None else like(out, q)
+
+
+def check_placement(named: Any, backend: str) -> None:
+    """Check that all tensors are on q's device, and that it is to run the kernel."""
+    if backend not in ("auto", "nki"):
+        raise ValueError(f"backend must be auto or nki for tensors of a device, got {backend!r}")
+    q = named[0][1]
+    for name, x in named:
+        if type(find_device(x)) is not type(find_device(q)) or (
+            is_tensor(x) and x.device != q.device
+        ):
+            where = x.device if is_tensor(x) else f"a {type(x).__name__}"
+            raise ValueError(f"{name} must be on q's device, {q.device}, got {where}")

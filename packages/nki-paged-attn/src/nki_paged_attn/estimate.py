@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from attn_common import cdiv
 
 from ._arrays import FLOATS, FP8, Array
 from ._backend import simulated_kernel
-from ._checks import check_block_size, check_count, check_head_dim, check_lengths
-from ._launch import Options, kernel_arguments, new_places
-from .plan import Plan, build_plan
+from ._checks import (
+    check_block_size,
+    check_count,
+    check_dtype,
+    check_head_dim,
+    check_heads,
+    check_lengths,
+    check_window,
+)
+from ._launch import (
+    Batch,
+    Options,
+    form_tables,
+    kernel_arguments,
+    new_places,
+    static_arguments,
+)
+from .forms import Bucket, Buckets, Form, check_buckets
+from .plan import Plan
 from .sim import ArraySpec, Cost, Trace, cost, simulate
 from .sim.dtypes import NUMPY
+
+# iterations of a loop that an estimate traces
+SAMPLES = 2
 
 
 def sequential_table(context_lens: Sequence[int], block_size: int) -> Array:
@@ -52,12 +72,8 @@ def trace_plan(
     """
     check_head_dim(head_dim)
     check_count("blocks", blocks)
-    for name, given, allowed in (
-        ("dtype", dtype, FLOATS),
-        ("cache_dtype", cache_dtype or dtype, (*FLOATS, *FP8)),
-    ):
-        if given not in allowed:
-            raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {given!r}")
+    check_dtype("dtype", dtype, FLOATS)
+    check_dtype("cache_dtype", cache_dtype or dtype, (*FLOATS, *FP8))
     heads = plan.group * plan.kv_heads
     kind = NUMPY[dtype]
     options = Options(
@@ -99,19 +115,144 @@ def estimate_cost(
     window: int | None = None,
     target: str = "trn2",
     programs: int = 1,
+    buckets: Buckets | None = None,
 ) -> Cost:
-    """Return engine cycles, DMA time and the bound of a batch, without data."""
-    table = sequential_table(context_lens, block_size)
-    plan = build_plan(
-        query_lens, context_lens, table, block_size, heads=heads, kv_heads=kv_heads, window=window
-    )
-    trace = trace_plan(
-        plan,
-        head_dim=head_dim,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
+    """Return engine cycles, DMA time and the bound of a batch on its form, without data.
+
+    Of each loop of the device two iterations are traced, of those inside of them, too, each for its
+    share: what grows evenly with the iteration is counted exactly.
+    """
+    trace, _ = _trace(
+        query_lens,
+        context_lens,
+        Shape(heads, kv_heads, head_dim, block_size, dtype, cache_dtype or dtype),
+        buckets=buckets,
+        window=window,
         target=target,
         programs=programs,
-        blocks=int(table.max(initial=0)) + 1,
+        samples=SAMPLES,
     )
     return cost(trace)
+
+
+def count_instructions(
+    bucket: Bucket,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
+    target: str = "trn2",
+    programs: int = 1,
+) -> int:
+    """Return the instructions of a form: what is compiled, each loop's body once."""
+    trace, _ = _trace(
+        [],
+        [],
+        Shape(heads, kv_heads, head_dim, block_size, dtype, cache_dtype or dtype),
+        buckets=Buckets(*bucket),
+        window=None,
+        target=target,
+        programs=programs,
+        samples=0,
+    )
+    return len(trace.instructions) // programs
+
+
+def trace_form(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
+    buckets: Buckets | None = None,
+    window: int | None = None,
+    target: str = "trn2",
+    programs: int = 1,
+    samples: int | None = None,
+) -> Trace:
+    """Log a batch on the form of its bucket, without data.
+
+    Args:
+        buckets: as of ``paged_attention``.
+        samples: iterations of a loop that are traced, evenly spaced, each for its share. Default:
+            all.
+    """
+    return _trace(
+        query_lens,
+        context_lens,
+        Shape(heads, kv_heads, head_dim, block_size, dtype, cache_dtype or dtype),
+        buckets=buckets,
+        window=window,
+        target=target,
+        programs=programs,
+        samples=samples,
+    )[0]
+
+
+class Shape(NamedTuple):
+    """Heads, dimensions and dtypes of a call."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    cache_dtype: str
+
+
+def _trace(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    shape: Shape,
+    *,
+    buckets: Buckets | None,
+    window: int | None,
+    target: str,
+    programs: int,
+    samples: int | None,
+) -> tuple[Trace, Form]:
+    check_head_dim(shape.head_dim)
+    check_heads(shape.heads, shape.kv_heads)
+    check_dtype("dtype", shape.dtype, FLOATS)
+    check_dtype("cache_dtype", shape.cache_dtype, (*FLOATS, *FP8))
+    queries, contexts = check_lengths(query_lens, context_lens, None)
+    table = sequential_table(context_lens, shape.block_size)
+    kv_heads = shape.kv_heads
+    options = Options(
+        scale=shape.head_dim**-0.5,
+        softcap=0.0,
+        sinks=None,
+        k_scales=(1.0,) * kv_heads,
+        v_scales=(1.0,) * kv_heads,
+        has_lse=False,
+        dtype=shape.dtype,
+    )
+    batch = Batch(queries, contexts, table, int(queries.sum()), check_window(window))
+    bucket = check_buckets(buckets).find(len(queries), batch.tokens, int(contexts.max(initial=0)))
+    form = Form(bucket, shape.heads // kv_heads, kv_heads, shape.block_size, programs)
+    tables, _ = form_tables(batch, form, options)
+    # the table is real; of the tensors only shapes matter
+    kind, head_dim = NUMPY[shape.dtype], shape.head_dim
+    new = ArraySpec((kv_heads, form.places, head_dim), kind)
+    blocks = int(table.max(initial=0)) + 1
+    pool = ArraySpec((blocks, kv_heads, shape.block_size, head_dim), NUMPY[shape.cache_dtype])
+    run = simulate(simulated_kernel("form")[programs], target, execute=False)
+    run.samples = samples
+    run(
+        q=ArraySpec((bucket.tokens * shape.heads, head_dim), kind),
+        k_new=new,
+        v_new=new,
+        k_cache=pool,
+        v_cache=pool,
+        tables=tables.table,
+        numbers=ArraySpec(tables.numbers.shape, tables.numbers.dtype),
+        **static_arguments(form, options),
+    )
+    return run.trace, form

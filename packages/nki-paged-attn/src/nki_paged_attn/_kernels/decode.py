@@ -96,8 +96,8 @@ def score_round(work, inputs, tables, options, kv_head):
     work["scores"] = scores
     work["values"] = values
     source = options["sections"][numbers[0][0]][0]
-    work["source"] = source
     work["factor"] = options["factors"][source][kv_head]
+    work["v_scale"] = options["v_scales"][source][kv_head]
     work["is_masked"] = 0
     for item in numbers:
         work["is_masked"] = max(work["is_masked"], item[1])
@@ -138,12 +138,7 @@ def mask_section(scores, section, limits, group):
 
 
 def find_maximum(work, tables, options):
-    """Mask the scores; keep the maximum of each row on the diagonal of a tile.
-
-    The rest of the tile is 0 by selection: a product with 0 would spread NaN and infinities of a
-    row to the others.
-    """
-    rows = work["state"][5]
+    """Mask the scores, and keep the maximum of each row."""
     if options["softcap"] > 0.0:
         scores = work["scores"]
         capped = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.sbuf)
@@ -152,6 +147,7 @@ def find_maximum(work, tables, options):
         )
         work["scores"] = capped
         work["factor"] = options["softcap"]
+    work["negative"] = -work["factor"]
     at = 0
     for item in work["numbers"]:
         section = options["sections"][item[0]]
@@ -160,6 +156,16 @@ def find_maximum(work, tables, options):
             scores = work["scores"][:, at:end, :]
             mask_section(scores, section, work["limits"], options["group"])
         at = end
+    keep_maximum(work)
+
+
+def keep_maximum(work):
+    """Keep the maximum of each row of the scores on the diagonal of a tile.
+
+    The rest of the tile is 0 by selection: a product with 0 would spread NaN and infinities of a
+    row to the others.
+    """
+    rows = work["state"][5]
     by_partition = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(
         dst=by_partition, op=nl.maximum, data=work["scores"].permute((0, 2, 1)), axis=2
@@ -203,7 +209,7 @@ def exponentiate(work, tables, options):
         dst=negated,
         data=top,
         op0=nl.multiply,
-        operand0=-work["factor"],
+        operand0=work["negative"],
         op1=nl.minimum,
         operand1=state[NEGATED],
     )
@@ -233,7 +239,7 @@ def exponentiate(work, tables, options):
     work["correction"] = correction
 
 
-def weigh(work, options, kv_head):
+def weigh(work):
     """Add a round to the sums of the partitions and to the output."""
     state = work["state"]
     probabilities = work["probabilities"]
@@ -265,7 +271,7 @@ def weigh(work, options, kv_head):
         dst=output,
         data=product,
         op0=nl.multiply,
-        operand0=options["v_scales"][work["source"]][kv_head],
+        operand0=work["v_scale"],
         op1=nl.add,
         operand1=old,
     )
@@ -330,7 +336,7 @@ def decode(units, inputs, outputs, tables, options, kv_head):
             work["state"] = state
             score_round(work, inputs, tables, options, kv_head)
         if i >= 3 and i - 3 < count:
-            weigh(works[i - 3], options, kv_head)
+            weigh(works[i - 3])
         if i < count:
             multiply_keys(works[i]["scores"], works[i]["waiting"], state)
             works[i]["waiting"] = 0

@@ -90,14 +90,14 @@ def score(state, keys, reach):
     return scores
 
 
-def mask(scores, tables, options, state, section, top):
+def mask(work, options, top):
     """Return scores with FP32_MIN for what a row does not see, and the rows' maxima in ``top``."""
-    rows = state[5]
+    scores = work["scores"]
+    rows = scores.shape[0]
     width = scores.shape[1]
-    start = section[3]
-    column = 4 * state[4] + 2 * section[0]
-    low = tables["bounds"][:rows, column : column + 1]
-    high = tables["bounds"][:rows, column + 1 : column + 2]
+    start = work["start"]
+    low = work["low"]
+    high = work["high"]
     masked = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.sbuf)
     nisa.range_select(
         dst=masked,
@@ -115,34 +115,34 @@ def mask(scores, tables, options, state, section, top):
     return masked
 
 
-def find_maximum(work, tables, options, kv_head):
-    """Mask the scores of a pair, and lower the tile's negated maximum."""
+def find_maximum(work, options):
+    """Mask the scores of a pair, and lower the tile's negated maximum.
+
+    ``work["scaling"]`` is a number or a tile for each of: the factor before the cap, the factor of
+    the exponential, and that with the other sign.
+    """
     state = work["state"]
-    section = work["section"]
     scores = work["scores"]
     rows = state[5]
-    factor = options["factors"][section[0]][kv_head]
+    scaling = work["scaling"]
     if options["softcap"] > 0.0:
         capped = nl.ndarray(scores.shape, dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=capped, op=nl.tanh, data=scores, scale=factor / options["softcap"])
-        scores = capped
-        factor = options["softcap"]
+        nisa.activation(dst=capped, op=nl.tanh, data=scores, scale=scaling[0])
+        work["scores"] = capped
     top = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
     if work["is_masked"]:
-        scores = mask(scores, tables, options, state, section, top)
+        work["scores"] = mask(work, options, top)
     else:
-        nisa.tensor_reduce(dst=top, op=nl.maximum, data=scores, axis=1)
+        nisa.tensor_reduce(dst=top, op=nl.maximum, data=work["scores"], axis=1)
     negated = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=negated,
         data=top,
         op0=nl.multiply,
-        operand0=-factor,
+        operand0=scaling[2],
         op1=nl.minimum,
         operand1=state[NEGATED],
     )
-    work["scores"] = scores
-    work["factor"] = factor
     work["old"] = state[NEGATED]
     work["negated"] = negated
     state[NEGATED] = negated
@@ -159,7 +159,7 @@ def exponentiate(work, options):
         op=nl.exp,
         data=scores,
         bias=work["negated"],
-        scale=work["factor"],
+        scale=work["scaling"][1],
         reduce_op=nl.add,
         reduce_res=row_sum,
         reduce_cmd=nisa.reduce_cmd.reset_reduce,
@@ -173,19 +173,31 @@ def exponentiate(work, options):
 
 
 def turn(work, options):
-    """Turn the probabilities: those of token t of each partition, as the values lie."""
+    """Turn the probabilities: those of token t of each partition, as the values lie.
+
+    They lie in the order of positions, or ``by_chunk``: all of the first token of partitions first.
+    """
     probabilities = work["probabilities"]
     rows = probabilities.shape[0]
     tokens = work["values"].shape[1]
     reach = probabilities.shape[1] // tokens
-    parts = probabilities.reshape_dim(1, (reach, tokens))
     # each transpose within a bank, and from a multiple of 4 bytes on
     width = 2
     while width < rows:
         width = 2 * width
     turned = nl.ndarray((reach, tokens, width), dtype=options["dtype"], buffer=nl.psum)
-    for t in range(tokens):
-        nisa.nc_transpose(dst=turned[:, t, :rows], data=parts[:, :, t], engine=nisa.engine.tensor)
+    if work["by_chunk"]:
+        parts = probabilities.reshape_dim(1, (tokens, reach))
+        for t in range(tokens):
+            nisa.nc_transpose(
+                dst=turned[:, t, :rows], data=parts[:, t, :], engine=nisa.engine.tensor
+            )
+    else:
+        parts = probabilities.reshape_dim(1, (reach, tokens))
+        for t in range(tokens):
+            nisa.nc_transpose(
+                dst=turned[:, t, :rows], data=parts[:, :, t], engine=nisa.engine.tensor
+            )
     weights = nl.ndarray((reach, tokens, rows), dtype=options["dtype"], buffer=nl.sbuf)
     # ScalarE has a little less to do than VectorE
     share = tokens - tokens // 8
@@ -196,7 +208,7 @@ def turn(work, options):
     work["weights"] = weights
 
 
-def weigh(work, options, kv_head):
+def weigh(work):
     """Add the values of a section to a tile's output, and the sums to its sum."""
     state = work["state"]
     rows = state[5]
@@ -212,10 +224,9 @@ def weigh(work, options, kv_head):
             moving=values[:reach, t, :],
             accumulate=t > 0,
         )
-    v_scale = options["v_scales"][work["section"][0]][kv_head]
-    if v_scale != 1.0:
+    if work["has_v_scale"]:
         scaled = nl.ndarray((rows, head_dim), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=scaled, data=product, op0=nl.multiply, operand0=v_scale)
+        nisa.tensor_scalar(dst=scaled, data=product, op0=nl.multiply, operand0=work["v_scale"])
         product = scaled
     total = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.scalar_tensor_tensor(
@@ -254,6 +265,35 @@ def finish_tile(outputs, tables, options, state, kv_head):
         store_rows(outputs["lse"], tables["q_index"], tile, rows, options["group"], kv_head, lse)
 
 
+def begin_pair(pair, states, held, tables, options, kv_head):
+    """Multiply the queries of a tile with the keys of a section."""
+    part = held[pair[0]]
+    state = states[str(pair[3])]
+    rows = state[5]
+    section = options["sections"][pair[1]]
+    source = section[0]
+    column = 4 * pair[3] + 2 * source
+    factor = options["factors"][source][kv_head]
+    scaling = (factor, factor, -factor)
+    if options["softcap"] > 0.0:
+        softcap = options["softcap"]
+        scaling = (factor / softcap, softcap, -softcap)
+    v_scale = options["v_scales"][source][kv_head]
+    return {
+        "state": state,
+        "start": section[3],
+        "low": tables["bounds"][:rows, column : column + 1],
+        "high": tables["bounds"][:rows, column + 1 : column + 2],
+        "scaling": scaling,
+        "has_v_scale": v_scale != 1.0,
+        "v_scale": v_scale,
+        "values": part[1],
+        "by_chunk": 0,
+        "is_masked": pair[2],
+        "scores": score(state, part[0], pair[6]),
+    }
+
+
 def multiply(pairs, states, held, inputs, outputs, tables, options, kv_head):
     """Run pairs of tiles and sections, five at a time, each a stage behind the next.
 
@@ -274,26 +314,16 @@ def multiply(pairs, states, held, inputs, outputs, tables, options, kv_head):
                 states[str(pair[3])] = start_tile(raw, tables, options, pair[3], kv_head)
         if i >= 0 and i < count:
             pair = pairs[i]
-            part = held[pair[0]]
-            state = states[str(pair[3])]
-            works.append(
-                {
-                    "state": state,
-                    "section": options["sections"][pair[1]],
-                    "values": part[1],
-                    "is_masked": pair[2],
-                    "scores": score(state, part[0], pair[6]),
-                }
-            )
+            works.append(begin_pair(pair, states, held, tables, options, kv_head))
         if i >= 1 and i - 1 < count:
-            find_maximum(works[i - 1], tables, options, kv_head)
+            find_maximum(works[i - 1], options)
         if i >= 2 and i - 2 < count:
             exponentiate(works[i - 2], options)
         if i >= 3 and i - 3 < count:
             turn(works[i - 3], options)
         if i >= 4:
             work = works[i - 4]
-            weigh(work, options, kv_head)
+            weigh(work)
             if pairs[i - 4][5]:
                 finish_tile(outputs, tables, options, work["state"], kv_head)
                 states[str(pairs[i - 4][3])] = 0

@@ -152,19 +152,19 @@ def cost(trace: Trace, target: str | Target | None = None) -> Cost:
     """
     found = find_target(target or trace.target)
     programs = sorted({i.program for i in trace.instructions}) or [0]
-    sums = {p: dict.fromkeys(ENGINES, 0) for p in programs}
+    sums = {p: dict.fromkeys(ENGINES, 0.0) for p in programs}
     dma = dict.fromkeys(programs, 0.0)
     for i in trace.instructions:
         if i.engine == "dma":
-            dma[i.program] += dma_occupancy(i, found)
-            sums[i.program]["gpsimd"] += descriptor_cycles(i)
+            dma[i.program] += dma_occupancy(i, found) * i.times
+            sums[i.program]["gpsimd"] += descriptor_cycles(i) * i.times
         else:
-            sums[i.program][i.engine] += cycles(i)
-    most = {e: max(sums[p][e] for p in programs) for e in ENGINES}
+            sums[i.program][i.engine] += cycles(i) * i.times
+    most = {e: round(max(sums[p][e] for p in programs)) for e in ENGINES}
     times = {e: most[e] / found.clocks[e] for e in ENGINES} | {"dma": max(dma.values())}
-    plan = schedule(trace, found)
+    plan, end = _place(trace, found)
     # the two queues of DMA share its rate
-    makespan = max([*(end for _, _, end in plan), times["dma"]])
+    makespan = max(end, times["dma"])
     busy = {e: t / makespan if makespan else 0.0 for e, t in times.items()}
     busy["dma"] = max(busy["dma"], _under_way(plan) / makespan if makespan else 0.0)
     return Cost(
@@ -184,8 +184,9 @@ def cost(trace: Trace, target: str | Target | None = None) -> Cost:
 def _under_way(plan: list[tuple[Instruction, float, float]]) -> float:
     """Return for how long a DMA of a schedule is under way, from its start to its end."""
     total = covered = 0.0
-    for start, end in sorted((a, b) for i, a, b in plan if i.engine == "dma"):
-        total += max(0.0, end - max(start, covered))
+    found = sorted((a, b, i.times) for i, a, b in plan if i.engine == "dma")
+    for start, end, times in found:
+        total += max(0.0, end - max(start, covered)) * times
         covered = max(covered, end)
     return total
 
@@ -197,12 +198,22 @@ def schedule(trace: Trace, target: str | Target) -> list[tuple[Instruction, floa
     A tile waits for the last use of the tiles whose place it takes. DMA has two queues, one for
     what goes to HBM, so that results which are not there yet do not hold up what comes.
     """
-    found = find_target(target)
+    return _place(trace, find_target(target))[0]
+
+
+def _place(trace: Trace, found: Target) -> tuple[list[tuple[Instruction, float, float]], float]:
+    """Return the schedule, and when the last instruction ends.
+
+    No engine begins an iteration of a loop of the device before all have ended the one before. The
+    instructions of an iteration that stands for several are placed once, and what follows waits for
+    all of them.
+    """
     free: dict[tuple[int, str], float] = {}
     memory: dict[int, _Uses] = {}
     result = []
-    for i in trace.instructions:
-        ready = 0.0
+    barriers = _Barriers(trace)
+    for number, i in enumerate(trace.instructions):
+        ready = barriers.pass_to(number, i.program)
         for region in i.reads:
             ready = max(ready, _uses(memory, region[0], trace).when(region, writes_only=True))
         for region in i.writes:
@@ -223,8 +234,44 @@ def schedule(trace: Trace, target: str | Target) -> list[tuple[Instruction, floa
             memory[region[0]].add(region, end, is_write=False)
         for region in i.writes:
             memory[region[0]].add(region, end, is_write=True)
+        barriers.ends[i.program] = max(barriers.ends.get(i.program, 0.0), end)
         result.append((i, start, end))
-    return result
+    barriers.pass_to(len(trace.instructions), None)
+    return result, max([*barriers.ends.values(), 0.0])
+
+
+class _Barriers:
+    """The times at which iterations of loops begin and end, for each program."""
+
+    def __init__(self, trace: Trace) -> None:
+        # at an instruction, iterations end, the inner first, before others begin, the outer first
+        self.events: list[tuple[int, int, int, float]] = []
+        for first, end, weight in trace.loops:
+            if first < end:
+                self.events.append((first, 1, -end, weight))
+                self.events.append((end, 0, -first, weight))
+        self.events.sort()
+        self.at = 0
+        self.open: list[tuple[int, float]] = []
+        self.ends: dict[int, float] = {}
+        self.floor: dict[int, float] = {}
+        self.program = 0
+
+    def pass_to(self, number: int, program: int | None) -> float:
+        """Begin and end what does so before an instruction; return when that may start."""
+        while self.at < len(self.events) and self.events[self.at][0] <= number:
+            _, begins, _, weight = self.events[self.at]
+            self.at += 1
+            if begins:
+                self.program = self.program if program is None else program
+                now = self.ends.get(self.program, 0.0)
+                self.open.append((self.program, now))
+                self.floor[self.program] = now
+            else:
+                whose, began = self.open.pop()
+                now = began + (self.ends.get(whose, 0.0) - began) * weight
+                self.ends[whose] = self.floor[whose] = now
+        return 0.0 if program is None else self.floor.get(program, 0.0)
 
 
 class _Uses:

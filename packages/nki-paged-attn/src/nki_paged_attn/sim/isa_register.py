@@ -61,6 +61,9 @@ def register_load(dst: VirtualRegister, src: NkiTensor) -> None:
     call = "nisa.register_load"
     _check(call, "dst", dst)
     tile = _check_scalar(call, "src", src)
+    is_integer = tile.dtype in ("int32", "uint32")
+    page = "nki.isa.register_load"
+    require(is_integer, call, "src", "must be int32 or uint32", tile.dtype, page)
     x = read_raw(call, "src", tile) if tile._storage.state is not None else tile.array()
     dst.write(call, None if x is None else int(x.reshape(-1)[0]))
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import objects, values
 from .calls import named
 from .dtypes import name_of
 from .errors import NotModelledError, require
+from .loops import dynamic_range as dynamic_range
+from .loops import fori_loop as fori_loop
 from .machine import machine
 from .tensor import DynamicSlice, NkiTensor
-from .virtual import VirtualRegister, number
 
 float32 = "float32"
 bfloat16 = "bfloat16"
@@ -146,33 +146,6 @@ def num_programs(axis: int = 0) -> int:
 def program_ndim() -> int:
     """Return the dimensions of the grid: one, or none without a grid."""
     return 1 if machine().programs > 1 else 0
-
-
-@named("nl")
-def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
-    """Count on the device: bounds may be registers, and the counter is one."""
-    call = "nl.dynamic_range"
-    require(
-        isinstance(step, int) and step >= 1,
-        call,
-        "step",
-        "must be an integer from 1",
-        step,
-        "nki.language.dynamic_range",
-    )
-    low, high = (0, start) if stop is None else (start, stop)
-    first, end = number(call, low), number(call, high)
-    for bound in (low, high):
-        if isinstance(bound, VirtualRegister):
-            machine().branch(number(call, bound))
-    return (VirtualRegister(i, is_frozen=True) for i in range(first, end, step))
-
-
-@named("nl")
-def fori_loop(lower: Any, upper: Any, body: Callable[[VirtualRegister], Any]) -> None:
-    """Call ``body`` with a register, for each number from ``lower`` up to below ``upper``."""
-    for i in dynamic_range(lower, upper):
-        body(i)
 
 
 @named("nl")

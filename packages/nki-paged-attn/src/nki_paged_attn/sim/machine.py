@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,9 @@ class Machine:
         self.trace: Trace = Trace(target.name) if first is None else first.trace
         self.shared: list[Storage] = [] if first is None else first.shared
         self.turns: Turns = Turns() if first is None else first.turns
+        # of a loop's iterations, how many to trace; all without
+        self.samples: int | None = None if first is None else first.samples
+        self.weight = 1.0
         self.shared_used = 0
         # the first tile that did not fit by references
         self.overflow: NkiValidationError | None = None
@@ -281,4 +286,17 @@ class Machine:
     def log(self, instruction: Instruction) -> None:
         """Append an instruction to the trace."""
         instruction.program = self.program
+        instruction.times = self.weight
         self.trace.instructions.append(instruction)
+
+    @contextmanager
+    def loop(self, weight: float) -> Iterator[None]:
+        """Log an iteration of a loop of the device, which stands for ``weight`` of them."""
+        outer, first = self.weight, len(self.trace.instructions)
+        self.weight = outer * weight
+        try:
+            yield
+        finally:
+            # the loop may be left in the middle
+            self.weight = outer
+            self.trace.loops.append((first, len(self.trace.instructions), weight))

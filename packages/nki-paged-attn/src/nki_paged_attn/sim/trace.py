@@ -23,6 +23,7 @@ class Instruction:
         reads, writes: regions of memory, for dependences.
         hbm, is_store: the tensor in HBM that a DMA reads or writes, and whether it writes it.
         program: which of the logical core's two programs issued it.
+        times: how often it runs, where an iteration of a loop was logged for several.
     """
 
     op: str
@@ -35,6 +36,7 @@ class Instruction:
     reads: tuple[Region, ...] = ()
     writes: tuple[Region, ...] = ()
     program: int = 0
+    times: float = 1.0
     hbm: str = ""
     is_store: bool = False
 
@@ -55,6 +57,8 @@ class Trace:
         target: name of the generation.
         tiles: of each storage on the chip, what room it needs.
         reuses: for each storage on the chip, those whose place it took.
+        loops: iterations of loops of the device: first and end instruction, and how many it stands
+            for; an inner loop's come before the outer's.
         sbuf_peak, psum_peak: most bytes per partition, and most banks, in use at once.
     """
 
@@ -62,6 +66,7 @@ class Trace:
     instructions: list[Instruction] = field(default_factory=list)
     tiles: dict[int, Tile] = field(default_factory=dict)
     reuses: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    loops: list[tuple[int, int, float]] = field(default_factory=list)
     sbuf_peak: int = 0
     psum_peak: int = 0
 
@@ -71,4 +76,5 @@ class Trace:
 
     def dma_bytes(self, hbm: str = "") -> int:
         """Return the bytes that DMA moved, in all or to and from the HBM tensor of a name."""
-        return sum(i.nbytes for i in self.instructions if not hbm or i.hbm == hbm)
+        found = sum(i.nbytes * i.times for i in self.instructions if not hbm or i.hbm == hbm)
+        return round(found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .errors import NotModelledError, require
 from .machine import machine
 
@@ -39,6 +41,14 @@ class VirtualRegister:
         holds = self.read("while") != 0
         machine().branch(int(holds))
         return holds
+
+    def _unknown(self, *_: object) -> Any:
+        raise TypeError(
+            "a register's value is not known while the kernel is traced: Python's range and "
+            f"arithmetic cannot use it; nl.fori_loop and nl.dynamic_range can [{PAGE}]"
+        )
+
+    __int__ = __index__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _unknown
 
     def __repr__(self) -> str:
         return f"VirtualRegister({self.value})"

@@ -1,0 +1,158 @@
+"""The kernel of a form: what a bucket's shapes fix is compiled, lengths and tables are data."""
+
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from .blocks import FIELDS as BLOCK_FIELDS
+from .blocks import run_block
+from .common import P
+from .rows import load_register
+from .units import clear_slot, merge_parts, row_width, run_parts
+
+# kinds of loops
+BLOCKS = 0
+PARTS = 1
+MERGES = 2
+
+
+def run_loop(loop, lower, upper, inputs, outputs, options):
+    """Run a loop of the device over rows of the table, from element ``lower`` to ``upper``.
+
+    ``loop`` is (blocks, tiles), (parts, chunks, tokens, whether last, how many at once) or (merges,
+    parts, tokens).
+    """
+    if loop[0] == BLOCKS:
+
+        def run_one(at):
+            run_block(at, loop[1], inputs, outputs, options)
+
+        nl.fori_loop(lower, upper, run_one, step=P * (3 * loop[1] + BLOCK_FIELDS))
+    elif loop[0] == PARTS:
+        spec = (loop[1], loop[2], loop[3])
+
+        def run_some(at):
+            run_parts(at, loop[4], spec, inputs, outputs, options)
+
+        nl.fori_loop(lower, upper, run_some, step=P * row_width(spec, options["wide"]) * loop[4])
+    else:
+
+        def merge(at):
+            merge_parts(at, loop[1], loop[2], inputs, outputs, options)
+
+        nl.fori_loop(lower, upper, merge, step=P * (loop[1] + 1))
+
+
+def count_keys(chunks, tokens):
+    """Return the place of each key in its part, [128, chunks]: sections of so many tokens."""
+    result = nl.ndarray((P, chunks), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(
+        dst=result,
+        pattern=[[P * tokens, chunks // tokens], [1, tokens]],
+        channel_multiplier=tokens,
+    )
+    return result
+
+
+@nki.jit
+def paged_attention_form(
+    q,
+    k_new,
+    v_new,
+    k_cache,
+    v_cache,
+    tables,
+    numbers,
+    loops,
+    slots,
+    group,
+    wide,
+    scaling,
+    is_scaled,
+    softcap,
+    no_maximum,
+    has_sinks,
+    has_lse,
+    dtype,
+):
+    """Attention of packed queries to a paged cache and to the new tokens' keys and values.
+
+    Dimensions: tokens and heads of q in one, kv_heads, new = tokens padded to 8, head_dim to 128.
+
+    Args:
+        q: ``[tokens * heads, head_dim]``; head ``h`` reads KV head ``h // group``.
+        k_new, v_new: ``[kv_heads, new, head_dim]``.
+        k_cache, v_cache: ``[blocks, kv_heads, block_size, head_dim]``.
+        tables: int32 ``[size]``: first and end element of each loop, for each program, and rows.
+        numbers: fp32 ``[size]``: sinks of each KV head's rows, and factors.
+        loops: what each loop runs; compiled in, as all that follows.
+        slots: places for parts, for each number of tokens that parts have.
+        group: query heads of a KV head.
+        wide: tokens of a partition of a wide section.
+        scaling: factor before the cap, factor of the exponential, and that with the other sign.
+        is_scaled: whether these are data, because the cache has scales.
+        softcap: 0.0 for none.
+        no_maximum: what the negated maximum of a row without a key is.
+        dtype: of the operands of products.
+
+    Returns:
+        out ``[tokens * heads, head_dim]`` in q's dtype, and lse ``[tokens * heads, 1]`` in fp32, or
+        ``[1, 1]`` unless ``has_lse``. Rows of no sequence are not written.
+    """
+    out = nl.ndarray(q.shape, dtype=q.dtype, buffer=nl.shared_hbm)
+    lse_shape = (1, 1)
+    if has_lse:
+        lse_shape = (q.shape[0], 1)
+    lse = nl.ndarray(lse_shape, dtype=nl.float32, buffer=nl.shared_hbm)
+    head_dim = q.shape[1]
+    ones = nl.ndarray((P, P), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0, engine=nisa.engine.gpsimd)
+    inputs = {
+        "q": q,
+        "k_new": k_new,
+        "v_new": v_new,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "tables": tables,
+        "numbers": numbers,
+    }
+    options = {
+        "group": group,
+        "wide": wide,
+        "scaling": scaling,
+        "is_scaled": is_scaled,
+        "softcap": softcap,
+        "no_maximum": no_maximum,
+        "has_sinks": has_sinks,
+        "has_lse": has_lse,
+        "dtype": dtype,
+        "ones": ones,
+    }
+    parts = {}
+    outputs = {"out": out, "lse": lse, "parts": parts}
+    for own in slots:
+        rows = own[0] * group
+        statistics = nl.ndarray((own[1], 2 * rows), dtype=nl.float32, buffer=nl.private_hbm)
+        found = nl.ndarray((own[1], head_dim * rows), dtype=nl.float32, buffer=nl.private_hbm)
+        parts[str(own[0])] = (statistics, found)
+        clear_slot(inputs, outputs, options, own[0])
+    orders = {}
+    for loop in loops:
+        if loop[0] == PARTS and loop[3]:
+            tokens = min(wide, loop[1])
+            if str(tokens) not in orders or orders[str(tokens)].shape[1] < loop[1]:
+                orders[str(tokens)] = count_keys(loop[1], tokens)
+    options["orders"] = orders
+    count = 2 * len(loops)
+    bounds = nl.ndarray((1, count), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(
+        dst=bounds,
+        src=tables.ap(pattern=[[count, 1], [1, count]], offset=nl.program_id(0) * count),
+    )
+    for number in range(len(loops)):
+        lower = load_register(bounds, 2 * number)
+        upper = load_register(bounds, 2 * number + 1)
+        run_loop(loops[number], lower, upper, inputs, outputs, options)
+    if not has_lse and nl.program_id(0) == 0:
+        nisa.dma_copy(dst=lse, src=ones[0:1, 0:1])
+    return out, lse

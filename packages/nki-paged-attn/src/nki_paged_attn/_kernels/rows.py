@@ -1,0 +1,165 @@
+"""What the loops of a form share: rows of its table, gathers that leave out what is not there."""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .common import TINY, P, copy_to, finish_lse
+
+
+def load_row(tables, at, width, offset):
+    """Load a row of the table, [128, width] numbers from element ``at + offset`` on."""
+    row = nl.ndarray((P, width), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(
+        dst=row,
+        src=tables.ap(
+            pattern=[[width, P], [1, width]], offset=offset, scalar_offset=at, indirect_dim=0
+        ),
+    )
+    return row
+
+
+def load_numbers(numbers, at, width):
+    """Load fp32 numbers for each partition, [128, width] from element ``at`` on."""
+    tile = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.dma_copy(
+        dst=tile,
+        src=numbers.ap(pattern=[[width, P], [1, width]], scalar_offset=at, indirect_dim=0),
+    )
+    return tile
+
+
+def to_float(row, first, end):
+    """Return columns of a row in fp32."""
+    result = nl.ndarray((P, end - first), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=result, src=row[:, first:end], engine=nisa.engine.gpsimd)
+    return result
+
+
+def load_register(row, column):
+    """Return a number that all partitions of a row hold in a register."""
+    result = nisa.register_alloc()
+    nisa.register_load(result, row[0:1, column : column + 1])
+    return result
+
+
+def as_rows(tensor, width):
+    """Return a tensor of HBM as rows of so many elements."""
+    size = 1
+    for length in tensor.shape:
+        size = size * length
+    return tensor.reshape((size // width, width))
+
+
+def fill(dst, pool, index):
+    """Gather rows of a pool into [128, width]; those that are not there stay as they are."""
+    width = dst.shape[1]
+    nisa.dma_copy(
+        dst=dst,
+        src=pool.ap(pattern=[[width, P], [1, width]], vector_offset=index, indirect_dim=0),
+        oob_mode=nisa.oob_mode.skip,
+    )
+
+
+def gather_keys(inputs, options, row, tokens, is_whole):
+    """Load keys and values of 128 partitions, [128, tokens, head_dim] each.
+
+    Columns 0 and 1 of ``row`` say where partitions lie in the cache and among the new tokens; what
+    is in neither becomes 0, unless ``is_whole`` promises that each is in one.
+    """
+    cache = (inputs["k_cache"], inputs["v_cache"])
+    new = (inputs["k_new"], inputs["v_new"])
+    head_dim = cache[0].shape[3]
+    width = tokens * head_dim
+    result = []
+    for part in range(2):
+        tile = nl.ndarray((P, tokens, head_dim), dtype=options["dtype"], buffer=nl.sbuf)
+        if not is_whole:
+            nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
+        flat = tile.reshape((P, width))
+        fill(flat, as_rows(cache[part], width), row[:, 0:1])
+        fill(flat, as_rows(new[part], width), row[:, 1:2])
+        result.append(tile)
+    return result
+
+
+def gather_rows(q, index, rows, dtype):
+    """Load rows of the queries, [rows, head_dim], 0 for those that are not there."""
+    width = q.shape[1]
+    raw = nl.ndarray((rows, width), dtype=dtype, buffer=nl.sbuf)
+    nisa.memset(dst=raw, value=0.0, engine=nisa.engine.gpsimd)
+    nisa.dma_copy(
+        dst=raw,
+        src=q.ap(pattern=[[width, rows], [1, width]], vector_offset=index, indirect_dim=0),
+        oob_mode=nisa.oob_mode.skip,
+    )
+    return raw
+
+
+def scatter_rows(target, index, values):
+    """Store [rows, width] at the rows' places; those without a place are left out."""
+    rows = values.shape[0]
+    width = values.shape[1]
+    nisa.dma_copy(
+        dst=target.ap(pattern=[[width, rows], [1, width]], vector_offset=index, indirect_dim=0),
+        src=values,
+        oob_mode=nisa.oob_mode.skip,
+    )
+
+
+def find_scaling(inputs, options, row, column):
+    """Return the factors of the scores, as ``find_maximum`` takes them, and that of the values.
+
+    Numbers that are compiled in, unless scales of the cache make them data.
+    """
+    if options["is_scaled"]:
+        found = load_numbers(inputs["numbers"], row[0:1, column : column + 1], 4)
+        return (found[:, 0:1], found[:, 1:2], found[:, 2:3]), found[:, 3:4]
+    return options["scaling"], 1.0
+
+
+def store_tile(outputs, options, index, state):
+    """Divide the output of a tile by its sum, and store; rows without a key give 0."""
+    negated = state[1]
+    total = state[2]
+    output = state[3]
+    rows = output.shape[0]
+    safe = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=safe, data=total, op0=nl.maximum, operand0=TINY)
+    inverse = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.reciprocal(dst=inverse, data=safe)
+    result = nl.ndarray(output.shape, dtype=outputs["out"].dtype, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=result, data=output, op0=nl.multiply, operand0=inverse)
+    scatter_rows(outputs["out"], index, result)
+    if options["has_lse"]:
+        scatter_rows(outputs["lse"], index, finish_lse(total, safe, negated, rows))
+
+
+def store_columns(outputs, options, index, total, negated, output):
+    """Divide [head_dim, rows] by the rows' sums, turn, and store.
+
+    ``total`` and ``negated`` hold the sums and negated maxima on every partition.
+    """
+    head_dim = output.shape[0]
+    rows = output.shape[1]
+    dtype = outputs["out"].dtype
+    safe = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=safe, data=total, op0=nl.maximum, operand0=TINY)
+    inverse = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.reciprocal(dst=inverse, data=safe)
+    # rounded before it is turned, which takes a quarter of the time in 16 bits
+    divided = nl.ndarray((head_dim, rows), dtype=dtype, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=divided, data1=output, data2=inverse[:head_dim, :], op=nl.multiply)
+    turned = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.psum)
+    nisa.nc_transpose(dst=turned, data=divided, engine=nisa.engine.tensor)
+    result = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.sbuf)
+    copy_to(result, turned, False)
+    scatter_rows(outputs["out"], index, result)
+    if options["has_lse"]:
+        logs = nl.ndarray((1, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=logs, op=nl.log, data=safe[0:1, :])
+        nisa.tensor_tensor(dst=logs, data1=logs, data2=negated[0:1, :], op=nl.subtract)
+        column = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.psum)
+        nisa.nc_transpose(dst=column, data=logs, engine=nisa.engine.tensor)
+        lse = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        copy_to(lse, column, False)
+        scatter_rows(outputs["lse"], index, lse)

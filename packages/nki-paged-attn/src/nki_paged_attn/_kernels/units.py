@@ -1,0 +1,422 @@
+"""Keys on the partitions, in a form: a part of the keys of a sequence with few rows.
+
+A part is up to 32 chunks of 128 keys. A sequence's parts follow from its length alone. The last one
+begins with the sink, has the keys that fill no partition and the new tokens in a chunk of its own,
+and masks. What several parts found is merged:
+
+    M = max of m;  w = exp(m - M);  out = sum of w o / sum of w l
+"""
+
+import nki.isa as nisa
+import nki.language as nl
+
+from .common import BANK, FP32_MIN, P, gather, turn_keys, turn_queries
+from .decode import NEGATED, OUTPUT, TOTAL, exponentiate, keep_maximum, multiply_keys, weigh
+from .rows import (
+    as_rows,
+    find_scaling,
+    gather_keys,
+    gather_rows,
+    load_row,
+    store_columns,
+    to_float,
+)
+
+# numbers of a part's row behind its sections: rest of the cache, new tokens, queries, results,
+# slot, sinks, scales
+REST = 0
+QUERIES = 2
+RESULTS = 3
+SLOT = 4
+SINKS = 5
+SCALES = 6
+FIELDS = 7
+# further ones of a last part, before the bounds of its tokens: first and end position of what its
+# sections hold, and the position of the key of each partition in the chunk behind them
+EXTENT = 0
+POSITION = 2
+LAST_FIELDS = 3
+
+
+def cut_part(chunks, wide):
+    """Return the sections of a part, and the tokens of a partition of one."""
+    tokens = min(wide, chunks)
+    return chunks // tokens, tokens
+
+
+def row_width(spec, wide):
+    """Return the numbers of a part's row: ``spec`` is (chunks, tokens of the queries, is last)."""
+    sections, _ = cut_part(spec[0], wide)
+    if spec[2]:
+        return sections + FIELDS + LAST_FIELDS + 2 * spec[1]
+    return sections + FIELDS
+
+
+def load_part(row, spec, inputs, options):
+    """Begin to load the queries, keys and values of a part whose row of the table is given."""
+    head_dim = inputs["q"].shape[1]
+    is_last = spec[2]
+    rows = spec[1] * options["group"]
+    sections, tokens = cut_part(spec[0], options["wide"])
+    clean = 0
+    if is_last:
+        clean = 1
+    k_pool = as_rows(inputs["k_cache"], tokens * head_dim)
+    v_pool = as_rows(inputs["v_cache"], tokens * head_dim)
+    raw = gather_rows(
+        inputs["q"],
+        row[:rows, sections + QUERIES : sections + QUERIES + 1],
+        rows,
+        options["dtype"],
+    )
+    keys = []
+    values = []
+    for number in range(sections):
+        index = row[:, number : number + 1]
+        keys.append(gather(k_pool, 0, index, tokens, head_dim, clean, index, options["dtype"]))
+        values.append(gather(v_pool, 0, index, tokens, head_dim, clean, index, options["dtype"]))
+    if is_last:
+        own, part = gather_keys(
+            inputs, options, row[:, sections + REST : sections + REST + 2], 1, False
+        )
+        keys.append(own)
+        values.append(part)
+    return {
+        "row": row,
+        "first": sections,
+        "raw": raw,
+        "keys": keys,
+        "values": values,
+        "keys_each": tokens,
+        "spec": spec,
+    }
+
+
+def begin_part(part, inputs, options):
+    """Turn the queries of a part, and begin its maximum, sums and output."""
+    spec = part["spec"]
+    rows = spec[1] * options["group"]
+    head_dim = inputs["q"].shape[1]
+    turned = turn_queries(part["raw"], options["dtype"])
+    negated = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
+    if options["has_sinks"] and spec[2]:
+        column = part["first"] + SINKS
+        spread = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(
+            dst=spread,
+            src=inputs["numbers"].ap(
+                pattern=[[0, P], [1, rows]],
+                scalar_offset=part["row"][0:1, column : column + 1],
+                indirect_dim=0,
+            ),
+        )
+        nisa.tensor_scalar(dst=negated, data=spread, op0=nl.multiply, operand0=-1.0)
+        # 128 equal parts would add up with more rounding
+        nisa.memset(dst=total[0:1, :], value=1.0, engine=nisa.engine.gpsimd)
+    else:
+        nisa.memset(dst=negated, value=options["no_maximum"], engine=nisa.engine.gpsimd)
+    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=output, value=0.0, engine=nisa.engine.gpsimd)
+    part["state"] = [turned, negated, total, output, 0, rows]
+    scaling, v_scale = find_scaling(inputs, options, part["row"], part["first"] + SCALES)
+    part["scaling"] = scaling
+    part["v_scale"] = v_scale
+    if options["is_scaled"]:
+        part["v_scale"] = v_scale[:head_dim, :]
+    if spec[2]:
+        first = part["first"] + FIELDS
+        tokens = spec[1]
+        found = to_float(part["row"], first, first + LAST_FIELDS + 2 * tokens)
+        part["position"] = found[:, POSITION : POSITION + 1]
+        part["limits"] = found[:, LAST_FIELDS:]
+        # of sections, whose positions are counted from their first
+        start = found[:, EXTENT : EXTENT + 1]
+        relative = nl.ndarray((P, 2 * tokens), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(
+            dst=relative,
+            data=found[:, LAST_FIELDS:],
+            op0=nl.minimum,
+            operand0=found[:, EXTENT + 1 : EXTENT + 2],
+            op1=nl.subtract,
+            operand1=start,
+        )
+        part["relative"] = relative
+        if options["is_scaled"]:
+            column = part["first"] + SCALES
+            # behind the factors of the cache: ratios of new keys and values to it
+            part["ratios"] = nl.ndarray((P, 2), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.dma_copy(
+                dst=part["ratios"],
+                src=inputs["numbers"].ap(
+                    pattern=[[2, P], [1, 2]],
+                    offset=4 * P,
+                    scalar_offset=part["row"][0:1, column : column + 1],
+                    indirect_dim=0,
+                ),
+            )
+
+
+def cut_rounds(part, options):
+    """Return the first and end section of each softmax: as many as a bank of scores holds."""
+    rows = part["spec"][1] * options["group"]
+    room = BANK // rows
+    rounds = []
+    start = 0
+    chunks = 0
+    count = len(part["keys"])
+    for number in range(count):
+        own = part["keys"][number].shape[1]
+        if chunks + own > room:
+            rounds.append((start, number))
+            start = number
+            chunks = 0
+        chunks = chunks + own
+    rounds.append((start, count))
+    return rounds
+
+
+def score_part(work, options):
+    """Turn the keys of a round, and write its raw products [128, chunks, rows]."""
+    part = work["part"]
+    rows = part["state"][5]
+    chunks = 0
+    for number in range(work["start"], work["end"]):
+        chunks = chunks + part["keys"][number].shape[1]
+    scores = nl.ndarray((P, chunks, rows), dtype=nl.float32, buffer=nl.psum)
+    values = []
+    waiting = []
+    at = 0
+    for number in range(work["start"], work["end"]):
+        # the next section's keys are turned while these are copied out of PSUM
+        turned = turn_keys(part["keys"][number], options["dtype"])
+        if at > 0:
+            multiply_keys(scores, waiting, part["state"])
+        waiting = [turned, at]
+        values.append(part["values"][number])
+        part["keys"][number] = 0
+        part["values"][number] = 0
+        at = at + turned.shape[1]
+    multiply_keys(scores, waiting, part["state"])
+    work["state"] = part["state"]
+    work["scores"] = scores
+    work["values"] = values
+    work["chunks"] = chunks
+    work["v_scale"] = part["v_scale"]
+
+
+def mask_part(scores, positions, limits, group):
+    """Put FP32_MIN for what a row does not see, in place; of a token, all heads see the same."""
+    chunks = scores.shape[1]
+    tokens = limits.shape[1] // 2
+    spread = positions.expand_dim(2).broadcast(2, tokens)
+    low = limits[:, :tokens].expand_dim(1).broadcast(1, chunks)
+    high = limits[:, tokens:].expand_dim(1).broadcast(1, chunks)
+    after = nl.ndarray((P, chunks, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=after, data1=spread, data2=low, op=nl.greater_equal)
+    before = nl.ndarray((P, chunks, tokens), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=before, data1=spread, data2=high, op=nl.less)
+    seen = nl.ndarray((P, chunks, tokens), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=seen, data1=after, data2=before, op=nl.multiply)
+    nisa.tensor_copy_predicated(
+        dst=scores.reshape_dim(2, (tokens, group)),
+        src=FP32_MIN,
+        predicate=seen.expand_dim(3).broadcast(3, group),
+        reverse_pred=True,
+    )
+
+
+def find_part_maximum(work, options):
+    """Scale, cap and mask the scores of a round, and keep the maximum of each row."""
+    part = work["part"]
+    chunks = work["chunks"]
+    is_last = part["spec"][2]
+    has_new = is_last and work["end"] == len(part["keys"])
+    if options["is_scaled"] and has_new:
+        own = work["scores"][:, chunks - 1, :]
+        nisa.tensor_scalar(dst=own, data=own, op0=nl.multiply, operand0=part["ratios"][:, 0:1])
+    scaling = part["scaling"]
+    if options["softcap"] > 0.0:
+        capped = nl.ndarray(work["scores"].shape, dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=capped, op=nl.tanh, data=work["scores"], scale=scaling[0])
+        work["scores"] = capped
+    work["factor"] = scaling[1]
+    work["negative"] = scaling[2]
+    if is_last:
+        whole = chunks
+        if has_new:
+            whole = chunks - 1
+            own = work["scores"][:, whole:, :]
+            mask_part(own, part["position"], part["limits"], options["group"])
+        if whole > 0:
+            first = work["first"]
+            positions = options["orders"][str(part["keys_each"])][:, first : first + whole]
+            own = work["scores"][:, :whole, :]
+            mask_part(own, positions, part["relative"], options["group"])
+    keep_maximum(work)
+
+
+def scale_new_values(work, options):
+    """Let the probabilities of the chunk with new tokens make up for the scale of cached values."""
+    part = work["part"]
+    if not (options["is_scaled"] and part["spec"][2] and work["end"] == len(part["keys"])):
+        return
+    last = work["chunks"] - 1
+    # the sum is of probabilities, so that the exact ones stay
+    result = nl.ndarray(work["exact"].shape, dtype=options["dtype"], buffer=nl.sbuf)
+    if last > 0:
+        nisa.tensor_copy(
+            dst=result[:, :last, :],
+            src=work["probabilities"][:, :last, :],
+            engine=nisa.engine.gpsimd,
+        )
+    nisa.tensor_scalar(
+        dst=result[:, last, :],
+        data=work["exact"][:, last, :],
+        op0=nl.multiply,
+        operand0=part["ratios"][:, 1:2],
+    )
+    work["probabilities"] = result
+
+
+def finish_part(part, inputs, outputs, options):
+    """Store the result of a part that is all of its sequence, or what it adds to others."""
+    state = part["state"]
+    rows = state[5]
+    head_dim = state[OUTPUT].shape[0]
+    row = part["row"]
+    first = part["first"]
+    total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=total, stationary=options["ones"], moving=state[TOTAL], accumulate=False)
+    if part["spec"][2]:
+        index = row[:rows, first + RESULTS : first + RESULTS + 1]
+        store_columns(outputs, options, index, total, state[NEGATED], state[OUTPUT])
+    statistics = nl.ndarray((1, 2 * rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(
+        dst=statistics[:, :rows], src=state[NEGATED][0:1, :], engine=nisa.engine.gpsimd
+    )
+    nisa.tensor_copy(dst=statistics[:, rows:], src=total[0:1, :], engine=nisa.engine.vector)
+    slot = row[0:1, first + SLOT : first + SLOT + 1]
+    store_slot(outputs, part["spec"][1], slot, statistics, state[OUTPUT], head_dim)
+
+
+def store_slot(outputs, tokens, slot, statistics, output, head_dim):
+    """Store the statistics [1, 2 rows] and output [head_dim, rows] of a part that has a slot."""
+    rows = output.shape[1]
+    parts = outputs["parts"][str(tokens)]
+    nisa.dma_copy(
+        dst=parts[0].ap(pattern=[[2 * rows, 1], [1, 2 * rows]], scalar_offset=slot, indirect_dim=0),
+        src=statistics,
+        oob_mode=nisa.oob_mode.skip,
+    )
+    nisa.dma_copy(
+        dst=parts[1].ap(pattern=[[rows, head_dim], [1, rows]], scalar_offset=slot, indirect_dim=0),
+        src=output,
+        oob_mode=nisa.oob_mode.skip,
+    )
+
+
+def clear_slot(inputs, outputs, options, tokens):
+    """Fill slot 0, which stands for parts that a sequence does not have."""
+    rows = tokens * options["group"]
+    head_dim = inputs["q"].shape[1]
+    statistics = nl.ndarray((1, 2 * rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=statistics[:, :rows], value=options["no_maximum"])
+    nisa.memset(dst=statistics[:, rows:], value=0.0)
+    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=output, value=0.0)
+    parts = outputs["parts"][str(tokens)]
+    nisa.dma_copy(dst=parts[0][0:1, :], src=statistics)
+    nisa.dma_copy(dst=parts[1].ap(pattern=[[rows, head_dim], [1, rows]], offset=0), src=output)
+
+
+def run_parts(at, count, spec, inputs, outputs, options):
+    """Run parts whose rows begin at element ``at``.
+
+    All loads come first, and then each softmax a stage behind the one before.
+    """
+    # rows first, because what they point at waits for them
+    width = row_width(spec, options["wide"])
+    loaded = []
+    for number in range(count):
+        loaded.append(load_row(inputs["tables"], at, width, number * P * width))
+    works = []
+    for row in loaded:
+        part = load_part(row, spec, inputs, options)
+        rounds = cut_rounds(part, options)
+        first = 0
+        for number in range(len(rounds)):
+            start, end = rounds[number]
+            work = {"part": part, "start": start, "end": end, "first": first}
+            work["is_first"] = number == 0
+            work["is_last"] = number == len(rounds) - 1
+            works.append(work)
+            for section in range(start, end):
+                first = first + part["keys"][section].shape[1]
+    steps = len(works)
+    for i in range(steps + 4):
+        if i >= 1 and i - 1 < steps:
+            find_part_maximum(works[i - 1], options)
+        if i >= 2 and i - 2 < steps:
+            exponentiate(works[i - 2], options, options)
+            scale_new_values(works[i - 2], options)
+        if i < steps:
+            if works[i]["is_first"]:
+                begin_part(works[i]["part"], inputs, options)
+            score_part(works[i], options)
+        if i >= 3 and i - 3 < steps:
+            weigh(works[i - 3])
+        if i >= 4:
+            if works[i - 4]["is_last"]:
+                finish_part(works[i - 4]["part"], inputs, outputs, options)
+            # what is done needs no more room
+            works[i - 4] = 0
+
+
+def merge_parts(at, count, tokens, inputs, outputs, options):
+    """Merge the parts of a sequence, in their order; slot 0 for those that it does not have."""
+    rows = tokens * options["group"]
+    head_dim = inputs["q"].shape[1]
+    row = load_row(inputs["tables"], at, count + 1, 0)
+    parts = outputs["parts"][str(tokens)]
+    statistics = []
+    found = []
+    for number in range(count):
+        slot = row[0:1, number : number + 1]
+        both = nl.ndarray((P, 2 * rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(
+            dst=both,
+            src=parts[0].ap(pattern=[[0, P], [1, 2 * rows]], scalar_offset=slot, indirect_dim=0),
+        )
+        own = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(
+            dst=own,
+            src=parts[1].ap(
+                pattern=[[rows, head_dim], [1, rows]], scalar_offset=slot, indirect_dim=0
+            ),
+        )
+        statistics.append(both)
+        found.append(own)
+    negated = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=negated, src=statistics[0][:, :rows], engine=nisa.engine.vector)
+    for number in range(1, count):
+        nisa.tensor_tensor(
+            dst=negated, data1=negated, data2=statistics[number][:, :rows], op=nl.minimum
+        )
+    total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=total, value=0.0)
+    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=output, value=0.0)
+    for number in range(count):
+        own = statistics[number]
+        weight = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=weight, data1=negated, data2=own[:, :rows], op=nl.subtract)
+        nisa.activation(dst=weight, op=nl.exp, data=weight)
+        nisa.tensor_tensor(dst=own[:, rows:], data1=own[:, rows:], data2=weight, op=nl.multiply)
+        nisa.tensor_tensor(dst=total, data1=total, data2=own[:, rows:], op=nl.add)
+        nisa.tensor_tensor(
+            dst=found[number], data1=found[number], data2=weight[:head_dim, :], op=nl.multiply
+        )
+        nisa.tensor_tensor(dst=output, data1=output, data2=found[number], op=nl.add)
+    store_columns(outputs, options, row[:rows, count : count + 1], total, negated, output)

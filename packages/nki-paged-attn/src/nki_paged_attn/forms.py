@@ -1,0 +1,233 @@
+"""Buckets and forms: what of a call is compiled, and what is data.
+
+A *bucket* is the largest batch, packed tokens and cached context that a form of the kernel serves.
+A *form* is what a device compiles: shapes of tensors, options, and the loops over rows of a table.
+Lengths, block numbers and offsets are in the table, and how often each loop runs is, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from attn_common import cdiv, round_up
+
+from ._checks import check_count
+
+PARTITIONS = 128
+MAX_TOKENS = 8
+# rows of a sequence up to which keys, and not queries, lie on the partitions
+MAX_PART_ROWS = 64
+# tiles of a block, the largest first, and tokens that it may have
+BLOCK_TILES = (64, 32, 16, 8, 4, 2, 1)
+BLOCK_TOKENS = 1024
+# chunks of 128 keys of a part: all but the last of a sequence have the most
+PART_CHUNKS = (32, 16, 8, 4, 2, 1)
+PART_KEYS = PARTITIONS * PART_CHUNKS[0]
+# parts of one token that an iteration runs side by side
+TOGETHER = 4
+# kinds of loops, and numbers of their rows beside their tiles and sections: as in _kernels
+BLOCKS, PARTS, MERGES = 0, 1, 2
+BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION = 6, 7, 3, 5
+# powers of two begin here, because an empty bucket costs next to nothing
+LEAST = {"batch": 8, "tokens": 512, "context": 4096}
+
+
+class Bucket(NamedTuple):
+    """What a form serves at most: sequences, packed new tokens, cached tokens of a sequence."""
+
+    batch: int
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The sizes that forms are compiled for.
+
+    A call takes the smallest of each that holds it, so that at most ``len(batch) * len(tokens) *
+    len(context)`` forms are compiled for a set of options.
+
+    Args:
+        batch: numbers of sequences.
+        tokens: numbers of packed new tokens.
+        context: numbers of cached tokens of the longest sequence.
+
+    Each is an integer or several; None stands for powers of two, from 8, 512 and 4096 on.
+    """
+
+    batch: int | Sequence[int] | None = None
+    tokens: int | Sequence[int] | None = None
+    context: int | Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in Bucket._fields:
+            given = getattr(self, name)
+            if given is None:
+                continue
+            sizes = [given] if isinstance(given, int) else list(given)
+            if not sizes:
+                raise ValueError(f"buckets.{name} must have a size, got none")
+            for size in sizes:
+                check_count(f"buckets.{name}", size)
+            object.__setattr__(self, name, tuple(sorted(int(size) for size in sizes)))
+
+    def find(self, batch: int, tokens: int, context: int) -> Bucket:
+        """Return the smallest bucket that holds a call.
+
+        Raises:
+            ValueError: none does; the message names one that would.
+        """
+        needed = {"batch": batch, "tokens": tokens, "context": context}
+        found, missing = {}, {}
+        for name, size in needed.items():
+            sizes: Any = getattr(self, name)
+            if sizes is None:
+                found[name] = max(LEAST[name], 1 << max(0, size - 1).bit_length())
+                continue
+            found[name] = next((s for s in sizes if s >= size), 0)
+            if not found[name]:
+                missing[name] = (size, sizes[-1])
+                found[name] = 1 << max(0, size - 1).bit_length()
+        if missing:
+            name, (size, most) = next(iter(missing.items()))
+            would = ", ".join(f"{n}={s}" for n, s in found.items())
+            raise ValueError(
+                f"buckets.{name} must hold the call's {size}, got at most {most}; "
+                f"Bucket({would}) would hold it"
+            )
+        return Bucket(**found)
+
+
+def check_buckets(buckets: Any) -> Buckets:
+    """Return buckets, or powers of two for None."""
+    if buckets is None:
+        return Buckets()
+    if not isinstance(buckets, Buckets):
+        raise TypeError(f"buckets must be Buckets or None, got {type(buckets).__name__}")
+    return buckets
+
+
+class Loop(NamedTuple):
+    """A loop of the device over rows of the table.
+
+    Attributes:
+        spec: what the kernel is told.
+        width: numbers of a row for each of 128 partitions.
+        together: rows of an iteration.
+    """
+
+    spec: tuple[int, ...]
+    width: int
+    together: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shapes that a bucket fixes.
+
+    Attributes:
+        bucket: what is served at most.
+        group: query heads of a KV head.
+        programs: cores of the logical core.
+        has_new: whether new tokens' keys are handed in; else they are in the cache.
+    """
+
+    bucket: Bucket
+    group: int
+    kv_heads: int
+    block_size: int
+    programs: int
+    has_new: bool = True
+
+    @property
+    def wide(self) -> int:
+        """Tokens of a partition of a wide section: 8, or what divides a block."""
+        return min(MAX_TOKENS, self.block_size & -self.block_size)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile of 128 rows."""
+        return PARTITIONS // self.group
+
+    @property
+    def block_tiles(self) -> tuple[int, ...]:
+        """Tiles that blocks may have, the largest first."""
+        return tuple(t for t in BLOCK_TILES if t == 1 or t * self.tile_tokens <= BLOCK_TOKENS)
+
+    @property
+    def part_tokens(self) -> tuple[int, ...]:
+        """Tokens that parts may have: one, and as many as 64 rows hold."""
+        most = MAX_PART_ROWS // self.group
+        return tuple(sorted({n for n in (1, most) if n >= 1}))
+
+    @property
+    def most_parts(self) -> int:
+        """Parts of the longest sequence, as a power of two."""
+        parts = 1 + self.bucket.context // PART_KEYS
+        return 1 << max(0, parts - 1).bit_length()
+
+    @property
+    def places(self) -> int:
+        """Places of new tokens: each sequence's begin at a multiple of 8."""
+        if not self.has_new:
+            return MAX_TOKENS
+        return round_up(self.bucket.tokens + (MAX_TOKENS - 1) * self.bucket.batch, MAX_TOKENS)
+
+    def sections_of(self, chunks: int) -> tuple[int, int]:
+        """Return the sections of a part, and the tokens of a partition of one."""
+        tokens = min(self.wide, chunks)
+        return chunks // tokens, tokens
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """All loops, in the order in which the kernel runs them."""
+        found = [Loop((BLOCKS, t), 3 * t + BLOCK_FIELDS, 1) for t in self.block_tiles]
+        for tokens in self.part_tokens:
+            counts = (TOGETHER, 1) if tokens == 1 else (1,)
+            for chunks in PART_CHUNKS:
+                sections, _ = self.sections_of(chunks)
+                width = sections + PART_FIELDS
+                last = width + LAST_FIELDS + 2 * tokens
+                for count in counts:
+                    if chunks == PART_CHUNKS[0]:
+                        found.append(Loop((PARTS, chunks, tokens, 0, count), width, count))
+                    found.append(Loop((PARTS, chunks, tokens, 1, count), last, count))
+        # merges read what parts wrote
+        parts = 2
+        while parts <= self.most_parts:
+            found += [Loop((MERGES, parts, n), parts + 1, 1) for n in self.part_tokens]
+            parts *= 2
+        return tuple(found)
+
+    @property
+    def slots(self) -> tuple[tuple[int, int], ...]:
+        """Places for what parts of several found, for each number of tokens; slot 0 is empty."""
+        most = self.bucket.batch * self.most_parts * self.kv_heads
+        return tuple((n, 1 + (most if self.most_parts > 1 else 0)) for n in self.part_tokens)
+
+    @property
+    def table_size(self) -> int:
+        """Numbers that the table has room for, whatever the lengths are."""
+        batch, tokens, context = self.bucket
+        section = PARTITIONS * SECTION
+        # any sequence may have blocks; the tiles and blocks of all
+        longs = min(batch, tokens)
+        tiles = 2 * (tokens // self.tile_tokens + longs)
+        sizes = self.block_tiles
+        blocks = min(tiles, tiles // sizes[0] + len(sizes) * (longs + 1)) + 1
+        wide_keys = PARTITIONS * self.wide
+        own = cdiv(self.tile_tokens * sizes[0] + PARTITIONS - 1, PARTITIONS)
+        chunks = 2 * self.wide + 2 + own
+        sections = longs * (context // wide_keys + 1) + tokens // wide_keys
+        long_size = (
+            sections * section
+            + blocks * (chunks * section + PARTITIONS * BLOCK_FIELDS)
+            + tiles * 3 * PARTITIONS
+        )
+        widths = [loop.width for loop in self.loops if loop.spec[0] != BLOCKS]
+        parts = context // PART_KEYS + 1
+        short = batch * PARTITIONS * max(widths, default=0) * (parts + 2)
+        rows = self.kv_heads * (long_size + short)
+        return round_up(2 * self.programs * len(self.loops) + rows, MAX_TOKENS)

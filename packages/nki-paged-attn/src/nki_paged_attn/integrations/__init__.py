@@ -1,0 +1,1 @@
+"""Adapters to inference engines; each is imported by name, and imports its engine's framework."""

@@ -1,0 +1,227 @@
+"""Attention as vllm-neuron calls it: separate caches, -1 for unused blocks, tensors of the device.
+
+A step has two halves. ``prepare`` runs once on the host, from the scheduler's lengths and block
+tables, and puts a small table on the device. ``paged_attention`` runs in each layer, with tensors
+of the device alone: it writes the new tokens into the caches and attends to them there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import _device
+from .._checks import (
+    check_heads,
+    check_lengths,
+    check_number,
+    check_scales,
+    check_sinks,
+    check_table,
+    check_window,
+)
+from .._launch import Batch, Options
+from ..forms import Buckets, check_buckets
+
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's batch, prepared for all layers of one kind.
+
+    Attributes:
+        batch: lengths and block numbers, on the host.
+        prepared: the form and its table; None on the CPU, where PyTorch computes.
+    """
+
+    batch: Batch
+    options: Options
+    heads: int
+    prepared: _device.Prepared | None
+
+
+def prepare(
+    query_lens: Any,
+    seq_lens: Any,
+    block_tables: Any,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    num_blocks: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Any = None,
+    softcap: float | None = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    buckets: Buckets | None = None,
+) -> Step:
+    """Plan a step on the host; its table is all that crosses to the device.
+
+    Args:
+        query_lens: new tokens of each sequence, ``[batch]``, on the host.
+        seq_lens: all its tokens, the new ones included, ``[batch]``, on the host.
+        block_tables: ``[batch, max_blocks]`` on the host, -1 for unused blocks.
+        heads, kv_heads, head_dim: of this rank's share of the model.
+        block_size, num_blocks: of the caches.
+        tokens: rows of the packed queries, padding included; its results are 0.
+        dtype: of the queries.
+        device: of the queries.
+        scale, window, sinks, softcap, k_scale, v_scale, buckets: as in ``nki_paged_attn``.
+
+    Raises:
+        ValueError: a length or block number out of range, or a tensor that is not on the host.
+    """
+    check_heads(heads, kv_heads)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")
+    queries, keys = check_lengths(query_lens, seq_lens, tokens)
+    if (keys < queries).any():
+        row = int(np.flatnonzero(keys < queries)[0])
+        raise ValueError(
+            f"seq_lens[{row}] must count the {queries[row]} new tokens, got {keys[row]}"
+        )
+    table = check_table(block_tables, keys, block_size, num_blocks)
+    batch = Batch(queries, keys - queries, table, tokens, check_window(window), is_cached=True)
+    options = Options(
+        scale=head_dim**-0.5 if scale is None else check_number("scale", scale),
+        softcap=0.0 if softcap is None else check_number("softcap", softcap, positive=True),
+        sinks=check_sinks(sinks, heads),
+        k_scales=check_scales("k_scale", k_scale, kv_heads),
+        v_scales=check_scales("v_scale", v_scale, kv_heads),
+        has_lse=False,
+        dtype=DTYPES[dtype],
+    )
+    where = torch.device(device)
+    prepared = None
+    if where.type in _device.TORCH_DEVICES:
+        prepared = _device.prepare(
+            _device.TorchDevice(where), batch, options, check_buckets(buckets), heads, block_size
+        )
+    elif where.type != "cpu":
+        raise ValueError(f"device must be Neuron's or the CPU, got {where}")
+    return Step(batch, options, heads, prepared)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    step: Step,
+) -> torch.Tensor:
+    """Write new tokens into the caches, and attend to what a step's sequences have there.
+
+    Args:
+        query: ``[tokens, heads, head_dim]``.
+        key, value: of the new tokens, ``[tokens, kv_heads, head_dim]``.
+        k_cache, v_cache: ``[blocks, kv_heads, block_size, head_dim]``, changed in place.
+        slot_mapping: ``block * block_size + offset`` of each new token, -1 for padding,
+            ``[tokens]``.
+        step: of ``prepare``.
+
+    Returns:
+        out like query. Every tensor stays on its device.
+    """
+    expected = (step.batch.tokens, step.heads)
+    if query.ndim != 3 or tuple(query.shape[:2]) != expected:
+        raise ValueError(f"query must be [{expected[0]}, {expected[1]}, d], got {[*query.shape]}")
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.ndim != 4 or x.shape[1] != len(step.options.k_scales):
+            raise ValueError(
+                f"{name} must be [blocks, {len(step.options.k_scales)}, block_size, head_dim], "
+                f"got {[*x.shape]}"
+            )
+    write_cache(key, k_cache, slot_mapping, step.options.k_scales)
+    write_cache(value, v_cache, slot_mapping, step.options.v_scales)
+    if step.prepared is None:
+        return torch_attention(query, k_cache, v_cache, step)
+    device = _device.TorchDevice(query.device)
+    shape = (k_cache.shape[1], step.prepared.form.places, k_cache.shape[3])
+    new = device.zeros(shape, query)
+    out, _ = _device.launch_prepared(device, query, (new, new), (k_cache, v_cache), step.prepared)
+    return out  # type: ignore[no-any-return]
+
+
+def write_cache(
+    x: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    scales: tuple[float, ...] = (1.0,),
+) -> None:
+    """Write tokens into their slots; negative slots are left out, without asking the device.
+
+    The cache holds what is to be multiplied by its scales, in FP8 up to the largest number there. A
+    token without a slot writes what a token with one does, so that nothing waits for the host.
+    """
+    if not len(x):
+        return
+    valid = slot_mapping >= 0
+    some = valid.any()
+    order = torch.where(valid, torch.arange(len(x), device=x.device), valid.int().argmax())
+    slots = slot_mapping[order].clamp_min(0).long()
+    block, offset = slots // cache.shape[2], slots % cache.shape[2]
+    new = x[order]
+    if any(s != 1.0 for s in scales):
+        # the host's numbers, one by one: a tensor of them would have to cross
+        heads = [new[:, n].float() / s for n, s in enumerate(scales)]
+        new = torch.stack(heads, dim=1)
+    if cache.dtype.itemsize == 1:
+        most = torch.finfo(cache.dtype).max
+        new = new.float().clamp(-most, most)
+    # indexed as bits, for dtypes that have no kernels of their own
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.dtype.itemsize]
+    target = cache.view(bits)
+    rows = new.to(cache.dtype).view(bits)
+    target[block, :, offset] = torch.where(some, rows, target[block, :, offset])
+
+
+def torch_attention(
+    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: Step
+) -> torch.Tensor:
+    """Compute a step in PyTorch, in fp32: what runs where no device is."""
+    batch, options = step.batch, step.options
+    group = step.heads // k_cache.shape[1]
+    out = torch.zeros_like(query)
+    k_scale, v_scale = (
+        torch.tensor(s)[:, None, None] for s in (options.k_scales, options.v_scales)
+    )
+    first = 0
+    for row, (count, context) in enumerate(
+        zip(batch.query_lens.tolist(), batch.context_lens.tolist(), strict=True)
+    ):
+        keys = context + count
+        blocks = torch.as_tensor(batch.table[row, : -(-keys // k_cache.shape[2])])
+        # [kv_heads, keys, head_dim]
+        k, v = (
+            x[blocks].float().transpose(0, 1).flatten(1, 2)[:, :keys] * scale
+            for x, scale in ((k_cache, k_scale), (v_cache, v_scale))
+        )
+        q = query[first : first + count].float().transpose(0, 1)
+        scores = options.scale * (q @ k.repeat_interleave(group, 0).transpose(1, 2))
+        if options.softcap:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        place = torch.arange(context, keys)[:, None]
+        j = torch.arange(keys)
+        seen = (j <= place) & (j > place - (batch.window or keys))
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if options.sinks is not None:
+            sink = torch.as_tensor(options.sinks)[:, None, None].expand(-1, count, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :keys]
+        clean = v.masked_fill(~seen.any(0)[:, None], 0.0)
+        result = weights @ clean.repeat_interleave(group, 0)
+        out[first : first + count] = result.transpose(0, 1).to(query.dtype)
+        first += count
+    return out

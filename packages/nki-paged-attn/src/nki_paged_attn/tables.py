@@ -1,0 +1,492 @@
+"""The table of a form: what a batch's lengths and blocks say to the loops of the kernel.
+
+Positions count a sequence's keys from its first cached one, the new tokens behind the context.
+Everything here depends on a sequence alone; only the order of rows depends on the batch, and which
+program runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from attn_common import cdiv, round_up
+
+from .forms import (
+    BLOCKS,
+    LAST_FIELDS,
+    MERGES,
+    PART_CHUNKS,
+    PART_FIELDS,
+    PART_KEYS,
+    PARTITIONS,
+    PARTS,
+    SECTION,
+    Form,
+    Loop,
+)
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+# an index that no tensor has: the row is skipped
+NOWHERE = 2**30
+# positions are compared as fp32 numbers; this one is behind all
+MAX_POSITION = 2**24
+BEHIND = 2**25
+CACHE, NEW = 0, 1
+ROWS = np.arange(PARTITIONS)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A sequence of the batch.
+
+    Attributes:
+        first: its first token in the packed batch.
+        place: where its keys begin among the new ones.
+        count: new tokens.
+        context: cached tokens, and ``low``, the first of them that its first token sees.
+        window: keys that a token sees at most.
+        blocks: its block numbers in order.
+        sees: whether its tokens see anything; those of no sequence do not.
+        is_cached: whether the new tokens' keys are in the cache already, and not among the new.
+    """
+
+    first: int
+    place: int
+    count: int
+    context: int
+    window: int
+    blocks: Ints
+    sees: bool = True
+    is_cached: bool = False
+
+    @property
+    def low(self) -> int:
+        return min(self.context, max(0, self.context - self.window + 1))
+
+    @property
+    def end(self) -> int:
+        """Keys of it that are in the cache."""
+        return self.context + (self.count if self.is_cached else 0)
+
+    def bounds(self, tokens: Ints) -> tuple[Ints, Ints]:
+        """Return the first and end position that tokens see, 0 and 0 for those it does not have."""
+        real = (tokens < self.count) & self.sees
+        end = np.where(real, self.context + tokens + 1, 0)
+        return np.where(real, np.maximum(end - self.window, 0), 0), end
+
+
+@dataclass
+class Tables:
+    """Rows for each loop and program, and what they point at.
+
+    Attributes:
+        table: int32, the first and end element of each loop, and rows.
+        used: numbers of it that are in use, from its first.
+        numbers: fp32, sinks and factors.
+    """
+
+    table: np.ndarray[Any, Any]
+    used: int
+    numbers: np.ndarray[Any, Any]
+
+
+@dataclass
+class Scales:
+    """Places of factors among the numbers.
+
+    Attributes:
+        sinks: place of the first KV head's, whose 128 rows are followed by the next one's.
+        factors: place of the cache's of the first KV head, or -1 where they are compiled in.
+    """
+
+    sinks: int
+    factors: int
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Keys of a sequence that lie in one source, from ``start`` to ``end``, as it counts them.
+
+    Wide sections begin where the ``tokens`` of a partition do; what is before the first and behind
+    the last is cut into chunks.
+    """
+
+    source: int
+    start: int
+    end: int
+    tokens: int
+
+    @classmethod
+    def of_own(cls, sequence: Sequence, tokens: int) -> _Segment:
+        """Return the segment in which the sequence's new tokens are."""
+        if sequence.is_cached:
+            return cls(CACHE, sequence.low, sequence.end, tokens)
+        return cls(NEW, 0, sequence.count if sequence.sees else 0, tokens)
+
+    def base(self, sequence: Sequence) -> int:
+        """Return where the new tokens begin in it."""
+        return sequence.context if sequence.is_cached else 0
+
+    @property
+    def aligned(self) -> int:
+        return min(round_up(self.start, self.tokens), self.end)
+
+    def wide(self, limit: int) -> range:
+        """Return where wide sections begin that end by a limit."""
+        keys = PARTITIONS * self.tokens
+        return range(self.aligned, limit - keys + 1, keys)
+
+    def chunks(self, limit: int) -> list[tuple[int, int]]:
+        """Return the first and end key of chunks of what is before a limit and in none of these."""
+        head = min(self.aligned, limit)
+        rest = max(head, self.aligned + len(self.wide(limit)) * PARTITIONS * self.tokens)
+        found = [(self.start, head)] if self.start < head else []
+        return found + [(a, min(a + PARTITIONS, limit)) for a in range(rest, limit, PARTITIONS)]
+
+
+@dataclass
+class _Builder:
+    form: Form
+    scales: Scales
+    # rows behind the bounds of the loops: sections and chunks, in whole rows
+    keys: list[Ints] = field(default_factory=list)
+    at: int = 0
+    # (cost, [(loop, rows)]): what one program runs
+    jobs: list[tuple[int, list[tuple[int, Ints]]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.loops = {loop.spec: n for n, loop in enumerate(self.form.loops)}
+        self.at = 2 * self.form.programs * len(self.loops)
+        self.heads = np.arange(self.form.kv_heads)[:, None]
+        self.slots = dict.fromkeys(self.form.part_tokens, 1)
+
+    # where keys lie
+
+    def places(self, sequence: Sequence, source: int, start: int, end: int, tokens: int) -> Ints:
+        """Return the rows of 128 partitions from a position of a source on, ``[heads, 128]``.
+
+        Partitions that begin at or behind ``end`` are nowhere.
+        """
+        positions = start + tokens * ROWS
+        real = positions < end
+        if source == NEW:
+            rows = (sequence.place + positions) // tokens
+            step = self.form.places // tokens
+        else:
+            size = self.form.block_size
+            per_block = size // tokens
+            number = np.where(real, positions // size, 0)
+            rows = sequence.blocks[number] if len(sequence.blocks) else np.zeros_like(number)
+            rows = rows * self.form.kv_heads * per_block + positions % size // tokens
+            step = per_block
+        found = np.where(real, rows + self.heads * step, NOWHERE)
+        if np.where(real, found, 0).max(initial=0) >= NOWHERE:
+            raise NotImplementedError(
+                f"the cache may have at most {NOWHERE} rows of {tokens} tokens"
+            )
+        return found
+
+    def section(self, sequence: Sequence, source: int, start: int, end: int, tokens: int) -> Ints:
+        """Return the row of a section, ``[heads, 128, 5]``; what lies behind its end is masked."""
+        row = np.full((len(self.heads), PARTITIONS, SECTION), NOWHERE, np.int64)
+        row[:, :, source] = self.places(sequence, source, start, end, tokens)
+        row[:, :, 2:4] = np.array([start, end]) + (sequence.context if source == NEW else 0)
+        head = source * len(self.heads) + self.heads
+        row[:, :, 4] = max(self.scales.factors, 0) + head * 4 * PARTITIONS
+        return row
+
+    def put(self, sections: list[Ints]) -> tuple[Ints, int]:
+        """Put sections one behind the other for each head; return where the heads' begin."""
+        size = PARTITIONS * SECTION
+        heads = len(self.heads)
+        first = self.at + np.arange(heads) * len(sections) * size
+        if sections:
+            self.keys.append(np.stack(sections, axis=1).reshape(-1))
+            self.at += heads * len(sections) * size
+        return first, size
+
+    # queries on the partitions
+
+    def add_blocks(self, sequence: Sequence) -> None:
+        """Add a sequence whose queries lie on the partitions."""
+        form = self.form
+        tokens, group = form.wide, form.group
+        keys = PARTITIONS * tokens
+        own = _Segment.of_own(sequence, tokens)
+        segments = [own]
+        if not sequence.is_cached:
+            segments.insert(0, _Segment(CACHE, sequence.low, sequence.context, tokens))
+        wide = [(x.source, at) for x in segments for at in x.wide(x.end)]
+        sections = [self.section(sequence, s, a, a + keys, tokens) for s, a in wide]
+        begins, size = self.put(sections)
+        tiles = cdiv(sequence.count, form.tile_tokens)
+        tile = 0
+        for count in cover(tiles, form.block_tiles):
+            first = tile * form.tile_tokens
+            at = first + own.base(sequence)
+            before = max(at // PARTITIONS * PARTITIONS, own.start)
+            limits = [x.end for x in segments[:-1]] + [before]
+            lowest = max(0, sequence.context + first + 1 - sequence.window)
+
+            def is_seen(source: int, end: int, lowest: int = lowest) -> bool:
+                return end + (sequence.context if source == NEW else 0) > lowest
+
+            among = {
+                (x.source, a)
+                for x, limit in zip(segments, limits, strict=True)
+                for a in x.wide(limit)
+                if is_seen(x.source, a + keys)
+            }
+            seen = [n for n, place in enumerate(wide) if place in among]
+            cut = [
+                (x.source, a, end)
+                for x, limit in zip(segments, limits, strict=True)
+                for a, end in x.chunks(limit)
+                if is_seen(x.source, end)
+            ]
+            chunks = [self.section(sequence, s, a, end, 1) for s, a, end in cut if sequence.sees]
+            last = own.base(sequence) + min(sequence.count, first + count * form.tile_tokens)
+            if not sequence.sees:
+                last = 0
+            width = cdiv(PARTITIONS - 1 + count * form.tile_tokens, PARTITIONS)
+            diagonal = [
+                self.section(sequence, own.source, before + PARTITIONS * n, last, 1)
+                for n in range(width)
+            ]
+            places, _ = self.put([*chunks, *diagonal])
+            row = np.zeros((len(self.heads), PARTITIONS, 3 * count + 6), np.int64)
+            token = first + np.arange(count) * form.tile_tokens + (ROWS // group)[:, None]
+            real = (token < sequence.count) & (form.tile_tokens * group > ROWS)[:, None]
+            heads = group * len(self.heads)
+            query = (sequence.first + token) * heads + (ROWS % group)[:, None]
+            row[:, :, :count] = np.where(real, query + self.heads[:, :, None] * group, NOWHERE)
+            row[:, :, count : 2 * count], row[:, :, 2 * count : 3 * count] = (
+                np.where(real, x, 0) for x in sequence.bounds(token)
+            )
+            lower = seen[0] if seen else 0
+            upper = seen[-1] + 1 if seen else 0
+            fields = (
+                begins + lower * size,
+                begins + upper * size,
+                places,
+                places + len(chunks) * size,
+                places + len(chunks) * size,
+                self.scales.sinks + self.heads[:, 0] * PARTITIONS,
+            )
+            row[:, :, 3 * count :] = np.stack(fields, axis=-1)[:, None, :]
+            loop = self.loops[(BLOCKS, count)]
+            cost = count * ((upper - lower) * tokens + len(chunks) + width) + 8
+            self.jobs += [(cost, [(loop, r)]) for r in row]
+            tile += count
+
+    # keys on the partitions
+
+    def add_parts(self, sequence: Sequence) -> bool:
+        """Add a sequence of few rows, and say whether it was possible."""
+        form = self.form
+        tokens = next((n for n in form.part_tokens if n >= sequence.count), 0)
+        if not tokens:
+            return False
+        # keys that not all rows see are the last part's, which masks
+        shared = max(0, sequence.context + sequence.count - sequence.window)
+        wide = form.wide
+        end, new = sequence.end, 0 if sequence.is_cached else sequence.count
+        start = min(round_up(min(shared, end), wide), end)
+        left = end - start
+        # the last part has a key at least, and those that not all rows see
+        full = max(0, left - max(1, sequence.count - new)) // PART_KEYS
+        tail = start + full * PART_KEYS
+        left -= full * PART_KEYS
+        chunks = next(c for c in reversed(PART_CHUNKS) if PARTITIONS * c + wide > left)
+        sections, per = form.sections_of(chunks)
+        whole = min(left // per, PARTITIONS * sections) * per
+        rest = np.r_[sequence.low : start, tail + whole : end]
+        if new + len(rest) > PARTITIONS:
+            return False
+        rows: list[list[tuple[int, Ints]]] = [[] for _ in range(len(self.heads))]
+        parts = full + 1
+        slots = self._slots(tokens, parts)
+        for number in range(full):
+            at = start + number * PART_KEYS
+            own = self._row(sequence, tokens, at, at + PART_KEYS, PART_CHUNKS[0], False)
+            own[:, :, form.sections_of(PART_CHUNKS[0])[0] + 4] = slots[:, number, None]
+            for head, row in zip(rows, own, strict=True):
+                head.append((-1, row))
+        own = self._last(sequence, tokens, tail, whole, chunks, rest)
+        if parts > 1:
+            own[:, :, sections + 3] = NOWHERE
+            own[:, :, sections + 4] = slots[:, full, None]
+        loop = self.loops[(PARTS, chunks, tokens, 1, 1)]
+        for head, row in zip(rows, own, strict=True):
+            head.append((loop, row))
+        if parts > 1:
+            count = 1 << (parts - 1).bit_length()
+            merge = np.zeros((len(self.heads), PARTITIONS, count + 1), np.int64)
+            merge[:, :, :parts] = slots[:, None, :]
+            merge[:, :, count] = self._queries(sequence, tokens)
+            for head, row in zip(rows, merge, strict=True):
+                head.append((self.loops[(MERGES, count, tokens)], row))
+        whole_loop = self.loops[(PARTS, PART_CHUNKS[0], tokens, 0, 1)]
+        cost = 3 * (full * PART_CHUNKS[0] + chunks + 1) // 2 + 8
+        for head in rows:
+            self.jobs.append((cost, [(whole_loop if n < 0 else n, r) for n, r in head]))
+        return True
+
+    def _slots(self, tokens: int, parts: int) -> Ints:
+        """Return places for what the parts of a sequence find, ``[heads, parts]``."""
+        heads = len(self.heads)
+        if parts == 1:
+            return np.full((heads, 1), NOWHERE, np.int64)
+        first = self.slots[tokens]
+        self.slots[tokens] += heads * parts
+        return first + np.arange(heads * parts).reshape(heads, parts)
+
+    def _queries(self, sequence: Sequence, tokens: int) -> Ints:
+        """Return the rows of the queries, ``[heads, 128]``."""
+        group = self.form.group
+        real = sequence.count * group > ROWS
+        row = (sequence.first + ROWS // group) * group * len(self.heads) + ROWS % group
+        return np.where(real, row + self.heads * group, NOWHERE)
+
+    def _row(
+        self, sequence: Sequence, tokens: int, start: int, end: int, chunks: int, is_last: bool
+    ) -> Ints:
+        sections, per = self.form.sections_of(chunks)
+        width = sections + PART_FIELDS + ((LAST_FIELDS + 2 * tokens) if is_last else 0)
+        row = np.full((len(self.heads), PARTITIONS, width), NOWHERE, np.int64)
+        for number in range(sections):
+            at = start + number * PARTITIONS * per
+            row[:, :, number] = self.places(sequence, CACHE, at, end, per)
+        row[:, :, sections + 2] = row[:, :, sections + 3] = self._queries(sequence, tokens)
+        row[:, :, sections + 5] = self.scales.sinks + self.heads * PARTITIONS
+        place = max(self.scales.factors, 0)
+        row[:, :, sections + 6] = place + self.heads * 4 * PARTITIONS
+        return row
+
+    def _last(
+        self, sequence: Sequence, tokens: int, start: int, whole: int, chunks: int, rest: Ints
+    ) -> Ints:
+        """Return the row of a sequence's last part, which masks."""
+        sections, _ = self.form.sections_of(chunks)
+        row = self._row(sequence, tokens, start, start + whole, chunks, True)
+        first = sections + PART_FIELDS
+        row[:, :, first : first + 2] = start, start + whole
+        # new tokens, and behind them the cached ones that fill no partition
+        new, found = 0 if sequence.is_cached else sequence.count, len(rest)
+        places = np.full((len(self.heads), PARTITIONS), NOWHERE, np.int64)
+        positions = np.full(PARTITIONS, BEHIND)
+        positions[:new] = sequence.context + np.arange(new)
+        if found:
+            size = self.form.block_size
+            own = sequence.blocks[rest // size] * len(self.heads) * size + rest % size
+            places[:, new : new + found] = own + self.heads * size
+            positions[new : new + found] = rest
+        row[:, :, sections] = places
+        places = self.places(sequence, NEW, 0, new, 1)
+        row[:, :, sections + 1] = places
+        row[:, :, first + 2] = positions
+        row[:, :, first + LAST_FIELDS :] = np.concatenate(sequence.bounds(np.arange(tokens)))
+        if self.scales.factors >= 0:
+            # a block of its own for the number of new tokens
+            heads = len(self.heads)
+            row[:, :, sections + 6] = (
+                self.scales.factors
+                + 2 * heads * 4 * PARTITIONS
+                + (new * heads + self.heads) * 6 * PARTITIONS
+            )
+        return row
+
+    def finish(self, numbers: np.ndarray[Any, Any]) -> Tables:
+        """Share the jobs between the programs, and put everything together."""
+        form = self.form
+        loops = form.loops
+        programs = form.programs
+        mine: list[list[list[Ints]]] = [[[] for _ in loops] for _ in range(programs)]
+        loads = [0] * programs
+        for cost, rows in sorted(self.jobs, key=lambda job: -job[0]):
+            program = loads.index(min(loads))
+            loads[program] += cost
+            for loop, row in rows:
+                mine[program][loop].append(row)
+        header = np.zeros((programs, len(loops), 2), np.int64)
+        parts = [*self.keys]
+        at = self.at
+        for program in range(programs):
+            self._gather(loops, mine[program])
+            for number, own in enumerate(mine[program]):
+                size = sum(r.size for r in own)
+                header[program, number] = at, at + size
+                parts += [r.reshape(-1) for r in own]
+                at += size
+        table = np.zeros(max(form.table_size, at), np.int32)
+        table[: header.size] = header.reshape(-1)
+        if parts:
+            table[header.size : at] = np.concatenate(parts)
+        if at > form.table_size:
+            raise RuntimeError(f"a table of {form.table_size} numbers cannot hold {at}")
+        return Tables(table, at, numbers)
+
+    def _gather(self, loops: tuple[Loop, ...], mine: list[list[Ints]]) -> None:
+        """Move rows, as far as they fill iterations, to the loops that run several at once."""
+        for number, loop in enumerate(loops):
+            if loop.together == 1:
+                continue
+            spec = (*loop.spec[:-1], 1)
+            single = self.loops[spec]
+            count = len(mine[single]) // loop.together * loop.together
+            mine[number], mine[single] = mine[single][:count], mine[single][count:]
+
+
+def cover(tiles: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return the blocks of so many tiles: a fifth may be empty, rather than one block more."""
+    found = []
+    while tiles > 0:
+        count = next(c for c in sizes if 5 * c <= 6 * tiles or c == 1)
+        found.append(count)
+        tiles -= count
+    return found
+
+
+def build_tables(
+    form: Form,
+    query_lens: Ints,
+    context_lens: Ints,
+    block_table: Ints,
+    window: int | None,
+    tokens: int,
+    scales: Scales,
+    numbers: np.ndarray[Any, Any],
+    is_cached: bool = False,
+) -> tuple[Tables, Ints]:
+    """Return the table of a batch, and the token at each place of new keys, -1 for none.
+
+    Args:
+        tokens: rows of the packed queries; those behind the last sequence give 0.
+        is_cached: whether the new tokens' keys and values are in the cache already.
+    """
+    builder = _Builder(form, scales)
+    limit = window or MAX_POSITION
+    first = place = 0
+    new = np.full(form.places, -1, np.int64)
+    for number, (count, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        count, context = int(count), int(context)
+        if context + count > MAX_POSITION:
+            raise NotImplementedError(f"a sequence may have at most {MAX_POSITION} keys")
+        if not count:
+            continue
+        keys = context + (count if is_cached else 0)
+        blocks = block_table[number, : cdiv(keys, form.block_size)]
+        own = Sequence(first, place, count, context, limit, blocks, is_cached=is_cached)
+        if not builder.add_parts(own):
+            builder.add_blocks(own)
+        if not is_cached:
+            new[place : place + count] = np.arange(first, first + count)
+            place += round_up(count, 8)
+        first += count
+    if tokens > first:
+        nobody = Sequence(first, 0, tokens - first, 0, 1, np.zeros(0, np.int64), sees=False)
+        builder.add_blocks(nobody)
+    return builder.finish(numbers), new

@@ -1,0 +1,177 @@
+"""Forms: what is compiled follows from the bucket, and results follow from the sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from nki_paged_attn import Bucket, Buckets, cost, count_instructions, estimate_cost, trace_form
+from nki_paged_attn._launch import Batch, Options, find_form, form_tables, static_arguments
+from nki_paged_attn.estimate import sequential_table
+from nki_paged_attn.forms import BLOCK_TILES
+from nki_paged_attn.tables import cover
+
+from ._cases import BF16, F32, make_case
+
+MIXED = ([20, 1, 0, 70, 1, 3], [100, 300, 5, 3, 0, 4500])
+SHAPE = {"heads": 8, "kv_heads": 1, "head_dim": 128, "block_size": 32}
+TIGHT = Buckets(batch=6, tokens=95, context=4500)
+WIDE = Buckets(batch=40, tokens=700, context=40_000)
+
+
+def options_of(kv_heads=1):
+    ones = (1.0,) * kv_heads
+    return Options(1.0, 0.0, None, ones, ones, False, "bfloat16")
+
+
+def compiled(queries, contexts, buckets=None):
+    """Return what a device compiles a call for: shapes of tensors, and arguments."""
+    queries, contexts = np.array(queries), np.array(contexts)
+    table = sequential_table(contexts, 32)
+    batch = Batch(queries, contexts, table, int(queries.sum()), None)
+    form = find_form(batch, buckets or Buckets(), 8, 1, 32)
+    tables, new = form_tables(batch, form, options_of())
+    shapes = form.bucket.tokens, len(new), tables.table.shape, tables.numbers.shape
+    return shapes, tuple(static_arguments(form, options_of()).items())
+
+
+def same(a, b):
+    for got, expected in zip(a, b, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 60}, {"k_scale": 0.5, "v_scale": 3.0}], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_bits_do_not_depend_on_the_bucket(dtype, options, monkeypatch):
+    """Nor, in a larger one, on the programs that share it."""
+    case = make_case(*MIXED, head_dim=16, dtype=dtype, **options)
+    expected = case.run(buckets=TIGHT)
+    same(case.run(), expected)
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    same(case.run(buckets=WIDE), expected)
+
+
+def test_a_long_sequence_is_its_parts_whatever_else_runs(monkeypatch):
+    """Parts of 4096 keys, alone and with others, on one and on two programs."""
+    case = make_case([1, 1, 2], [9000, 12_289, 7100], heads=2, head_dim=8, block_size=64)
+    out, lse = case.check()
+    for i in range(3):
+        first = sum(case.query_lens[:i])
+        own = slice(first, first + case.query_lens[i])
+        alone = type(case)(
+            case.q[own], case.k[own], case.v[own], case.kv_cache, case.block_table[i : i + 1],
+            [case.query_lens[i]], [case.context_lens[i]],
+        )  # fmt: skip
+        same(alone.run(), (out[own], lse[:, own]))
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    same(case.run(), (out, lse))
+
+
+def test_rows_of_a_part_see_different_keys():
+    """A window that begins, and keys that end, in parts which would not mask or in later rounds."""
+    make_case([3], [9000], heads=2, head_dim=8, block_size=64, window=4993).check()
+    make_case([310], [70], heads=5, kv_heads=1, head_dim=8).check()
+
+
+def test_programs_share_the_work():
+    batch = [1] * 8 + [4096], [500] * 8 + [0]
+    one, two = (cost(trace_form(*batch, **SHAPE, programs=n, samples=2)) for n in (1, 2))
+    assert two.cycles["tensor"] <= 0.6 * one.cycles["tensor"]
+
+
+def test_one_form_serves_256_steps_of_32_decodes():
+    contexts = np.random.default_rng(0).integers(1, 8000, 32)
+    assert len({compiled([1] * 32, contexts + step)[0] for step in range(0, 256, 51)}) == 1
+    assert len({compiled([1] * 32, contexts + step)[1] for step in (0, 255)}) == 1
+
+
+def test_four_forms_serve_200_random_batches():
+    """Eight sequences each, prompts of up to 512 tokens among decodes."""
+    rng = np.random.default_rng(1)
+    found = set()
+    for _ in range(200):
+        queries = np.where(rng.random(8) < 0.5, 1, rng.integers(1, 513, 8))
+        needed = 8, int(queries.sum()), int(rng.integers(0, 4097, 8).max())
+        found.add(Buckets().find(*needed))
+    assert len(found) <= 4
+    engine = Buckets(batch=8, tokens=[8, 4096], context=4096)
+    assert len({engine.find(8, int(n), 100) for n in rng.integers(8, 4097, 200)}) == 1
+    # and what is compiled follows from the bucket alone
+    small, large = ([300] + [1] * 7, [0] * 8), ([40] * 8, [4000] * 8)
+    assert compiled(*small) == compiled(*large)
+
+
+def test_the_program_of_a_form_does_not_depend_on_the_batch():
+    """Traced as a compiler does, each body once: the same calls on the same shapes."""
+    logs = []
+    for batch in (([300] + [1] * 7, [0] * 8), ([40] * 8, [4000] * 8)):
+        log = trace_form(*batch, **SHAPE, samples=0)
+        logs.append([(i.op, i.engine, i.elements, i.stationary, i.form) for i in log.instructions])
+    assert logs[0] == logs[1]
+
+
+def test_a_form_for_a_prefill_of_32k_has_below_20000_instructions():
+    assert count_instructions(Bucket(8, 32768, 32768), **SHAPE) < 20_000
+    many = SHAPE | {"heads": 32, "kv_heads": 32}
+    assert count_instructions(Bucket(8, 8192, 4096), **many) < 20_000
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [([1] * 16, [1500] * 16), ([512, 1, 1], [100, 3000, 40])],
+    ids=["decodes", "mixed"],
+)
+def test_a_bucket_that_is_half_empty_costs_next_to_nothing(batch):
+    queries, contexts = batch
+    tight = Buckets(len(queries), sum(queries), max(contexts))
+    double = Buckets(2 * len(queries), 2 * sum(queries), 2 * max(contexts))
+    few, many = (cost(trace_form(*batch, **SHAPE, buckets=b, samples=2)) for b in (tight, double))
+    assert few.cycles["tensor"] <= many.cycles["tensor"] <= 1.01 * few.cycles["tensor"]
+    assert few.dma_bytes <= many.dma_bytes <= 1.01 * few.dma_bytes
+    assert many.times["dma"] <= 1.01 * few.times["dma"]
+
+
+@pytest.mark.parametrize(
+    "batch", [([1600], [0]), ([70, 1, 1], [2500, 4500, 200])], ids=["prefill", "mixed"]
+)
+def test_estimates_of_two_iterations_are_those_of_all(batch):
+    every = cost(trace_form(*batch, **SHAPE))
+    some = estimate_cost(*batch, **SHAPE)
+    for engine in ("tensor", "vector", "scalar"):
+        assert some.cycles[engine] == pytest.approx(every.cycles[engine], rel=0.02)
+    assert some.dma_bytes == pytest.approx(every.dma_bytes, rel=0.02)
+    assert some.makespan == pytest.approx(every.makespan, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "error", "text"),
+    [
+        (Buckets(batch=2), ValueError, r"buckets.batch must hold the call's 3, got at most 2; "
+         r"Bucket\(batch=4, tokens=512, context=4096\) would hold it"),
+        (Buckets(tokens=[4, 8]), ValueError, "buckets.tokens must hold the call's 9, got at most"),
+        (Buckets(context=16), ValueError, "buckets.context must hold the call's 30, got at most"),
+        ((8, 8, 8), TypeError, "buckets must be Buckets or None, got tuple"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_no_bucket_holds(buckets, error, text):
+    with pytest.raises(error, match=text):
+        make_case([5, 1, 3], [20, 30, 0]).run(buckets=buckets)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "text"),
+    [
+        ({"batch": 0}, ValueError, "buckets.batch must be at least 1, got 0"),
+        ({"tokens": []}, ValueError, "buckets.tokens must have a size, got none"),
+        ({"context": [1.5]}, TypeError, "buckets.context must be an integer, got float"),
+    ],
+)
+def test_buckets_check_what_they_are_given(sizes, error, text):
+    with pytest.raises(error, match=text):
+        Buckets(**sizes)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 7, 38, 63, 64, 65, 100, 512])
+def test_blocks_cover_tiles_with_little_to_spare(tiles):
+    found = cover(tiles, BLOCK_TILES)
+    assert tiles <= sum(found) <= 1.2 * tiles
+    assert found == sorted(found, reverse=True)

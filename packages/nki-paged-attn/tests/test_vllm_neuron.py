@@ -1,0 +1,142 @@
+"""The functions that vllm-neuron calls, on the CPU and on a fake device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from nki_paged_attn import _device, paged_attention_reference
+
+from ._cases import make_case
+from .test_device import device as device
+
+torch = pytest.importorskip("torch")
+vllm_neuron = pytest.importorskip("nki_paged_attn.integrations.vllm_neuron")
+SINKS = np.linspace(-1, 1, 4).astype(np.float32)
+
+
+def make_step(queries, contexts, padding=3, dtype=torch.float32, **options):
+    """Return the arguments of a step: caches without the new tokens, and slots for them."""
+    case = make_case(
+        queries, [c + n for c, n in zip(contexts, queries, strict=True)], head_dim=16, seed=3
+    )
+    tokens = sum(queries)
+    slots = np.full(tokens + padding, -1)
+    at = 0
+    for row, (count, context) in enumerate(zip(queries, contexts, strict=True)):
+        place = context + np.arange(count)
+        slots[at : at + count] = case.block_table[row, place // 16] * 16 + place % 16
+        at += count
+
+    def padded(x):
+        return torch.from_numpy(np.concatenate([x, np.full_like(x[:padding], 7.0)])).to(dtype)
+
+    tensors = [padded(x) for x in (case.q, case.k, case.v)]
+    tensors += [torch.from_numpy(x.copy()).to(dtype) for x in case.kv_cache]
+    step = vllm_neuron.prepare(
+        queries, [c + n for c, n in zip(contexts, queries, strict=True)], case.block_table,
+        heads=4, kv_heads=2, head_dim=16, block_size=16, num_blocks=case.kv_cache.shape[1],
+        tokens=tokens + padding, dtype=dtype, device="cpu", **options,
+    )  # fmt: skip
+    exact, _ = paged_attention_reference(
+        case.q, case.k, case.v, case.kv_cache, case.block_table, queries, contexts, **options
+    )
+    return step, [*tensors, torch.from_numpy(slots)], exact
+
+
+FEATURES = [
+    {}, {"window": 37}, {"softcap": 1.5, "scale": 2.0}, {"sinks": SINKS},
+    {"k_scale": [0.5, 2.0], "v_scale": 3.0}, {"window": 5, "sinks": SINKS},
+]  # fmt: skip
+BATCH = ([20, 1, 0, 70, 1, 3], [100, 300, 5, 3, 0, 4500])
+
+
+@pytest.mark.parametrize("options", FEATURES, ids=lambda o: " ".join(o) or "plain")
+def test_on_the_cpu_pytorch_computes(options):
+    step, tensors, exact = make_step(*BATCH, **options)
+    out = vllm_neuron.paged_attention(*tensors, step)
+    np.testing.assert_allclose(out[:95].numpy(), exact, atol=1e-5)
+    assert (out[95:] == 0).all()
+
+
+@pytest.mark.parametrize("options", FEATURES, ids=lambda o: " ".join(o) or "plain")
+def test_on_a_device_the_kernel_computes(device, options):
+    step, tensors, exact = make_step(*BATCH, **options)
+    before = list(device.crossed)
+    out = vllm_neuron.paged_attention(*tensors, step)
+    np.testing.assert_allclose(out[:95].numpy(), exact, atol=1e-5)
+    assert (out[95:] == 0).all()
+    # a layer puts nothing on the device
+    assert device.crossed == before
+    caches = device.calls[0][1]["k_cache"], device.calls[0][1]["v_cache"]
+    assert [x.data_ptr() for x in caches] == [x.data_ptr() for x in tensors[3:5]]
+
+
+@pytest.mark.parametrize("queries", [[200], [129, 1]], ids=str)
+def test_a_device_and_long_chunks(device, queries):
+    step, tensors, exact = make_step(queries, [1100] * len(queries))
+    out = vllm_neuron.paged_attention(*tensors, step)
+    np.testing.assert_allclose(out[: len(exact)].numpy(), exact, atol=1e-5)
+
+
+def test_unused_blocks_and_what_no_token_sees_may_hold_anything(device):
+    step, tensors, exact = make_step(*BATCH, window=60)
+    for cache in tensors[3:5]:
+        written = cache.clone()
+        vllm_neuron.write_cache(tensors[1], written, tensors[5])
+        # slots that neither a context nor a new token reaches
+        used = np.zeros(written.shape[0] * 16, bool)
+        table, ends = step.batch.table, step.batch.context_lens + step.batch.query_lens
+        for row, end in enumerate(ends):
+            place = np.arange(end)
+            used[table[row, place // 16] * 16 + place % 16] = True
+        free = torch.from_numpy(~used.reshape(-1, 16))
+        cache.transpose(1, 2)[free] = float("nan")
+    out = vllm_neuron.paged_attention(*tensors, step)
+    np.testing.assert_allclose(out[:95].numpy(), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_writing_into_slots(dtype):
+    cache = torch.zeros(3, 2, 4, 8).to(getattr(torch, dtype))
+    x = torch.randn(5, 2, 8) * 300
+    vllm_neuron.write_cache(x, cache, torch.tensor([5, -1, 0, 11, -1]))
+    expected = torch.zeros(3, 2, 4, 8)
+    most = torch.finfo(cache.dtype).max
+    for row, slot in ((0, 5), (2, 0), (3, 11)):
+        expected[slot // 4, :, slot % 4] = x[row].clamp(-most, most)
+    assert torch.equal(cache.float(), expected.to(cache.dtype).float())
+
+
+def test_without_a_slot_nothing_is_written():
+    cache = torch.ones(2, 1, 4, 8)
+    vllm_neuron.write_cache(torch.zeros(3, 1, 8), cache, torch.tensor([-1, -1, -1]))
+    assert (cache == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"seq_lens": [2, 9]}, ValueError, r"seq_lens\[0\] must count the 3 new tokens, got 2"),
+        ({"block_tables": [[-1], [1]]}, ValueError, r"block_table\[0, 0\] must be from 0 to 3"),
+        ({"dtype": torch.int8}, TypeError, "dtype must be one of float16, bfloat16, float32"),
+        ({"device": "meta"}, ValueError, "device must be Neuron's or the CPU, got meta"),
+        ({"tokens": 3}, ValueError, "query_lens must sum to at most q's 3 rows, got 4"),
+    ],
+)
+def test_messages(changes, error, text):
+    arguments = {
+        "query_lens": [3, 1], "seq_lens": [5, 9], "block_tables": [[0], [1]], "heads": 4,
+        "kv_heads": 2, "head_dim": 16, "block_size": 16, "num_blocks": 4, "tokens": 4,
+        "dtype": torch.float32, "device": "cpu",
+    }  # fmt: skip
+    with pytest.raises(error, match=text):
+        vllm_neuron.prepare(**arguments | changes)
+
+
+def test_tensors_must_fit_the_step():
+    step, tensors, _ = make_step([3], [5])
+    with pytest.raises(ValueError, match=r"query must be \[6, 4, d\]"):
+        vllm_neuron.paged_attention(tensors[0][:5], *tensors[1:], step)
+    with pytest.raises(ValueError, match=r"k_cache must be \[blocks, 2, block_size, head_dim\]"):
+        vllm_neuron.paged_attention(*tensors[:3], tensors[3][:, :1], *tensors[4:], step)
+    assert isinstance(_device.TENSORS, tuple)
