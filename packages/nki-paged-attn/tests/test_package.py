@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import signal
 import subprocess
 import sys
 import types
@@ -119,6 +120,16 @@ def test_the_command_line_is_a_module():
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "invalid choice" in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="this platform has no SIGPIPE")
+def test_a_reader_that_stops_early_sees_no_traceback():
+    command = [sys.executable, "-m", "nki_paged_attn", "cost", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        # before the first line is written
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == -signal.SIGPIPE
 
 
 def test_every_option_has_help():

@@ -144,7 +144,7 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
         "--cache-dtype", choices=(*FLOATS, *FP8), help="of the cache (that of the queries)"
     )
     target = default_target()
-    parser.add_argument("--target", default=target, help=f"trn1, trn2 or trn3 ({target})")
+    parser.add_argument("--target", default=target, help=f"trn2 or trn3 ({target})")
     parser.add_argument(
         "--programs", type=int, default=1, choices=(1, 2), help="cores of the logical core (1)"
     )
