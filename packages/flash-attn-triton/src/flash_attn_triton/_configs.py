@@ -217,6 +217,7 @@ def _fits_bias_on_hopper(x: Tensors, options: Options) -> bool:
     """Say whether the forward kernel for Hopper has a form for an additive bias."""
     return (
         x.q.dtype in HALF
+        and x.bias is not None
         and _has_tiles(x.bias, options)
         # a bias is divided by the scale, as products are multiplied with it behind the sum
         and options.softmax_scale >= LEAST_SCALE
