@@ -119,13 +119,21 @@ def test_pip_installs_one_package_by_the_two_lines(root, noxfile, ours, theirs, 
     assert any(path.endswith(".whl.metadata") for path in ours.asked)
 
 
-def test_uv_installs_one_package_by_priority(root, noxfile, theirs, shell):
+def test_uv_installs_one_package_by_the_two_steps(root, noxfile, theirs, shell):
     _, line = readme_commands(root, "flash-attn-triton")
-    installed = shell(line)
-    assert set(installed) == {"attn-common", "flash-attn-triton", "torch", "triton"}
+    installed = shell(line, UV_INDEX=theirs.url)
+    assert set(installed) == {"attn-common", "flash-attn-triton"}
     for name in ("attn-common", "flash-attn-triton"):
         assert is_ours(installed[name], noxfile.wheel(name))
-    assert not theirs.asked & set(noxfile.PACKAGES)
+    assert theirs.asked == set()
+
+
+def test_uv_takes_no_stranger_where_ours_lacks_a_package(root, theirs, shell):
+    _, line = readme_commands(root, "flash-attn-triton")
+    theirs.offer("absent", NEW, ["absent"])
+    with pytest.raises(AssertionError, match="absent was not found"):
+        shell(line.replace("flash-attn-triton", "absent"))
+    assert theirs.asked == set()
 
 
 PROJECT = """
@@ -186,7 +194,8 @@ def test_readmes_have_the_two_lines_and_the_warning(root, noxfile, package):
     options = '--isolated --no-deps --index-url "${ATTN_INDEX:?}"'
     first = [f"pip install {' '.join(theirs)}"] if theirs else []
     assert lines == [*first, f"pip install {options} {' '.join(names)}"]
-    assert of_uv == 'uv pip install --index "${ATTN_INDEX:?}" ' + package
+    both = '--index "${ATTN_INDEX:?}" --default-index "${ATTN_INDEX:?}"'
+    assert of_uv == f"uv pip install --no-config --no-deps {both} {' '.join(names)}"
     for path in (root / "packages" / package / "README.md", root / "README.md"):
         assert "**Never add our index by `--extra-index-url`" in path.read_text()
 

@@ -146,9 +146,9 @@ OURS = "${ATTN_INDEX:?}"
 def lets_an_index_choose(command):
     """Return whether a command that names one of ours may take a stranger of that name.
 
-    Ours come from files, from our index alone and without dependencies, by hashes, or with uv from
-    our index first. Its address must not be empty: uv would go on to its
-    other index.
+    Ours come from files, from our index alone and without dependencies, or by hashes. Its address
+    must not be empty, and to uv it is the first and the default index: what that lacks, or does
+    not answer, uv would take from another.
     """
     words = command.replace('"', "").split()
     if "--no-index" in words:
@@ -157,7 +157,9 @@ def lets_an_index_choose(command):
         return True
     ours = {f"{one} {other}" for one, other in pairwise(words) if other == OURS}
     if command.startswith("uv "):
-        return f"--index {OURS}" not in ours
+        return (
+            not {f"--index {OURS}", f"--default-index {OURS}"} <= ours or "--no-deps" not in words
+        )
     is_alone = "--isolated" in words or "--require-hashes" in words
     return not (is_alone and "--no-deps" in words and f"--index-url {OURS}" in ours)
 
@@ -276,7 +278,10 @@ def test_every_rule_is_shown_to_catch_something():
 
 ALONE = 'pip install --isolated --no-deps --index-url "${ATTN_INDEX:?}" attn-common a'
 HASHED = "pip install --no-deps --index-url ${ATTN_INDEX:?} --require-hashes -r a.txt"
-FIRST = 'uv pip install --index "${ATTN_INDEX:?}" a'
+FIRST = (
+    'uv pip install --no-config --no-deps --index "${ATTN_INDEX:?}" '
+    '--default-index "${ATTN_INDEX:?}" attn-common a'
+)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ class _LightningAttention(torch.autograd.Function):
         if known.plan is None:
             out, final = forward(*tensors, *known.options)
         else:
-            out, final = _launched(known.plan, Tensors(*tensors))
+            out, final = known.plan.forward(Tensors(*tensors))
         ctx.save_for_backward(*tensors)
         ctx.known = known
         ctx.set_materialize_grads(False)
@@ -267,6 +267,8 @@ class _LightningAttention(torch.autograd.Function):
 def attention(x: Tensors, known: Checked) -> tuple[Tensor, Tensor]:
     """Compute ``(out, final state)``, through the autograd function where a gradient is asked."""
     refuse_tangents(x)
+    if known.plan is not None and x.q.is_cpu:
+        _check_values(x)
     if torch.is_grad_enabled() and (
         x.q.requires_grad
         or x.k.requires_grad
@@ -278,14 +280,8 @@ def attention(x: Tensors, known: Checked) -> tuple[Tensor, Tensor]:
             x = without_repeats(x)
         return _LightningAttention.apply(*x, known)  # type: ignore[no-any-return, no-untyped-call]
     if known.plan is not None:
-        return _launched(known.plan, x)
+        return known.plan.forward(x)
     return forward(*x, *known.options)  # type: ignore[no-any-return]
-
-
-def _launched(plan: Plan, x: Tensors) -> tuple[Tensor, Tensor]:
-    if x.q.is_cpu:
-        _check_values(x)
-    return plan.forward(x)
 
 
 def advance(out: Tensor, x: CachedTensors, known: Checked) -> None:

@@ -199,7 +199,8 @@ def torch_operator() -> Any:
         except ImportError:
             continue
         for wanted in ("wrap_nki", "nki_op"):
-            found.setdefault(wanted, getattr(module, wanted, None))
+            if hasattr(module, wanted):
+                found.setdefault(wanted, getattr(module, wanted))
     wrap = found.get("wrap_nki")
     if wrap is None:
         raise ImportError(
