@@ -21,7 +21,6 @@ from ._call import (
     Inputs,
     Needs,
     Options,
-    Plan,
     StepTensors,
     Tensors,
 )
