@@ -32,7 +32,7 @@ class Build(NamedTuple):
 
 
 _thread = threading.local()
-# what is built, or was and has not been launched since
+# what is built, or was
 _builds: dict[Hashable, Future[None]] = {}
 _pools: list[ThreadPoolExecutor] = []
 _lock = threading.Lock()
@@ -59,7 +59,10 @@ def note(
 
 
 def start(noted: list[Build], device: torch.device) -> list[Future[None]]:
-    """Build what was noted, in threads, for a device; what was begun earlier is not begun again."""
+    """Build what was noted, in threads, for a device; what was begun is not begun again.
+
+    A build that failed is tried again.
+    """
     futures = []
     triton.runtime.driver.active.get_current_target()  # set up once, and not in every thread
     with _lock:
@@ -68,9 +71,13 @@ def start(noted: list[Build], device: torch.device) -> list[Future[None]]:
         for build in noted:
             name, _, *rest = build.key
             key = (name, device.index, *rest)
-            if key not in _builds:
-                _builds[key] = _pools[0].submit(_run, build, device)
-            futures.append(_builds[key])
+            known = _builds.get(key)
+            if known is None or (known.done() and known.exception() is not None):
+                try:
+                    known = _builds[key] = _pools[0].submit(_run, build, device)
+                except RuntimeError:  # no thread can be started; the launch will build
+                    break
+            futures.append(known)
     return futures
 
 

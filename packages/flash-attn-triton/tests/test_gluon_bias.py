@@ -169,6 +169,18 @@ def test_backward_of_packed_tensors(gradients):
     check(with_bias(case, 3, 1, 70, 96, dtype=torch.float16))
 
 
+def test_what_a_bias_holds_behind_a_sequence_changes_nothing(gradients):
+    gradients("columns")
+    case = make_packed(PACKED, torch.float16, "cpu").with_options(max_seqlen_k=96)
+    case = with_bias(case, 3, 1, 70, 96, dtype=torch.float16)
+    bias = case.inputs["bias"].clone()
+    for b, (len_q, len_k) in enumerate(zip((70, 0, 40), (60, 40, 90), strict=True)):
+        bias[b, :, len_q:], bias[b, :, :, len_k:] = torch.nan, torch.nan
+    want, got = run(case), run(case.with_inputs(bias=bias))
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert torch.equal(got[name], want[name]), name
+
+
 # dbias is the sum of what the kernel keeps; rows or keys that face nobody, GQA, every broadcast
 SUMMED = [
     ("columns", Shape(2, 130, 150, 2, 1, 64), ("causal",), (1, 2, 130, 150)),

@@ -1,7 +1,7 @@
 """Operator schemas, their fakes, their CPU kernels and their derivatives.
 
 Importing this module imports torch, but neither triton nor the kernels. CUDA and HIP tensors run
-the Triton kernels. CPU tensors run the eager code of :mod:`.reference`, or, in a process started
+the Triton kernels. CPU tensors run the eager code of :mod:`._eager`, or, in a process started
 with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 
 A call is differentiated in one of two ways, which give the same gradients: planned calls by

@@ -41,7 +41,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = True, **options
     numbers. On the CPU it checks the arguments alone.
 
     Args:
-        q: queries of the call, or others of the same dtype, device and shape but for the lengths:
+        q: queries of the call, or others of the same dtype, device and shape, of a typical length:
             ``[batch, seqlen_q, heads_q, head_dim]``, packed ``[tokens_q, heads_q, head_dim]``.
         k: keys, likewise.
         v: values, likewise.

@@ -11,6 +11,8 @@ from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, LOG2E, barrier_arrive, barrier_sync, barriers
 from .backward_structures import BiasRing
 
+INF = gl.constexpr(float("inf"))
+
 
 @gluon.jit
 def make_ring(desc, OPTIONS: gl.constexpr, TILE: gl.constexpr):
@@ -78,6 +80,9 @@ def less_bias(
             bias = keys[:, None]  # [ROWS, 1]
         barrier_arrive(FIRST + stage, PARTIES, 4)
         shift = shift - bias.to(gl.float32) * LOG2E
+        if OPTIONS.RAGGED and OPTIONS.BIAS_ROWS:
+            # rows behind the sequence: their bias is another sequence's, or whatever lies there
+            shift = gl.where(lse2[None, :] == INF, INF, shift)
     return shift
 
 
