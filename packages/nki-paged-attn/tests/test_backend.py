@@ -130,8 +130,8 @@ def test_a_device_runs_the_kernel_on_its_logical_core(modules, device, monkeypat
     assert seen["arguments"]["loops"]
 
 
+@pytest.mark.skipif(not _backend.has_module("nki"), reason="AWS's nki is on no public index")
 def test_the_simulator_of_aws_agrees_with_ours():
-    pytest.importorskip("nki", reason="AWS's nki is on no public index")
     case = make_case([20, 1], [100, 300])
     got, expected = case.run(backend="nki-sim")[0], case.run()[0]
     np.testing.assert_allclose(got, expected, atol=1e-5)
