@@ -76,15 +76,18 @@ def _stop_after_parsing(patch: pytest.MonkeyPatch) -> None:
 class _Driver:
     """As much of a Triton driver as a launch looks at before it compiles."""
 
+    _count = itertools.count()
+
     def __init__(self, target: GPUTarget) -> None:
         self.target = target
+        # kernels keep what they compiled per device: no context may see another's
+        self._device = f"absent {target} {next(self._count)}"
 
     def get_current_target(self) -> GPUTarget:
         return self.target
 
     def get_current_device(self) -> str:
-        # kernels keep what they compiled per device: no context sees another's
-        return f"absent {self.target} {id(self)}"
+        return self._device
 
     def get_current_stream(self, _device: Any) -> int:
         return 0
