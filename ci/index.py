@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")}
 HEAD = '<!DOCTYPE html>\n<html>\n<head>\n<meta charset="utf-8">\n'
 API = "1.1"
+# says that a folder is an index; and GitHub's pages serve its files as they are
+MARK = ".nojekyll"
 
 
 class File(NamedTuple):
@@ -118,7 +120,10 @@ def page(folder: Path, title: str, lines: Iterable[str], data: dict[str, object]
 
 def newest(files: Iterable[File], project: str) -> File:
     """Return the wheel of a project's newest version."""
-    return max((f for f in files if f.project == project and f.is_wheel), key=lambda f: f.version)
+    wheels = [file for file in files if file.project == project and file.is_wheel]
+    if not wheels:
+        raise ValueError(f"a wheel of {project} is missing: offered or required, but not there")
+    return max(wheels, key=lambda file: file.version)
 
 
 def needs(files: list[File], project: str) -> list[str]:
@@ -171,15 +176,23 @@ def write(folder: Path, site: Path, url: str = "") -> None:
 
     Args:
         folder: of the files; any that is not of a package of this repository is an error.
-        site: is deleted first.
+        site: a folder to make; an index that stands there is deleted first.
         url: of the site, for the start page.
+
+    Raises:
+        ValueError: nothing to offer, a wheel is missing, or the site holds something else.
     """
     paths = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]
     files = sorted(map(read, paths), key=lambda file: (file.project, file.version, file.path))
     if not files:
         raise ValueError(f"{folder} holds neither wheels nor sdists")
+    if site.exists() and not (site / MARK).is_file() and (site.is_file() or any(site.iterdir())):
+        raise ValueError(f"{site} must be new, empty or an index: it is not deleted")
+    for project in {file.project for file in files}:
+        needs(files, project)
     shutil.rmtree(site, ignore_errors=True)
     (site / "files").mkdir(parents=True)
+    (site / MARK).touch()
     (site / "requirements").mkdir()
     projects = sorted({file.project for file in files})
     for project in projects:
@@ -196,8 +209,6 @@ def write(folder: Path, site: Path, url: str = "") -> None:
     links = [f'<a href="{project}/">{project}</a><br>' for project in projects]
     page(site / "simple", "Simple index", links, {"projects": [{"name": p} for p in projects]})
     (site / "index.html").write_text(start_page(files, projects, url.rstrip("/")))
-    # GitHub's pages serve the files as they are
-    (site / ".nojekyll").touch()
 
 
 def main(arguments: list[str]) -> int:
@@ -206,7 +217,10 @@ def main(arguments: list[str]) -> int:
         "--files", type=Path, default=ROOT / "dist", help="folder of our wheels and sdists"
     )
     parser.add_argument(
-        "--site", type=Path, default=ROOT / "site", help="folder to write, deleted first"
+        "--site",
+        type=Path,
+        default=ROOT / "site",
+        help="folder to make; an index there is deleted first",
     )
     parser.add_argument("--url", default="", help="address of the site, for its start page")
     found = parser.parse_args(arguments)

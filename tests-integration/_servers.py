@@ -7,12 +7,13 @@ import zipfile
 JSON = "application/vnd.pypi.simple.v1+json"
 
 
-def make_wheel(folder, name, version, modules):
+def make_wheel(folder, name, version, modules, requires=()):
     """Write a wheel that holds an empty module of each name."""
     stem = name.replace("-", "_")
     info = f"{stem}-{version}.dist-info"
     files = {f"{module}/__init__.py": "" for module in modules}
-    files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    needed = "".join(f"Requires-Dist: {x}\n" for x in requires)
+    files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}"
     files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
     path = folder / f"{stem}-{version}-py3-none-any.whl"

@@ -276,3 +276,24 @@ def test_what_is_not_ours_is_refused(root, tmp_path):
     assert done.returncode == 1
     assert "flash-attn, which is no package of this repository" in done.stderr
     assert not (tmp_path / "site").exists()
+
+
+def test_a_folder_that_is_no_index_is_not_deleted(root, tmp_path):
+    make_wheel(tmp_path, "attn-common", "1.0", [])
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "thesis.txt").touch()
+    done = write_index(root, tmp_path, site)
+    assert done.returncode == 1
+    assert f"{site} must be new, empty or an index" in done.stderr
+    (site / "thesis.txt").unlink()
+    for _ in range(2):
+        assert write_index(root, tmp_path, site).returncode == 0
+
+
+def test_a_wheel_that_ours_require_may_not_be_missing(root, tmp_path):
+    make_wheel(tmp_path, "flash-attn-triton", "1.0", [], requires=["attn-common>=1.0"])
+    done = write_index(root, tmp_path, tmp_path / "site")
+    assert done.returncode == 1
+    assert "index: a wheel of attn-common is missing" in done.stderr
+    assert not (tmp_path / "site").exists()
