@@ -14,7 +14,7 @@ from ._cases import BF16, F32, make_case
 
 MIXED = ([20, 1, 0, 70, 1, 3], [100, 300, 5, 3, 0, 4500])
 SHAPE = {"heads": 8, "kv_heads": 1, "head_dim": 128, "block_size": 32}
-TIGHT = Buckets(batch=6, tokens=95, context=4500)
+TIGHT = Buckets(batch=np.int64(6), tokens=95, context=4500)
 WIDE = Buckets(batch=40, tokens=700, context=40_000)
 
 

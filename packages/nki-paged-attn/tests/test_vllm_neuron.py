@@ -117,9 +117,16 @@ def test_without_a_slot_nothing_is_written():
     ("changes", "error", "text"),
     [
         ({"seq_lens": [2, 9]}, ValueError, r"seq_lens\[0\] must count the 3 new tokens, got 2"),
-        ({"block_tables": [[-1], [1]]}, ValueError, r"block_table\[0, 0\] must be from 0 to 3"),
+        ({"block_tables": [[-1], [1]]}, ValueError, r"block_tables\[0, 0\] must be from 0 to 3"),
         ({"dtype": torch.int8}, TypeError, "dtype must be one of float16, bfloat16, float32"),
         ({"device": "meta"}, ValueError, "device must be Neuron's or the CPU, got meta"),
+        (
+            {"seq_lens": [5]},
+            ValueError,
+            r"seq_lens must be as long as query_lens, \[2\], got \[1\]",
+        ),
+        ({"head_dim": 200}, ValueError, "head_dim must be from 1 to 128, got 200"),
+        ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
         ({"tokens": 3}, ValueError, "query_lens must sum to at most q's 3 rows, got 4"),
     ],
 )
@@ -133,10 +140,27 @@ def test_messages(changes, error, text):
         vllm_neuron.prepare(**arguments | changes)
 
 
-def test_tensors_must_fit_the_step():
+@pytest.mark.parametrize(
+    ("place", "change", "error", "text"),
+    [
+        (0, lambda x: x[:5], ValueError, r"query must be \[6, 4, 16\] in this step, got \[5, "),
+        (1, lambda x: x[..., :8], ValueError, r"key must be \[6, 2, 16\] in this step"),
+        (2, lambda x: x.half(), TypeError, "value must be torch.float32 in this step, got .*16"),
+        (3, lambda x: x[:, :1], ValueError, r"k_cache must be \[\d+, 2, 16, 16\] in this step"),
+        (4, lambda x: x[:-1], ValueError, r"v_cache must be \[\d+, 2, 16, 16\] in this step"),
+        (4, lambda x: x.int(), TypeError, "v_cache must be one of .*, got torch.int32"),
+        (4, lambda x: x.half(), TypeError, "v_cache must be .*, the same in both, got .*16"),
+        (5, lambda x: x[:5], ValueError, r"slot_mapping must be \[6\] in this step, got \[5\]"),
+        (5, lambda x: x.float(), TypeError, "slot_mapping must be int32 or int64"),
+        (5, lambda x: x.to("meta"), ValueError, "slot_mapping must be on cpu, got meta"),
+    ],
+)
+def test_tensors_must_fit_the_step(place, change, error, text):
     step, tensors, _ = make_step([3], [5])
-    with pytest.raises(ValueError, match=r"query must be \[6, 4, d\]"):
-        vllm_neuron.paged_attention(tensors[0][:5], *tensors[1:], step)
-    with pytest.raises(ValueError, match=r"k_cache must be \[blocks, 2, block_size, head_dim\]"):
-        vllm_neuron.paged_attention(*tensors[:3], tensors[3][:, :1], *tensors[4:], step)
+    tensors[place] = change(tensors[place])
+    with pytest.raises(error, match=text):
+        vllm_neuron.paged_attention(*tensors, step)
+
+
+def test_tensors_of_a_device_are_known():
     assert isinstance(_device.TENSORS, tuple)

@@ -101,11 +101,11 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 
 def check_lengths(
-    query_lens: Any, context_lens: Any, tokens: int | None
+    query_lens: Any, context_lens: Any, tokens: int | None, keys_name: str = "context_lens"
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Check and return the lengths of the sequences; ``tokens`` are q's rows, if known."""
     found = []
-    for name, x in (("query_lens", query_lens), ("context_lens", context_lens)):
+    for name, x in (("query_lens", query_lens), (keys_name, context_lens)):
         lengths = as_array(name, x)
         if lengths.ndim != 1:
             raise ValueError(f"{name} must be [batch], got {list(lengths.shape)}")
@@ -118,7 +118,7 @@ def check_lengths(
     queries, contexts = found
     if len(queries) != len(contexts):
         raise ValueError(
-            f"context_lens must be as long as query_lens, [{len(queries)}], got [{len(contexts)}]"
+            f"{keys_name} must be as long as query_lens, [{len(queries)}], got [{len(contexts)}]"
         )
     if tokens is not None and queries.sum() > tokens:
         raise ValueError(f"query_lens must sum to at most q's {tokens} rows, got {queries.sum()}")
@@ -126,20 +126,22 @@ def check_lengths(
 
 
 def check_table(
-    block_table: Any, contexts: np.ndarray[Any, Any], block_size: int, blocks: int | None = None
+    block_table: Any,
+    contexts: np.ndarray[Any, Any],
+    block_size: int,
+    blocks: int | None = None,
+    name: str = "block_table",
 ) -> np.ndarray[Any, Any]:
     """Check and return the block table, as far as the contexts reach; ``blocks`` if known."""
-    table = as_array("block_table", block_table)
+    table = as_array(name, block_table)
     if table.ndim != 2 or table.shape[0] != len(contexts):
-        raise ValueError(
-            f"block_table must be [{len(contexts)}, max_blocks], got {list(table.shape)}"
-        )
+        raise ValueError(f"{name} must be [{len(contexts)}, max_blocks], got {list(table.shape)}")
     if table.size and table.dtype.kind not in "iu":
-        raise TypeError(f"block_table must be of integers, got {table.dtype.name}")
+        raise TypeError(f"{name} must be of integers, got {table.dtype.name}")
     needed = -(-contexts // block_size)
     if needed.max(initial=0) > table.shape[1]:
         raise ValueError(
-            f"block_table must have {needed.max()} columns for a context of {contexts.max()} "
+            f"{name} must have {needed.max()} columns for a context of {contexts.max()} "
             f"tokens in blocks of {block_size}, got {table.shape[1]}"
         )
     used = np.arange(table.shape[1]) < needed[:, None]
@@ -148,7 +150,7 @@ def check_table(
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise ValueError(
-            f"block_table[{row}, {column}] must be from 0 to {end - 1}, got {table[row, column]}"
+            f"{name}[{row}, {column}] must be from 0 to {end - 1}, got {table[row, column]}"
         )
     return table.astype(np.int64)
 

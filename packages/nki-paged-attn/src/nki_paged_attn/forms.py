@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 from attn_common import cdiv, round_up
 
 from ._checks import check_count
@@ -66,7 +67,7 @@ class Buckets:
             given = getattr(self, name)
             if given is None:
                 continue
-            sizes = [given] if isinstance(given, int) else list(given)
+            sizes = [given] if isinstance(given, (int, np.integer)) else list(given)
             if not sizes:
                 raise ValueError(f"buckets.{name} must have a size, got none")
             for size in sizes:

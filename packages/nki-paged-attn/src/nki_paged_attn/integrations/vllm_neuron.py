@@ -14,7 +14,11 @@ import numpy as np
 import torch
 
 from .. import _device
+from .._arrays import FP8
 from .._checks import (
+    check_block_size,
+    check_count,
+    check_head_dim,
     check_heads,
     check_lengths,
     check_number,
@@ -27,6 +31,7 @@ from .._launch import Batch, Options
 from ..forms import Buckets, check_buckets
 
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+CACHE_DTYPES = (*DTYPES, *(getattr(torch, name) for name in FP8 if hasattr(torch, name)))
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,50 @@ class Step:
 
     Attributes:
         batch: lengths and block numbers, on the host.
+        heads, head_dim: of the queries.
+        blocks: shape of each cache, ``[blocks, kv_heads, block_size, head_dim]``.
+        dtype: of the queries and the new tokens.
         prepared: the form and its table; None on the CPU, where PyTorch computes.
     """
 
     batch: Batch
     options: Options
     heads: int
+    head_dim: int
+    blocks: tuple[int, int, int, int]
+    dtype: torch.dtype
     prepared: _device.Prepared | None
+
+    def check(
+        self,
+        query: torch.Tensor,
+        new: dict[str, torch.Tensor],
+        caches: dict[str, torch.Tensor],
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Hold a layer's tensors to what was planned; reads shapes and dtypes alone."""
+        tokens, kv_heads = self.batch.tokens, self.blocks[1]
+        shapes: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
+            "query": (query, (tokens, self.heads, self.head_dim)),
+            **{name: (x, (tokens, kv_heads, self.head_dim)) for name, x in new.items()},
+            **{name: (x, self.blocks) for name, x in caches.items()},
+            "slot_mapping": (slot_mapping, (tokens,)),
+        }
+        for name, (x, shape) in shapes.items():
+            if tuple(x.shape) != shape:
+                raise ValueError(f"{name} must be {[*shape]} in this step, got {[*x.shape]}")
+            if x.device != query.device:
+                raise ValueError(f"{name} must be on {query.device}, got {x.device}")
+        for name, x in {"query": query, **new}.items():
+            if x.dtype != self.dtype:
+                raise TypeError(f"{name} must be {self.dtype} in this step, got {x.dtype}")
+        first = next(iter(caches.values())).dtype
+        for name, x in caches.items():
+            if x.dtype not in CACHE_DTYPES or x.dtype != first:
+                names = ", ".join(str(dtype) for dtype in CACHE_DTYPES)
+                raise TypeError(f"{name} must be one of {names}, the same in both, got {x.dtype}")
+        if slot_mapping.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
 
 
 def prepare(
@@ -79,18 +121,23 @@ def prepare(
         scale, window, sinks, softcap, k_scale, v_scale, buckets: as in ``nki_paged_attn``.
 
     Raises:
-        ValueError: a length or block number out of range, or a tensor that is not on the host.
+        TypeError: an argument of another type.
+        ValueError: a size, length or block number out of range, or a tensor that is not on the
+            host.
     """
     check_heads(heads, kv_heads)
+    check_head_dim(head_dim)
+    check_block_size(block_size)
+    check_count("num_blocks", num_blocks)
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")
-    queries, keys = check_lengths(query_lens, seq_lens, tokens)
+    queries, keys = check_lengths(query_lens, seq_lens, tokens, "seq_lens")
     if (keys < queries).any():
         row = int(np.flatnonzero(keys < queries)[0])
         raise ValueError(
             f"seq_lens[{row}] must count the {queries[row]} new tokens, got {keys[row]}"
         )
-    table = check_table(block_tables, keys, block_size, num_blocks)
+    table = check_table(block_tables, keys, block_size, num_blocks, "block_tables")
     batch = Batch(queries, keys - queries, table, tokens, check_window(window), is_cached=True)
     options = Options(
         scale=head_dim**-0.5 if scale is None else check_number("scale", scale),
@@ -109,7 +156,8 @@ def prepare(
         )
     elif where.type != "cpu":
         raise ValueError(f"device must be Neuron's or the CPU, got {where}")
-    return Step(batch, options, heads, prepared)
+    blocks = (num_blocks, kv_heads, block_size, head_dim)
+    return Step(batch, options, heads, head_dim, blocks, dtype, prepared)
 
 
 def paged_attention(
@@ -133,24 +181,21 @@ def paged_attention(
 
     Returns:
         out like query. Every tensor stays on its device.
+
+    Raises:
+        TypeError: a dtype that is not the step's.
+        ValueError: a shape or device that is not the step's.
     """
-    expected = (step.batch.tokens, step.heads)
-    if query.ndim != 3 or tuple(query.shape[:2]) != expected:
-        raise ValueError(f"query must be [{expected[0]}, {expected[1]}, d], got {[*query.shape]}")
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.ndim != 4 or x.shape[1] != len(step.options.k_scales):
-            raise ValueError(
-                f"{name} must be [blocks, {len(step.options.k_scales)}, block_size, head_dim], "
-                f"got {[*x.shape]}"
-            )
+    new = {"key": key, "value": value}
+    step.check(query, new, {"k_cache": k_cache, "v_cache": v_cache}, slot_mapping)
     write_cache(key, k_cache, slot_mapping, step.options.k_scales)
     write_cache(value, v_cache, slot_mapping, step.options.v_scales)
     if step.prepared is None:
         return torch_attention(query, k_cache, v_cache, step)
     device = _device.TorchDevice(query.device)
     shape = (k_cache.shape[1], step.prepared.form.places, k_cache.shape[3])
-    new = device.zeros(shape, query)
-    out, _ = _device.launch_prepared(device, query, (new, new), (k_cache, v_cache), step.prepared)
+    unused = (device.zeros(shape, query),) * 2
+    out, _ = _device.launch_prepared(device, query, unused, (k_cache, v_cache), step.prepared)
     return out  # type: ignore[no-any-return]
 
 
