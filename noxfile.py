@@ -259,6 +259,13 @@ def index(session: nox.Session) -> None:
     session.run("python", str(ROOT / "ci" / "index.py"), *session.posargs)
 
 
+@nox.session(requires=["build"], default=False)
+def hub(session: nox.Session) -> None:
+    """Write dist/ to hub/ as kernels for Hugging Face's library; -- --hub FOLDER for another."""
+    tool(session, "index")
+    session.run("python", str(ROOT / "ci" / "hub.py"), *session.posargs)
+
+
 @nox.session(requires=["build"])
 @each(PACKAGES, tagged=True)
 def tests(session: nox.Session, package: str) -> None:

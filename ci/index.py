@@ -62,7 +62,7 @@ def read(path: Path) -> File:
         with tarfile.open(path) as sdist:
             member = sdist.extractfile(f"{path.name.removesuffix('.tar.gz')}/PKG-INFO")
             raw = member.read() if member else b""
-    metadata = BytesParser().parsebytes(raw, headersonly=True)
+    metadata = BytesParser().parsebytes(raw)
     project = canonicalize_name(str(metadata["Name"]))
     if project not in OURS:
         raise ValueError(f"{path.name} is of {project}, which is no package of this repository")

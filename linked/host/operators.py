@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -15,6 +16,17 @@ from .internals import is_plain_tensor, is_transformed, is_watched
 # a NamedTuple of tensors
 X = TypeVar("X", bound=tuple[Any, ...])
 Implementation = Callable[..., Any]
+
+
+def free_namespace(module: str, operator: str) -> str:
+    """Return a namespace for the operators of a package, in which ``operator`` is not taken.
+
+    It is the name that the package was imported by. A copy that was imported by another name, as
+    the kernels of Hugging Face's hub are, has its own; one by the same name is counted.
+    """
+    package = module.partition(".")[0]
+    names = (f"{package}{n}" if n > 1 else package for n in itertools.count(1))
+    return next(name for name in names if not hasattr(getattr(torch.ops, name), operator))
 
 
 def register(

@@ -21,10 +21,12 @@ from ._configs import (
 )
 from ._linked.host.forms import interpreted
 from ._linked.host.internals import current_stream
+from ._linked.host.operators import free_namespace
 from ._lists import Lists, ListSpec, key_lists, query_lists
 from ._pairs import Pairs, key_pairs
 from ._pieces import SIDE
 
+NAMESPACE = free_namespace(__name__, "plan")
 KINDS = ("tall", "portable", "short", "dq", "dkdv", "pairs")
 # dynamo traces a constant, and no cached function
 _INTERPRETED = interpreted()
@@ -174,7 +176,7 @@ def lists_for(
         return kept[key]
     if torch.compiler.is_compiling():
         # tracing must not keep what it makes
-        made = torch.ops.blocksparse_attn.plan.default(
+        made = getattr(torch.ops, NAMESPACE).plan.default(
             layout._crow,
             layout._col,
             layout._num_cols,

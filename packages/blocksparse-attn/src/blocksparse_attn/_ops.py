@@ -16,7 +16,7 @@ from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
 from ._checks import check_values
 from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
-from ._kept_lists import lists_for, make_lists, spec_of, walks_lists
+from ._kept_lists import NAMESPACE, lists_for, make_lists, spec_of, walks_lists
 from ._linked.host.internals import refuse_tangents
 from ._linked.host.operators import (
     may_skip_operator,
@@ -222,14 +222,14 @@ def _backward_eager(
 
 
 plan = register(
-    "blocksparse_attn::plan",
+    f"{NAMESPACE}::plan",
     f"({_LAYOUT}, SymInt group, SymInt head_dim, int itemsize, bool causal, str kind) -> Tensor[]",
     fake=_plan_fake,
     kernels=_plan,
     eager=_plan,
 )
 forward = register(
-    "blocksparse_attn::forward",
+    f"{NAMESPACE}::forward",
     "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     f"Tensor? block_table, Tensor[] tall, Tensor[] short, {_LAYOUT}, SymInt max_row, {_OPTIONS}, "
     "int num_splits) -> (Tensor out, Tensor lse)",
@@ -239,7 +239,7 @@ forward = register(
     check=_check_forward,
 )
 backward = register(
-    "blocksparse_attn::backward",
+    f"{NAMESPACE}::backward",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] by_query, Tensor[] by_key, "
     f"Tensor[] pairs, {_LAYOUT}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",

@@ -9,7 +9,6 @@ A call is differentiated in one of two ways, which give the same gradients: plan
 own derivative raises.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from ._linked.host.forms import interpreted
 from ._linked.host.internals import apply_of, is_transformed, refuse_tangents
 from ._linked.host.operators import (
     differentiable,
+    free_namespace,
     may_skip_operator,
     no_second_derivative,
     register,
@@ -33,19 +33,13 @@ from ._sequences import dropout_marked_probabilities
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
 
 
-def _free_namespace() -> str:
-    """Return a namespace for the operators: a second copy of the package has one of its own."""
-    names = (f"flash_attn_triton{n}" if n > 1 else "flash_attn_triton" for n in itertools.count(1))
-    return next(name for name in names if not hasattr(getattr(torch.ops, name), "forward"))
-
-
 # where the forward operator's arguments stand: its tensors come first, and after ``out_dtype`` only
 # ``deterministic``, which is for its derivative
 _TENSORS = len(Tensors._fields)
 _BIAS, _SINKS = Tensors._fields.index("bias"), Tensors._fields.index("sinks")
 _OUT_DTYPE = _TENSORS + 2 + len(Options._fields)
 
-NAMESPACE = _free_namespace()
+NAMESPACE = free_namespace(__name__, "forward")
 _OPTIONS = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
     "SymInt window_right, float softcap, float dropout_p"

@@ -27,6 +27,7 @@ from ._call import (
 from ._linked.host.forms import interpreted
 from ._linked.host.internals import refuse_tangents
 from ._linked.host.operators import (
+    free_namespace,
     may_skip_operator,
     no_second_derivative,
     register,
@@ -34,6 +35,7 @@ from ._linked.host.operators import (
 )
 from .validate import validate_decay, validate_slots, validate_varlen
 
+NAMESPACE = free_namespace(__name__, "forward")
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor decay"
 
 
@@ -192,7 +194,7 @@ def _define(name: str, schema: str, structures: Any, fake: Callable[..., Any]) -
         _check_values(*structures(*arguments))
 
     return register(
-        f"lightning_attn::{name}",
+        f"{NAMESPACE}::{name}",
         schema,
         fake=lambda *arguments: fake(*structures(*arguments)),
         kernels=kernels,

@@ -12,7 +12,7 @@ from . import _eager
 from ._call import Call, Options, Plan, Tensors, WritePlan, WriteTensors
 from ._checks import check_slots, check_values
 from ._linked.host.forms import interpreted
-from ._linked.host.operators import register
+from ._linked.host.operators import free_namespace, register
 
 __all__ = [
     "attention",
@@ -61,8 +61,10 @@ def _nothing(*_: Any) -> None:
     """Return what every operator returns."""
 
 
+NAMESPACE = free_namespace(__name__, "attention")
+
 attention = register(
-    "prefix_prefill::attention",
+    f"{NAMESPACE}::attention",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k, Tensor? v, Tensor block_table, "
     "Tensor cu_seqlens_q, Tensor seqlens_k, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, "
@@ -76,7 +78,7 @@ attention = register(
     check=_check_attention,
 )
 reshape_and_cache = register(
-    "prefix_prefill::reshape_and_cache",
+    f"{NAMESPACE}::reshape_and_cache",
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
     "Tensor? k_scale, Tensor? v_scale) -> ()",
     fake=_nothing,
@@ -85,7 +87,7 @@ reshape_and_cache = register(
     check=_check_slots,
 )
 merge_states = register(
-    "prefix_prefill::merge_states",
+    f"{NAMESPACE}::merge_states",
     "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor? out_scale, Tensor(a!) out, "
     "Tensor(b!)? lse) -> ()",
     fake=_nothing,
