@@ -81,7 +81,7 @@ def launch_attention(
             q, *caches(config, heads_k), *new, meta(batch, 64, dtype=int32),
             meta(batch + 1, dtype=int32), meta(batch, dtype=int32),
             meta(batch, heads_q) if rich else None, meta(heads_q) if rich else None, *scales, None,
-            None, out, meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5,
+            None, None, out, meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5,
             500 if rich else -1, 0, 30.0 if rich else 0.0, config.splits, False, False, False,
             True, False,
         )  # fmt: skip

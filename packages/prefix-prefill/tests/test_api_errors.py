@@ -113,6 +113,11 @@ def context(**changes: Any) -> Any:
 
 def chunked(**changes: Any) -> Any:
     one = torch.ones(1)
+    names = (
+        "query", "key", "value", "output", "kv_cache_dtype", "key_cache", "value_cache",
+        "block_table", "query_start_loc", "seq_lens", "max_seq_len", "max_query_len", "k_scale",
+        "v_scale",
+    )  # fmt: skip
     call = [
         zeros(7, 4, 16),
         zeros(7, 2, 16),
@@ -129,7 +134,7 @@ def chunked(**changes: Any) -> Any:
         one,
         one,
     ]
-    return chunked_prefill_paged_decode(*call, **changes)
+    return chunked_prefill_paged_decode(**{**dict(zip(names, call, strict=True)), **changes})
 
 
 def bytes_of(*shape: int) -> Tensor:
@@ -298,6 +303,21 @@ CASES = [
     ("out_scale must have one element, got [2]", ValueError, paged, {"out_scale": torch.ones(2)}),
     ("attention over a paged cache has no gradient", NotImplementedError, paged,
      {"q": zeros(7, 4, 16).requires_grad_()}),
+    ("q must be a torch.Tensor, got NoneType", TypeError, paged,
+     {"q": None, "k": zeros(7, 2, 16), "v": zeros(7, 2, 16)}),
+    ("tree_mask must be a torch.Tensor, got list", TypeError, paged, {"tree_mask": [1]}),
+    ("tree_mask must be torch.int64, got torch.int32", TypeError, paged,
+     {"tree_mask": ints(*range(7))}),
+    ("tree_mask must be [tokens], [7], got [6]", ValueError, paged,
+     {"tree_mask": ints(*range(6), dtype=torch.int64)}),
+    ("tree_mask must be on the device of q, cpu, got meta", ValueError, paged,
+     {"tree_mask": ints(*range(7), dtype=torch.int64).to(META)}),
+    ("causal must be True beside tree_mask, which takes its place, got False", ValueError, paged,
+     {"tree_mask": ints(*range(7), dtype=torch.int64), "causal": False}),
+    ("alibi_slopes must be None beside tree_mask", NotImplementedError, paged,
+     {"tree_mask": ints(*range(7), dtype=torch.int64), "alibi_slopes": torch.ones(4)}),
+    ("max_seqlen_q must be at most 64, the bits of tree_mask, got 65", ValueError, paged,
+     {"tree_mask": ints(*range(7), dtype=torch.int64), "max_seqlen_q": 65}),
     # the reference
     ("q must be of a float dtype, got torch.int64", TypeError, reference,
      {"q": zeros(7, 4, 16, dtype=torch.int64)}),
@@ -360,13 +380,46 @@ CASES = [
     ("sliding_window must be an int or None, got float", TypeError, context,
      {"sliding_window": 3.0}),
     ("skip_decode must be a bool, got int", TypeError, context, {"skip_decode": 1}),
-    ("max_input_len must be the most queries of a sequence, got 3, for 7 queries of 2 sequences",
-     ValueError, context, {"max_input_len": 3}),
-    ("out must be shaped like q, [7, 4, 16], got [7, 2, 16]", ValueError, context,
+    ("max_input_len must be at least 0, got -1", ValueError, context, {"max_input_len": -1}),
+    ("q must be a torch.Tensor, got NoneType", TypeError, context, {"q": None}),
+    ("o must be a torch.Tensor, got NoneType", TypeError, context, {"o": None}),
+    ("o must be shaped like q, [7, 4, 16], got [7, 2, 16]", ValueError, context,
      {"o": zeros(7, 2, 16)}),
+    ("b_loc must be [2, max_blocks], got [3, 3]", ValueError, context,
+     {"b_loc": torch.zeros(3, 3, dtype=torch.int32)}),
+    ("b_start_loc must be torch.int32, got torch.int16", TypeError, context,
+     {"b_start_loc": ints(0, 5, 7, dtype=torch.int16)}),
+    ("b_seq_len must be [2], got [3]", ValueError, context, {"b_seq_len": ints(9, 8, 7)}),
+    ("sm_scale must be a float, got str", TypeError, context, {"sm_scale": "1"}),
+    ("fp8_out_scale must have one element, got [2]", ValueError, context,
+     {"fp8_out_scale": torch.ones(2)}),
+    ("attention over a paged cache has no gradient", NotImplementedError, context,
+     {"q": zeros(7, 4, 16).requires_grad_()}),
+    ("is_block_table_ptr must be False: no more is offered, got True", NotImplementedError, context,
+     {"is_block_table_ptr": True}),
+    ("interleaved_v_pack_factor must be 0: no more is offered, got 8", NotImplementedError, context,
+     {"interleaved_v_pack_factor": 8}),
     ("sliding_window must be an int or None, got str", TypeError, chunked,
      {"sliding_window": "all"}),
-    ("out_scale must be None unless out is FP8, which is torch.float16", ValueError, chunked,
+    ("query must be a torch.Tensor, got int", TypeError, chunked, {"query": 1}),
+    ("key_cache must have the dtype of query, torch.float16, or be FP8 or torch.uint8, got "
+     "torch.float32", TypeError, chunked,
+     {"key_cache": zeros(5, 2, 2, 8, 8, dtype=F32), "value_cache": zeros(5, 2, 16, 8, dtype=F32)}),
+    ("key and value must be given together or not at all, got key NoneType and value Tensor",
+     ValueError, chunked, {"key": None}),
+    ("query_start_loc must be torch.int32, got torch.float32", TypeError, chunked,
+     {"query_start_loc": torch.zeros(3)}),
+    ("seq_lens must be [2], got [1]", ValueError, chunked, {"seq_lens": ints(9)}),
+    ("max_query_len must be an int, got float", TypeError, chunked, {"max_query_len": 5.0}),
+    ("output must be on the device of query, cpu, got meta", ValueError, chunked,
+     {"output": zeros(7, 4, 16, device=META)}),
+    ("attention over a paged cache has no gradient", NotImplementedError, chunked,
+     {"value": zeros(7, 2, 16).requires_grad_()}),
+    ("is_block_table_ptr must be False: no more is offered, got True", NotImplementedError, chunked,
+     {"is_block_table_ptr": True}),
+    ("use_interleaved_v_cache must be False: no more is offered, got True", NotImplementedError,
+     chunked, {"use_interleaved_v_cache": True}),
+    ("output_scale must be None unless output is FP8, which is torch.float16", ValueError, chunked,
      {"output_scale": torch.ones(1)}),
 ]  # fmt: skip
 

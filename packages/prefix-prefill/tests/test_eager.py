@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
-from prefix_prefill import _ops
+from prefix_prefill import _ops, paged_attn_func
 
-from ._linked.budget import assert_same
+from ._linked.budget import Maker, assert_same
 from ._numerics import DENSE_SMALL, FEATURES, PACKED_SMALL, SMALL, check, make_case, run
 
 if _ops.interpreted():
@@ -54,3 +54,30 @@ sys.exit(any("._kernels" in name or name == "triton" for name in sys.modules))
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_where_memory_begins_changes_no_bit(dense):
+    """Products of matrices round by how their operands lie; ours are copied to where they fit."""
+    differ = 0
+    for n in range(5, 45):
+        m = Maker(CPU, torch.float32, n)
+        shapes = {"q": (n, 1, 24), "k_cache": (9, 8, 1, 24), "v_cache": (9, 8, 1, 24)}
+        if dense:
+            shapes |= {"k": (n, 1, 24), "v": (n, 1, 24)}
+        given = {name: m.randn(*shape) for name, shape in shapes.items()}
+        table = torch.randperm(9, generator=m.generator)[None].int()
+        starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, n], [n]))
+        where = {"block_table": table, "cu_seqlens_q": starts, "seqlens_k": lengths}
+        bounds = {"max_seqlen_q": n, "max_seqlen_k": n}
+        moved = {
+            name: torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x) for name, x in given.items()
+        }
+        strided = {
+            name: torch.cat([x, torch.zeros_like(x)], -1)[..., : x.shape[-1]]
+            for name, x in given.items()
+        }
+        want = paged_attn_func(**given, **where, **bounds)
+        for other in (moved, strided):
+            differ += not torch.equal(paged_attn_func(**other, **where, **bounds), want)
+    assert differ == 0

@@ -33,7 +33,7 @@ def call(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, page: int = 1
 
     q, cache = meta(9, 8, head_dim, dtype=dtype), meta(5, page, 2, head_dim, dtype=dtype)
     small = [meta(2, 3), meta(3), meta(2)]
-    return Tensors(q, cache, cache, None, None, *small, *[None] * 7, q, None)
+    return Tensors(q, cache, cache, None, None, *small, *[None] * 8, q, None)
 
 
 OPTIONS = Options(0.1, -1, 0, 0.0)
@@ -68,7 +68,7 @@ def test_leaves_the_rest_to_the_portable_kernel():
     with absent_gpu(HOPPER):
         for scale in (0.0, -1.0, 1e-60):
             assert not takes_hopper(x, OPTIONS._replace(softmax_scale=scale))
-        for name in ("out_scale", "positions"):
+        for name in ("out_scale", "positions", "tree_mask"):
             assert not takes_hopper(x._replace(**{name: one}), OPTIONS)
         assert not takes_hopper(x._replace(k=x.q, v=x.q), OPTIONS)
         assert not takes_hopper(x._replace(out=x.q.float()), OPTIONS)

@@ -32,7 +32,7 @@ def operator_arguments(case: Case, *, lse: bool = True) -> tuple[Any, ...]:
     left = given.get("window_size", (-1, -1))[0]
     return (
         *(given.get(name) for name in names), given.get("alibi_slopes"), given.get("sinks"),
-        None, None, None, None, None, torch.zeros_like(q),
+        None, None, None, None, None, None, torch.zeros_like(q),
         torch.zeros(q.shape[1], q.shape[0], device=q.device) if lse else None,
         given["max_seqlen_q"], given["max_seqlen_k"], 0.25, left, 0, given.get("softcap", 0.0), 0,
         False, False, False, True, False,

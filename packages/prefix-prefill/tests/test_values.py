@@ -37,14 +37,14 @@ def cascade(given, **options):
     return shared_prefix_attn_func(**given, shared_pages=pages, shared_len=12, **options)
 
 
-def dropin(given):
+def dropin(given, rows=7, most=5, **options):
     out = torch.full_like(given["q"], -1.0)
     caches, starts = (given["k_cache"], given["v_cache"]), given["cu_seqlens_q"]
     context_attention_fwd(
         given["q"], None, None, out, "auto", *caches, given["block_table"], starts,
-        given["seqlens_k"], 9, 5, None, None,
+        given["seqlens_k"], 9, most, None, None, **options,
     )  # fmt: skip
-    return out
+    return out[:rows] if rows < 7 else out
 
 
 @pytest.mark.parametrize("window", [(None, None), (3, None), (None, 0)])
@@ -115,9 +115,13 @@ WRONG = {
 def test_wrong_values_raise(case):
     (changes, message) = WRONG[case]
     wrong = {n: torch.tensor(x, dtype=torch.int32) for n, x in changes.items()}
-    for call in (lambda given: paged_attn_func(**given), dropin):
-        with pytest.raises(ValueError, match=message):
-            call({**arguments(), **wrong})
+    names = {"block_table": "b_loc", "cu_seqlens_q": "b_start_loc", "seqlens_k": "b_seq_len"}
+    with pytest.raises(ValueError, match=message):
+        paged_attn_func(**{**arguments(), **wrong})
+    for ours, theirs in names.items():
+        message = message.replace(ours, theirs)
+    with pytest.raises(ValueError, match=message):
+        dropin({**arguments(), **wrong})
 
 
 def test_entries_that_no_query_sees_may_be_anything():
@@ -128,6 +132,90 @@ def test_entries_that_no_query_sees_may_be_anything():
     # the first page of the first sequence is ahead of the window, and the second has one page
     table[0, 0] = table[1, 1] = table[1, 2] = 99
     assert torch.equal(paged_attn_func(**{**given, "block_table": table}), want)
+
+
+def test_the_bound_of_the_drop_ins_is_held_to_what_it_says():
+    given = arguments()
+    assert torch.equal(dropin(given, rows=5), dropin(given)[:5])
+    with pytest.raises(
+        ValueError, match=r"b_start_loc\[1\] must be at most max_input_len, 4, beyo"
+    ):
+        dropin(given, most=4)
+
+
+def test_rows_of_padding_are_left_alone():
+    """With the true bound: padding is no sequence, however much of it there is."""
+    given = arguments()
+    want = dropin(given)
+    given["q"] = torch.cat([given["q"], torch.full((20, 4, 16), torch.nan)])
+    got = dropin(given)
+    assert torch.equal(got[:7], want)
+    assert (got[7:] == -1.0).all()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_an_unseen_page_s_entry_may_be_anything_behind_the_last_cached_key(slots, device):
+    """A window over new keys alone, whose first is in the middle of a page."""
+    m = Maker(device, torch.float32)
+    cache, k = m.randn(4, 4, 1, 8), m.randn(slots, 1, 8)
+    table = torch.tensor([[99, 99]], dtype=torch.int32, device=device)
+    ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, slots], [6 + slots])]
+    given = [m.randn(slots, 1, 8), cache, cache, table, *ints, slots, 8]
+    validate_paged(*given, k=k, v=k, window_size=(0, 0))
+    out = paged_attn_func(*given, k=k, v=k, window_size=(0, 0))
+    torch.testing.assert_close(out, k)
+
+
+def test_sequences_that_are_skipped_may_hold_anything():
+    given = arguments()
+    given["cu_seqlens_q"] = torch.tensor([0, 5, 6], dtype=torch.int32)
+    want = dropin(given, skip_decode=True)
+    given["block_table"][1] = 99
+    assert torch.equal(dropin(given, skip_decode=True), want)
+    given["seqlens_k"][1] = 10**6
+    assert torch.equal(dropin(given, skip_decode=True), want)
+    with pytest.raises(ValueError, match=r"b_seq_len\[1\]"):
+        dropin(given)
+
+
+@pytest.mark.parametrize("extra", ["window", "alibi", "none"])
+def test_shared_pages_are_checked(extra):
+    given = arguments()
+    options = {
+        "window": {"window_size": (30, 0)},
+        "alibi": {"alibi_slopes": torch.ones(4)},
+        "none": {},
+    }[extra]
+    bad = {"shared_pages": torch.tensor([0, 6]), "shared_len": 12}
+    with pytest.raises(ValueError, match=r"shared_pages\[1\] must be from 0 to num_blocks - 1, 5"):
+        shared_prefix_attn_func(**given, **bad, **options)
+    # the first of them lies before every window
+    bad["shared_pages"] = torch.tensor([99, 0])
+    near = {"window_size": (7, 0)}
+    want = cascade_of(given, [3, 0], **near)
+    assert torch.equal(shared_prefix_attn_func(**given, **bad, **near), want)
+
+
+def cascade_of(given, pages, **options):
+    pages = torch.tensor(pages)
+    return shared_prefix_attn_func(**given, shared_pages=pages, shared_len=12, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_torch_s_default_dtype_changes_nothing(dtype, device):
+    want = cascade(arguments(device), return_lse=True)
+    before = torch.get_default_dtype()
+    given = arguments(device)
+    torch.set_default_dtype(dtype)
+    try:
+        got = cascade(given, return_lse=True)
+        paged = paged_attn_func(**given, return_lse=True)
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    assert [x.dtype for x in paged] == [torch.float32] * 2
 
 
 def test_slots_beyond_the_cache_raise():

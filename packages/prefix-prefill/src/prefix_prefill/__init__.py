@@ -3,6 +3,7 @@
 from .api import paged_attn_func, reshape_and_cache
 from .cascade import shared_prefix_attn_func
 from .dropin import chunked_prefill_paged_decode, context_attention_fwd
+from .kvcache import flash_attn_with_kvcache
 from .merge import merge_attn_states
 from .reference import paged_attention_reference
 from .validate import validate_paged, validate_slot_mapping
@@ -11,6 +12,7 @@ __version__ = "1.0.0"
 __all__ = [
     "chunked_prefill_paged_decode",
     "context_attention_fwd",
+    "flash_attn_with_kvcache",
     "merge_attn_states",
     "paged_attention_reference",
     "paged_attn_func",

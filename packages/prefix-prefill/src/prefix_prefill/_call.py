@@ -27,8 +27,14 @@ class Tensors(NamedTuple):
     v_descale: Tensor | None
     out_scale: Tensor | None
     positions: Tensor | None
+    tree_mask: Tensor | None
     out: Tensor
     lse: Tensor | None
+
+    @classmethod
+    def of(cls, **given: Tensor | None) -> Tensors:
+        """Return the tensors of a call; those that are not given are None."""
+        return cls(**{**dict.fromkeys(cls._fields), **given})  # type: ignore[arg-type]
 
 
 class Options(NamedTuple):
@@ -96,3 +102,70 @@ class Checked(NamedTuple):
     out_dtype: torch.dtype
     # None where calls have to go through the operator
     plan: Plan | None = None
+
+
+class AppendTensors(NamedTuple):
+    """The tensors of what is appended to a cache, in the order of the operator."""
+
+    q: Tensor  # [batch * seqlen_q, heads_q, head_dim]
+    k: Tensor  # [batch * seqlen_new, heads_k, head_dim]
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    cache_batch_idx: Tensor | None
+    block_table: Tensor | None
+    rotary_cos: Tensor | None
+    rotary_sin: Tensor | None
+    rotated: Tensor | None  # where the queries go; None without rotary embeddings
+
+
+class AppendOptions(NamedTuple):
+    """How it is rotated, in the order of the operator."""
+
+    interleaved: bool
+    moving: bool  # queries stand one behind the other, not all at the first new position
+
+
+class RowTensors(NamedTuple):
+    """The tensors of attention over the rows of a cache, in the order of the operator."""
+
+    q: Tensor  # [batch * seqlen_q, heads_q, head_dim]
+    k_cache: Tensor
+    v_cache: Tensor
+    cache_seqlens: Tensor
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+    alibi_slopes: Tensor | None
+    out: Tensor
+    lse: Tensor | None  # [heads_q, batch * seqlen_q]
+
+
+class RowOptions(NamedTuple):
+    """What is no tensor, in the order of the operator."""
+
+    new: int  # keys of each sequence behind those that cache_seqlens counts
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    num_splits: int
+
+    def as_options(self) -> Options:
+        """Return them as those of the attention operator."""
+        return Options(*self[1:])
+
+
+class AppendPlan(Protocol):
+    """How to append in the calls of one form past the operator."""
+
+    def run(self, x: AppendTensors) -> None:
+        """Launch for one call of the form."""
+
+
+class RowPlan(Protocol):
+    """How to attend in the calls of one form past the operator."""
+
+    def run(self, x: RowTensors) -> None:
+        """Launch for one call of the form."""

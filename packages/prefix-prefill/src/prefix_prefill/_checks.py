@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ._call import Options, Tensors
 from ._layout import PACKED_NDIM, CacheSizes, cache_sizes, is_packed
 from ._linked.host import arguments
 from ._linked.host.arguments import (
@@ -18,13 +17,14 @@ from ._linked.host.arguments import (
     FLOAT_DTYPES,
     FP8_DTYPES,
     check_fp8_hardware,
-    check_offset_values,
     check_tensor,
     kind,
 )
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8
+# new tokens that a row of a tree has bits for
+TREE_BITS = 64
 
 INDEX_DTYPES = frozenset((torch.int32, torch.int64))
 _NHD = "[num_blocks, block_size, heads_k, head_dim]"
@@ -169,90 +169,6 @@ def check_table(
     return batch
 
 
-def check_pages(
-    starts: list[int],
-    lengths: list[int],
-    block_table: Tensor,
-    sizes: CacheSizes,
-    *,
-    has_new: bool,
-    left: int,
-    max_seqlen_k: int | None = None,
-    decode_from_cache: bool = False,
-) -> None:
-    """Check how many keys each sequence has, and the pages that its queries may see.
-
-    Args:
-        starts: where sequences begin.
-        lengths: of ``seqlens_k``.
-        block_table: as in :func:`paged_attn_func`.
-        sizes: of the cache.
-        has_new: whether keys of the queries' tokens come beside the cache.
-        left: how many keys to the left of its own a query sees; -1: all.
-        max_seqlen_k: what no length may exceed, if anything.
-        decode_from_cache: single queries have their own key in the cache, too.
-    """
-    room = block_table.shape[1] * sizes.block_size
-    table = block_table.tolist()
-    for b, length in enumerate(lengths):
-        queries = starts[b + 1] - starts[b]
-        is_new = has_new and not (decode_from_cache and queries == 1)
-        least = queries if is_new else 0
-        if length < least or (max_seqlen_k is not None and length > max_seqlen_k):
-            most = " up" if max_seqlen_k is None else f" to max_seqlen_k, {max_seqlen_k}"
-            raise ValueError(f"seqlens_k[{b}] must be from {least}{most}, got {length}")
-        cached = length - queries if is_new else length
-        if cached > room:
-            raise ValueError(
-                f"seqlens_k[{b}] must be at most what block_table has room for, {room}, "
-                f"got {cached} cached keys"
-            )
-        if queries == 0:
-            continue
-        first = max(0, length - queries - left) if left >= 0 else 0
-        for i in range(first // sizes.block_size, -(-cached // sizes.block_size)):
-            if not 0 <= table[b][i] < sizes.num_blocks:
-                raise ValueError(
-                    f"block_table[{b}, {i}] must be from 0 to num_blocks - 1, "
-                    f"{sizes.num_blocks - 1}, got {table[b][i]}"
-                )
-
-
-def check_values(x: Tensors, options: Options) -> None:
-    """Check what tensors on the CPU hold; a call on a GPU does not come here."""
-    starts, tokens = x.cu_seqlens_q.tolist(), x.q.shape[0]
-    check_offset_values("cu_seqlens_q", starts, tokens, "tokens", tokens)
-    # what the rows of a shared prefix see hangs on positions, not on the end of the keys
-    if x.positions is None:
-        check_pages(
-            starts,
-            x.seqlens_k.tolist(),
-            x.block_table,
-            cache_sizes(x.k_cache),
-            has_new=x.k is not None,
-            left=options.window_left,
-            decode_from_cache=options.decode_from_cache,
-        )
-
-
-def check_slots(k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Check that slots are of the cache, and no two alike; this waits for a GPU."""
-    sizes = cache_sizes(k_cache)
-    slots = sizes.num_blocks * sizes.block_size
-    taken: dict[int, int] = {}
-    for i, slot in enumerate(slot_mapping.tolist()):
-        if slot >= slots:
-            raise ValueError(
-                f"slot_mapping[{i}] must be below the number of slots, {slots}, got {slot}"
-            )
-        if slot >= 0 and slot in taken:
-            raise ValueError(
-                f"slot_mapping[{i}] must be a slot of its own, got {slot}, which is "
-                f"slot_mapping[{taken[slot]}]"
-            )
-        taken[slot] = i
-
-
 def check_extras(
     q: Tensor,
     batch: int,
@@ -293,6 +209,38 @@ def check_extras(
     ):
         if scale is not None:
             check_scale_tensor(name, scale, "q", q, heads_k, batch)
+
+
+def check_tree(
+    q: Tensor,
+    tree_mask: Tensor,
+    max_seqlen_q: int,
+    causal: bool,
+    alibi_slopes: Tensor | None,
+) -> None:
+    """Check a tree over the new tokens, and what cannot go with it."""
+    check_tensor("tree_mask", tree_mask)
+    if tree_mask.dtype != torch.int64:
+        raise TypeError(f"tree_mask must be torch.int64, got {tree_mask.dtype}")
+    check_device("tree_mask", tree_mask, "q", q)
+    if tree_mask.shape != q.shape[:1]:
+        raise ValueError(f"tree_mask must be [tokens], [{q.shape[0]}], got {list(tree_mask.shape)}")
+    if not causal:
+        raise ValueError("causal must be True beside tree_mask, which takes its place, got False")
+    if alibi_slopes is not None:
+        raise NotImplementedError(
+            "alibi_slopes must be None beside tree_mask: the depth in a tree is no distance, "
+            "got Tensor"
+        )
+    check_tree_size(max_seqlen_q)
+
+
+def check_tree_size(max_seqlen_q: int) -> None:
+    """Check that a row of a tree has a bit for every new token."""
+    if max_seqlen_q > TREE_BITS:
+        raise ValueError(
+            f"max_seqlen_q must be at most {TREE_BITS}, the bits of tree_mask, got {max_seqlen_q}"
+        )
 
 
 def check_descales(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
@@ -432,7 +380,11 @@ def fp8_dtypes_of(device: torch.device, name: str) -> tuple[torch.dtype, torch.d
 def _check_q_shape(q: Tensor) -> None:
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads_q, head_dim], got {list(q.shape)}")
-    head_dim = q.shape[2]
+    check_head_dim(q.shape[2])
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Check the size of a head of queries."""
     if not HEAD_DIM_UNIT <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_UNIT != 0:
         raise ValueError(
             f"head_dim of q must be a multiple of {HEAD_DIM_UNIT} from {HEAD_DIM_UNIT} to "

@@ -209,6 +209,7 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         and x.out_scale is None
         and x.k is None
         and x.positions is None
+        and x.tree_mask is None  # at most 64 queries: its masks would cost all calls registers
         and x.q.shape[-1] > 32  # half of a tile would be padding
         and not is_packed(x.k_cache)
         and copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE

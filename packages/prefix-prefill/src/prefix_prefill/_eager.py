@@ -45,7 +45,9 @@ def attention(x: Tensors, options: Options) -> None:
             options.window_right,
             options.softcap,
             positions=x.positions,
+            tree_mask=x.tree_mask,
             signed_alibi=options.signed_alibi,
+            skip_decode=options.skip_decode,
             decode_from_cache=options.decode_from_cache,
         )
         result = round_output(result, x.out.dtype, x.out_scale)

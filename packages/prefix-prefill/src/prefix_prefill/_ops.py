@@ -8,15 +8,32 @@ arguments and returns nothing.
 
 from typing import Any
 
-from . import _eager
-from ._call import Call, Options, Plan, Tensors, WritePlan, WriteTensors
-from ._checks import check_slots, check_values
+from . import _eager, _kvcache_eager
+from ._call import (
+    AppendOptions,
+    AppendPlan,
+    AppendTensors,
+    Call,
+    Options,
+    Plan,
+    RowOptions,
+    RowPlan,
+    RowTensors,
+    Tensors,
+    WritePlan,
+    WriteTensors,
+)
+from ._kvcache_checks import check_append_values, check_row_values
 from ._linked.host.forms import interpreted
 from ._linked.host.operators import free_namespace, register
+from ._values import check_slots, check_values
 
 __all__ = [
+    "append_kvcache",
+    "attend_kvcache",
     "attention",
     "interpreted",
+    "kvcache_plans_of",
     "merge_states",
     "plan_of",
     "reshape_and_cache",
@@ -31,8 +48,7 @@ def _attention_triton(*arguments: Any) -> None:
 
 
 def _check_attention(*arguments: Any) -> None:
-    call = Call.of(*arguments)
-    check_values(call.tensors, call.options)
+    check_values(Call.of(*arguments))
 
 
 def _attention_eager(*arguments: Any) -> None:
@@ -48,13 +64,53 @@ def _reshape_and_cache_triton(*arguments: Any) -> None:
 
 
 def _check_slots(*arguments: Any) -> None:
-    check_slots(*arguments[2:5])
+    x = WriteTensors(*arguments)
+    check_slots(x.k_cache, x.slot_mapping)
 
 
 def _merge_states_triton(*arguments: Any) -> None:
     from ._kernels.plans import launch_merge
 
     launch_merge(*arguments)
+
+
+def _append_triton(*arguments: Any) -> None:
+    from ._kernels.kvcache_plans import launch_append
+
+    launch_append(*arguments)
+
+
+def _append_of(arguments: tuple[Any, ...]) -> tuple[AppendTensors, AppendOptions]:
+    """Return the operator's arguments, which come one by one, as structures."""
+    count = len(AppendTensors._fields)
+    return AppendTensors(*arguments[:count]), AppendOptions(*arguments[count:])
+
+
+def _check_append(*arguments: Any) -> None:
+    check_append_values(*_append_of(arguments))
+
+
+def _append_eager(*arguments: Any) -> None:
+    _kvcache_eager.append(*_append_of(arguments))
+
+
+def _rows_triton(*arguments: Any) -> None:
+    from ._kernels.kvcache_plans import launch_attend
+
+    launch_attend(*arguments)
+
+
+def _rows_of(arguments: tuple[Any, ...]) -> tuple[RowTensors, RowOptions]:
+    count = len(RowTensors._fields)
+    return RowTensors(*arguments[:count]), RowOptions(*arguments[count:])
+
+
+def _check_rows(*arguments: Any) -> None:
+    check_row_values(*_rows_of(arguments))
+
+
+def _rows_eager(*arguments: Any) -> None:
+    _kvcache_eager.attend(*_rows_of(arguments))
 
 
 def _nothing(*_: Any) -> None:
@@ -68,9 +124,9 @@ attention = register(
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k, Tensor? v, Tensor block_table, "
     "Tensor cu_seqlens_q, Tensor seqlens_k, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, "
-    "Tensor? positions, Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, float softmax_scale, SymInt window_left, SymInt window_right, "
-    "float softcap, SymInt num_splits, bool signed_alibi, bool skip_decode, "
+    "Tensor? positions, Tensor? tree_mask, Tensor(a!) out, Tensor(b!)? lse, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
+    "SymInt window_right, float softcap, SymInt num_splits, bool signed_alibi, bool skip_decode, "
     "bool decode_from_cache, bool fill_padding, bool long_only) -> ()",
     fake=_nothing,
     kernels=_attention_triton,
@@ -94,6 +150,27 @@ merge_states = register(
     kernels=_merge_states_triton,
     eager=_eager.merge_states,
 )
+append_kvcache = register(
+    f"{NAMESPACE}::append_kvcache",
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
+    "Tensor? cache_batch_idx, Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "Tensor(c!)? rotated, bool interleaved, bool moving) -> ()",
+    fake=_nothing,
+    kernels=_append_triton,
+    eager=_append_eager,
+    check=_check_append,
+)
+attend_kvcache = register(
+    f"{NAMESPACE}::attend_kvcache",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? cache_batch_idx, "
+    "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor(a!) out, "
+    "Tensor(b!)? lse, SymInt new, float softmax_scale, SymInt window_left, SymInt window_right, "
+    "float softcap, SymInt num_splits) -> ()",
+    fake=_nothing,
+    kernels=_rows_triton,
+    eager=_rows_eager,
+    check=_check_rows,
+)
 
 
 def plan_of(x: Tensors, options: Options) -> Plan | None:
@@ -112,3 +189,17 @@ def write_plan_of(x: WriteTensors) -> WritePlan | None:
     from ._kernels.plans import write_plan_of as plan
 
     return plan(x)
+
+
+def kvcache_plans_of(
+    append: AppendTensors | None,
+    append_options: AppendOptions,
+    attend: RowTensors,
+    options: RowOptions,
+) -> tuple[AppendPlan | None, RowPlan] | None:
+    """Return how to launch calls of this form past the operators, or None."""
+    if attend.q.device.type != "cuda":
+        return None
+    from ._kernels.kvcache_plans import plans_of
+
+    return plans_of(append, append_options, attend, options)

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import _checks, _ops, _options
 from ._call import Checked, Tensors, WritePlan, WriteTensors
 from ._layout import cache_sizes
-from ._linked.host.arguments import as_int32, check_length
+from ._linked.host.arguments import as_int32, check_length, check_tensor
 from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
@@ -43,6 +43,7 @@ def paged_attn_func(
     out_scale: Tensor | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    tree_mask: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Result:
     """Softmax attention of packed queries over keys and values in the pages of a cache.
@@ -106,6 +107,10 @@ def paged_attn_func(
             side and merged. 1 makes a sequence's result bit for bit the same whatever shares its
             batch; so does any other number but 0. Default: 0, by load.
         return_lse: return ``(out, lse)``. Default: False.
+        tree_mask: int64 ``[tokens]``, where sequences have 64 queries at most, as of a drafted
+            tree: bit j of a token says that it sees the j-th new token of its sequence. It takes
+            the place of ``causal`` among the new tokens; all see the keys before them. Windows
+            count positions, not depths. Not beside ``alibi_slopes``. Default: None.
 
     Returns:
         ``out``; or ``(out, lse)``, where ``lse`` is the natural logarithm of the whole denominator,
@@ -119,12 +124,13 @@ def paged_attn_func(
     """
     if unknown:
         _checks.refuse_unknown(unknown)
+    check_tensor("q", q)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
-    rows = [x for x in (q, k, v, out) if x is not None]
+    rows = [x for x in (q, k, v, out, tree_mask) if x is not None]
     table = block_table, cu_seqlens_q, seqlens_k
     extras = alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale
     asked = softmax_scale, causal, window_size, softcap, num_splits, return_lse
-    missing = k is None, v is None, out is None
+    missing = k is None, v is None, out is None, tree_mask is None
     form = form_of(rows, (k_cache, v_cache, *table, *extras), asked + missing, packed=True)
     if form is not None and len(rows) > 1 and any(x.shape[:1] != q.shape[:1] for x in rows):
         form = None
@@ -147,14 +153,20 @@ def paged_attn_func(
         _checks.check_descales(k_cache, k_descale, v_descale)
         dtype = _checks.check_out(q, out, out_scale)
         _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+        if tree_mask is not None:
+            _checks.check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
+            # what takes the place of the diagonal is no window
+            options = options._replace(window_right=-1)
         known = Checked(options, dtype)
+    elif tree_mask is not None:
+        _checks.check_tree_size(max_seqlen_q)
     if out is None:
         # quicker than by its shape
         out = torch.empty_like(q, dtype=known.out_dtype, memory_format=torch.contiguous_format)
     lse = None
     if return_lse:
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-    x = Tensors(q, k_cache, v_cache, k, v, *table, *extras, None, out, lse)
+    x = Tensors(q, k_cache, v_cache, k, v, *table, *extras, None, tree_mask, out, lse)
     if known.plan is None and form is not None and _known.get(form) is None:
         known = _known.keep(form, known._replace(plan=_ops.plan_of(x, known.options)))
     if known.plan is None:

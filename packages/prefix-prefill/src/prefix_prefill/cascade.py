@@ -97,11 +97,12 @@ def shared_prefix_attn_func(
     device = q.device
     if out is None:
         out = torch.empty(q.shape, dtype=dtype, device=device)
-    lse = torch.empty((heads_q, tokens), device=device) if return_lse else None
 
     # before the rounding to 16 bits or less, which the merged result alone should see
-    parts = [torch.empty(q.shape, device=device) for _ in range(2)]
-    lses = [torch.empty((heads_q, tokens), device=device) for _ in range(2)]
+    parts = [torch.empty(q.shape, dtype=torch.float32, device=device) for _ in range(2)]
+    form = heads_q, tokens
+    lses = [torch.empty(form, dtype=torch.float32, device=device) for _ in range(2)]
+    lse = torch.empty(form, dtype=torch.float32, device=device) if return_lse else None
     # all queries are one sequence to the shared keys; only windows and slopes tell them apart
     ends = torch.stack([cu_seqlens_q[0], cu_seqlens_q[-1]])
     positions = slopes = None
@@ -118,7 +119,7 @@ def shared_prefix_attn_func(
         elif slopes is not None:
             slopes = slopes[owner]
     shared_lens = torch.full((1,), shared_len, dtype=torch.int32, device=device)
-    x = Tensors(
+    x = Tensors.of(
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
@@ -132,8 +133,6 @@ def shared_prefix_attn_func(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
-        out_scale=None,
-        positions=None,
         out=parts[1],
         lse=lses[1],
     )
@@ -150,7 +149,10 @@ def shared_prefix_attn_func(
         lse=lses[0],
     )
     seen = options._replace(window_right=-1, long_only=num_splits != 0)
-    _ops.attention(*shared, tokens, shared_len, *seen)
     _ops.attention(*x, max_seqlen_q, max_seqlen_k, *options)
+    try:
+        _ops.attention(*shared, tokens, shared_len, *seen)
+    except ValueError as error:  # on the CPU
+        raise ValueError(str(error).replace("block_table[0, ", "shared_pages[")) from None
     _ops.merge_states(parts[0], lses[0], parts[1], lses[1], out_scale, out, lse)
     return out if lse is None else (out, lse)

@@ -8,11 +8,39 @@ from ._call import Checked, Tensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_flag, check_length, check_tensor, is_int, kind
 from ._linked.host.forms import Memory, form_of
+from ._names import ERRORS, renamed
 
 _known: Memory[Checked] = Memory()
 
 # what engines call the dtype of a cache; "auto" is that of the queries
 _FP8_NAMES = {"fp8": 0, "fp8_e4m3": 0, "fp8_e5m2": 1}
+# what the arguments of the checks are called here
+_CONTEXT = {
+    "block_table": "b_loc",
+    "cu_seqlens_q": "b_start_loc",
+    "seqlens_k": "b_seq_len",
+    "max_seqlen_q": "max_input_len",
+    "softmax_scale": "sm_scale",
+    "k_descale": "k_scale",
+    "v_descale": "v_scale",
+    "out": "o",
+    "out_scale": "fp8_out_scale",
+}
+_CHUNKED = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "k_cache": "key_cache",
+    "v_cache": "value_cache",
+    "cu_seqlens_q": "query_start_loc",
+    "seqlens_k": "seq_lens",
+    "max_seqlen_q": "max_query_len",
+    "softmax_scale": "sm_scale",
+    "k_descale": "k_scale",
+    "v_descale": "v_scale",
+    "out": "output",
+    "out_scale": "output_scale",
+}
 
 
 def context_attention_fwd(
@@ -38,6 +66,8 @@ def context_attention_fwd(
     sinks: Tensor | None = None,
     *,
     causal: bool = True,
+    is_block_table_ptr: bool = False,
+    interleaved_v_pack_factor: int = 0,
 ) -> None:
     """Attend to cached keys and to the new ones; a drop-in for engines, over the paged operator.
 
@@ -69,19 +99,27 @@ def context_attention_fwd(
             Default: None.
         sinks: as in :func:`paged_attn_func`. Default: None.
         causal: as in :func:`paged_attn_func`. Default: True.
+        is_block_table_ptr: whether ``b_loc`` holds addresses. Not offered: False alone.
+        interleaved_v_pack_factor: how values are interleaved. Not offered: 0 alone.
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range; on a ``max_input_len`` that cannot be, since
             ``o`` has more rows than that for each sequence.
-        NotImplementedError: on FP8 where the hardware lacks it.
+        NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
+            gradient; on what is not offered.
     """
+    _refuse("is_block_table_ptr", is_block_table_ptr, False)
+    _refuse("interleaved_v_pack_factor", interleaved_v_pack_factor, 0)
     check_flag("skip_decode", skip_decode)
     cache = k_cache, v_cache, k_scale, v_scale
     table = b_loc, b_start_loc, b_seq_len
     extras = alibi_slopes, sinks, fp8_out_scale
     asked = kv_cache_dtype, sliding_window, sm_scale, causal, skip_decode, False
-    _attend((q, k, v, o), cache, table, extras, asked, max_input_len, max_seq_len)
+    try:
+        _attend((q, k, v, o), cache, table, extras, asked, max_input_len, max_seq_len)
+    except ERRORS as error:
+        raise renamed(error, _CONTEXT) from error
 
 
 def chunked_prefill_paged_decode(
@@ -106,6 +144,8 @@ def chunked_prefill_paged_decode(
     sinks: Tensor | None = None,
     *,
     causal: bool = True,
+    is_block_table_ptr: bool = False,
+    use_interleaved_v_cache: bool = False,
 ) -> None:
     """Attend as :func:`context_attention_fwd` does, but for sequences of one query.
 
@@ -116,13 +156,19 @@ def chunked_prefill_paged_decode(
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on FP8 where the hardware lacks it.
+        NotImplementedError: as :func:`context_attention_fwd` does.
     """
+    _refuse("is_block_table_ptr", is_block_table_ptr, False)
+    _refuse("use_interleaved_v_cache", use_interleaved_v_cache, False)
     cache = key_cache, value_cache, k_scale, v_scale
     table = block_table, query_start_loc, seq_lens
     extras = alibi_slopes, sinks, output_scale
     asked = kv_cache_dtype, sliding_window, sm_scale, causal, False, True
-    _attend((query, key, value, output), cache, table, extras, asked, max_query_len, max_seq_len)
+    packed = query, key, value, output
+    try:
+        _attend(packed, cache, table, extras, asked, max_query_len, max_seq_len)
+    except ERRORS as error:
+        raise renamed(error, _CHUNKED) from error
 
 
 def _attend(
@@ -135,6 +181,8 @@ def _attend(
     max_seq_len: int | None,
 ) -> None:
     q, k, v, o = packed
+    check_tensor("q", q)
+    check_tensor("out", o)
     k_cache, v_cache, k_scale, v_scale = cache
     block_table, *lengths = table
     cu_seqlens_q, seqlens_k = map(as_int32, lengths)
@@ -147,7 +195,7 @@ def _attend(
         form = None
     known = None if form is None else _known.get(form)
     if known is None:
-        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("o", o)):
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
             check_tensor(name, x)
     k_cache = _as_stored("k_cache", k_cache, kv_cache_dtype)
     v_cache = _as_stored("v_cache", v_cache, kv_cache_dtype)
@@ -155,16 +203,10 @@ def _attend(
         _checks.check_paged(q, k_cache, v_cache, k, v)
         window = _window(sliding_window)
         options = _options.check_options(q, sm_scale, causal, (window, -1), 0.0, 0, False)
-        _checks.check_table(q, *table)
+        batch = _checks.check_table(q, *table)
     max_seq_len = 0 if max_seq_len is None else max_seq_len
     check_length("max_seq_len", max_seq_len)
-    check_length("max_input_len", max_input_len)
-    batch = seqlens_k.shape[0]
-    if q.shape[0] > batch * max_input_len:
-        raise ValueError(
-            "max_input_len must be the most queries of a sequence, got "
-            f"{max_input_len}, for {q.shape[0]} queries of {batch} sequences"
-        )
+    check_length("max_seqlen_q", max_input_len)
     if k_cache.element_size() != 1:
         # engines pass them in any case
         k_scale = v_scale = None
@@ -172,6 +214,7 @@ def _attend(
         heads_k = cache_sizes(k_cache).heads_k
         _checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, None, k_scale, v_scale)
         dtype = _checks.check_out(q, o, out_scale)
+        _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
         options = options._replace(
             signed_alibi=True,
             skip_decode=skip_decode,
@@ -181,8 +224,9 @@ def _attend(
         known = Checked(options, dtype)
     descales = None, k_scale, v_scale
     tensors = Tensors(
-        q, k_cache, v_cache, k, v, *table, alibi_slopes, sinks, *descales, out_scale, None, o, None
-    )
+        q, k_cache, v_cache, k, v, *table, alibi_slopes, sinks, *descales, out_scale, None, None, o,
+        None,
+    )  # fmt: skip
     if known.plan is None and form is not None and _known.get(form) is None:
         known = _known.keep(form, known._replace(plan=_ops.plan_of(tensors, known.options)))
     with torch.no_grad():
@@ -190,6 +234,12 @@ def _attend(
             _ops.attention(*tensors, max_input_len, max_seq_len, *known.options)
         else:
             known.plan.run(tensors, max_input_len, max_seq_len)
+
+
+def _refuse(name: str, given: object, offered: object) -> None:
+    """Raise unless an argument has the only value that is offered."""
+    if given != offered:
+        raise NotImplementedError(f"{name} must be {offered}: no more is offered, got {given!r}")
 
 
 def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import check_reference, fp8_view
+from ._checks import check_reference, check_tree, fp8_view
 from ._layout import gather_pages, is_packed
 from ._linked.host.arguments import MAX_WINDOW
 from ._options import check_options
@@ -42,6 +42,7 @@ def paged_attention_reference(
     out_scale: Tensor | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute what :func:`paged_attn_func` computes, by the formulas in its description.
 
@@ -60,6 +61,9 @@ def paged_attention_reference(
     k_cache, v_cache = fp8_view(q, k_cache), fp8_view(q, v_cache)
     check_reference(q, k_cache, v_cache, k, v)
     options = check_options(q, softmax_scale, causal, window_size, softcap, num_splits, return_lse)
+    if tree_mask is not None:
+        check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
+        options = options._replace(window_right=-1)
     result, lse = attend(
         q,
         k_cache,
@@ -75,6 +79,7 @@ def paged_attention_reference(
         k_descale,
         v_descale,
         *options[:4],
+        tree_mask=tree_mask,
     )
     dtype = out_dtype_of(q, out, out_scale)
     result = round_output(result, dtype, out_scale)
@@ -103,13 +108,16 @@ def attend(
     softcap: float,
     *,
     positions: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     signed_alibi: bool = False,
+    skip_decode: bool = False,
     decode_from_cache: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend sequence by sequence; both results are in the dtype of the computation.
 
     Rows of no sequence get 0 and -inf. ``positions`` are the keys on which the masks of each row
-    hang, if they are not the last ones of its sequence; slopes are per row then.
+    hang, if they are not the last ones of its sequence; slopes are per row then. ``skip_decode``
+    leaves sequences of one query like rows of none.
     """
     dtype = compute_dtype(q)
     out = q.new_zeros(q.shape, dtype=dtype)
@@ -118,7 +126,7 @@ def attend(
     for b, seqlen_k in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
         seqlen_q = rows.stop - rows.start
-        if seqlen_q == 0:
+        if seqlen_q == 0 or (skip_decode and seqlen_q == 1):
             continue
         dense = k is not None and not (decode_from_cache and seqlen_q == 1)
         context = seqlen_k - seqlen_q if dense else seqlen_k
@@ -127,6 +135,8 @@ def attend(
         else:
             position = positions[rows].to(torch.int64)
         visible = visible_keys(position, seqlen_k, window_left, window_right)
+        if tree_mask is not None:
+            visible = visible & _tree_keys(tree_mask[rows], seqlen_k)
         seen = visible.any(0).nonzero()
         # the pages before the first key that anybody sees may be gone
         first = int(seen[0]) if len(seen) else 0
@@ -216,6 +226,13 @@ def visible_keys(position: Tensor, seqlen_k: int, window_left: int, window_right
     return visible
 
 
+def _tree_keys(tree_mask: Tensor, seqlen_k: int) -> Tensor:
+    """Return what a tree lets each new token see, bool ``[queries, seqlen_k]``."""
+    new = torch.arange(seqlen_k, device=tree_mask.device) - (seqlen_k - len(tree_mask))
+    bits = tree_mask[:, None] >> new.clamp(0, 63) & 1
+    return (new < 0) | bits.bool()
+
+
 def _of_sequence(descale: Tensor | None, b: int) -> Tensor | None:
     """Return the scales of a sequence: its own, or those of all."""
     is_own = descale is not None and descale.ndim == 2 and descale.numel() > 1
@@ -224,8 +241,8 @@ def _of_sequence(descale: Tensor | None, b: int) -> Tensor | None:
 
 def scaled(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``x``, ``[tokens, heads, head_dim]``, in another dtype, times its scale."""
-    # how a product is rounded may depend on strides
-    x = x.to(dtype).contiguous()
+    # how a product is rounded may depend on strides, and on where memory begins
+    x = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if descale is None:
         return x
     descale = descale.to(dtype).reshape(-1)
@@ -261,9 +278,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def _cached(cache: Tensor, table: Tensor, first: int, last: int, packed: bool) -> Tensor:
     """Return the keys, or values, from ``first`` to ``last`` of a sequence."""
     size = cache.shape[3] if packed else cache.shape[1]
-    first = min(first, max(last, 0))
+    if first >= last:
+        # no key, and no page: that of a key that nobody sees may be gone
+        first = last = 0
     first_page = first // size
-    pages = table[first_page : -(-max(last, 0) // size)]
+    pages = table[first_page : -(-last // size)]
     # not one entry beyond the last page was looked at
     tokens = gather_pages(cache, pages.to(torch.int64), packed)
-    return tokens[first - first_page * size : max(last, 0) - first_page * size]
+    return tokens[first - first_page * size : last - first_page * size]

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from . import _checks
+from . import _checks, _values
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_length, check_offset_values, check_window
 
@@ -21,6 +21,7 @@ def validate_paged(
     v: Tensor | None = None,
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
+    tree_mask: Tensor | None = None,
 ) -> None:
     """Check the values of offsets, lengths and pages, which :func:`paged_attn_func` trusts.
 
@@ -35,6 +36,7 @@ def validate_paged(
             ``max_seqlen_q``.
         seqlens_k: from 0 to ``max_seqlen_k`` and to what ``block_table`` has room for; with ``k``,
             at least as many as the sequence has queries.
+        tree_mask: rows may have bits of new tokens of their own sequence alone.
 
     Raises:
         TypeError: on an argument's type or dtype.
@@ -50,15 +52,19 @@ def validate_paged(
     left, _ = check_window(window_size)
     starts = cu_seqlens_q.tolist()
     check_offset_values("cu_seqlens_q", starts, q.shape[0], "max_seqlen_q", max_seqlen_q)
-    _checks.check_pages(
+    lengths = seqlens_k.tolist()
+    _values.check_pages(
         starts,
-        seqlens_k.tolist(),
+        lengths,
+        _values.first_keys(starts, lengths, left),
         block_table,
         cache_sizes(k_cache),
         has_new=k is not None,
-        left=left,
         max_seqlen_k=max_seqlen_k,
     )
+    if tree_mask is not None:
+        _checks.check_tree(q, tree_mask, max_seqlen_q, causal, None)
+        _values.check_trees(starts, tree_mask)
 
 
 def validate_slot_mapping(slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -76,4 +82,4 @@ def validate_slot_mapping(slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
     """
     _checks.check_caches(k_cache, v_cache)
     _checks.check_indices("slot_mapping", slot_mapping, "k_cache", k_cache, 1)
-    _checks.check_slots(k_cache, v_cache, slot_mapping)
+    _values.check_slots(k_cache, slot_mapping)

@@ -22,8 +22,8 @@ from .parameters import (
     Tile,
     pointers_of_callers,
 )
-from .primitives import cut_range, key_range, tiles_of
-from .queries import load_queries, positions_of, query_rows, slopes_of
+from .primitives import cut_range, key_range, masked_from, tiles_of
+from .queries import load_queries, positions_of, query_rows, slopes_of, tree_of
 from .results import fill_padding, store_out, store_part
 from .schedule import locate
 from .structures import (
@@ -79,7 +79,7 @@ def _scales_of(scale, descale_at, q_descale_ptr, k_descale_ptr):
 def _paged_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, block_table_ptr, cu_seqlens_q_ptr,
     seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
-    out_scale_ptr, positions_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
+    out_scale_ptr, positions_ptr, tree_mask_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
     scale, softcap, window_left, window_right,
     batch, heads_k, tokens, units, splits,
     stride_qs, stride_qh, stride_os, stride_oh,
@@ -152,6 +152,9 @@ def _paged_kernel(
     q = load_queries(rows, Packed(q_ptr, stride_qs, stride_qh), ROW_LAYOUT, TILE)
     positions = positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE)
     slopes = slopes_of(rows, sequence_64, positions_ptr, alibi_slopes_ptr, stride_alibi_b)
+    tree = tree_of(rows, tree_mask_ptr)
+    # where a tree takes the place of the diagonal
+    first_new = seqlen_k - place.seqlen_q
     descale_at = head_k if DESCALE_NDIM > 0 else 0
     if DESCALE_NDIM == 2:
         descale_at += sequence_64 * heads_k
@@ -161,11 +164,15 @@ def _paged_kernel(
     # what this program's split is of the tiles of both sources
     scores = Scores(cache_scale, softcap, window_left, window_right)
     seen = key_range(positions.first, positions.last, context, scores, OPTIONS)
+    if tree_mask_ptr is not None:
+        seen = masked_from(seen, first_new)
     tile_begin, cache_tiles = tiles_of(seen, BLOCK_N)
     all_tiles = cache_tiles
     if HAS_DENSE:
         new_first, new_last = positions.first - context, positions.last - context
         new_seen = key_range(new_first, new_last, seqlen_k - context, scores, OPTIONS)
+        if tree_mask_ptr is not None:
+            new_seen = masked_from(new_seen, first_new - context)
         new_begin, new_tiles = tiles_of(new_seen, BLOCK_N)
         all_tiles += new_tiles
     begin, end = _share_of(split, splits, all_tiles)
@@ -180,7 +187,7 @@ def _paged_kernel(
         Vectors(v_cache_ptr, stride_vcp, stride_vcs, None, stride_vcd),
         Table(block_table_ptr + sequence_64 * stride_table_b, stride_table_p),
     )
-    queries = Queries(q, positions.position, slopes)
+    queries = Queries(q, positions.position, slopes, tree, first_new)
     softmax = attend_to_all(softmax, queries, source, walk, scores, LAYOUT, OPTIONS, TILE)
     v_descale = 1.0
     if v_descale_ptr is not None:
@@ -202,7 +209,7 @@ def _paged_kernel(
             Vectors(v_ptr, None, stride_vs, None, None),
             None,
         )
-        queries = Queries(q, positions.position - context, slopes)
+        queries = Queries(q, positions.position - context, slopes, tree, first_new - context)
         scores = Scores(scale, softcap, window_left, window_right)
         softmax = attend_to_all(softmax, queries, source, walk, scores, NEW_LAYOUT, OPTIONS, TILE)
 

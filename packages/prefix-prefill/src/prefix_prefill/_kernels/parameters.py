@@ -34,6 +34,7 @@ class Pointers(NamedTuple):
     v_descale_ptr: Any
     out_scale_ptr: Any
     positions_ptr: Any
+    tree_mask_ptr: Any
     out_ptr: Any
     lse_ptr: Any
     part_out_ptr: Any  # results of splits, which are merged later
@@ -271,3 +272,104 @@ class WriteTile(NamedTuple):
     BLOCK_T: Any
     BLOCK_D: Any
     OVERLAP: Any  # programs are set up while the kernel before still runs
+
+
+# ---- kernels for a cache of rows or pages that a call appends to
+
+
+class AppendPointers(NamedTuple):
+    """What is appended, and to what, in the order of ``AppendTensors``."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    k_cache_ptr: Any
+    v_cache_ptr: Any
+    cache_seqlens_ptr: Any
+    cache_batch_idx_ptr: Any
+    block_table_ptr: Any
+    rotary_cos_ptr: Any
+    rotary_sin_ptr: Any
+    rotated_ptr: Any
+
+
+class AppendCounts(NamedTuple):
+    """How much there is, and how much room."""
+
+    batch: Any
+    seqlen_new: Any
+    seqlen_q: Any
+    page: Any  # slots of a page, or of a row
+    room: Any  # slots that a sequence has
+    pages: Any  # pages, or rows, of the cache
+    seqlen_ro: Any
+
+
+class AppendStrides(NamedTuple):
+    """Strides, named as in ``Strides``; t of a position in the tables of rotations."""
+
+    stride_qs: Any
+    stride_qh: Any
+    stride_ks: Any
+    stride_kh: Any
+    stride_vs: Any
+    stride_vh: Any
+    stride_kcp: Any
+    stride_kcs: Any
+    stride_kch: Any
+    stride_kcd: Any
+    stride_vcp: Any
+    stride_vcs: Any
+    stride_vch: Any
+    stride_vcd: Any
+    stride_table_b: Any
+    stride_table_p: Any
+    stride_cos_t: Any
+    stride_cos_d: Any
+    stride_sin_t: Any
+    stride_sin_d: Any
+
+
+class AppendTile(NamedTuple):
+    """What a program writes, and how."""
+
+    HEADS_Q: Any
+    HEADS_K: Any
+    HEAD_DIM: Any
+    ROTARY_DIM: Any  # 0: nothing is rotated
+    INTERLEAVED: Any
+    MOVING: Any  # queries stand one behind the other
+    ROW_BYTES: Any  # alignment of the rows of q, k and v
+    K_UNIT: Any  # keys in the cache have no gaps
+    K_BYTES: Any  # alignment of every key
+    V_UNIT: Any
+    V_BYTES: Any
+    BLOCK_T: Any
+    BLOCK_D: Any
+
+
+class PagePointers(NamedTuple):
+    """Lengths and rows of a cache, and what of the attention kernel's arguments they come to."""
+
+    cache_seqlens_ptr: Any
+    cache_batch_idx_ptr: Any
+    cache_leftpad_ptr: Any
+    starts_ptr: Any
+    lengths_ptr: Any
+    table_ptr: Any
+
+
+class PageCounts(NamedTuple):
+    """How much there is."""
+
+    seqlen_q: Any
+    new: Any  # keys behind those that ``cache_seqlens`` counts
+    row_pages: Any  # pages, which begin at every slot, from one row to the next
+    step: Any  # and from one page of a sequence to the next
+    pages: Any  # of a sequence
+
+
+class PageTile(NamedTuple):
+    """What a program writes at once."""
+
+    BLOCK: Any  # entries

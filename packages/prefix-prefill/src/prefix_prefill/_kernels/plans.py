@@ -44,7 +44,7 @@ BLOCK_T = 16
 # rows of two results that a program merges
 MERGE_ROWS = 16
 # small tensors that the kernels take as contiguous
-_DENSE = ("cu_seqlens_q", "seqlens_k", "positions", "alibi_slopes", "sinks")
+_DENSE = ("cu_seqlens_q", "seqlens_k", "positions", "alibi_slopes", "sinks", "tree_mask")
 
 # ---- attention
 

@@ -147,13 +147,18 @@ def logits_of(products, queries, keys, scores, OPTIONS: tl.constexpr):
 
 
 @triton.jit
-def is_visible(position, keys, last, scores, OPTIONS: tl.constexpr):
-    """Return which keys each row sees; its window hangs on ``position``."""
+def is_visible(queries, keys, last, scores, OPTIONS: tl.constexpr):
+    """Return which keys each row sees; its window hangs on its position."""
+    position = queries.position
     visible = (keys < last)[None, :] & (position == position)[:, None]  # [BLOCK_M, BLOCK_N]
     if OPTIONS.HAS_RIGHT:
         visible &= keys[None, :] <= position[:, None] + scores.window_right
     if OPTIONS.HAS_LEFT:
         visible &= keys[None, :] >= position[:, None] - scores.window_left
+    if queries.tree is not None:
+        new = keys - queries.first_new  # [BLOCK_N]
+        bits = queries.tree[:, None] >> tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)[None, :]
+        visible &= (new < 0)[None, :] | ((bits & 1) != 0)  # [BLOCK_M, BLOCK_N]
     return visible
 
 
@@ -172,6 +177,13 @@ def key_range(first_position, last_position, seqlen_k, scores, OPTIONS: tl.const
         end = tl.minimum(full_last, first_position + scores.window_right + 1)
         full_last = tl.maximum(end, 0)
     return KeyRange(tl.minimum(first, last), last, full_first, full_last)
+
+
+@triton.jit
+def masked_from(seen, first):
+    """Return a ``KeyRange`` in which no key from ``first`` on is one that all rows see."""
+    full_last = tl.minimum(seen.full_last, tl.maximum(first, 0))
+    return KeyRange(seen.first, seen.last, seen.full_first, full_last)
 
 
 @triton.jit

@@ -63,3 +63,13 @@ def slopes_of(rows, sequence, positions_ptr, alibi_slopes_ptr, stride_alibi_b):
     else:
         slopes = None
     return slopes
+
+
+@triton.jit
+def tree_of(rows, tree_mask_ptr):
+    """Return which new tokens each row sees, a bit for each, or None."""
+    if tree_mask_ptr is not None:
+        tree = tl.load(tree_mask_ptr + rows.token_64, mask=rows.is_inside, other=0)  # [BLOCK_M]
+    else:
+        tree = None
+    return tree

@@ -47,6 +47,8 @@ class Queries(NamedTuple):
     q: Any
     position: Any  # counts from the first key of the source
     slopes: Any  # None without ALiBi
+    tree: Any  # None without a tree
+    first_new: Any  # the key of the first new token
 
 
 class Vectors(NamedTuple):
@@ -147,3 +149,36 @@ class Slots(NamedTuple):
     stride_slot: Any
     tokens: Any
     slots: Any
+
+
+class Rope(NamedTuple):
+    """Tables of cosines and sines by position, as far as they reach."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    stride_cos_t: Any
+    stride_cos_d: Any
+    stride_sin_t: Any
+    stride_sin_d: Any
+    seqlen: Any
+
+
+class Room(NamedTuple):
+    """The pages, or the row, of each sequence, and how many slots it has there."""
+
+    table_ptr: Any
+    stride_sequence: Any
+    stride_entry: Any
+    batch_idx_ptr: Any
+    page: Any
+    slots: Any
+    pages: Any
+
+
+class Tokens(NamedTuple):
+    """A block of new tokens: of which sequences, at which positions."""
+
+    token: Any  # of all
+    sequence: Any
+    position: Any
+    exists: Any

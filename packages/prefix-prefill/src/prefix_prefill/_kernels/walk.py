@@ -85,8 +85,11 @@ def _attend(
             factor = 1.0
             s = logits_of(s, queries, keys, scores, OPTIONS)
         if MASKED:
-            visible = is_visible(queries.position, keys, walk.last, scores, OPTIONS)
+            visible = is_visible(queries, keys, walk.last, scores, OPTIONS)
             s = tl.where(visible, s, NEG_INF)
+            if queries.tree is not None:
+                # a branch that no row is on lies between keys that are seen, and may hold NaN
+                inside &= tl.max(visible.to(tl.int32), 0) != 0  # [BLOCK_N]
         m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
         if MASKED:
             # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN

@@ -1,0 +1,88 @@
+"""What CPU tensors run of ``flash_attn_with_kvcache``: the definition, one sequence at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _eager
+from ._call import AppendOptions, AppendTensors, RowOptions, RowTensors, Tensors
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """Return vectors ``[tokens, heads, head_dim]`` as rotary embeddings turn them, rounded once.
+
+    ``cos`` and ``sin`` are ``[seqlen_ro, rotary_dim / 2]``, ``positions`` ``[tokens]``.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = (table[positions].to(wide)[:, None] for table in (cos, sin))
+    half = cos.shape[2]
+    out = x.to(wide, copy=True)
+    turned = out[..., : 2 * half]
+    if interleaved:
+        a, b = turned[..., ::2].clone(), turned[..., 1::2].clone()
+        turned[..., ::2], turned[..., 1::2] = a * cos - b * sin, a * sin + b * cos
+    else:
+        a, b = turned[..., :half].clone(), turned[..., half:].clone()
+        turned[..., :half], turned[..., half:] = a * cos - b * sin, a * sin + b * cos
+    return out.to(x.dtype)
+
+
+def append(x: AppendTensors, options: AppendOptions) -> None:
+    """Write new keys and values behind those of their sequences; rotate keys and queries."""
+    with torch.no_grad():
+        batch = len(x.cache_seqlens)
+        starts = x.cache_seqlens.to(torch.int64)[:, None]
+        new, queries = len(x.k) // max(1, batch), len(x.q) // max(1, batch)
+        positions = starts + torch.arange(new)
+        size = x.k_cache.shape[1]
+        if x.block_table is not None:
+            rows = x.block_table.to(torch.int64).gather(1, positions // size).flatten()
+        elif x.cache_batch_idx is not None:
+            rows = x.cache_batch_idx.to(torch.int64).repeat_interleave(new)
+        else:
+            rows = torch.arange(batch).repeat_interleave(new)
+        slots = (positions % size).flatten()
+        k = x.k
+        if x.rotary_cos is not None and x.rotary_sin is not None and x.rotated is not None:
+            tables = x.rotary_cos, x.rotary_sin
+            k = rotate(k, *tables, positions.flatten(), options.interleaved)
+            where = starts + (torch.arange(queries) if options.moving else torch.zeros(queries))
+            where = where.to(torch.int64).flatten()
+            x.rotated.copy_(rotate(x.q, *tables, where, options.interleaved))
+        x.k_cache[rows, slots] = k
+        x.v_cache[rows, slots] = x.v
+
+
+def attend(x: RowTensors, options: RowOptions) -> None:
+    """Attend to each sequence's keys, as slots of a page each or in their pages."""
+    batch = len(x.cache_seqlens)
+    queries = len(x.q) // max(1, batch)
+    starts = torch.tensor([0, queries], dtype=torch.int32)
+    for b, length in enumerate(x.cache_seqlens.tolist()):
+        keys = length + options.new
+        caches, table = (x.k_cache, x.v_cache), x.block_table
+        if table is None:
+            row = b if x.cache_batch_idx is None else int(x.cache_batch_idx[b])
+            first = 0 if x.cache_leftpad is None else int(x.cache_leftpad[b])
+            caches = tuple(cache[row, first:keys, None] for cache in caches)
+            keys -= first
+            table = torch.arange(keys)[None]
+        else:
+            table = table[b : b + 1]
+        slopes = x.alibi_slopes
+        if slopes is not None and slopes.ndim == 2:
+            slopes = slopes[b]
+        rows = slice(b * queries, (b + 1) * queries)
+        part = Tensors.of(
+            q=x.q[rows],
+            k_cache=caches[0],
+            v_cache=caches[1],
+            block_table=table,
+            cu_seqlens_q=starts,
+            seqlens_k=torch.tensor([keys], dtype=torch.int32),
+            alibi_slopes=slopes,
+            out=x.out[rows],
+            lse=None if x.lse is None else x.lse[:, rows],
+        )
+        _eager.attention(part, options.as_options())

@@ -1,0 +1,168 @@
+"""Attention over a cache of rows or pages that the call appends to, as flash-attn 2 has it."""
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from . import _kvcache_checks, _ops, _options
+from ._call import AppendOptions, AppendPlan, AppendTensors, RowOptions, RowPlan, RowTensors
+from ._linked.host.arguments import as_int32, check_flag, check_tensor, is_int, kind
+from ._linked.host.forms import Memory, form_of
+
+
+class _Known(NamedTuple):
+    """What is known of every call of one form."""
+
+    append: AppendOptions
+    attend: RowOptions
+    # None where calls have to go through the operators
+    plans: tuple[AppendPlan | None, RowPlan] | None = None
+
+
+_known: Memory[_Known] = Memory()
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    **unknown: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Append new keys and values to a cache, then attend to it; flash-attn 2's function.
+
+    With ``k`` and ``v``, they are written in place behind the ``cache_seqlens`` keys of each
+    sequence, rotated if there are ``rotary_cos`` and ``rotary_sin``, and the queries see them. The
+    scores and masks are those of :func:`paged_attn_func`: with ``seqlen_k`` keys of a sequence, new
+    ones included, query i stands at ``i' = i + seqlen_k - seqlen_q``.
+
+    Rotary embeddings (RoFormer: Su et al. 2021) turn the pair ``(x, y)`` of numbers at position p
+    into ``(x cos[p] - y sin[p], x sin[p] + y cos[p])``, in fp32. New key i stands at
+    ``cache_seqlens + i``; query i too, under ``causal`` or a window, and at ``cache_seqlens``
+    without.
+
+    Args:
+        q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16 or fp32. ``head_dim`` is a
+            multiple of 8 up to 256.
+        k_cache: keys, ``[batch_cache, seqlen_cache, heads_k, head_dim]``, or, with ``block_table``,
+            ``[num_blocks, block_size, heads_k, head_dim]``; dtype of ``q``. Any strides, any
+            ``block_size``; the cache is never copied.
+        v_cache: values, likewise.
+        k: new keys, ``[batch, seqlen_new, heads_k, head_dim]``, dtype of ``q``. Default: None.
+        v: new values, likewise.
+        rotary_cos: ``[seqlen_ro, rotary_dim / 2]``, dtype of ``q`` or fp32, for as many positions
+            as the cache has room for; ``rotary_dim`` is at most ``head_dim``, and what is behind it
+            is not rotated. It takes ``k`` and ``v``. Default: None.
+        rotary_sin: likewise.
+        cache_seqlens: how many keys of each sequence the cache holds, an int for all or int32
+            ``[batch]`` (int64 is converted); what ``cache_leftpad`` leaves out counts, too.
+            Default: None, as many as it has room for.
+        cache_batch_idx: in which row of the cache each sequence is, int32 or int64 ``[batch]``,
+            each another where new keys are written. Default: None, its own.
+        cache_leftpad: how many keys at the beginning of a row are none, int32 ``[batch]``.
+            Default: None.
+        block_table: the pages of each sequence, int32 or int64 ``[batch, max_blocks]``. Not beside
+            ``cache_batch_idx`` or ``cache_leftpad``. Default: None.
+        softmax_scale: factor of the scores. Default: ``head_dim ** -0.5``.
+        causal: hide key j from query i unless ``j <= i'``. Default: False.
+        window_size: as in :func:`paged_attn_func`.
+        softcap: cap of the scores; 0.0 is none. Default: 0.0.
+        rotary_interleaved: pairs are neighbours (GPT-J), or else numbers of the first and the
+            second half of ``rotary_dim`` (GPT-NeoX). Default: True.
+        alibi_slopes: fp32 ``[heads_q]`` or ``[batch, heads_q]``. Default: None.
+        num_splits: as in :func:`paged_attn_func`.
+        return_softmax_lse: return ``(out, lse)``. Default: False.
+
+    Returns:
+        ``out``, shaped like ``q``; or ``(out, lse)``, ``lse`` fp32 ``[batch, heads_q, seqlen_q]``.
+        A query that sees no key has output 0 and lse -inf.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range. What only a GPU knows is the caller's duty
+            there: lengths, rows and pages. Nothing is written beyond the cache.
+        NotImplementedError: on a combination that is not offered; on an input that requires a
+            gradient.
+    """
+    if unknown:
+        _kvcache_checks.refuse_unknown(unknown)
+    check_tensor("q", q)
+    cache_leftpad = as_int32(cache_leftpad)
+    given = _kvcache_checks.Given(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
+        block_table, alibi_slopes,
+    )  # fmt: skip
+    lengths = as_int32(cache_seqlens)
+    is_tensor = isinstance(lengths, Tensor)
+    asked: tuple[Any, ...] = softmax_scale, causal, window_size, softcap, rotary_interleaved
+    asked += num_splits, return_softmax_lse, kind(cache_seqlens)
+    form = form_of((), (*given, lengths if is_tensor else None), asked, packed=False)
+    known = None if form is None else _known.get(form)
+    if known is None:
+        _kvcache_checks.check(given, lengths)
+        for name, flag in (
+            ("rotary_interleaved", rotary_interleaved),
+            ("return_softmax_lse", return_softmax_lse),
+        ):
+            check_flag(name, flag)
+        options = _options.check_options(
+            q, softmax_scale, causal, window_size, softcap, num_splits, False
+        )
+        moves = options.window_left >= 0 or options.window_right >= 0
+        new = 0 if k is None else k.shape[1]
+        known = _Known(AppendOptions(rotary_interleaved, moves), RowOptions(new, *options[:5]))
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    capacity = _kvcache_checks.room(given)
+    if not is_tensor:
+        if is_int(lengths):
+            _kvcache_checks.check_length_of_all(lengths, known.attend.new, capacity)
+        count = capacity if lengths is None else lengths
+        lengths = torch.full((batch,), count, dtype=torch.int32, device=q.device)
+    packed = rotated = q.reshape(batch * seqlen_q, heads_q, head_dim)
+    append = None
+    if k is not None and v is not None:
+        if rotary_cos is not None:
+            rotated = torch.empty(packed.shape, dtype=q.dtype, device=q.device)
+        append = AppendTensors(
+            packed, k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, lengths, cache_batch_idx,
+            block_table, rotary_cos, rotary_sin, None if rotary_cos is None else rotated,
+        )  # fmt: skip
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = None
+    if return_softmax_lse:
+        lse = torch.empty((heads_q, len(packed)), dtype=torch.float32, device=q.device)
+    attend = RowTensors(
+        rotated, k_cache, v_cache, lengths, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, out.flatten(0, 1), lse,
+    )  # fmt: skip
+    if known.plans is None and form is not None and _known.get(form) is None:
+        plans = _ops.kvcache_plans_of(append, known.append, attend, known.attend)
+        known = _known.keep(form, known._replace(plans=plans))
+    if known.plans is not None:
+        append_plan, row_plan = known.plans
+        if append_plan is not None and append is not None:
+            append_plan.run(append)
+        row_plan.run(attend)
+    else:
+        if append is not None:
+            _ops.append_kvcache(*append, *known.append)
+        _ops.attend_kvcache(*attend, *known.attend)
+    if lse is None:
+        return out
+    return out, lse.view(heads_q, batch, seqlen_q).transpose(0, 1).contiguous()
