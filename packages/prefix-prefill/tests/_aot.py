@@ -23,11 +23,12 @@ class Config:
     dense: bool = False  # new keys and values beside the cache
     group: int = 4
     rich: bool = False  # every feature at once
+    tree: bool = False
     splits: int = 1
 
     def __str__(self) -> str:
         kind = f"d{self.head_dim}-{self.dtype}-{self.cache or 'same'}-p{self.page}-g{self.group}"
-        flags = ("packed", "dense", "rich")
+        flags = ("packed", "dense", "rich", "tree")
         kind += "".join(f"-{flag}" for flag in flags if getattr(self, flag))
         return kind + ("-split" if self.splits > 1 else "")
 
@@ -81,8 +82,9 @@ def launch_attention(
             q, *caches(config, heads_k), *new, meta(batch, 64, dtype=int32),
             meta(batch + 1, dtype=int32), meta(batch, dtype=int32),
             meta(batch, heads_q) if rich else None, meta(heads_q) if rich else None, *scales, None,
-            None, None, out, meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5,
-            500 if rich else -1, 0, 30.0 if rich else 0.0, config.splits, False, False, False,
+            None, meta(tokens, dtype=torch.int64) if config.tree else None, out,
+            meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5, 500 if rich else -1,
+            -1 if config.tree else 0, 30.0 if rich else 0.0, config.splits, False, False, False,
             True, False,
         )  # fmt: skip
 
@@ -109,3 +111,32 @@ def launch_merge(config: Config, tokens: int = 1024) -> None:
     lses = [meta(32, tokens) for _ in range(2)]
     out = meta(tokens, 32, config.head_dim, dtype=getattr(torch, config.dtype))
     launch(parts[0], lses[0], parts[1], lses[1], None, out, lses[0])
+
+
+def launch_append(config: Config, batch: int = 16, new: int = 4) -> None:
+    """Run the launcher that appends to a cache, with rotary embeddings; ``packed``: by halves."""
+    from prefix_prefill._kernels.kvcache_plans import launch_append as launch
+
+    dtype, d = getattr(torch, config.dtype), config.head_dim
+    q = meta(batch * new, 8 * config.group, d, dtype=dtype)
+    k, v = (meta(batch * new, 8, d, dtype=dtype) for _ in "kv")
+    cos, sin = (meta(8192, d // 2, dtype=dtype) for _ in "cs")
+    rotated = torch.empty_like(q)
+    lengths, table = meta(batch, dtype=torch.int32), meta(batch, 64, dtype=torch.int32)
+    tail = cos, sin, rotated, not config.packed, True
+    launch(q, k, v, *caches(Config(d, config.dtype)), lengths, None, table, *tail)
+
+
+def launch_rows(config: Config, batch: int = 16, queries: int = 1) -> None:
+    """Run the launcher that attends to a cache of rows, as many as there are sequences."""
+    from prefix_prefill._kernels.kvcache_plans import launch_attend as launch
+
+    dtype, d = getattr(torch, config.dtype), config.head_dim
+    q = meta(batch * queries, 8 * config.group, d, dtype=dtype)
+    k_cache, v_cache = (meta(batch, 5000, 8, d, dtype=dtype) for _ in "kv")
+    lengths = meta(batch, dtype=torch.int32)
+    with only_portable():
+        launch(
+            q, k_cache, v_cache, lengths, None, lengths, None, None, torch.empty_like(q), None, 0,
+            d**-0.5, -1, 0, 0.0, config.splits,
+        )  # fmt: skip

@@ -16,17 +16,28 @@ import pytest
 import torch
 from prefix_prefill._configs import choose_splits
 
-from ._aot import Config, launch_attention, launch_cache, launch_decode, launch_merge
+from ._aot import (
+    Config,
+    launch_append,
+    launch_attention,
+    launch_cache,
+    launch_decode,
+    launch_merge,
+    launch_rows,
+)
 from ._linked.gpus import GPUS, chosen, compiling, recording
 
 pytestmark = pytest.mark.aot
 
 MIXED, DECODE, CACHE, MERGE = "mixed", "decode", "cache", "merge"
+APPEND, ROWS = "append", "rows"
 LAUNCHERS = {
     MIXED: launch_attention,
     DECODE: launch_decode,
     CACHE: launch_cache,
     MERGE: launch_merge,
+    APPEND: launch_append,
+    ROWS: launch_rows,
 }
 FP8 = {"nvidia:sm_90": "float8_e4m3fn", "nvidia:sm_100": "float8_e4m3fn"}
 FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
@@ -34,6 +45,7 @@ FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
 # "GPU configuration kernel", as a pattern: the most that may be spilled, and why that is accepted
 SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_80 d128-bfloat16-same-p16-g4 *": (16, "with Triton 3.6 alone, 3.9 spills nothing"),
+    "* *-tree _paged_kernel": (32, "rows of 512 bytes and up, in tiles half as high as others"),
     "amd:gfx1100 *": (64, "its matrix instructions want operands twice; no such GPU to tune on"),
 }
 
@@ -55,6 +67,9 @@ def principal() -> list[tuple[str, str, Config]]:
         (hopper, MIXED, Config(128)),
         (hopper, MIXED, Config(128, dense=True)),
         (hopper, MERGE, Config(128)),
+        (hopper, MIXED, Config(128, tree=True)),
+        (hopper, ROWS, Config(128)),
+        (amd, APPEND, Config(128)),
         (hopper, DECODE, Config(256, splits=4)),
         ("nvidia:sm_80", DECODE, Config(128, "float32")),
     ]
@@ -80,6 +95,10 @@ def everything() -> list[tuple[str, str, Config]]:
             (gpu, MIXED, Config(d, dtype, dtype, packed=p)),
             (gpu, CACHE, Config(d, cache=dtype, packed=p)),
         ]
+    for gpu, d in itertools.product(GPUS, (64, 128, 256)):
+        cases += [(gpu, MIXED, Config(d, tree=True)), (gpu, ROWS, Config(d))]
+        cases += [(gpu, APPEND, Config(d, packed=p)) for p in (False, True)]
+    cases += [(gpu, MIXED, Config(128, "float32", dense=True, tree=True)) for gpu in GPUS]
     # a page of a token each, and dtypes and splits that the rest leaves out
     cases += [(gpu, DECODE, Config(80, "float16", page=1)) for gpu in GPUS]
     cases += [(gpu, DECODE, Config(64, group=1)) for gpu in GPUS]

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ._aot import Config, launch_attention, launch_cache, launch_decode, launch_merge
+from ._aot import (
+    Config,
+    launch_append,
+    launch_attention,
+    launch_cache,
+    launch_decode,
+    launch_merge,
+    launch_rows,
+)
 from ._linked.gpus import counting
 from ._numerics import Problem, make_case, run
 
@@ -38,6 +46,18 @@ def test_twenty_lengths_of_the_other_kernels(launch):
         for tokens in LENGTHS:
             launch(Config(128), tokens)
     assert [len(keys) for keys in variants.values()] == [1]
+
+
+@pytest.mark.aot
+def test_twenty_batches_over_a_cache_of_rows():
+    """Nor does the length of a row, or how many there are, compile anew."""
+    with counting("nvidia:sm_90") as variants:
+        for batch in LENGTHS:
+            launch_append(Config(128), batch, batch % 3 + 1)
+            launch_rows(Config(128), batch)
+    assert {name: len(keys) for name, keys in variants.items()} == {
+        "_append_kernel": 1, "_pages_kernel": 1, "_paged_kernel": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.aot

@@ -15,13 +15,17 @@ from prefix_prefill import (
     api,
     context_attention_fwd,
     dropin,
+    flash_attn_with_kvcache,
     paged_attn_func,
     reshape_and_cache,
 )
-from prefix_prefill._call import Tensors, WriteTensors
+from prefix_prefill import kvcache as public_kvcache
+from prefix_prefill._call import AppendTensors, Tensors, WriteTensors
 from prefix_prefill._kernels import (
     attention,
     cache,
+    kvcache,
+    kvcache_plans,
     merge,
     parameters,
     plans,
@@ -62,13 +66,20 @@ ENTRIES = [
         parameters.WriteStrides, parameters.CacheLayout, parameters.WriteTile,
     ),
     (
+        kvcache._append_kernel, parameters.AppendPointers, parameters.AppendCounts,
+        parameters.AppendStrides, parameters.AppendTile,
+    ),
+    (
+        kvcache._pages_kernel, parameters.PagePointers, parameters.PageCounts, parameters.PageTile,
+    ),
+    (
         hopper_attention.prefill_kernel, hopper.Arguments, hopper.Scores, hopper.Counts,
         hopper.Strides, hopper.Options, hopper.Tile,
     ),
 ]  # fmt: skip
 DEVICE_MODULES = [
-    attention, cache, merge, primitives, queries, results, schedule, walk, hopper_attention,
-    producer,
+    attention, cache, kvcache, merge, primitives, queries, results, schedule, walk,
+    hopper_attention, producer,
 ]  # fmt: skip
 MOST_ARGUMENTS = 12
 MOST_FRAMES = 5
@@ -87,6 +98,8 @@ def test_an_entry_takes_the_fields_of_what_the_host_makes(entry):
 def test_the_tensors_of_a_call_are_in_the_order_of_the_kernel():
     """Plans pass them on as they are."""
     assert [f"{name}_ptr" for name in WriteTensors._fields] == [*parameters.WritePointers._fields]
+    names = [f"{name}_ptr" for name in AppendTensors._fields]
+    assert names == [*parameters.AppendPointers._fields]
     parts = ["part_out_ptr", "part_lse_ptr"]
     ordered = [f"{name}_ptr" for name in Tensors._fields] + parts
     assert ordered == [*parameters.Pointers._fields]
@@ -112,7 +125,8 @@ def test_a_device_function_takes_few_arguments(module):
 def launches(monkeypatch):
     """Count the Python frames of each launch, from a public function to what it launches with."""
     counts: list[int] = []
-    public = {f.__code__ for f in (paged_attn_func, context_attention_fwd, reshape_and_cache)}
+    functions = paged_attn_func, context_attention_fwd, reshape_and_cache, flash_attn_with_kvcache
+    public = {f.__code__ for f in functions}
 
     def launch(*_: Any) -> None:
         frame, count = sys._getframe(1), 1
@@ -131,7 +145,9 @@ def launches(monkeypatch):
     # plans are for GPUs
     monkeypatch.setattr(_ops, "plan_of", plans.plan_of)
     monkeypatch.setattr(_ops, "write_plan_of", plans.write_plan_of)
-    for module, name in ((api, "_known"), (dropin, "_known"), (api, "_writes")):
+    monkeypatch.setattr(_ops, "kvcache_plans_of", kvcache_plans.plans_of)
+    known = (api, "_known"), (dropin, "_known"), (api, "_writes"), (public_kvcache, "_known")
+    for module, name in known:
         monkeypatch.setattr(module, name, Memory())
     return counts
 
@@ -160,6 +176,14 @@ def write() -> None:
     reshape_and_cache(*new, *caches, meta(64, dtype=torch.int64))
 
 
+def append_and_attend() -> None:
+    """One new token a sequence, in rows of 1000."""
+    caches, cos = [meta(4, 1000, 8, 128) for _ in "kv"], meta(1000, 64)
+    new = [meta(4, 1, 8, 128) for _ in "kv"]
+    lengths = meta(4, dtype=torch.int32)
+    flash_attn_with_kvcache(meta(4, 1, 32, 128), *caches, *new, cos, cos, lengths, num_splits=1)
+
+
 @pytest.mark.parametrize("gpu", ["nvidia:sm_90", "nvidia:sm_80", "amd:gfx942"])
 @pytest.mark.parametrize(
     ("call", "kernels"),
@@ -169,8 +193,9 @@ def write() -> None:
         (lambda: attend(2048, 4, 1), 2),
         (attend_by_the_drop_in, 2),
         (write, 1),
+        (append_and_attend, 3),
     ],
-    ids=["decode", "splits", "prefill", "drop_in", "write"],
+    ids=["decode", "splits", "prefill", "drop_in", "write", "kvcache"],
 )
 def test_few_frames_lie_before_a_warm_launch(call: Callable[[], None], kernels, gpu, launches):
     with absent_gpu(gpu):

@@ -144,6 +144,17 @@ def short_tile(platform: Platform, head_dim: int, itemsize: int, group: int) -> 
     return Tile(rows, tile.block_n, tile.num_warps, tile.num_stages, tile.precision)
 
 
+@functools.cache
+def tree_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
+    """Return the tile for sequences with many queries whose tokens are a tree's: 64 at most.
+
+    The masks of its rows take registers that a long tile of wide rows does not have.
+    """
+    if head_dim <= 128 and itemsize < 4:
+        return long_tile(platform, head_dim, itemsize)
+    return short_tile(platform, head_dim, itemsize, MAX_SHORT_ROWS // 2)
+
+
 def short_tokens(group: int) -> int:
     """Return the most queries of a sequence that goes to the short tile.
 

@@ -23,7 +23,7 @@ from .parameters import (
     pointers_of_callers,
 )
 from .primitives import cut_range, key_range, masked_from, tiles_of
-from .queries import load_queries, positions_of, query_rows, slopes_of, tree_of
+from .queries import branches_of, load_queries, positions_of, query_rows, slopes_of, tree_of
 from .results import fill_padding, store_out, store_part
 from .schedule import locate
 from .structures import (
@@ -152,7 +152,6 @@ def _paged_kernel(
     q = load_queries(rows, Packed(q_ptr, stride_qs, stride_qh), ROW_LAYOUT, TILE)
     positions = positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE)
     slopes = slopes_of(rows, sequence_64, positions_ptr, alibi_slopes_ptr, stride_alibi_b)
-    tree = tree_of(rows, tree_mask_ptr)
     # where a tree takes the place of the diagonal
     first_new = seqlen_k - place.seqlen_q
     descale_at = head_k if DESCALE_NDIM > 0 else 0
@@ -163,6 +162,8 @@ def _paged_kernel(
 
     # what this program's split is of the tiles of both sources
     scores = Scores(cache_scale, softcap, window_left, window_right)
+    tree = tree_of(rows, tree_mask_ptr, scores, OPTIONS)
+    branches = branches_of(tree)
     seen = key_range(positions.first, positions.last, context, scores, OPTIONS)
     if tree_mask_ptr is not None:
         seen = masked_from(seen, first_new)
@@ -187,7 +188,7 @@ def _paged_kernel(
         Vectors(v_cache_ptr, stride_vcp, stride_vcs, None, stride_vcd),
         Table(block_table_ptr + sequence_64 * stride_table_b, stride_table_p),
     )
-    queries = Queries(q, positions.position, slopes, tree, first_new)
+    queries = Queries(q, positions.position, slopes, tree, branches, first_new)
     softmax = attend_to_all(softmax, queries, source, walk, scores, LAYOUT, OPTIONS, TILE)
     v_descale = 1.0
     if v_descale_ptr is not None:
@@ -209,7 +210,9 @@ def _paged_kernel(
             Vectors(v_ptr, None, stride_vs, None, None),
             None,
         )
-        queries = Queries(q, positions.position - context, slopes, tree, first_new - context)
+        queries = Queries(
+            q, positions.position - context, slopes, tree, branches, first_new - context
+        )
         scores = Scores(scale, softcap, window_left, window_right)
         softmax = attend_to_all(softmax, queries, source, walk, scores, NEW_LAYOUT, OPTIONS, TILE)
 

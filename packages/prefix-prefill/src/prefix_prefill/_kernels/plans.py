@@ -20,6 +20,7 @@ from .._configs import (
     short_tile,
     short_tokens,
     takes_hopper,
+    tree_tile,
 )
 from .._layout import cache_sizes
 from .addressing import CacheForm, descale_ndim, one_form, row_strides
@@ -106,7 +107,8 @@ class AttentionPlan:
             tile = short_tile(platform, head_dim, itemsize, group)
             has_any = most_short >= least_short
             self.short = TilePlan(x, options, tile, least_short, most_short, has_any)
-        tile = long_tile(platform, head_dim, itemsize)
+        tile_of = long_tile if x.tree_mask is None else tree_tile
+        tile = tile_of(platform, head_dim, itemsize)
         least_long = max(most_short + 1, least_short)
         self.long: list[TilePlan | HopperPlan] = []
         if takes_hopper(x, options):

@@ -157,9 +157,20 @@ def is_visible(queries, keys, last, scores, OPTIONS: tl.constexpr):
         visible &= keys[None, :] >= position[:, None] - scores.window_left
     if queries.tree is not None:
         new = keys - queries.first_new  # [BLOCK_N]
-        bits = queries.tree[:, None] >> tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)[None, :]
-        visible &= (new < 0)[None, :] | ((bits & 1) != 0)  # [BLOCK_M, BLOCK_N]
+        low, high = queries.tree.to(tl.int32), (queries.tree >> 32).to(tl.int32)  # [BLOCK_M]
+        # [BLOCK_M, BLOCK_N]; words of 64 bits would take twice the registers
+        word = tl.where((new < 32)[None, :], low[:, None], high[:, None])
+        bit = word >> (tl.maximum(new, 0) & 31)[None, :] & 1
+        visible &= (new < 0)[None, :] | (bit != 0)
     return visible
+
+
+@triton.jit
+def is_on_branch(queries, keys):
+    """Return which keys some row of a tree sees, but for where the keys begin and end."""
+    new = keys - queries.first_new  # [BLOCK_N]
+    bits = queries.branches >> tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)
+    return (new < 0) | ((bits & 1) != 0)
 
 
 @triton.jit

@@ -66,10 +66,28 @@ def slopes_of(rows, sequence, positions_ptr, alibi_slopes_ptr, stride_alibi_b):
 
 
 @triton.jit
-def tree_of(rows, tree_mask_ptr):
+def tree_of(rows, tree_mask_ptr, scores, OPTIONS: tl.constexpr):
     """Return which new tokens each row sees, a bit for each, or None."""
     if tree_mask_ptr is not None:
         tree = tl.load(tree_mask_ptr + rows.token_64, mask=rows.is_inside, other=0)  # [BLOCK_M]
+        if OPTIONS.HAS_LEFT:
+            # bits of tokens ahead of a row's window
+            ahead = tl.maximum(rows.token - scores.window_left, 0)
+            within = tl.full([], -1, tl.int64) << tl.minimum(ahead, 63).to(tl.int64)
+            tree = tl.where(ahead < 64, tree & within, 0)
     else:
         tree = None
     return tree
+
+
+@triton.jit
+def branches_of(tree):
+    """Return which new tokens some row sees, or None."""
+    if tree is not None:
+        bit = tl.arange(0, 64).to(tl.int64)  # [64]
+        # [BLOCK_M, 64]
+        seen = (tree[:, None] >> bit[None, :]).to(tl.int32) & 1
+        branches = tl.sum(tl.max(seen, 0).to(tl.int64) << bit, 0)
+    else:
+        branches = None
+    return branches

@@ -47,7 +47,8 @@ class Queries(NamedTuple):
     q: Any
     position: Any  # counts from the first key of the source
     slopes: Any  # None without ALiBi
-    tree: Any  # None without a tree
+    tree: Any  # bits of the new tokens that a row sees; None without a tree
+    branches: Any  # those that some row sees
     first_new: Any  # the key of the first new token
 
 

@@ -4,7 +4,16 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
-from .primitives import is_looked_up, is_visible, load_rows, logits_of, look_up, matched, rows_of
+from .primitives import (
+    is_looked_up,
+    is_on_branch,
+    is_visible,
+    load_rows,
+    logits_of,
+    look_up,
+    matched,
+    rows_of,
+)
 from .structures import Softmax
 
 
@@ -72,6 +81,9 @@ def _attend(
         next_begin, next_pages = _next_tile(step + 1, steps, walk, source.table, PAGE, TILE, MASKED)
         keys = begin + lane  # [BLOCK_N]
         inside = (keys >= walk.first) & (keys < walk.last)
+        if MASKED and queries.tree is not None:
+            # branches that no row is on lie between keys that are seen, and may hold NaN
+            inside &= is_on_branch(queries, keys)
         k_rows = rows_of(pages, begin, source.k, PAGE, BLOCK_N)
         # [BLOCK_N, BLOCK_D]
         k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, TILE, MASKED)
@@ -87,9 +99,6 @@ def _attend(
         if MASKED:
             visible = is_visible(queries, keys, walk.last, scores, OPTIONS)
             s = tl.where(visible, s, NEG_INF)
-            if queries.tree is not None:
-                # a branch that no row is on lies between keys that are seen, and may hold NaN
-                inside &= tl.max(visible.to(tl.int32), 0) != 0  # [BLOCK_N]
         m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
         if MASKED:
             # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
