@@ -75,3 +75,38 @@ def test_a_fault_shows(serve, fault, monkeypatch):
             lambda q, k, v, table, *rest: attend(q, k, v, table.clamp(min=0).flip(1), *rest),
         )
     assert serve.main(["--quiet"]) == 1
+
+
+@pytest.fixture
+def speculative(serve, monkeypatch):
+    path = SCRIPT.parent / "speculative.py"
+    spec = importlib.util.spec_from_file_location("speculative", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "speculative", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_drafted_trees_give_the_answers_of_greedy_decoding(speculative, capsys):
+    assert speculative.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].endswith("token for token those of greedy decoding")
+    accepted = [int(line.split(", ")[1].split()[0]) for line in lines if line.startswith("step")]
+    # whole paths, and drafts that the model does not follow
+    assert max(accepted) == len(speculative.WIDTHS)
+    assert min(accepted) < max(accepted)
+
+
+@pytest.mark.parametrize("fault", ["tree", "keys", "accept"])
+def test_a_fault_in_speculation_shows(speculative, fault, monkeypatch):
+    if fault == "tree":
+        attend = speculative.paged_attn_func
+        monkeypatch.setattr(speculative, "paged_attn_func", lambda *rest, tree_mask: attend(*rest))
+    elif fault == "keys":
+        monkeypatch.setattr(speculative.Cached, "keep", lambda *_: None)
+    else:
+        accept = speculative.accept
+        monkeypatch.setattr(
+            speculative, "accept", lambda tree, logits: accept(tree, logits.roll(1, 0))
+        )
+    assert speculative.main(["--quiet"]) == 1

@@ -1,0 +1,210 @@
+"""Speculative decoding with drafted trees on a paged cache: several tokens a step, the same answer.
+
+    python examples/speculative.py            what each step drafts and accepts, then the check
+    python examples/speculative.py --quiet    the check alone
+
+A small draft model proposes a tree: after the last token its best few, after each of those again.
+The model verifies the whole tree in one call of ``paged_attn_func``, whose ``tree_mask`` lets each
+drafted token see its ancestors alone. The path on which every token is what the model says is
+accepted, and one token more, so that the answer is that of greedy decoding, token for token. Keys
+and values of the accepted path move to where the path's positions lie; the rest is overwritten.
+
+The models are the random decoder of ``serve.py``; the draft is the model with a little noise in its
+weights, so that it is often right and sometimes not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from prefix_prefill import paged_attn_func, reshape_and_cache
+from torch import Tensor
+
+PAGE, PAGES = 8, 16
+WIDTHS = (3, 2, 1, 1)  # children of each token of a level
+NOISE = 0.03
+MOST = 32  # tokens of an answer
+
+
+def load_serve() -> ModuleType:
+    """Load the example next to this one, for its decoder."""
+    spec = importlib.util.spec_from_file_location("serve", Path(__file__).parent / "serve.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault("serve", importlib.util.module_from_spec(spec))
+    if not hasattr(module, "Decoder"):
+        spec.loader.exec_module(module)
+    return module
+
+
+serve = load_serve()
+
+
+class Tree(NamedTuple):
+    """Tokens, each behind its parent; the first is the last token of the sequence."""
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+
+    def rows(self) -> Tensor:
+        """Return ``tree_mask``: each token sees itself and its ancestors."""
+        rows: list[int] = []
+        for i, parent in enumerate(self.parents):
+            rows.append((rows[parent] if parent >= 0 else 0) | 1 << i)
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def path(self, token: int) -> list[int]:
+        """Return a token's ancestors and itself, from the root."""
+        path = [token]
+        while self.parents[path[0]] >= 0:
+            path.insert(0, self.parents[path[0]])
+        return path
+
+
+class Cached:
+    """A model and the paged cache of one sequence."""
+
+    def __init__(self, model: serve.Decoder, seed: int = 0) -> None:
+        self.model = model
+        shape = (PAGES, PAGE, serve.HEADS_K, serve.HEAD_DIM)
+        self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(serve.LAYERS)]
+        order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(seed))
+        self.table = order.to(torch.int32)[None]
+
+    def slots(self, positions: Tensor) -> Tensor:
+        """Return where the keys of positions lie in the cache."""
+        return self.table[0, positions // PAGE].long() * PAGE + positions % PAGE
+
+    def __call__(self, tree: Tree, cached: int) -> Tensor:
+        """Return the logits of new tokens behind ``cached`` ones, and write their keys there."""
+        count = len(tree.tokens)
+        slots = self.slots(cached + torch.arange(count))
+        starts, lengths = (
+            torch.tensor(x, dtype=torch.int32) for x in ([0, count], [cached + count])
+        )
+        rows = tree.rows()
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            cache = self.caches[layer]
+            reshape_and_cache(k, v, *cache, slots)
+            bounds = count, cached + count
+            return paged_attn_func(q, *cache, self.table, starts, lengths, *bounds, tree_mask=rows)
+
+        # a token stands as deep as its path, wherever its key lies
+        return self.model(torch.tensor(tree.tokens), cached + torch.tensor(tree.depths), attend)
+
+    def keep(self, cached: int, path: list[int]) -> None:
+        """Move the keys of the accepted path to where its positions lie."""
+        source = self.slots(cached + torch.tensor(path))
+        target = self.slots(cached + torch.arange(len(path)))
+        for cache in self.caches:
+            k, v = (x.flatten(0, 1)[source] for x in cache)
+            reshape_and_cache(k, v, *cache, target)
+
+
+def chain(tokens: list[int]) -> Tree:
+    """Return tokens that follow each other."""
+    return Tree(tokens, [*range(-1, len(tokens) - 1)], [*range(len(tokens))])
+
+
+def draft(model: Cached, last: int, cached: int) -> Tree:
+    """Grow a tree below the last token, a level at a time."""
+    tree = Tree([last], [-1], [0])
+    level = [0]
+    for width in WIDTHS:
+        logits = model(tree, cached)
+        children = []
+        for parent in level:
+            for token in logits[parent].topk(width).indices.tolist():
+                children.append(len(tree.tokens))
+                tree.tokens.append(token)
+                tree.parents.append(parent)
+                tree.depths.append(tree.depths[parent] + 1)
+        level = children
+    # the keys of the last level, too
+    model(tree, cached)
+    return tree
+
+
+def accept(tree: Tree, logits: Tensor) -> tuple[list[int], int]:
+    """Return the path on which every token is what the model says, and what it says behind it."""
+    said = logits.argmax(-1).tolist()
+    path = [0]
+    while True:
+        after = [
+            i for i, parent in enumerate(tree.parents)
+            if parent == path[-1] and tree.tokens[i] == said[path[-1]]
+        ]  # fmt: skip
+        if not after:
+            return path, said[path[-1]]
+        path.append(after[0])
+
+
+def speculate(
+    model: Cached, drafter: Cached, prompt: list[int], most: int, *, quiet: bool
+) -> tuple[list[int], int]:
+    """Return the answer to a prompt, and in how many steps it was verified."""
+    # all but the prompt's last token, whose step drafts behind it
+    for one in (model, drafter):
+        for begin in range(0, len(prompt) - 1, 64):
+            one(chain(prompt[begin : min(begin + 64, len(prompt) - 1)]), begin)
+    tokens, steps = list(prompt), 0
+    while len(tokens) < len(prompt) + most:
+        cached = len(tokens) - 1
+        tree = draft(drafter, tokens[-1], cached)
+        path, token = accept(tree, model(tree, cached))
+        for one in (model, drafter):
+            one.keep(cached, path)
+        steps += 1
+        new = [tree.tokens[i] for i in path[1:]] + [token]
+        tokens += new
+        if not quiet:
+            print(
+                f"step {steps:3}: {len(tree.tokens) - 1} drafted, {len(path) - 1} accepted -> {new}"
+            )
+        if serve.END in new:
+            break
+    answer = tokens[len(prompt) : len(prompt) + most]
+    if serve.END in answer:
+        answer = answer[: answer.index(serve.END) + 1]
+    return answer, steps
+
+
+def noisy(seed: int) -> serve.Decoder:
+    """Return the model with noise in its weights."""
+    model, generator = serve.Decoder(), torch.Generator().manual_seed(seed)
+    for layer in model.layers:
+        for name, x in layer.items():
+            layer[name] = x * (1 + NOISE * torch.randn(x.shape, generator=generator))
+    return model
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quiet", action="store_true", help="print the last line alone")
+    quiet = parser.parse_args(arguments).quiet
+    generator = torch.Generator().manual_seed(1)
+    total = steps = 0
+    for length in (1, 5, 30):
+        prompt = torch.randint(8, serve.VOCABULARY, (length,), generator=generator).tolist()
+        answer, count = speculate(
+            Cached(serve.Decoder()), Cached(noisy(3)), prompt, MOST, quiet=quiet
+        )
+        want = serve.without_cache(serve.Decoder(), prompt, MOST)
+        if answer != want:
+            print(f"prompt of {length}: answers {answer}, greedy decoding {want}")
+            return 1
+        total, steps = total + len(answer), steps + count
+    print(f"{total} tokens in {steps} steps, token for token those of greedy decoding")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
