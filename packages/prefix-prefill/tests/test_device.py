@@ -202,3 +202,21 @@ def test_inductor(device):
         q = inputs.pop("q")
         arguments = q, inputs, case.options
         torch.testing.assert_close(compiled(*arguments), function(*arguments))
+
+
+def test_inductor_keeps_what_is_written_into_views_of_a_static_cache(device):
+    """With sizes that are dynamic it loses the second view, for every operator; docs/api.md."""
+    torch._dynamo.reset()
+
+    def step(k, v, kv, slots):
+        reshape_and_cache(k * 1, v * 1, *kv.unbind(0), slots)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    caches = [torch.zeros(2, 4, 16, 2, 64, device=device) for _ in range(2)]
+    torch._dynamo.mark_static(caches[0])
+    k, v = (torch.randn(5, 2, 64, device=device) for _ in "kv")
+    slots = torch.tensor([3, -1, 40, 0, 63], device=device)
+    compiled(k, v, caches[0], slots)
+    step(k, v, caches[1], slots)
+    assert caches[1][1].any()
+    assert torch.equal(*caches)

@@ -180,6 +180,22 @@ def test_a_token_that_nobody_sees_may_hold_anything(dense, device):
 
 
 @pytest.mark.eager
+def test_a_token_ahead_of_the_windows_of_all_that_see_it(device):
+    problem = Problem(((20, 45),), 2, 1, 16, page=7)
+    case = make_case(problem, torch.float32, device)
+    # number 4 is on the path of those from 10 on, whose windows begin behind it
+    rows = torch.tensor([1 << i | (1 << 4 if i >= 10 else 0) for i in range(20)], device=device)
+    rows[4] = 1
+    case = case.with_options(tree_mask=rows, window_size=(5, 0))
+    want = case()
+    caches = {name: case.inputs[name].clone() for name in ("k_cache", "v_cache")}
+    page, slot = case.options["block_table"][0, 29 // 7], 29 % 7
+    for cache in caches.values():
+        cache[page, slot] = NAN
+    assert_same(case.with_inputs(**caches)(), want)
+
+
+@pytest.mark.eager
 def test_a_sequence_does_not_depend_on_its_batch(device):
     problem = WIDE
     case = make(problem, torch.bfloat16, device).with_options(num_splits=1)

@@ -26,9 +26,10 @@ def check_values(call: Call) -> None:
     lengths = x.seqlens_k.tolist()
     firsts = first_keys(starts, lengths, options.window_left)
     if x.positions is not None and options.window_left >= 0:
-        # what the rows of a shared prefix see hangs on positions, not on the end of the keys
-        least = x.positions[starts[0] : starts[-1]].tolist()
-        firsts = [max(0, min(least, default=0) - options.window_left)]
+        # what rows see hangs on their positions, not on the end of the keys
+        at = x.positions.tolist()
+        least = [min(at[start:end], default=0) for start, end in pairwise(starts)]
+        firsts = [max(0, position - options.window_left) for position in least]
     check_pages(
         starts,
         lengths,
