@@ -19,34 +19,39 @@ PAGED = Call(page=7)
 F32 = torch.float32
 
 
-@pytest.mark.eager
-@pytest.mark.parametrize(
-    "call",
-    [
-        ROWS,
-        PAGED,
-        ROWS._replace(new=0, queries=2, lengths=(9, 30, 48)),  # nothing to append
-        PAGED._replace(new=0, queries=1, lengths=(9, 30, 49)),  # decoding
-        ROWS._replace(new=5, queries=2),  # more new keys than queries
-        ROWS._replace(lengths=(17, 3), rows=(3, 1)),
-        ROWS._replace(lengths=(17, 30), pads=(5, 30)),  # of which the second is empty
-        ROWS._replace(lengths=(33, 16), pads=(1, 16), rows=(2, 0), rotary=16),
-        ROWS._replace(heads_q=5, heads_k=1, head_dim=24, rotary=10),  # a part, no power of two
-        PAGED._replace(rotary=16),
-        PAGED._replace(page=16, rotary=8, queries=17, new=17),
-        ROWS._replace(lengths=(40,), slots=150, queries=1, new=90, rotary=4),  # over two pages
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("causal", [False, True])
-def test_matches_a_loop(call, causal, device):
-    check(call, F32, device, causal=causal)
+CALLS = [
+    ROWS,
+    PAGED,
+    ROWS._replace(new=0, queries=2, lengths=(9, 48)),  # nothing to append
+    PAGED._replace(new=0, queries=1, lengths=(9, 49)),  # decoding
+    ROWS._replace(new=5, queries=2, lengths=(9, 0)),  # more new keys than queries
+    ROWS._replace(lengths=(17, 3), rows=(3, 1)),
+    ROWS._replace(lengths=(17, 30), pads=(5, 30)),  # of which the second is empty
+    ROWS._replace(lengths=(33, 16), pads=(1, 16), rows=(2, 0), rotary=16),
+    ROWS._replace(heads_q=5, heads_k=1, head_dim=24, rotary=10),  # a part, no power of two
+    PAGED._replace(rotary=16),
+    PAGED._replace(page=16, rotary=8, queries=17, new=17, lengths=(9, 30)),
+    ROWS._replace(lengths=(40,), slots=150, queries=1, new=90, rotary=4),  # over two pages
+]
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=lambda i: str(CALLS[i]))
+def test_matches_a_loop(number, device):
+    check(CALLS[number], F32, device, causal=number % 2 == 1)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=lambda i: str(CALLS[i]))
+def test_matches_a_loop_with_the_other_mask(number, device):
+    check(CALLS[number], F32, device, causal=number % 2 == 0)
+
+
+@pytest.mark.eager
 @pytest.mark.parametrize("call", [ROWS._replace(rotary=12), PAGED._replace(rotary=16)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "interleaved"), [(torch.float16, True), (torch.bfloat16, False)], ids=str
+)
 def test_rotary_embeddings_of_both_styles(dtype, call, interleaved, device):
     check(call, dtype, device, causal=True, rotary_interleaved=interleaved)
 
@@ -64,8 +69,8 @@ def test_rotary_embeddings_of_both_styles(dtype, call, interleaved, device):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("call", [ROWS._replace(rotary=8), PAGED], ids=str)
-def test_options(call, options, device):
+def test_options(options, device):
+    call = (ROWS if "num_splits" in options else PAGED)._replace(lengths=(9, 30), rotary=8)
     window = options.get("window_size")
     plain = (
         options
@@ -117,8 +122,10 @@ def side_by_side(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("view", [heads_first, with_gaps, side_by_side])
-@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize(
+    ("view", "both"),
+    [(heads_first, False), (heads_first, True), (with_gaps, True), (side_by_side, False)],
+)
 def test_strides_of_the_cache_are_free(view, both, device):
     """Not one bit hangs on them, and what is written lands in the view."""
     call = ROWS._replace(head_dim=24, lengths=(9, 30, 17), rotary=24)

@@ -109,8 +109,10 @@ def make(problem: Problem, dtype: torch.dtype, device: Any, *features: str, seed
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("feature", [None, "window", "sinks", "split"])
+@pytest.mark.parametrize(
+    ("feature", "dense"),
+    [(None, False), ("window", False), ("window", True), ("sinks", True), ("split", True)],
+)
 def test_matches_explicit_masks(feature, dense, device):
     problem = TREES._replace(dense=dense)
     check(problem, make(problem, torch.float32, device, *([feature] if feature else [])))
@@ -129,9 +131,8 @@ def test_half_precision_and_layouts(layout, device):
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_chain_is_the_causal_mask(dense, device):
-    problem = TREES._replace(dense=dense)
+def test_a_chain_is_the_causal_mask(device):
+    problem = TREES._replace(dense=True)
     case = make_case(problem, torch.float32, device, ("sinks",))
     rows = rows_of([[*range(-1, n - 1)] for n in problem.queries], problem.padding, device)
     want = case()

@@ -65,7 +65,7 @@ def attend(x: RowTensors, options: RowOptions) -> None:
         if table is None:
             row = b if x.cache_batch_idx is None else int(x.cache_batch_idx[b])
             first = 0 if x.cache_leftpad is None else int(x.cache_leftpad[b])
-            caches = tuple(cache[row, first:keys, None] for cache in caches)
+            caches = x.k_cache[row, first:keys, None], x.v_cache[row, first:keys, None]
             keys -= first
             table = torch.arange(keys)[None]
         else:
