@@ -40,6 +40,8 @@ def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def caches(config: Config, heads_k: int = 8, blocks: int = 100) -> list[torch.Tensor]:
     dtype = getattr(torch, config.cache or config.dtype)
     d, page = config.head_dim, config.page
+    if dtype == torch.uint8:  # two numbers of 4 bits a byte
+        d //= 2
     if not config.packed:
         return [meta(blocks, page, heads_k, d, dtype=dtype) for _ in range(2)]
     x = 16 // dtype.itemsize
@@ -47,6 +49,13 @@ def caches(config: Config, heads_k: int = 8, blocks: int = 100) -> list[torch.Te
         meta(blocks, heads_k, d // x, page, x, dtype=dtype),
         meta(blocks, heads_k, d, page, dtype=dtype),
     ]
+
+
+def scale_caches(config: Config, heads_k: int = 8, blocks: int = 100) -> list[Any]:
+    """Return scales of each token, where the cache holds integers."""
+    if config.cache not in ("int8", "uint8"):
+        return [None, None]
+    return [meta(blocks, config.page, heads_k, dtype=torch.float16) for _ in range(2)]
 
 
 def launch_attention(
@@ -70,7 +79,8 @@ def launch_attention(
     out = meta(tokens, heads_q, d, dtype=torch.bfloat16 if fp8 else dtype)
     int32 = torch.int32
     scales: list[Any] = [None] * 3
-    if config.cache or fp8:
+    by_token = scale_caches(config, heads_k)
+    if (config.cache or fp8) and by_token[0] is None:
         # of each head, or of each sequence too
         of_queries, of_keys = (
             (meta(heads_k), meta(heads_k)) if fp8 else (None, meta(batch, heads_k))
@@ -81,8 +91,8 @@ def launch_attention(
         launch(
             q, *caches(config, heads_k), *new, meta(batch, 64, dtype=int32),
             meta(batch + 1, dtype=int32), meta(batch, dtype=int32),
-            meta(batch, heads_q) if rich else None, meta(heads_q) if rich else None, *scales, None,
-            None, meta(tokens, dtype=torch.int64) if config.tree else None, out,
+            meta(batch, heads_q) if rich else None, meta(heads_q) if rich else None, *scales,
+            *by_token, None, None, meta(tokens, dtype=torch.int64) if config.tree else None, out,
             meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5, 500 if rich else -1,
             -1 if config.tree else 0, 30.0 if rich else 0.0, config.splits, False, False, False,
             True, False,
@@ -99,8 +109,9 @@ def launch_cache(config: Config, tokens: int = 1024) -> None:
     from prefix_prefill._kernels.plans import launch_reshape_and_cache as launch
 
     new = [meta(tokens, 8, config.head_dim, dtype=getattr(torch, config.dtype)) for _ in range(2)]
-    scales = [meta(1), meta(1)] if config.cache else [None, None]
-    launch(*new, *caches(config), meta(tokens, dtype=torch.int64), *scales)
+    by_token = scale_caches(config)
+    scales = [meta(1), meta(1)] if config.cache and by_token[0] is None else [None, None]
+    launch(*new, *caches(config), meta(tokens, dtype=torch.int64), *scales, *by_token)
 
 
 def launch_merge(config: Config, tokens: int = 1024) -> None:

@@ -71,6 +71,7 @@ def principal() -> list[tuple[str, str, Config]]:
         (hopper, ROWS, Config(128)),
         (amd, APPEND, Config(128)),
         (hopper, DECODE, Config(256, splits=4)),
+        (hopper, DECODE, Config(128, cache="uint8")),
         ("nvidia:sm_80", DECODE, Config(128, "float32")),
     ]
 
@@ -99,6 +100,12 @@ def everything() -> list[tuple[str, str, Config]]:
         cases += [(gpu, MIXED, Config(d, tree=True)), (gpu, ROWS, Config(d))]
         cases += [(gpu, APPEND, Config(d, packed=p)) for p in (False, True)]
     cases += [(gpu, MIXED, Config(128, "float32", dense=True, tree=True)) for gpu in GPUS]
+    for gpu, cache in itertools.product(GPUS, ("int8", "uint8")):
+        cases += [(gpu, way, Config(128, cache=cache)) for way in (MIXED, CACHE)]
+    for d, dtype, cache in itertools.product(
+        (16, 64, 128, 256), ("bfloat16", "float16", "float32"), ("int8", "uint8")
+    ):
+        cases += [("nvidia:sm_90", MIXED, Config(d, dtype, cache=cache, dense=d == 128))]
     # a page of a token each, and dtypes and splits that the rest leaves out
     cases += [(gpu, DECODE, Config(80, "float16", page=1)) for gpu in GPUS]
     cases += [(gpu, DECODE, Config(64, group=1)) for gpu in GPUS]

@@ -32,7 +32,8 @@ def operator_arguments(case: Case, *, lse: bool = True) -> tuple[Any, ...]:
     left = given.get("window_size", (-1, -1))[0]
     return (
         *(given.get(name) for name in names), given.get("alibi_slopes"), given.get("sinks"),
-        None, None, None, None, None, None, torch.zeros_like(q),
+        None, None, None, given.get("k_scale_cache"), given.get("v_scale_cache"), None, None,
+        None, torch.zeros_like(q),
         torch.zeros(q.shape[1], q.shape[0], device=q.device) if lse else None,
         given["max_seqlen_q"], given["max_seqlen_k"], 0.25, left, 0, given.get("softcap", 0.0), 0,
         False, False, False, True, False,
@@ -65,7 +66,7 @@ def test_writing_passes_opcheck(layout, device):
     new = [torch.randn(5, 2, 16, device=device) for _ in "kv"]
     caches = [case.inputs[name].nan_to_num(0.0) for name in ("k_cache", "v_cache")]
     slots = torch.tensor([3, -1, 40, 0, 7], device=device)
-    opcheck(_ops.reshape_and_cache, (*new, *caches, slots, None, None), test_utils=UTILS)
+    opcheck(_ops.reshape_and_cache, (*new, *caches, slots, *[None] * 4), test_utils=UTILS)
 
 
 @pytest.mark.eager

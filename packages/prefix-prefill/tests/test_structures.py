@@ -35,6 +35,7 @@ from prefix_prefill._kernels import (
     schedule,
     structures,
     walk,
+    words,
 )
 from prefix_prefill._kernels.hopper import attention as hopper_attention
 from prefix_prefill._kernels.hopper import producer
@@ -78,7 +79,7 @@ ENTRIES = [
     ),
 ]  # fmt: skip
 DEVICE_MODULES = [
-    attention, cache, kvcache, merge, primitives, queries, results, schedule, walk,
+    attention, cache, kvcache, merge, primitives, queries, results, schedule, walk, words,
     hopper_attention, producer,
 ]  # fmt: skip
 MOST_ARGUMENTS = 12

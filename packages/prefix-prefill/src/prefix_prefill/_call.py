@@ -25,6 +25,8 @@ class Tensors(NamedTuple):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
     out_scale: Tensor | None
     positions: Tensor | None
     tree_mask: Tensor | None
@@ -79,6 +81,8 @@ class WriteTensors(NamedTuple):
     slot_mapping: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
 
 
 class Plan(Protocol):

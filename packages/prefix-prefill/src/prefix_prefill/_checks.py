@@ -21,6 +21,8 @@ from ._linked.host.arguments import (
     kind,
 )
 
+# how caches are stored whose dtype alone does not say what they hold
+KV_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8
 # new tokens that a row of a tree has bits for
@@ -68,6 +70,29 @@ def fp8_view(q: Tensor, cache: Tensor) -> Tensor:
     return cache.view(check_fp8_hardware("k_cache", cache.device))
 
 
+def check_kv_dtype(kv_dtype: str | None) -> None:
+    """Check the name of a cache's dtype, where its own does not say what it holds."""
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ValueError(f"kv_dtype must be None, 'int8' or 'int4', got {kv_dtype!r}")
+
+
+def stored_view(q: Tensor, cache: Tensor, kv_dtype: str | None) -> Tensor:
+    """Return a cache in the dtype in which it is read: uint8 is int4 from here on."""
+    return fp8_view(q, cache) if kv_dtype is None else cache
+
+
+def _check_quantised(k_cache: Tensor, kv_dtype: str) -> None:
+    """Check a cache of integers, whose scales are ``check_scale_caches``'."""
+    if k_cache.dtype != KV_DTYPES[kv_dtype]:
+        raise TypeError(
+            f"k_cache must be {KV_DTYPES[kv_dtype]} for kv_dtype {kv_dtype!r}, got {k_cache.dtype}"
+        )
+    if is_packed(k_cache):
+        raise NotImplementedError(
+            f"k_cache must be {_NHD} for kv_dtype {kv_dtype!r}, got {list(k_cache.shape)}"
+        )
+
+
 def check_caches(k_cache: Tensor, v_cache: Tensor) -> CacheSizes:
     """Check the form of a cache; return its sizes."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -100,6 +125,7 @@ def check_paged(
     v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
+    kv_dtype: str | None = None,
 ) -> None:
     """Check queries, caches and new keys and values."""
     check_tensor("q", q)
@@ -111,7 +137,9 @@ def check_paged(
     _check_q_shape(q)
     sizes = check_caches(k_cache, v_cache)
     check_device("k_cache", k_cache, "q", q)
-    if k_cache.dtype in FP8_DTYPES:
+    if kv_dtype is not None:
+        _check_quantised(k_cache, kv_dtype)
+    elif k_cache.dtype in FP8_DTYPES:
         _check_fp8_cache(k_cache)
     elif k_cache.dtype not in FLOAT_DTYPES or (dtype in FLOAT_DTYPES and k_cache.dtype != dtype):
         raise TypeError(
@@ -322,18 +350,25 @@ def check_no_gradients(*tensors: Tensor | None) -> None:
 
 
 def check_reference(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_dtype: str | None,
 ) -> None:
     """Check the main tensors of the reference: any float dtypes, any head dimension."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
         if x is None and name in ("k", "v"):
             continue
         check_tensor(name, x)
-        if x is not None and not x.dtype.is_floating_point:
+        if x is not None and not x.dtype.is_floating_point and not (kv_dtype and "cache" in name):
             raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads_q, head_dim], got {list(q.shape)}")
     sizes = check_caches(k_cache, v_cache)
+    if kv_dtype is not None:
+        _check_quantised(k_cache, kv_dtype)
     _check_sizes(q, sizes)
     if (k is None) != (v is None):
         raise ValueError(
@@ -432,6 +467,7 @@ def check_cache_inputs(
     slot_mapping: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    kv_dtype: str | None = None,
 ) -> None:
     """Check what is to be written into a cache."""
     check_tensor("k", k)
@@ -445,7 +481,9 @@ def check_cache_inputs(
     sizes = check_caches(k_cache, v_cache)
     check_device("v", v, "k", k)
     check_device("k_cache", k_cache, "k", k)
-    if k_cache.dtype in FP8_DTYPES:
+    if kv_dtype is not None:
+        _check_quantised(k_cache, kv_dtype)
+    elif k_cache.dtype in FP8_DTYPES:
         _check_fp8_cache(k_cache)
     elif k_cache.dtype != k.dtype:
         raise TypeError(
@@ -468,7 +506,7 @@ def check_cache_inputs(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             continue
-        if k_cache.dtype not in FP8_DTYPES:
+        if k_cache.dtype not in FP8_DTYPES and kv_dtype is None:
             raise ValueError(
                 f"{name} must be None unless k_cache and v_cache are FP8, which are {k_cache.dtype}"
             )

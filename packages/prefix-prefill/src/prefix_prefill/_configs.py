@@ -19,9 +19,17 @@ from attn_common import Platform, cdiv, detect, has_gluon, next_power_of_2
 from torch import Tensor
 
 from ._call import Options, Tensors
-from ._layout import is_packed
+from ._layout import is_packed, numbers_of_byte
 from ._linked.host.arguments import FP32_TINY
-from ._linked.host.tiles import MIN_TILE, Table, Tile, find_tile, hopper_registers, padded_head_dim
+from ._linked.host.tiles import (
+    MIN_TILE,
+    Table,
+    Tile,
+    family_of,
+    find_tile,
+    hopper_registers,
+    padded_head_dim,
+)
 
 # rows of the largest tile for short sequences
 MAX_SHORT_ROWS = 64
@@ -111,13 +119,55 @@ _SHORT: Table[Tile] = {
     ),
 }
 
+# of caches whose numbers have 8 or 4 bits and are read in words, where they differ from the above
+_SHORT_OF_BITS: dict[int, Table[Tile]] = {
+    8: {
+        "hopper": (
+            (64, Tile(16, 128, 4, 4)),
+            (128, Tile(16, 128, 4, 3)),
+            (256, Tile(16, 64, 4, 3)),
+        ),
+        "rdna": ((256, Tile(16, 16, 8, 1)),),
+    },
+    4: {
+        "hopper": (
+            (64, Tile(16, 128, 4, 4)),
+            (128, Tile(16, 128, 4, 4)),
+            (256, Tile(16, 64, 4, 4)),
+        ),
+        "rdna": ((256, Tile(16, 16, 8, 1)),),
+    },
+}
+# of those that have a scale for each token besides
+_LONG_SCALED: Table[Tile] = {
+    "hopper": (
+        (64, Tile(128, 64, 8, 3)),
+        (128, Tile(128, 32, 8, 3)),
+        (256, Tile(64, 32, 8, 2)),
+    ),
+    "nvidia": (
+        (64, Tile(64, 32, 4, 3)),
+        (128, Tile(64, 16, 4, 3)),
+        (256, Tile(32, 16, 4, 2)),
+    ),
+    "amd": (
+        (128, Tile(128, 32, 4, 1)),
+        (256, Tile(64, 16, 4, 1)),
+    ),
+    "rdna": (
+        (128, Tile(32, 16, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+    ),
+}
+
 # what a device without a driver to ask is taken to have
 _PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 _PROCESSORS |= {"gfx90a": 104, "gfx942": 304, "gfx950": 256, "gfx1100": 48, "": 4}
 _TYPICAL_PROCESSORS = 128
 
-# programs of a short tile that one processor holds at a time; on Hopper by their shared memory
-_SHORT_RESIDENT = 2
+# programs of a short tile that one processor holds at a time, by the bits of a cached number; on
+# Hopper by their shared memory and registers
+_SHORT_RESIDENT = {16: 2, 8: 3, 4: 3}
 # a split has at least so many steps, else its merging costs more than it saves
 _LEAST_STEPS = 4
 # bytes that partial results may take, if the caller has not asked for more
@@ -130,28 +180,45 @@ _MERGING = 0.05
 _MOST_SPLITS = 128
 
 
-@functools.cache
-def long_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
-    """Return the tile for sequences with many queries."""
-    return find_tile(_LONG, platform, head_dim, itemsize)
+def word_bits(x: Tensors) -> int:
+    """Return the bits of a cached number, if it is read in words; else 16."""
+    cache = x.k_cache
+    if cache.element_size() > 1 or cache.dtype == x.q.dtype or is_packed(cache):
+        return 16
+    return 8 // numbers_of_byte(cache)
 
 
 @functools.cache
-def short_tile(platform: Platform, head_dim: int, itemsize: int, group: int) -> Tile:
-    """Return the tile for sequences with few queries: decoding, and verifying of drafts."""
-    tile = find_tile(_SHORT, platform, head_dim, itemsize)
+def long_tile(platform: Platform, head_dim: int, itemsize: int, is_scaled: bool = False) -> Tile:
+    """Return the tile for sequences with many queries; ``is_scaled``: each key has a scale."""
+    family = family_of(platform, itemsize)
+    table = _LONG_SCALED if is_scaled and family in _LONG_SCALED else _LONG
+    return find_tile(table, platform, head_dim, itemsize)
+
+
+@functools.cache
+def short_tile(
+    platform: Platform, head_dim: int, itemsize: int, group: int, bits: int = 16
+) -> Tile:
+    """Return the tile for sequences with few queries: decoding, and verifying of drafts.
+
+    ``bits`` are those of a cached number; see ``word_bits``.
+    """
+    narrow = _SHORT_OF_BITS.get(bits, {})
+    table = narrow if family_of(platform, itemsize) in narrow else _SHORT
+    tile = find_tile(table, platform, head_dim, itemsize)
     rows = min(MAX_SHORT_ROWS, max(tile.block_m, next_power_of_2(group)))
     return Tile(rows, tile.block_n, tile.num_warps, tile.num_stages, tile.precision)
 
 
 @functools.cache
-def tree_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
+def tree_tile(platform: Platform, head_dim: int, itemsize: int, is_scaled: bool = False) -> Tile:
     """Return the tile for sequences with many queries whose tokens are a tree's: 64 at most.
 
     The masks of its rows take registers that a long tile of wide rows does not have.
     """
     if head_dim <= 128 and itemsize < 4:
-        return long_tile(platform, head_dim, itemsize)
+        return long_tile(platform, head_dim, itemsize, is_scaled)
     return short_tile(platform, head_dim, itemsize, MAX_SHORT_ROWS // 2)
 
 
@@ -170,7 +237,7 @@ def processors(platform: Platform) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def choose_splits(
-    units: int, is_short: bool, steps: int, scratch_bytes: int, processors: int
+    units: int, is_short: bool, steps: int, scratch_bytes: int, processors: int, bits: int = 16
 ) -> int:
     """Return into how many parts to cut the keys of every sequence.
 
@@ -180,10 +247,11 @@ def choose_splits(
         steps: tiles of keys of the longest sequence.
         scratch_bytes: what the partial results of one split take.
         processors: how many the GPU has.
+        bits: of a cached number; see ``word_bits``.
     """
     resident, waves = processors, 1
     if is_short:
-        resident, waves = _SHORT_RESIDENT * processors, _MOST_WAVES
+        resident, waves = _SHORT_RESIDENT[bits] * processors, _MOST_WAVES
     most = min(_MOST_SPLITS, steps // _LEAST_STEPS, _SCRATCH_BYTES // max(1, scratch_bytes))
     if units == 0 or most < 2:
         return 1

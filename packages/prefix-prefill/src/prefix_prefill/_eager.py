@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ._call import Options, Tensors
-from ._layout import is_packed
-from .reference import attend, round_output, scaled
+from ._layout import INT_MAX, is_packed
+from .reference import attend, quantised, round_output, scaled
 
 
 def attention(x: Tensors, options: Options) -> None:
@@ -40,6 +40,8 @@ def attention(x: Tensors, options: Options) -> None:
             x.q_descale,
             x.k_descale,
             x.v_descale,
+            x.k_scale_cache,
+            x.v_scale_cache,
             options.softmax_scale,
             options.window_left,
             options.window_right,
@@ -75,6 +77,8 @@ def reshape_and_cache(
     slot_mapping: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    k_scale_cache: Tensor | None,
+    v_scale_cache: Tensor | None,
 ) -> None:
     """Write tokens into their slots."""
     with torch.no_grad():
@@ -84,9 +88,16 @@ def reshape_and_cache(
         kept &= slot_mapping < k_cache.shape[0] * size
         slots = slot_mapping[kept].to(torch.int64)
         pages, in_page = slots // size, slots % size
-        for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        for x, cache, scale, scales in (
+            (k, k_cache, k_scale, k_scale_cache),
+            (v, v_cache, v_scale, v_scale_cache),
+        ):
             values = x[: slot_mapping.shape[0]][kept]
-            if cache.element_size() == 1:
+            if scales is not None:
+                values, scales[pages, in_page] = quantised(
+                    values, INT_MAX[cache.dtype], scales.dtype
+                )
+            elif cache.element_size() == 1:
                 limits = torch.finfo(cache.dtype)
                 per_head = None if scale is None else 1.0 / scale.double()
                 values = scaled(values, per_head, torch.float64)

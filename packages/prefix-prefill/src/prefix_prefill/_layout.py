@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 PACKED_NDIM = 5
+# the largest code of caches that have a scale for each token and head; uint8 holds two of 4 bits
+INT_MAX = {torch.int8: 127, torch.uint8: 7}
 
 
 class CacheSizes(NamedTuple):
@@ -35,10 +37,20 @@ class Strides(NamedTuple):
     step: int
     inner: int
 
+    def of_words(self, size: int) -> "Strides":
+        """Return the same in words of ``size`` numbers, which lie next to each other."""
+        page, slot, head, step, inner = self
+        return Strides(page // size, slot // size, head // size, step // size, inner)
+
 
 def is_packed(k_cache: Tensor) -> bool:
     """Say which layout a cache has; its keys tell."""
     return k_cache.ndim == PACKED_NDIM
+
+
+def numbers_of_byte(cache: Tensor) -> int:
+    """Return how many numbers an element of a cache is: bytes of an FP8 cache have its dtype."""
+    return 2 if cache.dtype == torch.uint8 else 1
 
 
 def cache_sizes(k_cache: Tensor) -> CacheSizes:
@@ -46,7 +58,7 @@ def cache_sizes(k_cache: Tensor) -> CacheSizes:
     shape = k_cache.shape
     if is_packed(k_cache):
         return CacheSizes(shape[0], shape[3], shape[1], shape[2] * shape[4])
-    return CacheSizes(shape[0], shape[1], shape[2], shape[3])
+    return CacheSizes(shape[0], shape[1], shape[2], shape[3] * numbers_of_byte(k_cache))
 
 
 def key_strides(k_cache: Tensor) -> Strides:

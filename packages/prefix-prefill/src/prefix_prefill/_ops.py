@@ -123,11 +123,12 @@ attention = register(
     f"{NAMESPACE}::attention",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k, Tensor? v, Tensor block_table, "
     "Tensor cu_seqlens_q, Tensor seqlens_k, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, "
-    "Tensor? positions, Tensor? tree_mask, Tensor(a!) out, Tensor(b!)? lse, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, SymInt window_left, "
-    "SymInt window_right, float softcap, SymInt num_splits, bool signed_alibi, bool skip_decode, "
-    "bool decode_from_cache, bool fill_padding, bool long_only) -> ()",
+    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? k_scale_cache, "
+    "Tensor? v_scale_cache, Tensor? out_scale, Tensor? positions, Tensor? tree_mask, "
+    "Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, "
+    "SymInt num_splits, bool signed_alibi, bool skip_decode, bool decode_from_cache, "
+    "bool fill_padding, bool long_only) -> ()",
     fake=_nothing,
     kernels=_attention_triton,
     eager=_attention_eager,
@@ -136,7 +137,7 @@ attention = register(
 reshape_and_cache = register(
     f"{NAMESPACE}::reshape_and_cache",
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-    "Tensor? k_scale, Tensor? v_scale) -> ()",
+    "Tensor? k_scale, Tensor? v_scale, Tensor(c!)? k_scale_cache, Tensor(d!)? v_scale_cache) -> ()",
     fake=_nothing,
     kernels=_reshape_and_cache_triton,
     eager=_eager.reshape_and_cache,

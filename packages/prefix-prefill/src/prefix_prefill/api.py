@@ -10,6 +10,7 @@ from ._call import Checked, Tensors, WritePlan, WriteTensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_length, check_tensor
 from ._linked.host.forms import Memory, form_of
+from ._scale_caches import check_scale_caches
 
 _known: Memory[Checked] = Memory()
 # how writes are launched past the operator
@@ -44,6 +45,9 @@ def paged_attn_func(
     num_splits: int = 0,
     return_lse: bool = False,
     tree_mask: Tensor | None = None,
+    kv_dtype: str | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Result:
     """Softmax attention of packed queries over keys and values in the pages of a cache.
@@ -111,6 +115,13 @@ def paged_attn_func(
             tree: bit j of a token says that it sees the j-th new token of its sequence. It takes
             the place of ``causal`` among the new tokens; all see the keys before them. Windows
             count positions, not depths. Not beside ``alibi_slopes``. Default: None.
+        kv_dtype: what a cache of integers holds: "int8", stored as int8; or "int4", stored as
+            uint8, ``[num_blocks, block_size, heads_k, head_dim // 2]``, with element 2 i of
+            ``head_dim`` in the low bits of byte i, in two's complement. In the first layout alone.
+            Default: None, the dtype of ``k_cache`` says it.
+        k_scale_cache: the factor of each cached key, ``[num_blocks, block_size, heads_k]``; fp16,
+            bf16 or fp32, strides are free. Given where ``kv_dtype`` is, in place of ``k_descale``.
+        v_scale_cache: likewise of each value, dtype of ``k_scale_cache``.
 
     Returns:
         ``out``; or ``(out, lse)``, where ``lse`` is the natural logarithm of the whole denominator,
@@ -128,17 +139,19 @@ def paged_attn_func(
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     rows = [x for x in (q, k, v, out, tree_mask) if x is not None]
     table = block_table, cu_seqlens_q, seqlens_k
-    extras = alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale
-    asked = softmax_scale, causal, window_size, softcap, num_splits, return_lse
+    descales = q_descale, k_descale, v_descale, k_scale_cache, v_scale_cache
+    extras = alibi_slopes, sinks, *descales, out_scale
+    asked = softmax_scale, causal, window_size, softcap, num_splits, return_lse, kv_dtype
     missing = k is None, v is None, out is None, tree_mask is None
     form = form_of(rows, (k_cache, v_cache, *table, *extras), asked + missing, packed=True)
     if form is not None and len(rows) > 1 and any(x.shape[:1] != q.shape[:1] for x in rows):
         form = None
     known = None if form is None else _known.get(form)
-    if known is None or k_cache.dtype is torch.uint8:
+    if kv_dtype is None and (known is None or k_cache.dtype is torch.uint8):
         k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
     if known is None:
-        _checks.check_paged(q, k_cache, v_cache, k, v)
+        _checks.check_kv_dtype(kv_dtype)
+        _checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
         options = _options.check_options(
             q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
         )
@@ -150,6 +163,7 @@ def paged_attn_func(
         _checks.check_extras(
             q, batch, heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
         )
+        check_scale_caches(k_cache, k_scale_cache, v_scale_cache, kv_dtype, k_descale, v_descale)
         _checks.check_descales(k_cache, k_descale, v_descale)
         dtype = _checks.check_out(q, out, out_scale)
         _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
@@ -185,6 +199,9 @@ def reshape_and_cache(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    kv_dtype: str | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
 ) -> None:
     """Write the keys and values of new tokens into the pages of a cache.
 
@@ -202,6 +219,13 @@ def reshape_and_cache(
         k_scale: fp32, one element or ``[heads_k]``: an FP8 cache stores ``k / k_scale``, saturated
             at the largest number of the dtype. Default: None (1.0).
         v_scale: likewise.
+        kv_dtype: "int8" or "int4", as in :func:`paged_attn_func`. For each token and head,
+            ``max(abs(k)) / 127`` (int4: ``/ 7``), rounded to the dtype of ``k_scale_cache``, is
+            the scale; the cache stores ``k / scale``, rounded to the nearest integer, to the even
+            one of two. A row of zeros gives zeros. Default: None.
+        k_scale_cache: where these scales go, ``[num_blocks, block_size, heads_k]``; fp16, bf16 or
+            fp32. Given where ``kv_dtype`` is, in place of ``k_scale``.
+        v_scale_cache: likewise.
 
     Raises:
         TypeError: on an argument's type or dtype.
@@ -209,15 +233,20 @@ def reshape_and_cache(
         NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
             gradient.
     """
-    form = form_of((k, v, slot_mapping), (k_cache, v_cache, k_scale, v_scale), (), packed=True)
+    others = k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache
+    form = form_of((k, v, slot_mapping), others, (kv_dtype,), packed=True)
     if form is not None and not len(k) == len(v) >= len(slot_mapping):
         form = None
     plan = None if form is None else _writes.get(form)
-    if plan is None or k_cache.dtype is torch.uint8:
+    if kv_dtype is None and (plan is None or k_cache.dtype is torch.uint8):
         k_cache, v_cache = _checks.fp8_view(k, k_cache), _checks.fp8_view(k, v_cache)
-    x = WriteTensors(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    scales = k_scale, v_scale, k_scale_cache, v_scale_cache
+    x = WriteTensors(k, v, k_cache, v_cache, slot_mapping, *scales)
     if plan is None:
-        _checks.check_cache_inputs(*x)
+        _checks.check_kv_dtype(kv_dtype)
+        names = "k_scale", "v_scale"
+        _checks.check_cache_inputs(*x[:7], kv_dtype)
+        check_scale_caches(k_cache, *scales[2:], kv_dtype, *scales[:2], names=names)
         _checks.check_no_gradients(k, v, k_cache, v_cache)
         plan = None if form is None else _ops.write_plan_of(x)
         if plan is None:

@@ -9,6 +9,7 @@ from . import _checks, _ops, _options
 from ._call import Tensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_length
+from ._scale_caches import check_scale_caches
 from .api import Result
 
 
@@ -39,6 +40,9 @@ def shared_prefix_attn_func(
     out_scale: Tensor | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    kv_dtype: str | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Result:
     """Attend as :func:`paged_attn_func` does, where all sequences begin with the same keys.
@@ -70,8 +74,10 @@ def shared_prefix_attn_func(
     if unknown:
         _checks.refuse_unknown(unknown)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
-    k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
-    _checks.check_paged(q, k_cache, v_cache, k, v)
+    _checks.check_kv_dtype(kv_dtype)
+    k_cache = _checks.stored_view(q, k_cache, kv_dtype)
+    v_cache = _checks.stored_view(q, v_cache, kv_dtype)
+    _checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
     options = _options.check_options(
         q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
     )
@@ -89,6 +95,7 @@ def shared_prefix_attn_func(
     _checks.check_extras(
         q, batch, sizes.heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
     )
+    check_scale_caches(k_cache, k_scale_cache, v_scale_cache, kv_dtype, k_descale, v_descale)
     _checks.check_descales(k_cache, k_descale, v_descale)
     _checks.check_shared_scales(q_descale, k_descale, v_descale)
     dtype = _checks.check_out(q, out, out_scale)
@@ -133,6 +140,8 @@ def shared_prefix_attn_func(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
         out=parts[1],
         lse=lses[1],
     )

@@ -11,10 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import check_reference, check_tree, fp8_view
+from ._checks import check_kv_dtype, check_reference, check_tree, stored_view
 from ._layout import gather_pages, is_packed
 from ._linked.host.arguments import MAX_WINDOW
 from ._options import check_options
+from ._scale_caches import check_scale_caches
 
 
 def paged_attention_reference(
@@ -43,6 +44,9 @@ def paged_attention_reference(
     num_splits: int = 0,
     return_lse: bool = False,
     tree_mask: Tensor | None = None,
+    kv_dtype: str | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute what :func:`paged_attn_func` computes, by the formulas in its description.
 
@@ -58,8 +62,11 @@ def paged_attention_reference(
         TypeError: on an argument's type, or a dtype that is no float.
         ValueError: on a shape, or a range.
     """
-    k_cache, v_cache = fp8_view(q, k_cache), fp8_view(q, v_cache)
-    check_reference(q, k_cache, v_cache, k, v)
+    check_kv_dtype(kv_dtype)
+    k_cache, v_cache = stored_view(q, k_cache, kv_dtype), stored_view(q, v_cache, kv_dtype)
+    check_reference(q, k_cache, v_cache, k, v, kv_dtype)
+    scales = k_scale_cache, v_scale_cache, kv_dtype
+    check_scale_caches(k_cache, *scales, k_descale, v_descale, is_reference=True)
     options = check_options(q, softmax_scale, causal, window_size, softcap, num_splits, return_lse)
     if tree_mask is not None:
         check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
@@ -78,6 +85,8 @@ def paged_attention_reference(
         q_descale,
         k_descale,
         v_descale,
+        k_scale_cache,
+        v_scale_cache,
         *options[:4],
         tree_mask=tree_mask,
     )
@@ -102,6 +111,8 @@ def attend(
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
+    k_scale_cache: Tensor | None,
+    v_scale_cache: Tensor | None,
     softmax_scale: float,
     window_left: int,
     window_right: int,
@@ -142,9 +153,15 @@ def attend(
         first = int(seen[0]) if len(seen) else 0
         last = int(seen[-1]) + 1 if len(seen) else 0
         parts: list[Tensor] = []
-        for cache, fresh, descale in ((k_cache, k, k_descale), (v_cache, v, v_descale)):
-            part = _cached(cache, block_table[b], first, min(last, context), is_packed(k_cache))
+        for cache, fresh, descale, scales in (
+            (k_cache, k, k_descale, k_scale_cache),
+            (v_cache, v, v_descale, v_scale_cache),
+        ):
+            where = block_table[b], first, min(last, context)
+            part = unpacked(_cached(cache, *where, is_packed(k_cache)))
             part = scaled(part, _of_sequence(descale, b), dtype)
+            if scales is not None:
+                part = part * _cached(scales, *where, False).to(dtype)[..., None]
             if dense and fresh is not None:
                 new = fresh[rows][max(first - context, 0) : max(last - context, 0)]
                 part = torch.cat([part, new.to(dtype)])
@@ -249,6 +266,34 @@ def scaled(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if descale.numel() > 1:
         descale = descale.repeat_interleave(x.shape[1] // descale.numel())
     return x * descale[:, None]
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """Return numbers of 4 bits one by one, of which bytes hold two; others are left as they are."""
+    if codes.dtype != torch.uint8:
+        return codes
+    both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).to(torch.int8)
+    # two's complement
+    return (both ^ 8) - 8
+
+
+def quantised(x: Tensor, largest: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return codes of rows, of which bytes hold two with ``largest`` 7, and the scale of each.
+
+    The scale is ``max(abs(x)) / largest``, rounded; codes are rounded to the nearest integer, to
+    the even one of two. A row that is not finite has a scale that is not, and codes of 0.
+    """
+    # in fp32, as a kernel has it
+    wide = x.to(compute_dtype(x))
+    scale = (wide.abs().amax(-1) / largest).to(scale_dtype)
+    divisor = scale.to(wide.dtype)
+    divisor = divisor.masked_fill(divisor == 0.0, math.inf)[..., None]
+    codes = (wide / divisor).nan_to_num(0.0).round().clamp(-largest, largest).to(torch.int8)
+    if largest == 7:
+        pairs = (*codes.shape[:-1], codes.shape[-1] // 2, 2)
+        low, high = (codes & 15).to(torch.uint8).reshape(pairs).unbind(-1)
+        codes = low | high << 4
+    return codes, scale
 
 
 def out_dtype_of(q: Tensor, out: Tensor | None, out_scale: Tensor | None) -> torch.dtype:

@@ -22,6 +22,7 @@ def validate_paged(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     tree_mask: Tensor | None = None,
+    kv_dtype: str | None = None,
 ) -> None:
     """Check the values of offsets, lengths and pages, which :func:`paged_attn_func` trusts.
 
@@ -43,8 +44,10 @@ def validate_paged(
         ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
             argument, the index of the entry, what was expected and what came.
     """
-    k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
-    _checks.check_paged(q, k_cache, v_cache, k, v)
+    _checks.check_kv_dtype(kv_dtype)
+    k_cache = _checks.stored_view(q, k_cache, kv_dtype)
+    v_cache = _checks.stored_view(q, v_cache, kv_dtype)
+    _checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     _checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
     check_length("max_seqlen_q", max_seqlen_q)

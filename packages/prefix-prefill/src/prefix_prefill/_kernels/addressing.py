@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from .._layout import Strides, cache_sizes, key_strides, value_strides
+from .._layout import Strides, cache_sizes, key_strides, numbers_of_byte, value_strides
 from .._linked.host.forms import ACCESS_BYTES
 from .launch.runtime import dense
 from .parameters import CacheLayout
@@ -15,26 +15,34 @@ from .parameters import CacheLayout
 class CacheForm:
     """Strides and layout of a cache, as the kernels take them."""
 
-    def __init__(self, k_cache: Tensor, v_cache: Tensor, block_n: int = 1) -> None:
-        """Look at a cache that is read in tiles of ``block_n`` keys."""
+    def __init__(
+        self, k_cache: Tensor, v_cache: Tensor, block_n: int = 1, in_words: bool = False
+    ) -> None:
+        """Look at a cache that is read in tiles of ``block_n`` keys, and in words if it can be."""
         self.k = k = key_strides(k_cache)
         self.v = v = value_strides(k_cache, v_cache)
         _, self.page, _, head_dim = cache_sizes(k_cache)
         # a key is cut into runs of numbers, a value is one run
         run = k_cache.shape[-1]
         self.values_lie_as_keys = (k.page, k.slot) == (v.page, v.slot)
-        v_bytes = _begins(v_cache, v, head_dim)
+        of_byte = numbers_of_byte(k_cache)
+        v_bytes = _begins(v_cache, v, head_dim // of_byte)
         # slots that follow each other in one page and in one tile
         self.v_column_run = 0
         if v.inner != 1 and v.slot == 1:
             slots = math.gcd(self.page, block_n)
             self.v_column_run = slots & -slots
             v_bytes = _gcd(v_cache, (v.page, v.head, v.inner), self.v_column_run)
+        k_bytes = _begins(k_cache, k, run)
+        self.word_bits, self.slices = 0, of_byte
+        if in_words and k.inner == v.inner == 1 and k_bytes % 2 == v_bytes % 2 == 0:
+            self.word_bits, self.slices, run = 16, 2 * of_byte, run // 2
+            self.k, self.v = k.of_words(2), v.of_words(2)
         self.layout = CacheLayout(
             PAGE=self.page,
             K_RUN=run,
             K_UNIT=k.inner == 1,
-            K_BYTES=_begins(k_cache, k, run),
+            K_BYTES=k_bytes,
             V_UNIT=v.inner == 1,
             V_BYTES=v_bytes,
         )

@@ -23,7 +23,17 @@ from .parameters import (
     pointers_of_callers,
 )
 from .primitives import cut_range, key_range, masked_from, tiles_of
-from .queries import branches_of, load_queries, positions_of, query_rows, slopes_of, tree_of
+from .queries import (
+    as_fp16,
+    branches_of,
+    load_queries,
+    load_slices,
+    positions_of,
+    query_rows,
+    slopes_of,
+    tree_of,
+    unit_of,
+)
 from .results import fill_padding, store_out, store_part
 from .schedule import locate
 from .structures import (
@@ -38,6 +48,7 @@ from .structures import (
     Vectors,
 )
 from .walk import attend_to_all, finish_softmax, start_softmax
+from .words import joined
 
 # integers and pointers are taken as they come: a variant per value or alignment would give a stride
 # its own rounding and a length its own compilation
@@ -79,7 +90,8 @@ def _scales_of(scale, descale_at, q_descale_ptr, k_descale_ptr):
 def _paged_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, block_table_ptr, cu_seqlens_q_ptr,
     seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, q_descale_ptr, k_descale_ptr, v_descale_ptr,
-    out_scale_ptr, positions_ptr, tree_mask_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
+    k_scale_cache_ptr, v_scale_cache_ptr, out_scale_ptr, positions_ptr, tree_mask_ptr, out_ptr,
+    lse_ptr, part_out_ptr, part_lse_ptr,
     scale, softcap, window_left, window_right,
     batch, heads_k, tokens, units, splits,
     stride_qs, stride_qh, stride_os, stride_oh,
@@ -87,8 +99,10 @@ def _paged_kernel(
     stride_vcp, stride_vcs, stride_vch, stride_vcd,
     stride_ks, stride_kh, stride_vs, stride_vh,
     stride_table_b, stride_table_p, stride_alibi_b,
+    stride_skp, stride_sks, stride_skh, stride_svp, stride_svs, stride_svh,
     PAGE: tl.constexpr, K_RUN: tl.constexpr, K_UNIT: tl.constexpr, K_BYTES: tl.constexpr,
     V_UNIT: tl.constexpr, V_BYTES: tl.constexpr, V_COLUMN_RUN: tl.constexpr, V_AS_K: tl.constexpr,
+    SLICES: tl.constexpr, WORD_BITS: tl.constexpr,
     NEW_V_AS_K: tl.constexpr, ROW_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr,
     PART_BYTES: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -97,17 +111,40 @@ def _paged_kernel(
     GROUP: tl.constexpr, MIN_TOKENS: tl.constexpr, MAX_TOKENS: tl.constexpr, TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    FILL_TOKENS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    FILL_TOKENS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, PTX: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k.T)) @ v``, of a tile of rows or of a split of their keys.
 
     ``k`` and ``v`` are the keys and values in the pages of a cache, and new ones that lie dense.
     """
+    TILE: tl.constexpr = Tile(
+        HEAD_DIM, BLOCK_N, BLOCK_D, FILL_TOKENS, PRECISION, UPCAST, PTX, OVERLAP
+    )
+    WORDS: tl.constexpr = Tile(
+        HEAD_DIM // SLICES,
+        BLOCK_N,
+        BLOCK_D // SLICES,
+        FILL_TOKENS,
+        PRECISION,
+        UPCAST,
+        PTX,
+        OVERLAP,
+    )
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    # fp16 holds all numbers of 8 bits, bf16 weights of any size
+    NARROW: tl.constexpr = tl.float16 if k_scale_cache_ptr is None else tl.bfloat16
+    WEIGHTS: tl.constexpr = Q if tl.float32 == Q or tl.float16 == Q else NARROW
     LAYOUT: tl.constexpr = SourceLayout(
         PAGE,
         VectorLayout(K_RUN, K_UNIT, K_BYTES, 0),
-        VectorLayout(HEAD_DIM, V_UNIT, V_BYTES, V_COLUMN_RUN),
+        VectorLayout(HEAD_DIM // SLICES, V_UNIT, V_BYTES, V_COLUMN_RUN),
         V_AS_K,
+        WORDS,
+        SLICES,
+        k_cache_ptr.dtype.element_ty,
+        WEIGHTS,
+        k_scale_cache_ptr is not None,
     )
     ROW_LAYOUT: tl.constexpr = RowLayout(NEW_V_AS_K, ROW_BYTES, OUT_BYTES, PART_BYTES)
     OPTIONS: tl.constexpr = Options(
@@ -122,10 +159,11 @@ def _paged_kernel(
         DECODE_FROM_CACHE,
     )
     SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
-    TILE: tl.constexpr = Tile(HEAD_DIM, BLOCK_N, BLOCK_D, FILL_TOKENS, PRECISION, UPCAST)
 
     results = Results(Packed(out_ptr, stride_os, stride_oh), lse_ptr, out_scale_ptr, tokens)
     pid = tl.program_id(0)
+    if OVERLAP and part_out_ptr is not None:
+        tl.extra.cuda.gdc_launch_dependents()
     if FILL_TOKENS > 0:
         programs = units * splits * heads_k
         if pid >= programs:
@@ -148,8 +186,17 @@ def _paged_kernel(
     context = _context_of(place, seqlen_k, k_ptr, OPTIONS)
     HAS_DENSE: tl.constexpr = k_ptr is not None
     rows = query_rows(place, q_start_64, head_k_64, SCHEDULE, TILE)
-    # [BLOCK_M, BLOCK_D]
-    q = load_queries(rows, Packed(q_ptr, stride_qs, stride_qh), ROW_LAYOUT, TILE)
+    packed_q = Packed(q_ptr, stride_qs, stride_qh)
+    if SLICES == 1:
+        q = (load_queries(rows, packed_q, ROW_LAYOUT, TILE),)  # [BLOCK_M, BLOCK_D]
+    else:
+        q = load_slices(rows, packed_q, WORDS, SLICES)  # each [BLOCK_M, BLOCK_D // SLICES]
+    if SLICES > 1 and q_ptr.dtype.element_ty == tl.bfloat16:
+        row_unit = unit_of(q)  # [BLOCK_M]
+    else:
+        row_unit = None
+    if SLICES > 1:
+        q = as_fp16(q, row_unit)
     positions = positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE)
     slopes = slopes_of(rows, sequence_64, positions_ptr, alibi_slopes_ptr, stride_alibi_b)
     # where a tree takes the place of the diagonal
@@ -158,7 +205,7 @@ def _paged_kernel(
     if DESCALE_NDIM == 2:
         descale_at += sequence_64 * heads_k
     scale, cache_scale = _scales_of(scale, descale_at, q_descale_ptr, k_descale_ptr)
-    softmax = start_softmax(rows, split, sinks_ptr, OPTIONS, SCHEDULE, TILE)
+    softmax = start_softmax(rows, split, sinks_ptr, OPTIONS, SCHEDULE, TILE, SLICES)
 
     # what this program's split is of the tiles of both sources
     scores = Scores(cache_scale, softcap, window_left, window_right)
@@ -181,27 +228,40 @@ def _paged_kernel(
     cache_begin = tile_begin + tl.minimum(begin, cache_tiles)
     cache_end = tile_begin + tl.minimum(end, cache_tiles)
     walk = cut_range(seen, cache_begin, cache_end, BLOCK_N)
+    if WORD_BITS == 16:
+        k_cache_ptr = k_cache_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        v_cache_ptr = v_cache_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     k_cache_ptr += head_k_64 * stride_kch
     v_cache_ptr += head_k_64 * stride_vch
+    if k_scale_cache_ptr is not None:
+        k_scale_cache_ptr += head_k_64 * stride_skh
+        v_scale_cache_ptr += head_k_64 * stride_svh
     source = Source(
         Vectors(k_cache_ptr, stride_kcp, stride_kcs, stride_kcx, stride_kcd),
         Vectors(v_cache_ptr, stride_vcp, stride_vcs, None, stride_vcd),
+        Vectors(k_scale_cache_ptr, stride_skp, stride_sks, None, None),
+        Vectors(v_scale_cache_ptr, stride_svp, stride_svs, None, None),
         Table(block_table_ptr + sequence_64 * stride_table_b, stride_table_p),
     )
-    queries = Queries(q, positions.position, slopes, tree, branches, first_new)
+    queries = Queries(q, row_unit, positions.position, slopes, tree, branches, first_new)
     softmax = attend_to_all(softmax, queries, source, walk, scores, LAYOUT, OPTIONS, TILE)
+    softmax = Softmax((joined(softmax.acc),), softmax.l_i, softmax.m_i)
     v_descale = 1.0
     if v_descale_ptr is not None:
         v_descale = tl.load(v_descale_ptr + descale_at)
     if HAS_DENSE:
         # new keys and values have no scale
-        softmax = Softmax(softmax.acc * v_descale, softmax.l_i, softmax.m_i)
+        softmax = Softmax((softmax.acc[0] * v_descale,), softmax.l_i, softmax.m_i)
         v_descale = 1.0
+        if SLICES > 1:
+            q = (load_queries(rows, packed_q, ROW_LAYOUT, TILE),)
         dense_begin = new_begin + tl.maximum(begin - cache_tiles, 0)
         dense_end = new_begin + tl.maximum(end - cache_tiles, 0)
         walk = cut_range(new_seen, dense_begin, dense_end, BLOCK_N)
         NEW: tl.constexpr = VectorLayout(HEAD_DIM, True, ROW_BYTES, 0)
-        NEW_LAYOUT: tl.constexpr = SourceLayout(0, NEW, NEW, NEW_V_AS_K)
+        NEW_LAYOUT: tl.constexpr = SourceLayout(
+            0, NEW, NEW, NEW_V_AS_K, TILE, 1, k_ptr.dtype.element_ty, WEIGHTS, False
+        )
         k_ptr += q_start_64 * stride_ks + head_k_64 * stride_kh
         v_ptr += q_start_64 * stride_vs + head_k_64 * stride_vh
         # new keys and values lie dense, in no page; made here, as Triton 3.6 returns no None
@@ -209,9 +269,11 @@ def _paged_kernel(
             Vectors(k_ptr, None, stride_ks, None, None),
             Vectors(v_ptr, None, stride_vs, None, None),
             None,
+            None,
+            None,
         )
         queries = Queries(
-            q, positions.position - context, slopes, tree, branches, first_new - context
+            q, None, positions.position - context, slopes, tree, branches, first_new - context
         )
         scores = Scores(scale, softcap, window_left, window_right)
         softmax = attend_to_all(softmax, queries, source, walk, scores, NEW_LAYOUT, OPTIONS, TILE)

@@ -6,6 +6,9 @@ import triton.language as tl
 from .parameters import WriteCounts, WritePointers, WriteStrides, WriteTile
 from .structures import Packed, Side, Slots, VectorLayout, Vectors
 
+# 1.5 * 2**23: fp32 has no fractions there
+_ROUNDING = tl.constexpr(12582912.0)
+
 # as in ``attention.py``
 NUMBERS = WriteCounts._fields + WriteStrides._fields
 
@@ -39,6 +42,35 @@ def _stored(values, side, head, TILE: tl.constexpr):
 
 
 @triton.jit
+def _quantised(values, INT_MAX: tl.constexpr, SCALE_DTYPE: tl.constexpr):
+    """Return codes of rows, as whole numbers in fp32, and the scale of each row in its dtype.
+
+    A row that is not finite gets a scale that is not finite, and codes of 0.
+    """
+    values = values.to(tl.float32)
+    largest = tl.max(tl.abs(values), 1)  # [BLOCK_T]
+    # the maximum leaves NaN out
+    is_nan = tl.max((values != values).to(tl.int32), 1) > 0
+    largest = tl.where(is_nan, float("nan"), largest)
+    scale = tl.div_rn(largest, tl.full(largest.shape, INT_MAX, tl.float32)).to(SCALE_DTYPE)
+    divisor = scale.to(tl.float32)
+    divisor = tl.where(divisor == 0.0, float("inf"), divisor)
+    codes = tl.div_rn(values, tl.broadcast_to(divisor[:, None], values.shape))
+    codes = tl.where(codes == codes, codes, 0.0)
+    codes = tl.clamp(codes, -1.0 * INT_MAX, 1.0 * INT_MAX)
+    # adding this rounds to a whole number, to the even one of two that are as near
+    return (codes + _ROUNDING) - _ROUNDING, scale
+
+
+@triton.jit
+def _packed(codes, TILE: tl.constexpr):
+    """Return bytes of two codes of 4 bits, of which the first is the low one."""
+    codes = codes.to(tl.int32) & 15  # [BLOCK_T, BLOCK_D]
+    low, high = tl.split(tl.reshape(codes, [TILE.BLOCK_T, TILE.BLOCK_D // 2, 2]))
+    return low | (high << 4)  # [BLOCK_T, BLOCK_D // 2]
+
+
+@triton.jit
 def _write(side, places, token, head, PAGE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Write tokens of one head into their slots; those below 0, or past the end, stay out.
 
@@ -63,37 +95,69 @@ def _write(side, places, token, head, PAGE: tl.constexpr, LAYOUT: tl.constexpr, 
         slot = slot.to(tl.uint32)
     page = (slot // PAGE).to(tl.int64)
     in_page = (slot % PAGE).to(tl.int64)
-    values = _stored(values, side, head, TILE)
     rows = page * cache.stride_page + in_page * cache.stride_slot + head * side.stride_head
-    _store_rows(values, cache, rows, inside, cols, LAYOUT, TILE)
+    if TILE.INT_MAX > 0:
+        scales = side.scales
+        codes, scale = _quantised(values, TILE.INT_MAX, scales.base.dtype.element_ty)
+        at = page * scales.stride_page + in_page * scales.stride_slot
+        at += head * side.stride_head_scales
+        tl.store(scales.base + at, scale, mask=inside)
+        if TILE.INT_MAX == 7:
+            BYTES: tl.constexpr = WriteTile(
+                TILE.HEADS,
+                TILE.HEAD_DIM // 2,
+                TILE.ROW_BYTES,
+                TILE.SCALE_PER_HEAD,
+                TILE.FP8_MAX,
+                TILE.INT_MAX,
+                TILE.BLOCK_T,
+                TILE.BLOCK_D // 2,
+                TILE.OVERLAP,
+            )
+            cols = tl.arange(0, BYTES.BLOCK_D)  # [BLOCK_D // 2]
+            codes = _packed(codes, TILE).to(tl.uint8)
+            _store_rows(codes, cache, rows, inside, cols, LAYOUT, BYTES)
+        else:
+            codes = codes.to(tl.int32).to(tl.int8)
+            _store_rows(codes, cache, rows, inside, cols, LAYOUT, TILE)
+    else:
+        values = _stored(values, side, head, TILE)
+        _store_rows(values, cache, rows, inside, cols, LAYOUT, TILE)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=WritePointers._fields)
 def _reshape_and_cache_kernel(
     k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_scale_ptr, v_scale_ptr,
+    k_scale_cache_ptr, v_scale_cache_ptr,
     tokens, slots, stride_slot, stride_ks, stride_kh, stride_vs, stride_vh,
     stride_kcp, stride_kcs, stride_kch, stride_kcx, stride_kcd,
     stride_vcp, stride_vcs, stride_vch, stride_vcx, stride_vcd,
+    stride_skp, stride_sks, stride_skh, stride_svp, stride_svs, stride_svh,
     PAGE: tl.constexpr, K_RUN: tl.constexpr, K_UNIT: tl.constexpr, K_BYTES: tl.constexpr,
     V_UNIT: tl.constexpr, V_BYTES: tl.constexpr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROW_BYTES: tl.constexpr,
-    SCALE_PER_HEAD: tl.constexpr, FP8_MAX: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALE_PER_HEAD: tl.constexpr, FP8_MAX: tl.constexpr, INT_MAX: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``k_cache[slot // PAGE, slot % PAGE] = k / k_scale`` with ``slot = slot_mapping[token]``.
 
-    A program writes the keys, or the values, of a block of tokens of one head.
+    A program writes the keys, or the values, of a block of tokens of one head. With ``INT_MAX``,
+    ``k_scale`` is ``max(abs(k)) / INT_MAX`` of each row, and is written beside it.
     """
     TILE: tl.constexpr = WriteTile(
-        HEADS, HEAD_DIM, ROW_BYTES, SCALE_PER_HEAD, FP8_MAX, BLOCK_T, BLOCK_D, OVERLAP
+        HEADS, HEAD_DIM, ROW_BYTES, SCALE_PER_HEAD, FP8_MAX, INT_MAX, BLOCK_T, BLOCK_D, OVERLAP
     )
     K_LAYOUT: tl.constexpr = VectorLayout(K_RUN, K_UNIT, K_BYTES, 0)
-    V_LAYOUT: tl.constexpr = VectorLayout(HEAD_DIM, V_UNIT, V_BYTES, 0)
+    V_RUN: tl.constexpr = HEAD_DIM // 2 if INT_MAX == 7 else HEAD_DIM
+    V_LAYOUT: tl.constexpr = VectorLayout(V_RUN, V_UNIT, V_BYTES, 0)
     places = Slots(slot_mapping_ptr, stride_slot, tokens, slots)
     k_cache = Vectors(k_cache_ptr, stride_kcp, stride_kcs, stride_kcx, stride_kcd)
     v_cache = Vectors(v_cache_ptr, stride_vcp, stride_vcs, stride_vcx, stride_vcd)
-    keys = Side(Packed(k_ptr, stride_ks, stride_kh), k_cache, stride_kch, k_scale_ptr)
-    values = Side(Packed(v_ptr, stride_vs, stride_vh), v_cache, stride_vch, v_scale_ptr)
+    k_scales = Vectors(k_scale_cache_ptr, stride_skp, stride_sks, None, None)
+    v_scales = Vectors(v_scale_cache_ptr, stride_svp, stride_svs, None, None)
+    new_k, new_v = Packed(k_ptr, stride_ks, stride_kh), Packed(v_ptr, stride_vs, stride_vh)
+    keys = Side(new_k, k_cache, stride_kch, k_scale_ptr, k_scales, stride_skh)
+    values = Side(new_v, v_cache, stride_vch, v_scale_ptr, v_scales, stride_svh)
     pid = tl.program_id(0)
     head = (pid // 2 % HEADS).to(tl.int64)
     token = pid // 2 // HEADS * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]

@@ -42,15 +42,18 @@ def _split_merge_kernel(
     GROUP: tl.constexpr, MIN_TOKENS: tl.constexpr, MAX_TOKENS: tl.constexpr, TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, OUT_MAX: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = sum_i exp(lse_i - lse) out_i`` with ``lse = log(sum_i exp(lse_i))``, over splits i.
 
     A program merges some rows of a tile.
     """
     SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
-    TILE: tl.constexpr = SplitMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS, CHUNK)
+    TILE: tl.constexpr = SplitMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS, CHUNK, OVERLAP)
     pid = tl.program_id(0)
+    if OVERLAP:
+        # until all splits have written what they come to
+        tl.extra.cuda.gdc_wait()
     parts = tl.cdiv(rows, ROWS)
     in_tile = pid % parts * ROWS + tl.arange(0, ROWS)  # [ROWS]
     head_k = pid // parts % heads_k

@@ -32,6 +32,8 @@ class Pointers(NamedTuple):
     q_descale_ptr: Any
     k_descale_ptr: Any
     v_descale_ptr: Any
+    k_scale_cache_ptr: Any  # a scale for each slot and head of keys
+    v_scale_cache_ptr: Any
     out_scale_ptr: Any
     positions_ptr: Any
     tree_mask_ptr: Any
@@ -61,7 +63,10 @@ class Counts(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides in numbers: s of a token or slot, h of a head, p of a page, x of a run, d of one."""
+    """Strides: s of a token or slot, h of a head, p of a page, x of a run, d of a number.
+
+    Those of a cache are in words, if it is read in words; all others are in numbers.
+    """
 
     stride_qs: Any
     stride_qh: Any
@@ -83,6 +88,12 @@ class Strides(NamedTuple):
     stride_table_b: Any
     stride_table_p: Any
     stride_alibi_b: Any
+    stride_skp: Any  # of the scales of slots, as of what they scale
+    stride_sks: Any
+    stride_skh: Any
+    stride_svp: Any
+    stride_svs: Any
+    stride_svh: Any
 
 
 class CacheLayout(NamedTuple):
@@ -107,6 +118,8 @@ class Layout(NamedTuple):
     V_BYTES: Any
     V_COLUMN_RUN: Any  # neighbouring slots follow each other, so many of them; 0: columns do
     V_AS_K: Any  # values have the strides of keys
+    SLICES: Any  # numbers of a word; 1: numbers are read one by one
+    WORD_BITS: Any  # 16; 0: words are elements of the cache
 
 
 class RowLayout(NamedTuple):
@@ -151,6 +164,8 @@ class Tile(NamedTuple):
     FILL_TOKENS: Any  # tokens that a program behind all clears of padding; 0: none
     PRECISION: Any
     UPCAST: Any  # the interpreter multiplies in fp32
+    PTX: Any  # inline PTX may be used
+    OVERLAP: Any  # programs of the kernel behind are set up while this one still runs
 
 
 # ---- kernels that merge
@@ -187,6 +202,7 @@ class SplitMergeTile(NamedTuple):
     BLOCK_D: Any
     ROWS: Any  # rows of one program
     CHUNK: Any  # splits that are read at once
+    OVERLAP: Any  # programs are set up while the kernel before still runs
 
 
 class StateMergePointers(NamedTuple):
@@ -232,6 +248,8 @@ class WritePointers(NamedTuple):
     slot_mapping_ptr: Any
     k_scale_ptr: Any
     v_scale_ptr: Any
+    k_scale_cache_ptr: Any
+    v_scale_cache_ptr: Any
 
 
 class WriteCounts(NamedTuple):
@@ -259,6 +277,12 @@ class WriteStrides(NamedTuple):
     stride_vch: Any
     stride_vcx: Any
     stride_vcd: Any
+    stride_skp: Any
+    stride_sks: Any
+    stride_skh: Any
+    stride_svp: Any
+    stride_svs: Any
+    stride_svh: Any
 
 
 class WriteTile(NamedTuple):
@@ -269,6 +293,7 @@ class WriteTile(NamedTuple):
     ROW_BYTES: Any  # alignment of the rows of k and v
     SCALE_PER_HEAD: Any
     FP8_MAX: Any  # largest finite value of an fp8 cache, 0 for other caches
+    INT_MAX: Any  # largest code of a cache with a scale in each slot, 0 for other caches
     BLOCK_T: Any
     BLOCK_D: Any
     OVERLAP: Any  # programs are set up while the kernel before still runs

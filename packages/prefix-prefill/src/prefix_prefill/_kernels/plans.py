@@ -21,8 +21,9 @@ from .._configs import (
     short_tokens,
     takes_hopper,
     tree_tile,
+    word_bits,
 )
-from .._layout import cache_sizes
+from .._layout import INT_MAX, cache_sizes
 from .addressing import CacheForm, descale_ndim, one_form, row_strides
 from .cache import _reshape_and_cache_kernel
 from .launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
@@ -104,11 +105,11 @@ class AttentionPlan:
         self._descale_shape = (self.batch, heads_k)[2 - ndim :]
         self.short = None
         if most_short >= least_short or options.fill_padding:
-            tile = short_tile(platform, head_dim, itemsize, group)
+            tile = short_tile(platform, head_dim, itemsize, group, word_bits(x))
             has_any = most_short >= least_short
             self.short = TilePlan(x, options, tile, least_short, most_short, has_any)
         tile_of = long_tile if x.tree_mask is None else tree_tile
-        tile = tile_of(platform, head_dim, itemsize)
+        tile = tile_of(platform, head_dim, itemsize, x.k_scale_cache is not None)
         least_long = max(most_short + 1, least_short)
         self.long: list[TilePlan | HopperPlan] = []
         if takes_hopper(x, options):
@@ -166,13 +167,16 @@ class WritePlan:
         """Plan for writes like this one, whose new keys are as ``aligned`` leaves them."""
         _, self._heads_k, head_dim = x.k.shape
         cache = CacheForm(x.k_cache, x.v_cache)
-        is_fp8 = x.k_cache.element_size() == 1
+        is_fp8 = x.k_cache.dtype.is_floating_point and x.k_cache.element_size() == 1
         scales = x.k_scale, x.v_scale
         self._per_head = any(s is not None and s.numel() != 1 for s in scales)
         platform = detect(x.k.device)
         overlap = platform.is_hopper or platform.is_blackwell
         new = row_strides(x.k) + row_strides(x.v)
-        strides = WriteStrides(x.slot_mapping.stride(0), *new, *cache.k, *cache.v)
+        scale_strides = 0, 0, 0, 0, 0, 0
+        if x.k_scale_cache is not None and x.v_scale_cache is not None:
+            scale_strides = x.k_scale_cache.stride() + x.v_scale_cache.stride()
+        strides = WriteStrides(x.slot_mapping.stride(0), *new, *cache.k, *cache.v, *scale_strides)
         # behind the number of tokens
         self._numbers = x.k_cache.shape[0] * cache.page, *strides
         tile = WriteTile(
@@ -181,6 +185,7 @@ class WritePlan:
             ROW_BYTES=row_bytes(x.k),
             SCALE_PER_HEAD=self._per_head,
             FP8_MAX=fp8_info(x.k_cache.dtype).max if is_fp8 else 0.0,
+            INT_MAX=INT_MAX.get(x.k_cache.dtype, 0),
             BLOCK_T=BLOCK_T,
             BLOCK_D=padded_head_dim(head_dim),
             OVERLAP=overlap,

@@ -30,6 +30,84 @@ def load_queries(rows, q, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def _load_slice(rows, q, index: tl.constexpr, WORDS: tl.constexpr, SLICES: tl.constexpr):
+    LAYOUT: tl.constexpr = VectorLayout(WORDS.HEAD_DIM, False, 1, 0)
+    q_rows = rows.token_64 * q.stride_token + rows.head * q.stride_head
+    vectors = Vectors(q.ptr + index, None, None, None, SLICES)
+    cols = tl.arange(0, WORDS.BLOCK_D)  # [BLOCK_D // SLICES]
+    return load_rows(vectors, q_rows, rows.is_inside, cols, LAYOUT, WORDS, True)
+
+
+@triton.jit
+def load_slices(rows, q, WORDS: tl.constexpr, SLICES: tl.constexpr):
+    """Load the slices of a tile of queries, each ``[BLOCK_M, BLOCK_D // SLICES]``, as a tuple."""
+    if SLICES == 2:
+        slices = (
+            _load_slice(rows, q, 0, WORDS, SLICES),
+            _load_slice(rows, q, 1, WORDS, SLICES),
+        )
+    else:
+        slices = (
+            _load_slice(rows, q, 0, WORDS, SLICES),
+            _load_slice(rows, q, 1, WORDS, SLICES),
+            _load_slice(rows, q, 2, WORDS, SLICES),
+            _load_slice(rows, q, 3, WORDS, SLICES),
+        )
+    return slices
+
+
+@triton.jit
+def _largest(slices):
+    """Return the largest magnitude of each row, ``[BLOCK_M]``."""
+    largest = tl.max(tl.abs(slices[0].to(tl.float32)), 1)
+    for i in tl.static_range(1, len(slices)):
+        largest = tl.maximum(largest, tl.max(tl.abs(slices[i].to(tl.float32)), 1))
+    return largest
+
+
+@triton.jit
+def unit_of(slices):
+    """Return a power of two for each row of bf16, by which it is divided to be fp16.
+
+    The largest of a row comes to 2**14 or more. What is then too small for fp16, fp32 loses in sums
+    with the largest.
+    """
+    exponent = _largest(slices).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum(exponent, 15)
+    return ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_fp16(slices, unit):
+    """Return the slices in fp16, of bf16 divided by its unit."""
+    if unit is not None:
+        inverse = (1.0 / unit)[:, None]
+        if len(slices) == 2:
+            slices = (
+                (slices[0].to(tl.float32) * inverse).to(tl.float16),
+                (slices[1].to(tl.float32) * inverse).to(tl.float16),
+            )
+        else:
+            slices = (
+                (slices[0].to(tl.float32) * inverse).to(tl.float16),
+                (slices[1].to(tl.float32) * inverse).to(tl.float16),
+                (slices[2].to(tl.float32) * inverse).to(tl.float16),
+                (slices[3].to(tl.float32) * inverse).to(tl.float16),
+            )
+    elif slices[0].dtype.primitive_bitwidth == 8:
+        if len(slices) == 2:
+            slices = slices[0].to(tl.float16), slices[1].to(tl.float16)
+        else:
+            slices = (
+                slices[0].to(tl.float16),
+                slices[1].to(tl.float16),
+                slices[2].to(tl.float16),
+                slices[3].to(tl.float16),
+            )
+    return slices
+
+
+@triton.jit
 def positions_of(rows, place, positions_ptr, seqlen_k, SCHEDULE: tl.constexpr):
     """Return the ``Positions`` of a tile's rows: given ones, or the last ones of the keys."""
     BLOCK_M: tl.constexpr = SCHEDULE.BLOCK_M

@@ -44,7 +44,8 @@ class Positions(NamedTuple):
 class Queries(NamedTuple):
     """What keys are held against, row by row."""
 
-    q: Any
+    q: Any  # a tuple of slices, as many as words of the source have numbers
+    unit: Any  # what the rows of q are to be multiplied with, to be queries; None: they are
     position: Any  # counts from the first key of the source
     slopes: Any  # None without ALiBi
     tree: Any  # bits of the new tokens that a row sees; None without a tree
@@ -86,6 +87,8 @@ class Source(NamedTuple):
 
     k: Any
     v: Any
+    k_scales: Any  # None without a scale for each key
+    v_scales: Any
     table: Any  # None for keys that lie dense
 
 
@@ -96,6 +99,11 @@ class SourceLayout(NamedTuple):
     K: Any
     V: Any
     V_AS_K: Any  # values have the strides of keys
+    WORDS: Any  # the tile, with as many columns as vectors have words
+    SLICES: Any  # numbers of a word; 1: numbers are read one by one
+    STORED: Any  # dtype of the numbers of words
+    WEIGHTS: Any  # dtype of weights, which multiply values
+    SCALED: Any  # each key has a scale
 
 
 class KeyRange(NamedTuple):
@@ -120,7 +128,7 @@ class Walk(NamedTuple):
 class Softmax(NamedTuple):
     """The running softmax of FlashAttention-2: sums of values and of weights, and the maximum."""
 
-    acc: Any
+    acc: Any  # a tuple of slices, as many as words of the source have numbers
     l_i: Any
     m_i: Any
 
@@ -141,6 +149,8 @@ class Side(NamedTuple):
     cache: Any
     stride_head: Any  # of the cache
     scale_ptr: Any
+    scales: Any  # of the slots of the cache; None without
+    stride_head_scales: Any
 
 
 class Slots(NamedTuple):

@@ -9,10 +9,11 @@ from attn_common import cdiv, detect, fp8_info
 
 from .. import _configs
 from .._call import Options, Tensors
-from .._configs import choose_splits, padded_head_dim, processors
+from .._configs import choose_splits, padded_head_dim, processors, word_bits
 from .._layout import cache_sizes
 from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
+from .._linked.host.tiles import MIN_TILE
 from . import parameters
 from .addressing import CacheForm, descale_ndim, row_strides
 from .attention import _paged_kernel
@@ -60,11 +61,19 @@ class TilePlan:
         self.fill_tokens = FILL_TOKENS if self.is_short and options.fill_padding else 0
         # of a short tile, the group's rows of few tokens alone can be there
         self.rows = min(tile.block_m, most * self.group)
-        cache = CacheForm(x.k_cache, x.v_cache, tile.block_n)
-        self._scores = scores_of(options)
+        self.bits = word_bits(x)
+        cache = CacheForm(x.k_cache, x.v_cache, tile.block_n, in_words=self.bits < 16)
+        self._scores = scores = scores_of(options)
+        # keys that the rows of a tile see under a window with two ends
+        self._most_seen = None
+        if scores.window_left >= 0 and scores.window_right >= 0:
+            self._most_seen = scores.window_left + scores.window_right + tile.block_m
         self._strides = _strides_of(x, cache)
         schedule = Schedule(self.group, least, most, tiles, tile.block_m)
         block_d = padded_head_dim(self.head_dim, x.q.element_size())
+        block_d = max(block_d, MIN_TILE * cache.slices)
+        platform = detect(x.q.device)
+        overlap = platform.is_hopper or platform.is_blackwell
         asked = _options_of(x, options)
         constants = {
             **_layout_of(cache)._asdict(),
@@ -78,6 +87,8 @@ class TilePlan:
                 FILL_TOKENS=self.fill_tokens,
                 PRECISION=tile.precision,
                 UPCAST=interpreted(),
+                PTX=platform.vendor == "nvidia" and not interpreted(),
+                OVERLAP=overlap,
             )._asdict(),
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
@@ -87,8 +98,11 @@ class TilePlan:
         self._merged_rows, chunk = (1, MERGE_CHUNK) if self.is_short else (MERGE_ROWS, 2)
         if interpreted():
             self._merged_rows, chunk = 16, 2
-        merged = SplitMergeTile(self.head_dim, asked.OUT_MAX, block_d, self._merged_rows, chunk)
+        merged = SplitMergeTile(
+            self.head_dim, asked.OUT_MAX, block_d, self._merged_rows, chunk, overlap
+        )
         constants = {**schedule._asdict(), **merged._asdict(), "num_warps": 4, "num_stages": 1}
+        constants |= {"launch_pdl": True} if overlap else {}
         self._merge = Launch(_split_merge_kernel, constants)
 
     def count_units(self, tokens: int) -> int:
@@ -102,13 +116,17 @@ class TilePlan:
         if self.num_splits:
             return self.num_splits
         block_m = self.tile.block_m
+        seen = max_seqlen_k
+        if self._most_seen is not None:
+            seen = min(seen, self._most_seen)
         busy = units if self.is_short else cdiv(tokens * self.group, block_m)
         return choose_splits(
             busy * self.heads_k,
             self.is_short,
-            max_seqlen_k // self.tile.block_n,
+            seen // self.tile.block_n,
             units * self.heads_k * block_m * (self.head_dim + 1) * 4,
             self.processors,
+            self.bits,
         )
 
     def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
@@ -157,11 +175,20 @@ def _strides_of(x: Tensors, cache: CacheForm) -> Strides:
     if x.k is not None and x.v is not None:
         new = row_strides(x.k) + row_strides(x.v)
     table = x.block_table.stride()
-    return Strides(*rows, *cache.k, *values, *new, *table, stride_of_slopes(x))
+    scales = 0, 0, 0, 0, 0, 0
+    if x.k_scale_cache is not None and x.v_scale_cache is not None:
+        scales = x.k_scale_cache.stride() + x.v_scale_cache.stride()
+    return Strides(*rows, *cache.k, *values, *new, *table, stride_of_slopes(x), *scales)
 
 
 def _layout_of(cache: CacheForm) -> Layout:
-    return Layout(*cache.layout, V_COLUMN_RUN=cache.v_column_run, V_AS_K=cache.values_lie_as_keys)
+    return Layout(
+        *cache.layout,
+        V_COLUMN_RUN=cache.v_column_run,
+        V_AS_K=cache.values_lie_as_keys,
+        SLICES=cache.slices,
+        WORD_BITS=cache.word_bits,
+    )
 
 
 def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:

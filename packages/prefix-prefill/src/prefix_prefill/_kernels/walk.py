@@ -15,11 +15,21 @@ from .primitives import (
     rows_of,
 )
 from .structures import Softmax
+from .words import slices_of
+
+# fp16 holds this, and it is far from the numbers that fp16 holds badly
+_LARGEST_WEIGHT = tl.constexpr(32768.0)
 
 
 @triton.jit
 def start_softmax(
-    rows, split, sinks_ptr, OPTIONS: tl.constexpr, SCHEDULE: tl.constexpr, TILE: tl.constexpr
+    rows,
+    split,
+    sinks_ptr,
+    OPTIONS: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     """Return the ``Softmax`` of a tile that has seen no key, but its sinks."""
     m_i = tl.full([SCHEDULE.BLOCK_M], NEG_INF, tl.float32)
@@ -30,17 +40,23 @@ def start_softmax(
         sink = sink.to(tl.float32) * LOG2E
         m_i = tl.where(split == 0, sink, NEG_INF)
         l_i = tl.where(m_i == NEG_INF, 0.0, 1.0 * (1 << OPTIONS.SHIFT))
-    acc = tl.zeros([SCHEDULE.BLOCK_M, TILE.BLOCK_D], tl.float32)
+    zeros = tl.zeros([SCHEDULE.BLOCK_M, TILE.BLOCK_D // SLICES], tl.float32)
+    if SLICES == 1:
+        acc = (zeros,)
+    elif SLICES == 2:
+        acc = zeros, zeros
+    else:
+        acc = zeros, zeros, zeros, zeros
     return Softmax(acc, l_i, m_i)
 
 
 @triton.jit
 def finish_softmax(softmax, v_descale, SHIFT: tl.constexpr):
-    """Return the output of each row, and its log-sum-exp in base 2."""
+    """Return the output of each row, and its log-sum-exp in base 2; there is one slice."""
     # rows that saw no key: output 0, lse -inf
     l_i = softmax.l_i
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    out = softmax.acc * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_D]
+    out = softmax.acc[0] * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_D]
     return out, tl.where(l_i == 0.0, NEG_INF, softmax.m_i + tl.log2(l_safe) - SHIFT)
 
 
@@ -53,6 +69,80 @@ def _next_tile(
     begin = step_start(step, walk.start, walk.full_start, walk.full_end, BLOCK_N, MASKED)
     is_wanted = is_looked_up(begin, step, steps, walk, PAGE, BLOCK_N, MASKED)
     return begin, look_up(table, begin, is_wanted, PAGE, BLOCK_N)
+
+
+@triton.jit
+def _scales_of(source, pages, begin, left, walk, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the scales of a tile's keys and of its values, if any tile is ``left``."""
+    lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    wanted = (begin + lane >= walk.first) & (begin + lane < walk.last)
+    wanted &= lane < left * BLOCK_N
+    k_rows = rows_of(pages, begin, source.k_scales, PAGE, BLOCK_N)
+    v_rows = rows_of(pages, begin, source.v_scales, PAGE, BLOCK_N)
+    k_scale = tl.load(source.k_scales.base + k_rows, mask=wanted, other=0.0).to(tl.float32)
+    v_scale = tl.load(source.v_scales.base + v_rows, mask=wanted, other=0.0).to(tl.float32)
+    return k_scale, v_scale
+
+
+@triton.jit
+def _multiply(q, k, TILE: tl.constexpr):
+    """Return ``q @ k.T``, ``[BLOCK_M, BLOCK_N]``, of slices."""
+    s = dot(q[0], tl.trans(k[0]), TILE.PRECISION, TILE.UPCAST)
+    for i in tl.static_range(1, len(q)):
+        s = dot_add(s, q[i], tl.trans(k[i]), TILE.PRECISION, TILE.UPCAST)
+    return s
+
+
+@triton.jit
+def _accumulate(acc, alpha, p, v, TILE: tl.constexpr):
+    """Return ``acc * alpha + p @ v`` of one slice, ``[BLOCK_M, BLOCK_D // SLICES]``."""
+    return dot_add(acc * alpha[:, None], p, v, TILE.PRECISION, TILE.UPCAST)
+
+
+@triton.jit
+def _accumulate_scaled(acc, alpha, p, v, unit, TILE: tl.constexpr):
+    """Return ``acc * alpha + p @ v * unit`` of one slice."""
+    return acc * alpha[:, None] + dot(p.to(v.dtype), v, TILE.PRECISION, TILE.UPCAST) * unit
+
+
+@triton.jit
+def _add_values(acc, alpha, p, v, scale, TILE: tl.constexpr):
+    """Return ``acc * alpha + (p * scale) @ v`` of slices; ``scale`` is one a key, or None."""
+    if scale is not None and v[0].dtype == tl.float16:
+        # of weights that are large or small by their scales alone, fp16 would lose some
+        unit = tl.max(scale, 0)
+        unit = tl.where(unit > 0, unit, 1.0) / _LARGEST_WEIGHT
+        p *= (scale / unit)[None, :]
+        if len(acc) == 2:
+            acc = (
+                _accumulate_scaled(acc[0], alpha, p, v[0], unit, TILE),
+                _accumulate_scaled(acc[1], alpha, p, v[1], unit, TILE),
+            )
+        else:
+            acc = (
+                _accumulate_scaled(acc[0], alpha, p, v[0], unit, TILE),
+                _accumulate_scaled(acc[1], alpha, p, v[1], unit, TILE),
+                _accumulate_scaled(acc[2], alpha, p, v[2], unit, TILE),
+                _accumulate_scaled(acc[3], alpha, p, v[3], unit, TILE),
+            )
+    else:
+        if scale is not None:
+            p *= scale[None, :]
+        if len(acc) == 1:
+            acc = (_accumulate(acc[0], alpha, p, v[0], TILE),)
+        elif len(acc) == 2:
+            acc = (
+                _accumulate(acc[0], alpha, p, v[0], TILE),
+                _accumulate(acc[1], alpha, p, v[1], TILE),
+            )
+        else:
+            acc = (
+                _accumulate(acc[0], alpha, p, v[0], TILE),
+                _accumulate(acc[1], alpha, p, v[1], TILE),
+                _accumulate(acc[2], alpha, p, v[2], TILE),
+                _accumulate(acc[3], alpha, p, v[3], TILE),
+            )
+    return acc
 
 
 @triton.jit
@@ -70,31 +160,50 @@ def _attend(
     """Fold keys of one source into the running softmax of a tile: masked tiles, or whole ones."""
     PAGE: tl.constexpr = LAYOUT.PAGE
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    SLICES: tl.constexpr = LAYOUT.SLICES
+    WORDS: tl.constexpr = LAYOUT.WORDS
+    WIDE: tl.constexpr = queries.q[0].dtype
     acc, l_i, m_i = softmax.acc, softmax.l_i, softmax.m_i
-    cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    cols = tl.arange(0, WORDS.BLOCK_D)  # [BLOCK_D // SLICES]
     lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, BLOCK_N, MASKED)
     # pages are looked up a step ahead: else their loads would take a stage of the pipeline
     next_begin, next_pages = _next_tile(0, steps, walk, source.table, PAGE, TILE, MASKED)
+    if LAYOUT.SCALED:
+        next_scales = _scales_of(source, next_pages, next_begin, steps, walk, PAGE, BLOCK_N)
     for step in tl.range(0, steps):
         begin, pages = next_begin, next_pages
         next_begin, next_pages = _next_tile(step + 1, steps, walk, source.table, PAGE, TILE, MASKED)
+        if LAYOUT.SCALED:
+            scales = next_scales
+            next_scales = _scales_of(
+                source, next_pages, next_begin, steps - step - 1, walk, PAGE, BLOCK_N
+            )
         keys = begin + lane  # [BLOCK_N]
         inside = (keys >= walk.first) & (keys < walk.last)
         if MASKED and queries.tree is not None:
             # branches that no row is on lie between keys that are seen, and may hold NaN
             inside &= is_on_branch(queries, keys)
         k_rows = rows_of(pages, begin, source.k, PAGE, BLOCK_N)
-        # [BLOCK_N, BLOCK_D]
-        k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, TILE, MASKED)
-        k = matched(k, queries.q)
+        # [BLOCK_N, BLOCK_D // SLICES]
+        k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, WORDS, MASKED)
         # [BLOCK_M, BLOCK_N]
-        s = dot(matched(queries.q, k), tl.trans(k), TILE.PRECISION, TILE.UPCAST)
+        if SLICES == 1:
+            k = matched(k, queries.q[0])
+            s = _multiply((matched(queries.q[0], k),), (k,), TILE)
+        else:
+            s = _multiply(queries.q, slices_of(k, WIDE, LAYOUT.STORED, SLICES, TILE.PTX), TILE)
+        if LAYOUT.SCALED:
+            s *= scales[0][None, :]
         if OPTIONS.FOLD and not MASKED:
             # the scale goes into the exponential's multiply-add; it is positive, so max commutes
             factor = scores.scale * LOG2E
+            if queries.unit is not None:
+                factor *= queries.unit  # [BLOCK_M]
         else:
             factor = 1.0
+            if queries.unit is not None:
+                s *= queries.unit[:, None]
             s = logits_of(s, queries, keys, scores, OPTIONS)
         if MASKED:
             visible = is_visible(queries, keys, walk.last, scores, OPTIONS)
@@ -105,17 +214,24 @@ def _attend(
             pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
         else:
             pivot = m_new
-        p = tl.exp2(s * factor - (pivot - OPTIONS.SHIFT)[:, None])  # [BLOCK_M, BLOCK_N]
+        if OPTIONS.FOLD and not MASKED and queries.unit is not None:
+            s *= factor[:, None]
+        else:
+            s *= factor
+        p = tl.exp2(s - (pivot - OPTIONS.SHIFT)[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
         if LAYOUT.V_AS_K:
             v_rows = k_rows
         else:
             v_rows = rows_of(pages, begin, source.v, PAGE, BLOCK_N)
-        # [BLOCK_N, BLOCK_D]
-        v = load_rows(source.v, v_rows, inside, cols, LAYOUT.V, TILE, MASKED)
-        # [BLOCK_M, BLOCK_D]
-        acc = dot_add(acc * alpha[:, None], p, matched(v, queries.q), TILE.PRECISION, TILE.UPCAST)
+        # [BLOCK_N, BLOCK_D // SLICES]
+        v = load_rows(source.v, v_rows, inside, cols, LAYOUT.V, WORDS, MASKED)
+        if SLICES == 1:
+            v = (matched(v, queries.q[0]),)
+        else:
+            v = slices_of(v, LAYOUT.WEIGHTS, LAYOUT.STORED, SLICES, TILE.PTX)
+        acc = _add_values(acc, alpha, p, v, scales[1] if LAYOUT.SCALED else None, TILE)
         m_i = m_new
     return Softmax(acc, l_i, m_i)
 
