@@ -33,7 +33,7 @@ def call(head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, page: int = 1
 
     q, cache = meta(9, 8, head_dim, dtype=dtype), meta(5, page, 2, head_dim, dtype=dtype)
     small = [meta(2, 3), meta(3), meta(2)]
-    return Tensors(q, cache, cache, None, None, *small, *[None] * 8, q, None)
+    return Tensors(q, cache, cache, None, None, *small, *[None] * 10, q, None)
 
 
 OPTIONS = Options(0.1, -1, 0, 0.0)
