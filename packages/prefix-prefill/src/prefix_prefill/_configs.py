@@ -119,23 +119,30 @@ _SHORT: Table[Tile] = {
     ),
 }
 
-# of caches whose numbers have 8 or 4 bits and are read in words, where they differ from the above
-_SHORT_OF_BITS: dict[int, Table[Tile]] = {
-    8: {
+# of caches that are read in words, by what a word holds, where they differ from the above
+_RDNA = ((256, Tile(16, 16, 8, 1)),)
+_SHORT_OF_WORDS: dict[str, Table[Tile]] = {
+    "fp8": {
+        "hopper": (
+            (64, Tile(16, 128, 4, 4)),
+            (128, Tile(16, 64, 4, 4)),
+            (256, Tile(16, 64, 4, 3)),
+        ),
+    },
+    "int8": {
         "hopper": (
             (64, Tile(16, 128, 4, 4)),
             (128, Tile(16, 128, 4, 3)),
             (256, Tile(16, 64, 4, 3)),
         ),
-        "rdna": ((256, Tile(16, 16, 8, 1)),),
+        "rdna": _RDNA,
     },
-    4: {
+    "int4": {
         "hopper": (
-            (64, Tile(16, 128, 4, 4)),
             (128, Tile(16, 128, 4, 4)),
             (256, Tile(16, 64, 4, 4)),
         ),
-        "rdna": ((256, Tile(16, 16, 8, 1)),),
+        "rdna": _RDNA,
     },
 }
 # of those that have a scale for each token besides
@@ -165,9 +172,9 @@ _PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 _PROCESSORS |= {"gfx90a": 104, "gfx942": 304, "gfx950": 256, "gfx1100": 48, "": 4}
 _TYPICAL_PROCESSORS = 128
 
-# programs of a short tile that one processor holds at a time, by the bits of a cached number; on
-# Hopper by their shared memory and registers
-_SHORT_RESIDENT = {16: 2, 8: 3, 4: 3}
+# programs of a short tile that one processor holds at a time, by what is read in words; on Hopper by
+# their shared memory and registers
+_SHORT_RESIDENT = {"": 2, "fp8": 4, "int8": 2, "int4": 3}
 # a split has at least so many steps, else its merging costs more than it saves
 _LEAST_STEPS = 4
 # bytes that partial results may take, if the caller has not asked for more
@@ -180,12 +187,14 @@ _MERGING = 0.05
 _MOST_SPLITS = 128
 
 
-def word_bits(x: Tensors) -> int:
-    """Return the bits of a cached number, if it is read in words; else 16."""
+def words_of(x: Tensors) -> str:
+    """Return what a cache that is read in words holds, "fp8", "int8" or "int4"; "" for others."""
     cache = x.k_cache
     if cache.element_size() > 1 or cache.dtype == x.q.dtype or is_packed(cache):
-        return 16
-    return 8 // numbers_of_byte(cache)
+        return ""
+    if cache.dtype.is_floating_point:
+        return "fp8"
+    return "int4" if numbers_of_byte(cache) == 2 else "int8"
 
 
 @functools.cache
@@ -198,13 +207,13 @@ def long_tile(platform: Platform, head_dim: int, itemsize: int, is_scaled: bool 
 
 @functools.cache
 def short_tile(
-    platform: Platform, head_dim: int, itemsize: int, group: int, bits: int = 16
+    platform: Platform, head_dim: int, itemsize: int, group: int, words: str = ""
 ) -> Tile:
     """Return the tile for sequences with few queries: decoding, and verifying of drafts.
 
-    ``bits`` are those of a cached number; see ``word_bits``.
+    ``words`` is what the cache holds; see ``words_of``.
     """
-    narrow = _SHORT_OF_BITS.get(bits, {})
+    narrow = _SHORT_OF_WORDS.get(words, {})
     table = narrow if family_of(platform, itemsize) in narrow else _SHORT
     tile = find_tile(table, platform, head_dim, itemsize)
     rows = min(MAX_SHORT_ROWS, max(tile.block_m, next_power_of_2(group)))
@@ -237,7 +246,7 @@ def processors(platform: Platform) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def choose_splits(
-    units: int, is_short: bool, steps: int, scratch_bytes: int, processors: int, bits: int = 16
+    units: int, is_short: bool, steps: int, scratch_bytes: int, processors: int, words: str = ""
 ) -> int:
     """Return into how many parts to cut the keys of every sequence.
 
@@ -247,11 +256,11 @@ def choose_splits(
         steps: tiles of keys of the longest sequence.
         scratch_bytes: what the partial results of one split take.
         processors: how many the GPU has.
-        bits: of a cached number; see ``word_bits``.
+        words: what the cache holds; see ``words_of``.
     """
     resident, waves = processors, 1
     if is_short:
-        resident, waves = _SHORT_RESIDENT[bits] * processors, _MOST_WAVES
+        resident, waves = _SHORT_RESIDENT[words] * processors, _MOST_WAVES
     most = min(_MOST_SPLITS, steps // _LEAST_STEPS, _SCRATCH_BYTES // max(1, scratch_bytes))
     if units == 0 or most < 2:
         return 1

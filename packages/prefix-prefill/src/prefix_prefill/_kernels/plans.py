@@ -21,7 +21,7 @@ from .._configs import (
     short_tokens,
     takes_hopper,
     tree_tile,
-    word_bits,
+    words_of,
 )
 from .._layout import INT_MAX, cache_sizes
 from .addressing import CacheForm, descale_ndim, one_form, row_strides
@@ -105,7 +105,7 @@ class AttentionPlan:
         self._descale_shape = (self.batch, heads_k)[2 - ndim :]
         self.short = None
         if most_short >= least_short or options.fill_padding:
-            tile = short_tile(platform, head_dim, itemsize, group, word_bits(x))
+            tile = short_tile(platform, head_dim, itemsize, group, words_of(x))
             has_any = most_short >= least_short
             self.short = TilePlan(x, options, tile, least_short, most_short, has_any)
         tile_of = long_tile if x.tree_mask is None else tree_tile

@@ -9,7 +9,7 @@ from attn_common import cdiv, detect, fp8_info
 
 from .. import _configs
 from .._call import Options, Tensors
-from .._configs import choose_splits, padded_head_dim, processors, word_bits
+from .._configs import choose_splits, padded_head_dim, processors, words_of
 from .._layout import cache_sizes
 from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
@@ -32,8 +32,8 @@ from .parameters import (
 
 # tokens that one program clears of padding
 FILL_TOKENS = 64
-# splits of one row of a short tile, and rows of a long one, that are merged at once
-MERGE_CHUNK = 16
+# numbers of a short tile's splits, and rows of a long one, that are merged at once
+MERGE_NUMBERS = 8192
 MERGE_ROWS = 8
 
 
@@ -61,8 +61,8 @@ class TilePlan:
         self.fill_tokens = FILL_TOKENS if self.is_short and options.fill_padding else 0
         # of a short tile, the group's rows of few tokens alone can be there
         self.rows = min(tile.block_m, most * self.group)
-        self.bits = word_bits(x)
-        cache = CacheForm(x.k_cache, x.v_cache, tile.block_n, in_words=self.bits < 16)
+        self.words = words_of(x)
+        cache = CacheForm(x.k_cache, x.v_cache, tile.block_n, in_words=self.words != "")
         self._scores = scores = scores_of(options)
         # keys that the rows of a tile see under a window with two ends
         self._most_seen = None
@@ -95,7 +95,8 @@ class TilePlan:
         }
         self._whole = Launch(_paged_kernel, constants)
         self._split = Launch(_paged_kernel, constants)
-        self._merged_rows, chunk = (1, MERGE_CHUNK) if self.is_short else (MERGE_ROWS, 2)
+        chunk = min(64, MERGE_NUMBERS // block_d)
+        self._merged_rows, chunk = (1, chunk) if self.is_short else (MERGE_ROWS, 2)
         if interpreted():
             self._merged_rows, chunk = 16, 2
         merged = SplitMergeTile(
@@ -126,7 +127,7 @@ class TilePlan:
             seen // self.tile.block_n,
             units * self.heads_k * block_m * (self.head_dim + 1) * 4,
             self.processors,
-            self.bits,
+            self.words,
         )
 
     def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
