@@ -172,8 +172,8 @@ _PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 _PROCESSORS |= {"gfx90a": 104, "gfx942": 304, "gfx950": 256, "gfx1100": 48, "": 4}
 _TYPICAL_PROCESSORS = 128
 
-# programs of a short tile that one processor holds at a time, by what is read in words; on Hopper by
-# their shared memory and registers
+# programs of a short tile that one processor holds at a time, by what is read in words; on Hopper
+# by their shared memory and registers
 _SHORT_RESIDENT = {"": 2, "fp8": 4, "int8": 2, "int4": 3}
 # a split has at least so many steps, else its merging costs more than it saves
 _LEAST_STEPS = 4
