@@ -46,6 +46,8 @@ FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
 SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_80 d128-bfloat16-same-p16-g4 *": (16, "with Triton 3.6 alone, 3.9 spills nothing"),
     "* *-tree _paged_kernel": (32, "rows of 512 bytes and up, in tiles half as high as others"),
+    "nvidia:sm_90 d16-bfloat16-uint8-p16-g4 *": (16, "products with a quarter of few columns"),
+    "nvidia:sm_90 d256-bfloat16-*int8-p16-g4 *": (136, "prefill alone; decoding spills nothing"),
     "amd:gfx1100 *": (64, "its matrix instructions want operands twice; no such GPU to tune on"),
 }
 

@@ -142,6 +142,9 @@ def test_slots_and_strides(kind, device):
         assert torch.equal(odd[name].double().nan_to_num(-1), x.double().nan_to_num(-1))
     written = ~plain["k_scale_cache"].flatten(0, 1).isnan().any(-1)
     assert written.nonzero()[:, 0].tolist() == [0, 7, 8, 9, 29]
+    # slot 0 has the scale of its own token, not of one that is left out
+    largest = k[2].float().abs().amax(-1) / LARGEST[kind]
+    assert torch.equal(plain["k_scale_cache"][0, 0], largest.half())
 
 
 @kinds
