@@ -181,6 +181,19 @@ class MapLaunch(Launch):
             return tensors
         return tuple(x.public if isinstance(x, TensorMap) else x for x in tensors)
 
+    def _places(self, tensors: tuple[Any, ...]) -> list[Any]:
+        places: list[Any] = []
+        for x in tensors:
+            if x.__class__ is Tensor:
+                places.append(x.data_ptr())
+            elif not isinstance(x, TensorMap):
+                places.append(x)
+            elif x.encoded is None:  # this launch encodes it
+                return super()._places(tensors)
+            else:
+                places += x.encoded
+        return places
+
 
 def wake(device: torch.device) -> None:
     """Use the GPU in this thread: the driver makes no maps in one that has not, as autograd's."""
@@ -230,11 +243,13 @@ class EncodedLaunch:
         self._make = make
 
     def __call__(self, *arguments: Any) -> None:
-        if self._before is None:
-            *others, own = arguments
-            self._launcher(*others, self._encoded(own))
+        own = arguments[-1] if self._before is None else arguments[self._before :]
+        if not isinstance(own[0], TensorMap):  # all are encoded
+            self._launcher(*arguments)
+        elif self._before is None:
+            self._launcher(*arguments[:-1], self._encoded(own))
         else:
-            self._launcher(*arguments[: self._before], *self._encoded(arguments[self._before :]))
+            self._launcher(*arguments[: self._before], *self._encoded(own))
 
     def _encoded(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return a kernel's arguments with each map in the form in which it is passed."""

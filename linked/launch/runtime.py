@@ -86,8 +86,6 @@ class Launch:
             ready.kernel[grid, 1, 1](*tensors, *numbers, *ready.padding)
         else:
             kernel = ready.kernel
-            # by their addresses: of a tensor, the launcher asks the driver whether it may read it
-            places = [t.data_ptr() if t.__class__ is Tensor else t for t in tensors]
             ready.run(
                 grid,
                 1,
@@ -98,7 +96,7 @@ class Launch:
                 None,
                 None,
                 None,
-                *places,
+                *self._places(tensors),
                 *numbers,
                 *ready.padding,
             )
@@ -167,6 +165,13 @@ class Launch:
     def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the tensors as Triton takes them."""
         return tensors
+
+    def _places(self, tensors: tuple[Any, ...]) -> list[Any]:
+        """Return the tensors as a compiled kernel takes them.
+
+        By their addresses: of a tensor, Triton asks the driver whether it may read it.
+        """
+        return [t.data_ptr() if t.__class__ is Tensor else t for t in tensors]
 
 
 def variant_of(tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]) -> Any:

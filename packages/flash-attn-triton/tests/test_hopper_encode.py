@@ -14,6 +14,8 @@ from flash_attn_triton._kernels.hopper._linked.tma import (
     MAX_KNOWN,
     EncodedLaunch,
     MapForm,
+    MapLaunch,
+    TensorMap,
     encode_once,
 )
 from flash_attn_triton._kernels.launch.runtime import _compiled
@@ -83,6 +85,23 @@ def test_the_launcher_is_given_what_triton_gives_it(ragged, encoded):
         want, got = launches[-2:]
         assert flat(got) == flat(want)
         assert flat(got)[-1] == 7
+
+
+def test_maps_that_are_known_are_passed_encoded(encoded):
+    launches = []
+    kernel, of_triton = launching(launches)
+    encode_once(kernel)
+    launch = MapLaunch(None, {})
+    q, k = (torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16) for _ in "qk")
+    form = MapForm(q, 64, 64, ragged=False)
+    for is_known in (False, True):
+        places = launch._places((form(q), form(k), q))
+        assert any(isinstance(x, TensorMap) for x in places) != is_known
+        call(of_triton, form(q), form(k), q.data_ptr())
+        call(kernel.run.launch, *places)
+        want, got = launches[-2:]
+        assert flat(got) == flat(want)
+    assert encoded.count(q.data_ptr()) == 3  # ours once
 
 
 def test_a_place_is_encoded_once(encoded):

@@ -10,6 +10,7 @@ from flash_attn_triton._kernels import structures as s
 from flash_attn_triton._kernels.backward_dkdv import _dkdv_kernel
 from flash_attn_triton._kernels.backward_dq import _dq_kernel
 from flash_attn_triton._kernels.backward_rows import _row_kernel
+from flash_attn_triton._kernels.backward_short import _short_kernel
 from flash_attn_triton._kernels.bias_gradient import _bias_gradient_kernel
 from flash_attn_triton._kernels.forward import _forward_kernel
 
@@ -25,6 +26,7 @@ PORTABLE = [
         (s.Inputs, "dk_ptr", "dv_ptr", s.Extras, *GRADIENT_NUMBERS, s.Options, s.Tile, "SETTLE"),
     ),
     (_dq_kernel, (s.Inputs, "dq_ptr", s.Extras, *GRADIENT_NUMBERS, s.Options, s.Tile)),
+    (_short_kernel, (s.ShortTensors, s.ShortNumbers, s.Options, s.Tile, "SETTLE")),
     (_bias_gradient_kernel, (s.Inputs, "dbias_ptr", s.Extras, *BIAS_NUMBERS, s.Options, s.Tile)),
 ]
 

@@ -77,7 +77,7 @@ _BACKWARD_DKDV: Table[Tile] = {
         (256, Tile(16, 32, 8, 1)),
     ),
     "amd": (
-        (128, Tile(32, 64, 4, 1)),
+        (128, Tile(64, 64, 8, 1)),
         (256, Tile(16, 32, 4, 1)),
     ),
     "rdna": (
@@ -150,6 +150,15 @@ _BACKWARD_DQ: Table[Tile] = {
     ),
 }
 
+# walks are too short to pipeline
+_BACKWARD_SHORT: Table[Tile] = {
+    "cpu": _INTERPRETED,
+    "hopper": (
+        (64, Tile(64, 64, 4, 1)),
+        (128, Tile(64, 64, 8, 1)),
+    ),
+}
+
 
 @functools.cache
 def forward_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
@@ -173,6 +182,12 @@ def backward_dq_tile(
         # the bias of a third step does not fit beside its keys and values
         return replace(tile, num_stages=2)
     return tile
+
+
+@functools.cache
+def short_tile(platform: Platform, head_dim: int, itemsize: int) -> Tile:
+    """Return the tile of the kernel that makes all gradients of short sequences."""
+    return find_tile(_BACKWARD_SHORT, platform, head_dim, itemsize)
 
 
 @functools.cache
@@ -265,6 +280,24 @@ def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> 
         and _takes_hopper(x, options)
         and min(x.q.shape[-1], x.v.shape[-1]) > 32
         and (x.bias is None or _has_tiles(x.bias, options))
+    )
+
+
+# tokens, of queries and of keys, up to which one launch makes all gradients
+SHORT = 128
+
+
+def takes_short_backward(x: Tensors, out_dtype: torch.dtype) -> bool:
+    """Say whether one launch makes all gradients of a call: a plain one, of short sequences."""
+    return (
+        HOPPER
+        and all(t is None for t in x[3:])
+        and detect(x.q.device).is_hopper
+        and x.q.dtype in HALF
+        and out_dtype == x.q.dtype
+        and max(x.q.shape[1], x.k.shape[1]) <= SHORT
+        and max(x.q.shape[-1], x.v.shape[-1]) <= 128
+        and all(t.numel() > 0 for t in x[:3])
     )
 
 

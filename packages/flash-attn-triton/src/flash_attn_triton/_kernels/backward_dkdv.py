@@ -18,6 +18,7 @@ from .primitives import (
     load_tile,
     load_tile_transposed,
     query_range,
+    row_numbers,
     score_gradient,
     through_softcap,
 )
@@ -90,7 +91,22 @@ def _dkdv_walk(
         # behind the products: loaded ahead of them, these hold registers that the products need
         row_at = head_64 * queries.stride_row_h
         lse2 = load_row(queries.lse2_ptr + row_at, rows, scores.seqlen_q, INF, MASKED)
-        delta = load_row(queries.delta_ptr + row_at, rows, scores.seqlen_q, 0.0, MASKED)
+        delta = None
+        if queries.delta_ptr is not None:
+            delta = load_row(queries.delta_ptr + row_at, rows, scores.seqlen_q, 0.0, MASKED)
+        if queries.out_ptr is not None:
+            out = load_tile(
+                queries.out_ptr + head_64 * TILE.HEAD_DIM_V,
+                rows,
+                queries.heads_q * TILE.HEAD_DIM_V,
+                first_live,
+                scores.seqlen_q,
+                cols_dv,
+                TILE.HEAD_DIM_V,
+                TILE.BLOCK_DV,
+                MASKED,
+            )  # [BLOCK_M, BLOCK_DV]
+            lse2, delta = row_numbers(out, dout, lse2, delta)
         bias_base = queries.bias_ptr
         if queries.bias_ptr is not None:
             bias_base += head_64 * queries.stride_bias_h
@@ -220,6 +236,7 @@ def _dkdv_kernel(
         batch_id,
         head_k,
         heads_q,
+        None,
     )
     for masked in tl.static_range(2):
         dk, dv = _dkdv_walk(

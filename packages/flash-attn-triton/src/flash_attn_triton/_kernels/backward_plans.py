@@ -9,17 +9,20 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from .._call import PlannedGrads, Tensors
+from .._call import Backward, PlannedGrads, Tensors
 from .._configs import (
     backward_dkdv_tile,
     backward_dq_tile,
     bias_gradient_tile,
+    short_tile,
     takes_hopper_backward,
+    takes_short_backward,
 )
 from .._linked.host.forms import ACCESS_BYTES, interpreted
 from .backward_dkdv import _dkdv_kernel
 from .backward_dq import _dq_kernel
 from .backward_rows import _row_kernel
+from .backward_short import _short_kernel
 from .bias_gradient import _bias_gradient_kernel
 from .form import Form
 from .launch.runtime import Launch, aligned, dense, token_strides
@@ -31,6 +34,8 @@ from .structures import (
     RowCounts,
     RowTensors,
     RowTile,
+    ShortNumbers,
+    ShortTensors,
     SumCounts,
 )
 
@@ -120,6 +125,48 @@ class QueryGradient:
         )
 
 
+class ShortGradients:
+    """Gradients of queries, keys and values of short sequences, in one launch."""
+
+    def __init__(self, form: Form, x: Tensors) -> None:
+        tile = short_tile(form.platform, form.widest_head, form.itemsize)
+        scalars, (tokens_q, tokens_k) = form.scalars, (x.q.shape[1], x.k.shape[1])
+        settle = form.platform.is_hopper and not interpreted()
+        self._launch = form.launch(_short_kernel, tile, SETTLE=settle)
+        programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
+        self._grid = programs + form.batch * form.heads_q * cdiv(tokens_q, tile.block_m)
+        self._ahead = (
+            scalars.scale,
+            scalars.softcap,
+            scalars.window_left,
+            scalars.window_right,
+            form.heads_q,
+            tokens_q,
+            tokens_k,
+            programs,
+        )
+        self._behind = form.strides[:9]
+
+    def __call__(
+        self,
+        x: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_dbias: bool,
+    ) -> PlannedGrads:
+        """Return ``(dq, dk, dv, None, None)``; such a call has no bias."""
+        q, k, v, dout, out = x.q, x.k, x.v, aligned(dout), aligned(out.contiguous())
+        dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+        self._launch(
+            self._grid,
+            ShortTensors(q, k, v, dout, out, lse.contiguous(), dense(dlse), dq, dk, dv),
+            ShortNumbers(*self._ahead, *token_strides(dout), *self._behind),
+        )
+        return dq, dk, dv, None, None
+
+
 class BiasGradient:
     """Gradient of the additive bias."""
 
@@ -157,8 +204,15 @@ class Gradients(NamedTuple):
     dbias: Tensor | None
 
 
+def plan_backward(form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool) -> Backward:
+    """Return the backward pass of the calls of one form; their tensors fit the form."""
+    if takes_short_backward(x, out_dtype):
+        return ShortGradients(form, x)
+    return BackwardPlan(form, x, out_dtype, deterministic)
+
+
 class BackwardPlan:
-    """The backward pass of the calls of one form."""
+    """The backward pass of the calls of one form, in a launch per step."""
 
     def __init__(self, form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool) -> None:
         self._form = form

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._linked.primitives import INF, LOG2E, NEG_INF
+from .primitives import row_numbers
 from .structures import FOREIGN_ROWS, GradientStrides, RowCounts, SumCounts
 
 
@@ -26,10 +26,10 @@ def _row_kernel(
 ):  # fmt: skip
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)``, per row.
 
-    Rows are those of [batch, heads_q, tokens]. ``lse2`` is +inf for rows that see no key: their
-    probabilities then come out as 0. Besides, a program sets its ``share`` of the ``pieces`` of
-    ``sums`` to 0, to which the kernel for Hopper adds what goes to dq. The parameters are the
-    fields of ``RowTensors``, ``RowCounts``, ``GradientStrides``, ``SumCounts`` and ``RowTile``.
+    Rows are those of [batch, heads_q, tokens]; see ``row_numbers``. Besides, a program sets its
+    ``share`` of the ``pieces`` of ``sums`` to 0, to which the kernel for Hopper adds what goes to
+    dq. The parameters are the fields of ``RowTensors``, ``RowCounts``, ``GradientStrides``,
+    ``SumCounts`` and ``RowTile``.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = row < rows  # [BLOCK]
@@ -48,14 +48,13 @@ def _row_kernel(
     # [BLOCK, BLOCK_DV]
     out = tl.load(out_rows + cols[None, :], mask=mask, other=0.0)
     dout = tl.load(dout_rows + cols[None, :], mask=mask, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BLOCK]
+    dlse = None
     if dlse_ptr is not None:
-        # d(lse)/d(score) is p, which joins the softmax's own term
-        delta -= tl.load(dlse_ptr + row, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)
-    # what arrives at a row without keys counts for nothing, NaN neither
-    tl.store(delta_ptr + row, tl.where(lse == NEG_INF, 0.0, delta), mask=inside)
-    tl.store(lse2_ptr + row, tl.where(lse == NEG_INF, INF, lse * LOG2E), mask=inside)
+        dlse = tl.load(dlse_ptr + row, mask=inside, other=0.0)  # [BLOCK]
+    lse = tl.load(lse_ptr + row, mask=inside, other=0.0)  # [BLOCK]
+    lse2, delta = row_numbers(out, dout, lse, dlse)
+    tl.store(delta_ptr + row, delta, mask=inside)
+    tl.store(lse2_ptr + row, lse2, mask=inside)
     if sums_ptr is not None:
         first = tl.program_id(0) * share
         sums = sums_ptr + first.to(tl.int64) * PIECE + tl.arange(0, PIECE)

@@ -9,10 +9,10 @@ import torch
 from attn_common import fp8_info
 from torch import Tensor
 
-from .._call import Forward, Grads, Options, Tensors
-from .._configs import forward_tile, takes_hopper_forward
+from .._call import Backward, Forward, Grads, Options, Tensors
+from .._configs import forward_tile, takes_hopper_forward, takes_short_backward
 from . import structures
-from .backward_plans import BackwardPlan
+from .backward_plans import plan_backward
 from .form import Form, expand_descales, is_served_as_is, readable
 from .forward import _forward_kernel
 from .launch import builds
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     form: Form
     forward: Forward
     # None where no call of the form asks for a gradient
-    backward: BackwardPlan | None
+    backward: Backward | None
 
     def fits(self, x: Tensors) -> bool:
         """Say whether tensors that were put away since still lie in memory as they did."""
@@ -107,7 +107,7 @@ def plan_calls(
         return None
     form = Form(x, options)
     forward = plan_forward(form, x, out_dtype, is_kept=True)
-    backward = BackwardPlan(form, x, out_dtype, deterministic) if needs_gradient else None
+    backward = plan_backward(form, x, out_dtype, deterministic) if needs_gradient else None
     if x.q.device.type != "cpu" and (needs_gradient or form.itemsize == 1):
         _build_others(form, x, out_dtype, deterministic, needs_gradient)
     return Plan(form, forward, backward)
@@ -119,7 +119,17 @@ def _build_others(
     """Begin to build the kernels of a kind of call that is new, while its first one is built."""
     dims = form.head_dim, form.head_dim_v, form.options.dropout_p > 0.0
     absent = (t is None for t in x)
-    kind = (x.q.device, x.q.dtype, out_dtype, deterministic, form.constants, *dims, *absent)
+    is_short = takes_short_backward(x, out_dtype)
+    kind = (
+        x.q.device,
+        x.q.dtype,
+        out_dtype,
+        deterministic,
+        form.constants,
+        *dims,
+        *absent,
+        is_short,
+    )
     if kind not in _begun:
         _begun.add(kind)
         builds.start(_builds_of(form, x, out_dtype, deterministic, needs_gradient), x.q.device)
@@ -150,7 +160,7 @@ def _builds_of(
     with builds.noting() as noted:
         out, lse = plan_forward(form, x, out_dtype)(shapes)
         if backward:
-            plan = BackwardPlan(form, x, out_dtype, deterministic)
+            plan = plan_backward(form, x, out_dtype, deterministic)
             needs_dbias = x.bias is not None and x.bias.requires_grad
             plan(shapes, out, lse, out, None, needs_dbias)
     return noted
@@ -215,7 +225,7 @@ def launch_backward(
     form = Form(x, Options(softmax_scale, window_left, window_right, softcap, dropout_p))
     # as wide as the values, whatever dtype the output has
     out, dout = (widened(t, form.head_dim_v) for t in (out, dout))
-    backward = BackwardPlan(form, x, out.dtype, deterministic)
+    backward = plan_backward(form, x, out.dtype, deterministic)
     dq, dk, dv, dbias, dsinks = backward(x, out, lse, dout, dlse, needs_dbias)
     dq, dk, dv = (first_columns(g, t.shape[-1]) for g, t in ((dq, q), (dk, k), (dv, v)))
     # two empty tensors, not one: outputs of an operator may not alias

@@ -7,7 +7,7 @@ exponential is ``exp2``.
 import triton
 import triton.language as tl
 
-from ._linked.primitives import INF, LOG2E, tanh
+from ._linked.primitives import INF, LOG2E, NEG_INF, tanh
 from .structures import DropoutKey, Walk
 
 # widest access to memory
@@ -115,6 +115,30 @@ def load_row(base, rows, seqlen_q, other, MASKED: tl.constexpr):
     else:
         values = tl.load(base + rows)  # whole block inside: no mask needed
     return values
+
+
+@triton.jit
+def row_numbers(out, dout, lse, dlse):
+    """Return ``(lse2, delta)``: ``lse * log2(e)``, and ``sum(out * dout) - dlse``, of rows.
+
+    ``lse2`` is +inf for rows that see no key: their probabilities then come out as 0. What arrives
+    there counts for nothing, NaN neither. ``dlse`` may be None.
+    """
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse is not None:
+        # d(lse)/d(score) is p, which joins the softmax's own term
+        delta -= dlse
+    is_empty = lse == NEG_INF
+    return tl.where(is_empty, INF, lse * LOG2E), tl.where(is_empty, 0.0, delta)
+
+
+@triton.jit
+def store_rows(base, row, values, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Store rows, ``[rows, BLOCK_WIDTH]``, of a contiguous matrix where they are ``inside``."""
+    cols = tl.arange(0, BLOCK_WIDTH)
+    pointers = base + (row * WIDTH)[:, None] + cols[None, :]
+    mask = inside[:, None] & (cols < WIDTH)[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -67,6 +67,21 @@ class RowTensors(NamedTuple):
     sums_ptr: Any
 
 
+class ShortTensors(NamedTuple):
+    """The tensors of the backward of short sequences; ``dlse_ptr`` is optional."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    dout_ptr: Any
+    out_ptr: Any
+    lse_ptr: Any
+    dlse_ptr: Any
+    dq_ptr: Any
+    dk_ptr: Any
+    dv_ptr: Any
+
+
 # pointers to memory that the package did not allocate, which may begin anywhere
 FOREIGN = (
     "q_ptr",
@@ -81,6 +96,7 @@ FOREIGN = (
     *Extras._fields,
 )
 FOREIGN_ROWS = ("out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr")
+SHORT_FOREIGN = ShortTensors._fields[:7]
 
 
 # ---- what launches pass: numbers
@@ -162,6 +178,31 @@ class SumCounts(NamedTuple):
 
     share: Any  # pieces of the sums that a program sets to 0
     pieces: Any
+
+
+class ShortNumbers(NamedTuple):
+    """The numbers of the backward of short sequences."""
+
+    scale: Any
+    softcap: Any
+    window_left: Any
+    window_right: Any
+    heads_q: Any
+    tokens_q: Any
+    tokens_k: Any
+    key_programs: Any  # how many programs own keys; the others own queries
+    stride_dob: Any
+    stride_dos: Any
+    stride_doh: Any
+    stride_qb: Any
+    stride_qs: Any
+    stride_qh: Any
+    stride_kb: Any
+    stride_ks: Any
+    stride_kh: Any
+    stride_vb: Any
+    stride_vs: Any
+    stride_vh: Any
 
 
 NUMBERS = (*Scalars._fields, *Counts._fields, *GradientStrides._fields, *Strides._fields)
@@ -281,8 +322,8 @@ class Queries(NamedTuple):
 
     q_ptr: Any
     dout_ptr: Any
-    lse2_ptr: Any
-    delta_ptr: Any
+    lse2_ptr: Any  # beside ``out_ptr`` the LSE, to base e
+    delta_ptr: Any  # beside ``out_ptr`` dlse, or None
     alibi_slopes_ptr: Any
     bias_ptr: Any
     stride_qs: Any
@@ -294,3 +335,4 @@ class Queries(NamedTuple):
     batch_id: Any
     head_k: Any
     heads_q: Any
+    out_ptr: Any  # contiguous; None where ``lse2`` and ``delta`` were made of it before

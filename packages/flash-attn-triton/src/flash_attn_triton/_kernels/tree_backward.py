@@ -162,6 +162,7 @@ def _tree_dkdv_kernel(
             0,
             head_k,
             heads_q,
+            None,
         )
         for masked in tl.static_range(2):
             dk, dv = _dkdv_walk(

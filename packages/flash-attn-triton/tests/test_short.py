@@ -1,0 +1,128 @@
+"""The backward of short sequences: all gradients in one launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from flash_attn_triton import _configs, _ops, api
+from flash_attn_triton._call import Tensors
+from flash_attn_triton._linked.host.forms import Memory
+
+from ._linked.gpus import GPUS, absent_gpu, compiling
+from ._numerics import MEDIUM, Shape, check, make_case, run
+
+interpreted = pytest.mark.skipif(not _ops.interpreted(), reason="on a GPU other tests come here")
+
+# lengths are against the interpreter's 16 x 16 tiles
+SHAPES = [
+    Shape(1, 16, 16, 1, 1, 16),  # one tile exactly
+    Shape(2, 33, 33, 2, 2, 32),  # tails of one, two sequences
+    Shape(1, 17, 40, 4, 2, 24),  # GQA, more keys than queries
+    Shape(2, 40, 17, 3, 1, 64, 16),  # more queries than keys, v narrower
+    Shape(1, 1, 1, 2, 1, 16),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Let every call take the kernel that short ones take, and count its launches."""
+    from flash_attn_triton._kernels import backward_plans
+
+    found = []
+    launch = backward_plans.ShortGradients.__call__
+
+    def counted(self, *arguments):
+        found.append(self)
+        return launch(self, *arguments)
+
+    monkeypatch.setattr(backward_plans.ShortGradients, "__call__", counted)
+    monkeypatch.setattr(backward_plans, "takes_short_backward", lambda *_: True)
+    monkeypatch.setattr(api, "_known", Memory())
+    return found
+
+
+@interpreted
+@pytest.mark.parametrize("features", [(), ("causal",), ("window",)], ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_match_reference(shape, features, launched, device):
+    check(make_case(shape, torch.float32, device, features))
+    assert launched
+
+
+@interpreted
+@pytest.mark.parametrize("feature", ["softcap", "scale_zero", "scale_negative", "window_left"])
+def test_gradients_with_each_feature(feature, launched, device):
+    check(make_case(MEDIUM, torch.bfloat16, device, (feature,)))
+    assert launched
+
+
+@interpreted
+def test_rows_without_a_key_take_no_notice_of_what_arrives(launched, device):
+    case = make_case(Shape(1, 40, 17, 2, 1, 16), torch.float32, device, ("causal",))
+    leaves = [x.clone().requires_grad_() for x in case.inputs.values()]
+    out, lse = api.flash_attn_func(*leaves, causal=True, return_lse=True)
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    want = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True)
+    dout[:, :23], dlse[:, :, :23] = torch.nan, torch.nan  # 40 queries face 17 keys
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    assert all(map(torch.equal, got, want))
+    assert len(launched) == 2
+
+
+@interpreted
+def test_strides_do_not_change_a_bit(launched, device):
+    case = make_case(Shape(2, 17, 20, 4, 2, 16), torch.float16, device, ("causal",))
+    wide = {n: torch.zeros(*x.shape[:-1], 24, dtype=x.dtype) for n, x in case.inputs.items()}
+    for name, x in case.inputs.items():
+        wide[name][..., :16] = x
+    apart = case.with_inputs(**{n: x[..., :16] for n, x in wide.items()})
+    want, got = run(case), run(apart)
+    assert all(torch.equal(got[name], x) for name, x in want.items())
+    assert len(launched) == 2
+
+
+# bytes that may be spilled, around walks of a few steps
+SPILLS = {64: 0, 128: 96}
+
+# ---- which calls
+
+
+@pytest.mark.eager
+def test_which_calls_it_serves():
+    def served(size_q=(3, 128, 8, 64), size_k=(3, 128, 2, 64), dtype=torch.bfloat16, **others):
+        q, k = (torch.empty(n, dtype=dtype, device="meta") for n in (size_q, size_k))
+        return _configs.takes_short_backward(Tensors(q, k, k, **others), dtype)
+
+    with absent_gpu("nvidia:sm_90"):
+        assert served()
+        assert served((3, 1, 8, 64))
+        assert served(dtype=torch.float16)
+        assert not served((3, 129, 8, 64))
+        assert not served(size_k=(3, 129, 2, 64))
+        assert not served(dtype=torch.float32)
+        assert not served((3, 128, 8, 192), (3, 128, 2, 192))
+        assert not served((0, 128, 8, 64), (0, 128, 2, 64))
+        sinks = torch.empty(8, device="meta")
+        assert not served(sinks=sinks)
+        # the rule asks for no number of sequences: they would change each other's bits
+        assert served((4096, 128, 8, 64), (4096, 128, 2, 64))
+    with absent_gpu("nvidia:sm_80"):
+        assert not served()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_builds_for_hopper(head_dim, tmp_path):
+    from flash_attn_triton._kernels.plans import launch_backward
+
+    gpu = "nvidia:sm_90"
+    q = torch.empty(2, 128, 8, head_dim, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(2, 8, 128, device="meta")
+    numbers = 128, 128, head_dim**-0.5, -1, 0, 0.0, 0.0
+    with compiling(gpu, tmp_path) as builds:
+        launch_backward(q, q, q, q, q, lse, None, *[None] * 7, *numbers, False, False)
+    (build,) = builds
+    assert build.kernel == "_short_kernel"
+    assert build.shared <= GPUS[gpu].shared_limit
+    assert not build.unset
+    assert build.spilled <= SPILLS[head_dim]
