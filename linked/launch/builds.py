@@ -1,8 +1,8 @@
 """Builds of kernels in threads, ahead of their first launch.
 
-Triton releases the interpreter's lock while its passes, LLVM and ptxas run, so builds of several
-kernels take little longer than the longest. They ask nothing of the GPU: a CUDA graph may be
-captured meanwhile.
+Threads take turns in Triton's front end, which holds the interpreter's lock. So one kernel is
+compiled in this process and each other one in a process of its own (``workers.py``), for which its
+thread waits. Builds ask nothing of the GPU: a CUDA graph may be captured meanwhile.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def note(
 
 
 def start(noted: list[Build], device: torch.device) -> list[Future[None]]:
-    """Build what was noted, in threads, for a device; what was begun is not begun again.
+    """Build what was noted, side by side, for a device; what was begun is not begun again.
 
     A build that failed is tried again.
     """
@@ -68,13 +68,13 @@ def start(noted: list[Build], device: torch.device) -> list[Future[None]]:
     with _lock:
         if not _pools:
             _pools.append(ThreadPoolExecutor(WORKERS, thread_name_prefix="attention-builds"))
-        for build in noted:
+        for place, build in enumerate(noted):
             name, _, *rest = build.key
             key = (name, device.index, *rest)
             known = _builds.get(key)
             if known is None or (known.done() and known.exception() is not None):
                 try:
-                    known = _builds[key] = _pools[0].submit(_run, build, device)
+                    known = _builds[key] = _pools[0].submit(_run, build, device, place > 0)
                 except RuntimeError:  # no thread can be started; the launch will build
                     break
             futures.append(known)
@@ -88,6 +88,6 @@ def wait(key: tuple[Any, ...]) -> None:
         future.exception()
 
 
-def _run(build: Build, device: torch.device) -> None:
+def _run(build: Build, device: torch.device, is_apart: bool) -> None:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        build.launch.build(build.tensors, build.numbers)
+        build.launch.build(build.tensors, build.numbers, is_apart)

@@ -24,7 +24,7 @@ from ..._linked.host.forms import ACCESS_BYTES, interpreted
 from ..._linked.host.internals import IS_TESTED as TORCH_IS_TESTED
 from ..._linked.host.internals import current_device
 from ..._linked.host.versions import TRITON, is_tested, warn_untested
-from . import builds
+from . import builds, workers
 
 MAX_INT32 = 2**31 - 1
 
@@ -150,13 +150,19 @@ class Launch:
         self._ready[variant] = ready
         return None if known is None else ready
 
-    def build(self, tensors: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
-        """Compile what such a launch needs, for the current device, and launch nothing."""
+    def build(
+        self, tensors: tuple[Any, ...], numbers: tuple[float, ...], is_apart: bool = False
+    ) -> None:
+        """Compile what such a launch needs, for the current device, and launch nothing.
+
+        If it ``is_apart``, another process compiles, and this one reads the result.
+        """
         refuse_specialized(self._kernel, numbers)
         arguments = *self._arguments(tensors), *numbers
-        kernel = self._kernel.warmup(
-            *arguments, grid=(1,), **self._constants, enable_fp_fusion=True
-        )
+        constants = {**self._constants, "enable_fp_fusion": True}
+        if is_apart:
+            workers.compile_apart(self._kernel, arguments, constants)
+        kernel = self._kernel.warmup(*arguments, grid=(1,), **constants)
         driver = triton.runtime.driver.active
         if IS_DIRECT and isinstance(kernel, CompiledKernel) and hasattr(driver, "launcher_cls"):
             # Triton 3.6 compiles a launcher, too, and keeps it on disk

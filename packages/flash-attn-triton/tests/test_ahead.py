@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
+import flash_attn_triton
 import pytest
 import torch
 import triton
 from flash_attn_triton import flash_attn_func, flash_attn_varlen_func, prepare
 from flash_attn_triton._call import Options
 from flash_attn_triton._kernels import plans
-from flash_attn_triton._kernels.launch import builds
+from flash_attn_triton._kernels.form import Form
+from flash_attn_triton._kernels.launch import builds, workers
 from flash_attn_triton._kernels.launch.runtime import Launch
 from flash_attn_triton._ops import Tensors
 
 from ._linked.budget import offsets
-from ._linked.gpus import absent_gpu, counting
+from ._linked.gpus import absent_gpu, chosen, counting
 
 # ---- the function
 
@@ -75,6 +82,7 @@ def test_it_checks_the_arguments(known, device):
 def nothing_built(monkeypatch):
     monkeypatch.setattr(builds, "_builds", {})
     monkeypatch.setattr(plans, "_begun", set())
+    monkeypatch.setattr(workers, "IS_OFFERED", False)
 
 
 @pytest.fixture
@@ -82,7 +90,7 @@ def built(monkeypatch):
     """Names of the kernels that are built; nothing is compiled."""
     names, lock = [], threading.Lock()
 
-    def build(self, tensors, numbers):
+    def build(self, tensors, numbers, is_apart=False):
         assert all(t is None or t.device.type == "meta" for t in tensors)
         with lock:
             names.append(self._kernel.__name__)
@@ -195,7 +203,7 @@ class Slow:
     def __init__(self, error=None):
         self.error, self.go, self.done = error, threading.Event(), False
 
-    def build(self, tensors, numbers):
+    def build(self, tensors, numbers, is_apart=False):
         self.go.wait(10)
         if self.error:
             raise self.error
@@ -217,6 +225,84 @@ def test_a_launch_waits_for_its_build(monkeypatch):
         with pytest.raises(RuntimeError, match="no such instruction"):
             futures[1].result()
         builds.wait(("c", None))  # never begun
+
+
+# ---- in processes of their own
+
+
+@pytest.fixture
+def processes(monkeypatch, tmp_path):
+    """Commands of the processes that builds start, with nothing on disk."""
+    started, run = [], subprocess.run
+
+    def counted(command, **options):
+        if "input" in options:
+            started.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(workers, "IS_OFFERED", True)
+    monkeypatch.setattr(subprocess, "run", counted)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return started
+
+
+def build_apart(name):
+    """Build one kernel of a call apart; say whether this process found it on disk."""
+    hits = []
+    x = Tensors(*[meta(FIXED) for _ in "qkv"])
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = lambda *_, cache_hit, **__: hits.append(cache_hit)
+    try:
+        with absent_gpu("nvidia:sm_90"):
+            form = Form(x, Options(0.125, -1, 0, 0.0, 0.0))
+            noted = plans._builds_of(form, x, torch.bfloat16, False, True)
+            (build,) = (b for b in noted if b.key[0] == name)
+            build.launch.build(build.tensors, build.numbers, True)
+    finally:
+        triton.knobs.compilation.listener = before
+    (hit,) = hits
+    return hit
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", chosen(["_row_kernel"], ["forward_kernel", "backward_kernel"]))
+def test_another_process_compiles(name, processes):
+    assert build_apart(name)
+    assert len(processes) == 1
+    assert build_apart(name)
+    assert len(processes) == 1  # the disk has it
+
+
+@pytest.mark.aot
+def test_a_process_that_fails_leaves_the_build_to_this_one(processes, monkeypatch):
+    monkeypatch.setattr(workers, "SCRIPT", "there is no such file")
+    assert not build_apart("_row_kernel")
+    assert len(processes) == 1
+
+
+@pytest.mark.eager
+def test_kernels_import_no_pytorch():
+    """It would take a process longer than a compilation."""
+    root = Path(flash_attn_triton.__file__).parent
+    names = [x.relative_to(root).with_suffix("") for x in root.glob("_kernels/*.py")]
+    names += [x.relative_to(root).with_suffix("") for x in root.glob("_kernels/hopper/*.py")]
+    kernels = [str(x).replace("/", ".") for x in names if defines_entries(root / f"{x}.py")]
+    assert "_kernels.hopper.backward" in kernels
+    code = f"""
+import importlib, sys, types
+package = sys.modules["flash_attn_triton"] = types.ModuleType("flash_attn_triton")
+package.__path__ = [{str(root)!r}]
+for name in {kernels!r}:
+    importlib.import_module("flash_attn_triton." + name)
+assert "torch" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def defines_entries(path):
+    """Say whether a file has kernels that are launched."""
+    return re.search(r"^def \w*_kernel\(|^def transpose_values\(", path.read_text(), re.MULTILINE)
 
 
 @pytest.mark.device

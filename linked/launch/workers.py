@@ -1,0 +1,105 @@
+"""Builds of kernels in processes of their own, whose results come by Triton's cache on disk.
+
+Triton's front end holds the interpreter's lock for a good part of a build, so threads wait for each
+other. A process is started anew, not forked: the GPU's driver does not survive that.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.jit import JITFunction
+
+from ..._linked.host.versions import TRITON, is_tested
+
+SCRIPT = Path(__file__).with_name("worker.py")
+# seconds after which a process is given up
+PATIENCE = 300
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+# what a build depends on is read beneath Triton's public interface
+IS_OFFERED = bool(sys.executable) and _cores() > 1 and is_tested(triton.__version__, TRITON)
+
+
+def compile_apart(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Compile a kernel for the current device in another process, unless the disk has it.
+
+    Nothing is reported: a build that follows finds the result on disk, or what is wrong.
+    """
+    if not IS_OFFERED or not isinstance(kernel, JITFunction):
+        return
+    found = _specialized(kernel, arguments, constants)
+    if found is None:
+        return
+    device, options, source = found
+    _, _, target, backend, _ = kernel.device_caches[device]
+    if _is_on_disk(kernel.ASTSource(kernel, *source), backend, options):
+        return
+    package = kernel.module.partition(".")[0]
+    job = (
+        package,
+        list(sys.modules[package].__path__),
+        kernel.module,
+        kernel.__name__,
+        kernel.ASTSource,  # Triton's or Gluon's
+        target,
+        options,
+        *source,
+    )
+    with suppress(OSError, subprocess.SubprocessError, pickle.PicklingError):
+        subprocess.run(
+            [sys.executable, str(SCRIPT)],
+            input=pickle.dumps(sys.path) + pickle.dumps(job),
+            env={**os.environ, "TRITON_CACHE_DIR": triton.knobs.cache.dir},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=PATIENCE,
+            check=False,
+        )
+
+
+def _specialized(
+    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Any, dict[str, Any], tuple[Any, ...]] | None:
+    """Return the device, the options, and what ``ASTSource`` takes behind the kernel.
+
+    None if the kernel is compiled already.
+    """
+    found = []
+
+    def note(
+        _key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, _: bool
+    ) -> None:
+        found.append((device, dict(options.__dict__), (signature, constexprs, attrs)))
+
+    # Triton's own way to a compilation, which is not begun
+    asked = copy.copy(kernel)
+    asked._do_compile = note
+    asked.warmup(*arguments, grid=(1,), **constants)
+    return found[0] if found else None
+
+
+def _is_on_disk(source: Any, backend: Any, options: dict[str, Any]) -> bool:
+    """Say whether Triton would find the kernel in its cache."""
+    parsed = backend.parse_options({**options, **source.parse_options()})
+    key = get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars())
+    manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    # as Triton names it: shortened, for the file system
+    name = f"{source.name[:150]}.json"
+    return name in (manager.get_group(name) or {})
