@@ -43,9 +43,14 @@ def refuse_unknown(names: Iterable[str], elsewhere: Mapping[str, str]) -> NoRetu
 
 
 def as_int32(x: Any) -> Any:
-    """Return offsets as the kernels take them: int64 is converted where it lies, without a wait."""
+    """Return offsets as the kernels take them: int64 is converted where it lies, without a wait.
+
+    What 32 bits do not hold becomes the nearest that they do, which is out of range, too.
+    """
     # quickly, for it is asked in every call
-    return x.to(torch.int32) if getattr(x, "dtype", None) is torch.int64 else x
+    if getattr(x, "dtype", None) is not torch.int64:
+        return x
+    return x.clamp(-(2**31), 2**31 - 1).to(torch.int32)
 
 
 def check_tensor(name: str, x: Any) -> None:

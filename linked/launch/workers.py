@@ -33,8 +33,14 @@ def _cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def _is_python() -> bool:
+    """Say whether ``sys.executable`` runs scripts, and is no program that Python is built into."""
+    name = Path(sys.executable or "").name
+    return name.startswith("python") and not getattr(sys, "frozen", False)
+
+
 # what a build depends on is read beneath Triton's public interface
-IS_OFFERED = bool(sys.executable) and _cores() > 1 and is_tested(triton.__version__, TRITON)
+IS_OFFERED = _is_python() and _cores() > 1 and is_tested(triton.__version__, TRITON)
 
 
 def compile_apart(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:

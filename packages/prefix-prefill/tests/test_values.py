@@ -65,6 +65,14 @@ def test_lengths_of_64_bits_are_converted(call, device):
         assert torch.equal(call(arguments(device, torch.int64)), want)
 
 
+@pytest.mark.parametrize("wrong", [2**32 + 5, -(2**32) + 5])
+def test_what_32_bits_do_not_hold_is_out_of_range(wrong):
+    given = arguments(dtype=torch.int64)
+    given["cu_seqlens_q"][1] = wrong  # its lower half is 5, which is right
+    with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] must be from 0 to"):
+        paged_attn_func(**given)
+
+
 def test_validation_takes_64_bits():
     validate_paged(**arguments(dtype=torch.int64))
 
@@ -98,10 +106,21 @@ WRONG = {
         {"cu_seqlens_q": [0, 8, 7]},
         r"cu_seqlens_q\[1\] must be from 0 to the number of tokens, 7, got 8",
     ),
-    "a length below 0": ({"seqlens_k": [-1, 8]}, r"seqlens_k\[0\] must be from 0 up, got -1"),
+    "more queries than announced": (
+        {"cu_seqlens_q": [0, 0, 7]},
+        r"cu_seqlens_q\[2\] must be at most max_seqlen_q, 5, beyond cu_seqlens_q\[1\], 0, got 7",
+    ),
+    "a length below 0": (
+        {"seqlens_k": [-1, 8]},
+        r"seqlens_k\[0\] must be from 0 to max_seqlen_k, 9, got -1",
+    ),
+    "more keys than announced": (
+        {"seqlens_k": [9, 10]},
+        r"seqlens_k\[1\] must be from 0 to max_seqlen_k, 9, got 10",
+    ),
     "no page for a key": (
-        {"seqlens_k": [25, 8]},
-        r"seqlens_k\[0\] must be at most what block_table has room for, 24, got 25 cached keys",
+        {"block_table": [[4], [2]]},
+        r"seqlens_k\[0\] must be at most what block_table has room for, 8, got 9 cached keys",
     ),
     "no such page": (
         {"block_table": [[4, 6, 0], [2, 5, 3]]},
@@ -233,5 +252,5 @@ def test_a_trace_is_whole_and_its_calls_are_checked():
 
     given = arguments(dtype=torch.int64)
     assert torch.equal(compiled(given), paged_attn_func(**given))
-    with pytest.raises(ValueError, match=r"seqlens_k\[1\] must be from 0 up"):
+    with pytest.raises(ValueError, match=r"seqlens_k\[1\] must be from 0 to max_seqlen_k, 9"):
         compiled({**given, "seqlens_k": torch.tensor([9, -8])})

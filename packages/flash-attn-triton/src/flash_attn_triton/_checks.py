@@ -7,6 +7,7 @@ neither wait for the device nor break a graph capture.
 import torch
 from torch import Tensor
 
+from ._call import Tensors
 from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
@@ -85,15 +86,15 @@ def check_packed(
     return batch
 
 
-def check_values(
-    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None
-) -> None:
+def check_values(x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
     """Check what offsets on the CPU hold; a call on a GPU does not come here."""
-    tokens_q, tokens_k = q.shape[0], k.shape[0]
-    check_offset_values("cu_seqlens_q", cu_seqlens_q.tolist(), tokens_q, "tokens_q", tokens_q)
-    starts = cu_seqlens_k.tolist()
-    check_offset_values("cu_seqlens_k", starts, tokens_k, "tokens_k", tokens_k)
-    check_used(starts, seqused_k)
+    if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
+        return
+    offsets = x.cu_seqlens_q.tolist()
+    check_offset_values("cu_seqlens_q", offsets, x.q.shape[0], "max_seqlen_q", max_seqlen_q)
+    starts = x.cu_seqlens_k.tolist()
+    check_offset_values("cu_seqlens_k", starts, x.k.shape[0], "max_seqlen_k", max_seqlen_k)
+    check_used(starts, x.seqused_k)
 
 
 def check_used(starts: list[int], seqused_k: Tensor | None) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ._call import Grads, Options, Tensors
-from ._checks import check_values
 from ._definition import attention_scores, dense_attention, round_output, visible_keys
 from ._sequences import bias_of, row_of, sequences
 from .philox import dropout_keep_mask, keep_scale
@@ -51,8 +50,6 @@ def attention_forward(
     batch = q.shape[0]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         cu_seqlens_q, cu_seqlens_k = _even(q), _even(k)
-    else:
-        check_values(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k)
     options = rng_state, softmax_scale, window_left, window_right, softcap, dropout_p
     with torch.no_grad():
         rows_q, rows_k, rows_v = _packed(q), _packed(k), _packed(v)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._call import Checked, Grads, Options, Plan, Tensors
+from ._checks import check_values
 from ._eager import EagerPlan, attention_backward, attention_forward
 from ._linked.host.arguments import FP8_DTYPES
 from ._linked.host.forms import interpreted
@@ -80,6 +81,10 @@ def _backward_fake(
     )
 
 
+def _check_forward(*arguments: Any) -> None:
+    check_values(Tensors(*arguments[:_TENSORS]), *arguments[_TENSORS : _TENSORS + 2])
+
+
 def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     from ._kernels.plans import launch_forward
 
@@ -117,6 +122,7 @@ forward = register(
     fake=_forward_fake,
     kernels=_forward_triton,
     eager=_forward_eager,
+    check=_check_forward,
 )
 backward = register(
     f"{NAMESPACE}::backward",
@@ -268,6 +274,8 @@ def attention(
         if is_transformed() and torch.compiler.is_compiling():
             x = without_repeats(x)
         return _call_forward(*x, *options)  # type: ignore[no-any-return]
+    if x.cu_seqlens_q is not None and x.q.device.type == "cpu":
+        check_values(x, *bounds)
     if _needs_gradient(x):
         return _apply_planned(x.q, x.k, x.v, x.bias, x.sinks, x, bounds, known)  # type: ignore[no-any-return]
     return known.plan.forward(x)

@@ -20,9 +20,7 @@ def check_values(call: Call) -> None:
     """Check what the tensors of a call on the CPU hold."""
     x, options = call.tensors, call.options
     starts, tokens = x.cu_seqlens_q.tolist(), x.q.shape[0]
-    # of the drop-ins, which leave padding alone, the bound is held to what it says
-    most = tokens if options.fill_padding else call.max_seqlen_q
-    check_offset_values("cu_seqlens_q", starts, tokens, "max_seqlen_q", most)
+    check_offset_values("cu_seqlens_q", starts, tokens, "max_seqlen_q", call.max_seqlen_q)
     lengths = x.seqlens_k.tolist()
     firsts = first_keys(starts, lengths, options.window_left)
     if x.positions is not None and options.window_left >= 0:
@@ -37,6 +35,7 @@ def check_values(call: Call) -> None:
         x.block_table,
         cache_sizes(x.k_cache),
         has_new=x.k is not None,
+        max_seqlen_k=call.max_seqlen_k,
         decode_from_cache=options.decode_from_cache,
         skip_decode=options.skip_decode,
     )
