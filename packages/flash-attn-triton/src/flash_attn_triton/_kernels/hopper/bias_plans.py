@@ -83,7 +83,6 @@ class BiasSum:
         self._tile = tile
         self.map_of = ScoresForm(x.q, tile.block_m)
         constants = BiasSumConstants(
-            HAS_LEFT=form.constants.HAS_LEFT,
             HAS_RIGHT=form.constants.HAS_RIGHT,
             BIAS_BATCH=x.bias.shape[0] > 1,
             BIAS_HEADS=x.bias.shape[1] > 1,
@@ -113,13 +112,12 @@ class BiasSum:
     def __call__(self, ds: Tensor, dbias: Tensor, tokens_q: int, tokens_k: int) -> None:
         """Fill ``dbias`` with sums of ``ds``."""
         scalars = self._form.scalars
-        if self._form.constants.HAS_LEFT or self._form.constants.HAS_RIGHT:
+        if self._form.constants.HAS_RIGHT:
             # queries that see no key, and keys that no query sees
             dbias.zero_()
         tiles_q, tiles_k = self._tiles(tokens_q, tokens_k)
         numbers = BiasSumNumbers(
             scalars.keep_scale,
-            scalars.window_left,
             scalars.window_right,
             self._form.batch,
             self._form.heads_q,

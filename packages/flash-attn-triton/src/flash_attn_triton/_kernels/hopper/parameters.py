@@ -132,7 +132,6 @@ class BiasSumNumbers(NamedTuple):
     """Numbers of ``sum_bias_kernel``."""
 
     keep_scale: float
-    window_left: int
     window_right: int
     batch: int
     heads_q: int
@@ -145,7 +144,6 @@ class BiasSumNumbers(NamedTuple):
 class BiasSumConstants(NamedTuple):
     """Constants of ``sum_bias_kernel``."""
 
-    HAS_LEFT: bool
     HAS_RIGHT: bool
     BIAS_BATCH: bool
     BIAS_HEADS: bool

@@ -13,7 +13,6 @@ def sum_bias_kernel(
     ds_ptr,
     dbias_ptr,
     keep_scale,
-    window_left,
     window_right,
     batch,
     heads_q,
@@ -21,7 +20,6 @@ def sum_bias_kernel(
     tokens_k,
     tiles_q,
     tiles_k,
-    HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     BIAS_BATCH: tl.constexpr,
     BIAS_HEADS: tl.constexpr,
@@ -32,27 +30,22 @@ def sum_bias_kernel(
 
     A program sums a tile in a fixed order and writes it transposed. ``ds`` has tiles of keys by
     queries: ``[batch, heads_q, tiles_k, tiles_q, BLOCK_N, BLOCK_M]``. It begins with the first
-    query that sees a key, and the first key that is seen. Tiles without a visible score are unset.
+    query that sees a key. Tiles without a visible score are unset. No window ends on the left:
+    beside one, other kernels serve a bias.
     """
     pid = tl.program_id(0)
     tile_q = pid % tiles_q
     tile_k = pid // tiles_q % tiles_k
     plane = pid // tiles_q // tiles_k
     ahead_q = 0
-    ahead_k = 0
     if HAS_RIGHT:
         ahead_q = tl.minimum(tl.maximum(tokens_q - tokens_k - window_right, 0), tokens_q)
-    if HAS_LEFT:
-        ahead_k = tl.minimum(tl.maximum(tokens_k - tokens_q - window_left, 0), tokens_k)
     rows = ahead_q + tile_q * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    keys = ahead_k + tile_k * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    keys = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     inside = (keys < tokens_k)[:, None] & (rows < tokens_q)[None, :]  # [BLOCK_N, BLOCK_M]
     visible = inside
-    facing = rows + (tokens_k - tokens_q)
     if HAS_RIGHT:
-        visible &= keys[:, None] <= (facing + window_right)[None, :]
-    if HAS_LEFT:
-        visible &= keys[:, None] >= (facing - window_left)[None, :]
+        visible &= keys[:, None] <= (rows + (tokens_k - tokens_q) + window_right)[None, :]
     first = plane
     count = 1
     step = 1
