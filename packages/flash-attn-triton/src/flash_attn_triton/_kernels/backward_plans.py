@@ -66,7 +66,7 @@ class RowNumbers:
         sums: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return ``(delta, lse2)``, shaped like the LSE, and set ``sums`` to 0."""
-        delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+        delta, lse2 = _empty_like(lse), _empty_like(lse)
         rows = lse.numel()
         programs = cdiv(rows, ROWS)
         pieces = 0 if sums is None else sums.numel() // PIECE
@@ -292,7 +292,9 @@ class BackwardPlan:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Return memory for a gradient, contiguous."""
+    """Return memory of a tensor's shape and dtype, contiguous."""
+    if x.is_meta:  # there ``empty_like`` imports SymPy, while the first kernels wait to be built
+        return x.new_empty(x.shape)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
