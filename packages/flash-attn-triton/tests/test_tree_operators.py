@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -302,16 +303,34 @@ def test_compiles_fits_and_does_not_spill(gpu, head_dim, tmp_path):
         assert build.spilled <= SPILLS.get(build.kernel, 0), build
 
 
-# Bytes that may be spilled with Triton 3.6 and with later ones, forward and backward. As in the
-# dense kernels, numbers go first that are needed between tiles; a step has one reload at most.
+# Bytes that may be spilled with Triton 3.6 and with later ones, forward and backward: numbers that
+# are needed between walks over tiles.
 HOPPER_SPILLS = {
     (64, False): ((0, 0), (16, 136)),
-    (64, True): ((0, 24), (16, 136)),
+    (64, True): ((0, 32), (16, 136)),
     (128, False): ((0, 24), (16, 56)),
     (128, True): ((0, 40), (24, 56)),
     (256, False): ((8, 48), (8, 40)),
     (256, True): ((8, 48), (8, 40)),
 }
+# How many of them a step over a tile reads again, forward and backward: most in the masked steps of
+# the backward at head dimension 64 with Triton 3.9.
+RELOADS = {64: (0, 30), 128: (0, 4)}
+
+
+def reloads(sass):
+    """Return how often a step reads what was spilled, of each innermost loop with products."""
+    lines = sass.splitlines()
+    labels = {x.strip(): i for i, x in enumerate(lines) if x.startswith(".L_x_")}
+    loops = []
+    for end, line in enumerate(lines):
+        # without a condition it comes back from where a barrier is tried again
+        target = re.search(r"@!?U?P\d BRA.*(\.L_x_\d+)", line)
+        begin = labels.get(f"{target.group(1)}:", end) if target else end
+        if begin < end and any(" HGMMA." in x for x in lines[begin:end]):
+            loops.append((begin, end))
+    inner = [(a, b) for a, b in loops if not any(a <= c and d < b for c, d in loops)]
+    return [sum(" LDL" in x for x in lines[a:b]) for a, b in inner]
 
 
 @pytest.mark.aot
@@ -333,6 +352,10 @@ def test_builds_for_hopper(head_dim, is_rich, tmp_path):
             assert " UTMALDG." in build.sass
             # serialised products have an arrival each
             assert build.sass.count(" WARPGROUP.ARRIVE") < build.sass.count(" HGMMA.") / 3
+            if head_dim in RELOADS:  # the loops of others are not told apart
+                found = reloads(build.sass)
+                assert len(found) == 4  # of two warpgroups, with masks and without
+                assert max(found) <= RELOADS[head_dim][build.kernel == "tree_backward_kernel"]
     is_new = not triton.__version__.startswith("3.6.")
     forward, backward = HOPPER_SPILLS[head_dim, is_rich]
     allowed = {"tree_forward_kernel": forward[is_new], "tree_backward_kernel": backward[is_new]}
