@@ -62,11 +62,14 @@ def row_sums(e):
 
 
 @gluon.jit
-def start_softmax(s, factor):
-    """Return maxima, partial sums and exponentials of the first tile of keys."""
+def start_softmax(s, factor, FLOOR: gl.constexpr = NEG_INF):
+    """Return maxima, partial sums and exponentials of the first tile of keys.
+
+    A row whose maximum, to base 2, is no more than ``FLOOR`` sees none of them.
+    """
     m = gl.max(s, 1) * factor
     # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
-    e = gl.exp2(s * factor - gl.where(m == NEG_INF, 0.0, m)[:, None])
+    e = gl.exp2(s * factor - gl.where(m <= FLOOR, 0.0, m)[:, None])
     return m, row_sums(e), e
 
 

@@ -125,6 +125,17 @@ def test_keys_that_a_bias_hides(tile, features, biased):
         assert (got["lse"][:, :, 70:80] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("tile", ["plain", "pipeline"])
+@pytest.mark.parametrize("hidden", [-2e7, -1e30, torch.finfo(HALF).min])
+def test_keys_that_large_numbers_hide(tile, hidden, biased):
+    biased(tile)
+    case = hiding("causal")
+    want = run(case, grad=False)
+    bias = case.inputs["bias"]
+    got = run(case.with_inputs(bias=bias.masked_fill(bias == -torch.inf, hidden)), grad=False)
+    assert all(torch.equal(got[name], x) for name, x in want.items())
+
+
 def test_strides_do_not_change_a_bit(biased):
     """Rows that TMA does not read, columns that are no neighbours, and a dimension expanded."""
     biased("stages")

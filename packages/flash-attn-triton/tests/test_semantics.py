@@ -316,3 +316,43 @@ def test_fp8_output_keeps_nan(device):
     q = torch.full((1, 16, 1, 64), float("nan"), device=device)
     out = flash_attn_func(q, q, q, out_dtype=fp8, out_scale=torch.ones(1, device=device))
     assert out.float().isnan().all()
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("least", [-2e7, -1e10, -1e30, "finfo.min"])
+def test_a_row_that_large_numbers_mask_sees_no_key(least, dtype, device):
+    """Masks often hold the least number of their dtype where others hold -inf."""
+    hidden = torch.finfo(dtype).min if least == "finfo.min" else least
+    case = make_case(Shape(1, 18, 20, 2, 1, 16), dtype, device, ("bias",))
+    bias = case.inputs["bias"]
+    bias[:, :, 3:9] = -torch.inf
+    bias[:, :, :, 5:17] = -torch.inf
+    want = check(case.with_inputs(bias=bias))
+    assert not want["out"][:, 3:9].any()
+    assert (want["lse"][:, :, 3:9] == -torch.inf).all()
+    got = run(case.with_inputs(bias=bias.masked_fill(bias == -torch.inf, hidden)))
+    assert all(torch.equal(got[name], x) for name, x in want.items())
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float16).min, -1e6])
+def test_a_row_that_smaller_numbers_mask_is_a_softmax(hidden, device):
+    case = make_case(Shape(1, 18, 20, 2, 1, 16), torch.float32, device)
+    bias = torch.randn(1, 1, 18, 20, device=device)
+    bias[:, :, 3:9] = hidden
+    x = {n: t.double() for n, t in case.inputs.items()}
+    out, lse = flash_attn_func(**case.inputs, bias=bias, return_lse=True)
+    scores = torch.einsum("bihd,bjd->bhij", x["q"], x["k"][:, :, 0]) / 4 + bias
+    want = torch.einsum("bhij,bjd->bihd", scores.softmax(-1), x["v"][:, :, 0])
+    # a score of this size has so many digits behind the point in fp32
+    digits = abs(hidden) * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(out.double(), want, rtol=0.0, atol=4 * digits)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-5)
+
+
+def test_the_kernels_draw_the_line_where_the_definition_does():
+    from flash_attn_triton import _definition
+    from flash_attn_triton._kernels.primitives import LEAST_LOGIT
+
+    assert LEAST_LOGIT.value == pytest.approx(_definition.LEAST_SCORE * math.log2(math.e), rel=1e-9)

@@ -13,6 +13,10 @@ from torch import Tensor
 from ._linked.host.arguments import FP8_DTYPES, MAX_WINDOW
 from .philox import dropout_keep_mask, keep_scale
 
+# Where a bias leaves a row no score above this, the row sees nothing. The log-sum-exp of such a row
+# has lost its fraction in fp32, and with it the probabilities of the backward pass.
+LEAST_SCORE = -1e7
+
 
 def dense_attention(
     q: Tensor,
@@ -92,7 +96,10 @@ def attention_scores(
     softcap: float,
     position: int | None = None,
 ) -> Tensor:
-    """Return the scores ``[batch, heads_q, seqlen_q, seqlen_k]``, -inf where nothing is seen."""
+    """Return the scores ``[batch, heads_q, seqlen_q, seqlen_k]``, -inf where nothing is seen.
+
+    A row whose every score is ``LEAST_SCORE`` or less, by its bias, sees nothing.
+    """
     seqlen_q, seqlen_k = visible.shape
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
@@ -104,7 +111,10 @@ def attention_scores(
         scores = scores - alibi_slopes.to(q.dtype)[..., None, None] * distance
     if bias is not None:
         scores = scores + bias.to(q.dtype)
-    return scores.masked_fill(~visible, -math.inf)
+    scores = scores.masked_fill(~visible, -math.inf)
+    if bias is not None and seqlen_k > 0:
+        scores = scores.masked_fill(scores.amax(-1, keepdim=True) <= LEAST_SCORE, -math.inf)
+    return scores
 
 
 def visible_keys(

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ._linked.primitives import LN2, LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
 from .primitives import (
+    LEAST_LOGIT,
     count_keys,
     dropout_key,
     is_kept,
@@ -82,8 +83,10 @@ def _attend(
             visible = is_visible(rows[:, None], keys[None, :], walk.last, scores, OPTIONS)
             s = tl.where(visible, s, NEG_INF)
         m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
-        if MASKED or OPTIONS.BIAS_BYTES:
-            # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+        # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+        if OPTIONS.BIAS_BYTES:
+            pivot = tl.where(m_new <= LEAST_LOGIT, 0.0, m_new)
+        elif MASKED:
             pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
         else:
             pivot = m_new

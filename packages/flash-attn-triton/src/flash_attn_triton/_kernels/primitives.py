@@ -13,6 +13,9 @@ from .structures import DropoutKey, Walk
 # widest access to memory
 ACCESS_BYTES = tl.constexpr(16)
 
+# a score of -1e7, below which fp32 does not hold the softmax of a row; see ``_definition.py``
+LEAST_LOGIT = tl.constexpr(-1e7 * 1.4426950408889634)
+
 # Philox, for dropout
 ROUNDS = tl.constexpr(7)
 MULTIPLIER = tl.constexpr(0xD256D193)

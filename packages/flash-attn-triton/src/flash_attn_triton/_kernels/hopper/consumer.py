@@ -7,6 +7,7 @@ of the last tile's probabilities with the values. With ``PIPELINE`` the walk doe
 blocks of queries: the first product of the next one is issued together with the last of this one.
 """
 
+from ..primitives import LEAST_LOGIT
 from ._linked.compat import copy_out, gl, gluon, hopper, mbarrier, tma
 from ._linked.pipeline import (
     EMPTY,
@@ -16,6 +17,7 @@ from ._linked.pipeline import (
     LEN_K,
     LEN_Q,
     LOG2E,
+    NEG_INF,
     Q_START,
     SEQUENCE,
     SLOTS,
@@ -308,7 +310,8 @@ def _cross(
     s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
     s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
     s = hide(s, cols, walk, problem, OPTIONS)
-    m, l, e = start_softmax(s, factor)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
+    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
+    m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
     e = drop_some(e, cols, walk, problem)
     o = hopper.warpgroup_mma_wait(0, deps=(o,))
     barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)

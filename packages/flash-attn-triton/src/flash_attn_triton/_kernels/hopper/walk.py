@@ -5,6 +5,7 @@ tile, those that the diagonal cuts, those that every row sees whole, and those t
 end cuts. Each kind has a loop of its own, so that most tiles meet no code for masks.
 """
 
+from ..primitives import LEAST_LOGIT
 from ._linked.compat import gl, gluon, hopper, mbarrier
 from ._linked.pipeline import EMPTY, NEG_INF, TURN, barrier_arrive, barrier_sync, opaque
 from ._linked.ptx import SLACK, hide_unless, in_pairs, shrink
@@ -88,7 +89,8 @@ def begin(
     s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
     s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
     s = hide(s, cols, walk, problem, OPTIONS)
-    m, l, e = start_softmax(s, factor)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
+    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
+    m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
     e = drop_some(e, cols, walk, problem)
     p = gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2))
     o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
@@ -191,6 +193,7 @@ def _fold(
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
     if TILE.BUFFERS_Q > 1:
         q = pipeline.q_s.index(opaque(buffer)).reshape([TILE.ROWS, TILE.HEAD_DIM])
     else:
@@ -221,7 +224,7 @@ def _fold(
         m_new = gl.where(top - m > SLACK, top, m) if TILE.LAG else gl.maximum(m, top)
         pivot = m_new
         if MASKED or problem.bias is not None:
-            pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
+            pivot = gl.where(m_new <= FLOOR, 0.0, m_new)
         e = gl.exp2(s * factor - pivot[:, None])  # [ROWS, BLOCK_N]
         alpha = gl.exp2(m - pivot)  # [ROWS]
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
