@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from triton._C.libtriton import get_cache_invalidating_env_vars
-from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from ..._linked.host.versions import TRITON, is_tested
@@ -103,6 +101,10 @@ def _specialized(
 
 def _is_on_disk(source: Any, backend: Any, options: dict[str, Any]) -> bool:
     """Say whether Triton would find the kernel in its cache."""
+    # other versions may lack these
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.runtime.cache import get_cache_key, get_cache_manager
+
     parsed = backend.parse_options({**options, **source.parse_options()})
     key = get_cache_key(source, backend, parsed, get_cache_invalidating_env_vars())
     manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
