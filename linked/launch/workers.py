@@ -56,16 +56,9 @@ def compile_apart(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, 
     if _is_on_disk(kernel.ASTSource(kernel, *source), backend, options):
         return
     package = kernel.module.partition(".")[0]
-    job = (
-        package,
-        list(sys.modules[package].__path__),
-        kernel.module,
-        kernel.__name__,
-        kernel.ASTSource,  # Triton's or Gluon's
-        target,
-        options,
-        *source,
-    )
+    where = package, list(sys.modules[package].__path__), kernel.module, kernel.__name__
+    # the class of the source is Triton's or Gluon's
+    job = where, kernel.cache_key, kernel.ASTSource, target, options, *source
     with suppress(OSError, subprocess.SubprocessError, pickle.PicklingError):
         subprocess.run(
             [sys.executable, str(SCRIPT)],
