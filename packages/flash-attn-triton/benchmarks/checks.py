@@ -6,6 +6,7 @@ Deliberately apart from the package under test: it is the benchmark's own arbite
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ BLOCK_ROWS = 64
 
 # largest relative error (Frobenius) of a whole tensor and of its worst block, by input dtype
 TOLERANCES = {"bf16": (1.5e-2, 6e-2), "fp8": (8e-2, 1.5e-1)}
+# with dropout: of what it adds, by its expectation, and of its mean; a block of zeros has 1
+DROPOUT_SPREAD, DROPOUT_MEAN, DROPOUT_BLOCK = 0.15, 0.04, 0.95
 
 
 @dataclass
@@ -30,81 +33,124 @@ class Inputs:
     v: torch.Tensor
     dout: torch.Tensor
     cu_seqlens: torch.Tensor
+    bias: torch.Tensor | None
+    slopes: torch.Tensor | None
 
 
 def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
     """Draw bf16 normal operands."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
-    def draw(heads: int, length: int = problem.max_seqlen) -> torch.Tensor:
-        leading = (problem.tokens,) if problem.packed else (problem.batch, length)
-        shape = (*leading, heads, problem.head_dim)
+    def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
 
+    def leading(length: int) -> tuple[int, ...]:
+        return (problem.tokens,) if problem.packed else (problem.batch, length)
+
     ends = [sum(problem.lengths[:i]) for i in range(problem.batch + 1)]
-    queries = problem.queries or problem.max_seqlen
+    tokens_q = leading(problem.queries or problem.max_seqlen)
+    tokens_k = leading(problem.max_seqlen)
+    slopes = None
+    if problem.alibi:
+        # a geometric series, as its authors have it
+        steps = torch.arange(1, problem.heads_q + 1, device=device)
+        slopes = torch.exp2(-8.0 * steps / problem.heads_q)
     return Inputs(
-        draw(problem.heads_q, queries),
-        draw(problem.heads_k),
-        draw(problem.heads_k),
-        draw(problem.heads_q, queries),
+        draw(*tokens_q, problem.heads_q, problem.head_dim),
+        draw(*tokens_k, problem.heads_k, problem.head_dim),
+        draw(*tokens_k, problem.heads_k, problem.head_dim_v),
+        draw(*tokens_q, problem.heads_q, problem.head_dim_v),
         torch.tensor(ends, dtype=torch.int32, device=device),
+        draw(*problem.bias_shape) if problem.bias else None,
+        slopes,
     )
+
+
+def sequences(problem: Problem, device: str | torch.device) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yield each sequence's queries and the keys that face them; masks end at the last key."""
+    start = start_q = 0
+    for number, length in enumerate(problem.lengths):
+        queries = problem.queries or length
+        keys = torch.arange(start, start + length, device=device)
+        if problem.tree and number > 0:
+            keys = torch.cat((torch.arange(problem.lengths[0], device=device), keys))
+        yield slice(start_q, start_q + queries), keys
+        start += length
+        start_q += queries
 
 
 @torch.no_grad()
 def reference(
-    problem: Problem,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor | None = None,
+    problem: Problem, inputs: Inputs, backward: bool, operands: tuple[torch.Tensor, ...] = ()
 ) -> dict[str, torch.Tensor]:
-    """Return ``out``, with ``dout`` also ``dq``, ``dk`` and ``dv``: fp32, [tokens, heads, D].
+    """Return ``out``, and for a backward ``dq``, ``dk``, ``dv`` and ``dbias``: fp32.
 
-    Scores are formed for one sequence, one key head and a chunk of rows at a time.
+    All are [tokens, heads, D], but ``dbias``, which is shaped like the bias. Scores are formed for
+    one sequence, one key head and a chunk of rows at a time. Of dropout it is the expectation.
+
+    Args:
+        problem: What to compute.
+        inputs: Its tensors.
+        backward: Whether gradients are wanted.
+        operands: q, k and v in place of those of the inputs.
     """
-    flat = [t.flatten(0, -3).float() for t in (q, k, v)]
-    names = ["out"]
-    results = {"out": torch.zeros_like(flat[0])}
-    if dout is not None:
-        dout = dout.flatten(0, -3).float()
-        names += ["dq", "dk", "dv"]
-        results |= {name: torch.zeros_like(t) for name, t in zip(names[1:], flat, strict=True)}
+    q, k, v = (t.flatten(0, -3).float() for t in operands or (inputs.q, inputs.k, inputs.v))
+    dout = inputs.dout.flatten(0, -3).float()
+    results = {"out": torch.zeros_like(dout)}
+    if backward:
+        results |= {"dq": torch.zeros_like(q), "dk": torch.zeros_like(k)}
+        results["dv"] = torch.zeros_like(v)
+        if inputs.bias is not None:
+            results["dbias"] = torch.zeros_like(inputs.bias, dtype=torch.float32)
     group = problem.heads_q // problem.heads_k
     scale = problem.head_dim**-0.5
-    start = start_q = 0
-    for length in problem.lengths:
-        queries = problem.queries or length
-        rows = max(1, min(queries, CHUNK_SCORES // (group * length)))
+    for number, (queries, keys) in enumerate(sequences(problem, q.device)):
+        length = queries.stop - queries.start
+        diagonal = len(keys) - length
+        rows = max(1, min(length, CHUNK_SCORES // (group * len(keys))))
         for head in range(problem.heads_k):
             heads = slice(head * group, (head + 1) * group)
-            for first in range(0, queries, rows):
-                last = min(first + rows, queries)
-                seen = last if problem.causal else length
-                at = slice(start_q + first, start_q + last)
-                keys = slice(start, start + seen)
-                q_here = flat[0][at, heads].transpose(0, 1)  # [group, rows, D]
-                k_here = flat[1][keys, head]  # [keys, D]
-                v_here = flat[2][keys, head]
+            for first in range(0, length, rows):
+                last = min(first + rows, length)
+                at = slice(queries.start + first, queries.start + last)
+                seen = keys[: last + diagonal] if problem.causal else keys
+                q_here = q[at, heads].transpose(0, 1)  # [group, rows, D]
+                k_here = k[seen, head]  # [keys, D]
+                v_here = v[seen, head]
                 p = torch.matmul(q_here, k_here.t()).mul_(scale)  # [group, rows, keys]
+                row = torch.arange(first, last, device=q.device)[:, None] + diagonal
+                column = torch.arange(len(seen), device=q.device)[None]
+                if inputs.slopes is not None:
+                    p -= inputs.slopes[heads, None, None] * (row - column).abs()
+                part = _bias_of(inputs.bias, number, heads)
+                if part is not None:
+                    p += part[..., first:last, : len(seen)]
                 if problem.causal:
-                    row = torch.arange(first, last, device=q.device)[:, None]
-                    p.masked_fill_(torch.arange(seen, device=q.device)[None] > row, -math.inf)
+                    p.masked_fill_(column > row, -math.inf)
                 p = torch.softmax(p, dim=-1)
                 out = torch.matmul(p, v_here)
                 results["out"][at, heads] = out.transpose(0, 1)
-                if dout is None:
+                if not backward:
                     continue
                 do = dout[at, heads].transpose(0, 1)
-                results["dv"][keys, head] += torch.einsum("grk,grd->kd", p, do)
+                results["dv"][:, head].index_add_(0, seen, torch.einsum("grk,grd->kd", p, do))
                 ds = torch.matmul(do, v_here.t()).sub_((do * out).sum(-1, keepdim=True))
-                ds.mul_(p).mul_(scale)
+                ds.mul_(p)
+                part = _bias_of(results.get("dbias"), number, heads)
+                if part is not None:
+                    part[..., first:last, : len(seen)] += ds.sum(0) if part.ndim == 2 else ds
+                ds.mul_(scale)
                 results["dq"][at, heads] = torch.matmul(ds, k_here).transpose(0, 1)
-                results["dk"][keys, head] += torch.einsum("grk,grd->kd", ds, q_here)
-        start += length
-        start_q += queries
+                results["dk"][:, head].index_add_(0, seen, torch.einsum("grk,grd->kd", ds, q_here))
     return results
+
+
+def _bias_of(bias: torch.Tensor | None, sequence: int, heads: slice) -> torch.Tensor | None:
+    """Return a sequence's part of a bias: [group, rows, keys], or [rows, keys] for all heads."""
+    if bias is None:
+        return None
+    own = bias[0 if bias.shape[0] == 1 else sequence]
+    return own[0] if own.shape[0] == 1 else own[heads]
 
 
 def errors(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
@@ -113,7 +159,7 @@ def errors(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
         raise ValueError(f"expected {expected.numel()} numbers, got {tuple(actual.shape)}")
     difference = actual.detach().reshape(expected.shape).float() - expected
     # [tokens, heads]: squares summed over the head dimension
-    wrong, right = difference.square().sum(-1), expected.square().sum(-1)
+    wrong, right = _squares(difference), _squares(expected)
     whole = (wrong.sum() / right.sum()).sqrt().item()
     tokens = wrong.shape[0] // BLOCK_ROWS * BLOCK_ROWS
     if tokens == 0:
@@ -123,10 +169,35 @@ def errors(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
     return whole, (blocks[0] / blocks[1]).max().sqrt().item()
 
 
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    squares = x.square().sum(-1)
+    # a bias has its rows behind its heads
+    return squares.flatten(0, 1).t() if x.ndim == 4 else squares
+
+
 def judge(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], dtype: str
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], problem: Problem
 ) -> tuple[bool, dict[str, tuple[float, float]]]:
-    """Return whether all tensors are right, and their errors; NaN never passes."""
-    most, worst = TOLERANCES[dtype]
+    """Return whether all tensors are right, and their errors; NaN never passes.
+
+    With dropout, whose draws are each provider's own, results must be off by as much as it takes,
+    and on the expectation in the mean.
+    """
     found = {name: errors(tensor, expected[name]) for name, tensor in actual.items()}
+    if problem.dropout:
+        spread = math.sqrt(problem.dropout / (1.0 - problem.dropout))
+        sample = 3.0 / math.sqrt(problem.tokens)
+        off = [abs(whole / spread - 1.0) for whole, _ in found.values()]
+        blocks = [block for _, block in found.values()]
+        means = [_share(tensor, expected[name]) for name, tensor in actual.items()]
+        right = all(one <= DROPOUT_SPREAD + sample for one in off)
+        right &= all(one <= DROPOUT_BLOCK for one in blocks)
+        return right and all(abs(one - 1.0) <= DROPOUT_MEAN + sample for one in means), found
+    most, worst = TOLERANCES[problem.dtype]
     return all(one <= most and block <= worst for one, block in found.values()), found
+
+
+def _share(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return how much of what is expected is there."""
+    x = actual.detach().reshape(expected.shape).float()
+    return ((x * expected).sum() / expected.square().sum()).item()

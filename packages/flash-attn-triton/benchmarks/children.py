@@ -11,13 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from cases import PROBLEMS
+from cases import PROBLEMS, PROVIDERS_OF, Problem
 from checks import make_inputs
-from providers import PROVIDERS, UnsupportedError
+from providers import UnsupportedError
+from rivals import PROVIDERS
 
 SCRIPT = Path(__file__).with_name("bench_flash_attn.py")
 TIMEOUT_S = 240.0
@@ -50,10 +53,10 @@ def precompile(
     """
     if not providers:
         return []
-    jobs = min(jobs, len(problems))
+    groups = _alike(problems)
+    shares = [list(chain.from_iterable(groups[i::jobs])) for i in range(min(jobs, len(groups)))]
     children = [
-        _start({"kind": "compile", "problems": problems[i::jobs], "providers": providers})
-        for i in range(jobs)
+        _start({"kind": "compile", "problems": share, "providers": providers}) for share in shares
     ]
     lines = []
     deadline = time.monotonic() + TIMEOUT_S
@@ -70,6 +73,19 @@ def precompile(
             last = output.strip().splitlines()[-1:] or ["no output"]
             lines.append(f"compile ahead: a process failed: {last[0]}")
     return lines
+
+
+def _alike(
+    problems: list[tuple[str, tuple[str, ...]]],
+) -> list[list[tuple[str, tuple[str, ...]]]]:
+    """Return the problems in groups: two processes should not compile one kernel."""
+    known = {problem.name: problem for problem in PROBLEMS}
+    groups: dict[Problem, list[tuple[str, tuple[str, ...]]]] = {}
+    for name, passes in problems:
+        kind = replace(known[name], name="", lengths=(), passes=())
+        groups.setdefault(kind, []).append((name, passes))
+    # the largest first, for the processes to end together
+    return sorted(groups.values(), key=len, reverse=True)
 
 
 def first_call() -> dict[str, Any]:
@@ -102,7 +118,9 @@ def _compile(problems: list[tuple[str, list[str]]], providers: list[str]) -> Non
     for name, passes in problems:
         problem = known[name]
         inputs = make_inputs(problem, "cuda")
-        for provider in providers:
+        for provider in PROVIDERS_OF[problem.family]:
+            if provider not in providers:
+                continue
             try:
                 prepared = PROVIDERS[provider].prepare(problem, inputs, "bwd" in passes)
                 with prepared.context():
@@ -121,20 +139,19 @@ def _compile(problems: list[tuple[str, list[str]]], providers: list[str]) -> Non
 def _call_first() -> None:
     import flash_attn_triton as fat
 
-    q, k, v = (torch.randn(1, 4096, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    dout = torch.randn_like(q)
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    q, k, v = (
+        torch.randn(1, 4096, 16, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    )
     torch.cuda.synchronize()
     seconds = {}
-    for causal in (True, False):
-        mask = "causal" if causal else "full"
-        start = time.perf_counter()
-        fat.flash_attn_func(q, k, v, causal=causal)
-        torch.cuda.synchronize()
-        seconds[f"forward {mask}"] = time.perf_counter() - start
-        start = time.perf_counter()
-        torch.autograd.grad(fat.flash_attn_func(*leaves, causal=causal), leaves, dout)
-        torch.cuda.synchronize()
-        seconds[f"backward {mask}"] = time.perf_counter() - start
+    start = time.perf_counter()
+    out = fat.flash_attn_func(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    seconds["forward"] = time.perf_counter() - start
+    start = time.perf_counter()
+    out.sum().backward()
+    torch.cuda.synchronize()
+    seconds["backward"] = time.perf_counter() - start
     seconds["all"] = sum(seconds.values())
     print(json.dumps(seconds))

@@ -1,9 +1,12 @@
-"""Bar charts of the dense grid: one picture for the forward pass, one for the backward."""
+"""Bar charts: the dense grid, a picture for each pass, and a picture for every other family."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from cases import PROVIDERS_OF
+from report import CASES, by_case, floor_of
 
 Row = dict[str, Any]
 
@@ -11,39 +14,106 @@ TITLES = {"fwd": "forward", "bwd": "backward"}
 
 # ours stands out; the rivals share one family of colours
 OURS = "#d1495b"
+BASE = "#edae9b"
 RIVALS = {"fa3": "#1d3557", "cudnn": "#457b9d", "fa2": "#a8c5da", "flex": "#c9c4b8"}
+COLOURS = {"ours": OURS, "base": BASE, "portable": "#e27d60", "fa3-repeats": "#6d7f9c", **RIVALS}
 INK = "#2b2b2b"
 MUTED = "#7a7a7a"
+STYLE = {
+    "font.size": 9,
+    "axes.edgecolor": MUTED,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": MUTED,
+    "axes.labelcolor": INK,
+}
 
 
 def draw(results: Row, path: Path, labels: dict[str, str]) -> list[Path]:
-    """Draw ``<stem>-forward.png`` and ``<stem>-backward.png`` beside ``path``.
+    """Draw ``<stem>-forward.png``, ``<stem>-backward.png`` and ``<stem>-<family>.png`` at ``path``.
 
     Args:
         results: What the benchmark wrote as JSON.
-        path: Where; its stem is the prefix of both names.
+        path: Where; its stem is the prefix of all names.
         labels: Names for the legend by provider.
 
     Returns:
-        The files written; a pass without results has none.
+        The files written; a pass or a family without results has none.
     """
+    rows = [
+        {**row, **vars(CASES[row["case"]][0]), "family": row["family"]}
+        for row in results["results"]
+        if row["status"] == "ok" and row["case"] in CASES
+    ]
+    made = footnote(results)
     written = []
     for direction, title in TITLES.items():
-        rows = [
-            row
-            for row in results["results"]
-            if row["pass"] == direction and row["family"] == "grid" and row["status"] == "ok"
-        ]
-        if rows:
-            target = path.with_name(f"{path.stem}-{title}.png")
-            _draw_pass(rows, title, results["machine"], target, labels)
-            written.append(target)
+        here = [row for row in rows if row["pass"] == direction and row["family"] == "grid"]
+        if here:
+            written.append(path.with_name(f"{path.stem}-{title}.png"))
+            _draw_pass(here, title, made, written[-1], labels)
+    for family in PROVIDERS_OF:
+        here = [row for row in rows if row["family"] == family]
+        if here and family != "grid":
+            written.append(path.with_name(f"{path.stem}-{family}.png"))
+            _draw_family(here, family, made, written[-1], labels)
     return written
 
 
-def _draw_pass(
-    rows: list[Row], title: str, machine: Row, path: Path, labels: dict[str, str]
+def footnote(results: Row) -> str:
+    """Return where and when the results were measured."""
+    machine = results["machine"]
+    dates = sorted({began.split()[0] for began in results["runs"]})
+    return (
+        f"{machine['device']}, {', '.join(dates)}, torch {machine['torch']}, "
+        f"Triton {machine['triton']}; higher is better"
+    )
+
+
+def _draw_family(
+    rows: list[Row], family: str, made: str, path: Path, labels: dict[str, str]
 ) -> None:
+    """Draw one group of bars a case, from left to right, with the bound of the products."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    table = by_case(rows)
+    names = [n for n in PROVIDERS_OF[family] if any(n in one for one in table.values())]
+    height = 0.16 * len(names) + 0.12
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(8, 1.2 + height * len(table)))
+        for place, name in enumerate(names):
+            at = [
+                i + (place + 0.5) / (len(names) + 1)
+                for i, one in enumerate(table.values())
+                if name in one
+            ]
+            values = [one[name]["tflops"] for one in table.values() if name in one]
+            colour = COLOURS.get(name, MUTED)
+            bars = axis.barh(at, values, 0.92 / (len(names) + 1), color=colour, label=labels[name])
+            axis.bar_label(bars, fmt="%.0f", fontsize=6, padding=2, color=MUTED)
+        for i, case in enumerate(table):
+            problem, direction = CASES[case]
+            most = problem.flops(direction) / floor_of(problem, direction)[0] / 1e9
+            axis.plot([most, most], [i, i + 0.85], color=INK, linewidth=0.8)
+        axis.set_yticks([i + 0.4 for i in range(len(table))], list(table), fontsize=7)
+        axis.margins(y=0.01)
+        axis.invert_yaxis()
+        axis.set_xlabel(f"TFLOP/s; black: what the GPU allows. {made}", fontsize=7)
+        axis.tick_params(length=0)
+        for side in ("top", "right", "left"):
+            axis.spines[side].set_visible(False)
+        axis.legend(
+            frameon=False, fontsize=8, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1)
+        )
+        figure.tight_layout()
+        figure.savefig(path, dpi=130, facecolor="white")
+        plt.close(figure)
+
+
+def _draw_pass(rows: list[Row], title: str, made: str, path: Path, labels: dict[str, str]) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -53,8 +123,7 @@ def _draw_pass(
     masks = sorted({row["causal"] for row in rows})
     names = [name for name in labels if any(row["provider"] == name for row in rows)]
     top = max(row["tflops"] for row in rows)
-    style = {"font.size": 9, "axes.edgecolor": MUTED, "text.color": INK, "xtick.color": INK}
-    with plt.rc_context({**style, "ytick.color": MUTED, "axes.labelcolor": INK}):
+    with plt.rc_context(STYLE):
         figure, grid = plt.subplots(
             len(masks),
             len(head_dims),
@@ -74,7 +143,7 @@ def _draw_pass(
             axis.set_xlabel("sequence length", color=MUTED)
         handles, texts = grid[0][0].get_legend_handles_labels()
         figure.suptitle(
-            f"Attention {title}, bf16, {machine['device']}, 16k tokens, heads x dim = 2048",
+            f"Attention {title}, bf16, 16k tokens, heads x dim = 2048",
             x=0.01,
             ha="left",
             fontsize=11,
@@ -83,8 +152,7 @@ def _draw_pass(
         figure.text(
             0.01,
             0.005,
-            f"{machine['date']}, torch {machine['torch']}, Triton {machine['triton']}; "
-            "higher is better",
+            made,
             fontsize=7,
             color=MUTED,
         )

@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch._functorch.config
 from cases import Problem
-from checks import Inputs
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from checks import Inputs, make_inputs
 
 FP8 = torch.float8_e4m3fn
 
@@ -33,40 +30,55 @@ class Prepared:
 
     Attributes:
         forward: The forward pass alone, without autograd; returns the output.
-        backward: The backward pass alone; returns dq, dk and dv.
+        backward: The backward pass alone; returns dq, dk, dv, and dbias of a bias that is learned.
         forward_grad: The forward pass that also records for autograd, where there is autograd.
+        step: A forward and a backward, as a training loop calls them, where there is autograd.
         context: Entered around every run; selects a backend, say.
         operands: What the reference is to compute on when it differs from the inputs.
+        instead: The problem whose results and work it is, with its inputs, where it is another.
     """
 
     forward: Callable[[], torch.Tensor]
     backward: Callable[[], tuple[torch.Tensor, ...]] | None = None
     forward_grad: Callable[[], torch.Tensor] | None = None
+    step: Callable[[], None] | None = None
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    operands: tuple[torch.Tensor, ...] = ()
+    instead: tuple[Problem, Inputs] | None = None
 
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# of q, k, v, and of the bias where there is one
+Attention = Callable[..., torch.Tensor]
 
 
-def _with_autograd(
+def with_autograd(
     call: Attention,
+    problem: Problem,
     inputs: Inputs,
     backward: bool,
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Prepared:
-    """Wrap a differentiable function of q, k, v; its backward reuses one recorded forward."""
+    """Wrap a differentiable function; its backward reuses one recorded forward."""
+    bias = () if inputs.bias is None else (inputs.bias,)
     plain = (inputs.q, inputs.k, inputs.v)
-    prepared = Prepared(forward=lambda: call(*plain), context=context)
+    prepared = Prepared(forward=lambda: call(*plain, *bias), context=context)
     if backward:
-        leaves = [t.detach().requires_grad_() for t in plain]
-        prepared.forward_grad = lambda: call(*leaves)
+        leaves = [t.detach().requires_grad_() for t in (*plain, *(bias if problem.learned else ()))]
+        given = leaves if problem.learned else [*leaves, *bias]
+        prepared.forward_grad = lambda: call(*given)
+        prepared.step = functools.partial(_step, call, given)
         with context():
-            out = call(*leaves)
+            out = call(*given)
         prepared.backward = functools.partial(
             torch.autograd.grad, out, leaves, inputs.dout, retain_graph=True
         )
     return prepared
+
+
+def _step(call: Attention, given: list[torch.Tensor]) -> None:
+    call(*given).sum().backward()
+    for tensor in given:
+        tensor.grad = None
 
 
 class Provider:
@@ -92,27 +104,13 @@ class Ours(Provider):
     compiles = True
 
     def unavailable(self, device: str) -> str | None:
-        return _import_error("flash_attn_triton.api")
+        return import_error("flash_attn_triton.api")
 
     def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        import flash_attn_triton as fat
-
         if problem.dtype == "fp8":
             return self._prepare_fp8(problem, inputs)
-        if problem.packed:
-            cu, longest = inputs.cu_seqlens, problem.max_seqlen
-
-            def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                return fat.flash_attn_varlen_func(
-                    q, k, v, cu, cu, longest, longest, causal=problem.causal
-                )
-
-        else:
-
-            def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-                return fat.flash_attn_func(q, k, v, causal=problem.causal)
-
-        return _with_autograd(call, inputs, backward)
+        call = _tree(problem, inputs) if problem.tree else _sequences(problem, inputs)
+        return with_autograd(call, problem, inputs, backward)
 
     def _prepare_fp8(self, problem: Problem, inputs: Inputs) -> Prepared:
         import flash_attn_triton as fat
@@ -124,11 +122,48 @@ class Ours(Provider):
             descales.append(descale)
         q, k, v = quantised
         scales = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
-        exact = [t.float() * s for t, s in zip(quantised, descales, strict=True)]
         return Prepared(
             forward=lambda: fat.flash_attn_func(q, k, v, causal=problem.causal, **scales),
-            operands=(exact[0], exact[1], exact[2]),
+            operands=tuple(t.float() * s for t, s in zip(quantised, descales, strict=True)),
         )
+
+
+def _sequences(problem: Problem, inputs: Inputs) -> Attention:
+    """Return our function of q, k, v and perhaps a bias, with a problem's features."""
+    import flash_attn_triton as fat
+
+    options: dict[str, Any] = {"causal": problem.causal, "dropout_p": problem.dropout}
+    options |= {"alibi_slopes": inputs.slopes, "deterministic": problem.deterministic}
+    if not problem.packed:
+        return lambda q, k, v, bias=None: fat.flash_attn_func(q, k, v, bias=bias, **options)
+    cu, longest = inputs.cu_seqlens, problem.max_seqlen
+    if problem.used:
+        options["seqused_k"] = cu.diff()
+    return lambda q, k, v: fat.flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, **options)
+
+
+def _tree(problem: Problem, inputs: Inputs) -> Attention:
+    """Return our function over a prompt and its answers."""
+    import flash_attn_triton as fat
+
+    above = [-1] + [0] * (problem.batch - 1)
+    parents = torch.tensor(above, dtype=torch.int32, device=inputs.q.device)
+    cu, longest = inputs.cu_seqlens, problem.max_seqlen
+    return lambda q, k, v: fat.flash_attn_tree_func(q, k, v, cu, parents, longest)
+
+
+class Base(Ours):
+    """What a feature is compared with: the same problem without it."""
+
+    name = "base"
+    label = "flash-attn-triton, without it"
+
+    def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
+        other = problem.base()
+        own = make_inputs(other, inputs.q.device.type)
+        prepared = super().prepare(other, own, backward)
+        prepared.instead = other, own
+        return prepared
 
 
 class Portable(Ours):
@@ -163,174 +198,10 @@ def _portable_kernels() -> Iterator[None]:
         _configs.HOPPER, api._known = before
 
 
-class OursBf16(Ours):
-    """The bf16 kernel on the FP8 problems: what FP8 is compared with."""
-
-    name = "ours-bf16"
-    label = "flash-attn-triton, bf16"
-
-    def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        if problem.dtype != "fp8":
-            raise UnsupportedError("only stands beside FP8")
-        import flash_attn_triton as fat
-
-        return _with_autograd(
-            lambda q, k, v: fat.flash_attn_func(q, k, v, causal=problem.causal), inputs, False
-        )
-
-
-class Sdpa(Provider):
-    """``scaled_dot_product_attention`` held to one backend."""
-
-    backend: ClassVar[SDPBackend]
-
-    def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        if problem.dtype != "bf16":
-            raise UnsupportedError("no FP8")
-        if problem.packed and not problem.equal_lengths:
-            return self.prepare_packed(problem, inputs, backward)
-        gqa = problem.heads_q != problem.heads_k
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if problem.packed:
-                q, k, v = (t.unflatten(0, (problem.batch, -1)) for t in (q, k, v))
-            out = scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                is_causal=problem.causal,
-                enable_gqa=gqa,
-            ).transpose(1, 2)
-            return out.flatten(0, 1) if problem.packed else out
-
-        context = functools.partial(sdpa_kernel, self.backend)
-        return _with_autograd(call, inputs, backward, context)
-
-    def prepare_packed(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        raise UnsupportedError("only sequences of one length")
-
-
-class Cudnn(Sdpa):
-    name = "cudnn"
-    label = "cuDNN (SDPA)"
-    backend = SDPBackend.CUDNN_ATTENTION
-
-    def unavailable(self, device: str) -> str | None:
-        return None if device == "cuda" else "needs a CUDA device"
-
-
-class Fa2(Sdpa):
-    name = "fa2"
-    label = "FlashAttention-2 (SDPA)"
-    backend = SDPBackend.FLASH_ATTENTION
-
-    def prepare_packed(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        cu, longest = inputs.cu_seqlens, problem.max_seqlen
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return torch.ops.aten._flash_attention_forward(
-                q, k, v, cu, cu, longest, longest, 0.0, problem.causal, False
-            )[0]
-
-        return _with_autograd(call, inputs, backward)
-
-
-def _causal(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return q >= k
-
-
-class Flex(Provider):
-    name = "flex"
-    label = "FlexAttention"
-    compiles = True
-
-    def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        if problem.dtype != "bf16":
-            raise UnsupportedError("no FP8")
-        device, tokens = inputs.q.device, problem.tokens
-        span = tokens if problem.packed else problem.max_seqlen
-        mask_mod = _causal if problem.causal else None
-        if problem.packed:
-            # one row of all tokens; a token's sequence is its document
-            lengths = torch.tensor(problem.lengths, device=device)
-            document = torch.repeat_interleave(
-                torch.arange(problem.batch, device=device), lengths, output_size=tokens
-            )
-
-            def mask_mod(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-                same = document[q] == document[k]
-                return same & (q >= k) if problem.causal else same
-
-        block_mask = None
-        if mask_mod is not None:
-            block_mask = create_block_mask(mask_mod, None, None, span, span, device=device)
-        attend: Callable[..., Any] = flex_attention
-        if device.type == "cuda":
-            # earlier problems' specialisations would count towards the recompilation limit
-            torch._dynamo.reset()
-            # a graph whose buffers are donated cannot run its backward twice
-            torch._functorch.config.donated_buffer = False
-            attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        gqa = problem.heads_q != problem.heads_k
-
-        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if problem.packed:
-                q, k, v = (t[None] for t in (q, k, v))
-            out = attend(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                block_mask=block_mask,
-                enable_gqa=gqa,
-            ).transpose(1, 2)
-            return out[0] if problem.packed else out
-
-        # without a GPU there is no backward
-        return _with_autograd(call, inputs, backward and device.type == "cuda")
-
-
-class Fa3(Provider):
-    """The raw operators of FlashAttention-3, through a thin module ``fa3`` on the path.
-
-    ``fa3.fwd(q, k, v, causal=, cu_q=, cu_k=, max_q=, max_k=) -> (out, lse)`` and
-    ``fa3.bwd(dout, q, k, v, out, lse, <same>) -> (dq, dk, dv)``.
-    """
-
-    name = "fa3"
-    label = "FlashAttention-3"
-
-    def unavailable(self, device: str) -> str | None:
-        return _import_error("fa3") if device == "cuda" else "needs a CUDA device"
-
-    def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        import fa3
-
-        if problem.dtype != "bf16":
-            raise UnsupportedError("this build has no FP8")
-        q, k, v, dout, cu = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.cu_seqlens
-        options: dict[str, Any] = {"causal": problem.causal}
-        if problem.packed:
-            longest = problem.max_seqlen
-            options |= {"cu_q": cu, "cu_k": cu, "max_q": longest, "max_k": longest}
-        prepared = Prepared(forward=lambda: fa3.fwd(q, k, v, **options)[0])
-        if backward:
-            out, lse = fa3.fwd(q, k, v, **options)
-            prepared.backward = functools.partial(fa3.bwd, dout, q, k, v, out, lse, **options)
-        return prepared
-
-
-def _import_error(module: str) -> str | None:
+def import_error(module: str) -> str | None:
+    """Return why a module cannot be imported, or None."""
     try:
         __import__(module)
     except Exception as error:  # loading a rival's library may fail in any way
         return f"cannot import {module}: {type(error).__name__}: {error}"
     return None
-
-
-PROVIDERS: dict[str, Provider] = {
-    provider.name: provider
-    for provider in (Ours(), Portable(), OursBf16(), Fa3(), Cudnn(), Fa2(), Flex())
-}
-LABELS = {name: provider.label for name, provider in PROVIDERS.items()}

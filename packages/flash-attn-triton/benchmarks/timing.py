@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -104,7 +103,3 @@ def _fp8_matmul_tflops(timer: Timer) -> float:
         )
     )
     return 2.0 * MATMUL_SIDE**3 / took / 1e9
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(math.log(value) for value in values) / len(values))

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from cases import GRID_TOKENS, GRID_WIDTH, Problem
 from checks import Inputs, judge, make_inputs, reference
-from providers import PROVIDERS
+from report import geometric_mean
+from rivals import PROVIDERS
 from tiles import KERNELS, Tile, compiled_kernels, overridden, resources
-from timing import Timer, geometric_mean, synchronize
+from timing import Timer, synchronize
 
 Row = dict[str, Any]
 
@@ -74,8 +75,7 @@ class Bench:
         backward = self.kernel.direction == "bwd"
         inputs: Inputs = make_inputs(problem, device)
         self.prepared = PROVIDERS["ours"].prepare(problem, inputs, backward)
-        operands = self.prepared.operands or (inputs.q, inputs.k, inputs.v)
-        self.expected = reference(problem, *operands, inputs.dout if backward else None)
+        self.expected = reference(problem, inputs, backward, self.prepared.operands)
         run = self.prepared.backward if backward else self.prepared.forward
         if run is None:
             raise ValueError("no backward")
@@ -93,7 +93,7 @@ class Bench:
         else:
             named = dict(zip(("dq", "dk", "dv"), results, strict=True))
             actual = {name: named[name] for name in self.kernel.checked}
-        right, errors = judge(actual, self.expected, self.problem.dtype)
+        right, errors = judge(actual, self.expected, self.problem)
         return {"status": "ok" if right else "wrong", "errors": errors}
 
     def time(self, tile: Tile | None, timer: Timer) -> float:
