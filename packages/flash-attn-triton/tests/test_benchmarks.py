@@ -55,7 +55,8 @@ def one_of_each(bench):
     """Return a problem of each family, and of each feature."""
     kinds = {}
     for problem in bench.cases.PROBLEMS:
-        kinds.setdefault((problem.family, problem.causal, problem.bias, problem.alibi), problem)
+        kind = problem.family, problem.causal, problem.bias, problem.alibi, problem.values
+        kinds.setdefault(kind, problem)
     return [small(problem) for problem in kinds.values()]
 
 
@@ -155,6 +156,8 @@ def test_the_arbiter_wants_as_much_dropout_as_was_asked_for(bench, probability, 
     kept = (torch.rand(16384, 4, 16) >= probability) / (1.0 - probability)
     got = {"out": expected["out"] * kept * scale}
     assert bench.checks.judge(got, expected, problem)[0] == right
+    got["out"][64:128, 0] = 0.0
+    assert not bench.checks.judge(got, expected, problem)[0]
 
 
 # ---- providers
