@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from flash_attn_triton._configs import HopperTile, hopper_tile
 from ._linked.budget import Maker, assert_same, offsets
 from ._numerics import Case, Shape, run
 from .test_fp8 import assert_accurate, make
-from .test_gluon import ARRIVE_V, WAIT_K, WAIT_V, forward, reverse
+from .test_gluon import ARRIVE_V, WAIT_K, forward, reverse
 
 __all__ = ["forward", "reverse"]  # fixtures
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interp
 
 E4M3 = torch.float8_e4m3fn
 # as the tile that serves calls, but for the keys of a step: short sequences are to have many
-TILE = HopperTile(2, 32, 2, 3)
+TILE = HopperTile(3, 32, 2, 3, buffers_q=2)
 FEATURES = {
     "plain": {},
     "causal": {"causal": True},
@@ -42,6 +43,16 @@ def test_the_tile_that_serves_calls(causal, forward):
     forward(hopper_tile(128, causal, itemsize=1))
     case = make(Shape(1, 270, 700, 2, 1, 128), E4M3, "cpu", "scalar", causal=causal)
     assert_accurate(case, E4M3)
+
+
+@pytest.mark.parametrize("widths", [(256, 256), (48, 192)], ids=str)
+def test_wide_heads(widths, forward, reverse):
+    """Products of 64 columns of the values at a time."""
+    forward(replace(hopper_tile(256, False, itemsize=1), block_n=32), reverse)
+    d, dv = widths
+    case = make(Shape(1, 130, 100, 2, 1, d), E4M3, "cpu", "scalar", causal=True)
+    v = Maker("cpu", torch.float32, seed=7).randn(1, 100, 1, dv).to(E4M3)
+    assert_accurate(case.with_inputs(v=v), E4M3)
 
 
 def test_sinks_and_alibi(forward, reverse):
@@ -136,24 +147,24 @@ def test_rows_without_a_key(forward, reverse):
     assert (got["lse"][:, :, :230] == -math.inf).all()
 
 
+WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), turn // TILE.STAGES_V & 1)"
 # function, what it says, what a mistake would be
 MISTAKES = [
-    ("_begin", WAIT_K, "pass"),
-    ("_begin", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
-    ("walk_fp8", "part = hopper.warpgroup_mma_wait(0, deps=(part,))", "pass"),
-    ("walk_fp8", "walk.high - 1,", "walk.high,"),
+    ("walk_fp8", "walk.high,", "walk.high - 1,"),
     ("walk_fp8", "l * UNIT", "l"),
+    ("_fold", WAIT_K, "pass"),
+    ("_fold", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
     ("_fold", "turn // TILE.STAGES_K & 1)", "(turn // TILE.STAGES_K & 1) ^ 1)"),
     ("_fold", WAIT_V, "pass"),
-    ("_fold", "mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))"),
-    ("_fold", "part = hopper.warpgroup_mma_wait(0, deps=(part,))", "pass"),
-    ("_fold", "shrink = alpha", "pass"),
     ("_fold", ARRIVE_V, "pass"),
     ("_fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),
+    ("_fold", "add_product(o, alpha,", "add_product(o, alpha * 0.0 + 1.0,"),
     ("_fold", "(stop - 1 - step)", "(stop - step)"),
     ("_fold", "gl.where(m_new == NEG_INF, 0.0, m_new)", "m_new"),
+    ("add_product", "part = hopper.warpgroup_mma_wait(0, deps=(part,))", "pass"),
+    ("add_product", "+ part", "- part"),
+    ("_consume_fp8", "count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W", "W"),
     ("pack", "[0, 1, 3, 2, 4]", "[0, 1, 3, 4, 2]"),
-    ("add", "[:, None] + part", "[:, None] - part"),
     ("scale_queries", "-1.0, scale", "1.0, scale"),
     ("scale_queries", "hopper.fence_async_shared()", "pass"),
     ("factors_of", "// GROUP)", "// 1)"),

@@ -264,8 +264,6 @@ def _fits_fp8_on_hopper(x: Tensors, out_dtype: torch.dtype) -> bool:
         is_worth
         # one product sums 32 columns: a tile of 16 does not compile
         and x.q.shape[-1] > 16
-        # sums of one tile of keys and of all of them are in registers
-        and max(x.q.shape[-1], x.v.shape[-1]) <= 128
         and out_dtype in HALF
     )
 
@@ -369,7 +367,9 @@ def hopper_tile(
     """Return the tile for the wider of the two head dimensions; see ``is_long_call``."""
     width = padded_head_dim(head_dim)
     if itemsize == 1:
-        return HopperTile(2, 128, 4, 4)
+        if width <= 128:
+            return HopperTile(3, 128, 4, 4, buffers_q=2)
+        return HopperTile(2, 128, 2, 2)
     if width <= 64:
         if is_causal and is_long:
             return HopperTile(3, 128, 2, 2, buffers_q=2, pipeline=True)

@@ -7,10 +7,10 @@ that the second product expects from that thread.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier
-from ._linked.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive, barrier_arrive_after
-from ._linked.softmax import mask, row_sums
+from ._linked.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive, opaque
+from ._linked.softmax import row_sums
 from .structures import Fp8State
-from .walk import logits
+from .walk import hide, logits
 
 # binary exponent that is added to probabilities, so that they use the range of e4m3, up to 448
 SHIFT = gl.constexpr(8)
@@ -25,46 +25,52 @@ def sums_of(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
 
 
+@gluon.constexpr_function
+def width_of(columns):
+    """Return how many columns of a product have registers beside the sums of all."""
+    return columns if columns <= 128 else 64
+
+
 @gluon.jit
-def walk_fp8(turn, q, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def walk_fp8(
+    turn, buffer, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
     """Return the output of a block (in ``UNIT``), maxima, partial sums, and the key tiles so far.
 
-    Hopper accumulates FP8 products in about 14 bits. So the product of probabilities and values
-    starts from zero in each tile, and is added to the earlier ones in fp32, by the multiply-add
-    that rescales them. What four instructions of 32 keys lose, less than 2**-11 of the sum, does
-    not grow with the number of keys.
-
-    The warpgroups take no turns: these products are too short for that to pay.
+    A warpgroup has one product in flight at a time, and nothing beside it: other warpgroups compute
+    their softmax meanwhile. So scores and products share registers, which makes room for a third
+    warpgroup. They take no turns.
     """
     HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
-    O: gl.constexpr = sums_of(TILE.HEAD_DIM_V)
-    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
-    no_part = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
+    S: gl.constexpr = sums_of(TILE.BLOCK_N)
     factor = scale * LOG2E
     if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
         factor = 1.0
-    state = _begin(turn, q, scale, factor, walk, pipeline, problem, OPTIONS, TILE)
-    # tiles that the diagonal cuts, that every row sees whole, that the window's far end cuts
-    if OPTIONS.HAS_RIGHT:
-        state = _fold(
-            state,
-            walk.right,
-            walk.high - 1,
-            q,
-            scale,
-            factor,
-            walk,
-            pipeline,
-            problem,
-            OPTIONS,
-            TILE,
-            True,
-        )
+    o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, sums_of(TILE.HEAD_DIM_V))
+    m = gl.full([TILE.ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
+    l = row_sums(gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S))  # [ROWS, 4]
+    state = Fp8State(o, m, l, turn)
+    # tiles that the diagonal or the last key cuts, that every row sees whole, that the window's far
+    # end cuts
+    state = _fold(
+        state,
+        walk.right,
+        walk.high,
+        buffer,
+        scale,
+        factor,
+        walk,
+        pipeline,
+        problem,
+        OPTIONS,
+        TILE,
+        True,
+    )
     state = _fold(
         state,
         walk.left,
         walk.right,
-        q,
+        buffer,
         scale,
         factor,
         walk,
@@ -79,7 +85,7 @@ def walk_fp8(turn, q, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TIL
             state,
             walk.low,
             walk.left,
-            q,
+            buffer,
             scale,
             factor,
             walk,
@@ -89,61 +95,8 @@ def walk_fp8(turn, q, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TIL
             TILE,
             True,
         )
-    o, m, l, words, shrink, turn = state
-    stage_v = (turn - 1) % TILE.STAGES_V
-    v = pipeline.v_s.index(stage_v).reshape([TILE.HEAD_DIM_V, TILE.BLOCK_N])
-    p = unpack(words, TILE.HEAD_DIM_V)  # [ROWS, BLOCK_N]
-    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
-    part = hopper.warpgroup_mma(
-        p, v.permute((1, 0)), no_part, use_acc=False, is_async=True
-    )  # [ROWS, HEAD_DIM_V]
-    part = hopper.warpgroup_mma_wait(0, deps=(part,))
-    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
-    return add(o, shrink, part), m, l * UNIT, turn
-
-
-@gluon.jit
-def _begin(
-    turn, q, scale, factor, walk, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
-    """Fold a block's first tile of keys into an empty softmax and return the ``Fp8State``."""
-    S: gl.constexpr = sums_of(TILE.BLOCK_N)
-    O: gl.constexpr = sums_of(TILE.HEAD_DIM_V)
-    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
-    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
-    o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
-    shrink = gl.full([TILE.ROWS], 1.0, gl.float32, gl.SliceLayout(1, S))
-    stage = turn % TILE.STAGES_K
-    k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
-    mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
-    s = hopper.warpgroup_mma(
-        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )  # [ROWS, BLOCK_N]
-    s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    barrier_arrive(EMPTY + stage, PARTIES, 4)
-    cols = (walk.high - 1) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
-    s = logits(s, cols, scale, walk, problem, OPTIONS)
-    s = _hide(s, cols, walk, problem, OPTIONS)
-    m = gl.max(s, 1) * factor  # [ROWS]
-    # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
-    e = gl.exp2(s * factor - (gl.where(m == NEG_INF, 0.0, m) - SHIFT)[:, None])  # [ROWS, BLOCK_N]
-    l = row_sums(e)  # [ROWS, 4]
-    return Fp8State(o, m, l, pack(e), shrink, turn + 1)
-
-
-@gluon.jit
-def _hide(s, cols, walk, problem, OPTIONS: gl.constexpr):
-    """Hide the keys that a row does not see."""
-    return mask(
-        s,
-        walk.rows,
-        cols,
-        walk.block.len_k,
-        problem.window_left,
-        problem.window_right,
-        OPTIONS.HAS_LEFT,
-        OPTIONS.HAS_RIGHT,
-    )
+    o, m, l, turn = state
+    return o, m, l * UNIT, turn
 
 
 @gluon.jit
@@ -151,7 +104,7 @@ def _fold(
     state,
     start,
     stop,
-    q,
+    buffer,
     scale,
     factor,
     walk,
@@ -163,49 +116,72 @@ def _fold(
 ):
     """Fold the tiles of keys ``[start, stop)`` into the softmax, the last one first."""
     S: gl.constexpr = sums_of(TILE.BLOCK_N)
-    O: gl.constexpr = sums_of(TILE.HEAD_DIM_V)
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    WIDTH: gl.constexpr = width_of(TILE.HEAD_DIM_V)
     zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
-    no_part = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
-    o, m, l, words, shrink, turn = state
+    if TILE.BUFFERS_Q > 1:
+        buffer = opaque(buffer)
+    q = pipeline.q_s.index(buffer).reshape([TILE.ROWS, TILE.HEAD_DIM])
+    o, m, l, turn = state
     for step in range(stop - start):
-        gl.assume(turn > 0)  # its remainder is then a few bits of it
         stage = turn % TILE.STAGES_K
-        stage_v = (turn - 1) % TILE.STAGES_V
+        stage_v = turn % TILE.STAGES_V
         k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
         v = pipeline.v_s.index(stage_v).reshape([TILE.HEAD_DIM_V, TILE.BLOCK_N])
-        p = unpack(words, TILE.HEAD_DIM_V)  # [ROWS, BLOCK_N]
         mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
         s = hopper.warpgroup_mma(
             q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
         )  # [ROWS, BLOCK_N]
-        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
-        part = hopper.warpgroup_mma(
-            p, v.permute((1, 0)), no_part, use_acc=False, is_async=True
-        )  # [ROWS, HEAD_DIM_V]
-        s = hopper.warpgroup_mma_wait(1, deps=(s,))
+        s = hopper.warpgroup_mma_wait(0, deps=(s,))
+        barrier_arrive(EMPTY + stage, PARTIES, 4)
         cols = (stop - 1 - step) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
         s = logits(s, cols, scale, walk, problem, OPTIONS)
         if MASKED:
-            s = _hide(s, cols, walk, problem, OPTIONS)
+            s = hide(s, cols, walk, problem, OPTIONS)
         m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]
         pivot = m_new
         if MASKED:
+            # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
             pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
         e = gl.exp2(s * factor - (pivot - SHIFT)[:, None])  # [ROWS, BLOCK_N]
         alpha = gl.exp2(m - pivot)  # [ROWS]
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-        sums = row_sums(e)  # [ROWS, 4]
-        barrier_arrive_after(sums, EMPTY + stage, PARTIES)
-        l = l * gl.convert_layout(alpha, L)[:, None] + sums
+        l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)  # [ROWS, 4]
         m = m_new
-        part = hopper.warpgroup_mma_wait(0, deps=(part,))
+        p = unpack(pack(e), WIDTH)  # [ROWS, BLOCK_N]
+        mbarrier.wait(pipeline.v_full.index(stage_v), turn // TILE.STAGES_V & 1)
+        o = add_product(o, alpha, p, v, 0, TILE.HEAD_DIM_V, WIDTH)  # [ROWS, HEAD_DIM_V]
         barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
-        o = add(o, shrink, part)
-        shrink = alpha
-        words = pack(e)  # [ROWS, BLOCK_N // 16, 4]
         turn += 1
-    return Fp8State(o, m, l, words, shrink, turn)
+    return Fp8State(o, m, l, turn)
+
+
+@gluon.jit
+def add_product(o, shrink, p, v, FIRST: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.constexpr):
+    """Return ``o * shrink + p @ v`` of columns ``[FIRST, FIRST + COLUMNS)``, ``WIDTH`` at a time.
+
+    ``v`` is transposed, and has all columns. Hopper accumulates FP8 products in about 14 bits. So
+    each product starts from zero, and is added to the earlier ones in fp32, by the multiply-add
+    that rescales them. What four instructions of 32 keys lose, less than 2**-11 of the sum, does
+    not grow with the number of keys.
+    """
+    ROWS: gl.constexpr = o.shape[0]
+    LAYOUT: gl.constexpr = o.type.layout
+    if COLUMNS > WIDTH:
+        HALF: gl.constexpr = COLUMNS // 2
+        low, high = gl.split(gl.permute(gl.reshape(o, [ROWS, 2, HALF]), [0, 2, 1]))
+        low = add_product(low, shrink, p, v, FIRST, HALF, WIDTH)  # [ROWS, COLUMNS // 2]
+        high = add_product(high, shrink, p, v, FIRST + HALF, HALF, WIDTH)
+        both = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [ROWS, COLUMNS])
+        return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, sums_of(COLUMNS))
+    v = v.slice(FIRST, COLUMNS)
+    part = hopper.warpgroup_mma(
+        p, v.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )  # [ROWS, COLUMNS]
+    part = hopper.warpgroup_mma_wait(0, deps=(part,))
+    part = gl.convert_layout(part, LAYOUT, assert_trivial=True)
+    return o * gl.convert_layout(shrink, gl.SliceLayout(1, LAYOUT))[:, None] + part
 
 
 @gluon.jit
@@ -213,7 +189,7 @@ def pack(e):
     """Round exponentials to e4m3, four to a word: ``[ROWS, KEYS]`` to ``[ROWS, KEYS // 16, 4]``.
 
     Of 16 columns a thread holds 2i, 2i + 1, 2i + 8 and 2i + 9, and the next product expects 4i to
-    4i + 3. A loop would keep each byte that it carries in a register of its own.
+    4i + 3. Triton's own conversion would keep each byte that it carries in a register of its own.
     """
     ROWS: gl.constexpr = e.shape[0]
     KEYS: gl.constexpr = e.shape[1]
@@ -256,13 +232,6 @@ def unpack(words, WIDTH: gl.constexpr):
         is_pure=True,
         pack=4,
     )
-
-
-@gluon.jit
-def add(o, shrink, part):
-    """Return ``o * shrink + part``: a tile's product added to the rescaled output."""
-    O: gl.constexpr = o.type.layout
-    return o * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None] + part
 
 
 @gluon.jit

@@ -151,11 +151,9 @@ class State(NamedTuple):
 class Fp8State(NamedTuple):
     """What ``State`` is in FP8."""
 
-    o: Any  # [ROWS, HEAD_DIM_V], output so far, without the last tile's
+    o: Any  # [ROWS, HEAD_DIM_V], output so far
     m: Any  # [ROWS], maxima
     l: Any  # [ROWS, 4], sums of exponentials, as far as a thread holds them
-    words: Any  # [ROWS, BLOCK_N // 16, 4], probabilities of the last tile; see ``pack``
-    shrink: Any  # [ROWS], what ``o`` is still to be multiplied with
     turn: Any  # tiles of keys so far, over all blocks
 
 
