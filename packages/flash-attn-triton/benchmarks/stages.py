@@ -32,12 +32,8 @@ TOKENS, HEADS, HEAD_DIM = 16384, 16, 128
 KERNEL = Path("_kernels", "hopper", "fp8.py")
 EXPONENTIAL = "        e = gl.exp2(s * factor - (pivot - SHIFT)[:, None])  # [ROWS, BLOCK_N]\n"
 MAXIMUM = "        m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]\n"
-ADDITION = "        o = add(o, shrink, part)\n"
-SUMS = (
-    "        sums = row_sums(e)  # [ROWS, 4]\n"
-    "        barrier_arrive_after(sums, EMPTY + stage, PARTIES)\n"
-)
-ARRIVAL = "        sums = l\n        barrier_arrive(EMPTY + stage, PARTIES, 4)\n"
+ADDITION = "        o = o * gl.convert_layout(shrink, gl.SliceLayout(1, LAYOUT))[:, None] + part\n"
+SUMS = "        l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)  # [ROWS, 4]\n"
 NO_EXPONENTIAL = (EXPONENTIAL, EXPONENTIAL.replace("gl.exp2(", "("))
 NO_MAXIMUM = (MAXIMUM, "        m_new = m\n")
 NO_ADDITION = (ADDITION, "        o = part\n")
@@ -52,7 +48,7 @@ VARIANTS: dict[str, list[tuple[str, str]]] = {
         (EXPONENTIAL, "        e = s\n"),
         NO_MAXIMUM,
         NO_ADDITION,
-        (SUMS, ARRIVAL),
+        (SUMS, ""),
     ],
 }
 

@@ -172,16 +172,17 @@ def add_product(o, shrink, p, v, FIRST: gl.constexpr, COLUMNS: gl.constexpr, WID
         low, high = gl.split(gl.permute(gl.reshape(o, [ROWS, 2, HALF]), [0, 2, 1]))
         low = add_product(low, shrink, p, v, FIRST, HALF, WIDTH)  # [ROWS, COLUMNS // 2]
         high = add_product(high, shrink, p, v, FIRST + HALF, HALF, WIDTH)
-        both = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [ROWS, COLUMNS])
-        return gl.convert_layout(both, LAYOUT, assert_trivial=True)
-    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, sums_of(COLUMNS))
-    v = v.slice(FIRST, COLUMNS)
-    part = hopper.warpgroup_mma(
-        p, v.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )  # [ROWS, COLUMNS]
-    part = hopper.warpgroup_mma_wait(0, deps=(part,))
-    part = gl.convert_layout(part, LAYOUT, assert_trivial=True)
-    return o * gl.convert_layout(shrink, gl.SliceLayout(1, LAYOUT))[:, None] + part
+        o = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [ROWS, COLUMNS])
+        o = gl.convert_layout(o, LAYOUT, assert_trivial=True)
+    else:
+        zeros = gl.zeros([ROWS, COLUMNS], gl.float32, sums_of(COLUMNS))
+        part = hopper.warpgroup_mma(
+            p, v.slice(FIRST, COLUMNS).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )  # [ROWS, COLUMNS]
+        part = hopper.warpgroup_mma_wait(0, deps=(part,))
+        part = gl.convert_layout(part, LAYOUT, assert_trivial=True)
+        o = o * gl.convert_layout(shrink, gl.SliceLayout(1, LAYOUT))[:, None] + part
+    return o
 
 
 @gluon.jit
