@@ -109,8 +109,8 @@ def absent_case(head_dim: int, kind: str, length: int = 300) -> Case:
     return Case({"q": q, "k": kv, "v": kv}, {**options, **descales})
 
 
-# Bytes that may be spilled with Triton 3.6 and with later ones: to d=128 numbers of the walk between
-# tiles of queries, above it some of the loop.
+# Bytes that may be spilled with Triton 3.6 and with later ones: to d=128 numbers of the walk
+# between tiles of queries, above it some of the loop.
 SPILLS = {
     (128, "full"): (24, 64),
     (128, "causal"): (40, 64),
