@@ -368,7 +368,7 @@ def hopper_tile(
     width = padded_head_dim(head_dim)
     if itemsize == 1:
         if width <= 128:
-            return HopperTile(3, 128, 4, 4, buffers_q=2)
+            return HopperTile(3, 128, 4, 4)
         return HopperTile(2, 128, 2, 2)
     if width <= 64:
         if is_causal and is_long:

@@ -333,14 +333,13 @@ def _consume_fp8(
     block = _receive(pipeline, count)
     while block.head >= 0:
         walk = _survey(block, problem, W, sums_of(TILE.BLOCK_N), OPTIONS, TILE)
-        buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
-        q = pipeline.q_s.index(buffer).reshape([TILE.ROWS, TILE.HEAD_DIM])
-        mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
+        q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
+        mbarrier.wait(pipeline.q_full.index(W), count & 1)
         owner = _owner_of(block.sequence, problem.batch)
         factors = factors_of(problem.factors_ptr, block.head, owner, problem.heads_q, OPTIONS.GROUP)
         size = scale_queries(q, problem.scale * gl.load(factors))
-        o, m, l, turn = walk_fp8(turn, buffer, size, walk, pipeline, problem, OPTIONS, TILE)
-        mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
+        o, m, l, turn = walk_fp8(turn, q, size, walk, pipeline, problem, OPTIONS, TILE)
+        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
         weight, empty, lse = _finish(m, l, block, problem, OPTIONS, TILE)
         weight *= gl.load(factors + 1) * UNIT
         _write(o, weight, empty, lse, block, out_desc, pipeline, problem, W, OPTIONS, TILE)

@@ -7,7 +7,7 @@ that the second product expects from that thread.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier
-from ._linked.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive, opaque
+from ._linked.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive
 from ._linked.softmax import row_sums
 from .structures import Fp8State
 from .walk import hide, logits
@@ -32,9 +32,7 @@ def width_of(columns):
 
 
 @gluon.jit
-def walk_fp8(
-    turn, buffer, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def walk_fp8(turn, q, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return the output of a block (in ``UNIT``), maxima, partial sums, and the key tiles so far.
 
     A warpgroup has one product in flight at a time, and nothing beside it: other warpgroups compute
@@ -56,7 +54,7 @@ def walk_fp8(
         state,
         walk.right,
         walk.high,
-        buffer,
+        q,
         scale,
         factor,
         walk,
@@ -70,7 +68,7 @@ def walk_fp8(
         state,
         walk.left,
         walk.right,
-        buffer,
+        q,
         scale,
         factor,
         walk,
@@ -85,7 +83,7 @@ def walk_fp8(
             state,
             walk.low,
             walk.left,
-            buffer,
+            q,
             scale,
             factor,
             walk,
@@ -104,7 +102,7 @@ def _fold(
     state,
     start,
     stop,
-    buffer,
+    q,
     scale,
     factor,
     walk,
@@ -119,9 +117,6 @@ def _fold(
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     WIDTH: gl.constexpr = width_of(TILE.HEAD_DIM_V)
     zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
-    if TILE.BUFFERS_Q > 1:
-        buffer = opaque(buffer)
-    q = pipeline.q_s.index(buffer).reshape([TILE.ROWS, TILE.HEAD_DIM])
     o, m, l, turn = state
     for step in range(stop - start):
         stage = turn % TILE.STAGES_K
