@@ -115,7 +115,7 @@ SPILLS = {
     (128, "full"): (24, 48),
     (128, "causal"): (40, 64),
     (128, "packed"): (32, 56),
-    (128, "rich"): (56, 176),
+    (128, "rich"): (56, 200),
     (256, "causal"): (152, 176),
 }
 # what is multiplied by how many loops of a warpgroup: whole tiles, diagonal, far end of a window
@@ -127,8 +127,8 @@ IS_OLD = triton.__version__.startswith("3.6.")
 @pytest.mark.parametrize(
     ("head_dim", "kind"),
     chosen(
-        [(64, "full"), (128, "full"), (128, "causal"), (128, "packed"), (256, "causal")],
-        [(64, "causal"), (128, "rich")],
+        [(64, "full"), (128, "full"), (128, "causal"), (128, "packed")],
+        [(64, "causal"), (128, "rich"), (256, "causal")],
     ),
 )
 def test_builds(head_dim, kind, tmp_path):
