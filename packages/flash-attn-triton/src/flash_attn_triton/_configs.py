@@ -314,6 +314,21 @@ def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] 
     )
 
 
+@functools.cache
+def panels_of(head_dim: int) -> tuple[int, int]:
+    """Return the widths of the panels that a head dimension is cut into on Hopper.
+
+    Tiles have sides that are powers of two. So a head dimension above 64 that leaves at least a
+    quarter of the next power empty is cut in two, ``(wide, narrow)``: 96 into 64 and 32, 80 into
+    64 and 16, 192 into 128 and 64. Others are one panel, and the narrow one is 0.
+    """
+    width = padded_head_dim(head_dim)
+    wide = width // 2
+    if wide < 64 or 4 * head_dim > 3 * width:
+        return width, 0
+    return wide, padded_head_dim(head_dim - wide)
+
+
 # heads that share a tile
 MOST_PACKED = 16
 # tokens, of queries and of keys, from which causal masks at d=64 take three warpgroups: fewer
