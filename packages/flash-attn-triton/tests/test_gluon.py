@@ -7,7 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from flash_attn_triton import _ops, api
-from flash_attn_triton._configs import HopperTile, hopper_tile
+from flash_attn_triton._configs import (
+    HopperTile,
+    forward_panels,
+    hopper_panel_tile,
+    hopper_tile,
+)
 from flash_attn_triton._linked.host.forms import Memory
 
 from ._linked.budget import assert_same
@@ -24,6 +29,7 @@ TILES = {
     "share": HopperTile(2, 32, 2, 3, share=True, lag=True),
 }
 tiles = pytest.mark.parametrize("tile", TILES)
+SERVED = [(64, 64), (128, 128), (256, 256), (96, 96), (192, 192), (192, 128)]
 PACKED = Packed((70, 0, 150, 1), (100, 40, 90, 33), 2, 1, 48, padding=70)
 
 
@@ -53,6 +59,7 @@ def forward(monkeypatch):
         monkeypatch.setattr(api, "_known", Memory())
         kernels.append(Kernel(real, reverse))
         monkeypatch.setattr(hopper_plans, "hopper_tile", lambda *_: tile)
+        monkeypatch.setattr(hopper_plans, "hopper_panel_tile", lambda *_: tile)
         monkeypatch.setattr(hopper_plans, "forward_kernel", kernels[-1])
         return kernels[-1]
 
@@ -132,10 +139,11 @@ def test_forward_of_few_queries_with_a_mistake(function, right, wrong, forward):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_tiles_that_serve_calls(head_dim, causal, forward):
-    forward(hopper_tile(head_dim, causal))
-    shape = Shape(1, 270, 400, 1, 1, head_dim)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), SERVED)
+def test_tiles_that_serve_calls(head_dim, head_dim_v, causal, forward):
+    panels = forward_panels(head_dim, head_dim_v, 2, False)
+    forward(hopper_panel_tile(panels) if panels.is_cut else hopper_tile(head_dim, causal))
+    shape = Shape(1, 270, 400, 1, 1, head_dim, head_dim_v)
     case = make_case(shape, torch.float16, "cpu", ["causal"] if causal else [])
     check(case, grad=False)
 
@@ -223,6 +231,54 @@ def test_forward_reads_nothing_of_others(tile, forward):
     assert torch.equal(got["lse"][:, 70:220], want["lse"][:, 70:220])
 
 
+# head dimensions in two panels, of queries and keys, of values, or of both
+PANELS = [
+    ("plain", Shape(1, 200, 150, 2, 1, 96), ("causal", "sinks")),
+    ("plain", Shape(2, 20, 70, 8, 2, 96), ("causal", "alibi")),  # heads share a tile
+    ("pipeline", Shape(2, 150, 100, 2, 1, 72), ("window", "softcap")),
+    ("stages", Shape(1, 130, 100, 2, 1, 64, 80), ("window_left", "alibi")),
+    ("stages", Shape(1, 130, 100, 1, 1, 160, 96), ()),
+    ("share", Shape(1, 150, 140, 2, 1, 160), ("causal", "dropout")),
+    ("share", Shape(1, 150, 140, 1, 1, 192, 128), ("causal",)),
+    ("pipeline", Shape(1, 150, 140, 1, 1, 192), ()),
+]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features"), PANELS, ids=str)
+def test_forward_in_panels(tile, shape, features, forward, reverse):
+    forward(TILES[tile], reverse)
+    check(make_case(shape, torch.bfloat16, "cpu", features), grad=False)
+
+
+def test_forward_of_packed_tensors_in_panels(forward):
+    forward(TILES["pipeline"])
+    packed = PACKED._replace(head_dim=80)
+    check(make_packed(packed, torch.float16, "cpu", ("causal", "sinks")), grad=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "right", "wrong"),
+    [
+        ("_behind", "descs[0].block_type.shape[4]", "0"),
+        ("copy_tile", "nbytes + MORE", "nbytes"),
+        ("multiply_keys", "gl.static_range(1, len(q))", "gl.static_range(0)"),
+        ("wait_for_values", "warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,"),
+        ("_fold", "mma_wait(len(o), ", "mma_wait(len(o) + 1, "),
+        ("_cross", "mma_wait(len(o), ", "mma_wait(len(o) + 1, "),
+        ("copy_tile_out", "if len(descs) > 1", "if len(descs) > 2"),
+        ("copy_tile_out", "buffers[1].index(number)", "buffers[1].index(0)"),
+        ("rescale", "for panel in o]", "for panel in o[:1]] + list(o[1:])"),
+        ("finish", "for panel in o]", "for panel in o[:1]] + list(o[1:])"),
+    ],
+)
+def test_panels_with_a_mistake(function, right, wrong, forward):
+    def serve(reverse):
+        forward(TILES["pipeline"], reverse).plant(function, right, wrong)
+
+    shape = Shape(1, 300, 100, 1, 1, 96)
+    assert caught(serve, make_case(shape, torch.bfloat16, "cpu"))
+
+
 # function, what it says, what a mistake would be
 WAIT_Q = "mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)"
 WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)"
@@ -241,14 +297,14 @@ MISTAKES = [
     ("stages", "begin", "barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)", "pass"),
     ("stages", "_fold", "turn // TILE.STAGES_K & 1)", "(turn // TILE.STAGES_K & 1) ^ 1)"),
     ("stages", "_fold", WAIT_V, "pass"),
-    ("plain", "_fold", "mma_wait(1, deps=(s,))", "mma_wait(2, deps=(s,))"),
-    ("stages", "_fold", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
+    ("plain", "_fold", "mma_wait(len(o), deps=(s,))", "mma_wait(2, deps=(s,))"),
+    ("stages", "_fold", "o = wait_for_values(o)", "pass"),
     ("stages", "_fold", ARRIVE_V, "pass"),
     ("stages", "_fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),
     ("stages", "_receive", WAIT_TILE, "pass"),
     ("stages", "_receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
     ("stages", "_write", "tma.store_wait(0)", "pass"),
-    ("stages", "_write", "hopper.fence_async_shared()", "pass"),
+    ("stages", "store_tile", "hopper.fence_async_shared()", "pass"),
     ("stages", "close", ARRIVE_Q, "pass"),
     ("share", "close", "tma.store_wait(0)", "pass"),
     ("stages", "consume", "    tma.store_wait(0)\n    if W", "    if W"),
@@ -278,16 +334,16 @@ def test_maxima_that_grow(tile, steepness, forward):
 
 @pytest.mark.parametrize("steepness", [20, 200])
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("function", "right", "wrong"),
     [
-        ("o = shrink(o, factors)", "o = o"),
-        ("l * gl.convert_layout(alpha, L)[:, None]", "l"),
-        ("gl.where(top - m > SLACK, top, m)", "m"),
+        ("_rescale_panel", "shrink(o, factors)", "o"),
+        ("_fold", "l * gl.convert_layout(alpha, L)[:, None]", "l"),
+        ("_fold", "gl.where(top - m > SLACK, top, m)", "m"),
     ],
 )
-def test_maxima_that_grow_with_a_mistake(right, wrong, steepness, forward):
+def test_maxima_that_grow_with_a_mistake(function, right, wrong, steepness, forward):
     def serve(reverse):
-        forward(TILES["plain"], reverse).plant("_fold", right, wrong)
+        forward(TILES["plain"], reverse).plant(function, right, wrong)
 
     assert caught(serve, growing(steepness))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from attn_common import Platform, cdiv, detect, has_gluon
@@ -329,6 +330,35 @@ def panels_of(head_dim: int) -> tuple[int, int]:
     return wide, padded_head_dim(head_dim - wide)
 
 
+class ForwardPanels(NamedTuple):
+    """Widths of the panels of queries and keys, and of values and output."""
+
+    qk: tuple[int, int]
+    v: tuple[int, int]
+
+    @property
+    def is_cut(self) -> bool:
+        return self.qk[1] > 0 or self.v[1] > 0
+
+    @property
+    def can_share(self) -> bool:
+        """Whether the output fits into the memory of the queries, panel by panel."""
+        return self.qk[0] == self.v[0] and self.v[1] in (0, self.qk[1])
+
+
+@functools.cache
+def forward_panels(head_dim: int, head_dim_v: int, itemsize: int, has_bias: bool) -> ForwardPanels:
+    """Return the panels of the forward on Hopper.
+
+    Nothing is cut in FP8, whose values lie transposed, nor beside a head dimension of 256, nor
+    beside a bias whose tile needs the memory of the queries for the output.
+    """
+    cut = ForwardPanels(panels_of(head_dim), panels_of(head_dim_v))
+    if itemsize == 1 or max(cut.qk[0], cut.v[0]) > 128 or (has_bias and not cut.can_share):
+        return ForwardPanels((padded_head_dim(head_dim), 0), (padded_head_dim(head_dim_v), 0))
+    return cut
+
+
 # heads that share a tile
 MOST_PACKED = 16
 # tokens, of queries and of keys, from which causal masks at d=64 take three warpgroups: fewer
@@ -396,6 +426,19 @@ def hopper_tile(
             return HopperTile(2, 128, 3, 2, lag=True)
         return HopperTile(2, 128, 2, 2, buffers_q=2, pipeline=True)
     return HopperTile(2, 64, 3, 2, share=True, lag=True)
+
+
+@functools.cache
+def hopper_panel_tile(panels: ForwardPanels) -> HopperTile:
+    """Return the tile where a head dimension is cut, without a bias of many rows."""
+    width, width_v = sum(panels.qk), sum(panels.v)
+    if max(width, width_v) <= 96:
+        return HopperTile(2, 128, 3, 3, buffers_q=2, pipeline=True)
+    if max(width, width_v) <= 128:
+        return HopperTile(2, 128, 2, 2, buffers_q=2, pipeline=True)
+    if width_v <= 128 or width == width_v <= 160:
+        return HopperTile(2, 128, 2, 2, share=True, lag=True)
+    return HopperTile(2, 64, 3, 2, lag=True)
 
 
 @functools.cache

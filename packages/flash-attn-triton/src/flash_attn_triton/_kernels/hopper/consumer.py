@@ -8,7 +8,7 @@ blocks of queries: the first product of the next one is issued together with the
 """
 
 from ..primitives import LEAST_LOGIT
-from ._linked.compat import copy_out, gl, gluon, hopper, mbarrier, tma
+from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.pipeline import (
     EMPTY,
     FIELDS,
@@ -33,8 +33,19 @@ from ._linked.softmax import finish_softmax, start_softmax
 from .bias import add_bias
 from .dropout import dropout_key
 from .fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
+from .panels import (
+    accumulator,
+    copy_tile_out,
+    finish,
+    multiply_keys,
+    multiply_values,
+    no_output,
+    store_tile,
+    tile_of,
+    wait_for_values,
+)
 from .structures import Block, State, Walk
-from .walk import accumulator, attend, begin, drop_some, hide, logits
+from .walk import attend, begin, drop_some, hide, logits
 
 
 @gluon.jit
@@ -135,7 +146,7 @@ def _write(
     empty,
     lse,
     block,
-    out_desc,
+    out_descs,
     pipeline,
     problem,
     W: gl.constexpr,
@@ -143,7 +154,6 @@ def _write(
     TILE: gl.constexpr,
 ):
     """Scale the output of a block of queries, start its TMA store, and store the LSE."""
-    O: gl.constexpr = o.type.layout
     PACK: gl.constexpr = OPTIONS.PACK
     ROWS: gl.constexpr = TILE.ROWS
     owner = _owner_of(block.sequence, problem.batch).to(gl.int64)
@@ -156,20 +166,16 @@ def _write(
     else:
         lse_at = heads.to(gl.int64) * problem.tokens_q + block.q_start
     gl.store(problem.lse_ptr + lse_at + rows, lse, mask=rows < block.len_q)
-    o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]  # [ROWS, HEAD_DIM_V]
-    # rows without a key: values that no row sees may be NaN
-    o = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
+    o = finish(o, weight, empty)  # [ROWS, HEAD_DIM_V]
     tma.store_wait(0)
-    out_s = pipeline.out_s.index(W)
-    out_s.reshape([ROWS, TILE.HEAD_DIM_V]).store(o.to(out_s.dtype))
-    hopper.fence_async_shared()
+    store_tile(o, pipeline.out_s, W, ROWS)
     where = coordinates(block.sequence, block.head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
-    copy_out(out_desc, where, out_s)
+    copy_tile_out(out_descs, where, pipeline.out_s, W)
 
 
 @gluon.jit
 def consume(
-    W: gl.constexpr, out_desc, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
+    W: gl.constexpr, out_descs, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Compute the rows of warpgroup ``W`` in each block of queries that the producer announces."""
     HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
@@ -181,11 +187,11 @@ def consume(
         # give warpgroup 0 the first turn
         barrier_arrive(TURN, 256, 4)
     if TILE.PIPELINE:
-        _consume_pipelined(factor, out_desc, pipeline, problem, W, OPTIONS, TILE)
+        _consume_pipelined(factor, out_descs, pipeline, problem, W, OPTIONS, TILE)
     elif problem.factors_ptr is None:
-        _consume_one_by_one(factor, out_desc, pipeline, problem, W, OPTIONS, TILE)
+        _consume_one_by_one(factor, out_descs, pipeline, problem, W, OPTIONS, TILE)
     else:
-        _consume_fp8(out_desc, pipeline, problem, W, OPTIONS, TILE)
+        _consume_fp8(out_descs, pipeline, problem, W, OPTIONS, TILE)
     tma.store_wait(0)
     if W == 0:
         # take the last turn, so that nobody is left at the barrier
@@ -194,7 +200,7 @@ def consume(
 
 @gluon.jit
 def _consume_one_by_one(
-    factor, out_desc, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+    factor, out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Finish each block of queries before the next one begins."""
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
@@ -206,7 +212,7 @@ def _consume_one_by_one(
         buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
         state = begin(turn, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
         state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
-        turn = close(state, block, buffer, out_desc, pipeline, problem, W, OPTIONS, TILE)
+        turn = close(state, block, buffer, out_descs, pipeline, problem, W, OPTIONS, TILE)
         count += 1
         block = _receive(pipeline, count)
 
@@ -216,7 +222,7 @@ def close(
     state,
     block,
     buffer,
-    out_desc,
+    out_descs,
     pipeline,
     problem,
     W: gl.constexpr,
@@ -229,13 +235,13 @@ def close(
     if not TILE.SHARE:
         mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
     stage_v = (turn - 1) % TILE.STAGES_V
-    v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM_V])
+    v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
     mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
-    o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
+    o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
     weight, empty, lse = _finish(m, l, block, problem, OPTIONS, TILE)
-    o = hopper.warpgroup_mma_wait(0, deps=(o,))
+    o = wait_for_values(o)
     barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
-    _write(o, weight, empty, lse, block, out_desc, pipeline, problem, W, OPTIONS, TILE)
+    _write(o, weight, empty, lse, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
     if TILE.SHARE:
         # the output is stored from the buffer of the queries
         tma.store_wait(0)
@@ -245,7 +251,7 @@ def close(
 
 @gluon.jit
 def _consume_pipelined(
-    factor, out_desc, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+    factor, out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Begin each block of queries beside the last product of the block ahead of it."""
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
@@ -264,7 +270,7 @@ def _consume_pipelined(
             count += 1
             walk = _survey(_receive(pipeline, count), problem, W, S, OPTIONS, TILE)
             o, state = _cross(state, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
-            _write(o, weight, empty, lse, last, out_desc, pipeline, problem, W, OPTIONS, TILE)
+            _write(o, weight, empty, lse, last, out_descs, pipeline, problem, W, OPTIONS, TILE)
 
 
 @gluon.jit
@@ -291,20 +297,18 @@ def _cross(
     stage_v = (turn - 1) % TILE.STAGES_V
     stage_k = turn % TILE.STAGES_K
     buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
-    q = pipeline.q_s.index(opaque(buffer)).reshape([TILE.ROWS, TILE.HEAD_DIM])
-    k = pipeline.k_s.index(stage_k).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
-    v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM_V])
+    q = tile_of(pipeline.q_s, opaque(buffer), TILE.ROWS)  # [ROWS, HEAD_DIM]
+    k = tile_of(pipeline.k_s, stage_k, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM]
+    v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
     zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
     mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
     mbarrier.wait(pipeline.k_full.index(stage_k), turn // TILE.STAGES_K & 1)
     barrier_sync(TURN + W, 256, 4)
-    s = hopper.warpgroup_mma(
-        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )  # [ROWS, BLOCK_N]
+    s = multiply_keys(q, k, zeros)  # [ROWS, BLOCK_N]
     mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
-    o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
+    o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
     barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
-    s = hopper.warpgroup_mma_wait(1, deps=(s,))
+    s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
     barrier_arrive(EMPTY + stage_k, PARTIES, 4)
     cols = (walk.high - 1) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
     s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
@@ -313,16 +317,15 @@ def _cross(
     FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
     m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
     e = drop_some(e, cols, walk, problem)
-    o = hopper.warpgroup_mma_wait(0, deps=(o,))
+    o = wait_for_values(o)
     barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
-    p = gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2))
-    none = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
-    return o, State(none, m, l, p, turn + 1)
+    p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))
+    return o, State(no_output(TILE), m, l, p, turn + 1)
 
 
 @gluon.jit
 def _consume_fp8(
-    out_desc, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+    out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Finish each block of queries before the next one begins, in FP8.
 
@@ -333,7 +336,7 @@ def _consume_fp8(
     block = _receive(pipeline, count)
     while block.head >= 0:
         walk = _survey(block, problem, W, sums_of(TILE.BLOCK_N), OPTIONS, TILE)
-        q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
+        q = pipeline.q_s[0].index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
         mbarrier.wait(pipeline.q_full.index(W), count & 1)
         owner = _owner_of(block.sequence, problem.batch)
         factors = factors_of(problem.factors_ptr, block.head, owner, problem.heads_q, OPTIONS.GROUP)
@@ -342,6 +345,6 @@ def _consume_fp8(
         mbarrier.arrive(pipeline.q_empty.index(W), count=1)
         weight, empty, lse = _finish(m, l, block, problem, OPTIONS, TILE)
         weight *= gl.load(factors + 1) * UNIT
-        _write(o, weight, empty, lse, block, out_desc, pipeline, problem, W, OPTIONS, TILE)
+        _write((o,), weight, empty, lse, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
         count += 1
         block = _receive(pipeline, count)

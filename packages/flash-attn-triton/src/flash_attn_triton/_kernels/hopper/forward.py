@@ -4,6 +4,7 @@ from ._linked.compat import gl, gluon, hopper
 from ._linked.pipeline import FIELDS, SLOTS, barriers
 from .bias import make_ring
 from .consumer import consume
+from .panels import allocate
 from .producer import produce
 from .structures import Options, Pipeline, Problem, Schedule, Tile
 
@@ -37,10 +38,11 @@ POINTERS = (
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, bias_desc, lse_ptr, ticket_ptr, alibi_slopes_ptr, sinks_ptr,
-    factors_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap,
-    keep_scale, dropout_threshold, window_left, window_right, batch, heads_q, tokens_q, tokens_k,
-    tiles, span, last, total, stride_alibi_b,
+    q_desc, k_desc, v_desc, out_desc, q_narrow_desc, k_narrow_desc, v_narrow_desc, out_narrow_desc,
+    bias_desc, lse_ptr, ticket_ptr, alibi_slopes_ptr, sinks_ptr, factors_ptr, rng_state_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap, keep_scale,
+    dropout_threshold, window_left, window_right, batch, heads_q, tokens_q, tokens_k, tiles, span,
+    last, total, stride_alibi_b,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -54,7 +56,9 @@ def forward_kernel(
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    NARROW: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
+    NARROW_V: gl.constexpr,
     BUFFERS_Q: gl.constexpr,
     STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr,
@@ -77,7 +81,9 @@ def forward_kernel(
         ROWS,
         BLOCK_N,
         HEAD_DIM,
+        NARROW,
         HEAD_DIM_V,
+        NARROW_V,
         BUFFERS_Q,
         STAGES_K,
         STAGES_V,
@@ -86,6 +92,10 @@ def forward_kernel(
         PIPELINE,
         LAG,
     )
+    q_descs = (q_desc, q_narrow_desc) if NARROW > 0 else (q_desc,)
+    k_descs = (k_desc, k_narrow_desc) if NARROW > 0 else (k_desc,)
+    v_descs = (v_desc, v_narrow_desc) if NARROW_V > 0 else (v_desc,)
+    out_descs = (out_desc, out_narrow_desc) if NARROW_V > 0 else (out_desc,)
     bias = None
     if bias_desc is not None:
         bias = make_ring(bias_desc, OPTIONS, TILE)
@@ -111,14 +121,14 @@ def forward_kernel(
     schedule = Schedule(
         ticket_ptr, cu_seqlens_k_ptr, seqused_k_ptr, tokens_k, tiles, span, last, total, bias_desc
     )
-    pipeline = make_pipeline(q_desc, k_desc, v_desc, out_desc, OPTIONS, TILE)
+    pipeline = make_pipeline(q_descs, k_descs, v_descs, out_descs, TILE)
     # the consumers' numbers end with WARPGROUPS - 1; with two of them the first line is left out
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 3, out_desc, pipeline, problem, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 2, out_desc, pipeline, problem, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 1, out_desc, pipeline, problem, OPTIONS, TILE)),
-            (produce, (q_desc, k_desc, v_desc, pipeline, problem, schedule, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 3, out_descs, pipeline, problem, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 2, out_descs, pipeline, problem, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 1, out_descs, pipeline, problem, OPTIONS, TILE)),
+            (produce, (q_descs, k_descs, v_descs, pipeline, problem, schedule, OPTIONS, TILE)),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],
         [240, 24] if WARPGROUPS == 2 else [160, 160, 32],
@@ -126,30 +136,16 @@ def forward_kernel(
 
 
 @gluon.jit
-def make_pipeline(q_desc, k_desc, v_desc, out_desc, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def make_pipeline(q_descs, k_descs, v_descs, out_descs, TILE: gl.constexpr):
     """Allocate the buffers in shared memory and initialise the mbarriers."""
-    dtype: gl.constexpr = q_desc.dtype
     QUERIES: gl.constexpr = TILE.BUFFERS_Q * TILE.WARPGROUPS
-    PACK: gl.constexpr = OPTIONS.PACK
-    TOKENS: gl.constexpr = TILE.ROWS // PACK
-    q_s = gl.allocate_shared_memory(
-        dtype, [QUERIES, 1, 1, PACK, TOKENS, TILE.HEAD_DIM], q_desc.layout
-    )
-    k_s = gl.allocate_shared_memory(
-        dtype, [TILE.STAGES_K, 1, 1, 1, TILE.BLOCK_N, TILE.HEAD_DIM], k_desc.layout
-    )
-    v_shape: gl.constexpr = v_desc.block_type.shape
-    v_s = gl.allocate_shared_memory(
-        dtype, [TILE.STAGES_V, 1, 1, 1, v_shape[3], v_shape[4]], v_desc.layout
-    )
+    q_s = allocate(q_descs, QUERIES)
+    k_s = allocate(k_descs, TILE.STAGES_K)
+    v_s = allocate(v_descs, TILE.STAGES_V)
     if TILE.SHARE:
         out_s = q_s
     else:
-        out_s = gl.allocate_shared_memory(
-            out_desc.dtype,
-            [TILE.WARPGROUPS, 1, 1, PACK, TOKENS, TILE.HEAD_DIM_V],
-            out_desc.layout,
-        )
+        out_s = allocate(out_descs, TILE.WARPGROUPS)
     fields_s = gl.allocate_shared_memory(
         gl.int32, [SLOTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )

@@ -121,8 +121,8 @@ def _fold(
     for step in range(stop - start):
         stage = turn % TILE.STAGES_K
         stage_v = turn % TILE.STAGES_V
-        k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
-        v = pipeline.v_s.index(stage_v).reshape([TILE.HEAD_DIM_V, TILE.BLOCK_N])
+        k = pipeline.k_s[0].index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+        v = pipeline.v_s[0].index(stage_v).reshape([TILE.HEAD_DIM_V, TILE.BLOCK_N])
         mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
         s = hopper.warpgroup_mma(
             q, k.permute((1, 0)), zeros, use_acc=False, is_async=True

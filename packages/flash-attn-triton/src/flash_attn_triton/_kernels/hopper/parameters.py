@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 class ForwardTensors(NamedTuple):
     """Maps and tensors of ``forward_kernel``.
 
-    ``bias_desc`` and those from ``alibi_slopes_ptr`` on are optional.
+    Maps from ``q_narrow_desc`` on, and tensors from ``alibi_slopes_ptr`` on, are optional.
     """
 
     q_desc: Any
     k_desc: Any
     v_desc: Any
     out_desc: Any
+    q_narrow_desc: Any
+    k_narrow_desc: Any
+    v_narrow_desc: Any
+    out_narrow_desc: Any
     bias_desc: Any
     lse_ptr: Any
     ticket_ptr: Any

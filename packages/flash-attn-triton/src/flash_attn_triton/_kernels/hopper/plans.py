@@ -12,12 +12,15 @@ from torch import Tensor
 
 from ..._call import Forward, Tensors
 from ..._configs import (
+    ForwardPanels,
     HopperBackwardTile,
     HopperTile,
+    forward_panels,
     hopper_backward_bias_tile,
     hopper_backward_tile,
     hopper_bias_tile,
     hopper_pack,
+    hopper_panel_tile,
     hopper_tile,
     is_long_call,
     padded_head_dim,
@@ -89,14 +92,15 @@ class HopperForward:
         self._work: dict[tuple[int, int], Work | None] = {}
         q, ragged = x.q, form.is_packed
         has_right = form.constants.HAS_RIGHT
-        tile = tile or _forward_tile(form, x)
+        panels = _forward_panels(form, x)
+        tile = tile or _forward_tile(form, x, panels)
         # how many tokens of a packed call are a sequence's is known on the device alone
         # heads draw their dropout by keys of their own, and have a bias of their own
         is_apart = ragged or form.options.dropout_p > 0.0 or x.bias is not None
         pack = 1 if is_apart else hopper_pack(q.shape[1], form.group, tile.block_m)
         self._packs = form.heads_q // pack
         self._block = tile.block_m // pack
-        wide, wide_v = padded_head_dim(form.head_dim), padded_head_dim(form.head_dim_v)
+        (wide, narrow), (wide_v, narrow_v) = panels
         self._map_q = MapForm(q, tile.rows, wide, ragged=ragged, heads=pack)
         self._map_k = MapForm(x.k, tile.block_n, wide, ragged=ragged)
         self._values = self._map_v = None
@@ -106,6 +110,14 @@ class HopperForward:
             self._map_v = MapForm(x.v, tile.block_n, wide_v, ragged=ragged)
         out = torch.empty((*q.shape[:-1], form.head_dim_v), dtype=out_dtype, device="meta")
         self._map_out = MapForm(out, tile.rows, wide_v, ragged=ragged, heads=pack)
+        self._narrow = None
+        if panels.is_cut:
+            self._narrow = (
+                MapForm(q, tile.rows, narrow, ragged=ragged, heads=pack) if narrow else None,
+                MapForm(x.k, tile.block_n, narrow, ragged=ragged) if narrow else None,
+                MapForm(x.v, tile.block_n, narrow_v, ragged=ragged) if narrow_v else None,
+                MapForm(out, tile.rows, narrow_v, ragged=ragged, heads=pack) if narrow_v else None,
+            )
         bias = self._map_bias = None
         if x.bias is not None:
             bias = self._map_bias = BiasForm(x.bias, tile.rows, tile.block_n)
@@ -123,12 +135,14 @@ class HopperForward:
             ROWS=tile.rows,
             BLOCK_N=tile.block_n,
             HEAD_DIM=wide,
+            NARROW=narrow,
             HEAD_DIM_V=wide_v,
+            NARROW_V=narrow_v,
             BUFFERS_Q=tile.buffers_q,
             STAGES_K=tile.stages_k,
             STAGES_V=tile.stages_v,
             STAGES_B=tile.stages_b,
-            SHARE=tile.share and wide == wide_v,
+            SHARE=tile.share and panels.can_share,
             PIPELINE=tile.pipeline,
             LAG=tile.lag,
         )
@@ -152,13 +166,12 @@ class HopperForward:
         out = q.new_empty(*work.out_shape, dtype=self._out_dtype)
         lse = q.new_empty(*work.lse_shape, dtype=torch.float32)
         map_v, factors = self._values(x) if self._values else (self._map_v(v), None)
+        maps = self._map_q(q), self._map_k(k), map_v, self._map_out(out)
         self._launch(
             work.grid,
             (  # the fields of ForwardTensors
-                self._map_q(q),
-                self._map_k(k),
-                map_v,
-                self._map_out(out),
+                *maps,
+                *(_narrow_maps(maps, self._narrow) if self._narrow else (None,) * 4),
                 self._map_bias(x.bias) if self._map_bias else None,
                 lse,
                 self._ticket(q.device),
@@ -208,14 +221,36 @@ class HopperForward:
         )
 
 
-def _forward_tile(form: Form, x: Tensors) -> HopperTile:
+def _narrow_maps(
+    maps: tuple[TensorMap, ...], forms: tuple[MapForm | None, ...]
+) -> tuple[TensorMap | None, ...]:
+    """Return the maps of narrow panels, of the very memory that those of wide ones map."""
+    pairs = zip(maps, forms, strict=True)
+    return tuple(None if form is None else form.kind(m.base, form) for m, form in pairs)
+
+
+def _has_bias_of_rows(x: Tensors) -> bool:
+    """Say whether there is a bias whose tiles take memory: one row takes hardly any."""
+    return x.bias is not None and once(x.bias).shape[2] > 1
+
+
+def _forward_panels(form: Form, x: Tensors) -> ForwardPanels:
+    """Return the panels of a form's calls."""
+    dims = form.head_dim, form.head_dim_v
+    return forward_panels(*dims, form.itemsize, _has_bias_of_rows(x))
+
+
+def _forward_tile(form: Form, x: Tensors, panels: ForwardPanels) -> HopperTile:
     """Return the tile of a form's calls."""
     has_right = form.constants.HAS_RIGHT
-    if x.bias is not None and once(x.bias).shape[2] > 1:
+    if _has_bias_of_rows(x):
         is_masked = has_right or form.constants.HAS_LEFT
         return hopper_bias_tile(form.widest_head, x.bias.element_size(), is_masked)
-    tile = hopper_tile(form.widest_head, has_right, form.itemsize, is_long_call(x, form.options))
-    # a bias of one row takes hardly any memory
+    if panels.is_cut:
+        tile = hopper_panel_tile(panels)
+    else:
+        is_long = is_long_call(x, form.options)
+        tile = hopper_tile(form.widest_head, has_right, form.itemsize, is_long)
     return tile if x.bias is None else replace(tile, stages_b=2)
 
 

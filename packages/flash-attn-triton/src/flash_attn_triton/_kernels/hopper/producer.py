@@ -1,6 +1,6 @@
 """The producer warp: it finds the next block of queries, and copies q, k and v by TMA."""
 
-from ._linked.compat import copy_in, gl, gluon, mbarrier
+from ._linked.compat import gl, gluon, mbarrier
 from ._linked.pipeline import (
     EMPTY,
     FIELDS,
@@ -16,6 +16,7 @@ from ._linked.pipeline import (
     locate,
 )
 from .bias import copy_bias
+from .panels import copy_tile
 from .structures import Search, Task
 
 # how many sequences a search looks at together
@@ -181,20 +182,19 @@ def _announce(task, index, count, pipeline):
 
 
 @gluon.jit
-def _copy_queries(where, buffer, count, q_desc, pipeline, TILE: gl.constexpr):
+def _copy_queries(where, buffer, count, q_descs, pipeline, TILE: gl.constexpr):
     """Copy a warpgroup's rows of a block of queries once their buffer is empty."""
     mbarrier.wait(pipeline.q_empty.index(buffer), (count // TILE.BUFFERS_Q & 1) ^ 1)
-    mbarrier.expect(pipeline.q_full.index(buffer), q_desc.block_type.nbytes)
-    copy_in(q_desc, where, pipeline.q_full.index(buffer), pipeline.q_s.index(buffer))
+    copy_tile(q_descs, where, pipeline.q_full.index(buffer), pipeline.q_s, buffer)
 
 
 @gluon.jit
 def _copy_tile(
-    desc,
+    descs,
     where,
     turn,
     full,
-    memory,
+    buffers,
     FIRST: gl.constexpr,
     STAGES: gl.constexpr,
     PARTIES: gl.constexpr,
@@ -206,8 +206,7 @@ def _copy_tile(
     stage = turn % STAGES
     if turn >= STAGES:
         barrier_sync(FIRST + stage, PARTIES, 1)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    copy_in(desc, where, full.index(stage), memory.index(stage))
+    copy_tile(descs, where, full.index(stage), buffers, stage)
 
 
 @gluon.jit
@@ -220,7 +219,14 @@ def _drain(turn, FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexp
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, pipeline, problem, schedule, OPTIONS: gl.constexpr, TILE: gl.constexpr
+    q_descs,
+    k_descs,
+    v_descs,
+    pipeline,
+    problem,
+    schedule,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Copy queries, keys and values by TMA into shared memory, in the order of their use."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
@@ -231,7 +237,7 @@ def produce(
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     EMPTY_V: gl.constexpr = EMPTY + STAGES_K
     # FP8 values come from whole tiles; see ``values.py``
-    TRANSPOSED: gl.constexpr = v_desc.dtype.primitive_bitwidth == 8
+    TRANSPOSED: gl.constexpr = v_descs[0].dtype.primitive_bitwidth == 8
     UNIT: gl.constexpr = BLOCK_N if TRANSPOSED else 1
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
     total = schedule.total  # tickets
@@ -264,7 +270,7 @@ def produce(
                 row = (high - 1 - step) * BLOCK_N
                 where = coordinates(task.sequence, head_k, task.k_start, task.len_k, row, RAGGED)
                 _copy_tile(
-                    k_desc, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES
+                    k_descs, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES
                 )
                 if problem.bias is not None:
                     key = (high - 1 - step) * BLOCK_N
@@ -277,7 +283,7 @@ def produce(
                     where = coordinates(
                         task.sequence, task.head, task.q_start, task.len_q, row, RAGGED
                     )
-                    _copy_queries(where, buffer, count, q_desc, pipeline, TILE)
+                    _copy_queries(where, buffer, count, q_descs, pipeline, TILE)
                 if TILE.PIPELINE:
                     # the counter answers while the first keys arrive
                     ticket = _take_ticket(schedule)
@@ -293,7 +299,14 @@ def produce(
                         task.sequence, head_k, task.k_start, task.len_k, row, RAGGED
                     )
                 _copy_tile(
-                    v_desc, where, turn_v, pipeline.v_full, pipeline.v_s, EMPTY_V, STAGES_V, PARTIES
+                    v_descs,
+                    where,
+                    turn_v,
+                    pipeline.v_full,
+                    pipeline.v_s,
+                    EMPTY_V,
+                    STAGES_V,
+                    PARTIES,
                 )
                 turn_v += 1
         count += 1
@@ -307,7 +320,9 @@ def produce(
         if count > 0:
             # the product beside the last one of all reads rows past every end: zeros
             where = coordinates(0, 0, 0, 0, schedule.tokens_k, RAGGED)
-            _copy_tile(k_desc, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES)
+            _copy_tile(
+                k_descs, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES
+            )
             if problem.bias is not None:
                 none = Task(0, 0, 0, 0, 0, 0, 0)
                 copy_bias(none, 0, turn, problem, schedule, OPTIONS, TILE)
@@ -315,7 +330,7 @@ def produce(
             for w in gl.static_range(TILE.WARPGROUPS):
                 buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
                 where = coordinates(0, 0, 0, 0, problem.tokens_q, RAGGED)
-                _copy_queries(where, buffer, count, q_desc, pipeline, TILE)
+                _copy_queries(where, buffer, count, q_descs, pipeline, TILE)
     _drain(turn, EMPTY, STAGES_K, PARTIES)
     _drain(turn_v, EMPTY_V, STAGES_V, PARTIES)
     if problem.bias is not None:

@@ -32,8 +32,10 @@ class Tile(NamedTuple):
     WARPGROUPS: Any  # that multiply
     ROWS: Any  # of queries, of a warpgroup
     BLOCK_N: Any  # keys
-    HEAD_DIM: Any
-    HEAD_DIM_V: Any
+    HEAD_DIM: Any  # columns of queries and keys; of the wide panel if there is a narrow one
+    NARROW: Any  # columns of the narrow panel, or 0; see ``panels.py``
+    HEAD_DIM_V: Any  # likewise of values and output
+    NARROW_V: Any
     BUFFERS_Q: Any  # of every warpgroup
     STAGES_K: Any
     STAGES_V: Any
@@ -87,7 +89,10 @@ class BiasRing(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """Buffers in shared memory, and the mbarriers that say when one is full or empty."""
+    """Buffers in shared memory, and the mbarriers that say when one is full or empty.
+
+    Tiles lie in panels: their buffers are tuples of one or two; see ``panels.py``.
+    """
 
     q_s: Any  # [BUFFERS_Q * WARPGROUPS, 1, 1, PACK, ROWS // PACK, HEAD_DIM]
     k_s: Any  # [STAGES_K, 1, 1, 1, BLOCK_N, HEAD_DIM]
@@ -141,7 +146,7 @@ class Walk(NamedTuple):
 class State(NamedTuple):
     """What a warpgroup carries from one tile of keys to the next: the online softmax."""
 
-    o: Any  # [ROWS, HEAD_DIM_V], output so far, without the last tile's
+    o: Any  # [ROWS, HEAD_DIM_V], a tuple of panels: output so far, without the last tile's
     m: Any  # [ROWS], maxima, or pivots
     l: Any  # [ROWS, 4], sums of exponentials, as far as a thread holds them
     p: Any  # [ROWS, BLOCK_N], probabilities of the last tile

@@ -22,10 +22,11 @@ from ._linked.pipeline import (
     field,
 )
 from .consumer import _cross, _finish, _survey, _write, close
+from .panels import accumulator
 from .structures import Block, Walk
 from .tree_producer import TAILS, WHOLES
 from .tree_structures import Path
-from .walk import _fold, _with_pairs, accumulator, begin
+from .walk import _fold, _with_pairs, begin
 
 # a row behind every key
 BEHIND = gl.constexpr(1 << 30)
@@ -107,7 +108,7 @@ def _attend(
 @gluon.jit
 def consume(
     W: gl.constexpr,
-    out_desc,
+    out_descs,
     pipeline,
     tails_s,
     problem,
@@ -123,9 +124,9 @@ def consume(
         # give warpgroup 0 the first turn
         barrier_arrive(TURN, 256, 4)
     if TILE.PIPELINE:
-        _consume_pipelined(factor, out_desc, pipeline, tails_s, problem, W, OPTIONS, TILE)
+        _consume_pipelined(factor, out_descs, pipeline, tails_s, problem, W, OPTIONS, TILE)
     else:
-        _consume_one_by_one(factor, out_desc, pipeline, tails_s, problem, W, OPTIONS, TILE)
+        _consume_one_by_one(factor, out_descs, pipeline, tails_s, problem, W, OPTIONS, TILE)
     tma.store_wait(0)
     if W == 0:
         # take the last turn, so that nobody is left at the barrier
@@ -135,7 +136,7 @@ def consume(
 @gluon.jit
 def _consume_one_by_one(
     factor,
-    out_desc,
+    out_descs,
     pipeline,
     tails_s,
     problem,
@@ -151,7 +152,7 @@ def _consume_one_by_one(
         buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
         state = begin(turn, count, path.own, factor, pipeline, problem, W, OPTIONS, TILE)
         state = _attend(state, path, buffer, factor, pipeline, tails_s, problem, W, OPTIONS, TILE)
-        turn = close(state, path.own.block, buffer, out_desc, pipeline, problem, W, OPTIONS, TILE)
+        turn = close(state, path.own.block, buffer, out_descs, pipeline, problem, W, OPTIONS, TILE)
         count += 1
         path = _receive(pipeline, count, problem, W, OPTIONS, TILE)
 
@@ -159,7 +160,7 @@ def _consume_one_by_one(
 @gluon.jit
 def _consume_pipelined(
     factor,
-    out_desc,
+    out_descs,
     pipeline,
     tails_s,
     problem,
@@ -184,4 +185,4 @@ def _consume_pipelined(
             count += 1
             path = _receive(pipeline, count, problem, W, OPTIONS, TILE)
             o, state = _cross(state, count, path.own, factor, pipeline, problem, W, OPTIONS, TILE)
-            _write(o, weight, empty, lse, last, out_desc, pipeline, problem, W, OPTIONS, TILE)
+            _write(o, weight, empty, lse, last, out_descs, pipeline, problem, W, OPTIONS, TILE)

@@ -20,7 +20,9 @@ def tree_forward_kernel(
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    NARROW: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
+    NARROW_V: gl.constexpr,
     BUFFERS_Q: gl.constexpr,
     STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr,
@@ -41,7 +43,9 @@ def tree_forward_kernel(
         ROWS,
         BLOCK_N,
         HEAD_DIM,
+        NARROW,
         HEAD_DIM_V,
+        NARROW_V,
         BUFFERS_Q,
         STAGES_K,
         STAGES_V,
@@ -70,18 +74,28 @@ def tree_forward_kernel(
         None,
     )
     schedule = TreeSchedule(ticket_ptr, parents_ptr, total)
-    pipeline = make_pipeline(q_desc, k_desc, v_desc, out_desc, OPTIONS, TILE)
+    pipeline = make_pipeline((q_desc,), (k_desc,), (v_desc,), (out_desc,), TILE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tails_s = gl.allocate_shared_memory(gl.int32, [STAGES_K, 1], PLAIN)
     # the consumers' numbers end with WARPGROUPS - 1; with two of them the first line is left out
     gl.warp_specialize(
         [
-            (consume, (WARPGROUPS - 3, out_desc, pipeline, tails_s, problem, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 2, out_desc, pipeline, tails_s, problem, OPTIONS, TILE)),
-            (consume, (WARPGROUPS - 1, out_desc, pipeline, tails_s, problem, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 3, (out_desc,), pipeline, tails_s, problem, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 2, (out_desc,), pipeline, tails_s, problem, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 1, (out_desc,), pipeline, tails_s, problem, OPTIONS, TILE)),
             (
                 produce,
-                (q_desc, k_desc, v_desc, pipeline, tails_s, problem, schedule, OPTIONS, TILE),
+                (
+                    (q_desc,),
+                    (k_desc,),
+                    (v_desc,),
+                    pipeline,
+                    tails_s,
+                    problem,
+                    schedule,
+                    OPTIONS,
+                    TILE,
+                ),
             ),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],

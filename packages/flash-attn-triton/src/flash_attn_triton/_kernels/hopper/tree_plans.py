@@ -45,9 +45,10 @@ class HopperTreeForward:
 
     def __init__(self, form: Form, x: Tensors, tile: HopperTile | None = None) -> None:
         self._form = form
+        # these tiles are not cut into panels
+        wide, wide_v = padded_head_dim(form.head_dim), padded_head_dim(form.head_dim_v)
         tile = tile or hopper_tile(form.widest_head, True)
         self._block = tile.block_m
-        wide, wide_v = padded_head_dim(form.head_dim), padded_head_dim(form.head_dim_v)
         out = torch.empty((*x.q.shape[:-1], form.head_dim_v), dtype=x.q.dtype, device="meta")
         self._map_q = MapForm(x.q, tile.rows, wide, ragged=True)
         self._map_k = MapForm(x.k, tile.block_n, wide, ragged=True)
@@ -58,7 +59,9 @@ class HopperTreeForward:
             ROWS=tile.rows,
             BLOCK_N=tile.block_n,
             HEAD_DIM=wide,
+            NARROW=0,
             HEAD_DIM_V=wide_v,
+            NARROW_V=0,
             BUFFERS_Q=tile.buffers_q,
             STAGES_K=tile.stages_k,
             STAGES_V=tile.stages_v,

@@ -1,6 +1,6 @@
 """The producer warp of the forward over a tree: it alone follows the path from a segment up."""
 
-from ._linked.compat import copy_in, gl, gluon, mbarrier
+from ._linked.compat import gl, gluon, mbarrier
 from ._linked.pipeline import (
     EMPTY,
     FIELDS,
@@ -14,6 +14,7 @@ from ._linked.pipeline import (
     coordinates,
     key_tiles,
 )
+from .panels import copy_tile
 from .producer import _copy_queries, _copy_tile, _drain, _find_block, _take_ticket
 from .structures import Search, Task
 from .tree_path import parent_of, run_of
@@ -83,22 +84,21 @@ def _announce(task, tails, wholes, index, count, pipeline):
 
 
 @gluon.jit
-def _copy_keys(desc, where, keys, turn, pipeline, tails_s, TILE: gl.constexpr):
+def _copy_keys(descs, where, keys, turn, pipeline, tails_s, TILE: gl.constexpr):
     """Copy a tile of keys, and say how many there are from its first one on: ``keys``, ``[1]``."""
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     stage = turn % TILE.STAGES_K
     if turn >= TILE.STAGES_K:
         barrier_sync(EMPTY + stage, PARTIES, 1)
     tails_s.index(stage).store(keys)
-    mbarrier.expect(pipeline.k_full.index(stage), desc.block_type.nbytes)
-    copy_in(desc, where, pipeline.k_full.index(stage), pipeline.k_s.index(stage))
+    copy_tile(descs, where, pipeline.k_full.index(stage), pipeline.k_s, stage)
 
 
 @gluon.jit
-def _copy_values(desc, head, start, length, row, turn, pipeline, TILE: gl.constexpr):
+def _copy_values(descs, head, start, length, row, turn, pipeline, TILE: gl.constexpr):
     """Copy the tile of values that begins at a row of a run of tokens."""
     _copy_tile(
-        desc,
+        descs,
         coordinates(0, head, start, length, row, True),
         turn,
         pipeline.v_full,
@@ -111,9 +111,9 @@ def _copy_values(desc, head, start, length, row, turn, pipeline, TILE: gl.conste
 
 @gluon.jit
 def produce(
-    q_desc,
-    k_desc,
-    v_desc,
+    q_descs,
+    k_descs,
+    v_descs,
     pipeline,
     tails_s,
     problem,
@@ -163,21 +163,21 @@ def produce(
                     row = (stop - 1 - step) * BLOCK_N
                     where = coordinates(0, head_k, run.start, run.length, row, True)
                     keys = zero + (run.length - row)  # [1]
-                    _copy_keys(k_desc, where, keys, turn, pipeline, tails_s, TILE)
+                    _copy_keys(k_descs, where, keys, turn, pipeline, tails_s, TILE)
                     turn += 1
                     if is_first:
                         for w in gl.static_range(TILE.WARPGROUPS):
                             buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
                             at = task.first_row + w * TILE.ROWS
                             where = coordinates(0, task.head, task.q_start, task.len_q, at, True)
-                            _copy_queries(where, buffer, count, q_desc, pipeline, TILE)
+                            _copy_queries(where, buffer, count, q_descs, pipeline, TILE)
                         if TILE.PIPELINE:
                             # the counter answers while the first keys arrive
                             ticket = _take_ticket(schedule)
                     else:
                         # values are copied one tile behind keys
                         _copy_values(
-                            v_desc,
+                            v_descs,
                             head_k,
                             last_start,
                             last_length,
@@ -196,7 +196,7 @@ def produce(
                 run = run_of(above_it, segments, problem.cu_seqlens_q_ptr)
                 low = gl.where(sweep == 0, run.length // BLOCK_N, 0)
                 stop = gl.where(sweep == 0, gl.cdiv(run.length, BLOCK_N), run.length // BLOCK_N)
-        _copy_values(v_desc, head_k, last_start, last_length, last_row, turn_v, pipeline, TILE)
+        _copy_values(v_descs, head_k, last_start, last_length, last_row, turn_v, pipeline, TILE)
         turn_v += 1
         count += 1
         if not TILE.PIPELINE:
@@ -207,11 +207,11 @@ def produce(
         if count > 0:
             # the product beside the last one of all reads rows past every end: zeros
             where = coordinates(0, 0, 0, 0, 0, True)
-            _copy_keys(k_desc, where, zero, turn, pipeline, tails_s, TILE)
+            _copy_keys(k_descs, where, zero, turn, pipeline, tails_s, TILE)
             turn += 1
             for w in gl.static_range(TILE.WARPGROUPS):
                 buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
-                _copy_queries(where, buffer, count, q_desc, pipeline, TILE)
+                _copy_queries(where, buffer, count, q_descs, pipeline, TILE)
     _drain(turn, EMPTY, STAGES_K, PARTIES)
     _drain(turn_v, EMPTY + STAGES_K, STAGES_V, PARTIES)
     if ticket == total + gl.num_programs(0) - 1:

@@ -8,17 +8,20 @@ end cuts. Each kind has a loop of its own, so that most tiles meet no code for m
 from ..primitives import LEAST_LOGIT
 from ._linked.compat import gl, gluon, hopper, mbarrier
 from ._linked.pipeline import EMPTY, NEG_INF, TURN, barrier_arrive, barrier_sync, opaque
-from ._linked.ptx import SLACK, hide_unless, in_pairs, shrink
+from ._linked.ptx import SLACK, hide_unless, in_pairs
 from ._linked.softmax import logits_of, row_sums, start_softmax
 from .bias import add_bias
 from .dropout import drop
+from .panels import (
+    accumulator,
+    multiply_keys,
+    multiply_values,
+    no_output,
+    rescale,
+    tile_of,
+    wait_for_values,
+)
 from .structures import State
-
-
-@gluon.constexpr_function
-def accumulator(columns):
-    """Return the layout of a warpgroup's wgmma accumulator with so many columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -73,15 +76,13 @@ def begin(
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     stage = turn % TILE.STAGES_K
     buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
-    q = pipeline.q_s.index(buffer).reshape([TILE.ROWS, TILE.HEAD_DIM])
-    k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
+    q = tile_of(pipeline.q_s, buffer, TILE.ROWS)  # [ROWS, HEAD_DIM]
+    k = tile_of(pipeline.k_s, stage, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM]
     zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
     mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
     mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
     barrier_sync(TURN + W, 256, 4)
-    s = hopper.warpgroup_mma(
-        q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )  # [ROWS, BLOCK_N]
+    s = multiply_keys(q, k, zeros)  # [ROWS, BLOCK_N]
     barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     barrier_arrive(EMPTY + stage, 128 * TILE.WARPGROUPS + 32, 4)
@@ -92,9 +93,8 @@ def begin(
     FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
     m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
     e = drop_some(e, cols, walk, problem)
-    p = gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2))
-    o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)
-    return State(o, m, l, p, turn + 1)
+    p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))
+    return State(no_output(TILE), m, l, p, turn + 1)
 
 
 @gluon.jit
@@ -195,25 +195,23 @@ def _fold(
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
     if TILE.BUFFERS_Q > 1:
-        q = pipeline.q_s.index(opaque(buffer)).reshape([TILE.ROWS, TILE.HEAD_DIM])
+        q = tile_of(pipeline.q_s, opaque(buffer), TILE.ROWS)  # [ROWS, HEAD_DIM]
     else:
-        q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
+        q = tile_of(pipeline.q_s, W, TILE.ROWS)
     zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
     o, m, l, p, turn = state
     for step in range(stop - start):
         stage = turn % TILE.STAGES_K
         stage_v = (turn - 1) % TILE.STAGES_V
-        k = pipeline.k_s.index(stage).reshape([TILE.BLOCK_N, TILE.HEAD_DIM])
-        v = pipeline.v_s.index(stage_v).reshape([TILE.BLOCK_N, TILE.HEAD_DIM_V])
+        k = tile_of(pipeline.k_s, stage, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM]
+        v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
         mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
         barrier_sync(TURN + W, 256, 4)
-        s = hopper.warpgroup_mma(
-            q, k.permute((1, 0)), zeros, use_acc=False, is_async=True
-        )  # [ROWS, BLOCK_N]
+        s = multiply_keys(q, k, zeros)  # [ROWS, BLOCK_N]
         mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
-        o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
+        o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
         barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
-        s = hopper.warpgroup_mma_wait(1, deps=(s,))
+        s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         cols = (stop - 1 - step) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
         s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
@@ -231,10 +229,9 @@ def _fold(
         l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)  # [ROWS, 4]
         e = drop_some(e, cols, walk, problem)
         m = m_new
-        o = hopper.warpgroup_mma_wait(0, deps=(o,))
+        o = wait_for_values(o)
         barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
-        factors = gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]  # [ROWS, 1]
-        o = shrink(o, factors) if TILE.LAG else o * factors
-        p = gl.convert_layout(e.to(q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
+        o = rescale(o, alpha, TILE.LAG)
+        p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
         turn += 1
     return State(o, m, l, p, turn)
