@@ -206,6 +206,10 @@ SPILLS = {
     (128, "left"): (16, 16),  # two loops and what runs on between tiles of queries
     (256, "causal"): (16, 56),  # the accumulators take 128 registers
     (256, "rich"): (24, 48),
+    # in panels
+    (96, "dropout"): (16, 16),
+    (160, "causal"): (16, 16),
+    (192, "causal"): (16, 16),
 }
 IS_OLD = triton.__version__.startswith("3.6.")
 
@@ -219,8 +223,10 @@ IS_OLD = triton.__version__.startswith("3.6.")
             for d in (64, 128, 256)
             for kind in ("full", "causal", "dropout", "causal dropout", "rich")
         ]
-        + [(64, "long"), (64, "packed"), (128, "packed"), (128, "left"), (64, "few"), (128, "few")],
-        [(64, "rich"), (128, "few"), (256, "causal")],
+        + [(64, "long"), (64, "packed"), (128, "packed"), (128, "left"), (64, "few"), (128, "few")]
+        + [(d, kind) for d in (80, 96, 160, 192) for kind in ("full", "causal", "packed", "rich")]
+        + [(96, "dropout"), (96, "few")],
+        [(64, "rich"), (128, "few"), (256, "causal"), (96, "causal"), (192, "causal")],
     ),
 )
 def test_builds(head_dim, kind, tmp_path):
@@ -246,6 +252,8 @@ def test_builds(head_dim, kind, tmp_path):
 
 # ---- numbers
 
+# tiles of one panel, and of two
+HEAD_DIMS = [64, 128, 256, 80, 96, 160, 192]
 SHAPES = [
     Shape(2, 128, 128, 2, 2, 128),
     Shape(1, 1, 1, 1, 1, 64),
@@ -254,6 +262,14 @@ SHAPES = [
     Shape(1, 700, 1024, 4, 4, 256),
     Shape(2, 129, 257, 2, 1, 96),
     Shape(1, 500, 513, 2, 2, 192, 128),
+    Shape(2, 333, 300, 4, 2, 72),
+    Shape(1, 700, 1024, 4, 4, 160),
+    Shape(1, 300, 700, 2, 1, 192),
+    Shape(1, 300, 333, 2, 2, 64, 80),  # panels of the values alone
+    Shape(1, 300, 333, 2, 2, 160, 96),
+    Shape(1, 300, 333, 2, 2, 144, 160),
+    Shape(4, 2500, 2500, 8, 8, 96),
+    Shape(2, 2500, 2500, 8, 8, 192),
     Shape(1, 200, 300, 2, 1, 64, 128),
     Shape(2, 5, 700, 4, 2, 80),
     Shape(3, 1, 900, 32, 4, 128),  # heads of a group share a tile
@@ -284,7 +300,7 @@ def test_shapes(names, shape, dtype, device):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("names", FEATURES, ids=str)
 def test_features(names, head_dim, device):
     check(make_case(Shape(2, 300, 433, 4, 2, head_dim), torch.bfloat16, device, names))
@@ -299,7 +315,7 @@ def test_tile_of_long_sequences(names, device):
 
 @pytest.mark.device
 @pytest.mark.parametrize("tokens", [1, 20, 70])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("names", FEATURES, ids=str)
 def test_few_queries(names, head_dim, tokens, device):
     """Heads of a group share a tile; what they get is what a tile for each would give."""
@@ -310,7 +326,7 @@ def test_few_queries(names, head_dim, tokens, device):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("names", [(), ("causal",), ("window", "sinks")], ids=str)
 def test_packed(names, head_dim, device):
     shape = Packed((128, 1, 300, 0, 700), (128, 9, 333, 5, 0), 4, 2, head_dim, padding=40)
@@ -321,7 +337,7 @@ def test_packed(names, head_dim, device):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
     "names",
     [(), ("causal",), ("window_left",), ("causal", "softcap"), ("alibi", "sinks")],
@@ -338,7 +354,7 @@ def test_dropout(names, head_dim, device):
 
 @pytest.mark.device
 @pytest.mark.parametrize("steepness", [20, 200])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_maxima_that_grow(head_dim, steepness, device):
     """From tile to tile by less than a pivot may lag behind, and by more."""
     case = make_case(Shape(1, 300, 2000, 2, 2, head_dim), torch.float16, device, ("causal",))
@@ -353,7 +369,7 @@ def test_many_short_sequences(device):
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_poison(head_dim, device):
     """NaN before the first window, past the used keys, in padding, and around the inputs."""
     shape = Packed((300, 0, 700), (900, 5, 800), 4, 2, head_dim, padding=50)
@@ -393,7 +409,7 @@ def test_views(view, device):
 
 @pytest.mark.device
 @pytest.mark.parametrize("names", [(), ("causal",)], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_repeats_and_independence(head_dim, names, device):
     case = make_case(Shape(3, 1500, 1500, 6, 6, head_dim), torch.bfloat16, device, names)
     want = run(case, hopper, grad=False)

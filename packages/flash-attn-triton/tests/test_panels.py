@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from attn_common import is_power_of_2, next_power_of_2
-from flash_attn_triton._configs import panels_of
+from flash_attn_triton._configs import (
+    ForwardPanels,
+    forward_panels,
+    hopper_bias_tile,
+    hopper_panel_tile,
+    hopper_tile,
+    panels_of,
+)
+
+from ._linked.gpus import GPUS
 
 pytestmark = pytest.mark.eager
 
@@ -40,3 +51,43 @@ def test_panels_are_tiles_and_no_wider_than_one_tile():
         assert head_dim <= wide + narrow <= max(16, next_power_of_2(head_dim))
         # the second panel is not empty
         assert narrow == 0 or head_dim > wide
+
+
+def test_forward_is_cut_where_the_tile_has_room():
+    whole = ForwardPanels((256, 0), (128, 0))
+    assert forward_panels(192, 128, 2, False) == ForwardPanels((128, 64), (128, 0))
+    assert forward_panels(256, 96, 2, False) == whole
+    assert forward_panels(192, 96, 1, False) == whole
+    # one panel of the output lies in that of the queries, of the same width
+    assert forward_panels(96, 96, 2, True).is_cut
+    assert forward_panels(192, 128, 2, True).is_cut
+    assert forward_panels(96, 128, 2, True) == ForwardPanels((128, 0), (128, 0))
+
+
+HEAD_DIMS = range(8, 257, 8)
+# barriers, numbers of a block of queries, the producer's scratch
+SMALL = 1024
+
+
+@pytest.mark.parametrize("bias_bytes", [0, 2, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_of_the_forward_fit(is_causal, bias_bytes):
+    for head_dim, head_dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        panels = forward_panels(head_dim, head_dim_v, 2, bias_bytes > 0)
+        widest = max(head_dim, head_dim_v)
+        if bias_bytes:
+            tile = hopper_bias_tile(widest, bias_bytes, is_causal)
+        elif panels.is_cut:
+            tile = hopper_panel_tile(panels)
+        else:
+            tile = hopper_tile(widest, is_causal)
+        width, width_v = map(sum, panels)
+        rows = tile.buffers_q * width
+        if not (tile.share and panels.can_share):
+            rows += width_v
+        keys = tile.stages_k * width + tile.stages_v * width_v
+        size = 2 * (tile.block_m * rows + tile.block_n * keys)
+        size += tile.stages_b * tile.block_m * tile.block_n * bias_bytes
+        limit = GPUS["nvidia:sm_90"].shared_limit - SMALL
+        assert size <= limit, (head_dim, head_dim_v, tile)
+        assert tile.stages_k + tile.stages_v + tile.stages_b <= 8, (head_dim, head_dim_v)
