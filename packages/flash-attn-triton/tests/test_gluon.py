@@ -240,6 +240,7 @@ PANELS = [
     ("stages", Shape(1, 130, 100, 1, 1, 160, 96), ()),
     ("share", Shape(1, 150, 140, 2, 1, 160), ("causal", "dropout")),
     ("share", Shape(1, 150, 140, 1, 1, 192, 128), ("causal",)),
+    ("share", Shape(1, 150, 70, 1, 1, 64, 80), ()),  # not in the memory of the queries
     ("pipeline", Shape(1, 150, 140, 1, 1, 192), ()),
 ]
 
@@ -248,6 +249,14 @@ PANELS = [
 def test_forward_in_panels(tile, shape, features, forward, reverse):
     forward(TILES[tile], reverse)
     check(make_case(shape, torch.bfloat16, "cpu", features), grad=False)
+
+
+def test_panels_of_a_tensor_that_is_copied(forward):
+    """TMA does not read expanded tensors: both panels are those of the copy."""
+    forward(TILES["stages"])
+    case = make_case(Shape(1, 70, 100, 2, 2, 80), torch.bfloat16, "cpu")
+    expanded = {name: case.inputs[name][:, :, :1].expand(-1, -1, 2, -1) for name in "qkv"}
+    check(case.with_inputs(**expanded), grad=False)
 
 
 def test_forward_of_packed_tensors_in_panels(forward):
