@@ -207,9 +207,18 @@ SPILLS = {
     (256, "causal"): (16, 56),  # the accumulators take 128 registers
     (256, "rich"): (24, 48),
     # in panels
-    (96, "dropout"): (16, 16),
-    (160, "causal"): (16, 16),
-    (192, "causal"): (16, 16),
+    (80, "full"): (0, 16),
+    (80, "packed"): (0, 32),
+    (80, "rich"): (0, 56),
+    (96, "packed"): (0, 32),
+    (96, "rich"): (0, 56),
+    (96, "dropout"): (16, 48),
+    (160, "full"): (0, 216),  # nearly all of it addresses
+    (160, "causal"): (16, 192),
+    (160, "packed"): (8, 200),
+    (160, "rich"): (0, 72),
+    (192, "causal"): (16, 48),
+    (192, "rich"): (0, 40),
 }
 IS_OLD = triton.__version__.startswith("3.6.")
 
