@@ -378,6 +378,7 @@ class HopperTile:
     buffers_q: int = 1
     pipeline: bool = False  # the walk does not stop between tiles of queries
     lag: bool = False  # pivots of the softmax may lag behind the maxima
+    ordered: bool = False  # ptxas may not move the softmax behind the product with the values
     stages_b: int = 0  # of a bias
     rows: int = 64
 

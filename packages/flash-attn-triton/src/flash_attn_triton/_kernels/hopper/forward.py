@@ -66,6 +66,7 @@ def forward_kernel(
     SHARE: gl.constexpr,
     PIPELINE: gl.constexpr,
     LAG: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Compute ``out = softmax(s) @ v`` and ``lse = logsumexp(s)`` of
     ``s = scale * q @ k.T + bias``.
@@ -91,6 +92,7 @@ def forward_kernel(
         SHARE,
         PIPELINE,
         LAG,
+        ORDERED,
     )
     q_descs = (q_desc, q_narrow_desc) if NARROW > 0 else (q_desc,)
     k_descs = (k_desc, k_narrow_desc) if NARROW > 0 else (k_desc,)

@@ -145,6 +145,7 @@ class HopperForward:
             SHARE=tile.share and panels.can_share,
             PIPELINE=tile.pipeline,
             LAG=tile.lag,
+            ORDERED=tile.ordered,
         )
         constants = options._asdict() | shape._asdict()
         self._launch = MapLaunch(

@@ -43,6 +43,7 @@ class Tile(NamedTuple):
     SHARE: Any  # the output is stored from the buffer of the queries
     PIPELINE: Any  # the walk does not stop between blocks of queries
     LAG: Any  # pivots may lag behind the maxima
+    ORDERED: Any  # the softmax ends ahead of the wait for the product with the values
 
 
 class Problem(NamedTuple):

@@ -30,6 +30,7 @@ def tree_forward_kernel(
     SHARE: gl.constexpr,
     PIPELINE: gl.constexpr,
     LAG: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(s) v`` and ``lse = log(sum(exp(s)))`` over the keys of a path.
 
@@ -53,6 +54,7 @@ def tree_forward_kernel(
         SHARE,
         PIPELINE,
         LAG,
+        ORDERED,
     )
     problem = Problem(
         lse_ptr,

@@ -69,6 +69,7 @@ class HopperTreeForward:
             SHARE=tile.share and wide == wide_v,
             PIPELINE=tile.pipeline,
             LAG=tile.lag,
+            ORDERED=tile.ordered,
         )
         constants = _options(form)._asdict() | shape._asdict()
         self._launch = MapLaunch(

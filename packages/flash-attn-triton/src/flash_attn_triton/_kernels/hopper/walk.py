@@ -7,7 +7,15 @@ end cuts. Each kind has a loop of its own, so that most tiles meet no code for m
 
 from ..primitives import LEAST_LOGIT
 from ._linked.compat import gl, gluon, hopper, mbarrier
-from ._linked.pipeline import EMPTY, NEG_INF, TURN, barrier_arrive, barrier_sync, opaque
+from ._linked.pipeline import (
+    EMPTY,
+    NEG_INF,
+    TURN,
+    barrier_arrive,
+    barrier_arrive_after,
+    barrier_sync,
+    opaque,
+)
 from ._linked.ptx import SLACK, hide_unless, in_pairs
 from ._linked.softmax import logits_of, row_sums, start_softmax
 from .bias import add_bias
@@ -212,7 +220,8 @@ def _fold(
         o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
         barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
         s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
-        barrier_arrive(EMPTY + stage, PARTIES, 4)
+        if not TILE.ORDERED:
+            barrier_arrive(EMPTY + stage, PARTIES, 4)
         cols = (stop - 1 - step) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
         s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
         s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
@@ -226,7 +235,12 @@ def _fold(
         e = gl.exp2(s * factor - pivot[:, None])  # [ROWS, BLOCK_N]
         alpha = gl.exp2(m - pivot)  # [ROWS]
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
-        l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)  # [ROWS, 4]
+        if TILE.ORDERED:
+            sums = row_sums(e)  # [ROWS, 4]
+            barrier_arrive_after(sums, EMPTY + stage, PARTIES)
+            l = l * gl.convert_layout(alpha, L)[:, None] + sums
+        else:
+            l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)
         e = drop_some(e, cols, walk, problem)
         m = m_new
         o = wait_for_values(o)
