@@ -439,7 +439,7 @@ def hopper_panel_tile(panels: ForwardPanels) -> HopperTile:
         return HopperTile(2, 128, 2, 2, buffers_q=2, pipeline=True)
     if width_v <= 128 or width == width_v <= 160:
         return HopperTile(2, 128, 2, 2, share=True, lag=True)
-    return HopperTile(2, 64, 3, 2, lag=True)
+    return HopperTile(2, 64, 3, 2, lag=True, ordered=True)
 
 
 @functools.cache
