@@ -30,14 +30,20 @@ def add_to_memory(pointer, values):
 
 
 @gluon.jit
+def in_rows(values):
+    """Return a warpgroup's ``[64, N]`` accumulator in the same order, as rows of 32 numbers."""
+    PANELS: gl.constexpr = values.shape[1] // 8
+    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
+    return gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [16 * PANELS, 32])
+
+
+@gluon.jit
 def send(desc, row, staging, values):
     """Add a warpgroup's ``[64, N]`` accumulator to memory by TMA, in the same order.
 
     The memory is mapped as rows of 32 numbers, of which these begin at ``row``.
     """
-    PANELS: gl.constexpr = values.shape[1] // 8
-    values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
-    values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [16 * PANELS, 32])
+    values = in_rows(values)
     tma.store_wait(0)
     staging.store(values)
     hopper.fence_async_shared()

@@ -248,6 +248,9 @@ class Language:
             return _negate_four(text, *map(plain, values))
         elif text.startswith("cvt.rn.relu"):
             return register(plain(first).relu().to(options["dtype"].torch))
+        elif "ld.acquire.gpu" in text or "red.release.gpu" in text:
+            self._take_turn(text, first, values[1])
+            first = values[1]
         elif "cvt.rn.satfinite.e4m3x2.f32" in text:
             return _word_of_e4m3(values)
         elif (
@@ -258,6 +261,17 @@ class Language:
         else:
             return _arithmetic(text, *map(plain, values))
         return register(torch.zeros(first.shape, dtype=torch.int32))
+
+    def _take_turn(self, text: str, counter: Pointer, turn: Any) -> None:
+        """Find that it is one's turn, as whoever comes earlier is done, or end it."""
+        count = _load(counter)
+        if "ld.acquire.gpu" in text:
+            assert bool((count == turn).all()), "it is not one's turn"
+            return
+        if "cp.async.bulk.wait_group 0;" in text:
+            self.machine.store_wait(0, is_read=False)
+        assert not self.machine.own("landing"), "additions are not waited for"
+        _store(counter, count + 1)
 
     def _machine(self, name: str) -> Callable[..., Any]:
         return lambda *arguments, **options: getattr(self.machine, name)(*arguments, **options)
@@ -354,6 +368,12 @@ class Kernel:
                 kernel(**arguments)
 
         return launch
+
+
+def as_python(*functions: Any) -> dict[str, Any]:
+    """Return device functions by name, as ordinary ones that are called outside of a kernel."""
+    linker = _Linker(Language().names, [])
+    return {function.fn.__name__: linker.function(function) for function in functions}
 
 
 class _Linker:

@@ -347,10 +347,13 @@ class Machine:
 
         self.own("stores").append(add)
 
-    def store_wait(self, left: int) -> None:
-        queue = self.own("stores")
+    def store_wait(self, left: int, *, is_read: bool = True) -> None:
+        """Wait until the sources of copies to memory are read, or else until they have arrived."""
+        queue, landing = self.own("stores"), self.own("landing")
         while len(queue) > left:
-            queue.pop(0)()
+            landing.append(queue.pop(0)())
+        if not is_read:
+            landing.clear()
 
     # ---- products
 

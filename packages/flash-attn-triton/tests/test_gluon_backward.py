@@ -8,6 +8,7 @@ from flash_attn_triton import _ops, api
 from flash_attn_triton._configs import HopperBackwardTile, hopper_backward_tile
 from flash_attn_triton._linked.host.forms import Memory
 
+from ._linked.budget import assert_same
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 from .test_gluon import PACKED, TILES, caught, forward, reverse
 
@@ -97,6 +98,25 @@ def test_backward_of_features(tile, shape, features, backward):
     check(make_case(shape, torch.bfloat16, "cpu", features))
 
 
+ORDERED = [
+    ("rows", Shape(1, 200, 260, 2, 1, 64), ()),
+    ("columns", Shape(1, 200, 130, 1, 1, 128), ("causal",)),  # rows without a key
+    ("columns", Shape(1, 140, 300, 2, 1, 48), ("window", "softcap")),
+    ("wide", Shape(1, 130, 170, 2, 1, 192), ("causal",)),
+    ("wide", Shape(1, 100, 150, 1, 1, 256), ("window_left",)),
+    # what is a query head's own changes from step to step
+    ("columns", Shape(1, 140, 200, 2, 1, 64), ("alibi", "dropout")),
+    ("wide", Shape(1, 130, 140, 2, 1, 160), ("alibi", "causal", "dropout")),
+]
+
+
+@pytest.mark.parametrize(("tile", "shape", "features"), ORDERED, ids=str)
+def test_backward_in_order(tile, shape, features, backward):
+    backward(KINDS[tile], features=features)
+    case = make_case(shape, torch.bfloat16, "cpu", features)
+    check(case.with_options(deterministic=True))
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_that_serve_calls(head_dim, causal, backward):
@@ -157,6 +177,29 @@ def test_backward_reads_nothing_of_others(tile, backward):
     assert (got["dq"][70:220] - want["dq"][70:220]).norm() <= 2.0**-8 * want["dq"].norm()
 
 
+@kinds
+def test_bits_in_order_are_those_of_a_sequence_alone(tile, backward):
+    backward(KINDS[tile])
+    case = make_packed(PACKED, torch.bfloat16, "cpu", ("causal",)).with_options(deterministic=True)
+    parts = {"q": slice(70, 220), "k": slice(140, 230), "v": slice(140, 230)}
+    alone = case.with_inputs(**{name: case.inputs[name][part] for name, part in parts.items()})
+    alone = alone.with_options(
+        cu_seqlens_q=torch.tensor([0, 150], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 90], dtype=torch.int32),
+    )
+    got = _gradients(case)
+    got = {name: gradient[parts[name]] for name, gradient in got.items()}
+    assert_same(got, _gradients(alone))
+
+
+def _gradients(case):
+    """Those of the squares of the output, which come out alike whatever else is in a batch."""
+    leaves = {name: t.detach().requires_grad_() for name, t in case.inputs.items()}
+    out, _ = case.with_inputs(**leaves)()
+    found = torch.autograd.grad(out.float().square().sum(), list(leaves.values()))
+    return dict(zip(leaves, found, strict=True))
+
+
 SYNC_O = "barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)"
 ARRIVE_Q_FULL = "mbarrier.arrive(pipeline.q_full.index(stage), count=1)"
 ARRIVE_Q = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
@@ -194,8 +237,8 @@ MISTAKES = [
     ("columns", "write", "hopper.fence_async_shared()", "pass"),
     ("columns", "send", "hopper.fence_async_shared()", "pass"),
     ("columns", "send", "tma.store_wait(0)", "pass"),
-    ("columns", "send", "(3, 0, 2, 4, 1, 5)", "(3, 0, 2, 1, 4, 5)"),
-    ("rows", "_finish", "dq_s.index(W)", "dq_s.index(0)"),
+    ("columns", "in_rows", "(3, 0, 2, 4, 1, 5)", "(3, 0, 2, 1, 4, 5)"),
+    ("rows", "_pass_on", "dq_s.index(W)", "dq_s.index(0)"),
     ("columns", "_make_pipeline", "barriers(STAGES_Q, 2)", "barriers(STAGES_Q, 1)"),
     ("wide", "_walk_scores", "barrier_arrive(GIVEN + buffer, 256, 4)", "pass"),
     ("wide", "_walk_scores", "barrier_sync(READY + buffer, 256, 4)", "pass"),
@@ -311,3 +354,48 @@ def test_shared_draws_with_a_mistake(right, wrong, backward):
 
     case = make_case(Shape(1, 70, 130, 1, 1, 48), torch.float16, "cpu", ("dropout",))
     assert caught(serve, case, grad=True)
+
+
+WAIT_FULL = "mbarrier.wait(order.full.index(W), step & 1)"
+WAIT_EMPTY = "mbarrier.wait(program.order.empty.index(W), (step & 1) ^ 1)"
+BEGIN_TURN = "mbarrier.wait(program.order.empty.index(W), step & 1)"
+MISTAKES_IN_ORDER = [
+    ("columns", "add_in_order", WAIT_FULL, "pass"),
+    ("columns", "add_in_order", "tma.store_wait(0)", "pass"),
+    ("columns", "add_in_order", "end_turn(counter)", "pass"),
+    ("columns", "end_turn", "cp.async.bulk.wait_group 0;", ""),
+    ("columns", "hand_over", WAIT_EMPTY, "pass"),
+    ("columns", "hand_over", "hopper.fence_async_shared()", "pass"),
+    ("columns", "walk_tiles", "_pass_on(dq, last, turn, ", "_pass_on(dq, last, turn + 1, "),
+    ("columns", "turn_at", " - first_block", ""),
+    ("columns", "tile_at", "end - 1 - step", "end - step"),
+    ("columns", "_find_tile", "2 * place + W", "2 * place"),
+    ("columns", "head_at", "turn % OPTIONS.GROUP", "0"),
+    ("columns", "backward_kernel", "1 + 2 * dq_at", "2 * dq_at"),
+    ("wide", "pass_turns", WAIT_FULL, "pass"),
+    ("wide", "pass_turns", "end_turn(counter)", "pass"),
+    ("wide", "begin_turn", BEGIN_TURN, "pass"),
+    ("wide", "_part_at", "turn % OPTIONS.GROUP", "0"),
+]
+
+
+def mistaken_in_order() -> Case:
+    """As ``mistaken``; some blocks of keys are not the first that a tile sees."""
+    case = make_case(Shape(1, 140, 300, 2, 1, 48), torch.bfloat16, "cpu", ("window",))
+    return case.with_options(deterministic=True)
+
+
+@pytest.mark.parametrize("tile", ["columns", "wide"])
+def test_backward_in_order_without_a_mistake(tile, backward, reverse):
+    backward(KINDS[tile], reverse)
+    check(mistaken_in_order())
+
+
+@pytest.mark.parametrize(
+    ("tile", "function", "right", "wrong"), MISTAKES_IN_ORDER, ids=lambda x: str(x)[:40]
+)
+def test_backward_in_order_with_a_mistake(tile, function, right, wrong, backward):
+    def serve(reverse):
+        backward(KINDS[tile], reverse).plant(function, right, wrong)
+
+    assert caught(serve, mistaken_in_order(), grad=True)

@@ -214,6 +214,17 @@ def test_gradient_of_the_bias(tile, shape, features, size, gradients, monkeypatc
     check(with_bias(case, *size, share=0.1))
 
 
+def in_order(features: tuple[str, ...] = ("causal",)) -> Case:
+    """A case whose dq is added up in order, with a gradient of its bias."""
+    case = make_case(Shape(1, 200, 260, 2, 1, 64), torch.bfloat16, "cpu", features)
+    return with_bias(case, 1, 2, 200, 260).with_options(deterministic=True)
+
+
+def test_gradients_in_order(gradients):
+    gradients("columns")
+    check(in_order())
+
+
 def test_gradients_of_scores_have_a_bound(gradients, monkeypatch):
     """Above it, the portable kernel computes the gradient of the bias."""
     monkeypatch.setattr(bias_plans, "MOST_DS_BYTES", 0)
@@ -264,11 +275,20 @@ BACKWARD_MISTAKES = [
     ("copy_bias", "block.first_key + w * ROWS", "block.first_key"),
     ("copy_bias", "head if OPTIONS.BIAS_HEADS else 0", "0"),
     ("produce", "await_readers(turns, TILE)", "pass"),
-    ("keep_gradient", "turn // (walk.end - walk.begin)", "0"),
+    ("keep_gradient", "head_at(turn, ", "head_at(0, "),
     ("keep_gradient", "turn % 2 * 2 + W", "W"),
     ("keep_gradient", "ROWS + W", "ROWS"),
     ("walk_tiles", "hopper.fence_async_shared()", "pass"),
 ]
+
+
+def test_gradients_in_order_with_a_mistake(gradients):
+    """The gradients of scores have left before their memory is written again."""
+
+    def serve(reverse):
+        gradients("columns", reverse).plant("_pass_on", "tma.store_wait(0)", "pass")
+
+    assert caught(serve, in_order(), grad=True)
 
 
 @pytest.mark.parametrize(("function", "right", "wrong"), BACKWARD_MISTAKES, ids=lambda x: x[:40])

@@ -22,7 +22,7 @@ from flash_attn_triton._kernels.hopper.round_dq import round_dq_kernel
 from flash_attn_triton._kernels.launch.runtime import aligned
 from flash_attn_triton._kernels.structures import Extras, Inputs
 
-from ._linked.budget import assert_no_worse_than_eager
+from ._linked.budget import assert_no_worse_than_eager, assert_same
 from ._linked.gpus import GPUS, absent_gpu, chosen, compiling
 from ._numerics import Packed, Shape, make_case, make_packed, run, run_eager, run_oracle
 
@@ -61,6 +61,17 @@ SPILLS_OF_FEATURES = {
 }
 # optional tensors of a call
 OPTIONAL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "rng_state")
+# with additions to dq in order: what the walk from the last tile to the first has to keep besides
+SPILLS_IN_ORDER = {
+    (64, False): (16, 32),
+    (64, True): (8, 40),
+    (128, False): (8, 8),
+    (128, True): (24, 24),
+    (256, False): (0, 0),
+    (256, True): (0, 8),
+    (192, False): (0, 0),
+    (192, True): (0, 0),
+}
 IS_OLD = triton.__version__.startswith("3.6.")
 DEFAULTS = [(d, hopper_backward_tile(d)) for d in (64, 128, 192, 256)]
 TILES = [
@@ -86,10 +97,10 @@ class _Backward(torch.autograd.Function):
     """The reference's forward, and the launcher's backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, reference, options, tile):
+    def forward(ctx, q, k, v, reference, options, tile, ordered):
         out, lse = reference(q, k, v, **options)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options, ctx.tile = options, tile
+        ctx.options, ctx.tile, ctx.ordered = options, tile, ordered
         return out, lse
 
     @staticmethod
@@ -102,14 +113,14 @@ class _Backward(torch.autograd.Function):
         x = Tensors(q, k, v, **{name: options.get(name) for name in OPTIONAL})
         dropout_p = options.get("dropout_p", 0.0)
         form = Form(x, Options(scale, left, right, options.get("softcap", 0.0), dropout_p))
-        plan = HopperBackward(form, x, ctx.tile)
+        plan = HopperBackward(form, x, ctx.tile, ordered=ctx.ordered)
         dout, lse = aligned(dout), lse.float().contiguous()
         sums = plan.new_sums(q).fill_(math.nan)
         delta, lse2 = RowNumbers(form, out.dtype)(out.contiguous(), dout, dlse, lse, sums)
         inputs = Inputs(q, k, v, dout, lse2, delta)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
         plan(inputs, extras_of(x), *grads, sums)
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
 def extras_of(x):
@@ -117,11 +128,11 @@ def extras_of(x):
     return Extras(*(getattr(x, name.removesuffix("_ptr")) for name in Extras._fields))
 
 
-def hopper(case, tile=None):
+def hopper(case, tile=None, *, ordered=False):
     """Return a function like the public ones, whose backward is the launcher's."""
 
     def call(q, k, v, **options):
-        return _Backward.apply(q, k, v, case.reference, options, tile)
+        return _Backward.apply(q, k, v, case.reference, options, tile, ordered)
 
     return call
 
@@ -129,14 +140,12 @@ def hopper(case, tile=None):
 # ---- what it takes
 
 
-def _served(
-    head_dim=64, head_dim_v=64, dtype=torch.bfloat16, deterministic=False, dropout_p=0.0, **others
-):
+def _served(head_dim=64, head_dim_v=64, dtype=torch.bfloat16, dropout_p=0.0, **others):
     q, v = (torch.empty(1, 8, 2, d, dtype=dtype, device="meta") for d in (head_dim, head_dim_v))
     one = torch.empty(1, device="meta")
     x = Tensors(q, q, v)._replace(**dict.fromkeys(others, one))
     with absent_gpu(HOPPER):
-        return takes_hopper_backward(x, Options(0.1, -1, 0, 0.0, dropout_p), deterministic)
+        return takes_hopper_backward(x, Options(0.1, -1, 0, 0.0, dropout_p))
 
 
 @pytest.mark.eager
@@ -165,7 +174,7 @@ def test_takes_a_bias_that_differs_from_key_to_key():
     with absent_gpu(HOPPER):
         for size, taken in (((1, 2, 8, 8), True), ((1, 1, 1, 8), True), ((1, 2, 8, 1), False)):
             bias = torch.empty(size, device="meta")
-            assert takes_hopper_backward(Tensors(q, q, q, bias=bias), options, False) == taken
+            assert takes_hopper_backward(Tensors(q, q, q, bias=bias), options) == taken
 
 
 @pytest.mark.eager
@@ -254,8 +263,31 @@ def test_cache_holds_the_sums_of_heads_that_are_walked_together(tokens, head_dim
 
 
 @pytest.mark.eager
-def test_leaves_bitwise_repeatable_gradients_to_the_portable_kernels():
-    assert not _served(deterministic=True)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_other_sequences_do_not_decide_where_gradients_repeat(ordered):
+    q = torch.empty(95, 2, 128, dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(4, dtype=torch.int32, device="meta")
+    with absent_gpu(HOPPER):
+        x = Tensors(q, q, q, starts, starts)
+        plan = HopperBackward(Form(x, Options(0.1, -1, 0, 0.0, 0.0)), x, ordered=ordered)
+        assert plan.is_worth_it(95) == ordered
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_counters_follow_the_sums(head_dim, ordered):
+    """One of programs, and one of each half of a tile; the row kernel sets whole pieces to 0."""
+    q = torch.empty(2, 1000, 6, head_dim, dtype=torch.bfloat16, device="meta")
+    with absent_gpu(HOPPER):
+        x = Tensors(q, q, q)
+        plan = HopperBackward(Form(x, Options(0.1, -1, 0, 0.0, 0.0)), x, ordered=ordered)
+        sums = plan.new_sums(q)
+    assert sums.numel() % PIECE == 0
+    block_m = hopper_backward_tile(head_dim).block_m
+    tiles = 2 * 6 * -(-1000 // block_m)
+    counters = sums.numel() - tiles * block_m * head_dim
+    assert (counters >= 1 + 2 * tiles) if ordered else (counters == 0)
 
 
 @pytest.mark.parametrize("dlse", [False, True])
@@ -329,10 +361,13 @@ def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("head_dim", "causal"),
-    chosen(itertools.product((64, 128, 192, 256), (False, True)), [(128, True)]),
+    ("head_dim", "causal", "ordered"),
+    chosen(
+        itertools.product((64, 128, 192, 256), (False, True), (False, True)),
+        [(128, True, False), (64, True, True)],
+    ),
 )
-def test_builds_for_hopper(head_dim, causal, tmp_path):
+def test_builds_for_hopper(head_dim, causal, ordered, tmp_path):
     tile = hopper_backward_tile(head_dim)
     with compiling(HOPPER, tmp_path) as builds:
         q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
@@ -340,13 +375,13 @@ def test_builds_for_hopper(head_dim, causal, tmp_path):
         rows = torch.empty(3, 8, 1024, device="meta")
         x = Tensors(q, k, k)
         form = Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
-        plan = HopperBackward(form, x, tile)
+        plan = HopperBackward(form, x, tile, ordered=ordered)
         inputs = Inputs(q, k, k, q, rows, rows)
         plan(inputs, Extras(*[None] * 6), q, k, k, plan.new_sums(q))
     kernel, rounding = builds
     assert not kernel.unset, kernel
     assert kernel.shared <= GPUS[HOPPER].shared_limit
-    old, new = SPILLS[head_dim, causal]
+    old, new = (SPILLS_IN_ORDER if ordered else SPILLS)[head_dim, causal]
     assert kernel.spilled <= (old if IS_OLD else new), kernel
     assert rounding.spilled == 0
     sass = kernel.sass
@@ -422,9 +457,9 @@ def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
 # ---- numbers
 
 
-def check(case, tile=None):
+def check(case, tile=None, *, ordered=False):
     """Hold the gradients to the budget of the package."""
-    got = run(case, hopper(case, tile))
+    got = run(case, hopper(case, tile, ordered=ordered))
     oracle = run_oracle(case)
     eager = run_eager(case, oracle)
     for name in ("dq", "dk", "dv"):
@@ -492,6 +527,59 @@ def drawn(case):
 def test_gradients_of_values_that_have_their_own_head_dim(head_dim, head_dim_v, lengths, device):
     shape = Shape(2, *lengths, 4, 2, head_dim, head_dim_v)
     check(make_case(shape, torch.bfloat16, device, ("causal",)))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    "features", [(), ("causal",), ("window",), ("window_left",), ("softcap",)], ids=str
+)
+@pytest.mark.parametrize("lengths", SHAPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_gradients_in_order(head_dim, lengths, features, device):
+    shape = Shape(2, *lengths, 4, 2, head_dim)
+    check(make_case(shape, torch.bfloat16, device, features), ordered=True)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("features", [(), ("causal",), ("window",)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_packed_gradients_in_order(head_dim, features, device):
+    shape = Packed((128, 1, 300, 0, 700), (128, 1, 333, 9, 600), 4, 2, head_dim, padding=40)
+    check(make_packed(shape, torch.bfloat16, device, features), ordered=True)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("features", [(), ("causal",), ("window_left",)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_gradients_in_order_repeat_bit_for_bit(head_dim, features, device):
+    """Of more programs than run together, beside work of another stream."""
+    shape = Shape(3, 3000, 3000, 16, 8, head_dim)
+    case = make_case(shape, torch.bfloat16, device, features)
+    case = case.with_options(deterministic=True)
+    first = run(case)
+    other = torch.cuda.Stream()
+    square = torch.ones(2048, 2048, dtype=torch.bfloat16, device=device)
+    for i in range(20):
+        with torch.cuda.stream(other):
+            for _ in range(4 * (i % 5)):
+                torch.mm(square, square)
+        assert_same(run(case), first)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_bits_in_order_are_those_of_a_sequence_alone(head_dim, device):
+    case = make_case(Shape(6, 700, 900, 8, 4, head_dim), torch.bfloat16, device, ("causal",))
+    got, alone = (_ordered(case, slice(b, e)) for b, e in ((0, 6), (4, 5)))
+    assert_same({name: t[4:5] for name, t in got.items()}, alone)
+
+
+def _ordered(case, sequences):
+    """Return the gradients of the squares of the output."""
+    leaves = {name: t[sequences].requires_grad_() for name, t in case.inputs.items()}
+    out, _ = case.with_inputs(**leaves).with_options(deterministic=True)()
+    found = torch.autograd.grad(out.float().square().sum(), list(leaves.values()))
+    return dict(zip(leaves, found, strict=True))
 
 
 @pytest.mark.device

@@ -44,9 +44,9 @@ def _kernels_of(platform: Platform) -> str:
     if not (platform.is_hopper and HOPPER and has_gluon()):
         return "every feature runs on the portable Triton kernels"
     return (
-        "fp16, bf16 and FP8 run on the Gluon kernels for Hopper, but for bias, the gradients of "
-        "dropout,\nsmall heads and (in FP8) wide ones; those and the rest on the portable Triton "
-        "kernels, whose tiles\nfollow"
+        "fp16, bf16 and FP8 run on the Gluon kernels for Hopper, but for head dims to 32, (in FP8) "
+        "above 128,\nsome biases and (with deterministic) the gradients over trees; those and the "
+        "rest on the portable\nTriton kernels, whose tiles follow"
     )
 
 

@@ -269,14 +269,10 @@ def _fits_fp8_on_hopper(x: Tensors, out_dtype: torch.dtype) -> bool:
     )
 
 
-def takes_hopper_backward(x: Tensors, options: Options, deterministic: bool) -> bool:
-    """Say whether the backward kernel for Hopper serves a call; the portable ones have the rest.
-
-    It adds to dq in no fixed order; dk and dv repeat bit for bit.
-    """
+def takes_hopper_backward(x: Tensors, options: Options) -> bool:
+    """Say whether the backward kernel for Hopper serves a call; the portable ones have the rest."""
     return (
-        not deterministic
-        and _takes_hopper(x, options)
+        _takes_hopper(x, options)
         and min(x.q.shape[-1], x.v.shape[-1]) > 32
         and (x.bias is None or _has_tiles(x.bias, options))
     )

@@ -221,10 +221,10 @@ class BackwardPlan:
         self._query_gradient = QueryGradient(form, x.bias is not None)
         self._bias_gradient = None if x.bias is None else BiasGradient(form)
         self._hopper = None
-        if takes_hopper_backward(x, form.options, deterministic):
+        if takes_hopper_backward(x, form.options):
             from .hopper.plans import HopperBackward
 
-            self._hopper = HopperBackward(form, x)
+            self._hopper = HopperBackward(form, x, ordered=deterministic)
 
     def __call__(
         self,

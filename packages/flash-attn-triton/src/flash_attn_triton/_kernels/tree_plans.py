@@ -105,7 +105,7 @@ class TreePlan:
 
             self._hopper_forward = HopperTreeForward(form, x)
         self._hopper_gradients = None
-        if takes_hopper_backward(x, form.options, deterministic=False):
+        if takes_hopper_backward(x, form.options):
             from .hopper.tree_plans import HopperTreeBackward
 
             self._hopper_gradients = HopperTreeBackward(form, x)

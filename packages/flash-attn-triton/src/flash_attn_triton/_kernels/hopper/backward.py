@@ -11,6 +11,7 @@ threads. ``round_dq`` brings it into its own order.
 
 from ._linked.compat import copy_in, gl, gluon, hopper, mbarrier
 from ._linked.gradients import ROWS
+from ._linked.order import take_number
 from ._linked.pipeline import EMPTY, SEARCH_CHUNK, barrier_sync, barriers, coordinates
 from .backward_bias import await_readers, copy_bias, make_ring
 from .backward_steps import (
@@ -28,6 +29,7 @@ from .backward_structures import (
     Maps,
     Numbers,
     Options,
+    Order,
     Pipeline,
     Program,
     Tensors,
@@ -35,6 +37,7 @@ from .backward_structures import (
     Walk,
 )
 from .backward_wide import GIVEN, consume_gradients, consume_scores
+from .ordered import add_in_order, head_at, pass_turns, tile_at
 
 INF = gl.constexpr(float("inf"))
 
@@ -136,7 +139,11 @@ def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
     ``dq_at`` is the tile in the sums of dq with which those of the sequence begin.
     """
-    found = locate_keys(gl.program_id(0), tensors, numbers, OPTIONS.HAS_RIGHT, TILE.BLOCK_N)
+    pid = gl.program_id(0)
+    if OPTIONS.ORDERED:
+        pid = take_number(tensors.counters_ptr)
+    BALANCE: gl.constexpr = OPTIONS.HAS_RIGHT or OPTIONS.ORDERED
+    found = locate_keys(pid, tensors, numbers, BALANCE, TILE.BLOCK_N)
     q_start, k_start, len_q, len_k = found.q_start, found.k_start, found.len_q, found.len_k
     owner = gl.maximum(gl.minimum(found.sequence, numbers.batch - 1), 0).to(gl.int64)
     heads_q = numbers.heads_k * OPTIONS.GROUP
@@ -266,12 +273,8 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     _copy_block(maps.k_desc, pipeline.k_s, pipeline.k_full, program, OPTIONS, TILE)
     steps = walk.end - walk.begin
     for turn in range(steps * GROUP):
-        head = block.head_k * GROUP
-        tile = walk.begin + turn
-        if GROUP > 1:
-            head += turn // steps
-            tile = walk.begin + turn % steps
-        row = tile * BLOCK_M
+        head, step = head_at(turn, block.head_k, steps, OPTIONS)
+        row = tile_at(step, walk.begin, walk.end, OPTIONS) * BLOCK_M
         inside = row + index < block.len_q
         rows_at = block.row_at + head.to(gl.int64) * block.row_pitch + row
         # beyond the end an exponential is 0, as it is in a row that sees no key
@@ -323,6 +326,7 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, bias_desc, ds_desc, sums,
     lse2_ptr, delta_ptr,
     alibi_slopes_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
+    counters_ptr,
     scale, softcap, window_left, window_right,
     batch, heads_k, tokens_q, tokens_k, tiles, tiles_q, span,
     keep_scale, dropout_threshold, stride_alibi_b,
@@ -330,6 +334,7 @@ def backward_kernel(
     HAS_SOFTCAP: gl.constexpr, RAGGED: gl.constexpr,
     APART_Q: gl.constexpr, APART_K: gl.constexpr,
     BIAS_BATCH: gl.constexpr, BIAS_HEADS: gl.constexpr, BIAS_ROWS: gl.constexpr,
+    ORDERED: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, QUARTERS: gl.constexpr, QUARTERS_V: gl.constexpr,
     STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr, STAGES_B: gl.constexpr,
@@ -354,6 +359,7 @@ def backward_kernel(
         BIAS_BATCH,
         BIAS_HEADS,
         BIAS_ROWS,
+        ORDERED,
     )
     TILE: gl.constexpr = Tile(
         BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O, STAGES_B
@@ -367,6 +373,7 @@ def backward_kernel(
         cu_seqlens_q_ptr,
         cu_seqlens_k_ptr,
         seqused_k_ptr,
+        counters_ptr,
     )
     numbers = Numbers(
         scale,
@@ -390,40 +397,69 @@ def backward_kernel(
     if bias_desc is not None:
         bias = make_ring(bias_desc, OPTIONS, TILE)
     BARRIERS: gl.constexpr = EMPTY + STAGES_Q + STAGES_O + STAGES_B
+    order = None
+    if ORDERED:
+        order = Order(counters_ptr + (1 + 2 * dq_at), barriers(2, 1), barriers(2, 1))
     if BLOCK_N == ROWS:
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
         p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
-        dq_ptr = sums + dq_at * (BLOCK_M * HEAD_DIM)
-        dq_pitch = tiles_q.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+        at = sums + dq_at * (BLOCK_M * HEAD_DIM)
+        pitch = tiles_q.to(gl.int64) * (BLOCK_M * HEAD_DIM)
         program = Program(
-            maps, pipeline, None, p_s, bias, dq_ptr, tensors, numbers, block, dq_pitch, walk, None
+            maps, pipeline, None, p_s, bias, at, tensors, numbers, block, pitch, walk, None, order
         )
-        gl.warp_specialize(
-            [
-                (consume_scores, (program, OPTIONS, TILE)),
-                (consume_gradients, (program, OPTIONS, TILE)),
-                (produce, (program, OPTIONS, TILE)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+        if ORDERED:
+            gl.warp_specialize(
+                [
+                    (consume_scores, (program, OPTIONS, TILE)),
+                    (consume_gradients, (program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
+                    (pass_turns, (0, program, OPTIONS, TILE)),
+                    (pass_turns, (1, program, OPTIONS, TILE)),
+                ],
+                [4, 1, 1, 1],
+                [240, 24, 24, 24],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consume_scores, (program, OPTIONS, TILE)),
+                    (consume_gradients, (program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
+                ],
+                [4, 1],
+                [240, 24],
+            )
     else:
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
         SIZE: gl.constexpr = BLOCK_M * HEAD_DIM // 64
         dq_s = gl.allocate_shared_memory(gl.float32, [2, SIZE, 32], sums.layout)
         # in rows of the map
-        dq_row = (dq_at * (BLOCK_M * HEAD_DIM // 32)).to(gl.int32)
-        dq_pitch = tiles_q * (BLOCK_M * HEAD_DIM // 32)
+        at = (dq_at * (BLOCK_M * HEAD_DIM // 32)).to(gl.int32)
+        pitch = tiles_q * (BLOCK_M * HEAD_DIM // 32)
         program = Program(
-            maps, pipeline, dq_s, None, bias, dq_row, tensors, numbers, block, dq_pitch, walk, None
+            maps, pipeline, dq_s, None, bias, at, tensors, numbers, block, pitch, walk, None, order
         )
-        gl.warp_specialize(
-            [
-                (consume, (0, program, OPTIONS, TILE)),
-                (consume, (1, program, OPTIONS, TILE)),
-                (produce, (program, OPTIONS, TILE)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+        if ORDERED:
+            gl.warp_specialize(
+                [
+                    (consume, (0, program, OPTIONS, TILE)),
+                    (consume, (1, program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
+                    (add_in_order, (0, program, OPTIONS, TILE)),
+                    (add_in_order, (1, program, OPTIONS, TILE)),
+                ],
+                [4, 1, 1, 1],
+                [240, 24, 24, 24],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (consume, (0, program, OPTIONS, TILE)),
+                    (consume, (1, program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
+                ],
+                [4, 1],
+                [240, 24],
+            )

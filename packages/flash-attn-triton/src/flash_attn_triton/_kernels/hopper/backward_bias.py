@@ -10,6 +10,7 @@ from ._linked.compat import copy_in, copy_out, gl, gluon, hopper, mbarrier
 from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, LOG2E, barrier_arrive, barrier_sync, barriers
 from .backward_structures import BiasRing
+from .ordered import head_at, tile_at
 
 INF = gl.constexpr(float("inf"))
 
@@ -95,11 +96,8 @@ def keep_gradient(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: g
     """
     if program.maps.ds_desc is not None:
         walk, numbers = program.walk, program.numbers
-        head = program.block.head_k * OPTIONS.GROUP
-        tile = walk.begin + turn
-        if OPTIONS.GROUP > 1:
-            head += turn // (walk.end - walk.begin)
-            tile = walk.begin + turn % (walk.end - walk.begin)
+        head, step = head_at(turn, program.block.head_k, walk.end - walk.begin, OPTIONS)
+        tile = tile_at(step, walk.begin, walk.end, OPTIONS)
         plane = program.block.sequence * (numbers.heads_k * OPTIONS.GROUP) + head
         keys = plane * (numbers.tiles * 2) + program.block.first_key // ROWS + W
         row = (keys * numbers.tiles_q + tile) * ROWS

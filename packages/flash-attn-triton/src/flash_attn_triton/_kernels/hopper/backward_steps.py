@@ -15,6 +15,7 @@ from ._linked.softmax import tanh
 from .backward_bias import keep_gradient, less_bias
 from .backward_structures import Carried, Head
 from .dropout import dropout_key, gradient_of_kept, negate_dropped, round_kept
+from .ordered import hand_over, tile_at
 from .places import DQ_TILE, FIRST_ROW, place_of
 
 # threads that meet where a stage is empty: two warpgroups and the producer's warp
@@ -100,6 +101,16 @@ def head_of(member, dq_at, program, OPTIONS: gl.constexpr):
         plane = block.sequence * (numbers.heads_k * OPTIONS.GROUP) + head
         dropout = dropout_key(program.tensors.rng_state_ptr, plane)
     return Head(dq_at, slope, dropout)
+
+
+@gluon.jit
+def head_now(step, head, program, OPTIONS: gl.constexpr):
+    """Return the ``Head`` of a step of a walk that began with ``head``; see ``head_at``."""
+    if OPTIONS.ORDERED and OPTIONS.GROUP > 1:
+        now = head_of(step % OPTIONS.GROUP, head.dq_at, program, OPTIONS)
+    else:
+        now = head
+    return now
 
 
 @gluon.jit
@@ -213,6 +224,18 @@ def multiply_dq(pipeline, turn, none, W: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
+def _pass_on(dq, row, step, W: gl.constexpr, program, OPTIONS: gl.constexpr):
+    """Add ``W``'s half of dq to the sums at ``row``, or give it to the warp that does."""
+    if OPTIONS.ORDERED:
+        if program.maps.ds_desc is not None:
+            # for ``keep_gradient``: ``send`` waits for all stores
+            tma.store_wait(0)
+        hand_over(dq, step, program, W)
+    else:
+        send(program.maps.sums, row, program.dq_s.index(W), dq)
+
+
+@gluon.jit
 def walk_tiles(
     carried,
     first_tile,
@@ -234,6 +257,8 @@ def walk_tiles(
     dtype: gl.constexpr = pipeline.q_s.dtype
     total = count_turns(program.walk, OPTIONS)
     tiles = end_tile - first_tile
+    if OPTIONS.ORDERED:
+        tiles *= OPTIONS.GROUP
     dk, dv, s, last, turn = carried.dk, carried.dv, carried.s, carried.last, carried.turn
     row = head.dq_at + first_tile * ROWS_DQ
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
@@ -252,13 +277,14 @@ def walk_tiles(
         dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         first_key = block.first_key + W * ROWS
-        first_row = (first_tile + step) * BLOCK_M + block.diagonal
+        first_row = tile_at(step, first_tile, end_tile, OPTIONS) * BLOCK_M + block.diagonal
         if program.places_s is not None:
             first_row = place_of(program.places_s, stage, FIRST_ROW)
             row = head.dq_at + place_of(program.places_s, stage, DQ_TILE) * ROWS_DQ
         shift = less_bias(lse2, turn, W, program, S, OPTIONS, TILE)
+        now = head_now(step, head, program, OPTIONS)
         # [ROWS, BLOCK_M]
-        p, weight = probabilities(s, shift, first_key, first_row, head, MASKED, program, OPTIONS)
+        p, weight = probabilities(s, shift, first_key, first_row, now, MASKED, program, OPTIONS)
         p = rounded(p, program, dtype)
         p = gl.convert_layout(p, gl.DotOperandLayout(0, dv.type.layout, 2))
         dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)  # [ROWS, HEAD_DIM_V]
@@ -285,7 +311,7 @@ def walk_tiles(
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_M]
         dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
         if turn > 1:
-            send(program.maps.sums, last, program.dq_s.index(W), dq)
+            _pass_on(dq, last, turn, W, program, OPTIONS)
         last = row
         row += ROWS_DQ
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
@@ -320,7 +346,7 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
     dq = multiply_dq(pipeline, carried.turn + 1, 0, W, TILE)
     dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
     if count_turns(program.walk, OPTIONS) > 0:
-        send(maps.sums, carried.last, program.dq_s.index(W), dq)
+        _pass_on(dq, carried.last, carried.turn + 1, W, program, OPTIONS)
     where = gradient_coordinates(block.first_key + W * ROWS, program, OPTIONS)
     # its values no warpgroup shares; its keys the other one may still be multiplying
     dv = carried.dv
@@ -342,6 +368,10 @@ def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr)
     ALIBI_AHEAD: gl.constexpr = (
         program.tensors.alibi_slopes_ptr is not None and not OPTIONS.HAS_RIGHT
     )
+    WALKS: gl.constexpr = 1 if OPTIONS.ORDERED else OPTIONS.GROUP
+    FIRST: gl.constexpr = 3 if OPTIONS.ORDERED else 0
+    LAST: gl.constexpr = -1 if OPTIONS.ORDERED else 4
+    BY: gl.constexpr = -1 if OPTIONS.ORDERED else 1
     walk = program.walk
     dk = gl.zeros([ROWS, TILE.HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
     dv = gl.zeros([ROWS, TILE.HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
@@ -354,17 +384,13 @@ def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr)
     carried = Carried(dk, dv, s, turn, dq_row)
     # dq is one step behind
     say_made(turn + 1, W)
-    for member in range(OPTIONS.GROUP):
+    for member in range(WALKS):
         head = head_of(member, dq_row, program, OPTIONS)
-        first = walk.begin
-        if ALIBI_AHEAD:
-            first = walk.cross
-            carried = walk_tiles(carried, walk.begin, first, head, W, False, program, OPTIONS, TILE)
-        carried = walk_tiles(carried, first, walk.whole, head, W, True, program, OPTIONS, TILE)
-        carried = walk_tiles(carried, walk.whole, walk.part, head, W, False, program, OPTIONS, TILE)
-        if OPTIONS.HAS_LEFT:
-            carried = walk_tiles(
-                carried, walk.part, walk.end, head, W, True, program, OPTIONS, TILE
-            )
+        # the parts of ``Walk``, of which every second one needs a mask
+        for i in gl.static_range(FIRST, LAST, BY):
+            if (i > 0 or ALIBI_AHEAD) and (i < 3 or OPTIONS.HAS_LEFT):
+                carried = walk_tiles(
+                    carried, walk[i], walk[i + 1], head, W, i % 2 == 1, program, OPTIONS, TILE
+                )
         dq_row += program.dq_pitch
     _finish(carried, W, program, OPTIONS, TILE)

@@ -35,6 +35,9 @@ class Tensors(NamedTuple):
     cu_seqlens_q_ptr: Any  # None, or [batch + 1]
     cu_seqlens_k_ptr: Any
     seqused_k_ptr: Any  # None, or [batch]
+    # where ``ORDERED``: how many programs have begun, then how often each half of a tile of dq was
+    # added to; 0 before the launch
+    counters_ptr: Any
 
 
 class Numbers(NamedTuple):
@@ -69,6 +72,7 @@ class Options(NamedTuple):
     BIAS_BATCH: Any  # which dimensions of a bias are not broadcast
     BIAS_HEADS: Any
     BIAS_ROWS: Any
+    ORDERED: Any  # dq repeats bit for bit; see ``ordered``
 
 
 class Tile(NamedTuple):
@@ -116,7 +120,7 @@ class Block(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The tiles of queries that see a block of keys."""
+    """The tiles of queries that see a block of keys: four parts, from each field to the next."""
 
     begin: Any  # from here up to ``end`` they see some key of it
     cross: Any  # from here up to ``whole`` a mask is needed, or keys on either side are faced
@@ -151,6 +155,14 @@ class BiasRing(NamedTuple):
     full: Any
 
 
+class Order(NamedTuple):
+    """What the warps that add to dq in order share with the warpgroups that compute it."""
+
+    counters_ptr: Any  # one for each half of a tile of dq; see ``order`` (linked)
+    full: Any  # of ``dq_s``, one for each half
+    empty: Any
+
+
 class Program(NamedTuple):
     """What the roles of a warp-specialised program share.
 
@@ -171,6 +183,7 @@ class Program(NamedTuple):
     # None, or [2 * STAGES_Q, 1]: where each tile of queries lies, if only the producer knows; then
     # the walk counts tiles of all heads
     places_s: Any
+    order: Any  # None, or an ``Order``
 
 
 class Head(NamedTuple):

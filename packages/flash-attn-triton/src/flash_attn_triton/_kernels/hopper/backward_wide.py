@@ -15,12 +15,14 @@ from .backward_steps import (
     accumulator,
     count_turns,
     gradient_coordinates,
+    head_now,
     head_of,
     probabilities,
     rounded,
     scale_of,
     score_gradient,
 )
+from .ordered import begin_turn, say_added, tile_at
 from .places import DQ_TILE, FIRST_ROW, place_of
 
 # named barriers, one for either buffer: probabilities, and their gradients, are there
@@ -38,6 +40,18 @@ def _inner(a, b, start, QUARTERS: gl.constexpr, use_acc: gl.constexpr):
     s = hopper.warpgroup_mma(a.slice(0, 2 * WIDTH, 1), b_t, start, use_acc=use_acc, is_async=True)
     b_t = b.slice(2 * WIDTH, WIDTH, 1).permute((1, 0))
     return hopper.warpgroup_mma(a.slice(2 * WIDTH, WIDTH, 1), b_t, s, is_async=True)
+
+
+@gluon.jit
+def _part_at(dq_ptr, turn, tile, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return where a step's part of dq belongs.
+
+    ``dq_ptr`` says so itself, or if additions are ordered where the sums of the group begin.
+    """
+    if OPTIONS.ORDERED:
+        member = turn % OPTIONS.GROUP
+        dq_ptr += member * program.dq_pitch + tile.to(gl.int64) * (TILE.BLOCK_M * TILE.HEAD_DIM)
+    return dq_ptr
 
 
 @gluon.jit
@@ -67,7 +81,11 @@ def _walk_scores(
     dtype: gl.constexpr = pipeline.q_s.dtype
     total = count_turns(program.walk, OPTIONS)
     tiles = end_tile - first_tile
-    dq_ptr = head.dq_at + first_tile.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+    dq_ptr = head.dq_at
+    if OPTIONS.ORDERED:
+        tiles *= OPTIONS.GROUP
+    else:
+        dq_ptr += first_tile.to(gl.int64) * (BLOCK_M * HEAD_DIM)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     zeros_q = gl.zeros([BLOCK_M, WIDTH], gl.float32, accumulator(WIDTH))  # [BLOCK_M, WIDTH]
     for step in range(tiles):
@@ -79,15 +97,17 @@ def _walk_scores(
         buffer = turn % 2
         dout = pipeline.dout_s.index(stage_o).reshape([BLOCK_M, TILE.HEAD_DIM_V])
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
-        first_row = (first_tile + step) * BLOCK_M + block.diagonal
+        tile = tile_at(step, first_tile, end_tile, OPTIONS)
+        first_row = tile * BLOCK_M + block.diagonal
         if program.places_s is not None:
             first_row = place_of(program.places_s, stage, FIRST_ROW)
             place = place_of(program.places_s, stage, DQ_TILE)
             dq_ptr = head.dq_at + place.to(gl.int64) * (BLOCK_M * HEAD_DIM)
         shift = less_bias(lse2, turn, 0, program, S, OPTIONS, TILE)
+        now = head_now(step, head, program, OPTIONS)
         # [ROWS, BLOCK_M]
         p, weight = probabilities(
-            s, shift, block.first_key, first_row, head, MASKED, program, OPTIONS
+            s, shift, block.first_key, first_row, now, MASKED, program, OPTIONS
         )
         program.p_s.index(buffer).store(weight.to(dtype))
         hopper.fence_async_shared()
@@ -108,7 +128,9 @@ def _walk_scores(
             ds_t, k.slice(WIDTH, WIDTH, 1), zeros_q, use_acc=False, is_async=True
         )
         dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
-        add_to_memory(dq_ptr, dq)
+        begin_turn(turn, program, 0, OPTIONS)
+        part_ptr = _part_at(dq_ptr, turn, tile, program, OPTIONS, TILE)
+        add_to_memory(part_ptr, dq)
         turn += 1
         following = turn % STAGES_Q
         # behind the last tile: scores of whatever lies there, which nobody reads
@@ -116,8 +138,10 @@ def _walk_scores(
         q = pipeline.q_s.index(following).reshape([BLOCK_M, HEAD_DIM])
         s = _inner(k, q, zeros, TILE.QUARTERS, False)  # [ROWS, BLOCK_M]
         more = hopper.warpgroup_mma_wait(5 - TILE.QUARTERS, deps=(more,))
-        add_to_memory(dq_ptr + BLOCK_M * WIDTH, more)
-        dq_ptr += BLOCK_M * HEAD_DIM
+        add_to_memory(part_ptr + BLOCK_M * WIDTH, more)
+        say_added(program, 0, OPTIONS)
+        if not OPTIONS.ORDERED:
+            dq_ptr += BLOCK_M * HEAD_DIM
         # in flight over the loop's back edge, it would keep ptxas from overlapping anything
         s = hopper.warpgroup_mma_wait(0, deps=(s,))
     return dv, s, turn
@@ -131,6 +155,10 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     ALIBI_AHEAD: gl.constexpr = (
         program.tensors.alibi_slopes_ptr is not None and not OPTIONS.HAS_RIGHT
     )
+    WALKS: gl.constexpr = 1 if OPTIONS.ORDERED else OPTIONS.GROUP
+    FIRST: gl.constexpr = 3 if OPTIONS.ORDERED else 0
+    LAST: gl.constexpr = -1 if OPTIONS.ORDERED else 4
+    BY: gl.constexpr = -1 if OPTIONS.ORDERED else 1
     dq_ptr = program.dq_at
     total = count_turns(walk, OPTIONS)
     # [ROWS, HEAD_DIM_V]
@@ -146,24 +174,14 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     turn = 0
     first_head = block.head_k.to(gl.int64) * OPTIONS.GROUP
     dq_ptr += first_head * program.dq_pitch
-    for member in range(OPTIONS.GROUP):
+    for member in range(WALKS):
         head = head_of(member, dq_ptr, program, OPTIONS)
-        first = walk.begin
-        if ALIBI_AHEAD:
-            first = walk.cross
-            dv, s, turn = _walk_scores(
-                dv, s, turn, walk.begin, first, head, False, program, OPTIONS, TILE
-            )
-        dv, s, turn = _walk_scores(
-            dv, s, turn, first, walk.whole, head, True, program, OPTIONS, TILE
-        )
-        dv, s, turn = _walk_scores(
-            dv, s, turn, walk.whole, walk.part, head, False, program, OPTIONS, TILE
-        )
-        if OPTIONS.HAS_LEFT:
-            dv, s, turn = _walk_scores(
-                dv, s, turn, walk.part, walk.end, head, True, program, OPTIONS, TILE
-            )
+        # the parts of ``Walk``, of which every second one needs a mask
+        for i in gl.static_range(FIRST, LAST, BY):
+            if (i > 0 or ALIBI_AHEAD) and (i < 3 or OPTIONS.HAS_LEFT):
+                dv, s, turn = _walk_scores(
+                    dv, s, turn, walk[i], walk[i + 1], head, i % 2 == 1, program, OPTIONS, TILE
+                )
         dq_ptr += program.dq_pitch
     # the other warpgroup may still be multiplying the values
     barrier_sync(TURN, 256, 4)
@@ -193,8 +211,12 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     zeros_q = gl.zeros([BLOCK_M, WIDTH], gl.float32, accumulator(WIDTH))  # [BLOCK_M, WIDTH]
     first_ptr = dq_ptr
-    dq_ptr += walk.begin.to(gl.int64) * (BLOCK_M * HEAD_DIM)
-    for _step in range(walk.end - walk.begin):
+    steps = walk.end - walk.begin
+    if OPTIONS.ORDERED:
+        steps *= OPTIONS.GROUP
+    else:
+        dq_ptr += walk.begin.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+    for step in range(steps):
         none = turn >> 30
         k = pipeline.k_s.index(none).reshape([ROWS, HEAD_DIM])
         v = pipeline.v_s.index(none).reshape([ROWS, HEAD_DIM_V])
@@ -209,6 +231,8 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
         if program.places_s is not None:
             place = place_of(program.places_s, stage, DQ_TILE)
             dq_ptr = first_ptr + place.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+        tile = tile_at(step, walk.begin, walk.end, OPTIONS)
+        part_ptr = _part_at(dq_ptr, turn, tile, program, OPTIONS, TILE)
         weight = program.p_s.index(buffer).load(S)  # [ROWS, BLOCK_M]
         # [ROWS, BLOCK_M]
         ds = score_gradient(weight.to(gl.float32), dp, delta, program).to(dtype)
@@ -231,7 +255,8 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
                 ds_t, k.slice(3 * WIDTH, WIDTH, 1), zeros_q, use_acc=False, is_async=True
             )
             dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
-            add_to_memory(dq_ptr, dq)
+            begin_turn(turn, program, 1, OPTIONS)
+            add_to_memory(part_ptr, dq)
         turn += 1
         stage_o = turn % STAGES_O
         mbarrier.wait(pipeline.dout_full.index(stage_o), turn // STAGES_O & 1, pred=turn < total)
@@ -240,11 +265,14 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
         dp = _inner(v, dout, delta[None, :] - zeros, TILE.QUARTERS_V, True)  # [ROWS, BLOCK_M]
         if TILE.QUARTERS > 3:
             more = hopper.warpgroup_mma_wait(5 - TILE.QUARTERS_V, deps=(more,))
-            add_to_memory(dq_ptr + BLOCK_M * WIDTH, more)
+            add_to_memory(part_ptr + BLOCK_M * WIDTH, more)
         else:
             dq = hopper.warpgroup_mma_wait(5 - TILE.QUARTERS_V, deps=(dq,))
-            add_to_memory(dq_ptr, dq)
-        dq_ptr += BLOCK_M * HEAD_DIM
+            begin_turn(turn - 1, program, 1, OPTIONS)
+            add_to_memory(part_ptr, dq)
+        say_added(program, 1, OPTIONS)
+        if not OPTIONS.ORDERED:
+            dq_ptr += BLOCK_M * HEAD_DIM
         dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
     return dk, dp, turn
 
@@ -272,7 +300,8 @@ def consume_gradients(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     turn = 0
     first_head = block.head_k.to(gl.int64) * OPTIONS.GROUP
     dq_ptr += first_head * program.dq_pitch + BLOCK_M * HEAD_DIM // 2
-    for _member in range(OPTIONS.GROUP):
+    WALKS: gl.constexpr = 1 if OPTIONS.ORDERED else OPTIONS.GROUP
+    for _member in range(WALKS):
         dk, dp, turn = _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS, TILE)
         dq_ptr += program.dq_pitch
     # the other warpgroup may still be multiplying the keys

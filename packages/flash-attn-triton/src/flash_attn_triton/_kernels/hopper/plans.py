@@ -52,6 +52,9 @@ from .values import transpose_values
 MAX_COUNTS = 256
 # bytes that no tensor has, and whose number a tensor map holds as a stride
 MOST_BYTES = 1 << 38
+# heads that are walked together at least where additions to dq are ordered: of one head only few
+# blocks begin side by side then, each of which waits for the one before it
+ORDERED_SPAN = 16
 # registers a thread at the start of the backward
 REGISTERS = 168
 # queries, and keys, among which dropout's draws are shared
@@ -364,8 +367,17 @@ def _backward_tile(form: Form, x: Tensors) -> HopperBackwardTile:
 class HopperBackward:
     """The gradients of q, k and v of the calls of one form that ``takes_hopper_backward`` takes."""
 
-    def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile | None = None) -> None:
+    def __init__(
+        self,
+        form: Form,
+        x: Tensors,
+        tile: HopperBackwardTile | None = None,
+        *,
+        ordered: bool = False,
+    ) -> None:
+        """Take a call, and whether dq is to repeat bit for bit."""
         self._form = form
+        self._ordered = ordered
         self._tile = tile = tile or _backward_tile(form, x)
         # rows of 64 keys at a time, and all queries of a step
         keys, ragged = ROWS.value, form.is_packed
@@ -378,6 +390,7 @@ class HopperBackward:
             HAS_RIGHT=form.constants.HAS_RIGHT,
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=ragged,
+            ORDERED=ordered,
             **draws_apart(form, x),
             **dimensions_of(bias),
         )
@@ -427,16 +440,33 @@ class HopperBackward:
         """Say whether sequences fill half of a tile of queries, in the mean of a packed call.
 
         Below, most of the sums of dq, fp32 and a whole tile for each sequence and head, would be
-        padding: many times the memory of the inputs.
+        padding: many times the memory of the inputs. Where dq is to repeat, other sequences may
+        not decide, so all are served.
         """
+        if self._ordered:
+            return True
         sequences = self._form.batch if self._form.is_packed else 1
         return tokens_q >= sequences * self._tile.block_m // 2
 
     def new_sums(self, q: Tensor) -> Tensor:
-        """Return the memory in which dq is summed: tiles of queries, which are to be set to 0."""
-        form, tile = self._form, self._tile
-        slots = form.tiles(q.shape[-3], tile.block_m) * form.heads_q * form.grid_batch
-        return q.new_empty((slots, tile.block_m * form.block_d), dtype=torch.float32)
+        """Return the memory in which dq is summed: tiles of queries, which are to be set to 0.
+
+        If additions are ordered, counters follow; see ``_counters``.
+        """
+        numbers = self._tile.block_m * self._form.block_d
+        slots = self._slots(q)
+        if self._ordered:
+            slots += cdiv(1 + 2 * slots, numbers)
+        return q.new_empty((slots, numbers), dtype=torch.float32)
+
+    def _slots(self, q: Tensor) -> int:
+        """Count the tiles of queries of all heads."""
+        form = self._form
+        return form.tiles(q.shape[-3], self._tile.block_m) * form.heads_q * form.grid_batch
+
+    def _counters(self, q: Tensor, sums: Tensor) -> Tensor | None:
+        """Return the counters that follow the sums: of programs, and for each half of a tile."""
+        return sums[self._slots(q) :].view(torch.int32) if self._ordered else None
 
     def makes_dbias(self, q: Tensor, k: Tensor) -> bool:
         """Say whether ``__call__`` fills dbias."""
@@ -488,6 +518,7 @@ class HopperBackward:
             extras.cu_seqlens_q_ptr,
             extras.cu_seqlens_k_ptr,
             extras.seqused_k_ptr,
+            self._counters(q, sums),
         )
         numbers = backward_structures.Numbers(
             scalars.scale,
@@ -500,7 +531,7 @@ class HopperBackward:
             tokens_k,
             tiles_k,
             tiles_q,
-            form.span_sums(tokens_q),
+            max(form.span_sums(tokens_q), ORDERED_SPAN if self._ordered else 0),
             scalars.keep_scale,
             scalars.dropout_threshold,
             form.strides.stride_alibi_b,
@@ -510,7 +541,7 @@ class HopperBackward:
         if ds is not None:
             self._bias_sum(ds, dbias, tokens_q, tokens_k)
         self._round(
-            sums.shape[0],
+            self._slots(q),
             RoundingTensors(
                 sums,
                 dq,

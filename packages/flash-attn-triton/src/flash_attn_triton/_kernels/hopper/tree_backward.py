@@ -31,8 +31,8 @@ POINTERS = ("cu_seqlens_ptr", "parents_ptr")
 
 @gluon.constexpr_function
 def _options(group, has_softcap):
-    """Return the options of the dense consumers: causal, ragged, no dropout and no bias."""
-    return Options(group, False, True, has_softcap, True, False, False, False, False, False)
+    """Return the options of the dense consumers: causal, ragged, and nothing else."""
+    return Options(group, False, True, has_softcap, True, False, False, False, False, False, False)
 
 
 @gluon.jit
@@ -177,7 +177,7 @@ def tree_backward_kernel(
         BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O, STAGES_B
     )
     maps = Maps(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, bias_desc, ds_desc, sums)
-    tensors = Tensors(lse2_ptr, delta_ptr, None, None, cu_seqlens_ptr, cu_seqlens_ptr, None)
+    tensors = Tensors(lse2_ptr, delta_ptr, None, None, cu_seqlens_ptr, cu_seqlens_ptr, None, None)
     numbers = Numbers(
         scale,
         softcap,
@@ -205,7 +205,7 @@ def tree_backward_kernel(
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
         p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
         program = Program(
-            maps, pipeline, None, p_s, None, sums, tensors, numbers, block, 0, walk, places_s
+            maps, pipeline, None, p_s, None, sums, tensors, numbers, block, 0, walk, places_s, None
         )
         gl.warp_specialize(
             [
@@ -221,7 +221,7 @@ def tree_backward_kernel(
         SIZE: gl.constexpr = BLOCK_M * HEAD_DIM // 64
         dq_s = gl.allocate_shared_memory(gl.float32, [2, SIZE, 32], sums.layout)
         program = Program(
-            maps, pipeline, dq_s, None, None, 0, tensors, numbers, block, 0, walk, places_s
+            maps, pipeline, dq_s, None, None, 0, tensors, numbers, block, 0, walk, places_s, None
         )
         gl.warp_specialize(
             [
