@@ -1,7 +1,8 @@
 """Turns: whoever adds to the same memory does so in a fixed order, told by a counter in memory.
 
 The counter says how many have added. Whoever comes ``n``-th waits until it has reached n, adds,
-waits until the sums have arrived, and raises it by one. All functions are for a single warp.
+waits until the sums have arrived, and raises it by one. All functions are for a single warp, which
+adds here and there, and never twice with the same counter.
 
 A wait ends only if those ahead run or are done. So programs take their numbers as they begin
 (``take_number``), and a program waits for lower numbers alone: the lowest that is not done waits
@@ -47,23 +48,57 @@ def await_turn(counter, turn):
 
 
 @gluon.jit
-def end_turn(counter):
-    """Raise a counter in memory once all that the warp added by TMA has arrived there."""
+def ask(counter):
+    """Begin to read a counter; return what it says, ``[32]``, for ``pass_turn``."""
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))  # [32]
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];",
+        "=r,l",
+        [(counter + lanes * 0).to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_turn(counter, count, following, turn):
+    """Raise a counter once all that the warp added by TMA has arrived, then await the next turn.
+
+    The warp's next additions want the counter ``following`` to have reached ``turn``. It is read
+    again if it was not that far when it was asked for its ``count``. One fence releases these
+    additions and acquires what comes before the next.
+    """
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))  # [32]
     gl.inline_asm_elementwise(
         """
         {
-            .reg .pred first;
+            .reg .pred first, early;
+            .reg .b32 now;
             cp.async.bulk.wait_group 0;
             fence.proxy.async.global;
+            fence.acq_rel.gpu;
             bar.warp.sync -1;
-            setp.eq.s32 first, $2, 0;
-            @first red.release.gpu.global.add.u32 [$1], 1;
+            setp.eq.s32 first, $5, 0;
+            @first red.relaxed.gpu.global.add.u32 [$1], 1;
+            mov.b32 now, $2;
+            POLL:
+            setp.lt.s32 early, now, $4;
+            @early ld.acquire.gpu.global.b32 now, [$3];
+            @early bra POLL;
+            fence.proxy.async.global;
+            bar.warp.sync -1;
             mov.b32 $0, 0;
         }
         """,
-        "=r,l,r",
-        [(counter + lanes * 0).to(gl.int64), lanes],
+        "=r,l,r,l,r,r",
+        [
+            (counter + lanes * 0).to(gl.int64),
+            count,
+            (following + lanes * 0).to(gl.int64),
+            lanes * 0 + turn,
+            lanes,
+        ],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

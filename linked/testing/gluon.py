@@ -241,6 +241,11 @@ class Language:
             number, parties = (int(x.flatten()[0]) for x in values[-2:])
             meet = self.machine.sync if "bar.sync" in text else self.machine.arrive
             meet(number, parties, first.numel() // pack)
+        elif "ld.relaxed.gpu" in text:
+            return register(_load(first))
+        elif "ld.acquire.gpu" in text:
+            self._take_turn(text, values)
+            first = values[-1]
         elif "red.relaxed.gpu.global.add" in text:
             _add(first, values[1])
             first = values[1]
@@ -248,9 +253,6 @@ class Language:
             return _negate_four(text, *map(plain, values))
         elif text.startswith("cvt.rn.relu"):
             return register(plain(first).relu().to(options["dtype"].torch))
-        elif "ld.acquire.gpu" in text or "red.release.gpu" in text:
-            self._take_turn(text, first, values[1])
-            first = values[1]
         elif "cvt.rn.satfinite.e4m3x2.f32" in text:
             return _word_of_e4m3(values)
         elif (
@@ -262,16 +264,19 @@ class Language:
             return _arithmetic(text, *map(plain, values))
         return register(torch.zeros(first.shape, dtype=torch.int32))
 
-    def _take_turn(self, text: str, counter: Pointer, turn: Any) -> None:
-        """Find that it is one's turn, as whoever comes earlier is done, or end it."""
-        count = _load(counter)
-        if "ld.acquire.gpu" in text:
-            assert bool((count == turn).all()), "it is not one's turn"
-            return
-        if "cp.async.bulk.wait_group 0;" in text:
-            self.machine.store_wait(0, is_read=False)
-        assert not self.machine.own("landing"), "additions are not waited for"
-        _store(counter, count + 1)
+    def _take_turn(self, text: str, values: list[Any]) -> None:
+        """End one's turn at a counter, if there was one, and find that it is one's turn at another.
+
+        Whoever comes earlier is done.
+        """
+        has_turn = "red.relaxed.gpu" in text
+        count, turn = (values[1], values[3]) if has_turn else (_load(values[0]), values[1])
+        assert bool((plain(count) == plain(turn)).all()), "it is not one's turn"
+        if has_turn:
+            if "cp.async.bulk.wait_group 0;" in text:
+                self.machine.store_wait(0, is_read=False)
+            assert not self.machine.own("landing"), "additions are not waited for"
+            _store(values[0], _load(values[0]) + 1)
 
     def _machine(self, name: str) -> Callable[..., Any]:
         return lambda *arguments, **options: getattr(self.machine, name)(*arguments, **options)

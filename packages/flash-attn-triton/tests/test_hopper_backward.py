@@ -65,7 +65,7 @@ OPTIONAL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "rng_st
 SPILLS_IN_ORDER = {
     (64, False): (16, 32),
     (64, True): (8, 40),
-    (128, False): (8, 8),
+    (128, False): (8, 32),
     (128, True): (24, 24),
     (256, False): (0, 0),
     (256, True): (0, 8),

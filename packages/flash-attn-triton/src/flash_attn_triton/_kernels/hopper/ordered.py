@@ -16,7 +16,7 @@ anew with the last tile, and of the blocks that a causal mask makes shorter each
 
 from ._linked.compat import add_out, gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import in_rows
-from ._linked.order import await_turn, end_turn
+from ._linked.order import ask, await_turn, pass_turn
 
 
 @gluon.jit
@@ -72,6 +72,24 @@ def _find_tile(step, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
 
 
 @gluon.jit
+def _await_first(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Wait for the turn of the first half of dq, if there is one; return how many there are."""
+    steps = (program.walk.end - program.walk.begin) * OPTIONS.GROUP
+    if steps > 0:
+        _place, counter, turn = _find_tile(0, W, program, OPTIONS, TILE)
+        await_turn(counter, turn)
+    return steps
+
+
+@gluon.jit
+def _find_next(step, steps, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the counter and the turn of the step after this one; of the last one, its own."""
+    step = gl.minimum(step + 1, steps - 1)
+    _place, counter, turn = _find_tile(step, W, program, OPTIONS, TILE)
+    return counter, turn
+
+
+@gluon.jit
 def hand_over(values, step, program, W: gl.constexpr):
     """Give warpgroup ``W``'s half of dq to the warp that adds it; ``step`` as even or odd as its.
 
@@ -89,15 +107,18 @@ def add_in_order(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.const
     """Add warpgroup ``W``'s halves of dq to the sums in memory, each when it is its turn."""
     HALF: gl.constexpr = TILE.BLOCK_M * TILE.HEAD_DIM // 64  # in rows of the map
     order = program.order
-    for step in range((program.walk.end - program.walk.begin) * OPTIONS.GROUP):
-        place, counter, turn = _find_tile(step, W, program, OPTIONS, TILE)
-        await_turn(counter, turn)
+    steps = _await_first(W, program, OPTIONS, TILE)
+    for step in range(steps):
+        place, counter, _turn = _find_tile(step, W, program, OPTIONS, TILE)
         mbarrier.wait(order.full.index(W), step & 1)
         row = program.dq_at + (2 * place + W) * HALF
         add_out(program.maps.sums, [row, 0], program.dq_s.index(W))
+        following, turn = _find_next(step, steps, W, program, OPTIONS, TILE)
+        # while the additions travel
+        count = ask(following)
         tma.store_wait(0)
         mbarrier.arrive(order.empty.index(W), count=1)
-        end_turn(counter)
+        pass_turn(counter, count, following, turn)
 
 
 @gluon.jit
@@ -121,9 +142,10 @@ def pass_turns(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constex
     There its threads add. ``empty`` says that they may, and ``full`` that they have.
     """
     order = program.order
-    for step in range((program.walk.end - program.walk.begin) * OPTIONS.GROUP):
-        _place, counter, turn = _find_tile(step, W, program, OPTIONS, TILE)
-        await_turn(counter, turn)
+    steps = _await_first(W, program, OPTIONS, TILE)
+    for step in range(steps):
+        _place, counter, _turn = _find_tile(step, W, program, OPTIONS, TILE)
         mbarrier.arrive(order.empty.index(W), count=1)
+        following, turn = _find_next(step, steps, W, program, OPTIONS, TILE)
         mbarrier.wait(order.full.index(W), step & 1)
-        end_turn(counter)
+        pass_turn(counter, ask(following), following, turn)
