@@ -53,8 +53,9 @@ MAX_COUNTS = 256
 # bytes that no tensor has, and whose number a tensor map holds as a stride
 MOST_BYTES = 1 << 38
 # heads that are walked together at least where additions to dq are ordered: of one head only few
-# blocks begin side by side then, each of which waits for the one before it
-ORDERED_SPAN = 16
+# blocks begin side by side then, each of which waits for the one before it. With more heads, fewer
+# blocks share what the second-level cache holds
+ORDERED_SPAN = 32
 # registers a thread at the start of the backward
 REGISTERS = 168
 # queries, and keys, among which dropout's draws are shared
