@@ -67,7 +67,6 @@ def serve_gradients(monkeypatch):
     real = hopper_plans.tree_backward_kernel
     monkeypatch.setattr(_tree_ops, "_forward_triton", eager)
     monkeypatch.setattr(tree_plans, "takes_hopper_backward", lambda *_, **__: True)
-    monkeypatch.setattr(hopper_plans.HopperTreeBackward, "is_worth_it", lambda *_: True)
     kernels = []
 
     def serve(tile, reverse=True):
@@ -157,19 +156,6 @@ def test_backward_reads_nothing_of_others(tile, serve_gradients):
     for name in ("dk", "dv"):
         assert torch.equal(got[name][:90], want[name][:90]), name
     assert (got["dq"][:90] - want["dq"][:90]).norm() <= 2.0**-8 * want["dq"].norm()
-
-
-def test_short_segments_take_the_portable_backward(serve_gradients, monkeypatch):
-    """The sums of dq would be padding for the most part."""
-    from flash_attn_triton._kernels.hopper.tree_plans import HopperTreeBackward
-
-    kernel = serve_gradients(KINDS["columns"])
-    monkeypatch.undo()
-    plan = object.__new__(HopperTreeBackward)
-    plan._tile, plan._form = KINDS["columns"], type("Form", (), {"batch": 4})
-    assert plan.is_worth_it(128)
-    assert not plan.is_worth_it(127)
-    kernel.launches = 1
 
 
 def far_below_zero(case: Case) -> Case:

@@ -133,8 +133,6 @@ class TreePlan:
         lse = lse.contiguous()
         # the kernel for Hopper adds to dq in no fixed order
         hopper = None if deterministic else self._hopper_gradients
-        if hopper is not None and not hopper.is_worth_it(x.q.shape[0]):
-            hopper = None
         sums = None if hopper is None else hopper.new_sums(x.q)
         delta, lse2 = self._row_numbers(out, dout, dlse, lse, sums)
         inputs = structures.Inputs(*x[:3], dout, lse2, delta)

@@ -438,16 +438,12 @@ class HopperBackward:
         self._map_sums = None if tile.block_n == keys else SumsForm(rows)
 
     def is_worth_it(self, tokens_q: int) -> bool:
-        """Say whether sequences fill half of a tile of queries, in the mean of a packed call.
+        """Say whether a sequence of fixed length fills half of a tile of queries.
 
-        Below, most of the sums of dq, fp32 and a whole tile for each sequence and head, would be
-        padding: many times the memory of the inputs. Where dq is to repeat, other sequences may
-        not decide, so all are served.
+        Below, most of a tile and of its sums of dq, in fp32, would be padding. Packed sequences are
+        all served: how long the others of a batch are may not decide.
         """
-        if self._ordered:
-            return True
-        sequences = self._form.batch if self._form.is_packed else 1
-        return tokens_q >= sequences * self._tile.block_m // 2
+        return self._form.is_packed or tokens_q >= self._tile.block_m // 2
 
     def new_sums(self, q: Tensor) -> Tensor:
         """Return the memory in which dq is summed: tiles of queries, which are to be set to 0.

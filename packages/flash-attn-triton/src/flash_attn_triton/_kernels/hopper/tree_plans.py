@@ -152,14 +152,6 @@ class HopperTreeBackward:
         rows = tile.block_m * form.block_d // 64
         self._map_sums = None if tile.block_n == keys else SumsForm(rows)
 
-    def is_worth_it(self, tokens: int) -> bool:
-        """Say whether segments fill half of a tile of queries in the mean.
-
-        Below, most of the sums of dq, fp32 and a whole tile for each segment and head, would be
-        padding: many times the memory of the inputs.
-        """
-        return tokens >= self._form.batch * self._tile.block_m // 2
-
     def new_sums(self, q: Tensor) -> Tensor:
         """Return the memory in which dq is summed: tiles of queries, which are to be set to 0."""
         form, tile = self._form, self._tile
