@@ -163,7 +163,8 @@ def test_passes_opcheck(kind, device):
     starts = torch.tensor([0, 3], dtype=torch.int32, device=device)
     lengths = torch.tensor([7], dtype=torch.int32, device=device)
     arguments = (q, k_cache, v_cache, None, None, table, starts, lengths, *[None] * 5, *scales)
-    arguments += (None, None, out, None, 3, 7, 0.2, -1, 0, 0.0, 0, False, False, False, True, False)
+    arguments += (None, None, None, out, None, 3, 7, 0.2, -1, 0, 0.0, 0)
+    arguments += (False, False, False, True, False)
     opcheck(_ops.attention, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
