@@ -81,9 +81,6 @@ def test_strides_do_not_change_a_bit(launched, device):
     assert len(launched) == 2
 
 
-# bytes that may be spilled, around walks of a few steps
-SPILLS = {64: 0, 128: 96}
-
 # ---- which calls
 
 
@@ -100,7 +97,7 @@ def test_which_calls_it_serves():
         assert not served((3, 129, 8, 64))
         assert not served(size_k=(3, 129, 2, 64))
         assert not served(dtype=torch.float32)
-        assert not served((3, 128, 8, 192), (3, 128, 2, 192))
+        assert not served((3, 128, 8, 72), (3, 128, 2, 72))
         assert not served((0, 128, 8, 64), (0, 128, 2, 64))
         sinks = torch.empty(8, device="meta")
         assert not served(sinks=sinks)
@@ -111,7 +108,7 @@ def test_which_calls_it_serves():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64])
 def test_builds_for_hopper(head_dim, tmp_path):
     from flash_attn_triton._kernels.plans import launch_backward
 
@@ -125,4 +122,4 @@ def test_builds_for_hopper(head_dim, tmp_path):
     assert build.kernel == "_short_kernel"
     assert build.shared <= GPUS[gpu].shared_limit
     assert not build.unset
-    assert build.spilled <= SPILLS[head_dim]
+    assert not build.spilled

@@ -154,10 +154,7 @@ _BACKWARD_DQ: Table[Tile] = {
 # walks are too short to pipeline
 _BACKWARD_SHORT: Table[Tile] = {
     "cpu": _INTERPRETED,
-    "hopper": (
-        (64, Tile(64, 64, 4, 1)),
-        (128, Tile(64, 64, 8, 1)),
-    ),
+    "hopper": ((64, Tile(64, 64, 4, 1)),),
 }
 
 
@@ -278,8 +275,10 @@ def takes_hopper_backward(x: Tensors, options: Options) -> bool:
     )
 
 
-# tokens, of queries and of keys, up to which one launch makes all gradients
+# tokens, of queries and of keys, and head dimension, up to which one launch makes all gradients:
+# beyond, large batches take longer than by the kernels for Hopper
 SHORT = 128
+SHORT_HEAD_DIM = 64
 
 
 def takes_short_backward(x: Tensors, out_dtype: torch.dtype) -> bool:
@@ -291,7 +290,7 @@ def takes_short_backward(x: Tensors, out_dtype: torch.dtype) -> bool:
         and x.q.dtype in HALF
         and out_dtype == x.q.dtype
         and max(x.q.shape[1], x.k.shape[1]) <= SHORT
-        and max(x.q.shape[-1], x.v.shape[-1]) <= 128
+        and max(x.q.shape[-1], x.v.shape[-1]) <= SHORT_HEAD_DIM
         and all(t.numel() > 0 for t in x[:3])
     )
 
