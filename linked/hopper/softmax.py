@@ -62,7 +62,7 @@ def row_sums(e):
 
 
 @gluon.jit
-def start_softmax(s, factor, FLOOR: gl.constexpr = NEG_INF):
+def start_softmax(s, factor, FLOOR: gl.constexpr):
     """Return maxima, partial sums and exponentials of the first tile of keys.
 
     A row whose maximum, to base 2, is no more than ``FLOOR`` sees none of them.

@@ -243,7 +243,7 @@ def test_more_tokens_than_bits():
     problem = Problem(((65, 70),), 2, 1, 16)
     case = make_case(problem, torch.float32, "cpu").with_options(max_seqlen_q=64)
     rows = torch.ones(65, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] must be at most 64, the bits of tree"):
+    with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] must be at most max_seqlen_q, 64"):
         case(tree_mask=rows)
     for _ in range(2):  # of a form that is known, too
         with pytest.raises(ValueError, match="max_seqlen_q must be at most 64, the bits of tree_m"):

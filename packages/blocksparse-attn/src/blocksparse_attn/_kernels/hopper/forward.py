@@ -121,7 +121,7 @@ def _begin(
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     barrier_arrive(EMPTY + stage, PARTIES, 4)
     s = _mask(s, items, members, rows, OPTIONS)
-    m, l, e = start_softmax(s, rows.factor)
+    m, l, e = start_softmax(s, rows.factor, NEG_INF)
     p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
     o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)  # [ROWS, HEAD_DIM_V]
     return Softmax(o, m, l, p, turn + 1)

@@ -112,7 +112,7 @@ def _attend_first(
     cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
     s = _logits_of(s, cols, queries, scores, OPTIONS)
     s = _masked(s, cols, queries, scores, OPTIONS)
-    m, l, e = start_softmax(s, factor)
+    m, l, e = start_softmax(s, factor, NEG_INF)
     p = gl.convert_layout(e.to(queries.q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
     o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
     return Softmax(o, m, l, p)
