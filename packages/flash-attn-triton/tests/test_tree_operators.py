@@ -284,8 +284,12 @@ def launch(
     launch_tree_backward(out, q, k, k, out, lse, lse, *rest, False)
 
 
-# bytes that may be spilled around the walks over a segment, which have no spill themselves
-SPILLS = {"_tree_forward_kernel": 64, "_tree_dkdv_kernel": 128}
+# bytes that may be spilled around the walks over a segment, which have no spill themselves; on
+# AMD vector registers, whose number moves with the order of a kernel's arguments
+SPILLS = {
+    "nvidia": {"_tree_forward_kernel": 64, "_tree_dkdv_kernel": 128},
+    "amd": {"_tree_forward_kernel": 64, "_tree_dkdv_kernel": 240},
+}
 
 
 @pytest.mark.aot
@@ -300,7 +304,7 @@ def test_compiles_fits_and_does_not_spill(gpu, head_dim, tmp_path):
     for build in builds:
         assert build.shared <= GPUS[gpu].shared_limit, build
         assert not build.unset, build
-        assert build.spilled <= SPILLS.get(build.kernel, 0), build
+        assert build.spilled <= SPILLS[gpu.split(":")[0]].get(build.kernel, 0), build
 
 
 # Bytes that may be spilled with Triton 3.6 and with later ones, forward and backward: numbers that
