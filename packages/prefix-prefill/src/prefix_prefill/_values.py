@@ -35,7 +35,8 @@ def check_values(call: Call) -> None:
         x.block_table,
         cache_sizes(x.k_cache),
         has_new=x.k is not None,
-        max_seqlen_k=call.max_seqlen_k,
+        # to the drop-ins, which leave padding alone, it is no bound
+        max_seqlen_k=call.max_seqlen_k if options.fill_padding else None,
         decode_from_cache=options.decode_from_cache,
         skip_decode=options.skip_decode,
     )
