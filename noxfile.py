@@ -393,6 +393,16 @@ def scale(session: nox.Session) -> None:
 
 
 @nox.session(requires=["build"], default=False)
+@each([p for p in KERNEL_PACKAGES if any((ROOT / "packages" / p / "tests").glob("test_gluon*.py"))])
+def mutations(session: nox.Session, package: str) -> None:
+    """Plant every mistake in one package's Hopper kernels, and see that it shows."""
+    install(session, package)
+    path = ROOT / "packages" / package
+    marked = ("-m", "mutation and not aot and not device")
+    pytest(session, path, "interpreter", f"{package}-mutations", *marked, ATTN_MUTATIONS="all")
+
+
+@nox.session(requires=["build"], default=False)
 @each([p for p in PACKAGES if (ROOT / "packages" / p / "tests" / "test_property.py").exists()])
 def soak(session: nox.Session, package: str) -> None:
     """Try one package's properties on more examples than a merge waits for."""

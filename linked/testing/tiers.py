@@ -16,6 +16,9 @@ marker         runs in                                     ``device``
 
 Whatever has no place in the process at hand is deselected. A machine without a GPU needs three
 processes: ``TRITON_INTERPRET=1 pytest``, ``pytest -m eager`` and ``pytest -m aot``.
+
+``mutation`` is no tier: such a test plants a mistake in a kernel, which must show. The first of a
+test's mistakes runs wherever the test does; ``ATTN_MUTATIONS=all`` runs all.
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ALL_MUTATIONS = os.environ.get("ATTN_MUTATIONS") == "all"
 HAS_GPU = torch.cuda.is_available() and not INTERPRETED
 
 MARKERS = {
     "aot": "compiles kernels for GPU targets; needs no GPU, and TRITON_INTERPRET unset",
     "eager": "also runs on the eager CPU path, in a process without TRITON_INTERPRET",
     "device": "too large for the interpreter, or about the GPU itself; runs on a GPU",
+    "mutation": "plants a mistake in a kernel; one of each test, or all with ATTN_MUTATIONS=all",
 }
 
 
@@ -117,6 +122,18 @@ def _belongs(item: pytest.Item) -> bool:
     return bool(allowed) if device is None else device in allowed
 
 
+def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Leave one mistake of each test, unless all are asked for."""
+    seen: set[str] = set()
+    kept = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if ALL_MUTATIONS or name not in seen or item.get_closest_marker("mutation") is None:
+            kept.append(item)
+        seen.add(name)
+    return kept
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         marks = {mark.name for mark in metafunc.definition.iter_markers()}
@@ -126,7 +143,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = [item for item in items if _belongs(item)]
+    kept = _sampled([item for item in items if _belongs(item)])
     if len(kept) < len(items):
         chosen = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])

@@ -183,6 +183,7 @@ def test_without_a_mistake(serve, reverse):
     check(mistaken(), grad=False)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_a_mistake_is_seen(function, right, wrong, serve):
     """By one order of the partitions or the other."""

@@ -354,6 +354,7 @@ def test_without_a_mistake(block, both_ways, reverse):
     check(mistaken(block))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("function", "right", "wrong", "block"),
     [(*fault, 64) for fault in MISTAKES] + [(*fault, 32) for fault in MISTAKES_OF_PIECES],

@@ -114,6 +114,7 @@ def test_forward_of_few_queries(tile, shape, features, forward, reverse):
     assert_same(run(case.with_inputs(**spread), grad=False), got)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("function", "right", "wrong"),
     [
@@ -175,6 +176,7 @@ def test_forward_of_many_sequences(forward):
     check(make_packed(MANY, torch.float16, "cpu", ("causal",)), grad=False)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("function", "right", "wrong"),
     [
@@ -199,6 +201,7 @@ def test_dropout_with_a_mistake(function, right, wrong, forward):
     assert caught(serve, make_packed(PACKED, torch.float16, "cpu", features))
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("function", "right", "wrong"),
     [
@@ -266,6 +269,7 @@ def test_forward_of_packed_tensors_in_panels(forward):
     check(make_packed(packed, torch.float16, "cpu", ("causal", "sinks")), grad=False)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("function", "right", "wrong"),
     [
@@ -343,6 +347,7 @@ def test_maxima_that_grow(tile, steepness, forward):
     check(growing(steepness), grad=False)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize("steepness", [20, 200])
 @pytest.mark.parametrize(
     ("function", "right", "wrong"),
@@ -365,6 +370,7 @@ def test_forward_without_a_mistake(tile, forward, reverse):
     check(mistaken(), grad=False)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("tile", "function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40]
 )

@@ -264,6 +264,7 @@ def test_backward_without_a_mistake(tile, backward, reverse):
     check(mistaken())
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("tile", "function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40]
 )
@@ -291,6 +292,7 @@ MISTAKES_OF_DROPOUT = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("tile", "function", "right", "wrong"), MISTAKES_OF_DROPOUT, ids=lambda x: str(x)[:40]
 )
@@ -329,6 +331,7 @@ MISTAKES_OF_OTHERS = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("make", "function", "right", "wrong"),
     MISTAKES_OF_OTHERS,
@@ -341,6 +344,7 @@ def test_slopes_and_used_keys_with_a_mistake(make, function, right, wrong, backw
     assert caught(serve, make(), grad=True)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
@@ -394,6 +398,7 @@ def test_backward_in_order_without_a_mistake(tile, backward, reverse):
     check(mistaken_in_order())
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(
     ("tile", "function", "right", "wrong"), MISTAKES_IN_ORDER, ids=lambda x: str(x)[:40]
 )

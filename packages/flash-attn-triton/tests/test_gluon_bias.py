@@ -249,6 +249,7 @@ FORWARD_MISTAKES = [
 ]
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("function", "right", "wrong"), FORWARD_MISTAKES, ids=lambda x: x[:40])
 def test_forward_with_a_mistake(function, right, wrong, biased):
     def serve(reverse):
@@ -291,6 +292,7 @@ def test_gradients_in_order_with_a_mistake(gradients):
     assert caught(serve, in_order(), grad=True)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("function", "right", "wrong"), BACKWARD_MISTAKES, ids=lambda x: x[:40])
 def test_backward_with_a_mistake(function, right, wrong, gradients):
     def serve(reverse):

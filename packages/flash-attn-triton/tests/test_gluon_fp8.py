@@ -181,6 +181,7 @@ def test_forward_without_a_mistake(forward, reverse):
     assert_accurate(mistaken(), E4M3)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_forward_with_a_mistake(function, right, wrong, forward):
     def is_seen(reverse):

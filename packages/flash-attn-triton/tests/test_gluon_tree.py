@@ -218,6 +218,7 @@ def caught(serve, case: Case, grad: bool) -> bool:
     return False
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_forward_with_a_mistake(function, right, wrong, serve):
     def faulty(reverse):
@@ -228,6 +229,7 @@ def test_forward_with_a_mistake(function, right, wrong, serve):
     assert caught(faulty, make(tree, torch.bfloat16, "cpu"), grad=False)
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES_BACK, ids=lambda x: str(x)[:40])
 def test_backward_with_a_mistake(function, right, wrong, serve_gradients):
     def faulty(reverse):

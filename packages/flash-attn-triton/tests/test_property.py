@@ -135,7 +135,8 @@ def trees(draw: st.DrawFn) -> _trees.Tree:
 TREE_FEATURES = [(), ("softcap",), ("sinks",), ("softcap", "sinks"), ("scale_zero",)]
 
 
-@bounded
+# a tree is several sequences, and its gradients three walks
+@settings(bounded, max_examples=max(1, EXAMPLES // 2))
 @given(
     tree=trees(),
     dtype=DTYPE,

@@ -177,6 +177,7 @@ def test_without_a_mistake(reverse, wide_kernel):
     check(mistaken())
 
 
+@pytest.mark.mutation
 @pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_a_mistake_is_seen(function, right, wrong, wide_kernel):
     wide_kernel.plant(function, right, wrong)
