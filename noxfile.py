@@ -384,6 +384,21 @@ def site(session: nox.Session) -> None:
     pytest(session, TOGETHER, "interpreter", "site", "-m", "site")
 
 
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation in build/docs, and read it in Chromium; -- --site FOLDER."""
+    tool(session, "docs")
+    site = BUILD / "docs"
+    if session.posargs[:1] == ["--site"]:
+        site = Path(session.posargs[1])
+    session.run("python", str(ROOT / "ci" / "pages.py"), f"--site={site}")
+    if shutil.which("chromium") is None:
+        session.warn("the pages were not looked at: no chromium was found")
+        return
+    pictures = BUILD / "pictures"
+    session.run("python", str(ROOT / "ci" / "browser.py"), str(site), f"--pictures={pictures}")
+
+
 @nox.session(requires=["build"], default=False)
 def scale(session: nox.Session) -> None:
     """Run what several processes do together, on as many as a machine may have."""

@@ -1,6 +1,6 @@
 """Write a package index of our wheels and sdists as static files.
 
-Usage: python ci/index.py [--files dist] [--site site] [--url ADDRESS]
+Usage: python ci/index.py [--files dist] [--site site] [--url ADDRESS] [--docs build/docs]
 
 The site holds the simple repository API (PEP 503 in HTML, PEP 691 in JSON) with hashes, required
 versions of Python and metadata files (PEP 714), requirements with hashes for each package, and a
@@ -146,11 +146,12 @@ def pinned(files: list[File], project: str) -> str:
     return "".join(lines)
 
 
-def start_page(files: list[File], projects: list[str], url: str) -> str:
+def start_page(files: list[File], projects: list[str], url: str, docs: bool) -> str:
     """Return the page at the root: the commands, with the address of the index in them."""
     index = f"{url}/simple/" if url else "simple/"
     head = f"{HEAD}<title>Attention kernels</title>\n</head>\n<body>\n<h1>Attention kernels</h1>"
-    lines = [head, "<p>A package index of these wheels alone. Install third parties first:</p>"]
+    lines = [head, '<p><a href="docs/">Documentation</a></p>'] if docs else [head]
+    lines += ["<p>A package index of these wheels alone. Install third parties first:</p>"]
     for project in projects:
         ours = needs(files, project)
         asked = {
@@ -171,21 +172,25 @@ def start_page(files: list[File], projects: list[str], url: str) -> str:
     return "\n".join([*lines, "</body>\n</html>\n"])
 
 
-def write(folder: Path, site: Path, url: str = "") -> None:
+def write(folder: Path, site: Path, url: str = "", docs: Path | None = None) -> None:
     """Write the index of all wheels and sdists in a folder.
 
     Args:
         folder: of the files; any that is not of a package of this repository is an error.
         site: a folder to make; an index that stands there is deleted first.
         url: of the site, for the start page.
+        docs: the documentation as pages, which the site then holds, too.
 
     Raises:
-        ValueError: nothing to offer, a wheel is missing, or the site holds something else.
+        ValueError: nothing to offer, a wheel is missing, the site holds something else, or the
+            documentation has no start page.
     """
     paths = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]
     files = sorted(map(read, paths), key=lambda file: (file.project, file.version, file.path))
     if not files:
         raise ValueError(f"{folder} holds neither wheels nor sdists")
+    if docs is not None and not (docs / "index.html").is_file():
+        raise ValueError(f"{docs} has no index.html: build it by `nox -s docs`")
     if site.exists() and not (site / MARK).is_file() and (site.is_file() or any(site.iterdir())):
         raise ValueError(f"{site} must be new, empty or an index: it is not deleted")
     for project in {file.project for file in files}:
@@ -208,7 +213,9 @@ def write(folder: Path, site: Path, url: str = "") -> None:
         (site / "requirements" / f"{project}.txt").write_text(pinned(files, project))
     links = [f'<a href="{project}/">{project}</a><br>' for project in projects]
     page(site / "simple", "Simple index", links, {"projects": [{"name": p} for p in projects]})
-    (site / "index.html").write_text(start_page(files, projects, url.rstrip("/")))
+    if docs is not None:
+        shutil.copytree(docs, site / "docs")
+    (site / "index.html").write_text(start_page(files, projects, url.rstrip("/"), docs is not None))
 
 
 def main(arguments: list[str]) -> int:
@@ -223,9 +230,10 @@ def main(arguments: list[str]) -> int:
         help="folder to make; an index there is deleted first",
     )
     parser.add_argument("--url", default="", help="address of the site, for its start page")
+    parser.add_argument("--docs", type=Path, help="documentation to publish beside the index")
     found = parser.parse_args(arguments)
     try:
-        write(found.files, found.site, found.url)
+        write(found.files, found.site, found.url, found.docs)
     except ValueError as error:
         print(f"index: {error}", file=sys.stderr)
         return 1

@@ -260,6 +260,18 @@ def test_start_page_has_the_commands_with_the_address(root, folder, package):
         assert line.replace('"${ATTN_INDEX:?}"', "https://pages.example/attention/simple/") in text
 
 
+def test_documentation_is_published_beside_it(root, noxfile, tmp_path):
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    done = write_index(root, noxfile.DIST, tmp_path / "site", f"--docs={docs}")
+    assert done.returncode == 1
+    assert "has no index.html: build it by `nox -s docs`" in done.stderr
+    (docs / "index.html").write_text("pages")
+    assert write_index(root, noxfile.DIST, tmp_path / "site", f"--docs={docs}").returncode == 0
+    assert (tmp_path / "site" / "docs" / "index.html").read_text() == "pages"
+    assert 'href="docs/"' in (tmp_path / "site" / "index.html").read_text()
+
+
 def test_newest_version_is_what_is_pinned(root, tmp_path):
     for version in ("1.9.0", "1.10.0", "1.2.0"):
         make_wheel(tmp_path, "attn-common", version, [])

@@ -23,7 +23,7 @@ def blocks(path):
 
 DOCUMENTS = [
     path
-    for pattern in ("*.md", "docs/*.md", "packages/*/*.md", "packages/*/docs/*.md")
+    for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "packages/*/*.md", "packages/*/docs/*.md")
     for path in sorted(ROOT.glob(pattern))
     if blocks(path)
 ]
