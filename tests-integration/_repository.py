@@ -11,6 +11,7 @@ from pathlib import Path
 # each folder of linked/, and its place in a package whose import name is {name}
 PLACES = {
     "host": "src/{name}/_linked/host",
+    "parallel": "src/{name}/_linked/parallel",
     "launch": "src/{name}/_kernels/launch",
     "portable": "src/{name}/_kernels/_linked",
     "hopper": "src/{name}/_kernels/hopper/_linked",

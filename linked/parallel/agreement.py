@@ -1,0 +1,83 @@
+"""Whether all ranks of a group call alike: one collective, after which every rank knows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..host.arguments import kind
+
+_OK, _REFUSED = 0, 1
+
+
+def check_group(name: str, group: Any) -> None:
+    """Check that there is a group, and that it has this rank."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(f"{name} must be a process group, but torch.distributed has none yet")
+    if group is None:
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (
+        isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0
+    ):
+        raise ValueError(f"{name} must hold this rank, {dist.get_rank()}, which is not in it")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"{name} must be a torch.distributed.ProcessGroup, got {kind(group)}")
+
+
+def agree(
+    named: Mapping[str, Any], group: Any, device: torch.device, error: Exception | None = None
+) -> None:
+    """Compare arguments over the ranks of a group, and raise on every rank if they differ.
+
+    Args:
+        named: arguments, in one order and number on every rank: anything whose ``repr`` says all.
+        group: the ranks.
+        device: where the group's messages lie.
+        error: what this rank's own checks raised, if they did: it is raised here, and on the other
+            ranks an error that tells of it. ``named`` is not compared then.
+
+    Raises:
+        Exception: ``error``.
+        ValueError: that names the first argument that differs, and what each rank has.
+    """
+    ranks = dist.get_world_size(group)
+    digests = [_digest(repr(value)) for value in named.values()]
+    row = [_REFUSED if error is not None else _OK, *digests]
+    every = _gather(torch.tensor(row, dtype=torch.int64), group, device)
+    refused = [rank for rank in range(ranks) if every[rank][0] == _REFUSED]
+    if refused:
+        texts = _gather_texts("" if error is None else str(error), group, device)
+        if error is not None:
+            raise error
+        raise ValueError(f"rank {refused[0]} of the group refused: {texts[refused[0]]}")
+    for i, (name, value) in enumerate(named.items(), 1):
+        if any(row[i] != every[0][i] for row in every):
+            texts = _gather_texts(repr(value), group, device)
+            shown = "; ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
+            raise ValueError(f"{name} must be the same on every rank, got {shown}")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def _gather(own: Tensor, group: Any, device: torch.device) -> list[list[int]]:
+    own = own.to(device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    return torch.stack(every).tolist()
+
+
+def _gather_texts(text: str, group: Any, device: torch.device) -> list[str]:
+    """Return the texts of all ranks, each cut to what a message has room for."""
+    raw = text.encode()[:512]
+    row = torch.zeros(513, dtype=torch.int64)
+    row[0] = len(raw)
+    row[1 : len(raw) + 1] = torch.tensor(list(raw), dtype=torch.int64)
+    every = _gather(row, group, device)
+    return [bytes(one[1 : one[0] + 1]).decode(errors="replace") for one in every]

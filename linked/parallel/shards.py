@@ -1,0 +1,146 @@
+"""Shards: which tokens of a sequence each rank of a group holds.
+
+A sequence is cut into parts of nearly one length. ``"contiguous"`` gives each rank one of n parts;
+``"zigzag"`` gives rank r the parts r and 2 n - 1 - r of 2 n, so that under a causal mask every rank
+has as many visible keys as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..host.arguments import check_tensor, kind
+
+SHARDS = ("zigzag", "contiguous")
+
+
+class Run(NamedTuple):
+    """Tokens ``begin`` to ``end`` of a sequence, which lie one after the other on a rank."""
+
+    sequence: int
+    begin: int
+    end: int
+
+
+def check_shard(shard: Any, names: Sequence[str] = SHARDS) -> None:
+    """Check the name of a rule."""
+    if not isinstance(shard, str):
+        raise TypeError(f"shard must be a string, got {kind(shard)}")
+    if shard not in names:
+        raise ValueError(f"shard must be one of {', '.join(names)}, got {shard!r}")
+
+
+def check_count(name: str, count: Any, least: int = 1) -> None:
+    """Check a number of ranks or tokens."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} must be an int, got {kind(count)}")
+    if count < least:
+        raise ValueError(f"{name} must be at least {least}, got {count}")
+
+
+def check_rank(rank: Any, group_size: int) -> None:
+    """Check that a group has this rank."""
+    check_count("rank", rank, 0)
+    if rank >= group_size:
+        raise ValueError(f"rank must be below group_size, {group_size}, got {rank}")
+
+
+def part_sizes(seqlen: int, parts: int) -> list[int]:
+    """Return the lengths of the parts: the first ones take the remainder."""
+    return [seqlen // parts + (p < seqlen % parts) for p in range(parts)]
+
+
+def ranges(seqlen: int, group_size: int, rank: int, shard: str) -> list[tuple[int, int]]:
+    """Return where the parts of a rank begin and end, in order, the empty ones too."""
+    parts = group_size if shard == "contiguous" else 2 * group_size
+    ends = [0, *accumulate(part_sizes(seqlen, parts))]
+    own = [rank] if shard == "contiguous" else [rank, 2 * group_size - 1 - rank]
+    return [(ends[p], ends[p + 1]) for p in own]
+
+
+def shard_size(seqlen: int, group_size: int, rank: int, shard: str) -> int:
+    """Return how many tokens of a sequence a rank holds."""
+    return sum(end - begin for begin, end in ranges(seqlen, group_size, rank, shard))
+
+
+def shard(x: Tensor, group_size: int, rank: int, *, dim: int = 1, shard: str = "zigzag") -> Tensor:
+    """Return the tokens of a rank.
+
+    Args:
+        x: the whole, the same on every rank; any shape and dtype.
+        group_size: number of ranks.
+        rank: which of them.
+        dim: the dimension of tokens. Default: 1.
+        shard: ``"zigzag"`` or ``"contiguous"``. Default: ``"zigzag"``.
+
+    Returns:
+        Parts ``rank`` and ``2 * group_size - 1 - rank`` of ``2 * group_size``, one behind the
+        other, or part ``rank`` of ``group_size``, as a view. Part p of m has
+        ``seqlen // m + (p < seqlen % m)`` tokens.
+
+    Raises:
+        TypeError: on an argument's type.
+        ValueError: on a range.
+    """
+    check_tensor("x", x)
+    check_count("group_size", group_size)
+    check_rank(rank, group_size)
+    check_shard(shard)
+    check_dim(dim, x)
+    parts = [
+        x.narrow(dim, begin, end - begin)
+        for begin, end in ranges(x.shape[dim], group_size, rank, shard)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def unshard(parts: Sequence[Tensor], *, dim: int = 1, shard: str = "zigzag") -> Tensor:
+    """Return the whole of the shards of all ranks, in the order of ranks.
+
+    Args:
+        parts: a tensor of each rank.
+        dim: the dimension of tokens. Default: 1.
+        shard: the rule that they were cut by. Default: ``"zigzag"``.
+
+    Returns:
+        The tokens in their order: ``unshard([shard(x, n, r) for r in range(n)])`` is ``x``.
+
+    Raises:
+        TypeError: on an argument's type.
+        ValueError: on a range, or on shards of other lengths than the rule gives.
+    """
+    parts = list(parts)
+    if not parts:
+        raise ValueError("parts must have a tensor for each rank, got none")
+    for rank, part in enumerate(parts):
+        check_tensor(f"parts[{rank}]", part)
+    check_shard(shard)
+    check_dim(dim, parts[0])
+    seqlen, group_size = sum(part.shape[dim] for part in parts), len(parts)
+    pieces: list[tuple[int, Tensor]] = []
+    for rank, part in enumerate(parts):
+        expected = shard_size(seqlen, group_size, rank, shard)
+        if part.shape[dim] != expected:
+            raise ValueError(
+                f"parts[{rank}] must have {expected} of {seqlen} tokens, got {part.shape[dim]}"
+            )
+        at = 0
+        for begin, end in ranges(seqlen, group_size, rank, shard):
+            pieces.append((begin, part.narrow(dim, at, end - begin)))
+            at += end - begin
+    # empty pieces begin where others do
+    pieces.sort(key=lambda piece: (piece[0], piece[1].shape[dim]))
+    return torch.cat([piece for _, piece in pieces], dim)
+
+
+def check_dim(dim: Any, x: Tensor) -> None:
+    """Check that a tensor has this dimension."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {kind(dim)}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be from {-x.ndim} to {x.ndim - 1}, got {dim}")
