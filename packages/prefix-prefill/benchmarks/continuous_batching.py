@@ -1,0 +1,163 @@
+"""Continuous batching of transformers: our pages beside the library's own paged SDPA.
+
+    python benchmarks/continuous_batching.py              on a GPU: a Llama of 1 B parameters
+    python benchmarks/continuous_batching.py --tiny       anywhere: that the script runs
+
+The weights are random, so what the model says means nothing; that ``generate_batch`` says the same
+as ``generate``, token for token in fp32, means that pages, masks and positions are right. Then the
+speed in bf16: 64 requests with prompts of 64 to 1000 tokens and 128 new tokens each. Every
+implementation runs twice with the manager kept, and the second run is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import prefix_prefill.integrations.transformers as paged
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation import ContinuousBatchingConfig
+
+# that of Llama 3.2 1B, but for the vocabulary
+LARGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 65536,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+}
+
+
+def generation(tokens: int) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def draw(count: int, least: int, most: int, vocabulary: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.linspace(least, most, count).long()[torch.randperm(count, generator=generator)]
+    return [
+        torch.randint(8, vocabulary, (n,), generator=generator).tolist() for n in lengths.tolist()
+    ]
+
+
+def make(sizes: dict[str, int], device: str, dtype: torch.dtype) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **sizes, max_position_embeddings=4096, initializer_range=0.05, attn_implementation="sdpa"
+    )
+    with torch.device(device):
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def batching(page: int, pages: int, tokens: int, graphs: str) -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(
+        block_size=page,
+        num_blocks=pages,
+        max_batch_tokens=tokens,
+        use_cuda_graph=graphs != "no",
+        use_async_batching=graphs == "async",
+        # the second run would find the prompts of the first
+        allow_block_sharing=False,
+        kv_padding_interval_size=0 if graphs == "no" else 4096,
+    )
+
+
+def answers_of(model: Any, prompts: list[list[int]], tokens: int, config: Any) -> list[list[int]]:
+    found = model.generate_batch(
+        prompts,
+        generation_config=generation(tokens),
+        continuous_batching_config=config,
+        persistent_manager=True,
+        warmup=False,
+    )
+    wrong = [x.error for x in found.values() if x.error is not None]
+    if wrong or len(found) != len(prompts):
+        raise RuntimeError(f"{len(found)} of {len(prompts)} answers, errors {wrong[:1]}")
+    return [list(x.generated_tokens) for x in found.values()]
+
+
+def check(model: Any, name: str, graphs: list[str]) -> bool:
+    """Say whether greedy answers are those of ``generate``, token for token."""
+    prompts = draw(8, 3, 300, model.config.vocab_size, 1)
+    want = []
+    model.set_attn_implementation("sdpa")
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=generation(24)
+        )
+        want.append(out[0, len(prompt) :].tolist())
+    model.set_attn_implementation(name)
+    same = True
+    for with_graphs in graphs:
+        # several chunks a prompt, beside sequences that decode
+        got = answers_of(model, prompts, 24, batching(16, 256, 128, with_graphs))
+        model.destroy_cached_continuous_batching_manager()
+        count = sum(a == b for a, b in zip(got, want, strict=True))
+        print(f"fp32, graphs {with_graphs}: {count} of {len(want)} answers are those of generate")
+        same &= got == want
+    return same
+
+
+def measure(model: Any, name: str, tokens: int, page: int, graphs: str, tiny: bool) -> float:
+    """Return tokens per second of the second run."""
+    prompts = draw(4 if tiny else 64, 64, 100 if tiny else 1000, model.config.vocab_size, 2)
+    model.set_attn_implementation(name)
+    pages = sum(-(-(len(prompt) + tokens) // page) for prompt in prompts) + 64
+    config = batching(page, pages, 512 if tiny else 2048, graphs)
+    answers_of(model, prompts, tokens, config)
+    start = time.perf_counter()
+    found = answers_of(model, prompts, tokens, config)
+    seconds = time.perf_counter() - start
+    model.destroy_cached_continuous_batching_manager()
+    torch.cuda.empty_cache()
+    count = sum(map(len, found))
+    print(
+        f"{name}, pages of {page}, graphs {graphs}: {count} tokens in {seconds:.2f} s, "
+        f"{count / seconds:.0f} tokens/s",
+        flush=True,
+    )
+    return count / seconds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
+    tiny = parser.parse_args(arguments).tiny
+    has_gpu = torch.cuda.is_available()
+    device = "cuda" if has_gpu else "cpu"
+    sizes = TINY if tiny else LARGE
+    torch.backends.cuda.matmul.allow_tf32 = False
+    name = paged.register()
+    model = make(sizes, device, torch.float32)
+    same = check(model, name, ["no", "yes", "async"] if has_gpu else ["no"])
+    del model
+    model = make(sizes, device, torch.bfloat16)
+    parameters = sum(x.numel() for x in model.parameters())
+    where = torch.cuda.get_device_name() if has_gpu else "CPU"
+    print(f"{where}, torch {torch.__version__}, {parameters / 1e9:.2f} B parameters, bf16")
+    tokens = 8 if tiny else 128
+    ours = [measure(model, name, tokens, 64, "no", tiny)]
+    if has_gpu:
+        ours.append(measure(model, name, tokens, 64, "yes", tiny))
+        ours.append(measure(model, name, tokens, 64, "async", tiny))
+    theirs = measure(model, "paged|sdpa", tokens, 64, "no", tiny)
+    ratios = ", ".join(f"{x / theirs:.2f}" for x in ours)
+    print(f"of the speed of paged SDPA: {ratios}; same answers as generate: {same}")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""Adapters that put these kernels under other libraries.
+
+Nothing here is imported, and nothing registered, by ``import prefix_prefill``: each module is
+imported by name.
+
+* :mod:`prefix_prefill.integrations.transformers`: continuous batching of Hugging Face models
+  (needs the extra ``prefix-prefill[transformers]``).
+"""

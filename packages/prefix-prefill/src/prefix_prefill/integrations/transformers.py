@@ -1,0 +1,333 @@
+"""Hugging Face ``transformers``: continuous batching on the pages of its cache.
+
+Example::
+
+    import prefix_prefill.integrations.transformers as paged
+    from transformers import AutoModelForCausalLM
+
+    name = paged.register()  # "paged|prefix_prefill"
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=name)
+    answers = model.generate_batch(prompts, generation_config)
+
+The library's cache holds a tensor of keys and one of values for each layer of a group, in blocks.
+With every step it hands the layers which slots the new tokens take (``write_index``) and which
+slots hold the keys of all sequences, one after the other (``read_index``). Other implementations
+gather these keys into new tensors; here the kernels read them where they are:
+
+=====================  ============================================================================
+layers                 what runs
+=====================  ============================================================================
+full attention         ``reshape_and_cache``, then ``paged_attn_func`` over blocks as pages; a block
+                       table is the slots of the first token of each block, divided by its size
+sliding windows        ``paged_attn_func`` over slots as pages of one token, because the library
+                       keeps a ring of as many slots as the window has, and new keys beside it;
+                       then ``reshape_and_cache``, since new keys may take the places of those read
+a step of prompts      ``paged_attn_func`` over new keys alone
+=====================  ============================================================================
+
+Tables are made once for all layers of a step. Nothing waits for the device, and a step captures
+into a CUDA graph (``ContinuousBatchingConfig(use_cuda_graph=True)``). ``generate`` has no pages:
+load the model with another ``attn_implementation`` for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.utils import TransformersKwargs
+
+from ..api import paged_attn_func, reshape_and_cache
+
+__all__ = ["attention_forward", "register"]
+
+_PREFIX = "paged|"
+# transformers gives these substrings of a name a meaning of its own
+_RESERVED = ("flash", "sdpa", "flex_attention", "eager", "|", "/")
+
+# what would change the result
+_UNSUPPORTED = {
+    "attention_mask": "masks are those of the sequences; a mask of another kind has no place here",
+    "output_attentions": "attention weights are never materialised",
+    "position_bias": "additive biases are not supported",
+    "indices": "attention to a list of key indices is not supported",
+    "block_indices": "attention to a list of key blocks is not supported",
+}
+
+# what models hand down to their layers, and what does not concern the attention of one
+_IGNORED = frozenset(TransformersKwargs.__annotations__) | {
+    "cache_position",
+    "cu_seqlens",
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "layer_idx",
+    "logits_indices",
+    "logits_processor_args",
+    "logits_to_keep",
+    "max_seqlen",
+    "past_key_values",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "token_type_ids",
+    "use_cache",
+}
+
+Lengths = Tensor | dict[str, Tensor]
+Bounds = int | dict[str, int]
+
+
+class _Pages(NamedTuple):
+    """Where the keys of a group of layers are in one step, and where its new ones go."""
+
+    block_table: Tensor  # [sequences, pages]
+    seqlens_k: Tensor  # [sequences]
+    slots: Tensor  # [tokens]
+    max_seqlen_k: int
+
+
+class _Step:
+    """What the layers of a step share, by their group."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.last_layer = -1
+        self.groups: dict[int, _Pages] = {}
+
+
+# by the library's cache
+_steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
+
+
+def register(name: str = "paged|prefix_prefill") -> str:
+    """Make the kernels available to continuous batching as ``attn_implementation=name``.
+
+    Registering again, or under a second name, does no harm.
+
+    Args:
+        name: the name to register. It begins with ``"paged|"``, by which ``transformers`` knows an
+            implementation for continuous batching; what follows must not contain "flash", "sdpa",
+            "flex_attention", "eager", "|" or "/". Default: ``"paged|prefix_prefill"``.
+
+    Returns:
+        The name.
+
+    Raises:
+        ValueError: if ``transformers`` would take the name for something else.
+    """
+    rest = name.removeprefix(_PREFIX)
+    if rest == name or not rest:
+        raise ValueError(f"name must begin with {_PREFIX!r} and go on behind it, got {name!r}")
+    taken = next((word for word in _RESERVED if word in rest), None)
+    if taken is not None:
+        raise ValueError(
+            f"name must not contain {taken!r}, which transformers interprets, got {name!r}"
+        )
+    AttentionInterface.register(name, attention_forward)
+    return name
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    sinks: Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Lengths | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: Bounds | None = None,
+    read_index: list[Tensor] | None = None,
+    write_index: list[Tensor] | None = None,
+    block_table: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend, as a layer of a model asks for it while ``transformers`` batches continuously.
+
+    Args:
+        module: the calling layer; ``layer_idx`` is read from it.
+        query: ``[1, heads_q, tokens, head_dim]``, the new tokens of all sequences.
+        key: ``[1, heads_k, tokens, head_dim]``.
+        value: likewise.
+        attention_mask: None: this implementation needs no mask, and the library makes none.
+        dropout: 0.0.
+        scaling: factor of the scores. Default: ``head_dim ** -0.5``.
+        is_causal: True. Default: ``module.is_causal``, or True.
+        sliding_window: number of keys that a query sees, its own included. Default: that of the
+            cache for this layer.
+        softcap: ``softcap * tanh(scores / softcap)`` replaces the scores.
+        s_aux: sinks ``[heads_q]``: logits that take part in the softmax only.
+        learnable_sink: another name of ``s_aux``.
+        sinks: another name of ``s_aux``.
+        cache: the library's ``PagedAttentionCache``.
+        cu_seq_lens_q: where sequences begin among the tokens, int32 ``[sequences + 1]``.
+        cu_seq_lens_k: the same for the keys that the cache reads, or one for each type of layer.
+        max_seqlen_q: the most new tokens of a sequence.
+        max_seqlen_k: the most keys of a sequence, or one number for each type of layer.
+        read_index: for each group of layers the slots of all keys, ``[keys]``; empty where no
+            sequence has a cached key.
+        write_index: for each group of layers the slots of the new tokens, ``[tokens]``.
+        block_table: None: the library makes tables for flash-attn alone.
+        **kwargs: what models hand down to all their layers is ignored; anything else raises.
+
+    Returns:
+        The output ``[1, tokens, heads_q, head_dim]``, and None in the place of the weights.
+
+    Raises:
+        ValueError: without a cache: in ``generate``, training, or a call of the model.
+        NotImplementedError: for attention weights, masks, dropout, and anything that is not known.
+    """
+    given = attention_mask, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index
+    _check_others({"attention_mask": attention_mask, **kwargs})
+    if cache is None or None in (max_seqlen_q, max_seqlen_k) or any(x is None for x in given[1:]):
+        raise ValueError(
+            "cache must be that of continuous batching, got None: generate_batch gives it; for "
+            'generate or training load the model with another attn_implementation, as "sdpa"'
+        )
+    if block_table is not None:
+        raise NotImplementedError("block_table must be None: read_index says what it does")
+    if dropout:
+        raise NotImplementedError(f"dropout must be 0.0 over a paged cache, got {dropout}")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise NotImplementedError("is_causal must be True over a paged cache, got False")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    group, place = cache.layer_index_to_group_indices[layer]
+    ring = cache.sliding_windows[layer]
+    window = _window(ring, sliding_window)
+    pages = _pages_of_step(
+        cache, layer, group, ring, cu_seq_lens_k, max_seqlen_k, read_index, write_index
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    slots, heads, head_dim = cache.key_cache[place].shape
+    size = cache.block_size if ring == 1 else 1
+    shape = slots // size, size, heads, head_dim
+    k_cache, v_cache = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
+    # new keys are read from where they are, unless they lie with all others
+    has_new = ring != 1 or pages.block_table.shape[1] == 0
+    if not has_new:
+        reshape_and_cache(k, v, k_cache, v_cache, pages.slots)
+    out = paged_attn_func(
+        q,
+        k_cache,
+        v_cache,
+        pages.block_table,
+        cu_seq_lens_q,  # type: ignore[arg-type]
+        pages.seqlens_k,
+        max_seqlen_q,  # type: ignore[arg-type]
+        pages.max_seqlen_k,
+        k=k if has_new else None,
+        v=v if has_new else None,
+        softmax_scale=scaling,
+        window_size=window,
+        softcap=softcap or 0.0,
+        sinks=_one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks),
+    )
+    if has_new:
+        reshape_and_cache(k, v, k_cache, v_cache, pages.slots)
+    return out[None], None  # type: ignore[call-overload]
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    """Raise for keywords that are not known to leave the result as it is."""
+    for name, value in others.items():
+        if value is None or value is False:
+            continue
+        if name in _UNSUPPORTED:
+            raise NotImplementedError(f"{name}: {_UNSUPPORTED[name]}")
+        if name not in _IGNORED:
+            raise NotImplementedError(
+                f"{name}: not known to the paged attention, and it may change the result; load "
+                'the model with attn_implementation="paged|eager"'
+            )
+
+
+def _one_of(**names: Tensor | None) -> Tensor | None:
+    """Return the one argument that is given, of several names for one thing."""
+    given = {name: x for name, x in names.items() if x is not None}
+    if len({id(x) for x in given.values()}) > 1:
+        raise ValueError(f"{' and '.join(given)} are names of one argument, got several")
+    return next(iter(given.values()), None)
+
+
+def _window(ring: int, sliding_window: int | None) -> tuple[int, int]:
+    """Return the window of a layer; ``ring``: of how many slots the cache keeps, 1 is all."""
+    if sliding_window is None:
+        return (-1, -1) if ring == 1 else (ring - 1, 0)
+    if sliding_window < 1 or (ring != 1 and sliding_window > ring):
+        most = "" if ring == 1 else f" to the {ring} that the cache keeps"
+        raise ValueError(f"sliding_window must be from 1{most}, got {sliding_window}")
+    return sliding_window - 1, 0
+
+
+def _pages_of_step(
+    cache: Any,
+    layer: int,
+    group: int,
+    ring: int,
+    cu_seq_lens_k: Any,
+    max_seqlen_k: Any,
+    read_index: Any,
+    write_index: Any,
+) -> _Pages:
+    """Return the pages of a layer's group, which are made by the first of its layers in a step."""
+    if isinstance(cu_seq_lens_k, dict):
+        kind = "full_attention" if ring == 1 else "sliding_attention"
+        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
+    arguments = (
+        read_index[group],
+        write_index[group],
+        cu_seq_lens_k,
+        max_seqlen_k,
+        cache.block_size if ring == 1 else 1,
+        cache.write_trash_index,
+    )
+    if torch.compiler.is_compiling():
+        # the compiler finds what layers have in common
+        return _make_pages(*arguments)
+    step = _steps.get(cache)
+    # a step may come twice, to run and to be captured: its tables are made in each
+    if step is None or step.owner is not read_index or layer <= step.last_layer:
+        step = _steps[cache] = _Step(read_index)
+    step.last_layer = layer
+    pages = step.groups.get(group)
+    if pages is None:
+        pages = step.groups[group] = _make_pages(*arguments)
+    return pages
+
+
+def _make_pages(
+    read_index: Tensor,
+    write_index: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_k: int,
+    page: int,
+    trash: int,
+) -> _Pages:
+    """Find the pages of each sequence in the slots of all keys.
+
+    Entries behind a sequence's end are pages of another, or the last one there is: they are not
+    read. Slots of tokens that are padding, or that nobody will see, are -1.
+    """
+    lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+    slots = torch.where(write_index == trash, -1, write_index)
+    count = -(-max_seqlen_k // page) if read_index.shape[0] else 0
+    first = torch.arange(0, count * page, page, device=cu_seqlens_k.device)  # [pages]
+    at = cu_seqlens_k[:-1, None] + first[None, :]  # [sequences, pages]
+    if count:
+        at = read_index[at.clamp(max=read_index.shape[0] - 1)]
+        if page > 1:
+            at = torch.div(at, page, rounding_mode="floor")
+    return _Pages(at.to(torch.int32), lengths, slots, max_seqlen_k)
