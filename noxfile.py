@@ -420,11 +420,13 @@ def mutations(session: nox.Session, package: str) -> None:
 @nox.session(requires=["build"], default=False)
 @each([p for p in PACKAGES if (ROOT / "packages" / p / "tests" / "test_property.py").exists()])
 def soak(session: nox.Session, package: str) -> None:
-    """Try one package's properties on more examples than a merge waits for."""
+    """Try one package's properties, and its server, on more than a merge waits for."""
     install(session, package)
     examples = {f"{package.upper().replace('-', '_')}_EXAMPLES": str(SOAK_EXAMPLES)}
     path = ROOT / "packages" / package
     pytest(session, path, "interpreter", f"{package}-soak", "tests/test_property.py", **examples)
+    if (path / "tests" / "test_serve.py").exists():
+        pytest(session, path, "eager", f"{package}-soak-serve", "tests/test_serve.py", **examples)
 
 
 @nox.session(requires=["build"], default=False)

@@ -1,323 +1,270 @@
-"""A small inference engine on a paged cache: continuous batching of a dozen requests, on a CPU.
+"""An HTTP server with streaming in front of the engine of ``engine.py``: continuous batching.
 
-    python examples/serve.py            the trace of the page table, then the check
-    python examples/serve.py --quiet    the check alone
+    python examples/serve.py --port 8000
+    curl -N localhost:8000/generate -d '{"prompt": [8, 15, 22], "max_tokens": 20, "stream": true}'
 
-The model is a Llama-style decoder with random weights, so what it says means nothing; that it says
-the same with and without a cache, token for token, means that pages, masks and positions are right.
-The engine knows what real ones know: prompts come in chunks beside sequences that decode, a
-sequence that ends gives its pages back, others take them, and prompts that begin with the same
-pages share them.
+=================  ==============================================================================
+``POST /generate`` ``prompt``, a list of tokens; ``max_tokens``, 16 by default; ``stream``. The
+                   answer is ``{"tokens": [...]}``; with ``stream``, server-sent events: one
+                   ``{"token": n}`` for each token as it comes, then ``{"tokens": [...]}``
+``GET /health``    how many requests wait and run, and how many pages are free
+=================  ==============================================================================
+
+Requests join the batch of the next step and leave it with their last token. A client that goes away
+takes its request along, and its pages are free at once. A request that the cache could never hold
+is refused (413), and so is one that would wait behind too many (503).
+
+A step runs in a thread beside the event loop, which hands requests and tokens over between steps.
+The model is that of ``engine.py``, with random weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import importlib.util
+import itertools
+import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    sys.exit(f"serve.py needs {error.name}: pip install starlette uvicorn")
 
 import torch
-from prefix_prefill import paged_attn_func, reshape_and_cache, shared_prefix_attn_func
-from torch import Tensor
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-VOCABULARY, LAYERS, HEADS_Q, HEADS_K, HEAD_DIM, HIDDEN = 101, 2, 4, 2, 16, 96
-WIDTH = HEADS_Q * HEAD_DIM
-END = 7  # the token that ends a sequence
-
-PAGE = 8
-PAGES = 26  # too few for all requests at once
-TOKENS_PER_STEP = 24
-SEQUENCES_PER_STEP = 6
-
-Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+MAX_WAITING = 1000
+# how often a request that waits for its whole answer looks whether its client is still there
+PATIENCE = 0.2
 
 
-class Decoder:
-    """RMSNorm, rotary positions, grouped queries, SwiGLU; random weights."""
-
-    def __init__(self, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def matrix(rows: int, columns: int) -> Tensor:
-            return torch.randn(rows, columns, generator=generator) * 1.5 * rows**-0.5
-
-        self.embedding = torch.randn(VOCABULARY, WIDTH, generator=generator)
-        heads = HEADS_Q + 2 * HEADS_K
-        self.layers = [
-            {
-                "qkv": matrix(WIDTH, heads * HEAD_DIM),
-                "out": matrix(WIDTH, WIDTH),
-                "up": matrix(WIDTH, 2 * HIDDEN),
-                "down": matrix(HIDDEN, WIDTH),
-            }
-            for _ in range(LAYERS)
-        ]
-        self.head = matrix(WIDTH, VOCABULARY)
-
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attention) -> Tensor:
-        """Return the logits of packed tokens; ``attend(layer, q, k, v)`` is all that mixes them."""
-        x = self.embedding[tokens]
-        for number, layer in enumerate(self.layers):
-            qkv = (rms_norm(x, (WIDTH,)) @ layer["qkv"]).unflatten(1, (-1, HEAD_DIM))
-            q, k, v = qkv.split((HEADS_Q, HEADS_K, HEADS_K), dim=1)
-            mixed = attend(number, rotate(q, positions), rotate(k, positions), v)
-            x = x + mixed.flatten(1) @ layer["out"]
-            gate, up = (rms_norm(x, (WIDTH,)) @ layer["up"]).chunk(2, dim=1)
-            x = x + (silu(gate) * up) @ layer["down"]
-        return rms_norm(x, (WIDTH,)) @ self.head
+def load_engine() -> ModuleType:
+    """Load the example next to this one."""
+    spec = importlib.util.spec_from_file_location("engine", Path(__file__).parent / "engine.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules.setdefault("engine", importlib.util.module_from_spec(spec))
+    if not hasattr(module, "Engine"):
+        spec.loader.exec_module(module)
+    return module
 
 
-def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Turn pairs of numbers by angles that grow with the position (RoPE)."""
-    half = HEAD_DIM // 2
-    angles = positions[:, None] * 10_000.0 ** (-torch.arange(half) / half)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+engine = load_engine()
 
 
-def without_cache(model: Decoder, prompt: list[int], most: int) -> list[int]:
-    """Generate greedily, and compute everything anew for every token."""
+class Refused(Exception):
+    """A request that is not taken, with the status that says why."""
 
-    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + most and (len(tokens) == len(prompt) or tokens[-1] != END):
-        logits = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
-        tokens.append(int(logits[-1].argmax()))
-    return tokens[len(prompt) :]
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
 
 
-@dataclass
-class Request:
-    """One sequence: its tokens so far, how many of them are in the cache, and its pages."""
+class Batcher:
+    """Steps of an engine, as long as there are requests; what is asked of it between two steps."""
 
-    name: str
-    prompt: list[int]
-    most: int
-    tokens: list[int] = field(default_factory=list)
-    cached: int = 0
-    pages: list[int] = field(default_factory=list)
+    def __init__(self, pages: int, max_waiting: int = MAX_WAITING) -> None:
+        self.engine = engine.Engine(engine.Decoder(), pages=pages)
+        self.max_waiting = max_waiting
+        self.names = itertools.count()
+        self.answers: dict[Any, asyncio.Queue[int | RuntimeError | None]] = {}
+        # taken over by the next step
+        self.new: list[Any] = []
+        self.gone: list[Any] = []
+        self.work = asyncio.Event()
+        self.failed: Exception | None = None
 
-    def __post_init__(self) -> None:
-        self.tokens = list(self.prompt)
+    def submit(self, prompt: list[int], most: int) -> Any:
+        """Take a request, or say why not."""
+        if self.failed is not None:
+            raise Refused(500, f"the engine has failed: {self.failed}")
+        request = engine.Request(f"{next(self.names)}", prompt, most)
+        if not self.engine.fits(request):
+            room = self.engine.pages * engine.PAGE
+            raise Refused(
+                413, f"prompt and answer may have {room + 1} tokens, got {len(prompt) + most}"
+            )
+        if len(self.engine.waiting) + len(self.new) >= self.max_waiting:
+            raise Refused(503, f"{self.max_waiting} requests are waiting already")
+        self.answers[request] = asyncio.Queue()
+        self.new.append(request)
+        self.work.set()
+        return request
 
-    @property
-    def answer(self) -> list[int]:
-        return self.tokens[len(self.prompt) :]
+    def forget(self, request: Any) -> None:
+        """Drop a request that nobody waits for any more; one that is done is not there."""
+        if self.answers.pop(request, None) is not None:
+            self.gone.append(request)
+            self.work.set()
 
-    @property
-    def is_done(self) -> bool:
-        return bool(self.answer) and (self.answer[-1] == END or len(self.answer) == self.most)
+    async def run(self) -> None:
+        """Serve until cancelled. Where a step fails, everybody who waits is told."""
+        try:
+            while True:
+                await self.work.wait()
+                self.take_over()
+                if not self.engine.waiting and not self.engine.running:
+                    self.work.clear()
+                    continue
+                # a step that has begun ends, and its tokens are handed on
+                answered = await asyncio.shield(asyncio.to_thread(self.step))
+                for request in answered:
+                    self.hand_on(request)
+        except Exception as error:
+            self.failed = error
+            for queue in self.answers.values():
+                queue.put_nowait(RuntimeError(f"the engine has failed: {error}"))
 
+    def take_over(self) -> None:
+        """Let the engine know what came since the last step; none runs meanwhile."""
+        for request in self.new:
+            self.engine.add(request)
+        for request in self.gone:
+            self.engine.cancel(request)
+        self.new, self.gone = [], []
 
-class Engine:
-    """A pool of pages, a queue of requests, and steps that serve several of them at once."""
+    def step(self) -> list[Any]:
+        with torch.no_grad():
+            found: list[Any] = self.engine.step()
+        return found
 
-    def __init__(self, model: Decoder, log: Callable[[str], None]) -> None:
-        self.model, self.log = model, log
-        self.caches = torch.full((LAYERS, 2, PAGES, PAGE, HEADS_K, HEAD_DIM), float("nan"))
-        self.free = list(range(PAGES))
-        self.users = [0] * PAGES
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        # full pages of prompts by all the tokens up to their end
-        self.known: dict[tuple[int, ...], int] = {}
-        self.steps = self.shared_steps = self.reused = 0
-        self.given: list[int] = [0] * PAGES
+    def hand_on(self, request: Any) -> None:
+        queue = self.answers.get(request)
+        if queue is not None:
+            queue.put_nowait(request.tokens[-1])
+            if request.is_done:
+                queue.put_nowait(None)
+                del self.answers[request]
 
-    def take(self, request: Request, tokens: int) -> bool:
-        """Give a request pages for its first so many tokens; False if there are too few."""
-        wanted = -(-tokens // PAGE) - len(request.pages)
-        if wanted > len(self.free):
-            return False
-        for _ in range(wanted):
-            page = self.free.pop(0)
-            self.users[page] = 1
-            self.reused += self.given[page] > 0
-            self.given[page] += 1
-            request.pages.append(page)
-        return True
-
-    def admit(self, request: Request) -> None:
-        """Start with the pages of an equal beginning, if another sequence holds them."""
-        full = (len(request.prompt) - 1) // PAGE
-        for count in range(1, full + 1):
-            page = self.known.get(tuple(request.prompt[: count * PAGE]))
-            if page is None:
-                break
-            self.users[page] += 1
-            request.pages.append(page)
-            request.cached = count * PAGE
-
-    def release(self, request: Request) -> None:
-        for page in request.pages:
-            self.users[page] -= 1
-            if self.users[page] == 0:
-                self.free.append(page)
-                self.known = {key: p for key, p in self.known.items() if p != page}
-                # whoever reads it before it is written anew gets NaN
-                self.caches[:, :, page] = float("nan")
-        self.running.remove(request)
-
-    def plan(self) -> list[tuple[Request, int]]:
-        """Choose requests and how many tokens of each: those that decode first, then prompts."""
-        budget, chosen = TOKENS_PER_STEP, []
-        while self.waiting and len(self.running) < SEQUENCES_PER_STEP and self.free:
-            request = self.waiting.pop(0)
-            self.admit(request)
-            self.running.append(request)
-        for request in sorted(self.running, key=lambda r: len(r.tokens) - r.cached):
-            count = min(len(request.tokens) - request.cached, budget)
-            while count and not self.take(request, request.cached + count):
-                count -= 1
-            if count:
-                chosen.append((request, count))
-                budget -= count
-        return chosen
-
-    def step(self) -> None:
-        """Run the model once over the chosen tokens of all chosen requests."""
-        chosen = self.plan()
-        if not chosen:
-            raise RuntimeError("no request can go on: the cache is too small")
-        tokens, positions, slots = [], [], []
-        for request, count in chosen:
-            for position in range(request.cached, request.cached + count):
-                tokens.append(request.tokens[position])
-                positions.append(position)
-                slots.append(request.pages[position // PAGE] * PAGE + position % PAGE)
-        counts = [count for _, count in chosen]
-        lengths = [request.cached + count for request, count in chosen]
-        attend = self.attention(chosen, counts, lengths, torch.tensor(slots))
-        logits = self.model(torch.tensor(tokens), torch.tensor(positions), attend)
-        self.steps += 1
-        self.trace(chosen)
-        for (request, count), end in zip(chosen, torch.tensor(counts).cumsum(0), strict=True):
-            request.cached += count
-            for full in range(1, len(request.prompt) // PAGE + 1):
-                if full * PAGE <= request.cached:
-                    self.known.setdefault(
-                        tuple(request.prompt[: full * PAGE]), request.pages[full - 1]
-                    )
-            if request.cached == len(request.tokens):
-                request.tokens.append(int(logits[end - 1].argmax()))
-                if request.is_done:
-                    self.release(request)
-
-    def attention(
-        self,
-        chosen: list[tuple[Request, int]],
-        counts: list[int],
-        lengths: list[int],
-        slots: Tensor,
-    ) -> Attention:
-        """Return what the model's layers call: write the new keys, then attend to the pages."""
-        starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        shared = self.common_pages([request for request, _ in chosen])
-        # rows of unequal length; what follows the last page is never read
-        most = max(len(request.pages) for request, _ in chosen)
-        rows = [request.pages + [-1] * (most - len(request.pages)) for request, _ in chosen]
-        table = torch.tensor(rows, dtype=torch.int32)
-        self.shared_steps += bool(shared)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k_cache, v_cache = self.caches[layer]
-            reshape_and_cache(k, v, k_cache, v_cache, slots)
-            if not shared:
-                seqlens = torch.tensor(lengths, dtype=torch.int32)
-                out = paged_attn_func(
-                    q, k_cache, v_cache, table, starts, seqlens, max(counts), max(lengths)
-                )
-            else:
-                own = [length - len(shared) * PAGE for length in lengths]
-                out = shared_prefix_attn_func(
-                    q,
-                    k_cache,
-                    v_cache,
-                    torch.tensor(shared),
-                    len(shared) * PAGE,
-                    table[:, len(shared) :],
-                    starts,
-                    torch.tensor(own, dtype=torch.int32),
-                    max(counts),
-                    max(own),
-                )
-            return out
-
-        return attend
-
-    @staticmethod
-    def common_pages(requests: list[Request]) -> list[int]:
-        """Return the pages that all requests begin with, if it is worth it, and that are full."""
-        if len(requests) < 2:
-            return []
-        common = []
-        for pages in zip(*(request.pages for request in requests), strict=False):
-            if len(set(pages)) > 1:
-                break
-            common.append(pages[0])
-        full = min(request.cached for request in requests) // PAGE
-        return common[:full]
-
-    def trace(self, chosen: list[tuple[Request, int]]) -> None:
-        parts = []
-        for request, count in chosen:
-            first, last = request.cached, request.cached + count
-            what = f"{first}" if count == 1 else f"{first}..{last - 1}"
-            pages = " ".join(f"{page:02d}" for page in request.pages)
-            parts.append(f"{request.name}[{what}] -> {pages}")
-        self.log(f"step {self.steps:3d}, {len(self.free):2d} pages free | " + " | ".join(parts))
-
-    def run(self, requests: list[Request]) -> None:
-        """Serve all requests."""
-        self.waiting = list(requests)
-        while self.waiting or self.running:
-            self.step()
+    async def tokens(self, request: Any, http: HttpRequest) -> AsyncIterator[int]:
+        """Yield the tokens of an answer as they come, until its end or until the client goes."""
+        queue = self.answers[request]
+        while not await http.is_disconnected():
+            try:
+                token = await asyncio.wait_for(queue.get(), PATIENCE)
+            except asyncio.TimeoutError:
+                continue
+            if token is None:
+                return
+            if isinstance(token, RuntimeError):
+                raise token
+            yield token
 
 
-def make_requests(seed: int = 0) -> list[Request]:
-    """Twelve prompts of 1 to 61 tokens; those of five begin with the same two pages and a bit."""
-    generator = torch.Generator().manual_seed(seed)
+class Stream(StreamingResponse):
+    """Server-sent events of an answer; when they end, for whatever reason, so does the request."""
 
-    def draw(count: int) -> list[int]:
-        return torch.randint(8, VOCABULARY, (count,), generator=generator).tolist()
+    def __init__(self, batcher: Batcher, request: Any, http: HttpRequest) -> None:
+        self.batcher, self.request = batcher, request
+        super().__init__(self.events(http), media_type="text/event-stream")
 
-    system = draw(2 * PAGE + 3)
-    prompts = [draw(n) for n in (1, 61, 9, 24, 8, 33, 17)]
-    prompts += [system + draw(n) for n in (4, 1, 13, 2, 20)]
-    answers = (20, 5, 12, 1, 9, 14, 3, 16, 16, 8, 12, 10)
-    names = "abcdefghijkl"
-    return [Request(*each) for each in zip(names, prompts, answers, strict=True)]
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.batcher.forget(self.request)
+
+    async def events(self, http: HttpRequest) -> AsyncIterator[str]:
+        found = []
+        try:
+            async for token in self.batcher.tokens(self.request, http):
+                found.append(token)
+                yield f"data: {json.dumps({'token': token})}\n\n"
+            yield f"data: {json.dumps({'tokens': found})}\n\n"
+        except RuntimeError as error:
+            yield f"data: {json.dumps({'error': str(error)})}\n\n"
+
+
+def check(body: Any) -> tuple[list[int], int, bool]:
+    """Return what a request asks for, or say what is wrong."""
+    if not isinstance(body, dict) or (unknown := body.keys() - {"prompt", "max_tokens", "stream"}):
+        what = sorted(unknown) if isinstance(body, dict) else type(body).__name__
+        raise Refused(400, f"an object of prompt, max_tokens and stream is expected, got {what}")
+    prompt, most, stream = body.get("prompt"), body.get("max_tokens", 16), body.get("stream", False)
+
+    def is_int(x: Any) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool)
+
+    if not isinstance(prompt, list) or not prompt or not all(map(is_int, prompt)):
+        raise Refused(400, "prompt must be a list of at least one token, whole numbers")
+    wrong = [token for token in prompt if not 0 <= token < engine.VOCABULARY]
+    if wrong:
+        raise Refused(400, f"prompt: tokens are from 0 to {engine.VOCABULARY - 1}, got {wrong[0]}")
+    if not is_int(most) or most < 1:
+        raise Refused(400, f"max_tokens must be a whole number of at least 1, got {most!r}")
+    if not isinstance(stream, bool):
+        raise Refused(400, f"stream must be true or false, got {stream!r}")
+    return prompt, most, stream
+
+
+def make_app(pages: int = engine.PAGES, max_waiting: int = MAX_WAITING) -> Starlette:
+    """Return the application; ``app.state.batcher`` has the engine."""
+    batcher = Batcher(pages, max_waiting)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(batcher.run())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def generate(http: HttpRequest) -> Response:
+        try:
+            prompt, most, stream = check(json.loads(await http.body()))
+            request = batcher.submit(prompt, most)
+        except ValueError as error:
+            return JSONResponse({"error": f"no JSON: {error}"}, 400)
+        except Refused as refused:
+            return JSONResponse({"error": str(refused)}, refused.status)
+        if stream:
+            return Stream(batcher, request, http)
+        try:
+            return JSONResponse({"tokens": [x async for x in batcher.tokens(request, http)]})
+        except RuntimeError as error:
+            return JSONResponse({"error": str(error)}, 500)
+        finally:
+            batcher.forget(request)
+
+    async def health(_: HttpRequest) -> Response:
+        of = batcher.engine
+        counts = {
+            "waiting": len(of.waiting) + len(batcher.new),
+            "running": len(of.running),
+            "pages": of.pages,
+            "free_pages": len(of.free),
+            "steps": of.steps,
+            "preempted": of.preempted,
+        }
+        return JSONResponse(counts, 500 if batcher.failed else 200)
+
+    routes = [
+        Route("/generate", generate, methods=["POST"]),
+        Route("/health", health, methods=["GET"]),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    app.state.batcher = batcher
+    return app
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quiet", action="store_true", help="do not print the page table")
-    quiet = parser.parse_args(arguments).quiet
-    model = Decoder()
-    requests = make_requests()
-    engine = Engine(model, (lambda _: None) if quiet else print)
-    with torch.no_grad():
-        engine.run(requests)
-        expected = [without_cache(model, request.prompt, request.most) for request in requests]
-    wrong = [r.name for r, want in zip(requests, expected, strict=True) if r.answer != want]
-    count = sum(len(request.answer) for request in requests)
-    print(
-        f"{len(requests)} requests, {count} tokens in {engine.steps} steps; "
-        f"{engine.reused} pages given out again, {engine.shared_steps} steps with a shared prefix"
-    )
-    print(
-        f"differ from the model without a cache: {', '.join(wrong)}"
-        if wrong
-        else "token for token what the model says without a cache"
-    )
-    return 1 if wrong else 0
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    parser.add_argument("--pages", type=int, default=engine.PAGES, help="of the cache")
+    options = parser.parse_args(arguments)
+    uvicorn.run(make_app(options.pages), host=options.host, port=options.port)
+    return 0
 
 
 if __name__ == "__main__":

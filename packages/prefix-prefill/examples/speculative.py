@@ -9,8 +9,8 @@ drafted token see its ancestors alone. The path on which every token is what the
 accepted, and one token more, so that the answer is that of greedy decoding, token for token. Keys
 and values of the accepted path move to where the path's positions lie; the rest is overwritten.
 
-The models are the random decoder of ``serve.py``; the draft is the model with a little noise in its
-weights, so that it is often right and sometimes not.
+The models are the random decoder of ``engine.py``; the draft is the model with a little noise in
+its weights, so that it is often right and sometimes not.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ NOISE = 0.03
 MOST = 32  # tokens of an answer
 
 
-def load_serve() -> ModuleType:
+def load_engine() -> ModuleType:
     """Load the example next to this one, for its decoder."""
-    spec = importlib.util.spec_from_file_location("serve", Path(__file__).parent / "serve.py")
+    spec = importlib.util.spec_from_file_location("engine", Path(__file__).parent / "engine.py")
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules.setdefault("serve", importlib.util.module_from_spec(spec))
+    module = sys.modules.setdefault("engine", importlib.util.module_from_spec(spec))
     if not hasattr(module, "Decoder"):
         spec.loader.exec_module(module)
     return module
 
 
-serve = load_serve()
+engine = load_engine()
 
 
 class Tree(NamedTuple):
@@ -71,10 +71,10 @@ class Tree(NamedTuple):
 class Cached:
     """A model and the paged cache of one sequence."""
 
-    def __init__(self, model: serve.Decoder, seed: int = 0) -> None:
+    def __init__(self, model: engine.Decoder, seed: int = 0) -> None:
         self.model = model
-        shape = (PAGES, PAGE, serve.HEADS_K, serve.HEAD_DIM)
-        self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(serve.LAYERS)]
+        shape = (PAGES, PAGE, engine.HEADS_K, engine.HEAD_DIM)
+        self.caches = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(engine.LAYERS)]
         order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(seed))
         self.table = order.to(torch.int32)[None]
 
@@ -169,17 +169,17 @@ def speculate(
             print(
                 f"step {steps:3}: {len(tree.tokens) - 1} drafted, {len(path) - 1} accepted -> {new}"
             )
-        if serve.END in new:
+        if engine.END in new:
             break
     answer = tokens[len(prompt) : len(prompt) + most]
-    if serve.END in answer:
-        answer = answer[: answer.index(serve.END) + 1]
+    if engine.END in answer:
+        answer = answer[: answer.index(engine.END) + 1]
     return answer, steps
 
 
-def noisy(seed: int) -> serve.Decoder:
+def noisy(seed: int) -> engine.Decoder:
     """Return the model with noise in its weights."""
-    model, generator = serve.Decoder(), torch.Generator().manual_seed(seed)
+    model, generator = engine.Decoder(), torch.Generator().manual_seed(seed)
     for layer in model.layers:
         for name, x in layer.items():
             layer[name] = x * (1 + NOISE * torch.randn(x.shape, generator=generator))
@@ -193,11 +193,11 @@ def main(arguments: list[str] | None = None) -> int:
     generator = torch.Generator().manual_seed(1)
     total = steps = 0
     for length in (1, 5, 30):
-        prompt = torch.randint(8, serve.VOCABULARY, (length,), generator=generator).tolist()
+        prompt = torch.randint(8, engine.VOCABULARY, (length,), generator=generator).tolist()
         answer, count = speculate(
-            Cached(serve.Decoder()), Cached(noisy(3)), prompt, MOST, quiet=quiet
+            Cached(engine.Decoder()), Cached(noisy(3)), prompt, MOST, quiet=quiet
         )
-        want = serve.without_cache(serve.Decoder(), prompt, MOST)
+        want = engine.without_cache(engine.Decoder(), prompt, MOST)
         if answer != want:
             print(f"prompt of {length}: answers {answer}, greedy decoding {want}")
             return 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prefix_prefill import _ops
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "serve.py"
+SCRIPT = Path(__file__).parent.parent / "examples" / "engine.py"
 
 pytestmark = [
     pytest.mark.eager,
@@ -18,16 +18,16 @@ pytestmark = [
 
 
 @pytest.fixture
-def serve(monkeypatch):
-    spec = importlib.util.spec_from_file_location("serve", SCRIPT)
+def engine(monkeypatch):
+    spec = importlib.util.spec_from_file_location("engine", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "serve", module)
+    monkeypatch.setitem(sys.modules, "engine", module)
     spec.loader.exec_module(module)
     return module
 
 
-def test_answers_are_those_without_a_cache(serve, capsys):
-    assert serve.main([]) == 0
+def test_answers_are_those_without_a_cache(engine, capsys):
+    assert engine.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "token for token what the model says without a cache"
     steps = [line for line in lines if line.startswith("step")]
@@ -35,50 +35,65 @@ def test_answers_are_those_without_a_cache(serve, capsys):
     assert any("[0.." in step and step.count("|") > 2 for step in steps)
 
 
-def test_pages_are_reused_and_shared(serve):
-    engine = serve.Engine(serve.Decoder(), lambda _: None)
-    requests = serve.make_requests()
-    engine.run(requests)
+def test_pages_are_reused_and_shared(engine):
+    found = engine.Engine(engine.Decoder())
+    requests = engine.make_requests()
+    found.run(requests)
     assert all(request.is_done for request in requests)
-    assert engine.reused > 0
-    assert engine.shared_steps > 0
-    assert sorted(engine.free) == list(range(serve.PAGES))
-    assert not any(engine.users)
+    assert found.reused > 0
+    assert found.shared_steps > 0
+    assert sorted(found.free) == list(range(engine.PAGES))
+    assert not any(found.users)
     # a prompt of one token, prompts in several chunks, and more tokens than the cache holds
     total = sum(len(request.tokens) for request in requests)
-    assert total > serve.PAGES * serve.PAGE
-    assert max(len(request.prompt) for request in requests) > 2 * serve.TOKENS_PER_STEP
+    assert total > engine.PAGES * engine.PAGE
+    assert max(len(request.prompt) for request in requests) > 2 * engine.TOKENS_PER_STEP
+
+
+def test_a_cache_that_is_too_small_for_all_serves_them_in_turn(engine):
+    """The youngest gives up its pages, and its answer is what it would have been."""
+    model = engine.Decoder()
+    found = engine.Engine(model, pages=9)
+    requests = engine.make_requests()
+    found.run(requests)
+    assert found.preempted > 0
+    assert sorted(found.free) == list(range(9))
+    assert not any(found.users)
+    for request in requests:
+        assert request.answer == engine.without_cache(model, request.prompt, request.most)
+    with pytest.raises(ValueError, match="request z is longer than the cache"):
+        found.add(engine.Request("z", [8] * 70, 4))
 
 
 @pytest.mark.parametrize("fault", ["slots", "lengths", "pages"])
-def test_a_fault_shows(serve, fault, monkeypatch):
+def test_a_fault_shows(engine, fault, monkeypatch):
     """Answers depend on what is checked: with a fault in the engine they differ."""
     if fault == "slots":
-        write = serve.reshape_and_cache
+        write = engine.reshape_and_cache
         monkeypatch.setattr(
-            serve, "reshape_and_cache", lambda k, v, a, b, slots: write(k, v.flip(0), a, b, slots)
+            engine, "reshape_and_cache", lambda k, v, a, b, slots: write(k, v.flip(0), a, b, slots)
         )
     elif fault == "lengths":
-        attend = serve.paged_attn_func
+        attend = engine.paged_attn_func
         monkeypatch.setattr(
-            serve,
+            engine,
             "paged_attn_func",
             lambda q, k, v, table, starts, lengths, *rest: attend(
                 q, k, v, table, starts, (lengths - 1).clamp(min=1), *rest
             ),
         )
     else:
-        attend = serve.paged_attn_func
+        attend = engine.paged_attn_func
         monkeypatch.setattr(
-            serve,
+            engine,
             "paged_attn_func",
             lambda q, k, v, table, *rest: attend(q, k, v, table.clamp(min=0).flip(1), *rest),
         )
-    assert serve.main(["--quiet"]) == 1
+    assert engine.main(["--quiet"]) == 1
 
 
 @pytest.fixture
-def speculative(serve, monkeypatch):
+def speculative(engine, monkeypatch):
     path = SCRIPT.parent / "speculative.py"
     spec = importlib.util.spec_from_file_location("speculative", path)
     module = importlib.util.module_from_spec(spec)

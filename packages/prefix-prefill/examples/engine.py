@@ -1,0 +1,363 @@
+"""A small inference engine on a paged cache: continuous batching of a dozen requests, on a CPU.
+
+    python examples/engine.py            the trace of the page table, then the check
+    python examples/engine.py --quiet    the check alone
+
+The model is a Llama-style decoder with random weights, so what it says means nothing; that it says
+the same with and without a cache, token for token, means that pages, masks and positions are right.
+The engine knows what real ones know: prompts come in chunks beside sequences that decode, a
+sequence that ends gives its pages back, others take them, prompts that begin with the same pages
+share them, and where no sequence finds a page any more the youngest gives up its own and comes
+again later. ``serve.py`` puts an HTTP server in front of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from prefix_prefill import paged_attn_func, reshape_and_cache, shared_prefix_attn_func
+from torch import Tensor
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+VOCABULARY, LAYERS, HEADS_Q, HEADS_K, HEAD_DIM, HIDDEN = 101, 2, 4, 2, 16, 96
+WIDTH = HEADS_Q * HEAD_DIM
+END = 7  # the token that ends a sequence
+
+PAGE = 8
+PAGES = 26  # too few for all requests at once
+TOKENS_PER_STEP = 24
+SEQUENCES_PER_STEP = 6
+
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Decoder:
+    """RMSNorm, rotary positions, grouped queries, SwiGLU; random weights."""
+
+    def __init__(self, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def matrix(rows: int, columns: int) -> Tensor:
+            return torch.randn(rows, columns, generator=generator) * 1.5 * rows**-0.5
+
+        self.embedding = torch.randn(VOCABULARY, WIDTH, generator=generator)
+        heads = HEADS_Q + 2 * HEADS_K
+        self.layers = [
+            {
+                "qkv": matrix(WIDTH, heads * HEAD_DIM),
+                "out": matrix(WIDTH, WIDTH),
+                "up": matrix(WIDTH, 2 * HIDDEN),
+                "down": matrix(HIDDEN, WIDTH),
+            }
+            for _ in range(LAYERS)
+        ]
+        self.head = matrix(WIDTH, VOCABULARY)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attention) -> Tensor:
+        """Return the logits of packed tokens; ``attend(layer, q, k, v)`` is all that mixes them."""
+        x = self.embedding[tokens]
+        for number, layer in enumerate(self.layers):
+            qkv = (rms_norm(x, (WIDTH,)) @ layer["qkv"]).unflatten(1, (-1, HEAD_DIM))
+            q, k, v = qkv.split((HEADS_Q, HEADS_K, HEADS_K), dim=1)
+            mixed = attend(number, rotate(q, positions), rotate(k, positions), v)
+            x = x + mixed.flatten(1) @ layer["out"]
+            gate, up = (rms_norm(x, (WIDTH,)) @ layer["up"]).chunk(2, dim=1)
+            x = x + (silu(gate) * up) @ layer["down"]
+        return rms_norm(x, (WIDTH,)) @ self.head
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Turn pairs of numbers by angles that grow with the position (RoPE)."""
+    half = HEAD_DIM // 2
+    angles = positions[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def without_cache(model: Decoder, prompt: list[int], most: int) -> list[int]:
+    """Generate greedily, and compute everything anew for every token."""
+
+    def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + most and (len(tokens) == len(prompt) or tokens[-1] != END):
+        logits = model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: its tokens so far, how many of them are in the cache, and its pages."""
+
+    name: str
+    prompt: list[int]
+    most: int
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+    pages: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.answer) and (self.answer[-1] == END or len(self.answer) == self.most)
+
+
+class Engine:
+    """A pool of pages, a queue of requests, and steps that serve several of them at once."""
+
+    def __init__(
+        self, model: Decoder, log: Callable[[str], None] = lambda _: None, pages: int = PAGES
+    ) -> None:
+        self.model, self.log, self.pages = model, log, pages
+        self.caches = torch.full((LAYERS, 2, pages, PAGE, HEADS_K, HEAD_DIM), float("nan"))
+        self.free = list(range(pages))
+        self.users = [0] * pages
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        # full pages of prompts by all the tokens up to their end
+        self.known: dict[tuple[int, ...], int] = {}
+        self.steps = self.shared_steps = self.reused = self.preempted = 0
+        self.given: list[int] = [0] * pages
+
+    def fits(self, request: Request) -> bool:
+        """Say whether the cache could hold a request if it had all pages."""
+        # the last token of an answer is never written
+        return len(request.prompt) + request.most - 1 <= self.pages * PAGE
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        if not self.fits(request):
+            raise ValueError(f"request {request.name} is longer than the cache")
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request, wherever it stands; its pages are free at once."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self.release(request)
+
+    def preempt(self) -> None:
+        """Let the youngest request give up its pages, and compute its tokens anew later."""
+        request = self.running[-1]
+        self.release(request)
+        request.cached, request.pages = 0, []
+        self.waiting.insert(0, request)
+        self.preempted += 1
+
+    def take(self, request: Request, tokens: int) -> bool:
+        """Give a request pages for its first so many tokens; False if there are too few."""
+        wanted = -(-tokens // PAGE) - len(request.pages)
+        if wanted > len(self.free):
+            return False
+        for _ in range(wanted):
+            page = self.free.pop(0)
+            self.users[page] = 1
+            self.reused += self.given[page] > 0
+            self.given[page] += 1
+            request.pages.append(page)
+        return True
+
+    def admit(self, request: Request) -> None:
+        """Start with the pages of an equal beginning, if another sequence holds them."""
+        full = (len(request.prompt) - 1) // PAGE
+        for count in range(1, full + 1):
+            page = self.known.get(tuple(request.prompt[: count * PAGE]))
+            if page is None:
+                break
+            self.users[page] += 1
+            request.pages.append(page)
+            request.cached = count * PAGE
+
+    def release(self, request: Request) -> None:
+        for page in request.pages:
+            self.users[page] -= 1
+            if self.users[page] == 0:
+                self.free.append(page)
+                self.known = {key: p for key, p in self.known.items() if p != page}
+                # whoever reads it before it is written anew gets NaN
+                self.caches[:, :, page] = float("nan")
+        self.running.remove(request)
+
+    def plan(self) -> list[tuple[Request, int]]:
+        """Choose requests and how many tokens of each: those that decode first, then prompts."""
+        budget, chosen = TOKENS_PER_STEP, []
+        while self.waiting and len(self.running) < SEQUENCES_PER_STEP and self.free:
+            request = self.waiting.pop(0)
+            self.admit(request)
+            self.running.append(request)
+        for request in sorted(self.running, key=lambda r: len(r.tokens) - r.cached):
+            count = min(len(request.tokens) - request.cached, budget)
+            while count and not self.take(request, request.cached + count):
+                count -= 1
+            if count:
+                chosen.append((request, count))
+                budget -= count
+        return chosen
+
+    def step(self) -> list[Request]:
+        """Run the model once over the chosen tokens of all chosen requests.
+
+        Return those that have a new token.
+        """
+        chosen = self.plan()
+        while not chosen:
+            if len(self.running) < 2:
+                raise RuntimeError("no request can go on: the cache is too small")
+            self.preempt()
+            chosen = self.plan()
+        tokens, positions, slots = [], [], []
+        for request, count in chosen:
+            for position in range(request.cached, request.cached + count):
+                tokens.append(request.tokens[position])
+                positions.append(position)
+                slots.append(request.pages[position // PAGE] * PAGE + position % PAGE)
+        counts = [count for _, count in chosen]
+        lengths = [request.cached + count for request, count in chosen]
+        attend = self.attention(chosen, counts, lengths, torch.tensor(slots))
+        logits = self.model(torch.tensor(tokens), torch.tensor(positions), attend)
+        self.steps += 1
+        self.trace(chosen)
+        answered = []
+        for (request, count), end in zip(chosen, torch.tensor(counts).cumsum(0), strict=True):
+            request.cached += count
+            for full in range(1, len(request.prompt) // PAGE + 1):
+                if full * PAGE <= request.cached:
+                    self.known.setdefault(
+                        tuple(request.prompt[: full * PAGE]), request.pages[full - 1]
+                    )
+            if request.cached == len(request.tokens):
+                request.tokens.append(int(logits[end - 1].argmax()))
+                answered.append(request)
+                if request.is_done:
+                    self.release(request)
+        return answered
+
+    def attention(
+        self,
+        chosen: list[tuple[Request, int]],
+        counts: list[int],
+        lengths: list[int],
+        slots: Tensor,
+    ) -> Attention:
+        """Return what the model's layers call: write the new keys, then attend to the pages."""
+        starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        shared = self.common_pages([request for request, _ in chosen])
+        # rows of unequal length; what follows the last page is never read
+        most = max(len(request.pages) for request, _ in chosen)
+        rows = [request.pages + [-1] * (most - len(request.pages)) for request, _ in chosen]
+        table = torch.tensor(rows, dtype=torch.int32)
+        self.shared_steps += bool(shared)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k_cache, v_cache = self.caches[layer]
+            reshape_and_cache(k, v, k_cache, v_cache, slots)
+            if not shared:
+                seqlens = torch.tensor(lengths, dtype=torch.int32)
+                out = paged_attn_func(
+                    q, k_cache, v_cache, table, starts, seqlens, max(counts), max(lengths)
+                )
+            else:
+                own = [length - len(shared) * PAGE for length in lengths]
+                out = shared_prefix_attn_func(
+                    q,
+                    k_cache,
+                    v_cache,
+                    torch.tensor(shared),
+                    len(shared) * PAGE,
+                    table[:, len(shared) :],
+                    starts,
+                    torch.tensor(own, dtype=torch.int32),
+                    max(counts),
+                    max(own),
+                )
+            return out
+
+        return attend
+
+    @staticmethod
+    def common_pages(requests: list[Request]) -> list[int]:
+        """Return the pages that all requests begin with, if it is worth it, and that are full."""
+        if len(requests) < 2:
+            return []
+        common = []
+        for pages in zip(*(request.pages for request in requests), strict=False):
+            if len(set(pages)) > 1:
+                break
+            common.append(pages[0])
+        full = min(request.cached for request in requests) // PAGE
+        return common[:full]
+
+    def trace(self, chosen: list[tuple[Request, int]]) -> None:
+        parts = []
+        for request, count in chosen:
+            first, last = request.cached, request.cached + count
+            what = f"{first}" if count == 1 else f"{first}..{last - 1}"
+            pages = " ".join(f"{page:02d}" for page in request.pages)
+            parts.append(f"{request.name}[{what}] -> {pages}")
+        self.log(f"step {self.steps:3d}, {len(self.free):2d} pages free | " + " | ".join(parts))
+
+    def run(self, requests: list[Request]) -> None:
+        """Serve all requests."""
+        for request in requests:
+            self.add(request)
+        while self.waiting or self.running:
+            self.step()
+
+
+def make_requests(seed: int = 0) -> list[Request]:
+    """Twelve prompts of 1 to 61 tokens; those of five begin with the same two pages and a bit."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(8, VOCABULARY, (count,), generator=generator).tolist()
+
+    system = draw(2 * PAGE + 3)
+    prompts = [draw(n) for n in (1, 61, 9, 24, 8, 33, 17)]
+    prompts += [system + draw(n) for n in (4, 1, 13, 2, 20)]
+    answers = (20, 5, 12, 1, 9, 14, 3, 16, 16, 8, 12, 10)
+    names = "abcdefghijkl"
+    return [Request(*each) for each in zip(names, prompts, answers, strict=True)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quiet", action="store_true", help="do not print the page table")
+    quiet = parser.parse_args(arguments).quiet
+    model = Decoder()
+    requests = make_requests()
+    engine = Engine(model) if quiet else Engine(model, print)
+    with torch.no_grad():
+        engine.run(requests)
+        expected = [without_cache(model, request.prompt, request.most) for request in requests]
+    wrong = [r.name for r, want in zip(requests, expected, strict=True) if r.answer != want]
+    count = sum(len(request.answer) for request in requests)
+    print(
+        f"{len(requests)} requests, {count} tokens in {engine.steps} steps; "
+        f"{engine.reused} pages given out again, {engine.shared_steps} steps with a shared prefix"
+    )
+    print(
+        f"differ from the model without a cache: {', '.join(wrong)}"
+        if wrong
+        else "token for token what the model says without a cache"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
