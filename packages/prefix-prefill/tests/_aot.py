@@ -134,8 +134,10 @@ def launch_append(config: Config, batch: int = 16, new: int = 4) -> None:
     cos, sin = (meta(8192, d // 2, dtype=dtype) for _ in "cs")
     rotated = torch.empty_like(q)
     lengths, table = meta(batch, dtype=torch.int32), meta(batch, 64, dtype=torch.int32)
-    tail = cos, sin, rotated, not config.packed, True
-    launch(q, k, v, *caches(Config(d, config.dtype)), lengths, None, table, *tail)
+    cache = caches(Config(d, config.dtype, config.cache))
+    scales = scale_caches(config)
+    tail = cos, sin, rotated, *scales, not config.packed, True
+    launch(q, k, v, *cache, lengths, None, table, *tail)
 
 
 def launch_rows(config: Config, batch: int = 16, queries: int = 1) -> None:
@@ -148,6 +150,6 @@ def launch_rows(config: Config, batch: int = 16, queries: int = 1) -> None:
     lengths = meta(batch, dtype=torch.int32)
     with only_portable():
         launch(
-            q, k_cache, v_cache, lengths, None, lengths, None, None, torch.empty_like(q), None, 0,
-            d**-0.5, -1, 0, 0.0, config.splits,
+            q, k_cache, v_cache, lengths, None, lengths, None, None, None, None,
+            torch.empty_like(q), None, 0, d**-0.5, -1, 0, 0.0, config.splits,
         )  # fmt: skip

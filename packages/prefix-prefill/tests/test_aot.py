@@ -72,6 +72,7 @@ def principal() -> list[tuple[str, str, Config]]:
         (hopper, MIXED, Config(128, tree=True)),
         (hopper, ROWS, Config(128)),
         (amd, APPEND, Config(128)),
+        (hopper, APPEND, Config(128, cache="uint8")),
         (hopper, DECODE, Config(256, splits=4)),
         (hopper, DECODE, Config(128, cache="uint8")),
         ("nvidia:sm_80", DECODE, Config(128, "float32")),
@@ -103,7 +104,7 @@ def everything() -> list[tuple[str, str, Config]]:
         cases += [(gpu, APPEND, Config(d, packed=p)) for p in (False, True)]
     cases += [(gpu, MIXED, Config(128, "float32", dense=True, tree=True)) for gpu in GPUS]
     for gpu, cache in itertools.product(GPUS, ("int8", "uint8")):
-        cases += [(gpu, way, Config(128, cache=cache)) for way in (MIXED, CACHE)]
+        cases += [(gpu, way, Config(128, cache=cache)) for way in (MIXED, CACHE, APPEND)]
     for d, cache in itertools.product((16, 64, 256), ("int8", "uint8")):
         cases += [("nvidia:sm_90", MIXED, Config(d, cache=cache))]
     # a page of a token each, and dtypes and splits that the rest leaves out

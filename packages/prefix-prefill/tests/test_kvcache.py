@@ -212,7 +212,8 @@ def test_nothing_is_written_beyond_the_cache(call, device):
                     cache[given["block_table"][b, at // 7], at % 7] = given[new][b, i]
     packed = [given[name].flatten(0, 1) for name in "qkv"]
     caches = given["k_cache"], given["v_cache"], given["cache_seqlens"]
-    launch_append(*packed, *caches, None, given.get("block_table"), None, None, None, True, True)
+    no = [None] * 5
+    launch_append(*packed, *caches, None, given.get("block_table"), *no, True, True)
     for name, frame in frames.items():
         assert torch.equal(frame, want[name])
 
@@ -231,11 +232,11 @@ def test_operators_pass_opcheck(call, device):
     where = [clean.get(name) for name in names]
     utils = ("test_schema", "test_faketensor")
     rotated = torch.zeros_like(packed[0]) if call.rotary else None
-    append: tuple[Any, ...] = *packed, *caches, *where, rotated, True, False
+    append: tuple[Any, ...] = *packed, *caches, *where, rotated, None, None, True, False
     opcheck(_ops.append_kvcache, append, test_utils=utils)
     places = clean["cache_seqlens"], None, None, clean.get("block_table"), None
     out, lse = torch.zeros_like(packed[0]), torch.zeros(4, 9, device=device)
-    attend = packed[0], *caches, *places, out, lse, 3, 0.25, -1, 0, 0.0, 0
+    attend = packed[0], *caches, *places, None, None, out, lse, 3, 0.25, -1, 0, 0.0, 0
     opcheck(_ops.attend_kvcache, attend, test_utils=utils)
 
 

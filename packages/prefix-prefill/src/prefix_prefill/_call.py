@@ -122,6 +122,8 @@ class AppendTensors(NamedTuple):
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
     rotated: Tensor | None  # where the queries go; None without rotary embeddings
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
 
 
 class AppendOptions(NamedTuple):
@@ -142,6 +144,8 @@ class RowTensors(NamedTuple):
     cache_leftpad: Tensor | None
     block_table: Tensor | None
     alibi_slopes: Tensor | None
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
     out: Tensor
     lse: Tensor | None  # [heads_q, batch * seqlen_q]
 

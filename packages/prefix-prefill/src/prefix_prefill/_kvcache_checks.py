@@ -10,6 +10,7 @@ from . import _checks
 from ._call import AppendOptions, AppendTensors, RowOptions, RowTensors
 from ._linked.host import arguments
 from ._linked.host.arguments import DEVICES, FLOAT_DTYPES, check_length, check_tensor, kind
+from ._scale_caches import check_scale_caches
 from ._values import check_entry
 
 _ROWS = "[batch_cache, seqlen_cache, heads_k, head_dim]"
@@ -42,6 +43,8 @@ class Given(NamedTuple):
     cache_leftpad: Tensor | None
     block_table: Tensor | None
     alibi_slopes: Tensor | None
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
 
 
 def refuse_unknown(names: Iterable[str]) -> NoReturn:
@@ -55,7 +58,7 @@ def room(x: Given | AppendTensors | RowTensors) -> int:
     return size if x.block_table is None else size * x.block_table.shape[1]
 
 
-def check(x: Given, cache_seqlens: Any) -> None:
+def check(x: Given, cache_seqlens: Any, kv_dtype: str | None) -> None:
     """Check the tensors of a call."""
     q = x.q
     if q.dtype not in FLOAT_DTYPES:
@@ -65,7 +68,9 @@ def check(x: Given, cache_seqlens: Any) -> None:
     if q.ndim != 4:
         raise ValueError(f"q must be [batch, seqlen_q, heads_q, head_dim], got {list(q.shape)}")
     _checks.check_head_dim(q.shape[3])
-    _check_caches(x)
+    _check_caches(x, kv_dtype)
+    scales = x.k_scale_cache, x.v_scale_cache
+    check_scale_caches(x.k_cache, *scales, kv_dtype, None, None)
     _check_new(x, cache_seqlens)
     _check_rotary(x)
     _check_places(x, cache_seqlens)
@@ -82,17 +87,23 @@ def check(x: Given, cache_seqlens: Any) -> None:
     _checks.check_no_gradients(*x)
 
 
-def _check_caches(x: Given) -> None:
+def _check_caches(x: Given, kv_dtype: str | None) -> None:
+    _checks.check_kv_dtype(kv_dtype)
     q, form = x.q, _ROWS if x.block_table is None else _PAGES
+    stored, of = q.dtype, "of q"
+    if kv_dtype is not None:
+        stored, of = _checks.KV_DTYPES[kv_dtype], f"of kv_dtype {kv_dtype!r}"
+    head_dim, width = q.shape[3], "the head_dim of q"
+    if kv_dtype == "int4":
+        head_dim, width = head_dim // 2, "half the head_dim of q"
     for name, cache in (("k_cache", x.k_cache), ("v_cache", x.v_cache)):
         check_tensor(name, cache)
-        if cache.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {cache.dtype}")
+        if cache.dtype != stored:
+            raise TypeError(f"{name} must have the dtype {of}, {stored}, got {cache.dtype}")
         _checks.check_device(name, cache, "q", q)
-        if cache.ndim != 4 or cache.shape[3] != q.shape[3] or 0 in cache.shape[1:3]:
+        if cache.ndim != 4 or cache.shape[3] != head_dim or 0 in cache.shape[1:3]:
             raise ValueError(
-                f"{name} must be {form} with the head_dim of q, {q.shape[3]}, got "
-                f"{list(cache.shape)}"
+                f"{name} must be {form} with {width}, {head_dim}, got {list(cache.shape)}"
             )
     if x.v_cache.shape != x.k_cache.shape:
         raise ValueError(
@@ -122,7 +133,8 @@ def _check_new(x: Given, cache_seqlens: Any) -> None:
         if new.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {new.dtype}")
         _checks.check_device(name, new, "q", q)
-        expected = [q.shape[0], x.k.shape[1] if x.k.ndim == 4 else 0, *x.k_cache.shape[2:]]
+        new_keys = x.k.shape[1] if x.k.ndim == 4 else 0
+        expected = [q.shape[0], new_keys, x.k_cache.shape[2], q.shape[3]]
         if list(new.shape) != expected:
             raise ValueError(
                 f"{name} must be [batch, seqlen_new, heads_k, head_dim], [{q.shape[0]}, "

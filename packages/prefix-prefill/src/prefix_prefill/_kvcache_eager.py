@@ -7,6 +7,8 @@ from torch import Tensor
 
 from . import _eager
 from ._call import AppendOptions, AppendTensors, RowOptions, RowTensors, Tensors
+from ._layout import INT_MAX
+from .reference import quantised
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -33,15 +35,15 @@ def append(x: AppendTensors, options: AppendOptions) -> None:
     with torch.no_grad():
         batch = len(x.cache_seqlens)
         starts = x.cache_seqlens.to(torch.int64)[:, None]
-        new, queries = len(x.k) // max(1, batch), len(x.q) // max(1, batch)
-        positions = starts + torch.arange(new)
+        count, queries = len(x.k) // max(1, batch), len(x.q) // max(1, batch)
+        positions = starts + torch.arange(count)
         size = x.k_cache.shape[1]
         if x.block_table is not None:
             rows = x.block_table.to(torch.int64).gather(1, positions // size).flatten()
         elif x.cache_batch_idx is not None:
-            rows = x.cache_batch_idx.to(torch.int64).repeat_interleave(new)
+            rows = x.cache_batch_idx.to(torch.int64).repeat_interleave(count)
         else:
-            rows = torch.arange(batch).repeat_interleave(new)
+            rows = torch.arange(batch).repeat_interleave(count)
         slots = (positions % size).flatten()
         k = x.k
         if x.rotary_cos is not None and x.rotary_sin is not None and x.rotated is not None:
@@ -50,8 +52,15 @@ def append(x: AppendTensors, options: AppendOptions) -> None:
             where = starts + (torch.arange(queries) if options.moving else torch.zeros(queries))
             where = where.to(torch.int64).flatten()
             x.rotated.copy_(rotate(x.q, *tables, where, options.interleaved))
-        x.k_cache[rows, slots] = k
-        x.v_cache[rows, slots] = x.v
+        for new, cache, scales in (
+            (k, x.k_cache, x.k_scale_cache),
+            (x.v, x.v_cache, x.v_scale_cache),
+        ):
+            if scales is None:
+                cache[rows, slots] = new
+            else:
+                largest = INT_MAX[cache.dtype]
+                cache[rows, slots], scales[rows, slots] = quantised(new, largest, scales.dtype)
 
 
 def attend(x: RowTensors, options: RowOptions) -> None:
@@ -62,10 +71,13 @@ def attend(x: RowTensors, options: RowOptions) -> None:
     for b, length in enumerate(x.cache_seqlens.tolist()):
         keys = length + options.new
         caches, table = (x.k_cache, x.v_cache), x.block_table
+        scales = x.k_scale_cache, x.v_scale_cache
         if table is None:
             row = b if x.cache_batch_idx is None else int(x.cache_batch_idx[b])
             first = 0 if x.cache_leftpad is None else int(x.cache_leftpad[b])
             caches = x.k_cache[row, first:keys, None], x.v_cache[row, first:keys, None]
+            if scales[0] is not None and scales[1] is not None:
+                scales = scales[0][row, first:keys, None], scales[1][row, first:keys, None]
             keys -= first
             table = torch.arange(keys)[None]
         else:
@@ -82,6 +94,8 @@ def attend(x: RowTensors, options: RowOptions) -> None:
             cu_seqlens_q=starts,
             seqlens_k=torch.tensor([keys], dtype=torch.int32),
             alibi_slopes=slopes,
+            k_scale_cache=scales[0],
+            v_scale_cache=scales[1],
             out=x.out[rows],
             lse=None if x.lse is None else x.lse[:, rows],
         )

@@ -155,7 +155,8 @@ append_kvcache = register(
     f"{NAMESPACE}::append_kvcache",
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor cache_seqlens, "
     "Tensor? cache_batch_idx, Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, "
-    "Tensor(c!)? rotated, bool interleaved, bool moving) -> ()",
+    "Tensor(c!)? rotated, Tensor(d!)? k_scale_cache, Tensor(e!)? v_scale_cache, bool interleaved, "
+    "bool moving) -> ()",
     fake=_nothing,
     kernels=_append_triton,
     eager=_append_eager,
@@ -164,9 +165,9 @@ append_kvcache = register(
 attend_kvcache = register(
     f"{NAMESPACE}::attend_kvcache",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? cache_batch_idx, "
-    "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor(a!) out, "
-    "Tensor(b!)? lse, SymInt new, float softmax_scale, SymInt window_left, SymInt window_right, "
-    "float softcap, SymInt num_splits) -> ()",
+    "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor? k_scale_cache, "
+    "Tensor? v_scale_cache, Tensor(a!) out, Tensor(b!)? lse, SymInt new, float softmax_scale, "
+    "SymInt window_left, SymInt window_right, float softcap, SymInt num_splits) -> ()",
     fake=_nothing,
     kernels=_rows_triton,
     eager=_rows_eager,

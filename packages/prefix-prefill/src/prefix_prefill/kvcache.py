@@ -43,6 +43,10 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    kv_dtype: str | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache, then attend to it; flash-attn 2's function.
@@ -61,8 +65,8 @@ def flash_attn_with_kvcache(
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16 or fp32. ``head_dim`` is a
             multiple of 8 up to 256.
         k_cache: keys, ``[batch_cache, seqlen_cache, heads_k, head_dim]``, or, with ``block_table``,
-            ``[num_blocks, block_size, heads_k, head_dim]``; dtype of ``q``. Any strides, any
-            ``block_size``; the cache is never copied.
+            ``[num_blocks, block_size, heads_k, head_dim]``; dtype of ``q``, or as ``kv_dtype``
+            says. Any strides, any ``block_size``; the cache is never copied.
         v_cache: values, likewise.
         k: new keys, ``[batch, seqlen_new, heads_k, head_dim]``, dtype of ``q``. Default: None.
         v: new values, likewise.
@@ -88,6 +92,11 @@ def flash_attn_with_kvcache(
         alibi_slopes: fp32 ``[heads_q]`` or ``[batch, heads_q]``. Default: None.
         num_splits: as in :func:`paged_attn_func`.
         return_softmax_lse: return ``(out, lse)``. Default: False.
+        kv_dtype: "int8" or "int4", as in :func:`paged_attn_func`: new keys and values are quantised
+            as :func:`reshape_and_cache` does it, keys once they are rotated. Default: None.
+        k_scale_cache: the factor of each cached key, shaped like ``k_cache`` without ``head_dim``;
+            fp16, bf16 or fp32. Those of new keys are written. Given where ``kv_dtype`` is.
+        v_scale_cache: likewise of each value, dtype of ``k_scale_cache``.
 
     Returns:
         ``out``, shaped like ``q``; or ``(out, lse)``, ``lse`` fp32 ``[batch, heads_q, seqlen_q]``.
@@ -106,16 +115,16 @@ def flash_attn_with_kvcache(
     cache_leftpad = as_int32(cache_leftpad)
     given = _kvcache_checks.Given(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
-        block_table, alibi_slopes,
+        block_table, alibi_slopes, k_scale_cache, v_scale_cache,
     )  # fmt: skip
     lengths = as_int32(cache_seqlens)
     is_tensor = isinstance(lengths, Tensor)
     asked: tuple[Any, ...] = softmax_scale, causal, window_size, softcap, rotary_interleaved
-    asked += num_splits, return_softmax_lse, kind(cache_seqlens)
+    asked += num_splits, return_softmax_lse, kind(cache_seqlens), kv_dtype
     form = form_of((), (*given, lengths if is_tensor else None), asked, packed=False)
     known = None if form is None else _known.get(form)
     if known is None:
-        _kvcache_checks.check(given, lengths)
+        _kvcache_checks.check(given, lengths, kv_dtype)
         for name, flag in (
             ("rotary_interleaved", rotary_interleaved),
             ("return_softmax_lse", return_softmax_lse),
@@ -142,6 +151,7 @@ def flash_attn_with_kvcache(
         append = AppendTensors(
             packed, k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, lengths, cache_batch_idx,
             block_table, rotary_cos, rotary_sin, None if rotary_cos is None else rotated,
+            k_scale_cache, v_scale_cache,
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = None
@@ -149,7 +159,7 @@ def flash_attn_with_kvcache(
         lse = torch.empty((heads_q, len(packed)), dtype=torch.float32, device=q.device)
     attend = RowTensors(
         rotated, k_cache, v_cache, lengths, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, out.flatten(0, 1), lse,
+        alibi_slopes, k_scale_cache, v_scale_cache, out.flatten(0, 1), lse,
     )  # fmt: skip
     if known.plans is None and form is not None and _known.get(form) is None:
         plans = _ops.kvcache_plans_of(append, known.append, attend, known.attend)

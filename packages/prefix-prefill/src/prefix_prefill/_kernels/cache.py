@@ -71,6 +71,32 @@ def _packed(codes, TILE: tl.constexpr):
 
 
 @triton.jit
+def _store_codes(values, cache, scales, rows, at, inside, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+    """Store rows as codes, and the scale of each ``at`` its place; ``TILE``: a ``WriteTile``."""
+    codes, scale = _quantised(values, TILE.INT_MAX, scales.base.dtype.element_ty)
+    tl.store(scales.base + at, scale, mask=inside)
+    if TILE.INT_MAX == 7:
+        BYTES: tl.constexpr = WriteTile(
+            TILE.HEADS,
+            TILE.HEAD_DIM // 2,
+            TILE.ROW_BYTES,
+            TILE.SCALE_PER_HEAD,
+            TILE.FP8_MAX,
+            TILE.INT_MAX,
+            TILE.BLOCK_T,
+            TILE.BLOCK_D // 2,
+            TILE.OVERLAP,
+        )
+        cols = tl.arange(0, BYTES.BLOCK_D)  # [BLOCK_D // 2]
+        codes = _packed(codes, TILE).to(tl.uint8)
+        _store_rows(codes, cache, rows, inside, cols, LAYOUT, BYTES)
+    else:
+        cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+        codes = codes.to(tl.int32).to(tl.int8)
+        _store_rows(codes, cache, rows, inside, cols, LAYOUT, TILE)
+
+
+@triton.jit
 def _write(side, places, token, head, PAGE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Write tokens of one head into their slots; those below 0, or past the end, stay out.
 
@@ -98,28 +124,9 @@ def _write(side, places, token, head, PAGE: tl.constexpr, LAYOUT: tl.constexpr, 
     rows = page * cache.stride_page + in_page * cache.stride_slot + head * side.stride_head
     if TILE.INT_MAX > 0:
         scales = side.scales
-        codes, scale = _quantised(values, TILE.INT_MAX, scales.base.dtype.element_ty)
         at = page * scales.stride_page + in_page * scales.stride_slot
         at += head * side.stride_head_scales
-        tl.store(scales.base + at, scale, mask=inside)
-        if TILE.INT_MAX == 7:
-            BYTES: tl.constexpr = WriteTile(
-                TILE.HEADS,
-                TILE.HEAD_DIM // 2,
-                TILE.ROW_BYTES,
-                TILE.SCALE_PER_HEAD,
-                TILE.FP8_MAX,
-                TILE.INT_MAX,
-                TILE.BLOCK_T,
-                TILE.BLOCK_D // 2,
-                TILE.OVERLAP,
-            )
-            cols = tl.arange(0, BYTES.BLOCK_D)  # [BLOCK_D // 2]
-            codes = _packed(codes, TILE).to(tl.uint8)
-            _store_rows(codes, cache, rows, inside, cols, LAYOUT, BYTES)
-        else:
-            codes = codes.to(tl.int32).to(tl.int8)
-            _store_rows(codes, cache, rows, inside, cols, LAYOUT, TILE)
+        _store_codes(values, cache, scales, rows, at, inside, LAYOUT, TILE)
     else:
         values = _stored(values, side, head, TILE)
         _store_rows(values, cache, rows, inside, cols, LAYOUT, TILE)

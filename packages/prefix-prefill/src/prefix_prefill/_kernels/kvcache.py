@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .cache import _store_rows
+from .cache import _store_codes, _store_rows
 from .parameters import (
     AppendCounts,
     AppendPointers,
@@ -11,8 +11,9 @@ from .parameters import (
     AppendTile,
     PageCounts,
     PagePointers,
+    WriteTile,
 )
-from .structures import Packed, Room, Rope, Tokens, VectorLayout, Vectors
+from .structures import Packed, Room, Rope, Side, Tokens, VectorLayout, Vectors
 
 # as in ``attention.py``
 APPEND_NUMBERS = AppendCounts._fields + AppendStrides._fields
@@ -68,10 +69,9 @@ def _rotated(values, x, tokens, head, rope, TILE: tl.constexpr):
 
 
 @triton.jit
-def _append(
-    values, tokens, cache, stride_head, head, room, LAYOUT: tl.constexpr, TILE: tl.constexpr
-):
+def _append(values, tokens, side, head, room, LAYOUT: tl.constexpr, TILE: tl.constexpr):
     """Write a head of new tokens where their positions lie; what is beyond the cache stays out."""
+    cache, scales = side.cache, side.scales
     inside = tokens.exists & (tokens.position >= 0) & (tokens.position < room.slots)
     index = (tokens.position // room.page).to(tl.int64)  # [BLOCK_T]
     if room.table_ptr is not None:
@@ -83,23 +83,40 @@ def _append(
         page = tokens.sequence
     inside &= (page >= 0) & (page < room.pages)
     slot = (tokens.position % room.page).to(tl.int64)
-    rows = page * cache.stride_page + slot * cache.stride_slot + head * stride_head
-    cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
-    _store_rows(values, cache, rows, inside, cols, LAYOUT, TILE)
+    rows = page * cache.stride_page + slot * cache.stride_slot + head * side.stride_head
+    if TILE.INT_MAX > 0:
+        CODES: tl.constexpr = WriteTile(
+            TILE.HEADS_K,
+            TILE.HEAD_DIM,
+            TILE.ROW_BYTES,
+            False,
+            0,
+            TILE.INT_MAX,
+            TILE.BLOCK_T,
+            TILE.BLOCK_D,
+            False,
+        )
+        at = page * scales.stride_page + slot * scales.stride_slot + head * side.stride_head_scales
+        _store_codes(values, cache, scales, rows, at, inside, LAYOUT, CODES)
+    else:
+        cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+        _store_rows(values, cache, rows, inside, cols, LAYOUT, TILE)
 
 
 @triton.jit(do_not_specialize=APPEND_NUMBERS, do_not_specialize_on_alignment=AppendPointers._fields)
 def _append_kernel(
     q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cache_seqlens_ptr, cache_batch_idx_ptr,
-    block_table_ptr, rotary_cos_ptr, rotary_sin_ptr, rotated_ptr,
+    block_table_ptr, rotary_cos_ptr, rotary_sin_ptr, rotated_ptr, k_scale_cache_ptr,
+    v_scale_cache_ptr,
     batch, seqlen_new, seqlen_q, page, room, pages, seqlen_ro,
     stride_qs, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
     stride_kcp, stride_kcs, stride_kch, stride_kcd, stride_vcp, stride_vcs, stride_vch, stride_vcd,
     stride_table_b, stride_table_p, stride_cos_t, stride_cos_d, stride_sin_t, stride_sin_d,
+    stride_skp, stride_sks, stride_skh, stride_svp, stride_svs, stride_svh,
     HEADS_Q: tl.constexpr, HEADS_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
     ROW_BYTES: tl.constexpr, K_UNIT: tl.constexpr, K_BYTES: tl.constexpr, V_UNIT: tl.constexpr,
-    V_BYTES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_BYTES: tl.constexpr, INT_MAX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """``k_cache[row, cache_seqlens + i] = rotate(k[i])``, likewise v unrotated; ``rotate(q[i])``.
 
@@ -108,10 +125,11 @@ def _append_kernel(
     """
     TILE: tl.constexpr = AppendTile(
         HEADS_Q, HEADS_K, HEAD_DIM, ROTARY_DIM, INTERLEAVED, MOVING, ROW_BYTES, K_UNIT, K_BYTES,
-        V_UNIT, V_BYTES, BLOCK_T, BLOCK_D,
+        V_UNIT, V_BYTES, INT_MAX, BLOCK_T, BLOCK_D,
     )  # fmt: skip
-    K_LAYOUT: tl.constexpr = VectorLayout(HEAD_DIM, K_UNIT, K_BYTES, 0)
-    V_LAYOUT: tl.constexpr = VectorLayout(HEAD_DIM, V_UNIT, V_BYTES, 0)
+    RUN: tl.constexpr = HEAD_DIM // 2 if INT_MAX == 7 else HEAD_DIM
+    K_LAYOUT: tl.constexpr = VectorLayout(RUN, K_UNIT, K_BYTES, 0)
+    V_LAYOUT: tl.constexpr = VectorLayout(RUN, V_UNIT, V_BYTES, 0)
     places = Room(
         block_table_ptr, stride_table_b, stride_table_p, cache_batch_idx_ptr, page, room, pages
     )
@@ -131,12 +149,17 @@ def _append_kernel(
                 )  # fmt: skip
                 keys = _rotated(keys, key, new, head_k, key_rope, TILE)
             k_cache = Vectors(k_cache_ptr, stride_kcp, stride_kcs, None, stride_kcd)
-            _append(keys, new, k_cache, stride_kch, head_k, places, K_LAYOUT, TILE)
+            k_scales = Vectors(k_scale_cache_ptr, stride_skp, stride_sks, None, None)
+            k_side = Side(key, k_cache, stride_kch, None, k_scales, stride_skh)
+            _append(keys, new, k_side, head_k, places, K_LAYOUT, TILE)
         else:
             # [BLOCK_T, BLOCK_D]
-            values = _load(Packed(v_ptr, stride_vs, stride_vh), new, head_k, cols, TILE)
+            value = Packed(v_ptr, stride_vs, stride_vh)
+            values = _load(value, new, head_k, cols, TILE)
             v_cache = Vectors(v_cache_ptr, stride_vcp, stride_vcs, None, stride_vcd)
-            _append(values, new, v_cache, stride_vch, head_k, places, V_LAYOUT, TILE)
+            v_scales = Vectors(v_scale_cache_ptr, stride_svp, stride_svs, None, None)
+            v_side = Side(value, v_cache, stride_vch, None, v_scales, stride_svh)
+            _append(values, new, v_side, head_k, places, V_LAYOUT, TILE)
     elif ROTARY_DIM > 0:
         head = ((pid - programs) % HEADS_Q).to(tl.int64)
         block = (pid - programs) // HEADS_Q

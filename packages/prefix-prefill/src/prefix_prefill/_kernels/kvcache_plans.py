@@ -15,6 +15,7 @@ from torch import Tensor
 from .._call import AppendOptions, AppendTensors, RowOptions, RowTensors, Tensors
 from .._configs import padded_head_dim
 from .._kvcache_checks import room
+from .._layout import INT_MAX
 from .addressing import CacheForm, row_strides
 from .kvcache import _append_kernel, _pages_kernel
 from .launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
@@ -85,9 +86,12 @@ class AppendPlan:
         k, v = cache.k, cache.v
         tables = x.block_table, x.rotary_cos, x.rotary_sin
         of_tables = [n for t in tables for n in ((0, 0) if t is None else t.stride())]
+        scales = x.k_scale_cache, x.v_scale_cache
+        of_scales = [n for t in scales for n in ((0, 0, 0) if t is None else t.stride())]
         strides = AppendStrides(
             *row_strides(x.q), *row_strides(x.k), *row_strides(x.v),
             k.page, k.slot, k.head, k.inner, v.page, v.slot, v.head, v.inner, *of_tables,
+            *of_scales,
         )  # fmt: skip
         self._numbers = *counts, *strides
         tile = AppendTile(
@@ -102,6 +106,7 @@ class AppendPlan:
             K_BYTES=cache.layout.K_BYTES,
             V_UNIT=cache.layout.V_UNIT,
             V_BYTES=cache.layout.V_BYTES,
+            INT_MAX=0 if x.k_scale_cache is None else INT_MAX[x.k_cache.dtype],
             BLOCK_T=BLOCK_T,
             BLOCK_D=padded_head_dim(head_dim),
         )
@@ -125,6 +130,8 @@ class Pages(NamedTuple):
 
     k_cache: Tensor
     v_cache: Tensor
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
     row_pages: int
     step: int
     pages: int  # of a sequence
@@ -151,27 +158,31 @@ class RowPlan:
         counts = PageCounts(self._seqlen_q, self._new, 0, 0, 0)
         if pages is not None:
             counts = counts._replace(row_pages=pages.row_pages, step=pages.step, pages=pages.pages)
-            self._views = [(view.size(), view.stride()) for view in (pages.k_cache, pages.v_cache)]
+            self._views = [
+                None if view is None else (view.size(), view.stride()) for view in pages[:4]
+            ]
         self._counts = counts
         self._attention = AttentionPlan(self._tensors(x), options.as_options(), is_kept)
 
     def _tensors(self, x: RowTensors) -> Tensors:
         """Return the arguments of the attention kernel, in which tables are yet to be written."""
         batch = self._batch
-        k_cache, v_cache, table = x.k_cache, x.v_cache, x.block_table
+        caches, table = _caches(x), x.block_table
         pages = self._counts.pages
         scratch = x.q.new_empty((2 * batch + 1 + batch * pages,), dtype=torch.int32)
         starts, lengths = scratch[: batch + 1], scratch[batch + 1 : 2 * batch + 1]
         if self._views is not None:
             table = scratch[2 * batch + 1 :].view(batch, pages)
-            k_cache, v_cache = (
-                cache.as_strided(*form)
-                for cache, form in zip((k_cache, v_cache), self._views, strict=True)
+            caches = tuple(
+                None if cache is None or form is None else cache.as_strided(*form)
+                for cache, form in zip(caches, self._views, strict=True)
             )
         return Tensors.of(
             q=x.q,
-            k_cache=k_cache,
-            v_cache=v_cache,
+            k_cache=caches[0],
+            v_cache=caches[1],
+            k_scale_cache=caches[2],
+            v_scale_cache=caches[3],
             block_table=table,
             cu_seqlens_q=starts,
             seqlens_k=lengths,
@@ -196,23 +207,31 @@ class RowPlan:
 def pages_of_rows(x: RowTensors) -> Pages:
     """Return the view of a cache of rows as one of pages."""
     rows, slots, _, _ = x.k_cache.shape
-    ratios = [_slots_of_row(cache) for cache in (x.k_cache, x.v_cache)]
-    ratio = ratios[0]
-    # the numbers of pages are those of keys and of values, and have 32 bits
-    if ratio is None or ratio != ratios[1] or (total := (rows - 1) * ratio + slots) > MAX_INT32:
+    caches = _caches(x)
+    ratios = {_slots_of_row(cache) for cache in caches if cache is not None}
+    ratio = ratios.pop()
+    # the numbers of pages are those of keys, values and scales, and have 32 bits
+    if ratio is None or ratios or (total := (rows - 1) * ratio + slots) > MAX_INT32:
         if x.cache_leftpad is not None:
             raise NotImplementedError(
                 "cache_leftpad: k_cache and v_cache must be alike in how many slots their rows lie "
                 f"apart, got strides {x.k_cache.stride()} and {x.v_cache.stride()}"
             )
-        return Pages(x.k_cache, x.v_cache, 1, 0, 1)
+        return Pages(x.k_cache, x.v_cache, x.k_scale_cache, x.v_scale_cache, 1, 0, 1)
     page = min(SLOTS, 1 << total.bit_length() - 1)
     views = []
-    for cache in (x.k_cache, x.v_cache):
-        _, slot, head, inner = cache.stride()
+    for cache in caches:
+        if cache is None:
+            views.append(None)
+            continue
+        _, slot, *inner = cache.stride()
         size = (total - page + 1, page, *cache.shape[2:])
-        views.append(cache.as_strided(size, (slot, slot, head, inner)))
+        views.append(cache.as_strided(size, (slot, slot, *inner)))
     return Pages(*views, ratio, page, cdiv(slots, page))
+
+
+def _caches(x: RowTensors) -> tuple[Tensor | None, ...]:
+    return x.k_cache, x.v_cache, x.k_scale_cache, x.v_scale_cache
 
 
 def _slots_of_row(cache: Tensor) -> int | None:

@@ -316,6 +316,8 @@ class AppendPointers(NamedTuple):
     rotary_cos_ptr: Any
     rotary_sin_ptr: Any
     rotated_ptr: Any
+    k_scale_cache_ptr: Any
+    v_scale_cache_ptr: Any
 
 
 class AppendCounts(NamedTuple):
@@ -353,6 +355,12 @@ class AppendStrides(NamedTuple):
     stride_cos_d: Any
     stride_sin_t: Any
     stride_sin_d: Any
+    stride_skp: Any
+    stride_sks: Any
+    stride_skh: Any
+    stride_svp: Any
+    stride_svs: Any
+    stride_svh: Any
 
 
 class AppendTile(NamedTuple):
@@ -369,6 +377,7 @@ class AppendTile(NamedTuple):
     K_BYTES: Any  # alignment of every key
     V_UNIT: Any
     V_BYTES: Any
+    INT_MAX: Any  # the largest code of a quantised cache; 0: none
     BLOCK_T: Any
     BLOCK_D: Any
 
