@@ -153,8 +153,13 @@ def test_a_sequence_does_not_depend_on_its_batch(feature, device):
             "max_seqlen_k": own,
         }
         want, want_lse = shared_prefix_attn_func(**one, return_lse=True)
-        assert torch.equal(out[rows], want), b
-        assert torch.equal(lse[:, rows], want_lse), b
+        # alone, its rows stand elsewhere in a tile of the shared keys; the products of some CPUs
+        # round a row by its place
+        eps = 0.0 if device.type == "cuda" else 4 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(out[rows], want, rtol=0, atol=eps * out.abs().max().item())
+        torch.testing.assert_close(
+            lse[:, rows], want_lse, rtol=0, atol=eps * lse[:, :24].abs().max().item()
+        )
         at += queries
 
 
