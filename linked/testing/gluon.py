@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import ConstexprFunction
 
 from .gluon_machine import NAN, Barrier, Boxes, Dtype, Machine, Map, Shared, flat_memory, plain
 
@@ -399,7 +400,10 @@ class _Linker:
         code = function.fn
         names = self._module(code.__module__)
         if code not in self._functions:
-            self._functions[code] = self._make(code, names)
+            made = self._make(code, names)
+            # what is computed of constants alone, some of it long, is computed once
+            is_constant = isinstance(function, ConstexprFunction)
+            self._functions[code] = functools.cache(made) if is_constant else made
         return self._functions[code]
 
     def _make(self, code: Any, names: dict[str, Any]) -> Any:
