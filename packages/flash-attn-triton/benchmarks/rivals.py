@@ -180,8 +180,8 @@ class Fa3(Provider):
         prepared = Prepared(forward=lambda: fa3.fwd(q, k, v, **options)[0])
         if backward:
             out, lse = fa3.fwd(q, k, v, **options)
-            options["deterministic"] = self.deterministic
-            prepared.backward = functools.partial(fa3.bwd, dout, q, k, v, out, lse, **options)
+            run = functools.partial(fa3.bwd, dout, q, k, v, out, lse, **options)
+            prepared.backward = functools.partial(run, deterministic=self.deterministic)
         return prepared
 
     def _prepare_tree(self, problem: Problem, inputs: Inputs) -> Prepared:
