@@ -51,7 +51,7 @@ def forward(monkeypatch):
     real = hopper_plans.forward_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(plans, "takes_hopper_forward", lambda *_: True)
-    monkeypatch.setattr(hopper_plans, "_multiprocessors", lambda _: 2)
+    monkeypatch.setattr(hopper_plans, "multiprocessors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
         monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
     kernels = []

@@ -31,12 +31,12 @@ def backward(monkeypatch, forward):
     """Return a function that has one kernel serve every backward call."""
     from flash_attn_triton._kernels import backward_plans
     from flash_attn_triton._kernels import plans as portable_plans
-    from flash_attn_triton._kernels.hopper import plans
+    from flash_attn_triton._kernels.hopper import backward_plans as hopper_plans
 
     from ._linked.gluon import Kernel
 
     monkeypatch.setattr(backward_plans, "takes_hopper_backward", lambda *_: True)
-    real = plans.backward_kernel
+    real = hopper_plans.backward_kernel
     kernels = []
 
     def serve(tile, reverse=True, features=()):
@@ -47,8 +47,8 @@ def backward(monkeypatch, forward):
         else:
             forward(TILES["plain"], reverse)
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(plans, "hopper_backward_tile", lambda *_: tile)
-        monkeypatch.setattr(plans, "backward_kernel", kernels[-1])
+        monkeypatch.setattr(hopper_plans, "hopper_backward_tile", lambda *_: tile)
+        monkeypatch.setattr(hopper_plans, "backward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

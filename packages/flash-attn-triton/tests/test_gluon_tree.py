@@ -37,7 +37,7 @@ def serve(monkeypatch):
     real = hopper_plans.tree_forward_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(tree_plans, "takes_hopper_forward", lambda *_: True)
-    monkeypatch.setattr(hopper_plans, "_multiprocessors", lambda _: 2)
+    monkeypatch.setattr(hopper_plans, "multiprocessors", lambda _: 2)
     monkeypatch.setattr(hopper_plans, "new_ticket", lambda _: ticket)
     kernels = []
 

@@ -17,7 +17,7 @@ from flash_attn_triton._configs import (
 )
 from flash_attn_triton._kernels.backward_plans import PIECE, RowNumbers
 from flash_attn_triton._kernels.form import Form
-from flash_attn_triton._kernels.hopper.plans import HopperBackward, draws_apart
+from flash_attn_triton._kernels.hopper.backward_plans import HopperBackward, draws_apart
 from flash_attn_triton._kernels.hopper.round_dq import round_dq_kernel
 from flash_attn_triton._kernels.launch.runtime import aligned
 from flash_attn_triton._kernels.structures import Extras, Inputs

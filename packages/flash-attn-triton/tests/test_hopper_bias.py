@@ -11,7 +11,8 @@ from attn_common import detect
 from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._configs import hopper_backward_bias_tile, hopper_bias_tile
 from flash_attn_triton._kernels.form import Form
-from flash_attn_triton._kernels.hopper.plans import HopperBackward, HopperForward
+from flash_attn_triton._kernels.hopper.backward_plans import HopperBackward
+from flash_attn_triton._kernels.hopper.plans import HopperForward
 from flash_attn_triton._kernels.plans import PortableForward
 from flash_attn_triton._kernels.structures import Extras, Inputs
 

@@ -222,7 +222,7 @@ class BackwardPlan:
         self._bias_gradient = None if x.bias is None else BiasGradient(form)
         self._hopper = None
         if takes_hopper_backward(x, form.options):
-            from .hopper.plans import HopperBackward
+            from .hopper.backward_plans import HopperBackward
 
             self._hopper = HopperBackward(form, x, ordered=deterministic)
 

@@ -26,8 +26,9 @@ from . import backward_structures, structures
 from ._linked.gradients import ROWS
 from ._linked.tickets import MAX_TICKETS, new_ticket
 from ._linked.tma import MapForm, MapLaunch
+from .backward_plans import REGISTERS, SumsForm
 from .parameters import RoundingConstants, RoundingNumbers, RoundingTensors
-from .plans import REGISTERS, SumsForm, _multiprocessors
+from .plans import multiprocessors
 from .round_dq import round_dq_kernel
 from .tree_backward import tree_backward_kernel
 from .tree_forward import tree_forward_kernel
@@ -88,7 +89,7 @@ class HopperTreeForward:
         lse = q.new_empty((form.heads_q, tokens), dtype=torch.float32)
         total = self._total(tokens)
         self._launch(
-            min(_multiprocessors(q.device), total),
+            min(multiprocessors(q.device), total),
             TreeForwardTensors(
                 self._map_q(q),
                 self._map_k(x.k),

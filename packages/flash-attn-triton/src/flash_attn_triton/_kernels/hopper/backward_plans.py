@@ -1,0 +1,262 @@
+"""The host side of the backward for Hopper: tensor maps, sums of dq, the launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ..._call import Tensors
+from ..._configs import HopperBackwardTile, hopper_backward_bias_tile, hopper_backward_tile
+from ..form import Form
+from ..launch.runtime import Launch
+from ..structures import Extras, Inputs
+from . import backward_structures
+from ._linked.compat import gl
+from ._linked.gradients import ROWS
+from ._linked.tma import MapForm, MapLaunch
+from .backward import backward_kernel
+from .bias_plans import MOST_ROWS, BiasForm, BiasSum, dimensions_of
+from .parameters import RoundingConstants, RoundingNumbers, RoundingTensors
+from .round_dq import round_dq_kernel
+
+# heads that are walked together at least where additions to dq are ordered: of one head only few
+# blocks begin side by side then, each of which waits for the one before it. With more heads, fewer
+# blocks share what the second-level cache holds
+ORDERED_SPAN = 32
+# registers a thread at the start of the backward
+REGISTERS = 168
+# queries, and keys, among which dropout's draws are shared
+DRAWN_TOGETHER = 16
+
+
+class SumsForm(MapForm):
+    """How sums of dq are mapped: rows of 32, of which so many are added to at once."""
+
+    def __init__(self, rows: int) -> None:
+        # in place of the base class's: these are no tokens, and no call has more or less of them
+        self._copies = False
+        self.shape = [MOST_ROWS, 32]
+        self.strides = [32, 1]
+        self.block_shape = [rows, 32]
+        self.layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, gl.float32)
+        self.encoded = {}
+
+
+def draws_apart(form: Form, x: Tensors) -> dict[str, bool]:
+    """Say whether tiles of queries, or of keys, may begin where no group of a draw does.
+
+    Tokens that neither see nor are seen are left out ahead of a sequence: windows decide how many.
+    Of a packed call the host knows no lengths.
+    """
+    windows = form.scalars.window_right, form.scalars.window_left
+    longer = x.q.shape[-3] - x.k.shape[-3]  # of fixed lengths
+    ahead = [
+        window >= 0 and (form.is_packed or max(more - window, 0) % DRAWN_TOGETHER != 0)
+        for window, more in zip(windows, (longer, -longer), strict=True)
+    ]
+    has_dropout = form.options.dropout_p > 0.0
+    return dict(zip(("APART_Q", "APART_K"), (has_dropout and a for a in ahead), strict=True))
+
+
+def _backward_tile(form: Form, x: Tensors) -> HopperBackwardTile:
+    """Return the tile of a form's calls."""
+    if x.bias is not None:
+        return hopper_backward_bias_tile(form.widest_head, x.bias.element_size())
+    is_heavy = form.constants.HAS_SOFTCAP or form.options.dropout_p > 0.0
+    return hopper_backward_tile(form.widest_head, is_heavy)
+
+
+class HopperBackward:
+    """The gradients of q, k and v of the calls of one form that ``takes_hopper_backward`` takes."""
+
+    def __init__(
+        self,
+        form: Form,
+        x: Tensors,
+        tile: HopperBackwardTile | None = None,
+        *,
+        ordered: bool = False,
+    ) -> None:
+        """Take a call, and whether dq is to repeat bit for bit."""
+        self._form = form
+        self._ordered = ordered
+        self._tile = tile = tile or _backward_tile(form, x)
+        # rows of 64 keys at a time, and all queries of a step
+        keys, ragged = ROWS.value, form.is_packed
+        bias = self._map_bias = None
+        if x.bias is not None:
+            bias = self._map_bias = BiasForm(x.bias, tile.block_m, keys)
+        options = backward_structures.Options(
+            GROUP=form.group,
+            HAS_LEFT=form.constants.HAS_LEFT,
+            HAS_RIGHT=form.constants.HAS_RIGHT,
+            HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
+            RAGGED=ragged,
+            ORDERED=ordered,
+            **draws_apart(form, x),
+            **dimensions_of(bias),
+        )
+        shape = backward_structures.Tile(
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=form.block_d,
+            HEAD_DIM_V=form.block_dv,
+            QUARTERS=cdiv(form.head_dim, form.block_d // 4),
+            QUARTERS_V=cdiv(form.head_dim_v, form.block_dv // 4),
+            STAGES_Q=tile.stages_q,
+            STAGES_O=tile.stages_o,
+            STAGES_B=tile.stages_b,
+        )
+        constants = options._asdict() | shape._asdict()
+        # by whether gradients of scores are kept
+        self._launches = [
+            MapLaunch(backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS})
+            for _ in range(2)
+        ]
+        # beside a softcap, what is multiplied is no gradient of the logits
+        keeps = x.bias is not None and bias.has_rows and x.bias.dtype == x.q.dtype
+        keeps = keeps and 0 not in x.bias.stride() and not form.constants.HAS_SOFTCAP
+        is_plain = x.seqused_k is None and not form.is_packed
+        can_keep = keeps and tile.block_n > keys and is_plain
+        self._bias_sum = BiasSum(form, x, tile) if can_keep else None
+        rounding = RoundingConstants(
+            HAS_RIGHT=form.constants.HAS_RIGHT,
+            BLOCK_M=tile.block_m,
+            HEAD_DIM=form.head_dim,
+            BLOCK_D=form.block_d,
+        )
+        self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
+        dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x.k, x.v))
+        self._map_q = MapForm(x.q, tile.block_m, form.block_d, ragged=ragged)
+        self._map_k = MapForm(x.k, keys, form.block_d, ragged=ragged)
+        self._map_v = MapForm(x.v, keys, form.block_dv, ragged=ragged)
+        self._map_dk = MapForm(dk, keys, form.block_d, ragged=ragged)
+        self._map_dv = MapForm(dv, keys, form.block_dv, ragged=ragged)
+        # with the strides that it goes with, which are those of the last call's
+        self._map_dout: tuple[Any, Any] = (None, None)
+        # of 64 keys, the threads add to the sums; else TMA does, what a warpgroup has of a tile
+        rows = tile.block_m * form.block_d // 64
+        self._map_sums = None if tile.block_n == keys else SumsForm(rows)
+
+    def is_worth_it(self, tokens_q: int) -> bool:
+        """Say whether a sequence of fixed length fills half of a tile of queries.
+
+        Below, most of a tile and of its sums of dq, in fp32, would be padding. Packed sequences are
+        all served: how long the others of a batch are may not decide.
+        """
+        return self._form.is_packed or tokens_q >= self._tile.block_m // 2
+
+    def new_sums(self, q: Tensor) -> Tensor:
+        """Return the memory in which dq is summed: tiles of queries, which are to be set to 0.
+
+        If additions are ordered, counters follow; see ``_counters``.
+        """
+        numbers = self._tile.block_m * self._form.block_d
+        slots = self._slots(q)
+        if self._ordered:
+            slots += cdiv(1 + 2 * slots, numbers)
+        return q.new_empty((slots, numbers), dtype=torch.float32)
+
+    def _slots(self, q: Tensor) -> int:
+        """Count the tiles of queries of all heads."""
+        form = self._form
+        return form.tiles(q.shape[-3], self._tile.block_m) * form.heads_q * form.grid_batch
+
+    def _counters(self, q: Tensor, sums: Tensor) -> Tensor | None:
+        """Return the counters that follow the sums: of programs, and for each half of a tile."""
+        return sums[self._slots(q) :].view(torch.int32) if self._ordered else None
+
+    def makes_dbias(self, q: Tensor, k: Tensor) -> bool:
+        """Say whether ``__call__`` fills dbias."""
+        return self._bias_sum is not None and self._bias_sum.is_worth_it(q, k)
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        extras: Extras,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        sums: Tensor,
+        dbias: Tensor | None = None,
+    ) -> None:
+        """Fill the gradients, dbias if ``makes_dbias``; ``sums``, of ``new_sums``, are set to 0."""
+        form, tile, scalars = self._form, self._tile, self._form.scalars
+        q, k, v, dout = inputs[:4]
+        tokens_q, tokens_k = q.shape[-3], k.shape[-3]
+        tiles_k = form.tiles(tokens_k, tile.block_n)
+        tiles_q = form.tiles(tokens_q, tile.block_m)
+        if form.constants.HAS_LEFT:
+            # keys that no query sees
+            dk.zero_()
+            dv.zero_()
+        ds = None
+        if dbias is not None and self.makes_dbias(q, k):
+            ds = self._bias_sum.new_gradients(q, k)
+        strides, map_dout = self._map_dout
+        if strides != dout.stride():
+            map_dout = MapForm(dout, tile.block_m, form.block_dv, ragged=form.is_packed)
+            self._map_dout = dout.stride(), map_dout
+        maps = backward_structures.Maps(
+            self._map_q(q),
+            self._map_k(k),
+            self._map_v(v),
+            map_dout(dout),
+            self._map_dk(dk),
+            self._map_dv(dv),
+            self._map_bias(extras.bias_ptr) if self._map_bias else None,
+            None if ds is None else self._bias_sum.map_of(ds),
+            sums if self._map_sums is None else self._map_sums(sums),
+        )
+        tensors = backward_structures.Tensors(
+            inputs.lse2_ptr,
+            inputs.delta_ptr,
+            extras.alibi_slopes_ptr,
+            extras.rng_state_ptr,
+            extras.cu_seqlens_q_ptr,
+            extras.cu_seqlens_k_ptr,
+            extras.seqused_k_ptr,
+            self._counters(q, sums),
+        )
+        numbers = backward_structures.Numbers(
+            scalars.scale,
+            scalars.softcap,
+            scalars.window_left,
+            scalars.window_right,
+            form.batch,
+            form.heads_k,
+            tokens_q,
+            tokens_k,
+            tiles_k,
+            tiles_q,
+            max(form.span_sums(tokens_q), ORDERED_SPAN if self._ordered else 0),
+            scalars.keep_scale,
+            scalars.dropout_threshold,
+            form.strides.stride_alibi_b,
+        )
+        grid = tiles_k * form.heads_k * form.grid_batch
+        self._launches[ds is not None](grid, maps + tensors, numbers)
+        if ds is not None:
+            self._bias_sum(ds, dbias, tokens_q, tokens_k)
+        self._round(
+            self._slots(q),
+            RoundingTensors(
+                sums,
+                dq,
+                extras.cu_seqlens_q_ptr,
+                extras.cu_seqlens_k_ptr,
+                extras.seqused_k_ptr,
+            ),
+            RoundingNumbers(
+                scalars.scale * scalars.keep_scale,
+                scalars.window_right,
+                form.batch,
+                form.heads_q,
+                tokens_q,
+                tokens_k,
+                tiles_q,
+            ),
+        )
