@@ -1,7 +1,7 @@
 """Logits, masks, and the start and end of the online softmax, on a warpgroup's accumulators."""
 
 from .compat import gl, gluon
-from .pipeline import LN2, LOG2E, NEG_INF
+from .pipeline import LN2, LOG2E, NEG_INF, opaque
 
 
 @gluon.jit
@@ -20,15 +20,23 @@ def tanh(x):
 
 @gluon.jit
 def logits_of(
-    s, rows, cols, scale, softcap, slope, HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr
+    s, rows, first, scale, softcap, slope, HAS_SOFTCAP: gl.constexpr, HAS_ALIBI: gl.constexpr
 ):
-    """Turn products ``[ROWS, BLOCK_N]`` into base-2 logits where a softcap or ALiBi is applied."""
+    """Turn products ``[ROWS, BLOCK_N]`` into base-2 logits where a softcap or ALiBi is applied.
+
+    Their columns count from ``first``.
+    """
     if HAS_SOFTCAP:
         s = tanh(s * (scale / softcap)) * (softcap * LOG2E)
     elif HAS_ALIBI:
         s = s * (scale * LOG2E)
     if HAS_ALIBI:
-        s -= gl.abs(rows[:, None] - cols[None, :]).to(gl.float32) * (slope * LOG2E)
+        # a distance's integer would take longer than the exponential, so it is the difference of
+        # two in fp32, to and from the tile's first key; opaque, or all tiles' would be kept
+        slope *= LOG2E
+        cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)) + (opaque(first) - first)
+        far = (rows - first)[:, None].to(gl.float32) * slope  # [ROWS, 1]
+        s -= gl.abs(far - cols[None, :].to(gl.float32) * slope)
     return s
 
 

@@ -310,8 +310,9 @@ def _cross(
     barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
     s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
     barrier_arrive(EMPTY + stage_k, PARTIES, 4)
-    cols = (walk.high - 1) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
-    s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
+    first = (walk.high - 1) * TILE.BLOCK_N
+    cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+    s = logits(s, first, problem.scale, walk, problem, OPTIONS)
     s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
     s = hide(s, cols, walk, problem, OPTIONS)
     FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF

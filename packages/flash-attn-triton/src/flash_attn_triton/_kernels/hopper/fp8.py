@@ -129,8 +129,9 @@ def _fold(
         )  # [ROWS, BLOCK_N]
         s = hopper.warpgroup_mma_wait(0, deps=(s,))
         barrier_arrive(EMPTY + stage, PARTIES, 4)
-        cols = (stop - 1 - step) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
-        s = logits(s, cols, scale, walk, problem, OPTIONS)
+        first = (stop - 1 - step) * TILE.BLOCK_N
+        cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+        s = logits(s, first, scale, walk, problem, OPTIONS)
         if MASKED:
             s = hide(s, cols, walk, problem, OPTIONS)
         m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]

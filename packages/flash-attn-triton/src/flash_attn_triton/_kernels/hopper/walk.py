@@ -33,11 +33,11 @@ from .structures import State
 
 
 @gluon.jit
-def logits(s, cols, scale, walk, problem, OPTIONS: gl.constexpr):
+def logits(s, first, scale, walk, problem, OPTIONS: gl.constexpr):
     """Return the base-2 logits of products, ``[ROWS, BLOCK_N]``; see ``logits_of``."""
     HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
     return logits_of(
-        s, walk.rows, cols, scale, problem.softcap, walk.slope, OPTIONS.HAS_SOFTCAP, HAS_ALIBI
+        s, walk.rows, first, scale, problem.softcap, walk.slope, OPTIONS.HAS_SOFTCAP, HAS_ALIBI
     )
 
 
@@ -94,8 +94,9 @@ def begin(
     barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     barrier_arrive(EMPTY + stage, 128 * TILE.WARPGROUPS + 32, 4)
-    cols = (walk.high - 1) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
-    s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
+    first = (walk.high - 1) * TILE.BLOCK_N
+    cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+    s = logits(s, first, problem.scale, walk, problem, OPTIONS)
     s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
     s = hide(s, cols, walk, problem, OPTIONS)
     FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
@@ -222,8 +223,9 @@ def _fold(
         s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
         if not TILE.ORDERED:
             barrier_arrive(EMPTY + stage, PARTIES, 4)
-        cols = (stop - 1 - step) * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
-        s = logits(s, cols, problem.scale, walk, problem, OPTIONS)
+        first = (stop - 1 - step) * TILE.BLOCK_N
+        cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+        s = logits(s, first, problem.scale, walk, problem, OPTIONS)
         s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
         if MASKED:
             s = hide(s, cols, walk, problem, OPTIONS)

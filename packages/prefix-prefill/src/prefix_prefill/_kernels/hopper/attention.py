@@ -64,12 +64,12 @@ def _receive(pipeline, count):
 
 
 @gluon.jit
-def _logits_of(s, cols, queries, scores, OPTIONS: gl.constexpr):
+def _logits_of(s, first, queries, scores, OPTIONS: gl.constexpr):
     """Turn products into base-2 logits where a softcap or ALiBi is applied."""
     HAS_ALIBI: gl.constexpr = queries.slopes is not None
     rows, slopes = queries.rows, queries.slopes
     scale, softcap = scores.scale, scores.softcap
-    return logits_of(s, rows, cols, scale, softcap, slopes, OPTIONS.HAS_SOFTCAP, HAS_ALIBI)
+    return logits_of(s, rows, first, scale, softcap, slopes, OPTIONS.HAS_SOFTCAP, HAS_ALIBI)
 
 
 @gluon.jit
@@ -109,8 +109,9 @@ def _attend_first(
     barrier_arrive(TURN + (W + 1) % 2, 256, 4)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     barrier_arrive(EMPTY + stage, PARTIES, 4)
-    cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
-    s = _logits_of(s, cols, queries, scores, OPTIONS)
+    first = tile * BLOCK_N
+    cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
+    s = _logits_of(s, first, queries, scores, OPTIONS)
     s = _masked(s, cols, queries, scores, OPTIONS)
     m, l, e = start_softmax(s, factor, NEG_INF)
     p = gl.convert_layout(e.to(queries.q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
@@ -159,8 +160,9 @@ def _attend(
         barrier_arrive(TURN + (W + 1) % 2, 256, 4)
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
         tile = tiles.high - 2 - step
-        cols = tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
-        s = _logits_of(s, cols, queries, scores, OPTIONS)
+        first = tile * BLOCK_N
+        cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
+        s = _logits_of(s, first, queries, scores, OPTIONS)
         if HAS_WINDOW:  # noqa: SIM102  (a constant, then a number)
             if (tile >= tiles.right) | (tile < tiles.left):
                 s = _masked(s, cols, queries, scores, OPTIONS)
