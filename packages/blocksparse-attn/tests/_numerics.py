@@ -88,12 +88,14 @@ def layout_of(
     *,
     spare: int = 0,
     alike: bool | None = None,
+    positions: int | None = None,
 ) -> BlockSparseLayout:
-    """Make a layout that covers so many positions, and ``spare`` rows and columns more.
+    """Make a layout that covers so many keys, and ``spare`` rows and columns more.
 
-    Its columns are not sorted.
+    Its columns are not sorted. Its rows cover as many positions, unless they are given.
     """
-    rows, cols = (-(-seqlen // side) + spare for side in block)
+    covered = seqlen if positions is None else positions, seqlen
+    rows, cols = (-(-n // side) + spare for n, side in zip(covered, block, strict=True))
     dense = PATTERNS[pattern](heads, rows, cols)
     sorted_layout = BlockSparseLayout.from_dense(dense, block)
     crow, col = sorted_layout.crow, sorted_layout.col
@@ -142,7 +144,10 @@ def make_case(
     inputs = {"q": m.randn(b, sq, hq, d), "k": m.randn(b, sk, hk, d)}
     inputs["v"] = m.randn(b, sk, hk, d if dv is None else dv)
     heads = 1 if shared else hq
-    layout = layout_of(pattern, block, sk, heads, device, spare=spare, alike=alike)
+    positions = sq if options.get("align") == "top-left" else sk
+    layout = layout_of(
+        pattern, block, sk, heads, device, spare=spare, alike=alike, positions=positions
+    )
     return Case(inputs, {"layout": layout, **options})
 
 
@@ -172,7 +177,10 @@ def make_packed(
         "max_seqlen_k": longest_k,
     }
     heads = 1 if shared else hq
-    made["layout"] = layout_of(pattern, block, longest_k, heads, device, spare=spare)
+    positions = made["max_seqlen_q"] if options.get("align") == "top-left" else longest_k
+    made["layout"] = layout_of(
+        pattern, block, longest_k, heads, device, spare=spare, positions=positions
+    )
     return Case(inputs, {**made, **options}, packed=True)
 
 
@@ -212,7 +220,12 @@ def takes_hopper(case: Case) -> bool:
     given = case.options
     x = Tensors(q, k, v, given.get("cu_seqlens_q"), None, given.get("block_table"))
     scale = given.get("softmax_scale")
-    options = Options(1.0 if scale is None else scale, given.get("causal", True), 0)
+    options = Options(
+        1.0 if scale is None else scale,
+        given.get("causal", True),
+        0,
+        given.get("align") == "top-left",
+    )
     return _configs.takes_hopper_forward(x, given["layout"]._pattern, options)
 
 

@@ -77,6 +77,24 @@ def test_fixed_length(shape, pattern, block, shared, causal, serve, reverse):
     check(case, grad=False)
 
 
+def test_rows_that_begin_with_the_queries(serve):
+    """Rows behind the last query keep blocks that nobody sees, and that may be NaN."""
+    kernel = serve()
+    shape = Packed((100, 45), (30, 200), 2, 1, 64)
+    options = {"causal": False, "align": "top-left"}
+    case = make_packed(shape, torch.bfloat16, "cpu", "random", (32, 32), spare=1, **options)
+    want = check(case, grad=False)
+    dense = case.options["layout"].to_dense()
+    seen = visible_keys(dense, (32, 32), 45, 200, False, True).flatten(0, 1).any(0)
+    for name in "kv":
+        case.inputs[name][30:][~seen] = math.nan
+    assert_same(run(case, grad=False), want)
+    # under a causal mask keys behind the last query may share its block: portable kernels
+    count = kernel.launches
+    check(case.with_options(causal=True), grad=False)
+    assert kernel.launches == count
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("block", [(16, 16), (64, 32), (128, 128)], ids=str)
 def test_packed(block, causal, serve, reverse):

@@ -36,8 +36,10 @@ def eager_forward(monkeypatch):
     def forward(ctx, q, k, v, cu_q, cu_k, crow, col, pattern, bounds, options, *rest):
         def serve(_plan, x, *_):
             block = pattern.block_q, pattern.block_k
-            scale, causal = options.softmax_scale, options.causal
-            return attention_forward(*x[:6], crow, col, pattern.cols, block, scale, causal)
+            scale, causal, _, top_left = options
+            return attention_forward(
+                *x[:6], crow, col, pattern.cols, block, scale, causal, top_left
+            )
 
         with monkeypatch.context() as patch:
             patch.setattr(Plan, "forward", serve)
@@ -113,6 +115,28 @@ def test_fixed_length(shape, pattern, block, shared, causal, backward, reverse):
             shape, torch.bfloat16, "cpu", pattern, block, shared=shared, spare=1, causal=causal
         )
     )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "block"), [((150, 260), (64, 64)), ((90, 170), (16, 32))], ids=str
+)
+def test_rows_that_begin_with_the_queries(lengths, block, backward):
+    """Rows behind the last query keep blocks that nobody sees, and that may be NaN."""
+    kernel = backward()
+    case = make_case(
+        Shape(1, *lengths, 2, 1, 64), torch.bfloat16, "cpu", "random", block, spare=1,
+        causal=False, align="top-left",
+    )  # fmt: skip
+    dense = case.options["layout"].to_dense()
+    dense[:, :, 2] = False
+    dense[:, -1, 2] = True
+    case = case.with_options(layout=BlockSparseLayout.from_dense(dense, block))
+    want = check(case)
+    seen = visible_keys(dense, block, *lengths, False, True).flatten(0, 1).any(0)
+    for name in "kv":
+        case.inputs[name][:, ~seen] = math.nan
+    assert_same(run(case), want)
+    assert kernel.launches
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])

@@ -177,7 +177,7 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
         dq_sums, *sums, dq, dk, dv, parts, None, 0.5, heads_q * tiles, 1, heads_q, heads_k,
         tokens_q, tokens_k, tiles, 2, 3,
         PER_HEAD=True, TOKENS=64, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, WIDTH=block_d,
-        WIDTH_V=128, num_warps=4,
+        WIDTH_V=128, TOP_LEFT=False, num_warps=4,
     )  # fmt: skip
     want = in_order(dq_sums).transpose(2, 3).reshape(heads_q, tiles * 64, block_d)
     ahead = tokens_k - tokens_q - first * 64

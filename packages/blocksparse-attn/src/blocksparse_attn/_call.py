@@ -36,6 +36,8 @@ class Options(NamedTuple):
     softmax_scale: float
     causal: bool
     num_splits: int
+    # query i stands at position i, and not so that the last one stands at the last key
+    top_left: bool = False
 
 
 class Bounds(NamedTuple):

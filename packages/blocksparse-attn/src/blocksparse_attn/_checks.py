@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
+from attn_common import cdiv
 from torch import Tensor
 
 from ._call import Options
+from ._layout_checks import is_top_left
 from ._linked.host import arguments
 from ._linked.host.arguments import (
     DEVICES,
@@ -180,14 +182,20 @@ def check_layout(layout: BlockSparseLayout, q: Tensor) -> None:
 
 
 def check_cover(
-    layout: BlockSparseLayout, k: Tensor, max_seqlen_k: int, block_table: Tensor | None = None
+    layout: BlockSparseLayout,
+    k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    top_left: bool,
+    block_table: Tensor | None = None,
 ) -> None:
-    """Check that a layout's rows, and the pages, reach as far as the keys."""
+    """Check that a layout's rows reach as far as queries stand, and the pages as the keys."""
     side = layout.block_size[0]
-    if max_seqlen_k > layout.num_rows * side:
+    what, needed = ("queries", max_seqlen_q) if top_left else ("keys", max_seqlen_k)
+    if needed > layout.num_rows * side:
         raise ValueError(
-            f"layout must cover the keys, {max_seqlen_k}, with its rows, got {layout.num_rows} "
-            f"rows of {side}"
+            f"layout must cover the {what}, {needed}, with its rows, got {layout.num_rows} "
+            f"rows of {side}: {cdiv(needed, side)} are needed"
         )
     if block_table is not None:
         check_pages(k, max_seqlen_k, block_table)
@@ -203,7 +211,12 @@ def check_pages(k: Tensor, max_seqlen_k: int, block_table: Tensor) -> None:
 
 
 def check_options(
-    q: Tensor, softmax_scale: float | None, causal: bool, num_splits: int, return_lse: bool
+    q: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    num_splits: int,
+    return_lse: bool,
+    align: str,
 ) -> Options:
     """Check what is not a tensor; return the options as the operators take them."""
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
@@ -213,9 +226,10 @@ def check_options(
         raise TypeError(f"num_splits must be an int, got {kind(num_splits)}")
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}, got {num_splits}")
+    top_left = is_top_left(align)
     if softmax_scale is None:
-        return Options(float(q.shape[-1] ** -0.5), causal, num_splits)
-    return Options(check_scale("softmax_scale", softmax_scale), causal, num_splits)
+        return Options(float(q.shape[-1] ** -0.5), causal, num_splits, top_left)
+    return Options(check_scale("softmax_scale", softmax_scale), causal, num_splits, top_left)
 
 
 def _check_forms(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool) -> None:

@@ -287,7 +287,19 @@ def walks_whole_blocks(x: Tensors, options: Options) -> bool:
     """Say whether nothing but its form could keep a call from the kernel for Hopper."""
     # pages are no place for its copies; the scale is folded into the exponential, where only a
     # positive one commutes with the maximum
-    return x.block_table is None and options.softmax_scale >= FP32_TINY
+    return (
+        x.block_table is None
+        and options.softmax_scale >= FP32_TINY
+        and not may_end_early(options.causal, options.top_left)
+    )
+
+
+def may_end_early(causal: bool, top_left: bool) -> bool:
+    """Say whether keys of a block on the diagonal may face no query that sees them.
+
+    Where the last query stands at the last key, all keys of a block that is kept are seen.
+    """
+    return causal and top_left
 
 
 def suits_hopper(

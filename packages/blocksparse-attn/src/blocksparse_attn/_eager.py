@@ -29,6 +29,7 @@ def attention_forward(
     block_size: tuple[int, int],
     softmax_scale: float,
     causal: bool,
+    top_left: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp in fp32."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -47,6 +48,7 @@ def attention_forward(
             block_size,
             softmax_scale,
             causal,
+            top_left,
         )
         out = out.to(q.dtype).view(*q.shape[:-1], v.shape[-1])
         if q.ndim == 4:
@@ -69,6 +71,7 @@ def attention_backward(
     block_size: tuple[int, int],
     softmax_scale: float,
     causal: bool,
+    top_left: bool = False,
 ) -> Grads:
     """Return the gradients of q, k and v, each in the dtype of its tensor."""
     tensors = q, k, v
@@ -81,9 +84,8 @@ def attention_backward(
         dout, q, k, v = (_packed(x).float() for x in (dout, q, k, v))
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
-            visible = visible_keys(
-                dense, block_size, rows.stop - rows.start, keys.stop - keys.start, causal
-            )
+            lengths = rows.stop - rows.start, keys.stop - keys.start
+            visible = visible_keys(dense, block_size, *lengths, causal, top_left)
             dq[rows], dk[keys], dv[keys] = _sequence_backward(
                 dout[rows],
                 q[rows],

@@ -48,6 +48,13 @@ def check_heads(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any) -> No
         raise ValueError(f"heads of layout must be 1 or heads_q, {heads_q}, got {num_heads}")
 
 
+def is_top_left(align: Any) -> bool:
+    """Check how queries are aligned to a layout's rows; say whether by the first one."""
+    if align not in ("bottom-right", "top-left"):
+        raise ValueError(f"align must be 'bottom-right' or 'top-left', got {align!r}")
+    return bool(align == "top-left")
+
+
 def check_local_strided(
     num_heads: Any, max_seqlen: Any, local_blocks: Any, vert_stride: Any, head_range: Any
 ) -> tuple[int, int]:

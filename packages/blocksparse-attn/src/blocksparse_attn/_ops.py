@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
 from ._checks import check_values
-from ._configs import SHORT, takes_hopper_backward, walks_whole_blocks
+from ._configs import SHORT, may_end_early, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
 from ._kept_lists import NAMESPACE, lists_for, make_lists, spec_of, walks_lists
 from ._linked.host.internals import refuse_tangents
@@ -137,7 +137,7 @@ def _check_values(x: Tensors, bounds: Bounds) -> None:
 
 
 def _check_forward(*arguments: Any) -> None:
-    *rest, max_seqlen_q, max_seqlen_k, _, _, _ = arguments
+    *rest, max_seqlen_q, max_seqlen_k, _, _, _, _ = arguments
     _check_values(Tensors(*rest[: len(Tensors._fields)]), Bounds(max_seqlen_q, max_seqlen_k))
 
 
@@ -162,6 +162,7 @@ def _forward_eager(
     softmax_scale: float,
     causal: bool,
     num_splits: int,
+    top_left: bool,
 ) -> tuple[Tensor, Tensor]:
     return attention_forward(
         q,
@@ -176,6 +177,7 @@ def _forward_eager(
         (block_q, block_k),
         softmax_scale,
         causal,
+        top_left,
     )
 
 
@@ -202,6 +204,7 @@ def _backward_eager(
     max_seqlen_k: int,
     softmax_scale: float,
     causal: bool,
+    top_left: bool,
 ) -> Grads:
     return attention_backward(
         dout,
@@ -218,6 +221,7 @@ def _backward_eager(
         (block_q, block_k),
         softmax_scale,
         causal,
+        top_left,
     )
 
 
@@ -232,7 +236,7 @@ forward = register(
     f"{NAMESPACE}::forward",
     "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     f"Tensor? block_table, Tensor[] tall, Tensor[] short, {_LAYOUT}, SymInt max_row, {_OPTIONS}, "
-    "int num_splits) -> (Tensor out, Tensor lse)",
+    "int num_splits, bool top_left) -> (Tensor out, Tensor lse)",
     fake=_forward_fake,
     kernels=_forward_triton,
     eager=_forward_eager,
@@ -242,7 +246,7 @@ backward = register(
     f"{NAMESPACE}::backward",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] by_query, Tensor[] by_key, "
-    f"Tensor[] pairs, {_LAYOUT}, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"Tensor[] pairs, {_LAYOUT}, {_OPTIONS}, bool top_left) -> (Tensor dq, Tensor dk, Tensor dv)",
     fake=_backward_fake,
     kernels=_backward_triton,
     eager=_backward_eager,
@@ -276,7 +280,8 @@ def _walks(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Optio
     tall = "tall" if walks_whole_blocks(x, options) else "portable"
     is_tall = bounds.seqlen_q > SHORT
     is_short = not is_tall or x.cu_seqlens_q is not None
-    has_pairs = _needs_grad(x) and takes_hopper_backward(x, layout._pattern)
+    may_pair = _needs_grad(x) and not may_end_early(options.causal, options.top_left)
+    has_pairs = may_pair and takes_hopper_backward(x, layout._pattern)
     # which kernels serve a packed call depends on its lengths
     is_portable = _needs_grad(x) and (not has_pairs or x.cu_seqlens_q is not None)
     return Walks(
@@ -376,6 +381,7 @@ class _BlockSparseAttention(torch.autograd.Function):
             *ctx.pattern[2:6],
             *ctx.bounds,
             *ctx.options[:2],
+            ctx.options.top_left,
         )
         return dq, dk, dv, *nothing
 

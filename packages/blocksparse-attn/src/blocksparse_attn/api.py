@@ -11,6 +11,7 @@ from . import _checks, _ops
 from ._call import Bounds, Checked, Options, Tensors
 from ._configs import SHORT, repeats
 from ._kept_lists import is_capturing, stream_of
+from ._layout_checks import is_top_left
 from ._linked.host import arguments
 from ._linked.host.arguments import as_int32
 from ._linked.host.forms import form_of
@@ -29,6 +30,7 @@ def blocksparse_attn_func(
     causal: bool = True,
     num_splits: int = 0,
     return_lse: bool = False,
+    align: str = "bottom-right",
     **unknown: NoReturn,
 ) -> Result:
     """Softmax attention over the kept blocks of a layout, forward and backward.
@@ -56,6 +58,10 @@ def blocksparse_attn_func(
             split. 0 decides by the load; with 1, or any other fixed number, the result of a
             sequence does not depend on its batch. Default: 0.
         return_lse: return ``(out, lse)``. Default: False.
+        align: where queries stand: "bottom-right", the last one at the last key; or "top-left",
+            query i at the position ``i' = i``, for cross attention and other layouts whose rows and
+            columns have nothing to do with each other. The rows of the layout must then cover
+            ``seqlen_q`` positions. Default: "bottom-right".
 
     Returns:
         ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the
@@ -73,16 +79,16 @@ def blocksparse_attn_func(
     form = form_of(
         (q, k, v),
         (),
-        (softmax_scale, causal, num_splits, return_lse, repeats(), stream_of(q)),
+        (softmax_scale, causal, num_splits, return_lse, align, repeats(), stream_of(q)),
         packed=False,
     )
     x = Tensors(q, k, v)
     known = None if form is None else layout._calls.get(form)
     if known is None:
         _checks.check_qkv(q, k, v, 4)
-        options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse)
+        options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
         _checks.check_layout(layout, q)
-        _checks.check_cover(layout, k, k.shape[1])
+        _checks.check_cover(layout, k, q.shape[1], k.shape[1], options.top_left)
     bounds = Bounds(q.shape[1], k.shape[1])
     if known is None:
         known = _remember(x, layout, bounds, options, form)
@@ -105,6 +111,7 @@ def blocksparse_attn_varlen_func(
     num_splits: int = 0,
     return_lse: bool = False,
     block_table: Tensor | None = None,
+    align: str = "bottom-right",
     **unknown: NoReturn,
 ) -> Result:
     """Block-sparse attention over packed sequences: prefill, chunks of it and decode in one batch.
@@ -150,7 +157,7 @@ def blocksparse_attn_varlen_func(
     form = form_of(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, block_table),
-        (softmax_scale, causal, num_splits, return_lse, repeats(), stream_of(q), longest),
+        (softmax_scale, causal, num_splits, return_lse, align, repeats(), stream_of(q), longest),
         packed=True,
     )
     if form is not None and k.shape[:1] != v.shape[:1]:
@@ -159,12 +166,13 @@ def blocksparse_attn_varlen_func(
     known = None if form is None else layout._calls.get(form)
     if known is None:
         _checks.check_qkv(q, k, v, 3, paged=block_table is not None)
-        options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse)
+        options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
         batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
         if block_table is not None:
             _checks.check_block_table(q, k, v, batch, block_table)
         _checks.check_layout(layout, q)
-    _checks.check_cover(layout, k, max_seqlen_k, block_table)
+    top_left = is_top_left(align)
+    _checks.check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
     if known is None:
         known = _remember(x, layout, bounds, options, form)
     out, lse = _ops.attention(x, layout, bounds, known)

@@ -19,6 +19,7 @@ from ._layout_checks import (
     check_heads,
     check_local_strided,
     check_mask,
+    is_top_left,
     validate_csr,
 )
 from ._layout_values import are_equal, canonical, order_sums, read, write
@@ -37,7 +38,8 @@ class BlockSparseLayout:
     Block row r holds the queries at the positions ``r * block_size[0]`` and up, block column c the
     keys from ``c * block_size[1]`` on. A query's position is its place among the *keys*: query i of
     a sequence stands at ``i + seqlen_k - seqlen_q``, so that prefill, a later chunk of it and
-    decode address the same rows. What lies outside of all rows and columns is not attended to.
+    decode address the same rows; with ``align="top-left"`` in a call it stands at ``i``. What lies
+    outside of all rows and columns is not attended to.
 
     A layout never changes. It can be shared between layers, calls and threads, compared and used as
     a key of a dict; the plans that kernels walk are made at the first call and kept with it.
@@ -343,6 +345,7 @@ class BlockSparseLayout:
         causal: bool = True,
         backward: bool = False,
         paged: bool = False,
+        align: str = "bottom-right",
     ) -> BlockSparseLayout:
         """Plan what kernels will walk ahead of the first call, and return the layout.
 
@@ -357,20 +360,23 @@ class BlockSparseLayout:
             causal: their mask. Default: True.
             backward: plan for gradients too. Default: False.
             paged: their keys are in pages. Default: False.
+            align: where their queries stand. Default: "bottom-right".
 
         Raises:
             TypeError, ValueError: if the numbers are no heads of calls that the layout fits.
         """
-        from ._configs import has_few_pieces, suits_hopper_backward
+        from ._configs import has_few_pieces, may_end_early, suits_hopper_backward
 
         check_heads(self._num_heads, heads_q, heads_k, head_dim)
+        is_early = may_end_early(causal, is_top_left(align))
         if walks_lists(self.device):
-            kinds = ["portable" if paged else "tall", "short"]
+            kinds = ["portable" if paged or is_early else "tall", "short"]
             if backward:
                 kinds += ["dq", "dkdv"]
                 form = detect(self.device), head_dim, dtype.itemsize
                 blocks = self._crow.shape[0], self.num_rows, self._num_cols, *self._block_size
-                if suits_hopper_backward(*form) and has_few_pieces(*blocks):
+                is_taken = suits_hopper_backward(*form) and not is_early
+                if is_taken and has_few_pieces(*blocks):
                     kinds.append("pairs")
             for kind in kinds:
                 lists_for(self, kind, heads_q // heads_k, head_dim, dtype.itemsize, causal)

@@ -27,6 +27,7 @@ def blocksparse_attention_reference(
     causal: bool = True,
     num_splits: int = 0,
     return_lse: bool = False,
+    align: str = "bottom-right",
 ) -> Result:
     """Compute what :func:`blocksparse_attn_func` computes, from the definition.
 
@@ -34,11 +35,12 @@ def blocksparse_attention_reference(
     float dtype, float64 included, and the log-sum-exp is float64 for float64 inputs.
     """
     check_reference(q, k, v, 4)
-    scale = check_options(q, softmax_scale, causal, num_splits, return_lse).softmax_scale
+    scale, *_, top_left = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     check_is_layout(layout)
     check_layout(layout, q)
-    check_cover(layout, k, k.shape[1])
-    out, lse = dense_attention(q, k, v, layout.to_dense(), layout.block_size, scale, causal)
+    check_cover(layout, k, q.shape[1], k.shape[1], top_left)
+    kept = layout.to_dense()
+    out, lse = dense_attention(q, k, v, kept, layout.block_size, scale, causal, top_left)
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 
@@ -58,6 +60,7 @@ def blocksparse_varlen_attention_reference(
     num_splits: int = 0,
     return_lse: bool = False,
     block_table: Tensor | None = None,
+    align: str = "bottom-right",
 ) -> Result:
     """Compute what :func:`blocksparse_attn_varlen_func` computes, one sequence after the other.
 
@@ -65,10 +68,10 @@ def blocksparse_varlen_attention_reference(
     :func:`blocksparse_attention_reference`. Offsets and page numbers are read on the host.
     """
     check_reference(q, k, v, 3, block_table is not None)
-    scale = check_options(q, softmax_scale, causal, num_splits, return_lse).softmax_scale
+    scale, *_, top_left = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     check_is_layout(layout)
     check_layout(layout, q)
-    check_cover(layout, k, max_seqlen_k, block_table)
+    check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
     out, lse = packed_attention(
         q,
         k,
@@ -80,13 +83,19 @@ def blocksparse_varlen_attention_reference(
         layout.block_size,
         scale,
         causal,
+        top_left,
     )
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 
 
 def visible_keys(
-    dense: Tensor, block_size: tuple[int, int], seqlen_q: int, seqlen_k: int, causal: bool
+    dense: Tensor,
+    block_size: tuple[int, int],
+    seqlen_q: int,
+    seqlen_k: int,
+    causal: bool,
+    top_left: bool = False,
 ) -> Tensor:
     """Return which key each query sees, bool ``[heads, seqlen_q, seqlen_k]``.
 
@@ -96,9 +105,12 @@ def visible_keys(
         seqlen_q: number of queries; query i stands at the position ``i + seqlen_k - seqlen_q``.
         seqlen_k: number of keys.
         causal: hide keys behind a query's position.
+        top_left: query i stands at the position i instead.
     """
     heads, rows, cols = dense.shape
-    position = torch.arange(seqlen_q, device=dense.device) + (seqlen_k - seqlen_q)
+    position = torch.arange(seqlen_q, device=dense.device)
+    if not top_left:
+        position = position + (seqlen_k - seqlen_q)
     key = torch.arange(seqlen_k, device=dense.device)
     row = torch.div(position, block_size[0], rounding_mode="floor")
     col = key // block_size[1]
@@ -117,12 +129,13 @@ def dense_attention(
     block_size: tuple[int, int],
     softmax_scale: float,
     causal: bool,
+    top_left: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend within sequences of one length; both results are in the dtype of the computation."""
     # under autocast the products below would be rounded to 16 bits
     with torch.autocast(q.device.type, enabled=False):
         heads_q, group = q.shape[2], q.shape[2] // k.shape[2]
-        visible = visible_keys(dense, block_size, q.shape[1], k.shape[1], causal)
+        visible = visible_keys(dense, block_size, q.shape[1], k.shape[1], causal, top_left)
         visible = visible.expand(heads_q, -1, -1)
         q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
         q, k, v = hide_unseen(q, k, v, visible)
@@ -152,6 +165,7 @@ def packed_attention(
     block_size: tuple[int, int],
     softmax_scale: float,
     causal: bool,
+    top_left: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend within packed sequences, one by one; rows of no sequence get 0 and -inf."""
     dtype = compute_dtype(q)
@@ -159,9 +173,8 @@ def packed_attention(
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
     for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
         one_k, one_v = (of_sequence(x, keys, b, block_table) for x in (k, v))
-        one_out, one_lse = dense_attention(
-            q[rows][None], one_k[None], one_v[None], dense, block_size, softmax_scale, causal
-        )
+        one = q[rows][None], one_k[None], one_v[None]
+        one_out, one_lse = dense_attention(*one, dense, block_size, softmax_scale, causal, top_left)
         out[rows] = one_out[0]
         lse[:, rows] = one_lse[0]
     return out, lse

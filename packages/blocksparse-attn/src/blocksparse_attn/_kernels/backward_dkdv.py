@@ -152,6 +152,7 @@ def _dkdv_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, IS_CAUSAL: tl.constexpr, PER_HEAD: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     SETTLE: tl.constexpr,
 ):  # fmt: skip
@@ -192,14 +193,15 @@ def _dkdv_kernel(
         BLOCK_K,
         IS_CAUSAL,
         PER_HEAD,
+        TOP_LEFT,
     )
     TILE: tl.constexpr = KeyTileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST, SETTLE)
     heads_k = heads_q // GROUP
     grid = Grid(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_k, tokens_q, tokens_k, tiles, span, 1
     )
-    work = locate_keys(tl.program_id(0), grid, BLOCK_N, IS_CAUSAL)
-    tile, sequence, head_k, q_start, k_start, seqlen_q, seqlen_k = work
+    work = locate_keys(tl.program_id(0), grid, BLOCK_N, IS_CAUSAL, TOP_LEFT)
+    tile, sequence, head_k, q_start, k_start, seqlen_q, seqlen_k, diagonal = work
     if tile < 0:
         return
     batch_64 = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
@@ -241,7 +243,7 @@ def _dkdv_kernel(
     walk = query_walk(work, tensors, numbers, OPTIONS, TILE)
     seen, whole, count, seen_end, cut, cut_end = walk
     rest = whole + count
-    columns = Columns(keys, bits, seqlen_k - seqlen_q, seqlen_q, seqlen_k)
+    columns = Columns(keys, bits, diagonal, seqlen_q, seqlen_k)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     for masked in tl.static_range(2):

@@ -116,6 +116,7 @@ def _dq_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, IS_CAUSAL: tl.constexpr, PER_HEAD: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr, PACKS: tl.constexpr, SPAN: tl.constexpr,
     ROW_MEMBERS: tl.constexpr, HEAD_MEMBERS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -156,6 +157,7 @@ def _dq_kernel(
         BLOCK_K,
         IS_CAUSAL,
         PER_HEAD,
+        TOP_LEFT,
     )
     QUERIES: tl.constexpr = QueryOptions(POSITIONS, HEADS, PACKS, SPAN, ROW_MEMBERS, HEAD_MEMBERS)
     TILE: tl.constexpr = TileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST)
@@ -163,8 +165,8 @@ def _dq_kernel(
     grid = Grid(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, 1
     )
-    work = locate_queries(tl.program_id(0), grid, POSITIONS, False, IS_CAUSAL, 0)
-    tile, is_alive, sequence, unit, _, q_start, k_start, seqlen_q, seqlen_k = work
+    work = locate_queries(tl.program_id(0), grid, POSITIONS, False, IS_CAUSAL, 0, TOP_LEFT)
+    tile, is_alive, sequence, unit, _, q_start, k_start, seqlen_q, _, diagonal = work
     if not is_alive:
         return
     # padding around the sequences has no row in per-sequence tensors
@@ -173,7 +175,7 @@ def _dq_kernel(
     m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     in_group = unit % PACKS * HEADS + m % HEADS
     positions = tile * POSITIONS + m // HEADS
-    rows = positions - (seqlen_k - seqlen_q)
+    rows = positions - diagonal
     heads = (head_k * GROUP + in_group).to(tl.int64)
     inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
     rows_64 = rows.to(tl.int64)
@@ -238,7 +240,7 @@ def _dq_kernel(
             TILE,
         )
     # dq is contiguous: [tokens, heads_q, HEAD_DIM]
-    first_row = tile * POSITIONS - (seqlen_k - seqlen_q)
+    first_row = tile * POSITIONS - diagonal
     first_head = head_k * GROUP + unit % PACKS * HEADS
     # addresses live through the walk: a scalar in 64 bits, and what a tile spans in 32
     dq_ptr += ((token + first_row) * heads_q + first_head) * HEAD_DIM

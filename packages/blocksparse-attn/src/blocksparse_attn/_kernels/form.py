@@ -73,6 +73,7 @@ class Form:
             BLOCK_K=pattern.block_k,
             IS_CAUSAL=options.causal,
             PER_HEAD=not pattern.is_shared,
+            TOP_LEFT=options.top_left,
         )
         self._layout = layout_of(x)
 
@@ -88,6 +89,11 @@ class Form:
         """Return how many key heads' queries, of the whole group, the second-level cache holds."""
         fitting = L2_BYTES // max(1, tokens_q * self.token_bytes * self.group)
         return min(max(1, fitting), max(1, self.batch * self.heads_k))
+
+
+def diagonal_of(options: Options, tokens_q: int, tokens_k: int) -> int:
+    """Return the position of the first query of sequences of one length."""
+    return 0 if options.top_left else tokens_k - tokens_q
 
 
 class QueryTiles:
@@ -117,7 +123,8 @@ class QueryTiles:
             return tokens_q // positions + 2 * self._form.batch + 4
         if tokens_q == 0:
             return 0
-        return cdiv(tokens_k, positions) - (tokens_k - tokens_q) // positions
+        diagonal = diagonal_of(self._form.options, tokens_q, tokens_k)
+        return cdiv(diagonal + tokens_q, positions) - diagonal // positions
 
     def programs(self, tiles: int) -> int:
         """Return how many programs own so many tiles of each unit."""

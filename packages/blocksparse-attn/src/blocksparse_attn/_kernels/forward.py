@@ -231,6 +231,7 @@ def _forward_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, IS_CAUSAL: tl.constexpr, PER_HEAD: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr, PACKS: tl.constexpr, SPAN: tl.constexpr,
     ROW_MEMBERS: tl.constexpr, HEAD_MEMBERS: tl.constexpr,
     PAGE: tl.constexpr, IS_SHORT: tl.constexpr, SHORT: tl.constexpr, FOLD: tl.constexpr,
@@ -273,6 +274,7 @@ def _forward_kernel(
         BLOCK_K,
         IS_CAUSAL,
         PER_HEAD,
+        TOP_LEFT,
     )
     QUERIES: tl.constexpr = QueryOptions(POSITIONS, HEADS, PACKS, SPAN, ROW_MEMBERS, HEAD_MEMBERS)
     FORWARD: tl.constexpr = ForwardOptions(PAGE, IS_SHORT, SHORT, FOLD)
@@ -281,8 +283,8 @@ def _forward_kernel(
     grid = Grid(
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, splits
     )
-    work = locate_queries(tl.program_id(0), grid, POSITIONS, IS_SHORT, IS_CAUSAL, SHORT)
-    tile, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, seqlen_k = work
+    work = locate_queries(tl.program_id(0), grid, POSITIONS, IS_SHORT, IS_CAUSAL, SHORT, TOP_LEFT)
+    tile, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, _, diagonal = work
     head_k = unit // PACKS
     pack = unit % PACKS
     m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
@@ -294,7 +296,7 @@ def _forward_kernel(
     # padding around the sequences has no row in per-sequence tensors
     batch_64 = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
     positions = tile * POSITIONS + m // HEADS  # [BLOCK_M]
-    rows = positions - (seqlen_k - seqlen_q)
+    rows = positions - diagonal
     heads = head_k * GROUP + in_group
     inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
     cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
@@ -359,7 +361,7 @@ def _forward_kernel(
             lse2,
             batch_64,
             q_start,
-            tile * POSITIONS - (seqlen_k - seqlen_q),
+            tile * POSITIONS - diagonal,
             head_k * GROUP + pack * HEADS,
             inside,
             tensors,

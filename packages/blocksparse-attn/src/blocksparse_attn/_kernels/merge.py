@@ -58,6 +58,7 @@ def _merge_kernel(
     batch, heads_q, tokens_q, tokens_k, tiles, splits,
     GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr, PACKS: tl.constexpr, SHORT: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """``out = sum(exp(lse_i) out_i) / sum(exp(lse_i))`` over the splits of a short tile."""
@@ -67,14 +68,14 @@ def _merge_kernel(
     numbers = MergeNumbers(batch, heads_q, tokens_q, tokens_k, tiles, splits)
     units = heads_q // GROUP * PACKS
     grid = Grid(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, 1, 1)
-    work = locate_queries(tl.program_id(0), grid, POSITIONS, True, True, SHORT)
-    tile, is_alive, sequence, unit, _, q_start, _, seqlen_q, seqlen_k = work
+    work = locate_queries(tl.program_id(0), grid, POSITIONS, True, True, SHORT, TOP_LEFT)
+    tile, is_alive, sequence, unit, _, q_start, _, seqlen_q, _, diagonal = work
     if not is_alive:
         return
     m = tl.arange(0, BLOCK_M)
     cols_dv = tl.arange(0, BLOCK_DV)
     in_group = unit % PACKS * HEADS + m % HEADS
-    rows = tile * POSITIONS + m // HEADS - (seqlen_k - seqlen_q)
+    rows = tile * POSITIONS + m // HEADS - diagonal
     inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -101,7 +102,7 @@ def _merge_kernel(
         tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe)),
         sequence.to(tl.int64),
         q_start,
-        tile * POSITIONS - (seqlen_k - seqlen_q),
+        tile * POSITIONS - diagonal,
         unit // PACKS * GROUP + unit % PACKS * HEADS,
         inside,
         tensors,

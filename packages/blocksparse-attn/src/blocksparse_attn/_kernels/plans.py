@@ -190,6 +190,7 @@ class ShortForward:
             rows.HEADS,
             rows.PACKS,
             SHORT,
+            constants.TOP_LEFT,
         )
         self.merge = launch_on(_merge_kernel, queries.tile, options)
 
@@ -384,13 +385,14 @@ class BackwardPlan:
 def launch_forward(
     q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, tall, short, crow, col, cols, block_q,
     block_k, rows_alike, max_row, max_seqlen_q, max_seqlen_k, softmax_scale, causal, num_splits,
+    top_left=False,
 ):  # fmt: skip
     """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table))
     pattern = Pattern(
         crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, max_row
     )
-    plan = Plan(x, pattern, Options(softmax_scale, causal, num_splits))
+    plan = Plan(x, pattern, Options(softmax_scale, causal, num_splits, top_left))
     out, lse = plan.forward(x, Walks(tuple(tall), tuple(short)), Bounds(max_seqlen_q, max_seqlen_k))
     return first_columns(out, v.shape[-1]), lse
 
@@ -398,13 +400,14 @@ def launch_forward(
 def launch_backward(
     dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, pairs, crow, col,
     cols, block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+    top_left=False,
 ):  # fmt: skip
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k))
     pattern = Pattern(
         crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, cols
     )
-    plan = BackwardPlan(Form(x, pattern, Options(softmax_scale, causal, 1)))
+    plan = BackwardPlan(Form(x, pattern, Options(softmax_scale, causal, 1, top_left)))
     walks = Walks(by_query=tuple(by_query), by_key=tuple(by_key), pairs=tuple(pairs))
     # as wide as the values
     wide = x.v.shape[-1]

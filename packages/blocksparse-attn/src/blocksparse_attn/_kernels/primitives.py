@@ -138,7 +138,8 @@ def live_keys(
         # some head keeps whatever is in a list
         reach = rows.last_position
     if IS_CAUSAL:
-        live = keys <= reach
+        # of a layout whose rows begin with the queries, rows may stand behind the last key
+        live = keys <= tl.minimum(reach, rows.seqlen_k - 1)
     else:
         live = keys < tl.where(reach >= 0, rows.seqlen_k, 0)
     return live

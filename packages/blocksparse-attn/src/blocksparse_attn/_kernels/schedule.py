@@ -45,6 +45,16 @@ def extent(cu_seqlens_ptr, sequence, batch, tokens, NEEDS_PADDING: tl.constexpr)
 
 
 @triton.jit
+def diagonal_of(seqlen_q, seqlen_k, TOP_LEFT: tl.constexpr):
+    """Return the position of the first query, where a layout's rows begin at position 0."""
+    if TOP_LEFT:
+        diagonal = seqlen_k * 0
+    else:
+        diagonal = seqlen_k - seqlen_q
+    return diagonal
+
+
+@triton.jit
 def place(pid, batch, units, tiles, span, BALANCE: tl.constexpr):
     """Return ``(index of the tile, sequence, unit)`` of a program, for sequences of one length.
 
@@ -71,6 +81,7 @@ def locate_queries(
     IS_SHORT: tl.constexpr,
     BALANCE: tl.constexpr,
     SHORT: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
 ):
     """Return the tile of queries that belongs to a place in the grid.
 
@@ -108,18 +119,20 @@ def locate_queries(
         q_start = q_begin.to(tl.int64)
         k_start = k_begin.to(tl.int64)
         is_mine = (seqlen_q > SHORT) | (sequence < 0) | (sequence >= batch)
-    first_tile = floor_div(seqlen_k - seqlen_q, POSITIONS)
-    count = tl.where(seqlen_q > 0, tl.cdiv(seqlen_k, POSITIONS) - first_tile, 0)
+    diagonal = diagonal_of(seqlen_q, seqlen_k, TOP_LEFT)
+    first_tile = floor_div(diagonal, POSITIONS)
+    count = tl.where(seqlen_q > 0, tl.cdiv(diagonal + seqlen_q, POSITIONS) - first_tile, 0)
     if BALANCE and not IS_SHORT:
         index = count - 1 - index  # the last are the longest
     is_alive = is_mine & (index >= 0) & (index < count)
+    tile = first_tile + index
     return Work(
-        first_tile + index, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, seqlen_k
+        tile, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, seqlen_k, diagonal
     )
 
 
 @triton.jit
-def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr):
+def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr, TOP_LEFT: tl.constexpr):
     """Return the tile of keys that belongs to a place in the grid."""
     q_starts, k_starts, batch, heads, tokens_q, tokens_k, tiles, span, _ = grid
     q_start = tl.zeros([], tl.int64)
@@ -138,7 +151,8 @@ def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr):
         q_start = q_begin.to(tl.int64)
         k_start = k_begin.to(tl.int64)
     tile = tl.where(tile < tl.cdiv(seqlen_k, BLOCK_N), tile, -1)
-    return KeyWork(tile, sequence, head, q_start, k_start, seqlen_q, seqlen_k)
+    diagonal = diagonal_of(seqlen_q, seqlen_k, TOP_LEFT)
+    return KeyWork(tile, sequence, head, q_start, k_start, seqlen_q, seqlen_k, diagonal)
 
 
 @triton.jit
@@ -166,8 +180,8 @@ def key_walk(
     whole_end = cut
     seen_end = cut
     cut_end = end
-    # items right of the sequence's end; under a causal mask there are none, or a few
-    if (not OPTIONS.IS_CAUSAL) and seqlen_k < numbers.extent_k:
+    # items right of the sequence's end; if the mask ends where it does there are none, or a few
+    if (OPTIONS.TOP_LEFT or not OPTIONS.IS_CAUSAL) and seqlen_k < numbers.extent_k:
         whole_end = lower_bound(items_ptr, start, cut, seqlen_k // BLOCK_K, 1)
         seen_end = lower_bound(items_ptr, whole_end, cut, tl.cdiv(seqlen_k, BLOCK_K), 1)
         cut_end = lower_bound(items_ptr, cut, end, tl.cdiv(seqlen_k, BLOCK_K), 1)
@@ -180,15 +194,17 @@ def key_walk(
 def rows_of(work, positions, OPTIONS: tl.constexpr, QUERIES: tl.constexpr):
     """Return the ``Rows`` of a tile of queries that stand at ``positions``, ``[BLOCK_M]``."""
     first = work.tile * QUERIES.POSITIONS
-    diagonal = work.seqlen_k - work.seqlen_q
-    first_position = tl.maximum(tl.maximum(diagonal, 0), first)
-    last_position = tl.minimum(work.seqlen_k, first + QUERIES.POSITIONS) - 1
+    first_position = tl.maximum(tl.maximum(work.diagonal, 0), first)
+    last_position = tl.minimum(work.diagonal + work.seqlen_q, first + QUERIES.POSITIONS) - 1
     span_start = first // QUERIES.SPAN * QUERIES.SPAN
     bits = positions * 0
     if QUERIES.HEAD_MEMBERS > 1:
         bits = tl.arange(0, positions.shape[0]) % QUERIES.HEADS
     elif QUERIES.ROW_MEMBERS > 1:
         bits = tl.maximum(positions - span_start, 0) // OPTIONS.BLOCK_Q
+    if OPTIONS.TOP_LEFT:
+        # under a causal mask a query behind the last key sees no more than that
+        positions = tl.minimum(positions, work.seqlen_k - 1)
     return Rows(positions, bits, first_position, last_position, span_start, work.seqlen_k)
 
 
@@ -211,7 +227,8 @@ def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr
     end = tl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0)
     cut = start + tl.load(tensors.whole_ptr + owner, mask=is_known, other=0)
     # rows of blocks that the queries touch, and those that they fill
-    first_position = tl.maximum(work.seqlen_k - work.seqlen_q, 0)
+    first_position = tl.maximum(work.diagonal, 0)
+    end_position = work.diagonal + work.seqlen_q
     seen = start
     whole = start
     whole_end = cut
@@ -221,9 +238,9 @@ def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr
         seen = lower_bound(items_ptr, start, cut, first_position // BLOCK_Q, IN_ITEM)
         whole = lower_bound(items_ptr, seen, cut, tl.cdiv(first_position, BLOCK_Q), IN_ITEM)
         cut = lower_bound(items_ptr, cut, end, first_position // BLOCK_Q, IN_ITEM)
-    if work.seqlen_k < numbers.extent_q:
-        first_behind = tl.cdiv(work.seqlen_k, BLOCK_Q)
-        whole_end = lower_bound(items_ptr, whole, whole_end, work.seqlen_k // BLOCK_Q, IN_ITEM)
+    if end_position < numbers.extent_q:
+        first_behind = tl.cdiv(end_position, BLOCK_Q)
+        whole_end = lower_bound(items_ptr, whole, whole_end, end_position // BLOCK_Q, IN_ITEM)
         seen_end = lower_bound(items_ptr, whole_end, seen_end, first_behind, IN_ITEM)
         cut_end = lower_bound(items_ptr, cut, end, first_behind, IN_ITEM)
     # keys that are not there need no mask: what they get is not stored

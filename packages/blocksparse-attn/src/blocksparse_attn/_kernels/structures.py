@@ -22,6 +22,7 @@ class Options(NamedTuple):
     BLOCK_K: Any
     IS_CAUSAL: Any
     PER_HEAD: Any  # lists of each unit, or one for all
+    TOP_LEFT: Any  # query i stands at position i
 
 
 class QueryOptions(NamedTuple):
@@ -54,6 +55,7 @@ class MergeOptions(NamedTuple):
     HEADS: Any
     PACKS: Any
     SHORT: Any
+    TOP_LEFT: Any
 
 
 class RowOptions(NamedTuple):
@@ -294,6 +296,7 @@ class Work(NamedTuple):
     k_start: Any
     seqlen_q: Any
     seqlen_k: Any
+    diagonal: Any  # where the first query stands
 
 
 class KeyWork(NamedTuple):
@@ -306,6 +309,7 @@ class KeyWork(NamedTuple):
     k_start: Any
     seqlen_q: Any
     seqlen_k: Any
+    diagonal: Any  # where the first query stands
 
 
 class Walk(NamedTuple):
@@ -352,7 +356,7 @@ class Ranges(NamedTuple):
 class Rows(NamedTuple):
     """Where the rows of a tile of queries stand, and the key where their sequence ends."""
 
-    positions: Any
+    positions: Any  # or the last key's, behind it
     bits: Any  # which member of the list's owner a row is
     first_position: Any
     last_position: Any

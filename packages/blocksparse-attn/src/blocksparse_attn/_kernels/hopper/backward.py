@@ -165,9 +165,9 @@ def _leave(
 @gluon.jit
 def _begin_of_sums(program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return where rows and sums of a program's sequence begin."""
-    _, _, _, sequence, head_k, start, len_q, len_k = program
+    sequence, head_k, start = program.sequence, program.head_k, program.start
     heads_q = numbers.heads_k * OPTIONS.GROUP
-    first_tile = floor_div(len_k - len_q, ROWS)
+    first_tile = floor_div(program.diagonal, ROWS)
     if tensors.cu_seqlens_ptr is not None:
         row_at = start.to(gl.int64)
         sums_at = start // ROWS + 2 * (sequence + 1) - first_tile
@@ -232,7 +232,7 @@ def hopper_backward_kernel(
     delta_ptr, begin_ptr, parts_ptr, items_ptr, owners_ptr, real_ptr, bits_ptr,
     cu_seqlens_ptr,
     scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, PER_HEAD: gl.constexpr,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, PER_HEAD: gl.constexpr, TOP_LEFT: gl.constexpr,
     PIECE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q``, ``dv = p^T dout``.
@@ -263,7 +263,7 @@ def hopper_backward_kernel(
     numbers = BackwardNumbers(
         scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces
     )
-    OPTIONS: gl.constexpr = BackwardOptions(GROUP, IS_CAUSAL, PER_HEAD)
+    OPTIONS: gl.constexpr = BackwardOptions(GROUP, IS_CAUSAL, PER_HEAD, TOP_LEFT)
     TILE: gl.constexpr = BackwardTile(PIECE, HEAD_DIM, HEAD_DIM_V, STAGES)
     gl.static_assert(EMPTY + STAGES <= MADE, "stages outnumber the barriers")
     programs = gl.load(real_ptr)

@@ -2,7 +2,7 @@
 
 from ._linked.compat import gl, gluon
 from ._linked.gradients import ROWS
-from .schedule import NO_BLOCK
+from .schedule import NO_BLOCK, diagonal_of
 from .structures import Item, Keys, Program, Steps
 
 # an item is the head in its group, times this, and the row of blocks
@@ -38,9 +38,10 @@ def find_program(pid, programs, tensors, numbers, OPTIONS: gl.constexpr, TILE: g
         start = gl.load(tensors.cu_seqlens_ptr + sequence)
         len_q = gl.load(tensors.cu_seqlens_ptr + sequence + 1) - start
         len_k = len_q
-    low = gl.maximum(len_k - len_q, 0) // ROWS
-    high = gl.minimum(gl.cdiv(len_k, ROWS), numbers.rows)
-    return Program(index, low, high, sequence, head_k, start, len_q, len_k)
+    diagonal = diagonal_of(len_q, len_k, OPTIONS.TOP_LEFT)
+    low = gl.maximum(diagonal, 0) // ROWS
+    high = gl.minimum(gl.cdiv(diagonal + len_q, ROWS), numbers.rows)
+    return Program(index, low, high, sequence, head_k, start, len_q, len_k, diagonal)
 
 
 @gluon.jit
@@ -80,10 +81,10 @@ def find_kept(owned_ptr, len_k, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def find_seen(first, count, start, len_k, tensors, PIECE: gl.constexpr):
+def find_seen(first, count, start, end, tensors, PIECE: gl.constexpr):
     """Return a bit for each piece of keys that some query sees, of these items' that there are.
 
-    Queries stand at ``start`` to ``len_k``.
+    Queries stand at ``start`` to ``end``.
     """
     SIDE: gl.constexpr = ROWS // PIECE
     lane = gl.arange(0, MOST, gl.BlockedLayout([1], [32], [4], [0]))  # [MOST]
@@ -94,7 +95,7 @@ def find_seen(first, count, start, len_k, tensors, PIECE: gl.constexpr):
         for i in gl.static_range(SIDE):
             sees = lane * 0
             for j in gl.static_range(SIDE):
-                is_there = (row + (j + 1) * PIECE > start) & (row + j * PIECE < len_k)
+                is_there = (row + (j + 1) * PIECE > start) & (row + j * PIECE < end)
                 sees += gl.where(is_there, (bits >> (16 * half + i * SIDE + j)) & 1, 0)
             seen += gl.where(gl.max(sees, 0) > 0, 1 << (half * SIDE + i), 0)
     return seen
@@ -178,7 +179,7 @@ def find_steps(program, tensors, numbers):
 def find_keys(steps, program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return a program's two blocks of keys, and the steps that it walks for them."""
     PIECE: gl.constexpr = TILE.PIECE
-    len_q, len_k = program.len_q, program.len_k
+    len_k = program.len_k
     owner = program.head_k * numbers.list_pieces if OPTIONS.PER_HEAD else program.head_k * 0
     owned_ptr = owned_by(program, tensors, PIECE)
     parts_ptr = tensors.parts_ptr + owner
@@ -206,12 +207,13 @@ def find_keys(steps, program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.
     if PIECE < ROWS:
         if not OPTIONS.IS_CAUSAL:
             kept = find_kept(owned_ptr, len_k, PIECE)
-        ahead = gl.maximum(len_k - len_q, 0)
-        if (ahead > 0) | (len_k < numbers.rows * ROWS):
-            seen = find_seen(whole_at, whole, ahead, len_k, tensors, PIECE)
-            seen |= find_seen(partial_at, partial, ahead, len_k, tensors, PIECE)
-            seen |= find_seen(steps.alone_0_at, alone_0, ahead, len_k, tensors, PIECE)
-            seen |= find_seen(steps.alone_1_at, alone_1, ahead, len_k, tensors, PIECE)
+        start = gl.maximum(program.diagonal, 0)
+        end = program.diagonal + program.len_q
+        if (start > 0) | (end < numbers.rows * ROWS):
+            seen = find_seen(whole_at, whole, start, end, tensors, PIECE)
+            seen |= find_seen(partial_at, partial, start, end, tensors, PIECE)
+            seen |= find_seen(steps.alone_0_at, alone_0, start, end, tensors, PIECE)
+            seen |= find_seen(steps.alone_1_at, alone_1, start, end, tensors, PIECE)
     steps = Steps(
         whole_at,
         whole,

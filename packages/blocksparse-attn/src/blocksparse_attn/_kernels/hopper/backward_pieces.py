@@ -63,7 +63,8 @@ def copy_keys(
     WIDTH: gl.constexpr,
 ):
     """Copy a program's two blocks of keys, or of values."""
-    _, _, _, sequence, head, start, _, len_k = program
+    sequence, head = program.sequence, program.head_k
+    start, len_k = program.start, program.len_k
     mbarrier.expect(full, 2 * ROWS * WIDTH * (desc.dtype.primitive_bitwidth // 8))
     if PIECE == ROWS:
         where = coordinates(sequence, head, start, len_k, keys.seen_0 * ROWS, RAGGED)
@@ -93,8 +94,8 @@ def copy_queries(
     WIDTH: gl.constexpr,
 ):
     """Copy a block of queries, or of the output's gradient: pieces that see no key as zeros."""
-    _, _, _, sequence, _, start, len_q, len_k = program
-    diagonal = len_k - len_q
+    sequence, start = program.sequence, program.start
+    len_q, diagonal = program.len_q, program.diagonal
     mbarrier.expect(full, ROWS * WIDTH * (desc.dtype.primitive_bitwidth // 8))
     if PIECE == ROWS:
         where = coordinates(sequence, head, start, len_q, item.block * ROWS - diagonal, RAGGED)

@@ -15,7 +15,7 @@ INF = gl.constexpr(float("inf"))
 def _numbers(item, first_head, program, origin, tensors):
     """Load the numbers of a block of rows."""
     head = first_head + item.head
-    row = item.block * ROWS - (program.len_k - program.len_q)
+    row = item.block * ROWS - program.diagonal
     index = gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32], [32], [1], [0]))  # [ROWS]
     inside = (row + index >= 0) & (row + index < program.len_q)
     at = origin.row_at + head.to(gl.int64) * origin.row_pitch + row

@@ -65,7 +65,7 @@ def _locate(place, tensors, numbers):
         1,
         1,
     )
-    work = locate_keys(place, grid, SIDE, False)
+    work = locate_keys(place, grid, SIDE, False, False)
     start, sequence = work.k_start, work.sequence
     if offsets_ptr is None:
         start += sequence.to(tl.int64) * numbers.tokens_k
@@ -174,8 +174,8 @@ def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
         1,
         1,
     )
-    work = locate_queries(place, grid, SIDE, False, False, -1)
-    rows = work.tile * SIDE - (work.seqlen_k - work.seqlen_q) + tl.arange(0, SIDE)  # [SIDE]
+    work = locate_queries(place, grid, SIDE, False, False, -1, OPTIONS.TOP_LEFT)
+    rows = work.tile * SIDE - work.diagonal + tl.arange(0, SIDE)  # [SIDE]
     token = work.q_start + rows
     if offsets_ptr is None:
         token += work.sequence.to(tl.int64) * numbers.tokens_q
@@ -233,7 +233,7 @@ def round_kernel(
     dq_sums_ptr, dk_sums_ptr, dv_sums_ptr, dq_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr,
     scale, slots_q, batch, heads_q, heads_k, tokens_q, tokens_k, tiles_q, tiles_k, list_pieces,
     PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, TOP_LEFT: tl.constexpr,
 ):  # fmt: skip
     """``dq = scale * dq_sums``, or ``dk = scale * dk_sums`` and ``dv = dv_sums``, rounded.
 
@@ -245,7 +245,9 @@ def round_kernel(
     numbers = RoundNumbers(
         scale, slots_q, batch, heads_q, heads_k, tokens_q, tokens_k, tiles_q, tiles_k, list_pieces
     )
-    OPTIONS: tl.constexpr = RoundOptions(PER_HEAD, TOKENS, HEAD_DIM, HEAD_DIM_V, WIDTH, WIDTH_V)
+    OPTIONS: tl.constexpr = RoundOptions(
+        PER_HEAD, TOKENS, HEAD_DIM, HEAD_DIM_V, WIDTH, WIDTH_V, TOP_LEFT
+    )
     place = tl.num_programs(0) - 1 - tl.program_id(0)
     if place < slots_q:
         _round_queries(place, tensors, numbers, OPTIONS)

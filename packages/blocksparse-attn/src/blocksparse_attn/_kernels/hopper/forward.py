@@ -38,6 +38,7 @@ from .schedule import (
     SEEN,
     SEQUENCE,
     WHOLE,
+    diagonal_of,
     pick,
     places,
 )
@@ -278,8 +279,9 @@ def _consume(
             row += W * TILE.ROWS
         else:
             head += W
-        start = first_row + (len_k - len_q)  # a position, as of all tiles a multiple of theirs
-        positions = row + (len_k - len_q) + gl.arange(0, TILE.ROWS, gl.SliceLayout(1, S))  # [ROWS]
+        diagonal = diagonal_of(len_q, len_k, OPTIONS.TOP_LEFT)
+        start = first_row + diagonal  # a position, as of all tiles a multiple of theirs
+        positions = row + diagonal + gl.arange(0, TILE.ROWS, gl.SliceLayout(1, S))  # [ROWS]
         bits = gl.maximum(positions - start // OPTIONS.SPAN * OPTIONS.SPAN, 0) // OPTIONS.BLOCK_Q
         last_seen = positions * 0 + len_k - 1
         if OPTIONS.IS_CAUSAL:
@@ -328,7 +330,7 @@ def hopper_forward_kernel(
     extent_k,
     GROUP: gl.constexpr, HEADS: gl.constexpr, SPAN: gl.constexpr, ROW_MEMBERS: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, IS_CAUSAL: gl.constexpr, PER_HEAD: gl.constexpr,
-    SHORT: gl.constexpr,
+    SHORT: gl.constexpr, TOP_LEFT: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
 ):  # fmt: skip
@@ -367,7 +369,7 @@ def hopper_forward_kernel(
         extent_k,
     )
     OPTIONS: gl.constexpr = ForwardOptions(
-        GROUP, HEADS, SPAN, ROW_MEMBERS, BLOCK_Q, BLOCK_K, IS_CAUSAL, PER_HEAD, SHORT
+        GROUP, HEADS, SPAN, ROW_MEMBERS, BLOCK_Q, BLOCK_K, IS_CAUSAL, PER_HEAD, SHORT, TOP_LEFT
     )
     TILE: gl.constexpr = ForwardTile(ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, STAGES_K, STAGES_V)
     dtype: gl.constexpr = q_desc.dtype

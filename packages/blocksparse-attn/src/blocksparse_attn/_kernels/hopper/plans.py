@@ -19,7 +19,7 @@ from ..._configs import (
 )
 from ..._pairs import Pairs, heads_at_once
 from ..._pieces import SIDE, piece_of
-from ..form import Form, QueryTiles, launch_of, processors
+from ..form import Form, QueryTiles, diagonal_of, launch_of, processors
 from ..launch.runtime import token_strides
 from ..structures import RowTensors
 from ._linked.tickets import kept_ticket, new_ticket
@@ -119,6 +119,7 @@ class HopperForward:
             IS_CAUSAL=constants.IS_CAUSAL,
             PER_HEAD=constants.PER_HEAD,
             SHORT=SHORT,
+            TOP_LEFT=constants.TOP_LEFT,
         )
         sizes = ForwardTile(tile.rows, tile.block_n, wide, wide_v, tile.stages_k, tile.stages_v)
         self.launch = launch_of(
@@ -219,14 +220,22 @@ class HopperBackward:
         tile = BackwardTile(piece, wide, wide_v, hopper_backward_tile(max(wide, wide_v)).stages)
         self._launch = launch_of(
             hopper_backward_kernel,
-            BackwardOptions(constants.GROUP, constants.IS_CAUSAL, constants.PER_HEAD),
+            BackwardOptions(
+                constants.GROUP, constants.IS_CAUSAL, constants.PER_HEAD, constants.TOP_LEFT
+            ),
             tile,
             of=MapLaunch,
             num_warps=4,
             maxnreg=REGISTERS,
         )
         rounding = RoundOptions(
-            constants.PER_HEAD, piece, constants.HEAD_DIM, constants.HEAD_DIM_V, wide, wide_v
+            constants.PER_HEAD,
+            piece,
+            constants.HEAD_DIM,
+            constants.HEAD_DIM_V,
+            wide,
+            wide_v,
+            constants.TOP_LEFT,
         )
         self._round = launch_of(round_kernel, rounding, num_warps=4)
         # how the output's gradient lies, and the tensor maps
@@ -273,7 +282,8 @@ class HopperBackward:
         if form.is_packed:
             tiles_q = tokens_q // SIDE + 2 * form.batch + 4
         else:
-            tiles_q = cdiv(tokens_k, SIDE) - (tokens_k - tokens_q) // SIDE
+            diagonal = diagonal_of(form.options, tokens_q, tokens_k)
+            tiles_q = cdiv(diagonal + tokens_q, SIDE) - diagonal // SIDE
         tiles_k = form.tiles_k(tokens_k, SIDE)
         slots_q = tiles_q * form.heads_q * form.grid_batch
         slots_k = tiles_k * form.heads_k * form.grid_batch

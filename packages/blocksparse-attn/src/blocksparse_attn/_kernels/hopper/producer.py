@@ -171,7 +171,7 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexp
     ticket = tile.ticket
     while ticket < numbers.total:
         head = tile.unit * OPTIONS.HEADS
-        first_row = tile.index * POSITIONS - (tile.len_k - tile.len_q)
+        first_row = tile.index * POSITIONS - tile.diagonal
         _announce(tile, walk, first_row, index, count, pipeline, OPTIONS)
 
         where = coordinates(

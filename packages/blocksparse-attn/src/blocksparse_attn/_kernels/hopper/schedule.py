@@ -34,6 +34,16 @@ def floor_div(x, DIVISOR: gl.constexpr):
 
 
 @gluon.jit
+def diagonal_of(len_q, len_k, TOP_LEFT: gl.constexpr):
+    """Return the position of the first query, where a layout's rows begin at position 0."""
+    if TOP_LEFT:
+        diagonal = len_k * 0
+    else:
+        diagonal = len_k - len_q
+    return diagonal
+
+
+@gluon.jit
 def pick(values, NUMBER: gl.constexpr):
     """Return one of a few numbers of which every thread holds all."""
     index = gl.arange(0, values.shape[0], values.type.layout)
@@ -102,12 +112,14 @@ def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.cons
         len_q = q_end - q_start
         len_k = k_end - k_start
         is_mine = (len_q > OPTIONS.SHORT) | (sequence < 0) | (sequence >= batch)
-    first_tile = floor_div(len_k - len_q, POSITIONS)
-    count = gl.where(len_q > 0, gl.cdiv(len_k, POSITIONS) - first_tile, 0)
+    diagonal = diagonal_of(len_q, len_k, OPTIONS.TOP_LEFT)
+    first_tile = floor_div(diagonal, POSITIONS)
+    count = gl.where(len_q > 0, gl.cdiv(diagonal + len_q, POSITIONS) - first_tile, 0)
     if BALANCE:
         index = count - 1 - index  # the last are the longest
     is_alive = is_mine & (index >= 0) & (index < count)
-    tile = QueryTile(ticket, first_tile + index, sequence, unit, q_start, k_start, len_q, len_k)
+    index += first_tile
+    tile = QueryTile(ticket, index, sequence, unit, q_start, k_start, len_q, len_k, diagonal)
     return tile, is_alive
 
 
@@ -164,8 +176,8 @@ def places(walk, step, lane):
 def members_alive(tile, POSITIONS: gl.constexpr, OPTIONS: gl.constexpr):
     """Return a bit for each row of blocks of a list's owner in which the tile has queries."""
     start = tile.index * POSITIONS // OPTIONS.SPAN * OPTIONS.SPAN
-    first = gl.maximum(gl.maximum(tile.len_k - tile.len_q, 0), tile.index * POSITIONS)
-    last = gl.minimum(tile.len_k, (tile.index + 1) * POSITIONS) - 1
+    first = gl.maximum(gl.maximum(tile.diagonal, 0), tile.index * POSITIONS)
+    last = gl.minimum(tile.diagonal + tile.len_q, (tile.index + 1) * POSITIONS) - 1
     # of tiles ahead of position 0 nothing is asked
     low = gl.maximum(first - start, 0) // OPTIONS.BLOCK_Q
     high = gl.maximum(last - start, 0) // OPTIONS.BLOCK_Q

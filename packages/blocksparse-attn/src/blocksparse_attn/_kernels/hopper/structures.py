@@ -57,6 +57,7 @@ class ForwardOptions(NamedTuple):
     IS_CAUSAL: Any
     PER_HEAD: Any  # lists of each unit, or one for all
     SHORT: Any  # queries of a sequence that another kernel serves
+    TOP_LEFT: Any  # query i stands at position i
 
 
 class ForwardTile(NamedTuple):
@@ -100,6 +101,7 @@ class QueryTile(NamedTuple):
     k_start: Any
     len_q: Any
     len_k: Any
+    diagonal: Any  # where the first query stands
 
 
 class Walk(NamedTuple):
@@ -190,6 +192,7 @@ class BackwardOptions(NamedTuple):
     GROUP: Any  # query heads per key head
     IS_CAUSAL: Any
     PER_HEAD: Any  # lists of each key head, or one for all
+    TOP_LEFT: Any  # query i stands at position i
 
 
 class BackwardTile(NamedTuple):
@@ -230,6 +233,7 @@ class Program(NamedTuple):
     start: Any
     len_q: Any
     len_k: Any
+    diagonal: Any  # where the first query stands
 
 
 class Steps(NamedTuple):
@@ -385,3 +389,4 @@ class RoundOptions(NamedTuple):
     HEAD_DIM_V: Any
     WIDTH: Any  # columns of sums
     WIDTH_V: Any
+    TOP_LEFT: Any  # query i stands at position i
