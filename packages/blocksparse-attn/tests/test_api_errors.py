@@ -100,7 +100,7 @@ ERRORS = [
     ("layout must be a BlockSparseLayout, got NoneType", TypeError, fixed, {"layout": None}),
     ("layout must be on the device of q, cpu, got meta; layout.to(device) moves it", ValueError,
      fixed, {"layout": layout_of().to(META)}),
-    ("heads of layout must be 1 or those of q, 4, got 3", ValueError, fixed,
+    ("heads of layout must be 1 or those of q, 4, or of k, 2, got 3", ValueError, fixed,
      {"layout": layout_of(3)}),
     ("layout must cover the keys, 7, with its rows, got 0 rows of 16: 1 are needed", ValueError,
      fixed, {"layout": layout_of(4, 0)}),

@@ -14,6 +14,7 @@ from blocksparse_attn import (
     dropin,
     get_sparse_attn_mask,
 )
+from blocksparse_attn._linked.host.forms import interpreted
 
 from ._linked.budget import Maker, offsets
 
@@ -74,6 +75,37 @@ def test_plans_are_kept_while_the_tensors_live(device):
     del crow, col
     gc.collect()
     assert len(dropin._known) < known
+
+
+def test_tensors_that_are_written_to_keep_one_layout(device):
+    crow, col = layout(device).crow, layout(device).col
+    dropin._layout_of(crow, col, (16, 16))
+    known = len(dropin._known)
+    for _ in range(3):
+        crow.add_(0)
+        dropin._layout_of(crow, col, (16, 16))
+    assert len(dropin._known) == known
+
+
+@pytest.mark.eager
+def test_tensors_of_inference_mode_and_traces(device):
+    q, k, v = tensors(device, 60, 60)
+    cu = offsets([40, 20], device)
+    kept = layout(device)
+    want = blocksparse_attn_varlen_func(q, k, v, cu, cu, 64, 64, kept, softmax_scale=1.0)
+
+    def call(sparse):
+        return blocksparse_flash_attn_varlen_fwd(q, k, v, cu, cu, 1.0, sparse, block_size=16)
+
+    with torch.inference_mode():
+        sparse = kept.crow, kept.col
+        assert torch.equal(call(sparse), want)
+        sparse[1][0, 0] = 1  # seen, although such tensors count no versions
+        assert not torch.equal(call(sparse), want)
+    sparse = kept.crow, kept.col
+    if not interpreted():  # which is slow
+        traced = torch.compile(call, fullgraph=True, backend="aot_eager")
+        assert torch.equal(traced(sparse), want)
 
 
 def test_queries_that_cannot_be_told(device):

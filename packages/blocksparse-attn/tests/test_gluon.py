@@ -17,7 +17,7 @@ from torch import Tensor
 from . import _numerics
 from ._linked.budget import assert_same
 from ._linked.numerics import compare, run_eager, run_oracle
-from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
+from ._numerics import Case, Packed, Shape, check, layout_of, make_case, make_packed, run
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="about the interpreter")
 
@@ -75,6 +75,19 @@ def test_fixed_length(shape, pattern, block, shared, causal, serve, reverse):
         shape, torch.bfloat16, "cpu", pattern, block, shared=shared, spare=1, causal=causal
     )
     check(case, grad=False)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_layout_per_sequence(heads, serve):
+    kernel = serve()
+    lengths = (70, 3, 100)
+    case = make_packed(Packed(lengths, (130, 40, 100), 2, 1, 64, padding=40), torch.bfloat16, "cpu")
+    layouts = [
+        layout_of(name, (32, 64), 160, heads, "cpu", alike=False)
+        for name in ("local", "all", "random")
+    ]
+    check(case.with_options(layout=BlockSparseLayout.batched(layouts), causal=False), grad=False)
+    assert kernel.launches
 
 
 def test_rows_that_begin_with_the_queries(serve):

@@ -62,6 +62,7 @@ def test_serves(head_dim, head_dim_v, dtype, block, taken, may_differ):
         # many programs would find nothing to do
         assert not takes_hopper_backward(short, pattern)
         assert not takes_hopper_backward(x, pattern._replace(rows=2**22 // block[0]))
+        assert not takes_hopper_backward(x, pattern._replace(batch=x.q.shape[0]))
         with only_portable():
             assert not takes_hopper_backward(x, pattern)
     with absent_gpu("nvidia:sm_80"):

@@ -283,8 +283,8 @@ OPTIONS = [
      lambda: BlockSparseLayout(*csr(), 16).prepare(2, 0, 64, torch.float16)),
     ("heads_q must be a positive multiple of heads_k, got heads_q 4 and heads_k 3", ValueError,
      lambda: BlockSparseLayout(*csr(), 16).prepare(4, 3, 64, torch.float16)),
-    ("heads of layout must be 1 or heads_q, 32, got 8", ValueError,
-     lambda: BlockSparseLayout.local_strided(8, 64).prepare(32, 8, 64, torch.float16)),
+    ("heads of layout must be 1, heads_k, 4, or heads_q, 32, got 8", ValueError,
+     lambda: BlockSparseLayout.local_strided(8, 64).prepare(32, 4, 64, torch.float16)),
 ]  # fmt: skip
 
 

@@ -28,6 +28,8 @@ class Pattern(NamedTuple):
     block_k: int
     rows_alike: bool
     max_row: int
+    # sequences that each have rows of their own, or 0
+    batch: int = 0
 
 
 class Options(NamedTuple):

@@ -166,19 +166,21 @@ def check_is_layout(layout: Any) -> None:
         raise TypeError(f"layout must be a BlockSparseLayout, got {kind(layout)}")
 
 
-def check_layout(layout: BlockSparseLayout, q: Tensor) -> None:
-    """Check that a layout serves these heads on this device."""
+def check_layout(layout: BlockSparseLayout, q: Tensor, k: Tensor, batch: int) -> None:
+    """Check that a layout serves these heads and sequences on this device."""
     if layout.device != q.device:
         raise ValueError(
             f"layout must be on the device of q, {q.device}, got {layout.device}; "
             "layout.to(device) moves it"
         )
-    heads_q = q.shape[-2]
+    heads_q, heads_k, heads = q.shape[-2], k.shape[-2], layout.num_heads
     # not by ``in``: under torch.compile a number is in no tuple of symbols
-    if layout.num_heads != 1 and layout.num_heads != heads_q:
+    if heads != 1 and heads != heads_q and heads != heads_k:
         raise ValueError(
-            f"heads of layout must be 1 or those of q, {heads_q}, got {layout.num_heads}"
+            f"heads of layout must be 1 or those of q, {heads_q}, or of k, {heads_k}, got {heads}"
         )
+    if layout.batch is not None and layout.batch != batch:
+        raise ValueError(f"batch of layout must be that of q, {batch}, got {layout.batch}")
 
 
 def check_cover(

@@ -338,6 +338,7 @@ def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
             detect(x.q.device), max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size()
         )
         and x.block_table is None
+        and not pattern.batch  # its lists are for all sequences
         and pattern.rows * pattern.block_q < 2**22  # as many as items can tell apart
         and has_few_pieces(
             1 if pattern.is_shared else x.q.shape[-2],

@@ -83,9 +83,10 @@ def attention_backward(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         dout, q, k, v = (_packed(x).float() for x in (dout, q, k, v))
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+        for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
             lengths = rows.stop - rows.start, keys.stop - keys.start
-            visible = visible_keys(dense, block_size, *lengths, causal, top_left)
+            own = dense[b] if dense.ndim == 4 else dense
+            visible = visible_keys(own, block_size, *lengths, causal, top_left)
             dq[rows], dk[keys], dv[keys] = _sequence_backward(
                 dout[rows],
                 q[rows],

@@ -10,6 +10,8 @@ import torch
 from attn_common import Platform, detect
 from torch import Tensor
 
+from . import _configs
+from ._call import Pattern
 from ._configs import (
     Shape,
     backward_dkdv_tile,
@@ -117,6 +119,9 @@ class KeepsLists(Protocol):
     _rows_alike: bool
     _kept_lists: dict[Any, tuple[Tensor, ...]]
     _ready: Readiness | None
+    _pattern: Pattern
+
+    def _by_sequence(self, x: Tensor) -> Tensor: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -177,8 +182,7 @@ def lists_for(
     if torch.compiler.is_compiling():
         # tracing must not keep what it makes
         made = getattr(torch.ops, NAMESPACE).plan.default(
-            layout._crow,
-            layout._col,
+            *map(layout._by_sequence, (layout._crow, layout._col)),
             layout._num_cols,
             *layout._block_size,
             layout._rows_alike,
@@ -207,3 +211,27 @@ def lists_for(
     if not is_capturing(layout.device):
         keep(layout, (key, spec), lists)
     return lists
+
+
+def prepare_lists(
+    layout: KeepsLists,
+    form: tuple[int, int, int, bool],
+    backward: bool,
+    paged: bool,
+    top_left: bool,
+) -> None:
+    """Make the lists of calls to come, for one call's arguments of ``lists_for``."""
+    if not walks_lists(layout.device):
+        return
+    _, head_dim, itemsize, causal = form
+    is_early = _configs.may_end_early(causal, top_left)
+    kinds = ["portable" if paged or is_early else "tall", "short"]
+    if backward:
+        kinds += ["dq", "dkdv"]
+        pattern = layout._pattern
+        blocks = layout._crow.shape[0], pattern.rows, pattern.cols, *layout._block_size
+        is_taken = _configs.suits_hopper_backward(detect(layout.device), head_dim, itemsize)
+        if is_taken and not (is_early or pattern.batch) and _configs.has_few_pieces(*blocks):
+            kinds.append("pairs")
+    for kind in kinds:
+        lists_for(layout, kind, *form)

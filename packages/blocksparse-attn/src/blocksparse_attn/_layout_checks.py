@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZES = (16, 32, 64, 128)
-_INDEX_DTYPES = (torch.int32, torch.int64)
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def check_block_size(block_size: Any) -> tuple[int, int]:
@@ -44,8 +45,10 @@ def check_heads(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any) -> No
             f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
             f"heads_k {heads_k}"
         )
-    if num_heads not in (1, heads_q):
-        raise ValueError(f"heads of layout must be 1 or heads_q, {heads_q}, got {num_heads}")
+    if num_heads not in (1, heads_q, heads_k):
+        raise ValueError(
+            f"heads of layout must be 1, heads_k, {heads_k}, or heads_q, {heads_q}, got {num_heads}"
+        )
 
 
 def is_top_left(align: Any) -> bool:
@@ -74,22 +77,47 @@ def check_local_strided(
     return first, last
 
 
-def check_csr(crow: Any, col: Any) -> None:
+def check_csr(crow: Any, col: Any, ndims: tuple[int, ...] = (2, 3)) -> None:
     """Check the tensors of compressed rows, but for their values."""
     for name, x in (("crow", crow), ("col", col)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in _INDEX_DTYPES:
+        if x.dtype not in INDEX_DTYPES:
             raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
-        if x.ndim != 2 or x.shape[0] < 1:
+        if x.ndim not in ndims or 0 in x.shape[:-1]:
             form = "[heads, rows + 1]" if name == "crow" else "[heads, nnz]"
             raise ValueError(f"{name} must be {form} with one head at least, got {list(x.shape)}")
-    if crow.shape[1] < 1:
+    if crow.shape[-1] < 1:
         raise ValueError(f"crow must be [heads, rows + 1], got {list(crow.shape)}")
-    if col.shape[0] != crow.shape[0]:
-        raise ValueError(f"heads of col must be those of crow, {crow.shape[0]}, got {col.shape[0]}")
+    if col.shape[-2] != crow.shape[-2]:
+        raise ValueError(
+            f"heads of col must be those of crow, {crow.shape[-2]}, got {col.shape[-2]}"
+        )
+    if col.shape[:-1] != crow.shape[:-1]:
+        raise ValueError(
+            f"batch of col must be that of crow, {list(crow.shape[:-2])}, "
+            f"got {list(col.shape[:-2])}"
+        )
     if col.device != crow.device:
         raise ValueError(f"col must be on the device of crow, {crow.device}, got {col.device}")
+
+
+def check_alike(layouts: Any) -> None:
+    """Check that layouts may be those of the sequences of one batch."""
+    if not isinstance(layouts, Sequence) or not layouts:
+        raise ValueError(f"layouts must be a sequence of one layout or more, got {layouts!r}")
+    first = layouts[0]
+    for i, one in enumerate(layouts):
+        if type(one) is not type(first):
+            raise TypeError(f"layouts[{i}] must be a BlockSparseLayout, got {type(one).__name__}")
+        if one.batch is not None:
+            raise ValueError(f"layouts[{i}] must not be of a batch itself, got batch {one.batch}")
+        for name in ("block_size", "num_rows", "num_cols", "num_heads", "device"):
+            got, want = getattr(one, name), getattr(first, name)
+            if got != want:
+                raise ValueError(
+                    f"{name} of layouts[{i}] must be that of the first, {want}, got {got}"
+                )
 
 
 def check_mask(mask: Any) -> None:
@@ -107,44 +135,40 @@ def check_mask(mask: Any) -> None:
 def validate_csr(crow: Tensor, col: Tensor, cols: int) -> None:
     """Check the values of compressed rows on the host, and name the first that is wrong."""
     crow, col = crow.cpu().long(), col.cpu().long()
-    nnz = col.shape[1]
-    for head in range(crow.shape[0]):
-        pointers = crow[head]
-        if int(pointers[0]) != 0:
-            raise ValueError(f"crow[{head}, 0] must be 0, got {int(pointers[0])}")
-        falls = (pointers[1:] < pointers[:-1]).nonzero()
-        if len(falls):
-            at = int(falls[0]) + 1
-            raise ValueError(
-                f"crow[{head}, {at}] must be at least crow[{head}, {at - 1}], "
-                f"{int(pointers[at - 1])}, got {int(pointers[at])}"
-            )
-        used = int(pointers[-1])
-        if used > nnz:
-            at = len(pointers) - 1
-            raise ValueError(
-                f"crow[{head}, {at}] must be at most the length of col, {nnz}, got {used}"
-            )
-        here = col[head, :used]
-        wrong = ((here < 0) | (here >= cols)).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
-            raise ValueError(
-                f"col[{head}, {at}] must be from 0 to {cols - 1}, a block column, "
-                f"got {int(here[at])}"
-            )
-        row = torch.repeat_interleave(torch.arange(len(pointers) - 1), pointers.diff())
-        pair, order = (row * max(cols, 1) + here).sort(stable=True)
-        repeated = (pair[1:] == pair[:-1]).nonzero()
-        if len(repeated):
-            at = int(order[int(repeated[0]) + 1])
-            raise ValueError(
-                f"col[{head}, {at}] must not repeat a column of row {int(row[at])}, "
-                f"got {int(here[at])}"
-            )
-        rest = (col[head, used:] != -1).nonzero()
-        if len(rest):
-            at = used + int(rest[0])
-            raise ValueError(
-                f"col[{head}, {at}] must be -1, being padding, got {int(col[head, at])}"
-            )
+    for place in itertools.product(*map(range, crow.shape[:-1])):
+        _validate_head(", ".join(map(str, place)), crow[place], col[place], cols)
+
+
+def _validate_head(head: str, pointers: Tensor, col: Tensor, cols: int) -> None:
+    if int(pointers[0]) != 0:
+        raise ValueError(f"crow[{head}, 0] must be 0, got {int(pointers[0])}")
+    falls = (pointers[1:] < pointers[:-1]).nonzero()
+    if len(falls):
+        at = int(falls[0]) + 1
+        raise ValueError(
+            f"crow[{head}, {at}] must be at least crow[{head}, {at - 1}], "
+            f"{int(pointers[at - 1])}, got {int(pointers[at])}"
+        )
+    used, nnz = int(pointers[-1]), col.shape[0]
+    if used > nnz:
+        at = len(pointers) - 1
+        raise ValueError(f"crow[{head}, {at}] must be at most the length of col, {nnz}, got {used}")
+    here = col[:used]
+    wrong = ((here < 0) | (here >= cols)).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        raise ValueError(
+            f"col[{head}, {at}] must be from 0 to {cols - 1}, a block column, got {int(here[at])}"
+        )
+    row = torch.repeat_interleave(torch.arange(len(pointers) - 1, device="cpu"), pointers.diff())
+    pair, order = (row * max(cols, 1) + here).sort(stable=True)
+    repeated = (pair[1:] == pair[:-1]).nonzero()
+    if len(repeated):
+        at = int(order[int(repeated[0]) + 1])
+        raise ValueError(
+            f"col[{head}, {at}] must not repeat a column of row {int(row[at])}, got {int(here[at])}"
+        )
+    rest = (col[used:] != -1).nonzero()
+    if len(rest):
+        at = used + int(rest[0])
+        raise ValueError(f"col[{head}, {at}] must be -1, being padding, got {int(col[at])}")

@@ -58,7 +58,9 @@ def entries_of(crow: Tensor, col: Tensor, cols: int) -> Entries:
 
 
 def dense_of(crow: Tensor, col: Tensor, cols: int) -> Tensor:
-    """Return the mask of blocks, bool ``[heads, rows, cols]``."""
+    """Return the mask of blocks, bool ``[heads, rows, cols]``, or with a batch ahead."""
+    leading = crow.shape[:-1]
+    crow, col = crow.flatten(0, -2), col.flatten(0, -2)
     head, row, column, valid = entries_of(crow, col, cols)
     shape = (crow.shape[0], crow.shape[1] - 1, cols)
     size = shape[0] * shape[1] * shape[2]
@@ -66,7 +68,7 @@ def dense_of(crow: Tensor, col: Tensor, cols: int) -> Tensor:
     dense = torch.zeros(size + 1, dtype=torch.bool, device=crow.device)
     at = (head * shape[1] + row) * shape[2] + column
     dense[torch.where(valid, at, size)] = True
-    return dense[:size].view(shape)
+    return dense[:size].view(*leading, *shape[1:])
 
 
 def query_lists(

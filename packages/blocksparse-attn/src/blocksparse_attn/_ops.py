@@ -47,7 +47,7 @@ def _spec(
     kind: str,
 ) -> ListSpec:
     platform = detect(crow.device)
-    is_shared = bool(crow.shape[0] == 1)
+    is_shared = bool(crow.shape[-2] == 1)
     return spec_of(
         kind,
         platform,
@@ -66,6 +66,7 @@ def _plan(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
 ) -> list[Tensor]:
     spec = _spec(crow, block_q, block_k, rows_alike, *rest)
+    crow, col = crow.flatten(0, -2), col.flatten(0, -2)
     return list(make_lists(crow, col, cols, (block_q, block_k), spec))
 
 
@@ -73,6 +74,7 @@ def _plan_fake(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
 ) -> list[Tensor]:
     spec = _spec(crow, block_q, block_k, rows_alike, *rest)
+    crow, col = crow.flatten(0, -2), col.flatten(0, -2)
     if spec.paired:
         return _pairs_fake(crow, col, cols, (block_q, block_k), spec)
     heads, rows = crow.shape[0], crow.shape[1] - 1
@@ -327,7 +329,7 @@ class _BlockSparseAttention(torch.autograd.Function):
                 short,
                 crow,
                 col,
-                *pattern[2:],
+                *pattern[2:7],
                 *bounds,
                 *options,
             )
@@ -404,7 +406,8 @@ def attention(
     """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
     refuse_tangents(x)
     walks, options, plan = known.walks, known.options, known.plan
-    crow, col, pattern = layout._crow, layout._col, layout._pattern
+    crow, col = map(layout._by_sequence, (layout._crow, layout._col))
+    pattern = layout._pattern
     if plan is not None and x.q.is_cpu:
         _check_values(x, bounds)
     if _needs_grad(x):
@@ -425,5 +428,5 @@ def attention(
     if plan is not None:
         return plan.forward(x, walks, bounds)
     return forward(  # type: ignore[no-any-return]
-        *x, list(walks.tall), list(walks.short), crow, col, *pattern[2:], *bounds, *options
+        *x, list(walks.tall), list(walks.short), crow, col, *pattern[2:7], *bounds, *options
     )

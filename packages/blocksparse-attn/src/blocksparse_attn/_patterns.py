@@ -102,7 +102,7 @@ def density_of(
 
 def local_strided_csr(
     first_head: int,
-    heads: int,
+    last_head: int,
     step: int,
     max_seqlen: int,
     block_size: tuple[int, int],
@@ -114,8 +114,9 @@ def local_strided_csr(
 
     A row keeps the columns ``begin..end`` around its diagonal, and of those before ``begin`` the
     ones at ``vert_stride - 1 - shift``, and so on in steps of ``vert_stride``. The shift of head
-    ``first_head + i`` is so many times ``step``.
+    ``first_head + i`` is so many times ``step``; without a step one head stands for all.
     """
+    heads = last_head - first_head if step else 1
     block_q, block_k = block_size
     rows = cdiv(max_seqlen, block_q)
     cols = cdiv(max_seqlen, block_k)

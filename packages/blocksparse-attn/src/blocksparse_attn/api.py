@@ -87,12 +87,12 @@ def blocksparse_attn_func(
     if known is None:
         _checks.check_qkv(q, k, v, 4)
         options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
-        _checks.check_layout(layout, q)
+        _checks.check_layout(layout, q, k, q.shape[0])
         _checks.check_cover(layout, k, q.shape[1], k.shape[1], options.top_left)
     bounds = Bounds(q.shape[1], k.shape[1])
     if known is None:
         known = _remember(x, layout, bounds, options, form)
-    out, lse = _ops.attention(x, layout, bounds, known)
+    out, lse = _ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out
 
 
@@ -170,12 +170,12 @@ def blocksparse_attn_varlen_func(
         batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
         if block_table is not None:
             _checks.check_block_table(q, k, v, batch, block_table)
-        _checks.check_layout(layout, q)
+        _checks.check_layout(layout, q, k, batch)
     top_left = is_top_left(align)
     _checks.check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
     if known is None:
         known = _remember(x, layout, bounds, options, form)
-    out, lse = _ops.attention(x, layout, bounds, known)
+    out, lse = _ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out
 
 
@@ -187,6 +187,7 @@ def _remember(
     form: Hashable | None,
 ) -> Checked:
     """Work out what serves every call of this form, and keep it with the layout."""
+    layout = layout._for_heads(x.q.shape[-2])
     known = _ops.checked(x, layout, bounds, options, form is not None)
     if form is None or is_capturing(x.q.device):
         return known

@@ -15,7 +15,7 @@ from .api import blocksparse_attn_varlen_func
 from .layout import BlockSparseLayout
 
 # layouts of tensors that are still alive, and unchanged
-_known: dict[tuple[Any, ...], tuple[Any, Any, BlockSparseLayout]] = {}
+_known: dict[tuple[Any, ...], tuple[Any, Any, tuple[int, int], BlockSparseLayout]] = {}
 
 
 def blocksparse_flash_attn_varlen_fwd(
@@ -42,7 +42,9 @@ def blocksparse_flash_attn_varlen_fwd(
             queries as sequences, the keys' own if there are as many queries as keys.
         sm_scale: factor of the scores; None means ``head_dim ** -0.5``.
         sparse_layout: ``(crow, col)``, ``[heads, rows + 1]`` and ``[heads, nnz]`` per query head.
-            What is planned for it is kept as long as the tensors live, and are not written to.
+            What is planned for it is kept as long as the tensors live, and are not written to; of
+            tensors that were made under ``torch.inference_mode`` nothing is kept, as writes to
+            these cannot be seen.
         block_size: tokens of a block of keys. Default: 64.
         q_block_size: tokens of a block of queries. Default: None (``block_size``).
         max_seqlen: no sequence has more keys. Default: None (what the layout covers).
@@ -242,16 +244,21 @@ def _offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor
 
 def _layout_of(crow: Tensor, col: Tensor, block_size: tuple[int, int]) -> BlockSparseLayout:
     """Return the layout of two tensors: the same as before while they are the same."""
-    check_csr(crow, col)
-    key = (id(crow), id(col), crow._version, col._version, block_size)
+    check_csr(crow, col, (2,))
+    one = crow.stride(0) == 0 and col.stride(0) == 0
+    parts = (crow[:1], col[:1]) if one else (crow, col)
+    # whether a tensor of inference mode was written to, nobody can tell
+    if torch.compiler.is_compiling() or crow.is_inference() or col.is_inference():
+        return BlockSparseLayout(*parts, block_size)
+    key = id(crow), id(col), block_size
+    versions = crow._version, col._version
     found = _known.get(key)
-    if found is not None and found[0]() is crow and found[1]() is col:
-        return found[2]
+    if found is not None and found[0]() is crow and found[1]() is col and found[2] == versions:
+        return found[3]
 
     def forget(_: Any) -> None:
         _known.pop(key, None)
 
-    one = crow.stride(0) == 0 and col.stride(0) == 0
-    layout = BlockSparseLayout(crow[:1] if one else crow, col[:1] if one else col, block_size)
-    _known[key] = (weakref.ref(crow, forget), weakref.ref(col, forget), layout)
+    layout = BlockSparseLayout(*parts, block_size)
+    _known[key] = (weakref.ref(crow, forget), weakref.ref(col, forget), versions, layout)
     return layout

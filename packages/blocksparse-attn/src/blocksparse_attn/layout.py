@@ -11,8 +11,10 @@ from attn_common import cdiv, detect
 from torch import Tensor
 
 from ._call import Checked, Pattern
-from ._kept_lists import Readiness, join, keep, lists_for, walks_lists
+from ._indices import check_indices, rows_of_indices
+from ._kept_lists import Readiness, is_capturing, keep, prepare_lists
 from ._layout_checks import (
+    check_alike,
     check_block_size,
     check_count,
     check_csr,
@@ -22,9 +24,9 @@ from ._layout_checks import (
     is_top_left,
     validate_csr,
 )
-from ._layout_values import are_equal, canonical, order_sums, read, write
+from ._layout_values import are_equal, joined, of_heads, order_sums, read, write
 from ._linked.host.forms import Memory
-from ._lists import Lists, dense_of, query_lists
+from ._lists import dense_of
 from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
 from ._plot import draw
 
@@ -45,9 +47,12 @@ class BlockSparseLayout:
     a key of a dict; the plans that kernels walk are made at the first call and kept with it.
 
     Args:
-        crow: row pointers, ``[heads, rows + 1]``; one head serves any number of query heads.
-        col: columns, ``[heads, nnz]``, in any order within a row; what no row points to is padding
-            (-1). Columns beyond ``num_cols`` are ignored, repeated ones count once.
+        crow: row pointers, ``[heads, rows + 1]``, or ``[batch, heads, rows + 1]`` if each sequence
+            has a layout of its own. There is a head per query head, per head of keys, or one for
+            all.
+        col: columns, ``[heads, nnz]``, or ``[batch, heads, nnz]``, in any order within a row; what
+            no row points to is padding (-1). Columns beyond ``num_cols`` are ignored, repeated ones
+            count once.
         block_size: tokens of a block, one of 16, 32, 64 and 128: an int, or ``(q, k)``.
         num_cols: number of block columns. Default: as many as cover the positions of all rows.
         max_row: the most blocks in a row, if known: a bound for splitting the keys of a decode.
@@ -73,7 +78,7 @@ class BlockSparseLayout:
     ) -> None:
         check_csr(crow, col)
         sides = check_block_size(block_size)
-        rows = crow.shape[1] - 1
+        rows = crow.shape[-1] - 1
         cols = cdiv(rows * sides[0], sides[1]) if num_cols is None else num_cols
         check_count("num_cols", cols, 0)
         if max_row is not None:
@@ -82,13 +87,14 @@ class BlockSparseLayout:
             raise TypeError(f"rows_alike must be a bool, got {type(rows_alike).__name__}")
         # copies: nobody else may change them
         self._fill(
-            crow.to(torch.int32, copy=True),
-            col.to(torch.int32, copy=True),
+            crow.to(torch.int32, copy=True).flatten(0, -2),
+            col.to(torch.int32, copy=True).flatten(0, -2),
             sides,
             cols,
-            crow.shape[0],
+            crow.shape[-2],
             max_row,
             rows_alike,
+            crow.shape[0] if crow.ndim == 3 else 0,
         )
 
     def _fill(
@@ -100,20 +106,28 @@ class BlockSparseLayout:
         num_heads: int,
         max_row: int | None,
         rows_alike: bool,
+        batch: int = 0,
     ) -> None:
         if col.shape[1] == 0:
             col = col.new_full((col.shape[0], 1), -1)
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            # autograd keeps no tensors that were made there
+            with torch.inference_mode(False):
+                crow, col = crow.clone(), col.clone()
+        # heads of all sequences, those of one after the other
         self._crow, self._col = crow.contiguous(), col.contiguous()
+        self._batch = batch
         self._block_size, self._num_cols, self._num_heads = block_size, num_cols, num_heads
         self._max_row = num_cols if max_row is None else min(max_row, num_cols)
         self._rows_alike = rows_alike
         self._pattern = Pattern(
-            self._crow.shape[0] == 1,
+            self._crow.shape[0] == max(batch, 1),
             self._crow.shape[1] - 1,
             num_cols,
             *block_size,
             rows_alike,
             self._max_row,
+            batch,
         )
         if col.device.type != "meta":
             # known before anything is traced: torch.compile may trace a call twice, and would meet
@@ -123,22 +137,15 @@ class BlockSparseLayout:
         self._kept_lists: dict[Any, tuple[Tensor, ...]] = {}
         self._ready: Readiness | None = None
         self._calls: Memory[Checked] = Memory()
+        # the same for other heads
+        self._made: dict[int, BlockSparseLayout] = {}
         self._hash: int | None = None
 
     @classmethod
-    def _make(
-        cls,
-        crow: Tensor,
-        col: Tensor,
-        block_size: tuple[int, int],
-        num_cols: int,
-        num_heads: int,
-        max_row: int | None,
-        rows_alike: bool,
-    ) -> BlockSparseLayout:
-        """Make a layout of tensors that nobody else holds."""
+    def _make(cls, *state: Any) -> BlockSparseLayout:
+        """Make a layout of what ``_fill`` takes: tensors that nobody else holds, and the rest."""
         layout = cls.__new__(cls)
-        layout._fill(crow, col, block_size, num_cols, num_heads, max_row, rows_alike)
+        layout._fill(*state)
         return layout
 
     def _state(self) -> tuple[Any, ...]:
@@ -151,9 +158,74 @@ class BlockSparseLayout:
             self._num_heads,
             self._max_row,
             self._rows_alike,
+            self._batch,
         )
 
-    # ---- constructors
+    def _by_sequence(self, x: Tensor) -> Tensor:
+        """See what there is for each head of each sequence with its dimension of sequences."""
+        return x.view(self._batch, len(x) // self._batch, *x.shape[1:]) if self._batch else x
+
+    def _for_heads(self, heads_q: int) -> BlockSparseLayout:
+        """Return a layout with as many heads as there are queries', or with one for all.
+
+        Heads of keys are written out for their queries, once, and the result is kept.
+        """
+        # not by ``in``: under torch.compile a number is in no tuple of symbols
+        if self._num_heads == 1 or self._num_heads == heads_q:
+            return self
+        made = self._made.get(heads_q)
+        if made is None:
+            crow, col, size, cols, heads, *rest = self._state()
+            if not self.is_shared:
+                crow, col = (x.repeat_interleave(heads_q // heads, 0) for x in (crow, col))
+            made = self._make(crow, col, size, cols, heads_q, *rest)
+            made._calls = self._calls
+            if not (torch.compiler.is_compiling() or is_capturing(self.device)):
+                keep(made, (), ())
+                self._made[heads_q] = made
+        return made
+
+    @classmethod
+    def from_indices(
+        cls,
+        indices: Tensor,
+        block_size: int | Sequence[int],
+        *,
+        num_cols: int,
+        counts: Tensor | None = None,
+    ) -> BlockSparseLayout:
+        """Make a layout from the columns of each row, as a selector of top-k blocks has them.
+
+        The host does not wait for the device. In a CUDA graph each replay has its indices' layout.
+
+        Args:
+            indices: block columns of each row, int32 or int64 ``[heads, rows, k]``, or ``[batch,
+                heads, rows, k]`` if each sequence has its own; -1 is none. Heads are as those of
+                ``crow``. Repeated columns count once. Those that there are not raise on the CPU; on
+                a GPU they are ignored, and :meth:`validate` names the first.
+            block_size: tokens of a block: an int, or ``(q, k)``.
+            num_cols: number of block columns.
+            counts: how many of the indices of a row count, the first ones, int32 or int64 without
+                the last dimension of ``indices``. Default: None (all).
+        """
+        check_indices(indices, counts)
+        sides = check_block_size(block_size)
+        check_count("num_cols", num_cols, 0)
+        crow, col = rows_of_indices(indices, counts, num_cols)
+        batch = indices.shape[0] if indices.ndim == 4 else 0
+        heads, _, k = indices.shape[-3:]
+        crow, col = crow.flatten(0, -2), col.flatten(0, -2)
+        return cls._make(crow, col, sides, num_cols, heads, k, False, batch)
+
+    @classmethod
+    def batched(cls, layouts: Sequence[BlockSparseLayout]) -> BlockSparseLayout:
+        """Join layouts of one form to one that has a layout for each sequence of a batch.
+
+        Args:
+            layouts: one per sequence, on one device, alike in block size, rows, columns and heads.
+        """
+        check_alike(layouts)
+        return cls._make(*joined([one._state() for one in layouts]))
 
     @classmethod
     def from_dense(
@@ -207,22 +279,14 @@ class BlockSparseLayout:
             device: where the layout lives. Default: torch's default device.
         """
         sides = check_block_size(block_size)
-        first, last = check_local_strided(
-            num_heads, max_seqlen, local_blocks, vert_stride, head_range
-        )
+        heads = check_local_strided(num_heads, max_seqlen, local_blocks, vert_stride, head_range)
         step = 0 if homo_head else max(1, vert_stride // num_heads)
-        crow, col, max_row = local_strided_csr(
-            first,
-            1 if homo_head else last - first,
-            step,
-            max_seqlen,
-            sides,
-            local_blocks,
-            vert_stride,
-            torch.device(torch.get_default_device() if device is None else device),
+        where = torch.device(torch.get_default_device() if device is None else device)
+        crow, col, longest = local_strided_csr(
+            *heads, step, max_seqlen, sides, local_blocks, vert_stride, where
         )
-        cols = cdiv(max_seqlen, sides[1])
-        return cls._make(crow, col, sides, cols, last - first, max_row, False)
+        count, cols = heads[1] - heads[0], cdiv(max_seqlen, sides[1])
+        return cls._make(crow, col, sides, cols, count, longest, False)
 
     @classmethod
     def from_mask_mod(
@@ -252,17 +316,23 @@ class BlockSparseLayout:
         check_count("num_cols", num_cols, 0)
         return cls.from_dense(mask_of(fn, num_heads, num_rows, num_cols, device), sides)
 
-    # ---- what it is
-
     @property
     def crow(self) -> Tensor:
-        """Row pointers, int32 ``[heads, rows + 1]``: a copy."""
-        return self._crow.expand(self._num_heads, -1).clone()
+        """Row pointers, int32 ``[heads, rows + 1]``, or with a batch ahead: a copy."""
+        return self._of_heads(self._crow)
 
     @property
     def col(self) -> Tensor:
-        """Columns, int32 ``[heads, nnz]``, padded with -1: a copy."""
-        return self._col.expand(self._num_heads, -1).clone()
+        """Columns, int32 ``[heads, nnz]``, or with a batch ahead, padded with -1: a copy."""
+        return self._of_heads(self._col)
+
+    def _of_heads(self, x: Tensor) -> Tensor:
+        return self._by_sequence(of_heads(x, self._num_heads, self._batch)).clone()
+
+    @property
+    def batch(self) -> int | None:
+        """Number of sequences that each have a layout of their own, or None: one for all."""
+        return self._batch or None
 
     @property
     def num_heads(self) -> int:
@@ -296,8 +366,8 @@ class BlockSparseLayout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether all heads have one pattern, held once."""
-        return self._crow.shape[0] == 1
+        """Whether all heads have one pattern."""
+        return self._pattern.is_shared
 
     @property
     def device(self) -> torch.device:
@@ -313,9 +383,8 @@ class BlockSparseLayout:
         return self._make(crow.to(device), col.to(device), *rest)
 
     def to_dense(self) -> Tensor:
-        """Return the mask of blocks, bool ``[heads, rows, cols]``."""
-        dense = dense_of(self._crow, self._col, self._num_cols)
-        return dense.expand(self._num_heads, -1, -1).clone()
+        """Return the mask of blocks, bool ``[heads, rows, cols]``, or with a batch ahead."""
+        return self._of_heads(dense_of(self._crow, self._col, self._num_cols))
 
     def density(self, seqlen: int | None = None) -> float:
         """Return the share of the causally visible blocks that is kept; waits for the device.
@@ -333,7 +402,8 @@ class BlockSparseLayout:
         Raises:
             ValueError: on the first entry that is wrong: which, what was expected, what came.
         """
-        validate_csr(self._crow, self._col, self._num_cols)
+        csr = self._by_sequence(self._crow), self._by_sequence(self._col)
+        validate_csr(*csr, self._num_cols)
 
     def prepare(
         self,
@@ -365,43 +435,13 @@ class BlockSparseLayout:
         Raises:
             TypeError, ValueError: if the numbers are no heads of calls that the layout fits.
         """
-        from ._configs import has_few_pieces, may_end_early, suits_hopper_backward
-
         check_heads(self._num_heads, heads_q, heads_k, head_dim)
-        is_early = may_end_early(causal, is_top_left(align))
-        if walks_lists(self.device):
-            kinds = ["portable" if paged or is_early else "tall", "short"]
-            if backward:
-                kinds += ["dq", "dkdv"]
-                form = detect(self.device), head_dim, dtype.itemsize
-                blocks = self._crow.shape[0], self.num_rows, self._num_cols, *self._block_size
-                is_taken = suits_hopper_backward(*form) and not is_early
-                if is_taken and has_few_pieces(*blocks):
-                    kinds.append("pairs")
-            for kind in kinds:
-                lists_for(self, kind, heads_q // heads_k, head_dim, dtype.itemsize, causal)
+        form = heads_q // heads_k, head_dim, dtype.itemsize, causal
+        prepare_lists(self._for_heads(heads_q), form, backward, paged, is_top_left(align))
         return self
 
-    # ---- a value
-
-    def _canonical(self) -> tuple[Tensor, Tensor]:
-        join(self)
-        if "canonical" not in self._kept_lists:
-            span = self._block_size[0]
-            lists = query_lists(
-                self._crow, self._col, self._num_cols, self._block_size, span, 1, 1, False
-            )
-            keep(self, ("canonical",), lists)
-        return canonical(Lists(*self._kept_lists["canonical"]))
-
     def _shape(self) -> tuple[Any, ...]:
-        return (
-            self._block_size,
-            self._num_heads,
-            self._crow.shape[0],
-            self.num_rows,
-            self._num_cols,
-        )
+        return self._state()[2:5], self.num_rows, self._batch
 
     def __eq__(self, other: object) -> bool:
         """Compare what is kept, on whatever device; waits for the device."""
@@ -411,11 +451,11 @@ class BlockSparseLayout:
             return NotImplemented
         if self._shape() != other._shape():
             return False
-        return are_equal(self._canonical(), other._canonical())
+        return are_equal(self._state(), other._state())
 
     def __hash__(self) -> int:
         if self._hash is None:
-            self._hash = hash((self._shape(), *order_sums(self._canonical())))
+            self._hash = hash((self._shape(), *order_sums(self._state())))
         return self._hash
 
     def __repr__(self) -> str:
@@ -428,8 +468,6 @@ class BlockSparseLayout:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy what is kept, and no plans: these hold compiled kernels."""
         return self._make, self._state()
-
-    # ---- files and pictures
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layout to a file that :meth:`load` reads."""
@@ -446,10 +484,12 @@ class BlockSparseLayout:
         """Draw one head's blocks with matplotlib; return the axes.
 
         Args:
-            head: which head. Default: 0.
+            head: which head, of the first sequence. Default: 0.
             ax: axes to draw in. Default: None (new ones).
         """
         check_count("head", head, 0)
         if head >= self._num_heads:
             raise ValueError(f"head must be below {self._num_heads}, got {head}")
-        return draw(self.to_dense()[head], self._block_size, f"head {head}", ax)
+        dense = self.to_dense()
+        kept = dense[0, head] if self._batch else dense[head]
+        return draw(kept, self._block_size, f"head {head}", ax)

@@ -111,7 +111,8 @@ def bigbird(
     blocks = cdiv(max_seqlen, side)
     generator = torch.Generator().manual_seed(seed)
     size = (num_heads, blocks, random_blocks)
-    chosen = torch.randint(max(blocks, 1), size, generator=generator).to(_device(device))
+    chosen = torch.randint(max(blocks, 1), size, generator=generator, device="cpu")
+    chosen = chosen.to(_device(device))
 
     def kept(head: Tensor, row: Tensor, col: Tensor) -> Tensor:
         near = (row - col).abs() < window_blocks

@@ -37,9 +37,9 @@ def blocksparse_attention_reference(
     check_reference(q, k, v, 4)
     scale, *_, top_left = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     check_is_layout(layout)
-    check_layout(layout, q)
+    check_layout(layout, q, k, q.shape[0])
     check_cover(layout, k, q.shape[1], k.shape[1], top_left)
-    kept = layout.to_dense()
+    kept = layout._for_heads(q.shape[2]).to_dense()
     out, lse = dense_attention(q, k, v, kept, layout.block_size, scale, causal, top_left)
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
@@ -70,7 +70,7 @@ def blocksparse_varlen_attention_reference(
     check_reference(q, k, v, 3, block_table is not None)
     scale, *_, top_left = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     check_is_layout(layout)
-    check_layout(layout, q)
+    check_layout(layout, q, k, cu_seqlens_q.shape[0] - 1)
     check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
     out, lse = packed_attention(
         q,
@@ -79,7 +79,7 @@ def blocksparse_varlen_attention_reference(
         cu_seqlens_q,
         cu_seqlens_k,
         block_table,
-        layout.to_dense(),
+        layout._for_heads(q.shape[1]).to_dense(),
         layout.block_size,
         scale,
         causal,
@@ -132,6 +132,14 @@ def dense_attention(
     top_left: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend within sequences of one length; both results are in the dtype of the computation."""
+    if dense.ndim == 4:  # a layout for each sequence
+        rest = block_size, softmax_scale, causal, top_left
+        parts = [
+            dense_attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], one, *rest)
+            for b, one in enumerate(dense)
+        ]
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs), torch.cat(lses)
     # under autocast the products below would be rounded to 16 bits
     with torch.autocast(q.device.type, enabled=False):
         heads_q, group = q.shape[2], q.shape[2] // k.shape[2]
@@ -174,7 +182,8 @@ def packed_attention(
     for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
         one_k, one_v = (of_sequence(x, keys, b, block_table) for x in (k, v))
         one = q[rows][None], one_k[None], one_v[None]
-        one_out, one_lse = dense_attention(*one, dense, block_size, softmax_scale, causal, top_left)
+        own = dense[b] if dense.ndim == 4 else dense
+        one_out, one_lse = dense_attention(*one, own, block_size, softmax_scale, causal, top_left)
         out[rows] = one_out[0]
         lse[:, rows] = one_lse[0]
     return out, lse

@@ -144,7 +144,7 @@ def _dkdv_walk(
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, extent_q,
+    scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, list_stride, extent_q,
     stride_dob, stride_dos, stride_doh,
     stride_qb, stride_qs, stride_qh,
     stride_kb, stride_ks, stride_kh,
@@ -177,7 +177,7 @@ def _dkdv_kernel(
         cu_seqlens_k_ptr,
     )
     numbers = KeyNumbers(
-        scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, extent_q,
+        scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, list_stride, extent_q,
         stride_dob, stride_dos, stride_doh, stride_qb, stride_qs, stride_qh,
         stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     )  # fmt: skip

@@ -108,7 +108,7 @@ def _dq_walk(
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
     begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, extent_k,
+    scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, list_stride, extent_k,
     stride_dob, stride_dos, stride_doh,
     stride_qb, stride_qs, stride_qh,
     stride_kb, stride_ks, stride_kh,
@@ -141,7 +141,7 @@ def _dq_kernel(
         cu_seqlens_k_ptr,
     )
     numbers = QueryNumbers(
-        scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, extent_k,
+        scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, list_stride, extent_k,
         stride_dob, stride_dos, stride_doh, stride_qb, stride_qs, stride_qh,
         stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     )  # fmt: skip

@@ -85,6 +85,12 @@ class Form:
         """Return tiles of keys per head; for packed tensors the slots that hold them."""
         return tokens_k // block + self.batch + 2 if self.is_packed else cdiv(tokens_k, block)
 
+    def lists_apart(self, of_heads: int, of_all: int) -> int:
+        """Return how many owners a sequence has, of lists per head or one; 0 if all share."""
+        if not self.pattern.batch:
+            return 0
+        return of_all if self.pattern.is_shared else of_heads
+
     def span_k(self, tokens_q: int) -> int:
         """Return how many key heads' queries, of the whole group, the second-level cache holds."""
         fitting = L2_BYTES // max(1, tokens_q * self.token_bytes * self.group)
@@ -107,6 +113,7 @@ class QueryTiles:
         self.units = form.heads_k * packs
         # owners that a list of a unit has
         self.list_rows = cdiv(pattern.rows, max(shape.span // pattern.block_q, 1))
+        self.list_stride = form.lists_apart(self.units * self.list_rows, self.list_rows)
         self.constants = structures.QueryOptions(
             POSITIONS=shape.positions,
             HEADS=shape.heads,

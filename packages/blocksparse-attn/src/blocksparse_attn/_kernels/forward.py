@@ -223,8 +223,8 @@ def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
     begin_ptr, whole_ptr, items_ptr, members_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_table_ptr,
-    scale, batch, heads_q, tokens_q, tokens_k, tiles, span, splits, fills, list_rows, extent_k,
-    stride_table,
+    scale, batch, heads_q, tokens_q, tokens_k, tiles, span, splits, fills, list_rows, list_stride,
+    extent_k, stride_table,
     stride_qb, stride_qs, stride_qh,
     stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh,
@@ -258,8 +258,9 @@ def _forward_kernel(
         block_table_ptr,
     )
     numbers = ForwardNumbers(
-        scale, batch, heads_q, tokens_q, tokens_k, tiles, span, splits, fills, list_rows, extent_k,
-        stride_table, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+        scale, batch, heads_q, tokens_q, tokens_k, tiles, span, splits, fills, list_rows,
+        list_stride, extent_k, stride_table, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks,
+        stride_kh,
         stride_vb, stride_vs, stride_vh,
     )  # fmt: skip
     OPTIONS: tl.constexpr = Options(

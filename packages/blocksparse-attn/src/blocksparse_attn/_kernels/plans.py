@@ -263,6 +263,7 @@ def _forward_arguments(
         splits,
         int(fills),
         queries.list_rows,
+        queries.list_stride,
         form.extent_k,
         0 if table is None else table.stride(0),
         *form.strides,
@@ -356,6 +357,7 @@ class BackwardPlan:
                 tiles,
                 form.span_k(tokens_q),
                 list_rows,
+                form.lists_apart(form.heads_k * list_rows, list_rows),
                 form.extent_q,
                 *strides,
                 *form.strides,
@@ -375,11 +377,19 @@ class BackwardPlan:
                 tiles,
                 queries.span(tokens_k),
                 queries.list_rows,
+                queries.list_stride,
                 form.extent_k,
                 *strides,
                 *form.strides,
             ),
         )
+
+
+def _pattern_of(crow: Tensor, *rest: Any) -> Pattern:
+    cols, block_q, block_k, rows_alike, max_row = rest
+    heads, rows = crow.shape[-2], crow.shape[-1] - 1
+    batch = crow.shape[0] if crow.ndim == 3 else 0
+    return Pattern(heads == 1, rows, cols, block_q, block_k, rows_alike, max_row, batch)
 
 
 def launch_forward(
@@ -389,9 +399,7 @@ def launch_forward(
 ):  # fmt: skip
     """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table))
-    pattern = Pattern(
-        crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, max_row
-    )
+    pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, max_row)
     plan = Plan(x, pattern, Options(softmax_scale, causal, num_splits, top_left))
     out, lse = plan.forward(x, Walks(tuple(tall), tuple(short)), Bounds(max_seqlen_q, max_seqlen_k))
     return first_columns(out, v.shape[-1]), lse
@@ -404,9 +412,7 @@ def launch_backward(
 ):  # fmt: skip
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k))
-    pattern = Pattern(
-        crow.shape[0] == 1, crow.shape[1] - 1, cols, block_q, block_k, rows_alike, cols
-    )
+    pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, cols)
     plan = BackwardPlan(Form(x, pattern, Options(softmax_scale, causal, 1, top_left)))
     walks = Walks(by_query=tuple(by_query), by_key=tuple(by_key), pairs=tuple(pairs))
     # as wide as the values

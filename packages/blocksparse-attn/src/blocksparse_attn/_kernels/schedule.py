@@ -156,6 +156,13 @@ def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr, TOP_LEF
 
 
 @triton.jit
+def list_of(sequence, numbers):
+    """Return where the lists of a sequence begin; padding, which walks nothing, has the first's."""
+    is_real = (sequence >= 0) & (sequence < numbers.batch)
+    return tl.where(is_real, sequence, 0).to(tl.int64) * numbers.list_stride
+
+
+@triton.jit
 def key_walk(
     work,
     last_position,
@@ -174,6 +181,7 @@ def key_walk(
     owner = list_row.to(tl.int64)
     if OPTIONS.PER_HEAD:
         owner += work.unit.to(tl.int64) * numbers.list_rows
+    owner += list_of(work.sequence, numbers)
     start = tl.load(tensors.begin_ptr + owner, mask=is_known, other=0)
     end = tl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0)
     cut = start + tl.load(tensors.whole_ptr + owner, mask=is_known, other=0)
@@ -223,6 +231,7 @@ def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr
     owner = list_row.to(tl.int64)
     if OPTIONS.PER_HEAD:
         owner += work.head.to(tl.int64) * numbers.list_rows
+    owner += list_of(work.sequence, numbers)
     start = tl.load(tensors.begin_ptr + owner, mask=is_known, other=0)
     end = tl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0)
     cut = start + tl.load(tensors.whole_ptr + owner, mask=is_known, other=0)

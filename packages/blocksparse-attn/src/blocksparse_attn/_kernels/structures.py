@@ -121,6 +121,7 @@ class ForwardNumbers(NamedTuple):
     splits: Any
     fills: Any  # whether the short grid writes padding
     list_rows: Any  # owners that a list of a unit has
+    list_stride: Any  # owners of a sequence, or 0 if all sequences share theirs
     extent_k: Any  # keys that the layout covers
     stride_table: Any
     stride_qb: Any
@@ -208,6 +209,7 @@ class KeyNumbers(NamedTuple):
     tiles: Any
     span: Any
     list_rows: Any
+    list_stride: Any
     extent_q: Any
     stride_dob: Any
     stride_dos: Any
@@ -252,6 +254,7 @@ class QueryNumbers(NamedTuple):
     tiles: Any
     span: Any
     list_rows: Any
+    list_stride: Any
     extent_k: Any
     stride_dob: Any
     stride_dos: Any

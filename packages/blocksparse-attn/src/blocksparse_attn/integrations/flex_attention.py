@@ -46,6 +46,10 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
         a block mask on the layout's device, of its heads: for several query heads of one pattern
         the one head is broadcast.
     """
+    if layout.batch is not None:
+        raise NotImplementedError(
+            f"layout must be one for all sequences, got one for each of {layout.batch}"
+        )
     block_q, block_k = layout.block_size
     rows, cols = cdiv(seqlen, block_q), cdiv(seqlen, block_k)
     if rows > layout.num_rows:

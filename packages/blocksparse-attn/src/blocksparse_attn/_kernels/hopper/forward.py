@@ -327,7 +327,7 @@ def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, ticket_ptr,
     begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     scale, batch, heads_q, tokens_q, tokens_k, head_dim_v, tiles, span, last, total, list_rows,
-    extent_k,
+    list_stride, extent_k,
     GROUP: gl.constexpr, HEADS: gl.constexpr, SPAN: gl.constexpr, ROW_MEMBERS: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, IS_CAUSAL: gl.constexpr, PER_HEAD: gl.constexpr,
     SHORT: gl.constexpr, TOP_LEFT: gl.constexpr,
@@ -366,6 +366,7 @@ def hopper_forward_kernel(
         last,
         total,
         list_rows,
+        list_stride,
         extent_k,
     )
     OPTIONS: gl.constexpr = ForwardOptions(

@@ -184,6 +184,7 @@ class HopperForward:
             last=span + form.batch * queries.units % span,
             total=total,
             list_rows=queries.list_rows,
+            list_stride=queries.list_stride,
             extent_k=form.extent_k,
         )
         return min(processors(q.device), total), numbers

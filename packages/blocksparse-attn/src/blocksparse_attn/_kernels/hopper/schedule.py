@@ -147,6 +147,9 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     owner = row.to(gl.int64)
     if OPTIONS.PER_HEAD:
         owner += tile.unit.to(gl.int64) * numbers.list_rows
+    # padding, which walks nothing, has the first's
+    is_real = (tile.sequence >= 0) & (tile.sequence < numbers.batch)
+    owner += gl.where(is_real, tile.sequence, 0).to(gl.int64) * numbers.list_stride
     first = gl.load(tensors.begin_ptr + owner, mask=is_known, other=0).to(gl.int32)
     end = gl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0).to(gl.int32)
     cut = first + gl.load(tensors.whole_ptr + owner, mask=is_known, other=0).to(gl.int32)

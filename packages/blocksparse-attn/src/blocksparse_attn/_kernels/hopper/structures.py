@@ -42,6 +42,7 @@ class ForwardNumbers(NamedTuple):
     last: Any  # units in the last such span
     total: Any  # tiles of all units
     list_rows: Any  # owners that a list of a unit has
+    list_stride: Any  # owners of a sequence, or 0 if all sequences share theirs
     extent_k: Any  # keys that the layout covers
 
 
