@@ -1,4 +1,4 @@
-"""One of several processes that share a sequence: ``_rank.py RANK FOLDER LENGTH...``."""
+"""One of several processes that share a sequence: ``_rank.py RANK RANKS FOLDER SHARD SEQLEN``."""
 
 from __future__ import annotations
 
@@ -25,34 +25,33 @@ def problem(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.
     return {name: t.to(dtype) for name, t in made.items()}
 
 
-def differentiate(function, made: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def differentiate(function, made: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]:
     """Return the outputs and the gradients of a call."""
     leaves = {name: made[name].clone().requires_grad_() for name in INPUTS}
-    out, final = function(**leaves, scale=0.5, output_final_state=True)
+    out, final = function(**leaves, scale=0.5, output_final_state=True, **options)
     arriving = made["dout"], made["dfinal"]
-    grads = torch.autograd.grad(
-        (out, final), list(leaves.values()), arriving, allow_unused=True, materialize_grads=True
-    )
+    grads = torch.autograd.grad((out, final), list(leaves.values()), arriving)
     found = dict(zip(("out", "final", *INPUTS), (out, final, *grads), strict=True))
     return {name: t.detach() for name, t in found.items()}
 
 
-def main(rank: int, folder: Path, lengths: list[int]) -> None:
+def main(rank: int, ranks: int, folder: Path, shard: str, seqlen: int) -> None:
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=120)  # a hang is a failure
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", meeting, limit, rank=rank, world_size=len(lengths))
-    made = problem(sum(lengths))
-    begin = sum(lengths[:rank])
+    dist.init_process_group("gloo", meeting, limit, rank=rank, world_size=ranks)
+    made = problem(seqlen)
     for name in ("q", "k", "v", "dout"):
-        made[name] = made[name][:, begin : begin + lengths[rank]]
-    if rank < len(lengths) - 1:  # the gradient of the final state belongs to the last rank
+        made[name] = distributed.shard(made[name], ranks, rank, shard=shard)
+    if rank < ranks - 1:  # one rank alone uses the final states
         made["dfinal"] = torch.zeros_like(made["dfinal"])
-    found = differentiate(distributed.lightning_attn_func, made)
+    function = distributed.lightning_attn_func
+    found = differentiate(function, made, shard=shard, seqlen=seqlen)
     torch.save(found, folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), [int(n) for n in sys.argv[3:]])
+    rank, ranks, folder, shard, seqlen = sys.argv[1:]
+    main(int(rank), int(ranks), Path(folder), shard, int(seqlen))

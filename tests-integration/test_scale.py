@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning_attn import lightning_attention_reference
+from lightning_attn import distributed, lightning_attention_reference
 
 from . import _rank
 
@@ -15,23 +15,28 @@ pytestmark = pytest.mark.scale
 
 
 @pytest.mark.parametrize(
-    "lengths", [(200,) * 8, (5, 0, 301, 17, 1, 64, 0, 128)], ids=["even", "odd"]
+    ("ranks", "shard", "seqlen"),
+    [(8, "contiguous", 1600), (4, "zigzag", 517), (8, "zigzag", 5)],
+    ids=["even", "uneven", "empty"],
 )
-def test_ranks_equal_the_whole(lengths, tmp_path):
+def test_ranks_equal_the_whole(ranks, shard, seqlen, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = Path(_rank.__file__)
-    commands = [
-        [sys.executable, str(script), str(rank), str(tmp_path), *map(str, lengths)]
-        for rank in range(len(lengths))
+    script = str(Path(_rank.__file__))
+    rest = [str(ranks), str(tmp_path), shard, str(seqlen)]
+    processes = [
+        subprocess.Popen([sys.executable, script, str(rank), *rest], env=environment)
+        for rank in range(ranks)
     ]
-    ranks = [subprocess.Popen(command, env=environment) for command in commands]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0] * len(lengths)
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(len(lengths))]
-    got = {name: torch.cat([part[name] for part in parts], 1) for name in ("out", "q", "k", "v")}
-    got["decay"] = sum(part["decay"] for part in parts)
-    got["initial_state"], got["final"] = parts[0]["initial_state"], parts[-1]["final"]
+    assert [process.wait(timeout=300) for process in processes] == [0] * ranks
+    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    got = {
+        name: distributed.unshard([part[name] for part in parts], shard=shard)
+        for name in ("out", "q", "k", "v")
+    }
+    got |= {name: sum(part[name] for part in parts) for name in ("decay", "initial_state")}
+    got["final"] = parts[0]["final"]
     wide, narrow = (
-        _rank.differentiate(lightning_attention_reference, _rank.problem(sum(lengths), dtype))
+        _rank.differentiate(lightning_attention_reference, _rank.problem(seqlen, dtype))
         for dtype in (torch.float64, torch.float32)
     )
     for name, value in got.items():

@@ -85,6 +85,26 @@ def launch_decay_gradient(config: Config, seqlen: int = 4096) -> None:
     plans.decay_gradient(BackwardTensors(dout, *config.inputs(seqlen)), 1.0)
 
 
+def launch_sharded(config: Config, seqlen: int = 4096) -> None:
+    """Run the launchers of what a rank does with states that arrive, and with its own."""
+    from lightning_attn._kernels import sharded_plans
+    from lightning_attn._sharded import Sharded
+    from lightning_attn._shards import Layout, table_of
+
+    layout = Layout((2 * seqlen,) * 2, 2, (-1, -1), "contiguous", 1, True).text
+    table = table_of(layout)
+    on = table.on(torch.device("meta"))
+    q, k, v, decay, _ = config.inputs(seqlen)
+    options = Sharded(1.0, config.schedule, False, layout, "")
+    states = meta(table.rows, config.heads, config.d, config.width)
+    last = meta(2, config.heads, config.d, config.width)
+    x = BackwardTensors(v, q, k, v, decay, on.cu_seqlens)
+    gradients = x.walk_of_dv()._replace(last=last)
+    sharded_plans.write_runs(gradients, None, True, options)
+    sharded_plans.arrive(states, decay, None, on.earlier)
+    sharded_plans.correct(v, q, decay, states, on, table.longest, 1.0)
+
+
 def launch_decode(config: Config, tokens: int = 1) -> None:
     """Run the decoding launcher; ``packed`` stands for states behind each token."""
     from lightning_attn._kernels import plans
@@ -104,4 +124,5 @@ LAUNCHERS = {
     "backward": launch_backward,
     "decay": launch_decay_gradient,
     "decode": launch_decode,
+    "sharded": launch_sharded,
 }

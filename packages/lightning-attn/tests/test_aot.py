@@ -65,6 +65,7 @@ def principal() -> list[tuple[str, str, Config]]:
         (amd, "cached", Config(128, packed=True, schedule=PARALLEL)),
         (amd, "decay", Config(64)),
         (amd, "decode", Config(128)),
+        (hopper, "sharded", Config(128, packed=True, schedule=PARALLEL)),
         ("nvidia:sm_80", "forward", Config(128, "float32")),
     ]
 
@@ -85,6 +86,7 @@ def everything() -> list[tuple[str, str, Config]]:
         cases += list(itertools.product([gpu], ("forward", "backward"), kinds)) * (gpu == HOPPER)
         cases += [(gpu, "cached", Config(d, dtype, e, True))]
         cases += [(gpu, "decay", Config(d, dtype, e)), (gpu, "decode", Config(d, dtype, e))]
+        cases += [(gpu, "sharded", Config(d, dtype, e, True, PARALLEL))]
     return cases
 
 

@@ -1,97 +1,369 @@
-"""Sequence parallelism on two and four processes, against one process that holds all tokens."""
+"""Sequences that are cut across ranks, against one process that holds all tokens."""
 
 from __future__ import annotations
 
 import datetime
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lightning_attn import _ops, distributed, lightning_attention_reference, lightning_attn_func
+from lightning_attn import (
+    _ops,
+    distributed,
+    lightning_attention_reference,
+    lightning_attention_varlen_reference,
+    lightning_attn_varlen_func,
+)
 
 from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager
+from ._ranks import Ranks
 
 pytestmark = pytest.mark.eager
 
-HEADS, D, E, BATCH = 2, 16, 32, 2
-NAMES = ("o", "dq", "dk", "dv", "ddecay", "dinitial", "final")
+HEADS, D = 2, 16
+INPUTS = ("q", "k", "v", "decay", "initial_state")
 
 
-def problem(tokens: int, device: torch.device | str = "cpu") -> tuple[torch.Tensor, ...]:
+class Case(NamedTuple):
+    """Sequences of one length, or with ``lengths`` packed ones, and the rule of their shards."""
+
+    seqlen: int
+    shard: str
+    schedule: str = "auto"
+    lengths: tuple[int, ...] | None = None
+    batch: int = 1
+    e: int = 16
+    inputs: tuple[str, ...] = INPUTS
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def cu_seqlens(self):
+        return [0, *torch.tensor(self.lengths).cumsum(0).tolist()]
+
+    def plan(self, ranks):
+        return distributed.ShardPlan(self.cu_seqlens, ranks, causal=True, shard=self.shard)
+
+    def cut(self, x, ranks, rank):
+        """Return the tokens of a rank."""
+        if self.lengths is not None:
+            return self.plan(ranks).shard(x, rank)
+        return distributed.shard(x, ranks, rank, shard=self.shard)
+
+    def join(self, parts):
+        if self.lengths is not None:
+            return self.plan(len(parts)).unshard(parts)
+        return distributed.unshard(parts, shard=self.shard)
+
+
+WITHOUT_DECAY = ("q", "k", "v", "initial_state")
+CASES = {
+    "zigzag": Case(17, "zigzag", "sequential", batch=2),
+    "contiguous": Case(70, "contiguous", "parallel", e=32, inputs=WITHOUT_DECAY),
+    "empty": Case(2, "contiguous", inputs=WITHOUT_DECAY),
+    "packed": Case(0, "balanced", "parallel", (70, 0, 5, 9), inputs=WITHOUT_DECAY),
+    "packed-zigzag": Case(0, "zigzag", "sequential", (9, 0, 11), inputs=WITHOUT_DECAY),
+}
+
+
+def problem(case, device="cpu", dtype=None):
     """Everything, the same on every rank."""
-    m = Maker(device, torch.float32)
-    q, k = m.randn(BATCH, tokens, HEADS, D), m.randn(BATCH, tokens, HEADS, D)
-    v, dout = m.randn(BATCH, tokens, HEADS, E), m.randn(BATCH, tokens, HEADS, E)
-    state, dfinal = m.randn(BATCH, HEADS, D, E), m.randn(BATCH, HEADS, D, E)
-    return q, k, v, dout, state, dfinal, m.uniform(HEADS, low=0.01, high=0.3)
+    m = Maker(device, dtype or case.dtype)
+    batch, tokens = (case.batch,), (case.batch, case.seqlen)
+    if case.lengths is not None:
+        batch, tokens = (len(case.lengths),), (sum(case.lengths),)
+    made = {name: m.randn(*tokens, HEADS, D) for name in ("q", "k")}
+    made |= {name: m.randn(*tokens, HEADS, case.e) for name in ("v", "dout")}
+    wide = {"dtype": torch.float32}
+    made |= {
+        name: m.randn(*batch, HEADS, D, case.e, **wide) for name in ("initial_state", "dfinal")
+    }
+    made["decay"] = m.uniform(HEADS, low=0.01, high=0.3)
+    return made
 
 
-def one_rank_of(rank: int, backend: str, lengths: tuple[int, ...], folder: str) -> None:
-    """Compute a slice, and leave the results in a file."""
+def differentiate(function, case, made, *rest, **options):
+    """Return outputs and gradients of a call."""
+    leaves = {name: made[name].clone().requires_grad_() for name in case.inputs}
+    q, k, v, decay, state = ((made | leaves)[name] for name in INPUTS)
+    given = {"scale": 0.5, "initial_state": state, "output_final_state": True, **options}
+    out, final = function(q, k, v, decay, *rest, **given)
+    grads = torch.autograd.grad((out, final), list(leaves.values()), (made["dout"], made["dfinal"]))
+    return dict(
+        zip(("o", "final", *case.inputs), (out.detach(), final.detach(), *grads), strict=True)
+    )
+
+
+def on_rank(case, rank, ranks, made, **options):
+    """Compute what one rank does; every rank has its share of the final states' gradient."""
+    own = dict(made)
+    for name in ("q", "k", "v", "dout"):
+        own[name] = case.cut(made[name], ranks, rank)
+    own["dfinal"] = made["dfinal"] * (2 * (rank + 1) / (ranks * (ranks + 1)))
+    options["schedule"] = case.schedule
+    if case.lengths is not None:
+        rest = (case.plan(ranks),)
+        return differentiate(distributed.lightning_attn_varlen_func, case, own, *rest, **options)
+    options |= {"shard": case.shard, "seqlen": case.seqlen}
+    return differentiate(distributed.lightning_attn_func, case, own, **options)
+
+
+def whole(case, function, dtype, device):
+    """The same on one process."""
+    made = {name: t.to(dtype) for name, t in problem(case, device).items()}
+    if case.lengths is None:
+        return differentiate(function, case, made)
+    starts = torch.tensor(case.cu_seqlens, dtype=torch.int32, device=device)
+    return differentiate(function, case, made, starts)
+
+
+def judge(case, parts, device="cpu"):
+    """Compare what the ranks have with one process that holds all tokens."""
+    got = {name: case.join([part[name] for part in parts]) for name in ("o", "q", "k", "v")}
+    for name in set(case.inputs) - {"q", "k", "v"}:
+        got[name] = torch.stack([part[name] for part in parts]).sum(0)
+    got["final"] = parts[0]["final"]
+    for part in parts:
+        assert torch.equal(part["final"], got["final"])
+    reference = lightning_attention_reference
+    if case.lengths is not None:
+        reference = lightning_attention_varlen_reference
+    eager, oracle = (whole(case, reference, t, device) for t in (torch.float32, torch.float64))
+    for name, value in got.items():
+        # sums in another order: three times the error, as for gradients
+        unit = TF32X3_UNIT
+        assert_no_worse_than_eager(
+            name, value, eager[name].to(device), oracle[name].to(device), 3.0, unit
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("zigzag", 3), ("contiguous", 2), ("empty", 3), ("packed", 2), ("packed-zigzag", 2),
+     ("zigzag", 1)],
+)  # fmt: skip
+def test_equals_one_process(name, ranks, monkeypatch):
+    case = CASES[name]
+    made = problem(case)
+    judge(case, Ranks(ranks, monkeypatch).run(lambda rank: on_rank(case, rank, ranks, made)))
+
+
+def one_rank_of(rank, backend, ranks, folder, names):
+    """Compute cases as one of several processes, and leave the results in a file."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    meeting = f"file://{folder}/meeting"
     limit = datetime.timedelta(seconds=120)  # a hang is a failure
-    dist.init_process_group(backend, meeting, rank=rank, world_size=len(lengths), timeout=limit)
+    dist.init_process_group(
+        backend, f"file://{folder}/meeting", rank=rank, world_size=ranks, timeout=limit
+    )
     try:
-        q, k, v, dout, state, dfinal, decay = problem(sum(lengths), device)
-        begin = sum(lengths[:rank])
-        mine = slice(begin, begin + lengths[rank])
-        leaves = [t[:, mine].clone().requires_grad_() for t in (q, k, v)]
-        leaves += [decay.requires_grad_(), state.requires_grad_()]
-        out, final = distributed.lightning_attn_func(
-            *leaves[:4], scale=0.5, initial_state=leaves[4], output_final_state=True
-        )
-        # the gradient of the final state belongs to the last rank
-        is_last = rank == len(lengths) - 1
-        arriving = dfinal if is_last else torch.zeros_like(dfinal)
-        grads = torch.autograd.grad(
-            (out, final), leaves, (dout[:, mine], arriving), allow_unused=True
-        )
-        results = dict(zip(NAMES, (out, *grads, final), strict=True))
-        torch.save(
-            {name: t.detach().cpu() for name, t in results.items() if t is not None},
-            Path(folder) / f"{rank}.pt",
-        )
+        found = {}
+        for name in names:
+            case = SIZES.get(name) or CASES[name]
+            parts = on_rank(case, rank, ranks, problem(case, device), validate=True)
+            found[name] = {key: value.cpu() for key, value in parts.items()}
+        found["errors"] = [error_of(call, rank) for call in DISAGREEMENTS] if ranks == 2 else []
+        torch.save(found, Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-def whole(function, dtype, tokens, device):
-    """The same on one process."""
-    q, k, v, dout, state, dfinal, decay = (t.to(dtype) for t in problem(tokens, device))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v, decay, state)]
-    out, final = function(*leaves[:4], scale=0.5, initial_state=leaves[4], output_final_state=True)
-    grads = torch.autograd.grad((out, final), leaves, (dout, dfinal))
-    return dict(zip(NAMES, (t.cpu() for t in (out, *grads, final)), strict=True))
+# on two GPUs, so long that all paths of the kernels are taken
+SIZES = {
+    "large": Case(3001, "zigzag", batch=2, e=128),
+    "large-packed": Case(0, "balanced", lengths=(2000, 0, 37, 801), e=64),
+}
 
 
-def judge_parts(folder, lengths, device):
-    """Compare the slices that the ranks left with one process that holds all tokens."""
-    parts = [torch.load(folder / f"{rank}.pt") for rank in range(len(lengths))]
-    got = {name: torch.cat([part[name] for part in parts], 1) for name in ("o", "dq", "dk", "dv")}
-    got["ddecay"] = torch.stack([part["ddecay"] for part in parts]).sum(0)
-    got["dinitial"], got["final"] = parts[0]["dinitial"], parts[-1]["final"]
-    tokens = sum(lengths)
-    eager = whole(lightning_attention_reference, torch.float32, tokens, device)
-    oracle = whole(lightning_attention_reference, torch.float64, tokens, device)
-    alone = whole(lightning_attn_func, torch.float32, tokens, device)
-    for name in NAMES:
-        # sums in another order: three times the error, as for gradients
-        given = eager[name], oracle[name], 3.0, TF32X3_UNIT
-        assert_no_worse_than_eager(name, got[name], *given)
-        assert_no_worse_than_eager(f"{name} alone", alone[name], *given)
+def call(rank, **changes):
+    """Call with one token on each of two ranks."""
+    x = torch.ones(1, 1, 1, 16)
+    given = {"q": x, "k": x, "v": x, "decay": torch.ones(1)}
+    return distributed.lightning_attn_func(**given | changes)
 
 
-@pytest.mark.parametrize("lengths", [(20, 13), (9, 0, 17, 5)], ids=str)
-def test_equals_one_process(lengths, tmp_path, monkeypatch):
+HALF = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16)
+DISAGREEMENTS = [
+    (lambda rank: call(rank, scale=1.0 + rank),
+     r"scale must be the same on every rank, got 1.0 on rank 0; 2.0 on rank 1"),
+    (lambda rank: call(rank, shard=("zigzag", "contiguous")[rank]), r"the shards must be the same"),
+    (lambda rank: call(rank, decay=torch.full((1,), float(rank))),
+     r"decay must be the same on every rank, got \[0.0\] on rank 0; \[1.0\] on rank 1"),
+    (lambda rank: call(rank, output_final_state=rank == 0), r"output_final_state must be the same"),
+    (lambda rank: call(rank, q=torch.ones(1, 1, 1, 16, requires_grad=rank == 0)),
+     r"whether a gradient is asked for must be the same"),
+    (lambda rank: call(rank, q=HALF if rank else torch.ones(1, 1, 1, 16)),
+     (r"rank 1 of the group refused: k must have the dtype", r"^k must have the dtype of q")),
+    (lambda rank: call(rank, decay=torch.full((1,), 1.0 - 2 * rank)),
+     (r"rank 1 of the group refused: decay\[0\] must be at least 0", r"^decay\[0\] must be at l")),
+    (lambda rank: call(rank, seqlen=3 + rank), (r"rank 1.*refused: q must hold|^q must hold",) * 2),
+]  # fmt: skip
+
+
+def error_of(disagreement, rank):
+    function, _ = disagreement
+    try:
+        function(rank)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+def start(ranks, names, folder, monkeypatch):
+    """Start processes; return what each left."""
     # the processes import this module by its name, along the path of this one
     monkeypatch.syspath_prepend(Path(__file__).parent.parent)
-    if len(lengths) == 4 and _ops.interpreted():
-        pytest.skip("four processes do as two of them do, and take most of a minute to start")
-    mp.spawn(one_rank_of, ("gloo", lengths, str(tmp_path)), nprocs=len(lengths))
-    judge_parts(tmp_path, lengths, "cpu")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    mp.spawn(one_rank_of, ("gloo", ranks, str(folder), names), nprocs=ranks)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.mark.skipif(_ops.interpreted(), reason="the eager tier starts processes")
+def test_processes_equal_one_and_raise_alike(tmp_path, monkeypatch):
+    left = start(2, tuple(CASES), tmp_path, monkeypatch)
+    for name, case in CASES.items():
+        judge(case, [found[name] for found in left])
+    for i, (_, pattern) in enumerate(DISAGREEMENTS):
+        for rank, found in enumerate(left):
+            wanted = pattern if isinstance(pattern, str) else pattern[rank]
+            assert re.search(wanted, found["errors"][i]), (i, rank, found["errors"][i])
+
+
+@pytest.fixture
+def one_rank():
+    """A group of this process alone."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def given(tokens=6):
+    m = Maker("cpu", torch.float32)
+    q, k, v = (m.randn(1, tokens, HEADS, D).requires_grad_() for _ in range(3))
+    return q, k, v, m.uniform(HEADS, low=0.1, high=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_traces_hold_the_exchange(one_rank):
+    q, k, v, decay = given()
+
+    def function(q, k, v):
+        scaled = distributed.lightning_attn_func(q, k, v * 2, decay, output_final_state=True)
+        return scaled[0].sum() + scaled[1].sum()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for one in (compiled, function):
+        value = one(q, k, v)
+        results.append([value, *torch.autograd.grad(value, (q, k, v))])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_second_derivative_raises(one_rank):
+    q, k, v, decay = given()
+    out, _ = distributed.lightning_attn_func(q, k, v, decay)
+    with pytest.raises(NotImplementedError, match="second derivatives are not offered across"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def packed(plan, tokens=6, **options):
+    q, k, v, decay = given(tokens)
+    return distributed.lightning_attn_varlen_func(q[0], k[0], v[0], decay, plan, **options)
+
+
+PLAN = distributed.ShardPlan([0, 6], 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: distributed.lightning_attn_func(*given(), shard="balanced"), ValueError,
+         "shard must be one of zigzag, contiguous, got 'balanced'"),
+        (lambda: distributed.lightning_attn_func(*given(), shard=None), TypeError,
+         "shard must be a string, got NoneType"),
+        (lambda: distributed.lightning_attn_func(*given(), seqlen=7), ValueError,
+         "q must hold 7 of 7 tokens on rank 0 of 1, zigzag, got 6"),
+        (lambda: distributed.lightning_attn_func(*given(), seqlen=6.0), TypeError,
+         "seqlen must be an int, got float"),
+        (lambda: distributed.lightning_attn_func(*given(), validate=1), TypeError,
+         "validate must be a bool, got int"),
+        (lambda: distributed.lightning_attn_func(*given(), group="all"), TypeError,
+         "group must be a torch.distributed.ProcessGroup, got str"),
+        (lambda: distributed.lightning_attn_func(None, *given()[1:]), TypeError,
+         "q must be a torch.Tensor, got NoneType"),
+        (lambda: packed([0, 6]), TypeError, "plan must be a ShardPlan, got list"),
+        (lambda: packed(distributed.ShardPlan([0, 6], 2)), ValueError,
+         "plan must be of 1 ranks, as the group is, got 2"),
+        (lambda: packed(PLAN, 5), ValueError, "q must hold the 6 tokens of rank 0, got 5"),
+        (lambda: packed(PLAN, initial_state=torch.zeros(2, HEADS, D, D)), ValueError,
+         r"initial_state must be \[batch, heads, d, e\], \[1, 2, 16, 16\]"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_raise(call, error, message, one_rank):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_group_is_needed():
+    with pytest.raises(ValueError, match=r"group must be a process group, but torch.distributed"):
+        distributed.lightning_attn_func(*given())
+
+
+def test_whole_sequences_cost_no_exchange(monkeypatch):
+    """Nor does their plan, whose package may be another one."""
+    made = distributed.ShardPlan([0, 20, 40], 2)
+
+    class ShardPlan:
+        key, tokens = made.key, made.tokens
+
+    ranks = Ranks(2, monkeypatch)
+
+    def function(rank):
+        q, k, v, decay = given(40)
+        own = [made.shard(x[0], rank) for x in (q, k, v)]
+        return distributed.lightning_attn_varlen_func(*own, decay, ShardPlan())[0]
+
+    out = made.unshard(ranks.run(function))
+    assert ranks.exchanges == 0
+    q, k, v, decay = given(40)
+    starts = torch.tensor([0, 20, 40], dtype=torch.int32)
+    want, _ = lightning_attn_varlen_func(q[0], k[0], v[0], decay, starts)
+    assert torch.equal(out, want)
+
+
+def test_kernels_add_what_the_eager_code_adds(monkeypatch, device):
+    """States so large that what is left of them shows until it is 0 in fp32."""
+    from lightning_attn import _eager_sharded, _shards
+
+    if device.type == "cpu" and not _ops.interpreted():
+        pytest.skip("the same code twice")
+    from lightning_attn._kernels import sharded_plans
+
+    monkeypatch.setattr(sharded_plans, "CORRECTED_CHUNKS", 1)
+    layout = _shards.Layout((40, 130), 2, (-1, 0), "contiguous", 1, True)
+    table = _shards.table_of(layout.text)
+    m = Maker(device, torch.float32)
+    every = 1e20 * m.randn(2 * (table.sends + table.finals), HEADS, D, 48)
+    decay = torch.tensor([2.0, 0.1], device=device)
+    base = 1e20 * m.randn(table.rows, HEADS, D, 48)
+    q, out = m.randn(table.tokens, HEADS, D), torch.zeros(table.tokens, HEADS, 48)
+    found = []
+    for backend, target in ((_eager_sharded, "cpu"), (sharded_plans, device)):
+        on = table.on(torch.device(target))
+        x, rates, added = every.to(target), decay.to(target), base.to(target)
+        states = backend.arrive(x, rates, added, on.earlier)
+        result = out.to(target).clone()
+        backend.correct(result, q.to(target), rates, states, on, table.longest, 0.5)
+        found.append((states.cpu(), result.cpu(), backend.arrive(x, rates, None, on.later).cpu()))
+    for got, want in zip(*found, strict=True):
+        # of each row's largest: the last ones have decayed to 0
+        unit = want.abs().amax(-1, keepdim=True)
+        assert ((got - want).abs() <= 1e-5 * unit).all()
+    assert (found[0][1][: table.longest, 0].abs().amax(-1) > 0).sum() > 30

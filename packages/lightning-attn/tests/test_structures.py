@@ -20,7 +20,7 @@ MOST_PARAMETERS = 12
 
 def kernels():
     """Each kernel's name, and the structures whose fields are its parameters."""
-    from lightning_attn._kernels import combine, decay_gradient, decode, walk
+    from lightning_attn._kernels import arrival, combine, decay_gradient, decode, walk
     from lightning_attn._kernels import structures as s
 
     found = [
@@ -29,6 +29,11 @@ def kernels():
             [s.WalkTensors, s.WalkNumbers, s.WalkOptions, s.WalkTile, s.Products],
         ),
         (combine.combine_kernel, [s.CombineTensors, s.CombineNumbers, s.CombineOptions]),
+        (arrival.arrive_kernel, [s.ArriveTensors, s.ArriveNumbers, s.ArriveOptions]),
+        (
+            arrival.correct_kernel,
+            [s.CorrectTensors, s.CorrectNumbers, s.CorrectOptions, s.WalkTile, s.Products],
+        ),
         (decode.decode_kernel, [s.DecodeTensors, s.DecodeNumbers, s.DecodeOptions]),
         (
             decay_gradient.decay_gradient_kernel,
@@ -71,7 +76,7 @@ def jit_functions():
 @pytest.mark.eager
 def test_device_functions_have_few_parameters():
     entries = [(path.name, node.name) for path, node, is_entry in jit_functions() if is_entry]
-    assert len(entries) == 5, entries
+    assert len(entries) == 7, entries
     for path, node, is_entry in jit_functions():
         if not is_entry:
             assert len(node.args.args) <= MOST_PARAMETERS, f"{path.name}: {node.name}"

@@ -28,7 +28,7 @@ from ._call import (
 CHUNK = 64
 
 
-class _Rule(NamedTuple):
+class Rule(NamedTuple):
     """How a walk goes: its direction, and the factors of what is read and of what is written."""
 
     reverse: bool = False
@@ -38,7 +38,7 @@ class _Rule(NamedTuple):
 
 def forward(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output and the final states (without elements if not asked for)."""
-    out, final = _all_sequences(Inputs(*x), _Rule(read_scale=options.scale))
+    out, final = all_sequences(Inputs(*x), Rule(read_scale=options.scale))
     return out, final if options.output_final_state else _absent(x.q)
 
 
@@ -53,7 +53,7 @@ def forward_cached(out: Tensor, x: CachedTensors, scale: float, schedule: str) -
             continue
         used = has_first is None or bool(has_first[b])
         carry = cache[slot] if used else torch.zeros_like(cache[slot])
-        one, final = _walk(q[rows], k[rows], v[rows], decay, carry, _Rule(read_scale=scale))
+        one, final = _walk(q[rows], k[rows], v[rows], decay, carry, Rule(read_scale=scale))
         out[rows] = one.to(out.dtype)
         cache[slot] = final
 
@@ -69,7 +69,7 @@ def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tens
     for begin in range(0, seqlen, block_size):
         block = slice(begin, begin + block_size)
         given = Inputs(q[:, block], k[:, block], v[:, block], x.decay, None, states[-1])
-        out, final = _all_sequences(given, _Rule(read_scale=scale))
+        out, final = all_sequences(given, Rule(read_scale=scale))
         outputs.append(out)
         states.append(final)
     return torch.cat(outputs, dim=1), torch.stack(states, dim=2)
@@ -77,21 +77,21 @@ def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tens
 
 def final_state(x: Inputs, scale: float, reverse: bool, schedule: str) -> Tensor:
     """Return the states behind the last tokens of the walk."""
-    return _all_sequences(x, _Rule(reverse, write_scale=scale))[1]
+    return all_sequences(x, Rule(reverse, write_scale=scale))[1]
 
 
 def read_gradient(x: BackwardTensors, scale: float, schedule: str) -> Tensor:
     """Return dq."""
-    return _all_sequences(x.walk_of_dq(), _Rule(read_scale=scale))[0]
+    return all_sequences(x.walk_of_dq(), Rule(read_scale=scale))[0]
 
 
 def write_gradients(
     x: BackwardTensors, scale: float, schedule: str, needs_dinitial: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dk, dv and, if asked for, the gradient of the initial states."""
-    rule = _Rule(reverse=True, write_scale=scale)
-    dk, _ = _all_sequences(x.walk_of_dk(), rule)
-    dv, dinitial = _all_sequences(x.walk_of_dv(), rule)
+    rule = Rule(reverse=True, write_scale=scale)
+    dk, _ = all_sequences(x.walk_of_dk(), rule)
+    dv, dinitial = all_sequences(x.walk_of_dv(), rule)
     return dk, dv, dinitial if needs_dinitial else _absent(x.q)
 
 
@@ -100,7 +100,7 @@ def decay_gradient(x: BackwardTensors, scale: float) -> Tensor:
     dout, q, k, v, decay, cu_seqlens, initial_state, dfinal_state = x
     total = torch.zeros_like(decay)
     decay = decay.clamp(max=LARGEST_RATE)
-    rates, back = decay[:, None], _Rule(reverse=True, write_scale=scale)
+    rates, back = decay[:, None], Rule(reverse=True, write_scale=scale)
     for b, parts in _sequences(cu_seqlens, dout, q, k, v):
         # sums are taken in the order of memory: strides may not change a bit
         dout_b, q_b, k_b, v_b = (x.float().contiguous() for x in parts)
@@ -131,7 +131,7 @@ def decay_gradient(x: BackwardTensors, scale: float) -> Tensor:
             total -= (left * torch.exp(-rates * left) * writes).sum(dim=1)
             # what only passes through
             total -= n * torch.exp(-decay * n) * (state * later).sum(dim=(1, 2))
-            state = _walk(None, k_c, v_c, decay, state, _Rule())[1]
+            state = _walk(None, k_c, v_c, decay, state, Rule())[1]
     return total
 
 
@@ -156,7 +156,7 @@ def decode(x: StepTensors, scale: float) -> None:
 
 
 def _walk(
-    read: Tensor | None, key: Tensor, value: Tensor, decay: Tensor, carry: Tensor, rule: _Rule
+    read: Tensor | None, key: Tensor, value: Tensor, decay: Tensor, carry: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
     """Walk the chunks of one sequence; return what was read, and the state at the end, in fp32.
 
@@ -193,7 +193,7 @@ def _walk(
     return out.flip(0) if reverse else out, carry
 
 
-def _all_sequences(x: Inputs, rule: _Rule) -> tuple[Tensor, Tensor]:
+def all_sequences(x: Inputs, rule: Rule) -> tuple[Tensor, Tensor]:
     """Walk every sequence; return the rows in the dtype of ``key``, and the states, in fp32."""
     key, value = x.key, x.value
     batch = key.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1

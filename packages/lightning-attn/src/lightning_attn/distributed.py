@@ -1,13 +1,17 @@
-"""Sequence parallelism: each rank holds a slice of the tokens, in the order of the ranks.
+"""Sequence parallelism: each rank holds some of the tokens of every sequence.
 
-What a rank has to know of all earlier tokens is one state, and what it has to know of all later
-gradients is one more. So a layer costs one all-gather of states forward, and one backward (LASP-2:
-Sun et al. 2025). With the state T_r that the slice of rank r writes by itself, its length n_r, and
-the decay s::
+What a run of tokens has to know of all earlier ones is one state, and what it has to know of all
+later gradients is one more. So a layer costs one all-gather of states forward, and one backward
+(LASP-2: Sun et al. 2025). With the state T_m that run m writes by itself, its length n_m, and the
+decay s::
 
     S_r = sum_{m < r} exp(-s * (n_(m+1) + ... + n_(r-1))) T_m
 
-arrives at rank r. Every factor is at most 1. The slices may differ in length, and may be empty.
+arrives at run r. Every factor is at most 1.
+
+Forward, the states travel while each rank computes what its tokens give to each other; then one
+pass adds what the arrived states give, as far as anything is left of them. Backward, they travel
+while dq is computed.
 """
 
 from __future__ import annotations
@@ -16,14 +20,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from einops import pack, rearrange, unpack
 from torch import Tensor
 
-from . import _checks, _ops
-from ._call import LARGEST_RATE, Options, Tensors
+from . import _checks
+from ._linked.host.arguments import kind
 from ._linked.host.internals import refuse_tangents
+from ._linked.parallel.agreement import check_group
+from ._linked.parallel.plan import ShardPlan
+from ._linked.parallel.shards import check_count, check_shard, shard, shard_size, unshard
+from ._sharded import NAMES, Sharded, Where, compare, where
+from ._sharded_ops import ShardedAttention
+from ._shards import Layout
 
-__all__ = ["lightning_attn_func"]
+__all__ = [
+    "ShardPlan",
+    "lightning_attn_func",
+    "lightning_attn_varlen_func",
+    "shard",
+    "unshard",
+]
 
 
 def lightning_attn_func(
@@ -36,7 +51,10 @@ def lightning_attn_func(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     schedule: str = "auto",
+    shard: str = "zigzag",
+    seqlen: int | None = None,
     group: Any = None,
+    validate: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with decay over sequences that are cut across the ranks of a group.
 
@@ -45,125 +63,178 @@ def lightning_attn_func(
     :func:`lightning_attn.lightning_attn_func`.
 
     Args:
-        q: queries of this rank's slice, ``[batch, seqlen, heads, d]``. ``seqlen`` may differ from
-            rank to rank; all else must not.
+        q: queries of this rank's tokens, ``[batch, tokens, heads, d]``, as :func:`shard` cuts them.
         k: keys, the shape and dtype of ``q``.
-        v: values, ``[batch, seqlen, heads, e]``, dtype of ``q``.
+        v: values, ``[batch, tokens, heads, e]``, dtype of ``q``.
         decay: the same on every rank. Its gradient is this rank's share, as that of any parameter:
             the sum over the ranks is the whole.
-        initial_state: the state before the first token of the first rank. Other ranks ignore it.
-            Default: None (zeros).
-        output_final_state: return the state behind the last token of this rank's slice; that of the
-            last rank is the final state. Must be the same on every rank. Default: False.
+        initial_state: the states before the first tokens. Read on the rank that holds those, rank 0
+            as a rule; the others ignore it. Its gradient, too, is this rank's share. Default: None
+            (zeros).
+        output_final_state: return the states behind the last tokens, on every rank. What a rank
+            does with them counts: the gradient is that of all ranks together. Must be the same on
+            every rank. Default: False.
+        shard: ``"zigzag"`` gives rank r of n the parts r and 2 n - 1 - r of 2 n, as causal softmax
+            attention has it; ``"contiguous"`` gives it part r of n. Default: ``"zigzag"``.
+        seqlen: the length of the whole sequences. Part p of m has
+            ``seqlen // m + (p < seqlen % m)`` tokens. Default: None (all ranks hold as many).
         group: the process group. Default: None (all ranks).
+        validate: first compare shapes, dtypes, options and decays over the ranks, and raise on all
+            of them if they differ; it waits for the device. CPU tensors always do. Default: False.
 
     Returns:
-        ``(o, state)`` of this rank's slice, as :func:`lightning_attn.lightning_attn_func` does.
+        ``(o, state)``: ``o`` ``[batch, tokens, heads, e]`` of this rank's tokens; the final states
+        of the whole sequences, or None.
 
     Raises:
         TypeError: on an argument's type or dtype.
-        ValueError: on a shape, a device or a range.
-        NotImplementedError: on forward-mode differentiation.
+        ValueError: on a shape, a device or a range, and where ranks differ.
+        NotImplementedError: on forward-mode differentiation, and on a second derivative.
     """
-    _checks.check_qkv(q, k, v, 4)
-    rates = _checks.check_decay(decay, q)
-    scale = _checks.check_options(q, scale, output_final_state, schedule)
-    if initial_state is not None:
-        _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
-    refuse_tangents((q, k, v, decay, initial_state))
-    if dist.get_rank(group) > 0:
-        initial_state = None
-    x = Tensors(q, k, v, rates, None, initial_state)
-    options = Options(scale, schedule, output_final_state)
-    out, state = _SequenceParallel.apply(*x, options, group)  # type: ignore[no-untyped-call]
-    return out, state if output_final_state else None
+    check_group("group", group)
+    at = where(group)
 
-
-class _Gathering:
-    """An all-gather of one state per rank, with the decay over that rank's slice, under way."""
-
-    def __init__(self, state: Tensor, total_decay: Tensor, group: Any) -> None:
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        # one message: the states, and a number per head
-        message, self._shapes = pack([state, total_decay], "*")
-        self._all = message.new_empty((self._ranks, message.shape[0]))
-        # PyTorch 2.13 has renamed it
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._work: Any = gather(self._all.view(-1), message, group=group, async_op=True)
-
-    def sum_of(self, *, earlier: bool) -> Tensor | None:
-        """Wait, and return what arrives from the earlier ranks, or the later; None: there are none.
-
-        The nearest comes as it is; one further off decays over the slices between.
-        """
-        self._work.wait()
-        others = range(self._rank - 1, -1, -1) if earlier else range(self._rank + 1, self._ranks)
-        arrived, between = None, None
-        for other in others:
-            state, total_decay = unpack(self._all[other], self._shapes, "*")
-            if arrived is None or between is None:
-                arrived, between = state, total_decay
-                continue
-            arrived = arrived + rearrange(torch.exp(-between), "h -> h 1 1") * state
-            between = between + total_decay
-        return arrived
-
-
-class _SequenceParallel(torch.autograd.Function):
-    """The operators of one rank, with an all-gather of states in each direction."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Take the fields of ``Tensors``, then the options and the group."""
-        *inputs, _, arrived, options, group = arguments
-        _, k, v, decay = inputs
-        written = _ops.final_state(k, v, decay, arrived, 1.0, False, options.schedule)
-        gathering = _Gathering(written, _total(decay, k), group)
-        if dist.get_rank(group) == 0:
-            # nothing arrives: the output is computed while the states travel
-            out, final = _ops.forward(*inputs, None, arrived, *options)
-            gathering.sum_of(earlier=True)
-        else:
-            arrived = gathering.sum_of(earlier=True)
-            out, final = _ops.forward(*inputs, None, arrived, *options)
-        ctx.save_for_backward(*inputs, arrived)
-        ctx.options, ctx.group = options, group
-        ctx.set_materialize_grads(False)
-        return out, final
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "second derivatives are not offered across ranks: differentiate without "
-                "create_graph=True"
+    def checked() -> tuple[Layout, float, Tensor]:
+        _checks.check_qkv(q, k, v, 4)
+        rates = _checks.check_decay(decay, q)
+        factor = _checks.check_options(q, scale, output_final_state, schedule)
+        _checks.check_flag("validate", validate)
+        check_shard(shard)
+        batch, tokens = q.shape[:2]
+        whole = tokens * at.group_size if seqlen is None else seqlen
+        if seqlen is not None:
+            check_count("seqlen", seqlen, 0)
+        expected = shard_size(whole, at.group_size, at.rank, shard)
+        if tokens != expected:
+            raise ValueError(
+                f"q must hold {expected} of {whole} tokens on rank {at.rank} of {at.group_size}, "
+                f"{shard}, got {tokens}"
             )
-        *inputs, arrived = ctx.saved_tensors
-        q, k, v, decay = inputs
-        scale, schedule, has_final = ctx.options
-        _, _, _, needs_ddecay, _, needs_dinitial, *_ = ctx.needs_input_grad
-        if dout is None:
-            dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-        if not has_final:
-            dfinal = None
-        written = _ops.final_state(q, dout, decay, dfinal, scale, True, schedule)
-        gathering = _Gathering(written, _total(decay, k), ctx.group)
-        # dq needs earlier states alone: it is computed while the gradients of later ones travel
-        dq = _ops.read_gradient(dout, k, v, decay, None, arrived, scale, schedule)
-        later = gathering.sum_of(earlier=False)
-        if later is None:
-            later = dfinal
-        elif dfinal is not None:
-            later = later + dfinal
-        dk, dv, dinitial = _ops.write_gradients(
-            dout, *inputs, None, later, scale, schedule, needs_dinitial
+        if initial_state is not None:
+            _checks.check_initial_state("initial_state", initial_state, batch, q, v)
+        layout = Layout(
+            (whole,) * batch, at.group_size, (-1, -1), shard, at.rank, output_final_state
         )
-        ddecay = None
-        if needs_ddecay:
-            ddecay = _ops.decay_gradient(dout, *inputs, None, arrived, later, scale)
-        return dq, dk, dv, ddecay, None, dinitial if needs_dinitial else None, None, None
+        return layout, factor, rates
+
+    layout, factor, rates = _agreed(checked, q, decay, group, validate)
+    refuse_tangents((q, k, v, decay, initial_state))
+    x = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rates, initial_state
+    out, state = _apply(x, layout, factor, schedule, at, validate)
+    return out.view(*q.shape[:2], *out.shape[1:]), state
 
 
-def _total(decay: Tensor, k: Tensor) -> Tensor:
-    """Return the decay over a slice; an infinite one is 0 over no tokens."""
-    return decay.clamp(max=LARGEST_RATE) * k.shape[1]
+def lightning_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    plan: ShardPlan,
+    *,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    schedule: str = "auto",
+    group: Any = None,
+    validate: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with decay over packed sequences, of which each rank holds some tokens.
+
+    The arguments not listed here are those of :func:`lightning_attn_func`. Only sequences that the
+    plan cuts cost communication, and only if there are any; final states do, all of them.
+
+    Args:
+        q: queries of this rank's tokens, ``[tokens, heads, d]``, as ``plan.shard`` cuts them.
+        k: keys, the shape and dtype of ``q``.
+        v: values, ``[tokens, heads, e]``, dtype of ``q``.
+        decay: the same on every rank.
+        plan: which tokens each rank holds. The plan of another package serves, too: of its mask
+            nothing but the cut is taken, so that layers of both kinds share their shards.
+        initial_state: ``[sequences, heads, d, e]``, read on the rank that holds the first token of
+            a sequence. Default: None (zeros).
+        output_final_state: return the states of all sequences, on every rank. Default: False.
+
+    Returns:
+        ``(o, state)``: ``o`` ``[tokens, heads, e]`` of this rank's tokens; the final states of all
+        sequences, ``[sequences, heads, d, e]``, or None.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range, and where ranks differ.
+        NotImplementedError: on forward-mode differentiation, and on a second derivative.
+    """
+    check_group("group", group)
+    at = where(group)
+
+    def checked() -> tuple[Layout, float, Tensor]:
+        _checks.check_qkv(q, k, v, 3)
+        rates = _checks.check_decay(decay, q)
+        factor = _checks.check_options(q, scale, output_final_state, schedule)
+        _checks.check_flag("validate", validate)
+        key = getattr(plan, "key", None)
+        if type(plan).__name__ != "ShardPlan" or not isinstance(key, tuple) or len(key) != 4:
+            raise TypeError(f"plan must be a ShardPlan, got {kind(plan)}")
+        lengths, group_size, window, rule = key
+        if group_size != at.group_size:
+            raise ValueError(
+                f"plan must be of {at.group_size} ranks, as the group is, got {group_size}"
+            )
+        expected = plan.tokens(at.rank)
+        if q.shape[0] != expected:
+            raise ValueError(
+                f"q must hold the {expected} tokens of rank {at.rank}, got {q.shape[0]}"
+            )
+        if initial_state is not None:
+            _checks.check_initial_state("initial_state", initial_state, len(lengths), q, v)
+        layout = Layout(lengths, group_size, window, rule, at.rank, output_final_state)
+        return layout, factor, rates
+
+    layout, factor, rates = _agreed(checked, q, decay, group, validate)
+    refuse_tangents((q, k, v, decay, initial_state))
+    return _apply((q, k, v, rates, initial_state), layout, factor, schedule, at, validate)
+
+
+def _agreed(checked: Any, q: Any, decay: Any, group: Any, validate: Any) -> Any:
+    """Check this rank's arguments; where ranks compare theirs, all raise if one does."""
+    if torch.compiler.is_compiling():
+        return checked()
+    try:
+        return checked()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        is_tensor = isinstance(q, Tensor)
+        if validate or (q.is_cpu if is_tensor else dist.get_backend(group) == "gloo"):
+            device = q.device if is_tensor else torch.device("cpu")
+            compare([""] * len(NAMES), "", group, device, error)
+        raise
+
+
+def _apply(
+    x: tuple[Any, ...],
+    layout: Layout,
+    scale: float,
+    schedule: str,
+    at: Where,
+    validate: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Call the operator, through the autograd function."""
+    q, _, v, decay, initial_state = x
+    has_gradient = torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad for one in x
+    )
+    # what is differentiated is written as finely as what is returned
+    is_exact = layout.has_final or initial_state is not None or decay.requires_grad
+    claims: list[str] = []
+    if validate or q.is_cpu:
+        claims = [
+            str(q.dtype),
+            f"{list(q.shape[1:])} and {list(v.shape[1:])}",
+            f"{layout.shard} of lengths {layout.lengths}, window {layout.window}",
+            str(scale),
+            schedule,
+            str(layout.has_final),
+            str(has_gradient),
+        ]
+    options = Sharded(scale, schedule, is_exact, layout.text, at.group)
+    finals = len(layout.lengths) if layout.has_final else 0
+    out, state = ShardedAttention.apply(*x, options, claims, finals)  # type: ignore[no-untyped-call]
+    return out, state if layout.has_final else None

@@ -17,12 +17,12 @@ def combine_kernel(
     stride_first_b, stride_first_s, stride_first_h, stride_first_d, stride_first_e,
     stride_last_b, stride_last_s, stride_last_h, stride_last_d, stride_last_e,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    REVERSE: tl.constexpr,
+    REVERSE: tl.constexpr, REPLACE: tl.constexpr,
 ):  # fmt: skip
     """``S_(j+1) = exp(-s n_j) S_j + written_j``, over the segments j of n_j tokens.
 
     A program replaces, for a tile of the state of one head, what the segments of one sequence wrote
-    by the state that arrives at each.
+    by the state that arrives at each. Without ``REPLACE`` it leaves them, and fills ``last`` alone.
     """
     SPLITS_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     SPLITS_E: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
@@ -66,7 +66,8 @@ def combine_kernel(
             segment = segments - 1 - i
         pointers = base + segment.to(tl.int64) * stride_states_s
         written = tl.load(pointers, mask=inside, other=0.0)
-        tl.store(pointers, state, mask=inside)
+        if REPLACE:
+            tl.store(pointers, state, mask=inside)
         count = tl.minimum(size, length - segment * size)
         state = state * factor(rate, count) + written
     if last_ptr is not None:

@@ -46,7 +46,7 @@ class ForwardPlan:
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return the output and the final states (without elements if not asked for)."""
-        final = _states_like(x.k, x.v, x.cu_seqlens) if self._options.output_final_state else None
+        final = states_like(x.k, x.v, x.cu_seqlens) if self._options.output_final_state else None
         out = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
         calls = self._walk.reads(Inputs(*x, final), out, self._options.scale)
         for launch, grid, tensors, numbers in calls:
@@ -74,11 +74,11 @@ class ForwardPlan:
             of_dq = x.walk_of_dq()
             dq = self._gradient_walk("dq", of_dq, form).out(of_dq, self._options.scale)
         if needs.k or needs.v or needs.initial_state:
-            dinitial = _states_like(x.k, x.v, x.cu_seqlens) if needs.initial_state else None
+            dinitial = states_like(x.k, x.v, x.cu_seqlens) if needs.initial_state else None
             of_dk, of_dv = x.walk_of_dk(), x.walk_of_dv(dinitial)
             walk_dk = self._gradient_walk("dk", of_dk, form)
             walk_dv = self._gradient_walk("dv", of_dv, form)
-            dk, dv = _write_gradients(walk_dk, walk_dv, of_dk, of_dv)
+            dk, dv = write_gradients_by(walk_dk, walk_dv, of_dk, of_dv)
         if needs.decay:
             plan = self._decays.get(form)
             if plan is None:
@@ -147,7 +147,7 @@ def plan_forward(x: Tensors | CachedTensors, options: Options) -> ForwardPlan | 
 
 def forward(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output and the final states (without elements if not asked for)."""
-    final = _states_like(x.k, x.v, x.cu_seqlens) if options.output_final_state else None
+    final = states_like(x.k, x.v, x.cu_seqlens) if options.output_final_state else None
     inputs = readable(Inputs(*x, final))
     out = walk_of(inputs, schedule=options.schedule).out(inputs, options.scale)
     return out, _absent(x.q) if final is None else final
@@ -177,7 +177,7 @@ def forward_with_states(x: Tensors, scale: float, block_size: int) -> tuple[Tens
 
 def final_state(x: Inputs, scale: float, reverse: bool, schedule: str) -> Tensor:
     """Return the states behind the last tokens of the walk."""
-    final = _states_like(x.key, x.value, None)
+    final = states_like(x.key, x.value, None)
     x = readable(x._replace(last=final))
     Walk(x, write_scale=scale, reverse=reverse, schedule=schedule).finish(x)
     return final
@@ -193,18 +193,18 @@ def write_gradients(
     x: BackwardTensors, scale: float, schedule: str, needs_dinitial: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dk, dv and, if asked for, the gradient of the initial states."""
-    x = _readable(x)
-    dinitial = _states_like(x.k, x.v, x.cu_seqlens) if needs_dinitial else None
+    x = readable_gradient(x)
+    dinitial = states_like(x.k, x.v, x.cu_seqlens) if needs_dinitial else None
     of_dk, of_dv = x.walk_of_dk(), x.walk_of_dv(dinitial)
     walk_dv = walk_of(of_dv, write_scale=scale, reverse=True, schedule=schedule)
     walk_dk = walk_of(of_dk, write_scale=scale, reverse=True, schedule=schedule)
-    dk, dv = _write_gradients(walk_dk, walk_dv, of_dk, of_dv)
+    dk, dv = write_gradients_by(walk_dk, walk_dv, of_dk, of_dv)
     return dk, dv, _absent(x.q) if dinitial is None else dinitial
 
 
 def decay_gradient(x: BackwardTensors, scale: float) -> Tensor:
     """Return the gradient of the decays."""
-    x = _readable(x)
+    x = readable_gradient(x)
     return DecayGradientPlan(x, scale).gradient(x)
 
 
@@ -214,13 +214,20 @@ def decode(x: StepTensors, scale: float) -> None:
     DecodePlan(x, scale).decode(x)
 
 
-def _write_gradients(
-    walk_dk: Walk, walk_dv: Walk, of_dk: Inputs, of_dv: Inputs
+def write_gradients_by(
+    walk_dk: Walk, walk_dv: Walk, of_dk: Inputs, of_dv: Inputs, written: States | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return dk and dv; one pass over the states serves both, where they agree on the segments."""
+    """Return dk and dv; one pass over the states serves both, where they agree on the segments.
+
+    ``written``: what each segment writes, where that is known.
+    """
     tokens = of_dk.key.shape[-3]
     plan_dv, plan_dk = walk_dv.plan(tokens), walk_dk.plan(tokens)
-    states = walk_dv.segment_states(of_dv) if plan_dv.segmented and walk_dv.batch else None
+    states = written
+    if written is not None:
+        walk_dv.combine(of_dv, written)
+    elif plan_dv.segmented and walk_dv.batch:
+        states = walk_dv.segment_states(of_dv)
     dv = walk_dv.out(of_dv, 1.0, states)
     shared = None
     if states is not None and plan_dk.segmented and plan_dk.size == plan_dv.size:
@@ -236,13 +243,13 @@ def _on_cache(x: CachedTensors) -> Inputs:
     return Inputs(*rest, cache, cache, slots, flags)
 
 
-def _readable(x: BackwardTensors) -> BackwardTensors:
+def readable_gradient(x: BackwardTensors) -> BackwardTensors:
     """Return the tensors as kernels may read them."""
     dout, q, k, v = map(aligned, x[:4])
     return x._replace(dout=dout, q=q, k=k, v=v, decay=x.decay.contiguous())
 
 
-def _states_like(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def states_like(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return memory for a state per sequence."""
     batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = (batch, k.shape[-2], k.shape[-1], v.shape[-1])

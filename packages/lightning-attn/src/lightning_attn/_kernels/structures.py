@@ -110,6 +110,60 @@ class CombineOptions(NamedTuple):
     BLOCK_D: Any
     BLOCK_E: Any
     REVERSE: Any
+    REPLACE: Any  # what segments wrote by the states before them; else only ``last`` is filled
+
+
+class ArriveTensors(NamedTuple):
+    """Pointers of the sum of states that arrive from other ranks."""
+
+    states_ptr: Any
+    decay_ptr: Any
+    base_ptr: Any
+    out_ptr: Any
+    offsets_ptr: Any
+    entries_ptr: Any
+
+
+class ArriveNumbers(NamedTuple):
+    """Lengths of the sum of states."""
+
+    heads: int
+    size: int
+
+
+class ArriveOptions(NamedTuple):
+    """Constants of the sum of states."""
+
+    BLOCK: Any
+
+
+class CorrectTensors(NamedTuple):
+    """Pointers of what is added to an output that was computed without the states before it."""
+
+    read_ptr: Any
+    out_ptr: Any
+    decay_ptr: Any
+    states_ptr: Any
+    cu_seqlens_ptr: Any
+    rows_ptr: Any
+
+
+class CorrectNumbers(NamedTuple):
+    """The scale, lengths and strides of the correction."""
+
+    scale: float
+    heads: int
+    blocks: int
+    stride_rs: int
+    stride_rh: int
+
+
+class CorrectOptions(NamedTuple):
+    """Constants of the correction."""
+
+    D: Any
+    E: Any
+    CHUNKS: Any  # of a program
 
 
 class DecodeTensors(NamedTuple):

@@ -171,6 +171,17 @@ class Walk:
         launch_all(self._state_calls(x, states))
         return states
 
+    def written_states(self, x: Inputs) -> States:
+        """Return what each segment writes by itself; the final states go to ``last``."""
+        states = self._state_memory(x)
+        written = self._pass(x, None, NO_STATES, states, 1.0, segmented=True)
+        launch_all([written, self._combine(x, states, replace=False)])
+        return states
+
+    def combine(self, x: Inputs, states: States) -> None:
+        """Turn what segments wrote into the states before them; the final ones go to ``last``."""
+        launch_all([self._combine(x, states)])
+
     def finish(self, x: Inputs) -> None:
         """Fill ``last`` alone."""
         if self.batch == 0:
@@ -252,16 +263,19 @@ class Walk:
         tensors = (x.key, x.value, read, out, *others)
         return launch, grid, tensors, (*scales, *lengths, *strides, *first.strides, *last.strides)
 
-    def _combine(self, x: Inputs, states: States) -> Call:
-        """Return the launch that turns what segments wrote into the states before them."""
+    def _combine(self, x: Inputs, states: States, *, replace: bool = True) -> Call:
+        """Return the launch that turns what segments wrote into the states before them.
+
+        Without ``replace`` it leaves them, and fills ``last`` alone.
+        """
         block_d, block_e = min(BLOCK_ROWS, self.d), min(BLOCK_COLS, 16 * (self.e // 16))
         block_e = 1 << (block_e.bit_length() - 1)
         tiles = cdiv(self.d, block_d) * cdiv(self.e, block_e)
         tokens = x.key.shape[-3]
-        kind = "combine", x.first is None, x.last is None, x.has_first is None
+        kind = "combine", replace, x.first is None, x.last is None, x.has_first is None
         launch = self._launches.get(kind)
         if launch is None:
-            options = CombineOptions(self.d, self.e, block_d, block_e, self.reverse)
+            options = CombineOptions(self.d, self.e, block_d, block_e, self.reverse, replace)
             launch = Launch(combine_kernel, options._asdict() | {"num_warps": 4, "num_stages": 2})
             self._launches[kind] = launch
         size, segments = self.plan(tokens).size, self.segments(tokens)

@@ -1,0 +1,147 @@
+"""What GPUs run of sequences that are cut across ranks; see ``_sharded.py``."""
+
+from __future__ import annotations
+
+import torch
+from attn_common import cdiv, detect
+from torch import Tensor
+
+from .._call import BackwardTensors, Inputs
+from .._linked.host.forms import Memory
+from .._sharded import Sharded
+from .._shards import OnDevice, Sources
+from .arrival import arrive_kernel, correct_kernel
+from .launch.runtime import Launch, token_strides
+from .plans import (
+    decay_gradient,
+    read_gradient,
+    readable_gradient,
+    states_like,
+    write_gradients_by,
+)
+from .structures import (
+    ArriveNumbers,
+    ArriveOptions,
+    ArriveTensors,
+    CorrectNumbers,
+    CorrectOptions,
+    CorrectTensors,
+)
+from .walks import States, Walk, constants_of, readable, tile_of, walk_of
+
+__all__ = [
+    "arrive",
+    "correct",
+    "decay_gradient",
+    "read_gradient",
+    "read_runs",
+    "write_gradients_of_runs",
+    "write_runs",
+]
+
+# elements of a state that a program sums up, and chunks of tokens that it corrects
+STATE_BLOCK = 1024
+CORRECTED_CHUNKS = 8
+
+_launches: Memory[Launch] = Memory()
+
+
+def write_runs(
+    x: Inputs, slots: Tensor | None, reverse: bool, options: Sharded
+) -> tuple[Inputs, States] | None:
+    """Fill ``x.last`` with the states behind the runs; return what their segments hold.
+
+    Going forward these are the states before the segments. Going backwards, what each segment
+    writes: the gradients that the first ones start from have yet to arrive.
+
+    Args:
+        x: a walk that is not read.
+        slots: -1 for runs whose states nobody asks for. Default: None.
+        reverse: from the last token to the first.
+        options: of the call.
+    """
+    x = readable(x)
+    walk = _walk_of(x, reverse, options)
+    if walk.batch == 0:
+        return None
+    if not walk.plan(x.key.shape[-3]).segmented:
+        walk.finish(x._replace(slots=slots))
+        return None
+    return x, walk.written_states(x) if reverse else walk.segment_states(x)
+
+
+def read_runs(x: Inputs, kept: tuple[Inputs, States] | None, options: Sharded) -> Tensor:
+    """Return what the runs read, as if nothing had come before but ``x.first``."""
+    x = readable(x)
+    return _walk_of(x, False, options).out(x, options.scale, None if kept is None else kept[1])
+
+
+def write_gradients_of_runs(
+    x: BackwardTensors,
+    kept: tuple[Inputs, States] | None,
+    needs_dinitial: bool,
+    options: Sharded,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dk, dv and, if asked for, the gradients of the states before the runs."""
+    x = readable_gradient(x)
+    dfirst = states_like(x.k, x.v, x.cu_seqlens) if needs_dinitial else None
+    of_dk, of_dv = x.walk_of_dk(), x.walk_of_dv(dfirst)
+    walk_dk, walk_dv = (_walk_of(of, True, options) for of in (of_dk, of_dv))
+    written = None if kept is None else kept[1]
+    dk, dv = write_gradients_by(walk_dk, walk_dv, of_dk, of_dv, written)
+    return dk, dv, x.k.new_empty((0,)) if dfirst is None else dfirst
+
+
+def _walk_of(x: Inputs, reverse: bool, options: Sharded) -> Walk:
+    """Return the walk of one rule: what reads segments goes by those that were written."""
+    # a walk without last states need not write them finer than they are read
+    last = x.last if options.is_exact else None
+    scale = options.scale if reverse else 1.0
+    given = x._replace(last=last)
+    return walk_of(given, write_scale=scale, reverse=reverse, schedule=options.schedule)
+
+
+def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) -> Tensor:
+    """Return ``base`` and what decayed on its way from the states of all ranks, for each row."""
+    rows = sources.offsets.shape[0] - 1
+    _, heads, d, e = every.shape
+    out = torch.empty((rows, heads, d, e), dtype=torch.float32, device=every.device)
+    form = "arrive", base is None, every.device, detect(every.device)
+    launch = _launches.get(form)
+    if launch is None:
+        constants = ArriveOptions(STATE_BLOCK)._asdict() | {"num_warps": 4, "num_stages": 2}
+        launch = _launches.keep(form, Launch(arrive_kernel, constants))
+    tensors = ArriveTensors(every, decay.contiguous(), base, out, *sources)
+    grid = rows * heads * cdiv(d * e, STATE_BLOCK)
+    launch(grid, tensors, ArriveNumbers(heads, d * e))
+    return out
+
+
+def correct(
+    out: Tensor,
+    q: Tensor,
+    decay: Tensor,
+    before: Tensor,
+    on: OnDevice,
+    longest: int,
+    scale: float,
+) -> None:
+    """Add to ``out`` what the runs read of the states before them."""
+    x = readable(Inputs(q, q, out, decay, on.cu_seqlens))
+    q = x.key
+    heads, d = q.shape[-2:]
+    e = out.shape[-1]
+    tile = tile_of(q, d, e)
+    chunks = CORRECTED_CHUNKS
+    constants = constants_of(tile, q, out, is_exact=False)
+    form = "correct", q.dtype, q.device, detect(q.device), d, e, chunks, *constants.values()
+    launch = _launches.get(form)
+    if launch is None:
+        options = CorrectOptions(d, e, chunks)
+        warps = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        launch = _launches.keep(form, Launch(correct_kernel, options._asdict() | constants | warps))
+    blocks = cdiv(longest, chunks * tile.chunk)
+    grid = on.corrected.shape[0] * blocks * heads * cdiv(e, tile.block_e)
+    tensors = CorrectTensors(q, out, x.decay, before, on.cu_seqlens, on.corrected)
+    strides = token_strides(q)
+    launch(grid, tensors, CorrectNumbers(scale, heads, blocks, *strides[-2:]))

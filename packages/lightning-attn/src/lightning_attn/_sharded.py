@@ -1,0 +1,218 @@
+"""The passes of one rank over its runs, with the exchange of states behind them.
+
+Forward: first what the runs write to their states, which travels while the runs are read as if
+nothing had come before; then one pass adds what the states that arrived give. Backward: first what
+the runs write to the gradients of their states, which travels while dq is computed; the walks of dk
+and dv start from what arrived.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._call import BackwardTensors, Inputs
+from ._linked.parallel.agreement import agree
+from ._shards import Table, table_of
+from .validate import validate_decay
+
+# process groups by name, which is what operators take
+_groups: dict[str, Any] = {}
+
+
+class Where(NamedTuple):
+    """This rank among the others, as operators take it."""
+
+    group: str
+    rank: int
+    group_size: int
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def where(group: Any) -> Where:
+    """Return where a rank is in its group; None is all ranks."""
+    group = dist.group.WORLD if group is None else group
+    name = str(group.group_name)
+    _groups[name] = group
+    return Where(name, dist.get_rank(group), dist.get_world_size(group))
+
+
+class Sharded(NamedTuple):
+    """What is no tensor, in the order of the operators."""
+
+    scale: float
+    schedule: str
+    # states are returned or differentiated: they are written as such
+    is_exact: bool
+    layout: str
+    group: str
+
+
+class Exchange:
+    """An all-gather of states, under way."""
+
+    def __init__(self, message: Tensor, options: Sharded, table: Table) -> None:
+        self._work: Any = None
+        self._all = message
+        if table.group_size == 1:
+            return
+        self._all = message.new_empty((table.group_size * message.shape[0], *message.shape[1:]))
+        # PyTorch 2.13 has renamed it
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        group = _groups[options.group]
+        self._work = gather(self._all, message, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the states of all ranks; a GPU's stream waits, the host does not."""
+        if self._work is not None:
+            self._work.wait()
+        return self._all
+
+
+def forward(
+    backend: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    initial_state: Tensor | None,
+    options: Sharded,
+    claims: list[str],
+) -> tuple[Tensor, Tensor]:
+    """Return the output, and the states before the runs with the final ones behind them."""
+    table = table_of(options.layout)
+    if claims:
+        _agree(decay, options, claims)
+    on = table.on(q.device)
+    runs = len(table.runs)
+    before = None
+    if initial_state is not None and on.first_rows.numel():
+        before = _states(k, v, table.rows).zero_()
+        before.index_copy_(0, on.first_rows, initial_state.index_select(0, on.first_sequences))
+    first = None if before is None or not table.starts else before[:runs]
+    x = Inputs(q, k, v, decay, on.cu_seqlens, first)
+    exchange = kept = None
+    if table.sends:
+        message = _states(k, v, table.sends)
+        kept = _write(backend, x, message, table, options, reverse=False)
+        exchange = Exchange(message, options, table)
+    out = backend.read_runs(x, kept, options)
+    if exchange is not None:
+        every = exchange.wait()
+        before = backend.arrive(every, decay, before, on.earlier)
+        if table.is_corrected:
+            backend.correct(out, q, decay, before, on, table.longest, options.scale)
+    return out, _states(k, v, table.rows).zero_() if before is None else before
+
+
+def backward(
+    backend: Any,
+    x: BackwardTensors,
+    before: Tensor,
+    dfinal: Tensor | None,
+    needs: list[bool],
+    options: Sharded,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, the share of the decays' gradient, and that of the initial states."""
+    table = table_of(options.layout)
+    on = table.on(x.k.device)
+    needs_q, needs_kv, needs_decay, needs_initial, has_initial = needs
+    runs = len(table.runs)
+    absent = x.k.new_empty((0,))
+    dq = dk = dv = absent
+    x = x._replace(cu_seqlens=on.cu_seqlens)
+    if has_initial or table.is_corrected:
+        x = x._replace(initial_state=before[:runs])
+    exchange = kept = None
+    if table.sends + table.finals:
+        message = _states(x.k, x.v, table.sends + table.finals)
+        if table.sends:
+            # the walk of dv, which starts from nothing
+            gradients = x._replace(dfinal_state=None).walk_of_dv()
+            kept = _write(backend, gradients, message[: table.sends], table, options, reverse=True)
+        finals = message[table.sends :]
+        if dfinal is None:
+            finals.zero_()
+        else:
+            finals.copy_(dfinal)
+        exchange = Exchange(message, options, table)
+    if needs_q:
+        dq = backend.read_gradient(x._replace(q=None), options.scale, options.schedule)
+    if exchange is not None:
+        every = exchange.wait()
+        if table.arrives_later:
+            x = x._replace(dfinal_state=backend.arrive(every, x.decay, None, on.later))
+    dfirst = absent
+    if needs_kv or needs_initial:
+        dk, dv, dfirst = backend.write_gradients_of_runs(x, kept, needs_initial, options)
+    ddecay = absent
+    if needs_decay:
+        ddecay = backend.decay_gradient(x, options.scale)
+    dinitial = absent
+    if needs_initial:
+        dinitial = _states(x.k, x.v, table.batch).zero_()
+        if table.starts:
+            rows, sequences = on.first_rows[: table.starts], on.first_sequences[: table.starts]
+            dinitial.index_copy_(0, sequences, dfirst.index_select(0, rows))
+        if dfinal is not None and on.tokenless.numel():
+            dinitial.index_copy_(0, on.tokenless, dfinal.index_select(0, on.tokenless))
+    return dq, dk, dv, ddecay, dinitial
+
+
+def _write(
+    backend: Any, x: Inputs, message: Tensor, table: Table, options: Sharded, *, reverse: bool
+) -> Any:
+    """Fill the message with what the runs write; return what their reads need of it."""
+    if table.sends_all:
+        return backend.write_runs(x._replace(last=message), None, reverse, options)
+    if not table.runs:
+        message.zero_()
+        return None
+    on = table.on(x.key.device)
+    last = _states(x.key, x.value, len(table.runs))
+    kept = backend.write_runs(x._replace(last=last), on.slots, reverse, options)
+    torch.index_select(last, 0, on.sent, out=message)
+    return kept
+
+
+def _states(k: Tensor, v: Tensor, rows: int) -> Tensor:
+    size = (rows, k.shape[-2], k.shape[-1], v.shape[-1])
+    return torch.empty(size, dtype=torch.float32, device=k.device)
+
+
+# what ranks compare; the operator adds the values of the decays
+NAMES = (
+    "the dtype of q",
+    "the heads and dimensions of q and v",
+    "the shards",
+    "scale",
+    "schedule",
+    "output_final_state",
+    "whether a gradient is asked for",
+)
+
+
+class _Shown(str):
+    """Text that ranks compare, shown as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def compare(claims: list[str], decay: Any, group: Any, device: Any, error: Any = None) -> None:
+    """Compare what the ranks say of their calls; raise on all of them if they differ."""
+    named = dict(zip(NAMES, map(_Shown, claims), strict=True))
+    agree({**named, "decay": decay}, group, device, error)
+
+
+def _agree(decay: Tensor, options: Sharded, claims: list[str]) -> None:
+    """Check the decays, and compare them and all else over the ranks."""
+    error = None
+    try:
+        validate_decay(decay)
+    except ValueError as raised:
+        error = raised
+    compare(claims, decay.tolist(), _groups[options.group], decay.device, error)
