@@ -8,9 +8,10 @@ import sys
 
 import pytest
 import torch
-from lightning_attn import _ops
+from lightning_attn import _ops, build_slopes, lightning_attn_decode, lightning_attn_func
 
-from ._linked.budget import DTYPES
+from ._linked.budget import DTYPES, Maker
+from ._linked.views import VIEWS, same_values
 from ._numerics import DECAYS, PACKED, SMALL, Shape, check, make_case, make_packed
 
 pytestmark = [
@@ -49,3 +50,31 @@ sys.exit(any("._kernels" in name or name == "triton" for name in sys.modules))
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_do_not_change_a_bit_of_wide_products(view):
+    m = Maker("cpu", torch.float32)
+    decay = m.uniform(2, low=0.1, high=0.5)
+    for tokens in (9, 66):
+        given = [m.randn(1, tokens, 2, 128) for _ in range(3)] + [m.randn(1, 2, 128, 128)]
+        slots = torch.zeros(1, dtype=torch.int64)
+        results = []
+        for q, k, v, state in (given, [same_values(view, x) for x in given]):
+            out, final = lightning_attn_func(
+                q, k, v, decay, initial_state=state, output_final_state=True
+            )
+            step = lightning_attn_decode(*(x[:, :3] for x in (q, k, v)), state, decay, slots)
+            results.append((out, final, step, state))
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_slopes_are_on_the_cpu_whatever_the_default():
+    before = build_slopes(4)
+    torch.set_default_device("meta")
+    try:
+        found = build_slopes(4)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found, before)

@@ -102,12 +102,11 @@ def decay_gradient(x: BackwardTensors, scale: float) -> Tensor:
     decay = decay.clamp(max=LARGEST_RATE)
     rates, back = decay[:, None], Rule(reverse=True, write_scale=scale)
     for b, parts in _sequences(cu_seqlens, dout, q, k, v):
-        # sums are taken in the order of memory: strides may not change a bit
-        dout_b, q_b, k_b, v_b = (x.float().contiguous() for x in parts)
+        dout_b, q_b, k_b, v_b = map(dense, parts)
         shape = (q.shape[-2], q.shape[-1], v.shape[-1])
         state = q.new_zeros(shape, dtype=torch.float32)
-        state = state if initial_state is None else initial_state[b].contiguous()
-        carry = torch.zeros_like(state) if dfinal_state is None else dfinal_state[b].contiguous()
+        state = state if initial_state is None else dense(initial_state[b])
+        carry = torch.zeros_like(state) if dfinal_state is None else dense(dfinal_state[b])
         chunks = list(zip(*(torch.split(x, CHUNK) for x in (dout_b, q_b, k_b, v_b)), strict=True))
         # gradients of the states behind each chunk, from the last to the first
         arriving = []
@@ -143,16 +142,24 @@ def decode(x: StepTensors, scale: float) -> None:
     for b, slot in enumerate(slot_idx.tolist()):
         if slot < 0:
             continue
-        state = state_cache[slot]
+        state = dense(state_cache[slot])
         for t in range(q.shape[1]):
-            added = einsum(k[b, t].float(), v[b, t].float(), "h d, h e -> h d e")
+            added = einsum(dense(k[b, t]), dense(v[b, t]), "h d, h e -> h d e")
             state = kept * state + added
-            read = einsum(q[b, t].float(), state, "h d, h d e -> h e")
+            read = einsum(dense(q[b, t]), state, "h d, h d e -> h e")
             out[b, t] = (scale * read).to(out.dtype)
             if states_out is not None:
                 states_out[b, t] = state
         if states_out is None:
             state_cache[slot] = state
+
+
+def dense(x: Tensor) -> Tensor:
+    """Return a copy in fp32 that lies as every such copy does.
+
+    Products sum in an order that depends on strides and addresses, which may not change a bit.
+    """
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 
 def _walk(
@@ -169,16 +176,17 @@ def _walk(
     reverse, read_scale, write_scale = rule
     tokens, heads = key.shape[:2]
     before = 0 if reverse else 1
-    sources = [x.float() if x is not None else key.float() for x in (read, key, value)]
-    read_f, key_f, value_f = (x.flip(0) if reverse else x for x in sources)
-    carry = carry.float()
-    out = value_f.new_empty((tokens if read is not None else 0, heads, value.shape[-1]))
+    reads = read is not None
+    read = key if read is None else read
+    read_f, key_f, value_f = (dense(x.flip(0) if reverse else x) for x in (read, key, value))
+    carry = dense(carry)
+    out = value_f.new_empty((tokens if reads else 0, heads, value.shape[-1]))
     for begin in range(0, tokens, CHUNK):
         rows = slice(begin, min(begin + CHUNK, tokens))
         n = rows.stop - begin
         k, v = key_f[rows], value_f[rows]
         index = torch.arange(n, device=key.device)
-        if read is not None:
+        if reads:
             q = read_f[rows]
             apart = (index[:, None] - index).clamp(min=0)
             weights = torch.exp(-decay[:, None, None] * apart).tril()

@@ -10,7 +10,14 @@ from einops import einsum
 from torch import Tensor
 
 from ._call import LARGEST_RATE, BackwardTensors, Inputs
-from ._eager import Rule, all_sequences, decay_gradient, read_gradient, write_gradients
+from ._eager import (
+    Rule,
+    all_sequences,
+    decay_gradient,
+    dense,
+    read_gradient,
+    write_gradients,
+)
 from ._sharded import Sharded
 from ._shards import OnDevice, Sources
 
@@ -65,8 +72,7 @@ def correct(
     for run in on.corrected.tolist():
         rows = slice(starts[run], starts[run + 1])
         since = torch.arange(1, rows.stop - rows.start + 1)[:, None]
-        # in the order of memory: strides may not change a bit
-        reads = einsum(q[rows].float().contiguous(), before[run], "i h d, h d e -> i h e")
+        reads = einsum(dense(q[rows]), before[run], "i h d, h d e -> i h e")
         factors = scale * torch.exp(-rates * since)
         out[rows] = (out[rows].float() + factors[..., None] * reads).to(out.dtype)
 

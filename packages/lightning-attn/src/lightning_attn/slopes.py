@@ -54,7 +54,7 @@ def build_slopes(
     lower = 2 ** int(math.log2(num_heads))
     slopes = _of_power_of_two(lower)
     slopes += _of_power_of_two(2 * lower)[0::2][: num_heads - lower]
-    return torch.tensor([slope * factor for slope in slopes], dtype=torch.float32)
+    return torch.tensor([slope * factor for slope in slopes], dtype=torch.float32, device="cpu")
 
 
 def _of_power_of_two(heads: int) -> list[float]:
