@@ -16,13 +16,17 @@ FIXED = [
     ("sm_scale", 0.5, "use softmax_scale"),
     ("block_tables", None, "paged_attn_func of the package prefix-prefill"),
     ("cache_seqlens", None, "seqused_k"),
-    ("learnable_sink", None, "use sinks"),
-    ("s_aux", None, "use sinks"),
 ]
+SINKS = [("learnable_sink", None, "use sinks"), ("s_aux", None, "use sinks")]
 
 
-@pytest.mark.parametrize(("name", "value", "hint"), FIXED)
-@pytest.mark.parametrize("function", ["flash_attn_func", "attention_reference"])
+@pytest.mark.parametrize(
+    ("function", "name", "value", "hint"),
+    [
+        *(("flash_attn_func", *case) for case in FIXED),
+        *(("attention_reference", *case) for case in FIXED + SINKS),
+    ],
+)
 def test_an_argument_of_another_library_is_refused_with_a_hint(function, name, value, hint):
     q = torch.zeros(1, 3, 2, 8)
     with pytest.raises(TypeError, match=f"{name} is no argument here: .*{hint}"):
@@ -56,6 +60,19 @@ def test_none_in_a_window_is_no_limit(function, window):
     assert torch.equal(attend(q, q, q, window_size=window), attend(q, q, q, window_size=same))
     if window != (None, None):
         assert not torch.equal(attend(q, q, q, window_size=window), attend(q, q, q))
+
+
+@pytest.mark.parametrize("name", ["s_aux", "learnable_sink"])
+def test_sinks_have_other_names(name):
+    q, sinks = torch.randn(1, 7, 2, 8), torch.randn(2)
+    starts = torch.tensor([0, 7], dtype=torch.int32)
+    want = package.flash_attn_func(q, q, q, sinks=sinks)
+    assert not torch.equal(want, package.flash_attn_func(q, q, q))
+    assert torch.equal(package.flash_attn_func(q, q, q, **{name: sinks}), want)
+    args = *q.expand(3, -1, -1, -1), starts, starts, 7, 7
+    assert torch.equal(package.flash_attn_varlen_func(*args, **{name: sinks}), want[0])
+    with pytest.raises(ValueError, match=f"sinks and {name} are names of one argument"):
+        package.flash_attn_func(q, q, q, sinks=sinks, **{name: sinks + 1})
 
 
 def packed(dtype=torch.int32):

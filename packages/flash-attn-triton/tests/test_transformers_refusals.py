@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="the extra [transformers] is absent")
 
+import flash_attn_triton
 import flash_attn_triton.integrations.transformers as integration
 import transformers
 from flash_attn_triton import attention_reference
@@ -40,6 +42,23 @@ def test_sinks_under_two_names_raise(device):
     attend(device, s_aux=sinks, sinks=sinks)
     with pytest.raises(ValueError, match="s_aux and sinks are names of one argument"):
         attend(device, s_aux=sinks, sinks=sinks.clone())
+
+
+@pytest.mark.parametrize("padding", [None, models.LEFT])
+def test_sinks_reach_a_package_that_is_loaded_as_a_module(padding, device, monkeypatch):
+    """As ``transformers`` loads kernels: it passes on what the functions' signatures name."""
+    hub = importlib.import_module("transformers.integrations.hub_kernels")
+    monkeypatch.setattr(hub, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub, "get_kernel", lambda *args, **options: flash_attn_triton)
+    # a list of kernels, ours not among them
+    monkeypatch.setattr(
+        transformers.GptOssForCausalLM, "_compatible_flash_implementations", None, raising=False
+    )
+    inputs, keep = models.batch(device, padding), models.valid(models.batch(device, padding))
+    model = models.build(models.gpt_oss, device, "eager")
+    want = models.output_of(model, inputs)[keep]
+    model.set_attn_implementation("ours/module", allow_all_kernels=True)
+    models.assert_close(models.output_of(model, inputs)[keep], want)
 
 
 def test_an_unknown_keyword_raises(device):

@@ -40,6 +40,8 @@ def flash_attn_func(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     return_lse: bool = False,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Result:
     """Softmax attention over sequences of one length, forward and backward.
@@ -96,6 +98,8 @@ def flash_attn_func(
         out_scale: fp32, one element: an FP8 output stores ``out / out_scale``, saturated at the
             largest number of the dtype. Default: None.
         return_lse: return ``(out, lse)``. Default: False.
+        s_aux: the name of ``sinks`` in FlashAttention-3. Default: None.
+        learnable_sink: their name in FlashAttention-4. Default: None.
 
     Returns:
         ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the
@@ -111,6 +115,8 @@ def flash_attn_func(
     """
     if unknown:
         _options.refuse_unknown(unknown)
+    if s_aux is not None or learnable_sink is not None:
+        sinks = _options.one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     form = form_of(
         (q, k, v),
         (bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale),
@@ -193,6 +199,8 @@ def flash_attn_varlen_func(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
     **unknown: NoReturn,
 ) -> Result:
     """Softmax attention over packed sequences of different lengths, forward and backward.
@@ -227,6 +235,8 @@ def flash_attn_varlen_func(
         return_lse: return ``(out, lse)``. Default: False.
         seqused_k: int32 ``[batch]``, how many keys of each sequence count, at most its length: the
             first ones. Default: None (all).
+        s_aux: another name of ``sinks``. Default: None.
+        learnable_sink: likewise.
 
     Returns:
         ``out``, ``[tokens_q, heads_q, head_dim_v]``; or ``(out, lse)`` with ``lse`` fp32
@@ -244,6 +254,8 @@ def flash_attn_varlen_func(
         )
     if unknown:
         _options.refuse_unknown(unknown)
+    if s_aux is not None or learnable_sink is not None:
+        sinks = _options.one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
     if seqused_k is not None:
         seqused_k = as_int32(seqused_k)

@@ -54,6 +54,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils import TransformersKwargs
 from transformers.utils.import_utils import is_tracing
 
+from .._options import one_of
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ._masks import (
     Layout,
@@ -224,7 +225,7 @@ def attention_forward(
         "dropout_p": dropout,
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,
-        "sinks": _one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks),
+        "sinks": one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks),
         "deterministic": bool(deterministic),
     }
     pattern = _pattern_of_call(bool(is_causal), sliding_window)
@@ -280,14 +281,6 @@ def _check_others(others: dict[str, Any]) -> None:
                 f"{name}: not known to the triton attention, and it may change the result; load "
                 'the model with attn_implementation="eager"'
             )
-
-
-def _one_of(**names: Tensor | None) -> Tensor | None:
-    """Return the one argument that is given, of several names for one thing."""
-    given = {name: x for name, x in names.items() if x is not None}
-    if len({id(x) for x in given.values()}) > 1:
-        raise ValueError(f"{' and '.join(given)} are names of one argument, got several")
-    return next(iter(given.values()), None)
 
 
 def _warn_of_a_decoder(module: torch.nn.Module, queries: int) -> None:
