@@ -29,12 +29,16 @@ def operators() -> list[Any]:
 
 
 def arguments_of(operator: Any) -> list[Any]:
-    """Return an argument of each type, tensors on a CPU but the last one."""
+    """Return an argument of each type, tensors on a CPU but the last one.
+
+    Optional tensors are given to an operator that takes one tensor otherwise.
+    """
     here, away = (torch.zeros(1, device=device) for device in ("cpu", "meta"))
     arguments: list[Any] = []
-    for argument in operator._schema.arguments:
-        kind = str(argument.type)
-        if kind == "Tensor":
+    kinds = [str(argument.type) for argument in operator._schema.arguments]
+    tensors = {"Tensor", "Optional[Tensor]"} if kinds.count("Tensor") == 1 else {"Tensor"}
+    for kind in kinds:
+        if kind in tensors:
             arguments.append(here)
         elif kind == "List[Tensor]":
             arguments.append([here])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from flash_attn_triton import _ops
 from flash_attn_triton._configs import HopperBackwardTile
-from flash_attn_triton._kernels import backward_plans
-from flash_attn_triton._kernels.hopper import bias_plans, plans
+from flash_attn_triton._kernels import backward_plans as portable_plans
+from flash_attn_triton._kernels.hopper import backward_plans, bias_plans, plans
 
 from ._linked.numerics import Packed
 from ._numerics import Case, Shape, check, make_case, make_packed, run
@@ -49,7 +49,7 @@ def gradients(monkeypatch, biased, backward):
 
     def serve(tile, reverse=True):
         monkeypatch.setattr(plans, "hopper_bias_tile", lambda *_: FORWARD["plain"])
-        monkeypatch.setattr(plans, "hopper_backward_bias_tile", lambda *_: BACKWARD[tile])
+        monkeypatch.setattr(backward_plans, "hopper_backward_bias_tile", lambda *_: BACKWARD[tile])
         return backward(BACKWARD[tile], reverse)
 
     return serve
@@ -204,7 +204,7 @@ SUMMED = [
 
 @pytest.mark.parametrize(("tile", "shape", "features", "size"), SUMMED, ids=str)
 def test_gradient_of_the_bias(tile, shape, features, size, gradients, monkeypatch):
-    monkeypatch.setattr(backward_plans.BiasGradient, "__call__", None)  # the portable one
+    monkeypatch.setattr(portable_plans.BiasGradient, "__call__", None)  # the portable one
     new = bias_plans.BiasSum.new_gradients
     monkeypatch.setattr(  # tiles that nobody sees stay as they are
         bias_plans.BiasSum, "new_gradients", lambda *given: new(*given).fill_(torch.nan)

@@ -48,8 +48,8 @@ def test_portable_kernels_take_what_is_passed(kernel, parts):
 
 @pytest.mark.skipif(not has_gluon(), reason="this Triton has no Gluon")
 def test_kernels_for_hopper_take_what_is_passed():
+    from flash_attn_triton._kernels.hopper import backward_plans, bias_plans, plans, structures
     from flash_attn_triton._kernels.hopper import backward_structures as b
-    from flash_attn_triton._kernels.hopper import bias_plans, plans, structures
     from flash_attn_triton._kernels.hopper import parameters as p
 
     launched = [
@@ -57,8 +57,11 @@ def test_kernels_for_hopper_take_what_is_passed():
             plans.forward_kernel,
             (p.ForwardTensors, p.ForwardNumbers, structures.Options, structures.Tile),
         ),
-        (plans.backward_kernel, (b.Maps, b.Tensors, b.Numbers, b.Options, b.Tile)),
-        (plans.round_dq_kernel, (p.RoundingTensors, p.RoundingNumbers, p.RoundingConstants)),
+        (backward_plans.backward_kernel, (b.Maps, b.Tensors, b.Numbers, b.Options, b.Tile)),
+        (
+            backward_plans.round_dq_kernel,
+            (p.RoundingTensors, p.RoundingNumbers, p.RoundingConstants),
+        ),
         (
             bias_plans.sum_bias_kernel,
             (p.BiasSumTensors, p.BiasSumNumbers, p.BiasSumConstants),
