@@ -205,7 +205,7 @@ SPILLS = {
     (128, "packed"): (0, 16),
     (128, "left"): (16, 16),  # two loops and what runs on between tiles of queries
     (256, "causal"): (16, 56),  # the accumulators take 128 registers
-    (256, "rich"): (24, 48),
+    (256, "rich"): (24, 56),
     # in panels
     (80, "full"): (0, 16),
     (80, "packed"): (0, 32),
@@ -216,7 +216,7 @@ SPILLS = {
     (160, "full"): (0, 216),  # nearly all of it addresses
     (160, "causal"): (16, 192),
     (160, "packed"): (8, 200),
-    (160, "rich"): (0, 72),
+    (160, "rich"): (8, 72),
     (192, "causal"): (16, 48),
     (192, "rich"): (0, 40),
 }

@@ -215,6 +215,8 @@ def test_sequences_are_given_out_by_their_lengths(monkeypatch, device):
 # Bytes that may be spilled with Triton 3.6 and with later ones: numbers of the copying warp, which
 # has 24 registers, and of the walk between tiles of queries.
 SPILLS = (24, 120)
+# every feature at once: ALiBi's distances in fp32 stand beside the products
+RICH_SPILLS = (40, 192)
 
 
 @pytest.mark.aot
@@ -238,7 +240,8 @@ def test_builds(config, tmp_path):
     assert build.kernel == "prefill_kernel"
     assert build.shared <= GPUS[HOPPER].shared_limit, build
     assert not build.unset, build
-    assert build.spilled <= SPILLS[not IS_OLD], build
+    spills = RICH_SPILLS if config.rich else SPILLS
+    assert build.spilled <= spills[not IS_OLD], build
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in build.sass, instruction
     # of each warpgroup four products and as many waits: the assembler has added none of its own
