@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -120,28 +121,35 @@ def test_a_model_that_reads_its_masks_matches_eager(padding, device):
     [
         ("BloomModel", {"hidden_size": 16, "n_layer": 1, "n_head": 2}),
         ("XGLMModel", {"d_model": 16, "ffn_dim": 24, "num_layers": 1, "attention_heads": 2}),
+        ("TrOCRForCausalLM", {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}),
         ("SplinterModel", {**models.SIZES, "num_hidden_layers": 1}),
     ],
 )
 def test_a_model_whose_attention_cannot_be_replaced_is_refused(model, config, device):
-    config = getattr(transformers, model.replace("Model", "Config"))(**{"vocab_size": 48, **config})
+    config = getattr(transformers, re.sub("Model|ForCausalLM", "Config", model))(
+        **{"vocab_size": 48, **config}
+    )
     made = models.build(lambda: (getattr(transformers, model), config), device, models.NAME)
     with pytest.raises(ValueError, match=f"{model} has no interface for attention implement"):
         made(**models.batch(device))
 
 
-def test_a_decoder_that_says_it_is_not_causal_warns(device):
+@pytest.mark.parametrize("name", ["UMT5", "PegasusX"])
+def test_a_decoder_that_does_not_say_that_it_is_causal_matches_eager(name, device):
     sizes = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1}
-    config = transformers.UMT5Config(**sizes, num_heads=2, decoder_start_token_id=1)
-    model = models.build(
-        lambda: (transformers.UMT5ForConditionalGeneration, config), device, models.NAME
+    layers = {f"{part}_layers": 1 for part in ("encoder", "decoder")}
+    heads = {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")}
+    config = getattr(transformers, f"{name}Config")(
+        **(sizes | layers | heads), num_heads=2, decoder_start_token_id=1, pad_token_id=0
+    )
+    models_of = models.pair(
+        lambda: (getattr(transformers, f"{name}ForConditionalGeneration"), config), device
     )
     ids = models.batch(device)["input_ids"]
-    with pytest.warns(RuntimeWarning, match="UMT5Attention of a decoder has is_causal=False"):
-        model(input_ids=ids, decoder_input_ids=ids)
+    models.assert_close(*(m(input_ids=ids, decoder_input_ids=ids).logits for m in models_of))
 
 
-def test_a_causal_decoder_does_not_warn(device):
+def test_a_decoder_with_position_biases_matches_eager(device):
     model, eager = models.pair(models.t5, device)
     ids = models.batch(device)["input_ids"]
     models.assert_close(*(m(input_ids=ids, decoder_input_ids=ids).logits for m in (model, eager)))

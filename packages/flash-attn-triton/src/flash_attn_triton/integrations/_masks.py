@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import masking_utils
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils.import_utils import is_tracing
 
 if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
@@ -247,14 +247,17 @@ _ENCODERS = frozenset(
 )
 
 
-# models that combine masks with one of their own
-_READERS = frozenset({"doge"})
+# models whose masks are always written out: they combine them with one of their own, or their
+# decoders do not say that they are causal
+_READERS = frozenset({"doge", "pegasus_x", "umt5"})
 
 
 @cache
 def _refuse_models_without_an_interface(config_class: Hashable) -> None:
     """Raise for a model that asks this mask function, and then attends by itself."""
-    models = MODEL_MAPPING.get(config_class, None)
+    # a decoder alone (TrOCR's) has no entry in the first
+    found = (x.get(config_class, None) for x in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING))
+    models = next((x for x in found if x is not None), None)
     for model in models if isinstance(models, (tuple, list)) else (models,):
         names = "_supports_sdpa", "_supports_attention_backend", "_supports_flash_attn"
         if model is not None and not any(getattr(model, name, True) for name in names):

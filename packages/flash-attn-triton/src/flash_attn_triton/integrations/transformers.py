@@ -45,7 +45,6 @@ attention weights, paged caches, sparse indices, and any keyword that is not kno
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any, cast
 
 import torch
@@ -214,8 +213,6 @@ def attention_forward(
     _check_others(kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-        if not is_causal and attention_mask is None and not is_tracing(query):
-            _warn_of_a_decoder(module, query.shape[2])
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled() or (
             os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
@@ -281,18 +278,6 @@ def _check_others(others: dict[str, Any]) -> None:
                 f"{name}: not known to the triton attention, and it may change the result; load "
                 'the model with attn_implementation="eager"'
             )
-
-
-def _warn_of_a_decoder(module: torch.nn.Module, queries: int) -> None:
-    """Warn where a decoder's self-attention says that it is not causal, as UMT5's does."""
-    is_itself = getattr(module, "has_relative_attention_bias", False)
-    if queries > 1 and is_itself and getattr(module, "is_decoder", False):
-        warnings.warn(
-            f"{type(module).__name__} of a decoder has is_causal=False and gives no mask: its "
-            'queries see later tokens, as with attn_implementation="sdpa", but not with "eager"',
-            RuntimeWarning,
-            stacklevel=3,
-        )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
