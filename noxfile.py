@@ -384,6 +384,15 @@ def site(session: nox.Session) -> None:
     pytest(session, TOGETHER, "interpreter", "site", "-m", "site")
 
 
+@nox.session(requires=["build"], default=False)
+def architectures(session: nox.Session) -> None:
+    """Run models of transformers with our attention beside their own; -- NAME for some of them."""
+    install(session, "flash-attn-triton")
+    script = str(TOGETHER / "architectures.py")
+    environment = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
+    session.run("python", script, *session.posargs, env=environment)
+
+
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation in build/docs, and read it in Chromium; -- --site FOLDER."""
