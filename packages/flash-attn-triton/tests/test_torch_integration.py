@@ -14,9 +14,16 @@ from typing import Any
 import flash_attn_triton.integrations.torch as integration
 import pytest
 import torch
-from flash_attn_triton import attention_reference, varlen_attention_reference
+from attn_common import detect, fp8_dtype
+from flash_attn_triton import (
+    attention_reference,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    varlen_attention_reference,
+)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from ._linked.budget import Maker, assert_no_worse_than_eager, offsets
@@ -25,10 +32,10 @@ aten = torch.ops.aten
 
 
 @pytest.fixture
-def overrides(device: torch.device) -> Iterator[None]:
+def overrides(device: torch.device) -> Iterator[Any]:
     """Our kernels under the key of the device at hand."""
     held = integration._Overrides("CUDA" if device.type == "cuda" else "CPU")
-    yield
+    yield held
     held.remove()
 
 
@@ -185,10 +192,9 @@ def test_dropout_is_the_same_in_backward_and_follows_the_generator(device, overr
     ("arguments", "options"),
     [
         ((None, None, 4, 4, 0.0, False, True), {}),
-        ((None, None, 4, 4, 0.0, False, False), {"block_table": torch.zeros(1, 1).int()}),
         ((None, None, 4, 4, 0.0, False, False), {"seqused_k": torch.zeros(1).int()}),
     ],
-    ids=["debug mask", "block table", "seqused without lengths"],
+    ids=["debug mask", "seqused without lengths"],
 )
 def test_what_is_not_offered_raises(device, overrides, arguments, options):
     known = {a.name for a in aten._flash_attention_forward.default._schema.arguments}
@@ -198,6 +204,146 @@ def test_what_is_not_offered_raises(device, overrides, arguments, options):
     options = {name: value.to(device) for name, value in options.items()}
     with pytest.raises(NotImplementedError, match="as PyTorch's flash attention: no"):
         aten._flash_attention_forward(q, q, q, *arguments, **options)
+
+
+@pytest.mark.eager
+def test_paged_keys_name_who_serves_them(device, overrides):
+    known = {a.name for a in aten._flash_attention_forward.default._schema.arguments}
+    if "block_table" not in known:
+        pytest.skip("this torch's operator takes no block_table")
+    q, pages = torch.zeros(4, 2, 8, device=device), torch.zeros(3, 16, 2, 8, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    ends, used = offsets((4,), device), torch.ones(1, dtype=torch.int32, device=device)
+    who = r"call prefix_prefill\.integrations\.torch\.register\(\)"
+    with pytest.raises(NotImplementedError, match=who):
+        aten._flash_attention_forward(
+            q, pages, pages, ends, None, 4, 16, 0.0, False, False, seqused_k=used, block_table=table
+        )
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_queries_with_keys_of_fixed_length(device, overrides, is_causal):
+    m = Maker(device, torch.float32)
+    q, k, v = m.randn(6, 4, 16), m.randn(2, 9, 2, 16), m.randn(2, 9, 2, 16)
+    ends, used = offsets((1, 5), device), torch.tensor([4, 9], dtype=torch.int32, device=device)
+    got, got_lse, *_ = aten._flash_attention_forward(
+        q, k, v, ends, None, 5, 9, 0.0, is_causal, False, seqused_k=used
+    )
+    packed = k.flatten(0, 1), v.flatten(0, 1), ends, offsets((9, 9), device), 5, 9
+    options = {"causal": is_causal, "seqused_k": used, "return_lse": True}
+    want, want_lse = varlen_attention_reference(q, *packed, **options)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got_lse, want_lse)
+    with pytest.raises(NotImplementedError, match="no gradient with cum_seq_k=None"):
+        aten._flash_attention_forward(q.requires_grad_(), k, v, ends, None, 5, 9, 0.0, False, False)
+
+
+def quantized(m: Maker, shape: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """FP8 tensors, heads first, and their descales ``[batch, heads]``."""
+    dtype = getattr(torch, fp8_dtype(detect(m.device)))
+    tensors = [(m.randn(*shape) * 8).to(dtype) for _ in "qkv"]
+    return tensors, [m.uniform(*shape[:2], low=0.1, high=0.2) for _ in "qkv"]
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_quantized_overloads_match_what_the_package_computes(device, overrides, packed, is_causal):
+    if not detect(device).supports_fp8:
+        pytest.skip("no FP8 on this GPU")
+    inputs, descales = quantized(Maker(device, torch.float32), (2, 4, 24, 16))
+    tokens = heads_first(*inputs)
+    names = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    if packed:
+        flat = [t.flatten(0, 1) for t in tokens]
+        ends = offsets((24, 24), device), offsets((24, 24), device), 24, 24
+        got, lse, *_ = aten._flash_attention_forward.quantized(
+            *flat, *ends, 0.0, is_causal, False, *descales
+        )
+        want, want_lse = flash_attn_varlen_func(
+            *flat, *ends, causal=is_causal, return_lse=True, **names
+        )
+    else:
+        got, lse, *_ = aten._scaled_dot_product_flash_attention.quantized(
+            *inputs, *descales, 0.0, is_causal
+        )
+        want, want_lse = flash_attn_func(*tokens, causal=is_causal, return_lse=True, **names)
+        want = want.transpose(1, 2)
+        assert got.stride() == inputs[0].stride()
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, want)
+    assert torch.equal(lse, want_lse)
+    exact = [t.double() * x[..., None, None] for t, x in zip(inputs, descales, strict=True)]
+    oracle = attention_reference(*heads_first(*exact), causal=is_causal)
+    error = (got.unflatten(0, (2, 24)) if packed else got.transpose(1, 2)).double() - oracle
+    assert error.abs().max() < 0.1 * oracle.abs().max()
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("position", "wrong", "message"),
+    [
+        (0, torch.ones(2, 4, dtype=torch.float64), "q_descale must be torch.float32"),
+        (1, torch.ones(4), r"k_descale must have one element or shape \[2, 4\], got \[4\]"),
+    ],
+)
+def test_wrong_descales_raise(device, overrides, position, wrong, message):
+    if not detect(device).supports_fp8:
+        pytest.skip("no FP8 on this GPU")
+    inputs, descales = quantized(Maker(device, torch.float32), (2, 4, 24, 16))
+    descales[position] = wrong.to(device)
+    operator = aten._scaled_dot_product_flash_attention.quantized
+    with pytest.raises((TypeError, ValueError), match=message):
+        operator(*inputs, *descales)
+    with pytest.raises(NotImplementedError, match=r"no q_descale for inputs of torch\.float16"):
+        operator(*(t.half() for t in inputs), torch.ones(1, device=device), None, None)
+
+
+@pytest.fixture
+def selection(monkeypatch):
+    """Which backend ``varlen_attn`` chooses where cuDNN would take every call."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if not hasattr(varlen, "_select_backend"):
+        pytest.skip("this torch does not choose among backends in varlen_attn")
+    monkeypatch.setattr(varlen, "_cudnn_rejection_reasons", lambda *_: [])
+
+    def choose(block_table: Tensor | None = None) -> SDPBackend:
+        q, ends = torch.zeros(4, 2, 8), offsets((4,), "cpu")
+        number = varlen._select_backend(q, q, q, ends, ends, 4, [-1, 0], None, block_table, None)
+        return next(x for x in SDPBackend.__members__.values() if x.value == number)
+
+    return choose
+
+
+@pytest.mark.eager
+def test_varlen_attn_comes_here_before_it_goes_to_cudnn(device, overrides, selection):
+    cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
+    assert selection() == flash
+    assert selection(torch.zeros(1, 1, dtype=torch.int32)) == cudnn
+    with sdpa_kernel(cudnn):
+        assert selection() == cudnn
+    with sdpa_kernel([cudnn, flash], set_priority=True):
+        assert selection() == cudnn
+    with sdpa_kernel([flash, cudnn], set_priority=True):
+        assert selection() == flash
+    # traced, too
+    q, ends = torch.zeros(4, 2, 8, device=device), offsets((4,), device)
+    attend = torch.compile(varlen_attn, backend="eager", fullgraph=True)
+    assert attend(q, q, q, ends, ends, 4, 4, window_size=(-1, 0)).shape == q.shape
+    overrides.remove()
+    assert selection() == cudnn
+
+
+@pytest.mark.eager
+def test_an_unknown_choice_of_backends_is_left_alone(device, monkeypatch):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    unknown = lambda query: 0  # noqa: E731
+    monkeypatch.setattr(varlen, "_select_backend", unknown, raising=False)
+    with pytest.warns(RuntimeWarning, match="use sdpa_kernel"):
+        held = integration._Overrides("CPU")
+    assert varlen._select_backend is unknown
+    held.remove()
 
 
 @pytest.mark.eager
