@@ -336,6 +336,27 @@ def test_varlen_attn_comes_here_before_it_goes_to_cudnn(device, overrides, selec
 
 
 @pytest.mark.eager
+def test_varlen_attn_of_torch_2_14_comes_here_before_it_goes_to_cudnn(device, monkeypatch):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+
+    def can_use_cudnn(
+        query, key, value, max_q, window_size, enable_gqa=False, seqused_k=None, block_table=None,
+        num_splits=None,
+    ):  # fmt: skip
+        return True
+
+    monkeypatch.delattr(varlen, "_select_backend", raising=False)
+    monkeypatch.setattr(varlen, "_can_use_cudnn", can_use_cudnn, raising=False)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    held = integration._Overrides("CUDA" if device.type == "cuda" else "CPU")
+    assert not varlen._can_use_cudnn(None, None, None, 4, [-1, -1])
+    assert not varlen._can_use_cudnn(None, None, None, 4, [-1, -1], False, None, None, None)
+    assert varlen._can_use_cudnn(None, None, None, 4, [-1, -1], False, None, table, None)
+    held.remove()
+    assert varlen._can_use_cudnn is can_use_cudnn
+
+
+@pytest.mark.eager
 def test_an_unknown_choice_of_backends_is_left_alone(device, monkeypatch):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     unknown = lambda query: 0  # noqa: E731

@@ -1,4 +1,4 @@
-"""Which backend ``torch.nn.attention.varlen.varlen_attn`` chooses, from PyTorch 2.15 on."""
+"""Which backend ``torch.nn.attention.varlen.varlen_attn`` chooses, from PyTorch 2.14 on."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from typing import Any
 
 import torch
 
-# arguments of the function by which PyTorch 2.15 chooses a backend for varlen_attn
-_SELECTED_BY = (
-    "query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "window_size", "seqused_k",
-    "block_table", "num_splits",
-)  # fmt: skip
+# the functions that choose, of PyTorch 2.15 and of 2.14, and their arguments; earlier versions
+# always take the flash backend
+_CHOICES = {
+    "_select_backend": (
+        "query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "window_size", "seqused_k",
+        "block_table", "num_splits",
+    ),
+    "_can_use_cudnn": (
+        "query", "key", "value", "max_q", "window_size", "enable_gqa", "seqused_k", "block_table",
+        "num_splits",
+    ),
+}  # fmt: skip
 
 
 def take_varlen() -> Callable[[], None]:
     """Prefer flash attention in ``varlen_attn`` where PyTorch would prefer cuDNN.
+
+    Calls with pages are left alone.
 
     Returns:
         A function that undoes it.
@@ -26,10 +35,11 @@ def take_varlen() -> Callable[[], None]:
     from torch.nn.attention import varlen
 
     module: Any = varlen
-    original = getattr(module, "_select_backend", None)
-    if original is None:  # up to 2.14, where cuDNN comes after the flash backend, or never
+    name = next((x for x in _CHOICES if hasattr(module, x)), None)
+    if name is None:
         return lambda: None
-    if tuple(inspect.signature(original).parameters) != _SELECTED_BY:
+    original, names = getattr(module, name), _CHOICES[name]
+    if tuple(inspect.signature(original).parameters) != names:
         warnings.warn(
             f"varlen_attn of PyTorch {torch.__version__} chooses a backend in a way that is not "
             "known here: use sdpa_kernel(SDPBackend.FLASH_ATTENTION) to get these kernels",
@@ -37,18 +47,28 @@ def take_varlen() -> Callable[[], None]:
             stacklevel=6,
         )
         return lambda: None
-    flash = module._FLASH_ATTENTION_BACKEND
-    is_ordered = module._is_sdp_priority_order_active
+    paged = names.index("block_table")
 
-    def select(*arguments: Any) -> int:
-        is_paged = arguments[8] is not None
-        if not is_paged and not is_ordered() and torch._C._get_flash_sdp_enabled():
-            return flash  # type: ignore[no-any-return]
-        return original(*arguments)  # type: ignore[no-any-return]
+    def select_backend(*arguments: Any) -> Any:
+        # an order that was set, and a backend that is not enabled, are the user's choice
+        if (
+            arguments[paged] is None
+            and not module._is_sdp_priority_order_active()
+            and torch._C._get_flash_sdp_enabled()
+        ):
+            return module._FLASH_ATTENTION_BACKEND
+        return original(*arguments)
+
+    def can_use_cudnn(*arguments: Any) -> Any:
+        # the backward pass asks with the first arguments alone, and has no pages
+        is_paged = len(arguments) > paged and arguments[paged] is not None
+        return is_paged and original(*arguments)
+
+    chosen = select_backend if name == "_select_backend" else can_use_cudnn
 
     def restore() -> None:
-        if module._select_backend is select:
-            module._select_backend = original
+        if getattr(module, name) is chosen:
+            setattr(module, name, original)
 
-    module._select_backend = select
+    setattr(module, name, chosen)
     return restore

@@ -19,10 +19,11 @@ parallelism. The CUDA kernels of seven operators of ``aten`` are replaced:
 for FP8, their backward operators, and ``_flash_attention_forward_no_dropout_inplace``. On CPU
 tensors nothing changes.
 
-PyTorch 2.15 gives ``varlen_attn`` to cuDNN first, where cuDNN can compute it. While registered, it
-comes here first, if it is enabled: ``sdpa_kernel(SDPBackend.CUDNN_ATTENTION)`` and an order that
-was set with ``set_priority=True`` are obeyed. Paged keys and values (``block_table``) are served by
-the package prefix-prefill, by ``prefix_prefill.integrations.torch.register()``.
+From 2.14 on, PyTorch gives ``varlen_attn`` to cuDNN first, where cuDNN can compute it. While
+registered, it comes here first; with PyTorch 2.15 ``sdpa_kernel(SDPBackend.CUDNN_ATTENTION)``, and
+an order that was set with ``set_priority=True``, are obeyed. Paged keys and values
+(``block_table``) are served by the package prefix-prefill, by
+``prefix_prefill.integrations.torch.register()``.
 
 In these operators, ``is_causal`` is aligned to the bottom right, as it is here; the dispatcher of
 ``scaled_dot_product_attention``, whose own alignment is to the top left, gives them no causal

@@ -3,6 +3,7 @@
 Nothing here is imported, and nothing registered, by ``import prefix_prefill``: each module is
 imported by name.
 
+* :mod:`prefix_prefill.integrations.torch`: ``torch.nn.attention.varlen`` with pages.
 * :mod:`prefix_prefill.integrations.transformers`: continuous batching of Hugging Face models
   (needs the extra ``prefix-prefill[transformers]``).
 """
