@@ -153,3 +153,37 @@ def launch_rows(config: Config, batch: int = 16, queries: int = 1) -> None:
             q, k_cache, v_cache, lengths, None, lengths, None, None, None, None,
             torch.empty_like(q), None, 0, d**-0.5, -1, 0, 0.0, config.splits,
         )  # fmt: skip
+
+
+def launch_mla(
+    config: Config, tokens: int = 64, batch: int = 64, max_q: int = 1, hopper: bool = False
+) -> None:
+    """Run the launcher of multi-head latent attention on meta tensors; ``group`` heads."""
+    from prefix_prefill._kernels.mla_plans import launch_mla as launch
+    from prefix_prefill._mla_call import MlaOptions, MlaTensors
+
+    dtype, int32 = getattr(torch, config.dtype), torch.int32
+    q = meta(tokens, config.group, config.head_dim, dtype=dtype)
+    cache = meta(
+        100, config.page, config.head_dim, dtype=getattr(torch, config.cache or config.dtype)
+    )
+    small = [meta(batch, 64, dtype=int32), meta(batch + 1, dtype=int32), meta(batch, dtype=int32)]
+    out = meta(tokens, config.group, config.head_dim - 64, dtype=dtype)
+    lse, descale = meta(config.group, tokens), meta(1) if config.cache else None
+    x = MlaTensors(q, cache, *small, None, descale, out, lse)
+    with contextlib.nullcontext() if hopper else only_portable():
+        launch(x, max_q, 8192, MlaOptions(0.1, True, config.splits))
+
+
+def launch_mla_write(config: Config, tokens: int = 1024) -> None:
+    """Run the launcher that writes into a cache of latent vectors on meta tensors."""
+    from prefix_prefill._kernels.mla_plans import launch_mla_write as launch
+    from prefix_prefill._mla_call import MlaWriteTensors
+
+    dtype = getattr(torch, config.dtype)
+    new = [meta(tokens, d, dtype=dtype) for d in (config.head_dim - 64, 64)]
+    cache = meta(
+        100, config.page, config.head_dim, dtype=getattr(torch, config.cache or config.dtype)
+    )
+    scale = meta(1) if config.cache else None
+    launch(MlaWriteTensors(*new, cache, meta(tokens, dtype=torch.int64), scale))

@@ -23,6 +23,8 @@ from ._aot import (
     launch_cache,
     launch_decode,
     launch_merge,
+    launch_mla,
+    launch_mla_write,
     launch_rows,
 )
 from ._linked.gpus import GPUS, chosen, compiling, recording
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.aot
 
 MIXED, DECODE, CACHE, MERGE = "mixed", "decode", "cache", "merge"
 APPEND, ROWS = "append", "rows"
+MLA, MLA_WRITE = "mla", "mla_write"
 LAUNCHERS = {
     MIXED: launch_attention,
     DECODE: launch_decode,
@@ -38,6 +41,8 @@ LAUNCHERS = {
     MERGE: launch_merge,
     APPEND: launch_append,
     ROWS: launch_rows,
+    MLA: launch_mla,
+    MLA_WRITE: launch_mla_write,
 }
 FP8 = {"nvidia:sm_90": "float8_e4m3fn", "nvidia:sm_100": "float8_e4m3fn"}
 FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
@@ -48,6 +53,8 @@ SPILLS: dict[str, tuple[int, str]] = {
     "* *-tree _paged_kernel": (32, "rows of 512 bytes and up, in tiles half as high as others"),
     "nvidia:sm_90 d16-bfloat16-uint8-p16-g4 *": (16, "products with a quarter of few columns"),
     "nvidia:sm_90 d256-bfloat16-*int8-p16-g4 *": (136, "prefill alone; decoding spills nothing"),
+    "amd:gfx1100 d576-*": (600, "a row of 512 sums in fp32 is more than it has registers for"),
+    "amd:gfx9* d576-float32-*": (240, "a row of keys in fp32 takes 144 registers as an operand"),
     "amd:gfx1100 *": (64, "its matrix instructions want operands twice; no such GPU to tune on"),
 }
 
@@ -76,6 +83,9 @@ def principal() -> list[tuple[str, str, Config]]:
         (hopper, DECODE, Config(256, splits=4)),
         (hopper, DECODE, Config(128, cache="uint8")),
         ("nvidia:sm_80", DECODE, Config(128, "float32")),
+        (hopper, MLA, Config(576, cache=FP8[hopper], page=64, group=128)),
+        (amd, MLA, Config(576, group=16, splits=4)),
+        (hopper, MLA_WRITE, Config(576, cache=FP8[hopper])),
     ]
 
 
@@ -107,6 +117,10 @@ def everything() -> list[tuple[str, str, Config]]:
         cases += [(gpu, way, Config(128, cache=cache)) for way in (MIXED, CACHE, APPEND)]
     for d, cache in itertools.product((16, 64, 256), ("int8", "uint8")):
         cases += [("nvidia:sm_90", MIXED, Config(d, cache=cache))]
+    for gpu, dtype in itertools.product(GPUS, ("bfloat16", "float32")):
+        cases += [(gpu, MLA, Config(576, dtype, page=64, group=h, splits=4)) for h in (16, 128)]
+        cases += [(gpu, MLA_WRITE, Config(576, dtype))]
+    cases += [(gpu, MLA, Config(576, cache=dtype, group=16)) for gpu, dtype in FP8.items()]
     # a page of a token each, and dtypes and splits that the rest leaves out
     cases += [(gpu, DECODE, Config(80, "float16", page=1)) for gpu in GPUS]
     cases += [(gpu, DECODE, Config(64, group=1)) for gpu in GPUS]

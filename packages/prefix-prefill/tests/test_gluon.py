@@ -39,7 +39,7 @@ def serve(monkeypatch):
     real = hopper_plans.prefill_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(plans, "takes_hopper", lambda *_: True)
-    monkeypatch.setattr(tile_plan, "_count_processors", lambda _: 2)
+    monkeypatch.setattr(tile_plan, "count_processors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
         monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
     kernels = []

@@ -27,6 +27,8 @@ from prefix_prefill._kernels import (
     kvcache,
     kvcache_plans,
     merge,
+    mla,
+    mla_parameters,
     parameters,
     plans,
     primitives,
@@ -43,6 +45,7 @@ from prefix_prefill._kernels.hopper import structures as hopper
 from prefix_prefill._kernels.hopper._linked import tickets
 from prefix_prefill._kernels.launch import runtime
 from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._mla_call import MlaTensors, MlaWriteTensors
 
 from ._linked.gpus import absent_gpu
 
@@ -74,12 +77,21 @@ ENTRIES = [
         kvcache._pages_kernel, parameters.PagePointers, parameters.PageCounts, parameters.PageTile,
     ),
     (
+        mla._mla_kernel, mla_parameters.MlaPointers, mla_parameters.MlaCounts,
+        mla_parameters.MlaStrides, mla_parameters.MlaOptions, parameters.Schedule,
+        mla_parameters.MlaTile,
+    ),
+    (
+        mla._mla_write_kernel, mla_parameters.MlaWritePointers, mla_parameters.MlaWriteNumbers,
+        mla_parameters.MlaWriteTile,
+    ),
+    (
         hopper_attention.prefill_kernel, hopper.Arguments, hopper.Scores, hopper.Counts,
         hopper.Strides, hopper.Options, hopper.Tile,
     ),
 ]  # fmt: skip
 DEVICE_MODULES = [
-    attention, cache, kvcache, merge, primitives, queries, results, schedule, walk, words,
+    attention, cache, kvcache, merge, mla, primitives, queries, results, schedule, walk, words,
     hopper_attention, producer,
 ]  # fmt: skip
 MOST_ARGUMENTS = 12
@@ -99,6 +111,10 @@ def test_an_entry_takes_the_fields_of_what_the_host_makes(entry):
 def test_the_tensors_of_a_call_are_in_the_order_of_the_kernel():
     """Plans pass them on as they are."""
     assert [f"{name}_ptr" for name in WriteTensors._fields] == [*parameters.WritePointers._fields]
+    writes = [f"{name}_ptr" for name in MlaWriteTensors._fields]
+    assert writes == [*mla_parameters.MlaWritePointers._fields]
+    ordered = [f"{name}_ptr" for name in MlaTensors._fields]
+    assert [*ordered, "part_out_ptr", "part_lse_ptr"] == [*mla_parameters.MlaPointers._fields]
     names = [f"{name}_ptr" for name in AppendTensors._fields]
     assert names == [*parameters.AppendPointers._fields]
     parts = ["part_out_ptr", "part_lse_ptr"]
@@ -107,7 +123,7 @@ def test_the_tensors_of_a_call_are_in_the_order_of_the_kernel():
 
 
 def test_what_a_kernel_is_compiled_with_is_in_upper_case():
-    for module in (parameters, structures, hopper):
+    for module in (parameters, mla_parameters, structures, hopper):
         for structure in vars(module).values():
             fields = getattr(structure, "_fields", ())
             assert len({name.isupper() for name in fields}) <= 1, structure

@@ -5,6 +5,8 @@ from .cascade import shared_prefix_attn_func
 from .dropin import chunked_prefill_paged_decode, context_attention_fwd
 from .kvcache import flash_attn_with_kvcache
 from .merge import merge_attn_states
+from .mla import mla_attn_func, mla_cache_write
+from .mla_reference import mla_attention_reference
 from .reference import paged_attention_reference
 from .validate import validate_paged, validate_slot_mapping
 
@@ -14,6 +16,9 @@ __all__ = [
     "context_attention_fwd",
     "flash_attn_with_kvcache",
     "merge_attn_states",
+    "mla_attention_reference",
+    "mla_attn_func",
+    "mla_cache_write",
     "paged_attention_reference",
     "paged_attn_func",
     "reshape_and_cache",

@@ -55,7 +55,7 @@ class TilePlan:
         self.batch, self.heads_k = x.seqlens_k.shape[0], cache_sizes(x.k_cache).heads_k
         self.head_dim = x.q.shape[2]
         self.group = x.q.shape[1] // self.heads_k
-        self.processors = _count_processors(x.q.device)
+        self.processors = count_processors(x.q.device)
         tiles = cdiv(max(1, most) * self.group, tile.block_m) if self.is_short else 0
         self.units = self.batch * tiles if has_any else 0
         self.fill_tokens = FILL_TOKENS if self.is_short and options.fill_padding else 0
@@ -226,7 +226,8 @@ def _options_of(x: Tensors, options: Options) -> parameters.Options:
 _processors: dict[torch.device, int] = {}
 
 
-def _count_processors(device: torch.device) -> int:
+def count_processors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has, or would have."""
     if device.type != "cuda":
         return processors(detect(device))
     if device not in _processors:
