@@ -393,6 +393,17 @@ def architectures(session: nox.Session) -> None:
     session.run("python", script, *session.posargs, env=environment)
 
 
+@nox.session(requires=["build"], default=False)
+def vllm(session: nox.Session) -> None:
+    """Run the tests of prefix-prefill's backend for vLLM on vLLM's own code, on the CPU."""
+    install(session, "prefix-prefill")
+    session.install("--no-compile", "--no-deps", *group("vllm", PROJECTS["prefix-prefill"]))
+    path = ROOT / "packages" / "prefix-prefill"
+    # what vLLM warns of as it is imported is no concern of these tests
+    report = "prefix-prefill-vllm"
+    pytest(session, path, "eager", report, "tests/test_vllm.py", "-W", "ignore")
+
+
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation in build/docs, and read it in Chromium; -- --site FOLDER."""

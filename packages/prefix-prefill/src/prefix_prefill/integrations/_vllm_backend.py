@@ -1,0 +1,336 @@
+"""The classes of vLLM's attention backend; see :mod:`prefix_prefill.integrations.vllm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from attn_common import detect, fp8_dtype
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from ..api import paged_attn_func, reshape_and_cache
+
+FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+_LARGEST_HEAD_DIM = 256
+
+
+class PagedAttentionBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM asks before it takes a backend."""
+
+    supported_dtypes: ClassVar = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[PagedAttentionImpl]:
+        return PagedAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedMetadataBuilder]:
+        return PagedMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        # other sizes are right as well, but a tile of keys then begins within a page
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= _LARGEST_HEAD_DIM
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (*_ENCODERS, AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> str | None:
+        """Return why this backend does not serve these together, if so."""
+        capability = tuple(device_capability)
+        if capability < (8, 0):
+            return f"compute capability 8.0 or newer is needed, got {capability}"
+        if kv_cache_dtype in FP8 and capability < (8, 9):
+            return f"an FP8 cache needs compute capability 8.9 or newer, got {capability}"
+        if kv_cache_dtype in FP8 and dtype is torch.float32:
+            return "an FP8 cache is for models in fp16 or bf16"
+        return None
+
+
+@dataclass
+class PagedMetadata(AttentionMetadata):  # type: ignore[misc]
+    """What the layers of a step share.
+
+    Attributes:
+        num_actual_tokens: the tokens of the step, without padding behind them.
+        max_query_len: the most queries of a sequence.
+        max_seq_len: the most keys of a sequence; an upper bound.
+        query_start_loc: where sequences begin, int32 ``[batch + 1]``.
+        seq_lens: keys of each sequence, int32 ``[batch]``.
+        block_table: its pages, int32 ``[batch, max_blocks]``.
+        causal: whether a query sees no later keys.
+    """
+
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+    causal: bool
+
+
+class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ignore[misc]
+    """Hands a step's tensors on: the kernels take them as vLLM has them."""
+
+    # A graph holds the most queries of a sequence of the batch that it was captured with. Of a
+    # mixed batch another may have more.
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    # these tensors are vLLM's own, which it fills anew
+    supports_draft_decode_metadata_update = True
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PagedMetadata:
+        """Make the metadata of one step."""
+        x = common_attn_metadata
+        if not isinstance(x.causal, bool):
+            raise NotImplementedError("causal must be one bool for all sequences, got a tensor")
+        if x.mm_req_doc_ranges is not None or x.rswa_prefix_lens is not None:
+            raise NotImplementedError(
+                "mm_req_doc_ranges and rswa_prefix_lens must be None: multimodal prefixes and "
+                "reference windows are not served"
+            )
+        return PagedMetadata(
+            num_actual_tokens=x.num_actual_tokens,
+            max_query_len=x.max_query_len,
+            max_seq_len=x.max_seq_len,
+            query_start_loc=x.query_start_loc,
+            seq_lens=x.seq_lens,
+            block_table=x.block_table_tensor,
+            causal=x.causal,
+        )
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> PagedMetadata:
+        """Make metadata by which a graph serves sequences up to the longest."""
+        metadata = self.build(0, common_attn_metadata)
+        metadata.max_seq_len = self.vllm_config.model_config.max_model_len
+        return metadata
+
+    def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
+        """Leave it as it is: nothing in it is computed."""
+
+
+class PagedAttentionImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]
+    """The attention of one layer.
+
+    Args:
+        num_heads: heads of the queries.
+        head_size: the head dimension, a multiple of 8 up to 256.
+        scale: factor of the scores.
+        num_kv_heads: heads of keys and values. Default: None, ``num_heads``.
+        alibi_slopes: a slope per head. Default: None.
+        sliding_window: keys that a query sees, its own included. Default: None, all.
+        kv_cache_dtype: "auto", the model's dtype, or an FP8 dtype. Default: "auto".
+        logits_soft_cap: cap of the scores. Default: None.
+        attn_type: decoder, encoder or cross-attention. Default: decoder.
+        kv_sharing_target_layer_name: the layer whose cache this one reads; vLLM writes it once.
+        sinks: one more logit per head in the denominator, ``[num_heads]``. Default: None.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.attn_type = attn_type
+        self.sinks = sinks
+        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.alibi_slopes = None
+        if alibi_slopes is not None:
+            # where vLLM makes the model's parameters
+            self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.is_encoder = attn_type in _ENCODERS
+        self.window = (-1, -1)
+        if sliding_window is not None:
+            left = sliding_window - 1
+            self.window = left, left if self.is_encoder else 0
+        self.fp8_dtype = _fp8_dtype(kv_cache_dtype)
+        if self.is_encoder and self.fp8_dtype is not None:
+            raise NotImplementedError(
+                f"kv_cache_dtype must be 'auto' for an encoder, which has no cache, got "
+                f"{kv_cache_dtype!r}"
+            )
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Say whether the output may be FP8 with one scale."""
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+        return bool(quant_key == kFp8StaticTensorSym)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PagedMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Compute attention of a step's tokens into ``output``.
+
+        Args:
+            layer: vLLM's layer, which has the scales of an FP8 cache, ``_k_scale`` and ``_v_scale``
+                (fp32, one element or ``[num_kv_heads]``).
+            query: ``[tokens, num_heads, head_size]``; behind the step's tokens padding.
+            key: ``[tokens, num_kv_heads, head_size]``; read in an encoder, whose are
+                not in a cache.
+            value: likewise.
+            kv_cache: ``[blocks, num_kv_heads, block_size, 2 * head_size]``, of any strides: a
+                token's key, then its value.
+            attn_metadata: the step's; None while vLLM measures memory, which gives zeros.
+            output: ``[tokens, num_heads, head_size]``.
+            output_scale: fp32, one element, for an FP8 ``output``. Default: None.
+            output_block_scale: not supported. Default: None.
+
+        Returns:
+            ``output``.
+
+        Raises:
+            NotImplementedError: if ``output_block_scale`` is given.
+        """
+        if output_block_scale is not None:
+            raise NotImplementedError("output_block_scale must be None: outputs have one scale")
+        if attn_metadata is None:
+            return output.fill_(0)
+        tokens = attn_metadata.num_actual_tokens
+        given: dict[str, Any] = {}
+        if self.is_encoder:
+            given["k"], given["v"] = key[:tokens], value[:tokens]
+            k_cache, v_cache = _no_pages(key), _no_pages(value)
+        else:
+            k_cache, v_cache = self._pages(kv_cache)
+        if self.fp8_dtype is not None:
+            given["k_descale"], given["v_descale"] = layer._k_scale, layer._v_scale
+        paged_attn_func(
+            query[:tokens],
+            k_cache,
+            v_cache,
+            attn_metadata.block_table,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.max_query_len,
+            attn_metadata.max_seq_len,
+            softmax_scale=self.scale,
+            causal=attn_metadata.causal and not self.is_encoder,
+            window_size=self.window,
+            softcap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            out=output[:tokens],
+            out_scale=output_scale,
+            **given,
+        )
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write a step's keys and values into the cache; an encoder has none."""
+        if self.is_encoder:
+            return
+        scales = {}
+        if self.fp8_dtype is not None:
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        reshape_and_cache(key, value, *self._pages(kv_cache), slot_mapping, **scales)
+
+    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, each ``[blocks, block_size, num_kv_heads, head_size]``."""
+        pages = kv_cache.transpose(1, 2)
+        if self.fp8_dtype is not None:
+            pages = pages.view(self.fp8_dtype)
+        return pages[..., : self.head_size], pages[..., self.head_size :]
+
+
+def _fp8_dtype(kv_cache_dtype: str) -> torch.dtype | None:
+    """Return how this platform's GPUs store an FP8 cache; None is a cache of the model's dtype."""
+    if kv_cache_dtype not in FP8:
+        return None
+    e4m3 = fp8_dtype(detect())
+    name = e4m3.replace("e4m3fn", "e5m2") if kv_cache_dtype == "fp8_e5m2" else e4m3
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _no_pages(x: Tensor) -> Tensor:
+    """Return a cache of one page of one token, which no sequence has."""
+    return x[:1].unsqueeze(0)
