@@ -1,4 +1,4 @@
-"""The worked example: answers below one prompt train as answers with a prompt each."""
+"""The worked examples: what trains with this package trains as what it replaces."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import pytest
 import torch
 from flash_attn_triton._linked.host.forms import interpreted
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train_grouped_answers.py"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def load(name, monkeypatch):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
 def example(monkeypatch):
-    spec = importlib.util.spec_from_file_location("train_grouped_answers", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "train_grouped_answers", module)
-    spec.loader.exec_module(module)
-    return module
+    return load("train_grouped_answers", monkeypatch)
 
 
 @pytest.mark.device
@@ -46,3 +50,31 @@ def test_the_example_as_it_stands(example, device, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", arguments)
     assert example.main() == 0
     assert "largest difference" in capsys.readouterr().out
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("name", ["evoformer", "t5"])
+def test_learned_biases_on_the_kernels(name, device, monkeypatch):
+    module = load("learned_bias", monkeypatch)
+    losses, apart = module.train(name, 2, 20, str(device))
+    assert len(losses) == 2
+    assert apart < 1e-4
+
+
+@pytest.mark.device
+def test_sinks_on_the_kernels(device, monkeypatch):
+    losses = load("train_sinks", monkeypatch).train(2, 2, 20, str(device))
+    assert losses["fused"] == pytest.approx(losses["written out"], abs=1e-4)
+
+
+@pytest.mark.eager
+@pytest.mark.skipif(interpreted(), reason="slow, and the tests above show the kernels")
+@pytest.mark.parametrize(("name", "steps"), [("learned_bias", "20"), ("train_sinks", "40")])
+def test_examples_as_they_stand(name, steps, device, monkeypatch, capsys):
+    module = load(name, monkeypatch)
+    monkeypatch.setattr(sys, "argv", [name, "--device", str(device), "--steps", steps])
+    assert module.main() == 0
+    assert "largest difference" in capsys.readouterr().out
+    # what is not computed shows
+    monkeypatch.setattr(module, "fused", lambda *x, **_: x[2])
+    assert module.main() == 1
