@@ -15,9 +15,10 @@ def run(body, *arrays, target="trn2", strict=False, programs=1, execute=True):
     return kernel(*arrays)
 
 
-def trace(body, *arrays, target="trn2", execute=True):
+def trace(body, *arrays, target="trn2", programs=1, execute=True):
     """Run a body, and return its trace."""
     kernel = simulate(body, target, execute=execute)
+    kernel.kernel.programs = programs
     kernel(*arrays)
     return kernel.trace
 

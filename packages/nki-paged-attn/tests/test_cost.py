@@ -121,6 +121,28 @@ def test_gpsimd_writes_the_descriptors_of_a_gather():
     assert begin == pytest.approx(there + (150 + 64) / 1.2)
 
 
+def test_programs_go_on_from_a_barrier_together():
+    """The one with less to do waits, and what it did is in parallel to the other's."""
+
+    def body():
+        out = hbm((2, 8))
+        own = nl.program_id(0)
+        tile = zeros((1, 8))
+        for _ in range(1 + 30 * own):
+            nisa.tensor_scalar(tile, tile, nl.add, 1.0)
+        nisa.dma_copy(out[own : own + 1, :], tile)
+        nisa.core_barrier(out, (0, 1))
+        nisa.dma_copy(tile, out[1 - own : 2 - own, :])
+
+    plan = schedule(trace(body, programs=2), "trn2")
+    ends = [[b for i, _, b in plan if i.program == p] for p in (0, 1)]
+    loads = [a for i, a, _ in plan if i.op == "dma_copy" and not i.is_store]
+    stores = [b for i, _, b in plan if i.is_store]
+    assert stores[0] < stores[1]
+    assert loads[0] == loads[1] == pytest.approx(stores[1])
+    assert ends[0][-1] == ends[1][-1]
+
+
 @pytest.mark.parametrize(("step", "expected"), [(1, 512), (4, 512), (5, 1024), (8, 1024)])
 def test_steps_of_more_than_16_bytes_halve_the_rate(step, expected):
     """nki/guides/architecture: fp32 in steps of 4 are 16 bytes apart."""

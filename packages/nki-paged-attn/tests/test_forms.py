@@ -8,7 +8,7 @@ from nki_paged_attn import Bucket, Buckets, cost, count_instructions, estimate_c
 from nki_paged_attn._launch import Batch, Options, find_form, form_tables, static_arguments
 from nki_paged_attn.estimate import sequential_table
 from nki_paged_attn.forms import BLOCK_TILES
-from nki_paged_attn.tables import cover
+from nki_paged_attn.sequences import cover, cut_blocks
 
 from ._cases import BF16, F32, make_case
 
@@ -76,6 +76,51 @@ def test_programs_share_the_work():
     batch = [1] * 8 + [4096], [500] * 8 + [0]
     one, two = (cost(trace_form(*batch, **SHAPE, programs=n, samples=2)) for n in (1, 2))
     assert two.cycles["tensor"] <= 0.6 * one.cycles["tensor"]
+
+
+SINK = np.array([1.5], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "options"),
+    [
+        (1, 2, {}),
+        (40, 2, {"window": 5000}),
+        (70, 1, {"sinks": SINK}),
+        (70, 1, {"sinks": -np.inf * SINK, "window": 4500, "dtype": BF16}),
+        (90, 1, {"k_scale": 0.5, "v_scale": 2.0}),
+        (300, 3, {"kv_heads": 3, "softcap": 2.0}),
+        (700, 1, {}),
+    ],
+    ids=["decode", "rows", "tile", "window", "scales", "three heads", "prompt"],
+)
+def test_one_sequence_is_two_programs_work(queries, heads, options, monkeypatch):
+    """Of one KV head or three: its keys, or its tiles, are cut, and one program cuts them alike."""
+    shape = {"kv_heads": 1, "head_dim": 8, "block_size": 64} | options
+    case = make_case([queries], [9000 if queries < 200 else 700], heads=heads, **shape)
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    expected = case.check()
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    same(case.run(), expected)
+    same(case.run(buckets=WIDE), expected)
+
+
+def test_halves_of_a_tile_leave_rows_that_see_one_of_them():
+    """With a window, the first rows see nothing of the second half, or the last of the first."""
+    shape = {"heads": 1, "kv_heads": 1, "head_dim": 8, "block_size": 64}
+    for window in (100, 4300, 4900):
+        make_case([120], [8200], window=window, extra=3, **shape).check()
+
+
+@pytest.mark.parametrize(
+    ("queries", "context", "share"),
+    [(1, 32768, 0.7), (8, 8192, 0.7), (12, 32768, 0.55), (512, 32768, 0.55), (1024, 0, 0.7)],
+)
+def test_two_programs_take_less_time_for_one_sequence(queries, context, share):
+    one, two = (
+        cost(trace_form([queries], [context], **SHAPE, programs=n, samples=2)) for n in (1, 2)
+    )
+    assert two.makespan <= share * one.makespan
 
 
 def test_one_form_serves_256_steps_of_32_decodes():
@@ -168,6 +213,15 @@ def test_a_batch_that_no_bucket_holds(buckets, error, text):
 def test_buckets_check_what_they_are_given(sizes, error, text):
     with pytest.raises(error, match=text):
         Buckets(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "expected"),
+    [(1, [1]), (2, [1, 1]), (3, [1, 1, 1]), (5, [2, 2, 1]), (64, [32, 32]), (128, [64, 64])],
+)
+def test_a_sequence_of_one_block_gets_two(tiles, expected):
+    assert cut_blocks(tiles, BLOCK_TILES, True) == expected
+    assert cut_blocks(tiles, BLOCK_TILES, False) == cover(tiles, BLOCK_TILES)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 7, 38, 63, 64, 65, 100, 512])

@@ -155,6 +155,9 @@ def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
         sinks = np.maximum(options.sinks, np.float32(-no_maximum(options)))
         rows = np.tile(sinks.reshape(kv_heads, group), (1, PARTITIONS // group + 1))
         found.append(rows[:, :PARTITIONS].reshape(-1))
+    nothing = sum(x.size for x in found)
+    if options.sinks is not None:
+        found.append(np.full(PARTITIONS, -no_maximum(options)))
     factors = -1
     if options.is_scaled:
         factors = sum(x.size for x in found)
@@ -171,7 +174,7 @@ def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
                 found += [np.tile(np.array(row, np.float32), PARTITIONS), ratios.reshape(-1)]
     # as much as a load of factors reads, if there is nothing
     found.append(np.zeros(4 * PARTITIONS, np.float32))
-    return np.concatenate(found).astype(np.float32), Scales(0, factors)
+    return np.concatenate(found).astype(np.float32), Scales(0, nothing, factors)
 
 
 def scaling(options: Options, k_scale: float = 1.0) -> tuple[float, float, float]:

@@ -29,8 +29,12 @@ PART_KEYS = PARTITIONS * PART_CHUNKS[0]
 # parts of one token that an iteration runs side by side
 TOGETHER = 4
 # kinds of loops, and numbers of their rows beside their tiles and sections: as in _kernels
-BLOCKS, PARTS, MERGES = 0, 1, 2
-BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION = 6, 7, 3, 5
+BLOCKS, PARTS, MERGES, TILES = 0, 1, 2, 3
+BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION = 8, 7, 3, 5
+# slots of tiles, beside those of numbers of tokens, and wide sections from which a tile is cut
+OF_TILES, CUT_SECTIONS = 0, 4
+# slots that stand for parts which are not there, one of each program
+EMPTY_SLOTS = 2
 # powers of two begin here, because an empty bucket costs next to nothing
 LEAST = {"batch": 8, "tokens": 512, "context": 4096}
 
@@ -200,13 +204,27 @@ class Form:
         while parts <= self.most_parts:
             found += [Loop((MERGES, parts, n), parts + 1, 1) for n in self.part_tokens]
             parts *= 2
+        if self.is_cut:
+            found.append(Loop((TILES, 2), 3, 1))
         return tuple(found)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a sequence that has one block is cut in two, because programs would not be even.
+
+        It does not depend on the programs, so that results do not.
+        """
+        return self.kv_heads in (1, 3)
+
+    @property
     def slots(self) -> tuple[tuple[int, int], ...]:
-        """Places for what parts of several found, for each number of tokens; slot 0 is empty."""
+        """Places for what parts of several found, for each number of tokens, and tiles of two."""
         most = self.bucket.batch * self.most_parts * self.kv_heads
-        return tuple((n, 1 + (most if self.most_parts > 1 else 0)) for n in self.part_tokens)
+        most = EMPTY_SLOTS + (most if self.most_parts > 1 else 0)
+        found = [(n, most) for n in self.part_tokens]
+        if self.is_cut:
+            found.append((OF_TILES, 2 * self.bucket.batch * self.kv_heads))
+        return tuple(found)
 
     @property
     def table_size(self) -> int:
@@ -217,7 +235,8 @@ class Form:
         longs = min(batch, tokens)
         tiles = 2 * (tokens // self.tile_tokens + longs)
         sizes = self.block_tiles
-        blocks = min(tiles, tiles // sizes[0] + len(sizes) * (longs + 1)) + 1
+        # a sequence's are one more of a size, or a tile twice
+        blocks = min(tiles + longs, tiles // sizes[0] + (len(sizes) + 1) * (longs + 1)) + 1
         wide_keys = PARTITIONS * self.wide
         own = cdiv(self.tile_tokens * sizes[0] + PARTITIONS - 1, PARTITIONS)
         chunks = 2 * self.wide + 2 + own
@@ -230,5 +249,8 @@ class Form:
         widths = [loop.width for loop in self.loops if loop.spec[0] != BLOCKS]
         parts = context // PART_KEYS + 1
         short = batch * PARTITIONS * max(widths, default=0) * (parts + 2)
+        # of a tile that is cut: a diagonal without keys, and its merge
+        short += longs * (cdiv(PARTITIONS - 1 + self.tile_tokens, PARTITIONS) * section)
+        short += longs * 3 * PARTITIONS
         rows = self.kv_heads * (long_size + short)
         return round_up(2 * self.programs * len(self.loops) + rows, MAX_TOKENS)

@@ -14,7 +14,10 @@ import numpy as np
 from attn_common import cdiv, round_up
 
 from .forms import (
+    BLOCK_FIELDS,
     BLOCKS,
+    CUT_SECTIONS,
+    EMPTY_SLOTS,
     LAST_FIELDS,
     MERGES,
     PART_CHUNKS,
@@ -23,59 +26,18 @@ from .forms import (
     PARTITIONS,
     PARTS,
     SECTION,
+    TILES,
     Form,
     Loop,
 )
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+from .sequences import CACHE, NEW, Ints, Segment, Sequence, cut_blocks
 
 # an index that no tensor has: the row is skipped
 NOWHERE = 2**30
 # positions are compared as fp32 numbers; this one is behind all
 MAX_POSITION = 2**24
 BEHIND = 2**25
-CACHE, NEW = 0, 1
 ROWS = np.arange(PARTITIONS)
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """A sequence of the batch.
-
-    Attributes:
-        first: its first token in the packed batch.
-        place: where its keys begin among the new ones.
-        count: new tokens.
-        context: cached tokens, and ``low``, the first of them that its first token sees.
-        window: keys that a token sees at most.
-        blocks: its block numbers in order.
-        sees: whether its tokens see anything; those of no sequence do not.
-        is_cached: whether the new tokens' keys are in the cache already, and not among the new.
-    """
-
-    first: int
-    place: int
-    count: int
-    context: int
-    window: int
-    blocks: Ints
-    sees: bool = True
-    is_cached: bool = False
-
-    @property
-    def low(self) -> int:
-        return min(self.context, max(0, self.context - self.window + 1))
-
-    @property
-    def end(self) -> int:
-        """Keys of it that are in the cache."""
-        return self.context + (self.count if self.is_cached else 0)
-
-    def bounds(self, tokens: Ints) -> tuple[Ints, Ints]:
-        """Return the first and end position that tokens see, 0 and 0 for those it does not have."""
-        real = (tokens < self.count) & self.sees
-        end = np.where(real, self.context + tokens + 1, 0)
-        return np.where(real, np.maximum(end - self.window, 0), 0), end
 
 
 @dataclass
@@ -99,52 +61,13 @@ class Scales:
 
     Attributes:
         sinks: place of the first KV head's, whose 128 rows are followed by the next one's.
+        nothing: place of 128 rows without a sink.
         factors: place of the cache's of the first KV head, or -1 where they are compiled in.
     """
 
     sinks: int
+    nothing: int
     factors: int
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Keys of a sequence that lie in one source, from ``start`` to ``end``, as it counts them.
-
-    Wide sections begin where the ``tokens`` of a partition do; what is before the first and behind
-    the last is cut into chunks.
-    """
-
-    source: int
-    start: int
-    end: int
-    tokens: int
-
-    @classmethod
-    def of_own(cls, sequence: Sequence, tokens: int) -> _Segment:
-        """Return the segment in which the sequence's new tokens are."""
-        if sequence.is_cached:
-            return cls(CACHE, sequence.low, sequence.end, tokens)
-        return cls(NEW, 0, sequence.count if sequence.sees else 0, tokens)
-
-    def base(self, sequence: Sequence) -> int:
-        """Return where the new tokens begin in it."""
-        return sequence.context if sequence.is_cached else 0
-
-    @property
-    def aligned(self) -> int:
-        return min(round_up(self.start, self.tokens), self.end)
-
-    def wide(self, limit: int) -> range:
-        """Return where wide sections begin that end by a limit."""
-        keys = PARTITIONS * self.tokens
-        return range(self.aligned, limit - keys + 1, keys)
-
-    def chunks(self, limit: int) -> list[tuple[int, int]]:
-        """Return the first and end key of chunks of what is before a limit and in none of these."""
-        head = min(self.aligned, limit)
-        rest = max(head, self.aligned + len(self.wide(limit)) * PARTITIONS * self.tokens)
-        found = [(self.start, head)] if self.start < head else []
-        return found + [(a, min(a + PARTITIONS, limit)) for a in range(rest, limit, PARTITIONS)]
 
 
 @dataclass
@@ -154,14 +77,17 @@ class _Builder:
     # rows behind the bounds of the loops: sections and chunks, in whole rows
     keys: list[Ints] = field(default_factory=list)
     at: int = 0
-    # (cost, [(loop, rows)]): what one program runs
-    jobs: list[tuple[int, list[tuple[int, Ints]]]] = field(default_factory=list)
+    # (cost, loop, row): what one program runs
+    jobs: list[tuple[int, int, Ints]] = field(default_factory=list)
+    # (loop, row): what one merges once both are done
+    merges: list[tuple[int, Ints]] = field(default_factory=list)
+    tile_slots: int = 0
 
     def __post_init__(self) -> None:
         self.loops = {loop.spec: n for n, loop in enumerate(self.form.loops)}
         self.at = 2 * self.form.programs * len(self.loops)
         self.heads = np.arange(self.form.kv_heads)[:, None]
-        self.slots = dict.fromkeys(self.form.part_tokens, 1)
+        self.slots = dict.fromkeys(self.form.part_tokens, EMPTY_SLOTS)
 
     # where keys lie
 
@@ -215,16 +141,17 @@ class _Builder:
         form = self.form
         tokens, group = form.wide, form.group
         keys = PARTITIONS * tokens
-        own = _Segment.of_own(sequence, tokens)
+        own = Segment.of_own(sequence, tokens)
         segments = [own]
         if not sequence.is_cached:
-            segments.insert(0, _Segment(CACHE, sequence.low, sequence.context, tokens))
+            segments.insert(0, Segment(CACHE, sequence.low, sequence.context, tokens))
         wide = [(x.source, at) for x in segments for at in x.wide(x.end)]
         sections = [self.section(sequence, s, a, a + keys, tokens) for s, a in wide]
         begins, size = self.put(sections)
         tiles = cdiv(sequence.count, form.tile_tokens)
         tile = 0
-        for count in cover(tiles, form.block_tiles):
+        blocks = cut_blocks(tiles, form.block_tiles, form.is_cut and sequence.sees)
+        for count in blocks:
             first = tile * form.tile_tokens
             at = first + own.base(sequence)
             before = max(at // PARTITIONS * PARTITIONS, own.start)
@@ -257,7 +184,7 @@ class _Builder:
                 for n in range(width)
             ]
             places, _ = self.put([*chunks, *diagonal])
-            row = np.zeros((len(self.heads), PARTITIONS, 3 * count + 6), np.int64)
+            row = np.zeros((len(self.heads), PARTITIONS, 3 * count + BLOCK_FIELDS), np.int64)
             token = first + np.arange(count) * form.tile_tokens + (ROWS // group)[:, None]
             real = (token < sequence.count) & (form.tile_tokens * group > ROWS)[:, None]
             heads = group * len(self.heads)
@@ -268,19 +195,54 @@ class _Builder:
             )
             lower = seen[0] if seen else 0
             upper = seen[-1] + 1 if seen else 0
-            fields = (
-                begins + lower * size,
-                begins + upper * size,
-                places,
-                places + len(chunks) * size,
-                places + len(chunks) * size,
-                self.scales.sinks + self.heads[:, 0] * PARTITIONS,
-            )
-            row[:, :, 3 * count :] = np.stack(fields, axis=-1)[:, None, :]
+            cuts = [(lower, upper)]
+            if form.is_cut and tiles == 1 and upper - lower >= CUT_SECTIONS:
+                # the second has the chunks, too
+                middle = lower + (upper - lower) // 2 + cdiv(len(chunks), 2 * tokens)
+                cuts = [(lower, min(middle, upper)), (min(middle, upper), upper)]
+            slots = self._tile_slots(row) if len(cuts) > 1 else None
             loop = self.loops[(BLOCKS, count)]
-            cost = count * ((upper - lower) * tokens + len(chunks) + width) + 8
-            self.jobs += [(cost, [(loop, r)]) for r in row]
+            for number, (lower, upper) in enumerate(cuts):
+                is_last = number == len(cuts) - 1
+                part, chunk_count = row.copy(), len(chunks)
+                part[:, :, -1] = row[:, :, 0]
+                sinks: Any = self.scales.sinks + self.heads[:, 0] * PARTITIONS
+                slot: Any = NOWHERE
+                at = places
+                if slots is not None:
+                    part[:, :, -1] = NOWHERE
+                    slot = slots[:, number]
+                if not is_last:
+                    # the other one has what is behind the wide sections, and the sink
+                    nothing = self.section(sequence, own.source, 0, 0, 1)
+                    at, _ = self.put([nothing] * width)
+                    chunk_count, sinks = 0, self.scales.nothing
+                fields = (
+                    begins + lower * size,
+                    begins + upper * size,
+                    at,
+                    at + chunk_count * size,
+                    at + chunk_count * size,
+                    sinks,
+                    slot,
+                )
+                part[:, :, 3 * count : -1] = np.stack(np.broadcast_arrays(*fields), axis=-1)[
+                    :, None, :
+                ]
+                cost = count * ((upper - lower) * tokens + chunk_count + width) + 8
+                self.jobs += [(cost, loop, r) for r in part]
             tile += count
+
+    def _tile_slots(self, row: Ints) -> Ints:
+        """Return the slots of a tile that is cut in two, ``[heads, 2]``, and note its merge."""
+        heads = len(self.heads)
+        slots = self.tile_slots + np.arange(2 * heads).reshape(heads, 2)
+        self.tile_slots += 2 * heads
+        merge = np.zeros((heads, PARTITIONS, 3), np.int64)
+        merge[:, :, :2] = slots[:, None, :]
+        merge[:, :, 2] = row[:, :, 0]
+        self.merges += [(self.loops[(TILES, 2)], r) for r in merge]
+        return slots
 
     # keys on the partitions
 
@@ -306,33 +268,26 @@ class _Builder:
         rest = np.r_[sequence.low : start, tail + whole : end]
         if new + len(rest) > PARTITIONS:
             return False
-        rows: list[list[tuple[int, Ints]]] = [[] for _ in range(len(self.heads))]
         parts = full + 1
         slots = self._slots(tokens, parts)
+        loop = self.loops[(PARTS, PART_CHUNKS[0], tokens, 0, 1)]
         for number in range(full):
             at = start + number * PART_KEYS
             own = self._row(sequence, tokens, at, at + PART_KEYS, PART_CHUNKS[0], False)
             own[:, :, form.sections_of(PART_CHUNKS[0])[0] + 4] = slots[:, number, None]
-            for head, row in zip(rows, own, strict=True):
-                head.append((-1, row))
+            self.jobs += [(3 * PART_CHUNKS[0] // 2 + 8, loop, r) for r in own]
         own = self._last(sequence, tokens, tail, whole, chunks, rest)
         if parts > 1:
             own[:, :, sections + 3] = NOWHERE
             own[:, :, sections + 4] = slots[:, full, None]
         loop = self.loops[(PARTS, chunks, tokens, 1, 1)]
-        for head, row in zip(rows, own, strict=True):
-            head.append((loop, row))
+        self.jobs += [(3 * (chunks + 1) // 2 + 8, loop, r) for r in own]
         if parts > 1:
             count = 1 << (parts - 1).bit_length()
             merge = np.zeros((len(self.heads), PARTITIONS, count + 1), np.int64)
             merge[:, :, :parts] = slots[:, None, :]
             merge[:, :, count] = self._queries(sequence, tokens)
-            for head, row in zip(rows, merge, strict=True):
-                head.append((self.loops[(MERGES, count, tokens)], row))
-        whole_loop = self.loops[(PARTS, PART_CHUNKS[0], tokens, 0, 1)]
-        cost = 3 * (full * PART_CHUNKS[0] + chunks + 1) // 2 + 8
-        for head in rows:
-            self.jobs.append((cost, [(whole_loop if n < 0 else n, r) for n, r in head]))
+            self.merges += [(self.loops[(MERGES, count, tokens)], r) for r in merge]
         return True
 
     def _slots(self, tokens: int, parts: int) -> Ints:
@@ -406,11 +361,12 @@ class _Builder:
         programs = form.programs
         mine: list[list[list[Ints]]] = [[[] for _ in loops] for _ in range(programs)]
         loads = [0] * programs
-        for cost, rows in sorted(self.jobs, key=lambda job: -job[0]):
+        for cost, loop, row in sorted(self.jobs, key=lambda job: -job[0]):
             program = loads.index(min(loads))
             loads[program] += cost
-            for loop, row in rows:
-                mine[program][loop].append(row)
+            mine[program][loop].append(row)
+        for number, (loop, row) in enumerate(self.merges):
+            mine[number % programs][loop].append(row)
         header = np.zeros((programs, len(loops), 2), np.int64)
         parts = [*self.keys]
         at = self.at
@@ -438,16 +394,6 @@ class _Builder:
             single = self.loops[spec]
             count = len(mine[single]) // loop.together * loop.together
             mine[number], mine[single] = mine[single][:count], mine[single][count:]
-
-
-def cover(tiles: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return the blocks of so many tiles: a fifth may be empty, rather than one block more."""
-    found = []
-    while tiles > 0:
-        count = next(c for c in sizes if 5 * c <= 6 * tiles or c == 1)
-        found.append(count)
-        tiles -= count
-    return found
 
 
 def build_tables(

@@ -16,7 +16,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .common import BANK, P, turn_keys, turn_queries
-from .prefill import NEGATED, exponentiate, find_maximum, score, turn, weigh
+from .prefill import NEGATED, OUTPUT, TOTAL, exponentiate, find_maximum, score, turn, weigh
 from .rows import (
     find_scaling,
     gather_keys,
@@ -31,12 +31,15 @@ from .rows import (
 # numbers of a section's row: places in the cache and among new tokens, first and end position,
 # scales
 SECTION = 5
-# of a block's row behind its tiles: loops over wide sections and chunks, the diagonal, the sinks
+# of a block's row behind its tiles: loops over wide sections and chunks, the diagonal, the sinks;
+# of one tile, which may be one of two with different keys: its slot, and where its results lie
 WIDE = 0
 CHUNKS = 2
 DIAGONAL = 4
 SINKS = 5
-FIELDS = 6
+SLOT = 6
+RESULTS = 7
+FIELDS = 8
 # chunks of the diagonal that are in flight together
 GROUP_OF_CHUNKS = 8
 
@@ -228,5 +231,86 @@ def run_block(at, tiles, inputs, outputs, options):
             reach = (P - 1 + (tile + 1) * per_tile + P - 1) // P - start
             reaches.append(max(0, min(count, reach)))
         run_diagonal(inputs, options, states, limits, row, start, count, reaches)
-    for tile in range(tiles):
-        store_tile(outputs, options, row[:, tile : tile + 1], states[tile])
+    if tiles == 1:
+        column = first + RESULTS
+        store_tile(outputs, options, row[:, column : column + 1], states[0])
+        if options["has_tile_slots"]:
+            store_tile_slot(outputs, row[0:1, first + SLOT : first + SLOT + 1], states[0])
+    else:
+        for tile in range(tiles):
+            store_tile(outputs, options, row[:, tile : tile + 1], states[tile])
+
+
+def store_tile_slot(outputs, slot, state):
+    """Store what a tile that has a slot found: its negated maxima and sums, and its output."""
+    head_dim = state[OUTPUT].shape[1]
+    statistics = nl.ndarray((P, 2), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=statistics[:, 0:1], src=state[NEGATED], engine=nisa.engine.gpsimd)
+    nisa.tensor_copy(dst=statistics[:, 1:2], src=state[TOTAL], engine=nisa.engine.gpsimd)
+    kept = outputs["tiles"]
+    nisa.dma_copy(
+        dst=kept[0].ap(pattern=[[2, P], [1, 2]], scalar_offset=slot, indirect_dim=0),
+        src=statistics,
+        oob_mode=nisa.oob_mode.skip,
+    )
+    nisa.dma_copy(
+        dst=kept[1].ap(pattern=[[head_dim, P], [1, head_dim]], scalar_offset=slot, indirect_dim=0),
+        src=state[OUTPUT],
+        oob_mode=nisa.oob_mode.skip,
+    )
+
+
+def merge_tiles(at, count, inputs, outputs, options):
+    """Merge what tiles of the same rows found with different keys, in their order."""
+    head_dim = inputs["q"].shape[1]
+    row = load_row(inputs["tables"], at, count + 1, 0)
+    kept = outputs["tiles"]
+    statistics = []
+    found = []
+    for number in range(count):
+        slot = row[0:1, number : number + 1]
+        both = nl.ndarray((P, 2), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(
+            dst=both,
+            src=kept[0].ap(pattern=[[2, P], [1, 2]], scalar_offset=slot, indirect_dim=0),
+        )
+        own = nl.ndarray((P, head_dim), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(
+            dst=own,
+            src=kept[1].ap(
+                pattern=[[head_dim, P], [1, head_dim]], scalar_offset=slot, indirect_dim=0
+            ),
+        )
+        statistics.append(both)
+        found.append(own)
+    negated = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=negated, src=statistics[0][:, 0:1], engine=nisa.engine.vector)
+    for number in range(1, count):
+        nisa.tensor_tensor(
+            dst=negated, data1=negated, data2=statistics[number][:, 0:1], op=nl.minimum
+        )
+    total = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=total, value=0.0)
+    output = nl.ndarray((P, head_dim), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=output, value=0.0)
+    for number in range(count):
+        own = statistics[number]
+        weight = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=weight, op=nl.exp, data=own[:, 0:1], bias=negated, scale=-1.0)
+        nisa.scalar_tensor_tensor(
+            dst=total,
+            data=own[:, 1:2],
+            op0=nl.multiply,
+            operand0=weight,
+            op1=nl.add,
+            operand1=total,
+        )
+        nisa.scalar_tensor_tensor(
+            dst=output,
+            data=found[number],
+            op0=nl.multiply,
+            operand0=weight,
+            op1=nl.add,
+            operand1=output,
+        )
+    store_tile(outputs, options, row[:, count : count + 1], [0, negated, total, output])

@@ -5,7 +5,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .blocks import FIELDS as BLOCK_FIELDS
-from .blocks import run_block
+from .blocks import merge_tiles, run_block
 from .common import P
 from .rows import load_register
 from .units import clear_slot, merge_parts, row_width, run_parts
@@ -14,13 +14,16 @@ from .units import clear_slot, merge_parts, row_width, run_parts
 BLOCKS = 0
 PARTS = 1
 MERGES = 2
+TILES = 3
+# slots of a tile's rows: what is no number of tokens
+OF_TILES = 0
 
 
 def run_loop(loop, lower, upper, inputs, outputs, options):
     """Run a loop of the device over rows of the table, from element ``lower`` to ``upper``.
 
-    ``loop`` is (blocks, tiles), (parts, chunks, tokens, whether last, how many at once) or (merges,
-    parts, tokens).
+    ``loop`` is (blocks, tiles), (parts, chunks, tokens, whether last, how many at once), (merges,
+    parts, tokens) or (tiles, how many are one).
     """
     if loop[0] == BLOCKS:
 
@@ -35,12 +38,25 @@ def run_loop(loop, lower, upper, inputs, outputs, options):
             run_parts(at, loop[4], spec, inputs, outputs, options)
 
         nl.fori_loop(lower, upper, run_some, step=P * row_width(spec, options["wide"]) * loop[4])
+    elif loop[0] == TILES:
+
+        def merge_some(at):
+            merge_tiles(at, loop[1], inputs, outputs, options)
+
+        nl.fori_loop(lower, upper, merge_some, step=P * (loop[1] + 1))
     else:
 
         def merge(at):
             merge_parts(at, loop[1], loop[2], inputs, outputs, options)
 
         nl.fori_loop(lower, upper, merge, step=P * (loop[1] + 1))
+
+
+def meet(outputs):
+    """Wait for the other program of a logical core, whose slots are merged here, too."""
+    if nl.num_programs(0) > 1:
+        for kept in outputs["kept"]:
+            nisa.core_barrier(data=kept, cores=(0, 1))
 
 
 def count_keys(chunks, tokens):
@@ -86,7 +102,8 @@ def paged_attention_form(
         tables: int32 ``[size]``: first and end element of each loop, for each program, and rows.
         numbers: fp32 ``[size]``: sinks of each KV head's rows, and factors.
         loops: what each loop runs; compiled in, as all that follows.
-        slots: places for parts, for each number of tokens that parts have.
+        slots: places for what parts found, for each number of tokens that parts have, and with 0
+            those of tiles.
         group: query heads of a KV head.
         wide: tokens of a partition of a wide section.
         scaling: factor before the cap, factor of the exponential, and that with the other sign.
@@ -127,15 +144,26 @@ def paged_attention_form(
         "has_lse": has_lse,
         "dtype": dtype,
         "ones": ones,
+        "has_tile_slots": False,
     }
     parts = {}
-    outputs = {"out": out, "lse": lse, "parts": parts}
+    kept = []
+    outputs = {"out": out, "lse": lse, "parts": parts, "kept": kept}
     for own in slots:
         rows = own[0] * group
-        statistics = nl.ndarray((own[1], 2 * rows), dtype=nl.float32, buffer=nl.private_hbm)
-        found = nl.ndarray((own[1], head_dim * rows), dtype=nl.float32, buffer=nl.private_hbm)
-        parts[str(own[0])] = (statistics, found)
-        clear_slot(inputs, outputs, options, own[0])
+        if own[0] == OF_TILES:
+            rows = P
+        # a program merges what either found
+        statistics = nl.ndarray((own[1], 2 * rows), dtype=nl.float32, buffer=nl.shared_hbm)
+        found = nl.ndarray((own[1], head_dim * rows), dtype=nl.float32, buffer=nl.shared_hbm)
+        kept.append(statistics)
+        kept.append(found)
+        if own[0] == OF_TILES:
+            options["has_tile_slots"] = True
+            outputs["tiles"] = (statistics, found)
+        else:
+            parts[str(own[0])] = (statistics, found)
+            clear_slot(inputs, outputs, options, own[0])
     orders = {}
     for loop in loops:
         if loop[0] == PARTS and loop[3]:
@@ -149,7 +177,11 @@ def paged_attention_form(
         dst=bounds,
         src=tables.ap(pattern=[[count, 1], [1, count]], offset=nl.program_id(0) * count),
     )
+    waits = True
     for number in range(len(loops)):
+        if waits and loops[number][0] >= MERGES:
+            waits = False
+            meet(outputs)
         lower = load_register(bounds, 2 * number)
         upper = load_register(bounds, 2 * number + 1)
         run_loop(loops[number], lower, upper, inputs, outputs, options)

@@ -318,7 +318,7 @@ def store_slot(outputs, tokens, slot, statistics, output, head_dim):
 
 
 def clear_slot(inputs, outputs, options, tokens):
-    """Fill slot 0, which stands for parts that a sequence does not have."""
+    """Fill a slot that stands for parts which a sequence does not have: 0, and 1 by program 1."""
     rows = tokens * options["group"]
     head_dim = inputs["q"].shape[1]
     statistics = nl.ndarray((1, 2 * rows), dtype=nl.float32, buffer=nl.sbuf)
@@ -327,8 +327,12 @@ def clear_slot(inputs, outputs, options, tokens):
     output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=output, value=0.0)
     parts = outputs["parts"][str(tokens)]
-    nisa.dma_copy(dst=parts[0][0:1, :], src=statistics)
-    nisa.dma_copy(dst=parts[1].ap(pattern=[[rows, head_dim], [1, rows]], offset=0), src=output)
+    slot = nl.program_id(0)
+    size = head_dim * rows
+    nisa.dma_copy(dst=parts[0][slot : slot + 1, :], src=statistics)
+    nisa.dma_copy(
+        dst=parts[1].ap(pattern=[[rows, head_dim], [1, rows]], offset=slot * size), src=output
+    )
 
 
 def run_parts(at, count, spec, inputs, outputs, options):

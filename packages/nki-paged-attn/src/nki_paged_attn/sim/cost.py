@@ -230,6 +230,10 @@ def _place(trace: Trace, found: Target) -> tuple[list[tuple[Instruction, float, 
         # further transfers overlap the latency of one
         end = busy + (DMA_LATENCY if i.engine == "dma" else 0.0)
         free[queue] = busy
+        if i.op == "core_barrier":
+            # it waits for its own program, and neither goes on before both are there
+            result.append((i, *barriers.meet(i.program)))
+            continue
         for region in i.reads:
             memory[region[0]].add(region, end, is_write=False)
         for region in i.writes:
@@ -256,6 +260,22 @@ class _Barriers:
         self.ends: dict[int, float] = {}
         self.floor: dict[int, float] = {}
         self.program = 0
+        # of each program, when it came to each of the barriers that two have
+        self.arrivals: dict[int, list[float]] = {}
+
+    def meet(self, program: int) -> tuple[float, float]:
+        """Come to a barrier of two programs; return when that was, and when they go on."""
+        now = self.ends.get(program, 0.0)
+        own = self.arrivals.setdefault(program, [])
+        own.append(now)
+        others = self.arrivals.get(1 - program, [])
+        if len(others) < len(own):
+            return now, now
+        after = max(now, others[len(own) - 1])
+        for each in (program, 1 - program):
+            self.floor[each] = max(self.floor.get(each, 0.0), after)
+            self.ends[each] = max(self.ends.get(each, 0.0), after)
+        return now, after
 
     def pass_to(self, number: int, program: int | None) -> float:
         """Begin and end what does so before an instruction; return when that may start."""

@@ -1,0 +1,114 @@
+"""Sequences of a batch, and how their keys and queries are cut: by their own lengths alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from attn_common import round_up
+
+from .forms import PARTITIONS
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+CACHE, NEW = 0, 1
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A sequence of the batch.
+
+    Attributes:
+        first: its first token in the packed batch.
+        place: where its keys begin among the new ones.
+        count: new tokens.
+        context: cached tokens, and ``low``, the first of them that its first token sees.
+        window: keys that a token sees at most.
+        blocks: its block numbers in order.
+        sees: whether its tokens see anything; those of no sequence do not.
+        is_cached: whether the new tokens' keys are in the cache already, and not among the new.
+    """
+
+    first: int
+    place: int
+    count: int
+    context: int
+    window: int
+    blocks: Ints
+    sees: bool = True
+    is_cached: bool = False
+
+    @property
+    def low(self) -> int:
+        return min(self.context, max(0, self.context - self.window + 1))
+
+    @property
+    def end(self) -> int:
+        """Keys of it that are in the cache."""
+        return self.context + (self.count if self.is_cached else 0)
+
+    def bounds(self, tokens: Ints) -> tuple[Ints, Ints]:
+        """Return the first and end position that tokens see, 0 and 0 for those it does not have."""
+        real = (tokens < self.count) & self.sees
+        end = np.where(real, self.context + tokens + 1, 0)
+        return np.where(real, np.maximum(end - self.window, 0), 0), end
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Keys of a sequence that lie in one source, from ``start`` to ``end``, as it counts them.
+
+    Wide sections begin where the ``tokens`` of a partition do; what is before the first and behind
+    the last is cut into chunks.
+    """
+
+    source: int
+    start: int
+    end: int
+    tokens: int
+
+    @classmethod
+    def of_own(cls, sequence: Sequence, tokens: int) -> Segment:
+        """Return the segment in which the sequence's new tokens are."""
+        if sequence.is_cached:
+            return cls(CACHE, sequence.low, sequence.end, tokens)
+        return cls(NEW, 0, sequence.count if sequence.sees else 0, tokens)
+
+    def base(self, sequence: Sequence) -> int:
+        """Return where the new tokens begin in it."""
+        return sequence.context if sequence.is_cached else 0
+
+    @property
+    def aligned(self) -> int:
+        return min(round_up(self.start, self.tokens), self.end)
+
+    def wide(self, limit: int) -> range:
+        """Return where wide sections begin that end by a limit."""
+        keys = PARTITIONS * self.tokens
+        return range(self.aligned, limit - keys + 1, keys)
+
+    def chunks(self, limit: int) -> list[tuple[int, int]]:
+        """Return the first and end key of chunks of what is before a limit and in none of these."""
+        head = min(self.aligned, limit)
+        rest = max(head, self.aligned + len(self.wide(limit)) * PARTITIONS * self.tokens)
+        found = [(self.start, head)] if self.start < head else []
+        return found + [(a, min(a + PARTITIONS, limit)) for a in range(rest, limit, PARTITIONS)]
+
+
+def cover(tiles: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return the blocks of so many tiles: a fifth may be empty, rather than one block more."""
+    found = []
+    while tiles > 0:
+        count = next(c for c in sizes if 5 * c <= 6 * tiles or c == 1)
+        found.append(count)
+        tiles -= count
+    return found
+
+
+def cut_blocks(tiles: int, sizes: tuple[int, ...], is_cut: bool) -> list[int]:
+    """Return the blocks of a sequence's tiles; where one would be most of it, halves or so."""
+    found = cover(tiles, sizes)
+    if is_cut and tiles > 1 and 2 * found[0] > tiles:
+        most = 1 << (tiles // 2).bit_length() - 1
+        return cover(tiles, tuple(s for s in sizes if s <= most))
+    return found
