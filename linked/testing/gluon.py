@@ -300,7 +300,8 @@ class Language:
             arange=lambda begin, end, layout=None: register(
                 torch.arange(begin, end, dtype=torch.int32)
             ),
-            exp2=torch.exp2, log2=torch.log2, abs=torch.abs, cdiv=lambda a, b: (a + b - 1) // b,
+            exp2=torch.exp2, log2=torch.log2, abs=torch.abs, multiple_of=lambda x, _: x,
+            cdiv=lambda a, b: (a + b - 1) // b,
             where=lambda a, b, c: torch.where(register(a), register(b), register(c)),
             maximum=_binary(torch.maximum), minimum=_binary(torch.minimum),
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis, dtype=x.dtype),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attn_common import detect
-from prefix_prefill import _configs, api, dropin, paged_attention_reference, paged_attn_func
+from prefix_prefill import _configs, api, dropin, mla, paged_attention_reference, paged_attn_func
 from prefix_prefill._linked.host.forms import Memory
 from torch import Tensor
 
@@ -254,7 +254,7 @@ def only_portable() -> Iterator[None]:
     """Keep calls from the kernel for Hopper."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_configs, "HOPPER", False)
-        for module in (api, dropin):
+        for module in (api, dropin, mla):
             patch.setattr(module, "_known", Memory())
         yield
 

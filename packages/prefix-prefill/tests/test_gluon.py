@@ -125,7 +125,7 @@ WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)"
 WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
 MISTAKES = [
-    ("_look_up", "key + TILE.PIECE > seen.first", "key >= seen.first"),
+    ("look_up", "key + TILE.PIECE > seen.first", "key >= seen.first"),
     ("_copy_pages", "key % TILE.PAGE", "0"),
     ("_copy_pages", "mbarrier.expect(full, cache.desc.block_type.nbytes * PIECES)", "pass"),
     ("_copy_pages", "gl.minimum(seen.last - key, PIECE)", "PIECE"),

@@ -40,7 +40,8 @@ from prefix_prefill._kernels import (
     words,
 )
 from prefix_prefill._kernels.hopper import attention as hopper_attention
-from prefix_prefill._kernels.hopper import producer
+from prefix_prefill._kernels.hopper import mla as hopper_mla
+from prefix_prefill._kernels.hopper import mla_producer, mla_structures, producer
 from prefix_prefill._kernels.hopper import structures as hopper
 from prefix_prefill._kernels.hopper._linked import tickets
 from prefix_prefill._kernels.launch import runtime
@@ -89,10 +90,14 @@ ENTRIES = [
         hopper_attention.prefill_kernel, hopper.Arguments, hopper.Scores, hopper.Counts,
         hopper.Strides, hopper.Options, hopper.Tile,
     ),
+    (
+        hopper_mla.mla_kernel, mla_structures.Arguments, mla_structures.Counts,
+        mla_structures.Strides, mla_structures.Tile,
+    ),
 ]  # fmt: skip
 DEVICE_MODULES = [
     attention, cache, kvcache, merge, mla, primitives, queries, results, schedule, walk, words,
-    hopper_attention, producer,
+    hopper_attention, producer, hopper_mla, mla_producer,
 ]  # fmt: skip
 MOST_ARGUMENTS = 12
 MOST_FRAMES = 5
@@ -123,7 +128,7 @@ def test_the_tensors_of_a_call_are_in_the_order_of_the_kernel():
 
 
 def test_what_a_kernel_is_compiled_with_is_in_upper_case():
-    for module in (parameters, mla_parameters, structures, hopper):
+    for module in (parameters, mla_parameters, structures, hopper, mla_structures):
         for structure in vars(module).values():
             fields = getattr(structure, "_fields", ())
             assert len({name.isupper() for name in fields}) <= 1, structure

@@ -301,8 +301,8 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         and x.q.shape[-1] > 32  # half of a tile would be padding
         and not is_packed(x.k_cache)
         and copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE
-        and _is_mappable(x.k_cache)
-        and _is_mappable(x.v_cache)
+        and is_mappable(x.k_cache)
+        and is_mappable(x.v_cache)
         # the same under a causal mask
         and (x.alibi_slopes is None or options.window_right == 0 or not options.signed_alibi)
         # folded into the exponential, where only a positive one commutes with the maximum
@@ -334,7 +334,7 @@ def rows_of_cache(cache: Tensor) -> int:
     return (cache.shape[0] - 1) * rows_of_page(cache) + cache.shape[1]
 
 
-def _is_mappable(cache: Tensor) -> bool:
+def is_mappable(cache: Tensor) -> bool:
     """Say whether the copy engine can read a cache, as rows of one head each, where it is."""
     page, slot, head, inner = cache.stride()
     heads = head if cache.shape[2] > 1 else slot

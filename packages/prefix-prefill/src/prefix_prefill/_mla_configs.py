@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
-from attn_common import Platform, next_power_of_2
+import torch
+from attn_common import Platform, detect, has_gluon, next_power_of_2
 
+from . import _configs
+from ._configs import MIN_PIECE, copied_keys, is_mappable
+from ._linked.host.arguments import FP32_TINY
 from ._linked.host.tiles import MIN_TILE, Tile, family_of
+from ._mla_call import MlaOptions, MlaTensors
 
 # a key has up to 576 numbers, which serve as 512 values, too
 _TILES = {
@@ -29,3 +35,38 @@ def mla_tile(platform: Platform, itemsize: int, heads: int) -> Tile:
     tile = _TILES[family_of(platform, itemsize)]
     rows = min(tile.block_m, max(MIN_TILE, next_power_of_2(heads)))
     return Tile(rows, tile.block_n, tile.num_warps, tile.num_stages, tile.precision)
+
+
+# ---- the kernel for Hopper
+
+
+class HopperTile(NamedTuple):
+    """How a program of the kernel for Hopper divides its work."""
+
+    rows: int
+    block_n: int
+    stages: int  # tiles of keys in shared memory
+    registers: int  # of a thread when a program begins
+
+
+# queries, and two tiles of keys, are 72 KiB each, of the 227 KiB that a program may have
+HOPPER_TILE = HopperTile(64, 64, 2, 168)
+# the columns for which it is made
+HOPPER_HEAD_DIMS = 576, 512
+
+
+def takes_hopper_mla(x: MlaTensors, options: MlaOptions) -> bool:
+    """Say whether the kernel for Hopper serves a call; the portable one has the rest."""
+    return (
+        _configs.HOPPER
+        and x.q.device.type != "cpu"
+        and detect(x.q.device).is_hopper
+        and x.q.dtype in (torch.float16, torch.bfloat16)
+        and x.kv_cache.dtype == x.q.dtype
+        and (x.q.shape[2], x.out.shape[2]) == HOPPER_HEAD_DIMS
+        and copied_keys(x.kv_cache.shape[1], -1, MIN_PIECE) == MIN_PIECE
+        and is_mappable(x.kv_cache[:, :, None])
+        # folded into the exponential, where only a positive one commutes with the maximum
+        and options.softmax_scale >= FP32_TINY
+        and has_gluon()
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._configs import choose_splits, padded_head_dim
 from .._linked.host.forms import interpreted
 from .._mla_call import MlaOptions, MlaTensors, MlaWriteTensors
-from .._mla_configs import mla_tile
+from .._mla_configs import mla_tile, takes_hopper_mla
 from . import mla_parameters as parameters
 from .addressing import CacheForm, row_strides
 from .launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
@@ -92,7 +92,7 @@ class SchedulePlan:
         self._num_splits, self._is_single = options.num_splits, is_single
         self._head_dim_v = x.out.shape[2]
         self._processors = count_processors(x.q.device)
-        self._launch: MlaLaunch = PortableLaunch(x, options, is_single)
+        self._launch = _launch_of(x, options, is_single)
         rows = self._launch.rows
         self._tiles = cdiv(self._heads, rows)
         # of one token, its heads alone can be there
@@ -132,6 +132,14 @@ class SchedulePlan:
             # the fields of SplitMergeNumbers
             (self._batch, 1, tokens, splits, self._most_rows, *self._out_strides),
         )
+
+
+def _launch_of(x: MlaTensors, options: MlaOptions, is_single: bool) -> MlaLaunch:
+    if takes_hopper_mla(x, options):
+        from .hopper.mla_plans import HopperLaunch
+
+        return HopperLaunch(x, options, is_single)
+    return PortableLaunch(x, options, is_single)
 
 
 def schedule_of(heads: int, rows: int, is_single: bool) -> Schedule:

@@ -79,7 +79,7 @@ def _next_tile(ticket, tickets, sequences, BLOCK: gl.constexpr, MIN: gl.constexp
 
 
 @gluon.jit
-def _look_up(pages, stride_page, tile, seen, TILE: gl.constexpr):
+def look_up(pages, stride_page, tile, seen, TILE: gl.constexpr):
     """Return the pages of a tile's pieces, one a lane; only those with keys inside are read."""
     index = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))  # [LANES]
     key = tile * TILE.BLOCK_N + index * TILE.PIECE
@@ -197,7 +197,7 @@ def _copy_tile(
         pages = pages_v
         if step < steps:
             tile = tiles.high - 1 - step
-            pages = _look_up(entries, table.stride_page, tile, seen, TILE)
+            pages = look_up(entries, table.stride_page, tile, seen, TILE)
             stage = turn % STAGES_K
             if turn >= STAGES_K:
                 barrier_sync(EMPTY + stage, PARTIES, 1)

@@ -1,0 +1,158 @@
+"""The kernel of multi-head latent attention for Hopper, run on a CPU by ``_linked.gluon``."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from prefix_prefill import _ops, mla
+from prefix_prefill._linked.host.forms import Memory
+
+from ._linked.budget import assert_same
+from ._mla import NAN, Case, Problem, check, make_case
+
+pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+
+# more queries than keys, tails, no key, no query, one token
+LENGTHS = ((3, 300), (1, 190), (0, 5), (9, 4), (2, 0), (1, 64))
+
+
+@pytest.fixture(params=[True, False], ids=["copies_first", "copies_last"])
+def reverse(request):
+    """Which partition goes ahead of the others as far as the barriers let it."""
+    return request.param
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    """Return a function that has one kernel serve calls."""
+    from prefix_prefill._kernels import mla_plans as portable
+    from prefix_prefill._kernels.hopper import mla_plans
+
+    from ._linked.gluon import Kernel
+
+    real = mla_plans.mla_kernel
+    monkeypatch.setattr(portable, "takes_hopper_mla", lambda *_: True)
+    kernels = []
+
+    def serve(reverse=True):
+        monkeypatch.setattr(mla, "_known", Memory())
+        kernels.append(Kernel(real, reverse))
+        monkeypatch.setattr(mla_plans, "mla_kernel", kernels[-1])
+        return kernels[-1]
+
+    yield serve
+    assert all(kernel.launches for kernel in kernels)
+
+
+CASES = [
+    (Problem(LENGTHS, 16, 16, padding=3), torch.bfloat16, True, 1),
+    (Problem(LENGTHS, 24, 48), torch.float16, False, 3),
+    (Problem(((1, 200), (1, 65), (1, 1)), 128, 64), torch.bfloat16, True, 1),
+    (Problem(((1, 400), (1, 65), (1, 0)), 16, 64, padding=2), torch.float16, True, 4),
+    (Problem(((70, 260), (5, 5)), 3, 128), torch.bfloat16, True, 2),
+    (Problem((), 4, 64, padding=2), torch.bfloat16, True, 1),
+]
+
+
+@pytest.mark.parametrize(("problem", "dtype", "causal", "splits"), CASES, ids=str)
+def test_attention(problem, dtype, causal, splits, serve, reverse):
+    serve(reverse)
+    check(make_case(problem, dtype, "cpu", causal=causal, num_splits=splits))
+
+
+def test_the_load_chooses_splits(serve):
+    serve()
+    check(make_case(Problem(((1, 2000),), 16, 64), torch.bfloat16, "cpu"))
+
+
+def test_rows_with_gaps_and_another_output(serve):
+    serve()
+    case = make_case(Problem(LENGTHS, 16, 16), torch.float16, "cpu", num_splits=1)
+    want = case()
+    q, cache = case.inputs["q"], case.inputs["kv_cache"]
+    wide_q = torch.full((len(q), 20, 640), NAN, dtype=q.dtype)[:, 2:18, :576]
+    wide_cache = torch.full((len(cache), 32, 640), NAN, dtype=q.dtype)[:, :16, :576]
+    wide_q.copy_(q)
+    wide_cache.copy_(cache)
+    out = torch.zeros(len(q), 2, 16, 520)[:, 1, :, :512]
+    got = case.with_inputs(q=wide_q, kv_cache=wide_cache)(out=out)
+    assert got["out"] is out
+    assert torch.equal(out.half(), want["out"])
+    assert torch.equal(got["lse"], want["lse"])
+
+
+def test_poison(serve):
+    """NaN behind queries and keys, in the pages of others, in columns that others have."""
+    serve()
+    problem = Problem(((2, 300), (3, 200), (1, 100)), 32, 16, padding=5)
+    case = make_case(problem, torch.bfloat16, "cpu", num_splits=2)
+    want = case()
+    bad = {name: t.clone() for name, t in case.inputs.items()}
+    bad["q"][:2] = bad["q"][5:] = NAN
+    table = case.options["block_table"].clone()
+    bad["kv_cache"][table[0, :19].long()] = NAN
+    table[2] = 2**24
+    lengths = case.options["seqlens_k"].clone()
+    lengths[2] = 0
+    got = case.with_inputs(**bad).with_options(block_table=table, seqlens_k=lengths)()
+    assert_same({"out": got["out"][2:5]}, {"out": want["out"][2:5]})
+    assert torch.equal(got["lse"][:, 2:5], want["lse"][:, 2:5])
+    assert not got["out"][5:].any()
+
+
+# function, what it says, what a mistake would be
+MISTAKES = [
+    ("work_of", "last_row // GROUP + diagonal + 1", "last_row // GROUP + diagonal"),
+    ("work_of", "whole = gl.minimum(len_k, row // GROUP + diagonal + 1)", "whole = len_k"),
+    ("work_of", "gl.minimum(split * most, key_tiles)", "split * 0"),
+    ("_copy_columns", "gl.minimum(last - (tile * TILE.BLOCK_N + i * PIECE), PIECE)", "PIECE"),
+    ("produce", "barrier_sync(EMPTY + 2 * stage, PARTIES, 1)", "pass"),
+    ("produce", "barrier_sync(EMPTY + 2 * stage + 1, PARTIES, 1)", "pass"),
+    ("produce", "(half.block_type.nbytes + rest.block_type.nbytes)", "half.block_type.nbytes"),
+    ("produce", "% TILE.PAGE", "* 0"),
+    ("_load_queries", "hopper.fence_async_shared()", "pass"),
+    ("_queries_of", "row % TILE.GROUP", "row"),
+    ("_scores", "mbarrier.wait(pipeline.low_full.index(stage), parity)", "pass"),
+    ("_scores", "mbarrier.wait(pipeline.high_full.index(stage), parity)", "pass"),
+    ("_hand_over", "hopper.fence_async_shared()", "pass"),
+    ("_lead", "barrier_sync(USED, 256, 4)", "pass"),
+    ("_lead", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
+    ("_lead", "alpha = gl.exp2(m - pivot)", "alpha = gl.exp2(m - m)"),
+    ("_lead", "if first + BLOCK_N > work.whole:", "if False:"),
+    ("_follow", "barrier_sync(FULL, 256, 4)", "pass"),
+    ("_follow", "o * pipeline.factor_s.load(gl.SliceLayout(1, O))[:, None]", "o"),
+    ("_follow", "barrier_arrive(USED, 256, 4)", "pass"),
+    ("_follow", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
+    ("_finish", "lse2 * LN2", "lse2"),
+    ("_store", "gl.program_id(0) * ROWS + index", "index"),
+]
+
+
+def mistaken() -> list[Case]:
+    """Cases of which what is planted must break one: more tiles than stages, splits, tails."""
+    problem = Problem(((2, 384), (1, 115)), 40, 48)
+    return [
+        make_case(problem, torch.bfloat16, "cpu", num_splits=1),
+        make_case(problem, torch.bfloat16, "cpu", num_splits=4),
+    ]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
+def test_a_mistake_is_seen(function, right, wrong, serve):
+    """By one order of the partitions or the other."""
+    for reverse, case in itertools.product((True, False), mistaken()):
+        serve(reverse).plant(function, right, wrong)
+        try:
+            check(case)
+        except (AssertionError, RuntimeError):
+            return
+    pytest.fail("nobody sees it")
+
+
+def test_without_a_mistake(serve, reverse):
+    serve(reverse)
+    for case in mistaken():
+        check(case)
