@@ -84,6 +84,17 @@ def spec_of(
 def make_lists(
     crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
 ) -> Lists | Pairs:
+    """Return the lists of a layout: by kernels on a GPU and in the interpreter, else in PyTorch."""
+    if walks_lists(crow.device) and not spec.paired:
+        from ._kernels import planning
+
+        return planning.make_lists(crow, col, cols, block_size, spec)
+    return eager_lists(crow, col, cols, block_size, spec)
+
+
+def eager_lists(
+    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
+) -> Lists | Pairs:
     """Return the lists of a layout, in plain PyTorch on its device."""
     if spec.paired:
         return key_pairs(crow, col, cols, block_size, spec.group, spec.pack, spec.causal)

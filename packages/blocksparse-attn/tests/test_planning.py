@@ -1,0 +1,109 @@
+"""What the kernels that plan make, bit for bit as plain PyTorch makes it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._kept_lists import eager_lists, make_lists
+from blocksparse_attn._kernels import planning
+from blocksparse_attn._linked.host.forms import interpreted
+from blocksparse_attn._lists import ListSpec
+
+from ._linked.gpus import GPUS, chosen, compiling
+from .test_lists import random_layout
+
+SIDES = (16, 32, 64)
+BLOCKS = list(itertools.product(SIDES, SIDES))
+
+
+def assert_planned_alike(layout, *specs, device):
+    crow, col = layout._crow.to(device), layout._col.to(device)
+    for spec in specs:
+        arguments = crow, col, layout.num_cols, layout.block_size, spec
+        made, want = make_lists(*arguments), eager_lists(*arguments)
+        assert type(made) is type(want)
+        for name, mine, eager in zip(want._fields, made, want, strict=True):
+            assert mine.dtype == eager.dtype, name
+            assert torch.equal(mine, eager), (spec, name, mine, eager)
+
+
+def query_specs(heads, block_q, causal):
+    """Tiles of one row of blocks, of several, and of the heads of a group, also of a part of it."""
+    yield ListSpec(False, 32, 1, 1, causal)
+    yield ListSpec(False, 128, 1, 1, causal)
+    for pack in {4, 16, min(heads, 2)}:
+        yield ListSpec(False, block_q, heads, pack, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_lists(block, seed, causal, device):
+    layout = random_layout(seed, block)
+    heads = layout._crow.shape[0]
+    by_key = [ListSpec(True, span, group, 1, causal) for span, group in ((32, 1), (64, heads))]
+    assert_planned_alike(layout, *query_specs(heads, block[0], causal), *by_key, device=device)
+
+
+def some_layout(kind):
+    """Layouts with something odd."""
+    generator = torch.Generator().manual_seed(5)
+    if kind == "empty":
+        return BlockSparseLayout.from_dense(torch.zeros(2, 3, 4, dtype=torch.bool), 16)
+    if kind == "full":
+        return BlockSparseLayout.from_dense(torch.ones(2, 5, 7, dtype=torch.bool), 16)
+    if kind == "nothing":
+        return BlockSparseLayout(torch.zeros(1, 1).int(), torch.zeros(1, 0).int(), 16, num_cols=0)
+    if kind == "long":  # several chunks of items and of slots
+        kept = torch.rand(2, 9, 75, generator=generator) < 0.3
+        return BlockSparseLayout.from_dense(kept | (torch.arange(9) % 7 == 3)[:, None], 16)
+    if kind == "tall":
+        kept = torch.rand(2, 40, 5, generator=generator) < 0.3
+        return BlockSparseLayout.from_dense(kept, (16, 64))
+    if kind == "selected":
+        indices = torch.randint(-1, 9, (2, 4, 6, 5), generator=generator)
+        return BlockSparseLayout.from_indices(indices, 32, num_cols=9)
+    # columns that there are not, and slots that no row points to
+    crow = torch.tensor([[1, 3, 3, 7], [0, 0, 2, 5]], dtype=torch.int32)
+    col = torch.randint(-3, 9, (2, 9), generator=generator).int()
+    return BlockSparseLayout(crow, col, 32, num_cols=5)
+
+
+KINDS = ["empty", "full", "nothing", "long", "tall", "selected", "stray"]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_layouts(kind, causal, device, monkeypatch):
+    if interpreted():
+        monkeypatch.setattr(planning, "BLOCK", 32)
+    layout = some_layout(kind)
+    heads = layout.num_heads
+    specs = [
+        ListSpec(False, 128, 1, 1, causal),
+        ListSpec(False, layout.block_size[0], heads, 4, causal),
+        ListSpec(True, 64, heads, 1, causal),
+    ]
+    assert_planned_alike(layout, *specs, device=device)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", ["tall", "short", "dkdv"])
+@pytest.mark.parametrize("gpu", chosen(GPUS, ["nvidia:sm_90", "amd:gfx942"]))
+def test_builds(gpu, kind, tmp_path):
+    """Three launches, which fit and do not spill."""
+    spec = {
+        "tall": ListSpec(False, 128, 1, 1, True),
+        "short": ListSpec(False, 64, 4, 4, True),
+        "dkdv": ListSpec(True, 64, 4, 1, True),
+    }[kind]
+    crow, col = (torch.empty(8, n, dtype=torch.int32, device="meta") for n in (17, 64))
+    with compiling(gpu, tmp_path) as builds:
+        planning.make_lists(crow, col, 16, (64, 64), spec)
+    assert [build.kernel for build in builds] == ["_bit_kernel", "_list_kernel", "_list_kernel"]
+    for build in builds:
+        assert build.shared <= GPUS[gpu].shared_limit, build
+        assert not build.spilled, build
