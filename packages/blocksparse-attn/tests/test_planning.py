@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn import BlockSparseLayout, _pairs, _pieces
 from blocksparse_attn._kept_lists import eager_lists, make_lists
 from blocksparse_attn._kernels import planning
 from blocksparse_attn._linked.host.forms import interpreted
@@ -55,6 +55,9 @@ def some_layout(kind):
         return BlockSparseLayout.from_dense(torch.zeros(2, 3, 4, dtype=torch.bool), 16)
     if kind == "full":
         return BlockSparseLayout.from_dense(torch.ones(2, 5, 7, dtype=torch.bool), 16)
+    if kind == "no rows":
+        crow, col = (torch.zeros(2, n, dtype=torch.int32) for n in (1, 0))
+        return BlockSparseLayout(crow, col, 16, num_cols=3)
     if kind == "nothing":
         return BlockSparseLayout(torch.zeros(1, 1).int(), torch.zeros(1, 0).int(), 16, num_cols=0)
     if kind == "long":  # several chunks of items and of slots
@@ -72,7 +75,7 @@ def some_layout(kind):
     return BlockSparseLayout(crow, col, 32, num_cols=5)
 
 
-KINDS = ["empty", "full", "nothing", "long", "tall", "selected", "stray"]
+KINDS = ["empty", "full", "nothing", "no rows", "long", "tall", "selected", "stray"]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -86,8 +89,17 @@ def test_odd_layouts(kind, causal, device, monkeypatch):
         ListSpec(False, 128, 1, 1, causal),
         ListSpec(False, layout.block_size[0], heads, 4, causal),
         ListSpec(True, 64, heads, 1, causal),
+        ListSpec(True, 128, heads, 1, causal, True),
     ]
     assert_planned_alike(layout, *specs, device=device)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_pairs_of_a_band_and_columns(shared, device):
+    """Whole programs, in whose midst walks are cut; a column is walked beside another."""
+    layout = BlockSparseLayout.local_strided(2, 16384, 64, 4, 32, shared)
+    spec = ListSpec(True, 128, *((1, 2) if shared else (2, 1)), True, True)
+    assert_planned_alike(layout, spec, device=device)
 
 
 @pytest.mark.aot
@@ -104,6 +116,39 @@ def test_builds(gpu, kind, tmp_path):
     with compiling(gpu, tmp_path) as builds:
         planning.make_lists(crow, col, 16, (64, 64), spec)
     assert [build.kernel for build in builds] == ["_bit_kernel", "_list_kernel", "_list_kernel"]
+    for build in builds:
+        assert build.shared <= GPUS[gpu].shared_limit, build
+        assert not build.spilled, build
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("block", [(64, 64), (128, 64), (32, 32), (64, 16), (16, 128)], ids=str)
+def test_pairs(block, seed, causal, device, monkeypatch):
+    """With programs so short that there are several of an owner, and entries in several chunks."""
+    kept = (1, 3)[seed % 2]
+    for name, value in ("KEPT", kept), ("LONGEST", 5), ("SHORTER", 2):
+        monkeypatch.setattr(_pairs, name, value)
+    monkeypatch.setattr(_pieces, "KEPT", kept)
+    monkeypatch.setattr(planning, "BLOCK", 16)
+    monkeypatch.setattr(planning, "ENTRIES", 4)
+    layout = random_layout(seed, block)
+    heads = layout._crow.shape[0]
+    specs = [
+        ListSpec(True, 128, group, turns, causal, True) for group, turns in ((1, 2), (heads, 1))
+    ]
+    assert_planned_alike(layout, *specs, device=device)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("block", [(64, 64), (16, 16)], ids=str)
+@pytest.mark.parametrize("gpu", chosen(GPUS, ["nvidia:sm_90"]))
+def test_pairs_build(gpu, block, tmp_path):
+    """A launch for each stage, which fits and does not spill."""
+    crow, col = (torch.empty(8, n, dtype=torch.int32, device="meta") for n in (17, 64))
+    with compiling(gpu, tmp_path) as builds:
+        planning.make_pairs(crow, col, 16, block, ListSpec(True, 128, 4, 1, True, True))
+    assert len(builds) == (9 if block[0] == 64 else 12)
     for build in builds:
         assert build.shared <= GPUS[gpu].shared_limit, build
         assert not build.spilled, build

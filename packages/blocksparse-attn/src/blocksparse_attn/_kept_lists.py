@@ -85,10 +85,11 @@ def make_lists(
     crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
 ) -> Lists | Pairs:
     """Return the lists of a layout: by kernels on a GPU and in the interpreter, else in PyTorch."""
-    if walks_lists(crow.device) and not spec.paired:
+    if walks_lists(crow.device):
         from ._kernels import planning
 
-        return planning.make_lists(crow, col, cols, block_size, spec)
+        make = planning.make_pairs if spec.paired else planning.make_lists
+        return make(crow, col, cols, block_size, spec)
     return eager_lists(crow, col, cols, block_size, spec)
 
 

@@ -176,10 +176,11 @@ def key_pairs(
     key, place = key.sort()
     begin = torch.arange(4 * programs + 1, device=device) * (HEAD * group)
     begin = torch.searchsorted(key, begin)
+    bits = torch.where(key < end, bits[place], 0)
     key = torch.where(key < end, key % (HEAD * group), 0)
     owners = torch.cat([of_list, mine], 1)[order]
     nothing = key.new_zeros(1)
-    items, bits = (torch.cat([x, nothing]).int() for x in (key, bits[place]))
+    items, bits = (torch.cat([x, nothing]).int() for x in (key, bits))
     return Pairs(begin, parts, items, owners.int(), ends[-1:].int(), bits)
 
 

@@ -73,3 +73,68 @@ class ListOptions(NamedTuple):
     IS_PACKED: Any  # members are heads
     MEMBERS: Any
     BLOCK: Any  # items per program
+
+
+class PairTensors(NamedTuple):
+    """What the planning of the Hopper backward reads and writes, stage by stage."""
+
+    bits_ptr: Any  # of pieces of keys
+    cells_ptr: Any  # int32 [blocks, items], of several pieces a block: which of them see which
+    alone_ptr: Any  # int32 [blocks], or of pieces: items that are seen without neighbours
+    last_ptr: Any  # int32 alike: behind the last of these
+    order_ptr: Any  # int32 alike: as they go together
+    rank_ptr: Any  # int32 alike: the inverse
+    pieces_ptr: Any  # int32 [blocks, SIDE]: in their list, or -1
+    lasts_ptr: Any  # int32 [blocks]: the last 64 tokens that a block touches, or -1
+    alike_ptr: Any  # int32 [pairs]: whether two that go together see mostly the same
+    counts_ptr: Any  # int64 [2, owners, chunks]: entries, and their weights
+    ends_ptr: Any  # int64, the sums of the counts so far
+    first_ptr: Any  # int32 [owners + 1]: programs ahead of an owner
+    owner_ptr: Any  # int32 [programs]
+    starts_ptr: Any  # int64 [programs + 1]: entries ahead of a program
+    entries_ptr: Any  # int32 [bound], by programs
+    seen_ptr: Any  # int32 [bound], their bits
+    keys_ptr: Any  # int64 [programs], by which they are put in order
+    parts_of_ptr: Any  # int32 [programs, 4]: how many entries each part has
+    places_ptr: Any  # int64 [programs]: the program at a place
+    sums_ptr: Any  # int64 [programs, 4]: of the parts, by place, so far
+    begin_ptr: Any  # from here on see ``Pairs``
+    parts_ptr: Any
+    items_ptr: Any
+    owners_ptr: Any
+    real_ptr: Any
+    out_bits_ptr: Any
+
+
+class PairNumbers(NamedTuple):
+    """Sizes in the planning of the Hopper backward."""
+
+    pairs: Any  # of blocks, of all lists
+    items: Any
+    group: Any
+    words: Any  # of a line of bits
+    in_list: Any  # pieces of a list
+    in_blocks: Any  # blocks of a list
+    sorted: Any  # blocks, or pieces, of a list that are put in order
+    kept: Any  # as many items stay where they are
+    chunks: Any  # of an owner's items
+    most: Any  # weight of a program of neighbours
+    most_apart: Any  # and of others
+    programs: Any  # bound
+    turns: Any
+    rows: Any
+    lists: Any
+    bound: Any  # places for items
+    head: Any  # as ``HEAD``, and so on, in ``_pairs``
+    window: Any
+    alike: Any
+
+
+class PairOptions(NamedTuple):
+    """What a stage is compiled for."""
+
+    STAGE: Any
+    SIDE: Any  # pieces of a block
+    IS_CAUSAL: Any
+    BLOCK: Any  # items at a time
+    ENTRIES: Any  # entries of a program at a time

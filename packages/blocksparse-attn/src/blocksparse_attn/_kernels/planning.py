@@ -12,7 +12,9 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
+from .. import _pairs, _pieces
 from .._lists import Lists, ListSpec
+from .._pairs import Pairs, sizes_of
 from .form import launch_of
 from .list_structures import (
     BitNumbers,
@@ -21,11 +23,17 @@ from .list_structures import (
     ListNumbers,
     ListOptions,
     ListTensors,
+    PairNumbers,
+    PairOptions,
+    PairTensors,
 )
 from .lists import _bit_kernel, _list_kernel
+from .pairs import RANKED, _pair_kernel
 
 # slots, or items, of a program
 BLOCK = 512
+# entries of a program of the Hopper backward at a time
+ENTRIES = 128
 
 
 @functools.cache
@@ -119,3 +127,114 @@ def make_lists(
     ends = counts.cumsum(0)
     launch(total * chunks, ListTensors(bits, counts, ends, *written), numbers)
     return Lists(*written)
+
+
+def make_pairs(
+    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
+) -> Pairs:
+    """Return what programs of the Hopper backward walk, as ``key_pairs`` does, by kernels."""
+    (heads, nnz), device, turns = col.shape, crow.device, spec.pack
+    piece = _pieces.piece_of(block_size)
+    parts_q, parts_k = (tokens // piece for tokens in block_size)
+    side = _pieces.SIDE // piece
+    pieces, programs, bound = sizes_of(heads, nnz, cols, block_size, spec.group, turns)
+    lists = cdiv(heads, spec.group)
+    in_list = pieces // lists
+    in_blocks = in_list if side == 1 else in_list // side * 2
+    rows = max(cdiv((crow.shape[1] - 1) * parts_q, side), 1)
+    items = rows * spec.group
+    bits = mark_bits(
+        crow,
+        col,
+        cols,
+        (lists, in_list),
+        items * side,
+        (parts_q, parts_k, piece, piece, side),
+        spec.group,
+        True,
+        spec.causal,
+    )
+    blocks = lists * in_blocks
+    pairs, chunks = blocks // 2, cdiv(items, BLOCK)
+
+    def ints(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def longs(*size: int) -> Tensor:
+        return ints(*size, dtype=torch.int64)
+
+    tensors = PairTensors(
+        bits_ptr=bits,
+        cells_ptr=ints(0 if side == 1 else blocks, items),
+        alone_ptr=ints(blocks),
+        last_ptr=ints(blocks),
+        order_ptr=ints(blocks),
+        rank_ptr=ints(blocks),
+        pieces_ptr=ints(blocks, side),
+        lasts_ptr=ints(blocks),
+        alike_ptr=ints(pairs),
+        counts_ptr=longs(4 * pairs * chunks),
+        ends_ptr=longs(0),
+        first_ptr=ints(2 * pairs + 1),
+        owner_ptr=ints(programs),
+        starts_ptr=longs(programs + 1),
+        entries_ptr=ints(bound),
+        seen_ptr=ints(bound),
+        keys_ptr=longs(programs),
+        parts_of_ptr=ints(programs, 4),
+        places_ptr=longs(0),
+        sums_ptr=longs(0),
+        begin_ptr=longs(4 * programs + 1),
+        parts_ptr=torch.zeros(pieces, dtype=torch.int64, device=device),
+        items_ptr=ints(bound + 1),
+        owners_ptr=ints(programs, 1 + 2 * side),
+        real_ptr=ints(1),
+        out_bits_ptr=ints(bound + 1),
+    )
+    numbers = PairNumbers(
+        pairs=pairs,
+        items=items,
+        group=spec.group,
+        words=bits.shape[1],
+        in_list=in_list,
+        in_blocks=in_blocks,
+        sorted=in_blocks,
+        kept=_pairs.KEPT,
+        chunks=chunks,
+        most=2 * max(_pairs.LONGEST // turns, 1),
+        most_apart=2 * max(_pairs.SHORTER // turns, 1),
+        programs=programs,
+        turns=turns,
+        rows=rows,
+        lists=lists,
+        bound=bound + 1,
+        head=_pairs.HEAD,
+        window=_pairs.WINDOW,
+        alike=_pairs.ALIKE,
+    )
+
+    def run(stage: str, grid: int, x: PairTensors, n: PairNumbers) -> None:
+        options = PairOptions(stage, side, spec.causal, BLOCK, ENTRIES)
+        _launch(_pair_kernel, options)(grid, x, n)
+
+    if side > 1:
+        # the same of pieces, before blocks are made of them
+        alone, last, order, rank = (ints(pieces) for _ in range(4))
+        x = tensors._replace(alone_ptr=alone, last_ptr=last, order_ptr=order, rank_ptr=rank)
+        n = numbers._replace(sorted=in_list, kept=_pieces.KEPT)
+        run("apart", pieces // side, x, n)
+        run("rank", lists * cdiv(in_list, RANKED.value), x, n)
+        run("cells", blocks, x, n)
+    run("alone", pairs, tensors, numbers)
+    run("rank", lists * cdiv(in_blocks, RANKED.value), tensors, numbers)
+    run("compare", pairs, tensors, numbers)
+    run("count", 2 * pairs * chunks, tensors, numbers)
+    tensors = tensors._replace(ends_ptr=tensors.counts_ptr.cumsum(0))
+    run("cut", 1, tensors, numbers)
+    run("write", 2 * pairs * chunks, tensors, numbers)
+    run("measure", programs, tensors, numbers)
+    places = tensors.keys_ptr.sort(stable=True).indices
+    sums = tensors.parts_of_ptr[places].flatten().cumsum(0)
+    tensors = tensors._replace(places_ptr=places, sums_ptr=sums)
+    run("emit", programs, tensors, numbers)
+    return Pairs(*tensors[-6:])
