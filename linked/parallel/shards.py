@@ -7,7 +7,7 @@ has as many visible keys as any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -66,6 +66,17 @@ def ranges(seqlen: int, group_size: int, rank: int, shard: str) -> list[tuple[in
 def shard_size(seqlen: int, group_size: int, rank: int, shard: str) -> int:
     """Return how many tokens of a sequence a rank holds."""
     return sum(end - begin for begin, end in ranges(seqlen, group_size, rank, shard))
+
+
+def merged(runs: Iterable[Run]) -> list[Run]:
+    """Return runs of which none begins where the one before it ends."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and joined[-1].sequence == run.sequence and joined[-1].end == run.begin:
+            joined[-1] = joined[-1]._replace(end=run.end)
+        else:
+            joined.append(run)
+    return joined
 
 
 def shard(x: Tensor, group_size: int, rank: int, *, dim: int = 1, shard: str = "zigzag") -> Tensor:

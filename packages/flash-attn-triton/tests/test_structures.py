@@ -13,6 +13,7 @@ from flash_attn_triton._kernels.backward_rows import _row_kernel
 from flash_attn_triton._kernels.backward_short import _short_kernel
 from flash_attn_triton._kernels.bias_gradient import _bias_gradient_kernel
 from flash_attn_triton._kernels.forward import _forward_kernel
+from flash_attn_triton._kernels.sharded_merge import merge_kernel
 
 pytestmark = pytest.mark.eager
 
@@ -27,6 +28,7 @@ PORTABLE = [
     ),
     (_dq_kernel, (s.Inputs, "dq_ptr", s.Extras, *GRADIENT_NUMBERS, s.Options, s.Tile)),
     (_short_kernel, (s.ShortTensors, s.ShortNumbers, s.Options, s.Tile, "SETTLE")),
+    (merge_kernel, (s.MergeTensors, s.MergeNumbers, s.MergeTile)),
     (_bias_gradient_kernel, (s.Inputs, "dbias_ptr", s.Extras, *BIAS_NUMBERS, s.Options, s.Tile)),
 ]
 
@@ -73,8 +75,9 @@ def test_kernels_for_hopper_take_what_is_passed():
 
 
 def test_every_kernel_that_a_plan_launches_is_compared():
-    from flash_attn_triton._kernels import backward_plans, plans
+    from flash_attn_triton._kernels import backward_plans, plans, sharded_plans
 
     compared = {kernel.__name__ for kernel, _ in PORTABLE}
-    launched = {n for m in (plans, backward_plans) for n in vars(m) if n.endswith("_kernel")}
+    modules = plans, backward_plans, sharded_plans
+    launched = {n for m in modules for n in vars(m) if n.endswith("_kernel")}
     assert launched == compared

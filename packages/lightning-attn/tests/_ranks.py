@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from lightning_attn import _sharded, distributed
+from lightning_attn._linked.parallel.groups import Where
 
 
 class Ranks:
@@ -41,7 +42,7 @@ class Ranks:
         return results
 
     def _where(self, _group):
-        return _sharded.Where("threads", self._own.rank, self.count)
+        return Where("threads", self._own.rank, self.count)
 
     def _exchange(self, message, *_):
         ranks = self

@@ -97,10 +97,12 @@ def attention_backward(
     window_right: int,
     softcap: float,
     dropout_p: float,
+    out: Tensor | None = None,
 ) -> Grads:
     """Return the gradients of q, k, v, bias and sinks; an absent tensor has one without elements.
 
-    Each is in the dtype of its tensor.
+    Each is in the dtype of its tensor. ``out`` is needed where it and ``lse`` are over more keys
+    than these.
     """
     options = rng_state, softmax_scale, window_left, window_right, softcap, dropout_p
     absent = q.new_empty((0,))
@@ -111,6 +113,7 @@ def attention_backward(
         dlse = None if dlse is None else dlse.transpose(0, 1).reshape(lse.shape)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         dout, q, k, v = (_packed(x).float() for x in (dout, q, k, v))
+        delta = None if out is None else (dout * _packed(out)).sum(-1)
         dq, dk, dv, dbias, dsinks = (
             torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v, *tensors[3:])
         )
@@ -128,6 +131,7 @@ def attention_backward(
                 row_of(alibi_slopes, b),
                 sinks,
                 *options,
+                None if delta is None else delta[rows].T[None],
             )
             dk[keys] += one_dk[0]
             dv[keys] += one_dv[0]
@@ -243,6 +247,7 @@ def _part_backward(
     window_right: int,
     softcap: float,
     dropout_p: float,
+    delta: Tensor | None,
 ) -> Grads:
     """Return what a part of a sequence adds to the gradients, in fp32."""
     batch, seqlen_q, heads_q, _ = q.shape
@@ -272,6 +277,8 @@ def _part_backward(
     dp = torch.einsum("bihe,bjhe->bhij", dout, wide_v) * kept
     # what every logit of a row gets in common: from the normalisation, and from the lse
     common = -(p * dp).sum(dim=-1)
+    if delta is not None:
+        common = -delta.masked_fill(~row_sees_any[..., 0].T, 0.0)
     if dlse is not None:
         common = common + dlse.masked_fill(empty, 0.0)
     dscores = p * (dp + common[..., None])

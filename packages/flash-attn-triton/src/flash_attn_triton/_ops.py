@@ -138,7 +138,11 @@ backward = register(
 
 
 def plan_of(
-    x: Tensors, options: Options, out_dtype: torch.dtype, deterministic: bool
+    x: Tensors,
+    options: Options,
+    out_dtype: torch.dtype,
+    deterministic: bool,
+    needs_gradient: bool | None = None,
 ) -> Plan | None:
     """Return how to launch calls of this form past the operators; None if they are to be asked."""
     device = x.q.device.type
@@ -148,8 +152,10 @@ def plan_of(
         return None
     from ._kernels.plans import plan_calls
 
+    if needs_gradient is None:
+        needs_gradient = _needs_gradient(x)
     return plan_calls(
-        x, options, out_dtype, deterministic=deterministic, needs_gradient=_needs_gradient(x)
+        x, options, out_dtype, deterministic=deterministic, needs_gradient=needs_gradient
     )
 
 

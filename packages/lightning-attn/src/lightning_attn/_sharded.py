@@ -16,28 +16,9 @@ from torch import Tensor
 
 from ._call import BackwardTensors, Inputs
 from ._linked.parallel.agreement import agree
+from ._linked.parallel.groups import group_named
 from ._shards import Table, table_of
 from .validate import validate_decay
-
-# process groups by name, which is what operators take
-_groups: dict[str, Any] = {}
-
-
-class Where(NamedTuple):
-    """This rank among the others, as operators take it."""
-
-    group: str
-    rank: int
-    group_size: int
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def where(group: Any) -> Where:
-    """Return where a rank is in its group; None is all ranks."""
-    group = dist.group.WORLD if group is None else group
-    name = str(group.group_name)
-    _groups[name] = group
-    return Where(name, dist.get_rank(group), dist.get_world_size(group))
 
 
 class Sharded(NamedTuple):
@@ -62,7 +43,7 @@ class Exchange:
         self._all = message.new_empty((table.group_size * message.shape[0], *message.shape[1:]))
         # PyTorch 2.13 has renamed it
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        group = _groups[options.group]
+        group = group_named(options.group)
         self._work = gather(self._all, message, group=group, async_op=True)
 
     def wait(self) -> Tensor:
@@ -215,4 +196,4 @@ def _agree(decay: Tensor, options: Sharded, claims: list[str]) -> None:
         validate_decay(decay)
     except ValueError as raised:
         error = raised
-    compare(claims, decay.tolist(), _groups[options.group], decay.device, error)
+    compare(claims, decay.tolist(), group_named(options.group), decay.device, error)

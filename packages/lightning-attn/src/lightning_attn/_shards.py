@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ._linked.parallel.layout import layout_of
-from ._linked.parallel.shards import Run
+from ._linked.parallel.shards import Run, merged
 
 
 class Layout(NamedTuple):
@@ -69,7 +68,7 @@ class Table:
     def __init__(self, layout: Layout) -> None:
         lengths, self.group_size, (left, right), shard, self.rank, self.has_final = layout
         whole = layout_of(lengths, self.group_size, left, right, shard)
-        every = [_merged(runs) for runs in whole.runs]
+        every = [merged(runs) for runs in whole.runs]
         parts: list[list[tuple[Run, int]]] = [[] for _ in lengths]
         for rank, runs in enumerate(every):
             for run in runs:
@@ -164,17 +163,6 @@ class Table:
 def table_of(text: str) -> Table:
     """Return the table of a layout."""
     return Table(Layout(*ast.literal_eval(text)))
-
-
-def _merged(runs: Iterable[Run]) -> list[Run]:
-    """Return runs of which none begins where the one before it ends."""
-    merged: list[Run] = []
-    for run in runs:
-        if merged and merged[-1].sequence == run.sequence and merged[-1].end == run.begin:
-            merged[-1] = merged[-1]._replace(end=run.end)
-        else:
-            merged.append(run)
-    return merged
 
 
 def _slot(place: tuple[int, int], message: int) -> int:

@@ -26,9 +26,10 @@ from . import _checks
 from ._linked.host.arguments import kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
+from ._linked.parallel.groups import Where, where
 from ._linked.parallel.plan import ShardPlan
 from ._linked.parallel.shards import check_count, check_shard, shard, shard_size, unshard
-from ._sharded import NAMES, Sharded, Where, compare, where
+from ._sharded import NAMES, Sharded, compare
 from ._sharded_ops import ShardedAttention
 from ._shards import Layout
 

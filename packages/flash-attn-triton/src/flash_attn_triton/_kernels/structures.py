@@ -99,6 +99,15 @@ FOREIGN_ROWS = ("out_ptr", "dout_ptr", "lse_ptr", "dlse_ptr")
 SHORT_FOREIGN = ShortTensors._fields[:7]
 
 
+class MergeTensors(NamedTuple):
+    """Results over some keys, which are updated, and those over others."""
+
+    out_ptr: Any
+    lse_ptr: Any
+    part_out_ptr: Any
+    part_lse_ptr: Any
+
+
 # ---- what launches pass: numbers
 
 
@@ -208,6 +217,19 @@ class ShortNumbers(NamedTuple):
 NUMBERS = (*Scalars._fields, *Counts._fields, *GradientStrides._fields, *Strides._fields)
 
 
+class MergeNumbers(NamedTuple):
+    """Rows of a sequence, heads, blocks of rows, and strides of what is updated."""
+
+    rows: Any
+    heads: Any
+    blocks: Any
+    stride_ob: Any
+    stride_os: Any
+    stride_oh: Any
+    stride_lb: Any
+    stride_lh: Any
+
+
 # ---- constants
 
 
@@ -256,6 +278,14 @@ class RowTile(NamedTuple):
     ROW_BYTES: Any  # alignment of a row of the output
     BLOCK: Any  # rows per program
     PIECE: Any  # sums that are set to 0 at a time
+
+
+class MergeTile(NamedTuple):
+    """Constants of the merge."""
+
+    HEAD_DIM_V: int
+    BLOCK_DV: int
+    BLOCK: int
 
 
 # ---- what device functions hand on

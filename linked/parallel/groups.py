@@ -1,0 +1,32 @@
+"""Process groups by name, which is what operators take, and the exchange of rows in them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_groups: dict[str, Any] = {}
+
+
+class Where(NamedTuple):
+    """This rank among the others, as operators take it."""
+
+    group: str
+    rank: int
+    group_size: int
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def where(group: Any) -> Where:
+    """Return where a rank is in its group; None is all ranks."""
+    group = dist.group.WORLD if group is None else group
+    name = str(group.group_name)
+    _groups[name] = group
+    return Where(name, dist.get_rank(group), dist.get_world_size(group))
+
+
+def group_named(name: str) -> Any:
+    """Return the group that ``where`` told the name of."""
+    return _groups[name]

@@ -1,0 +1,357 @@
+"""The passes of one rank: its own keys first, then those of the others, as they arrive.
+
+Forward: keys and values of the next ranks travel while products run, in memory for two ranks' keys
+at most; partial results are merged by their log-sum-exp. Backward: the same walk, with the
+log-sum-exp of the whole; gradients of keys travel back while it goes on, and are added up in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._call import Options, Plan, Tensors
+from ._linked.host.forms import Memory, form_of, interpreted
+from ._linked.parallel.agreement import agree
+from ._linked.parallel.groups import group_named
+from ._shards import Product, Rows, Step, table_of
+
+# other ranks' keys that are in memory, or on their way, at a time
+AHEAD = 2
+
+
+class Sharded(NamedTuple):
+    """What is no tensor, in the order of the operators."""
+
+    softmax_scale: float
+    softcap: float
+    deterministic: bool
+    layout: str
+    group: str
+
+
+class Exchange:
+    """Rows on their way from one rank of a group to another one."""
+
+    def __init__(
+        self, message: Tensor, target: int, received: int, source: int, options: Sharded
+    ) -> None:
+        group = group_named(options.group)
+        sent_sizes = [0] * dist.get_world_size(group)
+        received_sizes = list(sent_sizes)
+        sent_sizes[target] = message.shape[0]
+        received_sizes[source] = received
+        self._arriving = message.new_empty((received, *message.shape[1:]))
+        self._work = dist.all_to_all_single(
+            self._arriving, message, received_sizes, sent_sizes, group=group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        """Return the rows; a GPU's stream waits, the host does not."""
+        if self._work is not None:
+            self._work.wait()
+        return self._arriving
+
+
+class _Fetch:
+    """The keys and values of all steps, some of them under way."""
+
+    def __init__(self, k: Tensor, v: Tensor, steps: tuple[Step, ...], options: Sharded) -> None:
+        self._kv, self._steps, self._options = (k, v), steps, options
+        self._begun: list[Exchange] = []
+        for _ in range(AHEAD):
+            self.begin_next()
+
+    def begin_next(self) -> None:
+        """Send what the next step asks for."""
+        if len(self._begun) == len(self._steps):
+            return
+        step = self._steps[len(self._begun)]
+        message = torch.cat([step.sends.of(x) for x in self._kv], -1)
+        self._begun.append(
+            Exchange(message, step.target, step.receives, step.source, self._options)
+        )
+
+    def wait(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a step."""
+        return _apart(self._begun[i].wait(), self._kv[0].shape[-1])
+
+    def forget(self, i: int) -> None:
+        """Let the memory of a step go."""
+        self._begun[i] = None  # type: ignore[call-overload]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    options: Sharded,
+    claims: list[str],
+) -> tuple[Tensor, Tensor]:
+    """Return the output, and the log-sum-exp over the keys of all ranks."""
+    if claims:
+        shown = None if sinks is None else sinks.tolist()
+        compare(claims, shown, group_named(options.group), q.device)
+    table = table_of(options.layout)
+    fetch = _Fetch(k, v, table.steps, options)
+    heads, tokens = q.shape[1], q.shape[0]
+    if not table.local:
+        out = q.new_zeros((tokens, heads, v.shape[-1]))
+        lse = q.new_full((heads, tokens), -math.inf, dtype=torch.float32)
+    for i, product in enumerate(table.local):
+        part = _Part(product, q, k, v, sinks if i == 0 else None, options)
+        found = part.forward()
+        if i == 0:
+            out, lse = part.whole(*found)
+            # one merge rounds once, several would several times
+            out = out.float() if table.merges > 1 else out
+        else:
+            _merge(out, lse, part, *found)
+    for i, step in enumerate(table.steps):
+        keys, values = fetch.wait(i)
+        for product in step.products:
+            part = _Part(product, q, keys, values, None, options)
+            _merge(out, lse, part, *part.forward())
+        fetch.forget(i)
+        fetch.begin_next()
+    return out.to(q.dtype), lse
+
+
+def backward(
+    x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, options: Sharded
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, and this rank's share of the gradient of the sinks."""
+    table = table_of(options.layout)
+    q, k, v, sinks = x.q, x.k, x.v, x.sinks
+    fetch = _Fetch(k, v, table.steps, options)
+    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v)) if not table.local else (q, k, v)
+    dsinks = q.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
+    results = out, lse, dout, dlse
+    for i, product in enumerate(table.local):
+        part = _Part(product, q, k, v, sinks if i == 0 else None, options)
+        found = part.backward(*results)
+        if i == 0:
+            dq, dk, dv = (g.reshape(t.shape) for g, t in zip(found[:3], (q, k, v), strict=True))
+            dsinks = dsinks if found[3] is None or sinks is None else found[3]
+            # one addition rounds once, several would several times
+            dq = dq.float() if table.merges > 1 else dq
+            if len(table.local) - 1 + table.sends > 1:
+                dk, dv = dk.float(), dv.float()
+        else:
+            part.add_to(found[0], dq, part.rows)
+            part.add_to(found[1], dk, part.keys)
+            part.add_to(found[2], dv, part.keys)
+    returning: list[tuple[Exchange, Rows]] = []
+    for i, step in enumerate(table.steps):
+        keys, values = fetch.wait(i)
+        parts = [_Part(product, q, keys, values, None, options) for product in step.products]
+        grads = [part.backward(*results) for part in parts]
+        for part, found in zip(parts, grads, strict=True):
+            part.add_to(found[0], dq, part.rows)
+        message = _sent_back(parts, grads, keys, values)
+        fetch.forget(i)
+        if returning:
+            _receive(*returning.pop(), dk, dv)
+        exchange = Exchange(message, step.source, step.sends.count, step.target, options)
+        returning.append((exchange, step.sends))
+        fetch.begin_next()
+    for one in returning:
+        _receive(*one, dk, dv)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def _sent_back(parts: list[_Part], grads: list[Any], keys: Tensor, values: Tensor) -> Tensor:
+    """Return the gradients of a step's keys and values side by side, in their dtype."""
+    width = keys.shape[-1] + values.shape[-1]
+    if len(parts) == 1 and parts[0].has_all_keys(keys.shape[0]):
+        _, dk, dv, _ = grads[0]
+        return torch.cat([dk, dv], -1).view(*keys.shape[:-1], width)
+    summed = keys.new_zeros((*keys.shape[:-1], width), dtype=torch.float32)
+    dk, dv = _apart(summed, keys.shape[-1])
+    for part, found in zip(parts, grads, strict=True):
+        part.add_to(found[1], dk, part.keys)
+        part.add_to(found[2], dv, part.keys)
+    return summed.to(keys.dtype)
+
+
+def _receive(exchange: Exchange, rows: Rows, dk: Tensor, dv: Tensor) -> None:
+    """Add the gradients that come back from a rank."""
+    arrived = _apart(exchange.wait(), dk.shape[-1])
+    if rows.count:
+        for grad, part in zip((dk, dv), arrived, strict=True):
+            rows.add(grad, part)
+
+
+def _apart(both: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values that lie side by side."""
+    return both[..., :width], both[..., width:]
+
+
+class _Part:
+    """A product, and the tensors that it reads."""
+
+    def __init__(
+        self,
+        product: Product,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        options: Sharded,
+    ) -> None:
+        self._product, self._options = product, options
+        self.rows = product.rows[0], product.size[0], product.q_step
+        self.keys = product.keys[0], product.size[1], product.k_step
+        scale, softcap, *_ = options
+        self._given = Options(scale, *product.window, softcap, 0.0)
+        own = self._of(q, self.rows), self._of(k, self.keys), self._of(v, self.keys)
+        cu_seqlens = (None, None) if product.batch else product.cu_seqlens(q.device)
+        self._x = Tensors(*own, *cu_seqlens)._replace(sinks=sinks)
+
+    def has_all_keys(self, count: int) -> bool:
+        """Say whether the product has a gradient for each of so many keys, in their order."""
+        begin, end = self._product.keys
+        _, size, step = self.keys
+        return (begin, end) == (0, count) and (not self._product.batch or size == step)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp, as the kernels shape them."""
+        x, deterministic = self._x, self._options.deterministic
+        plan = _plan_of(x, self._given, deterministic, needs_gradient=False)
+        if plan is not None:
+            return plan.forward(x)
+        from ._ops import forward
+
+        return forward(  # type: ignore[no-any-return]
+            *x, *self._longest(), *self._given, x.q.dtype, deterministic
+        )
+
+    def backward(
+        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of queries, keys, values and sinks."""
+        x, deterministic = self._x, self._options.deterministic
+        out, dout = self._of(out, self.rows), self._of(dout, self.rows)
+        lse = self._of_lse(lse).contiguous()
+        dlse = None if dlse is None else self._of_lse(dlse).contiguous()
+        if x.q.is_cpu and not interpreted():
+            from ._eager_sharded import backward as eager_backward
+
+            dq, dk, dv, _, of_sinks = eager_backward(x, self._given, out, lse, dout, dlse)
+            return dq, dk, dv, of_sinks
+        plan = _plan_of(x, self._given, deterministic, needs_gradient=True)
+        if plan is not None and plan.backward is not None:
+            dq, dk, dv, _, dsinks = plan.backward(x, out, lse, dout, dlse, False)
+        else:
+            from ._ops import backward
+
+            dq, dk, dv, _, dsinks = backward(
+                dout, *x[:3], out, lse, dlse, *x[3:9], None, *self._longest(), *self._given,
+                deterministic, False,
+            )  # fmt: skip
+        return dq, dk, dv, dsinks
+
+    def whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return results that are of all rows as ``[tokens, ...]`` and ``[heads, tokens]``."""
+        if self._product.batch:
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        return out, lse
+
+    def add_to(self, grad: Tensor, x: Tensor, raster: tuple[int, int, int]) -> None:
+        """Add a gradient to that of the rows or keys that the product reads."""
+        self._of(x, raster).add_(grad)
+
+    def results(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where the product's results belong, in those of all rows."""
+        return self._of(out, self.rows), self._of_lse(lse)
+
+    def _longest(self) -> tuple[int, int]:
+        return self._product.size if self._product.batch else self._product.longest
+
+    def _of(self, x: Tensor, raster: tuple[int, int, int]) -> Tensor:
+        """Return rows of ``[tokens, heads, d]``; with a raster ``[batch, rows, heads, d]``."""
+        begin, size, step = raster
+        batch = self._product.batch
+        if not batch:
+            ends = self._product.rows if raster is self.rows else self._product.keys
+            return x[ends[0] : ends[1]]
+        if batch == 1:
+            return x[begin : begin + size].unsqueeze(0)
+        row = x.stride(0)
+        return x.as_strided(
+            (batch, size, *x.shape[1:]),
+            (step * row, *x.stride()),
+            x.storage_offset() + begin * row,
+        )
+
+    def _of_lse(self, x: Tensor) -> Tensor:
+        """Return columns of ``[heads, tokens]``; with a raster ``[batch, heads, rows]``."""
+        begin, size, step = self.rows
+        batch = self._product.batch
+        if not batch:
+            return x[:, self._product.rows[0] : self._product.rows[1]]
+        if batch == 1:
+            return x[:, begin : begin + size].unsqueeze(0)
+        head, row = x.stride()
+        return x.as_strided(
+            (batch, x.shape[0], size), (step * row, head, row), x.storage_offset() + begin * row
+        )
+
+
+def _merge(out: Tensor, lse: Tensor, part: _Part, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a product's results into those of its rows, by their log-sum-exp."""
+    into, of = part.results(out, lse)
+    if not interpreted() and into.is_cpu:
+        from ._eager_sharded import merge
+    else:
+        from ._kernels.sharded_plans import merge
+    merge(into, of, part_out, part_lse)
+
+
+_plans: Memory[Plan] = Memory()
+
+
+def _plan_of(
+    x: Tensors, options: Options, deterministic: bool, *, needs_gradient: bool
+) -> Plan | None:
+    """Return how to launch calls of a form; None where the operators have to be asked."""
+    is_packed = x.cu_seqlens_q is not None
+    others = x.cu_seqlens_q, x.cu_seqlens_k, x.sinks
+    form = form_of(x[:3], others, (*options, deterministic, needs_gradient), is_packed)
+    plan = None if form is None else _plans.get(form)
+    if form is None or plan is not None:
+        return plan
+    from ._ops import plan_of
+
+    plan = plan_of(x, options, x.q.dtype, deterministic, needs_gradient)
+    return plan if plan is None else _plans.keep(form, plan)
+
+
+# what ranks compare; the operator adds the values of the sinks
+NAMES = (
+    "the dtype of q",
+    "the heads and head dimensions of q, k and v",
+    "the shards",
+    "softmax_scale",
+    "softcap",
+    "deterministic",
+    "whether a gradient is asked for",
+)
+
+
+class _Shown(str):
+    """Text that ranks compare, shown as it is."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def compare(claims: list[str], sinks: Any, group: Any, device: Any, error: Any = None) -> None:
+    """Compare what the ranks say of their calls; raise on all of them if they differ."""
+    named = dict(zip(NAMES, map(_Shown, claims), strict=True))
+    agree({**named, "sinks": sinks}, group, device, error)

@@ -1,0 +1,351 @@
+"""What each rank multiplies with what, and which keys travel for it.
+
+A rank holds *runs*: tokens of a sequence that lie one after the other. Its queries meet its own
+keys first, then those of the other ranks, one rank per *step*: in step t the keys of rank r - t
+arrive at rank r. Of a run, only the keys that some query there sees are sent.
+
+A *product* is one call of the kernels. The mask between two runs is a rectangle without holes, or
+a window beside the diagonal; the kernels align windows to the bottom right of the rectangle, so
+windows move with its corner. All of this follows from lengths, the mask and the rule of the shards,
+so every rank knows what the others send and expect.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._linked.parallel.layout import layout_of
+from ._linked.parallel.shards import Run, merged
+
+NO_WINDOW = (-1, -1)
+
+
+class Layout(NamedTuple):
+    """How sequences are cut, and their mask: all that a rank has to know of the others."""
+
+    lengths: tuple[int, ...]
+    group_size: int
+    window: tuple[int, int]
+    shard: str
+    rank: int
+
+    @property
+    def text(self) -> str:
+        """Return it as an argument of an operator."""
+        return repr(tuple(self))
+
+
+class Rectangle(NamedTuple):
+    """Queries and keys that meet: rows of the rank's queries, rows of the keys at hand."""
+
+    window: tuple[int, int]
+    q_begin: int
+    q_end: int
+    k_begin: int
+    k_end: int
+
+
+class Product:
+    """One call of the kernels: rectangles of one window that share neither queries nor keys.
+
+    Attributes:
+        window: ``(left, right)``, aligned to the bottom right of each rectangle.
+        rows: the first and the last row of queries, ``(begin, end)``.
+        keys: likewise of the keys.
+        batch: the number of rectangles, if they are equally large and equally far apart; 0
+            otherwise.
+        q_step: rows from one to the next, if so.
+        k_step: likewise of the keys.
+    """
+
+    def __init__(self, rectangles: Sequence[Rectangle]) -> None:
+        first, last = rectangles[0], rectangles[-1]
+        self.window = first.window
+        self.rows = first.q_begin, last.q_end
+        self.keys = first.k_begin, last.k_end
+        self.size = first.q_end - first.q_begin, first.k_end - first.k_begin
+        self.batch, self.q_step, self.k_step = _raster(rectangles)
+        self._lengths = _lengths(rectangles)
+        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries, and the most keys, of a rectangle."""
+        return max(q for q, _ in self._lengths), max(k for _, k in self._lengths)
+
+    def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return where the rectangles begin, int32; rows between them are sequences of their own.
+
+        Those face no key, and keys between them face no query.
+        """
+        found = self._on.get(device)
+        if found is None:
+            sides = ([0, *lengths] for lengths in zip(*self._lengths, strict=True))
+            q, k = (
+                torch.tensor(side, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+                for side in sides
+            )
+            found = self._on[device] = q.to(device), k.to(device)
+        return found
+
+
+class Rows:
+    """Some rows of a rank: a slice where they lie together, an index otherwise."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        joined: list[tuple[int, int]] = []
+        for begin, end in ranges:
+            if joined and joined[-1][1] == begin:
+                joined[-1] = joined[-1][0], end
+            elif begin < end:
+                joined.append((begin, end))
+        self.count = sum(end - begin for begin, end in joined)
+        self.slice = None
+        if len(joined) < 2:
+            self.slice = slice(*joined[0]) if joined else slice(0, 0)
+        self._ranges = joined
+        self._on: dict[torch.device, Tensor] = {}
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the rows of a tensor."""
+        if self.slice is not None:
+            return x[self.slice]
+        return x.index_select(0, self._index(x.device))
+
+    def add(self, x: Tensor, rows: Tensor) -> None:
+        """Add to the rows of a tensor; each is met once, so no order matters."""
+        if self.slice is not None:
+            x[self.slice].add_(rows)
+        else:
+            x.index_add_(0, self._index(x.device), rows.to(x.dtype))
+
+    def _index(self, device: torch.device) -> Tensor:
+        found = self._on.get(device)
+        if found is None:
+            made = [torch.arange(*ends, device="cpu") for ends in self._ranges]
+            found = self._on[device] = torch.cat(made).to(device)
+        return found
+
+
+class Step(NamedTuple):
+    """An exchange: keys of one rank arrive, and others go to another one."""
+
+    source: int
+    target: int
+    sends: Rows
+    receives: int
+    products: tuple[Product, ...]
+
+
+class Table:
+    """What one rank computes and exchanges."""
+
+    def __init__(self, layout: Layout) -> None:
+        lengths, group_size, self._window, shard, rank = layout
+        cut = layout_of(lengths, group_size, *self._window, shard)
+        self._runs = [_by_sequence(merged(runs)) for runs in cut.runs]
+        self.tokens = cut.tokens(rank)
+        diagonal, others = self._own(rank)
+        # every row is in the first product, and its sink with it
+        self.local = _products(diagonal) + _products(others)
+        steps = []
+        for t in range(1, group_size):
+            # who sends nothing may still be asked in the same step
+            needed = [
+                _Needed(self._runs[r], self._runs[(r - t) % group_size], self._window)
+                for r in range(group_size)
+            ]
+            if not any(one.count for one in needed):
+                continue
+            source, target = (rank - t) % group_size, (rank + t) % group_size
+            own = needed[rank]
+            steps.append(
+                Step(
+                    source,
+                    target,
+                    Rows(needed[target].ranges),
+                    own.count,
+                    _products(own.rectangles),
+                )
+            )
+        self.steps = tuple(steps)
+
+    @property
+    def sends(self) -> int:
+        """How many steps send something."""
+        return sum(step.sends.count > 0 for step in self.steps)
+
+    @property
+    def merges(self) -> int:
+        """How many products are merged with the first one."""
+        return len(self.local) - 1 + sum(len(step.products) for step in self.steps)
+
+    def _own(self, rank: int) -> tuple[list[Rectangle], list[Rectangle]]:
+        """Return where queries meet keys of their own rank: of their own run, and of others."""
+        left, right = self._window
+        diagonal, others = [], []
+        for runs in self._runs[rank].values():
+            if left < 0 and right <= 0:
+                # nothing but the order of tokens matters, which is that of the sequence
+                begin, end = runs[0].row, runs[-1].row + runs[-1].length
+                diagonal.append(Rectangle(self._window, begin, end, begin, end))
+                continue
+            for q in runs:
+                begin, end = q.row, q.row + q.length
+                diagonal.append(Rectangle(self._window, begin, end, begin, end))
+                met = (_meeting(q, k, self._window) for k in runs if k != q)
+                others += [one for one in met if one]
+        return diagonal, others
+
+
+class _Placed(NamedTuple):
+    """A run, and the row where it begins on its rank."""
+
+    begin: int
+    end: int
+    row: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+class _Needed:
+    """What a rank needs of another one's keys, and what it does with them."""
+
+    def __init__(
+        self,
+        queries: dict[int, list[_Placed]],
+        keys: dict[int, list[_Placed]],
+        window: tuple[int, int],
+    ) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self.rectangles: list[Rectangle] = []
+        self.count = 0
+        for b, of_keys in keys.items():
+            found: list[Rectangle] = []
+            for k in of_keys:
+                met = [one for q in queries.get(b, ()) if (one := _meeting(q, k, window))]
+                if not met:
+                    continue
+                begin, end = min(one.k_begin for one in met), max(one.k_end for one in met)
+                shift = self.count - begin
+                found += [
+                    one._replace(k_begin=one.k_begin + shift, k_end=one.k_end + shift)
+                    for one in met
+                ]
+                self.ranges.append((begin, end))
+                self.count += end - begin
+            self.rectangles += _joined(found)
+
+
+def _meeting(q: _Placed, k: _Placed, window: tuple[int, int]) -> Rectangle | None:
+    """Return the queries that see keys of a run, and those; None if no query does."""
+    left, right = window
+    q_begin, q_end, k_begin, k_end = q.begin, q.end, k.begin, k.end
+    if left >= 0:
+        k_begin = max(k_begin, q_begin - left)
+    if right >= 0:
+        k_end = min(k_end, q_end + right)
+        q_begin = max(q_begin, k_begin - right)
+    if left >= 0:
+        q_end = min(q_end, k_end + left)
+    if k_begin >= k_end or q_begin >= q_end:
+        return None
+    # the kernels have the last query at the last key
+    shift = k_end - q_end
+    sees_first = left < 0 or q_end - 1 - left <= k_begin
+    sees_last = right < 0 or q_begin + right >= k_end - 1
+    moved = -1 if sees_first else left + shift, -1 if sees_last else right - shift
+    return Rectangle(
+        moved,
+        q_begin - q.begin + q.row,
+        q_end - q.begin + q.row,
+        k_begin - k.begin + k.row,
+        k_end - k.begin + k.row,
+    )
+
+
+def _joined(found: list[Rectangle]) -> list[Rectangle]:
+    """Join rectangles without a mask along queries, then along keys."""
+    masked = [one for one in found if one.window != NO_WINDOW]
+    for q_first in (True, False):
+        joined: list[Rectangle] = []
+        of_whole = [one for one in found if one.window == NO_WINDOW]
+        of_whole.sort(key=lambda one: one[3:] + one[1:3] if q_first else one[1:])
+        for one in of_whole:
+            last = joined[-1] if joined else None
+            if last and q_first and last[3:] == one[3:] and last.q_end == one.q_begin:
+                joined[-1] = last._replace(q_end=one.q_end)
+            elif last and not q_first and last[1:3] == one[1:3] and last.k_end == one.k_begin:
+                joined[-1] = last._replace(k_end=one.k_end)
+            else:
+                joined.append(one)
+        found = joined
+    return found + masked
+
+
+def _products(rectangles: list[Rectangle]) -> tuple[Product, ...]:
+    """Put rectangles into as few calls as hold them, in the order in which they begin."""
+    order: dict[tuple[int, int], list[list[Rectangle]]] = {}
+    for one in sorted(rectangles, key=lambda one: one[1:]):
+        calls = order.setdefault(one.window, [])
+        for call in calls:
+            if call[-1].q_end <= one.q_begin and call[-1].k_end <= one.k_begin:
+                call.append(one)
+                break
+        else:
+            calls.append([one])
+    return tuple(Product(call) for calls in order.values() for call in calls)
+
+
+def _by_sequence(runs: Iterable[Run]) -> dict[int, list[_Placed]]:
+    placed: dict[int, list[_Placed]] = {}
+    row = 0
+    for run in runs:
+        placed.setdefault(run.sequence, []).append(_Placed(run.begin, run.end, row))
+        row += run.end - run.begin
+    return placed
+
+
+def _raster(rectangles: Sequence[Rectangle]) -> tuple[int, int, int]:
+    """Return how many rectangles there are, and their distances; no number if they differ."""
+    first = rectangles[0]
+    if len(rectangles) == 1:
+        return 1, first.q_end - first.q_begin, first.k_end - first.k_begin
+    q_step = rectangles[1].q_begin - first.q_begin
+    k_step = rectangles[1].k_begin - first.k_begin
+    for i, one in enumerate(rectangles):
+        q, k = i * q_step, i * k_step
+        expected = Rectangle(
+            first.window, first.q_begin + q, first.q_end + q, first.k_begin + k, first.k_end + k
+        )
+        if one != expected:
+            return 0, 0, 0
+    return len(rectangles), q_step, k_step
+
+
+def _lengths(rectangles: Sequence[Rectangle]) -> list[tuple[int, int]]:
+    """Return the queries and keys of each sequence, those between rectangles included."""
+    lengths = []
+    q_last, k_last = rectangles[0].q_begin, rectangles[0].k_begin
+    for _, q_begin, q_end, k_begin, k_end in rectangles:
+        if q_last < q_begin:
+            lengths.append((q_begin - q_last, 0))
+        if k_last < k_begin:
+            lengths.append((0, k_begin - k_last))
+        lengths.append((q_end - q_begin, k_end - k_begin))
+        q_last, k_last = q_end, k_end
+    return lengths
+
+
+@lru_cache(maxsize=256)
+def table_of(text: str) -> Table:
+    """Return the table of a layout."""
+    return Table(Layout(*ast.literal_eval(text)))

@@ -1,0 +1,258 @@
+"""Context parallelism: each rank holds some of the tokens of every sequence.
+
+Queries stay where they are. Keys and values travel, the share of one rank at a time, while the
+products with those that came before run; partial results are merged by their log-sum-exp. The
+gradients of keys and values travel back in the same way. A rank has the keys of three ranks in
+memory at most, its own among them.
+
+Under a causal mask the last tokens see most keys. ``"zigzag"`` therefore gives each rank one part
+from the front of the sequence and one from its end, so that all have the same number of visible
+pairs (Zhu 2024; Brandon et al. 2023). Windows ask only those ranks that they reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import _checks, _options
+from ._call import Options
+from ._linked.host.arguments import FLOAT_DTYPES, check_flag, kind
+from ._linked.host.internals import refuse_tangents
+from ._linked.parallel.agreement import check_group
+from ._linked.parallel.groups import Where, where
+from ._linked.parallel.plan import ShardPlan
+from ._linked.parallel.shards import check_count, check_shard, shard, shard_size, unshard
+from ._sharded import NAMES, Sharded, compare
+from ._sharded_ops import ShardedAttention
+from ._shards import Layout
+
+__all__ = ["ShardPlan", "flash_attn_func", "flash_attn_varlen_func", "shard", "unshard"]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    shard: str = "zigzag",
+    seqlen: int | None = None,
+    group: Any = None,
+    head_group: Any = None,
+    validate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over sequences that are cut across the ranks of a group.
+
+    Every rank of the group has to call it, forward and backward, in the same order. The
+    mathematics, and the arguments not listed here, are those of
+    :func:`flash_attn_triton.flash_attn_func`; results and gradients are those of one device that
+    holds all tokens.
+
+    Args:
+        q: queries of this rank's tokens, ``[batch, tokens, heads_q, head_dim]``, as :func:`shard`
+            cuts them; fp16, bf16 or fp32.
+        k: keys of the same tokens, ``[batch, tokens, heads_k, head_dim]``, dtype of ``q``.
+        v: values, ``[batch, tokens, heads_k, head_dim_v]``, dtype of ``q``.
+        sinks: ``[heads_q]``, the same on every rank. Their gradient is this rank's share, as that
+            of any parameter: the sum over the ranks is the whole. Default: None.
+        shard: ``"zigzag"`` gives rank r of n the parts r and 2 n - 1 - r of 2 n;
+            ``"contiguous"`` gives it part r of n. Default: ``"zigzag"``.
+        seqlen: the length of the whole sequences. Part p of m has
+            ``seqlen // m + (p < seqlen % m)`` tokens. Default: None (all ranks hold as many).
+        group: the process group. Default: None (all ranks).
+        head_group: not offered yet. Default: None.
+        validate: first compare shapes, dtypes, options and sinks over the ranks, and raise on all
+            of them if they differ; it waits for the device. CPU tensors always do. Default: False.
+
+    Returns:
+        ``out``, ``[batch, tokens, heads_q, head_dim_v]`` of this rank's tokens; or ``(out, lse)``
+        with ``lse`` fp32 ``[batch, heads_q, tokens]``, over the keys of all ranks,
+        differentiable.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range, and where ranks differ.
+        NotImplementedError: on forward-mode differentiation, and on a second derivative.
+    """
+    check_group("group", group)
+    at = where(group)
+
+    def checked() -> tuple[Layout, Options]:
+        options = _check(
+            (q, k, v), 4, sinks, softmax_scale, causal, window_size, softcap,
+            (deterministic, return_lse, validate), head_group,
+        )  # fmt: skip
+        check_shard(shard)
+        batch, tokens = q.shape[:2]
+        if k.shape[1] != tokens:
+            raise ValueError(f"k must hold the tokens of q, {tokens}, got {k.shape[1]}")
+        if seqlen is not None:
+            check_count("seqlen", seqlen, 0)
+        whole = tokens * at.group_size if seqlen is None else seqlen
+        expected = shard_size(whole, at.group_size, at.rank, shard)
+        if tokens != expected:
+            raise ValueError(
+                f"q must hold {expected} of {whole} tokens on rank {at.rank} of {at.group_size}, "
+                f"{shard}, got {tokens}"
+            )
+        window = options.window_left, options.window_right
+        return Layout((whole,) * batch, at.group_size, window, shard, at.rank), options
+
+    layout, options = _agreed(checked, q, group, validate)
+    flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = _apply(*flat, sinks, layout, options, deterministic, at, validate)
+    out = out.view(*q.shape[:2], *out.shape[1:])
+    # [heads_q, batch * tokens]
+    return (out, lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1)) if return_lse else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: ShardPlan,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    group: Any = None,
+    head_group: Any = None,
+    validate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over packed sequences, of which each rank holds some tokens.
+
+    The arguments not listed here are those of :func:`flash_attn_func`. The mask is the plan's. Only
+    sequences that the plan cuts cost communication, and only if there are any.
+
+    Args:
+        q: queries of this rank's tokens, ``[tokens, heads_q, head_dim]``, as ``plan.shard`` cuts
+            them.
+        k: keys, ``[tokens, heads_k, head_dim]``.
+        v: values, ``[tokens, heads_k, head_dim_v]``.
+        plan: which tokens each rank holds, and the mask.
+
+    Returns:
+        ``out``, ``[tokens, heads_q, head_dim_v]`` of this rank's tokens; or ``(out, lse)`` with
+        ``lse`` fp32 ``[heads_q, tokens]``.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device or a range, and where ranks differ.
+        NotImplementedError: on forward-mode differentiation, and on a second derivative.
+    """
+    check_group("group", group)
+    at = where(group)
+
+    def checked() -> tuple[Layout, Options]:
+        if not isinstance(plan, ShardPlan):
+            raise TypeError(f"plan must be a ShardPlan, got {kind(plan)}")
+        left, right = plan.window
+        options = _check(
+            (q, k, v), 3, sinks, softmax_scale, False, (left, right), softcap,
+            (deterministic, return_lse, validate), head_group,
+        )  # fmt: skip
+        if plan.group_size != at.group_size:
+            raise ValueError(
+                f"plan must be of {at.group_size} ranks, as the group is, got {plan.group_size}"
+            )
+        expected = plan.tokens(at.rank)
+        for name, x in (("q", q), ("k", k)):
+            if x.shape[0] != expected:
+                raise ValueError(
+                    f"{name} must hold the {expected} tokens of rank {at.rank}, got {x.shape[0]}"
+                )
+        window, rule = plan.window, plan.shard_rule
+        return Layout(plan.lengths, at.group_size, window, rule, at.rank), options
+
+    layout, options = _agreed(checked, q, group, validate)
+    out, lse = _apply(q, k, v, sinks, layout, options, deterministic, at, validate)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    ndim: int,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    flags: tuple[bool, bool, bool],
+    head_group: Any,
+) -> Options:
+    """Check what both forms have in common."""
+    q, k, v = qkv
+    _checks.check_qkv(q, k, v, ndim)
+    if q.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"q must be torch.float16, torch.bfloat16 or torch.float32 across ranks, got {q.dtype}"
+        )
+    for name, flag in zip(("deterministic", "return_lse", "validate"), flags, strict=True):
+        check_flag(name, flag)
+    options = _options.check_options(
+        q, 0.0, softmax_scale, causal, window_size, softcap, *flags[:1], False, flags[1]
+    )
+    if sinks is not None:
+        _checks.check_extras(q, 1, k.shape[-2], q.shape[-3], k.shape[-3], None, None, sinks)
+    if head_group is not None:
+        raise NotImplementedError(f"head_group must be None, got {kind(head_group)}")
+    return options
+
+
+def _agreed(checked: Callable[[], Any], q: Any, group: Any, validate: Any) -> Any:
+    """Check this rank's arguments; where ranks compare theirs, all raise if one does."""
+    if torch.compiler.is_compiling():
+        return checked()
+    try:
+        return checked()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        is_tensor = isinstance(q, Tensor)
+        if validate or (q.is_cpu if is_tensor else dist.get_backend(group) == "gloo"):
+            device = q.device if is_tensor else torch.device("cpu")
+            compare([""] * len(NAMES), None, group, device, error)
+        raise
+
+
+def _apply(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    layout: Layout,
+    options: Options,
+    deterministic: bool,
+    at: Where,
+    validate: bool,
+) -> tuple[Tensor, Tensor]:
+    """Call the operator, through the autograd function."""
+    refuse_tangents((q, k, v, sinks))
+    x = q, k, v, sinks
+    has_gradient = torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad for one in x
+    )
+    claims: list[str] = []
+    if validate or q.is_cpu:
+        claims = [
+            str(q.dtype),
+            f"{list(q.shape[1:])}, {list(k.shape[1:])} and {list(v.shape[1:])}",
+            f"{layout.shard} of lengths {layout.lengths}, window {layout.window}",
+            str(options.softmax_scale),
+            str(options.softcap),
+            str(deterministic),
+            str(has_gradient),
+        ]
+    given = Sharded(options.softmax_scale, options.softcap, deterministic, layout.text, at.group)
+    return ShardedAttention.apply(*x, given, claims)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,354 @@
+"""Sequences that are cut across ranks, against one process that holds all tokens."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from flash_attn_triton import _ops, _sharded, distributed, flash_attn_varlen_func
+
+from ._cuts import CASES, Case, D, judge, on_rank, problem
+from ._linked.budget import Maker, assert_same
+from ._ranks import Ranks
+
+pytestmark = pytest.mark.eager
+
+# kernels are interpreted for what differs in the calls of them
+by_definition = pytest.mark.skipif(_ops.interpreted(), reason="takes long in the interpreter")
+IN_PROCESSES = ("zigzag", "empty", "window", "packed", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("zigzag", 2),
+        ("packed-window", 2),
+        *(
+            pytest.param(*given, marks=by_definition)
+            for given in [
+                ("zigzag", 3), ("full", 2), ("contiguous", 3), ("empty", 3), ("window", 3),
+                ("window-both", 2), ("window-left", 3), ("window-right", 2),
+                ("window-contiguous", 4), ("packed", 2), ("packed-zigzag", 3),
+                ("packed-alike", 2), ("packed-full", 3), ("bf16", 2), ("zigzag", 1),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_equals_one_process(name, ranks, monkeypatch, device):
+    case = CASES[name]
+    made = problem(case, device)
+    found = Ranks(ranks, monkeypatch).run(lambda rank: on_rank(case, rank, ranks, made))
+    judge(case, found, device)
+
+
+@by_definition
+def test_deterministic_runs_repeat(monkeypatch, device):
+    case = CASES["full"]
+    made = problem(case, device)
+    first, second = (
+        Ranks(3, monkeypatch).run(lambda rank: on_rank(case, rank, 3, made, deterministic=True))
+        for _ in range(2)
+    )
+    for one, other in zip(first, second, strict=True):
+        assert_same(one, other)
+
+
+def sent_by(case, ranks, monkeypatch):
+    """Return what each rank sends in a forward pass: targets and rows."""
+    made = problem(case)
+    group = Ranks(ranks, monkeypatch)
+
+    def function(rank):
+        q, k, v = (case.cut(made[name], ranks, rank) for name in ("q", "k", "v"))
+        if case.is_packed:
+            distributed.flash_attn_varlen_func(q, k, v, case.plan(ranks))
+        else:
+            given = {"shard": case.shard, "seqlen": case.seqlen, **case.mask}
+            distributed.flash_attn_func(q, k, v, **given)
+
+    group.run(function)
+    return [[(target, rows) for target, rows in sent if rows] for sent in group.sent]
+
+
+@by_definition
+def test_windows_ask_neighbours_alone(monkeypatch):
+    case = Case(80, "contiguous", causal=True, window=(5, 0))
+    assert sent_by(case, 4, monkeypatch) == [[(1, 5)], [(2, 5)], [(3, 5)], []]
+
+
+@by_definition
+def test_zigzag_sends_what_is_seen(monkeypatch):
+    # parts of 10: a later rank sees the first part alone, an earlier one both
+    sent = sent_by(Case(60, causal=True), 3, monkeypatch)
+    assert sent == [[(1, 10), (2, 10)], [(2, 10), (0, 20)], [(0, 20), (1, 20)]]
+
+
+@by_definition
+def test_whole_sequences_are_not_sent(monkeypatch):
+    case = Case(lengths=(20, 20), shard="balanced", causal=True)
+    assert sent_by(case, 2, monkeypatch) == [[], []]
+    cut = Case(lengths=(70, 0, 5, 9), shard="balanced", causal=True)
+    assert sum(rows for sent in sent_by(cut, 2, monkeypatch) for _, rows in sent) < 70
+
+
+@by_definition
+def test_few_keys_of_others_are_in_memory(monkeypatch):
+    """Those of two ranks at a time, whatever the number of ranks."""
+    ranks, held, most = 5, [0] * 5, [0] * 5
+    group = Ranks(ranks, monkeypatch)
+    exchange, forget = _sharded.Exchange, _sharded._Fetch.forget
+
+    def begin(*given):
+        rank = group._own.rank
+        held[rank] += 1
+        most[rank] = max(most[rank], held[rank])
+        return exchange(*given)
+
+    def end(self, i):
+        held[group._own.rank] -= 1
+        forget(self, i)
+
+    monkeypatch.setattr(_sharded, "Exchange", begin)
+    monkeypatch.setattr(_sharded._Fetch, "forget", end)
+    x = torch.ones(1, 4, 1, 16)
+    group.run(lambda rank: distributed.flash_attn_func(x, x, x))
+    assert most == [2] * ranks
+    assert held == [0] * ranks
+
+
+def one_rank_of(rank, backend, ranks, folder, names):
+    """Compute cases as one of several processes, and leave the results in a file."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    limit = datetime.timedelta(seconds=120)  # a hang is a failure
+    dist.init_process_group(
+        backend, f"file://{folder}/meeting", rank=rank, world_size=ranks, timeout=limit
+    )
+    try:
+        found = {}
+        for name in names:
+            case = SIZES.get(name) or CASES[name]
+            parts = on_rank(case, rank, ranks, problem(case, device), validate=True)
+            found[name] = {key: value.cpu() for key, value in parts.items()}
+        found["errors"] = [error_of(call, rank) for call in DISAGREEMENTS] if ranks == 2 else []
+        torch.save(found, Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+# on several GPUs, so long that all paths of the kernels are taken
+SIZES = {
+    "large": Case(3001, causal=True, batch=2, dtype=torch.bfloat16, dim=64),
+    "large-window": Case(3001, causal=True, window=(500, 0), dtype=torch.bfloat16, dim=64),
+    "large-packed": Case(
+        lengths=(2000, 0, 37, 801), shard="balanced", causal=True, dtype=torch.bfloat16, dim=64
+    ),
+}
+
+
+def call(rank, **changes):
+    """Call with one token on each of two ranks."""
+    x = torch.ones(1, 1, 1, 16)
+    return distributed.flash_attn_func(**{"q": x, "k": x, "v": x} | changes)
+
+
+HALF = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16)
+DISAGREEMENTS = [
+    (lambda rank: call(rank, softmax_scale=1.0 + rank),
+     r"softmax_scale must be the same on every rank, got 1.0 on rank 0; 2.0 on rank 1"),
+    (lambda rank: call(rank, softcap=1.0 * rank), r"softcap must be the same on every rank"),
+    (lambda rank: call(rank, shard=("zigzag", "contiguous")[rank]), r"the shards must be the same"),
+    (lambda rank: call(rank, causal=rank == 0), r"the shards must be the same .* window \(-1, 0\)"),
+    (lambda rank: call(rank, sinks=torch.full((1,), float(rank))),
+     r"sinks must be the same on every rank, got \[0.0\] on rank 0; \[1.0\] on rank 1"),
+    (lambda rank: call(rank, sinks=torch.ones(1) if rank else None), r"sinks must be the same"),
+    (lambda rank: call(rank, deterministic=rank == 0), r"deterministic must be the same"),
+    (lambda rank: call(rank, q=torch.ones(1, 1, 1, 16, requires_grad=rank == 0)),
+     r"whether a gradient is asked for must be the same"),
+    (lambda rank: call(rank, q=torch.ones(1, 1, 1 + rank, 16)), r"the heads and head dimensions"),
+    (lambda rank: call(rank, q=HALF if rank else torch.ones(1, 1, 1, 16)),
+     (r"rank 1 of the group refused: k must have the dtype", r"^k must have the dtype of q")),
+    (lambda rank: call(rank, seqlen=3 + rank), (r"rank 1.*refused: q must hold|^q must hold",) * 2),
+]  # fmt: skip
+
+
+def error_of(disagreement, rank):
+    function, _ = disagreement
+    try:
+        function(rank)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+def start(ranks, backend, names, folder, monkeypatch):
+    """Start processes; return what each left."""
+    # the processes import this module by its name, along the path of this one
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    mp.spawn(one_rank_of, (backend, ranks, str(folder), names), nprocs=ranks)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
+
+
+@pytest.mark.skipif(_ops.interpreted(), reason="the eager tier starts processes")
+def test_processes_equal_one_and_raise_alike(tmp_path, monkeypatch):
+    left = start(2, "gloo", IN_PROCESSES, tmp_path, monkeypatch)
+    for name in IN_PROCESSES:
+        judge(CASES[name], [found[name] for found in left])
+    for i, (_, pattern) in enumerate(DISAGREEMENTS):
+        for rank, found in enumerate(left):
+            wanted = pattern if isinstance(pattern, str) else pattern[rank]
+            assert re.search(wanted, found["errors"][i]), (i, rank, found["errors"][i])
+
+
+@pytest.mark.device
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+def test_gpus_equal_one(tmp_path, monkeypatch):
+    ranks = min(4, torch.cuda.device_count())
+    left = start(ranks, "nccl", (*CASES, *SIZES), tmp_path, monkeypatch)
+    for name, case in {**CASES, **SIZES}.items():
+        judge(case, [found[name] for found in left])
+
+
+@pytest.fixture
+def one_rank():
+    """A group of this process alone."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def given(tokens=6):
+    m = Maker("cpu", torch.float32)
+    return tuple(m.randn(1, tokens, 2, D).requires_grad_() for _ in range(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_traces_hold_the_exchange(one_rank):
+    q, k, v = given()
+
+    def function(q, k, v):
+        out, lse = distributed.flash_attn_func(q, k, v * 2, causal=True, return_lse=True)
+        return out.sum() + lse.sum()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for one in (compiled, function):
+        value = one(q, k, v)
+        results.append([value, *torch.autograd.grad(value, (q, k, v))])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_second_derivative_raises(one_rank):
+    q, k, v = given()
+    out = distributed.flash_attn_func(q, k, v)
+    with pytest.raises(NotImplementedError, match="second derivatives are not offered across"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_checkpoints_compute_again(one_rank):
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = given()
+    grads = []
+    for one in (distributed.flash_attn_func, lambda *x: checkpoint(
+        distributed.flash_attn_func, *x, use_reentrant=False
+    )):  # fmt: skip
+        grads.append(torch.autograd.grad(one(q, k, v).square().sum(), (q, k, v)))
+    for got, want in zip(*grads, strict=True):
+        assert torch.equal(got, want)
+
+
+def packed(plan, tokens=6, **options):
+    q, k, v = (x[0] for x in given(tokens))
+    return distributed.flash_attn_varlen_func(q, k, v, plan, **options)
+
+
+PLAN = distributed.ShardPlan([0, 6], 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: distributed.flash_attn_func(*given(), shard="balanced"), ValueError,
+         "shard must be one of zigzag, contiguous, got 'balanced'"),
+        (lambda: distributed.flash_attn_func(*given(), shard=None), TypeError,
+         "shard must be a string, got NoneType"),
+        (lambda: distributed.flash_attn_func(*given(), seqlen=7), ValueError,
+         "q must hold 7 of 7 tokens on rank 0 of 1, zigzag, got 6"),
+        (lambda: distributed.flash_attn_func(*given(), seqlen=6.0), TypeError,
+         "seqlen must be an int, got float"),
+        (lambda: distributed.flash_attn_func(given()[0], *given(5)[1:]), ValueError,
+         "k must hold the tokens of q, 6, got 5"),
+        (lambda: distributed.flash_attn_func(*given(), validate=1), TypeError,
+         "validate must be a bool, got int"),
+        (lambda: distributed.flash_attn_func(*given(), group="all"), TypeError,
+         "group must be a torch.distributed.ProcessGroup, got str"),
+        (lambda: distributed.flash_attn_func(None, *given()[1:]), TypeError,
+         "q must be a torch.Tensor, got NoneType"),
+        (lambda: distributed.flash_attn_func(*(x.double() for x in given())), TypeError,
+         "q must be torch.float16"),
+        (lambda: distributed.flash_attn_func(*given(), sinks=torch.zeros(3)), ValueError,
+         r"sinks must be \[heads_q\], \[2\], got \[3\]"),
+        (lambda: distributed.flash_attn_func(*given(), window_size=(-2, 0)), ValueError,
+         "window_size must hold -1"),
+        (lambda: packed([0, 6]), TypeError, "plan must be a ShardPlan, got list"),
+        (lambda: packed(distributed.ShardPlan([0, 6], 2)), ValueError,
+         "plan must be of 1 ranks, as the group is, got 2"),
+        (lambda: packed(PLAN, 5), ValueError, "q must hold the 6 tokens of rank 0, got 5"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_raise(call, error, message, one_rank):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_group_is_needed():
+    with pytest.raises(ValueError, match=r"group must be a process group, but torch.distributed"):
+        distributed.flash_attn_func(*given())
+
+
+def test_one_rank_has_the_bits_of_the_plain_function(one_rank):
+    lengths = torch.tensor([0, 4, 6], dtype=torch.int32)
+    q, k, v = (x[0] for x in given())
+    plain = flash_attn_varlen_func(q, k, v, lengths, lengths, 4, 4, causal=True)
+    plan = distributed.ShardPlan(lengths, 1, causal=True)
+    assert torch.equal(distributed.flash_attn_varlen_func(q, k, v, plan), plain)
+
+
+@pytest.mark.parametrize("is_batched", [True, False], ids=["batched", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merges_equal_the_definition(is_batched, dtype, device):
+    """Rows that neither side, or one side alone, saw a key for are among them."""
+    if device.type == "cpu" and not _ops.interpreted():
+        from flash_attn_triton._eager_sharded import merge
+    else:
+        from flash_attn_triton._kernels.sharded_plans import merge
+    m = Maker(device, dtype)
+    # rows 3 to 73 of 80, as a part of the sequence has them
+    out, lse = m.randn(2, 80, 3, 20)[:, 3:73], m.randn(2, 3, 80, dtype=torch.float32)[..., 3:73]
+    part, part_lse = m.randn(2, 70, 3, 20), 9 * m.randn(2, 3, 70, dtype=torch.float32)
+    lse[..., :20], part_lse[..., 10:40] = -torch.inf, -torch.inf
+    out[:, :20], part[:, 10:40] = 0.0, 0.0
+    both = torch.logaddexp(lse.double(), part_lse.double())
+    weights = [
+        torch.exp(x - both.masked_fill(both.isinf(), 0.0)).mT[..., None] for x in (lse, part_lse)
+    ]
+    want = weights[0] * out.double() + weights[1] * part.double()
+    given = (out, lse, part, part_lse) if is_batched else (out[1], lse[1], part[1], part_lse[1])
+    merge(*given)
+    if not is_batched:
+        want, both, out, lse = want[1], both[1], out[1], lse[1]
+    eps = torch.finfo(dtype).eps
+    assert (out.double() - want).abs().max() <= eps * want.abs().max()
+    assert torch.equal(lse.isinf(), both.isinf())
+    assert (lse - both).abs().nan_to_num(0.0).max() <= 1e-5
