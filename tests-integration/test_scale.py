@@ -44,3 +44,16 @@ def test_ranks_equal_the_whole(ranks, shard, seqlen, tmp_path):
         # sums in another order: three times the error of one process, and the last two bits
         budget = 3 * eager + 2 * torch.finfo(torch.float32).eps * wide[name].abs().max()
         assert error <= budget, f"{name}: {error} over {budget}"
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 1), (3, 1), (4, 1), (4, 2), (4, 4)])
+def test_softmax_ranks_equal_the_whole(ranks, heads, tmp_path):
+    """Each process compares its own results."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = str(Path(__file__).with_name("_attention_rank.py"))
+    rest = [str(ranks), str(heads), str(tmp_path)]
+    processes = [
+        subprocess.Popen([sys.executable, script, str(rank), *rest], env=environment)
+        for rank in range(ranks)
+    ]
+    assert [process.wait(timeout=300) for process in processes] == [0] * ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import re
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from flash_attn_triton import _ops, _sharded, distributed, flash_attn_varlen_func
+from flash_attn_triton import _ops, _pieces, _sharded, distributed, flash_attn_varlen_func
 
-from ._cuts import CASES, Case, D, judge, on_rank, problem
+from ._cuts import CASES, Case, D, differentiate, judge, on_rank, problem
 from ._linked.budget import Maker, assert_same
 from ._ranks import Ranks
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.eager
 # kernels are interpreted for what differs in the calls of them
 by_definition = pytest.mark.skipif(_ops.interpreted(), reason="takes long in the interpreter")
 IN_PROCESSES = ("zigzag", "empty", "window", "packed", "bf16")
+AMONG_HEADS = ("zigzag", "packed-window", "packed")
 
 
 @pytest.mark.parametrize(
@@ -135,12 +137,42 @@ def one_rank_of(rank, backend, ranks, folder, names):
         found = {}
         for name in names:
             case = SIZES.get(name) or CASES[name]
-            parts = on_rank(case, rank, ranks, problem(case, device), validate=True)
+            made = problem(case, device)
+            parts = on_rank(case, rank, ranks, made, validate=True)
             found[name] = {key: value.cpu() for key, value in parts.items()}
+        for name in AMONG_HEADS if ranks == 2 else ():
+            parts = among_heads(CASES[name], rank, problem(CASES[name], device))
+            found[f"{name} among heads"] = {key: value.cpu() for key, value in parts.items()}
         found["errors"] = [error_of(call, rank) for call in DISAGREEMENTS] if ranks == 2 else []
         torch.save(found, Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+def among_heads(case, rank, made):
+    """Compute a case with each rank alone in its group, and two ranks that share the heads."""
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    own = dict(made)
+    cut = functools.partial(distributed.shard, group_size=2, rank=rank, shard="contiguous")
+    for name in ("q", "k", "v", "dout"):
+        own[name] = cut(made[name], dim=0 if case.is_packed else 1)
+    own["dlse"] = cut(made["dlse"], dim=case.lse_dim)
+    options = {"group": alone, "head_group": dist.group.WORLD}
+    if case.is_packed:
+        plan = case.plan(1)
+        return differentiate(distributed.flash_attn_varlen_func, case, own, plan, **options)
+    options |= {"shard": case.shard, "seqlen": case.seqlen, **case.mask}
+    return differentiate(distributed.flash_attn_func, case, own, **options)
+
+
+def joined(case, parts):
+    """Return results of ranks that share heads as those of one rank."""
+    dims = {"lse": case.lse_dim, "sinks": None}
+    whole = {}
+    for name in parts[0]:
+        several, dim = [part[name] for part in parts], dims.get(name, int(not case.is_packed))
+        whole[name] = sum(several) if dim is None else torch.cat(several, dim)
+    return whole
 
 
 # on several GPUs, so long that all paths of the kernels are taken
@@ -159,6 +191,16 @@ def call(rank, **changes):
     return distributed.flash_attn_func(**{"q": x, "k": x, "v": x} | changes)
 
 
+def heads_call(rank, **changes):
+    """Call with one token on each of two ranks that share heads."""
+    if not ALONE:
+        ALONE.extend(dist.new_group([one]) for one in range(2))
+    x = torch.ones(1, 1, 2, 16)
+    given = {"q": x, "k": x, "v": x} | {n: y for n, y in changes.items() if y is not None}
+    return distributed.flash_attn_func(**given, group=ALONE[rank], head_group=dist.group.WORLD)
+
+
+ALONE = []
 HALF = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16)
 DISAGREEMENTS = [
     (lambda rank: call(rank, softmax_scale=1.0 + rank),
@@ -175,6 +217,11 @@ DISAGREEMENTS = [
     (lambda rank: call(rank, q=torch.ones(1, 1, 1 + rank, 16)), r"the heads and head dimensions"),
     (lambda rank: call(rank, q=HALF if rank else torch.ones(1, 1, 1, 16)),
      (r"rank 1 of the group refused: k must have the dtype", r"^k must have the dtype of q")),
+    (lambda rank: heads_call(rank, softcap=1.0 * rank), r"softcap must be the same on every rank"),
+    (lambda rank: heads_call(rank, v=HALF.expand(1, 1, 2, 16) if rank else None),
+     (r"rank 1 of the group refused: v must have the dtype", r"^v must have the dtype of q")),
+    (lambda rank: heads_call(rank, k=torch.ones(1, 1, 1, 16), v=torch.ones(1, 1, 1, 16)),
+     r"heads_k must be a multiple of the ranks of head_group, 2, got 1"),
     (lambda rank: call(rank, seqlen=3 + rank), (r"rank 1.*refused: q must hold|^q must hold",) * 2),
 ]  # fmt: skip
 
@@ -202,6 +249,9 @@ def test_processes_equal_one_and_raise_alike(tmp_path, monkeypatch):
     left = start(2, "gloo", IN_PROCESSES, tmp_path, monkeypatch)
     for name in IN_PROCESSES:
         judge(CASES[name], [found[name] for found in left])
+    for name in AMONG_HEADS:
+        case = CASES[name]
+        judge(case, [joined(case, [found[f"{name} among heads"] for found in left])])
     for i, (_, pattern) in enumerate(DISAGREEMENTS):
         for rank, found in enumerate(left):
             wanted = pattern if isinstance(pattern, str) else pattern[rank]
@@ -301,6 +351,10 @@ PLAN = distributed.ShardPlan([0, 6], 1)
          r"sinks must be \[heads_q\], \[2\], got \[3\]"),
         (lambda: distributed.flash_attn_func(*given(), window_size=(-2, 0)), ValueError,
          "window_size must hold -1"),
+        (lambda: distributed.flash_attn_func(*given(), head_group=dist.group.WORLD), ValueError,
+         "group must be given with head_group, got None"),
+        (lambda: distributed.flash_attn_func(*given(), group=dist.group.WORLD, head_group=0),
+         TypeError, "head_group must be a torch.distributed.ProcessGroup, got int"),
         (lambda: packed([0, 6]), TypeError, "plan must be a ShardPlan, got list"),
         (lambda: packed(distributed.ShardPlan([0, 6], 2)), ValueError,
          "plan must be of 1 ranks, as the group is, got 2"),
@@ -325,30 +379,56 @@ def test_one_rank_has_the_bits_of_the_plain_function(one_rank):
     assert torch.equal(distributed.flash_attn_varlen_func(q, k, v, plan), plain)
 
 
-@pytest.mark.parametrize("is_batched", [True, False], ids=["batched", "packed"])
+RASTERS = {
+    "two": [(0, 80, 80, 1), (3, 70, 70, 1)],
+    "groups": [(0, 20, 20, 4), (5, 11, 20, 4), (0, 80, 80, 1)],
+    "four": [(0, 80, 80, 1), (40, 40, 40, 1), (0, 7, 7, 1), (1, 19, 40, 2)],
+}
+
+
+@pytest.mark.parametrize("rasters", RASTERS.values(), ids=RASTERS)
+@pytest.mark.parametrize("is_sum", [False, True], ids=["merge", "sum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_merges_equal_the_definition(is_batched, dtype, device):
-    """Rows that neither side, or one side alone, saw a key for are among them."""
-    if device.type == "cpu" and not _ops.interpreted():
-        from flash_attn_triton._eager_sharded import merge
-    else:
+def test_merges_equal_the_definition(rasters, is_sum, dtype, device):
+    """Rows that one side alone, or none, saw a key for are among them."""
+    merge = _pieces.merge_eagerly
+    if device.type != "cpu" or _ops.interpreted():
         from flash_attn_triton._kernels.sharded_plans import merge
-    m = Maker(device, dtype)
-    # rows 3 to 73 of 80, as a part of the sequence has them
-    out, lse = m.randn(2, 80, 3, 20)[:, 3:73], m.randn(2, 3, 80, dtype=torch.float32)[..., 3:73]
-    part, part_lse = m.randn(2, 70, 3, 20), 9 * m.randn(2, 3, 70, dtype=torch.float32)
-    lse[..., :20], part_lse[..., 10:40] = -torch.inf, -torch.inf
-    out[:, :20], part[:, 10:40] = 0.0, 0.0
-    both = torch.logaddexp(lse.double(), part_lse.double())
-    weights = [
-        torch.exp(x - both.masked_fill(both.isinf(), 0.0)).mT[..., None] for x in (lse, part_lse)
-    ]
-    want = weights[0] * out.double() + weights[1] * part.double()
-    given = (out, lse, part, part_lse) if is_batched else (out[1], lse[1], part[1], part_lse[1])
-    merge(*given)
-    if not is_batched:
-        want, both, out, lse = want[1], both[1], out[1], lse[1]
-    eps = torch.finfo(dtype).eps
-    assert (out.double() - want).abs().max() <= eps * want.abs().max()
-    assert torch.equal(lse.isinf(), both.isinf())
-    assert (lse - both).abs().nan_to_num(0.0).max() <= 1e-5
+    m, heads, width, tokens = Maker(device, dtype), 3, 20, 80
+    pieces, wide, logs = [], [], []
+    for begin, size, step, batch in rasters:
+        out = m.randn(batch, size, heads, width)
+        lse = 9 * m.randn(batch, heads, size, dtype=torch.float32)
+        lse[..., : size // 3] = -torch.inf
+        # never read
+        out[:, : size // 3] = 1.0 if is_sum else torch.nan
+        pieces.append(_pieces.Piece(out, None if is_sum else lse, (begin, size, step, batch)))
+        rows = [begin + b * step + i for b in range(batch) for i in range(size)]
+        wide.append(torch.zeros(tokens, heads, width, dtype=torch.float64))
+        wide[-1][rows] = out.nan_to_num().cpu().double().flatten(0, 1)
+        logs.append(torch.full((heads, tokens), -torch.inf, dtype=torch.float64))
+        logs[-1][:, rows] = lse.cpu().double().transpose(0, 1).flatten(1)
+    got, got_lse = merge(pieces, tokens, dtype)
+    want = torch.stack(wide).sum(0)
+    if not is_sum:
+        both = torch.stack(logs).logsumexp(0)
+        weights = torch.exp(torch.stack(logs) - both.masked_fill(both.isinf(), 0.0))
+        want = (weights.transpose(1, 2).unsqueeze(-1) * torch.stack(wide)).sum(0)
+        assert torch.equal(got_lse.cpu().isinf(), both.isinf())
+        assert (got_lse.cpu() - both).abs().nan_to_num(0.0).max() <= 1e-5
+    eps = 2 * torch.finfo(dtype).eps
+    assert got.dtype == dtype
+    assert (got.cpu().double() - want).abs().max() <= eps * want.abs().max()
+
+
+def test_many_pieces_are_rounded_once(device):
+    m = Maker(device, torch.bfloat16)
+    pieces, wide = _pieces.Pieces(8, torch.bfloat16), 0
+    for _ in range(11):
+        out = m.randn(1, 8, 1, 16)
+        wide += out[0].double()
+        pieces.add(_pieces.Piece(out, None, (0, 8, 8, 1)))
+        assert len(pieces._held) <= _pieces.MERGED
+    # one rounding, which the interpreter makes towards zero
+    error = (pieces.result()[0].double() - wide).abs()
+    assert (error <= torch.finfo(torch.bfloat16).eps * wide.abs()).all()

@@ -18,6 +18,7 @@ from ._call import Options, Plan, Tensors
 from ._linked.host.forms import Memory, form_of, interpreted
 from ._linked.parallel.agreement import agree
 from ._linked.parallel.groups import group_named
+from ._pieces import Piece, Pieces
 from ._shards import Product, Rows, Step, table_of
 
 # other ranks' keys that are in memory, or on their way, at a time
@@ -99,27 +100,24 @@ def forward(
         compare(claims, shown, group_named(options.group), q.device)
     table = table_of(options.layout)
     fetch = _Fetch(k, v, table.steps, options)
-    heads, tokens = q.shape[1], q.shape[0]
     if not table.local:
-        out = q.new_zeros((tokens, heads, v.shape[-1]))
-        lse = q.new_full((heads, tokens), -math.inf, dtype=torch.float32)
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        lse = q.new_full(q.shape[1::-1], -math.inf, dtype=torch.float32)
+    pieces = Pieces(q.shape[0], q.dtype)
     for i, product in enumerate(table.local):
-        part = _Part(product, q, k, v, sinks if i == 0 else None, options)
-        found = part.forward()
-        if i == 0:
-            out, lse = part.whole(*found)
-            # one merge rounds once, several would several times
-            out = out.float() if table.merges > 1 else out
-        else:
-            _merge(out, lse, part, *found)
+        part = _Part(product, q, k, v, None if i else sinks, options)
+        pieces.add(part.piece(*part.forward()))
     for i, step in enumerate(table.steps):
         keys, values = fetch.wait(i)
         for product in step.products:
             part = _Part(product, q, keys, values, None, options)
-            _merge(out, lse, part, *part.forward())
+            pieces.add(part.piece(*part.forward()))
         fetch.forget(i)
         fetch.begin_next()
-    return out.to(q.dtype), lse
+    if table.local:
+        out, of_all = pieces.result()
+        lse = lse if of_all is None else of_all
+    return out, lse
 
 
 def backward(
@@ -131,28 +129,29 @@ def backward(
     fetch = _Fetch(k, v, table.steps, options)
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v)) if not table.local else (q, k, v)
     dsinks = q.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
+    pieces = Pieces(q.shape[0], q.dtype)
     results = out, lse, dout, dlse
     for i, product in enumerate(table.local):
-        part = _Part(product, q, k, v, sinks if i == 0 else None, options)
+        part = _Part(product, q, k, v, None if i else sinks, options)
         found = part.backward(*results)
-        if i == 0:
-            dq, dk, dv = (g.reshape(t.shape) for g, t in zip(found[:3], (q, k, v), strict=True))
-            dsinks = dsinks if found[3] is None or sinks is None else found[3]
-            # one addition rounds once, several would several times
-            dq = dq.float() if table.merges > 1 else dq
-            if len(table.local) - 1 + table.sends > 1:
-                dk, dv = dk.float(), dv.float()
-        else:
-            part.add_to(found[0], dq, part.rows)
+        pieces.add(part.piece(found[0], None))
+        if i:
             part.add_to(found[1], dk, part.keys)
             part.add_to(found[2], dv, part.keys)
+            continue
+        dk, dv = (g.reshape(t.shape) for g, t in zip(found[1:3], (k, v), strict=True))
+        if sinks is not None and found[3] is not None:
+            dsinks = found[3]
+        if len(table.local) - 1 + table.sends > 1:
+            # one addition rounds once, several would several times
+            dk, dv = dk.float(), dv.float()
     returning: list[tuple[Exchange, Rows]] = []
     for i, step in enumerate(table.steps):
         keys, values = fetch.wait(i)
         parts = [_Part(product, q, keys, values, None, options) for product in step.products]
         grads = [part.backward(*results) for part in parts]
         for part, found in zip(parts, grads, strict=True):
-            part.add_to(found[0], dq, part.rows)
+            pieces.add(part.piece(found[0], None))
         message = _sent_back(parts, grads, keys, values)
         fetch.forget(i)
         if returning:
@@ -162,7 +161,9 @@ def backward(
         fetch.begin_next()
     for one in returning:
         _receive(*one, dk, dv)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+    if table.local:
+        dq, _ = pieces.result()
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 def _sent_back(parts: list[_Part], grads: list[Any], keys: Tensor, values: Tensor) -> Tensor:
@@ -256,19 +257,17 @@ class _Part:
             )  # fmt: skip
         return dq, dk, dv, dsinks
 
-    def whole(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return results that are of all rows as ``[tokens, ...]`` and ``[heads, tokens]``."""
+    def piece(self, out: Tensor, lse: Tensor | None) -> Piece:
+        """Return results with the tokens that they belong to."""
+        begin, size, step = self.rows
         if self._product.batch:
-            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        return out, lse
+            return Piece(out, lse, (begin, size, step, self._product.batch))
+        begin, end = self._product.rows
+        return Piece(out, lse, (begin, end - begin, end - begin, 1))
 
     def add_to(self, grad: Tensor, x: Tensor, raster: tuple[int, int, int]) -> None:
         """Add a gradient to that of the rows or keys that the product reads."""
         self._of(x, raster).add_(grad)
-
-    def results(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where the product's results belong, in those of all rows."""
-        return self._of(out, self.rows), self._of_lse(lse)
 
     def _longest(self) -> tuple[int, int]:
         return self._product.size if self._product.batch else self._product.longest
@@ -301,16 +300,6 @@ class _Part:
         return x.as_strided(
             (batch, x.shape[0], size), (step * row, head, row), x.storage_offset() + begin * row
         )
-
-
-def _merge(out: Tensor, lse: Tensor, part: _Part, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge a product's results into those of its rows, by their log-sum-exp."""
-    into, of = part.results(out, lse)
-    if not interpreted() and into.is_cpu:
-        from ._eager_sharded import merge
-    else:
-        from ._kernels.sharded_plans import merge
-    merge(into, of, part_out, part_lse)
 
 
 _plans: Memory[Plan] = Memory()

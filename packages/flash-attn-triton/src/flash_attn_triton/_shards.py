@@ -181,11 +181,6 @@ class Table:
         """How many steps send something."""
         return sum(step.sends.count > 0 for step in self.steps)
 
-    @property
-    def merges(self) -> int:
-        """How many products are merged with the first one."""
-        return len(self.local) - 1 + sum(len(step.products) for step in self.steps)
-
     def _own(self, rank: int) -> tuple[list[Rectangle], list[Rectangle]]:
         """Return where queries meet keys of their own rank: of their own run, and of others."""
         left, right = self._window

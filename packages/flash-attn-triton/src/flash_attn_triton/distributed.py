@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import _checks, _options
 from ._call import Options
+from ._heads import Heads
 from ._linked.host.arguments import FLOAT_DTYPES, check_flag, kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
@@ -71,7 +72,11 @@ def flash_attn_func(
         seqlen: the length of the whole sequences. Part p of m has
             ``seqlen // m + (p < seqlen % m)`` tokens. Default: None (all ranks hold as many).
         group: the process group. Default: None (all ranks).
-        head_group: not offered yet. Default: None.
+        head_group: a second group, over which heads are distributed. Rank j of its m holds the
+            contiguous part j of m of the tokens that a rank of ``group`` would hold, with all
+            heads; it attends with all of those tokens and ``1 / m`` of the heads, after an
+            all-to-all and before another one. m divides both numbers of heads, and ``group`` must
+            be given: a group of this rank alone if nothing else is cut. Default: None.
         validate: first compare shapes, dtypes, options and sinks over the ranks, and raise on all
             of them if they differ; it waits for the device. CPU tensors always do. Default: False.
 
@@ -85,13 +90,12 @@ def flash_attn_func(
         ValueError: on a shape, a device or a range, and where ranks differ.
         NotImplementedError: on forward-mode differentiation, and on a second derivative.
     """
-    check_group("group", group)
-    at = where(group)
+    at, heads_at = _where(group, head_group)
 
-    def checked() -> tuple[Layout, Options]:
+    def checked() -> tuple[Layout, Options, Heads | None]:
         options = _check(
             (q, k, v), 4, sinks, softmax_scale, causal, window_size, softcap,
-            (deterministic, return_lse, validate), head_group,
+            (deterministic, return_lse, validate), heads_at,
         )  # fmt: skip
         check_shard(shard)
         batch, tokens = q.shape[:2]
@@ -99,19 +103,26 @@ def flash_attn_func(
             raise ValueError(f"k must hold the tokens of q, {tokens}, got {k.shape[1]}")
         if seqlen is not None:
             check_count("seqlen", seqlen, 0)
-        whole = tokens * at.group_size if seqlen is None else seqlen
-        expected = shard_size(whole, at.group_size, at.rank, shard)
+        ranks = at.group_size * (heads_at.group_size if heads_at else 1)
+        whole = tokens * ranks if seqlen is None else seqlen
+        expected = size = shard_size(whole, at.group_size, at.rank, shard)
+        heads = Heads(heads_at, size, batch) if heads_at else None
+        if heads is not None:
+            expected = heads.own
         if tokens != expected:
             raise ValueError(
                 f"q must hold {expected} of {whole} tokens on rank {at.rank} of {at.group_size}, "
                 f"{shard}, got {tokens}"
             )
         window = options.window_left, options.window_right
-        return Layout((whole,) * batch, at.group_size, window, shard, at.rank), options
+        layout = Layout((whole,) * batch, at.group_size, window, shard, at.rank)
+        return layout, options, heads
 
-    layout, options = _agreed(checked, q, group, validate)
-    flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    out, lse = _apply(*flat, sinks, layout, options, deterministic, at, validate)
+    groups = group, head_group
+    layout, options, heads = _agreed(checked, q, groups, validate)
+    flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sinks
+    given = Sharded(options.softmax_scale, options.softcap, deterministic, layout.text, at.group)
+    out, lse = _apply(flat, layout, given, heads, groups, validate, return_lse)
     out = out.view(*q.shape[:2], *out.shape[1:])
     # [heads_q, batch * tokens]
     return (out, lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1)) if return_lse else out
@@ -153,32 +164,37 @@ def flash_attn_varlen_func(
         ValueError: on a shape, a device or a range, and where ranks differ.
         NotImplementedError: on forward-mode differentiation, and on a second derivative.
     """
-    check_group("group", group)
-    at = where(group)
+    at, heads_at = _where(group, head_group)
 
-    def checked() -> tuple[Layout, Options]:
+    def checked() -> tuple[Layout, Options, Heads | None]:
         if not isinstance(plan, ShardPlan):
             raise TypeError(f"plan must be a ShardPlan, got {kind(plan)}")
         left, right = plan.window
         options = _check(
             (q, k, v), 3, sinks, softmax_scale, False, (left, right), softcap,
-            (deterministic, return_lse, validate), head_group,
+            (deterministic, return_lse, validate), heads_at,
         )  # fmt: skip
         if plan.group_size != at.group_size:
             raise ValueError(
                 f"plan must be of {at.group_size} ranks, as the group is, got {plan.group_size}"
             )
         expected = plan.tokens(at.rank)
+        heads = Heads(heads_at, expected, 1) if heads_at else None
+        if heads is not None:
+            expected = heads.own
         for name, x in (("q", q), ("k", k)):
             if x.shape[0] != expected:
                 raise ValueError(
                     f"{name} must hold the {expected} tokens of rank {at.rank}, got {x.shape[0]}"
                 )
         window, rule = plan.window, plan.shard_rule
-        return Layout(plan.lengths, at.group_size, window, rule, at.rank), options
+        return Layout(plan.lengths, at.group_size, window, rule, at.rank), options, heads
 
-    layout, options = _agreed(checked, q, group, validate)
-    out, lse = _apply(q, k, v, sinks, layout, options, deterministic, at, validate)
+    groups = group, head_group
+    layout, options, heads = _agreed(checked, q, groups, validate)
+    given = Sharded(options.softmax_scale, options.softcap, deterministic, layout.text, at.group)
+    x = q, k, v, sinks
+    out, lse = _apply(x, layout, given, heads, groups, validate, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -191,7 +207,7 @@ def _check(
     window_size: tuple[int, int],
     softcap: float,
     flags: tuple[bool, bool, bool],
-    head_group: Any,
+    heads_at: Where | None,
 ) -> Options:
     """Check what both forms have in common."""
     q, k, v = qkv
@@ -207,12 +223,28 @@ def _check(
     )
     if sinks is not None:
         _checks.check_extras(q, 1, k.shape[-2], q.shape[-3], k.shape[-3], None, None, sinks)
-    if head_group is not None:
-        raise NotImplementedError(f"head_group must be None, got {kind(head_group)}")
+    if heads_at is not None:
+        for name, x in (("heads_q", q), ("heads_k", k)):
+            if x.shape[-2] % heads_at.group_size:
+                raise ValueError(
+                    f"{name} must be a multiple of the ranks of head_group, "
+                    f"{heads_at.group_size}, got {x.shape[-2]}"
+                )
     return options
 
 
-def _agreed(checked: Callable[[], Any], q: Any, group: Any, validate: Any) -> Any:
+def _where(group: Any, head_group: Any) -> tuple[Where, Where | None]:
+    """Check the groups; return where this rank is in them."""
+    check_group("group", group)
+    if head_group is None:
+        return where(group), None
+    check_group("head_group", head_group)
+    if group is None:
+        raise ValueError("group must be given with head_group, got None")
+    return where(group), where(head_group)
+
+
+def _agreed(checked: Callable[[], Any], q: Any, groups: tuple[Any, Any], validate: Any) -> Any:
     """Check this rank's arguments; where ranks compare theirs, all raise if one does."""
     if torch.compiler.is_compiling():
         return checked()
@@ -220,26 +252,43 @@ def _agreed(checked: Callable[[], Any], q: Any, group: Any, validate: Any) -> An
         return checked()
     except (TypeError, ValueError, NotImplementedError) as error:
         is_tensor = isinstance(q, Tensor)
-        if validate or (q.is_cpu if is_tensor else dist.get_backend(group) == "gloo"):
+        if validate or (q.is_cpu if is_tensor else dist.get_backend(groups[0]) == "gloo"):
             device = q.device if is_tensor else torch.device("cpu")
-            compare([""] * len(NAMES), None, group, device, error)
+            _compare([""] * len(NAMES), None, groups, device, error)
         raise
 
 
+def _compare(
+    claims: list[str],
+    sinks: Any,
+    groups: tuple[Any, Any],
+    device: torch.device,
+    error: Exception | None = None,
+) -> None:
+    """Compare over both groups, one after the other: an error of the first one is the second's."""
+    group, head_group = groups
+    if head_group is None:
+        compare(claims, sinks, group, device, error)
+        return
+    try:
+        compare(claims, sinks, group, device, error)
+    except (TypeError, ValueError, NotImplementedError) as raised:
+        error = raised
+    compare(claims, sinks, head_group, device, error)
+
+
 def _apply(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
+    x: tuple[Tensor, Tensor, Tensor, Tensor | None],
     layout: Layout,
-    options: Options,
-    deterministic: bool,
-    at: Where,
+    given: Sharded,
+    heads: Heads | None,
+    groups: tuple[Any, Any],
     validate: bool,
+    needs_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Call the operator, through the autograd function."""
-    refuse_tangents((q, k, v, sinks))
-    x = q, k, v, sinks
+    refuse_tangents(x)
+    q, k, v, sinks = x
     has_gradient = torch.is_grad_enabled() and any(
         one is not None and one.requires_grad for one in x
     )
@@ -249,10 +298,19 @@ def _apply(
             str(q.dtype),
             f"{list(q.shape[1:])}, {list(k.shape[1:])} and {list(v.shape[1:])}",
             f"{layout.shard} of lengths {layout.lengths}, window {layout.window}",
-            str(options.softmax_scale),
-            str(options.softcap),
-            str(deterministic),
+            str(given.softmax_scale),
+            str(given.softcap),
+            str(given.deterministic),
             str(has_gradient),
         ]
-    given = Sharded(options.softmax_scale, options.softcap, deterministic, layout.text, at.group)
-    return ShardedAttention.apply(*x, given, claims)  # type: ignore[no-any-return, no-untyped-call]
+    if heads is None:
+        return ShardedAttention.apply(*x, given, claims)  # type: ignore[no-any-return, no-untyped-call]
+    if claims and not torch.compiler.is_compiling():
+        shown = None if sinks is None else sinks.tolist()
+        _compare(claims, shown, groups, q.device)
+        claims = []
+    of_heads = *heads.gather(q, k, v), heads.part_of(sinks)
+    out, lse = ShardedAttention.apply(*of_heads, given, claims)  # type: ignore[no-untyped-call]
+    if needs_lse:
+        lse = heads.scatter(lse.T.unsqueeze(-1)).squeeze(-1).T
+    return heads.scatter(out), lse

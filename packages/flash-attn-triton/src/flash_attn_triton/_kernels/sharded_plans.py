@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from attn_common import cdiv
 from torch import Tensor
 
 from .._configs import padded_head_dim
 from .._linked.host.forms import Memory
+from .._pieces import MERGED, Piece
 from .launch.runtime import Launch
 from .sharded_merge import merge_kernel
 from .structures import MergeNumbers, MergeTensors, MergeTile
 
-# rows of one head per program
+# tokens of one head per program
 ROWS = 32
 
 _launches: Memory[Launch] = Memory()
+# no tokens
+_ABSENT = 0, 0, 1, 0
 
 
-def merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge results over other keys into ``out`` and ``lse``, in fp32, in one pass.
+def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Merge 2 to ``MERGED`` pieces by their LSE, or add them up if they have none, in one pass.
 
-    Args:
-        out: ``[rows, heads, d]`` or ``[batch, rows, heads, d]``, of any float dtype; unit stride in
-            the last dimension.
-        lse: fp32 ``[heads, rows]`` or ``[batch, heads, rows]``; unit stride in the last dimension.
-            -inf where no key was seen.
-        part_out: shape of ``out``, any float dtype.
-        part_lse: shape of ``lse``.
+    Returns:
+        ``out``, ``[tokens, heads, d]`` in ``dtype``, and ``lse``, fp32 ``[heads, tokens]``; or the
+        sum, and None.
     """
-    if out.ndim == 3:
-        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-    batch, rows, heads, head_dim = out.shape
-    part_out, part_lse = part_out.contiguous(), part_lse.contiguous()
-    key = out.dtype, part_out.dtype, head_dim, out.device
+    first = pieces[0]
+    heads, head_dim = first.out.shape[-2:]
+    has_lse = first.lse is not None
+    out = first.out.new_empty((tokens, heads, head_dim), dtype=dtype)
+    lse = first.out.new_empty((heads, tokens), dtype=torch.float32) if has_lse else None
+    dtypes = tuple(piece.out.dtype for piece in pieces)
+    key = dtype, dtypes, has_lse, head_dim, first.out.device
     launch = _launches.get(key)
     if launch is None:
         tile = MergeTile(head_dim, padded_head_dim(head_dim), ROWS)
         launch = _launches.keep(key, Launch(merge_kernel, {**tile._asdict(), "num_warps": 4}))
-    blocks = cdiv(rows, ROWS)
-    numbers = MergeNumbers(rows, heads, blocks, *out.stride()[:3], *lse.stride()[:2])
-    launch(batch * heads * blocks, MergeTensors(out, lse, part_out, part_lse), numbers)
+    tensors: list[Tensor | None] = []
+    numbers = [tokens, heads]
+    for piece in pieces:
+        tensors += piece.out.contiguous(), None if piece.lse is None else piece.lse.contiguous()
+        numbers += piece.raster
+    for _ in range(MERGED - len(pieces)):
+        tensors += None, None
+        numbers += _ABSENT
+    launch(heads * cdiv(tokens, ROWS), MergeTensors(out, lse, *tensors), MergeNumbers(*numbers))
+    return out, lse

@@ -100,12 +100,18 @@ SHORT_FOREIGN = ShortTensors._fields[:7]
 
 
 class MergeTensors(NamedTuple):
-    """Results over some keys, which are updated, and those over others."""
+    """What comes out, and the pieces: two at least; an LSE of all or of none."""
 
     out_ptr: Any
     lse_ptr: Any
-    part_out_ptr: Any
-    part_lse_ptr: Any
+    out0_ptr: Any
+    lse0_ptr: Any
+    out1_ptr: Any
+    lse1_ptr: Any
+    out2_ptr: Any
+    lse2_ptr: Any
+    out3_ptr: Any
+    lse3_ptr: Any
 
 
 # ---- what launches pass: numbers
@@ -218,16 +224,26 @@ NUMBERS = (*Scalars._fields, *Counts._fields, *GradientStrides._fields, *Strides
 
 
 class MergeNumbers(NamedTuple):
-    """Rows of a sequence, heads, blocks of rows, and strides of what is updated."""
+    """The whole, and where the tokens of each piece are in it."""
 
-    rows: Any
+    tokens: Any
     heads: Any
-    blocks: Any
-    stride_ob: Any
-    stride_os: Any
-    stride_oh: Any
-    stride_lb: Any
-    stride_lh: Any
+    begin0: Any
+    size0: Any
+    step0: Any
+    batch0: Any
+    begin1: Any
+    size1: Any
+    step1: Any
+    batch1: Any
+    begin2: Any
+    size2: Any
+    step2: Any
+    batch2: Any
+    begin3: Any
+    size3: Any
+    step3: Any
+    batch3: Any
 
 
 # ---- constants
