@@ -14,6 +14,7 @@ PLACES = {
     "parallel": "src/{name}/_linked/parallel",
     "launch": "src/{name}/_kernels/launch",
     "portable": "src/{name}/_kernels/_linked",
+    "invariant": "src/{name}/_kernels/invariant",
     "hopper": "src/{name}/_kernels/hopper/_linked",
     "testing": "tests/_linked",
 }

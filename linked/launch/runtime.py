@@ -62,7 +62,8 @@ class Launch:
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
         """Take a jit function and its keyword arguments: constexprs and compiler options."""
         self._kernel = kernel
-        self._constants = constants
+        # Triton 3.10 turns the default round
+        self._constants = {"enable_fp_fusion": True, **constants}
         # by what a compilation depends on that differs from call to call
         self._ready: dict[Any, Ready] = {}
 
@@ -124,7 +125,6 @@ class Launch:
                     *self._arguments(tensors),
                     *map(flushed, numbers),
                     **self._constants,
-                    enable_fp_fusion=True,
                 )
             return None
         known = _compiled.get(key)
@@ -135,7 +135,6 @@ class Launch:
             *self._arguments(tensors),
             *numbers,
             **self._constants,
-            enable_fp_fusion=True,  # triton 3.10 turns the default round
         )
         if not isinstance(kernel, CompiledKernel):  # not compiled at all
             return None
@@ -159,10 +158,9 @@ class Launch:
         """
         refuse_specialized(self._kernel, numbers)
         arguments = *self._arguments(tensors), *numbers
-        constants = {**self._constants, "enable_fp_fusion": True}
         if is_apart:
-            workers.compile_apart(self._kernel, arguments, constants)
-        kernel = self._kernel.warmup(*arguments, grid=(1,), **constants)
+            workers.compile_apart(self._kernel, arguments, self._constants)
+        kernel = self._kernel.warmup(*arguments, grid=(1,), **self._constants)
         driver = triton.runtime.driver.active
         if IS_DIRECT and isinstance(kernel, CompiledKernel) and hasattr(driver, "launcher_cls"):
             # Triton 3.6 compiles a launcher, too, and keeps it on disk

@@ -121,6 +121,7 @@ class Build:
     spilled: int  # bytes of local memory per thread (NVIDIA), vector registers (AMD)
     unset: tuple[str, ...] = ()  # instructions that read a uniform register before it is set
     sass: str = ""  # the disassembly (NVIDIA)
+    products: frozenset[str] = frozenset()  # shapes and layouts of products and of sums of rows
 
     def __str__(self) -> str:
         return (
@@ -197,11 +198,28 @@ def _inspect(kernel: str, binary: Any, folder: Path) -> Build:
         # stack holds what ptxas spills; local memory proper is not used by these kernels
         numbers = {key: int(n) for key, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
         spilled, sass = numbers["STACK"] + numbers["LOCAL"], _run("nvdisasm", "-c", path)
-        return Build(kernel, shared, numbers["REG"], spilled, reads_of_unset(sass), sass)
+        unset, products = reads_of_unset(sass), products_of(binary.asm["ttgir"])
+        return Build(kernel, shared, numbers["REG"], spilled, unset, sass, products)
     assert binary.asm["hsaco"]
     text = binary.asm["amdgcn"]
     numbers = {key: int(n) for key, n in re.findall(r"\.(vgpr_\w*count):\s+(\d+)", text)}
-    return Build(kernel, shared, numbers["vgpr_count"], numbers["vgpr_spill_count"])
+    registers, spilled = numbers["vgpr_count"], numbers["vgpr_spill_count"]
+    products = products_of(binary.asm["ttgir"])
+    return Build(kernel, shared, registers, spilled, products=products)
+
+
+def products_of(ttgir: str) -> frozenset[str]:
+    """Return the types of matrix products and of sums of floats, with their layouts written out.
+
+    Two builds of which this is the same multiply by the same instructions, and sum the numbers of a
+    row in the same order.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", ttgir, re.MULTILINE))
+    found = re.findall(r"(?:dot|dot_scaled) [^\n]* : ([^\n]*?)(?: loc|$)", ttgir, re.MULTILINE)
+    found += re.findall(r"^ *\}\) : \((tensor<[0-9x]+f.*?>)\) -> ", ttgir, re.MULTILINE)
+    # of operands in shared memory, where they lie says nothing of what is computed
+    kept = (re.sub(r"!ttg\.memdesc<(\w+).*?(?:>|$)", r"\1", x) for x in found)
+    return frozenset(re.sub(r"#\w+\b(?!\.)", lambda m: layouts.get(m[0], m[0]), x) for x in kept)
 
 
 def _run(tool: str, *arguments: str | Path) -> str:

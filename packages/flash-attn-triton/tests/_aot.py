@@ -96,7 +96,7 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
     descales = [config.small(BATCH, 2)] * 3 if config.is_fp8 else [None] * 3
     out_dtype = torch.bfloat16 if config.is_fp8 else t["q"].dtype
     with only_portable():
-        launch(*t.values(), *descales, None, rng_state, *config.options(seqlen), out_dtype)
+        launch(*t.values(), *descales, None, rng_state, *config.options(seqlen), out_dtype, False)
 
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:

@@ -163,7 +163,7 @@ def test_what_is_built_is_what_is_launched(gpu, packed, monkeypatch):
         absent = [None] * 9
         some = (starts, starts) if packed else (None, None)
         numbers = 350, 350, 96**-0.5, -1, right, 0.0, 0.0
-        out, lse = plans.launch_forward(*x, *some, *absent, *numbers, torch.bfloat16)
+        out, lse = plans.launch_forward(*x, *some, *absent, *numbers, torch.bfloat16, False)
         plans.launch_backward(out, *x, out, lse, None, *some, *[None] * 5, *numbers, False, False)
     assert len(launched) == 4
     assert built == launched

@@ -13,6 +13,8 @@ from flash_attn_triton._kernels.backward_rows import _row_kernel
 from flash_attn_triton._kernels.backward_short import _short_kernel
 from flash_attn_triton._kernels.bias_gradient import _bias_gradient_kernel
 from flash_attn_triton._kernels.forward import _forward_kernel
+from flash_attn_triton._kernels.invariant import kernels as invariant
+from flash_attn_triton._kernels.invariant import structures as i
 from flash_attn_triton._kernels.sharded_merge import merge_kernel
 
 pytestmark = pytest.mark.eager
@@ -30,6 +32,8 @@ PORTABLE = [
     (_short_kernel, (s.ShortTensors, s.ShortNumbers, s.Options, s.Tile, "SETTLE")),
     (merge_kernel, (s.MergeTensors, s.MergeNumbers, s.MergeTile)),
     (_bias_gradient_kernel, (s.Inputs, "dbias_ptr", s.Extras, *BIAS_NUMBERS, s.Options, s.Tile)),
+    (invariant._invariant_kernel, (i.Tensors, i.Numbers, i.Options, i.Tile)),
+    (invariant._invariant_merge_kernel, (i.MergeTensors, i.MergeNumbers, i.MergeTile)),
 ]
 
 
@@ -76,8 +80,9 @@ def test_kernels_for_hopper_take_what_is_passed():
 
 def test_every_kernel_that_a_plan_launches_is_compared():
     from flash_attn_triton._kernels import backward_plans, plans, sharded_plans
+    from flash_attn_triton._kernels.invariant import plans as invariant_plans
 
     compared = {kernel.__name__ for kernel, _ in PORTABLE}
-    modules = plans, backward_plans, sharded_plans
+    modules = plans, backward_plans, sharded_plans, invariant_plans
     launched = {n for m in modules for n in vars(m) if n.endswith("_kernel")}
     assert launched == compared

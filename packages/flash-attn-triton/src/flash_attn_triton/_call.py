@@ -70,5 +70,7 @@ class Checked(NamedTuple):
     out_dtype: torch.dtype
     # whether gradients have to repeat bit for bit
     deterministic: bool
+    # whether a row of the forward depends on its own query and keys alone
+    invariant: bool
     # None where the operators have to be asked
     plan: Plan | None = None

@@ -7,7 +7,7 @@ neither wait for the device nor break a graph capture.
 import torch
 from torch import Tensor
 
-from ._call import Tensors
+from ._call import Options, Tensors
 from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
@@ -228,6 +228,29 @@ def check_low_precision(
                     "out_dtype, got requires_grad=True"
                 )
     return out_dtype
+
+
+def check_invariant(x: Tensors, options: Options, out_dtype: torch.dtype) -> None:
+    """Check that a call asks for nothing that the law of docs/numerics.md does not cover."""
+    if x.q.dtype in FP8_DTYPES:
+        raise NotImplementedError(
+            "q must not be FP8 beside invariant=True: tensor cores add products of FP8 with fewer "
+            f"bits than the sums have, so that a tile of zeros would round them, got {x.q.dtype}"
+        )
+    if out_dtype in FP8_DTYPES:
+        raise NotImplementedError(
+            f"out_dtype must not be FP8 beside invariant=True, got {out_dtype}"
+        )
+    if options.dropout_p > 0.0:
+        raise NotImplementedError(
+            "dropout_p must be 0.0 beside invariant=True: its draw depends on the place in the "
+            f"batch and in the call, got {options.dropout_p}"
+        )
+    for name, extra in (("bias", x.bias), ("alibi_slopes", x.alibi_slopes)):
+        if extra is not None:
+            raise NotImplementedError(
+                f"{name} must be None beside invariant=True: the law has no term for it, got Tensor"
+            )
 
 
 def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, **others: Tensor | None) -> None:

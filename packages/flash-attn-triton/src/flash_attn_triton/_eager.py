@@ -45,8 +45,12 @@ def attention_forward(
     softcap: float,
     dropout_p: float,
     out_dtype: torch.dtype | None,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and the log-sum-exp in fp32."""
+    """Return the output, and the log-sum-exp in fp32.
+
+    If it is ``invariant``, a row's bits depend on its own query and keys alone.
+    """
     batch = q.shape[0]
     if cu_seqlens_q is None or cu_seqlens_k is None:
         cu_seqlens_q, cu_seqlens_k = _even(q), _even(k)
@@ -55,7 +59,22 @@ def attention_forward(
         rows_q, rows_k, rows_v = _packed(q), _packed(k), _packed(v)
         out = q.new_zeros((*rows_q.shape[:2], v.shape[-1]), dtype=torch.float32)
         lse = q.new_full(rows_q.shape[1::-1], -math.inf, dtype=torch.float32)
-        for part in _parts(cu_seqlens_q, cu_seqlens_k, seqused_k, options):
+        if invariant:
+            from ._kernels.invariant.eager import invariant_attention
+
+            for rows, keys in sequences(cu_seqlens_q, cu_seqlens_k, seqused_k):
+                out[rows], lse[:, rows] = invariant_attention(
+                    rows_q[rows],
+                    rows_k[keys],
+                    rows_v[keys],
+                    sinks,
+                    softmax_scale,
+                    window_left,
+                    window_right,
+                    softcap,
+                )
+        parts = _parts(cu_seqlens_q, cu_seqlens_k, seqused_k, options)
+        for part in () if invariant else parts:
             b, rows, keys = part.sequence, part.rows, part.keys
             one_out, one_lse = dense_attention(
                 rows_q[rows][None],
@@ -151,10 +170,11 @@ class EagerPlan(NamedTuple):
 
     options: Options
     out_dtype: torch.dtype
+    invariant: bool = False
 
     def forward(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)``."""
-        return attention_forward(*x, *self.options, self.out_dtype)
+        return attention_forward(*x, *self.options, self.out_dtype, self.invariant)
 
     def backward(
         self,

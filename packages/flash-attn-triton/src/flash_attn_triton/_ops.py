@@ -34,8 +34,8 @@ from ._sequences import dropout_marked_probabilities
 __all__ = ["attention", "backward", "dropout_marked_probabilities", "forward"]
 
 
-# where the forward operator's arguments stand: its tensors come first, and after ``out_dtype`` only
-# ``deterministic``, which is for its derivative
+# where the forward operator's arguments stand: its tensors come first, and after ``out_dtype``
+# ``deterministic``, which is for its derivative, and ``invariant``
 _TENSORS = len(Tensors._fields)
 _BIAS, _SINKS = Tensors._fields.index("bias"), Tensors._fields.index("sinks")
 _OUT_DTYPE = _TENSORS + 2 + len(Options._fields)
@@ -85,10 +85,15 @@ def _check_forward(*arguments: Any) -> None:
     check_values(Tensors(*arguments[:_TENSORS]), *arguments[_TENSORS : _TENSORS + 2])
 
 
+def _is_invariant(arguments: Sequence[Any]) -> bool:
+    """Read it from the forward operator's arguments, of which the last ones may be absent."""
+    return any(arguments[_OUT_DTYPE + 2 :])
+
+
 def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     from ._kernels.plans import launch_forward
 
-    return launch_forward(*arguments[: _OUT_DTYPE + 1])
+    return launch_forward(*arguments[: _OUT_DTYPE + 1], _is_invariant(arguments))
 
 
 def _backward_triton(
@@ -101,7 +106,8 @@ def _backward_triton(
 
 def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
     # without the lengths, which the tensors tell
-    return attention_forward(*arguments[:_TENSORS], *arguments[_TENSORS + 2 : _OUT_DTYPE + 1])
+    options = *arguments[_TENSORS + 2 : _OUT_DTYPE + 1], _is_invariant(arguments)
+    return attention_forward(*arguments[:_TENSORS], *options)
 
 
 def _backward_eager(
@@ -118,7 +124,8 @@ forward = register(
     "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? seqused_k, Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? q_descale, "
     "Tensor? k_descale, Tensor? v_descale, Tensor? out_scale, Tensor? rng_state, "
-    f"{_OPTIONS}, ScalarType? out_dtype, bool deterministic=False) -> (Tensor out, Tensor lse)",
+    f"{_OPTIONS}, ScalarType? out_dtype, bool deterministic=False, bool invariant=False) "
+    "-> (Tensor out, Tensor lse)",
     fake=_forward_fake,
     kernels=_forward_triton,
     eager=_forward_eager,
@@ -142,12 +149,14 @@ def plan_of(
     options: Options,
     out_dtype: torch.dtype,
     deterministic: bool,
+    invariant: bool = False,
+    *,
     needs_gradient: bool | None = None,
 ) -> Plan | None:
     """Return how to launch calls of this form past the operators; None if they are to be asked."""
     device = x.q.device.type
     if device == "cpu" and not interpreted():
-        return EagerPlan(options, out_dtype)
+        return EagerPlan(options, out_dtype, invariant)
     if device not in ("cpu", "cuda"):
         return None
     from ._kernels.plans import plan_calls
@@ -155,7 +164,12 @@ def plan_of(
     if needs_gradient is None:
         needs_gradient = _needs_gradient(x)
     return plan_calls(
-        x, options, out_dtype, deterministic=deterministic, needs_gradient=needs_gradient
+        x,
+        options,
+        out_dtype,
+        deterministic=deterministic,
+        needs_gradient=needs_gradient,
+        invariant=invariant,
     )
 
 
@@ -169,13 +183,14 @@ def build_calls(arguments: Sequence[Any], backward: bool) -> None:
     is_fp8 = x.q.dtype in FP8_DTYPES
     out_dtype = arguments[_OUT_DTYPE] or (torch.bfloat16 if is_fp8 else x.q.dtype)
     # where an operator's last arguments have their defaults, they are not passed
-    deterministic = any(arguments[_OUT_DTYPE + 1 :])
-    build_calls(x, options, out_dtype, deterministic, backward and not is_fp8)
+    deterministic = any(arguments[_OUT_DTYPE + 1 : _OUT_DTYPE + 2])
+    invariant = _is_invariant(arguments)
+    build_calls(x, options, out_dtype, deterministic, invariant, backward and not is_fp8)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Put away what the derivative of the forward operator needs."""
-    *arguments, _, deterministic = inputs
+    *arguments, _, deterministic, _ = inputs
     ctx.save_for_backward(*arguments[:_TENSORS], *output)
     ctx.options = *arguments[_TENSORS:], deterministic
     ctx.set_materialize_grads(False)
@@ -276,7 +291,7 @@ def attention(
     refuse_tangents(x)
     bounds = max_seqlen_q, max_seqlen_k
     if known.plan is None:
-        options = *bounds, *known.options, known.out_dtype, known.deterministic
+        options = *bounds, *known.options, known.out_dtype, known.deterministic, known.invariant
         if is_transformed() and torch.compiler.is_compiling():
             x = without_repeats(x)
         return _call_forward(*x, *options)  # type: ignore[no-any-return]

@@ -63,6 +63,7 @@ def check_options(
     deterministic: bool,
     return_attn_probs: bool,
     return_lse: bool,
+    invariant: bool = False,
 ) -> Options:
     """Check what is not a tensor; return the options as the operators take them."""
     if not (
@@ -70,12 +71,14 @@ def check_options(
         and isinstance(deterministic, bool)
         and isinstance(return_attn_probs, bool)
         and isinstance(return_lse, bool)
+        and isinstance(invariant, bool)
     ):
         for name, flag in (
             ("causal", causal),
             ("deterministic", deterministic),
             ("return_attn_probs", return_attn_probs),
             ("return_lse", return_lse),
+            ("invariant", invariant),
         ):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} must be a bool, got {kind(flag)}")

@@ -40,6 +40,7 @@ def flash_attn_func(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     return_lse: bool = False,
+    invariant: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     **unknown: NoReturn,
@@ -98,6 +99,11 @@ def flash_attn_func(
         out_scale: fp32, one element: an FP8 output stores ``out / out_scale``, saturated at the
             largest number of the dtype. Default: None.
         return_lse: return ``(out, lse)``. Default: False.
+        invariant: make the output and the lse of a query depend on the query and the keys that it
+            sees alone, bit for bit: not on the queries beside it, on how a sequence is cut into
+            calls, nor on the batch; they equal those of ``paged_attn_func(..., invariant=True)`` of
+            the package prefix-prefill on the same keys. Gradients are computed as ever, from that
+            output and lse. Default: False.
         s_aux: the name of ``sinks`` in FlashAttention-3. Default: None.
         learnable_sink: their name in FlashAttention-4. Default: None.
 
@@ -111,7 +117,8 @@ def flash_attn_func(
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
         NotImplementedError: on FP8 where the hardware lacks it, with a gradient or with dropout;
-            on a gradient of slopes or scales; on forward-mode differentiation.
+            on a gradient of slopes or scales; on forward-mode differentiation; beside
+            ``invariant``, on FP8, dropout, ``bias`` and ``alibi_slopes``.
     """
     if unknown:
         _options.refuse_unknown(unknown)
@@ -129,6 +136,7 @@ def flash_attn_func(
             deterministic,
             return_attn_probs,
             return_lse,
+            invariant,
             out_dtype,
         ),
         packed=False,
@@ -161,9 +169,18 @@ def flash_attn_func(
             deterministic,
             return_attn_probs,
             return_lse,
+            invariant,
         )
         known = _check(
-            x, options, q.shape[0], q.shape[1], k.shape[1], out_dtype, deterministic, form
+            x,
+            options,
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            out_dtype,
+            deterministic,
+            invariant,
+            form,
         )
     x = _completed(x, known.options)
     out, lse = _ops.attention(x, q.shape[1], k.shape[1], known)
@@ -199,6 +216,7 @@ def flash_attn_varlen_func(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    invariant: bool = False,
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     **unknown: NoReturn,
@@ -235,6 +253,8 @@ def flash_attn_varlen_func(
         return_lse: return ``(out, lse)``. Default: False.
         seqused_k: int32 ``[batch]``, how many keys of each sequence count, at most its length: the
             first ones. Default: None (all).
+        invariant: as in :func:`flash_attn_func`; the keys of a sequence count from its first.
+            Default: False.
         s_aux: another name of ``sinks``. Default: None.
         learnable_sink: likewise.
 
@@ -264,7 +284,7 @@ def flash_attn_varlen_func(
         (cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale, k_descale,
          v_descale, out_scale),
         (dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
-         return_lse, out_dtype, None if bias is None else (max_seqlen_q, max_seqlen_k)),
+         return_lse, invariant, out_dtype, None if bias is None else (max_seqlen_q, max_seqlen_k)),
         packed=True,
     )  # fmt: skip
     if form is not None and k.shape[:1] != v.shape[:1]:
@@ -297,13 +317,14 @@ def flash_attn_varlen_func(
             deterministic,
             return_attn_probs,
             return_lse,
+            invariant,
         )
         batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
     arguments.check_length("max_seqlen_q", max_seqlen_q)
     arguments.check_length("max_seqlen_k", max_seqlen_k)
     if known is None:
         known = _check(
-            x, options, batch, max_seqlen_q, max_seqlen_k, out_dtype, deterministic, form
+            x, options, batch, max_seqlen_q, max_seqlen_k, out_dtype, deterministic, invariant, form
         )
     x = _completed(x, known.options)
     out, lse = _ops.attention(x, max_seqlen_q, max_seqlen_k, known)
@@ -320,6 +341,7 @@ def _check(
     seqlen_k: int,
     out_dtype: torch.dtype | None,
     deterministic: bool,
+    invariant: bool,
     form: Hashable | None,
 ) -> Checked:
     """Check what both forms have in common, and keep what is known then."""
@@ -341,11 +363,13 @@ def _check(
         x.out_scale,
         (x.bias, x.sinks),
     )
+    if invariant:
+        _checks.check_invariant(x, options, out_dtype)
     if form is None:
-        return Checked(options, out_dtype, deterministic)
+        return Checked(options, out_dtype, deterministic, invariant)
     x = x._replace(bias=_four_dimensional(x.bias))
-    plan = _ops.plan_of(x, options, out_dtype, deterministic)
-    return _known.keep(form, Checked(options, out_dtype, deterministic, plan))
+    plan = _ops.plan_of(x, options, out_dtype, deterministic, invariant)
+    return _known.keep(form, Checked(options, out_dtype, deterministic, invariant, plan))
 
 
 def _four_dimensional(bias: Tensor | None) -> Tensor | None:

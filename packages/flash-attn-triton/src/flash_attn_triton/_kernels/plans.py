@@ -15,6 +15,7 @@ from . import structures
 from .backward_plans import plan_backward
 from .form import Form, expand_descales, is_served_as_is, readable
 from .forward import _forward_kernel
+from .invariant_forward import InvariantForward
 from .launch import builds
 from .launch.runtime import dense, first_columns, widened
 
@@ -101,20 +102,26 @@ def plan_calls(
     *,
     deterministic: bool,
     needs_gradient: bool,
+    invariant: bool,
 ) -> Plan | None:
     """Return the plan of all calls of a form; None where copies come first."""
     if not is_served_as_is(x):
         return None
     form = Form(x, options)
-    forward = plan_forward(form, x, out_dtype, is_kept=True)
+    forward = plan_forward(form, x, out_dtype, invariant, is_kept=True)
     backward = plan_backward(form, x, out_dtype, deterministic) if needs_gradient else None
     if x.q.device.type != "cpu" and (needs_gradient or form.itemsize == 1):
-        _build_others(form, x, out_dtype, deterministic, needs_gradient)
+        _build_others(form, x, out_dtype, deterministic, needs_gradient, invariant)
     return Plan(form, forward, backward)
 
 
 def _build_others(
-    form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool, needs_gradient: bool
+    form: Form,
+    x: Tensors,
+    out_dtype: torch.dtype,
+    deterministic: bool,
+    needs_gradient: bool,
+    invariant: bool,
 ) -> None:
     """Begin to build the kernels of a kind of call that is new, while its first one is built."""
     dims = form.head_dim, form.head_dim_v, form.options.dropout_p > 0.0
@@ -125,6 +132,7 @@ def _build_others(
         x.q.dtype,
         out_dtype,
         deterministic,
+        invariant,
         form.constants,
         *dims,
         *absent,
@@ -132,7 +140,8 @@ def _build_others(
     )
     if kind not in _begun:
         _begun.add(kind)
-        builds.start(_builds_of(form, x, out_dtype, deterministic, needs_gradient), x.q.device)
+        noted = _builds_of(form, x, out_dtype, deterministic, needs_gradient, invariant)
+        builds.start(noted, x.q.device)
 
 
 # kinds of calls whose builds were begun
@@ -140,25 +149,35 @@ _begun: set[tuple[Any, ...]] = set()
 
 
 def build_calls(
-    x: Tensors, options: Options, out_dtype: torch.dtype, deterministic: bool, backward: bool
+    x: Tensors,
+    options: Options,
+    out_dtype: torch.dtype,
+    deterministic: bool,
+    invariant: bool,
+    backward: bool,
 ) -> None:
     """Build the kernels of calls of this form, all at once, and wait for them."""
     x = readable(x)
     form = Form(x, options)
-    noted = _builds_of(form, x, out_dtype, deterministic, backward)
+    noted = _builds_of(form, x, out_dtype, deterministic, backward, invariant)
     for future in builds.start(noted, x.q.device):
         future.result()
 
 
 def _builds_of(
-    form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool, backward: bool
+    form: Form,
+    x: Tensors,
+    out_dtype: torch.dtype,
+    deterministic: bool,
+    backward: bool,
+    invariant: bool,
 ) -> list[builds.Build]:
     """Return the builds that calls of a form need: its plan is run on tensors without data."""
     shapes = Tensors(*map(_without_data, x))
     if form.options.dropout_p > 0.0:
         shapes = shapes._replace(rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
     with builds.noting() as noted:
-        out, lse = plan_forward(form, x, out_dtype)(shapes)
+        out, lse = plan_forward(form, x, out_dtype, invariant)(shapes)
         if backward:
             plan = plan_backward(form, x, out_dtype, deterministic)
             needs_dbias = x.bias is not None and x.bias.requires_grad
@@ -173,12 +192,14 @@ def _without_data(x: Tensor | None) -> Tensor | None:
 
 
 def plan_forward(
-    form: Form, x: Tensors, out_dtype: torch.dtype, *, is_kept: bool = False
+    form: Form, x: Tensors, out_dtype: torch.dtype, invariant: bool, *, is_kept: bool = False
 ) -> Forward:
     """Return the forward pass of a call, or if it ``is_kept`` of all calls of its form.
 
     Their tensors are as ``readable`` leaves them.
     """
+    if invariant:
+        return InvariantForward(form, out_dtype)
     portable = PortableForward(form, x, out_dtype)
     if takes_hopper_forward(x, form.options, out_dtype):
         from .hopper.plans import HopperForward
@@ -189,13 +210,13 @@ def plan_forward(
 
 def launch_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
-    *tensors, _, _, scale, left, right, softcap, dropout_p, out_dtype = arguments
+    *tensors, _, _, scale, left, right, softcap, dropout_p, out_dtype, invariant = arguments
     x = Tensors(*tensors)
     width = x.v.shape[-1]
     x = readable(x)
     out_dtype = out_dtype or (torch.bfloat16 if x.q.element_size() == 1 else x.q.dtype)
     form = Form(x, Options(scale, left, right, softcap, dropout_p))
-    out, lse = plan_forward(form, x, out_dtype)(x)
+    out, lse = plan_forward(form, x, out_dtype, invariant)(x)
     return first_columns(out, width), lse
 
 

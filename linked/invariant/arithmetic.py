@@ -1,0 +1,111 @@
+"""The arithmetic of a row: what decides its bits; docs/numerics.md has it as equations.
+
+The compiler fuses no multiplication with an addition here (``plans.py`` asks for that), so that all
+compilations round alike; where one is to be fused it is a written ``fma``.
+"""
+
+import triton
+import triton.language as tl
+
+from .._linked.primitives import LN2, LOG2E, NEG_INF, tanh
+from .structures import Softmax
+
+
+@triton.jit
+def _dot(a, b, TILE: tl.constexpr):
+    """Matrix product with fp32 accumulation."""
+    if TILE.UPCAST:
+        # NumPy's products would round by the place of a row: these sums run in the order of k
+        c = tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
+    else:
+        c = tl.dot(a, b, input_precision=TILE.PRECISION)
+    return c
+
+
+@triton.jit
+def _dot_add(acc, a, b, TILE: tl.constexpr):
+    """Return ``acc + a @ b``, with ``a`` rounded to ``b``'s dtype."""
+    a = a.to(b.dtype)
+    if TILE.UPCAST:
+        c = acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
+    else:
+        c = tl.dot(a, b, acc, input_precision=TILE.PRECISION)
+    return c
+
+
+@triton.jit
+def fold_keys(softmax, q, k, v, visible, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
+    """Fold a tile of keys into the sums of its rows.
+
+    ``q`` is ``[BLOCK_M, BLOCK_D]``, ``k`` ``[BLOCK_N, BLOCK_D]``, ``v`` ``[BLOCK_N, BLOCK_DV]``.
+    ``visible`` is None where every row sees every key. A row that sees no key of the tile keeps its
+    sums as they are, so that it makes no difference whether such a tile is visited.
+    """
+    s = _dot(q, tl.trans(k), TILE)  # [BLOCK_M, BLOCK_N]
+    if OPTIONS.HAS_SOFTCAP:
+        s = tanh(s * (numbers.scale / numbers.softcap)) * (numbers.softcap * LOG2E)
+    elif not OPTIONS.FOLD:
+        s = s * (numbers.scale * LOG2E)
+    if visible is not None:
+        s = tl.where(visible, s, NEG_INF)
+    largest = tl.max(s, 1)  # [BLOCK_M]
+    if OPTIONS.FOLD:
+        # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+        factor = numbers.scale * LOG2E
+        m_new = tl.maximum(softmax.m_i, largest * factor)
+    else:
+        m_new = tl.maximum(softmax.m_i, largest)
+    # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+    pivot = tl.where(m_new == NEG_INF, 0.0, m_new)  # [BLOCK_M]
+    if OPTIONS.FOLD:
+        wide_factor = tl.zeros(s.shape, tl.float32) + factor
+        p = tl.exp2(tl.fma(s, wide_factor, tl.broadcast_to(-pivot[:, None], s.shape)))
+    else:
+        p = tl.exp2(s - pivot[:, None])
+    alpha = tl.exp2(softmax.m_i - pivot)  # [BLOCK_M]
+    l_i = tl.fma(softmax.l_i, alpha, tl.sum(p, 1))
+    acc = _dot_add(softmax.acc * alpha[:, None], p, v, TILE)  # [BLOCK_M, BLOCK_DV]
+    if visible is not None:
+        sees = largest != NEG_INF
+        acc = tl.where(sees[:, None], acc, softmax.acc)
+        l_i = tl.where(sees, l_i, softmax.l_i)
+        m_new = tl.where(sees, m_new, softmax.m_i)
+    return Softmax(acc, l_i, m_new)
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Return the sums of no key."""
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    return Softmax(acc, tl.zeros([ROWS], tl.float32), tl.full([ROWS], NEG_INF, tl.float32))
+
+
+@triton.jit
+def sink_alone(sinks_ptr, head, counts, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Return the sums of rows that saw no segment: a sink comes first, and has no value."""
+    total = no_keys(ROWS, BLOCK_DV)
+    if sinks_ptr is not None:
+        m_i = tl.load(sinks_ptr + head, mask=counts, other=NEG_INF).to(tl.float32) * LOG2E
+        total = Softmax(total.acc, tl.where(m_i == NEG_INF, 0.0, 1.0), m_i)
+    return total
+
+
+@triton.jit
+def merge_segment(total, part):
+    """Merge the sums of the next segment into those of the segments before it."""
+    m_new = tl.maximum(total.m_i, part.m_i)
+    pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
+    a = tl.exp2(total.m_i - pivot)  # [rows]
+    b = tl.exp2(part.m_i - pivot)
+    l_i = tl.fma(total.l_i, a, part.l_i * b)
+    acc = tl.fma(total.acc, tl.broadcast_to(a[:, None], total.acc.shape), part.acc * b[:, None])
+    return Softmax(acc, l_i, m_new)
+
+
+@triton.jit
+def finish(total):
+    """Return the output and the log-sum-exp of rows; of rows that saw no key 0 and -inf."""
+    l_safe = tl.where(total.l_i == 0.0, 1.0, total.l_i)
+    out = total.acc / l_safe[:, None] + 0.0  # no zero has a sign
+    lse = tl.where(total.l_i == 0.0, NEG_INF, (total.m_i + tl.log2(l_safe)) * LN2)
+    return out, lse

@@ -1,0 +1,209 @@
+"""How calls of one form are launched under the law of docs/numerics.md."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from attn_common import cdiv, detect
+from torch import Tensor
+
+from ..._linked.host.arguments import FP32_TINY, MAX_WINDOW
+from ..._linked.host.forms import interpreted
+from ..._linked.host.tiles import padded_head_dim
+from ..launch.runtime import Launch, row_bytes
+from .kernels import _invariant_kernel, _invariant_merge_kernel
+from .structures import MergeNumbers, MergeTensors, MergeTile, Numbers, Options, Tensors, Tile
+from .tiles import invariant_tile, segment_of
+
+# fewer programs than this leave a GPU idle: then segments have programs of their own
+PROGRAMS = 512
+# what the sums of segments may take at most
+PART_BYTES = 2**28
+MERGE_ROWS = 16
+
+
+class Call(NamedTuple):
+    """The tensors of a call, as the kernels may read them.
+
+    ``q`` is ``[batch, tokens, heads, head_dim]``, or ``[tokens, heads, head_dim]`` with
+    ``cu_seqlens_q``; ``lse`` has the dimensions of ``q`` but the last, heads first.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    block_table: Tensor | None = None
+    new_k: Tensor | None = None
+    new_v: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqlens_k: Tensor | None = None
+
+
+class Scores(NamedTuple):
+    """What turns products into scores, and which of them count; -1 is no window."""
+
+    scale: float
+    softcap: float
+    window_left: int
+    window_right: int
+
+
+class KeyForm(NamedTuple):
+    """How keys and values lie: strides in elements, ``b`` of a sequence or a page."""
+
+    head_dim_v: int
+    heads_k: int
+    page: int  # slots of a page; 0: keys lie dense
+    k_run: int
+    k_bytes: int
+    v_bytes: int
+    stride_kb: int
+    stride_ks: int
+    stride_kh: int
+    stride_kx: int
+    stride_kd: int
+    stride_vb: int
+    stride_vs: int
+    stride_vh: int
+    stride_vd: int
+    descale_ndim: int = 0
+
+
+class InvariantPlan:
+    """The launches of the calls of one form."""
+
+    def __init__(self, x: Call, scores: Scores, keys: KeyForm, batch: int) -> None:
+        """Plan for calls like this one; ``batch`` is its number of sequences."""
+        q, out = x.q, x.out
+        self._is_packed = x.cu_seqlens_q is not None
+        self._batch, self._heads_k = batch, keys.heads_k
+        self._heads_q, head_dim = q.shape[-2:]
+        self._group = self._heads_q // keys.heads_k
+        self._head_dim_v = keys.head_dim_v
+        platform = detect(q.device)
+        tile = invariant_tile(platform, max(head_dim, keys.head_dim_v), q.element_size())
+        self._block_m, self._segment = tile.block_m, segment_of(platform)
+        self._scores = scores._replace(
+            window_left=min(scores.window_left, MAX_WINDOW),
+            window_right=min(scores.window_right, MAX_WINDOW),
+        )
+        options = Options(
+            GROUP=self._group,
+            HAS_LEFT=scores.window_left >= 0,
+            HAS_RIGHT=scores.window_right >= 0,
+            HAS_SOFTCAP=scores.softcap != 0.0,
+            # of a hidden score, -inf, the factor 0 would make NaN
+            FOLD=scores.softcap == 0.0 and scores.scale >= FP32_TINY,
+            DESCALE_NDIM=keys.descale_ndim,
+            PAGE=keys.page,
+            K_RUN=keys.k_run,
+            K_BYTES=keys.k_bytes,
+            V_BYTES=keys.v_bytes,
+            ROW_BYTES=row_bytes(q),
+        )
+        block_dv = padded_head_dim(keys.head_dim_v)
+        shape = Tile(
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=keys.head_dim_v,
+            BLOCK_D=padded_head_dim(head_dim),
+            BLOCK_DV=block_dv,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            SEGMENT=self._segment,
+            PRECISION=tile.precision,
+            UPCAST=interpreted(),
+        )
+        # one rounding for all compilations: none of them chooses what is fused
+        constants = {
+            **options._asdict(),
+            **shape._asdict(),
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "enable_fp_fusion": False,
+        }
+        self._whole = Launch(_invariant_kernel, constants)
+        self._parts = Launch(_invariant_kernel, constants)
+        merge = MergeTile(keys.head_dim_v, block_dv, MERGE_ROWS)
+        kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+        self._merge = Launch(_invariant_merge_kernel, {**merge._asdict(), **kind})
+        self._strides_q = _strides(q)
+        self._strides_out = _strides(out)
+        new = (0, 0, 0, 0)
+        if x.new_k is not None and x.new_v is not None:
+            new = (*x.new_k.stride()[:2], *x.new_v.stride()[:2])
+        table = (0, 0) if x.block_table is None else x.block_table.stride()
+        self._strides = (*keys[6:15], *new, *table)
+
+    def count_parts(self, units: int, rows: int, most_keys: int) -> int:
+        """Return how many programs share the keys of a tile of rows: one, or one per segment.
+
+        The result does not depend on it.
+        """
+        parts = cdiv(most_keys, self._segment)
+        room = parts * rows * (self._head_dim_v + 2) * 4
+        is_idle = units * self._heads_k < PROGRAMS
+        return parts if parts > 1 and is_idle and room <= PART_BYTES else 1
+
+    def run(self, x: Call, tokens_k: int, most_keys: int) -> None:
+        """Launch for one call of the form.
+
+        Args:
+            x: its tensors.
+            tokens_k: keys of each sequence, where no tensor says it.
+            most_keys: a bound of the keys of a sequence.
+        """
+        q = x.q
+        tokens_q = q.shape[-3]
+        tiles = cdiv(tokens_q * self._group, self._block_m)
+        units = self._batch * tiles
+        if self._is_packed:
+            units = tokens_q * self._group // self._block_m + self._batch + 2
+        rows = (1 if self._is_packed else self._batch) * tokens_q * self._heads_q
+        if rows == 0:
+            return
+        parts = self.count_parts(units, rows, most_keys)
+        lse_strides = (0, tokens_q) if self._is_packed else (self._heads_q * tokens_q, tokens_q)
+        numbers = Numbers(
+            *self._scores,
+            self._batch,
+            self._heads_k,
+            tokens_q,
+            tokens_k,
+            tiles,
+            parts,
+            *self._strides_q,
+            *self._strides_out,
+            *lse_strides,
+            *self._strides,
+        )
+        if parts == 1:
+            self._whole(units * self._heads_k, Tensors(*x, None, None, None), numbers)
+            return
+        part_out = q.new_empty((parts, rows, self._head_dim_v), dtype=torch.float32)
+        sums = q.new_empty((2, parts, rows), dtype=torch.float32)
+        part_max, part_sum = sums[0], sums[1]
+        tensors = Tensors(*x, part_out, part_max, part_sum)
+        self._parts(units * self._heads_k * parts, tensors, numbers)
+        merged = MergeTensors(x.out, part_out, part_max, part_sum, x.lse, x.sinks, x.cu_seqlens_q)
+        merge_numbers = MergeNumbers(
+            self._batch,
+            self._heads_q,
+            tokens_q,
+            rows,
+            parts,
+            *self._strides_out,
+            *lse_strides,
+        )
+        self._merge(cdiv(rows, MERGE_ROWS), merged, merge_numbers)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Return the strides of sequence, token and head; packed tensors have no sequences."""
+    return x.stride()[:3] if x.ndim == 4 else (0, *x.stride()[:2])  # type: ignore[return-value]
