@@ -1,6 +1,6 @@
 """Stores of gradients from a warpgroup's registers, shared by the Hopper backwards."""
 
-from .compat import add_out, copy_out, gl, gluon, hopper, tma
+from .compat import copy_out, gl, gluon, hopper
 
 # rows of a warpgroup
 ROWS = gl.constexpr(64)
@@ -35,19 +35,6 @@ def in_rows(values):
     PANELS: gl.constexpr = values.shape[1] // 8
     values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
     return gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [16 * PANELS, 32])
-
-
-@gluon.jit
-def send(desc, row, staging, values):
-    """Add a warpgroup's ``[64, N]`` accumulator to memory by TMA, in the same order.
-
-    The memory is mapped as rows of 32 numbers, of which these begin at ``row``.
-    """
-    values = in_rows(values)
-    tma.store_wait(0)
-    staging.store(values)
-    hopper.fence_async_shared()
-    add_out(desc, [row, 0], staging)
 
 
 @gluon.jit

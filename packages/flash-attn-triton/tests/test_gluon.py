@@ -274,9 +274,9 @@ def test_forward_of_packed_tensors_in_panels(forward):
     ("function", "right", "wrong"),
     [
         ("_behind", "descs[0].block_type.shape[4]", "0"),
-        ("copy_tile", "nbytes + MORE", "nbytes"),
-        ("multiply_keys", "gl.static_range(1, len(q))", "gl.static_range(0)"),
-        ("wait_for_values", "warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,"),
+        ("expect_tiles", "nbytes + MORE", "nbytes"),
+        ("multiply_rows", "gl.static_range(1, len(a))", "gl.static_range(0)"),
+        ("wait_for_values", "wait_for(o, 0)", "wait_for(o, 1)"),
         ("_fold", "mma_wait(len(o), ", "mma_wait(len(o) + 1, "),
         ("_cross", "mma_wait(len(o), ", "mma_wait(len(o) + 1, "),
         ("copy_tile_out", "if len(descs) > 1", "if len(descs) > 2"),

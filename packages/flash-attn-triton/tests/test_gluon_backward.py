@@ -65,6 +65,15 @@ CASES = [
     ("wide", Shape(1, 200, 150, 2, 1, 192), ()),
     ("wide", Shape(1, 100, 170, 1, 1, 256), ("causal", "softcap")),
     ("wide", Shape(1, 170, 140, 1, 1, 160, 256), ("window",)),
+    # in panels: 64 + 16, 64 + 32, 128 + 16, 128 + 32, 128 + 64
+    ("columns", Shape(1, 200, 150, 2, 1, 80), ()),
+    ("columns", Shape(1, 130, 200, 2, 1, 96), ("causal", "softcap")),
+    ("columns", Shape(1, 100, 300, 1, 1, 72, 48), ("window",)),
+    ("columns", Shape(1, 140, 150, 1, 1, 40, 96), ("causal",)),
+    ("rows", Shape(1, 200, 150, 1, 1, 96, 80), ("causal",)),
+    ("wide", Shape(1, 130, 150, 1, 1, 136), ("causal",)),
+    ("wide", Shape(1, 130, 150, 2, 1, 192, 128), ("causal",)),
+    ("wide", Shape(1, 100, 140, 1, 1, 96, 192), ("window_left",)),
 ]
 
 
@@ -89,6 +98,7 @@ FEATURES = [
     ("rows", Shape(1, 200, 330, 1, 1, 64), ("alibi", "causal", "dropout")),
     ("columns", Shape(2, 150, 60, 2, 2, 128), ("alibi_batch", "window_right", "softcap")),
     ("wide", Shape(1, 280, 250, 1, 1, 256), ("alibi",)),
+    ("columns", Shape(1, 130, 150, 2, 1, 96), ("causal", "dropout", "alibi")),
 ]
 
 
@@ -107,6 +117,7 @@ ORDERED = [
     # what is a query head's own changes from step to step
     ("columns", Shape(1, 140, 200, 2, 1, 64), ("alibi", "dropout")),
     ("wide", Shape(1, 130, 140, 2, 1, 160), ("alibi", "causal", "dropout")),
+    ("columns", Shape(1, 140, 200, 2, 1, 80), ("causal",)),
 ]
 
 
@@ -118,7 +129,7 @@ def test_backward_in_order(tile, shape, features, backward):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256])
 def test_tiles_that_serve_calls(head_dim, causal, backward):
     backward(hopper_backward_tile(head_dim))
     shape = Shape(1, 270, 400, 1, 1, head_dim)
@@ -203,9 +214,9 @@ def _gradients(case):
 SYNC_O = "barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)"
 ARRIVE_Q_FULL = "mbarrier.arrive(pipeline.q_full.index(stage), count=1)"
 ARRIVE_Q = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
-WAIT_DK = "dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))"
+WAIT_DK = "dk, s = wait_for_all(dk, s)"
 WAIT_Q_FULL = "mbarrier.wait(pipeline.q_full.index(0), 0, pred=total > 0)"
-WAIT_DQ = "hopper.warpgroup_mma_wait(5 - TILE.QUARTERS_V, deps=(dq,))"
+WAIT_MORE = "more = hopper.warpgroup_mma_wait(len(v), deps=(more,))"
 HAS_TURNS = "if count_turns(program.walk, OPTIONS) > 0:"
 MISTAKES = [
     ("columns", "produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
@@ -218,7 +229,7 @@ MISTAKES = [
     ("columns", "_finish", "barrier_sync(TURN, 256, 4)", "pass"),
     ("columns", "consume", "say_made(turn + 1, W)", "pass"),
     ("columns", "_finish", "await_made(carried.turn + 1, W)", "pass"),
-    ("columns", "_finish", "dq = hopper.warpgroup_mma_wait(0, deps=(dq,))", "pass"),
+    ("columns", "_finish", "dq = wait_for(dq, 0)", "pass"),
     ("columns", "_finish", HAS_TURNS, HAS_TURNS.replace(">", "<")),
     ("columns", "walk_tiles", "turn // STAGES_O & 1", "(turn // STAGES_O & 1) ^ 1"),
     ("columns", "walk_tiles", "turn // STAGES_Q & 1", "0"),
@@ -229,16 +240,21 @@ MISTAKES = [
     ("columns", "walk_tiles", "ds_s.index(turn % 2 * 2 + W)", "ds_s.index(W)"),
     ("columns", "walk_tiles", "if turn > 1:", "if turn > 2:"),
     ("columns", "await_made", "1 - W", "W"),
-    ("columns", "walk_tiles", "dp = hopper.warpgroup_mma_wait(1, deps=(dp,))", "pass"),
-    ("columns", "walk_tiles", "dq = hopper.warpgroup_mma_wait(2, deps=(dq,))", "pass"),
+    ("columns", "walk_tiles", "dp = hopper.warpgroup_mma_wait(PANELS_V, deps=(dp,))", "pass"),
+    ("columns", "walk_tiles", "dq = wait_for(dq, 2 * PANELS)", "pass"),
     ("columns", "walk_tiles", WAIT_DK, ARRIVE_Q + "; " + WAIT_DK),
     ("columns", "multiply_dq", "turn % 2 * 2", "0"),
     ("rows", "multiply_dq", "W * 64, 64, 1", "0, 64, 1"),
     ("columns", "write", "hopper.fence_async_shared()", "pass"),
-    ("columns", "send", "hopper.fence_async_shared()", "pass"),
+    ("columns", "stage_panels", "hopper.fence_async_shared()", "pass"),
     ("columns", "send", "tma.store_wait(0)", "pass"),
     ("columns", "in_rows", "(3, 0, 2, 4, 1, 5)", "(3, 0, 2, 1, 4, 5)"),
-    ("rows", "_pass_on", "dq_s.index(W)", "dq_s.index(0)"),
+    (
+        "rows",
+        "send",
+        "program.maps.sums, row, program.dq_s, W",
+        "program.maps.sums, row, program.dq_s, 0",
+    ),
     ("columns", "_make_pipeline", "barriers(STAGES_Q, 2)", "barriers(STAGES_Q, 1)"),
     ("wide", "_walk_scores", "barrier_arrive(GIVEN + buffer, 256, 4)", "pass"),
     ("wide", "_walk_scores", "barrier_sync(READY + buffer, 256, 4)", "pass"),
@@ -246,10 +262,10 @@ MISTAKES = [
     ("wide", "_walk_gradients", "hopper.fence_async_shared()", "pass"),
     ("wide", "consume_scores", "barrier_sync(TURN, 256, 4)", "pass"),
     ("wide", "_walk_gradients", "barrier_sync(GIVEN + buffer, 256, 4)", "pass"),
-    ("wide", "_walk_gradients", "dk = hopper.warpgroup_mma_wait(1, deps=(dk,))", "pass"),
+    ("wide", "_walk_gradients", "dk = wait_for(dk, 1)", "pass"),
     ("wide", "_walk_gradients", "turn // STAGES_O & 1", "0"),
-    ("wide", "_walk_gradients", WAIT_DQ, "dq"),
-    ("wide", "_inner", "2 * WIDTH, WIDTH, 1", "WIDTH, WIDTH, 1"),
+    ("wide", "_walk_gradients", WAIT_MORE, "pass"),
+    ("wide", "_columns", "2 * W + SECOND", "2 * W"),
 ]
 
 
@@ -275,10 +291,37 @@ def test_backward_with_a_mistake(tile, function, right, wrong, backward):
     assert caught(serve, mistaken(), grad=True)
 
 
+MISTAKES_OF_PANELS = [
+    ("columns", "_part_of_panel", "NUMBER * WIDTH", "0"),
+    ("columns", "add_panels", "row + buffers[0].shape[1]", "row"),
+    ("columns", "expect_tiles", "nbytes + MORE", "nbytes"),
+    ("columns", "write_panels", "_behind(descs, where)", "where"),
+    ("columns", "walk_tiles", "wait_for(dq, 2 * PANELS)", "wait_for(dq, 2 * PANELS + 1)"),
+    ("columns", "walk_tiles", "wait_for(dv, 2 * PANELS)", "wait_for(dv, 2 * PANELS + 1)"),
+    ("columns", "walk_tiles", "wait(PANELS_V, deps=(dp,))", "wait(PANELS_V + 1, deps=(dp,))"),
+    ("wide", "_columns", "W * WIDTH, WIDTH", "0, WIDTH"),
+    ("wide", "_walk_scores", "wait(len(k), deps=(more,))", "wait(len(k) + 1, deps=(more,))"),
+    ("wide", "_walk_scores", "part_ptr + FIRST", "part_ptr"),
+    ("wide", "_walk_gradients", "wait(len(v), deps=(more,))", "wait(len(v) + 1, deps=(more,))"),
+]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("tile", "function", "right", "wrong"), MISTAKES_OF_PANELS, ids=lambda x: str(x)[:40]
+)
+def test_panels_with_a_mistake(tile, function, right, wrong, backward):
+    def serve(reverse):
+        backward(KINDS[tile], reverse).plant(function, right, wrong)
+
+    case = make_case(Shape(1, 200, 150, 1, 1, 96), torch.bfloat16, "cpu", ("causal",))
+    assert caught(serve, case, grad=True)
+
+
 MISTAKES_OF_DROPOUT = [
     ("columns", "produce", "delta / program.numbers.keep_scale", "delta"),
     ("columns", "scale_of", "factor *= program.numbers.keep_scale", "pass"),
-    ("columns", "_finish", "dv = dv * program.numbers.keep_scale", "pass"),
+    ("columns", "_finish", "dv = scale_panels(dv, program.numbers.keep_scale)", "pass"),
     ("columns", "rounded", "round_kept(p, dtype)", "p.to(dtype)"),
     ("columns", "score_gradient", "gradient_of_kept(weight, dp, delta[None, :])", "weight * dp"),
     ("columns", "probabilities", "block.ahead_q", "0"),
@@ -288,7 +331,7 @@ MISTAKES_OF_DROPOUT = [
     ("columns", "negate_dropped", "16 - (col & 8) * 2", "16"),
     ("columns", "negate_dropped", "left, right, is_low, lower", "left, right, is_low, upper"),
     ("wide", "_walk_gradients", "delta_s.index(turn % STAGES_O)", "delta_s.index(0)"),
-    ("wide", "consume_scores", "dv = dv * program.numbers.keep_scale", "pass"),
+    ("wide", "consume_scores", "dv = scale_panels(dv, program.numbers.keep_scale)", "pass"),
 ]
 
 
@@ -372,7 +415,6 @@ MISTAKES_IN_ORDER = [
     ("columns", "add_in_order", PASS_TURN, "pass"),
     ("columns", "pass_turn", "cp.async.bulk.wait_group 0;", ""),
     ("columns", "hand_over", WAIT_EMPTY, "pass"),
-    ("columns", "hand_over", "hopper.fence_async_shared()", "pass"),
     ("columns", "walk_tiles", "_pass_on(dq, last, turn, ", "_pass_on(dq, last, turn + 1, "),
     ("columns", "turn_at", " - first_block", ""),
     ("columns", "tile_at", "end - 1 - step", "end - step"),

@@ -15,12 +15,12 @@ from flash_attn_triton._configs import (
     hopper_backward_tile,
     takes_hopper_backward,
 )
-from flash_attn_triton._kernels.backward_plans import PIECE, RowNumbers
+from flash_attn_triton._kernels.backward_plans import RowNumbers
 from flash_attn_triton._kernels.form import Form
 from flash_attn_triton._kernels.hopper.backward_plans import HopperBackward, draws_apart
 from flash_attn_triton._kernels.hopper.round_dq import round_dq_kernel
 from flash_attn_triton._kernels.launch.runtime import aligned
-from flash_attn_triton._kernels.structures import Extras, Inputs
+from flash_attn_triton._kernels.structures import PIECE, Extras, Inputs
 
 from ._linked.budget import assert_no_worse_than_eager, assert_same
 from ._linked.gpus import GPUS, absent_gpu, chosen, compiling
@@ -36,8 +36,8 @@ SPILLS = {
     (128, True): (24, 24),
     (256, False): (0, 0),
     (256, True): (0, 16),  # between the roles, in no loop
-    (192, False): (0, 0),
-    (192, True): (0, 16),
+    # in panels
+    **{(d, causal): (0, 0) for d in (80, 96, 160, 192) for causal in (False, True)},
 }
 # Likewise. With Triton 3.6 the loops over tiles of queries have none of dropout's; nearly all of
 # ALiBi's is that of tiles which need a mask, or face keys on either side.
@@ -69,8 +69,7 @@ SPILLS_IN_ORDER = {
     (128, True): (24, 24),
     (256, False): (0, 0),
     (256, True): (0, 8),
-    (192, False): (0, 0),
-    (192, True): (0, 0),
+    **{(d, causal): (0, 0) for d in (80, 96, 160, 192) for causal in (False, True)},
 }
 IS_OLD = triton.__version__.startswith("3.6.")
 DEFAULTS = [(d, hopper_backward_tile(d)) for d in (64, 128, 192, 256)]
@@ -254,7 +253,7 @@ def test_cache_holds_the_sums_of_heads_that_are_walked_together(tokens, head_dim
 
 @pytest.mark.eager
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_counters_follow_the_sums(head_dim, ordered):
     """One of programs, and one of each half of a tile; the row kernel sets whole pieces to 0."""
     q = torch.empty(2, 1000, 6, head_dim, dtype=torch.bfloat16, device="meta")
@@ -290,14 +289,25 @@ def test_rows_are_numbered_and_sums_cleared(pieces, dlse, device):
 # ---- dq, which arrives in the order of the accumulators' registers
 
 
-@pytest.mark.parametrize(("block_m", "block_d"), [(64, 64), (128, 64), (64, 128), (64, 256)])
+@pytest.mark.parametrize(
+    ("block_m", "panels"),
+    [
+        (64, (64, 0)),
+        (128, (64, 0)),
+        (64, (128, 0)),
+        (64, (256, 0)),
+        (64, (64, 16)),
+        (128, (64, 32)),
+        (64, (128, 64)),
+    ],
+)
 @pytest.mark.parametrize("shift", [0, 5])
-def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
+def test_dq_is_brought_into_its_order(block_m, panels, shift, device):
     """Element by element, by the layout of the instruction's accumulators."""
-    tokens, heads, head_dim = 2 * block_m - 9, 2, block_d - 8
+    tokens, heads, head_dim = 2 * block_m - 9, 2, sum(panels) - 8
     tiles = -(-tokens // block_m)
-    width = block_d * (block_m // 64) // 2
-    sums = torch.randn(heads, tiles, 2, 64 * width, device=device)
+    parts = block_m // 64
+    sums = torch.randn(heads, tiles, 2, 32 * parts * sum(panels), device=device)
     dq = torch.full((1, tokens, heads, head_dim), math.nan, dtype=torch.float16, device=device)
     round_dq_kernel[(heads * tiles,)](
         sums,
@@ -315,18 +325,23 @@ def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
         HAS_RIGHT=True,
         BLOCK_M=block_m,
         HEAD_DIM=head_dim,
-        BLOCK_D=block_d,
+        WIDE=panels[0],
+        NARROW=panels[1],
         num_warps=4,
     )
     lines = torch.arange(64)[:, None]
-    cols = torch.arange(width)[None, :]
     warp, lower, line = lines // 16, lines % 16 // 8, lines % 8
-    place = cols // 8 * 512 + warp * 128 + line * 16 + cols % 8 // 2 * 4 + lower * 2 + cols % 2
-    halves = sums[..., place.to(device)]  # [heads, tiles, 2, 64, width]
-    if block_m == 128:
-        want = halves.reshape(heads, tiles * 128, width)
-    else:
-        want = halves.transpose(2, 3).reshape(heads, tiles * 64, 2 * width)
+    found, first = [], 0
+    for width in (n * parts // 2 for n in panels if n):
+        cols = torch.arange(width)[None, :]
+        place = cols // 8 * 512 + warp * 128 + line * 16 + cols % 8 // 2 * 4 + lower * 2 + cols % 2
+        halves = sums[..., first + place.to(device)]  # [heads, tiles, 2, 64, width]
+        if block_m == 128:
+            found.append(halves.reshape(heads, tiles * 128, width))
+        else:
+            found.append(halves.transpose(2, 3).reshape(heads, tiles * 64, 2 * width))
+        first += 64 * width
+    want = torch.cat(found, -1)
     want = (want[:, : tokens - shift, :head_dim].transpose(0, 1) * 0.5).half()
     # rows ahead of the first that sees a key
     want = torch.cat(
@@ -342,8 +357,8 @@ def test_dq_is_brought_into_its_order(block_m, block_d, shift, device):
 @pytest.mark.parametrize(
     ("head_dim", "causal", "ordered"),
     chosen(
-        itertools.product((64, 128, 192, 256), (False, True), (False, True)),
-        [(128, True, False), (64, True, True)],
+        itertools.product((64, 80, 96, 128, 160, 192, 256), (False, True), (False, True)),
+        [(128, True, False), (64, True, True), (96, True, False), (192, False, False)],
     ),
 )
 def test_builds_for_hopper(head_dim, causal, ordered, tmp_path):

@@ -27,6 +27,7 @@ from .bias_gradient import _bias_gradient_kernel
 from .form import Form
 from .launch.runtime import Launch, aligned, dense, token_strides
 from .structures import (
+    PIECE,
     BiasCounts,
     Counts,
     Extras,
@@ -39,9 +40,8 @@ from .structures import (
     SumCounts,
 )
 
-# rows per program of the row kernel, and numbers that it sets to 0 at a time
+# rows per program of the row kernel
 ROWS = 32
-PIECE = 2048
 
 
 class RowNumbers:

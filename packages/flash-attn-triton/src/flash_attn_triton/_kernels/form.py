@@ -124,7 +124,8 @@ class Form:
         Other numbers often leave a small rest, whose longest walks begin last. With one head alone
         all programs add to the same sums.
         """
-        head_bytes = self._token_bytes + 2 * 4 * self.block_d
+        columns = sum(_configs.panels_of(self.head_dim))
+        head_bytes = self._token_bytes + 2 * 4 * columns
         fitting = L2_BYTES // max(1, tokens_q * self.group * head_bytes)
         return 1 << max(1, fitting.bit_length() - 1)
 

@@ -286,6 +286,10 @@ class Tile(NamedTuple):
     UPCAST: Any  # the interpreter multiplies in fp32
 
 
+# numbers that the row kernel sets to 0 at a time
+PIECE = 2048
+
+
 class RowTile(NamedTuple):
     """Constants of the row kernel."""
 

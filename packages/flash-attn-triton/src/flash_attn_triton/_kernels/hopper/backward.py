@@ -9,7 +9,7 @@ buffer in memory, in the order of the accumulators' registers: by TMA, or above 
 threads. ``round_dq`` brings it into its own order.
 """
 
-from ._linked.compat import copy_in, gl, gluon, hopper, mbarrier
+from ._linked.compat import gl, gluon, hopper, mbarrier
 from ._linked.gradients import ROWS
 from ._linked.order import take_number
 from ._linked.pipeline import EMPTY, SEARCH_CHUNK, barrier_sync, barriers, coordinates
@@ -26,10 +26,10 @@ from .backward_steps import (
 from .backward_structures import (
     Block,
     Located,
-    Maps,
     Numbers,
     Options,
     Order,
+    Panels,
     Pipeline,
     Program,
     Tensors,
@@ -38,6 +38,7 @@ from .backward_structures import (
 )
 from .backward_wide import GIVEN, consume_gradients, consume_scores
 from .ordered import add_in_order, head_at, pass_turns, tile_at
+from .panels import allocate, copy_panels, copy_tile, expect_tiles
 
 INF = gl.constexpr(float("inf"))
 
@@ -199,21 +200,15 @@ def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def _make_pipeline(maps, TILE: gl.constexpr):
     """Allocate the buffers and mbarriers of the pipeline."""
-    dtype: gl.constexpr = maps.q_desc.dtype
+    dtype: gl.constexpr = maps.q_descs[0].dtype
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
-    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = TILE.HEAD_DIM_V
     STAGES_Q: gl.constexpr = TILE.STAGES_Q
     STAGES_O: gl.constexpr = TILE.STAGES_O
     PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
-    q_s = gl.allocate_shared_memory(
-        dtype, [STAGES_Q, 1, 1, 1, BLOCK_M, HEAD_DIM], maps.q_desc.layout
-    )
-    dout_s = gl.allocate_shared_memory(
-        dtype, [STAGES_O, 1, 1, 1, BLOCK_M, HEAD_DIM_V], maps.dout_desc.layout
-    )
-    k_s = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, 1, ROWS, HEAD_DIM], maps.k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, 1, ROWS, HEAD_DIM_V], maps.v_desc.layout)
+    q_s = allocate(maps.q_descs, STAGES_Q)
+    dout_s = allocate(maps.dout_descs, STAGES_O)
+    k_s = allocate(maps.k_descs, PARTS)
+    v_s = allocate(maps.v_descs, PARTS)
     TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [2 * PARTS, ROWS, BLOCK_M], TRANSPOSED)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -229,18 +224,22 @@ def _make_pipeline(maps, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _copy_block(desc, buffer, full, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy the block's keys, or its values."""
-    for w in gl.static_range(TILE.BLOCK_N // ROWS):
-        where = key_coordinates(program.block, program.block.first_key + w * ROWS, OPTIONS)
-        copy_in(desc, where, full, buffer.index(w))
+def allocate_sums(maps, TILE: gl.constexpr):
+    """Allocate the panels of dq on its way out: half of a tile for either warpgroup."""
+    SIZE: gl.constexpr = TILE.BLOCK_M * TILE.HEAD_DIM // 64
+    dq_s = (gl.allocate_shared_memory(gl.float32, [2, SIZE, 32], maps.sums[0].layout),)
+    if TILE.NARROW > 0:
+        LESS: gl.constexpr = TILE.BLOCK_M * TILE.NARROW // 64
+        dq_s += (gl.allocate_shared_memory(gl.float32, [2, LESS, 32], maps.sums[1].layout),)
+    return dq_s
 
 
 @gluon.jit
-def _copy_tile(desc, where, ring, full, stage):
-    """Copy a tile of queries, or of output gradients."""
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    copy_in(desc, where, full.index(stage), ring.index(stage))
+def _copy_block(descs, buffers, full, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Copy the block's keys, or its values."""
+    for w in gl.static_range(TILE.BLOCK_N // ROWS):
+        where = key_coordinates(program.block, program.block.first_key + w * ROWS, OPTIONS)
+        copy_panels(descs, where, full, buffers, w)
 
 
 @gluon.jit
@@ -268,9 +267,9 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     maps, pipeline = program.maps, program.pipeline
     tensors, block, walk = program.tensors, program.block, program.walk
     index = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))  # [BLOCK_M]
-    mbarrier.expect(pipeline.k_full, PARTS * maps.k_desc.block_type.nbytes)
-    mbarrier.expect(pipeline.v_full, PARTS * maps.v_desc.block_type.nbytes)
-    _copy_block(maps.k_desc, pipeline.k_s, pipeline.k_full, program, OPTIONS, TILE)
+    expect_tiles(maps.k_descs, pipeline.k_full, PARTS)
+    expect_tiles(maps.v_descs, pipeline.v_full, PARTS)
+    _copy_block(maps.k_descs, pipeline.k_s, pipeline.k_full, program, OPTIONS, TILE)
     steps = walk.end - walk.begin
     for turn in range(steps * GROUP):
         head, step = head_at(turn, block.head_k, steps, OPTIONS)
@@ -292,17 +291,17 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         stage = turn % STAGES_Q
         if turn >= STAGES_Q:
             barrier_sync(EMPTY + stage, PARTIES, 1)
-        _copy_tile(maps.q_desc, where, pipeline.q_s, pipeline.q_full, stage)
+        copy_tile(maps.q_descs, where, pipeline.q_full.index(stage), pipeline.q_s, stage)
         pipeline.lse2_s.index(stage).store(lse2)
         mbarrier.arrive(pipeline.q_full.index(stage), count=1)
         if program.bias is not None:
             copy_bias(head, row, turn, program, OPTIONS, TILE)
         if turn == 0:
-            _copy_block(maps.v_desc, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
+            _copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
         stage = turn % STAGES_O
         if turn >= STAGES_O:
             barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)
-        _copy_tile(maps.dout_desc, where, pipeline.dout_s, pipeline.dout_full, stage)
+        copy_tile(maps.dout_descs, where, pipeline.dout_full.index(stage), pipeline.dout_s, stage)
         pipeline.delta_s.index(stage).store(-delta)
         mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
     turns = count_turns(walk, OPTIONS)
@@ -323,7 +322,9 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     ],
 )
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, bias_desc, ds_desc, sums,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc,
+    q_narrow_desc, k_narrow_desc, v_narrow_desc, dout_narrow_desc, dk_narrow_desc, dv_narrow_desc,
+    bias_desc, ds_desc, sums, sums_narrow,
     lse2_ptr, delta_ptr,
     alibi_slopes_ptr, rng_state_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr,
     counters_ptr,
@@ -335,8 +336,8 @@ def backward_kernel(
     APART_Q: gl.constexpr, APART_K: gl.constexpr,
     BIAS_BATCH: gl.constexpr, BIAS_HEADS: gl.constexpr, BIAS_ROWS: gl.constexpr,
     ORDERED: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, QUARTERS: gl.constexpr, QUARTERS_V: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, NARROW: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, NARROW_V: gl.constexpr,
     STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr, STAGES_B: gl.constexpr,
 ):  # fmt: skip
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
@@ -362,9 +363,20 @@ def backward_kernel(
         ORDERED,
     )
     TILE: gl.constexpr = Tile(
-        BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O, STAGES_B
+        BLOCK_M, BLOCK_N, HEAD_DIM, NARROW, HEAD_DIM_V, NARROW_V, STAGES_Q, STAGES_O, STAGES_B
     )
-    maps = Maps(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, bias_desc, ds_desc, sums)
+    maps = Panels(
+        (q_desc, q_narrow_desc) if NARROW > 0 else (q_desc,),
+        (k_desc, k_narrow_desc) if NARROW > 0 else (k_desc,),
+        (v_desc, v_narrow_desc) if NARROW_V > 0 else (v_desc,),
+        (dout_desc, dout_narrow_desc) if NARROW_V > 0 else (dout_desc,),
+        (dk_desc, dk_narrow_desc) if NARROW > 0 else (dk_desc,),
+        (dv_desc, dv_narrow_desc) if NARROW_V > 0 else (dv_desc,),
+        bias_desc,
+        ds_desc,
+        # of 64 keys, the threads add to memory
+        sums if BLOCK_N == ROWS else (sums, sums_narrow) if NARROW > 0 else (sums,),
+    )
     tensors = Tensors(
         lse2_ptr,
         delta_ptr,
@@ -397,6 +409,8 @@ def backward_kernel(
     if bias_desc is not None:
         bias = make_ring(bias_desc, OPTIONS, TILE)
     BARRIERS: gl.constexpr = EMPTY + STAGES_Q + STAGES_O + STAGES_B
+    # numbers in a tile of dq
+    SIZE: gl.constexpr = BLOCK_M * (HEAD_DIM + NARROW)
     order = None
     if ORDERED:
         order = Order(counters_ptr + (1 + 2 * dq_at), barriers(2, 1), barriers(2, 1))
@@ -404,8 +418,8 @@ def backward_kernel(
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
         p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
-        at = sums + dq_at * (BLOCK_M * HEAD_DIM)
-        pitch = tiles_q.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+        at = sums + dq_at * SIZE
+        pitch = tiles_q.to(gl.int64) * SIZE
         program = Program(
             maps, pipeline, None, p_s, bias, at, tensors, numbers, block, pitch, walk, None, order
         )
@@ -433,11 +447,10 @@ def backward_kernel(
             )
     else:
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
-        SIZE: gl.constexpr = BLOCK_M * HEAD_DIM // 64
-        dq_s = gl.allocate_shared_memory(gl.float32, [2, SIZE, 32], sums.layout)
-        # in rows of the map
-        at = (dq_at * (BLOCK_M * HEAD_DIM // 32)).to(gl.int32)
-        pitch = tiles_q * (BLOCK_M * HEAD_DIM // 32)
+        dq_s = allocate_sums(maps, TILE)
+        # in rows of the maps
+        at = (dq_at * (SIZE // 32)).to(gl.int32)
+        pitch = tiles_q * (SIZE // 32)
         program = Program(
             maps, pipeline, dq_s, None, bias, at, tensors, numbers, block, pitch, walk, None, order
         )

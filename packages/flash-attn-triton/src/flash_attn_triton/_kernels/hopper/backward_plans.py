@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from attn_common import cdiv
 from torch import Tensor
 
 from ..._call import Tensors
-from ..._configs import HopperBackwardTile, hopper_backward_bias_tile, hopper_backward_tile
+from ..._configs import (
+    HopperBackwardTile,
+    hopper_backward_bias_tile,
+    hopper_backward_tile,
+    panels_of,
+)
 from ..form import Form
 from ..launch.runtime import Launch
 from ..structures import Extras, Inputs
 from . import backward_structures
-from ._linked.compat import gl
 from ._linked.gradients import ROWS
-from ._linked.tma import MapForm, MapLaunch
+from ._linked.tma import MapLaunch
 from .backward import backward_kernel
-from .bias_plans import MOST_ROWS, BiasForm, BiasSum, dimensions_of
+from .backward_maps import BackwardMaps
+from .bias_plans import BiasForm, BiasSum, dimensions_of
 from .parameters import RoundingConstants, RoundingNumbers, RoundingTensors
 from .round_dq import round_dq_kernel
 
@@ -30,19 +33,6 @@ ORDERED_SPAN = 32
 REGISTERS = 168
 # queries, and keys, among which dropout's draws are shared
 DRAWN_TOGETHER = 16
-
-
-class SumsForm(MapForm):
-    """How sums of dq are mapped: rows of 32, of which so many are added to at once."""
-
-    def __init__(self, rows: int) -> None:
-        # in place of the base class's: these are no tokens, and no call has more or less of them
-        self._copies = False
-        self.shape = [MOST_ROWS, 32]
-        self.strides = [32, 1]
-        self.block_shape = [rows, 32]
-        self.layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, gl.float32)
-        self.encoded = {}
 
 
 def draws_apart(form: Form, x: Tensors) -> dict[str, bool]:
@@ -99,13 +89,14 @@ class HopperBackward:
             **draws_apart(form, x),
             **dimensions_of(bias),
         )
+        (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
         shape = backward_structures.Tile(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            HEAD_DIM=form.block_d,
-            HEAD_DIM_V=form.block_dv,
-            QUARTERS=cdiv(form.head_dim, form.block_d // 4),
-            QUARTERS_V=cdiv(form.head_dim_v, form.block_dv // 4),
+            HEAD_DIM=wide,
+            NARROW=narrow,
+            HEAD_DIM_V=wide_v,
+            NARROW_V=narrow_v,
             STAGES_Q=tile.stages_q,
             STAGES_O=tile.stages_o,
             STAGES_B=tile.stages_b,
@@ -126,20 +117,11 @@ class HopperBackward:
             HAS_RIGHT=form.constants.HAS_RIGHT,
             BLOCK_M=tile.block_m,
             HEAD_DIM=form.head_dim,
-            BLOCK_D=form.block_d,
+            WIDE=wide,
+            NARROW=narrow,
         )
         self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
-        dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x.k, x.v))
-        self._map_q = MapForm(x.q, tile.block_m, form.block_d, ragged=ragged)
-        self._map_k = MapForm(x.k, keys, form.block_d, ragged=ragged)
-        self._map_v = MapForm(x.v, keys, form.block_dv, ragged=ragged)
-        self._map_dk = MapForm(dk, keys, form.block_d, ragged=ragged)
-        self._map_dv = MapForm(dv, keys, form.block_dv, ragged=ragged)
-        # with the strides that it goes with, which are those of the last call's
-        self._map_dout: tuple[Any, Any] = (None, None)
-        # of 64 keys, the threads add to the sums; else TMA does, what a warpgroup has of a tile
-        rows = tile.block_m * form.block_d // 64
-        self._map_sums = None if tile.block_n == keys else SumsForm(rows)
+        self._maps = BackwardMaps(form, x, tile, ragged=ragged)
 
     def is_worth_it(self, tokens_q: int) -> bool:
         """Say whether a sequence of fixed length fills half of a tile of queries.
@@ -154,11 +136,10 @@ class HopperBackward:
 
         If additions are ordered, counters follow; see ``_counters``.
         """
-        numbers = self._tile.block_m * self._form.block_d
         slots = self._slots(q)
         if self._ordered:
-            slots += cdiv(1 + 2 * slots, numbers)
-        return q.new_empty((slots, numbers), dtype=torch.float32)
+            slots += cdiv(1 + 2 * slots, self._maps.numbers)
+        return self._maps.new_sums(q, slots)
 
     def _slots(self, q: Tensor) -> int:
         """Count the tiles of queries of all heads."""
@@ -196,20 +177,11 @@ class HopperBackward:
         ds = None
         if dbias is not None and self.makes_dbias(q, k):
             ds = self._bias_sum.new_gradients(q, k)
-        strides, map_dout = self._map_dout
-        if strides != dout.stride():
-            map_dout = MapForm(dout, tile.block_m, form.block_dv, ragged=form.is_packed)
-            self._map_dout = dout.stride(), map_dout
-        maps = backward_structures.Maps(
-            self._map_q(q),
-            self._map_k(k),
-            self._map_v(v),
-            map_dout(dout),
-            self._map_dk(dk),
-            self._map_dv(dv),
+        maps = self._maps(
+            (q, k, v, dout, dk, dv),
+            sums,
             self._map_bias(extras.bias_ptr) if self._map_bias else None,
             None if ds is None else self._bias_sum.map_of(ds),
-            sums if self._map_sums is None else self._map_sums(sums),
         )
         tensors = backward_structures.Tensors(
             inputs.lse2_ptr,

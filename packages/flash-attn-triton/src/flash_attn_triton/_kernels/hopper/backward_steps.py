@@ -9,13 +9,29 @@ step, and one computes while the other multiplies.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
-from ._linked.gradients import ROWS, send, write
+from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync, coordinates
 from ._linked.softmax import tanh
 from .backward_bias import keep_gradient, less_bias
 from .backward_structures import Carried, Head
 from .dropout import dropout_key, gradient_of_kept, negate_dropped, round_kept
 from .ordered import hand_over, tile_at
+from .panels import (
+    accumulator,
+    add_panels,
+    multiply_gradient,
+    multiply_rows,
+    multiply_values,
+    no_gradient,
+    panels_in_rows,
+    part_of,
+    scale_panels,
+    stage_panels,
+    tile_of,
+    wait_for,
+    wait_for_all,
+    write_panels,
+)
 from .places import DQ_TILE, FIRST_ROW, place_of
 
 # threads that meet where a stage is empty: two warpgroups and the producer's warp
@@ -23,12 +39,6 @@ PARTIES = gl.constexpr(288)
 # named barriers: a warpgroup's gradients of scores are stored, in either buffer; those of the
 # second warpgroup come eight later
 MADE = gl.constexpr(6)
-
-
-@gluon.constexpr_function
-def accumulator(columns):
-    """Return the layout of a warpgroup's accumulator of 64 x ``columns``."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -208,18 +218,22 @@ def await_made(turn, W: gl.constexpr):
 
 @gluon.jit
 def multiply_dq(pipeline, turn, none, W: gl.constexpr, TILE: gl.constexpr):
-    """Begin ``W``'s half of the product of dq of step ``turn``: of its columns, or of its rows."""
+    """Begin ``W``'s half of the product of dq of step ``turn``: of its columns, or of its rows.
+
+    Of columns it is the half of each panel.
+    """
     PARTS: gl.constexpr = TILE.BLOCK_M // 64
     WIDTH: gl.constexpr = TILE.HEAD_DIM * PARTS // 2
-    dq = gl.zeros([64, WIDTH], gl.float32, accumulator(WIDTH))  # [64, WIDTH]
+    LESS: gl.constexpr = TILE.NARROW * PARTS // 2
+    dq = no_gradient(64, WIDTH, LESS)  # [64, WIDTH], [64, LESS]
     for h in gl.static_range(2):
         ds_h = pipeline.ds_s.index(turn % 2 * 2 + h)  # [ROWS, BLOCK_M]
-        k_h = pipeline.k_s.index(h + none).reshape([ROWS, TILE.HEAD_DIM])
+        k_h = tile_of(pipeline.k_s, h + none, ROWS)  # [ROWS, HEAD_DIM]
         if PARTS == 2:
             ds_h = ds_h.slice(W * 64, 64, 1)  # [ROWS, 64]
         else:
-            k_h = k_h.slice(W * WIDTH, WIDTH, 1)  # [ROWS, WIDTH]
-        dq = hopper.warpgroup_mma(ds_h.permute((1, 0)), k_h, dq, use_acc=h == 1, is_async=True)
+            k_h = part_of(k_h, W, 2)  # [ROWS, WIDTH], [ROWS, LESS]
+        dq = multiply_gradient(ds_h.permute((1, 0)), k_h, dq, h == 1)
     return dq
 
 
@@ -232,7 +246,16 @@ def _pass_on(dq, row, step, W: gl.constexpr, program, OPTIONS: gl.constexpr):
             tma.store_wait(0)
         hand_over(dq, step, program, W)
     else:
-        send(program.maps.sums, row, program.dq_s.index(W), dq)
+        send(dq, row, program, W)
+
+
+@gluon.jit
+def send(dq, row, program, W: gl.constexpr):
+    """Add ``W``'s half of dq to the sums at ``row`` by TMA."""
+    rows = panels_in_rows(dq)
+    tma.store_wait(0)
+    stage_panels(rows, program.dq_s, W)
+    add_panels(program.maps.sums, row, program.dq_s, W)
 
 
 @gluon.jit
@@ -251,30 +274,32 @@ def walk_tiles(
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
     STAGES_Q: gl.constexpr = TILE.STAGES_Q
     STAGES_O: gl.constexpr = TILE.STAGES_O
-    ROWS_DQ: gl.constexpr = BLOCK_M * TILE.HEAD_DIM // 32
+    ROWS_DQ: gl.constexpr = BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 32
     S: gl.constexpr = accumulator(BLOCK_M)
     pipeline, block = program.pipeline, program.block
-    dtype: gl.constexpr = pipeline.q_s.dtype
+    dtype: gl.constexpr = pipeline.ds_s.dtype
     total = count_turns(program.walk, OPTIONS)
     tiles = end_tile - first_tile
     if OPTIONS.ORDERED:
         tiles *= OPTIONS.GROUP
     dk, dv, s, last, turn = carried.dk, carried.dv, carried.s, carried.last, carried.turn
+    PANELS: gl.constexpr = len(dk)
+    PANELS_V: gl.constexpr = len(dv)
     row = head.dq_at + first_tile * ROWS_DQ
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     for step in range(tiles):
         # 0, but not for the compiler: what it can take out of the loop, it holds in registers
         none = turn >> 30
-        k = pipeline.k_s.index(W + none).reshape([ROWS, TILE.HEAD_DIM])
-        v = pipeline.v_s.index(W + none).reshape([ROWS, TILE.HEAD_DIM_V])
+        k = tile_of(pipeline.k_s, W + none, ROWS)  # [ROWS, HEAD_DIM]
+        v = tile_of(pipeline.v_s, W + none, ROWS)  # [ROWS, HEAD_DIM_V]
         stage = turn % STAGES_Q
         stage_o = turn % STAGES_O
-        q = pipeline.q_s.index(stage).reshape([BLOCK_M, TILE.HEAD_DIM])
-        dout = pipeline.dout_s.index(stage_o).reshape([BLOCK_M, TILE.HEAD_DIM_V])
+        q = tile_of(pipeline.q_s, stage, BLOCK_M)  # [BLOCK_M, HEAD_DIM]
+        dout = tile_of(pipeline.dout_s, stage_o, BLOCK_M)  # [BLOCK_M, HEAD_DIM_V]
         mbarrier.wait(pipeline.dout_full.index(stage_o), turn // STAGES_O & 1)
         delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         # [ROWS, BLOCK_M]: dp - delta, from a start at -delta
-        dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), delta[None, :] - zeros, is_async=True)
+        dp = multiply_rows(v, dout, delta[None, :] - zeros, True)
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         first_key = block.first_key + W * ROWS
         first_row = tile_at(step, first_tile, end_tile, OPTIONS) * BLOCK_M + block.diagonal
@@ -286,9 +311,9 @@ def walk_tiles(
         # [ROWS, BLOCK_M]
         p, weight = probabilities(s, shift, first_key, first_row, now, MASKED, program, OPTIONS)
         p = rounded(p, program, dtype)
-        p = gl.convert_layout(p, gl.DotOperandLayout(0, dv.type.layout, 2))
-        dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)  # [ROWS, HEAD_DIM_V]
-        dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, dv[0].type.layout, 2))
+        dv = multiply_values(p, dout, dv)  # [ROWS, HEAD_DIM_V]
+        dp = hopper.warpgroup_mma_wait(PANELS_V, deps=(dp,))
         if program.tensors.rng_state_ptr is not None:
             # anew: it would take registers beside the exponentials
             delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
@@ -299,23 +324,23 @@ def walk_tiles(
         keep_gradient(turn, W, program, OPTIONS, TILE)
         # of the step before; in the first one, of whatever lies there
         dq = multiply_dq(pipeline, turn + 1, none, W, TILE)
-        dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
+        dv = wait_for(dv, 2 * PANELS)
         barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)
-        ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
-        dk = hopper.warpgroup_mma(ds, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
+        ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2))
+        dk = multiply_values(ds, q, dk)  # [ROWS, HEAD_DIM]
         turn += 1
         following = turn % STAGES_Q
         # behind the last tile: scores of whatever lies there, which nobody reads
         mbarrier.wait(pipeline.q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
-        q_t = pipeline.q_s.index(following).reshape([BLOCK_M, TILE.HEAD_DIM]).permute((1, 0))
-        s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, BLOCK_M]
-        dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
+        q = tile_of(pipeline.q_s, following, BLOCK_M)
+        s = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
+        dq = wait_for(dq, 2 * PANELS)
         if turn > 1:
             _pass_on(dq, last, turn, W, program, OPTIONS)
         last = row
         row += ROWS_DQ
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
-        dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
+        dk, s = wait_for_all(dk, s)
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         say_made(turn + 1, W)
     return Carried(dk, dv, s, turn, last)
@@ -330,9 +355,9 @@ def _first_scores(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.cons
     s = gl.zeros([ROWS, TILE.BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     mbarrier.wait(pipeline.k_full, 0)
     mbarrier.wait(pipeline.q_full.index(0), 0, pred=total > 0)
-    k = pipeline.k_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
-    q_t = pipeline.q_s.index(0).reshape([TILE.BLOCK_M, TILE.HEAD_DIM]).permute((1, 0))
-    s = hopper.warpgroup_mma(k, q_t, s, use_acc=False, is_async=True)
+    k = tile_of(pipeline.k_s, W, ROWS)
+    q = tile_of(pipeline.q_s, 0, TILE.BLOCK_M)
+    s = multiply_rows(k, q, s, False)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     mbarrier.wait(pipeline.v_full, 0, pred=total > 0)
     return s
@@ -344,26 +369,24 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
     maps, pipeline, block = program.maps, program.pipeline, program.block
     await_made(carried.turn + 1, W)
     dq = multiply_dq(pipeline, carried.turn + 1, 0, W, TILE)
-    dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
+    dq = wait_for(dq, 0)
     if count_turns(program.walk, OPTIONS) > 0:
         _pass_on(dq, carried.last, carried.turn + 1, W, program, OPTIONS)
     where = gradient_coordinates(block.first_key + W * ROWS, program, OPTIONS)
     # its values no warpgroup shares; its keys the other one may still be multiplying
     dv = carried.dv
     if program.tensors.rng_state_ptr is not None:
-        dv = dv * program.numbers.keep_scale
-    write(dv, maps.dv_desc, pipeline.v_s.index(W), where, TILE.HEAD_DIM_V)
+        dv = scale_panels(dv, program.numbers.keep_scale)
+    write_panels(dv, maps.dv_descs, where, pipeline.v_s, W)
     barrier_sync(TURN, 256, 4)
-    dk = carried.dk * scale_of(program.numbers.scale, program)
-    write(dk, maps.dk_desc, pipeline.k_s.index(W), where, TILE.HEAD_DIM)
+    dk = scale_panels(carried.dk, scale_of(program.numbers.scale, program))
+    write_panels(dk, maps.dk_descs, where, pipeline.k_s, W)
     tma.store_wait(0)
 
 
 @gluon.jit
 def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Compute warpgroup ``W``'s 64 rows of dk and dv, and its half of what goes to dq."""
-    K: gl.constexpr = accumulator(TILE.HEAD_DIM)
-    V: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     # queries ahead of the block's keys see them
     ALIBI_AHEAD: gl.constexpr = (
         program.tensors.alibi_slopes_ptr is not None and not OPTIONS.HAS_RIGHT
@@ -373,13 +396,13 @@ def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr)
     LAST: gl.constexpr = -1 if OPTIONS.ORDERED else 4
     BY: gl.constexpr = -1 if OPTIONS.ORDERED else 1
     walk = program.walk
-    dk = gl.zeros([ROWS, TILE.HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
-    dv = gl.zeros([ROWS, TILE.HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
+    dk = no_gradient(ROWS, TILE.HEAD_DIM, TILE.NARROW)  # [ROWS, HEAD_DIM]
+    dv = no_gradient(ROWS, TILE.HEAD_DIM_V, TILE.NARROW_V)  # [ROWS, HEAD_DIM_V]
     s = _first_scores(W, program, OPTIONS, TILE)  # [ROWS, BLOCK_M]
     turn = 0
     first_head = program.block.head_k * OPTIONS.GROUP
     # the warpgroups' halves of a tile of dq lie one behind the other
-    half = W * (TILE.BLOCK_M * TILE.HEAD_DIM // 64)
+    half = W * (TILE.BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 64)
     dq_row = program.dq_at + (first_head * program.dq_pitch + half)
     carried = Carried(dk, dv, s, turn, dq_row)
     # dq is one step behind

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 
 class Maps(NamedTuple):
-    """The tensor maps of TMA, and where dq is summed; two of them are optional."""
+    """The tensor maps of TMA, and where dq is summed, as the host passes them.
+
+    Those of narrow panels are None where nothing is cut, and two others are optional.
+    """
 
     q_desc: Any
     k_desc: Any
@@ -20,9 +23,30 @@ class Maps(NamedTuple):
     dout_desc: Any
     dk_desc: Any
     dv_desc: Any
+    q_narrow_desc: Any
+    k_narrow_desc: Any
+    v_narrow_desc: Any
+    dout_narrow_desc: Any
+    dk_narrow_desc: Any
+    dv_narrow_desc: Any
     bias_desc: Any
     ds_desc: Any  # where gradients of scores are kept: see ``keep_gradient``
     sums: Any  # of dq: a map, or above head dim 128 a pointer
+    sums_narrow: Any  # beside a map, that of narrow panels
+
+
+class Panels(NamedTuple):
+    """The same in the kernel: of each tensor a tuple of maps; see ``panels.py``."""
+
+    q_descs: Any
+    k_descs: Any
+    v_descs: Any
+    dout_descs: Any
+    dk_descs: Any
+    dv_descs: Any
+    bias_desc: Any
+    ds_desc: Any
+    sums: Any  # a tuple likewise, or a pointer
 
 
 class Tensors(NamedTuple):
@@ -80,10 +104,10 @@ class Tile(NamedTuple):
 
     BLOCK_M: Any  # queries of a step
     BLOCK_N: Any  # keys of a program
-    HEAD_DIM: Any
-    HEAD_DIM_V: Any
-    QUARTERS: Any  # of the columns, those that are no padding
-    QUARTERS_V: Any
+    HEAD_DIM: Any  # columns of queries and keys; of the wide panel if there is a narrow one
+    NARROW: Any  # columns of the narrow panel, or 0; see ``panels.py``
+    HEAD_DIM_V: Any  # likewise of values and output gradients
+    NARROW_V: Any
     STAGES_Q: Any  # of the ring of queries
     STAGES_O: Any  # of the ring of output gradients
     STAGES_B: Any  # of the ring of the bias
@@ -132,7 +156,8 @@ class Walk(NamedTuple):
 class Pipeline(NamedTuple):
     """Buffers in shared memory, and the mbarriers at which consumers wait until they are full.
 
-    The producer waits at named barriers until a stage is empty; see ``EMPTY``.
+    The producer waits at named barriers until a stage is empty; see ``EMPTY``. Tiles lie in panels:
+    their buffers are tuples of one or two; see ``panels.py``.
     """
 
     q_s: Any  # [STAGES_Q, 1, 1, 1, BLOCK_M, HEAD_DIM]
@@ -169,9 +194,10 @@ class Program(NamedTuple):
     ``gl.warp_specialize`` hands them to the warps in the order of the fields.
     """
 
-    maps: Maps
+    maps: Panels
     pipeline: Pipeline
-    dq_s: Any  # [2, BLOCK_M * HEAD_DIM // 64, 32]: dq on its way out, up to head dim 128
+    # [2, BLOCK_M * HEAD_DIM // 64, 32], a tuple of panels: dq on its way out, up to head dim 128
+    dq_s: Any
     p_s: Any  # [2, 64, BLOCK_M]: probabilities, above head dim 128
     bias: Any  # None, or its ``BiasRing``
     dq_at: Any  # where the sequence's sums of dq begin: a row of the map, or an address
@@ -197,8 +223,8 @@ class Head(NamedTuple):
 class Carried(NamedTuple):
     """What a warpgroup carries from tile to tile of queries, up to head dim 128."""
 
-    dk: Any  # [64, HEAD_DIM]
-    dv: Any  # [64, HEAD_DIM_V]
+    dk: Any  # [64, HEAD_DIM], a tuple of panels
+    dv: Any  # [64, HEAD_DIM_V], likewise
     s: Any  # [64, BLOCK_M]: scores of the next tile
     turn: Any  # tiles that are done
     last: Any  # where the last tile's part of dq belongs

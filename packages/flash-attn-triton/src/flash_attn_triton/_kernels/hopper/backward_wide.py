@@ -7,12 +7,11 @@ other's products (wgmma) run, and the factors of dk and dv never leave their reg
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
-from ._linked.gradients import ROWS, add_to_memory, write
+from ._linked.gradients import ROWS, add_to_memory
 from ._linked.pipeline import EMPTY, TURN, barrier_arrive, barrier_sync
 from .backward_bias import less_bias
 from .backward_steps import (
     PARTIES,
-    accumulator,
     count_turns,
     gradient_coordinates,
     head_now,
@@ -23,6 +22,16 @@ from .backward_steps import (
     score_gradient,
 )
 from .ordered import begin_turn, say_added, tile_at
+from .panels import (
+    accumulator,
+    multiply_rows,
+    multiply_values,
+    no_gradient,
+    scale_panels,
+    tile_of,
+    wait_for,
+    write_panels,
+)
 from .places import DQ_TILE, FIRST_ROW, place_of
 
 # named barriers, one for either buffer: probabilities, and their gradients, are there
@@ -30,16 +39,35 @@ GIVEN = gl.constexpr(12)
 READY = gl.constexpr(14)
 
 
+@gluon.constexpr_function
+def first_part(wide, narrow):
+    """Return how many columns of a warpgroup's half of dq its first product makes.
+
+    The second makes those of the narrow panel, or as many.
+    """
+    return wide // 2 if narrow > 0 else wide // 4
+
+
 @gluon.jit
-def _inner(a, b, start, QUARTERS: gl.constexpr, use_acc: gl.constexpr):
-    """Multiply rows of two tiles, but for a fourth quarter of padding: in 5 - QUARTERS products."""
-    WIDTH: gl.constexpr = a.shape[1] // 4
-    if QUARTERS > 3:
-        return hopper.warpgroup_mma(a, b.permute((1, 0)), start, use_acc=use_acc, is_async=True)
-    b_t = b.slice(0, 2 * WIDTH, 1).permute((1, 0))
-    s = hopper.warpgroup_mma(a.slice(0, 2 * WIDTH, 1), b_t, start, use_acc=use_acc, is_async=True)
-    b_t = b.slice(2 * WIDTH, WIDTH, 1).permute((1, 0))
-    return hopper.warpgroup_mma(a.slice(2 * WIDTH, WIDTH, 1), b_t, s, is_async=True)
+def _columns(k, W: gl.constexpr, SECOND: gl.constexpr):
+    """Return the columns of the keys that a warpgroup multiplies for dq, first or second."""
+    if len(k) > 1:
+        WIDTH: gl.constexpr = k[SECOND].shape[1] // 2
+        part = k[SECOND].slice(W * WIDTH, WIDTH, 1)
+    else:
+        QUARTER: gl.constexpr = k[0].shape[1] // 4
+        part = k[0].slice((2 * W + SECOND) * QUARTER, QUARTER, 1)
+    return part
+
+
+@gluon.jit
+def _multiply_part(ds_t, k, W: gl.constexpr, SECOND: gl.constexpr):
+    """Begin a warpgroup's first or second product for dq, ``[BLOCK_M, width]``."""
+    part = _columns(k, W, SECOND)
+    BLOCK_M: gl.constexpr = ds_t.shape[0]
+    WIDTH: gl.constexpr = part.shape[1]
+    zeros = gl.zeros([BLOCK_M, WIDTH], gl.float32, accumulator(WIDTH))
+    return hopper.warpgroup_mma(ds_t, part, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -50,7 +78,8 @@ def _part_at(dq_ptr, turn, tile, program, OPTIONS: gl.constexpr, TILE: gl.conste
     """
     if OPTIONS.ORDERED:
         member = turn % OPTIONS.GROUP
-        dq_ptr += member * program.dq_pitch + tile.to(gl.int64) * (TILE.BLOCK_M * TILE.HEAD_DIM)
+        SIZE: gl.constexpr = TILE.BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW)
+        dq_ptr += member * program.dq_pitch + tile.to(gl.int64) * SIZE
     return dq_ptr
 
 
@@ -72,37 +101,36 @@ def _walk_scores(
     ``s`` holds the scores of the next tile.
     """
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
-    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
     STAGES_Q: gl.constexpr = TILE.STAGES_Q
     STAGES_O: gl.constexpr = TILE.STAGES_O
-    WIDTH: gl.constexpr = HEAD_DIM // 4
+    SIZE: gl.constexpr = BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW)
+    FIRST: gl.constexpr = BLOCK_M * first_part(TILE.HEAD_DIM, TILE.NARROW)
     S: gl.constexpr = accumulator(BLOCK_M)
     pipeline, block = program.pipeline, program.block
-    dtype: gl.constexpr = pipeline.q_s.dtype
+    dtype: gl.constexpr = pipeline.ds_s.dtype
     total = count_turns(program.walk, OPTIONS)
     tiles = end_tile - first_tile
     dq_ptr = head.dq_at
     if OPTIONS.ORDERED:
         tiles *= OPTIONS.GROUP
     else:
-        dq_ptr += first_tile.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+        dq_ptr += first_tile.to(gl.int64) * SIZE
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
-    zeros_q = gl.zeros([BLOCK_M, WIDTH], gl.float32, accumulator(WIDTH))  # [BLOCK_M, WIDTH]
     for step in range(tiles):
         # 0, but not for the compiler: what it can take out of the loop, it holds in registers
         none = turn >> 30
-        k = pipeline.k_s.index(none).reshape([ROWS, HEAD_DIM])
+        k = tile_of(pipeline.k_s, none, ROWS)  # [ROWS, HEAD_DIM]
         stage = turn % STAGES_Q
         stage_o = turn % STAGES_O
         buffer = turn % 2
-        dout = pipeline.dout_s.index(stage_o).reshape([BLOCK_M, TILE.HEAD_DIM_V])
+        dout = tile_of(pipeline.dout_s, stage_o, BLOCK_M)  # [BLOCK_M, HEAD_DIM_V]
         lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         tile = tile_at(step, first_tile, end_tile, OPTIONS)
         first_row = tile * BLOCK_M + block.diagonal
         if program.places_s is not None:
             first_row = place_of(program.places_s, stage, FIRST_ROW)
             place = place_of(program.places_s, stage, DQ_TILE)
-            dq_ptr = head.dq_at + place.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+            dq_ptr = head.dq_at + place.to(gl.int64) * SIZE
         shift = less_bias(lse2, turn, 0, program, S, OPTIONS, TILE)
         now = head_now(step, head, program, OPTIONS)
         # [ROWS, BLOCK_M]
@@ -114,19 +142,15 @@ def _walk_scores(
         barrier_arrive(GIVEN + buffer, 256, 4)
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         p = rounded(p, program, dtype)
-        p = gl.convert_layout(p, gl.DotOperandLayout(0, dv.type.layout, 2))
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, dv[0].type.layout, 2))
         mbarrier.wait(pipeline.dout_full.index(stage_o), turn // STAGES_O & 1)
-        dv = hopper.warpgroup_mma(p, dout, dv, is_async=True)  # [ROWS, HEAD_DIM_V]
+        dv = multiply_values(p, dout, dv)  # [ROWS, HEAD_DIM_V]
         barrier_sync(READY + buffer, 256, 4)
         ds_t = pipeline.ds_s.index(buffer).permute((1, 0))  # [BLOCK_M, ROWS]
-        # [BLOCK_M, WIDTH]
-        dq = hopper.warpgroup_mma(ds_t, k.slice(0, WIDTH, 1), zeros_q, use_acc=False, is_async=True)
-        dv = hopper.warpgroup_mma_wait(1, deps=(dv,))
+        dq = _multiply_part(ds_t, k, 0, 0)
+        dv = wait_for(dv, 1)
         barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)
-        # [BLOCK_M, WIDTH]
-        more = hopper.warpgroup_mma(
-            ds_t, k.slice(WIDTH, WIDTH, 1), zeros_q, use_acc=False, is_async=True
-        )
+        more = _multiply_part(ds_t, k, 0, 1)
         dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
         begin_turn(turn, program, 0, OPTIONS)
         part_ptr = _part_at(dq_ptr, turn, tile, program, OPTIONS, TILE)
@@ -135,13 +159,13 @@ def _walk_scores(
         following = turn % STAGES_Q
         # behind the last tile: scores of whatever lies there, which nobody reads
         mbarrier.wait(pipeline.q_full.index(following), turn // STAGES_Q & 1, pred=turn < total)
-        q = pipeline.q_s.index(following).reshape([BLOCK_M, HEAD_DIM])
-        s = _inner(k, q, zeros, TILE.QUARTERS, False)  # [ROWS, BLOCK_M]
-        more = hopper.warpgroup_mma_wait(5 - TILE.QUARTERS, deps=(more,))
-        add_to_memory(part_ptr + BLOCK_M * WIDTH, more)
+        q = tile_of(pipeline.q_s, following, BLOCK_M)  # [BLOCK_M, HEAD_DIM]
+        s = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
+        more = hopper.warpgroup_mma_wait(len(k), deps=(more,))
+        add_to_memory(part_ptr + FIRST, more)
         say_added(program, 0, OPTIONS)
         if not OPTIONS.ORDERED:
-            dq_ptr += BLOCK_M * HEAD_DIM
+            dq_ptr += SIZE
         # in flight over the loop's back edge, it would keep ptxas from overlapping anything
         s = hopper.warpgroup_mma_wait(0, deps=(s,))
     return dv, s, turn
@@ -161,15 +185,14 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     BY: gl.constexpr = -1 if OPTIONS.ORDERED else 1
     dq_ptr = program.dq_at
     total = count_turns(walk, OPTIONS)
-    # [ROWS, HEAD_DIM_V]
-    dv = gl.zeros([ROWS, TILE.HEAD_DIM_V], gl.float32, accumulator(TILE.HEAD_DIM_V))
+    dv = no_gradient(ROWS, TILE.HEAD_DIM_V, TILE.NARROW_V)  # [ROWS, HEAD_DIM_V]
     # [ROWS, BLOCK_M]
     s = gl.zeros([ROWS, TILE.BLOCK_M], gl.float32, accumulator(TILE.BLOCK_M))
     mbarrier.wait(pipeline.k_full, 0)
     mbarrier.wait(pipeline.q_full.index(0), 0, pred=total > 0)
-    k = pipeline.k_s.index(0).reshape([ROWS, TILE.HEAD_DIM])
-    q = pipeline.q_s.index(0).reshape([TILE.BLOCK_M, TILE.HEAD_DIM])
-    s = _inner(k, q, s, TILE.QUARTERS, False)
+    k = tile_of(pipeline.k_s, 0, ROWS)
+    q = tile_of(pipeline.q_s, 0, TILE.BLOCK_M)
+    s = multiply_rows(k, q, s, False)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     turn = 0
     first_head = block.head_k.to(gl.int64) * OPTIONS.GROUP
@@ -187,8 +210,8 @@ def consume_scores(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     barrier_sync(TURN, 256, 4)
     where = gradient_coordinates(block.first_key, program, OPTIONS)
     if program.tensors.rng_state_ptr is not None:
-        dv = dv * program.numbers.keep_scale
-    write(dv, program.maps.dv_desc, pipeline.v_s.index(0), where, TILE.HEAD_DIM_V)
+        dv = scale_panels(dv, program.numbers.keep_scale)
+    write_panels(dv, program.maps.dv_descs, where, pipeline.v_s, 0)
     tma.store_wait(0)
 
 
@@ -199,30 +222,28 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
     ``dp`` holds dp - delta of the next tile, ``dq_ptr`` is where the head's sums of dq begin.
     """
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
-    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = TILE.HEAD_DIM_V
     STAGES_Q: gl.constexpr = TILE.STAGES_Q
     STAGES_O: gl.constexpr = TILE.STAGES_O
-    WIDTH: gl.constexpr = HEAD_DIM // 4
+    SIZE: gl.constexpr = BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW)
+    FIRST: gl.constexpr = BLOCK_M * first_part(TILE.HEAD_DIM, TILE.NARROW)
     S: gl.constexpr = accumulator(BLOCK_M)
     pipeline, walk = program.pipeline, program.walk
-    dtype: gl.constexpr = pipeline.q_s.dtype
+    dtype: gl.constexpr = pipeline.ds_s.dtype
     total = count_turns(walk, OPTIONS)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
-    zeros_q = gl.zeros([BLOCK_M, WIDTH], gl.float32, accumulator(WIDTH))  # [BLOCK_M, WIDTH]
     first_ptr = dq_ptr
     steps = walk.end - walk.begin
     if OPTIONS.ORDERED:
         steps *= OPTIONS.GROUP
     else:
-        dq_ptr += walk.begin.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+        dq_ptr += walk.begin.to(gl.int64) * SIZE
     for step in range(steps):
         none = turn >> 30
-        k = pipeline.k_s.index(none).reshape([ROWS, HEAD_DIM])
-        v = pipeline.v_s.index(none).reshape([ROWS, HEAD_DIM_V])
+        k = tile_of(pipeline.k_s, none, ROWS)  # [ROWS, HEAD_DIM]
+        v = tile_of(pipeline.v_s, none, ROWS)  # [ROWS, HEAD_DIM_V]
         stage = turn % STAGES_Q
         buffer = turn % 2
-        q = pipeline.q_s.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        q = tile_of(pipeline.q_s, stage, BLOCK_M)  # [BLOCK_M, HEAD_DIM]
         delta = 0.0
         if program.tensors.rng_state_ptr is not None:
             delta = pipeline.delta_s.index(turn % STAGES_O).load(gl.SliceLayout(0, S))  # [BLOCK_M]
@@ -230,7 +251,7 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
         barrier_sync(GIVEN + buffer, 256, 4)
         if program.places_s is not None:
             place = place_of(program.places_s, stage, DQ_TILE)
-            dq_ptr = first_ptr + place.to(gl.int64) * (BLOCK_M * HEAD_DIM)
+            dq_ptr = first_ptr + place.to(gl.int64) * SIZE
         tile = tile_at(step, walk.begin, walk.end, OPTIONS)
         part_ptr = _part_at(dq_ptr, turn, tile, program, OPTIONS, TILE)
         weight = program.p_s.index(buffer).load(S)  # [ROWS, BLOCK_M]
@@ -240,39 +261,27 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
         hopper.fence_async_shared()
         barrier_arrive(READY + buffer, 256, 4)
         barrier_sync(TURN + 1, 128, 4)
-        ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
-        dk = hopper.warpgroup_mma(ds_k, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
+        ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2))
+        dk = multiply_values(ds_k, q, dk)  # [ROWS, HEAD_DIM]
         ds_t = pipeline.ds_s.index(buffer).permute((1, 0))  # [BLOCK_M, ROWS]
-        # [BLOCK_M, WIDTH]
-        dq = hopper.warpgroup_mma(
-            ds_t, k.slice(2 * WIDTH, WIDTH, 1), zeros_q, use_acc=False, is_async=True
-        )
-        dk = hopper.warpgroup_mma_wait(1, deps=(dk,))
+        dq = _multiply_part(ds_t, k, 1, 0)
+        dk = wait_for(dk, 1)
         barrier_arrive(EMPTY + stage, PARTIES, 4)
-        if TILE.QUARTERS > 3:
-            # [BLOCK_M, WIDTH]
-            more = hopper.warpgroup_mma(
-                ds_t, k.slice(3 * WIDTH, WIDTH, 1), zeros_q, use_acc=False, is_async=True
-            )
-            dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
-            begin_turn(turn, program, 1, OPTIONS)
-            add_to_memory(part_ptr, dq)
+        more = _multiply_part(ds_t, k, 1, 1)
+        dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
+        begin_turn(turn, program, 1, OPTIONS)
+        add_to_memory(part_ptr, dq)
         turn += 1
         stage_o = turn % STAGES_O
         mbarrier.wait(pipeline.dout_full.index(stage_o), turn // STAGES_O & 1, pred=turn < total)
-        dout = pipeline.dout_s.index(stage_o).reshape([BLOCK_M, HEAD_DIM_V])
+        dout = tile_of(pipeline.dout_s, stage_o, BLOCK_M)  # [BLOCK_M, HEAD_DIM_V]
         delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
-        dp = _inner(v, dout, delta[None, :] - zeros, TILE.QUARTERS_V, True)  # [ROWS, BLOCK_M]
-        if TILE.QUARTERS > 3:
-            more = hopper.warpgroup_mma_wait(5 - TILE.QUARTERS_V, deps=(more,))
-            add_to_memory(part_ptr + BLOCK_M * WIDTH, more)
-        else:
-            dq = hopper.warpgroup_mma_wait(5 - TILE.QUARTERS_V, deps=(dq,))
-            begin_turn(turn - 1, program, 1, OPTIONS)
-            add_to_memory(part_ptr, dq)
+        dp = multiply_rows(v, dout, delta[None, :] - zeros, True)  # [ROWS, BLOCK_M]
+        more = hopper.warpgroup_mma_wait(len(v), deps=(more,))
+        add_to_memory(part_ptr + FIRST, more)
         say_added(program, 1, OPTIONS)
         if not OPTIONS.ORDERED:
-            dq_ptr += BLOCK_M * HEAD_DIM
+            dq_ptr += SIZE
         dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
     return dk, dp, turn
 
@@ -281,25 +290,24 @@ def _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS: gl.constexpr, TILE: 
 def consume_gradients(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Compute the gradients of the block's scores and dk, and the right half for dq."""
     BLOCK_M: gl.constexpr = TILE.BLOCK_M
-    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
     S: gl.constexpr = accumulator(BLOCK_M)
     pipeline, block = program.pipeline, program.block
     dq_ptr = program.dq_at
     total = count_turns(program.walk, OPTIONS)
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, accumulator(HEAD_DIM))  # [ROWS, HEAD_DIM]
+    dk = no_gradient(ROWS, TILE.HEAD_DIM, TILE.NARROW)  # [ROWS, HEAD_DIM]
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)  # [ROWS, BLOCK_M]
     mbarrier.wait(pipeline.k_full, 0)
     mbarrier.wait(pipeline.v_full, 0, pred=total > 0)
     mbarrier.wait(pipeline.dout_full.index(0), 0, pred=total > 0)
-    v = pipeline.v_s.index(0).reshape([ROWS, TILE.HEAD_DIM_V])
-    dout = pipeline.dout_s.index(0).reshape([BLOCK_M, TILE.HEAD_DIM_V])
+    v = tile_of(pipeline.v_s, 0, ROWS)
+    dout = tile_of(pipeline.dout_s, 0, BLOCK_M)
     delta = pipeline.delta_s.index(0).load(gl.SliceLayout(0, S))  # [BLOCK_M]
     # [ROWS, BLOCK_M]: dp - delta, from a start at -delta
-    dp = _inner(v, dout, delta[None, :] - zeros, TILE.QUARTERS_V, True)
+    dp = multiply_rows(v, dout, delta[None, :] - zeros, True)
     dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
     turn = 0
     first_head = block.head_k.to(gl.int64) * OPTIONS.GROUP
-    dq_ptr += first_head * program.dq_pitch + BLOCK_M * HEAD_DIM // 2
+    dq_ptr += first_head * program.dq_pitch + BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 2
     WALKS: gl.constexpr = 1 if OPTIONS.ORDERED else OPTIONS.GROUP
     for _member in range(WALKS):
         dk, dp, turn = _walk_gradients(dk, dp, turn, dq_ptr, program, OPTIONS, TILE)
@@ -307,6 +315,6 @@ def consume_gradients(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     # the other warpgroup may still be multiplying the keys
     barrier_sync(TURN, 256, 4)
     where = gradient_coordinates(block.first_key, program, OPTIONS)
-    dk = dk * scale_of(program.numbers.scale, program)
-    write(dk, program.maps.dk_desc, pipeline.k_s.index(0), where, HEAD_DIM)
+    dk = scale_panels(dk, scale_of(program.numbers.scale, program))
+    write_panels(dk, program.maps.dk_descs, where, pipeline.k_s, 0)
     tma.store_wait(0)

@@ -14,9 +14,9 @@ All query heads of a group are walked at once, tile by tile. One after the other
 anew with the last tile, and of the blocks that a causal mask makes shorter each would wait there.
 """
 
-from ._linked.compat import add_out, gl, gluon, hopper, mbarrier, tma
-from ._linked.gradients import in_rows
+from ._linked.compat import gl, gluon, mbarrier, tma
 from ._linked.order import ask, await_turn, pass_turn
+from .panels import add_panels, panels_in_rows, stage_panels
 
 
 @gluon.jit
@@ -95,24 +95,24 @@ def hand_over(values, step, program, W: gl.constexpr):
 
     It is stored once the half before has been read.
     """
-    values = in_rows(values)
+    rows = panels_in_rows(values)
     mbarrier.wait(program.order.empty.index(W), (step & 1) ^ 1)
-    program.dq_s.index(W).store(values)
-    hopper.fence_async_shared()
+    stage_panels(rows, program.dq_s, W)
     mbarrier.arrive(program.order.full.index(W), count=1)
 
 
 @gluon.jit
 def add_in_order(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Add warpgroup ``W``'s halves of dq to the sums in memory, each when it is its turn."""
-    HALF: gl.constexpr = TILE.BLOCK_M * TILE.HEAD_DIM // 64  # in rows of the map
+    # in rows of the maps
+    HALF: gl.constexpr = TILE.BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 64
     order = program.order
     steps = _await_first(W, program, OPTIONS, TILE)
     for step in range(steps):
         place, counter, _turn = _find_tile(step, W, program, OPTIONS, TILE)
         mbarrier.wait(order.full.index(W), step & 1)
         row = program.dq_at + (2 * place + W) * HALF
-        add_out(program.maps.sums, [row, 0], program.dq_s.index(W))
+        add_panels(program.maps.sums, row, program.dq_s, W)
         following, turn = _find_next(step, steps, W, program, OPTIONS, TILE)
         # while the additions travel
         count = ask(following)

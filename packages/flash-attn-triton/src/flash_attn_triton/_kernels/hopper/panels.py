@@ -2,10 +2,12 @@
 
 A panel is a tile of its own, with a swizzle and a tensor map of its own. Buffers, maps, tiles and
 accumulators come as tuples ``(wide,)`` or ``(wide, narrow)``. Scores are one sum over the panels of
-queries and keys. The output has an accumulator for each panel of the values.
+queries and keys. The output has an accumulator for each panel of the values, a gradient one for
+each of its own.
 """
 
-from ._linked.compat import copy_in, copy_out, gl, gluon, hopper, mbarrier
+from ._linked.compat import add_out, copy_in, copy_out, gl, gluon, hopper, mbarrier
+from ._linked.gradients import in_rows, write
 from ._linked.ptx import shrink
 
 
@@ -39,8 +41,20 @@ def tile_of(buffers, number, ROWS: gl.constexpr):
 @gluon.jit
 def copy_tile(descs, where, full, buffers, number):
     """Copy a tile into its panels by TMA; all of them arrive at one mbarrier."""
+    expect_tiles(descs, full, 1)
+    copy_panels(descs, where, full, buffers, number)
+
+
+@gluon.jit
+def expect_tiles(descs, full, COUNT: gl.constexpr):
+    """Have an mbarrier wait for ``COUNT`` tiles, all panels of each."""
     MORE: gl.constexpr = descs[1].block_type.nbytes if len(descs) > 1 else 0
-    mbarrier.expect(full, descs[0].block_type.nbytes + MORE)
+    mbarrier.expect(full, COUNT * (descs[0].block_type.nbytes + MORE))
+
+
+@gluon.jit
+def copy_panels(descs, where, full, buffers, number):
+    """Copy a tile into its panels, which the mbarrier expects already."""
     copy_in(descs[0], where, full, buffers[0].index(number))
     if len(descs) > 1:
         copy_in(descs[1], _behind(descs, where), full, buffers[1].index(number))
@@ -76,9 +90,15 @@ def _behind(descs, where):
 @gluon.jit
 def multiply_keys(q, k, zeros):
     """Issue the product of queries and keys, ``[ROWS, BLOCK_N]``."""
-    s = hopper.warpgroup_mma(q[0], k[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
-    for i in gl.static_range(1, len(q)):
-        s = hopper.warpgroup_mma(q[i], k[i].permute((1, 0)), s, is_async=True)
+    return multiply_rows(q, k, zeros, False)
+
+
+@gluon.jit
+def multiply_rows(a, b, start, use_acc: gl.constexpr):
+    """Issue the product of the rows of two tiles, a sum over panels that begins at ``start``."""
+    s = hopper.warpgroup_mma(a[0], b[0].permute((1, 0)), start, use_acc=use_acc, is_async=True)
+    for i in gl.static_range(1, len(a)):
+        s = hopper.warpgroup_mma(a[i], b[i].permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -97,8 +117,21 @@ def multiply_values(p, v, o):
 @gluon.jit
 def wait_for_values(o):
     """Wait for all products, among them those of ``multiply_values``."""
-    sums = hopper.warpgroup_mma_wait(0, deps=o)
-    return (sums,) if len(o) == 1 else sums
+    return wait_for(o, 0)
+
+
+@gluon.jit
+def wait_for(sums, LEFT: gl.constexpr):
+    """Wait for the products of a tuple of panels, but not for the ``LEFT`` issued last."""
+    found = hopper.warpgroup_mma_wait(LEFT, deps=sums)
+    return (found,) if len(sums) == 1 else found
+
+
+@gluon.jit
+def wait_for_all(sums, other):
+    """Wait for all products: those of a tuple of panels, and another one; return both."""
+    found = hopper.warpgroup_mma_wait(0, deps=sums + (other,))
+    return found[: len(sums)], found[len(sums)]
 
 
 @gluon.jit
@@ -136,3 +169,81 @@ def _finish_panel(o, weight, empty):
     o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]  # [ROWS, width]
     # rows without a key: values that no row sees may be NaN
     return gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
+
+
+# ---- gradients
+
+
+@gluon.jit
+def no_gradient(ROWS: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr):
+    """Return an accumulator of zeros for each panel of a gradient, ``[ROWS, width]``."""
+    layout: gl.constexpr = accumulator(WIDE)
+    sums = (gl.zeros([ROWS, WIDE], gl.float32, layout),)
+    if NARROW > 0:
+        layout_2: gl.constexpr = accumulator(NARROW)
+        sums += (gl.zeros([ROWS, NARROW], gl.float32, layout_2),)
+    return sums
+
+
+@gluon.jit
+def part_of(tile, NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Return one of ``COUNT`` parts of the columns of each panel."""
+    return [_part_of_panel(panel, NUMBER, COUNT) for panel in tile]
+
+
+@gluon.jit
+def _part_of_panel(panel, NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    WIDTH: gl.constexpr = panel.shape[1] // COUNT
+    return panel.slice(NUMBER * WIDTH, WIDTH, 1)
+
+
+@gluon.jit
+def multiply_gradient(a, b, sums, use_acc: gl.constexpr):
+    """Issue the product of a tile in shared memory and each panel of another one."""
+    made = (hopper.warpgroup_mma(a, b[0], sums[0], use_acc=use_acc, is_async=True),)
+    for i in gl.static_range(1, len(sums)):
+        made += (hopper.warpgroup_mma(a, b[i], sums[i], use_acc=use_acc, is_async=True),)
+    return made
+
+
+@gluon.jit
+def scale_panels(sums, factor):
+    """Multiply each panel by a number."""
+    return [_scale_panel(panel, factor) for panel in sums]
+
+
+@gluon.jit
+def _scale_panel(panel, factor):
+    return panel * factor
+
+
+@gluon.jit
+def write_panels(gradient, descs, where, buffers, number):
+    """Start the TMA stores of a warpgroup's rows of a gradient, out of ``buffers``."""
+    WIDE: gl.constexpr = gradient[0].shape[1]
+    write(gradient[0], descs[0], buffers[0].index(number), where, WIDE)
+    if len(descs) > 1:
+        LESS: gl.constexpr = gradient[1].shape[1]
+        write(gradient[1], descs[1], buffers[1].index(number), _behind(descs, where), LESS)
+
+
+@gluon.jit
+def panels_in_rows(sums):
+    """Return a warpgroup's accumulators in the order of their registers, as rows of 32 numbers."""
+    return [in_rows(panel) for panel in sums]
+
+
+@gluon.jit
+def stage_panels(rows, buffers, number):
+    """Store what ``panels_in_rows`` returned, for TMA to add."""
+    for i in gl.static_range(len(rows)):
+        buffers[i].index(number).store(rows[i])
+    hopper.fence_async_shared()
+
+
+@gluon.jit
+def add_panels(descs, row, buffers, number):
+    """Start the TMA additions of what was stored: the narrow panel's rows follow the wide one's."""
+    add_out(descs[0], [row, 0], buffers[0].index(number))
+    if len(descs) > 1:
+        add_out(descs[1], [row + buffers[0].shape[1], 0], buffers[1].index(number))

@@ -122,7 +122,8 @@ class RoundingConstants(NamedTuple):
     HAS_RIGHT: bool
     BLOCK_M: int
     HEAD_DIM: int
-    BLOCK_D: int
+    WIDE: int
+    NARROW: int
 
 
 class BiasSumTensors(NamedTuple):

@@ -154,7 +154,7 @@ class HopperForward:
             work.grid,
             (  # the fields of ForwardTensors
                 *maps,
-                *(_narrow_maps(maps, self._narrow) if self._narrow else (None,) * 4),
+                *(narrow_maps(maps, self._narrow) if self._narrow else (None,) * 4),
                 self._map_bias(x.bias) if self._map_bias else None,
                 lse,
                 self._ticket(q.device),
@@ -204,7 +204,7 @@ class HopperForward:
         )
 
 
-def _narrow_maps(
+def narrow_maps(
     maps: tuple[TensorMap, ...], forms: tuple[MapForm | None, ...]
 ) -> tuple[TensorMap | None, ...]:
     """Return the maps of narrow panels, of the very memory that those of wide ones map."""

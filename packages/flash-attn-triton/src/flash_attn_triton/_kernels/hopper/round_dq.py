@@ -10,6 +10,14 @@ from ..schedule import locate
 from .parameters import RoundingNumbers
 
 
+@triton.jit
+def _load_half(sums_ptr, WIDTH: tl.constexpr):
+    """Return a warpgroup's sums of a panel, ``[64, WIDTH]``."""
+    sums = tl.load(sums_ptr + tl.arange(0, 64 * WIDTH))  # [64 * WIDTH]
+    sums = tl.permute(tl.reshape(sums, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    return tl.reshape(sums, (64, WIDTH))
+
+
 @triton.jit(
     do_not_specialize=RoundingNumbers._fields,
     do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr"],
@@ -30,16 +38,17 @@ def round_dq_kernel(
     HAS_RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """``dq = scale * sums``, rounded, of a tile of queries.
 
     Each of two warpgroups added up half of the tile's columns, or with 128 queries of its rows.
-    ``sums`` is ``[heads, tiles, 2, 64 * width]`` in fp32, and within: panels of eight columns,
+    Where the columns are cut, it has half of either panel, the narrow behind the wide.
+    ``sums`` is ``[heads, tiles, 2, 64 * width]`` in fp32, and within a panel: eights of columns,
     warp, row of eight, pair of columns, half of the warp's sixteen rows, column.
     """
     PARTS: tl.constexpr = BLOCK_M // 64
-    WIDTH: tl.constexpr = BLOCK_D * PARTS // 2
     block, sequence, head, q_start, _k_start, len_q, len_k = locate(
         cu_seqlens_q_ptr,
         cu_seqlens_k_ptr,
@@ -61,27 +70,27 @@ def round_dq_kernel(
     if HAS_RIGHT:
         # rows ahead of the first one that sees a key were never added to
         shift = tl.minimum(tl.maximum(len_q - len_k - window_right, 0), len_q)
-    sums_ptr += tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
+    sums_ptr += tl.program_id(0).to(tl.int64) * (BLOCK_M * (WIDE + NARROW))
     for half in tl.static_range(2):
-        sums = tl.load(sums_ptr + half * (64 * WIDTH) + tl.arange(0, 64 * WIDTH))  # [64 * WIDTH]
-        sums = tl.permute(tl.reshape(sums, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
-        sums = tl.reshape(sums, (64, WIDTH))  # [64, WIDTH]
-        rows = block * BLOCK_M + tl.arange(0, 64)
-        cols = tl.arange(0, WIDTH)
-        if PARTS == 2:
-            rows += half * 64
-        else:
-            cols += half * WIDTH
-        if cu_seqlens_q_ptr is None:
-            token = sequence * tokens_q + rows
-        else:
-            token = q_start + rows
-        # dq is contiguous: [tokens, heads_q, HEAD_DIM]
-        pointers = dq_ptr + ((token * heads_q + head) * HEAD_DIM)[:, None] + cols[None, :]
-        inside = (cols < HEAD_DIM)[None, :]
-        # [64, WIDTH]
-        dq = (sums * scale).to(dq_ptr.dtype.element_ty)
-        ahead = shift.to(tl.int64) * heads_q * HEAD_DIM if HAS_RIGHT else 0
-        tl.store(pointers + ahead, dq, mask=(rows + shift < len_q)[:, None] & inside)
-        if HAS_RIGHT:
-            tl.store(pointers, tl.zeros_like(dq), mask=(rows < shift)[:, None] & inside)
+        for panel in tl.static_range(2 if NARROW > 0 else 1):
+            # where the panel's sums begin, and its columns
+            begin = half * (32 * PARTS * (WIDE + NARROW)) + panel * (32 * PARTS * WIDE)
+            sums = _load_half(sums_ptr + begin, (NARROW if panel > 0 else WIDE) * PARTS // 2)
+            rows = block * BLOCK_M + tl.arange(0, 64)
+            cols = tl.arange(0, sums.shape[1]) + panel * WIDE
+            if PARTS == 2:
+                rows += half * 64
+            else:
+                cols += half * sums.shape[1]
+            if cu_seqlens_q_ptr is None:
+                token = sequence * tokens_q + rows
+            else:
+                token = q_start + rows
+            # dq is contiguous: [tokens, heads_q, HEAD_DIM]
+            pointers = dq_ptr + ((token * heads_q + head) * HEAD_DIM)[:, None] + cols[None, :]
+            inside = (cols < HEAD_DIM)[None, :]
+            dq = (sums * scale).to(dq_ptr.dtype.element_ty)
+            ahead = shift.to(tl.int64) * heads_q * HEAD_DIM if HAS_RIGHT else 0
+            tl.store(pointers + ahead, dq, mask=(rows + shift < len_q)[:, None] & inside)
+            if HAS_RIGHT:
+                tl.store(pointers, tl.zeros_like(dq), mask=(rows < shift)[:, None] & inside)

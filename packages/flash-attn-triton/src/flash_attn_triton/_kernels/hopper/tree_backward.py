@@ -12,14 +12,15 @@ from .backward import (
     INF,
     _await_consumers,
     _copy_block,
-    _copy_tile,
     _make_pipeline,
+    allocate_sums,
     locate_keys,
     query_tiles,
 )
 from .backward_steps import MADE, PARTIES, consume
-from .backward_structures import Block, Maps, Numbers, Options, Program, Tensors, Tile, Walk
+from .backward_structures import Block, Numbers, Options, Panels, Program, Tensors, Tile, Walk
 from .backward_wide import GIVEN, consume_gradients, consume_scores
+from .panels import copy_tile, expect_tiles
 from .places import DQ_TILE, FIRST_ROW
 from .tree_path import next_below, run_of
 from .tree_structures import Descent, Place, Run, TreeNumbers
@@ -89,18 +90,18 @@ def _copy_step(turn, run, place, program, OPTIONS: gl.constexpr, TILE: gl.conste
     stage = turn % TILE.STAGES_Q
     if turn >= TILE.STAGES_Q:
         barrier_sync(EMPTY + stage, PARTIES, 1)
-    _copy_tile(maps.q_desc, where, pipeline.q_s, pipeline.q_full, stage)
+    copy_tile(maps.q_descs, where, pipeline.q_full.index(stage), pipeline.q_s, stage)
     pipeline.lse2_s.index(stage).store(lse2)
     zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
     program.places_s.index(2 * stage + FIRST_ROW).store(zero + place.first_row)
     program.places_s.index(2 * stage + DQ_TILE).store(zero + place.dq_tile)
     mbarrier.arrive(pipeline.q_full.index(stage), count=1)
     if turn == 0:
-        _copy_block(maps.v_desc, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
+        _copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
     stage = turn % TILE.STAGES_O
     if turn >= TILE.STAGES_O:
         barrier_sync(EMPTY + TILE.STAGES_Q + stage, PARTIES, 1)
-    _copy_tile(maps.dout_desc, where, pipeline.dout_s, pipeline.dout_full, stage)
+    copy_tile(maps.dout_descs, where, pipeline.dout_full.index(stage), pipeline.dout_s, stage)
     pipeline.delta_s.index(stage).store(-delta)
     mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
 
@@ -116,9 +117,9 @@ def produce(program, descent, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     GROUP: gl.constexpr = OPTIONS.GROUP
     PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
     maps, pipeline, block, own = program.maps, program.pipeline, program.block, descent.own
-    mbarrier.expect(pipeline.k_full, PARTS * maps.k_desc.block_type.nbytes)
-    mbarrier.expect(pipeline.v_full, PARTS * maps.v_desc.block_type.nbytes)
-    _copy_block(maps.k_desc, pipeline.k_s, pipeline.k_full, program, OPTIONS, TILE)
+    expect_tiles(maps.k_descs, pipeline.k_full, PARTS)
+    expect_tiles(maps.v_descs, pipeline.v_full, PARTS)
+    _copy_block(maps.k_descs, pipeline.k_s, pipeline.k_full, program, OPTIONS, TILE)
     turn = 0
     segment = gl.where(own.end > own.begin, block.sequence, -1)
     run = Run(segment, block.q_start, block.len_q)
@@ -155,12 +156,14 @@ def produce(program, descent, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit(do_not_specialize=TreeNumbers._fields, do_not_specialize_on_alignment=POINTERS)
 def tree_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, bias_desc, ds_desc, sums,
+    q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc,
+    q_narrow_desc, k_narrow_desc, v_narrow_desc, dout_narrow_desc, dk_narrow_desc, dv_narrow_desc,
+    bias_desc, ds_desc, sums, sums_narrow,
     lse2_ptr, delta_ptr, cu_seqlens_ptr, parents_ptr, links_ptr, below_ptr,
     scale, softcap, segments, heads_k, tokens, tiles_q, tiles_k,
     GROUP: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr, QUARTERS: gl.constexpr, QUARTERS_V: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, NARROW: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, NARROW_V: gl.constexpr,
     STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr, STAGES_B: gl.constexpr,
 ):  # fmt: skip
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
@@ -174,9 +177,20 @@ def tree_backward_kernel(
     # the list that the consumers walk is of all heads
     LISTED: gl.constexpr = _options(1, HAS_SOFTCAP)
     TILE: gl.constexpr = Tile(
-        BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, QUARTERS, QUARTERS_V, STAGES_Q, STAGES_O, STAGES_B
+        BLOCK_M, BLOCK_N, HEAD_DIM, NARROW, HEAD_DIM_V, NARROW_V, STAGES_Q, STAGES_O, STAGES_B
     )
-    maps = Maps(q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, bias_desc, ds_desc, sums)
+    maps = Panels(
+        (q_desc, q_narrow_desc) if NARROW > 0 else (q_desc,),
+        (k_desc, k_narrow_desc) if NARROW > 0 else (k_desc,),
+        (v_desc, v_narrow_desc) if NARROW_V > 0 else (v_desc,),
+        (dout_desc, dout_narrow_desc) if NARROW_V > 0 else (dout_desc,),
+        (dk_desc, dk_narrow_desc) if NARROW > 0 else (dk_desc,),
+        (dv_desc, dv_narrow_desc) if NARROW_V > 0 else (dv_desc,),
+        bias_desc,
+        ds_desc,
+        # of 64 keys, the threads add to memory
+        sums if BLOCK_N == ROWS else (sums, sums_narrow) if NARROW > 0 else (sums,),
+    )
     tensors = Tensors(lse2_ptr, delta_ptr, None, None, cu_seqlens_ptr, cu_seqlens_ptr, None, None)
     numbers = Numbers(
         scale,
@@ -218,8 +232,7 @@ def tree_backward_kernel(
         )
     else:
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
-        SIZE: gl.constexpr = BLOCK_M * HEAD_DIM // 64
-        dq_s = gl.allocate_shared_memory(gl.float32, [2, SIZE, 32], sums.layout)
+        dq_s = allocate_sums(maps, TILE)
         program = Program(
             maps, pipeline, dq_s, None, None, 0, tensors, numbers, block, 0, walk, places_s, None
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from attn_common import cdiv
 from torch import Tensor
@@ -15,6 +13,7 @@ from ..._configs import (
     hopper_backward_tile,
     hopper_tile,
     padded_head_dim,
+    panels_of,
 )
 from ..form import Form
 from ..launch.runtime import Launch, dense
@@ -23,10 +22,10 @@ from ..tree_links import LINKS, Links
 from ..tree_structures import CountTensors
 from ..tree_walk import _count_below_kernel
 from . import backward_structures, structures
-from ._linked.gradients import ROWS
 from ._linked.tickets import MAX_TICKETS, new_ticket
 from ._linked.tma import MapForm, MapLaunch
-from .backward_plans import REGISTERS, SumsForm
+from .backward_maps import BackwardMaps
+from .backward_plans import REGISTERS
 from .parameters import RoundingConstants, RoundingNumbers, RoundingTensors
 from .plans import multiprocessors
 from .round_dq import round_dq_kernel
@@ -117,13 +116,14 @@ class HopperTreeBackward:
         self._tile = tile = tile or hopper_backward_tile(
             form.widest_head, form.constants.HAS_SOFTCAP
         )
+        (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
         shape = backward_structures.Tile(
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
-            HEAD_DIM=form.block_d,
-            HEAD_DIM_V=form.block_dv,
-            QUARTERS=cdiv(form.head_dim, form.block_d // 4),
-            QUARTERS_V=cdiv(form.head_dim_v, form.block_dv // 4),
+            HEAD_DIM=wide,
+            NARROW=narrow,
+            HEAD_DIM_V=wide_v,
+            NARROW_V=narrow_v,
             STAGES_Q=tile.stages_q,
             STAGES_O=tile.stages_o,
             STAGES_B=0,
@@ -137,27 +137,17 @@ class HopperTreeBackward:
             _count_below_kernel, {"BLOCK": LINKS, "BLOCK_M": tile.block_m, "num_warps": 4}
         )
         # no row is ahead of all keys
-        rounding = RoundingConstants(False, tile.block_m, form.head_dim, form.block_d)
+        rounding = RoundingConstants(False, tile.block_m, form.head_dim, wide, narrow)
         self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
-        # rows of 64 keys at a time, and all queries of a step
-        keys = ROWS.value
-        dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x.k, x.v))
-        self._map_q = MapForm(x.q, tile.block_m, form.block_d, ragged=True)
-        self._map_k = MapForm(x.k, keys, form.block_d, ragged=True)
-        self._map_v = MapForm(x.v, keys, form.block_dv, ragged=True)
-        self._map_dk = MapForm(dk, keys, form.block_d, ragged=True)
-        self._map_dv = MapForm(dv, keys, form.block_dv, ragged=True)
-        # with the strides that it goes with, which are those of the last call's
-        self._map_dout: tuple[Any, Any] = (None, None)
-        # of 64 keys, the threads add to the sums; else TMA does, what a warpgroup has of a tile
-        rows = tile.block_m * form.block_d // 64
-        self._map_sums = None if tile.block_n == keys else SumsForm(rows)
+        self._maps = BackwardMaps(form, x, tile, ragged=True)
 
     def new_sums(self, q: Tensor) -> Tensor:
         """Return the memory in which dq is summed: tiles of queries, which are to be set to 0."""
-        form, tile = self._form, self._tile
-        slots = form.tiles(q.shape[0], tile.block_m) * form.heads_q
-        return q.new_empty((slots, tile.block_m * form.block_d), dtype=torch.float32)
+        return self._maps.new_sums(q, self._slots(q))
+
+    def _slots(self, q: Tensor) -> int:
+        """Count the tiles of queries of all heads."""
+        return self._form.tiles(q.shape[0], self._tile.block_m) * self._form.heads_q
 
     def __call__(
         self, x: Tensors, inputs: Inputs, parents: Tensor, grads: tuple[Tensor, ...], sums: Tensor
@@ -173,28 +163,14 @@ class HopperTreeBackward:
         self._count(
             cdiv(form.batch, LINKS), CountTensors(cu_seqlens, parents, below), (form.batch,)
         )
-        strides, map_dout = self._map_dout
-        if strides != dout.stride():
-            map_dout = MapForm(dout, tile.block_m, form.block_dv, ragged=True)
-            self._map_dout = dout.stride(), map_dout
-        maps = backward_structures.Maps(
-            self._map_q(q),
-            self._map_k(k),
-            self._map_v(v),
-            map_dout(dout),
-            self._map_dk(dk),
-            self._map_dv(dv),
-            None,
-            None,
-            sums if self._map_sums is None else self._map_sums(sums),
-        )
+        maps = self._maps((q, k, v, dout, dk, dv), sums)
         tensors = TreeTensors(
             inputs.lse2_ptr, inputs.delta_ptr, cu_seqlens, parents, self._link(parents), below
         )
         numbers = TreeNumbers(*scalars[:2], form.batch, form.heads_k, tokens, tiles_q, tiles_k)
         self._launch(tiles_k * form.heads_k, maps + tensors, numbers)
         self._round(
-            sums.shape[0],
+            self._slots(q),
             RoundingTensors(sums, dq, cu_seqlens, cu_seqlens, None),
             RoundingNumbers(scalars.scale, 0, form.batch, form.heads_q, tokens, tokens, tiles_q),
         )
