@@ -317,7 +317,7 @@ def _plan_of(
         return plan
     from ._ops import plan_of
 
-    plan = plan_of(x, options, x.q.dtype, deterministic, needs_gradient)
+    plan = plan_of(x, options, x.q.dtype, deterministic, needs_gradient=needs_gradient)
     return plan if plan is None else _plans.keep(form, plan)
 
 
