@@ -423,7 +423,7 @@ def test_merges_equal_the_definition(rasters, is_sum, dtype, device):
 
 def test_many_pieces_are_rounded_once(device):
     m = Maker(device, torch.bfloat16)
-    pieces, wide = _pieces.Pieces(8, torch.bfloat16), 0
+    pieces, wide = _sharded.Pieces(8, torch.bfloat16), 0
     for _ in range(11):
         out = m.randn(1, 8, 1, 16)
         wide += out[0].double()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from ._linked.host.forms import interpreted
 
 # pieces that one pass takes
 MERGED = 4
@@ -27,45 +25,6 @@ class Piece(NamedTuple):
     lse: Tensor | None
     # the first token, how many follow, from one such group to the next, and how many groups
     raster: tuple[int, int, int, int]
-
-
-class Pieces:
-    """What has been computed so far: never more than ``MERGED`` pieces are in memory.
-
-    Results are rounded once, at the end; what is merged before stays in fp32.
-    """
-
-    def __init__(self, tokens: int, dtype: torch.dtype) -> None:
-        self._tokens, self._dtype = tokens, dtype
-        self._held: list[Piece] = []
-
-    def add(self, piece: Piece) -> None:
-        """Take one more piece."""
-        if len(self._held) == MERGED:
-            whole = self._tokens
-            out, lse = self._merged(torch.float32)
-            self._held = [Piece(out, lse, (0, whole, whole, 1))]
-        self._held.append(piece)
-
-    def result(self) -> tuple[Tensor, Tensor | None]:
-        """Return ``[tokens, heads, d]``, and the LSE as ``[heads, tokens]`` if there is one.
-
-        The first piece has all tokens.
-        """
-        out, lse, _ = self._held[0]
-        if len(self._held) > 1:
-            return self._merged(self._dtype)
-        if lse is not None and lse.ndim == 3:
-            lse = lse.transpose(0, 1).flatten(1)
-        return (out.flatten(0, 1) if out.ndim == 4 else out), lse
-
-    def _merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        merge: Callable[..., tuple[Tensor, Tensor | None]]
-        if self._held[0].out.is_cpu and not interpreted():
-            merge = merge_eagerly
-        else:
-            from ._kernels.sharded_plans import merge
-        return merge(self._held, self._tokens, dtype)
 
 
 def merge_eagerly(
