@@ -40,7 +40,8 @@ PROJECTS = {
     for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 PACKAGES = list(PROJECTS)
-OLDEST_TORCH = "2.11.0"
+# neither has a build for the CPU alone on the index: that of the versions session is for CUDA
+OLDEST_TORCH, NEWEST_TORCH = "2.11.0", "2.15.0"
 OLDEST_TRITON, NEWEST_TRITON = "3.6.0", "3.9.0"
 # what takes longest to install: once for all environments, which link to its files
 LAYERS = {"torch": ("torch",), "triton": ("triton", "--no-deps")}
@@ -356,13 +357,19 @@ def compile_(session: nox.Session, package: str) -> None:
 def versions(session: nox.Session, package: str) -> None:
     """Run one package's tests on the oldest and the newest torch and Triton that it serves."""
     install(session, package)
-    newest = next(r for r in pins() if r.name == "torch")
     # the interpreter of Triton 3.6 needs numpy before 2.4
-    oldest = (f"torch=={OLDEST_TORCH}", "numpy<2.4")
-    for torch, triton in ((oldest, OLDEST_TRITON), ((str(newest), "numpy"), NEWEST_TRITON)):
-        session.install("--no-compile", "--upgrade", *torch)
+    oldest, newest = (
+        (OLDEST_TORCH, OLDEST_TRITON, "numpy<2.4"),
+        (NEWEST_TORCH, NEWEST_TRITON, "numpy"),
+    )
+    for torch, triton, numpy in (oldest, newest):
+        session.install("--no-compile", "--upgrade", f"torch=={torch}", numpy)
         # torch may ask for another triton; nothing of it that needs one is used here
         session.install("--no-compile", "--no-deps", f"triton=={triton}")
+        installed = (
+            "import torch, triton; print(f'torch {torch.__version__}, triton {triton.__version__}')"
+        )
+        session.run("python", "-c", installed)
         # the compile session builds all there is on both
         run_tiers(session, package, ("interpreter", "eager"), f"-triton-{triton}")
 

@@ -13,7 +13,7 @@ from functools import cache
 Version = tuple[int, int]
 
 # the oldest and the newest
-TORCH: tuple[Version, Version] = (2, 11), (2, 13)
+TORCH: tuple[Version, Version] = (2, 11), (2, 15)
 TRITON: tuple[Version, Version] = (3, 6), (3, 9)
 
 
