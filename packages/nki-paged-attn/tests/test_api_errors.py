@@ -39,7 +39,7 @@ def f(*shape, dtype=np.float32):
         ({"v": f(4, 2, 32, dtype=BF16)}, TypeError, "v must have the dtype of q, float32, got bf"),
         ({"kv_cache": f(2, 9, 2, 16, 32, dtype=np.int8)}, TypeError, "kv_cache must be one of"),
         ({"q": f(4, 32)}, ValueError, r"q must be \[tokens, heads, head_dim\], got \[4, 32\]"),
-        ({"q": f(4, 4, 129)}, ValueError, "head_dim must be from 1 to 128, got 129"),
+        ({"q": f(4, 4, 257)}, ValueError, "head_dim must be from 1 to 256, got 257"),
         ({"k": f(3, 2, 32)}, ValueError, r"k must be \[4, kv_heads, 32\], got \[3, 2, 32\]"),
         ({"v": f(4, 1, 32)}, ValueError, r"v must have the shape of k, \[4, 2, 32\]"),
         ({"q": f(4, 3, 32)}, ValueError, "heads of q must be a multiple of those of k, 2, got 3"),

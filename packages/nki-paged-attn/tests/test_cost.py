@@ -288,7 +288,7 @@ def test_14_bytes_of_short_decodes_are_near_the_lower_bound(context):
     [
         ({"dtype": "float64"}, TypeError, "dtype must be one of float16, bfloat16, float32"),
         ({"cache_dtype": "int8"}, TypeError, "cache_dtype must be one of float16"),
-        ({"head_dim": 129}, ValueError, "head_dim must be from 1 to 128, got 129"),
+        ({"head_dim": 257}, ValueError, "head_dim must be from 1 to 256, got 257"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
         ({"target": "trn9"}, ValueError, "target must be one of trn1"),
     ],

@@ -28,7 +28,7 @@ def compiled(queries, contexts, buckets=None):
     queries, contexts = np.array(queries), np.array(contexts)
     table = sequential_table(contexts, 32)
     batch = Batch(queries, contexts, table, int(queries.sum()), None)
-    form = find_form(batch, buckets or Buckets(), 8, 1, 32)
+    form = find_form(batch, buckets or Buckets(), 8, 1, 32, 128)
     tables, new = form_tables(batch, form, options_of())
     shapes = form.bucket.tokens, len(new), tables.table.shape, tables.numbers.shape
     return shapes, tuple(static_arguments(form, options_of()).items())
@@ -217,7 +217,7 @@ def test_buckets_check_what_they_are_given(sizes, error, text):
 
 @pytest.mark.parametrize(
     ("tiles", "expected"),
-    [(1, [1]), (2, [1, 1]), (3, [1, 1, 1]), (5, [2, 2, 1]), (64, [32, 32]), (128, [64, 64])],
+    [(1, [1]), (2, [1, 1]), (3, [1, 1, 1]), (5, [2, 2, 1]), (64, [32, 32]), (96, [64, 32])],
 )
 def test_a_sequence_of_one_block_gets_two(tiles, expected):
     assert cut_blocks(tiles, BLOCK_TILES, True) == expected

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from nki_paged_attn import Bucket, build_plan, count_instructions, trace_plan
 from nki_paged_attn.sim import NkiValidationError
 
 from ._cases import BF16, F16, F32, assert_within, make_case
@@ -90,6 +91,36 @@ def test_generations_mask_sections_beyond_the_first(name, target):
 @pytest.mark.parametrize("head_dim", [1, 7, 8, 16, 32, 48, 64, 80, 96, 127, 128])
 def test_head_dims(head_dim):
     make_case([17, 1], [40, 33], head_dim=head_dim).check()
+
+
+@pytest.mark.parametrize("head_dim", [129, 192, 256])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.name)
+def test_head_dims_of_two_pieces(head_dim, dtype):
+    """Prefill and decode, sections of 1024 keys, chunks and merges; every feature together."""
+    shape = {"head_dim": head_dim, "block_size": 64, "heads": 2, "kv_heads": 1, "dtype": dtype}
+    make_case([17, 1, 70], [40, 5000, 1100], **shape).check()
+    case = make_case(
+        [17, 1, 70], [40, 700, 1100], window=300, softcap=3.0, sinks=SINKS[:2], **shape
+    )
+    case.with_options(k_scale=0.5, v_scale=2.0).check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("heads", [1, 8, 64, 128])
+def test_forms_of_large_heads_fit(heads, dtype):
+    shape = {"heads": heads, "kv_heads": 1, "head_dim": 256, "block_size": 32, "dtype": dtype}
+    assert count_instructions(Bucket(8, 4096, 32768), **shape) < 20_000
+
+
+def test_a_plan_of_large_heads_fits():
+    """Of a prompt whose keys stay in SBUF."""
+    plan = build_plan([4096], [0], np.zeros((1, 0)), 32, heads=8, kv_heads=1)
+    assert trace_plan(plan, head_dim=256, blocks=1).sbuf_peak <= 212_984
+
+
+def test_rows_of_one_token_that_do_not_fit_the_partitions():
+    """More query heads than 64 for a KV head, on more keys than a bank holds scores of."""
+    make_case([1, 1], [1500, 40], heads=96, kv_heads=1, head_dim=8).check()
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 7, 16, 24, 32, 48, 64, 128, 256])

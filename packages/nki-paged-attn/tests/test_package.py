@@ -72,7 +72,7 @@ def test_cost_and_plan(capsys, tmp_path):
         ("cost --queries 1,1 --contexts 5", "--contexts must be as many as --queries, 2, got 1"),
         ("cost --heads 3 --kv-heads 2", "heads must be 1 to 128 times kv_heads, 2, got 3"),
         ("cost --target trn9", "target must be one of trn1"),
-        ("cost --head-dim 300", "head_dim must be from 1 to 128, got 300"),
+        ("cost --head-dim 300", "head_dim must be from 1 to 256, got 300"),
         ("cost --html {folder}/missing/x.html", "No such file or directory"),
         ("plan --window 0", "window must be at least 1"),
         ("plan --block-size 0", "block_size must be at least 1, got 0"),

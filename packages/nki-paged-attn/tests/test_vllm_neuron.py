@@ -125,7 +125,7 @@ def test_without_a_slot_nothing_is_written():
             ValueError,
             r"seq_lens must be as long as query_lens, \[2\], got \[1\]",
         ),
-        ({"head_dim": 200}, ValueError, "head_dim must be from 1 to 128, got 200"),
+        ({"head_dim": 300}, ValueError, "head_dim must be from 1 to 256, got 300"),
         ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
         ({"tokens": 3}, ValueError, "query_lens must sum to at most q's 3 rows, got 4"),
     ],

@@ -8,7 +8,7 @@ import numpy as np
 
 from ._arrays import FLOATS, FP8, Array, as_array
 
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 256
 MAX_GROUP = 128
 PARTITIONS = 128
@@ -86,7 +86,7 @@ def check_block_size(block_size: Any) -> None:
 
 
 def check_head_dim(head_dim: Any) -> None:
-    """Check the head dimension, which lies on the partitions."""
+    """Check the head dimension, of which two pieces lie on the partitions."""
     check_count("head_dim", head_dim)
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_DIM}, got {head_dim}")

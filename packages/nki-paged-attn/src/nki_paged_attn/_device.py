@@ -264,12 +264,21 @@ class Prepared:
 
 
 def prepare(
-    device: Device, batch: Batch, options: Options, buckets: Buckets, heads: int, block_size: int
+    device: Device,
+    batch: Batch,
+    options: Options,
+    buckets: Buckets,
+    heads: int,
+    page: tuple[int, int],
 ) -> Prepared:
-    """Plan a batch on the host, and put its table on the device."""
+    """Plan a batch on the host, and put its table on the device.
+
+    Args:
+        page: tokens of a block, and the head dimension.
+    """
     kv_heads = len(options.k_scales)
     programs = find_programs()
-    form = find_form(batch, buckets, heads, kv_heads, block_size, programs)
+    form = find_form(batch, buckets, heads, kv_heads, *page, programs)
     multiplier, options = find_folding(options)
     tables, places = form_tables(batch, form, options)
     return Prepared(

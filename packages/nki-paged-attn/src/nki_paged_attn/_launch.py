@@ -120,6 +120,7 @@ def find_form(
     heads: int,
     kv_heads: int,
     block_size: int,
+    head_dim: int,
     programs: int | None = None,
 ) -> Form:
     """Return the form that runs a batch; programs are the environment's by default."""
@@ -127,7 +128,8 @@ def find_form(
     needed = len(batch.query_lens), batch.tokens, int(keys.max(initial=0))
     bucket = buckets.find(*needed)
     programs = programs or _backend.find_programs()
-    return Form(bucket, heads // kv_heads, kv_heads, block_size, programs, not batch.is_cached)
+    group, has_new = heads // kv_heads, not batch.is_cached
+    return Form(bucket, group, kv_heads, block_size, programs, has_new, head_dim)
 
 
 def form_tables(batch: Batch, form: Form, options: Options) -> tuple[Tables, Array]:
@@ -270,8 +272,8 @@ def launch_form(
     backend: str,
 ) -> tuple[Array, Array | None]:
     """Run a batch's form; return out ``[tokens, heads, head_dim]``, lse ``[heads, tokens]``."""
-    tokens, heads, _ = q.shape
-    form = find_form(batch, buckets, heads, k.shape[1], kv_cache.shape[3])
+    tokens, heads, head_dim = q.shape
+    form = find_form(batch, buckets, heads, k.shape[1], kv_cache.shape[3], head_dim)
     if not q.size:
         lse = np.zeros((heads, tokens), np.float32)
         return np.zeros_like(q), lse if options.has_lse else None

@@ -103,7 +103,7 @@ def paged_attention(
     batch = Batch(lens, contexts, table, tokens, check_window(window))
     sizes = check_buckets(buckets)
     if device is not None:
-        prepared = prepare(device, batch, options, sizes, heads, cache.shape[3])
+        prepared = prepare(device, batch, options, sizes, heads, cache.shape[3:])
         new = tuple(device.by_head(x, prepared.places) for x in (k, v))
         out, lse = launch_prepared(device, q, new, (kv_cache[0], kv_cache[1]), prepared)
         return (out, lse) if return_lse else out

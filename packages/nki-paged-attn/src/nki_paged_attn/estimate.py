@@ -236,10 +236,11 @@ def _trace(
     )
     batch = Batch(queries, contexts, table, int(queries.sum()), check_window(window))
     bucket = check_buckets(buckets).find(len(queries), batch.tokens, int(contexts.max(initial=0)))
-    form = Form(bucket, shape.heads // kv_heads, kv_heads, shape.block_size, programs)
+    group, head_dim = shape.heads // kv_heads, shape.head_dim
+    form = Form(bucket, group, kv_heads, shape.block_size, programs, head_dim=head_dim)
     tables, _ = form_tables(batch, form, options)
     # the table is real; of the tensors only shapes matter
-    kind, head_dim = NUMPY[shape.dtype], shape.head_dim
+    kind = NUMPY[shape.dtype]
     new = ArraySpec((kv_heads, form.places, head_dim), kind)
     blocks = int(table.max(initial=0)) + 1
     pool = ArraySpec((blocks, kv_heads, shape.block_size, head_dim), NUMPY[shape.cache_dtype])

@@ -137,6 +137,7 @@ class Form:
         group: query heads of a KV head.
         programs: cores of the logical core.
         has_new: whether new tokens' keys are handed in; else they are in the cache.
+        head_dim: of queries, keys and values.
     """
 
     bucket: Bucket
@@ -145,6 +146,7 @@ class Form:
     block_size: int
     programs: int
     has_new: bool = True
+    head_dim: int = PARTITIONS
 
     @property
     def wide(self) -> int:
@@ -159,13 +161,16 @@ class Form:
     @property
     def block_tiles(self) -> tuple[int, ...]:
         """Tiles that blocks may have, the largest first."""
-        return tuple(t for t in BLOCK_TILES if t == 1 or t * self.tile_tokens <= BLOCK_TOKENS)
+        # what SBUF holds of queries and outputs in fp32
+        most = BLOCK_TILES[0] * PARTITIONS // max(PARTITIONS, self.head_dim)
+        sizes = (t for t in BLOCK_TILES if t <= most)
+        return tuple(t for t in sizes if t == 1 or t * self.tile_tokens <= BLOCK_TOKENS)
 
     @property
     def part_tokens(self) -> tuple[int, ...]:
         """Tokens that parts may have: one, and as many as 64 rows hold."""
         most = MAX_PART_ROWS // self.group
-        return tuple(sorted({n for n in (1, most) if n >= 1}))
+        return tuple(sorted({1, most})) if most else ()
 
     @property
     def most_parts(self) -> int:
@@ -190,7 +195,9 @@ class Form:
         """All loops, in the order in which the kernel runs them."""
         found = [Loop((BLOCKS, t), 3 * t + BLOCK_FIELDS, 1) for t in self.block_tiles]
         for tokens in self.part_tokens:
-            counts = (TOGETHER, 1) if tokens == 1 else (1,)
+            # keys of all of them are in SBUF
+            together = TOGETHER * PARTITIONS // max(PARTITIONS, self.head_dim)
+            counts = (together, 1) if tokens == 1 else (1,)
             for chunks in PART_CHUNKS:
                 sections, _ = self.sections_of(chunks)
                 width = sections + PART_FIELDS

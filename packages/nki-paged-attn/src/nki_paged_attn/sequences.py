@@ -108,7 +108,7 @@ def cover(tiles: int, sizes: tuple[int, ...]) -> list[int]:
 def cut_blocks(tiles: int, sizes: tuple[int, ...], is_cut: bool) -> list[int]:
     """Return the blocks of a sequence's tiles; where one would be most of it, halves or so."""
     found = cover(tiles, sizes)
-    if is_cut and tiles > 1 and 2 * found[0] > tiles:
+    if is_cut and 1 < tiles <= sizes[0] and 2 * found[0] > tiles:
         most = 1 << (tiles // 2).bit_length() - 1
         return cover(tiles, tuple(s for s in sizes if s <= most))
     return found

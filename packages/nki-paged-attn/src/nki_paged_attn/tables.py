@@ -208,21 +208,21 @@ class _Builder:
                 part[:, :, -1] = row[:, :, 0]
                 sinks: Any = self.scales.sinks + self.heads[:, 0] * PARTITIONS
                 slot: Any = NOWHERE
-                place: Any = places
+                ends = places
                 if slots is not None:
                     part[:, :, -1] = NOWHERE
                     slot = slots[:, number]
                 if not is_last:
                     # the other one has what is behind the wide sections, and the sink
                     nothing = self.section(sequence, own.source, 0, 0, 1)
-                    place, _ = self.put([nothing] * width)
+                    ends, _ = self.put([nothing] * width)
                     chunk_count, sinks = 0, self.scales.nothing
                 fields = (
                     begins + lower * size,
                     begins + upper * size,
-                    place,
-                    place + chunk_count * size,
-                    place + chunk_count * size,
+                    ends,
+                    ends + chunk_count * size,
+                    ends + chunk_count * size,
                     sinks,
                     slot,
                 )

@@ -15,7 +15,7 @@ sections of keys all its tiles may see: wide ones of 128 partitions of several t
 import nki.isa as nisa
 import nki.language as nl
 
-from .common import BANK, P, turn_keys, turn_queries
+from .common import BANK, P, cut_head_dim, turn_keys, turn_queries
 from .prefill import NEGATED, OUTPUT, TOTAL, exponentiate, find_maximum, score, turn, weigh
 from .rows import (
     find_scaling,
@@ -74,17 +74,18 @@ def begin_tiles(inputs, options, row, tiles):
 
 def score_chunks(state, keys):
     """Return raw products [128 rows, keys] in PSUM, chunk by chunk."""
-    chunks = keys.shape[1]
+    chunks = keys[0].shape[1]
     scores = nl.ndarray((P, chunks * P), dtype=nl.float32, buffer=nl.psum)
     part = BANK // P
     for start in range(0, chunks, part):
         end = min(start + part, chunks)
-        nisa.nc_matmul(
-            dst=scores[:, start * P : end * P],
-            stationary=state[0],
-            moving=keys[:, start:end, :],
-            accumulate=False,
-        )
+        for piece in range(len(keys)):
+            nisa.nc_matmul(
+                dst=scores[:, start * P : end * P],
+                stationary=state[0][piece],
+                moving=keys[piece][:, start:end, :],
+                accumulate=piece > 0,
+            )
     return scores
 
 
@@ -180,21 +181,28 @@ def run_diagonal(inputs, options, states, limits, row, first, chunks, reaches):
             indirect_dim=0,
         ),
     )
-    keys = nl.ndarray((head_dim, chunks, P), dtype=dtype, buffer=nl.sbuf)
+    pieces = cut_head_dim(head_dim)
+    keys = []
+    for start, end in pieces:
+        keys.append(nl.ndarray((end - start, chunks, P), dtype=dtype, buffer=nl.sbuf))
     values = nl.ndarray((P, chunks, head_dim), dtype=dtype, buffer=nl.sbuf)
     for chunk in range(chunks):
         own = sections[:, chunk * SECTION : (chunk + 1) * SECTION]
         raw, part = gather_keys(inputs, options, own, 1, False)
-        turned = nl.ndarray((head_dim, P), dtype=dtype, buffer=nl.psum)
-        nisa.nc_transpose(dst=turned, data=raw[:, 0, :], engine=nisa.engine.tensor)
-        nisa.activation(dst=keys[:, chunk, :], op=nl.copy, data=turned)
+        for piece in range(len(pieces)):
+            start, end = pieces[piece]
+            turned = nl.ndarray((end - start, P), dtype=dtype, buffer=nl.psum)
+            nisa.nc_transpose(dst=turned, data=raw[:, 0, start:end], engine=nisa.engine.tensor)
+            nisa.activation(dst=keys[piece][:, chunk, :], op=nl.copy, data=turned)
         nisa.tensor_copy(dst=values[:, chunk, :], src=part[:, 0, :], engine=nisa.engine.gpsimd)
     works = start_works(inputs, options, states, limits, sections[:, 0:SECTION])
     own = []
     for tile in range(tiles):
         if reaches[tile] > 0:
             work = works[tile]
-            work["keys"] = keys[:, : reaches[tile], :]
+            work["keys"] = []
+            for part in keys:
+                work["keys"].append(part[:, : reaches[tile], :])
             work["values"] = values[:, : reaches[tile], :]
             work["by_chunk"] = 1
             own.append(work)

@@ -42,14 +42,24 @@ def gather_queries(q, q_index, tile, rows, group, kv_head, dtype):
     return raw
 
 
+def cut_head_dim(head_dim):
+    """Return the first and end column of each piece of a head that fits the partitions."""
+    pieces = []
+    for start in range(0, head_dim, P):
+        pieces.append((start, min(start + P, head_dim)))
+    return pieces
+
+
 def turn_queries(raw, dtype):
-    """Return the rows of a tile as [head_dim, rows], the stationary operand."""
+    """Return the rows of a tile as [head_dim, rows], the stationary operand: a tile of a piece."""
     rows = raw.shape[0]
-    width = raw.shape[1]
-    turned = nl.ndarray((width, rows), dtype=dtype, buffer=nl.psum)
-    nisa.nc_transpose(dst=turned, data=raw, engine=nisa.engine.tensor)
-    result = nl.ndarray((width, rows), dtype=dtype, buffer=nl.sbuf)
-    copy_to(result, turned, False)
+    result = []
+    for start, end in cut_head_dim(raw.shape[1]):
+        turned = nl.ndarray((end - start, rows), dtype=dtype, buffer=nl.psum)
+        nisa.nc_transpose(dst=turned, data=raw[:, start:end], engine=nisa.engine.tensor)
+        own = nl.ndarray((end - start, rows), dtype=dtype, buffer=nl.sbuf)
+        copy_to(own, turned, False)
+        result.append(own)
     return result
 
 
@@ -140,18 +150,24 @@ def gather_section(inputs, tables, options, number, kv_head):
 
 
 def turn_keys(keys, dtype):
-    """Return the keys of a section as [head_dim, tokens, 128]: column ``t, p`` is token
-    ``p * tokens + t``."""
+    """Return the keys of a section as [head_dim, tokens, 128], a tile of each piece of a head.
+
+    Column ``t, p`` is token ``p * tokens + t``.
+    """
     tokens = keys.shape[1]
-    head_dim = keys.shape[2]
-    turned = nl.ndarray((head_dim, tokens, P), dtype=dtype, buffer=nl.psum)
-    for t in range(tokens):
-        nisa.nc_transpose(dst=turned[:, t, :], data=keys[:, t, :], engine=nisa.engine.tensor)
-    result = nl.ndarray((head_dim, tokens, P), dtype=dtype, buffer=nl.sbuf)
-    half = (tokens + 1) // 2
-    copy_to(result[:, :half, :], turned[:, :half, :], True)
-    if half < tokens:
-        copy_to(result[:, half:, :], turned[:, half:, :], False)
+    result = []
+    for start, end in cut_head_dim(keys.shape[2]):
+        turned = nl.ndarray((end - start, tokens, P), dtype=dtype, buffer=nl.psum)
+        for t in range(tokens):
+            nisa.nc_transpose(
+                dst=turned[:, t, :], data=keys[:, t, start:end], engine=nisa.engine.tensor
+            )
+        own = nl.ndarray((end - start, tokens, P), dtype=dtype, buffer=nl.sbuf)
+        half = (tokens + 1) // 2
+        copy_to(own[:, :half, :], turned[:, :half, :], True)
+        if half < tokens:
+            copy_to(own[:, half:, :], turned[:, half:, :], False)
+        result.append(own)
     return result
 
 

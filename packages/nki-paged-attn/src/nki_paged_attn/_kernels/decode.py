@@ -20,6 +20,7 @@ from .common import (
     TINY,
     P,
     copy_to,
+    cut_head_dim,
     gather_queries,
     gather_section,
     store_rows,
@@ -54,21 +55,30 @@ def start_rows(inputs, tables, options, tile, rows, kv_head):
     else:
         nisa.memset(dst=negated, value=options["no_maximum"], engine=nisa.engine.gpsimd)
         nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
-    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=output, value=0.0, engine=nisa.engine.gpsimd)
-    return [turned, negated, total, output, tile, rows]
+    return [turned, negated, total, start_output(head_dim, rows), tile, rows]
+
+
+def start_output(head_dim, rows):
+    """Return zeros [head_dim, rows], a tile of each piece of a head."""
+    output = []
+    for start, end in cut_head_dim(head_dim):
+        own = nl.ndarray((end - start, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=own, value=0.0, engine=nisa.engine.gpsimd)
+        output.append(own)
+    return output
 
 
 def multiply_keys(scores, part, state):
     """Write the raw products of one section."""
     keys = part[0]
-    for t in range(keys.shape[1]):
-        nisa.nc_matmul(
-            dst=scores[:, part[1] + t, :],
-            stationary=keys[:, t, :],
-            moving=state[0],
-            accumulate=False,
-        )
+    for t in range(keys[0].shape[1]):
+        for piece in range(len(keys)):
+            nisa.nc_matmul(
+                dst=scores[:, part[1] + t, :],
+                stationary=keys[piece][:, t, :],
+                moving=state[0][piece],
+                accumulate=piece > 0,
+            )
 
 
 def score_round(work, inputs, tables, options, kv_head):
@@ -98,6 +108,7 @@ def score_round(work, inputs, tables, options, kv_head):
     source = options["sections"][numbers[0][0]][0]
     work["factor"] = options["factors"][source][kv_head]
     work["v_scale"] = options["v_scales"][source][kv_head]
+    work["has_v_tile"] = False
     work["is_masked"] = 0
     for item in numbers:
         work["is_masked"] = max(work["is_masked"], item[1])
@@ -245,45 +256,76 @@ def weigh(work):
     probabilities = work["probabilities"]
     correction = work["correction"]
     rows = state[5]
-    head_dim = state[OUTPUT].shape[0]
-    product = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.psum)
-    at = 0
-    for part in work["values"]:
-        tokens = part.shape[1]
-        for t in range(tokens):
-            nisa.nc_matmul(
-                dst=product,
-                stationary=part[:, t, :],
-                moving=probabilities[:, at + t, :],
-                accumulate=at + t > 0,
-            )
-        at = at + tokens
+    products = []
+    start = 0
+    for piece in range(len(state[OUTPUT])):
+        size = state[OUTPUT][piece].shape[0]
+        product = nl.ndarray((size, rows), dtype=nl.float32, buffer=nl.psum)
+        at = 0
+        for part in work["values"]:
+            tokens = part.shape[1]
+            for t in range(tokens):
+                nisa.nc_matmul(
+                    dst=product,
+                    stationary=part[:, t, start : start + size],
+                    moving=probabilities[:, at + t, :],
+                    accumulate=at + t > 0,
+                )
+            at = at + tokens
+        products.append(product)
+        start = start + size
     sums = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=sums, op=nl.add, data=work["exact"].permute((0, 2, 1)), axis=2)
     kept = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=kept, data1=state[TOTAL], data2=correction, op=nl.multiply)
     total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_tensor(dst=total, data1=kept, data2=sums, op=nl.add)
-    old = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=old, data1=state[OUTPUT], data2=correction[:head_dim, :], op=nl.multiply)
-    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.scalar_tensor_tensor(
-        dst=output,
-        data=product,
-        op0=nl.multiply,
-        operand0=work["v_scale"],
-        op1=nl.add,
-        operand1=old,
-    )
     state[TOTAL] = total
-    state[OUTPUT] = output
+    for piece in range(len(products)):
+        kept = state[OUTPUT][piece]
+        size = kept.shape[0]
+        scale = work["v_scale"]
+        if work["has_v_tile"]:
+            scale = scale[:size, :]
+        old = nl.ndarray((size, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=old, data1=kept, data2=correction[:size, :], op=nl.multiply)
+        output = nl.ndarray((size, rows), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.scalar_tensor_tensor(
+            dst=output,
+            data=products[piece],
+            op0=nl.multiply,
+            operand0=scale,
+            op1=nl.add,
+            operand1=old,
+        )
+        state[OUTPUT][piece] = output
+
+
+def turn_output(output, inverse, target):
+    """Multiply pieces [head_dim, rows] by a number for each row, and return [rows, head_dim]."""
+    rows = output[0].shape[1]
+    dtype = target.dtype
+    head_dim = target.shape[1]
+    turned = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.psum)
+    start = 0
+    for own in output:
+        size = own.shape[0]
+        # rounded before it is turned, which takes a quarter of the time in 16 bits
+        divided = nl.ndarray((size, rows), dtype=dtype, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=divided, data1=own, data2=inverse[:size, :], op=nl.multiply)
+        nisa.nc_transpose(
+            dst=turned[:, start : start + size], data=divided, engine=nisa.engine.tensor
+        )
+        start = start + size
+    result = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.sbuf)
+    copy_to(result, turned, False)
+    return result
 
 
 def finish_rows(outputs, tables, options, state, kv_head):
     """Add up the partitions' sums, divide, round, turn, and store."""
     tile = state[4]
     rows = state[5]
-    head_dim = state[OUTPUT].shape[0]
     group = options["group"]
     total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(dst=total, stationary=tables["ones"], moving=state[TOTAL], accumulate=False)
@@ -291,16 +333,7 @@ def finish_rows(outputs, tables, options, state, kv_head):
     nisa.tensor_scalar(dst=safe, data=total, op0=nl.maximum, operand0=TINY)
     inverse = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.reciprocal(dst=inverse, data=safe)
-    # rounded before it is turned, which takes a quarter of the time in 16 bits
-    dtype = outputs["out"].dtype
-    divided = nl.ndarray((head_dim, rows), dtype=dtype, buffer=nl.sbuf)
-    nisa.tensor_tensor(
-        dst=divided, data1=state[OUTPUT], data2=inverse[:head_dim, :], op=nl.multiply
-    )
-    turned = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.psum)
-    nisa.nc_transpose(dst=turned, data=divided, engine=nisa.engine.tensor)
-    result = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.sbuf)
-    copy_to(result, turned, False)
+    result = turn_output(state[OUTPUT], inverse, outputs["out"])
     store_rows(outputs["out"], tables["q_index"], tile, rows, group, kv_head, result)
     if options["has_lse"]:
         # every row of this path sees a key, so that no logarithm is of 0

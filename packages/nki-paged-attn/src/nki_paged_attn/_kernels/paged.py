@@ -38,7 +38,7 @@ def paged_attention_kernel(
 ):
     """Attention of packed queries to a paged cache and to the new tokens' keys and values.
 
-    Dimensions: tokens and heads of q in one, kv_heads, new = tokens padded to 8, head_dim to 128.
+    Dimensions: tokens and heads of q in one, kv_heads, new = tokens padded to 8, head_dim to 256.
 
     Args:
         q: ``[tokens * heads, head_dim]``; head ``h`` reads KV head ``h // group``.

@@ -7,7 +7,8 @@ Pseudocode, for the pairs of one step:
     p = exp(factor * s - m');  l = l * exp(m - m') + rowsum(p)        ScalarE, VectorE
     o = o * exp(m - m') + p @ v                   TensorE turns p first; VectorE
 
-Dimensions: rows 128, keys up to 1024 = 128 partitions x tokens, head_dim up to 128.
+Dimensions: rows 128, keys up to 1024 = 128 partitions x tokens, head_dim up to 256, of which pieces
+of 128 are contracted one after the other.
 """
 
 import nki.isa as nisa
@@ -74,19 +75,20 @@ def score(state, keys, reach):
     Of the keys, those of the first ``reach`` partitions.
     """
     rows = state[5]
-    tokens = keys.shape[1]
+    tokens = keys[0].shape[1]
     width = reach * tokens
     scores = nl.ndarray((rows, width), dtype=nl.float32, buffer=nl.psum)
-    ordered = keys.permute((0, 2, 1))
     part = BANK // tokens
     for start in range(0, reach, part):
         end = min(start + part, reach)
-        nisa.nc_matmul(
-            dst=scores[:, start * tokens : end * tokens],
-            stationary=state[0],
-            moving=ordered[:, start:end, :],
-            accumulate=False,
-        )
+        for piece in range(len(keys)):
+            ordered = keys[piece].permute((0, 2, 1))
+            nisa.nc_matmul(
+                dst=scores[:, start * tokens : end * tokens],
+                stationary=state[0][piece],
+                moving=ordered[:, start:end, :],
+                accumulate=piece > 0,
+            )
     return scores
 
 

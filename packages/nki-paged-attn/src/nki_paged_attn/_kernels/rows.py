@@ -4,6 +4,7 @@ import nki.isa as nisa
 import nki.language as nl
 
 from .common import TINY, P, copy_to, finish_lse
+from .decode import turn_output
 
 
 def load_row(tables, at, width, offset):
@@ -135,25 +136,16 @@ def store_tile(outputs, options, index, state):
 
 
 def store_columns(outputs, options, index, total, negated, output):
-    """Divide [head_dim, rows] by the rows' sums, turn, and store.
+    """Divide pieces [head_dim, rows] by the rows' sums, turn, and store.
 
     ``total`` and ``negated`` hold the sums and negated maxima on every partition.
     """
-    head_dim = output.shape[0]
-    rows = output.shape[1]
-    dtype = outputs["out"].dtype
+    rows = output[0].shape[1]
     safe = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=safe, data=total, op0=nl.maximum, operand0=TINY)
     inverse = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.reciprocal(dst=inverse, data=safe)
-    # rounded before it is turned, which takes a quarter of the time in 16 bits
-    divided = nl.ndarray((head_dim, rows), dtype=dtype, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=divided, data1=output, data2=inverse[:head_dim, :], op=nl.multiply)
-    turned = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.psum)
-    nisa.nc_transpose(dst=turned, data=divided, engine=nisa.engine.tensor)
-    result = nl.ndarray((rows, head_dim), dtype=dtype, buffer=nl.sbuf)
-    copy_to(result, turned, False)
-    scatter_rows(outputs["out"], index, result)
+    scatter_rows(outputs["out"], index, turn_output(output, inverse, outputs["out"]))
     if options["has_lse"]:
         logs = nl.ndarray((1, rows), dtype=nl.float32, buffer=nl.sbuf)
         nisa.activation(dst=logs, op=nl.log, data=safe[0:1, :])

@@ -10,8 +10,17 @@ and masks. What several parts found is merged:
 import nki.isa as nisa
 import nki.language as nl
 
-from .common import BANK, FP32_MIN, P, gather, turn_keys, turn_queries
-from .decode import NEGATED, OUTPUT, TOTAL, exponentiate, keep_maximum, multiply_keys, weigh
+from .common import BANK, FP32_MIN, P, cut_head_dim, gather, turn_keys, turn_queries
+from .decode import (
+    NEGATED,
+    OUTPUT,
+    TOTAL,
+    exponentiate,
+    keep_maximum,
+    multiply_keys,
+    start_output,
+    weigh,
+)
 from .rows import (
     as_rows,
     find_scaling,
@@ -117,14 +126,10 @@ def begin_part(part, inputs, options):
         nisa.memset(dst=total[0:1, :], value=1.0, engine=nisa.engine.gpsimd)
     else:
         nisa.memset(dst=negated, value=options["no_maximum"], engine=nisa.engine.gpsimd)
-    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=output, value=0.0, engine=nisa.engine.gpsimd)
-    part["state"] = [turned, negated, total, output, 0, rows]
+    part["state"] = [turned, negated, total, start_output(head_dim, rows), 0, rows]
     scaling, v_scale = find_scaling(inputs, options, part["row"], part["first"] + SCALES)
     part["scaling"] = scaling
     part["v_scale"] = v_scale
-    if options["is_scaled"]:
-        part["v_scale"] = v_scale[:head_dim, :]
     if spec[2]:
         first = part["first"] + FIELDS
         tokens = spec[1]
@@ -197,13 +202,14 @@ def score_part(work, options):
         values.append(part["values"][number])
         part["keys"][number] = 0
         part["values"][number] = 0
-        at = at + turned.shape[1]
+        at = at + turned[0].shape[1]
     multiply_keys(scores, waiting, part["state"])
     work["state"] = part["state"]
     work["scores"] = scores
     work["values"] = values
     work["chunks"] = chunks
     work["v_scale"] = part["v_scale"]
+    work["has_v_tile"] = options["is_scaled"]
 
 
 def mask_part(scores, positions, limits, group):
@@ -284,7 +290,6 @@ def finish_part(part, inputs, outputs, options):
     """Store the result of a part that is all of its sequence, or what it adds to others."""
     state = part["state"]
     rows = state[5]
-    head_dim = state[OUTPUT].shape[0]
     row = part["row"]
     first = part["first"]
     total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.psum)
@@ -298,23 +303,32 @@ def finish_part(part, inputs, outputs, options):
     )
     nisa.tensor_copy(dst=statistics[:, rows:], src=total[0:1, :], engine=nisa.engine.vector)
     slot = row[0:1, first + SLOT : first + SLOT + 1]
-    store_slot(outputs, part["spec"][1], slot, statistics, state[OUTPUT], head_dim)
+    store_slot(outputs, part["spec"][1], slot, statistics, state[OUTPUT])
 
 
-def store_slot(outputs, tokens, slot, statistics, output, head_dim):
+def store_slot(outputs, tokens, slot, statistics, output):
     """Store the statistics [1, 2 rows] and output [head_dim, rows] of a part that has a slot."""
-    rows = output.shape[1]
+    rows = output[0].shape[1]
     parts = outputs["parts"][str(tokens)]
     nisa.dma_copy(
         dst=parts[0].ap(pattern=[[2 * rows, 1], [1, 2 * rows]], scalar_offset=slot, indirect_dim=0),
         src=statistics,
         oob_mode=nisa.oob_mode.skip,
     )
-    nisa.dma_copy(
-        dst=parts[1].ap(pattern=[[rows, head_dim], [1, rows]], scalar_offset=slot, indirect_dim=0),
-        src=output,
-        oob_mode=nisa.oob_mode.skip,
-    )
+    start = 0
+    for own in output:
+        size = own.shape[0]
+        nisa.dma_copy(
+            dst=parts[1].ap(
+                pattern=[[rows, size], [1, rows]],
+                offset=start * rows,
+                scalar_offset=slot,
+                indirect_dim=0,
+            ),
+            src=own,
+            oob_mode=nisa.oob_mode.skip,
+        )
+        start = start + size
 
 
 def clear_slot(inputs, outputs, options, tokens):
@@ -324,15 +338,14 @@ def clear_slot(inputs, outputs, options, tokens):
     statistics = nl.ndarray((1, 2 * rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=statistics[:, :rows], value=options["no_maximum"])
     nisa.memset(dst=statistics[:, rows:], value=0.0)
-    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=output, value=0.0)
     parts = outputs["parts"][str(tokens)]
     slot = nl.program_id(0)
-    size = head_dim * rows
     nisa.dma_copy(dst=parts[0][slot : slot + 1, :], src=statistics)
-    nisa.dma_copy(
-        dst=parts[1].ap(pattern=[[rows, head_dim], [1, rows]], offset=slot * size), src=output
-    )
+    at = slot * head_dim * rows
+    for own in start_output(head_dim, rows):
+        size = own.shape[0]
+        nisa.dma_copy(dst=parts[1].ap(pattern=[[rows, size], [1, rows]], offset=at), src=own)
+        at = at + size * rows
 
 
 def run_parts(at, count, spec, inputs, outputs, options):
@@ -393,15 +406,21 @@ def merge_parts(at, count, tokens, inputs, outputs, options):
             dst=both,
             src=parts[0].ap(pattern=[[0, P], [1, 2 * rows]], scalar_offset=slot, indirect_dim=0),
         )
-        own = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.dma_copy(
-            dst=own,
-            src=parts[1].ap(
-                pattern=[[rows, head_dim], [1, rows]], scalar_offset=slot, indirect_dim=0
-            ),
-        )
+        pieces = []
+        for start, end in cut_head_dim(head_dim):
+            own = nl.ndarray((end - start, rows), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.dma_copy(
+                dst=own,
+                src=parts[1].ap(
+                    pattern=[[rows, end - start], [1, rows]],
+                    offset=start * rows,
+                    scalar_offset=slot,
+                    indirect_dim=0,
+                ),
+            )
+            pieces.append(own)
         statistics.append(both)
-        found.append(own)
+        found.append(pieces)
     negated = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=negated, src=statistics[0][:, :rows], engine=nisa.engine.vector)
     for number in range(1, count):
@@ -410,8 +429,7 @@ def merge_parts(at, count, tokens, inputs, outputs, options):
         )
     total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=total, value=0.0)
-    output = nl.ndarray((head_dim, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=output, value=0.0)
+    output = start_output(head_dim, rows)
     for number in range(count):
         own = statistics[number]
         weight = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
@@ -419,8 +437,9 @@ def merge_parts(at, count, tokens, inputs, outputs, options):
         nisa.activation(dst=weight, op=nl.exp, data=weight)
         nisa.tensor_tensor(dst=own[:, rows:], data1=own[:, rows:], data2=weight, op=nl.multiply)
         nisa.tensor_tensor(dst=total, data1=total, data2=own[:, rows:], op=nl.add)
-        nisa.tensor_tensor(
-            dst=found[number], data1=found[number], data2=weight[:head_dim, :], op=nl.multiply
-        )
-        nisa.tensor_tensor(dst=output, data1=output, data2=found[number], op=nl.add)
+        for piece in range(len(output)):
+            own = found[number][piece]
+            size = own.shape[0]
+            nisa.tensor_tensor(dst=own, data1=own, data2=weight[:size, :], op=nl.multiply)
+            nisa.tensor_tensor(dst=output[piece], data1=output[piece], data2=own, op=nl.add)
     store_columns(outputs, options, row[:rows, count : count + 1], total, negated, output)

@@ -151,9 +151,9 @@ def prepare(
     where = torch.device(device)
     prepared = None
     if where.type in _device.TORCH_DEVICES:
-        prepared = _device.prepare(
-            _device.TorchDevice(where), batch, options, check_buckets(buckets), heads, block_size
-        )
+        neuron, sizes = _device.TorchDevice(where), check_buckets(buckets)
+        page = block_size, head_dim
+        prepared = _device.prepare(neuron, batch, options, sizes, heads, page)
     elif where.type != "cpu":
         raise ValueError(f"device must be Neuron's or the CPU, got {where}")
     blocks = (num_blocks, kv_heads, block_size, head_dim)
