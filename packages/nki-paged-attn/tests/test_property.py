@@ -1,7 +1,8 @@
 """Batches, shapes and features drawn together.
 
-30 examples by default; ``NKI_PAGED_ATTN_EXAMPLES=500`` for a long run. A failure prints the
-smallest example found and the line that reproduces it.
+30 examples by default; ``NKI_PAGED_ATTN_EXAMPLES=500`` for a long run, which also has what takes
+too long for every change. A failure prints the smallest example found and the line that reproduces
+it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from nki_paged_attn import paged_attention, paged_attention_reference
 
+from . import _vllm
 from ._cases import BF16, F16, F32, make_case, poisoned
 
 EXAMPLES = int(os.environ.get("NKI_PAGED_ATTN_EXAMPLES", "30"))
+long_run = pytest.mark.skipif(EXAMPLES < 100, reason="takes a minute: NKI_PAGED_ATTN_EXAMPLES=100")
 
 bounded = settings(
     max_examples=EXAMPLES,
@@ -76,3 +81,14 @@ def test_matches_the_reference(case, target, programs):
     finally:
         for name, value in old.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@long_run
+@pytest.mark.parametrize("setting", [s for s in _vllm.SETTINGS if s[-1] and s[5] != 16], ids=str)
+def test_the_old_bf16_settings_in_fp32(setting):
+    """Point 1 at 1e-5, for the settings that test_acceptance.py leaves out."""
+    call = _vllm.draw(setting)
+    exact, _ = paged_attention_reference(*call.packed)
+    np.testing.assert_allclose(
+        paged_attention(*call.packed, backend="sim"), exact, atol=1e-5, rtol=0
+    )

@@ -19,6 +19,7 @@ from .virtual import VirtualRegister
 PAGE = "nki.tensor"
 INDEXING = "nki/get-started/nki-language-guide, tensor indexing"
 T = TypeVar("T", bound="View")
+ITEMSIZES = {name: dtype.itemsize for name, dtype in NUMPY.items()}
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,7 @@ class View:
 
     @property
     def itemsize(self) -> int:
-        nbytes: int = NUMPY[self.dtype].itemsize
-        return nbytes
+        return ITEMSIZES[self.dtype]
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -424,7 +424,7 @@ class View:
     @property
     def free_size(self) -> int:
         """Elements per partition."""
-        return self.size // self.shape[0] if self.shape[0] else 0
+        return math.prod(self.shape[1:]) if self.shape[0] else 0
 
     @property
     def partition_step(self) -> int:
