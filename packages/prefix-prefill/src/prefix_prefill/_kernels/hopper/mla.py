@@ -280,5 +280,5 @@ def mla_kernel(
             (produce, (work, inputs, pipeline, TILE)),
         ],
         [4, 1],
-        [232, 40],
+        [224, 56],
     )

@@ -3,8 +3,6 @@
 from ._linked.compat import copy_in, gl, gluon, mbarrier
 from ._linked.pipeline import EMPTY, SEARCH_CHUNK, barrier_sync, coordinates
 from .mla_structures import Work
-from .producer import LANES, look_up
-from .structures import Seen
 
 # columns of a half of the values
 HALF = gl.constexpr(256)
@@ -69,17 +67,27 @@ def work_of(program, cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE: gl.constexpr
 
 
 @gluon.jit
+def _rows_of(tile, last, entries, inputs, TILE: gl.constexpr):
+    """Return where each piece of a tile begins in the map of the cache."""
+    rows = ()
+    for i in gl.static_range(TILE.BLOCK_N // TILE.PIECE):
+        key = tile * TILE.BLOCK_N + i * TILE.PIECE
+        entry = entries + (key // TILE.PAGE).to(gl.int64) * inputs.table.stride_page
+        page = gl.load(entry, mask=key < last, other=0).to(gl.int32)
+        rows += (page * inputs.page_rows + key % TILE.PAGE,)
+    return rows
+
+
+@gluon.jit
 def _copy_columns(tile, rows, last, desc, full, memory, COLUMN: gl.constexpr, TILE: gl.constexpr):
-    """Copy columns of a tile of keys from its pages, of which ``rows`` holds one row a lane.
+    """Copy columns of a tile of keys, whose pieces begin at ``rows``.
 
     Keys from ``last`` on are not read, and become zeros.
     """
     PIECE: gl.constexpr = TILE.PIECE
-    index = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))  # [LANES]
     for i in gl.static_range(TILE.BLOCK_N // PIECE):
-        row = gl.sum(gl.where(index == i, rows, 0), 0)
         size = gl.maximum(gl.minimum(last - (tile * TILE.BLOCK_N + i * PIECE), PIECE), 0)
-        x, y, head, start, _ = coordinates(0, 0, row, size, 0, True)
+        x, y, head, start, _ = coordinates(0, 0, rows[i], size, 0, True)
         where = (x, y, head, start, COLUMN)
         copy_in(desc, where, full, memory.slice(i * PIECE, PIECE, 3))
 
@@ -92,13 +100,11 @@ def produce(work, inputs, pipeline, TILE: gl.constexpr):
     half, rest, table = inputs.half_desc, inputs.rest_desc, inputs.table
     entries = table.ptr + work.sequence.to(gl.int64) * table.stride_sequence
     last = work.last
-    seen = Seen(0, 0, last)
-    index = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))  # [LANES]
     steps = work.end - work.begin
     for step in range(steps):
         tile = work.end - 1 - step
-        pages = look_up(entries, table.stride_page, tile, seen, TILE)
-        rows = pages * inputs.page_rows + (tile * TILE.BLOCK_N + index * TILE.PIECE) % TILE.PAGE
+        # looked up before there is room
+        rows = _rows_of(tile, last, entries, inputs, TILE)
         stage = step % STAGES
         full = pipeline.low_full.index(stage)
         if step >= STAGES:
