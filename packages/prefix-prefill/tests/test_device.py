@@ -6,6 +6,7 @@ import pytest
 import torch
 from prefix_prefill import paged_attention_reference, paged_attn_func, reshape_and_cache
 
+from . import _mla
 from ._linked.budget import assert_no_worse_than_eager, assert_same, offsets
 from ._numerics import Case, Problem, check, make_case, run
 
@@ -59,6 +60,30 @@ def test_graph_of_a_decode_step_with_new_lengths_and_fewer_sequences(device):
     want = run(case)
     assert_same(results, want)
     assert not results["out"][2:].any()
+
+
+@pytest.mark.parametrize(("heads", "page"), [(128, 64), (16, 16), (16, 1)])
+def test_latent_attention_in_a_graph_with_new_lengths(heads, page, device):
+    """Decoding, on the kernel for Hopper and, with pages of one token, on the portable one."""
+    lengths = ((1, 500), (1, 70), (1, 3000), (1, 64))
+    case = _mla.make_case(_mla.Problem(lengths, heads, page), torch.bfloat16, device)
+    graph, results = capture(case)
+    _mla.check(case)
+    case.options["seqlens_k"].copy_(torch.tensor([300, 12, 2900, 1], dtype=torch.int32))
+    case.options["cu_seqlens_q"].copy_(offsets([1, 1, 1, 0], device))
+    graph.replay()
+    assert_same(results, case())
+    assert not results["out"][3:].any()
+
+
+@pytest.mark.parametrize("splits", [0, 1, 5])
+def test_latent_attention_repeats_bit_for_bit(splits, device):
+    lengths = ((1, 8192), (70, 4000), (3, 3), (1, 65))
+    case = _mla.make_case(_mla.Problem(lengths, 64, 64), torch.bfloat16, device)
+    case = case.with_options(num_splits=splits)
+    want = _mla.check(case)
+    for _ in range(50):
+        assert_same(case(), want)
 
 
 def test_second_stream(device):
