@@ -22,8 +22,9 @@ KINDS = {
     "columns": HopperBackwardTile(64, 2, 2),
     "softcap": HopperBackwardTile(64, 3, 3),
     "wide": HopperBackwardTile(64, 2, 2, block_n=64),
+    "apart": HopperBackwardTile(64, 2, 2, is_apart=True),
 }
-kinds = pytest.mark.parametrize("tile", ["rows", "columns", "wide"])
+kinds = pytest.mark.parametrize("tile", ["rows", "columns", "wide", "apart"])
 
 
 @pytest.fixture
@@ -74,6 +75,11 @@ CASES = [
     ("wide", Shape(1, 130, 150, 1, 1, 136), ("causal",)),
     ("wide", Shape(1, 130, 150, 2, 1, 192, 128), ("causal",)),
     ("wide", Shape(1, 100, 140, 1, 1, 96, 192), ("window_left",)),
+    # dv by a launch of its own
+    ("apart", Shape(1, 300, 150, 2, 1, 192), ()),
+    ("apart", Shape(1, 270, 200, 1, 1, 160), ("causal", "softcap")),
+    ("apart", Shape(2, 100, 300, 2, 2, 192, 128), ("window",)),
+    ("apart", Shape(1, 200, 330, 1, 1, 48, 144), ("causal",)),
 ]
 
 
@@ -99,6 +105,7 @@ FEATURES = [
     ("columns", Shape(2, 150, 60, 2, 2, 128), ("alibi_batch", "window_right", "softcap")),
     ("wide", Shape(1, 280, 250, 1, 1, 256), ("alibi",)),
     ("columns", Shape(1, 130, 150, 2, 1, 96), ("causal", "dropout", "alibi")),
+    ("apart", Shape(1, 300, 280, 2, 1, 160), ("alibi",)),
 ]
 
 
@@ -188,7 +195,7 @@ def test_backward_reads_nothing_of_others(tile, backward):
     assert (got["dq"][70:220] - want["dq"][70:220]).norm() <= 2.0**-8 * want["dq"].norm()
 
 
-@kinds
+@pytest.mark.parametrize("tile", ["rows", "columns", "wide"])
 def test_bits_in_order_are_those_of_a_sequence_alone(tile, backward):
     backward(KINDS[tile])
     case = make_packed(PACKED, torch.bfloat16, "cpu", ("causal",)).with_options(deterministic=True)
@@ -266,6 +273,15 @@ MISTAKES = [
     ("wide", "_walk_gradients", "turn // STAGES_O & 1", "0"),
     ("wide", "_walk_gradients", WAIT_MORE, "pass"),
     ("wide", "_columns", "2 * W + SECOND", "2 * W"),
+    ("apart", "_walk_values", "barrier_arrive(EMPTY + stage, PARTIES, 4)", "pass"),
+    ("apart", "_walk_values", "turn // STAGES_Q & 1", "0"),
+    ("apart", "_walk_values", "turn // STAGES_O & 1", "0"),
+    ("apart", "_walk_values", ", pred=turn < total", ""),
+    ("apart", "_walk_values", "tile * BLOCK_M + block.diagonal", "tile * BLOCK_M"),
+    ("apart", "consume_values", "mbarrier.wait(pipeline.k_full, 0)", "pass"),
+    ("apart", "consume_values", WAIT_Q_FULL, "pass"),
+    ("apart", "consume_values", "first_key + W * ROWS", "first_key"),
+    ("apart", "make_value_pipeline", "barriers(TILE.STAGES_Q, 2)", "barriers(TILE.STAGES_Q, 1)"),
 ]
 
 
@@ -299,6 +315,7 @@ MISTAKES_OF_PANELS = [
     ("columns", "walk_tiles", "wait_for(dq, 2 * PANELS)", "wait_for(dq, 2 * PANELS + 1)"),
     ("columns", "walk_tiles", "wait_for(dv, 2 * PANELS)", "wait_for(dv, 2 * PANELS + 1)"),
     ("columns", "walk_tiles", "wait(PANELS_V, deps=(dp,))", "wait(PANELS_V + 1, deps=(dp,))"),
+    ("apart", "add_by_threads", "pointer + SIZE", "pointer"),
     ("wide", "_columns", "W * WIDTH, WIDTH", "0, WIDTH"),
     ("wide", "_walk_scores", "wait(len(k), deps=(more,))", "wait(len(k) + 1, deps=(more,))"),
     ("wide", "_walk_scores", "part_ptr + FIRST", "part_ptr"),

@@ -7,8 +7,11 @@ import itertools
 import pytest
 from attn_common import is_power_of_2, next_power_of_2
 from flash_attn_triton._configs import (
+    VALUE_STAGES,
     ForwardPanels,
     forward_panels,
+    hopper_backward_bias_tile,
+    hopper_backward_tile,
     hopper_bias_tile,
     hopper_panel_tile,
     hopper_tile,
@@ -91,3 +94,25 @@ def test_tiles_of_the_forward_fit(is_causal, bias_bytes):
         limit = GPUS["nvidia:sm_90"].shared_limit - SMALL
         assert size <= limit, (head_dim, head_dim_v, tile)
         assert tile.stages_k + tile.stages_v + tile.stages_b <= 8, (head_dim, head_dim_v)
+
+
+@pytest.mark.parametrize("bias_bytes", [0, 2, 4])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_tiles_of_the_backward_fit(is_ordered, bias_bytes):
+    for head_dim, head_dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        widest = max(head_dim, head_dim_v)
+        tile = hopper_backward_tile(widest, False, not is_ordered)
+        if bias_bytes:
+            tile = hopper_backward_bias_tile(widest, bias_bytes)
+        width, width_v = sum(panels_of(head_dim)), sum(panels_of(head_dim_v))
+        # q, k, v, dout, and gradients of scores, or above head dim 128 probabilities besides
+        size = 2 * (tile.block_n + tile.stages_q * tile.block_m) * width
+        size += 2 * (tile.block_n + tile.stages_o * tile.block_m) * width_v
+        size += 2 * 2 * max(tile.block_n, 128) * tile.block_m
+        size += tile.stages_b * tile.block_m * tile.block_n * bias_bytes
+        if tile.block_n == 128 and not tile.is_apart:
+            size += 4 * tile.block_m * width
+        limit = GPUS["nvidia:sm_90"].shared_limit - 2 * SMALL
+        assert size <= limit, (head_dim, head_dim_v, tile)
+        size = 2 * (128 * width + VALUE_STAGES * 64 * (width + width_v))
+        assert not tile.is_apart or size <= limit

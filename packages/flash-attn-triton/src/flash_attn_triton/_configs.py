@@ -466,6 +466,10 @@ def hopper_pack(tokens_q: int, group: int, block_m: int) -> int:
     return most if saves else 1
 
 
+# of queries, and of output gradients, where dv has a launch of its own
+VALUE_STAGES = 3
+
+
 @dataclass(frozen=True)
 class HopperBackwardTile:
     """Queries of a step, how many steps the copies are ahead, and the keys of a program."""
@@ -475,13 +479,17 @@ class HopperBackwardTile:
     stages_o: int
     block_n: int = 128
     stages_b: int = 0  # of a bias
+    is_apart: bool = False  # dv is made by a launch of its own
 
 
 @functools.cache
-def hopper_backward_tile(head_dim: int, is_heavy: bool = False) -> HopperBackwardTile:
+def hopper_backward_tile(
+    head_dim: int, is_heavy: bool = False, can_part: bool = False
+) -> HopperBackwardTile:
     """Return the tile for the wider of the two head dimensions.
 
     ``is_heavy`` are calls with a softcap or dropout: what they compute besides takes registers.
+    ``can_part`` says whether dv may have a launch of its own.
     """
     if padded_head_dim(head_dim) <= 64:
         if is_heavy:
@@ -489,7 +497,10 @@ def hopper_backward_tile(head_dim: int, is_heavy: bool = False) -> HopperBackwar
         return HopperBackwardTile(128, 3, 2)
     if padded_head_dim(head_dim) <= 128:
         return HopperBackwardTile(64, 2, 2)
-    # dk and dv of 64 keys fill the registers
+    if head_dim <= 192 and can_part:
+        # dk of 128 keys fills the registers
+        return HopperBackwardTile(64, 2, 2, is_apart=True)
+    # dk and dv of 64 keys do
     return HopperBackwardTile(64, 2, 2, block_n=64)
 
 

@@ -9,20 +9,13 @@ buffer in memory, in the order of the accumulators' registers: by TMA, or above 
 threads. ``round_dq`` brings it into its own order.
 """
 
-from ._linked.compat import gl, gluon, hopper, mbarrier
+from ._linked.compat import gl, gluon, hopper
 from ._linked.gradients import ROWS
 from ._linked.order import take_number
-from ._linked.pipeline import EMPTY, SEARCH_CHUNK, barrier_sync, barriers, coordinates
-from .backward_bias import await_readers, copy_bias, make_ring
-from .backward_steps import (
-    MADE,
-    PARTIES,
-    consume,
-    count_turns,
-    key_coordinates,
-    side_of,
-    slope_of,
-)
+from ._linked.pipeline import EMPTY, SEARCH_CHUNK, barriers
+from .backward_bias import make_ring
+from .backward_producer import produce
+from .backward_steps import MADE, adds_by_threads, consume
 from .backward_structures import (
     Block,
     Located,
@@ -36,11 +29,10 @@ from .backward_structures import (
     Tile,
     Walk,
 )
+from .backward_values import consume_values, make_value_pipeline
 from .backward_wide import GIVEN, consume_gradients, consume_scores
-from .ordered import add_in_order, head_at, pass_turns, tile_at
-from .panels import allocate, copy_panels, copy_tile, expect_tiles
-
-INF = gl.constexpr(float("inf"))
+from .ordered import add_in_order, pass_turns
+from .panels import allocate
 
 
 @gluon.jit
@@ -234,83 +226,6 @@ def allocate_sums(maps, TILE: gl.constexpr):
     return dq_s
 
 
-@gluon.jit
-def _copy_block(descs, buffers, full, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy the block's keys, or its values."""
-    for w in gl.static_range(TILE.BLOCK_N // ROWS):
-        where = key_coordinates(program.block, program.block.first_key + w * ROWS, OPTIONS)
-        copy_panels(descs, where, full, buffers, w)
-
-
-@gluon.jit
-def _await_consumers(turns, FIRST: gl.constexpr, STAGES: gl.constexpr):
-    """Wait at a ring's named barriers until its last stages are empty.
-
-    Consumers arrive there after every tile, and a barrier must not keep arrivals at the end.
-    """
-    for back in gl.static_range(STAGES):
-        if turns > back:
-            barrier_sync(FIRST + (turns - 1 - back) % STAGES, PARTIES, 1)
-
-
-@gluon.jit
-def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy the block's keys and values, then tiles of queries and of what belongs to them.
-
-    Queries and their LSE have a ring of stages, output gradients and delta another one.
-    """
-    BLOCK_M: gl.constexpr = TILE.BLOCK_M
-    STAGES_Q: gl.constexpr = TILE.STAGES_Q
-    STAGES_O: gl.constexpr = TILE.STAGES_O
-    GROUP: gl.constexpr = OPTIONS.GROUP
-    PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
-    maps, pipeline = program.maps, program.pipeline
-    tensors, block, walk = program.tensors, program.block, program.walk
-    index = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))  # [BLOCK_M]
-    expect_tiles(maps.k_descs, pipeline.k_full, PARTS)
-    expect_tiles(maps.v_descs, pipeline.v_full, PARTS)
-    _copy_block(maps.k_descs, pipeline.k_s, pipeline.k_full, program, OPTIONS, TILE)
-    steps = walk.end - walk.begin
-    for turn in range(steps * GROUP):
-        head, step = head_at(turn, block.head_k, steps, OPTIONS)
-        row = tile_at(step, walk.begin, walk.end, OPTIONS) * BLOCK_M
-        inside = row + index < block.len_q
-        rows_at = block.row_at + head.to(gl.int64) * block.row_pitch + row
-        # beyond the end an exponential is 0, as it is in a row that sees no key
-        lse2 = gl.load(tensors.lse2_ptr + rows_at + index, mask=inside, other=INF)  # [BLOCK_M]
-        delta = gl.load(tensors.delta_ptr + rows_at + index, mask=inside, other=0.0)  # [BLOCK_M]
-        if tensors.rng_state_ptr is not None:
-            # the scale of what dropout keeps is a factor of all three gradients
-            delta = delta / program.numbers.keep_scale
-        if tensors.alibi_slopes_ptr is not None:
-            # the part of the queries in the distances; that of the keys is the consumers'
-            first_row = row + block.diagonal
-            side = side_of(slope_of(head, program), first_row, block)
-            lse2 += (first_row - block.first_key + index).to(gl.float32) * side
-        where = coordinates(block.sequence, head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
-        stage = turn % STAGES_Q
-        if turn >= STAGES_Q:
-            barrier_sync(EMPTY + stage, PARTIES, 1)
-        copy_tile(maps.q_descs, where, pipeline.q_full.index(stage), pipeline.q_s, stage)
-        pipeline.lse2_s.index(stage).store(lse2)
-        mbarrier.arrive(pipeline.q_full.index(stage), count=1)
-        if program.bias is not None:
-            copy_bias(head, row, turn, program, OPTIONS, TILE)
-        if turn == 0:
-            _copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
-        stage = turn % STAGES_O
-        if turn >= STAGES_O:
-            barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)
-        copy_tile(maps.dout_descs, where, pipeline.dout_full.index(stage), pipeline.dout_s, stage)
-        pipeline.delta_s.index(stage).store(-delta)
-        mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
-    turns = count_turns(walk, OPTIONS)
-    _await_consumers(turns, EMPTY, STAGES_Q)
-    _await_consumers(turns, EMPTY + STAGES_Q, STAGES_O)
-    if program.bias is not None:
-        await_readers(turns, TILE)
-
-
 @gluon.jit(
     do_not_specialize=Numbers._fields,
     do_not_specialize_on_alignment=[
@@ -339,6 +254,7 @@ def backward_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, NARROW: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, NARROW_V: gl.constexpr,
     STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr, STAGES_B: gl.constexpr,
+    MAKES_DK: gl.constexpr, MAKES_DV: gl.constexpr,
 ):  # fmt: skip
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
@@ -363,7 +279,17 @@ def backward_kernel(
         ORDERED,
     )
     TILE: gl.constexpr = Tile(
-        BLOCK_M, BLOCK_N, HEAD_DIM, NARROW, HEAD_DIM_V, NARROW_V, STAGES_Q, STAGES_O, STAGES_B
+        BLOCK_M,
+        BLOCK_N,
+        HEAD_DIM,
+        NARROW,
+        HEAD_DIM_V,
+        NARROW_V,
+        STAGES_Q,
+        STAGES_O,
+        STAGES_B,
+        MAKES_DK,
+        MAKES_DV,
     )
     maps = Panels(
         (q_desc, q_narrow_desc) if NARROW > 0 else (q_desc,),
@@ -374,8 +300,7 @@ def backward_kernel(
         (dv_desc, dv_narrow_desc) if NARROW_V > 0 else (dv_desc,),
         bias_desc,
         ds_desc,
-        # of 64 keys, the threads add to memory
-        sums if BLOCK_N == ROWS else (sums, sums_narrow) if NARROW > 0 else (sums,),
+        sums if adds_by_threads(TILE) else (sums, sums_narrow) if NARROW > 0 else (sums,),
     )
     tensors = Tensors(
         lse2_ptr,
@@ -404,7 +329,10 @@ def backward_kernel(
         stride_alibi_b,
     )
     block, walk, dq_at = _find_block(tensors, numbers, OPTIONS, TILE)
-    pipeline = _make_pipeline(maps, TILE)
+    if MAKES_DK:
+        pipeline = _make_pipeline(maps, TILE)
+    else:
+        pipeline = make_value_pipeline(maps, TILE)
     bias = None
     if bias_desc is not None:
         bias = make_ring(bias_desc, OPTIONS, TILE)
@@ -414,7 +342,21 @@ def backward_kernel(
     order = None
     if ORDERED:
         order = Order(counters_ptr + (1 + 2 * dq_at), barriers(2, 1), barriers(2, 1))
-    if BLOCK_N == ROWS:
+    if not MAKES_DK:
+        gl.static_assert(BARRIERS <= 16, "stages outnumber the barriers")
+        program = Program(
+            maps, pipeline, None, None, bias, 0, tensors, numbers, block, 0, walk, None, order
+        )
+        gl.warp_specialize(
+            [
+                (consume_values, (0, program, OPTIONS, TILE)),
+                (consume_values, (1, program, OPTIONS, TILE)),
+                (produce, (program, OPTIONS, TILE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    elif BLOCK_N == ROWS:
         gl.static_assert(BARRIERS <= GIVEN, "stages outnumber the barriers")
         TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
         p_s = gl.allocate_shared_memory(dtype, [2, ROWS, BLOCK_M], TRANSPOSED)
@@ -447,7 +389,9 @@ def backward_kernel(
             )
     else:
         gl.static_assert(BARRIERS <= MADE + 8, "stages outnumber the barriers")
-        dq_s = allocate_sums(maps, TILE)
+        dq_s = None
+        if not adds_by_threads(TILE):
+            dq_s = allocate_sums(maps, TILE)
         # in rows of the maps
         at = (dq_at * (SIZE // 32)).to(gl.int32)
         pitch = tiles_q * (SIZE // 32)

@@ -64,9 +64,9 @@ class BackwardMaps:
         self._dout: tuple[Any, Any] = (None, None)
         # numbers in a tile of dq
         self.numbers = tile.block_m * (wide + narrow)
-        # of 64 keys, the threads add to the sums; else TMA does, what a warpgroup has of a tile
+        # the threads add to the sums, or TMA does, what a warpgroup has of a tile
         self._sums = self._sums_narrow = None
-        if tile.block_n > keys:
+        if tile.block_n > keys and not tile.is_apart:
             self._sums = SumsForm(tile.block_m * wide // 64)
             self._sums_narrow = SumsForm(tile.block_m * narrow // 64) if narrow else None
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..._call import Tensors
 from ..._configs import (
+    VALUE_STAGES,
     HopperBackwardTile,
     hopper_backward_bias_tile,
     hopper_backward_tile,
@@ -51,12 +52,14 @@ def draws_apart(form: Form, x: Tensors) -> dict[str, bool]:
     return dict(zip(("APART_Q", "APART_K"), (has_dropout and a for a in ahead), strict=True))
 
 
-def _backward_tile(form: Form, x: Tensors) -> HopperBackwardTile:
+def _backward_tile(form: Form, x: Tensors, ordered: bool) -> HopperBackwardTile:
     """Return the tile of a form's calls."""
     if x.bias is not None:
         return hopper_backward_bias_tile(form.widest_head, x.bias.element_size())
-    is_heavy = form.constants.HAS_SOFTCAP or form.options.dropout_p > 0.0
-    return hopper_backward_tile(form.widest_head, is_heavy)
+    has_dropout = form.options.dropout_p > 0.0
+    is_heavy = form.constants.HAS_SOFTCAP or has_dropout
+    # a second launch would draw again
+    return hopper_backward_tile(form.widest_head, is_heavy, not (ordered or has_dropout))
 
 
 class HopperBackward:
@@ -73,7 +76,7 @@ class HopperBackward:
         """Take a call, and whether dq is to repeat bit for bit."""
         self._form = form
         self._ordered = ordered
-        self._tile = tile = tile or _backward_tile(form, x)
+        self._tile = tile = tile or _backward_tile(form, x, ordered)
         # rows of 64 keys at a time, and all queries of a step
         keys, ragged = ROWS.value, form.is_packed
         bias = self._map_bias = None
@@ -100,6 +103,8 @@ class HopperBackward:
             STAGES_Q=tile.stages_q,
             STAGES_O=tile.stages_o,
             STAGES_B=tile.stages_b,
+            MAKES_DK=True,
+            MAKES_DV=not tile.is_apart,
         )
         constants = options._asdict() | shape._asdict()
         # by whether gradients of scores are kept
@@ -107,6 +112,14 @@ class HopperBackward:
             MapLaunch(backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS})
             for _ in range(2)
         ]
+        self._values = None
+        if tile.is_apart:
+            stages = VALUE_STAGES
+            shape = shape._replace(STAGES_Q=stages, STAGES_O=stages, MAKES_DK=False, MAKES_DV=True)
+            constants |= shape._asdict()
+            self._values = MapLaunch(
+                backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS}
+            )
         # beside a softcap, what is multiplied is no gradient of the logits
         keeps = x.bias is not None and bias.has_rows and x.bias.dtype == x.q.dtype
         keeps = keeps and 0 not in x.bias.stride() and not form.constants.HAS_SOFTCAP
@@ -211,6 +224,8 @@ class HopperBackward:
         )
         grid = tiles_k * form.heads_k * form.grid_batch
         self._launches[ds is not None](grid, maps + tensors, numbers)
+        if self._values is not None:
+            self._values(grid, maps + tensors, numbers)
         if ds is not None:
             self._bias_sum(ds, dbias, tokens_q, tokens_k)
         self._round(

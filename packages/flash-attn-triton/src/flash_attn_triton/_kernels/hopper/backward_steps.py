@@ -9,7 +9,7 @@ step, and one computes while the other multiplies.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
-from ._linked.gradients import ROWS
+from ._linked.gradients import ROWS, add_to_memory
 from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync, coordinates
 from ._linked.softmax import tanh
 from .backward_bias import keep_gradient, less_bias
@@ -39,6 +39,15 @@ PARTIES = gl.constexpr(288)
 # named barriers: a warpgroup's gradients of scores are stored, in either buffer; those of the
 # second warpgroup come eight later
 MADE = gl.constexpr(6)
+
+
+@gluon.constexpr_function
+def adds_by_threads(tile):
+    """Say whether threads add to dq, not the TMA: of 64 keys, or where dv has its own launch.
+
+    There the tiles take all of the shared memory.
+    """
+    return tile.BLOCK_N == 64 or not tile.MAKES_DV
 
 
 @gluon.jit
@@ -238,15 +247,26 @@ def multiply_dq(pipeline, turn, none, W: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _pass_on(dq, row, step, W: gl.constexpr, program, OPTIONS: gl.constexpr):
+def _pass_on(dq, row, step, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Add ``W``'s half of dq to the sums at ``row``, or give it to the warp that does."""
     if OPTIONS.ORDERED:
         if program.maps.ds_desc is not None:
             # for ``keep_gradient``: ``send`` waits for all stores
             tma.store_wait(0)
         hand_over(dq, step, program, W)
+    elif adds_by_threads(TILE):
+        add_by_threads(dq, program.maps.sums + row.to(gl.int64) * 32)
     else:
         send(dq, row, program, W)
+
+
+@gluon.jit
+def add_by_threads(dq, pointer):
+    """Add a warpgroup's half of dq to memory, the narrow panel behind the wide one."""
+    add_to_memory(pointer, dq[0])
+    if len(dq) > 1:
+        SIZE: gl.constexpr = 64 * dq[0].shape[1]
+        add_to_memory(pointer + SIZE, dq[1])
 
 
 @gluon.jit
@@ -310,9 +330,10 @@ def walk_tiles(
         now = head_now(step, head, program, OPTIONS)
         # [ROWS, BLOCK_M]
         p, weight = probabilities(s, shift, first_key, first_row, now, MASKED, program, OPTIONS)
-        p = rounded(p, program, dtype)
-        p = gl.convert_layout(p, gl.DotOperandLayout(0, dv[0].type.layout, 2))
-        dv = multiply_values(p, dout, dv)  # [ROWS, HEAD_DIM_V]
+        if TILE.MAKES_DV:
+            p = rounded(p, program, dtype)
+            p = gl.convert_layout(p, gl.DotOperandLayout(0, dv[0].type.layout, 2))
+            dv = multiply_values(p, dout, dv)  # [ROWS, HEAD_DIM_V]
         dp = hopper.warpgroup_mma_wait(PANELS_V, deps=(dp,))
         if program.tensors.rng_state_ptr is not None:
             # anew: it would take registers beside the exponentials
@@ -324,7 +345,8 @@ def walk_tiles(
         keep_gradient(turn, W, program, OPTIONS, TILE)
         # of the step before; in the first one, of whatever lies there
         dq = multiply_dq(pipeline, turn + 1, none, W, TILE)
-        dv = wait_for(dv, 2 * PANELS)
+        if TILE.MAKES_DV:
+            dv = wait_for(dv, 2 * PANELS)
         barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)
         ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk[0].type.layout, 2))
         dk = multiply_values(ds, q, dk)  # [ROWS, HEAD_DIM]
@@ -336,7 +358,7 @@ def walk_tiles(
         s = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
         dq = wait_for(dq, 2 * PANELS)
         if turn > 1:
-            _pass_on(dq, last, turn, W, program, OPTIONS)
+            _pass_on(dq, last, turn, W, program, OPTIONS, TILE)
         last = row
         row += ROWS_DQ
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
@@ -371,13 +393,14 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
     dq = multiply_dq(pipeline, carried.turn + 1, 0, W, TILE)
     dq = wait_for(dq, 0)
     if count_turns(program.walk, OPTIONS) > 0:
-        _pass_on(dq, carried.last, carried.turn + 1, W, program, OPTIONS)
+        _pass_on(dq, carried.last, carried.turn + 1, W, program, OPTIONS, TILE)
     where = gradient_coordinates(block.first_key + W * ROWS, program, OPTIONS)
     # its values no warpgroup shares; its keys the other one may still be multiplying
-    dv = carried.dv
-    if program.tensors.rng_state_ptr is not None:
-        dv = scale_panels(dv, program.numbers.keep_scale)
-    write_panels(dv, maps.dv_descs, where, pipeline.v_s, W)
+    if TILE.MAKES_DV:
+        dv = carried.dv
+        if program.tensors.rng_state_ptr is not None:
+            dv = scale_panels(dv, program.numbers.keep_scale)
+        write_panels(dv, maps.dv_descs, where, pipeline.v_s, W)
     barrier_sync(TURN, 256, 4)
     dk = scale_panels(carried.dk, scale_of(program.numbers.scale, program))
     write_panels(dk, maps.dk_descs, where, pipeline.k_s, W)
@@ -397,7 +420,9 @@ def consume(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr)
     BY: gl.constexpr = -1 if OPTIONS.ORDERED else 1
     walk = program.walk
     dk = no_gradient(ROWS, TILE.HEAD_DIM, TILE.NARROW)  # [ROWS, HEAD_DIM]
-    dv = no_gradient(ROWS, TILE.HEAD_DIM_V, TILE.NARROW_V)  # [ROWS, HEAD_DIM_V]
+    dv = ()
+    if TILE.MAKES_DV:
+        dv = no_gradient(ROWS, TILE.HEAD_DIM_V, TILE.NARROW_V)  # [ROWS, HEAD_DIM_V]
     s = _first_scores(W, program, OPTIONS, TILE)  # [ROWS, BLOCK_M]
     turn = 0
     first_head = program.block.head_k * OPTIONS.GROUP

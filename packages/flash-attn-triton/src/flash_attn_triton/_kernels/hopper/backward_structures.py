@@ -31,7 +31,7 @@ class Maps(NamedTuple):
     dv_narrow_desc: Any
     bias_desc: Any
     ds_desc: Any  # where gradients of scores are kept: see ``keep_gradient``
-    sums: Any  # of dq: a map, or above head dim 128 a pointer
+    sums: Any  # of dq: a map, or a pointer; see ``adds_by_threads``
     sums_narrow: Any  # beside a map, that of narrow panels
 
 
@@ -46,7 +46,7 @@ class Panels(NamedTuple):
     dv_descs: Any
     bias_desc: Any
     ds_desc: Any
-    sums: Any  # a tuple likewise, or a pointer
+    sums: Any  # a tuple likewise, or a pointer, to which the threads add
 
 
 class Tensors(NamedTuple):
@@ -111,6 +111,8 @@ class Tile(NamedTuple):
     STAGES_Q: Any  # of the ring of queries
     STAGES_O: Any  # of the ring of output gradients
     STAGES_B: Any  # of the ring of the bias
+    MAKES_DK: Any  # and dq; if not, the launch makes dv alone
+    MAKES_DV: Any
 
 
 class Located(NamedTuple):
@@ -171,6 +173,18 @@ class Pipeline(NamedTuple):
     k_full: Any
     v_full: Any
     dout_full: Any  # one for each stage
+
+
+class ValuePipeline(NamedTuple):
+    """As much of ``Pipeline`` as dv alone takes."""
+
+    q_s: Any
+    k_s: Any
+    dout_s: Any
+    lse2_s: Any
+    q_full: Any
+    k_full: Any
+    dout_full: Any
 
 
 class BiasRing(NamedTuple):

@@ -8,16 +8,9 @@ of dq lie. So the consumers meet one list of tiles: first those that need a mask
 from ._linked.compat import gl, gluon, mbarrier
 from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, barrier_sync, coordinates
-from .backward import (
-    INF,
-    _await_consumers,
-    _copy_block,
-    _make_pipeline,
-    allocate_sums,
-    locate_keys,
-    query_tiles,
-)
-from .backward_steps import MADE, PARTIES, consume
+from .backward import _make_pipeline, allocate_sums, locate_keys, query_tiles
+from .backward_producer import INF, await_consumers, copy_block
+from .backward_steps import MADE, PARTIES, adds_by_threads, consume
 from .backward_structures import Block, Numbers, Options, Panels, Program, Tensors, Tile, Walk
 from .backward_wide import GIVEN, consume_gradients, consume_scores
 from .panels import copy_tile, expect_tiles
@@ -97,7 +90,7 @@ def _copy_step(turn, run, place, program, OPTIONS: gl.constexpr, TILE: gl.conste
     program.places_s.index(2 * stage + DQ_TILE).store(zero + place.dq_tile)
     mbarrier.arrive(pipeline.q_full.index(stage), count=1)
     if turn == 0:
-        _copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
+        copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
     stage = turn % TILE.STAGES_O
     if turn >= TILE.STAGES_O:
         barrier_sync(EMPTY + TILE.STAGES_Q + stage, PARTIES, 1)
@@ -119,7 +112,7 @@ def produce(program, descent, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     maps, pipeline, block, own = program.maps, program.pipeline, program.block, descent.own
     expect_tiles(maps.k_descs, pipeline.k_full, PARTS)
     expect_tiles(maps.v_descs, pipeline.v_full, PARTS)
-    _copy_block(maps.k_descs, pipeline.k_s, pipeline.k_full, program, OPTIONS, TILE)
+    copy_block(maps.k_descs, pipeline.k_s, pipeline.k_full, program, OPTIONS, TILE)
     turn = 0
     segment = gl.where(own.end > own.begin, block.sequence, -1)
     run = Run(segment, block.q_start, block.len_q)
@@ -150,8 +143,8 @@ def produce(program, descent, OPTIONS: gl.constexpr, TILE: gl.constexpr):
             run = run_of(below, descent.segments, descent.cu_seqlens_ptr)
             first = 0
             end = gl.cdiv(run.length, BLOCK_M)
-    _await_consumers(turn, EMPTY, TILE.STAGES_Q)
-    _await_consumers(turn, EMPTY + TILE.STAGES_Q, TILE.STAGES_O)
+    await_consumers(turn, EMPTY, TILE.STAGES_Q)
+    await_consumers(turn, EMPTY + TILE.STAGES_Q, TILE.STAGES_O)
 
 
 @gluon.jit(do_not_specialize=TreeNumbers._fields, do_not_specialize_on_alignment=POINTERS)
@@ -165,6 +158,7 @@ def tree_backward_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, NARROW: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, NARROW_V: gl.constexpr,
     STAGES_Q: gl.constexpr, STAGES_O: gl.constexpr, STAGES_B: gl.constexpr,
+    MAKES_DK: gl.constexpr, MAKES_DV: gl.constexpr,
 ):  # fmt: skip
     """``dv = p^T dout``, ``dk = scale ds^T q`` and ``dq += ds k`` of one block of keys.
 
@@ -177,7 +171,17 @@ def tree_backward_kernel(
     # the list that the consumers walk is of all heads
     LISTED: gl.constexpr = _options(1, HAS_SOFTCAP)
     TILE: gl.constexpr = Tile(
-        BLOCK_M, BLOCK_N, HEAD_DIM, NARROW, HEAD_DIM_V, NARROW_V, STAGES_Q, STAGES_O, STAGES_B
+        BLOCK_M,
+        BLOCK_N,
+        HEAD_DIM,
+        NARROW,
+        HEAD_DIM_V,
+        NARROW_V,
+        STAGES_Q,
+        STAGES_O,
+        STAGES_B,
+        MAKES_DK,
+        MAKES_DV,
     )
     maps = Panels(
         (q_desc, q_narrow_desc) if NARROW > 0 else (q_desc,),
@@ -188,8 +192,7 @@ def tree_backward_kernel(
         (dv_desc, dv_narrow_desc) if NARROW_V > 0 else (dv_desc,),
         bias_desc,
         ds_desc,
-        # of 64 keys, the threads add to memory
-        sums if BLOCK_N == ROWS else (sums, sums_narrow) if NARROW > 0 else (sums,),
+        sums if adds_by_threads(TILE) else (sums, sums_narrow) if NARROW > 0 else (sums,),
     )
     tensors = Tensors(lse2_ptr, delta_ptr, None, None, cu_seqlens_ptr, cu_seqlens_ptr, None, None)
     numbers = Numbers(

@@ -127,6 +127,8 @@ class HopperTreeBackward:
             STAGES_Q=tile.stages_q,
             STAGES_O=tile.stages_o,
             STAGES_B=0,
+            MAKES_DK=True,
+            MAKES_DV=True,
         )
         constants = _options(form)._asdict() | shape._asdict()
         self._launch = MapLaunch(
