@@ -273,15 +273,6 @@ MISTAKES = [
     ("wide", "_walk_gradients", "turn // STAGES_O & 1", "0"),
     ("wide", "_walk_gradients", WAIT_MORE, "pass"),
     ("wide", "_columns", "2 * W + SECOND", "2 * W"),
-    ("apart", "_walk_values", "barrier_arrive(EMPTY + stage, PARTIES, 4)", "pass"),
-    ("apart", "_walk_values", "turn // STAGES_Q & 1", "0"),
-    ("apart", "_walk_values", "turn // STAGES_O & 1", "0"),
-    ("apart", "_walk_values", ", pred=turn < total", ""),
-    ("apart", "_walk_values", "tile * BLOCK_M + block.diagonal", "tile * BLOCK_M"),
-    ("apart", "consume_values", "mbarrier.wait(pipeline.k_full, 0)", "pass"),
-    ("apart", "consume_values", WAIT_Q_FULL, "pass"),
-    ("apart", "consume_values", "first_key + W * ROWS", "first_key"),
-    ("apart", "make_value_pipeline", "barriers(TILE.STAGES_Q, 2)", "barriers(TILE.STAGES_Q, 1)"),
 ]
 
 
@@ -305,6 +296,34 @@ def test_backward_with_a_mistake(tile, function, right, wrong, backward):
         backward(KINDS[tile], reverse).plant(function, right, wrong)
 
     assert caught(serve, mistaken(), grad=True)
+
+
+MISTAKES_OF_VALUES = [
+    ("_walk_values", "barrier_arrive(EMPTY + stage, PARTIES, 4)", "pass"),
+    ("_walk_values", "barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)", "pass"),
+    ("_walk_values", "turn // STAGES_Q & 1", "0"),
+    ("_walk_values", "turn // STAGES_O & 1", "0"),
+    ("_walk_values", ", pred=turn < total", ""),
+    ("_walk_values", "tile * BLOCK_M + block.diagonal", "tile * BLOCK_M"),
+    ("_walk_values", "dv, s = wait_for_all(dv, more)", "s = more"),
+    ("consume_values", "mbarrier.wait(pipeline.k_full, 0)", "pass"),
+    ("consume_values", WAIT_Q_FULL, "pass"),
+    ("consume_values", "first_key + W * ROWS", "first_key"),
+    ("make_value_pipeline", "barriers(TILE.STAGES_Q, 2)", "barriers(TILE.STAGES_Q, 1)"),
+]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("function", "right", "wrong"), MISTAKES_OF_VALUES, ids=lambda x: str(x)[:40]
+)
+def test_values_with_a_mistake(function, right, wrong, backward):
+    def serve(reverse):
+        backward(KINDS["apart"], reverse).plant(function, right, wrong)
+
+    # more tiles than stages, and keys ahead of what the first query faces
+    case = make_case(Shape(1, 420, 450, 1, 1, 48), torch.bfloat16, "cpu", ("causal",))
+    assert caught(serve, case, grad=True)
 
 
 MISTAKES_OF_PANELS = [

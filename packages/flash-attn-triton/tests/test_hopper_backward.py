@@ -40,9 +40,9 @@ SPILLS = {
     **{(d, causal): (0, 0) for d in (80, 96) for causal in (False, True)},
     # dk and dq, without dv
     (160, False): (0, 0),
-    (160, True): (0, 0),
-    (192, False): (0, 0),
-    (192, True): (32, 32),
+    (160, True): (0, 24),
+    (192, False): (0, 8),
+    (192, True): (32, 24),
 }
 # Likewise. With Triton 3.6 the loops over tiles of queries have none of dropout's; nearly all of
 # ALiBi's is that of tiles which need a mask, or face keys on either side.
