@@ -101,7 +101,8 @@ class View:
 
     @property
     def itemsize(self) -> int:
-        return ITEMSIZES[self.dtype]
+        itemsize: int = ITEMSIZES[self.dtype]
+        return itemsize
 
     @property
     def strides(self) -> tuple[int, ...]:
