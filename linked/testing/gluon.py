@@ -130,9 +130,13 @@ def _full(shape: Any, value: Any, dtype: Dtype, _layout: Any = None) -> Register
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Register:
     flat, places, mask = pointer.places(mask)
+    dtype = flat.dtype
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        assert other == 0
+        flat = flat.view(torch.uint8)  # indexing knows no FP8
     value = torch.full(places.shape, other, dtype=flat.dtype)
     value[mask] = flat[places[mask]]
-    return register(value)
+    return register(value.view(dtype))
 
 
 def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:

@@ -32,14 +32,14 @@ def serve(monkeypatch):
 
     from ._linked.gluon import Kernel
 
-    real = mla_plans.mla_kernel
+    real = {name: getattr(mla_plans, name) for name in ("mla_kernel", "mla_fp8_kernel")}
     monkeypatch.setattr(portable, "takes_hopper_mla", lambda *_: True)
     kernels = []
 
-    def serve(reverse=True):
+    def serve(reverse=True, name="mla_kernel"):
         monkeypatch.setattr(mla, "_known", Memory())
-        kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(mla_plans, "mla_kernel", kernels[-1])
+        kernels.append(Kernel(real[name], reverse))
+        monkeypatch.setattr(mla_plans, name, kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -60,6 +60,43 @@ CASES = [
 def test_attention(problem, dtype, causal, splits, serve, reverse):
     serve(reverse)
     check(make_case(problem, dtype, "cpu", causal=causal, num_splits=splits))
+
+
+def fp8_of(case: Case, dtype: torch.dtype, descale: float) -> Case:
+    cache = case.inputs["kv_cache"].to(dtype)
+    descales = {"kv_descale": torch.full((1,), descale)}
+    return case.with_inputs(kv_cache=cache).with_options(**descales)
+
+
+FP8 = [
+    (Problem(LENGTHS, 16, 16, padding=3), torch.bfloat16, torch.float8_e4m3fn, True, 1),
+    (Problem(LENGTHS, 20, 7), torch.float16, torch.float8_e5m2, False, 3),
+    (Problem(((1, 200), (1, 65), (1, 0)), 128, 64), torch.bfloat16, torch.float8_e4m3fn, True, 2),
+]
+
+
+@pytest.mark.parametrize(("problem", "dtype", "stored", "causal", "splits"), FP8, ids=str)
+def test_fp8_cache(problem, dtype, stored, causal, splits, serve, reverse):
+    serve(reverse, "mla_fp8_kernel")
+    case = make_case(problem, dtype, "cpu", causal=causal, num_splits=splits)
+    check(fp8_of(case, stored, 0.5))
+
+
+@pytest.mark.parametrize("scale", [-0.1, 0.0])
+def test_fp8_scales_of_any_sign(scale, serve):
+    serve(name="mla_fp8_kernel")
+    case = make_case(Problem(((2, 130), (1, 9)), 8, 48), torch.bfloat16, "cpu")
+    case = fp8_of(case, torch.float8_e4m3fn, -0.25)
+    check(case.with_options(softmax_scale=scale, num_splits=1))
+
+
+def test_fp8_queries(serve):
+    serve(name="mla_fp8_kernel")
+    case = make_case(Problem(((2, 130), (1, 9)), 8, 64), torch.bfloat16, "cpu", num_splits=1)
+    case = fp8_of(case, torch.float8_e4m3fn, 0.5)
+    case = case.with_inputs(q=case.inputs["q"].to(torch.float8_e4m3fn))
+    got = check(case.with_options(q_descale=torch.full((), 1.5)))
+    assert got["out"].dtype == torch.bfloat16
 
 
 def test_the_load_chooses_splits(serve):
@@ -108,25 +145,38 @@ MISTAKES = [
     ("work_of", "whole = gl.minimum(len_k, row // GROUP + diagonal + 1)", "whole = len_k"),
     ("work_of", "gl.minimum(split * most, key_tiles)", "split * 0"),
     ("_copy_columns", "gl.minimum(last - (tile * TILE.BLOCK_N + i * PIECE), PIECE)", "PIECE"),
-    ("produce", "barrier_sync(EMPTY + 2 * stage, PARTIES, 1)", "pass"),
-    ("produce", "barrier_sync(EMPTY + 2 * stage + 1, PARTIES, 1)", "pass"),
+    ("produce", "barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, 1)", "pass"),
+    ("produce", "barrier_sync(EMPTY + 2 * stage + 1, TILE.PARTIES, 1)", "pass"),
     ("produce", "(half.block_type.nbytes + rest.block_type.nbytes)", "half.block_type.nbytes"),
-    ("produce", "% TILE.PAGE", "* 0"),
+    ("_rows_of", "% TILE.PAGE", "* 0"),
     ("_load_queries", "hopper.fence_async_shared()", "pass"),
-    ("_queries_of", "row % TILE.GROUP", "row"),
+    ("queries_of", "row % TILE.GROUP", "row"),
     ("_scores", "mbarrier.wait(pipeline.low_full.index(stage), parity)", "pass"),
     ("_scores", "mbarrier.wait(pipeline.high_full.index(stage), parity)", "pass"),
     ("_hand_over", "hopper.fence_async_shared()", "pass"),
-    ("_lead", "barrier_sync(USED, 256, 4)", "pass"),
-    ("_lead", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
-    ("_lead", "alpha = gl.exp2(m - pivot)", "alpha = gl.exp2(m - m)"),
-    ("_lead", "if first + BLOCK_N > work.whole:", "if False:"),
-    ("_follow", "barrier_sync(FULL, 256, 4)", "pass"),
-    ("_follow", "o * pipeline.factor_s.load(gl.SliceLayout(1, O))[:, None]", "o"),
-    ("_follow", "barrier_arrive(USED, 256, 4)", "pass"),
-    ("_follow", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
+    ("lead", "barrier_sync(USED, 256, 4)", "pass"),
+    ("lead", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
+    ("lead", "alpha = gl.exp2(m - pivot)", "alpha = gl.exp2(m - m)"),
+    ("lead", "if first + BLOCK_N > work.whole:", "if False:"),
+    ("follow", "barrier_sync(FULL, 256, 4)", "pass"),
+    ("follow", "o * pipeline.factor_s.load(gl.SliceLayout(1, O))[:, None]", "o"),
+    ("follow", "barrier_arrive(USED, 256, 4)", "pass"),
+    ("follow", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
     ("_finish", "lse2 * LN2", "lse2"),
     ("_store", "gl.program_id(0) * ROWS + index", "index"),
+]
+
+
+# of the warpgroup that widens
+FP8_MISTAKES = [
+    ("_widen", "barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, 4)", "pass"),
+    ("_widen", "barrier_sync(EMPTY + 2 * stage + 1, TILE.PARTIES, 4)", "pass"),
+    ("_widen", "hopper.fence_async_shared()", "pass"),
+    ("_keys_of", "mask=(key < last)[:, None]", "mask=(key < 2**20)[:, None]"),
+    ("_keys_of", "key % TILE.PAGE", "key * 0"),
+    ("leave", "barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, WARPS)", "pass"),
+    ("_finish", "results.value_scale / safe", "1.0 / safe"),
+    ("lead", "s = s * (scale * LOG2E)", "pass"),
 ]
 
 
@@ -145,6 +195,21 @@ def test_a_mistake_is_seen(function, right, wrong, serve):
     """By one order of the partitions or the other."""
     for reverse, case in itertools.product((True, False), mistaken()):
         serve(reverse).plant(function, right, wrong)
+        try:
+            check(case)
+        except (AssertionError, RuntimeError):
+            return
+    pytest.fail("nobody sees it")
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("function", "right", "wrong"), FP8_MISTAKES, ids=lambda x: str(x)[:40])
+def test_a_mistake_with_fp8_is_seen(function, right, wrong, serve):
+    # an odd number of tiles, so that stages are not used equally often
+    case = make_case(Problem(((2, 320), (1, 115)), 40, 64), torch.bfloat16, "cpu", num_splits=1)
+    case = fp8_of(case, torch.float8_e4m3fn, 0.5)
+    for reverse in (True, False):
+        serve(reverse, "mla_fp8_kernel").plant(function, right, wrong)
         try:
             check(case)
         except (AssertionError, RuntimeError):

@@ -15,6 +15,7 @@ from ._linked.gpus import GPUS, absent_gpu, chosen, compiling, counting, recordi
 
 HOPPER = "nvidia:sm_90"
 IS_OLD = triton.__version__.startswith("3.6.")
+FP8 = torch.float8_e4m3fn
 OPTIONS = MlaOptions(0.1, True, 0)
 
 
@@ -35,6 +36,9 @@ def test_what_it_takes():
             assert takes_hopper_mla(call(page), OPTIONS)
         assert takes_hopper_mla(call(dtype=torch.float16), OPTIONS)
         assert takes_hopper_mla(call(), OPTIONS._replace(causal=False, num_splits=7))
+        fp8 = call(7)._replace(kv_cache=meta(5, 7, 576, dtype=torch.float8_e4m3fn))
+        assert takes_hopper_mla(fp8, OPTIONS._replace(softmax_scale=-1.0))
+        assert takes_hopper_mla(fp8._replace(q=meta(2, 16, 576, dtype=FP8)), OPTIONS)
     with absent_gpu("nvidia:sm_80"):
         assert not takes_hopper_mla(call(), OPTIONS)
 
@@ -50,12 +54,14 @@ def test_what_it_leaves_to_the_portable_kernel():
         for scale in (0.0, -1.0, 1e-60):
             assert not takes_hopper_mla(plain, OPTIONS._replace(softmax_scale=scale))
         for wrong in (
-            meta(5, 64, 576, dtype=torch.float8_e4m3fn),
+            meta(5, 64, 576, dtype=torch.float32),
             meta(5, 576, 64).mT,
             meta(0, 64, 576),
             cache.as_strided(cache.shape, (576 * 64, 577, 1)),
         ):
             assert not takes_hopper_mla(plain._replace(kv_cache=wrong), OPTIONS)
+        eight = meta(2, 16, 576, dtype=FP8)
+        assert not takes_hopper_mla(plain._replace(q=eight), OPTIONS)
         on_cpu = plain._replace(q=torch.empty_like(plain.q, device="cpu"))
         assert not takes_hopper_mla(on_cpu, OPTIONS)
 
@@ -68,8 +74,12 @@ def test_what_it_leaves_to_the_portable_kernel():
             (Config(576, page=64, group=128), 64, 1),
             (Config(576, page=64, group=16, splits=4), 64, 1),
             (Config(576, group=16), 512, 128),
+            (Config(576, cache="float8_e4m3fn", page=64, group=128), 64, 1),
         ],
-        [(Config(576, "float16", page=48, group=24), 64, 1)],
+        [
+            (Config(576, "float16", "float8_e5m2", page=1, group=16, splits=4), 512, 128),
+            (Config(576, "float16", page=48, group=24), 64, 1),
+        ],
     ),
     ids=str,
 )
@@ -77,12 +87,13 @@ def test_builds(config, tokens, most, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
         launch_mla(config, tokens, 64 if most == 1 else 4, most, hopper=True)
     build = builds[0]
-    assert build.kernel == "mla_kernel"
+    assert build.kernel == ("mla_fp8_kernel" if config.cache else "mla_kernel")
     assert build.shared <= GPUS[HOPPER].shared_limit, build
     assert not build.unset, build
-    # of the copying warp, where a tile is four copies of each part
-    assert build.spilled <= (24 if IS_OLD and config.page < 64 else 0), build
-    for instruction in ("HGMMA", "UTMALDG", "USETMAXREG"):
+    # numbers of the walk, and of the copying warp where a tile is four copies of each part
+    most_spilled = 8 if config.cache else 24 if IS_OLD else 0
+    assert build.spilled <= (most_spilled if config.page < 64 else 0), build
+    for instruction in ("HGMMA", "F2FP" if config.cache else "UTMALDG", "USETMAXREG"):
         assert instruction in build.sass, instruction
     # five products and three waits: the assembler has added none of its own
     assert build.sass.count("WARPGROUP.ARRIVE") == 5

@@ -41,7 +41,7 @@ from prefix_prefill._kernels import (
 )
 from prefix_prefill._kernels.hopper import attention as hopper_attention
 from prefix_prefill._kernels.hopper import mla as hopper_mla
-from prefix_prefill._kernels.hopper import mla_producer, mla_structures, producer
+from prefix_prefill._kernels.hopper import mla_fp8, mla_producer, mla_structures, producer
 from prefix_prefill._kernels.hopper import structures as hopper
 from prefix_prefill._kernels.hopper._linked import tickets
 from prefix_prefill._kernels.launch import runtime
@@ -94,10 +94,14 @@ ENTRIES = [
         hopper_mla.mla_kernel, mla_structures.Arguments, mla_structures.Counts,
         mla_structures.Strides, mla_structures.Tile,
     ),
+    (
+        mla_fp8.mla_fp8_kernel, mla_structures.WideArguments, mla_structures.Counts,
+        mla_structures.WideStrides, mla_structures.Tile,
+    ),
 ]  # fmt: skip
 DEVICE_MODULES = [
     attention, cache, kvcache, merge, mla, primitives, queries, results, schedule, walk, words,
-    hopper_attention, producer, hopper_mla, mla_producer,
+    hopper_attention, producer, hopper_mla, mla_fp8, mla_producer,
 ]  # fmt: skip
 MOST_ARGUMENTS = 12
 MOST_FRAMES = 5
@@ -120,6 +124,7 @@ def test_the_tensors_of_a_call_are_in_the_order_of_the_kernel():
     assert writes == [*mla_parameters.MlaWritePointers._fields]
     ordered = [f"{name}_ptr" for name in MlaTensors._fields]
     assert [*ordered, "part_out_ptr", "part_lse_ptr"] == [*mla_parameters.MlaPointers._fields]
+    assert mla_structures.WideArguments._fields == mla_parameters.MlaPointers._fields
     names = [f"{name}_ptr" for name in AppendTensors._fields]
     assert names == [*parameters.AppendPointers._fields]
     parts = ["part_out_ptr", "part_lse_ptr"]

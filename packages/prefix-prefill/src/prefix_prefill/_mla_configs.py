@@ -61,12 +61,22 @@ def takes_hopper_mla(x: MlaTensors, options: MlaOptions) -> bool:
         _configs.HOPPER
         and x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
-        and x.q.dtype in (torch.float16, torch.bfloat16)
-        and x.kv_cache.dtype == x.q.dtype
         and (x.q.shape[2], x.out.shape[2]) == HOPPER_HEAD_DIMS
-        and copied_keys(x.kv_cache.shape[1], -1, MIN_PIECE) == MIN_PIECE
         and is_mappable(x.kv_cache[:, :, None])
+        and (_takes_fp8(x) or _takes_16_bits(x, options))
+        and has_gluon()
+    )
+
+
+def _takes_fp8(x: MlaTensors) -> bool:
+    return x.kv_cache.element_size() == 1 and x.q.element_size() <= 2
+
+
+def _takes_16_bits(x: MlaTensors, options: MlaOptions) -> bool:
+    return (
+        x.q.dtype in (torch.float16, torch.bfloat16)
+        and x.kv_cache.dtype == x.q.dtype
+        and copied_keys(x.kv_cache.shape[1], -1, MIN_PIECE) == MIN_PIECE
         # folded into the exponential, where only a positive one commutes with the maximum
         and options.softmax_scale >= FP32_TINY
-        and has_gluon()
     )

@@ -19,7 +19,7 @@ from ._linked.pipeline import (
 )
 from ._linked.ptx import hide_unless
 from ._linked.softmax import row_sums
-from .mla_producer import HALF, PARTIES, produce, work_of
+from .mla_producer import HALF, produce, work_of
 from .mla_structures import (
     Arguments,
     Counts,
@@ -41,7 +41,7 @@ USED = gl.constexpr(TURN.value + 1)
 
 
 @gluon.jit
-def _clear(cu_seqlens_q_ptr, batch, results, GROUP: gl.constexpr):
+def clear(cu_seqlens_q_ptr, batch, results, GROUP: gl.constexpr):
     """Write 0 and -inf to tokens of no sequence; each program takes its part of them."""
     begin = gl.load(cu_seqlens_q_ptr)
     end = gl.load(cu_seqlens_q_ptr + batch)
@@ -58,7 +58,7 @@ def _clear(cu_seqlens_q_ptr, batch, results, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _queries_of(work, queries, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, TILE: gl.constexpr):
+def queries_of(work, queries, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, TILE: gl.constexpr):
     """Read columns of a tile of queries, ``[ROWS, COLUMNS]``; rows beyond the last are zeros."""
     LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -67,18 +67,19 @@ def _queries_of(work, queries, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, TILE
     token = (work.q_start + row // TILE.GROUP).to(gl.int64)
     begin = token * queries.stride_token + (row % TILE.GROUP) * queries.stride_head
     at = gl.multiple_of(queries.ptr + begin[:, None], [16, 16]) + cols[None, :]
-    return gl.load(at, mask=(row < work.len_q * TILE.GROUP)[:, None], other=0)
+    return gl.load(at, mask=(row < work.len_q * TILE.GROUP)[:, None], other=0.0)
 
 
 @gluon.jit
 def _load_queries(work, queries, pipeline, TILE: gl.constexpr):
     """Bring a tile of queries into shared memory."""
-    low = _queries_of(work, queries, 0, HALF, TILE)
-    high = _queries_of(work, queries, HALF, HALF, TILE)
-    rest = _queries_of(work, queries, 2 * HALF, REST, TILE)
-    pipeline.q_s.index(0).store(low)
-    pipeline.q_s.index(1).store(high)
-    pipeline.q_rest_s.store(rest)
+    low = queries_of(work, queries, 0, HALF, TILE)
+    high = queries_of(work, queries, HALF, HALF, TILE)
+    rest = queries_of(work, queries, 2 * HALF, REST, TILE)
+    dtype: gl.constexpr = pipeline.q_s.dtype
+    pipeline.q_s.index(0).store(low.to(dtype))
+    pipeline.q_s.index(1).store(high.to(dtype))
+    pipeline.q_rest_s.store(rest.to(dtype))
     hopper.fence_async_shared()
 
 
@@ -152,19 +153,19 @@ def _finish(softmax, work, pipeline, results, TILE: gl.constexpr):
         head = (row % TILE.GROUP).to(gl.int64)
         at = head * results.tokens + (work.q_start + row // TILE.GROUP)
         gl.store(results.lse_ptr + at, lse2 * LN2, mask=inside)
-    return gl.where(l == 0.0, 0.0, 1.0 / safe)
+    return gl.where(l == 0.0, 0.0, results.value_scale / safe)
 
 
 @gluon.jit
-def _lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
+def lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
     """Compute scores and softmax of all tiles of keys, and the first half of the output."""
     ROWS: gl.constexpr = TILE.ROWS
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     _load_queries(work, queries, pipeline, TILE)
-    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
-    factor = scale * LOG2E
+    # where the scale is positive, max commutes, and it goes into the exponential's multiply-add
+    factor = scale * LOG2E if TILE.FOLD else 1.0
     o = gl.zeros([ROWS, HALF], gl.float32, O)
     m = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
     l = row_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S))  # [ROWS, 4]
@@ -176,6 +177,8 @@ def _lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
     for step in range(work.end - work.begin):
         stage = step % TILE.STAGES
         s = _scores(step, pipeline, TILE)
+        if not TILE.FOLD:
+            s = s * (scale * LOG2E)
         first = (work.end - 1 - step) * BLOCK_N
         if first + BLOCK_N > work.whole:
             cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
@@ -196,7 +199,7 @@ def _lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
         v = pipeline.k_s.index(2 * stage).reshape([BLOCK_N, HALF])
         o = hopper.warpgroup_mma(p, v, o, is_async=True)
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
-        barrier_arrive(EMPTY + 2 * stage, PARTIES, 4)
+        barrier_arrive(EMPTY + 2 * stage, TILE.PARTIES, 4)
     factors = _finish(Softmax(m, l), work, pipeline, results, TILE)
     barrier_sync(USED, 256, 4)
     _hand_over(factors, pipeline)
@@ -204,7 +207,7 @@ def _lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _follow(work, pipeline, results, TILE: gl.constexpr):
+def follow(work, pipeline, results, TILE: gl.constexpr):
     """Compute the second half of the output from the probabilities of the other warpgroup."""
     BLOCK_N: gl.constexpr = TILE.BLOCK_N
     STAGES: gl.constexpr = TILE.STAGES
@@ -221,9 +224,26 @@ def _follow(work, pipeline, results, TILE: gl.constexpr):
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(USED, 256, 4)
         # the scores, of which these columns are part, were done before
-        barrier_arrive(EMPTY + 2 * stage + 1, PARTIES, 4)
+        barrier_arrive(EMPTY + 2 * stage + 1, TILE.PARTIES, 4)
     barrier_sync(FULL, 256, 4)
     _store(o, pipeline.factor_s.load(gl.SliceLayout(1, O)), work, results, HALF, TILE)
+
+
+@gluon.jit
+def pipeline_of(k_s, k_rest_s, TILE: gl.constexpr):
+    """Return the ``Pipeline`` with these stages of keys; all warps of a program call it."""
+    ROWS: gl.constexpr = TILE.ROWS
+    dtype: gl.constexpr = k_s.dtype
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], dtype)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_s = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide)
+    q_rest_s = gl.allocate_shared_memory(dtype, [ROWS, REST], narrow)
+    p_s = gl.allocate_shared_memory(dtype, [ROWS, TILE.BLOCK_N], narrow)
+    factor_s = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
+    low_full, high_full = barriers(TILE.STAGES, 1), barriers(TILE.STAGES, 1)
+    hopper.fence_async_shared()
+    return Pipeline(q_s, q_rest_s, k_s, k_rest_s, p_s, factor_s, low_full, high_full)
 
 
 # integers and pointers are taken as they come; see ``runtime.py``
@@ -241,42 +261,34 @@ def mla_kernel(
     stride_qs, stride_qh, stride_os, stride_oh, page_rows, stride_table_b, stride_table_p,
     CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr, PAGE: gl.constexpr,
     PIECE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PARTIES: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :512]``, of rows or of a split of keys.
 
     ``k``, of 576 columns, lies in the pages of a cache.
     """
-    TILE: gl.constexpr = Tile(CAUSAL, GROUP, TILES, PAGE, PIECE, ROWS, BLOCK_N, STAGES)
+    TILE: gl.constexpr = Tile(
+        CAUSAL, GROUP, TILES, PAGE, PIECE, ROWS, BLOCK_N, STAGES, PARTIES, FOLD
+    )
     dtype: gl.constexpr = half_desc.dtype
     results = Results(
-        Rows(out_ptr, stride_os, stride_oh), lse_ptr, part_out_ptr, part_lse_ptr, tokens
+        Rows(out_ptr, stride_os, stride_oh), lse_ptr, part_out_ptr, part_lse_ptr, tokens, 1.0
     )
-    _clear(cu_seqlens_q_ptr, batch, results, GROUP)
+    clear(cu_seqlens_q_ptr, batch, results, GROUP)
     counts = Counts(scale, batch, tokens, splits)
     work = work_of(gl.program_id(0), cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE)
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
-    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], dtype)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     halves: gl.constexpr = [2 * STAGES, 1, 1, 1, BLOCK_N, HALF]
     rests: gl.constexpr = [STAGES, 1, 1, 1, BLOCK_N, REST]
-    pipeline = Pipeline(
-        gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide),
-        gl.allocate_shared_memory(dtype, [ROWS, REST], narrow),
-        gl.allocate_shared_memory(dtype, halves, half_desc.layout),
-        gl.allocate_shared_memory(dtype, rests, rest_desc.layout),
-        gl.allocate_shared_memory(dtype, [ROWS, BLOCK_N], narrow),
-        gl.allocate_shared_memory(gl.float32, [ROWS], plain),
-        barriers(STAGES, 1),
-        barriers(STAGES, 1),
-    )
-    hopper.fence_async_shared()
+    k_s = gl.allocate_shared_memory(dtype, halves, half_desc.layout)
+    k_rest_s = gl.allocate_shared_memory(dtype, rests, rest_desc.layout)
+    pipeline = pipeline_of(k_s, k_rest_s, TILE)
     queries = Rows(q_ptr, stride_qs, stride_qh)
     table = Table(block_table_ptr, stride_table_b, stride_table_p)
     inputs = Inputs(half_desc, rest_desc, page_rows, table)
     gl.warp_specialize(
         [
-            (_lead, (work, queries, scale, pipeline, results, TILE)),
-            (_follow, (work, pipeline, results, TILE)),
+            (lead, (work, queries, scale, pipeline, results, TILE)),
+            (follow, (work, pipeline, results, TILE)),
             (produce, (work, inputs, pipeline, TILE)),
         ],
         [4, 1],

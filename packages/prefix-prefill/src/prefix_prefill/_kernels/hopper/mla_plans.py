@@ -1,4 +1,4 @@
-"""The host side of multi-head latent attention on Hopper: tensor maps, the launch."""
+"""The host side of multi-head latent attention on Hopper: tensor maps, the launches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from ..._configs import copied_keys, rows_of_page
 from ..._mla_call import MlaOptions, MlaTensors
 from ..._mla_configs import HOPPER_TILE
 from ..addressing import row_strides
+from ..launch.runtime import Launch
 from ._linked.tma import MapForm, MapLaunch
 from .mla import HALF, REST, mla_kernel
-from .mla_structures import Arguments, Strides, Tile
+from .mla_fp8 import mla_fp8_kernel
+from .mla_structures import Arguments, Strides, Tile, WideStrides
 from .plans import as_rows
+
+WARP, WARPGROUP = 32, 128
 
 
 class HopperLaunch:
-    """The launches of the kernel for Hopper, of calls that ``takes_hopper_mla`` takes."""
+    """The launches of the kernels for Hopper, of calls that ``takes_hopper_mla`` takes."""
 
     def __init__(self, x: MlaTensors, options: MlaOptions, is_single: bool) -> None:
         """Plan for one way to give tiles to programs."""
@@ -24,10 +28,17 @@ class HopperLaunch:
         self._scale, self._batch = options.softmax_scale, x.seqlens_k.shape[0]
         heads, page = x.q.shape[1], x.kv_cache.shape[1]
         cache = x.kv_cache[:, :, None]
+        self._is_fp8 = cache.element_size() == 1
         piece = copied_keys(page, -1, self.block_n)
-        rows = as_rows(cache)
-        self._halves = MapForm(rows, piece, HALF.value, ragged=True)
-        self._rests = MapForm(rows, piece, REST.value, ragged=True)
+        strides = *row_strides(x.q), *row_strides(x.out), rows_of_page(cache)
+        self._strides: Strides | WideStrides
+        if self._is_fp8:
+            self._strides = WideStrides(*strides, cache.stride(1), *x.block_table.stride())
+        else:
+            self._strides = Strides(*strides, *x.block_table.stride())
+            rows = as_rows(cache)
+            self._halves = MapForm(rows, piece, HALF.value, ragged=True)
+            self._rests = MapForm(rows, piece, REST.value, ragged=True)
         tile = Tile(
             CAUSAL=options.causal,
             GROUP=heads,
@@ -37,18 +48,31 @@ class HopperLaunch:
             ROWS=self.rows,
             BLOCK_N=self.block_n,
             STAGES=HOPPER_TILE.stages,
-        )
-        self._strides = Strides(
-            *row_strides(x.q), *row_strides(x.out), rows_of_page(cache), *x.block_table.stride()
+            # of the warps that copy, and of a warpgroup
+            PARTIES=(WARPGROUP if self._is_fp8 else WARP) + WARPGROUP,
+            # descales may be negative
+            FOLD=not self._is_fp8,
         )
         constants = {**tile._asdict(), "num_warps": 4, "maxnreg": HOPPER_TILE.registers}
-        self._whole, self._split = (MapLaunch(mla_kernel, constants) for _ in range(2))
+
+        def launch() -> Launch:
+            if self._is_fp8:
+                return Launch(mla_fp8_kernel, constants)
+            return MapLaunch(mla_kernel, constants)
+
+        self._whole, self._split = launch(), launch()
 
     def __call__(
         self, grid: int, x: MlaTensors, parts: tuple[Tensor | None, ...], splits: int
     ) -> None:
         """Launch for so many programs; ``parts`` are what splits come to."""
         launch = self._whole if parts[0] is None else self._split
+        # the fields of Counts, and of Strides or WideStrides
+        numbers = (self._scale, self._batch, x.q.shape[0], splits, *self._strides)
+        if self._is_fp8:
+            # the fields of WideArguments
+            launch(grid, (*x, *parts), numbers)
+            return
         arguments = Arguments(
             self._halves(x.kv_cache),
             self._rests(x.kv_cache),
@@ -60,5 +84,4 @@ class HopperLaunch:
             x.lse,
             *parts,
         )
-        # the fields of Counts and Strides
-        launch(grid, arguments, (self._scale, self._batch, x.q.shape[0], splits, *self._strides))
+        launch(grid, arguments, numbers)

@@ -6,8 +6,6 @@ from .mla_structures import Work
 
 # columns of a half of the values
 HALF = gl.constexpr(256)
-# threads that meet where a part of a stage becomes free: those of a warpgroup, and this warp
-PARTIES = gl.constexpr(128 + 32)
 
 
 @gluon.jit
@@ -93,6 +91,16 @@ def _copy_columns(tile, rows, last, desc, full, memory, COLUMN: gl.constexpr, TI
 
 
 @gluon.jit
+def leave(steps, WARPS: gl.constexpr, TILE: gl.constexpr):
+    """Wait until all stages are empty: nobody may be left at a barrier."""
+    for back in gl.static_range(TILE.STAGES):
+        if steps > back:
+            stage = (steps - 1 - back) % TILE.STAGES
+            barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, WARPS)
+            barrier_sync(EMPTY + 2 * stage + 1, TILE.PARTIES, WARPS)
+
+
+@gluon.jit
 def produce(work, inputs, pipeline, TILE: gl.constexpr):
     """Copy tiles of keys into shared memory, the last one first, a half after the other."""
     STAGES: gl.constexpr = TILE.STAGES
@@ -108,19 +116,14 @@ def produce(work, inputs, pipeline, TILE: gl.constexpr):
         stage = step % STAGES
         full = pipeline.low_full.index(stage)
         if step >= STAGES:
-            barrier_sync(EMPTY + 2 * stage, PARTIES, 1)
+            barrier_sync(EMPTY + 2 * stage, TILE.PARTIES, 1)
         mbarrier.expect(full, half.block_type.nbytes * PIECES)
         _copy_columns(tile, rows, last, half, full, pipeline.k_s.index(2 * stage), 0, TILE)
         full = pipeline.high_full.index(stage)
         if step >= STAGES:
-            barrier_sync(EMPTY + 2 * stage + 1, PARTIES, 1)
+            barrier_sync(EMPTY + 2 * stage + 1, TILE.PARTIES, 1)
         mbarrier.expect(full, (half.block_type.nbytes + rest.block_type.nbytes) * PIECES)
         k_s, rest_s = pipeline.k_s.index(2 * stage + 1), pipeline.k_rest_s.index(stage)
         _copy_columns(tile, rows, last, half, full, k_s, HALF, TILE)
         _copy_columns(tile, rows, last, rest, full, rest_s, 2 * HALF, TILE)
-    # nobody may be left at a barrier
-    for back in gl.static_range(STAGES):
-        if steps > back:
-            stage = (steps - 1 - back) % STAGES
-            barrier_sync(EMPTY + 2 * stage, PARTIES, 1)
-            barrier_sync(EMPTY + 2 * stage + 1, PARTIES, 1)
+    leave(steps, 1, TILE)

@@ -41,6 +41,35 @@ class Strides(NamedTuple):
     stride_table_p: Any
 
 
+class WideArguments(NamedTuple):
+    """Pointers of the kernel that widens FP8 keys, in the order of the call's ``MlaTensors``."""
+
+    q_ptr: Any
+    kv_cache_ptr: Any
+    block_table_ptr: Any
+    cu_seqlens_q_ptr: Any
+    seqlens_k_ptr: Any
+    q_descale_ptr: Any
+    kv_descale_ptr: Any
+    out_ptr: Any
+    lse_ptr: Any
+    part_out_ptr: Any
+    part_lse_ptr: Any
+
+
+class WideStrides(NamedTuple):
+    """Strides of tokens and heads; rows between pages, and their stride; strides of the table."""
+
+    stride_qs: Any
+    stride_qh: Any
+    stride_os: Any
+    stride_oh: Any
+    page_rows: Any
+    stride_kvs: Any
+    stride_table_b: Any
+    stride_table_p: Any
+
+
 class Tile(NamedTuple):
     """What is asked for, and how a program divides its work."""
 
@@ -52,6 +81,8 @@ class Tile(NamedTuple):
     ROWS: Any  # heads times tokens
     BLOCK_N: Any
     STAGES: Any
+    PARTIES: Any  # threads that meet where a part of a stage becomes free
+    FOLD: Any  # the scale is positive, and goes into the exponential
 
 
 # ---- what the entry hands to the warps
@@ -86,6 +117,17 @@ class Results(NamedTuple):
     part_out_ptr: Any
     part_lse_ptr: Any
     tokens: Any
+    value_scale: Any
+
+
+class Cache(NamedTuple):
+    """The FP8 keys of a sequence."""
+
+    ptr: Any
+    page_rows: Any
+    stride: Any  # of rows
+    entries: Any  # of the table
+    stride_page: Any
 
 
 class Inputs(NamedTuple):
