@@ -1,10 +1,11 @@
 """From a layout to what a kernel walks: for every tile the blocks it has to visit, in order.
 
-Plain PyTorch on the layout's device, without a look at a value from the host: sizes are bounds that
-shapes give. A *list* belongs to an owner, which is a tile of queries of one head (or of several
-that share keys), or, transposed, a tile of keys. Its *items* are the key blocks to visit (or the
-query blocks), sorted, each once, and first those that every *member* of the owner sees whole: they
-need no mask. Members are the rows of blocks that a tile holds, or the heads.
+This is the definition, in plain PyTorch over the mask of blocks; ``_kernels/planning.py`` makes the
+same by kernels. Sizes are bounds that shapes give. A *list* belongs to an owner, which is a tile of
+queries of one head (or of several that share keys), or, transposed, a tile of keys. Its *items* are
+the key blocks to visit (or the query blocks), sorted, each once, and first those that every
+*member* of the owner sees whole: they need no mask. Members are the rows of blocks that a tile
+holds, or the heads.
 """
 
 from __future__ import annotations
@@ -95,37 +96,27 @@ def query_lists(
         causal: leave out what lies right of the diagonal.
     """
     block_q, block_k = block_size
-    rows = crow.shape[1] - 1
-    head, row, item, valid = entries_of(crow, col, cols)
-    if causal:
-        valid = valid & (item * block_k < (row + 1) * block_q)
+    kept = kept_of(crow, col, cols, block_size, causal)
+    heads, rows, _ = kept.shape
     stack = max(span // block_q, 1)
     owners = max(cdiv(rows, stack), 1)
-    packs = cdiv(group, pack)
-    lists = cdiv(crow.shape[0], group) * packs
-    owner = (head // group * packs + head % group // pack) * owners + row // stack
-    member = head % group % pack if pack > 1 else row % stack
-    if pack > 1:  # the last pack of a group may hold fewer heads
-        held = (group - torch.arange(lists, device=col.device) % packs * pack).clamp(max=pack)
-        all_members = ((1 << held) - 1).repeat_interleave(owners, output_size=lists * owners)
+    kept = padded(kept, 1, owners * stack)
+    held = torch.tensor(stack, device=crow.device)
+    if pack > 1:
+        groups, packs = cdiv(heads, group), cdiv(group, pack)
+        kept = padded(kept, 0, groups * group).view(groups, group, owners, cols)
+        kept = padded(kept, 1, packs * pack).view(groups, packs, pack, owners, cols)
+        kept = kept.transpose(2, 3).flatten(0, 2)
+        # the last pack of a group may hold fewer heads
+        held = (group - torch.arange(packs, device=crow.device) * pack).clamp(max=pack)
+        held = held.repeat_interleave(owners).repeat(groups)[:, None]
     else:
-        all_members = torch.full((lists * owners,), (1 << stack) - 1, device=col.device)
-
-    def is_clear(owner: Tensor, item: Tensor) -> Tensor:
-        # left of the first position
-        return (item + 1) * block_k - 1 <= owner % owners * (stack * block_q)
-
-    return _gather(
-        owner,
-        item,
-        member,
-        valid,
-        lists * owners,
-        cols,
-        pack if pack > 1 else stack,
-        all_members,
-        is_clear if causal else None,
-    )
+        kept = kept.view(heads * owners, stack, cols)
+    is_clear = None
+    if causal:  # left of the first position
+        first = torch.arange(len(kept), device=crow.device)[:, None] % owners * (stack * block_q)
+        is_clear = (torch.arange(cols, device=crow.device) + 1) * block_k - 1 <= first
+    return _listed(kept, held, is_clear, col.numel())
 
 
 def key_lists(
@@ -143,79 +134,58 @@ def key_lists(
     Members are the columns of blocks within ``span`` keys.
     """
     block_q, block_k = block_size
-    rows = crow.shape[1] - 1
-    head, row, column, valid = entries_of(crow, col, cols)
-    if causal:
-        valid = valid & (column * block_k < (row + 1) * block_q)
+    kept = by_key(kept_of(crow, col, cols, block_size, causal), group)
     stack = max(span // block_k, 1)
     owners = max(cdiv(cols, stack), 1)
-    lists = cdiv(crow.shape[0], group)
-    all_members = torch.full((lists * owners,), (1 << stack) - 1, device=col.device)
-
-    def is_clear(owner: Tensor, item: Tensor) -> Tensor:
-        # below the last key
-        return item // group * block_q >= (owner % owners + 1) * (stack * block_k) - 1
-
-    return _gather(
-        head // group * owners + column // stack,
-        row * group + head % group,
-        column % stack,
-        valid,
-        lists * owners,
-        rows * group,
-        stack,
-        all_members,
-        is_clear if causal else None,
-    )
+    kept = padded(kept, 1, owners * stack).view(len(kept) * owners, stack, -1, group).flatten(2)
+    is_clear = None
+    if causal:  # below the last key
+        tile = torch.arange(len(kept), device=crow.device)[:, None] % owners
+        row = torch.arange(kept.shape[2], device=crow.device) // group
+        is_clear = row * block_q >= (tile + 1) * (stack * block_k) - 1
+    return _listed(kept, torch.tensor(stack, device=crow.device), is_clear, col.numel())
 
 
-def _gather(
-    owner: Tensor,
-    item: Tensor,
-    member: Tensor,
-    valid: Tensor,
-    owners: int,
-    items: int,
-    members: int,
-    all_members: Tensor,
-    is_clear: object,
-) -> Lists:
-    """Sort by owner and item, unite what differs in the member alone, and put whole items first."""
-    device = owner.device
-    items = max(items, 1)
-    last = owners * items * members  # behind every key
-    key = torch.where(valid, (owner * items + item) * members + member, last).flatten()
-    key = key.sort().values
-    count = key.shape[0]
-    nobody = key.new_full((1,), -1)
-    before = torch.cat([nobody, key[:-1]])
-    is_new = (key // members != torch.where(before < 0, -members, before) // members) & (key < last)
-    bit = torch.where((key != before) & (key < last), 1 << key % members, 0)
-    # sums ahead of each place, and behind the last
-    bits = torch.cat([bit.new_zeros(1), bit.cumsum(0)])
-    place = is_new.cumsum(0) - 1
-    starts = key.new_full((count + 2,), count)
-    slots = torch.arange(count, device=device)
-    starts.scatter_(0, torch.where(is_new, place, count + 1), torch.where(is_new, slots, count))
-    starts = starts[: count + 1]
+def kept_of(
+    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], causal: bool
+) -> Tensor:
+    """Return the mask of blocks ``[heads, rows, cols]``, if asked for up to the diagonal."""
+    kept = dense_of(crow, col, cols)
+    if causal:
+        row = torch.arange(kept.shape[1], device=crow.device)[:, None]
+        kept &= torch.arange(cols, device=crow.device) * block_size[1] < (row + 1) * block_size[0]
+    return kept
 
-    pair = torch.cat([key, key.new_full((1,), last)])[starts[:-1]] // members
-    seen = bits[starts[1:]] - bits[starts[:-1]]
-    begin = torch.searchsorted(pair, torch.arange(owners + 1, device=device) * items)
-    used = pair < owners * items
-    own = torch.where(used, pair // items, 0)
-    thing = pair % items
-    is_whole = used & (seen == all_members[own])
+
+def by_key(kept: Tensor, group: int) -> Tensor:
+    """Return a mask ``[heads, rows, cols]`` as ``[lists, cols, rows, group]``."""
+    lists = cdiv(len(kept), group)
+    kept = padded(kept, 0, lists * group)
+    return kept.view(lists, group, *kept.shape[1:]).permute(0, 3, 2, 1).contiguous()
+
+
+def padded(kept: Tensor, dim: int, size: int) -> Tensor:
+    """Return a mask with so much of a dimension; what is added is not kept."""
+    shape = list(kept.shape)
+    shape[dim] = size - shape[dim]
+    return torch.cat([kept, kept.new_zeros(shape)], dim)
+
+
+def _listed(kept: Tensor, held: Tensor, is_clear: Tensor | None, bound: int) -> Lists:
+    """Make lists of a mask ``[owners, members, items]``; ``held`` members there are."""
+    member = torch.arange(kept.shape[1], device=kept.device)[:, None]
+    seen = (kept.long() << member).sum(1)
+    is_whole = (seen > 0) & (seen == (1 << held) - 1)
     if is_clear is not None:
-        is_whole = is_whole & is_clear(own, thing)  # type: ignore[operator]
-    whole_before = torch.cat([key.new_zeros(1), is_whole.long().cumsum(0)])
-    whole = whole_before[begin[1:]] - whole_before[begin[:-1]]
-    rank = whole_before[:-1] - whole_before[begin[own]]
-    rest = slots - begin[own] - rank
-    target = begin[own] + torch.where(is_whole, rank, whole[own] + rest)
-    target = torch.where(used, target, count)
-    result = [
-        torch.zeros(count + 1, dtype=torch.int32, device=device).scatter_(0, target, x.int())
-        for x in (thing, seen)
-    ]
-    return Lists(begin, whole, *result)
+        is_whole &= is_clear
+    order = (~is_whole).long().argsort(dim=1, stable=True)
+    sorted_ = seen.gather(1, order)
+    used = sorted_ > 0
+    result = (filled(x[used], bound + 1).int() for x in (order, sorted_))
+    begin = torch.cat([held.new_zeros(1), used.sum(1).cumsum(0)])
+    return Lists(begin, is_whole.sum(1), *result)
+
+
+def filled(x: Tensor, size: int) -> Tensor:
+    """Return numbers, and 0 behind them up to a size."""
+    return torch.cat([x, x.new_zeros(size - len(x))])

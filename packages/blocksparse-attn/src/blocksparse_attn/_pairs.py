@@ -9,9 +9,9 @@ queries see, or if the other neighbour has no such list to walk beside it. Long 
 that no program runs much longer than others; what several programs find of one block of keys is
 added up.
 
-Plain PyTorch on the layout's device without a look at a value, as :mod:`._lists`. Blocks here have
-64 tokens; a block of the layout is several of them, or, if it is small, a *piece* of one. Of pieces
-:mod:`._pieces` makes blocks, which then differ in what of them a query sees: see ``Pairs.bits``.
+This is the definition, in plain PyTorch; see :mod:`._lists`. Blocks here have 64 tokens; a block of
+the layout is several of them, or, if it is small, a *piece* of one. Of pieces :mod:`._pieces` makes
+blocks, which then differ in what of them a query sees: see ``Pairs.bits``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ._lists import entries_of
-from ._pieces import KEPT, SIDE, blocks_of, piece_of
+from ._lists import by_key, filled, kept_of, padded
+from ._pieces import KEPT, SIDE, Blocks, blocks_of, in_order, piece_of
 
 # rows of blocks are less
 HEAD = 1 << 16
@@ -55,16 +55,6 @@ class Pairs(NamedTuple):
     # int32 [bound + 1], of the first block, and 16 bits on of the second: bit ``i * n + j`` says
     # that of n pieces of the queries the j-th sees the i-th of the keys
     bits: Tensor
-
-
-class _Entries(NamedTuple):
-    """Who walks what: items of owners, each once; of those not ``used`` nothing else counts."""
-
-    owner: Tensor
-    item: Tensor
-    member: Tensor  # the first block of the owner, the second, or 2 for both
-    bits: Tensor
-    used: Tensor
 
 
 def sizes_of(
@@ -113,74 +103,58 @@ def key_pairs(
     side = SIDE // piece
     parts_q, parts_k = (tokens // piece for tokens in block_size)
     heads, nnz = col.shape
-    pieces, programs, _ = sizes_of(heads, nnz, cols, block_size, group, turns)
+    pieces, programs, entries = sizes_of(heads, nnz, cols, block_size, group, turns)
     in_list = pieces // cdiv(heads, group)
     rows = max(cdiv((crow.shape[1] - 1) * parts_q, side), 1)
     device = crow.device
 
-    head, row, column, valid = (x[..., None, None] for x in entries_of(crow, col, cols))
-    row = row * parts_q + torch.arange(parts_q, device=device)[:, None]
-    column = column * parts_k + torch.arange(parts_k, device=device)
-    if causal:
-        valid = valid & (column <= row)
+    kept = kept_of(crow, col, cols, block_size, False)
+    kept = kept.repeat_interleave(parts_q, 1).repeat_interleave(parts_k, 2)
+    kept = kept.tril() if causal else kept
+    kept = by_key(padded(padded(kept, 1, rows * side), 2, in_list), group)
     # by rows first, so that what is cut holds all heads of some rows
-    item = row // side * group + head % group
-    block, item, bits, used, made = blocks_of(
-        head // group * in_list + column,
-        item,
-        row % side,
-        valid,
-        pieces,
-        in_list,
-        rows * group,
-        side,
-    )
-    blocks, in_blocks = made.pieces.shape[0], made.in_list
-    pairs = blocks // 2
-    bits = bits << 16 * (block % 2)
-    entries = _united(block // 2, item, block % 2, bits, used, pairs, rows * group)
-    entries, owned = _moved(entries, blocks, in_blocks, rows * group)
-    owner, item, member, bits, used = entries
+    kept = kept.view(pieces, rows, side, group).transpose(2, 3).reshape(pieces, rows * group, side)
+    made = blocks_of(kept, in_list)
+    pairs = len(made.cells) // 2
+    walked, owned = _shared_out(made)
+    owner, item = (walked != 0).any(1).nonzero(as_tuple=True)
+    first, second = walked[owner, :, item].unbind(1)
 
     # cut into programs, numbered as they come
     # in halves of a step: of neighbours either walks what it sees alone beside the other
-    weight = torch.where(used, torch.where((member == 2) | (owner >= pairs), 2, 1), 0)
-    weights = item.new_zeros(2 * pairs).scatter_add_(0, owner, weight)
+    weight = torch.where((first != 0) & (second != 0) | (owner >= pairs), 2, 1)
+    weights = _counts(owner, weight, 2 * pairs)
     most = torch.full_like(weights, 2 * _most(LONGEST, turns))
     most[pairs:] = 2 * _most(SHORTER, turns)
     cuts = (weights + most - 1) // most
     ends = cuts.cumsum(0)
     ahead = weight.cumsum(0) - weight - (weights.cumsum(0) - weights)[owner]
-    program = (ends - cuts)[owner] + ahead * cuts[owner] // weights.clamp(min=1)[owner]
-    program = program.clamp(max=programs - 1)
+    program = (ends - cuts)[owner] + ahead * cuts[owner] // weights[owner]
     place = torch.arange(programs, device=device)
     own = torch.searchsorted(ends, place, right=True).clamp(max=2 * pairs - 1)
     own = torch.where((place < ends[-1])[:, None], owned[own], -1)
-    of_list = own.amax(1, keepdim=True) // in_blocks  # -1 of a program without a block
+    of_list = own.amax(1, keepdim=True) // made.in_list  # -1 of a program without a block
     mine = torch.where(own[..., None] < 0, -1, made.pieces[own.clamp(min=0)]).flatten(1)
-    parts = _counts(of_list.clamp(min=0) * in_list + mine.clamp(min=0), mine >= 0, pieces)
+    parts = _counts((of_list.clamp(min=0) * in_list + mine.clamp(min=0)), mine >= 0, pieces)
 
     # in the order of their work, and of each first what both blocks see whole
-    part = torch.where(member == 2, 0, member + 2)
-    is_cut = bits != made.whole * ((1 << 16) + 1)
+    whole = (1 << side * side) - 1
+    is_cut = (first != whole) | (second != whole)
     if causal:
         last = torch.where(owned < 0, -1, made.last[owned.clamp(min=0)]).amax(1)
         is_cut |= item // group <= last[owner]
-    part = torch.where((part == 0) & is_cut, 1, part)
-    order = _order(program, part, item // group, used, of_list[:, 0], rows, turns)
+    part = torch.where(second == 0, 2, torch.where(first == 0, 3, is_cut.long()))
+    order = _order(program, part, item // group, of_list[:, 0], rows, turns)
     rank = torch.zeros_like(order).scatter_(0, order, place)
-    end = programs * 4 * HEAD * group
     # by heads first, so that programs at work read few of them
     item = item % group * HEAD + item // group
-    key = torch.where(used, (rank[program] * 4 + part) * HEAD * group + item, end)
+    key = (rank[program] * 4 + part) * HEAD * group + item
     key, place = key.sort()
     begin = torch.arange(4 * programs + 1, device=device) * (HEAD * group)
     begin = torch.searchsorted(key, begin)
-    bits = torch.where(key < end, bits[place], 0)
-    key = torch.where(key < end, key % (HEAD * group), 0)
     owners = torch.cat([of_list, mine], 1)[order]
-    nothing = key.new_zeros(1)
-    items, bits = (torch.cat([x, nothing]).int() for x in (key, bits))
+    bits = (first | second << 16)[place]
+    items, bits = (filled(x, entries + 1).int() for x in (key % (HEAD * group), bits))
     return Pairs(begin, parts, items, owners.int(), ends[-1:].int(), bits)
 
 
@@ -189,53 +163,40 @@ def _most(steps: int, turns: int) -> int:
     return max(steps // turns, 1)
 
 
-def _moved(entries: _Entries, blocks: int, in_list: int, items: int) -> tuple[_Entries, Tensor]:
-    """Move what a block sees without its neighbour to further owners, where that is of use.
+def _shared_out(made: Blocks) -> tuple[Tensor, Tensor]:
+    """Give neighbours an owner, and move what a block sees without its own where that is of use.
 
-    Returns the entries, and the two blocks of each owner.
+    Returns the cells that each owner walks of two blocks, ``[owners, 2, items]``, and these blocks.
     """
-    owner, item, member, bits, used = entries
-    pairs = blocks // 2
-    block = owner * 2 + member % 2
-    is_alone = used & (member < 2)
-    alone = _counts(block, is_alone, blocks)
+    cells = made.cells
+    blocks, items = cells.shape
+    other = cells.view(-1, 2, items).flip(1).view(blocks, items)
+    is_alone = (cells != 0) & (other == 0)
     # blocks of many such items, in the order of their last ones, two and two
-    last = item.new_zeros(blocks).scatter_reduce_(
-        0, torch.where(is_alone, block, 0), torch.where(is_alone, item + 1, 0), "amax"
-    )
-    place = torch.arange(blocks, device=item.device)
-    is_many = alone > KEPT
-    order = ((place // in_list * 2 + ~is_many) * (items + 1) + last).sort(stable=True).indices
+    order, is_many = in_order(is_alone, made.in_list, KEPT)
+    place = torch.arange(blocks, device=cells.device)
     rank = torch.zeros_like(order).scatter_(0, order, place)
-    moves = is_alone & is_many[block]
-    further = _united(rank[block] // 2, item, rank[block] % 2, bits, moves, pairs, items)
-    shared, apart = (
-        _counts(further.owner, further.used & (further.member // 2 == kind), pairs)
-        for kind in (1, 0)
-    )
-    is_alike = is_many & (2 * shared >= apart)[rank // 2]
+    moves = (is_alone & is_many[:, None])[order].view(-1, 2, items)
+    shared, apart = (moves.sum(1) == count for count in (2, 1))
+    is_alike = is_many & (2 * shared.sum(1) >= apart.sum(1))[rank // 2]
     # where one of two neighbours moves, the other is left without what to walk beside
-    is_uneven = (alone - torch.where(is_alike, 0, alone).view(-1, 2).flip(1).flatten()) > KEPT
-    is_moved = is_alike | is_uneven
-    moves = moves & is_moved[block]
-    owner = torch.where(moves, pairs + rank[block] // 2, owner)
-    # what is one block's comes to the place of that block
-    bits = torch.where(moves, bits >> 16 * member << 16 * (rank[block] % 2), bits)
-    member = torch.where(moves, rank[block] % 2, member)
-    owned = torch.cat([place, torch.where(is_moved[order], order, -1)]).view(-1, 2)
-    return _united(owner, item, member, bits, used, 2 * pairs, items), owned
+    alone = is_alone.sum(1)
+    left = torch.where(is_alike, 0, alone).view(-1, 2).flip(1).flatten()
+    is_moved = is_many & (is_alike | (alone - left > KEPT))
+    moves = is_alone & is_moved[:, None]
+    walked = torch.cat([torch.where(moves, 0, cells), torch.where(moves, cells, 0)[order]])
+    owned = torch.cat([place, torch.where(is_moved[order], order, -1)])
+    return walked.view(-1, 2, items), owned.view(-1, 2)
 
 
 def _order(
-    program: Tensor, part: Tensor, row: Tensor, used: Tensor, of_list: Tensor, rows: int, turns: int
+    program: Tensor, part: Tensor, row: Tensor, of_list: Tensor, rows: int, turns: int
 ) -> Tensor:
     """Return the order of programs: by lists, by the first row, and then the longest first."""
     programs = of_list.shape[0]
-    count = _counts(program * 4 + part, used, 4 * programs).view(-1, 4)
+    count = _counts(program * 4 + part, torch.ones_like(part), 4 * programs).view(-1, 4)
     length = (count[:, :2].sum(1) + count[:, 2:].amax(1)) * turns // ALIKE
-    first = torch.full_like(length, rows).scatter_reduce_(
-        0, program, torch.where(used, row, rows), "amin"
-    )
+    first = torch.full_like(length, rows).scatter_reduce_(0, program, row, "amin")
     windows = rows // WINDOW + 1
     # those that there are not come last; as their number they would take the key beyond int64
     section = torch.where(of_list < 0, of_list.amax() + 1, of_list)
@@ -244,29 +205,6 @@ def _order(
     return key.sort(stable=True).indices
 
 
-def _united(
-    owner: Tensor,
-    item: Tensor,
-    member: Tensor,
-    bits: Tensor,
-    valid: Tensor,
-    owners: int,
-    items: int,
-) -> _Entries:
-    """Sort by owner and item, and unite what differs in the member alone."""
-    end = owners * items * 4
-    key, place = torch.where(valid, (owner * items + item) * 4 + member, end).sort()
-    pair = key // 4
-    nobody = key.new_full((1,), -4)
-    used = (key < end) & (torch.cat([nobody, pair[:-1]]) != pair)
-    has_next = torch.cat([pair[1:], nobody]) == pair
-    bits = bits[place]
-    bits = torch.where(has_next, bits | torch.cat([bits[1:], bits[:1]]), bits)
-    member = torch.where(has_next, 2, key % 4)
-    return _Entries((pair // items).clamp(max=owners - 1), pair % items, member, bits, used)
-
-
-def _counts(owner: Tensor, used: Tensor, owners: int) -> Tensor:
-    """Count what each owner has."""
-    counts = owner.new_zeros(owners)
-    return counts.scatter_add_(0, owner.flatten(), used.flatten().long())
+def _counts(owner: Tensor, weight: Tensor, owners: int) -> Tensor:
+    """Add up what each owner has."""
+    return owner.new_zeros(owners).scatter_add_(0, owner.flatten(), weight.flatten().long())

@@ -3,8 +3,6 @@
 Blocks of 64 tokens or more have one piece a block. Of smaller ones several neighbours are a block,
 and what sees no more than half of such a block is moved, if it is much, to blocks that are put
 together from anywhere: columns of a stride, which the same queries see, fill one between them.
-
-Plain PyTorch on the layout's device without a look at a value, as :mod:`._lists`.
 """
 
 from __future__ import annotations
@@ -23,10 +21,12 @@ KEPT = 16
 class Blocks(NamedTuple):
     """What blocks are made of, those of a list one behind the other."""
 
+    # int64 [blocks, items]: bit ``i * n + j`` says that of n pieces of the item the j-th sees the
+    # i-th of the block
+    cells: Tensor
     pieces: Tensor  # int64 [blocks, pieces of a block]: numbers within the list, or -1
     last: Tensor  # int64 [blocks]: the last 64 tokens from a multiple of 64 that it touches, or -1
     in_list: int  # blocks of a list
-    whole: int  # the bits of who sees all of a block
 
 
 def piece_of(block_size: tuple[int, int]) -> int:
@@ -34,101 +34,48 @@ def piece_of(block_size: tuple[int, int]) -> int:
     return min(*block_size, SIDE)
 
 
-def blocks_of(
-    piece: Tensor,
-    item: Tensor,
-    sub: Tensor,
-    valid: Tensor,
-    pieces: int,
-    in_list: int,
-    items: int,
-    side: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Blocks]:
-    """Return ``(block, item, bits, used, blocks)``: what is kept, each block's item once.
+def blocks_of(kept: Tensor, in_list: int) -> Blocks:
+    """Return the blocks of a mask ``[pieces of keys, items, side]``; a block has ``side`` pieces.
 
     Args:
-        piece: of keys, numbered through all lists.
-        item: 64 queries of a head.
-        sub: which piece of these.
-        valid: which of the entries there are.
-        pieces: of all lists.
+        kept: which of the pieces of an item see which of keys, these numbered through all lists.
         in_list: pieces of a list.
-        items: more than there are.
-        side: pieces of a block.
     """
-    cells = side * side
-    end = pieces // side * items * cells
-    key = (piece // side * items + item) * cells + piece % side * side + sub
-    key = _each_once(torch.where(valid, key, end).flatten(), end)
-    used = key < end
-    item, slot, sub = key // cells % items, key // side % side, key % side
-    number = block = (key // (items * cells)).clamp(max=pieces // side - 1)
-    piece = block * side + slot
-    in_blocks = in_list // side
+    pieces, items, side = kept.shape
+    bit = torch.arange(side, device=kept.device)
+    fields = (kept.long() << bit).sum(-1)
+    names = torch.arange(pieces, device=kept.device) % in_list
+    in_blocks = in_list
     if side > 1:
-        rank, moves = _moved(key, piece, item, used, pieces, in_list, items, side)
+        lines = (fields.view(-1, side, items) != 0).sum(1)
+        is_apart = (fields != 0) & (2 * lines <= side).repeat_interleave(side, 0)
+        order, is_many = in_order(is_apart, in_list, KEPT)
+        moves = is_apart & is_many[:, None]
         # of each list those of neighbours come first
-        number = block // in_blocks * 2 * in_blocks + block % in_blocks
-        gathered = rank // side // in_blocks * 2 * in_blocks + in_blocks + rank // side % in_blocks
-        number = torch.where(moves, gathered[piece], number)
-        slot = torch.where(moves, rank[piece] % side, slot)
-        in_blocks *= 2
-    blocks = pieces // in_list * in_blocks
-    end = blocks * items * cells
-    cell = torch.where(used, (number * items + item) * cells + slot * side + sub, end)
-    cell, order = cell.sort()
-    piece, used = piece[order], cell < end
-    unit = cell // cells
-    is_first = used & (torch.cat([unit.new_full((1,), -1), unit[:-1]]) != unit)
-    index = (is_first.long().cumsum(0) - 1).clamp(min=0)
-    bits = torch.zeros_like(cell).scatter_add_(0, index, torch.where(used, 1 << cell % cells, 0))[
-        index
-    ]
-    number = (unit // items).clamp(max=blocks - 1)
-    made = torch.full((blocks * side + 1,), -1, device=key.device)
-    at = torch.where(used, number * side + cell % cells // side, blocks * side)
-    made[at] = torch.where(used, piece % in_list, -1)
-    made = made[:-1].view(blocks, side)
-    return (
-        number,
-        unit % items,
-        bits,
-        is_first,
-        Blocks(made, made.amax(1) // side, in_blocks, (1 << cells) - 1),
-    )
+        stay, gone = torch.where(moves, 0, fields), torch.where(moves, fields, 0)[order]
+        fields, names = (
+            torch.stack([x.view(-1, in_list, *x.shape[1:]) for x in both], 1).flatten(0, 2)
+            for both in ((stay, gone), (names, names[order]))
+        )
+        in_blocks = in_list // side * 2
+    fields = fields.view(-1, side, items)
+    made = torch.where((fields != 0).any(-1), names.view(-1, side), -1)
+    cells = (fields << side * bit[:, None]).sum(1)
+    return Blocks(cells, made, made.amax(1) // side, in_blocks)
 
 
-def _moved(
-    key: Tensor,
-    piece: Tensor,
-    item: Tensor,
-    used: Tensor,
-    pieces: int,
-    in_list: int,
-    items: int,
-    side: int,
-) -> tuple[Tensor, Tensor]:
-    """Return in which order pieces are put together, and which entries are moved there."""
-    # entries are sorted by block, item, piece
-    line, unit = key // side, key // (side * side)
-    nothing = key.new_full((1,), -1)
-    is_line = used & (torch.cat([nothing, line[:-1]]) != line)
-    is_unit = used & (torch.cat([nothing, unit[:-1]]) != unit)
-    index = (is_unit.long().cumsum(0) - 1).clamp(min=0)
-    lines = torch.zeros_like(key).scatter_add_(0, index, is_line.long())[index]
-    is_apart = used & (2 * lines <= side)
-    count = key.new_zeros(pieces).scatter_add_(0, piece, (is_apart & is_line).long())
-    last = key.new_zeros(pieces).scatter_reduce_(
-        0, torch.where(is_apart, piece, 0), torch.where(is_apart, item + 1, 0), "amax"
-    )
-    is_many = count > KEPT
-    place = torch.arange(pieces, device=key.device)
-    # in the order of their last ones: columns of one head end alike
-    order = ((place // in_list * 2 + ~is_many) * (items + 1) + last).sort(stable=True).indices
-    rank = torch.zeros_like(order).scatter_(0, order, place)
-    return rank, is_apart & is_many[piece]
+def in_order(alone: Tensor, in_list: int, kept: int) -> tuple[Tensor, Tensor]:
+    """Return in which order blocks, or pieces, of lists go together, and which ones are many.
 
-
-def _each_once(key: Tensor, end: int) -> Tensor:
-    key = key.sort().values
-    return torch.where(torch.cat([key.new_full((1,), -1), key[:-1]]) == key, end, key).sort().values
+    Args:
+        alone: bool ``[blocks, items]``: what is seen without neighbours.
+        in_list: blocks of a list.
+        kept: more items than so many are many.
+    """
+    items = alone.shape[1]
+    is_many = alone.sum(1) > kept
+    place = torch.arange(len(alone), device=alone.device)
+    # by the last ones: columns of one head end alike
+    last = (alone * torch.arange(1, items + 1, device=alone.device)).amax(1)
+    key = (place // in_list * 2 + ~is_many) * (items + 1) + last
+    return key.sort(stable=True).indices, is_many

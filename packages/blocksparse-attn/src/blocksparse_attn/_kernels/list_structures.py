@@ -42,7 +42,7 @@ class ListTensors(NamedTuple):
 
     bits_ptr: Any
     counts_ptr: Any  # int32 [owners of all lists, 2, chunks]
-    ends_ptr: Any  # int64, the sums of the counts so far; None while they are counted
+    ends_ptr: Any  # int64, the sums of the counts so far
     begin_ptr: Any
     whole_ptr: Any
     items_ptr: Any
@@ -73,6 +73,7 @@ class ListOptions(NamedTuple):
     IS_PACKED: Any  # members are heads
     MEMBERS: Any
     BLOCK: Any  # items per program
+    WRITES: Any
 
 
 class PairTensors(NamedTuple):

@@ -126,22 +126,22 @@ def _list_kernel(
     bits_ptr, counts_ptr, ends_ptr, begin_ptr, whole_ptr, items_ptr, members_ptr,
     owners, chunks, items, lines, words, heads, group, packs, span, block, bound,
     BY_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_PACKED: tl.constexpr,
-    MEMBERS: tl.constexpr, BLOCK: tl.constexpr,
+    MEMBERS: tl.constexpr, BLOCK: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
-    """Count the items of an owner's chunk, or, where ``ends`` sums the counts up, write them.
+    """Count the items of an owner's chunk, or, when ``ends`` sums the counts up, write them.
 
     ``counts`` is [owners of all lists, 2, chunks]: items that need no mask, and the rest.
     """
     numbers = ListNumbers(
         owners, chunks, items, lines, words, heads, group, packs, span, block, bound
     )
-    OPTIONS: tl.constexpr = ListOptions(BY_KEY, IS_CAUSAL, IS_PACKED, MEMBERS, BLOCK)
+    OPTIONS: tl.constexpr = ListOptions(BY_KEY, IS_CAUSAL, IS_PACKED, MEMBERS, BLOCK, WRITES)
     owner = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
     seen, is_whole = _look_up(owner, chunk, bits_ptr, numbers, OPTIONS)
     is_rest = (seen != 0) & (is_whole == 0)
     place = owner.to(tl.int64) * 2 * chunks + chunk
-    if ends_ptr is None:
+    if not WRITES:
         tl.store(counts_ptr + place, tl.sum(is_whole.to(tl.int32), 0))
         tl.store(counts_ptr + place + chunks, tl.sum(is_rest.to(tl.int32), 0))
     else:
@@ -163,7 +163,7 @@ def _list_kernel(
             tl.store(begin_ptr + programs // chunks, total)
         nothing = tl.zeros([BLOCK], tl.int32)
         first = total + tl.program_id(0).to(tl.int64) * BLOCK
-        for at in range(first, bound, programs * BLOCK):
+        for at in range(first, bound, programs.to(tl.int64) * BLOCK):
             rest = at + tl.arange(0, BLOCK)
             tl.store(items_ptr + rest, nothing, mask=rest < bound)
             tl.store(members_ptr + rest, nothing, mask=rest < bound)

@@ -275,6 +275,17 @@ def _cut(tensors, numbers):
 
 
 @triton.jit
+def _share(ahead, cuts, weights):
+    """Return ``ahead * cuts // weights``; divisions of 64 bits take several times as long."""
+    product = ahead * cuts
+    if weights * cuts < 1 << 30:
+        share = (product.to(tl.int32) // weights.to(tl.int32)).to(tl.int64)
+    else:
+        share = product // weights
+    return share
+
+
+@triton.jit
 def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the entries of a chunk, and where programs begin among them."""
     BLOCK: tl.constexpr = OPTIONS.BLOCK
@@ -300,8 +311,8 @@ def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
     ahead += tl.cumsum(weight, 0) - weight
     weights = tl.maximum(weights, 1)
     # a program begins behind the entry with which its share is reached; that may be two at once
-    mine = ahead * cuts // weights
-    next_one = tl.minimum((ahead + weight) * cuts // weights, cuts - 1)
+    mine = _share(ahead, cuts, weights)
+    next_one = tl.minimum(_share(ahead + weight, cuts, weights), cuts - 1)
     for step in tl.static_range(1, 3):
         begins = used & (mine + step <= next_one)
         tl.store(tensors.starts_ptr + program + mine + step, place + 1, mask=begins)
@@ -421,7 +432,8 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
     # what no list needs is 0; all programs share it
     nothing = tl.zeros([SIZE], tl.int32)
     total = tl.load(tensors.starts_ptr + real)
-    for at in range(total + pid.to(tl.int64) * SIZE, numbers.bound, tl.num_programs(0) * SIZE):
+    apart = tl.num_programs(0).to(tl.int64) * SIZE
+    for at in range(total + pid.to(tl.int64) * SIZE, numbers.bound, apart):
         rest = at + tl.arange(0, SIZE)
         tl.store(tensors.items_ptr + rest, nothing, mask=rest < numbers.bound)
         tl.store(tensors.out_bits_ptr + rest, nothing, mask=rest < numbers.bound)

@@ -1,6 +1,7 @@
 """How lists are made on a GPU: a handful of launches, whose sizes are bounds that shapes give.
 
-The bits take one eighth of a byte per block of the grid for a moment, kept or not.
+For a moment the bits take an eighth of a byte per block of the grid, kept or not; everything else
+is as large as what is kept.
 """
 
 from __future__ import annotations
@@ -106,7 +107,10 @@ def make_lists(
     bound = heads * nnz + 1
     device = crow.device
     counts = torch.empty(2 * total * chunks, dtype=torch.int32, device=device)
-    begin, whole = (torch.empty(n, dtype=torch.int64, device=device) for n in (total + 1, total))
+    begin, whole, ends = (
+        torch.empty(n, dtype=torch.int64, device=device)
+        for n in (total + 1, total, 2 * total * chunks)
+    )
     things, members = (torch.empty(bound, dtype=torch.int32, device=device) for _ in range(2))
     numbers = ListNumbers(
         owners,
@@ -121,12 +125,12 @@ def make_lists(
         other,
         bound,
     )
-    options = ListOptions(spec.by_key, spec.causal, pack > 1, pack if pack > 1 else stack, BLOCK)
-    launch, written = _launch(_list_kernel, options), (begin, whole, things, members)
-    launch(total * chunks, ListTensors(bits, counts, None, *written), numbers)
-    ends = counts.cumsum(0)
-    launch(total * chunks, ListTensors(bits, counts, ends, *written), numbers)
-    return Lists(*written)
+    options = spec.by_key, spec.causal, pack > 1, pack if pack > 1 else stack, BLOCK
+    tensors = ListTensors(bits, counts, ends, begin, whole, things, members)
+    _launch(_list_kernel, ListOptions(*options, WRITES=False))(total * chunks, tensors, numbers)
+    torch.cumsum(counts, 0, out=ends)
+    _launch(_list_kernel, ListOptions(*options, WRITES=True))(total * chunks, tensors, numbers)
+    return Lists(begin, whole, things, members)
 
 
 def make_pairs(
