@@ -57,3 +57,17 @@ def test_softmax_ranks_equal_the_whole(ranks, heads, tmp_path):
         for rank in range(ranks)
     ]
     assert [process.wait(timeout=300) for process in processes] == [0] * ranks
+
+
+@pytest.mark.parametrize(("ranks", "data"), [(2, 1), (4, 1), (4, 2)])
+def test_documents_train_alike_on_several_ranks(ranks, data):
+    """The example of flash-attn-triton, with FSDP2 on a mesh of two dimensions."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = Path(__file__).resolve().parent.parent / "packages" / "flash-attn-triton"
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    example = [str(root / "examples" / "train_long_documents.py"), "--device", "cpu"]
+    command = [sys.executable, *launcher, *example, "--steps", "6", "--data", str(data)]
+    environment["OMP_NUM_THREADS"] = "1"
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert "largest difference" in run.stdout
