@@ -1,8 +1,9 @@
 """Which rank holds which tokens of packed sequences, from their lengths alone.
 
-The work of attention is the number of visible pairs of a query and a key. ``"balanced"`` cuts the
-longest sequences over all ranks, which gives each the same share, and puts every other one whole on
-the rank that has least: those cost no communication. It cuts no more of them than balance needs.
+The work of attention is the number of visible pairs of a query and a key. ``"balanced"`` goes from
+the longest sequence to the shortest. Each goes to the ranks that have least, to as few of them as
+balance allows: one as a rule, which costs no communication, and several for a sequence that would
+be too much for one. Where that misses the limits, the longest sequences are cut over all ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from .shards import Run, ranges
+from .shards import Run, merged, ranges
 
 # the most that a rank may have to do, over the mean, before more sequences are cut
 PAIRS_LIMIT = 1.02
@@ -55,23 +56,69 @@ def layout_of(
     work = [visible_pairs(0, n, n, left, right) for n in lengths]
     if shard != "balanced":
         return _distribute(lengths, group_size, left, right, work, range(len(lengths)), shard)
+    found = _spread(lengths, group_size, left, right, work)
+    least = _excess(found, work, lengths)
+    if least <= 1.0:
+        return found
     order = sorted(range(len(lengths)), key=lambda b: (-work[b], b))
     mean = sum(work) / group_size
-    tokens = sum(lengths) / group_size
     cut = sum(work[b] > PAIRS_LIMIT * mean for b in order) if group_size > 1 else 0
-    best, least = None, float("inf")
+    best = found
     while True:
         found = _distribute(lengths, group_size, left, right, work, order[:cut], "zigzag")
-        excess = max(found.pairs) / mean / PAIRS_LIMIT if mean else 0.0
-        if tokens:
-            most = max(map(found.tokens, range(group_size)))
-            excess = max(excess, most / tokens / TOKENS_LIMIT)
+        excess = _excess(found, work, lengths)
         if excess < least:
             best, least = found, excess
         if excess <= 1.0 or cut == len(lengths) or group_size == 1:
-            break
+            return best
         cut = min(cut + max(1, cut // 4), len(lengths))
-    return best or found
+
+
+def _excess(found: Layout, work: list[int], lengths: tuple[int, ...]) -> float:
+    """Return the most that a rank has to do, over what the limits allow."""
+    ranks = len(found.runs)
+    pairs = ranks * max(found.pairs) / max(sum(work), 1) / PAIRS_LIMIT
+    tokens = ranks * max(map(found.tokens, range(ranks))) / max(sum(lengths), 1) / TOKENS_LIMIT
+    return max(pairs, tokens)
+
+
+def _spread(
+    lengths: tuple[int, ...], group_size: int, left: int, right: int, work: list[int]
+) -> Layout:
+    """Give each sequence to as few ranks as the limits allow, those that have least."""
+    runs: list[list[Run]] = [[] for _ in range(group_size)]
+    pairs, tokens = [0] * group_size, [0] * group_size
+    most_pairs = PAIRS_LIMIT * sum(work) / group_size
+    most_tokens = TOKENS_LIMIT * sum(lengths) / group_size
+
+    def load(rank: int, more_pairs: int, more_tokens: int) -> float:
+        """Return what is nearer to its limit; 1 is there."""
+        of_pairs = (pairs[rank] + more_pairs) / max(most_pairs, 1)
+        return max(of_pairs, (tokens[rank] + more_tokens) / max(most_tokens, 1))
+
+    for b in sorted(range(len(lengths)), key=lambda b: (-work[b], b)):
+        if not lengths[b]:
+            continue
+        order = sorted(range(group_size), key=lambda rank: (load(rank, 0, 0), rank))
+        best: tuple[float, list[tuple[int, list[Run], int, int]]] = (float("inf"), [])
+        for several in range(1, group_size + 1):
+            shares = []
+            for part, rank in enumerate(order[:several]):
+                # a part of its own rank begins where the one before it ends: one run
+                own = merged(Run(b, *ends) for ends in ranges(lengths[b], several, part, "zigzag"))
+                own = [run for run in own if run.begin < run.end]
+                more = sum(visible_pairs(*run[1:], lengths[b], left, right) for run in own)
+                shares.append((rank, own, more, sum(run.end - run.begin for run in own)))
+            highest = max(load(rank, more, count) for rank, _, more, count in shares)
+            if highest < best[0]:
+                best = highest, shares
+            if highest <= 1.0:
+                break
+        for rank, own, more, count in best[1]:
+            runs[rank] += own
+            pairs[rank] += more
+            tokens[rank] += count
+    return Layout(tuple(tuple(sorted(own)) for own in runs), tuple(pairs))
 
 
 def _distribute(

@@ -141,3 +141,13 @@ def test_errors_name_the_argument(number):
     with pytest.raises(kind) as error:
         call()
     assert words in str(error.value)
+
+
+def test_sequences_are_cut_over_few_ranks():
+    """Of eight ranks, one that has too much for one is shared by two, which share the next too."""
+    plan = ShardPlan(offsets([8192, 4096, 2048, 1024, 512, 512] * 4), 8, causal=True)
+    assert max(plan.layout.pairs) <= 1.02 * sum(plan.layout.pairs) / 8
+    holders = [{run.sequence for run in plan.runs(rank)} for rank in range(8)]
+    for long in range(0, 24, 6):
+        assert sum(long in held for held in holders) == 2
+    assert plan.max_tokens <= 1.05 * 8192
