@@ -380,7 +380,8 @@ def test_one_rank_has_the_bits_of_the_plain_function(one_rank):
 
 
 RASTERS = {
-    "two": [(0, 80, 80, 1), (3, 70, 70, 1)],
+    "two": [(0, 80, 80, 1), (3, 33, 33, 1)],
+    "apart": [(0, 40, 40, 2), (3, 70, 70, 1)],
     "groups": [(0, 20, 20, 4), (5, 11, 20, 4), (0, 80, 80, 1)],
     "four": [(0, 80, 80, 1), (40, 40, 40, 1), (0, 7, 7, 1), (1, 19, 40, 2)],
 }
@@ -400,14 +401,15 @@ def test_merges_equal_the_definition(rasters, is_sum, dtype, device):
         out = m.randn(batch, size, heads, width)
         lse = 9 * m.randn(batch, heads, size, dtype=torch.float32)
         lse[..., : size // 3] = -torch.inf
-        # never read
-        out[:, : size // 3] = 1.0 if is_sum else torch.nan
+        # those of the first piece may stay as they are; of others they are never read
+        out[:, : size // 3] = 1.0 if is_sum else torch.nan if pieces else 0.0
         pieces.append(_pieces.Piece(out, None if is_sum else lse, (begin, size, step, batch)))
         rows = [begin + b * step + i for b in range(batch) for i in range(size)]
         wide.append(torch.zeros(tokens, heads, width, dtype=torch.float64))
         wide[-1][rows] = out.nan_to_num().cpu().double().flatten(0, 1)
         logs.append(torch.full((heads, tokens), -torch.inf, dtype=torch.float64))
         logs[-1][:, rows] = lse.cpu().double().transpose(0, 1).flatten(1)
+    # the first piece may be overwritten
     got, got_lse = merge(pieces, tokens, dtype)
     want = torch.stack(wide).sum(0)
     if not is_sum:

@@ -26,6 +26,12 @@ class Piece(NamedTuple):
     # the first token, how many follow, from one such group to the next, and how many groups
     raster: tuple[int, int, int, int]
 
+    @property
+    def end(self) -> int:
+        """The token behind the last one."""
+        begin, size, step, batch = self.raster
+        return begin + (batch - 1) * step + size
+
 
 def merge_eagerly(
     pieces: Sequence[Piece], tokens: int, dtype: torch.dtype

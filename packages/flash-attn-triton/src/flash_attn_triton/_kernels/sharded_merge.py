@@ -13,7 +13,7 @@ from .structures import MergeNumbers
 def merge_kernel(
     out_ptr, lse_ptr,
     out0_ptr, lse0_ptr, out1_ptr, lse1_ptr, out2_ptr, lse2_ptr, out3_ptr, lse3_ptr,
-    tokens, heads,
+    first, last, tokens, heads,
     begin0, size0, step0, batch0, begin1, size1, step1, batch1,
     begin2, size2, step2, batch2, begin3, size3, step3, batch3,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
@@ -23,13 +23,15 @@ def merge_kernel(
     Without LSEs, ``out = sum(out_p)``. ``out`` is [tokens, heads, HEAD_DIM_V] and ``lse`` [heads,
     tokens]. A piece has so many times (``batch``) the same number of tokens (``size``), a ``step``
     apart from ``begin`` on: [batch, size, heads, HEAD_DIM_V] and [batch, heads, size], contiguous.
+    Tokens from ``first`` to ``last`` are written; ``out`` and ``lse`` may be those of a piece that
+    has all tokens in one group.
     The parameters are the fields of ``MergeTensors``, ``MergeNumbers`` and ``MergeTile``.
     """
     pid = tl.program_id(0)
     # neighbours are heads of the same tokens, which lie together
     head = pid % heads
-    token = (pid // heads).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    inside = token < tokens
+    token = first + (pid // heads).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = token < last
     row0, lse_at0, seen0 = place(token, inside, head, heads, begin0, size0, step0, batch0)
     row1, lse_at1, seen1 = place(token, inside, head, heads, begin1, size1, step1, batch1)
     lse0 = load_lse(lse0_ptr, lse_at0, seen0)

@@ -26,6 +26,9 @@ _ABSENT = 0, 0, 1, 0
 def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Merge 2 to ``MERGED`` pieces by their LSE, or add them up if they have none, in one pass.
 
+    Where the first piece has all tokens in one group, and ``dtype``, it is overwritten, and only
+    where the others have something to add.
+
     Returns:
         ``out``, ``[tokens, heads, d]`` in ``dtype``, and ``lse``, fp32 ``[heads, tokens]``; or the
         sum, and None.
@@ -33,8 +36,15 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
     first = pieces[0]
     heads, head_dim = first.out.shape[-2:]
     has_lse = first.lse is not None
-    out = first.out.new_empty((tokens, heads, head_dim), dtype=dtype)
-    lse = first.out.new_empty((heads, tokens), dtype=torch.float32) if has_lse else None
+    if first.raster == (0, tokens, tokens, 1) and first.out.dtype == dtype:
+        out = first.out.view(tokens, heads, head_dim)
+        lse = None if first.lse is None else first.lse.view(heads, tokens)
+        begin = min(piece.raster[0] for piece in pieces[1:])
+        end = max(piece.end for piece in pieces[1:])
+    else:
+        out = first.out.new_empty((tokens, heads, head_dim), dtype=dtype)
+        lse = first.out.new_empty((heads, tokens), dtype=torch.float32) if has_lse else None
+        begin, end = 0, tokens
     dtypes = tuple(piece.out.dtype for piece in pieces)
     key = dtype, dtypes, has_lse, head_dim, first.out.device
     launch = _launches.get(key)
@@ -42,12 +52,14 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
         tile = MergeTile(head_dim, padded_head_dim(head_dim), ROWS)
         launch = _launches.keep(key, Launch(merge_kernel, {**tile._asdict(), "num_warps": 4}))
     tensors: list[Tensor | None] = []
-    numbers = [tokens, heads]
+    numbers = [begin, end, tokens, heads]
     for piece in pieces:
         tensors += piece.out.contiguous(), None if piece.lse is None else piece.lse.contiguous()
         numbers += piece.raster
     for _ in range(MERGED - len(pieces)):
         tensors += None, None
         numbers += _ABSENT
-    launch(heads * cdiv(tokens, ROWS), MergeTensors(out, lse, *tensors), MergeNumbers(*numbers))
+    launch(
+        heads * cdiv(end - begin, ROWS), MergeTensors(out, lse, *tensors), MergeNumbers(*numbers)
+    )
     return out, lse

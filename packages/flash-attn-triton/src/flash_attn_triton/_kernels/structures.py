@@ -224,8 +224,10 @@ NUMBERS = (*Scalars._fields, *Counts._fields, *GradientStrides._fields, *Strides
 
 
 class MergeNumbers(NamedTuple):
-    """The whole, and where the tokens of each piece are in it."""
+    """What is written, the whole, and where the tokens of each piece are in it."""
 
+    first: Any
+    last: Any
     tokens: Any
     heads: Any
     begin0: Any
