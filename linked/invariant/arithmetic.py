@@ -24,12 +24,11 @@ def _dot(a, b, TILE: tl.constexpr):
 
 @triton.jit
 def _dot_add(acc, a, b, TILE: tl.constexpr):
-    """Return ``acc + a @ b``, with ``a`` rounded to ``b``'s dtype."""
-    a = a.to(b.dtype)
+    """Return ``acc + a @ b``, with ``a`` rounded to ``b``'s dtype as the tensor cores need it."""
     if TILE.UPCAST:
         c = acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
     else:
-        c = tl.dot(a, b, acc, input_precision=TILE.PRECISION)
+        c = tl.dot(a.to(b.dtype), b, acc, input_precision=TILE.PRECISION)
     return c
 
 

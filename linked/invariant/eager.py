@@ -27,28 +27,30 @@ def invariant_attention(
     window_left: int,
     window_right: int,
     softcap: float,
+    position: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` of one sequence, in fp32.
 
     ``q`` is ``[rows, heads_q, head_dim]``, ``k`` ``[keys, heads_k, head_dim]`` and ``v``
-    ``[keys, heads_k, head_dim_v]``; the last row stands at the last key. ``out`` is
-    ``[rows, heads_q, head_dim_v]`` and ``lse`` ``[heads_q, rows]``.
+    ``[keys, heads_k, head_dim_v]``. The first row stands at key ``position``, by default such that
+    the last one stands at the last key. Keys that no row sees may be left out at both ends. ``out``
+    is ``[rows, heads_q, head_dim_v]`` and ``lse`` ``[heads_q, rows]``.
     """
     group = q.shape[1] // k.shape[1]
     # [heads_q, head_dim, keys] and [heads_q, keys, head_dim_v]
     wide_k = k.double().permute(1, 2, 0).repeat_interleave(group, 0).contiguous()
     wide_v = v.double().transpose(0, 1).repeat_interleave(group, 0)
-    ahead = k.shape[0] - q.shape[0]
+    ahead = k.shape[0] - q.shape[0] if position is None else position
     outs, lses = [], []
     for first in range(0, max(1, q.shape[0]), ROWS):
         rows = q[first : first + ROWS].double().transpose(0, 1)  # [heads_q, rows, head_dim]
-        position = torch.arange(first, first + rows.shape[1], device=q.device)[:, None] + ahead
+        at = torch.arange(first, first + rows.shape[1], device=q.device)[:, None] + ahead
         key = torch.arange(k.shape[0], device=q.device)[None, :]
         visible = torch.ones(rows.shape[1], k.shape[0], dtype=torch.bool, device=q.device)
         if window_right >= 0:
-            visible &= key <= position + window_right
+            visible &= key <= at + window_right
         if window_left >= 0:
-            visible &= key >= position - window_left
+            visible &= key >= at - window_left
         scores = rows.new_zeros(rows.shape[0], rows.shape[1], k.shape[0])
         for d in range(q.shape[2]):
             scores = scores + rows[:, :, d, None] * wide_k[:, d, None, :]

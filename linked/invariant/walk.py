@@ -99,7 +99,10 @@ def _offsets(keys, source, wanted, numbers, OPTIONS: tl.constexpr):
     """Return where keys and values begin, relative to their head."""
     if OPTIONS.PAGE > 0:
         entries = source.table_ptr + (keys // OPTIONS.PAGE).to(tl.int64) * numbers.stride_table_p
-        pages = tl.load(entries, mask=wanted, other=0).to(tl.int64)
+        if wanted is not None:
+            pages = tl.load(entries, mask=wanted, other=0).to(tl.int64)
+        else:
+            pages = tl.load(entries).to(tl.int64)
         slots = (keys % OPTIONS.PAGE).to(tl.int64)
         k_rows = pages * numbers.stride_kb + slots * numbers.stride_ks
         v_rows = pages * numbers.stride_vb + slots * numbers.stride_vs

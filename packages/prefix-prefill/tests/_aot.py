@@ -25,10 +25,11 @@ class Config:
     rich: bool = False  # every feature at once
     tree: bool = False
     splits: int = 1
+    invariant: bool = False
 
     def __str__(self) -> str:
         kind = f"d{self.head_dim}-{self.dtype}-{self.cache or 'same'}-p{self.page}-g{self.group}"
-        flags = ("packed", "dense", "rich", "tree")
+        flags = ("packed", "dense", "rich", "tree", "invariant")
         kind += "".join(f"-{flag}" for flag in flags if getattr(self, flag))
         return kind + ("-split" if self.splits > 1 else "")
 
@@ -91,11 +92,12 @@ def launch_attention(
         launch(
             q, *caches(config, heads_k), *new, meta(batch, 64, dtype=int32),
             meta(batch + 1, dtype=int32), meta(batch, dtype=int32),
-            meta(batch, heads_q) if rich else None, meta(heads_q) if rich else None, *scales,
+            meta(batch, heads_q) if rich and not config.invariant else None,
+            meta(heads_q) if rich else None, *scales,
             *by_token, None, None, meta(tokens, dtype=torch.int64) if config.tree else None, out,
             meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5, 500 if rich else -1,
             -1 if config.tree else 0, 30.0 if rich else 0.0, config.splits, False, False, False,
-            True, False,
+            True, False, config.invariant,
         )  # fmt: skip
 
 

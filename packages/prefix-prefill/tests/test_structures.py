@@ -44,6 +44,10 @@ from prefix_prefill._kernels.hopper import mla as hopper_mla
 from prefix_prefill._kernels.hopper import mla_fp8, mla_producer, mla_structures, producer
 from prefix_prefill._kernels.hopper import structures as hopper
 from prefix_prefill._kernels.hopper._linked import tickets
+from prefix_prefill._kernels.invariant import arithmetic as invariant_arithmetic
+from prefix_prefill._kernels.invariant import kernels as invariant_kernels
+from prefix_prefill._kernels.invariant import structures as invariant_structures
+from prefix_prefill._kernels.invariant import walk as invariant_walk
 from prefix_prefill._kernels.launch import runtime
 from prefix_prefill._linked.host.forms import Memory
 from prefix_prefill._mla_call import MlaTensors, MlaWriteTensors
@@ -87,6 +91,14 @@ ENTRIES = [
         mla_parameters.MlaWriteTile,
     ),
     (
+        invariant_kernels._invariant_kernel, invariant_structures.Tensors,
+        invariant_structures.Numbers, invariant_structures.Options, invariant_structures.Tile,
+    ),
+    (
+        invariant_kernels._invariant_merge_kernel, invariant_structures.MergeTensors,
+        invariant_structures.MergeNumbers, invariant_structures.MergeTile,
+    ),
+    (
         hopper_attention.prefill_kernel, hopper.Arguments, hopper.Scores, hopper.Counts,
         hopper.Strides, hopper.Options, hopper.Tile,
     ),
@@ -102,6 +114,7 @@ ENTRIES = [
 DEVICE_MODULES = [
     attention, cache, kvcache, merge, mla, primitives, queries, results, schedule, walk, words,
     hopper_attention, producer, hopper_mla, mla_fp8, mla_producer,
+    invariant_arithmetic, invariant_kernels, invariant_walk,
 ]  # fmt: skip
 MOST_ARGUMENTS = 12
 MOST_FRAMES = 5
@@ -183,12 +196,14 @@ def meta(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*size, dtype=dtype, device="meta")
 
 
-def attend(tokens: int, batch: int, splits: int) -> None:
+def attend(tokens: int, batch: int, splits: int, invariant: bool = False) -> None:
     """Attend as engines do in a step; with many tokens of a sequence this is prefill."""
     small = [meta(batch, 64, dtype=torch.int32), meta(batch + 1, dtype=torch.int32)]
     small += [meta(batch, dtype=torch.int32)]
     q, caches = meta(tokens, 32, 128), [meta(100, 16, 8, 128) for _ in "kv"]
-    paged_attn_func(q, *caches, *small, tokens // batch, 1000, num_splits=splits)
+    paged_attn_func(
+        q, *caches, *small, tokens // batch, 2000, num_splits=splits, invariant=invariant
+    )
 
 
 def attend_by_the_drop_in() -> None:
@@ -218,11 +233,12 @@ def append_and_attend() -> None:
         (lambda: attend(64, 64, 1), 1),
         (lambda: attend(64, 64, 4), 2),
         (lambda: attend(2048, 4, 1), 2),
+        (lambda: attend(4, 4, 0, True), 2),
         (attend_by_the_drop_in, 2),
         (write, 1),
         (append_and_attend, 3),
     ],
-    ids=["decode", "splits", "prefill", "drop_in", "write", "kvcache"],
+    ids=["decode", "splits", "prefill", "invariant", "drop_in", "write", "kvcache"],
 )
 def test_few_frames_lie_before_a_warm_launch(call: Callable[[], None], kernels, gpu, launches):
     with absent_gpu(gpu):

@@ -52,6 +52,7 @@ class Options(NamedTuple):
     decode_from_cache: bool = False
     fill_padding: bool = True
     long_only: bool = False
+    invariant: bool = False
 
 
 class Call(NamedTuple):
@@ -68,7 +69,7 @@ class Call(NamedTuple):
         rest = iter(arguments)
         tensors = Tensors._make(islice(rest, len(Tensors._fields)))
         max_seqlen_q, max_seqlen_k, *options = rest
-        return cls(tensors, max_seqlen_q, max_seqlen_k, Options._make(options))
+        return cls(tensors, max_seqlen_q, max_seqlen_k, Options(*options))
 
 
 class WriteTensors(NamedTuple):

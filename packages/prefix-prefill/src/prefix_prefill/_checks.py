@@ -263,6 +263,38 @@ def check_tree(
     check_tree_size(max_seqlen_q)
 
 
+def check_invariant(
+    q: Tensor,
+    out_dtype: torch.dtype,
+    kv_dtype: str | None,
+    alibi_slopes: Tensor | None,
+    tree_mask: Tensor | None,
+) -> None:
+    """Check that a call asks for nothing that the law of docs/numerics.md does not cover."""
+    if q.dtype in FP8_DTYPES:
+        raise NotImplementedError(
+            "q must not be FP8 beside invariant=True: tensor cores add products of FP8 with fewer "
+            f"bits than the sums have, so that a tile of zeros would round them, got {q.dtype}"
+        )
+    if out_dtype in FP8_DTYPES:
+        raise NotImplementedError(f"out must not be FP8 beside invariant=True, got {out_dtype}")
+    if kv_dtype is not None:
+        raise NotImplementedError(
+            "kv_dtype must be None beside invariant=True: a training forward has no scale for "
+            f"each key, got {kv_dtype!r}"
+        )
+    if alibi_slopes is not None:
+        raise NotImplementedError(
+            "alibi_slopes must be None beside invariant=True: the law has no term for it, "
+            "got Tensor"
+        )
+    if tree_mask is not None:
+        raise NotImplementedError(
+            "tree_mask must be None beside invariant=True: keys of a branch do not count from "
+            "the first of a sequence, got Tensor"
+        )
+
+
 def check_tree_size(max_seqlen_q: int) -> None:
     """Check that a row of a tree has a bit for every new token."""
     if max_seqlen_q > TREE_BITS:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._call import Options, Tensors
 from ._layout import INT_MAX, is_packed
-from .reference import attend, quantised, round_output, scaled
+from .reference import attend, quantised, round_output, scaled, seen_keys
 
 
 def attention(x: Tensors, options: Options) -> None:
@@ -26,31 +26,35 @@ def attention(x: Tensors, options: Options) -> None:
             cu_seqlens_q = torch.arange(first, last + 1, dtype=torch.int32)
             block_table = block_table.expand(last - first, -1)
             seqlens_k = seqlens_k.expand(last - first)
-        result, result_lse = attend(
-            x.q,
-            x.k_cache,
-            x.v_cache,
-            x.k,
-            x.v,
-            block_table,
-            cu_seqlens_q,
-            seqlens_k,
-            x.alibi_slopes,
-            x.sinks,
-            x.q_descale,
-            x.k_descale,
-            x.v_descale,
-            x.k_scale_cache,
-            x.v_scale_cache,
-            options.softmax_scale,
-            options.window_left,
-            options.window_right,
-            options.softcap,
-            positions=x.positions,
-            tree_mask=x.tree_mask,
-            signed_alibi=options.signed_alibi,
-            skip_decode=options.skip_decode,
-            decode_from_cache=options.decode_from_cache,
+        result, result_lse = (
+            attend_by_law(x, options)
+            if options.invariant
+            else attend(
+                x.q,
+                x.k_cache,
+                x.v_cache,
+                x.k,
+                x.v,
+                block_table,
+                cu_seqlens_q,
+                seqlens_k,
+                x.alibi_slopes,
+                x.sinks,
+                x.q_descale,
+                x.k_descale,
+                x.v_descale,
+                x.k_scale_cache,
+                x.v_scale_cache,
+                options.softmax_scale,
+                options.window_left,
+                options.window_right,
+                options.softcap,
+                positions=x.positions,
+                tree_mask=x.tree_mask,
+                signed_alibi=options.signed_alibi,
+                skip_decode=options.skip_decode,
+                decode_from_cache=options.decode_from_cache,
+            )
         )
         result = round_output(result, x.out.dtype, x.out_scale)
         starts = cu_seqlens_q.to(torch.int64)
@@ -67,6 +71,39 @@ def attention(x: Tensors, options: Options) -> None:
             x.out[row] = result[row]
         if x.lse is not None:
             x.lse[:, rows] = result_lse[:, rows].float()
+
+
+def attend_by_law(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Attend sequence by sequence, so that a row's bits depend on itself and its keys alone."""
+    from ._kernels.invariant.eager import invariant_attention
+
+    result = x.q.new_zeros(x.q.shape, dtype=torch.float32)
+    lse = x.q.new_full((x.q.shape[1], x.q.shape[0]), -math.inf, dtype=torch.float32)
+    starts = x.cu_seqlens_q.tolist()
+    for b, seqlen_k in enumerate(x.seqlens_k.tolist()):
+        rows = slice(starts[b], starts[b + 1])
+        queries = rows.stop - rows.start
+        if queries == 0:
+            continue
+        ahead = seqlen_k - queries
+        context = seqlen_k if x.k is None else ahead
+        # the pages before the first key that anybody sees may be gone
+        left, right = options.window_left, options.window_right
+        first = 0 if left < 0 else min(max(ahead - left, 0), seqlen_k)
+        last = seqlen_k if right < 0 else min(max(seqlen_k + right, first), seqlen_k)
+        k, v = (seen_keys(x, which, b, first, last, context).to(x.q.dtype) for which in ("k", "v"))
+        result[rows], lse[:, rows] = invariant_attention(
+            x.q[rows],
+            k,
+            v,
+            x.sinks,
+            options.softmax_scale,
+            left,
+            right,
+            options.softcap,
+            ahead - first,
+        )
+    return result, lse
 
 
 def reshape_and_cache(

@@ -128,7 +128,7 @@ attention = register(
     "Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, "
     "SymInt num_splits, bool signed_alibi, bool skip_decode, bool decode_from_cache, "
-    "bool fill_padding, bool long_only) -> ()",
+    "bool fill_padding, bool long_only, bool invariant=False) -> ()",
     fake=_nothing,
     kernels=_attention_triton,
     eager=_attention_eager,

@@ -23,9 +23,10 @@ def check_options(
     softcap: float,
     num_splits: int,
     return_lse: bool,
+    invariant: bool = False,
 ) -> Options:
     """Check what is not a tensor; return the options as the operator takes them."""
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
+    for name, flag in (("causal", causal), ("return_lse", return_lse), ("invariant", invariant)):
         check_flag(name, flag)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
@@ -38,4 +39,10 @@ def check_options(
         raise ValueError(
             f"num_splits must be from 0 to {MAX_SPLITS}, where 0 decides by load, got {num_splits}"
         )
-    return Options(softmax_scale, left, 0 if causal else right, softcap, num_splits)
+    if invariant and num_splits != 0:
+        raise NotImplementedError(
+            "num_splits must be 0 beside invariant=True: keys are cut where the law says, "
+            f"got {num_splits}"
+        )
+    right = 0 if causal else right
+    return Options(softmax_scale, left, right, softcap, num_splits, invariant=invariant)

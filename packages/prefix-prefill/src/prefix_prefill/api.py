@@ -48,6 +48,7 @@ def paged_attn_func(
     kv_dtype: str | None = None,
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
+    invariant: bool = False,
     **unknown: NoReturn,
 ) -> Result:
     """Softmax attention of packed queries over keys and values in the pages of a cache.
@@ -122,6 +123,11 @@ def paged_attn_func(
         k_scale_cache: the factor of each cached key, ``[num_blocks, block_size, heads_k]``; fp16,
             bf16 or fp32, strides are free. Given where ``kv_dtype`` is, in place of ``k_descale``.
         v_scale_cache: likewise of each value, dtype of ``k_scale_cache``.
+        invariant: make the output and the lse of a token depend on its query and on the keys of its
+            sequence that it sees alone, bit for bit: not on the tokens beside it, on how a prompt
+            is cut into calls, on pages, on the batch or on the load. They equal those of
+            flash-attn-triton's ``invariant=True`` on the same keys, those of an FP8 cache times
+            their scale and rounded to the dtype of ``q``. Default: False.
 
     Returns:
         ``out``; or ``(out, lse)``, where ``lse`` is the natural logarithm of the whole denominator,
@@ -131,7 +137,8 @@ def paged_attn_func(
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
         NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
-            gradient.
+            gradient; beside ``invariant``, on FP8 queries and outputs, ``kv_dtype``,
+            ``alibi_slopes``, ``tree_mask``, and ``num_splits`` other than 0.
     """
     if unknown:
         _checks.refuse_unknown(unknown)
@@ -141,7 +148,7 @@ def paged_attn_func(
     table = block_table, cu_seqlens_q, seqlens_k
     descales = q_descale, k_descale, v_descale, k_scale_cache, v_scale_cache
     extras = alibi_slopes, sinks, *descales, out_scale
-    asked = softmax_scale, causal, window_size, softcap, num_splits, return_lse, kv_dtype
+    asked = softmax_scale, causal, window_size, softcap, num_splits, return_lse, kv_dtype, invariant
     missing = k is None, v is None, out is None, tree_mask is None
     form = form_of(rows, (k_cache, v_cache, *table, *extras), asked + missing, packed=True)
     if form is not None and len(rows) > 1 and any(x.shape[:1] != q.shape[:1] for x in rows):
@@ -153,7 +160,7 @@ def paged_attn_func(
         _checks.check_kv_dtype(kv_dtype)
         _checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
         options = _options.check_options(
-            q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
+            q, softmax_scale, causal, window_size, softcap, num_splits, return_lse, invariant
         )
         batch = _checks.check_table(q, *table)
     check_length("max_seqlen_q", max_seqlen_q)
@@ -171,6 +178,8 @@ def paged_attn_func(
             _checks.check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
             # what takes the place of the diagonal is no window
             options = options._replace(window_right=-1)
+        if invariant:
+            _checks.check_invariant(q, dtype, kv_dtype, alibi_slopes, tree_mask)
         known = Checked(options, dtype)
     elif tree_mask is not None:
         _checks.check_tree_size(max_seqlen_q)

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from ._call import Tensors
 from ._checks import check_kv_dtype, check_reference, check_tree, stored_view
 from ._layout import gather_pages, is_packed
 from ._linked.host.arguments import MAX_WINDOW
@@ -182,6 +183,23 @@ def attend(
             signed_alibi,
         )
     return out, lse
+
+
+def seen_keys(x: Tensors, which: str, b: int, first: int, last: int, context: int) -> Tensor:
+    """Return keys ``first`` to ``last`` of a sequence, or values, in fp32, times their scale.
+
+    Those from ``context`` on are of the tokens of ``q``.
+    """
+    cache, fresh, descale = (
+        (x.k_cache, x.k, x.k_descale) if which == "k" else (x.v_cache, x.v, x.v_descale)
+    )
+    found = _cached(cache, x.block_table[b], first, min(last, context), is_packed(x.k_cache))
+    found = scaled(found, _of_sequence(descale, b), torch.float32)
+    if fresh is None:
+        return found
+    rows = fresh[int(x.cu_seqlens_q[b]) : int(x.cu_seqlens_q[b + 1])]
+    new = rows[max(first - context, 0) : max(last - context, 0)]
+    return torch.cat([found, new.to(torch.float32)])
 
 
 def dense_attention(

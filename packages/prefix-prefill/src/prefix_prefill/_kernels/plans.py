@@ -12,7 +12,7 @@ import torch
 from attn_common import cdiv, detect, fp8_info
 from torch import Tensor
 
-from .._call import Call, Options, Tensors, WriteTensors
+from .._call import Call, Options, Plan, Tensors, WriteTensors
 from .._configs import (
     hopper_tile,
     long_tile,
@@ -26,6 +26,7 @@ from .._configs import (
 from .._layout import INT_MAX, cache_sizes
 from .addressing import CacheForm, descale_ndim, one_form, row_strides
 from .cache import _reshape_and_cache_kernel
+from .invariant_attention import InvariantAttention
 from .launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
 from .merge import _state_merge_kernel
 from .parameters import (
@@ -62,17 +63,24 @@ def launch_attention(*arguments: Any) -> None:
         # rows that are not written have to come back as they were
         out = out.clone(memory_format=torch.contiguous_format)
     aligned_x = x._replace(q=q, k=k, v=v, out=out)
-    plan = AttentionPlan(aligned_x, call.options)
+    if call.options.invariant:
+        plan: Plan = InvariantAttention(aligned_x, call.options)
+    else:
+        plan = AttentionPlan(aligned_x, call.options)
     plan.run(aligned_x, call.max_seqlen_q, call.max_seqlen_k)
     if out is not x.out:
         x.out.copy_(out)
 
 
-def plan_of(x: Tensors, options: Options) -> AttentionPlan | None:
+def plan_of(x: Tensors, options: Options) -> Plan | None:
     """Return how to launch a form of calls, or None where tensors have to be copied first."""
     new = (x.q, x.k, x.v) if x.k is not None else (x.q,)
     fits = all(map(is_aligned, new)) and is_writable(x.out)
-    return AttentionPlan(x, options, is_kept=True) if fits else None
+    if not fits:
+        return None
+    if options.invariant:
+        return InvariantAttention(x, options)
+    return AttentionPlan(x, options, is_kept=True)
 
 
 def is_writable(out: Tensor) -> bool:

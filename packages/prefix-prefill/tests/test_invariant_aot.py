@@ -1,0 +1,46 @@
+"""All builds of the invariant kernel multiply and sum alike; they fit and hardly spill."""
+
+from __future__ import annotations
+
+import itertools
+from fnmatch import fnmatch
+
+import pytest
+
+from ._aot import Config, launch_attention, launch_decode
+from ._linked.gpus import GPUS, chosen, compiling
+
+pytestmark = pytest.mark.aot
+
+PRINCIPAL = [("nvidia:sm_90", 128, "bfloat16"), ("amd:gfx942", 64, "float16")]
+EVERYTHING = list(itertools.product(GPUS, (16, 64, 96, 128, 256), ("bfloat16", "float32")))
+FP8 = {"nvidia:sm_90": "float8_e4m3fn", "nvidia:sm_100": "float8_e4m3fn"}
+FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
+# "GPU head_dim dtype", as a pattern: the most that may be spilled; sums of a segment and of those
+# before it live side by side, and of the latter nothing is read within a segment
+SPILLS = {
+    "nvidia:* bfloat16": 704,
+    "nvidia:* float32": 704,
+    "amd:*": 128,
+    "amd:gfx1100 *": 1200,
+}
+
+
+@pytest.mark.parametrize(("gpu", "head_dim", "dtype"), chosen(EVERYTHING, PRINCIPAL), ids=str)
+def test_all_builds_compute_alike(gpu, head_dim, dtype, tmp_path):
+    config = Config(head_dim, dtype, invariant=True)
+    with compiling(gpu, tmp_path) as builds:
+        launch_attention(config)
+        launch_decode(Config(head_dim, dtype, invariant=True, page=48, rich=True), batch=8)
+        launch_attention(Config(head_dim, dtype, invariant=True, dense=True, packed=True))
+        if gpu in FP8 and dtype != "float32":
+            launch_attention(Config(head_dim, dtype, FP8[gpu], invariant=True))
+    walks = [x for x in builds if x.kernel == "_invariant_kernel"]
+    assert len(walks) == len(builds) - 1 >= 3
+    assert len({x.products for x in walks}) == 1, [sorted(x.products) for x in walks]
+    name = f"{gpu} {head_dim} {dtype}"
+    most = max((n for key, n in SPILLS.items() if fnmatch(name, key)), default=0)
+    for build in builds:
+        assert build.shared <= GPUS[gpu].shared_limit, build
+        assert not build.unset, build
+        assert build.spilled <= most, f"{name} {build}"
