@@ -19,8 +19,8 @@ FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
 # "GPU head_dim dtype", as a pattern: the most that may be spilled; sums of a segment and of those
 # before it live side by side, and of the latter nothing is read within a segment
 SPILLS = {
-    "nvidia:* bfloat16": 704,
-    "nvidia:* float32": 704,
+    "nvidia:* bfloat16": 1280,
+    "nvidia:* float32": 1280,
     "amd:*": 128,
     "amd:gfx1100 *": 1200,
 }
