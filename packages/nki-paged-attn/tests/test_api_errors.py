@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from nki_paged_attn import _backend, build_plan, paged_attention, paged_attention_reference
@@ -70,6 +71,17 @@ def f(*shape, dtype=np.float32):
         ({"sinks": [np.nan] * 4}, ValueError, "sinks must be below infinity and no NaN"),
         ({"k_scale": [1.0] * 3}, ValueError, r"k_scale must be a number or \[2\], got \[3\]"),
         ({"v_scale": -1.0}, ValueError, "v_scale must be from 9.09e-13 to 1.1e\\+12, got -1.0"),
+        ({"packed_keys": 1}, TypeError, "packed_keys must be True or False, got 1"),
+        (
+            {"packed_keys": True},
+            TypeError,
+            "packed_keys needs a kv_cache of float8_e4m3",
+        ),
+        (
+            {"packed_keys": True, "kv_cache": f(2, 99, 2, 7, 32, dtype=ml_dtypes.float8_e4m3)},
+            ValueError,
+            "packed_keys needs blocks of an even number of tokens, got 7",
+        ),
         ({"backend": "gpu"}, ValueError, "backend must be one of auto, nki, nki-sim, sim"),
     ],
 )

@@ -16,6 +16,7 @@ from nki_paged_attn import (
     reshape_and_cache,
     transform_block_tables_for_indirect_load,
 )
+from nki_paged_attn.cache import unpack_keys
 from nki_paged_attn.legacy import column_order, rows_of_mask
 
 from . import _vllm
@@ -413,3 +414,16 @@ def test_messages_of_the_cache(change, error, text):
     }
     with pytest.raises(error, match=text):
         reshape_and_cache(**arguments | change)
+
+
+def test_reshape_and_cache_packs_keys():
+    dtype, rng = np.dtype(ml_dtypes.float8_e4m3), np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 5, 2, 8)).astype(np.float32)
+    slots = np.array([3, 8, -1, 13, 2])
+    plain, packed = (np.zeros((2, 4, 2, 4, 8), dtype) for _ in range(2))
+    reshape_and_cache(x, y, plain, slots)
+    reshape_and_cache(x, y, packed, slots, packed_keys=True)
+    np.testing.assert_array_equal(unpack_keys(packed[0]), plain[0])
+    np.testing.assert_array_equal(packed[1], plain[1])
+    with pytest.raises(ValueError, match="kv_cache must be contiguous for packed_keys"):
+        reshape_and_cache(x, y, packed[..., ::2, :], slots // 4, packed_keys=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from nki_paged_attn import Bucket, build_plan, count_instructions, trace_plan
+from nki_paged_attn.cache import pack_keys
 from nki_paged_attn.sim import NkiValidationError
 
 from ._cases import BF16, F16, F32, assert_within, make_case
@@ -154,6 +156,34 @@ def test_fp8_cache(kind):
     scaled, _ = case.run(k_scale=2.0, v_scale=0.25)
     exact, _ = case.with_options(k_scale=2.0, v_scale=0.25).oracle()
     assert_within(scaled, exact, exact * (1 + 2**-8), BF16)
+
+
+PACKED = [
+    {"queries": [20, 1, 0, 70, 1, 3], "contexts": [100, 300, 5, 3, 0, 1500]},
+    {"queries": [70, 1, 1, 3], "contexts": [1101, 1300, 17, 33], "block_size": 2, "window": 700},
+    {"queries": [70, 1, 1, 3], "contexts": [1101, 1300, 17, 33], "block_size": 6, "head_dim": 192},
+    {"queries": [70, 1], "contexts": [4500, 9000], "heads": 2, "kv_heads": 1, "k_scale": 0.5},
+]
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3", "float8_e5m2"])
+@pytest.mark.parametrize("shape", PACKED, ids=["mixed", "window", "large heads", "long"])
+def test_packed_keys_give_the_bits_of_plain_ones(kind, shape, monkeypatch):
+    """AWS's layout of FP8 keys: two tokens interleaved."""
+    import ml_dtypes
+
+    shape = dict(shape)
+    batch = shape.pop("queries"), shape.pop("contexts")
+    case = make_case(*batch, dtype=BF16, cache_dtype=np.dtype(getattr(ml_dtypes, kind)), **shape)
+    expected = case.run()
+    cache = np.stack([pack_keys(case.kv_cache[0]), case.kv_cache[1]])
+    packed = replace(case, kv_cache=cache).with_options(packed_keys=True)
+    for got, exact in zip(packed.oracle(), case.oracle(), strict=True):
+        np.testing.assert_array_equal(got, exact)
+    for programs in ("1", "2"):
+        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", programs)
+        for got, plain in zip(packed.run(), expected, strict=True):
+            np.testing.assert_array_equal(got, plain)
 
 
 def test_a_scale_of_zero_is_one():

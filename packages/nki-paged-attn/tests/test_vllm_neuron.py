@@ -37,6 +37,7 @@ def make_step(queries, contexts, padding=3, dtype=torch.float32, **options):
         heads=4, kv_heads=2, head_dim=16, block_size=16, num_blocks=case.kv_cache.shape[1],
         tokens=tokens + padding, dtype=dtype, device="cpu", **options,
     )  # fmt: skip
+    options.pop("packed_keys", None)
     exact, _ = paged_attention_reference(
         case.q, case.k, case.v, case.kv_cache, case.block_table, queries, contexts, **options
     )
@@ -164,3 +165,32 @@ def test_tensors_must_fit_the_step(place, change, error, text):
 
 def test_tensors_of_a_device_are_known():
     assert isinstance(_device.TENSORS, tuple)
+
+
+@pytest.mark.parametrize("place", ["cpu", "neuron"])
+def test_packed_keys(place, request):
+    """Written and read: as with the same cache in the plain layout, bit for bit."""
+    if place == "neuron":
+        request.getfixturevalue("device")
+    fp8 = torch.float8_e4m3fn
+    outs, caches = [], []
+    for packed in (False, True):
+        step, tensors, _ = make_step(*BATCH, packed_keys=packed)
+        tensors[3:5] = [x.to(fp8) for x in tensors[3:5]]
+        if packed:
+            pairs = tensors[3].view(torch.uint8).unflatten(2, (-1, 2)).transpose(3, 4).contiguous()
+            tensors[3] = pairs.view(fp8)
+        outs.append(vllm_neuron.paged_attention(*tensors, step))
+        keys = tensors[3].view(torch.uint8)
+        caches.append(keys.transpose(3, 4).flatten(2, 3) if packed else keys)
+    assert torch.equal(*outs)
+    assert torch.equal(*caches)
+
+
+def test_packed_keys_are_fp8_of_their_shape():
+    step, tensors, _ = make_step(*BATCH, packed_keys=True)
+    with pytest.raises(ValueError, match=r"k_cache must be .*, 2, 8, 16, 2\] in this step, got"):
+        vllm_neuron.paged_attention(*tensors, step)
+    tensors[3] = tensors[3].reshape(*tensors[3].shape[:2], 8, 16, 2)
+    with pytest.raises(TypeError, match="k_cache must be in FP8 for packed_keys, got"):
+        vllm_neuron.paged_attention(*tensors, step)

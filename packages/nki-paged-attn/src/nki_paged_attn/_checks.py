@@ -54,6 +54,18 @@ def check_packed(q: Array, k: Array, v: Array, kv_cache: Array) -> None:
     check_cache(kv_cache, kv_heads, head_dim)
 
 
+def check_packing(packed_keys: Any, cache: Any, block_size: int) -> bool:
+    """Check whether two tokens of the cached keys are interleaved: in FP8, of pages of pairs."""
+    if not isinstance(packed_keys, bool):
+        raise TypeError(f"packed_keys must be True or False, got {packed_keys!r}")
+    if packed_keys and str(cache).removeprefix("torch.") not in FP8:
+        allowed = ", ".join(FP8)
+        raise TypeError(f"packed_keys needs a kv_cache of {allowed}, got {cache}")
+    if packed_keys and block_size % 2:
+        raise ValueError(f"packed_keys needs blocks of an even number of tokens, got {block_size}")
+    return packed_keys
+
+
 def check_cache(kv_cache: Array, kv_heads: int, head_dim: int) -> None:
     """Check the cache's shape."""
     shape = kv_cache.shape

@@ -30,6 +30,7 @@ class Options:
         softcap: 0.0 for none.
         k_scales, v_scales: of the cache, for each KV head.
         dtype: NKI name of the dtype of the operands of products.
+        is_packed: whether two tokens of the cached keys are interleaved.
     """
 
     scale: float
@@ -39,6 +40,7 @@ class Options:
     v_scales: tuple[float, ...]
     has_lse: bool
     dtype: str
+    is_packed: bool = False
 
     @property
     def is_scaled(self) -> bool:
@@ -226,6 +228,7 @@ def static_arguments(form: Form, options: Options) -> dict[str, Any]:
         "no_maximum": no_maximum(options),
         "has_sinks": options.sinks is not None,
         "has_lse": options.has_lse,
+        "is_packed": options.is_packed,
         "dtype": options.dtype,
     }
 

@@ -12,6 +12,7 @@ from ._checks import (
     check_lengths,
     check_number,
     check_packed,
+    check_packing,
     check_scales,
     check_sinks,
     check_table,
@@ -40,6 +41,7 @@ def paged_attention(
     return_lse: bool = False,
     backend: str = "auto",
     buckets: Buckets | None = None,
+    packed_keys: bool = False,
 ) -> Any:
     """Attend new tokens to their sequence's cached context and, causally, to each other.
 
@@ -67,6 +69,8 @@ def paged_attention(
         backend: ``auto``, ``nki`` (a device), ``nki-sim`` (AWS's simulator) or ``sim`` (ours).
         buckets: the sizes that the kernel is compiled for; the call runs the smallest that holds
             it, with the same bits in any. Default: powers of two.
+        packed_keys: whether a page of ``kv_cache[0]``, in FP8, is ``[block_size // 2, head_dim,
+            2]`` in the same bytes: two tokens interleaved, as AWS's kernels have it.
 
     Returns:
         ``out`` in q's shape and dtype, or ``(out, lse)``. A row that sees no key gives 0 and -inf.
@@ -99,6 +103,7 @@ def paged_attention(
         v_scales=check_scales("v_scale", v_scale, kv_heads),
         has_lse=return_lse,
         dtype=np.dtype(queries.dtype).name,
+        is_packed=check_packing(packed_keys, cache.dtype, cache.shape[3]),
     )
     batch = Batch(lens, contexts, table, tokens, check_window(window))
     sizes = check_buckets(buckets)

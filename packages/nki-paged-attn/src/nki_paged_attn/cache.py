@@ -8,10 +8,29 @@ import ml_dtypes
 import numpy as np
 
 from ._arrays import FP8, Array, to_array
-from ._checks import check_dtypes
+from ._checks import check_dtypes, check_packing
 
 
-def reshape_and_cache(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
+def pack_keys(cache: Array) -> Array:
+    """Return keys ``[..., block_size, head_dim]`` with two tokens interleaved, in the same shape.
+
+    As ``[..., block_size // 2, head_dim, 2]`` they are what AWS's kernels of FP8 caches take.
+    """
+    pairs = cache.reshape(*cache.shape[:-2], -1, 2, cache.shape[-1])
+    result: Array = np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(cache.shape)
+    return result
+
+
+def unpack_keys(cache: Array) -> Array:
+    """Return what ``pack_keys`` was given."""
+    pairs = cache.reshape(*cache.shape[:-2], -1, cache.shape[-1], 2)
+    result: Array = np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(cache.shape)
+    return result
+
+
+def reshape_and_cache(
+    key: Any, value: Any, kv_cache: Any, slot_mapping: Any, *, packed_keys: bool = False
+) -> None:
     """Write each token's key and value to its slot, in place.
 
     Args:
@@ -20,6 +39,7 @@ def reshape_and_cache(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) ->
             and in FP8 limited to its largest number; NaN stays NaN.
         slot_mapping: for each token ``block * block_size + place in the block``, ``[tokens]``. A
             negative slot is padding: nothing is written. Of tokens with one slot the last wins.
+        packed_keys: whether ``kv_cache[0]`` has two tokens interleaved.
 
     Raises:
         TypeError: a dtype that is not offered.
@@ -45,6 +65,7 @@ def reshape_and_cache(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) ->
             f"kv_cache must be [2, blocks, {kv_heads}, block_size, {head_dim}], "
             f"got {list(cache.shape)}"
         )
+    is_packed = check_packing(packed_keys, cache.dtype, cache.shape[3])
     slots = to_array("slot_mapping", slot_mapping)
     if slots.shape != (tokens,):
         raise ValueError(f"slot_mapping must be [{tokens}], got {list(slots.shape)}")
@@ -59,7 +80,15 @@ def reshape_and_cache(key: Any, value: Any, kv_cache: Any, slot_mapping: Any) ->
     kept = slots >= 0
     block, place = slots[kept] // block_size, slots[kept] % block_size
     for half, x in zip(cache, (keys, values), strict=True):
-        half[block, :, place] = _round(x[kept], cache.dtype)
+        rounded = _round(x[kept], cache.dtype)
+        if is_packed and x is keys:
+            # of a view, so that the cache itself is written
+            pairs = half.view().reshape(*half.shape[:2], block_size // 2, head_dim, 2)
+            if not np.shares_memory(pairs, half):
+                raise ValueError("kv_cache must be contiguous for packed_keys")
+            pairs[block, :, place // 2, :, place % 2] = rounded
+        else:
+            half[block, :, place] = rounded
 
 
 def _round(x: Array, dtype: np.dtype[Any]) -> Array:

@@ -10,11 +10,13 @@ from ._arrays import to_array
 from ._checks import (
     check_lengths,
     check_number,
+    check_packing,
     check_scales,
     check_sinks,
     check_table,
     check_window,
 )
+from .cache import unpack_keys
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -42,6 +44,7 @@ def paged_attention_reference(
     softcap: float | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    packed_keys: bool = False,
 ) -> tuple[Floats, Floats]:
     """Compute what ``paged_attention`` computes, with the same arguments, in float64.
 
@@ -51,6 +54,8 @@ def paged_attention_reference(
     queries, keys, values, cache = (
         to_array(n, x) for n, x in (("q", q), ("k", k), ("v", v), ("kv_cache", kv_cache))
     )
+    if check_packing(packed_keys, cache.dtype, cache.shape[3]):
+        cache = np.stack([unpack_keys(cache[0]), cache[1]])
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     lens, contexts = check_lengths(query_lens, context_lens, tokens)

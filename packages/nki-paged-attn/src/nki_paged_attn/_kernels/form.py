@@ -89,6 +89,7 @@ def paged_attention_form(
     no_maximum,
     has_sinks,
     has_lse,
+    is_packed,
     dtype,
 ):
     """Attention of packed queries to a paged cache and to the new tokens' keys and values.
@@ -98,7 +99,8 @@ def paged_attention_form(
     Args:
         q: ``[tokens * heads, head_dim]``; head ``h`` reads KV head ``h // group``.
         k_new, v_new: ``[kv_heads, new, head_dim]``.
-        k_cache, v_cache: ``[blocks, kv_heads, block_size, head_dim]``.
+        k_cache, v_cache: ``[blocks, kv_heads, block_size, head_dim]``; with ``is_packed`` keys may
+            be ``[blocks, kv_heads, block_size // 2, head_dim, 2]``.
         tables: int32 ``[size]``: first and end element of each loop, for each program, and rows.
         numbers: fp32 ``[size]``: sinks of each KV head's rows, and factors.
         loops: what each loop runs; compiled in, as all that follows.
@@ -110,6 +112,7 @@ def paged_attention_form(
         is_scaled: whether these are data, because the cache has scales.
         softcap: 0.0 for none.
         no_maximum: what the negated maximum of a row without a key is.
+        is_packed: whether two tokens of the cached keys are interleaved.
         dtype: of the operands of products.
 
     Returns:
@@ -142,6 +145,7 @@ def paged_attention_form(
         "no_maximum": no_maximum,
         "has_sinks": has_sinks,
         "has_lse": has_lse,
+        "is_packed": is_packed,
         "dtype": dtype,
         "ones": ones,
         "has_tile_slots": False,

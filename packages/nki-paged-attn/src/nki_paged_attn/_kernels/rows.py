@@ -61,6 +61,42 @@ def fill(dst, pool, index):
     )
 
 
+def gather_packed(dst, cache, index):
+    """Gather keys of which two tokens are interleaved into [128, tokens, head_dim].
+
+    A page is ``[block_size // 2, head_dim, 2]``. Partitions that are not there become 0.
+    """
+    tokens = dst.shape[1]
+    head_dim = dst.shape[2]
+    if tokens > 1:
+        pairs = nl.ndarray((P, tokens // 2, head_dim, 2), dtype=cache.dtype, buffer=nl.sbuf)
+        nisa.memset(dst=pairs, value=0.0, engine=nisa.engine.gpsimd)
+        width = tokens * head_dim
+        fill(pairs.reshape((P, width)), as_rows(cache, width), index)
+        nisa.tensor_copy(
+            dst=dst.reshape_dim(1, (tokens // 2, 2)),
+            src=pairs.permute((0, 1, 3, 2)),
+            engine=nisa.engine.vector,
+        )
+        return
+    # a row of the cache is a token; its pair has half of the number, and the lowest bit says which
+    place = nl.ndarray((P, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=place, data=index, op0=nl.right_shift, operand0=1)
+    is_second = nl.ndarray((P, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=is_second, data=index, op0=nl.bitwise_and, operand0=1)
+    chosen = nl.ndarray((P, 1), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=chosen, src=is_second, engine=nisa.engine.vector)
+    pairs = nl.ndarray((P, head_dim, 2), dtype=cache.dtype, buffer=nl.sbuf)
+    nisa.memset(dst=pairs, value=0.0, engine=nisa.engine.gpsimd)
+    fill(pairs.reshape((P, 2 * head_dim)), as_rows(cache, 2 * head_dim), place)
+    second = nl.ndarray((P, head_dim), dtype=dst.dtype, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=dst[:, 0, :], src=pairs[:, :, 0], engine=nisa.engine.vector)
+    nisa.tensor_copy(dst=second, src=pairs[:, :, 1], engine=nisa.engine.gpsimd)
+    nisa.tensor_copy_predicated(
+        dst=dst[:, 0, :], src=second, predicate=chosen.broadcast(1, head_dim)
+    )
+
+
 def gather_keys(inputs, options, row, tokens, is_whole):
     """Load keys and values of 128 partitions, [128, tokens, head_dim] each.
 
@@ -74,10 +110,13 @@ def gather_keys(inputs, options, row, tokens, is_whole):
     result = []
     for part in range(2):
         tile = nl.ndarray((P, tokens, head_dim), dtype=options["dtype"], buffer=nl.sbuf)
-        if not is_whole:
-            nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
         flat = tile.reshape((P, width))
-        fill(flat, as_rows(cache[part], width), row[:, 0:1])
+        if options["is_packed"] and part == 0:
+            gather_packed(tile, cache[part], row[:, 0:1])
+        else:
+            if not is_whole:
+                nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
+            fill(flat, as_rows(cache[part], width), row[:, 0:1])
         fill(flat, as_rows(new[part], width), row[:, 1:2])
         result.append(tile)
     return result

@@ -25,6 +25,7 @@ from .rows import (
     as_rows,
     find_scaling,
     gather_keys,
+    gather_packed,
     gather_rows,
     load_row,
     store_columns,
@@ -82,7 +83,12 @@ def load_part(row, spec, inputs, options):
     values = []
     for number in range(sections):
         index = row[:, number : number + 1]
-        keys.append(gather(k_pool, 0, index, tokens, head_dim, clean, index, options["dtype"]))
+        if options["is_packed"]:
+            own = nl.ndarray((P, tokens, head_dim), dtype=options["dtype"], buffer=nl.sbuf)
+            gather_packed(own, inputs["k_cache"], index)
+            keys.append(own)
+        else:
+            keys.append(gather(k_pool, 0, index, tokens, head_dim, clean, index, options["dtype"]))
         values.append(gather(v_pool, 0, index, tokens, head_dim, clean, index, options["dtype"]))
     if is_last:
         own, part = gather_keys(

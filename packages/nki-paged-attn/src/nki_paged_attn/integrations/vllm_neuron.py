@@ -22,6 +22,7 @@ from .._checks import (
     check_heads,
     check_lengths,
     check_number,
+    check_packing,
     check_scales,
     check_sinks,
     check_table,
@@ -54,6 +55,14 @@ class Step:
     dtype: torch.dtype
     prepared: _device.Prepared | None
 
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Shape of the key cache."""
+        if not self.options.is_packed:
+            return self.blocks
+        blocks, kv_heads, block_size, head_dim = self.blocks
+        return blocks, kv_heads, block_size // 2, head_dim, 2
+
     def check(
         self,
         query: torch.Tensor,
@@ -66,7 +75,8 @@ class Step:
         shapes: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
             "query": (query, (tokens, self.heads, self.head_dim)),
             **{name: (x, (tokens, kv_heads, self.head_dim)) for name, x in new.items()},
-            **{name: (x, self.blocks) for name, x in caches.items()},
+            "k_cache": (caches["k_cache"], self.keys),
+            "v_cache": (caches["v_cache"], self.blocks),
             "slot_mapping": (slot_mapping, (tokens,)),
         }
         for name, (x, shape) in shapes.items():
@@ -82,6 +92,8 @@ class Step:
             if x.dtype not in CACHE_DTYPES or x.dtype != first:
                 names = ", ".join(str(dtype) for dtype in CACHE_DTYPES)
                 raise TypeError(f"{name} must be one of {names}, the same in both, got {x.dtype}")
+        if self.options.is_packed and first.itemsize > 1:
+            raise TypeError(f"k_cache must be in FP8 for packed_keys, got {first}")
         if slot_mapping.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
 
@@ -106,6 +118,7 @@ def prepare(
     k_scale: Any = None,
     v_scale: Any = None,
     buckets: Buckets | None = None,
+    packed_keys: bool = False,
 ) -> Step:
     """Plan a step on the host; its table is all that crosses to the device.
 
@@ -119,6 +132,8 @@ def prepare(
         dtype: of the queries.
         device: of the queries.
         scale, window, sinks, softcap, k_scale, v_scale, buckets: as in ``nki_paged_attn``.
+        packed_keys: whether the key cache is ``[blocks, kv_heads, block_size // 2, head_dim, 2]``,
+            in FP8.
 
     Raises:
         TypeError: an argument of another type.
@@ -147,6 +162,7 @@ def prepare(
         v_scales=check_scales("v_scale", v_scale, kv_heads),
         has_lse=False,
         dtype=DTYPES[dtype],
+        is_packed=check_packing(packed_keys, FP8[0], block_size),
     )
     where = torch.device(device)
     prepared = None
@@ -174,7 +190,8 @@ def paged_attention(
     Args:
         query: ``[tokens, heads, head_dim]``.
         key, value: of the new tokens, ``[tokens, kv_heads, head_dim]``.
-        k_cache, v_cache: ``[blocks, kv_heads, block_size, head_dim]``, changed in place.
+        k_cache, v_cache: ``[blocks, kv_heads, block_size, head_dim]``, changed in place; the step
+            says whether keys are packed.
         slot_mapping: ``block * block_size + offset`` of each new token, -1 for padding,
             ``[tokens]``.
         step: of ``prepare``.
@@ -229,7 +246,13 @@ def write_cache(
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.dtype.itemsize]
     target = cache.view(bits)
     rows = new.to(cache.dtype).view(bits)
-    target[block, :, offset] = torch.where(some, rows, target[block, :, offset])
+    if cache.ndim == 5:
+        # two tokens interleaved
+        block, offset = slots // (2 * cache.shape[2]), slots % (2 * cache.shape[2])
+        place = block, slice(None), offset // 2, slice(None), offset % 2
+        target[place] = torch.where(some, rows, target[place])
+    else:
+        target[block, :, offset] = torch.where(some, rows, target[block, :, offset])
 
 
 def torch_attention(
@@ -237,6 +260,8 @@ def torch_attention(
 ) -> torch.Tensor:
     """Compute a step in PyTorch, in fp32: what runs where no device is."""
     batch, options = step.batch, step.options
+    if options.is_packed:
+        k_cache = k_cache.transpose(3, 4).flatten(2, 3)
     group = step.heads // k_cache.shape[1]
     out = torch.zeros_like(query)
     k_scale, v_scale = (

@@ -19,7 +19,7 @@ from .virtual import VirtualRegister
 PAGE = "nki.tensor"
 INDEXING = "nki/get-started/nki-language-guide, tensor indexing"
 T = TypeVar("T", bound="View")
-ITEMSIZES = {name: dtype.itemsize for name, dtype in NUMPY.items()}
+ITEMSIZES: dict[str, int] = {name: dtype.itemsize for name, dtype in NUMPY.items()}
 
 
 @dataclass(frozen=True)
