@@ -78,9 +78,9 @@ def f(*shape, dtype=np.float32):
             "packed_keys needs a kv_cache of float8_e4m3",
         ),
         (
-            {"packed_keys": True, "kv_cache": f(2, 99, 2, 7, 32, dtype=ml_dtypes.float8_e4m3)},
+            {"packed_keys": True, "kv_cache": f(2, 99, 2, 17, 32, dtype=ml_dtypes.float8_e4m3)},
             ValueError,
-            "packed_keys needs blocks of an even number of tokens, got 7",
+            "packed_keys needs blocks of an even number of tokens, got 17",
         ),
         ({"backend": "gpu"}, ValueError, "backend must be one of auto, nki, nki-sim, sim"),
     ],
