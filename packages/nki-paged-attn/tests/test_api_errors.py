@@ -71,6 +71,8 @@ def f(*shape, dtype=np.float32):
         ({"sinks": [np.nan] * 4}, ValueError, "sinks must be below infinity and no NaN"),
         ({"k_scale": [1.0] * 3}, ValueError, r"k_scale must be a number or \[2\], got \[3\]"),
         ({"v_scale": -1.0}, ValueError, "v_scale must be from 9.09e-13 to 1.1e\\+12, got -1.0"),
+        ({"transposes": "pe"}, ValueError, "transposes must be tensor or dma, got 'pe'"),
+        ({"transposes": "dma"}, ValueError, "transposes='dma' needs queries of 2 bytes an element"),
         ({"packed_keys": 1}, TypeError, "packed_keys must be True or False, got 1"),
         (
             {"packed_keys": True},

@@ -123,6 +123,13 @@ def test_two_programs_take_less_time_for_one_sequence(queries, context, share):
     assert two.makespan <= share * one.makespan
 
 
+def test_dma_takes_transposes_from_the_tensor_engine():
+    """A third of its cycles, for as many bytes more between tiles as probabilities have."""
+    tensor, dma = (estimate_cost([2048], [8192], **SHAPE, transposes=x) for x in ("tensor", "dma"))
+    assert dma.cycles["tensor"] <= 0.8 * tensor.cycles["tensor"]
+    assert dma.dma_bytes >= tensor.dma_bytes + 2 * 8 * 2048 * 8192
+
+
 def test_one_form_serves_256_steps_of_32_decodes():
     contexts = np.random.default_rng(0).integers(1, 8000, 32)
     assert len({compiled([1] * 32, contexts + step)[0] for step in range(0, 256, 51)}) == 1

@@ -186,6 +186,15 @@ def test_packed_keys_give_the_bits_of_plain_ones(kind, shape, monkeypatch):
             np.testing.assert_array_equal(got, plain)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=lambda d: d.name)
+@pytest.mark.parametrize("shape", [{}, {"block_size": 1}, {"window": 700, "softcap": 2.0}], ids=str)
+def test_dma_turns_probabilities_to_the_same_bits(dtype, shape):
+    """Of wide sections, of chunks, and of the diagonal."""
+    case = make_case([150, 1, 70], [1100, 40, 2300], head_dim=16, dtype=dtype, **shape)
+    for got, expected in zip(case.run(transposes="dma"), case.run(), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_a_scale_of_zero_is_one():
     case = make_case([5, 1], [20, 30], scale=0.0)
     out, lse = case.check()

@@ -66,6 +66,15 @@ def check_packing(packed_keys: Any, cache: Any, block_size: int) -> bool:
     return packed_keys
 
 
+def check_transposes(transposes: Any, dtype: str) -> bool:
+    """Return whether DMA turns probabilities, which are in a dtype."""
+    if transposes not in ("tensor", "dma"):
+        raise ValueError(f"transposes must be tensor or dma, got {transposes!r}")
+    if transposes == "dma" and dtype == "float32":
+        raise ValueError("transposes='dma' needs queries of 2 bytes an element, got float32")
+    return bool(transposes == "dma")
+
+
 def check_cache(kv_cache: Array, kv_heads: int, head_dim: int) -> None:
     """Check the cache's shape."""
     shape = kv_cache.shape

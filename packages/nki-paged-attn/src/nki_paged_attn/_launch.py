@@ -31,6 +31,7 @@ class Options:
         k_scales, v_scales: of the cache, for each KV head.
         dtype: NKI name of the dtype of the operands of products.
         is_packed: whether two tokens of the cached keys are interleaved.
+        turns_by_dma: whether DMA turns the probabilities of a prompt.
     """
 
     scale: float
@@ -41,6 +42,7 @@ class Options:
     has_lse: bool
     dtype: str
     is_packed: bool = False
+    turns_by_dma: bool = False
 
     @property
     def is_scaled(self) -> bool:
@@ -229,6 +231,7 @@ def static_arguments(form: Form, options: Options) -> dict[str, Any]:
         "has_sinks": options.sinks is not None,
         "has_lse": options.has_lse,
         "is_packed": options.is_packed,
+        "turns_by_dma": options.turns_by_dma,
         "dtype": options.dtype,
     }
 

@@ -16,6 +16,7 @@ from ._checks import (
     check_scales,
     check_sinks,
     check_table,
+    check_transposes,
     check_window,
 )
 from ._device import describe, find_device, launch_prepared, prepare
@@ -42,6 +43,7 @@ def paged_attention(
     backend: str = "auto",
     buckets: Buckets | None = None,
     packed_keys: bool = False,
+    transposes: str = "tensor",
 ) -> Any:
     """Attend new tokens to their sequence's cached context and, causally, to each other.
 
@@ -71,6 +73,8 @@ def paged_attention(
             it, with the same bits in any. Default: powers of two.
         packed_keys: whether a page of ``kv_cache[0]``, in FP8, is ``[block_size // 2, head_dim,
             2]`` in the same bytes: two tokens interleaved, as AWS's kernels have it.
+        transposes: what turns the probabilities of prompts, ``tensor`` or, in 16 bits, ``dma``; the
+            bits are the same.
 
     Returns:
         ``out`` in q's shape and dtype, or ``(out, lse)``. A row that sees no key gives 0 and -inf.
@@ -104,6 +108,7 @@ def paged_attention(
         has_lse=return_lse,
         dtype=np.dtype(queries.dtype).name,
         is_packed=check_packing(packed_keys, cache.dtype, cache.shape[3]),
+        turns_by_dma=check_transposes(transposes, np.dtype(queries.dtype).name),
     )
     batch = Batch(lens, contexts, table, tokens, check_window(window))
     sizes = check_buckets(buckets)

@@ -17,6 +17,7 @@ from ._checks import (
     check_head_dim,
     check_heads,
     check_lengths,
+    check_transposes,
     check_window,
 )
 from ._launch import (
@@ -116,6 +117,7 @@ def estimate_cost(
     target: str = "trn2",
     programs: int = 1,
     buckets: Buckets | None = None,
+    transposes: str = "tensor",
 ) -> Cost:
     """Return engine cycles, DMA time and the bound of a batch on its form, without data.
 
@@ -131,6 +133,7 @@ def estimate_cost(
         target=target,
         programs=programs,
         samples=SAMPLES,
+        transposes=transposes,
     )
     return cost(trace)
 
@@ -157,6 +160,7 @@ def count_instructions(
         target=target,
         programs=programs,
         samples=0,
+        transposes="tensor",
     )
     return len(trace.instructions) // programs
 
@@ -176,11 +180,12 @@ def trace_form(
     target: str = "trn2",
     programs: int = 1,
     samples: int | None = None,
+    transposes: str = "tensor",
 ) -> Trace:
     """Log a batch on the form of its bucket, without data.
 
     Args:
-        buckets: as of ``paged_attention``.
+        buckets, transposes: as of ``paged_attention``.
         samples: iterations of a loop that are traced, evenly spaced, each for its share. Default:
             all.
     """
@@ -193,6 +198,7 @@ def trace_form(
         target=target,
         programs=programs,
         samples=samples,
+        transposes=transposes,
     )[0]
 
 
@@ -217,6 +223,7 @@ def _trace(
     target: str,
     programs: int,
     samples: int | None,
+    transposes: str,
 ) -> tuple[Trace, Form]:
     check_head_dim(shape.head_dim)
     check_heads(shape.heads, shape.kv_heads)
@@ -233,6 +240,7 @@ def _trace(
         v_scales=(1.0,) * kv_heads,
         has_lse=False,
         dtype=shape.dtype,
+        turns_by_dma=check_transposes(transposes, shape.dtype),
     )
     batch = Batch(queries, contexts, table, int(queries.sum()), check_window(window))
     bucket = check_buckets(buckets).find(len(queries), batch.tokens, int(contexts.max(initial=0)))

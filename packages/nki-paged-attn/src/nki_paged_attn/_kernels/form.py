@@ -90,6 +90,7 @@ def paged_attention_form(
     has_sinks,
     has_lse,
     is_packed,
+    turns_by_dma,
     dtype,
 ):
     """Attention of packed queries to a paged cache and to the new tokens' keys and values.
@@ -112,6 +113,7 @@ def paged_attention_form(
         is_scaled: whether these are data, because the cache has scales.
         softcap: 0.0 for none.
         no_maximum: what the negated maximum of a row without a key is.
+        turns_by_dma: whether DMA, and not TensorE, turns the probabilities of blocks.
         is_packed: whether two tokens of the cached keys are interleaved.
         dtype: of the operands of products.
 
@@ -146,6 +148,7 @@ def paged_attention_form(
         "has_sinks": has_sinks,
         "has_lse": has_lse,
         "is_packed": is_packed,
+        "turns_by_dma": turns_by_dma,
         "dtype": dtype,
         "ones": ones,
         "has_tile_slots": False,

@@ -81,6 +81,7 @@ def paged_attention_kernel(
         "no_maximum": no_maximum,
         "has_sinks": has_sinks,
         "has_lse": has_lse,
+        "turns_by_dma": False,
         "dtype": dtype,
     }
     tables = {

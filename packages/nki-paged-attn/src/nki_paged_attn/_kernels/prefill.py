@@ -155,9 +155,15 @@ def exponentiate(work, options):
     scores = work["scores"]
     rows = scores.shape[0]
     probabilities = nl.ndarray(scores.shape, dtype=options["dtype"], buffer=nl.sbuf)
+    written = probabilities
+    if options["turns_by_dma"] and not work["by_chunk"]:
+        # DMA turns what is contiguous: all of the first token of partitions first
+        tokens = work["values"].shape[1]
+        reach = scores.shape[1] // tokens
+        written = probabilities.reshape_dim(1, (tokens, reach)).permute((0, 2, 1))
     row_sum = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(
-        dst=probabilities,
+        dst=written,
         op=nl.exp,
         data=scores,
         bias=work["negated"],
@@ -183,6 +189,14 @@ def turn(work, options):
     rows = probabilities.shape[0]
     tokens = work["values"].shape[1]
     reach = probabilities.shape[1] // tokens
+    if options["turns_by_dma"]:
+        weights = nl.ndarray((reach, tokens, rows), dtype=options["dtype"], buffer=nl.sbuf)
+        nisa.dma_transpose(
+            dst=weights, src=probabilities.reshape_dim(1, (tokens, reach)), axes=(2, 1, 0)
+        )
+        work["probabilities"] = 0
+        work["weights"] = weights
+        return
     # each transpose within a bank, and from a multiple of 4 bytes on
     width = 2
     while width < rows:

@@ -79,8 +79,8 @@ def dma_occupancy(i: Instruction, target: Target) -> float:
     rows = max(i.rows, 1)
     time = rows * descriptor_time(-(-i.nbytes // rows), target) / target.dma_engines
     if i.op == "dma_transpose":
-        # at best 90 % of the throughput
-        time /= 0.9
+        # at best so much of the throughput: from HBM, and between tiles
+        time /= 0.9 if i.hbm else 0.5
     return max(time, i.nbytes / target.hbm_rate)
 
 
