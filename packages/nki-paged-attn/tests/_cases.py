@@ -26,6 +26,11 @@ class Case:
     context_lens: Any
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __repr__(self):
+        names = ("q", "k", "kv_cache")
+        shapes = ", ".join(f"{n} {getattr(self, n).shape} {getattr(self, n).dtype}" for n in names)
+        return f"Case({self.query_lens}, {self.context_lens}, {shapes}, {self.options})"
+
     @property
     def tensors(self):
         return (

@@ -120,12 +120,27 @@ def test_a_form_is_called_by_its_number_through_the_operator(monkeypatch):
     again, _ = on_device(case, buckets=Buckets(batch=4))
     _device.torch_operator.cache_clear()
     assert seen["kernel"] == "the kernel"
-    ((name, mutates, schema),) = seen["registered"]
+    (name, mutates, schema), writer = seen["registered"]
     assert (name, mutates) == ("nki_paged_attn::form", {})
     assert schema.count("Tensor") == len(_device.TENSORS) + 2
+    # the one of forms that write says what they write
+    assert writer[:2] == ("nki_paged_attn::form_that_writes", {"k_cache", "v_cache"})
     assert torch.equal(out, again)
     monkeypatch.setattr(_device, "TORCH_DEVICES", ())
     np.testing.assert_array_equal(out.numpy(), case.run()[0])
+
+
+def test_a_form_that_writes_changes_the_tensors_of_the_device(device, monkeypatch):
+    case = make_case([5, 1], [20, 30])
+    cache = torch.from_numpy(case.kv_cache.copy())
+    tensors = [torch.from_numpy(x) for x in case.tensors[:3]]
+    paged_attention(*tensors, cache, *case.tensors[4:6], [15, 29], write_cache=True)
+    monkeypatch.setattr(_device, "TORCH_DEVICES", ())
+    expected = case.kv_cache.copy()
+    batch = (*case.tensors[:3], expected, *case.tensors[4:6], [15, 29])
+    paged_attention(*batch, write_cache=True, backend="sim")
+    assert not np.array_equal(expected, case.kv_cache)
+    np.testing.assert_array_equal(cache.numpy(), expected)
 
 
 def test_without_an_operator_nothing_runs_elsewhere(monkeypatch):

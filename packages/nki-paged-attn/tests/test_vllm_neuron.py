@@ -37,7 +37,8 @@ def make_step(queries, contexts, padding=3, dtype=torch.float32, **options):
         heads=4, kv_heads=2, head_dim=16, block_size=16, num_blocks=case.kv_cache.shape[1],
         tokens=tokens + padding, dtype=dtype, device="cpu", **options,
     )  # fmt: skip
-    options.pop("packed_keys", None)
+    for name in ("packed_keys", "fused_write"):
+        options.pop(name, None)
     exact, _ = paged_attention_reference(
         case.q, case.k, case.v, case.kv_cache, case.block_table, queries, contexts, **options
     )
@@ -194,3 +195,26 @@ def test_packed_keys_are_fp8_of_their_shape():
     tensors[3] = tensors[3].reshape(*tensors[3].shape[:2], 8, 16, 2)
     with pytest.raises(TypeError, match="k_cache must be in FP8 for packed_keys, got"):
         vllm_neuron.paged_attention(*tensors, step)
+
+
+@pytest.mark.parametrize("options", FEATURES, ids=lambda o: " ".join(o) or "plain")
+@pytest.mark.parametrize("programs", ["1", "2"])
+def test_the_kernel_writes_the_cache(device, options, programs, monkeypatch):
+    """The same caches as without, in one call of the kernel, and nothing that crosses for it."""
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", programs)
+    caches = []
+    for fused in (False, True):
+        step, tensors, exact = make_step(*BATCH, fused_write=fused, **options)
+        before = list(device.crossed)
+        out = vllm_neuron.paged_attention(*tensors, step)
+        np.testing.assert_allclose(out[:95].numpy(), exact, atol=1e-5)
+        assert (out[95:] == 0).all()
+        assert device.crossed == before
+        caches.append(tensors[3:5])
+    for got, expected in zip(*caches, strict=True):
+        torch.testing.assert_close(got, expected, atol=0, rtol=2**-22)
+
+
+def test_the_kernel_writes_no_packed_keys():
+    with pytest.raises(NotImplementedError, match="fused_write writes whole tokens, got packed_"):
+        make_step(*BATCH, fused_write=True, packed_keys=True)

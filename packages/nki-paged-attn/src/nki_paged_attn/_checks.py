@@ -66,6 +66,34 @@ def check_packing(packed_keys: Any, cache: Any, block_size: int) -> bool:
     return packed_keys
 
 
+def check_writes(
+    queries: np.ndarray[Any, Any],
+    contexts: np.ndarray[Any, Any],
+    table: np.ndarray[Any, Any],
+    block_size: int,
+) -> None:
+    """Check that what a call writes is read, or written, by nothing else in it."""
+    owner: dict[int, tuple[int, int]] = {}
+    for i, (count, context) in enumerate(zip(queries.tolist(), contexts.tolist(), strict=True)):
+        if count:
+            for n in range(context // block_size, -(-(context + count) // block_size)):
+                block = int(table[i, n])
+                if block in owner:
+                    raise ValueError(
+                        f"block_table must give new tokens blocks of their own, got {block} in "
+                        f"sequences {owner[block][0]} and {i}"
+                    )
+                owner[block] = i, max(0, context - n * block_size)
+    for i, context in enumerate(contexts.tolist()):
+        for n in range(-(-context // block_size)):
+            other, first = owner.get(int(table[i, n]), (i, block_size))
+            if other != i and min(block_size, context - n * block_size) > first:
+                raise ValueError(
+                    f"block_table must give no context what the call writes, got block "
+                    f"{int(table[i, n])} in sequences {i} and {other}"
+                )
+
+
 def check_transposes(transposes: Any, dtype: str) -> bool:
     """Return whether DMA turns probabilities, which are in a dtype."""
     if transposes not in ("tensor", "dma"):

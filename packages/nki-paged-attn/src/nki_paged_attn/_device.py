@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import GenericAlias
 from typing import Any, Protocol
@@ -24,9 +24,10 @@ from ._launch import (
     find_folding,
     find_form,
     form_tables,
+    largest_of,
     static_arguments,
 )
-from .forms import Buckets, Form
+from .forms import WRITES, Buckets, Form
 from .tables import Tables
 
 # devices of PyTorch that are Neuron's, and where its operator is, the newest first
@@ -126,11 +127,10 @@ class TorchDevice:
         result[: len(x)] = x
         return result
 
-    def by_head(self, x: Any, places: Array) -> Any:
+    def by_head(self, x: Any, order: Any) -> Any:
         # one row of zeros behind the tokens, for places without one
         padded = self.torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
-        index = self.put(np.where(places < 0, len(x), places).astype(np.int32))
-        return padded.index_select(0, index).transpose(0, 1).contiguous()
+        return padded.index_select(0, order).transpose(0, 1).contiguous()
 
     def zeros(self, shape: tuple[int, ...], like: Any) -> Any:
         return like.new_zeros(shape)
@@ -161,10 +161,9 @@ class JaxDevice:
         spare = [(0, rows - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
         return self.numpy.pad(x, spare)
 
-    def by_head(self, x: Any, places: Array) -> Any:
+    def by_head(self, x: Any, order: Any) -> Any:
         padded = self.pad_rows(x, x.shape[0] + 1)
-        index = self.put(np.where(places < 0, x.shape[0], places).astype(np.int32))
-        return self.numpy.take(padded, index, axis=0).transpose(1, 0, 2)
+        return self.numpy.take(padded, order, axis=0).transpose(1, 0, 2)
 
     def zeros(self, shape: tuple[int, ...], like: Any) -> Any:
         return self.numpy.zeros(shape, like.dtype)
@@ -210,7 +209,8 @@ def torch_operator() -> Any:
     kernel = wrap(load_kernel())
 
     def call(statics: dict[str, Any], programs: int, tensors: tuple[Any, ...]) -> Any:
-        return kernel[programs](**dict(zip(TENSORS, tensors, strict=True)), **statics)
+        # caches that it wrote come behind these
+        return kernel[programs](**dict(zip(TENSORS, tensors, strict=True)), **statics)[:2]
 
     if not found.get("nki_op"):
         return lambda arguments, programs: call(*_split(arguments, programs))
@@ -227,13 +227,18 @@ def torch_operator() -> Any:
         "number": int,
         "return": GenericAlias(tuple, (tensor, tensor)),
     }
-    operator = found["nki_op"]("nki_paged_attn::form", mutates_args={})(form)
+    make = found["nki_op"]
+    operators = {
+        False: make("nki_paged_attn::form", mutates_args={})(form),
+        True: make("nki_paged_attn::form_that_writes", mutates_args={"k_cache", "v_cache"})(form),
+    }
 
     def run(arguments: dict[str, Any], programs: int) -> Any:
         statics, _, tensors = _split(arguments, programs)
         if (statics, programs) not in forms:
             forms.append((statics, programs))
-        return operator(*tensors, forms.index((statics, programs)))
+        writes = statics["loops"][0][0] == WRITES
+        return operators[writes](*tensors, forms.index((statics, programs)))
 
     return run
 
@@ -249,7 +254,8 @@ class Prepared:
 
     Attributes:
         tokens, heads: of the queries.
-        places: token at each place of new keys, -1 for none.
+        order: token at each place of new keys, behind all for none, on the device; None where the
+            keys are in the cache.
         multiplier: of the queries, where the scale is too small to be a factor; None for zeros.
     """
 
@@ -259,7 +265,7 @@ class Prepared:
     heads: int
     tables: Any
     numbers: Any
-    places: Array
+    order: Any
     multiplier: float | None
 
 
@@ -281,6 +287,9 @@ def prepare(
     form = find_form(batch, buckets, heads, kv_heads, *page, programs)
     multiplier, options = find_folding(options)
     tables, places = form_tables(batch, form, options)
+    order = None
+    if form.has_new:
+        order = device.put(np.where(places < 0, batch.tokens, places).astype(np.int32))
     return Prepared(
         form,
         options,
@@ -288,7 +297,7 @@ def prepare(
         heads,
         _put_tables(device, tables),
         device.put(tables.numbers),
-        places,
+        order,
         multiplier,
     )
 
@@ -309,6 +318,8 @@ def launch_prepared(
         caches: of keys and of values, ``[blocks, kv_heads, block_size, head_dim]``.
     """
     form, options = prepared.form, prepared.options
+    if form.writes:
+        options = replace(options, largest=largest_of(describe(caches[0]).dtype))
     rows = prepared.tokens * prepared.heads
     if prepared.multiplier is None:
         q = device.zeros(tuple(q.shape), q)
@@ -325,7 +336,7 @@ def launch_prepared(
         "numbers": prepared.numbers,
         **statics,
     }
-    out, lse = device.run(arguments, form.programs)
+    out, lse, *_ = device.run(arguments, form.programs)
     out = out[:rows].reshape(q.shape)
     if not options.has_lse:
         return out, None

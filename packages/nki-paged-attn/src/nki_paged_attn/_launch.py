@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from . import _backend
-from ._arrays import Array
+from ._arrays import FP8, Array
 from .forms import MAX_PART_ROWS, Buckets, Form
 from .plan import MAX_TOKENS, PARTITIONS, Plan
 from .tables import Scales, Tables, build_tables
@@ -32,6 +33,7 @@ class Options:
         dtype: NKI name of the dtype of the operands of products.
         is_packed: whether two tokens of the cached keys are interleaved.
         turns_by_dma: whether DMA turns the probabilities of a prompt.
+        largest: what new keys and values are limited to where they are written; 0.0 for no limit.
     """
 
     scale: float
@@ -43,6 +45,7 @@ class Options:
     dtype: str
     is_packed: bool = False
     turns_by_dma: bool = False
+    largest: float = 0.0
 
     @property
     def is_scaled(self) -> bool:
@@ -108,6 +111,7 @@ class Batch:
         tokens: rows of the packed queries.
         is_cached: whether the new tokens' keys and values are in the cache already; contexts count
             what was there before.
+        writes: whether the call writes them there.
     """
 
     query_lens: Array
@@ -116,6 +120,7 @@ class Batch:
     tokens: int
     window: int | None
     is_cached: bool = False
+    writes: bool = False
 
 
 def find_form(
@@ -133,7 +138,9 @@ def find_form(
     bucket = buckets.find(*needed)
     programs = programs or _backend.find_programs()
     group, has_new = heads // kv_heads, not batch.is_cached
-    return Form(bucket, group, kv_heads, block_size, programs, has_new, head_dim)
+    return Form(
+        bucket, group, kv_heads, block_size, programs, has_new, head_dim, writes=batch.writes
+    )
 
 
 def form_tables(batch: Batch, form: Form, options: Options) -> tuple[Tables, Array]:
@@ -178,9 +185,13 @@ def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
                 ratios = np.ones((PARTITIONS, 2), np.float32)
                 ratios[:count] = 1 / k_scale, 1 / v_scale
                 found += [np.tile(np.array(row, np.float32), PARTITIONS), ratios.reshape(-1)]
+    inverse = sum(x.size for x in found)
+    if options.is_scaled and form.writes:
+        for k_scale, v_scale in zip(options.k_scales, options.v_scales, strict=True):
+            found.append(np.tile(np.array([1 / k_scale, 1 / v_scale], np.float32), PARTITIONS))
     # as much as a load of factors reads, if there is nothing
     found.append(np.zeros(4 * PARTITIONS, np.float32))
-    return np.concatenate(found).astype(np.float32), Scales(0, nothing, factors)
+    return np.concatenate(found).astype(np.float32), Scales(0, nothing, factors, inverse)
 
 
 def scaling(options: Options, k_scale: float = 1.0) -> tuple[float, float, float]:
@@ -232,6 +243,7 @@ def static_arguments(form: Form, options: Options) -> dict[str, Any]:
         "has_lse": options.has_lse,
         "is_packed": options.is_packed,
         "turns_by_dma": options.turns_by_dma,
+        "largest": options.largest,
         "dtype": options.dtype,
     }
 
@@ -259,6 +271,13 @@ def form_arguments(
     }
 
 
+def largest_of(dtype: np.dtype[Any]) -> float:
+    """Return what numbers are limited to before they are rounded: of FP8 the largest, else 0."""
+    if dtype.name not in FP8:
+        return 0.0
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+
+
 def by_head(x: Array, places: Array) -> Array:
     """Return new keys or values as ``[kv_heads, places, head_dim]``, with 0 where nothing is."""
     result = np.zeros((x.shape[1], len(places), x.shape[2]), x.dtype)
@@ -284,7 +303,11 @@ def launch_form(
         lse = np.zeros((heads, tokens), np.float32)
         return np.zeros_like(q), lse if options.has_lse else None
     arguments = form_arguments(q, k, v, kv_cache, batch, form, options)
-    out, lse = _backend.run(backend, arguments, "form")
+    out, lse, *written = _backend.run(backend, arguments, "form")
+    if backend != "sim":
+        # our simulator has written the cache itself
+        for half, own in zip(kv_cache, written, strict=False):
+            half[...] = np.asarray(own)
     out = np.ascontiguousarray(np.asarray(out)[: tokens * heads]).reshape(q.shape)
     if not options.has_lse:
         return out, None

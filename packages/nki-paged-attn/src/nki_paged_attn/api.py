@@ -18,9 +18,10 @@ from ._checks import (
     check_table,
     check_transposes,
     check_window,
+    check_writes,
 )
 from ._device import describe, find_device, launch_prepared, prepare
-from ._launch import Batch, Options, launch_form
+from ._launch import Batch, Options, largest_of, launch_form
 from .forms import Buckets, check_buckets
 
 
@@ -44,6 +45,7 @@ def paged_attention(
     buckets: Buckets | None = None,
     packed_keys: bool = False,
     transposes: str = "tensor",
+    write_cache: bool = False,
 ) -> Any:
     """Attend new tokens to their sequence's cached context and, causally, to each other.
 
@@ -75,6 +77,10 @@ def paged_attention(
             2]`` in the same bytes: two tokens interleaved, as AWS's kernels have it.
         transposes: what turns the probabilities of prompts, ``tensor`` or, in 16 bits, ``dma``; the
             bits are the same.
+        write_cache: also write ``k`` and ``v`` into ``kv_cache``, in place, each token at its
+            position in the blocks of ``block_table``, which has them, too: divided by ``k_scale``
+            and ``v_scale``, in FP8 limited to its largest number. Nothing waits for it, so that no
+            sequence may have in its context what another writes in the same call.
 
     Returns:
         ``out`` in q's shape and dtype, or ``(out, lse)``. A row that sees no key gives 0 and -inf.
@@ -98,7 +104,13 @@ def paged_attention(
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     lens, contexts = check_lengths(query_lens, context_lens, tokens)
-    table = check_table(block_table, contexts, cache.shape[3], cache.shape[1])
+    if not isinstance(write_cache, bool):
+        raise TypeError(f"write_cache must be True or False, got {write_cache!r}")
+    stored = contexts + lens if write_cache else contexts
+    table = check_table(block_table, stored, cache.shape[3], cache.shape[1])
+    if write_cache:
+        check_writable(kv_cache, packed_keys)
+        check_writes(lens, contexts, table, cache.shape[3])
     options = Options(
         scale=head_dim**-0.5 if scale is None else check_number("scale", scale),
         softcap=0.0 if softcap is None else check_number("softcap", softcap, positive=True),
@@ -109,17 +121,33 @@ def paged_attention(
         dtype=np.dtype(queries.dtype).name,
         is_packed=check_packing(packed_keys, cache.dtype, cache.shape[3]),
         turns_by_dma=check_transposes(transposes, np.dtype(queries.dtype).name),
+        largest=largest_of(cache.dtype) if write_cache else 0.0,
     )
-    batch = Batch(lens, contexts, table, tokens, check_window(window))
+    batch = Batch(lens, contexts, table, tokens, check_window(window), writes=write_cache)
     sizes = check_buckets(buckets)
     if device is not None:
         prepared = prepare(device, batch, options, sizes, heads, cache.shape[3:])
-        new = tuple(device.by_head(x, prepared.places) for x in (k, v))
+        new = tuple(device.by_head(x, prepared.order) for x in (k, v))
         out, lse = launch_prepared(device, q, new, (kv_cache[0], kv_cache[1]), prepared)
         return (out, lse) if return_lse else out
     chosen = choose_backend(backend)
     out, lse = launch_form(queries, keys, values, cache, batch, options, sizes, chosen)
     return (like(out, q), like(lse, q)) if lse is not None else like(out, q)
+
+
+def check_writable(kv_cache: Any, packed_keys: bool) -> None:
+    """Check that the kernel can write a cache in place."""
+    if packed_keys:
+        raise NotImplementedError(
+            "write_cache writes whole tokens, got packed_keys; use reshape_and_cache"
+        )
+    if isinstance(kv_cache, np.ndarray):
+        if not kv_cache.flags.writeable:
+            raise ValueError("kv_cache must be writable for write_cache, got a read-only array")
+    elif not is_tensor(kv_cache):
+        raise NotImplementedError(
+            f"write_cache needs a cache that changes in place, got {type(kv_cache).__name__}"
+        )
 
 
 def check_placement(named: Any, backend: str) -> None:

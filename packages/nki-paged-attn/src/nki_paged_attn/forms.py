@@ -29,8 +29,8 @@ PART_KEYS = PARTITIONS * PART_CHUNKS[0]
 # parts of one token that an iteration runs side by side
 TOGETHER = 4
 # kinds of loops, and numbers of their rows beside their tiles and sections: as in _kernels
-BLOCKS, PARTS, MERGES, TILES = 0, 1, 2, 3
-BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION = 8, 7, 3, 5
+BLOCKS, PARTS, MERGES, TILES, WRITES = 0, 1, 2, 3, 4
+BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION, WRITE_FIELDS = 8, 7, 3, 5, 3
 # slots of tiles, beside those of numbers of tokens, and wide sections from which a tile is cut
 OF_TILES, CUT_SECTIONS = 0, 4
 # slots that stand for parts which are not there, one of each program
@@ -138,6 +138,7 @@ class Form:
         programs: cores of the logical core.
         has_new: whether new tokens' keys are handed in; else they are in the cache.
         head_dim: of queries, keys and values.
+        writes: whether new keys and values are written into the cache, too.
     """
 
     bucket: Bucket
@@ -147,6 +148,7 @@ class Form:
     programs: int
     has_new: bool = True
     head_dim: int = PARTITIONS
+    writes: bool = False
 
     @property
     def wide(self) -> int:
@@ -193,7 +195,8 @@ class Form:
     @property
     def loops(self) -> tuple[Loop, ...]:
         """All loops, in the order in which the kernel runs them."""
-        found = [Loop((BLOCKS, t), 3 * t + BLOCK_FIELDS, 1) for t in self.block_tiles]
+        found = [Loop((WRITES,), WRITE_FIELDS, 1)] if self.writes else []
+        found += [Loop((BLOCKS, t), 3 * t + BLOCK_FIELDS, 1) for t in self.block_tiles]
         for tokens in self.part_tokens:
             # keys of all of them are in SBUF
             together = TOGETHER * PARTITIONS // max(PARTITIONS, self.head_dim)
@@ -253,11 +256,13 @@ class Form:
             + blocks * (chunks * section + PARTITIONS * BLOCK_FIELDS)
             + tiles * 3 * PARTITIONS
         )
-        widths = [loop.width for loop in self.loops if loop.spec[0] != BLOCKS]
+        widths = [loop.width for loop in self.loops if loop.spec[0] not in (BLOCKS, WRITES)]
         parts = context // PART_KEYS + 1
         short = batch * PARTITIONS * max(widths, default=0) * (parts + 2)
         # of a tile that is cut: a diagonal without keys, and its merge
         short += longs * (cdiv(PARTITIONS - 1 + self.tile_tokens, PARTITIONS) * section)
         short += longs * 3 * PARTITIONS
+        if self.writes:
+            short += (cdiv(tokens, PARTITIONS) + 1) * PARTITIONS * WRITE_FIELDS
         rows = self.kv_heads * (long_size + short)
         return round_up(2 * self.programs * len(self.loops) + rows, MAX_TOKENS)

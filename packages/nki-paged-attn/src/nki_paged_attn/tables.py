@@ -27,6 +27,8 @@ from .forms import (
     PARTS,
     SECTION,
     TILES,
+    WRITE_FIELDS,
+    WRITES,
     Form,
     Loop,
 )
@@ -63,11 +65,13 @@ class Scales:
         sinks: place of the first KV head's, whose 128 rows are followed by the next one's.
         nothing: place of 128 rows without a sink.
         factors: place of the cache's of the first KV head, or -1 where they are compiled in.
+        inverse: place of what new keys and values are multiplied by where they are written.
     """
 
     sinks: int
     nothing: int
     factors: int
+    inverse: int = 0
 
 
 @dataclass
@@ -82,6 +86,8 @@ class _Builder:
     # (loop, row): what one merges once both are done
     merges: list[tuple[int, Ints]] = field(default_factory=list)
     tile_slots: int = 0
+    # [2, tokens]: places of new tokens, and the first KV head's row of each in the cache
+    written: list[Ints] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.loops = {loop.spec: n for n, loop in enumerate(self.form.loops)}
@@ -354,6 +360,31 @@ class _Builder:
             )
         return row
 
+    # new keys and values
+
+    def note_writes(self, sequence: Sequence) -> None:
+        """Note where the new tokens of a sequence go: to their positions in its blocks."""
+        size = self.form.block_size
+        position = sequence.context + np.arange(sequence.count)
+        row = sequence.blocks[position // size] * len(self.heads) * size + position % size
+        if row.max() + len(self.heads) * size >= NOWHERE:
+            raise NotImplementedError(f"the cache may have at most {NOWHERE} rows of 1 tokens")
+        self.written.append(np.stack([sequence.place + np.arange(sequence.count), row]))
+
+    def add_writes(self) -> None:
+        """Add rows of 128 tokens of a KV head, of any sequences."""
+        if not self.written:
+            return
+        heads = len(self.heads)
+        source, target = np.concatenate(self.written, axis=1)
+        count = round_up(len(source), PARTITIONS)
+        rows = np.full((heads, count, WRITE_FIELDS), NOWHERE, np.int64)
+        rows[:, : len(source), 0] = source + self.heads * self.form.places
+        rows[:, : len(source), 1] = target + self.heads * self.form.block_size
+        rows[:, :, 2] = self.scales.inverse + self.heads * 2 * PARTITIONS
+        loop = self.loops[(WRITES,)]
+        self.jobs += [(4, loop, r) for r in rows.reshape(-1, PARTITIONS, WRITE_FIELDS)]
+
     def finish(self, numbers: np.ndarray[Any, Any]) -> Tables:
         """Share the jobs between the programs, and put everything together."""
         form = self.form
@@ -423,11 +454,13 @@ def build_tables(
             raise NotImplementedError(f"a sequence may have at most {MAX_POSITION} keys")
         if not count:
             continue
-        keys = context + (count if is_cached else 0)
+        keys = context + (count if is_cached or form.writes else 0)
         blocks = block_table[number, : cdiv(keys, form.block_size)]
         own = Sequence(first, place, count, context, limit, blocks, is_cached=is_cached)
         if not builder.add_parts(own):
             builder.add_blocks(own)
+        if form.writes:
+            builder.note_writes(own)
         if not is_cached:
             new[place : place + count] = np.arange(first, first + count)
             place += round_up(count, 8)
@@ -435,4 +468,5 @@ def build_tables(
     if tokens > first:
         nobody = Sequence(first, 0, tokens - first, 0, 1, np.zeros(0, np.int64), sees=False)
         builder.add_blocks(nobody)
+    builder.add_writes()
     return builder.finish(numbers), new

@@ -9,12 +9,15 @@ from .blocks import merge_tiles, run_block
 from .common import P
 from .rows import load_register
 from .units import clear_slot, merge_parts, row_width, run_parts
+from .write import FIELDS as WRITE_FIELDS
+from .write import write_new
 
 # kinds of loops
 BLOCKS = 0
 PARTS = 1
 MERGES = 2
 TILES = 3
+WRITES = 4
 # slots of a tile's rows: what is no number of tokens
 OF_TILES = 0
 
@@ -23,7 +26,7 @@ def run_loop(loop, lower, upper, inputs, outputs, options):
     """Run a loop of the device over rows of the table, from element ``lower`` to ``upper``.
 
     ``loop`` is (blocks, tiles), (parts, chunks, tokens, whether last, how many at once), (merges,
-    parts, tokens) or (tiles, how many are one).
+    parts, tokens), (tiles, how many are one) or (writes,).
     """
     if loop[0] == BLOCKS:
 
@@ -38,6 +41,12 @@ def run_loop(loop, lower, upper, inputs, outputs, options):
             run_parts(at, loop[4], spec, inputs, outputs, options)
 
         nl.fori_loop(lower, upper, run_some, step=P * row_width(spec, options["wide"]) * loop[4])
+    elif loop[0] == WRITES:
+
+        def write(at):
+            write_new(at, inputs, options)
+
+        nl.fori_loop(lower, upper, write, step=P * WRITE_FIELDS)
     elif loop[0] == TILES:
 
         def merge_some(at):
@@ -91,6 +100,7 @@ def paged_attention_form(
     has_lse,
     is_packed,
     turns_by_dma,
+    largest,
     dtype,
 ):
     """Attention of packed queries to a paged cache and to the new tokens' keys and values.
@@ -115,11 +125,13 @@ def paged_attention_form(
         no_maximum: what the negated maximum of a row without a key is.
         turns_by_dma: whether DMA, and not TensorE, turns the probabilities of blocks.
         is_packed: whether two tokens of the cached keys are interleaved.
+        largest: number of the cache's dtype that new keys and values are limited to; 0.0 for none.
         dtype: of the operands of products.
 
     Returns:
         out ``[tokens * heads, head_dim]`` in q's dtype, and lse ``[tokens * heads, 1]`` in fp32, or
-        ``[1, 1]`` unless ``has_lse``. Rows of no sequence are not written.
+        ``[1, 1]`` unless ``has_lse``. Rows of no sequence are not written. With a loop of writes
+        the caches, too.
     """
     out = nl.ndarray(q.shape, dtype=q.dtype, buffer=nl.shared_hbm)
     lse_shape = (1, 1)
@@ -149,6 +161,7 @@ def paged_attention_form(
         "has_lse": has_lse,
         "is_packed": is_packed,
         "turns_by_dma": turns_by_dma,
+        "largest": largest,
         "dtype": dtype,
         "ones": ones,
         "has_tile_slots": False,
@@ -186,7 +199,7 @@ def paged_attention_form(
     )
     waits = True
     for number in range(len(loops)):
-        if waits and loops[number][0] >= MERGES:
+        if waits and (loops[number][0] == MERGES or loops[number][0] == TILES):
             waits = False
             meet(outputs)
         lower = load_register(bounds, 2 * number)
@@ -194,4 +207,6 @@ def paged_attention_form(
         run_loop(loops[number], lower, upper, inputs, outputs, options)
     if not has_lse and nl.program_id(0) == 0:
         nisa.dma_copy(dst=lse, src=ones[0:1, 0:1])
+    if loops[0][0] == WRITES:
+        return out, lse, k_cache, v_cache
     return out, lse

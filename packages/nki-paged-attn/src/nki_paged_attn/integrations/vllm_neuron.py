@@ -7,7 +7,7 @@ of the device alone: it writes the new tokens into the caches and attends to the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from .._checks import (
     check_sinks,
     check_table,
     check_window,
+    check_writes,
 )
 from .._launch import Batch, Options
 from ..forms import Buckets, check_buckets
@@ -119,6 +120,7 @@ def prepare(
     v_scale: Any = None,
     buckets: Buckets | None = None,
     packed_keys: bool = False,
+    fused_write: bool = False,
 ) -> Step:
     """Plan a step on the host; its table is all that crosses to the device.
 
@@ -134,6 +136,9 @@ def prepare(
         scale, window, sinks, softcap, k_scale, v_scale, buckets: as in ``nki_paged_attn``.
         packed_keys: whether the key cache is ``[blocks, kv_heads, block_size // 2, head_dim, 2]``,
             in FP8.
+        fused_write: whether the kernel writes new tokens, into the slots that lengths and tables
+            say, and reads them as they come, not as the cache rounds them. No sequence may then
+            have in its context what another writes in the same step.
 
     Raises:
         TypeError: an argument of another type.
@@ -153,7 +158,12 @@ def prepare(
             f"seq_lens[{row}] must count the {queries[row]} new tokens, got {keys[row]}"
         )
     table = check_table(block_tables, keys, block_size, num_blocks, "block_tables")
-    batch = Batch(queries, keys - queries, table, tokens, check_window(window), is_cached=True)
+    if fused_write and packed_keys:
+        raise NotImplementedError("fused_write writes whole tokens, got packed_keys")
+    contexts = keys - queries
+    if fused_write:
+        check_writes(queries, contexts, table, block_size)
+    batch = Batch(queries, contexts, table, tokens, check_window(window), is_cached=True)
     options = Options(
         scale=head_dim**-0.5 if scale is None else check_number("scale", scale),
         softcap=0.0 if softcap is None else check_number("softcap", softcap, positive=True),
@@ -169,7 +179,8 @@ def prepare(
     if where.type in _device.TORCH_DEVICES:
         neuron, sizes = _device.TorchDevice(where), check_buckets(buckets)
         page = block_size, head_dim
-        prepared = _device.prepare(neuron, batch, options, sizes, heads, page)
+        own = replace(batch, is_cached=not fused_write, writes=fused_write)
+        prepared = _device.prepare(neuron, own, options, sizes, heads, page)
     elif where.type != "cpu":
         raise ValueError(f"device must be Neuron's or the CPU, got {where}")
     blocks = (num_blocks, kv_heads, block_size, head_dim)
@@ -205,14 +216,19 @@ def paged_attention(
     """
     new = {"key": key, "value": value}
     step.check(query, new, {"k_cache": k_cache, "v_cache": v_cache}, slot_mapping)
-    write_cache(key, k_cache, slot_mapping, step.options.k_scales)
-    write_cache(value, v_cache, slot_mapping, step.options.v_scales)
-    if step.prepared is None:
-        return torch_attention(query, k_cache, v_cache, step)
+    prepared = step.prepared
     device = _device.TorchDevice(query.device)
-    shape = (k_cache.shape[1], step.prepared.form.places, k_cache.shape[3])
-    unused = (device.zeros(shape, query),) * 2
-    out, _ = _device.launch_prepared(device, query, unused, (k_cache, v_cache), step.prepared)
+    if prepared is None or not prepared.form.writes:
+        write_cache(key, k_cache, slot_mapping, step.options.k_scales)
+        write_cache(value, v_cache, slot_mapping, step.options.v_scales)
+    if prepared is None:
+        return torch_attention(query, k_cache, v_cache, step)
+    if prepared.form.writes:
+        new_k, new_v = (device.by_head(x, prepared.order) for x in (key, value))
+    else:
+        shape = (k_cache.shape[1], prepared.form.places, k_cache.shape[3])
+        new_k = new_v = device.zeros(shape, query)
+    out, _ = _device.launch_prepared(device, query, (new_k, new_v), (k_cache, v_cache), prepared)
     return out  # type: ignore[no-any-return]
 
 

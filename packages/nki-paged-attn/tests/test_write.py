@@ -1,0 +1,121 @@
+"""Calls that write new keys and values into the cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from nki_paged_attn import Buckets, paged_attention, reshape_and_cache
+
+from ._cases import BF16, F16, F32, make_case
+
+QUERIES, CONTEXTS = [20, 1, 0, 170, 1, 3], [100, 300, 5, 3, 0, 1500]
+E4M3, E4M3FN = (np.dtype(x) for x in (ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3fn))
+
+
+def make(queries=QUERIES, contexts=CONTEXTS, **options):
+    """Return a batch whose tables have blocks for the new tokens, and the slots of those."""
+    ends = [q + c for q, c in zip(queries, contexts, strict=True)]
+    case = replace(make_case(queries, ends, **options), context_lens=contexts)
+    size = case.kv_cache.shape[3]
+    slots = [
+        case.block_table[i, p // size] * size + p % size
+        for i, (q, c) in enumerate(zip(queries, contexts, strict=True))
+        for p in range(c, c + q)
+    ]
+    return case, np.array(slots, np.int64)
+
+
+def expected_cache(case, slots):
+    """Return the cache as ``reshape_and_cache`` writes it, of what scales leave of new tokens."""
+    cache = case.kv_cache.copy()
+    tokens = len(slots)
+    kv_heads = case.k.shape[1]
+    new = []
+    for x, name in ((case.k, "k_scale"), (case.v, "v_scale")):
+        scales = np.broadcast_to(case.options.get(name, 1.0), kv_heads)[:, None]
+        new.append((x[:tokens].astype(np.float32) / scales).astype(F32))
+    reshape_and_cache(*new, cache, slots)
+    return cache
+
+
+@pytest.mark.parametrize("programs", ["1", "2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": BF16, "extra": 2},
+        {"dtype": F16, "cache_dtype": BF16, "block_size": 3},
+        {"dtype": BF16, "cache_dtype": E4M3, "k_scale": 2.0**-12, "v_scale": 2.0},
+        {"dtype": BF16, "cache_dtype": E4M3FN, "k_scale": np.array([0.5, 4.0])},
+        {"heads": 2, "kv_heads": 1, "head_dim": 192},
+    ],
+    ids=["fp32", "bf16", "other dtype", "saturates", "scales", "large head"],
+)
+def test_new_tokens_are_written(options, programs, monkeypatch):
+    """And nothing else; the results are those of a call that does not write."""
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", programs)
+    case, slots = make(**options)
+    expected = case.run()
+    cache = case.kv_cache.copy()
+    for got, exact in zip(
+        replace(case, kv_cache=cache).run(write_cache=True), expected, strict=True
+    ):
+        np.testing.assert_array_equal(got, exact)
+    np.testing.assert_array_equal(
+        cache.astype(np.float32), expected_cache(case, slots).astype(np.float32)
+    )
+
+
+def test_any_bucket_and_any_strides():
+    case, slots = make()
+    cache = np.asfortranarray(case.kv_cache)
+    replace(case, kv_cache=cache).run(write_cache=True, buckets=Buckets(9, 700, 3000))
+    np.testing.assert_array_equal(cache, expected_cache(case, slots))
+
+
+def test_the_next_step_reads_what_was_written():
+    case, _ = make([5, 1], [20, 130])
+    cache = case.kv_cache.copy()
+    replace(case, kv_cache=cache).run(write_cache=True)
+    after = replace(
+        make_case([1, 1], [25, 131], seed=5), kv_cache=cache, block_table=case.block_table
+    )
+    whole = replace(after, kv_cache=expected_cache(case, make([5, 1], [20, 130])[1]))
+    np.testing.assert_array_equal(after.run()[0], whole.run()[0])
+
+
+def test_blocks_that_two_sequences_write_or_read_are_refused():
+    case, _ = make([5, 1], [20, 32])
+    table = case.block_table.copy()
+    table[1, 2] = table[0, 1]
+    with pytest.raises(ValueError, match="block_table must give new tokens blocks of their own"):
+        replace(case, block_table=table).run(write_cache=True)
+    table = case.block_table.copy()
+    table[1, 1] = table[0, 1]
+    with pytest.raises(ValueError, match="block_table must give no context what the call writes"):
+        replace(case, block_table=table).run(write_cache=True)
+    # a prefix that both have, and neither writes
+    table[1, 1] = case.block_table[1, 1]
+    table[1, 0] = table[0, 0]
+    shared = replace(case, block_table=table, kv_cache=case.kv_cache.copy())
+    np.testing.assert_array_equal(shared.run(write_cache=True)[0], shared.run()[0])
+
+
+def test_what_cannot_be_written():
+    case, _ = make([5], [20])
+    cache = case.kv_cache.copy()
+    cache.flags.writeable = False
+    with pytest.raises(ValueError, match="kv_cache must be writable for write_cache"):
+        replace(case, kv_cache=cache).run(write_cache=True)
+    with pytest.raises(TypeError, match="write_cache must be True or False, got 1"):
+        case.run(write_cache=1)
+    packed = replace(case, kv_cache=case.kv_cache.astype(E4M3))
+    with pytest.raises(
+        NotImplementedError, match="write_cache writes whole tokens, got packed_keys"
+    ):
+        packed.run(write_cache=True, packed_keys=True)
+    with pytest.raises(ValueError, match="block_table must have 2 columns"):
+        paged_attention(*case.tensors[:4], case.block_table[:, :1], [5], [16], write_cache=True)
