@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from flash_attn_triton import _eager, _ops
+from flash_attn_triton import _eager, _fused, _ops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._linked.budget import assert_same, offsets
@@ -56,6 +56,59 @@ def test_sequences_in_parts(make, features, monkeypatch):
             check(make(shape, torch.float32, CPU, (*features, *extras)))
 
 
+@pytest.mark.parametrize("extras", [(), ("alibi_batch",), ("alibi", "sinks"), ("scale_negative",)])
+@pytest.mark.parametrize("features", MASKS, ids=str)
+@pytest.mark.parametrize("make", [make_case, make_packed])
+def test_fused_attention_in_parts(make, features, extras, monkeypatch):
+    """The operator of PyTorch, with its mask written out for four queries at a time."""
+    monkeypatch.setattr(_fused, "ROWS", 4)
+    for shape in SHAPES if make is make_case else [PACKED]:
+        check(make(shape, torch.float32, CPU, (*features, *extras)))
+
+
+@pytest.mark.parametrize("features", MASKS, ids=str)
+@pytest.mark.parametrize("make", [make_case, make_packed])
+def test_without_fused_attention(make, features, monkeypatch):
+    """Where PyTorch has no such operator."""
+    monkeypatch.setattr(_fused, "_operator", None)
+    for extras in ((), ("alibi_batch", "sinks")):
+        check(
+            make(
+                SHAPES[0] if make is make_case else PACKED, torch.float32, CPU, (*features, *extras)
+            )
+        )
+
+
+class Named(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("seqlen_k", "left", "right", "softcap", "calls"),
+    [
+        (300, -1, -1, 0.0, 1),
+        (300, -1, 0, 0.0, 1),
+        (320, -1, 0, 0.0, 2),  # the mask is written out for 256 queries at a time
+        (300, 5, 0, 0.0, 2),
+        (300, -1, -1, 2.0, 0),
+    ],
+)
+def test_fused_attention_runs_where_it_can(seqlen_k, left, right, softcap, calls):
+    q, k, absent = torch.randn(1, 300, 2, 8), torch.randn(1, seqlen_k, 2, 8), [None] * 11
+    with Named() as seen:
+        _eager.attention_forward(q, k, k, *absent, 0.3, left, right, softcap, 0.0, q.dtype)
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert seen.names.count(name) == calls
+
+
 class Widest(TorchDispatchMode):
     """Notes how many numbers the largest result has."""
 
@@ -69,8 +122,11 @@ class Widest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("right", [0, -1])
-def test_no_whole_matrix_of_scores(right):
+def test_no_whole_matrix_of_scores(right, is_fused, monkeypatch):
+    if not is_fused:
+        monkeypatch.setattr(_fused, "_operator", None)
     q, absent = torch.randn(1, 1500, 2, 8), [None] * 6
     options = 0.3, 60 if right == 0 else -1, right, 0.0, 0.0
     # the scores of a part, and one column for a sink

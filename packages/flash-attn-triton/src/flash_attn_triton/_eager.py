@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import _fused
 from ._call import Grads, Options, Tensors
 from ._definition import attention_scores, dense_attention, round_output, visible_keys
 from ._sequences import bias_of, row_of, sequences
@@ -73,8 +74,20 @@ def attention_forward(
                     window_right,
                     softcap,
                 )
+        is_fused = not invariant and _fused.serves(q.dtype, bias, softmax_scale, softcap, dropout_p)
+        if is_fused:
+            for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
+                out[rows], lse[:, rows] = _fused.attend(
+                    rows_q[rows],
+                    rows_k[keys],
+                    rows_v[keys],
+                    row_of(alibi_slopes, b),
+                    sinks,
+                    softmax_scale,
+                    (window_left, window_right),
+                )
         parts = _parts(cu_seqlens_q, cu_seqlens_k, seqused_k, options)
-        for part in () if invariant else parts:
+        for part in () if invariant or is_fused else parts:
             b, rows, keys = part.sequence, part.rows, part.keys
             one_out, one_lse = dense_attention(
                 rows_q[rows][None],
