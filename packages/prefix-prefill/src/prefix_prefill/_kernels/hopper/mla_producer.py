@@ -1,7 +1,7 @@
 """Which rows and keys a program has, and the warp that copies their pages by TMA."""
 
 from ._linked.compat import copy_in, gl, gluon, mbarrier
-from ._linked.pipeline import EMPTY, SEARCH_CHUNK, barrier_sync, coordinates
+from ._linked.pipeline import EMPTY, SEARCH_CHUNK, TURN, barrier_sync, coordinates
 from .mla_structures import Work
 
 # columns of a half of the values
@@ -18,6 +18,8 @@ def _find_sequence(cu_seqlens_q_ptr, slot, batch, TILE: gl.constexpr):
         start = gl.load(cu_seqlens_q_ptr + index, mask=index <= batch, other=0)
         mine = (start * TILE.GROUP // TILE.ROWS + index < slot) & (index <= batch)
         owned += gl.sum(mine.to(gl.int32), 0)
+    # sums pass through shared memory, which Triton may give away without a barrier
+    barrier_sync(TURN + 2, 128, 4)
     return owned - 1
 
 
