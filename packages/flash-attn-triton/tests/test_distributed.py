@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from flash_attn_triton import _ops, _pieces, _sharded, distributed, flash_attn_varlen_func
+from flash_attn_triton._linked.host.forms import Memory
 
 from ._cuts import CASES, Case, D, differentiate, judge, on_rank, problem
 from ._linked.budget import Maker, assert_same
+from ._linked.gpus import compiling
 from ._ranks import Ranks
 
 pytestmark = pytest.mark.eager
@@ -434,3 +436,22 @@ def test_many_pieces_are_rounded_once(device):
     # one rounding, which the interpreter makes towards zero
     error = (pieces.result()[0].double() - wide).abs()
     assert (error <= torch.finfo(torch.bfloat16).eps * wide.abs()).all()
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("gpu", ["nvidia:sm_90", "amd:gfx942"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("has_lse", [True, False], ids=["merge", "sum"])
+def test_merges_compile(gpu, count, has_lse, tmp_path, monkeypatch):
+    from flash_attn_triton._kernels import sharded_plans
+
+    monkeypatch.setattr(sharded_plans, "_launches", Memory())
+    pieces = []
+    for dtype in [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16][:count]:
+        out = torch.empty(1, 4096, 32, 128, dtype=dtype, device="meta")
+        lse = torch.empty(1, 32, 4096, device="meta") if has_lse else None
+        pieces.append(_pieces.Piece(out, lse, (0, 4096, 4096, 1)))
+    with compiling(gpu, tmp_path) as builds:
+        sharded_plans.merge(pieces, 4096, torch.bfloat16)
+    assert [build.kernel for build in builds] == ["merge_kernel"]
+    assert not any(build.spilled or build.unset for build in builds)
