@@ -11,12 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from flash_attn_triton import _ops, _pieces, _sharded, distributed, flash_attn_varlen_func
-from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton import (
+    _ops,
+    _sharded,
+    distributed,
+    flash_attn_func,
+    flash_attn_varlen_func,
+)
+from flash_attn_triton.integrations import dtensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from ._cuts import CASES, Case, D, differentiate, judge, on_rank, problem
 from ._linked.budget import Maker, assert_same
-from ._linked.gpus import compiling
 from ._ranks import Ranks
 
 pytestmark = pytest.mark.eager
@@ -145,10 +152,44 @@ def one_rank_of(rank, backend, ranks, folder, names):
         for name in AMONG_HEADS if ranks == 2 else ():
             parts = among_heads(CASES[name], rank, problem(CASES[name], device))
             found[f"{name} among heads"] = {key: value.cpu() for key, value in parts.items()}
+        check_placements(device, ranks)
         found["errors"] = [error_of(call, rank) for call in DISAGREEMENTS] if ranks == 2 else []
         torch.save(found, Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+CUTS = {
+    "batch": ([Shard(0)] * 3 + [Replicate()] * 2, Shard(0), [Shard(0)] * 3 + [Partial()] * 2),
+    "heads": ([Shard(2)] * 3 + [Shard(0), Shard(1)], Shard(2), None),
+    "tokens": ([Shard(1)] * 3 + [Replicate()] * 2, Replicate(), [Replicate()] * 5),
+}
+
+
+def check_placements(device, ranks):
+    """Compute with DTensors: batch and heads stay cut, tokens are gathered."""
+    dtensor.register()
+    mesh = init_device_mesh(device.type, (ranks,))
+    m = Maker(device, torch.float32)
+    given = [m.randn(2 * ranks, 9, heads, D) for heads in (4 * ranks, 2 * ranks, 2 * ranks)]
+    given += [m.randn(4 * ranks), m.randn(1, 4 * ranks, 9, 9)]
+    dout = m.randn(2 * ranks, 9, 4 * ranks, D)
+
+    def run(tensors, dout):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        q, k, v, sinks, bias = leaves
+        out = flash_attn_func(q, k, v, causal=True, sinks=sinks, bias=bias)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    want = run(given, dout)
+    for placements, of_out, of_grads in CUTS.values():
+        cut = [distribute_tensor(x, mesh, [p]) for x, p in zip(given, placements, strict=True)]
+        got = run(cut, distribute_tensor(dout, mesh, placements[:1]))
+        expected = [of_out, *(of_grads or placements)]
+        if ranks > 1:
+            assert [x.placements for x in got] == [(p,) for p in expected]
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x.full_tensor(), y)
 
 
 def among_heads(case, rank, made):
@@ -379,79 +420,3 @@ def test_one_rank_has_the_bits_of_the_plain_function(one_rank):
     plain = flash_attn_varlen_func(q, k, v, lengths, lengths, 4, 4, causal=True)
     plan = distributed.ShardPlan(lengths, 1, causal=True)
     assert torch.equal(distributed.flash_attn_varlen_func(q, k, v, plan), plain)
-
-
-RASTERS = {
-    "two": [(0, 80, 80, 1), (3, 33, 33, 1)],
-    "apart": [(0, 40, 40, 2), (3, 70, 70, 1)],
-    "groups": [(0, 20, 20, 4), (5, 11, 20, 4), (0, 80, 80, 1)],
-    "four": [(0, 80, 80, 1), (40, 40, 40, 1), (0, 7, 7, 1), (1, 19, 40, 2)],
-}
-
-
-@pytest.mark.parametrize("rasters", RASTERS.values(), ids=RASTERS)
-@pytest.mark.parametrize("is_sum", [False, True], ids=["merge", "sum"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_merges_equal_the_definition(rasters, is_sum, dtype, device):
-    """Rows that one side alone, or none, saw a key for are among them."""
-    merge = _pieces.merge_eagerly
-    if device.type != "cpu" or _ops.interpreted():
-        from flash_attn_triton._kernels.sharded_plans import merge
-    m, heads, width, tokens = Maker(device, dtype), 3, 20, 80
-    pieces, wide, logs = [], [], []
-    for begin, size, step, batch in rasters:
-        out = m.randn(batch, size, heads, width)
-        lse = 9 * m.randn(batch, heads, size, dtype=torch.float32)
-        lse[..., : size // 3] = -torch.inf
-        # those of the first piece may stay as they are; of others they are never read
-        out[:, : size // 3] = 1.0 if is_sum else torch.nan if pieces else 0.0
-        pieces.append(_pieces.Piece(out, None if is_sum else lse, (begin, size, step, batch)))
-        rows = [begin + b * step + i for b in range(batch) for i in range(size)]
-        wide.append(torch.zeros(tokens, heads, width, dtype=torch.float64))
-        wide[-1][rows] = out.nan_to_num().cpu().double().flatten(0, 1)
-        logs.append(torch.full((heads, tokens), -torch.inf, dtype=torch.float64))
-        logs[-1][:, rows] = lse.cpu().double().transpose(0, 1).flatten(1)
-    # the first piece may be overwritten
-    got, got_lse = merge(pieces, tokens, dtype)
-    want = torch.stack(wide).sum(0)
-    if not is_sum:
-        both = torch.stack(logs).logsumexp(0)
-        weights = torch.exp(torch.stack(logs) - both.masked_fill(both.isinf(), 0.0))
-        want = (weights.transpose(1, 2).unsqueeze(-1) * torch.stack(wide)).sum(0)
-        assert torch.equal(got_lse.cpu().isinf(), both.isinf())
-        assert (got_lse.cpu() - both).abs().nan_to_num(0.0).max() <= 1e-5
-    eps = 2 * torch.finfo(dtype).eps
-    assert got.dtype == dtype
-    assert (got.cpu().double() - want).abs().max() <= eps * want.abs().max()
-
-
-def test_many_pieces_are_rounded_once(device):
-    m = Maker(device, torch.bfloat16)
-    pieces, wide = _sharded.Pieces(8, torch.bfloat16), 0
-    for _ in range(11):
-        out = m.randn(1, 8, 1, 16)
-        wide += out[0].double()
-        pieces.add(_pieces.Piece(out, None, (0, 8, 8, 1)))
-        assert len(pieces._held) <= _pieces.MERGED
-    # one rounding, which the interpreter makes towards zero
-    error = (pieces.result()[0].double() - wide).abs()
-    assert (error <= torch.finfo(torch.bfloat16).eps * wide.abs()).all()
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("gpu", ["nvidia:sm_90", "amd:gfx942"])
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("has_lse", [True, False], ids=["merge", "sum"])
-def test_merges_compile(gpu, count, has_lse, tmp_path, monkeypatch):
-    from flash_attn_triton._kernels import sharded_plans
-
-    monkeypatch.setattr(sharded_plans, "_launches", Memory())
-    pieces = []
-    for dtype in [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16][:count]:
-        out = torch.empty(1, 4096, 32, 128, dtype=dtype, device="meta")
-        lse = torch.empty(1, 32, 4096, device="meta") if has_lse else None
-        pieces.append(_pieces.Piece(out, lse, (0, 4096, 4096, 1)))
-    with compiling(gpu, tmp_path) as builds:
-        sharded_plans.merge(pieces, 4096, torch.bfloat16)
-    assert [build.kernel for build in builds] == ["merge_kernel"]
-    assert not any(build.spilled or build.unset for build in builds)
