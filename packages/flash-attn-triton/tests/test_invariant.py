@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_triton import flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from flash_attn_triton._kernels.invariant import plans
 from flash_attn_triton._ops import interpreted
 from torch import Tensor
@@ -174,6 +181,39 @@ def test_keys_that_nobody_sees_may_hold_anything(device):
     k[:10], v[:10] = float("nan"), float("inf")
     out = flash_attn_func(s.q[None, 20:], k[None], v[None], invariant=True, **s.options)
     assert torch.equal(out[0], s.out[20:])
+
+
+def test_a_value_beyond_the_tiles_that_a_row_sees_may_be_anything(device):
+    """A row keeps its sums where it sees nothing of a tile, though rows beside it do."""
+    s = Sequence(80, torch.bfloat16, device, 4)
+    v = s.v.clone()
+    v[66] = float("inf")
+    inputs = (x[None] for x in (s.q[60:76], s.k[:76], v[:76]))
+    out = flash_attn_func(*inputs, invariant=True, **s.options)[0]
+    # a tile ends ahead of key 64
+    assert torch.equal(out[:4], s.out[60:64])
+    assert not torch.isfinite(out[6:]).any()
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("form", ["kv", "qkv", "varlen_kv", "varlen_qkv"])
+def test_packed_tensors(form, device):
+    s = Sequence(20, torch.float32, device, 4)
+    k, v = (x.expand(-1, 2, -1) for x in (s.k, s.v[..., :16]))
+    starts = offsets([20], device)
+    options = {"causal": True, "invariant": True}
+    if form == "kv":
+        kv = torch.stack([s.k, s.v[..., :16]], 1)
+        out = flash_attn_kvpacked_func(s.q[None], kv[None], **options)[0]
+    elif form == "qkv":
+        out = flash_attn_qkvpacked_func(torch.stack([s.q, k, v], 1)[None], **options)[0]
+    elif form == "varlen_kv":
+        kv = torch.stack([k, v], 1)
+        out = flash_attn_varlen_kvpacked_func(s.q, kv, starts, starts, 20, 20, **options)
+    else:
+        qkv = torch.stack([s.q, k, v], 1)
+        out = flash_attn_varlen_qkvpacked_func(qkv, starts, 20, **options)
+    assert torch.equal(out, s.out[..., :16])
 
 
 REFUSED = {

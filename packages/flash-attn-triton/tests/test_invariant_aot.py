@@ -24,8 +24,8 @@ EVERYTHING = list(itertools.product(GPUS, DIMS, ("bfloat16", "float32")))
 # "GPU dims dtype", as a pattern: the most that may be spilled; sums of a segment and of those
 # before it live side by side, and of the latter nothing is read within a segment
 SPILLS = {
-    "nvidia:* bfloat16": 512,
-    "nvidia:* float32": 512,
+    "nvidia:* bfloat16": 768,
+    "nvidia:* float32": 768,
     "amd:*": 64,
     "amd:gfx1100 *": 1200,
 }

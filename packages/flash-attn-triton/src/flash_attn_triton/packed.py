@@ -32,6 +32,7 @@ def flash_attn_qkvpacked_func(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     return_lse: bool = False,
+    invariant: bool = False,
     **unknown: NoReturn,
 ) -> Result:
     """Call :func:`flash_attn_func` on queries, keys and values in one tensor.
@@ -69,6 +70,7 @@ def flash_attn_qkvpacked_func(
         out_dtype=out_dtype,
         out_scale=out_scale,
         return_lse=return_lse,
+        invariant=invariant,
         **unknown,
     )
 
@@ -93,6 +95,7 @@ def flash_attn_kvpacked_func(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     return_lse: bool = False,
+    invariant: bool = False,
     **unknown: NoReturn,
 ) -> Result:
     """Call :func:`flash_attn_func` on keys and values in one tensor.
@@ -131,6 +134,7 @@ def flash_attn_kvpacked_func(
         out_dtype=out_dtype,
         out_scale=out_scale,
         return_lse=return_lse,
+        invariant=invariant,
         **unknown,
     )
 
@@ -157,6 +161,7 @@ def flash_attn_varlen_qkvpacked_func(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    invariant: bool = False,
     **unknown: NoReturn,
 ) -> Result:
     """Call :func:`flash_attn_varlen_func` on queries, keys and values in one tensor.
@@ -181,7 +186,7 @@ def flash_attn_varlen_qkvpacked_func(
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         bias=bias, sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         out_dtype=out_dtype, out_scale=out_scale, return_lse=return_lse, seqused_k=seqused_k,
-        **unknown,
+        invariant=invariant, **unknown,
     )  # fmt: skip
 
 
@@ -210,6 +215,7 @@ def flash_attn_varlen_kvpacked_func(
     out_scale: Tensor | None = None,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    invariant: bool = False,
     **unknown: NoReturn,
 ) -> Result:
     """Call :func:`flash_attn_varlen_func` on keys and values in one tensor.
@@ -233,7 +239,7 @@ def flash_attn_varlen_kvpacked_func(
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         bias=bias, sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         out_dtype=out_dtype, out_scale=out_scale, return_lse=return_lse, seqused_k=seqused_k,
-        **unknown,
+        invariant=invariant, **unknown,
     )  # fmt: skip
 
 
