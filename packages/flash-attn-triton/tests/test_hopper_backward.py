@@ -44,6 +44,8 @@ SPILLS = {
     (192, False): (0, 8),
     (192, True): (32, 24),
 }
+# of dk and dq without dv, with every feature that costs registers
+MOST_SPILLED_APART = 48
 # Likewise. With Triton 3.6 the loops over tiles of queries have none of dropout's; nearly all of
 # ALiBi's is that of tiles which need a mask, or face keys on either side.
 SPILLS_OF_FEATURES = {
@@ -436,7 +438,7 @@ def test_builds_with_features(head_dim, causal, feature, tmp_path):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), chosen([(64, 256), (40, 136)], [(256, 64)]), ids=str
+    ("head_dim", "head_dim_v"), chosen([(64, 256), (40, 136)], [(256, 64), (192, 128)]), ids=str
 )
 def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
     """Packed, with a window: every feature that costs registers but softcap."""
@@ -455,10 +457,14 @@ def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
         inputs = Inputs(q, k, v, dout, rows, rows)
         extras = Extras(None, None, None, starts, starts, None)
         plan(inputs, extras, *map(torch.empty_like, (q, k, v)), plan.new_sums(q))
-    kernel, rounding = builds
-    assert not kernel.unset, kernel
-    assert kernel.shared <= GPUS[HOPPER].shared_limit
-    assert (kernel.spilled, rounding.spilled) == (0, 0)
+    *kernels, rounding = builds
+    # dv has a launch of its own above head dim 128
+    assert len(kernels) == (2 if 128 < max(head_dim, head_dim_v) <= 192 else 1)
+    for kernel in kernels:
+        assert not kernel.unset, kernel
+        assert kernel.shared <= GPUS[HOPPER].shared_limit
+        assert kernel.spilled <= (MOST_SPILLED_APART if len(kernels) > 1 else 0), kernel
+    assert rounding.spilled == 0
 
 
 # ---- numbers
