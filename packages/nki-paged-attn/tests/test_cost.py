@@ -20,7 +20,13 @@ from nki_paged_attn.sim import (
     schedule,
     timeline_html,
 )
-from nki_paged_attn.sim.cost import cycles, descriptor_time, duration, one_engine_time
+from nki_paged_attn.sim.cost import (
+    cycles,
+    descriptor_cycles,
+    descriptor_time,
+    duration,
+    one_engine_time,
+)
 
 from . import _matmul
 from ._nki import draw, hbm, loaded, nisa, nl, psum, sbuf, stored, trace, zeros
@@ -148,6 +154,34 @@ def test_programs_go_on_from_a_barrier_together():
     assert stores[0] < stores[1]
     assert loads[0] == loads[1] == pytest.approx(stores[1])
     assert ends[0][-1] == ends[1][-1]
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "mode", "by_gpsimd"),
+    [
+        ("trn2", "float32", "unknown", False),
+        ("trn3", "float32", "unknown", False),
+        ("trn2", "bfloat16", "unknown", True),
+        ("trn2", "float32", "swdge", True),
+        ("trn1", "float32", "unknown", True),
+    ],
+)
+def test_hardware_writes_the_descriptors_of_one_offset(target, dtype, mode, by_gpsimd):
+    """nki.isa.dma_copy: a dynamic start address in either mode, equal dtypes for hardware."""
+
+    def body(x, index):
+        at = loaded(index)
+        for _ in range(2):
+            tile = sbuf((64, 16), dtype)
+            src = x.ap([[16, 64], [1, 16]], scalar_offset=at, indirect_dim=0)
+            nisa.dma_copy(tile, src, dge_mode=nisa.dge_mode[mode])
+
+    log = trace(body, draw(70, 16), np.array([[3]], np.int32), target=target)
+    written = sum(descriptor_cycles(i) for i in log.instructions)
+    assert written == (2 * (150 + 8 * 64) if by_gpsimd else 0)
+    (_, _, there), (_, first, _), (_, second, _) = schedule(log, target)
+    if not by_gpsimd:
+        assert (first, second) == (pytest.approx(there + 600), pytest.approx(there + 1200))
 
 
 @pytest.mark.parametrize(("step", "expected"), [(1, 512), (4, 512), (5, 1024), (8, 1024)])

@@ -28,6 +28,8 @@ PART_CHUNKS = (32, 16, 8, 4, 2, 1)
 PART_KEYS = PARTITIONS * PART_CHUNKS[0]
 # parts of one token that an iteration runs side by side
 TOGETHER = 4
+# parts of sequences of one token that are merged side by side
+MERGE_PARTS = 16
 # kinds of loops, and numbers of their rows beside their tiles and sections: as in _kernels
 BLOCKS, PARTS, MERGES, TILES, WRITES = 0, 1, 2, 3, 4
 BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION, WRITE_FIELDS = 8, 7, 3, 5, 3
@@ -212,7 +214,11 @@ class Form:
         # merges read what parts wrote
         parts = 2
         while parts <= self.most_parts:
-            found += [Loop((MERGES, parts, n), parts + 1, 1) for n in self.part_tokens]
+            for n in self.part_tokens:
+                # as many as next to nothing of SBUF holds
+                several = max(1, MERGE_PARTS // parts) if n == 1 else 1
+                counts = (several, 1) if several > 1 else (1,)
+                found += [Loop((MERGES, parts, n, c), parts + 1, c) for c in counts]
             parts *= 2
         if self.is_cut:
             found.append(Loop((TILES, 2), 3, 1))

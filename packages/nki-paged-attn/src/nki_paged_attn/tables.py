@@ -293,7 +293,7 @@ class _Builder:
             merge = np.zeros((len(self.heads), PARTITIONS, count + 1), np.int64)
             merge[:, :, :parts] = slots[:, None, :]
             merge[:, :, count] = self._queries(sequence, tokens)
-            self.merges += [(self.loops[(MERGES, count, tokens)], r) for r in merge]
+            self.merges += [(self.loops[(MERGES, count, tokens, 1)], r) for r in merge]
         return True
 
     def _slots(self, tokens: int, parts: int) -> Ints:

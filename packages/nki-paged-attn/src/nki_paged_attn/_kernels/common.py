@@ -86,7 +86,8 @@ def gather(pool, offset, index, tokens, head_dim, clean, valid, dtype):
     raw = nl.ndarray((P, tokens, head_dim), dtype=dtype, buffer=nl.sbuf)
     mode = nisa.oob_mode.error
     if clean > 0:
-        nisa.memset(dst=raw, value=0.0, engine=nisa.engine.gpsimd)
+        # GpSimd writes the descriptors of gathers
+        nisa.memset(dst=raw, value=0.0, engine=nisa.engine.vector)
         mode = nisa.oob_mode.skip
     nisa.dma_copy(
         dst=raw.reshape((P, width)),

@@ -26,7 +26,7 @@ def run_loop(loop, lower, upper, inputs, outputs, options):
     """Run a loop of the device over rows of the table, from element ``lower`` to ``upper``.
 
     ``loop`` is (blocks, tiles), (parts, chunks, tokens, whether last, how many at once), (merges,
-    parts, tokens), (tiles, how many are one) or (writes,).
+    parts, tokens, how many at once), (tiles, how many are one) or (writes,).
     """
     if loop[0] == BLOCKS:
 
@@ -56,9 +56,10 @@ def run_loop(loop, lower, upper, inputs, outputs, options):
     else:
 
         def merge(at):
-            merge_parts(at, loop[1], loop[2], inputs, outputs, options)
+            spec = (loop[1], loop[2], loop[3])
+            merge_parts(at, spec, inputs, outputs, options)
 
-        nl.fori_loop(lower, upper, merge, step=P * (loop[1] + 1))
+        nl.fori_loop(lower, upper, merge, step=P * (loop[1] + 1) * loop[3])
 
 
 def meet(outputs):

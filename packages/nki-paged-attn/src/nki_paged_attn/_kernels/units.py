@@ -68,9 +68,6 @@ def load_part(row, spec, inputs, options):
     is_last = spec[2]
     rows = spec[1] * options["group"]
     sections, tokens = cut_part(spec[0], options["wide"])
-    clean = 0
-    if is_last:
-        clean = 1
     k_pool = as_rows(inputs["k_cache"], tokens * head_dim)
     v_pool = as_rows(inputs["v_cache"], tokens * head_dim)
     raw = gather_rows(
@@ -83,6 +80,10 @@ def load_part(row, spec, inputs, options):
     values = []
     for number in range(sections):
         index = row[:, number : number + 1]
+        # a last part has more keys than half of its sections hold, or it would be a smaller one
+        clean = 0
+        if is_last and (sections == 1 or number >= sections // 2):
+            clean = 1
         if options["is_packed"]:
             own = nl.ndarray((P, tokens, head_dim), dtype=options["dtype"], buffer=nl.sbuf)
             gather_packed(own, inputs["k_cache"], index)
@@ -397,11 +398,39 @@ def run_parts(at, count, spec, inputs, outputs, options):
             works[i - 4] = 0
 
 
-def merge_parts(at, count, tokens, inputs, outputs, options):
-    """Merge the parts of a sequence, in their order; slot 0 for those that it does not have."""
+def merge_parts(at, spec, inputs, outputs, options):
+    """Merge the parts of some sequences, in their order; slot 0 for those that one does not have.
+
+    ``spec`` is (parts, tokens, sequences). All loads come first.
+    """
+    count = spec[0]
+    tokens = spec[1]
+    waiting = []
+    for number in range(spec[2]):
+        waiting.append(load_row(inputs["tables"], at, count + 1, number * P * (count + 1)))
+    loaded = []
+    for row in waiting:
+        loaded.append(load_slots(row, count, tokens, inputs, outputs, options))
+    # stage by stage, because engines take instructions in their order
+    works = []
+    for number in range(spec[2]):
+        works.append(find_largest(loaded[number]))
+    for work in works:
+        weigh_slots(work)
+    for number in range(spec[2]):
+        work = works[number]
+        total, output = add_slots(work)
+        row = waiting[number]
+        rows = tokens * options["group"]
+        store_columns(
+            outputs, options, row[:rows, count : count + 1], total, work["negated"], output
+        )
+
+
+def load_slots(row, count, tokens, inputs, outputs, options):
+    """Load the statistics and outputs of the parts whose slots a row names."""
     rows = tokens * options["group"]
     head_dim = inputs["q"].shape[1]
-    row = load_row(inputs["tables"], at, count + 1, 0)
     parts = outputs["parts"][str(tokens)]
     statistics = []
     found = []
@@ -427,25 +456,52 @@ def merge_parts(at, count, tokens, inputs, outputs, options):
             pieces.append(own)
         statistics.append(both)
         found.append(pieces)
+    return statistics, found
+
+
+def find_largest(loaded):
+    """Find the negated maximum of all parts of a sequence, [128, rows]."""
+    statistics, found = loaded
+    rows = statistics[0].shape[1] // 2
     negated = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=negated, src=statistics[0][:, :rows], engine=nisa.engine.vector)
-    for number in range(1, count):
+    for number in range(1, len(statistics)):
         nisa.tensor_tensor(
             dst=negated, data1=negated, data2=statistics[number][:, :rows], op=nl.minimum
         )
-    total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=total, value=0.0)
-    output = start_output(head_dim, rows)
-    for number in range(count):
-        own = statistics[number]
+    return {"negated": negated, "statistics": statistics, "found": found}
+
+
+def weigh_slots(work):
+    """Find what each part of a sequence is multiplied by."""
+    negated = work["negated"]
+    rows = negated.shape[1]
+    weights = []
+    for own in work["statistics"]:
         weight = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_tensor(dst=weight, data1=negated, data2=own[:, :rows], op=nl.subtract)
         nisa.activation(dst=weight, op=nl.exp, data=weight)
+        weights.append(weight)
+    work["weights"] = weights
+
+
+def add_slots(work):
+    """Return the sums [128, rows] and the output, in pieces [head_dim, rows], of all parts."""
+    rows = work["negated"].shape[1]
+    head_dim = 0
+    for own in work["found"][0]:
+        head_dim = head_dim + own.shape[0]
+    total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=total, value=0.0)
+    output = start_output(head_dim, rows)
+    for number in range(len(work["weights"])):
+        own = work["statistics"][number]
+        weight = work["weights"][number]
         nisa.tensor_tensor(dst=own[:, rows:], data1=own[:, rows:], data2=weight, op=nl.multiply)
         nisa.tensor_tensor(dst=total, data1=total, data2=own[:, rows:], op=nl.add)
         for piece in range(len(output)):
-            own = found[number][piece]
-            size = own.shape[0]
-            nisa.tensor_tensor(dst=own, data1=own, data2=weight[:size, :], op=nl.multiply)
-            nisa.tensor_tensor(dst=output[piece], data1=output[piece], data2=own, op=nl.add)
-    store_columns(outputs, options, row[:rows, count : count + 1], total, negated, output)
+            part = work["found"][number][piece]
+            size = part.shape[0]
+            nisa.tensor_tensor(dst=part, data1=part, data2=weight[:size, :], op=nl.multiply)
+            nisa.tensor_tensor(dst=output[piece], data1=output[piece], data2=part, op=nl.add)
+    return total, output

@@ -27,6 +27,8 @@ STRIDED = 2
 DESCRIPTOR_BYTES = 2048
 # cycles in which GpSimd writes a descriptor: 16 bytes for each side, a word a cycle (an assumption)
 DESCRIPTOR_CYCLES = 8
+# nanoseconds in which a sequencer has the hardware write the descriptors of a DMA
+HARDWARE_DESCRIPTORS = 600.0
 # nanoseconds from a semaphore to the first byte
 DMA_LATENCY = 1300.0
 
@@ -85,7 +87,7 @@ def dma_occupancy(i: Instruction, target: Target) -> float:
 
 
 def descriptor_cycles(i: Instruction) -> int:
-    """Return the cycles in which GpSimd writes the descriptors of an indirect DMA."""
+    """Return the cycles in which GpSimd writes the descriptors of a gather or scatter."""
     if i.engine != "dma" or "indirect" not in i.form:
         return 0
     return GPSIMD_START + DESCRIPTOR_CYCLES * i.rows
@@ -224,6 +226,11 @@ def _place(trace: Trace, found: Target) -> tuple[list[tuple[Instruction, float, 
             gpsimd = (i.program, "gpsimd")
             ready = max(ready, free.get(gpsimd, 0.0)) + written / found.clocks["gpsimd"]
             free[gpsimd] = ready
+        if "dynamic" in i.form:
+            # by SyncE, which does nothing else
+            sync = (i.program, "sync")
+            ready = max(ready, free.get(sync, 0.0)) + HARDWARE_DESCRIPTORS
+            free[sync] = ready
         queue = (i.program, "out" if i.is_store else i.engine)
         start = max(ready, free.get(queue, 0.0))
         busy = start + duration(i, found)

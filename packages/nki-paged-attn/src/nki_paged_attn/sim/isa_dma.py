@@ -55,7 +55,16 @@ def dma_copy(
         COPY,
     )
     moved, rows, places = _indirect(call, dst, src, oob_mode)
-    _log("dma_copy", dst, src, moved, rows, indirect=True, places=places)
+    form = "indirect" if _needs_gpsimd(dst, src, dge_mode) else "dynamic"
+    _log("dma_copy", dst, src, moved, rows, form, places)
+
+
+def _needs_gpsimd(dst: NkiTensor, src: NkiTensor, mode: DgeMode) -> bool:
+    """Say whether GpSimd writes the descriptors; else hardware does, for one offset of all rows."""
+    by_row = any(x.indirection and x.indirection.per_partition for x in (dst, src))
+    if by_row or mode == DgeMode.swdge:
+        return True
+    return not machine().target.has_hwdge or dst.dtype != src.dtype
 
 
 def _check_memory(call: str, dst: NkiTensor, src: NkiTensor) -> None:
@@ -386,7 +395,7 @@ def _gather_transposed(
     out = dst.array()
     if out is not None and src._storage.data is not None:
         out[...] = src._storage.data.view(NUMPY[src.dtype])[places].T
-    _log("dma_transpose", dst, src, src.size, rows, indirect=True)
+    _log("dma_transpose", dst, src, src.size, rows, "indirect")
 
 
 def _row(x: NkiTensor) -> int:
@@ -406,22 +415,20 @@ def _log(
     src: NkiTensor,
     elements: int,
     rows: int,
-    *,
-    indirect: bool = False,
+    form: str = "",
     places: list[tuple[int, int]] | None = None,
 ) -> None:
     wide = max(dst.itemsize if dst._storage.on_chip else 0, 0)
     outer = [x for x in (dst, src) if not x._storage.on_chip]
     # bytes of the HBM side; between tiles, of the destination
     nbytes = elements * (outer[0].itemsize if outer else wide)
-    if not indirect:
+    if not form:
         pieces = [_row(x) for x in (dst, src)]
         rows = max(1, elements // max(1, min(pieces)))
     reads = [src.region()]
     for x in (dst, src):
         if x.indirection is not None and isinstance(x.indirection.index, NkiTensor):
             reads.append(x.indirection.index.region())
-    form = frozenset({"indirect"}) if indirect else frozenset()
     hbm = outer[0].name if outer else ""
     writes: tuple[Region, ...] = (dst.region(),)
     if dst.is_indirect():
@@ -434,7 +441,7 @@ def _log(
             op,
             "dma",
             dst.free_size if dst._storage.on_chip else src.free_size,
-            form=form,
+            form=frozenset({form} - {""}),
             nbytes=nbytes,
             rows=rows,
             reads=tuple(reads),
