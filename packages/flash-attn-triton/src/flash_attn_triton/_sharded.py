@@ -148,16 +148,23 @@ def forward(
         part = _Part(product, q, k, v, None if i else sinks, options)
         pieces.add(part.piece(*part.forward()))
     for i, step in enumerate(table.steps):
-        keys, values = fetch.wait(i)
-        for product in step.products:
-            part = _Part(product, q, keys, values, None, options)
-            pieces.add(part.piece(*part.forward()))
+        _attend(step, fetch.wait(i), q, pieces, options)
+        # the memory of these keys goes before others begin to arrive
         fetch.forget(i)
         fetch.begin_next()
     if table.local:
         out, of_all = pieces.result()
         lse = lse if of_all is None else of_all
     return out, lse
+
+
+def _attend(
+    step: Step, kv: tuple[Tensor, Tensor], q: Tensor, pieces: Pieces, options: Sharded
+) -> None:
+    """Compute what the keys of a step give."""
+    for product in step.products:
+        part = _Part(product, q, *kv, None, options)
+        pieces.add(part.piece(*part.forward()))
 
 
 def backward(
@@ -187,16 +194,12 @@ def backward(
             dk, dv = dk.float(), dv.float()
     returning: list[tuple[Exchange, Rows]] = []
     for i, step in enumerate(table.steps):
-        keys, values = fetch.wait(i)
-        parts = [_Part(product, q, keys, values, None, options) for product in step.products]
-        grads = [part.backward(*results) for part in parts]
-        for part, found in zip(parts, grads, strict=True):
-            pieces.add(part.piece(found[0], None))
-        message = _sent_back(parts, grads, keys, values)
+        message = _differentiate(step, fetch.wait(i), q, results, pieces, options)
         fetch.forget(i)
         if returning:
             _receive(*returning.pop(), dk, dv)
         exchange = Exchange(message, step.source, step.sends.count, step.target, options)
+        del message
         returning.append((exchange, step.sends))
         fetch.begin_next()
     for one in returning:
@@ -204,6 +207,22 @@ def backward(
     if table.local:
         dq, _ = pieces.result()
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
+
+
+def _differentiate(
+    step: Step,
+    kv: tuple[Tensor, Tensor],
+    q: Tensor,
+    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    pieces: Pieces,
+    options: Sharded,
+) -> Tensor:
+    """Compute the gradients by the keys of a step; return those of the keys, to be sent back."""
+    parts = [_Part(product, q, *kv, None, options) for product in step.products]
+    grads = [part.backward(*results) for part in parts]
+    for part, found in zip(parts, grads, strict=True):
+        pieces.add(part.piece(found[0], None))
+    return _sent_back(parts, grads, *kv)
 
 
 def _sent_back(parts: list[_Part], grads: list[Any], keys: Tensor, values: Tensor) -> Tensor:
