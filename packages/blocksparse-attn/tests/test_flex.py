@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout, blocksparse_attention_reference, patterns
+from blocksparse_attn.integrations import flex_attention as from_module
 from blocksparse_attn.integrations.flex_attention import from_block_mask, to_block_mask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -26,11 +27,77 @@ def test_from_a_block_mask(heads, device):
     block_mask = create_block_mask(
         window, None, heads, 256, 256, device=device, BLOCK_SIZE=(32, 64)
     )
-    layout = from_block_mask(block_mask)
+    layout = from_block_mask(block_mask, approximate=True)
     layout.validate()
     assert layout.block_size == (32, 64)
     assert layout.num_heads == (heads or 1)
     assert torch.equal(layout.to_dense(), block_mask.to_dense()[0].bool())
+
+
+def blocks(b, h, q, k):
+    return (q // 32 + k // 64 + h) % 2 == 0
+
+
+def banded_beyond(b, h, q, k):
+    return (k - q < 20) & (q - k < 64)
+
+
+def causal_blocks(b, h, q, k):
+    return (q >= k) & ((q // 32 + k // 64) % 2 == 0)
+
+
+def above_and_below(b, h, q, k):
+    """Cut as a causal mask, but for a block that is whole and lies right of the diagonal."""
+    return (q >= k) | (k >= 192)
+
+
+@pytest.mark.parametrize("seqlen", [256, 200])
+@pytest.mark.parametrize("rule", [window, banded_beyond, above_and_below])
+def test_masks_that_no_layout_says(rule, seqlen, device):
+    block_mask = create_block_mask(
+        rule, None, 2, seqlen, seqlen, device=device, BLOCK_SIZE=(32, 64)
+    )
+    with pytest.raises(ValueError, match=r"block_mask must keep blocks whole, or .* of head 0"):
+        from_block_mask(block_mask)
+    layout = from_block_mask(block_mask, approximate=True)
+    assert torch.equal(layout.to_dense(), block_mask.to_dense()[0].bool())
+    with pytest.raises(TypeError, match="approximate must be a bool, got int"):
+        from_block_mask(block_mask, approximate=1)
+
+
+@pytest.mark.parametrize("few", [1, 2**24])
+@pytest.mark.parametrize("seqlen", [256, 200])
+@pytest.mark.parametrize("rule", [blocks, causal, causal_blocks])
+def test_masks_that_a_layout_says(rule, seqlen, few, device, monkeypatch):
+    monkeypatch.setattr(from_module, "AT_ONCE", few)
+    block_mask = create_block_mask(
+        rule, None, 2, seqlen, seqlen, device=device, BLOCK_SIZE=(32, 64)
+    )
+    layout = from_block_mask(block_mask)
+    m = Maker(device, torch.float64)
+    q, k, v = (m.randn(1, seqlen, 2, 16).double() for _ in range(3))
+    head, position = torch.arange(2, device=device), torch.arange(seqlen, device=device)
+    kept = rule(0, head[:, None, None], position[:, None], position).expand(2, -1, -1)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), kept
+    ).transpose(1, 2)
+    is_causal = rule is not blocks
+    # a row that sees no key is NaN there
+    got = blocksparse_attention_reference(q, k, v, layout, causal=is_causal)
+    torch.testing.assert_close(got, want.nan_to_num(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_mask_that_looks_tokens_up(device):
+    """Blocks at the end hold places that there are no tokens for."""
+    of = torch.arange(200, device=device) // 64
+
+    def documents(b, h, q, k):
+        return of[q] == of[k]
+
+    block_mask = create_block_mask(
+        documents, None, None, 200, 200, device=device, BLOCK_SIZE=(32, 64)
+    )
+    assert from_block_mask(block_mask).to_dense().sum() == 7
 
 
 def attend_flex(q, k, v, block_mask):

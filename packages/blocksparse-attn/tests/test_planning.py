@@ -95,11 +95,22 @@ def test_odd_layouts(kind, causal, device, monkeypatch):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_pairs_of_a_band_and_columns(shared, device):
+def test_pairs_of_a_band_and_columns(shared, device, monkeypatch):
     """Whole programs, in whose midst walks are cut; a column is walked beside another."""
+    monkeypatch.setattr(planning, "ENTRIES", 32)
     layout = BlockSparseLayout.local_strided(2, 16384, 64, 4, 32, shared)
     spec = ListSpec(True, 128, *((1, 2) if shared else (2, 1)), True, True)
     assert_planned_alike(layout, spec, device=device)
+
+
+@pytest.mark.parametrize("side", [16, 32])
+def test_pairs_of_small_blocks(side, device, monkeypatch):
+    """Columns of several heads, which are put together to blocks."""
+    for module in (_pairs, _pieces):
+        monkeypatch.setattr(module, "KEPT", 2)
+    layout = BlockSparseLayout.local_strided(2, 36 * side, side, 1, 7)
+    specs = [ListSpec(True, 128, 1, 1, False, True), ListSpec(True, 128, 2, 1, True, True)]
+    assert_planned_alike(layout, *specs, device=device)
 
 
 @pytest.mark.aot
@@ -126,8 +137,9 @@ def test_builds(gpu, kind, tmp_path):
 @pytest.mark.parametrize("block", [(64, 64), (128, 64), (32, 32), (64, 16), (16, 128)], ids=str)
 def test_pairs(block, seed, causal, device, monkeypatch):
     """With programs so short that there are several of an owner, and entries in several chunks."""
-    kept = (1, 3)[seed % 2]
-    for name, value in ("KEPT", kept), ("LONGEST", 5), ("SHORTER", 2):
+    kept = (1, 2)[seed % 2]
+    longest, shorter = ((5, 2), (1, 1))[seed % 2]
+    for name, value in ("KEPT", kept), ("LONGEST", longest), ("SHORTER", shorter):
         monkeypatch.setattr(_pairs, name, value)
     monkeypatch.setattr(_pieces, "KEPT", kept)
     monkeypatch.setattr(planning, "BLOCK", 16)

@@ -310,12 +310,12 @@ def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
     ahead = tl.load(tensors.ends_ptr + behind + pid - 1) - before
     ahead += tl.cumsum(weight, 0) - weight
     weights = tl.maximum(weights, 1)
-    # a program begins behind the entry with which its share is reached; that may be two at once
+    # a program begins behind the entry with which its share is reached; an entry weighs no more
+    # than the least program, so that this is one at a time
     mine = _share(ahead, cuts, weights)
     next_one = tl.minimum(_share(ahead + weight, cuts, weights), cuts - 1)
-    for step in tl.static_range(1, 3):
-        begins = used & (mine + step <= next_one)
-        tl.store(tensors.starts_ptr + program + mine + step, place + 1, mask=begins)
+    begins = used & (next_one > mine)
+    tl.store(tensors.starts_ptr + program + next_one, place + 1, mask=begins)
     if chunk == 0:
         for begin in range(0, cuts, BLOCK):
             cut = begin + tl.arange(0, BLOCK)
