@@ -63,7 +63,7 @@ def start_output(head_dim, rows):
     output = []
     for start, end in cut_head_dim(head_dim):
         own = nl.ndarray((end - start, rows), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.memset(dst=own, value=0.0, engine=nisa.engine.gpsimd)
+        nisa.memset(dst=own, value=0.0, engine=nisa.engine.vector)
         output.append(own)
     return output
 
@@ -167,10 +167,10 @@ def find_maximum(work, tables, options):
             scores = work["scores"][:, at:end, :]
             mask_section(scores, section, work["limits"], options["group"])
         at = end
-    keep_maximum(work)
+    keep_maximum(work, options)
 
 
-def keep_maximum(work):
+def keep_maximum(work, options):
     """Keep the maximum of each row of the scores on the diagonal of a tile.
 
     The rest of the tile is 0 by selection: a product with 0 would spread NaN and infinities of a
@@ -194,6 +194,15 @@ def keep_maximum(work):
     top = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=top, op=nl.maximum, data=turned, axis=1)
     diagonal = nl.ndarray((rows, rows), dtype=nl.float32, buffer=nl.sbuf)
+    work["diagonal"] = diagonal
+    if options["spares_gpsimd"]:
+        nisa.memset(dst=diagonal, value=0.0, engine=nisa.engine.vector)
+        nisa.tensor_copy_predicated(
+            dst=diagonal,
+            src=top.broadcast(1, rows),
+            predicate=options["is_diagonal"][:rows, :rows],
+        )
+        return
     nisa.affine_select(
         dst=diagonal,
         pattern=[[-1, rows]],
@@ -202,7 +211,6 @@ def keep_maximum(work):
         on_false_value=0.0,
         cmp_op=nl.equal,
     )
-    work["diagonal"] = diagonal
 
 
 def exponentiate(work, tables, options):
@@ -242,7 +250,10 @@ def exponentiate(work, tables, options):
     probabilities = exact
     if options["dtype"] != nl.float32:
         probabilities = nl.ndarray((P, chunks, rows), dtype=options["dtype"], buffer=nl.sbuf)
-        nisa.tensor_copy(dst=probabilities, src=exact, engine=nisa.engine.gpsimd)
+        engine = nisa.engine.gpsimd
+        if options["spares_gpsimd"]:
+            engine = nisa.engine.vector
+        nisa.tensor_copy(dst=probabilities, src=exact, engine=engine)
     state[NEGATED] = negated
     work["scores"] = 0
     work["exact"] = exact

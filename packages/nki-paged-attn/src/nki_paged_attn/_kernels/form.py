@@ -20,6 +20,8 @@ TILES = 3
 WRITES = 4
 # slots of a tile's rows: what is no number of tokens
 OF_TILES = 0
+# of a part
+MOST_ROWS = 64
 
 
 def run_loop(loop, lower, upper, inputs, outputs, options):
@@ -67,6 +69,15 @@ def meet(outputs):
     if nl.num_programs(0) > 1:
         for kept in outputs["kept"]:
             nisa.core_barrier(data=kept, cores=(0, 1))
+
+
+def find_diagonal(rows):
+    """Return 1 on the diagonal and 0 beside it, [rows, rows]."""
+    distance = nl.ndarray((rows, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.iota(dst=distance, pattern=[[-1, rows]], channel_multiplier=1)
+    result = nl.ndarray((rows, rows), dtype=nl.uint8, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=result, data=distance, op0=nl.equal, operand0=0.0)
+    return result
 
 
 def count_keys(chunks, tokens):
@@ -166,6 +177,9 @@ def paged_attention_form(
         "dtype": dtype,
         "ones": ones,
         "has_tile_slots": False,
+        # it writes the descriptors of the gathers of an iteration, which come first
+        "spares_gpsimd": True,
+        "is_diagonal": find_diagonal(MOST_ROWS),
     }
     parts = {}
     kept = []

@@ -82,6 +82,7 @@ def paged_attention_kernel(
         "has_sinks": has_sinks,
         "has_lse": has_lse,
         "turns_by_dma": False,
+        "spares_gpsimd": False,
         "dtype": dtype,
     }
     tables = {

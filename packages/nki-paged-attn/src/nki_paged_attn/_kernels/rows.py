@@ -32,7 +32,7 @@ def load_numbers(numbers, at, width):
 def to_float(row, first, end):
     """Return columns of a row in fp32."""
     result = nl.ndarray((P, end - first), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=result, src=row[:, first:end], engine=nisa.engine.gpsimd)
+    nisa.tensor_copy(dst=result, src=row[:, first:end], engine=nisa.engine.vector)
     return result
 
 
@@ -110,15 +110,16 @@ def gather_keys(inputs, options, row, tokens, is_whole):
     result = []
     for part in range(2):
         tile = nl.ndarray((P, tokens, head_dim), dtype=options["dtype"], buffer=nl.sbuf)
-        flat = tile.reshape((P, width))
         if options["is_packed"] and part == 0:
             gather_packed(tile, cache[part], row[:, 0:1])
         else:
             if not is_whole:
                 nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
-            fill(flat, as_rows(cache[part], width), row[:, 0:1])
-        fill(flat, as_rows(new[part], width), row[:, 1:2])
+            fill(tile.reshape((P, width)), as_rows(cache[part], width), row[:, 0:1])
         result.append(tile)
+    # a second load into a tile waits for the first
+    for part in range(2):
+        fill(result[part].reshape((P, width)), as_rows(new[part], width), row[:, 1:2])
     return result
 
 

@@ -116,7 +116,7 @@ def begin_part(part, inputs, options):
     turned = turn_queries(part["raw"], options["dtype"])
     negated = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
+    nisa.memset(dst=total, value=0.0, engine=nisa.engine.vector)
     if options["has_sinks"] and spec[2]:
         column = part["first"] + SINKS
         spread = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
@@ -130,9 +130,9 @@ def begin_part(part, inputs, options):
         )
         nisa.tensor_scalar(dst=negated, data=spread, op0=nl.multiply, operand0=-1.0)
         # 128 equal parts would add up with more rounding
-        nisa.memset(dst=total[0:1, :], value=1.0, engine=nisa.engine.gpsimd)
+        nisa.memset(dst=total[0:1, :], value=1.0, engine=nisa.engine.vector)
     else:
-        nisa.memset(dst=negated, value=options["no_maximum"], engine=nisa.engine.gpsimd)
+        nisa.memset(dst=negated, value=options["no_maximum"], engine=nisa.engine.vector)
     part["state"] = [turned, negated, total, start_output(head_dim, rows), 0, rows]
     scaling, v_scale = find_scaling(inputs, options, part["row"], part["first"] + SCALES)
     part["scaling"] = scaling
@@ -267,7 +267,7 @@ def find_part_maximum(work, options):
             positions = options["orders"][str(part["keys_each"])][:, first : first + whole]
             own = work["scores"][:, :whole, :]
             mask_part(own, positions, part["relative"], options["group"])
-    keep_maximum(work)
+    keep_maximum(work, options)
 
 
 def scale_new_values(work, options):
