@@ -79,6 +79,19 @@ def test_without_fused_attention(make, features, monkeypatch):
         )
 
 
+def test_fused_attention_does_not_follow_defaults_of_torch():
+    q, absent = torch.randn(1, 9, 2, 8), [None] * 6
+    arguments = q, q, q, *absent[:4], torch.ones(2), *absent[:6], 0.3, 4, 0, 0.0, 0.0, q.dtype
+    want, _ = _eager.attention_forward(*arguments)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            got, _ = _eager.attention_forward(*arguments)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(got, want)
+
+
 class Named(TorchDispatchMode):
     """Notes which operators run."""
 

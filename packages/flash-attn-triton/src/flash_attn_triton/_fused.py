@@ -106,10 +106,11 @@ def _attend_parts(
             continue
         position = start + ahead - first
         visible = visible_keys(stop - start, last - first, left, right, q.device, position)
-        mask = torch.zeros(visible.shape).masked_fill_(~visible, -math.inf)[None, None]
+        mask = torch.zeros(visible.shape, dtype=torch.float32, device=q.device)
+        mask = mask.masked_fill_(~visible, -math.inf)[None, None]
         if alibi_slopes is not None:
-            places = torch.arange(position, position + stop - start)[:, None]
-            distance = (places - torch.arange(last - first)).abs()
+            places = torch.arange(position, position + stop - start, device=q.device)[:, None]
+            distance = (places - torch.arange(last - first, device=q.device)).abs()
             mask = mask - alibi_slopes[..., None, None] * distance
         keys = k[:, :, first:last], v[:, :, first:last]
         _call(q[:, :, start:stop], *keys, scale, mask, False, out[start:stop], lse[:, start:stop])
