@@ -22,7 +22,7 @@ from ._configs import (
     tall_shape,
 )
 from ._linked.host.forms import interpreted
-from ._linked.host.internals import current_stream
+from ._linked.host.internals import current_stream, is_transformed
 from ._linked.host.operators import free_namespace
 from ._lists import Lists, ListSpec, key_lists, query_lists
 from ._pairs import Pairs, key_pairs
@@ -191,8 +191,8 @@ def lists_for(
         join(layout)
     if key in kept:
         return kept[key]
-    if torch.compiler.is_compiling():
-        # tracing must not keep what it makes
+    if torch.compiler.is_compiling() or is_transformed():
+        # what they make must not be kept, and kernels take no tensors of a transform
         made = getattr(torch.ops, NAMESPACE).plan.default(
             *map(layout._by_sequence, (layout._crow, layout._col)),
             layout._num_cols,
