@@ -183,6 +183,7 @@ def test_a_new_kind_of_call_begins_its_builds(built):
             torch.bfloat16,
             deterministic=deterministic,
             needs_gradient=needs_gradient,
+            invariant=False,
         )
         assert made is not None
         for future in builds._builds.values():
@@ -262,7 +263,7 @@ def build_apart(name):
     try:
         with absent_gpu("nvidia:sm_90"):
             form = Form(x, Options(0.125, -1, 0, 0.0, 0.0))
-            noted = plans._builds_of(form, x, torch.bfloat16, False, True)
+            noted = plans._builds_of(form, x, torch.bfloat16, False, True, False)
             (build,) = (b for b in noted if b.key[0] == name)
             build.launch.build(build.tensors, build.numbers, True)
     finally:
