@@ -86,8 +86,9 @@ def flash_attn_func(
             dropped: computed apart, with memory for the whole matrix, for tests. Default: False.
         bias: added to the scores, dtype of ``q`` or fp32; broadcasts to
             ``[batch, heads_q, seqlen_q, seqlen_k]``; -inf hides a key, and so does a number like
-            ``torch.finfo(dtype).min``: a row whose every score is -1e7 or less sees no key. Has a
-            gradient. Default: None.
+            ``torch.finfo(dtype).min``: a row whose every score is -1e7 or less sees no key, and has
+            output 0 (``scaled_dot_product_attention`` takes a mean over all). Has a gradient.
+            Default: None.
         sinks: one more logit per head in the denominator, not scaled, without a value (Xiao et al.
             2023, as in gpt-oss): ``[heads_q]``, fp16, bf16 or fp32. Has a gradient. Default: None.
         q_descale: factor of FP8 ``q``: fp32, one element or ``[batch, heads_k]``.
