@@ -6,8 +6,10 @@ import importlib
 import json
 import os
 import re
+import sys
 import types
 import warnings
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -120,6 +122,96 @@ def test_an_untested_torch_goes_through_the_operators_to_the_same_bits(python):
     (told,) = seen["told"]
     assert re.match(r"flash_attn_triton was tested with torch 2\.11 to ", told)
     assert seen["tangents"]
+
+
+def test_what_is_missing_or_older_is_named(versions, monkeypatch):
+    monkeypatch.setitem(sys.modules, "friend", None)
+    with pytest.raises(ModuleNotFoundError) as told:
+        versions.need("friend", (1, 10), "ours")
+    install = 'pip install "friend>=1.10"'
+    missing = f"ours needs friend 1.10 or newer, which is not installed: {install}"
+    assert str(told.value) == missing
+    friend = types.ModuleType("friend")
+    friend.__spec__ = ModuleSpec("friend", None)
+    monkeypatch.setitem(sys.modules, "friend", friend)
+    friend.__version__ = "1.9.3"
+    with pytest.raises(ImportError) as told:
+        versions.need("friend", (1, 10), "ours")
+    assert str(told.value) == f"ours needs friend 1.10 or newer, got 1.9.3: {install}"
+    for friend.__version__ in ("1.10", "1.10.0rc1", "2.0+git1"):
+        assert versions.need("friend", (1, 10), "ours") >= (1, 10)
+
+
+@pytest.mark.parametrize(("numpy", "works"), [((2, 3), True), ((2, 4), False)])
+def test_an_old_interpreter_names_the_numpy_that_it_takes(versions, numpy, works, monkeypatch):
+    monkeypatch.setattr(versions, "need", lambda library, *_: {"numpy": numpy}.get(library, (3, 6)))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if works:
+        versions.need_triton("ours")
+        return
+    with pytest.raises(ImportError, match=r"Triton 3\.6 needs numpy before 2\.4, got 2\.4: pip"):
+        versions.need_triton("ours")
+
+
+# what is told of, in the order of the cases
+MISSING = """
+import json, sys, types, warnings
+from importlib.machinery import ModuleSpec
+import blocksparse_attn, flash_attn_triton, lightning_attn, prefix_prefill, torch
+q = torch.ones(1, 8, 1, 16)
+layout = blocksparse_attn.patterns.sliding_window(32, 1, block_size=16, device="cpu")
+def lightning():
+    lightning_attn.lightning_attn_func(q, q, q, torch.ones(1))
+def adapter(package):
+    __import__(f"{package}.integrations.transformers")
+def vllm():
+    import prefix_prefill.integrations.vllm as adapter
+    adapter.register()
+cases = (
+    ("numpy", lambda: flash_attn_triton.flash_attn_func(q, q, q)),
+    ("triton", lambda: flash_attn_triton.flash_attn_func(q, q, q)),
+    ("triton", lightning),
+    ("transformers", lambda: adapter("flash_attn_triton")),
+    ("transformers", lambda: adapter("prefix_prefill")),
+    ("vllm", vllm),
+    ("matplotlib", layout.plot),
+)
+told = []
+for name, call in cases:
+    kept = sys.modules.pop(name, None)
+    sys.modules[name] = None
+    try:
+        call()
+    except ModuleNotFoundError as error:
+        told.append(str(error))
+    del sys.modules[name]
+    if kept is not None:
+        sys.modules[name] = kept
+old = sys.modules["vllm"] = types.ModuleType("vllm")
+old.__spec__, old.__path__, old.__version__ = ModuleSpec("vllm", None), [], "0.20.1"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    vllm()
+print(json.dumps(told + [str(w.message) for w in caught]))
+"""
+
+
+def test_optional_libraries_are_named_where_they_are_missing(python):
+    text = python(MISSING, env=os.environ | {"TRITON_INTERPRET": "1"})
+    told = json.loads(text.splitlines()[-1])
+    not_there = "{} needs {} or newer, which is not installed: pip install "
+    expected = [
+        not_there.format("a kernel of flash-attn-triton, interpreted,", "numpy 1.22"),
+        not_there.format("a kernel of flash-attn-triton", "triton 3.6"),
+        not_there.format("a kernel of lightning-attn", "triton 3.6"),
+        not_there.format("flash_attn_triton.integrations.transformers", "transformers 5.8"),
+        not_there.format("prefix_prefill.integrations.transformers", "transformers 5.17"),
+        not_there.format("prefix_prefill.integrations.vllm", "vllm 0.33"),
+        not_there.format("BlockSparseLayout.plot", "matplotlib 3.0"),
+        "nothing is registered: prefix_prefill.integrations.vllm needs vllm 0.33 or newer, got "
+        "0.20.1: pip install ",
+    ]
+    assert [x.partition('"')[0] for x in told] == expected
 
 
 class Compiled:

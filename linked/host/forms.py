@@ -6,7 +6,6 @@ serves the second. Imports torch alone.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .internals import is_plain_tensor, is_watched
+from .versions import asks_for_interpreter
 
 T = TypeVar("T")
 # the widest access to memory; tensors that are not aligned to it go through the operators
@@ -46,7 +46,7 @@ class Memory(Generic[T]):
 @cache
 def interpreted() -> bool:
     """Return whether this process interprets Triton kernels; Triton decides that at its import."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on")
+    return asks_for_interpreter()
 
 
 def form_of(

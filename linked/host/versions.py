@@ -6,9 +6,12 @@ public interfaces, and the first call that takes them warns.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 Version = tuple[int, int]
 
@@ -19,9 +22,50 @@ TRITON: tuple[Version, Version] = (3, 6), (3, 9)
 
 def is_tested(version: str, tested: tuple[Version, Version]) -> bool:
     """Return whether a version such as ``"3.9.0+git1"`` lies in a range that was tested."""
-    major, minor = map(int, re.findall(r"\d+", version)[:2])
     oldest, newest = tested
-    return oldest <= (major, minor) <= newest
+    return oldest <= _numbers(version) <= newest
+
+
+def _numbers(version: str) -> Version:
+    major, minor = map(int, re.findall(r"\d+", version)[:2])
+    return major, minor
+
+
+def need(library: str, oldest: Version, user: str) -> Version:
+    """Return the version of a library that is installed.
+
+    Raises:
+        ModuleNotFoundError: it is not; one line names who needs it, and what to install.
+        ImportError: it is older.
+    """
+    least = ".".join(map(str, oldest))
+    install = f'pip install "{library}>={least}"'
+    if find_spec(library) is None:
+        told = f"{user} needs {library} {least} or newer, which is not installed: {install}"
+        raise ModuleNotFoundError(told, name=library)
+    version = str(import_module(library).__version__)
+    if _numbers(version) < oldest:
+        told = f"{user} needs {library} {least} or newer, got {version}: {install}"
+        raise ImportError(told, name=library)
+    return _numbers(version)
+
+
+def asks_for_interpreter() -> bool:
+    """Return whether the environment asks for Triton's interpreter, by what Triton takes as yes."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on")
+
+
+def need_triton(user: str) -> None:
+    """Raise likewise where kernels lack Triton, or Triton's interpreter lacks NumPy."""
+    # Triton itself imports it then
+    numpy = need("numpy", (1, 22), f"{user}, interpreted,") if asks_for_interpreter() else (0, 0)
+    triton = need("triton", TRITON[0], user)
+    if triton < (3, 7) and numpy >= (2, 4):
+        raise ImportError(
+            f"the interpreter of Triton {triton[0]}.{triton[1]} needs numpy before 2.4, got "
+            f'{numpy[0]}.{numpy[1]}: pip install "numpy<2.4", or triton 3.7 or newer',
+            name="numpy",
+        )
 
 
 @cache

@@ -6,10 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ._linked.host.versions import need
+
 
 def draw(kept: Tensor, block_size: tuple[int, int], title: str, ax: Any) -> Any:
     """Draw a mask of blocks, ``[rows, cols]``, in axes or in new ones, and return them."""
     if ax is None:
+        need("matplotlib", (3, 0), "BlockSparseLayout.plot")
         from matplotlib import pyplot
 
         ax = pyplot.subplots()[1]

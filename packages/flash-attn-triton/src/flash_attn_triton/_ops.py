@@ -115,7 +115,7 @@ def _backward_eager(
 ) -> Grads:
     *tensors, _, _, scale, left, right, softcap, dropout_p, _, needs_dbias = rest
     arguments = dout, q, k, v, *tensors, scale, left, right, softcap, dropout_p
-    dq, dk, dv, dbias, dsinks = attention_backward(*arguments, out)
+    dq, dk, dv, dbias, dsinks = attention_backward(*arguments, out=out)
     return dq, dk, dv, dbias if needs_dbias else q.new_empty((0,)), dsinks
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import masking_utils
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils.import_utils import is_tracing
 
-if "q_offset" not in inspect.signature(masking_utils.sdpa_mask).parameters:
-    raise ImportError(
-        "flash_attn_triton.integrations.transformers needs transformers 5.8 or newer, got "
-        f"{transformers.__version__}"
-    )
+from .._linked.host.versions import need
+
+need("transformers", (5, 8), "flash_attn_triton.integrations.transformers")
 
 _STARTS = "_flash_attn_triton_starts"
 

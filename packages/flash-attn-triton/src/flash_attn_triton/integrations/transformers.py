@@ -49,9 +49,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils import TransformersKwargs
-from transformers.utils.import_utils import is_tracing
+
+from .._linked.host.versions import need
+
+try:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.utils import TransformersKwargs
+    from transformers.utils.import_utils import is_tracing
+except ImportError:
+    need("transformers", (5, 8), __name__)
+    raise
 
 from .._options import one_of
 from ..api import flash_attn_func, flash_attn_varlen_func

@@ -37,10 +37,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.utils import TransformersKwargs
+
+from .._linked.host.versions import need
+
+try:
+    from transformers import AttentionInterface
+    from transformers.utils import TransformersKwargs
+except ImportError:
+    need("transformers", (5, 17), __name__)
+    raise
 
 from ..api import paged_attn_func, reshape_and_cache
+
+need("transformers", (5, 17), __name__)
 
 __all__ = ["attention_forward", "register"]
 

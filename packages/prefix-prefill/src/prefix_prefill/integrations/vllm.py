@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import warnings
 
+from .._linked.host.versions import need
+
 __all__ = ["register"]
 
 BACKEND = "prefix_prefill.integrations._vllm_backend.PagedAttentionBackend"
@@ -32,9 +34,18 @@ def register() -> None:
     """Make this package the backend that vLLM calls ``CUSTOM``; done by the entry point.
 
     Registering again does no harm. Where another package has taken the name, it keeps it, and a
-    ``RuntimeWarning`` says so: vLLM loads the plugins of all that is installed.
+    ``RuntimeWarning`` says so: vLLM loads the plugins of all that is installed. For the same reason
+    one says so where vLLM is older than what the backend follows.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
     """
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError:
+        if not _is_older():
+            raise
+        return
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
@@ -46,3 +57,15 @@ def register() -> None:
         )
         return
     register_backend(custom, BACKEND)
+
+
+def _is_older() -> bool:
+    """Warn of a vLLM that is older than what the backend follows; raise where there is none."""
+    try:
+        need("vllm", (0, 33), __name__)
+    except ModuleNotFoundError:
+        raise
+    except ImportError as error:
+        warnings.warn(f"nothing is registered: {error}", RuntimeWarning, stacklevel=3)
+        return True
+    return False
