@@ -114,8 +114,9 @@ def _backward_eager(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any
 ) -> Grads:
     *tensors, _, _, scale, left, right, softcap, dropout_p, _, needs_dbias = rest
-    arguments = dout, q, k, v, *tensors, scale, left, right, softcap, dropout_p
-    dq, dk, dv, dbias, dsinks = attention_backward(*arguments, out=out)
+    options = scale, left, right, softcap, dropout_p
+    arguments: tuple[Any, ...] = (dout, q, k, v, *tensors, *options, out)
+    dq, dk, dv, dbias, dsinks = attention_backward(*arguments)
     return dq, dk, dv, dbias if needs_dbias else q.new_empty((0,)), dsinks
 
 
