@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
 
 import pytest
 import torch
-from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn import BlockSparseLayout, LayoutModule
 
 from ._numerics import PATTERNS, layout_of
 
@@ -293,6 +294,32 @@ def test_wrong_options(message, error, call):
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, layout):
+        super().__init__()
+        self.blocks = LayoutModule(layout)
+        self.weight = torch.nn.Parameter(torch.ones(2, device=layout.device))
+
+
+def test_a_layout_moves_with_the_module_that_holds_it(device):
+    layout = layout_of("random", (16, 16), 64, 2, device)
+    holder = copy.deepcopy(Holder(layout))
+    assert holder.half().blocks.layout == layout
+    assert holder.weight.dtype == torch.float16
+    assert list(holder.state_dict()) == ["weight"]
+    assert repr(layout) in repr(holder)
+    for target in ("meta", device):
+        moved = copy.deepcopy(holder).to(target).blocks.layout
+        assert moved.crow.device.type == moved.device.type == torch.device(target).type
+        assert moved.col.shape == layout.col.shape
+    assert holder.to_empty(device=device).blocks.layout == layout
+
+
+def test_a_module_holds_nothing_else_than_a_layout():
+    with pytest.raises(TypeError, match="layout must be a BlockSparseLayout, got Tensor"):
+        LayoutModule(torch.ones(2, 2))
 
 
 VALUES = [

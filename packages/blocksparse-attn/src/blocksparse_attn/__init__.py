@@ -8,12 +8,14 @@ from .dropin import (
     get_sparse_attn_mask,
 )
 from .layout import BlockSparseLayout
+from .module import LayoutModule
 from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
 from .validate import validate_varlen
 
 __version__ = "1.0.0"
 __all__ = [
     "BlockSparseLayout",
+    "LayoutModule",
     "LocalStridedBlockSparseAttn",
     "blocksparse_attention_reference",
     "blocksparse_attn_func",

@@ -39,7 +39,7 @@ _VARLEN = "use blocksparse_attn_varlen_func"
 # what other attention functions take, and what to do here
 _ELSEWHERE = {
     "attn_mask": "use a layout: BlockSparseLayout.from_dense takes a mask of blocks",
-    "block_mask": "use layout; integrations.flex.from_block_mask converts one",
+    "block_mask": "use layout; integrations.flex_attention.from_block_mask converts one",
     "block_size": "the layout has it",
     "block_table": _VARLEN,
     "block_tables": "use block_table of blocksparse_attn_varlen_func",

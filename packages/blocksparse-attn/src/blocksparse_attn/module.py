@@ -1,0 +1,54 @@
+"""A layout as a part of a module, which moves with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .layout import BlockSparseLayout
+
+
+class LayoutModule(nn.Module):
+    """Holds a layout for a module, as a buffer that is not saved holds a tensor.
+
+    ``.to()``, ``.cuda()`` and ``.cpu()`` of any module around it move the layout; a change of dtype
+    leaves it as it is. ``state_dict`` has nothing of it: make the same one again, or use its
+    ``save`` and ``load``.
+
+    Example::
+
+        class Attention(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.blocks = LayoutModule(patterns.sliding_window(4096, 8))
+
+            def forward(self, q, k, v):
+                return blocksparse_attn_func(q, k, v, self.blocks.layout, causal=True)
+
+    Args:
+        layout: the layout.
+
+    Attributes:
+        layout: the layout, on the device of the module.
+
+    Raises:
+        TypeError: if ``layout`` is no ``BlockSparseLayout``.
+    """
+
+    def __init__(self, layout: BlockSparseLayout) -> None:
+        super().__init__()
+        if not isinstance(layout, BlockSparseLayout):
+            raise TypeError(f"layout must be a BlockSparseLayout, got {type(layout).__name__}")
+        self.layout = layout
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutModule:
+        # where an index would go, there the layout goes
+        index = torch.empty(0, dtype=torch.int32, device=self.layout.device)
+        self.layout = self.layout.to(fn(index).device)
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        """Describe the layout where a module is printed."""
+        return repr(self.layout)
