@@ -112,6 +112,37 @@ def a_step_of_zero():
     nl.fori_loop(0, 3, print, step=0)
 
 
+OUTLIVES = (
+    "must not outlive its iteration; carry state in a tensor from before, "
+    "got a tensor that an earlier iteration of a loop of the device made"
+)
+
+
+@limit("nki.language.fori_loop", f"nisa.tensor_tensor: data1 total {OUTLIVES}")
+def a_sum_that_each_iteration_makes_anew():
+    """A device traces the body once: each iteration would begin with the zeros."""
+    sums = [zeros((1, 4))]
+
+    def body(_):
+        total = sbuf((1, 4), name="total")
+        nisa.tensor_tensor(dst=total, data1=sums[0], data2=sums[0], op=nl.add)
+        sums[0] = total
+
+    nl.fori_loop(0, 2, body)
+
+
+@limit("nki.language.fori_loop", f"nisa.tensor_copy: src last {OUTLIVES}")
+def a_tile_of_the_last_iteration():
+    found = []
+
+    def body(_):
+        found.append(sbuf((1, 4), name="last"))
+        nisa.memset(found[-1], 1.0)
+
+    nl.fori_loop(0, 2, body)
+    nisa.tensor_copy(dst=sbuf((1, 4)), src=found[-1])
+
+
 @pytest.mark.parametrize("name", limit.names())
 def test_limit(name):
     limit.check(name)

@@ -244,16 +244,15 @@ def weigh(work):
         scaled = nl.ndarray((rows, head_dim), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=scaled, data=product, op0=nl.multiply, operand0=work["v_scale"])
         product = scaled
-    total = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+    # in place: a loop of the device traces its body once, and finds them where they were before
     nisa.scalar_tensor_tensor(
-        dst=total,
+        dst=state[TOTAL],
         data=state[TOTAL],
         op0=nl.multiply,
         operand0=work["correction"],
         op1=nl.add,
         operand1=work["row_sum"],
     )
-    state[TOTAL] = total
     nisa.scalar_tensor_tensor(
         dst=state[OUTPUT],
         data=state[OUTPUT],

@@ -25,6 +25,16 @@ def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiT
     """Check that an operand is a tensor in one of some memories."""
     require(isinstance(x, NkiTensor), operation, operand, "must be a tensor", x, "nki.tensor")
     tensor: NkiTensor = x  # type: ignore[assignment]
+    made = tensor._storage.iteration
+    if made is not None and made.is_over:
+        # the body is traced once: the next iteration, and what is behind the loop, has no such tile
+        raise NkiValidationError(
+            operation,
+            operand,
+            f"{tensor.name} must not outlive its iteration; carry state in a tensor from before",
+            "a tensor that an earlier iteration of a loop of the device made",
+            "nki.language.fori_loop",
+        )
     if tensor.buffer not in buffers:
         raise NkiValidationError(
             operation,

@@ -15,7 +15,7 @@ from .dtypes import NUMPY, Array, name_of, poison
 from .errors import NkiValidationError, require
 from .lnc import LNC, Turns
 from .marks import BY_OTHERS, Marks
-from .storage import Storage
+from .storage import Iteration, Storage
 from .targets import Target
 from .trace import Instruction, Tile, Trace
 
@@ -61,6 +61,8 @@ class Machine:
         # of a loop's iterations, how many to trace; all without
         self.samples: int | None = None if first is None else first.samples
         self.weight = 1.0
+        # of the innermost loop of the device that runs
+        self.iteration: Iteration | None = None
         self.shared_used = 0
         # the first tile that did not fit by references
         self.overflow: NkiValidationError | None = None
@@ -114,6 +116,7 @@ class Machine:
     ) -> Storage:
         """Make room for a tensor, or take an address; its contents are undefined."""
         storage = Storage(self, name, shape, dtype, region)
+        storage.iteration = self.iteration
         try:
             if address is not None:
                 self._take_address(storage, address)
@@ -292,11 +295,13 @@ class Machine:
     @contextmanager
     def loop(self, weight: float) -> Iterator[None]:
         """Log an iteration of a loop of the device, which stands for ``weight`` of them."""
-        outer, first = self.weight, len(self.trace.instructions)
+        outer, around, first = self.weight, self.iteration, len(self.trace.instructions)
         self.weight = outer * weight
+        self.iteration = own = Iteration()
         try:
             yield
         finally:
             # the loop may be left in the middle
-            self.weight = outer
+            own.is_over = True
+            self.weight, self.iteration = outer, around
             self.trace.loops.append((first, len(self.trace.instructions), weight))

@@ -19,6 +19,15 @@ class Memory(Protocol):
         """Take back the room of a piece that nothing refers to any more."""
 
 
+class Iteration:
+    """A turn of a loop of the device, and whether it is over."""
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
 class Storage:
     """A piece of memory: bytes in row-major order, the partition first on the chip.
 
@@ -28,6 +37,7 @@ class Storage:
         traffic: of shared HBM, which programs wrote and read each element.
         address: (first partition, byte), if the kernel chose one.
         lost: of such a tensor, bytes that another one there overwrote: start, end, who.
+        iteration: in which it was made, if in a loop of the device.
         is_argument: whether it is an argument of the kernel.
         is_constant: whether it is an argument that may not be written.
         is_changed: whether anything wrote it.
@@ -43,6 +53,7 @@ class Storage:
         "is_changed",
         "is_constant",
         "itemsize",
+        "iteration",
         "lost",
         "memory",
         "name",
@@ -71,6 +82,7 @@ class Storage:
         self.traffic: Marks | None = None
         self.address: tuple[int, int] | None = None
         self.lost: list[tuple[int, int, str]] = []
+        self.iteration: Iteration | None = None
         self.is_argument = False
         self.is_constant = False
         self.is_changed = False
