@@ -114,7 +114,7 @@ def test_halves_of_a_tile_leave_rows_that_see_one_of_them():
 
 @pytest.mark.parametrize(
     ("queries", "context", "share"),
-    [(1, 32768, 0.7), (8, 8192, 0.7), (12, 32768, 0.55), (512, 32768, 0.55), (1024, 0, 0.7)],
+    [(1, 32768, 0.7), (8, 8192, 0.7), (12, 32768, 0.55), (512, 32768, 0.55), (1024, 0, 0.75)],
 )
 def test_two_programs_take_less_time_for_one_sequence(queries, context, share):
     one, two = (

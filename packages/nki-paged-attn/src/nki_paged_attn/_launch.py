@@ -241,6 +241,7 @@ def static_arguments(form: Form, options: Options) -> dict[str, Any]:
         "no_maximum": no_maximum(options),
         "has_sinks": options.sinks is not None,
         "has_lse": options.has_lse,
+        "has_new": form.has_new,
         "is_packed": options.is_packed,
         "turns_by_dma": options.turns_by_dma,
         "largest": options.largest,

@@ -23,6 +23,8 @@ MAX_PART_ROWS = 64
 # tiles of a block, the largest first, and tokens that it may have
 BLOCK_TILES = (64, 32, 16, 8, 4, 2, 1)
 BLOCK_TOKENS = 1024
+# pairs of a tile and a wide section that an iteration has at most, and sections
+BLOCK_PAIRS, BLOCK_SECTIONS = 64, 4
 # chunks of 128 keys of a part: all but the last of a sequence have the most
 PART_CHUNKS = (32, 16, 8, 4, 2, 1)
 PART_KEYS = PARTITIONS * PART_CHUNKS[0]
@@ -32,7 +34,7 @@ TOGETHER = 4
 MERGE_PARTS = 16
 # kinds of loops, and numbers of their rows beside their tiles and sections: as in _kernels
 BLOCKS, PARTS, MERGES, TILES, WRITES = 0, 1, 2, 3, 4
-BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION, WRITE_FIELDS = 8, 7, 3, 5, 3
+BLOCK_FIELDS, PART_FIELDS, LAST_FIELDS, SECTION, WRITE_FIELDS = 9, 7, 3, 5, 3
 # slots of tiles, beside those of numbers of tokens, and wide sections from which a tile is cut
 OF_TILES, CUT_SECTIONS = 0, 4
 # slots that stand for parts which are not there, one of each program
@@ -116,6 +118,28 @@ def check_buckets(buckets: Any) -> Buckets:
     return buckets
 
 
+class BlockSize(NamedTuple):
+    """How a block of queries lies in tiles of 128 rows.
+
+    Attributes:
+        tiles: of the block.
+        shared: tiles that hold the same tokens, each of one head; 1 where a tile has all heads of
+            its tokens.
+        tokens: of the block.
+        together: wide sections of an iteration.
+    """
+
+    tiles: int
+    shared: int
+    tokens: int
+    together: int
+
+    @property
+    def columns(self) -> int:
+        """Tiles with tokens of their own, and loads of queries."""
+        return self.tiles // self.shared
+
+
 class Loop(NamedTuple):
     """A loop of the device over rows of the table.
 
@@ -163,12 +187,21 @@ class Form:
         return PARTITIONS // self.group
 
     @property
-    def block_tiles(self) -> tuple[int, ...]:
-        """Tiles that blocks may have, the largest first."""
+    def block_sizes(self) -> tuple[BlockSize, ...]:
+        """Sizes that blocks may have, the largest first.
+
+        From 128 tokens on a tile has one head, so that one load brings 128 tokens of all heads.
+        """
         # what SBUF holds of queries and outputs in fp32
         most = BLOCK_TILES[0] * PARTITIONS // max(PARTITIONS, self.head_dim)
-        sizes = (t for t in BLOCK_TILES if t <= most)
-        return tuple(t for t in sizes if t == 1 or t * self.tile_tokens <= BLOCK_TOKENS)
+        group, few = self.group, self.tile_tokens
+        found = []
+        for count in BLOCK_TILES:
+            if count * group <= most and count * PARTITIONS <= BLOCK_TOKENS:
+                found.append((count * group, group, count * PARTITIONS))
+        least = found[-1][2] if found else BLOCK_TOKENS + 1
+        found += [(t, 1, t * few) for t in BLOCK_TILES if t <= most and t * few < least]
+        return tuple(BlockSize(*x, max(1, min(BLOCK_SECTIONS, BLOCK_PAIRS // x[0]))) for x in found)
 
     @property
     def part_tokens(self) -> tuple[int, ...]:
@@ -198,7 +231,10 @@ class Form:
     def loops(self) -> tuple[Loop, ...]:
         """All loops, in the order in which the kernel runs them."""
         found = [Loop((WRITES,), WRITE_FIELDS, 1)] if self.writes else []
-        found += [Loop((BLOCKS, t), 3 * t + BLOCK_FIELDS, 1) for t in self.block_tiles]
+        found += [
+            Loop((BLOCKS, x.tiles, x.shared, x.together), 3 * x.columns + BLOCK_FIELDS, 1)
+            for x in self.block_sizes
+        ]
         for tokens in self.part_tokens:
             # keys of all of them are in SBUF
             together = TOGETHER * PARTITIONS // max(PARTITIONS, self.head_dim)
@@ -250,11 +286,12 @@ class Form:
         # any sequence may have blocks; the tiles and blocks of all
         longs = min(batch, tokens)
         tiles = 2 * (tokens // self.tile_tokens + longs)
-        sizes = self.block_tiles
+        sizes = self.block_sizes
+        largest = sizes[0].tokens // self.tile_tokens
         # a sequence's are one more of a size, or a tile twice
-        blocks = min(tiles + longs, tiles // sizes[0] + (len(sizes) + 1) * (longs + 1)) + 1
+        blocks = min(tiles + longs, tiles // largest + (len(sizes) + 1) * (longs + 1)) + 1
         wide_keys = PARTITIONS * self.wide
-        own = cdiv(self.tile_tokens * sizes[0] + PARTITIONS - 1, PARTITIONS)
+        own = cdiv(sizes[0].tokens + PARTITIONS - 1, PARTITIONS)
         chunks = 2 * self.wide + 2 + own
         sections = longs * (context // wide_keys + 1) + tokens // wide_keys
         long_size = (

@@ -95,20 +95,22 @@ class Segment:
         return found + [(a, min(a + PARTITIONS, limit)) for a in range(rest, limit, PARTITIONS)]
 
 
-def cover(tiles: int, sizes: tuple[int, ...]) -> list[int]:
-    """Return the blocks of so many tiles: a fifth may be empty, rather than one block more."""
+def cover(count: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return the blocks of so many tokens: a fifth may be empty, rather than one block more.
+
+    ``sizes`` are those of blocks, the largest first, and ``count`` a multiple of the least.
+    """
     found = []
-    while tiles > 0:
-        count = next(c for c in sizes if 5 * c <= 6 * tiles or c == 1)
-        found.append(count)
-        tiles -= count
+    while count > 0:
+        own = next(c for c in sizes if 5 * c <= 6 * count or c == sizes[-1])
+        found.append(own)
+        count -= own
     return found
 
 
-def cut_blocks(tiles: int, sizes: tuple[int, ...], is_cut: bool) -> list[int]:
-    """Return the blocks of a sequence's tiles; where one would be most of it, halves or so."""
-    found = cover(tiles, sizes)
-    if is_cut and 1 < tiles <= sizes[0] and 2 * found[0] > tiles:
-        most = 1 << (tiles // 2).bit_length() - 1
-        return cover(tiles, tuple(s for s in sizes if s <= most))
+def cut_blocks(count: int, sizes: tuple[int, ...], is_cut: bool) -> list[int]:
+    """Return the blocks of a sequence's tokens; where one would be most of it, halves or so."""
+    found = cover(count, sizes)
+    if is_cut and sizes[-1] < count <= sizes[0] and 2 * found[0] > count:
+        return cover(count, tuple(s for s in sizes if 2 * s <= count))
     return found

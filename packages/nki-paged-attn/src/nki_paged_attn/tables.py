@@ -29,6 +29,7 @@ from .forms import (
     TILES,
     WRITE_FIELDS,
     WRITES,
+    BlockSize,
     Form,
     Loop,
 )
@@ -145,7 +146,7 @@ class _Builder:
     def add_blocks(self, sequence: Sequence) -> None:
         """Add a sequence whose queries lie on the partitions."""
         form = self.form
-        tokens, group = form.wide, form.group
+        tokens = form.wide
         keys = PARTITIONS * tokens
         own = Segment.of_own(sequence, tokens)
         segments = [own]
@@ -154,11 +155,13 @@ class _Builder:
         wide = [(x.source, at) for x in segments for at in x.wide(x.end)]
         sections = [self.section(sequence, s, a, a + keys, tokens) for s, a in wide]
         begins, size = self.put(sections)
-        tiles = cdiv(sequence.count, form.tile_tokens)
-        tile = 0
-        blocks = cut_blocks(tiles, form.block_tiles, form.is_cut and sequence.sees)
-        for count in blocks:
-            first = tile * form.tile_tokens
+        sizes = {x.tokens: x for x in form.block_sizes}
+        count = round_up(sequence.count, form.tile_tokens)
+        blocks = cut_blocks(count, tuple(sizes), form.is_cut and sequence.sees)
+        first = 0
+        for tokens_of in blocks:
+            block = sizes[tokens_of]
+            columns = block.columns
             at = first + own.base(sequence)
             before = max(at // PARTITIONS * PARTITIONS, own.start)
             limits = [x.end for x in segments[:-1]] + [before]
@@ -181,33 +184,29 @@ class _Builder:
                 if is_seen(x.source, end)
             ]
             chunks = [self.section(sequence, s, a, end, 1) for s, a, end in cut if sequence.sees]
-            last = own.base(sequence) + min(sequence.count, first + count * form.tile_tokens)
+            last = own.base(sequence) + min(sequence.count, first + block.tokens)
             if not sequence.sees:
                 last = 0
-            width = cdiv(PARTITIONS - 1 + count * form.tile_tokens, PARTITIONS)
+            width = cdiv(PARTITIONS - 1 + block.tokens, PARTITIONS)
             diagonal = [
                 self.section(sequence, own.source, before + PARTITIONS * n, last, 1)
                 for n in range(width)
             ]
             places, _ = self.put([*chunks, *diagonal])
-            row = np.zeros((len(self.heads), PARTITIONS, 3 * count + BLOCK_FIELDS), np.int64)
-            token = first + np.arange(count) * form.tile_tokens + (ROWS // group)[:, None]
-            real = (token < sequence.count) & (form.tile_tokens * group > ROWS)[:, None]
-            heads = group * len(self.heads)
-            query = (sequence.first + token) * heads + (ROWS % group)[:, None]
-            row[:, :, :count] = np.where(real, query + self.heads[:, :, None] * group, NOWHERE)
-            row[:, :, count : 2 * count], row[:, :, 2 * count : 3 * count] = (
-                np.where(real, x, 0) for x in sequence.bounds(token)
+            row = np.zeros((len(self.heads), PARTITIONS, 3 * columns + BLOCK_FIELDS), np.int64)
+            row[:, :, :columns], token = self._block_rows(sequence, first, block)
+            row[:, :, columns : 2 * columns], row[:, :, 2 * columns : 3 * columns] = (
+                np.where(row[0, :, :columns] != NOWHERE, x, 0) for x in sequence.bounds(token)
             )
             lower = seen[0] if seen else 0
             upper = seen[-1] + 1 if seen else 0
             cuts = [(lower, upper)]
-            if form.is_cut and tiles == 1 and upper - lower >= CUT_SECTIONS:
+            if form.is_cut and count == form.tile_tokens and upper - lower >= CUT_SECTIONS:
                 # the second has the chunks, too
                 middle = lower + (upper - lower) // 2 + cdiv(len(chunks), 2 * tokens)
                 cuts = [(lower, min(middle, upper)), (min(middle, upper), upper)]
             slots = self._tile_slots(row) if len(cuts) > 1 else None
-            loop = self.loops[(BLOCKS, count)]
+            loop = self.loops[(BLOCKS, block.tiles, block.shared, block.together)]
             for number, (lower, upper) in enumerate(cuts):
                 is_last = number == len(cuts) - 1
                 part, chunk_count = row.copy(), len(chunks)
@@ -223,8 +222,12 @@ class _Builder:
                     nothing = self.section(sequence, own.source, 0, 0, 1)
                     ends, _ = self.put([nothing] * width)
                     chunk_count, sinks = 0, self.scales.nothing
+                many = 0
+                if block.together > 1:
+                    many = (upper - lower) // block.together * block.together
                 fields = (
                     begins + lower * size,
+                    begins + (lower + many) * size,
                     begins + upper * size,
                     ends,
                     ends + chunk_count * size,
@@ -232,12 +235,28 @@ class _Builder:
                     sinks,
                     slot,
                 )
-                part[:, :, 3 * count : -1] = np.stack(np.broadcast_arrays(*fields), axis=-1)[
+                part[:, :, 3 * columns : -1] = np.stack(np.broadcast_arrays(*fields), axis=-1)[
                     :, None, :
                 ]
-                cost = count * ((upper - lower) * tokens + chunk_count + width) + 8
+                cost = block.tiles * ((upper - lower) * tokens + chunk_count + width) + 8
                 self.jobs += [(cost, loop, r) for r in part]
-            tile += count
+            first += block.tokens
+
+    def _block_rows(self, sequence: Sequence, first: int, block: BlockSize) -> tuple[Ints, Ints]:
+        """Return where the queries of a block's tiles lie, ``[heads, 128, columns]``, and tokens.
+
+        Rows of a token and a head, or of a token and all heads of a group.
+        """
+        group, own = self.form.group, np.arange(block.columns)
+        if block.shared > 1:
+            token = first + own * PARTITIONS + ROWS[:, None]
+            place = (sequence.first + token) * len(self.heads) + self.heads[:, :, None]
+            return np.where(token < sequence.count, place, NOWHERE), token
+        per = self.form.tile_tokens
+        token = first + own * per + (ROWS // group)[:, None]
+        real = (token < sequence.count) & (per * group > ROWS)[:, None]
+        place = (sequence.first + token) * group * len(self.heads) + (ROWS % group)[:, None]
+        return np.where(real, place + self.heads[:, :, None] * group, NOWHERE), token
 
     def _tile_slots(self, row: Ints) -> Ints:
         """Return the slots of a tile that is cut in two, ``[heads, 2]``, and note its merge."""

@@ -1,13 +1,16 @@
 """Queries on the partitions, in a form: a block of tiles, and loops of the device over its keys.
 
-A block is up to 64 tiles of 128 rows of one sequence and KV head. Its row of the table says which
-sections of keys all its tiles may see: wide ones of 128 partitions of several tokens, and chunks of
-128 tokens. The diagonal is a few chunks more, of which each tile multiplies those that it reaches.
+A block is up to 64 tiles of 128 rows of one sequence and KV head. A tile has all heads of a few
+tokens, or one head of 128: then one load brings the rows of several tiles, and one store takes
+them. A block's row of the table says which sections of keys all its tiles may see: wide ones of 128
+partitions of several tokens, and chunks of 128 tokens. The diagonal is a few chunks more, of which
+each tile multiplies those that it reaches.
 
     for a block:                                     a loop of the device
         m, l, o = sink or nothing
-        for a wide section, for a chunk:             loops of the device
-            for a tile: m, l, o += section           unrolled, five stages in flight
+        for some wide sections, for a chunk:         loops of the device
+            for a section, for a tile:               unrolled, five stages in flight
+                m, l, o += section
         for a chunk of the diagonal: the same        unrolled
         out = o / l
 """
@@ -18,47 +21,67 @@ import nki.language as nl
 from .common import BANK, P, cut_head_dim, turn_keys, turn_queries
 from .prefill import NEGATED, OUTPUT, TOTAL, exponentiate, find_maximum, score, turn, weigh
 from .rows import (
+    as_rows,
     find_scaling,
     gather_keys,
     gather_rows,
     load_numbers,
     load_register,
     load_row,
-    store_tile,
+    make_keys,
+    store_tiles,
     to_float,
 )
 
 # numbers of a section's row: places in the cache and among new tokens, first and end position,
 # scales
 SECTION = 5
-# of a block's row behind its tiles: loops over wide sections and chunks, the diagonal, the sinks;
-# of one tile, which may be one of two with different keys: its slot, and where its results lie
+# of a block's row behind its columns: loops over several wide sections, over one, and over chunks,
+# the diagonal, the sinks; of one tile, which may be one of two with different keys: its slot, and
+# where its results lie
 WIDE = 0
-CHUNKS = 2
-DIAGONAL = 4
-SINKS = 5
-SLOT = 6
-RESULTS = 7
-FIELDS = 8
+CHUNKS = 3
+DIAGONAL = 5
+SINKS = 6
+SLOT = 7
+RESULTS = 8
+FIELDS = 9
+# of a tile's state, behind its output: where the maximum is between iterations
+KEPT = 4
 # chunks of the diagonal that are in flight together
 GROUP_OF_CHUNKS = 8
 
 
-def begin_tiles(inputs, options, row, tiles):
+def begin_tiles(inputs, options, row, tiles, shared):
     """Load the queries of a block, and begin each tile's maximum, sum and output."""
     dtype = options["dtype"]
     head_dim = inputs["q"].shape[1]
+    columns = tiles // shared
+    width = shared * head_dim
     sinks = []
     if options["has_sinks"]:
-        column = 3 * tiles + SINKS
-        at = row[0:1, column : column + 1]
-        sinks.append(load_numbers(inputs["numbers"], at, 1))
+        at = row[0:1, 3 * columns + SINKS : 3 * columns + SINKS + 1]
+        if shared == 1:
+            sinks.append(load_numbers(inputs["numbers"], at, 1))
+        else:
+            # the first rows are those of the first token: a number for each head
+            spread = nl.ndarray((P, shared), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.dma_copy(
+                dst=spread,
+                src=inputs["numbers"].ap(
+                    pattern=[[0, P], [1, shared]], scalar_offset=at, indirect_dim=0
+                ),
+            )
+            sinks.append(spread)
+    queries = as_rows(inputs["q"], width)
+    loaded = []
+    for column in range(columns):
+        loaded.append(gather_rows(queries, row[:, column : column + 1], P, dtype))
     states = []
-    for tile in range(tiles):
-        raw = gather_rows(inputs["q"], row[:, tile : tile + 1], P, dtype)
-        turned = turn_queries(raw, dtype)
-        negated = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
-        total = nl.ndarray((P, 1), dtype=nl.float32, buffer=nl.sbuf)
+    for column in range(columns):
+        raw = loaded[column]
+        negated = nl.ndarray((P, shared), dtype=nl.float32, buffer=nl.sbuf)
+        total = nl.ndarray((P, shared), dtype=nl.float32, buffer=nl.sbuf)
         if options["has_sinks"]:
             # a sink is a first key without a value
             nisa.tensor_scalar(dst=negated, data=sinks[0], op0=nl.multiply, operand0=-1.0)
@@ -66,9 +89,16 @@ def begin_tiles(inputs, options, row, tiles):
         else:
             nisa.memset(dst=negated, value=options["no_maximum"], engine=nisa.engine.gpsimd)
             nisa.memset(dst=total, value=0.0, engine=nisa.engine.gpsimd)
-        output = nl.ndarray((P, head_dim), dtype=nl.float32, buffer=nl.sbuf)
+        output = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.sbuf)
         nisa.memset(dst=output, value=0.0, engine=nisa.engine.gpsimd)
-        states.append([turned, negated, total, output, tile, P])
+        for number in range(shared):
+            start = number * head_dim
+            end = start + head_dim
+            one = negated[:, number : number + 1]
+            turned = turn_queries(raw[:, start:end], dtype)
+            states.append(
+                [turned, one, total[:, number : number + 1], output[:, start:end], one, P]
+            )
     return states
 
 
@@ -89,10 +119,15 @@ def score_chunks(state, keys):
     return scores
 
 
-def sweep(works, options):
+def sweep(works, block, outputs, options):
     """Run tiles against keys, each a stage behind the one before, and keep their state in place."""
     count = len(works)
     for i in range(count + 4):
+        # a work ahead of the product that needs them
+        if i == 0 and count > 0:
+            turn_chunks(works[0], options)
+        if i + 1 < count:
+            turn_chunks(works[i + 1], options)
         if i < count:
             work = works[i]
             if work["by_chunk"]:
@@ -103,29 +138,49 @@ def sweep(works, options):
             find_maximum(works[i - 1], options)
         if i >= 2 and i - 2 < count:
             work = works[i - 2]
+            state = work["state"]
             exponentiate(work, options)
-            # a loop's body finds the maximum where the one before left it
-            nisa.tensor_copy(dst=work["old"], src=work["negated"], engine=nisa.engine.gpsimd)
-            work["state"][NEGATED] = work["old"]
+            if work["is_last"]:
+                # a loop's body finds the maximum where the one before left it
+                nisa.tensor_copy(dst=state[KEPT], src=work["negated"], engine=nisa.engine.gpsimd)
+                state[NEGATED] = state[KEPT]
         if i >= 3 and i - 3 < count:
             turn(works[i - 3], options)
         if i >= 4:
-            weigh(works[i - 4])
+            work = works[i - 4]
+            weigh(work)
+            if work["finishes"]:
+                finish_column(block, work["column"], outputs, options)
             # what is done needs no more room
+            work = 0
             works[i - 4] = 0
 
 
-def start_works(inputs, options, states, limits, section):
+def finish_column(block, column, outputs, options):
+    """Store the tiles of a column, which no more keys are for."""
+    shared = block["shared"]
+    states = block["states"][column * shared : (column + 1) * shared]
+    index = block["row"][:, column : column + 1]
+    if len(block["states"]) == 1:
+        # it may be one of two, whose results are merged
+        at = 3 + RESULTS
+        index = block["row"][:, at : at + 1]
+    store_tiles(outputs, options, index, states)
+
+
+def start_works(inputs, options, block, section):
     """Return what each tile is told of a section whose row is given."""
-    tiles = len(states)
+    states = block["states"]
+    limits = block["limits"]
+    columns = len(states) // block["shared"]
     extent = to_float(section, 2, 4)
     # positions are counted from the section's first, which only the device knows
-    low = nl.ndarray((P, tiles), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=low, data=limits[:, :tiles], op0=nl.subtract, operand0=extent[:, 0:1])
-    high = nl.ndarray((P, tiles), dtype=nl.float32, buffer=nl.sbuf)
+    low = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=low, data=limits[:, :columns], op0=nl.subtract, operand0=extent[:, 0:1])
+    high = nl.ndarray((P, columns), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_scalar(
         dst=high,
-        data=limits[:, tiles:],
+        data=limits[:, columns:],
         op0=nl.minimum,
         operand0=extent[:, 1:2],
         op1=nl.subtract,
@@ -133,120 +188,163 @@ def start_works(inputs, options, states, limits, section):
     )
     scaling, v_scale = find_scaling(inputs, options, section, 4)
     works = []
-    for tile in range(tiles):
+    for tile in range(len(states)):
+        column = tile // block["shared"]
         works.append(
             {
                 "state": states[tile],
+                "tile": tile,
+                "column": column,
                 "start": 0,
-                "low": low[:, tile : tile + 1],
-                "high": high[:, tile : tile + 1],
+                "low": low[:, column : column + 1],
+                "high": high[:, column : column + 1],
                 "scaling": scaling,
                 "has_v_scale": options["is_scaled"],
                 "v_scale": v_scale,
                 "is_masked": 1,
                 "by_chunk": 0,
+                "turns": [],
+                "is_last": 1,
+                "finishes": 0,
             }
         )
     return works
 
 
-def run_section(inputs, options, states, limits, at, tokens):
-    """Run all tiles of a block against a section of the table."""
-    section = load_row(inputs["tables"], at, SECTION, 0)
-    keys, values = gather_keys(inputs, options, section, tokens, tokens > 1)
-    turned = turn_keys(keys, options["dtype"])
-    works = start_works(inputs, options, states, limits, section)
-    for work in works:
-        work["keys"] = turned
-        work["values"] = values
-    sweep(works, options)
+def run_sections(inputs, outputs, options, block, at, tokens, count):
+    """Run all tiles of a block against ``count`` sections of the table, the first at ``at``."""
+    sources = (0,)
+    if options["has_new"]:
+        sources = (0, 1)
+    rows = []
+    for number in range(count):
+        rows.append(load_row(inputs["tables"], at, SECTION, number * P * SECTION))
+    loaded = []
+    for row in rows:
+        tiles = make_keys(inputs, options, tokens)
+        gather_keys(inputs, options, row, tiles, tokens > 1, sources)
+        loaded.append(tiles)
+    works = []
+    for number in range(count):
+        keys, values = loaded[number]
+        turned = turn_keys(keys, options["dtype"])
+        for work in start_works(inputs, options, block, rows[number]):
+            work["keys"] = turned
+            work["values"] = values
+            work["is_last"] = number == count - 1
+            works.append(work)
+    sweep(works, block, outputs, options)
 
 
-def run_diagonal(inputs, options, states, limits, row, first, chunks, reaches):
+def turn_chunks(work, options):
+    """Turn the chunks of keys that a work is the first to need."""
+    for raw, keys, chunk in work["turns"]:
+        start = 0
+        for own in keys:
+            end = start + own.shape[0]
+            turned = nl.ndarray((end - start, P), dtype=options["dtype"], buffer=nl.psum)
+            nisa.nc_transpose(dst=turned, data=raw[:, chunk, start:end], engine=nisa.engine.tensor)
+            nisa.activation(dst=own[:, chunk, :], op=nl.copy, data=turned)
+            start = end
+
+
+def run_diagonal(inputs, outputs, options, block, columns, per_column):
     """Run each tile of a block against the chunks of the diagonal that it reaches.
 
-    They are ``chunks`` from the diagonal's ``first`` on, and a tile reaches so many of them.
+    A column of tiles has ``per_column`` tokens, and reaches the chunk in which the last may lie.
     """
-    tiles = len(states)
-    head_dim = inputs["q"].shape[1]
-    dtype = options["dtype"]
-    column = 3 * tiles + DIAGONAL
+    row = block["row"]
+    chunks = (P - 1 + columns * per_column + P - 1) // P
+    sources = (0,)
+    if options["has_new"]:
+        sources = (1,)
     sections = nl.ndarray((P, chunks * SECTION), dtype=nl.int32, buffer=nl.sbuf)
+    first = 3 * columns + DIAGONAL
     nisa.dma_copy(
         dst=sections.reshape_dim(1, (chunks, SECTION)),
         src=inputs["tables"].ap(
             pattern=[[SECTION, P], [SECTION * P, chunks], [1, SECTION]],
-            offset=first * SECTION * P,
-            scalar_offset=row[0:1, column : column + 1],
+            scalar_offset=row[0:1, first : first + 1],
             indirect_dim=0,
         ),
     )
-    pieces = cut_head_dim(head_dim)
+    raw, values = make_keys(inputs, options, chunks)
     keys = []
-    for start, end in pieces:
-        keys.append(nl.ndarray((end - start, chunks, P), dtype=dtype, buffer=nl.sbuf))
-    values = nl.ndarray((P, chunks, head_dim), dtype=dtype, buffer=nl.sbuf)
+    for start, end in cut_head_dim(raw.shape[2]):
+        keys.append(nl.ndarray((end - start, chunks, P), dtype=options["dtype"], buffer=nl.sbuf))
     for chunk in range(chunks):
         own = sections[:, chunk * SECTION : (chunk + 1) * SECTION]
-        raw, part = gather_keys(inputs, options, own, 1, False)
-        for piece in range(len(pieces)):
-            start, end = pieces[piece]
-            turned = nl.ndarray((end - start, P), dtype=dtype, buffer=nl.psum)
-            nisa.nc_transpose(dst=turned, data=raw[:, 0, start:end], engine=nisa.engine.tensor)
-            nisa.activation(dst=keys[piece][:, chunk, :], op=nl.copy, data=turned)
-        nisa.tensor_copy(dst=values[:, chunk, :], src=part[:, 0, :], engine=nisa.engine.gpsimd)
-    works = start_works(inputs, options, states, limits, sections[:, 0:SECTION])
-    own = []
-    for tile in range(tiles):
-        if reaches[tile] > 0:
-            work = works[tile]
-            work["keys"] = []
-            for part in keys:
-                work["keys"].append(part[:, : reaches[tile], :])
-            work["values"] = values[:, : reaches[tile], :]
-            work["by_chunk"] = 1
-            own.append(work)
-    sweep(own, options)
+        tiles = (raw[:, chunk : chunk + 1, :], values[:, chunk : chunk + 1, :])
+        gather_keys(inputs, options, own, tiles, False, sources)
+    works = []
+    turned = 0
+    for start in range(0, chunks, GROUP_OF_CHUNKS):
+        own = sections[:, start * SECTION : (start + 1) * SECTION]
+        for work in start_works(inputs, options, block, own):
+            last = (P - 1 + (work["column"] + 1) * per_column + P - 1) // P
+            end = min(start + GROUP_OF_CHUNKS, last)
+            if end > start:
+                work["turns"] = []
+                while turned < end:
+                    work["turns"].append((raw, keys, turned))
+                    turned = turned + 1
+                work["keys"] = []
+                for part in keys:
+                    work["keys"].append(part[:, start:end, :])
+                work["values"] = values[:, start:end, :]
+                work["by_chunk"] = 1
+                works.append(work)
+    for number in range(len(works)):
+        # a tile has another work behind, and a column is done with the last of its tiles
+        work = works[number]
+        work["finishes"] = 1
+        for later in works[number + 1 :]:
+            if later["column"] == work["column"]:
+                work["finishes"] = 0
+            if later["tile"] == work["tile"]:
+                work["is_last"] = 0
+    sweep(works, block, outputs, options)
 
 
-def run_block(at, tiles, inputs, outputs, options):
-    """Run the block whose row begins at element ``at`` of the table."""
-    row = load_row(inputs["tables"], at, 3 * tiles + FIELDS, 0)
-    limits = to_float(row, tiles, 3 * tiles)
-    states = begin_tiles(inputs, options, row, tiles)
+def run_block(at, spec, inputs, outputs, options):
+    """Run the block whose row begins at element ``at`` of the table.
+
+    ``spec`` is (tiles, tiles that share their tokens, wide sections of an iteration).
+    """
+    tiles = spec[0]
+    shared = spec[1]
+    columns = tiles // shared
+    row = load_row(inputs["tables"], at, 3 * columns + FIELDS, 0)
+    limits = to_float(row, columns, 3 * columns)
+    states = begin_tiles(inputs, options, row, tiles, shared)
+    block = {"states": states, "limits": limits, "row": row, "shared": shared}
+
+    def run_several(place):
+        run_sections(inputs, outputs, options, block, place, options["wide"], spec[2])
 
     def run_wide(place):
-        run_section(inputs, options, states, limits, place, options["wide"])
+        run_sections(inputs, outputs, options, block, place, options["wide"], 1)
 
     def run_chunk(place):
-        run_section(inputs, options, states, limits, place, 1)
+        run_sections(inputs, outputs, options, block, place, 1, 1)
 
-    first = 3 * tiles
+    first = 3 * columns
     step = P * SECTION
     lower = load_register(row, first + WIDE)
-    upper = load_register(row, first + WIDE + 1)
-    nl.fori_loop(lower, upper, run_wide, step=step)
+    middle = load_register(row, first + WIDE + 1)
+    upper = load_register(row, first + WIDE + 2)
+    if spec[2] > 1:
+        nl.fori_loop(lower, middle, run_several, step=step * spec[2])
+    nl.fori_loop(middle, upper, run_wide, step=step)
     lower = load_register(row, first + CHUNKS)
     upper = load_register(row, first + CHUNKS + 1)
     nl.fori_loop(lower, upper, run_chunk, step=step)
-    # a tile reaches the chunk in which the last of its tokens may lie
-    per_tile = P // options["group"]
-    chunks = (P - 1 + tiles * per_tile + P - 1) // P
-    for start in range(0, chunks, GROUP_OF_CHUNKS):
-        count = min(GROUP_OF_CHUNKS, chunks - start)
-        reaches = []
-        for tile in range(tiles):
-            reach = (P - 1 + (tile + 1) * per_tile + P - 1) // P - start
-            reaches.append(max(0, min(count, reach)))
-        run_diagonal(inputs, options, states, limits, row, start, count, reaches)
-    if tiles == 1:
-        column = first + RESULTS
-        store_tile(outputs, options, row[:, column : column + 1], states[0])
-        if options["has_tile_slots"]:
-            store_tile_slot(outputs, row[0:1, first + SLOT : first + SLOT + 1], states[0])
-    else:
-        for tile in range(tiles):
-            store_tile(outputs, options, row[:, tile : tile + 1], states[tile])
+    per_column = P
+    if shared == 1:
+        per_column = P // options["group"]
+    run_diagonal(inputs, outputs, options, block, columns, per_column)
+    if tiles == 1 and options["has_tile_slots"]:
+        store_tile_slot(outputs, row[0:1, first + SLOT : first + SLOT + 1], states[0])
 
 
 def store_tile_slot(outputs, slot, state):
@@ -321,4 +419,4 @@ def merge_tiles(at, count, inputs, outputs, options):
             op1=nl.add,
             operand1=output,
         )
-    store_tile(outputs, options, row[:, count : count + 1], [0, negated, total, output])
+    store_tiles(outputs, options, row[:, count : count + 1], [[0, negated, total, output]])

@@ -172,14 +172,13 @@ def turn_keys(keys, dtype):
     return result
 
 
-def finish_lse(total, safe, negated, rows):
-    """Return log(total) - negated as [rows, 1], or -inf where total is 0."""
+def finish_lse(result, total, safe, negated):
+    """Write log(total) - negated into [rows, 1], or -inf where total is 0."""
+    rows = result.shape[0]
     logs = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.activation(dst=logs, op=nl.log, data=safe)
     nisa.tensor_tensor(dst=logs, data1=logs, data2=negated, op=nl.subtract)
     has_keys = nl.ndarray((rows, 1), dtype=nl.uint8, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=has_keys, data=total, op0=nl.greater, operand0=0.0)
-    result = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=result, value=float("-inf"))
     nisa.tensor_copy_predicated(dst=result, src=logs, predicate=has_keys)
-    return result

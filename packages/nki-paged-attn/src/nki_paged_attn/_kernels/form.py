@@ -27,15 +27,18 @@ MOST_ROWS = 64
 def run_loop(loop, lower, upper, inputs, outputs, options):
     """Run a loop of the device over rows of the table, from element ``lower`` to ``upper``.
 
-    ``loop`` is (blocks, tiles), (parts, chunks, tokens, whether last, how many at once), (merges,
-    parts, tokens, how many at once), (tiles, how many are one) or (writes,).
+    ``loop`` is (blocks, tiles, how many share tokens, sections at once), (parts, chunks, tokens,
+    whether last, how many at once), (merges, parts, tokens, how many at once), (tiles, how many are
+    one) or (writes,).
     """
     if loop[0] == BLOCKS:
+        spec = (loop[1], loop[2], loop[3])
 
         def run_one(at):
-            run_block(at, loop[1], inputs, outputs, options)
+            run_block(at, spec, inputs, outputs, options)
 
-        nl.fori_loop(lower, upper, run_one, step=P * (3 * loop[1] + BLOCK_FIELDS))
+        columns = loop[1] // loop[2]
+        nl.fori_loop(lower, upper, run_one, step=P * (3 * columns + BLOCK_FIELDS))
     elif loop[0] == PARTS:
         spec = (loop[1], loop[2], loop[3])
 
@@ -110,6 +113,7 @@ def paged_attention_form(
     no_maximum,
     has_sinks,
     has_lse,
+    has_new,
     is_packed,
     turns_by_dma,
     largest,
@@ -135,6 +139,7 @@ def paged_attention_form(
         is_scaled: whether these are data, because the cache has scales.
         softcap: 0.0 for none.
         no_maximum: what the negated maximum of a row without a key is.
+        has_new: whether new tokens' keys are among the new ones; else they are in the cache.
         turns_by_dma: whether DMA, and not TensorE, turns the probabilities of blocks.
         is_packed: whether two tokens of the cached keys are interleaved.
         largest: number of the cache's dtype that new keys and values are limited to; 0.0 for none.
@@ -171,6 +176,7 @@ def paged_attention_form(
         "no_maximum": no_maximum,
         "has_sinks": has_sinks,
         "has_lse": has_lse,
+        "has_new": has_new,
         "is_packed": is_packed,
         "turns_by_dma": turns_by_dma,
         "largest": largest,

@@ -276,7 +276,8 @@ def finish_tile(outputs, tables, options, state, kv_head):
     nisa.tensor_scalar(dst=result, data=state[OUTPUT], op0=nl.multiply, operand0=inverse)
     store_rows(outputs["out"], tables["q_index"], tile, rows, options["group"], kv_head, result)
     if options["has_lse"]:
-        lse = finish_lse(state[TOTAL], safe, state[NEGATED], rows)
+        lse = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        finish_lse(lse, state[TOTAL], safe, state[NEGATED])
         store_rows(outputs["lse"], tables["q_index"], tile, rows, options["group"], kv_head, lse)
 
 

@@ -97,30 +97,36 @@ def gather_packed(dst, cache, index):
     )
 
 
-def gather_keys(inputs, options, row, tokens, is_whole):
-    """Load keys and values of 128 partitions, [128, tokens, head_dim] each.
+def gather_keys(inputs, options, row, tiles, is_whole, sources=(0, 1)):
+    """Load keys and values of 128 partitions into two tiles, [128, tokens, head_dim] each.
 
     Columns 0 and 1 of ``row`` say where partitions lie in the cache and among the new tokens; what
-    is in neither becomes 0, unless ``is_whole`` promises that each is in one.
+    is in neither becomes 0, unless ``is_whole`` promises that each is in one. ``sources`` has the
+    columns that may say something.
     """
     cache = (inputs["k_cache"], inputs["v_cache"])
     new = (inputs["k_new"], inputs["v_new"])
-    head_dim = cache[0].shape[3]
-    width = tokens * head_dim
-    result = []
+    width = tiles[0].shape[1] * cache[0].shape[3]
     for part in range(2):
-        tile = nl.ndarray((P, tokens, head_dim), dtype=options["dtype"], buffer=nl.sbuf)
-        if options["is_packed"] and part == 0:
-            gather_packed(tile, cache[part], row[:, 0:1])
+        if options["is_packed"] and part == 0 and 0 in sources:
+            gather_packed(tiles[part], cache[part], row[:, 0:1])
         else:
             if not is_whole:
-                nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
-            fill(tile.reshape((P, width)), as_rows(cache[part], width), row[:, 0:1])
-        result.append(tile)
+                nisa.memset(dst=tiles[part], value=0.0, engine=nisa.engine.vector)
+            if 0 in sources:
+                fill(tiles[part].reshape((P, width)), as_rows(cache[part], width), row[:, 0:1])
     # a second load into a tile waits for the first
-    for part in range(2):
-        fill(result[part].reshape((P, width)), as_rows(new[part], width), row[:, 1:2])
-    return result
+    if 1 in sources:
+        for part in range(2):
+            fill(tiles[part].reshape((P, width)), as_rows(new[part], width), row[:, 1:2])
+
+
+def make_keys(inputs, options, tokens):
+    """Return tiles for keys and values, [128, tokens, head_dim] each."""
+    shape = (P, tokens, inputs["q"].shape[1])
+    keys = nl.ndarray(shape, dtype=options["dtype"], buffer=nl.sbuf)
+    values = nl.ndarray(shape, dtype=options["dtype"], buffer=nl.sbuf)
+    return keys, values
 
 
 def gather_rows(q, index, rows, dtype):
@@ -158,21 +164,33 @@ def find_scaling(inputs, options, row, column):
     return options["scaling"], 1.0
 
 
-def store_tile(outputs, options, index, state):
-    """Divide the output of a tile by its sum, and store; rows without a key give 0."""
-    negated = state[1]
-    total = state[2]
-    output = state[3]
-    rows = output.shape[0]
-    safe = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=safe, data=total, op0=nl.maximum, operand0=TINY)
-    inverse = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.reciprocal(dst=inverse, data=safe)
-    result = nl.ndarray(output.shape, dtype=outputs["out"].dtype, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=result, data=output, op0=nl.multiply, operand0=inverse)
-    scatter_rows(outputs["out"], index, result)
+def store_tiles(outputs, options, index, states):
+    """Divide the outputs of tiles by their sums, and store; rows without a key give 0.
+
+    The tiles hold rows of the same tokens: a row of ``index`` is those of all of them.
+    """
+    rows, head_dim = states[0][3].shape
+    count = len(states)
+    width = count * head_dim
+    result = nl.ndarray((rows, width), dtype=outputs["out"].dtype, buffer=nl.sbuf)
+    lse = nl.ndarray((rows, count), dtype=nl.float32, buffer=nl.sbuf)
+    for number in range(count):
+        total = states[number][2]
+        safe = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=safe, data=total, op0=nl.maximum, operand0=TINY)
+        inverse = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.reciprocal(dst=inverse, data=safe)
+        nisa.tensor_scalar(
+            dst=result[:, number * head_dim : (number + 1) * head_dim],
+            data=states[number][3],
+            op0=nl.multiply,
+            operand0=inverse,
+        )
+        if options["has_lse"]:
+            finish_lse(lse[:, number : number + 1], total, safe, states[number][1])
+    scatter_rows(as_rows(outputs["out"], width), index, result)
     if options["has_lse"]:
-        scatter_rows(outputs["lse"], index, finish_lse(total, safe, negated, rows))
+        scatter_rows(as_rows(outputs["lse"], count), index, lse)
 
 
 def store_columns(outputs, options, index, total, negated, output):

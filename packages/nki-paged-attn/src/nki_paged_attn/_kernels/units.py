@@ -28,6 +28,7 @@ from .rows import (
     gather_packed,
     gather_rows,
     load_row,
+    make_keys,
     store_columns,
     to_float,
 )
@@ -92,9 +93,9 @@ def load_part(row, spec, inputs, options):
             keys.append(gather(k_pool, 0, index, tokens, head_dim, clean, index, options["dtype"]))
         values.append(gather(v_pool, 0, index, tokens, head_dim, clean, index, options["dtype"]))
     if is_last:
-        own, part = gather_keys(
-            inputs, options, row[:, sections + REST : sections + REST + 2], 1, False
-        )
+        own, part = make_keys(inputs, options, 1)
+        places = row[:, sections + REST : sections + REST + 2]
+        gather_keys(inputs, options, places, (own, part), False)
         keys.append(own)
         values.append(part)
     return {
