@@ -27,13 +27,14 @@ class Config:
     packed: bool = False
     page: int = 0
     short: bool = False  # the forward's tile of a few queries, split
+    ruled: bool = False  # a token rule
     heads_first: bool = False  # memory in the order of [batch, heads, tokens, head_dim]
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" + (f":{self.head_dim_v}" if self.head_dim_v else "")
         kind = "-".join(
             name
-            for name in ("causal", "shared", "alike", "packed", "short", "heads_first")
+            for name in ("causal", "shared", "alike", "packed", "short", "ruled", "heads_first")
             if getattr(self, name)
         )
         page = f"-page{self.page}" if self.page else ""
@@ -88,6 +89,12 @@ class Config:
             made["block_table"] = meta(BATCH, seqlen_k // self.page, dtype=torch.int32)
         return made
 
+    def rule(self, seqlen_k: int) -> torch.Tensor | None:
+        """Bounds of what a layout's positions see."""
+        if not self.ruled:
+            return None
+        return torch.empty(1, seqlen_k, 2, dtype=torch.int32, device="meta")
+
     def layout(self, seqlen_k: int) -> tuple[Any, ...]:
         """``crow``, ``col``, and what else the operators want to know of a layout."""
         heads = 1 if self.shared else HEADS_Q
@@ -110,6 +117,9 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
         *t.values(),
         tall,
         short,
+        (),
+        (),
+        (),
         *config.layout(seqlen),
         64,
         seqlen_q,
@@ -117,6 +127,8 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
         config.head_dim**-0.5,
         config.causal,
         4 if config.short else 1,
+        False,
+        config.rule(seqlen),
     )
 
 
@@ -147,4 +159,6 @@ def launch_backward(config: Config, seqlen: int = 1024) -> None:
         seqlen,
         config.head_dim**-0.5,
         config.causal,
+        False,
+        config.rule(seqlen),
     )

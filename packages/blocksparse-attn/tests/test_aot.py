@@ -39,6 +39,10 @@ SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_90 d64-float32-* *": (176, "three TF32 products hold both halves of operands"),
     "nvidia:sm_90 d128-float32-* *": (256, "three TF32 products hold both halves of operands"),
     "nvidia:sm_80 d128-bfloat16-* _dkdv_kernel": (264, "no such GPU to tune on"),
+    "nvidia:* d128-bfloat16-*ruled *": (
+        320,
+        "which keys some row sees comes ahead of their loads, from the mask of the whole tile",
+    ),
     "amd:gfx1100 *": (848, "its matrix instructions want operands twice; no such GPU to tune on"),
 }
 
@@ -53,6 +57,7 @@ def principal() -> list[tuple[str, str, Config]]:
         (amd, FORWARD, Config(128, block=(16, 16))),
         (amd, BACKWARD, Config(128)),
         ("nvidia:sm_80", FORWARD, Config(128)),
+        ("nvidia:sm_80", BACKWARD, Config(64, causal=False, packed=True, ruled=True)),
     ]
 
 
@@ -78,6 +83,7 @@ def everything() -> list[tuple[str, str, Config]]:
     # blocks of two sizes below those of a tile, and rows of unequal dimensions
     configs += [Config(128, block=(16, 32)), Config(128, block=(128, 128), shared=True)]
     configs += [Config(256, causal=False, packed=True)]
+    configs += [Config(128, ruled=True), Config(64, causal=False, packed=True, ruled=True)]
     ways = list(itertools.product(configs, (FORWARD, BACKWARD)))
     ways += [(config, FORWARD) for config in short]
     return [(gpu, way, config) for gpu in GPUS for config, way in ways]

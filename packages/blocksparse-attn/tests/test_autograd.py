@@ -1,12 +1,15 @@
-"""Second derivatives raise, whatever asks for them."""
+"""Derivatives: second ones raise, torch.func and exported graphs give the first."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from blocksparse_attn import BlockSparseLayout, TokenRule, blocksparse_attn_func
 from torch.overrides import TorchFunctionMode
 
+from ._linked.budget import Maker
 from ._numerics import Shape, make_case
+from .test_operators import traced_alike
 
 pytestmark = pytest.mark.eager
 
@@ -56,3 +59,62 @@ def test_a_gradient_with_a_graph_that_nobody_differentiates_is_the_gradient(devi
     got = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
     want = torch.autograd.grad(loss, list(leaves.values()))
     assert all(map(torch.equal, got, want))
+
+
+class Attention(torch.nn.Module):
+    """Attention of one tensor with itself, over a layout."""
+
+    def __init__(self, layout, scale):
+        super().__init__()
+        self.options = {"layout": layout, "softmax_scale": scale}
+
+    def forward(self, x):
+        return blocksparse_attn_func(x, x[:, :, :2], x[:, :, :2], **self.options)
+
+
+@pytest.fixture
+def layer(device):
+    layout = BlockSparseLayout.local_strided(4, 32, 16, 1, 3, device=device)
+    return Attention(layout.with_token_rule(TokenRule.window(9, 0)), 0.3)
+
+
+@pytest.fixture
+def x(device):
+    return Maker(device, torch.float32).randn(1, 20, 4, 16)
+
+
+def grad_of(layer, x):
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(layer(leaf).sin().sum(), leaf)[0]
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.grad(f)(x),
+        lambda f, x: torch.func.vjp(f, x)[1](torch.ones((), device=x.device))[0],
+    ],
+    ids=["grad", "vjp"],
+)
+def test_transforms_give_the_gradient(transform, layer, x):
+    want = grad_of(layer, x)
+    got = transform(lambda y: layer(y).sin().sum(), x)
+    torch.testing.assert_close(got, want)
+    # the lists that it made are not those of a later call
+    assert torch.equal(grad_of(layer, x), want)
+
+
+def test_transforms_refuse_second_derivatives(layer, x):
+    def first(y):
+        return torch.func.grad(lambda z: layer(z).sin().sum())(y).sum()
+
+    with pytest.raises(NotImplementedError, match="second derivatives are not offered"):
+        torch.func.grad(first)(x)
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+        torch.func.jvp(lambda y: layer(y), (x,), (x,))
+
+
+@traced_alike
+def test_exported_graphs_have_gradients(layer, x):
+    exported = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(grad_of(exported, x), grad_of(layer, x))

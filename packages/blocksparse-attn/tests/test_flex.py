@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocksparse_attn import BlockSparseLayout, blocksparse_attention_reference, patterns
+from blocksparse_attn import (
+    BlockSparseLayout,
+    TokenRule,
+    blocksparse_attention_reference,
+    patterns,
+)
 from blocksparse_attn.integrations import flex_attention as from_module
 from blocksparse_attn.integrations.flex_attention import from_block_mask, to_block_mask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -42,6 +47,16 @@ def banded_beyond(b, h, q, k):
     return (k - q < 20) & (q - k < 64)
 
 
+def documents(b, h, q, k):
+    """Documents that end within blocks, of which the layout skips every third."""
+    of = [(x >= 50).int() + (x >= 99).int() for x in (q, k)]
+    return (of[0] == of[1]) & ((q // 32 + k // 64) % 3 > 0)
+
+
+def prefix(b, h, q, k):
+    return (k < 70) | (q >= k)
+
+
 def causal_blocks(b, h, q, k):
     return (q >= k) & ((q // 32 + k // 64) % 2 == 0)
 
@@ -51,13 +66,21 @@ def above_and_below(b, h, q, k):
     return (q >= k) | (k >= 192)
 
 
-@pytest.mark.parametrize("seqlen", [256, 200])
-@pytest.mark.parametrize("rule", [window, banded_beyond, above_and_below])
+def with_a_sink(b, h, q, k):
+    return (k < 4) | ((q >= k) & (q - k < 20))
+
+
+def of_each_head(b, h, q, k):
+    return (q >= k) & (q - k < 20 + h)
+
+
+@pytest.mark.parametrize("seqlen", [200])
+@pytest.mark.parametrize("rule", [above_and_below, with_a_sink, of_each_head])
 def test_masks_that_no_layout_says(rule, seqlen, device):
     block_mask = create_block_mask(
         rule, None, 2, seqlen, seqlen, device=device, BLOCK_SIZE=(32, 64)
     )
-    with pytest.raises(ValueError, match=r"block_mask must keep blocks whole, or .* of head 0"):
+    with pytest.raises(ValueError, match=r"block_mask must leave one range .* of head 0"):
         from_block_mask(block_mask)
     layout = from_block_mask(block_mask, approximate=True)
     assert torch.equal(layout.to_dense(), block_mask.to_dense()[0].bool())
@@ -65,9 +88,10 @@ def test_masks_that_no_layout_says(rule, seqlen, device):
         from_block_mask(block_mask, approximate=1)
 
 
-@pytest.mark.parametrize("few", [1, 2**24])
-@pytest.mark.parametrize("seqlen", [256, 200])
-@pytest.mark.parametrize("rule", [blocks, causal, causal_blocks])
+@pytest.mark.parametrize(("seqlen", "few"), [(256, 2**24), (200, 1)])
+@pytest.mark.parametrize(
+    "rule", [blocks, causal, causal_blocks, window, banded_beyond, documents, prefix]
+)
 def test_masks_that_a_layout_says(rule, seqlen, few, device, monkeypatch):
     monkeypatch.setattr(from_module, "AT_ONCE", few)
     block_mask = create_block_mask(
@@ -81,7 +105,8 @@ def test_masks_that_a_layout_says(rule, seqlen, few, device, monkeypatch):
     want = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (q, k, v)), kept
     ).transpose(1, 2)
-    is_causal = rule is not blocks
+    is_causal = rule in (causal, causal_blocks)
+    assert (layout.token_bounds is None) == (is_causal or rule is blocks)
     # a row that sees no key is NaN there
     got = blocksparse_attention_reference(q, k, v, layout, causal=is_causal)
     torch.testing.assert_close(got, want.nan_to_num(), rtol=1e-12, atol=1e-12)
@@ -107,9 +132,12 @@ def attend_flex(q, k, v, block_mask):
 
 @pytest.mark.filterwarnings("ignore:.*without torch.compile")
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("seqlen", [256, 200])
-def test_to_a_block_mask_is_the_same_attention(seqlen, is_causal, device):
+@pytest.mark.parametrize(
+    ("seqlen", "rule"), [(256, None), (200, None), (200, TokenRule.window(99, 9))]
+)
+def test_to_a_block_mask_is_the_same_attention(seqlen, rule, is_causal, device):
     layout = BlockSparseLayout.local_strided(2, 256, (32, 64), 1, 3, device=device)
+    layout = layout.with_token_rule(rule)
     block_mask = to_block_mask(layout, seqlen, causal=is_causal)
     m = Maker(device, torch.float64)
     q, k, v = (m.randn(1, seqlen, 2, 16).double() for _ in range(3))
@@ -117,7 +145,7 @@ def test_to_a_block_mask_is_the_same_attention(seqlen, is_causal, device):
     dense = block_mask.to_dense()[0].bool()
     position = torch.arange(seqlen, device=device)
     kept = dense[:, position // 32][:, :, position // 64]
-    if is_causal:
+    if is_causal or rule is not None:
         kept &= block_mask.mask_mod(0, 0, position[:, None], position)
     want = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (q, k, v)), kept

@@ -56,7 +56,7 @@ def forward_arguments(case: Any) -> tuple[Any, ...]:
     tensors, table, lists, shape, max_row, options = arguments_of(case)
     tall = lists[0] if options[0] > 8 else []
     short = lists[1] if tensors[3] is not None or options[0] <= 8 else []
-    return *tensors, table, tall, short, *shape, max_row, *options, 2, False
+    return *tensors, table, tall, short, *lists[2:], [], *shape, max_row, *options, 2, False, None
 
 
 traced_alike = pytest.mark.skipif(
@@ -93,6 +93,7 @@ def test_backward_passes_opcheck(make, dlse, device):
         *shape,
         *options,
         True,
+        None,
     )
     opcheck(_ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -115,6 +116,7 @@ def test_plan_passes_opcheck(shared, kind, device):
         4,
         True,
         kind,
+        None,
     )
     opcheck(_ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
     made = _ops.plan(*arguments)

@@ -19,10 +19,10 @@ SIDES = (16, 32, 64)
 BLOCKS = list(itertools.product(SIDES, SIDES))
 
 
-def assert_planned_alike(layout, *specs, device):
+def assert_planned_alike(layout, *specs, device, rule=None):
     crow, col = layout._crow.to(device), layout._col.to(device)
     for spec in specs:
-        arguments = crow, col, layout.num_cols, layout.block_size, spec
+        arguments = crow, col, layout.num_cols, layout.block_size, spec, rule
         made, want = make_lists(*arguments), eager_lists(*arguments)
         assert type(made) is type(want)
         for name, mine, eager in zip(want._fields, made, want, strict=True):

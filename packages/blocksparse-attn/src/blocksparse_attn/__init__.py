@@ -10,6 +10,7 @@ from .dropin import (
 from .layout import BlockSparseLayout
 from .module import LayoutModule
 from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
+from .token_rule import TokenRule
 from .validate import validate_varlen
 
 __version__ = "1.0.0"
@@ -17,6 +18,7 @@ __all__ = [
     "BlockSparseLayout",
     "LayoutModule",
     "LocalStridedBlockSparseAttn",
+    "TokenRule",
     "blocksparse_attention_reference",
     "blocksparse_attn_func",
     "blocksparse_attn_varlen_func",

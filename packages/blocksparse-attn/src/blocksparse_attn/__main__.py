@@ -55,6 +55,7 @@ def describe(platform: Platform) -> None:
                 print(f"    backward for Hopper: 64 queries x 128 keys, {stages} stages")
             tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize, 64)
             print(f"    dk, dv: {tile.block_n} keys x {tile.block_m} queries")
+    print("  portable kernels serve layouts with a token rule, and keys in pages")
 
 
 def _shown(shape: Shape) -> str:

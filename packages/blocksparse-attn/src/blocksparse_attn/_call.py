@@ -16,6 +16,8 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     block_table: Tensor | None = None
+    # of the layout: see ``TokenRule.bounds``
+    rule: Tensor | None = None
 
 
 class Pattern(NamedTuple):

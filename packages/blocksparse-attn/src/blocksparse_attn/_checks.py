@@ -181,6 +181,11 @@ def check_layout(layout: BlockSparseLayout, q: Tensor, k: Tensor, batch: int) ->
         )
     if layout.batch is not None and layout.batch != batch:
         raise ValueError(f"batch of layout must be that of q, {batch}, got {layout.batch}")
+    rule = layout._rule
+    if rule is not None and rule.shape[0] != 1 and rule.shape[0] != batch:
+        raise ValueError(
+            f"batch of the layout's token_rule must be 1 or that of q, {batch}, got {len(rule)}"
+        )
 
 
 def check_cover(

@@ -285,10 +285,11 @@ def takes_hopper_forward(x: Tensors, pattern: Pattern, options: Options) -> bool
 
 def walks_whole_blocks(x: Tensors, options: Options) -> bool:
     """Say whether nothing but its form could keep a call from the kernel for Hopper."""
-    # pages are no place for its copies; the scale is folded into the exponential, where only a
-    # positive one commutes with the maximum
+    # its copies take whole blocks, and neither pages nor keys that a rule may hide from all; the
+    # scale is folded into the exponential, where only a positive one commutes with the maximum
     return (
         x.block_table is None
+        and x.rule is None
         and options.softmax_scale >= FP32_TINY
         and not may_end_early(options.causal, options.top_left)
     )
@@ -338,6 +339,7 @@ def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
             detect(x.q.device), max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size()
         )
         and x.block_table is None
+        and x.rule is None
         and not pattern.batch  # its lists are for all sequences
         and pattern.rows * pattern.block_q < 2**22  # as many as items can tell apart
         and has_few_pieces(

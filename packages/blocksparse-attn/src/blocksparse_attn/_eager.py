@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from ._lists import dense_of
-from .reference import hide_unseen, packed_attention, sequences, visible_keys
+from .reference import (
+    hide_unseen,
+    own_blocks,
+    own_rule,
+    packed_attention,
+    sequences,
+    visible_keys,
+)
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -30,6 +37,7 @@ def attention_forward(
     softmax_scale: float,
     causal: bool,
     top_left: bool = False,
+    rule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp in fp32."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -49,6 +57,7 @@ def attention_forward(
             softmax_scale,
             causal,
             top_left,
+            rule,
         )
         out = out.to(q.dtype).view(*q.shape[:-1], v.shape[-1])
         if q.ndim == 4:
@@ -72,6 +81,7 @@ def attention_backward(
     softmax_scale: float,
     causal: bool,
     top_left: bool = False,
+    rule: Tensor | None = None,
 ) -> Grads:
     """Return the gradients of q, k and v, each in the dtype of its tensor."""
     tensors = q, k, v
@@ -85,8 +95,9 @@ def attention_backward(
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
         for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
             lengths = rows.stop - rows.start, keys.stop - keys.start
-            own = dense[b] if dense.ndim == 4 else dense
-            visible = visible_keys(own, block_size, *lengths, causal, top_left)
+            one, own = own_rule(rule, b), own_blocks(dense, b)
+            seen = None if one is None else one[0]
+            visible = visible_keys(own, block_size, *lengths, causal, top_left, seen)
             dq[rows], dk[keys], dv[keys] = _sequence_backward(
                 dout[rows],
                 q[rows],

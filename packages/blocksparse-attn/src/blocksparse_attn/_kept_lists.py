@@ -82,26 +82,38 @@ def spec_of(
 
 
 def make_lists(
-    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
+    crow: Tensor,
+    col: Tensor,
+    cols: int,
+    block_size: tuple[int, int],
+    spec: ListSpec,
+    rule: Tensor | None = None,
 ) -> Lists | Pairs:
     """Return the lists of a layout: by kernels on a GPU and in the interpreter, else in PyTorch."""
     if walks_lists(crow.device):
         from ._kernels import planning
 
-        make = planning.make_pairs if spec.paired else planning.make_lists
-        return make(crow, col, cols, block_size, spec)
-    return eager_lists(crow, col, cols, block_size, spec)
+        if spec.paired:
+            return planning.make_pairs(crow, col, cols, block_size, spec)
+        return planning.make_lists(crow, col, cols, block_size, spec, rule)
+    return eager_lists(crow, col, cols, block_size, spec, rule)
 
 
 def eager_lists(
-    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
+    crow: Tensor,
+    col: Tensor,
+    cols: int,
+    block_size: tuple[int, int],
+    spec: ListSpec,
+    rule: Tensor | None = None,
 ) -> Lists | Pairs:
     """Return the lists of a layout, in plain PyTorch on its device."""
     if spec.paired:
         return key_pairs(crow, col, cols, block_size, spec.group, spec.pack, spec.causal)
+    made_of, rest = (crow, col, cols, block_size, spec.span, spec.group), (spec.causal, rule)
     if spec.by_key:
-        return key_lists(crow, col, cols, block_size, spec.span, spec.group, spec.causal)
-    return query_lists(crow, col, cols, block_size, spec.span, spec.group, spec.pack, spec.causal)
+        return key_lists(*made_of, *rest)
+    return query_lists(*made_of, spec.pack, *rest)
 
 
 def walks_lists(device: torch.device) -> bool:
@@ -132,6 +144,7 @@ class KeepsLists(Protocol):
     _kept_lists: dict[Any, tuple[Tensor, ...]]
     _ready: Readiness | None
     _pattern: Pattern
+    _rule: Tensor | None
 
     def _by_sequence(self, x: Tensor) -> Tensor: ...
 
@@ -200,6 +213,7 @@ def lists_for(
             layout._rows_alike,
             *key[1:],
             kind,
+            layout._rule,
         )
         return tuple(made)
     spec = spec_of(
@@ -219,7 +233,9 @@ def lists_for(
         return lists
     # a call that trains may come to them later
     with torch.inference_mode(False):
-        lists = make_lists(layout._crow, layout._col, layout._num_cols, layout._block_size, spec)
+        lists = make_lists(
+            layout._crow, layout._col, layout._num_cols, layout._block_size, spec, layout._rule
+        )
     if not is_capturing(layout.device):
         keep(layout, (key, spec), lists)
     return lists
@@ -236,7 +252,7 @@ def prepare_lists(
     if not walks_lists(layout.device):
         return
     _, head_dim, itemsize, causal = form
-    is_early = _configs.may_end_early(causal, top_left)
+    is_early = _configs.may_end_early(causal, top_left) or layout._rule is not None
     kinds = ["portable" if paged or is_early else "tall", "short"]
     if backward:
         kinds += ["dq", "dkdv"]

@@ -112,6 +112,8 @@ def check_alike(layouts: Any) -> None:
             raise TypeError(f"layouts[{i}] must be a BlockSparseLayout, got {type(one).__name__}")
         if one.batch is not None:
             raise ValueError(f"layouts[{i}] must not be of a batch itself, got batch {one.batch}")
+        if one._rule is not None and len(one._rule) > 1:
+            raise ValueError(f"layouts[{i}] must have one token rule, got {len(one._rule)}")
         for name in ("block_size", "num_rows", "num_cols", "num_heads", "device"):
             got, want = getattr(one, name), getattr(first, name)
             if got != want:

@@ -81,6 +81,7 @@ def query_lists(
     group: int,
     pack: int,
     causal: bool,
+    rule: Tensor | None = None,
 ) -> Lists:
     """Return the key blocks that each tile of queries visits.
 
@@ -94,6 +95,7 @@ def query_lists(
         pack: heads of one group that a tile holds; if more than one, they are the members, and a
             tile lies within one row of blocks.
         causal: leave out what lies right of the diagonal.
+        rule: what each position sees, ``[batch, positions, 2]``. Default: None (all).
     """
     block_q, block_k = block_size
     kept = kept_of(crow, col, cols, block_size, causal)
@@ -116,6 +118,10 @@ def query_lists(
     if causal:  # left of the first position
         first = torch.arange(len(kept), device=crow.device)[:, None] % owners * (stack * block_q)
         is_clear = (torch.arange(cols, device=crow.device) + 1) * block_k - 1 <= first
+    if rule is not None:
+        seen = padded(whole_in_rule(rule, cols, block_size)[None], 1, owners * stack)
+        seen = seen.view(owners, stack, cols).all(1).repeat(len(kept) // owners, 1)
+        is_clear = seen if is_clear is None else is_clear & seen
     return _listed(kept, held, is_clear, col.numel())
 
 
@@ -127,6 +133,7 @@ def key_lists(
     span: int,
     group: int,
     causal: bool,
+    rule: Tensor | None = None,
 ) -> Lists:
     """Return the query blocks that each tile of keys visits: the transposed layout.
 
@@ -143,7 +150,25 @@ def key_lists(
         tile = torch.arange(len(kept), device=crow.device)[:, None] % owners
         row = torch.arange(kept.shape[2], device=crow.device) // group
         is_clear = row * block_q >= (tile + 1) * (stack * block_k) - 1
+    if rule is not None:
+        seen = padded(whole_in_rule(rule, cols, block_size).T[None], 1, owners * stack)
+        seen = seen.view(owners, stack, -1).all(1).repeat_interleave(group, 1)
+        seen = seen.repeat(len(kept) // owners, 1)
+        is_clear = seen if is_clear is None else is_clear & seen
     return _listed(kept, torch.tensor(stack, device=crow.device), is_clear, col.numel())
+
+
+def common_bounds(rule: Tensor, block_q: int) -> Tensor:
+    """Return the range of keys that a row of blocks sees whole, of all sequences: [rows, 2]."""
+    low, high = rule.view(len(rule), rule.shape[1] // block_q, block_q, 2).unbind(-1)
+    return torch.stack([low.amax((0, 2)), high.amin((0, 2))], 1)
+
+
+def whole_in_rule(rule: Tensor, cols: int, block_size: tuple[int, int]) -> Tensor:
+    """Return of which blocks a rule hides nothing, bool ``[rows, cols]``."""
+    low, high = common_bounds(rule, block_size[0]).long().unbind(1)
+    first = torch.arange(cols, device=rule.device) * block_size[1]
+    return (first >= low[:, None]) & (first + block_size[1] - 1 <= high[:, None])
 
 
 def kept_of(

@@ -12,13 +12,14 @@ import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from ._call import Bounds, Checked, Options, Pattern, Tensors, Walks
+from ._call import Bounds, Checked, Options, Tensors, Walks
 from ._checks import check_values
 from ._configs import SHORT, may_end_early, takes_hopper_backward, walks_whole_blocks
 from ._eager import Grads, attention_backward, attention_forward
 from ._kept_lists import NAMESPACE, lists_for, make_lists, spec_of, walks_lists
-from ._linked.host.internals import refuse_tangents
+from ._linked.host.internals import is_transformed, refuse_tangents
 from ._linked.host.operators import (
+    differentiable,
     may_skip_operator,
     no_second_derivative,
     register,
@@ -32,6 +33,8 @@ from .layout import BlockSparseLayout
 __all__ = ["attention", "backward", "checked", "forward", "plan"]
 
 _LAYOUT = "Tensor crow, Tensor col, SymInt cols, int block_q, int block_k, bool rows_alike"
+# where the forward operator's lists begin: ahead of them stand the tensors of a call but the rule
+_LISTS = len(Tensors._fields) - 1
 _OPTIONS = "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal"
 
 
@@ -65,15 +68,16 @@ def _spec(
 def _plan(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
 ) -> list[Tensor]:
-    spec = _spec(crow, block_q, block_k, rows_alike, *rest)
+    *wanted, rule = rest
+    spec = _spec(crow, block_q, block_k, rows_alike, *wanted)
     crow, col = crow.flatten(0, -2), col.flatten(0, -2)
-    return list(make_lists(crow, col, cols, (block_q, block_k), spec))
+    return list(make_lists(crow, col, cols, (block_q, block_k), spec, rule))
 
 
 def _plan_fake(
     crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
 ) -> list[Tensor]:
-    spec = _spec(crow, block_q, block_k, rows_alike, *rest)
+    spec = _spec(crow, block_q, block_k, rows_alike, *rest[:-1])
     crow, col = crow.flatten(0, -2), col.flatten(0, -2)
     if spec.paired:
         return _pairs_fake(crow, col, cols, (block_q, block_k), spec)
@@ -139,8 +143,8 @@ def _check_values(x: Tensors, bounds: Bounds) -> None:
 
 
 def _check_forward(*arguments: Any) -> None:
-    *rest, max_seqlen_q, max_seqlen_k, _, _, _, _ = arguments
-    _check_values(Tensors(*rest[: len(Tensors._fields)]), Bounds(max_seqlen_q, max_seqlen_k))
+    *rest, max_seqlen_q, max_seqlen_k, _, _, _, _, _ = arguments
+    _check_values(Tensors(*rest[:_LISTS]), Bounds(max_seqlen_q, max_seqlen_k))
 
 
 def _forward_eager(
@@ -152,6 +156,9 @@ def _forward_eager(
     block_table: Tensor | None,
     tall: Sequence[Tensor],
     short: Sequence[Tensor],
+    by_query: Sequence[Tensor],
+    by_key: Sequence[Tensor],
+    pairs: Sequence[Tensor],
     crow: Tensor,
     col: Tensor,
     cols: int,
@@ -165,6 +172,7 @@ def _forward_eager(
     causal: bool,
     num_splits: int,
     top_left: bool,
+    rule: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     return attention_forward(
         q,
@@ -180,6 +188,7 @@ def _forward_eager(
         softmax_scale,
         causal,
         top_left,
+        rule,
     )
 
 
@@ -207,6 +216,7 @@ def _backward_eager(
     softmax_scale: float,
     causal: bool,
     top_left: bool,
+    rule: Tensor | None,
 ) -> Grads:
     return attention_backward(
         dout,
@@ -224,12 +234,14 @@ def _backward_eager(
         softmax_scale,
         causal,
         top_left,
+        rule,
     )
 
 
 plan = register(
     f"{NAMESPACE}::plan",
-    f"({_LAYOUT}, SymInt group, SymInt head_dim, int itemsize, bool causal, str kind) -> Tensor[]",
+    f"({_LAYOUT}, SymInt group, SymInt head_dim, int itemsize, bool causal, str kind, "
+    "Tensor? rule) -> Tensor[]",
     fake=_plan_fake,
     kernels=_plan,
     eager=_plan,
@@ -237,8 +249,9 @@ plan = register(
 forward = register(
     f"{NAMESPACE}::forward",
     "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    f"Tensor? block_table, Tensor[] tall, Tensor[] short, {_LAYOUT}, SymInt max_row, {_OPTIONS}, "
-    "int num_splits, bool top_left) -> (Tensor out, Tensor lse)",
+    "Tensor? block_table, Tensor[] tall, Tensor[] short, Tensor[] by_query, Tensor[] by_key, "
+    f"Tensor[] pairs, {_LAYOUT}, SymInt max_row, {_OPTIONS}, int num_splits, bool top_left, "
+    "Tensor? rule) -> (Tensor out, Tensor lse)",
     fake=_forward_fake,
     kernels=_forward_triton,
     eager=_forward_eager,
@@ -248,13 +261,11 @@ backward = register(
     f"{NAMESPACE}::backward",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] by_query, Tensor[] by_key, "
-    f"Tensor[] pairs, {_LAYOUT}, {_OPTIONS}, bool top_left) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"Tensor[] pairs, {_LAYOUT}, {_OPTIONS}, bool top_left, Tensor? rule) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
     fake=_backward_fake,
     kernels=_backward_triton,
     eager=_backward_eager,
-)
-torch.library.register_autograd(
-    backward.name(), no_second_derivative("blocksparse_attention_reference")
 )
 
 
@@ -295,8 +306,66 @@ def _walks(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Optio
     )
 
 
-class _BlockSparseAttention(torch.autograd.Function):
-    """The forward pass, with the backward pass as its derivative: planned, or by operators."""
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Put away what the derivative of the forward operator needs."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, _, *walks, crow, col = inputs[: _LISTS + 7]
+    lists = [one for walk in walks for one in walk]
+    ctx.save_for_backward(
+        q, k, v, *output, cu_seqlens_q, cu_seqlens_k, inputs[-1], crow, col, *lists
+    )
+    ctx.counts = tuple(map(len, walks))
+    cols, block_q, block_k, rows_alike, _, *options, _, top_left, _ = inputs[_LISTS + 7 :]
+    ctx.options = cols, block_q, block_k, rows_alike, *options, top_left
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of the forward operator's arguments."""
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rule, crow, col, *lists = ctx.saved_tensors
+    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, None, rule)
+    walks = [[lists.pop(0) for _ in range(count)] for count in ctx.counts]
+    grads = _run_backward(x, out, lse, dout, dlse, walks, crow, col, ctx.options)
+    # of a list of tensors an operator's derivative has a list, a function's nothing
+    needs = ctx.needs_input_grad[3:]
+    return *grads, *([None] * len(one) if isinstance(one, (list, tuple)) else None for one in needs)
+
+
+def _run_backward(
+    x: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    walks: Sequence[Sequence[Tensor]],
+    crow: Tensor,
+    col: Tensor,
+    options: tuple[Any, ...],
+) -> Grads:
+    """Return the gradients by the backward operator, whose own derivative raises."""
+    return _call_backward(  # type: ignore[no-any-return]
+        torch.zeros_like(out) if dout is None else dout,
+        x.q,
+        x.k,
+        x.v,
+        out,
+        lse,
+        dlse,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        *map(list, walks),
+        crow,
+        col,
+        *options,
+        x.rule,
+    )
+
+
+_call_forward = differentiable(forward, _differentiate, _keep)
+_call_backward = differentiable(backward, no_second_derivative("blocksparse_attention_reference"))
+
+
+class _Planned(torch.autograd.Function):
+    """The two passes of a planned call, past the operators."""
 
     @staticmethod
     def forward(
@@ -304,96 +373,32 @@ class _BlockSparseAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        crow: Tensor,
-        col: Tensor,
-        pattern: Pattern,
+        x: Tensors,
+        layout: BlockSparseLayout,
         bounds: Bounds,
-        options: Options,
-        planned: tuple[Any, Walks] | None,
-        counts: tuple[int, ...],
-        *lists: Tensor,
+        known: Checked,
     ) -> tuple[Tensor, Tensor]:
-        """Take what is planned, or else the lists one by one, and how many belong together."""
-        if planned is None:
-            tall, short, *others = _parted(lists, counts)
-            out, lse = forward(
-                q,
-                k,
-                v,
-                cu_seqlens_q,
-                cu_seqlens_k,
-                None,
-                tall,
-                short,
-                crow,
-                col,
-                *pattern[2:7],
-                *bounds,
-                *options,
-            )
-        else:
-            others = []
-            plan, walks = planned
-            out, lse = plan.forward(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k), walks, bounds)
-        ctx.save_for_backward(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            crow,
-            col,
-            *(one for walk in others for one in walk),
-        )
-        ctx.counts = tuple(map(len, others))
-        ctx.pattern, ctx.bounds, ctx.options, ctx.planned = pattern, bounds, options, planned
+        """Take what may have a gradient, and ``x``, all tensors of the call."""
+        out, lse = known.plan.forward(x, known.walks, bounds)  # type: ignore[union-attr]
+        ctx.save_for_backward(*x, out, lse)
+        ctx.layout, ctx.bounds, ctx.known = layout, bounds, known
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, crow, col, *lists = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        walked = _parted(tuple(lists), ctx.counts)
-        nothing = (None,) * (len(ctx.needs_input_grad) - 3)
-        if ctx.planned is not None:
-            x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
-            plan, walks = ctx.planned
-            if may_skip_operator(dout, dlse) and plan.fits(x):
-                return *plan.backward(x, walks, out, lse, dout, dlse), *nothing
-            walked = [list(walk) for walk in walks[2:]]
-        dq, dk, dv = backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dlse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            *walked,
-            crow,
-            col,
-            *ctx.pattern[2:6],
-            *ctx.bounds,
-            *ctx.options[:2],
-            ctx.options.top_left,
-        )
-        return dq, dk, dv, *nothing
-
-
-def _parted(lists: tuple[Tensor, ...], counts: tuple[int, ...]) -> list[list[Tensor]]:
-    parts, start = [], 0
-    for count in counts:
-        parts.append(list(lists[start : start + count]))
-        start += count
-    return parts
+        *tensors, out, lse = ctx.saved_tensors
+        x, known, layout = Tensors(*tensors), ctx.known, ctx.layout
+        if may_skip_operator(dout, dlse) and known.plan.fits(x):
+            if dout is None:
+                dout = torch.zeros_like(out)
+            grads = known.plan.backward(x, known.walks, out, lse, dout, dlse)
+        else:
+            scale, causal, _, top_left = known.options
+            options = *layout._pattern[2:6], *ctx.bounds, scale, causal, top_left
+            crow, col = map(layout._by_sequence, (layout._crow, layout._col))
+            grads = _run_backward(x, out, lse, dout, dlse, known.walks[2:], crow, col, options)
+        return *grads, None, None, None, None
 
 
 def _needs_grad(x: Tensors) -> bool:
@@ -406,27 +411,15 @@ def attention(
     """Compute ``(out, lse)``, through the autograd function where a gradient is asked for."""
     refuse_tangents(x)
     walks, options, plan = known.walks, known.options, known.plan
-    crow, col = map(layout._by_sequence, (layout._crow, layout._col))
-    pattern = layout._pattern
-    if plan is not None and x.q.is_cpu:
+    if plan is None:
+        if is_transformed() and torch.compiler.is_compiling():
+            x = without_repeats(x)
+        crow, col = map(layout._by_sequence, (layout._crow, layout._col))
+        return _call_forward(  # type: ignore[no-any-return]
+            *x[:6], *map(list, walks), crow, col, *layout._pattern[2:7], *bounds, *options, x.rule
+        )
+    if x.q.is_cpu:
         _check_values(x, bounds)
     if _needs_grad(x):
-        if plan is not None:
-            return _BlockSparseAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
-                *x[:5], crow, col, pattern, bounds, options, (plan, walks), ()
-            )
-        if torch.compiler.is_compiling():
-            x = without_repeats(x)
-            # passes whose tiles agree share their lists
-            by_query = tuple(one.view_as(one) for one in walks.by_query)
-            walks = walks._replace(by_query=by_query)
-        counts = tuple(map(len, walks))
-        lists = (one for walk in walks for one in walk)
-        return _BlockSparseAttention.apply(  # type: ignore[no-any-return, no-untyped-call]
-            *x[:5], crow, col, pattern, bounds, options, None, counts, *lists
-        )
-    if plan is not None:
-        return plan.forward(x, walks, bounds)
-    return forward(  # type: ignore[no-any-return]
-        *x, list(walks.tall), list(walks.short), crow, col, *pattern[2:7], *bounds, *options
-    )
+        return _Planned.apply(x.q, x.k, x.v, x, layout, bounds, known)  # type: ignore[no-any-return, no-untyped-call]
+    return plan.forward(x, walks, bounds)

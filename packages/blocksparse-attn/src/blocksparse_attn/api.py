@@ -82,7 +82,7 @@ def blocksparse_attn_func(
         (softmax_scale, causal, num_splits, return_lse, align, repeats(), stream_of(q)),
         packed=False,
     )
-    x = Tensors(q, k, v)
+    x = Tensors(q, k, v, rule=layout._rule)
     known = None if form is None else layout._calls.get(form)
     if known is None:
         _checks.check_qkv(q, k, v, 4)
@@ -162,7 +162,7 @@ def blocksparse_attn_varlen_func(
     )
     if form is not None and k.shape[:1] != v.shape[:1]:
         form = None
-    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, layout._rule)
     known = None if form is None else layout._calls.get(form)
     if known is None:
         _checks.check_qkv(q, k, v, 3, paged=block_table is not None)

@@ -29,6 +29,7 @@ from ._linked.host.forms import Memory
 from ._lists import dense_of
 from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
 from ._plot import draw
+from .token_rule import TokenRule
 
 # rows of queries that the largest tile holds
 TALL = 128
@@ -59,12 +60,15 @@ class BlockSparseLayout:
             Default: ``num_cols``.
         rows_alike: whether neighbouring rows keep mostly the same blocks, so that they are best
             computed together; it changes the speed, not the result. Default: False.
+        token_rule: what queries see of the blocks that they keep. Default: None (all).
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range. Values of ``crow`` and ``col`` are not looked
             at: :meth:`validate` does that.
     """
+
+    _rule: Tensor | None
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class BlockSparseLayout:
         num_cols: int | None = None,
         max_row: int | None = None,
         rows_alike: bool = False,
+        token_rule: TokenRule | None = None,
     ) -> None:
         check_csr(crow, col)
         sides = check_block_size(block_size)
@@ -96,6 +101,8 @@ class BlockSparseLayout:
             rows_alike,
             crow.shape[0] if crow.ndim == 3 else 0,
         )
+        if token_rule is not None:
+            self._rule = self._bounds_of(token_rule)
 
     def _fill(
         self,
@@ -107,6 +114,7 @@ class BlockSparseLayout:
         max_row: int | None,
         rows_alike: bool,
         batch: int = 0,
+        rule: Tensor | None = None,
     ) -> None:
         if col.shape[1] == 0:
             col = col.new_full((col.shape[0], 1), -1)
@@ -114,9 +122,10 @@ class BlockSparseLayout:
             # autograd keeps no tensors that were made there
             with torch.inference_mode(False):
                 crow, col = crow.clone(), col.clone()
+                rule = None if rule is None else rule.clone()
         # heads of all sequences, those of one after the other
         self._crow, self._col = crow.contiguous(), col.contiguous()
-        self._batch = batch
+        self._batch, self._rule = batch, rule
         self._block_size, self._num_cols, self._num_heads = block_size, num_cols, num_heads
         self._max_row = num_cols if max_row is None else min(max_row, num_cols)
         self._rows_alike = rows_alike
@@ -159,6 +168,7 @@ class BlockSparseLayout:
             self._max_row,
             self._rows_alike,
             self._batch,
+            self._rule,
         )
 
     def _by_sequence(self, x: Tensor) -> Tensor:
@@ -184,6 +194,29 @@ class BlockSparseLayout:
                 keep(made, (), ())
                 self._made[heads_q] = made
         return made
+
+    def _bounds_of(self, rule: TokenRule) -> Tensor:
+        """Return the bounds of a rule for this layout's positions."""
+        if not isinstance(rule, TokenRule):
+            raise TypeError(f"token_rule must be a TokenRule, got {type(rule).__name__}")
+        bounds = rule.bounds(self.num_rows * self._block_size[0], self.device)
+        if self._batch and len(bounds) not in (1, self._batch):
+            raise ValueError(
+                f"batch of token_rule must be 1 or that of the layout, {self._batch}, "
+                f"got {len(bounds)}"
+            )
+        return bounds
+
+    def with_token_rule(self, token_rule: TokenRule | None) -> BlockSparseLayout:
+        """Return a layout of the same blocks with a rule of its own, or without one.
+
+        Args:
+            token_rule: what queries see of the blocks that they keep; None: all.
+        """
+        return self._with_bounds(None if token_rule is None else self._bounds_of(token_rule))
+
+    def _with_bounds(self, bounds: Tensor | None) -> BlockSparseLayout:
+        return self._make(*self._state()[:-1], bounds)
 
     @classmethod
     def from_indices(
@@ -335,6 +368,11 @@ class BlockSparseLayout:
         return self._batch or None
 
     @property
+    def token_bounds(self) -> Tensor | None:
+        """First and last key that each position sees, as of ``TokenRule.bounds``; None: all."""
+        return None if self._rule is None else self._rule.clone()
+
+    @property
     def num_heads(self) -> int:
         """Number of query heads; 1 serves any number."""
         return self._num_heads
@@ -379,8 +417,9 @@ class BlockSparseLayout:
         device = torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
-        crow, col, *rest = self._state()
-        return self._make(crow.to(device), col.to(device), *rest)
+        crow, col, *rest, rule = self._state()
+        rule = None if rule is None else rule.to(device)
+        return self._make(crow.to(device), col.to(device), *rest, rule)
 
     def to_dense(self) -> Tensor:
         """Return the mask of blocks, bool ``[heads, rows, cols]``, or with a batch ahead."""

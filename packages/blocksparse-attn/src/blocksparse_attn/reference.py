@@ -39,8 +39,8 @@ def blocksparse_attention_reference(
     check_is_layout(layout)
     check_layout(layout, q, k, q.shape[0])
     check_cover(layout, k, q.shape[1], k.shape[1], top_left)
-    kept = layout._for_heads(q.shape[2]).to_dense()
-    out, lse = dense_attention(q, k, v, kept, layout.block_size, scale, causal, top_left)
+    kept, rule = layout._for_heads(q.shape[2]).to_dense(), layout._rule
+    out, lse = dense_attention(q, k, v, kept, layout.block_size, scale, causal, top_left, rule)
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 
@@ -84,6 +84,7 @@ def blocksparse_varlen_attention_reference(
         scale,
         causal,
         top_left,
+        layout._rule,
     )
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
@@ -96,6 +97,7 @@ def visible_keys(
     seqlen_k: int,
     causal: bool,
     top_left: bool = False,
+    rule: Tensor | None = None,
 ) -> Tensor:
     """Return which key each query sees, bool ``[heads, seqlen_q, seqlen_k]``.
 
@@ -106,6 +108,7 @@ def visible_keys(
         seqlen_k: number of keys.
         causal: hide keys behind a query's position.
         top_left: query i stands at the position i instead.
+        rule: first and last key that each position sees, ``[positions, 2]``. Default: None (all).
     """
     heads, rows, cols = dense.shape
     position = torch.arange(seqlen_q, device=dense.device)
@@ -118,6 +121,9 @@ def visible_keys(
     if not rows or not cols:
         return known.expand(heads, seqlen_q, seqlen_k)
     kept = dense[:, row.clamp(0, rows - 1)][:, :, col.clamp(max=cols - 1)] & known
+    if rule is not None:
+        low, high = rule[position.clamp(0, len(rule) - 1)].unbind(-1)
+        kept &= (key >= low[:, None]) & (key <= high[:, None])
     return kept & (key <= position[:, None]) if causal else kept
 
 
@@ -130,20 +136,23 @@ def dense_attention(
     softmax_scale: float,
     causal: bool,
     top_left: bool = False,
+    rule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend within sequences of one length; both results are in the dtype of the computation."""
-    if dense.ndim == 4:  # a layout for each sequence
+    if dense.ndim == 4 or (rule is not None and len(rule) > 1):  # a layout for each sequence
         rest = block_size, softmax_scale, causal, top_left
-        parts = [
-            dense_attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], one, *rest)
-            for b, one in enumerate(dense)
-        ]
+        parts = []
+        for b in range(len(q)):
+            one_q, one_k, one_v = (x[b : b + 1] for x in (q, k, v))
+            one = own_blocks(dense, b), *rest, own_rule(rule, b)
+            parts.append(dense_attention(one_q, one_k, one_v, *one))
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs), torch.cat(lses)
     # under autocast the products below would be rounded to 16 bits
     with torch.autocast(q.device.type, enabled=False):
         heads_q, group = q.shape[2], q.shape[2] // k.shape[2]
-        visible = visible_keys(dense, block_size, q.shape[1], k.shape[1], causal, top_left)
+        lengths, own = (q.shape[1], k.shape[1]), None if rule is None else rule[0]
+        visible = visible_keys(dense, block_size, *lengths, causal, top_left, own)
         visible = visible.expand(heads_q, -1, -1)
         q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
         q, k, v = hide_unseen(q, k, v, visible)
@@ -174,6 +183,7 @@ def packed_attention(
     softmax_scale: float,
     causal: bool,
     top_left: bool = False,
+    rule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend within packed sequences, one by one; rows of no sequence get 0 and -inf."""
     dtype = compute_dtype(q)
@@ -181,12 +191,23 @@ def packed_attention(
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
     for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
         one_k, one_v = (of_sequence(x, keys, b, block_table) for x in (k, v))
-        one = q[rows][None], one_k[None], one_v[None]
-        own = dense[b] if dense.ndim == 4 else dense
-        one_out, one_lse = dense_attention(*one, own, block_size, softmax_scale, causal, top_left)
+        rest = block_size, softmax_scale, causal, top_left, own_rule(rule, b)
+        one_out, one_lse = dense_attention(
+            q[rows][None], one_k[None], one_v[None], own_blocks(dense, b), *rest
+        )
         out[rows] = one_out[0]
         lse[:, rows] = one_lse[0]
     return out, lse
+
+
+def own_blocks(dense: Tensor, b: int) -> Tensor:
+    """Return the mask of blocks of one sequence."""
+    return dense[b] if dense.ndim == 4 else dense
+
+
+def own_rule(rule: Tensor | None, b: int) -> Tensor | None:
+    """Return what the positions of one sequence see, with a leading dimension of 1."""
+    return rule if rule is None or len(rule) == 1 else rule[b : b + 1]
 
 
 def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:

@@ -14,6 +14,7 @@ from .primitives import (
     NO_BLOCK,
     count_steps,
     fetch,
+    in_range,
     keeps,
     load_tile,
     load_tile_transposed,
@@ -123,6 +124,11 @@ def _dkdv_walk(
                 visible &= keeps(members, columns.bits, BLOCK_M, BLOCK_Q)
             if OPTIONS.IS_CAUSAL:
                 visible &= columns.keys[:, None] <= positions[None, :]
+            if queries.rule_ptr is not None:
+                bounds = queries.rule_ptr + 2 * positions
+                first = tl.load(bounds, mask=inside, other=1)
+                last = tl.load(bounds + 1, mask=inside, other=0)
+                visible &= in_range(columns.keys[:, None], first[None, :], last[None, :])
             p = tl.where(visible, p, 0.0)
             # a key that nobody sees may hold NaN
             dp = tl.where(visible, dp, 0.0)
@@ -143,8 +149,9 @@ def _dkdv_walk(
 )
 def _dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
-    begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rule_ptr,
     scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, list_stride, extent_q,
+    rule_stride,
     stride_dob, stride_dos, stride_doh,
     stride_qb, stride_qs, stride_qh,
     stride_kb, stride_ks, stride_kh,
@@ -175,10 +182,11 @@ def _dkdv_kernel(
         members_ptr,
         cu_seqlens_q_ptr,
         cu_seqlens_k_ptr,
+        rule_ptr,
     )
     numbers = KeyNumbers(
         scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, list_stride, extent_q,
-        stride_dob, stride_dos, stride_doh, stride_qb, stride_qs, stride_qh,
+        rule_stride, stride_dob, stride_dos, stride_doh, stride_qb, stride_qs, stride_qh,
         stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     )  # fmt: skip
     OPTIONS: tl.constexpr = Options(
@@ -238,6 +246,9 @@ def _dkdv_kernel(
     else:
         row_at = q_start
 
+    own_rule_ptr = rule_ptr
+    if rule_ptr is not None:
+        own_rule_ptr += batch_64 * rule_stride
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N > BLOCK_K else BLOCK_K
     bits = (keys % SPAN) // BLOCK_K
     walk = query_walk(work, tensors, numbers, OPTIONS, TILE)
@@ -251,7 +262,9 @@ def _dkdv_kernel(
             ranges = Ranges(seen, whole - seen, rest, seen_end - rest, cut, cut_end - cut)
         else:
             ranges = Ranges(seen, count * 0, whole, count, cut, count * 0)
-        queries = RowPointers(q_ptr, dout_ptr, lse2_ptr + row_at, delta_ptr + row_at, head_k)
+        queries = RowPointers(
+            q_ptr, dout_ptr, lse2_ptr + row_at, delta_ptr + row_at, head_k, own_rule_ptr
+        )
         dk, dv = _dkdv_walk(
             dk, dv, k, v, queries, ranges, columns, tensors, numbers, masked == 1, OPTIONS, TILE
         )

@@ -8,10 +8,10 @@ from .primitives import (
     NO_BLOCK,
     count_steps,
     fetch,
-    keeps,
     live_keys,
     load_tile,
     load_tile_transposed,
+    sees,
     tokens_of,
 )
 from .schedule import key_walk, locate_queries, rows_of
@@ -59,7 +59,7 @@ def _dq_walk(
         live = keys >= 0
         if MASKED:
             live = live_keys(
-                keys, members, rows, OPTIONS.IS_CAUSAL, OPTIONS.BLOCK_Q, QUERIES.ROW_MEMBERS
+                keys, members, rows, OPTIONS, QUERIES.ROW_MEMBERS, HAS_MEMBERS, BLOCK_N
             )
         keys_64 = keys.to(tl.int64)
         k_t = load_tile_transposed(
@@ -86,12 +86,7 @@ def _dq_walk(
         dp = dot(values.dout, v_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(products * (numbers.scale * LOG2E) - values.lse2[:, None])
         if MASKED:
-            if OPTIONS.IS_CAUSAL:
-                visible = keys[None, :] <= rows.positions[:, None]
-            else:
-                visible = (keys < rows.seqlen_k)[None, :] & (rows.positions >= 0)[:, None]
-            if HAS_MEMBERS:
-                visible &= keeps(members, rows.bits, BLOCK_N, BLOCK_K)
+            visible = sees(keys, members, rows, OPTIONS.IS_CAUSAL, HAS_MEMBERS, BLOCK_N, BLOCK_K)
             p = tl.where(visible, p, 0.0)
         ds = p * (dp - values.delta[:, None])  # [BLOCK_M, BLOCK_N]
         dq = dot_add(dq, ds, tl.trans(k_t), PRECISION, UPCAST)  # [BLOCK_M, BLOCK_D]
@@ -107,8 +102,9 @@ def _dq_walk(
 )
 def _dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
-    begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, rule_ptr,
     scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, list_stride, extent_k,
+    rule_stride,
     stride_dob, stride_dos, stride_doh,
     stride_qb, stride_qs, stride_qh,
     stride_kb, stride_ks, stride_kh,
@@ -139,10 +135,11 @@ def _dq_kernel(
         members_ptr,
         cu_seqlens_q_ptr,
         cu_seqlens_k_ptr,
+        rule_ptr,
     )
     numbers = QueryNumbers(
         scale, batch, heads_q, tokens_q, tokens_k, tiles, span, list_rows, list_stride, extent_k,
-        stride_dob, stride_dos, stride_doh, stride_qb, stride_qs, stride_qh,
+        rule_stride, stride_dob, stride_dos, stride_doh, stride_qb, stride_qs, stride_qh,
         stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     )  # fmt: skip
     OPTIONS: tl.constexpr = Options(
@@ -215,7 +212,7 @@ def _dq_kernel(
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
 
-    standing = rows_of(work, positions, OPTIONS, QUERIES)
+    standing = rows_of(work, positions, tensors, numbers, OPTIONS, QUERIES)
     PER_STEP: tl.constexpr = BLOCK_N // BLOCK_K if BLOCK_N > BLOCK_K else 1
     walk = key_walk(work, standing.last_position, tensors, numbers, OPTIONS, QUERIES, PER_STEP)
     values = RowValues(q, dout, lse2, delta)

@@ -179,6 +179,11 @@ def readable(x: Tensors) -> Tensors:
     return Tensors(whole_rows(x.q), whole_rows(x.k), whole_rows(x.v), *map(dense, x[3:]))
 
 
+def rule_stride(x: Tensors) -> int:
+    """Return how far apart the rules of two sequences are; 0 if all have one."""
+    return 0 if x.rule is None or len(x.rule) == 1 else x.rule.stride(0)
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return how many multiprocessors a device has."""

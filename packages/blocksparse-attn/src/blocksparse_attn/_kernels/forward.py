@@ -16,11 +16,11 @@ from .primitives import (
     NO_BLOCK,
     count_steps,
     fetch,
-    keeps,
     key_offsets,
     live_keys,
     load_tile,
     load_tile_transposed,
+    sees,
     tokens_of,
 )
 from .schedule import key_walk, locate_queries, rows_of
@@ -71,7 +71,7 @@ def _attend(
         live = keys >= 0
         if MASKED:
             live = live_keys(
-                keys, members, rows, OPTIONS.IS_CAUSAL, OPTIONS.BLOCK_Q, QUERIES.ROW_MEMBERS
+                keys, members, rows, OPTIONS, QUERIES.ROW_MEMBERS, HAS_MEMBERS, BLOCK_N
             )
         k_at = key_offsets(
             keys, live, keys_at.table_ptr, numbers.stride_kb, numbers.stride_ks, PAGE, MASKED
@@ -97,12 +97,7 @@ def _attend(
             factor = 1.0
             s = s * (scale * LOG2E)
         if MASKED:
-            if OPTIONS.IS_CAUSAL:
-                visible = keys[None, :] <= rows.positions[:, None]
-            else:
-                visible = (keys < rows.seqlen_k)[None, :] & (rows.positions >= 0)[:, None]
-            if HAS_MEMBERS:
-                visible &= keeps(members, rows.bits, BLOCK_N, BLOCK_K)
+            visible = sees(keys, members, rows, OPTIONS.IS_CAUSAL, HAS_MEMBERS, BLOCK_N, BLOCK_K)
             s = tl.where(visible, s, NEG_INF)
         m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
         if MASKED:
@@ -222,9 +217,9 @@ def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr
 def _forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
     begin_ptr, whole_ptr, items_ptr, members_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_table_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_table_ptr, rule_ptr,
     scale, batch, heads_q, tokens_q, tokens_k, tiles, span, splits, fills, list_rows, list_stride,
-    extent_k, stride_table,
+    extent_k, stride_table, rule_stride,
     stride_qb, stride_qs, stride_qh,
     stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh,
@@ -256,11 +251,12 @@ def _forward_kernel(
         cu_seqlens_q_ptr,
         cu_seqlens_k_ptr,
         block_table_ptr,
+        rule_ptr,
     )
     numbers = ForwardNumbers(
         scale, batch, heads_q, tokens_q, tokens_k, tiles, span, splits, fills, list_rows,
-        list_stride, extent_k, stride_table, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks,
-        stride_kh,
+        list_stride, extent_k, stride_table, rule_stride, stride_qb, stride_qs, stride_qh,
+        stride_kb, stride_ks, stride_kh,
         stride_vb, stride_vs, stride_vh,
     )  # fmt: skip
     OPTIONS: tl.constexpr = Options(
@@ -317,7 +313,7 @@ def _forward_kernel(
     if PAGE:
         table_ptr += batch_64 * stride_table
 
-    standing = rows_of(work, positions, OPTIONS, QUERIES)
+    standing = rows_of(work, positions, tensors, numbers, OPTIONS, QUERIES)
     PER_STEP: tl.constexpr = BLOCK_N // BLOCK_K if BLOCK_N > BLOCK_K else 1
     walk = key_walk(work, standing.last_position, tensors, numbers, OPTIONS, QUERIES, PER_STEP)
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)  # [BLOCK_M]

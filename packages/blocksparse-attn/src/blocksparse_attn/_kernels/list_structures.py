@@ -47,6 +47,7 @@ class ListTensors(NamedTuple):
     whole_ptr: Any
     items_ptr: Any
     members_ptr: Any
+    common_ptr: Any  # range of keys that a row of blocks sees whole by the rule, or None
 
 
 class ListNumbers(NamedTuple):

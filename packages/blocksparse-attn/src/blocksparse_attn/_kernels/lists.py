@@ -77,7 +77,33 @@ def _bit_kernel(
 
 
 @triton.jit
-def _look_up(owner, chunk, bits_ptr, numbers, OPTIONS: tl.constexpr):
+def _is_in_rule(tile, item, common_ptr, numbers, OPTIONS: tl.constexpr):
+    """Say of which items the rule hides nothing from an owner."""
+    if OPTIONS.BY_KEY:
+        row = item // numbers.group
+        first = item * 0 + tile * numbers.span
+        last = first + numbers.span - 1
+        return _is_between(first, last, row, item < numbers.items, common_ptr)
+    first = item * numbers.block
+    last = first + numbers.block - 1
+    ROWS: tl.constexpr = 1 if OPTIONS.IS_PACKED else OPTIONS.MEMBERS
+    is_whole = item >= 0
+    for i in tl.static_range(ROWS):
+        row = tile * ROWS + i
+        is_whole &= _is_between(first, last, row, row < numbers.lines, common_ptr)
+    return is_whole
+
+
+@triton.jit
+def _is_between(first, last, row, is_there, common_ptr):
+    """Say whether all rows of a row of blocks see the keys from ``first`` to ``last``."""
+    low = tl.load(common_ptr + 2 * row, mask=is_there, other=1)
+    high = tl.load(common_ptr + 2 * row + 1, mask=is_there, other=0)
+    return (first >= low) & (last <= high)
+
+
+@triton.jit
+def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr):
     """Return what an owner's members see of a chunk of items, and which items need no mask.
 
     Both are ``[BLOCK]``: member bits, which are 0 of items that nobody sees, and booleans.
@@ -115,6 +141,8 @@ def _look_up(owner, chunk, bits_ptr, numbers, OPTIONS: tl.constexpr):
             is_whole &= item >= tl.cdiv(last, numbers.block) * numbers.group
         else:
             is_whole &= item < (tile.to(tl.int64) * numbers.span + 1) // numbers.block
+    if common_ptr is not None:
+        is_whole &= _is_in_rule(tile, item, common_ptr, numbers, OPTIONS)
     return seen, is_whole & (seen != 0)
 
 
@@ -123,7 +151,7 @@ def _look_up(owner, chunk, bits_ptr, numbers, OPTIONS: tl.constexpr):
     do_not_specialize_on_alignment=ListTensors._fields,
 )
 def _list_kernel(
-    bits_ptr, counts_ptr, ends_ptr, begin_ptr, whole_ptr, items_ptr, members_ptr,
+    bits_ptr, counts_ptr, ends_ptr, begin_ptr, whole_ptr, items_ptr, members_ptr, common_ptr,
     owners, chunks, items, lines, words, heads, group, packs, span, block, bound,
     BY_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_PACKED: tl.constexpr,
     MEMBERS: tl.constexpr, BLOCK: tl.constexpr, WRITES: tl.constexpr,
@@ -138,7 +166,7 @@ def _list_kernel(
     OPTIONS: tl.constexpr = ListOptions(BY_KEY, IS_CAUSAL, IS_PACKED, MEMBERS, BLOCK, WRITES)
     owner = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
-    seen, is_whole = _look_up(owner, chunk, bits_ptr, numbers, OPTIONS)
+    seen, is_whole = _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS)
     is_rest = (seen != 0) & (is_whole == 0)
     place = owner.to(tl.int64) * 2 * chunks + chunk
     if not WRITES:

@@ -14,7 +14,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .. import _pairs, _pieces
-from .._lists import Lists, ListSpec
+from .._lists import Lists, ListSpec, common_bounds
 from .._pairs import Pairs, sizes_of
 from .form import launch_of
 from .list_structures import (
@@ -80,7 +80,12 @@ def mark_bits(
 
 
 def make_lists(
-    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
+    crow: Tensor,
+    col: Tensor,
+    cols: int,
+    block_size: tuple[int, int],
+    spec: ListSpec,
+    rule: Tensor | None = None,
 ) -> Lists:
     """Return the lists of a layout, as ``query_lists`` and ``key_lists`` do, by kernels."""
     block_q, block_k = block_size
@@ -126,7 +131,8 @@ def make_lists(
         bound,
     )
     options = spec.by_key, spec.causal, pack > 1, pack if pack > 1 else stack, BLOCK
-    tensors = ListTensors(bits, counts, ends, begin, whole, things, members)
+    common = None if rule is None else common_bounds(rule, block_q)
+    tensors = ListTensors(bits, counts, ends, begin, whole, things, members, common)
     _launch(_list_kernel, ListOptions(*options, WRITES=False))(total * chunks, tensors, numbers)
     torch.cumsum(counts, 0, out=ends)
     _launch(_list_kernel, ListOptions(*options, WRITES=True))(total * chunks, tensors, numbers)

@@ -31,7 +31,7 @@ from .._linked.host.forms import interpreted
 from .backward_dkdv import _dkdv_kernel
 from .backward_dq import _dq_kernel
 from .backward_rows import _row_kernel
-from .form import Form, QueryTiles, launch_of, launch_on, processors, readable
+from .form import Form, QueryTiles, launch_of, launch_on, processors, readable, rule_stride
 from .forward import _forward_kernel
 from .launch.runtime import aligned, dense, first_columns, token_strides, widened
 from .merge import _merge_kernel
@@ -251,7 +251,8 @@ def _forward_arguments(
     fills: bool,
 ) -> tuple[ForwardTensors, ForwardNumbers]:
     table = dense(x.block_table)
-    tensors = ForwardTensors(x.q, x.k, x.v, *written, *walk, x.cu_seqlens_q, x.cu_seqlens_k, table)
+    offsets = x.cu_seqlens_q, x.cu_seqlens_k
+    tensors = ForwardTensors(x.q, x.k, x.v, *written, *walk, *offsets, table, x.rule)
     numbers = ForwardNumbers(
         form.options.softmax_scale,
         form.batch,
@@ -266,6 +267,7 @@ def _forward_arguments(
         queries.list_stride,
         form.extent_k,
         0 if table is None else table.stride(0),
+        rule_stride(x),
         *form.strides,
     )
     return tensors, numbers
@@ -335,6 +337,7 @@ class BackwardPlan:
         form, lse = self._form, rows.lse_ptr
         tokens_q, tokens_k = x.q.shape[-3], x.k.shape[-3]
         strides = token_strides(rows.dout_ptr)
+        offsets = x.cu_seqlens_q, x.cu_seqlens_k
         read = x.q, x.k, x.v, rows.dout_ptr, rows.lse2_ptr, rows.delta_ptr
         self._rows[rows.dlse_ptr is not None](
             cdiv(lse.numel(), ROWS),
@@ -347,7 +350,7 @@ class BackwardPlan:
         list_rows = cdiv(form.extent_k, max(tile.block_n, form.pattern.block_k))
         self._keys(
             tiles * form.heads_k * form.grid_batch,
-            KeyTensors(*read, dk, dv, *walks.by_key, x.cu_seqlens_q, x.cu_seqlens_k),
+            KeyTensors(*read, dk, dv, *walks.by_key, *offsets, x.rule),
             KeyNumbers(
                 scale,
                 batch,
@@ -359,6 +362,7 @@ class BackwardPlan:
                 list_rows,
                 form.lists_apart(form.heads_k * list_rows, list_rows),
                 form.extent_q,
+                rule_stride(x),
                 *strides,
                 *form.strides,
             ),
@@ -367,7 +371,7 @@ class BackwardPlan:
         tiles = queries.count(tokens_q, tokens_k)
         self._dq(
             queries.programs(tiles),
-            QueryTensors(*read, dq, *walks.by_query, x.cu_seqlens_q, x.cu_seqlens_k),
+            QueryTensors(*read, dq, *walks.by_query, *offsets, x.rule),
             QueryNumbers(
                 scale,
                 batch,
@@ -379,6 +383,7 @@ class BackwardPlan:
                 queries.list_rows,
                 queries.list_stride,
                 form.extent_k,
+                rule_stride(x),
                 *strides,
                 *form.strides,
             ),
@@ -393,12 +398,12 @@ def _pattern_of(crow: Tensor, *rest: Any) -> Pattern:
 
 
 def launch_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, tall, short, crow, col, cols, block_q,
-    block_k, rows_alike, max_row, max_seqlen_q, max_seqlen_k, softmax_scale, causal, num_splits,
-    top_left=False,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, tall, short, by_query, by_key, pairs, crow,
+    col, cols, block_q, block_k, rows_alike, max_row, max_seqlen_q, max_seqlen_k, softmax_scale,
+    causal, num_splits, top_left=False, rule=None,
 ):  # fmt: skip
     """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
-    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table))
+    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, rule))
     pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, max_row)
     plan = Plan(x, pattern, Options(softmax_scale, causal, num_splits, top_left))
     out, lse = plan.forward(x, Walks(tuple(tall), tuple(short)), Bounds(max_seqlen_q, max_seqlen_k))
@@ -408,10 +413,10 @@ def launch_forward(
 def launch_backward(
     dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, pairs, crow, col,
     cols, block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-    top_left=False,
+    top_left=False, rule=None,
 ):  # fmt: skip
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
-    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k))
+    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, None, rule))
     pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, cols)
     plan = BackwardPlan(Form(x, pattern, Options(softmax_scale, causal, 1, top_left)))
     walks = Walks(by_query=tuple(by_query), by_key=tuple(by_key), pairs=tuple(pairs))

@@ -120,13 +120,49 @@ def tokens_of(block, step, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def in_range(keys, first, last):
+    """Say which keys the rule of a layout leaves to a row."""
+    return (keys >= first) & (keys <= last)
+
+
+@triton.jit
+def sees(
+    keys,
+    members,
+    rows,
+    IS_CAUSAL: tl.constexpr,
+    HAS_MEMBERS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Say which keys of a step each row of the tile sees, ``[rows, keys]``."""
+    if IS_CAUSAL:
+        visible = keys[None, :] <= rows.positions[:, None]
+    else:
+        visible = (keys < rows.seqlen_k)[None, :] & (rows.positions >= 0)[:, None]
+    if HAS_MEMBERS:
+        visible &= keeps(members, rows.bits, BLOCK_N, BLOCK_K)
+    if rows.first_key is not None:
+        visible &= in_range(keys[None, :], rows.first_key[:, None], rows.last_key[:, None])
+    return visible
+
+
+@triton.jit
 def live_keys(
-    keys, members, rows, IS_CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, ROW_MEMBERS: tl.constexpr
+    keys,
+    members,
+    rows,
+    OPTIONS: tl.constexpr,
+    ROW_MEMBERS: tl.constexpr,
+    HAS_MEMBERS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Say which keys of a step some row of the tile sees; nobody may read the others.
 
     ``members`` say which of the tile's rows of blocks keep the block of a key.
     """
+    BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
+    IS_CAUSAL: tl.constexpr = OPTIONS.IS_CAUSAL
     if ROW_MEMBERS > 1:
         reach = members * 0 - 1
         for i in tl.static_range(ROW_MEMBERS):
@@ -142,6 +178,9 @@ def live_keys(
         live = keys <= tl.minimum(reach, rows.seqlen_k - 1)
     else:
         live = keys < tl.where(reach >= 0, rows.seqlen_k, 0)
+    if rows.first_key is not None:
+        visible = sees(keys, members, rows, IS_CAUSAL, HAS_MEMBERS, BLOCK_N, OPTIONS.BLOCK_K)
+        live &= tl.max(visible.to(tl.int32), 0) > 0
     return live
 
 

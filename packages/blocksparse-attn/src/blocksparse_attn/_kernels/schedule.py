@@ -199,7 +199,7 @@ def key_walk(
 
 
 @triton.jit
-def rows_of(work, positions, OPTIONS: tl.constexpr, QUERIES: tl.constexpr):
+def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr, QUERIES: tl.constexpr):
     """Return the ``Rows`` of a tile of queries that stand at ``positions``, ``[BLOCK_M]``."""
     first = work.tile * QUERIES.POSITIONS
     first_position = tl.maximum(tl.maximum(work.diagonal, 0), first)
@@ -210,10 +210,27 @@ def rows_of(work, positions, OPTIONS: tl.constexpr, QUERIES: tl.constexpr):
         bits = tl.arange(0, positions.shape[0]) % QUERIES.HEADS
     elif QUERIES.ROW_MEMBERS > 1:
         bits = tl.maximum(positions - span_start, 0) // OPTIONS.BLOCK_Q
+    first_key = None
+    last_key = None
+    if tensors.rule_ptr is not None:
+        is_there = (positions >= first_position) & (positions <= last_position)
+        sequence = tl.maximum(tl.minimum(work.sequence, numbers.batch - 1), 0).to(tl.int64)
+        bounds = tensors.rule_ptr + sequence * numbers.rule_stride + 2 * positions
+        first_key = tl.load(bounds, mask=is_there, other=1)
+        last_key = tl.load(bounds + 1, mask=is_there, other=0)
     if OPTIONS.TOP_LEFT:
         # under a causal mask a query behind the last key sees no more than that
         positions = tl.minimum(positions, work.seqlen_k - 1)
-    return Rows(positions, bits, first_position, last_position, span_start, work.seqlen_k)
+    return Rows(
+        positions,
+        bits,
+        first_position,
+        last_position,
+        span_start,
+        work.seqlen_k,
+        first_key,
+        last_key,
+    )
 
 
 @triton.jit

@@ -106,6 +106,7 @@ class ForwardTensors(NamedTuple):
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
     block_table_ptr: Any  # None without pages
+    rule_ptr: Any  # first and last key that a position sees, or None
 
 
 class ForwardNumbers(NamedTuple):
@@ -124,6 +125,7 @@ class ForwardNumbers(NamedTuple):
     list_stride: Any  # owners of a sequence, or 0 if all sequences share theirs
     extent_k: Any  # keys that the layout covers
     stride_table: Any
+    rule_stride: Any  # of a sequence's rule, or 0
     stride_qb: Any
     stride_qs: Any
     stride_qh: Any
@@ -196,6 +198,7 @@ class KeyTensors(NamedTuple):
     members_ptr: Any
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
+    rule_ptr: Any
 
 
 class KeyNumbers(NamedTuple):
@@ -211,6 +214,7 @@ class KeyNumbers(NamedTuple):
     list_rows: Any
     list_stride: Any
     extent_q: Any
+    rule_stride: Any
     stride_dob: Any
     stride_dos: Any
     stride_doh: Any
@@ -241,6 +245,7 @@ class QueryTensors(NamedTuple):
     members_ptr: Any
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
+    rule_ptr: Any
 
 
 class QueryNumbers(NamedTuple):
@@ -256,6 +261,7 @@ class QueryNumbers(NamedTuple):
     list_rows: Any
     list_stride: Any
     extent_k: Any
+    rule_stride: Any
     stride_dob: Any
     stride_dos: Any
     stride_doh: Any
@@ -365,6 +371,9 @@ class Rows(NamedTuple):
     last_position: Any
     span_start: Any  # the first position of the list's owner
     seqlen_k: Any
+    # first and last key that each row sees by the rule, or None
+    first_key: Any
+    last_key: Any
 
 
 class Keys(NamedTuple):
@@ -402,6 +411,7 @@ class RowPointers(NamedTuple):
     lse2_ptr: Any
     delta_ptr: Any
     head_k: Any
+    rule_ptr: Any  # or None
 
 
 class Columns(NamedTuple):

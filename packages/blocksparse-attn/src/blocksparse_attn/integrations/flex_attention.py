@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from attn_common import cdiv
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from .._lists import whole_in_rule
 from ..layout import BlockSparseLayout
+from ..token_rule import END
 
 # tokens of cut blocks whose mask is computed at once
 AT_ONCE = 2**24
@@ -16,9 +20,11 @@ AT_ONCE = 2**24
 def from_block_mask(block_mask: BlockMask, *, approximate: bool = False) -> BlockSparseLayout:
     """Make a layout of the blocks that a block mask does not skip.
 
-    Attention over the layout is the same as over the mask if this hides nothing in the blocks that
-    it keeps, or, with ``causal=True``, what lies behind the diagonal and nothing else. The host
-    waits for the device to see which.
+    Attention over the layout is the same as over the mask, with ``causal=False``. If the mask hides
+    nothing in the blocks that it keeps but what lies behind the diagonal, the layout has no token
+    rule, and attention over it is the same with ``causal=True``. If it leaves a range of keys to
+    each query, the same for all heads, the layout's token rule says so, as of windows, documents
+    and prefixes. The host waits for the device to see which.
 
     Args:
         block_mask: with one batch entry, and a block size of 16, 32, 64 or 128 on either side.
@@ -30,8 +36,8 @@ def from_block_mask(block_mask: BlockMask, *, approximate: bool = False) -> Bloc
 
     Raises:
         TypeError: if ``block_mask`` is none, or ``approximate`` is no bool.
-        ValueError: on several batch entries, on another block size, or where a block is kept that
-            is neither whole nor causal, unless ``approximate`` is set.
+        ValueError: on several batch entries, on another block size, or where a query does not see
+            one range of the keys that are kept, unless ``approximate`` is set.
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
@@ -45,48 +51,82 @@ def from_block_mask(block_mask: BlockMask, *, approximate: bool = False) -> Bloc
     kept = block_mask.to_dense()[0].bool()
     block_q, block_k = block_mask.BLOCK_SIZE
     layout = BlockSparseLayout.from_dense(kept, (block_q, block_k))
-    if not approximate:
-        _check_cut_blocks(block_mask, kept)
-    return layout
+    if approximate:
+        return layout
+    whole = _whole_blocks(block_mask) & kept
+    cut = (kept & ~whole).nonzero()
+    if _are_whole(block_mask, cut) or _are_causal(block_mask, cut, whole):
+        return layout
+    bounds = _bounds_of(block_mask, cut, whole)
+    for places, query, key, seen in _tokens_of(block_mask, cut):
+        low, high = bounds[query].unbind(-1)
+        wrong = (seen != (key >= low) & (key <= high)).flatten(1).any(1).nonzero()
+        if len(wrong):
+            head, row, col = places[int(wrong[0])].tolist()
+            raise ValueError(
+                "block_mask must leave one range of the keys that it keeps to each query, the same "
+                f"for all heads; got a mask_mod that cuts block ({row}, {col}) of head {head} "
+                "otherwise. approximate=True takes it as whole"
+            )
+    return layout._with_bounds(bounds[None])
 
 
-def _check_cut_blocks(block_mask: BlockMask, kept: Tensor) -> None:
-    """Raise if kept blocks are neither all whole nor all causal."""
+# places of some cut blocks, [blocks, 3]; and of their tokens queries, keys, and what is seen, which
+# broadcast to [blocks, queries, keys]
+Tokens = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _tokens_of(block_mask: BlockMask, cut: Tensor) -> Iterator[Tokens]:
+    """Compute the mask of cut blocks, of a few at a time."""
     block_q, block_k = block_mask.BLOCK_SIZE
     length_q, length_k = block_mask.seq_lengths
-    is_whole = _whole_blocks(block_mask)
-    where = (kept & ~is_whole).nonzero()
-    queries, keys = (torch.arange(side, device=kept.device) for side in (block_q, block_k))
-    differs = [where.new_zeros(0, 2, dtype=torch.bool)]
+    queries, keys = (torch.arange(side, device=cut.device) for side in (block_q, block_k))
     step = max(AT_ONCE // (block_q * block_k), 1)
-    for begin in range(0, len(where), step):
-        some = where[begin : begin + step, :, None, None]
-        shape = some.shape[0], block_q, block_k
-        head = some[:, 0].expand(shape)
-        query = (some[:, 1] * block_q + queries[:, None]).expand(shape)
-        key = (some[:, 2] * block_k + keys).expand(shape)
-        there = (query < length_q) & (key < length_k)
+    for places in torch.split(cut, step) if len(cut) else ():
+        head, row, col = places[:, :, None, None].unbind(1)
+        query, key = row * block_q + queries[:, None], col * block_k + keys
+        shape = len(places), block_q, block_k
         # a mask may look tokens up, which are no more than there are
-        query_in, key_in = query.clamp(max=length_q - 1), key.clamp(max=length_k - 1)
-        places = torch.zeros_like(head), head, query_in, key_in
-        seen = torch.vmap(block_mask.mask_mod)(*(x.flatten() for x in places)).view(there.shape)
-        rules = (torch.ones_like(there), key <= query)
-        differs.append(
-            torch.stack([((seen != rule) & there).flatten(1).any(1) for rule in rules], 1)
-        )
-    wrong = torch.cat(differs)
-    # under a causal mask whole blocks have to lie at its left
-    whole = (is_whole & kept).nonzero()
-    is_right = (whole[:, 2] + 1) * block_k - 1 > whole[:, 1] * block_q
-    is_causal = not bool((wrong[:, 1].any() | is_right.any()).item())
-    if is_causal or not bool(wrong[:, 0].any().item()):
-        return
-    first = wrong.all(1) if bool(wrong.all(1).any().item()) else wrong[:, 0]
-    head, row, col = where[first.nonzero()[0, 0]].tolist()
-    raise ValueError(
-        "block_mask must keep blocks whole, or all of them up to the diagonal; got a mask_mod that "
-        f"cuts block ({row}, {col}) of head {head}. approximate=True takes it as whole"
+        inside = query.clamp(max=length_q - 1), key.clamp(max=length_k - 1)
+        given = (x.expand(shape).flatten() for x in (torch.zeros_like(head), head, *inside))
+        seen = torch.vmap(block_mask.mask_mod)(*given).view(shape)
+        # tokens that there are not are the last one again, and see and are seen as that
+        yield places, *inside, seen
+
+
+def _are_whole(block_mask: BlockMask, cut: Tensor) -> bool:
+    """Say whether nothing is hidden in cut blocks."""
+    return all(bool(seen.all()) for *_, seen in _tokens_of(block_mask, cut))
+
+
+def _are_causal(block_mask: BlockMask, cut: Tensor, whole: Tensor) -> bool:
+    """Say whether nothing but what lies behind the diagonal is hidden in blocks that are kept."""
+    block_q, block_k = block_mask.BLOCK_SIZE
+    _, row, col = whole.nonzero().unbind(1)
+    if bool(((col + 1) * block_k - 1 > row * block_q).any()):
+        return False
+    return all(
+        bool((seen == (key <= query)).all()) for _, query, key, seen in _tokens_of(block_mask, cut)
     )
+
+
+def _bounds_of(block_mask: BlockMask, cut: Tensor, whole: Tensor) -> Tensor:
+    """Return the first and the last key that each query sees, int32 ``[positions, 2]``."""
+    block_q, block_k = block_mask.BLOCK_SIZE
+    rows = whole.shape[1]
+    low = torch.full((rows * block_q,), END, device=whole.device)
+    high = torch.full_like(low, -1)
+    for _, query, key, seen in _tokens_of(block_mask, cut):
+        place = query.flatten()
+        low.scatter_reduce_(0, place, torch.where(seen, key, END).amin(2).flatten(), "amin")
+        high.scatter_reduce_(0, place, torch.where(seen, key, -1).amax(2).flatten(), "amax")
+    # of whole blocks of all heads the first and the last column
+    column = torch.arange(whole.shape[2], device=whole.device)
+    first = torch.where(whole, column * block_k, END).amin((0, 2))
+    last = torch.where(whole, (column + 1) * block_k - 1, -1).amax((0, 2))
+    low = torch.minimum(low, first.repeat_interleave(block_q))
+    high = torch.maximum(high, last.repeat_interleave(block_q))
+    return torch.stack([low, high], -1).int()
 
 
 def _whole_blocks(block_mask: BlockMask) -> Tensor:
@@ -131,7 +171,12 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
     kept[:, :, :width] = layout.to_dense()[:, :rows, :width]
     first_query = torch.arange(rows, device=layout.device)[:, None] * block_q
     first_key = torch.arange(cols, device=layout.device) * block_k
-    if not causal:
+    bounds = layout._rule
+    if bounds is not None and len(bounds) != 1:
+        raise NotImplementedError(
+            f"layout must have one token rule for all sequences, got {len(bounds)}"
+        )
+    if not causal and bounds is None:
         empty = torch.zeros_like(kept)
         return BlockMask.from_kv_blocks(
             *_ordered(empty),
@@ -139,11 +184,18 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
             BLOCK_SIZE=(block_q, block_k),
             seq_lengths=(seqlen, seqlen),
         )
-    kept &= first_key < first_query + block_q
-    whole = kept & (first_key + block_k - 1 <= first_query)
+    whole = kept.clone()
+    if causal:
+        kept &= first_key < first_query + block_q
+        whole &= first_key + block_k - 1 <= first_query
+    if bounds is not None:
+        whole &= whole_in_rule(bounds, cols, layout.block_size)[:rows]
 
     def is_seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
+        seen = query >= key if causal else key >= 0
+        if bounds is not None:
+            seen = seen & (key >= bounds[0, query, 0]) & (key <= bounds[0, query, 1])
+        return seen
 
     return BlockMask.from_kv_blocks(
         *_ordered(kept & ~whole),
