@@ -2,7 +2,8 @@
 
 The counter says how many have added. Whoever comes ``n``-th waits until it has reached n, adds,
 waits until the sums have arrived, and raises it by one. All functions are for a single warp, which
-adds here and there, and never twice with the same counter.
+adds here and there, and never twice with the same counter, or, where they take ``WARPS`` or are
+told so, for several.
 
 A wait ends only if those ahead run or are done. So programs take their numbers as they begin
 (``take_number``), and a program waits for lower numbers alone: the lowest that is not done waits
@@ -10,6 +11,7 @@ for nobody. No order in which a GPU starts programs, and no number of multiproce
 """
 
 from .compat import gl, gluon
+from .pipeline import barrier_sync
 
 
 @gluon.jit
@@ -19,12 +21,13 @@ def take_number(counter):
 
 
 @gluon.jit
-def await_turn(counter, turn):
+def await_turn(counter, turn, WARPS: gl.constexpr = 1):
     """Wait until a counter in memory has reached ``turn``.
 
     What was added before it was raised is there then, for TMA, too.
     """
-    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))  # [32]
+    LANES: gl.constexpr = 32 * WARPS
+    lanes = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [WARPS], [0]))  # [LANES]
     gl.inline_asm_elementwise(
         """
         {
@@ -99,6 +102,33 @@ def pass_turn(counter, count, following, turn):
             lanes * 0 + turn,
             lanes,
         ],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def end_turn(counter, number, WARPS: gl.constexpr):
+    """Raise a counter once the threads of so many warps have added; they meet at a named barrier.
+
+    Behind the barrier, the first thread's fence releases what all of them added.
+    """
+    LANES: gl.constexpr = 32 * WARPS
+    barrier_sync(number, LANES, WARPS)
+    lanes = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [WARPS], [0]))  # [LANES]
+    gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred first;
+            setp.ne.s32 first, $2, 0;
+            @first fence.acq_rel.gpu;
+            @first red.relaxed.gpu.global.add.u32 [$1], $2;
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [(counter + lanes * 0).to(gl.int64), gl.where(lanes == 0, 1, 0)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

@@ -272,9 +272,11 @@ class Language:
     def _take_turn(self, text: str, values: list[Any]) -> None:
         """End one's turn at a counter, if there was one, and find that it is one's turn at another.
 
-        Whoever comes earlier is done.
+        Programs that come earlier are done; another partition of this one may not be.
         """
         has_turn = "red.relaxed.gpu" in text
+        if not has_turn:
+            self.machine.pause(lambda: bool((_load(values[0]) >= values[1]).all()))
         count, turn = (values[1], values[3]) if has_turn else (_load(values[0]), values[1])
         assert bool((plain(count) == plain(turn)).all()), "it is not one's turn"
         if has_turn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -123,6 +124,19 @@ class Case(numerics.Case):
     def __call__(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """Call the function under test: ``(out, lse)``."""
         return self.function(**self.inputs, **{**self.options, "return_lse": True, **changes})
+
+
+class Repeating(Case):
+    """A case that asks for gradients that repeat, of what takes the argument."""
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return functools.partial(super().function, deterministic=True)
+
+
+def that_repeats(case: Case) -> Case:
+    """Return the case with gradients that repeat asked for."""
+    return Repeating(case.inputs, case.options, packed=case.packed)
 
 
 def make_case(

@@ -51,7 +51,7 @@ def eager_forward(monkeypatch):
 @pytest.fixture
 def both_ways(monkeypatch):
     """Return a function that has one kernel serve every backward call."""
-    from blocksparse_attn._kernels.hopper import plans
+    from blocksparse_attn._kernels.hopper import backward_plans as plans
 
     from ._linked.gluon import Kernel
 

@@ -12,8 +12,8 @@ from blocksparse_attn import BlockSparseLayout, _configs, api
 from blocksparse_attn._call import Options, Pattern, Tensors
 from blocksparse_attn._configs import hopper_backward_tile, takes_hopper_backward
 from blocksparse_attn._kernels.form import Form
+from blocksparse_attn._kernels.hopper.backward_plans import ROWS, HopperBackward
 from blocksparse_attn._kernels.hopper.backward_round import PIECE, prepare_kernel, round_kernel
-from blocksparse_attn._kernels.hopper.plans import ROWS, HopperBackward
 from blocksparse_attn._kernels.structures import RowTensors
 from blocksparse_attn._pieces import SIDE, piece_of
 
@@ -21,7 +21,16 @@ from ._aot import Config
 from ._linked.budget import assert_same
 from ._linked.gpus import GPUS, absent_gpu, chosen, compiling, counting
 from ._linked.views import VIEWS
-from ._numerics import Packed, Shape, check, make_case, make_packed, only_portable, run
+from ._numerics import (
+    Packed,
+    Shape,
+    check,
+    make_case,
+    make_packed,
+    only_portable,
+    run,
+    that_repeats,
+)
 
 HOPPER = "nvidia:sm_90"
 
@@ -83,17 +92,21 @@ def test_leaves_the_small_blocks_of_large_layouts_to_the_portable_kernels(may_di
 
 
 @pytest.mark.eager
-def test_leaves_results_that_repeat_to_the_portable_kernels():
-    """Calls of one form are served apart before and after the switch."""
-    q = torch.empty(1, 512, 2, 128, dtype=torch.bfloat16, device="meta")
-    x, pattern = Tensors(q, q, q), pattern_of(64, 64)
-    with absent_gpu(HOPPER):
-        for strict, taken in ((False, True), (True, False)):
-            torch.use_deterministic_algorithms(True, warn_only=not strict)
-            assert takes_hopper_backward(x, pattern) == taken
-            assert api.repeats() == strict
-        torch.use_deterministic_algorithms(False)
-        assert takes_hopper_backward(x, pattern)
+def test_calls_whose_results_repeat_are_served_apart():
+    """Before the switch and after it, of one form."""
+    for strict in (False, True):
+        torch.use_deterministic_algorithms(True, warn_only=not strict)
+        assert api.repeats() == strict
+    torch.use_deterministic_algorithms(False)
+    assert not api.repeats()
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_stages_of_dq_fit_the_barriers_of_the_hardware(head_dim):
+    tile = _configs.hopper_dq_tile(head_dim)
+    # eight numbers are left to stages; see ``pipeline.EMPTY``
+    assert tile.stages_k + tile.stages_v <= 8
 
 
 @pytest.mark.eager
@@ -105,7 +118,7 @@ def test_stages_fit_the_barriers_of_the_hardware(head_dim):
     assert tile.stages == 4
 
 
-def plan_of(config, tokens, batch=2):
+def plan_of(config, tokens, batch=2, repeats=False):
     """A plan, and inputs, what is known of rows, and gradients, of meta tensors."""
     dtype, width_v = getattr(torch, config.dtype), config.head_dim_v or config.head_dim
     leading = (tokens,) if config.packed else (batch, tokens)
@@ -116,7 +129,8 @@ def plan_of(config, tokens, batch=2):
     cu = torch.empty(batch + 1, dtype=torch.int32, device="meta") if config.packed else None
     x = Tensors(q, k, v, cu, cu)
     options = Options(0.1, config.causal, 1)
-    plan = HopperBackward(Form(x, pattern_of(*config.block, config.shared), options))
+    form = Form(x, pattern_of(*config.block, config.shared), options)
+    plan = HopperBackward(form, repeats=repeats)
     numbers = torch.empty(batch, 8, tokens, device="meta")
     rows = RowTensors(dout, dout, numbers, None, numbers, numbers)
     return plan, x, rows, tuple(map(torch.empty_like, (q, k, v)))
@@ -261,9 +275,10 @@ def lists_of(config):
     )
 
 
-def launch(config, tokens=1024):
-    plan, x, rows, grads = plan_of(config, tokens)
-    plan(x, rows, lists_of(config), *grads)
+def launch(config, tokens=1024, repeats=False):
+    plan, x, rows, grads = plan_of(config, tokens, repeats=repeats)
+    by_row = config.lists("tall") if repeats else ()
+    plan(x, rows, lists_of(config) + by_row, *grads)
 
 
 @pytest.mark.aot
@@ -287,6 +302,29 @@ def test_builds(kind, tmp_path):
     assert ("UTMASTG" in sass) == (min(CONFIGS[kind].block) >= 64)
     # serialised products have an arrival each
     assert sass.count(" WARPGROUP.ARRIVE") < products / 3
+
+
+# the same of the two kernels of gradients that repeat: numbers that are needed between tiles
+REPEATING_SPILLS = {"hopper_backward_kernel": (104, 224), "hopper_dq_kernel": (64, 160)}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("kind", chosen(CONFIGS, ["packed"]))
+def test_builds_of_gradients_that_repeat(kind, tmp_path):
+    with compiling(HOPPER, tmp_path) as builds:
+        launch(CONFIGS[kind], repeats=True)
+    assert len(builds) == 4
+    for build in builds:
+        spilled = REPEATING_SPILLS.get(build.kernel, (0, 0))
+        assert build.spilled <= spilled[0 if IS_OLD else 1], build
+        assert build.shared <= GPUS[HOPPER].shared_limit, build
+        assert not build.unset, build
+    for kernel in ("hopper_backward_kernel", "hopper_dq_kernel"):
+        sass = next(build for build in builds if build.kernel == kernel).sass
+        products = sass.count(" HGMMA.")
+        assert products > 0
+        # serialised products have an arrival each
+        assert sass.count(" WARPGROUP.ARRIVE") < products / 3
 
 
 @pytest.mark.aot
@@ -429,3 +467,28 @@ def test_results_that_repeat(device):
     want = run(case)
     for _ in range(20):
         assert_same(run(case), want)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
+@pytest.mark.parametrize("block", [(64, 64), (16, 16)], ids=str)
+def test_gradients_that_repeat(block, shared, device, served):
+    """Of columns that several programs add to; also captured in a graph."""
+    case = make_case(
+        Shape(2, 3000, 3000, 8, 2, 128), torch.bfloat16, device, "local", block, shared=shared
+    )
+    case = that_repeats(case)
+    served(case)
+    want = run(case)
+    for _ in range(20):
+        assert_same(run(case), want)
+    x = {name: t.detach().requires_grad_() for name, t in case.inputs.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.function(**x, **case.options)
+        grads = torch.autograd.grad(out, list(x.values()), torch.ones_like(out))
+    graph.replay()
+    first = [t.clone() for t in grads]
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(grads, first, strict=True))

@@ -19,6 +19,7 @@ from ._configs import (
     backward_dkdv_tile,
     backward_dq_shape,
     hopper_backward_tile,
+    hopper_dq_tile,
     hopper_shape,
     short_shape,
     suits_hopper,
@@ -53,6 +54,11 @@ def describe(platform: Platform) -> None:
             if suits_hopper_backward(platform, head_dim, dtype.itemsize):
                 stages = hopper_backward_tile(head_dim).stages
                 print(f"    backward for Hopper: 64 queries x 128 keys, {stages} stages")
+                dq = hopper_dq_tile(head_dim)
+                print(
+                    f"    dq where gradients repeat: {dq.block_m} queries x {dq.block_n} keys, "
+                    f"{dq.stages_k} stages of keys, {dq.stages_v} of values"
+                )
             tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize, 64)
             print(f"    dk, dv: {tile.block_n} keys x {tile.block_m} queries")
     print("  portable kernels serve layouts with a token rule, and keys in pages")

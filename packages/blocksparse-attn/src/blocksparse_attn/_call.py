@@ -6,6 +6,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+# tensors of :class:`._pairs.Pairs`
+PAIRS = 6
+
 
 class Tensors(NamedTuple):
     """The tensors of a call, in the order of the forward operator."""
@@ -58,8 +61,14 @@ class Walks(NamedTuple):
     short: tuple[Tensor, ...] = ()
     by_query: tuple[Tensor, ...] = ()
     by_key: tuple[Tensor, ...] = ()
-    # as :class:`._pairs.Pairs`: of the backward for Hopper
+    # as :class:`._pairs.Pairs`: of the backward for Hopper; if its gradients are to repeat, the
+    # forward's lists follow, by which it makes dq
     pairs: tuple[Tensor, ...] = ()
+
+    @property
+    def repeat(self) -> bool:
+        """Whether the backward for Hopper makes gradients that repeat bit for bit."""
+        return len(self.pairs) > PAIRS
 
 
 class Plan(Protocol):

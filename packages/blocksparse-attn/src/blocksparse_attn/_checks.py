@@ -217,6 +217,12 @@ def check_pages(k: Tensor, max_seqlen_k: int, block_table: Tensor) -> None:
         )
 
 
+def check_flag(name: str, flag: bool) -> None:
+    """Check that an argument is True or False."""
+    if not isinstance(flag, bool):
+        raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+
+
 def check_options(
     q: Tensor,
     softmax_scale: float | None,
@@ -226,9 +232,8 @@ def check_options(
     align: str,
 ) -> Options:
     """Check what is not a tensor; return the options as the operators take them."""
-    for name, flag in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+    check_flag("causal", causal)
+    check_flag("return_lse", return_lse)
     if not is_int(num_splits):
         raise TypeError(f"num_splits must be an int, got {kind(num_splits)}")
     if not 0 <= num_splits <= MAX_SPLITS:

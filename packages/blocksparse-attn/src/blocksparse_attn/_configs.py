@@ -330,9 +330,8 @@ MOST_PIECES = 2**27
 def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
     """Say whether the backward for Hopper serves calls of a form; the portable one has the rest.
 
-    It adds to gradients in no fixed order, so it is not for whom PyTorch promises what repeats. It
-    serves what ``is_covered``: of packed calls, whose lengths are no part of the form, that is
-    asked at each.
+    It serves what ``is_covered``: of packed calls, whose lengths are no part of the form, that is
+    asked at each. What repeats, it makes of calls that the forward for Hopper serves, too.
     """
     return (
         suits_hopper_backward(
@@ -349,7 +348,6 @@ def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
             pattern.block_q,
             pattern.block_k,
         )
-        and not repeats()
         and (x.cu_seqlens_q is not None or is_covered(pattern, x.k.shape[-3], 1))
     )
 
@@ -386,6 +384,13 @@ def suits_hopper_backward(platform: Platform, head_dim: int, itemsize: int) -> b
 def hopper_backward_tile(head_dim: int) -> HopperBackwardTile:
     """Return the tile for the wider of the two head dimensions."""
     return HopperBackwardTile(4)
+
+
+@functools.cache
+def hopper_dq_tile(head_dim: int) -> HopperTile:
+    """Return the tile of dq in a launch of its own, for the wider of the two head dimensions."""
+    # the output's gradient takes the place of a stage
+    return HopperTile(3, 3) if padded_head_dim(head_dim) <= 64 else HopperTile(2, 2)
 
 
 @functools.cache

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from ._call import Bounds, Checked, Options, Tensors, Walks
 from ._checks import check_values
-from ._configs import SHORT, may_end_early, takes_hopper_backward, walks_whole_blocks
+from ._configs import (
+    SHORT,
+    may_end_early,
+    takes_hopper_backward,
+    takes_hopper_forward,
+    walks_whole_blocks,
+)
 from ._eager import Grads, attention_backward, attention_forward
 from ._kept_lists import NAMESPACE, lists_for, make_lists, spec_of, walks_lists
 from ._linked.host.internals import is_transformed, refuse_tangents
@@ -270,10 +276,18 @@ backward = register(
 
 
 def checked(
-    x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options, planned: bool
+    x: Tensors,
+    layout: BlockSparseLayout,
+    bounds: Bounds,
+    options: Options,
+    planned: bool,
+    repeats: bool,
 ) -> Checked:
-    """Return what serves calls of this form: lists, and if asked for how to launch them."""
-    walks = _walks(x, layout, bounds, options)
+    """Return what serves calls of this form: lists, and if asked for how to launch them.
+
+    ``repeats`` asks for gradients that repeat bit for bit.
+    """
+    walks = _walks(x, layout, bounds, options, repeats)
     if not (planned and walks_lists(x.q.device)):
         return Checked(options, walks)
     from ._kernels.form import is_served_as_is
@@ -284,7 +298,9 @@ def checked(
     return Checked(options, walks, Plan(x, layout._pattern, options, is_kept=True))
 
 
-def _walks(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options) -> Walks:
+def _walks(
+    x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options, repeats: bool
+) -> Walks:
     """Return the lists that a call's kernels walk."""
     if not walks_lists(x.q.device):
         return Walks()
@@ -295,14 +311,18 @@ def _walks(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Optio
     is_short = not is_tall or x.cu_seqlens_q is not None
     may_pair = _needs_grad(x) and not may_end_early(options.causal, options.top_left)
     has_pairs = may_pair and takes_hopper_backward(x, layout._pattern)
+    if repeats:
+        # dq is made by the lists of the forward
+        has_pairs = has_pairs and takes_hopper_forward(x, layout._pattern, options)
     # which kernels serve a packed call depends on its lengths
     is_portable = _needs_grad(x) and (not has_pairs or x.cu_seqlens_q is not None)
+    named = (("pairs", "tall") if repeats else ("pairs",)) if has_pairs else ()
     return Walks(
         lists_for(layout, tall, *kind) if is_tall else (),
         lists_for(layout, "short", *kind) if is_short else (),
         lists_for(layout, "dq", *kind) if is_portable else (),
         lists_for(layout, "dkdv", *kind) if is_portable else (),
-        lists_for(layout, "pairs", *kind) if has_pairs else (),
+        sum((lists_for(layout, name, *kind) for name in named), ()),
     )
 
 

@@ -31,6 +31,7 @@ def blocksparse_attn_func(
     num_splits: int = 0,
     return_lse: bool = False,
     align: str = "bottom-right",
+    deterministic: bool = False,
     **unknown: NoReturn,
 ) -> Result:
     """Softmax attention over the kept blocks of a layout, forward and backward.
@@ -39,8 +40,7 @@ def blocksparse_attn_func(
     keeps the block ``(i' // block_size[0], j // block_size[1])`` of its head, and, with ``causal``,
     ``j <= i'``. The output is the softmax of ``softmax_scale * q_i . k_j`` over what it sees, times
     ``v_j``. Work is proportional to the kept blocks, in both passes (FlashAttention: Dao et al.
-    2022, Dao 2023). On Hopper gradients are added up in no fixed order, unless PyTorch is asked for
-    what repeats (``torch.use_deterministic_algorithms(True)``).
+    2022, Dao 2023).
 
     Args:
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16 or fp32. ``head_dim`` is
@@ -62,6 +62,9 @@ def blocksparse_attn_func(
             query i at the position ``i' = i``, for cross attention and other layouts whose rows and
             columns have nothing to do with each other. The rows of the layout must then cover
             ``seqlen_q`` positions. Default: "bottom-right".
+        deterministic: make gradients repeat bit for bit. On Hopper they are otherwise added up in
+            the order in which programs come to it; elsewhere they always repeat. PyTorch's switch,
+            ``torch.use_deterministic_algorithms(True)``, asks for the same. Default: False.
 
     Returns:
         ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the
@@ -76,10 +79,11 @@ def blocksparse_attn_func(
     if unknown:
         _checks.refuse_unknown(unknown)
     _checks.check_is_layout(layout)
+    must_repeat = deterministic, repeats()
     form = form_of(
         (q, k, v),
         (),
-        (softmax_scale, causal, num_splits, return_lse, align, repeats(), stream_of(q)),
+        (softmax_scale, causal, num_splits, return_lse, align, must_repeat, stream_of(q)),
         packed=False,
     )
     x = Tensors(q, k, v, rule=layout._rule)
@@ -87,11 +91,12 @@ def blocksparse_attn_func(
     if known is None:
         _checks.check_qkv(q, k, v, 4)
         options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
+        _checks.check_flag("deterministic", deterministic)
         _checks.check_layout(layout, q, k, q.shape[0])
         _checks.check_cover(layout, k, q.shape[1], k.shape[1], options.top_left)
     bounds = Bounds(q.shape[1], k.shape[1])
     if known is None:
-        known = _remember(x, layout, bounds, options, form)
+        known = _remember(x, layout, bounds, options, form, any(must_repeat))
     out, lse = _ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out
 
@@ -112,6 +117,7 @@ def blocksparse_attn_varlen_func(
     return_lse: bool = False,
     block_table: Tensor | None = None,
     align: str = "bottom-right",
+    deterministic: bool = False,
     **unknown: NoReturn,
 ) -> Result:
     """Block-sparse attention over packed sequences: prefill, chunks of it and decode in one batch.
@@ -154,10 +160,11 @@ def blocksparse_attn_varlen_func(
     bounds = Bounds(max_seqlen_q, max_seqlen_k)
     # which tiles there are depends on no more than this of the longest sequence
     longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1
+    must_repeat = deterministic, repeats()
     form = form_of(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, block_table),
-        (softmax_scale, causal, num_splits, return_lse, align, repeats(), stream_of(q), longest),
+        (softmax_scale, causal, num_splits, return_lse, align, must_repeat, stream_of(q), longest),
         packed=True,
     )
     if form is not None and k.shape[:1] != v.shape[:1]:
@@ -167,6 +174,7 @@ def blocksparse_attn_varlen_func(
     if known is None:
         _checks.check_qkv(q, k, v, 3, paged=block_table is not None)
         options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
+        _checks.check_flag("deterministic", deterministic)
         batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
         if block_table is not None:
             _checks.check_block_table(q, k, v, batch, block_table)
@@ -174,7 +182,7 @@ def blocksparse_attn_varlen_func(
     top_left = is_top_left(align)
     _checks.check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
     if known is None:
-        known = _remember(x, layout, bounds, options, form)
+        known = _remember(x, layout, bounds, options, form, any(must_repeat))
     out, lse = _ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out
 
@@ -185,10 +193,11 @@ def _remember(
     bounds: Bounds,
     options: Options,
     form: Hashable | None,
+    must_repeat: bool,
 ) -> Checked:
     """Work out what serves every call of this form, and keep it with the layout."""
     layout = layout._for_heads(x.q.shape[-2])
-    known = _ops.checked(x, layout, bounds, options, form is not None)
+    known = _ops.checked(x, layout, bounds, options, form is not None, must_repeat)
     if form is None or is_capturing(x.q.device):
         return known
     return layout._calls.keep(form, known)

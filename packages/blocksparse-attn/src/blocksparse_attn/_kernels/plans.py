@@ -292,9 +292,15 @@ class BackwardPlan:
 
     @functools.cached_property
     def _hopper(self) -> Any:
-        from .hopper.plans import HopperBackward
+        from .hopper.backward_plans import HopperBackward
 
         return HopperBackward(self._form)
+
+    @functools.cached_property
+    def _repeating(self) -> Any:
+        from .hopper.backward_plans import HopperBackward
+
+        return HopperBackward(self._form, repeats=True)
 
     def __call__(
         self,
@@ -314,7 +320,8 @@ class BackwardPlan:
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         rows = RowTensors(out, dout, lse, dense(dlse), delta, lse2)
         if self._is_for_hopper(x, walks):
-            self._hopper(x, rows, walks.pairs, dq, dk, dv)
+            hopper = self._repeating if walks.repeat else self._hopper
+            hopper(x, rows, walks.pairs, dq, dk, dv)
         else:
             self._run(x, rows, walks, dq, dk, dv)
         return dq, dk, dv
@@ -323,12 +330,14 @@ class BackwardPlan:
         if not walks.pairs:
             return False
         must_repeat = _configs.repeats()
-        if must_repeat and not walks.by_key:
+        if must_repeat and not (walks.repeat or walks.by_key):
             raise NotImplementedError(
                 "gradients that repeat are asked for, but were not before the forward pass: call "
                 "torch.use_deterministic_algorithms(True) ahead of it"
             )
-        return not must_repeat and (not walks.by_key or self._hopper.is_worth_it(x))
+        if must_repeat and not walks.repeat:
+            return False
+        return not walks.by_key or self._hopper.is_worth_it(x)
 
     def _run(
         self, x: Tensors, rows: RowTensors, walks: Walks, dq: Tensor, dk: Tensor, dv: Tensor

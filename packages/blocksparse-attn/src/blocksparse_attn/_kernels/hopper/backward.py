@@ -11,6 +11,7 @@ which ``hopper_backward_round`` brings it.
 
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory, write
+from ._linked.order import take_number
 from ._linked.pipeline import EMPTY, LOG2E, barriers, coordinates
 from .backward_lists import find_keys, find_program, find_steps, owned_by
 from .backward_pieces import add_pieces, key_positions, tiles
@@ -25,6 +26,7 @@ from .backward_steps import (
     walk,
     walk_apart,
 )
+from .backward_turns import await_pieces, first_tile_of_keys, pass_pieces
 from .schedule import floor_div
 from .structures import (
     BackwardNumbers,
@@ -87,8 +89,9 @@ def _consume(
     both = (steps.whole + steps.partial) * TURNS
     total = both + 2 * TURNS * steps.alone
     gradients = _begin(both, is_walked, W, pipeline, TILE)
-    # dq is one step behind
-    say_made(gradients.turn + 1, W)
+    if TILE.MAKES_DQ:
+        # dq is one step behind
+        say_made(gradients.turn + 1, W)
     gradients = walk(
         gradients,
         both,
@@ -116,17 +119,20 @@ def _consume(
         TILE,
     )
     turn = gradients.turn
-    await_made(turn + 1, W)
-    dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, 0, W, TILE.HEAD_DIM)
-    dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
-    add_dq(sums.dq_ptr, gradients.last, dq, W, TILE.HEAD_DIM)
+    if TILE.MAKES_DQ:
+        await_made(turn + 1, W)
+        dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, 0, W, TILE.HEAD_DIM)
+        dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
+        add_dq(sums.dq_ptr, gradients.last, dq, W, TILE.HEAD_DIM)
     dk, dv = walk_apart(
         gradients, total, steps.alone * TURNS, positions, factor, sums, W, pipeline, TILE
     )
     if PIECE < ROWS:
+        await_pieces(W, program, tensors, numbers, TILE)
         if is_walked:
             add_pieces(sums.dv_ptr, owned_ptr, program.len_k, dv, PIECE)
             add_pieces(sums.dk_ptr, owned_ptr, program.len_k, dk, PIECE)
+        pass_pieces(W, program, tensors, numbers, TILE)
     else:
         _leave(dk, dv, is_walked, W, tensors, sums, numbers, keys, program, pipeline, TILE)
 
@@ -157,25 +163,27 @@ def _leave(
         write(dv, tensors.dv_desc, pipeline.v_s.index(W), where, TILE.HEAD_DIM_V)
         write(dk * numbers.scale, tensors.dk_desc, pipeline.k_s.index(W), where, TILE.HEAD_DIM)
         tma.store_wait(0)
-    elif (parts > 1) & is_walked:
-        add_to_memory(sums.dv_ptr + block.to(gl.int64) * (ROWS * TILE.HEAD_DIM_V), dv)
-        add_to_memory(sums.dk_ptr + block.to(gl.int64) * (ROWS * TILE.HEAD_DIM), dk)
+    elif parts > 1:
+        await_pieces(W, program, tensors, numbers, TILE)
+        if is_walked:
+            add_to_memory(sums.dv_ptr + block.to(gl.int64) * (ROWS * TILE.HEAD_DIM_V), dv)
+            add_to_memory(sums.dk_ptr + block.to(gl.int64) * (ROWS * TILE.HEAD_DIM), dk)
+        pass_pieces(W, program, tensors, numbers, TILE)
 
 
 @gluon.jit
 def _begin_of_sums(program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return where rows and sums of a program's sequence begin."""
-    sequence, head_k, start = program.sequence, program.head_k, program.start
+    sequence, start = program.sequence, program.start
     heads_q = numbers.heads_k * OPTIONS.GROUP
+    keys_at = first_tile_of_keys(program, tensors, numbers)
     first_tile = floor_div(program.diagonal, ROWS)
     if tensors.cu_seqlens_ptr is not None:
         row_at = start.to(gl.int64)
         sums_at = start // ROWS + 2 * (sequence + 1) - first_tile
-        keys_at = head_k * numbers.tiles_k + start // ROWS + sequence + 1
     else:
         row_at = sequence.to(gl.int64) * heads_q * numbers.tokens_q
         sums_at = sequence * heads_q * numbers.tiles_q - first_tile
-        keys_at = (sequence * numbers.heads_k + head_k) * numbers.tiles_k
     dk_at = tensors.dk_ptr + keys_at.to(gl.int64) * (ROWS * TILE.HEAD_DIM)
     dv_at = tensors.dv_ptr + keys_at.to(gl.int64) * (ROWS * TILE.HEAD_DIM_V)
     origin = Origin(row_at, numbers.tokens_q, sums_at, numbers.tiles_q)
@@ -230,15 +238,17 @@ def _allocate(tensors, TILE: gl.constexpr):
 def hopper_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, lse2_ptr,
     delta_ptr, begin_ptr, parts_ptr, items_ptr, owners_ptr, real_ptr, bits_ptr,
-    cu_seqlens_ptr,
+    cu_seqlens_ptr, counters_ptr,
     scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces,
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, PER_HEAD: gl.constexpr, TOP_LEFT: gl.constexpr,
     PIECE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, STAGES: gl.constexpr,
+    MAKES_DQ: gl.constexpr,
 ):  # fmt: skip
     """``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q``, ``dv = p^T dout``.
 
     ``p = exp(scale q k^T - lse)`` over the kept blocks. A program, warp-specialised, writes its
-    blocks of dk and dv or adds to their sums, and adds to those of dq.
+    blocks of dk and dv or adds to their sums, and adds to those of dq. Or it makes no dq, and what
+    several programs add to one sum has an order, that of their lists: see ``backward_turns``.
     """
     tensors = BackwardTensors(
         q_desc,
@@ -259,18 +269,21 @@ def hopper_backward_kernel(
         real_ptr,
         bits_ptr,
         cu_seqlens_ptr,
+        counters_ptr,
     )
     numbers = BackwardNumbers(
         scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces
     )
     OPTIONS: gl.constexpr = BackwardOptions(GROUP, IS_CAUSAL, PER_HEAD, TOP_LEFT)
-    TILE: gl.constexpr = BackwardTile(PIECE, HEAD_DIM, HEAD_DIM_V, STAGES)
+    TILE: gl.constexpr = BackwardTile(PIECE, HEAD_DIM, HEAD_DIM_V, STAGES, MAKES_DQ)
     gl.static_assert(EMPTY + STAGES <= MADE, "stages outnumber the barriers")
     programs = gl.load(real_ptr)
     there = programs * batch
     if not PER_HEAD:
         there *= heads_k
     pid = gl.program_id(0)
+    if not MAKES_DQ:
+        pid = take_number(counters_ptr)
     # the host knows a bound alone
     if pid < there:
         program = find_program(pid, programs, tensors, numbers, OPTIONS, TILE)

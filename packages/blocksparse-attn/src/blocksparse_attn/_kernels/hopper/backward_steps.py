@@ -137,6 +137,7 @@ def walk(
     """Add what so many blocks of queries contribute that both warpgroups multiply.
 
     To dq it adds what the step before each does. From turn ``both`` on each warpgroup has its own.
+    Where dq is made elsewhere, the warpgroups have nothing to tell each other.
     """
     STAGES: gl.constexpr = TILE.STAGES
     HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
@@ -161,14 +162,17 @@ def walk(
             # a key that a query does not see may hold NaN
             ds = gl.where(p == 0.0, 0.0, ds)
         ds = ds.to(dtype)
-        await_made(turn + 1, W)
-        pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
-        hopper.fence_async_shared()
-        # of the step before; in the first one, of whatever lies there
-        dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, none, W, HEAD_DIM)
-        dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
+        if TILE.MAKES_DQ:
+            await_made(turn + 1, W)
+            pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
+            hopper.fence_async_shared()
+            # of the step before; in the first one, of whatever lies there
+            dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, none, W, HEAD_DIM)
+            dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
         ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2))
         dk = hopper.warpgroup_mma(ds_k, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
+        if not TILE.MAKES_DQ:
+            dv = hopper.warpgroup_mma_wait(1, deps=(dv,))
         turn += 1
         following = turn
         if W == 1:
@@ -180,13 +184,15 @@ def walk(
         )
         q_t = pipeline.q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, ROWS]
-        dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
-        add_dq(sums.dq_ptr, last, dq, W, HEAD_DIM)
-        last = pick(fields, SUMS)
+        if TILE.MAKES_DQ:
+            dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
+            add_dq(sums.dq_ptr, last, dq, W, HEAD_DIM)
+            last = pick(fields, SUMS)
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
         barrier_arrive(EMPTY + stage, BOTH, 4)
-        say_made(turn + 1, W)
+        if TILE.MAKES_DQ:
+            say_made(turn + 1, W)
     return Gradients(dk, dv, s, last, turn)
 
 
@@ -209,8 +215,9 @@ def walk_apart(
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S)  # [ROWS, ROWS]
     zeros_q = gl.zeros([ROWS, WIDTH], gl.float32, Q)  # [ROWS, WIDTH]
     turn += W
-    # the other warpgroup has read what both made
-    barrier_sync(TURN, 256, 4)
+    if TILE.MAKES_DQ:
+        # the other warpgroup has read what both made
+        barrier_sync(TURN, 256, 4)
     for step in range(steps):
         none = turn >> 30
         k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
@@ -220,32 +227,38 @@ def walk_apart(
         p, dp, dv, fields = _start_step(s, dv, v, turn, positions, factor, W, True, pipeline, TILE)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
         ds = gl.where(p == 0.0, 0.0, p * dp).to(dtype)  # [ROWS, ROWS]
-        buffer = step % 2 * 2 + W
-        pipeline.ds_s.index(buffer).store(ds)
-        hopper.fence_async_shared()
-        barrier_sync(TURN + 1 + W, 128, 4)
-        ds_t = pipeline.ds_s.index(buffer).permute((1, 0))
-        k_0, k_1 = k.slice(0, WIDTH, 1), k.slice(WIDTH, WIDTH, 1)
-        dq = hopper.warpgroup_mma(ds_t, k_0, zeros_q, use_acc=False, is_async=True)  # [ROWS, WIDTH]
-        dv = hopper.warpgroup_mma_wait(1, deps=(dv,))
+        if TILE.MAKES_DQ:
+            buffer = step % 2 * 2 + W
+            pipeline.ds_s.index(buffer).store(ds)
+            hopper.fence_async_shared()
+            barrier_sync(TURN + 1 + W, 128, 4)
+            ds_t = pipeline.ds_s.index(buffer).permute((1, 0))
+            k_0, k_1 = k.slice(0, WIDTH, 1), k.slice(WIDTH, WIDTH, 1)
+            dq = hopper.warpgroup_mma(ds_t, k_0, zeros_q, use_acc=False, is_async=True)
+        dv = hopper.warpgroup_mma_wait(1 if TILE.MAKES_DQ else 0, deps=(dv,))
         ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2))
         dk = hopper.warpgroup_mma(ds_k, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
-        number = pick(fields, SUMS)
-        address = sums.dq_ptr + number.to(gl.int64) * (ROWS * HEAD_DIM)
-        dq = hopper.warpgroup_mma_wait(1, deps=(dq,))
-        if number >= 0:
-            add_to_memory(address, dq)
-        more = hopper.warpgroup_mma(ds_t, k_1, zeros_q, use_acc=False, is_async=True)
-        dk = hopper.warpgroup_mma_wait(1, deps=(dk,))
-        barrier_arrive(EMPTY + stage, EITHER, 4)
+        if TILE.MAKES_DQ:
+            number = pick(fields, SUMS)
+            address = sums.dq_ptr + number.to(gl.int64) * (ROWS * HEAD_DIM)
+            dq = hopper.warpgroup_mma_wait(1, deps=(dq,))  # [ROWS, WIDTH]
+            if number >= 0:
+                add_to_memory(address, dq)
+            more = hopper.warpgroup_mma(ds_t, k_1, zeros_q, use_acc=False, is_async=True)
+            dk = hopper.warpgroup_mma_wait(1, deps=(dk,))
+            barrier_arrive(EMPTY + stage, EITHER, 4)
         turn += 2
         # behind the last step: scores of whatever lies there, which nobody reads
         stage_n = turn % STAGES
         mbarrier.wait(pipeline.q_full.index(stage_n), turn // STAGES & 1, pred=turn < total)
         q_t = pipeline.q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, ROWS]
-        more = hopper.warpgroup_mma_wait(1, deps=(more,))
-        if number >= 0:
-            add_to_memory(address + ROWS * WIDTH, more)
+        if TILE.MAKES_DQ:
+            more = hopper.warpgroup_mma_wait(1, deps=(more,))
+            if number >= 0:
+                add_to_memory(address + ROWS * WIDTH, more)
+        else:
+            dk = hopper.warpgroup_mma_wait(1, deps=(dk,))
+            barrier_arrive(EMPTY + stage, EITHER, 4)
         s = hopper.warpgroup_mma_wait(0, deps=(s,))
     return dk, dv

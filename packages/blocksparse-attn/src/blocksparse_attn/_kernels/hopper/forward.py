@@ -8,7 +8,7 @@ warpgroup's softmax runs beside the other's products, and beside its own product
 probabilities with the values.
 """
 
-from ._linked.compat import copy_out, gl, gluon, hopper, mbarrier, tma
+from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.pipeline import (
     EMPTY,
     LOG2E,
@@ -18,81 +18,21 @@ from ._linked.pipeline import (
     barrier_arrive,
     barrier_sync,
     barriers,
-    coordinates,
 )
-from ._linked.ptx import SLACK, hide_unless, in_pairs, shrink
+from ._linked.ptx import SLACK, in_pairs, shrink
 from ._linked.softmax import finish_softmax, row_sums, start_softmax
 from .boxes import boxes_of
 from .producer import PARTIES, produce
-from .schedule import (
-    COUNT,
-    CUT,
-    FIELDS,
-    FIRST,
-    FIRST_ROW,
-    HEAD,
-    LEN_K,
-    LEN_Q,
-    NO_BLOCK,
-    Q_START,
-    SEEN,
-    SEQUENCE,
-    WHOLE,
-    diagonal_of,
-    pick,
-    places,
-)
+from .query_rows import entries_of, hide, place_of, receive, rows_of, send, walk_of
+from .schedule import FIELDS, HEAD, pick
 from .structures import (
     ForwardNumbers,
     ForwardOptions,
     ForwardPipeline,
     ForwardTensors,
     ForwardTile,
-    Place,
-    Rows,
     Softmax,
-    Walk,
 )
-
-
-@gluon.jit
-def _receive(count, pipeline):
-    """Wait for the numbers of a tile of queries; the head is -1 if none is left."""
-    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
-    slot = count % SLOTS
-    mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
-    fields = pipeline.fields_s.index(slot).load(layout)  # [FIELDS]
-    mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)
-    return fields
-
-
-@gluon.jit
-def _mask(s, items, members, rows, OPTIONS: gl.constexpr):
-    """Hide what a row does not see: behind its last key, or in blocks that it does not keep."""
-    BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
-    S: gl.constexpr = s.type.layout
-    col = gl.arange(0, s.shape[1], gl.SliceLayout(0, S))  # [BLOCK_N]
-    # the last key of its block that a row sees
-    limit = gl.full(s.shape, -1, gl.int32, S)  # [ROWS, BLOCK_N]
-    for i in gl.static_range(items.shape[0]):
-        reach = rows.last_seen - pick(items, i) * BLOCK_K  # [ROWS]
-        if OPTIONS.ROW_MEMBERS > 1:
-            reach = gl.where(((pick(members, i) >> rows.bits) & 1) != 0, reach, -1)
-        limit = gl.where((col // BLOCK_K == i)[None, :], reach[:, None], limit)
-    return hide_unless(s, (col % BLOCK_K)[None, :], limit)
-
-
-@gluon.jit
-def _entries(walk, step, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Load the key blocks of a step, and which of the tile's rows of blocks keep each."""
-    PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
-    lane = gl.arange(0, PER_STEP, gl.BlockedLayout([PER_STEP], [32], [4], [0]))  # [PER_STEP]
-    at, there = places(walk, step, lane)
-    items = gl.load(tensors.items_ptr + at, mask=there, other=NO_BLOCK)
-    members = items
-    if OPTIONS.ROW_MEMBERS > 1:
-        members = gl.load(tensors.members_ptr + at, mask=there, other=0)
-    return items, members
 
 
 @gluon.jit
@@ -121,7 +61,7 @@ def _begin(
     barrier_arrive(TURN + (W + 1) % 2, 256, 4)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     barrier_arrive(EMPTY + stage, PARTIES, 4)
-    s = _mask(s, items, members, rows, OPTIONS)
+    s = hide(s, items, members, rows, OPTIONS)
     m, l, e = start_softmax(s, rows.factor, NEG_INF)
     p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
     o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)  # [ROWS, HEAD_DIM_V]
@@ -154,7 +94,7 @@ def _attend(
         stage = turn % STAGES_K
         stage_v = (turn - 1) % STAGES_V
         if MASKED:
-            items, members = _entries(walk, high - 1 - back, tensors, OPTIONS, TILE)
+            items, members = entries_of(walk, high - 1 - back, tensors, OPTIONS, TILE)
         mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
         barrier_sync(TURN + W, 256, 4)
         k_t = pipeline.k_s.index(stage).permute((1, 0))
@@ -166,7 +106,7 @@ def _attend(
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
         barrier_arrive(EMPTY + stage, PARTIES, 4)
         if MASKED:
-            s = _mask(s, items, members, rows, OPTIONS)
+            s = hide(s, items, members, rows, OPTIONS)
         top = gl.max(s, 1) * rows.factor  # [ROWS]
         m_new = gl.where(top - m > SLACK, top, m)
         pivot = m_new
@@ -210,7 +150,6 @@ def _write(
     """Scale the output of a block of queries, and send it and the LSE on their way."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
     ROWS: gl.constexpr = TILE.ROWS
-    HEAD_DIM_V: gl.constexpr = TILE.HEAD_DIM_V
     O: gl.constexpr = o.type.layout
     row, head, sequence, q_start, len_q = place
     out_s = pipeline.out_s.index(W)
@@ -223,28 +162,7 @@ def _write(
     o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
     # values that nobody sees may be NaN
     o = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
-    tma.store_wait(0)
-    tile_s = out_s.reshape([ROWS, HEAD_DIM_V])
-    tile_s.store(o.to(out_s.dtype))
-    if row >= 0:
-        hopper.fence_async_shared()
-        where = coordinates(sequence, head, q_start, len_q, row, RAGGED)
-        copy_out(tensors.out_desc, where, out_s)
-    else:
-        # copies end where a sequence does, but begin nowhere but in it
-        LANES: gl.constexpr = HEAD_DIM_V // 8
-        B: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-        lines = row + gl.arange(0, ROWS, gl.SliceLayout(1, B))  # [ROWS]
-        cols = gl.arange(0, HEAD_DIM_V, gl.SliceLayout(0, B))  # [HEAD_DIM_V]
-        inside = ((lines >= 0) & (lines < len_q))[:, None] & (cols < numbers.head_dim_v)[None, :]
-        if RAGGED:
-            first = q_start
-        else:
-            first = sequence.to(gl.int64) * numbers.tokens_q
-        # of the row, and not of what tiles have in common: that would be kept in registers
-        at = ((first + lines).to(gl.int64) * numbers.heads_q + head) * numbers.head_dim_v
-        pointers = tensors.out_ptr + (at[:, None] + cols[None, :])
-        gl.store(pointers, tile_s.load(B), mask=inside)  # [ROWS, HEAD_DIM_V]
+    send(o, place, out_s, tensors.out_desc, tensors.out_ptr, numbers.head_dim_v, numbers, RAGGED)
 
 
 @gluon.jit
@@ -260,33 +178,13 @@ def _consume(
         barrier_arrive(TURN, 256, 4)
     turn = 0  # tiles of keys
     tile_count = 0  # tiles of queries
-    fields = _receive(tile_count, pipeline)
+    fields = receive(tile_count, pipeline)
     while pick(fields, HEAD) >= 0:
-        first_row, q_start = pick(fields, FIRST_ROW), pick(fields, Q_START)
-        len_q, len_k = pick(fields, LEN_Q), pick(fields, LEN_K)
-        walk = Walk(
-            pick(fields, FIRST),
-            pick(fields, SEEN),
-            pick(fields, CUT),
-            pick(fields, COUNT),
-            pick(fields, WHOLE),
-        )
+        walk = walk_of(fields)
         steps = gl.maximum(gl.cdiv(walk.count, TILE.BLOCK_N // OPTIONS.BLOCK_K), 1)
-        items, members = _entries(walk, steps - 1, tensors, OPTIONS, TILE)
-        head = pick(fields, HEAD)
-        row = first_row
-        if OPTIONS.HEADS == 1:
-            row += W * TILE.ROWS
-        else:
-            head += W
-        diagonal = diagonal_of(len_q, len_k, OPTIONS.TOP_LEFT)
-        start = first_row + diagonal  # a position, as of all tiles a multiple of theirs
-        positions = row + diagonal + gl.arange(0, TILE.ROWS, gl.SliceLayout(1, S))  # [ROWS]
-        bits = gl.maximum(positions - start // OPTIONS.SPAN * OPTIONS.SPAN, 0) // OPTIONS.BLOCK_Q
-        last_seen = positions * 0 + len_k - 1
-        if OPTIONS.IS_CAUSAL:
-            last_seen = gl.minimum(positions, last_seen)
-        rows = Rows(last_seen, bits, factor)
+        items, members = entries_of(walk, steps - 1, tensors, OPTIONS, TILE)
+        place = place_of(fields, W, OPTIONS, TILE)
+        rows = rows_of(fields, place, factor, S, OPTIONS, TILE)
 
         softmax = _begin(items, members, rows, turn, tile_count, W, pipeline, OPTIONS, TILE)
         softmax = _attend(
@@ -306,12 +204,11 @@ def _consume(
             OPTIONS,
             TILE,
         )
-        o, weight, empty, lse = _finish(softmax, head, W, pipeline, TILE)
+        o, weight, empty, lse = _finish(softmax, place.head, W, pipeline, TILE)
         turn = softmax.turn
-        place = Place(row, head, pick(fields, SEQUENCE), q_start, len_q)
         _write(o, weight, empty, lse, place, W, tensors, numbers, pipeline, TILE)
         tile_count += 1
-        fields = _receive(tile_count, pipeline)
+        fields = receive(tile_count, pipeline)
     tma.store_wait(0)
     if W == 0:
         # the last turn that was passed on

@@ -121,7 +121,7 @@ def _copy_queries(
 
 
 @gluon.jit
-def _announce(tile, walk, first_row, index, count, pipeline, OPTIONS: gl.constexpr):
+def announce(tile, walk, first_row, index, count, pipeline, OPTIONS: gl.constexpr):
     """Tell the warpgroups the numbers of a tile of queries."""
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
@@ -140,7 +140,7 @@ def _announce(tile, walk, first_row, index, count, pipeline, OPTIONS: gl.constex
 
 
 @gluon.jit
-def _say_the_end(index, count, turn, turn_v, pipeline, TILE: gl.constexpr):
+def say_the_end(index, count, turn, turn_v, pipeline, TILE: gl.constexpr):
     """Tell the warpgroups that no tile is left, and meet them at the barriers of all stages."""
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
@@ -172,7 +172,7 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexp
     while ticket < numbers.total:
         head = tile.unit * OPTIONS.HEADS
         first_row = tile.index * POSITIONS - tile.diagonal
-        _announce(tile, walk, first_row, index, count, pipeline, OPTIONS)
+        announce(tile, walk, first_row, index, count, pipeline, OPTIONS)
 
         where = coordinates(
             tile.sequence, head // OPTIONS.GROUP, tile.k_start, tile.len_k, 0, RAGGED
@@ -203,7 +203,7 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexp
         ticket = tile.ticket
         _copy_values(before, where, turn_v, tensors, pipeline, OPTIONS, TILE)
         turn_v += 1
-    _say_the_end(index, count, turn, turn_v, pipeline, TILE)
+    say_the_end(index, count, turn, turn_v, pipeline, TILE)
     if ticket == numbers.total + gl.num_programs(0) - 1:
         # the last to ask: ready for the next launch
         gl.atomic_xchg(tensors.ticket_ptr, 0, sem="relaxed")

@@ -146,6 +146,74 @@ class Place(NamedTuple):
     len_q: Any
 
 
+class DqTensors(NamedTuple):
+    """Tensor maps (TMA) and pointers where dq is made by tiles of queries."""
+
+    q_desc: Any
+    k_desc: Any
+    v_desc: Any
+    dout_desc: Any
+    dq_desc: Any
+    dq_ptr: Any
+    lse2_ptr: Any
+    delta_ptr: Any
+    # from here on as in the forward
+    ticket_ptr: Any
+    begin_ptr: Any
+    whole_ptr: Any
+    items_ptr: Any
+    members_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+
+
+class DqNumbers(NamedTuple):
+    """The same numbers as the forward's, but for the head dimension, which is that of queries."""
+
+    scale: Any
+    batch: Any
+    heads_q: Any
+    tokens_q: Any
+    tokens_k: Any
+    head_dim: Any
+    tiles: Any
+    span: Any
+    last: Any
+    total: Any
+    list_rows: Any
+    list_stride: Any
+    extent_k: Any
+
+
+class DqPipeline(NamedTuple):
+    """Shared memory and barriers (mbarrier) where dq is made by tiles of queries."""
+
+    q_s: Any
+    dout_s: Any
+    k_s: Any
+    v_s: Any
+    dq_s: Any
+    # from here on as in the forward; queries arrive with the output's gradient
+    fields_s: Any
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    v_full: Any
+    tile_full: Any
+    tile_empty: Any
+    k_boxes: Any
+    v_boxes: Any
+
+
+class RowGradients(NamedTuple):
+    """dq of a warpgroup's rows so far, what is known of them, and how many steps it took."""
+
+    dq: Any
+    lse2: Any
+    delta: Any
+    turn: Any
+
+
 class BackwardTensors(NamedTuple):
     """The backward's tensor maps (TMA) and pointers."""
 
@@ -170,6 +238,9 @@ class BackwardTensors(NamedTuple):
     bits_ptr: Any
     # None where all sequences have one length
     cu_seqlens_ptr: Any
+    # int32, None where any order will do: how many programs began, then of each piece of keys how
+    # many have added to its sums
+    counters_ptr: Any
 
 
 class BackwardNumbers(NamedTuple):
@@ -203,6 +274,7 @@ class BackwardTile(NamedTuple):
     HEAD_DIM: Any
     HEAD_DIM_V: Any
     STAGES: Any
+    MAKES_DQ: Any  # or another launch does, and what several programs add has an order
 
 
 class BackwardPipeline(NamedTuple):

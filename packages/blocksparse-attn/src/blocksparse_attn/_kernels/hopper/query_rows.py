@@ -1,0 +1,131 @@
+"""What a warpgroup knows of its rows of a tile of queries, in the forward and where dq is made."""
+
+from ._linked.compat import copy_out, gl, gluon, hopper, mbarrier, tma
+from ._linked.pipeline import SLOTS, coordinates
+from ._linked.ptx import hide_unless
+from .schedule import (
+    COUNT,
+    CUT,
+    FIELDS,
+    FIRST,
+    FIRST_ROW,
+    HEAD,
+    LEN_K,
+    LEN_Q,
+    NO_BLOCK,
+    Q_START,
+    SEEN,
+    SEQUENCE,
+    WHOLE,
+    diagonal_of,
+    pick,
+    places,
+)
+from .structures import Place, Rows, Walk
+
+
+@gluon.jit
+def receive(count, pipeline):
+    """Wait for the numbers of a tile of queries; the head is -1 if none is left."""
+    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    slot = count % SLOTS
+    mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
+    fields = pipeline.fields_s.index(slot).load(layout)  # [FIELDS]
+    mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)
+    return fields
+
+
+@gluon.jit
+def walk_of(fields):
+    """Return what a tile of queries walks."""
+    return Walk(
+        pick(fields, FIRST),
+        pick(fields, SEEN),
+        pick(fields, CUT),
+        pick(fields, COUNT),
+        pick(fields, WHOLE),
+    )
+
+
+@gluon.jit
+def place_of(fields, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return where warpgroup ``W``'s rows of a tile of queries stand."""
+    row, head = pick(fields, FIRST_ROW), pick(fields, HEAD)
+    if OPTIONS.HEADS == 1:
+        row += W * TILE.ROWS
+    else:
+        head += W
+    return Place(row, head, pick(fields, SEQUENCE), pick(fields, Q_START), pick(fields, LEN_Q))
+
+
+@gluon.jit
+def rows_of(fields, place, factor, S: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return what these rows see; scores have the layout ``S``."""
+    len_k = pick(fields, LEN_K)
+    diagonal = diagonal_of(place.len_q, len_k, OPTIONS.TOP_LEFT)
+    start = pick(fields, FIRST_ROW) + diagonal  # a position, as of all tiles a multiple of theirs
+    positions = place.row + diagonal + gl.arange(0, TILE.ROWS, gl.SliceLayout(1, S))  # [ROWS]
+    bits = gl.maximum(positions - start // OPTIONS.SPAN * OPTIONS.SPAN, 0) // OPTIONS.BLOCK_Q
+    last_seen = positions * 0 + len_k - 1
+    if OPTIONS.IS_CAUSAL:
+        last_seen = gl.minimum(positions, last_seen)
+    return Rows(last_seen, bits, factor)
+
+
+@gluon.jit
+def hide(s, items, members, rows, OPTIONS: gl.constexpr):
+    """Hide what a row does not see: behind its last key, or in blocks that it does not keep."""
+    BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
+    S: gl.constexpr = s.type.layout
+    col = gl.arange(0, s.shape[1], gl.SliceLayout(0, S))  # [BLOCK_N]
+    # the last key of its block that a row sees
+    limit = gl.full(s.shape, -1, gl.int32, S)  # [ROWS, BLOCK_N]
+    for i in gl.static_range(items.shape[0]):
+        reach = rows.last_seen - pick(items, i) * BLOCK_K  # [ROWS]
+        if OPTIONS.ROW_MEMBERS > 1:
+            reach = gl.where(((pick(members, i) >> rows.bits) & 1) != 0, reach, -1)
+        limit = gl.where((col // BLOCK_K == i)[None, :], reach[:, None], limit)
+    return hide_unless(s, (col % BLOCK_K)[None, :], limit)
+
+
+@gluon.jit
+def entries_of(walk, step, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Load the key blocks of a step, and which of the tile's rows of blocks keep each."""
+    PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
+    lane = gl.arange(0, PER_STEP, gl.BlockedLayout([PER_STEP], [32], [4], [0]))  # [PER_STEP]
+    at, there = places(walk, step, lane)
+    items = gl.load(tensors.items_ptr + at, mask=there, other=NO_BLOCK)
+    members = items
+    if OPTIONS.ROW_MEMBERS > 1:
+        members = gl.load(tensors.members_ptr + at, mask=there, other=0)
+    return items, members
+
+
+@gluon.jit
+def send(o, place, out_s, desc, out_ptr, width, numbers, RAGGED: gl.constexpr):
+    """Round what belongs to a warpgroup's rows, ``width`` columns, and send it on its way."""
+    ROWS: gl.constexpr = o.shape[0]
+    WIDTH: gl.constexpr = o.shape[1]
+    row, head, sequence, q_start, len_q = place
+    tma.store_wait(0)
+    tile_s = out_s.reshape([ROWS, WIDTH])
+    tile_s.store(o.to(out_s.dtype))
+    if row >= 0:
+        hopper.fence_async_shared()
+        where = coordinates(sequence, head, q_start, len_q, row, RAGGED)
+        copy_out(desc, where, out_s)
+    else:
+        # copies end where a sequence does, but begin nowhere but in it
+        LANES: gl.constexpr = WIDTH // 8
+        B: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+        lines = row + gl.arange(0, ROWS, gl.SliceLayout(1, B))  # [ROWS]
+        cols = gl.arange(0, WIDTH, gl.SliceLayout(0, B))  # [WIDTH]
+        inside = ((lines >= 0) & (lines < len_q))[:, None] & (cols < width)[None, :]
+        if RAGGED:
+            first = q_start
+        else:
+            first = sequence.to(gl.int64) * numbers.tokens_q
+        # of the row, and not of what tiles have in common: that would be kept in registers
+        at = ((first + lines).to(gl.int64) * numbers.heads_q + head) * width
+        pointers = out_ptr + (at[:, None] + cols[None, :])
+        gl.store(pointers, tile_s.load(B), mask=inside)  # [ROWS, WIDTH]
