@@ -445,6 +445,16 @@ def mutations(session: nox.Session, package: str) -> None:
 
 
 @nox.session(requires=["build"], default=False)
+@each([p for p in PACKAGES if p != "attn-common"])
+def mutants(session: nox.Session, package: str) -> None:
+    """Plant generated mistakes in one package's kernels, for -- --seconds N; see ci/mutants.py."""
+    install(session, package)
+    report = ("--json", str(BUILD / "reports" / f"{package}-mutants.json"))
+    (BUILD / "reports").mkdir(parents=True, exist_ok=True)
+    session.run("python", str(ROOT / "ci" / "mutants.py"), package, *report, *session.posargs)
+
+
+@nox.session(requires=["build"], default=False)
 @each([p for p in PACKAGES if (ROOT / "packages" / p / "tests" / "test_property.py").exists()])
 def soak(session: nox.Session, package: str) -> None:
     """Try one package's properties, and its server, on more than a merge waits for."""
