@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from attn_common import detect
-from flash_attn_triton import _configs, api, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton import _configs, _ops, api, flash_attn_func, flash_attn_varlen_func
 from flash_attn_triton._linked.host.forms import Memory
 from flash_attn_triton.reference import attention_reference, varlen_attention_reference
 from torch import Tensor
 
 from ._linked import numerics
+from ._linked.bounds import Bounded, assert_within, attention_bounds
 from ._linked.budget import Maker, offsets
 from ._linked.numerics import Feature, Packed, Shape, compare, fixed, run, run_eager, run_oracle
 from ._linked.numerics import incoming as incoming  # for tests
@@ -159,6 +160,16 @@ def only_portable() -> Iterator[None]:
         yield
 
 
+def bounds_of(case: Case, got: dict[str, Tensor]) -> dict[str, Bounded]:
+    """Return the a-priori bounds of a fixed-length case whose results are given; {} if unknown."""
+    if case.packed or case.options.get("dropout_p"):
+        return {}
+    options = {name: x for name, x in case.options.items() if name != "deterministic"}
+    dout, dlse = incoming(got["out"], got["lse"]) if "dq" in got else (None, None)
+    truncates = _ops.interpreted() and got["out"].device.type == "cpu"
+    return attention_bounds(**case.inputs, **options, dout=dout, dlse=dlse, truncates=truncates)
+
+
 def check(case: Case, *, grad: bool = True, portable: bool = True) -> dict[str, Tensor]:
     """Run function, eager and oracle, and compare all results; returns the function's.
 
@@ -171,3 +182,8 @@ def check(case: Case, *, grad: bool = True, portable: bool = True) -> dict[str, 
         with only_portable():
             compare(case, run(case, grad=grad), oracle, eager)
     return compare(case, got, oracle, eager)
+
+
+def check_bounds(case: Case, got: dict[str, Tensor]) -> None:
+    """Hold results to their a-priori bounds, element by element."""
+    assert_within(got, bounds_of(case, got))

@@ -19,7 +19,17 @@ from . import _trees
 from ._linked.budget import DTYPES, assert_same
 from ._linked.tiers import HAS_GPU
 from ._linked.views import VIEWS
-from ._numerics import FEATURES, Packed, Shape, check, compatible, make_case, make_packed, run
+from ._numerics import (
+    FEATURES,
+    Packed,
+    Shape,
+    check,
+    check_bounds,
+    compatible,
+    make_case,
+    make_packed,
+    run,
+)
 
 EXAMPLES = int(os.environ.get("FLASH_ATTN_TRITON_EXAMPLES", "25"))
 # a merge sees the same examples every time; a number asked for draws anew
@@ -103,8 +113,8 @@ PORTABLE = st.booleans() if HAS_GPU else st.just(True)
     portable=PORTABLE,
 )
 def test_fixed_length(shape, dtype, names, more, seed, portable, device):
-    case = make_case(shape, dtype, device, names, seed)
-    apart(check, case.with_options(**more), portable=portable)
+    case = make_case(shape, dtype, device, names, seed).with_options(**more)
+    check_bounds(case, apart(check, case, portable=portable))
 
 
 @bounded
