@@ -235,6 +235,17 @@ def test_the_short_tile_packs_the_group(group):
     assert rows <= max(16, 2 * group)
 
 
+@pytest.mark.parametrize(("gpu", "panels"), [("nvidia:sm_90", 4), ("amd:gfx942", 1)])
+def test_packed_keys_are_read_in_panels(gpu, panels):
+    """By short tiles: the keys of a warp then lie side by side, in whole lines of the caches."""
+    with recording(gpu) as launches:
+        launch_decode(Config(128, packed=True))
+        launch_decode(Config(128))
+        launch_attention(Config(128, packed=True))
+    counts = [launch.options["K_PANELS"] for launch in launches]
+    assert counts == [panels, 1, panels, 1]
+
+
 def test_scratch_comes_from_torch_alone(monkeypatch):
     """Partial results are tensors of the call: a graph captures their memory with it."""
     made = []

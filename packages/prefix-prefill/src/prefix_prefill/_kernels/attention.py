@@ -26,6 +26,7 @@ from .primitives import cut_range, key_range, masked_from, tiles_of
 from .queries import (
     as_fp16,
     branches_of,
+    load_panels,
     load_queries,
     load_slices,
     positions_of,
@@ -102,7 +103,7 @@ def _paged_kernel(
     stride_skp, stride_sks, stride_skh, stride_svp, stride_svs, stride_svh,
     PAGE: tl.constexpr, K_RUN: tl.constexpr, K_UNIT: tl.constexpr, K_BYTES: tl.constexpr,
     V_UNIT: tl.constexpr, V_BYTES: tl.constexpr, V_COLUMN_RUN: tl.constexpr, V_AS_K: tl.constexpr,
-    SLICES: tl.constexpr, WORD_BITS: tl.constexpr,
+    K_PANELS: tl.constexpr, SLICES: tl.constexpr, WORD_BITS: tl.constexpr,
     NEW_V_AS_K: tl.constexpr, ROW_BYTES: tl.constexpr, OUT_BYTES: tl.constexpr,
     PART_BYTES: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -140,6 +141,7 @@ def _paged_kernel(
         VectorLayout(K_RUN, K_UNIT, K_BYTES, 0),
         VectorLayout(HEAD_DIM // SLICES, V_UNIT, V_BYTES, V_COLUMN_RUN),
         V_AS_K,
+        K_PANELS,
         WORDS,
         SLICES,
         k_cache_ptr.dtype.element_ty,
@@ -187,7 +189,9 @@ def _paged_kernel(
     HAS_DENSE: tl.constexpr = k_ptr is not None
     rows = query_rows(place, q_start_64, head_k_64, SCHEDULE, TILE)
     packed_q = Packed(q_ptr, stride_qs, stride_qh)
-    if SLICES == 1:
+    if K_PANELS > 1:
+        q = load_panels(rows, packed_q, ROW_LAYOUT, TILE)  # each [BLOCK_M, K_PANEL]
+    elif SLICES == 1:
         q = (load_queries(rows, packed_q, ROW_LAYOUT, TILE),)  # [BLOCK_M, BLOCK_D]
     else:
         q = load_slices(rows, packed_q, WORDS, SLICES)  # each [BLOCK_M, BLOCK_D // SLICES]
@@ -253,14 +257,14 @@ def _paged_kernel(
         # new keys and values have no scale
         softmax = Softmax((softmax.acc[0] * v_descale,), softmax.l_i, softmax.m_i)
         v_descale = 1.0
-        if SLICES > 1:
+        if SLICES > 1 or K_PANELS > 1:
             q = (load_queries(rows, packed_q, ROW_LAYOUT, TILE),)
         dense_begin = new_begin + tl.maximum(begin - cache_tiles, 0)
         dense_end = new_begin + tl.maximum(end - cache_tiles, 0)
         walk = cut_range(new_seen, dense_begin, dense_end, BLOCK_N)
         NEW: tl.constexpr = VectorLayout(HEAD_DIM, True, ROW_BYTES, 0)
         NEW_LAYOUT: tl.constexpr = SourceLayout(
-            0, NEW, NEW, NEW_V_AS_K, TILE, 1, k_ptr.dtype.element_ty, WEIGHTS, False
+            0, NEW, NEW, NEW_V_AS_K, 1, TILE, 1, k_ptr.dtype.element_ty, WEIGHTS, False
         )
         k_ptr += q_start_64 * stride_ks + head_k_64 * stride_kh
         v_ptr += q_start_64 * stride_vs + head_k_64 * stride_vh

@@ -10,6 +10,11 @@ import triton.language as tl
 from ._linked.primitives import LOG2E, tanh
 from .structures import KeyRange, Walk
 
+# Columns of keys that a short tile reads at once from a packed cache. There the runs of a key, of
+# 16 bytes, lie a page apart, and those of the next key beside them: of whole keys, a warp would
+# read 32 bytes from each of 16 lines; of so many columns, it reads a few lines whole.
+K_PANEL = tl.constexpr(32)
+
 
 @triton.jit
 def look_up(table, begin, is_wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr):

@@ -99,6 +99,7 @@ class SourceLayout(NamedTuple):
     K: Any
     V: Any
     V_AS_K: Any  # values have the strides of keys
+    K_PANELS: Any  # parts in which keys are read, and multiplied; with more than 1 no words
     WORDS: Any  # the tile, with as many columns as vectors have words
     SLICES: Any  # numbers of a word; 1: numbers are read one by one
     STORED: Any  # dtype of the numbers of words

@@ -10,7 +10,7 @@ from attn_common import cdiv, detect, fp8_info
 from .. import _configs
 from .._call import Options, Tensors
 from .._configs import choose_splits, padded_head_dim, processors, words_of
-from .._layout import cache_sizes
+from .._layout import cache_sizes, is_packed
 from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
 from .._linked.host.tiles import MIN_TILE
@@ -29,6 +29,7 @@ from .parameters import (
     Strides,
     Tile,
 )
+from .primitives import K_PANEL
 
 # tokens that one program clears of padding
 FILL_TOKENS = 64
@@ -76,7 +77,7 @@ class TilePlan:
         overlap = platform.is_hopper or platform.is_blackwell
         asked = _options_of(x, options)
         constants = {
-            **_layout_of(cache)._asdict(),
+            **_layout_of(cache, self._panels_of(x, block_d))._asdict(),
             **_row_layout_of(x, self._strides, self.is_short)._asdict(),
             **asked._asdict(),
             **schedule._asdict(),
@@ -105,6 +106,12 @@ class TilePlan:
         constants = {**schedule._asdict(), **merged._asdict(), "num_warps": 4, "num_stages": 1}
         constants |= {"launch_pdl": True} if overlap else {}
         self._merge = Launch(_split_merge_kernel, constants)
+
+    def _panels_of(self, x: Tensors, block_d: int) -> int:
+        """Return in how many parts keys are read: those of a packed cache, for a short tile."""
+        panel = K_PANEL.value
+        is_cut = self.is_short and is_packed(x.k_cache) and detect(x.q.device).vendor != "amd"
+        return block_d // panel if is_cut and x.q.element_size() <= 2 and block_d > panel else 1
 
     def count_units(self, tokens: int) -> int:
         """Return how many tiles of rows sequences may have, by their number and that of tokens."""
@@ -182,11 +189,12 @@ def _strides_of(x: Tensors, cache: CacheForm) -> Strides:
     return Strides(*rows, *cache.k, *values, *new, *table, stride_of_slopes(x), *scales)
 
 
-def _layout_of(cache: CacheForm) -> Layout:
+def _layout_of(cache: CacheForm, panels: int) -> Layout:
     return Layout(
         *cache.layout,
         V_COLUMN_RUN=cache.v_column_run,
         V_AS_K=cache.values_lie_as_keys,
+        K_PANELS=panels,
         SLICES=cache.slices,
         WORD_BITS=cache.word_bits,
     )

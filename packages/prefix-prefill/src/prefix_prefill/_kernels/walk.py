@@ -5,6 +5,7 @@ import triton.language as tl
 
 from ._linked.primitives import LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
 from .primitives import (
+    K_PANEL,
     is_looked_up,
     is_on_branch,
     is_visible,
@@ -90,6 +91,20 @@ def _multiply(q, k, TILE: tl.constexpr):
     s = dot(q[0], tl.trans(k[0]), TILE.PRECISION, TILE.UPCAST)
     for i in tl.static_range(1, len(q)):
         s = dot_add(s, q[i], tl.trans(k[i]), TILE.PRECISION, TILE.UPCAST)
+    return s
+
+
+@triton.jit
+def _multiply_panels(
+    q, vectors, rows, inside, LAYOUT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """Return ``q @ k.T``, ``[BLOCK_M, BLOCK_N]``, of keys that are read panel by panel."""
+    s = tl.zeros([q[0].shape[0], TILE.BLOCK_N], tl.float32)
+    for i in tl.static_range(LAYOUT.K_PANELS):
+        cols = i * K_PANEL + tl.arange(0, K_PANEL)  # [K_PANEL]
+        k = load_rows(vectors, rows, inside, cols, LAYOUT.K, TILE, MASKED)  # [BLOCK_N, K_PANEL]
+        k = matched(k, q[i])
+        s = dot_add(s, matched(q[i], k), tl.trans(k), TILE.PRECISION, TILE.UPCAST)
     return s
 
 
@@ -185,13 +200,15 @@ def _attend(
             # branches that no row is on lie between keys that are seen, and may hold NaN
             inside &= is_on_branch(queries, keys)
         k_rows = rows_of(pages, begin, source.k, PAGE, BLOCK_N)
-        # [BLOCK_N, BLOCK_D // SLICES]
-        k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, WORDS, MASKED)
-        # [BLOCK_M, BLOCK_N]
-        if SLICES == 1:
+        # s: [BLOCK_M, BLOCK_N], k: [BLOCK_N, BLOCK_D // SLICES]
+        if LAYOUT.K_PANELS > 1:
+            s = _multiply_panels(queries.q, source.k, k_rows, inside, LAYOUT, TILE, MASKED)
+        elif SLICES == 1:
+            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, WORDS, MASKED)
             k = matched(k, queries.q[0])
             s = _multiply((matched(queries.q[0], k),), (k,), TILE)
         else:
+            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, WORDS, MASKED)
             s = _multiply(queries.q, slices_of(k, WIDE, LAYOUT.STORED, SLICES, TILE.PTX), TILE)
         if LAYOUT.SCALED:
             s *= scales[0][None, :]
