@@ -177,9 +177,11 @@ def _paged_kernel(
     split = pid // heads_k % splits
     unit = pid // heads_k // splits
     place = locate(unit, cu_seqlens_q_ptr, batch, SCHEDULE)
+    # ahead of the branch: beside the loads of ``locate``, not behind them
+    is_real = (place.sequence >= 0) & (place.sequence < batch)
+    seqlen_k = tl.load(seqlens_k_ptr + place.sequence, mask=is_real, other=0)
     if place.tile < 0:
         return
-    seqlen_k = tl.load(seqlens_k_ptr + place.sequence)
     sequence_64 = place.sequence.to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
     q_start_64 = place.q_start.to(tl.int64)

@@ -51,15 +51,16 @@ def _split_merge_kernel(
     SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
     TILE: tl.constexpr = SplitMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS, CHUNK, OVERLAP)
     pid = tl.program_id(0)
-    if OVERLAP:
-        # until all splits have written what they come to
-        tl.extra.cuda.gdc_wait()
     parts = tl.cdiv(rows, ROWS)
     in_tile = pid % parts * ROWS + tl.arange(0, ROWS)  # [ROWS]
     head_k = pid // parts % heads_k
     unit = pid // parts // heads_k
     place = locate(unit, cu_seqlens_q_ptr, batch, SCHEDULE)
     row = place.tile * BLOCK_M + in_tile
+    if OVERLAP:
+        # Until all splits have written what they come to. What is read above was there before they
+        # began: the kernel that computes them waits for all that lies before it.
+        tl.extra.cuda.gdc_wait()
     if place.tile < 0 or place.tile * BLOCK_M + pid % parts * ROWS >= place.seqlen_q * GROUP:
         return
     inside = (row < place.seqlen_q * GROUP) & (in_tile < BLOCK_M)
