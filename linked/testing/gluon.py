@@ -97,9 +97,17 @@ class Pointer:
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.base, self.offset + plain(other).long())
 
-    def to(self, _dtype: Any) -> Pointer:
-        """Return the addresses as numbers, of which nothing but ``inline_asm`` makes use."""
-        return self
+    def to(self, dtype: Any, bitcast: bool = False) -> Pointer:
+        """Return the addresses as numbers, of which nothing but ``inline_asm`` makes use.
+
+        ``bitcast``: as addresses of numbers of another dtype.
+        """
+        if not bitcast:
+            return self
+        words = flat_memory(self.base).view(torch.uint8).view(dtype.torch)
+        size = self.base.element_size()
+        offset = (plain(self.offset) + self.base.storage_offset()) * size
+        return Pointer(words, offset // dtype.torch.itemsize)
 
     def places(self, mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the flat memory, the places in it, and which of them count."""
@@ -260,6 +268,9 @@ class Language:
             return register(plain(first).relu().to(options["dtype"].torch))
         elif "cvt.rn.satfinite.e4m3x2.f32" in text:
             return _word_of_e4m3(values)
+        elif widened := re.search(r"cvt.rn.f16x2.(e4m3|e5m2)x2", text):
+            stored = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[widened[1]]
+            return register(_bytes_of_words(first, stored).to(options["dtype"]))
         elif (
             text.startswith("mov.b32")
             and getattr(options["dtype"], "torch", None) is torch.float8_e4m3fn
@@ -294,10 +305,12 @@ class Language:
             for name in ("float32", "float16", "bfloat16", "int32", "int64")
         }
         dtypes["float8e4nv"] = Dtype(torch.float8_e4m3fn)
+        dtypes["float8e5"] = Dtype(torch.float8_e5m2)
         layout = types.SimpleNamespace(get_default_for=_none)
         gl = types.SimpleNamespace(
             **dtypes, constexpr=lambda x: x, static_range=range, static_assert=_static_assert,
             assume=_none,
+            pointer_type=lambda dtype: dtype,
             NVMMADistributedLayout=_none, DotOperandLayout=_none, SliceLayout=_none,
             BlockedLayout=_none, SwizzledSharedLayout=_none, NVMMASharedLayout=layout,
             program_id=lambda axis: register(self.pid),

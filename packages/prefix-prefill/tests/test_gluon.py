@@ -13,8 +13,8 @@ from prefix_prefill import _ops, api
 from prefix_prefill._configs import hopper_tile
 from prefix_prefill._linked.host.forms import Memory
 
-from ._linked.budget import assert_same
-from ._numerics import NAN, Case, Problem, check, make_case, run
+from ._linked.budget import Maker, assert_same
+from ._numerics import MEDIUM, NAN, Case, Problem, check, make_case, run
 
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
 
@@ -36,7 +36,7 @@ def serve(monkeypatch):
 
     from ._linked.gluon import Kernel
 
-    real = hopper_plans.prefill_kernel
+    real = {name: getattr(hopper_plans, name) for name in ("prefill_kernel", "prefill_fp8_kernel")}
     ticket = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(plans, "takes_hopper", lambda *_: True)
     monkeypatch.setattr(tile_plan, "count_processors", lambda _: 2)
@@ -44,13 +44,13 @@ def serve(monkeypatch):
         monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
     kernels = []
 
-    def serve(reverse=True, block_n=32):
+    def serve(reverse=True, block_n=32, name="prefill_kernel"):
         monkeypatch.setattr(api, "_known", Memory())
         monkeypatch.setattr(
             hopper_plans, "hopper_tile", lambda d: replace(hopper_tile(d), block_n=block_n)
         )
-        kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_plans, "prefill_kernel", kernels[-1])
+        kernels.append(Kernel(real[name], reverse))
+        monkeypatch.setattr(hopper_plans, name, kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -119,8 +119,55 @@ def test_the_pages_of_others_are_not_read(serve):
     assert torch.equal(got["lse"][:, 130:200], want["lse"][:, 130:200])
 
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8 = [
+    (Problem(LENGTHS, 4, 2, 64, page=16, padding=7), torch.bfloat16, E4M3, (), (-1, -1)),
+    (Problem(LENGTHS[:2], 3, 1, 80, page=5), torch.float16, E5M2, ("full", "sinks"), (40, 3)),
+    (Problem(LENGTHS[:4], 2, 2, 128, page=48), torch.bfloat16, E5M2, ("alibi",), (-1, 0)),
+    (Problem(LENGTHS[2:5], 4, 1, 256, page=64), torch.float16, E4M3, ("softcap",), (20, 0)),
+]
+
+
+@pytest.mark.parametrize(("problem", "dtype", "stored", "features", "window"), FP8, ids=str)
+def test_fp8_cache(problem, dtype, stored, features, window, serve):
+    """With scales of any sign, of one element, of heads, and of sequences and heads."""
+    serve(problem.page < 48, name="prefill_fp8_kernel")
+    case = make_case(problem, dtype, "cpu", features, cache_dtype=stored)
+    case = case.with_options(num_splits=1, window_size=window)
+    heads, batch = problem.heads_k, len(problem.lengths)
+    m = Maker("cpu", torch.float32, 7)
+    scale = m.uniform(batch, heads, low=0.5, high=2.0)
+    scale[0] = -0.5
+    if batch == 2:
+        scale = scale[0]
+    elif batch == 3:
+        scale = torch.full((1,), 0.75)
+    check(case.with_options(k_descale=scale, v_descale=-scale))
+
+
+def test_an_fp8_cache_without_scales_and_one_of_zero(serve):
+    serve(name="prefill_fp8_kernel")
+    case = make_case(MEDIUM._replace(head_dim=48), torch.float16, "cpu", cache_dtype=E4M3)
+    case = case.with_options(num_splits=1)
+    check(case)
+    check(case.with_options(k_descale=torch.zeros(1)))
+
+
+def test_poison_of_an_fp8_cache(serve):
+    """NaN in slots that nobody sees, and pages that are gone."""
+    serve(name="prefill_fp8_kernel")
+    problem = Problem(((70, 200),), 2, 1, 64, 16)
+    case = make_case(problem, torch.bfloat16, "cpu", cache_dtype=E4M3)
+    case = case.with_options(num_splits=1, window_size=(50, 0))
+    want = run(case)
+    table = case.options["block_table"].clone()
+    table[0, :5] = 2**24
+    table[0, 13:] = -(2**24)
+    assert_same(run(case.with_options(block_table=table)), want)
+
+
 # function, what it says, what a mistake would be
-ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)"
+ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, TILE.PARTIES, 4)"
 WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)"
 WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
@@ -129,10 +176,10 @@ MISTAKES = [
     ("_copy_pages", "key % TILE.PAGE", "0"),
     ("_copy_pages", "mbarrier.expect(full, cache.desc.block_type.nbytes * PIECES)", "pass"),
     ("_copy_pages", "gl.minimum(seen.last - key, PIECE)", "PIECE"),
-    ("_copy_tile", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("_copy_tile", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)", "pass"),
+    ("_copy_tile", "barrier_sync(EMPTY + stage, TILE.PARTIES, 1)", "pass"),
+    ("_copy_tile", "barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, 1)", "pass"),
     ("_copy_tile", "pages_v = pages", "pass"),
-    ("_copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
+    ("copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
     ("_receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
     ("_receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
     ("_attend_first", WAIT_K, "pass"),
@@ -140,20 +187,20 @@ MISTAKES = [
     ("_attend", "turn // STAGES_K & 1", "(turn // STAGES_K & 1) ^ 1"),
     ("_attend", WAIT_V, "pass"),
     ("_attend", WAIT_S, "pass"),
-    ("_attend", WAIT_S, "barrier_arrive(EMPTY + stage, PARTIES, 4); " + WAIT_S),
-    ("_attend", "barrier_arrive_after(sums, EMPTY + stage, PARTIES)", "pass"),
+    ("_attend", WAIT_S, "barrier_arrive(EMPTY + stage, TILE.PARTIES, 4); " + WAIT_S),
+    ("_attend", "barrier_arrive_after(sums, EMPTY + stage, TILE.PARTIES)", "pass"),
     ("_attend", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
     ("_attend", WAIT_V, WAIT_V + "; " + ARRIVE_V),
     ("_attend", "barrier_arrive(TURN + (W + 1) % 2, 256, 4)", "pass"),
     ("_finish", WAIT_V, "pass"),
-    ("_consume", "mbarrier.wait(pipeline.q_full.index(W), count & 1)", "pass"),
-    ("_consume", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
+    ("consume", "mbarrier.wait(pipeline.q_full.index(W), count & 1)", "pass"),
+    ("consume", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
     ("_store", "hopper.fence_async_shared()", "pass"),
     ("_store", "tma.store_wait(0)", "pass"),
-    ("_consume", "tma.store_wait(0)", "pass"),
-    ("_consume", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("consume", "tma.store_wait(0)", "pass"),
+    ("consume", "barrier_sync(TURN, 256, 4)", "pass"),
     (
-        "prefill_kernel",
+        "pipeline_of",
         "barriers(SLOTS, 1), barriers(SLOTS, 2)",
         "barriers(SLOTS, 1), barriers(SLOTS, 1)",
     ),
@@ -170,6 +217,37 @@ def mistaken() -> Case:
 def test_without_a_mistake(serve, reverse):
     serve(reverse)
     check(mistaken())
+
+
+FP8_MISTAKES = [
+    ("_read", "key % PAGE", "key * 0"),
+    ("_read", "(key < seen.last)", "(key < 2**20)"),
+    ("_bring", "barrier_sync(EMPTY + stage, PARTIES, 4)", "pass"),
+    ("_bring", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 4)", "pass"),
+    ("_bring", "begin -= TILE.BLOCK_N", "pass"),
+    ("_announce_keys", "hopper.fence_async_shared()", "pass"),
+    ("consume", "flips = descale < 0", "flips = descale < -9"),
+    ("_descale_of", "at += work.sequence * heads_k", "pass"),
+    ("_descale_of", "at = work.head // TILE.GROUP", "at = 0"),
+]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("function", "right", "wrong"), FP8_MISTAKES, ids=lambda x: str(x)[:40])
+def test_a_mistake_of_the_wide_kernel_is_seen(function, right, wrong, serve):
+    seen = False
+    problem = Problem(((300, 350), (70, 115)), 4, 2, 48, 16)
+    case = make_case(problem, torch.bfloat16, "cpu", cache_dtype=E4M3)
+    case.options["block_table"][:, 23:] = 2**24
+    scale = torch.tensor([[0.5, -2.0], [1.5, 0.25]])
+    case = case.with_options(num_splits=1, k_descale=scale, v_descale=scale)
+    for reverse in (True, False):
+        serve(reverse, name="prefill_fp8_kernel").plant(function, right, wrong)
+        try:
+            check(case)
+        except (AssertionError, RuntimeError):
+            seen = True
+    assert seen
 
 
 @pytest.mark.mutation

@@ -62,6 +62,21 @@ def test_serves(head_dim, dtype, page, taken):
 
 
 @pytest.mark.eager
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("page", [1, 16, 24])
+def test_serves_fp8_caches_with_any_page(stored, page):
+    x = call(page=page)
+    cache = torch.empty(5, page, 2, 128, dtype=stored, device="meta")
+    one = torch.empty(1, device="meta")
+    x = x._replace(k_cache=cache, v_cache=cache, k_descale=one)
+    with absent_gpu(HOPPER):
+        assert takes_hopper(x, OPTIONS)
+        assert takes_hopper(x, OPTIONS._replace(window_left=3))
+        # an odd number of rows of 8 bytes
+        assert not takes_hopper(x._replace(v_cache=cache[..., 8:]), OPTIONS)
+
+
+@pytest.mark.eager
 def test_leaves_the_rest_to_the_portable_kernel():
     x = call()
     one = torch.empty(1, device="meta")
@@ -71,6 +86,10 @@ def test_leaves_the_rest_to_the_portable_kernel():
         for name in ("out_scale", "positions", "tree_mask"):
             assert not takes_hopper(x._replace(**{name: one}), OPTIONS)
         assert not takes_hopper(x._replace(k=x.q, v=x.q), OPTIONS)
+        integers = x.k_cache.to(torch.int8)
+        assert not takes_hopper(x._replace(k_cache=integers, v_cache=integers), OPTIONS)
+        eight = x.k_cache.to(torch.float8_e4m3fn)
+        assert not takes_hopper(x._replace(q=x.q.to(eight.dtype), k_cache=eight), OPTIONS)
         assert not takes_hopper(x._replace(out=x.q.float()), OPTIONS)
         assert not takes_hopper(x, OPTIONS._replace(num_splits=2))
         assert not takes_hopper(x, OPTIONS._replace(window_left=13))
@@ -245,6 +264,36 @@ def test_builds(config, tmp_path):
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in build.sass, instruction
     # of each warpgroup four products and as many waits: the assembler has added none of its own
+    assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
+
+
+# the consumers have fewer registers beside a warpgroup that widens
+WIDE_SPILLS = (160, 160)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("config", "allowed"),
+    chosen(
+        [
+            (Config(64, cache="float8_e4m3fn"), WIDE_SPILLS),
+            (Config(256, "float16", "float8_e5m2", page=1), WIDE_SPILLS),
+            (Config(96, cache="float8_e5m2", page=128), WIDE_SPILLS),
+        ],
+        [(Config(128, cache="float8_e4m3fn"), WIDE_SPILLS)],
+    ),
+    ids=str,
+)
+def test_builds_of_fp8_caches(config, allowed, tmp_path):
+    with compiling(HOPPER, tmp_path) as builds:
+        launch_attention(config, hopper=True)
+    build = builds[-1]
+    assert build.kernel == "prefill_fp8_kernel"
+    assert build.shared <= GPUS[HOPPER].shared_limit, build
+    assert not build.unset, build
+    assert build.spilled <= allowed[not IS_OLD], build
+    for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "F2FP"):
+        assert instruction in build.sass, instruction
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
 
 

@@ -41,7 +41,7 @@ from prefix_prefill._kernels import (
 )
 from prefix_prefill._kernels.hopper import attention as hopper_attention
 from prefix_prefill._kernels.hopper import mla as hopper_mla
-from prefix_prefill._kernels.hopper import mla_fp8, mla_producer, mla_structures, producer
+from prefix_prefill._kernels.hopper import mla_fp8, mla_producer, mla_structures, producer, wide
 from prefix_prefill._kernels.hopper import structures as hopper
 from prefix_prefill._kernels.hopper._linked import tickets
 from prefix_prefill._kernels.invariant import arithmetic as invariant_arithmetic
@@ -103,6 +103,10 @@ ENTRIES = [
         hopper.Strides, hopper.Options, hopper.Tile,
     ),
     (
+        wide.prefill_fp8_kernel, hopper.WideArguments, hopper.Scores, hopper.Counts,
+        hopper.WideStrides, hopper.Options, hopper.Tile,
+    ),
+    (
         hopper_mla.mla_kernel, mla_structures.Arguments, mla_structures.Counts,
         mla_structures.Strides, mla_structures.Tile,
     ),
@@ -113,7 +117,7 @@ ENTRIES = [
 ]  # fmt: skip
 DEVICE_MODULES = [
     attention, cache, kvcache, merge, mla, primitives, queries, results, schedule, walk, words,
-    hopper_attention, producer, hopper_mla, mla_fp8, mla_producer,
+    hopper_attention, producer, hopper_mla, mla_fp8, mla_producer, wide,
     invariant_arithmetic, invariant_kernels, invariant_walk,
 ]  # fmt: skip
 MOST_ARGUMENTS = 12

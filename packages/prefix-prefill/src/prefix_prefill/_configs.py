@@ -285,22 +285,27 @@ MAX_ROWS = 2**30
 def takes_hopper(x: Tensors, options: Options) -> bool:
     """Say whether the kernel for Hopper serves the sequences with many queries of a call.
 
-    The portable one has the rest: what the copy engine does not read, FP8, new keys beside the
-    cache. A cache is never copied. How many queries are many, ``HopperTile.least_tokens`` says.
+    The portable one has the rest: what the copy engine does not read, FP8 queries, caches of
+    integers, new keys beside the cache. A cache is never copied. How many queries are many,
+    ``HopperTile.least_tokens`` says.
     """
     return (
         HOPPER
         and x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
         and x.q.dtype in (torch.float16, torch.bfloat16)
-        and x.k_cache.dtype == x.out.dtype == x.q.dtype
+        and x.out.dtype == x.q.dtype
+        and (x.k_cache.dtype == x.q.dtype or words_of(x) == "fp8")
         and x.out_scale is None
         and x.k is None
         and x.positions is None
         and x.tree_mask is None  # at most 64 queries: its masks would cost all calls registers
         and x.q.shape[-1] > 32  # half of a tile would be padding
         and not is_packed(x.k_cache)
-        and copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE
+        and (
+            x.k_cache.element_size() == 1
+            or copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE
+        )
         and is_mappable(x.k_cache)
         and is_mappable(x.v_cache)
         # the same under a causal mask

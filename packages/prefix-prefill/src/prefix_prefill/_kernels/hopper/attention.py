@@ -28,7 +28,7 @@ from ._linked.pipeline import (
     field,
 )
 from ._linked.softmax import finish_softmax, logits_of, mask, row_sums, start_softmax
-from .producer import PARTIES, produce, tiles_of
+from .producer import produce, tiles_of
 from .structures import (
     Announced,
     Arguments,
@@ -48,6 +48,9 @@ from .structures import (
     Tile,
 )
 
+# the least number of fp32 that is no denormal
+TINY = gl.constexpr(2.0**-126)
+
 
 @gluon.jit
 def _receive(pipeline, count):
@@ -61,6 +64,26 @@ def _receive(pipeline, count):
     len_q, len_k = field(fields, LEN_Q), field(fields, LEN_K)
     mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)
     return Announced(head, sequence, first_row, q_start, len_q, len_k)
+
+
+@gluon.jit
+def _descale_of(ptr, work, heads_k, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the scale of a tile's keys, or values: one of all, of a head, or of a sequence too."""
+    at = 0
+    if OPTIONS.DESCALE_NDIM > 0:
+        at = work.head // TILE.GROUP
+    if OPTIONS.DESCALE_NDIM == 2:
+        at += work.sequence * heads_k
+    return gl.load(ptr + at)
+
+
+@gluon.jit
+def _flipped(s, queries):
+    """Turn the products with keys whose scale is negative."""
+    if queries.flips is not None:  # noqa: SIM102  (a constant, then a number)
+        if queries.flips:
+            s = -s
+    return s
 
 
 @gluon.jit
@@ -108,9 +131,10 @@ def _attend_first(
     s = hopper.warpgroup_mma(queries.q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     barrier_arrive(TURN + (W + 1) % 2, 256, 4)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    barrier_arrive(EMPTY + stage, PARTIES, 4)
+    barrier_arrive(EMPTY + stage, TILE.PARTIES, 4)
     first = tile * BLOCK_N
     cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
+    s = _flipped(s, queries)
     s = _logits_of(s, first, queries, scores, OPTIONS)
     s = _masked(s, cols, queries, scores, OPTIONS)
     m, l, e = start_softmax(s, factor, NEG_INF)
@@ -162,6 +186,7 @@ def _attend(
         tile = tiles.high - 2 - step
         first = tile * BLOCK_N
         cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
+        s = _flipped(s, queries)
         s = _logits_of(s, first, queries, scores, OPTIONS)
         if HAS_WINDOW:  # noqa: SIM102  (a constant, then a number)
             if (tile >= tiles.right) | (tile < tiles.left):
@@ -175,11 +200,11 @@ def _attend(
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
         sums = row_sums(e)  # [ROWS, 4]
         # the exponentials run ahead of the wait for the other product
-        barrier_arrive_after(sums, EMPTY + stage, PARTIES)
+        barrier_arrive_after(sums, EMPTY + stage, TILE.PARTIES)
         l = l * gl.convert_layout(alpha, L)[:, None] + sums
         m = m_new
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
-        barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
+        barrier_arrive(EMPTY + STAGES_K + stage_v, TILE.PARTIES, 4)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
         p = gl.convert_layout(e.to(queries.q.dtype), P)
         turn += 1
@@ -200,7 +225,7 @@ def _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE: gl.
     # each [ROWS]
     weight, empty, lse = finish_softmax(softmax.m, softmax.l, heads, heads < 0, results.sinks_ptr)
     o = hopper.warpgroup_mma_wait(0, deps=(o,))
-    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, TILE.PARTIES, 4)
     if results.lse_ptr is not None:
         token = row + index % TOKENS  # [ROWS]
         at = heads.to(gl.int64) * results.tokens + (work.q_start + token)
@@ -226,7 +251,7 @@ def _store(o, work, row, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr
 
 
 @gluon.jit
-def _consume(
+def consume(
     W: gl.constexpr, out_desc, pipeline, results, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
@@ -234,11 +259,6 @@ def _consume(
     TOKENS: gl.constexpr = ROWS // TILE.PACK
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
     HAS_ALIBI: gl.constexpr = results.alibi_slopes_ptr is not None
-    scores = results.scores
-    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
-    factor = scores.scale * LOG2E
-    if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
-        factor = 1.0
     if W == 1:
         # the first turn
         barrier_arrive(TURN, 256, 4)
@@ -247,6 +267,19 @@ def _consume(
     q = pipeline.q_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
     work = _receive(pipeline, count)
     while work.head >= 0:
+        scores = results.scores
+        flips = None
+        if results.k_descale_ptr is not None:
+            descale = _descale_of(results.k_descale_ptr, work, results.heads_k, OPTIONS, TILE)
+            flips = descale < 0
+            scale = scores.scale * gl.where(flips, -descale, descale)
+            # positive: -inf times it is to stay that
+            scale = gl.where(scale < TINY, TINY, scale)
+            scores = Scores(scale, scores.softcap, scores.window_left, scores.window_right)
+        # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+        factor = scores.scale * LOG2E
+        if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
+            factor = 1.0
         tiles = tiles_of(work, scores, OPTIONS, TILE)
         # heads, and within a head tokens
         index = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
@@ -258,11 +291,13 @@ def _consume(
             slopes = gl.load(at)[:, None]  # [ROWS, 1]
         mbarrier.wait(pipeline.q_full.index(W), count & 1)
         rows = row + index % TOKENS + (work.len_k - work.len_q)
-        queries = Queries(q, rows, slopes, work.len_k)
+        queries = Queries(q, rows, slopes, work.len_k, flips)
         softmax, turn = _attend(turn, tiles, queries, factor, pipeline, scores, W, OPTIONS, TILE)
         if not TILE.SHARE:
             mbarrier.arrive(pipeline.q_empty.index(W), count=1)
         o = _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE)
+        if results.v_descale_ptr is not None:
+            o = o * _descale_of(results.v_descale_ptr, work, results.heads_k, OPTIONS, TILE)
         _store(o, work, row, out_desc, pipeline, W, TILE)
         count += 1
         work = _receive(pipeline, count)
@@ -270,6 +305,27 @@ def _consume(
     if W == 0:
         # the last turn that was passed on
         barrier_sync(TURN, 256, 4)
+
+
+@gluon.jit
+def pipeline_of(q_desc, k_s, v_s, out_desc, TILE: gl.constexpr):
+    """Return the ``Pipeline`` with these tiles of keys and values; all warps call it."""
+    dtype: gl.constexpr = q_desc.dtype
+    shape: gl.constexpr = [2, 1, 1, TILE.PACK, TILE.ROWS // TILE.PACK, TILE.HEAD_DIM]
+    q_s = gl.allocate_shared_memory(dtype, shape, q_desc.layout)
+    if TILE.SHARE:
+        out_s = q_s
+    else:
+        out_s = gl.allocate_shared_memory(dtype, shape, out_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], plain)
+    q_full, q_empty = barriers(2, 1), barriers(2, 1)
+    k_full, v_full = barriers(TILE.STAGES_K, 1), barriers(TILE.STAGES_V, 1)
+    tile_full, tile_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
+    hopper.fence_async_shared()
+    return Pipeline(
+        q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full, tile_full, tile_empty
+    )
 
 
 # integers and pointers are taken as they come; see ``runtime.py``
@@ -284,38 +340,40 @@ def prefill_kernel(
     scale, softcap, window_left, window_right, batch, packs, tokens, total,
     page_rows_k, page_rows_v, stride_table_b, stride_table_p, stride_alibi_b,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    GROUP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, PIECE: gl.constexpr,
-    MIN_TOKENS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, SHARE: gl.constexpr,
+    DESCALE_NDIM: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr,
+    PIECE: gl.constexpr, MIN_TOKENS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
+    SHARE: gl.constexpr, WARPS: gl.constexpr, PARTIES: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in the pages of a cache.
 
     A persistent program: one warp produces, two warpgroups consume.
     """
-    OPTIONS: gl.constexpr = Options(HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP)
+    OPTIONS: gl.constexpr = Options(HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, DESCALE_NDIM)
     TILE: gl.constexpr = Tile(
-        GROUP, PACK, PAGE, PIECE, MIN_TOKENS, ROWS, BLOCK_N, HEAD_DIM, STAGES_K, STAGES_V, SHARE
+        GROUP,
+        PACK,
+        PAGE,
+        PIECE,
+        MIN_TOKENS,
+        ROWS,
+        BLOCK_N,
+        HEAD_DIM,
+        WIDTH,
+        STAGES_K,
+        STAGES_V,
+        SHARE,
+        WARPS,
+        PARTIES,
     )
-    TOKENS: gl.constexpr = ROWS // PACK
     dtype: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, PACK, TOKENS, HEAD_DIM], q_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES_K, 1, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES_V, 1, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
-    if SHARE:
-        out_s = q_s
-    else:
-        out_s = gl.allocate_shared_memory(dtype, [2, 1, 1, PACK, TOKENS, HEAD_DIM], out_desc.layout)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], plain)
-    q_full, q_empty = barriers(2, 1), barriers(2, 1)
-    k_full, v_full = barriers(STAGES_K, 1), barriers(STAGES_V, 1)
-    tile_full, tile_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
-    hopper.fence_async_shared()
-    pipeline = Pipeline(
-        q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full, tile_full, tile_empty
-    )
+    pipeline = pipeline_of(q_desc, k_s, v_s, out_desc, TILE)
     scores = Scores(scale, softcap, window_left, window_right)
-    results = Results(lse_ptr, alibi_slopes_ptr, sinks_ptr, scores, tokens, stride_alibi_b)
+    results = Results(
+        lse_ptr, alibi_slopes_ptr, sinks_ptr, None, None, scores, tokens, stride_alibi_b
+    )
     inputs = Inputs(
         q_desc,
         CacheMap(k_desc, page_rows_k),
@@ -327,8 +385,8 @@ def prefill_kernel(
     )
     gl.warp_specialize(
         [
-            (_consume, (0, out_desc, pipeline, results, OPTIONS, TILE)),
-            (_consume, (1, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (0, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (1, out_desc, pipeline, results, OPTIONS, TILE)),
             (produce, (inputs, pipeline, OPTIONS, TILE)),
         ],
         [4, 1],

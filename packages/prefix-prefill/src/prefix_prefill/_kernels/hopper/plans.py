@@ -6,12 +6,16 @@ from torch import Tensor
 
 from ..._call import Options, Tensors
 from ..._configs import copied_keys, hopper_tile, padded_head_dim, rows_of_cache, rows_of_page
+from ..addressing import descale_ndim
 from ..tile_plan import TilePlan, scores_of, stride_of_slopes
 from . import structures
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ._linked.tma import MapForm, MapLaunch
 from .attention import prefill_kernel
-from .structures import Arguments, Strides, Tile
+from .structures import Arguments, Strides, Tile, WideArguments, WideStrides
+from .wide import prefill_fp8_kernel
+
+WARP, WARPGROUP = 32, 128
 
 
 class HopperPlan:
@@ -35,20 +39,25 @@ class HopperPlan:
         wide = padded_head_dim(portable.head_dim)
         self._map_q = MapForm(x.q, hopper.rows, wide, ragged=True, heads=pack)
         self._map_out = MapForm(x.out, hopper.rows, wide, ragged=True, heads=pack)
-        self._map_k = MapForm(as_rows(x.k_cache), piece, wide, ragged=True)
-        self._map_v = MapForm(as_rows(x.v_cache), piece, wide, ragged=True)
+        self._is_fp8 = x.k_cache.element_size() == 1
         self._scores = scores_of(options)
-        self._strides = Strides(
-            rows_of_page(x.k_cache),
-            rows_of_page(x.v_cache),
-            *x.block_table.stride(),
-            stride_of_slopes(x),
-        )
+        pages = rows_of_page(x.k_cache), rows_of_page(x.v_cache)
+        given = *x.block_table.stride(), stride_of_slopes(x)
+        self._strides: Strides | WideStrides
+        if self._is_fp8:
+            lie = *x.k_cache.stride()[1:3], *x.v_cache.stride()[1:3]
+            self._strides = WideStrides(*pages, *lie, *given, portable.heads_k)
+        else:
+            self._map_k = MapForm(as_rows(x.k_cache), piece, wide, ragged=True)
+            self._map_v = MapForm(as_rows(x.v_cache), piece, wide, ragged=True)
+            self._strides = Strides(*pages, *given)
         asked = structures.Options(
             HAS_LEFT=left >= 0,
             HAS_RIGHT=options.window_right >= 0,
             HAS_SOFTCAP=options.softcap != 0.0,
+            DESCALE_NDIM=descale_ndim(x.k_descale, x.v_descale),
         )
+        warps = WARPGROUP // WARP if self._is_fp8 else 1
         tile = Tile(
             GROUP=group,
             PACK=pack,
@@ -58,14 +67,17 @@ class HopperPlan:
             ROWS=hopper.rows,
             BLOCK_N=hopper.block_n,
             HEAD_DIM=wide,
+            WIDTH=portable.head_dim,
             STAGES_K=hopper.stages_k,
             STAGES_V=hopper.stages_v,
             SHARE=hopper.share,
+            WARPS=warps,
+            PARTIES=2 * WARPGROUP + warps * WARP,
         )
         constants = {**asked._asdict(), **tile._asdict()}
-        self._prefill = MapLaunch(
-            prefill_kernel, {**constants, "num_warps": 4, "maxnreg": hopper.registers}
-        )
+        kernel = prefill_fp8_kernel if self._is_fp8 else prefill_kernel
+        constants |= {"num_warps": 4, "maxnreg": hopper.registers}
+        self._prefill = MapLaunch(kernel, constants)
 
     def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
         """Launch for one call."""
@@ -76,11 +88,8 @@ class HopperPlan:
             # the portable kernel cuts sequences where they are few
             portable.run(x, tokens, max_seqlen_k)
             return
-        arguments = Arguments(
-            self._map_q(x.q),
-            self._map_k(x.k_cache),
-            self._map_v(x.v_cache),
-            self._map_out(x.out),
+        q, out = self._map_q(x.q), self._map_out(x.out)
+        small = (
             x.lse,
             self._ticket(x.q.device),
             x.block_table,
@@ -89,7 +98,14 @@ class HopperPlan:
             x.alibi_slopes,
             x.sinks,
         )
-        # the fields of Scores, Counts and Strides
+        arguments: Arguments | WideArguments
+        if self._is_fp8:
+            descales = x.k_descale, x.v_descale
+            arguments = WideArguments(q, out, x.k_cache, x.v_cache, *small, *descales)
+        else:
+            keys = self._map_k(x.k_cache), self._map_v(x.v_cache)
+            arguments = Arguments(q, *keys, out, *small)
+        # the fields of Scores, Counts, and of Strides or WideStrides
         numbers = (*self._scores, portable.batch, self._packs, tokens, total, *self._strides)
         self._prefill(min(portable.processors, total), arguments, numbers)
 

@@ -20,17 +20,17 @@ from .structures import KeyTiles, Seen, Work
 
 # lanes of the warp; each holds the page of one piece of a tile of keys
 LANES = gl.constexpr(32)
-# threads that meet where a stage becomes free: those of two warpgroups, and this warp
-PARTIES = gl.constexpr(2 * 128 + 32)
 
 
 @gluon.jit
-def _find_sequence(sequences, slot, BLOCK: gl.constexpr):
+def _find_sequence(sequences, slot, BLOCK: gl.constexpr, WARPS: gl.constexpr):
     """Return the sequence that owns a slot; -1 and ``batch`` mean padding ahead and behind.
 
-    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on.
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on. Of several warps, each
+    looks at all of them: sums over warps would pass through shared memory.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    EACH: gl.constexpr = 1 if WARPS == 1 else SEARCH_CHUNK // 32
+    layout: gl.constexpr = gl.BlockedLayout([EACH], [32], [WARPS], [0])
     batch = sequences.batch
     owned = 0
     for first in range(0, batch + 1, SEARCH_CHUNK):
@@ -42,14 +42,21 @@ def _find_sequence(sequences, slot, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _locate(ticket, packs, sequences, BLOCK: gl.constexpr, MIN_TOKENS: gl.constexpr):
+def _locate(
+    ticket,
+    packs,
+    sequences,
+    BLOCK: gl.constexpr,
+    MIN_TOKENS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Return ``(block, sequence, q_start, len_q)`` of a ticket; a block below 0 is none.
 
     Tickets count packs of heads, then slots; sequences own slots by their length. Of a sequence the
     last block starts first, which under a causal mask sees the most keys.
     """
     slot = ticket // packs
-    sequence = _find_sequence(sequences, slot, BLOCK)
+    sequence = _find_sequence(sequences, slot, BLOCK, WARPS)
     is_real = (sequence >= 0) & (sequence < sequences.batch)
     q_start = gl.load(sequences.cu_seqlens_q_ptr + sequence, mask=is_real, other=0)
     q_end = gl.load(sequences.cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
@@ -60,19 +67,22 @@ def _locate(ticket, packs, sequences, BLOCK: gl.constexpr, MIN_TOKENS: gl.conste
 
 
 @gluon.jit
-def _next_ticket(tickets):
+def next_ticket(tickets):
     """Take a ticket from the counter; every program has its own number as its first."""
     return gl.num_programs(0) + gl.atomic_add(tickets.ptr, 1, sem="relaxed")
 
 
 @gluon.jit
-def _next_tile(ticket, tickets, sequences, BLOCK: gl.constexpr, MIN: gl.constexpr):
+def next_tile(ticket, tickets, sequences, TILE: gl.constexpr):
     """Return the ``Work`` of the first ticket from this one on that holds queries."""
+    BLOCK: gl.constexpr = 2 * (TILE.ROWS // TILE.PACK)
+    MIN: gl.constexpr = TILE.MIN_TOKENS
+    WARPS: gl.constexpr = TILE.WARPS
     packs, total = tickets.packs, tickets.total
-    block, sequence, q_start, len_q = _locate(ticket, packs, sequences, BLOCK, MIN)
+    block, sequence, q_start, len_q = _locate(ticket, packs, sequences, BLOCK, MIN, WARPS)
     while (block < 0) & (ticket < total):
-        ticket = _next_ticket(tickets)
-        block, sequence, q_start, len_q = _locate(ticket, packs, sequences, BLOCK, MIN)
+        ticket = next_ticket(tickets)
+        block, sequence, q_start, len_q = _locate(ticket, packs, sequences, BLOCK, MIN, WARPS)
     is_real = (block >= 0) & (ticket < total)
     len_k = gl.load(sequences.seqlens_k_ptr + sequence, mask=is_real, other=0)
     return Work(ticket, block * BLOCK, sequence, q_start, len_q, len_k)
@@ -117,7 +127,7 @@ def _copy_pages(tile, pages, cache, seen, full, memory, HAS_LEFT: gl.constexpr, 
 
 
 @gluon.jit
-def _announce(index, work, head, count, pipeline):
+def announce(index, work, head, count, pipeline):
     """Tell the consumers which tile of queries comes next; ``index`` counts the fields."""
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
@@ -131,7 +141,7 @@ def _announce(index, work, head, count, pipeline):
 
 
 @gluon.jit
-def _announce_the_end(index, count, pipeline):
+def announce_the_end(index, count, pipeline):
     """Tell the consumers that no tile of queries is left."""
     slot = count % SLOTS
     mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
@@ -140,7 +150,7 @@ def _announce_the_end(index, count, pipeline):
 
 
 @gluon.jit
-def _copy_queries(work, head, count, q_desc, pipeline, TOKENS: gl.constexpr):
+def copy_queries(work, head, count, q_desc, pipeline, TOKENS: gl.constexpr):
     """Copy a tile of queries, ``TOKENS`` for each warpgroup."""
     for w in gl.static_range(2):
         row = work.first_row + w * TOKENS
@@ -182,7 +192,7 @@ def _copy_tile(
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
     tiles = tiles_of(work, inputs.scores, OPTIONS, TILE)
     head = work.ticket % inputs.tickets.packs * TILE.PACK
-    _announce(index, work, head, count, pipeline)
+    announce(index, work, head, count, pipeline)
     head_k = head // TILE.GROUP
     first = 0
     if HAS_LEFT:
@@ -200,16 +210,16 @@ def _copy_tile(
             pages = look_up(entries, table.stride_page, tile, seen, TILE)
             stage = turn % STAGES_K
             if turn >= STAGES_K:
-                barrier_sync(EMPTY + stage, PARTIES, 1)
+                barrier_sync(EMPTY + stage, TILE.PARTIES, 1)
             full, k_s = pipeline.k_full.index(stage), pipeline.k_s.index(stage)
             _copy_pages(tile, pages, inputs.k, seen, full, k_s, HAS_LEFT, TILE)
             turn += 1
         if step == 0:
-            _copy_queries(work, head, count, inputs.q_desc, pipeline, TOKENS)
+            copy_queries(work, head, count, inputs.q_desc, pipeline, TOKENS)
         else:
             stage = turn_v % STAGES_V
             if turn_v >= STAGES_V:
-                barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
+                barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, 1)
             tile = tiles.high - step
             full, v_s = pipeline.v_full.index(stage), pipeline.v_s.index(stage)
             _copy_pages(tile, pages_v, inputs.v, seen, full, v_s, HAS_LEFT, TILE)
@@ -219,29 +229,35 @@ def _copy_tile(
 
 
 @gluon.jit
-def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy tiles of queries, keys and values into shared memory until no ticket is left."""
-    BLOCK: gl.constexpr = 2 * (TILE.ROWS // TILE.PACK)
+def leave(work, turn, turn_v, tickets, TILE: gl.constexpr):
+    """Wait for the consumers; the last program that found no ticket makes the counter ready."""
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
+    # nobody may be left at a barrier
+    for back in gl.static_range(STAGES_K):
+        if turn > back:
+            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, TILE.PARTIES, TILE.WARPS)
+    for back in gl.static_range(STAGES_V):
+        if turn_v > back:
+            stage = (turn_v - 1 - back) % STAGES_V
+            barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, TILE.WARPS)
+    if work.ticket == tickets.total + gl.num_programs(0) - 1:
+        # the last to ask: ready for the next launch
+        gl.atomic_xchg(tickets.ptr, 0, sem="relaxed")
+
+
+@gluon.jit
+def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Copy tiles of queries, keys and values into shared memory until no ticket is left."""
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
     count = 0  # tiles of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
     tickets, sequences = inputs.tickets, inputs.sequences
-    work = _next_tile(gl.program_id(0), tickets, sequences, BLOCK, TILE.MIN_TOKENS)
+    work = next_tile(gl.program_id(0), tickets, sequences, TILE)
     while work.ticket < tickets.total:
         turn, turn_v = _copy_tile(index, work, count, turn, turn_v, inputs, pipeline, OPTIONS, TILE)
         count += 1
-        work = _next_tile(_next_ticket(tickets), tickets, sequences, BLOCK, TILE.MIN_TOKENS)
-    _announce_the_end(index, count, pipeline)
-    # nobody may be left at a barrier
-    for back in gl.static_range(STAGES_K):
-        if turn > back:
-            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, 1)
-    for back in gl.static_range(STAGES_V):
-        if turn_v > back:
-            barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, 1)
-    if work.ticket == tickets.total + gl.num_programs(0) - 1:
-        # the last to ask: ready for the next launch
-        gl.atomic_xchg(tickets.ptr, 0, sem="relaxed")
+        work = next_tile(next_ticket(tickets), tickets, sequences, TILE)
+    announce_the_end(index, count, pipeline)
+    leave(work, turn, turn_v, tickets, TILE)

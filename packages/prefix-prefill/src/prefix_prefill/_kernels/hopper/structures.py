@@ -59,6 +59,7 @@ class Options(NamedTuple):
     HAS_LEFT: Any
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
+    DESCALE_NDIM: Any  # of the scales of an FP8 cache
 
 
 class Tile(NamedTuple):
@@ -71,10 +72,13 @@ class Tile(NamedTuple):
     MIN_TOKENS: Any  # queries of the sequences served here
     ROWS: Any  # of a warpgroup
     BLOCK_N: Any
-    HEAD_DIM: Any
+    HEAD_DIM: Any  # of a tile
+    WIDTH: Any  # and of the tensors
     STAGES_K: Any
     STAGES_V: Any
     SHARE: Any  # the output leaves through the memory of the queries
+    WARPS: Any  # that bring keys
+    PARTIES: Any  # threads that meet where a stage becomes free: theirs, and of two warpgroups
 
 
 # ---- what the entry hands to the warps
@@ -102,9 +106,45 @@ class Results(NamedTuple):
     lse_ptr: Any
     alibi_slopes_ptr: Any
     sinks_ptr: Any
+    k_descale_ptr: Any  # None but for FP8 caches
+    v_descale_ptr: Any
     scores: Any
     tokens: Any
     stride_alibi_b: Any
+    heads_k: Any = None  # with scales of sequences
+
+
+class WideArguments(NamedTuple):
+    """Tensor maps, and pointers, of the kernel that widens FP8 keys; None for what is not given."""
+
+    q_desc: Any
+    out_desc: Any
+    k_cache_ptr: Any
+    v_cache_ptr: Any
+    lse_ptr: Any
+    ticket_ptr: Any
+    block_table_ptr: Any
+    cu_seqlens_q_ptr: Any
+    seqlens_k_ptr: Any
+    alibi_slopes_ptr: Any
+    sinks_ptr: Any
+    k_descale_ptr: Any
+    v_descale_ptr: Any
+
+
+class WideStrides(NamedTuple):
+    """Rows from one page to the next; strides of slots and heads, and of what sequences have."""
+
+    page_rows_k: Any
+    page_rows_v: Any
+    stride_kcs: Any
+    stride_kch: Any
+    stride_vcs: Any
+    stride_vch: Any
+    stride_table_b: Any
+    stride_table_p: Any
+    stride_alibi_b: Any
+    heads_k: Any
 
 
 class CacheMap(NamedTuple):
@@ -112,6 +152,15 @@ class CacheMap(NamedTuple):
 
     desc: Any
     page_rows: Any  # rows from one page to the next
+
+
+class WideCache(NamedTuple):
+    """The FP8 keys, or values, of a cache."""
+
+    ptr: Any
+    page_rows: Any
+    stride_slot: Any
+    stride_head: Any
 
 
 class Table(NamedTuple):
@@ -191,6 +240,7 @@ class Queries(NamedTuple):
     rows: Any  # counted from the one that faces key 0
     slopes: Any  # None without ALiBi
     len_k: Any
+    flips: Any  # whether the scale of the keys is negative; None without one
 
 
 class Seen(NamedTuple):
