@@ -1,23 +1,32 @@
 """Continuous batching of transformers: our pages beside the library's own paged SDPA.
 
-    python benchmarks/continuous_batching.py              on a GPU: a Llama of 1 B parameters
-    python benchmarks/continuous_batching.py --tiny       anywhere: that the script runs
+    python benchmarks/bench_serving.py --json serving.json      on a GPU: a Llama of 1 B parameters
+    python benchmarks/bench_serving.py --tiny                   anywhere: that the script runs
 
 The weights are random, so what the model says means nothing; that ``generate_batch`` says the same
 as ``generate``, token for token in fp32, means that pages, masks and positions are right. Then the
 speed in bf16: 64 requests with prompts of 64 to 1000 tokens and 128 new tokens each. Every
-implementation runs twice with the manager kept, and the second run is timed.
+implementation runs with the manager kept: once to warm up, then in turns with the others, and its
+median counts. One run from source:
+
+    PYTHONPATH=packages/prefix-prefill/src:packages/attn-common/src python ...
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
+import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import prefix_prefill.integrations.transformers as paged
 import torch
+import transformers
+import triton
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation import ContinuousBatchingConfig
 
@@ -88,8 +97,8 @@ def answers_of(model: Any, prompts: list[list[int]], tokens: int, config: Any) -
     return [list(x.generated_tokens) for x in found.values()]
 
 
-def check(model: Any, name: str, graphs: list[str]) -> bool:
-    """Say whether greedy answers are those of ``generate``, token for token."""
+def check(model: Any, name: str, graphs: list[str]) -> dict[str, int]:
+    """Return how many greedy answers are those of ``generate``, token for token, by graphs."""
     prompts = draw(8, 3, 300, model.config.vocab_size, 1)
     want = []
     model.set_attn_implementation("sdpa")
@@ -100,62 +109,108 @@ def check(model: Any, name: str, graphs: list[str]) -> bool:
         )
         want.append(out[0, len(prompt) :].tolist())
     model.set_attn_implementation(name)
-    same = True
+    counts = {}
     for with_graphs in graphs:
         # several chunks a prompt, beside sequences that decode
         got = answers_of(model, prompts, 24, batching(16, 256, 128, with_graphs))
         model.destroy_cached_continuous_batching_manager()
         count = sum(a == b for a, b in zip(got, want, strict=True))
         print(f"fp32, graphs {with_graphs}: {count} of {len(want)} answers are those of generate")
-        same &= got == want
-    return same
+        counts[with_graphs] = count
+    return counts | {"of": len(want)}
 
 
-def measure(model: Any, name: str, tokens: int, page: int, graphs: str, tiny: bool) -> float:
-    """Return tokens per second of the second run."""
+class Measured:
+    """One implementation: its name, how its graphs are made, its seconds."""
+
+    def __init__(self, name: str, graphs: str) -> None:
+        self.name, self.graphs = name, graphs
+        self.seconds: list[float] = []
+        self.tokens = 0
+
+    def run(self, model: Any, prompts: list[list[int]], tokens: int, config: Any) -> None:
+        """Warm up, then time one more run; all that was kept for it is given back."""
+        model.set_attn_implementation(self.name)
+        answers_of(model, prompts, tokens, config)
+        start = time.perf_counter()
+        found = answers_of(model, prompts, tokens, config)
+        self.seconds.append(time.perf_counter() - start)
+        model.destroy_cached_continuous_batching_manager()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.tokens = sum(map(len, found))
+
+    @property
+    def speed(self) -> float:
+        """Return tokens per second."""
+        return self.tokens / statistics.median(self.seconds)
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "implementation": self.name,
+            "graphs": self.graphs,
+            "new_tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.speed,
+        }
+
+
+def measure(model: Any, name: str, tokens: int, tiny: bool, rounds: int) -> list[Measured]:
+    """Time our pages, with and without graphs, and the library's paged SDPA, in turns."""
+    page = 64
     prompts = draw(4 if tiny else 64, 64, 100 if tiny else 1000, model.config.vocab_size, 2)
-    model.set_attn_implementation(name)
     pages = sum(-(-(len(prompt) + tokens) // page) for prompt in prompts) + 64
-    config = batching(page, pages, 512 if tiny else 2048, graphs)
-    answers_of(model, prompts, tokens, config)
-    start = time.perf_counter()
-    found = answers_of(model, prompts, tokens, config)
-    seconds = time.perf_counter() - start
-    model.destroy_cached_continuous_batching_manager()
-    torch.cuda.empty_cache()
-    count = sum(map(len, found))
-    print(
-        f"{name}, pages of {page}, graphs {graphs}: {count} tokens in {seconds:.2f} s, "
-        f"{count / seconds:.0f} tokens/s",
-        flush=True,
-    )
-    return count / seconds
+    ways = ["no", "yes", "async"] if model.device.type == "cuda" else ["no"]
+    all_of = [*(Measured(name, graphs) for graphs in ways), Measured("paged|sdpa", "no")]
+    for _ in range(rounds):
+        for one in all_of:
+            config = batching(page, pages, 512 if tiny else 2048, one.graphs)
+            one.run(model, prompts, tokens, config)
+            print(
+                f"{one.name}, graphs {one.graphs}: {one.tokens} tokens in {one.seconds[-1]:.2f} s",
+                flush=True,
+            )
+    return all_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
-    tiny = parser.parse_args(arguments).tiny
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each implementation")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    asked = parser.parse_args(arguments)
+    tiny = asked.tiny
     has_gpu = torch.cuda.is_available()
     device = "cuda" if has_gpu else "cpu"
     sizes = TINY if tiny else LARGE
     torch.backends.cuda.matmul.allow_tf32 = False
     name = paged.register()
     model = make(sizes, device, torch.float32)
-    same = check(model, name, ["no", "yes", "async"] if has_gpu else ["no"])
+    counts = check(model, name, ["no", "yes", "async"] if has_gpu else ["no"])
+    same = all(count == counts["of"] for count in counts.values())
     del model
     model = make(sizes, device, torch.bfloat16)
     parameters = sum(x.numel() for x in model.parameters())
     where = torch.cuda.get_device_name() if has_gpu else "CPU"
     print(f"{where}, torch {torch.__version__}, {parameters / 1e9:.2f} B parameters, bf16")
-    tokens = 8 if tiny else 128
-    ours = [measure(model, name, tokens, 64, "no", tiny)]
-    if has_gpu:
-        ours.append(measure(model, name, tokens, 64, "yes", tiny))
-        ours.append(measure(model, name, tokens, 64, "async", tiny))
-    theirs = measure(model, "paged|sdpa", tokens, 64, "no", tiny)
-    ratios = ", ".join(f"{x / theirs:.2f}" for x in ours)
-    print(f"of the speed of paged SDPA: {ratios}; same answers as generate: {same}")
+    rows = measure(model, name, 8 if tiny else 128, tiny, 1 if tiny else asked.rounds)
+    theirs = rows[-1].speed
+    for row in rows:
+        print(
+            f"{row.name}, graphs {row.graphs}: {row.speed:.0f} tokens/s, {row.speed / theirs:.2f}"
+        )
+    print(f"same answers as generate: {same}")
+    if asked.json is not None:
+        versions = {x.__name__: x.__version__ for x in (torch, triton, transformers)}
+        report = {
+            "device": where,
+            "date": datetime.date.today().isoformat(),
+            **versions,
+            "parameters": parameters,
+            "answers_of_generate": counts,
+            "results": [{**row.row(), "over_paged_sdpa": row.speed / theirs} for row in rows],
+        }
+        asked.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if same else 1
 
 
