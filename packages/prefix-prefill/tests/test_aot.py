@@ -121,6 +121,7 @@ def everything() -> list[tuple[str, str, Config]]:
         cases += [(gpu, MLA, Config(576, dtype, page=64, group=h, splits=4)) for h in (16, 128)]
         cases += [(gpu, MLA_WRITE, Config(576, dtype))]
     cases += [(gpu, MLA, Config(576, cache=dtype, group=16)) for gpu, dtype in FP8.items()]
+    cases += [(gpu, MIXED, Config(512, t)) for gpu in GPUS for t in ("bfloat16", "float32")]
     # a page of a token each, and dtypes and splits that the rest leaves out
     cases += [(gpu, DECODE, Config(80, "float16", page=1)) for gpu in GPUS]
     cases += [(gpu, DECODE, Config(64, group=1)) for gpu in GPUS]

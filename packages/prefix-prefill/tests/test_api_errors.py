@@ -193,10 +193,10 @@ CASES = [
     ("k must be on the device of q, cpu, got meta", ValueError, paged,
      {n: zeros(7, 2, 16, device=META) for n in "kv"}),
     ("q must be [tokens, heads_q, head_dim], got [7, 64]", ValueError, paged, {"q": zeros(7, 64)}),
-    ("head_dim of q must be a multiple of 8 from 8 to 256, got 20", ValueError, paged,
+    ("head_dim of q must be a multiple of 8 from 8 to 512, got 20", ValueError, paged,
      {"q": zeros(7, 4, 20)}),
-    ("head_dim of q must be a multiple of 8 from 8 to 256, got 264", ValueError, paged,
-     {"q": zeros(7, 4, 264)}),
+    ("head_dim of q must be a multiple of 8 from 8 to 512, got 520", ValueError, paged,
+     {"q": zeros(7, 4, 520)}),
     (
         "k_cache must be [num_blocks, block_size, heads_k, head_dim] or [num_blocks, heads_k, "
         "head_dim // x, block_size, x], got [5, 8, 16]",

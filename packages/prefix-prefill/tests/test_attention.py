@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from attn_common import detect, fp8_dtype
 
 from ._linked.budget import DTYPES, assert_same
 from ._numerics import (
@@ -96,6 +97,25 @@ def test_page_sizes(page, device):
     got = check(make_case(problem, torch.float32, device, ["unsplit"]))
     # pages are a matter of where keys lie: not one bit of the result
     assert_same(got, want)
+
+
+WIDE = [
+    (Problem(((5, 40), (1, 33)), 2, 1, 512, page=16), torch.bfloat16, None, ("window", "sinks")),
+    (Problem(((17, 20), (1, 17)), 2, 1, 264, page=7, dense=True), torch.float16, None, ("split",)),
+    (Problem(((3, 20), (1, 17)), 2, 1, 320, layout=PACKED), torch.float32, None, ("softcap",)),
+    (Problem(((18, 20), (1, 17)), 2, 1, 384), torch.bfloat16, torch.float8_e4m3fn, ()),
+]
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(("problem", "dtype", "cache", "features"), WIDE, ids=str)
+def test_head_dims_above_256(problem, dtype, cache, features, device):
+    if cache is not None:
+        platform = detect(device)
+        if not platform.supports_fp8:
+            pytest.skip(f"{platform} has no FP8")
+        cache = getattr(torch, fp8_dtype(platform))
+    check(make_case(problem, dtype, device, features, cache_dtype=cache))
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)

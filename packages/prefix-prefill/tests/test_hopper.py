@@ -48,6 +48,7 @@ OPTIONS = Options(0.1, -1, 0, 0.0)
         (256, torch.float16, 1056, True),
         (40, torch.bfloat16, 128, True),
         (32, torch.bfloat16, 16, False),  # half of a tile would be padding
+        (264, torch.bfloat16, 16, False),
         (128, torch.float32, 16, False),
         (128, torch.bfloat16, 8, False),  # pieces too small for a copy each
         (128, torch.bfloat16, 24, False),

@@ -23,7 +23,9 @@ from ._linked.host.arguments import (
 
 # how caches are stored whose dtype alone does not say what they hold
 KV_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+# that the law of ``invariant=True`` is written for
+MAX_INVARIANT_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8
 # new tokens that a row of a tree has bits for
 TREE_BITS = 64
@@ -271,6 +273,11 @@ def check_invariant(
     tree_mask: Tensor | None,
 ) -> None:
     """Check that a call asks for nothing that the law of docs/numerics.md does not cover."""
+    if q.shape[2] > MAX_INVARIANT_HEAD_DIM:
+        raise NotImplementedError(
+            f"head_dim of q must be at most {MAX_INVARIANT_HEAD_DIM} beside invariant=True, "
+            f"got {q.shape[2]}"
+        )
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(
             "q must not be FP8 beside invariant=True: tensor cores add products of FP8 with fewer "

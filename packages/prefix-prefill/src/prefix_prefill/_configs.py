@@ -33,49 +33,59 @@ from ._linked.host.tiles import (
 
 # rows of the largest tile for short sequences
 MAX_SHORT_ROWS = 64
+# columns to which such a tile goes
+WIDEST_SHORT_ROWS = 256
 
 # the interpreter: small tiles, so that short sequences cross tile edges
-_INTERPRETED = ((256, Tile(16, 16, 1, 1)),)
+_INTERPRETED = ((512, Tile(16, 16, 1, 1)),)
 
 _LONG: Table[Tile] = {
     "cpu": _INTERPRETED,
     "hopper": (
         (128, Tile(128, 64, 8, 3)),
         (256, Tile(128, 64, 8, 2)),
+        (512, Tile(32, 32, 8, 2)),
     ),
     "nvidia": (
         (64, Tile(64, 64, 4, 3)),
         (128, Tile(64, 32, 4, 3)),
         (256, Tile(64, 32, 8, 2)),
+        (512, Tile(32, 16, 8, 1)),
     ),
     "amd": (
         (128, Tile(128, 64, 4, 1)),
         (256, Tile(64, 32, 4, 1)),
+        (512, Tile(32, 16, 8, 1)),
     ),
     "rdna": (
         (64, Tile(64, 32, 4, 1)),
         (128, Tile(64, 16, 8, 1)),
         (256, Tile(32, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "hopper-fp32": (
         (64, Tile(64, 64, 4, 2, "tf32x3")),
         (128, Tile(128, 32, 8, 2, "tf32x3")),
         (256, Tile(64, 32, 8, 1, "tf32x3")),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "nvidia-fp32": (
         (64, Tile(64, 32, 4, 1, "tf32x3")),
         (128, Tile(32, 32, 4, 1, "tf32x3")),
         (256, Tile(16, 32, 4, 1, "tf32x3")),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "amd-fp32": (
         (64, Tile(64, 32, 4, 1)),
         (128, Tile(32, 32, 4, 1)),
         (256, Tile(16, 32, 4, 1)),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "rdna-fp32": (
         (64, Tile(32, 32, 8, 1)),
         (128, Tile(16, 32, 8, 1)),
         (256, Tile(16, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
     ),
 }
 
@@ -86,47 +96,56 @@ _SHORT: Table[Tile] = {
         (64, Tile(16, 128, 4, 3)),
         (128, Tile(16, 64, 4, 4)),
         (256, Tile(16, 32, 4, 3)),
+        (512, Tile(16, 32, 8, 2)),
     ),
     "nvidia": (
         (64, Tile(16, 64, 4, 3)),
         (128, Tile(16, 32, 4, 3)),
         (256, Tile(16, 32, 4, 2)),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "amd": (
         (128, Tile(16, 64, 4, 1)),
         (256, Tile(16, 32, 4, 1)),
+        (512, Tile(16, 16, 4, 1)),
     ),
     "rdna": (
         (64, Tile(16, 32, 4, 1)),
         (128, Tile(16, 32, 8, 1)),
         (256, Tile(16, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "hopper-fp32": (
         (64, Tile(16, 64, 4, 2, "tf32x3")),
         (256, Tile(16, 32, 4, 2, "tf32x3")),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "nvidia-fp32": (
         (128, Tile(16, 32, 4, 2, "tf32x3")),
         (256, Tile(16, 32, 4, 1, "tf32x3")),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "amd-fp32": (
         (128, Tile(16, 32, 4, 1)),
         (256, Tile(16, 32, 4, 1)),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "rdna-fp32": (
         (128, Tile(16, 32, 8, 1)),
         (256, Tile(16, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
     ),
 }
 
 # of caches that are read in words, by what a word holds, where they differ from the above
-_RDNA = ((256, Tile(16, 16, 8, 1)),)
+_RDNA = ((512, Tile(16, 16, 8, 1)),)
 _SHORT_OF_WORDS: dict[str, Table[Tile]] = {
     "fp8": {
         "hopper": (
             (64, Tile(16, 128, 4, 4)),
             (128, Tile(16, 64, 4, 4)),
             (256, Tile(16, 64, 4, 3)),
+            (512, Tile(16, 32, 4, 2)),
         ),
     },
     "int8": {
@@ -134,6 +153,7 @@ _SHORT_OF_WORDS: dict[str, Table[Tile]] = {
             (64, Tile(16, 128, 4, 4)),
             (128, Tile(16, 128, 4, 3)),
             (256, Tile(16, 64, 4, 3)),
+            (512, Tile(16, 32, 4, 2)),
         ),
         "rdna": _RDNA,
     },
@@ -141,6 +161,7 @@ _SHORT_OF_WORDS: dict[str, Table[Tile]] = {
         "hopper": (
             (128, Tile(16, 128, 4, 4)),
             (256, Tile(16, 64, 4, 4)),
+            (512, Tile(16, 32, 4, 2)),
         ),
         "rdna": _RDNA,
     },
@@ -151,19 +172,23 @@ _LONG_SCALED: Table[Tile] = {
         (64, Tile(128, 64, 8, 3)),
         (128, Tile(128, 32, 8, 3)),
         (256, Tile(64, 32, 8, 2)),
+        (512, Tile(32, 32, 8, 1)),
     ),
     "nvidia": (
         (64, Tile(64, 32, 4, 3)),
         (128, Tile(64, 16, 4, 3)),
         (256, Tile(32, 16, 4, 2)),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "amd": (
         (128, Tile(128, 32, 4, 1)),
         (256, Tile(64, 16, 4, 1)),
+        (512, Tile(16, 16, 8, 1)),
     ),
     "rdna": (
         (128, Tile(32, 16, 8, 1)),
         (256, Tile(16, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
     ),
 }
 
@@ -216,7 +241,9 @@ def short_tile(
     narrow = _SHORT_OF_WORDS.get(words, {})
     table = narrow if family_of(platform, itemsize) in narrow else _SHORT
     tile = find_tile(table, platform, head_dim, itemsize)
-    rows = min(MAX_SHORT_ROWS, max(tile.block_m, next_power_of_2(group)))
+    # above 256 columns, the sums of more rows than the least are more than there are registers for
+    most = MAX_SHORT_ROWS if padded_head_dim(head_dim) <= WIDEST_SHORT_ROWS else tile.block_m
+    rows = min(most, max(tile.block_m, next_power_of_2(group)))
     return Tile(rows, tile.block_n, tile.num_warps, tile.num_stages, tile.precision)
 
 
@@ -278,6 +305,8 @@ HOPPER = os.environ.get("PREFIX_PREFILL_HOPPER", "1") != "0"
 
 # keys of a page that are worth a copy
 MIN_PIECE = 16
+# columns of a tile of keys, of which several fit the shared memory
+MAX_HOPPER_HEAD_DIM = 256
 # rows of a tensor map of a cache
 MAX_ROWS = 2**30
 
@@ -300,7 +329,7 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         and x.k is None
         and x.positions is None
         and x.tree_mask is None  # at most 64 queries: its masks would cost all calls registers
-        and x.q.shape[-1] > 32  # half of a tile would be padding
+        and 32 < x.q.shape[-1] <= MAX_HOPPER_HEAD_DIM  # up to 32, half of a tile would be padding
         and not is_packed(x.k_cache)
         and (
             x.k_cache.element_size() == 1

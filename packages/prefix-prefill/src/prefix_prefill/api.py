@@ -68,7 +68,7 @@ def paged_attn_func(
     Args:
         q: queries, ``[tokens, heads_q, head_dim]``; fp16, bf16, fp32 or FP8 (e4m3). Sequence b is
             the rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``; rows of no sequence are
-            padding, whose output is 0 and lse -inf. ``head_dim`` is a multiple of 8 up to 256.
+            padding, whose output is 0 and lse -inf. ``head_dim`` is a multiple of 8 up to 512.
             Strides are free.
         k_cache: keys, ``[num_blocks, block_size, heads_k, head_dim]``, or packed,
             ``[num_blocks, heads_k, head_dim // x, block_size, x]``; dtype of ``q``, FP8 (e4m3 or
