@@ -166,6 +166,11 @@ def _exchange(pointer: Pointer, value: Any, sem: str = "") -> Register:
     return old
 
 
+def _fma(a: Tensor, b: Any, c: Tensor) -> Tensor:
+    # a product of two fp32 numbers is exact in float64
+    return (a.double() * b + c).to(a.dtype)
+
+
 def _scan(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return torch.stack(list(itertools.accumulate(x.unbind(axis), combine)), axis)
 
@@ -319,7 +324,7 @@ class Language:
             arange=lambda begin, end, layout=None: register(
                 torch.arange(begin, end, dtype=torch.int32)
             ),
-            exp2=torch.exp2, log2=torch.log2, abs=torch.abs, multiple_of=lambda x, _: x,
+            fma=_fma, exp2=torch.exp2, log2=torch.log2, abs=torch.abs, multiple_of=lambda x, _: x,
             cdiv=lambda a, b: (a + b - 1) // b,
             where=lambda a, b, c: torch.where(register(a), register(b), register(c)),
             maximum=_binary(torch.maximum), minimum=_binary(torch.minimum),

@@ -82,6 +82,8 @@ CASES = [
     ("stages", Shape(1, 70, 200, 2, 1, 128), ("causal", "dropout", "sinks")),
     ("pipeline", Shape(1, 300, 100, 4, 2, 64), ("causal", "softcap", "dropout")),
     ("share", Shape(2, 5, 140, 4, 1, 64), ("alibi", "dropout")),  # one head a tile
+    ("plain", Shape(1, 200, 220, 1, 1, 64), ("alibi", "sinks")),  # keys on both sides of a block
+    ("pipeline", Shape(1, 200, 150, 1, 1, 64), ("alibi", "causal")),
 ]
 
 

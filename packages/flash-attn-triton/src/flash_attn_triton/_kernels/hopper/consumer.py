@@ -7,7 +7,6 @@ of the last tile's probabilities with the values. With ``PIPELINE`` the walk doe
 blocks of queries: the first product of the next one is issued together with the last of this one.
 """
 
-from ..primitives import LEAST_LOGIT
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.pipeline import (
     EMPTY,
@@ -17,7 +16,6 @@ from ._linked.pipeline import (
     LEN_K,
     LEN_Q,
     LOG2E,
-    NEG_INF,
     Q_START,
     SEQUENCE,
     SLOTS,
@@ -29,8 +27,8 @@ from ._linked.pipeline import (
     key_tiles,
     opaque,
 )
-from ._linked.softmax import finish_softmax, start_softmax
-from .bias import add_bias
+from ._linked.softmax import finish_softmax
+from .alibi import sides
 from .dropout import dropout_key
 from .fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
 from .panels import (
@@ -45,7 +43,7 @@ from .panels import (
     wait_for_values,
 )
 from .structures import Block, State, Walk
-from .walk import attend, begin, drop_some, hide, logits
+from .walk import attend, begin, start
 
 
 @gluon.jit
@@ -109,7 +107,10 @@ def _survey(
     first_row = block.first_row + (block.len_k - block.len_q) + W * TOKENS
     rows = first_row + _tokens(TILE.ROWS, OPTIONS.PACK, layout)  # [ROWS]
     slope = 0.0
+    behind = right
+    ahead = right
     if problem.alibi_slopes_ptr is not None:
+        behind, ahead = sides(first_row, left, right, TOKENS, TILE.BLOCK_N)
         heads = _heads(gl.maximum(block.head, 0), TILE.ROWS, OPTIONS.PACK, layout)
         owner = _owner_of(block.sequence, problem.batch)
         slope = gl.load(problem.alibi_slopes_ptr + owner * problem.stride_alibi_b + heads)
@@ -119,7 +120,7 @@ def _survey(
     if problem.rng_state_ptr is not None:
         plane = block.sequence * problem.heads_q + block.head
         dropout = dropout_key(problem.rng_state_ptr, plane)
-    return Walk(block, low, left, right, high, rows, slope, dropout)
+    return Walk(block, low, left, right, high, rows, slope, behind, ahead, dropout)
 
 
 @gluon.jit
@@ -311,13 +312,7 @@ def _cross(
     s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
     barrier_arrive(EMPTY + stage_k, PARTIES, 4)
     first = (walk.high - 1) * TILE.BLOCK_N
-    cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
-    s = logits(s, first, problem.scale, walk, problem, OPTIONS)
-    s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
-    s = hide(s, cols, walk, problem, OPTIONS)
-    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
-    m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
-    e = drop_some(e, cols, walk, problem)
+    m, l, e = start(s, first, turn, factor, walk, problem, W, OPTIONS, TILE)
     o = wait_for_values(o)
     barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
     p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))

@@ -233,7 +233,9 @@ def _forward_tile(form: Form, x: Tensors, panels: ForwardPanels) -> HopperTile:
         tile = hopper_panel_tile(panels)
     else:
         is_long = is_long_call(x, form.options)
-        tile = hopper_tile(form.widest_head, has_right, form.itemsize, is_long)
+        # ALiBi has as many loops as a mask, and needs the registers
+        has_loops = has_right or x.alibi_slopes is not None
+        tile = hopper_tile(form.widest_head, has_loops, form.itemsize, is_long)
     return tile if x.bias is None else replace(tile, stages_b=2)
 
 

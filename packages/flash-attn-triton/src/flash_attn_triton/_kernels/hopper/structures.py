@@ -141,6 +141,8 @@ class Walk(NamedTuple):
     high: Any
     rows: Any  # [ROWS], counted from the one that faces key 0
     slope: Any  # ALiBi's, [ROWS, 1] or a number
+    behind: Any  # with ALiBi: tiles of keys, as ``sides`` returns them
+    ahead: Any
     dropout: Any  # its ``DropoutKey``, or 0
 
 

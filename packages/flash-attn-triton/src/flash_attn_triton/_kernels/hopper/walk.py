@@ -18,6 +18,7 @@ from ._linked.pipeline import (
 )
 from ._linked.ptx import SLACK, hide_unless, in_pairs
 from ._linked.softmax import logits_of, row_sums, start_softmax
+from .alibi import AHEAD, BEHIND, CUT, largest, less_pivot, start_tilted, tilted
 from .bias import add_bias
 from .dropout import drop
 from .panels import (
@@ -39,6 +40,35 @@ def logits(s, first, scale, walk, problem, OPTIONS: gl.constexpr):
     return logits_of(
         s, walk.rows, first, scale, problem.softcap, walk.slope, OPTIONS.HAS_SOFTCAP, HAS_ALIBI
     )
+
+
+@gluon.jit
+def start(
+    s,
+    first,
+    turn,
+    factor,
+    walk,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Begin a block's softmax with the products of its first tile; return ``start_softmax``'s."""
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
+    cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, s.type.layout))
+    if HAS_ALIBI:
+        s, level = tilted(s, first, problem.scale, walk, problem, CUT, OPTIONS)
+    else:
+        s = logits(s, first, problem.scale, walk, problem, OPTIONS)
+    s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
+    s = hide(s, cols, walk, problem, OPTIONS)
+    if HAS_ALIBI:
+        m, l, e = start_tilted(s, level, FLOOR)
+    else:
+        m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
+    return m, l, drop_some(e, cols, walk, problem)
 
 
 @gluon.jit
@@ -95,13 +125,7 @@ def begin(
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     barrier_arrive(EMPTY + stage, 128 * TILE.WARPGROUPS + 32, 4)
     first = (walk.high - 1) * TILE.BLOCK_N
-    cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
-    s = logits(s, first, problem.scale, walk, problem, OPTIONS)
-    s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
-    s = hide(s, cols, walk, problem, OPTIONS)
-    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
-    m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
-    e = drop_some(e, cols, walk, problem)
+    m, l, e = start(s, first, turn, factor, walk, problem, W, OPTIONS, TILE)
     p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))
     return State(no_output(TILE), m, l, p, turn + 1)
 
@@ -120,18 +144,20 @@ def attend(
 ):
     """Fold all tiles of keys but the first into the softmax; return the ``State``.
 
-    The first loop takes the tiles that the diagonal cuts, the second those that every row sees
-    whole, without code for masks, and the third those that the window's far end cuts. Where
-    softcap or ALiBi are computed anyway a mask costs little: there one loop takes all tiles.
+    Loops in turn take the tiles that the diagonal cuts, those that every row sees whole, without
+    code for masks, and those that the window's far end cuts. Where a softcap is computed anyway a
+    mask costs little: there one loop takes all tiles. ALiBi has loops for keys ahead of the rows,
+    on both sides, and behind them.
     """
     HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
     IS_MASKED: gl.constexpr = OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
-    IS_HEAVY: gl.constexpr = IS_MASKED and (OPTIONS.HAS_SOFTCAP or HAS_ALIBI)
-    if OPTIONS.HAS_RIGHT and not IS_HEAVY:
+    IS_HEAVY: gl.constexpr = IS_MASKED and OPTIONS.HAS_SOFTCAP
+    stop = walk.high - 1
+    if HAS_ALIBI and not OPTIONS.HAS_RIGHT and not IS_HEAVY:
         state = _fold(
             state,
-            walk.right,
-            walk.high - 1,
+            walk.ahead,
+            stop,
             walk,
             buffer,
             factor,
@@ -140,14 +166,32 @@ def attend(
             W,
             OPTIONS,
             TILE,
-            True,
+            AHEAD,
         )
         state = _with_pairs(state)
+        stop = walk.ahead
+    if (OPTIONS.HAS_RIGHT or HAS_ALIBI) and not IS_HEAVY:
+        state = _fold(
+            state,
+            walk.behind,
+            stop,
+            walk,
+            buffer,
+            factor,
+            pipeline,
+            problem,
+            W,
+            OPTIONS,
+            TILE,
+            CUT,
+        )
+        state = _with_pairs(state)
+        stop = walk.behind
     if not IS_HEAVY:
         state = _fold(
             state,
             walk.left,
-            walk.right,
+            stop,
             walk,
             buffer,
             factor,
@@ -156,10 +200,10 @@ def attend(
             W,
             OPTIONS,
             TILE,
-            False,
+            BEHIND,
         )
+        stop = walk.left
     if OPTIONS.HAS_LEFT or IS_HEAVY:
-        stop = walk.high - 1 if IS_HEAVY else walk.left
         state = _fold(
             _with_pairs(state),
             walk.low,
@@ -172,7 +216,7 @@ def attend(
             W,
             OPTIONS,
             TILE,
-            True,
+            CUT,
         )
     return state
 
@@ -196,9 +240,10 @@ def _fold(
     W: gl.constexpr,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
-    MASKED: gl.constexpr,
+    KIND: gl.constexpr,
 ):
     """Fold the tiles of keys ``[start, stop)`` into the softmax, the last one first."""
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
@@ -225,16 +270,25 @@ def _fold(
             barrier_arrive(EMPTY + stage, PARTIES, 4)
         first = (stop - 1 - step) * TILE.BLOCK_N
         cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
-        s = logits(s, first, problem.scale, walk, problem, OPTIONS)
+        if HAS_ALIBI:
+            s, level = tilted(s, first, problem.scale, walk, problem, KIND, OPTIONS)
+        else:
+            s = logits(s, first, problem.scale, walk, problem, OPTIONS)
         s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
-        if MASKED:
+        if KIND == CUT:
             s = hide(s, cols, walk, problem, OPTIONS)
-        top = gl.max(s, 1) * factor  # [ROWS]
+        if HAS_ALIBI:
+            top = largest(s, level, KIND)  # [ROWS]
+        else:
+            top = gl.max(s, 1) * factor
         m_new = gl.where(top - m > SLACK, top, m) if TILE.LAG else gl.maximum(m, top)
         pivot = m_new
-        if MASKED or problem.bias is not None:
+        if KIND == CUT or problem.bias is not None:
             pivot = gl.where(m_new <= FLOOR, 0.0, m_new)
-        e = gl.exp2(s * factor - pivot[:, None])  # [ROWS, BLOCK_N]
+        if HAS_ALIBI:
+            e = gl.exp2(less_pivot(s, level, pivot, KIND))  # [ROWS, BLOCK_N]
+        else:
+            e = gl.exp2(s * factor - pivot[:, None])
         alpha = gl.exp2(m - pivot)  # [ROWS]
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
         if TILE.ORDERED:
