@@ -17,8 +17,10 @@ marker         runs in                                     ``device``
 Whatever has no place in the process at hand is deselected. A machine without a GPU needs three
 processes: ``TRITON_INTERPRET=1 pytest``, ``pytest -m eager`` and ``pytest -m aot``.
 
-``mutation`` is no tier: such a test plants a mistake in a kernel, which must show. The first of a
-test's mistakes runs wherever the test does; ``ATTN_MUTATIONS=all`` runs all.
+``once`` is no tier: such a test starts a process of its own, which is the same in each, so the
+interpreter does not run it. ``mutation`` is none either: such a test plants a mistake in a kernel,
+which must show. The first of a test's mistakes runs wherever the test does; ``ATTN_MUTATIONS=all``
+runs all.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ MARKERS = {
     "aot": "compiles kernels for GPU targets; needs no GPU, and TRITON_INTERPRET unset",
     "eager": "also runs on the eager CPU path, in a process without TRITON_INTERPRET",
     "device": "too large for the interpreter, or about the GPU itself; runs on a GPU",
+    "once": "starts a process of its own, the same in each tier; not run in the interpreter",
     "mutation": "plants a mistake in a kernel; one of each test, or all with ATTN_MUTATIONS=all",
 }
 
@@ -216,8 +219,10 @@ def _devices(marks: set[str]) -> list[torch.device]:
 
 def _belongs(item: pytest.Item) -> bool:
     marks = {mark.name for mark in item.iter_markers()} & set(MARKERS)
+    if marks & {"aot", "once"} and INTERPRETED:
+        return False
     if "aot" in marks:
-        return not INTERPRETED
+        return True
     device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
     allowed = _devices(marks)
     return bool(allowed) if device is None else device in allowed

@@ -296,6 +296,7 @@ def in_a_fresh_process(code: str) -> None:
 
 
 @pytest.mark.eager
+@pytest.mark.once
 def test_import_needs_neither_triton_nor_numpy_nor_matplotlib():
     in_a_fresh_process(
         """

@@ -289,6 +289,7 @@ def test_a_process_that_fails_leaves_the_build_to_this_one(processes, monkeypatc
 
 
 @pytest.mark.eager
+@pytest.mark.once
 def test_kernels_import_no_pytorch():
     """It would take a process longer than a compilation."""
     root = Path(flash_attn_triton.__file__).parent

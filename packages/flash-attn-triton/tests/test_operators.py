@@ -395,6 +395,7 @@ def in_a_fresh_process(code: str) -> None:
 
 
 @pytest.mark.eager
+@pytest.mark.once
 def test_import_needs_neither_triton_nor_transformers():
     in_a_fresh_process(
         """
@@ -415,13 +416,15 @@ def test_import_needs_neither_triton_nor_transformers():
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
-def test_the_interpreter_is_asked_for_by_triton_s_variable(value, expected):
+@pytest.mark.once
+def test_the_interpreter_is_asked_for_by_triton_s_variable():
     in_a_fresh_process(
-        f"""
+        """
         import os
-        os.environ["TRITON_INTERPRET"] = {value!r}
-        from flash_attn_triton._linked.host.forms import interpreted
-        assert interpreted() is {expected}
+        from flash_attn_triton._linked.host import forms
+        for value, expected in (("1", True), ("true", True), ("0", False)):
+            os.environ["TRITON_INTERPRET"] = value
+            forms.interpreted.cache_clear()
+            assert forms.interpreted() is expected, value
         """
     )

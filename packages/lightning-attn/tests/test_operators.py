@@ -337,6 +337,7 @@ def in_a_fresh_process(code: str) -> None:
     assert not done.returncode, done.stderr
 
 
+@pytest.mark.once
 def test_import_needs_no_triton():
     in_a_fresh_process(
         """
@@ -357,14 +358,16 @@ def test_import_needs_no_triton():
     )
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
-def test_the_interpreter_is_asked_for_by_triton_s_variable(value, expected):
+@pytest.mark.once
+def test_the_interpreter_is_asked_for_by_triton_s_variable():
     in_a_fresh_process(
-        f"""
+        """
         import os
-        os.environ["TRITON_INTERPRET"] = {value!r}
         from lightning_attn import _ops
-        assert _ops.interpreted() is {expected}
+        for value, expected in (("1", True), ("true", True), ("0", False)):
+            os.environ["TRITON_INTERPRET"] = value
+            _ops.interpreted.cache_clear()
+            assert _ops.interpreted() is expected, value
         """
     )
 
