@@ -47,7 +47,8 @@ class LayoutModule(nn.Module):
         # where an index would go, there the layout goes
         index = torch.empty(0, dtype=torch.int32, device=self.layout.device)
         self.layout = self.layout.to(fn(index).device)
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def extra_repr(self) -> str:
         """Describe the layout where a module is printed."""
