@@ -45,6 +45,14 @@ OLDEST_TORCH, NEWEST_TORCH = "2.11.0", "2.15.0"
 OLDEST_TRITON, NEWEST_TRITON = "3.6.0", "3.9.0"
 # what takes longest to install: once for all environments, which link to its files
 LAYERS = {"torch": ("torch",), "triton": ("triton", "--no-deps")}
+# what the versions session prints of its environment
+INSTALLED = """
+import numpy, torch, triton
+cuda = torch.version.cuda
+build = f"built for CUDA {cuda}, of which the CPU side runs" if cuda else "built for the CPU"
+print(f"installed: torch {torch.__version__} ({build}), triton {triton.__version__}, interpreted, "
+      f"numpy {numpy.__version__}; no kernel runs on a GPU here")
+"""
 # of each property test in the soak session
 SOAK_EXAMPLES = 150
 
@@ -213,15 +221,22 @@ def pytest(
     )
 
 
-def run_tiers(session: nox.Session, package: str, tiers: Iterable[str], suffix: str = "") -> None:
-    """Run tiers of one package, one after the other, and all of them even if one fails."""
+def failing_tiers(
+    session: nox.Session, package: str, tiers: Iterable[str], suffix: str = ""
+) -> list[str]:
+    """Run tiers of one package, one after the other, all of them; return those that fail."""
     failed = []
     for tier in tiers if package in KERNEL_PACKAGES else ("interpreter",):
         try:
             pytest(session, ROOT / "packages" / package, tier, f"{package}-{tier}{suffix}")
         except CommandFailed:
             failed.append(tier)
-    if failed:
+    return failed
+
+
+def run_tiers(session: nox.Session, package: str, tiers: Iterable[str], suffix: str = "") -> None:
+    """Run tiers of one package, one after the other, and all of them even if one fails."""
+    if failed := failing_tiers(session, package, tiers, suffix):
         session.error(f"failed: {', '.join(failed)}")
 
 
@@ -362,16 +377,22 @@ def versions(session: nox.Session, package: str) -> None:
         (OLDEST_TORCH, OLDEST_TRITON, "numpy<2.4"),
         (NEWEST_TORCH, NEWEST_TRITON, "numpy"),
     )
+    wrong = []
     for torch, triton, numpy in (oldest, newest):
-        session.install("--no-compile", "--upgrade", f"torch=={torch}", numpy)
-        # torch may ask for another triton; nothing of it that needs one is used here
-        session.install("--no-compile", "--no-deps", f"triton=={triton}")
-        installed = (
-            "import torch, triton; print(f'torch {torch.__version__}, triton {triton.__version__}')"
-        )
-        session.run("python", "-c", installed)
+        both = f"torch {torch} with triton {triton}"
+        try:
+            session.install("--no-compile", "--upgrade", f"torch=={torch}", numpy)
+            # torch may ask for another triton; nothing of it that needs one is used here
+            session.install("--no-compile", "--no-deps", f"triton=={triton}")
+        except CommandFailed:
+            wrong.append(f"{both}: the index has no such builds for this Python, nothing was run")
+            continue
+        session.run("python", "-c", INSTALLED)
         # the compile session builds all there is on both
-        run_tiers(session, package, ("interpreter", "eager"), f"-triton-{triton}")
+        failed = failing_tiers(session, package, ("interpreter", "eager"), f"-triton-{triton}")
+        wrong += [f"{both}: the {tier} tier failed" for tier in failed]
+    if wrong:
+        session.error("; ".join(wrong))
 
 
 @nox.session(requires=["build"], default=False)
