@@ -185,17 +185,48 @@ def jax(monkeypatch):
 def test_arrays_of_jax(jax, monkeypatch):
     case = make_case([5, 1, 40], [20, 30, 0])
     expected = case.run()
+    seen = []
 
     class Kernel:
         def __getitem__(self, programs):
             plain = lambda x: np.array(x) if isinstance(x, np.ndarray) else x  # noqa: E731
-            return lambda **a: on_simulator({n: plain(x) for n, x in a.items()}, programs)
+
+            def run(**arguments):
+                seen.append(arguments)
+                return on_simulator({n: plain(x) for n, x in arguments.items()}, programs)
+
+            return run
 
     monkeypatch.setattr(_device, "load_kernel", Kernel)
     arrays = [x.view(FakeJax.Array) for x in case.tensors[:4]]
     out, lse = paged_attention(*arrays, *case.tensors[4:], return_lse=True)
     np.testing.assert_array_equal(out, expected[0])
     np.testing.assert_array_equal(lse, expected[1])
+    # parts of a JAX array are copies: two arrays reach the kernel themselves
+    halves = tuple(x.copy().view(FakeJax.Array) for x in case.tensors[3])
+    out = paged_attention(*arrays[:3], halves, *case.tensors[4:])
+    np.testing.assert_array_equal(out, expected[0])
+    assert seen[-1]["k_cache"] is halves[0]
+    assert seen[-1]["v_cache"] is halves[1]
     monkeypatch.setattr(FakeJax.Array, "platform", "cpu")
     with pytest.raises(ValueError, match=r"must be on a Neuron device, got \['cpu'\]"):
         paged_attention(*arrays, *case.tensors[4:])
+
+
+def test_a_cache_in_two_parts(device):
+    case = make_case([5, 1, 40], [20, 30, 0])
+    tensors = [torch.from_numpy(x) for x in case.tensors[:4]]
+    halves = tensors[3].unbind()
+    out = paged_attention(*tensors[:3], halves, *case.tensors[4:])
+    np.testing.assert_array_equal(out.numpy(), case.run()[0])
+    wrong = [
+        (halves * 2, "kv_cache must be a tensor or two, keys and values, got 4"),
+        (
+            (halves[0], halves[1][1:]),
+            r"kv_cache\[1\] must have the shape and dtype of kv_cache\[0\]",
+        ),
+        ((halves[0], np.ones(2)), r"kv_cache\[1\] must be on q's device, cpu, got a ndarray"),
+    ]
+    for cache, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            paged_attention(*tensors[:3], cache, *case.tensors[4:])

@@ -20,7 +20,7 @@ from ._checks import (
     check_window,
     check_writes,
 )
-from ._device import describe, find_device, launch_prepared, prepare
+from ._device import Described, describe, find_device, launch_prepared, prepare
 from ._launch import Batch, Options, largest_of, launch_form
 from .forms import Buckets, check_buckets
 
@@ -59,7 +59,9 @@ def paged_attention(
             tensors on a Neuron device, of PyTorch or JAX, where they stay.
         k, v: the new tokens' keys and values, ``[tokens, kv_heads, head_dim]``, in q's dtype.
         kv_cache: ``[2, blocks, kv_heads, block_size, head_dim]``, keys and values of the context,
-            in fp16, bf16, fp32 or FP8 (e4m3, e4m3fn, e5m2).
+            in fp16, bf16, fp32 or FP8 (e4m3, e4m3fn, e5m2). On a device also a tuple of two, keys
+            and values: a part of a JAX array is a copy, so one array of both is copied whole with
+            each call.
         block_table: block numbers of each sequence, ``[batch, max_blocks]``, integers. Entries past
             a context are not read.
         query_lens: new tokens of each sequence, ``[batch]``; rows of q behind their sum give 0.
@@ -92,13 +94,17 @@ def paged_attention(
         ImportError: the backend's package is not installed.
     """
     device = find_device(q)
-    named = (("q", q), ("k", k), ("v", v), ("kv_cache", kv_cache))
+    halves = kv_cache if isinstance(kv_cache, tuple) and device is not None else None
+    caches = (("kv_cache", kv_cache),) if halves is None else name_halves(halves)
+    named = (("q", q), ("k", k), ("v", v), *caches)
     tensors: list[Any]
     if device is None:
         tensors = [to_array(name, x) for name, x in named]
     else:
         check_placement(named, backend)
         tensors = [describe(x) for _, x in named]
+        if halves is not None:
+            tensors[3:] = [join_halves(*tensors[3:])]
     queries, keys, values, cache = tensors
     check_packed(queries, keys, values, cache)
     tokens, heads, head_dim = queries.shape
@@ -144,10 +150,27 @@ def check_writable(kv_cache: Any, packed_keys: bool) -> None:
     if isinstance(kv_cache, np.ndarray):
         if not kv_cache.flags.writeable:
             raise ValueError("kv_cache must be writable for write_cache, got a read-only array")
-    elif not is_tensor(kv_cache):
+    elif not is_tensor(kv_cache[0] if isinstance(kv_cache, tuple) else kv_cache):
         raise NotImplementedError(
             f"write_cache needs a cache that changes in place, got {type(kv_cache).__name__}"
         )
+
+
+def name_halves(kv_cache: tuple[Any, ...]) -> tuple[tuple[str, Any], ...]:
+    """Name the tensors of a cache in two parts."""
+    if len(kv_cache) != 2:
+        raise ValueError(f"kv_cache must be a tensor or two, keys and values, got {len(kv_cache)}")
+    return tuple((f"kv_cache[{n}]", x) for n, x in enumerate(kv_cache))
+
+
+def join_halves(keys: Described, values: Described) -> Described:
+    """Return the cache that two parts make."""
+    if keys != values:
+        raise ValueError(
+            "kv_cache[1] must have the shape and dtype of kv_cache[0], "
+            f"{list(keys.shape)} of {keys.dtype}, got {list(values.shape)} of {values.dtype}"
+        )
+    return Described((2, *keys.shape), keys.dtype)
 
 
 def check_placement(named: Any, backend: str) -> None:
