@@ -23,8 +23,11 @@ MAX_PART_ROWS = 64
 # tiles of a block, the largest first, and tokens that it may have
 BLOCK_TILES = (64, 32, 16, 8, 4, 2, 1)
 BLOCK_TOKENS = 1024
-# pairs of a tile and a wide section that an iteration has at most, and sections
-BLOCK_PAIRS, BLOCK_SECTIONS = 64, 4
+# most tiles of blocks whose iterations have so many wide sections: as far as a form of a context
+# of 32,768 stays below 20,000 instructions
+BLOCK_SECTIONS = ((4, 4), (32, 2), (BLOCK_TILES[0], 1))
+# chunks of 128 keys of an iteration: as in _kernels
+CHUNKS = 4
 # chunks of 128 keys of a part: all but the last of a sequence have the most
 PART_CHUNKS = (32, 16, 8, 4, 2, 1)
 PART_KEYS = PARTITIONS * PART_CHUNKS[0]
@@ -201,7 +204,9 @@ class Form:
                 found.append((count * group, group, count * PARTITIONS))
         least = found[-1][2] if found else BLOCK_TOKENS + 1
         found += [(t, 1, t * few) for t in BLOCK_TILES if t <= most and t * few < least]
-        return tuple(BlockSize(*x, max(1, min(BLOCK_SECTIONS, BLOCK_PAIRS // x[0]))) for x in found)
+        return tuple(
+            BlockSize(*x, next(n for most, n in BLOCK_SECTIONS if x[0] <= most)) for x in found
+        )
 
     @property
     def part_tokens(self) -> tuple[int, ...]:
@@ -292,7 +297,7 @@ class Form:
         blocks = min(tiles + longs, tiles // largest + (len(sizes) + 1) * (longs + 1)) + 1
         wide_keys = PARTITIONS * self.wide
         own = cdiv(sizes[0].tokens + PARTITIONS - 1, PARTITIONS)
-        chunks = 2 * self.wide + 2 + own
+        chunks = 2 * (CHUNKS + round_up(self.wide, CHUNKS)) + own
         sections = longs * (context // wide_keys + 1) + tokens // wide_keys
         long_size = (
             sections * section

@@ -16,6 +16,7 @@ from attn_common import cdiv, round_up
 from .forms import (
     BLOCK_FIELDS,
     BLOCKS,
+    CHUNKS,
     CUT_SECTIONS,
     EMPTY_SLOTS,
     LAST_FIELDS,
@@ -178,12 +179,16 @@ class _Builder:
             }
             seen = [n for n, place in enumerate(wide) if place in among]
             cut = [
-                (x.source, a, end)
+                (x.source, *run)
                 for x, limit in zip(segments, limits, strict=True)
-                for a, end in x.chunks(limit)
-                if is_seen(x.source, end)
+                for run in _runs([c for c in x.chunks(limit) if is_seen(x.source, c[1])])
             ]
-            chunks = [self.section(sequence, s, a, end, 1) for s, a, end in cut if sequence.sees]
+            chunks = [
+                self.section(sequence, source, a + PARTITIONS * n, end, 1)
+                for source, a, end in cut
+                for n in range(CHUNKS)
+                if sequence.sees
+            ]
             last = own.base(sequence) + min(sequence.count, first + block.tokens)
             if not sequence.sees:
                 last = 0
@@ -444,6 +449,19 @@ class _Builder:
             single = self.loops[spec]
             count = len(mine[single]) // loop.together * loop.together
             mine[number], mine[single] = mine[single][:count], mine[single][count:]
+
+
+def _runs(chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the first and end key of up to ``CHUNKS`` chunks, each behind the one before."""
+    found: list[tuple[int, int]] = []
+    for start, end in chunks:
+        first, last = found[-1] if found else (start, -1)
+        size = start - first
+        if last == start and size % PARTITIONS == 0 and size < CHUNKS * PARTITIONS:
+            found[-1] = first, end
+        else:
+            found.append((start, end))
+    return found
 
 
 def build_tables(

@@ -3,12 +3,12 @@
 A block is up to 64 tiles of 128 rows of one sequence and KV head. A tile has all heads of a few
 tokens, or one head of 128: then one load brings the rows of several tiles, and one store takes
 them. A block's row of the table says which sections of keys all its tiles may see: wide ones of 128
-partitions of several tokens, and chunks of 128 tokens. The diagonal is a few chunks more, of which
-each tile multiplies those that it reaches.
+partitions of several tokens, and up to four chunks of 128 tokens. The diagonal is a few chunks
+more, of which each tile multiplies those that it reaches.
 
     for a block:                                     a loop of the device
         m, l, o = sink or nothing
-        for some wide sections, for a chunk:         loops of the device
+        for some wide sections, for some chunks:     loops of the device
             for a section, for a tile:               unrolled, five stages in flight
                 m, l, o += section
         for a chunk of the diagonal: the same        unrolled
@@ -50,6 +50,8 @@ FIELDS = 9
 KEPT = 4
 # chunks of the diagonal that are in flight together
 GROUP_OF_CHUNKS = 8
+# chunks of an iteration, each behind the one before
+CHUNKS_TOGETHER = 4
 
 
 def begin_tiles(inputs, options, row, tiles, shared):
@@ -211,8 +213,9 @@ def start_works(inputs, options, block, section):
     return works
 
 
-def run_sections(inputs, outputs, options, block, at, tokens, count):
-    """Run all tiles of a block against ``count`` sections of the table, the first at ``at``."""
+def run_sections(inputs, outputs, options, block, at, count):
+    """Run all tiles of a block against ``count`` wide sections, the first at ``at``."""
+    tokens = options["wide"]
     sources = (0,)
     if options["has_new"]:
         sources = (0, 1)
@@ -236,6 +239,48 @@ def run_sections(inputs, outputs, options, block, at, tokens, count):
     sweep(works, block, outputs, options)
 
 
+def run_chunks(inputs, outputs, options, block, at):
+    """Run all tiles of a block against some chunks, the first at ``at``."""
+    sources = (0,)
+    if options["has_new"]:
+        sources = (0, 1)
+    sections, raw, keys, values = load_chunks(inputs, options, at, CHUNKS_TOGETHER, sources)
+    works = start_works(inputs, options, block, sections[:, 0:SECTION])
+    for chunk in range(CHUNKS_TOGETHER):
+        works[0]["turns"].append((raw, keys, chunk))
+    for work in works:
+        work["keys"] = keys
+        work["values"] = values
+        work["by_chunk"] = 1
+    sweep(works, block, outputs, options)
+
+
+def load_chunks(inputs, options, at, chunks, sources):
+    """Load chunks whose rows begin at ``at``.
+
+    Returns their rows, the keys [128, chunks, head_dim], tiles for these once they are turned, and
+    the values.
+    """
+    sections = nl.ndarray((P, chunks * SECTION), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(
+        dst=sections.reshape_dim(1, (chunks, SECTION)),
+        src=inputs["tables"].ap(
+            pattern=[[SECTION, P], [SECTION * P, chunks], [1, SECTION]],
+            scalar_offset=at,
+            indirect_dim=0,
+        ),
+    )
+    raw, values = make_keys(inputs, options, chunks)
+    keys = []
+    for start, end in cut_head_dim(raw.shape[2]):
+        keys.append(nl.ndarray((end - start, chunks, P), dtype=options["dtype"], buffer=nl.sbuf))
+    for chunk in range(chunks):
+        own = sections[:, chunk * SECTION : (chunk + 1) * SECTION]
+        tiles = (raw[:, chunk : chunk + 1, :], values[:, chunk : chunk + 1, :])
+        gather_keys(inputs, options, own, tiles, False, sources)
+    return sections, raw, keys, values
+
+
 def turn_chunks(work, options):
     """Turn the chunks of keys that a work is the first to need."""
     for raw, keys, chunk in work["turns"]:
@@ -253,29 +298,13 @@ def run_diagonal(inputs, outputs, options, block, columns, per_column):
 
     A column of tiles has ``per_column`` tokens, and reaches the chunk in which the last may lie.
     """
-    row = block["row"]
     chunks = (P - 1 + columns * per_column + P - 1) // P
     sources = (0,)
     if options["has_new"]:
         sources = (1,)
-    sections = nl.ndarray((P, chunks * SECTION), dtype=nl.int32, buffer=nl.sbuf)
     first = 3 * columns + DIAGONAL
-    nisa.dma_copy(
-        dst=sections.reshape_dim(1, (chunks, SECTION)),
-        src=inputs["tables"].ap(
-            pattern=[[SECTION, P], [SECTION * P, chunks], [1, SECTION]],
-            scalar_offset=row[0:1, first : first + 1],
-            indirect_dim=0,
-        ),
-    )
-    raw, values = make_keys(inputs, options, chunks)
-    keys = []
-    for start, end in cut_head_dim(raw.shape[2]):
-        keys.append(nl.ndarray((end - start, chunks, P), dtype=options["dtype"], buffer=nl.sbuf))
-    for chunk in range(chunks):
-        own = sections[:, chunk * SECTION : (chunk + 1) * SECTION]
-        tiles = (raw[:, chunk : chunk + 1, :], values[:, chunk : chunk + 1, :])
-        gather_keys(inputs, options, own, tiles, False, sources)
+    at = block["row"][0:1, first : first + 1]
+    sections, raw, keys, values = load_chunks(inputs, options, at, chunks, sources)
     works = []
     turned = 0
     for start in range(0, chunks, GROUP_OF_CHUNKS):
@@ -320,13 +349,13 @@ def run_block(at, spec, inputs, outputs, options):
     block = {"states": states, "limits": limits, "row": row, "shared": shared}
 
     def run_several(place):
-        run_sections(inputs, outputs, options, block, place, options["wide"], spec[2])
+        run_sections(inputs, outputs, options, block, place, spec[2])
 
     def run_wide(place):
-        run_sections(inputs, outputs, options, block, place, options["wide"], 1)
+        run_sections(inputs, outputs, options, block, place, 1)
 
-    def run_chunk(place):
-        run_sections(inputs, outputs, options, block, place, 1, 1)
+    def run_few(place):
+        run_chunks(inputs, outputs, options, block, place)
 
     first = 3 * columns
     step = P * SECTION
@@ -338,7 +367,7 @@ def run_block(at, spec, inputs, outputs, options):
     nl.fori_loop(middle, upper, run_wide, step=step)
     lower = load_register(row, first + CHUNKS)
     upper = load_register(row, first + CHUNKS + 1)
-    nl.fori_loop(lower, upper, run_chunk, step=step)
+    nl.fori_loop(lower, upper, run_few, step=step * CHUNKS_TOGETHER)
     per_column = P
     if shared == 1:
         per_column = P // options["group"]
