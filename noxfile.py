@@ -482,7 +482,8 @@ def soak(session: nox.Session, package: str) -> None:
     install(session, package)
     examples = {f"{package.upper().replace('-', '_')}_EXAMPLES": str(SOAK_EXAMPLES)}
     path = ROOT / "packages" / package
-    pytest(session, path, "interpreter", f"{package}-soak", "tests/test_property.py", **examples)
+    files = sorted(str(p.relative_to(path)) for p in path.glob("tests/test_property*.py"))
+    pytest(session, path, "interpreter", f"{package}-soak", *files, **examples)
     if (path / "tests" / "test_serve.py").exists():
         pytest(session, path, "eager", f"{package}-soak-serve", "tests/test_serve.py", **examples)
 

@@ -9,6 +9,19 @@ from nki_paged_attn.sim import NkiValidationError, UnwrittenError, simulate
 from ._nki import draw, hbm, loaded, nisa, nl, psum, run, sbuf, stored, zeros
 
 
+@pytest.mark.parametrize(
+    ("target", "nbytes"), [("trn1", 180_224), ("trn2", 212_984), ("trn3", 245_752)]
+)
+def test_a_partition_of_sbuf_has_room_for_so_much(target, nbytes):
+    def body(*more):
+        kept = [sbuf((1, n)) for n in (nbytes // 8, nbytes // 8, *more)]
+        assert len(kept) == 2 + len(more)
+
+    run(body, target=target)
+    with pytest.raises(NkiValidationError, match=f"at most {nbytes} bytes of each partition"):
+        run(lambda: body(1), target=target)
+
+
 def test_unwritten_memory_is_nan_or_4():
     """Point 11: what nothing wrote poisons the result."""
 

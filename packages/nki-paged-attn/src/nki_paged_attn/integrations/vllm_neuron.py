@@ -144,6 +144,7 @@ def prepare(
         TypeError: an argument of another type.
         ValueError: a size, length or block number out of range, or a tensor that is not on the
             host.
+        NotImplementedError: ``fused_write`` with ``packed_keys``.
     """
     check_heads(heads, kv_heads)
     check_head_dim(head_dim)
