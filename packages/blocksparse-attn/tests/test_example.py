@@ -1,4 +1,4 @@
-"""The worked example: a model prefilled and decoded equals itself on a dense mask."""
+"""The worked examples: a model prefilled and decoded, and one that learns what to attend to."""
 
 from __future__ import annotations
 
@@ -9,16 +9,29 @@ from pathlib import Path
 import pytest
 from blocksparse_attn._linked.host.forms import interpreted
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "phi3_small.py"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def load(name, monkeypatch):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
 def phi3_small(monkeypatch):
-    spec = importlib.util.spec_from_file_location("phi3_small", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "phi3_small", module)
-    spec.loader.exec_module(module)
-    return module
+    return load("phi3_small", monkeypatch)
+
+
+@pytest.mark.eager
+@pytest.mark.skipif(interpreted(), reason="slow")
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_selector_learns(is_sparse, monkeypatch):
+    """A few steps: it knows by then that a passage comes, and not yet where from."""
+    losses = load("train_selected", monkeypatch).train(is_sparse, 10)
+    assert losses[-1] < losses[0]
 
 
 def test_prefill_and_decode_on_the_kernels(phi3_small, device):

@@ -1,6 +1,6 @@
 """Block-sparse attention in Triton: any block layout, prefill, decode and training."""
 
-from . import patterns
+from . import patterns, selectors
 from .api import blocksparse_attn_func, blocksparse_attn_varlen_func
 from .dropin import (
     LocalStridedBlockSparseAttn,
@@ -26,5 +26,6 @@ __all__ = [
     "blocksparse_varlen_attention_reference",
     "get_sparse_attn_mask",
     "patterns",
+    "selectors",
     "validate_varlen",
 ]

@@ -1,0 +1,223 @@
+"""Selectors: functions that choose the blocks of a call from its queries and keys, as a layout.
+
+They run on the device without a wait of the host, in CUDA graphs too, and have no gradient: what is
+chosen is an integer. Rows of blocks are chosen for as a whole, from all queries of the row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ._layout_checks import check_block_size, check_count, is_top_left
+from ._linked.host.arguments import check_scale, check_tensor
+from .layout import BlockSparseLayout
+
+
+@torch.no_grad()
+def topk_blocks(
+    q: Tensor,
+    k: Tensor,
+    block_size: int | tuple[int, int],
+    top_k: int,
+    *,
+    local_blocks: int = 1,
+    sink_blocks: int = 0,
+    causal: bool = True,
+    align: str = "bottom-right",
+) -> BlockSparseLayout:
+    """Keep the ``top_k`` blocks whose mean key fits the mean query of a row best.
+
+    The gate of MoBA (Lu et al. 2025), for rows of queries in place of single ones; heads of a group
+    choose together by the sum of their scores, as in the selection branch of NSA (Yuan et al.
+    2025). The blocks around the diagonal and the first ones are chosen ahead of all others and
+    count among ``top_k``. ``q`` and ``k`` may be those of a selector of its own: their heads and
+    head dimension need not be those of the attention.
+
+    With ``causal``, a row looks at no key behind its first query to choose, but at all its queries.
+
+    Args:
+        q: queries, ``[batch, seqlen_q, heads_q, head_dim]``.
+        k: keys, ``[batch, seqlen_k, heads_k, head_dim]``; ``heads_q`` is a multiple of ``heads_k``.
+        block_size: tokens of a block: an int, or ``(q, k)``.
+        top_k: how many blocks a row keeps, from 1; fewer where it sees no more.
+        local_blocks: blocks back from the diagonal, those that it crosses included, that a row
+            keeps; with ``causal`` at least 1. Default: 1.
+        sink_blocks: how many of the first blocks every row keeps. Default: 0.
+        causal: leave out blocks right of the diagonal. Default: True.
+        align: where queries stand, as in the call. Default: "bottom-right".
+
+    Returns:
+        a layout of ``heads_k`` heads, for each sequence its own if there are several.
+
+    Raises:
+        TypeError, ValueError: on an argument.
+    """
+    sides, offset, rows = _geometry(q, k, block_size, align)
+    check_count("top_k", top_k, 1)
+    check_count("local_blocks", local_blocks, 1 if causal else 0)
+    check_count("sink_blocks", sink_blocks, 0)
+    queries = _means(q, offset, rows, sides[0])
+    # summed over the heads of a group
+    queries = queries.view(*queries.shape[:2], k.shape[2], -1, q.shape[3]).sum(3)
+    cols = cdiv(k.shape[1], sides[1])
+    keys = _means(k, 0, cols, sides[1])
+    scores = torch.einsum("brhd,bchd->bhrc", queries, keys)
+    row = torch.arange(rows, device=q.device)[:, None]
+    col = torch.arange(cols, device=q.device)
+    first, last = _diagonal(row, sides)
+    # a number that is none ranks above all
+    scores = scores.nan_to_num(nan=-torch.inf)
+    near = (col > first - local_blocks) & (col <= last)
+    scores = scores.masked_fill(near | (col < sink_blocks), torch.inf)
+    if causal:
+        scores = scores.masked_fill(col > last, -torch.inf)
+    best = scores.topk(min(top_k, cols), dim=-1)
+    chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
+    return _layout_of(chosen, sides, cols)
+
+
+@torch.no_grad()
+def vertical_slash_blocks(
+    q: Tensor,
+    k: Tensor,
+    block_size: int | tuple[int, int],
+    num_vertical: int,
+    num_slash: int,
+    *,
+    last_queries: int = 64,
+    sink_blocks: int = 1,
+    local_blocks: int = 1,
+    softmax_scale: float | None = None,
+) -> BlockSparseLayout:
+    """Keep the columns and diagonals of tokens that the last queries attend to most.
+
+    The estimate of MInference (Jiang et al. 2024): causal attention of the last queries over all
+    keys, summed by key, and by the distance of query and key. The best keys and distances are then
+    kept for all rows, by the blocks that hold them. For the prefill of long prompts, with
+    ``causal=True``.
+
+    Args:
+        q: queries, ``[batch, seqlen_q, heads_q, head_dim]``.
+        k: keys, ``[batch, seqlen_k, heads_k, head_dim]``; query i stands at ``i + seqlen_k -
+            seqlen_q``.
+        block_size: tokens of a block: an int, or ``(q, k)``.
+        num_vertical: how many keys, from 0.
+        num_slash: how many distances, from 0.
+        last_queries: how many queries tell, from 1; memory of as many rows of scores. Default: 64.
+        sink_blocks: how many of the first blocks every row keeps besides. Default: 1.
+        local_blocks: blocks back from the diagonal that a row keeps besides, from 1. Default: 1.
+        softmax_scale: factor of the scores. Default: ``head_dim ** -0.5``.
+
+    Returns:
+        a layout of ``heads_q`` heads, for each sequence its own if there are several.
+
+    Raises:
+        TypeError, ValueError: on an argument.
+    """
+    sides, _, rows = _geometry(q, k, block_size, "bottom-right")
+    for name, value, least in (
+        ("num_vertical", num_vertical, 0),
+        ("num_slash", num_slash, 0),
+        ("last_queries", last_queries, 1),
+        ("sink_blocks", sink_blocks, 0),
+        ("local_blocks", local_blocks, 1),
+    ):
+        check_count(name, value, least)
+    scale = (
+        q.shape[3] ** -0.5 if softmax_scale is None else check_scale("softmax_scale", softmax_scale)
+    )
+    tokens, cols = k.shape[1], cdiv(k.shape[1], sides[1])
+    vertical, slash = _sums(q[:, -last_queries:], k, scale)
+    keys = vertical.topk(min(num_vertical, tokens), dim=-1).indices
+    far = slash.topk(min(num_slash, tokens), dim=-1).indices
+
+    row = torch.arange(rows, device=q.device)[:, None]
+    first, last = _diagonal(row, sides)
+    # a diagonal crosses so many blocks of a row at most
+    width = cdiv(sides[0] - 1, sides[1]) + 1
+    step = torch.arange(width, device=q.device)
+    begin = row[..., None] * sides[0] - far[:, :, None, :, None]
+    crossed = torch.div(begin, sides[1], rounding_mode="floor") + step
+    end = torch.div(begin + sides[0] - 1, sides[1], rounding_mode="floor")
+    crossed = crossed.masked_fill((crossed < 0) | (crossed > end), -1).flatten(3)
+    sinks = torch.arange(min(sink_blocks, cols), device=q.device)
+    near = first - local_blocks + 1 + torch.arange(local_blocks - 1 + width, device=q.device)
+    near = near.masked_fill((near < 0) | (near > last), -1)
+    shape = (*far.shape[:2], rows, -1)
+    parts = (keys // sides[1])[:, :, None], crossed, sinks, near
+    chosen = torch.cat([part.expand(shape) for part in parts], -1)
+    chosen = chosen.masked_fill((chosen > last) | (chosen >= cols), -1)
+    return _layout_of(chosen, sides, cols)
+
+
+def _sums(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return what the last queries attend to, by key and by distance: [batch, heads, seqlen_k]."""
+    (batch, count, heads, _), tokens = q.shape, k.shape[1]
+    q = q.float().reshape(batch, count, k.shape[2], -1, q.shape[3])
+    scores = torch.einsum("bihgd,bjhd->bhgij", q, k.float()).flatten(1, 2) * scale
+    place = torch.arange(count, device=q.device)[:, None] + (tokens - count)
+    hidden = torch.arange(tokens, device=q.device) > place
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    # rows shifted against each other, so that a distance is a column: no atomics
+    wide = torch.nn.functional.pad(p, (count, 0)).contiguous()
+    apart = tokens + count + 1
+    shifted = wide.flatten(-2).as_strided(
+        (batch, heads, count, tokens + 1),
+        (heads * count * (apart - 1), count * (apart - 1), apart, 1),
+    )
+    return p.sum(2), shifted.sum(2)[..., 1:].flip(-1)
+
+
+def _geometry(q: Any, k: Any, block_size: Any, align: Any) -> tuple[tuple[int, int], int, int]:
+    """Check queries and keys; return a block's sides, where queries begin, and rows."""
+    for name, x in (("q", q), ("k", k)):
+        check_tensor(name, x)
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(
+                f"{name} must be [batch, seqlen, heads, head_dim] with no size of 0, "
+                f"got {list(x.shape)}"
+            )
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"k must have the batch and head_dim of q, {q.shape[0]} and {q.shape[3]}, "
+            f"got {k.shape[0]} and {k.shape[3]}"
+        )
+    if q.shape[2] % k.shape[2] != 0:
+        raise ValueError(
+            f"heads_q must be a multiple of heads_k, got {q.shape[2]} and {k.shape[2]}"
+        )
+    sides, top_left = check_block_size(block_size), is_top_left(align)
+    if top_left:
+        return sides, 0, cdiv(q.shape[1], sides[0])
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(
+            f"q must have no more tokens than k, {k.shape[1]}, got {q.shape[1]}; "
+            "align='top-left' takes any number"
+        )
+    return sides, k.shape[1] - q.shape[1], cdiv(k.shape[1], sides[0])
+
+
+def _means(x: Tensor, offset: int, blocks: int, side: int) -> Tensor:
+    """Return the mean of each block of tokens, fp32 ``[batch, blocks, heads, head_dim]``."""
+    behind = blocks * side - offset - x.shape[1]
+    padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, offset, behind))
+    place = torch.arange(blocks, device=x.device) * side
+    count = (place + side).clamp(max=offset + x.shape[1]) - place.clamp(min=offset)
+    sums = padded.reshape(len(x), blocks, side, *x.shape[2:]).sum(2)
+    return sums / count.clamp(min=1)[:, None, None]
+
+
+def _diagonal(row: Tensor, sides: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the first and the last block that the diagonal crosses in a row."""
+    return row * sides[0] // sides[1], ((row + 1) * sides[0] - 1) // sides[1]
+
+
+def _layout_of(chosen: Tensor, sides: tuple[int, int], cols: int) -> BlockSparseLayout:
+    """Make a layout of the columns of each row; of one sequence it is for all."""
+    if chosen.shape[0] == 1:
+        chosen = chosen[0]
+    return BlockSparseLayout.from_indices(chosen, sides, num_cols=cols)
