@@ -151,3 +151,15 @@ def test_operators_know_the_sizes(block, group):
     want = sizes_of(*layout._col.shape, layout._num_cols, block, group, 1)
     assert (made[1].numel(), made[3].shape[0], made[2].numel() - 1) == want
     torch.library.opcheck(torch.ops.blocksparse_attn.plan, arguments, test_utils="test_faketensor")
+
+
+def test_many_programs_of_many_rows():
+    """The keys of their order fit into int64, also those of programs that there are not."""
+    rows, there, bound = 2**16 - 1, 3, 2**20
+    of_list = torch.full((bound,), -1)
+    of_list[:there] = torch.tensor([1, 0, 1])
+    program = torch.arange(there)
+    row, part = torch.tensor([rows - 1, 7, 0]), torch.zeros(there, dtype=torch.int64)
+    order = _pairs._order(program, part, row, of_list, rows, 64)
+    assert order[:there].tolist() == [1, 2, 0]
+    assert torch.equal(order[there:], torch.arange(there, bound))

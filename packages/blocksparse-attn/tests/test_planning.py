@@ -48,6 +48,16 @@ def test_lists(block, seed, causal, device):
     assert_planned_alike(layout, *query_specs(heads, block[0], causal), *by_key, device=device)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lists_of_one_group_of_heads_after_the_other(causal, device, monkeypatch):
+    """The last one has fewer heads."""
+    monkeypatch.setattr(planning, "BYTES", 1)
+    kept = torch.rand(5, 4, 7, generator=torch.Generator().manual_seed(0)) < 0.5
+    layout = BlockSparseLayout.from_dense(kept, 16)
+    specs = ListSpec(False, 16, 2, 2, causal), ListSpec(True, 32, 2, 1, causal)
+    assert_planned_alike(layout, *specs, ListSpec(False, 32, 1, 1, causal), device=device)
+
+
 def some_layout(kind):
     """Layouts with something odd."""
     generator = torch.Generator().manual_seed(5)

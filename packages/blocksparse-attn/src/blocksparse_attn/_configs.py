@@ -325,6 +325,8 @@ def suits_any_hopper(platform: Platform, head_dim: int, itemsize: int) -> bool:
 # pairs of small blocks, as 32 heads have over 32k tokens in blocks of 16: more would need too much
 # memory for a moment
 MOST_PIECES = 2**27
+# likewise of pairs of blocks of 64 tokens, as 32 heads have over a million: their bits take 1 GiB
+MOST_BLOCKS = 2**33
 
 
 def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
@@ -356,7 +358,7 @@ def has_few_pieces(heads: int, rows: int, cols: int, block_q: int, block_k: int)
     """Say whether lists can be made of so many blocks, should all be kept, if they are small."""
     piece = min(block_q, block_k)
     pieces = heads * (rows * block_q // piece) * (cols * block_k // piece)
-    return piece >= 64 or pieces <= MOST_PIECES
+    return pieces <= (MOST_PIECES if piece < 64 else MOST_BLOCKS)
 
 
 def is_covered(pattern: Pattern, tokens: int, sequences: int) -> bool:

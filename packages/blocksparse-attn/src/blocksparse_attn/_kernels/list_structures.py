@@ -42,7 +42,7 @@ class ListTensors(NamedTuple):
 
     bits_ptr: Any
     counts_ptr: Any  # int32 [owners of all lists, 2, chunks]
-    ends_ptr: Any  # int64, the sums of the counts so far
+    ends_ptr: Any  # int64, the sums of the counts ahead of each, and of all
     begin_ptr: Any
     whole_ptr: Any
     items_ptr: Any

@@ -173,8 +173,8 @@ def _list_kernel(
         tl.store(counts_ptr + place, tl.sum(is_whole.to(tl.int32), 0))
         tl.store(counts_ptr + place + chunks, tl.sum(is_rest.to(tl.int32), 0))
     else:
-        start = tl.load(ends_ptr + place - 1, mask=place > 0, other=0)
-        rests = tl.load(ends_ptr + place + chunks - 1)
+        start = tl.load(ends_ptr + place)
+        rests = tl.load(ends_ptr + place + chunks)
         if chunk == 0:
             tl.store(begin_ptr + owner, start)
             tl.store(whole_ptr + owner, rests - start)
@@ -186,7 +186,7 @@ def _list_kernel(
         tl.store(members_ptr + target, seen, mask=seen != 0)
         # what no list needs is 0; all programs share it
         programs = tl.num_programs(0)
-        total = tl.load(ends_ptr + programs.to(tl.int64) * 2 - 1)
+        total = tl.load(ends_ptr + programs.to(tl.int64) * 2)
         if tl.program_id(0) == 0:
             tl.store(begin_ptr + programs // chunks, total)
         nothing = tl.zeros([BLOCK], tl.int32)

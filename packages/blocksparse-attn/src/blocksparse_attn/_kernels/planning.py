@@ -1,7 +1,8 @@
 """How lists are made on a GPU: a handful of launches, whose sizes are bounds that shapes give.
 
-For a moment the bits take an eighth of a byte per block of the grid, kept or not; everything else
-is as large as what is kept.
+For a moment the bits take an eighth of a byte per block of the grid, kept or not, up to ``BYTES``
+or what one group of heads takes: of larger layouts they are made group by group, and twice.
+Everything else is as large as what is kept.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from .pairs import RANKED, _pair_kernel
 
 # slots, or items, of a program
 BLOCK = 512
+# of bits at once, as 32 heads of 128k tokens in blocks of 16 take, or of 512k in blocks of 64
+BYTES = 2**28
 # entries of a program of the Hopper backward at a time
 ENTRIES = 128
 
@@ -97,45 +100,66 @@ def make_lists(
     stack = max(spec.span // side, 1)
     owners = max(cdiv(lines, stack), 1)
     groups, packs = cdiv(heads, group), 1 if spec.by_key else cdiv(group, pack)
-    bits = mark_bits(
-        crow,
-        col,
-        cols,
-        (groups if spec.by_key else heads, lines),
-        items,
-        (1, 1, block_q, block_k, 1),
-        group if spec.by_key else 1,
-        spec.by_key,
-        spec.causal,
-    )
+    # groups of heads whose bits are there at once
+    in_group = (1 if spec.by_key else group) * lines * cdiv(items, 32) * 4
+    step = max(BYTES // max(in_group, 1), 1)
+
+    def bits_of(first: int) -> Tensor:
+        part = slice(first * group, (first + step) * group)
+        own = min(step, groups - first) if spec.by_key else len(crow[part])
+        return mark_bits(
+            crow[part],
+            col[part],
+            cols,
+            (own, lines),
+            items,
+            (1, 1, block_q, block_k, 1),
+            group if spec.by_key else 1,
+            spec.by_key,
+            spec.causal,
+        )
+
     total, chunks = groups * packs * owners, max(cdiv(items, BLOCK), 1)
     bound = heads * nnz + 1
     device = crow.device
     counts = torch.empty(2 * total * chunks, dtype=torch.int32, device=device)
-    begin, whole, ends = (
-        torch.empty(n, dtype=torch.int64, device=device)
-        for n in (total + 1, total, 2 * total * chunks)
-    )
+    begin, whole = (torch.empty(n, dtype=torch.int64, device=device) for n in (total + 1, total))
+    ends = torch.zeros(len(counts) + 1, dtype=torch.int64, device=device)
     things, members = (torch.empty(bound, dtype=torch.int32, device=device) for _ in range(2))
-    numbers = ListNumbers(
-        owners,
-        chunks,
-        items,
-        lines,
-        bits.shape[1],
-        heads,
-        group,
-        packs,
-        stack * side,
-        other,
-        bound,
-    )
-    options = spec.by_key, spec.causal, pack > 1, pack if pack > 1 else stack, BLOCK
     common = None if rule is None else common_bounds(rule, block_q)
-    tensors = ListTensors(bits, counts, ends, begin, whole, things, members, common)
-    _launch(_list_kernel, ListOptions(*options, WRITES=False))(total * chunks, tensors, numbers)
-    torch.cumsum(counts, 0, out=ends)
-    _launch(_list_kernel, ListOptions(*options, WRITES=True))(total * chunks, tensors, numbers)
+    options = spec.by_key, spec.causal, pack > 1, pack if pack > 1 else stack, BLOCK
+
+    def run(first: int, bits: Tensor, writes: bool) -> None:
+        own = min(step, groups - first)
+        numbers = ListNumbers(
+            owners,
+            chunks,
+            items,
+            lines,
+            bits.shape[1],
+            min(heads - first * group, own * group),
+            group,
+            packs,
+            stack * side,
+            other,
+            bound,
+        )
+        at = first * packs * owners
+        counted = slice(2 * at * chunks, None)
+        tensors = ListTensors(
+            bits, counts[counted], ends[counted], begin[at:], whole[at:], things, members, common
+        )
+        grid = own * packs * owners * chunks
+        _launch(_list_kernel, ListOptions(*options, WRITES=writes))(grid, tensors, numbers)
+
+    for first in range(0, groups, step):
+        bits = bits_of(first)
+        run(first, bits, False)
+    torch.cumsum(counts, 0, out=ends[1:])
+    # the zeros behind a part of the lists are in place of the next, which comes after it
+    for first in range(0, groups, step):
+        bits = bits if step >= groups else bits_of(first)
+        run(first, bits, True)
     return Lists(begin, whole, things, members)
 
 
