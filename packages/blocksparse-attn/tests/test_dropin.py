@@ -205,3 +205,27 @@ def test_masks(q_len, homo_head, kind, device):
 def test_wrong_mask_type():
     with pytest.raises(ValueError, match="dense_mask_type must be 'binary' or 'bias', got 'x'"):
         get_sparse_attn_mask(1, 16, 16, torch.float32, "cpu", 16, dense_mask_type="x")
+
+
+def test_offsets_lengths_and_flags_that_mean_nothing():
+    """They were truncated, or taken as they are."""
+    sparse = layout("cpu").crow, layout("cpu").col
+    q, k, v = tensors("cpu", 5, 5)
+    cu = offsets([3, 2], "cpu")
+
+    def call(starts_k, starts_q):
+        return blocksparse_flash_attn_varlen_fwd(
+            q, k, v, starts_k, starts_q, 1.0, sparse, block_size=16
+        )
+
+    with pytest.raises(TypeError, match=r"cu_seqlens_q must be a torch.Tensor, got list"):
+        call(cu, [0, 3, 5])
+    for dtype in (torch.float32, torch.bool):
+        with pytest.raises(TypeError, match=r"cu_seqlens_k must be torch.int32 or torch.int64"):
+            call(cu.to(dtype), cu)
+    assert torch.equal(call(cu.long(), cu.long()), call(cu, cu))
+    for q_len, message in ((80, "q_len must be at most max_seqlen, 64"), (-5, "at least 0")):
+        with pytest.raises(ValueError, match=f"{message}, got {q_len}"):
+            get_sparse_attn_mask(4, q_len, 64, torch.float32, "cpu", 16)
+    with pytest.raises(TypeError, match="homo_head must be a bool, got str"):
+        LocalStridedBlockSparseAttn(4, 64, 1, 3, 16, device="cpu", homo_head="no")

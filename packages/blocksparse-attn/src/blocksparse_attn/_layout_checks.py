@@ -59,7 +59,12 @@ def is_top_left(align: Any) -> bool:
 
 
 def check_local_strided(
-    num_heads: Any, max_seqlen: Any, local_blocks: Any, vert_stride: Any, head_range: Any
+    num_heads: Any,
+    max_seqlen: Any,
+    local_blocks: Any,
+    vert_stride: Any,
+    head_range: Any,
+    homo_head: Any,
 ) -> tuple[int, int]:
     """Check the numbers of the local and strided pattern; return its first head, and the end."""
     for name, value, least in (
@@ -69,6 +74,8 @@ def check_local_strided(
         ("vert_stride", vert_stride, 1),
     ):
         check_count(name, value, least)
+    if not isinstance(homo_head, bool):
+        raise TypeError(f"homo_head must be a bool, got {type(homo_head).__name__}")
     first, last = (0, num_heads) if head_range is None else head_range
     check_count("head_range[0]", first, 0)
     check_count("head_range[1]", last, first + 1)

@@ -9,7 +9,7 @@ import torch
 from attn_common import cdiv
 from torch import Tensor, nn
 
-from ._layout_checks import check_block_size, check_csr
+from ._layout_checks import INDEX_DTYPES, check_block_size, check_count, check_csr
 from ._linked.host import arguments
 from .api import blocksparse_attn_varlen_func
 from .layout import BlockSparseLayout
@@ -200,6 +200,9 @@ def get_sparse_attn_mask(
     layout = BlockSparseLayout.local_strided(
         n_heads, max_seqlen, block_size, local_blocks, vert_stride, homo_head, device=device
     )
+    check_count("q_len", q_len, 0)
+    if q_len > max_seqlen:
+        raise ValueError(f"q_len must be at most max_seqlen, {max_seqlen}, got {q_len}")
     kept = layout.to_dense()
     rows = kept[:, kept.shape[1] - cdiv(q_len, block_size) :]
     queries = BlockSparseLayout.from_dense(rows, block_size)
@@ -236,10 +239,14 @@ def _queries(
 
 def _offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as the functions take them; what was one tensor stays one."""
-    starts_k = cu_seqlens_k.to(torch.int32).contiguous()
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        arguments.check_tensor(name, x)
+        if x.dtype not in INDEX_DTYPES:
+            raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
+    starts_k = arguments.as_int32(cu_seqlens_k).contiguous()
     if cu_seqlens_q is cu_seqlens_k:
         return starts_k, starts_k
-    return cu_seqlens_q.to(torch.int32).contiguous(), starts_k
+    return arguments.as_int32(cu_seqlens_q).contiguous(), starts_k
 
 
 def _layout_of(crow: Tensor, col: Tensor, block_size: tuple[int, int]) -> BlockSparseLayout:

@@ -312,7 +312,9 @@ class BlockSparseLayout:
             device: where the layout lives. Default: torch's default device.
         """
         sides = check_block_size(block_size)
-        heads = check_local_strided(num_heads, max_seqlen, local_blocks, vert_stride, head_range)
+        heads = check_local_strided(
+            num_heads, max_seqlen, local_blocks, vert_stride, head_range, homo_head
+        )
         step = 0 if homo_head else max(1, vert_stride // num_heads)
         where = torch.device(torch.get_default_device() if device is None else device)
         crow, col, longest = local_strided_csr(
