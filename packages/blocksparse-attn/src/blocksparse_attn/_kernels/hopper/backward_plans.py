@@ -71,9 +71,8 @@ class RowGradients(QueryWalk):
             x.cu_seqlens_q,
             x.cu_seqlens_k,
         )
-        fields = list(numbers)
-        fields[DqNumbers._fields.index("head_dim")] = x.q.shape[-1]
-        self.launch(grid, tensors, DqNumbers(*fields))
+        shared = numbers._asdict() | {"head_dim": x.q.shape[-1]}
+        self.launch(grid, tensors, DqNumbers(*(shared[name] for name in DqNumbers._fields)))
 
 
 class HopperBackward:
