@@ -105,6 +105,6 @@ def merge_segment(total, part):
 def finish(total):
     """Return the output and the log-sum-exp of rows; of rows that saw no key 0 and -inf."""
     l_safe = tl.where(total.l_i == 0.0, 1.0, total.l_i)
-    out = total.acc / l_safe[:, None] + 0.0  # no zero has a sign
+    out = total.acc * (1.0 / l_safe)[:, None] + 0.0  # no zero has a sign
     lse = tl.where(total.l_i == 0.0, NEG_INF, (total.m_i + tl.log2(l_safe)) * LN2)
     return out, lse

@@ -199,7 +199,7 @@ def _invariant_merge_kernel(
     total = sink_alone(sinks_ptr, head, counts, TILE.ROWS, TILE.BLOCK_DV)
     acc, l_i, m_i = total.acc, total.l_i, total.m_i
     at = row  # [ROWS]
-    for _ in tl.range(0, parts):
+    for _ in tl.range(0, parts, loop_unroll_factor=4):
         part_max = tl.load(part_max_ptr + at, mask=inside, other=float("-inf"))
         # what saw no key was not written
         saw = (part_max != float("-inf"))[:, None] & (cols < TILE.HEAD_DIM_V)[None, :]

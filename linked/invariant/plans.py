@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from attn_common import cdiv, detect
+from attn_common import cdiv, detect, has_gluon
 from torch import Tensor
 
 from ..._linked.host.arguments import FP32_TINY, MAX_WINDOW
@@ -21,6 +21,9 @@ PROGRAMS = 512
 # what the sums of segments may take at most
 PART_BYTES = 2**28
 MERGE_ROWS = 16
+# keys of a page that are worth a copy, and rows of a tensor map of a cache
+MIN_PIECE = 16
+MAX_ROWS = 2**30
 
 
 class Call(NamedTuple):
@@ -74,6 +77,68 @@ class KeyForm(NamedTuple):
     stride_vh: int
     stride_vd: int
     descale_ndim: int = 0
+
+
+class InvariantRun(Protocol):
+    """The launches of the calls of one form."""
+
+    def run(self, x: Call, tokens_k: int, most_queries: int, most_keys: int) -> None: ...
+
+
+def plan_invariant(
+    x: Call, scores: Scores, keys: KeyForm, batch: int, is_kept: bool = False
+) -> InvariantRun:
+    """Return the plan of calls like this one; ``is_kept``: there are others after it."""
+    portable = InvariantPlan(x, scores, keys, batch)
+    if takes_hopper(x, scores, keys):
+        from .hopper.plans import HopperInvariantPlan
+
+        return HopperInvariantPlan(x, scores, keys, batch, portable, is_kept)
+    return portable
+
+
+def takes_hopper(x: Call, scores: Scores, keys: KeyForm) -> bool:
+    """Say whether the kernel for Hopper serves a form of calls."""
+    return (
+        x.q.device.type != "cpu"
+        and detect(x.q.device).is_hopper
+        and x.q.dtype in (torch.float16, torch.bfloat16)
+        and max(x.q.shape[-1], keys.head_dim_v) <= 256
+        and x.new_k is None
+        and x.k.dtype == x.q.dtype
+        and (keys.page == 0 or copied_keys(keys.page, scores.window_left, MIN_PIECE) == MIN_PIECE)
+        and (keys.page == 0 or (_is_mappable(x.k) and _is_mappable(x.v)))
+        and has_gluon()
+    )
+
+
+def copied_keys(page: int, window_left: int, most: int) -> int:
+    """Return how many keys of a page are copied at once: a power of two that divides it.
+
+    A copy can leave out keys at one end alone: those before the first row's window, or those past
+    the end. Between the two lie ``window_left + 1`` keys or more.
+    """
+    piece = min(page & -page, most)
+    if window_left >= 0:
+        piece = min(piece, 1 << (window_left + 2).bit_length() - 1)
+    return piece
+
+
+def _is_mappable(cache: Tensor) -> bool:
+    """Say whether the copy engine can read a cache, as rows of one head each, where it is."""
+    if cache.ndim != 4:
+        return False
+    page, slot, head, inner = cache.stride()
+    heads = head if cache.shape[2] > 1 else slot
+    unit = 16 // cache.element_size()
+    return (
+        cache.numel() > 0
+        and cache.data_ptr() % 16 == 0
+        and (inner == 1 and slot > 0 and heads > 0)
+        and slot % unit == heads % unit == 0
+        and (cache.shape[0] == 1 or (page > 0 and page % slot == 0))
+        and cache.shape[0] * cache.shape[1] < MAX_ROWS
+    )
 
 
 class InvariantPlan:
@@ -151,12 +216,13 @@ class InvariantPlan:
         is_idle = units * self._heads_k < PROGRAMS
         return parts if parts > 1 and is_idle and room <= PART_BYTES else 1
 
-    def run(self, x: Call, tokens_k: int, most_keys: int) -> None:
+    def run(self, x: Call, tokens_k: int, most_queries: int, most_keys: int) -> None:
         """Launch for one call of the form.
 
         Args:
             x: its tensors.
             tokens_k: keys of each sequence, where no tensor says it.
+            most_queries: a bound of the queries of a sequence, which this kernel does not need.
             most_keys: a bound of the keys of a sequence.
         """
         q = x.q

@@ -132,6 +132,12 @@ def _binary(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return lambda a, b: function(register(a), register(b))
 
 
+def _fma(a: Any, b: Any, c: Any) -> Register:
+    """Return ``a * b + c`` with hardly more than one rounding: a float64 holds the product."""
+    a, b, c = (plain(x).double() for x in (a, b, c))
+    return register((a * b + c).float())
+
+
 def _full(shape: Any, value: Any, dtype: Dtype, _layout: Any = None) -> Register:
     return register(torch.full(tuple(shape), plain(value).item(), dtype=dtype.torch))
 
@@ -164,11 +170,6 @@ def _exchange(pointer: Pointer, value: Any, sem: str = "") -> Register:
     old = _load(pointer)
     _store(pointer, value)
     return old
-
-
-def _fma(a: Tensor, b: Any, c: Tensor) -> Tensor:
-    # a product of two fp32 numbers is exact in float64
-    return (a.double() * b + c).to(a.dtype)
 
 
 def _scan(x: Tensor, axis: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -10,17 +10,18 @@ from torch import Tensor
 from .._call import Tensors
 from .._linked.host.forms import ACCESS_BYTES
 from .form import Form
-from .invariant.plans import Call, InvariantPlan, KeyForm, Scores
+from .invariant.plans import Call, InvariantRun, KeyForm, Scores, plan_invariant
 from .launch.runtime import dense, token_strides
 
 
 class InvariantForward:
     """The forward pass of the calls of one form, whose rows depend on their own keys alone."""
 
-    def __init__(self, form: Form, out_dtype: torch.dtype) -> None:
+    def __init__(self, form: Form, out_dtype: torch.dtype, is_kept: bool = False) -> None:
         self._form = form
         self._out_dtype = out_dtype
-        self._plan: InvariantPlan | None = None
+        self._is_kept = is_kept
+        self._plan: InvariantRun | None = None
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
@@ -44,13 +45,13 @@ class InvariantForward:
             seqlens_k=dense(x.seqused_k),
         )
         if self._plan is None:
-            self._plan = _plan_of(form, call)
+            self._plan = _plan_of(form, call, self._is_kept)
         # of packed keys no bound is known that is worth a program
-        self._plan.run(call, tokens_k, 0 if form.is_packed else tokens_k)
+        self._plan.run(call, tokens_k, tokens_q, 0 if form.is_packed else tokens_k)
         return out, lse
 
 
-def _plan_of(form: Form, call: Call) -> InvariantPlan:
+def _plan_of(form: Form, call: Call, is_kept: bool) -> InvariantRun:
     options = form.options
     k_strides, v_strides = token_strides(call.k), token_strides(call.v)
     keys = KeyForm(
@@ -69,4 +70,4 @@ def _plan_of(form: Form, call: Call) -> InvariantPlan:
     scores = Scores(
         options.softmax_scale, options.softcap, options.window_left, options.window_right
     )
-    return InvariantPlan(call, scores, keys, form.batch)
+    return plan_invariant(call, scores, keys, form.batch, is_kept)

@@ -199,7 +199,7 @@ def plan_forward(
     Their tensors are as ``readable`` leaves them.
     """
     if invariant:
-        return InvariantForward(form, out_dtype)
+        return InvariantForward(form, out_dtype, is_kept)
     portable = PortableForward(form, x, out_dtype)
     if takes_hopper_forward(x, form.options, out_dtype):
         from .hopper.plans import HopperForward

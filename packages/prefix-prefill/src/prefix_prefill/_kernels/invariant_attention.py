@@ -7,14 +7,14 @@ from torch import Tensor
 from .._call import Options, Tensors
 from .._layout import cache_sizes
 from .addressing import CacheForm, descale_ndim, one_form
-from .invariant.plans import Call, InvariantPlan, KeyForm, Scores
+from .invariant.plans import Call, KeyForm, Scores, plan_invariant
 from .launch.runtime import dense
 
 
 class InvariantAttention:
     """How calls of one form are launched, whose rows depend on their own keys alone."""
 
-    def __init__(self, x: Tensors, options: Options) -> None:
+    def __init__(self, x: Tensors, options: Options, is_kept: bool = False) -> None:
         """Plan for calls like this one, whose tensors are as ``aligned`` leaves them."""
         descales = x.k_descale, x.v_descale
         sizes = cache_sizes(x.k_cache)
@@ -40,7 +40,7 @@ class InvariantAttention:
         scores = Scores(
             options.softmax_scale, options.softcap, options.window_left, options.window_right
         )
-        self._plan = InvariantPlan(self._call_of(x), scores, keys, batch)
+        self._plan = plan_invariant(self._call_of(x), scores, keys, batch, is_kept)
 
     def _call_of(self, x: Tensors) -> Call:
         descales: tuple[Tensor | None, ...] = x.k_descale, x.v_descale
@@ -63,4 +63,4 @@ class InvariantAttention:
 
     def run(self, x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
         """Launch for one call of the form."""
-        self._plan.run(self._call_of(x), 0, max_seqlen_k)
+        self._plan.run(self._call_of(x), 0, max_seqlen_q, max_seqlen_k)

@@ -79,7 +79,7 @@ def plan_of(x: Tensors, options: Options) -> Plan | None:
     if not fits:
         return None
     if options.invariant:
-        return InvariantAttention(x, options)
+        return InvariantAttention(x, options, is_kept=True)
     return AttentionPlan(x, options, is_kept=True)
 
 

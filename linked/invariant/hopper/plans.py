@@ -1,0 +1,260 @@
+"""The host side of the invariant kernel for Hopper: what it serves, tensor maps, the launches."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ...._linked.host.arguments import FP32_TINY, MAX_WINDOW
+from ...._linked.host.tiles import padded_head_dim
+from ...hopper._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
+from ...hopper._linked.tma import MapForm, MapLaunch
+from ...launch.runtime import Launch
+from ..kernels import _invariant_merge_kernel
+from ..plans import copied_keys
+from ..structures import MergeNumbers, MergeTensors, MergeTile
+from .attention import invariant_hopper_kernel
+from .structures import Arguments, Counts, Options, Strides, Tile
+from .structures import Scores as ScoreNumbers
+
+if TYPE_CHECKING:
+    from ..plans import Call, InvariantRun, KeyForm, Scores
+
+# what programs that run at the same time should read together
+L2_BYTES = 32 * 2**20
+# what the sums of segments may take at most
+PART_BYTES = 2**28
+MERGE_ROWS = 4
+# what writing and merging of sums takes, as a share of the walk
+MERGING = 0.05
+ROWS = 64
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """The grid of the walk, a part of the law, and the buffers, which are none."""
+
+    block_n: int
+    segment: int  # tiles of keys
+    stages_k: int
+    stages_v: int
+    share: bool  # the output leaves through the queries' memory
+
+
+@functools.cache
+def hopper_tile(width: int) -> HopperTile:
+    """Return the tile for the wider of the padded head dimensions."""
+    if width <= 64:
+        return HopperTile(128, 32, 3, 3, False)
+    if width <= 128:
+        return HopperTile(128, 32, 3, 2, False)
+    return HopperTile(64, 64, 3, 2, True)
+
+
+class HopperInvariantPlan:
+    """The launches of the calls of one form."""
+
+    def __init__(
+        self,
+        x: Call,
+        scores: Scores,
+        keys: KeyForm,
+        batch: int,
+        portable: InvariantRun,
+        is_kept: bool = False,
+    ) -> None:
+        """Take a call, what serves it if it is empty, and whether there are others after it."""
+        self._portable = portable
+        q, out = x.q, x.out
+        self._batch, self._head_dim_v = batch, keys.head_dim_v
+        self._heads_q, head_dim = q.shape[-2:]
+        self._is_packed = x.cu_seqlens_q is not None
+        self._ticket = kept_ticket if is_kept else new_ticket
+        group = self._heads_q // keys.heads_k
+        pack = min(group & -group, ROWS)
+        self._packs, self._tokens = self._heads_q // pack, ROWS // pack
+        self._heads_k = keys.heads_k
+        wide = max(64, padded_head_dim(head_dim))
+        wide_v = max(64, padded_head_dim(keys.head_dim_v))
+        tile = hopper_tile(max(wide, wide_v))
+        self._segment = tile.segment * tile.block_n
+        self._processors = multiprocessors(q.device)
+        piece = tile.block_n
+        if keys.page > 0:
+            piece = copied_keys(keys.page, scores.window_left, piece)
+        self._is_paged = keys.page > 0
+        is_ragged = self._is_paged or x.cu_seqlens_k is not None
+        self._map_q = MapForm(q, ROWS, wide, ragged=self._is_packed, heads=pack)
+        self._map_out = MapForm(out, ROWS, wide_v, ragged=self._is_packed, heads=pack)
+        self._map_k = MapForm(self._rows(x.k), piece, wide, ragged=is_ragged)
+        self._map_v = MapForm(self._rows(x.v), piece, wide_v, ragged=is_ragged)
+        self._scores = ScoreNumbers(
+            scores.scale,
+            scores.softcap,
+            min(scores.window_left, MAX_WINDOW),
+            min(scores.window_right, MAX_WINDOW),
+        )
+        self._token_bytes = (head_dim + keys.head_dim_v) * q.element_size()
+        self._group = group
+        table = (0, 0) if x.block_table is None else x.block_table.stride()
+        pages = (rows_of_page(x.k), rows_of_page(x.v)) if self._is_paged else (0, 0)
+        self._strides = Strides(*pages, *table)
+        options = Options(
+            HAS_LEFT=scores.window_left >= 0,
+            HAS_RIGHT=scores.window_right >= 0,
+            HAS_SOFTCAP=scores.softcap != 0.0,
+            # of a hidden score, -inf, the factor 0 would make NaN
+            FOLD=scores.softcap == 0.0 and scores.scale >= FP32_TINY,
+            PAGE=keys.page,
+            PIECE=piece,
+        )
+        self._launches = {}
+        for warpgroups in (1, 2):
+            shape = Tile(
+                GROUP=group,
+                PACK=pack,
+                WARPGROUPS=warpgroups,
+                ROWS=ROWS,
+                BLOCK_N=tile.block_n,
+                HEAD_DIM=wide,
+                HEAD_DIM_V=wide_v,
+                WIDTH_V=keys.head_dim_v,
+                STAGES_K=tile.stages_k,
+                STAGES_V=3 if warpgroups == 1 else tile.stages_v,
+                SHARE=tile.share and wide == wide_v,
+                SEGMENT=tile.segment,
+            )
+            constants = {
+                **options._asdict(),
+                **shape._asdict(),
+                "num_warps": 4,
+                "maxnreg": 168,
+                # one rounding for all builds: none of them chooses what is fused
+                "enable_fp_fusion": False,
+            }
+            whole = MapLaunch(invariant_hopper_kernel, constants)
+            parts = MapLaunch(invariant_hopper_kernel, constants)
+            self._launches[warpgroups] = whole, parts
+        merge = MergeTile(keys.head_dim_v, padded_head_dim(keys.head_dim_v), MERGE_ROWS)
+        kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+        self._merge = Launch(_invariant_merge_kernel, {**merge._asdict(), **kind})
+        self._strides_out = out.stride()[:3] if out.ndim == 4 else (0, *out.stride()[:2])
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Return a cache as one row of slots after the other, and dense keys as they are."""
+        return as_rows(x) if self._is_paged else x
+
+    def count_parts(self, units: int, rows: int, most_keys: int) -> int:
+        """Return how many tickets share the keys of a tile of rows: one, or one per segment.
+
+        The result does not depend on it.
+        """
+        parts = cdiv(most_keys, self._segment)
+        if parts < 2 or parts * rows * (self._head_dim_v + 2) * 4 > PART_BYTES:
+            return 1
+        whole = cdiv(units, self._processors) * parts * (1.0 - MERGING)
+        return parts if cdiv(units * parts, self._processors) < whole else 1
+
+    def run(self, x: Call, tokens_k: int, most_queries: int, most_keys: int) -> None:
+        """Launch for one call of the form.
+
+        Args:
+            x: its tensors.
+            tokens_k: keys of each sequence, where no tensor says it.
+            most_queries: how many queries a sequence is expected to have at most.
+            most_keys: a bound of the keys of a sequence; 0: none is known.
+        """
+        q = x.q
+        tokens_q = q.shape[-3]
+        rows = (1 if self._is_packed else self._batch) * tokens_q * self._heads_q
+        if rows == 0 or x.k.numel() == 0:  # empty tensors have no map
+            self._portable.run(x, tokens_k, most_queries, most_keys)
+            return
+        warpgroups = 1 if most_queries <= self._tokens else 2
+        block = warpgroups * self._tokens
+        tiles = cdiv(tokens_q, block)
+        slots = tokens_q // block + self._batch + 2 if self._is_packed else tiles * self._batch
+        busy = cdiv(tokens_q, block) if most_queries > 1 or not self._is_packed else tokens_q
+        busy = max(busy, self._batch) if self._is_packed else slots
+        parts = self.count_parts(busy * self._packs, rows, most_keys)
+        total = slots * self._packs * parts
+        if total > MAX_TICKETS:
+            raise NotImplementedError(f"q is too large for one launch: {total} tiles")
+        # a last group of heads is at most twice as large as the others
+        heads = self._batch * self._packs
+        span = self._heads_k * L2_BYTES // max(1, self._heads_k * tokens_k * self._token_bytes)
+        span = min(max(1, span * self._packs // self._heads_k), heads)
+        counts = Counts(
+            self._batch,
+            self._packs,
+            tokens_q,
+            tokens_k,
+            tiles,
+            span,
+            heads % span + span if heads > span else heads,
+            parts,
+            total,
+        )
+        maps = self._map_q(q), self._map_k(self._rows(x.k)), self._map_v(self._rows(x.v))
+        rest = (
+            self._ticket(q.device),
+            x.sinks,
+            x.block_table,
+            x.cu_seqlens_q,
+            x.cu_seqlens_k,
+            x.seqlens_k,
+        )
+        grid = min(self._processors, total)
+        numbers = (*self._scores, *counts, *self._strides)
+        whole, one = self._launches[warpgroups]
+        if parts == 1:
+            parked = grid * warpgroups * ROWS * max(64, padded_head_dim(self._head_dim_v))
+            if 0 < most_keys <= self._segment:
+                parked = 1
+            park = q.new_empty((parked,), dtype=torch.float32)
+            made = Arguments(*maps, self._map_out(x.out), x.lse, None, None, None, park, *rest)
+            whole(grid, made, numbers)
+            return
+        part_out = q.new_empty((parts, rows, self._head_dim_v), dtype=torch.float32)
+        # segments that no row of a tile sees are not written
+        part_max = q.new_full((parts, rows), float("-inf"), dtype=torch.float32)
+        part_sum = q.new_empty((parts, rows), dtype=torch.float32)
+        one(grid, Arguments(*maps, None, None, part_out, part_max, part_sum, None, *rest), numbers)
+        merged = MergeTensors(x.out, part_out, part_max, part_sum, x.lse, x.sinks, x.cu_seqlens_q)
+        lse_strides = (0, tokens_q) if self._is_packed else (self._heads_q * tokens_q, tokens_q)
+        self._merge(
+            cdiv(rows, MERGE_ROWS),
+            merged,
+            MergeNumbers(
+                self._batch,
+                self._heads_q,
+                tokens_q,
+                rows,
+                parts,
+                *self._strides_out,
+                *lse_strides,
+            ),
+        )
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def rows_of_page(cache: Tensor) -> int:
+    """Return how many slots a page is from the next; of a single one there is no next."""
+    return cache.stride(0) // cache.stride(1) if cache.shape[0] > 1 else 0
+
+
+def as_rows(cache: Tensor) -> Tensor:
+    """Return the view of a cache as one row of slots after the other, between pages whatever."""
+    rows = (cache.shape[0] - 1) * rows_of_page(cache) + cache.shape[1]
+    return cache.as_strided((rows, *cache.shape[2:]), cache.stride()[1:])

@@ -1,0 +1,284 @@
+"""The warp that copies by TMA: which tile of queries is next, its queries, its keys and values."""
+
+from ...hopper._linked.compat import copy_in, gl, gluon, mbarrier
+from ...hopper._linked.pipeline import (
+    EMPTY,
+    FIELDS,
+    FIRST_ROW,
+    LEN_K,
+    LEN_Q,
+    Q_START,
+    RAGGED_ROWS,
+    SEARCH_CHUNK,
+    SEQUENCE,
+    SLOTS,
+    barrier_sync,
+    coordinates,
+    locate,
+)
+from .consumer import PART
+from .keys import segments_of, tiles_of, within
+from .structures import Seen, Work
+
+# lanes of the warp; each holds the page of one piece of a tile of keys
+LANES = gl.constexpr(32)
+
+
+@gluon.jit
+def _find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: gl.constexpr):
+    """Return the sequence that owns a slot; -1 and ``batch`` are padding ahead and behind.
+
+    Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    owned = 0
+    for first in range(0, batch + 1, SEARCH_CHUNK):
+        index = first + gl.arange(0, SEARCH_CHUNK, layout)  # [SEARCH_CHUNK]
+        start = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=0)
+        mine = (start // BLOCK + index < slot) & (index <= batch)
+        owned += gl.sum(mine.to(gl.int32), 0)
+    return owned - 1
+
+
+@gluon.jit
+def _work_of(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the ``Work`` of a ticket, and where its keys begin; a head of -1: there is none.
+
+    Tickets count segments, if these have tickets, then packs of heads, then slots; sequences own
+    slots by their length. Of a sequence the last block starts first, which under a causal mask sees
+    the most keys.
+    """
+    BLOCK: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)
+    counts = inputs.counts
+    packs, batch = counts.packs, counts.batch
+    part = gl.where(counts.parts > 1, ticket % counts.parts, -1)
+    place = ticket // counts.parts
+    starts = inputs.cu_seqlens_q_ptr
+    if starts is None:
+        block, sequence, pack = locate(
+            place, batch, packs, counts.tiles, counts.span, counts.last, OPTIONS.HAS_RIGHT
+        )
+        q_start = 0
+        len_q = counts.tokens_q
+        is_real = ticket < counts.total
+        has_queries = is_real
+    else:
+        slot = place // packs
+        pack = place - slot * packs
+        sequence = _find_sequence(starts, slot, batch, BLOCK)
+        is_real = (sequence >= 0) & (sequence < batch)
+        q_start = gl.load(starts + sequence, mask=sequence >= 0, other=0)
+        q_end = gl.load(starts + sequence + 1, mask=sequence < batch, other=counts.tokens_q)
+        len_q = q_end - q_start
+        first = gl.where(sequence < 0, 0, q_start // BLOCK + sequence + 1)
+        block = gl.cdiv(len_q, BLOCK) - 1 - (slot - first)
+        has_queries = block >= 0
+    len_k = counts.tokens_k
+    k_start = 0
+    if inputs.cu_seqlens_k_ptr is not None:
+        k_start = gl.load(inputs.cu_seqlens_k_ptr + sequence, mask=is_real, other=0)
+        len_k = gl.load(inputs.cu_seqlens_k_ptr + sequence + 1, mask=is_real, other=0) - k_start
+    if inputs.seqlens_k_ptr is not None:
+        len_k = gl.load(inputs.seqlens_k_ptr + sequence, mask=is_real, other=0)
+    len_k = gl.where(is_real, len_k, 0)
+    work = Work(pack * TILE.PACK, sequence, block * BLOCK, q_start, len_q, len_k, part)
+    first, last = segments_of(tiles_of(work, inputs.scores, OPTIONS, TILE), part, TILE)
+    has_queries &= first < last
+    head = gl.where(has_queries & (ticket < counts.total), work.head, -1)
+    return Work(head, sequence, work.first_row, q_start, len_q, len_k, part), k_start
+
+
+@gluon.jit
+def _next_work(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the first ticket from this one on that has queries, its ``Work``, its keys' start."""
+    work, k_start = _work_of(ticket, inputs, OPTIONS, TILE)
+    while (work.head < 0) & (ticket < inputs.counts.total):
+        ticket = _next_ticket(inputs)
+        work, k_start = _work_of(ticket, inputs, OPTIONS, TILE)
+    return ticket, work, k_start
+
+
+@gluon.jit
+def _next_ticket(inputs):
+    """Take a ticket from the counter; every program has its own number as its first."""
+    return gl.num_programs(0) + gl.atomic_add(inputs.ticket_ptr, 1, sem="relaxed")
+
+
+@gluon.jit
+def _announce(index, work, count, pipeline):
+    """Tell the consumers which tile of queries comes next; ``index`` counts the fields."""
+    slot = count % SLOTS
+    mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
+    fields = gl.where(index == FIRST_ROW, work.first_row, work.head)
+    fields = gl.where(index == SEQUENCE, work.sequence, fields)
+    fields = gl.where(index == Q_START, work.q_start, fields)
+    fields = gl.where(index == LEN_Q, work.len_q, fields)
+    fields = gl.where(index == LEN_K, work.len_k, fields)
+    fields = gl.where(index == PART, work.part, fields)
+    pipeline.fields_s.index(slot).store(fields)
+    mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
+
+
+@gluon.jit
+def _copy_queries(work, count, inputs, pipeline, TILE: gl.constexpr):
+    """Copy a tile of queries, for each warpgroup its own."""
+    RAGGED: gl.constexpr = inputs.cu_seqlens_q_ptr is not None
+    for w in gl.static_range(TILE.WARPGROUPS):
+        row = work.first_row + w * (TILE.ROWS // TILE.PACK)
+        where = coordinates(work.sequence, work.head, work.q_start, work.len_q, row, RAGGED)
+        mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)
+        mbarrier.expect(pipeline.q_full.index(w), inputs.q_desc.block_type.nbytes)
+        copy_in(inputs.q_desc, where, pipeline.q_full.index(w), pipeline.q_s.index(w))
+
+
+@gluon.jit
+def _look_up(tile, seen, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the pages of a tile's pieces, one a lane; only those with keys inside are read."""
+    index = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))  # [LANES]
+    pages = index
+    if OPTIONS.PAGE > 0:
+        key = tile * TILE.BLOCK_N + index * OPTIONS.PIECE
+        is_wanted = (index < TILE.BLOCK_N // OPTIONS.PIECE) & (key < seen.last)
+        is_wanted &= key + OPTIONS.PIECE > seen.first
+        strides = inputs.strides
+        entries = inputs.block_table_ptr + seen.sequence.to(gl.int64) * strides.stride_table_b
+        entries += (key // OPTIONS.PAGE).to(gl.int64) * strides.stride_table_p
+        pages = gl.load(entries, mask=is_wanted, other=0).to(gl.int32)
+    return pages
+
+
+@gluon.jit
+def _copy_keys(
+    tile,
+    pages,
+    desc,
+    page_rows,
+    seen,
+    full,
+    memory,
+    RAGGED: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Copy a tile of one head; keys behind the last become zeros.
+
+    In pages, those before the first do so, too. The map is one of rows there, ``page_rows`` from
+    one page to the next. It ends a piece where the keys end (see ``coordinates``), or begins it
+    where they begin: rows below 0 read as zeros. So what is not seen is not read, and a piece
+    without keys has no page.
+    """
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
+    if OPTIONS.PAGE == 0:
+        row = tile * TILE.BLOCK_N
+        where = coordinates(seen.sequence, seen.head, seen.start, seen.last, row, RAGGED)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        copy_in(desc, where, full, memory)
+    else:
+        index = gl.arange(0, LANES, pages.type.layout)  # [LANES]
+        mbarrier.expect(full, desc.block_type.nbytes * PIECES)
+        for i in gl.static_range(PIECES):
+            key = tile * TILE.BLOCK_N + i * PIECE
+            row = gl.sum(gl.where(index == i, pages, 0), 0) * page_rows + key % OPTIONS.PAGE
+            size = gl.maximum(gl.minimum(seen.last - key, PIECE), 0)
+            x, y, _, start, _ = coordinates(0, seen.head, row, size, 0, True)
+            if OPTIONS.HAS_LEFT:
+                before = gl.maximum(gl.minimum(seen.first - key, PIECE), 0)
+                x = gl.where(before > 0, 0, RAGGED_ROWS)
+                y = gl.where(before > 0, row + before, y)
+                start = gl.where(before > 0, -before, start)
+            where = (x, y, seen.head, start, 0)
+            copy_in(desc, where, full, memory.slice(i * PIECE, PIECE, 3))
+
+
+@gluon.jit
+def _copy_tile(
+    work,
+    k_start,
+    count,
+    turn,
+    turn_v,
+    inputs,
+    pipeline,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Copy a tile of queries, and the keys and values that it sees, in the order of their use.
+
+    Return how many tiles of keys and of values have been copied by now.
+    """
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    RAGGED: gl.constexpr = inputs.cu_seqlens_k_ptr is not None
+    STAGES_K: gl.constexpr = TILE.STAGES_K
+    STAGES_V: gl.constexpr = TILE.STAGES_V
+    tiles = tiles_of(work, inputs.scores, OPTIONS, TILE)
+    first, last = segments_of(tiles, work.part, TILE)
+    begin = 0
+    if OPTIONS.HAS_LEFT:
+        begin = gl.maximum(work.first_row + work.len_k - work.len_q - inputs.scores.window_left, 0)
+    seen = Seen(work.sequence, work.head // TILE.GROUP, k_start, begin, work.len_k)
+    for segment in range(first, last):
+        part = within(tiles, segment, TILE)
+        steps = part.high - part.low
+        pages_v = gl.zeros([LANES], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        for step in range(steps + 1):
+            # keys one tile ahead of values; their pages are looked up before there is room
+            pages = pages_v
+            if step < steps:
+                tile = part.high - 1 - step
+                pages = _look_up(tile, seen, inputs, OPTIONS, TILE)
+                stage = turn % STAGES_K
+                if turn >= STAGES_K:
+                    barrier_sync(EMPTY + stage, PARTIES, 1)
+                full, k_s = pipeline.k_full.index(stage), pipeline.k_s.index(stage)
+                rows = inputs.strides.page_rows_k
+                _copy_keys(tile, pages, inputs.k_desc, rows, seen, full, k_s, RAGGED, OPTIONS, TILE)
+                turn += 1
+            if step == 0:
+                if segment == first:
+                    _copy_queries(work, count, inputs, pipeline, TILE)
+            else:
+                stage = turn_v % STAGES_V
+                if turn_v >= STAGES_V:
+                    barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
+                tile = part.high - step
+                full, v_s = pipeline.v_full.index(stage), pipeline.v_s.index(stage)
+                rows = inputs.strides.page_rows_v
+                _copy_keys(
+                    tile, pages_v, inputs.v_desc, rows, seen, full, v_s, RAGGED, OPTIONS, TILE
+                )
+                turn_v += 1
+            pages_v = pages
+    return turn, turn_v
+
+
+@gluon.jit
+def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Copy tiles of queries, keys and values into shared memory until no ticket is left."""
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    STAGES_K: gl.constexpr = TILE.STAGES_K
+    STAGES_V: gl.constexpr = TILE.STAGES_V
+    index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
+    count = 0  # tiles of queries
+    turn = 0  # tiles of keys
+    turn_v = 0  # tiles of values
+    total = inputs.counts.total
+    ticket, work, k_start = _next_work(gl.program_id(0), inputs, OPTIONS, TILE)
+    while ticket < total:
+        _announce(index, work, count, pipeline)
+        turn, turn_v = _copy_tile(
+            work, k_start, count, turn, turn_v, inputs, pipeline, OPTIONS, TILE
+        )
+        count += 1
+        ticket, work, k_start = _next_work(_next_ticket(inputs), inputs, OPTIONS, TILE)
+    _announce(index, Work(-1, -1, -1, -1, -1, -1, -1), count, pipeline)
+    # nobody may be left at a barrier
+    for back in gl.static_range(STAGES_K):
+        if turn > back:
+            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, 1)
+    for back in gl.static_range(STAGES_V):
+        if turn_v > back:
+            barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, 1)
+    if ticket == total + gl.num_programs(0) - 1:
+        # the last to ask: ready for the next launch
+        gl.atomic_xchg(inputs.ticket_ptr, 0, sem="relaxed")
