@@ -88,27 +88,37 @@ class InvariantRun(Protocol):
 def plan_invariant(
     x: Call, scores: Scores, keys: KeyForm, batch: int, is_kept: bool = False
 ) -> InvariantRun:
-    """Return the plan of calls like this one; ``is_kept``: there are others after it."""
+    """Return the plan of calls like this one; ``is_kept``: there are others after it.
+
+    Which kernel serves a call depends on the GPU, the head dimensions and the dtype of q alone.
+    """
     portable = InvariantPlan(x, scores, keys, batch)
-    if takes_hopper(x, scores, keys):
+    if takes_hopper(x, keys):
         from .hopper.plans import HopperInvariantPlan
 
         return HopperInvariantPlan(x, scores, keys, batch, portable, is_kept)
     return portable
 
 
-def takes_hopper(x: Call, scores: Scores, keys: KeyForm) -> bool:
+def takes_hopper(x: Call, keys: KeyForm) -> bool:
     """Say whether the kernel for Hopper serves a form of calls."""
     return (
         x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
         and x.q.dtype in (torch.float16, torch.bfloat16)
         and max(x.q.shape[-1], keys.head_dim_v) <= 256
-        and x.new_k is None
-        and x.k.dtype == x.q.dtype
-        and (keys.page == 0 or copied_keys(keys.page, scores.window_left, MIN_PIECE) == MIN_PIECE)
-        and (keys.page == 0 or (_is_mappable(x.k) and _is_mappable(x.v)))
         and has_gluon()
+    )
+
+
+def is_copied(x: Call, scores: Scores, keys: KeyForm) -> bool:
+    """Say whether TMA copies the keys of a form of calls to the kernel for Hopper."""
+    return keys.page == 0 or (
+        x.new_k is None
+        and x.k.dtype == x.q.dtype
+        and copied_keys(keys.page, scores.window_left, MIN_PIECE) == MIN_PIECE
+        and _is_mappable(x.k)
+        and _is_mappable(x.v)
     )
 
 

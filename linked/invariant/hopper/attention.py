@@ -1,9 +1,9 @@
 """Attention on Hopper under the law of docs/numerics.md: over dense keys, or pages of a cache.
 
-One warp copies by TMA, one or two warpgroups multiply (wgmma). All builds have the products, sums
-and roundings of a row in common: they differ in where keys come from, in how many rows a program
-has, in masks that hide nothing from a row that another build would show it, and in whether a
-program walks all segments or one.
+One warp copies by TMA, or a warpgroup loads; one or two warpgroups multiply (wgmma). All builds
+have the products, sums and roundings of a row in common: they differ in where keys come from, in
+how many rows a program has, in masks that hide nothing from a row that another build would show it,
+and in whether a program walks all segments or one.
 """
 
 from ...hopper._linked.compat import gl, gluon, hopper
@@ -32,30 +32,44 @@ POINTERS = tuple(
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def invariant_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, part_out_ptr, part_max_ptr, part_sum_ptr, park_ptr,
-    ticket_ptr, sinks_ptr, block_table_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_k_ptr,
+    q_desc, k_desc, v_desc, out_desc, k_ptr, v_ptr, new_k_ptr, new_v_ptr, k_descale_ptr,
+    v_descale_ptr, lse_ptr, part_out_ptr, part_max_ptr, part_sum_ptr, park_ptr, ticket_ptr,
+    sinks_ptr, block_table_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_k_ptr,
     scale, softcap, window_left, window_right,
-    batch, packs, tokens_q, tokens_k, tiles, span, last, parts, total,
+    batch, packs, heads_k, tokens_q, tokens_k, tiles, span, last, parts, total,
     page_rows_k, page_rows_v, stride_table_b, stride_table_p,
+    stride_kb, stride_ks, stride_kh, stride_kx, stride_kd,
+    stride_vb, stride_vs, stride_vh, stride_vd,
+    stride_new_ks, stride_new_kh, stride_new_vs, stride_new_vh,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    FOLD: gl.constexpr, PAGE: gl.constexpr, PIECE: gl.constexpr,
+    FOLD: gl.constexpr, PAGE: gl.constexpr, PIECE: gl.constexpr, DESCALE_NDIM: gl.constexpr,
+    K_RUN: gl.constexpr, K_BYTES: gl.constexpr, V_BYTES: gl.constexpr, ROW_BYTES: gl.constexpr,
     GROUP: gl.constexpr, PACK: gl.constexpr, WARPGROUPS: gl.constexpr, ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
-    WIDTH_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, SHARE: gl.constexpr,
-    SEGMENT: gl.constexpr,
+    WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
+    SHARE: gl.constexpr, SEGMENT: gl.constexpr,
 ):  # fmt: skip
     """``out = softmax(mask(scale * q @ k.T)) @ v``, or the sums of single segments of the keys."""
-    OPTIONS: gl.constexpr = Options(HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, FOLD, PAGE, PIECE)
+    OPTIONS: gl.constexpr = Options(
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, FOLD, PAGE, PIECE, DESCALE_NDIM, K_RUN, K_BYTES, V_BYTES,
+        ROW_BYTES,
+    )  # fmt: skip
     TILE: gl.constexpr = Tile(
-        GROUP, PACK, WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, WIDTH_V, STAGES_K, STAGES_V,
-        SHARE, SEGMENT,
+        GROUP, PACK, WARPGROUPS, ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, WIDTH, WIDTH_V, STAGES_K,
+        STAGES_V, SHARE, SEGMENT,
     )  # fmt: skip
     TOKENS: gl.constexpr = ROWS // PACK
     dtype: gl.constexpr = q_desc.dtype
     box_q: gl.constexpr = [WARPGROUPS, 1, 1, PACK, TOKENS, HEAD_DIM]
     q_s = gl.allocate_shared_memory(dtype, box_q, q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES_K, 1, 1, 1, BLOCK_N, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, 1, 1, 1, BLOCK_N, HEAD_DIM_V], v_desc.layout)
+    # a warp copies by TMA, or a warpgroup loads
+    WARPS: gl.constexpr = 1 if PIECE > 0 else 4
+    box_k: gl.constexpr = [1, 1, 1, BLOCK_N, HEAD_DIM]
+    box_v: gl.constexpr = [1, 1, 1, BLOCK_N, HEAD_DIM_V]
+    layout_k: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box_k, dtype)
+    layout_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for(box_v, dtype)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES_K, 1, 1, 1, BLOCK_N, HEAD_DIM], layout_k)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, 1, 1, 1, BLOCK_N, HEAD_DIM_V], layout_v)
     out_s = q_s
     if not SHARE and part_out_ptr is None:
         box_out: gl.constexpr = [WARPGROUPS, 1, 1, PACK, TOKENS, HEAD_DIM_V]
@@ -70,20 +84,26 @@ def invariant_hopper_kernel(
         q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full, tile_full, tile_empty
     )
     scores = Scores(scale, softcap, window_left, window_right)
-    counts = Counts(batch, packs, tokens_q, tokens_k, tiles, span, last, parts, total)
+    counts = Counts(batch, packs, heads_k, tokens_q, tokens_k, tiles, span, last, parts, total)
     sums = Parts(part_out_ptr, part_max_ptr, part_sum_ptr, park_ptr)
     results = Results(lse_ptr, sums, sinks_ptr, cu_seqlens_q_ptr, scores, counts)
-    strides = Strides(page_rows_k, page_rows_v, stride_table_b, stride_table_p)
+    strides = Strides(
+        page_rows_k, page_rows_v, stride_table_b, stride_table_p,
+        stride_kb, stride_ks, stride_kh, stride_kx, stride_kd,
+        stride_vb, stride_vs, stride_vh, stride_vd,
+        stride_new_ks, stride_new_kh, stride_new_vs, stride_new_vh,
+    )  # fmt: skip
     inputs = Inputs(
-        q_desc, k_desc, v_desc, block_table_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_k_ptr,
-        ticket_ptr, scores, counts, strides,
+        q_desc, k_desc, v_desc, k_ptr, v_ptr, new_k_ptr, new_v_ptr, k_descale_ptr, v_descale_ptr,
+        block_table_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_k_ptr, ticket_ptr, scores,
+        counts, strides,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (consume, (WARPGROUPS - 2, out_desc, pipeline, results, OPTIONS, TILE)),
             (consume, (WARPGROUPS - 1, out_desc, pipeline, results, OPTIONS, TILE)),
-            (produce, (inputs, pipeline, OPTIONS, TILE)),
+            (produce, (inputs, pipeline, OPTIONS, TILE, WARPS)),
         ][2 - WARPGROUPS :],
-        [4, 1][2 - WARPGROUPS :],
-        [240, 24][2 - WARPGROUPS :],
+        [4, WARPS][2 - WARPGROUPS :],
+        [240, 24 if PIECE > 0 else 232][2 - WARPGROUPS :],
     )

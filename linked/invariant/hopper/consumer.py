@@ -42,6 +42,12 @@ def accumulator(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
+@gluon.constexpr_function
+def parties(options, tile):
+    """Return how many threads meet where a stage becomes free."""
+    return 128 * tile.WARPGROUPS + (32 if options.PIECE > 0 else 128)
+
+
 @gluon.jit
 def _receive(pipeline, count):
     """Wait for the producer to announce a tile of queries, or that none is left."""
@@ -131,7 +137,7 @@ def _begin(
     s = hopper.warpgroup_mma(queries.q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     _pass_turn(W, TILE)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    barrier_arrive(EMPTY + stage, 128 * TILE.WARPGROUPS + 32, 4)
+    barrier_arrive(EMPTY + stage, parties(OPTIONS, TILE), 4)
     s = _scores(s, tile * TILE.BLOCK_N, queries, scores, True, OPTIONS)
     none = gl.full([TILE.ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
     m, _, e = _weigh(s, none, queries.factor, True)
@@ -154,7 +160,7 @@ def _fold(
     MASKED: gl.constexpr,
 ):
     """Fold the tiles of keys ``[start, stop)`` into the sums, the last one first."""
-    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    PARTIES: gl.constexpr = parties(OPTIONS, TILE)
     S: gl.constexpr = accumulator(TILE.BLOCK_N)
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
@@ -232,7 +238,7 @@ def _walk_segment(
     o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
     sums = gl.convert_layout(gl.sum(l, 1), m.type.layout)  # [ROWS]
     o = hopper.warpgroup_mma_wait(0, deps=(o,))
-    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, 128 * TILE.WARPGROUPS + 32, 4)
+    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, parties(OPTIONS, TILE), 4)
     return o, m, sums, turn
 
 

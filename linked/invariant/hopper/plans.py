@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attn_common import cdiv
@@ -14,9 +14,9 @@ from ...._linked.host.arguments import FP32_TINY, MAX_WINDOW
 from ...._linked.host.tiles import padded_head_dim
 from ...hopper._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ...hopper._linked.tma import MapForm, MapLaunch
-from ...launch.runtime import Launch
+from ...launch.runtime import Launch, row_bytes
 from ..kernels import _invariant_merge_kernel
-from ..plans import copied_keys
+from ..plans import copied_keys, is_copied
 from ..structures import MergeNumbers, MergeTensors, MergeTile
 from .attention import invariant_hopper_kernel
 from .structures import Arguments, Counts, Options, Strides, Tile
@@ -87,12 +87,16 @@ class HopperInvariantPlan:
         piece = tile.block_n
         if keys.page > 0:
             piece = copied_keys(keys.page, scores.window_left, piece)
+        if not is_copied(x, scores, keys):
+            piece = 0
         self._is_paged = keys.page > 0
         is_ragged = self._is_paged or x.cu_seqlens_k is not None
         self._map_q = MapForm(q, ROWS, wide, ragged=self._is_packed, heads=pack)
         self._map_out = MapForm(out, ROWS, wide_v, ragged=self._is_packed, heads=pack)
-        self._map_k = MapForm(self._rows(x.k), piece, wide, ragged=is_ragged)
-        self._map_v = MapForm(self._rows(x.v), piece, wide_v, ragged=is_ragged)
+        self._map_k = self._map_v = None
+        if piece > 0:
+            self._map_k = MapForm(self._rows(x.k), piece, wide, ragged=is_ragged)
+            self._map_v = MapForm(self._rows(x.v), piece, wide_v, ragged=is_ragged)
         self._scores = ScoreNumbers(
             scores.scale,
             scores.softcap,
@@ -102,8 +106,13 @@ class HopperInvariantPlan:
         self._token_bytes = (head_dim + keys.head_dim_v) * q.element_size()
         self._group = group
         table = (0, 0) if x.block_table is None else x.block_table.stride()
-        pages = (rows_of_page(x.k), rows_of_page(x.v)) if self._is_paged else (0, 0)
-        self._strides = Strides(*pages, *table)
+        pages = 0, 0
+        if self._is_paged and piece > 0:
+            pages = rows_of_page(x.k), rows_of_page(x.v)
+        new = 0, 0, 0, 0
+        if x.new_k is not None and x.new_v is not None:
+            new = *x.new_k.stride()[:2], *x.new_v.stride()[:2]
+        self._strides = Strides(*pages, *table, *keys[6:15], *new)
         options = Options(
             HAS_LEFT=scores.window_left >= 0,
             HAS_RIGHT=scores.window_right >= 0,
@@ -112,9 +121,16 @@ class HopperInvariantPlan:
             FOLD=scores.softcap == 0.0 and scores.scale >= FP32_TINY,
             PAGE=keys.page,
             PIECE=piece,
+            DESCALE_NDIM=keys.descale_ndim,
+            K_RUN=keys.k_run,
+            K_BYTES=keys.k_bytes,
+            V_BYTES=keys.v_bytes,
+            ROW_BYTES=row_bytes(q),
         )
+        # where keys are loaded, the registers of two warpgroups are for one that multiplies
+        self._most_warpgroups = 2 if piece > 0 else 1
         self._launches = {}
-        for warpgroups in (1, 2):
+        for warpgroups in range(1, self._most_warpgroups + 1):
             shape = Tile(
                 GROUP=group,
                 PACK=pack,
@@ -123,6 +139,7 @@ class HopperInvariantPlan:
                 BLOCK_N=tile.block_n,
                 HEAD_DIM=wide,
                 HEAD_DIM_V=wide_v,
+                WIDTH=head_dim,
                 WIDTH_V=keys.head_dim_v,
                 STAGES_K=tile.stages_k,
                 STAGES_V=3 if warpgroups == 1 else tile.stages_v,
@@ -133,7 +150,7 @@ class HopperInvariantPlan:
                 **options._asdict(),
                 **shape._asdict(),
                 "num_warps": 4,
-                "maxnreg": 168,
+                "maxnreg": 168 if piece > 0 else 240,
                 # one rounding for all builds: none of them chooses what is fused
                 "enable_fp_fusion": False,
             }
@@ -175,7 +192,7 @@ class HopperInvariantPlan:
         if rows == 0 or x.k.numel() == 0:  # empty tensors have no map
             self._portable.run(x, tokens_k, most_queries, most_keys)
             return
-        warpgroups = 1 if most_queries <= self._tokens else 2
+        warpgroups = 1 if most_queries <= self._tokens else self._most_warpgroups
         block = warpgroups * self._tokens
         tiles = cdiv(tokens_q, block)
         slots = tokens_q // block + self._batch + 2 if self._is_packed else tiles * self._batch
@@ -192,6 +209,7 @@ class HopperInvariantPlan:
         counts = Counts(
             self._batch,
             self._packs,
+            self._heads_k,
             tokens_q,
             tokens_k,
             tiles,
@@ -200,7 +218,12 @@ class HopperInvariantPlan:
             parts,
             total,
         )
-        maps = self._map_q(q), self._map_k(self._rows(x.k)), self._map_v(self._rows(x.v))
+        keys: tuple[Any, ...] = None, None
+        loaded: tuple[Any, ...] = x.k, x.v, x.new_k, x.new_v, x.k_descale, x.v_descale
+        if self._map_k is not None and self._map_v is not None:
+            keys = self._map_k(self._rows(x.k)), self._map_v(self._rows(x.v))
+            loaded = (None,) * 6
+        maps = self._map_q(q), *keys
         rest = (
             self._ticket(q.device),
             x.sinks,
@@ -217,14 +240,17 @@ class HopperInvariantPlan:
             if 0 < most_keys <= self._segment:
                 parked = 1
             park = q.new_empty((parked,), dtype=torch.float32)
-            made = Arguments(*maps, self._map_out(x.out), x.lse, None, None, None, park, *rest)
+            made = Arguments(
+                *maps, self._map_out(x.out), *loaded, x.lse, None, None, None, park, *rest
+            )
             whole(grid, made, numbers)
             return
         part_out = q.new_empty((parts, rows, self._head_dim_v), dtype=torch.float32)
         # segments that no row of a tile sees are not written
         part_max = q.new_full((parts, rows), float("-inf"), dtype=torch.float32)
         part_sum = q.new_empty((parts, rows), dtype=torch.float32)
-        one(grid, Arguments(*maps, None, None, part_out, part_max, part_sum, None, *rest), numbers)
+        sums = part_out, part_max, part_sum
+        one(grid, Arguments(*maps, None, *loaded, None, *sums, None, *rest), numbers)
         merged = MergeTensors(x.out, part_out, part_max, part_sum, x.lse, x.sinks, x.cu_seqlens_q)
         lse_strides = (0, tokens_q) if self._is_packed else (self._heads_q * tokens_q, tokens_q)
         self._merge(

@@ -1,4 +1,7 @@
-"""The warp that copies by TMA: which tile of queries is next, its queries, its keys and values."""
+"""Who fills shared memory: which tile of queries is next, its queries, its keys and values.
+
+A warp copies by TMA. Where TMA does not read keys, four warps are here, and load them.
+"""
 
 from ...hopper._linked.compat import copy_in, gl, gluon, mbarrier
 from ...hopper._linked.pipeline import (
@@ -16,21 +19,27 @@ from ...hopper._linked.pipeline import (
     coordinates,
     locate,
 )
-from .consumer import PART
+from .consumer import PART, parties
+from .gather import gather_keys, gather_values
 from .keys import segments_of, tiles_of, within
 from .structures import Seen, Work
 
-# lanes of the warp; each holds the page of one piece of a tile of keys
+# lanes of a warp; each holds the page of one piece of a tile of keys
 LANES = gl.constexpr(32)
 
 
+@gluon.constexpr_function
+def _lanes(warps):
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
 @gluon.jit
-def _find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: gl.constexpr):
+def _find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: gl.constexpr, WARPS: gl.constexpr):
     """Return the sequence that owns a slot; -1 and ``batch`` are padding ahead and behind.
 
     Sequence ``b`` owns the slots from ``cu_seqlens[b] // BLOCK + b + 1`` on.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = _lanes(WARPS)
     owned = 0
     for first in range(0, batch + 1, SEARCH_CHUNK):
         index = first + gl.arange(0, SEARCH_CHUNK, layout)  # [SEARCH_CHUNK]
@@ -41,7 +50,7 @@ def _find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _work_of(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def _work_of(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr):
     """Return the ``Work`` of a ticket, and where its keys begin; a head of -1: there is none.
 
     Tickets count segments, if these have tickets, then packs of heads, then slots; sequences own
@@ -65,7 +74,7 @@ def _work_of(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     else:
         slot = place // packs
         pack = place - slot * packs
-        sequence = _find_sequence(starts, slot, batch, BLOCK)
+        sequence = _find_sequence(starts, slot, batch, BLOCK, WARPS)
         is_real = (sequence >= 0) & (sequence < batch)
         q_start = gl.load(starts + sequence, mask=sequence >= 0, other=0)
         q_end = gl.load(starts + sequence + 1, mask=sequence < batch, other=counts.tokens_q)
@@ -89,12 +98,12 @@ def _work_of(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _next_work(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def _next_work(ticket, inputs, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr):
     """Return the first ticket from this one on that has queries, its ``Work``, its keys' start."""
-    work, k_start = _work_of(ticket, inputs, OPTIONS, TILE)
+    work, k_start = _work_of(ticket, inputs, OPTIONS, TILE, WARPS)
     while (work.head < 0) & (ticket < inputs.counts.total):
         ticket = _next_ticket(inputs)
-        work, k_start = _work_of(ticket, inputs, OPTIONS, TILE)
+        work, k_start = _work_of(ticket, inputs, OPTIONS, TILE, WARPS)
     return ticket, work, k_start
 
 
@@ -202,12 +211,13 @@ def _copy_tile(
     pipeline,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """Copy a tile of queries, and the keys and values that it sees, in the order of their use.
 
     Return how many tiles of keys and of values have been copied by now.
     """
-    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    PARTIES: gl.constexpr = parties(OPTIONS, TILE)
     RAGGED: gl.constexpr = inputs.cu_seqlens_k_ptr is not None
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
@@ -216,23 +226,31 @@ def _copy_tile(
     begin = 0
     if OPTIONS.HAS_LEFT:
         begin = gl.maximum(work.first_row + work.len_k - work.len_q - inputs.scores.window_left, 0)
-    seen = Seen(work.sequence, work.head // TILE.GROUP, k_start, begin, work.len_k)
+    context = work.len_k
+    if inputs.new_k_ptr is not None:
+        context = gl.maximum(work.len_k - work.len_q, 0)
+        k_start = work.q_start
+    seen = Seen(work.sequence, work.head // TILE.GROUP, k_start, context, begin, work.len_k)
     for segment in range(first, last):
         part = within(tiles, segment, TILE)
         steps = part.high - part.low
-        pages_v = gl.zeros([LANES], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+        pages_v = gl.full([LANES], 0, gl.int32, _lanes(WARPS))
         for step in range(steps + 1):
             # keys one tile ahead of values; their pages are looked up before there is room
             pages = pages_v
             if step < steps:
                 tile = part.high - 1 - step
-                pages = _look_up(tile, seen, inputs, OPTIONS, TILE)
+                if OPTIONS.PIECE > 0:
+                    pages = _look_up(tile, seen, inputs, OPTIONS, TILE)
                 stage = turn % STAGES_K
                 if turn >= STAGES_K:
-                    barrier_sync(EMPTY + stage, PARTIES, 1)
+                    barrier_sync(EMPTY + stage, PARTIES, WARPS)
                 full, k_s = pipeline.k_full.index(stage), pipeline.k_s.index(stage)
-                rows = inputs.strides.page_rows_k
-                _copy_keys(tile, pages, inputs.k_desc, rows, seen, full, k_s, RAGGED, OPTIONS, TILE)
+                if OPTIONS.PIECE > 0:
+                    rows, desc = inputs.strides.page_rows_k, inputs.k_desc
+                    _copy_keys(tile, pages, desc, rows, seen, full, k_s, RAGGED, OPTIONS, TILE)
+                else:
+                    gather_keys(tile, seen, inputs, full, k_s, OPTIONS, TILE)
                 turn += 1
             if step == 0:
                 if segment == first:
@@ -240,45 +258,46 @@ def _copy_tile(
             else:
                 stage = turn_v % STAGES_V
                 if turn_v >= STAGES_V:
-                    barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 1)
+                    barrier_sync(EMPTY + STAGES_K + stage, PARTIES, WARPS)
                 tile = part.high - step
                 full, v_s = pipeline.v_full.index(stage), pipeline.v_s.index(stage)
-                rows = inputs.strides.page_rows_v
-                _copy_keys(
-                    tile, pages_v, inputs.v_desc, rows, seen, full, v_s, RAGGED, OPTIONS, TILE
-                )
+                if OPTIONS.PIECE > 0:
+                    rows, desc = inputs.strides.page_rows_v, inputs.v_desc
+                    _copy_keys(tile, pages_v, desc, rows, seen, full, v_s, RAGGED, OPTIONS, TILE)
+                else:
+                    gather_values(tile, seen, inputs, full, v_s, OPTIONS, TILE)
                 turn_v += 1
             pages_v = pages
     return turn, turn_v
 
 
 @gluon.jit
-def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr, WARPS: gl.constexpr):
     """Copy tiles of queries, keys and values into shared memory until no ticket is left."""
-    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    PARTIES: gl.constexpr = parties(OPTIONS, TILE)
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
-    index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
+    index = gl.arange(0, FIELDS, _lanes(WARPS))  # [FIELDS]
     count = 0  # tiles of queries
     turn = 0  # tiles of keys
     turn_v = 0  # tiles of values
     total = inputs.counts.total
-    ticket, work, k_start = _next_work(gl.program_id(0), inputs, OPTIONS, TILE)
+    ticket, work, k_start = _next_work(gl.program_id(0), inputs, OPTIONS, TILE, WARPS)
     while ticket < total:
         _announce(index, work, count, pipeline)
         turn, turn_v = _copy_tile(
-            work, k_start, count, turn, turn_v, inputs, pipeline, OPTIONS, TILE
+            work, k_start, count, turn, turn_v, inputs, pipeline, OPTIONS, TILE, WARPS
         )
         count += 1
-        ticket, work, k_start = _next_work(_next_ticket(inputs), inputs, OPTIONS, TILE)
+        ticket, work, k_start = _next_work(_next_ticket(inputs), inputs, OPTIONS, TILE, WARPS)
     _announce(index, Work(-1, -1, -1, -1, -1, -1, -1), count, pipeline)
     # nobody may be left at a barrier
     for back in gl.static_range(STAGES_K):
         if turn > back:
-            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, 1)
+            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, PARTIES, WARPS)
     for back in gl.static_range(STAGES_V):
         if turn_v > back:
-            barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, 1)
+            barrier_sync(EMPTY + STAGES_K + (turn_v - 1 - back) % STAGES_V, PARTIES, WARPS)
     if ticket == total + gl.num_programs(0) - 1:
         # the last to ask: ready for the next launch
         gl.atomic_xchg(inputs.ticket_ptr, 0, sem="relaxed")

@@ -15,9 +15,15 @@ class Arguments(NamedTuple):
     """Tensor maps (TMA), and pointers; None for what is not given."""
 
     q_desc: Any
-    k_desc: Any
+    k_desc: Any  # None: what TMA does not read, is loaded; see ``gather.py``
     v_desc: Any
     out_desc: Any
+    k_ptr: Any
+    v_ptr: Any
+    new_k_ptr: Any  # dense keys and values behind those in pages
+    new_v_ptr: Any
+    k_descale_ptr: Any
+    v_descale_ptr: Any
     lse_ptr: Any
     part_out_ptr: Any  # sums of segments that are merged later
     part_max_ptr: Any
@@ -45,6 +51,7 @@ class Counts(NamedTuple):
 
     batch: Any
     packs: Any  # groups of query heads that share a tile
+    heads_k: Any
     tokens_q: Any  # of a sequence where all have one length, else of all
     tokens_k: Any
     tiles: Any  # the order of tiles of sequences of one length; see ``pipeline.locate``
@@ -55,12 +62,26 @@ class Counts(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Rows from one page of a cache to the next, and strides of the block table."""
+    """Rows from one page of a cache to the next, and strides; those from ``stride_kb`` on count
+    elements of what is loaded, as in ``..structures.Numbers``."""
 
     page_rows_k: Any
     page_rows_v: Any
     stride_table_b: Any
     stride_table_p: Any
+    stride_kb: Any
+    stride_ks: Any
+    stride_kh: Any
+    stride_kx: Any
+    stride_kd: Any
+    stride_vb: Any
+    stride_vs: Any
+    stride_vh: Any
+    stride_vd: Any
+    stride_new_ks: Any
+    stride_new_kh: Any
+    stride_new_vs: Any
+    stride_new_vh: Any
 
 
 class Options(NamedTuple):
@@ -71,7 +92,12 @@ class Options(NamedTuple):
     HAS_SOFTCAP: Any
     FOLD: Any  # nothing but a positive scale is between products and softmax
     PAGE: Any  # slots of a page; 0: keys lie dense
-    PIECE: Any  # keys that are copied at once
+    PIECE: Any  # keys that are copied at once; 0: they are loaded
+    DESCALE_NDIM: Any
+    K_RUN: Any  # of what is loaded, as in ``..structures.Options``
+    K_BYTES: Any
+    V_BYTES: Any
+    ROW_BYTES: Any
 
 
 class Tile(NamedTuple):
@@ -84,7 +110,8 @@ class Tile(NamedTuple):
     BLOCK_N: Any
     HEAD_DIM: Any  # padded
     HEAD_DIM_V: Any
-    WIDTH_V: Any  # not padded
+    WIDTH: Any  # not padded
+    WIDTH_V: Any
     STAGES_K: Any
     STAGES_V: Any
     SHARE: Any  # the output leaves through the memory of the queries
@@ -136,6 +163,12 @@ class Inputs(NamedTuple):
     q_desc: Any
     k_desc: Any
     v_desc: Any
+    k_ptr: Any
+    v_ptr: Any
+    new_k_ptr: Any
+    new_v_ptr: Any
+    k_descale_ptr: Any
+    v_descale_ptr: Any
     block_table_ptr: Any
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
@@ -178,9 +211,33 @@ class Seen(NamedTuple):
 
     sequence: Any
     head: Any
-    start: Any  # of the sequence, where keys lie dense
+    start: Any  # of the sequence, or of its new keys, where keys lie dense
+    context: Any  # keys from here on are new
     first: Any
     last: Any
+
+
+class Lines(NamedTuple):
+    """Where the keys, or the values, of a cache lie, and new ones."""
+
+    ptr: Any
+    stride_page: Any
+    stride_slot: Any
+    stride_head: Any
+    stride_run: Any
+    stride_number: Any
+    new_ptr: Any
+    stride_new: Any
+    stride_new_head: Any
+
+
+class Layout(NamedTuple):
+    """Constants of ``Lines``."""
+
+    WIDTH: Any
+    RUN: Any  # numbers that follow each other
+    BYTES: Any  # alignment of every run; 0: its numbers have gaps
+    NEW_BYTES: Any
 
 
 class Queries(NamedTuple):

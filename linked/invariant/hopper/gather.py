@@ -1,0 +1,121 @@
+"""Keys and values that the copy engine does not read: a warpgroup loads them in place of TMA.
+
+Small or odd pages, caches of 8 bits, caches whose keys have gaps, new keys beside a cache. Tiles in
+shared memory are those that TMA would have copied, so that no bit depends on which of them came.
+"""
+
+from ...hopper._linked.compat import gl, gluon, hopper, mbarrier
+from ...hopper._linked.pipeline import TURN, barrier_sync
+from .structures import Layout, Lines
+
+# the warps that load
+WARPS = gl.constexpr(4)
+
+
+@gluon.constexpr_function
+def _layout_of(columns):
+    """Return how a warpgroup holds a tile: 16 bytes of a row a thread."""
+    across = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _descale_of(pointer, seen, inputs, OPTIONS: gl.constexpr):
+    """Return what a head's numbers of 8 bits are multiplied by."""
+    at = seen.head * (OPTIONS.DESCALE_NDIM > 0)
+    if OPTIONS.DESCALE_NDIM == 2:
+        at += seen.sequence * inputs.counts.heads_k
+    return gl.load(pointer + at)
+
+
+@gluon.jit
+def _load_cached(
+    keys, seen, lines, inputs, PAGE: gl.constexpr, WHERE: gl.constexpr, COLS: gl.constexpr
+):
+    """Load cached lines of a tile, ``[BLOCK_N, COLS]``; those that are not seen are 0."""
+    cols = gl.arange(0, COLS, gl.SliceLayout(0, _layout_of(COLS)))  # [COLS]
+    cached = (keys >= seen.first) & (keys < gl.minimum(seen.last, seen.context))  # [BLOCK_N]
+    width = (cols < WHERE.WIDTH)[None, :]
+    strides = inputs.strides
+    entries = inputs.block_table_ptr + seen.sequence.to(gl.int64) * strides.stride_table_b
+    entries += (keys // PAGE).to(gl.int64) * strides.stride_table_p
+    pages = gl.load(entries, mask=cached, other=0).to(gl.int64)  # [BLOCK_N]
+    rows = pages * lines.stride_page + (keys % PAGE).to(gl.int64) * lines.stride_slot
+    begins = (lines.ptr + seen.head.to(gl.int64) * lines.stride_head) + rows[:, None]
+    place = cols.to(gl.int64)
+    if WHERE.RUN < WHERE.WIDTH:
+        place = (cols // WHERE.RUN).to(gl.int64) * lines.stride_run
+        place += (cols % WHERE.RUN).to(gl.int64) * lines.stride_number
+    elif WHERE.BYTES == 0:
+        place *= lines.stride_number
+    else:
+        begins = gl.multiple_of(begins, [WHERE.BYTES, WHERE.BYTES])
+    return gl.load(begins + place[None, :], mask=cached[:, None] & width, other=0.0)
+
+
+@gluon.jit
+def _load_new(keys, seen, lines, WHERE: gl.constexpr, COLS: gl.constexpr):
+    """Load new lines of a tile, ``[BLOCK_N, COLS]``; those that are not seen are 0."""
+    cols = gl.arange(0, COLS, gl.SliceLayout(0, _layout_of(COLS)))  # [COLS]
+    row = (seen.start + keys - seen.context).to(gl.int64) * lines.stride_new  # [BLOCK_N]
+    begins = (lines.new_ptr + seen.head.to(gl.int64) * lines.stride_new_head) + row[:, None]
+    begins = gl.multiple_of(begins, [WHERE.NEW_BYTES, WHERE.NEW_BYTES])
+    is_new = (keys >= gl.maximum(seen.first, seen.context)) & (keys < seen.last)
+    mask = is_new[:, None] & (cols < WHERE.WIDTH)[None, :]
+    return gl.load(begins + cols[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _gather(
+    tile,
+    seen,
+    lines,
+    descale_ptr,
+    inputs,
+    full,
+    memory,
+    WHERE: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Load a tile into shared memory in the dtype of the queries, and say that it is full."""
+    COLS: gl.constexpr = memory.shape[4]
+    Q: gl.constexpr = inputs.q_desc.dtype
+    rows: gl.constexpr = gl.SliceLayout(1, _layout_of(COLS))
+    keys = tile * TILE.BLOCK_N + gl.arange(0, TILE.BLOCK_N, rows)  # [BLOCK_N]
+    x = _load_cached(keys, seen, lines, inputs, OPTIONS.PAGE, WHERE, COLS)
+    if descale_ptr is not None:
+        x = x.to(gl.float32) * _descale_of(descale_ptr, seen, inputs, OPTIONS)
+    x = x.to(Q)
+    if lines.new_ptr is not None:
+        new = _load_new(keys, seen, lines, WHERE, COLS)
+        x = gl.where((keys < seen.context)[:, None], x, new.to(Q))
+    memory.reshape([TILE.BLOCK_N, COLS]).store(x)
+    hopper.fence_async_shared()
+    # all warps have stored
+    barrier_sync(TURN, 32 * WARPS, WARPS)
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def gather_keys(tile, seen, inputs, full, memory, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Load a tile of keys."""
+    s = inputs.strides
+    lines = Lines(
+        inputs.k_ptr, s.stride_kb, s.stride_ks, s.stride_kh, s.stride_kx, s.stride_kd,
+        inputs.new_k_ptr, s.stride_new_ks, s.stride_new_kh,
+    )  # fmt: skip
+    WHERE: gl.constexpr = Layout(TILE.WIDTH, OPTIONS.K_RUN, OPTIONS.K_BYTES, OPTIONS.ROW_BYTES)
+    _gather(tile, seen, lines, inputs.k_descale_ptr, inputs, full, memory, WHERE, OPTIONS, TILE)
+
+
+@gluon.jit
+def gather_values(tile, seen, inputs, full, memory, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Load a tile of values."""
+    s = inputs.strides
+    lines = Lines(
+        inputs.v_ptr, s.stride_vb, s.stride_vs, s.stride_vh, s.stride_vd, s.stride_vd,
+        inputs.new_v_ptr, s.stride_new_vs, s.stride_new_vh,
+    )  # fmt: skip
+    WHERE: gl.constexpr = Layout(TILE.WIDTH_V, TILE.WIDTH_V, OPTIONS.V_BYTES, OPTIONS.ROW_BYTES)
+    _gather(tile, seen, lines, inputs.v_descale_ptr, inputs, full, memory, WHERE, OPTIONS, TILE)
