@@ -86,14 +86,15 @@ class InvariantRun(Protocol):
 
 
 def plan_invariant(
-    x: Call, scores: Scores, keys: KeyForm, batch: int, is_kept: bool = False
+    x: Call, scores: Scores, keys: KeyForm, batch: int, *, is_kept: bool, hopper: bool
 ) -> InvariantRun:
     """Return the plan of calls like this one; ``is_kept``: there are others after it.
 
-    Which kernel serves a call depends on the GPU, the head dimensions and the dtype of q alone.
+    Which kernel serves a call depends on the GPU, the head dimensions and the dtype of q, unless
+    kernels for Hopper are not wanted (``hopper``).
     """
     portable = InvariantPlan(x, scores, keys, batch)
-    if takes_hopper(x, keys):
+    if hopper and takes_hopper(x, keys):
         from .hopper.plans import HopperInvariantPlan
 
         return HopperInvariantPlan(x, scores, keys, batch, portable, is_kept)
@@ -113,12 +114,11 @@ def takes_hopper(x: Call, keys: KeyForm) -> bool:
 
 def is_copied(x: Call, scores: Scores, keys: KeyForm) -> bool:
     """Say whether TMA copies the keys of a form of calls to the kernel for Hopper."""
+    page = keys.page or MIN_PIECE
+    if copied_keys(page, scores.window_left, MIN_PIECE) < MIN_PIECE:
+        return False
     return keys.page == 0 or (
-        x.new_k is None
-        and x.k.dtype == x.q.dtype
-        and copied_keys(keys.page, scores.window_left, MIN_PIECE) == MIN_PIECE
-        and _is_mappable(x.k)
-        and _is_mappable(x.v)
+        x.new_k is None and x.k.dtype == x.q.dtype and _is_mappable(x.k) and _is_mappable(x.v)
     )
 
 

@@ -36,11 +36,16 @@ def _load_cached(
     cols = gl.arange(0, COLS, gl.SliceLayout(0, _layout_of(COLS)))  # [COLS]
     cached = (keys >= seen.first) & (keys < gl.minimum(seen.last, seen.context))  # [BLOCK_N]
     width = (cols < WHERE.WIDTH)[None, :]
-    strides = inputs.strides
-    entries = inputs.block_table_ptr + seen.sequence.to(gl.int64) * strides.stride_table_b
-    entries += (keys // PAGE).to(gl.int64) * strides.stride_table_p
-    pages = gl.load(entries, mask=cached, other=0).to(gl.int64)  # [BLOCK_N]
-    rows = pages * lines.stride_page + (keys % PAGE).to(gl.int64) * lines.stride_slot
+    if PAGE > 0:
+        strides = inputs.strides
+        entries = inputs.block_table_ptr + seen.sequence.to(gl.int64) * strides.stride_table_b
+        entries += (keys // PAGE).to(gl.int64) * strides.stride_table_p
+        pages = gl.load(entries, mask=cached, other=0).to(gl.int64)  # [BLOCK_N]
+        slots = (keys % PAGE).to(gl.int64)
+    else:
+        pages = seen.sequence.to(gl.int64)
+        slots = (seen.start + keys).to(gl.int64)
+    rows = pages * lines.stride_page + slots * lines.stride_slot
     begins = (lines.ptr + seen.head.to(gl.int64) * lines.stride_head) + rows[:, None]
     place = cols.to(gl.int64)
     if WHERE.RUN < WHERE.WIDTH:

@@ -84,19 +84,15 @@ class HopperInvariantPlan:
         tile = hopper_tile(max(wide, wide_v))
         self._segment = tile.segment * tile.block_n
         self._processors = multiprocessors(q.device)
-        piece = tile.block_n
-        if keys.page > 0:
-            piece = copied_keys(keys.page, scores.window_left, piece)
+        piece = copied_keys(keys.page or tile.block_n, scores.window_left, tile.block_n)
         if not is_copied(x, scores, keys):
             piece = 0
-        self._is_paged = keys.page > 0
-        is_ragged = self._is_paged or x.cu_seqlens_k is not None
         self._map_q = MapForm(q, ROWS, wide, ragged=self._is_packed, heads=pack)
         self._map_out = MapForm(out, ROWS, wide_v, ragged=self._is_packed, heads=pack)
         self._map_k = self._map_v = None
         if piece > 0:
-            self._map_k = MapForm(self._rows(x.k), piece, wide, ragged=is_ragged)
-            self._map_v = MapForm(self._rows(x.v), piece, wide_v, ragged=is_ragged)
+            self._map_k = MapForm(as_rows(x.k), piece, wide, ragged=True)
+            self._map_v = MapForm(as_rows(x.v), piece, wide_v, ragged=True)
         self._scores = ScoreNumbers(
             scores.scale,
             scores.softcap,
@@ -107,7 +103,7 @@ class HopperInvariantPlan:
         self._group = group
         table = (0, 0) if x.block_table is None else x.block_table.stride()
         pages = 0, 0
-        if self._is_paged and piece > 0:
+        if piece > 0:
             pages = rows_of_page(x.k), rows_of_page(x.v)
         new = 0, 0, 0, 0
         if x.new_k is not None and x.new_v is not None:
@@ -161,10 +157,6 @@ class HopperInvariantPlan:
         kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
         self._merge = Launch(_invariant_merge_kernel, {**merge._asdict(), **kind})
         self._strides_out = out.stride()[:3] if out.ndim == 4 else (0, *out.stride()[:2])
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """Return a cache as one row of slots after the other, and dense keys as they are."""
-        return as_rows(x) if self._is_paged else x
 
     def count_parts(self, units: int, rows: int, most_keys: int) -> int:
         """Return how many tickets share the keys of a tile of rows: one, or one per segment.
@@ -221,7 +213,7 @@ class HopperInvariantPlan:
         keys: tuple[Any, ...] = None, None
         loaded: tuple[Any, ...] = x.k, x.v, x.new_k, x.new_v, x.k_descale, x.v_descale
         if self._map_k is not None and self._map_v is not None:
-            keys = self._map_k(self._rows(x.k)), self._map_v(self._rows(x.v))
+            keys = self._map_k(as_rows(x.k)), self._map_v(as_rows(x.v))
             loaded = (None,) * 6
         maps = self._map_q(q), *keys
         rest = (
@@ -275,12 +267,25 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def rows_of_page(cache: Tensor) -> int:
-    """Return how many slots a page is from the next; of a single one there is no next."""
-    return cache.stride(0) // cache.stride(1) if cache.shape[0] > 1 else 0
+def rows_of_page(x: Tensor) -> int:
+    """Return how many rows a page, or a sequence, is from the next; of one there is no next."""
+    if x.ndim == 3 or x.shape[0] <= 1:
+        return 0
+    return x.stride(0) // x.stride(1) if _is_in_rows(x) else x.shape[1]
 
 
-def as_rows(cache: Tensor) -> Tensor:
-    """Return the view of a cache as one row of slots after the other, between pages whatever."""
-    rows = (cache.shape[0] - 1) * rows_of_page(cache) + cache.shape[1]
-    return cache.as_strided((rows, *cache.shape[2:]), cache.stride()[1:])
+def as_rows(x: Tensor) -> Tensor:
+    """Return the view of a cache as one row of slots after the other, between pages whatever.
+
+    Likewise of dense keys. A copy, if sequences do not lie a number of whole rows apart.
+    """
+    if x.ndim == 3:
+        return x
+    if not _is_in_rows(x):
+        x = x.contiguous()
+    rows = (x.shape[0] - 1) * rows_of_page(x) + x.shape[1]
+    return x.as_strided((rows, *x.shape[2:]), x.stride()[1:])
+
+
+def _is_in_rows(x: Tensor) -> bool:
+    return x.shape[0] <= 1 or (x.stride(1) > 0 and x.stride(0) % x.stride(1) == 0)

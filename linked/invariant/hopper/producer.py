@@ -165,39 +165,34 @@ def _copy_keys(
     seen,
     full,
     memory,
-    RAGGED: gl.constexpr,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Copy a tile of one head; keys behind the last become zeros.
+    """Copy a tile of one head; keys outside of ``[first, last)`` become zeros.
 
-    In pages, those before the first do so, too. The map is one of rows there, ``page_rows`` from
-    one page to the next. It ends a piece where the keys end (see ``coordinates``), or begins it
-    where they begin: rows below 0 read as zeros. So what is not seen is not read, and a piece
-    without keys has no page.
+    The map is one of rows, ``page_rows`` from one page, or sequence, to the next. It ends a piece
+    where the keys end (see ``coordinates``), or begins it where they begin: rows below 0 read as
+    zeros, too. So what is not seen is not read, and a piece without keys has no page.
     """
     PIECE: gl.constexpr = OPTIONS.PIECE
     PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
-    if OPTIONS.PAGE == 0:
-        row = tile * TILE.BLOCK_N
-        where = coordinates(seen.sequence, seen.head, seen.start, seen.last, row, RAGGED)
-        mbarrier.expect(full, desc.block_type.nbytes)
-        copy_in(desc, where, full, memory)
-    else:
-        index = gl.arange(0, LANES, pages.type.layout)  # [LANES]
-        mbarrier.expect(full, desc.block_type.nbytes * PIECES)
-        for i in gl.static_range(PIECES):
-            key = tile * TILE.BLOCK_N + i * PIECE
+    index = gl.arange(0, LANES, pages.type.layout)  # [LANES]
+    mbarrier.expect(full, desc.block_type.nbytes * PIECES)
+    for i in gl.static_range(PIECES):
+        key = tile * TILE.BLOCK_N + i * PIECE
+        if OPTIONS.PAGE > 0:
             row = gl.sum(gl.where(index == i, pages, 0), 0) * page_rows + key % OPTIONS.PAGE
-            size = gl.maximum(gl.minimum(seen.last - key, PIECE), 0)
-            x, y, _, start, _ = coordinates(0, seen.head, row, size, 0, True)
-            if OPTIONS.HAS_LEFT:
-                before = gl.maximum(gl.minimum(seen.first - key, PIECE), 0)
-                x = gl.where(before > 0, 0, RAGGED_ROWS)
-                y = gl.where(before > 0, row + before, y)
-                start = gl.where(before > 0, -before, start)
-            where = (x, y, seen.head, start, 0)
-            copy_in(desc, where, full, memory.slice(i * PIECE, PIECE, 3))
+        else:
+            row = seen.sequence * page_rows + seen.start + key
+        size = gl.maximum(gl.minimum(seen.last - key, PIECE), 0)
+        x, y, _, start, _ = coordinates(0, seen.head, row, size, 0, True)
+        if OPTIONS.HAS_LEFT:
+            before = gl.maximum(gl.minimum(seen.first - key, PIECE), 0)
+            x = gl.where(before > 0, 0, RAGGED_ROWS)
+            y = gl.where(before > 0, row + before, y)
+            start = gl.where(before > 0, -before, start)
+        where = (x, y, seen.head, start, 0)
+        copy_in(desc, where, full, memory.slice(i * PIECE, PIECE, 3))
 
 
 @gluon.jit
@@ -218,7 +213,6 @@ def _copy_tile(
     Return how many tiles of keys and of values have been copied by now.
     """
     PARTIES: gl.constexpr = parties(OPTIONS, TILE)
-    RAGGED: gl.constexpr = inputs.cu_seqlens_k_ptr is not None
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
     tiles = tiles_of(work, inputs.scores, OPTIONS, TILE)
@@ -248,7 +242,7 @@ def _copy_tile(
                 full, k_s = pipeline.k_full.index(stage), pipeline.k_s.index(stage)
                 if OPTIONS.PIECE > 0:
                     rows, desc = inputs.strides.page_rows_k, inputs.k_desc
-                    _copy_keys(tile, pages, desc, rows, seen, full, k_s, RAGGED, OPTIONS, TILE)
+                    _copy_keys(tile, pages, desc, rows, seen, full, k_s, OPTIONS, TILE)
                 else:
                     gather_keys(tile, seen, inputs, full, k_s, OPTIONS, TILE)
                 turn += 1
@@ -263,7 +257,7 @@ def _copy_tile(
                 full, v_s = pipeline.v_full.index(stage), pipeline.v_s.index(stage)
                 if OPTIONS.PIECE > 0:
                     rows, desc = inputs.strides.page_rows_v, inputs.v_desc
-                    _copy_keys(tile, pages_v, desc, rows, seen, full, v_s, RAGGED, OPTIONS, TILE)
+                    _copy_keys(tile, pages_v, desc, rows, seen, full, v_s, OPTIONS, TILE)
                 else:
                     gather_values(tile, seen, inputs, full, v_s, OPTIONS, TILE)
                 turn_v += 1

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from .. import _configs
 from .._call import Tensors
 from .._linked.host.forms import ACCESS_BYTES
 from .form import Form
@@ -70,4 +71,4 @@ def _plan_of(form: Form, call: Call, is_kept: bool) -> InvariantRun:
     scores = Scores(
         options.softmax_scale, options.softcap, options.window_left, options.window_right
     )
-    return plan_invariant(call, scores, keys, form.batch, is_kept)
+    return plan_invariant(call, scores, keys, form.batch, is_kept=is_kept, hopper=_configs.HOPPER)

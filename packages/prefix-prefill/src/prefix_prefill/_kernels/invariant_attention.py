@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .. import _configs
 from .._call import Options, Tensors
 from .._layout import cache_sizes
 from .addressing import CacheForm, descale_ndim, one_form
@@ -40,7 +41,9 @@ class InvariantAttention:
         scores = Scores(
             options.softmax_scale, options.softcap, options.window_left, options.window_right
         )
-        self._plan = plan_invariant(self._call_of(x), scores, keys, batch, is_kept)
+        self._plan = plan_invariant(
+            self._call_of(x), scores, keys, batch, is_kept=is_kept, hopper=_configs.HOPPER
+        )
 
     def _call_of(self, x: Tensors) -> Call:
         descales: tuple[Tensor | None, ...] = x.k_descale, x.v_descale
