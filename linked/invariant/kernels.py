@@ -202,10 +202,11 @@ def _invariant_merge_kernel(
     for _ in tl.range(0, parts, loop_unroll_factor=4):
         part_max = tl.load(part_max_ptr + at, mask=inside, other=float("-inf"))
         # what saw no key was not written
-        saw = (part_max != float("-inf"))[:, None] & (cols < TILE.HEAD_DIM_V)[None, :]
+        saw = part_max != float("-inf")
+        wide = saw[:, None] & (cols < TILE.HEAD_DIM_V)[None, :]
         sums = Softmax(
-            tl.load(part_out_ptr + (at * TILE.HEAD_DIM_V)[:, None] + cols, mask=saw, other=0.0),
-            tl.load(part_sum_ptr + at, mask=inside, other=0.0),
+            tl.load(part_out_ptr + (at * TILE.HEAD_DIM_V)[:, None] + cols, mask=wide, other=0.0),
+            tl.load(part_sum_ptr + at, mask=saw, other=0.0),
             part_max,
         )
         merged = merge_segment(Softmax(acc, l_i, m_i), sums)
