@@ -476,6 +476,37 @@ def mutants(session: nox.Session, package: str) -> None:
 
 
 @nox.session(requires=["build"], default=False)
+def sanitize(session: nox.Session) -> None:
+    """Run every kernel for Hopper under sanitizers on the GPU of this machine; -- --only NAME."""
+    install(session, *KERNEL_PACKAGES)
+    (BUILD / "reports").mkdir(parents=True, exist_ok=True)
+    script, failed = str(ROOT / "ci" / "sanitize.py"), []
+    for tool in ("none", "memcheck", "consan"):
+        report = ("--tool", tool, "--json", str(BUILD / "reports" / f"sanitize-{tool}.json"))
+        try:
+            session.run("python", script, *report, *session.posargs)
+        except CommandFailed:
+            failed.append(tool)
+    if failed:
+        session.error(f"something was found by: {', '.join(failed)}")
+
+
+@nox.session(requires=["build"], default=False)
+def errors(session: nox.Session) -> None:
+    """Measure errors over their bounds on the GPU of this machine; -- --device cpu without one."""
+    install(session, *KERNEL_PACKAGES)
+    report = ("--json", str(BUILD / "reports" / "errors.json"))
+    (BUILD / "reports").mkdir(parents=True, exist_ok=True)
+    session.run("python", str(ROOT / "ci" / "errors.py"), *report, *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none")
+def certificate(session: nox.Session) -> None:
+    """Write docs/certificate.md from the results in docs/certificate/."""
+    session.run(sys.executable, str(ROOT / "ci" / "certificate.py"), *session.posargs)
+
+
+@nox.session(requires=["build"], default=False)
 @each([p for p in PACKAGES if (ROOT / "packages" / p / "tests" / "test_property.py").exists()])
 def soak(session: nox.Session, package: str) -> None:
     """Try one package's properties, and its server, on more than a merge waits for."""

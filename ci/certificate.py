@@ -1,0 +1,192 @@
+"""Write docs/certificate.md from the results in docs/certificate/: what machines have checked.
+
+    python ci/certificate.py            # or nox -s certificate
+
+Results are what ``sanitize.py``, ``errors.py``, ``mutants.py`` and ``soak.py`` write with
+``--json``. To renew one, copy its JSON over the one there. What has no result is said to be not
+run.
+
+    sanitize-*.json, errors-*.json, mutants-*.json, soak-*.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from device_cases import CASES, ROOT
+
+RESULTS = ROOT / "docs" / "certificate"
+NOT_RUN = "not run"
+TOOLS = ("none", "memcheck", "consan")
+HEAD = """# Certificate
+
+What was checked by machines, kernel by kernel. `nox -s certificate` writes this page from the JSON
+files in `docs/certificate/`. Each names the commit it was made from, with a plus sign if files
+differed from it. What the tools do, and what they cannot see, stands in
+[testing.md](testing.md#sanitizers-and-errors), the bounds in
+[numerics.md](numerics.md#error-bounds).
+"""
+
+
+def load(folder: Path, kind: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{kind}-*.json"))]
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def machine(told: dict[str, Any]) -> str:
+    """Return where results were made: versions and device."""
+    parts = [f"{name} {told[name]}" for name in ("torch", "triton") if name in told]
+    return ", ".join([*parts, str(told.get("device", "unknown device"))])
+
+
+def outcomes(told: dict[str, Any] | None, names: list[str]) -> str:
+    """Return the outcomes of some cases, counted."""
+    if told is None:
+        return NOT_RUN
+    found = [told["cases"].get(name, {}).get("outcome", NOT_RUN) for name in names]
+    counts = Counter(found)
+    if len(counts) == 1:
+        return f"{found[0]} ({len(found)})"
+    return ", ".join(f"{n} {name}" for name, n in counts.most_common())
+
+
+def largest(told: dict[str, Any] | None, names: list[str]) -> str:
+    """Return the largest error of some cases, over the bound or else over the largest value."""
+    if told is None:
+        return NOT_RUN
+    ratios, relative = [], []
+    for name in names:
+        for result in told["cases"].get(name, {}).values():
+            if isinstance(result, dict) and "over_bound" in result:
+                ratios.append(result["over_bound"]["1.0"])
+            elif isinstance(result, dict):
+                relative.append(result["relative"])
+    parts = [f"{max(ratios):.2f} of the bound"] if ratios else []
+    parts += [f"{max(relative):.1e} of the largest value, no bound"] if relative else []
+    return "; ".join(parts) or NOT_RUN
+
+
+def kernels(tools: dict[str, dict[str, Any]], errors: dict[str, Any] | None) -> list[str]:
+    """Return the table of kernels and tiles."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, case in CASES.items():
+        groups.setdefault((case.package, case.kernel, case.tile), []).append(name)
+    rows = []
+    for (package, kernel, tile), names in groups.items():
+        found = [outcomes(tools.get(tool), names) for tool in TOOLS]
+        rows.append([package, kernel, tile, *found, largest(errors, names)])
+    head = ["package", "kernel", "tile", "builds and is right", "memcheck", "ConSan", "error"]
+    return table(head, rows)
+
+
+def findings(tools: dict[str, dict[str, Any]]) -> list[str]:
+    """Return what the sanitizers said, and of how many cases."""
+    said: Counter[tuple[str, str]] = Counter()
+    for tool, told in tools.items():
+        for case in told["cases"].values():
+            said.update((tool, finding) for finding in case.get("findings", {}))
+    rows = [[tool, f"`{finding}`", str(n)] for (tool, finding), n in said.most_common()]
+    return ["", *table(["tool", "finding", "cases"], rows)] if rows else []
+
+
+def distribution(errors: dict[str, Any] | None) -> list[str]:
+    """Return quantiles of error over bound for each result, the largest of all cases."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for name, case in (errors or {"cases": {}})["cases"].items():
+        for result, told in case.items():
+            if isinstance(told, dict) and "over_bound" in told:
+                known = found.setdefault((name.partition("/")[0], result), {})
+                for q, value in told["over_bound"].items():
+                    known[q] = max(value, known.get(q, 0.0))
+    rows = [
+        [package, result, *(f"{value:.3f}" for value in known.values())]
+        for (package, result), known in sorted(found.items())
+    ]
+    quantiles = list(next(iter(found.values()))) if found else []
+    return table(["package", "result", *quantiles], rows) if rows else [NOT_RUN]
+
+
+def mutants(told: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for one in told:
+        explained = sum(bool(s["explained"]) for s in one["survivors"])
+        caught = one["caught"] + one["hung"]
+        rows.append(
+            [one["package"], str(one["mutations"]), str(one["tried"]), str(caught),
+             f"{one['survived']}, {explained} explained", str(one["not run"]),
+             f"{100 * one['score']:.0f} %", f"`{one['commit']}`"]
+        )  # fmt: skip
+    head = ["package", "mutants", "tried", "caught", "survived", "not run", "score", "commit"]
+    return table(head, rows) if rows else [NOT_RUN]
+
+
+def soak(told: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        [one["device"], f"{one['seconds']:.0f} s", str(one["requests"]), str(one["wrong"]),
+         str(one["repeats"]), str(one["differing"]), f"{one['grown_bytes'] / 2**20:.1f} MiB",
+         f"`{one['commit']}`"]
+        for one in told
+    ]  # fmt: skip
+    head = ["device", "time", "answers", "wrong", "repeats", "differing", "memory grown", "commit"]
+    return table(head, rows) if rows else [NOT_RUN]
+
+
+def text(folder: Path) -> str:
+    """Return the certificate of the results in a folder."""
+    tools = {told["tool"]: told for told in load(folder, "sanitize")}
+    measured = load(folder, "errors")
+    on_gpu = [told for told in measured if told["device"] != "cpu"]
+    errors = next(iter(on_gpu or measured), None)
+    made = [
+        [f"sanitize, tool {tool}", machine(told), f"`{told['commit']}`"]
+        for tool, told in tools.items()
+    ]
+    made += [["errors", machine(told), f"`{told['commit']}`"] for told in measured]
+    parts = [
+        HEAD,
+        "## Made from",
+        "",
+        *(table(["part", "on", "commit"], made) if made else [NOT_RUN]),
+        "",
+        "## Kernels",
+        "",
+        "Outcomes of the cases of each kernel and tile, and how many there are. The error is the",
+        "largest of all elements, on "
+        + (machine(errors) if errors else "no device: " + NOT_RUN)
+        + ".",
+        "",
+        *kernels(tools, errors),
+        *findings(tools),
+        "",
+        "## Measured error over bound",
+        "",
+        "Quantiles over the elements of a result, of each the largest of all cases.",
+        "",
+        *distribution(errors),
+        "",
+        "## Generated mistakes",
+        "",
+        *mutants(load(folder, "mutants")),
+        "",
+        "## Soak",
+        "",
+        *soak(load(folder, "soak")),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def main() -> None:
+    path = ROOT / "docs" / "certificate.md"
+    path.write_text(text(RESULTS))
+    print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Run every kernel for Hopper under a sanitizer, on a machine with a GPU.
+
+    python ci/sanitize.py --json sanitize.json                  # Triton's concurrency sanitizer
+    python ci/sanitize.py --tool memcheck --json memcheck.json  # compute-sanitizer
+    python ci/sanitize.py --tool none --json builds.json        # builds, runs, and is right
+
+The cases are those of ``device_cases.py``. Each runs in a process of its own with a time limit,
+several side by side, as device code that fails leaves its process without a GPU. Outcomes: clean;
+finding, with what the tool said; wrong, where results are beyond their bounds; failed, with the
+end of the error; timeout; not run, if the time was up before.
+
+ConSan knows copies, products and barriers in shared memory. It knows no barriers of the hardware
+by number, which these kernels reach through inline assembly: what they order looks like a race to
+it. See docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextvars
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from device_cases import CASES, ROOT
+from errors import about, is_right, measure
+from mutants import commit
+
+TOOLS = ("consan", "memcheck", "none")
+RESULT = "sanitized case: "
+# what ConSan's assertions and compute-sanitizer say
+FINDINGS = [
+    re.compile(r"Assertion [`'](.+?)[`'] failed"),
+    re.compile(r"=+ (Invalid .+|Uninitialized .+|Misaligned .+|Program hit .+)"),
+    re.compile(r"(device-side assert triggered)"),
+]
+
+
+def run_case(name: str, device: str) -> None:
+    """Run one case in this process, and print what is to be said of it."""
+    import torch
+    import triton
+    from triton.runtime import _allocation
+
+    def allocate(size: int, _alignment: int, _stream: Any) -> Any:
+        # the sanitizers expect memory that is 0
+        return torch.zeros(size, dtype=torch.int8, device=device)
+
+    launched: set[str] = set()
+    if device != "cpu":
+        # a default, since gradients are launched from a thread that has none of what is set here
+        allocator: Any = contextvars.ContextVar("allocator", default=allocate)
+        for kept in ("_allocator", "_profile_allocator"):
+            if hasattr(_allocation, kept):
+                setattr(_allocation, kept, allocator)
+        hook = triton.knobs.runtime.launch_enter_hook
+        hook.add(lambda metadata: launched.add(metadata.get()["name"]))
+    found = measure(CASES[name], device)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    told = {"results": found, "launched": sorted(launched), **about()}
+    print(RESULT + json.dumps(told), flush=True)
+
+
+def sanitizer() -> str | None:
+    """Return the path of compute-sanitizer."""
+    usual = Path("/usr/local/cuda/bin/compute-sanitizer")
+    return shutil.which("compute-sanitizer") or (str(usual) if usual.exists() else None)
+
+
+def command_of(tool: str, name: str, device: str) -> list[str]:
+    own = [sys.executable, str(Path(__file__).resolve()), "--case", name, "--device", device]
+    if tool != "memcheck":
+        return own
+    options = ("--tool", "memcheck", "--error-exitcode", "99", "--print-limit", "5")
+    return [sanitizer() or "compute-sanitizer", *options, *own]
+
+
+def environment_of(tool: str, cache: Path) -> dict[str, str]:
+    """Return what a case's process has in its environment."""
+    names = [p.name for p in (ROOT / "packages").iterdir()]
+    sources = [str(ROOT / "packages" / name / "src") for name in sorted(names)]
+    path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
+    made = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    made["TRITON_CACHE_DIR"] = str(cache / tool)
+    if tool == "consan":
+        made["TRITON_INSTRUMENTATION_MODE"] = tool
+    if tool == "memcheck":
+        # so that each tensor has an end that the tool knows
+        made["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    return made
+
+
+def outcome_of(status: int, text: str) -> dict[str, Any]:
+    """Read what a case's process said."""
+    said = [m for pattern in FINDINGS for m in pattern.findall(text)]
+    findings = dict(Counter(said).most_common(5))
+    line = next((x for x in text.splitlines() if x.startswith(RESULT)), None)
+    told: dict[str, Any] = json.loads(line[len(RESULT) :]) if line else {}
+    if findings:
+        return {"outcome": "finding", "findings": findings, **told}
+    if status != 0 or line is None:
+        return {"outcome": "failed", "status": status, "end": text[-1500:]}
+    return {"outcome": "clean" if is_right(told["results"]) else "wrong", **told}
+
+
+def try_case(tool: str, name: str, device: str, cache: Path, limit: float) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command_of(tool, name, device),
+            env=environment_of(tool, cache),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=limit,
+        )
+        told = outcome_of(done.returncode, done.stdout)
+    except subprocess.TimeoutExpired as slow:
+        said: Any = slow.stdout or b""
+        text = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+        told = {"outcome": "timeout", "end": text[-500:]}
+    return {**told, "seconds": round(time.monotonic() - began, 1)}
+
+
+def sanitize(
+    tool: str, names: list[str], device: str, jobs: int, seconds: float, limit: float
+) -> dict[str, Any]:
+    """Try cases side by side; return what is said of each."""
+    if tool == "memcheck" and sanitizer() is None:
+        return {name: {"outcome": "not run", "why": "no compute-sanitizer"} for name in names}
+    end = time.monotonic() + seconds
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+
+        def one(name: str) -> dict[str, Any]:
+            left = end - time.monotonic()
+            if left < 5:
+                return {"outcome": "not run", "why": "the time was up"}
+            return try_case(tool, name, device, Path(folder), min(limit, left))
+
+        for name, told in zip(names, pool.map(one, names), strict=True):
+            found[name] = told
+            print(f"{told['outcome']:8} {told.get('seconds', 0):6} s  {name}", flush=True)
+            for finding, times in told.get("findings", {}).items():
+                print(f"         {times} x {finding}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tool", choices=TOOLS, default="consan")
+    parser.add_argument("--package", default="", help="cases of one package")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--seconds", type=float, default=470, help="of all cases together")
+    parser.add_argument("--limit", type=float, default=180, help="seconds of one case")
+    parser.add_argument("--json", type=Path, help="where to write what was found")
+    parser.add_argument("--case", help="run this one here, as the others do in their processes")
+    parser.add_argument("--list", action="store_true", help="print the cases and run none")
+    given = parser.parse_args()
+    if given.case:
+        run_case(given.case, given.device)
+        return
+    names = [
+        name for name, case in CASES.items() if given.package in case.package and given.only in name
+    ]
+    if given.list:
+        print(*names, sep="\n")
+        return
+    found = sanitize(given.tool, names, given.device, given.jobs, given.seconds, given.limit)
+    counts = Counter(told["outcome"] for told in found.values())
+    keys = ("torch", "triton", "device", "capability")
+    first: dict[str, Any] = next((t for t in found.values() if "torch" in t), {})
+    head = {"tool": given.tool, "commit": commit(), **{k: first[k] for k in keys if k in first}}
+    for told in found.values():
+        for key in keys:
+            told.pop(key, None)
+    if given.json:
+        told = {**head, "counts": dict(counts), "cases": found}
+        given.json.write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps({**head, "counts": dict(counts)}))
+    sys.exit(bool(set(counts) - {"clean", "not run"}))
+
+
+if __name__ == "__main__":
+    main()

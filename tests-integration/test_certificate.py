@@ -1,0 +1,78 @@
+"""The cases of sanitizers and errors, what is read of a sanitizer, and the certificate."""
+
+import json
+import sys
+
+import pytest
+
+from .conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "ci"))
+import certificate
+import errors
+import sanitize
+from device_cases import CASES
+
+
+def test_every_kernel_package_has_cases(noxfile):
+    assert {case.package for case in CASES.values()} == set(noxfile.KERNEL_PACKAGES)
+    assert len(CASES) > 80
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prefix-prefill/decode/d64/splits",
+        "flash-attn-triton/forward/d64/few queries",
+    ],
+)
+def test_a_case_is_within_its_bound(name):
+    found = errors.measure(CASES[name], "cpu")
+    assert errors.is_right(found)
+    for told in found.values():
+        told["relative"] = float("inf")
+        told.pop("over_bound", None)
+    assert not errors.is_right(found)
+
+
+RIGHT = {"out": {"relative": 0.001}}
+CONSAN = "kernel.py:7: f: block: [0,0,0] Assertion `Buffer being accessed has writes` failed.\n"
+MEMCHECK = "========= Invalid __global__ read of size 4 bytes\n=========   at kernel+0x10\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "outcome"),
+    [
+        (0, "", "clean"),
+        (0, CONSAN * 3, "finding"),
+        (99, MEMCHECK, "finding"),
+        (1, "Traceback\nRuntimeError: no", "failed"),
+    ],
+)
+def test_what_is_read_of_a_tool(status, text, outcome):
+    line = "" if outcome == "failed" else sanitize.RESULT + json.dumps({"results": RIGHT})
+    told = sanitize.outcome_of(status, f"{text}{line}\n")
+    assert told["outcome"] == outcome
+    if text == CONSAN * 3:
+        assert told["findings"] == {"Buffer being accessed has writes": 3}
+
+
+def test_results_beyond_their_bound_are_wrong():
+    told = {"results": {"out": {"relative": 0.001, "over_bound": {"1.0": 1.5}}}}
+    assert sanitize.outcome_of(0, sanitize.RESULT + json.dumps(told))["outcome"] == "wrong"
+
+
+def test_the_certificate_is_of_the_committed_results():
+    written = (ROOT / "docs" / "certificate.md").read_text()
+    assert written == certificate.text(ROOT / "docs" / "certificate")
+
+
+def test_what_was_not_run_is_said(tmp_path):
+    assert "not run" in certificate.text(tmp_path)
+    told = {"tool": "consan", "commit": "abc", "triton": "3.6.0", "device": "H200", "cases": {}}
+    name = "prefix-prefill/decode/d64/splits"
+    told["cases"][name] = {"outcome": "finding", "findings": {"a race": 2}}
+    (tmp_path / "sanitize-consan.json").write_text(json.dumps(told))
+    text = certificate.text(tmp_path)
+    assert "a race" in text
+    assert "abc" in text
