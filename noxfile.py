@@ -500,6 +500,15 @@ def errors(session: nox.Session) -> None:
     session.run("python", str(ROOT / "ci" / "errors.py"), *report, *session.posargs)
 
 
+@nox.session(requires=["build"], default=False)
+def endurance(session: nox.Session) -> None:
+    """Serve random requests for eight minutes on the GPU of this machine; see ci/soak.py."""
+    install(session, "prefix-prefill", "flash-attn-triton")
+    report = ("--json", str(BUILD / "reports" / "soak.json"))
+    (BUILD / "reports").mkdir(parents=True, exist_ok=True)
+    session.run("python", str(ROOT / "ci" / "soak.py"), *report, *session.posargs)
+
+
 @nox.session(default=False, venv_backend="none")
 def certificate(session: nox.Session) -> None:
     """Write docs/certificate.md from the results in docs/certificate/."""
