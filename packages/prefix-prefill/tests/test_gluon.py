@@ -166,6 +166,24 @@ def test_poison_of_an_fp8_cache(serve):
     assert_same(run(case.with_options(block_table=table)), want)
 
 
+@pytest.mark.parametrize("head_dim", [48, 256])
+@pytest.mark.parametrize("name", ["prefill_kernel", "prefill_fp8_kernel"])
+def test_an_output_in_fp32(name, head_dim, serve):
+    """Of the shape that a call asks for, in rows with gaps; nothing beside it is written."""
+    serve(name=name)
+    cache = E4M3 if "fp8" in name else None
+    problem = Problem(((40, 90), (17, 20)), 4, 2, head_dim, 16)
+    case = make_case(problem, torch.bfloat16, "cpu", cache_dtype=cache).with_options(num_splits=1)
+    frame = torch.full((len(case.inputs["q"]), 2, 4, head_dim + 4), 7.0)
+    out = frame[:, 1, :, :head_dim]
+    got = case(out=out)
+    want = case()
+    torch.testing.assert_close(out.bfloat16(), want["out"], rtol=0, atol=0)
+    assert torch.equal(got["lse"], want["lse"])
+    assert (frame[:, 0] == 7.0).all()
+    assert (frame[..., head_dim:] == 7.0).all()
+
+
 # function, what it says, what a mistake would be
 ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, TILE.PARTIES, 4)"
 WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)"

@@ -323,7 +323,7 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         and x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
         and x.q.dtype in (torch.float16, torch.bfloat16)
-        and x.out.dtype == x.q.dtype
+        and x.out.dtype in (x.q.dtype, torch.float32)
         and (x.k_cache.dtype == x.q.dtype or words_of(x) == "fp8")
         and x.out_scale is None
         and x.k is None

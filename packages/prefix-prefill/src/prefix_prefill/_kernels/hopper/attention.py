@@ -39,6 +39,7 @@ from .structures import (
     Pipeline,
     Queries,
     Results,
+    Rows,
     Scores,
     Sequences,
     Softmax,
@@ -236,6 +237,23 @@ def _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE: gl.
 
 
 @gluon.jit
+def _store_rows(o, work, row, out, TILE: gl.constexpr):
+    """Write the output of a warpgroup in fp32."""
+    TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
+    index = gl.arange(0, TILE.ROWS, gl.SliceLayout(1, O))  # [ROWS]
+    cols = gl.arange(0, TILE.HEAD_DIM, gl.SliceLayout(0, O))  # [HEAD_DIM]
+    token = row + index % TOKENS
+    begin = (work.q_start + token).to(gl.int64) * out.stride_token
+    begin += (work.head + index // TOKENS).to(gl.int64) * out.stride_head
+    at = gl.multiple_of(out.ptr + begin[:, None], [16, 16]) + cols[None, :]
+    mask = (token < work.len_q)[:, None]
+    if TILE.WIDTH < TILE.HEAD_DIM:
+        mask = mask & (cols < TILE.WIDTH)[None, :]
+    gl.store(at, o, mask=mask)
+
+
+@gluon.jit
 def _store(o, work, row, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr):
     """Write the output of a warpgroup, which leaves by TMA while the next tile is worked on."""
     tma.store_wait(0)
@@ -298,7 +316,10 @@ def consume(
         o = _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE)
         if results.v_descale_ptr is not None:
             o = o * _descale_of(results.v_descale_ptr, work, results.heads_k, OPTIONS, TILE)
-        _store(o, work, row, out_desc, pipeline, W, TILE)
+        if out_desc is None:
+            _store_rows(o, work, row, results.out, TILE)
+        else:
+            _store(o, work, row, out_desc, pipeline, W, TILE)
         count += 1
         work = _receive(pipeline, count)
     tma.store_wait(0)
@@ -313,7 +334,7 @@ def pipeline_of(q_desc, k_s, v_s, out_desc, TILE: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     shape: gl.constexpr = [2, 1, 1, TILE.PACK, TILE.ROWS // TILE.PACK, TILE.HEAD_DIM]
     q_s = gl.allocate_shared_memory(dtype, shape, q_desc.layout)
-    if TILE.SHARE:
+    if TILE.SHARE or out_desc is None:
         out_s = q_s
     else:
         out_s = gl.allocate_shared_memory(dtype, shape, out_desc.layout)
@@ -335,10 +356,10 @@ POINTERS = tuple(name for name in Arguments._fields if name.endswith("_ptr"))
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def prefill_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, ticket_ptr, block_table_ptr, cu_seqlens_q_ptr,
-    seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, ticket_ptr, block_table_ptr,
+    cu_seqlens_q_ptr, seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
     scale, softcap, window_left, window_right, batch, packs, tokens, total,
-    page_rows_k, page_rows_v, stride_table_b, stride_table_p, stride_alibi_b,
+    page_rows_k, page_rows_v, stride_os, stride_oh, stride_table_b, stride_table_p, stride_alibi_b,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     DESCALE_NDIM: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr,
     PIECE: gl.constexpr, MIN_TOKENS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -371,8 +392,9 @@ def prefill_kernel(
     v_s = gl.allocate_shared_memory(dtype, [STAGES_V, 1, 1, 1, BLOCK_N, HEAD_DIM], v_desc.layout)
     pipeline = pipeline_of(q_desc, k_s, v_s, out_desc, TILE)
     scores = Scores(scale, softcap, window_left, window_right)
+    out = Rows(out_ptr, stride_os, stride_oh)
     results = Results(
-        lse_ptr, alibi_slopes_ptr, sinks_ptr, None, None, scores, tokens, stride_alibi_b
+        out, lse_ptr, alibi_slopes_ptr, sinks_ptr, None, None, scores, tokens, stride_alibi_b
     )
     inputs = Inputs(
         q_desc,

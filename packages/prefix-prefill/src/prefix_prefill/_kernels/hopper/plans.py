@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..._call import Options, Tensors
 from ..._configs import copied_keys, hopper_tile, padded_head_dim, rows_of_cache, rows_of_page
-from ..addressing import descale_ndim
+from ..addressing import descale_ndim, row_strides
 from ..tile_plan import TilePlan, scores_of, stride_of_slopes
 from . import structures
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
@@ -38,11 +38,14 @@ class HopperPlan:
         self._block = hopper.block_m // pack
         wide = padded_head_dim(portable.head_dim)
         self._map_q = MapForm(x.q, hopper.rows, wide, ragged=True, heads=pack)
-        self._map_out = MapForm(x.out, hopper.rows, wide, ragged=True, heads=pack)
+        # fp32 goes out of registers: shared memory has no room for it
+        self._map_out = None
+        if x.out.dtype == x.q.dtype:
+            self._map_out = MapForm(x.out, hopper.rows, wide, ragged=True, heads=pack)
         self._is_fp8 = x.k_cache.element_size() == 1
         self._scores = scores_of(options)
         pages = rows_of_page(x.k_cache), rows_of_page(x.v_cache)
-        given = *x.block_table.stride(), stride_of_slopes(x)
+        given = *row_strides(x.out), *x.block_table.stride(), stride_of_slopes(x)
         self._strides: Strides | WideStrides
         if self._is_fp8:
             lie = *x.k_cache.stride()[1:3], *x.v_cache.stride()[1:3]
@@ -70,7 +73,7 @@ class HopperPlan:
             WIDTH=portable.head_dim,
             STAGES_K=hopper.stages_k,
             STAGES_V=hopper.stages_v,
-            SHARE=hopper.share,
+            SHARE=hopper.share and self._map_out is not None,
             WARPS=warps,
             PARTIES=2 * WARPGROUP + warps * WARP,
         )
@@ -88,8 +91,11 @@ class HopperPlan:
             # the portable kernel cuts sequences where they are few
             portable.run(x, tokens, max_seqlen_k)
             return
-        q, out = self._map_q(x.q), self._map_out(x.out)
+        q, out, out_ptr = self._map_q(x.q), None, x.out
+        if self._map_out is not None:
+            out, out_ptr = self._map_out(x.out), None
         small = (
+            out_ptr,
             x.lse,
             self._ticket(x.q.device),
             x.block_table,

@@ -15,7 +15,8 @@ class Arguments(NamedTuple):
     q_desc: Any
     k_desc: Any
     v_desc: Any
-    out_desc: Any
+    out_desc: Any  # None where the output is fp32, which goes out of registers
+    out_ptr: Any  # None where it is not
     lse_ptr: Any
     ticket_ptr: Any  # the counter from which programs take their tiles
     block_table_ptr: Any
@@ -44,10 +45,12 @@ class Counts(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Rows from one page of a cache to the next, and strides of what is given by sequence."""
+    """Rows between pages of a cache; strides of the output, and of what is given by sequence."""
 
     page_rows_k: Any
     page_rows_v: Any
+    stride_os: Any
+    stride_oh: Any
     stride_table_b: Any
     stride_table_p: Any
     stride_alibi_b: Any
@@ -100,9 +103,18 @@ class Pipeline(NamedTuple):
     tile_empty: Any
 
 
+class Rows(NamedTuple):
+    """Where rows of tokens and heads lie."""
+
+    ptr: Any
+    stride_token: Any
+    stride_head: Any
+
+
 class Results(NamedTuple):
     """What consumers read and write beside shared memory."""
 
+    out: Any  # where it is fp32
     lse_ptr: Any
     alibi_slopes_ptr: Any
     sinks_ptr: Any
@@ -121,6 +133,7 @@ class WideArguments(NamedTuple):
     out_desc: Any
     k_cache_ptr: Any
     v_cache_ptr: Any
+    out_ptr: Any
     lse_ptr: Any
     ticket_ptr: Any
     block_table_ptr: Any
@@ -141,6 +154,8 @@ class WideStrides(NamedTuple):
     stride_kch: Any
     stride_vcs: Any
     stride_vch: Any
+    stride_os: Any
+    stride_oh: Any
     stride_table_b: Any
     stride_table_p: Any
     stride_alibi_b: Any

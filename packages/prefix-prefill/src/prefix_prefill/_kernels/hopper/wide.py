@@ -23,6 +23,7 @@ from .structures import (
     Inputs,
     Options,
     Results,
+    Rows,
     Scores,
     Seen,
     Sequences,
@@ -219,11 +220,11 @@ POINTERS = tuple(name for name in WideArguments._fields if name.endswith("_ptr")
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def prefill_fp8_kernel(
-    q_desc, out_desc, k_cache_ptr, v_cache_ptr, lse_ptr, ticket_ptr, block_table_ptr,
+    q_desc, out_desc, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr, ticket_ptr, block_table_ptr,
     cu_seqlens_q_ptr, seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, k_descale_ptr, v_descale_ptr,
     scale, softcap, window_left, window_right, batch, packs, tokens, total,
-    page_rows_k, page_rows_v, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_table_b,
-    stride_table_p, stride_alibi_b, heads_k,
+    page_rows_k, page_rows_v, stride_kcs, stride_kch, stride_vcs, stride_vch, stride_os, stride_oh,
+    stride_table_b, stride_table_p, stride_alibi_b, heads_k,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     DESCALE_NDIM: gl.constexpr, GROUP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr,
     PIECE: gl.constexpr, MIN_TOKENS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -258,6 +259,7 @@ def prefill_fp8_kernel(
     pipeline = pipeline_of(q_desc, k_s, v_s, out_desc, TILE)
     scores = Scores(scale, softcap, window_left, window_right)
     results = Results(
+        Rows(out_ptr, stride_os, stride_oh),
         lse_ptr,
         alibi_slopes_ptr,
         sinks_ptr,
