@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attn_common import detect, fp8_dtype
 from prefix_prefill import paged_attention_reference, paged_attn_func, reshape_and_cache
 
 from . import _mla
@@ -46,6 +47,27 @@ def test_graph_replays_with_new_inputs(splits, device):
             static.inputs[name].copy_(t)
         static.options["block_table"].copy_(fresh.options["block_table"])
         graph.replay()
+        assert_same(results, run(static))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [7, 16, 128])
+def test_graph_of_chunks_over_an_fp8_cache(page, head_dim, device):
+    """On the kernel for Hopper that widens; its counter of tiles is ready for the next replay."""
+    platform = detect(device)
+    if not platform.supports_fp8:
+        pytest.skip(f"{platform} has no FP8")
+    problem = Problem(((300, 700), (1, 2000), (130, 140)), 8, 2, head_dim, page)
+    stored = getattr(torch, fp8_dtype(platform))
+    static = make_case(problem, torch.bfloat16, device, cache_dtype=stored)
+    scale = torch.tensor([0.75, -1.5], device=device)
+    static = static.with_options(num_splits=1, k_descale=scale, v_descale=scale)
+    graph, results = capture(lambda: run(static))
+    check(static)
+    for keys in (650, 300):
+        static.options["seqlens_k"].copy_(torch.tensor([keys, 1500, 135], dtype=torch.int32))
+        for _ in range(3):
+            graph.replay()
         assert_same(results, run(static))
 
 
