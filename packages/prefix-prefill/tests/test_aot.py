@@ -50,6 +50,7 @@ FP8 |= {"amd:gfx942": "float8_e4m3fnuz", "amd:gfx950": "float8_e4m3fn"}
 # "GPU configuration kernel", as a pattern: the most that may be spilled, and why that is accepted
 SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_80 d128-bfloat16-same-p16-g4 *": (16, "with Triton 3.6 alone, 3.9 spills nothing"),
+    "nvidia:sm_90 d128-bfloat16-float8*-packed *": (8, "with Triton 3.6 alone, in panels of keys"),
     "* *-tree _paged_kernel": (32, "rows of 512 bytes and up, in tiles half as high as others"),
     "nvidia:sm_90 d16-bfloat16-uint8-p16-g4 *": (16, "products with a quarter of few columns"),
     "nvidia:sm_90 d256-bfloat16-*int8-p16-g4 *": (136, "prefill alone; decoding spills nothing"),
