@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 import random
 from collections.abc import Callable, Generator, Iterator
@@ -65,6 +66,8 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # of what is imported here little is garbage, and looking takes a twentieth of the time
+    gc.set_threshold(20_000, 50, 50)
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if INTERPRETED:
