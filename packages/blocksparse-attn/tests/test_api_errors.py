@@ -89,6 +89,7 @@ ERRORS = [
      fixed, {"k": zeros(2, 7, 0, 8), "v": zeros(2, 7, 0, 6)}),
     ("causal must be a bool, got int", TypeError, fixed, {"causal": 1}),
     ("return_lse must be a bool, got NoneType", TypeError, packed, {"return_lse": None}),
+    ("deterministic must be a bool, got int", TypeError, packed, {"deterministic": 1}),
     ("num_splits must be an int, got bool", TypeError, fixed, {"num_splits": True}),
     ("num_splits must be from 0 to 128, got -1", ValueError, fixed, {"num_splits": -1}),
     ("num_splits must be from 0 to 128, got 129", ValueError, packed, {"num_splits": 129}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 from attn_common import cdiv, detect
-from blocksparse_attn import BlockSparseLayout, _configs, api
+from blocksparse_attn import BlockSparseLayout, _configs
 from blocksparse_attn._call import Options, Pattern, Tensors
 from blocksparse_attn._configs import hopper_backward_tile, takes_hopper_backward
 from blocksparse_attn._kernels.form import Form
@@ -96,9 +96,9 @@ def test_calls_whose_results_repeat_are_served_apart():
     """Before the switch and after it, of one form."""
     for strict in (False, True):
         torch.use_deterministic_algorithms(True, warn_only=not strict)
-        assert api.repeats() == strict
+        assert _configs.repeats() == strict
     torch.use_deterministic_algorithms(False)
-    assert not api.repeats()
+    assert not _configs.repeats()
 
 
 @pytest.mark.eager

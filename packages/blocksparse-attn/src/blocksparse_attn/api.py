@@ -7,9 +7,9 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from . import _checks, _ops
+from . import _checks, _configs, _ops
 from ._call import Bounds, Checked, Options, Tensors
-from ._configs import SHORT, repeats
+from ._configs import SHORT
 from ._kept_lists import is_capturing, stream_of
 from ._layout_checks import is_top_left
 from ._linked.host import arguments
@@ -79,7 +79,7 @@ def blocksparse_attn_func(
     if unknown:
         _checks.refuse_unknown(unknown)
     _checks.check_is_layout(layout)
-    must_repeat = deterministic, repeats()
+    must_repeat = deterministic, _configs.repeats()
     form = form_of(
         (q, k, v),
         (),
@@ -160,7 +160,7 @@ def blocksparse_attn_varlen_func(
     bounds = Bounds(max_seqlen_q, max_seqlen_k)
     # which tiles there are depends on no more than this of the longest sequence
     longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1
-    must_repeat = deterministic, repeats()
+    must_repeat = deterministic, _configs.repeats()
     form = form_of(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, block_table),
