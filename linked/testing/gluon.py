@@ -260,10 +260,6 @@ class Language:
             number, parties = (int(x.flatten()[0]) for x in values[-2:])
             meet = self.machine.sync if "bar.sync" in text else self.machine.arrive
             meet(number, parties, first.numel() // pack)
-        elif "prefetch" in text:
-            # to the cache alone, but of what there is
-            _load(first, values[1] != 0)
-            first = values[1]
         elif "ld.relaxed.gpu" in text:
             return register(_load(first))
         elif "ld.acquire.gpu" in text:

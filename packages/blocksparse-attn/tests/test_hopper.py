@@ -121,8 +121,8 @@ CONFIGS = {
 # Bytes that may be spilled with Triton 3.6 and with later ones: numbers that are needed between
 # tiles of queries, and in ``smallest`` what the copying warp knows of a step's eight blocks.
 SPILLS = {
-    "causal": (24, 48),
-    "full": (24, 48),
+    "causal": (0, 48),
+    "full": (0, 48),
     "packed": (0, 32),
     "packed full": (0, 16),
     "shared": (16, 48),

@@ -71,8 +71,9 @@ class RowGradients(QueryWalk):
             x.cu_seqlens_q,
             x.cu_seqlens_k,
         )
-        shared = numbers._asdict() | {"head_dim": x.q.shape[-1]}
-        self.launch(grid, tensors, DqNumbers(*(shared[name] for name in DqNumbers._fields)))
+        fields = list(numbers)
+        fields[DqNumbers._fields.index("head_dim")] = x.q.shape[-1]
+        self.launch(grid, tensors, DqNumbers(*fields))
 
 
 class HopperBackward:

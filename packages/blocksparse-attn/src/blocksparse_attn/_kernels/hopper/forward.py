@@ -222,9 +222,9 @@ def _consume(
 )
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, ticket_ptr,
-    begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_ptr,
+    begin_ptr, whole_ptr, items_ptr, members_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     scale, batch, heads_q, tokens_q, tokens_k, head_dim_v, tiles, span, last, total, list_rows,
-    list_stride, extent_k, stride_qb, stride_qs, stride_qh, row_bytes,
+    list_stride, extent_k,
     GROUP: gl.constexpr, HEADS: gl.constexpr, SPAN: gl.constexpr, ROW_MEMBERS: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, IS_CAUSAL: gl.constexpr, PER_HEAD: gl.constexpr,
     SHORT: gl.constexpr, TOP_LEFT: gl.constexpr,
@@ -250,7 +250,6 @@ def hopper_forward_kernel(
         members_ptr,
         cu_seqlens_q_ptr,
         cu_seqlens_k_ptr,
-        q_ptr,
     )
     numbers = ForwardNumbers(
         scale,
@@ -266,10 +265,6 @@ def hopper_forward_kernel(
         list_rows,
         list_stride,
         extent_k,
-        stride_qb,
-        stride_qs,
-        stride_qh,
-        row_bytes,
     )
     OPTIONS: gl.constexpr = ForwardOptions(
         GROUP, HEADS, SPAN, ROW_MEMBERS, BLOCK_Q, BLOCK_K, IS_CAUSAL, PER_HEAD, SHORT, TOP_LEFT

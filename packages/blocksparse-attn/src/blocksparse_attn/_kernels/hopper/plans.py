@@ -128,8 +128,6 @@ class QueryWalk:
             list_rows=queries.list_rows,
             list_stride=queries.list_stride,
             extent_k=form.extent_k,
-            **dict(zip(("stride_qb", "stride_qs", "stride_qh"), form.strides[:3], strict=True)),
-            row_bytes=q.shape[-1] * form.itemsize,
         )
         return min(processors(q.device), total), numbers
 
@@ -170,6 +168,5 @@ class HopperForward(QueryWalk):
             *walk,
             x.cu_seqlens_q,
             x.cu_seqlens_k,
-            q,
         )
         return grid, tensors, numbers

@@ -121,41 +121,6 @@ def _copy_queries(
 
 
 @gluon.jit
-def _ask_for_queries(tile, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Have a tile's queries brought into the second-level cache, ahead of their copy.
-
-    The copy has to wait until the queries of the tile before were read, and nothing of a tile
-    begins before it is there. Where walks are short, the memory's latency would come every few
-    steps.
-    """
-    if tensors.q_ptr is not None:
-        lane = gl.arange(0, 2 * TILE.ROWS, gl.BlockedLayout([1], [32], [1], [0]))  # [2 * ROWS]
-        POSITIONS: gl.constexpr = 2 * TILE.ROWS // OPTIONS.HEADS
-        row = tile.index * POSITIONS - tile.diagonal + lane % POSITIONS
-        head = tile.unit * OPTIONS.HEADS + lane // POSITIONS
-        there = (tile.ticket < numbers.total) & (row >= 0) & (row < tile.len_q)
-        at = (tile.q_start + row).to(gl.int64) * numbers.stride_qs
-        at += head.to(gl.int64) * numbers.stride_qh
-        if tensors.cu_seqlens_q_ptr is None:
-            at += tile.sequence.to(gl.int64) * numbers.stride_qb
-        gl.inline_asm_elementwise(
-            """
-            {
-                .reg .pred there;
-                setp.ne.s32 there, $2, 0;
-                @there cp.async.bulk.prefetch.L2.global [$1], $2;
-                mov.b32 $0, 0;
-            }
-            """,
-            "=r,l,r",
-            [(tensors.q_ptr + at).to(gl.int64), gl.where(there, numbers.row_bytes, 0)],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@gluon.jit
 def announce(tile, walk, first_row, index, count, pipeline, OPTIONS: gl.constexpr):
     """Tell the warpgroups the numbers of a tile of queries."""
     slot = count % SLOTS
@@ -234,7 +199,6 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexp
         count += 1
         # what the next tile walks is looked up while the last values wait for room
         tile = next_tile(ticket, units, tensors, numbers, OPTIONS, TILE)
-        _ask_for_queries(tile, tensors, numbers, OPTIONS, TILE)
         walk = survey(tile, tensors, numbers, OPTIONS, TILE)
         ticket = tile.ticket
         _copy_values(before, where, turn_v, tensors, pipeline, OPTIONS, TILE)

@@ -26,7 +26,6 @@ class ForwardTensors(NamedTuple):
     # None where all sequences have one length
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
-    q_ptr: Any  # for the cache alone; None leaves that out
 
 
 class ForwardNumbers(NamedTuple):
@@ -45,10 +44,6 @@ class ForwardNumbers(NamedTuple):
     list_rows: Any  # owners that a list of a unit has
     list_stride: Any  # owners of a sequence, or 0 if all sequences share theirs
     extent_k: Any  # keys that the layout covers
-    stride_qb: Any
-    stride_qs: Any
-    stride_qh: Any
-    row_bytes: Any  # of a head's queries
 
 
 class ForwardOptions(NamedTuple):
