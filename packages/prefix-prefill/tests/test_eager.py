@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from prefix_prefill import _ops, paged_attn_func
+from prefix_prefill import _eager, _ops, paged_attn_func, reference
 
 from ._linked.budget import Maker, assert_same
 from ._numerics import DENSE_SMALL, FEATURES, PACKED_SMALL, SMALL, check, make_case, run
@@ -25,6 +25,33 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("problem", [*SMALL, *PACKED_SMALL, *DENSE_SMALL], ids=str)
 def test_features(problem, feature):
     check(make_case(problem, torch.float32, CPU, [feature] if feature else []))
+
+
+@pytest.mark.parametrize("feature", [None, *FEATURES])
+def test_sequences_in_parts(feature, monkeypatch):
+    monkeypatch.setattr(_eager, "ROWS", 3)
+    for problem in (SMALL[5], DENSE_SMALL[0]):
+        check(make_case(problem, torch.float32, CPU, [feature] if feature else []))
+
+
+@pytest.mark.parametrize(("window", "pairs"), [((-1, 0), 256 * 256 * 10), ((63, 0), 1024 * 319)])
+def test_keys_that_a_part_does_not_see_take_no_time(window, pairs, monkeypatch):
+    seen = []
+    attend = reference.dense_attention
+
+    def count(q, k, *rest):
+        seen.append(q.shape[0] * k.shape[0])
+        return attend(q, k, *rest)
+
+    monkeypatch.setattr(reference, "dense_attention", count)
+    q, cache = torch.randn(1024, 2, 16), torch.randn(64, 16, 2, 16)
+    table, offsets = torch.arange(64, dtype=torch.int32)[None], torch.tensor([0, 1024]).int()
+    lengths = offsets[1:]
+    paged_attn_func(
+        q, cache, cache, table, offsets, lengths, 1024, 1024, causal=True, window_size=window
+    )
+    assert len(seen) == 4
+    assert sum(seen) <= pairs
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -13,6 +13,9 @@ from ._call import Options, Tensors
 from ._layout import INT_MAX, is_packed
 from .reference import attend, quantised, round_output, scaled, seen_keys
 
+# queries whose scores are computed at a time
+ROWS = 256
+
 
 def attention(x: Tensors, options: Options) -> None:
     """Write the output, and the log-sum-exp in fp32.
@@ -54,6 +57,7 @@ def attention(x: Tensors, options: Options) -> None:
                 signed_alibi=options.signed_alibi,
                 skip_decode=options.skip_decode,
                 decode_from_cache=options.decode_from_cache,
+                at_once=ROWS,
             )
         )
         result = round_output(result, x.out.dtype, x.out_scale)

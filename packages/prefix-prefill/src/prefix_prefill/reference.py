@@ -124,12 +124,14 @@ def attend(
     signed_alibi: bool = False,
     skip_decode: bool = False,
     decode_from_cache: bool = False,
+    at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend sequence by sequence; both results are in the dtype of the computation.
 
-    Rows of no sequence get 0 and -inf. ``positions`` are the keys on which the masks of each row
-    hang, if they are not the last ones of its sequence; slopes are per row then. ``skip_decode``
-    leaves sequences of one query like rows of none.
+    With ``at_once``, so many queries at a time meet the keys from the first to the last that they
+    see; otherwise all of a sequence do. Rows of no sequence get 0 and -inf. ``positions`` are the
+    keys on which the masks of each row hang, if they are not the last ones of its sequence; slopes
+    are per row then. ``skip_decode`` leaves sequences of one query like rows of none.
     """
     dtype = compute_dtype(q)
     out = q.new_zeros(q.shape, dtype=dtype)
@@ -170,18 +172,27 @@ def attend(
         slopes = alibi_slopes
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[b] if positions is None else slopes[rows].T
-        out[rows], lse[:, rows] = dense_attention(
-            scaled(q[rows], _of_sequence(q_descale, b), dtype),
-            parts[0],
-            parts[1],
-            visible[:, first:last],
-            position - first,
-            slopes,
-            sinks,
-            softmax_scale,
-            softcap,
-            signed_alibi,
-        )
+        queries = scaled(q[rows], _of_sequence(q_descale, b), dtype)
+        size = seqlen_q if at_once is None else at_once
+        for start in range(0, seqlen_q, size):
+            some = slice(start, min(start + size, seqlen_q))
+            seen = visible[some].any(0).nonzero()
+            least = int(seen[0]) if len(seen) else first
+            keys = slice(least, int(seen[-1]) + 1 if len(seen) else first)
+            own = slice(keys.start - first, keys.stop - first)
+            written = slice(rows.start + some.start, rows.start + some.stop)
+            out[written], lse[:, written] = dense_attention(
+                queries[some],
+                parts[0][own],
+                parts[1][own],
+                visible[some, keys],
+                position[some] - least,
+                slopes if slopes is None or slopes.ndim == 1 else slopes[:, some],
+                sinks,
+                softmax_scale,
+                softcap,
+                signed_alibi,
+            )
     return out, lse
 
 
