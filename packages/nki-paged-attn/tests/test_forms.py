@@ -108,6 +108,13 @@ def test_one_sequence_is_two_programs_work(queries, heads, options, monkeypatch)
     same(case.run(buckets=WIDE), expected)
 
 
+def test_tiles_of_one_head_and_128_tokens(monkeypatch):
+    """Several of these for each head, and more chunks of the diagonal than a product has."""
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    sinks = np.linspace(-1, 2, 4)
+    make_case([1030, 300], [40, 2200], head_dim=8, block_size=64, sinks=sinks).check()
+
+
 def test_halves_of_a_tile_leave_rows_that_see_one_of_them():
     """With a window, the first rows see nothing of the second half, or the last of the first."""
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 8, "block_size": 64}
