@@ -73,9 +73,11 @@ def test_on_a_device_the_kernel_computes(device, options):
     assert [x.data_ptr() for x in caches] == [x.data_ptr() for x in tensors[3:5]]
 
 
-@pytest.mark.parametrize("queries", [[200], [129, 1]], ids=str)
-def test_a_device_and_long_chunks(device, queries):
-    step, tensors, exact = make_step(queries, [1100] * len(queries))
+@pytest.mark.parametrize(
+    ("queries", "contexts"), [([200], [1100]), ([129, 1], [1100, 1100]), ([1100], [40])], ids=str
+)
+def test_a_device_and_long_chunks(device, queries, contexts):
+    step, tensors, exact = make_step(queries, contexts)
     out = vllm_neuron.paged_attention(*tensors, step)
     np.testing.assert_allclose(out[: len(exact)].numpy(), exact, atol=1e-5)
 
