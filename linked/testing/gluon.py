@@ -133,9 +133,9 @@ def _binary(function: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _fma(a: Any, b: Any, c: Any) -> Register:
-    """Return ``a * b + c`` with hardly more than one rounding: a float64 holds the product."""
-    a, b, c = (plain(x).double() for x in (a, b, c))
-    return register((a * b + c).float())
+    """Return ``a * b + c``, rounded twice, as Triton's interpreter does."""
+    a, b, c = map(plain, (a, b, c))
+    return register(a * b + c)
 
 
 def _full(shape: Any, value: Any, dtype: Dtype, _layout: Any = None) -> Register:
