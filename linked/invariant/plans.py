@@ -21,9 +21,6 @@ PROGRAMS = 512
 # what the sums of segments may take at most
 PART_BYTES = 2**28
 MERGE_ROWS = 16
-# keys of a page that are worth a copy, and rows of a tensor map of a cache
-MIN_PIECE = 16
-MAX_ROWS = 2**30
 
 
 class Call(NamedTuple):
@@ -109,45 +106,6 @@ def takes_hopper(x: Call, keys: KeyForm) -> bool:
         and x.q.dtype in (torch.float16, torch.bfloat16)
         and max(x.q.shape[-1], keys.head_dim_v) <= 256
         and has_gluon()
-    )
-
-
-def is_copied(x: Call, scores: Scores, keys: KeyForm) -> bool:
-    """Say whether TMA copies the keys of a form of calls to the kernel for Hopper."""
-    page = keys.page or MIN_PIECE
-    if copied_keys(page, scores.window_left, MIN_PIECE) < MIN_PIECE:
-        return False
-    return keys.page == 0 or (
-        x.new_k is None and x.k.dtype == x.q.dtype and _is_mappable(x.k) and _is_mappable(x.v)
-    )
-
-
-def copied_keys(page: int, window_left: int, most: int) -> int:
-    """Return how many keys of a page are copied at once: a power of two that divides it.
-
-    A copy can leave out keys at one end alone: those before the first row's window, or those past
-    the end. Between the two lie ``window_left + 1`` keys or more.
-    """
-    piece = min(page & -page, most)
-    if window_left >= 0:
-        piece = min(piece, 1 << (window_left + 2).bit_length() - 1)
-    return piece
-
-
-def _is_mappable(cache: Tensor) -> bool:
-    """Say whether the copy engine can read a cache, as rows of one head each, where it is."""
-    if cache.ndim != 4:
-        return False
-    page, slot, head, inner = cache.stride()
-    heads = head if cache.shape[2] > 1 else slot
-    unit = 16 // cache.element_size()
-    return (
-        cache.numel() > 0
-        and cache.data_ptr() % 16 == 0
-        and (inner == 1 and slot > 0 and heads > 0)
-        and slot % unit == heads % unit == 0
-        and (cache.shape[0] == 1 or (page > 0 and page % slot == 0))
-        and cache.shape[0] * cache.shape[1] < MAX_ROWS
     )
 
 

@@ -16,9 +16,9 @@ from ...hopper._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ...hopper._linked.tma import MapForm, MapLaunch
 from ...launch.runtime import Launch, row_bytes
 from ..kernels import _invariant_merge_kernel
-from ..plans import copied_keys, is_copied
 from ..structures import MergeNumbers, MergeTensors, MergeTile
 from .attention import invariant_hopper_kernel
+from .copies import copied_keys, is_copied
 from .structures import Arguments, Counts, Options, Strides, Tile
 from .structures import Scores as ScoreNumbers
 
