@@ -45,7 +45,7 @@ SURVIVORS = ROOT / "ci" / "survivors.json"
 TESTS: dict[str, list[tuple[str, str]]] = {
     "lightning-attn": [
         ("hopper/*", "test_gluon.py"),
-        ("decode.py", "test_decode.py"),
+        ("decode.py", "test_decode.py test_poison.py"),
         ("decay_gradient.py", "test_autograd.py"),
         ("arrival.py", "test_distributed.py"),
         ("primitives.py", "test_forward.py test_decode.py test_backward.py"),
