@@ -180,6 +180,9 @@ def _arithmetic(text: str, *values: Tensor) -> Register:
     """Compute what a text does by which nobody waits for anybody."""
     if "shfl.sync.idx" in text or text.startswith("mov.b32"):
         return register(values[0])
+    if "selp.f32 $0, $3, $4" in text:
+        low, high, yes, no = values
+        return register(torch.where(low <= high, yes, no))
     if "setp.le.s32" in text:
         s, low, high = values
         return register(torch.where(low <= high, s, -torch.inf))

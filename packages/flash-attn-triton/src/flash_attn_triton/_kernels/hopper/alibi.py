@@ -8,6 +8,7 @@ them, and ``first`` is the tile's first key: what is large is also far, and weig
 
 from ._linked.compat import gl, gluon
 from ._linked.pipeline import LOG2E, opaque
+from ._linked.ptx import either
 from ._linked.softmax import logits_of, row_sums
 
 # where a tile of keys lies: keys that all rows see, behind or ahead of them, or any others
@@ -61,8 +62,9 @@ def _terms(s, zero, slope, IS_PACKED: gl.constexpr):
 def tilted(s, first, scale, walk, problem, KIND: gl.constexpr, OPTIONS: gl.constexpr):
     """Return base-2 logits of products without the rows' level, ``[ROWS, BLOCK_N]``, and the level.
 
-    The level is ``[ROWS]``, or ``[ROWS, BLOCK_N]`` in a tile with keys on both sides. Each number
-    is the same there, whichever rows share the tile.
+    The level is ``[ROWS]``; in a tile with keys on both sides it is that of the keys behind, and
+    its negative is that of those ahead. There each number is what it would be in a tile of one
+    side, so that results do not depend on the rows that share the tile.
     """
     S: gl.constexpr = s.type.layout
     factor = scale * LOG2E
@@ -70,22 +72,29 @@ def tilted(s, first, scale, walk, problem, KIND: gl.constexpr, OPTIONS: gl.const
         s = logits_of(s, walk.rows, first, scale, problem.softcap, 0.0, True, False)
         factor = 1.0
     slope = side_slope(walk, KIND)
-    away = first - walk.rows  # [ROWS]
-    level = gl.sum(away.to(gl.float32)[:, None] * slope, 1)
+    level = gl.sum((first - walk.rows).to(gl.float32)[:, None] * slope, 1)
     terms = _terms(s, opaque(first) - first, slope, OPTIONS.PACK > 1)
     if KIND == CUT:
-        cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, S))
-        is_behind = away[:, None] + cols[None, :] <= 0
-        terms = gl.where(is_behind, terms, -terms)
-        level = gl.where(is_behind, level[:, None], -level[:, None])
+        terms = terms * _by_side(first, walk, 1.0, -1.0, s)
     return gl.fma(s, factor, terms), level
 
 
 @gluon.jit
-def largest(s, level, KIND: gl.constexpr):
+def _by_side(first, walk, behind, ahead, s):
+    """Return one of two numbers, or of ``[ROWS, 1]`` numbers, for each element of ``s``."""
+    S: gl.constexpr = s.type.layout
+    rows = (walk.rows - first)[:, None]
+    zeros = gl.zeros([s.shape[0], s.shape[1]], gl.float32, S)
+    cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, S))[None, :]
+    return either(cols, rows, zeros + behind, zeros + ahead)
+
+
+@gluon.jit
+def largest(s, level, first, walk, KIND: gl.constexpr):
     """Return the maxima of the rows, ``[ROWS]``."""
     if KIND == CUT:
-        top = gl.max(s + level, 1)
+        level = level[:, None]
+        top = gl.max(s + _by_side(first, walk, level, -level, s), 1)
     else:
         # rounding keeps the order, so the maximum may come first
         top = gl.max(s, 1) + level
@@ -93,18 +102,20 @@ def largest(s, level, KIND: gl.constexpr):
 
 
 @gluon.jit
-def less_pivot(s, level, pivot, KIND: gl.constexpr):
+def less_pivot(s, level, pivot, first, walk, KIND: gl.constexpr):
     """Return the logits, level included, less the rows' pivots: ``[ROWS, BLOCK_N]``."""
+    behind = (pivot - level)[:, None]
     if KIND == CUT:
-        s = s - (pivot[:, None] - level)
+        ahead = (pivot + level)[:, None]
+        s = s - _by_side(first, walk, behind, ahead, s)
     else:
-        s = s - (pivot - level)[:, None]
+        s = s - behind
     return s
 
 
 @gluon.jit
-def start_tilted(s, level, FLOOR: gl.constexpr):
+def start_tilted(s, level, first, walk, FLOOR: gl.constexpr):
     """Return what ``start_softmax`` returns, of a tile of kind ``CUT``."""
-    m = largest(s, level, CUT)
-    e = gl.exp2(less_pivot(s, level, gl.where(m <= FLOOR, 0.0, m), CUT))
+    m = largest(s, level, first, walk, CUT)
+    e = gl.exp2(less_pivot(s, level, gl.where(m <= FLOOR, 0.0, m), first, walk, CUT))
     return m, row_sums(e), e
