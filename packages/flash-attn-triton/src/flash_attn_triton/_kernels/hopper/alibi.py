@@ -66,7 +66,6 @@ def tilted(s, first, scale, walk, problem, KIND: gl.constexpr, OPTIONS: gl.const
     its negative is that of those ahead. There each number is what it would be in a tile of one
     side, so that results do not depend on the rows that share the tile.
     """
-    S: gl.constexpr = s.type.layout
     factor = scale * LOG2E
     if OPTIONS.HAS_SOFTCAP:
         s = logits_of(s, walk.rows, first, scale, problem.softcap, 0.0, True, False)
