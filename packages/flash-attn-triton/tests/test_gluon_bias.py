@@ -261,7 +261,8 @@ def test_forward_with_a_mistake(function, right, wrong, biased):
 
 def test_hidden_rows_with_a_mistake(biased):
     def serve(reverse):
-        biased("plain", reverse).plant("_fold", "MASKED or problem.bias is not None", "MASKED")
+        kernel = biased("plain", reverse)
+        kernel.plant("_fold", "KIND == CUT or problem.bias is not None", "KIND == CUT")
 
     assert caught(serve, hiding())
 

@@ -194,7 +194,7 @@ SPILLS = {
     (64, "full"): (0, 88),  # three warpgroups have 160 registers a thread
     (64, "long"): (48, 240),  # likewise
     (64, "packed"): (0, 16),
-    (64, "rich"): (0, 24),  # every feature at once
+    (64, "rich"): (0, 208),  # every feature at once, beside loops for one side of ALiBi
     # draws of dropout, which are made beside the exponentials
     (64, "dropout"): (64, 200),  # and three warpgroups have 160 registers a thread
     (64, "causal dropout"): (0, 16),

@@ -1,4 +1,4 @@
-"""All builds of the invariant kernel multiply and sum alike; they fit and hardly spill."""
+"""All builds of the invariant kernels multiply and sum alike; they fit and hardly spill."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flash_attn_triton import _configs
 from flash_attn_triton._kernels.plans import launch_forward
 
 from ._linked.gpus import GPUS, chosen, compiling, counting
@@ -49,6 +50,12 @@ def launch(dims: tuple[int, int], dtype: str, seqlen: int = 1024, **options: Any
     launch_forward(q, k, v, offsets, offsets, *[None] * 9, *scalars, q.dtype, True)
 
 
+@pytest.fixture
+def portable(monkeypatch):
+    monkeypatch.setattr(_configs, "HOPPER", False)
+
+
+@pytest.mark.usefixtures("portable")
 @pytest.mark.parametrize(("gpu", "dims", "dtype"), chosen(EVERYTHING, PRINCIPAL), ids=str)
 def test_all_builds_compute_alike(gpu, dims, dtype, tmp_path):
     with compiling(gpu, tmp_path) as builds:
@@ -68,6 +75,18 @@ def test_all_builds_compute_alike(gpu, dims, dtype, tmp_path):
         assert build.spilled <= most, f"{name} {build}"
 
 
+@pytest.mark.parametrize("dims", chosen([(64, 64), (128, 128), (256, 256)], [(128, 128)]), ids=str)
+def test_builds_for_hopper(dims, tmp_path):
+    with compiling("nvidia:sm_90", tmp_path) as builds:
+        launch(dims, "bfloat16", 4096)
+    assert [x.kernel for x in builds] == ["invariant_hopper_kernel"]
+    for build in builds:
+        assert build.shared <= GPUS["nvidia:sm_90"].shared_limit, build
+        assert not build.unset, build
+        assert build.spilled <= 48, build  # between tiles of queries
+
+
+@pytest.mark.usefixtures("portable")
 @pytest.mark.parametrize("gpu", ["nvidia:sm_90", "amd:gfx942"])
 def test_lengths_make_two_variants(gpu):
     with counting(gpu) as variants:

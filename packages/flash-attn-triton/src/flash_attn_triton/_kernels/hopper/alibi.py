@@ -11,8 +11,9 @@ from ._linked.pipeline import LOG2E, opaque
 from ._linked.ptx import either
 from ._linked.softmax import logits_of, row_sums
 
-# where a tile of keys lies: keys that all rows see, behind or ahead of them, or any others
-BEHIND = gl.constexpr(0)
+# kinds of tiles of keys: all rows see all keys, which with ALiBi lie behind the rows; likewise,
+# ahead of them; any others
+WHOLE = gl.constexpr(0)
 AHEAD = gl.constexpr(1)
 CUT = gl.constexpr(2)
 

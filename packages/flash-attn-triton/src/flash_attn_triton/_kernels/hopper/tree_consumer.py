@@ -21,6 +21,7 @@ from ._linked.pipeline import (
     barrier_sync,
     field,
 )
+from .alibi import CUT, WHOLE
 from .consumer import _cross, _finish, _survey, _write, close
 from .panels import accumulator
 from .structures import Block, Walk
@@ -78,7 +79,7 @@ def _attend(
             W,
             OPTIONS,
             TILE,
-            True,
+            CUT,
         )
         state = _with_pairs(state)
     for _tail in range(path.tails):
@@ -87,8 +88,8 @@ def _attend(
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         keys = gl.sum(tails_s.index(stage).load(layout), 0)
         block = Block(-1, -1, 0, 0, keys, keys)
-        tail = Walk(block, 0, 0, 0, 1, own.rows * 0 + BEHIND, 0.0, 0)
-        state = _fold(state, 0, 1, tail, buffer, factor, pipeline, problem, W, OPTIONS, TILE, True)
+        tail = Walk(block, 0, 0, 0, 1, own.rows * 0 + BEHIND, 0.0, 0, 0, 0)
+        state = _fold(state, 0, 1, tail, buffer, factor, pipeline, problem, W, OPTIONS, TILE, CUT)
     return _fold(
         _with_pairs(state),
         0,
@@ -101,7 +102,7 @@ def _attend(
         W,
         OPTIONS,
         TILE,
-        False,
+        WHOLE,
     )
 
 

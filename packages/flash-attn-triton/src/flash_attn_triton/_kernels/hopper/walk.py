@@ -18,7 +18,7 @@ from ._linked.pipeline import (
 )
 from ._linked.ptx import SLACK, hide_unless, in_pairs
 from ._linked.softmax import logits_of, row_sums, start_softmax
-from .alibi import AHEAD, BEHIND, CUT, largest, less_pivot, start_tilted, tilted
+from .alibi import AHEAD, CUT, WHOLE, largest, less_pivot, start_tilted, tilted
 from .bias import add_bias
 from .dropout import drop
 from .panels import (
@@ -200,7 +200,7 @@ def attend(
             W,
             OPTIONS,
             TILE,
-            BEHIND,
+            WHOLE,
         )
         stop = walk.left
     if OPTIONS.HAS_LEFT or IS_HEAVY:
