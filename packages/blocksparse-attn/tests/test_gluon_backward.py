@@ -28,24 +28,27 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="about the interpreter
 @pytest.fixture
 def eager_forward(monkeypatch):
     """Serve forward calls by eager code: the kernel has its own tests, and is slow to interpret."""
-    from blocksparse_attn._kernels.plans import Plan
+    from blocksparse_attn._kernels import plans
 
-    function = _ops._BlockSparseAttention
+    function = _ops._Planned
     real = function.forward
 
-    def forward(ctx, q, k, v, cu_q, cu_k, crow, col, pattern, bounds, options, *rest):
+    def forward(ctx, q, k, v, x, layout, bounds, known):
         def serve(_plan, x, *_):
+            crow, col = map(layout._by_sequence, (layout._crow, layout._col))
+            pattern = layout._pattern
             block = pattern.block_q, pattern.block_k
-            scale, causal, _, top_left = options
+            scale, causal, _, top_left = known.options
             return attention_forward(
-                *x[:6], crow, col, pattern.cols, block, scale, causal, top_left
+                *x[:6], crow, col, pattern.cols, block, scale, causal, top_left, x.rule
             )
 
         with monkeypatch.context() as patch:
-            patch.setattr(Plan, "forward", serve)
-            return real(ctx, q, k, v, cu_q, cu_k, crow, col, pattern, bounds, options, *rest)
+            patch.setattr(plans.Plan, "forward", serve)
+            return real(ctx, q, k, v, x, layout, bounds, known)
 
     monkeypatch.setattr(function, "forward", staticmethod(forward))
+    monkeypatch.setattr(plans, "launch_forward", _ops._forward_eager)
 
 
 @pytest.fixture
