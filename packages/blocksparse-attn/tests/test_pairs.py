@@ -146,6 +146,7 @@ def test_operators_know_the_sizes(block, group):
         2,
         True,
         "pairs",
+        None,
     )
     made = _ops.plan(*arguments)
     want = sizes_of(*layout._col.shape, layout._num_cols, block, group, 1)
