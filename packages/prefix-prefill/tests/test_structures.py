@@ -237,7 +237,7 @@ def append_and_attend() -> None:
         (lambda: attend(64, 64, 1), 1),
         (lambda: attend(64, 64, 4), 2),
         (lambda: attend(2048, 4, 1), 2),
-        (lambda: attend(4, 4, 0, True), 2),
+        (lambda: attend(4, 4, 0, True), {"nvidia:sm_90": 1}),  # else a merge behind it
         (attend_by_the_drop_in, 2),
         (write, 1),
         (append_and_attend, 3),
@@ -249,5 +249,5 @@ def test_few_frames_lie_before_a_warm_launch(call: Callable[[], None], kernels, 
         call()
         launches.clear()
         call()
-    assert len(launches) == kernels
+    assert len(launches) == (kernels.get(gpu, 2) if isinstance(kernels, dict) else kernels)
     assert max(launches) <= MOST_FRAMES, launches
