@@ -59,7 +59,7 @@ def _dq_walk(
         live = keys >= 0
         if MASKED:
             live = live_keys(
-                keys, members, rows, OPTIONS, QUERIES.ROW_MEMBERS, HAS_MEMBERS, BLOCK_N
+                keys, members, rows, tensors, OPTIONS, QUERIES.ROW_MEMBERS, HAS_MEMBERS, BLOCK_N
             )
         keys_64 = keys.to(tl.int64)
         k_t = load_tile_transposed(
@@ -86,7 +86,7 @@ def _dq_walk(
         dp = dot(values.dout, v_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         p = tl.exp2(products * (numbers.scale * LOG2E) - values.lse2[:, None])
         if MASKED:
-            visible = sees(keys, members, rows, OPTIONS.IS_CAUSAL, HAS_MEMBERS, BLOCK_N, BLOCK_K)
+            visible = sees(keys, members, rows, tensors, OPTIONS, HAS_MEMBERS, BLOCK_N)
             p = tl.where(visible, p, 0.0)
         ds = p * (dp - values.delta[:, None])  # [BLOCK_M, BLOCK_N]
         dq = dot_add(dq, ds, tl.trans(k_t), PRECISION, UPCAST)  # [BLOCK_M, BLOCK_D]

@@ -71,7 +71,7 @@ def _attend(
         live = keys >= 0
         if MASKED:
             live = live_keys(
-                keys, members, rows, OPTIONS, QUERIES.ROW_MEMBERS, HAS_MEMBERS, BLOCK_N
+                keys, members, rows, tensors, OPTIONS, QUERIES.ROW_MEMBERS, HAS_MEMBERS, BLOCK_N
             )
         k_at = key_offsets(
             keys, live, keys_at.table_ptr, numbers.stride_kb, numbers.stride_ks, PAGE, MASKED
@@ -97,7 +97,7 @@ def _attend(
             factor = 1.0
             s = s * (scale * LOG2E)
         if MASKED:
-            visible = sees(keys, members, rows, OPTIONS.IS_CAUSAL, HAS_MEMBERS, BLOCK_N, BLOCK_K)
+            visible = sees(keys, members, rows, tensors, OPTIONS, HAS_MEMBERS, BLOCK_N)
             s = tl.where(visible, s, NEG_INF)
         m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
         if MASKED:

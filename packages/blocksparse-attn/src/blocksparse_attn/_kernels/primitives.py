@@ -130,19 +130,19 @@ def sees(
     keys,
     members,
     rows,
-    IS_CAUSAL: tl.constexpr,
+    tensors,
+    OPTIONS: tl.constexpr,
     HAS_MEMBERS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
     """Say which keys of a step each row of the tile sees, ``[rows, keys]``."""
-    if IS_CAUSAL:
+    if OPTIONS.IS_CAUSAL:
         visible = keys[None, :] <= rows.positions[:, None]
     else:
         visible = (keys < rows.seqlen_k)[None, :] & (rows.positions >= 0)[:, None]
     if HAS_MEMBERS:
-        visible &= keeps(members, rows.bits, BLOCK_N, BLOCK_K)
-    if rows.first_key is not None:
+        visible &= keeps(members, rows.bits, BLOCK_N, OPTIONS.BLOCK_K)
+    if tensors.rule_ptr is not None:
         visible &= in_range(keys[None, :], rows.first_key[:, None], rows.last_key[:, None])
     return visible
 
@@ -152,6 +152,7 @@ def live_keys(
     keys,
     members,
     rows,
+    tensors,
     OPTIONS: tl.constexpr,
     ROW_MEMBERS: tl.constexpr,
     HAS_MEMBERS: tl.constexpr,
@@ -162,7 +163,6 @@ def live_keys(
     ``members`` say which of the tile's rows of blocks keep the block of a key.
     """
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
-    IS_CAUSAL: tl.constexpr = OPTIONS.IS_CAUSAL
     if ROW_MEMBERS > 1:
         reach = members * 0 - 1
         for i in tl.static_range(ROW_MEMBERS):
@@ -173,13 +173,13 @@ def live_keys(
     else:
         # some head keeps whatever is in a list
         reach = rows.last_position
-    if IS_CAUSAL:
+    if OPTIONS.IS_CAUSAL:
         # of a layout whose rows begin with the queries, rows may stand behind the last key
         live = keys <= tl.minimum(reach, rows.seqlen_k - 1)
     else:
         live = keys < tl.where(reach >= 0, rows.seqlen_k, 0)
-    if rows.first_key is not None:
-        visible = sees(keys, members, rows, IS_CAUSAL, HAS_MEMBERS, BLOCK_N, OPTIONS.BLOCK_K)
+    if tensors.rule_ptr is not None:
+        visible = sees(keys, members, rows, tensors, OPTIONS, HAS_MEMBERS, BLOCK_N)
         live &= tl.max(visible.to(tl.int32), 0) > 0
     return live
 

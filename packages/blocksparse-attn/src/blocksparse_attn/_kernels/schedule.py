@@ -210,8 +210,9 @@ def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr, QUERIES: t
         bits = tl.arange(0, positions.shape[0]) % QUERIES.HEADS
     elif QUERIES.ROW_MEMBERS > 1:
         bits = tl.maximum(positions - span_start, 0) // OPTIONS.BLOCK_Q
-    first_key = None
-    last_key = None
+    # where no rule hides keys nobody reads these two; None could not be returned
+    first_key = positions
+    last_key = positions
     if tensors.rule_ptr is not None:
         is_there = (positions >= first_position) & (positions <= last_position)
         sequence = tl.maximum(tl.minimum(work.sequence, numbers.batch - 1), 0).to(tl.int64)

@@ -371,7 +371,7 @@ class Rows(NamedTuple):
     last_position: Any
     span_start: Any  # the first position of the list's owner
     seqlen_k: Any
-    # first and last key that each row sees by the rule, or None
+    # first and last key that each row sees by the rule; without meaning where there is none
     first_key: Any
     last_key: Any
 
