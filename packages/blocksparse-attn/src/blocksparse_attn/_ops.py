@@ -160,11 +160,11 @@ def _forward_eager(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     block_table: Tensor | None,
-    tall: Sequence[Tensor],
-    short: Sequence[Tensor],
-    by_query: Sequence[Tensor],
-    by_key: Sequence[Tensor],
-    pairs: Sequence[Tensor],
+    tall: Sequence[Tensor] | None,
+    short: Sequence[Tensor] | None,
+    by_query: Sequence[Tensor] | None,
+    by_key: Sequence[Tensor] | None,
+    pairs: Sequence[Tensor] | None,
     crow: Tensor,
     col: Tensor,
     cols: int,
@@ -208,9 +208,9 @@ def _backward_eager(
     dlse: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    by_query: Sequence[Tensor],
-    by_key: Sequence[Tensor],
-    pairs: Sequence[Tensor],
+    by_query: Sequence[Tensor] | None,
+    by_key: Sequence[Tensor] | None,
+    pairs: Sequence[Tensor] | None,
     crow: Tensor,
     col: Tensor,
     cols: int,
@@ -255,8 +255,8 @@ plan = register(
 forward = register(
     f"{NAMESPACE}::forward",
     "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? block_table, Tensor[] tall, Tensor[] short, Tensor[] by_query, Tensor[] by_key, "
-    f"Tensor[] pairs, {_LAYOUT}, SymInt max_row, {_OPTIONS}, int num_splits, bool top_left, "
+    "Tensor? block_table, Tensor[]? tall, Tensor[]? short, Tensor[]? by_query, Tensor[]? by_key, "
+    f"Tensor[]? pairs, {_LAYOUT}, SymInt max_row, {_OPTIONS}, int num_splits, bool top_left, "
     "Tensor? rule) -> (Tensor out, Tensor lse)",
     fake=_forward_fake,
     kernels=_forward_triton,
@@ -266,8 +266,8 @@ forward = register(
 backward = register(
     f"{NAMESPACE}::backward",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] by_query, Tensor[] by_key, "
-    f"Tensor[] pairs, {_LAYOUT}, {_OPTIONS}, bool top_left, Tensor? rule) "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[]? by_query, Tensor[]? by_key, "
+    f"Tensor[]? pairs, {_LAYOUT}, {_OPTIONS}, bool top_left, Tensor? rule) "
     "-> (Tensor dq, Tensor dk, Tensor dv)",
     fake=_backward_fake,
     kernels=_backward_triton,
@@ -326,9 +326,15 @@ def _walks(
     )
 
 
+def _operands(walks: Sequence[Sequence[Tensor]]) -> list[list[Tensor] | None]:
+    """Return lists as operators take them: None for an empty one, as AOTInductor hands it on."""
+    return [list(walk) or None for walk in walks]
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Put away what the derivative of the forward operator needs."""
     q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, _, *walks, crow, col = inputs[: _LISTS + 7]
+    walks = [walk or () for walk in walks]
     lists = [one for walk in walks for one in walk]
     ctx.save_for_backward(
         q, k, v, *output, cu_seqlens_q, cu_seqlens_k, inputs[-1], crow, col, *lists
@@ -372,7 +378,7 @@ def _run_backward(
         dlse,
         x.cu_seqlens_q,
         x.cu_seqlens_k,
-        *map(list, walks),
+        *_operands(walks),
         crow,
         col,
         *options,
@@ -436,7 +442,7 @@ def attention(
             x = without_repeats(x)
         crow, col = map(layout._by_sequence, (layout._crow, layout._col))
         return _call_forward(  # type: ignore[no-any-return]
-            *x[:6], *map(list, walks), crow, col, *layout._pattern[2:7], *bounds, *options, x.rule
+            *x[:6], *_operands(walks), crow, col, *layout._pattern[2:7], *bounds, *options, x.rule
         )
     if x.q.is_cpu:
         _check_values(x, bounds)

@@ -415,7 +415,8 @@ def launch_forward(
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, rule))
     pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, max_row)
     plan = Plan(x, pattern, Options(softmax_scale, causal, num_splits, top_left))
-    out, lse = plan.forward(x, Walks(tuple(tall), tuple(short)), Bounds(max_seqlen_q, max_seqlen_k))
+    walks = Walks(tuple(tall or ()), tuple(short or ()))
+    out, lse = plan.forward(x, walks, Bounds(max_seqlen_q, max_seqlen_k))
     return first_columns(out, v.shape[-1]), lse
 
 
@@ -428,7 +429,8 @@ def launch_backward(
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, None, rule))
     pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, cols)
     plan = BackwardPlan(Form(x, pattern, Options(softmax_scale, causal, 1, top_left)))
-    walks = Walks(by_query=tuple(by_query), by_key=tuple(by_key), pairs=tuple(pairs))
+    by_query, by_key, pairs = (tuple(walk or ()) for walk in (by_query, by_key, pairs))
+    walks = Walks(by_query=by_query, by_key=by_key, pairs=pairs)
     # as wide as the values
     wide = x.v.shape[-1]
     grads = plan(x, walks, widened(out, wide), lse, widened(dout, wide), dlse)
