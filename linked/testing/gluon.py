@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.runtime.jit import ConstexprFunction
@@ -74,6 +75,11 @@ class Register(torch.Tensor):
 
     def __ior__(self, other):
         return self | other
+
+
+def _by_numpy(function: Callable[..., Any]) -> Callable[[Any], Register]:
+    """Return a function that computes as Triton's interpreter does: to the same bits."""
+    return lambda x: register(torch.as_tensor(function(plain(x).numpy())))
 
 
 def register(x: Any) -> Register:
@@ -328,7 +334,7 @@ class Language:
             arange=lambda begin, end, layout=None: register(
                 torch.arange(begin, end, dtype=torch.int32)
             ),
-            fma=_fma, exp2=torch.exp2, log2=torch.log2, abs=torch.abs, multiple_of=lambda x, _: x,
+            fma=_fma, exp2=_by_numpy(np.exp2), log2=_by_numpy(np.log2), abs=torch.abs, multiple_of=lambda x, _: x,
             cdiv=lambda a, b: (a + b - 1) // b,
             where=lambda a, b, c: torch.where(register(a), register(b), register(c)),
             maximum=_binary(torch.maximum), minimum=_binary(torch.minimum),

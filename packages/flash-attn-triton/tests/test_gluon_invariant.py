@@ -67,9 +67,8 @@ def test_segments_with_tickets_of_their_own_give_the_same_bits(processors):
     processors[0] = 64
     inputs = (x[None] for x in (s.q[190:], s.k, s.v))
     out, lse = flash_attn_func(*inputs, **s.options, invariant=True, return_lse=True)
-    # merged by a Triton kernel, whose interpreter has another exponential and logarithm
     assert torch.equal(out[0], s.out[190:])
-    torch.testing.assert_close(lse[0], s.lse[:, 190:], rtol=2**-21, atol=2**-21)
+    assert torch.equal(lse[0], s.lse[:, 190:])
 
 
 def test_keys_that_nobody_sees_may_hold_anything(processors):
