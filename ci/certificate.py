@@ -119,21 +119,35 @@ def mutants(told: list[dict[str, Any]]) -> list[str]:
         explained = sum(bool(s["explained"]) for s in one["survivors"])
         caught = one["caught"] + one["hung"]
         rows.append(
-            [one["package"], str(one["mutations"]), str(one["tried"]), str(caught),
-             f"{one['survived']}, {explained} explained", str(one["not run"]),
-             f"{100 * one['score']:.0f} %", f"`{one['commit']}`"]
-        )  # fmt: skip
+            [
+                one["package"],
+                str(one["mutations"]),
+                str(one["tried"]),
+                str(caught),
+                f"{one['survived']}, {explained} explained",
+                str(one["not run"]),
+                f"{100 * one['score']:.0f} %",
+                f"`{one['commit']}`",
+            ]
+        )
     head = ["package", "mutants", "tried", "caught", "survived", "not run", "score", "commit"]
     return table(head, rows) if rows else [NOT_RUN]
 
 
 def soak(told: list[dict[str, Any]]) -> list[str]:
     rows = [
-        [one["device"], f"{one['seconds']:.0f} s", str(one["requests"]), str(one["wrong"]),
-         str(one["repeats"]), str(one["differing"]), f"{one['grown_bytes'] / 2**20:.1f} MiB",
-         f"`{one['commit']}`"]
+        [
+            one["device"],
+            f"{one['seconds']:.0f} s",
+            str(one["requests"]),
+            str(one["wrong"]),
+            str(one["repeats"]),
+            str(one["differing"]),
+            f"{one['grown_bytes'] / 2**20:.1f} MiB",
+            f"`{one['commit']}`",
+        ]
         for one in told
-    ]  # fmt: skip
+    ]
     head = ["device", "time", "answers", "wrong", "repeats", "differing", "memory grown", "commit"]
     return table(head, rows) if rows else [NOT_RUN]
 

@@ -74,8 +74,9 @@ def _bars(family: str, one: str | None, rows: list[Row]) -> Row:
     cases = list(dict.fromkeys(r["case"].removesuffix(f"-{one}") for r in rows))
     traces = []
     for provider in dict.fromkeys(r["provider"] for r in rows):
-        values = {r["case"].removesuffix(f"-{one}"): r[key]
-                  for r in rows if r["provider"] == provider}  # fmt: skip
+        values = {
+            r["case"].removesuffix(f"-{one}"): r[key] for r in rows if r["provider"] == provider
+        }
         y = [values.get(case) and float(f"{values[case]:.4g}") for case in cases]
         traces.append({"type": "bar", "name": LABELS.get(provider, provider), "x": cases, "y": y})
     return {"data": traces, "layout": {"yaxis": {"title": {"text": unit}}}}

@@ -188,9 +188,18 @@ def _paged(device: str, d: int, page: int = 16, queries: int = 200, **options: A
     )
     splits = options.pop("num_splits", 1)
     out, lse = paged_attn_func(
-        q, k_cache, v_cache, table, starts, lengths, queries, keys,
-        **options, num_splits=splits, return_lse=True,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        table,
+        starts,
+        lengths,
+        queries,
+        keys,
+        **options,
+        num_splits=splits,
+        return_lse=True,
+    )
     k, v = (c[table[0].long()].reshape(-1, heads[1], d)[:keys][None] for c in (k_cache, v_cache))
     truncates = device == "cpu" and _is_interpreted()
     rest = {"causal": True, **options}

@@ -151,8 +151,11 @@ def navigation(pages: set[Path]) -> list[Entry]:
     coming = rest("docs/coming-from")
     packages: list[Entry] = []
     for folder in sorted({p.parts[1] for p in pages if p.parts[0] == "packages"}):
-        first = [take(f"packages/{folder}/{p}", n) for p, n in PAGES.items()
-                 if Path(f"packages/{folder}/{p}") in pages]  # fmt: skip
+        first = [
+            take(f"packages/{folder}/{p}", n)
+            for p, n in PAGES.items()
+            if Path(f"packages/{folder}/{p}") in pages
+        ]
         packages.append({folder: first + rest(f"packages/{folder}")})
     measured = [take("dashboard/index.md", "All packages"), *rest("dashboard")]
     work = [take(str(p)) for p in sorted(left)]

@@ -287,13 +287,25 @@ def main() -> None:
     differing = repeat(given.device, given.repeats)
     name = "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
     told = {
-        "commit": commit(), "torch": torch.__version__, "device": name, "front": given.front,
-        "seconds": took, "requests": load.requests, "wrong": load.wrong, "ties": load.ties,
-        "left": load.cancelled, "failed": failed, "steps": engine.steps,
-        "preempted": engine.preempted, "free_pages": free, "pages": PAGES,
-        "grown_bytes": max(grown.values()), "grown": grown,
-        "repeats": given.repeats, "differing": differing,
-    }  # fmt: skip
+        "commit": commit(),
+        "torch": torch.__version__,
+        "device": name,
+        "front": given.front,
+        "seconds": took,
+        "requests": load.requests,
+        "wrong": load.wrong,
+        "ties": load.ties,
+        "left": load.cancelled,
+        "failed": failed,
+        "steps": engine.steps,
+        "preempted": engine.preempted,
+        "free_pages": free,
+        "pages": PAGES,
+        "grown_bytes": max(grown.values()),
+        "grown": grown,
+        "repeats": given.repeats,
+        "differing": differing,
+    }
     if given.json:
         given.json.write_text(json.dumps(told, indent=1) + "\n")
     print(json.dumps(told))

@@ -31,9 +31,16 @@ def trained(sequences, options):
     packed = (torch.cat(xs) for xs in zip(*sequences, strict=True))
     starts = offsets(lengths)
     out, lse = flash_attn_triton.flash_attn_varlen_func(
-        *packed, starts, starts, max(lengths), max(lengths), causal=True, **options,
-        invariant=True, return_lse=True,
-    )  # fmt: skip
+        *packed,
+        starts,
+        starts,
+        max(lengths),
+        max(lengths),
+        causal=True,
+        **options,
+        invariant=True,
+        return_lse=True,
+    )
     return out.split(lengths), lse.split(lengths, 1)
 
 
@@ -59,11 +66,18 @@ def served(chunks, sequences, page, dense, options, draw):
     lengths = [end - begin for _, begin, end in chunks]
     ends = [end for _, _, end in chunks]
     return prefix_prefill.paged_attn_func(
-        new[0], *caches, table.to(DEVICE), offsets(lengths),
-        torch.tensor(ends, dtype=torch.int32, device=DEVICE), max(lengths), max(ends),
-        **({"k": new[1], "v": new[2]} if dense else {}), **options,
-        invariant=True, return_lse=True,
-    )  # fmt: skip
+        new[0],
+        *caches,
+        table.to(DEVICE),
+        offsets(lengths),
+        torch.tensor(ends, dtype=torch.int32, device=DEVICE),
+        max(lengths),
+        max(ends),
+        **({"k": new[1], "v": new[2]} if dense else {}),
+        **options,
+        invariant=True,
+        return_lse=True,
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))

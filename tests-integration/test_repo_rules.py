@@ -100,6 +100,15 @@ def uses_what_is_banned(root):
                     yield f"{path.relative_to(root)}:{number}: {match[0]}"
 
 
+def packs_what_ruff_formats(root):
+    # tables may stand as they are written; what is shipped and linked has none
+    for package in packages(root):
+        for path in files(package / "src", "*.py"):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if line.endswith("# fmt: skip"):
+                    yield f"{path.relative_to(root)}:{number}"
+
+
 def asserts(root):
     for package, path, tree in sources(root):
         for node in ast.walk(tree):
@@ -199,6 +208,7 @@ RULES = [
     imports_against_the_layers,
     imports_kernels_eagerly,
     uses_what_is_banned,
+    packs_what_ruff_formats,
     asserts,
     lacks_a_required_file,
     changelog_disagrees_with_version,
@@ -242,6 +252,7 @@ BREACHES = [
     (uses_what_is_banned, f"{SRC}/_kernels/x.py", "p = tl.make_block_ptr(q)"),
     (uses_what_is_banned, f"{SRC}/_kernels/x.py", "p = tl.advance(p)"),
     (uses_what_is_banned, f"{SRC}/_kernels/x.py", "@triton.autotune([])"),
+    (packs_what_ruff_formats, f"{SRC}/_kernels/x.py", "f(\n    x, y,\n)  # fmt: skip"),
     (asserts, f"{SRC}/api.py", "def f(x):\n    assert x"),
     (lacks_a_required_file, "packages/c/pyproject.toml", ""),
     (lacks_a_required_file, "packages/a/LICENSE", "another text"),
@@ -259,6 +270,7 @@ BREACHES = [
     (imports_against_the_layers, "linked/launch/x.py", "from ... import _ops"),
     (imports_kernels_eagerly, "linked/host/x.py", "import triton"),
     (uses_what_is_banned, "linked/portable/x.py", "p = tl.advance(p)"),
+    (packs_what_ruff_formats, "linked/hopper/x.py", "f(\n    x, y,\n)  # fmt: skip"),
     (asserts, "linked/hopper/x.py", "assert x"),
     (tells_to_install_from_an_index, "linked/host/x.py", "# pip install a"),
     (tells_to_install_from_an_index, "linked/testing/x.py", "# pip install a"),

@@ -107,9 +107,16 @@ def gather_keys(tile, seen, inputs, full, memory, OPTIONS: gl.constexpr, TILE: g
     """Load a tile of keys."""
     s = inputs.strides
     lines = Lines(
-        inputs.k_ptr, s.stride_kb, s.stride_ks, s.stride_kh, s.stride_kx, s.stride_kd,
-        inputs.new_k_ptr, s.stride_new_ks, s.stride_new_kh,
-    )  # fmt: skip
+        inputs.k_ptr,
+        s.stride_kb,
+        s.stride_ks,
+        s.stride_kh,
+        s.stride_kx,
+        s.stride_kd,
+        inputs.new_k_ptr,
+        s.stride_new_ks,
+        s.stride_new_kh,
+    )
     WHERE: gl.constexpr = Layout(TILE.WIDTH, OPTIONS.K_RUN, OPTIONS.K_BYTES, OPTIONS.ROW_BYTES)
     _gather(tile, seen, lines, inputs.k_descale_ptr, inputs, full, memory, WHERE, OPTIONS, TILE)
 
@@ -119,8 +126,15 @@ def gather_values(tile, seen, inputs, full, memory, OPTIONS: gl.constexpr, TILE:
     """Load a tile of values."""
     s = inputs.strides
     lines = Lines(
-        inputs.v_ptr, s.stride_vb, s.stride_vs, s.stride_vh, s.stride_vd, s.stride_vd,
-        inputs.new_v_ptr, s.stride_new_vs, s.stride_new_vh,
-    )  # fmt: skip
+        inputs.v_ptr,
+        s.stride_vb,
+        s.stride_vs,
+        s.stride_vh,
+        s.stride_vd,
+        s.stride_vd,
+        inputs.new_v_ptr,
+        s.stride_new_vs,
+        s.stride_new_vh,
+    )
     WHERE: gl.constexpr = Layout(TILE.WIDTH_V, TILE.WIDTH_V, OPTIONS.V_BYTES, OPTIONS.ROW_BYTES)
     _gather(tile, seen, lines, inputs.v_descale_ptr, inputs, full, memory, WHERE, OPTIONS, TILE)

@@ -127,9 +127,15 @@ def test_rows_that_begin_with_the_queries(lengths, block, backward):
     """Rows behind the last query keep blocks that nobody sees, and that may be NaN."""
     kernel = backward()
     case = make_case(
-        Shape(1, *lengths, 2, 1, 64), torch.bfloat16, "cpu", "random", block, spare=1,
-        causal=False, align="top-left",
-    )  # fmt: skip
+        Shape(1, *lengths, 2, 1, 64),
+        torch.bfloat16,
+        "cpu",
+        "random",
+        block,
+        spare=1,
+        causal=False,
+        align="top-left",
+    )
     dense = case.options["layout"].to_dense()
     dense[:, :, 2] = False
     dense[:, -1, 2] = True

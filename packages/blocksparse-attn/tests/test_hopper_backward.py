@@ -189,11 +189,32 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
     )
     parts = torch.tensor([2, 1, 9, 0, 3, 9], device=device)
     round_kernel[(heads_q * tiles + heads_k * 2,)](
-        dq_sums, *sums, dq, dk, dv, parts, None, 0.5, heads_q * tiles, 1, heads_q, heads_k,
-        tokens_q, tokens_k, tiles, 2, 3,
-        PER_HEAD=True, TOKENS=64, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, WIDTH=block_d,
-        WIDTH_V=128, TOP_LEFT=False, num_warps=4,
-    )  # fmt: skip
+        dq_sums,
+        *sums,
+        dq,
+        dk,
+        dv,
+        parts,
+        None,
+        0.5,
+        heads_q * tiles,
+        1,
+        heads_q,
+        heads_k,
+        tokens_q,
+        tokens_k,
+        tiles,
+        2,
+        3,
+        PER_HEAD=True,
+        TOKENS=64,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        WIDTH=block_d,
+        WIDTH_V=128,
+        TOP_LEFT=False,
+        num_warps=4,
+    )
     want = in_order(dq_sums).transpose(2, 3).reshape(heads_q, tiles * 64, block_d)
     ahead = tokens_k - tokens_q - first * 64
     want = want[:, ahead : ahead + tokens_q, :head_dim].transpose(0, 1)
@@ -219,11 +240,32 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
     parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
     grid, pieces = max(cdiv(lse.numel(), ROWS), heads_k * 3), dq_sums.numel() // PIECE
     prepare_kernel[(grid,)](
-        *rows, dq_sums, *sums, parts, None, *numbers, heads_q, 1, heads_k, 150, 3, 4,
-        heads_k * 3, cdiv(pieces, grid), pieces,
-        PER_HEAD=True, HEAD_DIM_V=64, BLOCK_DV=64, WIDTH=64, WIDTH_V=128, ROW_BYTES_V=16,
-        BLOCK=ROWS, PIECE=PIECE, TOKENS=64, num_warps=4,
-    )  # fmt: skip
+        *rows,
+        dq_sums,
+        *sums,
+        parts,
+        None,
+        *numbers,
+        heads_q,
+        1,
+        heads_k,
+        150,
+        3,
+        4,
+        heads_k * 3,
+        cdiv(pieces, grid),
+        pieces,
+        PER_HEAD=True,
+        HEAD_DIM_V=64,
+        BLOCK_DV=64,
+        WIDTH=64,
+        WIDTH_V=128,
+        ROW_BYTES_V=16,
+        BLOCK=ROWS,
+        PIECE=PIECE,
+        TOKENS=64,
+        num_warps=4,
+    )
     for filled in (dq_sums, rows.delta_ptr, rows.lse2_ptr):
         assert not filled.any()
     for given in sums:

@@ -71,8 +71,16 @@ def test_it_checks_the_arguments(known, device):
         prepare(q, k, v, softcap=-1.0)
     starts = offsets([8], device)
     with pytest.raises(NotImplementedError, match="block_table"):
-        prepare(q[0], k[0], v[0], cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=8,
-                max_seqlen_k=8, block_table=starts)  # fmt: skip
+        prepare(
+            q[0],
+            k[0],
+            v[0],
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=8,
+            max_seqlen_k=8,
+            block_table=starts,
+        )
 
 
 # ---- what is built

@@ -353,9 +353,10 @@ def test_checkpoints_compute_again(one_rank):
 
     q, k, v = given()
     grads = []
-    for one in (distributed.flash_attn_func, lambda *x: checkpoint(
-        distributed.flash_attn_func, *x, use_reentrant=False
-    )):  # fmt: skip
+    for one in (
+        distributed.flash_attn_func,
+        lambda *x: checkpoint(distributed.flash_attn_func, *x, use_reentrant=False),
+    ):
         grads.append(torch.autograd.grad(one(q, k, v).square().sum(), (q, k, v)))
     for got, want in zip(*grads, strict=True):
         assert torch.equal(got, want)

@@ -340,9 +340,16 @@ def test_varlen_attn_of_torch_2_14_comes_here_before_it_goes_to_cudnn(device, mo
     varlen = pytest.importorskip("torch.nn.attention.varlen")
 
     def can_use_cudnn(
-        query, key, value, max_q, window_size, enable_gqa=False, seqused_k=None, block_table=None,
+        query,
+        key,
+        value,
+        max_q,
+        window_size,
+        enable_gqa=False,
+        seqused_k=None,
+        block_table=None,
         num_splits=None,
-    ):  # fmt: skip
+    ):
         return True
 
     monkeypatch.delattr(varlen, "_select_backend", raising=False)

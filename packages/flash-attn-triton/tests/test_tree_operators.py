@@ -431,11 +431,18 @@ def test_kernels_take_what_is_passed():
 
         modules += [tree_forward, tree_backward]
         parts["tree_forward_kernel"] = (
-            h.TreeForwardTensors, h.TreeForwardNumbers, h.TreeOptions, d.Tile,
-        )  # fmt: skip
+            h.TreeForwardTensors,
+            h.TreeForwardNumbers,
+            h.TreeOptions,
+            d.Tile,
+        )
         parts["tree_backward_kernel"] = (
-            b.Maps, h.TreeTensors, h.TreeNumbers, h.TreeOptions, b.Tile,
-        )  # fmt: skip
+            b.Maps,
+            h.TreeTensors,
+            h.TreeNumbers,
+            h.TreeOptions,
+            b.Tile,
+        )
     kernels = {n: x for m in modules for n, x in vars(m).items() if n.endswith("_kernel")}
     assert kernels.keys() == parts.keys()
     for name, expected in parts.items():

@@ -142,9 +142,15 @@ def judge(case, parts, device="cpu"):
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("zigzag", 3), ("contiguous", 2), ("empty", 3), ("packed", 2), ("packed-zigzag", 2),
-     ("zigzag", 1)],
-)  # fmt: skip
+    [
+        ("zigzag", 3),
+        ("contiguous", 2),
+        ("empty", 3),
+        ("packed", 2),
+        ("packed-zigzag", 2),
+        ("zigzag", 1),
+    ],
+)
 def test_equals_one_process(name, ranks, monkeypatch):
     case = CASES[name]
     made = problem(case)

@@ -35,12 +35,17 @@ def blocked(a, b, rows=2, columns=2, again=False):
     depth = a.shape[0]
     out = hbm((a.shape[1], b.shape[1]), nl.float32)
     for m in range(0, a.shape[1], rows * M_TILE):
-        left = [[loaded(a, k, m + i * M_TILE, M_TILE) for k in range(0, depth, K_TILE)]
-                for i in range(rows)]  # fmt: skip
+        left = [
+            [loaded(a, k, m + i * M_TILE, M_TILE) for k in range(0, depth, K_TILE)]
+            for i in range(rows)
+        ]
         for n in range(0, b.shape[1], columns * N_TILE):
-            right = [[] if again else [loaded(b, k, n + j * N_TILE, N_TILE)
-                                       for k in range(0, depth, K_TILE)]
-                     for j in range(columns)]  # fmt: skip
+            right = [
+                []
+                if again
+                else [loaded(b, k, n + j * N_TILE, N_TILE) for k in range(0, depth, K_TILE)]
+                for j in range(columns)
+            ]
             for i in range(rows):
                 for j in range(columns):
                     total = psum((M_TILE, N_TILE))

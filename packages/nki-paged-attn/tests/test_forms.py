@@ -61,9 +61,14 @@ def test_a_long_sequence_is_its_parts_whatever_else_runs(monkeypatch):
         first = sum(case.query_lens[:i])
         own = slice(first, first + case.query_lens[i])
         alone = type(case)(
-            case.q[own], case.k[own], case.v[own], case.kv_cache, case.block_table[i : i + 1],
-            [case.query_lens[i]], [case.context_lens[i]],
-        )  # fmt: skip
+            case.q[own],
+            case.k[own],
+            case.v[own],
+            case.kv_cache,
+            case.block_table[i : i + 1],
+            [case.query_lens[i]],
+            [case.context_lens[i]],
+        )
         same(alone.run(), (out[own], lse[:, own]))
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     same(case.run(), (out, lse))

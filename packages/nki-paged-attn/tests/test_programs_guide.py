@@ -219,9 +219,13 @@ def a_message_between_cores(x):
     return out
 
 
-@program("nki.isa.dma_copy, scatter", A[:4], np.array([[5], [0], [3], [1]], np.uint32),
-         np.zeros((6, 64), np.float32),
-         expected=lambda x, i, y: np.stack([x[1], x[3], y[2], x[2], y[4], x[0]]))  # fmt: skip
+@program(
+    "nki.isa.dma_copy, scatter",
+    A[:4],
+    np.array([[5], [0], [3], [1]], np.uint32),
+    np.zeros((6, 64), np.float32),
+    expected=lambda x, i, y: np.stack([x[1], x[3], y[2], x[2], y[4], x[0]]),
+)
 def a_written_argument_returned(x, i, out):
     rows = loaded(i)
     nisa.dma_copy(

@@ -146,8 +146,12 @@ def addition_by_two_programs(x, y):
     return out
 
 
-@program(f"{TUTORIALS}/rmsnorm", X, ROW,
-         expected=lambda x, w: x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * w)  # fmt: skip
+@program(
+    f"{TUTORIALS}/rmsnorm",
+    X,
+    ROW,
+    expected=lambda x, w: x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * w,
+)
 def rms_norm(x, w):
     t, weight = loaded(x), sbuf((64, 96))
     nisa.dma_copy(weight, w.ap([[0, 64], [1, 96]]))
@@ -157,8 +161,11 @@ def rms_norm(x, w):
     return stored(t)
 
 
-@program(f"{TUTORIALS}/layernorm", X,
-         expected=lambda x: (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True))  # fmt: skip
+@program(
+    f"{TUTORIALS}/layernorm",
+    X,
+    expected=lambda x: (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True),
+)
 def layer_norm(x):
     t, parts, found = loaded(x), sbuf((64, 2, 6)), sbuf((64, 2))
     for i in range(2):
@@ -191,8 +198,13 @@ def attention(q, k, v):
     return softmax(np.where(np.tril(np.ones_like(s)) > 0, s, -np.inf)) @ v
 
 
-@program(f"{TUTORIALS}/kernel-optimization", X[:, :32], Y[:, :32], draw(32, 16, seed=3),
-         expected=attention)  # fmt: skip
+@program(
+    f"{TUTORIALS}/kernel-optimization",
+    X[:, :32],
+    Y[:, :32],
+    draw(32, 16, seed=3),
+    expected=attention,
+)
 def causal_attention(q, k, v):
     scores, turned, out = psum((32, 32)), psum((32, 32)), psum((32, 16))
     nisa.nc_matmul(scores, loaded(q), loaded(k))
@@ -212,8 +224,12 @@ def causal_attention(q, k, v):
 # pages of single instructions
 
 
-@program("nki.isa.nc_matmul, performance mode", X[:, :32], Y[:, :48],
-         expected=lambda a, b: fp8(a).T @ fp8(b))  # fmt: skip
+@program(
+    "nki.isa.nc_matmul, performance mode",
+    X[:, :32],
+    Y[:, :48],
+    expected=lambda a, b: fp8(a).T @ fp8(b),
+)
 def double_rows(a, b):
     tiles = []
     for x in (a, b):
@@ -266,8 +282,11 @@ def bits(x):
     return stored(t)
 
 
-@program("nki.isa.tensor_reduce, bitwise", INTEGERS,
-         expected=lambda x: np.bitwise_or.reduce(x, axis=1, keepdims=True))  # fmt: skip
+@program(
+    "nki.isa.tensor_reduce, bitwise",
+    INTEGERS,
+    expected=lambda x: np.bitwise_or.reduce(x, axis=1, keepdims=True),
+)
 def union_of_bits(x):
     out = sbuf((16, 1), "int32")
     nisa.tensor_reduce(out, nl.bitwise_or, loaded(x), axis=1)
@@ -288,8 +307,12 @@ def largest_eight(x):
     return stored(out)
 
 
-@program("nki.isa.nc_n_gather", X[:16], (INTEGERS % 96).astype(np.uint32),
-         expected=lambda x, i: np.take_along_axis(x, i.astype(int), 1))  # fmt: skip
+@program(
+    "nki.isa.nc_n_gather",
+    X[:16],
+    (INTEGERS % 96).astype(np.uint32),
+    expected=lambda x, i: np.take_along_axis(x, i.astype(int), 1),
+)
 def gather_within_partitions(x, i):
     out = sbuf(i.shape)
     nisa.nc_n_gather(out, loaded(x), loaded(i))

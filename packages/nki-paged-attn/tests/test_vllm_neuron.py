@@ -33,10 +33,19 @@ def make_step(queries, contexts, padding=3, dtype=torch.float32, **options):
     tensors = [padded(x) for x in (case.q, case.k, case.v)]
     tensors += [torch.from_numpy(x.copy()).to(dtype) for x in case.kv_cache]
     step = vllm_neuron.prepare(
-        queries, [c + n for c, n in zip(contexts, queries, strict=True)], case.block_table,
-        heads=4, kv_heads=2, head_dim=16, block_size=16, num_blocks=case.kv_cache.shape[1],
-        tokens=tokens + padding, dtype=dtype, device="cpu", **options,
-    )  # fmt: skip
+        queries,
+        [c + n for c, n in zip(contexts, queries, strict=True)],
+        case.block_table,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        block_size=16,
+        num_blocks=case.kv_cache.shape[1],
+        tokens=tokens + padding,
+        dtype=dtype,
+        device="cpu",
+        **options,
+    )
     for name in ("packed_keys", "fused_write"):
         options.pop(name, None)
     exact, _ = paged_attention_reference(
@@ -136,10 +145,18 @@ def test_without_a_slot_nothing_is_written():
 )
 def test_messages(changes, error, text):
     arguments = {
-        "query_lens": [3, 1], "seq_lens": [5, 9], "block_tables": [[0], [1]], "heads": 4,
-        "kv_heads": 2, "head_dim": 16, "block_size": 16, "num_blocks": 4, "tokens": 4,
-        "dtype": torch.float32, "device": "cpu",
-    }  # fmt: skip
+        "query_lens": [3, 1],
+        "seq_lens": [5, 9],
+        "block_tables": [[0], [1]],
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "block_size": 16,
+        "num_blocks": 4,
+        "tokens": 4,
+        "dtype": torch.float32,
+        "device": "cpu",
+    }
     with pytest.raises(error, match=text):
         vllm_neuron.prepare(**arguments | changes)
 

@@ -107,9 +107,11 @@ def error_of(problem: Problem, x: Inputs, out: torch.Tensor) -> float:
     wrong = right = 0.0
     for b in {0, problem.batch - 1}:
         pages = x.table[b].long()
-        keys = x.cache.view(torch.uint8)[pages].view(problem.cache) if problem.cache == FP8 else (
-            x.cache[pages]
-        )  # fmt: skip
+        keys = (
+            x.cache.view(torch.uint8)[pages].view(problem.cache)
+            if problem.cache == FP8
+            else (x.cache[pages])
+        )
         keys = keys.float().flatten(0, 1)[: problem.keys]
         rows = slice(b * problem.new, (b + 1) * problem.new)
         s = torch.einsum("thd,kd->thk", x.q[rows].float(), keys) * SCALE

@@ -139,9 +139,10 @@ def accept(tree: Tree, logits: Tensor) -> tuple[list[int], int]:
     path = [0]
     while True:
         after = [
-            i for i, parent in enumerate(tree.parents)
+            i
+            for i, parent in enumerate(tree.parents)
             if parent == path[-1] and tree.tokens[i] == said[path[-1]]
-        ]  # fmt: skip
+        ]
         if not after:
             return path, said[path[-1]]
         path.append(after[0])

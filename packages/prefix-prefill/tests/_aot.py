@@ -90,15 +90,35 @@ def launch_attention(
     rich = config.rich
     with contextlib.nullcontext() if hopper else only_portable():
         launch(
-            q, *caches(config, heads_k), *new, meta(batch, 64, dtype=int32),
-            meta(batch + 1, dtype=int32), meta(batch, dtype=int32),
+            q,
+            *caches(config, heads_k),
+            *new,
+            meta(batch, 64, dtype=int32),
+            meta(batch + 1, dtype=int32),
+            meta(batch, dtype=int32),
             meta(batch, heads_q) if rich and not config.invariant else None,
-            meta(heads_q) if rich else None, *scales,
-            *by_token, None, None, meta(tokens, dtype=torch.int64) if config.tree else None, out,
-            meta(heads_q, tokens) if rich else None, max_q, 8192, d**-0.5, 500 if rich else -1,
-            -1 if config.tree else 0, 30.0 if rich else 0.0, config.splits, False, False, False,
-            True, False, config.invariant,
-        )  # fmt: skip
+            meta(heads_q) if rich else None,
+            *scales,
+            *by_token,
+            None,
+            None,
+            meta(tokens, dtype=torch.int64) if config.tree else None,
+            out,
+            meta(heads_q, tokens) if rich else None,
+            max_q,
+            8192,
+            d**-0.5,
+            500 if rich else -1,
+            -1 if config.tree else 0,
+            30.0 if rich else 0.0,
+            config.splits,
+            False,
+            False,
+            False,
+            True,
+            False,
+            config.invariant,
+        )
 
 
 def launch_decode(config: Config, batch: int = 64) -> None:
@@ -152,9 +172,25 @@ def launch_rows(config: Config, batch: int = 16, queries: int = 1) -> None:
     lengths = meta(batch, dtype=torch.int32)
     with only_portable():
         launch(
-            q, k_cache, v_cache, lengths, None, lengths, None, None, None, None,
-            torch.empty_like(q), None, 0, d**-0.5, -1, 0, 0.0, config.splits,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            lengths,
+            None,
+            lengths,
+            None,
+            None,
+            None,
+            None,
+            torch.empty_like(q),
+            None,
+            0,
+            d**-0.5,
+            -1,
+            0,
+            0.0,
+            config.splits,
+        )
 
 
 def launch_mla(

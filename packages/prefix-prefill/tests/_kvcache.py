@@ -111,8 +111,10 @@ def by_hand(
     it is computed in float64.
     """
     rounded = given["q"].dtype if dtype != torch.float64 else dtype
-    t = {n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-         for n, x in given.items()}  # fmt: skip
+    t = {
+        n: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for n, x in given.items()
+    }
     left, right = options.get("window_size", (-1, -1))
     right = 0 if options.get("causal", False) else right
     softcap, slopes = options.get("softcap", 0.0), options.get("alibi_slopes")

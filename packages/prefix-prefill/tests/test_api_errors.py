@@ -114,10 +114,21 @@ def context(**changes: Any) -> Any:
 def chunked(**changes: Any) -> Any:
     one = torch.ones(1)
     names = (
-        "query", "key", "value", "output", "kv_cache_dtype", "key_cache", "value_cache",
-        "block_table", "query_start_loc", "seq_lens", "max_seq_len", "max_query_len", "k_scale",
+        "query",
+        "key",
+        "value",
+        "output",
+        "kv_cache_dtype",
+        "key_cache",
+        "value_cache",
+        "block_table",
+        "query_start_loc",
+        "seq_lens",
+        "max_seq_len",
+        "max_query_len",
+        "k_scale",
         "v_scale",
-    )  # fmt: skip
+    )
     call = [
         zeros(7, 4, 16),
         zeros(7, 2, 16),

@@ -31,13 +31,32 @@ def operator_arguments(case: Case, *, lse: bool = True) -> tuple[Any, ...]:
     names = ("q", "k_cache", "v_cache", "k", "v", "block_table", "cu_seqlens_q", "seqlens_k")
     left = given.get("window_size", (-1, -1))[0]
     return (
-        *(given.get(name) for name in names), given.get("alibi_slopes"), given.get("sinks"),
-        None, None, None, given.get("k_scale_cache"), given.get("v_scale_cache"), None, None,
-        None, torch.zeros_like(q),
+        *(given.get(name) for name in names),
+        given.get("alibi_slopes"),
+        given.get("sinks"),
+        None,
+        None,
+        None,
+        given.get("k_scale_cache"),
+        given.get("v_scale_cache"),
+        None,
+        None,
+        None,
+        torch.zeros_like(q),
         torch.zeros(q.shape[1], q.shape[0], device=q.device) if lse else None,
-        given["max_seqlen_q"], given["max_seqlen_k"], 0.25, left, 0, given.get("softcap", 0.0), 0,
-        False, False, False, True, False,
-    )  # fmt: skip
+        given["max_seqlen_q"],
+        given["max_seqlen_k"],
+        0.25,
+        left,
+        0,
+        given.get("softcap", 0.0),
+        0,
+        False,
+        False,
+        False,
+        True,
+        False,
+    )
 
 
 traced_alike = pytest.mark.skipif(

@@ -175,9 +175,15 @@ def test_a_step_compiles(device):
     def step(q, k, made, slots, table, starts, lengths):
         reshape_and_cache(k, k, slot_mapping=slots, kv_dtype="int4", **made)
         return paged_attn_func(
-            q, **made, block_table=table, cu_seqlens_q=starts, seqlens_k=lengths,
-            max_seqlen_q=5, max_seqlen_k=30, kv_dtype="int4",
-        )  # fmt: skip
+            q,
+            **made,
+            block_table=table,
+            cu_seqlens_q=starts,
+            seqlens_k=lengths,
+            max_seqlen_q=5,
+            max_seqlen_k=30,
+            kv_dtype="int4",
+        )
 
     m = Maker(device, torch.float32)
     q, k = m.randn(5, 4, 24), m.randn(5, 2, 24)
@@ -200,11 +206,15 @@ def test_a_step_compiles(device):
 def arguments(kind: str = "int8") -> dict[str, Any]:
     made = caches(kind, torch.float16, "cpu", page=8, head_dim=16)
     return {
-        "q": torch.zeros(7, 4, 16), **made, "kv_dtype": kind,
+        "q": torch.zeros(7, 4, 16),
+        **made,
+        "kv_dtype": kind,
         "block_table": torch.zeros(2, 3, dtype=torch.int32),
         "cu_seqlens_q": torch.tensor([0, 5, 7], dtype=torch.int32),
-        "seqlens_k": torch.tensor([9, 8], dtype=torch.int32), "max_seqlen_q": 5, "max_seqlen_k": 9,
-    }  # fmt: skip
+        "seqlens_k": torch.tensor([9, 8], dtype=torch.int32),
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 9,
+    }
 
 
 def paged(**changes: Any) -> Any:

@@ -56,8 +56,10 @@ def test_twenty_batches_over_a_cache_of_rows():
             launch_append(Config(128), batch, batch % 3 + 1)
             launch_rows(Config(128), batch)
     assert {name: len(keys) for name, keys in variants.items()} == {
-        "_append_kernel": 1, "_pages_kernel": 1, "_paged_kernel": 1,
-    }  # fmt: skip
+        "_append_kernel": 1,
+        "_pages_kernel": 1,
+        "_paged_kernel": 1,
+    }
 
 
 @pytest.mark.aot

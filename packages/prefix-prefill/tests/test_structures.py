@@ -116,10 +116,27 @@ ENTRIES = [
     ),
 ]  # fmt: skip
 DEVICE_MODULES = [
-    attention, cache, kvcache, merge, mla, primitives, queries, results, schedule, walk, words,
-    hopper_attention, producer, hopper_mla, mla_fp8, mla_producer, wide,
-    invariant_arithmetic, invariant_kernels, invariant_walk,
-]  # fmt: skip
+    attention,
+    cache,
+    kvcache,
+    merge,
+    mla,
+    primitives,
+    queries,
+    results,
+    schedule,
+    walk,
+    words,
+    hopper_attention,
+    producer,
+    hopper_mla,
+    mla_fp8,
+    mla_producer,
+    wide,
+    invariant_arithmetic,
+    invariant_kernels,
+    invariant_walk,
+]
 MOST_ARGUMENTS = 12
 MOST_FRAMES = 5
 

@@ -54,9 +54,17 @@ def reference(
 ) -> Any:
     ends, _, max_q, max_k = positional
     return paged_attention_reference(
-        *tensors, options["block_table"], ends, options["seqused_k"], max_q, max_k,
-        causal=False, window_size=window, return_lse=True, **more,
-    )  # fmt: skip
+        *tensors,
+        options["block_table"],
+        ends,
+        options["seqused_k"],
+        max_q,
+        max_k,
+        causal=False,
+        window_size=window,
+        return_lse=True,
+        **more,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

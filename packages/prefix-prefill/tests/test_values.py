@@ -41,9 +41,21 @@ def dropin(given, rows=7, most=5, **options):
     out = torch.full_like(given["q"], -1.0)
     caches, starts = (given["k_cache"], given["v_cache"]), given["cu_seqlens_q"]
     context_attention_fwd(
-        given["q"], None, None, out, "auto", *caches, given["block_table"], starts,
-        given["seqlens_k"], 9, most, None, None, **options,
-    )  # fmt: skip
+        given["q"],
+        None,
+        None,
+        out,
+        "auto",
+        *caches,
+        given["block_table"],
+        starts,
+        given["seqlens_k"],
+        9,
+        most,
+        None,
+        None,
+        **options,
+    )
     return out[:rows] if rows < 7 else out
 
 

@@ -311,9 +311,18 @@ class _Part:
             from ._ops import backward
 
             dq, dk, dv, _, dsinks = backward(
-                dout, *x[:3], out, lse, dlse, *x[3:9], None, *self._longest(), *self._given,
-                deterministic, False,
-            )  # fmt: skip
+                dout,
+                *x[:3],
+                out,
+                lse,
+                dlse,
+                *x[3:9],
+                None,
+                *self._longest(),
+                *self._given,
+                deterministic,
+                False,
+            )
         return dq, dk, dv, dsinks
 
     def piece(self, out: Tensor, lse: Tensor | None) -> Piece:

@@ -282,12 +282,33 @@ def flash_attn_varlen_func(
         seqused_k = as_int32(seqused_k)
     form = form_of(
         (q, k, v),
-        (cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale, k_descale,
-         v_descale, out_scale),
-        (dropout_p, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs,
-         return_lse, invariant, out_dtype, None if bias is None else (max_seqlen_q, max_seqlen_k)),
+        (
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            bias,
+            alibi_slopes,
+            sinks,
+            q_descale,
+            k_descale,
+            v_descale,
+            out_scale,
+        ),
+        (
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            deterministic,
+            return_attn_probs,
+            return_lse,
+            invariant,
+            out_dtype,
+            None if bias is None else (max_seqlen_q, max_seqlen_k),
+        ),
         packed=True,
-    )  # fmt: skip
+    )
     if form is not None and k.shape[:1] != v.shape[:1]:
         form = None
     x = Tensors(

@@ -94,9 +94,16 @@ def flash_attn_func(
 
     def checked() -> tuple[Layout, Options, Heads | None]:
         options = _check(
-            (q, k, v), 4, sinks, softmax_scale, causal, window_size, softcap,
-            (deterministic, return_lse, validate), heads_at,
-        )  # fmt: skip
+            (q, k, v),
+            4,
+            sinks,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            (deterministic, return_lse, validate),
+            heads_at,
+        )
         check_shard(shard)
         batch, tokens = q.shape[:2]
         if k.shape[1] != tokens:
@@ -171,9 +178,16 @@ def flash_attn_varlen_func(
             raise TypeError(f"plan must be a ShardPlan, got {kind(plan)}")
         left, right = plan.window
         options = _check(
-            (q, k, v), 3, sinks, softmax_scale, False, (left, right), softcap,
-            (deterministic, return_lse, validate), heads_at,
-        )  # fmt: skip
+            (q, k, v),
+            3,
+            sinks,
+            softmax_scale,
+            False,
+            (left, right),
+            softcap,
+            (deterministic, return_lse, validate),
+            heads_at,
+        )
         if plan.group_size != at.group_size:
             raise ValueError(
                 f"plan must be of {at.group_size} ranks, as the group is, got {plan.group_size}"

@@ -182,12 +182,33 @@ def flash_attn_varlen_qkvpacked_func(
     """
     q, k, v = _unpack("qkv", qkv, "[tokens, 3, heads, head_dim]", 4, 3)
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        bias=bias, sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        out_dtype=out_dtype, out_scale=out_scale, return_lse=return_lse, seqused_k=seqused_k,
-        invariant=invariant, **unknown,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        bias=bias,
+        sinks=sinks,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out_dtype=out_dtype,
+        out_scale=out_scale,
+        return_lse=return_lse,
+        seqused_k=seqused_k,
+        invariant=invariant,
+        **unknown,
+    )
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -235,12 +256,33 @@ def flash_attn_varlen_kvpacked_func(
     """
     k, v = _unpack("kv", kv, "[tokens_k, 2, heads_k, head_dim]", 4, 2)
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        bias=bias, sinks=sinks, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        out_dtype=out_dtype, out_scale=out_scale, return_lse=return_lse, seqused_k=seqused_k,
-        invariant=invariant, **unknown,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        bias=bias,
+        sinks=sinks,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        out_dtype=out_dtype,
+        out_scale=out_scale,
+        return_lse=return_lse,
+        seqused_k=seqused_k,
+        invariant=invariant,
+        **unknown,
+    )
 
 
 def _unpack(name: str, packed: Tensor, form: str, ndim: int, parts: int) -> tuple[Tensor, ...]:

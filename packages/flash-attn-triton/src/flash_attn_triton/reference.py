@@ -63,10 +63,32 @@ def attention_reference(
     if unknown:
         refuse_unknown(unknown)
     return _attend(
-        q, k, v, None, None, None, bias, alibi_slopes, sinks, q_descale, k_descale, v_descale,
-        rng_state, None, None, softmax_scale, causal, window_size, softcap, dropout_p,
-        out_dtype, out_scale, deterministic, return_lse, return_attn_probs,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        None,
+        None,
+        None,
+        bias,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
+        rng_state,
+        None,
+        None,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        dropout_p,
+        out_dtype,
+        out_scale,
+        deterministic,
+        return_lse,
+        return_attn_probs,
+    )
 
 
 def varlen_attention_reference(
@@ -106,11 +128,32 @@ def varlen_attention_reference(
     if unknown:
         refuse_unknown(unknown)
     return _attend(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, bias, alibi_slopes, sinks, q_descale,
-        k_descale, v_descale, rng_state, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-        window_size, softcap, dropout_p, out_dtype, out_scale, deterministic, return_lse,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_k,
+        bias,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
+        rng_state,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        dropout_p,
+        out_dtype,
+        out_scale,
+        deterministic,
+        return_lse,
         return_attn_probs,
-    )  # fmt: skip
+    )
 
 
 def _attend(

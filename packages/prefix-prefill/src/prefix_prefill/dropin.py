@@ -224,9 +224,23 @@ def _attend(
         known = Checked(options, dtype)
     descales = None, k_scale, v_scale
     tensors = Tensors(
-        q, k_cache, v_cache, k, v, *table, alibi_slopes, sinks, *descales, None, None, out_scale,
-        None, None, o, None,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        *table,
+        alibi_slopes,
+        sinks,
+        *descales,
+        None,
+        None,
+        out_scale,
+        None,
+        None,
+        o,
+        None,
+    )
     if known.plan is None and form is not None and _known.get(form) is None:
         known = _known.keep(form, known._replace(plan=_ops.plan_of(tensors, known.options)))
     with torch.no_grad():

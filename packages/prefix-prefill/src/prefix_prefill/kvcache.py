@@ -114,9 +114,20 @@ def flash_attn_with_kvcache(
     check_tensor("q", q)
     cache_leftpad = as_int32(cache_leftpad)
     given = _kvcache_checks.Given(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad,
-        block_table, alibi_slopes, k_scale_cache, v_scale_cache,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        alibi_slopes,
+        k_scale_cache,
+        v_scale_cache,
+    )
     lengths = as_int32(cache_seqlens)
     is_tensor = isinstance(lengths, Tensor)
     asked: tuple[Any, ...] = softmax_scale, causal, window_size, softcap, rotary_interleaved
@@ -149,18 +160,38 @@ def flash_attn_with_kvcache(
         if rotary_cos is not None:
             rotated = torch.empty(packed.shape, dtype=q.dtype, device=q.device)
         append = AppendTensors(
-            packed, k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, lengths, cache_batch_idx,
-            block_table, rotary_cos, rotary_sin, None if rotary_cos is None else rotated,
-            k_scale_cache, v_scale_cache,
-        )  # fmt: skip
+            packed,
+            k.flatten(0, 1),
+            v.flatten(0, 1),
+            k_cache,
+            v_cache,
+            lengths,
+            cache_batch_idx,
+            block_table,
+            rotary_cos,
+            rotary_sin,
+            None if rotary_cos is None else rotated,
+            k_scale_cache,
+            v_scale_cache,
+        )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = None
     if return_softmax_lse:
         lse = torch.empty((heads_q, len(packed)), dtype=torch.float32, device=q.device)
     attend = RowTensors(
-        rotated, k_cache, v_cache, lengths, cache_batch_idx, cache_leftpad, block_table,
-        alibi_slopes, k_scale_cache, v_scale_cache, out.flatten(0, 1), lse,
-    )  # fmt: skip
+        rotated,
+        k_cache,
+        v_cache,
+        lengths,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        alibi_slopes,
+        k_scale_cache,
+        v_scale_cache,
+        out.flatten(0, 1),
+        lse,
+    )
     if known.plans is None and form is not None and _known.get(form) is None:
         plans = _ops.kvcache_plans_of(append, known.append, attend, known.attend)
         known = _known.keep(form, known._replace(plans=plans))

@@ -37,18 +37,45 @@ def _row_of(slot, crow_ptr, numbers):
     do_not_specialize_on_alignment=BitTensors._fields,
 )
 def _bit_kernel(
-    crow_ptr, col_ptr, bits_ptr,
-    chunks, nnz, rows, cols, steps, group, lines, words, parts_q, parts_k, piece_q, piece_k, side,
-    BY_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    crow_ptr,
+    col_ptr,
+    bits_ptr,
+    chunks,
+    nnz,
+    rows,
+    cols,
+    steps,
+    group,
+    lines,
+    words,
+    parts_q,
+    parts_k,
+    piece_q,
+    piece_k,
+    side,
+    BY_KEY: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``bits[line, item] = 1`` of all kept blocks; a program reads one head's ``BLOCK`` slots.
 
     A block is ``parts_q`` x ``parts_k`` pieces, each with a bit of its own.
     """
     numbers = BitNumbers(
-        chunks, nnz, rows, cols, steps, group, lines, words, parts_q, parts_k, piece_q, piece_k,
+        chunks,
+        nnz,
+        rows,
+        cols,
+        steps,
+        group,
+        lines,
+        words,
+        parts_q,
+        parts_k,
+        piece_q,
+        piece_k,
         side,
-    )  # fmt: skip
+    )
     head = tl.program_id(0) // chunks
     slot = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     head_64 = head.to(tl.int64)
@@ -151,11 +178,32 @@ def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr)
     do_not_specialize_on_alignment=ListTensors._fields,
 )
 def _list_kernel(
-    bits_ptr, counts_ptr, ends_ptr, begin_ptr, whole_ptr, items_ptr, members_ptr, common_ptr,
-    owners, chunks, items, lines, words, heads, group, packs, span, block, bound,
-    BY_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_PACKED: tl.constexpr,
-    MEMBERS: tl.constexpr, BLOCK: tl.constexpr, WRITES: tl.constexpr,
-):  # fmt: skip
+    bits_ptr,
+    counts_ptr,
+    ends_ptr,
+    begin_ptr,
+    whole_ptr,
+    items_ptr,
+    members_ptr,
+    common_ptr,
+    owners,
+    chunks,
+    items,
+    lines,
+    words,
+    heads,
+    group,
+    packs,
+    span,
+    block,
+    bound,
+    BY_KEY: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WRITES: tl.constexpr,
+):
     """Count the items of an owner's chunk, or, when ``ends`` sums the counts up, write them.
 
     ``counts`` is [owners of all lists, 2, chunks]: items that need no mask, and the rest.

@@ -54,13 +54,31 @@ def store_rows(
     do_not_specialize_on_alignment=MergeTensors._fields,
 )
 def _merge_kernel(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    batch, heads_q, tokens_q, tokens_k, tiles, splits,
-    GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    POSITIONS: tl.constexpr, HEADS: tl.constexpr, PACKS: tl.constexpr, SHORT: tl.constexpr,
+    part_out_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    batch,
+    heads_q,
+    tokens_q,
+    tokens_k,
+    tiles,
+    splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PACKS: tl.constexpr,
+    SHORT: tl.constexpr,
     TOP_LEFT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """``out = sum(exp(lse_i) out_i) / sum(exp(lse_i))`` over the splits of a short tile."""
     tensors = MergeTensors(
         part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr

@@ -407,10 +407,32 @@ def _pattern_of(crow: Tensor, *rest: Any) -> Pattern:
 
 
 def launch_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, tall, short, by_query, by_key, pairs, crow,
-    col, cols, block_q, block_k, rows_alike, max_row, max_seqlen_q, max_seqlen_k, softmax_scale,
-    causal, num_splits, top_left=False, rule=None,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    block_table,
+    tall,
+    short,
+    by_query,
+    by_key,
+    pairs,
+    crow,
+    col,
+    cols,
+    block_q,
+    block_k,
+    rows_alike,
+    max_row,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    num_splits,
+    top_left=False,
+    rule=None,
+):
     """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, rule))
     pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, max_row)
@@ -421,10 +443,31 @@ def launch_forward(
 
 
 def launch_backward(
-    dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, by_query, by_key, pairs, crow, col,
-    cols, block_q, block_k, rows_alike, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-    top_left=False, rule=None,
-):  # fmt: skip
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dlse,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    by_query,
+    by_key,
+    pairs,
+    crow,
+    col,
+    cols,
+    block_q,
+    block_k,
+    rows_alike,
+    max_seqlen_q,
+    max_seqlen_k,
+    softmax_scale,
+    causal,
+    top_left=False,
+    rule=None,
+):
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, None, rule))
     pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, cols)

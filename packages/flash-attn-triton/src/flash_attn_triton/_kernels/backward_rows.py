@@ -19,11 +19,27 @@ from .structures import FOREIGN_ROWS, GradientStrides, RowCounts, SumCounts
     do_not_specialize_on_alignment=FOREIGN_ROWS,
 )
 def _row_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, sums_ptr,
-    tokens, rows, heads_q, stride_dob, stride_dos, stride_doh, share, pieces,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    delta_ptr,
+    lse2_ptr,
+    sums_ptr,
+    tokens,
+    rows,
+    heads_q,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    share,
+    pieces,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
     PIECE: tl.constexpr,
-):  # fmt: skip
+):
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)``, per row.
 
     Rows are those of [batch, heads_q, tokens]; see ``row_numbers``. Besides, a program sets its

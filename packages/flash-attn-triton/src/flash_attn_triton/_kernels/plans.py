@@ -221,13 +221,30 @@ def launch_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def launch_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None,
-    bias: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None,
-    rng_state: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float,
-    window_left: int, window_right: int, softcap: float, dropout_p: float,
-    deterministic: bool, needs_dbias: bool,
-) -> Grads:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    needs_dbias: bool,
+) -> Grads:
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
     x = readable(
         Tensors(

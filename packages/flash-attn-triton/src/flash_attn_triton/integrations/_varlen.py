@@ -13,14 +13,29 @@ import torch
 # always take the flash backend
 _CHOICES = {
     "_select_backend": (
-        "query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "window_size", "seqused_k",
-        "block_table", "num_splits",
-    ),
-    "_can_use_cudnn": (
-        "query", "key", "value", "max_q", "window_size", "enable_gqa", "seqused_k", "block_table",
+        "query",
+        "key",
+        "value",
+        "cu_seq_q",
+        "cu_seq_k",
+        "max_q",
+        "window_size",
+        "seqused_k",
+        "block_table",
         "num_splits",
     ),
-}  # fmt: skip
+    "_can_use_cudnn": (
+        "query",
+        "key",
+        "value",
+        "max_q",
+        "window_size",
+        "enable_gqa",
+        "seqused_k",
+        "block_table",
+        "num_splits",
+    ),
+}
 
 
 def take_varlen() -> Callable[[], None]:

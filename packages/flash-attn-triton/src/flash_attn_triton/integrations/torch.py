@@ -253,10 +253,23 @@ def _flash_attention_forward(
             "prefix_prefill.integrations.torch.register(), too"
         )
     return _forward(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        return_debug_mask, (None, None, None), scale, window_size_left, window_size_right,
-        seqused_k, alibi_slopes,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        (None, None, None),
+        scale,
+        window_size_left,
+        window_size_right,
+        seqused_k,
+        alibi_slopes,
+    )
 
 
 def _flash_attention_forward_quantized(
@@ -300,10 +313,23 @@ def _flash_attention_forward_quantized(
                 f"got {list(descale.shape)}"
             )
     return _forward(
-        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-        return_debug_mask, descales, scale, window_size_left, window_size_right, seqused_k,
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        return_debug_mask,
+        descales,
+        scale,
+        window_size_left,
+        window_size_right,
+        seqused_k,
         alibi_slopes,
-    )  # fmt: skip
+    )
 
 
 def _forward(
@@ -350,10 +376,26 @@ def _forward(
         high = torch.iinfo(torch.int64).max
         rng_state = torch.randint(0, high, (2,), dtype=torch.int64, device=query.device)
     out, lse = _ops.forward(
-        query, key, value, cum_seq_q, cum_seq_k, seqused_k, None, alibi_slopes, None, *descales,
-        None, rng_state, max_q, max_k, _scale(query, scale),
-        *_window(is_causal, window_size_left, window_size_right), 0.0, dropout_p, None,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        cum_seq_q,
+        cum_seq_k,
+        seqused_k,
+        None,
+        alibi_slopes,
+        None,
+        *descales,
+        None,
+        rng_state,
+        max_q,
+        max_k,
+        _scale(query, scale),
+        *_window(is_causal, window_size_left, window_size_right),
+        0.0,
+        dropout_p,
+        None,
+    )
     # shapes and dtypes of what PyTorch's own kernel returns, which tracing takes for granted
     if rng_state is None:
         rng_state = torch.empty(2, dtype=torch.int64, device=query.device)
@@ -418,11 +460,29 @@ def _flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = rng_state.view(torch.int64) if dropout_p > 0.0 else None
     dq, dk, dv, _, _ = _ops.backward(
-        grad_out, query, key, value, out.contiguous(), logsumexp.contiguous(), None,
-        cum_seq_q, cum_seq_k, None, None, None, None, seed, max_q, max_k, _scale(query, scale),
-        *_window(is_causal, window_size_left, window_size_right), 0.0, dropout_p,
-        torch.are_deterministic_algorithms_enabled(), False,
-    )  # fmt: skip
+        grad_out,
+        query,
+        key,
+        value,
+        out.contiguous(),
+        logsumexp.contiguous(),
+        None,
+        cum_seq_q,
+        cum_seq_k,
+        None,
+        None,
+        None,
+        None,
+        seed,
+        max_q,
+        max_k,
+        _scale(query, scale),
+        *_window(is_causal, window_size_left, window_size_right),
+        0.0,
+        dropout_p,
+        torch.are_deterministic_algorithms_enabled(),
+        False,
+    )
     return _strided_like(dq, query), _strided_like(dk, key), _strided_like(dv, value)
 
 

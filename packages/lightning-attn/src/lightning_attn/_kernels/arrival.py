@@ -20,10 +20,16 @@ FORGOTTEN = tl.constexpr(150.0)
     do_not_specialize=ArriveNumbers._fields, do_not_specialize_on_alignment=ArriveTensors._fields
 )
 def arrive_kernel(
-    states_ptr, decay_ptr, base_ptr, out_ptr, offsets_ptr, entries_ptr,
-    heads, size,
+    states_ptr,
+    decay_ptr,
+    base_ptr,
+    out_ptr,
+    offsets_ptr,
+    entries_ptr,
+    heads,
+    size,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """``out = base + sum_j exp(-s n_j) state_j``, over the sources j of a row.
 
     A program sums up a block of the state of one head. Sources are added in their order.
@@ -55,13 +61,30 @@ def arrive_kernel(
     do_not_specialize=CorrectNumbers._fields, do_not_specialize_on_alignment=CorrectTensors._fields
 )
 def correct_kernel(
-    read_ptr, out_ptr, decay_ptr, states_ptr, cu_seqlens_ptr, rows_ptr,
-    scale, heads, blocks, stride_rs, stride_rh,
-    D: tl.constexpr, E: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
-    ROW_BYTES: tl.constexpr, ROW_BYTES_V: tl.constexpr,
-    TERMS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    read_ptr,
+    out_ptr,
+    decay_ptr,
+    states_ptr,
+    cu_seqlens_ptr,
+    rows_ptr,
+    scale,
+    heads,
+    blocks,
+    stride_rs,
+    stride_rh,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ROW_BYTES_V: tl.constexpr,
+    TERMS: tl.constexpr,
+    NARROW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """``out_i = out_i + scale exp(-s (i + 1)) read_i S``, with the state S before a run.
 
     A program adds to some chunks of a run, for some columns of one head. Where nothing is left of

@@ -11,14 +11,40 @@ from .structures import CombineNumbers, CombineTensors
     do_not_specialize=CombineNumbers._fields, do_not_specialize_on_alignment=CombineTensors._fields
 )
 def combine_kernel(
-    states_ptr, decay_ptr, first_ptr, last_ptr, cu_seqlens_ptr, slots_ptr, has_first_ptr,
-    batch, heads, tokens, size, pieces,
-    stride_states_b, stride_states_s, stride_states_h, stride_states_d, stride_states_e,
-    stride_first_b, stride_first_s, stride_first_h, stride_first_d, stride_first_e,
-    stride_last_b, stride_last_s, stride_last_h, stride_last_d, stride_last_e,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    REVERSE: tl.constexpr, REPLACE: tl.constexpr,
-):  # fmt: skip
+    states_ptr,
+    decay_ptr,
+    first_ptr,
+    last_ptr,
+    cu_seqlens_ptr,
+    slots_ptr,
+    has_first_ptr,
+    batch,
+    heads,
+    tokens,
+    size,
+    pieces,
+    stride_states_b,
+    stride_states_s,
+    stride_states_h,
+    stride_states_d,
+    stride_states_e,
+    stride_first_b,
+    stride_first_s,
+    stride_first_h,
+    stride_first_d,
+    stride_first_e,
+    stride_last_b,
+    stride_last_s,
+    stride_last_h,
+    stride_last_d,
+    stride_last_e,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    REVERSE: tl.constexpr,
+    REPLACE: tl.constexpr,
+):
     """``S_(j+1) = exp(-s n_j) S_j + written_j``, over the segments j of n_j tokens.
 
     A program replaces, for a tile of the state of one head, what the segments of one sequence wrote

@@ -11,10 +11,33 @@ from collections.abc import Iterator
 
 # nl functions that return tiles; as tokens, without a call, they are fine
 VALUE_STYLE = {
-    "add", "subtract", "multiply", "divide", "maximum", "minimum", "exp", "log", "sqrt", "rsqrt",
-    "max", "min", "sum", "mean", "matmul", "load", "store", "copy", "where", "zeros", "ones",
-    "full", "transpose", "softmax", "tanh", "reciprocal",
-}  # fmt: skip
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "maximum",
+    "minimum",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "max",
+    "min",
+    "sum",
+    "mean",
+    "matmul",
+    "load",
+    "store",
+    "copy",
+    "where",
+    "zeros",
+    "ones",
+    "full",
+    "transpose",
+    "softmax",
+    "tanh",
+    "reciprocal",
+}
 
 
 def lint(source: str) -> list[str]:

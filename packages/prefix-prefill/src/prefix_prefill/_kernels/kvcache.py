@@ -105,28 +105,88 @@ def _append(values, tokens, side, head, room, LAYOUT: tl.constexpr, TILE: tl.con
 
 @triton.jit(do_not_specialize=APPEND_NUMBERS, do_not_specialize_on_alignment=AppendPointers._fields)
 def _append_kernel(
-    q_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cache_seqlens_ptr, cache_batch_idx_ptr,
-    block_table_ptr, rotary_cos_ptr, rotary_sin_ptr, rotated_ptr, k_scale_cache_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    cache_seqlens_ptr,
+    cache_batch_idx_ptr,
+    block_table_ptr,
+    rotary_cos_ptr,
+    rotary_sin_ptr,
+    rotated_ptr,
+    k_scale_cache_ptr,
     v_scale_cache_ptr,
-    batch, seqlen_new, seqlen_q, page, room, pages, seqlen_ro,
-    stride_qs, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
-    stride_kcp, stride_kcs, stride_kch, stride_kcd, stride_vcp, stride_vcs, stride_vch, stride_vcd,
-    stride_table_b, stride_table_p, stride_cos_t, stride_cos_d, stride_sin_t, stride_sin_d,
-    stride_skp, stride_sks, stride_skh, stride_svp, stride_svs, stride_svh,
-    HEADS_Q: tl.constexpr, HEADS_K: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
-    ROW_BYTES: tl.constexpr, K_UNIT: tl.constexpr, K_BYTES: tl.constexpr, V_UNIT: tl.constexpr,
-    V_BYTES: tl.constexpr, INT_MAX: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    batch,
+    seqlen_new,
+    seqlen_q,
+    page,
+    room,
+    pages,
+    seqlen_ro,
+    stride_qs,
+    stride_qh,
+    stride_ks,
+    stride_kh,
+    stride_vs,
+    stride_vh,
+    stride_kcp,
+    stride_kcs,
+    stride_kch,
+    stride_kcd,
+    stride_vcp,
+    stride_vcs,
+    stride_vch,
+    stride_vcd,
+    stride_table_b,
+    stride_table_p,
+    stride_cos_t,
+    stride_cos_d,
+    stride_sin_t,
+    stride_sin_d,
+    stride_skp,
+    stride_sks,
+    stride_skh,
+    stride_svp,
+    stride_svs,
+    stride_svh,
+    HEADS_Q: tl.constexpr,
+    HEADS_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    MOVING: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    K_UNIT: tl.constexpr,
+    K_BYTES: tl.constexpr,
+    V_UNIT: tl.constexpr,
+    V_BYTES: tl.constexpr,
+    INT_MAX: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """``k_cache[row, cache_seqlens + i] = rotate(k[i])``, likewise v unrotated; ``rotate(q[i])``.
 
     A program writes the keys, or the values, or the rotated queries, of a block of tokens of one
     head.
     """
     TILE: tl.constexpr = AppendTile(
-        HEADS_Q, HEADS_K, HEAD_DIM, ROTARY_DIM, INTERLEAVED, MOVING, ROW_BYTES, K_UNIT, K_BYTES,
-        V_UNIT, V_BYTES, INT_MAX, BLOCK_T, BLOCK_D,
-    )  # fmt: skip
+        HEADS_Q,
+        HEADS_K,
+        HEAD_DIM,
+        ROTARY_DIM,
+        INTERLEAVED,
+        MOVING,
+        ROW_BYTES,
+        K_UNIT,
+        K_BYTES,
+        V_UNIT,
+        V_BYTES,
+        INT_MAX,
+        BLOCK_T,
+        BLOCK_D,
+    )
     RUN: tl.constexpr = HEAD_DIM // 2 if INT_MAX == 7 else HEAD_DIM
     K_LAYOUT: tl.constexpr = VectorLayout(RUN, K_UNIT, K_BYTES, 0)
     V_LAYOUT: tl.constexpr = VectorLayout(RUN, V_UNIT, V_BYTES, 0)
@@ -144,9 +204,14 @@ def _append_kernel(
             keys = _load(key, new, head_k, cols, TILE)  # [BLOCK_T, BLOCK_D]
             if ROTARY_DIM > 0:
                 key_rope = Rope(
-                    rotary_cos_ptr, rotary_sin_ptr, stride_cos_t, stride_cos_d, stride_sin_t,
-                    stride_sin_d, seqlen_ro,
-                )  # fmt: skip
+                    rotary_cos_ptr,
+                    rotary_sin_ptr,
+                    stride_cos_t,
+                    stride_cos_d,
+                    stride_sin_t,
+                    stride_sin_d,
+                    seqlen_ro,
+                )
                 keys = _rotated(keys, key, new, head_k, key_rope, TILE)
             k_cache = Vectors(k_cache_ptr, stride_kcp, stride_kcs, None, stride_kcd)
             k_scales = Vectors(k_scale_cache_ptr, stride_skp, stride_sks, None, None)
@@ -166,9 +231,14 @@ def _append_kernel(
         tokens = _tokens(block, cache_seqlens_ptr, batch, seqlen_q, MOVING, BLOCK_T)
         x = Packed(q_ptr, stride_qs, stride_qh)
         rope = Rope(
-            rotary_cos_ptr, rotary_sin_ptr, stride_cos_t, stride_cos_d, stride_sin_t, stride_sin_d,
+            rotary_cos_ptr,
+            rotary_sin_ptr,
+            stride_cos_t,
+            stride_cos_d,
+            stride_sin_t,
+            stride_sin_d,
             seqlen_ro,
-        )  # fmt: skip
+        )
         queries = _load(x, tokens, head, cols, TILE)  # [BLOCK_T, BLOCK_D]
         queries = _rotated(queries, x, tokens, head, rope, TILE)
         rows = (tokens.token * HEADS_Q + head) * HEAD_DIM
@@ -181,9 +251,19 @@ def _append_kernel(
     do_not_specialize=PageCounts._fields, do_not_specialize_on_alignment=PagePointers._fields
 )
 def _pages_kernel(
-    cache_seqlens_ptr, cache_batch_idx_ptr, cache_leftpad_ptr, starts_ptr, lengths_ptr, table_ptr,
-    seqlen_q, new, row_pages, step, pages, BLOCK: tl.constexpr,
-):  # fmt: skip
+    cache_seqlens_ptr,
+    cache_batch_idx_ptr,
+    cache_leftpad_ptr,
+    starts_ptr,
+    lengths_ptr,
+    table_ptr,
+    seqlen_q,
+    new,
+    row_pages,
+    step,
+    pages,
+    BLOCK: tl.constexpr,
+):
     """``starts[b] = b * seqlen_q``; ``lengths[b] = cache_seqlens[b] + new - leftpad[b]``.
 
     And ``table[b, i] = row * row_pages + leftpad[b] + i * step``, where the cache has no table of

@@ -80,19 +80,34 @@ class AppendPlan:
         seqlen_new, seqlen_q = (len(t) // max(1, batch) for t in (x.k, x.q))
         rotary_dim = 0 if x.rotary_cos is None else 2 * x.rotary_cos.shape[1]
         counts = AppendCounts(
-            batch, seqlen_new, seqlen_q, cache.page, room(x), x.k_cache.shape[0],
+            batch,
+            seqlen_new,
+            seqlen_q,
+            cache.page,
+            room(x),
+            x.k_cache.shape[0],
             len(x.rotary_cos) if x.rotary_cos is not None else 0,
-        )  # fmt: skip
+        )
         k, v = cache.k, cache.v
         tables = x.block_table, x.rotary_cos, x.rotary_sin
         of_tables = [n for t in tables for n in ((0, 0) if t is None else t.stride())]
         scales = x.k_scale_cache, x.v_scale_cache
         of_scales = [n for t in scales for n in ((0, 0, 0) if t is None else t.stride())]
         strides = AppendStrides(
-            *row_strides(x.q), *row_strides(x.k), *row_strides(x.v),
-            k.page, k.slot, k.head, k.inner, v.page, v.slot, v.head, v.inner, *of_tables,
+            *row_strides(x.q),
+            *row_strides(x.k),
+            *row_strides(x.v),
+            k.page,
+            k.slot,
+            k.head,
+            k.inner,
+            v.page,
+            v.slot,
+            v.head,
+            v.inner,
+            *of_tables,
             *of_scales,
-        )  # fmt: skip
+        )
         self._numbers = *counts, *strides
         tile = AppendTile(
             HEADS_Q=heads_q,
@@ -197,9 +212,13 @@ class RowPlan:
             return
         y = self._tensors(x)
         pointers = PagePointers(
-            x.cache_seqlens.contiguous(), dense(x.cache_batch_idx), dense(x.cache_leftpad),
-            y.cu_seqlens_q, y.seqlens_k, None if self._has_table else y.block_table,
-        )  # fmt: skip
+            x.cache_seqlens.contiguous(),
+            dense(x.cache_batch_idx),
+            dense(x.cache_leftpad),
+            y.cu_seqlens_q,
+            y.seqlens_k,
+            None if self._has_table else y.block_table,
+        )
         self._fill(self._batch, pointers, self._counts)
         self._attention.run(y, self._seqlen_q, self._room)
 

@@ -37,13 +37,31 @@ def _store_rows(out, lse, token, head, inside, cols, results, TILE: tl.constexpr
     do_not_specialize_on_alignment=pointers_of_callers(SplitMergePointers._fields),
 )
 def _split_merge_kernel(
-    part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, out_scale_ptr,
-    batch, heads_k, tokens, splits, rows, stride_os, stride_oh,
-    GROUP: tl.constexpr, MIN_TOKENS: tl.constexpr, MAX_TOKENS: tl.constexpr, TILES: tl.constexpr,
+    part_out_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_seqlens_q_ptr,
+    out_scale_ptr,
+    batch,
+    heads_k,
+    tokens,
+    splits,
+    rows,
+    stride_os,
+    stride_oh,
+    GROUP: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, OUT_MAX: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+    HEAD_DIM: tl.constexpr,
+    OUT_MAX: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     """``out = sum_i exp(lse_i - lse) out_i`` with ``lse = log(sum_i exp(lse_i))``, over splits i.
 
     A program merges some rows of a tile.
@@ -101,10 +119,22 @@ def _split_merge_kernel(
     do_not_specialize_on_alignment=StateMergePointers._fields,
 )
 def _state_merge_kernel(
-    out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, out_ptr, lse_ptr, out_scale_ptr,
-    heads_q, tokens, stride_os, stride_oh,
-    HEAD_DIM: tl.constexpr, OUT_MAX: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    out_a_ptr,
+    lse_a_ptr,
+    out_b_ptr,
+    lse_b_ptr,
+    out_ptr,
+    lse_ptr,
+    out_scale_ptr,
+    heads_q,
+    tokens,
+    stride_os,
+    stride_oh,
+    HEAD_DIM: tl.constexpr,
+    OUT_MAX: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``, ``lse`` as of all keys.
 
     A program merges some rows. What a side holds that saw no key is not read.

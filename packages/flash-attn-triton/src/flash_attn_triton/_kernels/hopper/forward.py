@@ -38,11 +38,39 @@ POINTERS = (
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, q_narrow_desc, k_narrow_desc, v_narrow_desc, out_narrow_desc,
-    bias_desc, lse_ptr, ticket_ptr, alibi_slopes_ptr, sinks_ptr, factors_ptr, rng_state_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqused_k_ptr, scale, softcap, keep_scale,
-    dropout_threshold, window_left, window_right, batch, heads_q, tokens_q, tokens_k, tiles, span,
-    last, total, stride_alibi_b,
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    q_narrow_desc,
+    k_narrow_desc,
+    v_narrow_desc,
+    out_narrow_desc,
+    bias_desc,
+    lse_ptr,
+    ticket_ptr,
+    alibi_slopes_ptr,
+    sinks_ptr,
+    factors_ptr,
+    rng_state_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_k_ptr,
+    scale,
+    softcap,
+    keep_scale,
+    dropout_threshold,
+    window_left,
+    window_right,
+    batch,
+    heads_q,
+    tokens_q,
+    tokens_k,
+    tiles,
+    span,
+    last,
+    total,
+    stride_alibi_b,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -67,7 +95,7 @@ def forward_kernel(
     PIPELINE: gl.constexpr,
     LAG: gl.constexpr,
     ORDERED: gl.constexpr,
-):  # fmt: skip
+):
     """Compute ``out = softmax(s) @ v`` and ``lse = logsumexp(s)`` of
     ``s = scale * q @ k.T + bias``.
 

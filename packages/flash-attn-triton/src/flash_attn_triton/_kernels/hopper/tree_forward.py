@@ -12,8 +12,21 @@ POINTERS = ("lse_ptr", "ticket_ptr", "sinks_ptr", "cu_seqlens_ptr", "parents_ptr
 
 @gluon.jit(do_not_specialize=TreeForwardNumbers._fields, do_not_specialize_on_alignment=POINTERS)
 def tree_forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, ticket_ptr, sinks_ptr, cu_seqlens_ptr, parents_ptr,
-    scale, softcap, segments, heads_q, tokens, total,
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse_ptr,
+    ticket_ptr,
+    sinks_ptr,
+    cu_seqlens_ptr,
+    parents_ptr,
+    scale,
+    softcap,
+    segments,
+    heads_q,
+    tokens,
+    total,
     GROUP: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
     WARPGROUPS: gl.constexpr,
@@ -31,7 +44,7 @@ def tree_forward_kernel(
     PIPELINE: gl.constexpr,
     LAG: gl.constexpr,
     ORDERED: gl.constexpr,
-):  # fmt: skip
+):
     """``out = softmax(s) v`` and ``lse = log(sum(exp(s)))`` over the keys of a path.
 
     The programs are persistent and warp-specialised, as those of ``forward_kernel``. The parameters

@@ -67,15 +67,40 @@ POINTERS = tuple(name for name in WideArguments._fields if not name.startswith("
 
 @gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
 def mla_fp8_kernel(
-    q_ptr, kv_cache_ptr, block_table_ptr, cu_seqlens_q_ptr, seqlens_k_ptr, q_descale_ptr,
-    kv_descale_ptr, out_ptr, lse_ptr, part_out_ptr, part_lse_ptr,
-    scale, batch, tokens, splits,
-    stride_qs, stride_qh, stride_os, stride_oh, page_rows, stride_kvs, stride_table_b,
+    q_ptr,
+    kv_cache_ptr,
+    block_table_ptr,
+    cu_seqlens_q_ptr,
+    seqlens_k_ptr,
+    q_descale_ptr,
+    kv_descale_ptr,
+    out_ptr,
+    lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
+    scale,
+    batch,
+    tokens,
+    splits,
+    stride_qs,
+    stride_qh,
+    stride_os,
+    stride_oh,
+    page_rows,
+    stride_kvs,
+    stride_table_b,
     stride_table_p,
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr, PAGE: gl.constexpr,
-    PIECE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PARTIES: gl.constexpr, FOLD: gl.constexpr,
-):  # fmt: skip
+    CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILES: gl.constexpr,
+    PAGE: gl.constexpr,
+    PIECE: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTIES: gl.constexpr,
+    FOLD: gl.constexpr,
+):
     """``out = softmax(mask(scale * q @ k.T)) @ k[:, :512]``, of rows or of a split of keys.
 
     ``k``, of 576 columns, lies in the pages of an FP8 cache.
