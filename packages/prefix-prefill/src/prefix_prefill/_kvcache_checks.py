@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from . import _checks
+from . import _cache_checks, _checks, _tensor_checks
 from ._call import AppendOptions, AppendTensors, RowOptions, RowTensors
 from ._linked.host import arguments
 from ._linked.host.arguments import DEVICES, FLOAT_DTYPES, check_length, check_tensor, kind
@@ -88,11 +88,11 @@ def check(x: Given, cache_seqlens: Any, kv_dtype: str | None) -> None:
 
 
 def _check_caches(x: Given, kv_dtype: str | None) -> None:
-    _checks.check_kv_dtype(kv_dtype)
+    _cache_checks.check_kv_dtype(kv_dtype)
     q, form = x.q, _ROWS if x.block_table is None else _PAGES
     stored, of = q.dtype, "of q"
     if kv_dtype is not None:
-        stored, of = _checks.KV_DTYPES[kv_dtype], f"of kv_dtype {kv_dtype!r}"
+        stored, of = _cache_checks.KV_DTYPES[kv_dtype], f"of kv_dtype {kv_dtype!r}"
     head_dim, width = q.shape[3], "the head_dim of q"
     if kv_dtype == "int4":
         head_dim, width = head_dim // 2, "half the head_dim of q"
@@ -100,7 +100,7 @@ def _check_caches(x: Given, kv_dtype: str | None) -> None:
         check_tensor(name, cache)
         if cache.dtype != stored:
             raise TypeError(f"{name} must have the dtype {of}, {stored}, got {cache.dtype}")
-        _checks.check_device(name, cache, "q", q)
+        _tensor_checks.check_device(name, cache, "q", q)
         if cache.ndim != 4 or cache.shape[3] != head_dim or 0 in cache.shape[1:3]:
             raise ValueError(
                 f"{name} must be {form} with {width}, {head_dim}, got {list(cache.shape)}"
@@ -132,7 +132,7 @@ def _check_new(x: Given, cache_seqlens: Any) -> None:
         check_tensor(name, new)
         if new.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {new.dtype}")
-        _checks.check_device(name, new, "q", q)
+        _tensor_checks.check_device(name, new, "q", q)
         new_keys = x.k.shape[1] if x.k.ndim == 4 else 0
         expected = [q.shape[0], new_keys, x.k_cache.shape[2], q.shape[3]]
         if list(new.shape) != expected:
@@ -166,7 +166,7 @@ def _check_rotary(x: Given) -> None:
                 f"{name} must have the dtype of q, {x.q.dtype}, or be torch.float32, got "
                 f"{table.dtype}"
             )
-        _checks.check_device(name, table, "q", x.q)
+        _tensor_checks.check_device(name, table, "q", x.q)
         if table.ndim != 2 or not 1 <= table.shape[1] <= most or table.shape[0] < least:
             raise ValueError(
                 f"{name} must be [seqlen_ro, rotary_dim / 2], at least {least} and at most {most}, "
@@ -183,7 +183,7 @@ def _check_places(x: Given, cache_seqlens: Any) -> None:
     """Check what says which keys of the cache belong to a sequence."""
     q, batch = x.q, x.q.shape[0]
     if isinstance(cache_seqlens, Tensor):
-        _checks.check_lengths("cache_seqlens", cache_seqlens, q)
+        _tensor_checks.check_lengths("cache_seqlens", cache_seqlens, q)
         _check_batch("cache_seqlens", cache_seqlens, batch)
     elif cache_seqlens is not None:
         check_length("cache_seqlens", cache_seqlens)
@@ -191,7 +191,7 @@ def _check_places(x: Given, cache_seqlens: Any) -> None:
         for name in ("cache_batch_idx", "cache_leftpad"):
             if getattr(x, name) is not None:
                 raise NotImplementedError(f"{name} must be None beside block_table, got Tensor")
-        _checks.check_indices("block_table", x.block_table, "q", q, 2)
+        _tensor_checks.check_indices("block_table", x.block_table, "q", q, 2)
         if x.block_table.shape[0] != batch:
             raise ValueError(
                 f"block_table must be [batch, max_blocks], [{batch}, max_blocks], got "
@@ -199,7 +199,7 @@ def _check_places(x: Given, cache_seqlens: Any) -> None:
             )
         return
     if x.cache_batch_idx is not None:
-        _checks.check_indices("cache_batch_idx", x.cache_batch_idx, "q", q, 1)
+        _tensor_checks.check_indices("cache_batch_idx", x.cache_batch_idx, "q", q, 1)
         _check_batch("cache_batch_idx", x.cache_batch_idx, batch)
     elif batch > x.k_cache.shape[0]:
         raise ValueError(
@@ -207,7 +207,7 @@ def _check_places(x: Given, cache_seqlens: Any) -> None:
             f"{x.k_cache.shape[0]}"
         )
     if x.cache_leftpad is not None:
-        _checks.check_lengths("cache_leftpad", x.cache_leftpad, q)
+        _tensor_checks.check_lengths("cache_leftpad", x.cache_leftpad, q)
         _check_batch("cache_leftpad", x.cache_leftpad, batch)
 
 

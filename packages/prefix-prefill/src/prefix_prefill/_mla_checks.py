@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._checks import (
-    HEAD_DIM_UNIT,
-    check_device,
-    check_indices,
-    check_scale_tensor,
-    fp8_dtypes_of,
-)
+from ._cache_checks import fp8_dtypes_of
+from ._checks import HEAD_DIM_UNIT
 from ._layout import CacheSizes
 from ._linked.host.arguments import (
     DEVICES,
@@ -26,6 +21,7 @@ from ._linked.host.arguments import (
 )
 from ._mla_call import MlaOptions, MlaTensors, MlaWriteTensors
 from ._options import MAX_SPLITS
+from ._tensor_checks import check_device, check_indices, check_scale_tensor
 from ._values import check_pages, check_slots
 
 MAX_HEAD_DIM_V = 512

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ._checks import check_device
 from ._layout import cache_sizes
 from ._linked.host.arguments import FLOAT_DTYPES, check_tensor, kind
+from ._tensor_checks import check_device
 
 
 def check_scale_caches(

@@ -5,7 +5,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, _options
+from . import _cache_checks, _checks, _ops, _options
 from ._call import Checked, Tensors, WritePlan, WriteTensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_length, check_tensor
@@ -155,9 +155,9 @@ def paged_attn_func(
         form = None
     known = None if form is None else _known.get(form)
     if kv_dtype is None and (known is None or k_cache.dtype is torch.uint8):
-        k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
+        k_cache, v_cache = _cache_checks.fp8_view(q, k_cache), _cache_checks.fp8_view(q, v_cache)
     if known is None:
-        _checks.check_kv_dtype(kv_dtype)
+        _cache_checks.check_kv_dtype(kv_dtype)
         _checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
         options = _options.check_options(
             q, softmax_scale, causal, window_size, softcap, num_splits, return_lse, invariant
@@ -248,13 +248,13 @@ def reshape_and_cache(
         form = None
     plan = None if form is None else _writes.get(form)
     if kv_dtype is None and (plan is None or k_cache.dtype is torch.uint8):
-        k_cache, v_cache = _checks.fp8_view(k, k_cache), _checks.fp8_view(k, v_cache)
+        k_cache, v_cache = _cache_checks.fp8_view(k, k_cache), _cache_checks.fp8_view(k, v_cache)
     scales = k_scale, v_scale, k_scale_cache, v_scale_cache
     x = WriteTensors(k, v, k_cache, v_cache, slot_mapping, *scales)
     if plan is None:
-        _checks.check_kv_dtype(kv_dtype)
+        _cache_checks.check_kv_dtype(kv_dtype)
         names = "k_scale", "v_scale"
-        _checks.check_cache_inputs(*x[:7], kv_dtype)
+        _cache_checks.check_cache_inputs(*x[:7], kv_dtype)
         check_scale_caches(k_cache, *scales[2:], kv_dtype, *scales[:2], names=names)
         _checks.check_no_gradients(k, v, k_cache, v_cache)
         plan = None if form is None else _ops.write_plan_of(x)

@@ -5,7 +5,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, _options
+from . import _cache_checks, _checks, _ops, _options, _tensor_checks
 from ._call import Tensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_length
@@ -74,9 +74,9 @@ def shared_prefix_attn_func(
     if unknown:
         _checks.refuse_unknown(unknown)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
-    _checks.check_kv_dtype(kv_dtype)
-    k_cache = _checks.stored_view(q, k_cache, kv_dtype)
-    v_cache = _checks.stored_view(q, v_cache, kv_dtype)
+    _cache_checks.check_kv_dtype(kv_dtype)
+    k_cache = _cache_checks.stored_view(q, k_cache, kv_dtype)
+    v_cache = _cache_checks.stored_view(q, v_cache, kv_dtype)
     _checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
     options = _options.check_options(
         q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
@@ -85,7 +85,7 @@ def shared_prefix_attn_func(
     check_length("max_seqlen_q", max_seqlen_q)
     check_length("max_seqlen_k", max_seqlen_k)
     sizes = cache_sizes(k_cache)
-    _checks.check_indices("shared_pages", shared_pages, "q", q, 1)
+    _tensor_checks.check_indices("shared_pages", shared_pages, "q", q, 1)
     check_length("shared_len", shared_len)
     if shared_len > shared_pages.shape[0] * sizes.block_size:
         raise ValueError(

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _checks, _ops, _options
+from . import _cache_checks, _checks, _ops, _options
 from ._call import Options, Tensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_length, check_tensor
@@ -75,7 +75,7 @@ def paged_attn_func(
     check_tensor("q", q)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
-    k_cache, v_cache = _checks.fp8_view(q, k_cache), _checks.fp8_view(q, v_cache)
+    k_cache, v_cache = _cache_checks.fp8_view(q, k_cache), _cache_checks.fp8_view(q, v_cache)
     _checks.check_paged(q, k_cache, v_cache, None, None)
     options = _options.check_options(
         q, softmax_scale, causal, window_size, softcap, num_splits, return_lse

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, _options
+from . import _cache_checks, _checks, _ops, _options
 from ._call import Checked, Tensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_flag, check_length, check_tensor, is_int, kind
@@ -269,7 +269,7 @@ def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
         raise ValueError(
             f"kv_cache_dtype must be auto, fp8, fp8_e4m3 or fp8_e5m2, got {kv_cache_dtype!r}"
         )
-    dtype = _checks.fp8_dtypes_of(cache.device, name)[_FP8_NAMES[kv_cache_dtype]]
+    dtype = _cache_checks.fp8_dtypes_of(cache.device, name)[_FP8_NAMES[kv_cache_dtype]]
     if cache.dtype not in (torch.uint8, dtype):
         raise TypeError(
             f"{name} must be torch.uint8 or {dtype} for kv_cache_dtype {kv_cache_dtype}, "

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import _checks, _ops
+from . import _checks, _ops, _tensor_checks
 from ._linked.host.arguments import FLOAT_DTYPES, check_tensor
 
 
@@ -50,7 +50,7 @@ def _check(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
             raise TypeError(
                 f"{name} must be torch.float16, torch.bfloat16 or torch.float32, got {x.dtype}"
             )
-        _checks.check_device(name, x, "out_a", out_a)
+        _tensor_checks.check_device(name, x, "out_a", out_a)
     if out_a.ndim != 3:
         raise ValueError(f"out_a must be [tokens, heads_q, head_dim], got {list(out_a.shape)}")
     if out_b.shape != out_a.shape:

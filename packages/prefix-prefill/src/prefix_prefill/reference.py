@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from ._cache_checks import check_kv_dtype, stored_view
 from ._call import Tensors
-from ._checks import check_kv_dtype, check_reference, check_tree, stored_view
+from ._checks import check_reference, check_tree
 from ._layout import gather_pages, is_packed
 from ._linked.host.arguments import MAX_WINDOW
 from ._options import check_options

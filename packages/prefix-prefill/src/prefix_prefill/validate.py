@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from . import _checks, _values
+from . import _cache_checks, _checks, _tensor_checks, _values
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_length, check_offset_values, check_window
 
@@ -44,9 +44,9 @@ def validate_paged(
         ValueError: on a shape, a device or a range, and on the first value that is wrong: with the
             argument, the index of the entry, what was expected and what came.
     """
-    _checks.check_kv_dtype(kv_dtype)
-    k_cache = _checks.stored_view(q, k_cache, kv_dtype)
-    v_cache = _checks.stored_view(q, v_cache, kv_dtype)
+    _cache_checks.check_kv_dtype(kv_dtype)
+    k_cache = _cache_checks.stored_view(q, k_cache, kv_dtype)
+    v_cache = _cache_checks.stored_view(q, v_cache, kv_dtype)
     _checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     _checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
@@ -83,6 +83,6 @@ def validate_slot_mapping(slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor
         TypeError: on an argument's type or dtype.
         ValueError: on a shape or a device, and on the first value that is wrong.
     """
-    _checks.check_caches(k_cache, v_cache)
-    _checks.check_indices("slot_mapping", slot_mapping, "k_cache", k_cache, 1)
+    _cache_checks.check_caches(k_cache, v_cache)
+    _tensor_checks.check_indices("slot_mapping", slot_mapping, "k_cache", k_cache, 1)
     _values.check_slots(k_cache, slot_mapping)
