@@ -27,6 +27,8 @@ BANNED = re.compile(r"make_block_ptr|\btl\.advance\b|\btriton\.autotune\b|@autot
 # module: what else of the package it may not import, at any depth
 LAYERS = {
     "_configs": {"api", "_ops", "_kernels", "reference"},
+    "_hopper_configs": {"api", "_ops", "_kernels", "reference"},
+    "_mla_configs": {"api", "_ops", "_kernels", "reference"},
     "_kernels": {"api", "_ops", "reference"},
     "reference": {"api", "_ops", "_kernels", "_configs"},
     "_definition": {"api", "_ops", "_kernels", "_configs"},

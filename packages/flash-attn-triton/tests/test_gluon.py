@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_attn_triton import _ops, api
-from flash_attn_triton._configs import (
+from flash_attn_triton._hopper_configs import (
     HopperTile,
     forward_panels,
     hopper_panel_tile,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from flash_attn_triton import _ops, api
-from flash_attn_triton._configs import HopperBackwardTile, hopper_backward_tile
+from flash_attn_triton._hopper_configs import HopperBackwardTile, hopper_backward_tile
 from flash_attn_triton._linked.host.forms import Memory
 
 from ._linked.budget import assert_same

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_attn_triton import _ops
-from flash_attn_triton._configs import HopperBackwardTile
+from flash_attn_triton._hopper_configs import HopperBackwardTile
 from flash_attn_triton._kernels import backward_plans as portable_plans
 from flash_attn_triton._kernels.hopper import backward_plans, bias_plans, plans
 

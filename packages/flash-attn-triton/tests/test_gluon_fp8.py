@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_attn_triton import _ops
-from flash_attn_triton._configs import HopperTile, hopper_tile
+from flash_attn_triton._hopper_configs import HopperTile, hopper_tile
 
 from ._linked.budget import Maker, assert_same, offsets
 from ._numerics import Case, Shape, run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from flash_attn_triton import _ops, _tree_ops
-from flash_attn_triton._configs import HopperBackwardTile
+from flash_attn_triton._hopper_configs import HopperBackwardTile
 from flash_attn_triton._linked.host.forms import Memory
 from flash_attn_triton._tree_eager import tree_forward
 

@@ -10,7 +10,8 @@ import torch
 import triton
 from attn_common import detect
 from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import HopperTile, hopper_tile, takes_hopper_forward
+from flash_attn_triton._configs import takes_hopper_forward
+from flash_attn_triton._hopper_configs import HopperTile, hopper_tile
 from flash_attn_triton._kernels.form import Form, readable
 from flash_attn_triton._kernels.hopper._linked import tickets
 from flash_attn_triton._kernels.hopper._linked.tma import MapForm

@@ -10,11 +10,8 @@ import torch
 import triton
 from attn_common import detect
 from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import (
-    HopperBackwardTile,
-    hopper_backward_tile,
-    takes_hopper_backward,
-)
+from flash_attn_triton._configs import takes_hopper_backward
+from flash_attn_triton._hopper_configs import HopperBackwardTile, hopper_backward_tile
 from flash_attn_triton._kernels.backward_plans import RowNumbers
 from flash_attn_triton._kernels.form import Form
 from flash_attn_triton._kernels.hopper.backward_plans import HopperBackward, draws_apart

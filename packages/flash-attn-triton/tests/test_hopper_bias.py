@@ -9,7 +9,7 @@ import torch
 import triton
 from attn_common import detect
 from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import hopper_backward_bias_tile, hopper_bias_tile
+from flash_attn_triton._hopper_configs import hopper_backward_bias_tile, hopper_bias_tile
 from flash_attn_triton._kernels.form import Form
 from flash_attn_triton._kernels.hopper.backward_plans import HopperBackward
 from flash_attn_triton._kernels.hopper.plans import HopperForward

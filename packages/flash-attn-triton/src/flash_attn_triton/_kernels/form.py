@@ -7,11 +7,11 @@ from typing import Any
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from .. import _configs
 from .._call import Options, Tensors
-from .._configs import padded_head_dim
+from .._hopper_configs import panels_of
 from .._linked.host.arguments import MAX_WINDOW
 from .._linked.host.forms import ACCESS_BYTES, interpreted
+from .._linked.host.tiles import Tile, padded_head_dim
 from ..philox import dropout_threshold, keep_scale
 from . import structures
 from .launch.runtime import (
@@ -85,7 +85,7 @@ class Form:
     def launch(
         self,
         kernel: Any,
-        tile: _configs.Tile,
+        tile: Tile,
         options: structures.Options | structures.ForwardOptions | None = None,
         **constants: Any,
     ) -> Launch:
@@ -124,7 +124,7 @@ class Form:
         Other numbers often leave a small rest, whose longest walks begin last. With one head alone
         all programs add to the same sums.
         """
-        columns = sum(_configs.panels_of(self.head_dim))
+        columns = sum(panels_of(self.head_dim))
         head_bytes = self._token_bytes + 2 * 4 * columns
         fitting = L2_BYTES // max(1, tokens_q * self.group * head_bytes)
         return 1 << max(1, fitting.bit_length() - 1)

@@ -8,8 +8,8 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from .._configs import padded_head_dim
 from .._linked.host.forms import Memory
+from .._linked.host.tiles import padded_head_dim
 from .._pieces import MERGED, Piece
 from .launch.runtime import Launch
 from .sharded_merge import merge_kernel

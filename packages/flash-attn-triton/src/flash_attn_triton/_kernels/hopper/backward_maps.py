@@ -10,7 +10,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._call import Tensors
-from ..._configs import HopperBackwardTile, panels_of
+from ..._hopper_configs import HopperBackwardTile, panels_of
 from ..form import Form
 from ..structures import PIECE
 from . import backward_structures

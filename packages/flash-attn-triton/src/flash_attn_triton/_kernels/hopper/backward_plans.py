@@ -7,7 +7,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._call import Tensors
-from ..._configs import (
+from ..._hopper_configs import (
     VALUE_STAGES,
     HopperBackwardTile,
     hopper_backward_bias_tile,

@@ -7,7 +7,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._call import Tensors
-from ..._configs import HopperBackwardTile
+from ..._hopper_configs import HopperBackwardTile
 from ..form import Form
 from ..launch.runtime import Launch, whole_rows
 from ._linked.compat import gl

@@ -11,7 +11,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._call import Forward, Tensors
-from ..._configs import (
+from ..._hopper_configs import (
     ForwardPanels,
     HopperTile,
     forward_panels,
@@ -20,8 +20,8 @@ from ..._configs import (
     hopper_panel_tile,
     hopper_tile,
     is_long_call,
-    padded_head_dim,
 )
+from ..._linked.host.tiles import padded_head_dim
 from ..form import Form, expand_descales
 from ..launch.runtime import Launch, dense, token_strides
 from . import structures

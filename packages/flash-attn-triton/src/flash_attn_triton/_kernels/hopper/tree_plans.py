@@ -7,14 +7,14 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._call import Tensors
-from ..._configs import (
+from ..._hopper_configs import (
     HopperBackwardTile,
     HopperTile,
     hopper_backward_tile,
     hopper_tile,
-    padded_head_dim,
     panels_of,
 )
+from ..._linked.host.tiles import padded_head_dim
 from ..form import Form
 from ..launch.runtime import Launch, dense
 from ..structures import Inputs
