@@ -113,39 +113,23 @@ def context(**changes: Any) -> Any:
 
 def chunked(**changes: Any) -> Any:
     one = torch.ones(1)
-    names = (
-        "query",
-        "key",
-        "value",
-        "output",
-        "kv_cache_dtype",
-        "key_cache",
-        "value_cache",
-        "block_table",
-        "query_start_loc",
-        "seq_lens",
-        "max_seq_len",
-        "max_query_len",
-        "k_scale",
-        "v_scale",
-    )
-    call = [
-        zeros(7, 4, 16),
-        zeros(7, 2, 16),
-        zeros(7, 2, 16),
-        zeros(7, 4, 16),
-        "auto",
-        zeros(5, 2, 2, 8, 8),
-        zeros(5, 2, 16, 8),
-        torch.zeros(2, 3, dtype=torch.int32),
-        ints(0, 5, 7),
-        ints(9, 8),
-        9,
-        5,
-        one,
-        one,
-    ]
-    return chunked_prefill_paged_decode(**{**dict(zip(names, call, strict=True)), **changes})
+    call = {
+        "query": zeros(7, 4, 16),
+        "key": zeros(7, 2, 16),
+        "value": zeros(7, 2, 16),
+        "output": zeros(7, 4, 16),
+        "kv_cache_dtype": "auto",
+        "key_cache": zeros(5, 2, 2, 8, 8),
+        "value_cache": zeros(5, 2, 16, 8),
+        "block_table": torch.zeros(2, 3, dtype=torch.int32),
+        "query_start_loc": ints(0, 5, 7),
+        "seq_lens": ints(9, 8),
+        "max_seq_len": 9,
+        "max_query_len": 5,
+        "k_scale": one,
+        "v_scale": one,
+    }
+    return chunked_prefill_paged_decode(**{**call, **changes})
 
 
 def bytes_of(*shape: int) -> Tensor:
