@@ -29,6 +29,7 @@ CALLS = [
     ROWS._replace(lengths=(17, 30), pads=(5, 30)),  # of which the second is empty
     ROWS._replace(lengths=(33, 16), pads=(1, 16), rows=(2, 0), rotary=16),
     ROWS._replace(heads_q=5, heads_k=1, head_dim=24, rotary=10),  # a part, no power of two
+    PAGED._replace(heads_q=2, heads_k=1, head_dim=320, rotary=32, lengths=(9, 17)),
     PAGED._replace(rotary=16),
     PAGED._replace(page=16, rotary=8, queries=17, new=17, lengths=(9, 30)),
     ROWS._replace(lengths=(40,), slots=150, queries=1, new=90, rotary=4),  # over two pages

@@ -244,8 +244,8 @@ def flash_attn_varlen_func(
         return_attn_probs: as in :func:`flash_attn_func`; the probabilities are
             ``[batch, heads_q, max_seqlen_q, max_seqlen_k]``, and with dropout the call waits for
             the device. Default: False.
-        block_table: not offered here: paged keys and values are the business of the package
-            prefix-prefill. Default: None.
+        block_table: not offered here: the package prefix-prefill serves paged keys and values.
+            Default: None.
         bias: broadcasts to ``[batch, heads_q, max_seqlen_q, max_seqlen_k]``, indexed by row and
             column within the sequence. Default: None.
         q_descale: fp32, one element or ``[batch, heads_k]``. Default: None (1.0).

@@ -70,7 +70,8 @@ def flash_attn_func(
         shard: ``"zigzag"`` gives rank r of n the parts r and 2 n - 1 - r of 2 n;
             ``"contiguous"`` gives it part r of n. Default: ``"zigzag"``.
         seqlen: the length of the whole sequences. Part p of m has
-            ``seqlen // m + (p < seqlen % m)`` tokens. Default: None (all ranks hold as many).
+            ``seqlen // m + (p < seqlen % m)`` tokens. Default: None (all ranks hold the same
+            number).
         group: the process group. Default: None (all ranks).
         head_group: a second group, over which heads are distributed. Rank j of its m holds the
             contiguous part j of m of the tokens that a rank of ``group`` would hold, with all

@@ -78,7 +78,8 @@ def lightning_attn_func(
         shard: ``"zigzag"`` gives rank r of n the parts r and 2 n - 1 - r of 2 n, as causal softmax
             attention has it; ``"contiguous"`` gives it part r of n. Default: ``"zigzag"``.
         seqlen: the length of the whole sequences. Part p of m has
-            ``seqlen // m + (p < seqlen % m)`` tokens. Default: None (all ranks hold as many).
+            ``seqlen // m + (p < seqlen % m)`` tokens. Default: None (all ranks hold the same
+            number).
         group: the process group. Default: None (all ranks).
         validate: first compare shapes, dtypes, options and decays over the ranks, and raise on all
             of them if they differ; it waits for the device. CPU tensors always do. Default: False.

@@ -77,8 +77,8 @@ def paged_attention(
             it, with the same bits in any. Default: powers of two.
         packed_keys: whether a page of ``kv_cache[0]``, in FP8, is ``[block_size // 2, head_dim,
             2]`` in the same bytes: two tokens interleaved, as AWS's kernels have it.
-        transposes: what turns the probabilities of prompts, ``tensor`` or, in 16 bits, ``dma``; the
-            bits are the same.
+        transposes: what transposes the probabilities of prompts, ``tensor`` (TensorE) or, in 16
+            bits, ``dma``; the bits are the same.
         write_cache: also write ``k`` and ``v`` into ``kv_cache``, in place, each token at its
             position in the blocks of ``block_table``, which has them, too: divided by ``k_scale``
             and ``v_scale``, in FP8 limited to its largest number. Nothing waits for it, so that no

@@ -63,7 +63,7 @@ def flash_attn_with_kvcache(
 
     Args:
         q: queries, ``[batch, seqlen_q, heads_q, head_dim]``; fp16, bf16 or fp32. ``head_dim`` is a
-            multiple of 8 up to 256.
+            multiple of 8 up to 512.
         k_cache: keys, ``[batch_cache, seqlen_cache, heads_k, head_dim]``, or, with ``block_table``,
             ``[num_blocks, block_size, heads_k, head_dim]``; dtype of ``q``, or as ``kv_dtype``
             says. Any strides, any ``block_size``; the cache is never copied.
@@ -71,16 +71,16 @@ def flash_attn_with_kvcache(
         k: new keys, ``[batch, seqlen_new, heads_k, head_dim]``, dtype of ``q``. Default: None.
         v: new values, likewise.
         rotary_cos: ``[seqlen_ro, rotary_dim / 2]``, dtype of ``q`` or fp32, for as many positions
-            as the cache has room for; ``rotary_dim`` is at most ``head_dim``, and what is behind it
-            is not rotated. It takes ``k`` and ``v``. Default: None.
+            as the cache has room for; ``rotary_dim`` is at most ``head_dim``, and the columns
+            after it are not rotated. Needs ``k`` and ``v``. Default: None.
         rotary_sin: likewise.
         cache_seqlens: how many keys of each sequence the cache holds, an int for all or int32
             ``[batch]`` (int64 is converted); what ``cache_leftpad`` leaves out counts, too.
             Default: None, as many as it has room for.
         cache_batch_idx: in which row of the cache each sequence is, int32 or int64 ``[batch]``,
-            each another where new keys are written. Default: None, its own.
-        cache_leftpad: how many keys at the beginning of a row are none, int32 ``[batch]``.
-            Default: None.
+            all different where new keys are written. Default: None, sequence b in row b.
+        cache_leftpad: how many slots at the beginning of a row hold no key, int32 ``[batch]``.
+            Default: None (0).
         block_table: the pages of each sequence, int32 or int64 ``[batch, max_blocks]``. Not beside
             ``cache_batch_idx`` or ``cache_leftpad``. Default: None.
         softmax_scale: factor of the scores. Default: ``head_dim ** -0.5``.

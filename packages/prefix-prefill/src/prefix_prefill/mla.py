@@ -63,7 +63,7 @@ def mla_attn_func(
         max_seqlen_k: the most keys that a sequence has.
         head_dim_v: how many of the first columns are values. Default: 512.
         softmax_scale: factor of the scores. Default: None, ``head_dim ** -0.5``; DeepSeek's models
-            pass their own, which comes of the heads before the projections were absorbed.
+            pass their own, that of the heads before the projections were absorbed.
         causal: query i sees key j where ``j <= i + seqlen_k - seqlen_q``. Default: True.
         q_descale: fp32, one element: FP8 queries are multiplied with it. Default: None (1.0).
         kv_descale: likewise of an FP8 cache.
