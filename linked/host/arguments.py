@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -40,6 +40,43 @@ def refuse_unknown(names: Iterable[str], elsewhere: Mapping[str, str]) -> NoRetu
     name = next(iter(names))
     hint = elsewhere.get(name)
     raise TypeError(f"{name} is no argument here" + (f": {hint}" if hint else ""))
+
+
+def refuse_others(
+    others: Mapping[str, Any],
+    unsupported: Mapping[str, str],
+    ignored: Container[str],
+    attention: str,
+    eager: str,
+) -> None:
+    """Raise for keywords of an adapter that are not known to leave the result as it is.
+
+    Args:
+        others: the keywords that the adapter does not name, and their values; None and False ask
+            for nothing.
+        unsupported: what would change the result, and why it is not served.
+        ignored: what does not.
+        attention: what the adapter is called in the message.
+        eager: the implementation to load the model with instead.
+    """
+    for name, value in others.items():
+        if value is None or value is False:
+            continue
+        if name in unsupported:
+            raise NotImplementedError(f"{name}: {unsupported[name]}")
+        if name not in ignored:
+            raise NotImplementedError(
+                f"{name}: not known to the {attention}, and it may change the result; load the "
+                f'model with attn_implementation="{eager}"'
+            )
+
+
+def one_of(**names: Tensor | None) -> Tensor | None:
+    """Return the one argument that is given, of several names for one thing."""
+    given = {name: x for name, x in names.items() if x is not None}
+    if len({id(x) for x in given.values()}) > 1:
+        raise ValueError(f"{' and '.join(given)} are names of one argument, got several")
+    return next(iter(given.values()), None)
 
 
 def as_int32(x: Any) -> Any:

@@ -45,14 +45,6 @@ def refuse_unknown(names: Iterable[str]) -> NoReturn:
     arguments.refuse_unknown(names, _ELSEWHERE)
 
 
-def one_of(**names: Tensor | None) -> Tensor | None:
-    """Return the one argument that is given, of several names for one thing."""
-    given = {name: x for name, x in names.items() if x is not None}
-    if len({id(x) for x in given.values()}) > 1:
-        raise ValueError(f"{' and '.join(given)} are names of one argument, got several")
-    return next(iter(given.values()), None)
-
-
 def check_options(
     q: Tensor,
     dropout_p: float,

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import _checks, _ops, _options
 from ._call import Checked, Options, Tensors
 from ._linked.host import arguments
-from ._linked.host.arguments import as_int32
+from ._linked.host.arguments import as_int32, one_of
 from ._linked.host.forms import Memory, form_of
 
 _known: Memory[Checked] = Memory()
@@ -124,7 +124,7 @@ def flash_attn_func(
     if unknown:
         _options.refuse_unknown(unknown)
     if s_aux is not None or learnable_sink is not None:
-        sinks = _options.one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
+        sinks = one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     form = form_of(
         (q, k, v),
         (bias, alibi_slopes, sinks, q_descale, k_descale, v_descale, out_scale),
@@ -276,7 +276,7 @@ def flash_attn_varlen_func(
     if unknown:
         _options.refuse_unknown(unknown)
     if s_aux is not None or learnable_sink is not None:
-        sinks = _options.one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
+        sinks = one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
     if seqused_k is not None:
         seqused_k = as_int32(seqused_k)

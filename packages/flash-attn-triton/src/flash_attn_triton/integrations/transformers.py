@@ -50,6 +50,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._linked.host.arguments import one_of, refuse_others
 from .._linked.host.versions import need
 
 try:
@@ -60,7 +61,6 @@ except ImportError:
     need("transformers", (5, 8), __name__)
     raise
 
-from .._options import one_of
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ._masks import (
     Layout,
@@ -217,7 +217,7 @@ def attention_forward(
         NotImplementedError: For attention weights, paged caches, sparse indices, and anything
             else that is not known here.
     """
-    _check_others(kwargs)
+    refuse_others(kwargs, _UNSUPPORTED, _IGNORED, "triton attention", "eager")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if deterministic is None:
@@ -271,20 +271,6 @@ def attention_forward(
         raise ValueError(f"attention_mask must have 2 or 4 dimensions, got {attention_mask.ndim}")
     bias = _as_bias(attention_mask, position_bias, q.dtype)
     return _attend(q, k, v, Pattern(causal=False), bias, options), None
-
-
-def _check_others(others: dict[str, Any]) -> None:
-    """Raise for keywords that are not known to leave the result as it is."""
-    for name, value in others.items():
-        if value is None or value is False:
-            continue
-        if name in _UNSUPPORTED:
-            raise NotImplementedError(f"{name}: {_UNSUPPORTED[name]}")
-        if name not in _IGNORED:
-            raise NotImplementedError(
-                f"{name}: not known to the triton attention, and it may change the result; load "
-                'the model with attn_implementation="eager"'
-            )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

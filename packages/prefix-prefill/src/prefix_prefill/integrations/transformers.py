@@ -38,6 +38,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from .._linked.host.arguments import one_of, refuse_others
 from .._linked.host.versions import need
 
 try:
@@ -200,7 +201,8 @@ def attention_forward(
         NotImplementedError: for attention weights, masks, dropout, and anything that is not known.
     """
     given = attention_mask, cu_seq_lens_q, cu_seq_lens_k, read_index, write_index
-    _check_others({"attention_mask": attention_mask, **kwargs})
+    others = {"attention_mask": attention_mask, **kwargs}
+    refuse_others(others, _UNSUPPORTED, _IGNORED, "paged attention", "paged|eager")
     if cache is None or None in (max_seqlen_q, max_seqlen_k) or any(x is None for x in given[1:]):
         raise ValueError(
             "cache must be that of continuous batching, got None: generate_batch gives it; for "
@@ -242,33 +244,11 @@ def attention_forward(
         softmax_scale=scaling,
         window_size=window,
         softcap=softcap or 0.0,
-        sinks=_one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks),
+        sinks=one_of(s_aux=s_aux, learnable_sink=learnable_sink, sinks=sinks),
     )
     if has_new:
         reshape_and_cache(k, v, k_cache, v_cache, pages.slots)
     return out[None], None  # type: ignore[call-overload]
-
-
-def _check_others(others: dict[str, Any]) -> None:
-    """Raise for keywords that are not known to leave the result as it is."""
-    for name, value in others.items():
-        if value is None or value is False:
-            continue
-        if name in _UNSUPPORTED:
-            raise NotImplementedError(f"{name}: {_UNSUPPORTED[name]}")
-        if name not in _IGNORED:
-            raise NotImplementedError(
-                f"{name}: not known to the paged attention, and it may change the result; load "
-                'the model with attn_implementation="paged|eager"'
-            )
-
-
-def _one_of(**names: Tensor | None) -> Tensor | None:
-    """Return the one argument that is given, of several names for one thing."""
-    given = {name: x for name, x in names.items() if x is not None}
-    if len({id(x) for x in given.values()}) > 1:
-        raise ValueError(f"{' and '.join(given)} are names of one argument, got several")
-    return next(iter(given.values()), None)
 
 
 def _window(ring: int, sliding_window: int | None) -> tuple[int, int]:
