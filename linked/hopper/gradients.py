@@ -16,7 +16,7 @@ def add_to_memory(pointer, values):
     PANELS: gl.constexpr = values.shape[1] // 8
     values = gl.reshape(values, [4, 2, 8, PANELS, 4, 2])
     values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [512 * PANELS])
-    index = gl.arange(0, 512 * PANELS, values.type.layout)
+    index = gl.arange(0, 512 * PANELS, values.type.layout)  # [512 * PANELS]
     addresses = (pointer + index).to(gl.int64)
     gl.inline_asm_elementwise(
         "red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};"

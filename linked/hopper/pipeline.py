@@ -33,7 +33,7 @@ SEARCH_CHUNK = gl.constexpr(128)
 @gluon.jit
 def barrier_sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
     """Arrive at a named barrier and wait until ``THREADS`` threads have arrived (``bar.sync``)."""
-    lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))  # [32 * WARPS]
     gl.inline_asm_elementwise(
         "bar.sync $1, $2; mov.b32 $0, 0;",
         "=r,r,r",
@@ -47,7 +47,7 @@ def barrier_sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def barrier_arrive(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
     """Arrive at a named barrier without waiting (``bar.arrive``)."""
-    lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))  # [32 * WARPS]
     gl.inline_asm_elementwise(
         "bar.arrive $1, $2; mov.b32 $0, 0;",
         "=r,r,r",
@@ -104,7 +104,7 @@ def opaque(number):
     one of Triton 3.6 reused a register that was set ahead of a loop after that loop had been
     skipped. What a shuffle returns has to be computed again.
     """
-    one = gl.arange(0, 1, gl.BlockedLayout([1], [32], [4], [0]))
+    one = gl.arange(0, 1, gl.BlockedLayout([1], [32], [4], [0]))  # [1]
     taken = gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;",
         "=r,r",
@@ -195,7 +195,7 @@ def coordinates(sequence, head, start, size, row, RAGGED: gl.constexpr):
 @gluon.jit
 def field(fields, NUMBER: gl.constexpr):
     """Return one of the numbers that describe a tile; each thread holds all of them."""
-    index = gl.arange(0, FIELDS, fields.type.layout)
+    index = gl.arange(0, FIELDS, fields.type.layout)  # [FIELDS]
     return gl.sum(gl.where(index == NUMBER, fields, 0), 0)
 
 

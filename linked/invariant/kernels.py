@@ -202,8 +202,8 @@ def _invariant_kernel(
     head = head_k_64 * GROUP + row % GROUP
     diagonal = place.seqlen_k - place.seqlen_q
     q_rows = token_64 * stride_qs + head * stride_qh
-    # [BLOCK_M, BLOCK_D]
     q_base = q_ptr + sequence_64 * stride_qb
+    # [BLOCK_M, BLOCK_D]
     q = load_rows(q_base, q_rows, 1, inside, HEAD_DIM, BLOCK_D, ROW_BYTES)
     first, last, full_first, full_last = _seen(place, diagonal, is_real, numbers, OPTIONS, TILE)
     rows = Rows(q, token + diagonal, first, last, full_first, full_last)
@@ -289,7 +289,7 @@ def _invariant_merge_kernel(
     BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merge the sums of the segments of some rows, in order."""
+    """``out = sum_i 2^(m_i - m) acc_i / sum_i 2^(m_i - m) l_i`` over segments i, in their order."""
     TILE: tl.constexpr = MergeTile(HEAD_DIM_V, BLOCK_DV, ROWS)
     row = tl.program_id(0).to(tl.int64) * TILE.ROWS + tl.arange(0, TILE.ROWS)  # [ROWS]
     inside = row < rows

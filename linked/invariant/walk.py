@@ -89,7 +89,7 @@ def load_rows(
     base, rows, stride, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BYTES: tl.constexpr
 ):
     """Load rows of a tensor without gaps in its rows; those outside are 0."""
-    cols = tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK)  # [BLOCK]
     begins = tl.multiple_of(base + (rows * stride)[:, None], [BYTES, BYTES])
     return _load(begins, cols, inside, cols, WIDTH, BLOCK)
 
@@ -161,6 +161,7 @@ def _load_keys(
     if HAS_NEW:
         new = (keys >= tl.maximum(rows.first, source.context)) & (keys < rows.last)
         at = (keys - source.context).to(tl.int64)
+        # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
         new_k = load_rows(
             source.new_k_ptr, at, numbers.stride_new_ks, new, D, BLOCK_D, OPTIONS.ROW_BYTES
         )

@@ -204,7 +204,7 @@ def _list_kernel(
     BLOCK: tl.constexpr,
     WRITES: tl.constexpr,
 ):
-    """Count the items of an owner's chunk, or, when ``ends`` sums the counts up, write them.
+    """``counts[owner, c] = len(items of chunk c)``; with ``ends``, their sums, write the items.
 
     ``counts`` is [owners of all lists, 2, chunks]: items that need no mask, and the rest.
     """

@@ -90,8 +90,8 @@ def _merge_kernel(
     tile, is_alive, sequence, unit, _, q_start, _, seqlen_q, _, diagonal = work
     if not is_alive:
         return
-    m = tl.arange(0, BLOCK_M)
-    cols_dv = tl.arange(0, BLOCK_DV)
+    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     in_group = unit % PACKS * HEADS + m % HEADS
     rows = tile * POSITIONS + m // HEADS - diagonal
     inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)

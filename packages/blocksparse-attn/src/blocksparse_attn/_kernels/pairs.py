@@ -369,7 +369,7 @@ def _measure(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Count a program's parts, and make the key of its place: list, first row, longest first."""
     SIZE: tl.constexpr = OPTIONS.ENTRIES
     counts = tl.zeros([4], tl.int32)
-    part_index = tl.arange(0, 4)
+    part_index = tl.arange(0, 4)  # [4]
     first = numbers.rows
     index = numbers.lists
     if pid < tl.load(tensors.real_ptr):

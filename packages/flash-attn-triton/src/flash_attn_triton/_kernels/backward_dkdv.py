@@ -46,8 +46,8 @@ def _dkdv_walk(
     One loop serves all heads of the group: a second one around it would cost registers, and the
     pipeline would drain between heads.
     """
-    cols_d = tl.arange(0, TILE.BLOCK_D)
-    cols_dv = tl.arange(0, TILE.BLOCK_DV)
+    cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
     # what arrives at rows that see no key counts for nothing, NaN neither
     first_live = 0
     if OPTIONS.HAS_RIGHT:
@@ -88,7 +88,7 @@ def _dkdv_walk(
             MASKED,
         )  # [BLOCK_M, BLOCK_DV]
         dp = dot(v, tl.trans(dout), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_N, BLOCK_M]
-        # behind the products: loaded ahead of them, these hold registers that the products need
+        # [BLOCK_M]; behind the products: loaded ahead, these hold registers that the products need
         row_at = head_64 * queries.stride_row_h
         lse2 = load_row(queries.lse2_ptr + row_at, rows, scores.seqlen_q, INF, MASKED)
         delta = None
@@ -225,8 +225,8 @@ def _dkdv_kernel(
     batch_64 = batch_id.to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
     keys = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    cols_d = tl.arange(0, BLOCK_D)
-    cols_dv = tl.arange(0, BLOCK_DV)
+    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
     # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]

@@ -148,7 +148,7 @@ def _dq_kernel(
     head_64 = head.to(tl.int64)
     head_k_64 = head_64 // GROUP
     rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols_d = tl.arange(0, BLOCK_D)
+    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     if cu_seqlens_q_ptr is None:
         row_base = (batch_64 * heads_q + head) * tokens_q
         token = batch_64 * tokens_q + rows

@@ -53,7 +53,7 @@ def _row_kernel(
     token = row % tokens
     batch_id = batch_head // heads_q
     head = batch_head % heads_q
-    cols = tl.arange(0, BLOCK_DV)
+    cols = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     mask = inside[:, None] & (cols < HEAD_DIM_V)[None, :]
     # out is contiguous: [batch, tokens, heads_q, HEAD_DIM_V]
     out_at = ((batch_id * tokens + token) * heads_q + head) * HEAD_DIM_V

@@ -113,7 +113,7 @@ def _write_dq(place, x, numbers, scores, OPTIONS: tl.constexpr, TILE: tl.constex
     head_64 = head.to(tl.int64)
     head_k_64 = head_64 // OPTIONS.GROUP
     rows = first_row + tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
-    cols_dv = tl.arange(0, TILE.BLOCK_DV)
+    cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
     q = load_tile(
         x.q_ptr + sequence * numbers.stride_qb + head_64 * numbers.stride_qh,
         rows,

@@ -55,8 +55,8 @@ def _attend(
     TILE: tl.constexpr,
 ):
     """Fold keys into the running softmax of a block of queries: masked tiles, or whole ones."""
-    cols_d = tl.arange(0, TILE.BLOCK_D)
-    cols_dv = tl.arange(0, TILE.BLOCK_DV)
+    cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
     steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, TILE.BLOCK_N, MASKED)
     for step in tl.range(0, steps):
         keys = step_start(step, walk.start, walk.full_start, walk.full_end, TILE.BLOCK_N, MASKED)
@@ -228,8 +228,8 @@ def _forward_kernel(
     head_64 = head.to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
     rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols_d = tl.arange(0, BLOCK_D)
-    cols_dv = tl.arange(0, BLOCK_DV)
+    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     q_base = q_ptr + batch_64 * stride_qb + q_start * stride_qs + head_64 * stride_qh
     k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh

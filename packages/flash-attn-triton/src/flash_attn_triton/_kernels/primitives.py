@@ -138,7 +138,7 @@ def row_numbers(out, dout, lse, dlse):
 @triton.jit
 def store_rows(base, row, values, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Store rows, ``[rows, BLOCK_WIDTH]``, of a contiguous matrix where they are ``inside``."""
-    cols = tl.arange(0, BLOCK_WIDTH)
+    cols = tl.arange(0, BLOCK_WIDTH)  # [BLOCK_WIDTH]
     pointers = base + (row * WIDTH)[:, None] + cols[None, :]
     mask = inside[:, None] & (cols < WIDTH)[None, :]
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
@@ -295,8 +295,8 @@ def load_queries(
     TILE: tl.constexpr,
 ):
     """Load a block of queries, and what the backward needs of its rows; see ``Inputs``."""
-    cols_d = tl.arange(0, TILE.BLOCK_D)
-    cols_dv = tl.arange(0, TILE.BLOCK_DV)
+    cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
     q = load_tile(
         q_base, rows, stride_qs, 0, seqlen_q, cols_d, TILE.HEAD_DIM, TILE.BLOCK_D, True
     )  # [BLOCK_M, BLOCK_D]
@@ -311,8 +311,8 @@ def load_queries(
 @triton.jit
 def load_keys_transposed(source, keys, walk, MASKED: tl.constexpr, TILE: tl.constexpr):
     """Load a tile of keys and of values with tokens along the rows; see ``Walk``."""
-    cols_d = tl.arange(0, TILE.BLOCK_D)
-    cols_dv = tl.arange(0, TILE.BLOCK_DV)
+    cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
     k_t = load_tile_transposed(
         source.k_ptr,
         keys,

@@ -74,7 +74,7 @@ def merge_kernel(
         largest = tl.maximum(largest, lse3)
     # where no piece saw a key
     shift = tl.where(largest > NEG_INF, largest, 0.0)
-    cols = tl.arange(0, BLOCK_DV)
+    cols = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     weight0 = tl.exp(lse0 - shift)  # [BLOCK]
     weight1 = tl.exp(lse1 - shift)
     total = weight0 + weight1

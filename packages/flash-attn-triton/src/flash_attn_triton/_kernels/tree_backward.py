@@ -77,7 +77,7 @@ def _tree_dq_kernel(
     head_64 = head.to(tl.int64)
     head_k_64 = head_64 // GROUP
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols_d = tl.arange(0, BLOCK_D)
+    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     queries = load_queries(
         q_ptr + start * stride_qs + head_64 * stride_qh,
         dout_ptr + start * stride_dos + head_64 * stride_doh,
@@ -187,8 +187,8 @@ def _tree_dkdv_kernel(
     below = start_of(segment, segments)
     head_k_64 = head_k.to(tl.int64)
     keys = block * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    cols_d = tl.arange(0, BLOCK_D)
-    cols_dv = tl.arange(0, BLOCK_DV)
+    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     k_base = k_ptr + start * stride_ks + head_k_64 * stride_kh
     v_base = v_ptr + start * stride_vs + head_k_64 * stride_vh
     # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]

@@ -77,8 +77,8 @@ def _tree_forward_kernel(
     head_64 = head.to(tl.int64)
     head_k_64 = head_64 // GROUP
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols_d = tl.arange(0, BLOCK_D)
-    cols_dv = tl.arange(0, BLOCK_DV)
+    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     q_base = q_ptr + start * stride_qs + head_64 * stride_qh
     # [BLOCK_M, BLOCK_D]
     q = load_tile(q_base, rows, stride_qs, 0, length, cols_d, HEAD_DIM, BLOCK_D, True)

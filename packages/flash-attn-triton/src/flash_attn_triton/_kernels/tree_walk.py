@@ -59,7 +59,7 @@ def next_below(parents_ptr, links_ptr, segments, segment, root):
 
 @triton.jit(do_not_specialize=("segments",), do_not_specialize_on_alignment=("parents_ptr",))
 def _link_kernel(parents_ptr, links_ptr, segments, BLOCK: tl.constexpr):
-    """Write each segment's first child, then each one's next sibling, -1 for none: [2, segments].
+    """``links[0, s] = first child of s``, ``links[1, s] = next sibling of s``; -1 for none.
 
     The parameters are the fields of ``LinkTensors``, ``segments`` and ``BLOCK``.
     """
@@ -97,7 +97,7 @@ def _count_below_kernel(
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Add to each segment's count, which is 0, the tiles of ``BLOCK_M`` tokens of all below it.
+    """``below[s] += sum(ceil(length_t / BLOCK_M))`` over all segments t below s; it is 0 before.
 
     The parameters are the fields of ``CountTensors``, ``segments`` and the two constants.
     """

@@ -107,9 +107,9 @@ def decay_gradient_kernel(
     k_base = key_ptr + sequence_64 * stride_kb + origin * stride_ks + head_64 * stride_kh
     v_base = value_ptr + sequence_64 * stride_vb + origin * stride_vs + head_64 * stride_vh
     dout_base = dout_ptr + sequence_64 * stride_db + origin * stride_ds + head_64 * stride_dh
-    index = tl.arange(0, CHUNK)
+    index = tl.arange(0, CHUNK)  # [CHUNK]
     inside = index < length
-    rows_d = tl.arange(0, BLOCK_D)
+    rows_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     q = load_rows(q_base, index, stride_rs, inside, rows_d, D, ROW_BYTES)  # [C, D]
     k_t = load_rows_transposed(k_base, index, stride_ks, inside, rows_d, D, ROW_BYTES)  # [D, C]
     v_t = load_rows_transposed(v_base, index, stride_vs, inside, cols, E, ROW_BYTES_V)  # [E, C]

@@ -36,7 +36,7 @@ def paged_attention_kernel(
     has_lse,
     dtype,
 ):
-    """Attention of packed queries to a paged cache and to the new tokens' keys and values.
+    """``out = softmax(mask(scale * q @ k.T)) @ v``, over a paged cache and the new tokens' keys.
 
     Dimensions: tokens and heads of q in one, kv_heads, new = tokens padded to 8, head_dim to 256.
 

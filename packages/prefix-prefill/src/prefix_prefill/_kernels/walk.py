@@ -88,7 +88,7 @@ def _scales_of(source, pages, begin, left, walk, PAGE: tl.constexpr, BLOCK_N: tl
 @triton.jit
 def _multiply(q, k, TILE: tl.constexpr):
     """Return ``q @ k.T``, ``[BLOCK_M, BLOCK_N]``, of slices."""
-    s = dot(q[0], tl.trans(k[0]), TILE.PRECISION, TILE.UPCAST)
+    s = dot(q[0], tl.trans(k[0]), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
     for i in tl.static_range(1, len(q)):
         s = dot_add(s, q[i], tl.trans(k[i]), TILE.PRECISION, TILE.UPCAST)
     return s

@@ -127,7 +127,7 @@ def add_pieces(pointer, owned_ptr, len_k, values, PIECE: gl.constexpr):
     values = gl.where(is_there[:, None], values, 0.0)
     values = gl.reshape(values, [4, 2, 8, WIDTH // 8, 4, 2])
     values = gl.reshape(gl.permute(values, (3, 0, 2, 4, 1, 5)), [ROWS * WIDTH])
-    index = gl.arange(0, ROWS * WIDTH, values.type.layout)
+    index = gl.arange(0, ROWS * WIDTH, values.type.layout)  # [ROWS * WIDTH]
     warp = index // 128 % 4
     at = index // 512 * (PIECE * 8) + warp % WARPS * 128 + index % 128
     for i in gl.static_range(ROWS // PIECE):

@@ -39,14 +39,14 @@ def probabilities(
     S: gl.constexpr = s.type.layout
     p = gl.exp2(s * factor - lse2[None, :])
     if MASKED:
-        row = gl.arange(0, ROWS, gl.SliceLayout(0, S))
+        row = gl.arange(0, ROWS, gl.SliceLayout(0, S))  # [ROWS]
         reach = row * pick(fields, SLOPE)
         if PIECE == ROWS:
             reach += pick(fields, REACH + W)
             visible = positions[:, None] <= reach[None, :]
         else:
             reach += pick(fields, REACH)
-            key = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+            key = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
             SIDE: gl.constexpr = ROWS // PIECE
             bits = (pick(fields, BITS) >> (16 * W)) >> (key // PIECE * SIDE)
             is_kept = ((bits[:, None] >> (row // PIECE)[None, :]) & 1) != 0

@@ -46,7 +46,7 @@ def diagonal_of(len_q, len_k, TOP_LEFT: gl.constexpr):
 @gluon.jit
 def pick(values, NUMBER: gl.constexpr):
     """Return one of a few numbers of which every thread holds all."""
-    index = gl.arange(0, values.shape[0], values.type.layout)
+    index = gl.arange(0, values.shape[0], values.type.layout)  # [values.shape[0]]
     return gl.sum(gl.where(index == NUMBER, values, 0), 0)
 
 

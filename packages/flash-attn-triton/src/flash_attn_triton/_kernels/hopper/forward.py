@@ -96,8 +96,7 @@ def forward_kernel(
     LAG: gl.constexpr,
     ORDERED: gl.constexpr,
 ):
-    """Compute ``out = softmax(s) @ v`` and ``lse = logsumexp(s)`` of
-    ``s = scale * q @ k.T + bias``.
+    """``out = softmax(s) @ v`` and ``lse = logsumexp(s)``, where ``s = scale * q @ k.T + bias``.
 
     The programs are persistent and warp-specialised: the last warp copies by TMA, the warpgroups
     ahead of it multiply. ``structures.py`` explains the arguments.

@@ -54,7 +54,7 @@ def _weights(W: gl.constexpr, pipeline, recurrence, REVERSE: gl.constexpr):
     rate = recurrence.rate
     read_scale = recurrence.read_scale
     write_scale = recurrence.write_scale
-    tokens = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))
+    tokens = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))  # [SIDE]
     # what is left over the tokens between each one and the ends of a whole chunk, with the scale
     # of what it is for
     since = factor(rate, tokens + 1) * (write_scale if REVERSE else read_scale)  # [SIDE]
@@ -143,7 +143,7 @@ def _add_scores(
     arrival = ends.index(W).load(gl.SliceLayout(0, ACC))  # [SIDE]
     if REVERSE:  # noqa: SIM102
         if count < SIDE:
-            tokens = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))
+            tokens = gl.arange(0, SIDE, gl.SliceLayout(0, ACC))  # [SIDE]
             to_end = gl.maximum(count - 1 - tokens, 0)
             arrival = factor(recurrence.rate, to_end) * recurrence.read_scale
     out = hopper.warpgroup_mma_wait(0, deps=(reads.out,))
