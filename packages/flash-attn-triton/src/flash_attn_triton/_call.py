@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+_Maybe = Tensor | None
 # gradients of q, k, v, the bias and the sinks
 Grads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 # the same past the operators, which return no None
@@ -31,6 +32,11 @@ class Tensors(NamedTuple):
     v_descale: Tensor | None = None
     out_scale: Tensor | None = None
     rng_state: Tensor | None = None
+
+    @property
+    def optional(self) -> tuple[_Maybe, _Maybe, _Maybe, _Maybe, _Maybe, _Maybe]:
+        """What both passes take besides q, k and v: ``cu_seqlens_q`` to ``sinks``."""
+        return self[3:9]
 
 
 class Options(NamedTuple):

@@ -199,7 +199,7 @@ class EagerPlan(NamedTuple):
         needs_dbias: bool,
     ) -> Grads:
         """Return the gradients; that of the bias comes even if nobody needs it."""
-        others = *x[3:9], x.rng_state
+        others = *x.optional, x.rng_state
         return attention_backward(dout, x.q, x.k, x.v, lse, dlse, *others, *self.options, out)
 
     def fits(self, x: Tensors) -> bool:

@@ -12,5 +12,5 @@ def backward(
     x: Tensors, options: Options, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     """Return the gradients of some keys, with ``out`` and ``lse`` over those of all ranks."""
-    others = *x[3:9], x.rng_state
+    others = *x.optional, x.rng_state
     return attention_backward(dout, x.q, x.k, x.v, lse, dlse, *others, *options, out)

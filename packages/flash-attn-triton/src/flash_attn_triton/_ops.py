@@ -232,7 +232,7 @@ def _run_backward(
         out,
         lse,
         dlse,
-        *x[3:9],
+        *x.optional,
         x.rng_state,
         *options,
         needs_dbias,

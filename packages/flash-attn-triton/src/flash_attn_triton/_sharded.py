@@ -312,11 +312,13 @@ class _Part:
 
             dq, dk, dv, _, dsinks = backward(
                 dout,
-                *x[:3],
+                x.q,
+                x.k,
+                x.v,
                 out,
                 lse,
                 dlse,
-                *x[3:9],
+                *x.optional,
                 None,
                 *self._longest(),
                 *self._given,

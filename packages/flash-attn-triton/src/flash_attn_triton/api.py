@@ -416,5 +416,16 @@ def _probabilities(
     if x.rng_state is None:
         return None
     return _ops.dropout_marked_probabilities(
-        x.q, x.k, lse, *x[3:8], x.rng_state, max_seqlen_q, max_seqlen_k, *options
+        x.q,
+        x.k,
+        lse,
+        x.cu_seqlens_q,
+        x.cu_seqlens_k,
+        x.seqused_k,
+        x.bias,
+        x.alibi_slopes,
+        x.rng_state,
+        max_seqlen_q,
+        max_seqlen_k,
+        *options,
     )
