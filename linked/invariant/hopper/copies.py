@@ -1,4 +1,4 @@
-"""Which keys the copy engine reads where they are."""
+"""Which keys TMA reads where they are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def copied_keys(page: int, window_left: int, most: int) -> int:
 
 
 def _is_mappable(cache: Tensor) -> bool:
-    """Say whether the copy engine can read a cache, as rows of one head each, where it is."""
+    """Say whether TMA can read a cache, as rows of one head each, where it is."""
     if cache.ndim != 4:
         return False
     page, slot, head, inner = cache.stride()

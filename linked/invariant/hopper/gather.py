@@ -1,4 +1,4 @@
-"""Keys and values that the copy engine does not read: a warpgroup loads them in place of TMA.
+"""Keys and values that TMA does not read: a warpgroup loads them in place of TMA.
 
 Small or odd pages, caches of 8 bits, caches whose keys have gaps, new keys beside a cache. Tiles in
 shared memory are those that TMA would have copied, so that no bit depends on which of them came.

@@ -98,7 +98,7 @@ def _meta(width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         (40, 40, torch.bfloat16, True),
         (256, 256, torch.float16, True),
         (32, 32, torch.bfloat16, False),  # half of a tile would be padding
-        (100, 100, torch.bfloat16, False),  # rows that the copy engine does not read
+        (100, 100, torch.bfloat16, False),  # rows that TMA does not read
         (64, 64, torch.float32, False),
     ],
 )

@@ -109,7 +109,7 @@ def _served(head_dim=64, head_dim_v=64, dtype=torch.bfloat16, dropout_p=0.0, **o
         (256, 256, torch.bfloat16, True),
         (192, 128, torch.float16, True),
         (32, 64, torch.bfloat16, False),
-        (100, 64, torch.bfloat16, False),  # rows that the copy engine does not read
+        (100, 64, torch.bfloat16, False),  # rows that TMA does not read
         (64, 64, torch.float32, False),
     ],
 )

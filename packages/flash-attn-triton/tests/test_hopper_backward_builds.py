@@ -111,7 +111,7 @@ def test_builds_for_hopper(head_dim, causal, ordered, tmp_path):
         assert " UTMASTG." in sass
         # serialised products have an arrival each
         assert sass.count(" WARPGROUP.ARRIVE") < products / 3
-    # who adds to dq: the copy engine, or the threads
+    # who adds to dq: TMA, or the threads
     is_by_threads = tile.block_n == 64 or tile.is_apart
     assert (" UTMAREDG." in kernel.sass) != is_by_threads
 

@@ -37,7 +37,7 @@ def _meta(tokens: int, width: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
         (32, 32, False),  # half of a tile would be padding
         (256, 256, True),
         (128, 256, True),
-        (104, 104, False),  # rows that the copy engine does not read
+        (104, 104, False),  # rows that TMA does not read
     ],
 )
 def test_serves(head_dim, head_dim_v, taken):

@@ -105,7 +105,7 @@ def test_poison(head_dim, page, device):
 
 @pytest.mark.parametrize("view", sorted(VIEWS))
 def test_views(view, device):
-    """Queries and outputs that the copy engine refuses are copied; a cache never is."""
+    """Queries and outputs that TMA refuses are copied; a cache never is."""
     case = make_case(Problem(LENGTHS, 8, 2, 128), torch.bfloat16, device)
     want = hopper(case)
     q = VIEWS[view](case.inputs["q"])

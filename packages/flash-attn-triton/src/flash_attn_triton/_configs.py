@@ -209,7 +209,7 @@ def takes_hopper_forward(x: Tensors, options: Options, out_dtype: torch.dtype) -
     if x.q.dtype == torch.float8_e4m3fn:
         fits = _fits_fp8_on_hopper(x, out_dtype)
     else:
-        fits = out_dtype == x.q.dtype  # the copy engine writes what it reads
+        fits = out_dtype == x.q.dtype  # TMA writes what it reads
     return (
         fits
         and _takes_hopper(x, options, (*HALF, torch.float8_e4m3fn))
@@ -298,7 +298,7 @@ def _takes_hopper(x: Tensors, options: Options, dtypes: tuple[torch.dtype, ...] 
         and x.q.device.type != "cpu"
         and detect(x.q.device).is_hopper
         and x.q.dtype in dtypes
-        # rows that the copy engine reads; ``readable`` has made others wider
+        # rows that TMA reads; ``readable`` has made others wider
         and x.q.shape[-1] * x.q.element_size() % 16 == 0
         and x.v.shape[-1] * x.v.element_size() % 16 == 0
         and x.k.numel() > 0

@@ -124,7 +124,7 @@ def check(device: torch.device) -> bool:
             }
             for name, options in cases.items():
                 good &= _compare(name, p, options)
-    # what the copy engine of Hopper reads
+    # what TMA reads
     p = _Problem(device, torch.bfloat16, False, page=16, head_dim=64)
     good &= _compare("NHD cache, pages of 16 slots", p, {"sinks": p.draw(4)})
     p = _Problem(device, torch.float32, False)

@@ -314,7 +314,7 @@ MAX_ROWS = 2**30
 def takes_hopper(x: Tensors, options: Options) -> bool:
     """Say whether the kernel for Hopper serves the sequences with many queries of a call.
 
-    The portable one has the rest: what the copy engine does not read, FP8 queries, caches of
+    The portable one has the rest: what TMA does not read, FP8 queries, caches of
     integers, left windows over FP8 caches, new keys beside the cache. A cache is never copied. How
     many queries are many, ``HopperTile.least_tokens`` says.
     """
@@ -371,7 +371,7 @@ def rows_of_cache(cache: Tensor) -> int:
 
 
 def is_mappable(cache: Tensor) -> bool:
-    """Say whether the copy engine can read a cache, as rows of one head each, where it is."""
+    """Say whether TMA can read a cache, as rows of one head each, where it is."""
     page, slot, head, inner = cache.stride()
     heads = head if cache.shape[2] > 1 else slot
     unit = 16 // cache.element_size()
