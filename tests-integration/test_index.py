@@ -1,4 +1,4 @@
-"""Our package index beside one that offers strangers by all our names, newer than ours."""
+"""Our package index beside one that offers other packages by all our names, newer than ours."""
 
 import hashlib
 import importlib.metadata
@@ -43,7 +43,7 @@ def ours(request, folder):
 
 @pytest.fixture
 def theirs(noxfile, tmp_path):
-    """An index of stubs of third parties, and of newer strangers by all our names."""
+    """An index of stubs of third parties, and of newer packages by all our names."""
     (tmp_path / "theirs").mkdir()
     index = Index(tmp_path / "theirs")
     for package in noxfile.PACKAGES:
@@ -128,7 +128,7 @@ def test_uv_installs_one_package_by_the_two_steps(root, noxfile, theirs, shell):
     assert theirs.asked == set()
 
 
-def test_uv_takes_no_stranger_where_ours_lacks_a_package(root, theirs, shell):
+def test_uv_takes_no_third_party_where_ours_lacks_a_package(root, theirs, shell):
     _, line = readme_commands(root, "flash-attn-triton")
     theirs.offer("absent", NEW, ["absent"])
     with pytest.raises(AssertionError, match="absent was not found"):
@@ -161,7 +161,7 @@ def test_a_project_of_uv_has_ours_from_an_explicit_index(noxfile, ours, theirs, 
     assert not any("torch" in path for path in ours.asked)
 
 
-def test_hashes_keep_a_stranger_out_of_any_index(root, noxfile, folder, theirs, shell):
+def test_hashes_keep_a_third_party_out_of_any_index(root, noxfile, folder, theirs, shell):
     (line,) = re.findall(
         r"`(pip install [^`]*--require-hashes[^`]*)`", (root / "README.md").read_text()
     )
@@ -175,7 +175,7 @@ def test_hashes_keep_a_stranger_out_of_any_index(root, noxfile, folder, theirs, 
         assert is_ours(distribution, noxfile.wheel(name))
 
 
-def test_an_extra_index_brings_the_stranger(noxfile, shell):
+def test_an_extra_index_brings_the_third_party(noxfile, shell):
     """What the READMEs warn of happens, and this is why."""
     command = "pip install --no-deps --index-url {} --extra-index-url {} flash-attn-triton"
     for first, second in (("${ATTN_INDEX:?}", "$THEIRS"), ("$THEIRS", "${ATTN_INDEX:?}")):

@@ -1,7 +1,7 @@
-"""Ours come from dist/ by path; no index is asked for them; a stranger of the same name is noticed.
+"""Ours come from dist/ by path; no index is asked for them; a third party of the same name is noticed.
 
 The index here is a small server on this machine. It offers stubs of the third parties that the
-noxfile asks for, and strangers by the names of our packages, older and newer than ours.
+noxfile asks for, and third parties by the names of our packages, older and newer than ours.
 """
 
 import base64
@@ -122,7 +122,7 @@ def test_our_steps_never_ask_the_index_for_ours(noxfile, package, index, pip):
     assert why_foreign(installed[package], noxfile.wheel(package)) == []
 
 
-def test_a_stranger_taken_by_name_is_noticed(noxfile, package, index, pip):
+def test_a_third_party_taken_by_name_is_noticed(noxfile, package, index, pip):
     # older ones as well as newer, which is the same for every package
     version = OLD if package == noxfile.PACKAGES[0] else NEW
     index.offer(package, version, [package.replace("-", "_"), "flash_attn"])
@@ -134,7 +134,7 @@ def test_a_stranger_taken_by_name_is_noticed(noxfile, package, index, pip):
     assert any(reason.endswith(("is missing", "differs")) for reason in reasons)
 
 
-def test_ours_outrank_the_strangers_of_today_though_no_index_is_forbidden(
+def test_ours_outrank_the_third_parties_of_today_though_no_index_is_forbidden(
     noxfile, package, index, pip
 ):
     index.offer(package, OLD, [package.replace("-", "_")])
@@ -142,7 +142,7 @@ def test_ours_outrank_the_strangers_of_today_though_no_index_is_forbidden(
     assert installed[package].version != OLD
 
 
-def test_only_no_index_keeps_a_newer_stranger_out(noxfile, package, index, pip):
+def test_only_no_index_keeps_a_newer_third_party_out(noxfile, package, index, pip):
     index.offer(package, NEW, [package.replace("-", "_")])
     installed = pip("--no-deps", f"--find-links={noxfile.DIST}", package)
     assert installed[package].version == NEW

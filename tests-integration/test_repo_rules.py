@@ -155,7 +155,7 @@ OURS = "${ATTN_INDEX:?}"
 
 
 def lets_an_index_choose(command):
-    """Return whether a command that names one of ours may take a stranger of that name.
+    """Return whether a command that names one of ours may take a third party of that name.
 
     Ours come from files, from our index alone and without dependencies, or by hashes. Its address
     must not be empty, and to uv it is the first and the default index: what that lacks, or does
@@ -332,7 +332,7 @@ def test_a_way_that_takes_ours_is_no_breach(command, small):
         "pip install \\\n  a",
     ],
 )
-def test_a_way_that_may_take_a_stranger_is_one(command, small):
+def test_a_way_that_may_take_a_third_party_is_one(command, small):
     write(small, {"docs/x.md": f"```sh\n{command}\n```\n"})
     assert list(tells_to_install_from_an_index(small))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# where the stranger of the name of this package lies: a folder with its ``lightning_attn``
+# where the third-party package of the same name lies: a folder with its ``lightning_attn``
 STRANGER = "OPENNLPLAB_LIGHTNING_ATTN"
 
 
@@ -50,14 +50,14 @@ def flash_linear_attention(problem: Problem, decay: Tensor, starts: Tensor) -> F
 def opennlplab(problem: Problem, decay: Tensor, starts: Tensor) -> Forward:
     if problem.packed or problem.schedule != "auto":
         raise UnsupportedError("takes no packed sequences")
-    function = _stranger()
+    function = _third_party()
     # it wants heads before tokens, dense: the copies are not part of what is measured elsewhere
     return lambda q, k, v: function(
         *(t.transpose(1, 2).contiguous() for t in (q, k, v)), decay
     ).transpose(1, 2)
 
 
-def _stranger() -> Any:
+def _third_party() -> Any:
     """Import the other package of this import name, and put ours back."""
     folder = os.environ.get(STRANGER)
     if folder is None:
