@@ -1,4 +1,4 @@
-"""Ours come from dist/ by path; no index is asked for them; a third party of the same name is noticed.
+"""Ours come from dist/ by path, from no index; a third party of the same name is noticed.
 
 The index here is a small server on this machine. It offers stubs of the third parties that the
 noxfile asks for, and third parties by the names of our packages, older and newer than ours.
