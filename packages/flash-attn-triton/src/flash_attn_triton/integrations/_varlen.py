@@ -65,7 +65,8 @@ def take_varlen() -> Callable[[], None]:
     paged = names.index("block_table")
 
     def select_backend(*arguments: Any) -> Any:
-        # an order that was set, and a backend that is not enabled, are the user's choice
+        # an order that was set, and a backend that is not enabled, are the user's choice; the
+        # public flash_sdp_enabled is the same function, but cannot be traced
         if (
             arguments[paged] is None
             and not module._is_sdp_priority_order_active()

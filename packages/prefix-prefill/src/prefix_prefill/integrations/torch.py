@@ -103,10 +103,12 @@ def _served(name: str, dispatch_key: str) -> Any:
             f"block_table, got {torch.__version__}"
         )
     kernel = torch.library.get_kernel(f"torch_attn::{name}", dispatch_key)
+    # it has no types
+    is_enabled: Any = torch.backends.cuda.flash_sdp_enabled
 
     def serve(keyset: Any, *arguments: Any, **options: Any) -> Any:
         given = dict(zip(names, arguments, strict=False)) | options
-        if given.get("block_table") is None or not torch._C._get_flash_sdp_enabled():
+        if given.get("block_table") is None or not is_enabled():
             return kernel.call_boxed(keyset, *arguments, **options)
         return _attend(**given)
 
