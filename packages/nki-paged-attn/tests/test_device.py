@@ -80,7 +80,7 @@ def test_tables_alone_cross(device):
     assert len(arguments["tables"]) * 4 > max(device.crossed)
 
 
-@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-30, -1e-30])
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1e-12, 1e-30, -1e-30])
 def test_scales_that_queries_are_multiplied_by(device, scale, monkeypatch):
     case = make_case([5, 1], [20, 30], scale=scale)
     out, _ = on_device(case)

@@ -71,8 +71,10 @@ def check_writes(
     contexts: np.ndarray[Any, Any],
     table: np.ndarray[Any, Any],
     block_size: int,
+    name: str = "block_table",
 ) -> None:
     """Check that what a call writes is read, or written, by nothing else in it."""
+    # by block: the sequence that writes it, and the first position that it writes there
     owner: dict[int, tuple[int, int]] = {}
     for i, (count, context) in enumerate(zip(queries.tolist(), contexts.tolist(), strict=True)):
         if count:
@@ -80,16 +82,17 @@ def check_writes(
                 block = int(table[i, n])
                 if block in owner:
                     raise ValueError(
-                        f"block_table must give new tokens blocks of their own, got {block} in "
+                        f"{name} must give new tokens blocks of their own, got {block} in "
                         f"sequences {owner[block][0]} and {i}"
                     )
                 owner[block] = i, max(0, context - n * block_size)
     for i, context in enumerate(contexts.tolist()):
         for n in range(-(-context // block_size)):
             other, first = owner.get(int(table[i, n]), (i, block_size))
-            if other != i and min(block_size, context - n * block_size) > first:
+            # of a partly filled block, a sequence reads what is before the tokens that it writes
+            if min(block_size, context - n * block_size) > first:
                 raise ValueError(
-                    f"block_table must give no context what the call writes, got block "
+                    f"{name} must give no context what the call writes, got block "
                     f"{int(table[i, n])} in sequences {i} and {other}"
                 )
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from . import _backend
 from ._arrays import FP8, Array
+from ._checks import FP32_MAX
 from .forms import MAX_PART_ROWS, Buckets, Form
 from .plan import MAX_TOKENS, PARTITIONS, Plan
 from .tables import Scales, Tables, build_tables
@@ -46,6 +47,12 @@ class Options:
     is_packed: bool = False
     turns_by_dma: bool = False
     largest: float = 0.0
+
+    def __post_init__(self) -> None:
+        # with a cap the kernel limits it
+        factor = abs(self.scale) * max(self.k_scales, default=1.0)
+        if not self.softcap and factor > FP32_MAX:
+            raise ValueError(f"scale times k_scale must be finite in fp32, got {factor:.3g}")
 
     @property
     def is_scaled(self) -> bool:
@@ -224,8 +231,7 @@ def fold_scale(q: Array, options: Options) -> tuple[Array, Options]:
 def find_folding(options: Options) -> tuple[float | None, Options]:
     """Return what queries are multiplied by, None for zeros, and the options that remain."""
     one, folded = fold_scale(np.ones(1, np.float32), options)
-    scale = options.scale if folded.scale == 1.0 != options.scale else np.sign(one[0])
-    return (None if not one[0] and options.scale else float(scale)), folded
+    return (None if not one[0] and options.scale else float(one[0])), folded
 
 
 def static_arguments(form: Form, options: Options) -> dict[str, Any]:
@@ -327,8 +333,12 @@ def _fold_scale(q: Array, options: Options) -> tuple[Array, float, float]:
         return np.zeros_like(q), 1.0, 0.0
     if scale < 0:
         q, scale = -q, -scale
-    if scale * min(1.0, *options.k_scales) < SMALLEST_FACTOR:
-        q, scale = (q.astype(np.float32) * np.float32(scale)).astype(q.dtype), 1.0
+    least = SMALLEST_FACTOR / min(1.0, *options.k_scales)
+    if scale < least:
+        # a power of two, which rounds nothing, and the largest, because fp16 has no small numbers
+        power = 2.0 ** (math.frexp(scale / least)[1] - 1) if scale else 0.0
+        q = (q.astype(np.float32) * np.float32(power)).astype(q.dtype)
+        scale = scale / power if scale else least
     return q, scale, softcap
 
 

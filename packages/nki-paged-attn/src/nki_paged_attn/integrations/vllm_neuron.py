@@ -163,7 +163,7 @@ def prepare(
         raise NotImplementedError("fused_write writes whole tokens, got packed_keys")
     contexts = keys - queries
     if fused_write:
-        check_writes(queries, contexts, table, block_size)
+        check_writes(queries, contexts, table, block_size, "block_tables")
     batch = Batch(queries, contexts, table, tokens, check_window(window), is_cached=True)
     options = Options(
         scale=head_dim**-0.5 if scale is None else check_number("scale", scale),
