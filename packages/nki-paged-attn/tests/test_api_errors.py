@@ -73,6 +73,15 @@ def f(*shape, dtype=np.float32):
         ({"v_scale": -1.0}, ValueError, "v_scale must be from 9.09e-13 to 1.1e\\+12, got -1.0"),
         ({"transposes": "pe"}, ValueError, "transposes must be tensor or dma, got 'pe'"),
         ({"transposes": "dma"}, ValueError, "transposes='dma' needs queries of 2 bytes an element"),
+        ({"context_lens": [2**31, 0]}, ValueError, "context_lens must be at most 2147483647, got"),
+        (
+            {"context_lens": np.array([2**64 - 1, 0], np.uint64)},
+            ValueError,
+            "context_lens must be at most 2147483647, got 18446744073709551615",
+        ),
+        ({"query_lens": [2**62] * 4}, ValueError, "query_lens must be at most 2147483647, got"),
+        ({"block_table": [[0, 1], [2]]}, ValueError, "block_table must have rows of one length"),
+        ({"return_lse": "no"}, TypeError, "return_lse must be True or False, got 'no'"),
         ({"packed_keys": 1}, TypeError, "packed_keys must be True or False, got 1"),
         (
             {"packed_keys": True},
@@ -144,6 +153,22 @@ def test_the_reference_checks_its_options_like_the_kernel(changes, error, text):
         paged_attention_reference(*make_case([3, 1], [20, 40]).tensors, **changes)
     with pytest.raises(error, match=text):
         call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"k": f(5, 2, 32), "v": f(5, 2, 32)}, r"k must be \[4, kv_heads, 32\], got \[5, 2, 32\]"),
+        ({"v": f(4, 2, 16)}, r"v must have the shape of k, \[4, 2, 32\], got \[4, 2, 16\]"),
+        ({"q": f(4, 3, 32)}, "heads of q must be a multiple of those of k, 2, got 3"),
+        ({"kv_cache": f(2, 9, 1, 16, 32)}, r"kv_cache must be \[2, blocks, 2, block_size, 32\]"),
+        ({"kv_cache": f(2, 9), "packed_keys": True}, r"kv_cache must be \[2, blocks, 2, block"),
+    ],
+)
+def test_the_reference_takes_no_tensors_that_the_kernel_refuses(changes, text):
+    case = make_case([3, 1], [20, 40])
+    with pytest.raises(ValueError, match=text):
+        paged_attention_reference(**dict(zip(NAMES, case.tensors, strict=True)) | changes)
 
 
 def test_plans_refuse_positions_that_fp32_cannot_count():

@@ -341,12 +341,29 @@ def test_14_bytes_of_short_decodes_are_near_the_lower_bound(context):
         ({"head_dim": 257}, ValueError, "head_dim must be from 1 to 256, got 257"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
         ({"target": "trn9"}, ValueError, "target must be one of trn1"),
+        ({"programs": 0}, ValueError, "programs must be at least 1, got 0"),
+        ({"programs": 3}, ValueError, "programs must be 1 or 2, got 3"),
+        ({"programs": "2"}, TypeError, "programs must be an integer, got str"),
     ],
 )
 def test_estimates_check_what_they_are_given(changes, error, text):
     shape = {"heads": 8, "kv_heads": 1, "head_dim": 128, "block_size": 32} | changes
     with pytest.raises(error, match=text):
         estimate_cost([1], [5], **shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"softcap": -1.0}, ValueError, "softcap must be positive and finite in fp32, got -1.0"),
+        ({"softcap": "1"}, TypeError, "softcap must be a number, got str"),
+        ({"programs": 3}, ValueError, "programs must be 1 or 2, got 3"),
+    ],
+)
+def test_logs_of_plans_check_what_they_are_given(changes, error, text):
+    plan = build_plan([1], [5], [[0]], 16, heads=8, kv_heads=1)
+    with pytest.raises(error, match=text):
+        trace_plan(plan, **{"head_dim": 64, "blocks": 1} | changes)
 
 
 def test_14_the_bound_is_busy_in_prefill():

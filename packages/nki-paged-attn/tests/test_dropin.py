@@ -394,6 +394,12 @@ def test_the_cache_of_torch_changes_in_place():
         ({"value": np.zeros((2, 1, 8))}, TypeError, "value must have the dtype of key, float32"),
         ({"kv_cache": f(2, 4, 2, 4, 8)}, ValueError, "kv_cache must be"),
         ({"kv_cache": np.zeros((2, 4, 1, 4, 8), int)}, TypeError, "kv_cache must be one of float"),
+        ({"kv_cache": f(2, 4, 1, 0, 8)}, ValueError, "block_size must be at least 1, got 0"),
+        (
+            {"kv_cache": np.broadcast_to(f(8), (2, 4, 1, 4, 8))},
+            ValueError,
+            "kv_cache must be writable, got a read-only array",
+        ),
         ({"slot_mapping": np.zeros(3, int)}, ValueError, r"slot_mapping must be \[2\]"),
         ({"slot_mapping": np.zeros(2)}, TypeError, "slot_mapping must be of integers"),
         ({"slot_mapping": np.array([0, 16])}, ValueError, "slot_mapping must be below 16, got 16"),

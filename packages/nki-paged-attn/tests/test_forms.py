@@ -238,11 +238,31 @@ def test_a_batch_that_no_bucket_holds(buckets, error, text):
         ({"batch": 0}, ValueError, "buckets.batch must be at least 1, got 0"),
         ({"tokens": []}, ValueError, "buckets.tokens must have a size, got none"),
         ({"context": [1.5]}, TypeError, "buckets.context must be an integer, got float"),
+        ({"context": 1.5}, TypeError, "buckets.context must be an integer, got float"),
+        ({"tokens": "512"}, TypeError, "buckets.tokens must be an integer, got str"),
     ],
 )
 def test_buckets_check_what_they_are_given(sizes, error, text):
     with pytest.raises(error, match=text):
         Buckets(**sizes)
+
+
+@pytest.mark.parametrize("bucket", [8, None, (8, 512)])
+def test_a_bucket_to_count_has_three_sizes(bucket):
+    with pytest.raises(TypeError, match=r"bucket must be Bucket\(batch, tokens, context\), got"):
+        count_instructions(bucket, **SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "text"),
+    [
+        (-1, ValueError, "samples must be at least 0, got -1"),
+        (1.5, TypeError, "samples must be an integer, got float"),
+    ],
+)
+def test_samples_are_a_number_of_iterations(samples, error, text):
+    with pytest.raises(error, match=text):
+        trace_form([1], [5], **SHAPE, samples=samples)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from nki_paged_attn import _device, paged_attention_reference
+from nki_paged_attn import Buckets, _device, paged_attention_reference
 
 from ._cases import make_case
 from .test_device import device as device
@@ -141,6 +141,17 @@ def test_without_a_slot_nothing_is_written():
         ({"head_dim": 300}, ValueError, "head_dim must be from 1 to 256, got 300"),
         ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
         ({"tokens": 3}, ValueError, "query_lens must sum to at most q's 3 rows, got 4"),
+        ({"tokens": "4"}, TypeError, "tokens must be an integer, got str"),
+        ({"tokens": None}, TypeError, "tokens must be an integer, got NoneType"),
+        ({"block_tables": [[0, 1], [2]]}, ValueError, "block_tables must have rows of one length"),
+        ({"buckets": 3}, TypeError, "buckets must be Buckets or None, got int"),
+        ({"buckets": Buckets(context=8)}, ValueError, "buckets.context must hold the call's 9"),
+        ({"fused_write": "no"}, TypeError, "fused_write must be True or False, got 'no'"),
+        (
+            {"fused_write": True, "block_tables": [[0], [0]]},
+            ValueError,
+            "block_tables must give new tokens blocks of their own, got 0 in sequences 0 and 1",
+        ),
     ],
 )
 def test_messages(changes, error, text):
@@ -174,6 +185,9 @@ def test_messages(changes, error, text):
         (5, lambda x: x[:5], ValueError, r"slot_mapping must be \[6\] in this step, got \[5\]"),
         (5, lambda x: x.float(), TypeError, "slot_mapping must be int32 or int64"),
         (5, lambda x: x.to("meta"), ValueError, "slot_mapping must be on cpu, got meta"),
+        (5, lambda x: x + 10_000, ValueError, r"slot_mapping must be below \d+, got 10"),
+        (0, lambda x: x.numpy(), TypeError, "query must be a tensor, got ndarray"),
+        (5, lambda x: None, TypeError, "slot_mapping must be a tensor, got NoneType"),
     ],
 )
 def test_tensors_must_fit_the_step(place, change, error, text):
@@ -181,6 +195,12 @@ def test_tensors_must_fit_the_step(place, change, error, text):
     tensors[place] = change(tensors[place])
     with pytest.raises(error, match=text):
         vllm_neuron.paged_attention(*tensors, step)
+
+
+def test_a_step_is_what_prepare_returns():
+    _, tensors, _ = make_step([3], [5])
+    with pytest.raises(TypeError, match="step must be what prepare returns, got NoneType"):
+        vllm_neuron.paged_attention(*tensors, None)
 
 
 def test_tensors_of_a_device_are_known():

@@ -100,7 +100,9 @@ def test_blocks_that_two_sequences_write_or_read_are_refused():
     # its own context
     own = case.block_table.copy()
     own[0, 1] = own[0, 0]
-    with pytest.raises(ValueError, match="what the call writes, got block . in sequences 0 and 0"):
+    with pytest.raises(
+        ValueError, match=r"what the call writes, got block \d in sequences 0 and 0"
+    ):
         replace(case, block_table=own).run(write_cache=True)
     # a prefix that both have, and neither writes
     table[1, 1] = case.block_table[1, 1]

@@ -45,7 +45,12 @@ def to_array(name: str, x: Any) -> Array:
 
 def as_array(name: str, x: Any) -> Array:
     """Return a NumPy array of an array, a tensor, a list or a number."""
-    return to_array(name, x) if is_tensor(x) else np.asarray(x)
+    if is_tensor(x):
+        return to_array(name, x)
+    try:
+        return np.asarray(x)
+    except ValueError as error:
+        raise ValueError(f"{name} must have rows of one length, got {x!r:.80}") from error
 
 
 def like(x: Array, original: Any) -> Any:

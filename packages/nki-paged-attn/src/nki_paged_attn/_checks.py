@@ -13,6 +13,7 @@ MAX_BLOCK_SIZE = 256
 MAX_GROUP = 128
 PARTITIONS = 128
 MAX_WINDOW = 2**31
+MAX_LENGTH = 2**31 - 1
 
 FP32_MAX = float(np.finfo(np.float32).max)
 LEAST_SCALE, LARGEST_SCALE = 2.0**-40, 2.0**40
@@ -36,6 +37,11 @@ def check_dtypes(q: tuple[str, Array], others: dict[str, Array], kv_cache: Array
 def check_packed(q: Array, k: Array, v: Array, kv_cache: Array) -> None:
     """Check the tensors of a packed batch against each other."""
     check_dtypes(("q", q), {"k": k, "v": v}, kv_cache)
+    check_shapes(q, k, v, kv_cache)
+
+
+def check_shapes(q: Array, k: Array, v: Array, kv_cache: Array) -> None:
+    """Check the shapes of a packed batch against each other."""
     if q.ndim != 3:
         raise ValueError(f"q must be [tokens, heads, head_dim], got {list(q.shape)}")
     tokens, heads, head_dim = q.shape
@@ -52,18 +58,24 @@ def check_packed(q: Array, k: Array, v: Array, kv_cache: Array) -> None:
             f"q may have at most {MAX_GROUP} heads for one of k, got {heads // kv_heads}"
         )
     check_cache(kv_cache, kv_heads, head_dim)
+    check_block_size(kv_cache.shape[3])
+
+
+def check_flag(name: str, x: Any) -> bool:
+    """Check and return a boolean."""
+    if not isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {x!r}")
+    return bool(x)
 
 
 def check_packing(packed_keys: Any, cache: Any, block_size: int) -> bool:
     """Check whether two tokens of the cached keys are interleaved: in FP8, of pages of pairs."""
-    if not isinstance(packed_keys, bool):
-        raise TypeError(f"packed_keys must be True or False, got {packed_keys!r}")
-    if packed_keys and str(cache).removeprefix("torch.") not in FP8:
+    if check_flag("packed_keys", packed_keys) and str(cache).removeprefix("torch.") not in FP8:
         allowed = ", ".join(FP8)
         raise TypeError(f"packed_keys needs a kv_cache of {allowed}, got {cache}")
     if packed_keys and block_size % 2:
         raise ValueError(f"packed_keys needs blocks of an even number of tokens, got {block_size}")
-    return packed_keys
+    return bool(packed_keys)
 
 
 def check_writes(
@@ -113,7 +125,7 @@ def check_cache(kv_cache: Array, kv_heads: int, head_dim: int) -> None:
         raise ValueError(
             f"kv_cache must be [2, blocks, {kv_heads}, block_size, {head_dim}], got {list(shape)}"
         )
-    check_block_size(shape[3])
+    check_count("block_size", shape[3])
 
 
 def check_dtype(name: str, given: Any, allowed: tuple[str, ...]) -> None:
@@ -122,12 +134,19 @@ def check_dtype(name: str, given: Any, allowed: tuple[str, ...]) -> None:
         raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {given!r}")
 
 
-def check_count(name: str, x: Any) -> None:
-    """Check a number of things, at least one."""
+def check_count(name: str, x: Any, least: int = 1) -> None:
+    """Check a number of things, at least ``least``."""
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {type(x).__name__}")
-    if x < 1:
-        raise ValueError(f"{name} must be at least 1, got {x}")
+    if x < least:
+        raise ValueError(f"{name} must be at least {least}, got {x}")
+
+
+def check_programs(programs: Any) -> None:
+    """Check the cores of a logical core."""
+    check_count("programs", programs)
+    if programs > 2:
+        raise ValueError(f"programs must be 1 or 2, got {programs}")
 
 
 def check_block_size(block_size: Any) -> None:
@@ -163,10 +182,12 @@ def check_lengths(
             raise ValueError(f"{name} must be [batch], got {list(lengths.shape)}")
         if len(lengths) and lengths.dtype.kind not in "iu":
             raise TypeError(f"{name} must be of integers, got {lengths.dtype.name}")
-        lengths = lengths.astype(np.int64)
         if (lengths < 0).any():
             raise ValueError(f"{name} must be at least 0, got {int(lengths.min())}")
-        found.append(lengths)
+        # so that sums stay in 64 bits
+        if lengths.max(initial=0) > MAX_LENGTH:
+            raise ValueError(f"{name} must be at most {MAX_LENGTH}, got {int(lengths.max())}")
+        found.append(lengths.astype(np.int64))
     queries, contexts = found
     if len(queries) != len(contexts):
         raise ValueError(

@@ -9,6 +9,7 @@ import numpy as np
 from ._arrays import is_tensor, like, to_array
 from ._backend import choose_backend
 from ._checks import (
+    check_flag,
     check_lengths,
     check_number,
     check_packed,
@@ -110,8 +111,7 @@ def paged_attention(
     tokens, heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
     lens, contexts = check_lengths(query_lens, context_lens, tokens)
-    if not isinstance(write_cache, bool):
-        raise TypeError(f"write_cache must be True or False, got {write_cache!r}")
+    write_cache = check_flag("write_cache", write_cache)
     stored = contexts + lens if write_cache else contexts
     table = check_table(block_table, stored, cache.shape[3], cache.shape[1])
     if write_cache:
@@ -123,7 +123,7 @@ def paged_attention(
         sinks=check_sinks(sinks, heads),
         k_scales=check_scales("k_scale", k_scale, kv_heads),
         v_scales=check_scales("v_scale", v_scale, kv_heads),
-        has_lse=return_lse,
+        has_lse=check_flag("return_lse", return_lse),
         dtype=np.dtype(queries.dtype).name,
         is_packed=check_packing(packed_keys, cache.dtype, cache.shape[3]),
         turns_by_dma=check_transposes(transposes, np.dtype(queries.dtype).name),

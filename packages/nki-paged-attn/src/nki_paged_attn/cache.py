@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from ._arrays import FP8, Array, to_array
-from ._checks import check_dtypes, check_packing
+from ._checks import check_cache, check_dtypes, check_packing
 
 
 def pack_keys(cache: Array) -> Array:
@@ -56,16 +56,10 @@ def reshape_and_cache(
             f"value must have the shape of key, {list(keys.shape)}, got {list(values.shape)}"
         )
     tokens, kv_heads, head_dim = keys.shape
-    if cache.ndim != 5 or (cache.shape[0], cache.shape[2], cache.shape[4]) != (
-        2,
-        kv_heads,
-        head_dim,
-    ):
-        raise ValueError(
-            f"kv_cache must be [2, blocks, {kv_heads}, block_size, {head_dim}], "
-            f"got {list(cache.shape)}"
-        )
+    check_cache(cache, kv_heads, head_dim)
     is_packed = check_packing(packed_keys, cache.dtype, cache.shape[3])
+    if not cache.flags.writeable:
+        raise ValueError("kv_cache must be writable, got a read-only array")
     slots = to_array("slot_mapping", slot_mapping)
     if slots.shape != (tokens,):
         raise ValueError(f"slot_mapping must be [{tokens}], got {list(slots.shape)}")

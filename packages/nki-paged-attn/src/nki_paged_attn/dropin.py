@@ -9,6 +9,7 @@ import numpy as np
 from ._arrays import like, to_array
 from ._backend import choose_backend
 from ._checks import (
+    check_block_size,
     check_cache,
     check_dtypes,
     check_head_dim,
@@ -98,6 +99,7 @@ def _attend(
     check_head_dim(head_dim)
     check_heads(heads, kv_heads)
     check_cache(cache, kv_heads, head_dim)
+    check_block_size(cache.shape[3])
     if table.ndim != 1:
         raise ValueError(f"block_table must be [active_blocks], got {list(table.shape)}")
     if table.size and table.dtype.kind not in "iu":

@@ -17,6 +17,8 @@ from ._checks import (
     check_head_dim,
     check_heads,
     check_lengths,
+    check_number,
+    check_programs,
     check_transposes,
     check_window,
 )
@@ -73,6 +75,9 @@ def trace_plan(
     """
     check_head_dim(head_dim)
     check_count("blocks", blocks)
+    check_programs(programs)
+    if softcap:
+        check_number("softcap", softcap, positive=True)
     check_dtype("dtype", dtype, FLOATS)
     check_dtype("cache_dtype", cache_dtype or dtype, (*FLOATS, *FP8))
     heads = plan.group * plan.kv_heads
@@ -151,6 +156,8 @@ def count_instructions(
     programs: int = 1,
 ) -> int:
     """Return the instructions of a form: what is compiled, each loop's body once."""
+    if not isinstance(bucket, tuple) or len(bucket) != len(Bucket._fields):
+        raise TypeError(f"bucket must be Bucket(batch, tokens, context), got {bucket!r}")
     trace, _ = _trace(
         [],
         [],
@@ -226,6 +233,9 @@ def _trace(
     transposes: str,
 ) -> tuple[Trace, Form]:
     check_head_dim(shape.head_dim)
+    check_programs(programs)
+    if samples is not None:
+        check_count("samples", samples, least=0)
     check_heads(shape.heads, shape.kv_heads)
     check_dtype("dtype", shape.dtype, FLOATS)
     check_dtype("cache_dtype", shape.cache_dtype, (*FLOATS, *FP8))

@@ -78,7 +78,8 @@ class Buckets:
             given = getattr(self, name)
             if given is None:
                 continue
-            sizes = [given] if isinstance(given, (int, np.integer)) else list(given)
+            several = isinstance(given, (Sequence, np.ndarray)) and not isinstance(given, str)
+            sizes = list(given) if several else [given]
             if not sizes:
                 raise ValueError(f"buckets.{name} must have a size, got none")
             for size in sizes:

@@ -12,6 +12,7 @@ from ._checks import (
     check_number,
     check_packing,
     check_scales,
+    check_shapes,
     check_sinks,
     check_table,
     check_window,
@@ -50,10 +51,14 @@ def paged_attention_reference(
 
     Returns:
         out ``[tokens, heads, head_dim]`` and lse ``[heads, tokens]``.
+
+    Raises:
+        TypeError, ValueError: as ``paged_attention``; any dtype of numbers is taken.
     """
     queries, keys, values, cache = (
         to_array(n, x) for n, x in (("q", q), ("k", k), ("v", v), ("kv_cache", kv_cache))
     )
+    check_shapes(queries, keys, values, cache)
     if check_packing(packed_keys, cache.dtype, cache.shape[3]):
         cache = np.stack([unpack_keys(cache[0]), cache[1]])
     tokens, heads, head_dim = queries.shape

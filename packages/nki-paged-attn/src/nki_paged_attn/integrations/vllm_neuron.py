@@ -18,6 +18,7 @@ from .._arrays import FP8
 from .._checks import (
     check_block_size,
     check_count,
+    check_flag,
     check_head_dim,
     check_heads,
     check_lengths,
@@ -71,7 +72,7 @@ class Step:
         caches: dict[str, torch.Tensor],
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Hold a layer's tensors to what was planned; reads shapes and dtypes alone."""
+        """Hold a layer's tensors to what was planned; of a device, shapes and dtypes alone."""
         tokens, kv_heads = self.batch.tokens, self.blocks[1]
         shapes: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
             "query": (query, (tokens, self.heads, self.head_dim)),
@@ -81,6 +82,8 @@ class Step:
             "slot_mapping": (slot_mapping, (tokens,)),
         }
         for name, (x, shape) in shapes.items():
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
             if tuple(x.shape) != shape:
                 raise ValueError(f"{name} must be {[*shape]} in this step, got {[*x.shape]}")
             if x.device != query.device:
@@ -97,6 +100,9 @@ class Step:
             raise TypeError(f"k_cache must be in FP8 for packed_keys, got {first}")
         if slot_mapping.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
+        room = self.blocks[0] * self.blocks[2]
+        if slot_mapping.device.type == "cpu" and (slot_mapping >= room).any():
+            raise ValueError(f"slot_mapping must be below {room}, got {int(slot_mapping.max())}")
 
 
 def prepare(
@@ -150,6 +156,8 @@ def prepare(
     check_head_dim(head_dim)
     check_block_size(block_size)
     check_count("num_blocks", num_blocks)
+    check_count("tokens", tokens, least=0)
+    check_flag("fused_write", fused_write)
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")
     queries, keys = check_lengths(query_lens, seq_lens, tokens, "seq_lens")
@@ -175,10 +183,12 @@ def prepare(
         dtype=DTYPES[dtype],
         is_packed=check_packing(packed_keys, FP8[0], block_size),
     )
-    where = torch.device(device)
+    where, sizes = torch.device(device), check_buckets(buckets)
+    # on the CPU, too, so that what runs there also fits a device
+    sizes.find(len(queries), tokens, int((contexts if fused_write else keys).max(initial=0)))
     prepared = None
     if where.type in _device.TORCH_DEVICES:
-        neuron, sizes = _device.TorchDevice(where), check_buckets(buckets)
+        neuron = _device.TorchDevice(where)
         page = block_size, head_dim
         own = replace(batch, is_cached=not fused_write, writes=fused_write)
         prepared = _device.prepare(neuron, own, options, sizes, heads, page)
@@ -212,9 +222,11 @@ def paged_attention(
         out like query. Every tensor stays on its device.
 
     Raises:
-        TypeError: a dtype that is not the step's.
-        ValueError: a shape or device that is not the step's.
+        TypeError: a dtype that is not the step's, or no tensor.
+        ValueError: a shape or device that is not the step's; on the CPU also a slot past the end.
     """
+    if not isinstance(step, Step):
+        raise TypeError(f"step must be what prepare returns, got {type(step).__name__}")
     new = {"key": key, "value": value}
     step.check(query, new, {"k_cache": k_cache, "v_cache": v_cache}, slot_mapping)
     prepared = step.prepared
