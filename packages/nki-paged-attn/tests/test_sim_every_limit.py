@@ -13,6 +13,9 @@ from nki_paged_attn import sim
 from nki_paged_attn.sim import NotModelledError
 
 from . import (
+    test_sim_limits_arguments as arguments,
+)
+from . import (
     test_sim_limits_engines as engines,
 )
 from . import (
@@ -40,7 +43,7 @@ from ._nki import run
 from .test_sim_scope import NOT_MODELLED
 
 SIM = Path(sim.__file__).parent
-REGISTERS = (engines, memory, more, programs, registers, scalar_dma, tensor, vector)
+REGISTERS = (arguments, engines, memory, more, programs, registers, scalar_dma, tensor, vector)
 
 
 def places(*names):

@@ -158,12 +158,12 @@ def a_copy_that_returns_a_tile():
     nisa.tensor_copy(zeros((8, 8)))
 
 
-@limit("nki.language.ndarray", "nl.ndarray: shape must be a tuple, got 8")
+@limit("nki.language.ndarray", "nl.ndarray: shape must be a tuple of integers, got 8")
 def a_number_for_a_shape():
     nl.ndarray(8, nl.float32)
 
 
-@limit("nki.isa.iota", "nisa.iota: pattern must have 1 to 4 dimensions, got 8")
+@limit("nki.isa.iota", "nisa.iota: pattern must be of pairs of integers, stride and count, got 8")
 def a_number_for_a_pattern():
     nisa.iota(sbuf((8, 8)), 8)
 

@@ -215,7 +215,8 @@ def range_select_with_bounds_in_bf16():
 
 @limit(
     "nki.isa.range_select",
-    "nisa.range_select: range_start plus the free size must stay within 2**24, got 16777216",
+    "nisa.range_select: range_start must be from 0, and plus the free size stay within 2**24, "
+    "got 16777216",
 )
 def range_select_past_2_to_the_24():
     range_select(range_start=2**24)

@@ -25,7 +25,18 @@ def check_tensor(operation: str, operand: str, x: object, *buffers: str) -> NkiT
     """Check that an operand is a tensor in one of some memories."""
     require(isinstance(x, NkiTensor), operation, operand, "must be a tensor", x, "nki.tensor")
     tensor: NkiTensor = x  # type: ignore[assignment]
-    made = tensor._storage.iteration
+    storage, state = tensor._storage, machine()
+    # tiles are a program's own, HBM is the logical core's
+    owner: Any = storage.memory
+    if (owner is not state) if storage.on_chip else (owner.core is not state.core):
+        raise NkiValidationError(
+            operation,
+            operand,
+            f"{tensor.name} must be a tensor of this program and run",
+            "one of another",
+            LNC,
+        )
+    made = storage.iteration
     if made is not None and made.is_over:
         # the body is traced once: the next iteration, and what is behind the loop, has no such tile
         raise NkiValidationError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 
 class NkiValidationError(ValueError):
     """A documented limit of the hardware or of the language was broken.
@@ -29,6 +31,11 @@ class UnwrittenError(NkiValidationError):
 
 class NotModelledError(NotImplementedError):
     """A call or an option that the simulator does not model; it never guesses."""
+
+
+def is_integer(x: object) -> bool:
+    """Say whether something is an integer of Python's or NumPy's, and no boolean."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
 def require(

@@ -37,7 +37,8 @@ def core_barrier(
     places = (data.region(),)
     state.log(Instruction("core_barrier", chosen, 0, reads=places, writes=places))
     traffic = data._storage.traffic
-    state.turns.meet(call, state.program, None if traffic is None else traffic.clear)
+    clear = None if traffic is None else traffic.clear
+    state.turns.meet(call, state.program, f"a barrier on {data.name}", clear)
 
 
 @named("nisa")
@@ -64,6 +65,6 @@ def sendrecv(
         require(rank == other, call, operand, f"must be {other}, the other program", rank, page)
     x = read_raw(call, "src", src)
     state.turns.mail[state.program, pipe_id] = None if x is None else x.copy()
-    state.turns.meet(call, state.program)
+    state.turns.meet(call, state.program, f"pipe {pipe_id}")
     write(call, dst, state.turns.mail[other, pipe_id])
     log("sendrecv", "dma", dst, (src,), src.free_size)

@@ -20,7 +20,7 @@ from .calls import named
 from .dtypes import INTEGERS
 from .engines import log
 from .enums import reduce_cmd as Command
-from .errors import NotModelledError, require
+from .errors import NotModelledError, is_integer, require
 from .isa_elementwise import apply
 from .machine import machine
 from .ops import binary, need_op
@@ -43,14 +43,15 @@ def tensor_reduce(
     check_tile(call, "dst", dst)
     check_tile(call, "data", data)
     require(
-        isinstance(axis, int) or (isinstance(axis, (tuple, list)) and len(axis) > 0),
+        is_integer(axis)
+        or (isinstance(axis, (tuple, list)) and axis and all(is_integer(a) for a in axis)),
         call,
         "axis",
         "must be a number or a tuple of numbers",
         axis,
         page,
     )
-    axes = [axis] if isinstance(axis, int) else list(axis)
+    axes = list(axis) if isinstance(axis, (tuple, list)) else [axis]
     require(0 not in axes, call, "axis", "must not be 0, the partitions", axis, page)
     last = list(range(data.ndim - len(axes), data.ndim))
     require(

@@ -20,11 +20,11 @@ from .calls import named
 from .dtypes import FLOATS, NUMPY, Array, convert, from_fp32
 from .engines import both_in_psum, log
 from .enums import reduce_cmd as Command
-from .errors import require
+from .errors import is_integer, require
 from .machine import machine
 from .ops import OPS, need_op
 from .registers import accumulate, check_reduction
-from .tensor import NkiTensor
+from .tensor import NkiTensor, pairs
 
 FP32_MIN = -3.4028234663852886e38
 COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
@@ -91,10 +91,10 @@ def range_select(
         page,
     )
     require(
-        range_start + on_true_tile.free_size <= 2**24,
+        is_integer(range_start) and 0 <= range_start <= 2**24 - on_true_tile.free_size,
         call,
         "range_start",
-        "plus the free size must stay within 2**24",
+        "must be from 0, and plus the free size stay within 2**24",
         range_start,
         page,
     )
@@ -231,6 +231,8 @@ def tensor_copy_predicated(
         reads.append(src)
         new = read_raw(call, "src", src)
     else:
+        is_number = isinstance(src, (int, float, np.integer, np.floating))
+        require(is_number, call, "src", "must be a number or a tile", type(src).__name__, page)
         new = np.full(dst.shape, src, np.float32).astype(NUMPY[dst.dtype])
     old, p = read_raw(call, "dst", dst), read_raw(call, "predicate", predicate)
     value: Array | None = None
@@ -251,20 +253,29 @@ def tensor_copy_predicated(
 def _affine(call: str, dst: NkiTensor, pattern: Any, offset: int, channel_multiplier: int) -> Array:
     """Return ``offset + channel * channel_multiplier + sum of steps`` in int32."""
     page = f"nki.isa.{call.removeprefix('nisa.')}"
+    steps, sizes = pairs(call, "pattern", pattern, page)
+    require(1 <= len(sizes) <= 4, call, "pattern", "must have 1 to 4 dimensions", pattern, page)
+    numbers = {"offset": offset, "channel_multiplier": channel_multiplier}
+    for operand, x in numbers.items():
+        require(is_integer(x), call, operand, "must be an integer", x, page)
+    count = math.prod(sizes)
     require(
-        isinstance(pattern, (list, tuple)) and 1 <= len(pattern) <= 4,
+        min(sizes) >= 1 and count == dst.free_size,
         call,
         "pattern",
-        "must have 1 to 4 dimensions",
-        pattern,
+        f"must have {dst.free_size} elements",
+        count,
         page,
     )
-    count = math.prod([n for _, n in pattern])
-    require(
-        count == dst.free_size, call, "pattern", f"must have {dst.free_size} elements", count, page
-    )
+    ends = [
+        s * (n - 1)
+        for s, n in zip((*steps, channel_multiplier), (*sizes, dst.shape[0]), strict=True)
+    ]
+    low, high = offset + sum(min(e, 0) for e in ends), offset + sum(max(e, 0) for e in ends)
+    fits = low >= -(2**31) and high < 2**31
+    require(fits, call, "its numbers", "must fit int32", f"{low} to {high}", page)
     value = np.asarray(offset, np.int64)
-    for step, size in pattern:
+    for step, size in zip(steps, sizes, strict=True):
         value = value[..., None] + step * np.arange(size, dtype=np.int64)
     channels = channel_multiplier * np.arange(dst.shape[0], dtype=np.int64)
     result: Array = (channels[:, None] + value.reshape(1, -1)).astype(np.int32)

@@ -196,7 +196,7 @@ def _check_tiling(
     target = machine().target
     page = f"{MATMUL}, tiling mode"
     require(
-        len(position) == 2 and len(size) == 2,
+        all(isinstance(x, (tuple, list)) and len(x) == 2 for x in (position, size)),
         call,
         "tile_position and tile_size",
         "must both be set, to two numbers each",

@@ -7,7 +7,7 @@ from typing import Any
 from . import objects, values
 from .calls import named
 from .dtypes import name_of
-from .errors import NotModelledError, require
+from .errors import NotModelledError, is_integer, require
 from .loops import dynamic_range as dynamic_range
 from .loops import fori_loop as fori_loop
 from .machine import machine
@@ -51,7 +51,8 @@ def ndarray(
         address: on the chip, (first partition, byte within a partition). Default: any.
     """
     page = "nki.language.ndarray"
-    require(isinstance(shape, (tuple, list)), "nl.ndarray", "shape", "must be a tuple", shape, page)
+    known = isinstance(shape, (tuple, list)) and all(is_integer(n) for n in shape)
+    require(known, "nl.ndarray", "shape", "must be a tuple of integers", shape, page)
     sizes = tuple(int(n) for n in shape)
     regions = (sbuf, psum, private_hbm, shared_hbm)
     require(buffer in regions, "nl.ndarray", "buffer", f"must be one of {regions}", buffer, page)
@@ -65,7 +66,12 @@ def ndarray(
         page,
     )
     require(
-        address is None or (on_chip and isinstance(address, (tuple, list)) and len(address) == 2),
+        address is None
+        or (
+            on_chip
+            and isinstance(address, (tuple, list))
+            and [*map(is_integer, address)] == [True] * 2
+        ),
         "nl.ndarray",
         "address",
         "must be (partition, byte) of a tensor on the chip",

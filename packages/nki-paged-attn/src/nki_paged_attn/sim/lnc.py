@@ -24,7 +24,8 @@ class Turns:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._turn = 0
-        self._arrived: set[int] = set()
+        # programs that wait at a barrier, and at which
+        self._arrived: dict[int, str] = {}
         self._ended: set[int] = set()
         self._round = 0
         self._error: BaseException | None = None
@@ -59,10 +60,14 @@ class Turns:
             raise self._error
         return results
 
-    def meet(self, call: str, number: int, then: Callable[[], None] | None = None) -> None:
-        """Wait until both programs are here; ``then`` runs before either goes on."""
+    def meet(
+        self, call: str, number: int, place: str, then: Callable[[], None] | None = None
+    ) -> None:
+        """Wait until both programs are here, at one place; ``then`` runs before either goes on."""
         with self._changed:
-            self._arrived.add(number)
+            self._arrived[number] = place
+            other = self._arrived.get(1 - number, place)
+            require(other == place, call, "the other program", f"must come to {place}", other, LNC)
             wanted = self._round + 1
             self._turn = 1 - number
             if len(self._arrived) == 2:

@@ -36,7 +36,9 @@ def fori_loop(
     device, where the body is traced once. A run that does not compute may trace a few of the
     iterations, each of which then stands for several: see ``Simulation.samples``.
     """
-    for i in _count("nl.fori_loop", {"lower": lower, "upper": upper}, step):
+    call, page = "nl.fori_loop", "nki.language.fori_loop"
+    require(callable(body_fun), call, "body_fun", "must be a function", body_fun, page)
+    for i in _count(call, {"lower": lower, "upper": upper}, step):
         body_fun(i)
 
 

@@ -55,6 +55,8 @@ class Machine:
         self.execute = execute
         self.programs = programs
         self.program = 0 if first is None else 1
+        # of a logical core, the machine of program 0
+        self.core: Machine = first or self
         self.trace: Trace = Trace(target.name) if first is None else first.trace
         self.shared: list[Storage] = [] if first is None else first.shared
         self.turns: Turns = Turns() if first is None else first.turns

@@ -19,7 +19,7 @@ import numpy as np
 from .._arrays import is_tensor, like, to_array
 from . import isa, language, typing
 from .dtypes import NUMPY
-from .errors import require
+from .errors import is_integer, require
 from .liveness import place
 from .lnc import LNC
 from .machine import Machine
@@ -50,7 +50,7 @@ class Kernel:
 
     def __getitem__(self, programs: int) -> Kernel:
         require(
-            programs in (1, 2),
+            is_integer(programs) and programs in (1, 2),
             "kernel[...]",
             "the grid",
             "must be 1 or 2 programs",
@@ -150,6 +150,11 @@ class Simulation:
     def _unwrap(self, result: Any, kind: Any) -> Any:
         if isinstance(result, (tuple, list)):
             return tuple(self._unwrap(x, kind) for x in result)
+        hides = isinstance(result, (dict, set, np.ndarray))
+        kind_of = type(result).__name__
+        require(
+            not hides, "nki.jit", "the output", "must be a tensor or a tuple", kind_of, "nki.jit"
+        )
         if not isinstance(result, NkiTensor):
             return result
         require(

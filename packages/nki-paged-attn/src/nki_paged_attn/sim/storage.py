@@ -67,7 +67,8 @@ class Storage:
 
     def __init__(self, memory: Memory, name: str, shape: tuple[int, ...], dtype: str, region: str):
         self.id = next(_ids)
-        self.memory: Memory | None = memory
+        # of one that could not be made there is nothing to release
+        self.memory: Memory | None = None
         self.name = name or f"{region}_{self.id}"
         self.shape = shape
         self.dtype = dtype
@@ -86,6 +87,7 @@ class Storage:
         self.is_argument = False
         self.is_constant = False
         self.is_changed = False
+        self.memory = memory
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .dtypes import NUMPY, Array, name_of
-from .errors import NotModelledError, require
+from .errors import NotModelledError, is_integer, require
 from .machine import machine
 from .trace import Region
 from .views import PAGE, DynamicSlice, Indirection, View, row_major
@@ -21,6 +21,17 @@ STRIDE_BYTES = 16
 MAX_FREE_DIMS = 3
 # counts of an access pattern are 16-bit numbers
 MAX_COUNT = 32767
+
+
+def pairs(
+    call: str, operand: str, pattern: Any, page: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the strides and the counts of a pattern, ``[[stride, count], ...]``."""
+    known = isinstance(pattern, (list, tuple)) and all(
+        isinstance(p, (list, tuple)) and [*map(is_integer, p)] == [True] * 2 for p in pattern
+    )
+    require(known, call, operand, "must be of pairs of integers, stride and count", pattern, page)
+    return tuple(int(s) for s, _ in pattern), tuple(int(n) for _, n in pattern)
 
 
 class NkiTensor(View):
@@ -64,10 +75,10 @@ class NkiTensor(View):
         """
         if dtype is not None and name_of(dtype) != self.dtype:
             raise NotModelledError(f"ap: another dtype; use view first [{AP_PAGE}]")
-        strides = tuple(int(step) for step, _ in pattern)
-        shape = tuple(int(count) for _, count in pattern)
-        start = self._offset if offset is None else offset
         call, name = "ap", self.name
+        strides, shape = pairs(call, "pattern", pattern, PAGE)
+        start = self._offset if offset is None else offset
+        require(is_integer(start), call, "offset", "must be an integer", offset, PAGE)
         require(
             not self.is_indirect(),
             call,
@@ -93,13 +104,15 @@ class NkiTensor(View):
                 strides = (0, *strides[1:])
         if self._storage.on_chip:
             self._check_partitions(strides, shape, start)
-        last = start + sum(s * (n - 1) for s, n in zip(strides, shape, strict=True))
+        # strides may be negative
+        steps = [s * (n - 1) for s, n in zip(strides, shape, strict=True)]
+        first, last = start + sum(min(s, 0) for s in steps), start + sum(max(s, 0) for s in steps)
         require(
-            start >= 0 and last < self._storage.size,
+            first >= 0 and last < self._storage.size,
             call,
             name,
             f"must stay within its {self._storage.size} elements",
-            f"{start} to {last}",
+            f"{first} to {last}",
             PAGE,
         )
         return NkiTensor(self._storage, shape, strides, start, self.dtype, indirection)
@@ -191,7 +204,8 @@ class NkiTensor(View):
         )
         if isinstance(index, NkiTensor):
             self._check_index(index)
-        require(0 <= dim < self.ndim, "ap", "indirect_dim", f"must be below {self.ndim}", dim, page)
+        known = is_integer(dim) and 0 <= dim < self.ndim
+        require(known, "ap", "indirect_dim", f"must be below {self.ndim}", dim, page)
         if vector is not None:
             target = machine().target
             require(
@@ -236,13 +250,15 @@ class NkiTensor(View):
             strides[0],
             PAGE,
         )
-        free = sum(s * (n - 1) for s, n in zip(strides[1:], shape[1:], strict=True))
+        steps = [s * (n - 1) for s, n in zip(strides[1:], shape[1:], strict=True)]
+        low = start % per + sum(min(s, 0) for s in steps)
+        high = start % per + sum(max(s, 0) for s in steps)
         require(
-            start % per + free < per,
+            low >= 0 and high < per,
             "ap",
             self.name,
             f"must stay within the {per} elements of a partition",
-            start % per + free,
+            high if low >= 0 else low,
             PAGE,
         )
 

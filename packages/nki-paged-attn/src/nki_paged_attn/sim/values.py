@@ -14,7 +14,7 @@ import numpy as np
 from . import isa
 from .calls import named
 from .dtypes import FLOATS, NUMPY
-from .errors import NotModelledError, require
+from .errors import NotModelledError, is_integer, require
 from .machine import machine
 from .ops import OPS, Op
 from .tensor import NkiTensor
@@ -23,6 +23,17 @@ from .tensor import NkiTensor
 def new(shape: Any, dtype: str, buffer: str = "sbuf", name: str = "") -> NkiTensor:
     """Allocate a tile."""
     return NkiTensor.whole(machine().allocate(name, tuple(shape), dtype, buffer))
+
+
+def _need(call: str, operand: str, x: Any) -> None:
+    page = call.replace("nl.", "nki.language.")
+    require(isinstance(x, NkiTensor), call, operand, "must be a tensor", type(x).__name__, page)
+
+
+def _need_number(call: str, operand: str, x: Any) -> None:
+    page = call.replace("nl.", "nki.language.")
+    known = isinstance(x, (int, float, np.integer, np.floating))
+    require(known, call, operand, "must be a number", type(x).__name__, page)
 
 
 def _promote(tiles: list[NkiTensor]) -> str:
@@ -80,6 +91,7 @@ TOKENS = {
 @named("nl")
 def load(src: NkiTensor, dtype: str | None = None) -> NkiTensor:
     """Copy a tensor of HBM into SBUF."""
+    _need("nl.load", "src", src)
     out = new(src.shape, dtype or src.dtype)
     isa.dma_copy(out, src)
     return out
@@ -96,6 +108,7 @@ def full(
     shape: Any, fill_value: float, dtype: str, buffer: str = "sbuf", name: str = ""
 ) -> NkiTensor:
     """Return a tile of one number."""
+    _need_number("nl.full", "fill_value", fill_value)
     out = new(shape, dtype, buffer or "sbuf", name)
     isa.memset(out, float(fill_value) if out.dtype in FLOATS else int(fill_value))
     return out
@@ -129,7 +142,8 @@ def _reduction(name: str, op: str) -> Callable[..., NkiTensor]:
     def reduce(
         x: NkiTensor, axis: Any, dtype: str | None = None, keepdims: bool = False
     ) -> NkiTensor:
-        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        _need(f"nl.{name}", "x", x)
+        axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
         sizes = [n if d not in axes else 1 for d, n in enumerate(x.shape)]
         if not keepdims:
             sizes = [n for d, n in enumerate(x.shape) if d not in axes] or [1]
@@ -161,7 +175,8 @@ def mean(x: NkiTensor, axis: Any, dtype: str | None = None, keepdims: bool = Fal
 def divide(x: Any, y: Any, dtype: str | None = None) -> NkiTensor:
     """Return ``x / y``: a reciprocal and a product."""
     if not isinstance(y, NkiTensor):
-        return TOKENS["multiply"](x, 1.0 / y, dtype)
+        _need_number("nl.divide", "y", y)
+        return TOKENS["multiply"](x, float(np.float64(1) / y), dtype)
     inverse = new(y.shape, "float32")
     isa.reciprocal(inverse, y)
     return TOKENS["multiply"](x, inverse, dtype or _promote([t for t in (x, y) if _is_tile(t)]))
@@ -180,6 +195,7 @@ def negative(x: NkiTensor, dtype: str | None = None) -> NkiTensor:
 @named("nl")
 def where(condition: NkiTensor, x: Any, y: Any, dtype: str | None = None) -> NkiTensor:
     """Return x where a tile of 1 and 0 holds 1, else y; both may be numbers."""
+    _need("nl.where", "condition", condition)
     tiles = [t for t in (x, y) if isinstance(t, NkiTensor)]
     out = new(condition.shape, dtype or (_promote(tiles) if tiles else "float32"))
     if isinstance(y, NkiTensor):
@@ -224,6 +240,10 @@ def expand_dims(x: NkiTensor, axis: int) -> NkiTensor:
 @named("nl")
 def broadcast_to(x: NkiTensor, shape: Any, dtype: str | None = None) -> NkiTensor:
     """Return a tile in which free dimensions of one element are repeated."""
+    _need("nl.broadcast_to", "x", x)
+    same = isinstance(shape, (tuple, list)) and len(shape) == x.ndim
+    page = "nki.language.broadcast_to"
+    require(same, "nl.broadcast_to", "shape", f"must have {x.ndim} dimensions", shape, page)
     view = x
     for dim, (have, size) in enumerate(zip(x.shape, shape, strict=True)):
         if have != size:
@@ -247,6 +267,8 @@ def shared_constant(constant: Any, dtype: str | None = None) -> NkiTensor:
 @named("nl")
 def shared_identity_matrix(n: int, dtype: str = "uint8") -> NkiTensor:
     """Return the identity as a tensor of HBM, ``[n, n]``."""
+    call, page = "nl.shared_identity_matrix", "nki.language.shared_identity_matrix"
+    require(is_integer(n) and n >= 1, call, "n", "must be an integer from 1", n, page)
     return shared_constant(np.eye(n), dtype)
 
 

@@ -9,10 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
 from .dtypes import NUMPY, name_of
-from .errors import NotModelledError, require
+from .errors import NotModelledError, is_integer, require
 from .storage import Storage
 from .virtual import VirtualRegister
 
@@ -119,7 +117,8 @@ class View:
         )
 
     def _dimension(self, call: str, dim: int, *, free: bool = True) -> int:
-        require(0 <= dim < self.ndim, call, "dim", f"must be below {self.ndim}", dim, PAGE)
+        known = is_integer(dim) and 0 <= dim < self.ndim
+        require(known, call, "dim", f"must be below {self.ndim}", dim, PAGE)
         if free and (self._storage.on_chip or self.is_indirect()):
             require(dim > 0, call, "dim", "must not be the partition dimension", dim, PAGE)
         return dim
@@ -128,8 +127,8 @@ class View:
 
     def __getitem__(self: T, index: Any) -> T:
         items = list(index) if isinstance(index, tuple) else [index]
-        if Ellipsis in items:
-            at = items.index(Ellipsis)
+        at = next((n for n, item in enumerate(items) if item is Ellipsis), None)
+        if at is not None:
             items[at : at + 1] = [slice(None)] * (self.ndim - len(items) + 1)
         require(
             len(items) <= self.ndim,
@@ -156,7 +155,7 @@ class View:
             elif isinstance(item, DynamicSlice):
                 view = view._dynamic_slice(dim, item)
                 dim += 1
-            elif isinstance(item, (int, np.integer)):
+            elif is_integer(item):
                 view = view.select(dim, _from_end(int(item), view.shape[dim]))
             elif isinstance(item, (View, VirtualRegister)):
                 view = view.select(dim, item)
@@ -171,7 +170,7 @@ class View:
 
         The partition dimension always stays, and the last of the others that would go.
         """
-        places = [d for d, item in enumerate(items) if isinstance(item, (int, np.integer))]
+        places = [d for d, item in enumerate(items) if is_integer(item)]
         kept = {0} & set(places)
         if places and self.ndim - len(set(places) - {0}) < 2:
             kept.add(places[-1])
@@ -180,12 +179,16 @@ class View:
             items[d] = slice(start, start + 1)
 
     def _dynamic_slice(self: T, dim: int, index: DynamicSlice) -> T:
+        known = is_integer(index.start) and is_integer(index.size)
+        require(known, "nl.ds", "start and size", "must be integers", index, "nki.language.ds")
         return self.slice(dim, index.start, index.start + index.size)
 
     def slice(self: T, dim: int, start: int, end: int, step: int = 1) -> T:
         """Return elements ``start`` to ``end`` of a dimension, which it may not leave."""
         self._dimension("slice", dim, free=self.is_indirect())
         size = self.shape[dim]
+        known = is_integer(start) and is_integer(end) and is_integer(step)
+        require(known, "slice", "its bounds", "must be integers", (start, end, step), PAGE)
         require(
             0 <= start < end <= size and step >= 1,
             "slice",
@@ -203,7 +206,7 @@ class View:
         """Return one element of a dimension, without the dimension."""
         self._dimension("select", dim)
         require(
-            0 <= index < self.shape[dim],
+            is_integer(index) and 0 <= index < self.shape[dim],
             "select",
             self.name,
             f"needs an index below {self.shape[dim]} in dimension {dim}",
@@ -240,6 +243,8 @@ class View:
             self.shape[dim],
             PAGE,
         )
+        known = is_integer(size) and size >= 1
+        require(known, "broadcast", "size", "must be an integer from 1", size, PAGE)
         shape, strides = list(self.shape), list(self._strides)
         shape[dim], strides[dim] = size, 0
         return self._view(shape, strides)
@@ -269,6 +274,8 @@ class View:
     def flatten_dims(self: T, start_dim: int, end_dim: int) -> T:
         """Merge dimensions that lie one behind the other in memory."""
         self._dimension("flatten_dims", start_dim)
+        known = start_dim <= end_dim < self.ndim
+        require(known, "flatten_dims", "end_dim", f"must be below {self.ndim}", end_dim, PAGE)
         shape, strides = list(self.shape), list(self._strides)
         size = shape[end_dim]
         for d in range(end_dim - 1, start_dim - 1, -1):
@@ -289,6 +296,8 @@ class View:
         """Split a dimension; one of the new sizes may be -1."""
         self._dimension("reshape_dim", dim)
         sizes = list(shape)
+        counts = all(is_integer(s) and (s >= 1 or s == -1) for s in sizes)
+        require(counts, "reshape_dim", "shape", "must be of integers from 1, or -1", shape, PAGE)
         if -1 in sizes:
             known = math.prod([s for s in sizes if s != -1])
             sizes[sizes.index(-1)] = self.shape[dim] // known
@@ -309,6 +318,8 @@ class View:
     def reshape(self: T, shape: Any) -> T:
         """Return a contiguous tensor in another shape; on the chip the partitions stay."""
         shape = tuple(shape)
+        known = all(is_integer(n) and n >= 1 for n in shape)
+        require(known, "reshape", "shape", "must be of integers from 1", shape, PAGE)
         require(
             math.prod(shape) == self.size,
             "reshape",
@@ -441,9 +452,9 @@ class View:
         return base + (self._offset // per if per else 0)
 
 
-def _from_end(index: int, size: int) -> int:
+def _from_end(index: Any, size: int) -> Any:
     """Return an index that counts from the end, where it is negative, from the start."""
-    return index + size if index < 0 else index
+    return index + size if is_integer(index) and index < 0 else index
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
