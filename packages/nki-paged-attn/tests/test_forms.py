@@ -211,6 +211,7 @@ def test_a_bucket_that_is_half_empty_costs_next_to_nothing(batch):
 def test_estimates_of_two_iterations_are_those_of_all(batch):
     every = cost(trace_form(*batch, **SHAPE))
     some = estimate_cost(*batch, **SHAPE)
+    assert some.instructions == pytest.approx(every.instructions, rel=0.02)
     for engine in ("tensor", "vector", "scalar"):
         assert some.cycles[engine] == pytest.approx(every.cycles[engine], rel=0.02)
     assert some.dma_bytes == pytest.approx(every.dma_bytes, rel=0.02)

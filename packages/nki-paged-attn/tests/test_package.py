@@ -12,7 +12,7 @@ from pathlib import Path
 
 import nki_paged_attn
 import pytest
-from nki_paged_attn import sim
+from nki_paged_attn import Bucket, count_instructions, sim
 from nki_paged_attn.__main__ import _parser, main
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -58,7 +58,9 @@ def test_cost_and_plan(capsys, tmp_path):
     assert main(["cost", *batch, *files, "--target", "trn3", "--programs", "2"]) == 0
     printed = capsys.readouterr().out
     assert "trn3:" in printed
-    assert " forms of " in printed
+    shape = {"heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 32, "target": "trn3"}
+    count = count_instructions(Bucket(8, 512, 4096), **shape, programs=2)
+    assert f" forms of {count} instructions" in printed
     assert "nc_matmul" in printed
     assert "<svg" in page.read_text()
     found = json.loads(events.read_text())["traceEvents"]
@@ -74,6 +76,8 @@ def test_cost_and_plan(capsys, tmp_path):
         ("cost --target trn9", "target must be one of trn1"),
         ("cost --head-dim 300", "head_dim must be from 1 to 256, got 300"),
         ("cost --html {folder}/missing/x.html", "No such file or directory"),
+        ("cost --html x.json", "--html must be a file that ends in .html, got 'x.json'"),
+        ("cost --trace x.txt", "--trace must be a file that ends in .json, got 'x.txt'"),
         ("plan --window 0", "window must be at least 1"),
         ("plan --block-size 0", "block_size must be at least 1, got 0"),
         ("plan --queries -1 --contexts 5", "query_lens must be at least 0, got -1"),

@@ -18,6 +18,7 @@ import numpy as np
 from . import __version__, build_plan, paged_attention, paged_attention_reference
 from ._arrays import FLOATS, FP8
 from ._backend import choose_backend, find_programs
+from ._checks import MAX_HEAD_DIM
 from .estimate import SAMPLES, sequential_table, trace_form
 from .forms import Buckets
 from .plan import DECODE
@@ -131,7 +132,7 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     )
     number("--heads", 8, "query heads (8)")
     number("--kv-heads", 1, "heads of the cache (1)")
-    number("--head-dim", 128, "dimension of a head, 128 at most (128)")
+    number("--head-dim", 128, f"dimension of a head, {MAX_HEAD_DIM} at most (128)")
     number("--block-size", 32, "tokens of a block of the cache (32)")
     number("--window", None, "keys that a token sees at most (all)")
 
@@ -148,7 +149,7 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--programs", type=int, default=1, choices=(1, 2), help="cores of the logical core (1)"
     )
-    parser.add_argument("--html", metavar="FILE", help="where to write a timeline as a page")
+    parser.add_argument("--html", metavar="FILE.html", help="where to write a timeline as a page")
     parser.add_argument(
         "--trace", metavar="FILE.json", help="where to write a timeline as Chrome's trace events"
     )
@@ -198,23 +199,29 @@ def _run_batch(arguments: argparse.Namespace) -> int:
     if arguments.command == "plan":
         _print_plan(arguments)
         return 0
-    trace = trace_form(
-        queries,
-        contexts,
-        heads=arguments.heads,
-        kv_heads=arguments.kv_heads,
-        head_dim=arguments.head_dim,
-        block_size=arguments.block_size,
-        dtype=arguments.dtype,
-        cache_dtype=arguments.cache_dtype,
-        window=arguments.window,
-        target=arguments.target,
-        programs=arguments.programs,
-        # a timeline shows all
-        samples=None if arguments.html or arguments.trace else SAMPLES,
-    )
+    for option, suffix in (("html", ".html"), ("trace", ".json")):
+        path = getattr(arguments, option)
+        if path and Path(path).suffix != suffix:
+            raise ValueError(f"--{option} must be a file that ends in {suffix}, got {path!r}")
+    names = [
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "block_size",
+        "dtype",
+        "cache_dtype",
+        "window",
+        "target",
+        "programs",
+    ]
+    shape = {name: getattr(arguments, name) for name in names}
+    # each body once, as it is compiled
+    form = trace_form(queries, contexts, **shape, samples=0)
+    # a timeline shows all iterations
+    samples = None if arguments.html or arguments.trace else SAMPLES
+    trace = trace_form(queries, contexts, **shape, samples=samples)
     print(Buckets().find(len(queries), sum(queries), max(contexts, default=0)))
-    print(f"  {_forms(trace)}")
+    print(f"  compiled: {_forms(form)}")
     print(cost(trace))
     for path in (arguments.html, arguments.trace):
         if path:
@@ -224,11 +231,12 @@ def _run_batch(arguments: argparse.Namespace) -> int:
 
 
 def _forms(trace: Trace) -> str:
-    """Say how many forms of an instruction a log has: what a compiler sees, sizes included."""
-    forms = Counter((i.op, i.engine, i.elements, i.stationary, i.form) for i in trace.instructions)
-    ops = Counter(i.op for i in trace.instructions)
+    """Say how many forms of an instruction a program has, sizes included."""
+    own = [i for i in trace.instructions if not i.program]
+    forms = {(i.op, i.engine, i.elements, i.stationary, i.form) for i in own}
+    ops = Counter(i.op for i in own)
     kinds = ", ".join(f"{count} {op}" for op, count in ops.most_common())
-    return f"{len(forms)} forms of {len(trace.instructions)} instructions: {kinds}"
+    return f"{len(forms)} forms of {len(own)} instructions: {kinds}"
 
 
 def main(arguments: list[str]) -> int:

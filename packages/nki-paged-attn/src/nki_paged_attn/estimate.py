@@ -169,7 +169,8 @@ def count_instructions(
         samples=0,
         transposes="tensor",
     )
-    return len(trace.instructions) // programs
+    # of two programs, those of the first
+    return sum(not i.program for i in trace.instructions)
 
 
 def trace_form(

@@ -93,11 +93,6 @@ def descriptor_cycles(i: Instruction) -> int:
     return GPSIMD_START + DESCRIPTOR_CYCLES * i.rows
 
 
-def one_engine_time(nbytes: int, target: str | Target) -> float:
-    """Return the nanoseconds that one DMA engine takes for so many bytes."""
-    return descriptor_time(nbytes, target)
-
-
 def duration(i: Instruction, target: Target) -> float:
     """Return the nanoseconds for which an instruction occupies its engine."""
     if i.engine == "dma":
@@ -110,6 +105,7 @@ class Cost:
     """What a trace costs on its target.
 
     Attributes:
+        instructions: that run, those of a loop in each of its iterations.
         cycles: of each engine; with two programs, those of the busier core.
         times: nanoseconds of each engine, and of DMA.
         dma_bytes: bytes moved by all programs.
@@ -132,7 +128,7 @@ class Cost:
     busy: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{self.target}: {self.instructions} instructions, an estimate from documents"]
+        lines = [f"{self.target}: {self.instructions} instructions run, an estimate from documents"]
         for name, time in self.times.items():
             work = f"{self.cycles[name]} cycles" if name in self.cycles else f"{self.dma_bytes} B"
             lines.append(
@@ -171,7 +167,7 @@ def cost(trace: Trace, target: str | Target | None = None) -> Cost:
     busy["dma"] = max(busy["dma"], _under_way(plan) / makespan if makespan else 0.0)
     return Cost(
         target=found.name,
-        instructions=len(trace.instructions),
+        instructions=round(sum(i.times for i in trace.instructions)),
         cycles=most,
         times=times,
         dma_bytes=trace.dma_bytes(),
