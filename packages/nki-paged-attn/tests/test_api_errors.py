@@ -128,6 +128,8 @@ def test_plans_refuse_groups_that_do_not_divide():
         ({"kv_heads": 1.0}, TypeError, "kv_heads must be an integer, got float"),
         ({"heads": 129}, ValueError, "heads must be 1 to 128 times kv_heads, 1, got 129"),
         ({"tokens": 0}, ValueError, "query_lens must sum to at most q's 0 rows, got 1"),
+        ({"tokens": 3.5}, TypeError, "tokens must be an integer, got float"),
+        ({"joint": "no"}, TypeError, "joint must be True or False, got 'no'"),
     ],
 )
 def test_plans_check_what_they_are_given(changes, error, text):

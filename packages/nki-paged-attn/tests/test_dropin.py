@@ -215,6 +215,12 @@ def test_numbers_that_disagree(call, options, text):
         flash_attn_varlen_nkifunc(*call.arguments, **call.options, **options)
 
 
+def test_precision_is_mixed_or_not(call):
+    options = call.options | {"mixed_precision": "no"}
+    with pytest.raises(TypeError, match="mixed_precision must be True or False, got 'no'"):
+        flash_attn_varlen_nkifunc(*call.arguments, **options)
+
+
 def test_heads_that_do_not_divide(call):
     query, *rest = call.arguments
     with pytest.raises(ValueError, match="heads must be 1 to 128 times kv_heads, 2, got 3"):
@@ -318,6 +324,12 @@ def test_block_tables_refuse_other_shapes():
     table = np.zeros((1, 128, 128), np.int32)
     with pytest.raises(ValueError, match="head_id must be from 0 to 2, got 3"):
         transform_block_tables_for_indirect_load(table, 1, 3, 3)
+    with pytest.raises(TypeError, match="head_id must be an integer, got str"):
+        transform_block_tables_for_indirect_load(table, 1, 3, "0")
+    with pytest.raises(TypeError, match="num_tiles must be an integer, got str"):
+        load_block_tables(np.zeros(6, np.int32), "2", 3)
+    with pytest.raises(ValueError, match="num_blocks_per_tile must be at least 1, got -3"):
+        load_block_tables(np.zeros(6, np.int32), 2, -3)
     with pytest.raises(ValueError, match="num_head must be at least 1, got 0"):
         transform_block_tables_for_indirect_load(table, 1, 0, 0)
     with pytest.raises(ValueError, match="block_size_tiling_factor must be at least 1, got 0"):

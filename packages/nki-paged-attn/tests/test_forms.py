@@ -248,6 +248,19 @@ def test_buckets_check_what_they_are_given(sizes, error, text):
         Buckets(**sizes)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "error", "text"),
+    [
+        ((1.5, 0, 0), TypeError, "batch must be an integer, got float"),
+        ((1, "8", 0), TypeError, "tokens must be an integer, got str"),
+        ((1, 8, -1), ValueError, "context must be at least 0, got -1"),
+    ],
+)
+def test_a_bucket_is_found_for_counts(sizes, error, text):
+    with pytest.raises(error, match=text):
+        Buckets().find(*sizes)
+
+
 @pytest.mark.parametrize("bucket", [8, None, (8, 512)])
 def test_a_bucket_to_count_has_three_sizes(bucket):
     with pytest.raises(TypeError, match=r"bucket must be Bucket\(batch, tokens, context\), got"):

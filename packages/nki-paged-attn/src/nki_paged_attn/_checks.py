@@ -175,6 +175,8 @@ def check_lengths(
     query_lens: Any, context_lens: Any, tokens: int | None, keys_name: str = "context_lens"
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Check and return the lengths of the sequences; ``tokens`` are q's rows, if known."""
+    if tokens is not None:
+        check_count("tokens", tokens, least=0)
     found = []
     for name, x in (("query_lens", query_lens), (keys_name, context_lens)):
         lengths = as_array(name, x)

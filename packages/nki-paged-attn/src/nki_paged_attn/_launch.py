@@ -11,9 +11,9 @@ import numpy as np
 
 from . import _backend
 from ._arrays import FP8, Array
-from ._checks import FP32_MAX
+from ._checks import FP32_MAX, PARTITIONS
 from .forms import MAX_PART_ROWS, Buckets, Form
-from .plan import MAX_TOKENS, PARTITIONS, Plan
+from .plan import Plan
 from .tables import Scales, Tables, build_tables
 
 # factors below this are multiplied into the queries, because masked scores are finite numbers, too
@@ -74,19 +74,16 @@ def kernel_arguments(
         (min(scale, largest),) * kv_heads,
     )
     smallest = softcap if softcap else min(min(f) for f in factors)
-    sinks = np.zeros(heads, np.float32) if options.sinks is None else options.sinks
     no_maximum = NO_MAXIMUM * min(1.0, smallest)
-    # a sink of -inf is none: the maximum of a row without a key
-    sinks = np.maximum(sinks, np.float32(-no_maximum))
     group = heads // kv_heads
-    of_rows = np.tile(sinks.reshape(kv_heads, group), (1, PARTITIONS // group + 1))
-    of_rows = np.ascontiguousarray(of_rows[:, :PARTITIONS])
+    sinks = np.zeros(heads, np.float32) if options.sinks is None else options.sinks
+    of_rows = sink_rows(sinks, group, no_maximum)
     if not kv_cache.shape[1]:
         kv_cache = np.zeros((2, 1, *kv_cache.shape[2:]), kv_cache.dtype)
     return {
         "q": np.ascontiguousarray(q).reshape(tokens * heads, head_dim),
-        "k_new": _by_head(k, plan),
-        "v_new": _by_head(v, plan),
+        "k_new": by_head(k, plan.new_tokens),
+        "v_new": by_head(v, plan.new_tokens),
         "kv_cache": kv_cache,
         "kv_index": plan.kv_index,
         "kv_valid": plan.kv_valid,
@@ -171,10 +168,7 @@ def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
     kv_heads, group = form.kv_heads, form.group
     found = []
     if options.sinks is not None:
-        # a sink of -inf is none: the maximum of a row without a key
-        sinks = np.maximum(options.sinks, np.float32(-no_maximum(options)))
-        rows = np.tile(sinks.reshape(kv_heads, group), (1, PARTITIONS // group + 1))
-        found.append(rows[:, :PARTITIONS].reshape(-1))
+        found.append(sink_rows(options.sinks, group, no_maximum(options)).reshape(-1))
     nothing = sum(x.size for x in found)
     if options.sinks is not None:
         found.append(np.full(PARTITIONS, -no_maximum(options)))
@@ -199,6 +193,14 @@ def _numbers(form: Form, options: Options) -> tuple[Array, Scales]:
     # as much as a load of factors reads, if there is nothing
     found.append(np.zeros(4 * PARTITIONS, np.float32))
     return np.concatenate(found).astype(np.float32), Scales(0, nothing, factors, inverse)
+
+
+def sink_rows(sinks: Array, group: int, least: float) -> Array:
+    """Return the sinks of a tile's rows for each KV head, ``[kv_heads, 128]``, token by token."""
+    # one of -inf is none: the maximum of a row without a key
+    sinks = np.maximum(sinks, np.float32(-least)).reshape(-1, group)
+    rows = np.tile(sinks, (1, PARTITIONS // group + 1))
+    return np.ascontiguousarray(rows[:, :PARTITIONS])
 
 
 def scaling(options: Options, k_scale: float = 1.0) -> tuple[float, float, float]:
@@ -309,6 +311,8 @@ def launch_form(
     if not q.size:
         lse = np.zeros((heads, tokens), np.float32)
         return np.zeros_like(q), lse if options.has_lse else None
+    if form.writes:
+        options = replace(options, largest=largest_of(kv_cache.dtype))
     arguments = form_arguments(q, k, v, kv_cache, batch, form, options)
     out, lse, *written = _backend.run(backend, arguments, "form")
     if backend != "sim":
@@ -318,11 +322,16 @@ def launch_form(
     out = np.ascontiguousarray(np.asarray(out)[: tokens * heads]).reshape(q.shape)
     if not options.has_lse:
         return out, None
-    lse = np.asarray(lse)[: tokens * heads]
-    lse = np.ascontiguousarray(lse.reshape(tokens, heads).T)
+    return out, finish_lse(lse, tokens, heads, arguments["no_maximum"])
+
+
+def finish_lse(lse: Any, tokens: int, heads: int, least: float) -> Array:
+    """Return the LSE of rows as ``[heads, tokens]``."""
+    found = np.asarray(lse)[: tokens * heads]
+    result = np.ascontiguousarray(found.reshape(tokens, heads).T)
     # a row that sees neither a key nor a sink
-    lse[lse <= -arguments["no_maximum"] / 2] = -np.inf
-    return out, lse
+    result[result <= -least / 2] = -np.inf
+    return result
 
 
 def _fold_scale(q: Array, options: Options) -> tuple[Array, float, float]:
@@ -342,20 +351,6 @@ def _fold_scale(q: Array, options: Options) -> tuple[Array, float, float]:
     return q, scale, softcap
 
 
-def new_places(plan: Plan) -> int:
-    """Return the places of new tokens that the kernel reads: a multiple of 8, and not none."""
-    return max(MAX_TOKENS, len(plan.new_tokens))
-
-
-def _by_head(x: Array, plan: Plan) -> Array:
-    """Return new keys or values as ``[kv_heads, places, head_dim]``, with 0 where nothing is."""
-    _, kv_heads, head_dim = x.shape
-    result = np.zeros((kv_heads, new_places(plan), head_dim), x.dtype)
-    places = np.flatnonzero(plan.new_tokens >= 0)
-    result[:, places] = x[plan.new_tokens[places]].transpose(1, 0, 2)
-    return result
-
-
 def launch(
     q: Array, k: Array, v: Array, kv_cache: Array, plan: Plan, options: Options, backend: str
 ) -> tuple[Array, Array | None]:
@@ -368,7 +363,4 @@ def launch(
     out, lse = _backend.run(backend, arguments)
     if not options.has_lse:
         return np.asarray(out).reshape(q.shape), None
-    lse = np.ascontiguousarray(np.asarray(lse).reshape(tokens, heads).T)
-    # a row that sees neither a key nor a sink
-    lse[lse <= -arguments["no_maximum"] / 2] = -np.inf
-    return np.asarray(out).reshape(q.shape), lse
+    return np.asarray(out).reshape(q.shape), finish_lse(lse, tokens, heads, arguments["no_maximum"])

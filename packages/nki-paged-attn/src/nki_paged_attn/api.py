@@ -22,7 +22,7 @@ from ._checks import (
     check_writes,
 )
 from ._device import Described, describe, find_device, launch_prepared, prepare
-from ._launch import Batch, Options, largest_of, launch_form
+from ._launch import Batch, Options, launch_form
 from .forms import Buckets, check_buckets
 
 
@@ -127,7 +127,6 @@ def paged_attention(
         dtype=np.dtype(queries.dtype).name,
         is_packed=check_packing(packed_keys, cache.dtype, cache.shape[3]),
         turns_by_dma=check_transposes(transposes, np.dtype(queries.dtype).name),
-        largest=largest_of(cache.dtype) if write_cache else 0.0,
     )
     batch = Batch(lens, contexts, table, tokens, check_window(window), writes=write_cache)
     sizes = check_buckets(buckets)

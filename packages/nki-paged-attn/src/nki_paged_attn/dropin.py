@@ -12,6 +12,7 @@ from ._checks import (
     check_block_size,
     check_cache,
     check_dtypes,
+    check_flag,
     check_head_dim,
     check_heads,
     check_large_tile,
@@ -96,6 +97,7 @@ def _attend(
         raise ValueError(f"n_kv_head must be key's {kv_heads}, got {n_kv_head}")
     if head_size not in (None, head_dim):
         raise ValueError(f"head_size must be query's {head_dim}, got {head_size}")
+    check_flag("mixed_precision", mixed_precision)
     check_head_dim(head_dim)
     check_heads(heads, kv_heads)
     check_cache(cache, kv_heads, head_dim)

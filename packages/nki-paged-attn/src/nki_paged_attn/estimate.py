@@ -27,7 +27,6 @@ from ._launch import (
     Options,
     form_tables,
     kernel_arguments,
-    new_places,
     static_arguments,
 )
 from .forms import Bucket, Buckets, Form, check_buckets
@@ -96,7 +95,7 @@ def trace_plan(
     cache = np.zeros((2, 1, plan.kv_heads, plan.block_size, head_dim), kind)
     queries = np.zeros((1, heads, head_dim), kind)
     arguments = kernel_arguments(queries, few, few, cache, plan, options)
-    new = ArraySpec((plan.kv_heads, new_places(plan), head_dim), kind)
+    new = ArraySpec((plan.kv_heads, len(plan.new_tokens), head_dim), kind)
     pool = (2, blocks, plan.kv_heads, plan.block_size, head_dim)
     arguments["q"] = ArraySpec((plan.tokens * heads, head_dim), kind)
     arguments["k_new"] = arguments["v_new"] = new

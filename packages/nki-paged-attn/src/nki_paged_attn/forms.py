@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from attn_common import cdiv, round_up
 
-from ._checks import check_count
+from ._checks import PARTITIONS, check_count
 
-PARTITIONS = 128
 MAX_TOKENS = 8
 # rows of a sequence up to which keys, and not queries, lie on the partitions
 MAX_PART_ROWS = 64
@@ -90,11 +89,13 @@ class Buckets:
         """Return the smallest bucket that holds a call.
 
         Raises:
-            ValueError: none does; the message names one that would.
+            TypeError: a size that is no integer.
+            ValueError: none does, and the message names one that would; or a negative size.
         """
         needed = {"batch": batch, "tokens": tokens, "context": context}
         found, missing = {}, {}
         for name, size in needed.items():
+            check_count(name, size, least=0)
             sizes: Any = getattr(self, name)
             if sizes is None:
                 found[name] = max(LEAST[name], 1 << max(0, size - 1).bit_length())

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, like, to_array
-from ._checks import check_count, check_large_tile
-from .plan import PARTITIONS, Rows
+from ._checks import PARTITIONS, check_count, check_large_tile
+from .plan import Rows
 
 
 def tokens_per_partition(large_tile: int, block_size: int) -> int:
@@ -57,6 +57,8 @@ def reorder_context_mask(mask: Any, LARGE_TILE_SZ: int, block_size: int) -> Any:
 
 def load_block_tables(block_tables: Any, num_tiles: int, num_blocks_per_tile: int) -> Any:
     """Return a flat table as ``[tiles / 128, 128, blocks per tile]``, padded with block 0."""
+    check_count("num_tiles", num_tiles, least=0)
+    check_count("num_blocks_per_tile", num_blocks_per_tile)
     table = to_array("block_tables", block_tables)
     if table.shape != (num_tiles * num_blocks_per_tile,):
         raise ValueError(
@@ -92,7 +94,8 @@ def transform_block_tables_for_indirect_load(
         raise TypeError(f"block_tables must be of integers, got {table.dtype.name}")
     check_count("block_size_tiling_factor", block_size_tiling_factor)
     check_count("num_head", num_head)
-    if not 0 <= head_id < num_head:
+    check_count("head_id", head_id, least=0)
+    if head_id >= num_head:
         raise ValueError(f"head_id must be from 0 to {num_head - 1}, got {head_id}")
     tiles = table.shape[0] * PARTITIONS
     if table.shape[2] * block_size_tiling_factor % PARTITIONS:

@@ -18,15 +18,18 @@ from typing import Any
 import numpy as np
 from attn_common import cdiv, round_up
 
-from ._checks import check_block_size, check_heads, check_lengths, check_table, check_window
+from ._checks import (
+    PARTITIONS,
+    check_block_size,
+    check_flag,
+    check_heads,
+    check_lengths,
+    check_table,
+    check_window,
+)
+from .forms import MAX_TOKENS
+from .sequences import CACHE, MAX_POSITION, NEW, NOWHERE, Ints
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-
-PARTITIONS = 128
-MAX_TOKENS = 8
-CACHE, NEW = 0, 1
-# an index that no tensor has: the row is skipped
-NOWHERE = 2**30
 # rows of a sequence up to which keys, and not queries, lie on the partitions
 MAX_DECODE_ROWS = 64
 # keys that stay in SBUF together, in sections, and tiles of queries with their accumulators
@@ -37,8 +40,6 @@ REACH_STEP = 16
 # columns of scores that decode keeps in one bank of PSUM, and chunks of 128 keys of one softmax
 DECODE_COLUMNS = 512
 DECODE_CHUNKS = 40
-# indices are compared as fp32 numbers
-MAX_POSITION = 2**24
 
 # kinds of steps of a prefill unit
 LOAD_SECTIONS, MULTIPLY, EMPTY = 0, 1, 2
@@ -72,8 +73,8 @@ class Plan:
             if partitions of it hold nothing, 2 if tokens in it are seen by nobody; ``start`` is its
             first position, counted from the first section of its source.
         new_tokens: token of the batch at each place of the new keys and values that the kernel
-            reads, -1 for none. A sequence's begin at a multiple of 8, wherever it lies in the
-            batch, so that its keys lie on the same partitions in any batch.
+            reads, -1 for none; of at least 8 places. A sequence's begin at a multiple of 8,
+            wherever it lies in the batch, so that its keys lie on the same partitions in any batch.
         kv_index: row of each partition of each section, int32 ``[128, sections]``.
         kv_valid: whether somebody sees a token, uint8 ``[128, columns]``, for ``clean`` sections.
         q_index: row of each partition of each tile, int32 ``[128, tiles]``.
@@ -147,6 +148,7 @@ def build_plan(
     """
     check_block_size(block_size)
     check_heads(heads, kv_heads)
+    check_flag("joint", joint)
     queries, contexts = check_lengths(query_lens, context_lens, tokens)
     table = check_table(block_table, contexts, block_size)
     window = check_window(window)
@@ -418,7 +420,7 @@ class _Builder:
         return Plan(
             structure=tuple(self.structure),
             sections=tuple(self.sections),
-            new_tokens=np.concatenate([*self.new_tokens, np.zeros(0, np.int64)]),
+            new_tokens=np.concatenate(self.new_tokens or [np.full(MAX_TOKENS, -1)]),
             kv_index=index.astype(np.int32),
             kv_valid=np.concatenate(valid, axis=1),
             q_index=tiles.astype(np.int32),

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 from attn_common import round_up
 
-from .forms import PARTITIONS
+from ._checks import PARTITIONS
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 CACHE, NEW = 0, 1
+# an index that no tensor has: the row is skipped
+NOWHERE = 2**30
+# positions are compared as fp32 numbers
+MAX_POSITION = 2**24
 
 
 @dataclass(frozen=True)

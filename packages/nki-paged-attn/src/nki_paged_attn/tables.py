@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from attn_common import cdiv, round_up
 
+from ._checks import PARTITIONS
 from .forms import (
     BLOCK_FIELDS,
     BLOCKS,
@@ -24,7 +25,6 @@ from .forms import (
     PART_CHUNKS,
     PART_FIELDS,
     PART_KEYS,
-    PARTITIONS,
     PARTS,
     SECTION,
     TILES,
@@ -34,12 +34,9 @@ from .forms import (
     Form,
     Loop,
 )
-from .sequences import CACHE, NEW, Ints, Segment, Sequence, cut_blocks
+from .sequences import CACHE, MAX_POSITION, NEW, NOWHERE, Ints, Segment, Sequence, cut_blocks
 
-# an index that no tensor has: the row is skipped
-NOWHERE = 2**30
-# positions are compared as fp32 numbers; this one is behind all
-MAX_POSITION = 2**24
+# a position behind all
 BEHIND = 2**25
 ROWS = np.arange(PARTITIONS)
 

@@ -156,7 +156,6 @@ def prepare(
     check_head_dim(head_dim)
     check_block_size(block_size)
     check_count("num_blocks", num_blocks)
-    check_count("tokens", tokens, least=0)
     check_flag("fused_write", fused_write)
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")

@@ -44,7 +44,7 @@ def tensor_reduce(
     check_tile(call, "data", data)
     require(
         is_integer(axis)
-        or (isinstance(axis, (tuple, list)) and axis and all(is_integer(a) for a in axis)),
+        or (isinstance(axis, (tuple, list)) and len(axis) > 0 and all(map(is_integer, axis))),
         call,
         "axis",
         "must be a number or a tuple of numbers",
