@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from nki_paged_attn import Bucket, Buckets, cost, count_instructions, estimate_cost, trace_form
 from nki_paged_attn._launch import Batch, Options, find_form, form_tables, static_arguments
 from nki_paged_attn.estimate import sequential_table
-from nki_paged_attn.forms import BLOCK_TILES
+from nki_paged_attn.forms import BLOCK_TILES, Form
 from nki_paged_attn.sequences import cover, cut_blocks
 
 from ._cases import BF16, F32, make_case
@@ -72,6 +73,26 @@ def test_a_long_sequence_is_its_parts_whatever_else_runs(monkeypatch):
         same(alone.run(), (out[own], lse[:, own]))
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     same(case.run(), (out, lse))
+
+
+def test_more_parts_than_a_merge_loads_at_once(monkeypatch):
+    """66 parts of 4096 keys: the maximum of all comes before the sums of each 64."""
+    case = make_case([1], [266_000], heads=1, kv_heads=1, head_dim=4, block_size=256)
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    expected = case.check()
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    same(case.run(), expected)
+    # a score of 200 in the first part, whose exponential is no fp32 number
+    cache = case.kv_cache.copy()
+    cache[0, case.block_table[0, 0], 0, 0] = 400 * case.q[0, 0] / (case.q[0, 0] ** 2).sum()
+    dataclasses.replace(case, kv_cache=cache).check()
+
+
+def test_a_form_of_half_a_million_keys_fits():
+    """Its table, too: a row for each part, and one for their merge."""
+    shape = SHAPE | {"heads": 64, "head_dim": 64}
+    assert count_instructions(Bucket(1, 8, 2**19), **shape) < 30_000
+    assert Form(Bucket(8, 8, 2**22), 8, 1, 32, 2).table_size < 2**26
 
 
 def test_rows_of_a_part_see_different_keys():

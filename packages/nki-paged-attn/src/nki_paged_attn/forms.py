@@ -306,9 +306,10 @@ class Form:
             + blocks * (chunks * section + PARTITIONS * BLOCK_FIELDS)
             + tiles * 3 * PARTITIONS
         )
-        widths = [loop.width for loop in self.loops if loop.spec[0] not in (BLOCKS, WRITES)]
-        parts = context // PART_KEYS + 1
-        short = batch * PARTITIONS * max(widths, default=0) * (parts + 2)
+        widths = [loop.width for loop in self.loops if loop.spec[0] == PARTS]
+        # of each sequence, and their merge
+        parts = (context // PART_KEYS + 1) * max(widths, default=0) + self.most_parts + 1
+        short = batch * PARTITIONS * parts
         # of a tile that is cut: a diagonal without keys, and its merge
         short += longs * (cdiv(PARTITIONS - 1 + self.tile_tokens, PARTITIONS) * section)
         short += longs * 3 * PARTITIONS

@@ -47,6 +47,8 @@ FIELDS = 7
 EXTENT = 0
 POSITION = 2
 LAST_FIELDS = 3
+# parts of a sequence that a merge has in SBUF at once: a power of two
+MOST_LOADED = 64
 
 
 def cut_part(chunks, wide):
@@ -402,75 +404,107 @@ def run_parts(at, count, spec, inputs, outputs, options):
 def merge_parts(at, spec, inputs, outputs, options):
     """Merge the parts of some sequences, in their order; slot 0 for those that one does not have.
 
-    ``spec`` is (parts, tokens, sequences). All loads come first.
+    ``spec`` is (parts, tokens, sequences). All loads come first, unless there are too many parts.
     """
     count = spec[0]
     tokens = spec[1]
     waiting = []
     for number in range(spec[2]):
         waiting.append(load_row(inputs["tables"], at, count + 1, number * P * (count + 1)))
-    loaded = []
-    for row in waiting:
-        loaded.append(load_slots(row, count, tokens, inputs, outputs, options))
-    # stage by stage, because engines take instructions in their order
     works = []
-    for number in range(spec[2]):
-        works.append(find_largest(loaded[number]))
-    for work in works:
-        weigh_slots(work)
+    if count > MOST_LOADED:
+        for row in waiting:
+            works.append(merge_many(row, count, tokens, inputs, outputs, options))
+    else:
+        for row in waiting:
+            works.append(load_slots(row, 0, count, tokens, inputs, outputs, options))
+        # stage by stage, because engines take instructions in their order
+        for work in works:
+            find_largest(work)
+        for work in works:
+            weigh_slots(work)
+        for work in works:
+            begin_sums(work, inputs)
+            add_slots(work)
     for number in range(spec[2]):
         work = works[number]
-        total, output = add_slots(work)
         row = waiting[number]
         rows = tokens * options["group"]
-        store_columns(
-            outputs, options, row[:rows, count : count + 1], total, work["negated"], output
-        )
+        index = row[:rows, count : count + 1]
+        store_columns(outputs, options, index, work["total"], work["negated"], work["output"])
 
 
-def load_slots(row, count, tokens, inputs, outputs, options):
-    """Load the statistics and outputs of the parts whose slots a row names."""
+def merge_many(row, count, tokens, inputs, outputs, options):
+    """Merge more parts than are loaded at once: the maximum of all first, and then the sums."""
+    result = {}
+    for start in range(0, count, MOST_LOADED):
+        own = load_statistics(row, start, start + MOST_LOADED, tokens, outputs, options)
+        if start > 0:
+            own.append(result["negated"])
+        result = {"statistics": own}
+        find_largest(result)
+    begin_sums(result, inputs)
+    for start in range(0, count, MOST_LOADED):
+        work = load_slots(row, start, start + MOST_LOADED, tokens, inputs, outputs, options)
+        for name in ("negated", "total", "output"):
+            work[name] = result[name]
+        weigh_slots(work)
+        add_slots(work)
+    return result
+
+
+def load_statistics(row, start, end, tokens, outputs, options):
+    """Load the negated maxima and sums of parts whose slots are in columns of a row."""
     rows = tokens * options["group"]
-    head_dim = inputs["q"].shape[1]
     parts = outputs["parts"][str(tokens)]
     statistics = []
-    found = []
-    for number in range(count):
-        slot = row[0:1, number : number + 1]
+    for number in range(start, end):
         both = nl.ndarray((P, 2 * rows), dtype=nl.float32, buffer=nl.sbuf)
         nisa.dma_copy(
             dst=both,
-            src=parts[0].ap(pattern=[[0, P], [1, 2 * rows]], scalar_offset=slot, indirect_dim=0),
+            src=parts[0].ap(
+                pattern=[[0, P], [1, 2 * rows]],
+                scalar_offset=row[0:1, number : number + 1],
+                indirect_dim=0,
+            ),
         )
+        statistics.append(both)
+    return statistics
+
+
+def load_slots(row, start, end, tokens, inputs, outputs, options):
+    """Load the statistics and outputs of parts whose slots are in columns of a row."""
+    rows = tokens * options["group"]
+    parts = outputs["parts"][str(tokens)]
+    statistics = load_statistics(row, start, end, tokens, outputs, options)
+    found = []
+    for number in range(start, end):
         pieces = []
-        for start, end in cut_head_dim(head_dim):
-            own = nl.ndarray((end - start, rows), dtype=nl.float32, buffer=nl.sbuf)
+        for first, last in cut_head_dim(inputs["q"].shape[1]):
+            own = nl.ndarray((last - first, rows), dtype=nl.float32, buffer=nl.sbuf)
             nisa.dma_copy(
                 dst=own,
                 src=parts[1].ap(
-                    pattern=[[rows, end - start], [1, rows]],
-                    offset=start * rows,
-                    scalar_offset=slot,
+                    pattern=[[rows, last - first], [1, rows]],
+                    offset=first * rows,
+                    scalar_offset=row[0:1, number : number + 1],
                     indirect_dim=0,
                 ),
             )
             pieces.append(own)
-        statistics.append(both)
         found.append(pieces)
-    return statistics, found
+    return {"statistics": statistics, "found": found}
 
 
-def find_largest(loaded):
+def find_largest(work):
     """Find the negated maximum of all parts of a sequence, [128, rows]."""
-    statistics, found = loaded
+    statistics = work["statistics"]
     rows = statistics[0].shape[1] // 2
     negated = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=negated, src=statistics[0][:, :rows], engine=nisa.engine.vector)
-    for number in range(1, len(statistics)):
-        nisa.tensor_tensor(
-            dst=negated, data1=negated, data2=statistics[number][:, :rows], op=nl.minimum
-        )
-    return {"negated": negated, "statistics": statistics, "found": found}
+    for own in statistics[1:]:
+        nisa.tensor_tensor(dst=negated, data1=negated, data2=own[:, :rows], op=nl.minimum)
+    work["negated"] = negated
 
 
 def weigh_slots(work):
@@ -486,15 +520,19 @@ def weigh_slots(work):
     work["weights"] = weights
 
 
-def add_slots(work):
-    """Return the sums [128, rows] and the output, in pieces [head_dim, rows], of all parts."""
+def begin_sums(work, inputs):
+    """Begin the sums [128, rows] and the output, in pieces [head_dim, rows], of a sequence."""
     rows = work["negated"].shape[1]
-    head_dim = 0
-    for own in work["found"][0]:
-        head_dim = head_dim + own.shape[0]
-    total = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=total, value=0.0)
-    output = start_output(head_dim, rows)
+    work["total"] = nl.ndarray((P, rows), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=work["total"], value=0.0)
+    work["output"] = start_output(inputs["q"].shape[1], rows)
+
+
+def add_slots(work):
+    """Add parts to the sums and to the output of their sequence."""
+    total = work["total"]
+    output = work["output"]
+    rows = total.shape[1]
     for number in range(len(work["weights"])):
         own = work["statistics"][number]
         weight = work["weights"][number]
@@ -505,4 +543,3 @@ def add_slots(work):
             size = part.shape[0]
             nisa.tensor_tensor(dst=part, data1=part, data2=weight[:size, :], op=nl.multiply)
             nisa.tensor_tensor(dst=output[piece], data1=output[piece], data2=part, op=nl.add)
-    return total, output
