@@ -95,6 +95,20 @@ def test_a_form_of_half_a_million_keys_fits():
     assert Form(Bucket(8, 8, 2**22), 8, 1, 32, 2).table_size < 2**26
 
 
+@pytest.mark.parametrize("block_size", [32, 33])
+@pytest.mark.parametrize("count", [1, 2, 9, 16])
+def test_every_length_around_a_part_has_a_table(count, block_size):
+    """Of new tokens that are cached and of others, with windows that begin in a part."""
+    for end in range(4096 - 2, 4096 + 2 * count + 9):
+        for is_cached, window in ((True, None), (True, 5000), (False, None), (False, 4100)):
+            queries, contexts = np.array([count]), np.array([end - count])
+            table = sequential_table([end], block_size)
+            batch = Batch(queries, contexts, table, count, window, is_cached=is_cached)
+            form = find_form(batch, Buckets(1, count, end), 4, 1, block_size, 64)
+            found, _ = form_tables(batch, form, options_of())
+            assert 0 < found.used <= form.table_size
+
+
 def test_rows_of_a_part_see_different_keys():
     """A window that begins, and keys that end, in parts which would not mask or in later rounds."""
     make_case([3], [9000], heads=2, head_dim=8, block_size=64, window=4993).check()

@@ -91,6 +91,14 @@ def test_a_device_and_long_chunks(device, queries, contexts):
     np.testing.assert_allclose(out[: len(exact)].numpy(), exact, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 4100, 5000])
+def test_new_tokens_behind_whole_parts(device, window):
+    """Cached ones, which a part of 4096 keys does not hold: they lie in the chunk behind it."""
+    step, tensors, exact = make_step([20, 32, 9], [4092, 8190, 4096], window=window)
+    out = vllm_neuron.paged_attention(*tensors, step)
+    np.testing.assert_allclose(out[: len(exact)].numpy(), exact, atol=1e-5)
+
+
 def test_unused_blocks_and_what_no_token_sees_may_hold_anything(device):
     step, tensors, exact = make_step(*BATCH, window=60)
     for cache in tensors[3:5]:

@@ -289,7 +289,9 @@ class _Builder:
         full = max(0, left - max(1, sequence.count - new)) // PART_KEYS
         tail = start + full * PART_KEYS
         left -= full * PART_KEYS
-        chunks = next(c for c in reversed(PART_CHUNKS) if PARTITIONS * c + wide > left)
+        # what a whole part does not hold, of new tokens that are cached, is in the chunk behind it
+        enough = (c for c in reversed(PART_CHUNKS) if PARTITIONS * c + wide > left)
+        chunks = next(enough, PART_CHUNKS[0])
         sections, per = form.sections_of(chunks)
         whole = min(left // per, PARTITIONS * sections) * per
         rest = np.r_[sequence.low : start, tail + whole : end]
