@@ -11,8 +11,8 @@ import pytest
 from nki_paged_attn import Bucket, Buckets, cost, count_instructions, estimate_cost, trace_form
 from nki_paged_attn._launch import Batch, Options, find_form, form_tables, static_arguments
 from nki_paged_attn.estimate import sequential_table
-from nki_paged_attn.forms import BLOCK_TILES, Form
-from nki_paged_attn.sequences import cover, cut_blocks
+from nki_paged_attn.forms import BLOCK_TILES, BLOCKS, Form
+from nki_paged_attn.sequences import NOWHERE, cover, cut_blocks
 
 from ._cases import BF16, F32, make_case
 
@@ -107,6 +107,23 @@ def test_every_length_around_a_part_has_a_table(count, block_size):
             form = find_form(batch, Buckets(1, count, end), 4, 1, block_size, 64)
             found, _ = form_tables(batch, form, options_of())
             assert 0 < found.used <= form.table_size
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_no_block_is_without_tokens(is_cached):
+    """1135 tokens are 1024, 111 in a block of 128, and none in what tiles of 42 are rounded to."""
+    queries, contexts = np.array([1135]), np.array([0])
+    table = sequential_table([1135], 16)
+    batch = Batch(queries, contexts, table, 1135, 2, is_cached=is_cached)
+    form = find_form(batch, Buckets(), 3, 1, 16, 128)
+    found, _ = form_tables(batch, form, options_of())
+    bounds = found.table[: 2 * form.programs * len(form.loops)].reshape(form.programs, -1, 2)
+    for own in bounds:
+        for (first, end), loop in zip(own, form.loops, strict=True):
+            if loop.spec[0] == BLOCKS:
+                rows = found.table[first:end].reshape(-1, 128, loop.width)
+                columns = loop.spec[1] // loop.spec[2]
+                assert (rows[:, :, :columns] < NOWHERE).any(axis=(1, 2)).all()
 
 
 def test_rows_of_a_part_see_different_keys():

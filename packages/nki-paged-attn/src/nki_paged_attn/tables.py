@@ -158,6 +158,9 @@ class _Builder:
         blocks = cut_blocks(count, tuple(sizes), form.is_cut and sequence.sees)
         first = 0
         for tokens_of in blocks:
+            if first >= sequence.count:
+                # only tokens to which the count was rounded up are left
+                break
             block = sizes[tokens_of]
             columns = block.columns
             at = first + own.base(sequence)
