@@ -12,6 +12,7 @@ compare two checkouts.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import os
 import re
@@ -27,6 +28,7 @@ import triton
 from attn_common import detect
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
+from triton.compiler import code_generator
 from triton.runtime.jit import KernelInterface
 
 from .tiers import Parsed
@@ -130,6 +132,45 @@ class Build:
         )
 
 
+def _structure(value: Any) -> Any:
+    """Return the fields of a structure, and of those within."""
+    if not isinstance(value, triton.language.tuple):
+        return None
+    return tuple(value.type.fields or ()), tuple(map(_structure, value.values))
+
+
+def refuse_mixed_structures(patch: pytest.MonkeyPatch) -> None:
+    """Raise where one body of a jit function would serve structures with different fields.
+
+    Triton knows the bodies that it has made by the types of their arguments, and leaves out the
+    names of fields. A second structure with numbers of the same types, whose order is another, gets
+    the body of the first, which then reads the wrong fields.
+    """
+    module, bodies, given = None, {}, []
+    call, mangle = code_generator.CodeGenerator.call_JitFunction, code_generator.mangle_fn
+
+    def checked_call(self: Any, fn: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
+        nonlocal module
+        if self.module is not module:
+            module = self.module
+            bodies.clear()
+        args = tuple(args)  # read twice
+        bound = inspect.signature(fn.fn).bind(*args, **kwargs).arguments
+        given.append({name: _structure(value) for name, value in bound.items()})
+        return call(self, fn, args, kwargs, *rest, **more)
+
+    def checked_mangle(name: str, *rest: Any) -> str:
+        mangled = mangle(name, *rest)
+        if given:
+            structures = given.pop()
+            if bodies.setdefault(mangled, structures) != structures:
+                raise TypeError(f"{name}: one body for {bodies[mangled]} and for {structures}")
+        return mangled
+
+    patch.setattr(code_generator.CodeGenerator, "call_JitFunction", checked_call)
+    patch.setattr(code_generator, "mangle_fn", checked_mangle)
+
+
 @contextlib.contextmanager
 def compiling(name: str, folder: Path) -> Iterator[list[Build]]:
     """Compile every launch within for a GPU, instead of launching it."""
@@ -147,6 +188,7 @@ def compiling(name: str, folder: Path) -> Iterator[list[Build]]:
 
     with absent_gpu(name), pytest.MonkeyPatch.context() as patch:
         patch.setattr(KernelInterface, "__getitem__", launcher)
+        refuse_mixed_structures(patch)
         if _parse_only():
             _stop_after_parsing(patch)
         yield builds

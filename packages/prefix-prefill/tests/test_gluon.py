@@ -246,6 +246,7 @@ FP8_MISTAKES = [
     ("_bring", "barrier_sync(EMPTY + stage, PARTIES, 4)", "pass"),
     ("_bring", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 4)", "pass"),
     ("_bring", "begin -= TILE.BLOCK_N", "pass"),
+    ("_bring", "tiles_of(work.first_row", "tiles_of(work.sequence"),
     ("_announce_keys", "hopper.fence_async_shared()", "pass"),
     ("consume", "flips = descale < 0", "flips = descale < -9"),
     ("_descale_of", "at += work.sequence * heads_k", "pass"),

@@ -20,20 +20,25 @@ Those with a test of their own here aside:
 - empty splits, a sink counted twice, padding of a graph: ``test_independence.py``,
   ``test_poison.py::test_padding_after_the_last_sequence``
 - a row that is masked in every tile: ``test_attention.py``, more queries than keys
+- two structures for one body of a jit function: every build; see ``refuse_mixed_structures``
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attn_common import Platform, detect
 from prefix_prefill import context_attention_fwd, paged_attn_func
 from prefix_prefill._configs import long_tile, short_tile
+from triton.compiler.errors import CompilationError
 
 from ._linked.budget import Maker, assert_no_worse_than_eager
-from ._linked.gpus import GPUS
+from ._linked.gpus import GPUS, compiling
 from ._numerics import MEDIUM, PACKED, Problem, check, make_case, run_oracle
 from .test_dropin import judge
 
@@ -143,3 +148,41 @@ def test_an_engine_s_table_of_garbage_behind_the_last_page(device):
     want = torch.einsum("hij,jd->ihd", scores.softmax(-1), keys)
     assert_no_worse_than_eager("out", out, want.float(), want, eps=1e-6)
     assert_no_worse_than_eager("lse", lse, scores.logsumexp(-1).float(), scores.logsumexp(-1))
+
+
+class Segment(NamedTuple):
+    begin: Any
+    end: Any
+
+
+class Span(NamedTuple):
+    end: Any
+    begin: Any
+
+
+@triton.jit
+def _length(x):
+    return x.end - x.begin
+
+
+@triton.jit
+def _mixed_kernel(out_ptr, begin, end):
+    # Triton makes one body, and the second is end - begin turned round
+    tl.store(out_ptr, _length(Segment(begin, end)))
+    tl.store(out_ptr + 1, _length(Span(end, begin)))
+
+
+@triton.jit
+def _same_kernel(out_ptr, begin, end):
+    tl.store(out_ptr, _length(Segment(begin, end)))
+    tl.store(out_ptr + 1, _length(Segment(begin, end + 1)))
+
+
+@pytest.mark.aot
+def test_a_build_refuses_two_structures_for_one_body(tmp_path):
+    out = torch.empty(2, dtype=torch.int32, device="meta")
+    with compiling("nvidia:sm_90", tmp_path):
+        _same_kernel[(1,)](out, 3, 9, enable_fp_fusion=True)
+    refused = pytest.raises(CompilationError, match="one body for")
+    with refused, compiling("nvidia:sm_90", tmp_path):
+        _mixed_kernel[(1,)](out, 3, 9, enable_fp_fusion=True)

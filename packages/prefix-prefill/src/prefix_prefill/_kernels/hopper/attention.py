@@ -298,7 +298,7 @@ def consume(
         factor = scores.scale * LOG2E
         if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
             factor = 1.0
-        tiles = tiles_of(work, scores, OPTIONS, TILE)
+        tiles = tiles_of(work.first_row, work.len_q, work.len_k, scores, OPTIONS, TILE)
         # heads, and within a head tokens
         index = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
         heads = work.head + index // TOKENS

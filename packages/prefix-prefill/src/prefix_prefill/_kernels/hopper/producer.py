@@ -161,13 +161,17 @@ def copy_queries(work, head, count, q_desc, pipeline, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def tiles_of(work, scores, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the ``KeyTiles`` of a tile of queries."""
+def tiles_of(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return the ``KeyTiles`` of a tile of queries.
+
+    It takes numbers. A consumer's ``Announced`` and a producer's ``Work`` have the same types in
+    another order, and Triton takes them for one structure where both have as many warps.
+    """
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
     low, left, right, high = key_tiles(
-        work.first_row,
-        work.len_q,
-        work.len_k,
+        first_row,
+        len_q,
+        len_k,
         scores.window_left,
         scores.window_right,
         OPTIONS.HAS_LEFT,
@@ -190,7 +194,7 @@ def _copy_tile(
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
-    tiles = tiles_of(work, inputs.scores, OPTIONS, TILE)
+    tiles = tiles_of(work.first_row, work.len_q, work.len_k, inputs.scores, OPTIONS, TILE)
     head = work.ticket % inputs.tickets.packs * TILE.PACK
     announce(index, work, head, count, pipeline)
     head_k = head // TILE.GROUP

@@ -145,7 +145,7 @@ def _bring(work, turn, inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constex
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
     PARTIES: gl.constexpr = TILE.PARTIES
-    tiles = tiles_of(work, inputs.scores, OPTIONS, TILE)
+    tiles = tiles_of(work.first_row, work.len_q, work.len_k, inputs.scores, OPTIONS, TILE)
     head_k = work.ticket % inputs.tickets.packs * TILE.PACK // TILE.GROUP
     # no tile before the first is read, of which there are no keys
     first = tiles.low * TILE.BLOCK_N
