@@ -33,6 +33,7 @@ CALLS = [
     PAGED._replace(rotary=16),
     PAGED._replace(page=16, rotary=8, queries=17, new=17, lengths=(9, 30)),
     ROWS._replace(lengths=(40,), slots=150, queries=1, new=90, rotary=4),  # over two pages
+    PAGED._replace(lengths=(9,), heads_q=2, heads_k=1, head_dim=264, rotary=24),
 ]
 
 
