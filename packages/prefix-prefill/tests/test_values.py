@@ -231,6 +231,18 @@ def test_shared_pages_are_checked(extra):
     assert torch.equal(shared_prefix_attn_func(**given, **bad, **near), want)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_fewer_own_keys_than_queries_beside_a_shared_prefix(causal):
+    """Such queries stand among the shared keys, of which they would see all."""
+    given = arguments()
+    given["seqlens_k"][0] = 4
+    with pytest.raises(ValueError, match=r"seqlens_k\[0\] must be from 5 to max_seqlen_k, 9"):
+        cascade(given, causal=causal)
+    assert paged_attn_func(**given, causal=causal).isfinite().all()
+    given["seqlens_k"][0] = 5
+    assert cascade(given, causal=causal).isfinite().all()
+
+
 def cascade_of(given, pages, **options):
     pages = torch.tensor(pages)
     return shared_prefix_attn_func(**given, shared_pages=pages, shared_len=12, **options)

@@ -53,6 +53,7 @@ class Options(NamedTuple):
     fill_padding: bool = True
     long_only: bool = False
     invariant: bool = False
+    own_keys: bool = False  # behind others: every query has one here
 
 
 class Call(NamedTuple):

@@ -128,7 +128,8 @@ attention = register(
     "Tensor(a!) out, Tensor(b!)? lse, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "float softmax_scale, SymInt window_left, SymInt window_right, float softcap, "
     "SymInt num_splits, bool signed_alibi, bool skip_decode, bool decode_from_cache, "
-    "bool fill_padding, bool long_only, bool invariant=False) -> ()",
+    "bool fill_padding, bool long_only, bool invariant=False, "
+    "bool own_keys=False) -> ()",
     fake=_nothing,
     kernels=_attention_triton,
     eager=_attention_eager,

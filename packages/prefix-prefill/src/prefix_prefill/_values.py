@@ -39,6 +39,7 @@ def check_values(call: Call) -> None:
         max_seqlen_k=call.max_seqlen_k if options.fill_padding else None,
         decode_from_cache=options.decode_from_cache,
         skip_decode=options.skip_decode,
+        own_keys=options.own_keys,
     )
     if x.tree_mask is not None:
         check_trees(starts, x.tree_mask)
@@ -63,6 +64,7 @@ def check_pages(
     max_seqlen_k: int | None = None,
     decode_from_cache: bool = False,
     skip_decode: bool = False,
+    own_keys: bool = False,
 ) -> None:
     """Check how many keys each sequence has, and the pages that its queries may see.
 
@@ -76,6 +78,7 @@ def check_pages(
         max_seqlen_k: what no length may exceed, if anything.
         decode_from_cache: single queries have their own key in the cache, too.
         skip_decode: sequences of single queries are not looked at.
+        own_keys: a sequence has a key for each of its queries, wherever that is.
     """
     room = block_table.shape[1] * sizes.block_size
     table = block_table.tolist()
@@ -84,7 +87,7 @@ def check_pages(
         if skip_decode and queries == 1:
             continue
         is_new = has_new and not (decode_from_cache and queries == 1)
-        least = queries if is_new else 0
+        least = queries if is_new or own_keys else 0
         if length < least or (max_seqlen_k is not None and length > max_seqlen_k):
             most = " up" if max_seqlen_k is None else f" to max_seqlen_k, {max_seqlen_k}"
             raise ValueError(f"seqlens_k[{b}] must be from {least}{most}, got {length}")

@@ -158,7 +158,9 @@ def shared_prefix_attn_func(
         lse=lses[0],
     )
     seen = options._replace(window_right=-1, long_only=num_splits != 0)
-    _ops.attention(*x, max_seqlen_q, max_seqlen_k, *options)
+    # a query without a key of its own would not see all of the shared ones
+    own = options._replace(own_keys=True)
+    _ops.attention(*x, max_seqlen_q, max_seqlen_k, *own)
     try:
         _ops.attention(*shared, tokens, shared_len, *seen)
     except ValueError as error:  # on the CPU
