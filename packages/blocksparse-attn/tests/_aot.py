@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from attn_common import detect
+from blocksparse_attn._call import Operands, Tensors, Walks
 from blocksparse_attn._configs import SHORT
 from blocksparse_attn._kept_lists import spec_of
 
@@ -60,7 +61,7 @@ class Config:
             for dtype in (torch.int64, torch.int64, torch.int32, torch.int32)
         )
 
-    def tensors(self, seqlen_q: int, seqlen_k: int) -> dict[str, Any]:
+    def tensors(self, seqlen_q: int, seqlen_k: int) -> Tensors:
         """Meta tensors: q, k, v, and the optional ones."""
         dtype = getattr(torch, self.dtype)
 
@@ -87,7 +88,7 @@ class Config:
         made["block_table"] = None
         if self.page:
             made["block_table"] = meta(BATCH, seqlen_k // self.page, dtype=torch.int32)
-        return made
+        return Tensors(**made, rule=self.rule(seqlen_k))
 
     def rule(self, seqlen_k: int) -> torch.Tensor | None:
         """Bounds of what a layout's positions see."""
@@ -95,14 +96,16 @@ class Config:
             return None
         return torch.empty(1, seqlen_k, 2, dtype=torch.int32, device="meta")
 
-    def layout(self, seqlen_k: int) -> tuple[Any, ...]:
-        """``crow``, ``col``, and what else the operators want to know of a layout."""
+    def call(self, seqlen_q: int, seqlen_k: int) -> Operands:
+        """What the launchers want to know of a layout, and of what is no tensor."""
         heads = 1 if self.shared else HEADS_Q
         rows, cols = (-(-seqlen_k // side) for side in self.block)
         crow, col = (
             torch.empty(heads, n, dtype=torch.int32, device="meta") for n in (rows + 1, rows * 8)
         )
-        return crow, col, cols, *self.block, self.alike
+        layout = crow, col, cols, *self.block, self.alike, 64
+        options = self.head_dim**-0.5, self.causal, 4 if self.short else 1, False
+        return Operands(*layout, seqlen_q, seqlen_k, *options, self.rule(seqlen_k))
 
 
 def launch_forward(config: Config, seqlen: int = 1024) -> None:
@@ -112,53 +115,18 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
     seqlen_q = min(seqlen, SHORT) if config.short else seqlen
     tall = () if config.short else config.lists("tall")
     short = config.lists("short") if config.short else ()
-    t = config.tensors(seqlen_q, seqlen)
-    launch(
-        *t.values(),
-        tall,
-        short,
-        (),
-        (),
-        (),
-        *config.layout(seqlen),
-        64,
-        seqlen_q,
-        seqlen,
-        config.head_dim**-0.5,
-        config.causal,
-        4 if config.short else 1,
-        False,
-        config.rule(seqlen),
-    )
+    call = config.call(seqlen_q, seqlen)
+    launch(config.tensors(seqlen_q, seqlen), Walks(tall, short), call)
 
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:
     """Run the backward launcher on meta tensors."""
     from blocksparse_attn._kernels.plans import launch_backward as launch
 
-    t = config.tensors(seqlen, seqlen)
-    q, k, v = t["q"], t["k"], t["v"]
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    x = config.tensors(seqlen, seqlen)._replace(block_table=None)
+    q = x.q
+    out = q.new_empty((*q.shape[:-1], x.v.shape[-1]))
     lse_size = q.shape[1::-1] if config.packed else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.empty(lse_size, device="meta")
-    launch(
-        out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        lse,
-        t["cu_seqlens_q"],
-        t["cu_seqlens_k"],
-        config.lists("dq"),
-        config.lists("dkdv"),
-        (),
-        *config.layout(seqlen),
-        seqlen,
-        seqlen,
-        config.head_dim**-0.5,
-        config.causal,
-        False,
-        config.rule(seqlen),
-    )
+    walks = Walks(by_query=config.lists("dq"), by_key=config.lists("dkdv"))
+    launch(x, walks, config.call(seqlen, seqlen), out, lse, out, lse)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from blocksparse_attn import _ops, patterns
+from blocksparse_attn._call import Bounds, Options, Tensors
+from blocksparse_attn._eager import attention_backward, attention_forward
 from blocksparse_attn._linked.host.forms import interpreted
 
+from blocksparse_attn.token_rule import TokenRule
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from ._linked.budget import DTYPES
-from ._numerics import PATTERNS, Packed, Shape, check, make_case, make_packed
+from ._linked.views import VIEWS, same_values
+from ._numerics import PATTERNS, Packed, Shape, check, make_case, make_packed, run
 
 pytestmark = [
     pytest.mark.eager,
@@ -27,3 +35,58 @@ def test_fixed(causal, pattern, dtype, device):
 def test_packed(dtype, device):
     shape = Packed((100, 0, 1, 40), (130, 5, 99, 40), 4, 2, 32, padding=3)
     check(make_packed(shape, dtype, device, "local", (16, 64)))
+
+
+class Sizes(TorchDispatchMode):
+    """Counts the multiplications of matrix products, and the elements of the largest tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.largest = max(self.largest, made.numel())
+        if func is torch.ops.aten.mm.default:
+            self.products += args[0].numel() * args[1].shape[1]
+        return made
+
+
+@pytest.mark.parametrize("rule", [None, TokenRule.window(60, 0)], ids=["whole", "window"])
+def test_what_nobody_sees_costs_nothing(rule):
+    """As many products as keys are seen by some query of a tile, and no tensor of all scores."""
+    tokens, heads, width = 2048, 2, 16
+    layout = patterns.sliding_window(tokens, 2, 0, 64).with_token_rule(rule)
+    q = torch.randn(1, tokens, heads, width)
+    x = Tensors(q, q, q, rule=layout._rule)
+    call = _ops._call_of(x, layout, Bounds(tokens, tokens), Options(0.25, True, 1))
+    with Sizes() as forward:
+        out, lse = attention_forward(x, call)
+    with Sizes() as backward:
+        attention_backward(x, call, out, lse, None)
+    # a tile has 128 queries, and one block of keys ahead of it
+    most = tokens * 192 * heads * width
+    assert forward.products <= 2 * most
+    assert backward.products <= 5 * most
+    assert max(forward.largest, backward.largest) <= max(q.numel(), heads * 128 * 192)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_do_not_change_bits(view):
+    case = make_packed(Packed((300, 9), (300, 40), 4, 2, 32), torch.float32, "cpu", "local")
+    odd = case.with_inputs(**{name: same_values(view, x) for name, x in case.inputs.items()})
+    want, got = run(case), run(odd)
+    assert all(torch.equal(value, got[name]) for name, value in want.items())
+
+
+def test_neighbours_in_the_batch_do_not_change_bits():
+    lengths = (131, 300), (140, 300)
+    case = make_packed(Packed(*lengths, 4, 2, 32), torch.float32, "cpu", "local", causal=False)
+    want = run(case, grad=False)
+    inputs = {name: x[131 if name == "q" else 140 :] for name, x in case.inputs.items()}
+    starts = torch.tensor([0, 300], dtype=torch.int32)
+    alone = case.with_inputs(**inputs).with_options(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    got = run(alone, grad=False)
+    assert torch.equal(got["out"], want["out"][131:])
+    assert torch.equal(got["lse"], want["lse"][:, 131:])

@@ -35,20 +35,14 @@ def eager_forward(monkeypatch):
 
     def forward(ctx, q, k, v, x, layout, bounds, known):
         def serve(_plan, x, *_):
-            crow, col = map(layout._by_sequence, (layout._crow, layout._col))
-            pattern = layout._pattern
-            block = pattern.block_q, pattern.block_k
-            scale, causal, _, top_left = known.options
-            return attention_forward(
-                *x[:6], crow, col, pattern.cols, block, scale, causal, top_left, x.rule
-            )
+            return attention_forward(x, _ops._call_of(x, layout, bounds, known.options))
 
         with monkeypatch.context() as patch:
             patch.setattr(plans.Plan, "forward", serve)
             return real(ctx, q, k, v, x, layout, bounds, known)
 
     monkeypatch.setattr(function, "forward", staticmethod(forward))
-    monkeypatch.setattr(plans, "launch_forward", _ops._forward_eager)
+    monkeypatch.setattr(plans, "launch_forward", lambda x, _, call: attention_forward(x, call))
 
 
 @pytest.fixture
@@ -127,15 +121,9 @@ def test_rows_that_begin_with_the_queries(lengths, block, backward):
     """Rows behind the last query keep blocks that nobody sees, and that may be NaN."""
     kernel = backward()
     case = make_case(
-        Shape(1, *lengths, 2, 1, 64),
-        torch.bfloat16,
-        "cpu",
-        "random",
-        block,
-        spare=1,
-        causal=False,
-        align="top-left",
-    )
+        Shape(1, *lengths, 2, 1, 64), torch.bfloat16, "cpu", "random", block, spare=1,
+        causal=False, align="top-left",
+    )  # fmt: skip
     dense = case.options["layout"].to_dense()
     dense[:, :, 2] = False
     dense[:, -1, 2] = True

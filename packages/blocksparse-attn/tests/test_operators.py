@@ -17,6 +17,7 @@ from blocksparse_attn import (
     blocksparse_attn_func,
     blocksparse_attn_varlen_func,
 )
+from blocksparse_attn._call import Operands
 from blocksparse_attn._kept_lists import lists_for
 from blocksparse_attn._linked.host.forms import interpreted
 from torch import Tensor
@@ -40,23 +41,24 @@ LISTS = ("tall", "short", "dq", "dkdv")
 
 
 def arguments_of(case: Any) -> tuple[Any, ...]:
-    """Tensors, lists, layout and options of the operators."""
+    """Tensors, pages, lists, and the last arguments of the operators."""
     given = {**case.inputs, **case.options}
     q, k, v, layout = given["q"], given["k"], given["v"], given["layout"]
     kind = q.shape[-2] // k.shape[-2], max(q.shape[-1], v.shape[-1]), q.element_size(), True
     on_gpu = q.is_cuda or interpreted()
     lists = [list(lists_for(layout, one, *kind)) if on_gpu else [] for one in LISTS]
     tensors = q, k, v, given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
-    shape = layout._crow, layout._col, layout.num_cols, *layout.block_size, layout.rows_alike
     longest = given.get("max_seqlen_q", q.shape[-3]), given.get("max_seqlen_k", k.shape[-3])
-    return tensors, given.get("block_table"), lists, shape, layout.max_row, (*longest, 0.25, True)
+    shape = layout.num_cols, *layout.block_size, layout.rows_alike, layout.max_row
+    call = Operands(layout._crow, layout._col, *shape, *longest, 0.25, True, 2, False, None)
+    return tensors, given.get("block_table"), lists, call
 
 
 def forward_arguments(case: Any) -> tuple[Any, ...]:
-    tensors, table, lists, shape, max_row, options = arguments_of(case)
-    tall = lists[0] if options[0] > 8 else []
-    short = lists[1] if tensors[3] is not None or options[0] <= 8 else []
-    return *tensors, table, tall, short, *lists[2:], [], *shape, max_row, *options, 2, False, None
+    tensors, table, lists, call = arguments_of(case)
+    tall = lists[0] if call.max_seqlen_q > 8 else []
+    short = lists[1] if tensors[3] is not None or call.max_seqlen_q <= 8 else []
+    return *tensors, table, tall, short, *lists[2:], [], *call
 
 
 traced_alike = pytest.mark.skipif(
@@ -76,7 +78,7 @@ def test_forward_passes_opcheck(make, device):
 @pytest.mark.parametrize("make", CASES[:3])
 def test_backward_passes_opcheck(make, dlse, device):
     case = make(device)
-    tensors, _, lists, shape, _, options = arguments_of(case)
+    tensors, _, lists, call = arguments_of(case)
     q, k, v, *cu = tensors
     out, lse = _ops.forward(*forward_arguments(case))
     arguments = (
@@ -90,10 +92,7 @@ def test_backward_passes_opcheck(make, dlse, device):
         *cu,
         *lists[2:],
         [],
-        *shape,
-        *options,
-        True,
-        None,
+        *call._replace(top_left=True),
     )
     opcheck(_ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 

@@ -54,6 +54,42 @@ class Bounds(NamedTuple):
     seqlen_k: int
 
 
+class Operands(NamedTuple):
+    """What the last arguments of both operators are: a layout, and what is no tensor."""
+
+    crow: Tensor
+    col: Tensor
+    cols: int
+    block_q: int
+    block_k: int
+    rows_alike: bool
+    max_row: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    causal: bool
+    num_splits: int
+    top_left: bool
+    rule: Tensor | None
+
+    @property
+    def pattern(self) -> Pattern:
+        """What a launch depends on of the layout."""
+        heads, rows = self.crow.shape[-2], self.crow.shape[-1] - 1
+        batch = self.crow.shape[0] if self.crow.ndim == 3 else 0
+        return Pattern(heads == 1, rows, *self[2:7], batch)
+
+    @property
+    def options(self) -> Options:
+        """What is no tensor, besides the lengths."""
+        return Options(*self[9:13])
+
+    @property
+    def bounds(self) -> Bounds:
+        """What no sequence is longer than."""
+        return Bounds(*self[7:9])
+
+
 class Walks(NamedTuple):
     """The lists that kernels walk, as :class:`._lists.Lists`; empty where none will."""
 

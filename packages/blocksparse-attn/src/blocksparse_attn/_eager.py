@@ -1,152 +1,180 @@
-"""What CPU tensors run: the definition, one sequence after the other, and its derivative.
+"""What CPU tensors run: tiles of queries, over the keys that some query of the tile sees.
 
-One after the other, because the products of a batch may round otherwise than those of a sequence
-alone. The derivative is written out, as an operator may run where autograd is switched off; the
-tests hold it against autograd through the definition.
+A tile is of one sequence and of the query heads of one key head, and is computed as if it were
+alone: products of a larger batch may round otherwise. Nothing is as large as queries times keys.
+The derivative is written out, as an operator may run where autograd is switched off; the tests hold
+it against autograd through the definition.
 """
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._call import Operands, Tensors
 from ._lists import dense_of
-from .reference import (
-    hide_unseen,
-    own_blocks,
-    own_rule,
-    packed_attention,
-    sequences,
-    visible_keys,
-)
+from .reference import of_sequence, own_blocks, own_rule, sequences, visible_at
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
+# positions of a tile
+TILE = 128
 
-def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_table: Tensor | None,
-    crow: Tensor,
-    col: Tensor,
-    cols: int,
-    block_size: tuple[int, int],
-    softmax_scale: float,
-    causal: bool,
-    top_left: bool = False,
-    rule: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+
+class Tile(NamedTuple):
+    """A tile of queries of a sequence, and the keys that it is computed with."""
+
+    rows: slice
+    head: int  # of keys
+    heads: slice  # of queries
+    keys: Tensor  # int64 [keys]
+    visible: Tensor  # bool [heads, rows, keys]
+
+
+class Sequence(NamedTuple):
+    """A sequence: where it is among packed tokens, and its tensors in fp32, heads first."""
+
+    rows: slice
+    keys: slice
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tiles: Iterator[Tile]
+
+
+def attention_forward(x: Tensors, call: Operands) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp in fp32."""
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        cu_seqlens_q, cu_seqlens_k = _even(q), _even(k)
-    if block_table is None:
-        k, v = _packed(k), _packed(v)
-    with torch.no_grad():
-        out, lse = packed_attention(
-            _packed(q),
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            block_table,
-            dense_of(crow, col, cols),
-            block_size,
-            softmax_scale,
-            causal,
-            top_left,
-            rule,
-        )
-        out = out.to(q.dtype).view(*q.shape[:-1], v.shape[-1])
-        if q.ndim == 4:
-            lse = lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()
+    q = _packed(x.q)
+    out = q.new_zeros((*q.shape[:-1], x.v.shape[-1]))
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        for one in _sequences(x, call):
+            own = one.q.new_zeros((*one.q.shape[:-1], one.v.shape[-1]))
+            own_lse = lse[:, one.rows]
+            for tile in one.tiles:
+                s, values = _scores(one, tile, call.softmax_scale)
+                # a finite pivot, whatever a row sees; none changes the result
+                top = s.amax(-1, keepdim=True)
+                top = top.masked_fill(top == -math.inf, 0.0)
+                p = torch.exp(s - top)
+                total = p.sum(-1, keepdim=True)
+                safe = total.masked_fill(total == 0, 1.0)
+                own[tile.heads, tile.rows] = _times(p / safe, values)
+                own_lse[tile.heads, tile.rows] = (total.log() + top)[..., 0]
+            out[one.rows] = own.transpose(0, 1).to(out.dtype)
+    out = out.view(*x.q.shape[:-1], out.shape[-1])
+    if x.q.ndim == 4:
+        lse = lse.view(len(lse), *x.q.shape[:2]).transpose(0, 1).contiguous()
     return out, lse
 
 
 def attention_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    crow: Tensor,
-    col: Tensor,
-    cols: int,
-    block_size: tuple[int, int],
-    softmax_scale: float,
-    causal: bool,
-    top_left: bool = False,
-    rule: Tensor | None = None,
+    x: Tensors, call: Operands, dout: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> Grads:
     """Return the gradients of q, k and v, each in the dtype of its tensor."""
-    tensors = q, k, v
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        cu_seqlens_q, cu_seqlens_k = _even(q), _even(k)
-        lse = lse.transpose(0, 1).reshape(q.shape[2], -1)
-        dlse = None if dlse is None else dlse.transpose(0, 1).reshape(lse.shape)
-    dense = dense_of(crow, col, cols)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        dout, q, k, v = (_packed(x).float() for x in (dout, q, k, v))
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
-            lengths = rows.stop - rows.start, keys.stop - keys.start
-            one, own = own_rule(rule, b), own_blocks(dense, b)
-            seen = None if one is None else one[0]
-            visible = visible_keys(own, block_size, *lengths, causal, top_left, seen)
-            dq[rows], dk[keys], dv[keys] = _sequence_backward(
-                dout[rows],
-                q[rows],
-                k[keys],
-                v[keys],
-                lse[:, rows],
-                None if dlse is None else dlse[:, rows],
-                visible,
-                softmax_scale,
-            )
-    dq, dk, dv = (
-        grad.to(x.dtype).reshape(x.shape).contiguous()
-        for grad, x in zip((dq, dk, dv), tensors, strict=True)
-    )
+    if dlse is None:
+        dlse = torch.zeros_like(lse)
+    if x.q.ndim == 4:
+        lse, dlse = (t.transpose(0, 1).flatten(1) for t in (lse, dlse))
+    dout = _packed(dout)
+    grads = [t.new_zeros(_packed(t).shape) for t in x[:3]]
+    with torch.no_grad(), torch.autocast(x.q.device.type, enabled=False):
+        for one in _sequences(x, call):
+            own_dout = _by_head(dout[one.rows])
+            own_lse, own_dlse = (t[:, one.rows] for t in (lse, dlse))
+            found = dq, dk, dv = [torch.zeros_like(t) for t in (one.q, one.k, one.v)]
+            for tile in one.tiles:
+                s, values = _scores(one, tile, call.softmax_scale)
+                at = tile.heads, tile.rows
+                sees = tile.visible.any(-1, keepdim=True)
+                p = torch.exp(s - own_lse[at].masked_fill(~sees[..., 0], 0.0)[..., None])
+                # what arrives at rows that see no key counts for nothing, NaN neither
+                arrived = own_dout[at].masked_fill(~sees, 0.0)
+                dp = _times(arrived, values.mT)
+                # what every logit of a row gets in common: from the normalisation, and from the lse
+                common = own_dlse[at].masked_fill(~sees[..., 0], 0.0)[..., None]
+                ds = p * (dp - (p * dp).sum(-1, keepdim=True) + common) * call.softmax_scale
+                dq[at] = _times(ds, one.k[tile.head, tile.keys])
+                queries = one.q[at].masked_fill(~sees, 0.0)
+                dk[tile.head, tile.keys] += ds.flatten(0, 1).mT @ queries.flatten(0, 1)
+                dv[tile.head, tile.keys] += p.flatten(0, 1).mT @ arrived.flatten(0, 1)
+            for grad, own, place in zip(grads, found, (one.rows, one.keys, one.keys), strict=True):
+                grad[place] = own.transpose(0, 1).to(grad.dtype)
+    dq, dk, dv = (grad.view(t.shape) for grad, t in zip(grads, x[:3], strict=True))
     return dq, dk, dv
 
 
-def _sequence_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    visible: Tensor,
-    softmax_scale: float,
-) -> Grads:
-    """Return the gradients of one sequence, in fp32."""
-    heads_q, heads_k = q.shape[1], k.shape[1]
-    group = heads_q // heads_k
-    visible = visible.expand(heads_q, -1, -1)
-    sees = visible.any(2).transpose(0, 1)[..., None]
-    dout = dout.masked_fill(~sees, 0.0)
-    q, k, v = (x[0] for x in hide_unseen(q[None], k[None], v[None], visible))
-    wide_k, wide_v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    empty = lse == -math.inf
-    scores = torch.einsum("ihd,jhd->hij", q, wide_k) * softmax_scale
-    p = torch.exp(scores - lse.masked_fill(empty, 0.0)[..., None]).masked_fill(~visible, 0.0)
-    dv = torch.einsum("hij,ihe->jhe", p, dout)
-    dp = torch.einsum("ihe,jhe->hij", dout, wide_v)
-    # what every logit of a row gets in common: from the normalisation, and from the lse
-    common = -(p * dp).sum(-1)
-    if dlse is not None:
-        common = common + dlse.masked_fill(empty, 0.0)
-    dscores = p * (dp + common[..., None]) * softmax_scale
-    dq = torch.einsum("hij,jhd->ihd", dscores, wide_k)
-    dk = torch.einsum("hij,ihd->jhd", dscores, q)
-    dk, dv = (x.view(x.shape[0], heads_k, group, x.shape[2]).sum(2) for x in (dk, dv))
-    return dq, dk, dv
+def _scores(one: Sequence, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the scores of a tile, -inf where a query does not see a key, and the values."""
+    keys, values = (t[tile.head, tile.keys] for t in (one.k, one.v))
+    s = _times(one.q[tile.heads, tile.rows], keys.mT) * scale
+    return s.masked_fill(~tile.visible, -math.inf), values
+
+
+def _times(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply the rows of all heads of a group by one matrix."""
+    return (x.flatten(0, 1) @ y).view(*x.shape[:-1], y.shape[-1])
+
+
+def _sequences(x: Tensors, call: Operands) -> Iterator[Sequence]:
+    """Go through the sequences of a call."""
+    q, k, v = _packed(x.q), x.k, x.v
+    starts = x.cu_seqlens_q, x.cu_seqlens_k
+    if x.block_table is None:
+        k, v = _packed(k), _packed(v)
+    if starts[0] is None or starts[1] is None:
+        starts = _even(x.q), _even(x.k)
+    dense = dense_of(call.crow, call.col, call.cols)
+    for b, (rows, keys) in enumerate(sequences(*starts)):
+        own_k, own_v = (_by_head(of_sequence(t, keys, b, x.block_table)) for t in (k, v))
+        rule = own_rule(x.rule, b)
+        tiles = _tiles(
+            own_blocks(dense, b),
+            call,
+            (rows.stop - rows.start, keys.stop - keys.start),
+            (q.shape[1], k.shape[-2]),
+            None if rule is None else rule[0],
+        )
+        yield Sequence(rows, keys, _by_head(q[rows]), own_k, own_v, tiles)
+
+
+def _tiles(
+    dense: Tensor,
+    call: Operands,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    rule: Tensor | None,
+) -> Iterator[Tile]:
+    """Go through the tiles of a sequence that see keys, whose blocks ``dense`` says."""
+    (seqlen_q, seqlen_k), group = lengths, heads[0] // heads[1]
+    block_size, causal = (call.block_q, call.block_k), call.causal
+    diagonal = 0 if call.top_left else seqlen_k - seqlen_q
+    units = dense.unflatten(0, (-1, min(group, len(dense))))  # of the heads of one of keys, or all
+    tokens = torch.arange(call.block_k, device=dense.device)
+    for start in range(diagonal // TILE * TILE, diagonal + seqlen_q, TILE):
+        low, high = max(start, diagonal), min(start + TILE, diagonal + seqlen_q)
+        position = torch.arange(low, high, device=dense.device)
+        # the blocks that some row keeps
+        first, last = max(low, 0) // call.block_q, max(high - 1, -1) // call.block_q + 1
+        for head in range(heads[1]):
+            if head < len(units):  # the last one's are also those of the heads that follow
+                own = units[head]
+                col = own[:, first:last].any(1).any(0).nonzero()
+                keys = (col * call.block_k + tokens).flatten()
+                keys = keys[keys < (min(high, seqlen_k) if causal else seqlen_k)]
+                visible = visible_at(position, keys, own, block_size, causal, rule)
+                seen = visible.any(1).any(0)
+                keys, visible = keys[seen], visible[..., seen].expand(group, -1, -1)
+            if len(keys):
+                own_heads = slice(head * group, (head + 1) * group)
+                yield Tile(slice(low - diagonal, high - diagonal), head, own_heads, keys, visible)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """Return a copy in fp32 with heads first, which lies in memory alike whatever ``x`` does."""
+    return x.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 
 def _even(x: Tensor) -> Tensor:

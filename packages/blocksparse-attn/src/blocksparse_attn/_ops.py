@@ -12,7 +12,7 @@ import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from ._call import Bounds, Checked, Options, Tensors, Walks
+from ._call import Bounds, Checked, Operands, Options, Tensors, Walks
 from ._checks import check_values
 from ._configs import (
     SHORT,
@@ -39,9 +39,14 @@ from .layout import BlockSparseLayout
 __all__ = ["attention", "backward", "checked", "forward", "plan"]
 
 _LAYOUT = "Tensor crow, Tensor col, SymInt cols, int block_q, int block_k, bool rows_alike"
+_OPERANDS = (
+    f"{_LAYOUT}, SymInt max_row, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
+    "bool causal, int num_splits, bool top_left, Tensor? rule"
+)
 # where the forward operator's lists begin: ahead of them stand the tensors of a call but the rule
 _LISTS = len(Tensors._fields) - 1
-_OPTIONS = "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal"
+# output, log-sum-exp, and the gradients of both
+Results = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _spec(
@@ -128,18 +133,22 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _split_forward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Operands]:
+    """Return what the arguments of the forward operator are."""
+    call = Operands(*arguments[-len(Operands._fields) :])
+    tensors, walks = arguments[:_LISTS], arguments[_LISTS : -len(call)]
+    return Tensors(*tensors, call.rule), Walks(*(tuple(walk or ()) for walk in walks)), call
+
+
 def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
     from ._kernels.plans import launch_forward
 
-    result: tuple[Tensor, Tensor] = launch_forward(*arguments)  # type: ignore[no-untyped-call]
-    return result
+    return launch_forward(*_split_forward(arguments))
 
 
-def _backward_triton(*arguments: Any) -> Grads:
-    from ._kernels.plans import launch_backward
-
-    result: Grads = launch_backward(*arguments)  # type: ignore[no-untyped-call]
-    return result
+def _forward_eager(*arguments: Any) -> tuple[Tensor, Tensor]:
+    x, _, call = _split_forward(arguments)
+    return attention_forward(x, call)
 
 
 def _check_values(x: Tensors, bounds: Bounds) -> None:
@@ -149,99 +158,28 @@ def _check_values(x: Tensors, bounds: Bounds) -> None:
 
 
 def _check_forward(*arguments: Any) -> None:
-    *rest, max_seqlen_q, max_seqlen_k, _, _, _, _, _ = arguments
-    _check_values(Tensors(*rest[:_LISTS]), Bounds(max_seqlen_q, max_seqlen_k))
+    x, _, call = _split_forward(arguments)
+    _check_values(x, call.bounds)
 
 
-def _forward_eager(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    block_table: Tensor | None,
-    tall: Sequence[Tensor] | None,
-    short: Sequence[Tensor] | None,
-    by_query: Sequence[Tensor] | None,
-    by_key: Sequence[Tensor] | None,
-    pairs: Sequence[Tensor] | None,
-    crow: Tensor,
-    col: Tensor,
-    cols: int,
-    block_q: int,
-    block_k: int,
-    rows_alike: bool,
-    max_row: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    num_splits: int,
-    top_left: bool,
-    rule: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return attention_forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        block_table,
-        crow,
-        col,
-        cols,
-        (block_q, block_k),
-        softmax_scale,
-        causal,
-        top_left,
-        rule,
-    )
+def _split_backward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Operands, Results]:
+    """Return what the arguments of the backward operator are."""
+    call = Operands(*arguments[-len(Operands._fields) :])
+    dout, q, k, v, out, lse, dlse, *offsets, by_query, by_key, pairs = arguments[: -len(call)]
+    walks = Walks((), (), *(tuple(walk or ()) for walk in (by_query, by_key, pairs)))
+    return Tensors(q, k, v, *offsets, None, call.rule), walks, call, (out, lse, dout, dlse)
 
 
-def _backward_eager(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    by_query: Sequence[Tensor] | None,
-    by_key: Sequence[Tensor] | None,
-    pairs: Sequence[Tensor] | None,
-    crow: Tensor,
-    col: Tensor,
-    cols: int,
-    block_q: int,
-    block_k: int,
-    rows_alike: bool,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    top_left: bool,
-    rule: Tensor | None,
-) -> Grads:
-    return attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        lse,
-        dlse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        crow,
-        col,
-        cols,
-        (block_q, block_k),
-        softmax_scale,
-        causal,
-        top_left,
-        rule,
-    )
+def _backward_triton(*arguments: Any) -> Grads:
+    from ._kernels.plans import launch_backward
+
+    x, walks, call, results = _split_backward(arguments)
+    return launch_backward(x, walks, call, *results)
+
+
+def _backward_eager(*arguments: Any) -> Grads:
+    x, _, call, (_, lse, dout, dlse) = _split_backward(arguments)
+    return attention_backward(x, call, dout, lse, dlse)
 
 
 plan = register(
@@ -256,8 +194,7 @@ forward = register(
     f"{NAMESPACE}::forward",
     "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? block_table, Tensor[]? tall, Tensor[]? short, Tensor[]? by_query, Tensor[]? by_key, "
-    f"Tensor[]? pairs, {_LAYOUT}, SymInt max_row, {_OPTIONS}, int num_splits, bool top_left, "
-    "Tensor? rule) -> (Tensor out, Tensor lse)",
+    f"Tensor[]? pairs, {_OPERANDS}) -> (Tensor out, Tensor lse)",
     fake=_forward_fake,
     kernels=_forward_triton,
     eager=_forward_eager,
@@ -267,8 +204,7 @@ backward = register(
     f"{NAMESPACE}::backward",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[]? by_query, Tensor[]? by_key, "
-    f"Tensor[]? pairs, {_LAYOUT}, {_OPTIONS}, bool top_left, Tensor? rule) "
-    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    f"Tensor[]? pairs, {_OPERANDS}) -> (Tensor dq, Tensor dk, Tensor dv)",
     fake=_backward_fake,
     kernels=_backward_triton,
     eager=_backward_eager,
@@ -333,24 +269,21 @@ def _operands(walks: Sequence[Sequence[Tensor]]) -> list[list[Tensor] | None]:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Put away what the derivative of the forward operator needs."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k, _, _, _, *walks, crow, col = inputs[: _LISTS + 7]
-    walks = [walk or () for walk in walks]
-    lists = [one for walk in walks for one in walk]
-    ctx.save_for_backward(
-        q, k, v, *output, cu_seqlens_q, cu_seqlens_k, inputs[-1], crow, col, *lists
-    )
-    ctx.counts = tuple(map(len, walks))
-    cols, block_q, block_k, rows_alike, _, *options, _, top_left, _ = inputs[_LISTS + 7 :]
-    ctx.options = cols, block_q, block_k, rows_alike, *options, top_left
+    x, walks, call = _split_forward(inputs)
+    lists = [one for walk in walks[2:] for one in walk]
+    ctx.save_for_backward(*x[:5], *output, call.rule, call.crow, call.col, *lists)
+    ctx.counts = tuple(map(len, walks[2:]))
+    ctx.call = call[2:-1]
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     """Return the gradients of the forward operator's arguments."""
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, rule, crow, col, *lists = ctx.saved_tensors
-    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, None, rule)
+    *tensors, out, lse, rule, crow, col = ctx.saved_tensors[:10]
+    lists = list(ctx.saved_tensors[10:])
     walks = [[lists.pop(0) for _ in range(count)] for count in ctx.counts]
-    grads = _run_backward(x, out, lse, dout, dlse, walks, crow, col, ctx.options)
+    call = Operands(crow, col, *ctx.call, rule)
+    grads = _run_backward(Tensors(*tensors), walks, call, out, lse, dout, dlse)
     # of a list of tensors an operator's derivative has a list, a function's nothing
     needs = ctx.needs_input_grad[3:]
     return *grads, *([None] * len(one) if isinstance(one, (list, tuple)) else None for one in needs)
@@ -358,36 +291,28 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 
 def _run_backward(
     x: Tensors,
+    walks: Sequence[Sequence[Tensor]],
+    call: Operands,
     out: Tensor,
     lse: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
-    walks: Sequence[Sequence[Tensor]],
-    crow: Tensor,
-    col: Tensor,
-    options: tuple[Any, ...],
 ) -> Grads:
     """Return the gradients by the backward operator, whose own derivative raises."""
-    return _call_backward(  # type: ignore[no-any-return]
-        torch.zeros_like(out) if dout is None else dout,
-        x.q,
-        x.k,
-        x.v,
-        out,
-        lse,
-        dlse,
-        x.cu_seqlens_q,
-        x.cu_seqlens_k,
-        *_operands(walks),
-        crow,
-        col,
-        *options,
-        x.rule,
-    )
+    if dout is None:
+        dout = torch.zeros_like(out)
+    results = out, lse, dlse
+    return _call_backward(dout, *x[:3], *results, *x[3:5], *_operands(walks), *call)  # type: ignore[no-any-return]
 
 
 _call_forward = differentiable(forward, _differentiate, _keep)
 _call_backward = differentiable(backward, no_second_derivative("blocksparse_attention_reference"))
+
+
+def _call_of(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options) -> Operands:
+    """Return the operators' last arguments."""
+    crow, col = map(layout._by_sequence, (layout._crow, layout._col))
+    return Operands(crow, col, *layout._pattern[2:7], *bounds, *options, x.rule)
 
 
 class _Planned(torch.autograd.Function):
@@ -420,10 +345,8 @@ class _Planned(torch.autograd.Function):
                 dout = torch.zeros_like(out)
             grads = known.plan.backward(x, known.walks, out, lse, dout, dlse)
         else:
-            scale, causal, _, top_left = known.options
-            options = *layout._pattern[2:6], *ctx.bounds, scale, causal, top_left
-            crow, col = map(layout._by_sequence, (layout._crow, layout._col))
-            grads = _run_backward(x, out, lse, dout, dlse, known.walks[2:], crow, col, options)
+            call = _call_of(x, layout, ctx.bounds, known.options)
+            grads = _run_backward(x, known.walks[2:], call, out, lse, dout, dlse)
         return *grads, None, None, None, None
 
 
@@ -440,10 +363,8 @@ def attention(
     if plan is None:
         if is_transformed() and torch.compiler.is_compiling():
             x = without_repeats(x)
-        crow, col = map(layout._by_sequence, (layout._crow, layout._col))
-        return _call_forward(  # type: ignore[no-any-return]
-            *x[:6], *_operands(walks), crow, col, *layout._pattern[2:7], *bounds, *options, x.rule
-        )
+        call = _call_of(x, layout, bounds, options)
+        return _call_forward(*x[:_LISTS], *_operands(walks), *call)  # type: ignore[no-any-return]
     if x.q.is_cpu:
         _check_values(x, bounds)
     if _needs_grad(x):

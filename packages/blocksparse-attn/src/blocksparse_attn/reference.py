@@ -110,16 +110,28 @@ def visible_keys(
         top_left: query i stands at the position i instead.
         rule: first and last key that each position sees, ``[positions, 2]``. Default: None (all).
     """
-    heads, rows, cols = dense.shape
     position = torch.arange(seqlen_q, device=dense.device)
     if not top_left:
         position = position + (seqlen_k - seqlen_q)
     key = torch.arange(seqlen_k, device=dense.device)
+    return visible_at(position, key, dense, block_size, causal, rule)
+
+
+def visible_at(
+    position: Tensor,
+    key: Tensor,
+    dense: Tensor,
+    block_size: tuple[int, int],
+    causal: bool,
+    rule: Tensor | None = None,
+) -> Tensor:
+    """Return which of some keys queries at some positions see, ``[heads, positions, keys]``."""
+    heads, rows, cols = dense.shape
     row = torch.div(position, block_size[0], rounding_mode="floor")
     col = key // block_size[1]
     known = ((row >= 0) & (row < rows))[:, None] & (col < cols)
     if not rows or not cols:
-        return known.expand(heads, seqlen_q, seqlen_k)
+        return known.expand(heads, *known.shape)
     kept = dense[:, row.clamp(0, rows - 1)][:, :, col.clamp(max=cols - 1)] & known
     if rule is not None:
         low, high = rule[position.clamp(0, len(rule) - 1)].unbind(-1)

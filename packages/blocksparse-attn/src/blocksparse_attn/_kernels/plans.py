@@ -18,7 +18,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .. import _configs
-from .._call import Bounds, Options, Pattern, Tensors, Walks
+from .._call import Bounds, Operands, Options, Pattern, Tensors, Walks
 from .._configs import (
     SHORT,
     backward_dkdv_tile,
@@ -399,83 +399,28 @@ class BackwardPlan:
         )
 
 
-def _pattern_of(crow: Tensor, *rest: Any) -> Pattern:
-    cols, block_q, block_k, rows_alike, max_row = rest
-    heads, rows = crow.shape[-2], crow.shape[-1] - 1
-    batch = crow.shape[0] if crow.ndim == 3 else 0
-    return Pattern(heads == 1, rows, cols, block_q, block_k, rows_alike, max_row, batch)
-
-
-def launch_forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    block_table,
-    tall,
-    short,
-    by_query,
-    by_key,
-    pairs,
-    crow,
-    col,
-    cols,
-    block_q,
-    block_k,
-    rows_alike,
-    max_row,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale,
-    causal,
-    num_splits,
-    top_left=False,
-    rule=None,
-):
+def launch_forward(x: Tensors, walks: Walks, call: Operands) -> tuple[Tensor, Tensor]:
     """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
-    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, rule))
-    pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, max_row)
-    plan = Plan(x, pattern, Options(softmax_scale, causal, num_splits, top_left))
-    walks = Walks(tuple(tall or ()), tuple(short or ()))
-    out, lse = plan.forward(x, walks, Bounds(max_seqlen_q, max_seqlen_k))
-    return first_columns(out, v.shape[-1]), lse
+    width = x.v.shape[-1]
+    x = readable(x)
+    out, lse = Plan(x, call.pattern, call.options).forward(x, walks, call.bounds)
+    return first_columns(out, width), lse
 
 
 def launch_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dlse,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    by_query,
-    by_key,
-    pairs,
-    crow,
-    col,
-    cols,
-    block_q,
-    block_k,
-    rows_alike,
-    max_seqlen_q,
-    max_seqlen_k,
-    softmax_scale,
-    causal,
-    top_left=False,
-    rule=None,
-):
+    x: Tensors,
+    walks: Walks,
+    call: Operands,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward operator on checked inputs; see ``_ops.py`` for its schema."""
-    x = readable(Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, None, rule))
-    pattern = _pattern_of(crow, cols, block_q, block_k, rows_alike, cols)
-    plan = BackwardPlan(Form(x, pattern, Options(softmax_scale, causal, 1, top_left)))
-    by_query, by_key, pairs = (tuple(walk or ()) for walk in (by_query, by_key, pairs))
-    walks = Walks(by_query=by_query, by_key=by_key, pairs=pairs)
+    widths = [t.shape[-1] for t in x[:3]]
+    x = readable(x)
+    plan = BackwardPlan(Form(x, call.pattern, call.options))
     # as wide as the values
-    wide = x.v.shape[-1]
-    grads = plan(x, walks, widened(out, wide), lse, widened(dout, wide), dlse)
-    widths = q.shape[-1], k.shape[-1], v.shape[-1]
-    return tuple(map(first_columns, grads, widths))
+    out, dout = (widened(t, x.v.shape[-1]) for t in (out, dout))
+    dq, dk, dv = map(first_columns, plan(x, walks, out, lse, dout, dlse), widths)
+    return dq, dk, dv
