@@ -1,7 +1,8 @@
 """What CPU tensors run: tiles of queries, over the keys that some query of the tile sees.
 
-A tile is of one sequence and of the query heads of one key head, and is computed as if it were
-alone: products of a larger batch may round otherwise. Nothing is as large as queries times keys.
+A tile is of one sequence, and of the query heads of one key head, or of several if it has a few
+queries. It is computed as if it were alone: products of a larger batch may round otherwise. Nothing
+is as large as queries times keys.
 The derivative is written out, as an operator may run where autograd is switched off; the tests hold
 it against autograd through the definition.
 """
@@ -27,8 +28,8 @@ class Tile(NamedTuple):
     """A tile of queries of a sequence, and the keys that it is computed with."""
 
     rows: slice
-    head: int  # of keys
     heads: slice  # of queries
+    heads_k: slice
     keys: Tensor  # int64 [keys]
     visible: Tensor  # bool [heads, rows, keys]
 
@@ -54,7 +55,7 @@ def attention_forward(x: Tensors, call: Operands) -> tuple[Tensor, Tensor]:
             own = one.q.new_zeros((*one.q.shape[:-1], one.v.shape[-1]))
             own_lse = lse[:, one.rows]
             for tile in one.tiles:
-                s, values = _scores(one, tile, call.softmax_scale)
+                s, _, values = _scores(one, tile, call.softmax_scale)
                 # a finite pivot, whatever a row sees; none changes the result
                 top = s.amax(-1, keepdim=True)
                 top = top.masked_fill(top == -math.inf, 0.0)
@@ -86,7 +87,7 @@ def attention_backward(
             own_lse, own_dlse = (t[:, one.rows] for t in (lse, dlse))
             found = dq, dk, dv = [torch.zeros_like(t) for t in (one.q, one.k, one.v)]
             for tile in one.tiles:
-                s, values = _scores(one, tile, call.softmax_scale)
+                s, keys, values = _scores(one, tile, call.softmax_scale)
                 at = tile.heads, tile.rows
                 sees = tile.visible.any(-1, keepdim=True)
                 p = torch.exp(s - own_lse[at].masked_fill(~sees[..., 0], 0.0)[..., None])
@@ -96,26 +97,37 @@ def attention_backward(
                 # what every logit of a row gets in common: from the normalisation, and from the lse
                 common = own_dlse[at].masked_fill(~sees[..., 0], 0.0)[..., None]
                 ds = p * (dp - (p * dp).sum(-1, keepdim=True) + common) * call.softmax_scale
-                dq[at] = _times(ds, one.k[tile.head, tile.keys])
-                queries = one.q[at].masked_fill(~sees, 0.0)
-                dk[tile.head, tile.keys] += ds.flatten(0, 1).mT @ queries.flatten(0, 1)
-                dv[tile.head, tile.keys] += p.flatten(0, 1).mT @ arrived.flatten(0, 1)
+                dq[at] = _times(ds, keys)
+                queries, count = one.q[at].masked_fill(~sees, 0.0), len(values)
+                for grad, to, by in (dk, ds, queries), (dv, p, arrived):
+                    added = _grouped(to, count).mT @ _grouped(by, count)
+                    grad[tile.heads_k].index_add_(1, tile.keys, added)
             for grad, own, place in zip(grads, found, (one.rows, one.keys, one.keys), strict=True):
                 grad[place] = own.transpose(0, 1).to(grad.dtype)
     dq, dk, dv = (grad.view(t.shape) for grad, t in zip(grads, x[:3], strict=True))
     return dq, dk, dv
 
 
-def _scores(one: Sequence, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the scores of a tile, -inf where a query does not see a key, and the values."""
-    keys, values = (t[tile.head, tile.keys] for t in (one.k, one.v))
+def _scores(one: Sequence, tile: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores of a tile, -inf where a query does not see a key, the keys and the values.
+
+    What the queries of a head of keys do not see is 0, as NaN may stand there: ``0 * NaN`` is NaN.
+    """
+    keys, values = (t[tile.heads_k, tile.keys] for t in (one.k, one.v))
+    unseen = ~_grouped(tile.visible, len(keys)).any(1)[..., None]
+    keys, values = (t.masked_fill_(unseen, 0.0) for t in (keys, values))
     s = _times(one.q[tile.heads, tile.rows], keys.mT) * scale
-    return s.masked_fill(~tile.visible, -math.inf), values
+    return s.masked_fill(~tile.visible, -math.inf), keys, values
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply the rows of all heads of a group by one matrix."""
-    return (x.flatten(0, 1) @ y).view(*x.shape[:-1], y.shape[-1])
+    """Multiply the rows of all heads of a group by the matrix of their head of keys."""
+    return (_grouped(x, len(y)) @ y).view(*x.shape[:-1], y.shape[-1])
+
+
+def _grouped(x: Tensor, heads_k: int) -> Tensor:
+    """See rows of query heads as those of heads of keys."""
+    return x.reshape(heads_k, -1, x.shape[-1])
 
 
 def _sequences(x: Tensors, call: Operands) -> Iterator[Sequence]:
@@ -151,25 +163,29 @@ def _tiles(
     (seqlen_q, seqlen_k), group = lengths, heads[0] // heads[1]
     block_size, causal = (call.block_q, call.block_k), call.causal
     diagonal = 0 if call.top_left else seqlen_k - seqlen_q
-    units = dense.unflatten(0, (-1, min(group, len(dense))))  # of the heads of one of keys, or all
     tokens = torch.arange(call.block_k, device=dense.device)
-    for start in range(diagonal // TILE * TILE, diagonal + seqlen_q, TILE):
+    starts = range(diagonal // TILE * TILE, diagonal + seqlen_q, TILE) if seqlen_q else ()
+    for start in starts:
         low, high = max(start, diagonal), min(start + TILE, diagonal + seqlen_q)
         position = torch.arange(low, high, device=dense.device)
         # the blocks that some row keeps
         first, last = max(low, 0) // call.block_q, max(high - 1, -1) // call.block_q + 1
-        for head in range(heads[1]):
-            if head < len(units):  # the last one's are also those of the heads that follow
-                own = units[head]
-                col = own[:, first:last].any(1).any(0).nonzero()
+        # heads of keys that make a tile between them
+        step = min(max(TILE // (high - low), 1), heads[1])
+        for head in range(0, heads[1], step):
+            own_k = slice(head, min(head + step, heads[1]))
+            own = slice(own_k.start * group, own_k.stop * group)
+            if head == 0 or len(dense) > 1:
+                kept = dense[own] if len(dense) > 1 else dense
+                col = kept[:, first:last].any(1).any(0).nonzero()
                 keys = (col * call.block_k + tokens).flatten()
                 keys = keys[keys < (min(high, seqlen_k) if causal else seqlen_k)]
-                visible = visible_at(position, keys, own, block_size, causal, rule)
+                visible = visible_at(position, keys, kept, block_size, causal, rule)
                 seen = visible.any(1).any(0)
-                keys, visible = keys[seen], visible[..., seen].expand(group, -1, -1)
+                keys, visible = keys[seen], visible[..., seen]
             if len(keys):
-                own_heads = slice(head * group, (head + 1) * group)
-                yield Tile(slice(low - diagonal, high - diagonal), head, own_heads, keys, visible)
+                there = visible.expand(own.stop - own.start, -1, -1)
+                yield Tile(slice(low - diagonal, high - diagonal), own, own_k, keys, there)
 
 
 def _by_head(x: Tensor) -> Tensor:
