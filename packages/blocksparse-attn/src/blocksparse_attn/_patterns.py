@@ -68,6 +68,8 @@ def mask_of(
     device: torch.device | str | None,
 ) -> Tensor:
     """Return the mask that a function of head, row and column describes."""
+    if not callable(fn):
+        raise TypeError(f"fn must be a function of head, row and column, got {type(fn).__name__}")
     row = torch.arange(num_rows, device=device)[:, None]
     col = torch.arange(num_cols, device=device)
     masks = []
@@ -76,6 +78,10 @@ def mask_of(
         if not isinstance(kept, Tensor) or kept.dtype != torch.bool:
             what = kept.dtype if isinstance(kept, Tensor) else type(kept).__name__
             raise TypeError(f"fn must return a tensor of torch.bool, got {what}")
+        full = [num_rows, num_cols]
+        sizes = zip(reversed(kept.shape), reversed(full), strict=False)
+        if kept.ndim > 2 or any(mine not in (1, size) for mine, size in sizes):
+            raise ValueError(f"fn must return what broadcasts to {full}, got {list(kept.shape)}")
         masks.append(kept.expand(num_rows, num_cols))
     return torch.stack(masks)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._kept_lists import NAMESPACE
-from ._layout_checks import INDEX_DTYPES
+from ._layout_checks import INDEX_DTYPES, check_count
 from ._linked.host.arguments import is_int, kind
 from ._linked.host.operators import register
 
@@ -29,6 +29,11 @@ class TokenRule:
     """
 
     def __init__(self, *parts: tuple[Any, ...]) -> None:
+        if not parts or not all(isinstance(part, tuple) for part in parts):
+            raise TypeError(
+                "TokenRule must be made by causal(), window(), document() or prefix(), "
+                f"got TokenRule{parts!r}"
+            )
         self._parts = parts
 
     @classmethod
@@ -102,6 +107,7 @@ class TokenRule:
         Returns:
             int32 ``[batch, positions, 2]``, with a batch of 1 if all sequences have one rule.
         """
+        check_count("positions", positions, 0)
         device = torch.device(device)
         tables = [_table(part, positions, device) for part in self._parts]
         batch = max(len(table) for table in tables)
