@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from attn_common import detect
-from blocksparse_attn._call import Operands, Tensors, Walks
+from blocksparse_attn._call import Common, Tensors, Walks
 from blocksparse_attn._configs import SHORT
 from blocksparse_attn._kept_lists import spec_of
 
@@ -96,7 +96,7 @@ class Config:
             return None
         return torch.empty(1, seqlen_k, 2, dtype=torch.int32, device="meta")
 
-    def call(self, seqlen_q: int, seqlen_k: int) -> Operands:
+    def call(self, seqlen_q: int, seqlen_k: int) -> Common:
         """What the launchers want to know of a layout, and of what is no tensor."""
         heads = 1 if self.shared else HEADS_Q
         rows, cols = (-(-seqlen_k // side) for side in self.block)
@@ -105,7 +105,7 @@ class Config:
         )
         layout = crow, col, cols, *self.block, self.alike, 64
         options = self.head_dim**-0.5, self.causal, 4 if self.short else 1, False
-        return Operands(*layout, seqlen_q, seqlen_k, *options, self.rule(seqlen_k))
+        return Common(*layout, seqlen_q, seqlen_k, *options, self.rule(seqlen_k))
 
 
 def launch_forward(config: Config, seqlen: int = 1024) -> None:

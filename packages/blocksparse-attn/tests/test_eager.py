@@ -8,7 +8,6 @@ from blocksparse_attn import _ops, patterns
 from blocksparse_attn._call import Bounds, Options, Tensors
 from blocksparse_attn._eager import attention_backward, attention_forward
 from blocksparse_attn._linked.host.forms import interpreted
-
 from blocksparse_attn.token_rule import TokenRule
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from attn_common import Platform
-from blocksparse_attn import BlockSparseLayout, _configs, _ops, _pairs, _pieces
+from blocksparse_attn import BlockSparseLayout, _configs, _lists, _ops
 from blocksparse_attn._configs import suits_hopper_backward
 from blocksparse_attn._eager import attention_forward
 from blocksparse_attn._linked.host.forms import interpreted
@@ -60,8 +60,7 @@ def both_ways(monkeypatch):
     monkeypatch.setattr(_configs, "repeats", lambda: False)
     # so that few blocks make several programs, and some of them share a block
     for name, value in ("KEPT", 2), ("LONGEST", 8), ("SHORTER", 3):
-        monkeypatch.setattr(_pairs, name, value)
-    monkeypatch.setattr(_pieces, "KEPT", 2)
+        monkeypatch.setattr(_lists, name, value)
     kernels = []
 
     def serve(reverse=True):

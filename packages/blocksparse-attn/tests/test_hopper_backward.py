@@ -10,12 +10,12 @@ import triton
 from attn_common import cdiv, detect
 from blocksparse_attn import BlockSparseLayout, _configs
 from blocksparse_attn._call import Options, Pattern, Tensors
-from blocksparse_attn._configs import hopper_backward_tile, takes_hopper_backward
+from blocksparse_attn._configs import takes_hopper_backward
 from blocksparse_attn._kernels.form import Form
 from blocksparse_attn._kernels.hopper.backward_plans import ROWS, HopperBackward
 from blocksparse_attn._kernels.hopper.backward_round import PIECE, prepare_kernel, round_kernel
 from blocksparse_attn._kernels.structures import RowTensors
-from blocksparse_attn._pieces import SIDE, piece_of
+from blocksparse_attn._lists import SIDE, piece_of
 
 from ._aot import Config
 from ._linked.budget import assert_same
@@ -110,12 +110,10 @@ def test_stages_of_dq_fit_the_barriers_of_the_hardware(head_dim):
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_stages_fit_the_barriers_of_the_hardware(head_dim):
-    tile = hopper_backward_tile(head_dim)
+def test_stages_fit_the_barriers_of_the_hardware():
     # four numbers are left to stages; see ``pipeline.EMPTY`` and ``backward_steps.MADE``
     # a step of either warpgroup's own queries has two, and the next one's are on their way
-    assert tile.stages == 4
+    assert _configs.BACKWARD_STAGES == 4
 
 
 def plan_of(config, tokens, batch=2, repeats=False):
@@ -189,32 +187,11 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
     )
     parts = torch.tensor([2, 1, 9, 0, 3, 9], device=device)
     round_kernel[(heads_q * tiles + heads_k * 2,)](
-        dq_sums,
-        *sums,
-        dq,
-        dk,
-        dv,
-        parts,
-        None,
-        0.5,
-        heads_q * tiles,
-        1,
-        heads_q,
-        heads_k,
-        tokens_q,
-        tokens_k,
-        tiles,
-        2,
-        3,
-        PER_HEAD=True,
-        TOKENS=64,
-        HEAD_DIM=head_dim,
-        HEAD_DIM_V=head_dim_v,
-        WIDTH=block_d,
-        WIDTH_V=128,
-        TOP_LEFT=False,
-        num_warps=4,
-    )
+        dq_sums, *sums, dq, dk, dv, parts, None, 0.5, heads_q * tiles, 1, heads_q, heads_k,
+        tokens_q, tokens_k, tiles, 2, 3,
+        PER_HEAD=True, TOKENS=64, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, WIDTH=block_d,
+        WIDTH_V=128, TOP_LEFT=False, num_warps=4,
+    )  # fmt: skip
     want = in_order(dq_sums).transpose(2, 3).reshape(heads_q, tiles * 64, block_d)
     ahead = tokens_k - tokens_q - first * 64
     want = want[:, ahead : ahead + tokens_q, :head_dim].transpose(0, 1)
@@ -240,32 +217,11 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
     parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
     grid, pieces = max(cdiv(lse.numel(), ROWS), heads_k * 3), dq_sums.numel() // PIECE
     prepare_kernel[(grid,)](
-        *rows,
-        dq_sums,
-        *sums,
-        parts,
-        None,
-        *numbers,
-        heads_q,
-        1,
-        heads_k,
-        150,
-        3,
-        4,
-        heads_k * 3,
-        cdiv(pieces, grid),
-        pieces,
-        PER_HEAD=True,
-        HEAD_DIM_V=64,
-        BLOCK_DV=64,
-        WIDTH=64,
-        WIDTH_V=128,
-        ROW_BYTES_V=16,
-        BLOCK=ROWS,
-        PIECE=PIECE,
-        TOKENS=64,
-        num_warps=4,
-    )
+        *rows, dq_sums, *sums, parts, None, *numbers, heads_q, 1, heads_k, 150, 3, 4,
+        heads_k * 3, cdiv(pieces, grid), pieces,
+        PER_HEAD=True, HEAD_DIM_V=64, BLOCK_DV=64, WIDTH=64, WIDTH_V=128, ROW_BYTES_V=16,
+        BLOCK=ROWS, PIECE=PIECE, TOKENS=64, num_warps=4,
+    )  # fmt: skip
     for filled in (dq_sums, rows.delta_ptr, rows.lse2_ptr):
         assert not filled.any()
     for given in sums:

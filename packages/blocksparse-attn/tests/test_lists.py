@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout
-from blocksparse_attn._lists import key_lists, query_lists
 
+from ._definition import key_lists, query_lists
 from ._numerics import Packed, make_packed, paged, run
-
-pytestmark = pytest.mark.eager
 
 SIDES = (16, 32, 64)
 BLOCKS = list(itertools.product(SIDES, SIDES))

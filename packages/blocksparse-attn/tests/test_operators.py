@@ -17,7 +17,7 @@ from blocksparse_attn import (
     blocksparse_attn_func,
     blocksparse_attn_varlen_func,
 )
-from blocksparse_attn._call import Operands
+from blocksparse_attn._call import Common
 from blocksparse_attn._kept_lists import lists_for
 from blocksparse_attn._linked.host.forms import interpreted
 from torch import Tensor
@@ -50,7 +50,7 @@ def arguments_of(case: Any) -> tuple[Any, ...]:
     tensors = q, k, v, given.get("cu_seqlens_q"), given.get("cu_seqlens_k")
     longest = given.get("max_seqlen_q", q.shape[-3]), given.get("max_seqlen_k", k.shape[-3])
     shape = layout.num_cols, *layout.block_size, layout.rows_alike, layout.max_row
-    call = Operands(layout._crow, layout._col, *shape, *longest, 0.25, True, 2, False, None)
+    call = Common(layout._crow, layout._col, *shape, *longest, 0.25, True, 2, False, None)
     return tensors, given.get("block_table"), lists, call
 
 
@@ -97,7 +97,6 @@ def test_backward_passes_opcheck(make, dlse, device):
     opcheck(_ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.eager
 @pytest.mark.parametrize("kind", LISTS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_plan_passes_opcheck(shared, kind, device):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_common import cdiv
-from blocksparse_attn import BlockSparseLayout, _ops, _pairs, _pieces
-from blocksparse_attn._pairs import HEAD, LONGEST, key_pairs, sizes_of
-from blocksparse_attn._pieces import SIDE, piece_of
+from blocksparse_attn import BlockSparseLayout, _lists, _ops
+from blocksparse_attn._lists import HEAD, LONGEST, SIDE, piece_of, sizes_of
 
+from . import _definition
+from ._definition import key_pairs
 from .test_lists import random_layout
-
-pytestmark = pytest.mark.eager
 
 BLOCKS = [(64, 64), (128, 64), (64, 128), (128, 128), (32, 32), (16, 16), (64, 16), (16, 128)]
 
@@ -55,12 +54,11 @@ def walked(layout, pairs, group):
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_each_block_is_walked_once(block, seed, kept, causal, monkeypatch):
     for name, value in ("KEPT", kept), ("LONGEST", 5), ("SHORTER", 2):
-        monkeypatch.setattr(_pairs, name, value)
-    monkeypatch.setattr(_pieces, "KEPT", kept)
+        monkeypatch.setattr(_lists, name, value)
     layout = random_layout(seed, block)
     heads = layout.to_dense().shape[0]
     for group in {1, heads}:
-        pairs = key_pairs(layout._crow, layout._col, layout._num_cols, block, group, 2, causal)
+        pairs = key_pairs(layout._crow, layout._col, layout.num_cols, block, group, 2, causal)
         times, parts = walked(layout, pairs, group)
         want = layout.to_dense().long()
         piece = piece_of(block)
@@ -72,7 +70,7 @@ def test_each_block_is_walked_once(block, seed, kept, causal, monkeypatch):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_what_needs_no_mask_comes_first(causal):
     layout = BlockSparseLayout.local_strided(4, 2048, 64, 3, 4)
-    pairs = key_pairs(layout._crow, layout._col, layout._num_cols, (64, 64), 2, 1, causal)
+    pairs = key_pairs(layout._crow, layout._col, layout.num_cols, (64, 64), 2, 1, causal)
     begin = pairs.begin.tolist()
     partial = 0
     for program, (_, *owned) in enumerate(pairs.owners.tolist()):
@@ -88,7 +86,7 @@ def test_what_needs_no_mask_comes_first(causal):
 def test_walks_are_cut_and_little_is_walked_alone(turns):
     layout = BlockSparseLayout.local_strided(8, 32768, 64, 8, 16, turns > 1)
     group = 1 if turns > 1 else 4
-    pairs = key_pairs(layout._crow, layout._col, layout._num_cols, (64, 64), group, turns, True)
+    pairs = key_pairs(layout._crow, layout._col, layout.num_cols, (64, 64), group, turns, True)
     count = pairs.begin.diff().view(-1, 4)
     steps = count[:, :2].sum(1) + count[:, 2:].amax(1)
     # of one block alone a program has as many items as of two
@@ -101,7 +99,7 @@ def test_walks_are_cut_and_little_is_walked_alone(turns):
 @pytest.mark.parametrize("tokens", [4096, 8192])
 def test_programs_come_by_lists_and_the_longest_first(tokens):
     layout = BlockSparseLayout.local_strided(16, tokens, 64, 8, 16)
-    pairs = key_pairs(layout._crow, layout._col, layout._num_cols, (64, 64), 4, 1, True)
+    pairs = key_pairs(layout._crow, layout._col, layout.num_cols, (64, 64), 4, 1, True)
     count = pairs.begin.diff().view(-1, 4)
     steps = count[:, :2].sum(1) + count[:, 2:].amax(1)
     lists = pairs.owners[:, 0]
@@ -111,9 +109,9 @@ def test_programs_come_by_lists_and_the_longest_first(tokens):
     assert not steps[used:].any()
     sections = lists[:used]
     assert (sections.diff() >= 0).all()
-    windows = max(tokens // 64 // _pairs.WINDOW, 1)
+    windows = max(tokens // 64 // _lists.WINDOW, 1)
     for one in range(4):
-        rises = (steps[:used][sections == one] // _pairs.ALIKE).diff() > 0
+        rises = (steps[:used][sections == one] // _lists.ALIKE).diff() > 0
         assert rises.sum() < windows
 
 
@@ -138,7 +136,7 @@ def test_operators_know_the_sizes(block, group):
     arguments = (
         layout._crow,
         layout._col,
-        layout._num_cols,
+        layout.num_cols,
         *block,
         False,
         group,
@@ -149,7 +147,7 @@ def test_operators_know_the_sizes(block, group):
         None,
     )
     made = _ops.plan(*arguments)
-    want = sizes_of(*layout._col.shape, layout._num_cols, block, group, 1)
+    want = sizes_of(*layout._col.shape, layout.num_cols, block, group, 1)
     assert (made[1].numel(), made[3].shape[0], made[2].numel() - 1) == want
     torch.library.opcheck(torch.ops.blocksparse_attn.plan, arguments, test_utils="test_faketensor")
 
@@ -161,6 +159,6 @@ def test_many_programs_of_many_rows():
     of_list[:there] = torch.tensor([1, 0, 1])
     program = torch.arange(there)
     row, part = torch.tensor([rows - 1, 7, 0]), torch.zeros(there, dtype=torch.int64)
-    order = _pairs._order(program, part, row, of_list, rows, 64)
+    order = _definition._order(program, part, row, of_list, rows, 64)
     assert order[:there].tolist() == [1, 2, 0]
     assert torch.equal(order[there:], torch.arange(there, bound))

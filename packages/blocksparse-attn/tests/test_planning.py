@@ -6,12 +6,13 @@ import itertools
 
 import pytest
 import torch
-from blocksparse_attn import BlockSparseLayout, _pairs, _pieces
-from blocksparse_attn._kept_lists import eager_lists, make_lists
+from blocksparse_attn import BlockSparseLayout, _lists
+from blocksparse_attn._kept_lists import make_lists
 from blocksparse_attn._kernels import planning
 from blocksparse_attn._linked.host.forms import interpreted
 from blocksparse_attn._lists import ListSpec
 
+from ._definition import defined_lists
 from ._linked.gpus import GPUS, chosen, compiling
 from .test_lists import random_layout
 
@@ -23,7 +24,7 @@ def assert_planned_alike(layout, *specs, device, rule=None):
     crow, col = layout._crow.to(device), layout._col.to(device)
     for spec in specs:
         arguments = crow, col, layout.num_cols, layout.block_size, spec, rule
-        made, want = make_lists(*arguments), eager_lists(*arguments)
+        made, want = make_lists(*arguments), defined_lists(*arguments)
         assert type(made) is type(want)
         for name, mine, eager in zip(want._fields, made, want, strict=True):
             assert mine.dtype == eager.dtype, name
@@ -56,6 +57,31 @@ def test_lists_of_one_group_of_heads_after_the_other(causal, device, monkeypatch
     layout = BlockSparseLayout.from_dense(kept, 16)
     specs = ListSpec(False, 16, 2, 2, causal), ListSpec(True, 32, 2, 1, causal)
     assert_planned_alike(layout, *specs, ListSpec(False, 32, 1, 1, causal), device=device)
+
+
+def test_the_example_of_the_docs(device):
+    """What ``docs/how-it-works.md`` says of four rows."""
+    kept = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]]).bool()
+    layout = BlockSparseLayout.from_dense(kept, 64)
+    forward = ListSpec(False, 128, 1, 1, True)
+    backward, pairs = ListSpec(True, 64, 1, 1, True), ListSpec(True, 128, 1, 1, True, True)
+    assert_planned_alike(layout, forward, backward, pairs, device=device)
+
+    def lists(spec):
+        return defined_lists(layout._crow, layout._col, 4, (64, 64), spec)
+
+    begin, whole, items, members = map(torch.Tensor.tolist, lists(forward))
+    assert (begin, whole) == ([0, 2, 6], [0, 1])
+    assert items[:6] == [0, 1, 1, 0, 2, 3]
+    assert members[:6] == [3, 2, 3, 2, 1, 2]
+    begin, whole, items, _ = map(torch.Tensor.tolist, lists(backward))
+    assert (begin, whole) == ([0, 3, 6, 7, 8], [2, 2, 0, 0])
+    assert items[:8] == [1, 3, 0, 2, 3, 1, 2, 3]
+    made = lists(pairs)
+    assert int(made.real) == 2
+    assert made.owners[:2].tolist() == [[0, 0, 1], [0, 2, 3]]
+    assert made.begin[:9].tolist() == [0, 1, 2, 3, 4, 4, 4, 5, 6]
+    assert made.items[:6].tolist() == [3, 1, 0, 2, 2, 3]
 
 
 def some_layout(kind):
@@ -116,8 +142,7 @@ def test_pairs_of_a_band_and_columns(shared, device, monkeypatch):
 @pytest.mark.parametrize("side", [16, 32])
 def test_pairs_of_small_blocks(side, device, monkeypatch):
     """Columns of several heads, which are put together to blocks."""
-    for module in (_pairs, _pieces):
-        monkeypatch.setattr(module, "KEPT", 2)
+    monkeypatch.setattr(_lists, "KEPT", 2)
     layout = BlockSparseLayout.local_strided(2, 36 * side, side, 1, 7)
     specs = [ListSpec(True, 128, 1, 1, False, True), ListSpec(True, 128, 2, 1, True, True)]
     assert_planned_alike(layout, *specs, device=device)
@@ -150,8 +175,7 @@ def test_pairs(block, seed, causal, device, monkeypatch):
     kept = (1, 2)[seed % 2]
     longest, shorter = ((5, 2), (1, 1))[seed % 2]
     for name, value in ("KEPT", kept), ("LONGEST", longest), ("SHORTER", shorter):
-        monkeypatch.setattr(_pairs, name, value)
-    monkeypatch.setattr(_pieces, "KEPT", kept)
+        monkeypatch.setattr(_lists, name, value)
     monkeypatch.setattr(planning, "BLOCK", 16)
     monkeypatch.setattr(planning, "ENTRIES", 4)
     layout = random_layout(seed, block)

@@ -15,13 +15,14 @@ from blocksparse_attn import (
     blocksparse_attention_reference,
     blocksparse_attn_func,
 )
-from blocksparse_attn._kept_lists import eager_lists, walks_lists
+from blocksparse_attn._kept_lists import walks_lists
 from blocksparse_attn._lists import ListSpec
 from blocksparse_attn.reference import visible_keys
 from blocksparse_attn.token_rule import token_bounds
 from torch.library import opcheck
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from ._definition import defined_lists
 from ._linked.budget import Maker, assert_same
 from ._numerics import Packed, Shape, check, make_case, make_packed, paged, run
 from .test_operators import compiled, traced_alike
@@ -190,7 +191,7 @@ def test_a_block_is_whole_if_all_its_tokens_are(ruled, device):
     )
     layout = layout.with_token_rule(rule)
     made = layout._crow, layout._col, 2, (16, 32)
-    lists = eager_lists(*made, ListSpec(False, 16, 1, 1, False), layout._rule)
+    lists = defined_lists(*made, ListSpec(False, 16, 1, 1, False), layout._rule)
     for row in range(4):
         whole = [
             all(says(16 * row + i, 32 * col + j) for i in range(16) for j in range(32))
@@ -279,7 +280,7 @@ def test_operators(device):
     case = make_case(Shape(1, 20, 40, 4, 2, 16), torch.float32, device)
     layout = case.options["layout"].with_token_rule(TokenRule.window(9, 9))
     csr = layout._crow, layout._col, layout.num_cols, 16, 16, False
-    for kind in ("tall", "short", "dq", "dkdv"):
+    for kind in ("tall", "short", "dq", "dkdv") if walks_lists(device) else ():
         arguments = *csr, 2, 16, 4, True, kind, layout._rule
         opcheck(_ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -331,11 +332,8 @@ def test_a_graph_captures_the_rule_of_each_replay(device):
         assert torch.equal(out, call())
 
 
-@pytest.mark.eager
 def test_the_portable_kernels_serve_rules(device, monkeypatch):
     """Lists are those of the portable kernels."""
-    if not walks_lists(device):
-        pytest.skip("no lists")
     layout = BlockSparseLayout.local_strided(2, 64, 16, 1, 3, device=device)
     layout = layout.with_token_rule(TokenRule.window(9, 0))
     layout.prepare(2, 2, 64, torch.bfloat16, backward=True)
@@ -374,6 +372,10 @@ WRONG = [
     ("batch of token_rule must be 1 or that of the layout, 2, got 3", ValueError,
      lambda: BlockSparseLayout.batched([square()] * 2).with_token_rule(
          TokenRule.prefix(starts(1, 2, 3)))),
+    (r"must be made by causal\(\), .* got TokenRule\(\)", TypeError, TokenRule),
+    (r"must be made by causal\(\), .* got TokenRule\('causal',\)", TypeError,
+     lambda: TokenRule("causal")),
+    ("positions must be at least 0, got -1", ValueError, lambda: TokenRule.causal().bounds(-1)),
     (r"layouts\[0\] must have one token rule, got 2", ValueError,
      lambda: BlockSparseLayout.batched([square().with_token_rule(TokenRule.prefix(starts(1, 2)))])),
     ("batch of the layout's token_rule must be 1 or that of q, 1, got 2", ValueError,

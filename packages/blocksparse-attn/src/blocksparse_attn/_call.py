@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# tensors of :class:`._pairs.Pairs`
+# tensors of :class:`._lists.Pairs`
 PAIRS = 6
 
 
@@ -54,7 +54,7 @@ class Bounds(NamedTuple):
     seqlen_k: int
 
 
-class Operands(NamedTuple):
+class Common(NamedTuple):
     """What the last arguments of both operators are: a layout, and what is no tensor."""
 
     crow: Tensor
@@ -97,7 +97,7 @@ class Walks(NamedTuple):
     short: tuple[Tensor, ...] = ()
     by_query: tuple[Tensor, ...] = ()
     by_key: tuple[Tensor, ...] = ()
-    # as :class:`._pairs.Pairs`: of the backward for Hopper; if its gradients are to repeat, the
+    # as :class:`._lists.Pairs`: of the backward for Hopper; if its gradients are to repeat, the
     # forward's lists follow, by which it makes dq
     pairs: tuple[Tensor, ...] = ()
 

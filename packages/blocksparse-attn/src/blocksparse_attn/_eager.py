@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._call import Operands, Tensors
+from ._call import Common, Tensors
 from ._lists import dense_of
 from .reference import of_sequence, own_blocks, own_rule, sequences, visible_at
 
@@ -45,7 +45,7 @@ class Sequence(NamedTuple):
     tiles: Iterator[Tile]
 
 
-def attention_forward(x: Tensors, call: Operands) -> tuple[Tensor, Tensor]:
+def attention_forward(x: Tensors, call: Common) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp in fp32."""
     q = _packed(x.q)
     out = q.new_zeros((*q.shape[:-1], x.v.shape[-1]))
@@ -72,7 +72,7 @@ def attention_forward(x: Tensors, call: Operands) -> tuple[Tensor, Tensor]:
 
 
 def attention_backward(
-    x: Tensors, call: Operands, dout: Tensor, lse: Tensor, dlse: Tensor | None
+    x: Tensors, call: Common, dout: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> Grads:
     """Return the gradients of q, k and v, each in the dtype of its tensor."""
     if dlse is None:
@@ -130,16 +130,16 @@ def _grouped(x: Tensor, heads_k: int) -> Tensor:
     return x.reshape(heads_k, -1, x.shape[-1])
 
 
-def _sequences(x: Tensors, call: Operands) -> Iterator[Sequence]:
+def _sequences(x: Tensors, call: Common) -> Iterator[Sequence]:
     """Go through the sequences of a call."""
     q, k, v = _packed(x.q), x.k, x.v
-    starts = x.cu_seqlens_q, x.cu_seqlens_k
+    starts_q, starts_k = x.cu_seqlens_q, x.cu_seqlens_k
     if x.block_table is None:
         k, v = _packed(k), _packed(v)
-    if starts[0] is None or starts[1] is None:
-        starts = _even(x.q), _even(x.k)
+    if starts_q is None or starts_k is None:
+        starts_q, starts_k = _even(x.q), _even(x.k)
     dense = dense_of(call.crow, call.col, call.cols)
-    for b, (rows, keys) in enumerate(sequences(*starts)):
+    for b, (rows, keys) in enumerate(sequences(starts_q, starts_k)):
         own_k, own_v = (_by_head(of_sequence(t, keys, b, x.block_table)) for t in (k, v))
         rule = own_rule(x.rule, b)
         tiles = _tiles(
@@ -154,7 +154,7 @@ def _sequences(x: Tensors, call: Operands) -> Iterator[Sequence]:
 
 def _tiles(
     dense: Tensor,
-    call: Operands,
+    call: Common,
     lengths: tuple[int, int],
     heads: tuple[int, int],
     rule: Tensor | None,

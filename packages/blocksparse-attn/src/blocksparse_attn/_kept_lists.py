@@ -24,9 +24,7 @@ from ._configs import (
 from ._linked.host.forms import interpreted
 from ._linked.host.internals import current_stream, is_transformed
 from ._linked.host.operators import free_namespace
-from ._lists import Lists, ListSpec, key_lists, query_lists
-from ._pairs import Pairs, key_pairs
-from ._pieces import SIDE
+from ._lists import SIDE, Lists, ListSpec, Pairs
 
 NAMESPACE = free_namespace(__name__, "plan")
 KINDS = ("tall", "portable", "short", "dq", "dkdv", "pairs")
@@ -89,31 +87,12 @@ def make_lists(
     spec: ListSpec,
     rule: Tensor | None = None,
 ) -> Lists | Pairs:
-    """Return the lists of a layout: by kernels on a GPU and in the interpreter, else in PyTorch."""
-    if walks_lists(crow.device):
-        from ._kernels import planning
+    """Return the lists of a layout."""
+    from ._kernels import planning
 
-        if spec.paired:
-            return planning.make_pairs(crow, col, cols, block_size, spec)
-        return planning.make_lists(crow, col, cols, block_size, spec, rule)
-    return eager_lists(crow, col, cols, block_size, spec, rule)
-
-
-def eager_lists(
-    crow: Tensor,
-    col: Tensor,
-    cols: int,
-    block_size: tuple[int, int],
-    spec: ListSpec,
-    rule: Tensor | None = None,
-) -> Lists | Pairs:
-    """Return the lists of a layout, in plain PyTorch on its device."""
     if spec.paired:
-        return key_pairs(crow, col, cols, block_size, spec.group, spec.pack, spec.causal)
-    made_of, rest = (crow, col, cols, block_size, spec.span, spec.group), (spec.causal, rule)
-    if spec.by_key:
-        return key_lists(*made_of, *rest)
-    return query_lists(*made_of, spec.pack, *rest)
+        return planning.make_pairs(crow, col, cols, block_size, spec)
+    return planning.make_lists(crow, col, cols, block_size, spec, rule)
 
 
 def walks_lists(device: torch.device) -> bool:
@@ -138,9 +117,6 @@ class KeepsLists(Protocol):
 
     _crow: Tensor
     _col: Tensor
-    _num_cols: int
-    _block_size: tuple[int, int]
-    _rows_alike: bool
     _kept_lists: dict[Any, tuple[Tensor, ...]]
     _ready: Readiness | None
     _pattern: Pattern
@@ -150,9 +126,6 @@ class KeepsLists(Protocol):
 
     @property
     def device(self) -> torch.device: ...
-
-    @property
-    def is_shared(self) -> bool: ...
 
 
 class Readiness(NamedTuple):
@@ -208,34 +181,25 @@ def lists_for(
         # what they make must not be kept, and kernels take no tensors of a transform
         made = getattr(torch.ops, NAMESPACE).plan.default(
             *map(layout._by_sequence, (layout._crow, layout._col)),
-            layout._num_cols,
-            *layout._block_size,
-            layout._rows_alike,
+            *layout._pattern[2:6],
             *key[1:],
             kind,
             layout._rule,
         )
         return tuple(made)
-    spec = spec_of(
-        kind,
-        detect(layout.device),
-        head_dim,
-        itemsize,
-        *layout._block_size,
-        group,
-        layout.is_shared,
-        layout._rows_alike,
-        causal,
-    )
+    pattern = layout._pattern
+    block_size = pattern.block_q, pattern.block_k
+    of_call = head_dim, itemsize, *block_size, group
+    of_layout = pattern.is_shared, pattern.rows_alike
+    spec = spec_of(kind, detect(layout.device), *of_call, *of_layout, causal)
     lists = kept.get(spec)
     if lists is not None:
         kept[key] = lists
         return lists
     # a call that trains may come to them later
     with torch.inference_mode(False):
-        lists = make_lists(
-            layout._crow, layout._col, layout._num_cols, layout._block_size, spec, layout._rule
-        )
+        made_of = layout._crow, layout._col, pattern.cols, block_size
+        lists = make_lists(*made_of, spec, layout._rule)
     if not is_capturing(layout.device):
         keep(layout, (key, spec), lists)
     return lists
@@ -257,7 +221,7 @@ def prepare_lists(
     if backward:
         kinds += ["dq", "dkdv"]
         pattern = layout._pattern
-        blocks = layout._crow.shape[0], pattern.rows, pattern.cols, *layout._block_size
+        blocks = layout._crow.shape[0], *pattern[1:5]
         is_taken = _configs.suits_hopper_backward(detect(layout.device), head_dim, itemsize)
         if is_taken and not (is_early or pattern.batch) and _configs.has_few_pieces(*blocks):
             kinds.append("pairs")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._linked.host.arguments import FLOAT_DTYPES
+
 BLOCK_SIZES = (16, 32, 64, 128)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -36,8 +38,12 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def check_heads(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any) -> None:
-    """Check the heads of the calls that a layout of ``num_heads`` is prepared for."""
+def check_calls(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any, dtype: Any) -> None:
+    """Check what the calls have in common that a layout of ``num_heads`` is prepared for."""
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"dtype must be torch.float16, torch.bfloat16 or torch.float32, got {dtype!r}"
+        )
     for name, value in (("heads_q", heads_q), ("heads_k", heads_k), ("head_dim", head_dim)):
         check_count(name, value, 1)
     if heads_q % heads_k != 0:
@@ -76,7 +82,11 @@ def check_local_strided(
         check_count(name, value, least)
     if not isinstance(homo_head, bool):
         raise TypeError(f"homo_head must be a bool, got {type(homo_head).__name__}")
-    first, last = (0, num_heads) if head_range is None else head_range
+    if head_range is None:
+        head_range = 0, num_heads
+    if not isinstance(head_range, Sequence) or len(head_range) != 2:
+        raise TypeError(f"head_range must be a pair (first, last + 1), got {head_range!r}")
+    first, last = head_range
     check_count("head_range[0]", first, 0)
     check_count("head_range[1]", last, first + 1)
     if last > num_heads:

@@ -1,11 +1,13 @@
-"""From a layout to what a kernel walks: for every tile the blocks it has to visit, in order.
+"""What kernels walk of a layout: for every tile the blocks that it has to visit, in order.
 
-This is the definition, in plain PyTorch over the mask of blocks; ``_kernels/planning.py`` makes the
-same by kernels. Sizes are bounds that shapes give. A *list* belongs to an owner, which is a tile of
-queries of one head (or of several that share keys), or, transposed, a tile of keys. Its *items* are
-the key blocks to visit (or the query blocks), sorted, each once, and first those that every
-*member* of the owner sees whole: they need no mask. Members are the rows of blocks that a tile
-holds, or the heads.
+Their structure and sizes stand here. ``_kernels/planning.py`` makes lists, and "Lists" in
+``docs/how-it-works.md`` shows them by an example. Sizes are bounds that shapes give, so that the
+host waits for nothing.
+
+A *list* belongs to an owner, which is a tile of queries of one head (or of several that share
+keys), or, transposed, a tile of keys. Its *items* are the key blocks to visit (or the query
+blocks), sorted, each once, and first those that every *member* of the owner sees whole: they need
+no mask. Members are the rows of blocks that a tile holds, or the heads.
 """
 
 from __future__ import annotations
@@ -15,6 +17,22 @@ from typing import NamedTuple
 import torch
 from attn_common import cdiv
 from torch import Tensor
+
+# of the backward for Hopper: tokens of a block, of queries and of keys
+SIDE = 64
+# what a block of keys is seen by without its neighbours stays with them up to so many items
+KEPT = 16
+# rows of blocks are less
+HEAD = 1 << 16
+# steps of a program that owns neighbours, and of one that owns others
+LONGEST = 96
+SHORTER = 48
+# what programs have in common when the order among them does not matter: blocks of queries in which
+# they begin, so that those at work share what is in the cache, and steps
+WINDOW = 128
+ALIKE = 4
+# blocks of queries of the heads with one list whose programs are mixed
+MIXED = 256
 
 
 class Lists(NamedTuple):
@@ -26,6 +44,38 @@ class Lists(NamedTuple):
     members: Tensor  # int32 [bound + 1]: bit m says that member m sees the item
 
 
+class Pairs(NamedTuple):
+    """What the programs of the Hopper backward walk: program ``p`` from ``items[begin[4 * p]]`` on.
+
+    A program owns two blocks of 64 keys, and multiplies blocks of queries with both at once, or, of
+    queries that only one of them sees, one with either. The latter takes twice the traffic, and
+    comes to as many steps as the longer of two lists, so a program should own blocks that the same
+    queries see. Neighbours mostly are: of a band all but the ends. What one of two neighbours sees
+    alone, as a column in a stride, is walked by a second program if that owns another such block
+    that the same queries see, or if the other neighbour has no such list to walk beside it. Long
+    walks are cut, so that no program runs much longer than others; what several programs find of
+    one block of keys is added up.
+
+    A block of 64 is part of a block of the layout, or several of them, its *pieces*. What sees no
+    more than half of such a block is moved, if it is much, to blocks that are put together from
+    anywhere: columns of a stride, which the same queries see, fill one between them.
+
+    An item is ``head * HEAD + row``, the head in its group. They have four parts: items that both
+    blocks see whole; those that both see, but not whole; those of the first block alone; those of
+    the second.
+    """
+
+    begin: Tensor  # int64 [4 * programs + 1]
+    parts: Tensor  # int64 [lists * pieces]: how many programs own a piece
+    items: Tensor  # int32 [bound + 1]
+    # int32 [programs, 1 + pieces]: list and the pieces of the two blocks of keys, or -1
+    owners: Tensor
+    real: Tensor  # int32 [1]: how many programs there are, the first ones
+    # int32 [bound + 1], of the first block, and 16 bits on of the second: bit ``i * n + j`` says
+    # that of n pieces of the queries the j-th sees the i-th of the keys
+    bits: Tensor
+
+
 class ListSpec(NamedTuple):
     """What lists are made from, besides the layout."""
 
@@ -34,7 +84,7 @@ class ListSpec(NamedTuple):
     group: int  # heads that share a list's key head
     pack: int  # heads whose patterns a list unites, or, of pairs, that walk it in turn
     causal: bool
-    paired: bool = False  # see ``_pairs``
+    paired: bool = False  # see ``Pairs``
 
 
 class Entries(NamedTuple):
@@ -44,6 +94,70 @@ class Entries(NamedTuple):
     row: Tensor
     col: Tensor
     valid: Tensor
+
+
+def empty_lists(
+    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
+) -> Lists | Pairs:
+    """Return the tensors of a layout's lists, without their values.
+
+    Args:
+        crow: row pointers ``[heads, rows + 1]``.
+        col: columns ``[heads, nnz]``.
+        cols: number of key blocks.
+        block_size: of queries and of keys.
+        spec: what the lists are.
+    """
+
+    def ints(*size: int) -> Tensor:
+        return crow.new_empty(size, dtype=torch.int32)
+
+    def longs(*size: int) -> Tensor:
+        return crow.new_empty(size, dtype=torch.int64)
+
+    heads, nnz = col.shape
+    if spec.paired:
+        pieces, programs, bound = sizes_of(heads, nnz, cols, block_size, spec.group, spec.pack)
+        named = 1 + 2 * SIDE // piece_of(block_size)
+        owners = ints(programs, named)
+        walked = longs(4 * programs + 1), longs(pieces), ints(bound + 1)
+        return Pairs(*walked, owners, ints(1), ints(bound + 1))
+    blocks, side = (cols, block_size[1]) if spec.by_key else (crow.shape[1] - 1, block_size[0])
+    lists = cdiv(heads, spec.group) * (1 if spec.by_key else cdiv(spec.group, spec.pack))
+    total = lists * max(cdiv(blocks, max(spec.span // side, 1)), 1)
+    return Lists(longs(total + 1), longs(total), ints(heads * nnz + 1), ints(heads * nnz + 1))
+
+
+def piece_of(block_size: tuple[int, int]) -> int:
+    """Return the tokens of a piece."""
+    return min(*block_size, SIDE)
+
+
+def sizes_of(
+    heads: int, nnz: int, cols: int, block_size: tuple[int, int], group: int, turns: int
+) -> tuple[int, int, int]:
+    """Return the number of pieces of keys of all lists, and bounds of programs and of items."""
+    piece = piece_of(block_size)
+    parts_q, parts_k = (side // piece for side in block_size)
+    entries = heads * nnz * parts_q * parts_k
+    pairs = cdiv(heads, group) * max(cdiv(cols * block_size[1], 2 * SIDE), 1)
+    owners = pairs if piece == SIDE else 2 * pairs
+    others = min(owners, entries // KEPT)
+    programs = owners + others + entries // steps_of(SHORTER, turns) + 1
+    return 2 * pairs * (SIDE // piece), programs, entries
+
+
+def steps_of(steps: int, turns: int) -> int:
+    """Return how many steps a program has in one of so many turns."""
+    return max(steps // turns, 1)
+
+
+def heads_at_once(rows: int) -> int:
+    """Return of how many heads with one list, of so many blocks, the programs are mixed.
+
+    The last heads' long walks then begin earlier; more heads would not fit into the cache.
+    """
+    return max(MIXED // max(rows, 1), 1)
 
 
 def entries_of(crow: Tensor, col: Tensor, cols: int) -> Entries:
@@ -72,92 +186,6 @@ def dense_of(crow: Tensor, col: Tensor, cols: int) -> Tensor:
     return dense[:size].view(*leading, *shape[1:])
 
 
-def query_lists(
-    crow: Tensor,
-    col: Tensor,
-    cols: int,
-    block_size: tuple[int, int],
-    span: int,
-    group: int,
-    pack: int,
-    causal: bool,
-    rule: Tensor | None = None,
-) -> Lists:
-    """Return the key blocks that each tile of queries visits.
-
-    Args:
-        crow: row pointers ``[heads, rows + 1]``.
-        col: columns ``[heads, nnz]``.
-        cols: number of key blocks.
-        block_size: of queries and of keys.
-        span: positions of a tile; its members are the rows of blocks within.
-        group: query heads per key head.
-        pack: heads of one group that a tile holds; if more than one, they are the members, and a
-            tile lies within one row of blocks.
-        causal: leave out what lies right of the diagonal.
-        rule: what each position sees, ``[batch, positions, 2]``. Default: None (all).
-    """
-    block_q, block_k = block_size
-    kept = kept_of(crow, col, cols, block_size, causal)
-    heads, rows, _ = kept.shape
-    stack = max(span // block_q, 1)
-    owners = max(cdiv(rows, stack), 1)
-    kept = padded(kept, 1, owners * stack)
-    held = torch.tensor(stack, device=crow.device)
-    if pack > 1:
-        groups, packs = cdiv(heads, group), cdiv(group, pack)
-        kept = padded(kept, 0, groups * group).view(groups, group, owners, cols)
-        kept = padded(kept, 1, packs * pack).view(groups, packs, pack, owners, cols)
-        kept = kept.transpose(2, 3).flatten(0, 2)
-        # the last pack of a group may hold fewer heads
-        held = (group - torch.arange(packs, device=crow.device) * pack).clamp(max=pack)
-        held = held.repeat_interleave(owners).repeat(groups)[:, None]
-    else:
-        kept = kept.view(heads * owners, stack, cols)
-    is_clear = None
-    if causal:  # left of the first position
-        first = torch.arange(len(kept), device=crow.device)[:, None] % owners * (stack * block_q)
-        is_clear = (torch.arange(cols, device=crow.device) + 1) * block_k - 1 <= first
-    if rule is not None:
-        seen = padded(whole_in_rule(rule, cols, block_size)[None], 1, owners * stack)
-        seen = seen.view(owners, stack, cols).all(1).repeat(len(kept) // owners, 1)
-        is_clear = seen if is_clear is None else is_clear & seen
-    return _listed(kept, held, is_clear, col.numel())
-
-
-def key_lists(
-    crow: Tensor,
-    col: Tensor,
-    cols: int,
-    block_size: tuple[int, int],
-    span: int,
-    group: int,
-    causal: bool,
-    rule: Tensor | None = None,
-) -> Lists:
-    """Return the query blocks that each tile of keys visits: the transposed layout.
-
-    An item is ``row * group + head % group``, so that one list serves all heads of a group.
-    Members are the columns of blocks within ``span`` keys.
-    """
-    block_q, block_k = block_size
-    kept = by_key(kept_of(crow, col, cols, block_size, causal), group)
-    stack = max(span // block_k, 1)
-    owners = max(cdiv(cols, stack), 1)
-    kept = padded(kept, 1, owners * stack).view(len(kept) * owners, stack, -1, group).flatten(2)
-    is_clear = None
-    if causal:  # below the last key
-        tile = torch.arange(len(kept), device=crow.device)[:, None] % owners
-        row = torch.arange(kept.shape[2], device=crow.device) // group
-        is_clear = row * block_q >= (tile + 1) * (stack * block_k) - 1
-    if rule is not None:
-        seen = padded(whole_in_rule(rule, cols, block_size).T[None], 1, owners * stack)
-        seen = seen.view(owners, stack, -1).all(1).repeat_interleave(group, 1)
-        seen = seen.repeat(len(kept) // owners, 1)
-        is_clear = seen if is_clear is None else is_clear & seen
-    return _listed(kept, torch.tensor(stack, device=crow.device), is_clear, col.numel())
-
-
 def common_bounds(rule: Tensor, block_q: int) -> Tensor:
     """Return the range of keys that a row of blocks sees whole, of all sequences: [rows, 2]."""
     low, high = rule.view(len(rule), rule.shape[1] // block_q, block_q, 2).unbind(-1)
@@ -169,48 +197,3 @@ def whole_in_rule(rule: Tensor, cols: int, block_size: tuple[int, int]) -> Tenso
     low, high = common_bounds(rule, block_size[0]).long().unbind(1)
     first = torch.arange(cols, device=rule.device) * block_size[1]
     return (first >= low[:, None]) & (first + block_size[1] - 1 <= high[:, None])
-
-
-def kept_of(
-    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], causal: bool
-) -> Tensor:
-    """Return the mask of blocks ``[heads, rows, cols]``, if asked for up to the diagonal."""
-    kept = dense_of(crow, col, cols)
-    if causal:
-        row = torch.arange(kept.shape[1], device=crow.device)[:, None]
-        kept &= torch.arange(cols, device=crow.device) * block_size[1] < (row + 1) * block_size[0]
-    return kept
-
-
-def by_key(kept: Tensor, group: int) -> Tensor:
-    """Return a mask ``[heads, rows, cols]`` as ``[lists, cols, rows, group]``."""
-    lists = cdiv(len(kept), group)
-    kept = padded(kept, 0, lists * group)
-    return kept.view(lists, group, *kept.shape[1:]).permute(0, 3, 2, 1).contiguous()
-
-
-def padded(kept: Tensor, dim: int, size: int) -> Tensor:
-    """Return a mask with so much of a dimension; what is added is not kept."""
-    shape = list(kept.shape)
-    shape[dim] = size - shape[dim]
-    return torch.cat([kept, kept.new_zeros(shape)], dim)
-
-
-def _listed(kept: Tensor, held: Tensor, is_clear: Tensor | None, bound: int) -> Lists:
-    """Make lists of a mask ``[owners, members, items]``; ``held`` members there are."""
-    member = torch.arange(kept.shape[1], device=kept.device)[:, None]
-    seen = (kept.long() << member).sum(1)
-    is_whole = (seen > 0) & (seen == (1 << held) - 1)
-    if is_clear is not None:
-        is_whole &= is_clear
-    order = (~is_whole).long().argsort(dim=1, stable=True)
-    sorted_ = seen.gather(1, order)
-    used = sorted_ > 0
-    result = (filled(x[used], bound + 1).int() for x in (order, sorted_))
-    begin = torch.cat([held.new_zeros(1), used.sum(1).cumsum(0)])
-    return Lists(begin, is_whole.sum(1), *result)
-
-
-def filled(x: Tensor, size: int) -> Tensor:
-    """Return numbers, and 0 behind them up to a size."""
-    return torch.cat([x, x.new_zeros(size - len(x))])

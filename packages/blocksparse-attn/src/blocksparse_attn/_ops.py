@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from attn_common import cdiv, detect
+from attn_common import detect
 from torch import Tensor
 
-from ._call import Bounds, Checked, Operands, Options, Tensors, Walks
+from ._call import Bounds, Checked, Common, Options, Tensors, Walks
 from ._checks import check_values
 from ._configs import (
     SHORT,
@@ -31,9 +31,7 @@ from ._linked.host.operators import (
     register,
     without_repeats,
 )
-from ._lists import ListSpec
-from ._pairs import sizes_of
-from ._pieces import SIDE, piece_of
+from ._lists import ListSpec, empty_lists
 from .layout import BlockSparseLayout
 
 __all__ = ["attention", "backward", "checked", "forward", "plan"]
@@ -60,20 +58,9 @@ def _spec(
     causal: bool,
     kind: str,
 ) -> ListSpec:
-    platform = detect(crow.device)
-    is_shared = bool(crow.shape[-2] == 1)
-    return spec_of(
-        kind,
-        platform,
-        int(head_dim),
-        itemsize,
-        block_q,
-        block_k,
-        int(group),
-        is_shared,
-        rows_alike,
-        causal,
-    )
+    # symbols are numbers here
+    of_call = int(head_dim), itemsize, block_q, block_k, int(group)
+    return spec_of(kind, detect(crow.device), *of_call, crow.shape[-2] == 1, rows_alike, causal)
 
 
 def _plan(
@@ -90,34 +77,7 @@ def _plan_fake(
 ) -> list[Tensor]:
     spec = _spec(crow, block_q, block_k, rows_alike, *rest[:-1])
     crow, col = crow.flatten(0, -2), col.flatten(0, -2)
-    if spec.paired:
-        return _pairs_fake(crow, col, cols, (block_q, block_k), spec)
-    heads, rows = crow.shape[0], crow.shape[1] - 1
-    blocks, side = (cols, block_k) if spec.by_key else (rows, block_q)
-    lists = cdiv(heads, spec.group) * (1 if spec.by_key else cdiv(spec.group, spec.pack))
-    owners = lists * max(cdiv(blocks, max(spec.span // side, 1)), 1)
-    bound = col.shape[0] * col.shape[1] + 1
-    return [
-        crow.new_empty((owners + 1,), dtype=torch.int64),
-        crow.new_empty((owners,), dtype=torch.int64),
-        crow.new_empty((bound,), dtype=torch.int32),
-        crow.new_empty((bound,), dtype=torch.int32),
-    ]
-
-
-def _pairs_fake(
-    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
-) -> list[Tensor]:
-    heads, nnz = col.shape
-    pieces, programs, entries = sizes_of(heads, nnz, cols, block_size, spec.group, spec.pack)
-    return [
-        crow.new_empty((4 * programs + 1,), dtype=torch.int64),
-        crow.new_empty((pieces,), dtype=torch.int64),
-        crow.new_empty((entries + 1,), dtype=torch.int32),
-        crow.new_empty((programs, 1 + 2 * SIDE // piece_of(block_size)), dtype=torch.int32),
-        crow.new_empty((1,), dtype=torch.int32),
-        crow.new_empty((entries + 1,), dtype=torch.int32),
-    ]
+    return list(empty_lists(crow, col, cols, (block_q, block_k), spec))
 
 
 # ---- attention
@@ -133,11 +93,11 @@ def _backward_fake(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _split_forward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Operands]:
+def _split_forward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Common]:
     """Return what the arguments of the forward operator are."""
-    call = Operands(*arguments[-len(Operands._fields) :])
-    tensors, walks = arguments[:_LISTS], arguments[_LISTS : -len(call)]
-    return Tensors(*tensors, call.rule), Walks(*(tuple(walk or ()) for walk in walks)), call
+    call = Common(*arguments[-len(Common._fields) :])
+    tensors, walks = (*arguments[:_LISTS], call.rule), arguments[_LISTS : -len(call)]
+    return Tensors(*tensors), Walks(*(tuple(walk or ()) for walk in walks)), call
 
 
 def _forward_triton(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -162,12 +122,13 @@ def _check_forward(*arguments: Any) -> None:
     _check_values(x, call.bounds)
 
 
-def _split_backward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Operands, Results]:
+def _split_backward(arguments: tuple[Any, ...]) -> tuple[Tensors, Walks, Common, Results]:
     """Return what the arguments of the backward operator are."""
-    call = Operands(*arguments[-len(Operands._fields) :])
-    dout, q, k, v, out, lse, dlse, *offsets, by_query, by_key, pairs = arguments[: -len(call)]
-    walks = Walks((), (), *(tuple(walk or ()) for walk in (by_query, by_key, pairs)))
-    return Tensors(q, k, v, *offsets, None, call.rule), walks, call, (out, lse, dout, dlse)
+    call = Common(*arguments[-len(Common._fields) :])
+    dout, q, k, v, out, lse, dlse, starts_q, starts_k, *lists = arguments[: -len(call)]
+    walks = Walks((), (), *(tuple(walk or ()) for walk in lists))
+    x = Tensors(q, k, v, starts_q, starts_k, None, call.rule)
+    return x, walks, call, (out, lse, dout, dlse)
 
 
 def _backward_triton(*arguments: Any) -> Grads:
@@ -282,7 +243,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     *tensors, out, lse, rule, crow, col = ctx.saved_tensors[:10]
     lists = list(ctx.saved_tensors[10:])
     walks = [[lists.pop(0) for _ in range(count)] for count in ctx.counts]
-    call = Operands(crow, col, *ctx.call, rule)
+    arguments: tuple[Any, ...] = crow, col, *ctx.call, rule
+    call = Common(*arguments)
     grads = _run_backward(Tensors(*tensors), walks, call, out, lse, dout, dlse)
     # of a list of tensors an operator's derivative has a list, a function's nothing
     needs = ctx.needs_input_grad[3:]
@@ -292,7 +254,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 def _run_backward(
     x: Tensors,
     walks: Sequence[Sequence[Tensor]],
-    call: Operands,
+    call: Common,
     out: Tensor,
     lse: Tensor,
     dout: Tensor | None,
@@ -309,10 +271,11 @@ _call_forward = differentiable(forward, _differentiate, _keep)
 _call_backward = differentiable(backward, no_second_derivative("blocksparse_attention_reference"))
 
 
-def _call_of(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options) -> Operands:
+def _call_of(x: Tensors, layout: BlockSparseLayout, bounds: Bounds, options: Options) -> Common:
     """Return the operators' last arguments."""
     crow, col = map(layout._by_sequence, (layout._crow, layout._col))
-    return Operands(crow, col, *layout._pattern[2:7], *bounds, *options, x.rule)
+    arguments: tuple[Any, ...] = crow, col, *layout._pattern[2:7], *bounds, *options, x.rule
+    return Common(*arguments)
 
 
 class _Planned(torch.autograd.Function):

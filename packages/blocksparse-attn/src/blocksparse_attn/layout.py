@@ -16,15 +16,15 @@ from ._kept_lists import Readiness, is_capturing, keep, prepare_lists
 from ._layout_checks import (
     check_alike,
     check_block_size,
+    check_calls,
     check_count,
     check_csr,
-    check_heads,
     check_local_strided,
     check_mask,
     is_top_left,
     validate_csr,
 )
-from ._layout_values import are_equal, joined, of_heads, order_sums, read, write
+from ._layout_values import State, are_equal, joined, of_heads, order_sums, read, write
 from ._linked.host.forms import Memory
 from ._lists import dense_of
 from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
@@ -91,31 +91,14 @@ class BlockSparseLayout:
         if not isinstance(rows_alike, bool):
             raise TypeError(f"rows_alike must be a bool, got {type(rows_alike).__name__}")
         # copies: nobody else may change them
-        self._fill(
-            crow.to(torch.int32, copy=True).flatten(0, -2),
-            col.to(torch.int32, copy=True).flatten(0, -2),
-            sides,
-            cols,
-            crow.shape[-2],
-            max_row,
-            rows_alike,
-            crow.shape[0] if crow.ndim == 3 else 0,
-        )
+        crow_, col_ = (x.to(torch.int32, copy=True).flatten(0, -2) for x in (crow, col))
+        batch = crow.shape[0] if crow.ndim == 3 else 0
+        self._fill(State(crow_, col_, sides, cols, crow.shape[-2], max_row, rows_alike, batch))
         if token_rule is not None:
-            self._rule = self._bounds_of(token_rule)
+            self._fill(self._state._replace(rule=self._bounds_of(token_rule)))
 
-    def _fill(
-        self,
-        crow: Tensor,
-        col: Tensor,
-        block_size: tuple[int, int],
-        num_cols: int,
-        num_heads: int,
-        max_row: int | None,
-        rows_alike: bool,
-        batch: int = 0,
-        rule: Tensor | None = None,
-    ) -> None:
+    def _fill(self, state: State) -> None:
+        crow, col, rule = state.crow, state.col, state.rule
         if col.shape[1] == 0:
             col = col.new_full((col.shape[0], 1), -1)
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
@@ -123,20 +106,19 @@ class BlockSparseLayout:
             with torch.inference_mode(False):
                 crow, col = crow.clone(), col.clone()
                 rule = None if rule is None else rule.clone()
+        cols, max_row = state.num_cols, state.max_row
+        max_row = cols if max_row is None else min(max_row, cols)
         # heads of all sequences, those of one after the other
-        self._crow, self._col = crow.contiguous(), col.contiguous()
-        self._batch, self._rule = batch, rule
-        self._block_size, self._num_cols, self._num_heads = block_size, num_cols, num_heads
-        self._max_row = num_cols if max_row is None else min(max_row, num_cols)
-        self._rows_alike = rows_alike
+        self._crow, self._col, self._rule = crow.contiguous(), col.contiguous(), rule
+        self._state = State(self._crow, self._col, *state[2:5], max_row, *state[6:8], rule)
         self._pattern = Pattern(
-            self._crow.shape[0] == max(batch, 1),
+            self._crow.shape[0] == max(state.batch, 1),
             self._crow.shape[1] - 1,
-            num_cols,
-            *block_size,
-            rows_alike,
-            self._max_row,
-            batch,
+            cols,
+            *state.block_size,
+            state.rows_alike,
+            max_row,
+            state.batch,
         )
         if col.device.type != "meta":
             # known before anything is traced: torch.compile may trace a call twice, and would meet
@@ -152,28 +134,15 @@ class BlockSparseLayout:
 
     @classmethod
     def _make(cls, *state: Any) -> BlockSparseLayout:
-        """Make a layout of what ``_fill`` takes: tensors that nobody else holds, and the rest."""
+        """Make a layout of the fields of ``State``, whose tensors nobody else holds."""
         layout = cls.__new__(cls)
-        layout._fill(*state)
+        layout._fill(State(*state))
         return layout
-
-    def _state(self) -> tuple[Any, ...]:
-        """What ``_make`` makes the same layout of."""
-        return (
-            self._crow,
-            self._col,
-            self._block_size,
-            self._num_cols,
-            self._num_heads,
-            self._max_row,
-            self._rows_alike,
-            self._batch,
-            self._rule,
-        )
 
     def _by_sequence(self, x: Tensor) -> Tensor:
         """See what there is for each head of each sequence with its dimension of sequences."""
-        return x.view(self._batch, len(x) // self._batch, *x.shape[1:]) if self._batch else x
+        batch = self._state.batch
+        return x.view(batch, len(x) // batch, *x.shape[1:]) if batch else x
 
     def _for_heads(self, heads_q: int) -> BlockSparseLayout:
         """Return a layout with as many heads as there are queries', or with one for all.
@@ -181,14 +150,16 @@ class BlockSparseLayout:
         Heads of keys are written out for their queries, once, and the result is kept.
         """
         # not by ``in``: under torch.compile a number is in no tuple of symbols
-        if self._num_heads == 1 or self._num_heads == heads_q:
+        if self.num_heads == 1 or self.num_heads == heads_q:
             return self
         made = self._made.get(heads_q)
         if made is None:
-            crow, col, size, cols, heads, *rest = self._state()
+            state = self._state._replace(num_heads=heads_q)
             if not self.is_shared:
-                crow, col = (x.repeat_interleave(heads_q // heads, 0) for x in (crow, col))
-            made = self._make(crow, col, size, cols, heads_q, *rest)
+                times = heads_q // self.num_heads
+                crow, col = (x.repeat_interleave(times, 0) for x in state[:2])
+                state = state._replace(crow=crow, col=col)
+            made = self._make(*state)
             made._calls = self._calls
             if not (torch.compiler.is_compiling() or is_capturing(self.device)):
                 keep(made, (), ())
@@ -199,10 +170,10 @@ class BlockSparseLayout:
         """Return the bounds of a rule for this layout's positions."""
         if not isinstance(rule, TokenRule):
             raise TypeError(f"token_rule must be a TokenRule, got {type(rule).__name__}")
-        bounds = rule.bounds(self.num_rows * self._block_size[0], self.device)
-        if self._batch and len(bounds) not in (1, self._batch):
+        bounds = rule.bounds(self.num_rows * self.block_size[0], self.device)
+        if self.batch and len(bounds) not in (1, self.batch):
             raise ValueError(
-                f"batch of token_rule must be 1 or that of the layout, {self._batch}, "
+                f"batch of token_rule must be 1 or that of the layout, {self.batch}, "
                 f"got {len(bounds)}"
             )
         return bounds
@@ -216,7 +187,7 @@ class BlockSparseLayout:
         return self._with_bounds(None if token_rule is None else self._bounds_of(token_rule))
 
     def _with_bounds(self, bounds: Tensor | None) -> BlockSparseLayout:
-        return self._make(*self._state()[:-1], bounds)
+        return self._make(*self._state._replace(rule=bounds))
 
     @classmethod
     def from_indices(
@@ -258,7 +229,7 @@ class BlockSparseLayout:
             layouts: one per sequence, on one device, alike in block size, rows, columns and heads.
         """
         check_alike(layouts)
-        return cls._make(*joined([one._state() for one in layouts]))
+        return cls._make(*joined([one._state for one in layouts]))
 
     @classmethod
     def from_dense(
@@ -362,12 +333,12 @@ class BlockSparseLayout:
         return self._of_heads(self._col)
 
     def _of_heads(self, x: Tensor) -> Tensor:
-        return self._by_sequence(of_heads(x, self._num_heads, self._batch)).clone()
+        return self._by_sequence(of_heads(x, self.num_heads, self._state.batch)).clone()
 
     @property
     def batch(self) -> int | None:
         """Number of sequences that each have a layout of their own, or None: one for all."""
-        return self._batch or None
+        return self._state.batch or None
 
     @property
     def token_bounds(self) -> Tensor | None:
@@ -377,7 +348,7 @@ class BlockSparseLayout:
     @property
     def num_heads(self) -> int:
         """Number of query heads; 1 serves any number."""
-        return self._num_heads
+        return self._state.num_heads
 
     @property
     def num_rows(self) -> int:
@@ -387,22 +358,22 @@ class BlockSparseLayout:
     @property
     def num_cols(self) -> int:
         """Number of key blocks."""
-        return self._num_cols
+        return self._state.num_cols
 
     @property
     def block_size(self) -> tuple[int, int]:
         """Tokens of a block of queries, and of one of keys."""
-        return self._block_size
+        return self._state.block_size
 
     @property
     def max_row(self) -> int:
         """A bound of the blocks in a row."""
-        return self._max_row
+        return self._pattern.max_row
 
     @property
     def rows_alike(self) -> bool:
         """Whether neighbouring rows are computed together."""
-        return self._rows_alike
+        return self._state.rows_alike
 
     @property
     def is_shared(self) -> bool:
@@ -419,13 +390,12 @@ class BlockSparseLayout:
         device = torch.device(device)
         if device.type == self.device.type and device.index in (None, self.device.index):
             return self
-        crow, col, *rest, rule = self._state()
-        rule = None if rule is None else rule.to(device)
-        return self._make(crow.to(device), col.to(device), *rest, rule)
+        moved = (x.to(device) if isinstance(x, Tensor) else x for x in self._state)
+        return self._make(*moved)
 
     def to_dense(self) -> Tensor:
         """Return the mask of blocks, bool ``[heads, rows, cols]``, or with a batch ahead."""
-        return self._of_heads(dense_of(self._crow, self._col, self._num_cols))
+        return self._of_heads(dense_of(self._crow, self._col, self.num_cols))
 
     def density(self, seqlen: int | None = None) -> float:
         """Return the share of the causally visible blocks that is kept; waits for the device.
@@ -435,7 +405,7 @@ class BlockSparseLayout:
         """
         if seqlen is not None:
             check_count("seqlen", seqlen, 0)
-        return density_of(self._crow, self._col, self._num_cols, self._block_size, seqlen)
+        return density_of(self._crow, self._col, self.num_cols, self.block_size, seqlen)
 
     def validate(self) -> None:
         """Check the values of rows and columns, which calls trust; waits for the device.
@@ -444,7 +414,7 @@ class BlockSparseLayout:
             ValueError: on the first entry that is wrong: which, what was expected, what came.
         """
         csr = self._by_sequence(self._crow), self._by_sequence(self._col)
-        validate_csr(*csr, self._num_cols)
+        validate_csr(*csr, self.num_cols)
 
     def prepare(
         self,
@@ -476,13 +446,13 @@ class BlockSparseLayout:
         Raises:
             TypeError, ValueError: if the numbers are no heads of calls that the layout fits.
         """
-        check_heads(self._num_heads, heads_q, heads_k, head_dim)
+        check_calls(self.num_heads, heads_q, heads_k, head_dim, dtype)
         form = heads_q // heads_k, head_dim, dtype.itemsize, causal
         prepare_lists(self._for_heads(heads_q), form, backward, paged, is_top_left(align))
         return self
 
     def _shape(self) -> tuple[Any, ...]:
-        return self._state()[2:5], self.num_rows, self._batch
+        return self._state[2:5], self.num_rows, self.batch
 
     def __eq__(self, other: object) -> bool:
         """Compare what is kept, on whatever device; waits for the device."""
@@ -492,27 +462,27 @@ class BlockSparseLayout:
             return NotImplemented
         if self._shape() != other._shape():
             return False
-        return are_equal(self._state(), other._state())
+        return are_equal(self._state, other._state)
 
     def __hash__(self) -> int:
         if self._hash is None:
-            self._hash = hash((self._shape(), *order_sums(self._state())))
+            self._hash = hash((self._shape(), *order_sums(self._state)))
         return self._hash
 
     def __repr__(self) -> str:
-        heads = "any" if self._num_heads == 1 else self._num_heads
-        size, device = self._block_size, self.device
-        shown = f"{self.num_rows} x {self._num_cols} blocks of {size[0]} x {size[1]}"
+        heads = "any" if self.num_heads == 1 else self.num_heads
+        size, device = self.block_size, self.device
+        shown = f"{self.num_rows} x {self.num_cols} blocks of {size[0]} x {size[1]}"
         density = "" if device.type == "meta" else f", density {self.density():.3f}"
         return f"BlockSparseLayout({shown}, heads {heads}{density}, device '{device}')"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy what is kept, and no plans: these hold compiled kernels."""
-        return self._make, self._state()
+        return self._make, tuple(self._state)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the layout to a file that :meth:`load` reads."""
-        write(path, *self._state())
+        write(path, self._state)
 
     @classmethod
     def load(
@@ -529,8 +499,8 @@ class BlockSparseLayout:
             ax: axes to draw in. Default: None (new ones).
         """
         check_count("head", head, 0)
-        if head >= self._num_heads:
-            raise ValueError(f"head must be below {self._num_heads}, got {head}")
+        if head >= self.num_heads:
+            raise ValueError(f"head must be below {self.num_heads}, got {head}")
         dense = self.to_dense()
-        kept = dense[0, head] if self._batch else dense[head]
-        return draw(kept, self._block_size, f"head {head}", ax)
+        kept = dense[0, head] if self.batch else dense[head]
+        return draw(kept, self.block_size, f"head {head}", ax)

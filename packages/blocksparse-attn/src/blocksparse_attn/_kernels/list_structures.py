@@ -127,7 +127,7 @@ class PairNumbers(NamedTuple):
     rows: Any
     lists: Any
     bound: Any  # places for items
-    head: Any  # as ``HEAD``, and so on, in ``_pairs``
+    head: Any  # as ``HEAD``, and so on, in ``_lists``
     window: Any
     alike: Any
 

@@ -1,4 +1,4 @@
-"""Kernels that plan the backward for Hopper, as :mod:`.._pairs` and :mod:`.._pieces` describe it.
+"""Kernels that plan the backward for Hopper, as :class:`.._lists.Pairs` describes it.
 
 One entry runs one of several stages. Blocks of keys are looked at through their *cells*: which of
 the block's pieces see which of an item's, a bit each, and 0 of an item that does not see the block.

@@ -14,9 +14,8 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from .. import _pairs, _pieces
-from .._lists import Lists, ListSpec, common_bounds
-from .._pairs import Pairs, sizes_of
+from .. import _lists
+from .._lists import Lists, ListSpec, Pairs, common_bounds, empty_lists, piece_of, steps_of
 from .form import launch_of
 from .list_structures import (
     BitNumbers,
@@ -90,9 +89,9 @@ def make_lists(
     spec: ListSpec,
     rule: Tensor | None = None,
 ) -> Lists:
-    """Return the lists of a layout, as ``query_lists`` and ``key_lists`` do, by kernels."""
+    """Return the lists of a layout: count the items of each owner, add up, and write them."""
     block_q, block_k = block_size
-    (heads, nnz), rows = col.shape, crow.shape[1] - 1
+    heads, rows = len(col), crow.shape[1] - 1
     group, pack = spec.group, 1 if spec.by_key else spec.pack
     side, other, lines, items = (
         (block_k, block_q, cols, rows * group) if spec.by_key else (block_q, block_k, rows, cols)
@@ -119,13 +118,10 @@ def make_lists(
             spec.causal,
         )
 
-    total, chunks = groups * packs * owners, max(cdiv(items, BLOCK), 1)
-    bound = heads * nnz + 1
-    device = crow.device
-    counts = torch.empty(2 * total * chunks, dtype=torch.int32, device=device)
-    begin, whole = (torch.empty(n, dtype=torch.int64, device=device) for n in (total + 1, total))
-    ends = torch.zeros(len(counts) + 1, dtype=torch.int64, device=device)
-    things, members = (torch.empty(bound, dtype=torch.int32, device=device) for _ in range(2))
+    chunks = max(cdiv(items, BLOCK), 1)
+    begin, whole, things, members = made = empty_lists(crow, col, cols, block_size, spec)
+    counts = things.new_empty(2 * len(whole) * chunks)
+    ends = begin.new_zeros(len(counts) + 1)
     common = None if rule is None else common_bounds(rule, block_q)
     options = spec.by_key, spec.causal, pack > 1, pack if pack > 1 else stack, BLOCK
 
@@ -142,7 +138,7 @@ def make_lists(
             packs,
             stack * side,
             other,
-            bound,
+            len(things),
         )
         at = first * packs * owners
         counted = slice(2 * at * chunks, None)
@@ -160,18 +156,20 @@ def make_lists(
     for first in range(0, groups, step):
         bits = bits if step >= groups else bits_of(first)
         run(first, bits, True)
-    return Lists(begin, whole, things, members)
+    return made
 
 
 def make_pairs(
     crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
 ) -> Pairs:
-    """Return what programs of the Hopper backward walk, as ``key_pairs`` does, by kernels."""
-    (heads, nnz), device, turns = col.shape, crow.device, spec.pack
-    piece = _pieces.piece_of(block_size)
+    """Return what programs of the Hopper backward walk."""
+    heads, device, turns = len(col), crow.device, spec.pack
+    piece = piece_of(block_size)
     parts_q, parts_k = (tokens // piece for tokens in block_size)
-    side = _pieces.SIDE // piece
-    pieces, programs, bound = sizes_of(heads, nnz, cols, block_size, spec.group, turns)
+    side = _lists.SIDE // piece
+    made = empty_lists(crow, col, cols, block_size, spec)
+    made.parts.zero_()
+    pieces, programs, bound = len(made.parts), len(made.owners), len(made.items)
     lists = cdiv(heads, spec.group)
     in_list = pieces // lists
     in_blocks = in_list if side == 1 else in_list // side * 2
@@ -212,18 +210,13 @@ def make_pairs(
         first_ptr=ints(2 * pairs + 1),
         owner_ptr=ints(programs),
         starts_ptr=longs(programs + 1),
-        entries_ptr=ints(bound),
-        seen_ptr=ints(bound),
+        entries_ptr=ints(bound - 1),
+        seen_ptr=ints(bound - 1),
         keys_ptr=longs(programs),
         parts_of_ptr=ints(programs, 4),
         places_ptr=longs(0),
         sums_ptr=longs(0),
-        begin_ptr=longs(4 * programs + 1),
-        parts_ptr=torch.zeros(pieces, dtype=torch.int64, device=device),
-        items_ptr=ints(bound + 1),
-        owners_ptr=ints(programs, 1 + 2 * side),
-        real_ptr=ints(1),
-        out_bits_ptr=ints(bound + 1),
+        **dict(zip(PairTensors._fields[-len(made) :], made, strict=True)),
     )
     numbers = PairNumbers(
         pairs=pairs,
@@ -233,18 +226,18 @@ def make_pairs(
         in_list=in_list,
         in_blocks=in_blocks,
         sorted=in_blocks,
-        kept=_pairs.KEPT,
+        kept=_lists.KEPT,
         chunks=chunks,
-        most=2 * max(_pairs.LONGEST // turns, 1),
-        most_apart=2 * max(_pairs.SHORTER // turns, 1),
+        most=2 * steps_of(_lists.LONGEST, turns),
+        most_apart=2 * steps_of(_lists.SHORTER, turns),
         programs=programs,
         turns=turns,
         rows=rows,
         lists=lists,
-        bound=bound + 1,
-        head=_pairs.HEAD,
-        window=_pairs.WINDOW,
-        alike=_pairs.ALIKE,
+        bound=bound,
+        head=_lists.HEAD,
+        window=_lists.WINDOW,
+        alike=_lists.ALIKE,
     )
 
     def run(stage: str, grid: int, x: PairTensors, n: PairNumbers) -> None:
@@ -255,7 +248,7 @@ def make_pairs(
         # the same of pieces, before blocks are made of them
         alone, last, order, rank = (ints(pieces) for _ in range(4))
         x = tensors._replace(alone_ptr=alone, last_ptr=last, order_ptr=order, rank_ptr=rank)
-        n = numbers._replace(sorted=in_list, kept=_pieces.KEPT)
+        n = numbers._replace(sorted=in_list, kept=_lists.KEPT)
         run("apart", pieces // side, x, n)
         run("rank", lists * cdiv(in_list, RANKED.value), x, n)
         run("cells", blocks, x, n)
@@ -271,4 +264,4 @@ def make_pairs(
     sums = tensors.parts_of_ptr[places].flatten().cumsum(0)
     tensors = tensors._replace(places_ptr=places, sums_ptr=sums)
     run("emit", programs, tensors, numbers)
-    return Pairs(*tensors[-6:])
+    return made

@@ -1,4 +1,4 @@
-"""What a program of the Hopper backward reads of its lists: see ``_pairs.py``, which makes them."""
+"""What a program of the Hopper backward reads of its lists: see ``Pairs`` in ``_lists.py``."""
 
 from ._linked.compat import gl, gluon
 from ._linked.gradients import ROWS

@@ -1,4 +1,4 @@
-"""Tiles of 64 rows in the Hopper backward, whole or of several pieces: see ``_pieces.py``.
+"""Tiles of 64 rows in the Hopper backward, whole or of several pieces (see ``Pairs``).
 
 Pieces are copied one by one, and added to sums of their own. A tile of them lies in shared memory
 in panels of 64 columns, and a copy fills a piece's rows of one panel.

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..._call import Tensors
 from ..._configs import hopper_backward_tile, hopper_dq_tile, is_covered, padded_head_dim
-from ..._pairs import Pairs, heads_at_once
-from ..._pieces import SIDE, piece_of
+from ..._lists import SIDE, Pairs, heads_at_once, piece_of
 from ..form import Form, diagonal_of, launch_of
 from ..launch.runtime import token_strides
 from ..structures import RowTensors
