@@ -20,8 +20,8 @@ PORTABLE = [
     (_forward_kernel, (*FORWARD, s.TileOptions)),
     (_merge_kernel, (s.MergeTensors, s.MergeNumbers, s.MergeOptions, s.TileOptions)),
     (_row_kernel, (s.RowTensors, s.RowNumbers, s.RowOptions)),
-    (_dkdv_kernel, (s.KeyTensors, s.KeyNumbers, s.Options, s.KeyTileOptions)),
-    (_dq_kernel, (s.QueryTensors, s.QueryNumbers, s.Options, s.QueryOptions, s.TileOptions)),
+    (_dkdv_kernel, (s.KeyTensors, s.GradientNumbers, s.Options, s.KeyTileOptions)),
+    (_dq_kernel, (s.QueryTensors, s.GradientNumbers, s.Options, s.QueryOptions, s.TileOptions)),
 ]
 
 
@@ -44,12 +44,14 @@ def test_hopper():
     from blocksparse_attn._kernels.hopper.backward import hopper_backward_kernel
     from blocksparse_attn._kernels.hopper.backward_round import prepare_kernel, round_kernel
     from blocksparse_attn._kernels.hopper.forward import hopper_forward_kernel
+    from blocksparse_attn._kernels.hopper.row_gradients import hopper_dq_kernel
 
     for kernel, structures in (
         (
             hopper_forward_kernel,
             (h.ForwardTensors, h.ForwardNumbers, h.ForwardOptions, h.ForwardTile),
         ),
+        (hopper_dq_kernel, (h.DqTensors, h.ForwardNumbers, h.ForwardOptions, h.ForwardTile)),
         (
             hopper_backward_kernel,
             (h.BackwardTensors, h.BackwardNumbers, h.BackwardOptions, h.BackwardTile),

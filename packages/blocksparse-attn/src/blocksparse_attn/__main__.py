@@ -14,11 +14,11 @@ from torch import Tensor
 
 from . import BlockSparseLayout, __version__, blocksparse_attn_func, blocksparse_attn_varlen_func
 from ._configs import (
+    BACKWARD_STAGES,
     HopperTile,
     Shape,
     backward_dkdv_tile,
     backward_dq_shape,
-    hopper_backward_tile,
     hopper_dq_tile,
     hopper_shape,
     short_shape,
@@ -52,8 +52,7 @@ def describe(platform: Platform) -> None:
             ):
                 print(f"    {kind}: {_shown(shape)}")
             if suits_hopper_backward(platform, head_dim, dtype.itemsize):
-                stages = hopper_backward_tile(head_dim).stages
-                print(f"    backward for Hopper: 64 queries x 128 keys, {stages} stages")
+                print(f"    backward for Hopper: 64 queries x 128 keys, {BACKWARD_STAGES} stages")
                 dq = hopper_dq_tile(head_dim)
                 print(
                     f"    dq where gradients repeat: {dq.block_m} queries x {dq.block_n} keys, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ from ._linked.host.tiles import (
 
 # queries of a sequence up to which it takes the short tile, whatever shares the batch
 SHORT = 8
+# steps that the copies of the backward for Hopper are ahead
+BACKWARD_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,6 @@ class HopperTile:
     def registers(self) -> int:
         """Registers a thread, at the start."""
         return hopper_registers(2)
-
-
-@dataclass(frozen=True)
-class HopperBackwardTile:
-    """How many steps the copies of the backward for Hopper are ahead."""
-
-    stages: int
 
 
 @dataclass(frozen=True)
@@ -175,44 +171,34 @@ _BACKWARD_DQ_LOW: Table[Tile] = {
 }
 
 
-@functools.cache
-def tall_shape(
-    platform: Platform,
-    head_dim: int,
-    itemsize: int,
-    block_q: int,
-    group: int,
-    is_shared: bool,
-    rows_alike: bool,
-) -> Shape:
-    """Return the forward's tile of queries, for the wider of the two head dimensions."""
-    return _prefill_shape(
-        _TALL, _LOW, platform, head_dim, itemsize, block_q, group, is_shared, rows_alike
-    )
+def _prefill_shape(tall: Table[Tile], low: Table[Tile]) -> Callable[..., Shape]:
+    """Return what chooses tiles of many queries from two tables."""
+
+    @functools.cache
+    def choose(
+        platform: Platform,
+        head_dim: int,
+        itemsize: int,
+        block_q: int,
+        group: int,
+        is_shared: bool,
+        rows_alike: bool,
+    ) -> Shape:
+        tile = find_tile(tall, platform, head_dim, itemsize)
+        heads = _packed_heads(tile, block_q, group) if is_shared else 1
+        is_low = not rows_alike and tile.block_m // heads > block_q
+        if is_low and family_of(platform, itemsize) in low:
+            tile = find_tile(low, platform, head_dim, itemsize)
+            heads = _packed_heads(tile, block_q, group) if is_shared else 1
+        positions = tile.block_m // heads
+        return Shape(tile, positions, heads, max(positions, block_q), 1, 1)
+
+    return choose
 
 
-@functools.cache
-def backward_dq_shape(
-    platform: Platform,
-    head_dim: int,
-    itemsize: int,
-    block_q: int,
-    group: int,
-    is_shared: bool,
-    rows_alike: bool,
-) -> Shape:
-    """Return the tile of queries of the pass that makes dq."""
-    return _prefill_shape(
-        _BACKWARD_DQ,
-        _BACKWARD_DQ_LOW,
-        platform,
-        head_dim,
-        itemsize,
-        block_q,
-        group,
-        is_shared,
-        rows_alike,
-    )
+# the forward's tile of queries, and that of dq, for the wider of the two head dimensions
+tall_shape = _prefill_shape(_TALL, _LOW)
+backward_dq_shape = _prefill_shape(_BACKWARD_DQ, _BACKWARD_DQ_LOW)
 
 
 @functools.cache
@@ -234,27 +220,6 @@ def backward_dkdv_tile(platform: Platform, head_dim: int, itemsize: int, block_q
     if block_q < tile.block_m and family_of(platform, itemsize) in _BACKWARD_DKDV_SMALL:
         return find_tile(_BACKWARD_DKDV_SMALL, platform, head_dim, itemsize)
     return tile
-
-
-def _prefill_shape(
-    tall: Table[Tile],
-    low: Table[Tile],
-    platform: Platform,
-    head_dim: int,
-    itemsize: int,
-    block_q: int,
-    group: int,
-    is_shared: bool,
-    rows_alike: bool,
-) -> Shape:
-    tile = find_tile(tall, platform, head_dim, itemsize)
-    heads = _packed_heads(tile, block_q, group) if is_shared else 1
-    is_low = not rows_alike and tile.block_m // heads > block_q
-    if is_low and family_of(platform, itemsize) in low:
-        tile = find_tile(low, platform, head_dim, itemsize)
-        heads = _packed_heads(tile, block_q, group) if is_shared else 1
-    positions = tile.block_m // heads
-    return Shape(tile, positions, heads, max(positions, block_q), 1, 1)
 
 
 def _packed_heads(tile: Tile, block_q: int, group: int) -> int:
@@ -380,12 +345,6 @@ def repeats() -> bool:
 def suits_hopper_backward(platform: Platform, head_dim: int, itemsize: int) -> bool:
     """Say whether the backward for Hopper takes calls of a form, by the wider head dimension."""
     return suits_any_hopper(platform, head_dim, itemsize)
-
-
-@functools.cache
-def hopper_backward_tile(head_dim: int) -> HopperBackwardTile:
-    """Return the tile for the wider of the two head dimensions."""
-    return HopperBackwardTile(4)
 
 
 @functools.cache

@@ -16,15 +16,14 @@ from .primitives import (
     fetch,
     in_range,
     keeps,
-    load_tile,
-    load_tile_transposed,
+    load_rows,
     tokens_of,
 )
 from .schedule import locate_keys, query_walk
 from .structures import (
     Columns,
+    GradientNumbers,
     Grid,
-    KeyNumbers,
     KeyTensors,
     KeyTileOptions,
     Options,
@@ -62,8 +61,6 @@ def _dkdv_walk(
     # heads in an item: it names its own, or all heads of the group walk the one list in turn
     IN_ITEM: tl.constexpr = GROUP if OPTIONS.PER_HEAD else 1
     TURNS: tl.constexpr = 1 if OPTIONS.PER_HEAD else GROUP
-    cols_d = tl.arange(0, OPTIONS.BLOCK_D)  # [BLOCK_D]
-    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
     items = ranges.count_a + ranges.count_b + ranges.count_c
     steps = count_steps(items, BLOCK_M, BLOCK_Q)
     # from a division by 0 the compiler concludes that there are steps, and loads unasked
@@ -89,25 +86,22 @@ def _dkdv_walk(
             lse2 = tl.load(queries.lse2_ptr + row_at, mask=inside, other=INF)
             # what arrives at rows that see no key counts for nothing, NaN neither
             inside &= lse2 < INF
-        q_t = load_tile_transposed(
+        q_t = load_rows(
             queries.q_ptr,
             rows_64 * numbers.stride_qs + heads_64 * numbers.stride_qh,
             inside,
-            cols_d,
-            OPTIONS.HEAD_DIM,
-            OPTIONS.BLOCK_D,
-            OPTIONS.ROW_BYTES,
+            OPTIONS,
+            False,
             MASKED,
+            TURNED=True,
         )  # [BLOCK_D, BLOCK_M]
         products = dot(k, q_t, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
-        dout = load_tile(
+        dout = load_rows(
             queries.dout_ptr,
             rows_64 * numbers.stride_dos + heads_64 * numbers.stride_doh,
             inside,
-            cols_dv,
-            OPTIONS.HEAD_DIM_V,
-            OPTIONS.BLOCK_DV,
-            OPTIONS.ROW_BYTES_V,
+            OPTIONS,
+            True,
             MASKED,
         )  # [BLOCK_M, BLOCK_DV]
         dp = dot(v, tl.trans(dout), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
@@ -144,7 +138,7 @@ def _dkdv_walk(
 
 
 @triton.jit(
-    do_not_specialize=KeyNumbers._fields,
+    do_not_specialize=GradientNumbers._fields,
     do_not_specialize_on_alignment=KeyTensors._fields,
 )
 def _dkdv_kernel(
@@ -172,7 +166,7 @@ def _dkdv_kernel(
     span,
     list_rows,
     list_stride,
-    extent_q,
+    extent,
     rule_stride,
     stride_dob,
     stride_dos,
@@ -225,7 +219,7 @@ def _dkdv_kernel(
         cu_seqlens_k_ptr,
         rule_ptr,
     )
-    numbers = KeyNumbers(
+    numbers = GradientNumbers(
         scale,
         batch,
         heads_q,
@@ -235,7 +229,7 @@ def _dkdv_kernel(
         span,
         list_rows,
         list_stride,
-        extent_q,
+        extent,
         rule_stride,
         stride_dob,
         stride_dos,
@@ -280,24 +274,20 @@ def _dkdv_kernel(
     cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     keys_64 = keys.to(tl.int64)
     inside = keys < seqlen_k
-    k = load_tile(
+    k = load_rows(
         k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh,
         keys_64 * stride_ks,
         inside,
-        cols_d,
-        HEAD_DIM,
-        BLOCK_D,
-        ROW_BYTES,
+        OPTIONS,
+        False,
         True,
     )  # [BLOCK_N, BLOCK_D]
-    v = load_tile(
+    v = load_rows(
         v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh,
         keys_64 * stride_vs,
         inside,
-        cols_dv,
-        HEAD_DIM_V,
-        BLOCK_DV,
-        ROW_BYTES_V,
+        OPTIONS,
+        True,
         True,
     )  # [BLOCK_N, BLOCK_DV]
     q_ptr += batch_64 * stride_qb + q_start * stride_qs

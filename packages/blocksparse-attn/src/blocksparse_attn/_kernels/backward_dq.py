@@ -9,16 +9,15 @@ from .primitives import (
     count_steps,
     fetch,
     live_keys,
-    load_tile,
-    load_tile_transposed,
+    load_rows,
     sees,
     tokens_of,
 )
 from .schedule import key_walk, locate_queries, rows_of
 from .structures import (
+    GradientNumbers,
     Grid,
     Options,
-    QueryNumbers,
     QueryOptions,
     QueryTensors,
     Ranges,
@@ -48,8 +47,6 @@ def _dq_walk(
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     PRECISION: tl.constexpr = TILE.PRECISION
     UPCAST: tl.constexpr = TILE.UPCAST
-    cols_d = tl.arange(0, OPTIONS.BLOCK_D)  # [BLOCK_D]
-    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
     block = fetch(tensors.items_ptr, 0, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
     members = 1
     if HAS_MEMBERS:
@@ -62,25 +59,11 @@ def _dq_walk(
                 keys, members, rows, tensors, OPTIONS, QUERIES.ROW_MEMBERS, HAS_MEMBERS, BLOCK_N
             )
         keys_64 = keys.to(tl.int64)
-        k_t = load_tile_transposed(
-            k_base,
-            keys_64 * numbers.stride_ks,
-            live,
-            cols_d,
-            OPTIONS.HEAD_DIM,
-            OPTIONS.BLOCK_D,
-            OPTIONS.ROW_BYTES,
-            MASKED,
+        k_t = load_rows(
+            k_base, keys_64 * numbers.stride_ks, live, OPTIONS, False, MASKED, TURNED=True
         )  # [BLOCK_D, BLOCK_N]
-        v_t = load_tile_transposed(
-            v_base,
-            keys_64 * numbers.stride_vs,
-            live,
-            cols_dv,
-            OPTIONS.HEAD_DIM_V,
-            OPTIONS.BLOCK_DV,
-            OPTIONS.ROW_BYTES_V,
-            MASKED,
+        v_t = load_rows(
+            v_base, keys_64 * numbers.stride_vs, live, OPTIONS, True, MASKED, TURNED=True
         )  # [BLOCK_DV, BLOCK_N]
         products = dot(values.q, k_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         dp = dot(values.dout, v_t, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
@@ -97,7 +80,7 @@ def _dq_walk(
 
 
 @triton.jit(
-    do_not_specialize=QueryNumbers._fields,
+    do_not_specialize=GradientNumbers._fields,
     do_not_specialize_on_alignment=QueryTensors._fields,
 )
 def _dq_kernel(
@@ -124,7 +107,7 @@ def _dq_kernel(
     span,
     list_rows,
     list_stride,
-    extent_k,
+    extent,
     rule_stride,
     stride_dob,
     stride_dos,
@@ -181,7 +164,7 @@ def _dq_kernel(
         cu_seqlens_k_ptr,
         rule_ptr,
     )
-    numbers = QueryNumbers(
+    numbers = GradientNumbers(
         scale,
         batch,
         heads_q,
@@ -191,7 +174,7 @@ def _dq_kernel(
         span,
         list_rows,
         list_stride,
-        extent_k,
+        extent,
         rule_stride,
         stride_dob,
         stride_dos,
@@ -241,7 +224,6 @@ def _dq_kernel(
     inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
     rows_64 = rows.to(tl.int64)
     cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     if cu_seqlens_q_ptr is None:
         row_at = (batch_64 * heads_q + heads) * tokens_q + rows
         token = batch_64 * tokens_q
@@ -252,24 +234,20 @@ def _dq_kernel(
     delta = tl.load(delta_ptr + row_at, mask=inside, other=0.0)
     # what arrives at a row without keys counts for nothing, NaN neither
     sees = inside & (lse2 < INF)
-    q = load_tile(
+    q = load_rows(
         q_ptr + batch_64 * stride_qb + q_start * stride_qs,
         rows_64 * stride_qs + heads * stride_qh,
         sees,
-        cols_d,
-        HEAD_DIM,
-        BLOCK_D,
-        ROW_BYTES,
+        OPTIONS,
+        False,
         True,
     )  # [BLOCK_M, BLOCK_D]
-    dout = load_tile(
+    dout = load_rows(
         dout_ptr + batch_64 * stride_dob + q_start * stride_dos,
         rows_64 * stride_dos + heads * stride_doh,
         sees,
-        cols_dv,
-        HEAD_DIM_V,
-        BLOCK_DV,
-        ROW_BYTES_V,
+        OPTIONS,
+        True,
         True,
     )  # [BLOCK_M, BLOCK_DV]
     head_k_64 = head_k.to(tl.int64)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import INF, LOG2E, NEG_INF
-from .primitives import load_tile
+from .primitives import load_rows
 from .structures import RowNumbers, RowOptions, RowTensors
 
 
@@ -16,8 +16,6 @@ def number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
     see no key: their probabilities then come out as 0.
     """
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
-    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
-    ROW_BYTES_V: tl.constexpr = OPTIONS.ROW_BYTES_V
     BLOCK: tl.constexpr = OPTIONS.BLOCK
     tokens, heads_q = numbers.tokens_q, numbers.heads_q
     row = place.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
@@ -26,14 +24,11 @@ def number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
     token = row % tokens
     batch_id = batch_head // heads_q
     head = batch_head % heads_q
-    cols = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     # out is contiguous: [batch, tokens, heads_q, HEAD_DIM_V]
     out_at = ((batch_id * tokens + token) * heads_q + head) * HEAD_DIM_V
     dout_at = batch_id * numbers.stride_dob + token * numbers.stride_dos + head * numbers.stride_doh
-    out = load_tile(tensors.out_ptr, out_at, inside, cols, HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, True)
-    dout = load_tile(
-        tensors.dout_ptr, dout_at, inside, cols, HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, True
-    )
+    out = load_rows(tensors.out_ptr, out_at, inside, OPTIONS, True, True)
+    dout = load_rows(tensors.dout_ptr, dout_at, inside, OPTIONS, True, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if tensors.dlse_ptr is not None:
         # d(lse)/d(score) is p, which joins the softmax's own term

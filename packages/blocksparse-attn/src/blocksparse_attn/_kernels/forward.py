@@ -18,8 +18,7 @@ from .primitives import (
     fetch,
     key_offsets,
     live_keys,
-    load_tile,
-    load_tile_transposed,
+    load_rows,
     sees,
     tokens_of,
 )
@@ -60,8 +59,6 @@ def _attend(
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     acc, l_i, m_i = softmax
     scale = numbers.scale
-    cols_d = tl.arange(0, OPTIONS.BLOCK_D)  # [BLOCK_D]
-    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
     block = fetch(tensors.items_ptr, keys_at.first_step, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
     members = 1
     if HAS_MEMBERS:
@@ -79,15 +76,8 @@ def _attend(
         v_at = key_offsets(
             keys, live, keys_at.table_ptr, numbers.stride_vb, numbers.stride_vs, PAGE, MASKED
         )
-        k = load_tile_transposed(
-            keys_at.k_base,
-            k_at,
-            live,
-            cols_d,
-            OPTIONS.HEAD_DIM,
-            OPTIONS.BLOCK_D,
-            OPTIONS.ROW_BYTES,
-            MASKED,
+        k = load_rows(
+            keys_at.k_base, k_at, live, OPTIONS, False, MASKED, TURNED=True
         )  # [BLOCK_D, BLOCK_N]
         s = dot(q, k, TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
         if FORWARD.FOLD and not MASKED:
@@ -108,16 +98,7 @@ def _attend(
         p = tl.exp2(s * factor - pivot[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v = load_tile(
-            keys_at.v_base,
-            v_at,
-            live,
-            cols_dv,
-            OPTIONS.HEAD_DIM_V,
-            OPTIONS.BLOCK_DV,
-            OPTIONS.ROW_BYTES_V,
-            MASKED,
-        )  # [BLOCK_N, BLOCK_DV]
+        v = load_rows(keys_at.v_base, v_at, live, OPTIONS, True, MASKED)  # [BLOCK_N, BLOCK_DV]
         acc = dot_add(acc * alpha[:, None], p, v, TILE.PRECISION, TILE.UPCAST)
         m_i = m_new
         block = fetch(tensors.items_ptr, step + 1, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
@@ -241,7 +222,7 @@ def _forward_kernel(
     fills,
     list_rows,
     list_stride,
-    extent_k,
+    extent,
     stride_table,
     rule_stride,
     stride_qb,
@@ -313,7 +294,7 @@ def _forward_kernel(
         fills,
         list_rows,
         list_stride,
-        extent_k,
+        extent,
         stride_table,
         rule_stride,
         stride_qb,
@@ -363,17 +344,9 @@ def _forward_kernel(
     rows = positions - diagonal
     heads = head_k * GROUP + in_group
     inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
-    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     q_at = rows.to(tl.int64) * stride_qs + heads.to(tl.int64) * stride_qh
-    q = load_tile(
-        q_ptr + batch_64 * stride_qb + q_start * stride_qs,
-        q_at,
-        inside,
-        cols_d,
-        HEAD_DIM,
-        BLOCK_D,
-        ROW_BYTES,
-        True,
+    q = load_rows(
+        q_ptr + batch_64 * stride_qb + q_start * stride_qs, q_at, inside, OPTIONS, False, True
     )  # [BLOCK_M, BLOCK_D]
     k_base, v_base = _key_bases(batch_64, k_start, head_k, tensors, numbers, PAGE)
     table_ptr = block_table_ptr

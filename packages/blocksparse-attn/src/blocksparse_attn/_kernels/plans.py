@@ -18,7 +18,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from .. import _configs
-from .._call import Bounds, Operands, Options, Pattern, Tensors, Walks
+from .._call import Bounds, Common, Options, Pattern, Tensors, Walks
 from .._configs import (
     SHORT,
     backward_dkdv_tile,
@@ -39,12 +39,11 @@ from .structures import (
     ForwardNumbers,
     ForwardOptions,
     ForwardTensors,
-    KeyNumbers,
+    GradientNumbers,
     KeyTensors,
     MergeNumbers,
     MergeOptions,
     MergeTensors,
-    QueryNumbers,
     QueryTensors,
     RowNumbers,
     RowOptions,
@@ -353,53 +352,30 @@ class BackwardPlan:
             rows,
             RowNumbers(lse.shape[-1], lse.numel(), *strides, form.heads_q),
         )
-        scale, batch, heads_q = form.options.softmax_scale, form.batch, form.heads_q
         tile = self._key_tile
         tiles = form.tiles_k(tokens_k, tile.block_n)
         list_rows = cdiv(form.extent_k, max(tile.block_n, form.pattern.block_k))
+        list_stride = form.lists_apart(form.heads_k * list_rows, list_rows)
+
+        def numbers(*of_walk: int) -> GradientNumbers:
+            sizes = form.options.softmax_scale, form.batch, form.heads_q, tokens_q, tokens_k
+            return GradientNumbers(*sizes, *of_walk, rule_stride(x), *strides, *form.strides)
+
         self._keys(
             tiles * form.heads_k * form.grid_batch,
             KeyTensors(*read, dk, dv, *walks.by_key, *offsets, x.rule),
-            KeyNumbers(
-                scale,
-                batch,
-                heads_q,
-                tokens_q,
-                tokens_k,
-                tiles,
-                form.span_k(tokens_q),
-                list_rows,
-                form.lists_apart(form.heads_k * list_rows, list_rows),
-                form.extent_q,
-                rule_stride(x),
-                *strides,
-                *form.strides,
-            ),
+            numbers(tiles, form.span_k(tokens_q), list_rows, list_stride, form.extent_q),
         )
         queries = self._queries
-        tiles = queries.count(tokens_q, tokens_k)
+        tiles, span = queries.count(tokens_q, tokens_k), queries.span(tokens_k)
         self._dq(
             queries.programs(tiles),
             QueryTensors(*read, dq, *walks.by_query, *offsets, x.rule),
-            QueryNumbers(
-                scale,
-                batch,
-                heads_q,
-                tokens_q,
-                tokens_k,
-                tiles,
-                queries.span(tokens_k),
-                queries.list_rows,
-                queries.list_stride,
-                form.extent_k,
-                rule_stride(x),
-                *strides,
-                *form.strides,
-            ),
+            numbers(tiles, span, queries.list_rows, queries.list_stride, form.extent_k),
         )
 
 
-def launch_forward(x: Tensors, walks: Walks, call: Operands) -> tuple[Tensor, Tensor]:
+def launch_forward(x: Tensors, walks: Walks, call: Common) -> tuple[Tensor, Tensor]:
     """Run the forward operator on checked inputs; see ``_ops.py`` for its schema."""
     width = x.v.shape[-1]
     x = readable(x)
@@ -410,7 +386,7 @@ def launch_forward(x: Tensors, walks: Walks, call: Operands) -> tuple[Tensor, Te
 def launch_backward(
     x: Tensors,
     walks: Walks,
-    call: Operands,
+    call: Common,
     out: Tensor,
     lse: Tensor,
     dout: Tensor,

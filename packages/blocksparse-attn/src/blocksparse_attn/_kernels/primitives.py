@@ -12,50 +12,33 @@ NO_BLOCK = tl.constexpr(2**22)
 
 
 @triton.jit
-def load_tile(
+def load_rows(
     base,
     offsets,
     live,
-    cols,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    OF_V: tl.constexpr,
     MASKED: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):
-    """Load rows x cols of a matrix with unit column stride; rows that are not ``live`` give 0.
+    """Load rows of q or k, or with ``OF_V`` of v or of what is as wide: ``[rows, columns]``.
 
-    ``offsets`` are of rows, in elements and 64 bits, as they may pass 2**31. Every row begins on a
-    multiple of ``ROW_BYTES``: the launcher sees to it.
+    Rows that are not ``live`` give 0. ``offsets`` are of rows, in elements and 64 bits, as they may
+    pass 2**31. Every row begins on a multiple of ``ROW_BYTES``: the launcher sees to it. With
+    ``TURNED`` the tile is ``[columns, rows]``.
     """
-    begin = tl.multiple_of(base + offsets[:, None], [ROW_BYTES, ROW_BYTES])
-    pointers = begin + cols[None, :]
+    WIDTH: tl.constexpr = OPTIONS.HEAD_DIM_V if OF_V else OPTIONS.HEAD_DIM
+    BLOCK: tl.constexpr = OPTIONS.BLOCK_DV if OF_V else OPTIONS.BLOCK_D
+    ROW_BYTES: tl.constexpr = OPTIONS.ROW_BYTES_V if OF_V else OPTIONS.ROW_BYTES
+    AXIS: tl.constexpr = 0 if TURNED else 1
+    cols = tl.arange(0, BLOCK)  # [BLOCK]
+    begin = tl.multiple_of(base + tl.expand_dims(offsets, AXIS), [ROW_BYTES, ROW_BYTES])
+    pointers = begin + tl.expand_dims(cols, 1 - AXIS)
     if MASKED:
-        tile = tl.load(pointers, mask=live[:, None] & (cols < WIDTH)[None, :], other=0.0)
-    elif WIDTH != BLOCK_WIDTH:
-        tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
-    else:
-        tile = tl.load(pointers)  # whole tile inside: no mask needed
-    return tile
-
-
-@triton.jit
-def load_tile_transposed(
-    base,
-    offsets,
-    live,
-    cols,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Load the same tile as ``load_tile``, as cols x rows."""
-    begin = tl.multiple_of(base + offsets[None, :], [ROW_BYTES, ROW_BYTES])
-    pointers = begin + cols[:, None]
-    if MASKED:
-        tile = tl.load(pointers, mask=live[None, :] & (cols < WIDTH)[:, None], other=0.0)
-    elif WIDTH != BLOCK_WIDTH:
-        tile = tl.load(pointers, mask=(cols < WIDTH)[:, None], other=0.0)
+        inside = tl.expand_dims(live, AXIS) & tl.expand_dims(cols < WIDTH, 1 - AXIS)
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    elif WIDTH != BLOCK:
+        tile = tl.load(pointers, mask=tl.expand_dims(cols < WIDTH, 1 - AXIS), other=0.0)
     else:
         tile = tl.load(pointers)  # whole tile inside: no mask needed
     return tile

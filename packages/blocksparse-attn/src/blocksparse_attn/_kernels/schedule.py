@@ -189,7 +189,7 @@ def key_walk(
     seen_end = cut
     cut_end = end
     # items right of the sequence's end; if the mask ends where it does there are none, or a few
-    if (OPTIONS.TOP_LEFT or not OPTIONS.IS_CAUSAL) and seqlen_k < numbers.extent_k:
+    if (OPTIONS.TOP_LEFT or not OPTIONS.IS_CAUSAL) and seqlen_k < numbers.extent:
         whole_end = lower_bound(items_ptr, start, cut, seqlen_k // BLOCK_K, 1)
         seen_end = lower_bound(items_ptr, whole_end, cut, tl.cdiv(seqlen_k, BLOCK_K), 1)
         cut_end = lower_bound(items_ptr, cut, end, tl.cdiv(seqlen_k, BLOCK_K), 1)
@@ -265,7 +265,7 @@ def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr
         seen = lower_bound(items_ptr, start, cut, first_position // BLOCK_Q, IN_ITEM)
         whole = lower_bound(items_ptr, seen, cut, tl.cdiv(first_position, BLOCK_Q), IN_ITEM)
         cut = lower_bound(items_ptr, cut, end, first_position // BLOCK_Q, IN_ITEM)
-    if end_position < numbers.extent_q:
+    if end_position < numbers.extent:
         first_behind = tl.cdiv(end_position, BLOCK_Q)
         whole_end = lower_bound(items_ptr, whole, whole_end, end_position // BLOCK_Q, IN_ITEM)
         seen_end = lower_bound(items_ptr, whole_end, seen_end, first_behind, IN_ITEM)

@@ -123,7 +123,7 @@ class ForwardNumbers(NamedTuple):
     fills: Any  # whether the short grid writes padding
     list_rows: Any  # owners that a list of a unit has
     list_stride: Any  # owners of a sequence, or 0 if all sequences share theirs
-    extent_k: Any  # keys that the layout covers
+    extent: Any  # keys that the layout covers
     stride_table: Any
     rule_stride: Any  # of a sequence's rule, or 0
     stride_qb: Any
@@ -201,34 +201,6 @@ class KeyTensors(NamedTuple):
     rule_ptr: Any
 
 
-class KeyNumbers(NamedTuple):
-    """Scale, sizes and strides of the pass that makes dk and dv."""
-
-    scale: Any
-    batch: Any
-    heads_q: Any
-    tokens_q: Any
-    tokens_k: Any
-    tiles: Any
-    span: Any
-    list_rows: Any
-    list_stride: Any
-    extent_q: Any
-    rule_stride: Any
-    stride_dob: Any
-    stride_dos: Any
-    stride_doh: Any
-    stride_qb: Any
-    stride_qs: Any
-    stride_qh: Any
-    stride_kb: Any
-    stride_ks: Any
-    stride_kh: Any
-    stride_vb: Any
-    stride_vs: Any
-    stride_vh: Any
-
-
 class QueryTensors(NamedTuple):
     """Pointers of the pass that makes dq."""
 
@@ -248,19 +220,20 @@ class QueryTensors(NamedTuple):
     rule_ptr: Any
 
 
-class QueryNumbers(NamedTuple):
-    """Scale, sizes and strides of the pass that makes dq."""
+class GradientNumbers(NamedTuple):
+    """Scale, sizes and strides of both passes of the backward."""
 
     scale: Any
     batch: Any
     heads_q: Any
     tokens_q: Any
     tokens_k: Any
+    # as in the forward, of tiles of queries or of keys; what is covered is what they walk
     tiles: Any
     span: Any
     list_rows: Any
     list_stride: Any
-    extent_k: Any
+    extent: Any
     rule_stride: Any
     stride_dob: Any
     stride_dos: Any

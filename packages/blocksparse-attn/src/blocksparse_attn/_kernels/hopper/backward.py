@@ -1,12 +1,12 @@
 """Backward pass on Hopper: one warp reads the lists and copies, two warpgroups multiply.
 
 A program owns two blocks of 64 keys, one a warpgroup, and walks lists of blocks of queries: first
-those that see both, then those that see one; see ``_pairs.py``. Scores are transposed ([keys,
-queries]), so that probabilities and their gradients go from the accumulators into the products of
-dv and dk as they lie. The product of dq needs those of all keys that a query sees: within a program
-they meet in shared memory. What programs have in common, all of dq, and dk and dv where several own
-a block, is added in fp32 to sums in memory, in the order of the accumulators' registers, out of
-which ``hopper_backward_round`` brings it.
+those that see both, then those that see one; see ``Pairs`` in ``_lists.py``. Scores are transposed
+([keys, queries]), so that probabilities and their gradients go from the accumulators into the
+products of dv and dk as they lie. The product of dq needs those of all keys that a query sees:
+within a program they meet in shared memory. What programs have in common, all of dq, and dk and dv
+where several own a block, is added in fp32 to sums in memory, in the order of the accumulators'
+registers, out of which ``hopper_backward_round`` brings it.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma

@@ -9,7 +9,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ..._call import Tensors
-from ..._configs import hopper_backward_tile, hopper_dq_tile, is_covered, padded_head_dim
+from ..._configs import BACKWARD_STAGES, hopper_dq_tile, is_covered, padded_head_dim
 from ..._lists import SIDE, Pairs, heads_at_once, piece_of
 from ..form import Form, diagonal_of, launch_of
 from ..launch.runtime import token_strides
@@ -25,7 +25,6 @@ from .structures import (
     BackwardOptions,
     BackwardTensors,
     BackwardTile,
-    DqNumbers,
     DqTensors,
     PrepareNumbers,
     PrepareOptions,
@@ -48,7 +47,7 @@ class RowGradients(QueryWalk):
         """Take a call of the form, and a gradient of its output; others are as it is."""
         tile = hopper_dq_tile(max(x.q.shape[-1], form.head_dim_v))
         # a sequence of any queries is served
-        super().__init__(form, x, hopper_dq_kernel, tile, 0)
+        super().__init__(form, x, hopper_dq_kernel, tile, 0, x.q.shape[-1])
         self._map_dout = self._map_rows(dout, self._wide_v)
         dq = torch.empty_like(x.q, memory_format=torch.contiguous_format, device="meta")
         self._map_dq = MapForm(dq, tile.rows, self._wide, ragged=form.is_packed)
@@ -70,9 +69,7 @@ class RowGradients(QueryWalk):
             x.cu_seqlens_q,
             x.cu_seqlens_k,
         )
-        fields = list(numbers)
-        fields[DqNumbers._fields.index("head_dim")] = x.q.shape[-1]
-        self.launch(grid, tensors, DqNumbers(*fields))
+        self.launch(grid, tensors, numbers)
 
 
 class HopperBackward:
@@ -105,9 +102,7 @@ class HopperBackward:
         self._prepare = tuple(
             launch_of(prepare_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
         )
-        tile = BackwardTile(
-            piece, wide, wide_v, hopper_backward_tile(max(wide, wide_v)).stages, not repeats
-        )
+        tile = BackwardTile(piece, wide, wide_v, BACKWARD_STAGES, not repeats)
         self._launch = launch_of(
             hopper_backward_kernel,
             BackwardOptions(

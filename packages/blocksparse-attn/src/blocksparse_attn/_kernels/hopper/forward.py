@@ -162,7 +162,7 @@ def _write(
     o = o * gl.convert_layout(weight, gl.SliceLayout(1, O))[:, None]
     # values that nobody sees may be NaN
     o = gl.where(gl.convert_layout(empty, gl.SliceLayout(1, O))[:, None], 0.0, o)
-    send(o, place, out_s, tensors.out_desc, tensors.out_ptr, numbers.head_dim_v, numbers, RAGGED)
+    send(o, place, out_s, tensors.out_desc, tensors.out_ptr, numbers.width, numbers, RAGGED)
 
 
 @gluon.jit
@@ -239,7 +239,7 @@ def hopper_forward_kernel(
     heads_q,
     tokens_q,
     tokens_k,
-    head_dim_v,
+    width,
     tiles,
     span,
     last,
@@ -290,7 +290,7 @@ def hopper_forward_kernel(
         heads_q,
         tokens_q,
         tokens_k,
-        head_dim_v,
+        width,
         tiles,
         span,
         last,

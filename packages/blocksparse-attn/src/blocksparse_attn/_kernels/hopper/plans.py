@@ -58,9 +58,14 @@ class PackedForm(MapForm):
 class QueryWalk:
     """What the launches have in common that walk the list of each tile of queries."""
 
-    def __init__(self, form: Form, x: Tensors, kernel: Any, tile: HopperTile, short: int) -> None:
-        """Take a call of the form, and up to how many queries other kernels serve a sequence."""
-        self._form = form
+    def __init__(
+        self, form: Form, x: Tensors, kernel: Any, tile: HopperTile, short: int, columns: int
+    ) -> None:
+        """Take a call of the form, and how wide what is written is.
+
+        Sequences of up to ``short`` queries are served by another kernel.
+        """
+        self._form, self._columns = form, columns
         # by numbers of tokens, in which packed calls of one form differ
         self._work: dict[tuple[int, int], tuple[int, ForwardNumbers]] = {}
         pattern, constants = form.pattern, form.constants
@@ -120,7 +125,7 @@ class QueryWalk:
             heads_q=form.heads_q,
             tokens_q=tokens_q,
             tokens_k=tokens_k,
-            head_dim_v=form.head_dim_v,
+            width=self._columns,
             tiles=tiles,
             span=span,
             last=span + form.batch * queries.units % span,
@@ -138,7 +143,7 @@ class HopperForward(QueryWalk):
     def __init__(self, form: Form, x: Tensors, is_kept: bool) -> None:
         """Take a call of the form, and whether the plan serves others after it."""
         tile = hopper_tile(max(x.q.shape[-1], form.head_dim_v))
-        super().__init__(form, x, hopper_forward_kernel, tile, SHORT)
+        super().__init__(form, x, hopper_forward_kernel, tile, SHORT, form.head_dim_v)
         self._ticket = kept_ticket if is_kept else new_ticket
         out = torch.empty((*x.q.shape[:-1], form.head_dim_v), dtype=x.q.dtype, device="meta")
         self._map_out = MapForm(out, tile.rows, self._wide_v, ragged=form.is_packed)

@@ -51,12 +51,24 @@ def fetch(walk, step, alive, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr)
 
 
 @gluon.jit
-def copy_blocks(
-    desc, where, items, full, boxes_s, stage, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr
+def _copy_blocks(
+    desc,
+    boxes_s,
+    full,
+    items,
+    where,
+    turn,
+    ROOM: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):
-    """Copy the blocks of a step into one tile of keys, or of values, panel by panel."""
+    """Copy a step's blocks into one tile, panel by panel, once its stage is empty."""
     PANELS: gl.constexpr = WIDTH // 64
     PER_STEP: gl.constexpr = items.shape[0]
+    stage = turn % STAGES
+    if turn >= STAGES:
+        barrier_sync(ROOM + stage, PARTIES, 1)
     x, sequence, head, row, _ = where
     mbarrier.expect(full.index(stage), desc.block_type.nbytes * (PANELS * PER_STEP))
     for i in gl.static_range(PER_STEP):
@@ -67,46 +79,37 @@ def copy_blocks(
 
 
 @gluon.jit
-def _copy_keys(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def copy_keys(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Copy a step's keys once their stage is empty."""
-    stage = turn % TILE.STAGES_K
-    if turn >= TILE.STAGES_K:
-        barrier_sync(EMPTY + stage, PARTIES, 1)
-    copy_blocks(
-        tensors.k_desc,
-        where,
-        items,
-        pipeline.k_full,
-        pipeline.k_boxes,
-        stage,
-        OPTIONS.BLOCK_K,
-        TILE.HEAD_DIM,
-    )
+    place = tensors.k_desc, pipeline.k_boxes, pipeline.k_full
+    STAGES: gl.constexpr = TILE.STAGES_K
+    _copy_blocks(*place, items, where, turn, EMPTY, STAGES, OPTIONS.BLOCK_K, TILE.HEAD_DIM)
 
 
 @gluon.jit
-def _copy_values(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def copy_values(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Copy a step's values once their stage is empty."""
-    stage = turn % TILE.STAGES_V
-    if turn >= TILE.STAGES_V:
-        barrier_sync(EMPTY + TILE.STAGES_K + stage, PARTIES, 1)
-    copy_blocks(
-        tensors.v_desc,
-        where,
-        items,
-        pipeline.v_full,
-        pipeline.v_boxes,
-        stage,
-        OPTIONS.BLOCK_K,
-        TILE.HEAD_DIM_V,
-    )
+    place = tensors.v_desc, pipeline.v_boxes, pipeline.v_full
+    STAGES: gl.constexpr = TILE.STAGES_V
+    ROOM: gl.constexpr = EMPTY + TILE.STAGES_K
+    _copy_blocks(*place, items, where, turn, ROOM, STAGES, OPTIONS.BLOCK_K, TILE.HEAD_DIM_V)
 
 
 @gluon.jit
-def _copy_queries(
-    tile, first_row, count, tensors, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr
+def copy_queries(
+    tile,
+    first_row,
+    count,
+    tensors,
+    pipeline,
+    WITH_DOUT: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
 ):
-    """Copy each warpgroup's queries once it has read those of the tile before."""
+    """Copy each warpgroup's queries once it has read those of the tile before.
+
+    With ``WITH_DOUT`` also the output's gradient.
+    """
     head = tile.unit * OPTIONS.HEADS
     for w in gl.static_range(2):
         # packed queries are one sequence here: what is another's is not written
@@ -115,9 +118,17 @@ def _copy_queries(
             at = (0, owner, head, tile.q_start + first_row + w * TILE.ROWS, 0)
         else:
             at = (0, owner, head + w, tile.q_start + first_row, 0)
+        full = pipeline.q_full.index(w)
         mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)
-        mbarrier.expect(pipeline.q_full.index(w), tensors.q_desc.block_type.nbytes)
-        copy_in(tensors.q_desc, at, pipeline.q_full.index(w), pipeline.q_s.index(w))
+        if WITH_DOUT:
+            mbarrier.expect(
+                full, tensors.q_desc.block_type.nbytes + tensors.dout_desc.block_type.nbytes
+            )
+        else:
+            mbarrier.expect(full, tensors.q_desc.block_type.nbytes)
+        copy_in(tensors.q_desc, at, full, pipeline.q_s.index(w))
+        if WITH_DOUT:
+            copy_in(tensors.dout_desc, at, full, pipeline.dout_s.index(w))
 
 
 @gluon.jit
@@ -184,15 +195,15 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexp
         for step in range(steps):
             # the entries of the next step come while this one's keys wait for room
             coming = fetch(walk, steps - 2 - step, alive, tensors, OPTIONS, TILE)
-            _copy_keys(items, where, turn, tensors, pipeline, OPTIONS, TILE)
+            copy_keys(items, where, turn, tensors, pipeline, OPTIONS, TILE)
             turn += 1
             if step == 0:
-                _copy_queries(tile, first_row, count, tensors, pipeline, OPTIONS, TILE)
+                copy_queries(tile, first_row, count, tensors, pipeline, False, OPTIONS, TILE)
                 # its answer comes while the keys do
                 ticket = gl.num_programs(0) + gl.atomic_add(tensors.ticket_ptr, 1, sem="relaxed")
             else:
                 # values one step behind the keys
-                _copy_values(before, where, turn_v, tensors, pipeline, OPTIONS, TILE)
+                copy_values(before, where, turn_v, tensors, pipeline, OPTIONS, TILE)
                 turn_v += 1
             before = items
             items = coming
@@ -201,7 +212,7 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexp
         tile = next_tile(ticket, units, tensors, numbers, OPTIONS, TILE)
         walk = survey(tile, tensors, numbers, OPTIONS, TILE)
         ticket = tile.ticket
-        _copy_values(before, where, turn_v, tensors, pipeline, OPTIONS, TILE)
+        copy_values(before, where, turn_v, tensors, pipeline, OPTIONS, TILE)
         turn_v += 1
     say_the_end(index, count, turn, turn_v, pipeline, TILE)
     if ticket == numbers.total + gl.num_programs(0) - 1:

@@ -12,82 +12,38 @@ programs would wait for most of the time (local 8 and stride 16 at 8k tokens: 5 
 as without an order, however walks and programs are sorted).
 """
 
-from ._linked.compat import copy_in, gl, gluon, hopper, mbarrier, tma
+from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.pipeline import (
     EMPTY,
     LOG2E,
     SLOTS,
     barrier_arrive,
-    barrier_sync,
     barriers,
     coordinates,
 )
 from .boxes import boxes_of
-from .producer import PARTIES, announce, copy_blocks, fetch, next_tile, say_the_end
+from .producer import (
+    PARTIES,
+    announce,
+    copy_keys,
+    copy_queries,
+    copy_values,
+    fetch,
+    next_tile,
+    say_the_end,
+)
 from .query_rows import entries_of, hide, place_of, receive, rows_of, send, walk_of
 from .schedule import FIELDS, HEAD, members_alive, pick, survey
 from .structures import (
-    DqNumbers,
     DqPipeline,
     DqTensors,
+    ForwardNumbers,
     ForwardOptions,
     ForwardTile,
     RowGradients,
 )
 
 INF = gl.constexpr(float("inf"))
-
-
-@gluon.jit
-def _copy_step(items, where, turn, tensors, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Copy the keys and the values of a step, each once its stage is empty."""
-    stage, stage_v = turn % TILE.STAGES_K, turn % TILE.STAGES_V
-    if turn >= TILE.STAGES_K:
-        barrier_sync(EMPTY + stage, PARTIES, 1)
-    copy_blocks(
-        tensors.k_desc,
-        where,
-        items,
-        pipeline.k_full,
-        pipeline.k_boxes,
-        stage,
-        OPTIONS.BLOCK_K,
-        TILE.HEAD_DIM,
-    )
-    if turn >= TILE.STAGES_V:
-        barrier_sync(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 1)
-    copy_blocks(
-        tensors.v_desc,
-        where,
-        items,
-        pipeline.v_full,
-        pipeline.v_boxes,
-        stage_v,
-        OPTIONS.BLOCK_K,
-        TILE.HEAD_DIM_V,
-    )
-
-
-@gluon.jit
-def _copy_rows(
-    tile, first_row, count, tensors, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
-    """Copy each warpgroup's queries and output's gradient once it has read those before."""
-    head = tile.unit * OPTIONS.HEADS
-    # packed rows are one sequence here: what is another's is not written
-    owner = 0 if tensors.cu_seqlens_q_ptr is not None else tile.sequence
-    for w in gl.static_range(2):
-        if OPTIONS.HEADS == 1:
-            at = (0, owner, head, tile.q_start + first_row + w * TILE.ROWS, 0)
-        else:
-            at = (0, owner, head + w, tile.q_start + first_row, 0)
-        full = pipeline.q_full.index(w)
-        mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)
-        mbarrier.expect(
-            full, tensors.q_desc.block_type.nbytes + tensors.dout_desc.block_type.nbytes
-        )
-        copy_in(tensors.q_desc, at, full, pipeline.q_s.index(w))
-        copy_in(tensors.dout_desc, at, full, pipeline.dout_s.index(w))
 
 
 @gluon.jit
@@ -117,12 +73,13 @@ def _produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constex
         for step in range(steps):
             # the entries of the next step come while this one's keys wait for room
             coming = fetch(walk, steps - 2 - step, alive, tensors, OPTIONS, TILE)
-            _copy_step(items, where, turn, tensors, pipeline, OPTIONS, TILE)
+            copy_keys(items, where, turn, tensors, pipeline, OPTIONS, TILE)
+            copy_values(items, where, turn, tensors, pipeline, OPTIONS, TILE)
             turn += 1
             if step == 0:
                 # its answer comes while the rows do
                 ticket = gl.num_programs(0) + gl.atomic_add(tensors.ticket_ptr, 1, sem="relaxed")
-                _copy_rows(tile, first_row, count, tensors, pipeline, OPTIONS, TILE)
+                copy_queries(tile, first_row, count, tensors, pipeline, True, OPTIONS, TILE)
             items = coming
         count += 1
         tile = next_tile(ticket, units, tensors, numbers, OPTIONS, TILE)
@@ -241,7 +198,7 @@ def _consume(
         is_blind = gl.convert_layout(lse2 == INF, gl.SliceLayout(1, O))  # [ROWS]
         dq = gl.where(is_blind[:, None], 0.0, dq * numbers.scale)
         dq_s = pipeline.dq_s.index(W)
-        send(dq, place, dq_s, tensors.dq_desc, tensors.dq_ptr, numbers.head_dim, numbers, RAGGED)
+        send(dq, place, dq_s, tensors.dq_desc, tensors.dq_ptr, numbers.width, numbers, RAGGED)
         tile_count += 1
         fields = receive(tile_count, pipeline)
     tma.store_wait(0)
@@ -249,7 +206,7 @@ def _consume(
 
 # numbers and pointers are never specialised; see ``runtime.py``
 @gluon.jit(
-    do_not_specialize=DqNumbers._fields[1:],
+    do_not_specialize=ForwardNumbers._fields[1:],
     do_not_specialize_on_alignment=DqTensors._fields[5:],
 )
 def hopper_dq_kernel(
@@ -273,7 +230,7 @@ def hopper_dq_kernel(
     heads_q,
     tokens_q,
     tokens_k,
-    head_dim,
+    width,
     tiles,
     span,
     last,
@@ -320,13 +277,13 @@ def hopper_dq_kernel(
         cu_seqlens_q_ptr,
         cu_seqlens_k_ptr,
     )
-    numbers = DqNumbers(
+    numbers = ForwardNumbers(
         scale,
         batch,
         heads_q,
         tokens_q,
         tokens_k,
-        head_dim,
+        width,
         tiles,
         span,
         last,

@@ -29,14 +29,14 @@ class ForwardTensors(NamedTuple):
 
 
 class ForwardNumbers(NamedTuple):
-    """The forward's scale and sizes."""
+    """Scale and sizes of the forward, and of dq by tiles of queries."""
 
     scale: Any
     batch: Any
     heads_q: Any
     tokens_q: Any
     tokens_k: Any
-    head_dim_v: Any
+    width: Any  # columns of what is written
     tiles: Any  # of positions, of each unit
     span: Any  # units that are worked on together
     last: Any  # units in the last such span
@@ -165,24 +165,6 @@ class DqTensors(NamedTuple):
     members_ptr: Any
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
-
-
-class DqNumbers(NamedTuple):
-    """The same numbers as the forward's, but for the head dimension, which is that of queries."""
-
-    scale: Any
-    batch: Any
-    heads_q: Any
-    tokens_q: Any
-    tokens_k: Any
-    head_dim: Any
-    tiles: Any
-    span: Any
-    last: Any
-    total: Any
-    list_rows: Any
-    list_stride: Any
-    extent_k: Any
 
 
 class DqPipeline(NamedTuple):
