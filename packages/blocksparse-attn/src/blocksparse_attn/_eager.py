@@ -2,9 +2,8 @@
 
 A tile is of one sequence, and of the query heads of one key head, or of several if it has a few
 queries. It is computed as if it were alone: products of a larger batch may round otherwise. Nothing
-is as large as queries times keys.
-The derivative is written out, as an operator may run where autograd is switched off; the tests hold
-it against autograd through the definition.
+is as large as queries times keys. The derivative is written out, as an operator may run where
+autograd is switched off; the tests hold it against autograd through the definition.
 """
 
 import math
