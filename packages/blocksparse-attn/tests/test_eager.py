@@ -55,15 +55,15 @@ class Sizes(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor):
             self.largest = max(self.largest, made.numel())
-        if func is torch.ops.aten.mm.default:
-            self.products += args[0].numel() * args[1].shape[1]
+        if func is torch.ops.aten.bmm.default:
+            self.products += args[0].numel() * args[1].shape[2]
         return made
 
 
 @pytest.mark.parametrize("rule", [None, TokenRule.window(60, 0)], ids=["whole", "window"])
 def test_what_nobody_sees_costs_nothing(rule):
     """As many products as keys are seen by some query of a tile, and no tensor of all scores."""
-    tokens, heads, width = 2048, 2, 16
+    tokens, heads, width = 1024, 2, 16
     layout = patterns.sliding_window(tokens, 2, 0, 64).with_token_rule(rule)
     q = torch.randn(1, tokens, heads, width)
     x = Tensors(q, q, q, rule=layout._rule)
@@ -74,8 +74,8 @@ def test_what_nobody_sees_costs_nothing(rule):
         attention_backward(x, call, out, lse, None)
     # a tile has 128 queries, and one block of keys ahead of it
     most = tokens * 192 * heads * width
-    assert forward.products <= 2 * most
-    assert backward.products <= 5 * most
+    assert most < forward.products <= 2 * most
+    assert 2 * most < backward.products <= 5 * most
     assert max(forward.largest, backward.largest) <= max(q.numel(), heads * 128 * 192)
 
 

@@ -27,7 +27,6 @@ from ._linked.host.operators import free_namespace
 from ._lists import SIDE, Lists, ListSpec, Pairs
 
 NAMESPACE = free_namespace(__name__, "plan")
-KINDS = ("tall", "portable", "short", "dq", "dkdv", "pairs")
 # dynamo traces a constant, and no cached function
 _INTERPRETED = interpreted()
 # threads that make lists for one layout keep it one after the other
