@@ -87,7 +87,7 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("hopper/_linked/*", "test_gluon.py test_gluon_backward.py"),
         ("hopper/backward*", "test_gluon_backward.py"),
         ("hopper/*", "test_gluon.py"),
-        ("pairs.py", "test_planning.py test_backward.py"),
+        ("pair*.py", "test_planning.py test_backward.py"),
         ("lists.py", "test_planning.py test_backward.py"),
         ("backward*", "test_backward.py"),
         ("planning.py", "test_planning.py test_backward.py"),

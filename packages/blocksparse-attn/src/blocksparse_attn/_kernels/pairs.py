@@ -1,90 +1,23 @@
 """Kernels that plan the backward for Hopper, as :class:`.._lists.Pairs` describes it.
 
-One entry runs one of several stages. Blocks of keys are looked at through their *cells*: which of
-the block's pieces see which of an item's, a bit each, and 0 of an item that does not see the block.
+One entry runs one of several stages. :mod:`.pair_blocks` has those that find the pairs of blocks;
+here are those that make programs of them.
 """
 
 import triton
 import triton.language as tl
 
 from .list_structures import PairNumbers, PairOptions, PairTensors
-
-# blocks whose rank a program finds
-RANKED = tl.constexpr(64)
-
-
-@triton.jit
-def _field(piece, item, inside, tensors, numbers, SIDE: tl.constexpr):
-    """Return which pieces of some items see one piece of keys, ``[BLOCK]``."""
-    bit = item * SIDE
-    line = tensors.bits_ptr + piece.to(tl.int64) * numbers.words
-    word = tl.load(line + bit // 32, mask=inside, other=0)
-    return (word >> bit % 32) & ((1 << SIDE) - 1)
-
-
-@triton.jit
-def _is_apart(block, item, inside, tensors, numbers, SIDE: tl.constexpr):
-    """Say of which items at most half of a block of neighbours is seen, ``[BLOCK]``."""
-    lines = item * 0
-    for slot in tl.static_range(SIDE):
-        field = _field(block * SIDE + slot, item, inside, tensors, numbers, SIDE)
-        lines += (field != 0).to(tl.int32)
-    return 2 * lines <= SIDE
-
-
-@triton.jit
-def _cells(block, item, inside, tensors, numbers, SIDE: tl.constexpr):
-    """Return the cells of a block, ``[BLOCK]``."""
-    if SIDE == 1:
-        return _field(block, item, inside, tensors, numbers, SIDE)
-    at = tensors.cells_ptr + block.to(tl.int64) * numbers.items
-    return tl.load(at + item, mask=inside, other=0)
-
-
-@triton.jit
-def _neighbour(block):
-    return block + 1 - block % 2 * 2
-
-
-@triton.jit
-def _is_moved(block, tensors, numbers):
-    """Return 1 if what a block sees without its neighbour goes to a further owner, else 0."""
-    other = _neighbour(block)
-    mine = tl.load(tensors.alone_ptr + block)
-    others = tl.load(tensors.alone_ptr + other)
-    is_alike = tl.load(tensors.alike_ptr + tl.load(tensors.rank_ptr + block) // 2) != 0
-    other_is = tl.load(tensors.alike_ptr + tl.load(tensors.rank_ptr + other) // 2) != 0
-    # where one of two neighbours moves, the other is left without what to walk beside
-    left = tl.where((others > numbers.kept) & other_is, 0, others)
-    is_moved = (mine > numbers.kept) & (is_alike | (mine - left > numbers.kept))
-    return tl.where(is_moved, 1, 0)
-
-
-@triton.jit
-def _owned(owner, half: tl.constexpr, tensors, numbers):
-    """Return one of the two blocks of an owner, and whether anything of it was moved."""
-    is_further = owner >= numbers.pairs
-    at = tl.where(is_further, 2 * (owner - numbers.pairs) + half, 0)
-    block = tl.where(is_further, tl.load(tensors.order_ptr + at), 2 * owner + half)
-    return block, _is_moved(block, tensors, numbers)
-
-
-@triton.jit
-def _owns(owner, moved, numbers):
-    """Say whether an owner has such a block, and not a place for one."""
-    return (owner < numbers.pairs) | (moved != 0)
-
-
-@triton.jit
-def _walked(owner, half: tl.constexpr, item, inside, tensors, numbers, SIDE: tl.constexpr):
-    """Return the cells of one of an owner's blocks that this owner walks, ``[BLOCK]``."""
-    block, moved = _owned(owner, half, tensors, numbers)
-    is_further = tl.where(owner >= numbers.pairs, 1, 0)
-    alone = tl.where(moved == is_further, -1, 0)
-    shared = is_further - 1
-    mine = _cells(block, item, inside, tensors, numbers, SIDE)
-    other = _cells(_neighbour(block), item, inside, tensors, numbers, SIDE)
-    return mine & tl.where(other == 0, alone, shared)
+from .pair_blocks import (
+    compare,
+    fill_cells,
+    find_alone,
+    find_apart,
+    owned,
+    owns,
+    put_in_order,
+    walked,
+)
 
 
 @triton.jit
@@ -96,142 +29,6 @@ def _weight(owner, first, second, numbers):
 
 
 @triton.jit
-def _find_apart(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Count of each piece the items that see it, and at most half of its block."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    SIDE: tl.constexpr = OPTIONS.SIDE
-    for slot in tl.static_range(SIDE):
-        count = tl.zeros([BLOCK], tl.int32)
-        last = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, numbers.items, BLOCK):
-            item = begin + tl.arange(0, BLOCK)
-            inside = item < numbers.items
-            field = _field(pid * SIDE + slot, item, inside, tensors, numbers, SIDE)
-            found = (field != 0) & _is_apart(pid, item, inside, tensors, numbers, SIDE)
-            count += found.to(tl.int32)
-            last = tl.maximum(last, tl.where(found, item + 1, 0))
-        tl.store(tensors.alone_ptr + pid * SIDE + slot, tl.sum(count, 0))
-        tl.store(tensors.last_ptr + pid * SIDE + slot, tl.max(last, 0))
-
-
-@triton.jit
-def _rank(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Put a list's blocks in order: those seen alone by many, by the last item that does.
-
-    A rank is a count of those ahead; there are few beside the entries.
-    """
-    ROWS: tl.constexpr = RANKED
-    COLS: tl.constexpr = 128
-    chunks = tl.cdiv(numbers.sorted, ROWS)
-    base = pid // chunks * numbers.sorted
-    place = pid % chunks * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    inside = place < numbers.sorted
-    count = tl.load(tensors.alone_ptr + base + place, mask=inside, other=0)
-    last = tl.load(tensors.last_ptr + base + place, mask=inside, other=0)
-    key = tl.where(count > numbers.kept, 0, numbers.items + 1) + last
-    rank = tl.zeros([ROWS], tl.int32)
-    for begin in range(0, numbers.sorted, COLS):
-        other = begin + tl.arange(0, COLS)  # [COLS]
-        there = other < numbers.sorted
-        counts = tl.load(tensors.alone_ptr + base + other, mask=there, other=0)
-        others = tl.load(tensors.last_ptr + base + other, mask=there, other=0)
-        others += tl.where(counts > numbers.kept, 0, numbers.items + 1)
-        others = tl.where(there, others, 2 * numbers.items + 3)
-        is_ahead = others[None, :] < key[:, None]
-        is_tie = (others[None, :] == key[:, None]) & (other[None, :] < place[:, None])
-        rank += tl.sum((is_ahead | is_tie).to(tl.int32), 1)
-    tl.store(tensors.rank_ptr + base + place, base + rank, mask=inside)
-    tl.store(tensors.order_ptr + base + rank, base + place, mask=inside)
-
-
-@triton.jit
-def _fill_cells(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write the cells of a block: of neighbours, or of pieces that are put together."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    SIDE: tl.constexpr = OPTIONS.SIDE
-    half = numbers.in_blocks // 2
-    index = pid // numbers.in_blocks
-    local = pid % numbers.in_blocks
-    is_gathered = tl.where(local >= half, 1, 0)
-    at = tensors.cells_ptr + pid.to(tl.int64) * numbers.items
-    highest = is_gathered * 0 - 1
-    for slot in tl.static_range(SIDE):
-        place = index * numbers.in_list + local % half * SIDE + slot
-        piece = tl.where(is_gathered != 0, tl.load(tensors.order_ptr + place), place)
-        is_many = tl.load(tensors.alone_ptr + piece) > numbers.kept
-        # what is apart, and what is not
-        apart = tl.where(is_many, 0 - is_gathered, is_gathered - 1)
-        rest = is_gathered - 1
-        used = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, numbers.items, BLOCK):
-            item = begin + tl.arange(0, BLOCK)
-            inside = item < numbers.items
-            is_apart = _is_apart(piece // SIDE, item, inside, tensors, numbers, SIDE)
-            field = _field(piece, item, inside, tensors, numbers, SIDE)
-            field &= tl.where(is_apart, apart, rest)
-            used |= field
-            cells = field << slot * SIDE
-            if slot > 0:
-                cells |= tl.load(at + item, mask=inside, other=0)
-            tl.store(at + item, cells, mask=inside)
-        named = tl.where(tl.max(used, 0) > 0, piece % numbers.in_list, -1)
-        tl.store(tensors.pieces_ptr + pid * SIDE + slot, named)
-        highest = tl.maximum(highest, named)
-    tl.store(tensors.lasts_ptr + pid, tl.where(highest < 0, -1, highest // SIDE))
-
-
-@triton.jit
-def _find_alone(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Count of two neighbours the items that see one without the other."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    SIDE: tl.constexpr = OPTIONS.SIDE
-    for half in tl.static_range(2):
-        block = 2 * pid + half
-        count = tl.zeros([BLOCK], tl.int32)
-        last = tl.zeros([BLOCK], tl.int32)
-        used = tl.zeros([BLOCK], tl.int32)
-        for begin in range(0, numbers.items, BLOCK):
-            item = begin + tl.arange(0, BLOCK)
-            inside = item < numbers.items
-            mine = _cells(block, item, inside, tensors, numbers, SIDE)
-            other = _cells(_neighbour(block), item, inside, tensors, numbers, SIDE)
-            found = (mine != 0) & (other == 0)
-            count += found.to(tl.int32)
-            last = tl.maximum(last, tl.where(found, item + 1, 0))
-            used |= mine
-        tl.store(tensors.alone_ptr + block, tl.sum(count, 0))
-        tl.store(tensors.last_ptr + block, tl.max(last, 0))
-        if SIDE == 1:
-            named = tl.where(tl.max(used, 0) > 0, block % numbers.in_list, -1)
-            tl.store(tensors.pieces_ptr + block, named)
-            tl.store(tensors.lasts_ptr + block, named)
-
-
-@triton.jit
-def _compare(pid, tensors, numbers, OPTIONS: tl.constexpr):
-    """Say whether two blocks that follow in order are seen alone by mostly the same items."""
-    BLOCK: tl.constexpr = OPTIONS.BLOCK
-    SIDE: tl.constexpr = OPTIONS.SIDE
-    balance = tl.zeros([BLOCK], tl.int32)
-    first = tl.load(tensors.order_ptr + 2 * pid)
-    second = tl.load(tensors.order_ptr + 2 * pid + 1)
-    is_first = tl.where(tl.load(tensors.alone_ptr + first) > numbers.kept, -1, 0)
-    is_second = tl.where(tl.load(tensors.alone_ptr + second) > numbers.kept, -1, 0)
-    for begin in range(0, numbers.items, BLOCK):
-        item = begin + tl.arange(0, BLOCK)
-        inside = item < numbers.items
-        one = _cells(first, item, inside, tensors, numbers, SIDE) & is_first
-        two = _cells(second, item, inside, tensors, numbers, SIDE) & is_second
-        beside = _cells(_neighbour(first), item, inside, tensors, numbers, SIDE)
-        one = tl.where(beside == 0, one, 0)
-        beside = _cells(_neighbour(second), item, inside, tensors, numbers, SIDE)
-        two = tl.where(beside == 0, two, 0)
-        either = tl.where((one | two) != 0, -1, 0)
-        balance += tl.where((one != 0) & (two != 0), 2, either)
-    tl.store(tensors.alike_ptr + pid, tl.where(tl.sum(balance, 0) >= 0, 1, 0))
-
-
-@triton.jit
 def _count(pid, tensors, numbers, OPTIONS: tl.constexpr):
     """Count the entries of a chunk of an owner's items, and their weights."""
     BLOCK: tl.constexpr = OPTIONS.BLOCK
@@ -239,8 +36,8 @@ def _count(pid, tensors, numbers, OPTIONS: tl.constexpr):
     owner = pid // numbers.chunks
     item = pid % numbers.chunks * BLOCK + tl.arange(0, BLOCK)
     inside = item < numbers.items
-    first = _walked(owner, 0, item, inside, tensors, numbers, SIDE)
-    second = _walked(owner, 1, item, inside, tensors, numbers, SIDE)
+    first = walked(owner, 0, item, inside, tensors, numbers, SIDE)
+    second = walked(owner, 1, item, inside, tensors, numbers, SIDE)
     used = ((first | second) != 0).to(tl.int32)
     weight = _weight(owner, first, second, numbers)
     tl.store(tensors.counts_ptr + pid, tl.sum(used, 0).to(tl.int64))
@@ -294,8 +91,8 @@ def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
     chunk = pid % numbers.chunks
     item = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = item < numbers.items
-    first = _walked(owner, 0, item, inside, tensors, numbers, SIDE)
-    second = _walked(owner, 1, item, inside, tensors, numbers, SIDE)
+    first = walked(owner, 0, item, inside, tensors, numbers, SIDE)
+    second = walked(owner, 1, item, inside, tensors, numbers, SIDE)
     used = (first | second) != 0
     weight = _weight(owner, first, second, numbers)
     start = tl.load(tensors.ends_ptr + pid - 1, mask=pid > 0, other=0)
@@ -323,11 +120,11 @@ def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
         if cuts > 0:
             tl.store(tensors.starts_ptr + program, start)
         for half in tl.static_range(2):
-            block, moved = _owned(owner, half, tensors, numbers)
+            block, moved = owned(owner, half, tensors, numbers)
             base = block // numbers.in_blocks * numbers.in_list
             for slot in tl.static_range(SIDE):
                 piece = tl.load(tensors.pieces_ptr + block * SIDE + slot)
-                if _owns(owner, moved, numbers) & (piece >= 0):
+                if owns(owner, moved, numbers) & (piece >= 0):
                     tl.atomic_add(tensors.parts_ptr + base + piece, cuts.to(tl.int64))
     if pid == 0:
         real = tl.load(tensors.real_ptr)
@@ -355,12 +152,12 @@ def _entries(begin, end, highest, tensors, numbers, OPTIONS: tl.constexpr, SIZE:
 @triton.jit
 def _highest(owner, tensors, numbers):
     """Return the last 64 tokens that an owner's blocks touch, and the owner's list."""
-    block, moved = _owned(owner, 0, tensors, numbers)
-    other, other_moved = _owned(owner, 1, tensors, numbers)
+    block, moved = owned(owner, 0, tensors, numbers)
+    other, other_moved = owned(owner, 1, tensors, numbers)
     one = tl.load(tensors.lasts_ptr + block)
     two = tl.load(tensors.lasts_ptr + other)
-    one = tl.where(_owns(owner, moved, numbers), one, -1)
-    two = tl.where(_owns(owner, other_moved, numbers), two, -1)
+    one = tl.where(owns(owner, moved, numbers), one, -1)
+    two = tl.where(owns(owner, other_moved, numbers), two, -1)
     return tl.maximum(one, two), block // numbers.in_blocks
 
 
@@ -424,8 +221,8 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
             tl.store(tensors.out_bits_ptr + target + rank, seen, mask=part < 4)
     tl.store(named, index)
     for half in tl.static_range(2):
-        block, its_moved = _owned(owner, half, tensors, numbers)
-        is_there = _owns(owner, its_moved, numbers) & (program < real)
+        block, its_moved = owned(owner, half, tensors, numbers)
+        is_there = owns(owner, its_moved, numbers) & (program < real)
         for slot in tl.static_range(SIDE):
             piece = tl.load(tensors.pieces_ptr + block * SIDE + slot)
             tl.store(named + 1 + half * SIDE + slot, tl.where(is_there, piece, -1))
@@ -548,15 +345,15 @@ def _pair_kernel(
     OPTIONS: tl.constexpr = PairOptions(STAGE, SIDE, IS_CAUSAL, BLOCK, ENTRIES)
     pid = tl.program_id(0)
     if STAGE == "apart":
-        _find_apart(pid, tensors, numbers, OPTIONS)
+        find_apart(pid, tensors, numbers, OPTIONS)
     elif STAGE == "rank":
-        _rank(pid, tensors, numbers, OPTIONS)
+        put_in_order(pid, tensors, numbers, OPTIONS)
     elif STAGE == "cells":
-        _fill_cells(pid, tensors, numbers, OPTIONS)
+        fill_cells(pid, tensors, numbers, OPTIONS)
     elif STAGE == "alone":
-        _find_alone(pid, tensors, numbers, OPTIONS)
+        find_alone(pid, tensors, numbers, OPTIONS)
     elif STAGE == "compare":
-        _compare(pid, tensors, numbers, OPTIONS)
+        compare(pid, tensors, numbers, OPTIONS)
     elif STAGE == "count":
         _count(pid, tensors, numbers, OPTIONS)
     elif STAGE == "cut":

@@ -29,7 +29,8 @@ from .list_structures import (
     PairTensors,
 )
 from .lists import _bit_kernel, _list_kernel
-from .pairs import RANKED, _pair_kernel
+from .pair_blocks import RANKED
+from .pairs import _pair_kernel
 
 # slots, or items, of a program
 BLOCK = 512
