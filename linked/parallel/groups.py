@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-_groups: dict[str, Any] = {}
+from ..host.internals import process_group_named
 
 
 class Where(NamedTuple):
@@ -22,11 +22,11 @@ class Where(NamedTuple):
 def where(group: Any) -> Where:
     """Return where a rank is in its group; None is all ranks."""
     group = dist.group.WORLD if group is None else group
-    name = str(group.group_name)
-    _groups[name] = group
-    return Where(name, dist.get_rank(group), dist.get_world_size(group))
+    # a trace may hand a stand-in for the group
+    group = group_named(str(group.group_name))
+    return Where(str(group.group_name), dist.get_rank(group), dist.get_world_size(group))
 
 
 def group_named(name: str) -> Any:
-    """Return the group that ``where`` told the name of."""
-    return _groups[name]
+    """Return the group of this name."""
+    return process_group_named(name)

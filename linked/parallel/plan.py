@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..host.arguments import check_tensor, check_window, kind
 from .layout import Layout, layout_of
-from .shards import SHARDS, Run, check_count, check_rank, check_shard
+from .shards import SHARDS, Run, check_count, check_rank, check_shard, merged
 
 _RULES = ("balanced", *SHARDS)
 
@@ -59,6 +59,10 @@ class ShardPlan:
             for begin, end in zip(self.cu_seqlens[:-1], self.cu_seqlens[1:], strict=True)
         )
         self.layout: Layout = layout_of(self.lengths, group_size, *self.window, shard)
+        # what traces read: numbers that may become symbols, and a tensor
+        self.counts = tuple(map(self.layout.tokens, range(group_size)))
+        self.run_counts = tuple(len(merged(runs)) for runs in self.layout.runs)
+        self.host_lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu")
         self._indices: dict[tuple[int, torch.device], Tensor] = {}
 
     @property
@@ -69,12 +73,12 @@ class ShardPlan:
     @property
     def max_tokens(self) -> int:
         """The most tokens that a rank holds."""
-        return max(map(self.layout.tokens, range(self.group_size)))
+        return max(self.counts)
 
     def tokens(self, rank: int) -> int:
         """Return how many tokens a rank holds."""
         check_rank(rank, self.group_size)
-        return self.layout.tokens(rank)
+        return self.counts[rank]
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """Return the runs of a rank, in the order in which it holds them."""
@@ -112,7 +116,7 @@ class ShardPlan:
             raise ValueError(f"parts must have {self.group_size} tensors, got {len(parts)}")
         for rank, part in enumerate(parts):
             check_tensor(f"parts[{rank}]", part)
-            expected = self.layout.tokens(rank)
+            expected = self.counts[rank]
             if part.ndim < 1 or part.shape[0] != expected:
                 raise ValueError(
                     f"parts[{rank}] must be [tokens, ...] with {expected} tokens, "

@@ -52,20 +52,29 @@ def check_rank(rank: Any, group_size: int) -> None:
 
 def part_sizes(seqlen: int, parts: int) -> list[int]:
     """Return the lengths of the parts: the first ones take the remainder."""
-    return [seqlen // parts + (p < seqlen % parts) for p in range(parts)]
+    # as seqlen // parts + (p < seqlen % parts), without a comparison, which a trace would decide
+    return [(seqlen + parts - 1 - p) // parts for p in range(parts)]
 
 
 def ranges(seqlen: int, group_size: int, rank: int, shard: str) -> list[tuple[int, int]]:
     """Return where the parts of a rank begin and end, in order, the empty ones too."""
-    parts = group_size if shard == "contiguous" else 2 * group_size
+    parts, own = parts_of(group_size, rank, shard)
     ends = [0, *accumulate(part_sizes(seqlen, parts))]
-    own = [rank] if shard == "contiguous" else [rank, 2 * group_size - 1 - rank]
     return [(ends[p], ends[p + 1]) for p in own]
+
+
+def parts_of(group_size: int, rank: int, shard: str) -> tuple[int, list[int]]:
+    """Return in how many parts sequences are cut, and which of them a rank holds."""
+    if shard == "contiguous":
+        return group_size, [rank]
+    return 2 * group_size, [rank, 2 * group_size - 1 - rank]
 
 
 def shard_size(seqlen: int, group_size: int, rank: int, shard: str) -> int:
     """Return how many tokens of a sequence a rank holds."""
-    return sum(end - begin for begin, end in ranges(seqlen, group_size, rank, shard))
+    parts, own = parts_of(group_size, rank, shard)
+    sizes = part_sizes(seqlen, parts)
+    return sum(sizes[p] for p in own)
 
 
 def merged(runs: Iterable[Run]) -> list[Run]:

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from flash_attn_triton import _sharded, distributed
+from flash_attn_triton import _sharded, _sharded_ops, distributed
 from flash_attn_triton._linked.parallel.groups import Where
 
 
@@ -24,7 +24,7 @@ class Ranks:
         monkeypatch.setattr(distributed, "check_group", lambda *_: None)
         monkeypatch.setattr(distributed, "where", self._where)
         monkeypatch.setattr(_sharded, "Exchange", self._exchange)
-        monkeypatch.setattr(_sharded, "compare", lambda *_: None)
+        monkeypatch.setattr(_sharded_ops, "compare", lambda *_: None)
         monkeypatch.setattr(_sharded, "group_named", lambda *_: None)
 
     def run(self, function):

@@ -234,13 +234,19 @@ def call(rank, **changes):
     return distributed.flash_attn_func(**{"q": x, "k": x, "v": x} | changes)
 
 
-def heads_call(rank, **changes):
+def heads_call(rank, function=distributed.flash_attn_func, **changes):
     """Call with one token on each of two ranks that share heads."""
     if not ALONE:
         ALONE.extend(dist.new_group([one]) for one in range(2))
     x = torch.ones(1, 1, 2, 16)
     given = {"q": x, "k": x, "v": x} | {n: y for n, y in changes.items() if y is not None}
-    return distributed.flash_attn_func(**given, group=ALONE[rank], head_group=dist.group.WORLD)
+    return function(**given, group=ALONE[rank], head_group=dist.group.WORLD)
+
+
+def traced(*arguments, **named):
+    """Call in a graph."""
+    function = torch.compile(distributed.flash_attn_func, fullgraph=True, backend="eager")
+    return function(*arguments, **named)
 
 
 ALONE = []
@@ -261,6 +267,7 @@ DISAGREEMENTS = [
     (lambda rank: call(rank, q=HALF if rank else torch.ones(1, 1, 1, 16)),
      (r"rank 1 of the group refused: k must have the dtype", r"^k must have the dtype of q")),
     (lambda rank: heads_call(rank, softcap=1.0 * rank), r"softcap must be the same on every rank"),
+    (lambda rank: heads_call(rank, traced, softcap=1.0 + rank), r"softcap must be the same on ev"),
     (lambda rank: heads_call(rank, v=HALF.expand(1, 1, 2, 16) if rank else None),
      (r"rank 1 of the group refused: v must have the dtype", r"^v must have the dtype of q")),
     (lambda rank: heads_call(rank, k=torch.ones(1, 1, 1, 16), v=torch.ones(1, 1, 1, 16)),
@@ -339,6 +346,34 @@ def test_traces_hold_the_exchange(one_rank):
         results.append([value, *torch.autograd.grad(value, (q, k, v))])
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_traces_serve_other_lengths(one_rank):
+    """A second graph has symbols for what differs, and the batches to come need no third."""
+
+    def dense(q, k, v):
+        return distributed.flash_attn_func(q, k, v, causal=True)
+
+    def of_plan(q, k, v, plan):
+        return distributed.flash_attn_varlen_func(q[0], k[0], v[0], plan)
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    for function in (dense, of_plan):
+        torch._dynamo.reset()
+        graphs.clear()
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        for tokens in (6, 9, 10, 12):
+            lengths = [0, 4, tokens, tokens + tokens // 2][: tokens - 4]
+            plan = distributed.ShardPlan(lengths, 1, causal=True)
+            x = *given(lengths[-1]), *[plan][: function is of_plan]
+            assert torch.equal(compiled(*x), function(*x))
+        assert len(graphs) == 2
 
 
 def test_a_second_derivative_raises(one_rank):

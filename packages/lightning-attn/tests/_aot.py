@@ -88,14 +88,14 @@ def launch_decay_gradient(config: Config, seqlen: int = 4096) -> None:
 def launch_sharded(config: Config, seqlen: int = 4096) -> None:
     """Run the launchers of what a rank does with states that arrive, and with its own."""
     from lightning_attn._kernels import sharded_plans
+    from lightning_attn._linked.parallel.cut import cut_alike
     from lightning_attn._sharded import Sharded
-    from lightning_attn._shards import Layout, table_of
 
-    layout = Layout((2 * seqlen,) * 2, 2, (-1, -1), "contiguous", 1, True).text
-    table = table_of(layout)
+    cut = cut_alike(2, 2 * seqlen, 2, (-1, -1), "contiguous", 1)
+    options = Sharded(1.0, config.schedule, False, True, *cut, 2, "")
+    table = options.table
     on = table.on(torch.device("meta"))
     q, k, v, decay, _ = config.inputs(seqlen)
-    options = Sharded(1.0, config.schedule, False, layout, "")
     states = meta(table.rows, config.heads, config.d, config.width)
     last = meta(2, config.heads, config.d, config.width)
     x = BackwardTensors(v, q, k, v, decay, on.cu_seqlens)

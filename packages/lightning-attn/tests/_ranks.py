@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from lightning_attn import _sharded, distributed
+from lightning_attn import _sharded, _sharded_ops, distributed
 from lightning_attn._linked.parallel.groups import Where
 
 
@@ -22,7 +22,7 @@ class Ranks:
         monkeypatch.setattr(distributed, "check_group", lambda *_: None)
         monkeypatch.setattr(distributed, "where", self._where)
         monkeypatch.setattr(_sharded, "Exchange", self._exchange)
-        monkeypatch.setattr(_sharded, "_agree", lambda *_: None)
+        monkeypatch.setattr(_sharded_ops, "compare", lambda *_: None)
 
     def run(self, function):
         """Call ``function(rank)`` on every rank at once; return what each returns."""

@@ -43,13 +43,14 @@ class Heads:
         count = sinks.shape[0] // self.at.group_size
         return sinks.narrow(0, self.at.rank * count, count)
 
-    def gather(self, *several: Tensor) -> list[Tensor]:
+    def gather(self, q: Tensor, k: Tensor, v: Tensor, compared: Tensor | None) -> list[Tensor]:
         """Turn ``[batch * own tokens, heads, d]`` into ``[batch * tokens, own heads, d]``."""
+        several = q, k, v
         ranks = self.at.group_size
         shapes = [(x.shape[1] // ranks, x.shape[2]) for x in several]
         message = torch.cat([x.reshape(x.shape[0], ranks, -1) for x in several], -1)
         counts = [self._batch * size for size in self.sizes]
-        arrived: Tensor = gather_tokens(message, counts, self.at.group)
+        arrived: Tensor = gather_tokens(message, counts, self.at.group, compared)
         if self._batch > 1:
             parts = torch.split(arrived, counts)
             parts_of = [part.view(self._batch, -1, arrived.shape[1]) for part in parts]
@@ -76,7 +77,7 @@ def _exchange(message: Tensor, received: list[int], sent: list[int], group: str)
     return arrived
 
 
-def _gather(message: Tensor, counts: list[int], group: str) -> Tensor:
+def _gather(message: Tensor, counts: list[int], group: str, compared: Tensor | None) -> Tensor:
     rows, ranks, width = message.shape
     by_rank = message.transpose(0, 1).reshape(-1, width)
     return _exchange(by_rank, counts, [rows] * ranks, group)
@@ -88,7 +89,7 @@ def _scatter(rows: Tensor, counts: list[int], rank: int, group: str) -> Tensor:
     return arrived.view(ranks, own, rows.shape[1]).transpose(0, 1).contiguous()
 
 
-def _gather_fake(message: Tensor, counts: list[int], group: str) -> Tensor:
+def _gather_fake(message: Tensor, counts: list[int], *rest: Any) -> Tensor:
     return message.new_empty((sum(counts), message.shape[2]))
 
 
@@ -98,14 +99,14 @@ def _scatter_fake(rows: Tensor, counts: list[int], rank: int, group: str) -> Ten
 
 gather_tokens = register(
     f"{_ops.NAMESPACE}::gather_tokens",
-    "(Tensor message, int[] counts, str group) -> Tensor",
+    "(Tensor message, SymInt[] counts, str group, Tensor? compared) -> Tensor",
     fake=_gather_fake,
     kernels=_gather,
     eager=_gather,
 )
 scatter_tokens = register(
     f"{_ops.NAMESPACE}::scatter_tokens",
-    "(Tensor rows, int[] counts, int rank, str group) -> Tensor",
+    "(Tensor rows, SymInt[] counts, int rank, str group) -> Tensor",
     fake=_scatter_fake,
     kernels=_scatter,
     eager=_scatter,
@@ -113,7 +114,7 @@ scatter_tokens = register(
 
 
 def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    message, counts, group = inputs
+    message, counts, group, _ = inputs
     ctx.counts, ctx.group, ctx.own = counts, group, message.shape[0]
 
 
@@ -123,11 +124,11 @@ def _keep_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_gather(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     rank = dist.get_rank(group_named(ctx.group))
-    return scatter_tokens(grad, ctx.counts, rank, ctx.group), None, None
+    return scatter_tokens(grad, ctx.counts, rank, ctx.group), None, None, None
 
 
 def _differentiate_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return gather_tokens(grad, ctx.counts, ctx.group), None, None, None
+    return gather_tokens(grad, ctx.counts, ctx.group, None), None, None, None
 
 
 torch.library.register_autograd(

@@ -18,6 +18,7 @@ from torch import Tensor
 from ._call import Options, Plan, Tensors
 from ._linked.host.forms import Memory, form_of, interpreted
 from ._linked.parallel.agreement import agree
+from ._linked.parallel.cut import Layout, layout_by
 from ._linked.parallel.groups import group_named
 from ._pieces import MERGED, Piece, merge_eagerly
 from ._shards import Product, Rows, Step, table_of
@@ -27,13 +28,20 @@ AHEAD = 2
 
 
 class Sharded(NamedTuple):
-    """What is no tensor, in the order of the operators."""
+    """What is not multiplied, in the order of the operators."""
 
     softmax_scale: float
     softcap: float
     deterministic: bool
-    layout: str
+    # how sequences are cut; see ``Cut``
+    lengths: Tensor | None
+    numbers: list[int]
     group: str
+
+    @property
+    def layout(self) -> Layout:
+        """How sequences are cut."""
+        return layout_by(self.lengths, self.numbers)
 
 
 class Exchange:
@@ -132,12 +140,8 @@ def forward(
     v: Tensor,
     sinks: Tensor | None,
     options: Sharded,
-    claims: list[str],
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp over the keys of all ranks."""
-    if claims:
-        shown = None if sinks is None else sinks.tolist()
-        compare(claims, shown, group_named(options.group), q.device)
     table = table_of(options.layout)
     fetch = _Fetch(k, v, table.steps, options)
     if not table.local:
@@ -410,7 +414,37 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-def compare(claims: list[str], sinks: Any, group: Any, device: Any, error: Any = None) -> None:
-    """Compare what the ranks say of their calls; raise on all of them if they differ."""
-    named = dict(zip(NAMES, map(_Shown, claims), strict=True))
-    agree({**named, "sinks": sinks}, group, device, error)
+def claims_of(x: Tensors, options: Sharded, has_gradient: bool) -> list[str]:
+    """Say of a call what has to be the same on every rank."""
+    layout = options.layout
+    return [
+        str(x.q.dtype),
+        f"{list(x.q.shape[1:])}, {list(x.k.shape[1:])} and {list(x.v.shape[1:])}",
+        f"{layout.shard} of lengths {layout.lengths}, window {layout.window}",
+        str(options.softmax_scale),
+        str(options.softcap),
+        str(options.deterministic),
+        str(has_gradient),
+    ]
+
+
+def compare(
+    claims: list[str],
+    sinks: Tensor | None,
+    groups: list[str],
+    device: torch.device,
+    error: Exception | None = None,
+) -> None:
+    """Compare what ranks say of their calls; raise on all of them if they differ.
+
+    Over one group after the other: what is wrong in one is an error of its ranks in the next.
+    """
+    named: dict[str, Any] = dict(zip(NAMES, map(_Shown, claims), strict=True))
+    named["sinks"] = None if sinks is None else sinks.tolist()
+    for name in groups:
+        try:
+            agree(named, group_named(name), device, error)
+        except (TypeError, ValueError, NotImplementedError) as raised:
+            error = raised
+    if error is not None:
+        raise error

@@ -1,4 +1,4 @@
-"""Operators of sequences that are cut across ranks, and the autograd function over them.
+"""Operators of sequences that are cut across ranks, and their derivative.
 
 Each is opaque to a trace, with its exchange of keys.
 """
@@ -12,16 +12,28 @@ from torch import Tensor
 
 from . import _ops
 from ._call import Tensors
-from ._linked.host.operators import no_second_derivative, register
-from ._sharded import Sharded, backward, forward
+from ._linked.host.operators import differentiable, no_second_derivative, register
+from ._sharded import Sharded, backward, claims_of, compare, forward
 
-_OPTIONS = "float softmax_scale, float softcap, bool deterministic, str layout, str group"
+_OPTIONS = (
+    "float softmax_scale, float softcap, bool deterministic, Tensor? lengths, SymInt[] numbers, "
+    "str group"
+)
+
+
+def _compare(*given: Any) -> Tensor:
+    q: Tensor
+    q, k, v, sinks, *options, has_gradient, groups = given
+    known = Sharded(*options)
+    claims = claims_of(Tensors(q, k, v), known, has_gradient)
+    compare(claims, sinks, groups, q.device)
+    return q.new_empty((0,))
 
 
 def _forward(*given: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, sinks, *options, claims = given
+    q, k, v, sinks, *options, _ = given
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        return forward(q, k, v, sinks, Sharded(*options), claims)
+        return forward(q, k, v, sinks, Sharded(*options))
 
 
 def _backward(*given: Any) -> tuple[Tensor, ...]:
@@ -29,6 +41,10 @@ def _backward(*given: Any) -> tuple[Tensor, ...]:
     x = Tensors(q, k, v, sinks=sinks)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         return backward(x, out, lse, dout, dlse, Sharded(*options))
+
+
+def _compare_fake(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((0,))
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -43,9 +59,18 @@ def _backward_fake(
     return *grads, q.new_empty((0,)) if sinks is None else sinks.new_empty(sinks.shape)
 
 
+# its result says nothing: what takes it comes after the comparison
+compare_calls = register(
+    f"{_ops.NAMESPACE}::compare_calls",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}, bool has_gradient, str[] groups) "
+    "-> Tensor",
+    fake=_compare_fake,
+    kernels=_compare,
+    eager=_compare,
+)
 sharded_forward = register(
     f"{_ops.NAMESPACE}::sharded_forward",
-    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}, str[] claims) "
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}, Tensor? compared) "
     "-> (Tensor out, Tensor lse)",
     fake=_forward_fake,
     kernels=_forward,
@@ -59,34 +84,35 @@ sharded_backward = register(
     kernels=_backward,
     eager=_backward,
 )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Put away what the derivative needs."""
+    q, k, v, sinks, *options, _ = inputs
+    known = Sharded(*options)
+    ctx.save_for_backward(q, k, v, sinks, known.lengths, *output)
+    ctx.options = known._replace(lengths=None)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    """Return the gradients of the forward operator's arguments."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "second derivatives are not offered across ranks: differentiate without "
+            "create_graph=True"
+        )
+    q, k, v, sinks, lengths, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    options = ctx.options._replace(lengths=lengths)
+    grads = sharded_backward(dout, q, k, v, sinks, out, lse, dlse, *options)
+    needs = ctx.needs_input_grad
+    found = [g if need else None for g, need in zip(grads, needs, strict=False)]
+    return *found, *(None,) * (len(needs) - len(found))
+
+
+call_forward = differentiable(sharded_forward, _differentiate, _keep)
 torch.library.register_autograd(
     sharded_backward.name(), no_second_derivative("attention_reference")
 )
-
-
-class ShardedAttention(torch.autograd.Function):
-    """The forward pass of one rank's tokens, with the gradients as its derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        """Take q, k, v, sinks, options, and what is compared."""
-        q, k, v, sinks, options, claims = given
-        out, lse = sharded_forward(q, k, v, sinks, *options, claims)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "second derivatives are not offered across ranks: differentiate without "
-                "create_graph=True"
-            )
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        grads = sharded_backward(dout, q, k, v, sinks, out, lse, dlse, *ctx.options)
-        needs = ctx.needs_input_grad
-        return *(g if need else None for g, need in zip(grads, needs, strict=False)), None, None

@@ -12,7 +12,6 @@ so every rank knows what the others send and expect.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,25 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._linked.parallel.cut import Layout
 from ._linked.parallel.layout import layout_of
 from ._linked.parallel.shards import Run, merged
 
 NO_WINDOW = (-1, -1)
-
-
-class Layout(NamedTuple):
-    """How sequences are cut, and their mask: all that a rank has to know of the others."""
-
-    lengths: tuple[int, ...]
-    group_size: int
-    window: tuple[int, int]
-    shard: str
-    rank: int
-
-    @property
-    def text(self) -> str:
-        """Return it as an argument of an operator."""
-        return repr(tuple(self))
 
 
 class Rectangle(NamedTuple):
@@ -341,6 +326,6 @@ def _lengths(rectangles: Sequence[Rectangle]) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def table_of(text: str) -> Table:
+def table_of(layout: Layout) -> Table:
     """Return the table of a layout."""
-    return Table(Layout(*ast.literal_eval(text)))
+    return Table(layout)

@@ -25,12 +25,12 @@ from ._heads import Heads
 from ._linked.host.arguments import FLOAT_DTYPES, check_flag, kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
-from ._linked.parallel.groups import Where, where
+from ._linked.parallel.cut import Cut, cut_alike, cut_by_plan
+from ._linked.parallel.groups import Where, group_named, where
 from ._linked.parallel.plan import ShardPlan
 from ._linked.parallel.shards import check_count, check_shard, shard, shard_size, unshard
 from ._sharded import NAMES, Sharded, compare
-from ._sharded_ops import ShardedAttention
-from ._shards import Layout
+from ._sharded_ops import call_forward, compare_calls
 
 __all__ = ["ShardPlan", "flash_attn_func", "flash_attn_varlen_func", "shard", "unshard"]
 
@@ -93,7 +93,7 @@ def flash_attn_func(
     """
     at, heads_at = _where(group, head_group)
 
-    def checked() -> tuple[Layout, Options, Heads | None]:
+    def checked() -> tuple[Cut, Options, Heads | None]:
         options = _check(
             (q, k, v),
             4,
@@ -123,14 +123,15 @@ def flash_attn_func(
                 f"{shard}, got {tokens}"
             )
         window = options.window_left, options.window_right
-        layout = Layout((whole,) * batch, at.group_size, window, shard, at.rank)
-        return layout, options, heads
+        cut = cut_alike(batch, whole, at.group_size, window, shard, at.rank)
+        return cut, options, heads
 
-    groups = group, head_group
-    layout, options, heads = _agreed(checked, q, groups, validate)
+    places = at, heads_at
+    cut, options, heads = _agreed(checked, (q, k, v), places, validate)
     flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sinks
-    given = Sharded(options.softmax_scale, options.softcap, deterministic, layout.text, at.group)
-    out, lse = _apply(flat, layout, given, heads, groups, validate, return_lse)
+    scale, softcap = options.softmax_scale, options.softcap
+    given = Sharded(scale, softcap, deterministic, cut.lengths, cut.numbers, at.group)
+    out, lse = _apply(flat, given, heads, places, validate, return_lse)
     out = out.view(*q.shape[:2], *out.shape[1:])
     # [heads_q, batch * tokens]
     return (out, lse.view(lse.shape[0], *q.shape[:2]).transpose(0, 1)) if return_lse else out
@@ -174,7 +175,7 @@ def flash_attn_varlen_func(
     """
     at, heads_at = _where(group, head_group)
 
-    def checked() -> tuple[Layout, Options, Heads | None]:
+    def checked() -> tuple[Cut, Options, Heads | None]:
         if not isinstance(plan, ShardPlan):
             raise TypeError(f"plan must be a ShardPlan, got {kind(plan)}")
         left, right = plan.window
@@ -193,7 +194,7 @@ def flash_attn_varlen_func(
             raise ValueError(
                 f"plan must be of {at.group_size} ranks, as the group is, got {plan.group_size}"
             )
-        expected = plan.tokens(at.rank)
+        expected = plan.counts[at.rank]
         heads = Heads(heads_at, expected, 1) if heads_at else None
         if heads is not None:
             expected = heads.own
@@ -202,14 +203,13 @@ def flash_attn_varlen_func(
                 raise ValueError(
                     f"{name} must hold the {expected} tokens of rank {at.rank}, got {x.shape[0]}"
                 )
-        window, rule = plan.window, plan.shard_rule
-        return Layout(plan.lengths, at.group_size, window, rule, at.rank), options, heads
+        return cut_by_plan(plan, at.rank), options, heads
 
-    groups = group, head_group
-    layout, options, heads = _agreed(checked, q, groups, validate)
-    given = Sharded(options.softmax_scale, options.softcap, deterministic, layout.text, at.group)
-    x = q, k, v, sinks
-    out, lse = _apply(x, layout, given, heads, groups, validate, return_lse)
+    places = at, heads_at
+    cut, options, heads = _agreed(checked, (q, k, v), places, validate)
+    scale, softcap = options.softmax_scale, options.softcap
+    given = Sharded(scale, softcap, deterministic, cut.lengths, cut.numbers, at.group)
+    out, lse = _apply((q, k, v, sinks), given, heads, places, validate, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -259,73 +259,52 @@ def _where(group: Any, head_group: Any) -> tuple[Where, Where | None]:
     return where(group), where(head_group)
 
 
-def _agreed(checked: Callable[[], Any], q: Any, groups: tuple[Any, Any], validate: Any) -> Any:
+def _agreed(
+    checked: Callable[[], Any],
+    x: tuple[Any, ...],
+    places: tuple[Where, Where | None],
+    validate: Any,
+) -> Any:
     """Check this rank's arguments; where ranks compare theirs, all raise if one does."""
     if torch.compiler.is_compiling():
         return checked()
     try:
         return checked()
     except (TypeError, ValueError, NotImplementedError) as error:
-        is_tensor = isinstance(q, Tensor)
-        if validate or (q.is_cpu if is_tensor else dist.get_backend(groups[0]) == "gloo"):
-            device = q.device if is_tensor else torch.device("cpu")
-            _compare([""] * len(NAMES), None, groups, device, error)
+        device = next((one.device for one in x if isinstance(one, Tensor)), None)
+        if device is None and "gloo" in str(dist.get_backend_config(group_named(places[0].group))):
+            device = torch.device("cpu")
+        if device is not None and (validate or device.type == "cpu"):
+            compare([""] * len(NAMES), None, _names(places), device, error)
         raise
 
 
-def _compare(
-    claims: list[str],
-    sinks: Any,
-    groups: tuple[Any, Any],
-    device: torch.device,
-    error: Exception | None = None,
-) -> None:
-    """Compare over both groups, one after the other: an error of the first one is the second's."""
-    group, head_group = groups
-    if head_group is None:
-        compare(claims, sinks, group, device, error)
-        return
-    try:
-        compare(claims, sinks, group, device, error)
-    except (TypeError, ValueError, NotImplementedError) as raised:
-        error = raised
-    compare(claims, sinks, head_group, device, error)
+def _names(places: tuple[Where | None, ...]) -> list[str]:
+    return [at.group for at in places if at is not None]
 
 
 def _apply(
     x: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    layout: Layout,
     given: Sharded,
     heads: Heads | None,
-    groups: tuple[Any, Any],
+    places: tuple[Where, Where | None],
     validate: bool,
     needs_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Call the operator, through the autograd function."""
+    """Call the operators."""
     refuse_tangents(x)
     q, k, v, sinks = x
-    has_gradient = torch.is_grad_enabled() and any(
-        one is not None and one.requires_grad for one in x
-    )
-    claims: list[str] = []
+    compared = None
     if validate or q.is_cpu:
-        claims = [
-            str(q.dtype),
-            f"{list(q.shape[1:])}, {list(k.shape[1:])} and {list(v.shape[1:])}",
-            f"{layout.shard} of lengths {layout.lengths}, window {layout.window}",
-            str(given.softmax_scale),
-            str(given.softcap),
-            str(given.deterministic),
-            str(has_gradient),
-        ]
+        has_gradient = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in x
+        )
+        of_values = [one if one is None else one.detach() for one in x]
+        compared = compare_calls(*of_values, *given, has_gradient, _names(places))
     if heads is None:
-        return ShardedAttention.apply(*x, given, claims)  # type: ignore[no-any-return, no-untyped-call]
-    if claims and not torch.compiler.is_compiling():
-        shown = None if sinks is None else sinks.tolist()
-        _compare(claims, shown, groups, q.device)
-        claims = []
-    of_heads = *heads.gather(q, k, v), heads.part_of(sinks)
-    out, lse = ShardedAttention.apply(*of_heads, given, claims)  # type: ignore[no-untyped-call]
+        return call_forward(*x, *given, compared)  # type: ignore[no-any-return]
+    of_heads = *heads.gather(q, k, v, compared), heads.part_of(sinks)
+    out, lse = call_forward(*of_heads, *given, compared)
     if needs_lse:
         lse = heads.scatter(lse.T.unsqueeze(-1)).squeeze(-1).T
     return heads.scatter(out), lse

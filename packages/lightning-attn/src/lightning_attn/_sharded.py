@@ -16,20 +16,46 @@ from torch import Tensor
 
 from ._call import BackwardTensors, Inputs
 from ._linked.parallel.agreement import agree
+from ._linked.parallel.cut import Layout, layout_by
 from ._linked.parallel.groups import group_named
 from ._shards import Table, table_of
 from .validate import validate_decay
 
 
 class Sharded(NamedTuple):
-    """What is no tensor, in the order of the operators."""
+    """What is not multiplied, in the order of the operators."""
 
     scale: float
     schedule: str
     # states are returned or differentiated: they are written as such
     is_exact: bool
-    layout: str
+    has_final: bool
+    # how sequences are cut; see ``Cut``
+    lengths: Tensor | None
+    numbers: list[int]
+    # how many runs of tokens a rank holds, or fewer
+    runs: int
     group: str
+
+    @property
+    def layout(self) -> Layout:
+        """How sequences are cut."""
+        return layout_by(self.lengths, self.numbers)
+
+    @property
+    def table(self) -> Table:
+        """What this rank sends, and what arrives."""
+        return table_of(self.layout, self.has_final)
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return self.numbers[-2] if self.lengths is None else self.lengths.shape[0]
+
+    @property
+    def finals(self) -> int:
+        """How many final states are asked for."""
+        return self.batch if self.has_final else 0
 
 
 class Exchange:
@@ -61,12 +87,9 @@ def forward(
     decay: Tensor,
     initial_state: Tensor | None,
     options: Sharded,
-    claims: list[str],
-) -> tuple[Tensor, Tensor]:
-    """Return the output, and the states before the runs with the final ones behind them."""
-    table = table_of(options.layout)
-    if claims:
-        _agree(decay, options, claims)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the states before the runs for the backward pass, and the final ones."""
+    table = options.table
     on = table.on(q.device)
     runs = len(table.runs)
     before = None
@@ -86,7 +109,14 @@ def forward(
         before = backend.arrive(every, decay, before, on.earlier)
         if table.is_corrected:
             backend.correct(out, q, decay, before, on, table.longest, options.scale)
-    return out, _states(k, v, table.rows).zero_() if before is None else before
+    if before is None:
+        before = _states(k, v, table.rows).zero_()
+    final = before[runs:].clone()
+    missing = options.runs + options.finals - before.shape[0]
+    if missing:
+        # where sequences are so short that ranks have none of them
+        before = torch.cat([before, _states(k, v, missing).zero_()])
+    return out, before, final
 
 
 def backward(
@@ -98,7 +128,7 @@ def backward(
     options: Sharded,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, the share of the decays' gradient, and that of the initial states."""
-    table = table_of(options.layout)
+    table = options.table
     on = table.on(x.k.device)
     needs_q, needs_kv, needs_decay, needs_initial, has_initial = needs
     runs = len(table.runs)
@@ -183,17 +213,33 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-def compare(claims: list[str], decay: Any, group: Any, device: Any, error: Any = None) -> None:
-    """Compare what the ranks say of their calls; raise on all of them if they differ."""
-    named = dict(zip(NAMES, map(_Shown, claims), strict=True))
-    agree({**named, "decay": decay}, group, device, error)
+def claims_of(q: Tensor, v: Tensor, options: Sharded, has_gradient: bool) -> list[str]:
+    """Say of a call what has to be the same on every rank."""
+    layout = options.layout
+    return [
+        str(q.dtype),
+        f"{list(q.shape[1:])} and {list(v.shape[1:])}",
+        f"{layout.shard} of lengths {layout.lengths}, window {layout.window}",
+        str(options.scale),
+        options.schedule,
+        str(options.has_final),
+        str(has_gradient),
+    ]
 
 
-def _agree(decay: Tensor, options: Sharded, claims: list[str]) -> None:
-    """Check the decays, and compare them and all else over the ranks."""
-    error = None
-    try:
-        validate_decay(decay)
-    except ValueError as raised:
-        error = raised
-    compare(claims, decay.tolist(), group_named(options.group), decay.device, error)
+def compare(
+    claims: list[str],
+    decay: Tensor | None,
+    group: str,
+    device: torch.device,
+    error: Exception | None = None,
+) -> None:
+    """Compare what ranks say of their calls; raise on all of them if they differ."""
+    named: dict[str, Any] = dict(zip(NAMES, map(_Shown, claims), strict=True))
+    if decay is not None:
+        try:
+            validate_decay(decay)
+        except ValueError as raised:
+            error = raised
+    named["decay"] = None if decay is None else decay.tolist()
+    agree(named, group_named(group), device, error)

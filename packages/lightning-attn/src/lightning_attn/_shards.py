@@ -7,7 +7,6 @@ the rule of the shards, so every rank knows those of the others, and they reach 
 
 from __future__ import annotations
 
-import ast
 import itertools
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,24 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._linked.parallel.cut import Layout
 from ._linked.parallel.layout import layout_of
 from ._linked.parallel.shards import Run, merged
-
-
-class Layout(NamedTuple):
-    """How sequences are cut, and what is asked for: all that a rank has to know of the others."""
-
-    lengths: tuple[int, ...]
-    group_size: int
-    window: tuple[int, int]
-    shard: str
-    rank: int
-    has_final: bool
-
-    @property
-    def text(self) -> str:
-        """Return it as an argument of an operator."""
-        return repr(tuple(self))
 
 
 class Sources(NamedTuple):
@@ -65,8 +49,9 @@ class OnDevice(NamedTuple):
 class Table:
     """What one rank sends, and what arrives there."""
 
-    def __init__(self, layout: Layout) -> None:
-        lengths, self.group_size, (left, right), shard, self.rank, self.has_final = layout
+    def __init__(self, layout: Layout, has_final: bool) -> None:
+        lengths, self.group_size, (left, right), shard, self.rank = layout
+        self.has_final = has_final
         whole = layout_of(lengths, self.group_size, left, right, shard)
         every = [merged(runs) for runs in whole.runs]
         parts: list[list[tuple[Run, int]]] = [[] for _ in lengths]
@@ -160,9 +145,9 @@ class Table:
 
 
 @lru_cache(maxsize=256)
-def table_of(text: str) -> Table:
-    """Return the table of a layout."""
-    return Table(Layout(*ast.literal_eval(text)))
+def table_of(layout: Layout, has_final: bool) -> Table:
+    """Return the table of a layout; with or without final states."""
+    return Table(layout, has_final)
 
 
 def _slot(place: tuple[int, int], message: int) -> int:

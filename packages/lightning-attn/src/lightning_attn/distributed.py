@@ -16,6 +16,7 @@ while dq is computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ from . import _checks
 from ._linked.host.arguments import kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
-from ._linked.parallel.groups import Where, where
+from ._linked.parallel.cut import Cut, cut_alike, cut_by_plan
+from ._linked.parallel.groups import Where, group_named, where
 from ._linked.parallel.plan import ShardPlan
 from ._linked.parallel.shards import check_count, check_shard, shard, shard_size, unshard
 from ._sharded import NAMES, Sharded, compare
-from ._sharded_ops import ShardedAttention
-from ._shards import Layout
+from ._sharded_ops import call_forward, compare_calls
 
 __all__ = [
     "ShardPlan",
@@ -96,7 +97,7 @@ def lightning_attn_func(
     check_group("group", group)
     at = where(group)
 
-    def checked() -> tuple[Layout, float, Tensor]:
+    def checked() -> tuple[Cut, float, Tensor]:
         _checks.check_qkv(q, k, v, 4)
         rates = _checks.check_decay(decay, q)
         factor = _checks.check_options(q, scale, output_final_state, schedule)
@@ -114,15 +115,16 @@ def lightning_attn_func(
             )
         if initial_state is not None:
             _checks.check_initial_state("initial_state", initial_state, batch, q, v)
-        layout = Layout(
-            (whole,) * batch, at.group_size, (-1, -1), shard, at.rank, output_final_state
-        )
-        return layout, factor, rates
+        cut = cut_alike(batch, whole, at.group_size, (-1, -1), shard, at.rank)
+        return cut, factor, rates
 
-    layout, factor, rates = _agreed(checked, q, decay, group, validate)
+    cut, factor, rates = _agreed(checked, (q, k, v), at, validate)
     refuse_tangents((q, k, v, decay, initial_state))
+    # two runs of each sequence, but on the last rank, where one begins as the other ends
+    has_two = shard == "zigzag" and at.rank < at.group_size - 1
+    runs = 2 * q.shape[0] if has_two else q.shape[0]
     x = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), rates, initial_state
-    out, state = _apply(x, layout, factor, schedule, at, validate)
+    out, state = _apply(x, cut, runs, (factor, schedule, output_final_state), at, validate)
     return out.view(*q.shape[:2], *out.shape[1:]), state
 
 
@@ -168,75 +170,68 @@ def lightning_attn_varlen_func(
     check_group("group", group)
     at = where(group)
 
-    def checked() -> tuple[Layout, float, Tensor]:
+    def checked() -> tuple[Cut, float, Tensor]:
         _checks.check_qkv(q, k, v, 3)
         rates = _checks.check_decay(decay, q)
         factor = _checks.check_options(q, scale, output_final_state, schedule)
         _checks.check_flag("validate", validate)
-        key = getattr(plan, "key", None)
-        if type(plan).__name__ != "ShardPlan" or not isinstance(key, tuple) or len(key) != 4:
+        if type(plan).__name__ != "ShardPlan" or not hasattr(plan, "host_lengths"):
             raise TypeError(f"plan must be a ShardPlan, got {kind(plan)}")
-        lengths, group_size, window, rule = key
-        if group_size != at.group_size:
+        if plan.group_size != at.group_size:
             raise ValueError(
-                f"plan must be of {at.group_size} ranks, as the group is, got {group_size}"
+                f"plan must be of {at.group_size} ranks, as the group is, got {plan.group_size}"
             )
-        expected = plan.tokens(at.rank)
+        expected = plan.counts[at.rank]
         if q.shape[0] != expected:
             raise ValueError(
                 f"q must hold the {expected} tokens of rank {at.rank}, got {q.shape[0]}"
             )
         if initial_state is not None:
-            _checks.check_initial_state("initial_state", initial_state, len(lengths), q, v)
-        layout = Layout(lengths, group_size, window, rule, at.rank, output_final_state)
-        return layout, factor, rates
+            batch = plan.host_lengths.shape[0]
+            _checks.check_initial_state("initial_state", initial_state, batch, q, v)
+        return cut_by_plan(plan, at.rank), factor, rates
 
-    layout, factor, rates = _agreed(checked, q, decay, group, validate)
+    cut, factor, rates = _agreed(checked, (q, k, v), at, validate)
     refuse_tangents((q, k, v, decay, initial_state))
-    return _apply((q, k, v, rates, initial_state), layout, factor, schedule, at, validate)
+    x, runs = (q, k, v, rates, initial_state), plan.run_counts[at.rank]
+    return _apply(x, cut, runs, (factor, schedule, output_final_state), at, validate)
 
 
-def _agreed(checked: Any, q: Any, decay: Any, group: Any, validate: Any) -> Any:
+def _agreed(checked: Callable[[], Any], x: tuple[Any, ...], at: Where, validate: Any) -> Any:
     """Check this rank's arguments; where ranks compare theirs, all raise if one does."""
     if torch.compiler.is_compiling():
         return checked()
     try:
         return checked()
     except (TypeError, ValueError, NotImplementedError) as error:
-        is_tensor = isinstance(q, Tensor)
-        if validate or (q.is_cpu if is_tensor else dist.get_backend(group) == "gloo"):
-            device = q.device if is_tensor else torch.device("cpu")
-            compare([""] * len(NAMES), "", group, device, error)
+        device = next((one.device for one in x if isinstance(one, Tensor)), None)
+        if device is None and "gloo" in str(dist.get_backend_config(group_named(at.group))):
+            device = torch.device("cpu")
+        if device is not None and (validate or device.type == "cpu"):
+            compare([""] * len(NAMES), None, at.group, device, error)
         raise
 
 
 def _apply(
     x: tuple[Any, ...],
-    layout: Layout,
-    scale: float,
-    schedule: str,
+    cut: Cut,
+    runs: int,
+    options: tuple[float, str, bool],
     at: Where,
     validate: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the operator, through the autograd function."""
+    """Call the operators."""
     q, _, v, decay, initial_state = x
-    has_gradient = torch.is_grad_enabled() and any(
-        one is not None and one.requires_grad for one in x
-    )
+    scale, schedule, has_final = options
     # what is differentiated is written as finely as what is returned
-    is_exact = layout.has_final or initial_state is not None or decay.requires_grad
-    claims: list[str] = []
+    is_exact = has_final or initial_state is not None or decay.requires_grad
+    given = Sharded(scale, schedule, is_exact, has_final, cut.lengths, cut.numbers, runs, at.group)
+    compared = None
     if validate or q.is_cpu:
-        claims = [
-            str(q.dtype),
-            f"{list(q.shape[1:])} and {list(v.shape[1:])}",
-            f"{layout.shard} of lengths {layout.lengths}, window {layout.window}",
-            str(scale),
-            schedule,
-            str(layout.has_final),
-            str(has_gradient),
-        ]
-    options = Sharded(scale, schedule, is_exact, layout.text, at.group)
-    finals = len(layout.lengths) if layout.has_final else 0
-    out, state = ShardedAttention.apply(*x, options, claims, finals)  # type: ignore[no-untyped-call]
-    return out, state if layout.has_final else None
+        has_gradient = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in x
+        )
+        of_values = q.detach(), v.detach(), decay.detach()
+        compared = compare_calls(*of_values, *given, has_gradient)
+    out, _, final = call_forward(*x, *given, compared)
+    return out, final if has_final else None
