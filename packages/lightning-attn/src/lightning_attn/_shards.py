@@ -72,7 +72,7 @@ class Table:
         self.sends = max(map(len, sent))
         self.finals = self.batch if self.has_final else 0
         self.rows = len(self.runs) + self.finals
-        self.sends_all = sent[self.rank] == list(range(self.sends))
+        self.sends_all = self.sends == len(self.runs) == len(sent[self.rank])
 
         slots: dict[Run, tuple[int, int]] = {}
         for rank, rows in enumerate(sent):
