@@ -1,31 +1,85 @@
-"""Time context parallelism, as a share of one GPU's speed, beside a plain all-gather of keys.
+"""Time context parallelism, as a share of one GPU's speed, beside what others offer.
 
-    torchrun --nproc-per-node=2 benchmarks/bench_parallel.py --out parallel.json
+    torchrun --nproc-per-node=2 benchmarks/bench_parallel.py --json two.json
+    torchrun --nproc-per-node=4 benchmarks/bench_parallel.py --json four.json
+    python benchmarks/bench_parallel.py --plot parallel.png two.json four.json
 
 One GPU's speed is that of the plain function on the whole sequence with 1 / n of the heads. A time
 is that of ten calls between two events, the largest of all ranks, the least of five such times.
-The all-gather waits for the keys of all ranks and computes each of a rank's two runs of queries in
-one call; its backward is not timed. Every result is compared with the plain function before.
+Beside ours stand an all-gather of keys with our kernel, where nothing overlaps, and PyTorch's
+``context_parallel`` with its own kernels and with ours. Packed sequences have no rival there.
+
+Every output and every gradient is compared with the plain function before it is timed; what is not
+right ends the run. What cannot run (PyTorch's on a CPU) is recorded with its error. ``graph`` is a
+forward and a backward pass in a CUDA graph, and comes last, when all else is in the file.
+NVLink multicast stays off unless NCCL_NVLS_ENABLE is set.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from flash_attn_triton import distributed, flash_attn_func, flash_attn_varlen_func
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS_Q, HEADS_K, HEAD_DIM = 32, 8, 128
 MIX = (8192, 4096, 2048, 1024, 512, 512)
 CALLS, REPEATS = 10, 5
+# of the norm of what is compared
+LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
+
+Row = dict[str, Any]
+
+
+class Work(NamedTuple):
+    """Inputs and what they come to, on all ranks alike: ``[1, tokens, heads, head_dim]``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    # out, dq, dk, dv
+    results: list[Tensor]
+
+
+class Way(NamedTuple):
+    """A way to compute on this rank: a function of its leaves.
+
+    ``cut`` takes a rank's part of what is whole.
+    """
+
+    function: Callable[..., Tensor]
+    leaves: list[Tensor]
+    dout: Tensor
+    cut: Callable[[Tensor], Tensor]
+
+
+def differentiate(way: Way) -> list[Tensor]:
+    """Return the output and the gradients."""
+    out = way.function(*way.leaves)
+    return [out.detach(), *torch.autograd.grad(out, way.leaves, way.dout)]
+
+
+def check(name: str, got: list[Tensor], want: list[Tensor]) -> None:
+    """Hold an output and gradients to those of the plain function."""
+    for result, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        error = float((x.float() - y.float()).norm() / y.float().norm().clamp(min=1e-30))
+        if x.shape != y.shape or not error <= LIMITS[y.dtype]:
+            raise RuntimeError(f"{name}: {result} of shape {list(x.shape)} is off by {error}")
 
 
 def seconds(function: Callable[[], Any], device: torch.device) -> float:
@@ -55,25 +109,52 @@ def seconds(function: Callable[[], Any], device: torch.device) -> float:
     return least
 
 
-def both_passes(
-    forward: Callable[..., Tensor], tensors: list[Tensor], device: torch.device
-) -> tuple[float, float]:
-    """Return the times of the forward pass and of the backward pass."""
+def measure(way: Way, device: torch.device) -> tuple[list[float], int | None]:
+    """Return the times of both passes in ms, and the bytes that they take at most."""
+    peak = None
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        differentiate(way)
+        peak = torch.cuda.max_memory_allocated() - before
     with torch.no_grad():
-        ahead = seconds(lambda: forward(*tensors), device)
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    out = forward(*leaves)
-    dout = torch.randn_like(out)
-    back = seconds(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device)
-    return ahead, back
+        ahead = seconds(lambda: way.function(*way.leaves), device)
+    out = way.function(*way.leaves)
+    back = seconds(
+        lambda: torch.autograd.grad(out, way.leaves, way.dout, retain_graph=True), device
+    )
+    return [1e3 * ahead, 1e3 * back], peak
 
 
-def gathered(q: Tensor, k: Tensor, v: Tensor, ranks: int, rank: int) -> Tensor:
-    """Compute with the keys of all ranks, gathered first."""
-    message = torch.cat([k, v], -1)
-    every = [torch.empty_like(message) for _ in range(ranks)]
-    dist.all_gather(every, message)
-    keys, values = distributed.unshard(every).split(HEAD_DIM, -1)
+class AllGather(torch.autograd.Function):
+    """The shards of all ranks in the order of tokens; a reduce-scatter adds up the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Gather ``[1, tokens, heads, width]``."""
+        every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, x)
+        return distributed.unshard(every)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        ranks = dist.get_world_size()
+        parts = [distributed.shard(grad, ranks, rank).contiguous() for rank in range(ranks)]
+        own = torch.empty_like(parts[0])
+        if dist.get_backend() == "gloo":
+            # which has no reduce-scatter of lists
+            dist.all_reduce(grad := grad.contiguous())
+            return distributed.shard(grad, ranks, dist.get_rank())
+        dist.reduce_scatter(own, parts)
+        return own
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute with the keys of all ranks, gathered first: a call for each run of queries."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    both: Any = AllGather.apply(torch.cat([k, v], -1))
+    keys, values = both.split(HEAD_DIM, -1)
     half = q.shape[1] // 2
     parts = []
     for part, own in ((rank, q[:, :half]), (2 * ranks - 1 - rank, q[:, half:])):
@@ -84,98 +165,308 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, ranks: int, rank: int) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def draw(tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def leaves_of(work: Work, cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [cut(x).contiguous().requires_grad_() for x in work[:3]]
+
+
+@contextlib.contextmanager
+def ours(work: Work, **_: Any) -> Iterator[Way]:
+    """The functions of this package."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+
+    def cut(x: Tensor) -> Tensor:
+        return distributed.shard(x, ranks, rank)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return distributed.flash_attn_func(q, k, v, causal=True)
+
+    yield Way(function, leaves_of(work, cut), cut(work.dout), cut)
+
+
+@contextlib.contextmanager
+def all_gather(work: Work, **_: Any) -> Iterator[Way]:
+    """Our kernel on keys that are gathered first."""
+    with ours(work) as way:
+        yield way._replace(function=gathered)
+
+
+@contextlib.contextmanager
+def torch_parallel(work: Work, backend: SDPBackend, repeats: bool) -> Iterator[Way]:
+    """PyTorch's, which cuts heads-first buffers where they lie."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh(work.q.device.type, (ranks,))
+    buffers = [x.transpose(1, 2).contiguous() for x in work[:4]]
+
+    def cut(x: Tensor) -> Tensor:
+        return distributed.shard(x.transpose(1, 2), ranks, rank, dim=2)
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if repeats:
+            k, v = (x.repeat_interleave(HEADS_Q // HEADS_K, 1) for x in (k, v))
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=not repeats
+        )
+
+    whole = set(buffers)
+    with (
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=whole),
+        sdpa_kernel([backend]),
+    ):
+        q, k, v, dout = buffers
+        yield Way(function, [x.detach().requires_grad_() for x in (q, k, v)], dout, cut)
+
+
+@contextlib.contextmanager
+def torch_ours(work: Work, backend: SDPBackend, repeats: bool) -> Iterator[Way]:
+    """PyTorch's, with our kernels registered."""
+    from flash_attn_triton.integrations import torch as integration
+
+    with (
+        integration.register(),
+        torch_parallel(work, SDPBackend.FLASH_ATTENTION, repeats) as way,
+    ):
+        yield way
+
+
+WAYS: dict[str, Callable[..., contextlib.AbstractContextManager[Way]]] = {
+    "ours": ours,
+    "all-gather": all_gather,
+    "torch": torch_parallel,
+    "torch-ours": torch_ours,
+}
+
+
+def draw(tokens: int, device: torch.device) -> list[Tensor]:
+    """Return q, k, v and the gradient of the output, the same on every rank."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     g = torch.Generator(device).manual_seed(0)
-    heads = HEADS_Q, HEADS_K, HEADS_K
+    heads = HEADS_Q, HEADS_K, HEADS_K, HEADS_Q
     return [
-        torch.randn(tokens, n, HEAD_DIM, generator=g, device=device, dtype=dtype) for n in heads
+        torch.randn(1, tokens, n, HEAD_DIM, generator=g, device=device, dtype=dtype) for n in heads
     ]
 
 
-def check(name: str, got: Tensor, want: Tensor) -> None:
-    error, scale = float((got - want).abs().max()), float(want.abs().max())
-    if not error <= 0.02 * scale:
-        raise RuntimeError(f"{name}: error {error} of {scale}")
+def mix_of(tokens: int, ranks: int) -> list[int]:
+    """Return the lengths of a pack: ``MIX`` over and over, shorter where ranks have less."""
+    scale = max(1, 8192 // tokens)
+    left, lengths = tokens * ranks, []
+    while left:
+        lengths.append(min(left, max(1, MIX[len(lengths) % len(MIX)] // scale)))
+        left -= lengths[-1]
+    return lengths
 
 
-def measure(tokens: int, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Measure sequences of so many tokens a rank."""
+def some_heads(x: list[Tensor]) -> tuple[list[Tensor], float]:
+    """Return 1 / n of the heads, and what a time of theirs is to be multiplied with."""
+    ranks = dist.get_world_size()
+    heads = max(1, HEADS_K // ranks)
+    group = HEADS_Q // HEADS_K
+    parts = [t[:, :, : heads * (group if t.shape[2] == HEADS_Q else 1)].contiguous() for t in x]
+    return parts, HEADS_K / (heads * ranks)
+
+
+def measure_dense(tokens: int, device: torch.device, names: list[str]) -> list[Row]:
+    """Measure one sequence of so many tokens a rank."""
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash_attn_func(q, k, v, causal=True)
+
+    every = draw(tokens * dist.get_world_size(), device)
+    base = measure_plain(plain, every, device)
+    work = Work(*every, whole_results(plain, every))
+    rows = []
+    for name in names:
+        is_rival = name.startswith("torch")
+        # not every version takes fewer heads of keys
+        for repeats in (False, True) if is_rival else (False,):
+            row = {"case": "dense", "way": name, "one_gpu_ms": base}
+            if is_rival:
+                row["repeats_keys"] = repeats
+            try:
+                with WAYS[name](work, backend=SDPBackend.CUDNN_ATTENTION, repeats=repeats) as way:
+                    check(f"dense, {name}", differentiate(way), [way.cut(x) for x in work.results])
+                    add_times(row, way, device)
+                break
+            except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
+                if not is_rival or "is off by" in str(error):
+                    raise
+                row["error"] = str(error)[:300]
+        rows.append(row)
+    return rows
+
+
+def measure_packed(tokens: int, device: torch.device) -> list[Row]:
+    """Measure packed sequences of so many tokens a rank."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    whole = tokens * ranks
-    every = draw(whole, dtype, device)
-    some = [x[:, : max(1, x.shape[1] // ranks)].contiguous() for x in every]
-    mix = [n * tokens // 8192 for n in MIX] * (ranks // 2 or 1)
-    mix[-1] += whole - sum(mix)
-    offsets = [sum(mix[:b]) for b in range(len(mix) + 1)]
+    lengths = mix_of(tokens, ranks)
+    offsets = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
     plan = distributed.ShardPlan(offsets, ranks, causal=True)
     starts = torch.tensor(offsets, dtype=torch.int32, device=device)
-    packed = (starts, starts, max(mix), max(mix))
 
-    def alone(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flash_attn_func(q[None], k[None], v[None], causal=True)
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        longest = max(lengths)
+        found: Any = flash_attn_varlen_func(
+            q[0], k[0], v[0], starts, starts, longest, longest, causal=True
+        )
+        return found[None]
 
-    def alone_packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flash_attn_varlen_func(q, k, v, *packed, causal=True)
+    def cut(x: Tensor) -> Tensor:
+        return plan.shard(x[0], rank)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return distributed.flash_attn_func(q, k, v, causal=True)
-
-    def ours_packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return distributed.flash_attn_varlen_func(q, k, v, plan)
 
-    own = [distributed.shard(x[None], ranks, rank) for x in every]
-    cut = [plan.shard(x, rank) for x in every]
-    with torch.no_grad():
-        want = distributed.shard(alone(*every), ranks, rank)
-        check("dense", ours(*own), want)
-        check("all-gather", gathered(*own, ranks, rank), want)
-        check("packed", ours_packed(*cut), plan.shard(alone_packed(*every), rank))
-        del want
-    del every
-    one, one_packed = both_passes(alone, some, device), both_passes(alone_packed, some, device)
-    cases = {
-        "dense": (one, both_passes(ours, own, device)),
-        "packed": (one_packed, both_passes(ours_packed, cut, device)),
+    every = draw(tokens * ranks, device)
+    base = measure_plain(plain, every, device)
+    work = Work(*every, whole_results(plain, every))
+    way = Way(function, leaves_of(work, cut), cut(work.dout), cut)
+    check("packed", differentiate(way), [cut(x) for x in work.results])
+    row = {"case": "packed", "way": "ours", "one_gpu_ms": base, "lengths": lengths}
+    row["pairs_over_mean"] = max(plan.layout.pairs) * ranks / sum(plan.layout.pairs)
+    add_times(row, way, device)
+    return [row]
+
+
+def whole_results(plain: Callable[..., Tensor], every: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in every[:3]]
+    return differentiate(Way(plain, leaves, every[3], lambda x: x))
+
+
+def measure_plain(
+    plain: Callable[..., Tensor], every: list[Tensor], device: torch.device
+) -> list[float]:
+    """Return the times of one GPU in ms."""
+    some, factor = some_heads(every)
+    leaves = [x.requires_grad_() for x in some[:3]]
+    times, _ = measure(Way(plain, leaves, some[3], lambda x: x), device)
+    return [factor * x for x in times]
+
+
+def add_times(row: Row, way: Way, device: torch.device) -> None:
+    row["ms"], row["peak_bytes"] = measure(way, device)
+    row["share"] = [x / y for x, y in zip(row["one_gpu_ms"], row["ms"], strict=True)]
+
+
+def capture(tokens: int, device: torch.device) -> Row:
+    """Put both passes into a graph, and hold its gradients to those of a call, bit for bit."""
+    row: Row = {"case": "dense", "way": "graph"}
+    work = Work(*draw(tokens * dist.get_world_size(), device), [])
+    with ours(work) as way:
+        want = differentiate(way)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                differentiate(way)
+        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                got = differentiate(way)
+            graph.replay()
+            row["same_bits"] = [torch.equal(x, y) for x, y in zip(got, want, strict=True)]
+            row["ms"] = 1e3 * seconds(graph.replay, device)
+        except RuntimeError as error:
+            row["error"] = str(error)[:300]
+    return row
+
+
+def machine(device: torch.device) -> Row:
+    """Say what was measured on."""
+    import triton
+
+    folder = Path(__file__).parent
+    git = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    is_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_gpu else "CPU",
+        "ranks": dist.get_world_size(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
+        "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0",
+        "commit": commit or None,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "heads": [HEADS_Q, HEADS_K, HEAD_DIM],
     }
-    with torch.no_grad():
-        plain = seconds(lambda: gathered(*own, ranks, rank), device)
-    found = []
-    for name, (base, times) in cases.items():
-        found.append(
-            {
-                "case": name,
-                "ranks": ranks,
-                "tokens": tokens,
-                "one_gpu_ms": [1e3 * x for x in base],
-                "ms": [1e3 * x for x in times],
-                "share": [x / y for x, y in zip(base, times, strict=True)],
-            }
-        )
-    found[0]["all_gather_share"] = one[0] / plain
-    return found
+
+
+def draw_plot(path: Path, files: list[Path]) -> None:
+    """Draw the share of one GPU's speed over tokens a GPU: a column a file, a row a pass."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    figure, axes = plt.subplots(
+        2, len(found), figsize=(4 * len(found), 6), sharex=True, sharey=True, squeeze=False
+    )
+    for column, one in enumerate(found):
+        lines = sorted({(r["case"], r["way"]) for r in one["results"] if "share" in r})
+        for row, title in enumerate(("forward", "backward")):
+            plot = axes[row][column]
+            for case, way in lines:
+                points = sorted(
+                    (r["tokens"], r["share"][row])
+                    for r in one["results"]
+                    if (r["case"], r["way"]) == (case, way) and "share" in r
+                )
+                plot.plot(*zip(*points, strict=True), marker="o", label=f"{case}, {way}")
+            plot.set_title(f"{one['machine']['ranks']} ranks, {title}", fontsize=9)
+            plot.set_xscale("log", base=2)
+            plot.set_ylim(0.0, 1.1)
+            plot.axhline(1.0, color="#7a7a7a", linewidth=0.8)
+        axes[1][column].set_xlabel("tokens a rank")
+    axes[0][0].set_ylabel("share of one GPU's speed")
+    axes[1][0].set_ylabel("share of one GPU's speed")
+    axes[0][0].legend(fontsize=7)
+    where = found[0]["machine"]
+    note = f"{where['device']}, torch {where['torch']}, Triton {where['triton']}, {where['date']}"
+    figure.text(0.01, 0.005, note, fontsize=7, color="#7a7a7a")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="a rank")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", help="a file for the results")
+    parser.add_argument("--json", type=Path, help="a file for the results")
+    parser.add_argument("--plot", type=Path, help="draw files of results, and measure nothing")
+    parser.add_argument("files", nargs="*", type=Path, help="with --plot: what --json wrote")
     args = parser.parse_args()
+    if args.plot:
+        draw_plot(args.plot, args.files)
+        return
+    if any(tokens < 2 or tokens % 2 for tokens in args.tokens):
+        parser.error("--tokens must be even: the rivals take parts of one length")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        results = []
-        for tokens in args.tokens:
-            results += measure(tokens, device, dtype)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    found: Row = {"machine": machine(device), "results": []}
+
+    def keep(rows: list[Row], tokens: int) -> None:
+        found["results"] += [{"tokens": tokens, **row} for row in rows]
         if dist.get_rank() == 0:
-            for row in results:
-                print(json.dumps(row), flush=True)
-            if args.out:
-                Path(args.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            for row in rows:
+                print(json.dumps({"tokens": tokens, **row}), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    try:
+        for tokens in args.tokens:
+            keep(measure_dense(tokens, device, args.ways), tokens)
+            keep(measure_packed(tokens, device), tokens)
+        if device.type == "cuda":
+            keep([capture(args.tokens[0], device)], args.tokens[0])
     finally:
         dist.destroy_process_group()
 

@@ -1,0 +1,179 @@
+"""Time linear attention across GPUs, as a share of one GPU's speed.
+
+    torchrun --nproc-per-node=2 benchmarks/bench_parallel.py --json two.json
+    torchrun --nproc-per-node=4 benchmarks/bench_parallel.py --json four.json
+
+One GPU's speed is that of the plain function on the whole sequence with 1 / n of the heads. A time
+is that of ten calls between two events, the largest of all ranks, the least of five such times.
+Every output and every gradient is compared with the plain function before it is timed. NVLink
+multicast stays off unless NCCL_NVLS_ENABLE is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_attn import build_slopes, distributed, lightning_attn_func
+from torch import Tensor
+
+HEAD_DIM = 128
+# tokens a rank, heads
+SIZES = ((16384, 64), (65536, 32))
+CALLS, REPEATS = 10, 5
+# of the norm of what is compared
+LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
+
+Row = dict[str, Any]
+
+
+def seconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Return the time of a call, the largest of all ranks."""
+    for _ in range(3):
+        function()
+    least = float("inf")
+    for _ in range(REPEATS):
+        dist.barrier()
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(CALLS):
+                function()
+            end.record()
+            torch.cuda.synchronize()
+            taken = begin.elapsed_time(end) / 1e3 / CALLS
+        else:
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                function()
+            taken = (time.perf_counter() - start) / CALLS
+        longest = torch.tensor(taken, device=device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        least = min(least, float(longest))
+    return least
+
+
+def passes(
+    function: Callable[..., Tensor], x: list[Tensor], device: torch.device
+) -> tuple[list[Tensor], list[float]]:
+    """Return the output and the gradients, and a function's times of both passes in ms."""
+    *inputs, dout = x
+    leaves = [one.contiguous().requires_grad_() for one in inputs]
+    out = function(*leaves)
+    results = [out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=True)]
+    back = seconds(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device)
+    with torch.no_grad():
+        ahead = seconds(lambda: function(*leaves), device)
+    return results, [1e3 * ahead, 1e3 * back]
+
+
+def measure(tokens: int, heads: int, shard: str, device: torch.device) -> Row:
+    """Measure sequences of so many tokens a rank."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    g = torch.Generator(device).manual_seed(0)
+    size = 1, ranks * tokens, heads, HEAD_DIM
+    every = [torch.randn(size, generator=g, device=device, dtype=dtype) for _ in range(4)]
+    decay = build_slopes(heads).to(device)
+    some = max(1, heads // ranks)
+
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return lightning_attn_func(q, k, v, decay[: q.shape[2]], scale=None)[0]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return distributed.lightning_attn_func(q, k, v, decay, scale=None, shard=shard)[0]
+
+    def cut(x: Tensor) -> Tensor:
+        return distributed.shard(x, ranks, rank, shard=shard)
+
+    # the whole is computed once, to compare with: some heads after the others
+    want: list[list[Tensor]] = [[] for _ in range(4)]
+    for begin in range(0, heads, some):
+        end = min(begin + some, heads)
+        leaves = [x[:, :, begin:end].contiguous().requires_grad_() for x in every[:3]]
+        out, _ = lightning_attn_func(*leaves, decay[begin:end], scale=None)
+        arriving = every[3][:, :, begin:end]
+        for found, x in zip(
+            want, [out.detach(), *torch.autograd.grad(out, leaves, arriving)], strict=True
+        ):
+            found.append(cut(x))
+    _, base = passes(alone, [x[:, :, :some].contiguous() for x in every], device)
+    base = [x * heads / (some * ranks) for x in base]
+    own = [cut(x) for x in every]
+    del every
+    results, times = passes(ours, own, device)
+    for name, got, parts in zip(("o", "dq", "dk", "dv"), results, want, strict=True):
+        expected = torch.cat(parts, 2).float()
+        error = float((got.float() - expected).norm() / expected.norm())
+        if not error <= LIMITS[dtype]:
+            raise RuntimeError(f"{name} is off by {error}")
+    return {
+        "tokens": tokens,
+        "heads": heads,
+        "shard": shard,
+        "one_gpu_ms": base,
+        "ms": times,
+        "share": [x / y for x, y in zip(base, times, strict=True)],
+    }
+
+
+def machine(device: torch.device) -> Row:
+    """Say what was measured on."""
+    import triton
+
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    is_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if is_gpu else "CPU",
+        "ranks": dist.get_world_size(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
+        "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0",
+        "commit": commit or None,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tokens", type=int, help="a rank, instead of the sizes above")
+    parser.add_argument("--heads", type=int, default=32, help="with --tokens")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="a file for the results")
+    args = parser.parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    found: Row = {"machine": machine(device), "results": []}
+    try:
+        for tokens, heads in ((args.tokens, args.heads),) if args.tokens else SIZES:
+            for shard in ("zigzag", "contiguous"):
+                row = measure(tokens, heads, shard, device)
+                found["results"].append(row)
+                if dist.get_rank() == 0:
+                    print(json.dumps(row), flush=True)
+                    if args.json:
+                        text = json.dumps(found, indent=1) + "\n"
+                        args.json.write_text(text, encoding="utf-8")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
