@@ -450,7 +450,8 @@ def docs(session: nox.Session) -> None:
 @nox.session(requires=["build"], default=False)
 def scale(session: nox.Session) -> None:
     """Run what several processes do together, on as many as a machine may have."""
-    install(session, *PACKAGES, also=group("integration"))
+    trainer = group("trainer", PROJECTS["flash-attn-triton"])
+    install(session, *PACKAGES, also=[*group("integration"), *trainer])
     # each test starts processes of its own
     pytest(session, TOGETHER, "interpreter", "scale", "-m", "scale", "--numprocesses=0")
 

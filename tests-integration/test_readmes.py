@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,11 +23,13 @@ def blocks(path):
     return ["\n" * text[: m.start(1)].count("\n") + m[1] for m in BLOCK.finditer(text)]
 
 
+# its code is for several processes
+PARALLEL = ROOT / "packages" / "flash-attn-triton" / "docs" / "context-parallelism.md"
 DOCUMENTS = [
     path
     for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "packages/*/*.md", "packages/*/docs/*.md")
     for path in sorted(ROOT.glob(pattern))
-    if blocks(path)
+    if blocks(path) and path != PARALLEL
 ]
 # a merge runs the first; the rest have a session of their own
 CASES = [
@@ -39,6 +43,18 @@ def test_code_blocks_run(path, python, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     code = f"TEXTS = {blocks(path)!r}\nNAME = {path.name!r}\n{RUN}"
     python(code, cwd=tmp_path, env=environment)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.site), 2])
+def test_code_for_several_ranks_runs(ranks, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"
+    script = tmp_path / "page.py"
+    script.write_text(f"TEXTS = {blocks(PARALLEL)!r}\nNAME = {PARALLEL.name!r}\n{RUN}")
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, "-m", *launcher, str(script)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
 
 
 def test_every_package_shows_a_first_call(package):

@@ -1,5 +1,6 @@
 """Many processes share a sequence, more than a merge has time to start."""
 
+import json
 import os
 import subprocess
 import sys
@@ -59,15 +60,46 @@ def test_softmax_ranks_equal_the_whole(ranks, heads, tmp_path):
     assert [process.wait(timeout=300) for process in processes] == [0] * ranks
 
 
+def launched(ranks, name, *command):
+    """Run a script of a package under torchrun; return what it printed."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"
+    root = Path(__file__).resolve().parent.parent / "packages" / name
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run = subprocess.run(
+        [sys.executable, "-m", *launcher, *command],
+        cwd=root, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 @pytest.mark.parametrize(("ranks", "data"), [(2, 1), (4, 1), (4, 2)])
 def test_documents_train_alike_on_several_ranks(ranks, data):
     """The example of flash-attn-triton, with FSDP2 on a mesh of two dimensions."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).resolve().parent.parent / "packages" / "flash-attn-triton"
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    example = [str(root / "examples" / "train_long_documents.py"), "--device", "cpu"]
-    command = [sys.executable, *launcher, *example, "--steps", "6", "--data", str(data)]
-    environment["OMP_NUM_THREADS"] = "1"
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert "largest difference" in run.stdout
+    example = ["examples/train_long_documents.py", "--device", "cpu", "--steps", "6"]
+    printed = launched(ranks, "flash-attn-triton", *example, "--data", str(data))
+    assert "largest difference" in printed
+
+
+def test_a_trainer_trains_alike_on_several_ranks():
+    pytest.importorskip("accelerate")
+    example = ["examples/train_with_trainer.py", "--device", "cpu", "--steps", "4"]
+    assert "largest difference" in launched(2, "flash-attn-triton", *example)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "arguments"),
+    [("flash-attn-triton", 10, ["16", "32"]), ("lightning-attn", 2, ["64", "--heads", "4"])],
+)
+def test_benchmarks_compare_and_write(name, rows, arguments, tmp_path):
+    """Of several GPUs, where there are none: what does not come to the same ends the run."""
+    file = tmp_path / "found.json"
+    command = ["benchmarks/bench_parallel.py", "--json", str(file), "--device", "cpu", "--tokens"]
+    launched(2, name, *command, *arguments)
+    found = json.loads(file.read_text())
+    assert found["machine"]["ranks"] == 2
+    assert len(found["results"]) == rows
+    timed = [row for row in found["results"] if "share" in row]
+    assert all(min(row["ms"]) > 0.0 for row in timed)
+    assert len(timed) == rows - (4 if name == "flash-attn-triton" else 0)
