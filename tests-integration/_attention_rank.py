@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from flash_attn_triton import attention_reference, distributed, varlen_attention_reference
@@ -108,6 +109,11 @@ def main(rank: int, ranks: int, heads: int, folder: str) -> None:
         rest = starts, starts, max(lengths), max(lengths)
         name, reference = f"{lengths} {rule}", varlen_attention_reference
         compare(name, got, made, reference, cut, *rest, **options)
+    if ranks > 1:
+        # of all ranks one differs, and all say so
+        x = torch.ones(1, 1, heads, 16)
+        with pytest.raises(ValueError, match="softcap must be the same"):
+            distributed.flash_attn_func(x, x, x, softcap=float(rank == ranks - 1), **groups)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,17 @@ import torch.multiprocessing as mp
 from flash_attn_triton import (
     _ops,
     _sharded,
+    _sharded_ops,
     distributed,
     flash_attn_func,
     flash_attn_varlen_func,
 )
+from flash_attn_triton._linked.parallel.cut import cut_alike, cut_by_plan
+from flash_attn_triton._linked.parallel.groups import where
 from flash_attn_triton.integrations import dtensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.library import opcheck
 
 from ._cuts import CASES, Case, D, differentiate, judge, on_rank, problem
 from ._linked.budget import Maker, assert_same
@@ -108,27 +113,40 @@ def test_whole_sequences_are_not_sent(monkeypatch):
 
 
 @by_definition
-def test_few_keys_of_others_are_in_memory(monkeypatch):
-    """Those of two ranks at a time, whatever the number of ranks."""
-    ranks, held, most = 5, [0] * 5, [0] * 5
+@pytest.mark.parametrize(("backward", "bound"), [(False, 2), (True, 3)])
+def test_few_keys_of_others_are_in_memory(backward, bound, monkeypatch):
+    """Those of two ranks at a time, and gradients from one, whatever the number of ranks."""
+    ranks, held, most = 7, [0] * 7, [0] * 7
     group = Ranks(ranks, monkeypatch)
-    exchange, forget = _sharded.Exchange, _sharded._Fetch.forget
+    exchange = _sharded.Exchange
 
-    def begin(*given):
-        rank = group._own.rank
-        held[rank] += 1
-        most[rank] = max(most[rank], held[rank])
-        return exchange(*given)
+    class Counted:
+        """Memory that arrives, from when it is asked for until it is free."""
 
-    def end(self, i):
-        held[group._own.rank] -= 1
-        forget(self, i)
+        def __init__(self, *given):
+            self.rank, self.waiting = group._own.rank, exchange(*given)
+            held[self.rank] += 1
+            most[self.rank] = max(most[self.rank], held[self.rank])
 
-    monkeypatch.setattr(_sharded, "Exchange", begin)
-    monkeypatch.setattr(_sharded._Fetch, "forget", end)
+        def wait(self):
+            rows = self.waiting.wait().numpy().copy()
+            weakref.finalize(rows, self.free)
+            return torch.from_numpy(rows)
+
+        def free(self):
+            held[self.rank] -= 1
+
+    monkeypatch.setattr(_sharded, "Exchange", Counted)
     x = torch.ones(1, 4, 1, 16)
-    group.run(lambda rank: distributed.flash_attn_func(x, x, x))
-    assert most == [2] * ranks
+
+    def function(rank):
+        q, k, v = (x.clone().requires_grad_(backward) for _ in range(3))
+        out = distributed.flash_attn_func(q, k, v)
+        if backward:
+            out.sum().backward()
+
+    group.run(function)
+    assert most == [bound] * ranks
     assert held == [0] * ranks
 
 
@@ -249,6 +267,13 @@ def traced(*arguments, **named):
     return function(*arguments, **named)
 
 
+def plan_call(rank, group_size):
+    """Call with one token on each of two ranks, by a plan of some size."""
+    x = torch.ones(1, 1, 16)
+    plan = distributed.ShardPlan([0, 2], group_size)
+    return distributed.flash_attn_varlen_func(x, x, x, plan)
+
+
 ALONE = []
 HALF = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16)
 DISAGREEMENTS = [
@@ -272,6 +297,12 @@ DISAGREEMENTS = [
      (r"rank 1 of the group refused: v must have the dtype", r"^v must have the dtype of q")),
     (lambda rank: heads_call(rank, k=torch.ones(1, 1, 1, 16), v=torch.ones(1, 1, 1, 16)),
      r"heads_k must be a multiple of the ranks of head_group, 2, got 1"),
+    (lambda rank: plan_call(rank, 2 + rank),
+     (r"rank 1 of the group refused: plan must be of 2 ranks", r"^plan must be of 2 ranks, as ")),
+    (lambda rank: call(rank, q=None if rank else torch.ones(1, 1, 1, 16)),
+     (r"rank 1 of the group refused: q must be a torch.Tensor", r"^q must be a torch.Tensor")),
+    (lambda rank: call(rank, group=dist.new_group([0]), seqlen=1),
+     ("^no error", r"^group must hold this rank, 1, which is not in it")),
     (lambda rank: call(rank, seqlen=3 + rank), (r"rank 1.*refused: q must hold|^q must hold",) * 2),
 ]  # fmt: skip
 
@@ -374,6 +405,24 @@ def test_traces_serve_other_lengths(one_rank):
             x = *given(lengths[-1]), *[plan][: function is of_plan]
             assert torch.equal(compiled(*x), function(*x))
         assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("lengths", [None, (4, 0, 2)], ids=str)
+def test_operators_are_what_they_say(lengths, one_rank):
+    q, k, v = (x.detach()[0] for x in given())
+    cut = cut_alike(1, 6, 1, (-1, 0), "zigzag", 0)
+    if lengths:
+        cut = cut_by_plan(distributed.ShardPlan([0, 4, 4, 6], 1, causal=True), 0)
+    options = 0.25, 0.0, False, *cut, where(None).group
+    sinks, utils = torch.zeros(2), ("test_schema", "test_faketensor")
+    out, lse = _sharded_ops.sharded_forward(q, k, v, sinks, *options, None)
+    x = q, k, v, sinks
+    for operator, arguments in (
+        (_sharded_ops.compare_calls, (*x, *options, False, [options[-1]])),
+        (_sharded_ops.sharded_forward, (*x, *options, None)),
+        (_sharded_ops.sharded_backward, (out, *x, out, lse, None, *options)),
+    ):
+        opcheck(operator, arguments, test_utils=utils)
 
 
 def test_a_second_derivative_raises(one_rank):

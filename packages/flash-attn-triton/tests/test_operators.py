@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_triton import _ops, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton import (
+    _ops,
+    attention_reference,
+    flash_attn_func,
+    flash_attn_varlen_func,
+)
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import opcheck
@@ -428,3 +433,24 @@ def test_the_interpreter_is_asked_for_by_triton_s_variable():
             assert forms.interpreted() is expected, value
         """
     )
+
+
+def test_backward_by_some_of_the_keys(device):
+    """With the output and the LSE of all keys, the gradients of parts add up to the whole."""
+    m = Maker(device, torch.float32)
+    q, k, v, dout = (m.randn(1, 7, 2, 16) for _ in range(4))
+    given = [x.double().requires_grad_() for x in (q, k, v)]
+    sinks = m.randn(2)
+    given.append(sinks.double().requires_grad_())
+    out, lse = attention_reference(*given[:3], sinks=given[3], return_lse=True)
+    want = torch.autograd.grad(out, given, dout.double())
+    found = []
+    for keys, of_sinks in ((slice(3), sinks), (slice(3, None), None)):
+        own = k[:, keys].contiguous(), v[:, keys].contiguous()
+        results = out.detach().float(), lse.detach().float(), None
+        rest = 7, own[0].shape[1], 0.25, -1, -1, 0.0, 0.0, False, False
+        found.append(_ops.backward(dout, q, *own, *results, *(None,) * 5, of_sinks, None, *rest))
+    (dq, dk, dv, _, dsinks), (dq1, dk1, dv1, *_) = found
+    got = dq + dq1, torch.cat([dk, dk1], 1), torch.cat([dv, dv1], 1), dsinks
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)

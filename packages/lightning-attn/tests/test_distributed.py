@@ -13,11 +13,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning_attn import (
     _ops,
+    _sharded_ops,
     distributed,
     lightning_attention_reference,
     lightning_attention_varlen_reference,
     lightning_attn_varlen_func,
 )
+from lightning_attn._linked.parallel.cut import cut_by_plan
+from lightning_attn._linked.parallel.groups import where
+from torch.library import opcheck
 
 from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager
 from ._ranks import Ranks
@@ -203,6 +207,13 @@ def call(rank, **changes):
     return distributed.lightning_attn_func(**given | changes)
 
 
+def plan_call(rank, group_size):
+    """Call with one token on each of two ranks, by a plan of some size."""
+    x = torch.ones(1, 1, 16)
+    plan = distributed.ShardPlan([0, 2], group_size)
+    return distributed.lightning_attn_varlen_func(x, x, x, torch.ones(1), plan)
+
+
 HALF = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16)
 DISAGREEMENTS = [
     (lambda rank: call(rank, scale=1.0 + rank),
@@ -217,6 +228,10 @@ DISAGREEMENTS = [
      (r"rank 1 of the group refused: k must have the dtype", r"^k must have the dtype of q")),
     (lambda rank: call(rank, decay=torch.full((1,), 1.0 - 2 * rank)),
      (r"rank 1 of the group refused: decay\[0\] must be at least 0", r"^decay\[0\] must be at l")),
+    (lambda rank: plan_call(rank, 2 + rank),
+     (r"rank 1 of the group refused: plan must be of 2 ranks", r"^plan must be of 2 ranks, as ")),
+    (lambda rank: call(rank, group=dist.new_group([0]), seqlen=1),
+     ("^no error", r"^group must hold this rank, 1, which is not in it")),
     (lambda rank: call(rank, seqlen=3 + rank), (r"rank 1.*refused: q must hold|^q must hold",) * 2),
 ]  # fmt: skip
 
@@ -311,6 +326,26 @@ def test_traces_serve_other_lengths(one_rank):
             for got, want in zip(compiled(*x), function(*x), strict=True):
                 assert torch.equal(got, want)
         assert len(graphs) == 2
+
+
+@pytest.mark.parametrize("has_final", [False, True])
+def test_operators_are_what_they_say(has_final, one_rank):
+    *x, decay = (t.detach() for t in given())
+    x = [t[0] for t in x]
+    cut = cut_by_plan(distributed.ShardPlan([0, 4, 4, 6], 1, causal=True), 0)
+    # a run more than there are, as where ranks have none of a sequence
+    options = 0.5, "auto", True, has_final, *cut, 3, where(None).group
+    utils = ("test_schema", "test_faketensor")
+    initial = torch.ones(3, HEADS, D, D)
+    out, states, final = _sharded_ops.sharded_forward(*x, decay, initial, *options, None)
+    assert states.shape[0] == 3 + final.shape[0] == 3 + 3 * has_final
+    arriving = out, *x, decay, states, final if has_final else None, [True] * 5
+    for operator, arguments in (
+        (_sharded_ops.compare_calls, (x[0], x[2], decay, *options, False)),
+        (_sharded_ops.sharded_forward, (*x, decay, initial, *options, None)),
+        (_sharded_ops.sharded_backward, (*arriving, *options)),
+    ):
+        opcheck(operator, arguments, test_utils=utils)
 
 
 def test_a_second_derivative_raises(one_rank):
