@@ -1,11 +1,10 @@
 """Train a small Llama with transformers' Trainer, each pack of documents cut over all ranks.
 
-    pip install "flash-attn-triton[demo]" accelerate
     torchrun --nproc-per-node=2 examples/train_with_trainer.py
 
-Three things change in a script that trains with ``Trainer``: the model's attention has a name of
-ours, the collator hands each rank its shard of a pack with the plan, and the loader gives all ranks
-the same packs, where Trainer's own would give each rank others.
+It needs transformers and accelerate. Three things change in a script that trains with ``Trainer``:
+the model's attention has a name of ours, the collator hands each rank its shard of a pack with the
+plan, and the loader gives all ranks the same packs; Trainer's own gives each rank others.
 
 A copy of the model is trained without any of this, by one rank. Exits with 1 if losses deviate.
 """
