@@ -44,21 +44,28 @@ def invariant_attention(
     outs, lses = [], []
     for first in range(0, max(1, q.shape[0]), ROWS):
         rows = q[first : first + ROWS].double().transpose(0, 1)  # [heads_q, rows, head_dim]
+        # what no row sees would add zeros
+        low, high = 0, k.shape[0]
+        if window_left >= 0:
+            low = min(max(first + ahead - window_left, 0), high)
+        if window_right >= 0:
+            high = max(min(first + rows.shape[1] + ahead + window_right, high), low)
+        some_k, some_v = wide_k[..., low:high], wide_v[:, low:high]
         at = torch.arange(first, first + rows.shape[1], device=q.device)[:, None] + ahead
-        key = torch.arange(k.shape[0], device=q.device)[None, :]
-        visible = torch.ones(rows.shape[1], k.shape[0], dtype=torch.bool, device=q.device)
+        key = torch.arange(low, high, device=q.device)[None, :]
+        visible = torch.ones(rows.shape[1], high - low, dtype=torch.bool, device=q.device)
         if window_right >= 0:
             visible &= key <= at + window_right
         if window_left >= 0:
             visible &= key >= at - window_left
-        scores = rows.new_zeros(rows.shape[0], rows.shape[1], k.shape[0])
+        scores = rows.new_zeros(rows.shape[0], rows.shape[1], high - low)
         for d in range(q.shape[2]):
-            scores = scores + rows[:, :, d, None] * wide_k[:, d, None, :]
+            scores = scores + rows[:, :, d, None] * some_k[:, d, None, :]
         scores = scores * softmax_scale
         if softcap > 0.0:
             scores = _tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~visible, -math.inf)
-        out, lse = _softmax(scores, wide_v, visible, sinks)
+        out, lse = _softmax(scores, some_v, visible, sinks)
         outs.append(out.transpose(0, 1).float())
         lses.append(lse.float())
     return torch.cat(outs), torch.cat(lses, 1)

@@ -49,7 +49,7 @@ MASKS = [(), ("causal",), ("window",), ("window_left",), ("window_right",)]
 @pytest.mark.parametrize("features", MASKS, ids=str)
 @pytest.mark.parametrize("make", [make_case, make_packed])
 def test_sequences_in_parts(make, features, monkeypatch):
-    """With everything that goes by a row or a column; dropout keeps sequences whole."""
+    """With everything that goes by a row or a column."""
     monkeypatch.setattr(_eager, "ROWS", 4)
     for extras in (("bias", "alibi_batch", "sinks"), ("bias_keys", "softcap"), ("dropout",)):
         for shape in SHAPES[:2] if make is make_case else [PACKED]:
@@ -135,20 +135,22 @@ class Widest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(
+    ("is_fused", "dropout_p"), [(False, 0.0), (True, 0.0), (False, 0.3)], ids=str
+)
 @pytest.mark.parametrize("right", [0, -1])
-def test_no_whole_matrix_of_scores(right, is_fused, monkeypatch):
+def test_no_whole_matrix_of_scores(right, is_fused, dropout_p, monkeypatch):
     if not is_fused:
         monkeypatch.setattr(_fused, "_operator", None)
-    q, absent = torch.randn(1, 1500, 2, 8), [None] * 6
-    options = 0.3, 60 if right == 0 else -1, right, 0.0, 0.0
+    q, absent, seed = torch.randn(1, 1500, 2, 8), [None] * 6, torch.tensor([1, 2])
+    options = 0.3, 60 if right == 0 else -1, right, 0.0, dropout_p
     # the scores of a part, and one column for a sink
     most = 2 * _eager.ROWS * (_eager.ROWS + 61 if right == 0 else 1501)
     with Widest() as widest:
-        out, lse = _eager.attention_forward(q, q, q, *absent, *absent[:5], *options, q.dtype)
+        out, lse = _eager.attention_forward(q, q, q, *absent, *absent[:4], seed, *options, q.dtype)
     assert widest.most <= most
     with Widest() as widest:
-        _eager.attention_backward(out, q, q, q, lse, None, *absent, None, *options)
+        _eager.attention_backward(out, q, q, q, lse, None, *absent, seed, *options)
     assert widest.most <= most
 
 

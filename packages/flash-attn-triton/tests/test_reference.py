@@ -198,6 +198,8 @@ def test_dropout_mask_knows_seed_offset_and_sequence():
     assert abs(mask.double().mean() - 0.7) < 0.02
     assert torch.equal(mask[1:], dropout_keep_mask(SEED, 0.3, 2, 4, 20, 30, first_sequence=1))
     assert torch.equal(mask[..., :11, :7], dropout_keep_mask(SEED, 0.3, 3, 4, 11, 7))
+    part = dropout_keep_mask(SEED, 0.3, 3, 4, 9, 13, corner=(11, 17))
+    assert torch.equal(mask[..., 11:, 17:], part)
     for bit in (0, 31, 32, 62):
         other = SEED ^ torch.tensor([1 << bit, 0])
         assert not torch.equal(mask, dropout_keep_mask(other, 0.3, 3, 4, 20, 30)), bit

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from prefix_prefill import _eager, _ops, paged_attn_func, reference
+from prefix_prefill import _eager, _ops, mla_attn_func, mla_reference, paged_attn_func, reference
 
 from ._linked.budget import Maker, assert_same
 from ._numerics import DENSE_SMALL, FEATURES, PACKED_SMALL, SMALL, check, make_case, run
@@ -52,6 +52,28 @@ def test_keys_that_a_part_does_not_see_take_no_time(window, pairs, monkeypatch):
     )
     assert len(seen) == 4
     assert sum(seen) <= pairs
+
+
+@pytest.mark.parametrize("is_latent", [False, True], ids=["pages", "latent"])
+def test_no_mask_of_a_whole_sequence(is_latent, monkeypatch):
+    module = mla_reference if is_latent else reference
+    masks, visible_keys = [], reference.visible_keys
+
+    def note(*arguments):
+        masks.append(visible_keys(*arguments))
+        return masks[-1]
+
+    monkeypatch.setattr(module, "visible_keys", note)
+    width = 576 if is_latent else 16
+    q, cache = torch.randn(1024, 2, width), torch.randn(64, 16, 2, width)
+    table, offsets = torch.arange(64, dtype=torch.int32)[None], torch.tensor([0, 1024]).int()
+    rest = table, offsets, offsets[1:], 1024, 1024
+    if is_latent:
+        mla_attn_func(q, cache[:, :, 0], *rest)
+    else:
+        paged_attn_func(q, cache, cache, *rest)
+    assert masks
+    assert max(mask.numel() for mask in masks) <= _eager.ROWS * 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -36,10 +36,12 @@ def dense_attention(
     dropout_p: float,
     first_sequence: int = 0,
     position: int | None = None,
+    corner: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor]:
     """Attend within sequences of one length; both results are in the dtype of the computation.
 
-    ``first_sequence`` is the index that dropout gives to the first sequence of the batch.
+    ``first_sequence`` is the index that dropout gives to the first sequence of the batch, and
+    ``corner`` to the first query and the first key.
     ``position`` is that of the first query; by default queries and keys end together.
     """
     # under autocast the products below would be rounded to 16 bits
@@ -79,7 +81,7 @@ def dense_attention(
             if rng_state is None:
                 raise ValueError("dropout needs rng_state")
             keep = dropout_keep_mask(
-                rng_state, dropout_p, batch, heads_q, seqlen_q, seqlen_k, first_sequence
+                rng_state, dropout_p, batch, heads_q, seqlen_q, seqlen_k, first_sequence, corner
             )
             p = p.masked_fill(~keep, 0.0) * keep_scale(dropout_p)
         out = torch.einsum("bhij,bjhe->bihe", p, v)

@@ -102,6 +102,7 @@ def attention_forward(
                 *options,
                 first_sequence=b,
                 position=part.position,
+                corner=part.corner,
             )
             out[rows], lse[:, rows] = one_out[0], one_lse[0]
         out = round_output(out, q.dtype, out_dtype, out_scale).view(*q.shape[:-1], v.shape[-1])
@@ -219,6 +220,11 @@ class _Part(NamedTuple):
     all_rows: slice
     all_keys: slice
 
+    @property
+    def corner(self) -> tuple[int, int]:
+        """Return the first query's and the first key's index in the sequence."""
+        return self.rows.start - self.all_rows.start, self.keys.start - self.all_keys.start
+
     def of_bias(self, bias: Tensor | None) -> Tensor | None:
         """Return the part of a bias over the maximal lengths."""
         bias = bias_of(bias, self.sequence, self.all_rows, self.all_keys)
@@ -236,18 +242,16 @@ def _parts(
     options: tuple[Any, ...],
 ) -> Iterator[_Part]:
     """Split sequences: a part's scores are small, and keys that it does not see are left out."""
-    *_, left, right, _, dropout_p = options
+    *_, left, right, _, _ = options
     for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
         count = keys.stop - keys.start
         ahead = count - (rows.stop - rows.start)
-        # the draw of dropout is that of a whole sequence
-        size = ROWS if dropout_p == 0.0 else max(1, rows.stop - rows.start)
-        for start in range(0, rows.stop - rows.start, size):
-            stop = min(start + size, rows.stop - rows.start)
+        for start in range(0, rows.stop - rows.start, ROWS):
+            stop = min(start + ROWS, rows.stop - rows.start)
             first, last = 0, count
-            if dropout_p == 0.0 and left >= 0:
+            if left >= 0:
                 first = min(max(0, start + ahead - left), count)
-            if dropout_p == 0.0 and right >= 0:
+            if right >= 0:
                 last = max(first, min(stop + ahead + right, count))
             some = slice(keys.start + first, keys.start + last)
             part = slice(rows.start + start, rows.start + stop)
@@ -302,7 +306,7 @@ def _part_backward(
     kept = torch.ones_like(p)
     if dropout_p > 0.0 and rng_state is not None:
         keep = dropout_keep_mask(
-            rng_state, dropout_p, batch, heads_q, seqlen_q, seqlen_k, part.sequence
+            rng_state, dropout_p, batch, heads_q, seqlen_q, seqlen_k, part.sequence, part.corner
         )
         kept = keep * keep_scale(dropout_p)
 

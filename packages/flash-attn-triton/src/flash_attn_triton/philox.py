@@ -72,6 +72,7 @@ def dropout_draws(
     seqlen_q: int,
     seqlen_k: int,
     first_sequence: int = 0,
+    corner: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Return what each element of the attention matrix draws.
 
@@ -90,6 +91,7 @@ def dropout_draws(
         seqlen_q: rows.
         seqlen_k: columns.
         first_sequence: the index b of the first sequence. Default: 0.
+        corner: the first row and the first column. Default: (0, 0).
 
     Returns:
         int64 ``[batch, heads, seqlen_q, seqlen_k]`` on the device of ``rng_state``, each value in
@@ -103,8 +105,8 @@ def dropout_draws(
     key, row_word, column_word, _ = philox_4x32(
         (plane, offset & _WORD, zero, zero), (seed & _WORD, (seed >> 32) & _WORD)
     )
-    column = torch.arange(seqlen_k, device=device)
-    row = torch.arange(seqlen_q, device=device)[:, None]
+    column = torch.arange(seqlen_k, device=device) + corner[1]
+    row = torch.arange(seqlen_q, device=device)[:, None] + corner[0]
     words = philox_2x32((_place(row) ^ row_word, _place(column) ^ column_word), key)
     word = torch.where(row & 8 == 0, *words)
     return torch.where(column & 8 == 0, word & 0xFFFF, word >> 16)
@@ -118,13 +120,14 @@ def dropout_keep_mask(
     seqlen_q: int,
     seqlen_k: int,
     first_sequence: int = 0,
+    corner: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """Return which elements dropout keeps: those whose draw reaches the threshold.
 
     ``dropout_p`` is in ``[0, 1)``; :func:`dropout_draws` explains the other arguments. The result
     is bool ``[batch, heads, seqlen_q, seqlen_k]`` on the device of ``rng_state``.
     """
-    draws = dropout_draws(rng_state, batch, heads, seqlen_q, seqlen_k, first_sequence)
+    draws = dropout_draws(rng_state, batch, heads, seqlen_q, seqlen_k, first_sequence, corner)
     return draws >= dropout_threshold(dropout_p)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ._eager import ROWS
 from ._mla_call import MlaOptions, MlaTensors, MlaWriteTensors
 from .mla_reference import attend
 from .reference import scaled
@@ -12,7 +13,7 @@ from .reference import scaled
 def mla_attention(x: MlaTensors, options: MlaOptions) -> None:
     """Write the output, and the log-sum-exp in fp32."""
     with torch.no_grad():
-        result, lse = attend(x, options)
+        result, lse = attend(x, options, at_once=ROWS)
         x.out.copy_(result)
         if x.lse is not None:
             x.lse.copy_(lse)

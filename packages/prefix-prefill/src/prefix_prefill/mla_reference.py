@@ -69,10 +69,11 @@ def mla_attention_reference(
     return (result, lse) if return_lse else result
 
 
-def attend(x: MlaTensors, options: MlaOptions) -> tuple[Tensor, Tensor]:
+def attend(x: MlaTensors, options: MlaOptions, at_once: int | None = None) -> tuple[Tensor, Tensor]:
     """Attend sequence by sequence; both results are in the dtype of the computation.
 
-    Rows of no sequence get 0 and -inf.
+    Rows of no sequence get 0 and -inf. With ``at_once``, so many queries at a time meet the keys
+    up to the last that they see; otherwise all of a sequence do.
     """
     dtype, page = compute_dtype(x.q), x.kv_cache.shape[1]
     out = x.q.new_zeros(x.out.shape, dtype=dtype)
@@ -86,15 +87,23 @@ def attend(x: MlaTensors, options: MlaOptions) -> tuple[Tensor, Tensor]:
         pages = x.block_table[b, : -(-seqlen_k // page)].to(torch.int64)
         keys = gather_pages(x.kv_cache, pages, False)[:seqlen_k]
         keys = scaled(keys[:, None], x.kv_descale, dtype)[:, 0]
-        position = torch.arange(seqlen_q, device=x.q.device) + (seqlen_k - seqlen_q)
-        visible = visible_keys(position, seqlen_k, -1, 0 if options.causal else -1)
-        out[rows], lse[:, rows] = _attend_sequence(
-            scaled(x.q[rows], x.q_descale, dtype),
-            keys,
-            visible,
-            options.softmax_scale,
-            x.out.shape[2],
-        )
+        queries = scaled(x.q[rows], x.q_descale, dtype)
+        size = seqlen_q if at_once is None else at_once
+        for start in range(0, seqlen_q, size):
+            stop = min(start + size, seqlen_q)
+            ahead = seqlen_k - seqlen_q
+            last = min(max(stop + ahead, 0), seqlen_k) if options.causal else seqlen_k
+            if last == 0:
+                continue
+            position = torch.arange(start, stop, device=x.q.device) + ahead
+            some = slice(rows.start + start, rows.start + stop)
+            out[some], lse[:, some] = _attend_sequence(
+                queries[start:stop],
+                keys[:last],
+                visible_keys(position, last, -1, 0 if options.causal else -1),
+                options.softmax_scale,
+                x.out.shape[2],
+            )
     return out, lse
 
 

@@ -7,6 +7,7 @@ are read on the host.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,13 +150,14 @@ def attend(
             position = torch.arange(seqlen_q, device=q.device) + (seqlen_k - seqlen_q)
         else:
             position = positions[rows].to(torch.int64)
-        visible = visible_keys(position, seqlen_k, window_left, window_right)
-        if tree_mask is not None:
-            visible = visible & _tree_keys(tree_mask[rows], seqlen_k)
-        seen = visible.any(0).nonzero()
+        tree = None if tree_mask is None else tree_mask[rows]
+        mask = _Mask(position, seqlen_k, window_left, window_right, tree)
+        size = seqlen_q if at_once is None else at_once
+        spans = {start: mask.span(start, start + size) for start in range(0, seqlen_q, size)}
+        seen = [span for span in spans.values() if span.start < span.stop]
         # the pages before the first key that anybody sees may be gone
-        first = int(seen[0]) if len(seen) else 0
-        last = int(seen[-1]) + 1 if len(seen) else 0
+        first = min((span.start for span in seen), default=0)
+        last = max((span.stop for span in seen), default=0)
         parts: list[Tensor] = []
         for cache, fresh, descale, scales in (
             (k_cache, k, k_descale, k_scale_cache),
@@ -174,20 +176,16 @@ def attend(
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[b] if positions is None else slopes[rows].T
         queries = scaled(q[rows], _of_sequence(q_descale, b), dtype)
-        size = seqlen_q if at_once is None else at_once
-        for start in range(0, seqlen_q, size):
+        for start, keys in spans.items():
             some = slice(start, min(start + size, seqlen_q))
-            seen = visible[some].any(0).nonzero()
-            least = int(seen[0]) if len(seen) else first
-            keys = slice(least, int(seen[-1]) + 1 if len(seen) else first)
-            own = slice(keys.start - first, keys.stop - first)
+            own = slice(max(keys.start - first, 0), max(keys.stop - first, 0))
             written = slice(rows.start + some.start, rows.start + some.stop)
             out[written], lse[:, written] = dense_attention(
                 queries[some],
                 parts[0][own],
                 parts[1][own],
-                visible[some, keys],
-                position[some] - least,
+                mask.rows(some.start, some.stop)[:, keys],
+                position[some] - keys.start,
                 slopes if slopes is None or slopes.ndim == 1 else slopes[:, some],
                 sinks,
                 softmax_scale,
@@ -273,11 +271,31 @@ def visible_keys(position: Tensor, seqlen_k: int, window_left: int, window_right
     return visible
 
 
-def _tree_keys(tree_mask: Tensor, seqlen_k: int) -> Tensor:
-    """Return what a tree lets each new token see, bool ``[queries, seqlen_k]``."""
-    new = torch.arange(seqlen_k, device=tree_mask.device) - (seqlen_k - len(tree_mask))
-    bits = tree_mask[:, None] >> new.clamp(0, 63) & 1
-    return (new < 0) | bits.bool()
+class _Mask(NamedTuple):
+    """Which key each query of a sequence sees; made for some queries at a time."""
+
+    position: Tensor
+    seqlen_k: int
+    window_left: int
+    window_right: int
+    # bits of the new tokens that each query sees, or None
+    tree: Tensor | None
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return what these queries see, bool ``[queries, seqlen_k]``."""
+        window = self.window_left, self.window_right
+        visible = visible_keys(self.position[start:stop], self.seqlen_k, *window)
+        if self.tree is not None:
+            new = torch.arange(self.seqlen_k, device=self.tree.device)
+            new = new - (self.seqlen_k - len(self.tree))
+            bits = self.tree[start:stop, None] >> new.clamp(0, 63) & 1
+            visible = visible & ((new < 0) | bits.bool())
+        return visible
+
+    def span(self, start: int, stop: int) -> slice:
+        """Return the keys from the first to the last that some of these queries see."""
+        seen = self.rows(start, stop).any(0).nonzero()
+        return slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
 
 
 def _of_sequence(descale: Tensor | None, b: int) -> Tensor | None:
