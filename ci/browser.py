@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -34,6 +34,11 @@ SHOWN = ("index.html", "dashboard/flash-attn-triton/index.html", "docs/which-fun
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Say nothing of each request."""
+
+    def copyfile(self, *arguments: Any) -> None:
+        """Send a file; a page that is closed takes the rest of none."""
+        with suppress(ConnectionError):
+            super().copyfile(*arguments)
 
 
 @contextmanager

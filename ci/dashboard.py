@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 from collections import defaultdict
@@ -15,7 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-RESULTS = "packages/{}/benchmarks/results/h200.json"
+FOLDER = "packages/{}/benchmarks/results"
+RESULTS = FOLDER + "/h200.json"
 PACKAGES = ("flash-attn-triton", "prefix-prefill", "blocksparse-attn", "lightning-attn")
 # beside whom the history is drawn
 RIVAL = {
@@ -39,14 +42,26 @@ LABELS = {
 }
 PASSES = {"fwd": "forward", "bwd": "backward", "train": "forward and backward", None: ""}
 BANDWIDTH = ("decode", "write")
+# what a row is told apart by, beside its case
+KEYS = ("provider", "schedule", "tile", "kernel", "variant", "splits")
+# what a row was timed by; the first that all rows have is drawn
+TIMES = ("tflops", "gbps", "ms", "us")
+UNITS = {
+    "tflops": "TFLOP/s, more is faster",
+    "gbps": "GB/s, more is faster",
+    "ms": "milliseconds, less is faster",
+    "us": "microseconds, less is faster",
+}
+STATIC = "nki-paged-attn"
 
 Row = dict[str, Any]
 
 
 def _rows(data: Any) -> list[Row]:
     """Return the cases that were right and timed."""
-    rows = data["results"] if isinstance(data, dict) else []
-    return [r for r in rows if r.get("status") == "ok" and r.get("ms")]
+    rows = data if isinstance(data, list) else data.get("results", data.get("rows", []))
+    timed = [r for r in rows if any(r.get(key) for key in ("ms", "fwd", "bwd"))]
+    return [r for r in timed if r.get("status", "ok") == "ok"]
 
 
 def _pass(row: Row) -> str | None:
@@ -63,23 +78,92 @@ def _groups(rows: Iterable[Row]) -> dict[tuple[str, str | None], list[Row]]:
 def _unit(family: str, rows: list[Row]) -> tuple[str, str]:
     """Return the number that a family is drawn by, and its unit."""
     if family in BANDWIDTH and all("gbps" in r for r in rows):
-        return "gbps", "GB/s, more is faster"
-    if all(r.get("tflops") for r in rows):
-        return "tflops", "TFLOP/s, more is faster"
-    return "ms", "milliseconds, less is faster"
+        return "gbps", UNITS["gbps"]
+    key = next(key for key in TIMES if all(r.get(key) for r in rows))
+    return key, UNITS[key]
+
+
+def _series(row: Row) -> str:
+    """Return what a row is drawn as beside others of the same case."""
+    provider = row.get("provider", "")
+    parts = [LABELS.get(provider, provider)]
+    for key in KEYS[1:]:
+        if row.get(key) not in (None, "", 0, "auto"):
+            # of a tile's fields the numbers
+            parts.append(re.sub(r"\w+[=(]+|\)$|'", "", str(row[key])))
+    return ", ".join(part for part in parts if part)
 
 
 def _bars(family: str, one: str | None, rows: list[Row]) -> Row:
     key, unit = _unit(family, rows)
     cases = list(dict.fromkeys(r["case"].removesuffix(f"-{one}") for r in rows))
     traces = []
-    for provider in dict.fromkeys(r["provider"] for r in rows):
-        values = {
-            r["case"].removesuffix(f"-{one}"): r[key] for r in rows if r["provider"] == provider
-        }
-        y = [values.get(case) and float(f"{values[case]:.4g}") for case in cases]
-        traces.append({"type": "bar", "name": LABELS.get(provider, provider), "x": cases, "y": y})
-    return {"data": traces, "layout": {"yaxis": {"title": {"text": unit}}}}
+    for name in dict.fromkeys(map(_series, rows)):
+        values = {r["case"].removesuffix(f"-{one}"): r[key] for r in rows if _series(r) == name}
+        traces.append(_bar(name, cases, [values.get(case) for case in cases]))
+    figure = _chart(traces, unit)
+    # what all cases begin with is said once
+    columns = zip(*(case.split("-")[:-1] for case in cases), strict=False)
+    same = [column[0] for column in itertools.takewhile(lambda x: len(set(x)) == 1, columns)]
+    if same and len(cases) > 1:
+        common = "-".join(same)
+        for trace in traces:
+            trace["x"] = [case.removeprefix(f"{common}-") for case in cases]
+        figure["layout"]["xaxis"] = {"title": {"text": common}}
+    return figure
+
+
+def _bar(name: str, x: list[str], y: list[float | None]) -> Row:
+    rounded = [value and float(f"{value:.4g}") for value in y]
+    return {"type": "bar", "name": name, "x": x, "y": rounded}
+
+
+def _chart(traces: list[Row], text: str) -> Row:
+    return {"data": traces, "layout": {"yaxis": {"title": {"text": text}}}}
+
+
+def _others(path: Path) -> Row:
+    """Return the figures of a file beside the main one, by name.
+
+    A comparison of tiles has them along the axis, and a bar for each case.
+    """
+    rows = _rows(json.loads(path.read_text()))
+    title = path.stem.removeprefix("h200-").replace("-", " ")
+    figures: Row = {}
+    if all("fwd" in r for r in rows):
+        split = [{**r, "ms": r[one], "pass": one} for r in rows for one in ("fwd", "bwd")]
+        rows = [r for r in split if r["ms"]]
+    for (family, one), group in _groups(rows).items():
+        name = " ".join(x for x in (f"{title}:", family, PASSES.get(one, one)) if x).rstrip(": ")
+        if any(r.get("tile") or r.get("variant") for r in group):
+            key, unit = _unit(family or "", group)
+            tiles = list(dict.fromkeys(_series(r) or "as chosen" for r in group))
+            traces = []
+            for case in dict.fromkeys(r.get("case", "") for r in group):
+                own = {
+                    _series(r) or "as chosen": r[key] for r in group if r.get("case", "") == case
+                }
+                traces.append(_bar(case, tiles, [own.get(tile) for tile in tiles]))
+            figures[name] = _chart(traces, unit)
+        else:
+            figures[name] = _bars(family or "", one, group)
+    return figures
+
+
+def _besides(data: Row) -> Row:
+    """Return the figures of what the main file holds beside its results."""
+    figures: Row = {}
+    for key, title in (("decode", "decode"), ("building", "making layouts and lists")):
+        rows = [r for r in data.get(key, ()) if r.get("status", "ok") == "ok"]
+        if rows:
+            figures[title] = _bars(key, None, [{"provider": "ours", **r} for r in rows])
+    host = data.get("host", [])
+    if isinstance(host, dict):
+        host = [{"case": name, "us": us} for name, us in host.items()]
+    rows = [{"provider": "ours", "us": r.get("median_us"), **r} for r in host]
+    if rows := [r for r in rows if isinstance(r["us"], (int, float))]:
+        figures["host's time of a call"] = _bars("", None, rows)
+    return figures
 
 
 def ratios(rows: list[Row], rival: str) -> dict[str, float]:
@@ -160,7 +244,7 @@ def _repeats(rows: list[Row]) -> Row | None:
         for one, base in pairs
     ]
     text = "speed / the same kernel's, not deterministic"
-    return {"data": traces, "layout": {"yaxis": {"title": {"text": text}}}}
+    return _chart([trace for trace in traces if any(trace["y"])], text)
 
 
 def _plot(package: str, name: str) -> str:
@@ -174,8 +258,15 @@ def _machine(data: Row) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def _files(root: Path, package: str) -> list[Path]:
+    """Return the files of a package's results, the main one first."""
+    main = root / RESULTS.format(package)
+    return [main, *sorted(set((root / FOLDER.format(package)).glob("*.json")) - {main})]
+
+
 def _page(root: Path, package: str) -> tuple[str, Row]:
-    data = json.loads((root / RESULTS.format(package)).read_text())
+    main, *others = _files(root, package)
+    data = json.loads(main.read_text())
     rows = _rows(data)
     lines = [f"# {package}: measured", "", f"{_machine(data)}. Checked before it was timed;"]
     lines += ["ratios within one run count, absolute figures move from run to run.", ""]
@@ -185,14 +276,65 @@ def _page(root: Path, package: str) -> tuple[str, Row]:
         figures["history"] = _lines(names, points, RIVAL[package])
         lines += ["## By commit", "", "Geometric means over the cases of a family.", ""]
         lines += [_plot(package, "history")]
-    if (figure := _repeats(rows)) is not None:
+    every = [row for path in (main, *others) for row in _rows(json.loads(path.read_text()))]
+    if (figure := _repeats(every)) is not None:
         figures["repeats-cost"] = figure
-        lines += ["## What repeating gradients cost", "", _plot(package, "repeats-cost")]
-    for (family, one), group in _groups(rows).items():
-        name = f"{family} {PASSES.get(one, one)}".strip()
-        figures[name] = _bars(family, one, group)
-        lines += [f"## {name.capitalize()}", "", _plot(package, name)]
+        lines += ["## What repeating gradients cost", ""]
+        lines += ["The backward of `deterministic=True`; 1 would cost nothing.", ""]
+        lines += [_plot(package, "repeats-cost")]
+    found = {
+        f"{family} {PASSES.get(one, one)}".strip(): {**_bars(family, one, group), "of": main.name}
+        for (family, one), group in _groups(rows).items()
+    }
+    found |= {name: {**figure, "of": ""} for name, figure in _besides(data).items()}
+    for path in others:
+        found |= {name: {**x, "of": path.name} for name, x in _others(path).items()}
+    for name, figure in found.items():
+        figures[name] = figure
+        lines += [f"## {name[0].upper()}{name[1:]}", "", _plot(package, name)]
     return "\n".join(lines), figures
+
+
+def _static_page(root: Path) -> tuple[str, Row]:
+    """Return the page of what is computed from programs, and not measured."""
+    (path,) = (root / FOLDER.format(STATIC)).glob("*.json")
+    data = json.loads(path.read_text())
+    told = ", ".join(f"{key} {value}" for key, value in data["computed, not measured"].items())
+    lines = [f"# {STATIC}: computed", ""]
+    lines += [f"Computed from instructions, not measured: {told}.", ""]
+    calls = {key: x for key, x in data.items() if isinstance(x, dict) and "new" in x}
+    figures: Row = {}
+    for key, title, unit in (
+        ("schedule_us", "Time by the model of costs", UNITS["us"]),
+        ("dma_bytes_over_bound", "Bytes copied / the least there are", "1 is the bound"),
+        ("instructions", "Instructions", "count"),
+    ):
+        traces = [
+            _bar(name, list(calls), [x[which][key] for x in calls.values()])
+            for which, name in (("new", "this package"), ("old", "its first version"))
+        ]
+        figures[title] = _chart(traces, unit)
+    groups = {f"{count} query heads": x for count, x in data["decode cycles"].items()}
+    for title, values, unit in (
+        ("Decode: cycles of products", groups, "its first version / this package"),
+        ("Decode: bytes copied", {"": data["decode bytes"]}, "bytes / the least there are"),
+    ):
+        traces = [
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": name,
+                "x": list(map(int, x)),
+                "y": list(x.values()),
+            }
+            for name, x in values.items()
+        ]
+        figures[title] = _chart(traces, unit)
+        axis = {"type": "log", "title": {"text": "cached tokens of a sequence"}}
+        figures[title]["layout"]["xaxis"] = axis
+    for name in figures:
+        lines += [f"## {name[0].upper()}{name[1:]}", "", _plot(STATIC, name)]
+    return "\n".join(lines), {name: {**x, "of": path.name} for name, x in figures.items()}
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -208,6 +350,9 @@ def pages(root: Path) -> dict[str, str]:
         for name, mean in ratios(_rows(data), RIVAL[package]).items():
             rival = LABELS[RIVAL[package]]
             index.append(f"| [{package}]({package}.md) | {name} | {rival} | {mean:.2f} |")
+    page, figures = _static_page(root)
+    files |= {f"{STATIC}.md": page, f"{STATIC}.json": json.dumps(figures)}
+    index += ["", f"No device has run [{STATIC}]({STATIC}.md): its figures are computed."]
     files["index.md"] = "\n".join([*index, ""])
     return files
 

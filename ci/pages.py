@@ -40,6 +40,8 @@ LINK = re.compile(r"(?<!\\)\[(?P<text>[^\]\n]*(?:\n[^\]\n]+)?)\]\((?P<target>[^)
 FENCE = re.compile(r"^(```.*?^```)$", re.DOTALL | re.MULTILINE)
 # a list that follows a line of text: GitHub begins a list there, Markdown's rules do not
 LIST = re.compile(r"^(?P<text>(?![-*|>#]|\d+\. |    )\S.*)\n(?=(?:[-*]|\d+\.) )", re.MULTILINE)
+ROLE = re.compile(r":(?:func|class|mod|meth|attr):`[~.]?([\w.]+)`")
+BLOCK = re.compile(r"::$", re.MULTILINE)
 
 # in this order, then whatever else a package has
 PAGES = {
@@ -79,6 +81,14 @@ def reference(package: Path) -> str:
         if not export.startswith("__"):
             lines += [f"::: {name}.{export}", ""]
     return "\n".join(lines)
+
+
+def markdown(docstring: str) -> str:
+    """Return a docstring with Markdown in place of reStructuredText.
+
+    Roles become code, and of two colons before a block of code one goes.
+    """
+    return BLOCK.sub(":", ROLE.sub(r"`\1`", docstring))
 
 
 def rewrite(text: str, document: Path, staged: set[Path], repository: str) -> str:
@@ -175,7 +185,13 @@ def configure(pages: set[Path], site: Path, repository: str) -> Path:
     options = {
         "docstring_style": "google",
         # several parameters may share a line, and types stand in the signature
-        "docstring_options": {"warn_unknown_params": False, "warn_missing_types": False},
+        # what returns is one thing, of as many lines as it takes
+        "docstring_options": {
+            "warn_unknown_params": False,
+            "warn_missing_types": False,
+            "returns_multiple_items": False,
+            "returns_named_value": False,
+        },
         "heading_level": 2,
         "separate_signature": True,
         "show_root_heading": True,
@@ -183,6 +199,7 @@ def configure(pages: set[Path], site: Path, repository: str) -> Path:
         "show_signature_annotations": True,
         "show_source": False,
         "signature_crossrefs": False,
+        "extensions": [str(Path(__file__).with_name("docstrings.py"))],
     }
     python = {"paths": sources, "options": options}
     config: Entry = {
@@ -211,7 +228,9 @@ def main() -> int:
     config = configure(stage(repository), arguments.site.resolve(), repository)
     dashboard.write_scripts(STAGE / "docs" / "dashboard")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config)]
-    status = subprocess.run(command).returncode
+    # for docstrings.py, which the build imports
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    status = subprocess.run(command, env=os.environ | here).returncode
     if status == 0:
         print(f"{arguments.site}: {sum(1 for _ in arguments.site.rglob('*.html'))} pages")
     return status

@@ -13,18 +13,21 @@ function load(address) {
   });
 }
 
-function dress(layout) {
+function dress(layout, width) {
   const style = getComputedStyle(document.body);
   const color = style.getPropertyValue("--md-default-fg-color").trim() || "#222";
   const line = style.getPropertyValue("--md-default-fg-color--lightest").trim() || "#ddd";
   const axis = { automargin: true, gridcolor: line, linecolor: line };
+  // a narrow screen has a name a line above the bars
+  const narrow = width < 500;
+  const rows = narrow ? layout.names : 2;
   return {
     ...layout,
     autosize: true,
     barmode: "group",
     font: { color },
-    height: 420,
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
+    height: (narrow ? 460 : 380) + 19 * rows,
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", font: { size: narrow ? 10 : 12 } },
     margin: { l: 50, r: 10, t: 10, b: 40 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
@@ -42,9 +45,13 @@ async function draw() {
     const { source, name } = place.dataset;
     if (!files.has(source)) files.set(source, fetch(new URL(source, here)).then((x) => x.json()));
     const figure = (await files.get(source))[name];
-    await Plotly.newPlot(place, figure.data, dress(figure.layout), { responsive: true });
+    const layout = { ...figure.layout, names: figure.data.length };
+    await Plotly.newPlot(place, figure.data, dress(layout, place.clientWidth), {
+      responsive: true,
+    });
   }
-  const paint = () => places.forEach((place) => Plotly.relayout(place, dress(place.layout)));
+  const paint = () =>
+    places.forEach((place) => Plotly.relayout(place, dress(place.layout, place.clientWidth)));
   new MutationObserver(paint).observe(document.body, { attributeFilter: ["data-md-color-scheme"] });
 }
 

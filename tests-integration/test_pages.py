@@ -20,7 +20,7 @@ def pages(root, tmp_path, monkeypatch):
 def test_every_document_is_a_page_and_every_link_leads_somewhere(pages, noxfile, tmp_path):
     found = {str(path) for path in pages.stage("")}
     for package in noxfile.PACKAGES:
-        expected = {"README.md", "CHANGELOG.md", "docs/reference.md"}
+        expected = {"README.md", "CHANGELOG.md", "docs/tutorial.md", "docs/reference.md"}
         assert {f"packages/{package}/{name}" for name in expected} <= found
     assert {"README.md", "docs/numerics.md", "dashboard/index.md"} <= found
     for name in found:
@@ -61,6 +61,11 @@ def test_a_link_that_leads_nowhere_is_an_error(pages):
         pages.rewrite("[a](nowhere.md)", pages.Path("docs/a.md"), set(), "")
 
 
+def test_docstrings_are_markdown(pages):
+    text = "As :func:`attend` and :class:`~a.B` do::\n\n    a::b"
+    assert pages.markdown(text) == "As `attend` and `a.B` do:\n\n    a::b"
+
+
 def test_ratios_are_geometric_means_over_cases_that_both_ran(pages):
     def row(case, provider, ms):
         return {"case": case, "family": "grid", "pass": "fwd", "provider": provider, "ms": ms}
@@ -81,3 +86,28 @@ def test_every_plot_of_a_page_has_a_figure(pages, root):
             assert asked
             assert sorted(asked) == sorted(figures)
             assert all(trace["y"] for figure in figures.values() for trace in figure["data"])
+    assert "repeats-cost" in json.loads(files["blocksparse-attn.json"])
+
+
+def test_every_committed_result_is_drawn(pages, root):
+    """Each row that was right and timed is a point of a plot, and says of which file it is."""
+    files = pages.dashboard.pages(root)
+    for folder in sorted(root.glob("packages/*/benchmarks/results")):
+        figures = json.loads(files[f"{folder.parts[-3]}.json"]).values()
+        for path in folder.glob("*.json"):
+            own = [figure for figure in figures if figure.get("of") == path.name]
+            points = sum(y is not None for f in own for trace in f["data"] for y in trace["y"])
+            data = json.loads(path.read_text())
+            rows = pages.dashboard._rows(data)
+            twice = sum("fwd" in row and "bwd" in row for row in rows)
+            assert own, path
+            assert points == len(rows) + twice or "computed, not measured" in data, path
+
+
+def test_what_repeating_costs_is_drawn_where_it_was_measured(pages):
+    def row(provider, ms):
+        return {"case": "a", "family": "repeats", "provider": provider, "ms": ms}
+
+    assert pages.dashboard._repeats([row("ours", 2.0)]) is None
+    figure = pages.dashboard._repeats([row("ours", 2.0), row("base", 1.5)])
+    assert [trace["y"] for trace in figure["data"]] == [[0.75]]
