@@ -43,6 +43,8 @@ PACKAGES = list(PROJECTS)
 # neither has a build for the CPU alone on the index: that of the versions session is for CUDA
 OLDEST_TORCH, NEWEST_TORCH = "2.11.0", "2.15.0"
 OLDEST_TRITON, NEWEST_TRITON = "3.6.0", "3.9.0"
+# what the interpreter of the oldest Triton takes
+OLDEST_NUMPY = "numpy<2.4"
 # what takes longest to install: once for all environments, which link to its files
 LAYERS = {"torch": ("torch",), "triton": ("triton", "--no-deps")}
 # what the versions session prints of its environment
@@ -294,12 +296,16 @@ def tests(session: nox.Session, package: str) -> None:
 
 @nox.session(requires=["build"])
 def parse(session: nox.Session) -> None:
-    """Let the front end of the oldest Triton take every kernel; the compile session builds them."""
+    """Let the oldest Triton take every kernel, and run some; the compile session builds them."""
     install(session, *KERNEL_PACKAGES)
     session.install("--no-compile", "--no-deps", f"triton=={OLDEST_TRITON}")
     for package in KERNEL_PACKAGES:
         path = ROOT / "packages" / package
         pytest(session, path, "aot", f"{package}-parse", ATTN_AOT="parse")
+    # a smoke test of its interpreter, which the versions session runs everything in
+    session.install("--no-compile", OLDEST_NUMPY)
+    path = ROOT / "packages" / "lightning-attn"
+    pytest(session, path, "interpreter", "lightning-attn-parse-run", "tests/test_dropin.py")
 
 
 @nox.session(requires=["build"])
@@ -372,9 +378,8 @@ def compile_(session: nox.Session, package: str) -> None:
 def versions(session: nox.Session, package: str) -> None:
     """Run one package's tests on the oldest and the newest torch and Triton that it serves."""
     install(session, package)
-    # the interpreter of Triton 3.6 needs numpy before 2.4
     oldest, newest = (
-        (OLDEST_TORCH, OLDEST_TRITON, "numpy<2.4"),
+        (OLDEST_TORCH, OLDEST_TRITON, OLDEST_NUMPY),
         (NEWEST_TORCH, NEWEST_TRITON, "numpy"),
     )
     wrong = []
