@@ -120,6 +120,7 @@ def _invariant_kernel(
     K_BYTES: tl.constexpr,
     V_BYTES: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    DECODE_FROM_CACHE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -143,6 +144,7 @@ def _invariant_kernel(
         K_BYTES,
         V_BYTES,
         ROW_BYTES,
+        DECODE_FROM_CACHE,
     )
     TILE: tl.constexpr = Tile(
         HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, SEGMENT, PRECISION, UPCAST
@@ -228,6 +230,8 @@ def _invariant_kernel(
     new_k, new_v = new_k_ptr, new_v_ptr
     if new_k_ptr is not None:
         context = tl.maximum(diagonal, 0)
+        if DECODE_FROM_CACHE:
+            context = tl.where(place.seqlen_q == 1, place.seqlen_k, context)
         new_k += place.q_start * stride_new_ks + head_k_64 * stride_new_kh
         new_v += place.q_start * stride_new_vs + head_k_64 * stride_new_vh
     source = Source(

@@ -74,6 +74,8 @@ class KeyForm(NamedTuple):
     stride_vh: int
     stride_vd: int
     descale_ndim: int = 0
+    # a sequence of one query has all of its keys in pages, even if there are new ones
+    decode_from_cache: bool = False
 
 
 class InvariantRun(Protocol):
@@ -140,6 +142,7 @@ class InvariantPlan:
             K_BYTES=keys.k_bytes,
             V_BYTES=keys.v_bytes,
             ROW_BYTES=row_bytes(q),
+            DECODE_FROM_CACHE=keys.decode_from_cache,
         )
         block_dv = padded_head_dim(keys.head_dim_v)
         shape = Tile(

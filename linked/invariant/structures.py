@@ -120,6 +120,7 @@ class Options(NamedTuple):
     K_BYTES: Any  # alignment of every run; 0: its numbers have gaps
     V_BYTES: Any
     ROW_BYTES: Any  # alignment of rows of q and of new keys and values
+    DECODE_FROM_CACHE: Any  # a sequence of one query has all of its keys in the cache
 
 
 class Tile(NamedTuple):

@@ -95,6 +95,7 @@ def invariant_hopper_kernel(
     K_BYTES: gl.constexpr,
     V_BYTES: gl.constexpr,
     ROW_BYTES: gl.constexpr,
+    DECODE_FROM_CACHE: gl.constexpr,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     WARPGROUPS: gl.constexpr,
@@ -122,6 +123,7 @@ def invariant_hopper_kernel(
         K_BYTES,
         V_BYTES,
         ROW_BYTES,
+        DECODE_FROM_CACHE,
     )
     TILE: gl.constexpr = Tile(
         GROUP,

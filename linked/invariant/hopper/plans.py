@@ -122,6 +122,7 @@ class HopperInvariantPlan:
             K_BYTES=keys.k_bytes,
             V_BYTES=keys.v_bytes,
             ROW_BYTES=row_bytes(q),
+            DECODE_FROM_CACHE=keys.decode_from_cache,
         )
         # where keys are loaded, the registers of two warpgroups are for one that multiplies
         self._most_warpgroups = 2 if piece > 0 else 1

@@ -223,6 +223,8 @@ def _copy_tile(
     context = work.len_k
     if inputs.new_k_ptr is not None:
         context = gl.maximum(work.len_k - work.len_q, 0)
+        if OPTIONS.DECODE_FROM_CACHE:
+            context = gl.where(work.len_q == 1, work.len_k, context)
         k_start = work.q_start
     seen = Seen(work.sequence, work.head // TILE.GROUP, k_start, context, begin, work.len_k)
     for segment in range(first, last):

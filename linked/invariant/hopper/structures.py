@@ -98,6 +98,7 @@ class Options(NamedTuple):
     K_BYTES: Any
     V_BYTES: Any
     ROW_BYTES: Any
+    DECODE_FROM_CACHE: Any
 
 
 class Tile(NamedTuple):

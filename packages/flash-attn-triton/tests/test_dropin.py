@@ -60,9 +60,39 @@ def test_signature():
         "bias",
         "fp8_scales",
         "fp8_out_scale",
+        "invariant",
     ]
     assert parameters["sm_scale"].default == 1.0
     assert parameters["causal"].default is False
+
+
+@pytest.mark.eager
+def test_invariant(device):
+    """The bits of a sequence are those it has alone, and those of flash_attn_varlen_func."""
+    tensors = make(torch.float16, device)
+    lengths = offsets(LENGTHS_Q, device), offsets(LENGTHS_K, device), MAX_Q, MAX_K
+    out, _ = call(tensors, causal=True, sm_scale=0.3, invariant=True)
+    want = flash_attn_varlen_func(
+        *tensors, *lengths, softmax_scale=0.3, causal=True, invariant=True
+    )
+    assert torch.equal(out, want)
+    q, k, v = tensors[0][23:40], tensors[1][18:35], tensors[2][18:35]
+    one = offsets((17,), device), offsets((17,), device), 17, 17
+    alone, _ = triton_attention(q, k, v, None, *one, causal=True, sm_scale=0.3, invariant=True)
+    assert torch.equal(out[23:], alone)
+    assert not torch.equal(out, call(tensors, causal=True, sm_scale=0.3)[0])
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("name", ["fp8_scales", "fp8_out_scale", "bias"])
+def test_the_law_refuses(name):
+    """Whatever the platform."""
+    scale = torch.ones(1)
+    given = {"fp8_scales": (1.0,) * 4, "fp8_out_scale": scale, "bias": torch.zeros(1, 4, 20, 17)}
+    with pytest.raises(NotImplementedError, match=f"{name} must be None beside invariant=True"):
+        call(make(torch.float32, "cpu"), invariant=True, **{name: given[name]})
+    with pytest.raises(TypeError, match="invariant must be a bool, got str"):
+        call(make(torch.float32, "cpu"), invariant="yes")
 
 
 @pytest.mark.eager

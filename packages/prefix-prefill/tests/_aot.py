@@ -26,10 +26,11 @@ class Config:
     tree: bool = False
     splits: int = 1
     invariant: bool = False
+    dropin: bool = False  # one query has its key in the cache, and padding is not written
 
     def __str__(self) -> str:
         kind = f"d{self.head_dim}-{self.dtype}-{self.cache or 'same'}-p{self.page}-g{self.group}"
-        flags = ("packed", "dense", "rich", "tree", "invariant")
+        flags = ("packed", "dense", "rich", "tree", "invariant", "dropin")
         kind += "".join(f"-{flag}" for flag in flags if getattr(self, flag))
         return kind + ("-split" if self.splits > 1 else "")
 
@@ -114,8 +115,8 @@ def launch_attention(
             config.splits,
             False,
             False,
-            False,
-            True,
+            config.dropin,
+            not config.dropin,
             False,
             config.invariant,
         )

@@ -11,11 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from prefix_prefill import _ops, api
+from prefix_prefill import (
+    _ops,
+    api,
+    chunked_prefill_paged_decode,
+    flash_attn_with_kvcache,
+    paged_attn_func,
+)
 from prefix_prefill._linked.host.forms import Memory
 
+from . import _kvcache
+from ._kvcache import Call
 from ._linked.budget import Maker, assert_same
 from ._numerics import NAN, PACKED, Problem, make_case
+from .test_dropin import own_pages, with_newest_in_cache
 from .test_invariant import Sequence, assert_the_same, attend, check_invariant
 
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
@@ -89,6 +98,39 @@ def test_an_fp8_cache_gives_the_bits_of_its_rounded_keys(kernel):
     got = attend([(s, 60, 70)], 16, fp8=True)
     want = attend([(s, 60, 70)], 16)
     assert_same(dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True)))
+
+
+def test_one_query_of_a_dropin_reads_its_key_from_the_cache(kernel):
+    """The newest key stands in the cache, and is NaN among the new ones."""
+    problem = Problem(((1, 21), (9, 40)), 2, 1, 16, page=8, dense=True)
+    case = own_pages(make_case(problem, torch.float16, "cpu"), problem)
+    case = with_newest_in_cache(case, problem)
+    want = case(invariant=True)["out"]
+    x, rest = case.inputs, case.options
+    new = [x[name].clone() for name in "kv"]
+    for part in new:
+        part[0] = NAN
+    out = torch.empty_like(want)
+    chunked_prefill_paged_decode(
+        x["q"], *new, out, "auto", x["k_cache"], x["v_cache"], rest["block_table"],
+        rest["cu_seqlens_q"], rest["seqlens_k"], 40, 9, None, None, invariant=True,
+    )  # fmt: skip
+    assert torch.equal(out, want)
+
+
+def test_rows_of_a_cache_have_the_bits_of_pages(kernel):
+    call = Call((69, 40), 2, 0, slots=96, pads=(3, 0), head_dim=64)
+    given = _kvcache.make(call, torch.float16, "cpu")
+    out = flash_attn_with_kvcache(**given, causal=True, invariant=True)
+    for b, (pad, length) in enumerate(zip(call.pads, call.lengths, strict=True)):
+        cache = [given[f"{n}_cache"][b, pad:length, None] for n in "kv"]
+        table = torch.arange(length - pad, dtype=torch.int32)[None]
+        ends = torch.tensor([length - pad], dtype=torch.int32)
+        starts = torch.tensor([0, 2], dtype=torch.int32)
+        want = paged_attn_func(
+            given["q"][b], *cache, table, starts, ends, 2, length - pad, invariant=True
+        )
+        assert torch.equal(out[b], want)
 
 
 FAULTS = [

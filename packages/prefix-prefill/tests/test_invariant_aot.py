@@ -33,11 +33,13 @@ def test_all_builds_compute_alike(gpu, head_dim, dtype, tmp_path):
     with compiling(gpu, tmp_path) as builds:
         launch_attention(config)
         launch_decode(Config(head_dim, dtype, invariant=True, page=48, rich=True), batch=8)
-        launch_attention(Config(head_dim, dtype, invariant=True, dense=True, packed=True))
+        for dropin in (False, True):
+            new = {"dense": True, "packed": True, "dropin": dropin}
+            launch_attention(Config(head_dim, dtype, invariant=True, **new))
         if gpu in FP8 and dtype != "float32":
             launch_attention(Config(head_dim, dtype, FP8[gpu], invariant=True))
     walks = [x for x in builds if x.kernel == "_invariant_kernel"]
-    assert len(walks) == len(builds) - 1 >= 3
+    assert len(walks) == len(builds) - 1 >= 4
     assert len({x.products for x in walks}) == 1, [sorted(x.products) for x in walks]
     name = f"{gpu} {head_dim} {dtype}"
     most = max((n for key, n in SPILLS.items() if fnmatch(name, key)), default=0)

@@ -25,6 +25,8 @@ def triton_attention(
     bias: Tensor | None = None,
     fp8_scales: tuple[float | Tensor, ...] | None = None,
     fp8_out_scale: Tensor | None = None,
+    *,
+    invariant: bool = False,
 ) -> tuple[Tensor, None]:
     """Attend within packed sequences; a drop-in for engines, over :func:`flash_attn_varlen_func`.
 
@@ -49,6 +51,7 @@ def triton_attention(
             most 1 and have a fixed scale of their own. Default: None.
         fp8_out_scale: one-element fp32 tensor; the output is FP8 and stores ``out / scale``,
             saturated. Default: None.
+        invariant: as in :func:`flash_attn_func`. Default: False.
 
     Returns:
         ``(o, None)``. Differentiable in q, k, v and bias when ``o`` is None and nothing is FP8.
@@ -56,7 +59,8 @@ def triton_attention(
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
-        NotImplementedError: on FP8 where the hardware lacks it.
+        NotImplementedError: on FP8 where the hardware lacks it; beside ``invariant``, on FP8 and on
+            ``bias``.
     """
     for name, x in zip(_NAMES, (q, k, v), strict=True):
         arguments.check_tensor(name, x)
@@ -65,6 +69,13 @@ def triton_attention(
         if bias.ndim != 4 or bias.shape[0] != 1:
             raise ValueError(
                 f"bias must be [1, heads_q, max_seqlens_q, max_seqlens_k], got {list(bias.shape)}"
+            )
+    arguments.check_flag("invariant", invariant)
+    for name, scales in (("fp8_scales", fp8_scales), ("fp8_out_scale", fp8_out_scale)):
+        if invariant and scales is not None:
+            raise NotImplementedError(
+                f"{name} must be None beside invariant=True: the law has no FP8, "
+                f"got {arguments.kind(scales)}"
             )
     sm_scale = arguments.check_scale("sm_scale", sm_scale)
     arguments.check_length("max_seqlens_q", max_seqlens_q)
@@ -102,6 +113,7 @@ def triton_attention(
             out_dtype=out_dtype,
             out_scale=fp8_out_scale,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            invariant=invariant,
         )
         # neither the log-sum-exp nor the probabilities were asked for
         out = cast("Tensor", out)

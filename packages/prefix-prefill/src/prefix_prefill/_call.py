@@ -161,10 +161,11 @@ class RowOptions(NamedTuple):
     window_right: int
     softcap: float
     num_splits: int
+    invariant: bool = False
 
     def as_options(self) -> Options:
         """Return them as those of the attention operator."""
-        return Options(*self[1:])
+        return Options(*self[1:6], invariant=self.invariant)
 
 
 class AppendPlan(Protocol):

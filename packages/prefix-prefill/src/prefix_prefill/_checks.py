@@ -210,13 +210,17 @@ def check_invariant(
     out_dtype: torch.dtype,
     kv_dtype: str | None,
     alibi_slopes: Tensor | None,
-    tree_mask: Tensor | None,
+    tree_mask: Tensor | None = None,
+    rounds_new: bool = False,
 ) -> None:
-    """Check that a call asks for nothing that the law of docs/numerics.md does not cover."""
-    if q.shape[2] > MAX_INVARIANT_HEAD_DIM:
+    """Check that a call asks for nothing that the law of docs/numerics.md does not cover.
+
+    ``rounds_new``: there are new keys beside a cache that holds keys in fewer bits.
+    """
+    if q.shape[-1] > MAX_INVARIANT_HEAD_DIM:
         raise NotImplementedError(
             f"head_dim of q must be at most {MAX_INVARIANT_HEAD_DIM} beside invariant=True, "
-            f"got {q.shape[2]}"
+            f"got {q.shape[-1]}"
         )
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(
@@ -239,6 +243,11 @@ def check_invariant(
         raise NotImplementedError(
             "tree_mask must be None beside invariant=True: keys of a branch do not count from "
             "the first of a sequence, got Tensor"
+        )
+    if rounds_new:
+        raise NotImplementedError(
+            "k and v must be None beside an FP8 cache and invariant=True: this call would see them "
+            "as they are, and later ones rounded; write them into the cache first, got Tensor"
         )
 
 

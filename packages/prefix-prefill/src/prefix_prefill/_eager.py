@@ -90,7 +90,8 @@ def attend_by_law(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
         if queries == 0:
             continue
         ahead = seqlen_k - queries
-        context = seqlen_k if x.k is None else ahead
+        in_cache = x.k is None or (options.decode_from_cache and queries == 1)
+        context = seqlen_k if in_cache else ahead
         # the pages before the first key that anybody sees may be gone
         left, right = options.window_left, options.window_right
         first = 0 if left < 0 else min(max(ahead - left, 0), seqlen_k)

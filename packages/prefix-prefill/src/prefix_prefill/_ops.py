@@ -168,7 +168,8 @@ attend_kvcache = register(
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? cache_batch_idx, "
     "Tensor? cache_leftpad, Tensor? block_table, Tensor? alibi_slopes, Tensor? k_scale_cache, "
     "Tensor? v_scale_cache, Tensor(a!) out, Tensor(b!)? lse, SymInt new, float softmax_scale, "
-    "SymInt window_left, SymInt window_right, float softcap, SymInt num_splits) -> ()",
+    "SymInt window_left, SymInt window_right, float softcap, SymInt num_splits, "
+    "bool invariant=False) -> ()",
     fake=_nothing,
     kernels=_rows_triton,
     eager=_rows_eager,

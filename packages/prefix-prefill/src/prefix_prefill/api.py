@@ -179,7 +179,8 @@ def paged_attn_func(
             # what takes the place of the diagonal is no window
             options = options._replace(window_right=-1)
         if invariant:
-            _checks.check_invariant(q, dtype, kv_dtype, alibi_slopes, tree_mask)
+            rounds_new = k is not None and k_cache.dtype != k.dtype
+            _checks.check_invariant(q, dtype, kv_dtype, alibi_slopes, tree_mask, rounds_new)
         known = Checked(options, dtype)
     elif tree_mask is not None:
         _checks.check_tree_size(max_seqlen_q)

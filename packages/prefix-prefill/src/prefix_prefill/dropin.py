@@ -68,6 +68,7 @@ def context_attention_fwd(
     causal: bool = True,
     is_block_table_ptr: bool = False,
     interleaved_v_pack_factor: int = 0,
+    invariant: bool = False,
 ) -> None:
     """Attend to cached keys and to the new ones; a drop-in for engines, over the paged operator.
 
@@ -101,13 +102,16 @@ def context_attention_fwd(
         causal: as in :func:`paged_attn_func`. Default: True.
         is_block_table_ptr: whether ``b_loc`` holds addresses. Not offered: False alone.
         interleaved_v_pack_factor: how values are interleaved. Not offered: 0 alone.
+        invariant: as in :func:`paged_attn_func`. An FP8 cache then has to hold the new keys, too:
+            ``k`` and ``v`` are None. Default: False.
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range; on a ``max_input_len`` that cannot be, since
             ``o`` has more rows than that for each sequence.
         NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
-            gradient; on what is not offered.
+            gradient; on what is not offered; beside ``invariant``, on what
+            :func:`paged_attn_func` refuses there.
     """
     _refuse("is_block_table_ptr", is_block_table_ptr, False)
     _refuse("interleaved_v_pack_factor", interleaved_v_pack_factor, 0)
@@ -115,7 +119,7 @@ def context_attention_fwd(
     cache = k_cache, v_cache, k_scale, v_scale
     table = b_loc, b_start_loc, b_seq_len
     extras = alibi_slopes, sinks, fp8_out_scale
-    asked = kv_cache_dtype, sliding_window, sm_scale, causal, skip_decode, False
+    asked = kv_cache_dtype, sliding_window, sm_scale, causal, skip_decode, False, invariant
     try:
         _attend((q, k, v, o), cache, table, extras, asked, max_input_len, max_seq_len)
     except ERRORS as error:
@@ -146,6 +150,7 @@ def chunked_prefill_paged_decode(
     causal: bool = True,
     is_block_table_ptr: bool = False,
     use_interleaved_v_cache: bool = False,
+    invariant: bool = False,
 ) -> None:
     """Attend as :func:`context_attention_fwd` does, but for sequences of one query.
 
@@ -163,7 +168,7 @@ def chunked_prefill_paged_decode(
     cache = key_cache, value_cache, k_scale, v_scale
     table = block_table, query_start_loc, seq_lens
     extras = alibi_slopes, sinks, output_scale
-    asked = kv_cache_dtype, sliding_window, sm_scale, causal, False, True
+    asked = kv_cache_dtype, sliding_window, sm_scale, causal, False, True, invariant
     packed = query, key, value, output
     try:
         _attend(packed, cache, table, extras, asked, max_query_len, max_seq_len)
@@ -176,7 +181,7 @@ def _attend(
     cache: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     table: tuple[Tensor, Tensor, Tensor],
     extras: tuple[Tensor | None, Tensor | None, Tensor | None],
-    asked: tuple[str, int | None, float | None, bool, bool, bool],
+    asked: tuple[str, int | None, float | None, bool, bool, bool, bool],
     max_input_len: int,
     max_seq_len: int | None,
 ) -> None:
@@ -188,7 +193,8 @@ def _attend(
     cu_seqlens_q, seqlens_k = map(as_int32, lengths)
     table = block_table, cu_seqlens_q, seqlens_k
     alibi_slopes, sinks, out_scale = extras
-    kv_cache_dtype, sliding_window, sm_scale, causal, skip_decode, decode_from_cache = asked
+    kv_cache_dtype, sliding_window, sm_scale, causal = asked[:4]
+    skip_decode, decode_from_cache, invariant = asked[4:]
     rows = [x for x in packed if x is not None]
     form = form_of(rows, cache + table + extras, (*asked, k is None, v is None), packed=True)
     if form is not None and any(x.shape[:1] != q.shape[:1] for x in rows):
@@ -202,7 +208,9 @@ def _attend(
     if known is None:
         _checks.check_paged(q, k_cache, v_cache, k, v)
         window = _window(sliding_window)
-        options = _options.check_options(q, sm_scale, causal, (window, -1), 0.0, 0, False)
+        options = _options.check_options(
+            q, sm_scale, causal, (window, -1), 0.0, 0, False, invariant
+        )
         batch = _checks.check_table(q, *table)
     max_seq_len = 0 if max_seq_len is None else max_seq_len
     check_length("max_seq_len", max_seq_len)
@@ -215,6 +223,9 @@ def _attend(
         _checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, None, k_scale, v_scale)
         dtype = _checks.check_out(q, o, out_scale)
         _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+        if invariant:
+            rounds_new = k is not None and k_cache.dtype != k.dtype
+            _checks.check_invariant(q, dtype, None, alibi_slopes, rounds_new=rounds_new)
         options = options._replace(
             signed_alibi=True,
             skip_decode=skip_decode,

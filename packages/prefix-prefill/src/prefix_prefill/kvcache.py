@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from . import _kvcache_checks, _ops, _options
+from . import _checks, _kvcache_checks, _ops, _options
 from ._call import AppendOptions, AppendPlan, AppendTensors, RowOptions, RowPlan, RowTensors
 from ._linked.host.arguments import as_int32, check_flag, check_tensor, is_int, kind
 from ._linked.host.forms import Memory, form_of
@@ -47,6 +47,7 @@ def flash_attn_with_kvcache(
     kv_dtype: str | None = None,
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
+    invariant: bool = False,
     **unknown: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append new keys and values to a cache, then attend to it; flash-attn 2's function.
@@ -97,6 +98,8 @@ def flash_attn_with_kvcache(
         k_scale_cache: the factor of each cached key, shaped like ``k_cache`` without ``head_dim``;
             fp16, bf16 or fp32. Those of new keys are written. Given where ``kv_dtype`` is.
         v_scale_cache: likewise of each value, dtype of ``k_scale_cache``.
+        invariant: as in :func:`paged_attn_func`: results equal its, bit for bit, on the same
+            keys, which count from the first behind ``cache_leftpad``. Default: False.
 
     Returns:
         ``out``, shaped like ``q``; or ``(out, lse)``, ``lse`` fp32 ``[batch, heads_q, seqlen_q]``.
@@ -131,7 +134,7 @@ def flash_attn_with_kvcache(
     lengths = as_int32(cache_seqlens)
     is_tensor = isinstance(lengths, Tensor)
     asked: tuple[Any, ...] = softmax_scale, causal, window_size, softcap, rotary_interleaved
-    asked += num_splits, return_softmax_lse, kind(cache_seqlens), kv_dtype
+    asked += num_splits, return_softmax_lse, kind(cache_seqlens), kv_dtype, invariant
     form = form_of((), (*given, lengths if is_tensor else None), asked, packed=False)
     known = None if form is None else _known.get(form)
     if known is None:
@@ -142,11 +145,15 @@ def flash_attn_with_kvcache(
         ):
             check_flag(name, flag)
         options = _options.check_options(
-            q, softmax_scale, causal, window_size, softcap, num_splits, False
+            q, softmax_scale, causal, window_size, softcap, num_splits, False, invariant
         )
+        if invariant:
+            _checks.check_invariant(q, q.dtype, kv_dtype, alibi_slopes)
         moves = options.window_left >= 0 or options.window_right >= 0
         new = 0 if k is None else k.shape[1]
-        known = _Known(AppendOptions(rotary_interleaved, moves), RowOptions(new, *options[:5]))
+        known = _Known(
+            AppendOptions(rotary_interleaved, moves), RowOptions(new, *options[:5], invariant)
+        )
     batch, seqlen_q, heads_q, head_dim = q.shape
     capacity = _kvcache_checks.room(given)
     if not is_tensor:

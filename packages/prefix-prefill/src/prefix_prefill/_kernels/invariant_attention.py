@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import _configs
@@ -37,7 +38,14 @@ class InvariantAttention:
             cache.v.head,
             cache.v.inner,
             ndim,
+            options.decode_from_cache and x.k is not None,
         )
+        # drop-ins leave rows as they are: then the kernels write all rows of another output
+        self._keeps_rows, self._skip_decode = not options.fill_padding, options.skip_decode
+        # and they take any bound of the lengths; the table has one that holds
+        self._room = sizes.block_size * x.block_table.shape[1]
+        if self._keeps_rows:
+            x = x._replace(out=_like(x.out))
         scores = Scores(
             options.softmax_scale, options.softcap, options.window_left, options.window_right
         )
@@ -66,4 +74,27 @@ class InvariantAttention:
 
     def run(self, x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
         """Launch for one call of the form."""
-        self._plan.run(self._call_of(x), 0, max_seqlen_q, max_seqlen_k)
+        if not self._keeps_rows:
+            self._plan.run(self._call_of(x), 0, max_seqlen_q, max_seqlen_k)
+            return
+        out = _like(x.out)
+        most_keys = self._room + (0 if x.k is None else len(x.k))
+        self._plan.run(self._call_of(x._replace(out=out)), 0, max_seqlen_q, most_keys)
+        written = _written(x.cu_seqlens_q, len(out), self._skip_decode)
+        x.out.copy_(torch.where(written[:, None, None], out, x.out))
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _written(starts: Tensor, tokens: int, skip_decode: bool) -> Tensor:
+    """Return which rows a drop-in writes, ``[tokens]``: those of sequences, or of longer ones."""
+    token = torch.arange(tokens, device=starts.device)
+    written = (token >= starts[0]) & (token < starts[-1])
+    if skip_decode:
+        # the only row of a sequence; of longer ones a row behind all
+        single = torch.where(starts.diff() == 1, starts[:-1], tokens).to(torch.int64)
+        longer = torch.ones(tokens + 1, dtype=torch.bool, device=starts.device)
+        written &= longer.index_fill(0, single, False)[:tokens]
+    return written

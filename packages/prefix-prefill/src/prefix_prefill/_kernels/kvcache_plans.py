@@ -12,11 +12,12 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from .._call import AppendOptions, AppendTensors, RowOptions, RowTensors, Tensors
+from .._call import AppendOptions, AppendTensors, Plan, RowOptions, RowTensors, Tensors
 from .._configs import padded_head_dim
 from .._kvcache_checks import room
 from .._layout import INT_MAX
 from .addressing import CacheForm, row_strides
+from .invariant_attention import InvariantAttention
 from .kvcache import _append_kernel, _pages_kernel
 from .launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
 from .parameters import (
@@ -177,7 +178,8 @@ class RowPlan:
                 None if view is None else (view.size(), view.stride()) for view in pages[:4]
             ]
         self._counts = counts
-        self._attention = AttentionPlan(self._tensors(x), options.as_options(), is_kept)
+        make = InvariantAttention if options.invariant else AttentionPlan
+        self._attention: Plan = make(self._tensors(x), options.as_options(), is_kept)
 
     def _tensors(self, x: RowTensors) -> Tensors:
         """Return the arguments of the attention kernel, in which tables are yet to be written."""
