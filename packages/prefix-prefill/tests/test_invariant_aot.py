@@ -25,6 +25,8 @@ SPILLS = {
     "amd:*": 128,
     "amd:gfx1100 *": 1200,
 }
+# likewise of the kernel for Hopper, between tiles of queries
+HOPPER_SPILLS = {64: 24, 128: 56, 256: 80}
 
 
 @pytest.mark.parametrize(("gpu", "head_dim", "dtype"), chosen(EVERYTHING, PRINCIPAL), ids=str)
@@ -47,3 +49,20 @@ def test_all_builds_compute_alike(gpu, head_dim, dtype, tmp_path):
         assert build.shared <= GPUS[gpu].shared_limit, build
         assert not build.unset, build
         assert build.spilled <= most, f"{name} {build}"
+
+
+@pytest.mark.parametrize("head_dim", chosen([64, 128, 256], [128]), ids=str)
+def test_builds_for_hopper(head_dim, tmp_path):
+    """Keys that are copied, and those that are loaded: of 8 bits, and beside a cache."""
+    with compiling("nvidia:sm_90", tmp_path) as builds:
+        for config in (
+            Config(head_dim, invariant=True, page=32),
+            Config(head_dim, cache="float8_e4m3fn", invariant=True),
+            Config(head_dim, invariant=True, dense=True, dropin=True),
+        ):
+            launch_attention(config, hopper=True)
+    assert [x.kernel for x in builds] == ["invariant_hopper_kernel"] * 3
+    for build in builds:
+        assert build.shared <= GPUS["nvidia:sm_90"].shared_limit, build
+        assert not build.unset, build
+        assert build.spilled <= HOPPER_SPILLS[head_dim], build
