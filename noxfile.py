@@ -507,6 +507,15 @@ def errors(session: nox.Session) -> None:
 
 
 @nox.session(requires=["build"], default=False)
+def law(session: nox.Session) -> None:
+    """Hold 2,000 random chunks to a training forward's bits on the GPU here; see ci/cuts.py."""
+    install(session, "prefix-prefill", "flash-attn-triton")
+    report = ("--json", str(BUILD / "reports" / "law.json"))
+    (BUILD / "reports").mkdir(parents=True, exist_ok=True)
+    session.run("python", str(ROOT / "ci" / "cuts.py"), *report, *session.posargs)
+
+
+@nox.session(requires=["build"], default=False)
 def endurance(session: nox.Session) -> None:
     """Serve random requests for eight minutes on the GPU of this machine; see ci/soak.py."""
     install(session, "prefix-prefill", "flash-attn-triton")

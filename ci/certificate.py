@@ -152,6 +152,17 @@ def soak(told: list[dict[str, Any]]) -> list[str]:
     return table(head, rows) if rows else [NOT_RUN]
 
 
+def law(told: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        [machine(one), "interpreter" if one.get("interpreted") else "", str(one["cuts"]),
+         str(one["differing"]), ", ".join(f"{name} {n}" for name, n in one["with"].items()),
+         f"`{one['commit']}`"]
+        for one in told
+    ]  # fmt: skip
+    head = ["on", "by", "cuts", "differing", "of them with", "commit"]
+    return table(head, rows) if rows else [NOT_RUN]
+
+
 def text(folder: Path) -> str:
     """Return the certificate of the results in a folder."""
     tools = {told["tool"]: told for told in load(folder, "sanitize")}
@@ -188,6 +199,13 @@ def text(folder: Path) -> str:
         "## Generated mistakes",
         "",
         *mutants(load(folder, "mutants")),
+        "",
+        "## The law",
+        "",
+        "Random chunks and decodes by prefix-prefill, whose bits are those of a training forward by",
+        "flash-attn-triton, both with `invariant=True`: [docs/numerics.md](numerics.md#the-law-of-invarianttrue).",
+        "",
+        *law(load(folder, "law")),
         "",
         "## Soak",
         "",
