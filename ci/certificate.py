@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from device_cases import CASES, ROOT
+from mutants import explained
 
 RESULTS = ROOT / "docs" / "certificate"
 NOT_RUN = "not run"
@@ -43,7 +44,10 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 def machine(told: dict[str, Any]) -> str:
     """Return where results were made: versions and device."""
     parts = [f"{name} {told[name]}" for name in ("torch", "triton") if name in told]
-    return ", ".join([*parts, str(told.get("device", "unknown device"))])
+    parts.append(str(told.get("device", "unknown device")))
+    if told.get("device") == "cpu":
+        parts.append("interpreted" if told.get("interpreted") else "eager code")
+    return ", ".join(parts)
 
 
 def outcomes(told: dict[str, Any] | None, names: list[str]) -> str:
@@ -114,52 +118,49 @@ def distribution(errors: dict[str, Any] | None) -> list[str]:
 
 
 def mutants(told: list[dict[str, Any]]) -> list[str]:
-    rows = []
+    rows, left = [], []
     for one in told:
-        explained = sum(bool(s["explained"]) for s in one["survivors"])
+        why = explained(one["package"])
+        reasons = {s["mutant"]: why.get(s["mutant"]) for s in one["survivors"]}
+        left += [[one["package"], f"`{x}`", reasons[x] or "not explained"] for x in reasons]
         caught = one["caught"] + one["hung"]
         rows.append(
-            [
-                one["package"],
-                str(one["mutations"]),
-                str(one["tried"]),
-                str(caught),
-                f"{one['survived']}, {explained} explained",
-                str(one["not run"]),
-                f"{100 * one['score']:.0f} %",
-                f"`{one['commit']}`",
-            ]
-        )
+            [one["package"], str(one["mutations"]), str(one["tried"]), str(caught),
+             f"{one['survived']}, {sum(map(bool, reasons.values()))} explained",
+             str(one["not run"]),
+             f"{100 * one['score']:.0f} %", f"`{one['commit']}`"]
+        )  # fmt: skip
     head = ["package", "mutants", "tried", "caught", "survived", "not run", "score", "commit"]
-    return table(head, rows) if rows else [NOT_RUN]
+    survivors = ["package", "survivor", "why no result changes"]
+    return [
+        *(table(head, rows) if rows else [NOT_RUN]),
+        *(["", *table(survivors, left)] if left else []),
+    ]
 
 
 def soak(told: list[dict[str, Any]]) -> list[str]:
     rows = [
-        [
-            one["device"],
-            f"{one['seconds']:.0f} s",
-            str(one["requests"]),
-            str(one["wrong"]),
-            str(one["repeats"]),
-            str(one["differing"]),
-            f"{one['grown_bytes'] / 2**20:.1f} MiB",
-            f"`{one['commit']}`",
-        ]
+        [one["device"], f"{one['seconds']:.0f} s", str(one["requests"]), str(one["wrong"]),
+         str(one["repeats"]), str(one["differing"]), f"{one['grown_bytes'] / 2**20:.1f} MiB",
+         f"`{one['commit']}`"]
         for one in told
-    ]
+    ]  # fmt: skip
     head = ["device", "time", "answers", "wrong", "repeats", "differing", "memory grown", "commit"]
     return table(head, rows) if rows else [NOT_RUN]
 
 
 def law(told: list[dict[str, Any]]) -> list[str]:
     rows = [
-        [machine(one), "interpreter" if one.get("interpreted") else "", str(one["cuts"]),
-         str(one["differing"]), ", ".join(f"{name} {n}" for name, n in one["with"].items()),
-         f"`{one['commit']}`"]
+        [
+            machine(one),
+            str(one["cuts"]),
+            str(one["differing"]),
+            ", ".join(f"{name} {n}" for name, n in one["with"].items()),
+            f"`{one['commit']}`",
+        ]
         for one in told
-    ]  # fmt: skip
-    head = ["on", "by", "cuts", "differing", "of them with", "commit"]
+    ]
+    head = ["on", "cuts", "differing", "of them with", "commit"]
     return table(head, rows) if rows else [NOT_RUN]
 
 
@@ -202,8 +203,8 @@ def text(folder: Path) -> str:
         "",
         "## The law",
         "",
-        "Random chunks and decodes by prefix-prefill, whose bits are those of a training forward by",
-        "flash-attn-triton, both with `invariant=True`: [docs/numerics.md](numerics.md#the-law-of-invarianttrue).",
+        "Random chunks and decodes by prefix-prefill, held to the bits of a training forward by",
+        "flash-attn-triton: [the law of `invariant=True`](numerics.md#the-law-of-invarianttrue).",
         "",
         *law(load(folder, "law")),
         "",

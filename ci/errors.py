@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -53,11 +54,13 @@ def is_right(found: dict[str, dict[str, Any]]) -> bool:
     )
 
 
-def about() -> dict[str, str]:
-    """Return the versions that were used, and the device."""
+def about() -> dict[str, Any]:
+    """Return the versions that were used, the device, and whether kernels were interpreted."""
     import torch
 
-    told = {"torch": torch.__version__, "device": "cpu"}
+    told: dict[str, Any] = {"torch": torch.__version__, "device": "cpu"}
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        told["interpreted"] = True
     if "triton" in sys.modules:
         told["triton"] = sys.modules["triton"].__version__
     if torch.cuda.is_available():

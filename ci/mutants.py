@@ -26,6 +26,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -55,12 +56,15 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("hopper/_linked/*", "test_gluon.py test_gluon_mla.py"),
         ("hopper/mla*", "test_gluon_mla.py"),
         ("hopper/*", "test_gluon.py"),
-        ("invariant/*", "test_invariant.py"),
-        ("cache.py", "test_cache.py"),
-        ("kvcache.py", "test_kvcache.py"),
+        ("invariant/hopper/*", "test_gluon_invariant.py"),
+        ("invariant/*", "test_invariant.py test_invariant_forms.py"),
+        ("cache.py", "test_cache.py test_quantised_writes.py"),
+        ("kvcache.py", "test_kvcache.py test_kvcache_quantised.py"),
         ("mla.py", "test_mla.py"),
         ("merge.py", "test_cascade.py test_attention.py"),
-        ("*", "test_attention.py test_fp8.py"),
+        ("words.py", "test_quantised.py"),
+        ("queries.py", "test_attention.py test_cascade.py test_tree.py"),
+        ("*", "test_attention.py test_fp8.py test_tree.py test_quantised.py"),
     ],
     "flash-attn-triton": [
         (
@@ -76,6 +80,7 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("hopper/round_dq.py", "test_gluon_backward.py test_gluon_backward_mistakes.py"),
         ("hopper/*", "test_gluon.py test_gluon_fp8.py"),
         ("tree*", "test_tree.py"),
+        ("invariant/hopper/*", "test_gluon_invariant.py"),
         ("invariant/*", "test_invariant.py"),
         ("backward_short.py", "test_short.py"),
         ("sharded_merge.py", "test_shards.py"),
@@ -115,11 +120,22 @@ def kernels_of(package: str) -> Path:
 
 
 def files_of(package: str) -> list[str]:
-    """Return the names of the files of ``_kernels/``, linked ones among them."""
+    """Return the names of the files of ``_kernels/``, and of linked ones those that it uses."""
     folder = kernels_of(package)
     walked = os.walk(folder, followlinks=True)
     paths = [Path(place) / name for place, _, names in walked for name in names]
-    return sorted(p.relative_to(folder).as_posix() for p in paths if p.suffix == ".py")
+    texts = {p.relative_to(folder).as_posix(): p.read_text() for p in paths if p.suffix == ".py"}
+    own = "\n".join(text for name, text in texts.items() if "_linked/" not in name)
+    used = set(re.findall(r"_linked\.(\w+)", own))
+    linked = {Path(name).stem: text for name, text in texts.items() if "_linked/" in name}
+    while (
+        more := {
+            stem for name in used for stem in re.findall(r"from \.(\w+)", linked.get(name, ""))
+        }
+        - used
+    ):
+        used |= more
+    return sorted(name for name in texts if "_linked/" not in name or Path(name).stem in used)
 
 
 def all_mutations(package: str) -> list[Mutation]:
@@ -218,35 +234,30 @@ def _prepare() -> None:
         import triton.language  # noqa: F401
 
 
-def _work(package: str, tasks: Any, results: Any, limits: dict[tuple[str, ...], float]) -> None:
+def _work(package: str, tasks: Any, results: Any) -> None:
     """Take mutations until there is none, in a copy of one's own."""
     sys.dont_write_bytecode = True
     with tempfile.TemporaryDirectory() as folder:
         tree = Tree(package, Path(folder))
-        while (mutation := tasks.get()) is not None:
-            limit = limits[tests_of(package, mutation.file)]
+        while (task := tasks.get()) is not None:
+            mutation, limit = task
             results.put((mutation, outcome_of(mutation, tree, limit)))
 
 
 def try_mutations(
     package: str, chosen: Sequence[Mutation], jobs: int, seconds: float
 ) -> list[tuple[Mutation, str]]:
-    """Try mutations in their order until the time is up; tests have to pass without any first."""
+    """Try mutations in their order until the time is up; tests have to pass without any first.
+
+    How long they take without a mistake is no part of the time.
+    """
     _prepare()
     end = time.monotonic() + seconds
     limits: dict[tuple[str, ...], float] = {}
     source = ROOT / "packages" / package / "src"
-    for tests in {tests_of(package, m.file): None for m in chosen}:
-        status, took = run_tests(package, source, tests, 1800)
-        if status != 0:
-            raise SystemExit(f"{package}: {' '.join(tests)} end with {status} without a mistake")
-        print(f"{package}: {' '.join(tests)} take {took:.1f} s", flush=True)
-        limits[tests] = 4 * took + 30
     context = multiprocessing.get_context("fork")
     tasks, results = context.Queue(), context.Queue()
-    workers = [
-        context.Process(target=_work, args=(package, tasks, results, limits)) for _ in range(jobs)
-    ]
+    workers = [context.Process(target=_work, args=(package, tasks, results)) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     done: list[tuple[Mutation, str]] = []
@@ -257,7 +268,12 @@ def try_mutations(
             _tell(done, end)
         if time.monotonic() > end:
             break
-        tasks.put(mutation)
+        tests = tests_of(package, mutation.file)
+        if tests not in limits:
+            took = _time_without(package, source, tests)
+            limits[tests] = 4 * took + 30
+            end += took
+        tasks.put((mutation, limits[tests]))
         given += 1
     while len(done) < given:
         done.append(results.get())
@@ -267,6 +283,15 @@ def try_mutations(
     for worker in workers:
         worker.join()
     return done
+
+
+def _time_without(package: str, source: Path, tests: Sequence[str]) -> float:
+    """Return how long tests take, which have to pass."""
+    status, took = run_tests(package, source, tests, 1800)
+    if status != 0:
+        raise SystemExit(f"{package}: {' '.join(tests)} end with {status} without a mistake")
+    print(f"{package}: {' '.join(tests)} take {took:.1f} s", flush=True)
+    return took
 
 
 def _tell(done: Sequence[tuple[Mutation, str]], end: float) -> None:
