@@ -262,22 +262,27 @@ def try_mutations(
         worker.start()
     done: list[tuple[Mutation, str]] = []
     given = 0
-    for mutation in chosen:
-        if given - len(done) >= jobs:
+    try:
+        for mutation in chosen:
+            if given - len(done) >= jobs:
+                done.append(results.get())
+                _tell(done, end)
+            if time.monotonic() > end:
+                break
+            tests = tests_of(package, mutation.file)
+            if tests not in limits:
+                took = _time_without(package, source, tests)
+                limits[tests] = 4 * took + 30
+                end += took
+            tasks.put((mutation, limits[tests]))
+            given += 1
+        while len(done) < given:
             done.append(results.get())
             _tell(done, end)
-        if time.monotonic() > end:
-            break
-        tests = tests_of(package, mutation.file)
-        if tests not in limits:
-            took = _time_without(package, source, tests)
-            limits[tests] = 4 * took + 30
-            end += took
-        tasks.put((mutation, limits[tests]))
-        given += 1
-    while len(done) < given:
-        done.append(results.get())
-        _tell(done, end)
+    except BaseException:
+        for worker in workers:
+            worker.terminate()
+        raise
     for _ in workers:
         tasks.put(None)
     for worker in workers:
