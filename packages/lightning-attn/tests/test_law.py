@@ -9,7 +9,12 @@ import random
 
 import pytest
 import torch
-from lightning_attn import lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
+from lightning_attn import (
+    _ops,
+    lightning_attn_decode,
+    lightning_attn_func,
+    lightning_attn_varlen_func,
+)
 
 from ._linked.budget import TF32X3_UNIT, assert_no_worse_than_eager, offsets
 from ._numerics import SCHEDULES, STATE_UNITS, Shape, make_case, run_eager, run_oracle
@@ -60,6 +65,22 @@ def in_pieces(case, pieces, schedule="auto"):
 def test_pieces_with_a_carried_state(seed, dtype, schedule, device):
     case = make_case(SHAPE, dtype, device, ["drawn", "none", "strong"][seed])
     judge(case, *in_pieces(case, splits(SHAPE.seqlen, seed), schedule))
+
+
+@pytest.mark.skipif(
+    not _ops.interpreted(), reason="builds may round otherwise, and so does eager code"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pieces_that_begin_with_a_chunk_have_the_bits_of_the_whole(dtype, device):
+    """Chunks of the interpreter's tile have 16 tokens."""
+    case = make_case(SHAPE._replace(seqlen=75), dtype, device)
+    whole, state = in_pieces(case, [(0, 75)], "sequential")
+    for ends in ((16, 75), (32, 48, 75)):
+        pieces = list(zip((0, *ends), ends, strict=False))
+        out, last = in_pieces(case, pieces, "sequential")
+        assert torch.equal(out, whole), ends
+        assert torch.equal(last, state), ends
+    assert not torch.equal(in_pieces(case, [(0, 40), (40, 75)], "sequential")[1], state)
 
 
 def test_token_by_token(device):
