@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from device_cases import CASES, ROOT
+from device_cases import ALGEBRA, CASES, ROOT
 from mutants import explained
 
 RESULTS = ROOT / "docs" / "certificate"
@@ -88,6 +88,15 @@ def kernels(tools: dict[str, dict[str, Any]], errors: dict[str, Any] | None) -> 
         rows.append([package, kernel, tile, *found, largest(errors, names)])
     head = ["package", "kernel", "tile", "builds and is right", "memcheck", "ConSan", "error"]
     return table(head, rows)
+
+
+def algebra(told: dict[str, Any] | None) -> list[str]:
+    """Return the table of what FpSan compared."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, case in ALGEBRA.items():
+        groups.setdefault((case.package, case.kernel, case.tile), []).append(name)
+    rows = [[*group, outcomes(told, names)] for group, names in groups.items()]
+    return table(["package", "kernel", "tile", "same bits"], rows)
 
 
 def findings(tools: dict[str, dict[str, Any]]) -> list[str]:
@@ -190,6 +199,13 @@ def text(folder: Path) -> str:
         "",
         *kernels(tools, errors),
         *findings(tools),
+        "",
+        "## Same algebra",
+        "",
+        "Forwards by the kernel for Hopper and by the portable one, built with FpSan: the outputs",
+        "have to have the same bits.",
+        "",
+        *algebra(tools.get("fpsan")),
         "",
         "## Measured error over bound",
         "",

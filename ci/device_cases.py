@@ -369,3 +369,81 @@ def _prefix_cases() -> list[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
+
+# ---- what FpSan can compare: forwards in which no score is hidden, over whole tiles
+
+TILES = 256  # a multiple of every tile of queries or keys
+
+
+@dataclass(frozen=True)
+class Algebra:
+    """A call that two kernels serve, the one for Hopper and the portable one.
+
+    Under FpSan (see docs/testing.md) their outputs have the same bits where they are the same
+    algebra. What it does to numbers has no infinity, so that every row has a sink, and no score is
+    hidden. With the sink, the weights of a row are odd in number, and so is their sum, which a
+    division needs.
+    """
+
+    package: str
+    kernel: str
+    tile: str
+    feature: str
+    make: Callable[..., Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.package}/{self.kernel}/{self.tile}/{self.feature}"
+
+    @property
+    def switch(self) -> str:
+        """The variable that leaves the call to the portable kernel, if it is 0."""
+        return f"{self.package.upper().replace('-', '_')}_HOPPER"
+
+    def run(self, device: str) -> Any:
+        """Return the output."""
+        return self.make(device, **self.options)
+
+
+def _flash_algebra(device: str, d: int, **options: Any) -> Any:
+    import torch
+
+    flash_attn_func = _import("flash_attn_triton").flash_attn_func
+    draw = _drawer(device)
+    q, k, v = (draw(1, n, heads, d) for n, heads in ((TILES, 2), (2 * TILES, 1), (2 * TILES, 1)))
+    return flash_attn_func(q, k, v, sinks=draw(2, dtype=torch.float32), **options)
+
+
+def _paged_algebra(device: str, d: int, **options: Any) -> Any:
+    import torch
+
+    paged_attn_func = _import("prefix_prefill").paged_attn_func
+    draw = _drawer(device)
+    page, heads, keys = 64, (4, 2), 2 * TILES
+    k_cache, v_cache = (draw(keys // page + 2, page, heads[1], d) for _ in "kv")
+    table = torch.arange(keys // page, device=device, dtype=torch.int32).flip(0)[None] + 1
+    starts, lengths = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, TILES], [keys])
+    )
+    return paged_attn_func(
+        draw(TILES, heads[0], d), k_cache, v_cache, table, starts, lengths, TILES, keys,
+        sinks=draw(heads[0], dtype=torch.float32), causal=False, **options,
+    )  # fmt: skip
+
+
+def _algebra() -> list[Algebra]:
+    found = []
+    for package, kernel, make in (
+        (FLASH, "forward", _flash_algebra),
+        (PREFIX, "prefill", _paged_algebra),
+    ):
+        for d in (64, 128, 256):
+            for feature, options in (("plain", {}), ("softcap", {"softcap": 1.5})):
+                found.append(Algebra(package, kernel, f"d{d}", feature, make, {"d": d, **options}))
+            lawful = {"d": d, "invariant": True}
+            found.append(Algebra(package, "invariant", f"d{d}", "plain", make, lawful))
+    return found
+
+
+ALGEBRA = {case.name: case for case in _algebra()}

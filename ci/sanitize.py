@@ -3,6 +3,7 @@
     python ci/sanitize.py --json sanitize.json                  # Triton's concurrency sanitizer
     python ci/sanitize.py --tool memcheck --json memcheck.json  # compute-sanitizer
     python ci/sanitize.py --tool none --json builds.json        # builds, runs, and is right
+    python ci/sanitize.py --tool fpsan --json fpsan.json        # Triton's FpSan, in 3.8 and later
 
 The cases are those of ``device_cases.py``. Each runs in a process of its own with a time limit,
 several side by side, as device code that fails leaves its process without a GPU. Outcomes: clean;
@@ -11,13 +12,15 @@ end of the error; timeout; not run, if the time was up before.
 
 ConSan knows copies, products and barriers in shared memory. It knows no barriers of the hardware
 by number, which these kernels reach through inline assembly: what they order looks like a race to
-it. See docs/testing.md.
+it. FpSan runs each of its cases twice, by the kernel for Hopper and by the portable one, and the
+finding is that their outputs differ. See docs/testing.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextvars
+import hashlib
 import json
 import os
 import re
@@ -31,11 +34,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from device_cases import CASES, ROOT
+from device_cases import ALGEBRA, CASES, ROOT
 from errors import about, is_right, measure
 from mutants import commit
 
-TOOLS = ("consan", "memcheck", "none")
+TOOLS = ("consan", "fpsan", "memcheck", "none")
 RESULT = "sanitized case: "
 # what ConSan's assertions and compute-sanitizer say
 FINDINGS = [
@@ -45,7 +48,7 @@ FINDINGS = [
 ]
 
 
-def run_case(name: str, device: str) -> None:
+def run_case(name: str, device: str, *, is_algebra: bool) -> None:
     """Run one case in this process, and print what is to be said of it."""
     import torch
     import triton
@@ -64,7 +67,11 @@ def run_case(name: str, device: str) -> None:
                 setattr(_allocation, kept, allocator)
         hook = triton.knobs.runtime.launch_enter_hook
         hook.add(lambda metadata: launched.add(metadata.get()["name"]))
-    found = measure(CASES[name], device)
+    if is_algebra:
+        out = ALGEBRA[name].run(device)
+        found: Any = hashlib.sha256(out.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
+    else:
+        found = measure(CASES[name], device)
     if device != "cpu":
         torch.cuda.synchronize()
     told = {"results": found, "launched": sorted(launched), **about()}
@@ -77,8 +84,16 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or (str(usual) if usual.exists() else None)
 
 
+def has_fpsan() -> bool:
+    """Say whether the Triton that is installed has FpSan."""
+    from triton._C import libtriton
+
+    return hasattr(libtriton.passes.ttgpuir, "add_fp_sanitizer")
+
+
 def command_of(tool: str, name: str, device: str) -> list[str]:
     own = [sys.executable, str(Path(__file__).resolve()), "--case", name, "--device", device]
+    own += ["--tool", tool]
     if tool != "memcheck":
         return own
     options = ("--tool", "memcheck", "--error-exitcode", "99", "--print-limit", "5")
@@ -92,7 +107,7 @@ def environment_of(tool: str, cache: Path) -> dict[str, str]:
     path = os.pathsep.join([*sources, os.environ.get("PYTHONPATH", "")])
     made = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     made["TRITON_CACHE_DIR"] = str(cache / tool)
-    if tool == "consan":
+    if tool in ("consan", "fpsan"):
         made["TRITON_INSTRUMENTATION_MODE"] = tool
     if tool == "memcheck":
         # so that each tensor has an end that the tool knows
@@ -110,15 +125,42 @@ def outcome_of(status: int, text: str) -> dict[str, Any]:
         return {"outcome": "finding", "findings": findings, **told}
     if status != 0 or line is None:
         return {"outcome": "failed", "status": status, "end": text[-1500:]}
-    return {"outcome": "clean" if is_right(told["results"]) else "wrong", **told}
+    results = told["results"]
+    # of FpSan's cases there is a hash, and nothing to hold it to yet
+    right = isinstance(results, str) or is_right(results)
+    return {"outcome": "clean" if right else "wrong", **told}
+
+
+def compared(hopper: dict[str, Any], portable: dict[str, Any]) -> dict[str, Any]:
+    """Return what is to be said of a call that two kernels served under FpSan."""
+    for told in (hopper, portable):
+        if told["outcome"] != "clean":
+            return told
+    kernels = {"launched": hopper["launched"], "beside": portable["launched"]}
+    told = {**hopper, **kernels}
+    if hopper["launched"] == portable["launched"]:
+        return {**told, "outcome": "failed", "end": "one kernel served both"}
+    if hopper["results"] != portable["results"]:
+        return {**told, "outcome": "finding", "findings": {"the outputs of two kernels differ": 1}}
+    return told
 
 
 def try_case(tool: str, name: str, device: str, cache: Path, limit: float) -> dict[str, Any]:
+    if tool != "fpsan":
+        return _try(tool, name, device, cache, limit, {})
+    switch = ALGEBRA[name].switch
+    both = [_try(tool, name, device, cache, limit, {switch: on}) for on in ("1", "0")]
+    return {**compared(*both), "seconds": round(sum(told["seconds"] for told in both), 1)}
+
+
+def _try(
+    tool: str, name: str, device: str, cache: Path, limit: float, changes: dict[str, str]
+) -> dict[str, Any]:
     began = time.monotonic()
     try:
         done = subprocess.run(
             command_of(tool, name, device),
-            env=environment_of(tool, cache),
+            env={**environment_of(tool, cache), **changes},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -139,6 +181,8 @@ def sanitize(
     """Try cases side by side; return what is said of each."""
     if tool == "memcheck" and sanitizer() is None:
         return {name: {"outcome": "not run", "why": "no compute-sanitizer"} for name in names}
+    if tool == "fpsan" and not has_fpsan():
+        return {name: {"outcome": "not run", "why": "this Triton has no FpSan"} for name in names}
     end = time.monotonic() + seconds
     found = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
@@ -171,11 +215,10 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
     given = parser.parse_args()
     if given.case:
-        run_case(given.case, given.device)
+        run_case(given.case, given.device, is_algebra=given.tool == "fpsan")
         return
-    names = [
-        name for name, case in CASES.items() if given.package in case.package and given.only in name
-    ]
+    cases: dict[str, Any] = dict(ALGEBRA if given.tool == "fpsan" else CASES)
+    names = [n for n, case in cases.items() if given.package in case.package and given.only in n]
     if given.list:
         print(*names, sep="\n")
         return

@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "ci"))
 import certificate
 import errors
 import sanitize
-from device_cases import CASES
+from device_cases import ALGEBRA, CASES
 
 
 def test_every_kernel_package_has_cases(noxfile):
@@ -76,3 +76,43 @@ def test_what_was_not_run_is_said(tmp_path):
     text = certificate.text(tmp_path)
     assert "a race" in text
     assert "abc" in text
+
+
+@pytest.mark.parametrize("name", [name for name in ALGEBRA if "d64" in name])
+def test_what_fpsan_compares_is_a_forward_without_a_mask(name):
+    case = ALGEBRA[name]
+    assert case.switch == f"{case.package.upper().replace('-', '_')}_HOPPER"
+    out = case.run("cpu")
+    assert out.isfinite().all()
+    assert "causal" not in case.options
+    assert "window_size" not in case.options
+
+
+def told(launched, results, outcome="clean"):
+    return {"outcome": outcome, "launched": launched, "results": results}
+
+
+@pytest.mark.parametrize(
+    ("hopper", "portable", "outcome"),
+    [
+        (told(["a"], "1"), told(["b"], "1"), "clean"),
+        (told(["a"], "1"), told(["b"], "2"), "finding"),
+        (told(["a"], "1"), told(["a"], "1"), "failed"),
+        (told(["a"], "1"), told(["b"], "1", "timeout"), "timeout"),
+        (told(["a"], "1", "failed"), told(["b"], "1"), "failed"),
+    ],
+)
+def test_two_kernels_are_compared(hopper, portable, outcome):
+    assert sanitize.compared(hopper, portable)["outcome"] == outcome
+
+
+def test_a_case_of_fpsan_gives_a_hash():
+    line = sanitize.RESULT + json.dumps({"results": "abc", "launched": []})
+    assert sanitize.outcome_of(0, line)["outcome"] == "clean"
+
+
+def test_a_triton_without_fpsan_is_said(monkeypatch):
+    monkeypatch.setattr(sanitize, "has_fpsan", lambda: False)
+    found = sanitize.sanitize("fpsan", list(ALGEBRA), "cpu", 1, 60, 60)
+    assert {x["outcome"] for x in found.values()} == {"not run"}
+    assert found.keys() == ALGEBRA.keys()

@@ -22,9 +22,20 @@ __all__ = [
     "gl",
     "gluon",
     "hopper",
+    "is_sanitized",
     "mbarrier",
     "tma",
 ]
+
+
+@gluon.constexpr_function
+def is_sanitized():
+    """Say whether builds are for FpSan, which knows the arithmetic of Triton and none of PTX."""
+    # of globals the interpreter of tests knows those of Gluon
+    from triton import knobs
+
+    return "fpsan" in knobs.compilation.instrumentation_mode
+
 
 # 3.8 renamed the tensor copies, 3.7 made aggregates public
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -1,6 +1,6 @@
 """Inline PTX where Triton or ptxas emit extra instructions."""
 
-from .compat import gl, gluon
+from .compat import gl, gluon, is_sanitized
 
 # How much larger than its pivot a base-2 logit may be. The pivot is an earlier maximum: sums are
 # rescaled only where the exponentials would become large.
@@ -74,9 +74,11 @@ def drop_below(p, draw, threshold):
 @gluon.jit
 def in_pairs(p):
     """Return probabilities packed two to a register; loops carry them one by one otherwise."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2
-    )
+    if not is_sanitized():
+        p = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=True, pack=2
+        )
+    return p
 
 
 @gluon.constexpr_function
@@ -113,6 +115,10 @@ def shrink(o, alpha):
     COUNT: gl.constexpr = _numbers_in_shrink(o.shape[1])
     TEXT: gl.constexpr = _text_of_shrink(COUNT)
     OPERANDS: gl.constexpr = _operands_of_shrink(COUNT)
-    return gl.inline_asm_elementwise(
-        TEXT, OPERANDS, [o, alpha], dtype=gl.float32, is_pure=True, pack=COUNT
-    )
+    if is_sanitized():
+        o = o * alpha
+    else:
+        o = gl.inline_asm_elementwise(
+            TEXT, OPERANDS, [o, alpha], dtype=gl.float32, is_pure=True, pack=COUNT
+        )
+    return o
