@@ -134,12 +134,16 @@ def mutants(told: list[dict[str, Any]]) -> list[str]:
         left += [[one["package"], f"`{x}`", reasons[x] or "not explained"] for x in reasons]
         caught = one["caught"] + one["hung"]
         rows.append(
-            [one["package"], str(one["mutations"]), str(one["tried"]), str(caught),
+            [one["package"], f"`{one['only']}`" if "only" in one else "all",
+             str(one["mutations"]), str(one["tried"]), str(caught),
              f"{one['survived']}, {sum(map(bool, reasons.values()))} explained",
              str(one["not run"]),
              f"{100 * one['score']:.0f} %", f"`{one['commit']}`"]
         )  # fmt: skip
-    head = ["package", "mutants", "tried", "caught", "survived", "not run", "score", "commit"]
+    head = [
+        "package", "drawn from", "mutants of the package", "tried", "caught", "survived", "not run",
+        "score", "commit",
+    ]  # fmt: skip
     survivors = ["package", "survivor", "why no result changes"]
     return [
         *(table(head, rows) if rows else [NOT_RUN]),

@@ -311,8 +311,10 @@ def explained(package: str) -> dict[str, str]:
     return found
 
 
-def summary(package: str, done: Sequence[tuple[Mutation, str]], total: int, seed: int) -> Any:
-    """Return what is written as JSON."""
+def summary(
+    package: str, done: Sequence[tuple[Mutation, str]], total: int, seed: int, only: str = ""
+) -> Any:
+    """Return what is written as JSON; ``only``: what the names of those that were drawn hold."""
     counts = Counter(outcome for _, outcome in done)
     caught = counts[CAUGHT] + counts[HUNG]
     reasons = explained(package)
@@ -326,6 +328,7 @@ def summary(package: str, done: Sequence[tuple[Mutation, str]], total: int, seed
         "package": package,
         "commit": commit(),
         "seed": seed,
+        **({"only": only} if only else {}),
         "mutations": total,
         "tried": len(done),
         **{name: counts[name] for name in (CAUGHT, HUNG, SURVIVED, NOT_RUN)},
@@ -359,7 +362,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="try that many at most")
     parser.add_argument("--seed", type=int, default=0, help="of the random order")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--only", default="", help="mutants whose name holds this, a file perhaps")
     parser.add_argument("--kind", default="", help="of one kind, dropped for instance")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
@@ -371,7 +374,7 @@ def main() -> None:
         print(*(f"{m.kind}: {m.name}" for m in chosen), sep="\n")
         return
     done = try_mutations(given.package, chosen, given.jobs, given.seconds)
-    told = summary(given.package, done, len(found), given.seed)
+    told = summary(given.package, done, len(found), given.seed, given.only)
     text = json.dumps(told, indent=1) + "\n"
     if given.json:
         given.json.write_text(text)
