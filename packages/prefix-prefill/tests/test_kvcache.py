@@ -187,15 +187,16 @@ def test_empty(where, device):
         assert not given["k_cache"][1, 30:33].isnan().any()
 
 
+@pytest.mark.parametrize("page", [10**6, -1, "behind the last"])
 @pytest.mark.parametrize("call", [ROWS, PAGED], ids=str)
-def test_nothing_is_written_beyond_the_cache(call, device):
+def test_nothing_is_written_beyond_the_cache(call, page, device):
     """A GPU's lengths and pages are not checked."""
     from prefix_prefill._kernels.kvcache_plans import launch_append
 
     given = make(call, F32, device)
     given["cache_seqlens"][1] = 47 if call is ROWS else 48
     if call is PAGED:
-        given["block_table"][2, 0] = 10**6
+        given["block_table"][2, 0] = page if isinstance(page, int) else len(given["k_cache"])
     frames = {}
     for name in ("k_cache", "v_cache"):
         cache = given[name]
