@@ -1,6 +1,7 @@
 """What ci/mutations.py makes of a kernel, and that ci/mutants.py knows tests for every file."""
 
 import ast
+import json
 import sys
 
 import pytest
@@ -101,7 +102,15 @@ def test_all_of_a_package():
     found = mutants.all_mutations("lightning-attn")
     assert len(found) > 1000
     assert len({mutation.kind for mutation in found}) == 7
-    assert set(mutants.explained("lightning-attn")) <= {mutation.name for mutation in found}
+
+
+def test_what_is_explained_is_a_mutant():
+    """A reason whose line has changed says nothing any more."""
+    told = json.loads(mutants.SURVIVORS.read_text())
+    assert told.keys() <= mutants.TESTS.keys()
+    for package in told:
+        names = {mutation.name for mutation in mutants.all_mutations(package)}
+        assert set(mutants.explained(package)) <= names, package
 
 
 def test_the_tree_is_as_before(tmp_path):
