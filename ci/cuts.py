@@ -131,11 +131,10 @@ def make_round(draw: random.Random, device: Any, size: Size, form: Form) -> Roun
         made.k.append(randn(n, heads_k, form.head_dim))
         made.v.append(randn(n, heads_k, form.head_dim))
     if form.fp8:
-        made.descales = tuple(  # type: ignore[assignment]
-            (torch.rand(heads_k, generator=generator) + 0.3).to(device) for _ in "kv"
-        )
+        scales = [(torch.rand(heads_k, generator=generator) + 0.3).to(device) for _ in "kv"]
+        made.descales = scales[0], scales[1]
         made.stored = [], []
-        for xs, stored, scale in zip((made.k, made.v), made.stored, made.descales, strict=True):
+        for xs, stored, scale in zip((made.k, made.v), made.stored, scales, strict=True):
             stored += [x.to(torch.float8_e4m3fn) for x in xs]
             xs[:] = [(x.float() * scale[:, None]).to(dtype) for x in stored]
     return made
@@ -148,11 +147,12 @@ def train(made: Round) -> None:
 
     lengths = [len(q) for q in made.q]
     starts = offsets(lengths, made.device)
-    out, lse = flash_attn_varlen_func(
-        *(torch.cat(x) for x in (made.q, made.k, made.v)), starts, starts, max(lengths),
-        max(lengths), causal=True, sinks=made.sinks, **made.options, invariant=True,
-        return_lse=True,
-    )  # fmt: skip
+    q, k, v = (torch.cat(x) for x in (made.q, made.k, made.v))
+    options = {**made.options, "causal": True, "invariant": True, "return_lse": True}
+    result: Any = flash_attn_varlen_func(
+        q, k, v, starts, starts, max(lengths), max(lengths), sinks=made.sinks, **options
+    )
+    out, lse = result
     made.out, made.lse = out.split(lengths), lse.split(lengths, 1)
 
 
@@ -213,7 +213,7 @@ def cache_of(made: Round, chunks: list[Chunk], held: list[int], page: int, draw:
         for chunk, where, n in zip(chunks, slots, held, strict=True):
             flat.flatten(0, 1)[where] = xs[chunk.which][:n].view(kind)
         caches.append(cache)
-    return Cache(*caches, table.to(made.device))
+    return Cache(caches[0], caches[1], table.to(made.device))
 
 
 def packed(cache: Cache, itemsize: int) -> Cache:
@@ -264,13 +264,14 @@ def by_dropin(made: Round, chunks: list[Chunk], page: int, draw: random.Random) 
     import torch
     from prefix_prefill import chunked_prefill_paged_decode, context_attention_fwd
 
-    function = draw.choice([chunked_prefill_paged_decode, context_attention_fwd])
+    functions: list[Any] = [chunked_prefill_paged_decode, context_attention_fwd]
+    function = draw.choice(functions)
     dense = not made.fp8 and draw.random() < 0.5
     q, k, v = rows(made, chunks)
     lengths, ends = [c.end - c.begin for c in chunks], [c.end for c in chunks]
     held = ends
     if dense:
-        in_cache = function is chunked_prefill_paged_decode
+        in_cache = function is functions[0]
         held = [c.end if in_cache and c.end - c.begin == 1 else c.begin for c in chunks]
     cache = cache_of(made, chunks, held, page, draw)
     if held != ends:
@@ -304,21 +305,21 @@ def by_appending(
     given: dict[str, Any] = {}
     ends = [c.end for c in chunks]
     if draw.random() < 0.5:
-        cache = cache_of(made, chunks, ends, page, draw)
-        caches, given["block_table"] = (cache.k, cache.v), cache.table
+        pages = cache_of(made, chunks, ends, page, draw)
+        caches, given["block_table"] = [pages.k, pages.v], pages.table
     else:
         slots = max(ends) + draw.randint(0, 3)
-        caches = tuple(  # type: ignore[assignment]
+        caches = [
             x[0].new_full((len(chunks), slots, *x[0].shape[1:]), float("nan"))
             for x in (made.k, made.v)
-        )
+        ]
         for cache, xs in zip(caches, (made.k, made.v), strict=True):
             for b, chunk in enumerate(chunks):
                 cache[b, : chunk.begin] = xs[chunk.which][: chunk.begin]
     q, k, v = (x.unflatten(0, (-1, length)) for x in (q, k, v))
     out, lse = flash_attn_with_kvcache(
-        q, *caches, k, v, cache_seqlens=begins, causal=True, **given, **made.options,
-        invariant=True, return_softmax_lse=True,
+        q, caches[0], caches[1], k, v, cache_seqlens=begins, causal=True, **given,
+        **made.options, invariant=True, return_softmax_lse=True,
     )  # fmt: skip
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
