@@ -73,24 +73,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--package", default="", help="cases of one package")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     given = parser.parse_args(arguments)
-    chosen = [c for c in CASES.values() if given.package in c.package and given.only in c.name]
+    from mutants import commit
+
+    chosen = [
+        case
+        for case in CASES.values()
+        if given.package in case.package and any(part in case.name for part in given.only)
+    ]
     results: dict[str, Any] = {}
+    told: dict[str, Any] = {"commit": commit()}
     for case in chosen:
         try:
             results[case.name] = measure(case, given.device)
         except Exception:
             results[case.name] = {"failed": traceback.format_exc(limit=-2)}
         print(case.name, json.dumps(results[case.name]), flush=True)
-    from mutants import commit
-
-    told = {"commit": commit(), **about(), "cases": results}
-    if given.device == "cpu":
-        told["device"] = "cpu"
-    if given.json:
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
+        told |= {**about(), "cases": results}
+        if given.device == "cpu":
+            told["device"] = "cpu"
+        if given.json:  # so that a run that is ended leaves what it found
+            given.json.write_text(json.dumps(told, indent=1) + "\n")
     bad = [n for n, x in results.items() if "failed" in x or not is_right(x)]
     print(f"{len(results)} cases, {len(bad)} beyond their bound or failed", *bad, sep="\n  ")
     sys.exit(bool(bad))
