@@ -47,7 +47,7 @@ TESTS: dict[str, list[tuple[str, str]]] = {
     "lightning-attn": [
         ("hopper/*", "test_gluon.py"),
         ("decode.py", "test_decode.py test_poison.py"),
-        ("decay_gradient.py", "test_autograd.py"),
+        ("decay_gradient.py", "test_backward.py test_varlen.py"),
         ("arrival.py", "test_distributed.py"),
         ("primitives.py", "test_forward.py test_decode.py test_backward.py"),
         ("*", "test_forward.py test_backward.py test_varlen.py"),
