@@ -182,7 +182,7 @@ def law(told: list[dict[str, Any]]) -> list[str]:
             machine(one),
             str(one["cuts"]),
             str(one["differing"]),
-            ", ".join(f"{name} {n}" for name, n in one["with"].items()),
+            ", ".join(f"{name}: {n}" for name, n in one["with"].items()),
             f"`{one['commit']}`",
         ]
         for one in told
