@@ -148,16 +148,29 @@ def mutants(told: list[dict[str, Any]]) -> list[str]:
         left += [[one["package"], f"`{x}`", reasons[x] or "not explained"] for x in reasons]
         caught = one["caught"] + one["hung"]
         rows.append(
-            [one["package"], f"`{one['only']}`" if "only" in one else "all",
-             str(one["mutations"]), str(one["tried"]), str(caught),
-             f"{one['survived']}, {sum(map(bool, reasons.values()))} explained",
-             str(one["not run"]),
-             f"{100 * one['score']:.0f} %", f"`{one['commit']}`"]
-        )  # fmt: skip
+            [
+                one["package"],
+                f"`{one['only']}`" if "only" in one else "all",
+                str(one["mutations"]),
+                str(one["tried"]),
+                str(caught),
+                f"{one['survived']}, {sum(map(bool, reasons.values()))} explained",
+                str(one["not run"]),
+                f"{100 * one['score']:.0f} %",
+                f"`{one['commit']}`",
+            ]
+        )
     head = [
-        "package", "drawn from", "mutants of the package", "tried", "caught", "survived", "not run",
-        "score", "commit",
-    ]  # fmt: skip
+        "package",
+        "drawn from",
+        "mutants of the package",
+        "tried",
+        "caught",
+        "survived",
+        "not run",
+        "score",
+        "commit",
+    ]
     survivors = ["package", "survivor", "why"]
     return [
         *(table(head, rows) if rows else [NOT_RUN]),
@@ -167,11 +180,18 @@ def mutants(told: list[dict[str, Any]]) -> list[str]:
 
 def soak(told: list[dict[str, Any]]) -> list[str]:
     rows = [
-        [one["device"], f"{one['seconds']:.0f} s", str(one["requests"]), str(one["wrong"]),
-         str(one["repeats"]), str(one["differing"]), f"{one['grown_bytes'] / 2**20:.1f} MiB",
-         f"`{one['commit']}`"]
+        [
+            one["device"],
+            f"{one['seconds']:.0f} s",
+            str(one["requests"]),
+            str(one["wrong"]),
+            str(one["repeats"]),
+            str(one["differing"]),
+            f"{one['grown_bytes'] / 2**20:.1f} MiB",
+            f"`{one['commit']}`",
+        ]
         for one in told
-    ]  # fmt: skip
+    ]
     head = ["device", "time", "answers", "wrong", "repeats", "differing", "memory grown", "commit"]
     return table(head, rows) if rows else [NOT_RUN]
 

@@ -252,10 +252,20 @@ def by_pages(made: Round, chunks: list[Chunk], page: int, draw: random.Random) -
     if made.descales is not None:
         given |= {"k_descale": made.descales[0], "v_descale": made.descales[1]}
     out, lse = paged_attn_func(
-        q, cache.k, cache.v, cache.table, offsets(lengths, made.device),
-        torch.tensor(ends, dtype=torch.int32, device=made.device), max(lengths), max(ends),
-        sinks=made.sinks, **given, **made.options, invariant=True, return_lse=True,
-    )  # fmt: skip
+        q,
+        cache.k,
+        cache.v,
+        cache.table,
+        offsets(lengths, made.device),
+        torch.tensor(ends, dtype=torch.int32, device=made.device),
+        max(lengths),
+        max(ends),
+        sinks=made.sinks,
+        **given,
+        **made.options,
+        invariant=True,
+        return_lse=True,
+    )
     return out, lse
 
 
@@ -282,13 +292,24 @@ def by_dropin(made: Round, chunks: list[Chunk], page: int, draw: random.Random) 
     left = made.options.get("window_size", (-1, 0))[0]
     out = torch.full_like(q, float("nan"))
     function(
-        q, k if dense else None, v if dense else None, out, "fp8" if made.fp8 else "auto",
-        cache.k, cache.v, cache.table, offsets(lengths, made.device),
+        q,
+        k if dense else None,
+        v if dense else None,
+        out,
+        "fp8" if made.fp8 else "auto",
+        cache.k,
+        cache.v,
+        cache.table,
+        offsets(lengths, made.device),
         torch.tensor(ends, dtype=torch.int32, device=made.device),
-        draw.choice([None, max(ends)]), max(lengths), *(made.descales or (None, None)),
+        draw.choice([None, max(ends)]),
+        max(lengths),
+        *(made.descales or (None, None)),
         sliding_window=left + 1 if left >= 0 else None,
-        sm_scale=made.options.get("softmax_scale"), sinks=made.sinks, invariant=True,
-    )  # fmt: skip
+        sm_scale=made.options.get("softmax_scale"),
+        sinks=made.sinks,
+        invariant=True,
+    )
     return out, None
 
 
@@ -318,9 +339,18 @@ def by_appending(
                 cache[b, : chunk.begin] = xs[chunk.which][: chunk.begin]
     q, k, v = (x.unflatten(0, (-1, length)) for x in (q, k, v))
     out, lse = flash_attn_with_kvcache(
-        q, caches[0], caches[1], k, v, cache_seqlens=begins, causal=True, **given,
-        **made.options, invariant=True, return_softmax_lse=True,
-    )  # fmt: skip
+        q,
+        caches[0],
+        caches[1],
+        k,
+        v,
+        cache_seqlens=begins,
+        causal=True,
+        **given,
+        **made.options,
+        invariant=True,
+        return_softmax_lse=True,
+    )
     return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 

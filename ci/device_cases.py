@@ -427,9 +427,18 @@ def _paged_algebra(device: str, d: int, **options: Any) -> Any:
         torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, TILES], [keys])
     )
     return paged_attn_func(
-        draw(TILES, heads[0], d), k_cache, v_cache, table, starts, lengths, TILES, keys,
-        sinks=draw(heads[0], dtype=torch.float32), causal=False, **options,
-    )  # fmt: skip
+        draw(TILES, heads[0], d),
+        k_cache,
+        v_cache,
+        table,
+        starts,
+        lengths,
+        TILES,
+        keys,
+        sinks=draw(heads[0], dtype=torch.float32),
+        causal=False,
+        **options,
+    )
 
 
 def _algebra() -> list[Algebra]:

@@ -112,9 +112,21 @@ def test_one_query_of_a_dropin_reads_its_key_from_the_cache(kernel):
         part[0] = NAN
     out = torch.empty_like(want)
     chunked_prefill_paged_decode(
-        x["q"], *new, out, "auto", x["k_cache"], x["v_cache"], rest["block_table"],
-        rest["cu_seqlens_q"], rest["seqlens_k"], 40, 9, None, None, invariant=True,
-    )  # fmt: skip
+        x["q"],
+        *new,
+        out,
+        "auto",
+        x["k_cache"],
+        x["v_cache"],
+        rest["block_table"],
+        rest["cu_seqlens_q"],
+        rest["seqlens_k"],
+        40,
+        9,
+        None,
+        None,
+        invariant=True,
+    )
     assert torch.equal(out, want)
 
 

@@ -84,9 +84,16 @@ def test_rows_of_a_cache_have_the_bits_of_pages(pads, device):
         table = torch.arange(keys, dtype=torch.int32, device=device)[None]
         ends = torch.tensor([keys], dtype=torch.int32, device=device)
         want = paged_attn_func(
-            given["q"][b], *cache, table, offsets([2], device), ends, 2, keys,
-            invariant=True, return_lse=True,
-        )  # fmt: skip
+            given["q"][b],
+            *cache,
+            table,
+            offsets([2], device),
+            ends,
+            2,
+            keys,
+            invariant=True,
+            return_lse=True,
+        )
         names = "out", "lse"
         got = out[b], lse[b]
         assert_same(dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True)))
@@ -110,10 +117,23 @@ def in_place(
     """Call a drop-in, into ``o``."""
     x, rest = case.inputs, case.options
     function(
-        x["q"], x.get("k"), x.get("v"), o, "auto", x["k_cache"], x["v_cache"],
-        rest["block_table"], rest["cu_seqlens_q"], rest["seqlens_k"], max_seq_len,
-        rest["max_seqlen_q"], None, None, **options, invariant=True,
-    )  # fmt: skip
+        x["q"],
+        x.get("k"),
+        x.get("v"),
+        o,
+        "auto",
+        x["k_cache"],
+        x["v_cache"],
+        rest["block_table"],
+        rest["cu_seqlens_q"],
+        rest["seqlens_k"],
+        max_seq_len,
+        rest["max_seqlen_q"],
+        None,
+        None,
+        **options,
+        invariant=True,
+    )
     return o
 
 
@@ -194,9 +214,17 @@ def test_a_cache_of_few_bits_is_refused():
     cache, scales = torch.zeros(2, 8, 1, 16, dtype=torch.int8), torch.ones(2, 8, 1)
     with pytest.raises(NotImplementedError, match="kv_dtype must be None beside invariant=True"):
         flash_attn_with_kvcache(
-            q, cache, cache, new, new, cache_seqlens=3, kv_dtype="int8", k_scale_cache=scales,
-            v_scale_cache=scales, invariant=True,
-        )  # fmt: skip
+            q,
+            cache,
+            cache,
+            new,
+            new,
+            cache_seqlens=3,
+            kv_dtype="int8",
+            k_scale_cache=scales,
+            v_scale_cache=scales,
+            invariant=True,
+        )
 
 
 @pytest.mark.eager
@@ -225,7 +253,19 @@ def test_new_keys_beside_an_fp8_cache_are_refused():
         x, rest = case.inputs, case.options
         with pytest.raises(NotImplementedError, match=message.format(*names)):
             function(
-                x["q"], x["k"], x["v"], torch.empty_like(x["q"]), "fp8", x["k_cache"],
-                x["v_cache"], rest["block_table"], rest["cu_seqlens_q"], rest["seqlens_k"], 36,
-                rest["max_seqlen_q"], None, None, invariant=True,
-            )  # fmt: skip
+                x["q"],
+                x["k"],
+                x["v"],
+                torch.empty_like(x["q"]),
+                "fp8",
+                x["k_cache"],
+                x["v_cache"],
+                rest["block_table"],
+                rest["cu_seqlens_q"],
+                rest["seqlens_k"],
+                36,
+                rest["max_seqlen_q"],
+                None,
+                None,
+                invariant=True,
+            )
