@@ -162,12 +162,12 @@ WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V &
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
 ARRIVE_K = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 MISTAKES = [
-    ("copy_blocks", "(PANELS * PER_STEP)", "PER_STEP"),
-    ("copy_blocks", "panel * 64)", "0)"),
-    ("_copy_keys", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    ("_copy_values", "barrier_sync(EMPTY + TILE.STAGES_K + stage, PARTIES, 1)", "pass"),
+    ("_copy_blocks", "(PANELS * PER_STEP)", "PER_STEP"),
+    ("_copy_blocks", "panel * 64)", "0)"),
+    ("_copy_blocks", "barrier_sync(ROOM + stage, PARTIES, 1)", "pass"),
+    ("copy_values", "= EMPTY + TILE.STAGES_K", "= EMPTY"),
     ("produce", "before = items\n", "pass\n"),
-    ("_copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
+    ("copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
     ("receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
     ("receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
     ("hide", "!= 0, reach, -1", "!= 0, reach, reach"),

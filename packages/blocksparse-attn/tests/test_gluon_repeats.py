@@ -117,10 +117,10 @@ WAIT_DQ = "dq = hopper.warpgroup_mma_wait(0, deps=(dq,))"
 TURN_OF_0 = "turn = program.index * 0"
 # whether the kernel is that of dq
 MISTAKES = [
-    (True, "_copy_step", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
-    (True, "_copy_step", "barrier_sync(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 1)", "pass"),
-    (True, "_copy_rows", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
-    (True, "_copy_rows", "+ tensors.dout_desc.block_type.nbytes", ""),
+    (True, "_copy_blocks", "barrier_sync(ROOM + stage, PARTIES, 1)", "pass"),
+    (True, "copy_values", "= EMPTY + TILE.STAGES_K", "= EMPTY"),
+    (True, "copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
+    (True, "copy_queries", "+ tensors.dout_desc.block_type.nbytes", ""),
     (True, "_produce", "items = coming", "pass"),
     (True, "_walk", "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)", "pass"),
     (True, "_walk", "mbarrier.wait(pipeline.v_full.index(stage_v), turn // STAGES_V & 1)", "pass"),

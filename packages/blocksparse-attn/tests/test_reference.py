@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from blocksparse_attn import blocksparse_attention_reference, blocksparse_varlen_attention_reference
+from blocksparse_attn._call import Common, Options, Tensors
 from blocksparse_attn._eager import attention_backward
 from blocksparse_attn.reference import visible_keys
 from torch.nn.functional import scaled_dot_product_attention
@@ -69,20 +70,10 @@ def test_eager_derivative_is_autograds(seqlens):
     out, lse = case.reference(*leaves, layout, return_lse=True)
     dout, dlse = incoming(out, lse)
     want = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    got = attention_backward(
-        dout,
-        *(t.detach() for t in leaves),
-        lse.detach(),
-        dlse,
-        None,
-        None,
-        layout.crow,
-        layout.col,
-        layout.num_cols,
-        layout.block_size,
-        8**-0.5,
-        True,
-    )
+    options = Options(8**-0.5, True, 1)
+    call = Common(layout.crow, layout.col, *layout._pattern[2:7], *seqlens, *options, None)
+    x = Tensors(*(t.detach() for t in leaves))
+    got = attention_backward(x, call, dout, lse.detach(), dlse)
     for mine, exact in zip(got, want, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-5)
 

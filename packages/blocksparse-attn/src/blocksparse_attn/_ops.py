@@ -59,8 +59,8 @@ def _spec(
     kind: str,
 ) -> ListSpec:
     # symbols are numbers here
-    of_call = int(head_dim), itemsize, block_q, block_k, int(group)
-    return spec_of(kind, detect(crow.device), *of_call, crow.shape[-2] == 1, rows_alike, causal)
+    of_call = int(head_dim), itemsize, block_q, block_k, int(group), bool(crow.shape[-2] == 1)
+    return spec_of(kind, detect(crow.device), *of_call, rows_alike, causal)
 
 
 def _plan(
