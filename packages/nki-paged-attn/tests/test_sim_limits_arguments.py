@@ -50,7 +50,7 @@ def a_slice_from_a_letter():
     zeros((4, 4))[:, "a":]
 
 
-@limit("nki.tensor", "select: private_hbm needs an index below 4 in dimension 0, got 1.0")
+@limit("nki.tensor", "select: private_hbm needs an integer from 0 to 3 in dimension 0, got 1.0")
 def an_element_by_a_float():
     nl.ndarray((4, 4), nl.float32, buffer=nl.private_hbm).select(0, 1.0)
 
@@ -60,17 +60,32 @@ def a_dimension_that_is_repeated_no_time():
     zeros((4, 1)).broadcast(1, 0)
 
 
-@limit("nki.tensor", "flatten_dims: end_dim must be below 3, got 0")
+@limit("nki.tensor", "flatten_dims: end_dim must be an integer from 1 to 2, got 0")
 def dimensions_that_are_merged_backwards():
     zeros((4, 2, 2)).flatten_dims(1, 0)
 
 
-@limit("nki.tensor", "reshape: shape must be of integers from 1, got (4, 4.0)")
+@limit("nki.tensor", "flatten_dims: end_dim must be an integer from 1 to 2, got a")
+def dimensions_that_are_merged_up_to_a_letter():
+    zeros((4, 2, 2)).flatten_dims(1, "a")
+
+
+@limit("nki.tensor", "reshape: shape must be a tuple of integers from 1, got (4, 4.0)")
 def a_shape_with_a_float():
     zeros((4, 4)).reshape((4, 4.0))
 
 
-@limit("nki.tensor", "reshape_dim: shape must be of integers from 1, or -1, got (0, -1)")
+@limit("nki.tensor", "reshape: shape must be a tuple of integers from 1, got 16")
+def a_shape_that_is_a_number():
+    zeros((4, 4)).reshape(16)
+
+
+@limit("nki.tensor", "reshape_dim: shape must be a tuple of integers from 1, or -1, got 4")
+def a_dimension_that_is_split_by_a_number():
+    zeros((4, 4)).reshape_dim(1, 4)
+
+
+@limit("nki.tensor", "reshape_dim: shape must be a tuple of integers from 1, or -1, got (0, -1)")
 def a_dimension_that_is_split_in_none():
     zeros((4, 4)).reshape_dim(1, (0, -1))
 
@@ -103,7 +118,10 @@ def a_pattern_that_begins_before_its_partition():
     zeros((4, 4))[1:, :].ap([[4, 2], [-1, 4]])
 
 
-@limit("nki.isa.dma_copy, indirect addressing", "ap: indirect_dim must be below 2, got 0.0")
+@limit(
+    "nki.isa.dma_copy, indirect addressing",
+    "ap: indirect_dim must be an integer from 0 to 1, got 0.0",
+)
 def an_indirect_dimension_that_is_a_float():
     register = nisa.register_alloc(0)
     hbm((4, 4)).ap([[4, 4], [1, 4]], scalar_offset=register, indirect_dim=0.0)
@@ -114,7 +132,7 @@ def indices_in_half_steps():
     nisa.iota(sbuf((4, 4), "int32"), [[0.5, 4]])
 
 
-@limit("nki.isa.iota", "nisa.iota: pattern must have 4 elements, got 4")
+@limit("nki.isa.iota", "nisa.iota: pattern must have counts of at least 1, got [[1, -2], [1, -2]]")
 def indices_of_negative_counts():
     nisa.iota(sbuf((4, 4), "int32"), [[1, -2], [1, -2]])
 

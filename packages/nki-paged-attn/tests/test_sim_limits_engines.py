@@ -216,7 +216,7 @@ def an_access_pattern_of_nothing():
     hbm((8, 8)).ap([[8, 8], [1, 0]])
 
 
-@limit("nki.isa.dma_copy, indirect", "ap: indirect_dim must be below 2, got 2")
+@limit("nki.isa.dma_copy, indirect", "ap: indirect_dim must be an integer from 0 to 1, got 2")
 def indices_of_a_dimension_that_is_not_there():
     hbm((8, 8)).ap([[8, 8], [1, 8]], vector_offset=index(), indirect_dim=2)
 
@@ -226,7 +226,7 @@ def a_scalar_offset_of_eight():
     hbm((8, 8)).ap([[8, 1], [1, 8]], scalar_offset=index())
 
 
-@limit("nki.tensor", "slice: dim must be below 2, got 2")
+@limit("nki.tensor", "slice: dim must be an integer from 0 to 1, got 2")
 def a_slice_of_a_dimension_that_is_not_there():
     sbuf((8, 8)).slice(2, 0, 1)
 

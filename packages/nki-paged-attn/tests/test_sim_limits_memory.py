@@ -197,7 +197,7 @@ def one_partition_without_its_dimension():
     sbuf((4, 4)).select(0, 0)
 
 
-@limit("nki.tensor", "select: sbuf needs an index below 4 in dimension 1, got 4")
+@limit("nki.tensor", "select: sbuf needs an integer from 0 to 3 in dimension 1, got 4")
 def an_index_past_the_end():
     sbuf((4, 4, 4))[:, 4]
 

@@ -38,6 +38,11 @@ def is_integer(x: object) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
 
 
+def is_number(x: object) -> bool:
+    """Say whether something is a number of Python's or NumPy's."""
+    return isinstance(x, (int, float, np.integer, np.floating))
+
+
 def require(
     holds: bool, operation: str, operand: str, limit: str, value: object, page: str
 ) -> None:

@@ -20,7 +20,7 @@ from .calls import named
 from .dtypes import FLOATS, NUMPY, Array, convert, from_fp32
 from .engines import both_in_psum, log
 from .enums import reduce_cmd as Command
-from .errors import is_integer, require
+from .errors import is_integer, is_number, require
 from .machine import machine
 from .ops import OPS, need_op
 from .registers import accumulate, check_reduction
@@ -231,8 +231,7 @@ def tensor_copy_predicated(
         reads.append(src)
         new = read_raw(call, "src", src)
     else:
-        is_number = isinstance(src, (int, float, np.integer, np.floating))
-        require(is_number, call, "src", "must be a number or a tile", type(src).__name__, page)
+        require(is_number(src), call, "src", "must be a number or a tile", type(src).__name__, page)
         new = np.full(dst.shape, src, np.float32).astype(NUMPY[dst.dtype])
     old, p = read_raw(call, "dst", dst), read_raw(call, "predicate", predicate)
     value: Array | None = None
@@ -258,15 +257,9 @@ def _affine(call: str, dst: NkiTensor, pattern: Any, offset: int, channel_multip
     numbers = {"offset": offset, "channel_multiplier": channel_multiplier}
     for operand, x in numbers.items():
         require(is_integer(x), call, operand, "must be an integer", x, page)
-    count = math.prod(sizes)
-    require(
-        min(sizes) >= 1 and count == dst.free_size,
-        call,
-        "pattern",
-        f"must have {dst.free_size} elements",
-        count,
-        page,
-    )
+    require(min(sizes) >= 1, call, "pattern", "must have counts of at least 1", pattern, page)
+    count, free = math.prod(sizes), dst.free_size
+    require(count == free, call, "pattern", f"must have {free} elements", count, page)
     ends = [
         s * (n - 1)
         for s, n in zip((*steps, channel_multiplier), (*sizes, dst.shape[0]), strict=True)

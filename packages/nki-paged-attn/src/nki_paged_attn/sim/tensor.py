@@ -204,8 +204,7 @@ class NkiTensor(View):
         )
         if isinstance(index, NkiTensor):
             self._check_index(index)
-        known = is_integer(dim) and 0 <= dim < self.ndim
-        require(known, "ap", "indirect_dim", f"must be below {self.ndim}", dim, page)
+        self._need_dimension("ap", "indirect_dim", dim, page)
         if vector is not None:
             target = machine().target
             require(

@@ -14,7 +14,7 @@ import numpy as np
 from . import isa
 from .calls import named
 from .dtypes import FLOATS, NUMPY
-from .errors import NotModelledError, is_integer, require
+from .errors import NotModelledError, is_integer, is_number, require
 from .machine import machine
 from .ops import OPS, Op
 from .tensor import NkiTensor
@@ -32,8 +32,7 @@ def _need(call: str, operand: str, x: Any) -> None:
 
 def _need_number(call: str, operand: str, x: Any) -> None:
     page = call.replace("nl.", "nki.language.")
-    known = isinstance(x, (int, float, np.integer, np.floating))
-    require(known, call, operand, "must be a number", type(x).__name__, page)
+    require(is_number(x), call, operand, "must be a number", type(x).__name__, page)
 
 
 def _promote(tiles: list[NkiTensor]) -> str:

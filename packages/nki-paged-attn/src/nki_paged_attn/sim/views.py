@@ -116,9 +116,15 @@ class View:
             self._storage, tuple(shape), tuple(strides), start, self.dtype, self.indirection
         )
 
+    def _need_dimension(
+        self, call: str, operand: str, dim: Any, page: str = PAGE, least: int = 0
+    ) -> None:
+        known = is_integer(dim) and least <= dim < self.ndim
+        limit = f"must be an integer from {least} to {self.ndim - 1}"
+        require(known, call, operand, limit, dim, page)
+
     def _dimension(self, call: str, dim: int, *, free: bool = True) -> int:
-        known = is_integer(dim) and 0 <= dim < self.ndim
-        require(known, call, "dim", f"must be below {self.ndim}", dim, PAGE)
+        self._need_dimension(call, "dim", dim)
         if free and (self._storage.on_chip or self.is_indirect()):
             require(dim > 0, call, "dim", "must not be the partition dimension", dim, PAGE)
         return dim
@@ -209,7 +215,7 @@ class View:
             is_integer(index) and 0 <= index < self.shape[dim],
             "select",
             self.name,
-            f"needs an index below {self.shape[dim]} in dimension {dim}",
+            f"needs an integer from 0 to {self.shape[dim] - 1} in dimension {dim}",
             index,
             PAGE,
         )
@@ -274,8 +280,7 @@ class View:
     def flatten_dims(self: T, start_dim: int, end_dim: int) -> T:
         """Merge dimensions that lie one behind the other in memory."""
         self._dimension("flatten_dims", start_dim)
-        known = start_dim <= end_dim < self.ndim
-        require(known, "flatten_dims", "end_dim", f"must be below {self.ndim}", end_dim, PAGE)
+        self._need_dimension("flatten_dims", "end_dim", end_dim, least=start_dim)
         shape, strides = list(self.shape), list(self._strides)
         size = shape[end_dim]
         for d in range(end_dim - 1, start_dim - 1, -1):
@@ -295,12 +300,14 @@ class View:
     def reshape_dim(self: T, dim: int, shape: Any) -> T:
         """Split a dimension; one of the new sizes may be -1."""
         self._dimension("reshape_dim", dim)
+        known = isinstance(shape, (tuple, list))
+        known = known and all(is_integer(s) and (s >= 1 or s == -1) for s in shape)
+        limit = "must be a tuple of integers from 1, or -1"
+        require(known, "reshape_dim", "shape", limit, shape, PAGE)
         sizes = list(shape)
-        counts = all(is_integer(s) and (s >= 1 or s == -1) for s in sizes)
-        require(counts, "reshape_dim", "shape", "must be of integers from 1, or -1", shape, PAGE)
         if -1 in sizes:
-            known = math.prod([s for s in sizes if s != -1])
-            sizes[sizes.index(-1)] = self.shape[dim] // known
+            rest = math.prod([s for s in sizes if s != -1])
+            sizes[sizes.index(-1)] = self.shape[dim] // rest
         require(
             math.prod(sizes) == self.shape[dim],
             "reshape_dim",
@@ -317,9 +324,9 @@ class View:
 
     def reshape(self: T, shape: Any) -> T:
         """Return a contiguous tensor in another shape; on the chip the partitions stay."""
+        known = isinstance(shape, (tuple, list)) and all(is_integer(n) and n >= 1 for n in shape)
+        require(known, "reshape", "shape", "must be a tuple of integers from 1", shape, PAGE)
         shape = tuple(shape)
-        known = all(is_integer(n) and n >= 1 for n in shape)
-        require(known, "reshape", "shape", "must be of integers from 1", shape, PAGE)
         require(
             math.prod(shape) == self.size,
             "reshape",
