@@ -45,17 +45,18 @@ def test_packed(dtype, device):
 
 
 class Sizes(TorchDispatchMode):
-    """Counts the multiplications of matrix products, and the elements of the largest tensor."""
+    """Counts matrix products and their multiplications, and the elements of the largest tensor."""
 
     def __init__(self):
         super().__init__()
-        self.products = self.largest = 0
+        self.calls = self.products = self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor):
             self.largest = max(self.largest, made.numel())
         if func is torch.ops.aten.bmm.default:
+            self.calls += 1
             self.products += args[0].numel() * args[1].shape[2]
         return made
 
@@ -77,6 +78,17 @@ def test_what_nobody_sees_costs_nothing(rule):
     assert most < forward.products <= 2 * most
     assert 2 * most < backward.products <= 5 * most
     assert max(forward.largest, backward.largest) <= max(q.numel(), heads * 128 * 192)
+
+
+def test_short_sequences_are_a_tile_of_all_heads():
+    """With layouts of their own, too: a tile costs more than the few scores that it has."""
+    layout = BlockSparseLayout.local_strided(8, 256, 16, 2, 4)
+    q = torch.randn(1, 128, 8, 16)
+    x = Tensors(q, q, q)
+    call = _ops._call_of(x, layout, Bounds(128, 128), Options(0.25, True, 1))
+    with Sizes() as forward:
+        attention_forward(x, call)
+    assert forward.calls == 2
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -1,9 +1,9 @@
 """What CPU tensors run: tiles of queries, over the keys that some query of the tile sees.
 
-A tile is of one sequence, and of the query heads of one key head, or of several if it has a few
-queries. It is computed as if it were alone: products of a larger batch may round otherwise. Nothing
-is as large as queries times keys. The derivative is written out, as an operator may run where
-autograd is switched off; the tests hold it against autograd through the definition.
+A tile is of one sequence, and of the query heads of one key head, or of several if it has few
+queries or few scores. It is computed as if it were alone: products of a larger batch may round
+otherwise. Nothing is as large as queries times keys. The derivative is written out, as an operator
+may run where autograd is switched off; the tests hold it against autograd through the definition.
 """
 
 import math
@@ -21,6 +21,8 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 # positions of a tile
 TILE = 128
+# scores up to which heads of keys share a tile: the arithmetic takes less than another tile's calls
+FEW = 2**17
 
 
 class Tile(NamedTuple):
@@ -169,8 +171,10 @@ def _tiles(
         position = torch.arange(low, high, device=dense.device)
         # the blocks that some row keeps
         first, last = max(low, 0) // call.block_q, max(high - 1, -1) // call.block_q + 1
+        end = min(high, seqlen_k) if causal else seqlen_k
         # heads of keys that make a tile between them
-        step = min(max(TILE // (high - low), 1), heads[1])
+        few = FEW // max((high - low) * group * max(end, 1), 1)
+        step = min(max(TILE // (high - low), few, 1), heads[1])
         for head in range(0, heads[1], step):
             own_k = slice(head, min(head + step, heads[1]))
             own = slice(own_k.start * group, own_k.stop * group)
@@ -178,7 +182,7 @@ def _tiles(
                 kept = dense[own] if len(dense) > 1 else dense
                 col = kept[:, first:last].any(1).any(0).nonzero()
                 keys = (col * call.block_k + tokens).flatten()
-                keys = keys[keys < (min(high, seqlen_k) if causal else seqlen_k)]
+                keys = keys[keys < end]
                 visible = visible_at(position, keys, kept, block_size, causal, rule)
                 seen = visible.any(1).any(0)
                 keys, visible = keys[seen], visible[..., seen]
