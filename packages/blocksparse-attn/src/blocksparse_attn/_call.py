@@ -55,7 +55,7 @@ class Bounds(NamedTuple):
 
 
 class Common(NamedTuple):
-    """What the last arguments of both operators are: a layout, and what is no tensor."""
+    """The last arguments of both operators: a layout with its rule, and what is no tensor."""
 
     crow: Tensor
     col: Tensor
@@ -76,18 +76,26 @@ class Common(NamedTuple):
     def pattern(self) -> Pattern:
         """What a launch depends on of the layout."""
         heads, rows = self.crow.shape[-2], self.crow.shape[-1] - 1
-        batch = self.crow.shape[0] if self.crow.ndim == 3 else 0
-        return Pattern(heads == 1, rows, *self[2:7], batch)
+        return Pattern(
+            heads == 1,
+            rows,
+            self.cols,
+            self.block_q,
+            self.block_k,
+            self.rows_alike,
+            self.max_row,
+            batch=self.crow.shape[0] if self.crow.ndim == 3 else 0,
+        )
 
     @property
     def options(self) -> Options:
         """What is no tensor, besides the lengths."""
-        return Options(*self[9:13])
+        return Options(self.softmax_scale, self.causal, self.num_splits, self.top_left)
 
     @property
     def bounds(self) -> Bounds:
         """What no sequence is longer than."""
-        return Bounds(*self[7:9])
+        return Bounds(self.max_seqlen_q, self.max_seqlen_k)
 
 
 class Walks(NamedTuple):

@@ -1,7 +1,7 @@
 """Operator schemas, their fakes and their CPU kernels, and the autograd function over them.
 
 Importing this module imports torch, but neither triton nor the kernels. CUDA and HIP tensors run
-the Triton kernels. CPU tensors run the eager code of :mod:`.reference`, or, in a process started
+the Triton kernels. CPU tensors run the eager code of :mod:`._eager`, or, in a process started
 with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
@@ -37,7 +37,7 @@ from .layout import BlockSparseLayout
 __all__ = ["attention", "backward", "checked", "forward", "plan"]
 
 _LAYOUT = "Tensor crow, Tensor col, SymInt cols, int block_q, int block_k, bool rows_alike"
-_OPERANDS = (
+_COMMON = (
     f"{_LAYOUT}, SymInt max_row, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, "
     "bool causal, int num_splits, bool top_left, Tensor? rule"
 )
@@ -155,7 +155,7 @@ forward = register(
     f"{NAMESPACE}::forward",
     "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? block_table, Tensor[]? tall, Tensor[]? short, Tensor[]? by_query, Tensor[]? by_key, "
-    f"Tensor[]? pairs, {_OPERANDS}) -> (Tensor out, Tensor lse)",
+    f"Tensor[]? pairs, {_COMMON}) -> (Tensor out, Tensor lse)",
     fake=_forward_fake,
     kernels=_forward_triton,
     eager=_forward_eager,
@@ -165,7 +165,7 @@ backward = register(
     f"{NAMESPACE}::backward",
     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[]? by_query, Tensor[]? by_key, "
-    f"Tensor[]? pairs, {_OPERANDS}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"Tensor[]? pairs, {_COMMON}) -> (Tensor dq, Tensor dk, Tensor dv)",
     fake=_backward_fake,
     kernels=_backward_triton,
     eager=_backward_eager,

@@ -110,7 +110,7 @@ class BlockSparseLayout:
         max_row = cols if max_row is None else min(max_row, cols)
         # heads of all sequences, those of one after the other
         self._crow, self._col, self._rule = crow.contiguous(), col.contiguous(), rule
-        self._state = State(self._crow, self._col, *state[2:5], max_row, *state[6:8], rule)
+        self._state = state._replace(crow=self._crow, col=self._col, max_row=max_row, rule=rule)
         self._pattern = Pattern(
             self._crow.shape[0] == max(state.batch, 1),
             self._crow.shape[1] - 1,
@@ -452,7 +452,7 @@ class BlockSparseLayout:
         return self
 
     def _shape(self) -> tuple[Any, ...]:
-        return self._state[2:5], self.num_rows, self.batch
+        return self.block_size, self.num_cols, self.num_heads, self.num_rows, self.batch
 
     def __eq__(self, other: object) -> bool:
         """Compare what is kept, on whatever device; waits for the device."""
