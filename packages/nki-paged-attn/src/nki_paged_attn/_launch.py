@@ -344,7 +344,7 @@ def _fold_scale(q: Array, options: Options) -> tuple[Array, float, float]:
         q, scale = -q, -scale
     least = SMALLEST_FACTOR / min(1.0, *options.k_scales)
     if scale < least:
-        # a power of two, which rounds nothing, and the largest, because fp16 has no small numbers
+        # a power of two, so that only fp16's smallest numbers are rounded, and the largest such
         power = 2.0 ** (math.frexp(scale / least)[1] - 1) if scale else 0.0
         q = (q.astype(np.float32) * np.float32(power)).astype(q.dtype)
         scale = scale / power if scale else least
