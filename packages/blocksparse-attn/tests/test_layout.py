@@ -183,6 +183,19 @@ def test_save_and_load(device, tmp_path):
     assert back.device == layout.device
 
 
+def test_files_of_the_first_version_and_of_others(tmp_path):
+    layout, path = BlockSparseLayout.local_strided(4, 512, 32, 2, 3), tmp_path / "layout.pt"
+    layout.save(path)
+    held = torch.load(path)
+    old = {name: x for name, x in held.items() if name not in ("batch", "rule")}
+    torch.save(old, path)
+    assert BlockSparseLayout.load(path) == layout
+    for other in ({**held, "more": 1}, {"crow": held["crow"]}, [held["crow"]]):
+        torch.save(other, path)
+        with pytest.raises(ValueError, match=r"path must be a file of BlockSparseLayout\.save"):
+            BlockSparseLayout.load(path)
+
+
 def test_to(device):
     layout = BlockSparseLayout.local_strided(4, 128, 32, 2, 3, device=device)
     assert layout.to(device) is layout
@@ -288,6 +301,12 @@ OPTIONS = [
      lambda: BlockSparseLayout(*csr(), 16).density(-1)),
     ("dtype must be torch.float16, torch.bfloat16 or torch.float32, got 'float16'", TypeError,
      lambda: BlockSparseLayout(*csr(), 16).prepare(2, 1, 64, "float16")),
+    ("causal must be a bool, got str", TypeError,
+     lambda: BlockSparseLayout(*csr(), 16).prepare(2, 1, 64, torch.float16, causal="no")),
+    ("backward must be a bool, got int", TypeError,
+     lambda: BlockSparseLayout(*csr(), 16).prepare(2, 1, 64, torch.float16, backward=1)),
+    ("paged must be a bool, got NoneType", TypeError,
+     lambda: BlockSparseLayout(*csr(), 16).prepare(2, 1, 64, torch.float16, paged=None)),
     ("heads_k must be at least 1, got 0", ValueError,
      lambda: BlockSparseLayout(*csr(), 16).prepare(2, 0, 64, torch.float16)),
     ("heads_q must be a positive multiple of heads_k, got heads_q 4 and heads_k 3", ValueError,

@@ -18,6 +18,7 @@ from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
     check_device,
+    check_flag,
     check_offset_values,
     check_offsets,
     check_scale,
@@ -215,12 +216,6 @@ def check_pages(k: Tensor, max_seqlen_k: int, block_table: Tensor) -> None:
             f"block_table must hold max_seqlen_k, {max_seqlen_k}, in pages of {k.shape[1]}, "
             f"got {block_table.shape[1]} pages"
         )
-
-
-def check_flag(name: str, flag: bool) -> None:
-    """Check that an argument is True or False."""
-    if not isinstance(flag, bool):
-        raise TypeError(f"{name} must be a bool, got {kind(flag)}")
 
 
 def check_options(

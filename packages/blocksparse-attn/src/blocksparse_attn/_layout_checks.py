@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._linked.host.arguments import FLOAT_DTYPES
+from ._linked.host.arguments import FLOAT_DTYPES, check_flag
 
 BLOCK_SIZES = (16, 32, 64, 128)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -80,8 +80,7 @@ def check_local_strided(
         ("vert_stride", vert_stride, 1),
     ):
         check_count(name, value, least)
-    if not isinstance(homo_head, bool):
-        raise TypeError(f"homo_head must be a bool, got {type(homo_head).__name__}")
+    check_flag("homo_head", homo_head)
     if head_range is None:
         head_range = 0, num_heads
     if not isinstance(head_range, Sequence) or len(head_range) != 2:

@@ -111,6 +111,13 @@ def write(path: str | os.PathLike[str], state: State) -> None:
 def read(path: str | os.PathLike[str], device: torch.device | str) -> State:
     """Read what :func:`write` wrote."""
     held = torch.load(path, map_location=device, weights_only=True)
+    found = set(held) if isinstance(held, dict) else {type(held).__name__}
+    # files of version 1.0.0 have neither a batch nor a rule
+    if found | {"batch", "rule"} != set(State._fields):
+        raise ValueError(
+            f"path must be a file of BlockSparseLayout.save, with {', '.join(State._fields)}, "
+            f"got one with {', '.join(sorted(map(str, found)))}"
+        )
     check_csr(held["crow"], held["col"])
     held["block_size"] = check_block_size(held["block_size"])
-    return State(**held)  # files of version 1.0.0 have neither a batch nor a rule
+    return State(**held)

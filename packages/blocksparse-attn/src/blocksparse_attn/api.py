@@ -13,7 +13,7 @@ from ._configs import SHORT
 from ._kept_lists import is_capturing, stream_of
 from ._layout_checks import is_top_left
 from ._linked.host import arguments
-from ._linked.host.arguments import as_int32
+from ._linked.host.arguments import as_int32, check_flag
 from ._linked.host.forms import form_of
 from .layout import BlockSparseLayout
 
@@ -91,7 +91,7 @@ def blocksparse_attn_func(
     if known is None:
         _checks.check_qkv(q, k, v, 4)
         options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
-        _checks.check_flag("deterministic", deterministic)
+        check_flag("deterministic", deterministic)
         _checks.check_layout(layout, q, k, q.shape[0])
         _checks.check_cover(layout, k, q.shape[1], k.shape[1], options.top_left)
     bounds = Bounds(q.shape[1], k.shape[1])
@@ -174,7 +174,7 @@ def blocksparse_attn_varlen_func(
     if known is None:
         _checks.check_qkv(q, k, v, 3, paged=block_table is not None)
         options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
-        _checks.check_flag("deterministic", deterministic)
+        check_flag("deterministic", deterministic)
         batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
         if block_table is not None:
             _checks.check_block_table(q, k, v, batch, block_table)

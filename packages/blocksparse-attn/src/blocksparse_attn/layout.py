@@ -25,6 +25,7 @@ from ._layout_checks import (
     validate_csr,
 )
 from ._layout_values import State, are_equal, joined, of_heads, order_sums, read, write
+from ._linked.host.arguments import check_flag
 from ._linked.host.forms import Memory
 from ._lists import dense_of
 from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
@@ -88,8 +89,7 @@ class BlockSparseLayout:
         check_count("num_cols", cols, 0)
         if max_row is not None:
             check_count("max_row", max_row, 0)
-        if not isinstance(rows_alike, bool):
-            raise TypeError(f"rows_alike must be a bool, got {type(rows_alike).__name__}")
+        check_flag("rows_alike", rows_alike)
         # copies: nobody else may change them
         crow_, col_ = (x.to(torch.int32, copy=True).flatten(0, -2) for x in (crow, col))
         batch = crow.shape[0] if crow.ndim == 3 else 0
@@ -444,9 +444,12 @@ class BlockSparseLayout:
             align: where their queries stand. Default: "bottom-right".
 
         Raises:
-            TypeError, ValueError: if the numbers are no heads of calls that the layout fits.
+            TypeError, ValueError: if the numbers are no heads of calls that the layout fits, or
+                another argument is of another type.
         """
         check_calls(self.num_heads, heads_q, heads_k, head_dim, dtype)
+        for name, flag in (("causal", causal), ("backward", backward), ("paged", paged)):
+            check_flag(name, flag)
         form = heads_q // heads_k, head_dim, dtype.itemsize, causal
         prepare_lists(self._for_heads(heads_q), form, backward, paged, is_top_left(align))
         return self
@@ -488,7 +491,11 @@ class BlockSparseLayout:
     def load(
         cls, path: str | os.PathLike[str], device: torch.device | str = "cpu"
     ) -> BlockSparseLayout:
-        """Read a layout that :meth:`save` wrote."""
+        """Read a layout that :meth:`save` wrote.
+
+        Raises:
+            ValueError: if the file holds something else.
+        """
         return cls._make(*read(path, device))
 
     def plot(self, head: int = 0, ax: Any = None) -> Any:

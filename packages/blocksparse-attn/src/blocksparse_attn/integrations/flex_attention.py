@@ -9,6 +9,7 @@ from attn_common import cdiv
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from .._linked.host.arguments import check_flag
 from .._lists import whole_in_rule
 from ..layout import BlockSparseLayout
 from ..token_rule import END
@@ -41,8 +42,7 @@ def from_block_mask(block_mask: BlockMask, *, approximate: bool = False) -> Bloc
     """
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask must be a BlockMask, got {type(block_mask).__name__}")
-    if not isinstance(approximate, bool):
-        raise TypeError(f"approximate must be a bool, got {type(approximate).__name__}")
+    check_flag("approximate", approximate)
     if block_mask.kv_num_blocks.shape[0] != 1:
         raise ValueError(
             "block_mask must have one batch entry: a layout serves every sequence, got "
