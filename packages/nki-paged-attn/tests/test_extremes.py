@@ -32,6 +32,15 @@ def test_fp16_queries_and_a_tiny_scale(scale, k_scale, size):
     dataclasses.replace(case, **{n: (x * np.float16(size)) for n, x in tensors.items()}).check()
 
 
+def test_fp16_queries_and_scales_of_heads_far_apart():
+    """One head's scale asks for queries so small that fp16 would lose those of the other."""
+    case = make_case([5, 1], [20, 30], dtype=np.float16, scale=1e-6, k_scale=[1e-12, 1e7])
+    with pytest.raises(ValueError, match="k_scale of heads, and 1 for new keys, must be within"):
+        case.run()
+    inputs = {"dtype": np.float16, "k_scale": [1e-4, 1e7], "head_dim": 128}
+    make_case([5, 1], [20, 30], scale=1e-10, **inputs).check()
+
+
 @pytest.mark.parametrize(("scale", "softcap"), [(3e38, None), (-3e38, None), (3e38, 5.0)])
 def test_a_scale_of_the_cache_beyond_fp32(scale, softcap):
     case = make_case([3], [5], scale=scale, k_scale=2.0, softcap=softcap)

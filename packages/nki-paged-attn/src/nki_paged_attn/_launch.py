@@ -18,6 +18,9 @@ from .tables import Scales, Tables, build_tables
 
 # factors below this are multiplied into the queries, because masked scores are finite numbers, too
 SMALLEST_FACTOR = 2.0**-40
+# how far apart the scales of heads may be where queries in fp16 are multiplied by so little that
+# they are rounded: with keys up to 448, scores of the largest scale are off by about 2**-11
+WIDEST_SCALES = 2.0**40
 # of a factor to the softcap, as fp32 holds it
 LARGEST_RATIO = 2.0**127
 # of the largest fp32 number: above what a masked score is, below every other
@@ -53,6 +56,19 @@ class Options:
         factor = abs(self.scale) * max(self.k_scales, default=1.0)
         if not self.softcap and factor > FP32_MAX:
             raise ValueError(f"scale times k_scale must be finite in fp32, got {factor:.3g}")
+        least, most = self.least_scale, max(1.0, *self.k_scales)
+        is_folded = abs(self.scale) * least < SMALLEST_FACTOR
+        if self.dtype == "float16" and is_folded and most / least > WIDEST_SCALES:
+            raise ValueError(
+                f"k_scale of heads, and 1 for new keys, must be within {WIDEST_SCALES:.3g} of each "
+                f"other with float16 queries and scale {self.scale:.3g}, got {least:.3g} and "
+                f"{most:.3g}"
+            )
+
+    @property
+    def least_scale(self) -> float:
+        """The smallest factor that keys have of the cache, or 1, which new keys have."""
+        return min(1.0, *self.k_scales)
 
     @property
     def is_scaled(self) -> bool:
@@ -342,7 +358,7 @@ def _fold_scale(q: Array, options: Options) -> tuple[Array, float, float]:
         return np.zeros_like(q), 1.0, 0.0
     if scale < 0:
         q, scale = -q, -scale
-    least = SMALLEST_FACTOR / min(1.0, *options.k_scales)
+    least = SMALLEST_FACTOR / options.least_scale
     if scale < least:
         # a power of two, so that only fp16's smallest numbers are rounded, and the largest such
         power = 2.0 ** (math.frexp(scale / least)[1] - 1) if scale else 0.0
