@@ -14,6 +14,8 @@ from ._linked.host.operators import register
 
 # behind the last key of every sequence
 END = 2**31 - 1
+# how a part of a rule begins; its numbers or its tensor follow
+KINDS = (("window",), ("document",), ("prefix",))
 
 
 class TokenRule:
@@ -29,7 +31,7 @@ class TokenRule:
     """
 
     def __init__(self, *parts: tuple[Any, ...]) -> None:
-        if not parts or not all(isinstance(part, tuple) for part in parts):
+        if not parts or not all(isinstance(p, tuple) and p[:1] in KINDS for p in parts):
             raise TypeError(
                 "TokenRule must be made by causal(), window(), document() or prefix(), "
                 f"got TokenRule{parts!r}"
