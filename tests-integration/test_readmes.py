@@ -25,6 +25,8 @@ def blocks(path):
 
 # its code is for several processes
 PARALLEL = ROOT / "packages" / "flash-attn-triton" / "docs" / "context-parallelism.md"
+# its code loads what `nox -s hub` wrote
+RELEASING = ROOT / "docs" / "releasing.md"
 DOCUMENTS = [
     path
     for pattern in ("*.md", "docs/*.md", "docs/*/*.md", "packages/*/*.md", "packages/*/docs/*.md")
@@ -41,6 +43,9 @@ CASES = [
 @pytest.mark.parametrize("path", CASES)
 def test_code_blocks_run(path, python, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if path == RELEASING:
+        command = [sys.executable, str(ROOT / "ci" / "hub.py"), "--hub", str(tmp_path / "hub")]
+        subprocess.run(command, check=True)
     code = f"TEXTS = {blocks(path)!r}\nNAME = {path.name!r}\n{RUN}"
     python(code, cwd=tmp_path, env=environment)
 
