@@ -6,8 +6,9 @@
 
 One GPU's speed is that of the plain function on the whole sequence with 1 / n of the heads. A time
 is that of ten calls between two events, the largest of all ranks, the least of five such times.
-Beside ours stand an all-gather of keys with our kernel, where nothing overlaps, and PyTorch's
-``context_parallel`` with its own kernels and with ours. Packed sequences have no rival there.
+Beside ours stand the same with ``head_group`` (``heads``), an all-gather of keys with our kernel,
+where nothing overlaps, and PyTorch's ``context_parallel`` with its own kernels and with ours.
+Packed sequences have no rival there.
 
 Every output and every gradient is compared with the plain function before it is timed; what is not
 right ends the run. What cannot run (PyTorch's on a CPU) is recorded with its error. ``graph`` is a
@@ -230,8 +231,27 @@ def torch_ours(work: Work, backend: SDPBackend, repeats: bool) -> Iterator[Way]:
         yield way
 
 
+@contextlib.contextmanager
+def heads(work: Work, **_: Any) -> Iterator[Way]:
+    """The functions of this package, with heads in place of tokens distributed while they run."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    alone, _ = dist.new_subgroups(1)
+
+    def cut(x: Tensor) -> Tensor:
+        return distributed.shard(x, ranks, rank, shard="contiguous")
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return distributed.flash_attn_func(
+            q, k, v, causal=True, group=alone, head_group=dist.group.WORLD
+        )
+
+    yield Way(function, leaves_of(work, cut), cut(work.dout), cut)
+    dist.destroy_process_group(alone)
+
+
 WAYS: dict[str, Callable[..., contextlib.AbstractContextManager[Way]]] = {
     "ours": ours,
+    "heads": heads,
     "all-gather": all_gather,
     "torch": torch_parallel,
     "torch-ours": torch_ours,
