@@ -258,9 +258,10 @@ def launching(request, monkeypatch):
     monkeypatch.setattr(module, "current_device", lambda: -1)
     monkeypatch.setattr(module, "interpreted", lambda: False)
     monkeypatch.setattr(module, "_compiled", {})
-    module.warn_untested.cache_clear()
+    warn = module.warn_untested
+    warn.cache_clear()
     yield module
-    module.warn_untested.cache_clear()
+    warn.cache_clear()
 
 
 def launch_thrice(module):
@@ -278,6 +279,18 @@ def test_a_tested_triton_is_asked_once(launching, monkeypatch):
     # the grid, the stream, the kernel, three hooks; addresses, numbers, constants
     ends = [(*given[:4], *given[9:]) for given in kernel.compiled.launches]
     assert ends == [(2, 1, 1, 7, x.data_ptr(), None, n, None) for n in (4, 5)]
+
+
+def test_a_launch_keeps_to_tensors_like_the_first(launching, monkeypatch):
+    """What was compiled for a None or a dtype reads another argument wrongly."""
+    monkeypatch.setattr(launching, "IS_DIRECT", False)
+    monkeypatch.setattr(launching, "warn_untested", lambda *_: None)
+    launch, x = launching.Launch(Kernel(Compiled()), {"BLOCK": 16}), torch.ones(4)
+    launch(2, (x, None), (3,))
+    for others in ((x, x), (x.half(), None), (x.to("meta"), None)):
+        with pytest.raises(TypeError, match="must have tensors like those of its first call"):
+            launch(2, others, (3,))
+    launch(2, (x.clone(), None), (2**40,))
 
 
 def test_an_untested_triton_is_asked_each_time_and_told_of_once(launching, monkeypatch):

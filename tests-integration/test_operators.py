@@ -12,14 +12,20 @@ import pytest
 import torch
 
 PACKAGES = ("flash_attn_triton", "blocksparse_attn", "lightning_attn", "prefix_prefill")
+DISTRIBUTED = ("flash_attn_triton", "lightning_attn")
 ON_GPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+# tensors that the host reads
+ON_HOST = {"lengths"}
 # by the type of an argument; what is optional is not given
 VALUES = {"int": 1, "float": 1.0, "bool": False, "str": ""}
+LISTS = {"List[int]", "List[bool]", "List[str]"}
 
 
 def operators() -> list[Any]:
     for package in PACKAGES:
         importlib.import_module(f"{package}._ops")
+    for package in DISTRIBUTED:
+        importlib.import_module(f"{package}.distributed")
     names = sorted(name.split("::") for name in torch._C._dispatch_get_all_op_names())
     return [
         getattr(getattr(torch.ops, package), name).default
@@ -43,8 +49,13 @@ def arguments_of(operator: Any) -> list[Any]:
         elif kind == "List[Tensor]":
             arguments.append([here])
         else:
-            arguments.append(VALUES.get(kind))
-    last = max(i for i, x in enumerate(arguments) if x is here or isinstance(x, list))
+            arguments.append([] if kind in LISTS else VALUES.get(kind))
+    names = [argument.name for argument in operator._schema.arguments]
+    last = max(
+        i
+        for i, x in enumerate(arguments)
+        if (x is here or x == [here]) and names[i] not in ON_HOST
+    )
     arguments[last] = [away] if isinstance(arguments[last], list) else away
     return arguments
 
@@ -62,3 +73,21 @@ def takes_several_tensors(operator: Any) -> bool:
 def test_tensors_of_several_devices(operator):
     with pytest.raises(ValueError, match=r"^tensors must be on one device, got cpu, meta$"):
         operator.redispatch(ON_GPU, *arguments_of(operator))
+
+
+def reads_on_the_host(operator: Any) -> bool:
+    return any(argument.name in ON_HOST for argument in operator._schema.arguments)
+
+
+@pytest.mark.parametrize("operator", [x for x in operators() if reads_on_the_host(x)], ids=str)
+def test_the_host_reads_tensors_of_its_own(operator):
+    arguments = [
+        torch.zeros(1, device="cpu" if argument.name in ON_HOST else "meta")
+        if "Tensor" in str(argument.type)
+        else ([] if str(argument.type) in LISTS else VALUES.get(str(argument.type)))
+        for argument in operator._schema.arguments
+    ]
+    # beyond the comparison of devices: these are no numbers of a call
+    with pytest.raises((TypeError, RuntimeError, AttributeError, ValueError)) as found:
+        operator.redispatch(ON_GPU, *arguments)
+    assert "one device" not in str(found.value)

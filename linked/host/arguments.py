@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -262,17 +262,21 @@ def check_offset_values(
         last = offset
 
 
-def on_one_device(operator: Callable[..., R]) -> Callable[..., R]:
+def on_one_device(
+    operator: Callable[..., R], elsewhere: Collection[int] = ()
+) -> Callable[..., R]:
     """Return a GPU's operator that raises where its tensors are not all on one device.
 
     PyTorch runs it if any tensor is on a GPU, and kernels take addresses. The public functions
-    check by argument; this is for those who call ``torch.ops``.
+    check by argument; this is for those who call ``torch.ops``. ``elsewhere`` has the places of
+    arguments that the host reads, which are not compared.
     """
 
     @functools.wraps(operator)
     def checked(*arguments: Any) -> R:
-        several = [x for x in arguments if isinstance(x, (list, tuple))]
-        tensors = [x for xs in (arguments, *several) for x in xs if isinstance(x, Tensor)]
+        own = [x for i, x in enumerate(arguments) if i not in elsewhere]
+        several = [x for x in own if isinstance(x, (list, tuple))]
+        tensors = [x for xs in (own, *several) for x in xs if isinstance(x, Tensor)]
         devices = dict.fromkeys(x.device for x in tensors)
         if len(devices) > 1:
             raise ValueError(f"tensors must be on one device, got {', '.join(map(str, devices))}")

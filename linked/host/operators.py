@@ -37,6 +37,7 @@ def register(
     kernels: Implementation,
     eager: Implementation,
     check: Implementation | None = None,
+    on_host: tuple[str, ...] = (),
 ) -> Any:
     """Define an operator and return it, to be called.
 
@@ -47,6 +48,7 @@ def register(
         kernels: what GPUs run, and the CPU where kernels are interpreted.
         eager: what the CPU runs otherwise.
         check: raises on the CPU where a tensor holds what it may not; a trace does not come there.
+        on_host: names of tensors that are on the CPU also when the others are on a GPU.
     """
 
     def on_cpu(*arguments: Any) -> Any:
@@ -56,10 +58,12 @@ def register(
 
     torch.library.define(operator, schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.register_fake(operator, fake)
-    torch.library.impl(operator, "cuda", on_one_device(kernels))
-    torch.library.impl(operator, "cpu", on_cpu)
     namespace, name = operator.split("::")
-    return getattr(getattr(torch.ops, namespace), name).default
+    defined = getattr(getattr(torch.ops, namespace), name).default
+    elsewhere = [i for i, x in enumerate(defined._schema.arguments) if x.name in on_host]
+    torch.library.impl(operator, "cuda", on_one_device(kernels, elsewhere))
+    torch.library.impl(operator, "cpu", on_cpu)
+    return defined
 
 
 def no_second_derivative(reference: str) -> Callable[..., NoReturn]:

@@ -53,7 +53,7 @@ class Ready(NamedTuple):
 class Launch:
     """A kernel with its tile and constants, to be called with a grid and arguments.
 
-    The dtypes of the tensors, and which of them are None, must be the same in every call. From the
+    Devices and dtypes of the tensors, and which are None, must be the same in every call. From the
     second call on it goes to the compiled kernel itself: Triton's own look-up reads every argument
     again, which for this many takes several times as long as everything else. With an untested
     version of Triton or PyTorch every call takes that look-up.
@@ -66,6 +66,8 @@ class Launch:
         self._constants = {"enable_fp_fusion": True, **constants}
         # by what a compilation depends on that differs from call to call
         self._ready: dict[Any, Ready] = {}
+        # dtypes and devices of the first call's tensors
+        self._form: list[Any] | None = None
 
     def __call__(
         self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
@@ -119,6 +121,7 @@ class Launch:
         )
         if builds.note(self, key, tensors, numbers):
             return None
+        self._hold_form(tensors)
         if interpreted():
             with _interpreter:
                 self._kernel[(grid,)](
@@ -148,6 +151,17 @@ class Launch:
         ready = Ready(kernel, tensors[0].get_device(), (None,) * missing, kernel.run, stream)
         self._ready[variant] = ready
         return None if known is None else ready
+
+    def _hold_form(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Raise if a variant would be made for other tensors than those before it."""
+        form = [None if t is None else (t.dtype, t.device) for t in tensors]
+        if self._form is None:
+            self._form = form
+        elif form != self._form:
+            raise TypeError(
+                f"a launch of {self._kernel.__name__} must have tensors like those of its first "
+                f"call, {self._form}, got {form}"
+            )
 
     def build(
         self, tensors: tuple[Any, ...], numbers: tuple[float, ...], is_apart: bool = False

@@ -97,6 +97,21 @@ def test_backward_passes_opcheck(make, dlse, device):
     opcheck(_ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("make", CASES[:3])
+def test_the_backward_makes_lists_that_it_is_not_given(make, device):
+    """A graph that was exported without gradients has none."""
+    case = make(device)
+    tensors, _, lists, call = arguments_of(case)
+    q, k, v, *cu = tensors
+    out, lse = _ops.forward(*forward_arguments(case))
+    of_call = torch.ones_like(out), q, k, v, out, lse, None, *cu
+    want = _ops.backward(*of_call, *lists[2:], [], *call._replace(top_left=True))
+    got = _ops.backward(*of_call, [], [], [], *call._replace(top_left=True))
+    for mine, other in zip(got, want, strict=True):
+        assert other.any()
+        assert torch.equal(mine, other)
+
+
 @pytest.mark.parametrize("kind", LISTS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_plan_passes_opcheck(shared, kind, device):

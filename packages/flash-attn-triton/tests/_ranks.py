@@ -33,7 +33,9 @@ class Ranks:
         def call(rank):
             self._own.rank = rank
             try:
-                return function(rank)
+                # else all GPU tensors' gradients are computed in a thread that is no rank
+                with torch.autograd.set_multithreading_enabled(False):
+                    return function(rank)
             except BaseException:
                 self._failed = True
                 raise

@@ -135,7 +135,17 @@ def _backward_triton(*arguments: Any) -> Grads:
     from ._kernels.plans import launch_backward
 
     x, walks, call, results = _split_backward(arguments)
+    if not (walks.by_key or walks.pairs):
+        # a graph that was exported without gradients
+        walks = walks._replace(by_query=_made(x, call, "dq"), by_key=_made(x, call, "dkdv"))
     return launch_backward(x, walks, call, *results)
+
+
+def _made(x: Tensors, call: Common, kind: str) -> tuple[Tensor, ...]:
+    """Return lists that a call has not brought."""
+    group = x.q.shape[-2] // x.k.shape[-2]
+    of_call = group, max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), call.causal
+    return tuple(_plan(*call[:6], *of_call, kind, call.rule))
 
 
 def _backward_eager(*arguments: Any) -> Grads:

@@ -67,6 +67,7 @@ compare_calls = register(
     fake=_compare_fake,
     kernels=_compare,
     eager=_compare,
+    on_host=("lengths",),
 )
 sharded_forward = register(
     f"{_ops.NAMESPACE}::sharded_forward",
@@ -75,6 +76,7 @@ sharded_forward = register(
     fake=_forward_fake,
     kernels=_forward,
     eager=_forward,
+    on_host=("lengths",),
 )
 sharded_backward = register(
     f"{_ops.NAMESPACE}::sharded_backward",
@@ -83,6 +85,7 @@ sharded_backward = register(
     fake=_backward_fake,
     kernels=_backward,
     eager=_backward,
+    on_host=("lengths",),
 )
 
 

@@ -94,6 +94,7 @@ compare_calls = register(
     fake=_compare_fake,
     kernels=_compare,
     eager=_compare,
+    on_host=("lengths",),
 )
 sharded_forward = register(
     f"{_ops.NAMESPACE}::sharded_forward",
@@ -102,6 +103,7 @@ sharded_forward = register(
     fake=_forward_fake,
     kernels=_forward_by("kernels"),
     eager=_forward_by("eager"),
+    on_host=("lengths",),
 )
 sharded_backward = register(
     f"{_ops.NAMESPACE}::sharded_backward",
@@ -111,6 +113,7 @@ sharded_backward = register(
     fake=_backward_fake,
     kernels=_backward_by("kernels"),
     eager=_backward_by("eager"),
+    on_host=("lengths",),
 )
 
 

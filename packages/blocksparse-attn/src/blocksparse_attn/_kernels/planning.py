@@ -41,8 +41,14 @@ ENTRIES = 128
 
 
 @functools.cache
-def _launch(kernel: Any, options: Any) -> Any:
+def _launch(kernel: Any, options: Any, form: tuple[Any, ...]) -> Any:
     return launch_of(kernel, options, num_warps=4, num_stages=1)
+
+
+def _run(kernel: Any, options: Any, grid: int, tensors: Any, numbers: Any) -> None:
+    """Launch what serves tensors like these: their devices, their dtypes, and which are None."""
+    form = tuple(None if t is None else (t.dtype, t.device) for t in tensors)
+    _launch(kernel, options, form)(grid, tensors, numbers)
 
 
 def mark_bits(
@@ -76,9 +82,8 @@ def mark_bits(
     chunks = cdiv(nnz, BLOCK)
     steps = (rows + 1).bit_length()
     numbers = BitNumbers(chunks, nnz, rows, cols, steps, group, lines, words, *pieces)
-    _launch(_bit_kernel, BitOptions(by_key, causal, BLOCK))(
-        heads * chunks, BitTensors(crow, col, bits), numbers
-    )
+    options = BitOptions(by_key, causal, BLOCK)
+    _run(_bit_kernel, options, heads * chunks, BitTensors(crow, col, bits), numbers)
     return bits
 
 
@@ -147,7 +152,7 @@ def make_lists(
             bits, counts[counted], ends[counted], begin[at:], whole[at:], things, members, common
         )
         grid = own * packs * owners * chunks
-        _launch(_list_kernel, ListOptions(*options, WRITES=writes))(grid, tensors, numbers)
+        _run(_list_kernel, ListOptions(*options, WRITES=writes), grid, tensors, numbers)
 
     for first in range(0, groups, step):
         bits = bits_of(first)
@@ -243,7 +248,7 @@ def make_pairs(
 
     def run(stage: str, grid: int, x: PairTensors, n: PairNumbers) -> None:
         options = PairOptions(stage, side, spec.causal, BLOCK, ENTRIES)
-        _launch(_pair_kernel, options)(grid, x, n)
+        _run(_pair_kernel, options, grid, x, n)
 
     if side > 1:
         # the same of pieces, before blocks are made of them
