@@ -29,8 +29,15 @@ CASES: dict[str, dict[str, Any]] = {
     "both": {"causal": False, "window_size": (6, 3)},
     "softcap": {"softcap": 1.5},
     "splits": {"num_splits": 3},
+    "decode": {},
+    "decode, window": {"window_size": (7, 0)},
 }
+DECODE = Problem(((1, 40), (1, 1), (0, 9), (1, 2), (1, 21)), 4, 2, 16, page=5, padding=2)
 EXTRAS = ((), ("alibi",), ("alibi_batch", "sinks"), ("sinks",))
+
+
+def problem_of(name: str) -> Problem:
+    return DECODE if name.startswith("decode") else PROBLEM
 
 
 def of_rank(case: Any, problem: Problem, rank: int) -> dict[str, Any]:
@@ -60,8 +67,9 @@ def work(rank: int, folder: str) -> None:
         for extras in EXTRAS:
             if "causal" in options and any("alibi" in extra for extra in extras):
                 continue
-            case = make_case(PROBLEM, torch.float32, "cpu", extras).with_options(**options)
-            given = of_rank(case, PROBLEM, rank)
+            problem = problem_of(name)
+            case = make_case(problem, torch.float32, "cpu", extras).with_options(**options)
+            given = of_rank(case, problem, rank)
             found[name, extras] = distributed.paged_attn_func(**given, return_lse=True)
     given = of_rank(make_case(PROBLEM, torch.float32, "cpu"), PROBLEM, rank)
     messages = []
@@ -94,7 +102,8 @@ def test_ranks_together_are_one(name, results):
     keys = [key for key in results[0][0] if key[0] == name]
     assert keys
     for key in keys:
-        case = make_case(PROBLEM, torch.float32, "cpu", key[1]).with_options(**CASES[name])
+        problem = problem_of(name)
+        case = make_case(problem, torch.float32, "cpu", key[1]).with_options(**CASES[name])
         oracle = run_oracle(case)
         eager = run_eager(case, oracle)
         got = [dict(zip(("out", "lse"), found[key], strict=True)) for found, _ in results]

@@ -1,15 +1,17 @@
 """Attention over a paged cache that several ranks hold together, each a share of every sequence."""
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from attn_common import round_up
 from torch import Tensor
 
 from . import _cache_checks, _checks, _ops, _options
 from ._call import Options, Tensors
 from ._layout import cache_sizes
 from ._linked.host.arguments import as_int32, check_length, check_tensor
+from ._linked.host.forms import ACCESS_BYTES
 from .api import Result
 
 
@@ -92,31 +94,40 @@ def paged_attn_func(
         raise NotImplementedError(
             "alibi_slopes must be None over several ranks unless causal, got Tensor"
         )
+    if max_seqlen_q <= 1 and options.window_left < 0 and alibi_slopes is None:
+        # a sequence's only query sees all keys
+        options = options._replace(window_right=-1)
     local = _of_rank(options, ranks)
-    tokens, heads_q, _ = q.shape
-    slopes = shift = sink = None
-    # where the rows of each sequence stand: at the last key of this rank that they see
-    token = torch.arange(tokens, dtype=torch.int32, device=q.device)
-    owner = torch.searchsorted(cu_seqlens_q, token, right=True) - 1
-    owner = owner.clamp(0, max(batch - 1, 0))
-    at = token
-    if batch:
-        at = token + (seqlens_k - cu_seqlens_q[1:])[owner]
-    if options.window_right < 0 <= options.window_left:
-        # the first key to the right of where the window ends
-        at = at - options.window_left + ranks - 1
-    else:
-        at = at + max(options.window_right, 0)
-    positions = torch.div(at - rank, ranks, rounding_mode="floor").to(torch.int32)
-    if alibi_slopes is not None:
-        is_own = alibi_slopes.ndim == 2 and batch > 0
-        slopes = alibi_slopes[owner] if is_own else alibi_slopes.expand(tokens, heads_q)
-        # a row stands beyond the key at which it is put by less than a step
-        shift = slopes * (at - rank - positions * ranks)[:, None]
-        slopes = slopes * ranks
-    lengths = torch.div(seqlens_k - rank + ranks - 1, ranks, rounding_mode="floor").to(torch.int32)
-    part = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    lse = torch.empty((heads_q, tokens), dtype=torch.float32, device=q.device)
+    tokens, heads_q, head_dim = q.shape
+    slopes = shift = sink = positions = None
+    if options.window_left >= 0 or options.window_right >= 0:
+        # where the rows of each sequence stand: at the last key of this rank that they see
+        token = torch.arange(tokens, dtype=torch.int32, device=q.device)
+        owner = torch.searchsorted(cu_seqlens_q, token, right=True) - 1
+        owner = owner.clamp(0, max(batch - 1, 0))
+        at = token
+        if batch:
+            at = token + (seqlens_k - cu_seqlens_q[1:])[owner]
+        if options.window_right < 0:
+            # the first key to the right of where the window ends
+            at = at - options.window_left + ranks - 1
+        else:
+            at = at + options.window_right
+        positions = torch.div(at - rank, ranks, rounding_mode="floor").to(torch.int32)
+        if alibi_slopes is not None:
+            is_own = alibi_slopes.ndim == 2 and batch > 0
+            slopes = alibi_slopes[owner] if is_own else alibi_slopes.expand(tokens, heads_q)
+            # a row stands beyond the key at which it is put by less than a step
+            shift = slopes * (at - rank - positions * ranks)[:, None]
+            slopes = slopes * ranks
+            if sinks is not None:
+                # not shifted, and so not among what the ranks have
+                inside = (token >= cu_seqlens_q[0]) & (token < cu_seqlens_q[-1])
+                sink = sinks.float()[:, None].masked_fill(~inside, -torch.inf)
+    lengths = torch.div(seqlens_k + (ranks - 1 - rank), ranks, rounding_mode="floor")
+    message = _Message(tokens, heads_q, head_dim)
+    own = message.empty(q, 1)
+    part, lse = message.parts(own)[0]
     x = Tensors.of(
         q=q,
         k_cache=k_cache,
@@ -136,14 +147,59 @@ def paged_attn_func(
     )
     _ops.attention(*x, max_seqlen_q, -(-max_seqlen_k // ranks), *local)
     if shift is not None:
-        lse = lse - shift.T
-        if sinks is not None:
-            # not shifted, and so not among what the ranks have
-            inside = (token >= cu_seqlens_q[0]) & (token < cu_seqlens_q[-1])
-            sink = sinks.float()[:, None].masked_fill(~inside, -torch.inf)
-    out, lse = _merged(part, lse, sink, group)
-    out = out.to(dtype)
+        lse -= shift.T
+    every = message.empty(q, ranks)
+    dist.all_gather_into_tensor(every, own, group=group)
+    states = message.parts(every)
+    if sink is not None:
+        states.append((torch.zeros_like(part), sink))
+    out, lse = _merged(states, dtype)
     return (out, lse) if return_lse else out
+
+
+class _Message(NamedTuple):
+    """What ranks send each other: a result and its log-sum-exp, fp32, one behind the other."""
+
+    tokens: int
+    heads_q: int
+    head_dim: int
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Return where the log-sum-exp begins, and the message ends: at whole accesses."""
+        rows = self.tokens * self.heads_q
+        begin = round_up(rows * self.head_dim, ACCESS_BYTES // 4)
+        return begin, begin + round_up(rows, ACCESS_BYTES // 4)
+
+    def empty(self, q: Tensor, count: int) -> Tensor:
+        """Return memory of messages on the device of the queries."""
+        return q.new_empty(count * self.places[1], dtype=torch.float32)
+
+    def parts(self, messages: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return of each message ``[tokens, heads_q, head_dim]`` and ``[heads_q, tokens]``."""
+        begin, end = self.places
+        rows = self.tokens * self.heads_q
+        return [
+            (
+                one[: rows * self.head_dim].view(self),
+                one[begin : begin + rows].view(self.heads_q, self.tokens),
+            )
+            for one in messages.split(end)
+        ]
+
+
+def _merged(states: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Merge results by their log-sum-exps, in this order."""
+    out, lse = states[0]
+    if len(states) == 1:
+        return out.to(dtype), lse.clone()
+    for i, (other, other_lse) in enumerate(states[1:], 2):
+        last = i == len(states)
+        target = torch.empty_like(out, dtype=dtype if last else None)
+        total = torch.empty_like(lse)
+        _ops.merge_states(out, lse, other, other_lse, None, target, total)
+        out, lse = target, total
+    return out, lse
 
 
 def _of_rank(options: Options, ranks: int) -> Options:
@@ -157,24 +213,3 @@ def _of_rank(options: Options, ranks: int) -> Options:
     if left >= 0:
         left = (left + right + 1) // ranks - 1 if right >= 0 else 0
     return options._replace(window_left=left, window_right=min(right, 0))
-
-
-def _merged(
-    part: Tensor, lse: Tensor, sink: Tensor | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Exchange the results of all ranks, and merge them in the order of ranks."""
-    ranks = dist.get_world_size(group)
-    parts = [torch.empty_like(part) for _ in range(ranks)]
-    lses = [torch.empty_like(lse) for _ in range(ranks)]
-    dist.all_gather(parts, part, group=group)
-    dist.all_gather(lses, lse.contiguous(), group=group)
-    every = torch.stack(lses)
-    if sink is not None:
-        every = torch.cat([every, sink[None]])
-    total = torch.logsumexp(every, 0)
-    # of rows without a key nothing is weighed
-    weights = torch.exp(every - total.masked_fill(total == -torch.inf, 0.0))
-    out = torch.zeros_like(part)
-    for one, weight in zip(parts, weights[:ranks], strict=True):
-        out += one * weight.T.unsqueeze(-1)
-    return out, total
