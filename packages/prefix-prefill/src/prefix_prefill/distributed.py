@@ -149,7 +149,8 @@ def paged_attn_func(
     if shift is not None:
         lse -= shift.T
     every = message.empty(q, ranks)
-    dist.all_gather_into_tensor(every, own, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(every, own, group=group)
     states = message.parts(every)
     if sink is not None:
         states.append((torch.zeros_like(part), sink))
