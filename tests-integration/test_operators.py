@@ -52,9 +52,7 @@ def arguments_of(operator: Any) -> list[Any]:
             arguments.append([] if kind in LISTS else VALUES.get(kind))
     names = [argument.name for argument in operator._schema.arguments]
     last = max(
-        i
-        for i, x in enumerate(arguments)
-        if (x is here or x == [here]) and names[i] not in ON_HOST
+        i for i, x in enumerate(arguments) if (x is here or x == [here]) and names[i] not in ON_HOST
     )
     arguments[last] = [away] if isinstance(arguments[last], list) else away
     return arguments

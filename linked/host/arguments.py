@@ -262,9 +262,7 @@ def check_offset_values(
         last = offset
 
 
-def on_one_device(
-    operator: Callable[..., R], elsewhere: Collection[int] = ()
-) -> Callable[..., R]:
+def on_one_device(operator: Callable[..., R], elsewhere: Collection[int] = ()) -> Callable[..., R]:
     """Return a GPU's operator that raises where its tensors are not all on one device.
 
     PyTorch runs it if any tensor is on a GPU, and kernels take addresses. The public functions

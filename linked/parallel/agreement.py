@@ -43,9 +43,13 @@ def agree(
 
     Raises:
         Exception: ``error``.
-        ValueError: that names the first argument that differs, and what each rank has.
+        ValueError: that names the first argument that differs, and what each rank has; if the
+            group sends nothing from ``device``.
     """
     ranks = dist.get_world_size(group)
+    served = str(dist.get_backend_config(group))
+    if f"{device.type}:" not in served:
+        raise ValueError(f"q must be on a device that the group serves, {served}, got {device}")
     digests = [_digest(repr(value)) for value in named.values()]
     row = [_REFUSED if error is not None else _OK, *digests]
     every = _gather(torch.tensor(row, dtype=torch.int64), group, device)

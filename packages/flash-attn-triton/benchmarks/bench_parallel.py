@@ -12,7 +12,8 @@ Packed sequences have no rival there.
 
 Every output and every gradient is compared with the plain function before it is timed; what is not
 right ends the run. What cannot run (PyTorch's on a CPU) is recorded with its error. ``graph`` is a
-forward and a backward pass in a CUDA graph, and comes last, when all else is in the file.
+deterministic forward and backward pass in a CUDA graph, and comes last, when all else is in the
+file.
 NVLink multicast stays off unless NCCL_NVLS_ENABLE is set.
 """
 
@@ -171,7 +172,7 @@ def leaves_of(work: Work, cut: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def ours(work: Work, **_: Any) -> Iterator[Way]:
+def ours(work: Work, deterministic: bool = False, **_: Any) -> Iterator[Way]:
     """The functions of this package."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
 
@@ -179,7 +180,7 @@ def ours(work: Work, **_: Any) -> Iterator[Way]:
         return distributed.shard(x, ranks, rank)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return distributed.flash_attn_func(q, k, v, causal=True)
+        return distributed.flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
 
     yield Way(function, leaves_of(work, cut), cut(work.dout), cut)
 
@@ -373,7 +374,7 @@ def capture(tokens: int, device: torch.device) -> Row:
     """Put both passes into a graph, and hold its gradients to those of a call, bit for bit."""
     row: Row = {"case": "dense", "way": "graph"}
     work = Work(*draw(tokens * dist.get_world_size(), device), [])
-    with ours(work) as way:
+    with ours(work, deterministic=True) as way:
         want = differentiate(way)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from flash_attn_triton import _configs, _ops, api
-from flash_attn_triton._call import Tensors
+from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._linked.host.forms import Memory
 
 from ._linked.gpus import GPUS, absent_gpu, compiling
@@ -86,9 +86,16 @@ def test_strides_do_not_change_a_bit(launched, device):
 
 @pytest.mark.eager
 def test_which_calls_it_serves():
-    def served(size_q=(3, 128, 8, 64), size_k=(3, 128, 2, 64), dtype=torch.bfloat16, **others):
+    def served(
+        size_q=(3, 128, 8, 64),
+        size_k=(3, 128, 2, 64),
+        dtype=torch.bfloat16,
+        dropout_p=0.0,
+        **others,
+    ):
         q, k = (torch.empty(n, dtype=dtype, device="meta") for n in (size_q, size_k))
-        return _configs.takes_short_backward(Tensors(q, k, k, **others), dtype)
+        options = Options(0.125, -1, -1, 0.0, dropout_p)
+        return _configs.takes_short_backward(Tensors(q, k, k, **others), options, dtype)
 
     with absent_gpu("nvidia:sm_90"):
         assert served()
@@ -101,6 +108,8 @@ def test_which_calls_it_serves():
         assert not served((0, 128, 8, 64), (0, 128, 2, 64))
         sinks = torch.empty(8, device="meta")
         assert not served(sinks=sinks)
+        # whose random numbers are not among the tensors of a plan
+        assert not served(dropout_p=0.1)
         # the rule asks for no number of sequences: they would change each other's bits
         assert served((4096, 128, 8, 64), (4096, 128, 2, 64))
     with absent_gpu("nvidia:sm_80"):

@@ -260,10 +260,11 @@ def test_inductor(device):
 def test_sequence_parallelism_over_nccl(tmp_path, device, monkeypatch):
     import torch.multiprocessing as mp
 
-    from .test_distributed import SIZES, judge, one_rank_of
+    from .test_distributed import SIZES, judge, judge_errors, one_rank_of
 
     monkeypatch.syspath_prepend(Path(__file__).parent.parent)
     mp.spawn(one_rank_of, ("nccl", 2, str(tmp_path), tuple(SIZES)), nprocs=2)
     left = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for name, case in SIZES.items():
         judge(case, [found[name] for found in left])
+    judge_errors(left)

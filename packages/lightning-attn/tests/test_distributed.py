@@ -187,7 +187,8 @@ def one_rank_of(rank, backend, ranks, folder, names):
             case = SIZES.get(name) or CASES[name]
             parts = on_rank(case, rank, ranks, problem(case, device), validate=True)
             found[name] = {key: value.cpu() for key, value in parts.items()}
-        found["errors"] = [error_of(call, rank) for call in DISAGREEMENTS] if ranks == 2 else []
+        with device:
+            found["errors"] = [error_of(one, rank) for one in disagreements(device, ranks)]
         torch.save(found, Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -203,7 +204,7 @@ SIZES = {
 def call(rank, **changes):
     """Call with one token on each of two ranks."""
     x = torch.ones(1, 1, 1, 16)
-    given = {"q": x, "k": x, "v": x, "decay": torch.ones(1)}
+    given = {"q": x, "k": x, "v": x, "decay": torch.ones(1), "validate": not x.is_cpu}
     return distributed.lightning_attn_func(**given | changes)
 
 
@@ -236,6 +237,11 @@ DISAGREEMENTS = [
 ]  # fmt: skip
 
 
+def disagreements(device, ranks):
+    """Return what two ranks disagree about, on a GPU in options alone."""
+    return DISAGREEMENTS[: None if device.type == "cpu" else 2] if ranks == 2 else []
+
+
 def error_of(disagreement, rank):
     function, _ = disagreement
     try:
@@ -254,15 +260,21 @@ def start(ranks, names, folder, monkeypatch):
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
 
+def judge_errors(left):
+    """Compare the errors of two ranks with what they should say."""
+    for rank, found in enumerate(left):
+        for (_, pattern), error in zip(DISAGREEMENTS, found["errors"], strict=False):
+            wanted = pattern if isinstance(pattern, str) else pattern[rank]
+            assert re.search(wanted, error), (rank, error)
+    assert left[0]["errors"]
+
+
 @pytest.mark.skipif(_ops.interpreted(), reason="the eager tier starts processes")
 def test_processes_equal_one_and_raise_alike(tmp_path, monkeypatch):
     left = start(2, tuple(CASES), tmp_path, monkeypatch)
     for name, case in CASES.items():
         judge(case, [found[name] for found in left])
-    for i, (_, pattern) in enumerate(DISAGREEMENTS):
-        for rank, found in enumerate(left):
-            wanted = pattern if isinstance(pattern, str) else pattern[rank]
-            assert re.search(wanted, found["errors"][i]), (i, rank, found["errors"][i])
+    judge_errors(left)
 
 
 @pytest.fixture
@@ -446,7 +458,8 @@ def test_kernels_add_what_the_eager_code_adds(monkeypatch, device):
         backend.correct(result, q.to(target), rates, states, on, table.longest, 0.5)
         found.append((states.cpu(), result.cpu(), backend.arrive(x, rates, None, on.later).cpu()))
     for got, want in zip(*found, strict=True):
-        # of each row's largest: the last ones have decayed to 0
+        # of each row's largest: the last ones have decayed to 0, where a GPU may be a step earlier
         unit = want.abs().amax(-1, keepdim=True)
-        assert ((got - want).abs() <= 1e-5 * unit).all()
+        least = 1e22 * torch.finfo(torch.float32).tiny
+        assert ((got - want).abs() <= 1e-5 * unit + least).all()
     assert (found[0][1][: table.longest, 0].abs().amax(-1) > 0).sum() > 30

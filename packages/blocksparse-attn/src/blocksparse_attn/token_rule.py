@@ -110,7 +110,7 @@ class TokenRule:
             int32 ``[batch, positions, 2]``, with a batch of 1 if all sequences have one rule.
         """
         check_count("positions", positions, 0)
-        device = torch.device(device)
+        device = torch.empty(0, device=device).device  # with its index
         tables = [_table(part, positions, device) for part in self._parts]
         batch = max(len(table) for table in tables)
         for table in tables:

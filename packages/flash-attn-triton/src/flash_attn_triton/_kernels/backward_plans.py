@@ -206,7 +206,7 @@ class Gradients(NamedTuple):
 
 def plan_backward(form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool) -> Backward:
     """Return the backward pass of the calls of one form; their tensors fit the form."""
-    if takes_short_backward(x, out_dtype):
+    if takes_short_backward(x, form.options, out_dtype):
         return ShortGradients(form, x)
     return BackwardPlan(form, x, out_dtype, deterministic)
 

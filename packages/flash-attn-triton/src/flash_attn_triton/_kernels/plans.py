@@ -126,7 +126,7 @@ def _build_others(
     """Begin to build the kernels of a kind of call that is new, while its first one is built."""
     dims = form.head_dim, form.head_dim_v, form.options.dropout_p > 0.0
     absent = (t is None for t in x)
-    is_short = takes_short_backward(x, out_dtype)
+    is_short = takes_short_backward(x, form.options, out_dtype)
     kind = (
         x.q.device,
         x.q.dtype,
