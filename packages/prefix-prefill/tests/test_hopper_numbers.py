@@ -10,12 +10,9 @@ import torch
 from attn_common import detect, fp8_dtype
 from hypothesis import given
 from hypothesis import strategies as st
-from prefix_prefill import api, context_attention_fwd
-from prefix_prefill._configs import takes_hopper
-from prefix_prefill._kernels import plans
+from prefix_prefill import context_attention_fwd
 from prefix_prefill._kernels.hopper._linked import tickets
 from prefix_prefill._kernels.hopper.plans import HopperPlan
-from prefix_prefill._linked.host.forms import Memory
 from torch import Tensor
 
 from ._linked.budget import assert_same
@@ -96,18 +93,11 @@ def test_windows(head_dim, page, window, names, device):
     ],
     ids=str,
 )
-def test_fp8_caches(head_dim, page, dtype, names, window, device, monkeypatch):
-    """Blocks of queries that see other keys than the first, with left windows too.
-
-    ``takes_hopper`` keeps left windows from the kernel that widens until this has passed on a GPU.
-    """
+def test_fp8_caches(head_dim, page, dtype, names, window, device):
+    """Blocks of queries that see other keys than the first, with left windows too."""
     platform = detect(device)
     if not platform.supports_fp8:
         pytest.skip(f"{platform} has no FP8")
-    monkeypatch.setattr(api, "_known", Memory())
-    monkeypatch.setattr(
-        plans, "takes_hopper", lambda x, options: takes_hopper(x, options._replace(window_left=-1))
-    )
     problem = Problem((*LENGTHS, (512, 4096)), 8, 2, head_dim, page, padding=7)
     stored = getattr(torch, fp8_dtype(platform))
     case = make_case(problem, dtype, device, names, cache_dtype=stored)

@@ -50,9 +50,8 @@ def _kernels_of(platform: Platform) -> str:
         return "every feature runs on the portable Triton kernels"
     return (
         "sequences of more than a few fp16 or bf16 queries run on the Gluon kernel for Hopper, "
-        "where all keys are in an NHD cache of that dtype, or,\nwithout a left window, of FP8 "
-        "(with one, it has yet to be seen right on a GPU); all else on the portable Triton "
-        "kernels, whose tiles follow"
+        "where all keys are in an NHD cache of that dtype or\nof FP8; all else on the portable "
+        "Triton kernels, whose tiles follow"
     )
 
 

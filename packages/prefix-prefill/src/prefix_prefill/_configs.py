@@ -332,10 +332,8 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         and 32 < x.q.shape[-1] <= MAX_HOPPER_HEAD_DIM  # up to 32, half of a tile would be padding
         and not is_packed(x.k_cache)
         and (
-            # wrong on an H200 once; mended, and not run there since: ``test_fp8_caches``
-            options.window_left < 0
-            if x.k_cache.element_size() == 1
-            else copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE
+            x.k_cache.element_size() == 1  # which the widening warps read key by key
+            or copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE
         )
         and is_mappable(x.k_cache)
         and is_mappable(x.v_cache)
