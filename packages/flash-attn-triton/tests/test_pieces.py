@@ -86,3 +86,12 @@ def test_merges_compile(gpu, count, has_lse, tmp_path, monkeypatch):
         sharded_plans.merge(pieces, 4096, torch.bfloat16)
     assert [build.kernel for build in builds] == ["merge_kernel"]
     assert not any(build.spilled or build.unset for build in builds)
+    if gpu.startswith("nvidia"):
+        # warps share rows of the first piece: all have read before one overwrites it
+        lines = builds[0].sass.splitlines()
+        places = {
+            name: [i for i, line in enumerate(lines) if f" {name}" in line]
+            for name in ("LDG", "BAR.SYNC", "STG")
+        }
+        assert all(places.values())
+        assert any(places["LDG"][-1] < i < places["STG"][0] for i in places["BAR.SYNC"])

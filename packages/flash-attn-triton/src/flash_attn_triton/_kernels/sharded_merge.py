@@ -88,6 +88,8 @@ def merge_kernel(
         weight3 = tl.exp(lse3 - shift)
         total += weight3
         acc += weighted(out3_ptr, row3, cols, weight3, HEAD_DIM_V)
+    # warps share rows: all have read before one overwrites the first piece
+    tl.debug_barrier()
     if lse_ptr is not None:
         acc = acc * tl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
         # log(0) is -inf

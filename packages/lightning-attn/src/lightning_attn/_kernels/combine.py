@@ -6,6 +6,9 @@ import triton.language as tl
 from .primitives import factor, rate_of, slot_of, state_offsets
 from .structures import CombineNumbers, CombineTensors
 
+# tiles of this size or less may lie in several warps: four numbers a thread, and eight warps
+SHARED = tl.constexpr(1024)
+
 
 @triton.jit(
     do_not_specialize=CombineNumbers._fields, do_not_specialize_on_alignment=CombineTensors._fields
@@ -93,6 +96,9 @@ def combine_kernel(
         pointers = base + segment.to(tl.int64) * stride_states_s
         written = tl.load(pointers, mask=inside, other=0.0)
         if REPLACE:
+            if BLOCK_D * BLOCK_E <= SHARED:
+                # several warps hold each number: all have read it before one overwrites it
+                tl.debug_barrier()
             tl.store(pointers, state, mask=inside)
         count = tl.minimum(size, length - segment * size)
         state = state * factor(rate, count) + written
