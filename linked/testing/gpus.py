@@ -210,6 +210,24 @@ def counting(name: str) -> Iterator[dict[str, set[str]]]:
         yield variants
 
 
+@contextlib.contextmanager
+def compiled_forms() -> Iterator[dict[tuple[str, str], set[str]]]:
+    """Collect the compilations within: of each kernel, its constants and its dtypes, the variants.
+
+    Variants differ in widths of integers and in alignment, which calls of other lengths may have.
+    """
+    variants: dict[tuple[str, str], set[str]] = {}
+
+    def hook(*, key: Any, fn: Any, **_: Any) -> None:
+        form = re.sub(r"\('i(32|64)', [^)]*\)", "integer", str(key))
+        form = re.sub(r"\('\*(\w+)', '\w*'\)", r"pointer to \1", form)
+        variants.setdefault((fn.name, form), set()).add(str(key))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
+        yield variants
+
+
 class Launch(NamedTuple):
     kernel: str
     grid: tuple[int, ...]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ._aot import Config, launch_backward, launch_forward
-from ._linked.gpus import GPUS, counting
+from ._linked.gpus import GPUS, compiled_forms, counting
 from ._numerics import MEDIUM, Packed, make_case, make_packed, run
 
 # one, odd, even, powers of two, multiples of 16 and not, in no order
@@ -62,24 +62,17 @@ def test_a_variant_is_counted():
 
 @pytest.mark.device
 @pytest.mark.parametrize("form", ["fixed", "packed"])
-def test_twenty_lengths_on_the_device(form, device, monkeypatch):
-    import triton
-
-    compiled = {}
-
-    def hook(*, key, fn, **_):
-        compiled.setdefault(fn.name, set()).add(str(key))
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
+def test_twenty_lengths_on_the_device(form, device):
     # a head dimension of its own, so that no other test has compiled for it
-    for length in LENGTHS:
-        if form == "fixed":
-            shape = MEDIUM._replace(seqlen_q=length, seqlen_k=length + 1, head_dim=72)
-            case = make_case(shape, torch.float16, device, ("causal", "window_left"))
-        else:
-            shape = Packed((length, 3), (5, length), 2, 1, 72)
-            case = make_packed(shape, torch.float16, device, ("causal",))
-        run(case)
-    assert compiled
-    for kernel, keys in compiled.items():
+    with compiled_forms() as variants:
+        for length in LENGTHS:
+            if form == "fixed":
+                shape = MEDIUM._replace(seqlen_q=length, seqlen_k=length + 1, head_dim=72)
+                case = make_case(shape, torch.float16, device, ("causal", "window_left"))
+            else:
+                shape = Packed((length, 3), (5, length), 2, 1, 72)
+                case = make_packed(shape, torch.float16, device, ("causal",))
+            run(case)
+    assert variants
+    for (kernel, _), keys in variants.items():
         assert len(keys) <= 2, f"{kernel}: {len(keys)} variants"

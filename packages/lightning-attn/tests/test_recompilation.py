@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ._aot import Config, launch_backward, launch_cached, launch_decode, launch_forward
-from ._linked.gpus import GPUS, counting
+from ._linked.gpus import GPUS, compiled_forms, counting
 from ._numerics import MEDIUM, Packed, make_case, make_packed, run
 
 # one, odd, even, powers of two, multiples of 16 and not, in no order
@@ -57,22 +57,15 @@ def test_a_variant_is_counted():
 
 @pytest.mark.device
 @pytest.mark.parametrize("form", ["fixed", "packed"])
-def test_twenty_lengths_on_the_device(form, device, monkeypatch):
-    import triton
-
-    compiled = {}
-
-    def hook(*, key, fn, **_):
-        compiled.setdefault(fn.name, set()).add(str(key))
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
+def test_twenty_lengths_on_the_device(form, device):
     # a dimension of its own, so that no other test has compiled for it
-    for length in LENGTHS:
-        if form == "fixed":
-            case = make_case(MEDIUM._replace(seqlen=length, d=208), torch.float16, device)
-        else:
-            case = make_packed(Packed((length, 3), 1, 208, 16), torch.float16, device)
-        run(case.on("sequential"), grad=False)
-    assert compiled
-    for kernel, keys in compiled.items():
+    with compiled_forms() as variants:
+        for length in LENGTHS:
+            if form == "fixed":
+                case = make_case(MEDIUM._replace(seqlen=length, d=208), torch.float16, device)
+            else:
+                case = make_packed(Packed((length, 3), 1, 208, 16), torch.float16, device)
+            run(case.on("sequential"), grad=False)
+    assert variants
+    for (kernel, _), keys in variants.items():
         assert len(keys) <= 2, f"{kernel}: {len(keys)} variants"
