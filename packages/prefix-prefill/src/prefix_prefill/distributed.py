@@ -174,18 +174,18 @@ class _Message(NamedTuple):
 
     def empty(self, q: Tensor, count: int) -> Tensor:
         """Return memory of messages on the device of the queries."""
-        return q.new_empty(count * self.places[1], dtype=torch.float32)
+        return q.new_empty((count, self.places[1]), dtype=torch.float32)
 
     def parts(self, messages: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return of each message ``[tokens, heads_q, head_dim]`` and ``[heads_q, tokens]``."""
-        begin, end = self.places
+        begin, _ = self.places
         rows = self.tokens * self.heads_q
         return [
             (
                 one[: rows * self.head_dim].view(self),
                 one[begin : begin + rows].view(self.heads_q, self.tokens),
             )
-            for one in messages.split(end)
+            for one in messages.unbind()
         ]
 
 
