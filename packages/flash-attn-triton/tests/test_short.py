@@ -116,6 +116,28 @@ def test_which_calls_it_serves():
         assert not served()
 
 
+@pytest.mark.eager
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_plans_know_of_dropout(dropout_p, monkeypatch):
+    """They are made before its random numbers are drawn."""
+    from flash_attn_triton._kernels import backward_plans, plans
+
+    monkeypatch.setattr(plans, "_build_others", lambda *_: None)
+    q = torch.empty(2, 33, 4, 64, dtype=torch.bfloat16, device="meta")
+    with absent_gpu("nvidia:sm_90"):
+        options = Options(0.125, -1, -1, 0.0, dropout_p)
+        plan = plans.plan_calls(
+            Tensors(q, q, q),
+            options,
+            q.dtype,
+            deterministic=False,
+            needs_gradient=True,
+            invariant=False,
+        )
+    is_short = isinstance(plan.backward, backward_plans.ShortGradients)
+    assert is_short == (dropout_p == 0.0)
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_builds_for_hopper(head_dim, tmp_path):
