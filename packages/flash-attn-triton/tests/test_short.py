@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from flash_attn_triton import _configs, _ops, api
 from flash_attn_triton._call import Options, Tensors
+from flash_attn_triton._kernels import backward_plans
 from flash_attn_triton._linked.host.forms import Memory
 
 from ._linked.gpus import GPUS, absent_gpu, compiling
@@ -26,8 +29,6 @@ SHAPES = [
 @pytest.fixture
 def launched(monkeypatch):
     """Let every call take the kernel that short ones take, and count its launches."""
-    from flash_attn_triton._kernels import backward_plans
-
     found = []
     launch = backward_plans.ShortGradients.__call__
 
@@ -84,6 +85,15 @@ def test_strides_do_not_change_a_bit(launched, device):
 # ---- which calls
 
 
+@interpreted
+@pytest.mark.parametrize(("features", "is_short"), [((), True), (("dropout",), False)])
+def test_dropout_is_not_forgotten(features, is_short, launched, device, monkeypatch):
+    monkeypatch.setattr(backward_plans, "takes_short_backward", _configs.takes_short_backward)
+    monkeypatch.setattr(_configs, "detect", lambda _: SimpleNamespace(is_hopper=True))
+    check(make_case(Shape(1, 33, 33, 2, 2, 32), torch.float16, device, features))
+    assert bool(launched) == is_short
+
+
 @pytest.mark.eager
 def test_which_calls_it_serves():
     def served(
@@ -120,7 +130,7 @@ def test_which_calls_it_serves():
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_plans_know_of_dropout(dropout_p, monkeypatch):
     """They are made before its random numbers are drawn."""
-    from flash_attn_triton._kernels import backward_plans, plans
+    from flash_attn_triton._kernels import plans
 
     monkeypatch.setattr(plans, "_build_others", lambda *_: None)
     q = torch.empty(2, 33, 4, 64, dtype=torch.bfloat16, device="meta")
