@@ -184,11 +184,11 @@ class MapLaunch(Launch):
     def _places(self, tensors: tuple[Any, ...]) -> list[Any]:
         places: list[Any] = []
         for x in tensors:
-            if x.__class__ is Tensor:
+            if x is None:
+                places.append(None)
+            elif x.__class__ is Tensor:
                 places.append(x.data_ptr())
-            elif not isinstance(x, TensorMap):
-                places.append(x)
-            elif x.encoded is None:  # this launch encodes it
+            elif x.encoded is None:  # a map, which this launch encodes
                 return super()._places(tensors)
             else:
                 places += x.encoded

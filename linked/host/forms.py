@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .internals import is_plain_tensor, is_watched
+from .internals import is_watched
 from .versions import asks_for_interpreter
 
 T = TypeVar("T")
@@ -28,12 +28,13 @@ LIMIT = 2048
 class Memory(Generic[T]):
     """What was worked out for a form, for as many forms as a program is likely to have."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
         self._known: dict[Hashable, T] = {}
         self.get: Callable[[Hashable], T | None] = self._known.get
 
     def keep(self, form: Hashable, value: T) -> T:
-        if len(self._known) >= LIMIT:
+        if len(self._known) >= self._limit:
             self._known.clear()
         self._known[form] = value
         return value
@@ -76,27 +77,30 @@ def form_of(
         hash(options)
     except TypeError:  # cannot be looked up; the checks have something to say
         return None
-    for x in tokens:
-        if not is_plain_tensor(x):
-            return None
-        shape: tuple[int, ...] = x.shape
-        if packed:
-            if not shape:  # the checks have something to say
+    try:
+        for x in tokens:
+            if x.__class__ is not Tensor or x.is_neg():
                 return None
-            # strides between tokens matter only where there are several
-            shape = (shape[0] > 1, *shape[1:])
-        dtype = x.dtype
-        if x.data_ptr() % ACCESS_BYTES and dtype not in INDICES:
-            return None
-        form += shape, x.stride(), dtype, x.device, x.requires_grad
-    for y in others:
-        if y is None:
-            form.append(None)
-            continue
-        if not is_plain_tensor(y):
-            return None
-        dtype = y.dtype
-        if y.data_ptr() % ACCESS_BYTES and dtype not in INDICES:
-            return None
-        form += y.shape, y.stride(), dtype, y.device, y.requires_grad
+            shape: tuple[int, ...] = x.shape
+            if packed:
+                if not shape:  # the checks have something to say
+                    return None
+                # strides between tokens matter only where there are several
+                shape = (shape[0] > 1, *shape[1:])
+            dtype = x.dtype
+            if x.data_ptr() % ACCESS_BYTES and dtype not in INDICES:
+                return None
+            form += shape, x.stride(), dtype, x.device, x.requires_grad
+        for y in others:
+            if y is None:
+                form.append(None)
+                continue
+            if y.__class__ is not Tensor or y.is_neg():
+                return None
+            dtype = y.dtype
+            if y.data_ptr() % ACCESS_BYTES and dtype not in INDICES:
+                return None
+            form += y.shape, y.stride(), dtype, y.device, y.requires_grad
+    except RuntimeError:  # no strides or no address: sparse, nested, batched
+        return None
     return tuple(form)

@@ -128,11 +128,12 @@ def may_skip_operator(*gradients: Tensor | None) -> bool:
 
     With a graph of its own it has to be the operator, whose derivative raises.
     """
-    return (
-        not torch.is_grad_enabled()
-        and not is_watched()
-        and all(x is None or is_plain_tensor(x) for x in gradients)
-    )
+    if torch.is_grad_enabled() or is_watched():
+        return False
+    for x in gradients:  # noqa: SIM110 (``all`` takes twice as long)
+        if x is not None and not is_plain_tensor(x):
+            return False
+    return True
 
 
 def without_repeats(x: X) -> X:

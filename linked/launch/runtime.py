@@ -27,6 +27,8 @@ from ..._linked.host.versions import TRITON, is_tested, warn_untested
 from . import builds, workers
 
 MAX_INT32 = 2**31 - 1
+# numbers of tokens, or strides of a gradient, for which a plan keeps what its launches do
+MAX_COUNTS = 256
 
 # whether a compiled kernel may be launched past Triton's own look-up
 IS_DIRECT = TORCH_IS_TESTED and is_tested(triton.__version__, TRITON)
@@ -68,6 +70,8 @@ class Launch:
         self._ready: dict[Any, Ready] = {}
         # dtypes and devices of the first call's tensors
         self._form: list[Any] | None = None
+        # the last launch's numbers, which plans keep, and what served it
+        self._last: tuple[tuple[float, ...], Ready] | None = None
 
     def __call__(
         self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[float, ...]
@@ -75,13 +79,20 @@ class Launch:
         """Launch a one-dimensional grid on the first tensor's device; an empty one is no launch."""
         if grid == 0:
             return
-        variant = variant_of(tensors, numbers)
-        ready = self._ready.get(variant)
-        if ready is None:
-            with on_device_of(tensors[0]):
-                ready = self._look_up(variant, grid, tensors, numbers)
-            if ready is None:
-                return
+        last = self._last
+        if last is not None and last[0] is numbers:
+            ready = last[1]
+        else:
+            variant = variant_of(tensors, numbers)
+            found = self._ready.get(variant)
+            if found is None:
+                with on_device_of(tensors[0]):
+                    found = self._look_up(variant, grid, tensors, numbers)
+                if found is None:
+                    return
+            ready = found
+            if torch.version.hip is None:  # there, a variant depends on the numbers alone
+                self._last = numbers, ready
         if current_device() != ready.device:
             with torch.cuda.device(ready.device):
                 self(grid, tensors, numbers)
@@ -233,14 +244,12 @@ def is_aligned(x: Tensor) -> bool:
     """Say whether columns have unit stride and rows begin as ``row_bytes`` promises."""
     if x.is_contiguous():
         return x.data_ptr() % ACCESS_BYTES == 0
+    if x.data_ptr() % ACCESS_BYTES != 0 or (x.stride(-1) != 1 and x.shape[-1] != 1):
+        return False
     unit = row_bytes(x) // x.element_size()
-    return (
-        x.data_ptr() % ACCESS_BYTES == 0
-        and (x.stride(-1) == 1 or x.shape[-1] == 1)
-        and all(
-            stride % unit == 0 or size <= 1
-            for size, stride in zip(x.shape[:-1], x.stride(), strict=False)
-        )
+    return all(
+        stride % unit == 0 or size <= 1
+        for size, stride in zip(x.shape[:-1], x.stride(), strict=False)
     )
 
 

@@ -82,6 +82,24 @@ def test_strides_do_not_change_a_bit(launched, device):
     assert len(launched) == 2
 
 
+@interpreted
+def test_output_gradients_of_one_form_may_have_other_strides(launched, device):
+    q, k, v = make_case(Shape(2, 17, 20, 2, 2, 16), torch.float32, device).inputs.values()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dout = torch.randn(2, 17, 2, 16, device=device)
+    apart = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.zeros(2, 17, 2, 20, device=device)
+    wide[..., :16] = dout
+    assert len({x.stride() for x in (dout, apart, wide)}) == 3
+    grads = [
+        torch.autograd.grad(api.flash_attn_func(q, k, v), leaves, x)
+        for x in (dout, apart, wide[..., :16], apart, dout)
+    ]
+    for got in grads[1:]:
+        assert all(map(torch.equal, got, grads[0]))
+    assert len(set(launched)) == 1  # one plan
+
+
 # ---- which calls
 
 

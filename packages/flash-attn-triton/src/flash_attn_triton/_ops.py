@@ -289,9 +289,9 @@ def attention(
     x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked
 ) -> tuple[Tensor, Tensor]:
     """Compute ``(out, lse)``, differentiable where a gradient is asked for."""
-    refuse_tangents(x)
     bounds = max_seqlen_q, max_seqlen_k
     if known.plan is None:
+        refuse_tangents(x)
         options = *bounds, *known.options, known.out_dtype, known.deterministic, known.invariant
         if is_transformed() and torch.compiler.is_compiling():
             x = without_repeats(x)

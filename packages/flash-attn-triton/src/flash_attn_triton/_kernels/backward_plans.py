@@ -18,14 +18,14 @@ from .._configs import (
     takes_hopper_backward,
     takes_short_backward,
 )
-from .._linked.host.forms import ACCESS_BYTES, interpreted
+from .._linked.host.forms import ACCESS_BYTES, Memory, interpreted
 from .backward_dkdv import _dkdv_kernel
 from .backward_dq import _dq_kernel
 from .backward_rows import _row_kernel
 from .backward_short import _short_kernel
 from .bias_gradient import _bias_gradient_kernel
-from .form import Form
-from .launch.runtime import Launch, aligned, dense, token_strides
+from .form import Form, Work, new_memory
+from .launch.runtime import MAX_COUNTS, Launch, aligned, dense, token_strides
 from .structures import (
     PIECE,
     BiasCounts,
@@ -49,6 +49,7 @@ class RowNumbers:
 
     def __init__(self, form: Form, out_dtype: torch.dtype) -> None:
         self._form = form
+        self._work = new_memory()
         row_bytes = math.gcd(form.head_dim_v * out_dtype.itemsize, ACCESS_BYTES)
         tile = RowTile(form.head_dim_v, form.block_dv, row_bytes, ROWS, PIECE)
         # by whether there are dlse and sums
@@ -67,19 +68,23 @@ class RowNumbers:
     ) -> tuple[Tensor, Tensor]:
         """Return ``(delta, lse2)``, shaped like the LSE, and set ``sums`` to 0."""
         delta, lse2 = _empty_like(lse), _empty_like(lse)
+        counts = lse.shape, dout.stride(), 0 if sums is None else sums.numel()
+        programs, numbers = self._work.get(counts) or self._work.keep(
+            counts, self._count(lse, dout, sums)
+        )
+        tensors = RowTensors(out, dout, lse, dense(dlse), delta, lse2, sums)
+        self._launches[dlse is not None][sums is not None](programs, tensors, numbers)
+        return delta, lse2
+
+    def _count(self, lse: Tensor, dout: Tensor, sums: Tensor | None) -> Work:
         rows = lse.numel()
         programs = cdiv(rows, ROWS)
         pieces = 0 if sums is None else sums.numel() // PIECE
-        self._launches[dlse is not None][sums is not None](
-            programs,
-            RowTensors(out, dout, lse, dense(dlse), delta, lse2, sums),
-            (
-                *RowCounts(lse.shape[-1], rows, self._form.heads_q),
-                *token_strides(dout),
-                *SumCounts(cdiv(pieces, programs), pieces),
-            ),
+        return programs, (
+            *RowCounts(lse.shape[-1], rows, self._form.heads_q),
+            *token_strides(dout),
+            *SumCounts(cdiv(pieces, programs), pieces),
         )
-        return delta, lse2
 
 
 class KeyGradients:
@@ -90,18 +95,21 @@ class KeyGradients:
         self._tile = backward_dkdv_tile(form.platform, form.widest_head, form.itemsize)
         settle = form.platform.is_hopper and not interpreted()
         self._launch = form.launch(_dkdv_kernel, self._tile, SETTLE=settle)
+        self._work = new_memory()
 
     def __call__(self, inputs: Inputs, extras: Extras, dk: Tensor, dv: Tensor) -> None:
         """Fill ``dk`` and ``dv``."""
+        counts = _counts_of(inputs)
+        grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(inputs))
+        self._launch(grid, (*inputs, dk, dv, *extras), numbers)
+
+    def _count(self, inputs: Inputs) -> Work:
         form = self._form
         tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
         tiles = form.tiles(tokens_k, self._tile.block_n)
         counts = Counts(tokens_q, tokens_k, tiles, form.span_k(tokens_q))
-        self._launch(
-            tiles * form.heads_k * form.grid_batch,
-            (*inputs, dk, dv, *extras),
-            (*form.scalars, *counts, *token_strides(inputs.dout_ptr), *form.strides),
-        )
+        strides = *token_strides(inputs.dout_ptr), *form.strides
+        return tiles * form.heads_k * form.grid_batch, (*form.scalars, *counts, *strides)
 
 
 class QueryGradient:
@@ -111,18 +119,21 @@ class QueryGradient:
         self._form = form
         self._tile = backward_dq_tile(form.platform, form.widest_head, form.itemsize, has_bias)
         self._launch = form.launch(_dq_kernel, self._tile)
+        self._work = new_memory()
 
     def __call__(self, inputs: Inputs, extras: Extras, dq: Tensor) -> None:
         """Fill ``dq``."""
+        counts = _counts_of(inputs)
+        grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(inputs))
+        self._launch(grid, (*inputs, dq, *extras), numbers)
+
+    def _count(self, inputs: Inputs) -> Work:
         form = self._form
         tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
         tiles = form.tiles(tokens_q, self._tile.block_m)
         counts = Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
-        self._launch(
-            tiles * form.heads_q * form.grid_batch,
-            (*inputs, dq, *extras),
-            (*form.scalars, *counts, *token_strides(inputs.dout_ptr), *form.strides),
-        )
+        strides = *token_strides(inputs.dout_ptr), *form.strides
+        return tiles * form.heads_q * form.grid_batch, (*form.scalars, *counts, *strides)
 
 
 class ShortGradients:
@@ -146,6 +157,8 @@ class ShortGradients:
             programs,
         )
         self._behind = form.strides[:9]
+        # by the strides of dout, in which calls of one form differ
+        self._numbers: Memory[ShortNumbers] = Memory(MAX_COUNTS)
 
     def __call__(
         self,
@@ -159,10 +172,14 @@ class ShortGradients:
         """Return ``(dq, dk, dv, None, None)``; such a call has no bias."""
         q, k, v, dout, out = x.q, x.k, x.v, aligned(dout), aligned(out.contiguous())
         dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+        strides = dout.stride()
+        numbers = self._numbers.get(strides) or self._numbers.keep(
+            strides, ShortNumbers(*self._ahead, *token_strides(dout), *self._behind)
+        )
         self._launch(
             self._grid,
             ShortTensors(q, k, v, dout, out, lse.contiguous(), dense(dlse), dq, dk, dv),
-            ShortNumbers(*self._ahead, *token_strides(dout), *self._behind),
+            numbers,
         )
         return dq, dk, dv, None, None
 
@@ -174,9 +191,17 @@ class BiasGradient:
         self._form = form
         self._tile = bias_gradient_tile(form.platform, form.widest_head, form.itemsize)
         self._launch = form.launch(_bias_gradient_kernel, self._tile)
+        self._work = new_memory()
 
     def __call__(self, inputs: Inputs, extras: Extras, dbias: Tensor) -> None:
         """Fill ``dbias``, which is contiguous and shaped like the bias."""
+        counts = _counts_of(inputs)
+        grid, numbers = self._work.get(counts) or self._work.keep(
+            counts, self._count(inputs, dbias)
+        )
+        self._launch(grid, (*inputs, dbias, *extras), numbers)
+
+    def _count(self, inputs: Inputs, dbias: Tensor) -> Work:
         form = self._form
         batch, heads, rows, columns = dbias.shape
         tiles_m, tiles_n = cdiv(rows, self._tile.block_m), cdiv(columns, self._tile.block_n)
@@ -188,11 +213,8 @@ class BiasGradient:
             columns,
             *(int(size == 1) for size in dbias.shape),
         )
-        self._launch(
-            batch * heads * tiles_m * tiles_n,
-            (*inputs, dbias, *extras),
-            (*form.scalars, *counts, *token_strides(inputs.dout_ptr), *form.strides),
-        )
+        strides = *token_strides(inputs.dout_ptr), *form.strides
+        return batch * heads * tiles_m * tiles_n, (*form.scalars, *counts, *strides)
 
 
 class Gradients(NamedTuple):
@@ -273,14 +295,7 @@ class BackwardPlan:
             # the output may have had a dtype of its own; products want one
             dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
             inputs = Inputs(q, k, x.v, dout, lse2, delta)
-            extras = Extras(
-                x.bias,
-                dense(x.alibi_slopes),
-                x.rng_state,
-                dense(x.cu_seqlens_q),
-                dense(x.cu_seqlens_k),
-                dense(x.seqused_k),
-            )
+            extras = NO_EXTRAS if self._form.is_plain else _extras(x)
             if hopper is None:
                 self._key_gradients(inputs, extras, gradients.dk, gradients.dv)
                 self._query_gradient(inputs, extras, gradients.dq)
@@ -289,6 +304,26 @@ class BackwardPlan:
             if gradients.dbias is not None and (hopper is None or not hopper.makes_dbias(q, k)):
                 self._bias_gradient(inputs, extras, gradients.dbias)
         return None if x.sinks is None else _sink_gradient(dense(x.sinks), lse, delta)
+
+
+# of a call of q, k and v alone
+NO_EXTRAS = Extras(*(None,) * len(Extras._fields))
+
+
+def _extras(x: Tensors) -> Extras:
+    return Extras(
+        x.bias,
+        dense(x.alibi_slopes),
+        x.rng_state,
+        dense(x.cu_seqlens_q),
+        dense(x.cu_seqlens_k),
+        dense(x.seqused_k),
+    )
+
+
+def _counts_of(inputs: Inputs) -> tuple[int, int, tuple[int, ...]]:
+    """Return what the work of a launch depends on in calls of one form."""
+    return inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3], inputs.dout_ptr.stride()
 
 
 def _empty_like(x: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ from torch import Tensor
 from .._call import Options, Tensors
 from .._hopper_configs import panels_of
 from .._linked.host.arguments import MAX_WINDOW
-from .._linked.host.forms import ACCESS_BYTES, interpreted
+from .._linked.host.forms import ACCESS_BYTES, Memory, interpreted
 from .._linked.host.tiles import Tile, padded_head_dim
 from ..philox import dropout_threshold, keep_scale
 from . import structures
 from .launch.runtime import (
+    MAX_COUNTS,
     Launch,
     dense,
     has_whole_rows,
@@ -25,6 +26,16 @@ from .launch.runtime import (
 
 # what programs that run at the same time should read together
 L2_BYTES = 32 * 2**20
+# programs and numbers of a launch
+Work = tuple[int, tuple[float, ...]]
+
+
+def new_memory() -> Memory[Work]:
+    """Return memory for what a launch does in calls of one form.
+
+    They differ in the strides of dout and, packed, in numbers of tokens.
+    """
+    return Memory(MAX_COUNTS)
 
 
 class Form:
@@ -40,6 +51,8 @@ class Form:
         self.platform = detect(q.device)
         self.itemsize = q.element_size()
         self.is_packed = x.cu_seqlens_q is not None
+        # whether calls have no tensor but q, k and v; dropout's state is drawn behind the plan
+        self.is_plain = all(t is None for t in x[3:]) and options.dropout_p == 0.0
         self.heads_q, self.head_dim = q.shape[-2:]
         self.heads_k, self.head_dim_v = v.shape[-2:]
         self.group = self.heads_q // self.heads_k
@@ -130,10 +143,14 @@ class Form:
         return 1 << max(1, fitting.bit_length() - 1)
 
 
-def layout_of(x: Tensors) -> list[Any]:
+def layout_of(x: Tensors) -> tuple[Any, ...]:
     """Return how the large tensors lie in memory, and where between two accesses they begin."""
-    large = (x.q, x.k, x.v, x.bias)
-    return [None if t is None else (t.stride(), t.data_ptr() % ACCESS_BYTES) for t in large]
+    q, k, v, bias = x.q, x.k, x.v, x.bias
+    # bits of any of the addresses: those of a form begin at whole accesses
+    begin = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ACCESS_BYTES
+    if bias is None:
+        return begin, q.stride(), k.stride(), v.stride()
+    return begin | bias.data_ptr() % ACCESS_BYTES, q.stride(), k.stride(), v.stride(), bias.stride()
 
 
 def bias_bytes(bias: Tensor) -> int:

@@ -13,7 +13,7 @@ from .._call import Backward, Forward, Grads, Options, Tensors
 from .._configs import forward_tile, takes_hopper_forward, takes_short_backward
 from . import structures
 from .backward_plans import plan_backward
-from .form import Form, expand_descales, is_served_as_is, readable
+from .form import Form, Work, expand_descales, is_served_as_is, new_memory, readable
 from .forward import _forward_kernel
 from .invariant_forward import InvariantForward
 from .launch import builds
@@ -42,6 +42,7 @@ class PortableForward:
         self._has_descales = any(d is not None for d in descales)
         self._tile = forward_tile(form.platform, form.widest_head, form.itemsize)
         self._launch = form.launch(_forward_kernel, self._tile, constants)
+        self._work = new_memory()
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
@@ -56,7 +57,8 @@ class PortableForward:
         descales: tuple[Tensor | None, ...] = x.q_descale, x.k_descale, x.v_descale
         if self._has_descales:
             descales = expand_descales(descales, (form.batch, form.heads_k))
-        tiles = form.tiles(tokens_q, self._tile.block_m)
+        counts = tokens_q, tokens_k
+        grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(*counts))
         tensors = structures.ForwardTensors(
             q,
             x.k,
@@ -73,13 +75,14 @@ class PortableForward:
             dense(x.cu_seqlens_k),
             dense(x.seqused_k),
         )
-        counts = structures.Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
-        self._launch(
-            tiles * form.heads_q * form.grid_batch,
-            tensors,
-            (*form.scalars, *counts, *form.strides),
-        )
+        self._launch(grid, tensors, numbers)
         return out, lse
+
+    def _count(self, tokens_q: int, tokens_k: int) -> Work:
+        form = self._form
+        tiles = form.tiles(tokens_q, self._tile.block_m)
+        counts = structures.Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
+        return tiles * form.heads_q * form.grid_batch, (*form.scalars, *counts, *form.strides)
 
 
 class Plan(NamedTuple):

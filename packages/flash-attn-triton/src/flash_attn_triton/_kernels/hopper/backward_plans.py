@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from attn_common import cdiv
 from torch import Tensor
@@ -14,8 +16,9 @@ from ..._hopper_configs import (
     hopper_backward_tile,
     panels_of,
 )
+from ..._linked.host.forms import Memory
 from ..form import Form
-from ..launch.runtime import Launch
+from ..launch.runtime import MAX_COUNTS, Launch
 from ..structures import Extras, Inputs
 from . import backward_structures
 from ._linked.gradients import ROWS
@@ -62,6 +65,16 @@ def _backward_tile(form: Form, x: Tensors, ordered: bool) -> HopperBackwardTile:
     return hopper_backward_tile(form.widest_head, is_heavy, not (ordered or has_dropout))
 
 
+class Work(NamedTuple):
+    """What the launches do for one pair of token counts."""
+
+    grid: int
+    numbers: backward_structures.Numbers
+    # tiles of queries of all heads, each of which is rounded by a program
+    slots: int
+    rounding: RoundingNumbers
+
+
 class HopperBackward:
     """The gradients of q, k and v of the calls of one form that ``takes_hopper_backward`` takes."""
 
@@ -76,6 +89,8 @@ class HopperBackward:
         """Take a call, and whether dq is to repeat bit for bit."""
         self._form = form
         self._ordered = ordered
+        # by numbers of tokens, in which packed calls of one form differ
+        self._work: Memory[Work] = Memory(MAX_COUNTS)
         self._tile = tile = tile or _backward_tile(form, x, ordered)
         # rows of 64 keys at a time, and all queries of a step
         keys, ragged = ROWS.value, form.is_packed
@@ -147,21 +162,13 @@ class HopperBackward:
     def new_sums(self, q: Tensor) -> Tensor:
         """Return the memory in which dq is summed: tiles of queries, which are to be set to 0.
 
-        If additions are ordered, counters follow; see ``_counters``.
+        If additions are ordered, counters follow; see ``__call__``.
         """
-        slots = self._slots(q)
+        form = self._form
+        slots = form.tiles(q.shape[-3], self._tile.block_m) * form.heads_q * form.grid_batch
         if self._ordered:
             slots += cdiv(1 + 2 * slots, self._maps.numbers)
         return self._maps.new_sums(q, slots)
-
-    def _slots(self, q: Tensor) -> int:
-        """Count the tiles of queries of all heads."""
-        form = self._form
-        return form.tiles(q.shape[-3], self._tile.block_m) * form.heads_q * form.grid_batch
-
-    def _counters(self, q: Tensor, sums: Tensor) -> Tensor | None:
-        """Return the counters that follow the sums: of programs, and for each half of a tile."""
-        return sums[self._slots(q) :].view(torch.int32) if self._ordered else None
 
     def makes_dbias(self, q: Tensor, k: Tensor) -> bool:
         """Say whether ``__call__`` fills dbias."""
@@ -178,12 +185,10 @@ class HopperBackward:
         dbias: Tensor | None = None,
     ) -> None:
         """Fill the gradients, dbias if ``makes_dbias``; ``sums``, of ``new_sums``, are set to 0."""
-        form, tile, scalars = self._form, self._tile, self._form.scalars
-        q, k, v, dout = inputs[:4]
-        tokens_q, tokens_k = q.shape[-3], k.shape[-3]
-        tiles_k = form.tiles(tokens_k, tile.block_n)
-        tiles_q = form.tiles(tokens_q, tile.block_m)
-        if form.constants.HAS_LEFT:
+        q, k, v, dout, lse2, delta = inputs
+        tokens = tokens_q, tokens_k = q.shape[-3], k.shape[-3]
+        work = self._work.get(tokens) or self._work.keep(tokens, self._count_work(*tokens))
+        if self._form.constants.HAS_LEFT:
             # keys that no query sees
             dk.zero_()
             dv.zero_()
@@ -197,15 +202,38 @@ class HopperBackward:
             None if ds is None else self._bias_sum.map_of(ds),
         )
         tensors = backward_structures.Tensors(
-            inputs.lse2_ptr,
-            inputs.delta_ptr,
+            lse2,
+            delta,
             extras.alibi_slopes_ptr,
             extras.rng_state_ptr,
             extras.cu_seqlens_q_ptr,
             extras.cu_seqlens_k_ptr,
             extras.seqused_k_ptr,
-            self._counters(q, sums),
+            # of programs, and for each half of a tile, behind the sums
+            sums[work.slots :].view(torch.int32) if self._ordered else None,
         )
+        self._launches[ds is not None](work.grid, maps + tensors, work.numbers)
+        if self._values is not None:
+            self._values(work.grid, maps + tensors, work.numbers)
+        if ds is not None:
+            self._bias_sum(ds, dbias, tokens_q, tokens_k)
+        self._round(
+            work.slots,
+            RoundingTensors(
+                sums,
+                dq,
+                extras.cu_seqlens_q_ptr,
+                extras.cu_seqlens_k_ptr,
+                extras.seqused_k_ptr,
+            ),
+            work.rounding,
+        )
+
+    def _count_work(self, tokens_q: int, tokens_k: int) -> Work:
+        """Return what the launches do for so many tokens."""
+        form, tile, scalars = self._form, self._tile, self._form.scalars
+        tiles_k = form.tiles(tokens_k, tile.block_n)
+        tiles_q = form.tiles(tokens_q, tile.block_m)
         numbers = backward_structures.Numbers(
             scalars.scale,
             scalars.softcap,
@@ -222,28 +250,14 @@ class HopperBackward:
             scalars.dropout_threshold,
             form.strides.stride_alibi_b,
         )
-        grid = tiles_k * form.heads_k * form.grid_batch
-        self._launches[ds is not None](grid, maps + tensors, numbers)
-        if self._values is not None:
-            self._values(grid, maps + tensors, numbers)
-        if ds is not None:
-            self._bias_sum(ds, dbias, tokens_q, tokens_k)
-        self._round(
-            self._slots(q),
-            RoundingTensors(
-                sums,
-                dq,
-                extras.cu_seqlens_q_ptr,
-                extras.cu_seqlens_k_ptr,
-                extras.seqused_k_ptr,
-            ),
-            RoundingNumbers(
-                scalars.scale * scalars.keep_scale,
-                scalars.window_right,
-                form.batch,
-                form.heads_q,
-                tokens_q,
-                tokens_k,
-                tiles_q,
-            ),
+        rounding = RoundingNumbers(
+            scalars.scale * scalars.keep_scale,
+            scalars.window_right,
+            form.batch,
+            form.heads_q,
+            tokens_q,
+            tokens_k,
+            tiles_q,
         )
+        grid = tiles_k * form.heads_k * form.grid_batch
+        return Work(grid, numbers, tiles_q * form.heads_q * form.grid_batch, rounding)

@@ -21,9 +21,10 @@ from ..._hopper_configs import (
     hopper_tile,
     is_long_call,
 )
+from ..._linked.host.forms import Memory
 from ..._linked.host.tiles import padded_head_dim
 from ..form import Form, expand_descales
-from ..launch.runtime import Launch, dense, token_strides
+from ..launch.runtime import MAX_COUNTS, Launch, dense, token_strides
 from . import structures
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
 from ._linked.tma import MapForm, MapLaunch, TensorMap
@@ -37,8 +38,6 @@ from .parameters import (
 )
 from .values import transpose_values
 
-# pairs of token counts whose launches a plan keeps
-MAX_COUNTS = 256
 # bytes that no tensor has, and whose number a tensor map holds as a stride
 MOST_BYTES = 1 << 38
 
@@ -70,8 +69,8 @@ class HopperForward:
         self._out_dtype = out_dtype
         self._portable = portable
         self._ticket = kept_ticket if is_kept else new_ticket
-        # by numbers of tokens, in which packed calls of one form differ; None: not for this kernel
-        self._work: dict[tuple[int, int], Work | None] = {}
+        # by numbers of tokens, in which packed calls of one form differ
+        self._work: Memory[Work] = Memory(MAX_COUNTS)
         q, ragged = x.q, form.is_packed
         has_right = form.constants.HAS_RIGHT
         panels = _forward_panels(form, x)
@@ -136,15 +135,14 @@ class HopperForward:
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
-        q, k, v = x.q, x.k, x.v
+        form, q, k, v = self._form, x.q, x.k, x.v
         counts = q.shape[-3], k.shape[-3]
         work = self._work.get(counts)
         if work is None:
             work = self._count_work(q, *counts)
             if work is None:
                 return self._portable(x)
-            if len(self._work) < MAX_COUNTS:
-                self._work[counts] = work
+            self._work.keep(counts, work)
         # sizes one by one: PyTorch takes longer over a tuple of them
         out = q.new_empty(*work.out_shape, dtype=self._out_dtype)
         lse = q.new_empty(*work.lse_shape, dtype=torch.float32)
@@ -158,13 +156,7 @@ class HopperForward:
                 self._map_bias(x.bias) if self._map_bias else None,
                 lse,
                 self._ticket(q.device),
-                dense(x.alibi_slopes),
-                dense(x.sinks),
-                factors,
-                x.rng_state,
-                dense(x.cu_seqlens_q),
-                dense(x.cu_seqlens_k),
-                dense(x.seqused_k),
+                *(NO_EXTRAS if form.is_plain and factors is None else _extras(x, factors)),
             ),
             work.numbers,
         )
@@ -202,6 +194,23 @@ class HopperForward:
             (*q.shape[:-1], form.head_dim_v),
             (*q.shape[:-3], form.heads_q, tokens_q),
         )
+
+
+# of a call of q, k and v alone
+NO_EXTRAS = (None,) * 7
+
+
+def _extras(x: Tensors, factors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the last fields of ForwardTensors, behind the ticket."""
+    return (
+        dense(x.alibi_slopes),
+        dense(x.sinks),
+        factors,
+        x.rng_state,
+        dense(x.cu_seqlens_q),
+        dense(x.cu_seqlens_k),
+        dense(x.seqused_k),
+    )
 
 
 def narrow_maps(
