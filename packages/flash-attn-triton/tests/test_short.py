@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flash_attn_triton import _configs, _ops, api
+from flash_attn_triton import _configs, _ops, api, attention_reference
 from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._kernels import backward_plans
 from flash_attn_triton._linked.host.forms import Memory
@@ -97,6 +97,27 @@ def test_output_gradients_of_one_form_may_have_other_strides(launched, device):
     ]
     for got in grads[1:]:
         assert all(map(torch.equal, got, grads[0]))
+    assert len(set(launched)) == 1  # one plan
+
+
+@interpreted
+def test_lse_counts_in_one_call_and_not_in_another(launched, device):
+    case = make_case(Shape(1, 17, 20, 2, 2, 16), torch.float32, device)
+    leaves = [x.requires_grad_() for x in case.inputs.values()]
+    reference = [x.detach().double().requires_grad_() for x in leaves]
+    for weight in (0.0, 1.0, 0.0):
+        grads = []
+        for function, inputs in (
+            (api.flash_attn_func, leaves),
+            (attention_reference, reference),
+        ):
+            out, lse = function(*inputs, return_lse=True)
+            loss = out.square().sum()
+            if weight:
+                loss = loss + lse.square().sum()
+            grads.append(torch.autograd.grad(loss, inputs))
+        for got, want in zip(*grads, strict=True):
+            assert (got - want).abs().max() < 1e-4
     assert len(set(launched)) == 1  # one plan
 
 

@@ -143,7 +143,8 @@ class ShortGradients:
         tile = short_tile(form.platform, form.widest_head, form.itemsize)
         scalars, (tokens_q, tokens_k) = form.scalars, (x.q.shape[1], x.k.shape[1])
         settle = form.platform.is_hopper and not interpreted()
-        self._launch = form.launch(_short_kernel, tile, SETTLE=settle)
+        # by whether there is dlse
+        self._launches = [form.launch(_short_kernel, tile, SETTLE=settle) for _ in range(2)]
         programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
         self._grid = programs + form.batch * form.heads_q * cdiv(tokens_q, tile.block_m)
         self._ahead = (
@@ -176,7 +177,7 @@ class ShortGradients:
         numbers = self._numbers.get(strides) or self._numbers.keep(
             strides, ShortNumbers(*self._ahead, *token_strides(dout), *self._behind)
         )
-        self._launch(
+        self._launches[dlse is not None](
             self._grid,
             ShortTensors(q, k, v, dout, out, lse.contiguous(), dense(dlse), dq, dk, dv),
             numbers,
