@@ -54,6 +54,7 @@ BUDGET_S = 450.0
 
 # all of one size, small enough for the launch to be all there is
 HOST_PROBLEM = Problem("host", "host", (128,), 16, 16, 128, True)
+HOST_SMALL = Problem("host-small", "host", (128,), 8, 8, 64, False)
 HOST_PACKED = Problem("host-packed", "host", (64, 64), 16, 16, 128, True, packed=True)
 HOST_PROVIDERS = ("ours", "portable", "fa3", "cudnn", "fa2")
 
@@ -240,7 +241,8 @@ def measure_host(case: str, names: list[str], device: str) -> list[Row]:
     """Time what the host does in one warm call, or in the first ones of a process."""
     if case == "host-first-call":
         return [first_call()] if device == "cuda" and "ours" in names else []
-    problem = HOST_PACKED if "packed" in case else HOST_PROBLEM
+    special = {"host-packed-fwd": HOST_PACKED, "host-small-step": HOST_SMALL}
+    problem = special.get(case, HOST_PROBLEM)
     inputs = make_inputs(problem, device)
     rows: list[Row] = []
     runs: dict[str, tuple[Any, Prepared]] = {}
@@ -249,7 +251,7 @@ def measure_host(case: str, names: list[str], device: str) -> list[Row]:
         try:
             prepared = PROVIDERS[name].prepare(problem, inputs, backward="packed" not in case)
             parts = {"host-fwd-grad": prepared.forward_grad, "host-bwd": prepared.backward}
-            parts |= {"host-step": prepared.step}
+            parts |= {"host-step": prepared.step, "host-small-step": prepared.step}
             run = parts.get(case, prepared.forward)
             if run is None:
                 continue

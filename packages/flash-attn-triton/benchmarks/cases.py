@@ -332,6 +332,7 @@ HOST_CASES = (
     "host-fwd-grad",
     "host-bwd",
     "host-step",
+    "host-small-step",
     "host-packed-fwd",
     "host-first-call",
 )
