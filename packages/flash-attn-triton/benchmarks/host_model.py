@@ -1,0 +1,161 @@
+"""What the host does for a small call, on any CPU: launches do nothing, all else is as on Hopper.
+
+Beside it stand SDPA on tensors too small to take time, which goes through C++ alone, and a function
+of autograd that only allocates, which is the least that a derivative in Python takes. Printed are
+the smallest times of a call. The driver's part is missing, and a GPU's allocator and thread.
+
+    python benchmarks/host_model.py --rounds 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import timeit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# heads, head dimension, causal; the gradients of the first take one launch, the others' three
+CASES = {"d64": (8, 64, False), "d128, causal": (16, 128, True)}
+TOKENS = 2  # what a CPU computes with them, as a sum, takes no time
+CALLS = 40
+# what the driver makes of a tensor map, with its shape and strides
+ENCODED = [0] * 11
+
+# where a kernel's arguments begin among those of a launch
+FIRST = 9
+
+Run = Callable[[], Any]
+
+
+def always(value: Any) -> Callable[..., Any]:
+    """Return a function that returns a value."""
+    return lambda *_: value
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Plan calls on CPU tensors as on Hopper, and launch nothing."""
+    from flash_attn_triton import api
+    from flash_attn_triton._kernels import backward_plans, plans
+    from flash_attn_triton._kernels.hopper import backward_plans as hopper_backward_plans
+    from flash_attn_triton._kernels.hopper import plans as hopper_plans
+    from flash_attn_triton._kernels.hopper._linked import tma
+    from flash_attn_triton._kernels.launch import runtime
+    from flash_attn_triton._linked.host.forms import Memory
+
+    kernel = SimpleNamespace(function=None, packed_metadata=None)
+    ticket = torch.zeros(1, dtype=torch.int32)
+
+    def launch(*arguments: Any) -> None:
+        if arguments[FIRST].__class__ is tma.TensorMap:
+            for one in arguments[FIRST:]:
+                if one.__class__ is tma.TensorMap and one.encoded is None:
+                    one.keep(ENCODED)
+
+    def look_up(self: Any, variant: Any, *_: Any) -> runtime.Ready:
+        # of a CPU tensor this is the device's index
+        ready = runtime.Ready(kernel, -1, (), launch, always(0))
+        self._ready[variant] = ready
+        return ready
+
+    def is_short(x: Any, *_: Any) -> bool:
+        return x.q.shape[-1] <= 64
+
+    hopper_backward = hopper_backward_plans.HopperBackward
+    with (
+        mock.patch.object(api, "_known", Memory()),
+        mock.patch.object(plans, "takes_hopper_forward", always(True)),
+        mock.patch.object(backward_plans, "takes_hopper_backward", always(True)),
+        mock.patch.object(backward_plans, "takes_short_backward", is_short),
+        mock.patch.object(hopper_backward, "is_worth_it", always(True)),
+        mock.patch.object(hopper_plans, "multiprocessors", always(132)),
+        mock.patch.object(hopper_plans, "kept_ticket", always(ticket)),
+        mock.patch.object(runtime, "current_device", always(-1)),
+        mock.patch.object(runtime.Launch, "_look_up", look_up),
+        mock.patch.object(tma.MapLaunch, "_look_up", look_up),
+    ):
+        yield
+
+
+class Empty(torch.autograd.Function):
+    """Allocates an output, an LSE and gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def leaves_of(*size: int) -> list[Tensor]:
+    return [torch.randn(size, dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
+
+
+def step(call: Callable[..., Tensor], leaves: list[Tensor]) -> Run:
+    """Return a forward and a backward, as a training loop calls them."""
+
+    def run() -> None:
+        call(*leaves).sum().backward()
+        for x in leaves:
+            x.grad = None
+
+    return run
+
+
+def runs() -> dict[str, Run]:
+    """Return what is timed, by what it is called."""
+    from flash_attn_triton import flash_attn_func
+
+    found: dict[str, Run] = {}
+    for name, (heads, head_dim, causal) in CASES.items():
+        leaves = leaves_of(1, TOKENS, heads, head_dim)
+        plain = [x.detach() for x in leaves]
+
+        def call(*qkv: Tensor, causal: bool = causal) -> Any:
+            return flash_attn_func(*qkv, causal=causal)
+
+        found[f"{name}: forward"] = lambda call=call, plain=plain: call(*plain)
+        found[f"{name}: forward with a gradient"] = lambda call=call, x=leaves: call(*x)
+        found[f"{name}: step"] = step(call, leaves)
+    found["empty function: step"] = step(lambda *x: Empty.apply(*x)[0], leaves_of(1, TOKENS, 8, 64))
+    found["SDPA, 4 tokens: step"] = step(scaled_dot_product_attention, leaves_of(1, 2, 4, 8))
+    return found
+
+
+def measured(rounds: int, calls: int = CALLS) -> dict[str, float]:
+    """Return the smallest time of each call, in microseconds; they take turns."""
+    best: dict[str, float] = {}
+    with without_launches():
+        timed = runs()
+        for _ in range(rounds):
+            for name, run in timed.items():
+                took = timeit.timeit(run, number=calls) / calls * 1e6
+                best[name] = min(best.get(name, took), took)
+    return best
+
+
+def main() -> None:
+    """Print the times."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=100, help="turns of all calls")
+    os.environ["TRITON_INTERPRET"] = "1"  # else CPU tensors run eager code
+    torch.set_num_threads(1)
+    for name, took in measured(parser.parse_args().rounds).items():
+        print(f"{name:<40}{took:8.1f} us")
+
+
+if __name__ == "__main__":
+    main()
