@@ -26,7 +26,7 @@ MODULES = (
     "documents",
     "timing",
 )
-NAMES = *MODULES, "plot", "children", "bench_flash_attn"
+NAMES = *MODULES, "plot", "children", "host_model", "bench_flash_attn"
 
 
 @pytest.fixture(scope="module")
@@ -275,3 +275,9 @@ def test_the_documents_hold_what_was_measured(bench):
         assert bench.documents.filled(text, made) == text, f"{path}: run --documents"
         shown += [name for name in made if f"<!-- table: {name} -->" in text]
     assert set(shown) == set(made)
+
+
+def test_the_model_of_the_host_runs(bench):
+    took = bench.host_model.measured(rounds=1, calls=1)
+    assert len(took) == 3 * len(bench.host_model.CASES) + 2
+    assert min(took.values()) > 0
