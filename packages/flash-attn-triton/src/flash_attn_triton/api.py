@@ -400,7 +400,7 @@ def _four_dimensional(bias: Tensor | None) -> Tensor | None:
 
 def _completed(x: Tensors, options: Options) -> Tensors:
     """Return the tensors as the operators take them: a bias of four dimensions, and the draw."""
-    if x.bias is not None:
+    if x.bias is not None and x.bias.ndim != 4:
         x = x._replace(bias=_four_dimensional(x.bias))
     if options.dropout_p > 0.0:
         # drawn on the device: torch.manual_seed counts, and a CUDA graph draws anew at each replay
