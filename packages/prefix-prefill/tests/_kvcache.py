@@ -28,10 +28,12 @@ class Call(NamedTuple):
     rotary: int = 0  # rotary_dim
     pads: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()  # cache_batch_idx
+    head_dim_v: int | None = None
 
     def __str__(self) -> str:
         text = f"{'_'.join(map(str, self.lengths))}+{self.new}q{self.queries}"
         text += f"-h{self.heads_q}:{self.heads_k}-d{self.head_dim}"
+        text += "" if self.head_dim_v is None else f":{self.head_dim_v}"
         text += f"-p{self.page}" if self.page else f"-s{self.slots}"
         text += f"-r{self.rotary}" if self.rotary else ""
         return text + ("-pads" if self.pads else "") + ("-rows" if self.rows else "")
@@ -43,25 +45,26 @@ def make(
     """Make arguments with values of order one, and NaN in every slot that holds no key."""
     m = Maker(device, dtype, seed)
     batch, heads_k, d = len(call.lengths), call.heads_k, call.head_dim
+    widths = {"k": d, "v": call.head_dim_v or d}
     given: dict[str, Any] = {"q": m.randn(batch, call.queries, call.heads_q, d)}
     count = 1 + max((batch, *[row + 1 for row in call.rows]))
-    shape = (count, call.slots, heads_k, d)
+    shape: tuple[int, ...] = (count, call.slots, heads_k)
     table = None
     if call.page:
         # pages in no order, and one that nobody has
         blocks = -(-call.slots // call.page)
         order = torch.randperm(batch * blocks, generator=m.generator)
         table = order.view(batch, blocks).to(device, torch.int32)
-        shape = (batch * blocks + 1, call.page, heads_k, d)
-    caches = [torch.full(shape, NAN, dtype=dtype, device=device) for _ in "kv"]
+        shape = (batch * blocks + 1, call.page, heads_k)
+    caches = [torch.full((*shape, n), NAN, dtype=dtype, device=device) for n in widths.values()]
     for cache in caches:
         for b, length in enumerate(call.lengths):
             pad = call.pads[b] if call.pads else 0
             positions = torch.arange(pad, length, device=device)
-            cache[places(call, table, b, positions)] = m.randn(length - pad, heads_k, d)
+            cache[places(call, table, b, positions)] = m.randn(length - pad, *cache.shape[2:])
     given |= {"k_cache": caches[0], "v_cache": caches[1]}
     if call.new:
-        given |= {name: m.randn(batch, call.new, heads_k, d) for name in "kv"}
+        given |= {name: m.randn(batch, call.new, heads_k, n) for name, n in widths.items()}
     if call.rotary:
         positions = call.slots + 64
         angles = torch.arange(positions)[:, None] * 10.0 ** -torch.linspace(0, 2, call.rotary // 2)
@@ -120,7 +123,8 @@ def by_hand(
     softcap, slopes = options.get("softcap", 0.0), options.get("alibi_slopes")
     k_cache, v_cache = t["k_cache"].clone(), t["v_cache"].clone()
     batch, queries, heads_q, _ = t["q"].shape
-    out, lse = torch.zeros_like(t["q"]), t["q"].new_full((batch, heads_q, queries), -math.inf)
+    out = t["q"].new_zeros((batch, queries, heads_q, v_cache.shape[-1]))
+    lse = t["q"].new_full((batch, heads_q, queries), -math.inf)
     group = heads_q // call.heads_k
     table, device = given.get("block_table"), t["q"].device
     for b, length in enumerate(call.lengths):

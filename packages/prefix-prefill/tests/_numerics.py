@@ -34,16 +34,24 @@ class Problem(NamedTuple):
     layout: str = NHD
     dense: bool = False
     padding: int = 0
+    head_dim_v: int | None = None
 
     def __str__(self) -> str:
         text = "_".join(f"{q}of{k}" for q, k in self.lengths) or "none"
-        text += f"-h{self.heads_q}:{self.heads_k}-d{self.head_dim}-p{self.page}-{self.layout}"
+        text += f"-h{self.heads_q}:{self.heads_k}-d{self.head_dim}"
+        text += "" if self.head_dim_v is None else f":{self.head_dim_v}"
+        text += f"-p{self.page}-{self.layout}"
         text += "-dense" if self.dense else ""
         return text + (f"-pad{self.padding}" if self.padding else "")
 
     @property
     def queries(self) -> list[int]:
         return [q for q, _ in self.lengths]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The head dimensions of keys and of values."""
+        return {"k": self.head_dim, "v": self.head_dim_v or self.head_dim}
 
     @property
     def tokens(self) -> int:
@@ -71,16 +79,19 @@ SMALL = [
     Problem(((3, 0), (0, 0), (0, 5)), 2, 1, 16),  # no key; nothing; no query
     Problem((), 2, 1, 16, padding=3),  # no sequence
     Problem(((0, 5),), 2, 1, 16),  # no token
+    Problem(((17, 33), (1, 20)), 4, 2, 16, page=7, head_dim_v=40),  # values wider than keys
 ]
 PACKED_SMALL = [
     Problem(((17, 33), (1, 20)), 4, 2, 24, page=16, layout=PACKED),
     Problem(((3, 37), (1, 5)), 2, 1, 80, page=6, layout=PACKED),
     Problem(((20, 20),), 2, 2, 16, page=1, layout=PACKED),
+    Problem(((17, 33), (1, 20)), 4, 2, 40, page=16, layout=PACKED, head_dim_v=24),
 ]
 DENSE_SMALL = [
     Problem(((17, 33), (1, 20), (5, 5), (0, 3)), 4, 2, 24, page=16, dense=True),
     Problem(((1, 1), (33, 33), (2, 40)), 2, 1, 32, page=5, dense=True, padding=4),
     Problem(((18, 50), (1, 18)), 4, 1, 16, page=7, layout=PACKED, dense=True),
+    Problem(((17, 33), (1, 20), (5, 5)), 4, 2, 48, page=16, dense=True, head_dim_v=16),
 ]
 # sequences of both tiles, GQA, pages that tiles do not divide: for what is tried one by one
 MEDIUM = Problem(((17, 36), (1, 21), (3, 9)), 4, 2, 16, page=7)
@@ -95,6 +106,7 @@ LARGE = [
     Problem(((130, 1030), (1, 1000), (1, 2000)), 64, 1, 128, page=48, layout=PACKED, dense=True),
     Problem(((64, 512),) * 5 + ((1, 512),) * 40, 12, 4, 96, page=1),
     Problem(((1000, 1000), (5, 1024)), 8, 2, 24, page=128),
+    Problem(((700, 1500), (1, 3000), (2, 100)), 16, 4, 192, head_dim_v=128),
 ]
 
 
@@ -146,11 +158,12 @@ def make_case(
     """Make a case with values of order one, and NaN in every slot that holds no key."""
     m = Maker(device, dtype, seed)
     heads_q, heads_k, head_dim, page = problem[1:5]
+    widths = problem.widths
     batch = len(problem.lengths)
     counts = [-(-problem.cached(b) // page) for b in range(batch)]
     # first, so that the same problem on other pages has the same values
     values = [
-        [torch.randn(problem.cached(b), heads_k, head_dim, generator=m.generator) for _ in "kv"]
+        [torch.randn(problem.cached(b), heads_k, widths[n], generator=m.generator) for n in "kv"]
         for b in range(batch)
     ]
     q = m.randn(problem.tokens, heads_q, head_dim)
@@ -158,8 +171,7 @@ def make_case(
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks - 1, generator=m.generator).tolist()
     table = torch.full((batch, max(counts, default=0) + 2), num_blocks - 1, dtype=torch.int32)
-    k = torch.full((num_blocks, page, heads_k, head_dim), NAN)
-    v = k.clone()
+    k, v = (torch.full((num_blocks, page, heads_k, widths[name]), NAN) for name in "kv")
     for b, count in enumerate(counts):
         pages = [order.pop() for _ in range(count)]
         table[b, :count] = torch.tensor(pages, dtype=torch.int32)
@@ -177,7 +189,7 @@ def make_case(
     }
     if problem.dense:
         for name in "kv":
-            new = m.randn(problem.tokens, heads_k, head_dim)
+            new = m.randn(problem.tokens, heads_k, widths[name])
             new[sum(problem.queries) :] = NAN
             inputs[name] = new
     options: dict[str, Any] = {

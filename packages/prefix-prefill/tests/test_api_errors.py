@@ -198,12 +198,12 @@ CASES = [
         ValueError, paged, {"k_cache": zeros(5, 8, 16)},
     ),
     (
-        "v_cache must be [num_blocks, block_size, heads_k, head_dim], [5, 8, 2, 16], got "
+        "v_cache must be [num_blocks, block_size, heads_k, head_dim_v], [5, 8, 2, head_dim_v], got "
         "[4, 8, 2, 16]",
         ValueError, paged, {"v_cache": zeros(4, 8, 2, 16)},
     ),
     (
-        "v_cache must be [num_blocks, heads_k, head_dim, block_size], [5, 2, 16, 8], got "
+        "v_cache must be [num_blocks, heads_k, head_dim_v, block_size], [5, 2, head_dim_v, 8], got "
         "[5, 8, 2, 16]",
         ValueError, packed, {"v_cache": zeros(5, 8, 2, 16)},
     ),
@@ -283,7 +283,7 @@ CASES = [
     ("q_descale must be on the device of q, cpu, got meta", ValueError, paged,
      {"q": zeros(7, 4, 16, dtype=FP8), "q_descale": torch.ones(1, device=META)}),
     ("out must be a torch.Tensor, got str", TypeError, paged, {"out": "x"}),
-    ("out must be shaped like q, [7, 4, 16], got [7, 64]", ValueError, paged,
+    ("out must be [tokens, heads_q, head_dim_v], [7, 4, 16], got [7, 64]", ValueError, paged,
      {"out": zeros(7, 64)}),
     ("out must be on the device of q, cpu, got meta", ValueError, paged,
      {"out": zeros(7, 4, 16, device=META)}),
@@ -340,7 +340,7 @@ CASES = [
      TypeError, cache, {n: zeros(5, 8, 2, 16, dtype=F32) for n in ("k_cache", "v_cache")}),
     ("k must be [tokens, heads_k, head_dim], [tokens, 2, 16], got [7, 3, 16]", ValueError, cache,
      {"k": zeros(7, 3, 16)}),
-    ("v must be shaped like k, [7, 2, 16], got [6, 2, 16]", ValueError, cache,
+    ("v must be [tokens, heads_k, head_dim_v], [7, 2, 16], got [6, 2, 16]", ValueError, cache,
      {"v": zeros(6, 2, 16)}),
     ("slot_mapping must be torch.int32 or torch.int64, got torch.float32", TypeError, cache,
      {"slot_mapping": torch.ones(7)}),
@@ -378,7 +378,7 @@ CASES = [
     ("max_input_len must be at least 0, got -1", ValueError, context, {"max_input_len": -1}),
     ("q must be a torch.Tensor, got NoneType", TypeError, context, {"q": None}),
     ("o must be a torch.Tensor, got NoneType", TypeError, context, {"o": None}),
-    ("o must be shaped like q, [7, 4, 16], got [7, 2, 16]", ValueError, context,
+    ("o must be [tokens, heads_q, head_dim_v], [7, 4, 16], got [7, 2, 16]", ValueError, context,
      {"o": zeros(7, 2, 16)}),
     ("b_loc must be [2, max_blocks], got [3, 3]", ValueError, context,
      {"b_loc": torch.zeros(3, 3, dtype=torch.int32)}),

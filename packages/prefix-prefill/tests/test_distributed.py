@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from prefix_prefill import _ops, distributed
 
 from ._linked.budget import Maker, assert_no_worse_than_eager
-from ._numerics import Problem, make_case, run_eager, run_oracle
+from ._numerics import Case, Problem, make_case, run_eager, run_oracle
 
 pytestmark = [
     pytest.mark.eager,
@@ -40,6 +40,11 @@ def problem_of(name: str) -> Problem:
     return DECODE if name.startswith("decode") else PROBLEM
 
 
+# values with a head dimension of their own
+OWN = PROBLEM._replace(head_dim_v=40)
+OWN_OPTIONS = {"window_size": (7, 0), "num_splits": 3}
+
+
 def of_rank(case: Any, problem: Problem, rank: int) -> dict[str, Any]:
     """Return the arguments of a rank: every second key, in pages of its own."""
     m = Maker("cpu", torch.float32, rank)
@@ -47,8 +52,10 @@ def of_rank(case: Any, problem: Problem, rank: int) -> dict[str, Any]:
     own = [len(range(rank, keys, RANKS)) for _, keys in problem.lengths]
     blocks = -(-max(own) // page)
     table = torch.randperm(batch * blocks, generator=m.generator).view(batch, blocks).int()
-    shape = (batch * blocks, page, problem.heads_k, problem.head_dim)
-    caches = {name: torch.full(shape, torch.nan) for name in ("k_cache", "v_cache")}
+    shape = (batch * blocks, page, problem.heads_k)
+    caches = {
+        f"{name}_cache": torch.full((*shape, n), torch.nan) for name, n in problem.widths.items()
+    }
     for b, (_, keys) in enumerate(problem.lengths):
         for at in range(rank, keys, RANKS):
             to = table[b, at // RANKS // page], at // RANKS % page
@@ -71,6 +78,8 @@ def work(rank: int, folder: str) -> None:
             case = make_case(problem, torch.float32, "cpu", extras).with_options(**options)
             given = of_rank(case, problem, rank)
             found[name, extras] = distributed.paged_attn_func(**given, return_lse=True)
+    case = make_case(OWN, torch.float32, "cpu", ["sinks"]).with_options(**OWN_OPTIONS)
+    found["own", ()] = distributed.paged_attn_func(**of_rank(case, OWN, rank), return_lse=True)
     given = of_rank(make_case(PROBLEM, torch.float32, "cpu"), PROBLEM, rank)
     messages = []
     wrong = (
@@ -104,12 +113,22 @@ def test_ranks_together_are_one(name, results):
     for key in keys:
         problem = problem_of(name)
         case = make_case(problem, torch.float32, "cpu", key[1]).with_options(**CASES[name])
-        oracle = run_oracle(case)
-        eager = run_eager(case, oracle)
-        got = [dict(zip(("out", "lse"), found[key], strict=True)) for found, _ in results]
-        for which, value in got[0].items():
-            assert torch.equal(value, got[1][which])
-            assert_no_worse_than_eager(which, value, eager[which], oracle[which])
+        judge(case, key, results)
+
+
+def test_values_with_a_head_dim_of_their_own(results):
+    case = make_case(OWN, torch.float32, "cpu", ["sinks"]).with_options(**OWN_OPTIONS)
+    judge(case, ("own", ()), results)
+
+
+def judge(case: Case, key: Any, results: Any) -> None:
+    """Hold what both ranks return to the whole on one."""
+    oracle = run_oracle(case)
+    eager = run_eager(case, oracle)
+    got = [dict(zip(("out", "lse"), found[key], strict=True)) for found, _ in results]
+    for which, value in got[0].items():
+        assert torch.equal(value, got[1][which])
+        assert_no_worse_than_eager(which, value, eager[which], oracle[which])
 
 
 def test_what_is_not_offered_is_named(results):

@@ -93,6 +93,8 @@ def test_leaves_the_rest_to_the_portable_kernel():
         assert not takes_hopper(x._replace(q=x.q.to(eight.dtype), k_cache=eight), OPTIONS)
         assert takes_hopper(x._replace(out=x.q.float()), OPTIONS)
         assert not takes_hopper(x._replace(out=x.q.half()), OPTIONS)
+        narrow = x._replace(v_cache=x.v_cache[..., :64], out=x.out[..., :64])
+        assert not takes_hopper(narrow, OPTIONS)
         assert not takes_hopper(x, OPTIONS._replace(num_splits=2))
         assert not takes_hopper(x, OPTIONS._replace(window_left=13))
         assert takes_hopper(x, OPTIONS._replace(window_left=14))

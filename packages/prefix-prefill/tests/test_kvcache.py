@@ -279,7 +279,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "k_cache must be [batch_cache, seqlen_cache, heads_k, head_dim] with the head_dim of q",
     ),
     "v_cache shape": (
-        {"v_cache": torch.zeros(4, 47, 2, 16)}, ValueError, "v_cache must be shaped like k_cache",
+        {"v_cache": torch.zeros(4, 47, 2, 16)}, ValueError,
+        "v_cache must be shaped like k_cache but for its head_dim, [4, 48, 2, 16], got [4, 47, 2,",
+    ),
+    "v_cache head_dim": (
+        {"v_cache": torch.zeros(4, 48, 2, 20)}, ValueError,
+        "head_dim of v_cache must be a multiple of 8 from 8 to 512, got 20",
     ),
     "k_cache dtype": (
         {"k_cache": torch.zeros(4, 48, 2, 16).half()}, TypeError,
@@ -294,6 +299,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "k must be [batch, seqlen_new, heads_k, head_dim], [3, seqlen_new, 2, 16], got [3, 3, 1,",
     ),
     "v shape": ({"v": torch.zeros(3, 2, 2, 16)}, ValueError, "v must be [batch, seqlen_new, "),
+    "v width": (
+        {"v": torch.zeros(3, 3, 2, 24)}, ValueError,
+        "v must be [batch, seqlen_new, heads_k, head_dim_v], [3, seqlen_new, 2, 16], got [3, 3, 2,",
+    ),
     "many": (
         {"k": torch.zeros(3, 49, 2, 16), "v": torch.zeros(3, 49, 2, 16)}, ValueError,
         "k must have at most as many keys as the cache has room for, 48, got 49",

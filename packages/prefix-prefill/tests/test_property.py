@@ -77,6 +77,7 @@ def problems(draw: st.DrawFn) -> list[Problem]:
         draw(st.sampled_from(["nhd", PACKED])),
         dense,
         draw(st.sampled_from([0, 0, 1, 20])),
+        draw(st.sampled_from([None, None, 8, 16, 40])),
     )
     found = [draw(batches()) for _ in range(BATCHES)]
     if dense:  # new keys are as many as queries

@@ -96,6 +96,22 @@ def test_paged_calls_compile(device, overrides):
     assert torch.equal(got, want)
 
 
+def test_values_with_a_head_dim_of_their_own_need_an_output(device, overrides):
+    """Without one, PyTorch's fake of the operator gives the output the shape of the queries."""
+    (q, k, v), positional, options = call(device)
+    v = v[..., :8]
+    message = r"value must have the head_dim of query, 16, got 8: varlen_attn_out takes"
+    with pytest.raises(ValueError, match=message):
+        varlen.varlen_attn(q, k, v, *positional, **options)
+    out = torch.full((*q.shape[:2], 8), float("nan"), device=device)
+    varlen.varlen_attn_out(out, q, k, v, *positional, **options)
+    exact = [t.double() for t in (q, k, v)]
+    window = (-1, -1)
+    eager, _ = reference([q, k, v], positional, options, window)
+    oracle, _ = reference(exact, positional, options, window)
+    assert_no_worse_than_eager("out", out, eager, oracle)
+
+
 def test_calls_without_pages_go_where_they_went(device, overrides, key):
     if device.type == "cuda":
         pytest.skip("on a GPU PyTorch has kernels of its own")

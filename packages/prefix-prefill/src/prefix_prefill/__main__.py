@@ -65,6 +65,7 @@ class _Problem:
         packed: bool,
         page: int = PAGE,
         head_dim: int = 24,
+        head_dim_v: int | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.device = device
@@ -76,19 +77,20 @@ class _Problem:
         for b, count in enumerate(counts):
             table[b, :count] = pages[sum(counts[:b]) : sum(counts[: b + 1])]
         ends = [sum(queries for queries, _ in LENGTHS[:b]) for b in range(len(LENGTHS) + 1)]
-        shape = (len(pages), page, heads_k, head_dim)
-        k, v = torch.zeros(shape), torch.zeros(shape)
+        shape = (len(pages), page, heads_k)
+        widths = {"k": head_dim, "v": head_dim_v or head_dim}
+        k, v = (torch.zeros(*shape, n) for n in widths.values())
         if packed:
             x = 16 // dtype.itemsize
-            k = k.view(*shape[:3], -1, x).permute(0, 2, 3, 1, 4).contiguous()
+            k = k.view(*shape, -1, x).permute(0, 2, 3, 1, 4).contiguous()
             v = v.permute(0, 2, 3, 1).contiguous()
         self.k_cache, self.v_cache = k.to(device, dtype), v.to(device, dtype)
         # through the kernel that writes, into every slot
         slots = torch.randperm(len(pages) * page, generator=self.generator).to(device)
-        new = [self.draw(len(slots), heads_k, head_dim).to(dtype) for _ in "kv"]
+        new = [self.draw(len(slots), heads_k, n).to(dtype) for n in widths.values()]
         reshape_and_cache(new[0], new[1], self.k_cache, self.v_cache, slots)
         self.q = self.draw(tokens, 4, head_dim).to(dtype)
-        self.new = {name: self.draw(tokens, heads_k, head_dim).to(dtype) for name in "kv"}
+        self.new = {name: self.draw(tokens, heads_k, n).to(dtype) for name, n in widths.items()}
         self.rest: dict[str, Any] = {
             "block_table": table.to(device),
             "cu_seqlens_q": torch.tensor(ends, dtype=torch.int32, device=device),
@@ -126,6 +128,10 @@ def check(device: torch.device) -> bool:
     # what TMA reads
     p = _Problem(device, torch.bfloat16, False, page=16, head_dim=64)
     good &= _compare("NHD cache, pages of 16 slots", p, {"sinks": p.draw(4)})
+    for packed in (False, True):
+        p = _Problem(device, torch.float32, packed, head_dim=16, head_dim_v=40)
+        name = f"{'packed' if packed else 'NHD'} cache, values wider than keys, new keys, splits"
+        good &= _compare(name, p, {**p.new, "num_splits": 3})
     p = _Problem(device, torch.float32, False)
     shared: dict[str, Any] = {
         "shared_pages": p.rest["block_table"][0, :2].clone(),

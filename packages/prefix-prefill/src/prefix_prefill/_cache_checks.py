@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._layout import PACKED_NDIM, CacheSizes, cache_sizes, is_packed
+from ._layout import PACKED_NDIM, CacheSizes, cache_sizes, head_dim_of_values, is_packed
 from ._linked.host.arguments import (
     DEVICES,
     FLOAT_DTYPES,
@@ -17,8 +17,9 @@ from ._tensor_checks import check_device, check_indices, check_scale_tensor
 KV_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
 
 _NHD = "[num_blocks, block_size, heads_k, head_dim]"
+_NHD_V = "[num_blocks, block_size, heads_k, head_dim_v]"
 _PACKED_K = "[num_blocks, heads_k, head_dim // x, block_size, x]"
-_PACKED_V = "[num_blocks, heads_k, head_dim, block_size]"
+_PACKED_V = "[num_blocks, heads_k, head_dim_v, block_size]"
 
 
 def fp8_view(q: Tensor, cache: Tensor) -> Tensor:
@@ -68,19 +69,23 @@ def check_fp8_cache(k_cache: Tensor) -> None:
 
 
 def check_caches(k_cache: Tensor, v_cache: Tensor) -> CacheSizes:
-    """Check the form of a cache; return its sizes."""
+    """Check the form of a cache; return its sizes. Values may have any head dimension."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, x)
     k_shape, v_shape = k_cache.shape, v_cache.shape
     if len(k_shape) not in (4, PACKED_NDIM):
         raise ValueError(f"k_cache must be {_NHD} or {_PACKED_K}, got {list(k_shape)}")
     sizes = cache_sizes(k_cache)
-    expected = tuple(k_shape)
+    expected: list[int | str] = [*k_shape[:3], "head_dim_v"]
+    form, width = _NHD_V, 3
     if is_packed(k_cache):
-        expected = (sizes.num_blocks, sizes.heads_k, sizes.head_dim, sizes.block_size)
-    if v_shape != expected:
-        form = _PACKED_V if is_packed(k_cache) else _NHD
-        raise ValueError(f"v_cache must be {form}, {list(expected)}, got {list(v_shape)}")
+        expected = [sizes.num_blocks, sizes.heads_k, "head_dim_v", sizes.block_size]
+        form, width = _PACKED_V, 2
+    if len(v_shape) != 4 or any(
+        n != m for i, (n, m) in enumerate(zip(v_shape, expected, strict=True)) if i != width
+    ):
+        shown = ", ".join(map(str, expected))
+        raise ValueError(f"v_cache must be {form}, [{shown}], got {list(v_shape)}")
     if sizes.block_size < 1 or sizes.heads_k < 1:
         raise ValueError(
             f"k_cache must have a block_size and heads_k of at least 1, got {list(k_shape)}"
@@ -129,8 +134,13 @@ def check_cache_inputs(
             f"k must be [tokens, heads_k, head_dim], [tokens, {sizes.heads_k}, {sizes.head_dim}], "
             f"got {list(k.shape)}"
         )
-    if v.shape != k.shape:
-        raise ValueError(f"v must be shaped like k, {list(k.shape)}, got {list(v.shape)}")
+    head_dim_v = head_dim_of_values(k_cache, v_cache)
+    if min(sizes.head_dim, head_dim_v) < 1:
+        name, cache = ("v_cache", v_cache) if sizes.head_dim else ("k_cache", k_cache)
+        raise ValueError(f"{name} must have a head_dim of at least 1, got {list(cache.shape)}")
+    form = [k.shape[0], sizes.heads_k, head_dim_v]
+    if list(v.shape) != form:
+        raise ValueError(f"v must be [tokens, heads_k, head_dim_v], {form}, got {list(v.shape)}")
     check_indices("slot_mapping", slot_mapping, "k", k, 1)
     if slot_mapping.shape[0] > k.shape[0]:
         raise ValueError(

@@ -106,6 +106,7 @@ class Checked(NamedTuple):
 
     options: Options
     out_dtype: torch.dtype
+    head_dim_v: int
     # None where calls have to go through the operator
     plan: Plan | None = None
 
@@ -115,7 +116,7 @@ class AppendTensors(NamedTuple):
 
     q: Tensor  # [batch * seqlen_q, heads_q, head_dim]
     k: Tensor  # [batch * seqlen_new, heads_k, head_dim]
-    v: Tensor
+    v: Tensor  # [batch * seqlen_new, heads_k, head_dim_v]
     k_cache: Tensor
     v_cache: Tensor
     cache_seqlens: Tensor
@@ -148,7 +149,7 @@ class RowTensors(NamedTuple):
     alibi_slopes: Tensor | None
     k_scale_cache: Tensor | None
     v_scale_cache: Tensor | None
-    out: Tensor
+    out: Tensor  # [batch * seqlen_q, heads_q, head_dim_v]
     lse: Tensor | None  # [heads_q, batch * seqlen_q]
 
 

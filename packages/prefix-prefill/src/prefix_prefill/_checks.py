@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._cache_checks import check_caches, check_fp8_cache, check_quantised
-from ._layout import CacheSizes
+from ._layout import CacheSizes, head_dim_of_values
 from ._linked.host import arguments
 from ._linked.host.arguments import (
     DEVICES,
@@ -89,10 +89,14 @@ def check_paged(
             f"got {k_cache.dtype}"
         )
     _check_sizes(q, sizes)
-    check_new(q, k, v, sizes)
+    head_dim_v = head_dim_of_values(k_cache, v_cache)
+    check_head_dim(head_dim_v, "v_cache")
+    check_new(q, k, v, sizes, head_dim_v)
 
 
-def check_new(q: Tensor, k: Tensor | None, v: Tensor | None, sizes: CacheSizes) -> None:
+def check_new(
+    q: Tensor, k: Tensor | None, v: Tensor | None, sizes: CacheSizes, head_dim_v: int
+) -> None:
     """Check the dense keys and values of new tokens."""
     if k is None and v is None:
         return
@@ -100,8 +104,10 @@ def check_new(q: Tensor, k: Tensor | None, v: Tensor | None, sizes: CacheSizes) 
         raise ValueError(
             f"k and v must be given together or not at all, got k {kind(k)} and v {kind(v)}"
         )
-    form = (q.shape[0], sizes.heads_k, sizes.head_dim)
-    for name, x in (("k", k), ("v", v)):
+    for name, x, width, size in (
+        ("k", k, "head_dim", sizes.head_dim),
+        ("v", v, "head_dim_v", head_dim_v),
+    ):
         check_tensor(name, x)
         if x.dtype not in FLOAT_DTYPES or (q.dtype in FLOAT_DTYPES and x.dtype != q.dtype):
             raise TypeError(
@@ -109,9 +115,10 @@ def check_new(q: Tensor, k: Tensor | None, v: Tensor | None, sizes: CacheSizes) 
                 f"or torch.float32 where q is FP8, got {x.dtype}"
             )
         check_device(name, x, "q", q)
+        form = (q.shape[0], sizes.heads_k, size)
         if x.shape != form:
             raise ValueError(
-                f"{name} must be [tokens, heads_k, head_dim], {list(form)}, got {list(x.shape)}"
+                f"{name} must be [tokens, heads_k, {width}], {list(form)}, got {list(x.shape)}"
             )
     if v.dtype != k.dtype:
         raise TypeError(f"v must have the dtype of k, {k.dtype}, got {v.dtype}")
@@ -207,6 +214,7 @@ def check_tree(
 
 def check_invariant(
     q: Tensor,
+    head_dim_v: int,
     out_dtype: torch.dtype,
     kv_dtype: str | None,
     alibi_slopes: Tensor | None,
@@ -217,11 +225,12 @@ def check_invariant(
 
     ``rounds_new``: there are new keys beside a cache that holds keys in fewer bits.
     """
-    if q.shape[-1] > MAX_INVARIANT_HEAD_DIM:
-        raise NotImplementedError(
-            f"head_dim of q must be at most {MAX_INVARIANT_HEAD_DIM} beside invariant=True, "
-            f"got {q.shape[-1]}"
-        )
+    for name, head_dim in (("q", q.shape[-1]), ("v_cache", head_dim_v)):
+        if head_dim > MAX_INVARIANT_HEAD_DIM:
+            raise NotImplementedError(
+                f"head_dim of {name} must be at most {MAX_INVARIANT_HEAD_DIM} beside "
+                f"invariant=True, got {head_dim}"
+            )
     if q.dtype in FP8_DTYPES:
         raise NotImplementedError(
             "q must not be FP8 beside invariant=True: tensor cores add products of FP8 with fewer "
@@ -278,7 +287,9 @@ def check_shared_scales(*descales: Tensor | None) -> None:
             )
 
 
-def check_out(q: Tensor, out: Tensor | None, out_scale: Tensor | None) -> torch.dtype:
+def check_out(
+    q: Tensor, head_dim_v: int, out: Tensor | None, out_scale: Tensor | None
+) -> torch.dtype:
     """Check the output and its scale; return its dtype."""
     if out_scale is not None:
         check_scale_tensor("out_scale", out_scale, "q", q, 0)
@@ -287,8 +298,11 @@ def check_out(q: Tensor, out: Tensor | None, out_scale: Tensor | None) -> torch.
             return check_fp8_hardware("out_scale", q.device)
         return torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype
     check_tensor("out", out)
-    if out.shape != q.shape:
-        raise ValueError(f"out must be shaped like q, {list(q.shape)}, got {list(out.shape)}")
+    form = [*q.shape[:2], head_dim_v]
+    if list(out.shape) != form:
+        raise ValueError(
+            f"out must be [tokens, heads_q, head_dim_v], {form}, got {list(out.shape)}"
+        )
     check_device("out", out, "q", q)
     if out.dtype in FP8_DTYPES:
         expected = check_fp8_hardware("out", q.device)
@@ -347,11 +361,11 @@ def _check_q_shape(q: Tensor) -> None:
     check_head_dim(q.shape[2])
 
 
-def check_head_dim(head_dim: int) -> None:
-    """Check the size of a head of queries."""
+def check_head_dim(head_dim: int, name: str = "q") -> None:
+    """Check the size of a head of queries, or of values."""
     if not HEAD_DIM_UNIT <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_UNIT != 0:
         raise ValueError(
-            f"head_dim of q must be a multiple of {HEAD_DIM_UNIT} from {HEAD_DIM_UNIT} to "
+            f"head_dim of {name} must be a multiple of {HEAD_DIM_UNIT} from {HEAD_DIM_UNIT} to "
             f"{MAX_HEAD_DIM}, got {head_dim}"
         )
 

@@ -314,9 +314,9 @@ MAX_ROWS = 2**30
 def takes_hopper(x: Tensors, options: Options) -> bool:
     """Say whether the kernel for Hopper serves the sequences with many queries of a call.
 
-    The portable one has the rest: what TMA does not read, FP8 queries, caches of
-    integers, left windows over FP8 caches, new keys beside the cache. A cache is never copied. How
-    many queries are many, ``HopperTile.least_tokens`` says.
+    The portable one has the rest: what TMA does not read, FP8 queries, caches of integers, new keys
+    beside the cache, values with a head dimension of their own. A cache is never copied. How many
+    queries are many, ``HopperTile.least_tokens`` says.
     """
     return (
         HOPPER
@@ -329,6 +329,7 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         and x.k is None
         and x.positions is None
         and x.tree_mask is None  # at most 64 queries: its masks would cost all calls registers
+        and x.out.shape[-1] == x.q.shape[-1]  # one shape of a tile of keys and of values
         and 32 < x.q.shape[-1] <= MAX_HOPPER_HEAD_DIM  # up to 32, half of a tile would be padding
         and not is_packed(x.k_cache)
         and (

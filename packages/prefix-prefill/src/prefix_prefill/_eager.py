@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._call import Options, Tensors
-from ._layout import INT_MAX, is_packed
+from ._layout import INT_MAX, head_dim_of_values, is_packed
 from .reference import attend, quantised, round_output, scaled, seen_keys
 
 # queries whose scores are computed at a time
@@ -81,7 +81,8 @@ def attend_by_law(x: Tensors, options: Options) -> tuple[Tensor, Tensor]:
     """Attend sequence by sequence, so that a row's bits depend on itself and its keys alone."""
     from ._kernels.invariant.eager import invariant_attention
 
-    result = x.q.new_zeros(x.q.shape, dtype=torch.float32)
+    head_dim_v = head_dim_of_values(x.k_cache, x.v_cache)
+    result = x.q.new_zeros((*x.q.shape[:2], head_dim_v), dtype=torch.float32)
     lse = x.q.new_full((x.q.shape[1], x.q.shape[0]), -math.inf, dtype=torch.float32)
     starts = x.cu_seqlens_q.tolist()
     for b, seqlen_k in enumerate(x.seqlens_k.tolist()):

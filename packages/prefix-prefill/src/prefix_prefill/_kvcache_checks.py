@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import _cache_checks, _checks, _tensor_checks
 from ._call import AppendOptions, AppendTensors, RowOptions, RowTensors
+from ._layout import head_dim_of_values
 from ._linked.host import arguments
 from ._linked.host.arguments import DEVICES, FLOAT_DTYPES, check_length, check_tensor, kind
 from ._scale_caches import check_scale_caches
@@ -101,15 +102,15 @@ def _check_caches(x: Given, kv_dtype: str | None) -> None:
         if cache.dtype != stored:
             raise TypeError(f"{name} must have the dtype {of}, {stored}, got {cache.dtype}")
         _tensor_checks.check_device(name, cache, "q", q)
-        if cache.ndim != 4 or cache.shape[3] != head_dim or 0 in cache.shape[1:3]:
-            raise ValueError(
-                f"{name} must be {form} with {width}, {head_dim}, got {list(cache.shape)}"
-            )
-    if x.v_cache.shape != x.k_cache.shape:
+    shape = x.k_cache.shape
+    if len(shape) != 4 or shape[3] != head_dim or 0 in shape[1:3]:
+        raise ValueError(f"k_cache must be {form} with {width}, {head_dim}, got {list(shape)}")
+    if x.v_cache.ndim != 4 or x.v_cache.shape[:3] != shape[:3]:
         raise ValueError(
-            f"v_cache must be shaped like k_cache, {list(x.k_cache.shape)}, got "
+            f"v_cache must be shaped like k_cache but for its head_dim, {list(shape)}, got "
             f"{list(x.v_cache.shape)}"
         )
+    _checks.check_head_dim(head_dim_of_values(x.k_cache, x.v_cache), "v_cache")
     heads_q, heads_k = q.shape[2], x.k_cache.shape[2]
     if heads_q < 1 or heads_q % heads_k:
         raise ValueError(
@@ -128,17 +129,21 @@ def _check_new(x: Given, cache_seqlens: Any) -> None:
         )
     if cache_seqlens is None:
         raise ValueError("cache_seqlens must say behind which keys k and v go, got None")
-    for name, new in (("k", x.k), ("v", x.v)):
+    head_dim_v = head_dim_of_values(x.k_cache, x.v_cache)
+    for name, new, width, size in (
+        ("k", x.k, "head_dim", q.shape[3]),
+        ("v", x.v, "head_dim_v", head_dim_v),
+    ):
         check_tensor(name, new)
         if new.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {new.dtype}")
         _tensor_checks.check_device(name, new, "q", q)
         new_keys = x.k.shape[1] if x.k.ndim == 4 else 0
-        expected = [q.shape[0], new_keys, x.k_cache.shape[2], q.shape[3]]
+        expected = [q.shape[0], new_keys, x.k_cache.shape[2], size]
         if list(new.shape) != expected:
             raise ValueError(
-                f"{name} must be [batch, seqlen_new, heads_k, head_dim], [{q.shape[0]}, "
-                f"seqlen_new, {x.k_cache.shape[2]}, {q.shape[3]}], got {list(new.shape)}"
+                f"{name} must be [batch, seqlen_new, heads_k, {width}], [{q.shape[0]}, "
+                f"seqlen_new, {x.k_cache.shape[2]}, {size}], got {list(new.shape)}"
             )
     if x.k.shape[1] > room(x):
         raise ValueError(

@@ -1,8 +1,9 @@
 """The two layouts of a cache, as one set of sizes and strides.
 
-NHD: keys and values ``[num_blocks, block_size, heads_k, head_dim]``. Packed: keys
+NHD: keys ``[num_blocks, block_size, heads_k, head_dim]``, values
+``[num_blocks, block_size, heads_k, head_dim_v]``. Packed: keys
 ``[num_blocks, heads_k, head_dim // x, block_size, x]``, values
-``[num_blocks, heads_k, head_dim, block_size]``.
+``[num_blocks, heads_k, head_dim_v, block_size]``.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ INT_MAX = {torch.int8: 127, torch.uint8: 7}
 
 
 class CacheSizes(NamedTuple):
-    """What both layouts have."""
+    """What both layouts have, of the keys."""
 
     num_blocks: int
     block_size: int
@@ -28,7 +29,7 @@ class Strides(NamedTuple):
     """Where number d of a slot of a page lies.
 
     At ``page * page + slot * slot + head * head + d // run * step + d % run * inner``. The
-    last size of the keys is their ``run``; that of values is the head dim.
+    last size of the keys is their ``run``; that of values is their head dim.
     """
 
     page: int
@@ -59,6 +60,13 @@ def cache_sizes(k_cache: Tensor) -> CacheSizes:
     if is_packed(k_cache):
         return CacheSizes(shape[0], shape[3], shape[1], shape[2] * shape[4])
     return CacheSizes(shape[0], shape[1], shape[2], shape[3] * numbers_of_byte(k_cache))
+
+
+def head_dim_of_values(k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return how many numbers a value of a cache has."""
+    if is_packed(k_cache):
+        return v_cache.shape[2]
+    return v_cache.shape[3] * numbers_of_byte(v_cache)
 
 
 def key_strides(k_cache: Tensor) -> Strides:

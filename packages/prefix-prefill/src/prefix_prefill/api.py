@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _cache_checks, _checks, _ops, _options
 from ._call import Checked, Tensors, WritePlan, WriteTensors
-from ._layout import cache_sizes
+from ._layout import cache_sizes, head_dim_of_values
 from ._linked.host.arguments import as_int32, check_length, check_tensor
 from ._linked.host.forms import Memory, form_of
 from ._scale_caches import check_scale_caches
@@ -75,8 +75,9 @@ def paged_attn_func(
             e5m2), or uint8, which is read as e4m3. ``heads_q`` is a multiple of ``heads_k``: query
             head h reads KV head ``h // (heads_q // heads_k)``. ``block_size`` is any from 1 up, and
             strides are free.
-        v_cache: values, in the same layout, ``[num_blocks, block_size, heads_k, head_dim]``, or
-            packed, ``[num_blocks, heads_k, head_dim, block_size]``; dtype of ``k_cache``.
+        v_cache: values, in the same layout, ``[num_blocks, block_size, heads_k, head_dim_v]``, or
+            packed, ``[num_blocks, heads_k, head_dim_v, block_size]``; dtype of ``k_cache``.
+            ``head_dim_v`` is a multiple of 8 up to 512, that of ``q`` or another.
         block_table: the pages of each sequence, int32 or int64 ``[batch, max_blocks]``. Entries
             behind a sequence's last page, and those of pages before its window, are not read. On a
             GPU its values are the caller's duty: :func:`validate_paged` checks them.
@@ -88,7 +89,7 @@ def paged_attn_func(
         k: keys of the tokens of ``q``, ``[tokens, heads_k, head_dim]``, dtype of ``q`` (any but FP8
             for FP8 ``q``). The cache then holds only the keys before them. Default: None, all keys
             are in the cache.
-        v: values of the tokens of ``q``, likewise.
+        v: values of the tokens of ``q``, ``[tokens, heads_k, head_dim_v]``, likewise.
         softmax_scale: factor of the scores, any number that is finite in fp32.
             Default: ``head_dim ** -0.5``.
         causal: hide key j from query i unless ``j <= i'``. Default: True.
@@ -103,9 +104,9 @@ def paged_attn_func(
             Default: None (1.0).
         k_descale: factor of the keys in an FP8 cache, likewise; not of ``k``.
         v_descale: factor of the values in an FP8 cache, likewise; not of ``v``.
-        out: where the output goes, ``[tokens, heads_q, head_dim]``, fp16, bf16, fp32, or FP8 with
-            ``out_scale``. Default: None, allocated in the dtype of ``q``, in bf16 for FP8 ``q``, in
-            FP8 with ``out_scale``.
+        out: where the output goes, ``[tokens, heads_q, head_dim_v]``, fp16, bf16, fp32, or FP8
+            with ``out_scale``. Default: None, allocated in the dtype of ``q``, in bf16 for FP8
+            ``q``, in FP8 with ``out_scale``.
         out_scale: fp32, one element: an FP8 output stores ``out / out_scale``, saturated at the
             largest number of the dtype. Default: None.
         num_splits: into how many parts to cut the keys of each sequence, which are computed side by
@@ -130,15 +131,17 @@ def paged_attn_func(
             their scale and rounded to the dtype of ``q``. Default: False.
 
     Returns:
-        ``out``; or ``(out, lse)``, where ``lse`` is the natural logarithm of the whole denominator,
-        fp32 ``[heads_q, tokens]``. A query that sees no key has output 0 and lse -inf, or the sink.
+        ``out``, ``[tokens, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the natural
+        logarithm of the whole denominator, fp32 ``[heads_q, tokens]``. A query that sees no key has
+        output 0 and lse -inf, or the sink.
 
     Raises:
         TypeError: on an argument's type or dtype.
         ValueError: on a shape, a device or a range.
         NotImplementedError: on FP8 where the hardware lacks it; on an input that requires a
             gradient; beside ``invariant``, on FP8 queries and outputs, ``kv_dtype``,
-            ``alibi_slopes``, ``tree_mask``, and ``num_splits`` other than 0.
+            ``alibi_slopes``, ``tree_mask``, ``num_splits`` other than 0, and head dimensions over
+            256.
     """
     if unknown:
         _checks.refuse_unknown(unknown)
@@ -172,7 +175,8 @@ def paged_attn_func(
         )
         check_scale_caches(k_cache, k_scale_cache, v_scale_cache, kv_dtype, k_descale, v_descale)
         _checks.check_descales(k_cache, k_descale, v_descale)
-        dtype = _checks.check_out(q, out, out_scale)
+        head_dim_v = head_dim_of_values(k_cache, v_cache)
+        dtype = _checks.check_out(q, head_dim_v, out, out_scale)
         _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
         if tree_mask is not None:
             _checks.check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
@@ -180,11 +184,16 @@ def paged_attn_func(
             options = options._replace(window_right=-1)
         if invariant:
             rounds_new = k is not None and k_cache.dtype != k.dtype
-            _checks.check_invariant(q, dtype, kv_dtype, alibi_slopes, tree_mask, rounds_new)
-        known = Checked(options, dtype)
+            _checks.check_invariant(
+                q, head_dim_v, dtype, kv_dtype, alibi_slopes, tree_mask, rounds_new
+            )
+        known = Checked(options, dtype, head_dim_v)
     elif tree_mask is not None:
         _checks.check_tree_size(max_seqlen_q)
-    if out is None:
+    if out is None and known.head_dim_v != q.shape[2]:
+        shape = *q.shape[:2], known.head_dim_v
+        out = torch.empty(shape, dtype=known.out_dtype, device=q.device)
+    elif out is None:
         # quicker than by its shape
         out = torch.empty_like(q, dtype=known.out_dtype, memory_format=torch.contiguous_format)
     lse = None
@@ -220,7 +229,7 @@ def reshape_and_cache(
     Args:
         k: keys, ``[tokens, heads_k, head_dim]``; fp16, bf16 or fp32. Tokens beyond those of
             ``slot_mapping`` are padding.
-        v: values, shape and dtype of ``k``.
+        v: values, ``[tokens, heads_k, head_dim_v]``, dtype of ``k``.
         k_cache: where keys go, in either layout of :func:`paged_attn_func`; dtype of ``k``, FP8 or
             uint8, which takes e4m3.
         v_cache: where values go, in the same layout and dtype.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _cache_checks, _checks, _ops, _options, _tensor_checks
 from ._call import Tensors
-from ._layout import cache_sizes
+from ._layout import cache_sizes, head_dim_of_values
 from ._linked.host.arguments import as_int32, check_length
 from ._scale_caches import check_scale_caches
 from .api import Result
@@ -98,15 +98,16 @@ def shared_prefix_attn_func(
     check_scale_caches(k_cache, k_scale_cache, v_scale_cache, kv_dtype, k_descale, v_descale)
     _checks.check_descales(k_cache, k_descale, v_descale)
     _checks.check_shared_scales(q_descale, k_descale, v_descale)
-    dtype = _checks.check_out(q, out, out_scale)
+    head_dim_v = head_dim_of_values(k_cache, v_cache)
+    dtype = _checks.check_out(q, head_dim_v, out, out_scale)
     _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
     tokens, heads_q, _ = q.shape
-    device = q.device
+    device, shape = q.device, (tokens, heads_q, head_dim_v)
     if out is None:
-        out = torch.empty(q.shape, dtype=dtype, device=device)
+        out = torch.empty(shape, dtype=dtype, device=device)
 
     # before the rounding to 16 bits or less, which the merged result alone should see
-    parts = [torch.empty(q.shape, dtype=torch.float32, device=device) for _ in range(2)]
+    parts = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)]
     form = heads_q, tokens
     lses = [torch.empty(form, dtype=torch.float32, device=device) for _ in range(2)]
     lse = torch.empty(form, dtype=torch.float32, device=device) if return_lse else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _cache_checks, _checks, _ops, _options
 from ._call import Options, Tensors
-from ._layout import cache_sizes
+from ._layout import cache_sizes, head_dim_of_values
 from ._linked.host.arguments import as_int32, check_length, check_tensor
 from ._linked.host.forms import ACCESS_BYTES
 from .api import Result
@@ -51,7 +51,7 @@ def paged_attn_func(
         q: queries, ``[tokens, heads_q, head_dim]``, the same on every rank, as are all arguments
             but the caches and ``block_table``.
         k_cache: this rank's keys, in either layout of :func:`prefix_prefill.paged_attn_func`.
-        v_cache: this rank's values, likewise.
+        v_cache: this rank's values, likewise; they may have a head dimension of their own.
         block_table: this rank's pages, int32 or int64 ``[batch, max_blocks]``.
         cu_seqlens_q: as in :func:`prefix_prefill.paged_attn_func`.
         seqlens_k: how many keys each sequence has on all ranks together, int32 ``[batch]``.
@@ -64,7 +64,8 @@ def paged_attn_func(
         group: the ranks: NCCL, or gloo for CPU tensors. Default: None, all.
 
     Returns:
-        ``out``; or ``(out, lse)``, fp32 ``[heads_q, tokens]``.
+        ``out``, ``[tokens, heads_q, head_dim_v]``; or ``(out, lse)``, ``lse`` fp32
+        ``[heads_q, tokens]``.
 
     Raises:
         TypeError: on an argument's type or dtype.
@@ -88,7 +89,8 @@ def paged_attn_func(
     heads_k = cache_sizes(k_cache).heads_k
     _checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale)
     _checks.check_descales(k_cache, k_descale, v_descale)
-    dtype = _checks.check_out(q, None, None)
+    head_dim_v = head_dim_of_values(k_cache, v_cache)
+    dtype = _checks.check_out(q, head_dim_v, None, None)
     _checks.check_no_gradients(q, k_cache, v_cache, alibi_slopes, sinks)
     if alibi_slopes is not None and not causal:
         raise NotImplementedError(
@@ -98,7 +100,7 @@ def paged_attn_func(
         # a sequence's only query sees all keys
         options = options._replace(window_right=-1)
     local = _of_rank(options, ranks)
-    tokens, heads_q, head_dim = q.shape
+    tokens, heads_q, _ = q.shape
     slopes = shift = sink = positions = None
     if options.window_left >= 0 or options.window_right >= 0:
         # where the rows of each sequence stand: at the last key of this rank that they see
@@ -125,7 +127,7 @@ def paged_attn_func(
                 inside = (token >= cu_seqlens_q[0]) & (token < cu_seqlens_q[-1])
                 sink = sinks.float()[:, None].masked_fill(~inside, -torch.inf)
     lengths = torch.div(seqlens_k + (ranks - 1 - rank), ranks, rounding_mode="floor")
-    message = _Message(tokens, heads_q, head_dim)
+    message = _Message(tokens, heads_q, head_dim_v)
     own = message.empty(q, 1)
     part, lse = message.parts(own)[0]
     x = Tensors.of(
@@ -163,13 +165,13 @@ class _Message(NamedTuple):
 
     tokens: int
     heads_q: int
-    head_dim: int
+    head_dim_v: int
 
     @property
     def places(self) -> tuple[int, int]:
         """Return where the log-sum-exp begins, and the message ends: at whole accesses."""
         rows = self.tokens * self.heads_q
-        begin = round_up(rows * self.head_dim, ACCESS_BYTES // 4)
+        begin = round_up(rows * self.head_dim_v, ACCESS_BYTES // 4)
         return begin, begin + round_up(rows, ACCESS_BYTES // 4)
 
     def empty(self, q: Tensor, count: int) -> Tensor:
@@ -177,12 +179,12 @@ class _Message(NamedTuple):
         return q.new_empty((count, self.places[1]), dtype=torch.float32)
 
     def parts(self, messages: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return of each message ``[tokens, heads_q, head_dim]`` and ``[heads_q, tokens]``."""
+        """Return of each message ``[tokens, heads_q, head_dim_v]`` and ``[heads_q, tokens]``."""
         begin, _ = self.places
         rows = self.tokens * self.heads_q
         return [
             (
-                one[: rows * self.head_dim].view(self),
+                one[: rows * self.head_dim_v].view(self),
                 one[begin : begin + rows].view(self.heads_q, self.tokens),
             )
             for one in messages.unbind()

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import _cache_checks, _checks, _ops, _options
 from ._call import Checked, Tensors
-from ._layout import cache_sizes
+from ._layout import cache_sizes, head_dim_of_values
 from ._linked.host.arguments import as_int32, check_flag, check_length, check_tensor, is_int, kind
 from ._linked.host.forms import Memory, form_of
 from ._names import ERRORS, renamed
@@ -75,13 +75,15 @@ def context_attention_fwd(
     Args:
         q: queries, ``[tokens, heads_q, head_dim]``.
         k: new keys, ``[tokens, heads_k, head_dim]``, not quantised. None: they are in the cache.
-        v: new values, likewise.
-        o: where the output goes, ``[tokens, heads_q, head_dim]``. Rows of no sequence, and of
+        v: new values, ``[tokens, heads_k, head_dim_v]``, likewise.
+        o: where the output goes, ``[tokens, heads_q, head_dim_v]``. Rows of no sequence, and of
             skipped ones, stay as they are.
         kv_cache_dtype: "auto" for the dtype of ``q``; "fp8", "fp8_e4m3" or "fp8_e5m2".
         k_cache: keys, ``[num_blocks, heads_k, head_dim // x, block_size, x]``, or
             ``[num_blocks, block_size, heads_k, head_dim]``. An FP8 cache may be stored as uint8.
-        v_cache: values, ``[num_blocks, heads_k, head_dim, block_size]``, or as the keys.
+        v_cache: values, ``[num_blocks, heads_k, head_dim_v, block_size]``, or
+            ``[num_blocks, block_size, heads_k, head_dim_v]``; ``head_dim_v`` is ``head_dim`` or
+            another.
         b_loc: the pages of each sequence, ``[batch, max_blocks]``.
         b_start_loc: where sequences begin, int32 or int64 ``[batch + 1]``.
         b_seq_len: keys of each sequence, cached and new, int32 or int64 ``[batch]``.
@@ -221,18 +223,19 @@ def _attend(
     if known is None:
         heads_k = cache_sizes(k_cache).heads_k
         _checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, None, k_scale, v_scale)
-        dtype = _checks.check_out(q, o, out_scale)
+        head_dim_v = head_dim_of_values(k_cache, v_cache)
+        dtype = _checks.check_out(q, head_dim_v, o, out_scale)
         _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
         if invariant:
             rounds_new = k is not None and k_cache.dtype != k.dtype
-            _checks.check_invariant(q, dtype, None, alibi_slopes, rounds_new=rounds_new)
+            _checks.check_invariant(q, head_dim_v, dtype, None, alibi_slopes, rounds_new=rounds_new)
         options = options._replace(
             signed_alibi=True,
             skip_decode=skip_decode,
             decode_from_cache=decode_from_cache,
             fill_padding=False,
         )
-        known = Checked(options, dtype)
+        known = Checked(options, dtype, head_dim_v)
     descales = None, k_scale, v_scale
     tensors = Tensors(
         q,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import _checks, _kvcache_checks, _ops, _options
 from ._call import AppendOptions, AppendPlan, AppendTensors, RowOptions, RowPlan, RowTensors
+from ._layout import head_dim_of_values
 from ._linked.host.arguments import as_int32, check_flag, check_tensor, is_int, kind
 from ._linked.host.forms import Memory, form_of
 
@@ -68,9 +69,10 @@ def flash_attn_with_kvcache(
         k_cache: keys, ``[batch_cache, seqlen_cache, heads_k, head_dim]``, or, with ``block_table``,
             ``[num_blocks, block_size, heads_k, head_dim]``; dtype of ``q``, or as ``kv_dtype``
             says. Any strides, any ``block_size``; the cache is never copied.
-        v_cache: values, likewise.
+        v_cache: values, likewise, with a ``head_dim_v`` that is that of ``q`` or another multiple
+            of 8 up to 512.
         k: new keys, ``[batch, seqlen_new, heads_k, head_dim]``, dtype of ``q``. Default: None.
-        v: new values, likewise.
+        v: new values, ``[batch, seqlen_new, heads_k, head_dim_v]``, likewise.
         rotary_cos: ``[seqlen_ro, rotary_dim / 2]``, dtype of ``q`` or fp32, for as many positions
             as the cache has room for; ``rotary_dim`` is at most ``head_dim``, and the columns
             after it are not rotated. Needs ``k`` and ``v``. Default: None.
@@ -102,8 +104,8 @@ def flash_attn_with_kvcache(
             keys, which count from the first behind ``cache_leftpad``. Default: False.
 
     Returns:
-        ``out``, shaped like ``q``; or ``(out, lse)``, ``lse`` fp32 ``[batch, heads_q, seqlen_q]``.
-        A query that sees no key has output 0 and lse -inf.
+        ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, ``lse`` fp32
+        ``[batch, heads_q, seqlen_q]``. A query that sees no key has output 0 and lse -inf.
 
     Raises:
         TypeError: on an argument's type or dtype.
@@ -148,7 +150,8 @@ def flash_attn_with_kvcache(
             q, softmax_scale, causal, window_size, softcap, num_splits, False, invariant
         )
         if invariant:
-            _checks.check_invariant(q, q.dtype, kv_dtype, alibi_slopes)
+            head_dim_v = head_dim_of_values(k_cache, v_cache)
+            _checks.check_invariant(q, head_dim_v, q.dtype, kv_dtype, alibi_slopes)
         moves = options.window_left >= 0 or options.window_right >= 0
         new = 0 if k is None else k.shape[1]
         known = _Known(
@@ -181,7 +184,8 @@ def flash_attn_with_kvcache(
             k_scale_cache,
             v_scale_cache,
         )
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    head_dim_v = head_dim_of_values(k_cache, v_cache)
+    out = torch.empty((*q.shape[:3], head_dim_v), dtype=q.dtype, device=q.device)
     lse = None
     if return_softmax_lse:
         lse = torch.empty((heads_q, len(packed)), dtype=torch.float32, device=q.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ._cache_checks import check_kv_dtype, stored_view
 from ._call import Tensors
 from ._checks import check_reference, check_tree
-from ._layout import gather_pages, is_packed
+from ._layout import gather_pages, head_dim_of_values, is_packed
 from ._linked.host.arguments import MAX_WINDOW
 from ._options import check_options
 from ._scale_caches import check_scale_caches
@@ -136,7 +136,7 @@ def attend(
     are per row then. ``skip_decode`` leaves sequences of one query like rows of none.
     """
     dtype = compute_dtype(q)
-    out = q.new_zeros(q.shape, dtype=dtype)
+    out = q.new_zeros((*q.shape[:2], head_dim_of_values(k_cache, v_cache)), dtype=dtype)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
     starts, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
     for b, seqlen_k in enumerate(lengths):

@@ -6,7 +6,14 @@ import math
 
 from torch import Tensor
 
-from .._layout import Strides, cache_sizes, key_strides, numbers_of_byte, value_strides
+from .._layout import (
+    Strides,
+    cache_sizes,
+    head_dim_of_values,
+    key_strides,
+    numbers_of_byte,
+    value_strides,
+)
 from .._linked.host.forms import ACCESS_BYTES
 from .launch.runtime import dense
 from .parameters import CacheLayout
@@ -21,12 +28,12 @@ class CacheForm:
         """Look at a cache that is read in tiles of ``block_n`` keys, and in words if it can be."""
         self.k = k = key_strides(k_cache)
         self.v = v = value_strides(k_cache, v_cache)
-        _, self.page, _, head_dim = cache_sizes(k_cache)
+        self.page = cache_sizes(k_cache).block_size
         # a key is cut into runs of numbers, a value is one run
         run = k_cache.shape[-1]
         self.values_lie_as_keys = (k.page, k.slot) == (v.page, v.slot)
         of_byte = numbers_of_byte(k_cache)
-        v_bytes = _begins(v_cache, v, head_dim // of_byte)
+        v_bytes = _begins(v_cache, v, head_dim_of_values(k_cache, v_cache) // of_byte)
         # slots that follow each other in one page and in one tile
         self.v_column_run = 0
         if v.inner != 1 and v.slot == 1:

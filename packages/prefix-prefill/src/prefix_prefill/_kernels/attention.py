@@ -38,6 +38,7 @@ from .queries import (
 from .results import fill_padding, store_out, store_part
 from .schedule import locate
 from .structures import (
+    Columns,
     Packed,
     Queries,
     Results,
@@ -176,8 +177,10 @@ def _paged_kernel(
     TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     FILL_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -189,18 +192,19 @@ def _paged_kernel(
     ``k`` and ``v`` are the keys and values in the pages of a cache, and new ones that lie dense.
     """
     TILE: tl.constexpr = Tile(
-        HEAD_DIM, BLOCK_N, BLOCK_D, FILL_TOKENS, PRECISION, UPCAST, PTX, OVERLAP
-    )
-    WORDS: tl.constexpr = Tile(
-        HEAD_DIM // SLICES,
+        HEAD_DIM,
+        HEAD_DIM_V,
         BLOCK_N,
-        BLOCK_D // SLICES,
+        BLOCK_D,
+        BLOCK_DV,
         FILL_TOKENS,
         PRECISION,
         UPCAST,
         PTX,
         OVERLAP,
     )
+    K_WORDS: tl.constexpr = Columns(HEAD_DIM // SLICES, BLOCK_D // SLICES)
+    V_WORDS: tl.constexpr = Columns(HEAD_DIM_V // SLICES, BLOCK_DV // SLICES)
     Q: tl.constexpr = q_ptr.dtype.element_ty
     # fp16 holds all numbers of 8 bits, bf16 weights of any size
     NARROW: tl.constexpr = tl.float16 if k_scale_cache_ptr is None else tl.bfloat16
@@ -208,10 +212,11 @@ def _paged_kernel(
     LAYOUT: tl.constexpr = SourceLayout(
         PAGE,
         VectorLayout(K_RUN, K_UNIT, K_BYTES, 0),
-        VectorLayout(HEAD_DIM // SLICES, V_UNIT, V_BYTES, V_COLUMN_RUN),
+        VectorLayout(HEAD_DIM_V // SLICES, V_UNIT, V_BYTES, V_COLUMN_RUN),
         V_AS_K,
         K_PANELS,
-        WORDS,
+        K_WORDS,
+        V_WORDS,
         SLICES,
         k_cache_ptr.dtype.element_ty,
         WEIGHTS,
@@ -265,7 +270,7 @@ def _paged_kernel(
     elif SLICES == 1:
         q = (load_queries(rows, packed_q, ROW_LAYOUT, TILE),)  # [BLOCK_M, BLOCK_D]
     else:
-        q = load_slices(rows, packed_q, WORDS, SLICES)  # each [BLOCK_M, BLOCK_D // SLICES]
+        q = load_slices(rows, packed_q, K_WORDS, SLICES)  # each [BLOCK_M, BLOCK_D // SLICES]
     if SLICES > 1 and q_ptr.dtype.element_ty == tl.bfloat16:
         row_unit = unit_of(q)  # [BLOCK_M]
     else:
@@ -333,9 +338,18 @@ def _paged_kernel(
         dense_begin = new_begin + tl.maximum(begin - cache_tiles, 0)
         dense_end = new_begin + tl.maximum(end - cache_tiles, 0)
         walk = cut_range(new_seen, dense_begin, dense_end, BLOCK_N)
-        NEW: tl.constexpr = VectorLayout(HEAD_DIM, True, ROW_BYTES, 0)
         NEW_LAYOUT: tl.constexpr = SourceLayout(
-            0, NEW, NEW, NEW_V_AS_K, 1, TILE, 1, k_ptr.dtype.element_ty, WEIGHTS, False
+            0,
+            VectorLayout(HEAD_DIM, True, ROW_BYTES, 0),
+            VectorLayout(HEAD_DIM_V, True, ROW_BYTES, 0),
+            NEW_V_AS_K,
+            1,
+            Columns(HEAD_DIM, BLOCK_D),
+            Columns(HEAD_DIM_V, BLOCK_DV),
+            1,
+            k_ptr.dtype.element_ty,
+            WEIGHTS,
+            False,
         )
         k_ptr += q_start_64 * stride_ks + head_k_64 * stride_kh
         v_ptr += q_start_64 * stride_vs + head_k_64 * stride_vh

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .parameters import WriteCounts, WritePointers, WriteStrides, WriteTile
-from .structures import Packed, Side, Slots, VectorLayout, Vectors
+from .structures import Columns, Packed, Side, Slots, VectorLayout, Vectors
 
 # 1.5 * 2**23: fp32 has no fractions there
 _ROUNDING = tl.constexpr(12582912.0)
@@ -14,19 +14,19 @@ NUMBERS = WriteCounts._fields + WriteStrides._fields
 
 
 @triton.jit
-def _store_rows(values, cache, rows, inside, cols, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+def _store_rows(values, cache, rows, inside, cols, LAYOUT: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Store rows x cols of vectors in runs, as ``load_rows`` reads them."""
     RUN: tl.constexpr = LAYOUT.RUN
     BYTES: tl.constexpr = LAYOUT.BYTES
     begin = cache.base + rows[:, None]  # [BLOCK_T, 1]
-    if RUN < TILE.HEAD_DIM:
+    if RUN < HEAD_DIM:
         begin += (cols // RUN).to(tl.int64)[None, :] * cache.stride_run  # [BLOCK_T, BLOCK_D]
-    place = cols % RUN if RUN < TILE.HEAD_DIM else cols  # [BLOCK_D]
+    place = cols % RUN if RUN < HEAD_DIM else cols  # [BLOCK_D]
     if LAYOUT.UNIT:
         pointers = tl.multiple_of(begin, [BYTES, BYTES]) + place[None, :]  # [BLOCK_T, BLOCK_D]
     else:
         pointers = begin + place.to(tl.int64)[None, :] * cache.stride_number  # [BLOCK_T, BLOCK_D]
-    tl.store(pointers, values, mask=inside[:, None] & (cols < TILE.HEAD_DIM)[None, :])
+    tl.store(pointers, values, mask=inside[:, None] & (cols < HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -63,41 +63,50 @@ def _quantised(values, INT_MAX: tl.constexpr, SCALE_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _packed(codes, TILE: tl.constexpr):
+def _packed(codes):
     """Return bytes of two codes of 4 bits, of which the first is the low one."""
     codes = codes.to(tl.int32) & 15  # [BLOCK_T, BLOCK_D]
-    low, high = tl.split(tl.reshape(codes, [TILE.BLOCK_T, TILE.BLOCK_D // 2, 2]))
+    low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
     return low | (high << 4)  # [BLOCK_T, BLOCK_D // 2]
 
 
 @triton.jit
-def _store_codes(values, cache, scales, rows, at, inside, LAYOUT: tl.constexpr, TILE: tl.constexpr):
-    """Store rows as codes, and the scale of each ``at`` its place; ``TILE``: a ``WriteTile``."""
-    codes, scale = _quantised(values, TILE.INT_MAX, scales.base.dtype.element_ty)
+def _store_codes(
+    values,
+    cache,
+    scales,
+    rows,
+    at,
+    inside,
+    LAYOUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INT_MAX: tl.constexpr,
+):
+    """Store rows as codes, and the scale of each ``at`` its place."""
+    codes, scale = _quantised(values, INT_MAX, scales.base.dtype.element_ty)
     tl.store(scales.base + at, scale, mask=inside)
-    if TILE.INT_MAX == 7:
-        BYTES: tl.constexpr = WriteTile(
-            TILE.HEADS,
-            TILE.HEAD_DIM // 2,
-            TILE.ROW_BYTES,
-            TILE.SCALE_PER_HEAD,
-            TILE.FP8_MAX,
-            TILE.INT_MAX,
-            TILE.BLOCK_T,
-            TILE.BLOCK_D // 2,
-            TILE.OVERLAP,
-        )
-        cols = tl.arange(0, BYTES.BLOCK_D)  # [BLOCK_D // 2]
-        codes = _packed(codes, TILE).to(tl.uint8)
+    if INT_MAX == 7:
+        BYTES: tl.constexpr = COLUMNS.HEAD_DIM // 2
+        cols = tl.arange(0, COLUMNS.BLOCK_D // 2)  # [BLOCK_D // 2]
+        codes = _packed(codes).to(tl.uint8)
         _store_rows(codes, cache, rows, inside, cols, LAYOUT, BYTES)
     else:
-        cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+        cols = tl.arange(0, COLUMNS.BLOCK_D)  # [BLOCK_D]
         codes = codes.to(tl.int32).to(tl.int8)
-        _store_rows(codes, cache, rows, inside, cols, LAYOUT, TILE)
+        _store_rows(codes, cache, rows, inside, cols, LAYOUT, COLUMNS.HEAD_DIM)
 
 
 @triton.jit
-def _write(side, places, token, head, PAGE: tl.constexpr, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+def _write(
+    side,
+    places,
+    token,
+    head,
+    PAGE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Write tokens of one head into their slots; those below 0, or past the end, stay out.
 
     What is to be written does not wait for the slots: of tokens that stay out it is read in vain.
@@ -106,11 +115,11 @@ def _write(side, places, token, head, PAGE: tl.constexpr, LAYOUT: tl.constexpr, 
     new, cache = side.new, side.cache
     exists = token < places.tokens  # [BLOCK_T]
     token = token.to(tl.int64)
-    cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    cols = tl.arange(0, COLUMNS.BLOCK_D)  # [BLOCK_D]
     rows = token * new.stride_token + head * new.stride_head
     values = tl.load(
         tl.multiple_of(new.ptr + rows[:, None], [ROW_BYTES, ROW_BYTES]) + cols[None, :],
-        mask=exists[:, None] & (cols < TILE.HEAD_DIM)[None, :],
+        mask=exists[:, None] & (cols < COLUMNS.HEAD_DIM)[None, :],
         other=0.0,
     )  # [BLOCK_T, BLOCK_D]
     slot_at = places.slot_mapping_ptr + token * places.stride_slot
@@ -126,10 +135,10 @@ def _write(side, places, token, head, PAGE: tl.constexpr, LAYOUT: tl.constexpr, 
         scales = side.scales
         at = page * scales.stride_page + in_page * scales.stride_slot
         at += head * side.stride_head_scales
-        _store_codes(values, cache, scales, rows, at, inside, LAYOUT, TILE)
+        _store_codes(values, cache, scales, rows, at, inside, LAYOUT, COLUMNS, TILE.INT_MAX)
     else:
         values = _stored(values, side, head, TILE)
-        _store_rows(values, cache, rows, inside, cols, LAYOUT, TILE)
+        _store_rows(values, cache, rows, inside, cols, LAYOUT, COLUMNS.HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=WritePointers._fields)
@@ -174,12 +183,14 @@ def _reshape_and_cache_kernel(
     V_BYTES: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     ROW_BYTES: tl.constexpr,
     SCALE_PER_HEAD: tl.constexpr,
     FP8_MAX: tl.constexpr,
     INT_MAX: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """``k_cache[slot // PAGE, slot % PAGE] = k / k_scale`` with ``slot = slot_mapping[token]``.
@@ -188,10 +199,20 @@ def _reshape_and_cache_kernel(
     ``k_scale`` is ``max(abs(k)) / INT_MAX`` of each row, and is written beside it.
     """
     TILE: tl.constexpr = WriteTile(
-        HEADS, HEAD_DIM, ROW_BYTES, SCALE_PER_HEAD, FP8_MAX, INT_MAX, BLOCK_T, BLOCK_D, OVERLAP
+        HEADS,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        ROW_BYTES,
+        SCALE_PER_HEAD,
+        FP8_MAX,
+        INT_MAX,
+        BLOCK_T,
+        BLOCK_D,
+        BLOCK_DV,
+        OVERLAP,
     )
     K_LAYOUT: tl.constexpr = VectorLayout(K_RUN, K_UNIT, K_BYTES, 0)
-    V_RUN: tl.constexpr = HEAD_DIM // 2 if INT_MAX == 7 else HEAD_DIM
+    V_RUN: tl.constexpr = HEAD_DIM_V // 2 if INT_MAX == 7 else HEAD_DIM_V
     V_LAYOUT: tl.constexpr = VectorLayout(V_RUN, V_UNIT, V_BYTES, 0)
     places = Slots(slot_mapping_ptr, stride_slot, tokens, slots)
     k_cache = Vectors(k_cache_ptr, stride_kcp, stride_kcs, stride_kcx, stride_kcd)
@@ -209,6 +230,8 @@ def _reshape_and_cache_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if pid % 2 == 0:
-        _write(keys, places, token, head, PAGE, K_LAYOUT, TILE)
+        KEY: tl.constexpr = Columns(HEAD_DIM, BLOCK_D)
+        _write(keys, places, token, head, PAGE, K_LAYOUT, KEY, TILE)
     else:
-        _write(values, places, token, head, PAGE, V_LAYOUT, TILE)
+        VALUE: tl.constexpr = Columns(HEAD_DIM_V, BLOCK_DV)
+        _write(values, places, token, head, PAGE, V_LAYOUT, VALUE, TILE)

@@ -26,7 +26,7 @@ class InvariantAttention:
         cache = CacheForm(x.k_cache, x.v_cache)
         layout = cache.layout
         keys = KeyForm(
-            sizes.head_dim,
+            x.out.shape[2],
             sizes.heads_k,
             layout.PAGE,
             layout.K_RUN,

@@ -11,9 +11,8 @@ from .parameters import (
     AppendTile,
     PageCounts,
     PagePointers,
-    WriteTile,
 )
-from .structures import Packed, Room, Rope, Side, Tokens, VectorLayout, Vectors
+from .structures import Columns, Packed, Room, Rope, Side, Tokens, VectorLayout, Vectors
 
 # as in ``attention.py``
 APPEND_NUMBERS = AppendCounts._fields + AppendStrides._fields
@@ -32,11 +31,12 @@ def _tokens(block, lengths_ptr, batch, seqlen, MOVING: tl.constexpr, BLOCK_T: tl
 
 
 @triton.jit
-def _load(x, tokens, head, cols, TILE: tl.constexpr):
+def _load(x, tokens, head, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     """Load a head of new tokens, ``[BLOCK_T, BLOCK_D]``."""
+    cols = tl.arange(0, COLUMNS.BLOCK_D)  # [BLOCK_D]
     rows = tokens.token * x.stride_token + head * x.stride_head  # [BLOCK_T]
     where = tl.multiple_of(x.ptr + rows[:, None], [TILE.ROW_BYTES, TILE.ROW_BYTES]) + cols[None, :]
-    mask = tokens.exists[:, None] & (cols < TILE.HEAD_DIM)[None, :]
+    mask = tokens.exists[:, None] & (cols < COLUMNS.HEAD_DIM)[None, :]
     return tl.load(where, mask=mask, other=0.0)
 
 
@@ -69,7 +69,16 @@ def _rotated(values, x, tokens, head, rope, TILE: tl.constexpr):
 
 
 @triton.jit
-def _append(values, tokens, side, head, room, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+def _append(
+    values,
+    tokens,
+    side,
+    head,
+    room,
+    LAYOUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Write a head of new tokens where their positions lie; what is beyond the cache stays out."""
     cache, scales = side.cache, side.scales
     inside = tokens.exists & (tokens.position >= 0) & (tokens.position < room.slots)
@@ -85,22 +94,11 @@ def _append(values, tokens, side, head, room, LAYOUT: tl.constexpr, TILE: tl.con
     slot = (tokens.position % room.page).to(tl.int64)
     rows = page * cache.stride_page + slot * cache.stride_slot + head * side.stride_head
     if TILE.INT_MAX > 0:
-        CODES: tl.constexpr = WriteTile(
-            TILE.HEADS_K,
-            TILE.HEAD_DIM,
-            TILE.ROW_BYTES,
-            False,
-            0,
-            TILE.INT_MAX,
-            TILE.BLOCK_T,
-            TILE.BLOCK_D,
-            False,
-        )
         at = page * scales.stride_page + slot * scales.stride_slot + head * side.stride_head_scales
-        _store_codes(values, cache, scales, rows, at, inside, LAYOUT, CODES)
+        _store_codes(values, cache, scales, rows, at, inside, LAYOUT, COLUMNS, TILE.INT_MAX)
     else:
-        cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
-        _store_rows(values, cache, rows, inside, cols, LAYOUT, TILE)
+        cols = tl.arange(0, COLUMNS.BLOCK_D)  # [BLOCK_D]
+        _store_rows(values, cache, rows, inside, cols, LAYOUT, COLUMNS.HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=APPEND_NUMBERS, do_not_specialize_on_alignment=AppendPointers._fields)
@@ -154,6 +152,7 @@ def _append_kernel(
     HEADS_Q: tl.constexpr,
     HEADS_K: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     MOVING: tl.constexpr,
@@ -165,6 +164,7 @@ def _append_kernel(
     INT_MAX: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):
     """``k_cache[row, cache_seqlens + i] = rotate(k[i])``, likewise v unrotated; ``rotate(q[i])``.
 
@@ -175,6 +175,7 @@ def _append_kernel(
         HEADS_Q,
         HEADS_K,
         HEAD_DIM,
+        HEAD_DIM_V,
         ROTARY_DIM,
         INTERLEAVED,
         MOVING,
@@ -186,10 +187,13 @@ def _append_kernel(
         INT_MAX,
         BLOCK_T,
         BLOCK_D,
+        BLOCK_DV,
     )
-    RUN: tl.constexpr = HEAD_DIM // 2 if INT_MAX == 7 else HEAD_DIM
-    K_LAYOUT: tl.constexpr = VectorLayout(RUN, K_UNIT, K_BYTES, 0)
-    V_LAYOUT: tl.constexpr = VectorLayout(RUN, V_UNIT, V_BYTES, 0)
+    KEY: tl.constexpr = Columns(HEAD_DIM, BLOCK_D)
+    VALUE: tl.constexpr = Columns(HEAD_DIM_V, BLOCK_DV)
+    OF_BYTE: tl.constexpr = 2 if INT_MAX == 7 else 1
+    K_LAYOUT: tl.constexpr = VectorLayout(HEAD_DIM // OF_BYTE, K_UNIT, K_BYTES, 0)
+    V_LAYOUT: tl.constexpr = VectorLayout(HEAD_DIM_V // OF_BYTE, V_UNIT, V_BYTES, 0)
     places = Room(
         block_table_ptr, stride_table_b, stride_table_p, cache_batch_idx_ptr, page, room, pages
     )
@@ -201,7 +205,7 @@ def _append_kernel(
         new = _tokens(pid // 2 // HEADS_K, cache_seqlens_ptr, batch, seqlen_new, True, BLOCK_T)
         if pid % 2 == 0:
             key = Packed(k_ptr, stride_ks, stride_kh)
-            keys = _load(key, new, head_k, cols, TILE)  # [BLOCK_T, BLOCK_D]
+            keys = _load(key, new, head_k, KEY, TILE)  # [BLOCK_T, BLOCK_D]
             if ROTARY_DIM > 0:
                 key_rope = Rope(
                     rotary_cos_ptr,
@@ -216,15 +220,15 @@ def _append_kernel(
             k_cache = Vectors(k_cache_ptr, stride_kcp, stride_kcs, None, stride_kcd)
             k_scales = Vectors(k_scale_cache_ptr, stride_skp, stride_sks, None, None)
             k_side = Side(key, k_cache, stride_kch, None, k_scales, stride_skh)
-            _append(keys, new, k_side, head_k, places, K_LAYOUT, TILE)
+            _append(keys, new, k_side, head_k, places, K_LAYOUT, KEY, TILE)
         else:
-            # [BLOCK_T, BLOCK_D]
+            # [BLOCK_T, BLOCK_DV]
             value = Packed(v_ptr, stride_vs, stride_vh)
-            values = _load(value, new, head_k, cols, TILE)
+            values = _load(value, new, head_k, VALUE, TILE)
             v_cache = Vectors(v_cache_ptr, stride_vcp, stride_vcs, None, stride_vcd)
             v_scales = Vectors(v_scale_cache_ptr, stride_svp, stride_svs, None, None)
             v_side = Side(value, v_cache, stride_vch, None, v_scales, stride_svh)
-            _append(values, new, v_side, head_k, places, V_LAYOUT, TILE)
+            _append(values, new, v_side, head_k, places, V_LAYOUT, VALUE, TILE)
     elif ROTARY_DIM > 0:
         head = ((pid - programs) % HEADS_Q).to(tl.int64)
         block = (pid - programs) // HEADS_Q
@@ -239,7 +243,7 @@ def _append_kernel(
             stride_sin_d,
             seqlen_ro,
         )
-        queries = _load(x, tokens, head, cols, TILE)  # [BLOCK_T, BLOCK_D]
+        queries = _load(x, tokens, head, KEY, TILE)  # [BLOCK_T, BLOCK_D]
         queries = _rotated(queries, x, tokens, head, rope, TILE)
         rows = (tokens.token * HEADS_Q + head) * HEAD_DIM
         # the package's own, without gaps

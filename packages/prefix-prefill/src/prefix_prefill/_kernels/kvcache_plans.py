@@ -114,6 +114,7 @@ class AppendPlan:
             HEADS_Q=heads_q,
             HEADS_K=heads_k,
             HEAD_DIM=head_dim,
+            HEAD_DIM_V=x.v.shape[2],
             ROTARY_DIM=rotary_dim,
             INTERLEAVED=options.interleaved,
             MOVING=options.moving,
@@ -125,6 +126,7 @@ class AppendPlan:
             INT_MAX=0 if x.k_scale_cache is None else INT_MAX[x.k_cache.dtype],
             BLOCK_T=BLOCK_T,
             BLOCK_D=padded_head_dim(head_dim),
+            BLOCK_DV=padded_head_dim(x.v.shape[2]),
         )
         self._grid = cdiv(len(x.k), BLOCK_T) * 2 * heads_k
         if rotary_dim:

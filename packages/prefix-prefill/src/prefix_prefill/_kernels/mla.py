@@ -20,13 +20,12 @@ from .mla_parameters import (
     MlaWriteNumbers,
     MlaWritePointers,
     MlaWriteTile,
-    Panel,
     Share,
 )
 from .parameters import Schedule, pointers_of_callers
 from .primitives import load_rows, look_up, rows_of
 from .schedule import locate
-from .structures import Packed, Results, Softmax, Table, VectorLayout, Vectors
+from .structures import Columns, Packed, Results, Softmax, Table, VectorLayout, Vectors
 
 # integers and pointers are taken as they come; see ``attention.py``
 NUMBERS = MlaCounts._fields + MlaStrides._fields
@@ -85,8 +84,8 @@ def _attend(
     """Fold the keys of a share into the softmax; ``WIDE`` is the dtype of products' operands."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     HEAD_DIM_V: tl.constexpr = TILE.HEAD_DIM_V
-    VALUES: tl.constexpr = Panel(HEAD_DIM_V, TILE.BLOCK_V)
-    REST: tl.constexpr = Panel(TILE.HEAD_DIM - HEAD_DIM_V, TILE.BLOCK_R)
+    VALUES: tl.constexpr = Columns(HEAD_DIM_V, TILE.BLOCK_V)
+    REST: tl.constexpr = Columns(TILE.HEAD_DIM - HEAD_DIM_V, TILE.BLOCK_R)
     LAYOUT: tl.constexpr = VectorLayout(TILE.HEAD_DIM, OPTIONS.KV_UNIT, OPTIONS.KV_BYTES, 0)
     cols_v = tl.arange(0, TILE.BLOCK_V)  # [BLOCK_V]
     cols_r = tl.arange(0, TILE.BLOCK_R)  # [BLOCK_R]
@@ -194,8 +193,8 @@ def _mla_kernel(
     cols_r = tl.arange(0, BLOCK_R)  # [BLOCK_R]
     q_rows = token * stride_qs + head * stride_qh  # [BLOCK_M]
     Q_LAYOUT: tl.constexpr = VectorLayout(HEAD_DIM, True, ROW_BYTES, 0)
-    VALUES: tl.constexpr = Panel(HEAD_DIM_V, BLOCK_V)
-    REST: tl.constexpr = Panel(HEAD_DIM - HEAD_DIM_V, BLOCK_R)
+    VALUES: tl.constexpr = Columns(HEAD_DIM_V, BLOCK_V)
+    REST: tl.constexpr = Columns(HEAD_DIM - HEAD_DIM_V, BLOCK_R)
     q_v = Vectors(q_ptr, None, None, None, None)
     q_r = Vectors(q_ptr + HEAD_DIM_V, None, None, None, None)
     factor = scale * LOG2E
@@ -254,12 +253,12 @@ def _store_part(
     inside,
     stride_column,
     scale_ptr,
-    PANEL: tl.constexpr,
+    COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Store the columns of one part of new tokens: of ``rows`` that exist, ``slots`` inside."""
-    cols = tl.arange(0, PANEL.BLOCK_D)  # [BLOCK_D]
-    width = (cols < PANEL.HEAD_DIM)[None, :]
+    cols = tl.arange(0, COLUMNS.BLOCK_D)  # [BLOCK_D]
+    width = (cols < COLUMNS.HEAD_DIM)[None, :]
     BYTES: tl.constexpr = TILE.ROW_BYTES
     x = tl.load(
         tl.multiple_of(x_ptr + rows[:, None], [BYTES, BYTES]) + cols[None, :],
@@ -317,11 +316,11 @@ def _mla_write_kernel(
     inside = (slot >= 0) & (slot < slots)
     slot = tl.where(inside, slot, 0)
     rows = slot // PAGE * stride_kvp + slot % PAGE * stride_kvs
-    VALUES: tl.constexpr = Panel(HEAD_DIM_V, BLOCK_V)
+    VALUES: tl.constexpr = Columns(HEAD_DIM_V, BLOCK_V)
     new, step = token * stride_cs, stride_kvd
     _store_part(kv_c_ptr, new, exists, kv_cache_ptr, rows, inside, step, scale_ptr, VALUES, TILE)
     if ROTARY > 0:
-        REST: tl.constexpr = Panel(ROTARY, BLOCK_R)
+        REST: tl.constexpr = Columns(ROTARY, BLOCK_R)
         rest_ptr = kv_cache_ptr + tl.full([], HEAD_DIM_V, tl.int64) * stride_kvd
         new = token * stride_ps
         _store_part(k_pe_ptr, new, exists, rest_ptr, rows, inside, step, scale_ptr, REST, TILE)

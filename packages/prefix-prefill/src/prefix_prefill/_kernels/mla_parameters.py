@@ -64,13 +64,6 @@ class MlaTile(NamedTuple):
     UPCAST: Any  # the interpreter multiplies in fp32
 
 
-class Panel(NamedTuple):
-    """Columns that are loaded at once: as many as there are, and as a tile has."""
-
-    HEAD_DIM: Any
-    BLOCK_D: Any
-
-
 class MlaWritePointers(NamedTuple):
     """The tensors of a write, in the order of its ``MlaWriteTensors``."""
 

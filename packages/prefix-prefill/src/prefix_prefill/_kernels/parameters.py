@@ -160,8 +160,10 @@ class Tile(NamedTuple):
     """What a step works on, and how."""
 
     HEAD_DIM: Any
+    HEAD_DIM_V: Any  # of values and outputs
     BLOCK_N: Any
     BLOCK_D: Any
+    BLOCK_DV: Any
     FILL_TOKENS: Any  # tokens that a program behind all clears of padding; 0: none
     PRECISION: Any
     UPCAST: Any  # the interpreter multiplies in fp32
@@ -291,12 +293,14 @@ class WriteTile(NamedTuple):
 
     HEADS: Any
     HEAD_DIM: Any
+    HEAD_DIM_V: Any
     ROW_BYTES: Any  # alignment of the rows of k and v
     SCALE_PER_HEAD: Any
     FP8_MAX: Any  # largest finite value of an fp8 cache, 0 for other caches
     INT_MAX: Any  # largest code of a cache with a scale in each slot, 0 for other caches
     BLOCK_T: Any
     BLOCK_D: Any
+    BLOCK_DV: Any
     OVERLAP: Any  # programs are set up while the kernel before still runs
 
 
@@ -370,6 +374,7 @@ class AppendTile(NamedTuple):
     HEADS_Q: Any
     HEADS_K: Any
     HEAD_DIM: Any
+    HEAD_DIM_V: Any
     ROTARY_DIM: Any  # 0: nothing is rotated
     INTERLEAVED: Any
     MOVING: Any  # queries stand one behind the other
@@ -381,6 +386,7 @@ class AppendTile(NamedTuple):
     INT_MAX: Any  # the largest code of a quantised cache; 0: none
     BLOCK_T: Any
     BLOCK_D: Any
+    BLOCK_DV: Any
 
 
 class PagePointers(NamedTuple):

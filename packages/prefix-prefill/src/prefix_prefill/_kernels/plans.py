@@ -100,7 +100,8 @@ class AttentionPlan:
         device, dtype = x.q.device, x.q.dtype
         platform = detect(device)
         heads_k = cache_sizes(x.k_cache).heads_k
-        group, head_dim = x.q.shape[1] // heads_k, x.q.shape[2]
+        # tiles of the wider of keys and values hold the narrower, too
+        group, head_dim = x.q.shape[1] // heads_k, max(x.q.shape[2], x.out.shape[2])
         most_short = 0 if options.long_only else short_tokens(group)
         least_short = 2 if options.skip_decode else 1
         itemsize = 4 if dtype == torch.float32 else 2
@@ -174,6 +175,7 @@ class WritePlan:
     def __init__(self, x: WriteTensors) -> None:
         """Plan for writes like this one, whose new keys are as ``aligned`` leaves them."""
         _, self._heads_k, head_dim = x.k.shape
+        head_dim_v = x.v.shape[2]
         cache = CacheForm(x.k_cache, x.v_cache)
         is_fp8 = x.k_cache.dtype.is_floating_point and x.k_cache.element_size() == 1
         scales = x.k_scale, x.v_scale
@@ -190,12 +192,14 @@ class WritePlan:
         tile = WriteTile(
             HEADS=self._heads_k,
             HEAD_DIM=head_dim,
-            ROW_BYTES=row_bytes(x.k),
+            HEAD_DIM_V=head_dim_v,
+            ROW_BYTES=min(row_bytes(x.k), row_bytes(x.v)),
             SCALE_PER_HEAD=self._per_head,
             FP8_MAX=fp8_info(x.k_cache.dtype).max if is_fp8 else 0.0,
             INT_MAX=INT_MAX.get(x.k_cache.dtype, 0),
             BLOCK_T=BLOCK_T,
             BLOCK_D=padded_head_dim(head_dim),
+            BLOCK_DV=padded_head_dim(head_dim_v),
             OVERLAP=overlap,
         )
         self._write = Launch(

@@ -74,7 +74,7 @@ def rows_of(pages, begin, vectors, PAGE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, TILE: tl.constexpr):
+def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
     """Return where rows x cols of vectors lie.
 
     Every run begins on a multiple of ``BYTES``, and has no gaps if ``UNIT``: the launcher sees to
@@ -82,10 +82,10 @@ def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, TILE: tl.con
     """
     RUN: tl.constexpr = LAYOUT.RUN
     # columns first: their part of an address is the same in every step
-    place = (cols % RUN if RUN < TILE.HEAD_DIM else cols).to(tl.int64)  # [BLOCK_D]
+    place = (cols % RUN if RUN < COLUMNS.HEAD_DIM else cols).to(tl.int64)  # [BLOCK_D]
     if not LAYOUT.UNIT:
         place *= vectors.stride_number
-    if RUN < TILE.HEAD_DIM:
+    if RUN < COLUMNS.HEAD_DIM:
         place += (cols // RUN).to(tl.int64) * vectors.stride_run
     pointers = (vectors.base + place)[None, :] + rows[:, None]  # [BLOCK, BLOCK_D]
     if LAYOUT.UNIT:
@@ -106,7 +106,7 @@ def _pointers_along_slots(vectors, rows, cols, LAYOUT: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    vectors, rows, inside, cols, LAYOUT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+    vectors, rows, inside, cols, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
 ):
     """Load rows x cols of vectors; where not ``inside``, give 0.
 
@@ -115,11 +115,13 @@ def load_rows(
     if LAYOUT.SLOT_RUN > 0:
         pointers = _pointers_along_slots(vectors, rows, cols, LAYOUT)
     else:
-        pointers = _pointers_along_runs(vectors, rows, cols, LAYOUT, TILE)
+        pointers = _pointers_along_runs(vectors, rows, cols, LAYOUT, COLUMNS)
     if MASKED:
-        tile = tl.load(pointers, mask=inside[:, None] & (cols < TILE.HEAD_DIM)[None, :], other=0.0)
-    elif TILE.HEAD_DIM != TILE.BLOCK_D:
-        tile = tl.load(pointers, mask=(cols < TILE.HEAD_DIM)[None, :], other=0.0)
+        tile = tl.load(
+            pointers, mask=inside[:, None] & (cols < COLUMNS.HEAD_DIM)[None, :], other=0.0
+        )
+    elif COLUMNS.HEAD_DIM != COLUMNS.BLOCK_D:
+        tile = tl.load(pointers, mask=(cols < COLUMNS.HEAD_DIM)[None, :], other=0.0)
     else:
         tile = tl.load(pointers)  # whole tile inside: no mask needed
     return tile

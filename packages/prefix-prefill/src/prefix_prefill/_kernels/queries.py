@@ -16,8 +16,9 @@ def query_rows(place, q_start, head_k, SCHEDULE: tl.constexpr, TILE: tl.constexp
     in_group = row % GROUP
     is_inside = row < place.seqlen_q * GROUP
     cols = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    cols_v = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
     head = head_k * GROUP + in_group
-    return Rows(token, q_start + token, head, is_inside, cols)
+    return Rows(token, q_start + token, head, is_inside, cols, cols_v)
 
 
 @triton.jit

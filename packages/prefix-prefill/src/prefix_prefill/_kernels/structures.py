@@ -24,13 +24,14 @@ class Packed(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which query head of which token each row of a tile is, and the columns of a row."""
+    """Which query head of which token each row of a tile is; the columns of queries and outputs."""
 
     token: Any  # of the sequence
     token_64: Any  # of all
     head: Any
     is_inside: Any
     cols: Any
+    cols_v: Any
 
 
 class Positions(NamedTuple):
@@ -75,6 +76,13 @@ class VectorLayout(NamedTuple):
     SLOT_RUN: Any  # neighbouring slots follow each other, so many of them; 0: numbers do
 
 
+class Columns(NamedTuple):
+    """The columns of a vector: as many as there are, and as a tile has."""
+
+    HEAD_DIM: Any
+    BLOCK_D: Any
+
+
 class Table(NamedTuple):
     """The pages of a sequence."""
 
@@ -100,7 +108,8 @@ class SourceLayout(NamedTuple):
     V: Any
     V_AS_K: Any  # values have the strides of keys
     K_PANELS: Any  # parts in which keys are read, and multiplied; with more than 1 no words
-    WORDS: Any  # the tile, with as many columns as vectors have words
+    K_WORDS: Any  # the columns of a key, counted in words
+    V_WORDS: Any  # and those of a value
     SLICES: Any  # numbers of a word; 1: numbers are read one by one
     STORED: Any  # dtype of the numbers of words
     WEIGHTS: Any  # dtype of weights, which multiply values

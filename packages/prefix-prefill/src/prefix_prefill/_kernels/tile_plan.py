@@ -54,7 +54,7 @@ class TilePlan:
         self.tile, self.num_splits, self.least = tile, options.num_splits, least
         self.is_short = has_any is not None
         self.batch, self.heads_k = x.seqlens_k.shape[0], cache_sizes(x.k_cache).heads_k
-        self.head_dim = x.q.shape[2]
+        self.head_dim, self.head_dim_v = x.q.shape[2], x.out.shape[2]
         self.group = x.q.shape[1] // self.heads_k
         self.processors = count_processors(x.q.device)
         tiles = cdiv(max(1, most) * self.group, tile.block_m) if self.is_short else 0
@@ -71,8 +71,10 @@ class TilePlan:
             self._most_seen = scores.window_left + scores.window_right + tile.block_m
         self._strides = _strides_of(x, cache)
         schedule = Schedule(self.group, least, most, tiles, tile.block_m)
-        block_d = padded_head_dim(self.head_dim, x.q.element_size())
-        block_d = max(block_d, MIN_TILE * cache.slices)
+        block_d, block_dv = (
+            max(padded_head_dim(n, x.q.element_size()), MIN_TILE * cache.slices)
+            for n in (self.head_dim, self.head_dim_v)
+        )
         platform = detect(x.q.device)
         overlap = platform.is_hopper or platform.is_blackwell
         asked = _options_of(x, options)
@@ -83,8 +85,10 @@ class TilePlan:
             **schedule._asdict(),
             **Tile(
                 HEAD_DIM=self.head_dim,
+                HEAD_DIM_V=self.head_dim_v,
                 BLOCK_N=tile.block_n,
                 BLOCK_D=block_d,
+                BLOCK_DV=block_dv,
                 FILL_TOKENS=self.fill_tokens,
                 PRECISION=tile.precision,
                 UPCAST=interpreted(),
@@ -96,12 +100,12 @@ class TilePlan:
         }
         self._whole = Launch(_paged_kernel, constants)
         self._split = Launch(_paged_kernel, constants)
-        chunk = min(64, MERGE_NUMBERS // block_d)
+        chunk = min(64, MERGE_NUMBERS // block_dv)
         self._merged_rows, chunk = (1, chunk) if self.is_short else (MERGE_ROWS, 2)
         if interpreted():
             self._merged_rows, chunk = 16, 2
         merged = SplitMergeTile(
-            self.head_dim, asked.OUT_MAX, block_d, self._merged_rows, chunk, overlap
+            self.head_dim_v, asked.OUT_MAX, block_dv, self._merged_rows, chunk, overlap
         )
         constants = {**schedule._asdict(), **merged._asdict(), "num_warps": 4, "num_stages": 1}
         constants |= {"launch_pdl": True} if overlap else {}
@@ -132,7 +136,7 @@ class TilePlan:
             busy * self.heads_k,
             self.is_short,
             seen // self.tile.block_n,
-            units * self.heads_k * block_m * (self.head_dim + 1) * 4,
+            units * self.heads_k * block_m * (self.head_dim_v + 1) * 4,
             self.processors,
             self.words,
         )
@@ -151,7 +155,7 @@ class TilePlan:
             self._whole(grid, (*x, None, None), numbers)
             return
         rows = units * heads_k * splits * self.tile.block_m
-        part_out = x.out.new_empty((rows, self.head_dim), dtype=torch.float32)
+        part_out = x.out.new_empty((rows, self.head_dim_v), dtype=torch.float32)
         part_lse = x.out.new_empty((rows,), dtype=torch.float32)
         self._split(grid, (*x, part_out, part_lse), numbers)
         strides = self._strides
@@ -206,7 +210,7 @@ def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:
     wide = not is_short and detect(x.q.device).is_hopper
     return RowLayout(
         NEW_V_AS_K=strides.stride_ks == strides.stride_vs,
-        ROW_BYTES=row_bytes(x.q) if x.k is None else min(row_bytes(x.q), row_bytes(x.k)),
+        ROW_BYTES=min(row_bytes(t) for t in (x.q, x.k, x.v) if t is not None),
         OUT_BYTES=row_bytes(x.out) if wide else x.out.element_size(),
         PART_BYTES=ACCESS_BYTES if wide else 4,
     )

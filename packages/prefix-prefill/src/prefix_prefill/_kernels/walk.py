@@ -41,7 +41,7 @@ def start_softmax(
         sink = sink.to(tl.float32) * LOG2E
         m_i = tl.where(split == 0, sink, NEG_INF)
         l_i = tl.where(m_i == NEG_INF, 0.0, 1.0 * (1 << OPTIONS.SHIFT))
-    zeros = tl.zeros([SCHEDULE.BLOCK_M, TILE.BLOCK_D // SLICES], tl.float32)
+    zeros = tl.zeros([SCHEDULE.BLOCK_M, TILE.BLOCK_DV // SLICES], tl.float32)
     if SLICES == 1:
         acc = (zeros,)
     elif SLICES == 2:
@@ -57,7 +57,7 @@ def finish_softmax(softmax, v_descale, SHIFT: tl.constexpr):
     # rows that saw no key: output 0, lse -inf
     l_i = softmax.l_i
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    out = softmax.acc[0] * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_D]
+    out = softmax.acc[0] * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_DV]
     return out, tl.where(l_i == 0.0, NEG_INF, softmax.m_i + tl.log2(l_safe) - SHIFT)
 
 
@@ -102,7 +102,8 @@ def _multiply_panels(
     s = tl.zeros([q[0].shape[0], TILE.BLOCK_N], tl.float32)
     for i in tl.static_range(LAYOUT.K_PANELS):
         cols = i * K_PANEL + tl.arange(0, K_PANEL)  # [K_PANEL]
-        k = load_rows(vectors, rows, inside, cols, LAYOUT.K, TILE, MASKED)  # [BLOCK_N, K_PANEL]
+        # [BLOCK_N, K_PANEL]
+        k = load_rows(vectors, rows, inside, cols, LAYOUT.K, LAYOUT.K_WORDS, MASKED)
         k = matched(k, q[i])
         s = dot_add(s, matched(q[i], k), tl.trans(k), TILE.PRECISION, TILE.UPCAST)
     return s
@@ -110,7 +111,7 @@ def _multiply_panels(
 
 @triton.jit
 def _accumulate(acc, alpha, p, v, TILE: tl.constexpr):
-    """Return ``acc * alpha + p @ v`` of one slice, ``[BLOCK_M, BLOCK_D // SLICES]``."""
+    """Return ``acc * alpha + p @ v`` of one slice, ``[BLOCK_M, BLOCK_DV // SLICES]``."""
     return dot_add(acc * alpha[:, None], p, v, TILE.PRECISION, TILE.UPCAST)
 
 
@@ -176,10 +177,12 @@ def _attend(
     PAGE: tl.constexpr = LAYOUT.PAGE
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     SLICES: tl.constexpr = LAYOUT.SLICES
-    WORDS: tl.constexpr = LAYOUT.WORDS
+    K_WORDS: tl.constexpr = LAYOUT.K_WORDS
+    V_WORDS: tl.constexpr = LAYOUT.V_WORDS
     WIDE: tl.constexpr = queries.q[0].dtype
     acc, l_i, m_i = softmax.acc, softmax.l_i, softmax.m_i
-    cols = tl.arange(0, WORDS.BLOCK_D)  # [BLOCK_D // SLICES]
+    cols = tl.arange(0, K_WORDS.BLOCK_D)  # [BLOCK_D // SLICES]
+    cols_v = tl.arange(0, V_WORDS.BLOCK_D)  # [BLOCK_DV // SLICES]
     lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, BLOCK_N, MASKED)
     # pages are looked up a step ahead: else their loads would take a stage of the pipeline
@@ -204,11 +207,11 @@ def _attend(
         if LAYOUT.K_PANELS > 1:
             s = _multiply_panels(queries.q, source.k, k_rows, inside, LAYOUT, TILE, MASKED)
         elif SLICES == 1:
-            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, WORDS, MASKED)
+            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, K_WORDS, MASKED)
             k = matched(k, queries.q[0])
             s = _multiply((matched(queries.q[0], k),), (k,), TILE)
         else:
-            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, WORDS, MASKED)
+            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, K_WORDS, MASKED)
             s = _multiply(queries.q, slices_of(k, WIDE, LAYOUT.STORED, SLICES, TILE.PTX), TILE)
         if LAYOUT.SCALED:
             s *= scales[0][None, :]
@@ -242,8 +245,8 @@ def _attend(
             v_rows = k_rows
         else:
             v_rows = rows_of(pages, begin, source.v, PAGE, BLOCK_N)
-        # [BLOCK_N, BLOCK_D // SLICES]
-        v = load_rows(source.v, v_rows, inside, cols, LAYOUT.V, WORDS, MASKED)
+        # [BLOCK_N, BLOCK_DV // SLICES]
+        v = load_rows(source.v, v_rows, inside, cols_v, LAYOUT.V, V_WORDS, MASKED)
         if SLICES == 1:
             v = (matched(v, queries.q[0]),)
         else:

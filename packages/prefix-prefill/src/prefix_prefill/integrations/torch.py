@@ -139,10 +139,17 @@ def _attend(
         ``(out, lse, random state)``, or the LSE alone where ``out`` is given.
 
     Raises:
-        ValueError: If ``seqused_k`` is missing.
+        ValueError: If ``seqused_k`` is missing, or if values have a head dimension of their own and
+            no ``out`` is given.
     """
     if block_table is None or seqused_k is None:
         raise ValueError("seqused_k must be given with block_table: [batch] int32, got None")
+    if out is None and value.shape[-1] != query.shape[-1]:
+        # the operator's fake gives the output the shape of the queries, and compiled graphs with it
+        raise ValueError(
+            f"value must have the head_dim of query, {query.shape[-1]}, got {value.shape[-1]}: "
+            "varlen_attn_out takes values with a head_dim of their own"
+        )
     left, right = (-1, -1) if window_size is None else window_size
     result, lse = paged_attn_func(
         query,
