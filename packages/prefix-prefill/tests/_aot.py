@@ -27,12 +27,19 @@ class Config:
     splits: int = 1
     invariant: bool = False
     dropin: bool = False  # one query has its key in the cache, and padding is not written
+    head_dim_v: int = 0  # 0: that of keys
 
     def __str__(self) -> str:
-        kind = f"d{self.head_dim}-{self.dtype}-{self.cache or 'same'}-p{self.page}-g{self.group}"
+        kind = f"d{self.head_dim}-" + (f"v{self.head_dim_v}-" if self.head_dim_v else "")
+        kind += f"{self.dtype}-{self.cache or 'same'}-p{self.page}-g{self.group}"
         flags = ("packed", "dense", "rich", "tree", "invariant", "dropin")
         kind += "".join(f"-{flag}" for flag in flags if getattr(self, flag))
         return kind + ("-split" if self.splits > 1 else "")
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The head dimensions of keys and of values."""
+        return self.head_dim, self.head_dim_v or self.head_dim
 
 
 def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,15 +48,15 @@ def meta(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def caches(config: Config, heads_k: int = 8, blocks: int = 100) -> list[torch.Tensor]:
     dtype = getattr(torch, config.cache or config.dtype)
-    d, page = config.head_dim, config.page
+    (d, dv), page = config.widths, config.page
     if dtype == torch.uint8:  # two numbers of 4 bits a byte
-        d //= 2
+        d, dv = d // 2, dv // 2
     if not config.packed:
-        return [meta(blocks, page, heads_k, d, dtype=dtype) for _ in range(2)]
+        return [meta(blocks, page, heads_k, n, dtype=dtype) for n in (d, dv)]
     x = 16 // dtype.itemsize
     return [
         meta(blocks, heads_k, d // x, page, x, dtype=dtype),
-        meta(blocks, heads_k, d, page, dtype=dtype),
+        meta(blocks, heads_k, dv, page, dtype=dtype),
     ]
 
 
@@ -73,12 +80,13 @@ def launch_attention(
     heads_q = heads_k * config.group
     dtype = getattr(torch, config.dtype)
     fp8 = dtype.itemsize == 1
-    d = config.head_dim
+    d, dv = config.widths
+    wide = torch.bfloat16 if fp8 else dtype
     new: list[Any] = [None, None]
     if config.dense:
-        new = [meta(tokens, heads_k, d, dtype=torch.bfloat16 if fp8 else dtype) for _ in range(2)]
+        new = [meta(tokens, heads_k, n, dtype=wide) for n in (d, dv)]
     q = meta(tokens, heads_q, d, dtype=dtype)
-    out = meta(tokens, heads_q, d, dtype=torch.bfloat16 if fp8 else dtype)
+    out = meta(tokens, heads_q, dv, dtype=wide)
     int32 = torch.int32
     scales: list[Any] = [None] * 3
     by_token = scale_caches(config, heads_k)
@@ -131,7 +139,7 @@ def launch_cache(config: Config, tokens: int = 1024) -> None:
     """Run the launcher that writes into a cache on meta tensors."""
     from prefix_prefill._kernels.plans import launch_reshape_and_cache as launch
 
-    new = [meta(tokens, 8, config.head_dim, dtype=getattr(torch, config.dtype)) for _ in range(2)]
+    new = [meta(tokens, 8, n, dtype=getattr(torch, config.dtype)) for n in config.widths]
     by_token = scale_caches(config)
     scales = [meta(1), meta(1)] if config.cache and by_token[0] is None else [None, None]
     launch(*new, *caches(config), meta(tokens, dtype=torch.int64), *scales, *by_token)
@@ -153,11 +161,11 @@ def launch_append(config: Config, batch: int = 16, new: int = 4) -> None:
 
     dtype, d = getattr(torch, config.dtype), config.head_dim
     q = meta(batch * new, 8 * config.group, d, dtype=dtype)
-    k, v = (meta(batch * new, 8, d, dtype=dtype) for _ in "kv")
+    k, v = (meta(batch * new, 8, n, dtype=dtype) for n in config.widths)
     cos, sin = (meta(8192, d // 2, dtype=dtype) for _ in "cs")
     rotated = torch.empty_like(q)
     lengths, table = meta(batch, dtype=torch.int32), meta(batch, 64, dtype=torch.int32)
-    cache = caches(Config(d, config.dtype, config.cache))
+    cache = caches(Config(d, config.dtype, config.cache, head_dim_v=config.head_dim_v))
     scales = scale_caches(config)
     tail = cos, sin, rotated, *scales, not config.packed, True
     launch(q, k, v, *cache, lengths, None, table, *tail)
@@ -169,7 +177,7 @@ def launch_rows(config: Config, batch: int = 16, queries: int = 1) -> None:
 
     dtype, d = getattr(torch, config.dtype), config.head_dim
     q = meta(batch * queries, 8 * config.group, d, dtype=dtype)
-    k_cache, v_cache = (meta(batch, 5000, 8, d, dtype=dtype) for _ in "kv")
+    k_cache, v_cache = (meta(batch, 5000, 8, n, dtype=dtype) for n in config.widths)
     lengths = meta(batch, dtype=torch.int32)
     with only_portable():
         launch(
@@ -183,7 +191,7 @@ def launch_rows(config: Config, batch: int = 16, queries: int = 1) -> None:
             None,
             None,
             None,
-            torch.empty_like(q),
+            meta(*q.shape[:2], config.widths[1], dtype=dtype),
             None,
             0,
             d**-0.5,

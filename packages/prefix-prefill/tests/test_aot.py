@@ -59,6 +59,16 @@ SPILLS: dict[str, tuple[int, str]] = {
     "amd:gfx9* d512-bfloat16-*": (16, "in prefill alone"),
     "amd:gfx1100 d576-*": (600, "a row of 512 sums in fp32 is more than it has registers for"),
     "amd:gfx9* d576-float32-*": (240, "a row of keys in fp32 takes 144 registers as an operand"),
+    "nvidia:sm_80 d64-v128-bfloat16-*": (16, "with Triton 3.6 alone, as with keys of 128"),
+    "nvidia:sm_100 d192-v128-bfloat16-*": (8, "with Triton 3.6 alone"),
+    "nvidia:sm_90 d96-v40-bfloat16-uint8-*": (8, "with Triton 3.6 alone"),
+    "nvidia:* d320-v64-bfloat16-*": (16, "with ALiBi, softcap, sinks and a window at once"),
+    "nvidia:sm_80 d320-v64-float32-*": (16, "with Triton 3.6 alone"),
+    "nvidia:sm_90 d64-v128-float32-*": (48, "three products in TF32 each; keys of 128 spill 184"),
+    "nvidia:* d96-v40-float32-*": (152, "likewise; values of 96 spill 376"),
+    "nvidia:* d192-v128-float32-*": (1496, "likewise, in prefill; both of 256 spill 1824"),
+    "amd:gfx9* d320-v64-float32-*": (290, "a row of keys takes 128 registers as an operand"),
+    "amd:gfx1100 *-v*": (820, "operands twice, as below; equal widths spill more"),
     "amd:gfx1100 *": (64, "its matrix instructions want operands twice; no such GPU to tune on"),
 }
 
@@ -87,6 +97,11 @@ def principal() -> list[tuple[str, str, Config]]:
         (hopper, DECODE, Config(256, splits=4)),
         (hopper, DECODE, Config(128, cache="uint8")),
         ("nvidia:sm_80", DECODE, Config(128, "float32")),
+        (hopper, MIXED, Config(64, head_dim_v=128)),
+        (hopper, DECODE, Config(96, cache="uint8", head_dim_v=40, splits=4)),
+        (amd, MIXED, Config(192, dense=True, rich=True, head_dim_v=128)),
+        (amd, APPEND, Config(96, cache="int8", head_dim_v=40)),
+        (hopper, CACHE, Config(192, packed=True, head_dim_v=128)),
         (hopper, MLA, Config(576, cache=FP8[hopper], page=64, group=128)),
         (amd, MLA, Config(576, group=16, splits=4)),
         (hopper, MLA_WRITE, Config(576, cache=FP8[hopper])),
@@ -126,6 +141,25 @@ def everything() -> list[tuple[str, str, Config]]:
         cases += [(gpu, MLA_WRITE, Config(576, dtype))]
     cases += [(gpu, MLA, Config(576, cache=dtype, group=16)) for gpu, dtype in FP8.items()]
     cases += [(gpu, MIXED, Config(512, t)) for gpu in GPUS for t in ("bfloat16", "float32")]
+    own = [
+        Config(64, head_dim_v=128),
+        Config(192, head_dim_v=128),
+        Config(96, packed=True, head_dim_v=40),
+        Config(320, rich=True, head_dim_v=64),
+        Config(64, head_dim_v=512),
+        Config(64, "float32", dense=True, head_dim_v=128),
+        Config(192, "float32", dense=True, head_dim_v=128),
+        Config(96, "float32", packed=True, dense=True, head_dim_v=40),
+        Config(320, "float32", head_dim_v=64),
+        Config(64, "float32", dense=True, head_dim_v=512),
+    ]
+    cases += list(itertools.product(GPUS, (MIXED,), own))
+    for gpu in GPUS:
+        cases += [(gpu, way, Config(192, head_dim_v=128)) for way in (CACHE, APPEND, ROWS)]
+        cases += [
+            (gpu, DECODE, Config(192, cache=cache, splits=4, head_dim_v=128))
+            for cache in ("", "int8", "uint8")
+        ]
     # a page of a token each, and dtypes and splits that the rest leaves out
     cases += [(gpu, DECODE, Config(80, "float16", page=1)) for gpu in GPUS]
     cases += [(gpu, DECODE, Config(64, group=1)) for gpu in GPUS]
