@@ -59,6 +59,36 @@ def test_forms_take_every_value():
     assert all(any(form.options == options for form in some) for options in cuts.OPTIONS)
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 40), (40, 16), (64, 128)])
+def test_chunks_have_the_bits_of_a_training_forward_whatever_the_width_of_values(
+    head_dim, head_dim_v
+):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 70, heads, n, generator=generator).to(DEVICE, torch.float16)
+        for heads, n in ((4, head_dim), (2, head_dim), (2, head_dim_v))
+    )
+    whole, lse = flash_attn_triton.flash_attn_func(
+        q, k, v, causal=True, invariant=True, return_lse=True
+    )
+    pages = [x.reshape(10, 7, 2, -1).flip(0).contiguous() for x in (k, v)]
+    table = torch.arange(9, -1, -1, dtype=torch.int32, device=DEVICE)[None]
+    for first, last in ((0, 33), (33, 34), (34, 70)):
+        part, lse_part = prefix_prefill.paged_attn_func(
+            q[0, first:last],
+            *pages,
+            table,
+            torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
+            torch.tensor([last], dtype=torch.int32, device=DEVICE),
+            last - first,
+            last,
+            invariant=True,
+            return_lse=True,
+        )
+        assert torch.equal(part, whole[0, first:last])
+        assert torch.equal(lse_part, lse[0, :, first:last])
+
+
 def test_without_the_law_the_bits_differ():
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 70, heads, 16, generator=generator).to(DEVICE) for heads in (2, 1, 1))

@@ -27,19 +27,21 @@ def paged(k, starts, page, seed):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "head_dim_v"),
     [
-        {},
-        {"window_size": (9, 0)},
-        {"softcap": 2.0},
-        {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+        ({}, 16),
+        ({"window_size": (9, 0)}, 16),
+        ({"softcap": 2.0}, 16),
+        ({"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}, 16),
+        ({}, 40),
+        ({"window_size": (9, 0)}, 8),
     ],
-    ids=["plain", "window", "softcap", "alibi"],
+    ids=["plain", "window", "softcap", "alibi", "wide values", "narrow values"],
 )
-def test_paged_attention_agrees_with_packed_attention(options):
+def test_paged_attention_agrees_with_packed_attention(options, head_dim_v):
     starts_q = torch.tensor([0, 17, 18, 21], dtype=torch.int32)
     starts_k = torch.tensor([0, 36, 57, 66], dtype=torch.int32)
-    q, k, v = make(21, 4, 16, seed=1), make(66, 2, 16, seed=2), make(66, 2, 16, seed=3)
+    q, k, v = make(21, 4, 16, seed=1), make(66, 2, 16, seed=2), make(66, 2, head_dim_v, seed=3)
     (k_cache, table), (v_cache, _) = paged(k, starts_k, 7, 4), paged(v, starts_k, 7, 4)
     lengths = starts_k.diff()
     got = prefix_prefill.paged_attn_func(

@@ -58,6 +58,10 @@ CASES = [
     (Problem(((40, 90), (1, 33), (0, 5), (3, 2)), 4, 2, 64, page=16, padding=3), ("sinks",)),
     (Problem(((20, 90), (33, 33)), 3, 1, 24, page=32), ("window_both", "softcap")),
     (Problem(((5, 70), (1, 33)), 2, 1, 16, page=5, dense=True, padding=2), ("scale_negative",)),
+    # values with a head dimension of their own: copied by TMA, and loaded by warps
+    (Problem(((20, 90), (1, 33)), 2, 1, 40, page=16, head_dim_v=128), ("window",)),
+    (Problem(((5, 70), (1, 33)), 2, 1, 128, page=5, head_dim_v=40), ("sinks",)),
+    (Problem(((5, 70), (1, 33)), 2, 1, 24, page=16, dense=True, head_dim_v=80), ()),
 ]
 
 
@@ -70,6 +74,8 @@ HOW: dict[str, tuple[int, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
     "pages": (140, (32,), {"padding": 2}, {}),
     "small pages": (140, (5,), {}, {"window_size": (70, 0)}),
     "packed": (100, (16, PACKED), {}, {"softcap": 1.5}),
+    "values of their own": (140, (16,), {}, {"head_dim_v": 72}),
+    "values of their own, loaded": (140, (5,), {}, {"head_dim_v": 72, "window_size": (70, 0)}),
     "new keys": (100, (16,), {"dense": True}, {"sinks": torch.tensor([0.5, -1.0, 2.0, -9.0])}),
 }
 

@@ -23,6 +23,7 @@ PROBLEMS = [
     Problem(((3, 40), (1, 0)), 2, 1, 32, page=3, layout=PACKED),
     Problem(((9, 4),), 2, 1, 16),  # rows that see nothing
     Problem((), 2, 1, 16, padding=3),
+    Problem(((5, 20), (1, 33), (18, 18)), 2, 1, 16, page=5, dense=True, head_dim_v=40),
 ]
 
 
@@ -54,11 +55,18 @@ class Sequence:
     """The tokens of a sequence, and its result in one prefill."""
 
     def __init__(
-        self, n: int, dtype: torch.dtype, device: Any, seed: int, fp8: bool = False, **options: Any
+        self,
+        n: int,
+        dtype: torch.dtype,
+        device: Any,
+        seed: int,
+        fp8: bool = False,
+        head_dim_v: int = 16,
+        **options: Any,
     ) -> None:
         m = Maker(device, dtype, seed)
         self.n, self.options = n, options
-        self.q, self.k, self.v = m.randn(n, 4, 16), m.randn(n, 2, 16), m.randn(n, 2, 16)
+        self.q, self.k, self.v = m.randn(n, 4, 16), m.randn(n, 2, 16), m.randn(n, 2, head_dim_v)
         self.out, self.lse = attend([(self, 0, n)], 16, fp8=fp8)
 
 
@@ -79,8 +87,8 @@ def attend(
     order = draw.sample(range(sum(counts) + 2), sum(counts))
     table = torch.full((len(chunks), max(counts)), sum(counts) + 1, dtype=torch.int64)
     dtype = torch.float8_e4m3fn if fp8 else s.q.dtype
-    shape = (sum(counts) + 2, page, *s.k.shape[1:])
-    caches = [torch.full(shape, float("nan")).to(dtype) for _ in "kv"]
+    shapes = [(sum(counts) + 2, page, *x.shape[1:]) for x in (s.k, s.v)]
+    caches = [torch.full(shape, float("nan")).to(dtype) for shape in shapes]
     for b, (one, begin, end) in enumerate(chunks):
         pages = [order.pop() for _ in range(counts[b])]
         table[b, : counts[b]] = torch.tensor(pages)
