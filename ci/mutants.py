@@ -2,7 +2,7 @@
 
     python ci/mutants.py lightning-attn --seconds 600 --json mutants.json
     python ci/mutants.py lightning-attn --list --kind dropped
-    python ci/mutants.py lightning-attn --only "walk.py walk_kernel" --count 5
+    python ci/mutants.py lightning-attn --file walk.py --only walk_kernel --count 5
 
 Each mistake gets a process, forked from one that has imported torch and Triton, and a copy of the
 package's source. Outcomes:
@@ -42,7 +42,7 @@ from mutations import Mutation, mutations_of, sample
 
 ROOT = Path(__file__).resolve().parent.parent
 SURVIVORS = ROOT / "ci" / "survivors.json"
-# which tests see a file of _kernels/: the first line whose pattern fits
+# which tests see a file of _kernels/, files or parts of them: the first line whose pattern fits
 TESTS: dict[str, list[tuple[str, str]]] = {
     "lightning-attn": [
         ("hopper/*", "test_gluon.py"),
@@ -92,7 +92,12 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("hopper/backward*", "test_gluon_backward.py"),
         ("hopper/*", "test_gluon.py"),
         ("pair*.py", "test_planning.py test_backward.py"),
-        ("lists.py", "test_planning.py test_backward.py"),
+        (
+            "lists.py",
+            "test_planning.py::test_odd_layouts test_token_rule.py test_planning.py::test_lists"
+            " test_planning.py::test_lists_of_one_group_of_heads_after_the_other",
+        ),
+        ("merge.py", "test_varlen.py"),
         ("backward*", "test_backward.py"),
         ("planning.py", "test_planning.py test_backward.py"),
         ("*", "test_forward.py test_varlen.py test_backward.py"),
@@ -103,7 +108,7 @@ CAUGHT, SURVIVED, HUNG, NOT_RUN = "caught", "survived", "hung", "not run"
 
 
 def tests_of(package: str, file: str) -> tuple[str, ...]:
-    """Return the test files that see a file of ``_kernels/``."""
+    """Return the tests that see a file of ``_kernels/``."""
     for pattern, names in TESTS[package]:
         if fnmatch.fnmatch(file, pattern):
             return tuple(names.split())
@@ -361,19 +366,21 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="try that many at most")
     parser.add_argument("--seed", type=int, default=0, help="of the random order")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--only", default="", help="mutants whose name holds this, a file perhaps")
+    parser.add_argument("--only", default="", help="mutants whose name holds this")
+    parser.add_argument("--file", default="", help="mutants of this file of _kernels/")
     parser.add_argument("--kind", default="", help="of one kind, dropped for instance")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     given = parser.parse_args()
     found = all_mutations(given.package)
-    chosen = list(sample([m for m in found if given.only in m.name], given.seed))
+    drawn = [m for m in found if given.only in m.name and given.file in ("", m.file)]
+    chosen = list(sample(drawn, given.seed))
     chosen = [m for m in chosen if given.kind in m.kind][: given.count]
     if given.list:
         print(*(f"{m.kind}: {m.name}" for m in chosen), sep="\n")
         return
     done = try_mutations(given.package, chosen, given.jobs, given.seconds)
-    told = summary(given.package, done, len(found), given.seed, given.only)
+    told = summary(given.package, done, len(found), given.seed, given.only or given.file)
     text = json.dumps(told, indent=1) + "\n"
     if given.json:
         given.json.write_text(text)

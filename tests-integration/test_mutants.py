@@ -95,7 +95,9 @@ def test_every_file_has_tests():
     for package in mutants.TESTS:
         for file in mutants.files_of(package):
             for name in mutants.tests_of(package, file):
-                assert (ROOT / "packages" / package / "tests" / name).exists(), name
+                path, _, test = name.partition("::")
+                text = (ROOT / "packages" / package / "tests" / path).read_text()
+                assert f"def {test}" in text, name
 
 
 def test_all_of_a_package():

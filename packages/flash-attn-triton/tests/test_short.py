@@ -11,6 +11,7 @@ from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._kernels import backward_plans
 from flash_attn_triton._linked.host.forms import Memory
 
+from ._linked.fences import run_fenced
 from ._linked.gpus import GPUS, absent_gpu, compiling
 from ._numerics import MEDIUM, Shape, check, make_case, run
 
@@ -50,6 +51,15 @@ def test_gradients_match_reference(shape, features, launched, device):
     assert launched
 
 
+# a block of keys that one query of a further tile sees, and none
+@interpreted
+@pytest.mark.parametrize("left", [0, 1, 17])
+def test_gradients_of_windows_at_tile_edges(left, launched, device):
+    case = make_case(Shape(1, 33, 33, 1, 1, 16), torch.float32, device)
+    check(case.with_options(window_size=(left, -1)))
+    assert launched
+
+
 @interpreted
 @pytest.mark.parametrize("feature", ["softcap", "scale_zero", "scale_negative", "window_left"])
 def test_gradients_with_each_feature(feature, launched, device):
@@ -68,6 +78,44 @@ def test_rows_without_a_key_take_no_notice_of_what_arrives(launched, device):
     got = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     assert all(map(torch.equal, got, want))
     assert len(launched) == 2
+
+
+@interpreted
+def test_a_nan_stays_out_of_tiles_that_do_not_see_it(launched, device):
+    """A block of queries walks no tile that is hidden from it, nor does a block of keys."""
+    shape = Shape(1, 33, 33, 1, 1, 16)
+    case = make_case(shape, torch.float32, device, ("causal",))
+    k = case.inputs["k"].clone()
+    k[:, 32] = torch.nan  # the last query alone sees it
+    want, got = run(case), run(case.with_inputs(k=k))
+    assert torch.equal(got["dq"][:, :32], want["dq"][:, :32])
+    assert got["dq"][:, 32].isnan().all()
+
+    case = make_case(shape, torch.float32, device).with_options(window_size=(0, -1))
+    q = case.inputs["q"].clone()
+    q[:, 16] = torch.nan  # keys from the second tile on see it
+    want, got = run(case), run(case.with_inputs(q=q))
+    assert torch.equal(got["dk"][:, :16], want["dk"][:, :16])
+    assert got["dk"][:, 16].isnan().all()
+    assert len(launched) == 4
+
+
+@interpreted
+def test_no_read_beyond_a_tensor():
+    code = """
+import torch
+from flash_attn_triton._kernels import backward_plans
+from flash_attn_triton._kernels.plans import launch_backward
+backward_plans.takes_short_backward = lambda *_: True
+for head_dim in (16, 24):
+    q, out, dout = (fenced(torch.randn(1, 20, 2, head_dim)) for _ in range(3))
+    k, v = (fenced(torch.randn(1, 36, 2, head_dim)) for _ in range(2))
+    lse, dlse = (fenced(torch.randn(1, 2, 20)) for _ in range(2))
+    numbers = 20, 36, 0.25, -1, 0, 0.0, 0.0
+    grads = launch_backward(dout, q, k, v, out, lse, dlse, *[None] * 7, *numbers, False, False)
+    assert all(x.isfinite().all() for x in grads[:3])
+"""
+    run_fenced(code, __file__)
 
 
 @interpreted

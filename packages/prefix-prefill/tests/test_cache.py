@@ -8,6 +8,7 @@ from prefix_prefill import _ops, api, reshape_and_cache
 from prefix_prefill._linked.host.forms import Memory
 
 from ._linked.budget import DTYPES, Maker
+from ._linked.fences import run_fenced
 from ._linked.tiers import INTERPRETED
 from ._linked.views import VIEWS
 from ._numerics import PACKED, in_layout
@@ -231,3 +232,20 @@ def test_writes_in_a_graph_wait_for_what_is_no_kernel(device):
         graph.replay()
         assert (k_cache.flatten(0, 1)[slots] == step).all()
         assert (v_cache.flatten(0, 1)[slots] == 2 * step).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs memory that faults on a CPU")
+def test_no_read_beyond_a_tensor():
+    code = """
+import torch
+from prefix_prefill._kernels.plans import launch_reshape_and_cache
+for d in (16, 24):
+    k, v = (fenced(torch.randn(6, 2, d)) for _ in range(2))
+    caches = [fenced(torch.zeros(4, 4, 2, d)) for _ in range(2)]
+    slots = torch.tensor([15, 0, 16, -1, 3, 7])  # the third is none of the cache's
+    launch_reshape_and_cache(k, v, *caches, fenced(slots), *[None] * 4)
+    for x, cache in zip((k, v), caches):
+        assert torch.equal(cache.flatten(0, 1)[[15, 0, 3, 7]], x[[0, 1, 4, 5]])
+        assert cache.count_nonzero() == 4 * 2 * d
+"""
+    run_fenced(code, __file__)

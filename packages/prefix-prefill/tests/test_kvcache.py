@@ -12,6 +12,7 @@ from torch.library import opcheck
 
 from ._kvcache import Call, check, make
 from ._linked.budget import DTYPES
+from ._linked.fences import run_fenced
 from ._linked.tiers import INTERPRETED
 
 ROWS = Call()
@@ -219,6 +220,31 @@ def test_nothing_is_written_beyond_the_cache(call, page, device):
     launch_append(*packed, *caches, None, given.get("block_table"), *no, True, True)
     for name, frame in frames.items():
         assert torch.equal(frame, want[name])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs memory that faults on a CPU")
+def test_no_read_beyond_a_tensor():
+    """The new keys of the last sequence do not fit: no entry behind its last page is read."""
+    code = """
+import torch
+from prefix_prefill._kernels.kvcache_plans import launch_append
+for d in (16, 24):
+    q, k, v = (fenced(torch.randn(4 * 3, heads, d)) for heads in (4, 2, 2))
+    lengths = fenced(torch.tensor([0, 3, 7, 11], dtype=torch.int32))
+    cos, sin = (fenced(torch.rand(16, 8)) for _ in range(2))
+    for page in (4, 0):
+        cache = torch.zeros(13, 4, 2, d) if page else torch.zeros(5, 12, 2, d)
+        table = fenced(torch.arange(12, dtype=torch.int32).view(4, 3)) if page else None
+        rows = None if page else fenced(torch.arange(4, dtype=torch.int32))
+        caches = fenced(cache), fenced(cache)
+        places = lengths, rows, table
+        turned = torch.zeros_like(q)
+        launch_append(q, k, v, *caches, *places, cos, sin, turned, None, None, True, True)
+        at = (11, 3) if page else (3, 11)
+        assert torch.equal(caches[1][at], v[9]), page
+        assert caches[1].count_nonzero() == v[:10].numel()
+"""
+    run_fenced(code, __file__)
 
 
 # ---- what PyTorch sees

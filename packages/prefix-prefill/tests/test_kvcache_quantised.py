@@ -111,6 +111,21 @@ def test_half_precision_and_halves_of_rotations(kind, device):
     check(call, kind, torch.bfloat16, device, window_size=(6, 0), rotary_interleaved=False)
 
 
+@pytest.mark.parametrize("kind", LARGEST)
+def test_a_scale_is_that_of_its_row_alone(kind, device):
+    """Rows of small numbers, in tiles that are wider than their heads."""
+    call = ROWS._replace(head_dim=24)
+    given = stored(call, kind, torch.float32, device)
+    for x in "kv":
+        given[x] *= 0.01
+    flash_attn_with_kvcache(**given)
+    for b, length in enumerate(call.lengths):
+        for x in "kv":
+            got = given[f"{x}_scale_cache"][b, length : length + call.new]
+            want = given[x][b].abs().amax(-1).double() / LARGEST[kind]
+            assert ((got.double() - want).abs() <= want * torch.finfo(SCALE).eps).all()
+
+
 @pytest.mark.parametrize(("kind", "both"), [("int8", True), ("int4", False)])
 def test_strides_of_scales_are_free(kind, both, device):
     """Rows of scales as many slots apart as those of keys, or not: the same bits."""
