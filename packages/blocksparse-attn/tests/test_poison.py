@@ -8,6 +8,8 @@ from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn.reference import visible_keys
 
 from ._linked.budget import assert_same
+from ._linked.fences import run_fenced
+from ._linked.tiers import INTERPRETED
 from ._linked.views import VIEWS
 from ._numerics import Packed, Shape, assert_alike, make_case, make_packed, paged, run
 
@@ -172,6 +174,33 @@ def test_pages_that_nobody_sees(poison, device):
     want = run(case, grad=False)
     bad = poisoned(poisoned(case, "k", slice(0, 32), poison), "v", slice(0, 32), poison)
     assert_same(run(paged(bad, 16), grad=False), want)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs memory that faults on a CPU")
+def test_no_read_beyond_a_tensor():
+    code = """
+import torch
+from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func, blocksparse_attn_varlen_func
+kept = torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(0)) < 0.7
+layout = BlockSparseLayout.from_dense(kept | torch.eye(3, dtype=torch.bool), 16)
+def attend(function, lengths, d, *places, **options):
+    tokens_q, tokens_k = lengths
+    inputs = [torch.randn(*n, d) for n in ((*tokens_q, 2), (*tokens_k, 1), (*tokens_k, 1))]
+    inputs = [fenced(x).requires_grad_() for x in inputs]
+    out, lse = function(*inputs, *places, layout, **options, return_lse=True)
+    assert out.isfinite().all()
+    above = [fenced(torch.randn(x.shape)) for x in (out, lse)]
+    assert all(x.isfinite().all() for x in torch.autograd.grad((out, lse), inputs, above))
+starts = [fenced(torch.tensor(x, dtype=torch.int32)) for x in ((0, 18, 19, 20), (0, 30, 33, 36))]
+for d in (16, 24):
+    attend(blocksparse_attn_func, ((1, 36), (1, 36)), d)
+    attend(blocksparse_attn_func, ((1, 20), (1, 36)), d, causal=False, align="top-left")
+    attend(blocksparse_attn_varlen_func, ((20,), (36,)), d, *starts, 18, 30)
+    q, k = fenced(torch.randn(20, 2, d)), fenced(torch.randn(36, 1, d))
+    places = *starts, 18, 30, layout
+    assert blocksparse_attn_varlen_func(q, k, k, *places, num_splits=2).isfinite().all()
+"""
+    run_fenced(code, __file__)
 
 
 @pytest.mark.device

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from ._linked.budget import Maker, assert_same
+from ._linked.fences import run_fenced
+from ._linked.tiers import INTERPRETED
 from ._linked.views import VIEWS
 from ._numerics import Packed, Shape, check, incoming, make_case, make_packed, run
 
@@ -27,6 +29,29 @@ def poisoned(case, name, rows, poison):
 def test_empty_tensors_start_as_nan():
     assert torch.empty(5).isnan().all()
     assert torch.empty(5, dtype=torch.bfloat16).isnan().all()
+
+
+def test_a_nan_stays_out_of_tiles_that_do_not_see_it(device):
+    """A block of queries walks no tile that is hidden from it, nor does a block of keys."""
+    if device.type != "cpu":
+        pytest.skip("the tiles of a GPU are other ones")
+    shape = Shape(1, 33, 33, 1, 1, 16)
+    case = make_case(shape, torch.float32, device, ("causal",))
+    want = run(case)
+    for name in ("k", "v"):
+        got = run(poisoned(case, name, 32, torch.nan))  # the last query alone sees it
+        for result in ("out", "dq"):
+            assert torch.equal(got[result][:, :32], want[result][:, :32])
+            assert got[result][:, 32].isnan().all()
+
+    case = make_case(shape, torch.float32, device).with_options(window_size=(0, -1))
+    want = run(case)
+    got = run(poisoned(case, "q", 16, torch.nan))  # keys from the second tile on see it
+    assert torch.equal(got["dk"][:, :16], want["dk"][:, :16])
+    assert torch.equal(got["dv"][:, :16], want["dv"][:, :16])
+    assert got["dk"][:, 16].isnan().all()
+    got = run(poisoned(case, "k", 15, torch.nan))  # queries to the end of the first tile see it
+    assert torch.equal(got["dq"][:, 16:], want["dq"][:, 16:])
 
 
 # windows that begin inside a tile, and on the edge of one
@@ -158,6 +183,37 @@ def test_nan_reaches_the_rows_that_see_it(features, device):
     sees = (rows >= 20) if "causal" in features else (rows - 7 <= 20) & (rows + 2 >= 20)
     assert torch.equal(got["out"][0, :, 0].isnan().all(-1), sees)
     assert torch.equal(got["lse"][0, 0].isnan(), sees)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs memory that faults on a CPU")
+def test_no_read_beyond_a_tensor():
+    code = """
+import torch
+from flash_attn_triton import flash_attn_func, flash_attn_varlen_func
+def attend(function, lengths, d, **options):
+    tokens_q, tokens_k = lengths
+    inputs = [torch.randn(*n, d) for n in ((*tokens_q, 2), (*tokens_k, 1), (*tokens_k, 1))]
+    inputs = [fenced(x).requires_grad_() for x in inputs]
+    out, lse = function(*inputs, **options, return_lse=True)
+    assert out.isfinite().all()
+    above = [fenced(torch.randn(x.shape)) for x in (out, lse)]
+    assert all(x.isfinite().all() for x in torch.autograd.grad((out, lse), inputs, above))
+starts = [fenced(torch.tensor(x, dtype=torch.int32)) for x in ((0, 18, 18, 20), (0, 30, 33, 36))]
+for d in (16, 24):
+    fixed = (1, 20), (1, 36)
+    attend(flash_attn_func, fixed, d)
+    attend(flash_attn_func, fixed, d, causal=True, bias=fenced(torch.randn(1, 2, 20, 36)))
+    attend(flash_attn_func, fixed, d, window_size=(5, 2), sinks=fenced(torch.randn(4))[2:])
+    slopes = fenced(torch.rand(4))[2:]
+    attend(flash_attn_func, fixed, d, alibi_slopes=slopes, softcap=2.0, dropout_p=0.2)
+    packed = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts), max_seqlen_q=18, max_seqlen_k=30)
+    attend(flash_attn_varlen_func, ((20,), (36,)), d, **packed)
+    attend(flash_attn_varlen_func, ((20,), (36,)), d, **packed, causal=True)
+    # rows behind the last sequence have no slopes
+    slopes = fenced(torch.rand(8))[2:].view(3, 2)
+    attend(flash_attn_varlen_func, ((24,), (40,)), d, **packed, alibi_slopes=slopes)
+"""
+    run_fenced(code, __file__)
 
 
 @pytest.mark.device
