@@ -94,13 +94,22 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("pair*.py", "test_planning.py test_backward.py"),
         (
             "lists.py",
-            "test_planning.py::test_odd_layouts test_token_rule.py test_planning.py::test_lists"
-            " test_planning.py::test_lists_of_one_group_of_heads_after_the_other",
+            "test_planning.py::test_odd_layouts"
+            " test_planning.py::test_lists_of_one_group_of_heads_after_the_other"
+            " test_planning.py::test_nothing_is_read_or_written_beyond_a_tensor"
+            " test_token_rule.py::test_whole_blocks_are_found test_planning.py::test_lists",
         ),
-        ("merge.py", "test_varlen.py"),
-        ("backward*", "test_backward.py"),
-        ("planning.py", "test_planning.py test_backward.py"),
-        ("*", "test_forward.py test_varlen.py test_backward.py"),
+        ("merge.py", "test_varlen.py test_poison.py::test_no_read_beyond_a_tensor"),
+        ("backward*", "test_backward.py test_poison.py::test_no_read_beyond_a_tensor"),
+        (
+            "forward.py",
+            "test_forward.py test_varlen.py test_poison.py::test_no_read_beyond_a_tensor",
+        ),
+        (
+            "*",
+            "test_forward.py test_varlen.py test_align.py test_backward.py test_token_rule.py"
+            " test_poison.py::test_no_read_beyond_a_tensor",
+        ),
     ],
     "nki-paged-attn": [("write.py", "test_write.py"), ("*", "test_kernel.py")],
 }

@@ -1,4 +1,4 @@
-"""Tensors that end where readable memory ends, in the interpreter: a read beyond one is fatal."""
+"""Tensors that end where readable memory ends: in the interpreter, a read beyond one is fatal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ctypes
 import mmap
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +17,12 @@ from torch import Tensor
 def fenced(x: Tensor) -> Tensor:
     """Return a contiguous copy whose last byte is the last one before memory that faults.
 
-    The package must be able to read the copy where it lies: the bytes of ``x`` are a multiple of
-    16, so that it is aligned. The memory is never freed.
+    The package must be able to read the copy where it lies: floating-point numbers have a multiple
+    of 16 bytes, so that they are aligned.
     """
     size = x.numel() * x.element_size()
-    if size == 0 or size % 16:
-        raise ValueError(f"x must have a multiple of 16 bytes, got {size}")
+    if not _is_fenceable(x):
+        raise ValueError(f"x must be integers, or have a multiple of 16 bytes, got {size}")
     page = mmap.PAGESIZE
     readable = -(-size // page) * page
     memory = mmap.mmap(-1, readable + page)
@@ -32,13 +34,39 @@ def fenced(x: Tensor) -> Tensor:
     return at.view(x.shape).copy_(x)
 
 
+def _is_fenceable(x: Tensor) -> bool:
+    size = x.numel() * x.element_size()
+    return size > 0 and (not x.dtype.is_floating_point or size % 16 == 0)
+
+
+def fence_new_tensors() -> None:
+    """From now on, fence the tensors that code in Python makes empty or 0."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "zeros"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_zeros"),
+    ):
+        setattr(owner, name, _fencing(getattr(owner, name)))
+
+
+def _fencing(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*arguments: Any, **options: Any) -> Tensor:
+        x = make(*arguments, **options)
+        return fenced(x) if x.is_contiguous() and _is_fenceable(x) else x
+
+    return made
+
+
 def run_fenced(code: str, tests: str) -> None:
     """Run code in a process of its own, where ``fenced`` is known; ``tests``: a file of the tests.
 
-    It passes if it gets to its end: what reads beyond a fence ends it.
+    It passes if it gets to its end: what reads or writes beyond a fence ends it. What the package
+    makes has a fence, too.
     """
-    code = f"from tests._linked.fences import fenced\n{code}\nprint('done')"
+    before = "from tests._linked.fences import fence_new_tensors, fenced\nfence_new_tensors()"
     folder = Path(tests).resolve().parent.parent
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"{before}\n{code}\nprint('done')"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.stdout.endswith("done\n"), f"ended with {done.returncode}: {done.stderr[-2000:]}"

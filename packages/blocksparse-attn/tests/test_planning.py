@@ -14,7 +14,9 @@ from blocksparse_attn._linked.host.forms import interpreted
 from blocksparse_attn._lists import ListSpec
 
 from ._definition import defined_lists
+from ._linked.fences import run_fenced
 from ._linked.gpus import GPUS, chosen, compiling
+from ._linked.tiers import INTERPRETED
 from .test_lists import random_layout
 
 SIDES = (16, 32, 64)
@@ -58,6 +60,27 @@ def test_lists_of_one_group_of_heads_after_the_other(causal, device, monkeypatch
     layout = BlockSparseLayout.from_dense(kept, 16)
     specs = ListSpec(False, 16, 2, 2, causal), ListSpec(True, 32, 2, 1, causal)
     assert_planned_alike(layout, *specs, ListSpec(False, 32, 1, 1, causal), device=device)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs memory that faults on a CPU")
+def test_nothing_is_read_or_written_beyond_a_tensor():
+    """The last group has fewer heads, and the last program fewer items than others."""
+    code = """
+import torch
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._kernels import planning
+from blocksparse_attn._lists import ListSpec
+from tests._definition import defined_lists
+planning.BLOCK = 16
+kept = torch.rand(7, 3, 20, generator=torch.Generator().manual_seed(0)) < 0.5
+layout = BlockSparseLayout.from_dense(kept, 16)
+layout = fenced(layout._crow), fenced(layout._col), 20, (16, 16)
+for spec in ((False, 16, 4, 2, False), (False, 32, 1, 1, True), (True, 32, 4, 1, True)):
+    spec = ListSpec(*spec)
+    made, want = planning.make_lists(*layout, spec), defined_lists(*layout, spec)
+    assert all(map(torch.equal, made, want)), spec
+"""
+    run_fenced(code, __file__)
 
 
 def test_the_example_of_the_docs(device):

@@ -199,6 +199,8 @@ for d in (16, 24):
     q, k = fenced(torch.randn(20, 2, d)), fenced(torch.randn(36, 1, d))
     places = *starts, 18, 30, layout
     assert blocksparse_attn_varlen_func(q, k, k, *places, num_splits=2).isfinite().all()
+    out = blocksparse_attn_func(q[None, :1], k[None], k[None], layout, num_splits=2)
+    assert out.isfinite().all()
 """
     run_fenced(code, __file__)
 

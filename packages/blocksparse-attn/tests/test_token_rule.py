@@ -159,10 +159,12 @@ def test_keys_that_a_rule_hides_from_all_may_be_nan(block, seqlens, device):
     assert_same(run(case.with_inputs(**bad)), want)
 
 
+# a window ends with a block, and its other end is one key short of one
 @pytest.mark.parametrize(
     ("block", "name", "causal"),
     [
-        ((16, 16), "window", False),
+        ((16, 16), (47, 46), False),
+        ((16, 16), (46, 47), False),
         ((16, 32), "document", False),
         ((64, 16), "prefix", True),
     ],
@@ -173,7 +175,7 @@ def test_whole_blocks_are_found(block, name, causal, device):
     rows, cols = (-(-80 // side) for side in block)
     kept = torch.rand(2, rows, cols, generator=torch.Generator().manual_seed(0)) < 0.8
     layout = BlockSparseLayout.from_dense(kept, block).to(device)
-    rule = RULES[name][0](device) if name != "window" else TokenRule.window(40, 40)
+    rule = TokenRule.window(*name) if isinstance(name, tuple) else RULES[name][0](device)
     layout = layout.with_token_rule(rule)
     specs = (
         ListSpec(False, 64, 1, 1, causal),
