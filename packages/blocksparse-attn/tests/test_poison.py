@@ -201,6 +201,12 @@ for d in (16, 24):
     assert blocksparse_attn_varlen_func(q, k, k, *places, num_splits=2).isfinite().all()
     out = blocksparse_attn_func(q[None, :1], k[None], k[None], layout, num_splits=2)
     assert out.isfinite().all()
+# heads that do not fill a tile, and padding
+layout = BlockSparseLayout.from_dense(torch.ones(3, 1, 1, dtype=torch.bool), 16)
+q, k = fenced(torch.randn(8, 3, 16)), fenced(torch.randn(8, 1, 16))
+starts = fenced(torch.tensor([2, 3, 6], dtype=torch.int32))
+out = blocksparse_attn_varlen_func(q, k, k, starts, starts, 3, 3, layout)
+assert not out[:2].any() and not out[6:].any() and out.isfinite().all()
 """
     run_fenced(code, __file__)
 

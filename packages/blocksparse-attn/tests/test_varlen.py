@@ -69,7 +69,7 @@ def test_packed_is_bitwise_the_fixed_form(shape, device):
 
 @pytest.mark.eager
 @pytest.mark.parametrize("front", [0, 3])
-@pytest.mark.parametrize("lengths", [(20, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("lengths", [(20, 1), (1, 2), (2,)], ids=str)
 def test_padding_gives_nothing(lengths, front, device):
     case = make_packed(Packed(lengths, lengths, 2, 1, 16, padding=9), torch.float32, device)
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
