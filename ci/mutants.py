@@ -85,7 +85,8 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("sharded_merge.py", "test_shards.py"),
         (
             "forward.py",
-            "test_forward.py test_varlen.py test_fp8.py test_poison.py::test_no_read_beyond_a_tensor"
+            "test_forward.py test_varlen.py test_fp8.py"
+            " test_poison.py::test_no_read_beyond_a_tensor"
             " test_poison.py::test_a_nan_stays_out_of_tiles_that_do_not_see_it",
         ),
         (
