@@ -170,16 +170,17 @@ def test_nan_reaches_the_rows_that_see_it(device):
 
 @pytest.mark.skipif(not INTERPRETED, reason="needs memory that faults on a CPU")
 def test_no_read_beyond_a_tensor():
-    """The table of the last sequence, of an exact size, ends where readable memory ends, too."""
+    """The table holds the pages of its last sequence and no entry more."""
     code = """
 import torch
 from prefix_prefill import paged_attn_func
-starts = fenced(torch.tensor([0, 5, 6, 26], dtype=torch.int32))
-for lengths, page, window in (((9, 30, 48), 8, (-1, -1)), ((9, 30, 33), 3, (7, 0))):
-    blocks = -(-lengths[-1] // page)
-    blocks += -blocks % 4
+for starts, lengths, page, window in (
+    ((0, 5, 6, 26), (9, 30, 48), 8, (-1, -1)),
+    ((0, 20, 21, 26), (30, 9, 36), 3, (7, 0)),
+):
+    blocks = lengths[-1] // page
     table = fenced(torch.randperm(3 * blocks, dtype=torch.int32).view(3, blocks))
-    used = fenced(torch.tensor([0, *lengths], dtype=torch.int32))[1:]
+    starts, used = (fenced(torch.tensor(x, dtype=torch.int32)) for x in (starts, lengths))
     for d in (16, 24):
         cache = fenced(torch.randn(3 * blocks, page, 2, d))
         q = fenced(torch.randn(26, 4, d))

@@ -8,8 +8,7 @@ Those with a test of their own here aside:
 - registers spill: ``test_aot.py::test_compiles_fits_and_does_not_spill``
 - heads of a group read their keys again: ``test_aot.py::test_the_short_tile_packs_the_group``
 - offsets wrap at 2**31: ``test_device.py``, all that is beyond it
-- a table read past its end:
-  ``test_poison.py::test_a_table_of_exact_size_is_not_read_past_its_end``
+- a table read past its end: ``test_poison.py::test_no_read_beyond_a_tensor``
 - strides and lengths compile anew: ``test_recompilation.py``
 - a sum that starts at 1: ``test_attention.py::test_windows_at_tile_edges``
 - no LSE, softcap, mask to the right, FP8 queries: ``test_attention.py``, ``test_fp8.py``
