@@ -117,17 +117,16 @@ import torch
 from lightning_attn import lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
 decay = fenced(torch.rand(4))
 starts = fenced(torch.tensor([0, 18, 19, 20], dtype=torch.int32))
-for d, e in ((16, 32), (48, 16)):
-    for schedule in ("sequential", "parallel"):
-        for sizes, places, count in (((1, 20), (), 1), ((20,), (starts,), 3)):
-            inputs = [torch.randn(*sizes, 4, n) for n in (d, d, e)] + [torch.randn(count, 4, d, e)]
-            q, k, v, state = inputs = [fenced(x).requires_grad_() for x in inputs]
-            function = lightning_attn_varlen_func if places else lightning_attn_func
-            options = {"initial_state": state, "output_final_state": True, "schedule": schedule}
-            made = function(q, k, v, decay, *places, **options)
-            assert all(x.isfinite().all() for x in made)
-            above = [fenced(torch.randn(x.shape)) for x in made]
-            assert all(x.isfinite().all() for x in torch.autograd.grad(made, inputs, above))
+for d, e, schedule in ((16, 32, "sequential"), (48, 16, "parallel")):
+    for sizes, places, count in (((1, 20), (), 1), ((20,), (starts,), 3)):
+        inputs = [torch.randn(*sizes, 4, n) for n in (d, d, e)] + [torch.randn(count, 4, d, e)]
+        q, k, v, state = inputs = [fenced(x).requires_grad_() for x in inputs]
+        function = lightning_attn_varlen_func if places else lightning_attn_func
+        options = {"initial_state": state, "output_final_state": True, "schedule": schedule}
+        made = function(q, k, v, decay, *places, **options)
+        assert all(x.isfinite().all() for x in made)
+        above = [fenced(torch.randn(x.shape)) for x in made]
+        assert all(x.isfinite().all() for x in torch.autograd.grad(made, inputs, above))
     q, k, v = (fenced(torch.randn(3, 1, 4, n)) for n in (d, d, e))
     states = fenced(torch.randn(3, 4, d, e))
     slots = fenced(torch.tensor([0, 2, -1, 0], dtype=torch.int32))[1:]
