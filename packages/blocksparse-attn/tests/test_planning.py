@@ -126,6 +126,9 @@ def some_layout(kind):
     if kind == "tall":
         kept = torch.rand(2, 40, 5, generator=generator) < 0.3
         return BlockSparseLayout.from_dense(kept, (16, 64))
+    if kind == "wide":
+        kept = torch.rand(2, 3, 9, generator=generator) < 0.5
+        return BlockSparseLayout.from_dense(kept, (64, 16))
     if kind == "selected":
         indices = torch.randint(-1, 9, (2, 4, 6, 5), generator=generator)
         return BlockSparseLayout.from_indices(indices, 32, num_cols=9)
@@ -135,7 +138,7 @@ def some_layout(kind):
     return BlockSparseLayout(crow, col, 32, num_cols=5)
 
 
-KINDS = ["empty", "full", "nothing", "no rows", "long", "tall", "selected", "stray"]
+KINDS = ["empty", "full", "nothing", "no rows", "long", "tall", "wide", "selected", "stray"]
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
