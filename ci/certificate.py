@@ -146,6 +146,7 @@ def mutants(told: list[dict[str, Any]]) -> list[str]:
         why = explained(one["package"])
         reasons = {s["mutant"]: why.get(s["mutant"]) for s in one["survivors"]}
         left += [[one["package"], f"`{x}`", reasons[x] or "not explained"] for x in reasons]
+        explained_ones = sum(reasons[s["mutant"]] is not None for s in one["survivors"])
         caught = one["caught"] + one["hung"]
         rows.append(
             [
@@ -154,7 +155,7 @@ def mutants(told: list[dict[str, Any]]) -> list[str]:
                 str(one["mutations"]),
                 str(one["tried"]),
                 str(caught),
-                f"{one['survived']}, {sum(map(bool, reasons.values()))} explained",
+                f"{one['survived']}, {explained_ones} explained",
                 str(one["not run"]),
                 f"{100 * one['score']:.0f} %",
                 f"`{one['commit']}`",

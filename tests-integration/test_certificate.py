@@ -68,6 +68,16 @@ def test_the_certificate_is_of_the_committed_results():
     assert written == certificate.text(ROOT / "docs" / "certificate")
 
 
+def test_mutants_of_one_name_are_explained_each():
+    told = {"package": "lightning-attn", "mutations": 9, "tried": 3, "caught": 0, "hung": 0,
+            "survived": 3, "not run": 0, "score": 0.0, "commit": "0"}  # fmt: skip
+    known = next(iter(certificate.explained("lightning-attn")))
+    told["survivors"] = [{"mutant": name} for name in (known, known, "other")]
+    page = "\n".join(certificate.mutants([told]))
+    assert "| 3, 2 explained |" in page
+    assert page.count("| not explained |") == 1
+
+
 def test_what_was_not_run_is_said(tmp_path):
     assert "not run" in certificate.text(tmp_path)
     told = {"tool": "consan", "commit": "abc", "triton": "3.6.0", "device": "H200", "cases": {}}
