@@ -67,17 +67,18 @@ def test_nothing_is_read_or_written_beyond_a_tensor():
     """The last group has fewer heads, and the last program fewer items than others."""
     code = """
 import torch
-from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn import BlockSparseLayout, TokenRule
 from blocksparse_attn._kernels import planning
-from blocksparse_attn._lists import ListSpec
+from blocksparse_attn._lists import ListSpec, common_bounds
 from tests._definition import defined_lists
 planning.BLOCK = 16
+planning.common_bounds = lambda *arguments: fenced(common_bounds(*arguments))
 kept = torch.rand(7, 3, 20, generator=torch.Generator().manual_seed(0)) < 0.5
-layout = BlockSparseLayout.from_dense(kept, 16)
-layout = fenced(layout._crow), fenced(layout._col), 20, (16, 16)
+layout = BlockSparseLayout.from_dense(kept, 16).with_token_rule(TokenRule.window(15, 31))
+rule, layout = layout._rule, (fenced(layout._crow), fenced(layout._col), 20, (16, 16))
 for spec in ((False, 16, 4, 2, False), (False, 32, 1, 1, True), (True, 32, 4, 1, True)):
     spec = ListSpec(*spec)
-    made, want = planning.make_lists(*layout, spec), defined_lists(*layout, spec)
+    made, want = (make(*layout, spec, rule) for make in (planning.make_lists, defined_lists))
     assert all(map(torch.equal, made, want)), spec
 """
     run_fenced(code, __file__)

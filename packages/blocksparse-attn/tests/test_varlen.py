@@ -117,6 +117,12 @@ def test_splits_of_a_decode(splits, shared, device):
     check(case.with_options(num_splits=splits), grad=False)
 
 
+def test_splits_of_rows_that_see_no_key(device):
+    shape = Packed((1, 3), (40, 17), 2, 1, 16)
+    case = make_packed(shape, torch.float32, device, "none", num_splits=2)
+    assert check(case, grad=False)["out"].eq(0).all()
+
+
 @pytest.mark.device
 @pytest.mark.parametrize(("shape", "splits", "dtype"), pairs(LARGE, [1, 2, 5, 64], DTYPES), ids=str)
 def test_splits_at_length(shape, splits, dtype, device):
