@@ -60,8 +60,23 @@ Row = dict[str, Any]
 def _rows(data: Any) -> list[Row]:
     """Return the cases that were right and timed."""
     rows = data if isinstance(data, list) else data.get("results", data.get("rows", []))
+    if isinstance(data, dict) and "ranks" in data.get("machine", {}):
+        rows = list(map(_of_ranks, rows))
     timed = [r for r in rows if any(r.get(key) for key in ("ms", "fwd", "bwd"))]
     return [r for r in timed if r.get("status", "ok") == "ok"]
+
+
+def _of_ranks(row: Row) -> Row:
+    """Return what several GPUs gave in the form of what one gave."""
+    sizes = [f"{row[key]} {key}" for key in ("batch", "tokens", "heads", "keys") if key in row]
+    kept = {key: x for key, x in row.items() if key not in ("ms", "case", "batch", "heads")}
+    kept["case"] = ", ".join([row["case"], *sizes] if "case" in row else sizes)
+    in_graph = {True: "in a graph", False: "without a graph", None: ""}[row.get("captured")]
+    kept["provider"] = row.get("way") or row.get("shard") or in_graph
+    ms = row.get("ms")
+    return kept | (
+        dict(zip(("fwd", "bwd"), ms, strict=True)) if isinstance(ms, list) else {"ms": ms}
+    )
 
 
 def _pass(row: Row) -> str | None:
@@ -130,9 +145,9 @@ def _others(path: Path) -> Row:
     rows = _rows(json.loads(path.read_text()))
     title = path.stem.removeprefix("h200-").replace("-", " ")
     figures: Row = {}
-    if all("fwd" in r for r in rows):
-        split = [{**r, "ms": r[one], "pass": one} for r in rows for one in ("fwd", "bwd")]
-        rows = [r for r in split if r["ms"]]
+    both = [r for r in rows if "fwd" in r]
+    split = [{**r, "ms": r[one], "pass": one} for r in both for one in ("fwd", "bwd")]
+    rows = [r for r in rows if "fwd" not in r] + [r for r in split if r["ms"]]
     for (family, one), group in _groups(rows).items():
         name = " ".join(x for x in (f"{title}:", family, PASSES.get(one, one)) if x).rstrip(": ")
         if any(r.get("tile") or r.get("variant") for r in group):
