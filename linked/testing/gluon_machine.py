@@ -196,6 +196,8 @@ class Machine:
     def __init__(self, register: Callable[[Any], Any], reverse: bool) -> None:
         self.register, self.reverse = register, reverse
         self.arrived: dict[int, int] = {}
+        # for how many threads the first of them waits
+        self.expected: dict[int, int] = {}
         self.passed: dict[int, int] = {}
         self.failure: BaseException | None = None
         self.current = Task(0)
@@ -292,6 +294,10 @@ class Machine:
 
     def _join(self, number: int, parties: int, threads: int) -> int:
         turn = self.passed.get(number, 0)
+        assert parties % 32 == 0, "a barrier is of whole warps"
+        if not self.arrived.get(number):
+            self.expected[number] = parties
+        assert self.expected[number] == parties, "a barrier is for two numbers of threads"
         self.arrived[number] = self.arrived.get(number, 0) + threads
         assert self.arrived[number] <= parties, "a barrier has too many arrivals"
         if self.arrived[number] == parties:

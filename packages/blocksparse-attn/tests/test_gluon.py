@@ -188,6 +188,7 @@ MISTAKES = [
     ("_begin", "mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)", "pass"),
     ("_finish", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
     ("_consume", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("_consume", "barrier_arrive(TURN, 256, 4)", "barrier_arrive(TURN, 288, 4)"),
     ("hopper_forward_kernel", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
 ]
 
