@@ -142,6 +142,21 @@ def test_blocks_that_nobody_sees(block, causal, shared, serve):
     assert_same(run(case.with_inputs(**bad), grad=False), want)
 
 
+@pytest.mark.parametrize("block", [(64, 64), (128, 32)], ids=str)
+def test_rows_that_keep_nothing_are_0_beside_values_that_are_nan(block, serve, reverse):
+    serve(reverse)
+    kept = torch.ones(2, -(-300 // block[0]), -(-300 // block[1]), dtype=torch.bool)
+    kept[:, ::2] = False
+    layout = BlockSparseLayout.from_dense(kept, block)
+    case = make_case(Shape(1, 300, 300, 2, 1, 64), torch.bfloat16, "cpu", causal=False)
+    case.inputs["v"][:] = math.nan
+    got = run(case.with_options(layout=layout), grad=False)
+    is_empty = torch.arange(300) // block[0] % 2 == 0
+    assert not got["out"][0, is_empty].any()
+    assert (got["lse"][0, :, is_empty] == -math.inf).all()
+    assert got["out"][0, ~is_empty].isnan().all()
+
+
 def test_other_sequences_are_not_read(serve):
     serve()
     shape = Packed((100, 150, 90), (120, 333, 100), 2, 1, 64, padding=70)
