@@ -39,10 +39,6 @@ SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_90 d64-float32-* *": (176, "three TF32 products hold both halves of operands"),
     "nvidia:sm_90 d128-float32-* *": (256, "three TF32 products hold both halves of operands"),
     "nvidia:sm_80 d128-bfloat16-* _dkdv_kernel": (264, "no such GPU to tune on"),
-    "nvidia:sm_80 d64-bfloat16-*ruled *": (
-        64,
-        "as at d=128 with Triton 3.6, newer ones spill nothing; no such GPU to tune on",
-    ),
     "nvidia:* d128-bfloat16-*ruled *": (
         320,
         "which keys some row sees comes ahead of their loads, from the mask of the whole tile",

@@ -119,8 +119,7 @@ CONFIGS = {
     "unequal": Config(96, head_dim_v=40),
 }
 # Bytes that may be spilled with Triton 3.6 and with later ones: numbers that are needed between
-# tiles of queries, among them where a sequence's own list begins, and in ``smallest`` what the
-# copying warp knows of a step's eight blocks.
+# tiles of queries, and in ``smallest`` what the copying warp knows of a step's eight blocks.
 SPILLS = {
     "causal": (0, 48),
     "full": (0, 48),
@@ -129,7 +128,7 @@ SPILLS = {
     "shared": (16, 48),
     "wide": (0, 112),
     "small": (16, 48),
-    "smallest": (120, 160),
+    "smallest": (104, 160),
     "mixed": (0, 112),
     "narrow": (0, 32),
     "unequal": (0, 32),
