@@ -6,8 +6,8 @@ import triton.language as tl
 from .primitives import factor, rate_of, slot_of, state_offsets
 from .structures import CombineNumbers, CombineTensors
 
-# tiles of this size or less may lie in several warps: four numbers a thread, and eight warps
-SHARED = tl.constexpr(1024)
+# as many numbers as four warps hold once, at most four a thread: of fewer, several warps hold each
+SHARED = tl.constexpr(512)
 
 
 @triton.jit(
@@ -96,7 +96,7 @@ def combine_kernel(
         pointers = base + segment.to(tl.int64) * stride_states_s
         written = tl.load(pointers, mask=inside, other=0.0)
         if REPLACE:
-            if BLOCK_D * BLOCK_E <= SHARED:
+            if BLOCK_D * BLOCK_E < SHARED:
                 # several warps hold each number: all have read it before one overwrites it
                 tl.debug_barrier()
             tl.store(pointers, state, mask=inside)
