@@ -143,9 +143,13 @@ def _backward_triton(*arguments: Any) -> Grads:
 
 def _made(x: Tensors, call: Common, kind: str) -> tuple[Tensor, ...]:
     """Return lists that a call has not brought."""
+    return tuple(_plan(*call[:6], *_form_of_lists(x, call.causal), kind, call.rule))
+
+
+def _form_of_lists(x: Tensors, causal: bool) -> tuple[int, int, int, bool]:
+    """Return what lists depend on besides their layout and their kind."""
     group = x.q.shape[-2] // x.k.shape[-2]
-    of_call = group, max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), call.causal
-    return tuple(_plan(*call[:6], *of_call, kind, call.rule))
+    return group, max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), causal
 
 
 def _backward_eager(*arguments: Any) -> Grads:
@@ -211,8 +215,7 @@ def _walks(
     """Return the lists that a call's kernels walk."""
     if not walks_lists(x.q.device):
         return Walks()
-    group = x.q.shape[-2] // x.k.shape[-2]
-    kind = group, max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), options.causal
+    kind = _form_of_lists(x, options.causal)
     tall = "tall" if walks_whole_blocks(x, options) else "portable"
     is_tall = bounds.seqlen_q > SHORT
     is_short = not is_tall or x.cu_seqlens_q is not None
