@@ -72,6 +72,9 @@ SPILLS: dict[str, tuple[int, str]] = {
     "amd:gfx1100 *": (64, "its matrix instructions want operands twice; no such GPU to tune on"),
 }
 
+# rows of 40 bytes: read in less than 16 at once
+NARROW = Config(40, "float16", FP8["nvidia:sm_90"], page=7, group=2, dense=True, head_dim_v=16)
+
 
 def principal() -> list[tuple[str, str, Config]]:
     """Each kernel on a GPU of either vendor, with every feature at once and with none."""
@@ -98,6 +101,7 @@ def principal() -> list[tuple[str, str, Config]]:
         (hopper, DECODE, Config(128, cache="uint8")),
         ("nvidia:sm_80", DECODE, Config(128, "float32")),
         (hopper, MIXED, Config(64, head_dim_v=128)),
+        (hopper, MIXED, NARROW),
         (hopper, DECODE, Config(96, cache="uint8", head_dim_v=40, splits=4)),
         (amd, MIXED, Config(192, dense=True, rich=True, head_dim_v=128)),
         (amd, APPEND, Config(96, cache="int8", head_dim_v=40)),
@@ -154,6 +158,7 @@ def everything() -> list[tuple[str, str, Config]]:
         Config(64, "float32", dense=True, head_dim_v=512),
     ]
     cases += list(itertools.product(GPUS, (MIXED,), own))
+    cases += [("nvidia:sm_90", MIXED, NARROW)]
     for gpu in GPUS:
         cases += [(gpu, way, Config(192, head_dim_v=128)) for way in (CACHE, APPEND, ROWS)]
         cases += [

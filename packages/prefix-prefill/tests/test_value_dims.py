@@ -19,6 +19,7 @@ from prefix_prefill import (
 )
 from prefix_prefill._call import Options, Tensors
 from prefix_prefill._configs import choose_splits, long_tile, short_tile
+from prefix_prefill._kernels.addressing import has_narrow_words
 from prefix_prefill._kernels.plans import AttentionPlan
 from prefix_prefill.reference import quantised, unpacked
 from torch import Tensor
@@ -483,3 +484,14 @@ def test_a_known_form_does_not_hide_another_width_of_values(device):
     for width in (40, 16, 24, 40):
         case = make_case(MEDIUM._replace(head_dim_v=width), F32, device)
         assert run(case)["out"].shape[2] == width
+
+
+# bytes of a row, which holds half as many numbers of int4, and twice as many of fp16
+@pytest.mark.eager
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, F16], ids=str)
+@pytest.mark.parametrize(("of_key", "of_value"), [(32, 16), (40, 16), (32, 24)])
+def test_which_caches_are_read_in_narrow_words(of_key, of_value, dtype):
+    q = torch.zeros(3, 4, of_key * (2 if dtype == torch.uint8 else 1), dtype=F16)
+    caches = (torch.zeros(5, 7, 2, n, dtype=dtype) for n in (of_key, of_value))
+    x = Tensors.of(q=q, **dict(zip(("k_cache", "v_cache"), caches, strict=True)))
+    assert has_narrow_words(x) == (dtype != F16 and (of_key % 16 or of_value % 16) != 0)

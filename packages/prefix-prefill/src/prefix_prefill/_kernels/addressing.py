@@ -6,6 +6,8 @@ import math
 
 from torch import Tensor
 
+from .._call import Tensors
+from .._configs import words_of
 from .._layout import (
     Strides,
     cache_sizes,
@@ -53,6 +55,12 @@ class CacheForm:
             V_UNIT=v.inner == 1,
             V_BYTES=v_bytes,
         )
+
+
+def has_narrow_words(x: Tensors) -> bool:
+    """Say whether a cache is read in words, but in accesses of less than 16 bytes."""
+    cache = CacheForm(x.k_cache, x.v_cache, in_words=words_of(x) != "")
+    return cache.word_bits > 0 and min(cache.layout.K_BYTES, cache.layout.V_BYTES) < ACCESS_BYTES
 
 
 def _begins(cache: Tensor, strides: Strides, run: int) -> int:

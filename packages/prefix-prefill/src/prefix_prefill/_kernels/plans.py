@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._call import Call, Options, Plan, Tensors, WriteTensors
 from .._configs import (
+    MAX_SHORT_ROWS,
     hopper_tile,
     long_tile,
     padded_head_dim,
@@ -24,7 +25,7 @@ from .._configs import (
     words_of,
 )
 from .._layout import INT_MAX, cache_sizes
-from .addressing import CacheForm, descale_ndim, one_form, row_strides
+from .addressing import CacheForm, descale_ndim, has_narrow_words, one_form, row_strides
 from .cache import _reshape_and_cache_kernel
 from .invariant_attention import InvariantAttention
 from .launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
@@ -119,6 +120,10 @@ class AttentionPlan:
             self.short = TilePlan(x, options, tile, least_short, most_short, has_any)
         tile_of = long_tile if x.tree_mask is None else tree_tile
         tile = tile_of(platform, head_dim, itemsize, x.k_scale_cache is not None)
+        if platform.is_hopper and has_narrow_words(x):
+            # not enough rows for a product of Hopper's, beside which ptxas 12.8 errs: see
+            # docs/hopper-traps.md
+            tile = short_tile(platform, head_dim, itemsize, MAX_SHORT_ROWS // 2)
         least_long = max(most_short + 1, least_short)
         self.long: list[TilePlan | HopperPlan] = []
         if takes_hopper(x, options):
