@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_prefix_prefill import Timer, copy_gbps, describe
+from bench_prefix_prefill import describe
 from prefix_prefill import _configs, mla, mla_attn_func
 from prefix_prefill._linked.host.forms import Memory
+from timing import Timer, copy_gbps
 
 Row = dict[str, Any]
 Run = Callable[[], torch.Tensor]

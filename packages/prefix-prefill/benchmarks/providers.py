@@ -6,12 +6,18 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from cases import Problem
 
 FP8 = torch.float8_e4m3fn
+# a cache's dtype, by its format
+STORED = {"bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8, "int4": torch.uint8}
+# of an FP8 cache: its largest number, 448, stands for 7 standard deviations
+FP8_SCALE = 2.0**-6
+# new tokens of a sequence that are no chunk
+FEW = 16
 # rows of every sequence that a result is judged by
 ROWS = 64
 # largest relative error (Frobenius) of all these rows, and of the worst sequence
@@ -26,7 +32,10 @@ class UnsupportedError(Exception):
 
 @dataclass
 class Inputs:
-    """Tensors of one problem; ``k`` and ``v`` lie beside the cache, or are None."""
+    """Tensors of one problem; ``k`` and ``v`` lie beside the cache, or are None.
+
+    ``scales`` are arguments of ``paged_attn_func`` that say what numbers of the cache mean.
+    """
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -36,6 +45,7 @@ class Inputs:
     table: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
+    scales: dict[str, Any]
 
 
 def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
@@ -51,10 +61,11 @@ def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
     table = torch.zeros((len(counts), max(1, *counts)), dtype=torch.int32, device=device)
     for b, count in enumerate(counts):
         table[b, :count] = order[sum(counts[:b]) : sum(counts[: b + 1])]
-    shape = (len(order), problem.page, problem.heads_k, problem.head_dim)
-    caches = [draw(*shape) for _ in "kv"]
-    if problem.cache == "fp8":
-        caches = [t.to(FP8) for t in caches]
+    head_dims = problem.head_dim, problem.head_dim_v or problem.head_dim
+    caches = [draw(len(order), problem.page, problem.heads_k, d) for d in head_dims]
+    scales: dict[str, Any] = {}
+    if problem.cache != "bf16":
+        caches, scales = _stored(caches, problem.cache)
     if problem.layout == "packed":
         x = 16 // caches[0].element_size()
         caches[0] = caches[0].unflatten(3, (-1, x)).permute(0, 2, 3, 1, 4).contiguous()
@@ -62,7 +73,7 @@ def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
     q = draw(problem.tokens, problem.heads_q, problem.head_dim)
     new = [None, None]
     if problem.dense:
-        new = [draw(problem.tokens, problem.heads_k, problem.head_dim) for _ in "kv"]
+        new = [draw(problem.tokens, problem.heads_k, d) for d in head_dims]
     ends = [sum(n for n, _ in problem.lengths[:b]) for b in range(len(counts) + 1)]
     keys = [new + old for new, old in problem.lengths]
     return Inputs(
@@ -74,7 +85,30 @@ def make_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
         table,
         torch.tensor(ends, dtype=torch.int32, device=device),
         torch.tensor(keys, dtype=torch.int32, device=device),
+        scales,
     )
+
+
+def _stored(drawn: list[torch.Tensor], kind: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Let the package write keys and values into caches of a format; return its scales, too."""
+    from prefix_prefill import reshape_and_cache
+
+    device, (pages, page, heads_k, _) = drawn[0].device, drawn[0].shape
+    per_byte = 2 if kind == "int4" else 1
+    caches = [torch.empty_like(t[..., ::per_byte], dtype=STORED[kind]) for t in drawn]
+    slots = torch.arange(pages * page, device=device)
+    rows = [t.flatten(0, 1) for t in drawn]
+    if kind == "fp8":
+        scale = torch.full((1,), FP8_SCALE, device=device)
+        reshape_and_cache(*rows, *caches, slots, k_scale=scale, v_scale=scale)
+        return caches, {"k_descale": scale, "v_descale": scale}
+    scales: dict[str, Any] = {
+        name: torch.empty(pages, page, heads_k, dtype=torch.float16, device=device)
+        for name in ("k_scale_cache", "v_scale_cache")
+    }
+    scales["kv_dtype"] = kind
+    reshape_and_cache(*rows, *caches, slots, **scales)
+    return caches, scales
 
 
 def _in_order(x: Inputs, problem: Problem, b: int) -> list[torch.Tensor]:
@@ -83,14 +117,23 @@ def _in_order(x: Inputs, problem: Problem, b: int) -> list[torch.Tensor]:
     cached = old if problem.dense else new + old
     pages = x.table[b, : -(-cached // problem.page)].long()
     found = []
-    for cache, fresh in ((x.k_cache, x.k), (x.v_cache, x.v)):
-        part = cache.float() if cache.device.type == "cpu" else cache
-        part = part.view(torch.uint8)[pages].view(FP8) if part.element_size() == 1 else part[pages]
+    for name, cache, fresh in (("k", x.k_cache, x.k), ("v", x.v_cache, x.v)):
+        # indexing knows no FP8
+        raw = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+        part = raw[pages].view(cache.dtype)
         if part.ndim == 5:
             part = part.permute(0, 3, 1, 2, 4).flatten(3)
         elif problem.layout == "packed":
             part = part.permute(0, 3, 1, 2)
-        part = part.flatten(0, 1)[:cached].float()
+        if problem.cache == "int4":
+            part = torch.stack([part & 15, part >> 4], -1).flatten(3).to(torch.int8)
+            part = (part ^ 8) - 8  # in two's complement
+        part = part.float()
+        if problem.cache == "fp8":
+            part = part * x.scales[f"{name}_descale"]
+        elif problem.cache != "bf16":
+            part = part * x.scales[f"{name}_scale_cache"][pages].float()[..., None]
+        part = part.flatten(0, 1)[:cached]
         if fresh is not None:
             at = int(x.starts[b])
             part = torch.cat([part, fresh[at : at + new].float()])
@@ -98,28 +141,41 @@ def _in_order(x: Inputs, problem: Problem, b: int) -> list[torch.Tensor]:
     return found
 
 
+class Expected(NamedTuple):
+    """Some rows of a sequence, and what fp32 attention makes of them, ``[rows, heads_q, Dv]``."""
+
+    rows: torch.Tensor
+    out: torch.Tensor
+
+
 @torch.no_grad()
-def judge(problem: Problem, x: Inputs, out: torch.Tensor) -> tuple[bool, float]:
-    """Compare some rows of every sequence with fp32 attention; return the error of the worst."""
-    wrong = right = worst = 0.0
+def reference(problem: Problem, x: Inputs) -> list[Expected]:
+    """Return fp32 attention over the numbers that the cache stands for, of every sequence."""
+    found = []
     group = problem.heads_q // problem.heads_k
     for b, (new, old) in enumerate(problem.lengths):
         k, v = _in_order(x, problem, b)
-        rows = torch.linspace(0, new - 1, min(new, ROWS), device=out.device).long()
+        rows = torch.linspace(0, new - 1, min(new, ROWS), device=x.q.device).long()
         at = int(x.starts[b]) + rows
         q = x.q[at].float().unflatten(1, (-1, group)).permute(1, 2, 0, 3)  # [heads_k, group, n, D]
         s = torch.matmul(q, k[:, None].transpose(2, 3)) * problem.head_dim**-0.5
-        key = torch.arange(new + old, device=out.device)
+        key = torch.arange(new + old, device=x.q.device)
         position = (rows + old)[:, None]
         hidden = key > position
         if problem.window >= 0:
             hidden |= key < position - problem.window
         p = s.masked_fill_(hidden, -math.inf).softmax(-1)
-        want = torch.matmul(p, v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)
-        error = (out[at].float() - want).square().sum().item()
-        size = want.square().sum().item()
-        wrong, right, worst = wrong + error, right + size, max(worst, math.sqrt(error / size))
-    whole = math.sqrt(wrong / right)
+        found.append(Expected(at, torch.matmul(p, v[:, None]).permute(2, 0, 1, 3).flatten(1, 2)))
+    return found
+
+
+def judge(expected: list[Expected], out: torch.Tensor) -> tuple[bool, float]:
+    """Compare an output with the reference; return the error of the worst sequence."""
+    wrong = [(out[one.rows].float() - one.out).square().sum() for one in expected]
+    right = [one.out.square().sum() for one in expected]
+    errors, sizes = torch.stack([torch.stack(wrong), torch.stack(right)]).cpu().double()
+    whole = math.sqrt(errors.sum() / sizes.sum())
+    worst = math.sqrt((errors / sizes).max())
     # NaN passes no comparison
     return whole <= TOLERANCES[0] and worst <= TOLERANCES[1], worst
 
@@ -130,6 +186,8 @@ class Provider:
     name: ClassVar[str]
     label: ClassVar[str]
     module: ClassVar[str]
+    # whether its first calls compile
+    compiles: ClassVar[bool] = False
 
     def unavailable(self, device: str) -> str | None:
         """Return why the provider cannot run here, or None."""
@@ -148,6 +206,7 @@ class Provider:
 
 class Ours(Provider):
     name, label, module = "ours", "prefix-prefill", "prefix_prefill"
+    compiles = True
     splits: ClassVar[int] = 0
 
     def unavailable(self, device: str) -> str | None:
@@ -169,6 +228,7 @@ class Ours(Provider):
             v=x.v,
             window_size=(problem.window, -1),
             num_splits=self.splits,
+            **x.scales,
         )
 
 
@@ -178,6 +238,11 @@ class OursUnsplit(Ours):
     name, label = "ours-unsplit", "prefix-prefill, num_splits=1"
     splits = 1
 
+    def prepare(self, problem: Problem, x: Inputs) -> Run:
+        if problem.max_new >= FEW or problem.cache != "bf16":
+            raise UnsupportedError("measured with few queries and bf16 alone")
+        return super().prepare(problem, x)
+
 
 class Portable(Ours):
     """What GPUs other than Hopper run, where Hopper has a kernel of its own."""
@@ -185,7 +250,7 @@ class Portable(Ours):
     name, label = "portable", "prefix-prefill, portable"
 
     def prepare(self, problem: Problem, x: Inputs) -> Run:
-        if problem.layout != "nhd" or problem.dense or problem.max_new == 1:
+        if problem.layout != "nhd" or problem.max_new == 1:
             raise UnsupportedError("the portable kernels serve it in any case")
         run = super().prepare(problem, x)
 
@@ -225,6 +290,8 @@ class Fa3(Provider):
 
         if problem.layout != "nhd" or problem.dense or problem.cache != "bf16":
             raise UnsupportedError("only everything in a bf16 NHD cache")
+        if problem.head_dim > 256:
+            raise UnsupportedError("head dimensions to 256")
         window = (problem.window, 0 if problem.window >= 0 else -1)
         return lambda: fa3.fwd(
             x.q,
@@ -305,6 +372,7 @@ class Flashinfer(Provider):
             problem.heads_k,
             problem.head_dim,
             problem.page,
+            head_dim_vo=problem.head_dim_v or None,
             causal=True,
             window_left=problem.window,
             q_data_type=x.q.dtype,

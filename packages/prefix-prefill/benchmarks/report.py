@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cases import PROBLEMS
-from providers import LABELS
+import aims
+from aims import SUMS, by_case
+from cases import BY_NAME, PROBLEMS, in_bf16
+from providers import FEW, LABELS
 
 Row = dict[str, Any]
 
 # of one NVIDIA H200 (SXM): 8192**3 bf16 matmul, device copy
 MATMUL_TFLOPS, COPY_GBPS = 788.0, 4270.0
-# a case, and those whose times together it is compared with
-SUMS = {
-    "mixed-32x8192,4x512+4096": ("mixed-32x8192", "mixed-4x512+4096"),
-    "window-8x65536-w4096": ("window-8x4096",),
-    "window-8x512+65024-w4096": ("window-8x512+3584",),
-}
-# the cases of performance gates
+# the cases of README
 PREFILL = {
     "prefill-8x1024+7168": "8 x (1024 + 7168)",
     "prefill-8x512+4096": "8 x (512 + 4096)",
@@ -33,22 +28,10 @@ DECODE = {
 }
 
 
-def by_case(results: Row) -> dict[str, dict[str, Row]]:
-    """Group what was measured by case and provider."""
-    cases: dict[str, dict[str, Row]] = {}
-    for row in results["results"]:
-        cases.setdefault(row["case"], {})[row["provider"]] = row
-    return cases
-
-
-def shares_of_sums(cases: dict[str, dict[str, Row]]) -> dict[str, float]:
+def shares_of_sums(results: Row) -> dict[str, float]:
     """Return how long the cases of ``SUMS`` took, over their parts."""
-    took = {case: rows["ours"]["ms"] for case, rows in cases.items() if has_time(rows, "ours")}
-    return {
-        whole: took[whole] / sum(took[part] for part in parts)
-        for whole, parts in SUMS.items()
-        if all(name in took for name in (whole, *parts))
-    }
+    found = {case: aims.value_of(results, "parts", case) for case in SUMS}
+    return {case: share for case, share in found.items() if share is not None}
 
 
 def has_time(rows: dict[str, Row], name: str) -> bool:
@@ -64,8 +47,8 @@ def _speed(rows: dict[str, Row], name: str, rival: str) -> str:
 def markdown(results: Row) -> list[str]:
     """Return the tables of README and NOTES that hold figures of a run."""
     cases, copy = by_case(results), results["copy_gbps"]
-    of_readme = [_prefill(cases), _decode(cases, copy), _sentences(cases, copy)]
-    return [*of_readme, _all(cases, copy), _gates(cases, copy)]
+    of_readme = [_prefill(cases), _decode(cases, copy), _sentences(results)]
+    return [*of_readme, _all(results), aims.table(results)]
 
 
 def _prefill(cases: dict[str, dict[str, Row]]) -> str:
@@ -96,8 +79,10 @@ def _decode(cases: dict[str, dict[str, Row]], copy: float) -> str:
     return "\n".join(lines)
 
 
-def _sentences(cases: dict[str, dict[str, Row]], copy: float) -> str:
-    mixed, decoding, prefill = (shares_of_sums(cases).get(name, float("nan")) for name in SUMS)
+def _sentences(results: Row) -> str:
+    cases, copy = by_case(results), results["copy_gbps"]
+    sums = shares_of_sums(results)
+    mixed, decoding, prefill = (sums.get(name, float("nan")) for name in SUMS)
     writes = [
         cases.get(f"write-{n}", {}).get("ours", {}).get("gbps", float("nan")) / copy
         for n in (1000, 8192)
@@ -112,53 +97,42 @@ def _sentences(cases: dict[str, dict[str, Row]], copy: float) -> str:
     )
 
 
-def _gates(cases: dict[str, dict[str, Row]], copy: float) -> str:
-    def shares(names: Iterable[str]) -> list[float]:
-        return [cases.get(name, {}).get("ours", {}).get("gbps", nan) / copy for name in names]
-
-    nan = float("nan")
-    speeds = [float(_speed(cases.get(case, {}), "ours", "fa3") or nan) for case in PREFILL]
-    sums = shares_of_sums(cases)
-    mixed, *windows = (sums.get(name, nan) for name in SUMS)
-    write, host = shares(["write-1000"]), cases.get("host", {}).get("ours", {}).get("us", nan)
-    decode = shares(DECODE)
-    rows = [
-        ("prefill, 0.90 of FA3's speed on each case", speeds, min(speeds) >= 0.9),
-        (
-            "decode, 0.91 / 0.68 / 0.87 of copy bandwidth (64 x 8192, 1 x 65536, 256 x 2048)",
-            decode,
-            all(share >= gate for share, gate in zip(decode, (0.91, 0.68, 0.87), strict=True)),
-        ),
-        ("mixed batch, at most 1.1 of the sum of its parts", [mixed], mixed <= 1.1),
-        ("window of 4096 in 64k, at most 1.3 of a context of 4096", windows, max(windows) <= 1.3),
-        ("writing 1000 tokens, 0.8 of copy bandwidth", write, write[0] >= 0.8),
-        ("host, at most 30 µs a decoding call", [host], host <= 30),
-    ]
-    lines = ["| gate | measured | |", "|---|---|---|"]
-    for gate, numbers, is_met in rows:
-        shown = " / ".join(f"{n:.1f}" if n > 10 else f"{n:.2f}" for n in numbers)
-        lines.append(f"| {gate} | {shown} | {'met' if is_met else '**missed**'} |")
-    return "\n".join(lines)
-
-
-def _all(cases: dict[str, dict[str, Row]], copy: float) -> str:
+def _all(results: Row) -> str:
+    cases, copy = by_case(results), results["copy_gbps"]
     lines = [
-        "| case | ms | portable, ms | FA3, ms | FA3's time over ours | other |",
-        "|---|---:|---:|---:|---:|---|",
+        "| case | ms | in a graph, ms | portable, ms | FA3, ms | FA3's time over ours | "
+        "bf16's time over ours | other |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for case, rows in cases.items():
         mine = rows.get("ours", {})
         if "ms" not in mine:
             continue
-        times = (
+        cells = [case, f"{mine['ms']:.4f}"]
+        cells.append(f"{mine['ms_graph']:.4f}" if "ms_graph" in mine else "")
+        cells += [
             f"{rows[name]['ms']:.4f}" if has_time(rows, name) else ""
-            for name in ("ours", "portable", "fa3")
-        )
-        other = f"{mine['gbps'] / copy:.3f} of copy bandwidth"
-        if case.startswith(("prefill", "mixed-4x")) or "512" in case:
-            other = f"{mine['tflops']:.0f} TFLOP/s"
-        lines.append(f"| {case} | {' | '.join(times)} | {_speed(rows, 'ours', 'fa3')} | {other} |")
+            for name in ("portable", "fa3")
+        ]
+        cells += [_speed(rows, "ours", "fa3"), _over_bf16(results, case)]
+        if is_chunk(case):
+            cells.append(f"{mine['tflops']:.0f} TFLOP/s")
+        else:
+            cells.append(f"{mine['gbps'] / copy:.3f} of copy bandwidth")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def is_chunk(case: str) -> bool:
+    """Say whether products bound a case, not bytes."""
+    return case in BY_NAME and BY_NAME[case].max_new >= FEW
+
+
+def _over_bf16(results: Row, case: str) -> str:
+    if case not in BY_NAME or in_bf16(BY_NAME[case]) is None:
+        return ""
+    speed = aims.value_of(results, "bf16", case)
+    return "" if speed is None else f"{speed:.2f}"
 
 
 def show(results: Row) -> None:
@@ -167,6 +141,8 @@ def show(results: Row) -> None:
     for case, rows in cases.items():
         mine = rows.get("ours", {})
         for name, row in rows.items():
+            if row["status"] == "skipped":
+                continue
             if row["status"] != "ok":
                 text = f"{row['status']} {row.get('message', row.get('error', ''))}"
             elif "us" in row:
@@ -175,13 +151,26 @@ def show(results: Row) -> None:
                 text = f"{row['ms']:9.4f} ms  {row.get('tflops', 0.0):7.1f} TFLOP/s"
                 text += f"  {row['gbps']:7.0f} GB/s"
                 text += f"  {row['gbps'] / copy:5.3f} of copy" if copy else ""
+                if "ms_graph" in row:
+                    text += f"  {row['ms_graph']:.4f} ms in a graph"
+                    if copy:
+                        text += f", {row['gbps'] * row['ms'] / row['ms_graph'] / copy:.3f} of copy"
                 if name != "ours" and "ms" in mine:
                     text += f"  ours is {row['ms'] / mine['ms']:.3f} times as fast"
-            print(f"{case:<28}{name:<14}{text}")
-    for whole, share in shares_of_sums(cases).items():
+                elif name == "ours" and _over_bf16(results, case):
+                    text += f"  {_over_bf16(results, case)} times as fast as from bf16"
+            print(f"{case:<32}{name:<14}{text}")
+    for whole, share in shares_of_sums(results).items():
         print(f"{whole}: {share:.3f} of {' + '.join(SUMS[whole])}")
+    print(aims.table(results))
     print(", ".join(f"{key} {value}" for key, value in results["machine"].items()), end="")
     print(f", copy {copy:.0f} GB/s" if copy else "")
+
+
+def is_usual(case: str) -> bool:
+    """Say whether a case is of what the title of the plot says."""
+    p = BY_NAME[case]
+    return (p.cache, p.heads_q, p.columns) == ("bf16", 32, 256) and not p.dense
 
 
 def draw(results: Row, path: Path) -> None:
@@ -197,7 +186,8 @@ def draw(results: Row, path: Path) -> None:
         (axes[0], "prefill", "tflops", 1.0),
         (axes[1], "decode", "gbps", copy),
     ):
-        rows = [r for r in results["results"] if r["family"] == family and r["status"] == "ok"]
+        rows = [r for r in results["results"] if r["status"] == "ok" and r["family"] == family]
+        rows = [r for r in rows if is_usual(r["case"])]
         names = list(dict.fromkeys(r["case"] for r in rows))
         providers = [name for name in LABELS if any(r["provider"] == name for r in rows)]
         for i, provider in enumerate(providers):

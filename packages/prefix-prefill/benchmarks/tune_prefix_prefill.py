@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_prefix_prefill import Timer, copy_gbps
 from cases import Problem, select
 from prefix_prefill import _configs, api, paged_attn_func
 from prefix_prefill._kernels import plans
-from providers import Inputs, judge, make_inputs
+from providers import Expected, Inputs, judge, make_inputs, reference
+from timing import Timer, copy_gbps
 
 CASES = (
     "prefill-8x1024+7168",
@@ -52,7 +52,9 @@ def overridden(lookup: str, tile: _configs.Tile | None) -> Iterator[None]:
         api._known = type(api._known)()
 
 
-def attempt(problem: Problem, x: Inputs, splits: int, timer: Timer) -> dict[str, Any]:
+def attempt(
+    problem: Problem, x: Inputs, expected: list[Expected], splits: int, timer: Timer
+) -> dict[str, Any]:
     """Check one way to compute a problem, and time it."""
 
     def run() -> Any:
@@ -69,7 +71,7 @@ def attempt(problem: Problem, x: Inputs, splits: int, timer: Timer) -> dict[str,
         )
 
     try:
-        right, error = judge(problem, x, run())
+        right, error = judge(expected, run())
     except Exception as reason:  # too large, or does not compile: the others go on
         return {"status": f"{type(reason).__name__}: {str(reason)[:80]}"}
     if not right:
@@ -102,11 +104,12 @@ def main() -> None:
             continue
         is_long = problem.family == "prefill"
         x = make_inputs(problem, "cuda")
+        expected = reference(problem, x)
         for text in ["", *(arguments.long if is_long else arguments.short)]:
             tile = _configs.Tile(*map(int, text.split(","))) if text else None
             for splits in map(int, ["0"] if is_long else arguments.splits.split(",")):
                 with overridden("long_tile" if is_long else "short_tile", tile):
-                    row = attempt(problem, x, splits, timer)
+                    row = attempt(problem, x, expected, splits, timer)
                 rows.append({"case": problem.name, "tile": text, "splits": splits, **row})
                 shown = row["status"]
                 if shown == "ok":

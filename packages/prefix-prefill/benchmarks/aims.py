@@ -1,0 +1,175 @@
+"""What the package aims at, and how far it is: shares and ratios of one run. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cases import BY_NAME, in_bf16
+
+Row = dict[str, Any]
+Cases = dict[str, dict[str, Row]]
+
+# a case, and those whose times together it is compared with
+SUMS = {
+    "mixed-32x8192,4x512+4096": ("mixed-32x8192", "mixed-4x512+4096"),
+    "window-8x65536-w4096": ("window-8x4096",),
+    "window-8x512+65024-w4096": ("window-8x512+3584",),
+}
+FORMATS = ("fp8", "int8", "int4")
+FULL = ("decode-64x8192", "decode-256x2048", "decode-16x32768")
+CHUNKS = (
+    "prefill-8x1024+7168",
+    "prefill-8x512+4096",
+    "prefill-1x2048+14336",
+    "prefill-4x1024+0",
+)
+SMALL, LARGE = "prefill-16x256+2000", "prefill-8x1024+7168"
+
+
+class Aim(NamedTuple):
+    """Something that each of some cases has to reach.
+
+    ``of`` is ``copy``, the share of a copy's bandwidth; ``fa3`` or ``bf16``, the speed over that of
+    FlashAttention-3 or over the same work from a bf16 cache; ``parts``, the time over that of
+    ``SUMS``; or ``us``, the host's microseconds. Of the last two less is better. What has no gate
+    is told beside the others.
+    """
+
+    what: str
+    of: str
+    gate: float | None
+    goal: float | None
+    cases: tuple[str, ...]
+
+
+def _each(names: tuple[str, ...], suffix: str) -> tuple[str, ...]:
+    return tuple(name + suffix for name in names)
+
+
+def _formats(name: str) -> tuple[str, ...]:
+    return tuple(f"{name}-{cache}" for cache in FORMATS)
+
+
+AIMS = (
+    Aim("FP8 cache, decode", "copy", 0.75, 0.90, _each(FULL, "-fp8")),
+    Aim("int8 cache, decode", "copy", 0.75, 0.90, _each(FULL, "-int8")),
+    Aim("int4 cache, decode", "bf16", 2.0, 2.8, _each(FULL, "-int4")),
+    Aim("decode, 1 x 65536", "copy", 0.80, 0.90, ("decode-1x65536",)),
+    Aim("decode, 4 x 32768", "copy", 0.92, 0.96, ("decode-4x32768",)),
+    Aim("decode, packed layout", "copy", 0.90, 0.95, ("decode-64x8192-packed",)),
+    Aim("decode, window of 4096 in 64k", "copy", 0.75, 0.85, ("window-8x65536-w4096",)),
+    Aim("chunks, d128, page 16", "fa3", 1.0, 1.10, (*CHUNKS, f"{SMALL}-d128-p16")),
+    Aim("chunks, d128, page 64", "fa3", 1.0, 1.10, (*_each(CHUNKS, "-p64"), f"{SMALL}-d128-p64")),
+    Aim("chunks, d64, page 16", "fa3", 1.0, 1.10, (f"{SMALL}-d64-p16", f"{LARGE}-d64-p16")),
+    Aim("chunks, d64, page 64", "fa3", 1.0, 1.10, (f"{SMALL}-d64-p64", f"{LARGE}-d64-p64")),
+    Aim("FP8 / int8 / int4, 1 x 65536", "copy", None, None, _formats("decode-1x65536")),
+    Aim("FP8 / int8 / int4, 4 x 32768", "copy", None, None, _formats("decode-4x32768")),
+    Aim("FP8 / int8 / int4, 64 x 8192", "bf16", None, None, _formats("decode-64x8192")),
+    Aim("chunks over FP8 / int8 / int4", "bf16", None, None, _formats(LARGE)),
+    Aim(
+        "chunks, new keys beside bf16 / FP8",
+        "bf16",
+        None,
+        None,
+        (f"{LARGE}-dense", f"{LARGE}-dense-fp8"),
+    ),
+    Aim("chunks, packed layout", "bf16", None, None, ("prefill-8x512+4096-packed",)),
+    Aim("chunks, d192:128", "fa3", None, None, ("prefill-8x512+4096-d192:128",)),
+    Aim(
+        "decode, d192:128 / d512",
+        "copy",
+        None,
+        None,
+        ("decode-64x8192-d192:128", "decode-64x8192-d512"),
+    ),
+    # of the rounds before
+    Aim("decode, 64 x 8192", "copy", 0.91, None, ("decode-64x8192",)),
+    Aim("decode, 256 x 2048", "copy", 0.87, None, ("decode-256x2048",)),
+    Aim("mixed batch", "parts", 1.1, None, ("mixed-32x8192,4x512+4096",)),
+    Aim("window of 4096 in 64k", "parts", 1.3, None, tuple(SUMS)[1:]),
+    Aim("writing 1000 tokens", "copy", 0.8, None, ("write-1000",)),
+    Aim("host, a decoding call, us", "us", 30.0, None, ("host",)),
+)
+BESIDE = {
+    "copy": "copy",
+    "fa3": "FlashAttention-3",
+    "bf16": "bf16 cache",
+    "parts": "time of its parts",
+    "us": "-",
+}
+LESS = ("parts", "us")
+
+
+def by_case(results: Row) -> Cases:
+    """Group what was measured by case and provider."""
+    cases: Cases = {}
+    for row in results["results"]:
+        cases.setdefault(row["case"], {})[row["provider"]] = row
+    return cases
+
+
+def time_of(cases: Cases, case: str, provider: str = "ours", key: str = "ms") -> float | None:
+    """Return the time of a case, or None; ``key`` is ``ms`` or ``ms_graph``."""
+    return cases.get(case, {}).get(provider, {}).get(key)
+
+
+def value_of(results: Row, of: str, case: str, key: str = "ms") -> float | None:
+    """Return what ``Aim.of`` names, if all of it was measured; ``key`` as in ``time_of``."""
+    cases, copy = by_case(results), results["copy_gbps"]
+    if of == "us":
+        return cases.get(case, {}).get("ours", {}).get("us") if key == "ms" else None
+    mine = time_of(cases, case, key=key)
+    if mine is None:
+        return None
+    if of == "copy":
+        row = cases[case]["ours"]
+        # gbps is that of ms
+        return row["gbps"] * row["ms"] / mine / copy if copy else None
+    if of == "parts":
+        parts = [time_of(cases, part, key=key) for part in SUMS[case]]
+        known = [part for part in parts if part is not None]
+        return mine / sum(known) if len(known) == len(parts) else None
+    usual = in_bf16(BY_NAME[case]) if of == "bf16" else None
+    rival = time_of(cases, usual.name, key=key) if usual else time_of(cases, case, of, key)
+    return None if rival is None else rival / mine
+
+
+def table(results: Row) -> str:
+    """Return every aim of which a case was measured, with what came out, as Markdown."""
+    lines = [
+        "| what | beside | gate | goal | measured | | in a graph | |",
+        "|---|---|---:|---:|---|---|---|---|",
+    ]
+    for aim in AIMS:
+        found = [value_of(results, aim.of, case) for case in aim.cases]
+        if all(value is None for value in found):
+            continue
+        cells = [aim.what, BESIDE[aim.of]]
+        cells += ["-" if number is None else f"{number:g}" for number in (aim.gate, aim.goal)]
+        cells += [_shown(found), _verdict(aim, found)]
+        graphs = [value_of(results, aim.of, case, "ms_graph") for case in aim.cases]
+        if any(value is not None for value in graphs):
+            # longer ones have no time of a graph: theirs is what it is
+            both = [a if b is None else b for a, b in zip(found, graphs, strict=True)]
+            cells += [_shown(graphs), _verdict(aim, both)]
+        else:
+            cells += ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _shown(values: list[float | None]) -> str:
+    return " / ".join("-" if v is None else f"{v:.1f}" if v > 10 else f"{v:.3f}" for v in values)
+
+
+def _verdict(aim: Aim, values: list[float | None]) -> str:
+    if aim.gate is None:
+        return ""
+    known = [value for value in values if value is not None]
+    sign = -1 if aim.of in LESS else 1
+    worst = min(sign * value for value in known)
+    if worst < sign * aim.gate:
+        return "**missed**"
+    if len(known) < len(values):
+        return "not all measured"
+    return "goal" if aim.goal is not None and worst >= sign * aim.goal else "met"
