@@ -144,7 +144,7 @@ def table(results: Row) -> str:
         found = [value_of(results, aim.of, case) for case in aim.cases]
         if all(value is None for value in found):
             continue
-        cells = [aim.what, BESIDE[aim.of]]
+        cells = [_named(aim), BESIDE[aim.of]]
         cells += ["-" if number is None else f"{number:g}" for number in (aim.gate, aim.goal)]
         cells += [_shown(found), _verdict(aim, found)]
         graphs = [value_of(results, aim.of, case, "ms_graph") for case in aim.cases]
@@ -156,6 +156,14 @@ def table(results: Row) -> str:
             cells += ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _named(aim: Aim) -> str:
+    """Return what an aim is about, with the lengths of its cases where these differ."""
+    lengths = {case.split("-")[1] for case in aim.cases if "-" in case}
+    if len(lengths) < 2:
+        return aim.what
+    return f"{aim.what} ({' / '.join(case.split('-')[1] for case in aim.cases)})"
 
 
 def _shown(values: list[float | None]) -> str:
