@@ -1,6 +1,7 @@
 """Cut random sequences into chunks and decodes, and hold their bits to a training forward's.
 
     python ci/cuts.py --json law.json                                # 2,000 cuts on a GPU
+    python ci/cuts.py --jobs 10 --json law.json                      # the same, 10 processes
     TRITON_INTERPRET=1 python ci/cuts.py --device cpu --cuts 12      # a few in the interpreter
 
 The law is that of ``invariant=True`` (docs/numerics.md). In each round flash-attn-triton computes a
@@ -15,11 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -417,19 +420,48 @@ def check_cuts(
     return {**told, "seconds": round(took, 1), "seed": seed, "with": dict(sorted(counts.items()))}
 
 
+def side_by_side(
+    jobs: int, device: str, cuts: int, seconds: float, seed: int, size: Size
+) -> dict[str, Any]:
+    """Share the cuts among processes, whose seeds follow ``seed``; return what all found.
+
+    A process spends most of its time building kernels.
+    """
+    share = -(-cuts // jobs)
+    begin = time.monotonic()
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        begun = [
+            pool.submit(check_cuts, device, share, seconds, seed + i, size) for i in range(jobs)
+        ]
+        found = [one.result() for one in begun]
+    counts: Counter[str] = Counter()
+    for one in found:
+        counts.update(one["with"])
+    told = {name: sum(one[name] for one in found) for name in ("cuts", "differing", "rounds")}
+    told["first"] = [wrong for one in found for wrong in one["first"]][:20]
+    took = round(time.monotonic() - begin, 1)
+    seeds = [one["seed"] for one in found]
+    return {**told, "seconds": took, "seed": seeds, "with": dict(sorted(counts.items()))}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cuts", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after these")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes, which share the cuts")
     parser.add_argument("--json", type=Path, help="where to write what was found")
     given = parser.parse_args(arguments)
     from errors import about
     from mutants import commit
 
     size = SMALL if given.device == "cpu" else Size()
-    told = check_cuts(given.device, given.cuts, given.seconds, given.seed, size, tell=True)
+    asked = given.device, given.cuts, given.seconds, given.seed, size
+    if given.jobs > 1:
+        told = side_by_side(given.jobs, *asked)
+    else:
+        told = check_cuts(*asked, tell=True)
     told = {"commit": commit(), **about(), **told}
     if given.device == "cpu":
         told["device"] = "cpu"
