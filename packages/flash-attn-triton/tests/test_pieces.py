@@ -95,3 +95,16 @@ def test_merges_compile(gpu, count, has_lse, tmp_path, monkeypatch):
         }
         assert all(places.values())
         assert any(places["LDG"][-1] < i < places["STG"][0] for i in places["BAR.SYNC"])
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("gpu", ["nvidia:sm_80", "nvidia:sm_90", "amd:gfx942"])
+def test_exchanges_have_a_head_start(gpu, tmp_path, monkeypatch):
+    from flash_attn_triton._kernels import sharded_plans
+
+    monkeypatch.setattr(sharded_plans, "_launches", Memory())
+    with compiling(gpu, tmp_path) as builds:
+        sharded_plans.give_way(torch.empty(8, device="meta"))
+    # read before the wait and in each of its rounds; another clock on AMD, where nothing waits
+    reads = [build.sass.count("SR_GLOBALTIMERLO") for build in builds]
+    assert reads == ([2] if gpu.startswith("nvidia") else [])

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ._call import Options, Plan, Tensors
 from ._linked.host.forms import Memory, form_of, interpreted
-from ._linked.parallel.agreement import agree
 from ._linked.parallel.cut import Layout, layout_by
 from ._linked.parallel.groups import group_named
 from ._pieces import MERGED, Piece, merge_eagerly
@@ -68,23 +67,31 @@ class Exchange:
 
 
 class _Fetch:
-    """The keys and values of all steps, some of them under way."""
+    """The keys and values of all steps, some of them under way.
 
-    def __init__(self, k: Tensor, v: Tensor, steps: tuple[Step, ...], options: Sharded) -> None:
+    ``gives_way``: what is launched next stays on all of a GPU, and has to let exchanges begin.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, steps: tuple[Step, ...], options: Sharded, gives_way: bool
+    ) -> None:
         self._kv, self._steps, self._options = (k, v), steps, options
+        self._gives_way = gives_way and k.is_cuda
         self._begun: list[Exchange] = []
-        for _ in range(AHEAD):
-            self.begin_next()
+        self.begin_next(AHEAD)
 
-    def begin_next(self) -> None:
-        """Send what the next step asks for."""
-        if len(self._begun) == len(self._steps):
-            return
-        step = self._steps[len(self._begun)]
-        message = torch.cat([step.sends.of(x) for x in self._kv], -1)
-        self._begun.append(
-            Exchange(message, step.target, step.receives, step.source, self._options)
-        )
+    def begin_next(self, count: int = 1) -> None:
+        """Send what the next steps ask for."""
+        asked = self._steps[len(self._begun) :][:count]
+        for step in asked:
+            message = torch.cat([step.sends.of(x) for x in self._kv], -1)
+            self._begun.append(
+                Exchange(message, step.target, step.receives, step.source, self._options)
+            )
+        if asked and self._gives_way:
+            from ._kernels.sharded_plans import give_way
+
+            give_way(self._kv[0])
 
     def wait(self, i: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a step."""
@@ -143,7 +150,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp over the keys of all ranks."""
     table = table_of(options.layout)
-    fetch = _Fetch(k, v, table.steps, options)
+    fetch = _Fetch(k, v, table.steps, options, gives_way=True)
     if not table.local:
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         lse = q.new_full(q.shape[1::-1], -math.inf, dtype=torch.float32)
@@ -177,7 +184,7 @@ def backward(
     """Return dq, dk, dv, and this rank's share of the gradient of the sinks."""
     table = table_of(options.layout)
     q, k, v, sinks = x.q, x.k, x.v, x.sinks
-    fetch = _Fetch(k, v, table.steps, options)
+    fetch = _Fetch(k, v, table.steps, options, gives_way=False)
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v)) if not table.local else (q, k, v)
     dsinks = q.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
     pieces = Pieces(q.shape[0], q.dtype)
@@ -393,58 +400,3 @@ def _plan_of(
 
     plan = plan_of(x, options, x.q.dtype, deterministic, needs_gradient=needs_gradient)
     return plan if plan is None else _plans.keep(form, plan)
-
-
-# what ranks compare; the operator adds the values of the sinks
-NAMES = (
-    "the dtype of q",
-    "the heads and head dimensions of q, k and v",
-    "the shards",
-    "softmax_scale",
-    "softcap",
-    "deterministic",
-    "whether a gradient is asked for",
-)
-
-
-class _Shown(str):
-    """Text that ranks compare, shown as it is."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
-def claims_of(x: Tensors, options: Sharded, has_gradient: bool) -> list[str]:
-    """Say of a call what has to be the same on every rank."""
-    layout = options.layout
-    return [
-        str(x.q.dtype),
-        f"{list(x.q.shape[1:])}, {list(x.k.shape[1:])} and {list(x.v.shape[1:])}",
-        f"{layout.shard} of lengths {layout.lengths}, window {layout.window}",
-        str(options.softmax_scale),
-        str(options.softcap),
-        str(options.deterministic),
-        str(has_gradient),
-    ]
-
-
-def compare(
-    claims: list[str],
-    sinks: Tensor | None,
-    groups: list[str],
-    device: torch.device,
-    error: Exception | None = None,
-) -> None:
-    """Compare what ranks say of their calls; raise on all of them if they differ.
-
-    Over one group after the other: what is wrong in one is an error of its ranks in the next.
-    """
-    named: dict[str, Any] = dict(zip(NAMES, map(_Shown, claims), strict=True))
-    named["sinks"] = None if sinks is None else sinks.tolist()
-    for name in groups:
-        try:
-            agree(named, group_named(name), device, error)
-        except (TypeError, ValueError, NotImplementedError) as raised:
-            error = raised
-    if error is not None:
-        raise error

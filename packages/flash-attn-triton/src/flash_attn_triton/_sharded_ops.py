@@ -12,8 +12,9 @@ from torch import Tensor
 
 from . import _ops
 from ._call import Tensors
+from ._claims import claims_of, compare
 from ._linked.host.operators import differentiable, no_second_derivative, register
-from ._sharded import Sharded, backward, claims_of, compare, forward
+from ._sharded import Sharded, backward, forward
 
 _OPTIONS = (
     "float softmax_scale, float softcap, bool deterministic, Tensor? lengths, SymInt[] numbers, "

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import _checks, _options
 from ._call import Options
+from ._claims import NAMES, compare
 from ._heads import Heads
 from ._linked.host.arguments import FLOAT_DTYPES, check_flag, kind
 from ._linked.host.internals import refuse_tangents
@@ -29,7 +30,7 @@ from ._linked.parallel.cut import Cut, cut_alike, cut_by_plan
 from ._linked.parallel.groups import Where, group_named, where
 from ._linked.parallel.plan import ShardPlan
 from ._linked.parallel.shards import check_count, check_shard, shard, shard_size, unshard
-from ._sharded import NAMES, Sharded, compare
+from ._sharded import Sharded
 from ._sharded_ops import call_forward, compare_calls
 
 __all__ = ["ShardPlan", "flash_attn_func", "flash_attn_varlen_func", "shard", "unshard"]

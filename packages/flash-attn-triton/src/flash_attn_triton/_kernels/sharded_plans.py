@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from attn_common import cdiv
+from attn_common import cdiv, detect
 from torch import Tensor
 
 from .._linked.host.forms import Memory
@@ -13,12 +13,15 @@ from .._linked.host.tiles import padded_head_dim
 from .._pieces import MERGED, Piece
 from .launch.runtime import Launch
 from .sharded_merge import merge_kernel
+from .sharded_wait import wait_kernel
 from .structures import MergeNumbers, MergeTensors, MergeTile
 
 # tokens of one head per program
 ROWS = 32
 
 _launches: Memory[Launch] = Memory()
+# what an exchange needs to begin, when that for which it waits is done
+HEAD_START_NS = 16_000
 # no tokens
 _ABSENT = 0, 0, 1, 0
 
@@ -63,3 +66,17 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
         heads * cdiv(end - begin, ROWS), MergeTensors(out, lse, *tensors), MergeNumbers(*numbers)
     )
     return out, lse
+
+
+def give_way(x: Tensor) -> None:
+    """Let an exchange that was just asked for begin before the next kernel on the device of ``x``.
+
+    Both wait for the same. A forward on Hopper stays on all multiprocessors until it is done: if it
+    begins first, the exchange begins after it, and nothing hides it.
+    """
+    if detect(x.device).vendor != "nvidia":
+        return
+    launch = _launches.get(x.device)
+    if launch is None:
+        launch = _launches.keep(x.device, Launch(wait_kernel, {"num_warps": 1}))
+    launch(1, (x,), (HEAD_START_NS,))
