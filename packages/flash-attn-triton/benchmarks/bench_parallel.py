@@ -4,8 +4,9 @@
     torchrun --nproc-per-node=4 benchmarks/bench_parallel.py --json four.json
     python benchmarks/bench_parallel.py --plot parallel.png two.json four.json
 
-One GPU's speed is that of the plain function on the whole sequence with 1 / n of the heads. A time
-is that of ten calls between two events, the largest of all ranks, the least of five such times.
+One GPU's speed is that of the plain function on the whole sequence with 1 / n of the heads,
+measured anew before each way, as GPUs that are hot are slower. A time is that of ten calls between
+two events, the largest of all ranks, the least of five such times.
 Beside ours stand the same with ``head_group`` (``heads``), an all-gather of keys with our kernel,
 where nothing overlaps, and PyTorch's ``context_parallel`` with its own kernels and with ours.
 Packed sequences have no rival there.
@@ -299,14 +300,13 @@ def measure_dense(tokens: int, device: torch.device, names: list[str]) -> list[R
         return flash_attn_func(q, k, v, causal=True)
 
     every = draw(tokens * dist.get_world_size(), device)
-    base = measure_plain(plain, every, device)
     work = Work(*every, whole_results(plain, every))
     rows = []
     for name in names:
         is_rival = name.startswith("torch")
         # not every version takes fewer heads of keys
         for repeats in (False, True) if is_rival else (False,):
-            row = {"case": "dense", "way": name, "one_gpu_ms": base}
+            row = {"case": "dense", "way": name, "one_gpu_ms": measure_plain(plain, every, device)}
             if is_rival:
                 row["repeats_keys"] = repeats
             try:
@@ -344,11 +344,11 @@ def measure_packed(tokens: int, device: torch.device) -> list[Row]:
         return distributed.flash_attn_varlen_func(q, k, v, plan)
 
     every = draw(tokens * ranks, device)
-    base = measure_plain(plain, every, device)
     work = Work(*every, whole_results(plain, every))
     way = Way(function, leaves_of(work, cut), cut(work.dout), cut)
     check("packed", differentiate(way), [cut(x) for x in work.results])
-    row = {"case": "packed", "way": "ours", "one_gpu_ms": base, "lengths": lengths}
+    row: Row = {"case": "packed", "way": "ours", "lengths": lengths}
+    row["one_gpu_ms"] = measure_plain(plain, every, device)
     row["pairs_over_mean"] = max(plan.layout.pairs) * ranks / sum(plan.layout.pairs)
     add_times(row, way, device)
     return [row]
