@@ -1,7 +1,7 @@
 """Processes beside the benchmark that call its problems first: their kernels compile in parallel.
 
-Each is the benchmark again, ``bench_prefix_prefill.py --compile NAME,NAME``. What it compiles is in
-the cache on disk when the benchmark asks for it.
+Each is the benchmark again, ``bench_prefix_prefill.py --compile "NAME;NAME"``. What it compiles is
+in the cache on disk when the benchmark asks for it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def precompile(problems: list[Problem], providers: list[str], jobs: int) -> list
         A line about each failure. They do no harm: the benchmark then compiles by itself.
     """
     groups = _alike(problems)
-    shares = [",".join(chain.from_iterable(groups[i::jobs])) for i in range(jobs)]
+    shares = [";".join(chain.from_iterable(groups[i::jobs])) for i in range(jobs)]
     options = ["--providers", ",".join(providers)]
     children = [
         subprocess.Popen(

@@ -9,7 +9,7 @@
 Prefill is told in TFLOP/s, 2 H (D + Dv) for each pair of a query and a key that it sees; decoding
 in GB/s of keys, values and their scales, and as a share of the same run's copy bandwidth (bytes
 read plus written). ``ms`` is the time of a call before which the second-level cache was emptied, by
-writing to 256 MB; what of that is still to be written back is part of it. Where it is below 150 us,
+writing to 256 MB; what of that is still to be written back is part of it. Where it is below 250 us,
 ``ms_graph`` is the time of a call in a CUDA graph of many, over sets of inputs that together exceed
 that cache. FlashAttention-3 runs where a module ``fa3`` is on the path, FlashInfer and vLLM where
 they are installed. Kernels compile first, in processes side by side; ``--budget`` counts from then.
@@ -259,7 +259,7 @@ def run(arguments: argparse.Namespace) -> Row:
 def main() -> int:
     arguments = parse_arguments()
     if arguments.compile is not None:
-        call_once(arguments.compile.split(","), arguments.providers.split(","))
+        call_once(arguments.compile.split(";"), arguments.providers.split(","))
         return 0
     if arguments.bounds:
         print(bounds())

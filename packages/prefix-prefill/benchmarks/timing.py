@@ -14,7 +14,7 @@ import torch
 # below this a launch costs more than the work, and only a CUDA graph shows the work
 GRAPH_BELOW_MS = 0.05
 # below this what is still to be written back of an emptied cache is much of the time
-SHORT_MS = 0.15
+SHORT_MS = 0.25
 COPY_BYTES = 4 * 2**30
 # how often the inputs of a graph fill the second-level cache
 FILLS = 4
