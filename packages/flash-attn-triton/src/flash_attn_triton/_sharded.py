@@ -213,10 +213,11 @@ def backward(
         del message
         returning.append((exchange, step.sends))
         fetch.begin_next()
+    if table.local:
+        # while the last gradients of keys are under way
+        dq, _ = pieces.result()
     for one in returning:
         _receive(*one, dk, dv)
-    if table.local:
-        dq, _ = pieces.result()
     return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
