@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from lightning_attn._call import BackwardTensors, CachedTensors, Options, StepTensors, Tensors
+from lightning_attn._call import (
+    BackwardTensors,
+    CachedTensors,
+    Inputs,
+    Options,
+    StepTensors,
+    Tensors,
+)
 from torch import Tensor
 
 
@@ -102,7 +109,9 @@ def launch_sharded(config: Config, seqlen: int = 4096) -> None:
     gradients = x.walk_of_dv()._replace(last=last)
     sharded_plans.write_runs(gradients, None, True, options)
     sharded_plans.arrive(states, decay, None, on.earlier)
-    sharded_plans.correct(v, q, decay, states, on, table.longest, 1.0)
+    x = Inputs(q, k, v, decay, on.cu_seqlens)
+    kept = sharded_plans.write_runs(x._replace(last=last), None, False, options)
+    sharded_plans.read_runs(x._replace(first=states[:2]), kept, options)
 
 
 def launch_decode(config: Config, tokens: int = 1) -> None:

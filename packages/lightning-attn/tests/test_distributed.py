@@ -433,7 +433,7 @@ def test_whole_sequences_cost_no_exchange(monkeypatch):
     assert torch.equal(out, want)
 
 
-def test_kernels_add_what_the_eager_code_adds(monkeypatch, device):
+def test_kernels_add_what_the_eager_code_adds(device):
     """States so large that what is left of them shows until it is 0 in fp32."""
     from lightning_attn import _eager_sharded, _shards
 
@@ -441,28 +441,21 @@ def test_kernels_add_what_the_eager_code_adds(monkeypatch, device):
         pytest.skip("the same code twice")
     from lightning_attn._kernels import sharded_plans
 
-    monkeypatch.setattr(sharded_plans, "CORRECTED_CHUNKS", 1)
     layout = _shards.Layout((40, 130), 2, (-1, 0), "contiguous", 1)
     table = _shards.table_of(layout, True)
     m = Maker(device, torch.float32)
     every = 1e20 * m.randn(2 * (table.sends + table.finals), HEADS, D, 48)
     decay = torch.tensor([2.0, 0.1], device=device)
     base = 1e20 * m.randn(table.rows, HEADS, D, 48)
-    q, out = m.randn(table.tokens, HEADS, D), torch.zeros(table.tokens, HEADS, 48)
-    # a GPU may take a factor below fp32's normal numbers for 0: what it leaves of a state, and of
-    # one that a query reads
-    tiny = torch.finfo(torch.float32).tiny
-    least = tiny * float(every.abs().amax() * max(1.0, 0.5 * float(q.abs().sum(-1).amax())))
+    # a GPU may take a factor below fp32's normal numbers for 0
+    least = torch.finfo(torch.float32).tiny * float(every.abs().amax())
     found = []
     for backend, target in ((_eager_sharded, "cpu"), (sharded_plans, device)):
         on = table.on(torch.device(target))
         x, rates, added = every.to(target), decay.to(target), base.to(target)
         states = backend.arrive(x, rates, added, on.earlier)
-        result = out.to(target).clone()
-        backend.correct(result, q.to(target), rates, states, on, table.longest, 0.5)
-        found.append((states.cpu(), result.cpu(), backend.arrive(x, rates, None, on.later).cpu()))
+        found.append((states.cpu(), backend.arrive(x, rates, None, on.later).cpu()))
     for got, want in zip(*found, strict=True):
         # of each row's largest: the last ones have decayed to 0
         unit = want.abs().amax(-1, keepdim=True)
         assert ((got - want).abs() <= 1e-5 * unit + least).all()
-    assert (found[0][1][: table.longest, 0].abs().amax(-1) > 0).sum() > 30

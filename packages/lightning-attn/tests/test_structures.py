@@ -30,10 +30,6 @@ def kernels():
         ),
         (combine.combine_kernel, [s.CombineTensors, s.CombineNumbers, s.CombineOptions]),
         (arrival.arrive_kernel, [s.ArriveTensors, s.ArriveNumbers, s.ArriveOptions]),
-        (
-            arrival.correct_kernel,
-            [s.CorrectTensors, s.CorrectNumbers, s.CorrectOptions, s.WalkTile, s.Products],
-        ),
         (decode.decode_kernel, [s.DecodeTensors, s.DecodeNumbers, s.DecodeOptions]),
         (
             decay_gradient.decay_gradient_kernel,
@@ -76,7 +72,7 @@ def jit_functions():
 @pytest.mark.eager
 def test_device_functions_have_few_parameters():
     entries = [(path.name, node.name) for path, node, is_entry in jit_functions() if is_entry]
-    assert len(entries) == 7, entries
+    assert len(entries) == 6, entries
     for path, node, is_entry in jit_functions():
         if not is_entry:
             assert len(node.args.args) <= MOST_PARAMETERS, f"{path.name}: {node.name}"

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import torch
-from einops import einsum
 from torch import Tensor
 
 from ._call import LARGEST_RATE, BackwardTensors, Inputs
@@ -14,16 +13,14 @@ from ._eager import (
     Rule,
     all_sequences,
     decay_gradient,
-    dense,
     read_gradient,
     write_gradients,
 )
 from ._sharded import Sharded
-from ._shards import OnDevice, Sources
+from ._shards import Sources
 
 __all__ = [
     "arrive",
-    "correct",
     "decay_gradient",
     "read_gradient",
     "read_runs",
@@ -41,7 +38,7 @@ def write_runs(x: Inputs, slots: Tensor | None, reverse: bool, options: Sharded)
 
 
 def read_runs(x: Inputs, kept: Any, options: Sharded) -> Tensor:
-    """Return what the runs read, as if nothing had come before but ``x.first``."""
+    """Return what the runs read, from the states before them."""
     return all_sequences(x, Rule(read_scale=options.scale))[0]
 
 
@@ -55,26 +52,6 @@ def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) 
         for slot, distance in entries[begin:end]:
             rows[row] += torch.exp(-rates * distance)[:, None, None] * every[slot]
     return rows
-
-
-def correct(
-    out: Tensor,
-    q: Tensor,
-    decay: Tensor,
-    before: Tensor,
-    on: OnDevice,
-    longest: int,
-    scale: float,
-) -> None:
-    """Add to ``out`` what the runs read of the states before them."""
-    rates = decay.clamp(max=LARGEST_RATE)
-    starts = on.cu_seqlens.tolist()
-    for run in on.corrected.tolist():
-        rows = slice(starts[run], starts[run + 1])
-        since = torch.arange(1, rows.stop - rows.start + 1)[:, None]
-        reads = einsum(dense(q[rows]), before[run], "i h d, h d e -> i h e")
-        factors = scale * torch.exp(-rates * since)
-        out[rows] = (out[rows].float() + factors[..., None] * reads).to(out.dtype)
 
 
 def write_gradients_of_runs(

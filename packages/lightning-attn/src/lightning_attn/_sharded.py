@@ -1,7 +1,8 @@
 """The passes of one rank over its runs, with the exchange of states behind them.
 
-Forward: first what the runs write to their states, which travels while the runs are read as if
-nothing had come before; then one pass adds what the states that arrived give. Backward: first what
+Forward: first what the runs write to their states, which travels; then the runs are read, from the
+states that arrived. Tokens are read once: a second pass would take longer than the exchange, whose
+states have the size of some hundred tokens. Backward: first what
 the runs write to the gradients of their states, which travels while dq is computed; the walks of dk
 and dv start from what arrived.
 """
@@ -98,17 +99,14 @@ def forward(
         before.index_copy_(0, on.first_rows, initial_state.index_select(0, on.first_sequences))
     first = None if before is None or not table.starts else before[:runs]
     x = Inputs(q, k, v, decay, on.cu_seqlens, first)
-    exchange = kept = None
+    kept = None
     if table.sends:
         message = _states(k, v, table.sends)
         kept = _write(backend, x, message, table, options, reverse=False)
-        exchange = Exchange(message, options, table)
-    out = backend.read_runs(x, kept, options)
-    if exchange is not None:
-        every = exchange.wait()
+        every = Exchange(message, options, table).wait()
         before = backend.arrive(every, decay, before, on.earlier)
-        if table.is_corrected:
-            backend.correct(out, q, decay, before, on, table.longest, options.scale)
+        x = x._replace(first=before[:runs])
+    out = backend.read_runs(x, kept, options)
     if before is None:
         before = _states(k, v, table.rows).zero_()
     final = before[runs:].clone()
@@ -135,7 +133,7 @@ def backward(
     absent = x.k.new_empty((0,))
     dq = dk = dv = absent
     x = x._replace(cu_seqlens=on.cu_seqlens)
-    if has_initial or table.is_corrected:
+    if has_initial or table.arrives_earlier:
         x = x._replace(initial_state=before[:runs])
     exchange = kept = None
     if table.sends + table.finals:

@@ -30,8 +30,6 @@ class OnDevice(NamedTuple):
     """The numbers of one rank, on a device."""
 
     cu_seqlens: Tensor  # int32 [runs + 1]
-    # the runs that another one's state comes to, int32
-    corrected: Tensor
     # forward: the runs, then the sequences if their final states are asked for
     earlier: Sources
     # backward: the runs
@@ -101,7 +99,7 @@ class Table:
                 ]
                 + of_finals
             )
-        corrected = [i for i, entries in enumerate(earlier) if entries]
+        self.arrives_earlier = any(earlier)
         for b in range(self.finals):
             earlier.append(
                 [
@@ -109,9 +107,6 @@ class Table:
                     for part, _ in reversed(parts[b])
                 ]
             )
-        # a program per this many tokens at most
-        self.longest = max((self.runs[i].end - self.runs[i].begin for i in corrected), default=0)
-        self.is_corrected = bool(corrected)
         self.arrives_later = any(later)
         starts = [(i, run.sequence) for i, run in enumerate(self.runs) if run.begin == 0]
         self.starts = len(starts)
@@ -120,7 +115,6 @@ class Table:
         self._sources = earlier, later
         self._host = {
             "cu_seqlens": [0, *itertools.accumulate(run.end - run.begin for run in self.runs)],
-            "corrected": corrected,
             "sent": [*sent[self.rank], *[0] * self.sends][: self.sends],
             "slots": [i if i in sent[self.rank] else -1 for i in range(len(self.runs))],
             "first_rows": [row for row, _ in starts + of_empty],
@@ -137,7 +131,7 @@ class Table:
             made: dict[str, Any] = {"earlier": earlier, "later": later}
             for name, values in self._host.items():
                 # kernels take 32 bits, PyTorch's indexing 64
-                for_kernels = name in ("cu_seqlens", "corrected", "slots")
+                for_kernels = name in ("cu_seqlens", "slots")
                 dtype = torch.int32 if for_kernels else torch.int64
                 made[name] = torch.tensor(values, dtype=dtype, device="cpu").to(device)
             found = self._on[device] = OnDevice(**made)

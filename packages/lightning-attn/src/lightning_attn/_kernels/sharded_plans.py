@@ -9,9 +9,9 @@ from torch import Tensor
 from .._call import BackwardTensors, Inputs
 from .._linked.host.forms import Memory
 from .._sharded import Sharded
-from .._shards import OnDevice, Sources
-from .arrival import arrive_kernel, correct_kernel
-from .launch.runtime import Launch, token_strides
+from .._shards import Sources
+from .arrival import arrive_kernel
+from .launch.runtime import Launch
 from .plans import (
     decay_gradient,
     read_gradient,
@@ -23,15 +23,11 @@ from .structures import (
     ArriveNumbers,
     ArriveOptions,
     ArriveTensors,
-    CorrectNumbers,
-    CorrectOptions,
-    CorrectTensors,
 )
-from .walks import States, Walk, constants_of, readable, tile_of, walk_of
+from .walks import States, Walk, readable, walk_of
 
 __all__ = [
     "arrive",
-    "correct",
     "decay_gradient",
     "read_gradient",
     "read_runs",
@@ -39,9 +35,8 @@ __all__ = [
     "write_runs",
 ]
 
-# elements of a state that a program sums up, and chunks of tokens that it corrects
+# elements of a state that a program sums up
 STATE_BLOCK = 1024
-CORRECTED_CHUNKS = 8
 
 _launches: Memory[Launch] = Memory()
 
@@ -49,10 +44,9 @@ _launches: Memory[Launch] = Memory()
 def write_runs(
     x: Inputs, slots: Tensor | None, reverse: bool, options: Sharded
 ) -> tuple[Inputs, States] | None:
-    """Fill ``x.last`` with the states behind the runs; return what their segments hold.
+    """Fill ``x.last`` with the states behind the runs; return what each segment of them writes.
 
-    Going forward these are the states before the segments. Going backwards, what each segment
-    writes: the gradients that the first ones start from have yet to arrive.
+    The states that the first segments start from have yet to arrive.
 
     Args:
         x: a walk that is not read.
@@ -67,13 +61,17 @@ def write_runs(
     if not walk.plan(x.key.shape[-3]).segmented:
         walk.finish(x._replace(slots=slots))
         return None
-    return x, walk.written_states(x) if reverse else walk.segment_states(x)
+    return x, walk.written_states(x)
 
 
 def read_runs(x: Inputs, kept: tuple[Inputs, States] | None, options: Sharded) -> Tensor:
-    """Return what the runs read, as if nothing had come before but ``x.first``."""
+    """Return what the runs read, from the states before them; ``kept``: what was written."""
     x = readable(x)
-    return _walk_of(x, False, options).out(x, options.scale, None if kept is None else kept[1])
+    walk, states = _walk_of(x, False, options), None
+    if kept is not None:
+        states = kept[1]
+        walk.combine(x, states)
+    return walk.out(x, options.scale, states)
 
 
 def write_gradients_of_runs(
@@ -115,33 +113,3 @@ def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) 
     grid = rows * heads * cdiv(d * e, STATE_BLOCK)
     launch(grid, tensors, ArriveNumbers(heads, d * e))
     return out
-
-
-def correct(
-    out: Tensor,
-    q: Tensor,
-    decay: Tensor,
-    before: Tensor,
-    on: OnDevice,
-    longest: int,
-    scale: float,
-) -> None:
-    """Add to ``out`` what the runs read of the states before them."""
-    x = readable(Inputs(q, q, out, decay, on.cu_seqlens))
-    q = x.key
-    heads, d = q.shape[-2:]
-    e = out.shape[-1]
-    tile = tile_of(q, d, e)
-    chunks = CORRECTED_CHUNKS
-    constants = constants_of(tile, q, out, is_exact=False)
-    form = "correct", q.dtype, q.device, detect(q.device), d, e, chunks, *constants.values()
-    launch = _launches.get(form)
-    if launch is None:
-        options = CorrectOptions(d, e, chunks)
-        warps = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        launch = _launches.keep(form, Launch(correct_kernel, options._asdict() | constants | warps))
-    blocks = cdiv(longest, chunks * tile.chunk)
-    grid = on.corrected.shape[0] * blocks * heads * cdiv(e, tile.block_e)
-    tensors = CorrectTensors(q, out, x.decay, before, on.cu_seqlens, on.corrected)
-    strides = token_strides(q)
-    launch(grid, tensors, CorrectNumbers(scale, heads, blocks, *strides[-2:]))

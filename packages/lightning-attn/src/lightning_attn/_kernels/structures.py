@@ -137,35 +137,6 @@ class ArriveOptions(NamedTuple):
     BLOCK: Any
 
 
-class CorrectTensors(NamedTuple):
-    """Pointers of what is added to an output that was computed without the states before it."""
-
-    read_ptr: Any
-    out_ptr: Any
-    decay_ptr: Any
-    states_ptr: Any
-    cu_seqlens_ptr: Any
-    rows_ptr: Any
-
-
-class CorrectNumbers(NamedTuple):
-    """The scale, lengths and strides of the correction."""
-
-    scale: float
-    heads: int
-    blocks: int
-    stride_rs: int
-    stride_rh: int
-
-
-class CorrectOptions(NamedTuple):
-    """Constants of the correction."""
-
-    D: Any
-    E: Any
-    CHUNKS: Any  # of a program
-
-
 class DecodeTensors(NamedTuple):
     """Pointers of a decoding step; ``last_ptr`` is None where the cache is updated in place."""
 
