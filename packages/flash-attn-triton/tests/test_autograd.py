@@ -10,6 +10,7 @@ import flash_attn_triton
 import pytest
 import torch
 from flash_attn_triton import _ops, attention_reference, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton._call import Given, Tensors
 from flash_attn_triton._linked.host.forms import interpreted
 from torch import Tensor
 from torch.library import opcheck
@@ -80,6 +81,34 @@ def test_a_gradient_with_a_graph_that_nobody_differentiates_is_the_gradient(devi
     got = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
     want = torch.autograd.grad(loss, list(leaves.values()))
     assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("present", [(), (6,), (8,), (3, 4, 7), (6, 7, 8, 13), range(3, 14)])
+def test_tensors_that_are_given_find_their_fields(present):
+    x = Tensors(*(i if i < 3 or i in present else None for i in range(14)))
+    given = Given(i is not None for i in x)
+    assert given.of(x) == (0, 1, 2, *present)
+    assert given.spread(given.of(x)) == x
+
+
+@pytest.mark.parametrize(
+    "features", [(), ("alibi", "sinks"), ("bias", "alibi", "sinks", "dropout")], ids="-".join
+)
+def test_gradients_do_not_depend_on_what_is_returned(features, device):
+    case = make_case(SHAPE, torch.float32, device, features)
+    leaves = {n: t.clone().requires_grad_() for n, t in case.inputs.items()}
+
+    def results(**options: bool) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        out = flash_attn_func(**leaves, **case.options, **options)
+        if options:
+            out = out[0] + 0.0 * out[1].transpose(1, 2)[..., None]  # the lse has a gradient too
+        return out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
+
+    got, want = results(), results(return_lse=True)
+    for name, ours, theirs in zip(("out", *leaves), got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+        assert ours.shape == theirs.shape
 
 
 def loss_of(attention, x: Tensor) -> Tensor:

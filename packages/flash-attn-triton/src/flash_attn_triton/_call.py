@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +70,22 @@ class Plan(Protocol):
         """Say whether tensors that were put away since still lie in memory as they did."""
 
 
+class Given:
+    """Which tensors the calls of one form have."""
+
+    def __init__(self, present: Iterable[bool]) -> None:
+        """Take whether there is a tensor, field by field of ``Tensors``."""
+        fields = [i for i, is_given in enumerate(present) if is_given]
+        places = [fields.index(i) if i in fields else -1 for i in range(len(Tensors._fields))]
+        # of all fields those that are given; q, k and v are
+        self.of: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*fields)
+        self._spread = itemgetter(*places)
+
+    def spread(self, given: Iterable[Any]) -> Tensors:
+        """Return all fields, None where nothing is given."""
+        return Tensors._make(self._spread((*given, None)))
+
+
 class Checked(NamedTuple):
     """What is known of every call of one form."""
 
@@ -80,3 +97,7 @@ class Checked(NamedTuple):
     invariant: bool
     # None where the operators have to be asked
     plan: Plan | None = None
+    # None where nobody can ask for a gradient later
+    given: Given | None = None
+    # whether the caller gets the lse
+    returns_lse: bool = True

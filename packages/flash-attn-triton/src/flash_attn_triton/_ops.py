@@ -152,7 +152,7 @@ def plan_of(
     deterministic: bool,
     invariant: bool = False,
     *,
-    needs_gradient: bool | None = None,
+    needs_gradient: bool,
 ) -> Plan | None:
     """Return how to launch calls of this form past the operators; None if they are to be asked."""
     device = x.q.device.type
@@ -162,8 +162,6 @@ def plan_of(
         return None
     from ._kernels.plans import plan_calls
 
-    if needs_gradient is None:
-        needs_gradient = _needs_gradient(x)
     return plan_calls(
         x,
         options,
@@ -248,38 +246,43 @@ class _Planned(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        sinks: Tensor | None,
-        x: Tensors,
-        bounds: tuple[int, int],
-        known: Checked,
-    ) -> tuple[Tensor, Tensor]:
-        """Take what may have a gradient, and ``x``, all tensors of the call."""
+        ctx: Any, call: tuple[Tensors, tuple[int, int], Checked], *given: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Take a call and, for PyTorch, its tensors once more, without those that are None.
+
+        Every tensor that is taken, kept or returned costs time: the lse is not returned where
+        nobody asks for it.
+        """
+        x, bounds, known = call
         out, lse = known.plan.forward(x)  # type: ignore[union-attr]
-        ctx.save_for_backward(*x, out, lse)
-        ctx.bounds, ctx.known = bounds, known
+        ctx.save_for_backward(*given, out, lse)
+        ctx.call = bounds, known
+        if not known.returns_lse:
+            return out
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        x, known = Tensors(*tensors), ctx.known
-        _, _, _, needs_dbias, needs_dsinks, *_ = ctx.needs_input_grad
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Any, ...]:
+        *given, out, lse = ctx.saved_tensors
+        bounds, known = ctx.call
+        if len(given) == 3:  # q, k and v alone
+            x, needs_dbias, needs_dsinks = Tensors(*given), False, False
+        else:
+            x, needs = known.given.spread(given), known.given.spread(ctx.needs_input_grad[1:])
+            needs_dbias, needs_dsinks = needs.bias is True, needs.sinks is True
         if may_skip_operator(dout, dlse) and known.plan.fits(x):
             if dout is None:
                 dout = torch.zeros_like(out)
             grads = known.plan.backward(x, out, lse, dout, dlse, needs_dbias)
         else:
-            options = *ctx.bounds, *known.options, known.deterministic
+            options = *bounds, *known.options, known.deterministic
             grads = _run_backward(x, out, lse, dout, dlse, options, needs_dbias)
         dq, dk, dv, dbias, dsinks = grads
+        if len(given) == 3:
+            return None, dq, dk, dv
         extras = dbias if needs_dbias else None, dsinks if needs_dsinks else None
-        return dq, dk, dv, *extras, None, None, None
+        return None, *known.given.of(Tensors(dq, dk, dv, bias=extras[0], sinks=extras[1]))
 
 
 _apply_planned = apply_of(_Planned)
@@ -287,8 +290,11 @@ _apply_planned = apply_of(_Planned)
 
 def attention(
     x: Tensors, max_seqlen_q: int, max_seqlen_k: int, known: Checked
-) -> tuple[Tensor, Tensor]:
-    """Compute ``(out, lse)``, differentiable where a gradient is asked for."""
+) -> tuple[Tensor, Any]:
+    """Compute ``(out, lse)``, differentiable where a gradient is asked for.
+
+    The lse may be None if ``known`` says that nobody asks for it.
+    """
     bounds = max_seqlen_q, max_seqlen_k
     if known.plan is None:
         refuse_tangents(x)
@@ -298,12 +304,13 @@ def attention(
         return _call_forward(*x, *options)  # type: ignore[no-any-return]
     if x.cu_seqlens_q is not None and x.q.device.type == "cpu":
         check_values(x, *bounds)
-    if _needs_gradient(x):
-        return _apply_planned(x.q, x.k, x.v, x.bias, x.sinks, x, bounds, known)  # type: ignore[no-any-return]
+    if known.given is not None:
+        results = _apply_planned((x, bounds, known), *known.given.of(x))
+        return results if known.returns_lse else (results, None)
     return known.plan.forward(x)
 
 
-def _needs_gradient(x: Tensors) -> bool:
+def needs_gradient(x: Tensors) -> bool:
     """Say whether a gradient may be asked for later."""
     return torch.is_grad_enabled() and (
         x.q.requires_grad

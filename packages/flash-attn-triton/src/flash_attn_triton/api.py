@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _ops, _options
-from ._call import Checked, Options, Tensors
+from ._call import Checked, Given, Options, Tensors
 from ._linked.host import arguments
 from ._linked.host.arguments import as_int32, one_of
 from ._linked.host.forms import Memory, form_of
@@ -182,6 +182,7 @@ def flash_attn_func(
             deterministic,
             invariant,
             form,
+            return_lse or return_attn_probs,
         )
     x = _completed(x, known.options)
     out, lse = _ops.attention(x, q.shape[1], k.shape[1], known)
@@ -346,7 +347,16 @@ def flash_attn_varlen_func(
     arguments.check_length("max_seqlen_k", max_seqlen_k)
     if known is None:
         known = _check(
-            x, options, batch, max_seqlen_q, max_seqlen_k, out_dtype, deterministic, invariant, form
+            x,
+            options,
+            batch,
+            max_seqlen_q,
+            max_seqlen_k,
+            out_dtype,
+            deterministic,
+            invariant,
+            form,
+            return_lse or return_attn_probs,
         )
     x = _completed(x, known.options)
     out, lse = _ops.attention(x, max_seqlen_q, max_seqlen_k, known)
@@ -365,6 +375,7 @@ def _check(
     deterministic: bool,
     invariant: bool,
     form: Hashable | None,
+    returns_lse: bool,
 ) -> Checked:
     """Check what both forms have in common, and keep what is known then."""
     heads_k = x.k.shape[-2]
@@ -390,8 +401,15 @@ def _check(
     if form is None:
         return Checked(options, out_dtype, deterministic, invariant)
     x = x._replace(bias=_four_dimensional(x.bias))
-    plan = _ops.plan_of(x, options, out_dtype, deterministic, invariant)
-    return _known.keep(form, Checked(options, out_dtype, deterministic, invariant, plan))
+    needs_gradient, given = _ops.needs_gradient(x), None
+    if needs_gradient:
+        *present, _ = (t is not None for t in x)
+        given = Given((*present, options.dropout_p > 0.0))  # its state is drawn for each call
+    plan = _ops.plan_of(
+        x, options, out_dtype, deterministic, invariant, needs_gradient=needs_gradient
+    )
+    checked = Checked(options, out_dtype, deterministic, invariant, plan, given, returns_lse)
+    return _known.keep(form, checked)
 
 
 def _four_dimensional(bias: Tensor | None) -> Tensor | None:
