@@ -69,10 +69,12 @@ def form_of(
     """
     if is_watched():
         return None
-    form: list[Hashable] = [torch.is_grad_enabled(), options, *map(type, options)]
-    for option in options:
-        if option.__class__ is tuple:
-            form += map(type, option)
+    types = tuple(map(type, options))
+    form: list[Hashable] = [torch.is_grad_enabled(), options, types]
+    if tuple in types:
+        for option in options:
+            if option.__class__ is tuple:
+                form += map(type, option)
     try:
         hash(options)
     except TypeError:  # cannot be looked up; the checks have something to say

@@ -23,6 +23,11 @@ current_stream: Callable[[int], int] = lambda index: torch.cuda.current_stream(i
 if IS_TESTED:
     current_device = getattr(torch._C, "_cuda_getDevice", current_device)
     current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", current_stream)
+    # what may be at work at a moment, each a name here: every call asks for all of them
+    _dispatch_modes = torch._C._len_torch_dispatch_stack
+    _function_modes = torch._C._len_torch_function_stack
+    _transform = torch._C._functorch.peek_interpreter_stack
+    _trace = torch._C._get_tracing_state
 
 
 def is_watched() -> bool:
@@ -36,13 +41,12 @@ def is_watched() -> bool:
     if not IS_TESTED:
         warn_untested("torch", torch.__version__, TORCH)
         return True
-    c = torch._C
     return bool(
-        c._len_torch_dispatch_stack()
-        or c._len_torch_function_stack()
-        or c._functorch.peek_interpreter_stack() is not None
+        _dispatch_modes()
+        or _function_modes()
+        or _transform() is not None
         or forward_ad._current_level >= 0
-        or c._get_tracing_state() is not None
+        or _trace() is not None
     )
 
 
