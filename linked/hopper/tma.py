@@ -122,9 +122,16 @@ class MapForm:
 
     def __call__(self, x: Tensor) -> TensorMap:
         """Map a tensor of the form, or a copy of it if TMA cannot read it where it is."""
-        if self._copies:
-            x = x.clone(memory_format=torch.contiguous_format)
-        return self.kind(x, self)
+        return self.kind(self.base_of(x), self)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether tensors of the form are mapped where they are, and no copies of them."""
+        return not self._copies
+
+    def base_of(self, x: Tensor) -> Tensor:
+        """Return what is mapped of a tensor of the form: itself, or a copy."""
+        return x.clone(memory_format=torch.contiguous_format) if self._copies else x
 
 
 def is_mappable(x: Tensor) -> bool:
@@ -195,6 +202,51 @@ class MapLaunch(Launch):
         return places
 
 
+class MappingLaunch(MapLaunch):
+    """A launch that maps its first tensors itself, by a form each, or None: passed as it is.
+
+    Of tensors that lie where earlier ones did, no map is made again.
+    """
+
+    def __init__(
+        self, kernel: Any, constants: dict[str, Any], forms: tuple[MapForm | None, ...]
+    ) -> None:
+        super().__init__(kernel, constants)
+        self._forms = forms
+        self._is_in_place = all(form is None or form.is_in_place for form in forms)
+
+    def _mapped(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the tensors with maps in place of those that have a form."""
+        bases: dict[int, Tensor] = {}  # a tensor may have several maps, and its copy too
+        mapped: list[Any] = []
+        for form, x in zip(self._forms, tensors, strict=False):
+            if form is None:
+                mapped.append(x)
+                continue
+            if id(x) not in bases:
+                bases[id(x)] = form.base_of(x)
+            mapped.append(form.kind(bases[id(x)], form))
+        return *mapped, *tensors[len(mapped) :]
+
+    def _arguments(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        return super()._arguments(self._mapped(tensors))
+
+    def _places(self, tensors: tuple[Any, ...]) -> list[Any]:
+        if not self._is_in_place:  # the maps hold the copies until they are read
+            return Launch._places(self, self._mapped(tensors))
+        places: list[Any] = []
+        for x, form in zip(tensors, self._forms):  # noqa: B905 (``strict`` takes time)
+            if form is None:
+                places.append(None if x is None else x.data_ptr())
+            else:
+                encoded = form.encoded.get(x.data_ptr())
+                if encoded is None:  # the launch encodes it
+                    return super()._places(self._mapped(tensors))
+                places += encoded
+        places += [None if x is None else x.data_ptr() for x in tensors[len(self._forms) :]]
+        return places
+
+
 def wake(device: torch.device) -> None:
     """Use the GPU in this thread: the driver makes no maps in one that has not, as autograd's."""
     if device.type == "cuda" and not getattr(_thread, "is_awake", False):
@@ -243,13 +295,14 @@ class EncodedLaunch:
         self._make = make
 
     def __call__(self, *arguments: Any) -> None:
-        own = arguments[-1] if self._before is None else arguments[self._before :]
-        if not isinstance(own[0], TensorMap):  # all are encoded
+        before = self._before
+        first = arguments[-1][0] if before is None else arguments[before]
+        if not isinstance(first, TensorMap):  # all are encoded
             self._launcher(*arguments)
-        elif self._before is None:
-            self._launcher(*arguments[:-1], self._encoded(own))
+        elif before is None:
+            self._launcher(*arguments[:-1], self._encoded(arguments[-1]))
         else:
-            self._launcher(*arguments[: self._before], *self._encoded(own))
+            self._launcher(*arguments[:before], *self._encoded(arguments[before:]))
 
     def _encoded(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return a kernel's arguments with each map in the form in which it is passed."""

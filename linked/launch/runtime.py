@@ -97,7 +97,7 @@ class Launch:
             with torch.cuda.device(ready.device):
                 self(grid, tensors, numbers)
         elif triton.knobs.runtime.launch_enter_hook.calls:  # a profiler listens
-            ready.kernel[grid, 1, 1](*tensors, *numbers, *ready.padding)
+            ready.kernel[grid, 1, 1](*self._arguments(tensors), *numbers, *ready.padding)
         else:
             kernel = ready.kernel
             ready.run(

@@ -15,6 +15,7 @@ from flash_attn_triton._kernels.hopper._linked.tma import (
     EncodedLaunch,
     MapForm,
     MapLaunch,
+    MappingLaunch,
     TensorMap,
     encode_once,
 )
@@ -102,6 +103,43 @@ def test_maps_that_are_known_are_passed_encoded(encoded):
         want, got = launches[-2:]
         assert flat(got) == flat(want)
     assert encoded.count(q.data_ptr()) == 3  # ours once
+
+
+def test_a_launch_maps_its_tensors(encoded):
+    launches = []
+    kernel, of_triton = launching(launches)
+    encode_once(kernel)
+    q, k = (torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16) for _ in "qk")
+    form = MapForm(q, 64, 64, ragged=False)
+    launch = MappingLaunch(None, {}, (form, form))
+    for is_known in (False, True, True):
+        places = launch._places((q, k, q))
+        assert any(isinstance(x, TensorMap) for x in places) != is_known
+        call(of_triton, form(q), form(k), q.data_ptr())
+        call(kernel.run.launch, *places)
+        want, got = launches[-2:]
+        assert flat(got) == flat(want)
+    mapped = launch._arguments((q, k, q))
+    assert [type(x) for x in mapped] == [TensorMap, TensorMap, torch.Tensor]
+    assert mapped[0].base is mapped[2] is q
+
+
+def test_a_launch_copies_a_tensor_once_and_holds_the_copy(encoded):
+    launches = []
+    kernel, _ = launching(launches)
+    encode_once(kernel)
+    q = torch.randn(2, 300, 1, 64, dtype=torch.bfloat16).expand(2, 300, 2, 64)
+    wide, narrow = (MapForm(q, 64, columns, ragged=False) for columns in (64, 32))
+    launch = MappingLaunch(None, {}, (wide, narrow))
+    for _ in range(2):
+        places = launch._places((q, q))
+        # the maps themselves, known or not: they hold the memory until the launch has read it
+        assert [type(x) for x in places] == [TensorMap] * 2
+        assert places[0].base is places[1].base
+        assert places[0].base.is_contiguous()
+        assert torch.equal(places[0].base, q)
+        call(kernel.run.launch, *places)
+        assert flat(launches[-1])[len(OTHERS)][0] == places[0].base.data_ptr()
 
 
 def test_a_place_is_encoded_once(encoded):

@@ -33,10 +33,8 @@ from .structures import (
     Extras,
     Inputs,
     RowCounts,
-    RowTensors,
     RowTile,
     ShortNumbers,
-    ShortTensors,
     SumCounts,
 )
 
@@ -67,12 +65,14 @@ class RowNumbers:
         sums: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return ``(delta, lse2)``, shaped like the LSE, and set ``sums`` to 0."""
-        delta, lse2 = _empty_like(lse), _empty_like(lse)
-        counts = lse.shape, dout.stride(), 0 if sums is None else sums.numel()
+        shape = lse.shape
+        delta, lse2 = lse.new_empty(*shape), lse.new_empty(*shape)
+        counts = shape, dout.stride(), 0 if sums is None else sums.numel()
         programs, numbers = self._work.get(counts) or self._work.keep(
             counts, self._count(lse, dout, sums)
         )
-        tensors = RowTensors(out, dout, lse, dense(dlse), delta, lse2, sums)
+        # the fields of RowTensors
+        tensors = out, dout, lse, dense(dlse), delta, lse2, sums
         self._launches[dlse is not None][sums is not None](programs, tensors, numbers)
         return delta, lse2
 
@@ -158,6 +158,7 @@ class ShortGradients:
             programs,
         )
         self._behind = form.strides[:9]
+        self._shapes = x.q.shape, x.k.shape, x.v.shape
         # by the strides of dout, in which calls of one form differ
         self._numbers: Memory[ShortNumbers] = Memory(MAX_COUNTS)
 
@@ -172,14 +173,16 @@ class ShortGradients:
     ) -> PlannedGrads:
         """Return ``(dq, dk, dv, None, None)``; such a call has no bias."""
         q, k, v, dout, out = x.q, x.k, x.v, aligned(dout), aligned(out.contiguous())
-        dq, dk, dv = _empty_like(q), _empty_like(k), _empty_like(v)
+        shape_q, shape_k, shape_v = self._shapes
+        dq, dk, dv = q.new_empty(*shape_q), k.new_empty(*shape_k), v.new_empty(*shape_v)
         strides = dout.stride()
         numbers = self._numbers.get(strides) or self._numbers.keep(
             strides, ShortNumbers(*self._ahead, *token_strides(dout), *self._behind)
         )
         self._launches[dlse is not None](
             self._grid,
-            ShortTensors(q, k, v, dout, out, lse.contiguous(), dense(dlse), dq, dk, dv),
+            # the fields of ShortTensors
+            (q, k, v, dout, out, lse.contiguous(), dense(dlse), dq, dk, dv),
             numbers,
         )
         return dq, dk, dv, None, None
@@ -239,6 +242,8 @@ class BackwardPlan:
 
     def __init__(self, form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool) -> None:
         self._form = form
+        # of q, k and v; packed calls of one form differ in them
+        self._shapes = None if form.is_packed else (x.q.shape, x.k.shape, x.v.shape)
         self._row_numbers = RowNumbers(form, out_dtype)
         self._key_gradients = KeyGradients(form)
         self._query_gradient = QueryGradient(form, x.bias is not None)
@@ -262,10 +267,12 @@ class BackwardPlan:
 
         The tensors of ``x`` fit the form.
         """
-        dq, dk, dv = _empty_like(x.q), _empty_like(x.k), _empty_like(x.v)
+        q, k, v = x[:3]
+        shape_q, shape_k, shape_v = self._shapes or (q.shape, k.shape, v.shape)
+        dq, dk, dv = q.new_empty(*shape_q), k.new_empty(*shape_k), v.new_empty(*shape_v)
         dbias = None if x.bias is None or not needs_dbias else _empty_like(x.bias)
-        has_rows = self._form.batch != 0 and x.q.numel() != 0
-        if not has_rows or x.k.numel() == 0:  # nobody sees a key
+        has_rows = self._form.batch != 0 and q.numel() != 0
+        if not has_rows or k.numel() == 0:  # nobody sees a key
             for gradient in (dq, dk, dv, dbias):
                 if gradient is not None:
                     gradient.zero_()
@@ -328,10 +335,12 @@ def _counts_of(inputs: Inputs) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Return memory of a tensor's shape and dtype, contiguous."""
-    if x.is_meta:  # there ``empty_like`` imports SymPy, while the first kernels wait to be built
-        return x.new_empty(x.shape)
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    """Return memory of a tensor's shape and dtype, contiguous.
+
+    On meta ``empty_like`` imports SymPy, while the first kernels wait to be built. Sizes come one
+    by one: PyTorch takes longer over a tuple of them.
+    """
+    return x.new_empty(*x.shape)
 
 
 def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ..._call import Tensors
 from ..._hopper_configs import HopperBackwardTile, panels_of
 from ..form import Form
 from ..structures import PIECE
@@ -18,7 +15,12 @@ from ._linked.compat import gl
 from ._linked.gradients import ROWS
 from ._linked.tma import MapForm
 from .bias_plans import MOST_ROWS
-from .plans import narrow_maps
+from .plans import narrow_panels
+
+# q, k, v, the output's gradient, dk and dv
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# of head dims that are not cut
+NO_PANELS = (None,) * 6
 
 
 class SumsForm(MapForm):
@@ -37,31 +39,15 @@ class SumsForm(MapForm):
 class BackwardMaps:
     """The maps of the calls of one form, and of the panels of each tensor; see ``panels.py``."""
 
-    def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile, *, ragged: bool) -> None:
-        self._block_m, self._ragged = tile.block_m, ragged
-        dims = panels_of(form.head_dim), panels_of(form.head_dim_v)
-        (wide, narrow), (self._wide_v, self._narrow_v) = dims
+    def __init__(self, form: Form, tile: HopperBackwardTile, *, ragged: bool) -> None:
+        self._ragged = ragged
         # rows of 64 keys at a time, and all queries of a step
-        keys = ROWS.value
-        dk, dv = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x.k, x.v))
-        self._q = MapForm(x.q, tile.block_m, wide, ragged=ragged)
-        self._k = MapForm(x.k, keys, wide, ragged=ragged)
-        self._v = MapForm(x.v, keys, self._wide_v, ragged=ragged)
-        self._dk = MapForm(dk, keys, wide, ragged=ragged)
-        self._dv = MapForm(dv, keys, self._wide_v, ragged=ragged)
-        # None if nothing is cut; the output's gradient comes in ``__call__``
-        self._narrow: tuple[MapForm | None, ...] | None = None
-        if narrow or self._narrow_v:
-            self._narrow = (
-                MapForm(x.q, tile.block_m, narrow, ragged=ragged) if narrow else None,
-                MapForm(x.k, keys, narrow, ragged=ragged) if narrow else None,
-                MapForm(x.v, keys, self._narrow_v, ragged=ragged) if self._narrow_v else None,
-                None,
-                MapForm(dk, keys, narrow, ragged=ragged) if narrow else None,
-                MapForm(dv, keys, self._narrow_v, ragged=ragged) if self._narrow_v else None,
-            )
-        # with the strides that it goes with, which are those of the last call's
-        self._dout: tuple[Any, Any] = (None, None)
+        keys, queries = ROWS.value, tile.block_m
+        self._rows = queries, keys, keys, queries, keys, keys
+        (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
+        self._wide = wide, wide, wide_v, wide_v, wide, wide_v
+        self._narrow = narrow, narrow, narrow_v, narrow_v, narrow, narrow_v
+        self._is_cut = any(self._narrow)
         # numbers in a tile of dq
         self.numbers = tile.block_m * (wide + narrow)
         # the threads add to the sums, or TMA does, what a warpgroup has of a tile
@@ -70,33 +56,34 @@ class BackwardMaps:
             self._sums = SumsForm(tile.block_m * wide // 64)
             self._sums_narrow = SumsForm(tile.block_m * narrow // 64) if narrow else None
 
-    def new_sums(self, q: Tensor, slots: int) -> Tensor:
-        """Return memory for so many tiles of dq, or a few more: it is set to 0 in whole pieces."""
+    def sums_shape(self, slots: int) -> tuple[int, int]:
+        """Return room for so many tiles of dq, or a few more: they are set to 0 in whole pieces."""
         unit = PIECE // math.gcd(PIECE, self.numbers)
-        return q.new_empty((cdiv(slots, unit) * unit, self.numbers), dtype=torch.float32)
+        return cdiv(slots, unit) * unit, self.numbers
+
+    def forms(
+        self, tensors: Six, bias: MapForm | None = None, ds: MapForm | None = None
+    ) -> backward_structures.Maps:
+        """Return the form of each map that ``__call__`` returns a tensor for."""
+        wide, narrow = (
+            [
+                MapForm(t, rows, width, ragged=self._ragged) if width else None
+                for t, rows, width in zip(tensors, self._rows, widths, strict=True)
+            ]
+            for widths in (self._wide, self._narrow)
+        )
+        return backward_structures.Maps(*wide, *narrow, bias, ds, self._sums, self._sums_narrow)
 
     def __call__(
         self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+        tensors: Six,
         sums: Tensor,
-        bias: Any = None,
-        ds: Any = None,
-    ) -> backward_structures.Maps:
-        """Map q, k, v, the output's gradient, dk, dv and the sums; ``bias`` and ``ds`` are maps."""
-        q, k, v, dout, dk, dv = tensors
-        if self._dout[0] != dout.stride():
-            self._map_dout(dout)
-        maps = self._q(q), self._k(k), self._v(v), self._dout[1](dout), self._dk(dk), self._dv(dv)
-        narrow = narrow_maps(maps, self._narrow) if self._narrow else (None,) * 6
-        if self._sums is None:
-            return backward_structures.Maps(*maps, *narrow, bias, ds, sums, None)
-        less = self._sums_narrow(sums) if self._sums_narrow else None
-        return backward_structures.Maps(*maps, *narrow, bias, ds, self._sums(sums), less)
+        bias: Tensor | None = None,
+        ds: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return q, k, v, the output's gradient, dk, dv and the sums, as often as they have maps.
 
-    def _map_dout(self, dout: Tensor) -> None:
-        """Take the strides of the output's gradient."""
-        rows, ragged = self._block_m, self._ragged
-        self._dout = dout.stride(), MapForm(dout, rows, self._wide_v, ragged=ragged)
-        if self._narrow and self._narrow_v:
-            form = MapForm(dout, rows, self._narrow_v, ragged=ragged)
-            self._narrow = (*self._narrow[:3], form, *self._narrow[4:])
+        They are the fields of ``Maps``.
+        """
+        narrow = narrow_panels(tensors, self._narrow) if self._is_cut else NO_PANELS
+        return *tensors, *narrow, bias, ds, sums, sums if self._sums_narrow else None

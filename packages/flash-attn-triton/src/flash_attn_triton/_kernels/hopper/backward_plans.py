@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from attn_common import cdiv
@@ -22,11 +22,11 @@ from ..launch.runtime import MAX_COUNTS, Launch
 from ..structures import Extras, Inputs
 from . import backward_structures
 from ._linked.gradients import ROWS
-from ._linked.tma import MapLaunch
+from ._linked.tma import MapForm, MappingLaunch
 from .backward import backward_kernel
-from .backward_maps import BackwardMaps
+from .backward_maps import BackwardMaps, Six
 from .bias_plans import BiasForm, BiasSum, dimensions_of
-from .parameters import RoundingConstants, RoundingNumbers, RoundingTensors
+from .parameters import RoundingConstants, RoundingNumbers
 from .round_dq import round_dq_kernel
 
 # heads that are walked together at least where additions to dq are ordered: of one head only few
@@ -75,6 +75,16 @@ class Work(NamedTuple):
     rounding: RoundingNumbers
 
 
+class Launches(NamedTuple):
+    """The launches of gradients, for one way in which the output's gradient lies in memory."""
+
+    plain: MappingLaunch
+    # also keeps gradients of scores
+    keeping: MappingLaunch
+    # of values alone, if that is apart
+    values: MappingLaunch | None
+
+
 class HopperBackward:
     """The gradients of q, k and v of the calls of one form that ``takes_hopper_backward`` takes."""
 
@@ -91,6 +101,7 @@ class HopperBackward:
         self._ordered = ordered
         # by numbers of tokens, in which packed calls of one form differ
         self._work: Memory[Work] = Memory(MAX_COUNTS)
+        self._shapes: Memory[tuple[int, int]] = Memory(MAX_COUNTS)
         self._tile = tile = tile or _backward_tile(form, x, ordered)
         # rows of 64 keys at a time, and all queries of a step
         keys, ragged = ROWS.value, form.is_packed
@@ -121,20 +132,14 @@ class HopperBackward:
             MAKES_DK=True,
             MAKES_DV=not tile.is_apart,
         )
-        constants = options._asdict() | shape._asdict()
-        # by whether gradients of scores are kept
-        self._launches = [
-            MapLaunch(backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS})
-            for _ in range(2)
-        ]
-        self._values = None
+        self._constants = options._asdict() | shape._asdict()
+        self._values_constants: dict[str, Any] | None = None
         if tile.is_apart:
             stages = VALUE_STAGES
             shape = shape._replace(STAGES_Q=stages, STAGES_O=stages, MAKES_DK=False, MAKES_DV=True)
-            constants |= shape._asdict()
-            self._values = MapLaunch(
-                backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS}
-            )
+            self._values_constants = self._constants | shape._asdict()
+        # by strides of the output's gradient, in which calls of one form differ
+        self._launches: Memory[Launches] = Memory(MAX_COUNTS)
         # beside a softcap, what is multiplied is no gradient of the logits
         keeps = x.bias is not None and bias.has_rows and x.bias.dtype == x.q.dtype
         keeps = keeps and 0 not in x.bias.stride() and not form.constants.HAS_SOFTCAP
@@ -149,7 +154,7 @@ class HopperBackward:
             NARROW=narrow,
         )
         self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
-        self._maps = BackwardMaps(form, x, tile, ragged=ragged)
+        self._maps = BackwardMaps(form, tile, ragged=ragged)
 
     def is_worth_it(self, tokens_q: int) -> bool:
         """Say whether a sequence of fixed length fills half of a tile of queries.
@@ -164,11 +169,16 @@ class HopperBackward:
 
         If additions are ordered, counters follow; see ``__call__``.
         """
+        tokens = q.shape[-3]
+        shape = self._shapes.get(tokens) or self._shapes.keep(tokens, self._sums_shape(tokens))
+        return q.new_empty(*shape, dtype=torch.float32)
+
+    def _sums_shape(self, tokens_q: int) -> tuple[int, int]:
         form = self._form
-        slots = form.tiles(q.shape[-3], self._tile.block_m) * form.heads_q * form.grid_batch
+        slots = form.tiles(tokens_q, self._tile.block_m) * form.heads_q * form.grid_batch
         if self._ordered:
             slots += cdiv(1 + 2 * slots, self._maps.numbers)
-        return self._maps.new_sums(q, slots)
+        return self._maps.sums_shape(slots)
 
     def makes_dbias(self, q: Tensor, k: Tensor) -> bool:
         """Say whether ``__call__`` fills dbias."""
@@ -195,13 +205,13 @@ class HopperBackward:
         ds = None
         if dbias is not None and self.makes_dbias(q, k):
             ds = self._bias_sum.new_gradients(q, k)
-        maps = self._maps(
-            (q, k, v, dout, dk, dv),
-            sums,
-            self._map_bias(extras.bias_ptr) if self._map_bias else None,
-            None if ds is None else self._bias_sum.map_of(ds),
+        mapped = q, k, v, dout, dk, dv
+        strides = dout.stride()
+        launches = self._launches.get(strides) or self._launches.keep(
+            strides, self._launches_of(mapped)
         )
-        tensors = backward_structures.Tensors(
+        tensors = (  # the fields of backward_structures.Maps and Tensors
+            *self._maps(mapped, sums, extras.bias_ptr, ds),
             lse2,
             delta,
             extras.alibi_slopes_ptr,
@@ -212,14 +222,15 @@ class HopperBackward:
             # of programs, and for each half of a tile, behind the sums
             sums[work.slots :].view(torch.int32) if self._ordered else None,
         )
-        self._launches[ds is not None](work.grid, maps + tensors, work.numbers)
-        if self._values is not None:
-            self._values(work.grid, maps + tensors, work.numbers)
+        launch = launches.plain if ds is None else launches.keeping
+        launch(work.grid, tensors, work.numbers)
+        if launches.values is not None:
+            launches.values(work.grid, tensors, work.numbers)
         if ds is not None:
             self._bias_sum(ds, dbias, tokens_q, tokens_k)
         self._round(
             work.slots,
-            RoundingTensors(
+            (  # the fields of RoundingTensors
                 sums,
                 dq,
                 extras.cu_seqlens_q_ptr,
@@ -227,6 +238,22 @@ class HopperBackward:
                 extras.seqused_k_ptr,
             ),
             work.rounding,
+        )
+
+    def _launches_of(self, mapped: Six) -> Launches:
+        """Return the launches for such an output's gradient."""
+        bias, ds = self._map_bias, self._bias_sum.map_of if self._bias_sum else None
+        kind = {"num_warps": 4, "maxnreg": REGISTERS}
+
+        def launch(constants: dict[str, Any], ds: MapForm | None = None) -> MappingLaunch:
+            return MappingLaunch(
+                backward_kernel, constants | kind, self._maps.forms(mapped, bias, ds)
+            )
+
+        return Launches(
+            plain=launch(self._constants),
+            keeping=launch(self._constants, ds),
+            values=launch(self._values_constants) if self._values_constants else None,
         )
 
     def _count_work(self, tokens_q: int, tokens_k: int) -> Work:

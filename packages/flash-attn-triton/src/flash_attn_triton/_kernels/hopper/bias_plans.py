@@ -9,10 +9,10 @@ from torch import Tensor
 from ..._call import Tensors
 from ..._hopper_configs import HopperBackwardTile
 from ..form import Form
-from ..launch.runtime import Launch, whole_rows
+from ..launch.runtime import Launch, has_whole_rows, is_aligned, whole_rows
 from ._linked.compat import gl
 from ._linked.gradients import ROWS
-from ._linked.tma import MapForm, TensorMap
+from ._linked.tma import MapForm
 from .parameters import BiasSumConstants, BiasSumNumbers, BiasSumTensors
 from .sum_bias import sum_bias_kernel
 
@@ -32,11 +32,15 @@ class BiasForm(MapForm):
     def __init__(self, bias: Tensor, rows: int, columns: int) -> None:
         single = once(bias)
         self.has_batch, self.has_heads, self.has_rows, _ = (n > 1 for n in single.shape)
+        self._is_whole = has_whole_rows(single) and is_aligned(single)
         super().__init__(_mappable(single), rows if self.has_rows else 1, columns, ragged=False)
 
-    def __call__(self, bias: Tensor) -> TensorMap:
-        """Map a bias of the form."""
-        return super().__call__(_mappable(once(bias)))
+    @property
+    def is_in_place(self) -> bool:
+        return self._is_whole and super().is_in_place
+
+    def base_of(self, bias: Tensor) -> Tensor:
+        return super().base_of(_mappable(once(bias)))
 
 
 def dimensions_of(bias: BiasForm | None) -> dict[str, bool]:

@@ -27,7 +27,7 @@ from ..form import Form, expand_descales
 from ..launch.runtime import MAX_COUNTS, Launch, dense, token_strides
 from . import structures
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
-from ._linked.tma import MapForm, MapLaunch, TensorMap
+from ._linked.tma import MapForm, MappingLaunch
 from .bias_plans import BiasForm, dimensions_of, once
 from .forward import forward_kernel
 from .parameters import (
@@ -82,26 +82,27 @@ class HopperForward:
         self._packs = form.heads_q // pack
         self._block = tile.block_m // pack
         (wide, narrow), (wide_v, narrow_v) = panels
-        self._map_q = MapForm(q, tile.rows, wide, ragged=ragged, heads=pack)
-        self._map_k = MapForm(x.k, tile.block_n, wide, ragged=ragged)
-        self._values = self._map_v = None
-        if form.itemsize == 1:
-            self._values = ValuesForm(form, x, tile.block_n)
-        else:
-            self._map_v = MapForm(x.v, tile.block_n, wide_v, ragged=ragged)
+        self._values = ValuesForm(form, x, tile.block_n) if form.itemsize == 1 else None
         out = torch.empty((*q.shape[:-1], form.head_dim_v), dtype=out_dtype, device="meta")
-        self._map_out = MapForm(out, tile.rows, wide_v, ragged=ragged, heads=pack)
-        self._narrow = None
-        if panels.is_cut:
-            self._narrow = (
-                MapForm(q, tile.rows, narrow, ragged=ragged, heads=pack) if narrow else None,
-                MapForm(x.k, tile.block_n, narrow, ragged=ragged) if narrow else None,
-                MapForm(x.v, tile.block_n, narrow_v, ragged=ragged) if narrow_v else None,
-                MapForm(out, tile.rows, narrow_v, ragged=ragged, heads=pack) if narrow_v else None,
-            )
-        bias = self._map_bias = None
-        if x.bias is not None:
-            bias = self._map_bias = BiasForm(x.bias, tile.rows, tile.block_n)
+
+        def map_of(t: Tensor, rows: int, columns: int, heads: int = 1) -> MapForm | None:
+            return MapForm(t, rows, columns, ragged=ragged, heads=heads) if columns else None
+
+        bias = None if x.bias is None else BiasForm(x.bias, tile.rows, tile.block_n)
+        # of q, k, v and out
+        self._narrow = narrow, narrow, narrow_v, narrow_v
+        self._is_cut = panels.is_cut
+        forms = (
+            map_of(q, tile.rows, wide, pack),
+            map_of(x.k, tile.block_n, wide),
+            self._values.map if self._values else map_of(x.v, tile.block_n, wide_v),
+            map_of(out, tile.rows, wide_v, pack),
+            map_of(q, tile.rows, narrow, pack),
+            map_of(x.k, tile.block_n, narrow),
+            map_of(x.v, tile.block_n, narrow_v),
+            map_of(out, tile.rows, narrow_v, pack),
+            bias,
+        )
         options = structures.Options(
             GROUP=form.group,
             PACK=pack,
@@ -129,13 +130,13 @@ class HopperForward:
             ORDERED=tile.ordered,
         )
         constants = options._asdict() | shape._asdict()
-        self._launch = MapLaunch(
-            forward_kernel, {**constants, "num_warps": 4, "maxnreg": tile.registers}
+        self._launch = MappingLaunch(
+            forward_kernel, {**constants, "num_warps": 4, "maxnreg": tile.registers}, forms
         )
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
-        form, q, k, v = self._form, x.q, x.k, x.v
+        form, q, k = self._form, x.q, x.k
         counts = q.shape[-3], k.shape[-3]
         work = self._work.get(counts)
         if work is None:
@@ -146,14 +147,14 @@ class HopperForward:
         # sizes one by one: PyTorch takes longer over a tuple of them
         out = q.new_empty(*work.out_shape, dtype=self._out_dtype)
         lse = q.new_empty(*work.lse_shape, dtype=torch.float32)
-        map_v, factors = self._values(x) if self._values else (self._map_v(v), None)
-        maps = self._map_q(q), self._map_k(k), map_v, self._map_out(out)
+        v, factors = self._values(x) if self._values else (x.v, None)
+        wide = q, k, v, out
         self._launch(
             work.grid,
             (  # the fields of ForwardTensors
-                *maps,
-                *(narrow_maps(maps, self._narrow) if self._narrow else (None,) * 4),
-                self._map_bias(x.bias) if self._map_bias else None,
+                *wide,
+                *(narrow_panels(wide, self._narrow) if self._is_cut else NO_PANELS),
+                x.bias,
                 lse,
                 self._ticket(q.device),
                 *(NO_EXTRAS if form.is_plain and factors is None else _extras(x, factors)),
@@ -196,6 +197,8 @@ class HopperForward:
         )
 
 
+# of head dims that are not cut
+NO_PANELS = (None,) * 4
 # of a call of q, k and v alone
 NO_EXTRAS = (None,) * 7
 
@@ -213,12 +216,11 @@ def _extras(x: Tensors, factors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
-def narrow_maps(
-    maps: tuple[TensorMap, ...], forms: tuple[MapForm | None, ...]
-) -> tuple[TensorMap | None, ...]:
-    """Return the maps of narrow panels, of the very memory that those of wide ones map."""
-    pairs = zip(maps, forms, strict=True)
-    return tuple(None if form is None else form.kind(m.base, form) for m, form in pairs)
+def narrow_panels(
+    tensors: tuple[Tensor, ...], widths: tuple[int, ...]
+) -> tuple[Tensor | None, ...]:
+    """Return those tensors once more that have a narrow panel, to be mapped by it."""
+    return tuple(t if width else None for t, width in zip(tensors, widths, strict=True))
 
 
 def _has_bias_of_rows(x: Tensors) -> bool:
@@ -268,7 +270,7 @@ class ValuesForm:
         tile = form.heads_k * self._width * block_n
         shape = (MOST_BYTES // tile, form.heads_k, self._width, block_n)
         most = torch.empty(shape, dtype=x.v.dtype, device="meta").transpose(1, 2)
-        self._map = MapForm(most, self._width, block_n, ragged=False)
+        self.map = MapForm(most, self._width, block_n, ragged=False)
         descales = x.q_descale, x.k_descale, x.v_descale
         constants = ValuesConstants(
             HEAD_DIM=form.head_dim_v,
@@ -279,8 +281,8 @@ class ValuesForm:
         )
         self._launch = Launch(transpose_values, {**constants._asdict(), "num_warps": 4})
 
-    def __call__(self, x: Tensors) -> tuple[TensorMap, Tensor]:
-        """Return the map of the transposed values, and the factors, ``[batch, heads_k, 2]``."""
+    def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
+        """Return the transposed values, to be mapped, and factors, ``[batch, heads_k, 2]``."""
         form, v = self._form, x.v
         tokens = v.shape[-3]
         tiles = cdiv(tokens, self._block_n)
@@ -311,4 +313,4 @@ class ValuesForm:
             *token_strides(v),
         )
         self._launch(slots * form.heads_k, tensors, numbers)
-        return self._map(out), factors
+        return out, factors

@@ -14,16 +14,17 @@ from ..._hopper_configs import (
     hopper_tile,
     panels_of,
 )
+from ..._linked.host.forms import Memory
 from ..._linked.host.tiles import padded_head_dim
 from ..form import Form
-from ..launch.runtime import Launch, dense
+from ..launch.runtime import MAX_COUNTS, Launch, dense
 from ..structures import Inputs
 from ..tree_links import LINKS, Links
 from ..tree_structures import CountTensors
 from ..tree_walk import _count_below_kernel
 from . import backward_structures, structures
 from ._linked.tickets import MAX_TICKETS, new_ticket
-from ._linked.tma import MapForm, MapLaunch
+from ._linked.tma import MapForm, MappingLaunch
 from .backward_maps import BackwardMaps
 from .backward_plans import REGISTERS
 from .parameters import RoundingConstants, RoundingNumbers, RoundingTensors
@@ -50,10 +51,12 @@ class HopperTreeForward:
         tile = tile or hopper_tile(form.widest_head, True)
         self._block = tile.block_m
         out = torch.empty((*x.q.shape[:-1], form.head_dim_v), dtype=x.q.dtype, device="meta")
-        self._map_q = MapForm(x.q, tile.rows, wide, ragged=True)
-        self._map_k = MapForm(x.k, tile.block_n, wide, ragged=True)
-        self._map_v = MapForm(x.v, tile.block_n, wide_v, ragged=True)
-        self._map_out = MapForm(out, tile.rows, wide_v, ragged=True)
+        forms = (
+            MapForm(x.q, tile.rows, wide, ragged=True),
+            MapForm(x.k, tile.block_n, wide, ragged=True),
+            MapForm(x.v, tile.block_n, wide_v, ragged=True),
+            MapForm(out, tile.rows, wide_v, ragged=True),
+        )
         shape = structures.Tile(
             WARPGROUPS=tile.warpgroups,
             ROWS=tile.rows,
@@ -72,8 +75,8 @@ class HopperTreeForward:
             ORDERED=tile.ordered,
         )
         constants = _options(form)._asdict() | shape._asdict()
-        self._launch = MapLaunch(
-            tree_forward_kernel, {**constants, "num_warps": 4, "maxnreg": tile.registers}
+        self._launch = MappingLaunch(
+            tree_forward_kernel, {**constants, "num_warps": 4, "maxnreg": tile.registers}, forms
         )
 
     def takes(self, tokens: int) -> bool:
@@ -90,10 +93,10 @@ class HopperTreeForward:
         self._launch(
             min(multiprocessors(q.device), total),
             TreeForwardTensors(
-                self._map_q(q),
-                self._map_k(x.k),
-                self._map_v(x.v),
-                self._map_out(out),
+                q,
+                x.k,
+                x.v,
+                out,
                 lse,
                 new_ticket(q.device),
                 dense(x.sinks),
@@ -131,9 +134,9 @@ class HopperTreeBackward:
             MAKES_DV=True,
         )
         constants = _options(form)._asdict() | shape._asdict()
-        self._launch = MapLaunch(
-            tree_backward_kernel, {**constants, "num_warps": 4, "maxnreg": REGISTERS}
-        )
+        self._constants = {**constants, "num_warps": 4, "maxnreg": REGISTERS}
+        # by strides of the output's gradient, in which calls of one form differ
+        self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
         self._link = Links()
         self._count = Launch(
             _count_below_kernel, {"BLOCK": LINKS, "BLOCK_M": tile.block_m, "num_warps": 4}
@@ -141,11 +144,11 @@ class HopperTreeBackward:
         # no row is ahead of all keys
         rounding = RoundingConstants(False, tile.block_m, form.head_dim, wide, narrow)
         self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
-        self._maps = BackwardMaps(form, x, tile, ragged=True)
+        self._maps = BackwardMaps(form, tile, ragged=True)
 
     def new_sums(self, q: Tensor) -> Tensor:
         """Return the memory in which dq is summed: tiles of queries, which are to be set to 0."""
-        return self._maps.new_sums(q, self._slots(q))
+        return q.new_empty(*self._maps.sums_shape(self._slots(q)), dtype=torch.float32)
 
     def _slots(self, q: Tensor) -> int:
         """Count the tiles of queries of all heads."""
@@ -165,12 +168,16 @@ class HopperTreeBackward:
         self._count(
             cdiv(form.batch, LINKS), CountTensors(cu_seqlens, parents, below), (form.batch,)
         )
-        maps = self._maps((q, k, v, dout, dk, dv), sums)
+        mapped = q, k, v, dout, dk, dv
+        launch = self._launches.get(dout.stride()) or self._launches.keep(
+            dout.stride(),
+            MappingLaunch(tree_backward_kernel, self._constants, self._maps.forms(mapped)),
+        )
         tensors = TreeTensors(
             inputs.lse2_ptr, inputs.delta_ptr, cu_seqlens, parents, self._link(parents), below
         )
         numbers = TreeNumbers(*scalars[:2], form.batch, form.heads_k, tokens, tiles_q, tiles_k)
-        self._launch(tiles_k * form.heads_k, maps + tensors, numbers)
+        launch(tiles_k * form.heads_k, (*self._maps(mapped, sums), *tensors), numbers)
         self._round(
             self._slots(q),
             RoundingTensors(sums, dq, cu_seqlens, cu_seqlens, None),
