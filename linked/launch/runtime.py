@@ -258,6 +258,13 @@ def aligned(x: Tensor) -> Tensor:
     return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
+def compact(x: Tensor) -> Tensor:
+    """Return the tensor contiguous and aligned, a copy if it has to be."""
+    if x.is_contiguous() and x.data_ptr() % ACCESS_BYTES == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def has_whole_rows(x: Tensor) -> bool:
     """Say whether a row is a whole number of accesses."""
     return x.shape[-1] * x.element_size() % ACCESS_BYTES == 0

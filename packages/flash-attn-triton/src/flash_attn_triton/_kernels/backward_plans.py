@@ -25,7 +25,7 @@ from .backward_rows import _row_kernel
 from .backward_short import _short_kernel
 from .bias_gradient import _bias_gradient_kernel
 from .form import Form, Work, new_memory
-from .launch.runtime import MAX_COUNTS, Launch, aligned, dense, token_strides
+from .launch.runtime import MAX_COUNTS, Launch, aligned, compact, dense, token_strides
 from .structures import (
     PIECE,
     BiasCounts,
@@ -172,7 +172,7 @@ class ShortGradients:
         needs_dbias: bool,
     ) -> PlannedGrads:
         """Return ``(dq, dk, dv, None, None)``; such a call has no bias."""
-        q, k, v, dout, out = x.q, x.k, x.v, aligned(dout), aligned(out.contiguous())
+        q, k, v, dout, out = x.q, x.k, x.v, aligned(dout), compact(out)
         shape_q, shape_k, shape_v = self._shapes
         dq, dk, dv = q.new_empty(*shape_q), k.new_empty(*shape_k), v.new_empty(*shape_v)
         strides = dout.stride()
@@ -298,7 +298,7 @@ class BackwardPlan:
         if hopper is not None and not hopper.is_worth_it(q.shape[-3]):
             hopper = None
         sums = None if hopper is None else hopper.new_sums(q)
-        delta, lse2 = self._row_numbers(aligned(out.contiguous()), dout, dlse, lse, sums)
+        delta, lse2 = self._row_numbers(compact(out), dout, dlse, lse, sums)
         if k.numel() != 0:
             # the output may have had a dtype of its own; products want one
             dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))

@@ -144,8 +144,11 @@ class HopperForward:
             if work is None:
                 return self._portable(x)
             self._work.keep(counts, work)
-        # sizes one by one: PyTorch takes longer over a tuple of them
-        out = q.new_empty(*work.out_shape, dtype=self._out_dtype)
+        # sizes one by one, and no dtype that is that of q: PyTorch takes longer over them
+        if self._out_dtype == q.dtype:
+            out = q.new_empty(*work.out_shape)
+        else:
+            out = q.new_empty(*work.out_shape, dtype=self._out_dtype)
         lse = q.new_empty(*work.lse_shape, dtype=torch.float32)
         v, factors = self._values(x) if self._values else (x.v, None)
         wide = q, k, v, out
