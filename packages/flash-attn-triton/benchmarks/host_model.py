@@ -5,15 +5,24 @@ of autograd that only allocates, which is the least that a derivative in Python 
 the smallest times of a call. The driver's part is missing, and a GPU's allocator and thread.
 
     python benchmarks/host_model.py --rounds 200
+
+Beside other work instructions say more than times. Callgrind counts them, into an empty folder:
+
+    valgrind --tool=callgrind --instr-atstart=no --callgrind-out-file=FOLDER/out \
+        python benchmarks/host_model.py --count FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import re
+import subprocess
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,6 +35,8 @@ from torch.nn.functional import scaled_dot_product_attention
 CASES = {"d64": (8, 64, False), "d128, causal": (16, 128, True)}
 TOKENS = 2  # what a CPU computes with them, as a sum, takes no time
 CALLS = 40
+# calls ahead of those that are counted: tensors then lie where earlier ones did
+AHEAD = 600
 # what the driver makes of a tensor map, with its shape and strides
 ENCODED = [0] * 11
 
@@ -147,14 +158,42 @@ def measured(rounds: int, calls: int = CALLS) -> dict[str, float]:
     return best
 
 
+def counted(folder: Path, calls: int = CALLS) -> dict[str, float]:
+    """Return the instructions of each call, in thousands; see above how callgrind is started."""
+
+    def control(*what: str) -> None:
+        command = ["callgrind_control", *what, str(os.getpid())]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    found: dict[str, float] = {}
+    gc.disable()
+    with without_launches():
+        for place, (name, run) in enumerate(runs().items(), start=1):
+            for _ in range(AHEAD):
+                run()
+            control("--zero")
+            control("--instr=on")
+            for _ in range(calls):
+                run()
+            control("--instr=off")
+            control("--dump")
+            text = (folder / f"out.{place}").read_text()
+            found[name] = int(re.findall(r"^totals: (\d+)", text, re.MULTILINE)[0]) / calls / 1e3
+    return found
+
+
 def main() -> None:
-    """Print the times."""
+    """Print the times, or how many instructions there are."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=100, help="turns of all calls")
+    parser.add_argument("--count", type=Path, help="count instructions; callgrind's folder")
+    arguments = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "1"  # else CPU tensors run eager code
     torch.set_num_threads(1)
-    for name, took in measured(parser.parse_args().rounds).items():
-        print(f"{name:<40}{took:8.1f} us")
+    unit = "us" if arguments.count is None else "thousand instructions"
+    rounds, folder = arguments.rounds, arguments.count
+    for name, took in (measured(rounds) if folder is None else counted(folder)).items():
+        print(f"{name:<40}{took:8.1f} {unit}")
 
 
 if __name__ == "__main__":
