@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .gluon_machine import NAN, Barrier, Dtype, Machine, Shared, flat_memory, plain
+from .ptx import run_on_words
 
 
 class Register(torch.Tensor):
@@ -276,6 +277,8 @@ class Language:
         elif widened := re.search(r"cvt.rn.f16x2.(e4m3|e5m2)x2", text):
             stored = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[widened[1]]
             return register(_bytes_of_words(first, stored).to(options["dtype"]))
+        elif "lop3.b32" in text or "prmt.b32" in text:
+            return register(run_on_words(text, plain(first), options["dtype"].torch))
         elif (
             text.startswith("mov.b32")
             and getattr(options["dtype"], "torch", None) is torch.float8_e4m3fn
@@ -307,7 +310,7 @@ class Language:
     def _names(self) -> dict[str, Any]:
         dtypes = {
             name: Dtype(getattr(torch, name))
-            for name in ("float32", "float16", "bfloat16", "int32", "int64")
+            for name in ("float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
         }
         dtypes["float8e4nv"] = Dtype(torch.float8_e4m3fn)
         dtypes["float8e5"] = Dtype(torch.float8_e5m2)
