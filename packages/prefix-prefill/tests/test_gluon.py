@@ -5,13 +5,10 @@ Tiles are those that serve calls, but for the keys of a step: short sequences ar
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from prefix_prefill import _ops, api
+from prefix_prefill import _ops
 from prefix_prefill._configs import hopper_tile
-from prefix_prefill._linked.host.forms import Memory
 
 from ._linked.budget import Maker, assert_same
 from ._numerics import MEDIUM, NAN, Case, Problem, check, make_case, run
@@ -20,42 +17,6 @@ pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interp
 
 # more queries than keys, tails, no key, no query, and one that another tile may serve
 LENGTHS = ((130, 300), (1, 90), (0, 5), (140, 60), (33, 33), (20, 0))
-
-
-@pytest.fixture(params=[True, False], ids=["copies_first", "copies_last"])
-def reverse(request):
-    """Which partition goes ahead of the others as far as the barriers let it."""
-    return request.param
-
-
-@pytest.fixture
-def serve(monkeypatch):
-    """Return a function that has one kernel serve what it may of a call, in two programs."""
-    from prefix_prefill._kernels import plans, tile_plan
-    from prefix_prefill._kernels.hopper import plans as hopper_plans
-
-    from ._linked.gluon import Kernel
-
-    real = {name: getattr(hopper_plans, name) for name in ("prefill_kernel", "prefill_fp8_kernel")}
-    ticket = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(plans, "takes_hopper", lambda *_: True)
-    monkeypatch.setattr(tile_plan, "count_processors", lambda _: 2)
-    for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
-    kernels = []
-
-    def serve(reverse=True, block_n=32, name="prefill_kernel"):
-        monkeypatch.setattr(api, "_known", Memory())
-        monkeypatch.setattr(
-            hopper_plans, "hopper_tile", lambda d: replace(hopper_tile(d), block_n=block_n)
-        )
-        kernels.append(Kernel(real[name], reverse))
-        monkeypatch.setattr(hopper_plans, name, kernels[-1])
-        return kernels[-1]
-
-    yield serve
-    assert all(kernel.launches for kernel in kernels)
-    assert not ticket.any() or any(kernel.faults for kernel in kernels)
 
 
 CASES = [
@@ -132,7 +93,7 @@ FP8 = [
 @pytest.mark.parametrize(("problem", "dtype", "stored", "features", "window"), FP8, ids=str)
 def test_fp8_cache(problem, dtype, stored, features, window, serve):
     """With scales of any sign, of one element, of heads, and of sequences and heads."""
-    serve(problem.page < 48, name="prefill_fp8_kernel")
+    serve(problem.page < 48, name="prefill_wide_kernel")
     case = make_case(problem, dtype, "cpu", features, cache_dtype=stored)
     case = case.with_options(num_splits=1, window_size=window)
     heads, batch = problem.heads_k, len(problem.lengths)
@@ -147,7 +108,7 @@ def test_fp8_cache(problem, dtype, stored, features, window, serve):
 
 
 def test_an_fp8_cache_without_scales_and_one_of_zero(serve):
-    serve(name="prefill_fp8_kernel")
+    serve(name="prefill_wide_kernel")
     case = make_case(MEDIUM._replace(head_dim=48), torch.float16, "cpu", cache_dtype=E4M3)
     case = case.with_options(num_splits=1)
     check(case)
@@ -156,7 +117,7 @@ def test_an_fp8_cache_without_scales_and_one_of_zero(serve):
 
 def test_poison_of_an_fp8_cache(serve):
     """NaN in slots that nobody sees, and pages that are gone."""
-    serve(name="prefill_fp8_kernel")
+    serve(name="prefill_wide_kernel")
     problem = Problem(((70, 200),), 2, 1, 64, 16)
     case = make_case(problem, torch.bfloat16, "cpu", cache_dtype=E4M3)
     case = case.with_options(num_splits=1, window_size=(50, 0))
@@ -169,7 +130,7 @@ def test_poison_of_an_fp8_cache(serve):
 
 @pytest.mark.parametrize(
     ("name", "head_dim"),
-    [("prefill_kernel", 48), ("prefill_kernel", 256), ("prefill_fp8_kernel", 80)],
+    [("prefill_kernel", 48), ("prefill_kernel", 256), ("prefill_wide_kernel", 80)],
 )
 def test_an_output_in_fp32(name, head_dim, serve):
     """Of the shape that a call asks for, in rows with gaps; nothing beside it is written."""
@@ -196,7 +157,7 @@ MISTAKES = [
     ("look_up", "key + TILE.PIECE > seen.first", "key >= seen.first"),
     ("_copy_pages", "key % TILE.PAGE", "0"),
     ("_copy_pages", "mbarrier.expect(full, cache.desc.block_type.nbytes * PIECES)", "pass"),
-    ("_copy_pages", "gl.minimum(seen.last - key, PIECE)", "PIECE"),
+    ("_copy_piece", "gl.minimum(seen.last - key, PIECE)", "PIECE"),
     ("_copy_tile", "barrier_sync(EMPTY + stage, TILE.PARTIES, 1)", "pass"),
     ("_copy_tile", "barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, 1)", "pass"),
     ("_copy_tile", "pages_v = pages", "pass"),
@@ -264,7 +225,7 @@ def test_a_mistake_of_the_wide_kernel_is_seen(function, right, wrong, serve):
     scale = torch.tensor([[0.5, -2.0], [1.5, 0.25]])
     case = case.with_options(num_splits=1, k_descale=scale, v_descale=scale)
     for reverse in (True, False):
-        serve(reverse, name="prefill_fp8_kernel").plant(function, right, wrong)
+        serve(reverse, name="prefill_wide_kernel").plant(function, right, wrong)
         try:
             check(case)
         except (AssertionError, RuntimeError):

@@ -78,6 +78,36 @@ def test_serves_fp8_caches_with_any_page(stored, page):
 
 
 @pytest.mark.eager
+@pytest.mark.parametrize("page", [1, 24, 544])
+def test_serves_caches_of_integers(page):
+    x, scales = call(page=page), torch.empty(5, page, 2, dtype=torch.float16, device="meta")
+    for stored, width in ((torch.int8, 128), (torch.uint8, 64)):
+        cache = torch.empty(5, page, 2, width, dtype=stored, device="meta")
+        y = x._replace(k_cache=cache, v_cache=cache, k_scale_cache=scales, v_scale_cache=scales)
+        with absent_gpu(HOPPER):
+            assert takes_hopper(y, OPTIONS)
+            assert takes_hopper(y, OPTIONS._replace(window_left=0))
+            # rows that begin between two accesses
+            assert not takes_hopper(y._replace(v_cache=cache[..., 8:]), OPTIONS)
+            assert not takes_hopper(y._replace(q=x.q.float(), out=x.q.float()), OPTIONS)
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn])
+def test_serves_new_keys(stored):
+    """With windows of as many keys as are copied at once, or more."""
+    x = call()
+    cache = torch.empty(5, 16, 2, 128, dtype=stored, device="meta")
+    new = torch.empty(9, 2, 128, dtype=torch.bfloat16, device="meta")
+    x = x._replace(k_cache=cache, v_cache=cache, k=new, v=new)
+    with absent_gpu(HOPPER):
+        assert takes_hopper(x, OPTIONS)
+        assert takes_hopper(x, OPTIONS._replace(decode_from_cache=True))
+        assert takes_hopper(x, OPTIONS._replace(window_left=14))
+        assert not takes_hopper(x, OPTIONS._replace(window_left=13))
+
+
+@pytest.mark.eager
 def test_leaves_the_rest_to_the_portable_kernel():
     x = call()
     one = torch.empty(1, device="meta")
@@ -86,9 +116,6 @@ def test_leaves_the_rest_to_the_portable_kernel():
             assert not takes_hopper(x, OPTIONS._replace(softmax_scale=scale))
         for name in ("out_scale", "positions", "tree_mask"):
             assert not takes_hopper(x._replace(**{name: one}), OPTIONS)
-        assert not takes_hopper(x._replace(k=x.q, v=x.q), OPTIONS)
-        integers = x.k_cache.to(torch.int8)
-        assert not takes_hopper(x._replace(k_cache=integers, v_cache=integers), OPTIONS)
         eight = x.k_cache.to(torch.float8_e4m3fn)
         assert not takes_hopper(x._replace(q=x.q.to(eight.dtype), k_cache=eight), OPTIONS)
         assert takes_hopper(x._replace(out=x.q.float()), OPTIONS)
@@ -240,6 +267,8 @@ def test_sequences_are_given_out_by_their_lengths(monkeypatch, device):
 SPILLS = (24, 120)
 # every feature at once: ALiBi's distances in fp32 stand beside the products
 RICH_SPILLS = (40, 192)
+# new keys beside the cache: their maps, and where they begin
+NEW_SPILLS = (32, 120)
 
 
 @pytest.mark.aot
@@ -251,8 +280,13 @@ RICH_SPILLS = (40, 192)
             Config(128, page=128),
             Config(128, page=48, group=6),
             Config(128, rich=True),
+            *(Config(d, dense=True) for d in HEAD_DIMS),
         ],
-        [Config(64), Config(256, page=544, group=1, rich=True)],
+        [
+            Config(64),
+            Config(256, page=544, group=1, rich=True),
+            Config(128, page=48, dense=True, rich=True),
+        ],
     ),
     ids=str,
 )
@@ -263,7 +297,7 @@ def test_builds(config, tmp_path):
     assert build.kernel == "prefill_kernel"
     assert build.shared <= GPUS[HOPPER].shared_limit, build
     assert not build.unset, build
-    spills = RICH_SPILLS if config.rich else SPILLS
+    spills = RICH_SPILLS if config.rich else NEW_SPILLS if config.dense else SPILLS
     assert build.spilled <= spills[not IS_OLD], build
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in build.sass, instruction
@@ -283,20 +317,29 @@ WIDE_SPILLS = (160, 160)
             (Config(64, cache="float8_e4m3fn"), WIDE_SPILLS),
             (Config(256, "float16", "float8_e5m2", page=1), WIDE_SPILLS),
             (Config(96, cache="float8_e5m2", page=128), WIDE_SPILLS),
+            (Config(128, cache="float8_e4m3fn", dense=True), WIDE_SPILLS),
+            *((Config(d, cache="uint8"), WIDE_SPILLS) for d in HEAD_DIMS),
+            *((Config(d, "float16", cache="int8", page=1), WIDE_SPILLS) for d in HEAD_DIMS),
+            (Config(128, cache="int8", dense=True), WIDE_SPILLS),
+            (Config(128, cache="int8", rich=True), WIDE_SPILLS),
         ],
-        [(Config(128, cache="float8_e4m3fn"), WIDE_SPILLS)],
+        [
+            (Config(128, cache="float8_e4m3fn"), WIDE_SPILLS),
+            (Config(128, cache="int8"), (8, 160)),
+            (Config(128, "float16", cache="uint8", dense=True), WIDE_SPILLS),
+        ],
     ),
     ids=str,
 )
-def test_builds_of_fp8_caches(config, allowed, tmp_path):
+def test_builds_of_caches_of_fewer_bits(config, allowed, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
         launch_attention(config, hopper=True)
     build = builds[-1]
-    assert build.kernel == "prefill_fp8_kernel"
+    assert build.kernel == "prefill_wide_kernel"
     assert build.shared <= GPUS[HOPPER].shared_limit, build
     assert not build.unset, build
     assert build.spilled <= allowed[not IS_OLD], build
-    for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "F2FP"):
+    for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in build.sass, instruction
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
 

@@ -19,6 +19,7 @@ from ._linked.budget import assert_same
 from ._linked.views import VIEWS
 from ._numerics import Case, Problem, check, make_case, run
 from .test_property import BATCHES, apart, bounded
+from .test_quantised import quantise
 
 pytestmark = pytest.mark.device
 
@@ -101,6 +102,57 @@ def test_fp8_caches(head_dim, page, dtype, names, window, device):
     problem = Problem((*LENGTHS, (512, 4096)), 8, 2, head_dim, page, padding=7)
     stored = getattr(torch, fp8_dtype(platform))
     case = make_case(problem, dtype, device, names, cache_dtype=stored)
+    scale = torch.tensor([0.75, -1.5], device=device)
+    check_hopper(case.with_options(window_size=window, k_descale=scale, v_descale=scale))
+
+
+NEW = ((300, 900), (1, 2000), (17, 17), (130, 1300), (512, 4096), (100, 120))
+CHUNK_WINDOWS = [(-1, 0), (-1, -1), (14, 0), (100, 0), (500, 3), (130, -1)]
+
+
+@pytest.mark.parametrize("window", CHUNK_WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "page", "dtype", "names"),
+    [
+        (64, 48, torch.float16, ("full",)),
+        (128, 16, torch.bfloat16, ("sinks", "alibi", "softcap")),
+        (256, 544, torch.bfloat16, ("full", "sinks")),
+    ],
+    ids=str,
+)
+def test_new_keys(head_dim, page, dtype, names, window, device):
+    problem = Problem(NEW, 8, 2, head_dim, page, padding=7, dense=True)
+    check_hopper(make_case(problem, dtype, device, names).with_options(window_size=window))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("window", CHUNK_WINDOWS, ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("head_dim", "page", "dtype", "names"),
+    [
+        (64, 1, torch.float16, ("full",)),
+        (128, 16, torch.bfloat16, ("sinks", "alibi", "softcap")),
+        (128, 48, torch.float16, ()),
+        (256, 544, torch.bfloat16, ("full", "sinks")),
+    ],
+    ids=str,
+)
+def test_caches_of_integers(head_dim, page, dtype, names, kind, window, dense, device):
+    problem = Problem(NEW, 8, 2, head_dim, page, padding=7, dense=dense)
+    case = quantise(make_case(problem, dtype, device, names), kind)
+    check_hopper(case.with_options(window_size=window))
+
+
+@pytest.mark.parametrize("window", CHUNK_WINDOWS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_new_keys_beside_an_fp8_cache(dtype, window, device):
+    platform = detect(device)
+    if not platform.supports_fp8:
+        pytest.skip(f"{platform} has no FP8")
+    problem = Problem(NEW, 8, 2, 128, 16, dense=True)
+    stored = getattr(torch, fp8_dtype(platform))
+    case = make_case(problem, dtype, device, cache_dtype=stored)
     scale = torch.tensor([0.75, -1.5], device=device)
     check_hopper(case.with_options(window_size=window, k_descale=scale, v_descale=scale))
 

@@ -41,7 +41,16 @@ from prefix_prefill._kernels import (
 )
 from prefix_prefill._kernels.hopper import attention as hopper_attention
 from prefix_prefill._kernels.hopper import mla as hopper_mla
-from prefix_prefill._kernels.hopper import mla_fp8, mla_producer, mla_structures, producer, wide
+from prefix_prefill._kernels.hopper import (
+    consumer,
+    mla_fp8,
+    mla_producer,
+    mla_structures,
+    producer,
+    tiles,
+    wide,
+    widening,
+)
 from prefix_prefill._kernels.hopper import structures as hopper
 from prefix_prefill._kernels.hopper._linked import tickets
 from prefix_prefill._kernels.invariant import arithmetic as invariant_arithmetic
@@ -103,7 +112,7 @@ ENTRIES = [
         hopper.Strides, hopper.Options, hopper.Tile,
     ),
     (
-        wide.prefill_fp8_kernel, hopper.WideArguments, hopper.Scores, hopper.Counts,
+        wide.prefill_wide_kernel, hopper.WideArguments, hopper.Scores, hopper.Counts,
         hopper.WideStrides, hopper.Options, hopper.Tile,
     ),
     (
@@ -128,7 +137,10 @@ DEVICE_MODULES = [
     walk,
     words,
     hopper_attention,
+    consumer,
     producer,
+    tiles,
+    widening,
     hopper_mla,
     mla_fp8,
     mla_producer,

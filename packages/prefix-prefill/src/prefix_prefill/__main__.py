@@ -49,9 +49,9 @@ def _kernels_of(platform: Platform) -> str:
     if not (platform.is_hopper and HOPPER and has_gluon()):
         return "every feature runs on the portable Triton kernels"
     return (
-        "sequences of more than a few fp16 or bf16 queries run on the Gluon kernel for Hopper, "
-        "where all keys are in an NHD cache of that dtype or\nof FP8; all else on the portable "
-        "Triton kernels, whose tiles follow"
+        "sequences of more than a few fp16 or bf16 queries run on the Gluon kernels for Hopper, "
+        "where an NHD cache\nholds that dtype, FP8, int8 or int4, with new keys in it or beside "
+        "it; all else on the portable Triton\nkernels, whose tiles follow"
     )
 
 
@@ -66,6 +66,7 @@ class _Problem:
         page: int = PAGE,
         head_dim: int = 24,
         head_dim_v: int | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.device = device
@@ -85,10 +86,19 @@ class _Problem:
             k = k.view(*shape, -1, x).permute(0, 2, 3, 1, 4).contiguous()
             v = v.permute(0, 2, 3, 1).contiguous()
         self.k_cache, self.v_cache = k.to(device, dtype), v.to(device, dtype)
+        self.scales: dict[str, Any] = {}
+        if kv_dtype is not None:
+            stored, size = (torch.int8, 1) if kv_dtype == "int8" else (torch.uint8, 2)
+            self.k_cache, self.v_cache = (
+                torch.zeros(*shape, n // size, dtype=stored, device=device) for n in widths.values()
+            )
+            self.scales = {"kv_dtype": kv_dtype}
+            for name in ("k_scale_cache", "v_scale_cache"):
+                self.scales[name] = torch.zeros(shape, dtype=torch.float16, device=device)
         # through the kernel that writes, into every slot
         slots = torch.randperm(len(pages) * page, generator=self.generator).to(device)
         new = [self.draw(len(slots), heads_k, n).to(dtype) for n in widths.values()]
-        reshape_and_cache(new[0], new[1], self.k_cache, self.v_cache, slots)
+        reshape_and_cache(new[0], new[1], self.k_cache, self.v_cache, slots, **self.scales)
         self.q = self.draw(tokens, 4, head_dim).to(dtype)
         self.new = {name: self.draw(tokens, heads_k, n).to(dtype) for name, n in widths.items()}
         self.rest: dict[str, Any] = {
@@ -128,6 +138,11 @@ def check(device: torch.device) -> bool:
     # what TMA reads
     p = _Problem(device, torch.bfloat16, False, page=16, head_dim=64)
     good &= _compare("NHD cache, pages of 16 slots", p, {"sinks": p.draw(4)})
+    good &= _compare("NHD cache, pages of 16 slots, new keys", p, p.new)
+    for kv_dtype in ("int8", "int4"):
+        p = _Problem(device, torch.bfloat16, False, head_dim=64, kv_dtype=kv_dtype)
+        good &= _compare(f"{kv_dtype} cache", p, p.scales)
+        good &= _compare(f"{kv_dtype} cache and new keys", p, {**p.new, **p.scales})
     for packed in (False, True):
         p = _Problem(device, torch.float32, packed, head_dim=16, head_dim_v=40)
         name = f"{'packed' if packed else 'NHD'} cache, values wider than keys, new keys, splits"
@@ -159,7 +174,8 @@ def _compare(name: str, p: _Problem, options: dict[str, Any]) -> bool:
 def _judge(name: str, got: Any, p: _Problem, rest: dict[str, Any], options: dict[str, Any]) -> bool:
     def reference(dtype: torch.dtype) -> Any:
         wide = {n: x.to(dtype) if n in ("k", "v") else x for n, x in options.items()}
-        q, k_cache, v_cache = (x.to(dtype) for x in (p.q, p.k_cache, p.v_cache))
+        q = p.q.to(dtype)
+        k_cache, v_cache = (x if p.scales else x.to(dtype) for x in (p.k_cache, p.v_cache))
         return paged_attention_reference(q, k_cache, v_cache, **rest, **wide)
 
     dtype = p.q.dtype

@@ -314,9 +314,9 @@ MAX_ROWS = 2**30
 def takes_hopper(x: Tensors, options: Options) -> bool:
     """Say whether the kernel for Hopper serves the sequences with many queries of a call.
 
-    The portable one has the rest: what TMA does not read, FP8 queries, caches of integers, new keys
-    beside the cache, values with a head dimension of their own. A cache is never copied. How many
-    queries are many, ``HopperTile.least_tokens`` says.
+    The portable one has the rest: what TMA does not read, FP8 queries, values with a head dimension
+    of their own. A cache is never copied. How many queries are many, ``HopperTile.least_tokens``
+    says; more than one, so that their keys are new ones where the call has any.
     """
     return (
         HOPPER
@@ -324,9 +324,8 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
         and detect(x.q.device).is_hopper
         and x.q.dtype in (torch.float16, torch.bfloat16)
         and x.out.dtype in (x.q.dtype, torch.float32)
-        and (x.k_cache.dtype == x.q.dtype or words_of(x) == "fp8")
+        and (x.k_cache.dtype == x.q.dtype or words_of(x) != "")
         and x.out_scale is None
-        and x.k is None
         and x.positions is None
         and x.tree_mask is None  # at most 64 queries: its masks would cost all calls registers
         and x.out.shape[-1] == x.q.shape[-1]  # one shape of a tile of keys and of values
@@ -336,6 +335,8 @@ def takes_hopper(x: Tensors, options: Options) -> bool:
             x.k_cache.element_size() == 1  # which the widening warps read key by key
             or copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE
         )
+        # new keys are copied, whatever the cache holds
+        and (x.k is None or copied_keys(MIN_PIECE, options.window_left, MIN_PIECE) == MIN_PIECE)
         and is_mappable(x.k_cache)
         and is_mappable(x.v_cache)
         # the same under a causal mask
@@ -419,11 +420,12 @@ class HopperTile:
 
 
 @functools.cache
-def hopper_tile(head_dim: int) -> HopperTile:
-    """Return the tile for sequences with many queries."""
+def hopper_tile(head_dim: int, is_scaled: bool = False) -> HopperTile:
+    """Return the tile for sequences with many queries; ``is_scaled``: each key has a scale."""
     width = padded_head_dim(head_dim)
     if width <= 64:
         return HopperTile(128, 3, 3)
     if width <= 128:
-        return HopperTile(128, 3, 2)
+        # the scales take what else is left of shared memory
+        return HopperTile(128, 3, 2, share=is_scaled)
     return HopperTile(64, 3, 2, share=True)

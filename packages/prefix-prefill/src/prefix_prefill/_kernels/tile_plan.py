@@ -179,6 +179,13 @@ def stride_of_slopes(x: Tensors) -> int:
     return x.q.shape[1] if x.alibi_slopes is not None and x.alibi_slopes.ndim == 2 else 0
 
 
+def strides_of_scales(x: Tensors) -> tuple[int, ...]:
+    """Return the strides of the scales of keys and of values, where each token has them."""
+    if x.k_scale_cache is None or x.v_scale_cache is None:
+        return 0, 0, 0, 0, 0, 0
+    return x.k_scale_cache.stride() + x.v_scale_cache.stride()
+
+
 def _strides_of(x: Tensors, cache: CacheForm) -> Strides:
     rows = row_strides(x.q) + row_strides(x.out)
     v = cache.v
@@ -187,9 +194,7 @@ def _strides_of(x: Tensors, cache: CacheForm) -> Strides:
     if x.k is not None and x.v is not None:
         new = row_strides(x.k) + row_strides(x.v)
     table = x.block_table.stride()
-    scales = 0, 0, 0, 0, 0, 0
-    if x.k_scale_cache is not None and x.v_scale_cache is not None:
-        scales = x.k_scale_cache.stride() + x.v_scale_cache.stride()
+    scales = strides_of_scales(x)
     return Strides(*rows, *cache.k, *values, *new, *table, stride_of_slopes(x), *scales)
 
 

@@ -7,13 +7,13 @@ from torch import Tensor
 from ..._call import Options, Tensors
 from ..._configs import copied_keys, hopper_tile, padded_head_dim, rows_of_cache, rows_of_page
 from ..addressing import descale_ndim, row_strides
-from ..tile_plan import TilePlan, scores_of, stride_of_slopes
+from ..tile_plan import TilePlan, scores_of, stride_of_slopes, strides_of_scales
 from . import structures
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
-from ._linked.tma import MapForm, MapLaunch
+from ._linked.tma import MapForm, MapLaunch, TensorMap
 from .attention import prefill_kernel
 from .structures import Arguments, Strides, Tile, WideArguments, WideStrides
-from .wide import prefill_fp8_kernel
+from .wide import prefill_wide_kernel
 
 WARP, WARPGROUP = 32, 128
 
@@ -29,7 +29,8 @@ class HopperPlan:
         self.portable, self.least = portable, portable.least
         self._ticket = kept_ticket if is_kept else new_ticket
         group = portable.group
-        hopper = hopper_tile(portable.head_dim)
+        is_scaled = x.k_scale_cache is not None
+        hopper = hopper_tile(portable.head_dim, is_scaled)
         left = options.window_left
         page = x.k_cache.shape[1]
         piece = copied_keys(page, left, hopper.block_n)
@@ -42,14 +43,20 @@ class HopperPlan:
         self._map_out = None
         if x.out.dtype == x.q.dtype:
             self._map_out = MapForm(x.out, hopper.rows, wide, ragged=True, heads=pack)
-        self._is_fp8 = x.k_cache.element_size() == 1
+        # of new keys, whose tokens lie one behind the other
+        new_piece = copied_keys(hopper.block_n, left, hopper.block_n)
+        self._new_maps = None
+        if x.k is not None and x.v is not None:
+            self._new_maps = [MapForm(t, new_piece, wide, ragged=True) for t in (x.k, x.v)]
+        self._is_wide = x.k_cache.element_size() == 1
         self._scores = scores_of(options)
         pages = rows_of_page(x.k_cache), rows_of_page(x.v_cache)
         given = *row_strides(x.out), *x.block_table.stride(), stride_of_slopes(x)
         self._strides: Strides | WideStrides
-        if self._is_fp8:
+        if self._is_wide:
             lie = *x.k_cache.stride()[1:3], *x.v_cache.stride()[1:3]
-            self._strides = WideStrides(*pages, *lie, *given, portable.heads_k)
+            scales = strides_of_scales(x)
+            self._strides = WideStrides(*pages, *lie, *given, *scales, portable.heads_k)
         else:
             self._map_k = MapForm(as_rows(x.k_cache), piece, wide, ragged=True)
             self._map_v = MapForm(as_rows(x.v_cache), piece, wide, ragged=True)
@@ -58,14 +65,16 @@ class HopperPlan:
             HAS_LEFT=left >= 0,
             HAS_RIGHT=options.window_right >= 0,
             HAS_SOFTCAP=options.softcap != 0.0,
+            HAS_NEW=self._new_maps is not None,
             DESCALE_NDIM=descale_ndim(x.k_descale, x.v_descale),
         )
-        warps = WARPGROUP // WARP if self._is_fp8 else 1
+        warps = WARPGROUP // WARP if self._is_wide else 1
         tile = Tile(
             GROUP=group,
             PACK=pack,
             PAGE=page,
             PIECE=piece,
+            NEW_PIECE=new_piece,
             MIN_TOKENS=portable.least,
             ROWS=hopper.rows,
             BLOCK_N=hopper.block_n,
@@ -78,7 +87,7 @@ class HopperPlan:
             PARTIES=2 * WARPGROUP + warps * WARP,
         )
         constants = {**asked._asdict(), **tile._asdict()}
-        kernel = prefill_fp8_kernel if self._is_fp8 else prefill_kernel
+        kernel = prefill_wide_kernel if self._is_wide else prefill_kernel
         constants |= {"num_warps": 4, "maxnreg": hopper.registers}
         self._prefill = MapLaunch(kernel, constants)
 
@@ -104,13 +113,16 @@ class HopperPlan:
             x.alibi_slopes,
             x.sinks,
         )
+        new: list[TensorMap | None] = [None, None]
+        if self._new_maps is not None and x.k is not None and x.v is not None:
+            new = [self._new_maps[0](x.k), self._new_maps[1](x.v)]
         arguments: Arguments | WideArguments
-        if self._is_fp8:
-            descales = x.k_descale, x.v_descale
-            arguments = WideArguments(q, out, x.k_cache, x.v_cache, *small, *descales)
+        if self._is_wide:
+            scales = x.k_descale, x.v_descale, x.k_scale_cache, x.v_scale_cache
+            arguments = WideArguments(q, *new, out, x.k_cache, x.v_cache, *small, *scales)
         else:
             keys = self._map_k(x.k_cache), self._map_v(x.v_cache)
-            arguments = Arguments(q, *keys, out, *small)
+            arguments = Arguments(q, *keys, *new, out, *small)
         # the fields of Scores, Counts, and of Strides or WideStrides
         numbers = (*self._scores, portable.batch, self._packs, tokens, total, *self._strides)
         self._prefill(min(portable.processors, total), arguments, numbers)

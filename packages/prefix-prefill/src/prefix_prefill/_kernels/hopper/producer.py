@@ -14,9 +14,9 @@ from ._linked.pipeline import (
     SLOTS,
     barrier_sync,
     coordinates,
-    key_tiles,
 )
-from .structures import KeyTiles, Seen, Work
+from .structures import Work
+from .tiles import seen_of, tile_of, tiles_of
 
 # lanes of the warp; each holds the page of one piece of a tile of keys
 LANES = gl.constexpr(32)
@@ -101,29 +101,54 @@ def look_up(pages, stride_page, tile, seen, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _copy_pages(tile, pages, cache, seen, full, memory, HAS_LEFT: gl.constexpr, TILE: gl.constexpr):
-    """Copy a tile of one head from its pages; keys outside of ``[first, last)`` become zeros.
+def _copy_piece(key, row, desc, seen, full, memory, HAS_LEFT: gl.constexpr, PIECE: gl.constexpr):
+    """Copy the piece that begins with a key; keys outside of ``[first, last)`` become zeros.
 
-    The map is one of rows, ``page_rows`` from one page to the next. It ends a piece where the keys
-    end (see ``coordinates``), or begins it where they begin: rows below 0 read as zeros, too. So
-    what is not seen is not read, and a piece without keys has no page.
+    The map is one of rows. It ends a piece where the keys end (see ``coordinates``), or begins it
+    where they begin: rows below 0 read as zeros, too. So what is not seen is not read.
+    """
+    size = gl.maximum(gl.minimum(seen.last - key, PIECE), 0)
+    x, y, _, start, _ = coordinates(0, seen.head, row, size, 0, True)
+    if HAS_LEFT:
+        before = gl.maximum(gl.minimum(seen.first - key, PIECE), 0)
+        x = gl.where(before > 0, 0, RAGGED_ROWS)
+        y = gl.where(before > 0, row + before, y)
+        start = gl.where(before > 0, -before, start)
+    copy_in(desc, (x, y, seen.head, start, 0), full, memory)
+
+
+@gluon.jit
+def _copy_pages(
+    begin, pages, cache, seen, full, memory, HAS_LEFT: gl.constexpr, TILE: gl.constexpr
+):
+    """Copy the tile of one head that begins with a key from its pages.
+
+    They are ``page_rows`` apart. A piece without keys has no page.
     """
     PIECE: gl.constexpr = TILE.PIECE
     PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
     index = gl.arange(0, LANES, pages.type.layout)  # [LANES]
     mbarrier.expect(full, cache.desc.block_type.nbytes * PIECES)
     for i in gl.static_range(PIECES):
-        key = tile * TILE.BLOCK_N + i * PIECE
+        key = begin + i * PIECE
         row = gl.sum(gl.where(index == i, pages, 0), 0) * cache.page_rows + key % TILE.PAGE
-        size = gl.maximum(gl.minimum(seen.last - key, PIECE), 0)
-        x, y, _, start, _ = coordinates(0, seen.head, row, size, 0, True)
-        if HAS_LEFT:
-            before = gl.maximum(gl.minimum(seen.first - key, PIECE), 0)
-            x = gl.where(before > 0, 0, RAGGED_ROWS)
-            y = gl.where(before > 0, row + before, y)
-            start = gl.where(before > 0, -before, start)
-        where = (x, y, seen.head, start, 0)
-        copy_in(cache.desc, where, full, memory.slice(i * PIECE, PIECE, 3))
+        target = memory.slice(i * PIECE, PIECE, 3)
+        _copy_piece(key, row, cache.desc, seen, full, target, HAS_LEFT, PIECE)
+
+
+@gluon.jit
+def copy_new(number, q_start, desc, seen, full, memory, HAS_LEFT: gl.constexpr, TILE: gl.constexpr):
+    """Copy a tile of new keys of one head, or of values, from the rows of their tokens.
+
+    ``number`` counts the tiles of new keys.
+    """
+    PIECE: gl.constexpr = TILE.NEW_PIECE
+    PIECES: gl.constexpr = TILE.BLOCK_N // PIECE
+    mbarrier.expect(full, desc.block_type.nbytes * PIECES)
+    for i in gl.static_range(PIECES):
+        key = number * TILE.BLOCK_N + i * PIECE
+        target = memory.slice(i * PIECE, PIECE, 3)
+        _copy_piece(key, q_start + key, desc, seen, full, target, HAS_LEFT, PIECE)
 
 
 @gluon.jit
@@ -161,28 +186,6 @@ def copy_queries(work, head, count, q_desc, pipeline, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def tiles_of(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the ``KeyTiles`` of a tile of queries.
-
-    It takes numbers. A consumer's ``Announced`` and a producer's ``Work`` have the same types in
-    another order, and Triton takes them for one structure where both have as many warps.
-    """
-    TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
-    low, left, right, high = key_tiles(
-        first_row,
-        len_q,
-        len_k,
-        scores.window_left,
-        scores.window_right,
-        OPTIONS.HAS_LEFT,
-        OPTIONS.HAS_RIGHT,
-        2 * TOKENS,
-        TILE.BLOCK_N,
-    )
-    return KeyTiles(low, left, right, high)
-
-
-@gluon.jit
 def _copy_tile(
     index, work, count, turn, turn_v, inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
@@ -191,17 +194,17 @@ def _copy_tile(
     Return how many tiles of keys and of values have been copied by now.
     """
     HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
+    HAS_NEW: gl.constexpr = OPTIONS.HAS_NEW
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
     TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
     tiles = tiles_of(work.first_row, work.len_q, work.len_k, inputs.scores, OPTIONS, TILE)
     head = work.ticket % inputs.tickets.packs * TILE.PACK
     announce(index, work, head, count, pipeline)
-    head_k = head // TILE.GROUP
     first = 0
     if HAS_LEFT:
         first = gl.maximum(work.first_row + work.len_k - work.len_q - inputs.scores.window_left, 0)
-    seen = Seen(head_k, first, work.len_k)
+    seen, new_seen = seen_of(head // TILE.GROUP, first, work.len_k, tiles, OPTIONS)
     table = inputs.table
     entries = table.ptr + work.sequence.to(gl.int64) * table.stride_sequence
     pages_v = gl.zeros([LANES], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -210,13 +213,20 @@ def _copy_tile(
         # keys one tile ahead of values; their pages are looked up before there is room
         pages = pages_v
         if step < steps:
-            tile = tiles.high - 1 - step
+            tile = tile_of(step, tiles, OPTIONS)
             pages = look_up(entries, table.stride_page, tile, seen, TILE)
             stage = turn % STAGES_K
             if turn >= STAGES_K:
                 barrier_sync(EMPTY + stage, TILE.PARTIES, 1)
             full, k_s = pipeline.k_full.index(stage), pipeline.k_s.index(stage)
-            _copy_pages(tile, pages, inputs.k, seen, full, k_s, HAS_LEFT, TILE)
+            number = tile - tiles.new
+            if HAS_NEW and number >= 0:
+                copy_new(
+                    number, work.q_start, inputs.new_k_desc, new_seen, full, k_s, HAS_LEFT, TILE
+                )
+            else:
+                begin = tile * TILE.BLOCK_N + tiles.shift
+                _copy_pages(begin, pages, inputs.k, seen, full, k_s, HAS_LEFT, TILE)
             turn += 1
         if step == 0:
             copy_queries(work, head, count, inputs.q_desc, pipeline, TOKENS)
@@ -224,9 +234,16 @@ def _copy_tile(
             stage = turn_v % STAGES_V
             if turn_v >= STAGES_V:
                 barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, 1)
-            tile = tiles.high - step
+            tile = tile_of(step - 1, tiles, OPTIONS)
             full, v_s = pipeline.v_full.index(stage), pipeline.v_s.index(stage)
-            _copy_pages(tile, pages_v, inputs.v, seen, full, v_s, HAS_LEFT, TILE)
+            number = tile - tiles.new
+            if HAS_NEW and number >= 0:
+                copy_new(
+                    number, work.q_start, inputs.new_v_desc, new_seen, full, v_s, HAS_LEFT, TILE
+                )
+            else:
+                begin = tile * TILE.BLOCK_N + tiles.shift
+                _copy_pages(begin, pages_v, inputs.v, seen, full, v_s, HAS_LEFT, TILE)
             turn_v += 1
         pages_v = pages
     return turn, turn_v

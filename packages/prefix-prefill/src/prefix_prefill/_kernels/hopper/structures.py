@@ -15,6 +15,8 @@ class Arguments(NamedTuple):
     q_desc: Any
     k_desc: Any
     v_desc: Any
+    new_k_desc: Any  # None where all keys are in the cache
+    new_v_desc: Any
     out_desc: Any  # None where the output is fp32, which goes out of registers
     out_ptr: Any  # None where it is not
     lse_ptr: Any
@@ -62,6 +64,7 @@ class Options(NamedTuple):
     HAS_LEFT: Any
     HAS_RIGHT: Any
     HAS_SOFTCAP: Any
+    HAS_NEW: Any  # keys of the queries' tokens are beside the cache
     DESCALE_NDIM: Any  # of the scales of an FP8 cache
 
 
@@ -72,6 +75,7 @@ class Tile(NamedTuple):
     PACK: Any  # those of them that share a tile
     PAGE: Any
     PIECE: Any  # keys that are copied at once, of one page
+    NEW_PIECE: Any  # likewise of new keys
     MIN_TOKENS: Any  # queries of the sequences served here
     ROWS: Any  # of a warpgroup
     BLOCK_N: Any
@@ -124,12 +128,15 @@ class Results(NamedTuple):
     tokens: Any
     stride_alibi_b: Any
     heads_k: Any = None  # with scales of sequences
+    scales_s: Any = None  # shared memory for scales of keys and values, tile by tile
 
 
 class WideArguments(NamedTuple):
-    """Tensor maps, and pointers, of the kernel that widens FP8 keys; None for what is not given."""
+    """Tensor maps, and pointers, of the kernel that widens keys; None for what is not given."""
 
     q_desc: Any
+    new_k_desc: Any
+    new_v_desc: Any
     out_desc: Any
     k_cache_ptr: Any
     v_cache_ptr: Any
@@ -143,6 +150,8 @@ class WideArguments(NamedTuple):
     sinks_ptr: Any
     k_descale_ptr: Any
     v_descale_ptr: Any
+    k_scale_cache_ptr: Any  # of caches of integers
+    v_scale_cache_ptr: Any
 
 
 class WideStrides(NamedTuple):
@@ -159,6 +168,12 @@ class WideStrides(NamedTuple):
     stride_table_b: Any
     stride_table_p: Any
     stride_alibi_b: Any
+    stride_skp: Any
+    stride_sks: Any
+    stride_skh: Any
+    stride_svp: Any
+    stride_svs: Any
+    stride_svh: Any
     heads_k: Any
 
 
@@ -170,10 +185,19 @@ class CacheMap(NamedTuple):
 
 
 class WideCache(NamedTuple):
-    """The FP8 keys, or values, of a cache."""
+    """The keys, or values, of a cache in 8 or 4 bits."""
 
     ptr: Any
     page_rows: Any
+    stride_slot: Any
+    stride_head: Any
+
+
+class TokenScales(NamedTuple):
+    """Scales of single tokens and heads, of keys or of values."""
+
+    ptr: Any
+    stride_page: Any
     stride_slot: Any
     stride_head: Any
 
@@ -208,10 +232,15 @@ class Inputs(NamedTuple):
     q_desc: Any
     k: Any
     v: Any
+    new_k_desc: Any  # None where all keys are in the cache
+    new_v_desc: Any
     table: Any
     sequences: Any
     tickets: Any
     scores: Any
+    k_scales: Any = None  # of caches of integers
+    v_scales: Any = None
+    scales_s: Any = None
 
 
 # ---- what functions hand on
@@ -240,12 +269,20 @@ class Work(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Tiles of keys from ``low`` up to ``high``; those from ``left`` up to ``right`` are whole."""
+    """Tiles of keys from ``low`` up to ``high``; those from ``left`` up to ``right`` are whole.
+
+    The first ``context`` keys are in the cache. Tiles from ``new`` on hold new ones, and
+    ``cached`` of the tiles that are walked do not; their keys begin ``shift`` later than else.
+    """
 
     low: Any
     left: Any
     right: Any
     high: Any
+    context: Any
+    new: Any
+    cached: Any
+    shift: Any
 
 
 class Queries(NamedTuple):
@@ -255,7 +292,15 @@ class Queries(NamedTuple):
     rows: Any  # counted from the one that faces key 0
     slopes: Any  # None without ALiBi
     len_k: Any
+
+
+class Factors(NamedTuple):
+    """What products with the keys and values of a cache are multiplied by."""
+
+    scale: Any
     flips: Any  # whether the scale of the keys is negative; None without one
+    v_descale: Any  # None without one, and where no other values follow
+    scales_s: Any  # of single tokens; None without them
 
 
 class Seen(NamedTuple):
@@ -267,9 +312,13 @@ class Seen(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The running softmax: ``o`` lacks the product of ``p`` with the last tile of values."""
+    """The running softmax: ``o`` lacks the product of ``p`` with the last tile of values.
+
+    Both are in ``unit``, where fp16 holds probabilities times scales.
+    """
 
     o: Any
     m: Any
     l: Any
     p: Any
+    unit: Any
