@@ -40,7 +40,6 @@ from prefix_prefill._kernels import (
     words,
 )
 from prefix_prefill._kernels.hopper import attention as hopper_attention
-from prefix_prefill._kernels.hopper import mla as hopper_mla
 from prefix_prefill._kernels.hopper import (
     consumer,
     mla_fp8,
@@ -51,6 +50,7 @@ from prefix_prefill._kernels.hopper import (
     wide,
     widening,
 )
+from prefix_prefill._kernels.hopper import mla as hopper_mla
 from prefix_prefill._kernels.hopper import structures as hopper
 from prefix_prefill._kernels.hopper._linked import tickets
 from prefix_prefill._kernels.invariant import arithmetic as invariant_arithmetic
