@@ -95,20 +95,22 @@ def _masked(s, tile, tiles, queries, scores, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _weighted(e, unit, stage, factors, DTYPE: gl.constexpr):
-    """Return probabilities times the scales of their values, and the unit in which they are.
+def _weighted(e, top, stage, factors, DTYPE: gl.constexpr):
+    """Return probabilities times the scales of their values, their unit, and the largest so far.
 
     bf16 holds weights of any size. Those in fp16 are at most ``LARGEST``: the unit follows the
-    scales of a tile, and falls by no more than ``FALL`` at once, so that no sum overflows.
+    scales of a tile, but not below ``FALL`` of the largest, so that no sum overflows.
     """
+    unit = top
     if factors.scales_s is not None:
         scale = factors.scales_s.index(2 * stage + 1).load(gl.SliceLayout(0, e.type.layout))
         if gl.float16 == DTYPE:
             most = gl.max(gl.abs(scale), 0) * (1.0 / LARGEST)
-            unit = gl.maximum(gl.maximum(most, unit * FALL), TINY)
+            top = gl.maximum(most, top)
+            unit = gl.maximum(gl.maximum(most, top * FALL), TINY)
             scale = scale * (1.0 / unit)
         e = e * scale[None, :]
-    return e, unit
+    return e, unit, top
 
 
 @gluon.jit
@@ -145,12 +147,12 @@ def _attend_first(
     s, factor = _scores_of(s, tile, stage, tiles, queries, factors, scores, OPTIONS)
     s = _masked(s, tile, tiles, queries, scores, OPTIONS)
     m, l, e = start_softmax(s, factor, NEG_INF)
-    e, unit = _weighted(e, 0.0, stage, factors, queries.q.dtype)
+    e, unit, top = _weighted(e, 0.0, stage, factors, queries.q.dtype)
     if factors.scales_s is not None:
         barrier_arrive(EMPTY + stage, TILE.PARTIES, 4)
     p = gl.convert_layout(e.to(queries.q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
     o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
-    return Softmax(o, m, l, p, unit)
+    return Softmax(o, m, l, p, unit, top)
 
 
 @gluon.jit
@@ -175,7 +177,8 @@ def _attend(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     softmax = _attend_first(turn, tiles, queries, factors, pipeline, scores, W, OPTIONS, TILE)
-    m, l, p, o, unit = softmax.m, softmax.l, softmax.p, softmax.o, softmax.unit
+    m, l, p, o = softmax.m, softmax.l, softmax.p, softmax.o
+    unit, top = softmax.unit, softmax.top
     zeros = gl.zeros([TILE.ROWS, BLOCK_N], gl.float32, S)
     turn += 1
 
@@ -205,14 +208,14 @@ def _attend(
         alpha = gl.exp2(m - pivot)
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
         sums = row_sums(e)  # [ROWS, 4]
-        e, new_unit = _weighted(e, unit, stage, factors, queries.q.dtype)
+        e, new_unit, new_top = _weighted(e, top, stage, factors, queries.q.dtype)
         # the exponentials run ahead of the wait for the other product
         barrier_arrive_after(sums, EMPTY + stage, TILE.PARTIES)
         l = l * gl.convert_layout(alpha, L)[:, None] + sums
         m = m_new
         if factors.scales_s is not None and queries.q.dtype == gl.float16:
             alpha = alpha * (unit / new_unit)
-            unit = new_unit
+            unit, top = new_unit, new_top
         if factors.v_descale is not None:
             # the sum of cached values is whole
             alpha = gl.where(step == tiles.cached, alpha * factors.v_descale, alpha)
@@ -221,7 +224,7 @@ def _attend(
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
         p = gl.convert_layout(e.to(queries.q.dtype), P)
         turn += 1
-    return Softmax(o, m, l, p, unit), turn
+    return Softmax(o, m, l, p, unit, top), turn
 
 
 @gluon.jit

@@ -314,7 +314,8 @@ class Seen(NamedTuple):
 class Softmax(NamedTuple):
     """The running softmax: ``o`` lacks the product of ``p`` with the last tile of values.
 
-    Both are in ``unit``, where fp16 holds probabilities times scales.
+    Both are in ``unit``, where fp16 holds probabilities times scales; ``top`` is the largest of the
+    units that all tiles asked for.
     """
 
     o: Any
@@ -322,3 +323,4 @@ class Softmax(NamedTuple):
     l: Any
     p: Any
     unit: Any
+    top: Any
