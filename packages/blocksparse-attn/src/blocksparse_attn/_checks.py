@@ -12,7 +12,7 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ._call import Options
-from ._layout_checks import is_top_left
+from ._layout_checks import check_groups, check_indices, is_top_left
 from ._linked.host import arguments
 from ._linked.host.arguments import (
     DEVICES,
@@ -142,9 +142,7 @@ def check_values(
 
 def check_block_table(q: Tensor, k: Tensor, v: Tensor, batch: int, block_table: Tensor) -> None:
     """Check the pages of each sequence, but for how many there are."""
-    check_tensor("block_table", block_table)
-    if block_table.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"block_table must be torch.int32 or torch.int64, got {block_table.dtype}")
+    check_indices("block_table", block_table)
     check_device("block_table", block_table, q)
     if block_table.ndim != 2 or block_table.shape[0] != batch:
         raise ValueError(
@@ -261,9 +259,4 @@ def _check_forms(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool) -> Non
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.ndim == 4 and k.shape[0] != q.shape[0]:
         raise ValueError(f"batch of k must be that of q, {q.shape[0]}, got {k.shape[0]}")
-    heads_q, heads_k = q.shape[-2], k.shape[-2]
-    if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
-        raise ValueError(
-            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
-            f"heads_k {heads_k}"
-        )
+    check_groups(q.shape[-2], k.shape[-2])

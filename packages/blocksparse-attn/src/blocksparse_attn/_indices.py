@@ -8,18 +8,15 @@ import torch
 from torch import Tensor
 
 from ._kept_lists import NAMESPACE
-from ._layout_checks import INDEX_DTYPES
+from ._layout_checks import check_indices
 from ._linked.host.operators import register
 
 
-def check_indices(indices: Any, counts: Any) -> None:
+def check_columns(indices: Any, counts: Any) -> None:
     """Check the columns that rows list, but for their values."""
-    names = {"indices": indices} if counts is None else {"indices": indices, "counts": counts}
-    for name, x in names.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in INDEX_DTYPES:
-            raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
+    check_indices("indices", indices)
+    if counts is not None:
+        check_indices("counts", counts)
     if indices.ndim not in (3, 4) or 0 in indices.shape[:-2]:
         raise ValueError(
             "indices must be [heads, rows, k] or [batch, heads, rows, k] with one head at least, "

@@ -9,10 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._linked.host.arguments import FLOAT_DTYPES, check_flag
+from ._linked.host.arguments import FLOAT_DTYPES, check_flag, check_tensor
 
 BLOCK_SIZES = (16, 32, 64, 128)
 INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_indices(name: str, x: Any) -> None:
+    """Check a tensor of indices, but for its shape and values."""
+    check_tensor(name, x)
+    if x.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
 
 
 def check_block_size(block_size: Any) -> tuple[int, int]:
@@ -38,6 +45,15 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def check_groups(heads_q: int, heads_k: int) -> None:
+    """Check numbers of heads."""
+    if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
+        raise ValueError(
+            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
+            f"heads_k {heads_k}"
+        )
+
+
 def check_calls(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any, dtype: Any) -> None:
     """Check what the calls have in common that a layout of ``num_heads`` is prepared for."""
     if dtype not in FLOAT_DTYPES:
@@ -46,11 +62,7 @@ def check_calls(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any, dtype
         )
     for name, value in (("heads_q", heads_q), ("heads_k", heads_k), ("head_dim", head_dim)):
         check_count(name, value, 1)
-    if heads_q % heads_k != 0:
-        raise ValueError(
-            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
-            f"heads_k {heads_k}"
-        )
+    check_groups(heads_q, heads_k)
     if num_heads not in (1, heads_q, heads_k):
         raise ValueError(
             f"heads of layout must be 1, heads_k, {heads_k}, or heads_q, {heads_q}, got {num_heads}"
@@ -96,10 +108,7 @@ def check_local_strided(
 def check_csr(crow: Any, col: Any, ndims: tuple[int, ...] = (2, 3)) -> None:
     """Check the tensors of compressed rows, but for their values."""
     for name, x in (("crow", crow), ("col", col)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in INDEX_DTYPES:
-            raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
+        check_indices(name, x)
         if x.ndim not in ndims or 0 in x.shape[:-1]:
             form = "[heads, rows + 1]" if name == "crow" else "[heads, nnz]"
             raise ValueError(f"{name} must be {form} with one head at least, got {list(x.shape)}")
@@ -140,8 +149,7 @@ def check_alike(layouts: Any) -> None:
 
 def check_mask(mask: Any) -> None:
     """Check a mask of blocks."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
+    check_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask must be torch.bool, got {mask.dtype}")
     if mask.ndim not in (2, 3) or (mask.ndim == 3 and mask.shape[0] < 1):

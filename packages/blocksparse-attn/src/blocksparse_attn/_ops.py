@@ -31,7 +31,7 @@ from ._linked.host.operators import (
     register,
     without_repeats,
 )
-from ._lists import ListSpec, empty_lists
+from ._lists import empty_lists
 from .layout import BlockSparseLayout
 
 __all__ = ["attention", "backward", "checked", "forward", "plan"]
@@ -47,37 +47,21 @@ _LISTS = len(Tensors._fields) - 1
 Results = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-def _spec(
-    crow: Tensor,
-    block_q: int,
-    block_k: int,
-    rows_alike: bool,
-    group: int,
-    head_dim: int,
-    itemsize: int,
-    causal: bool,
-    kind: str,
-) -> ListSpec:
+def _made_of(crow: Tensor, col: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """Return what lists are made of, from the arguments of the operator that makes them."""
+    cols, block_q, block_k, rows_alike, group, head_dim, itemsize, causal, kind, rule = rest
     # symbols are numbers here
     of_call = int(head_dim), itemsize, block_q, block_k, int(group), bool(crow.shape[-2] == 1)
-    return spec_of(kind, detect(crow.device), *of_call, rows_alike, causal)
+    spec = spec_of(kind, detect(crow.device), *of_call, rows_alike, causal)
+    return crow.flatten(0, -2), col.flatten(0, -2), cols, (block_q, block_k), spec, rule
 
 
-def _plan(
-    crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
-) -> list[Tensor]:
-    *wanted, rule = rest
-    spec = _spec(crow, block_q, block_k, rows_alike, *wanted)
-    crow, col = crow.flatten(0, -2), col.flatten(0, -2)
-    return list(make_lists(crow, col, cols, (block_q, block_k), spec, rule))
+def _plan(*arguments: Any) -> list[Tensor]:
+    return list(make_lists(*_made_of(*arguments)))
 
 
-def _plan_fake(
-    crow: Tensor, col: Tensor, cols: int, block_q: int, block_k: int, rows_alike: bool, *rest: Any
-) -> list[Tensor]:
-    spec = _spec(crow, block_q, block_k, rows_alike, *rest[:-1])
-    crow, col = crow.flatten(0, -2), col.flatten(0, -2)
-    return list(empty_lists(crow, col, cols, (block_q, block_k), spec))
+def _plan_fake(*arguments: Any) -> list[Tensor]:
+    return list(empty_lists(*_made_of(*arguments)[:-1]))
 
 
 # ---- attention

@@ -9,7 +9,7 @@ import torch
 from attn_common import cdiv
 from torch import Tensor, nn
 
-from ._layout_checks import INDEX_DTYPES, check_block_size, check_count, check_csr
+from ._layout_checks import check_block_size, check_count, check_csr, check_indices
 from ._linked.host import arguments
 from .api import blocksparse_attn_varlen_func
 from .layout import BlockSparseLayout
@@ -58,21 +58,9 @@ def blocksparse_flash_attn_varlen_fwd(
         raise TypeError(f"sparse_layout must be (crow, col), got {type(sparse_layout).__name__}")
     block_q = block_size if q_block_size is None else q_block_size
     layout = _layout_of(*sparse_layout, check_block_size((block_q, block_size)))
-    covered = layout.num_rows * block_q
     if max_seqlen is None:
-        max_seqlen = covered
-    cu_seqlens_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, max_seqlen)
-    result: Any = blocksparse_attn_varlen_func(
-        q,
-        k,
-        v,
-        *_offsets(cu_seqlens_q, cu_seqlens_k),
-        longest_q,
-        max_seqlen,
-        layout,
-        softmax_scale=sm_scale,
-    )
-    return result  # type: ignore[no-any-return]
+        max_seqlen = layout.num_rows * block_q
+    return _attend(q, k, v, cu_seqlens_k, cu_seqlens_q, sm_scale, layout, max_seqlen)
 
 
 class LocalStridedBlockSparseAttn(nn.Module):
@@ -142,18 +130,8 @@ class LocalStridedBlockSparseAttn(nn.Module):
         """Attend; tensors are those of :func:`blocksparse_flash_attn_varlen_fwd`."""
         if self.layout.device != q.device:
             self.layout = self.layout.to(q.device)
-        cu_seqlens_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, self.max_seqlen)
-        result: Any = blocksparse_attn_varlen_func(
-            q,
-            k,
-            v,
-            *_offsets(cu_seqlens_q, cu_seqlens_k),
-            longest_q,
-            self.max_seqlen,
-            self.layout,
-            softmax_scale=sm_scale,
-        )
-        return result  # type: ignore[no-any-return]
+        lengths = cu_seqlens_k, cu_seqlens_q
+        return _attend(q, k, v, *lengths, sm_scale, self.layout, self.max_seqlen)
 
 
 def get_head_sliding_step(n_heads: int, vert_stride: int, homo_head: bool = False) -> int:
@@ -220,6 +198,24 @@ def get_sparse_attn_mask(
     return (crow, col), block_mask, mask.to(dtype)
 
 
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    sm_scale: float | None,
+    layout: BlockSparseLayout,
+    max_seqlen: int,
+) -> Tensor:
+    starts_q, longest_q = _queries(q, k, cu_seqlens_k, cu_seqlens_q, max_seqlen)
+    offsets = _offsets(starts_q, cu_seqlens_k)
+    result: Any = blocksparse_attn_varlen_func(
+        q, k, v, *offsets, longest_q, max_seqlen, layout, softmax_scale=sm_scale
+    )
+    return result  # type: ignore[no-any-return]
+
+
 def _queries(
     q: Tensor, k: Tensor, cu_seqlens_k: Tensor, cu_seqlens_q: Tensor | None, max_seqlen: int
 ) -> tuple[Tensor, int]:
@@ -240,9 +236,7 @@ def _queries(
 def _offsets(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
     """Return both as the functions take them; what was one tensor stays one."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        arguments.check_tensor(name, x)
-        if x.dtype not in INDEX_DTYPES:
-            raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
+        check_indices(name, x)
     starts_k = arguments.as_int32(cu_seqlens_k).contiguous()
     if cu_seqlens_q is cu_seqlens_k:
         return starts_k, starts_k

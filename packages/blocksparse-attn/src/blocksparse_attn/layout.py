@@ -11,7 +11,7 @@ from attn_common import cdiv, detect
 from torch import Tensor
 
 from ._call import Checked, Pattern
-from ._indices import check_indices, rows_of_indices
+from ._indices import check_columns, rows_of_indices
 from ._kept_lists import Readiness, is_capturing, keep, prepare_lists
 from ._layout_checks import (
     check_alike,
@@ -212,7 +212,7 @@ class BlockSparseLayout:
             counts: how many of the indices of a row count, the first ones, int32 or int64 without
                 the last dimension of ``indices``. Default: None (all).
         """
-        check_indices(indices, counts)
+        check_columns(indices, counts)
         sides = check_block_size(block_size)
         check_count("num_cols", num_cols, 0)
         crow, col = rows_of_indices(indices, counts, num_cols)

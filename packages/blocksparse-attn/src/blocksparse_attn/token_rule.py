@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._kept_lists import NAMESPACE
-from ._layout_checks import INDEX_DTYPES, check_count
+from ._layout_checks import check_count, check_indices
 from ._linked.host.arguments import is_int, kind
 from ._linked.host.operators import register
 
@@ -125,10 +125,7 @@ class TokenRule:
 
 
 def _check_tensor(name: str, x: Any, ndims: tuple[int, ...], form: str) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {kind(x)}")
-    if x.dtype not in INDEX_DTYPES:
-        raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
+    check_indices(name, x)
     if x.ndim not in ndims or 0 in x.shape:
         raise ValueError(f"{name} must be {form} with one entry at least, got {list(x.shape)}")
 
