@@ -167,6 +167,7 @@ def check_is_layout(layout: Any) -> None:
 
 def check_layout(layout: BlockSparseLayout, q: Tensor, k: Tensor, batch: int) -> None:
     """Check that a layout serves these heads and sequences on this device."""
+    check_is_layout(layout)
     if layout.device != q.device:
         raise ValueError(
             f"layout must be on the device of q, {q.device}, got {layout.device}; "

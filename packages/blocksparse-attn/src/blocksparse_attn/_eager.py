@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._call import Common, Tensors
 from ._lists import dense_of
-from .reference import of_sequence, own_blocks, own_rule, sequences, visible_at
+from .reference import of_sequence, own_blocks, own_rule, sequences, softmax, visible_at
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -57,14 +57,8 @@ def attention_forward(x: Tensors, call: Common) -> tuple[Tensor, Tensor]:
             own_lse = lse[:, one.rows]
             for tile in one.tiles:
                 s, _, values = _scores(one, tile, call.softmax_scale)
-                # a finite pivot, whatever a row sees; none changes the result
-                top = s.amax(-1, keepdim=True)
-                top = top.masked_fill(top == -math.inf, 0.0)
-                p = torch.exp(s - top)
-                total = p.sum(-1, keepdim=True)
-                safe = total.masked_fill(total == 0, 1.0)
-                own[tile.heads, tile.rows] = _times(p / safe, values)
-                own_lse[tile.heads, tile.rows] = (total.log() + top)[..., 0]
+                p, own_lse[tile.heads, tile.rows] = softmax(s)
+                own[tile.heads, tile.rows] = _times(p, values)
             out[one.rows] = own.transpose(0, 1).to(out.dtype)
     out = out.view(*x.q.shape[:-1], out.shape[-1])
     if x.q.ndim == 4:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._checks import check_cover, check_is_layout, check_layout, check_options, check_reference
+from ._checks import check_cover, check_layout, check_options, check_reference
 from .layout import BlockSparseLayout
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -36,7 +36,6 @@ def blocksparse_attention_reference(
     """
     check_reference(q, k, v, 4)
     scale, *_, top_left = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
-    check_is_layout(layout)
     check_layout(layout, q, k, q.shape[0])
     check_cover(layout, k, q.shape[1], k.shape[1], top_left)
     kept, rule = layout._for_heads(q.shape[2]).to_dense(), layout._rule
@@ -69,7 +68,6 @@ def blocksparse_varlen_attention_reference(
     """
     check_reference(q, k, v, 3, block_table is not None)
     scale, *_, top_left = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
-    check_is_layout(layout)
     check_layout(layout, q, k, cu_seqlens_q.shape[0] - 1)
     check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
     out, lse = packed_attention(
@@ -170,17 +168,21 @@ def dense_attention(
         q, k, v = hide_unseen(q, k, v, visible)
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         scores = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
-        scores = scores.masked_fill(~visible, -math.inf)
-        # a finite pivot, whatever a row sees; none changes the result
-        top = torch.nn.functional.pad(scores, (0, 1), value=-math.inf).amax(-1, keepdim=True)
-        top = top.detach().masked_fill(top == -math.inf, 0.0)
-        p = torch.exp(scores - top)
-        total = p.sum(-1)
-        empty = total == 0
-        safe = total.masked_fill(empty, 1.0)
-        out = torch.einsum("bhij,bjhe->bihe", p / safe[..., None], v)
-        lse = (safe.log() + top[..., 0]).masked_fill(empty, -math.inf)
-        return out, lse
+        p, lse = softmax(scores.masked_fill(~visible, -math.inf))
+        return torch.einsum("bhij,bjhe->bihe", p, v), lse
+
+
+def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities and log-sum-exp of rows of scores; 0 and -inf where all are -inf."""
+    # a finite pivot, whatever a row sees; none changes the result
+    top = torch.nn.functional.pad(scores.detach(), (0, int(scores.shape[-1] == 0)), value=-math.inf)
+    top = top.amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    p = torch.exp(scores - top)
+    total = p.sum(-1, keepdim=True)
+    empty = total == 0
+    safe = total.masked_fill(empty, 1.0)
+    return p / safe, (safe.log() + top).masked_fill(empty, -math.inf)[..., 0]
 
 
 def packed_attention(
