@@ -102,6 +102,36 @@ def check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
 
+def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that keys and values are of the queries' dtype and on their device, which is served."""
+    dtype, device = q.dtype, q.device
+    if k.dtype != dtype or v.dtype != dtype:
+        name, x = ("k", k) if k.dtype != dtype else ("v", v)
+        raise TypeError(f"{name} must have the dtype of q, {dtype}, got {x.dtype}")
+    if k.device != device or v.device != device:
+        name, x = ("k", k) if k.device != device else ("v", v)
+        check_device(name, x, q)
+    if device.type not in DEVICES:
+        raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {device}")
+
+
+def check_floats(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check the dtypes of a reference's tensors: any floats."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+
+
+def check_groups(heads_q: int, heads_k: int) -> None:
+    """Check that as many heads of queries as of others share each head of keys."""
+    if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
+        raise ValueError(
+            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
+            f"heads_k {heads_k}"
+        )
+
+
 def check_no_gradient(name: str, x: Tensor) -> None:
     """Check that nobody waits for a gradient that is not computed."""
     if x.requires_grad and torch.is_grad_enabled():
@@ -120,6 +150,21 @@ def check_offsets(name: str, x: Any, q: Tensor) -> None:
         raise ValueError(f"{name} must have one dimension, got {list(x.shape)}")
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got stride {x.stride(0)}")
+
+
+def check_cu_seqlens(cu_seqlens_q: Any, cu_seqlens_k: Any, q: Tensor) -> int:
+    """Check where packed sequences begin and end; return their number."""
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_offsets(name, x, q)
+        if x.shape[0] < 1:
+            raise ValueError(f"{name} must be [batch + 1], got {list(x.shape)}")
+    batch: int = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k.shape[0] != batch + 1:
+        raise ValueError(
+            f"cu_seqlens_k must be as long as cu_seqlens_q, [{batch + 1}], "
+            f"got {list(cu_seqlens_k.shape)}"
+        )
+    return batch
 
 
 def check_out_scale(name: str, out_scale: Tensor, q: Tensor) -> None:

@@ -176,7 +176,7 @@ def test_message(message, error, call, changes):
 
 
 def test_other_kinds_of_device_are_refused(monkeypatch):
-    monkeypatch.setattr("flash_attn_triton._checks.DEVICES", ("cuda",))
+    monkeypatch.setattr("flash_attn_triton._linked.host.arguments.DEVICES", ("cuda",))
     with pytest.raises(
         NotImplementedError, match="q must be on a CPU or a CUDA or HIP device, got cpu"
     ):

@@ -12,15 +12,16 @@ from attn_common import cdiv
 from torch import Tensor
 
 from ._call import Options
-from ._layout_checks import check_groups, check_indices, is_top_left
+from ._layout_checks import check_indices, is_top_left
 from ._linked.host import arguments
 from ._linked.host.arguments import (
-    DEVICES,
     FLOAT_DTYPES,
     check_device,
     check_flag,
+    check_floats,
+    check_groups,
+    check_kinds,
     check_offset_values,
-    check_offsets,
     check_scale,
     check_tensor,
     is_int,
@@ -72,12 +73,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -
             f"q must be torch.float16, torch.bfloat16 or torch.float32, got {q.dtype}; "
             "the reference takes torch.float64"
         )
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-        check_device(name, x, q)
-    if q.device.type not in DEVICES:
-        raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {q.device}")
+    check_kinds(q, k, v)
     _check_forms(q, k, v, ndim, paged)
     for name, x in (("q", q), ("v", v)):
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
@@ -89,27 +85,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -
 
 def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, paged: bool = False) -> None:
     """Check the main tensors of the reference: any float dtypes, any head dimension."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-        if not x.dtype.is_floating_point:
-            raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+    check_floats(q, k, v)
     _check_forms(q, k, v, ndim, paged)
     _check_heads(q, k, v)
-
-
-def check_packed(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> int:
-    """Check what says where sequences begin and end; return their number."""
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_offsets(name, x, q)
-        if x.shape[0] < 1:
-            raise ValueError(f"{name} must be [batch + 1], got {list(x.shape)}")
-    batch: int = cu_seqlens_q.shape[0] - 1
-    if cu_seqlens_k.shape[0] != batch + 1:
-        raise ValueError(
-            f"cu_seqlens_k must be as long as cu_seqlens_q, [{batch + 1}], "
-            f"got {list(cu_seqlens_k.shape)}"
-        )
-    return batch
 
 
 def check_values(

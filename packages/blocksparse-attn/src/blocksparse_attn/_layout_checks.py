@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._linked.host.arguments import FLOAT_DTYPES, check_flag, check_tensor
+from ._linked.host.arguments import FLOAT_DTYPES, check_flag, check_groups, check_tensor
 
 BLOCK_SIZES = (16, 32, 64, 128)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -43,15 +43,6 @@ def check_count(name: str, value: Any, least: int) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def check_groups(heads_q: int, heads_k: int) -> None:
-    """Check numbers of heads."""
-    if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
-        raise ValueError(
-            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
-            f"heads_k {heads_k}"
-        )
 
 
 def check_calls(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any, dtype: Any) -> None:

@@ -175,7 +175,7 @@ def blocksparse_attn_varlen_func(
         _checks.check_qkv(q, k, v, 3, paged=block_table is not None)
         options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
         check_flag("deterministic", deterministic)
-        batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
+        batch = arguments.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
         if block_table is not None:
             _checks.check_block_table(q, k, v, batch, block_table)
         _checks.check_layout(layout, q, k, batch)

@@ -39,7 +39,7 @@ def validate_varlen(
     arguments.check_tensor("q", q)
     arguments.check_tensor("k", k)
     cu_seqlens_q, cu_seqlens_k = map(arguments.as_int32, (cu_seqlens_q, cu_seqlens_k))
-    batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k)
+    batch = arguments.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
     arguments.check_length("max_seqlen_q", max_seqlen_q)
     arguments.check_length("max_seqlen_k", max_seqlen_k)
     if block_table is not None:

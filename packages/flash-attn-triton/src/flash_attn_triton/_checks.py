@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ._call import Options, Tensors
 from ._linked.host.arguments import (
-    DEVICES,
     FLOAT_DTYPES,
     FP8_DTYPES,
+    check_cu_seqlens,
     check_device,
     check_fp8_hardware,
+    check_groups,
+    check_kinds,
     check_no_gradient,
     check_offset_values,
     check_offsets,
@@ -34,17 +36,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
     """Check the three main tensors: 4 dimensions for sequences of one length, 3 packed."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
-    dtype, device = q.dtype, q.device
-    if dtype not in FLOAT_DTYPES:
+    if q.dtype not in FLOAT_DTYPES:
         _check_fp8_input(q)
-    if k.dtype != dtype or v.dtype != dtype:
-        name, x = ("k", k) if k.dtype != dtype else ("v", v)
-        raise TypeError(f"{name} must have the dtype of q, {dtype}, got {x.dtype}")
-    if k.device != device or v.device != device:
-        name, x = ("k", k) if k.device != device else ("v", v)
-        raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}")
-    if device.type not in DEVICES:
-        raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {device}")
+    check_kinds(q, k, v)
 
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if len(q_shape) != ndim:
@@ -69,16 +63,7 @@ def check_packed(
     seqused_k: Tensor | None,
 ) -> int:
     """Check what says where sequences begin and end; return their number."""
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_offsets(name, x, q)
-        if x.shape[0] < 1:
-            raise ValueError(f"{name} must be [batch + 1], got {list(x.shape)}")
-    batch: int = cu_seqlens_q.shape[0] - 1
-    if cu_seqlens_k.shape[0] != batch + 1:
-        raise ValueError(
-            f"cu_seqlens_k must be as long as cu_seqlens_q, [{batch + 1}], "
-            f"got {list(cu_seqlens_k.shape)}"
-        )
+    batch = check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
     if seqused_k is not None:
         check_offsets("seqused_k", seqused_k, q)
         if seqused_k.shape[0] != batch:
@@ -286,12 +271,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"v must have the shape of k but for head_dim, {list(k_shape[:-1])}, "
             f"got {list(v.shape[:-1])}"
         )
-    heads_q, heads_k = q_shape[-2], k_shape[-2]
-    if heads_k < 1 or heads_q < 1 or heads_q % heads_k != 0:
-        raise ValueError(
-            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
-            f"heads_k {heads_k}"
-        )
+    check_groups(q_shape[-2], k_shape[-2])
 
 
 def _check_fp8_input(q: Tensor) -> None:

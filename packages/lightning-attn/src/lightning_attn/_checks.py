@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ._linked.host import arguments
 from ._linked.host.arguments import (
-    DEVICES,
     FLOAT_DTYPES,
     check_device,
+    check_floats,
+    check_kinds,
     check_offsets,
     check_scale,
     check_tensor,
@@ -57,20 +58,12 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str | None = Non
     form = form or _FORMS[ndim]
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
-    dtype, device = q.dtype, q.device
-    if dtype not in FLOAT_DTYPES:
+    if q.dtype not in FLOAT_DTYPES:
         raise TypeError(
-            f"q must be torch.float16, torch.bfloat16 or torch.float32, got {dtype}; "
+            f"q must be torch.float16, torch.bfloat16 or torch.float32, got {q.dtype}; "
             "lightning_attention_reference takes torch.float64"
         )
-    if k.dtype != dtype or v.dtype != dtype:
-        name, x = ("k", k) if k.dtype != dtype else ("v", v)
-        raise TypeError(f"{name} must have the dtype of q, {dtype}, got {x.dtype}")
-    if k.device != device or v.device != device:
-        name, x = ("k", k) if k.device != device else ("v", v)
-        raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}")
-    if device.type not in DEVICES:
-        raise NotImplementedError(f"q must be on a CPU or a CUDA or HIP device, got {device}")
+    check_kinds(q, k, v)
     _check_shapes(q, k, v, ndim, form)
     for name, x, letter in (("q", q, "d"), ("v", v, "e")):
         size = x.shape[-1]
@@ -83,10 +76,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int, form: str | None = Non
 
 def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
     """Check the main tensors of the reference: any float dtypes, any head dimension."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x)
-        if not x.dtype.is_floating_point:
-            raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+    check_floats(q, k, v)
     _check_shapes(q, k, v, ndim, _FORMS[ndim])
 
 

@@ -18,6 +18,7 @@ from ._linked.host.arguments import (
     FLOAT_DTYPES,
     FP8_DTYPES,
     check_fp8_hardware,
+    check_groups,
     check_tensor,
     kind,
 )
@@ -375,11 +376,7 @@ def _check_sizes(q: Tensor, sizes: CacheSizes) -> None:
         raise ValueError(
             f"head_dim of k_cache must be that of q, {q.shape[2]}, got {sizes.head_dim}"
         )
-    if q.shape[1] < 1 or q.shape[1] % sizes.heads_k != 0:
-        raise ValueError(
-            f"heads_q must be a positive multiple of heads_k, got heads_q {q.shape[1]} and "
-            f"heads_k {sizes.heads_k}"
-        )
+    check_groups(q.shape[1], sizes.heads_k)
 
 
 def _check_fp8_input(name: str, x: Tensor) -> None:

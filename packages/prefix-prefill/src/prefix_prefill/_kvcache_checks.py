@@ -10,7 +10,14 @@ from . import _cache_checks, _checks, _tensor_checks
 from ._call import AppendOptions, AppendTensors, RowOptions, RowTensors
 from ._layout import head_dim_of_values
 from ._linked.host import arguments
-from ._linked.host.arguments import DEVICES, FLOAT_DTYPES, check_length, check_tensor, kind
+from ._linked.host.arguments import (
+    DEVICES,
+    FLOAT_DTYPES,
+    check_groups,
+    check_length,
+    check_tensor,
+    kind,
+)
 from ._scale_caches import check_scale_caches
 from ._values import check_entry
 
@@ -111,12 +118,7 @@ def _check_caches(x: Given, kv_dtype: str | None) -> None:
             f"{list(x.v_cache.shape)}"
         )
     _checks.check_head_dim(head_dim_of_values(x.k_cache, x.v_cache), "v_cache")
-    heads_q, heads_k = q.shape[2], x.k_cache.shape[2]
-    if heads_q < 1 or heads_q % heads_k:
-        raise ValueError(
-            f"heads_q must be a positive multiple of heads_k, got heads_q {heads_q} and "
-            f"heads_k {heads_k}"
-        )
+    check_groups(q.shape[2], x.k_cache.shape[2])
 
 
 def _check_new(x: Given, cache_seqlens: Any) -> None:
