@@ -367,3 +367,16 @@ def hopper_shape(head_dim: int, block_q: int, group: int, is_shared: bool) -> Sh
     heads = 2 if is_shared and group % 2 == 0 and block_q <= tile.rows else 1
     positions = tile.block_m // heads
     return Shape(tile, positions, heads, max(positions, block_q), 1, 1)
+
+
+# for comparisons
+HALVES = os.environ.get("BLOCKSPARSE_ATTN_HALVES", "1") != "0"
+
+
+def has_halves(shape: Shape, block_q: int, block_k: int, causal: bool) -> bool:
+    """Say whether the Hopper kernel's lists tell what either half of a tile sees alone.
+
+    Only under a causal mask: without one lists are searched, and have to be sorted. Of smaller
+    blocks the copying warp would have to know more numbers than it has registers.
+    """
+    return HALVES and causal and shape.heads == 1 and block_q == block_k == shape.tile.rows

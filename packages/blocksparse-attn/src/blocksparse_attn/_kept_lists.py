@@ -16,6 +16,7 @@ from ._configs import (
     Shape,
     backward_dkdv_tile,
     backward_dq_shape,
+    has_halves,
     hopper_shape,
     short_shape,
     suits_hopper,
@@ -68,14 +69,16 @@ def spec_of(
         tile = backward_dkdv_tile(platform, head_dim, itemsize, block_q)
         return ListSpec(True, tile.block_n, 1 if is_shared else group, 1, causal)
     shape: Shape
+    halves = False
     if kind == "short":
         shape = short_shape(platform, head_dim, itemsize, block_q, group, is_shared)
     elif kind == "tall" and suits_hopper(platform, head_dim, itemsize, block_q, block_k, causal):
         shape = hopper_shape(head_dim, block_q, group, is_shared)
+        halves = has_halves(shape, block_q, block_k, causal)
     else:
         choose = backward_dq_shape if kind == "dq" else tall_shape
         shape = choose(platform, head_dim, itemsize, block_q, group, is_shared, rows_alike)
-    return ListSpec(False, shape.span, shape.group, shape.pack, causal)
+    return ListSpec(False, shape.span, shape.group, shape.pack, causal, halves=halves)
 
 
 def make_lists(

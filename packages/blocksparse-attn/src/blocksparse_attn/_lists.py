@@ -35,11 +35,16 @@ ALIKE = 4
 MIXED = 256
 
 
+# more than a list has items
+COUNTED = 1 << 21
+
+
 class Lists(NamedTuple):
     """Items of every owner; owner ``list * owners + tile`` has ``items[begin[o]:begin[o + 1]]``."""
 
     begin: Tensor  # int64 [lists * owners + 1]
-    whole: Tensor  # int64 [lists * owners]: how many of the first items need no mask
+    # int64 [lists * owners]: how many of the first items need no mask; see ``ListSpec.halves``
+    whole: Tensor
     items: Tensor  # int32 [bound + 1]
     members: Tensor  # int32 [bound + 1]: bit m says that member m sees the item
 
@@ -85,6 +90,10 @@ class ListSpec(NamedTuple):
     pack: int  # heads whose patterns a list unites, or, of pairs, that walk it in turn
     causal: bool
     paired: bool = False  # see ``Pairs``
+    # what needs a mask is in the order of who sees it: both halves of the members, the second one
+    # alone, the first alone; ``whole`` holds how many of the latter there are in units of
+    # ``COUNTED`` and of its square
+    halves: bool = False
 
 
 class Entries(NamedTuple):

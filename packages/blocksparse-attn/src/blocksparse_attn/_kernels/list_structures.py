@@ -41,7 +41,7 @@ class ListTensors(NamedTuple):
     """Bits, and what is made of them."""
 
     bits_ptr: Any
-    counts_ptr: Any  # int32 [owners of all lists, 2, chunks]
+    counts_ptr: Any  # int32 [owners of all lists, parts, chunks]
     ends_ptr: Any  # int64, the sums of the counts ahead of each, and of all
     begin_ptr: Any
     whole_ptr: Any
@@ -73,6 +73,7 @@ class ListOptions(NamedTuple):
     IS_CAUSAL: Any
     IS_PACKED: Any  # members are heads
     MEMBERS: Any
+    HALVES: Any  # see ``ListSpec.halves``
     BLOCK: Any  # items per program
     WRITES: Any
 

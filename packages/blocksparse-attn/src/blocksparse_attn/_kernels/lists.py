@@ -18,6 +18,9 @@ from .list_structures import (
     ListTensors,
 )
 
+# as in ``_lists.py``
+COUNTED = tl.constexpr(1 << 21)
+
 
 @triton.jit
 def _row_of(slot, crow_ptr, numbers):
@@ -143,31 +146,47 @@ def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr)
 def _list_kernel(tensors, numbers, OPTIONS: tl.constexpr):
     """``counts[owner, c] = len(items of chunk c)``; with ``ends``, their sums, write the items.
 
-    ``counts`` is [owners of all lists, 2, chunks]: items that need no mask, and the rest.
+    ``counts`` is [owners of all lists, parts, chunks]: items that need no mask, and the rest, in
+    parts of its own with ``HALVES``.
     """
-    owner = tl.program_id(0) // numbers.chunks
-    chunk = tl.program_id(0) % numbers.chunks
+    PARTS: tl.constexpr = 4 if OPTIONS.HALVES else 2
+    chunks = numbers.chunks
+    owner = tl.program_id(0) // chunks
+    chunk = tl.program_id(0) % chunks
     seen, is_whole = _look_up(owner, chunk, tensors.bits_ptr, tensors.common_ptr, numbers, OPTIONS)
-    is_rest = (seen != 0) & (is_whole == 0)
-    place = owner.to(tl.int64) * 2 * numbers.chunks + chunk
+    part = tl.where(is_whole, 0, 1)
+    if OPTIONS.HALVES:
+        FIRST: tl.constexpr = (1 << OPTIONS.MEMBERS // 2) - 1
+        part = tl.where((seen & FIRST) == 0, 2, part)
+        part = tl.where(seen <= FIRST, 3, part)
+    part = tl.where(seen != 0, part, PARTS)
+    place = owner.to(tl.int64) * PARTS * chunks + chunk
     if not OPTIONS.WRITES:
-        tl.store(tensors.counts_ptr + place, tl.sum(is_whole.to(tl.int32), 0))
-        tl.store(tensors.counts_ptr + place + numbers.chunks, tl.sum(is_rest.to(tl.int32), 0))
+        for i in tl.static_range(PARTS):
+            tl.store(tensors.counts_ptr + place + i * chunks, tl.sum((part == i).to(tl.int32), 0))
     else:
-        start = tl.load(tensors.ends_ptr + place)
-        rests = tl.load(tensors.ends_ptr + place + numbers.chunks)
+        target = part.to(tl.int64)
+        for i in tl.static_range(PARTS):
+            start = tl.load(tensors.ends_ptr + place + i * chunks)
+            mine = part == i
+            target = tl.where(mine, start + tl.cumsum(mine.to(tl.int32), 0) - 1, target)
         if chunk == 0:
+            start = tl.load(tensors.ends_ptr + place)
             tl.store(tensors.begin_ptr + owner, start)
-            tl.store(tensors.whole_ptr + owner, rests - start)
-        start += tl.cumsum(is_whole.to(tl.int32), 0) - 1
-        rests += tl.cumsum(is_rest.to(tl.int32), 0) - 1
-        target = tl.where(is_whole, start, rests)
+            second = tl.load(tensors.ends_ptr + place + chunks)
+            counts = second - start
+            if OPTIONS.HALVES:
+                second = tl.load(tensors.ends_ptr + place + 2 * chunks)
+                first = tl.load(tensors.ends_ptr + place + 3 * chunks)
+                end = tl.load(tensors.ends_ptr + place + 4 * chunks)
+                counts += ((end - first) * COUNTED + (first - second)) * COUNTED
+            tl.store(tensors.whole_ptr + owner, counts)
         item = chunk * OPTIONS.BLOCK + tl.arange(0, OPTIONS.BLOCK)  # [BLOCK]
         tl.store(tensors.items_ptr + target, item, mask=seen != 0)
         tl.store(tensors.members_ptr + target, seen, mask=seen != 0)
         # what no list needs is 0; all programs share it
         programs = tl.num_programs(0)
-        total = tl.load(tensors.ends_ptr + programs.to(tl.int64) * 2)
+        total = tl.load(tensors.ends_ptr + programs.to(tl.int64) * PARTS)
         if tl.program_id(0) == 0:
             tl.store(tensors.begin_ptr + programs // numbers.chunks, total)
         nothing = tl.zeros([OPTIONS.BLOCK], tl.int32)

@@ -125,11 +125,13 @@ def make_lists(
         )
 
     chunks = max(cdiv(items, BLOCK), 1)
-    begin, whole, things, members = made = empty_lists(crow, col, cols, block_size, spec)
-    counts = things.new_empty(2 * len(whole) * chunks)
+    begin, whole, things, seen = made = empty_lists(crow, col, cols, block_size, spec)
+    parts = 4 if spec.halves else 2
+    counts = things.new_empty(parts * len(whole) * chunks)
     ends = begin.new_zeros(len(counts) + 1)
     common = None if rule is None else common_bounds(rule, block_q)
-    options = spec.by_key, spec.causal, pack > 1, pack if pack > 1 else stack, BLOCK
+    members = pack if pack > 1 else stack
+    options = spec.by_key, spec.causal, pack > 1, members, spec.halves, BLOCK
 
     def run(first: int, bits: Tensor, writes: bool) -> None:
         own = min(step, groups - first)
@@ -147,9 +149,9 @@ def make_lists(
             len(things),
         )
         at = first * packs * owners
-        counted = slice(2 * at * chunks, None)
+        counted = slice(parts * at * chunks, None)
         tensors = ListTensors(
-            bits, counts[counted], ends[counted], begin[at:], whole[at:], things, members, common
+            bits, counts[counted], ends[counted], begin[at:], whole[at:], things, seen, common
         )
         grid = own * packs * owners * chunks
         _run(_list_kernel, ListOptions(*options, WRITES=writes), grid, tensors, numbers)

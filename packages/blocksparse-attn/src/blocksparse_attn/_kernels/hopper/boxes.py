@@ -23,6 +23,14 @@ def reinterpret(
 
 
 @gluon.jit
+def rows_for(tile, W: gl.constexpr, ROWS: gl.constexpr):
+    """Return a tile, or where a warpgroup has but half of its rows, those of warpgroup ``W``."""
+    if ROWS < tile.shape[0]:
+        tile = tile.slice(W * ROWS, ROWS, 0)
+    return tile
+
+
+@gluon.jit
 def boxes_of(tiles, desc, BLOCK_K: gl.constexpr):
     """Return the boxes of some tiles, in the order of tiles, panels, blocks."""
     COUNT: gl.constexpr = tiles.shape[0] * (tiles.shape[2] // 64) * (tiles.shape[1] // BLOCK_K)

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from ..._call import Tensors
-from ..._configs import SHORT, HopperTile, hopper_shape, hopper_tile, padded_head_dim
+from ..._configs import (
+    SHORT,
+    HopperTile,
+    has_halves,
+    hopper_shape,
+    hopper_tile,
+    padded_head_dim,
+)
 from ..form import Form, QueryTiles, launch_of, processors
 from ._linked.tickets import kept_ticket, new_ticket
 from ._linked.tma import MapForm, MapLaunch, TensorMap
@@ -91,6 +98,9 @@ class QueryWalk:
             PER_HEAD=constants.PER_HEAD,
             SHORT=short,
             TOP_LEFT=constants.TOP_LEFT,
+            HALVES=has_halves(
+                shape, pattern.block_q, pattern.block_k, constants.IS_CAUSAL
+            ),
         )
         sizes = ForwardTile(tile.rows, tile.block_n, wide, wide_v, tile.stages_k, tile.stages_v)
         self.launch = launch_of(

@@ -3,22 +3,29 @@
 from ._linked.compat import copy_in, gl, gluon, mbarrier
 from ._linked.pipeline import EMPTY, SLOTS, barrier_sync, coordinates
 from .schedule import (
+    ALONE_0,
+    ALONE_1,
+    ALONE_AT,
     COUNT,
     CUT,
     FIELDS,
     FIRST,
     FIRST_ROW,
+    HALVES,
     LEN_K,
     LEN_Q,
     NO_BLOCK,
+    ODD,
     Q_START,
     SEEN,
     SEQUENCE,
     WHOLE,
+    half_places,
     locate,
     members_alive,
     pick,
     places,
+    steps_of,
     survey,
 )
 
@@ -39,10 +46,18 @@ def next_tile(ticket, units, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.c
 
 @gluon.jit
 def fetch(walk, step, alive, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Load the key blocks of a step; one that no row of the tile sees gives ``NO_BLOCK``."""
+    """Load the key blocks of a step, counted from the walk's begin, half steps and then whole ones.
+
+    One that no row of the tile sees gives ``NO_BLOCK``.
+    """
     PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
     lane = gl.arange(0, PER_STEP, gl.BlockedLayout([PER_STEP], [32], [1], [0]))  # [PER_STEP]
-    at, there = places(walk, step, lane)
+    at, there = places(walk, steps_of(walk, OPTIONS, TILE) - 1 - (step - walk.halves), lane)
+    if OPTIONS.HALVES:
+        HALF: gl.constexpr = PER_STEP // 2
+        half_at, half_there = half_places(walk, step, lane % HALF, lane // HALF, HALF)
+        at = gl.where(step < walk.halves, half_at, at)
+        there = gl.where(step < walk.halves, half_there, there)
     items = gl.load(tensors.items_ptr + at, mask=there, other=NO_BLOCK)
     if OPTIONS.ROW_MEMBERS > 1:
         members = gl.load(tensors.members_ptr + at, mask=there, other=0)
@@ -146,6 +161,12 @@ def announce(tile, walk, first_row, index, count, pipeline, OPTIONS: gl.constexp
     fields = gl.where(index == CUT, walk.cut, fields)
     fields = gl.where(index == COUNT, walk.count, fields)
     fields = gl.where(index == WHOLE, walk.whole, fields)
+    if OPTIONS.HALVES:
+        fields = gl.where(index == HALVES, walk.halves, fields)
+        fields = gl.where(index == ALONE_AT, walk.alone_at, fields)
+        fields = gl.where(index == ALONE_0, walk.alone_0, fields)
+        fields = gl.where(index == ALONE_1, walk.alone_1, fields)
+        fields = gl.where(index == ODD, walk.odd, fields)
     pipeline.fields_s.index(slot).store(fields)
     mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
 
@@ -170,7 +191,6 @@ def say_the_end(index, count, turn, turn_v, pipeline, TILE: gl.constexpr):
 def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Copy tiles of queries, keys and values into shared memory, in the order of their use."""
     POSITIONS: gl.constexpr = 2 * TILE.ROWS // OPTIONS.HEADS
-    PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
     units = numbers.heads_q // OPTIONS.HEADS
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
@@ -189,12 +209,11 @@ def produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexp
             tile.sequence, head // OPTIONS.GROUP, tile.k_start, tile.len_k, 0, RAGGED
         )
         alive = members_alive(tile, POSITIONS, OPTIONS)
-        steps = gl.maximum(gl.cdiv(walk.count, PER_STEP), 1)
-        items = fetch(walk, steps - 1, alive, tensors, OPTIONS, TILE)
+        items = fetch(walk, 0, alive, tensors, OPTIONS, TILE)
         before = items * 0  # another value: one variable it would be to Triton, if it were the same
-        for step in range(steps):
+        for step in range(walk.halves + steps_of(walk, OPTIONS, TILE)):
             # the entries of the next step come while this one's keys wait for room
-            coming = fetch(walk, steps - 2 - step, alive, tensors, OPTIONS, TILE)
+            coming = fetch(walk, step + 1, alive, tensors, OPTIONS, TILE)
             copy_keys(items, where, turn, tensors, pipeline, OPTIONS, TILE)
             turn += 1
             if step == 0:

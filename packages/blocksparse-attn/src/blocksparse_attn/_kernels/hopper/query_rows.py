@@ -1,23 +1,29 @@
 """What a warpgroup knows of its rows of a tile of queries, in the forward and where dq is made."""
 
 from ._linked.compat import copy_out, gl, gluon, hopper, mbarrier, tma
-from ._linked.pipeline import SLOTS, coordinates
+from ._linked.pipeline import SLOTS, coordinates, opaque
 from ._linked.ptx import hide_unless
 from .schedule import (
+    ALONE_0,
+    ALONE_1,
+    ALONE_AT,
     COUNT,
     CUT,
     FIELDS,
     FIRST,
     FIRST_ROW,
+    HALVES,
     HEAD,
     LEN_K,
     LEN_Q,
     NO_BLOCK,
+    ODD,
     Q_START,
     SEEN,
     SEQUENCE,
     WHOLE,
     diagonal_of,
+    half_places,
     pick,
     places,
 )
@@ -36,15 +42,18 @@ def receive(count, pipeline):
 
 
 @gluon.jit
-def walk_of(fields):
+def walk_of(fields, OPTIONS: gl.constexpr):
     """Return what a tile of queries walks."""
-    return Walk(
-        pick(fields, FIRST),
-        pick(fields, SEEN),
-        pick(fields, CUT),
-        pick(fields, COUNT),
-        pick(fields, WHOLE),
-    )
+    first = pick(fields, FIRST)
+    none = first * 0
+    halves, alone_at, alone_0, alone_1, odd = none, none, none, none, none
+    if OPTIONS.HALVES:
+        halves, alone_at = pick(fields, HALVES), pick(fields, ALONE_AT)
+        alone_0, alone_1 = pick(fields, ALONE_0), pick(fields, ALONE_1)
+        odd = pick(fields, ODD)
+    seen, cut = pick(fields, SEEN), pick(fields, CUT)
+    count, whole = pick(fields, COUNT), pick(fields, WHOLE)
+    return Walk(first, seen, cut, count, whole, halves, alone_at, alone_0, alone_1, odd)
 
 
 @gluon.jit
@@ -78,12 +87,14 @@ def hide(s, items, members, rows, OPTIONS: gl.constexpr):
     BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
     S: gl.constexpr = s.type.layout
     col = gl.arange(0, s.shape[1], gl.SliceLayout(0, S))  # [BLOCK_N]
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    last_seen, bits = (gl.convert_layout(rows.last_seen, R), gl.convert_layout(rows.bits, R))
     # the last key of its block that a row sees
     limit = gl.full(s.shape, -1, gl.int32, S)  # [ROWS, BLOCK_N]
     for i in gl.static_range(items.shape[0]):
-        reach = rows.last_seen - pick(items, i) * BLOCK_K  # [ROWS]
+        reach = last_seen - pick(items, i) * BLOCK_K  # [ROWS]
         if OPTIONS.ROW_MEMBERS > 1:
-            reach = gl.where(((pick(members, i) >> rows.bits) & 1) != 0, reach, -1)
+            reach = gl.where(((pick(members, i) >> bits) & 1) != 0, reach, -1)
         limit = gl.where((col // BLOCK_K == i)[None, :], reach[:, None], limit)
     return hide_unless(s, (col % BLOCK_K)[None, :], limit)
 
@@ -94,6 +105,22 @@ def entries_of(walk, step, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
     lane = gl.arange(0, PER_STEP, gl.BlockedLayout([PER_STEP], [32], [4], [0]))  # [PER_STEP]
     at, there = places(walk, step, lane)
+    return _load_entries(at, there, tensors, OPTIONS)
+
+
+@gluon.jit
+def half_entries_of(
+    walk, step, W: gl.constexpr, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Load the key blocks of warpgroup ``W`` in a half step, and which rows keep each."""
+    HALF: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K // 2
+    lane = gl.arange(0, HALF, gl.BlockedLayout([HALF], [32], [4], [0]))  # [HALF]
+    at, there = half_places(walk, step, lane, lane * 0 + W, HALF)
+    return _load_entries(at, there, tensors, OPTIONS)
+
+
+@gluon.jit
+def _load_entries(at, there, tensors, OPTIONS: gl.constexpr):
     items = gl.load(tensors.items_ptr + at, mask=there, other=NO_BLOCK)
     members = items
     if OPTIONS.ROW_MEMBERS > 1:
@@ -124,8 +151,8 @@ def send(o, place, out_s, desc, out_ptr, width, numbers, RAGGED: gl.constexpr):
         if RAGGED:
             first = q_start
         else:
-            first = sequence.to(gl.int64) * numbers.tokens_q
+            first = sequence.to(gl.int64) * opaque(numbers.tokens_q)
         # of the row, and not of what tiles have in common: that would be kept in registers
-        at = ((first + lines).to(gl.int64) * numbers.heads_q + head) * width
+        at = ((first + lines).to(gl.int64) * opaque(numbers.heads_q) + head) * opaque(width)
         pointers = out_ptr + (at[:, None] + cols[None, :])
         gl.store(pointers, tile_s.load(B), mask=inside)  # [ROWS, WIDTH]

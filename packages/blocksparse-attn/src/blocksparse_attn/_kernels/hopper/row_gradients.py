@@ -21,7 +21,7 @@ from ._linked.pipeline import (
     barriers,
     coordinates,
 )
-from .boxes import boxes_of
+from .boxes import boxes_of, rows_for
 from .producer import (
     PARTIES,
     announce,
@@ -32,8 +32,17 @@ from .producer import (
     next_tile,
     say_the_end,
 )
-from .query_rows import entries_of, hide, place_of, receive, rows_of, send, walk_of
-from .schedule import FIELDS, HEAD, members_alive, pick, survey
+from .query_rows import (
+    entries_of,
+    half_entries_of,
+    hide,
+    place_of,
+    receive,
+    rows_of,
+    send,
+    walk_of,
+)
+from .schedule import FIELDS, HEAD, members_alive, pick, steps_of, survey
 from .structures import (
     DqPipeline,
     DqTensors,
@@ -50,7 +59,6 @@ INF = gl.constexpr(float("inf"))
 def _produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Copy tiles of queries, keys and values into shared memory, in the order of their use."""
     POSITIONS: gl.constexpr = 2 * TILE.ROWS // OPTIONS.HEADS
-    PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
     units = numbers.heads_q // OPTIONS.HEADS
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
@@ -68,11 +76,10 @@ def _produce(tensors, numbers, pipeline, OPTIONS: gl.constexpr, TILE: gl.constex
             tile.sequence, head // OPTIONS.GROUP, tile.k_start, tile.len_k, 0, RAGGED
         )
         alive = members_alive(tile, POSITIONS, OPTIONS)
-        steps = gl.maximum(gl.cdiv(walk.count, PER_STEP), 1)
-        items = fetch(walk, steps - 1, alive, tensors, OPTIONS, TILE)
-        for step in range(steps):
+        items = fetch(walk, 0, alive, tensors, OPTIONS, TILE)
+        for step in range(walk.halves + steps_of(walk, OPTIONS, TILE)):
             # the entries of the next step come while this one's keys wait for room
-            coming = fetch(walk, steps - 2 - step, alive, tensors, OPTIONS, TILE)
+            coming = fetch(walk, step + 1, alive, tensors, OPTIONS, TILE)
             copy_keys(items, where, turn, tensors, pipeline, OPTIONS, TILE)
             copy_values(items, where, turn, tensors, pipeline, OPTIONS, TILE)
             turn += 1
@@ -114,33 +121,37 @@ def _walk(
     rows,
     W: gl.constexpr,
     MASKED: gl.constexpr,
+    IS_HALF: gl.constexpr,
     tensors,
     pipeline,
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Add what the steps from ``high`` down to ``low`` contribute to dq.
+    """Add what the steps from ``high`` down to ``low``, or half steps, contribute to dq.
 
     The exponentials run beside the product of dp. Beside the rest runs what the other warpgroup
     multiplies: of a step's time in the tensor cores, a warpgroup computes for less than a third.
     """
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
+    KEYS: gl.constexpr = TILE.BLOCK_N // 2 if IS_HALF else TILE.BLOCK_N
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
     dq, lse2, delta, turn = gradients
     q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
     dout = pipeline.dout_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM_V])
-    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)  # [ROWS, BLOCK_N]
+    zeros = gl.zeros([TILE.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
     for back in range(high - low):
         stage, stage_v = turn % STAGES_K, turn % STAGES_V
-        if MASKED:
+        if IS_HALF:
+            items, members = half_entries_of(walk, back, W, tensors, OPTIONS, TILE)
+        elif MASKED:
             items, members = entries_of(walk, high - 1 - back, tensors, OPTIONS, TILE)
         mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
-        k = pipeline.k_s.index(stage)
+        k = rows_for(pipeline.k_s.index(stage), W, KEYS)
         s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(pipeline.v_full.index(stage_v), turn // STAGES_V & 1)
-        v_t = pipeline.v_s.index(stage_v).permute((1, 0))
+        v_t = rows_for(pipeline.v_s.index(stage_v), W, KEYS).permute((1, 0))
         if MASKED:
             # ahead of dp: there are no registers for its accumulators and for masks
             s = hopper.warpgroup_mma_wait(0, deps=(s,))
@@ -148,10 +159,10 @@ def _walk(
         dp = hopper.warpgroup_mma(dout, v_t, zeros, use_acc=False, is_async=True)
         if not MASKED:
             s = hopper.warpgroup_mma_wait(1, deps=(s,))
-        p = gl.exp2(s * rows.factor - lse2[:, None])  # [ROWS, BLOCK_N]
+        p = gl.exp2(s * rows.factor - lse2[:, None])  # [ROWS, KEYS]
         dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
         barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-        ds = p * (dp - delta[:, None])  # [ROWS, BLOCK_N]
+        ds = p * (dp - delta[:, None])  # [ROWS, KEYS]
         if MASKED:
             # a key that a query does not see may hold NaN
             ds = gl.where(p == 0.0, 0.0, ds)
@@ -170,7 +181,6 @@ def _consume(
 ):
     """Make dq of warpgroup ``W``'s rows of every tile of queries that the producer announces."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
-    PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
     factor = numbers.scale * LOG2E
@@ -178,20 +188,19 @@ def _consume(
     tile_count = 0  # tiles of queries
     fields = receive(tile_count, pipeline)
     while pick(fields, HEAD) >= 0:
-        walk = walk_of(fields)
-        steps = gl.maximum(gl.cdiv(walk.count, PER_STEP), 1)
+        walk = walk_of(fields, OPTIONS)
+        steps = steps_of(walk, OPTIONS, TILE)
         place = place_of(fields, W, OPTIONS, TILE)
         rows = rows_of(fields, place, factor, S, OPTIONS, TILE)
         lse2, delta = _numbers_of(place, gl.SliceLayout(1, S), tensors, numbers, TILE)
         dq = gl.zeros([TILE.ROWS, TILE.HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
         gradients = RowGradients(dq, lse2, delta, turn)
         mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
-        gradients = _walk(
-            gradients, walk.whole, steps, walk, rows, W, True, tensors, pipeline, OPTIONS, TILE
-        )
-        gradients = _walk(
-            gradients, 0, walk.whole, walk, rows, W, False, tensors, pipeline, OPTIONS, TILE
-        )
+        of_tile = tensors, pipeline, OPTIONS, TILE
+        if OPTIONS.HALVES:
+            gradients = _walk(gradients, 0, walk.halves, walk, rows, W, True, True, *of_tile)
+        gradients = _walk(gradients, walk.whole, steps, walk, rows, W, True, False, *of_tile)
+        gradients = _walk(gradients, 0, walk.whole, walk, rows, W, False, False, *of_tile)
         dq, lse2, delta, turn = gradients
         mbarrier.arrive(pipeline.q_empty.index(W), count=1)
         # what a row holds that sees no key may be NaN
@@ -248,6 +257,7 @@ def hopper_dq_kernel(
     PER_HEAD: gl.constexpr,
     SHORT: gl.constexpr,
     TOP_LEFT: gl.constexpr,
+    HALVES: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -293,7 +303,17 @@ def hopper_dq_kernel(
         extent_k,
     )
     OPTIONS: gl.constexpr = ForwardOptions(
-        GROUP, HEADS, SPAN, ROW_MEMBERS, BLOCK_Q, BLOCK_K, IS_CAUSAL, PER_HEAD, SHORT, TOP_LEFT
+        GROUP,
+        HEADS,
+        SPAN,
+        ROW_MEMBERS,
+        BLOCK_Q,
+        BLOCK_K,
+        IS_CAUSAL,
+        PER_HEAD,
+        SHORT,
+        TOP_LEFT,
+        HALVES,
     )
     TILE: gl.constexpr = ForwardTile(ROWS, BLOCK_N, HEAD_DIM, HEAD_DIM_V, STAGES_K, STAGES_V)
     dtype: gl.constexpr = q_desc.dtype

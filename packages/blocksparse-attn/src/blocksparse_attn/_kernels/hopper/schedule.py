@@ -10,6 +10,8 @@ from ._linked.compat import gl, gluon
 from ._linked.pipeline import SEARCH_CHUNK
 from .structures import QueryTile, Walk
 
+# a list's count of whole items is less, and further counts are in units of it, of its square
+COUNTED = gl.constexpr(2**21)
 # a block behind the end of every sequence, where the copy engine finds zeros
 NO_BLOCK = gl.constexpr(2**22)
 # the numbers that describe a tile of queries
@@ -25,6 +27,11 @@ SEEN = gl.constexpr(7)
 CUT = gl.constexpr(8)
 COUNT = gl.constexpr(9)
 WHOLE = gl.constexpr(10)
+HALVES = gl.constexpr(11)
+ALONE_AT = gl.constexpr(12)
+ALONE_0 = gl.constexpr(13)
+ALONE_1 = gl.constexpr(14)
+ODD = gl.constexpr(15)
 
 
 @gluon.jit
@@ -152,7 +159,9 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     owner += gl.where(is_real, tile.sequence, 0).to(gl.int64) * numbers.list_stride
     first = gl.load(tensors.begin_ptr + owner, mask=is_known, other=0).to(gl.int32)
     end = gl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0).to(gl.int32)
-    cut = first + gl.load(tensors.whole_ptr + owner, mask=is_known, other=0).to(gl.int32)
+    counts = gl.load(tensors.whole_ptr + owner, mask=is_known, other=0)
+    whole = counts % COUNTED if OPTIONS.HALVES else counts
+    cut = first + whole.to(gl.int32)
     inside = cut
     seen = cut
     # items right of the sequence's end; under a causal mask none is whole
@@ -162,9 +171,32 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
             seen = lower_bound(items_ptr, inside, cut, gl.cdiv(tile.len_k, BLOCK_K))
             end = lower_bound(items_ptr, cut, end, gl.cdiv(tile.len_k, BLOCK_K))
     count = seen - first + (end - cut)
+    none = count * 0
+    halves, alone_0, alone_1, odd = none, none, none, none
+    if OPTIONS.HALVES:
+        HALF: gl.constexpr = PER_STEP // 2
+        alone_1 = (counts // COUNTED % COUNTED).to(gl.int32)
+        alone_0 = (counts // COUNTED // COUNTED).to(gl.int32)
+        shared = count - alone_0 - alone_1
+        odd = gl.where(shared % PER_STEP <= HALF, shared % PER_STEP, 0)
+        halves = gl.cdiv(gl.maximum(alone_0, alone_1) + odd, HALF)
+        steps = gl.cdiv(shared - odd, PER_STEP)
+        # there has to be a whole step behind them
+        is_worth_it = (steps > 0) & (2 * steps + halves < 2 * gl.cdiv(count, PER_STEP))
+        halves = gl.where(is_worth_it, halves, 0)
+        count = gl.where(is_worth_it, shared - odd, count)
     steps = gl.maximum(gl.cdiv(count, PER_STEP), 1)
     whole = gl.minimum((inside - first) // PER_STEP, steps - 1)
-    return Walk(first, seen - first, cut, count, whole)
+    alone_at = end - alone_0 - alone_1
+    return Walk(
+        first, seen - first, cut, count, whole, halves, alone_at, alone_0, alone_1, odd
+    )
+
+
+@gluon.jit
+def steps_of(walk, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return how many whole steps a walk takes: at least one."""
+    return gl.maximum(gl.cdiv(walk.count, TILE.BLOCK_N // OPTIONS.BLOCK_K), 1)
 
 
 @gluon.jit
@@ -173,6 +205,21 @@ def places(walk, step, lane):
     place = step * lane.shape[0] + lane  # [PER_STEP]
     at = gl.where(place < walk.seen, walk.first + place, walk.cut - walk.seen + place)
     return at, (place >= 0) & (place < walk.count)
+
+
+@gluon.jit
+def half_places(walk, step, lane, half, HALF: gl.constexpr):
+    """Return where in the list the items of a half step are, and which of them there are.
+
+    Lane ``i`` asks for the ``i``-th item of the warpgroup ``half``.
+    """
+    alone = gl.where(half == 0, walk.alone_0, walk.alone_1)
+    at = walk.alone_at + gl.where(half == 0, walk.alone_1, 0)
+    place = step * HALF + lane
+    behind = place - alone
+    shared = walk.count + behind
+    shared = gl.where(shared < walk.seen, walk.first + shared, walk.cut - walk.seen + shared)
+    return gl.where(behind < 0, at + place, shared), behind < walk.odd
 
 
 @gluon.jit

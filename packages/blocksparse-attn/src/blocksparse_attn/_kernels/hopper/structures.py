@@ -59,6 +59,7 @@ class ForwardOptions(NamedTuple):
     PER_HEAD: Any  # lists of each unit, or one for all
     SHORT: Any  # queries of a sequence that another kernel serves
     TOP_LEFT: Any  # query i stands at position i
+    HALVES: Any  # lists tell what one warpgroup sees alone, which then multiplies it alone
 
 
 class ForwardTile(NamedTuple):
@@ -108,14 +109,21 @@ class QueryTile(NamedTuple):
 class Walk(NamedTuple):
     """The items of a list that a tile of queries walks: ``seen`` from ``first`` on, then the rest.
 
-    The walk takes steps of several items, from the last to the first one.
+    The walk takes steps of several items, from the last to the first one. Ahead of them it takes
+    half steps, in which each warpgroup multiplies half a step's keys: what it sees alone, then the
+    last ``odd`` items that both see, which are no part of ``count``.
     """
 
     first: Any
     seen: Any
     cut: Any  # where the rest begins
-    count: Any  # items in all
+    count: Any  # items of whole steps
     whole: Any  # steps that need no mask
+    halves: Any  # half steps
+    alone_at: Any  # where items begin that the second warpgroup sees alone, ahead of the first's
+    alone_0: Any
+    alone_1: Any
+    odd: Any
 
 
 class Rows(NamedTuple):
