@@ -257,7 +257,9 @@ def key_pairs(
     side = SIDE // piece
     parts_q, parts_k = (tokens // piece for tokens in block_size)
     heads, nnz = col.shape
-    pieces, programs, entries = sizes_of(heads, nnz, cols, block_size, group, turns)
+    pieces, programs, entries = sizes_of(
+        heads, nnz, (crow.shape[1] - 1, cols), block_size, group, turns
+    )
     in_list = pieces // cdiv(heads, group)
     rows = max(cdiv((crow.shape[1] - 1) * parts_q, side), 1)
     device = crow.device
@@ -280,6 +282,11 @@ def key_pairs(
     weights = _counts(owner, weight, 2 * pairs)
     most = torch.full_like(weights, 2 * steps_of(_lists.LONGEST, turns))
     most[pairs:] = 2 * steps_of(_lists.SHORTER, turns)
+    # either kind of owner comes list by list
+    usual = cdiv(heads, group) - _lists.last_lists((crow.shape[1] - 1) * block_size[0], turns)
+    is_last = torch.arange(pairs, device=device) // (made.in_list // 2) >= usual
+    most[:pairs][is_last] = 2 * steps_of(_lists.LAST_LONGEST, turns)
+    most[pairs:][is_last] = 2 * steps_of(_lists.LAST_SHORTER, turns)
     cuts = (weights + most - 1) // most
     ends = cuts.cumsum(0)
     ahead = weight.cumsum(0) - weight - (weights.cumsum(0) - weights)[owner]

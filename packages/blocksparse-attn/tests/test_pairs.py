@@ -53,7 +53,9 @@ def walked(layout, pairs, group):
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_each_block_is_walked_once(block, seed, kept, causal, monkeypatch):
-    for name, value in ("KEPT", kept), ("LONGEST", 5), ("SHORTER", 2):
+    steps = {"LONGEST": 5, "SHORTER": 2, "LAST_LONGEST": 3, "LAST_SHORTER": 1}
+    # of usual lists and of last ones
+    for name, value in {"KEPT": kept, "ENDING": 12, **steps}.items():
         monkeypatch.setattr(_lists, name, value)
     layout = random_layout(seed, block)
     heads = layout.to_dense().shape[0]
@@ -94,6 +96,20 @@ def test_walks_are_cut_and_little_is_walked_alone(turns):
     kept = 2 * count[:, :2].sum() + count[:, 2:].sum()
     assert 2 * steps.sum() < 1.1 * kept
     assert 5 * count[:, 2:].sum() < kept
+
+
+@pytest.mark.parametrize(("tokens", "last"), [(2048, 4), (4096, 2), (8192, 1), (16384, 0)])
+def test_programs_of_the_last_lists_are_shorter(tokens, last):
+    layout = BlockSparseLayout.local_strided(16, tokens, 64, 16, 8)
+    pairs = key_pairs(layout._crow, layout._col, layout.num_cols, (64, 64), 4, 1, True)
+    count = pairs.begin.diff().view(-1, 4)
+    steps = count[:, :2].sum(1) + count[:, 2:].amax(1)
+    longest = [int(steps[pairs.owners[:, 0] == one].max()) for one in range(4)]
+    assert _lists.last_lists(tokens, 1) == last
+    assert all(most > 48 for most in longest[: 4 - last])
+    assert all(most <= 48 for most in longest[4 - last :])
+    # heads that walk one list in turn are mixed
+    assert _lists.last_lists(tokens, 4) == 0
 
 
 @pytest.mark.parametrize("tokens", [4096, 8192])
@@ -147,7 +163,8 @@ def test_operators_know_the_sizes(block, group):
         None,
     )
     made = _ops.plan(*arguments)
-    want = sizes_of(*layout._col.shape, layout.num_cols, block, group, 1)
+    blocks = layout._crow.shape[1] - 1, layout.num_cols
+    want = sizes_of(*layout._col.shape, blocks, block, group, 1)
     assert (made[1].numel(), made[3].shape[0], made[2].numel() - 1) == want
     torch.library.opcheck(torch.ops.blocksparse_attn.plan, arguments, test_utils="test_faketensor")
 

@@ -64,7 +64,10 @@ def _cut(tensors, numbers):
         owner = begin + tl.arange(0, OWNERS)
         inside = owner < 2 * numbers.pairs
         _, weights = _weights(owner, inside, tensors, numbers)
-        most = tl.where(owner < numbers.pairs, numbers.most, numbers.most_apart)
+        is_last = owner % numbers.pairs // (numbers.in_blocks // 2) >= numbers.usual
+        most = tl.where(is_last, numbers.most_last, numbers.most)
+        apart = tl.where(is_last, numbers.most_last_apart, numbers.most_apart)
+        most = tl.where(owner < numbers.pairs, most, apart)
         cuts = ((weights + most - 1) // most).to(tl.int32)
         tl.store(tensors.first_ptr + owner, ahead + tl.cumsum(cuts, 0) - cuts, mask=inside)
         ahead += tl.sum(cuts, 0)
