@@ -288,6 +288,8 @@ def key_pairs(
     most[:pairs][is_last] = 2 * steps_of(_lists.LAST_LONGEST, turns)
     most[pairs:][is_last] = 2 * steps_of(_lists.LAST_SHORTER, turns)
     cuts = (weights + most - 1) // most
+    # no list is without a program
+    cuts[: pairs : made.in_list // 2].clamp_(min=1)
     ends = cuts.cumsum(0)
     ahead = weight.cumsum(0) - weight - (weights.cumsum(0) - weights)[owner]
     program = (ends - cuts)[owner] + ahead * cuts[owner] // weights[owner]
@@ -316,7 +318,10 @@ def key_pairs(
     owners = torch.cat([of_list, mine], 1)[order]
     bits = (first | second << 16)[place]
     items, bits = (filled(x, entries + 1).int() for x in (key % (HEAD * group), bits))
-    return Pairs(begin, parts, items, owners.int(), ends[-1:].int(), bits)
+    count = ends[-1:]
+    starts = torch.searchsorted(owners[: int(count), 0], torch.arange(cdiv(heads, group), device=device))
+    real = torch.cat([count, starts, count])
+    return Pairs(begin, parts, items, owners.int(), real.int(), bits)
 
 
 def _shared_out(made: Blocks) -> tuple[Tensor, Tensor]:

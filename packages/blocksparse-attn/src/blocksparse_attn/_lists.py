@@ -80,7 +80,9 @@ class Pairs(NamedTuple):
     items: Tensor  # int32 [bound + 1]
     # int32 [programs, 1 + pieces]: list and the pieces of the two blocks of keys, or -1
     owners: Tensor
-    real: Tensor  # int32 [1]: how many programs there are, the first ones
+    # int32 [2 + lists]: how many programs there are, the first ones; then where each list's begin,
+    # of which it has one at least, and where the last one's end
+    real: Tensor
     # int32 [bound + 1], of the first block, and 16 bits on of the second: bit ``i * n + j`` says
     # that of n pieces of the queries the j-th sees the i-th of the keys
     bits: Tensor
@@ -137,7 +139,7 @@ def empty_lists(
         named = 1 + 2 * SIDE // piece_of(block_size)
         owners = ints(programs, named)
         walked = longs(4 * programs + 1), longs(pieces), ints(bound + 1)
-        return Pairs(*walked, owners, ints(1), ints(bound + 1))
+        return Pairs(*walked, owners, ints(2 + cdiv(heads, spec.group)), ints(bound + 1))
     blocks, side = (cols, block_size[1]) if spec.by_key else (crow.shape[1] - 1, block_size[0])
     lists = cdiv(heads, spec.group) * (1 if spec.by_key else cdiv(spec.group, spec.pack))
     total = lists * max(cdiv(blocks, max(spec.span // side, 1)), 1)

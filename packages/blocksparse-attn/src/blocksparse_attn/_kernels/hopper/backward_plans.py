@@ -38,6 +38,9 @@ from .structures import (
 REGISTERS = 168
 # rows per program of the launch ahead of the backward
 ROWS = 32
+# key heads by which programs clear sums ahead: the first ones of one begin while the last ones of
+# the one before still clear
+AHEAD = 2
 
 
 class RowGradients(QueryWalk):
@@ -85,6 +88,9 @@ class HopperBackward:
             max(PANEL, padded_head_dim(n)) for n in (constants.HEAD_DIM, constants.HEAD_DIM_V)
         )
         self._wide, self._wide_v = wide, wide_v
+        # sums of a sequence's head lie together where sequences have one length
+        may_clear = constants.PER_HEAD and not form.is_packed and not repeats
+        self._ahead = AHEAD if may_clear and form.batch * form.heads_k > AHEAD else 0
         # lists of the layout
         self._lists = form.heads_k if constants.PER_HEAD else 1
         options = PrepareOptions(
@@ -187,16 +193,28 @@ class HopperBackward:
             q.new_empty(SIDE * slots * width, dtype=torch.float32)
             for slots, width in ((slots_q, wide), (slots_k, wide), (slots_k, wide_v))
         )
-        counters = None
+        counters, pieces = None, dq_sums.numel() // PIECE
+        sections = form.batch * form.heads_k
         if self._repeats:
             counters = pairs.real.new_zeros(1 + slots_k * (SIDE // self._piece))
+        elif self._ahead:
+            counters = pairs.real.new_empty(1 + sections)
+            pieces = self._ahead * (pieces // sections)
         list_pieces = pairs.parts.shape[0] // self._lists
         blocks_q = cdiv(form.extent_q, SIDE)
         scale, offsets = form.options.softmax_scale, x.cu_seqlens_q
-        grid, pieces = max(cdiv(lse.numel(), ROWS), slots_k), dq_sums.numel() // PIECE
+        grid = max(cdiv(lse.numel(), ROWS), slots_k)
         self._prepare[rows.dlse_ptr is not None](
             grid,
-            PrepareTensors(*rows, dq_sums, dk_sums, dv_sums, pairs.parts, offsets),
+            PrepareTensors(
+                *rows,
+                dq_sums,
+                dk_sums,
+                dv_sums,
+                pairs.parts,
+                offsets,
+                None if self._repeats else counters,
+            ),
             PrepareNumbers(
                 lse.shape[-1],
                 lse.numel(),
@@ -210,6 +228,7 @@ class HopperBackward:
                 slots_k,
                 cdiv(pieces, grid),
                 pieces,
+                1 + sections,
             ),
         )
         self._launch(
@@ -237,6 +256,7 @@ class HopperBackward:
                 tiles_k,
                 blocks_q,
                 list_pieces,
+                self._ahead,
             ),
         )
         if self._repeats:

@@ -93,6 +93,7 @@ def _parts(piece, is_owned, head, tensors, numbers, PER_HEAD: tl.constexpr):
         "lse2_ptr",
         "parts_ptr",
         "cu_seqlens_ptr",
+        "counters_ptr",
     ),
 )
 def prepare_kernel(
@@ -107,6 +108,7 @@ def prepare_kernel(
     dv_sums_ptr,
     parts_ptr,
     cu_seqlens_ptr,
+    counters_ptr,
     tokens_q,
     rows,
     stride_dob,
@@ -121,6 +123,7 @@ def prepare_kernel(
     slots_k,
     share,
     pieces,
+    counters,
     PER_HEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -133,7 +136,8 @@ def prepare_kernel(
 ):
     """``delta = sum(out * dout) - dlse`` and ``lse2`` of some rows; a share of the sums is 0.
 
-    Of the sums of dk and dv it is those to which several programs add.
+    Of the sums of dk and dv it is those to which several programs add; of those of dq, ``pieces``,
+    and the programs of the backward may clear the rest.
     """
     tensors = PrepareTensors(
         out_ptr,
@@ -147,6 +151,7 @@ def prepare_kernel(
         dv_sums_ptr,
         parts_ptr,
         cu_seqlens_ptr,
+        counters_ptr,
     )
     numbers = PrepareNumbers(
         tokens_q,
@@ -163,6 +168,7 @@ def prepare_kernel(
         slots_k,
         share,
         pieces,
+        counters,
     )
     OPTIONS: tl.constexpr = PrepareOptions(
         PER_HEAD, TOKENS, HEAD_DIM_V, BLOCK_DV, WIDTH, WIDTH_V, ROW_BYTES_V, BLOCK, PIECE
@@ -174,6 +180,9 @@ def prepare_kernel(
     for _ in range(first, tl.minimum(first + share, pieces)):
         _clear(dq_sums_ptr, PIECE)
         dq_sums_ptr += PIECE
+    if counters_ptr is not None:
+        counter = place * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        tl.store(counters_ptr + counter, counter * 0, mask=counter < counters)
     if place < slots_k:
         tile, is_owned, _start, head, _seqlen_k = _locate(place, tensors, numbers)
         for i in tl.static_range(SIDE // TOKENS):

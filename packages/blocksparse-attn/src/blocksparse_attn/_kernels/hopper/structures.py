@@ -228,8 +228,9 @@ class BackwardTensors(NamedTuple):
     bits_ptr: Any
     # None where all sequences have one length
     cu_seqlens_ptr: Any
-    # int32, None where any order will do: how many programs began, then of each piece of keys how
-    # many have added to its sums
+    # int32, or None: how many programs began, then, where gradients repeat, of each piece of keys how
+    # many have added to its sums, else of each sequence and key head how many warpgroups have
+    # cleared of its sums of dq
     counters_ptr: Any
 
 
@@ -246,6 +247,7 @@ class BackwardNumbers(NamedTuple):
     tiles_k: Any
     rows: Any  # rows of blocks of the layout
     list_pieces: Any
+    ahead: Any  # sequences and key heads by which programs clear sums ahead of their own
 
 
 class BackwardOptions(NamedTuple):
@@ -380,6 +382,7 @@ class PrepareTensors(NamedTuple):
     dv_sums_ptr: Any
     parts_ptr: Any
     cu_seqlens_ptr: Any
+    counters_ptr: Any  # int32, to be set to 0, or None
 
 
 class PrepareNumbers(NamedTuple):
@@ -399,6 +402,7 @@ class PrepareNumbers(NamedTuple):
     slots_k: Any  # tiles of sums of dk and dv
     share: Any  # pieces of dq's sums that a program clears
     pieces: Any
+    counters: Any
 
 
 class PrepareOptions(NamedTuple):
