@@ -89,7 +89,7 @@ def _consume(
     is_walked = steps.whole + steps.partial + steps.alone > 0
     CLEARS: gl.constexpr = TILE.MAKES_DQ and tensors.counters_ptr is not None
     if CLEARS:
-        clear_ahead(W, program, tensors, numbers, OPTIONS, TILE)
+        clear_ahead(W, program, tensors, numbers)
     both = (steps.whole + steps.partial) * TURNS
     total = both + 2 * TURNS * steps.alone
     gradients = _begin(both, is_walked, W, pipeline, TILE)
@@ -274,6 +274,8 @@ def hopper_backward_kernel(
     rows,
     list_pieces,
     ahead,
+    sections,
+    units,
     GROUP: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     PER_HEAD: gl.constexpr,
@@ -312,7 +314,19 @@ def hopper_backward_kernel(
         counters_ptr,
     )
     numbers = BackwardNumbers(
-        scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces, ahead
+        scale,
+        batch,
+        heads_k,
+        span,
+        tokens_q,
+        tokens_k,
+        tiles_q,
+        tiles_k,
+        rows,
+        list_pieces,
+        ahead,
+        sections,
+        units,
     )
     OPTIONS: gl.constexpr = BackwardOptions(GROUP, IS_CAUSAL, PER_HEAD, TOP_LEFT)
     TILE: gl.constexpr = BackwardTile(PIECE, HEAD_DIM, HEAD_DIM_V, STAGES, MAKES_DQ)

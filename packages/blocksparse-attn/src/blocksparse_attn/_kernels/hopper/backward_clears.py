@@ -11,7 +11,6 @@ of earlier sections, for which a program waits, have lower ones.
 """
 
 from ._linked.compat import gl, gluon
-from ._linked.gradients import ROWS
 from ._linked.order import await_turn, end_turn
 from ._linked.pipeline import TURN
 
@@ -21,8 +20,7 @@ UNIT = gl.constexpr(2048)
 
 @gluon.jit
 def _section_of(program, numbers):
-    """Return the section of a program, and how many there are."""
-    return program.sequence * numbers.heads_k + program.head_k, numbers.batch * numbers.heads_k
+    return program.sequence * numbers.heads_k + program.head_k
 
 
 @gluon.jit
@@ -33,39 +31,32 @@ def _programs_of(section, tensors, numbers):
 
 
 @gluon.jit
-def clear_ahead(
-    W: gl.constexpr, program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
-    """Set a warpgroup's share of a later section's sums to 0."""
-    section, sections = _section_of(program, numbers)
+def clear_ahead(W: gl.constexpr, program, tensors, numbers):
+    """Set every so manieth unit of a later section's sums to 0, a warpgroup's share."""
+    section = _section_of(program, numbers)
     target = section + numbers.ahead
-    if target < sections:
+    if target < numbers.sections:
         first, end = _programs_of(section, tensors, numbers)
-        units = OPTIONS.GROUP * numbers.tiles_q * (ROWS * TILE.HEAD_DIM // UNIT)
-        share = 2 * (program.index - first) + W
-        parties = 2 * (end - first).to(gl.int64)
-        low = (share.to(gl.int64) * units // parties).to(gl.int32)
-        high = ((share + 1).to(gl.int64) * units // parties).to(gl.int32)
         layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         index = gl.arange(0, UNIT, layout)  # [UNIT]
-        sums_ptr = tensors.dq_ptr + target.to(gl.int64) * units * UNIT
-        for unit in range(low, high):
-            zeros = gl.zeros([UNIT], gl.float32, layout)
-            gl.store(sums_ptr + unit.to(gl.int64) * UNIT + index, zeros)
+        zeros = gl.zeros([UNIT], gl.float32, layout)  # [UNIT]
+        for unit in range(2 * (program.index - first) + W, numbers.units, 2 * (end - first)):
+            at = (target * numbers.units + unit).to(gl.int64) * UNIT
+            gl.store(tensors.dq_ptr + at + index, zeros)
 
 
 @gluon.jit
 def say_cleared(W: gl.constexpr, program, tensors, numbers):
     """Say that a warpgroup has cleared its share."""
-    section, sections = _section_of(program, numbers)
-    if section + numbers.ahead < sections:
-        end_turn(tensors.counters_ptr + 1 + section + numbers.ahead, TURN + 1 + W, 4)
+    target = _section_of(program, numbers) + numbers.ahead
+    if target < numbers.sections:
+        end_turn(tensors.counters_ptr + 1 + target, TURN + 1 + W, 4)
 
 
 @gluon.jit
 def await_cleared(program, tensors, numbers):
     """Wait until the sums of a program's section are 0."""
-    section, _ = _section_of(program, numbers)
+    section = _section_of(program, numbers)
     if section >= numbers.ahead:
         first, end = _programs_of(section - numbers.ahead, tensors, numbers)
         await_turn(tensors.counters_ptr + 1 + section, 2 * (end - first), 4)

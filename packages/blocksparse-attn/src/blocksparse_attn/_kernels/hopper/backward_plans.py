@@ -17,7 +17,8 @@ from ..structures import RowTensors
 from ._linked.tickets import new_ticket
 from ._linked.tma import MapForm, MapLaunch, TensorMap
 from .backward import hopper_backward_kernel
-from .backward_round import PIECE, prepare_kernel, round_kernel
+from .backward_clears import UNIT
+from .backward_round import prepare_kernel, round_kernel
 from .plans import PANEL, QueryWalk
 from .row_gradients import hopper_dq_kernel
 from .structures import (
@@ -36,6 +37,8 @@ from .structures import (
 
 # registers a thread at the start of the backward
 REGISTERS = 168
+# sums that are set to 0 at a time
+PIECE = UNIT.value
 # rows per program of the launch ahead of the backward
 ROWS = 32
 # key heads by which programs clear sums ahead: the first ones of one begin while the last ones of
@@ -193,13 +196,14 @@ class HopperBackward:
             q.new_empty(SIDE * slots * width, dtype=torch.float32)
             for slots, width in ((slots_q, wide), (slots_k, wide), (slots_k, wide_v))
         )
-        counters, pieces = None, dq_sums.numel() // PIECE
         sections = form.batch * form.heads_k
+        counters, pieces = None, dq_sums.numel() // PIECE
+        units = pieces // sections
         if self._repeats:
             counters = pairs.real.new_zeros(1 + slots_k * (SIDE // self._piece))
         elif self._ahead:
             counters = pairs.real.new_empty(1 + sections)
-            pieces = self._ahead * (pieces // sections)
+            pieces = self._ahead * units
         list_pieces = pairs.parts.shape[0] // self._lists
         blocks_q = cdiv(form.extent_q, SIDE)
         scale, offsets = form.options.softmax_scale, x.cu_seqlens_q
@@ -257,6 +261,8 @@ class HopperBackward:
                 blocks_q,
                 list_pieces,
                 self._ahead,
+                sections,
+                units,
             ),
         )
         if self._repeats:

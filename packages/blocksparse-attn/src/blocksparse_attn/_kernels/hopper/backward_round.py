@@ -21,8 +21,6 @@ from .structures import (
 
 # tokens of a tile of sums
 SIDE = tl.constexpr(64)
-# sums that are set to 0 at a time
-PIECE = 2048
 
 
 @triton.jit

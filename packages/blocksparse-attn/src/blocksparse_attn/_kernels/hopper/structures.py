@@ -247,7 +247,9 @@ class BackwardNumbers(NamedTuple):
     tiles_k: Any
     rows: Any  # rows of blocks of the layout
     list_pieces: Any
-    ahead: Any  # sequences and key heads by which programs clear sums ahead of their own
+    ahead: Any  # sections, see ``backward_clears``, by which programs clear sums ahead of theirs
+    sections: Any
+    units: Any  # of a section's sums of dq
 
 
 class BackwardOptions(NamedTuple):
