@@ -12,6 +12,7 @@ from attn_common import cdiv
 from blocksparse_attn import _lists
 from blocksparse_attn._lists import (
     ALIKE,
+    COUNTED,
     HEAD,
     SIDE,
     WINDOW,
@@ -41,7 +42,7 @@ def defined_lists(
     made_of, rest = (crow, col, cols, block_size, spec.span, spec.group), (spec.causal, rule)
     if spec.by_key:
         return key_lists(*made_of, *rest)
-    return query_lists(*made_of, spec.pack, *rest)
+    return query_lists(*made_of, spec.pack, *rest, halves=spec.halves)
 
 
 def query_lists(
@@ -54,6 +55,8 @@ def query_lists(
     pack: int,
     causal: bool,
     rule: Tensor | None = None,
+    *,
+    halves: bool = False,
 ) -> Lists:
     """Return the key blocks that each tile of queries visits.
 
@@ -68,6 +71,7 @@ def query_lists(
             tile lies within one row of blocks.
         causal: leave out what lies right of the diagonal.
         rule: what each position sees, ``[batch, positions, 2]``. Default: None (all).
+        halves: see ``ListSpec``. Default: False.
     """
     block_q, block_k = block_size
     kept = kept_of(crow, col, cols, block_size, causal)
@@ -94,7 +98,7 @@ def query_lists(
         seen = padded(whole_in_rule(rule, cols, block_size)[None], 1, owners * stack)
         seen = seen.view(owners, stack, cols).all(1).repeat(len(kept) // owners, 1)
         is_clear = seen if is_clear is None else is_clear & seen
-    return _listed(kept, held, is_clear, col.numel())
+    return _listed(kept, held, is_clear, col.numel(), stack // 2 if halves else 0)
 
 
 def key_lists(
@@ -155,19 +159,31 @@ def padded(kept: Tensor, dim: int, size: int) -> Tensor:
     return torch.cat([kept, kept.new_zeros(shape)], dim)
 
 
-def _listed(kept: Tensor, held: Tensor, is_clear: Tensor | None, bound: int) -> Lists:
-    """Make lists of a mask ``[owners, members, items]``; ``held`` members there are."""
+def _listed(
+    kept: Tensor, held: Tensor, is_clear: Tensor | None, bound: int, half: int = 0
+) -> Lists:
+    """Make lists of a mask ``[owners, members, items]``; ``held`` members there are.
+
+    ``half``: how many are the first half, by which the rest is put in order; 0 if it is not.
+    """
     member = torch.arange(kept.shape[1], device=kept.device)[:, None]
     seen = (kept.long() << member).sum(1)
     is_whole = (seen > 0) & (seen == (1 << held) - 1)
     if is_clear is not None:
         is_whole &= is_clear
-    order = (~is_whole).long().argsort(dim=1, stable=True)
+    part = (~is_whole).long()
+    if half:
+        first, second = (x.any(1) for x in (kept[:, :half], kept[:, half:]))
+        part = torch.where(second & ~first, 2, torch.where(first & ~second, 3, part))
+    order = part.argsort(dim=1, stable=True)
     sorted_ = seen.gather(1, order)
     used = sorted_ > 0
     result = (filled(x[used], bound + 1).int() for x in (order, sorted_))
     begin = torch.cat([held.new_zeros(1), used.sum(1).cumsum(0)])
-    return Lists(begin, is_whole.sum(1), *result)
+    whole = is_whole.sum(1)
+    for unit, mine in (COUNTED, 2), (COUNTED**2, 3):
+        whole += ((part == mine) & (seen > 0)).sum(1) * unit
+    return Lists(begin, whole, *result)
 
 
 def filled(x: Tensor, size: int) -> Tensor:
@@ -319,7 +335,9 @@ def key_pairs(
     bits = (first | second << 16)[place]
     items, bits = (filled(x, entries + 1).int() for x in (key % (HEAD * group), bits))
     count = ends[-1:]
-    starts = torch.searchsorted(owners[: int(count), 0], torch.arange(cdiv(heads, group), device=device))
+    starts = torch.searchsorted(
+        owners[: int(count), 0], torch.arange(cdiv(heads, group), device=device)
+    )
     real = torch.cat([count, starts, count])
     return Pairs(begin, parts, items, owners.int(), real.int(), bits)
 

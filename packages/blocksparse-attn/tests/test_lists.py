@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._lists import COUNTED
 
 from ._definition import key_lists, query_lists
 from ._numerics import Packed, make_packed, paged, run
@@ -74,6 +75,23 @@ def test_lists_of_queries(block, seed, causal):
                 lambda c, t=tile, s=stack: not causal or (c + 1) * block_k - 1 <= t * s * block_q,
             )
             assert entries(lists, (kv * packs + p) * owners + tile) == want
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_what_one_half_sees_alone_comes_last(block, seed):
+    layout = random_layout(seed, block)
+    arguments = layout._crow, layout._col, layout.num_cols, block, 128, 1, 1, True
+    plain, lists = (query_lists(*arguments, halves=halves) for halves in (False, True))
+    half = (1 << 64 // block[0]) - 1
+    for owner in range(len(plain.whole)):
+        found, whole = entries(plain, owner)
+        apart, counts = entries(lists, owner)
+        both = [one for one in found[whole:] if one[1] & half and one[1] > half]
+        second = [one for one in found[whole:] if not one[1] & half]
+        first = [one for one in found[whole:] if one[1] <= half]
+        assert apart == found[:whole] + both + second + first
+        assert counts == whole + COUNTED * len(second) + COUNTED**2 * len(first)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -121,7 +121,11 @@ def test_programs_come_by_lists_and_the_longest_first(tokens):
     lists = pairs.owners[:, 0]
     used = int((lists >= 0).sum())
     assert (lists[used:] == -1).all()
-    assert pairs.real.tolist() == [used, *(int((lists < i).sum() - (lists < 0).sum()) for i in range(4)), used]
+    assert pairs.real.tolist() == [
+        used,
+        *(int((lists < i).sum() - (lists < 0).sum()) for i in range(4)),
+        used,
+    ]
     assert not steps[used:].any()
     sections = lists[:used]
     assert (sections.diff() >= 0).all()

@@ -37,6 +37,7 @@ def query_specs(heads, block_q, causal):
     """Tiles of one row of blocks, of several, and of the heads of a group, also of a part of it."""
     yield ListSpec(False, 32, 1, 1, causal)
     yield ListSpec(False, 128, 1, 1, causal)
+    yield ListSpec(False, 128, 1, 1, causal, halves=True)
     for pack in {4, 16, min(heads, 2)}:
         yield ListSpec(False, block_q, heads, pack, causal)
 

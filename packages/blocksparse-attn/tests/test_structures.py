@@ -93,6 +93,7 @@ def test_portable(kernel, structures):
 
 @pytest.mark.skipif(not has_gluon(), reason="Triton without Gluon")
 def test_hopper():
+    from blocksparse_attn._kernels.hopper import round_structures as r
     from blocksparse_attn._kernels.hopper import structures as h
     from blocksparse_attn._kernels.hopper.backward import hopper_backward_kernel
     from blocksparse_attn._kernels.hopper.backward_round import prepare_kernel, round_kernel
@@ -109,19 +110,19 @@ def test_hopper():
             hopper_backward_kernel,
             (h.BackwardTensors, h.BackwardNumbers, h.BackwardOptions, h.BackwardTile),
         ),
-        (prepare_kernel, (h.PrepareTensors, h.PrepareNumbers, h.PrepareOptions)),
-        (round_kernel, (h.RoundTensors, h.RoundNumbers, h.RoundOptions)),
+        (prepare_kernel, (r.PrepareTensors, r.PrepareNumbers, r.PrepareOptions)),
+        (round_kernel, (r.RoundTensors, r.RoundNumbers, r.RoundOptions)),
     ):
         assert_parameters(kernel, structures)
 
 
 def test_the_numbers_of_rows_have_the_same_names_ahead_of_both_backwards():
     """One device function reads them in two kernels."""
-    from blocksparse_attn._kernels.hopper import structures as h
+    from blocksparse_attn._kernels.hopper import round_structures as r
 
     for one, other in (
-        (s.RowTensors, h.PrepareTensors),
-        (s.RowNumbers, h.PrepareNumbers),
-        (s.RowOptions, h.PrepareOptions),
+        (s.RowTensors, r.PrepareTensors),
+        (s.RowNumbers, r.PrepareNumbers),
+        (s.RowOptions, r.PrepareOptions),
     ):
         assert set(one._fields) <= set(other._fields)

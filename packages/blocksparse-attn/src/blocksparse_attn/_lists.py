@@ -27,8 +27,8 @@ HEAD = 1 << 16
 # steps of a program that owns neighbours, and of one that owns others
 LONGEST = 96
 SHORTER = 48
-# the same of the last lists, as many as come to ``ENDING`` blocks of queries: behind them nothing is
-# left for multiprocessors whose programs end early
+# the same of the last lists, as many as come to ``ENDING`` blocks of queries: behind them nothing
+# is left for multiprocessors whose programs end early
 ENDING = 128
 LAST_LONGEST = 32
 LAST_SHORTER = 24

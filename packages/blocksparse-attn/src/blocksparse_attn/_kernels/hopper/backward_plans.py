@@ -20,6 +20,14 @@ from .backward import hopper_backward_kernel
 from .backward_clears import UNIT
 from .backward_round import prepare_kernel, round_kernel
 from .plans import PANEL, QueryWalk
+from .round_structures import (
+    PrepareNumbers,
+    PrepareOptions,
+    PrepareTensors,
+    RoundNumbers,
+    RoundOptions,
+    RoundTensors,
+)
 from .row_gradients import hopper_dq_kernel
 from .structures import (
     BackwardNumbers,
@@ -27,12 +35,6 @@ from .structures import (
     BackwardTensors,
     BackwardTile,
     DqTensors,
-    PrepareNumbers,
-    PrepareOptions,
-    PrepareTensors,
-    RoundNumbers,
-    RoundOptions,
-    RoundTensors,
 )
 
 # registers a thread at the start of the backward

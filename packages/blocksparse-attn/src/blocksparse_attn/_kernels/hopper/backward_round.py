@@ -10,7 +10,7 @@ import triton.language as tl
 from ..backward_rows import number_rows
 from ..schedule import locate_keys, locate_queries
 from ..structures import Grid
-from .structures import (
+from .round_structures import (
     PrepareNumbers,
     PrepareOptions,
     PrepareTensors,

@@ -25,7 +25,7 @@ def reinterpret(
 @gluon.jit
 def rows_for(tile, W: gl.constexpr, ROWS: gl.constexpr):
     """Return a tile, or where a warpgroup has but half of its rows, those of warpgroup ``W``."""
-    if ROWS < tile.shape[0]:
+    if tile.shape[0] > ROWS:
         tile = tile.slice(W * ROWS, ROWS, 0)
     return tile
 

@@ -12,7 +12,6 @@ from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.pipeline import (
     EMPTY,
     LOG2E,
-    NEG_INF,
     SLOTS,
     TURN,
     barrier_arrive,
@@ -20,14 +19,12 @@ from ._linked.pipeline import (
     barriers,
     opaque,
 )
-from ._linked.ptx import SLACK, in_pairs, shrink
-from ._linked.softmax import finish_softmax, row_sums, start_softmax
-from .boxes import boxes_of, rows_for
+from ._linked.ptx import in_pairs
+from ._linked.softmax import finish_softmax
+from .boxes import boxes_of
+from .forward_steps import attend, begin_tile
 from .producer import PARTIES, produce
 from .query_rows import (
-    entries_of,
-    half_entries_of,
-    hide,
     place_of,
     receive,
     rows_of,
@@ -43,198 +40,6 @@ from .structures import (
     ForwardTile,
     Softmax,
 )
-
-
-@gluon.jit
-def _begin(
-    items,
-    members,
-    rows,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    KEYS: gl.constexpr,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Return the softmax of the first step, beside which no other product runs."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM_V, 16])
-    zeros = gl.zeros([TILE.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
-    stage = turn % TILE.STAGES_K
-    q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
-    mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
-    mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
-    barrier_sync(TURN + W, 256, 4)
-    k_t = rows_for(pipeline.k_s.index(stage), W, KEYS).permute((1, 0))
-    s = hopper.warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)  # [ROWS, KEYS]
-    barrier_arrive(TURN + (W + 1) % 2, 256, 4)
-    s = hopper.warpgroup_mma_wait(0, deps=(s,))
-    barrier_arrive(EMPTY + stage, PARTIES, 4)
-    s = hide(s, items, members, rows, OPTIONS)
-    m, l, e = start_softmax(s, rows.factor, NEG_INF)
-    p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
-    o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)  # [ROWS, HEAD_DIM_V]
-    return Softmax(o, m, l, p, turn + 1)
-
-
-@gluon.jit
-def _fold(
-    softmax,
-    items,
-    members,
-    rows,
-    W: gl.constexpr,
-    KEYS: gl.constexpr,
-    MASKED: gl.constexpr,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Fold a step of ``KEYS`` keys into the softmax, beside the product of the step before."""
-    STAGES_K: gl.constexpr = TILE.STAGES_K
-    STAGES_V: gl.constexpr = TILE.STAGES_V
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM_V, 16])
-    o, m, l, p, turn = softmax
-    # steps of another width have another layout of rows, which lie in the same threads
-    m = gl.convert_layout(m, gl.SliceLayout(1, S))  # [ROWS]
-    q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
-    zeros = gl.zeros([TILE.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
-    stage = turn % STAGES_K
-    stage_v = (turn - 1) % STAGES_V
-    mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
-    barrier_sync(TURN + W, 256, 4)
-    k_t = rows_for(pipeline.k_s.index(stage), W, KEYS).permute((1, 0))
-    s = hopper.warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)  # [ROWS, KEYS]
-    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
-    v = rows_for(pipeline.v_s.index(stage_v), W, p.shape[1])
-    o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM_V]
-    barrier_arrive(TURN + (W + 1) % 2, 256, 4)
-    s = hopper.warpgroup_mma_wait(1, deps=(s,))
-    barrier_arrive(EMPTY + stage, PARTIES, 4)
-    if MASKED:
-        s = hide(s, items, members, rows, OPTIONS)
-    top = gl.max(s, 1) * rows.factor  # [ROWS]
-    m_new = gl.where(top - m > SLACK, top, m)
-    pivot = m_new
-    if MASKED:
-        # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
-        pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
-    e = gl.exp2(s * rows.factor - pivot[:, None])  # [ROWS, KEYS]
-    alpha = gl.exp2(m - pivot)
-    sums = row_sums(e)  # [ROWS, 4]
-    L: gl.constexpr = sums.type.layout
-    alpha_l = gl.convert_layout(alpha, gl.SliceLayout(1, L))
-    l = gl.convert_layout(l, L) * alpha_l[:, None] + sums
-    m = m_new
-    o = hopper.warpgroup_mma_wait(0, deps=(o,))
-    barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
-    o = shrink(o, gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None])
-    p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
-    return Softmax(o, m, l, p, turn + 1)
-
-
-@gluon.jit
-def _attend(
-    softmax,
-    low,
-    high,
-    walk,
-    rows,
-    W: gl.constexpr,
-    MASKED: gl.constexpr,
-    tensors,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Fold the steps from ``high`` down to ``low`` into the softmax."""
-    o, m, l, p, turn = softmax
-    for back in range(high - low):
-        items = turn
-        members = turn
-        if MASKED:
-            items, members = entries_of(walk, high - 1 - back, tensors, OPTIONS, TILE)
-        softmax = Softmax(o, m, l, p, turn)
-        softmax = _fold(
-            softmax, items, members, rows, W, TILE.BLOCK_N, MASKED, pipeline, OPTIONS, TILE
-        )
-        o, m, l, p, turn = softmax
-    return Softmax(o, m, l, p, turn)
-
-
-@gluon.jit
-def _begin_in_halves(
-    walk,
-    rows,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    tensors,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Return the softmax of all half steps and of the step behind them."""
-    HALF: gl.constexpr = TILE.BLOCK_N // 2
-    items, members = half_entries_of(walk, 0, W, tensors, OPTIONS, TILE)
-    softmax = _begin(items, members, rows, turn, tile_count, W, HALF, pipeline, OPTIONS, TILE)
-    o, m, l, p, turn = softmax
-    for step in range(1, walk.halves):
-        items, members = half_entries_of(walk, step, W, tensors, OPTIONS, TILE)
-        softmax = Softmax(o, m, l, p, turn)
-        softmax = _fold(softmax, items, members, rows, W, HALF, True, pipeline, OPTIONS, TILE)
-        o, m, l, p, turn = softmax
-    last = steps_of(walk, OPTIONS, TILE) - 1
-    items, members = entries_of(walk, last, tensors, OPTIONS, TILE)
-    softmax = Softmax(o, m, l, p, turn)
-    return _fold(softmax, items, members, rows, W, TILE.BLOCK_N, True, pipeline, OPTIONS, TILE)
-
-
-@gluon.jit
-def _begin_tile(
-    walk,
-    rows,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    tensors,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Return the softmax up to the last whole step of a list, which is the first to be taken."""
-    if OPTIONS.HALVES:
-        if walk.halves > 0:
-            softmax = _begin_in_halves(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS, TILE)
-            o, m, l, p, turn = softmax
-        else:
-            softmax = _begin_whole(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS, TILE)
-            o, m, l, p, turn = softmax
-        softmax = Softmax(o, m, l, p, turn)
-    else:
-        softmax = _begin_whole(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS, TILE)
-    return softmax
-
-
-@gluon.jit
-def _begin_whole(
-    walk,
-    rows,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    tensors,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Return the softmax of the first step of a walk without half steps."""
-    last = steps_of(walk, OPTIONS, TILE) - 1
-    items, members = entries_of(walk, last, tensors, OPTIONS, TILE)
-    return _begin(items, members, rows, turn, tile_count, W, TILE.BLOCK_N, pipeline, OPTIONS, TILE)
 
 
 @gluon.jit
@@ -297,12 +102,12 @@ def _consume(
         place = place_of(fields, W, OPTIONS, TILE)
         rows = rows_of(fields, place, factor, S, OPTIONS, TILE)
 
-        softmax = _begin_tile(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS, TILE)
-        softmax = _attend(
+        softmax = begin_tile(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS, TILE)
+        softmax = attend(
             softmax, walk.whole, steps - 1, walk, rows, W, True, tensors, pipeline, OPTIONS, TILE
         )
         o, m, l, p, turn = softmax
-        softmax = _attend(
+        softmax = attend(
             Softmax(o, m, l, in_pairs(p), turn),
             0,
             walk.whole,

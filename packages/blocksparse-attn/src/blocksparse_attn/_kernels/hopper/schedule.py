@@ -188,9 +188,7 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     steps = gl.maximum(gl.cdiv(count, PER_STEP), 1)
     whole = gl.minimum((inside - first) // PER_STEP, steps - 1)
     alone_at = end - alone_0 - alone_1
-    return Walk(
-        first, seen - first, cut, count, whole, halves, alone_at, alone_0, alone_1, odd
-    )
+    return Walk(first, seen - first, cut, count, whole, halves, alone_at, alone_0, alone_1, odd)
 
 
 @gluon.jit
