@@ -288,7 +288,7 @@ def test_gradients_in_order_with_a_mistake(gradients):
     """The gradients of scores have left before their memory is written again."""
 
     def serve(reverse):
-        gradients("columns", reverse).plant("_pass_on", "tma.store_wait(0)", "pass")
+        gradients("columns", reverse).plant("_pass_on", "tma.store_wait(LEFT)", "pass")
 
     assert caught(serve, in_order(), grad=True)
 

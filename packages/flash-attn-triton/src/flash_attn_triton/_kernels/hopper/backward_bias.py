@@ -92,7 +92,8 @@ def keep_gradient(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: g
     """Start the store of ``W``'s gradients of scores, for ``sum_bias_kernel``.
 
     They leave from where the product of dq reads them. The TMA has read them before the memory is
-    written again two steps later, as each step but the first waits for all of its stores.
+    written again two steps later, as each step but the first waits for the stores of the steps
+    before.
     """
     if program.maps.ds_desc is not None:
         walk, numbers = program.walk, program.numbers

@@ -247,17 +247,29 @@ def multiply_dq(pipeline, turn, none, W: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _pass_on(dq, row, step, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Add ``W``'s half of dq to the sums at ``row``, or give it to the warp that does."""
+def _pass_on(
+    dq,
+    row,
+    step,
+    W: gl.constexpr,
+    LEFT: gl.constexpr,
+    program,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Add ``W``'s half of dq to the sums at ``row``, or give it to the warp that does.
+
+    ``LEFT`` stores by TMA of ``keep_gradient`` may be under way: those behind the last addition.
+    """
     if OPTIONS.ORDERED:
         if program.maps.ds_desc is not None:
-            # for ``keep_gradient``: ``send`` waits for all stores
-            tma.store_wait(0)
+            # for ``keep_gradient``: ``send`` waits as well
+            tma.store_wait(LEFT)
         hand_over(dq, step, program, W)
     elif adds_by_threads(TILE):
         add_by_threads(dq, program.maps.sums + row.to(gl.int64) * 32)
     else:
-        send(dq, row, program, W)
+        send(dq, row, LEFT, program, W)
 
 
 @gluon.jit
@@ -270,10 +282,10 @@ def add_by_threads(dq, pointer):
 
 
 @gluon.jit
-def send(dq, row, program, W: gl.constexpr):
-    """Add ``W``'s half of dq to the sums at ``row`` by TMA."""
+def send(dq, row, LEFT: gl.constexpr, program, W: gl.constexpr):
+    """Add ``W``'s half of dq to the sums at ``row`` by TMA; ``LEFT`` stores may be under way."""
     rows = panels_in_rows(dq)
-    tma.store_wait(0)
+    tma.store_wait(LEFT)
     stage_panels(rows, program.dq_s, W)
     add_panels(program.maps.sums, row, program.dq_s, W)
 
@@ -296,6 +308,8 @@ def walk_tiles(
     STAGES_O: gl.constexpr = TILE.STAGES_O
     ROWS_DQ: gl.constexpr = BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 32
     S: gl.constexpr = accumulator(BLOCK_M)
+    # of its gradients of scores a step does not wait for the store: that takes as long as a product
+    LEFT: gl.constexpr = 0 if program.maps.ds_desc is None else 1
     pipeline, block = program.pipeline, program.block
     dtype: gl.constexpr = pipeline.ds_s.dtype
     total = count_turns(program.walk, OPTIONS)
@@ -358,7 +372,7 @@ def walk_tiles(
         s = multiply_rows(k, q, zeros, False)  # [ROWS, BLOCK_M]
         dq = wait_for(dq, 2 * PANELS)
         if turn > 1:
-            _pass_on(dq, last, turn, W, program, OPTIONS, TILE)
+            _pass_on(dq, last, turn, W, LEFT, program, OPTIONS, TILE)
         last = row
         row += ROWS_DQ
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
@@ -393,7 +407,7 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
     dq = multiply_dq(pipeline, carried.turn + 1, 0, W, TILE)
     dq = wait_for(dq, 0)
     if count_turns(program.walk, OPTIONS) > 0:
-        _pass_on(dq, carried.last, carried.turn + 1, W, program, OPTIONS, TILE)
+        _pass_on(dq, carried.last, carried.turn + 1, W, 0, program, OPTIONS, TILE)
     where = gradient_coordinates(block.first_key + W * ROWS, program, OPTIONS)
     # its values no warpgroup shares; its keys the other one may still be multiplying
     if TILE.MAKES_DV:
