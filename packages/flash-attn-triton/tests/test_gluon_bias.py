@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from flash_attn_triton import _ops
+from flash_attn_triton._call import Options, Tensors
 from flash_attn_triton._hopper_configs import HopperBackwardTile
 from flash_attn_triton._kernels import backward_plans as portable_plans
+from flash_attn_triton._kernels.form import Form
 from flash_attn_triton._kernels.hopper import backward_plans, bias_plans, plans
 
 from ._linked.numerics import Packed
@@ -192,37 +194,63 @@ def test_what_a_bias_holds_behind_a_sequence_changes_nothing(gradients):
         assert torch.equal(got[name], want[name]), name
 
 
-# dbias is the sum of what the kernel keeps; rows or keys that face nobody, GQA, every broadcast
+# dbias is what the kernel keeps, or its sum; rows or keys that face nobody, GQA, every broadcast.
+# Launches divide the sequences, or the key heads; what is left of either is summed
 SUMMED = [
     ("columns", Shape(2, 130, 150, 2, 1, 64), ("causal",), (1, 2, 130, 150)),
-    ("columns", Shape(2, 150, 70, 2, 1, 48), ("causal",), (2, 1, 150, 70)),
+    ("columns", Shape(2, 150, 72, 2, 1, 48), ("causal",), (2, 1, 150, 72)),
     ("rows", Shape(2, 100, 150, 2, 2, 64), ("causal",), (1, 1, 100, 150)),
     ("columns", Shape(2, 70, 80, 2, 1, 64), ("window_right",), (2, 2, 70, 80)),
     ("columns", Shape(2, 70, 80, 2, 2, 64), ("causal", "dropout"), (1, 2, 70, 80)),
+    ("columns", Shape(4, 40, 144, 2, 2, 64), ("window_right",), (1, 2, 40, 144)),
+    ("rows", Shape(2, 70, 72, 4, 4, 64), (), (2, 1, 70, 72)),
+    ("columns", Shape(2, 200, 70, 12, 6, 64), ("causal",), (2, 1, 200, 70)),
+    ("columns", Shape(6, 70, 40, 2, 1, 64), (), (1, 2, 70, 40)),
+    ("columns", Shape(2, 150, 72, 2, 2, 48), ("causal",), (1, 2, 150, 72)),
 ]
 
 
 @pytest.mark.parametrize(("tile", "shape", "features", "size"), SUMMED, ids=str)
 def test_gradient_of_the_bias(tile, shape, features, size, gradients, monkeypatch):
     monkeypatch.setattr(portable_plans.BiasGradient, "__call__", None)  # the portable one
-    new = bias_plans.BiasSum.new_gradients
-    monkeypatch.setattr(  # tiles that nobody sees stay as they are
-        bias_plans.BiasSum, "new_gradients", lambda *given: new(*given).fill_(torch.nan)
-    )
     gradients(tile, reverse=shape.heads_k == 1)
     case = make_case(shape, torch.bfloat16, "cpu", features)
     check(with_bias(case, *size, share=0.1))
 
 
-def in_order(features: tuple[str, ...] = ("causal",)) -> Case:
+def in_order(batch: int = 1, keys: int = 260) -> Case:
     """A case whose dq is added up in order, with a gradient of its bias."""
-    case = make_case(Shape(1, 200, 260, 2, 1, 64), torch.bfloat16, "cpu", features)
-    return with_bias(case, 1, 2, 200, 260).with_options(deterministic=True)
+    case = make_case(Shape(batch, 200, keys, 2, 1, 64), torch.bfloat16, "cpu", ("causal",))
+    return with_bias(case, 1, 2, 200, keys).with_options(deterministic=True)
 
 
-def test_gradients_in_order(gradients):
+@pytest.mark.parametrize(("batch", "keys"), [(1, 260), (2, 200)])
+def test_gradients_in_order(batch, keys, gradients):
     gradients("columns")
-    check(in_order())
+    check(in_order(batch, keys))
+
+
+@pytest.mark.parametrize(
+    ("size", "programs", "processors", "parts"),
+    [
+        ((1, 8), 4096, 132, (4, 1)),  # 32 rounds of programs, or four times eight
+        ((4, 1), 4096, 132, (1, 4)),
+        ((1, 1), 4096, 132, (4, 1)),
+        ((4, 8), 4096, 132, (1, 1)),  # nothing is shared
+        ((1, 8), 32, 132, (1, 1)),  # each launch would leave most of the GPU empty
+        ((1, 8), 1056, 132, (4, 1)),
+        ((1, 8), 992, 132, (4, 1)),
+        ((1, 8), 1152, 132, (1, 1)),  # four times three rounds, or two times five, in place of nine
+    ],
+)
+def test_launches_leave_a_gpu_no_emptier(size, programs, processors, parts, monkeypatch):
+    monkeypatch.setenv("ATTN_COMMON_PLATFORM", "nvidia:sm_90")
+    keys = programs // 32 * 128
+    q, k = (torch.empty(4, n, 8, 64, dtype=HALF, device="meta") for n in (128, keys))
+    x = Tensors(q, k, k, bias=torch.empty(*size, 128, keys, dtype=HALF, device="meta"))
+    form = Form(x, Options(0.1, -1, -1, 0.0, 0.0))
+    summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], processors)
+    assert summed.parts == parts
 
 
 def test_gradients_of_scores_have_a_bound(gradients, monkeypatch):
@@ -279,7 +307,8 @@ BACKWARD_MISTAKES = [
     ("produce", "await_readers(turns, TILE)", "pass"),
     ("keep_gradient", "head_at(turn, ", "head_at(0, "),
     ("keep_gradient", "turn % 2 * 2 + W", "W"),
-    ("keep_gradient", "ROWS + W", "ROWS"),
+    ("keep_gradient", "W * ROWS", "0"),
+    ("keep_gradient", "+ program.block.ahead_q", ""),
     ("walk_tiles", "hopper.fence_async_shared()", "pass"),
 ]
 
@@ -291,6 +320,49 @@ def test_gradients_in_order_with_a_mistake(gradients):
         gradients("columns", reverse).plant("_pass_on", "tma.store_wait(LEFT)", "pass")
 
     assert caught(serve, in_order(), grad=True)
+
+
+PART_MISTAKES = [
+    ("keep_gradient", "add_out(", "copy_out("),
+    ("keep_gradient", "- numbers.first_sequence", ""),
+    ("locate_keys", "sequence += numbers.first_sequence", "pass"),
+    ("locate_keys", "gl.num_programs(0) // tiles", "batch * heads_k"),
+]
+HEAD_MISTAKES = [
+    ("keep_gradient", "- numbers.first_head * OPTIONS.GROUP", ""),
+    ("locate_keys", "head += numbers.first_head", "pass"),
+    ("locate_keys", "heads_k = numbers.heads_here", "pass"),
+]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("function", "right", "wrong"), PART_MISTAKES, ids=lambda x: x[:40])
+def test_parts_of_sequences_with_a_mistake(function, right, wrong, gradients):
+    def serve(reverse):
+        gradients("columns", reverse).plant(function, right, wrong)
+
+    case = make_case(Shape(2, 70, 136, 2, 1, 48), torch.bfloat16, "cpu", ("causal",))
+    assert caught(serve, with_bias(case, 1, 2, 70, 136), grad=True)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("function", "right", "wrong"), HEAD_MISTAKES, ids=lambda x: x[:40])
+def test_parts_of_heads_with_a_mistake(function, right, wrong, gradients):
+    def serve(reverse):
+        gradients("columns", reverse).plant(function, right, wrong)
+
+    case = make_case(Shape(2, 70, 136, 4, 2, 48), torch.bfloat16, "cpu")
+    assert caught(serve, with_bias(case, 2, 1, 70, 136), grad=True)
+
+
+def test_parts_in_order_with_a_mistake(gradients):
+    """Programs of a later launch count from its first one."""
+
+    def serve(reverse):
+        kernel = gradients("columns", reverse)
+        kernel.plant("_find_block", "pid -= before * numbers.tiles", "pass")
+
+    assert caught(serve, in_order(2, 200), grad=True)
 
 
 @pytest.mark.mutation

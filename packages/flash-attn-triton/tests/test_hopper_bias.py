@@ -68,9 +68,9 @@ def test_tiles_fit_the_barriers_of_the_hardware(head_dim, bias_bytes):
 # ---- builds
 
 
-def made(head_dim: int, causal: bool) -> tuple[Tensors, Form]:
-    q = torch.empty(2, 1024, 4, head_dim, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(2, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
+def made(head_dim: int, causal: bool, batch: int = 2, group: int = 2) -> tuple[Tensors, Form]:
+    q = torch.empty(batch, 1024, 4, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, 1024, 4 // group, head_dim, dtype=torch.bfloat16, device="meta")
     bias = torch.empty(1, 4, 1024, 1024, dtype=torch.bfloat16, device="meta")
     x = Tensors(q, k, k, bias=bias)
     return x, Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
@@ -93,6 +93,19 @@ def test_forward_builds(head_dim, causal, tmp_path):
     assert " LDSM." in build.sass  # as matrices, not number by number
 
 
+def run_backward(x: Tensors, form: Form) -> None:
+    """Launch what fills the gradients, that of the bias among them."""
+    rows = torch.empty(len(x.q), 4, 1024, device="meta")
+    plan = HopperBackward(form, x)
+    plan(
+        Inputs(*x[:3], x.q, rows, rows),
+        Extras(x.bias, *[None] * 5),
+        *map(torch.empty_like, x[:3]),
+        plan.new_sums(x.q),
+        torch.empty_like(x.bias),
+    )
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("head_dim", "causal"),
@@ -100,17 +113,7 @@ def test_forward_builds(head_dim, causal, tmp_path):
 )
 def test_backward_builds(head_dim, causal, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
-        x, form = made(head_dim, causal)
-        rows = torch.empty(2, 4, 1024, device="meta")
-        plan = HopperBackward(form, x)
-        dbias = torch.empty_like(x.bias)
-        plan(
-            Inputs(*x[:3], x.q, rows, rows),
-            Extras(x.bias, *[None] * 5),
-            *map(torch.empty_like, x[:3]),
-            plan.new_sums(x.q),
-            dbias,
-        )
+        run_backward(*made(head_dim, causal))
     kernel, *others = builds
     # above head dim 128 the portable kernel sums the gradient of the bias
     assert len(others) == (1 if head_dim > 128 else 2)
@@ -122,6 +125,29 @@ def test_backward_builds(head_dim, causal, tmp_path):
     assert " LDSM.16.MT88" in kernel.sass  # read transposed
     # serialised products have an arrival each
     assert kernel.sass.count(" WARPGROUP.ARRIVE") < kernel.sass.count(" HGMMA.") / 3
+    if head_dim <= 128:
+        assert " STSM.16.MT88" in kernel.sass  # gradients of scores, transposed
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("head_dim", "causal"), chosen(itertools.product((64, 128), (False, True)), [(64, False)])
+)
+def test_backward_of_parts_builds(head_dim, causal, tmp_path):
+    """Of 64 sequences that share a bias, four launches have a quarter each."""
+    with compiling(HOPPER, tmp_path) as builds:
+        run_backward(*made(head_dim, causal, batch=64, group=1))
+    first, *others, _sum, _rounding = builds
+    assert len(others) == 3
+    for other in others:
+        assert other.kernel == first.kernel
+        assert not other.unset, other
+        assert other.shared <= GPUS[HOPPER].shared_limit, other
+        old, new = BACKWARD_SPILLS[head_dim, causal]
+        assert other.spilled <= (old if IS_OLD else new), other
+        # added to memory are dq and the gradients of scores
+        added = other.sass.count(" UTMAREDG.") - first.sass.count(" UTMAREDG.")
+        assert added == first.sass.count(" UTMASTG.") - other.sass.count(" UTMASTG.") > 0
 
 
 # ---- numbers

@@ -309,7 +309,7 @@ class BackwardPlan:
                 self._query_gradient(inputs, extras, gradients.dq)
             else:
                 hopper(inputs, extras, *gradients[:3], sums, gradients.dbias)
-            if gradients.dbias is not None and (hopper is None or not hopper.makes_dbias(q, k)):
+            if gradients.dbias is not None and (hopper is None or not hopper.makes_dbias):
                 self._bias_gradient(inputs, extras, gradients.dbias)
         return None if x.sinks is None else _sink_gradient(dense(x.sinks), lse, delta)
 

@@ -36,19 +36,26 @@ from .panels import allocate
 
 
 @gluon.jit
-def locate_keys(pid, tensors, numbers, BALANCE: gl.constexpr, BLOCK_N: gl.constexpr):
+def locate_keys(
+    pid, tensors, numbers, BALANCE: gl.constexpr, IS_PART: gl.constexpr, BLOCK_N: gl.constexpr
+):
     """Return the block of keys that a program owns, and where its sequence lies.
 
     Under a causal mask the first blocks walk furthest: ``BALANCE`` starts them first, within as
-    many heads (``span``) as the cache holds. For packed tensors ``tiles`` counts slots, and a slot
+    many heads (``span``) as the cache holds. A launch that ``IS_PART`` has some of the sequences or
+    heads (``Numbers``). For packed tensors ``tiles`` counts slots, and a slot
     without a block gives -1.
     """
     batch, heads_k, tiles = numbers.batch, numbers.heads_k, numbers.tiles
     if tensors.cu_seqlens_k_ptr is None:
+        planes = batch * heads_k
+        if IS_PART:
+            planes = gl.num_programs(0) // tiles
+            heads_k = numbers.heads_here
         if BALANCE:
             section = pid // (numbers.span * tiles)
             place = pid % (numbers.span * tiles)
-            heads_here = gl.minimum(numbers.span, batch * heads_k - section * numbers.span)
+            heads_here = gl.minimum(numbers.span, planes - section * numbers.span)
             block = place // heads_here
             batch_head = section * numbers.span + place % heads_here
         else:
@@ -56,6 +63,9 @@ def locate_keys(pid, tensors, numbers, BALANCE: gl.constexpr, BLOCK_N: gl.conste
             batch_head = pid // tiles
         sequence = batch_head // heads_k
         head = batch_head % heads_k
+        if IS_PART:
+            sequence += numbers.first_sequence
+            head += numbers.first_head
         q_start = 0
         k_start = 0
         len_q = numbers.tokens_q
@@ -127,7 +137,7 @@ def query_tiles(
 
 
 @gluon.jit
-def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def _find_block(tensors, numbers, IS_PART: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return ``(block, walk, dq_at)``: a program's block and the tiles of queries that see it.
 
     ``dq_at`` is the tile in the sums of dq with which those of the sequence begin.
@@ -135,8 +145,12 @@ def _find_block(tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     pid = gl.program_id(0)
     if OPTIONS.ORDERED:
         pid = take_number(tensors.counters_ptr)
+        if IS_PART:
+            # without the programs of the launches before
+            before = numbers.first_sequence * numbers.heads_k + numbers.first_head * numbers.batch
+            pid -= before * numbers.tiles
     BALANCE: gl.constexpr = OPTIONS.HAS_RIGHT or OPTIONS.ORDERED
-    found = locate_keys(pid, tensors, numbers, BALANCE, TILE.BLOCK_N)
+    found = locate_keys(pid, tensors, numbers, BALANCE, IS_PART, TILE.BLOCK_N)
     q_start, k_start, len_q, len_k = found.q_start, found.k_start, found.len_q, found.len_k
     owner = gl.maximum(gl.minimum(found.sequence, numbers.batch - 1), 0).to(gl.int64)
     heads_q = numbers.heads_k * OPTIONS.GROUP
@@ -201,8 +215,12 @@ def _make_pipeline(maps, TILE: gl.constexpr):
     dout_s = allocate(maps.dout_descs, STAGES_O)
     k_s = allocate(maps.k_descs, PARTS)
     v_s = allocate(maps.v_descs, PARTS)
-    TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
-    ds_s = gl.allocate_shared_memory(dtype, [2 * PARTS, ROWS, BLOCK_M], TRANSPOSED)
+    if maps.ds_desc is None:
+        TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], dtype)
+        ds_s = gl.allocate_shared_memory(dtype, [2 * PARTS, ROWS, BLOCK_M], TRANSPOSED)
+    else:
+        # as the bias lies in memory: TMA keeps them
+        ds_s = allocate((maps.ds_desc,), 2 * PARTS)[0]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES_Q, BLOCK_M], PLAIN)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES_O, BLOCK_M], PLAIN)
@@ -275,6 +293,9 @@ def backward_kernel(
     keep_scale,
     dropout_threshold,
     stride_alibi_b,
+    first_sequence,
+    first_head,
+    heads_here,
     GROUP: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -286,6 +307,7 @@ def backward_kernel(
     BIAS_HEADS: gl.constexpr,
     BIAS_ROWS: gl.constexpr,
     ORDERED: gl.constexpr,
+    ADDS_DS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -319,6 +341,7 @@ def backward_kernel(
         BIAS_HEADS,
         BIAS_ROWS,
         ORDERED,
+        ADDS_DS,
     )
     TILE: gl.constexpr = Tile(
         BLOCK_M,
@@ -369,8 +392,11 @@ def backward_kernel(
         keep_scale,
         dropout_threshold,
         stride_alibi_b,
+        first_sequence,
+        first_head,
+        heads_here,
     )
-    block, walk, dq_at = _find_block(tensors, numbers, OPTIONS, TILE)
+    block, walk, dq_at = _find_block(tensors, numbers, ds_desc is not None, OPTIONS, TILE)
     if MAKES_DK:
         pipeline = _make_pipeline(maps, TILE)
     else:

@@ -6,7 +6,7 @@ one that makes the probabilities has all of them. A bias that is the same for al
 of one row.
 """
 
-from ._linked.compat import copy_in, copy_out, gl, gluon, hopper, mbarrier
+from ._linked.compat import add_out, copy_in, copy_out, gl, gluon, hopper, mbarrier
 from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, LOG2E, barrier_arrive, barrier_sync, barriers
 from .backward_structures import BiasRing
@@ -88,18 +88,31 @@ def less_bias(
 
 
 @gluon.jit
+def gradients_of(number, program, TILE: gl.constexpr):
+    """Return a buffer of gradients of scores, ``[ROWS, BLOCK_M]``."""
+    tile = program.pipeline.ds_s.index(number)
+    if program.maps.ds_desc is not None:
+        tile = tile.reshape([TILE.BLOCK_M, ROWS]).permute((1, 0))
+    return tile
+
+
+@gluon.jit
 def keep_gradient(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Start the store of ``W``'s gradients of scores, for ``sum_bias_kernel``.
+    """Start the store of ``W``'s gradients of scores, for ``sum_bias_kernel``, or their addition.
 
     They leave from where the product of dq reads them. The TMA has read them before the memory is
     written again two steps later, as each step but the first waits for the stores of the steps
     before.
     """
     if program.maps.ds_desc is not None:
-        walk, numbers = program.walk, program.numbers
+        walk, numbers, desc = program.walk, program.numbers, program.maps.ds_desc
         head, step = head_at(turn, program.block.head_k, walk.end - walk.begin, OPTIONS)
-        tile = tile_at(step, walk.begin, walk.end, OPTIONS)
-        plane = program.block.sequence * (numbers.heads_k * OPTIONS.GROUP) + head
-        keys = plane * (numbers.tiles * 2) + program.block.first_key // ROWS + W
-        row = (keys * numbers.tiles_q + tile) * ROWS
-        copy_out(program.maps.ds_desc, [row, 0], program.pipeline.ds_s.index(turn % 2 * 2 + W))
+        sequence = program.block.sequence - numbers.first_sequence
+        plane = head - numbers.first_head * OPTIONS.GROUP
+        row = tile_at(step, walk.begin, walk.end, OPTIONS) * TILE.BLOCK_M + program.block.ahead_q
+        where = (0, sequence, plane, row, program.block.first_key + W * ROWS)
+        ds = program.pipeline.ds_s.index(turn % 2 * 2 + W)
+        if OPTIONS.ADDS_DS:
+            add_out(desc, where, ds)
+        else:
+            copy_out(desc, where, ds)

@@ -20,12 +20,12 @@ from ..._linked.host.forms import Memory
 from ..form import Form
 from ..launch.runtime import MAX_COUNTS, Launch
 from ..structures import Extras, Inputs
-from . import backward_structures
+from . import backward_structures, plans
 from ._linked.gradients import ROWS
 from ._linked.tma import MapForm, MappingLaunch
 from .backward import backward_kernel
 from .backward_maps import BackwardMaps, Six
-from .bias_plans import BiasForm, BiasSum, dimensions_of
+from .bias_plans import BiasForm, BiasSum, Parts, dimensions_of
 from .parameters import RoundingConstants, RoundingNumbers
 from .round_dq import round_dq_kernel
 
@@ -70,6 +70,8 @@ class Work(NamedTuple):
 
     grid: int
     numbers: backward_structures.Numbers
+    # of each of the launches that keep gradients of scores, which share the grid
+    parts: tuple[backward_structures.Numbers, ...]
     # tiles of queries of all heads, each of which is rounded by a program
     slots: int
     rounding: RoundingNumbers
@@ -79,8 +81,9 @@ class Launches(NamedTuple):
     """The launches of gradients, for one way in which the output's gradient lies in memory."""
 
     plain: MappingLaunch
-    # also keeps gradients of scores
+    # also stores gradients of scores, or adds them to those that are there
     keeping: MappingLaunch
+    adding: MappingLaunch
     # of values alone, if that is apart
     values: MappingLaunch | None
 
@@ -115,6 +118,7 @@ class HopperBackward:
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=ragged,
             ORDERED=ordered,
+            ADDS_DS=False,
             **draws_apart(form, x),
             **dimensions_of(bias),
         )
@@ -145,7 +149,10 @@ class HopperBackward:
         keeps = keeps and 0 not in x.bias.stride() and not form.constants.HAS_SOFTCAP
         is_plain = x.seqused_k is None and not form.is_packed
         can_keep = keeps and tile.block_n > keys and is_plain
-        self._bias_sum = BiasSum(form, x, tile) if can_keep else None
+        self._bias_sum = None
+        if can_keep:
+            summed = BiasSum(form, x, tile, plans.multiprocessors(x.q.device))
+            self._bias_sum = summed if summed.fits else None
         rounding = RoundingConstants(
             HAS_RIGHT=form.constants.HAS_RIGHT,
             BLOCK_M=tile.block_m,
@@ -180,9 +187,10 @@ class HopperBackward:
             slots += cdiv(1 + 2 * slots, self._maps.numbers)
         return self._maps.sums_shape(slots)
 
-    def makes_dbias(self, q: Tensor, k: Tensor) -> bool:
-        """Say whether ``__call__`` fills dbias."""
-        return self._bias_sum is not None and self._bias_sum.is_worth_it(q, k)
+    @property
+    def makes_dbias(self) -> bool:
+        """Whether ``__call__`` fills dbias."""
+        return self._bias_sum is not None
 
     def __call__(
         self,
@@ -196,22 +204,22 @@ class HopperBackward:
     ) -> None:
         """Fill the gradients, dbias if ``makes_dbias``; ``sums``, of ``new_sums``, are set to 0."""
         q, k, v, dout, lse2, delta = inputs
-        tokens = tokens_q, tokens_k = q.shape[-3], k.shape[-3]
+        tokens = q.shape[-3], k.shape[-3]
         work = self._work.get(tokens) or self._work.keep(tokens, self._count_work(*tokens))
         if self._form.constants.HAS_LEFT:
             # keys that no query sees
             dk.zero_()
             dv.zero_()
         ds = None
-        if dbias is not None and self.makes_dbias(q, k):
-            ds = self._bias_sum.new_gradients(q, k)
+        if dbias is not None and self._bias_sum is not None:
+            ds = self._bias_sum.new_gradients(dbias)
         mapped = q, k, v, dout, dk, dv
         strides = dout.stride()
         launches = self._launches.get(strides) or self._launches.keep(
             strides, self._launches_of(mapped)
         )
         tensors = (  # the fields of backward_structures.Maps and Tensors
-            *self._maps(mapped, sums, extras.bias_ptr, ds),
+            *self._maps(mapped, sums, extras.bias_ptr, None if ds is None else ds.transpose(1, 2)),
             lse2,
             delta,
             extras.alibi_slopes_ptr,
@@ -222,12 +230,16 @@ class HopperBackward:
             # of programs, and for each half of a tile, behind the sums
             sums[work.slots :].view(torch.int32) if self._ordered else None,
         )
-        launch = launches.plain if ds is None else launches.keeping
-        launch(work.grid, tensors, work.numbers)
+        if ds is None:
+            launches.plain(work.grid, tensors, work.numbers)
+        else:
+            for number, numbers in enumerate(work.parts):
+                launch = launches.adding if number > 0 else launches.keeping
+                launch(work.grid // len(work.parts), tensors, numbers)
         if launches.values is not None:
             launches.values(work.grid, tensors, work.numbers)
         if ds is not None:
-            self._bias_sum(ds, dbias, tokens_q, tokens_k)
+            self._bias_sum(ds, dbias)
         self._round(
             work.slots,
             (  # the fields of RoundingTensors
@@ -253,6 +265,7 @@ class HopperBackward:
         return Launches(
             plain=launch(self._constants),
             keeping=launch(self._constants, ds),
+            adding=launch(self._constants | {"ADDS_DS": True}, ds),
             values=launch(self._values_constants) if self._values_constants else None,
         )
 
@@ -276,6 +289,19 @@ class HopperBackward:
             scalars.keep_scale,
             scalars.dropout_threshold,
             form.strides.stride_alibi_b,
+            0,
+            0,
+            form.heads_k,
+        )
+        division = self._bias_sum.parts if self._bias_sum else Parts()
+        parts = tuple(
+            numbers._replace(
+                first_sequence=sequences * (form.batch // division.sequences),
+                first_head=heads * (form.heads_k // division.heads),
+                heads_here=form.heads_k // division.heads,
+            )
+            for sequences in range(division.sequences)
+            for heads in range(division.heads)
         )
         rounding = RoundingNumbers(
             scalars.scale * scalars.keep_scale,
@@ -287,4 +313,5 @@ class HopperBackward:
             tiles_q,
         )
         grid = tiles_k * form.heads_k * form.grid_batch
-        return Work(grid, numbers, tiles_q * form.heads_q * form.grid_batch, rounding)
+        slots = tiles_q * form.heads_q * form.grid_batch
+        return Work(grid, numbers, parts, slots, rounding)

@@ -12,7 +12,7 @@ from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory
 from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync, coordinates
 from ._linked.softmax import tanh
-from .backward_bias import keep_gradient, less_bias
+from .backward_bias import gradients_of, keep_gradient, less_bias
 from .backward_structures import Carried, Head
 from .dropout import dropout_key, gradient_of_kept, negate_dropped, round_kept
 from .ordered import hand_over, tile_at
@@ -226,7 +226,7 @@ def await_made(turn, W: gl.constexpr):
 
 
 @gluon.jit
-def multiply_dq(pipeline, turn, none, W: gl.constexpr, TILE: gl.constexpr):
+def multiply_dq(program, turn, none, W: gl.constexpr, TILE: gl.constexpr):
     """Begin ``W``'s half of the product of dq of step ``turn``: of its columns, or of its rows.
 
     Of columns it is the half of each panel.
@@ -236,8 +236,8 @@ def multiply_dq(pipeline, turn, none, W: gl.constexpr, TILE: gl.constexpr):
     LESS: gl.constexpr = TILE.NARROW * PARTS // 2
     dq = no_gradient(64, WIDTH, LESS)  # [64, WIDTH], [64, LESS]
     for h in gl.static_range(2):
-        ds_h = pipeline.ds_s.index(turn % 2 * 2 + h)  # [ROWS, BLOCK_M]
-        k_h = tile_of(pipeline.k_s, h + none, ROWS)  # [ROWS, HEAD_DIM]
+        ds_h = gradients_of(turn % 2 * 2 + h, program, TILE)  # [ROWS, BLOCK_M]
+        k_h = tile_of(program.pipeline.k_s, h + none, ROWS)  # [ROWS, HEAD_DIM]
         if PARTS == 2:
             ds_h = ds_h.slice(W * 64, 64, 1)  # [ROWS, 64]
         else:
@@ -308,7 +308,7 @@ def walk_tiles(
     STAGES_O: gl.constexpr = TILE.STAGES_O
     ROWS_DQ: gl.constexpr = BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 32
     S: gl.constexpr = accumulator(BLOCK_M)
-    # of its gradients of scores a step does not wait for the store: that takes as long as a product
+    # a step does not wait for the store of its own gradients of scores
     LEFT: gl.constexpr = 0 if program.maps.ds_desc is None else 1
     pipeline, block = program.pipeline, program.block
     dtype: gl.constexpr = pipeline.ds_s.dtype
@@ -354,11 +354,11 @@ def walk_tiles(
             delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         ds = score_gradient(weight, dp, delta, program).to(dtype)  # [ROWS, BLOCK_M]
         await_made(turn + 1, W)
-        pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
+        gradients_of(turn % 2 * 2 + W, program, TILE).store(ds)
         hopper.fence_async_shared()
         keep_gradient(turn, W, program, OPTIONS, TILE)
         # of the step before; in the first one, of whatever lies there
-        dq = multiply_dq(pipeline, turn + 1, none, W, TILE)
+        dq = multiply_dq(program, turn + 1, none, W, TILE)
         if TILE.MAKES_DV:
             dv = wait_for(dv, 2 * PANELS)
         barrier_arrive(EMPTY + STAGES_Q + stage_o, PARTIES, 4)
@@ -404,7 +404,7 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
     """Add the last tile's part to dq, and write dk and dv."""
     maps, pipeline, block = program.maps, program.pipeline, program.block
     await_made(carried.turn + 1, W)
-    dq = multiply_dq(pipeline, carried.turn + 1, 0, W, TILE)
+    dq = multiply_dq(program, carried.turn + 1, 0, W, TILE)
     dq = wait_for(dq, 0)
     if count_turns(program.walk, OPTIONS) > 0:
         _pass_on(dq, carried.last, carried.turn + 1, W, 0, program, OPTIONS, TILE)

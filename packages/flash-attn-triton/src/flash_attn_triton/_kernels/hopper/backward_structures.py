@@ -81,6 +81,10 @@ class Numbers(NamedTuple):
     keep_scale: Any  # of what dropout keeps; see ``philox.py``
     dropout_threshold: Any  # draws below it are dropped
     stride_alibi_b: Any
+    # where gradients of scores are kept: which sequences and key heads a launch has
+    first_sequence: Any
+    first_head: Any
+    heads_here: Any  # key heads of each sequence
 
 
 class Options(NamedTuple):
@@ -97,6 +101,7 @@ class Options(NamedTuple):
     BIAS_HEADS: Any
     BIAS_ROWS: Any
     ORDERED: Any  # dq repeats bit for bit; see ``ordered``
+    ADDS_DS: Any  # gradients of scores are added to those of the launches before; see ``BiasSum``
 
 
 class Tile(NamedTuple):

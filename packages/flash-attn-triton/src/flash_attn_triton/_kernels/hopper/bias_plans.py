@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
-from attn_common import cdiv
+from attn_common import cdiv, round_up
 from torch import Tensor
 
 from ..._call import Tensors
 from ..._hopper_configs import HopperBackwardTile
+from ..._linked.host.forms import ACCESS_BYTES
 from ..form import Form
 from ..launch.runtime import Launch, has_whole_rows, is_aligned, whole_rows
-from ._linked.compat import gl
 from ._linked.gradients import ROWS
 from ._linked.tma import MapForm
 from .parameters import BiasSumConstants, BiasSumNumbers, BiasSumTensors
@@ -18,8 +21,14 @@ from .sum_bias import sum_bias_kernel
 
 # rows of a map: more than a GPU holds, and no more than int32 counts
 MOST_ROWS = 0x7FFF0000
-# bytes that the gradients of all scores may take, on the way to that of a bias
+# bytes that gradients of scores may take, on the way to that of a bias
 MOST_DS_BYTES = 1 << 32
+# queries, and keys, of a program that sums
+BLOCK = 64
+# launches whose gradients of scores are added up in the dtype of q: each addition rounds
+MOST_PARTS = 4
+# how much longer such launches may keep a GPU than one launch, for all of which it has programs
+MOST_ROUNDS = 1.05
 
 
 class BiasForm(MapForm):
@@ -65,70 +74,81 @@ def _mappable(bias: Tensor) -> Tensor:
     return whole_rows(bias).transpose(1, 2)
 
 
-class ScoresForm(MapForm):
-    """How gradients of scores are mapped: rows of the queries of a step, those of 64 keys a box."""
+class Parts(NamedTuple):
+    """Into how many launches the sequences, or the key heads, of a backward are divided."""
 
-    def __init__(self, x: Tensor, columns: int) -> None:
-        # in place of the base class's, as in ``SumsForm``
-        self._copies = False
-        self.shape = [MOST_ROWS, columns]
-        self.strides = [columns, 1]
-        self.block_shape = [ROWS.value, columns]
-        names = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-        self.layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, names[x.dtype])
-        self.encoded = {}
+    sequences: int = 1
+    heads: int = 1
 
 
 class BiasSum:
-    """The gradient of a bias, summed from the gradients of all scores that a backward keeps."""
+    """The gradient of a bias, from the gradients of scores that a backward keeps.
 
-    def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile) -> None:
+    Where sequences or heads share a bias, the backward is up to ``MOST_PARTS`` launches, each of
+    some of them. The first stores its gradients, the others add theirs by TMA, in the dtype of q
+    and in a fixed order. If nothing is left to be summed, that is the gradient of the bias;
+    otherwise ``sum_bias_kernel`` follows.
+    """
+
+    def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile, processors: int) -> None:
+        """Take a call, its tile, and how many multiprocessors the GPU has."""
         self._form = form
-        self._tile = tile
-        self.map_of = ScoresForm(x.q, tile.block_m)
+        self._tokens = tokens_q, tokens_k = x.q.shape[1], x.k.shape[1]
+        self._has_batch, self._has_heads = (n > 1 for n in x.bias.shape[:2])
+        programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
+        self.parts = self._divide(programs, processors)
+        self._planes = form.batch // self.parts.sequences, form.heads_q // self.parts.heads
+        # whole rows, which TMA writes
+        columns = round_up(tokens_k, ACCESS_BYTES // x.q.element_size())
+        self._shape = *self._planes, tokens_q, columns
+        self._is_direct = self._shape == x.bias.shape and form.options.dropout_p == 0.0
+        self.fits = self._is_direct or math.prod(self._shape) * x.q.element_size() <= MOST_DS_BYTES
+        ds = torch.empty(self._shape, dtype=x.q.dtype, device="meta")
+        # queries first; in boxes of those of a step and 64 keys
+        self.map_of = MapForm(ds.transpose(1, 2), tile.block_m, ROWS.value, ragged=False)
         constants = BiasSumConstants(
             HAS_RIGHT=form.constants.HAS_RIGHT,
-            BIAS_BATCH=x.bias.shape[0] > 1,
-            BIAS_HEADS=x.bias.shape[1] > 1,
-            BLOCK_M=tile.block_m,
-            BLOCK_N=ROWS.value,
+            BIAS_BATCH=self._has_batch,
+            BIAS_HEADS=self._has_heads,
+            ACCESS=ACCESS_BYTES // x.q.element_size(),
+            BLOCK_M=BLOCK,
+            BLOCK_N=BLOCK,
         )
         self._launch = Launch(sum_bias_kernel, {**constants._asdict(), "num_warps": 4})
 
-    def _tiles(self, tokens_q: int, tokens_k: int) -> tuple[int, int]:
-        """Return how many tiles of queries there are, and boxes of 64 keys."""
-        parts = self._tile.block_n // ROWS.value
-        return cdiv(tokens_q, self._tile.block_m), cdiv(tokens_k, self._tile.block_n) * parts
+    def _divide(self, programs: int, processors: int) -> Parts:
+        """Return how the backward is divided: into as many launches as leave the GPU no emptier."""
+        rounds = cdiv(programs, processors)
+        for count in range(MOST_PARTS, 1, -1):
+            if count * cdiv(programs, count * processors) <= MOST_ROUNDS * rounds:
+                if not self._has_batch and self._form.batch % count == 0:
+                    return Parts(sequences=count)
+                if not self._has_heads and self._form.heads_k % count == 0:
+                    return Parts(heads=count)
+        return Parts()
 
-    def _numel(self, tokens_q: int, tokens_k: int) -> int:
-        tiles_q, tiles_k = self._tiles(tokens_q, tokens_k)
-        planes = self._form.batch * self._form.heads_q
-        return planes * tiles_q * tiles_k * self._tile.block_m * ROWS.value
-
-    def is_worth_it(self, q: Tensor, k: Tensor) -> bool:
-        """Say whether the gradients of all scores take no more than ``MOST_DS_BYTES``."""
-        return self._numel(q.shape[1], k.shape[1]) * q.element_size() <= MOST_DS_BYTES
-
-    def new_gradients(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the memory for them."""
-        return q.new_empty(self._numel(q.shape[1], k.shape[1]))
-
-    def __call__(self, ds: Tensor, dbias: Tensor, tokens_q: int, tokens_k: int) -> None:
-        """Fill ``dbias`` with sums of ``ds``."""
-        scalars = self._form.scalars
+    def new_gradients(self, dbias: Tensor) -> Tensor:
+        """Return the memory for gradients of scores, perhaps that of ``dbias``."""
+        if not self._is_direct:
+            return dbias.new_empty(self._shape)
         if self._form.constants.HAS_RIGHT:
-            # queries that see no key, and keys that no query sees
+            # tiles that nobody sees are not written
             dbias.zero_()
-        tiles_q, tiles_k = self._tiles(tokens_q, tokens_k)
+        return dbias
+
+    def __call__(self, ds: Tensor, dbias: Tensor) -> None:
+        """Fill ``dbias`` with sums of ``ds``, if it is not filled."""
+        if self._is_direct:
+            return
+        tiles_q, tiles_k = (cdiv(n, BLOCK) for n in self._tokens)
+        scalars = self._form.scalars
         numbers = BiasSumNumbers(
             scalars.keep_scale,
             scalars.window_right,
-            self._form.batch,
-            self._form.heads_q,
-            tokens_q,
-            tokens_k,
+            *self._planes,
+            *self._tokens,
             tiles_q,
             tiles_k,
         )
-        planes = dbias.shape[0] * dbias.shape[1]
-        self._launch(planes * tiles_q * tiles_k, BiasSumTensors(ds, dbias), numbers)
+        programs = dbias.shape[0] * dbias.shape[1] * tiles_q * tiles_k
+        self._launch(programs, BiasSumTensors(ds, dbias), numbers)

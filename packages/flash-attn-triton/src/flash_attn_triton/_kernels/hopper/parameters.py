@@ -152,5 +152,6 @@ class BiasSumConstants(NamedTuple):
     HAS_RIGHT: bool
     BIAS_BATCH: bool
     BIAS_HEADS: bool
+    ACCESS: int  # numbers of an access
     BLOCK_M: int
     BLOCK_N: int

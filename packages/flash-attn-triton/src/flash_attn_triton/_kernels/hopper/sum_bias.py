@@ -23,29 +23,26 @@ def sum_bias_kernel(
     HAS_RIGHT: tl.constexpr,
     BIAS_BATCH: tl.constexpr,
     BIAS_HEADS: tl.constexpr,
+    ACCESS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """``dbias = keep_scale * sum(ds)`` over the sequences and heads that share a bias.
 
-    A program sums a tile in a fixed order and writes it transposed. ``ds`` has tiles of keys by
-    queries: ``[batch, heads_q, tiles_k, tiles_q, BLOCK_N, BLOCK_M]``. It begins with the first
-    query that sees a key. Tiles without a visible score are unset. No window ends on the left:
+    A program sums a tile in a fixed order. ``ds`` is ``[batch, heads_q, tokens_q, columns]``, whose
+    columns are keys up to whole accesses. What is hidden may be unset. No window ends on the left:
     beside one, other kernels serve a bias.
     """
     pid = tl.program_id(0)
     tile_q = pid % tiles_q
     tile_k = pid // tiles_q % tiles_k
     plane = pid // tiles_q // tiles_k
-    ahead_q = 0
-    if HAS_RIGHT:
-        ahead_q = tl.minimum(tl.maximum(tokens_q - tokens_k - window_right, 0), tokens_q)
-    rows = ahead_q + tile_q * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    rows = tile_q * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     keys = tile_k * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    inside = (keys < tokens_k)[:, None] & (rows < tokens_q)[None, :]  # [BLOCK_N, BLOCK_M]
+    inside = (rows < tokens_q)[:, None] & (keys < tokens_k)[None, :]  # [BLOCK_M, BLOCK_N]
     visible = inside
     if HAS_RIGHT:
-        visible &= keys[:, None] <= (rows + (tokens_k - tokens_q) + window_right)[None, :]
+        visible &= keys[None, :] <= (rows + (tokens_k - tokens_q) + window_right)[:, None]
     first = plane
     count = 1
     step = 1
@@ -58,15 +55,13 @@ def sum_bias_kernel(
     elif not BIAS_BATCH:
         count = batch * heads_q
     # 64 bits: an offset may pass 2**31
-    tile = (first.to(tl.int64) * tiles_k + tile_k) * tiles_q + tile_q
-    place = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    ds_ptr += tile * (BLOCK_N * BLOCK_M)
-    pitch = step * tiles_k.to(tl.int64) * tiles_q * (BLOCK_N * BLOCK_M)
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)  # [BLOCK_N, BLOCK_M]
+    columns = tl.cdiv(tokens_k, ACCESS).to(tl.int64) * ACCESS
+    ds_ptr += first * tokens_q * columns
+    place = rows[:, None] * columns + keys[None, :]  # [BLOCK_M, BLOCK_N]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BLOCK_M, BLOCK_N]
     for _ in range(count):
         total += tl.load(ds_ptr + place, mask=visible, other=0.0).to(tl.float32)
-        ds_ptr += pitch
-    total = tl.trans(total * keep_scale).to(dbias_ptr.dtype.element_ty)  # [BLOCK_M, BLOCK_N]
+        ds_ptr += step * tokens_q * columns
     row_at = plane.to(tl.int64) * tokens_q + rows
     pointers = dbias_ptr + (row_at * tokens_k)[:, None] + keys[None, :]
-    tl.store(pointers, total, mask=tl.trans(inside))
+    tl.store(pointers, (total * keep_scale).to(dbias_ptr.dtype.element_ty), mask=inside)

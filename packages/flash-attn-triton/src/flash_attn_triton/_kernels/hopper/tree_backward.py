@@ -26,7 +26,9 @@ POINTERS = ("cu_seqlens_ptr", "parents_ptr")
 @gluon.constexpr_function
 def _options(group, has_softcap):
     """Return the options of the dense consumers: causal, ragged, and nothing else."""
-    return Options(group, False, True, has_softcap, True, False, False, False, False, False, False)
+    return Options(
+        group, False, True, has_softcap, True, False, False, False, False, False, False, False
+    )
 
 
 @gluon.jit
@@ -38,7 +40,7 @@ def _find_block(tensors, numbers, below_ptr, GROUP: gl.constexpr, TILE: gl.const
     """
     # causal within the own segment
     OPTIONS: gl.constexpr = _options(GROUP, False)
-    found = locate_keys(gl.program_id(0), tensors, numbers, True, TILE.BLOCK_N)
+    found = locate_keys(gl.program_id(0), tensors, numbers, True, False, TILE.BLOCK_N)
     len_k = found.len_k
     # a slot without a block: beyond the end, where nothing is read or written
     first_key = gl.where(found.block < 0, gl.cdiv(len_k, TILE.BLOCK_N), found.block) * TILE.BLOCK_N
@@ -242,6 +244,9 @@ def tree_backward_kernel(
         1.0,
         0,
         0,
+        0,
+        0,
+        heads_k,
     )
     block, own, walk = _find_block(tensors, numbers, below_ptr, GROUP, TILE)
     descent = Descent(cu_seqlens_ptr, parents_ptr, links_ptr, segments, tiles_q, own)
