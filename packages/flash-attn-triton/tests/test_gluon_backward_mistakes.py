@@ -15,7 +15,7 @@ __all__ = ["backward", "forward", "reverse"]  # fixtures
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
 
 
-SYNC_O = "barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)"
+SYNC_O = "barrier_sync(EMPTY + STAGES_Q + stage_o, PARTIES, 1)"
 ARRIVE_Q_FULL = "mbarrier.arrive(pipeline.q_full.index(stage), count=1)"
 ARRIVE_Q = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 WAIT_DK = "dk, s = wait_for_all(dk, s)"
