@@ -309,7 +309,7 @@ def consume(
             scale = scores.scale * gl.where(flips, -descale, descale)
             # positive: -inf times it is to stay that
             scale = gl.where(scale < TINY, TINY, scale)
-        if results.v_descale_ptr is not None:
+        if results.v_descale_ptr is not None and OPTIONS.HAS_NEW:
             v_descale = _descale_of(results.v_descale_ptr, work, results.heads_k, OPTIONS, TILE)
         factors = Factors(scale, flips, v_descale if OPTIONS.HAS_NEW else None, results.scales_s)
         tiles = tiles_of(work.first_row, work.len_q, work.len_k, scores, OPTIONS, TILE)
@@ -328,8 +328,8 @@ def consume(
         if not TILE.SHARE:
             mbarrier.arrive(pipeline.q_empty.index(W), count=1)
         o = _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE)
-        if v_descale is not None and not OPTIONS.HAS_NEW:
-            o = o * v_descale
+        if results.v_descale_ptr is not None and not OPTIONS.HAS_NEW:
+            o = o * _descale_of(results.v_descale_ptr, work, results.heads_k, OPTIONS, TILE)
         if out_desc is None:
             _store_rows(o, work, row, results.out, TILE)
         else:

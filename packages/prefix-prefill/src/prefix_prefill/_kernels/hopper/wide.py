@@ -187,11 +187,11 @@ def _bring(work, turn, inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constex
     steps = tiles.high - tiles.low
     if OPTIONS.HAS_NEW:
         steps = tiles.cached
-    begin = (tiles.new - 1) * TILE.BLOCK_N
-    low = _read(begin, keys, seen, entries, stride_page, NUMBERS, TILE)
-    high = _read(begin + HALF, keys, seen, entries, stride_page, NUMBERS, TILE)
+    last = (tiles.new - 1) * TILE.BLOCK_N
+    low = _read(last, keys, seen, entries, stride_page, NUMBERS, TILE)
+    high = _read(last + HALF, keys, seen, entries, stride_page, NUMBERS, TILE)
     if inputs.scales_s is not None:
-        k_scale, v_scale = _read_scales(begin, inputs, seen, entries, TILE)
+        k_scale, v_scale = _read_scales(last, inputs, seen, entries, TILE)
     for step in range(steps):
         # while one half is stored, the two behind it are read
         begin = (tiles.new - 1 - step) * TILE.BLOCK_N
