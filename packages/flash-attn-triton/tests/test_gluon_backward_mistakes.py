@@ -15,7 +15,7 @@ __all__ = ["backward", "forward", "reverse"]  # fixtures
 pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
 
 
-SYNC_O = "barrier_sync(EMPTY + STAGES_Q + stage_o, PARTIES, 1)"
+SYNC_O = "barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)"
 ARRIVE_Q_FULL = "mbarrier.arrive(pipeline.q_full.index(stage), count=1)"
 ARRIVE_Q = "barrier_arrive(EMPTY + stage, PARTIES, 4)"
 WAIT_DK = "dk, s = wait_for_all(dk, s)"
@@ -26,6 +26,7 @@ MISTAKES = [
     ("columns", "produce", "barrier_sync(EMPTY + stage, PARTIES, 1)", "pass"),
     ("columns", "produce", SYNC_O, "pass"),
     ("columns", "produce", ARRIVE_Q_FULL, "pass"),
+    ("rows", "produce", "EARLY and turn < STAGES_O", "EARLY and turn < 1"),
     ("columns", "produce", "other=0.0", "other=INF"),
     ("columns", "_first_scores", "mbarrier.wait(pipeline.k_full, 0)", "pass"),
     ("columns", "_first_scores", "mbarrier.wait(pipeline.v_full, 0, pred=total > 0)", "pass"),

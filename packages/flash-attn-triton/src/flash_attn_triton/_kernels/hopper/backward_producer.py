@@ -41,6 +41,8 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     STAGES_O: gl.constexpr = TILE.STAGES_O
     GROUP: gl.constexpr = OPTIONS.GROUP
     PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
+    # elsewhere this warp has no registers for it
+    EARLY: gl.constexpr = TILE.MAKES_DK and BLOCK_M == 128
     maps, pipeline = program.maps, program.pipeline
     tensors, block, walk = program.tensors, program.block, program.walk
     index = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))  # [BLOCK_M]
@@ -73,23 +75,27 @@ def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
         if turn >= STAGES_Q:
             barrier_sync(EMPTY + stage, PARTIES, 1)
         copy_tile(maps.q_descs, where, pipeline.q_full.index(stage), pipeline.q_s, stage)
-        stage_o = turn % STAGES_O
-        dout_full = pipeline.dout_full.index(stage_o)
-        if turn < STAGES_O:
-            # nothing to wait for: begin to copy before the row numbers are there
-            if TILE.MAKES_DK and turn == 0:
+        if EARLY and turn < STAGES_O:
+            # stages are empty: begin to copy before the row numbers are there
+            if turn == 0:
                 copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
-            copy_tile(maps.dout_descs, where, dout_full, pipeline.dout_s, stage_o)
+            full = pipeline.dout_full.index(turn)
+            copy_tile(maps.dout_descs, where, full, pipeline.dout_s, turn)
         pipeline.lse2_s.index(stage).store(lse2)
         mbarrier.arrive(pipeline.q_full.index(stage), count=1)
         if program.bias is not None:
             copy_bias(head, row, turn, program, OPTIONS, TILE)
+        if TILE.MAKES_DK and not EARLY and turn == 0:
+            copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
+        stage = turn % STAGES_O
         if turn >= STAGES_O:
-            barrier_sync(EMPTY + STAGES_Q + stage_o, PARTIES, 1)
-            copy_tile(maps.dout_descs, where, dout_full, pipeline.dout_s, stage_o)
+            barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)
+        if not EARLY or turn >= STAGES_O:
+            full = pipeline.dout_full.index(stage)
+            copy_tile(maps.dout_descs, where, full, pipeline.dout_s, stage)
         if TILE.MAKES_DK:
-            pipeline.delta_s.index(stage_o).store(-delta)
-            mbarrier.arrive(dout_full, count=1)
+            pipeline.delta_s.index(stage).store(-delta)
+            mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
     turns = count_turns(walk, OPTIONS)
     await_consumers(turns, EMPTY, STAGES_Q)
     await_consumers(turns, EMPTY + STAGES_Q, STAGES_O)
