@@ -379,4 +379,5 @@ def has_halves(shape: Shape, block_q: int, block_k: int, causal: bool) -> bool:
     Only under a causal mask: without one lists are searched, and have to be sorted. Of smaller
     blocks the copying warp would have to know more numbers than it has registers.
     """
-    return HALVES and causal and shape.heads == 1 and block_q == block_k == shape.tile.rows
+    is_half = 2 * block_q == 2 * block_k == shape.tile.block_m
+    return HALVES and causal and shape.heads == 1 and is_half
