@@ -335,9 +335,8 @@ def key_pairs(
     bits = (first | second << 16)[place]
     items, bits = (filled(x, entries + 1).int() for x in (key % (HEAD * group), bits))
     count = ends[-1:]
-    starts = torch.searchsorted(
-        owners[: int(count), 0], torch.arange(cdiv(heads, group), device=device)
-    )
+    of_lists = owners[: int(count), 0].contiguous()
+    starts = torch.searchsorted(of_lists, torch.arange(cdiv(heads, group), device=device))
     real = torch.cat([count, starts, count])
     return Pairs(begin, parts, items, owners.int(), real.int(), bits)
 
