@@ -138,6 +138,9 @@ def _walk(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
     dq, lse2, delta, turn = gradients
+    # half steps have another layout of rows, which lie in the same threads
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    lse2, delta = gl.convert_layout(lse2, R), gl.convert_layout(delta, R)  # [ROWS]
     q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
     dout = pipeline.dout_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM_V])
     zeros = gl.zeros([TILE.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
