@@ -1,9 +1,4 @@
-"""A-priori bounds of the error of softmax attention; docs/numerics.md derives them.
-
-``attention_bounds`` computes, in float64, what a call has to give, and for every element how far a
-kernel may be off that rounds as the document says. The bound is made of the data and of the
-precision of each step; nothing in it is measured.
-"""
+"""A-priori bounds of the error of softmax attention; docs/numerics.md derives them."""
 
 from __future__ import annotations
 
@@ -12,55 +7,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-FP32 = 2.0**-24  # one rounding to nearest
-SUM = 2.0**-23  # one addition of a tensor core, which may cut off
-EXP2 = 2.0**-22  # relative, of the hardware's exponential; absolute, of its logarithm
-TINY = 2.0**-126
-# the smallest distance of numbers, halved, and one rounding to nearest
-ROUNDING = {
-    torch.bfloat16: (2.0**-8, 2.0**-134),
-    torch.float16: (2.0**-11, 2.0**-25),
-    torch.float32: (2.0**-24, 2.0**-150),
+from .rounding import (
+    EXP2,
+    FP32,
+    ROUNDING,
+    TINY,
+    Bounded,
+    gamma,
+    product_error,
+    stored_unit,
+)
+
+# a product with weights of FP8, and of them what sums may lose: an instruction of Hopper adds 32
+# products and what was there before, cuts off each at 13 fraction bits of the largest, and then
+# their sum
+FP8_DEPTH, FP8_CUT = 32, 2.0**-13
+# of a tile of 128 keys, which is four instructions
+FP8_SUM = 4 * (FP8_DEPTH + 2) * FP8_CUT
+OPTIONS = {
+    *("softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "bias", "sinks"),
+    *("visible", "tiles", "kept", "keep_scale", "q_descale", "k_descale", "v_descale"),
+    *("cache", "out_dtype"),
 }
-# a product of fp32 is three of TF32; else it is exact
-PRODUCT = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float32: 2.0**-21}
-# weights lie within 2**8 of the largest that a row's pivot allows
-PIVOT = 2.0**8
-
-
-class Bounded(NamedTuple):
-    """What is exact, and how far from it a kernel may be, element by element."""
-
-    exact: Tensor
-    bound: Tensor
-
-    def ratio(self, got: Tensor) -> Tensor:
-        """Return measured error over bound where both are finite; NaN where ``got`` is."""
-        wide = got.double()
-        finite = torch.isfinite(self.exact)
-        error = torch.where(finite, (wide - self.exact).abs(), 0.0)
-        wrong = torch.where(finite, ~torch.isfinite(wide), wide != self.exact)
-        ratio = torch.where(error > 0, error / self.bound.clamp_min(1e-300), 0.0)
-        return torch.where(wrong, torch.inf, ratio)
-
-
-def assert_within(got: dict[str, Tensor], bounds: dict[str, Bounded]) -> None:
-    """Require that no element is further from the exact one than its bound; NaN fails."""
-    for name, bounded in bounds.items():
-        ratio = bounded.ratio(got[name])
-        assert ratio.numel() == 0 or bool(ratio.max() <= 1), (
-            f"{name}: {float(ratio.max()):.3g} times its bound"
-        )
-
-
-def _gamma(terms: int) -> float:
-    """Return the relative error of a sum of so many terms, in any order."""
-    return terms * SUM / (1 - terms * SUM)
-
-
-def _per_query_head(x: Tensor, group: int) -> Tensor:
-    """``[batch, keys, heads_k, d] -> [batch, heads_q, keys, d]``."""
-    return x.double().repeat_interleave(group, 2).transpose(1, 2)
 
 
 class _Scores(NamedTuple):
@@ -72,14 +40,91 @@ class _Scores(NamedTuple):
     slope_error: Tensor
 
 
-def _scores(q: Tensor, k: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> _Scores:
-    """Compute scores, ``-inf`` where a key is hidden."""
-    d = q.shape[-1]
+class _Forward(NamedTuple):
+    """What the backward has of the forward: weights, errors of exponents, LSE; ``[b, h, i, ..]``.
+
+    ``passed`` is what dropout multiplies weights with; ``at`` is the LSE, 0 for a row without keys.
+    """
+
+    p: Tensor
+    passed: Tensor | float
+    exponent: Tensor
+    seen: Tensor
+    at: Tensor
+    out: Bounded
+    lse: Bounded
+
+
+def _is_fp8(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == 1
+
+
+def _per_query_head(x: Tensor, group: int) -> Tensor:
+    """``[batch, keys, heads_k, d] -> [batch, heads_q, keys, d]``."""
+    return x.double().repeat_interleave(group, 2).transpose(1, 2)
+
+
+def _descale(options: dict[str, Any], name: str, group: int) -> Tensor | float:
+    """Return a descale as it multiplies ``[b, h, .., ..]``: of one element or ``[b, heads_k]``."""
+    descale = options.get(f"{name}_descale")
+    if descale is None:
+        return 1.0
+    wide: Tensor = descale.double()
+    if wide.numel() == 1:
+        return wide.view(1, 1, 1, 1)
+    wide = wide.view(-1, wide.shape[-1]).repeat_interleave(group, 1)
+    return wide[:, :, None, None]
+
+
+def _fp8_products_error(q: Tensor, k: Tensor) -> Tensor:
+    """Return by how much Hopper's sums of products of FP8 numbers are off, ``[b, h, i, j]``."""
+    total = q.new_zeros((*q.shape[:-1], k.shape[-2]))
+    error = torch.zeros_like(total)
+    for some, others in zip(q.split(FP8_DEPTH, -1), k.split(FP8_DEPTH, -1), strict=True):
+        largest = total.abs() + error
+        for column in range(some.shape[-1]):
+            one, other = some[..., column], others[..., column]
+            largest = torch.maximum(largest, (one[..., :, None] * other[..., None, :]).abs())
+        total = total + some @ others.mT
+        error = error + FP8_CUT * ((FP8_DEPTH + 1) * largest + total.abs())
+    return error
+
+
+def _scale_of(q: Tensor, options: dict[str, Any]) -> float:
     scale = options.get("softmax_scale")
-    scale = d**-0.5 if scale is None else scale
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _hidden(s: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return which scores are hidden; it broadcasts against ``[b, h, i, j]``."""
+    queries, keys = s.shape[-2:]
+    # counted as keys are
+    i = torch.arange(queries, device=s.device)[:, None] + keys - queries
+    j = torch.arange(keys, device=s.device)
+    left, right = options.get("window_size", (-1, -1))
+    right = 0 if options.get("causal") else right
+    hidden = torch.zeros(queries, keys, dtype=torch.bool, device=s.device)
+    if right >= 0:
+        hidden = hidden | (j > i + right)
+    if left >= 0:
+        hidden = hidden | (j < i - left)
+    visible = options.get("visible")
+    return hidden if visible is None else hidden | ~visible
+
+
+def _scores(q: Tensor, k: Tensor, dtype: torch.dtype, options: dict[str, Any]) -> _Scores:
+    """Compute scores, ``-inf`` where a key is hidden; ``q`` and ``k`` without their descales."""
+    group = options["group"]
+    descales = _descale(options, "q", group) * _descale(options, "k", group)
+    scale = _scale_of(q, options) * descales
     s = scale * (q @ k.mT)
-    magnitude = abs(scale) * (q.abs() @ k.mT.abs())
-    error = (_gamma(d) + PRODUCT[dtype]) * magnitude + 4 * FP32 * s.abs()
+    if _is_fp8(dtype):
+        error = abs(scale) * _fp8_products_error(q, k)
+    else:
+        magnitude = abs(scale) * (q.abs() @ k.mT.abs())
+        error = (gamma(q.shape[-1]) + product_error(dtype)) * magnitude
+    factors = 4 if isinstance(descales, float) else 6
+    error = error + factors * FP32 * s.abs()
     slope, slope_error = torch.ones_like(s), torch.zeros_like(s)
     if cap := options.get("softcap", 0.0):
         t = torch.tanh(s / cap)
@@ -87,7 +132,6 @@ def _scores(q: Tensor, k: Tensor, dtype: torch.dtype, options: dict[str, Any]) -
         slope_error = 2 * t.abs() * error / cap + 16 * EXP2
         s, error = cap * t, error + 4 * EXP2 * cap * t.abs()
     queries, keys = s.shape[-2:]
-    # counted as keys are
     i = torch.arange(queries, device=s.device)[:, None] + keys - queries
     j = torch.arange(keys, device=s.device)
     for added in (options.get("alibi_slopes"), options.get("bias")):
@@ -98,14 +142,73 @@ def _scores(q: Tensor, k: Tensor, dtype: torch.dtype, options: dict[str, Any]) -
         added = added.double()
         s = s + added
         error = error + 3 * FP32 * (s.abs() + added.abs())
-    left, right = options.get("window_size", (-1, -1))
-    right = 0 if options.get("causal") else right
-    hidden = torch.zeros(queries, keys, dtype=torch.bool, device=s.device)
-    if right >= 0:
-        hidden |= j > i + right
-    if left >= 0:
-        hidden |= j < i - left
-    return _Scores(s.masked_fill(hidden, -torch.inf), error, slope, slope_error)
+    return _Scores(s.masked_fill(_hidden(s, options), -torch.inf), error, slope, slope_error)
+
+
+def _weight_rounding(dtype: torch.dtype, options: dict[str, Any]) -> tuple[float, float]:
+    """Return how weights are rounded: relative, and relative to the largest weight of a row.
+
+    A pivot is no larger than the largest score, so the largest weight is 1 or more as it is
+    rounded, and what a smaller one loses at the end of the format is relative to it.
+    """
+    unit, least = ROUNDING[dtype]
+    if _is_fp8(dtype):
+        # the largest weight is the largest power of two of the format
+        return unit, 2.0**-18
+    # of keys of 8 bits fp16 holds all, and may hold the weights
+    is_narrow = options.get("cache") is not None and dtype == torch.bfloat16
+    lost = ROUNDING[torch.float16][1] if is_narrow else least
+    # fp32 weights are split for their product like any operand
+    return max(unit, product_error(dtype)), max(least, lost)
+
+
+def _forward(
+    scores: _Scores, v: Tensor, dtype: torch.dtype, truncates: bool, options: dict[str, Any]
+) -> _Forward:
+    s, keys = scores.s, v.shape[-2]
+    sinks = options.get("sinks")
+    all_s = s
+    if sinks is not None:
+        column = sinks.double().view(1, -1, 1, 1).expand(*s.shape[:3], 1)
+        all_s = torch.cat((s, column), -1)
+    lse = torch.logsumexp(all_s, -1) if all_s.shape[-1] else s.sum(-1) - torch.inf
+    seen = torch.isfinite(lse)[..., None]
+    at = torch.where(seen, lse[..., None], 0.0)
+    p = torch.exp(s - at)
+    finite = torch.where(torch.isfinite(s), s, 0.0)
+    top = finite.abs().amax(-1, keepdim=True) if keys else torch.zeros_like(at)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.double().abs().view(1, -1, 1, 1))
+    # of the exponent, and of corrections at each of so many new maxima at most
+    exponent = scores.error + 4 * FP32 * (finite.abs() + 2 * top)
+    tiles = options.get("tiles", keys / 16)
+    e = torch.expm1(exponent) + (2 + 2 * tiles) * (EXP2 + FP32)
+    sum_error = (p * e).sum(-1, keepdim=True) + gamma(keys + 1)
+
+    passed: Tensor | float = 1.0
+    if options.get("kept") is not None:
+        passed = options["kept"].double() * options["keep_scale"]
+    relative, of_largest = _weight_rounding(dtype, options)
+    floor = torch.zeros_like(p)
+    if keys:
+        largest = torch.exp(all_s.amax(-1, keepdim=True) - at)
+        floor = torch.where(p > 0, of_largest * largest, TINY) * passed
+    through = p * passed
+    out, size = through @ v, through @ v.abs()
+    # the factor of dropout, or of values, is one more rounding
+    more = FP32 * sum(options.get(name) is not None for name in ("kept", "v_descale"))
+    lost = gamma(keys) + 2 * FP32 + (FP8_SUM if _is_fp8(dtype) else 0.0)
+    error = (through * (e + relative + e * relative) + floor) @ v.abs()
+    error = error + lost * (1 + relative) * size + (sum_error + 2 * FP32 + more) * out.abs()
+    # of a division by a sum that is off
+    second = 1 + 2 * (e.amax() if e.numel() else 0.0) + 4 * gamma(keys + 1)
+    to = options.get("out_dtype") or (torch.bfloat16 if _is_fp8(dtype) else dtype)
+    least = ROUNDING[to][1]
+    out_bound = error * second + stored_unit(to, truncates) * out.abs() + least + TINY
+    lse_bound = sum_error.squeeze(-1) * second + 8 * FP32 * (at.abs() + top).squeeze(-1)
+    lse_bound = lse_bound + 4 * EXP2 + 4 * FP32 * at.abs().squeeze(-1)
+    lse_bound = torch.where(seen.squeeze(-1), lse_bound, TINY)
+    return _Forward(p, passed, exponent, seen, at, Bounded(out, out_bound), Bounded(lse, lse_bound))
 
 
 def attention_bounds(
@@ -122,90 +225,109 @@ def attention_bounds(
 
     ``q`` is ``[batch, queries, heads_q, d]``, ``k`` and ``v`` are ``[batch, keys, heads_k, d]``, in
     the dtype of the call; ``dout`` is like the output, ``dlse`` ``[batch, heads_q, queries]``.
-    Options are ``softmax_scale``, ``causal``, ``window_size``, ``softcap``, ``alibi_slopes``,
-    ``bias`` and ``sinks``, as in flash-attn-triton; another one is a ``TypeError``. ``truncates``
-    says that results are cut off rather than rounded, as Triton's interpreter does.
+    ``truncates`` says that results are cut off rather than rounded, as Triton's interpreter does.
+    Options, of which another one is a ``TypeError``:
+
+    - ``softmax_scale``, ``causal``, ``window_size``, ``softcap``, ``alibi_slopes``, ``bias`` and
+      ``sinks``, as in flash-attn-triton;
+    - ``visible``: which keys a query sees besides, bool, broadcasts to ``[b, h, i, j]``;
+    - ``tiles``: in how many tiles of keys a row meets a visible one at most. Default: keys / 16;
+    - ``kept``, ``keep_scale``: which weights dropout keeps, and the factor of those;
+    - ``q_descale``, ``k_descale``, ``v_descale``: factors, of one element or ``[b, heads_k]``;
+    - ``cache``: dtype of keys and values in 8 bits, if ``q`` has more;
+    - ``out_dtype``: of the output. Default: that of ``q``, bf16 for FP8.
     """
-    known = "softmax_scale causal window_size softcap alibi_slopes bias sinks"
-    if unknown := set(options) - set(known.split()):
+    if unknown := set(options) - OPTIONS:
         raise TypeError(f"no bound is known with {', '.join(sorted(unknown))}")
     dtype = q.dtype
-    unit, least = ROUNDING[dtype]
-    stored = 2 * unit if truncates and dtype != torch.float32 else unit
-    # fp32 weights are split for their product like any operand
-    weight_unit = max(unit, PRODUCT[dtype])
+    if _is_fp8(dtype) and dout is not None:
+        raise TypeError("FP8 has no backward")
     group = q.shape[2] // max(1, k.shape[2])
+    options["group"] = group
     qh = q.double().transpose(1, 2)
     kh, vh = _per_query_head(k, group), _per_query_head(v, group)
-    keys, dv = kh.shape[-2], vh.shape[-1]
-    s, s_error, slope, slope_error = _scores(qh, kh, dtype, options)
-
-    # ---- forward
-    sinks = options.get("sinks")
-    all_s = s
-    if sinks is not None:
-        column = sinks.double().view(1, -1, 1, 1).expand(*s.shape[:3], 1)
-        all_s = torch.cat((s, column), -1)
-    lse = torch.logsumexp(all_s, -1) if all_s.shape[-1] else s.sum(-1) - torch.inf
-    seen = torch.isfinite(lse)[..., None]
-    at = torch.where(seen, lse[..., None], 0.0)
-    p = torch.exp(s - at)
-    finite = torch.where(torch.isfinite(s), s, 0.0)
-    top = finite.abs().amax(-1, keepdim=True) if keys else torch.zeros_like(at)
-    if sinks is not None:
-        top = torch.maximum(top, sinks.double().abs().view(1, -1, 1, 1))
-    # of the exponent, and of corrections at each of at most `keys` new maxima
-    exponent = s_error + 4 * FP32 * (finite.abs() + 2 * top)
-    e = torch.expm1(exponent) + (2 + 2 * keys / 16) * (EXP2 + FP32)
-    sum_error = (p * e).sum(-1, keepdim=True) + _gamma(keys + 1)
-    floor = PIVOT * least
-    out = p @ vh
-    size = p @ vh.abs()
-    out_error = (p * (e + weight_unit)) @ vh.abs() + floor * vh.abs().sum(-2, keepdim=True)
-    out_error = out_error + (_gamma(keys) + 2 * FP32) * size + (sum_error + 2 * FP32) * out.abs()
-    second = 1 + 2 * (e.amax() if e.numel() else 0.0) + 4 * weight_unit
-    out_bound = out_error * second + stored * out.abs() + least + TINY
-    lse_error = sum_error.squeeze(-1) * second + 8 * FP32 * (at + top).abs().squeeze(-1)
-    lse_bound = lse_error + 4 * EXP2 + 4 * FP32 * at.abs().squeeze(-1)
-    found = {
-        "out": Bounded(out.transpose(1, 2), out_bound.transpose(1, 2)),
-        "lse": Bounded(lse, torch.where(seen.squeeze(-1), lse_bound, TINY)),
-    }
+    scores = _scores(qh, kh, dtype, options)
+    vh = vh * _descale(options, "v", group)
+    kh, qh = kh * _descale(options, "k", group), qh * _descale(options, "q", group)
+    forward = _forward(scores, vh, dtype, truncates, options)
+    out, lse = forward.out, forward.lse
+    found = {"out": Bounded(*(x.transpose(1, 2) for x in out)), "lse": lse}
     if dout is None:
         return found
-
-    # ---- backward
     do = dout.double().transpose(1, 2)
-    dl = torch.zeros_like(lse) if dlse is None else torch.where(seen.squeeze(-1), dlse.double(), 0)
-    dp = do @ vh.mT
-    dp_error = (_gamma(dv) + PRODUCT[dtype]) * (do.abs() @ vh.abs().mT)
-    delta = ((do * out).sum(-1) - dl)[..., None]
-    delta_error = (do.abs() * out_bound).sum(-1) + _gamma(dv + 1) * (do * out).abs().sum(-1)
-    delta_error = (delta_error + 2 * FP32 * dl.abs())[..., None]
-    f = torch.expm1(exponent + lse_bound[..., None] + 4 * FP32 * at.abs()) + EXP2
-    ds = p * (dp - delta) * slope
-    ds_error = p * slope.abs() * (dp_error + delta_error + 2 * FP32 * (dp.abs() + delta.abs()))
-    ds_error = ds_error + p * (dp - delta).abs() * (slope * (f + 4 * FP32) + slope_error)
-    ds_error = (
-        ds_error * (1 + 2 * (f.amax() if f.numel() else 0.0)) + weight_unit * ds.abs() + least
-    )
-    scale = options.get("softmax_scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-
-    def product(a: Tensor, error: Tensor, b: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        """``factor * a @ b``, and its error where ``a`` has one and ``b`` none."""
-        terms = a.shape[-1] * (group if a is not ds else 1)
-        rest = (_gamma(terms) + PRODUCT[dtype] + 4 * FP32) * (a.abs() @ b.abs())
-        return factor * (a @ b), abs(factor) * (error @ b.abs() * (1 + weight_unit) + rest)
-
-    def finished(value: Tensor, error: Tensor, groups: int) -> Bounded:
-        b, h, n, width = value.shape
-        value, error = (x.view(b, h // groups, groups, n, width).sum(2) for x in (value, error))
-        bound = error + stored * value.abs() + least + TINY
-        return Bounded(value.transpose(1, 2), bound.transpose(1, 2))
-
-    p_error = p * (f + weight_unit) + least
-    found["dq"] = finished(*product(ds, ds_error, kh, scale), 1)
-    found["dk"] = finished(*product(ds.mT, ds_error.mT, qh, scale), group)
-    found["dv"] = finished(*product(p.mT, p_error.mT, do, 1.0), group)
+    dl = torch.zeros_like(lse.exact)
+    if dlse is not None:
+        dl = torch.where(forward.seen.squeeze(-1), dlse.double(), 0.0)
+    gradient = _Gradient(dtype, truncates, group, abs(_scale_of(q, options)))
+    sign = -1.0 if _scale_of(q, options) < 0 else 1.0
+    ds, ds_error = gradient.of_scores(scores, forward, vh, do, dl)
+    found["dq"] = gradient.finished(sign * ds, ds_error, kh, 1, is_scaled=True)
+    found["dk"] = gradient.finished(sign * ds.mT, ds_error.mT, qh, group, is_scaled=True)
+    weights = forward.p * forward.passed
+    f = gradient.of_weights(forward)
+    p_error = weights * (f + gradient.rounded) + gradient.least * forward.passed
+    if options.get("kept") is not None:  # and multiplied with its factor
+        p_error = p_error + FP32 * weights
+    found["dv"] = gradient.finished(weights.mT, p_error.mT, do, group)
     return found
+
+
+class _Gradient(NamedTuple):
+    """How gradients are computed."""
+
+    dtype: torch.dtype
+    truncates: bool
+    group: int
+    scale: float
+
+    @property
+    def rounded(self) -> float:
+        """What weights and gradients of scores lose as they are rounded for a product."""
+        return max(ROUNDING[self.dtype][0], product_error(self.dtype))
+
+    @property
+    def least(self) -> float:
+        return ROUNDING[self.dtype][1]
+
+    def of_weights(self, forward: _Forward) -> Tensor:
+        """Return the relative error of weights that are computed from the LSE once more."""
+        lse_bound, at = forward.lse.bound[..., None], forward.at
+        return torch.expm1(forward.exponent + lse_bound + 4 * FP32 * at.abs()) + EXP2
+
+    def of_scores(
+        self, scores: _Scores, forward: _Forward, v: Tensor, do: Tensor, dl: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the scores, as it is multiplied, and its error."""
+        p, passed, width = forward.p, forward.passed, v.shape[-1]
+        dp = do @ v.mT * passed
+        dp_error = (gamma(width) + product_error(self.dtype)) * (do.abs() @ v.abs().mT) * passed
+        out, out_bound = forward.out
+        delta = ((do * out).sum(-1) - dl)[..., None]
+        delta_error = (do.abs() * out_bound).sum(-1) + gamma(width + 1) * (do * out).abs().sum(-1)
+        delta_error = (delta_error + 2 * FP32 * dl.abs())[..., None]
+        f = self.of_weights(forward)
+        slope = scores.slope
+        ds = p * (dp - delta) * slope
+        error = dp_error + delta_error + 2 * FP32 * (dp.abs() + delta.abs())
+        if isinstance(passed, Tensor):  # the factor of dropout
+            error = error + FP32 * dp.abs()
+        error = p * slope.abs() * error
+        error = error + p * (dp - delta).abs() * (slope * (f + 4 * FP32) + scores.slope_error)
+        second = 1 + 2 * (f.amax() if f.numel() else 0.0)
+        return ds, error * second + self.rounded * ds.abs() + self.least
+
+    def finished(
+        self, a: Tensor, error: Tensor, b: Tensor, groups: int, *, is_scaled: bool = False
+    ) -> Bounded:
+        """Return ``a @ b``, summed over ``groups`` heads; ``a`` has an error and ``b`` none."""
+        factor = self.scale if is_scaled else 1.0
+        terms = a.shape[-1] * groups
+        rest = (gamma(terms) + product_error(self.dtype) + 4 * FP32) * (a.abs() @ b.abs())
+        value = factor * (a @ b)
+        error = factor * (error @ b.abs() * (1 + self.rounded) + rest)
+        batch, h, n, width = value.shape
+        shape = batch, h // groups, groups, n, width
+        value, error = (x.view(shape).sum(2) for x in (value, error))
+        unit = stored_unit(self.dtype, self.truncates)
+        bound = error + unit * value.abs() + self.least + TINY
+        return Bounded(value.transpose(1, 2), bound.transpose(1, 2))

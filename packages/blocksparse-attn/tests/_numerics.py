@@ -21,12 +21,16 @@ from blocksparse_attn import (
     blocksparse_varlen_attention_reference,
 )
 from blocksparse_attn._call import Options, Tensors
+from blocksparse_attn._linked.host.forms import interpreted
+from blocksparse_attn.reference import visible_keys
 from torch import Tensor
 
 from ._linked import numerics
+from ._linked.bounds import attention_bounds
 from ._linked.budget import Maker, offsets
 from ._linked.numerics import Packed, Shape, compare, run, run_eager, run_oracle
 from ._linked.numerics import incoming as incoming  # for tests
+from ._linked.rounding import Bounded, assert_within
 
 Block = tuple[int, int]
 BLOCKS: list[Block] = list(itertools.product((16, 32, 64, 128), repeat=2))
@@ -256,6 +260,33 @@ def check(case: Case, *, grad: bool = True) -> dict[str, Tensor]:
             afresh = case.with_options(layout=copy.copy(case.options["layout"]))
             compare(case, run(afresh, grad=grad), oracle, eager)
     return compare(case, got, oracle, eager)
+
+
+def bounds_of(case: Case, got: dict[str, Tensor]) -> dict[str, Bounded]:
+    """Return the a-priori bounds of a fixed-length case whose results are given; {} if packed.
+
+    Its layout is one for all sequences.
+    """
+    if case.packed:
+        return {}
+    (queries, heads), keys = case.inputs["q"].shape[1:3], case.inputs["k"].shape[1]
+    layout, options = case.options["layout"], case.options
+    top_left = options.get("align") == "top-left"
+    dense, block = layout._for_heads(heads).to_dense(), layout.block_size
+    rule = None if layout._rule is None else layout._rule[0]
+    causal = options.get("causal", True)
+    visible = visible_keys(dense, block, queries, keys, causal, top_left, rule)
+    given: dict[str, Any] = {"visible": visible.expand(heads, -1, -1)}
+    given["softmax_scale"] = options.get("softmax_scale")
+    given["truncates"] = interpreted() and got["out"].device.type == "cpu"
+    if "dq" in got:
+        given["dout"], given["dlse"] = incoming(got["out"], got["lse"])
+    return attention_bounds(**case.inputs, **given)
+
+
+def check_bounds(case: Case, got: dict[str, Tensor]) -> None:
+    """Hold results to their a-priori bounds, element by element."""
+    assert_within(got, bounds_of(case, got))
 
 
 def assert_same_sums(got: Iterable[Tensor], want: Iterable[Tensor]) -> None:

@@ -29,6 +29,7 @@ from ._numerics import (
     Shape,
     assert_alike,
     check,
+    check_bounds,
     make_case,
     make_packed,
     only_portable,
@@ -132,7 +133,8 @@ def test_fixed_length(data, form, batch, device):
     splits = data.draw(st.sampled_from([0, 1, 3]))
     seed = data.draw(st.integers(0, 2**32))
     case = make_case(shape, form.dtype, device, seed=seed, causal=form.causal)
-    apart(check, case.with_options(layout=layout, num_splits=splits))
+    case = case.with_options(layout=layout, num_splits=splits)
+    check_bounds(case, apart(check, case))
 
 
 @bounded

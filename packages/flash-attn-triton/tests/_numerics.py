@@ -11,14 +11,16 @@ import torch
 from attn_common import detect
 from flash_attn_triton import _configs, _ops, api, flash_attn_func, flash_attn_varlen_func
 from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton.philox import dropout_keep_mask, keep_scale
 from flash_attn_triton.reference import attention_reference, varlen_attention_reference
 from torch import Tensor
 
 from ._linked import numerics
-from ._linked.bounds import Bounded, assert_within, attention_bounds
+from ._linked.bounds import attention_bounds
 from ._linked.budget import Maker, offsets
 from ._linked.numerics import Feature, Packed, Shape, compare, fixed, run, run_eager, run_oracle
 from ._linked.numerics import incoming as incoming  # for tests
+from ._linked.rounding import Bounded, assert_within
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
@@ -161,13 +163,34 @@ def only_portable() -> Iterator[None]:
 
 
 def bounds_of(case: Case, got: dict[str, Tensor]) -> dict[str, Bounded]:
-    """Return the a-priori bounds of a fixed-length case whose results are given; {} if unknown."""
-    if case.packed or case.options.get("dropout_p"):
+    """Return the a-priori bounds of a fixed-length case whose results are given; {} if packed."""
+    if case.packed:
         return {}
     options = {name: x for name, x in case.options.items() if name != "deterministic"}
+    options |= dropped(case, options.pop("dropout_p", 0.0))
     dout, dlse = incoming(got["out"], got["lse"]) if "dq" in got else (None, None)
-    truncates = _ops.interpreted() and got["out"].device.type == "cpu"
-    return attention_bounds(**case.inputs, **options, dout=dout, dlse=dlse, truncates=truncates)
+    options |= {"dout": dout, "dlse": dlse, "truncates": truncates(got["out"])}
+    return attention_bounds(**case.inputs, **options)
+
+
+def truncates(out: Tensor) -> bool:
+    """Say whether what made a result cuts off where others round."""
+    return _ops.interpreted() and out.device.type == "cpu"
+
+
+def dropped(case: Case, dropout_p: float) -> dict[str, Any]:
+    """Return, for bounds, which weights of a fixed-length case ``run`` keeps; {} without dropout.
+
+    A call draws seed and offset once, and ``run`` seeds the generator before.
+    """
+    if not dropout_p:
+        return {}
+    (batch, queries, heads), keys = case.inputs["q"].shape[:3], case.inputs["k"].shape[1]
+    torch.manual_seed(0)
+    device = case.inputs["q"].device
+    state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    kept = dropout_keep_mask(state, dropout_p, batch, heads, queries, keys)
+    return {"kept": kept, "keep_scale": keep_scale(dropout_p)}
 
 
 def check(case: Case, *, grad: bool = True, portable: bool = True) -> dict[str, Tensor]:

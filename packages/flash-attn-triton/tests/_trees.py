@@ -12,11 +12,14 @@ import torch
 from attn_common import detect
 from flash_attn_triton import flash_attn_tree_func, tree_attention_reference
 from flash_attn_triton._linked.host.forms import Memory
+from torch import Tensor
 
 from ._linked import numerics
+from ._linked.bounds import attention_bounds
 from ._linked.budget import Maker, offsets
-from ._linked.numerics import compare, run, run_eager, run_oracle
-from ._numerics import only_portable
+from ._linked.numerics import compare, incoming, run, run_eager, run_oracle
+from ._linked.rounding import Bounded, assert_within
+from ._numerics import only_portable, truncates
 
 
 class Tree(NamedTuple):
@@ -109,7 +112,37 @@ def check(case: Case) -> None:
     if detect(case.inputs["q"].device).is_hopper:
         with portable():
             compare(case, run(case), oracle, eager)
-    compare(case, run(case), oracle, eager)
+    got = compare(case, run(case), oracle, eager)
+    assert_within(got, bounds_of(case, got))
+
+
+def bounds_of(case: Case, got: dict[str, Tensor]) -> dict[str, Bounded]:
+    """Return the a-priori bounds of a tree whose results and gradients are given."""
+    device = case.inputs["q"].device
+    starts, parents = case.options["cu_seqlens"].tolist(), case.options["parents"].tolist()
+    tokens = case.inputs["q"].shape[0]
+    visible = torch.zeros(tokens, tokens, dtype=torch.bool)
+    # of the keys above each segment and its own, which are there, and in how many tiles
+    above, tiles = [torch.zeros(tokens, dtype=torch.bool)], [0]
+    for segment, parent in enumerate(parents):
+        rows = slice(starts[segment], starts[segment + 1])
+        length = rows.stop - rows.start
+        visible[rows] = above[parent + 1]
+        visible[rows, rows] = torch.ones(length, length, dtype=torch.bool).tril()
+        seen = above[parent + 1].clone()
+        seen[rows] = True
+        above.append(seen)
+        tiles.append(tiles[parent + 1] - (-length // 16))
+    dout, dlse = incoming(got["out"], got["lse"])
+    options = {n: x for n, x in case.options.items() if n in ("softmax_scale", "softcap")}
+    inputs = {n: x if n == "sinks" else x[None] for n, x in case.inputs.items()}
+    options |= {"dout": dout[None], "dlse": dlse[None], "truncates": truncates(got["out"])}
+    found = attention_bounds(**inputs, **options, visible=visible.to(device), tiles=max(tiles))
+    # tokens of no segment have no sink either
+    nothing = torch.arange(tokens, device=device) >= (starts[-1] if starts else 0)
+    exact = found["lse"].exact.masked_fill(nothing, -torch.inf)
+    found["lse"] = found["lse"]._replace(exact=exact)
+    return {name: Bounded(x.exact[0], x.bound[0]) for name, x in found.items()}
 
 
 def random_tree(seed: int, segments: int = 9, longest: int = 20) -> Tree:

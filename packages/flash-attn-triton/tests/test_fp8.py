@@ -11,9 +11,11 @@ from attn_common import detect, fp8_dtype
 from flash_attn_triton import attention_reference, flash_attn_varlen_func, triton_attention
 from torch import Tensor
 
+from ._linked.bounds import attention_bounds
 from ._linked.budget import Maker, assert_no_worse_than_eager, offsets
+from ._linked.rounding import assert_within
 from ._linked.tiers import INTERPRETED
-from ._numerics import Case, Shape, run_eager, run_oracle
+from ._numerics import Case, Shape, run_eager, run_oracle, truncates
 
 # on a GPU without FP8 this whole file has nothing to test; interpreted stores to FP8 lose carries
 on_device = pytest.mark.skipif(INTERPRETED, reason="interpreted FP8 stores round wrongly")
@@ -135,6 +137,8 @@ def assert_accurate(case, fp8) -> None:
     # how sums are cut off between instructions is not documented: a unit of 13 fraction bits
     eps = 2.0**-13 if detect(lse.device).is_hopper else None
     assert_no_worse_than_eager("lse", lse, want.emulated_lse, want.lse, eps=eps)
+    given = {**case.inputs, **case.options, "truncates": truncates(out)}
+    assert_within({"out": out, "lse": lse}, attention_bounds(**given))
 
 
 FEATURES = {

@@ -18,12 +18,14 @@ from lightning_attn import (
     lightning_attn_func,
     lightning_attn_varlen_func,
 )
-from lightning_attn._linked.host.forms import Memory
+from lightning_attn._linked.host.forms import Memory, interpreted
 from torch import Tensor
 
 from ._linked import numerics
 from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager, offsets
 from ._linked.numerics import further, nudged
+from ._linked.rounding import Bounded, assert_within
+from ._linked.walk_bounds import lightning_bounds
 
 # what a state is made of: values of two terms of 8 bits, of one term of TF32, of three products
 STATE_UNITS = {torch.bfloat16: 2.0**-15, torch.float16: 2.0**-10, torch.float32: TF32X3_UNIT}
@@ -257,6 +259,21 @@ def only_portable() -> Iterator[None]:
             patch.setattr(api, memory, Memory())
         patch.setattr(walks, "_walks", Memory())
         yield
+
+
+def bounds_of(case: Case, got: dict[str, Tensor]) -> dict[str, Bounded]:
+    """Return the a-priori bounds of a fixed-length case whose results are given."""
+    dout, dstate = incoming(got["o"], got["state"]) if "dq" in got else (None, None)
+    truncates = interpreted() and got["o"].device.type == "cpu"
+    given = {"scale": case.options["scale"], "dout": dout, "dstate": dstate}
+    bounds = lightning_bounds(**case.inputs, **given, truncates=truncates)
+    return {name: x for name, x in bounds.items() if name in got}
+
+
+def check_bounds(case: Case, got: dict[str, Tensor]) -> None:
+    """Hold results to their a-priori bounds, element by element; packed cases have none."""
+    if not case.packed:
+        assert_within(got, bounds_of(case, got))
 
 
 def check(case: Case, *, grad: bool = True) -> dict[str, Tensor]:

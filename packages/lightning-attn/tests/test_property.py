@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from ._linked.budget import DTYPES, assert_same
 from ._linked.views import VIEWS
-from ._numerics import DECAYS, SCHEDULES, Packed, Shape, check, make_case, make_packed, run
+from ._numerics import (
+    DECAYS,
+    SCHEDULES,
+    Packed,
+    Shape,
+    check,
+    check_bounds,
+    make_case,
+    make_packed,
+    run,
+)
 from .test_law import in_pieces, judge
 
 EXAMPLES = int(os.environ.get("LIGHTNING_ATTN_EXAMPLES", "8"))
@@ -71,7 +81,7 @@ def apart(function, *arguments, **options):
 )
 def test_fixed_length(shape, dtype, decay, schedule, scale, state, seed, device):
     case = make_case(shape, dtype, device, decay, state=state, scale=scale, seed=seed)
-    apart(check, case.on(schedule))
+    check_bounds(case, apart(check, case.on(schedule)))
 
 
 @bounded

@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from attn_common import detect
 from prefix_prefill import mla_attention_reference, mla_attn_func
+from prefix_prefill._linked.host.forms import interpreted
 from torch import Tensor
 
 from ._linked import numerics
+from ._linked.bounds import attention_bounds
 from ._linked.budget import Maker, assert_no_worse_than_eager, offsets
-from ._numerics import only_portable
+from ._linked.rounding import Bounded, assert_within
+from ._numerics import in_one, only_portable
 
 NAN = float("nan")
 
@@ -111,4 +114,28 @@ def check(case: Case, **changes: Any) -> dict[str, Tensor]:
     for got in results:
         for name, x in got.items():
             assert_no_worse_than_eager(name, x, eager[name], oracle[name], eps=eps)
+        assert_within(got, bounds_of(case))
     return results[0]
+
+
+def bounds_of(case: Case) -> dict[str, Bounded]:
+    """Return the a-priori bounds of a case, one sequence after the other."""
+    (q, cache), options = case.inputs.values(), {"causal": True, **case.options}
+    starts, lengths = (options[n].tolist() for n in ("cu_seqlens_q", "seqlens_k"))
+    width, page = options["head_dim_v"], cache.shape[1]
+    given = {"causal": options["causal"], "q_descale": options.get("q_descale")}
+    given["k_descale"] = given["v_descale"] = options.get("kv_descale")
+    given["softmax_scale"] = options["softmax_scale"]
+    given["truncates"] = interpreted() and q.device.type == "cpu"
+    # what is multiplied has 16 bits or more, and so have weights
+    wide = [x.dtype for x in (q, cache) if x.element_size() > 1]
+    if cache.element_size() == 1:
+        given["cache"] = cache.dtype
+    found = []
+    for b, keys in enumerate(lengths):
+        rows = slice(starts[b], starts[b + 1])
+        pages = options["block_table"][b, : -(-keys // page)].long()
+        k = cache[pages].flatten(0, 1)[None, :keys, None].double()
+        one = q[rows][None].to(wide[0] if wide else torch.bfloat16)
+        found.append(attention_bounds(one, k, k[..., :width], **given))
+    return in_one(q, found, width)

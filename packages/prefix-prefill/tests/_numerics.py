@@ -10,15 +10,20 @@ import pytest
 import torch
 from attn_common import detect
 from prefix_prefill import _configs, api, dropin, mla, paged_attention_reference, paged_attn_func
-from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._layout import gather_pages
+from prefix_prefill._linked.host.forms import Memory, interpreted
 from torch import Tensor
 
 from ._linked import numerics
+from ._linked.bounds import attention_bounds
 from ._linked.budget import Maker, assert_no_worse_than_eager, offsets
 from ._linked.numerics import Feature, fixed, further, nudges
+from ._linked.rounding import TINY, Bounded, assert_within
 
 NHD, PACKED = "nhd", "packed"
 NAN = float("nan")
+# what has a number for each head
+EXTRAS = ("alibi_slopes", "sinks")
 # fewer rows than these may all be lucky at once; how often they are nudged
 FEW, NUDGES = 100, 4
 
@@ -259,6 +264,58 @@ def run_eager(case: Case, oracle: dict[str, Tensor]) -> dict[str, Tensor]:
             moved["lse"] = run_oracle(case, nudge=fine, seed=seed)["lse"]
         eager = further(eager, moved, oracle)
     return eager
+
+
+def bounds_of(case: Case) -> dict[str, Bounded]:
+    """Return the a-priori bounds of a case, one sequence after the other.
+
+    Caches may be FP8, and then scaled if all keys are in them.
+    """
+    inputs, options = case.inputs, {"causal": True, **case.options}
+    q, caches = inputs["q"], [inputs["k_cache"], inputs["v_cache"]]
+    starts, lengths = (options[n].tolist() for n in ("cu_seqlens_q", "seqlens_k"))
+    table, is_packed = options["block_table"].long(), caches[0].ndim == 5
+    page = caches[0].shape[-2] if is_packed else caches[0].shape[1]
+    names = ("softmax_scale", "causal", "window_size", "softcap")
+    given = {name: options[name] for name in names if name in options}
+    given["truncates"] = interpreted() and q.device.type == "cpu"
+    if caches[0].element_size() == 1 and q.element_size() > 1:
+        given["cache"] = caches[0].dtype
+    found: list[dict[str, Bounded]] = []
+    for b, keys in enumerate(lengths):
+        rows = slice(starts[b], starts[b + 1])
+        cached = max(0, keys - (starts[b + 1] - starts[b])) if "k" in inputs else keys
+        pages = table[b, : -(-cached // page)]
+        parts = []
+        for cache, name in zip(caches, "kv", strict=True):
+            part = gather_pages(cache, pages, is_packed)[:cached].double()
+            if name in inputs:
+                part = torch.cat((part, inputs[name][rows].double()))
+            parts.append(part[None])
+        own = {n: x if x.ndim == 1 else x[b : b + 1] for n, x in inputs.items() if n in EXTRAS}
+        for name in ("q_descale", "k_descale", "v_descale"):
+            if options.get(name) is not None:
+                own[name] = options[name][b : b + 1] if options[name].ndim == 2 else options[name]
+        found.append(attention_bounds(q[rows][None], *parts, **given, **own))
+    return in_one(q, found, caches[1].shape[2 if is_packed else 3])
+
+
+def in_one(q: Tensor, found: list[dict[str, Bounded]], width: int) -> dict[str, Bounded]:
+    """Put the bounds of sequences side by side; tokens behind them are 0, and their LSE -inf."""
+    tokens, heads = q.shape[:2]
+    rest = tokens - sum(x["out"].exact.shape[1] for x in found)
+    fill = q.new_zeros((rest, heads, width), dtype=torch.float64)
+    nothing = q.new_full((heads, rest), -torch.inf, dtype=torch.float64)
+    out = torch.cat([*(x["out"].exact[0] for x in found), fill])
+    out_bound = torch.cat([*(x["out"].bound[0] for x in found), fill + TINY])
+    lse = torch.cat([*(x["lse"].exact[0] for x in found), nothing], 1)
+    lse_bound = torch.cat([*(x["lse"].bound[0] for x in found), torch.zeros_like(nothing)], 1)
+    return {"out": Bounded(out, out_bound), "lse": Bounded(lse, lse_bound)}
+
+
+def check_bounds(case: Case, got: dict[str, Tensor]) -> None:
+    """Hold results to their a-priori bounds, element by element."""
+    assert_within(got, bounds_of(case))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 
 from ._linked.budget import DTYPES, assert_same
 from ._linked.views import VIEWS
-from ._numerics import FEATURES, PACKED, Problem, check, compatible, make_case, run
+from ._numerics import (
+    FEATURES,
+    PACKED,
+    Problem,
+    check,
+    check_bounds,
+    compatible,
+    make_case,
+    run,
+)
 
 # of an example
 BATCHES = 5
@@ -107,7 +116,8 @@ def test_any_problem(several, dtype, names, window, fp8, seed, device):
     cache = torch.float8_e5m2 if fp8 and device.type == "cpu" else None
     for problem in several:
         case = make_case(problem, dtype, device, names, seed, cache)
-        apart(check, case.with_options(window_size=window))
+        case = case.with_options(window_size=window)
+        check_bounds(case, apart(check, case))
 
 
 @pytest.mark.eager

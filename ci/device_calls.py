@@ -1,0 +1,290 @@
+"""The calls that the cases of ``device_cases.py`` consist of.
+
+Each returns what was computed by name, what is exact (float64), and the a-priori bounds of
+docs/numerics.md where they are known. A call needs its package and nothing of its tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# results by name, exact ones, bounds
+Found = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+def bounds_module(name: str = "bounds") -> ModuleType:
+    """Load a module of linked/testing/, which is no part of a wheel."""
+    package = "attn_error_bounds"
+    if package not in sys.modules:
+        folder = ROOT / "linked" / "testing"
+        spec = importlib.util.spec_from_file_location(
+            package, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{folder} is not there")
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[package])
+    return importlib.import_module(f"{package}.{name}")
+
+
+def load(name: str) -> Any:
+    """Import a package when a case of it is run, which may be the only one that is there."""
+    return importlib.import_module(name)
+
+
+def _truncates(device: str) -> bool:
+    """Say whether results are cut off where others round."""
+    return device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _bounded(got: dict[str, Any], bounds: dict[str, Any]) -> Found:
+    """Return results with their bounds, which know what is exact."""
+    bounds = {name: bounds[name] for name in got}
+    return got, {name: b.exact for name, b in bounds.items()}, bounds
+
+
+def drawer(device: str, dtype: Any = None, seed: int = 0) -> Callable[..., Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*size: int, dtype: Any = dtype or torch.bfloat16) -> Any:
+        return torch.randn(*size, generator=generator).to(device, dtype)
+
+    return draw
+
+
+# ---- flash-attn-triton
+
+
+def flash(
+    device: str,
+    d: int,
+    dv: int | None = None,
+    queries: int = 200,
+    keys: int = 333,
+    heads: tuple[int, int] = (2, 1),
+    grad: bool = True,
+    dtype: str = "bfloat16",
+    batch: int = 1,
+    **options: Any,
+) -> Found:
+    import torch
+
+    flash_attn_func = load("flash_attn_triton").flash_attn_func
+    draw = drawer(device, getattr(torch, dtype))
+    q, k = draw(batch, queries, heads[0], d), draw(batch, keys, heads[1], d)
+    v = draw(batch, keys, heads[1], dv or d)
+    if options.pop("sinks", False):
+        options["sinks"] = draw(heads[0], dtype=torch.float32)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = draw(heads[0], dtype=torch.float32).abs() / 4
+    if options.pop("bias", False):
+        options["bias"] = draw(batch, heads[0], queries, (keys + 7) // 8 * 8)[..., :keys]
+    leaves = [x.requires_grad_(grad) for x in (q, k, v)]
+    torch.manual_seed(0)
+    out, lse = flash_attn_func(*leaves, **options, return_lse=True)
+    got = {"out": out.detach(), "lse": lse.detach()}
+    dout = draw(*out.shape)
+    if grad:
+        made = torch.autograd.grad(out, leaves, dout)
+        got.update(zip(("dq", "dk", "dv"), made, strict=True))
+    rest = {n: x for n, x in options.items() if n not in ("deterministic", "dropout_p")}
+    if "dropout_p" in options:
+        # a call draws seed and offset, once
+        torch.manual_seed(0)
+        state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+        philox, p = load("flash_attn_triton.philox"), options["dropout_p"]
+        rest["kept"] = philox.dropout_keep_mask(state, p, batch, heads[0], queries, keys)
+        rest["keep_scale"] = philox.keep_scale(p)
+    if grad:
+        rest["dout"] = dout
+    bounds = bounds_module().attention_bounds(
+        *(x.detach() for x in leaves), **rest, truncates=_truncates(device)
+    )
+    return _bounded(got, bounds)
+
+
+def flash_fp8(device: str, d: int, **options: Any) -> Found:
+    import torch
+
+    draw = drawer(device, torch.float8_e4m3fn)
+    q, k, v = draw(1, 200, 2, d), draw(1, 333, 1, d), draw(1, 333, 1, d)
+    out, lse = load("flash_attn_triton").flash_attn_func(q, k, v, **options, return_lse=True)
+    options["truncates"] = _truncates(device)
+    return _bounded({"out": out, "lse": lse}, bounds_module().attention_bounds(q, k, v, **options))
+
+
+def flash_tree(device: str, d: int, **options: Any) -> Found:
+    import torch
+
+    draw = drawer(device)
+    lengths, parents = [150, 140, 10, 130], [-1, 0, 0, 1]
+    starts = [sum(lengths[:s]) for s in range(len(lengths) + 1)]
+    leaves = [draw(430, heads, d).requires_grad_() for heads in (2, 1, 1)]
+    given = torch.tensor(starts, dtype=torch.int32, device=device)
+    function = load("flash_attn_triton").flash_attn_tree_func
+    out, lse = function(*leaves, given, parents, 150, **options, return_lse=True)
+    dout = draw(*out.shape)
+    made = torch.autograd.grad(out, leaves, dout)
+    got = {"out": out.detach(), "lse": lse.detach()}
+    got.update(zip(("dq", "dk", "dv"), made, strict=True))
+    visible = torch.zeros(430, 430, dtype=torch.bool)
+    for segment, parent in enumerate(parents):
+        rows = slice(starts[segment], starts[segment + 1])
+        visible[rows, rows] = torch.ones(lengths[segment], lengths[segment]).tril().bool()
+        while parent >= 0:
+            visible[rows, starts[parent] : starts[parent + 1]] = True
+            parent = parents[parent]
+    found = bounds_module().attention_bounds(
+        *(x.detach()[None] for x in leaves),
+        **options,
+        visible=visible.to(device),
+        # of a path, and one more for each segment that ends within a tile
+        tiles=430 / 16 + len(lengths),
+        dout=dout[None],
+        truncates=_truncates(device),
+    )
+    bounded = bounds_module("rounding").Bounded
+    return _bounded(got, {n: bounded(b.exact[0], b.bound[0]) for n, b in found.items()})
+
+
+# ---- prefix-prefill
+
+
+def paged(
+    device: str,
+    d: int,
+    page: int = 16,
+    queries: int = 200,
+    fp8: tuple[str, ...] = (),
+    **options: Any,
+) -> Found:
+    """``fp8``: what has 8 bits, ``"cache"`` or that and ``"q"``; all have descales."""
+    import torch
+
+    draw = drawer(device)
+    heads, keys = (4, 2), queries + 133
+    pages = -(-keys // page)
+    k_cache, v_cache = (draw(pages + 2, page, heads[1], d) for _ in "kv")
+    q = draw(queries, heads[0], d)
+    table = torch.arange(pages, device=device, dtype=torch.int32).flip(0)[None] + 1
+    if options.pop("sinks", False):
+        options["sinks"] = draw(heads[0], dtype=torch.float32)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = draw(heads[0], dtype=torch.float32).abs() / 4
+    if fp8:
+        k_cache, v_cache = (x.to(torch.float8_e4m3fn) for x in (k_cache, v_cache))
+        for name in ("k_descale", "v_descale"):
+            options[name] = torch.tensor([0.7, 1.3], device=device)
+    if "q" in fp8:
+        q = q.to(torch.float8_e4m3fn)
+        options["q_descale"] = torch.tensor([1.2, 0.9], device=device)
+    starts, lengths = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [keys])
+    )
+    splits = options.pop("num_splits", 1)
+    rest = (table, starts, lengths, queries, keys)
+    out, lse = load("prefix_prefill").paged_attn_func(
+        q, k_cache, v_cache, *rest, **options, num_splits=splits, return_lse=True
+    )
+    k, v = (
+        c.view(torch.uint8)[table[0].long()].view(c.dtype) if fp8 else c[table[0].long()]
+        for c in (k_cache, v_cache)
+    )
+    k, v = (x.reshape(-1, heads[1], d)[:keys][None].double() for x in (k, v))
+    if fp8 and "q" not in fp8:
+        options["cache"] = k_cache.dtype
+    options = {"causal": True, **options, "truncates": _truncates(device)}
+    bounds = bounds_module().attention_bounds(q[None], k, v, **options)
+    return _bounded({"out": out[None], "lse": lse[None]}, bounds)
+
+
+def latent(device: str, fp8: bool = False, queries: int = 3, **options: Any) -> Found:
+    import torch
+
+    draw = drawer(device)
+    keys, page, heads = 300, 64, 16
+    cache = draw(7, page, 576).to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    q = draw(queries, heads, 576)
+    table = torch.arange(5, device=device, dtype=torch.int32).flip(0)[None] + 1
+    starts, lengths = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [keys])
+    )
+    options = {"softmax_scale": 576**-0.5, **options}
+    rest = (table, starts, lengths, queries, keys)
+    function = load("prefix_prefill").mla_attn_func
+    out, lse = function(q, cache, *rest, **options, return_lse=True)
+    options.pop("num_splits", None)
+    if fp8:
+        options["cache"] = cache.dtype
+    k = cache.double()[table[0].long()].reshape(1, -1, 1, 576)[:, :keys]
+    options = {"causal": True, **options, "truncates": _truncates(device)}
+    bounds = bounds_module().attention_bounds(q[None], k, k[..., :512], **options)
+    return _bounded({"out": out[None], "lse": lse[None]}, bounds)
+
+
+# ---- lightning-attn and blocksparse-attn
+
+
+def lightning(device: str, d: int, e: int, heads: int = 4, **options: Any) -> Found:
+    import torch
+
+    draw = drawer(device)
+    leaves = [draw(1, 300, heads, n).requires_grad_() for n in (d, d, e)]
+    first = draw(1, heads, d, e, dtype=torch.float32).requires_grad_()
+    decay = draw(heads, dtype=torch.float32).abs() / 4
+    out, last = load("lightning_attn").lightning_attn_func(
+        *leaves, decay, scale=0.6, initial_state=first, output_final_state=True, **options
+    )
+    dout = drawer(device, seed=1)(*out.shape)
+    made = torch.autograd.grad(out, (*leaves, first), dout)
+    got = {"o": out.detach(), "state": last.detach()}
+    got.update(zip(("dq", "dk", "dv", "dinitial_state"), made, strict=True))
+    bounds = bounds_module("walk_bounds").lightning_bounds(
+        *(x.detach() for x in leaves),
+        decay,
+        scale=0.6,
+        initial_state=first.detach(),
+        dout=dout,
+        truncates=_truncates(device),
+    )
+    return _bounded(got, bounds)
+
+
+def blocksparse(
+    device: str, d: int, block: tuple[int, int], heads: tuple[int, int] = (2, 1), **options: Any
+) -> Found:
+    import torch
+
+    package = load("blocksparse_attn")
+    draw = drawer(device)
+    tokens = 384
+    rows, columns = tokens // block[0], tokens // block[1]
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.rand(heads[0], rows, columns, generator=generator) < 0.6
+    kept[:, :, 0] = True
+    layout = package.BlockSparseLayout.from_dense(kept, block).to(device)
+    leaves = [draw(1, tokens, n, d).requires_grad_() for n in (heads[0], heads[1], heads[1])]
+    out, lse = package.blocksparse_attn_func(*leaves, layout, **options, return_lse=True)
+    dout = drawer(device, seed=1)(*out.shape)
+    made = torch.autograd.grad(out, leaves, dout)
+    got = {"out": out.detach(), "lse": lse.detach()}
+    got.update(zip(("dq", "dk", "dv"), made, strict=True))
+    visible = kept.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
+    bounds = bounds_module().attention_bounds(
+        *(x.detach() for x in leaves),
+        causal=options.get("causal", True),
+        visible=visible.to(device),
+        dout=dout,
+        truncates=_truncates(device),
+    )
+    return _bounded(got, bounds)
