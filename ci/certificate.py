@@ -122,22 +122,23 @@ def findings(tools: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def distribution(errors: list[dict[str, Any]]) -> list[str]:
-    """Return quantiles of error over bound for each result, the largest of all cases."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    """Return quantiles of error over bound for each result of a kernel, the largest of cases."""
+    found: dict[tuple[str, str, str, str], dict[str, float]] = {}
     for measured in errors:
         for name, case in measured["cases"].items():
             for result, told in case.items():
                 if isinstance(told, dict) and "over_bound" in told:
-                    key = name.partition("/")[0], result, short(measured)
+                    package, kernel, *_ = name.split("/")
+                    key = package, kernel, result, short(measured)
                     known = found.setdefault(key, {})
                     for q, value in told["over_bound"].items():
                         known[q] = max(value, known.get(q, 0.0))
     rows = [
-        [*key, *(f"{value:.3f}" for value in known.values())]
+        [*key, *(f"{value:.4f}" for value in known.values())]
         for key, known in sorted(found.items())
     ]
     quantiles = list(next(iter(found.values()))) if found else []
-    return table(["package", "result", "on", *quantiles], rows) if rows else [NOT_RUN]
+    return table(["package", "kernel", "result", "on", *quantiles], rows) if rows else [NOT_RUN]
 
 
 def mutants(told: list[dict[str, Any]]) -> list[str]:

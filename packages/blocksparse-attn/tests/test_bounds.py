@@ -67,4 +67,4 @@ def test_the_bounds_say_something(device):
     case = make_case(Shape(1, 33, 40, 2, 1, 32), torch.bfloat16, device, "all")
     got = run(case)
     for name, bounded in bounds_of(case, got).items():
-        assert median(bounded, got[name]) > 0.001, name
+        assert median(bounded, got[name]) > 0.0003, name

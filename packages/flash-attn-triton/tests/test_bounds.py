@@ -41,7 +41,7 @@ def test_the_bounds_say_something(features, device):
     case = make_case(Shape(1, 17, 24, 2, 1, 32), torch.bfloat16, device, features)
     got = run(case)
     for name, bounded in bounds_of(case, got).items():
-        assert median(bounded, got[name]) > 0.001, name
+        assert median(bounded, got[name]) > 0.0003, name
 
 
 def test_another_mask_of_dropout_is_not_within(device):
