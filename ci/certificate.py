@@ -145,7 +145,8 @@ def mutants(told: list[dict[str, Any]]) -> list[str]:
     rows, left = [], []
     for one in told:
         why = explained(one["package"])
-        reasons = {s["mutant"]: why.get(s["mutant"]) for s in one["survivors"]}
+        # of a line that is no longer as it was, what was known then
+        reasons = {s["mutant"]: why.get(s["mutant"], s.get("explained")) for s in one["survivors"]}
         left += [[one["package"], f"`{x}`", reasons[x] or "not explained"] for x in reasons]
         explained_ones = sum(reasons[s["mutant"]] is not None for s in one["survivors"])
         caught = one["caught"] + one["hung"]
