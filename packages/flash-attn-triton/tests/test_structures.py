@@ -16,6 +16,7 @@ from flash_attn_triton._kernels.forward import _forward_kernel
 from flash_attn_triton._kernels.invariant import kernels as invariant
 from flash_attn_triton._kernels.invariant import structures as i
 from flash_attn_triton._kernels.sharded_merge import merge_kernel
+from flash_attn_triton._kernels.sharded_wait import wait_kernel
 
 pytestmark = pytest.mark.eager
 
@@ -31,6 +32,7 @@ PORTABLE = [
     (_dq_kernel, (s.Inputs, "dq_ptr", s.Extras, *GRADIENT_NUMBERS, s.Options, s.Tile)),
     (_short_kernel, (s.ShortTensors, s.ShortNumbers, s.Options, s.Tile, "SETTLE")),
     (merge_kernel, (s.MergeTensors, s.MergeNumbers, s.MergeTile)),
+    (wait_kernel, ("x_ptr", "nanoseconds")),
     (_bias_gradient_kernel, (s.Inputs, "dbias_ptr", s.Extras, *BIAS_NUMBERS, s.Options, s.Tile)),
     (invariant._invariant_kernel, (i.Tensors, i.Numbers, i.Options, i.Tile)),
     (invariant._invariant_merge_kernel, (i.MergeTensors, i.MergeNumbers, i.MergeTile)),
