@@ -202,6 +202,7 @@ SUMMED = [
     ("rows", Shape(2, 100, 150, 2, 2, 64), ("causal",), (1, 1, 100, 150)),
     ("columns", Shape(2, 70, 80, 2, 1, 64), ("window_right",), (2, 2, 70, 80)),
     ("columns", Shape(2, 70, 80, 2, 2, 64), ("causal", "dropout"), (1, 2, 70, 80)),
+    ("columns", Shape(2, 70, 80, 3, 3, 64), ("causal",), (2, 1, 70, 80)),
     ("columns", Shape(4, 40, 144, 2, 2, 64), ("window_right",), (1, 2, 40, 144)),
     ("rows", Shape(2, 70, 72, 4, 4, 64), (), (2, 1, 70, 72)),
     ("columns", Shape(2, 200, 70, 12, 6, 64), ("causal",), (2, 1, 200, 70)),
@@ -234,8 +235,8 @@ def test_gradients_in_order(batch, keys, gradients):
     ("size", "programs", "processors", "parts"),
     [
         ((1, 8), 4096, 132, (4, 1)),  # 32 rounds of programs, or four times eight
-        ((4, 1), 4096, 132, (1, 4)),
-        ((1, 1), 4096, 132, (4, 1)),
+        ((4, 1), 4096, 132, (1, 1)),  # eight heads share it
+        ((1, 1), 4096, 132, (1, 1)),  # heads would be left to be summed
         ((4, 8), 4096, 132, (1, 1)),  # nothing is shared
         ((1, 8), 32, 132, (1, 1)),  # each launch would leave most of the GPU empty
         ((1, 8), 1056, 132, (4, 1)),
@@ -351,7 +352,7 @@ def test_parts_of_heads_with_a_mistake(function, right, wrong, gradients):
     def serve(reverse):
         gradients("columns", reverse).plant(function, right, wrong)
 
-    case = make_case(Shape(2, 70, 136, 4, 2, 48), torch.bfloat16, "cpu")
+    case = make_case(Shape(2, 70, 136, 2, 2, 48), torch.bfloat16, "cpu")
     assert caught(serve, with_bias(case, 2, 1, 70, 136), grad=True)
 
 

@@ -68,10 +68,12 @@ def test_tiles_fit_the_barriers_of_the_hardware(head_dim, bias_bytes):
 # ---- builds
 
 
-def made(head_dim: int, causal: bool, batch: int = 2, group: int = 2) -> tuple[Tensors, Form]:
-    q = torch.empty(batch, 1024, 4, head_dim, dtype=torch.bfloat16, device="meta")
-    k = torch.empty(batch, 1024, 4 // group, head_dim, dtype=torch.bfloat16, device="meta")
-    bias = torch.empty(1, 4, 1024, 1024, dtype=torch.bfloat16, device="meta")
+def made(
+    head_dim: int, causal: bool, batch: int = 2, group: int = 2, tokens: int = 1024
+) -> tuple[Tensors, Form]:
+    q = torch.empty(batch, tokens, 4, head_dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(batch, tokens, 4 // group, head_dim, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(1, 4, tokens, tokens, dtype=torch.bfloat16, device="meta")
     x = Tensors(q, k, k, bias=bias)
     return x, Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
 
@@ -134,10 +136,10 @@ def test_backward_builds(head_dim, causal, tmp_path):
     ("head_dim", "causal"), chosen(itertools.product((64, 128), (False, True)), [(64, False)])
 )
 def test_backward_of_parts_builds(head_dim, causal, tmp_path):
-    """Of 64 sequences that share a bias, four launches have a quarter each."""
+    """Four sequences that share a bias have a launch each, and nothing is left to be summed."""
     with compiling(HOPPER, tmp_path) as builds:
-        run_backward(*made(head_dim, causal, batch=64, group=1))
-    first, *others, _sum, _rounding = builds
+        run_backward(*made(head_dim, causal, batch=4, group=1, tokens=4096))
+    first, *others, _rounding = builds
     assert len(others) == 3
     for other in others:
         assert other.kernel == first.kernel

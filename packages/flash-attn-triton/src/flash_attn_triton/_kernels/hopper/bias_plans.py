@@ -84,19 +84,19 @@ class Parts(NamedTuple):
 class BiasSum:
     """The gradient of a bias, from the gradients of scores that a backward keeps.
 
-    Where sequences or heads share a bias, the backward is up to ``MOST_PARTS`` launches, each of
-    some of them. The first stores its gradients, the others add theirs by TMA, in the dtype of q
-    and in a fixed order. If nothing is left to be summed, that is the gradient of the bias;
-    otherwise ``sum_bias_kernel`` follows.
+    Where up to ``MOST_PARTS`` sequences or heads share a bias, the backward is a launch for each of
+    them. The first stores its gradients, the others add theirs by TMA, in the dtype of q and in a
+    fixed order, and that is the gradient of the bias. Where more share it, ``sum_bias_kernel``
+    follows one launch: launches that leave something to be summed were no faster.
     """
 
     def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile, processors: int) -> None:
         """Take a call, its tile, and how many multiprocessors the GPU has."""
         self._form = form
         self._tokens = tokens_q, tokens_k = x.q.shape[1], x.k.shape[1]
-        self._has_batch, self._has_heads = (n > 1 for n in x.bias.shape[:2])
+        planes = x.bias.shape[0], x.bias.shape[1]
         programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
-        self.parts = self._divide(programs, processors)
+        self.parts = self._divide(planes, programs, processors)
         self._planes = form.batch // self.parts.sequences, form.heads_q // self.parts.heads
         # whole rows, which TMA writes
         columns = round_up(tokens_k, ACCESS_BYTES // x.q.element_size())
@@ -108,23 +108,27 @@ class BiasSum:
         self.map_of = MapForm(ds.transpose(1, 2), tile.block_m, ROWS.value, ragged=False)
         constants = BiasSumConstants(
             HAS_RIGHT=form.constants.HAS_RIGHT,
-            BIAS_BATCH=self._has_batch,
-            BIAS_HEADS=self._has_heads,
+            BIAS_BATCH=planes[0] > 1,
+            BIAS_HEADS=planes[1] > 1,
             ACCESS=ACCESS_BYTES // x.q.element_size(),
             BLOCK_M=BLOCK,
             BLOCK_N=BLOCK,
         )
         self._launch = Launch(sum_bias_kernel, {**constants._asdict(), "num_warps": 4})
 
-    def _divide(self, programs: int, processors: int) -> Parts:
-        """Return how the backward is divided: into as many launches as leave the GPU no emptier."""
-        rounds = cdiv(programs, processors)
-        for count in range(MOST_PARTS, 1, -1):
-            if count * cdiv(programs, count * processors) <= MOST_ROUNDS * rounds:
-                if not self._has_batch and self._form.batch % count == 0:
-                    return Parts(sequences=count)
-                if not self._has_heads and self._form.heads_k % count == 0:
-                    return Parts(heads=count)
+    def _divide(self, planes: tuple[int, int], programs: int, processors: int) -> Parts:
+        """Return how the backward is divided: into few launches whose sum is dbias, or not at all.
+
+        They must leave the GPU no emptier than one does. ``planes``: batch and heads of the bias.
+        """
+        form = self._form
+        for parts in (Parts(sequences=form.batch), Parts(heads=form.heads_k)):
+            count = max(parts)
+            left = form.batch // parts.sequences, form.heads_q // parts.heads
+            rounds = count * cdiv(programs, count * processors)
+            is_full = rounds <= MOST_ROUNDS * cdiv(programs, processors)
+            if 1 < count <= MOST_PARTS and left == planes and is_full:
+                return parts
         return Parts()
 
     def new_gradients(self, dbias: Tensor) -> Tensor:

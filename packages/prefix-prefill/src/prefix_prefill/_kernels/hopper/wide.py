@@ -58,8 +58,8 @@ def _read(first, cache, seen, entries, stride_page, NUMBERS: gl.constexpr, TILE:
     """
     COUNT: gl.constexpr = TILE.BLOCK_N // 2
     PAGE: gl.constexpr = TILE.PAGE
-    LANES: gl.constexpr = TILE.HEAD_DIM // NUMBERS // 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 2], [32 // LANES, LANES], [4, 1], [1, 0])
+    LANES: gl.constexpr = TILE.HEAD_DIM // NUMBERS // 4
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     key = first + gl.arange(0, COUNT, gl.SliceLayout(1, layout))  # [BLOCK_N // 2]
     # [HEAD_DIM // NUMBERS]
     cols = gl.arange(0, TILE.HEAD_DIM // NUMBERS, gl.SliceLayout(0, layout))
