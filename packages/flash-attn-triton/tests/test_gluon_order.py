@@ -141,4 +141,4 @@ def _locate(number, offsets, numbers, functions):
     starts = None if offsets is None else Pointer(offsets, torch.zeros((), dtype=torch.int64))
     tensors = Tensors(*[None] * len(Tensors._fields))
     tensors = tensors._replace(cu_seqlens_q_ptr=starts, cu_seqlens_k_ptr=starts)
-    return functions["locate_keys"](register(number), tensors, numbers, True, 128)
+    return functions["locate_keys"](register(number), tensors, numbers, True, False, 128)
