@@ -273,9 +273,7 @@ def key_pairs(
     side = SIDE // piece
     parts_q, parts_k = (tokens // piece for tokens in block_size)
     heads, nnz = col.shape
-    pieces, programs, entries = sizes_of(
-        heads, nnz, (crow.shape[1] - 1, cols), block_size, group, turns
-    )
+    pieces, programs, entries = sizes_of(heads, nnz, cols, block_size, group, turns)
     in_list = pieces // cdiv(heads, group)
     rows = max(cdiv((crow.shape[1] - 1) * parts_q, side), 1)
     device = crow.device
@@ -298,14 +296,7 @@ def key_pairs(
     weights = _counts(owner, weight, 2 * pairs)
     most = torch.full_like(weights, 2 * steps_of(_lists.LONGEST, turns))
     most[pairs:] = 2 * steps_of(_lists.SHORTER, turns)
-    # either kind of owner comes list by list
-    usual = cdiv(heads, group) - _lists.last_lists((crow.shape[1] - 1) * block_size[0], turns)
-    is_last = torch.arange(pairs, device=device) // (made.in_list // 2) >= usual
-    most[:pairs][is_last] = 2 * steps_of(_lists.LAST_LONGEST, turns)
-    most[pairs:][is_last] = 2 * steps_of(_lists.LAST_SHORTER, turns)
     cuts = (weights + most - 1) // most
-    # no list is without a program
-    cuts[: pairs : made.in_list // 2].clamp_(min=1)
     ends = cuts.cumsum(0)
     ahead = weight.cumsum(0) - weight - (weights.cumsum(0) - weights)[owner]
     program = (ends - cuts)[owner] + ahead * cuts[owner] // weights[owner]
@@ -334,11 +325,7 @@ def key_pairs(
     owners = torch.cat([of_list, mine], 1)[order]
     bits = (first | second << 16)[place]
     items, bits = (filled(x, entries + 1).int() for x in (key % (HEAD * group), bits))
-    count = ends[-1:]
-    of_lists = owners[: int(count), 0].contiguous()
-    starts = torch.searchsorted(of_lists, torch.arange(cdiv(heads, group), device=device))
-    real = torch.cat([count, starts, count])
-    return Pairs(begin, parts, items, owners.int(), real.int(), bits)
+    return Pairs(begin, parts, items, owners.int(), ends[-1:].int(), bits)
 
 
 def _shared_out(made: Blocks) -> tuple[Tensor, Tensor]:

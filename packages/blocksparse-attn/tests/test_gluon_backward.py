@@ -59,18 +59,8 @@ def both_ways(monkeypatch):
     )
     monkeypatch.setattr(_configs, "repeats", lambda: False)
     # so that few blocks make several programs, and some of them share a block
-    steps = {"LONGEST": 8, "SHORTER": 3, "LAST_LONGEST": 8, "LAST_SHORTER": 3}
-    for name, value in {"KEPT": 2, **steps}.items():
+    for name, value in ("KEPT", 2), ("LONGEST", 8), ("SHORTER", 3):
         monkeypatch.setattr(_lists, name, value)
-    # and so that few heads clear sums of others, which hold NaN before
-    monkeypatch.setattr(plans, "AHEAD", 1)
-    new_empty = Tensor.new_empty
-
-    def poisoned(self, *size, **options):
-        made = new_empty(self, *size, **options)
-        return made.fill_(math.nan if made.is_floating_point() else -1)
-
-    monkeypatch.setattr(Tensor, "new_empty", poisoned)
     kernels = []
 
     def serve(reverse=True):
@@ -347,16 +337,6 @@ MISTAKES = [
 ]
 
 
-# of how programs clear sums for others, of three key heads
-MISTAKES_OF_CLEARING = [
-    ("clear_ahead", "gl.store(tensors.dq_ptr + at + index, zeros)", "pass"),
-    ("clear_ahead", "2 * (end - first)):", "3 * (end - first)):"),
-    ("clear_ahead", "(target * numbers.units", "(section * numbers.units"),
-    ("clear_ahead", "(program.index - first)", "program.index"),
-    ("_programs_of", "tensors.real_ptr + 1", "tensors.real_ptr"),
-    ("await_cleared", "2 * (end - first)", "3 * (end - first)"),
-    ("_consume", "say_cleared(W, program, tensors, numbers)", "pass"),
-]
 # of what blocks of 32 are put together by
 MISTAKES_OF_PIECES = [
     ("_describe", "fields = gl.where(field == BITS, item.bits, fields)", "pass"),
@@ -375,12 +355,7 @@ MISTAKES_OF_PIECES = [
 
 
 def mistaken(block: int) -> Case:
-    """A case that what is planted must break: more steps of either kind than stages.
-
-    Or, of no block, one of several key heads.
-    """
-    if not block:
-        return make_case(Shape(1, 130, 130, 3, 3, 48), torch.bfloat16, "cpu", "local", (64, 64))
+    """A case that what is planted must break: more steps of either kind than stages."""
     shape = Shape(1, 600, 700, 2, 1, 48) if block == 64 else Shape(1, 330, 400, 2, 1, 48)
     return make_case(shape, torch.bfloat16, "cpu", "local", (block, block), spare=1)
 
@@ -392,7 +367,7 @@ def wanted(block: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return oracle, run_eager(mistaken(block), oracle)
 
 
-@pytest.mark.parametrize("block", [64, 32, 0])
+@pytest.mark.parametrize("block", [64, 32])
 def test_without_a_mistake(block, both_ways, reverse):
     """The forward kernel's results as well."""
     both_ways(reverse)
@@ -402,11 +377,7 @@ def test_without_a_mistake(block, both_ways, reverse):
 @pytest.mark.mutation
 @pytest.mark.parametrize(
     ("function", "right", "wrong", "block"),
-    [
-        *((*fault, 64) for fault in MISTAKES),
-        *((*fault, 32) for fault in MISTAKES_OF_PIECES),
-        *((*fault, 0) for fault in MISTAKES_OF_CLEARING),
-    ],
+    [(*fault, 64) for fault in MISTAKES] + [(*fault, 32) for fault in MISTAKES_OF_PIECES],
     ids=lambda x: str(x)[:40],
 )
 def test_a_mistake_is_seen(function, right, wrong, block, backward):

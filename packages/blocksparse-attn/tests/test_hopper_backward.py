@@ -12,8 +12,8 @@ from blocksparse_attn import BlockSparseLayout, _configs
 from blocksparse_attn._call import Options, Pattern, Tensors
 from blocksparse_attn._configs import takes_hopper_backward
 from blocksparse_attn._kernels.form import Form
-from blocksparse_attn._kernels.hopper.backward_plans import PIECE, ROWS, HopperBackward
-from blocksparse_attn._kernels.hopper.backward_round import prepare_kernel, round_kernel
+from blocksparse_attn._kernels.hopper.backward_plans import ROWS, HopperBackward
+from blocksparse_attn._kernels.hopper.backward_round import PIECE, prepare_kernel, round_kernel
 from blocksparse_attn._kernels.structures import RowTensors
 from blocksparse_attn._lists import SIDE, piece_of
 

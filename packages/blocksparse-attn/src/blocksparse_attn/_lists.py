@@ -27,11 +27,6 @@ HEAD = 1 << 16
 # steps of a program that owns neighbours, and of one that owns others
 LONGEST = 96
 SHORTER = 48
-# the same of the last lists, as many as come to ``ENDING`` blocks of queries: behind them nothing
-# is left for multiprocessors whose programs end early
-ENDING = 128
-LAST_LONGEST = 32
-LAST_SHORTER = 24
 # what programs have in common when the order among them does not matter: blocks of queries in which
 # they begin, so that those at work share what is in the cache, and steps
 WINDOW = 128
@@ -80,9 +75,7 @@ class Pairs(NamedTuple):
     items: Tensor  # int32 [bound + 1]
     # int32 [programs, 1 + pieces]: list and the pieces of the two blocks of keys, or -1
     owners: Tensor
-    # int32 [2 + lists]: how many programs there are, the first ones; then where each list's begin,
-    # of which it has one at least, and where the last one's end
-    real: Tensor
+    real: Tensor  # int32 [1]: how many programs there are, the first ones
     # int32 [bound + 1], of the first block, and 16 bits on of the second: bit ``i * n + j`` says
     # that of n pieces of the queries the j-th sees the i-th of the keys
     bits: Tensor
@@ -133,13 +126,11 @@ def empty_lists(
 
     heads, nnz = col.shape
     if spec.paired:
-        pieces, programs, bound = sizes_of(
-            heads, nnz, (crow.shape[1] - 1, cols), block_size, spec.group, spec.pack
-        )
+        pieces, programs, bound = sizes_of(heads, nnz, cols, block_size, spec.group, spec.pack)
         named = 1 + 2 * SIDE // piece_of(block_size)
         owners = ints(programs, named)
         walked = longs(4 * programs + 1), longs(pieces), ints(bound + 1)
-        return Pairs(*walked, owners, ints(2 + cdiv(heads, spec.group)), ints(bound + 1))
+        return Pairs(*walked, owners, ints(1), ints(bound + 1))
     blocks, side = (cols, block_size[1]) if spec.by_key else (crow.shape[1] - 1, block_size[0])
     lists = cdiv(heads, spec.group) * (1 if spec.by_key else cdiv(spec.group, spec.pack))
     total = lists * max(cdiv(blocks, max(spec.span // side, 1)), 1)
@@ -152,38 +143,22 @@ def piece_of(block_size: tuple[int, int]) -> int:
 
 
 def sizes_of(
-    heads: int,
-    nnz: int,
-    blocks: tuple[int, int],
-    block_size: tuple[int, int],
-    group: int,
-    turns: int,
+    heads: int, nnz: int, cols: int, block_size: tuple[int, int], group: int, turns: int
 ) -> tuple[int, int, int]:
     """Return the number of pieces of keys of all lists, and bounds of programs and of items."""
     piece = piece_of(block_size)
     parts_q, parts_k = (side // piece for side in block_size)
-    in_head = nnz * parts_q * parts_k
-    entries = heads * in_head
-    pairs = cdiv(heads, group) * max(cdiv(blocks[1] * block_size[1], 2 * SIDE), 1)
+    entries = heads * nnz * parts_q * parts_k
+    pairs = cdiv(heads, group) * max(cdiv(cols * block_size[1], 2 * SIDE), 1)
     owners = pairs if piece == SIDE else 2 * pairs
     others = min(owners, entries // KEPT)
     programs = owners + others + entries // steps_of(SHORTER, turns) + 1
-    last = min(last_lists(blocks[0] * block_size[0], turns) * group, heads)
-    programs += last * in_head // steps_of(LAST_SHORTER, turns)
     return 2 * pairs * (SIDE // piece), programs, entries
 
 
 def steps_of(steps: int, turns: int) -> int:
     """Return how many steps a program has in one of so many turns."""
     return max(steps // turns, 1)
-
-
-def last_lists(positions: int, turns: int) -> int:
-    """Return how many of the last lists, of so many positions, have programs of fewer steps.
-
-    Lists that several heads walk in turn are mixed, see ``heads_at_once``.
-    """
-    return ENDING // max(cdiv(positions, SIDE), 1) if turns == 1 else 0
 
 
 def heads_at_once(rows: int) -> int:

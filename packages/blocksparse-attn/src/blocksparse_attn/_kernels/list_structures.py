@@ -123,9 +123,6 @@ class PairNumbers(NamedTuple):
     chunks: Any  # of an owner's items
     most: Any  # weight of a program of neighbours
     most_apart: Any  # and of others
-    most_last: Any  # the same of the last lists
-    most_last_apart: Any
-    usual: Any  # lists ahead of the last ones
     programs: Any  # bound
     turns: Any
     rows: Any

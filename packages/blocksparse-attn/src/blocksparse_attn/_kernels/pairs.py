@@ -64,14 +64,8 @@ def _cut(tensors, numbers):
         owner = begin + tl.arange(0, OWNERS)
         inside = owner < 2 * numbers.pairs
         _, weights = _weights(owner, inside, tensors, numbers)
-        is_last = owner % numbers.pairs // (numbers.in_blocks // 2) >= numbers.usual
-        most = tl.where(is_last, numbers.most_last, numbers.most)
-        apart = tl.where(is_last, numbers.most_last_apart, numbers.most_apart)
-        most = tl.where(owner < numbers.pairs, most, apart)
+        most = tl.where(owner < numbers.pairs, numbers.most, numbers.most_apart)
         cuts = ((weights + most - 1) // most).to(tl.int32)
-        # no list is without a program
-        is_first = (owner < numbers.pairs) & (owner % (numbers.in_blocks // 2) == 0)
-        cuts = tl.where(inside & is_first, tl.maximum(cuts, 1), cuts)
         tl.store(tensors.first_ptr + owner, ahead + tl.cumsum(cuts, 0) - cuts, mask=inside)
         ahead += tl.sum(cuts, 0)
     tl.store(tensors.first_ptr + 2 * numbers.pairs, ahead)
@@ -227,15 +221,6 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
             tl.store(tensors.items_ptr + target + rank, moved, mask=part < 4)
             tl.store(tensors.out_bits_ptr + target + rank, seen, mask=part < 4)
     tl.store(named, index)
-    if pid < real:
-        before = index * 0 - 1
-        if pid > 0:
-            ahead = tl.load(tensors.places_ptr + pid - 1)
-            _, before = _highest(tl.load(tensors.owner_ptr + ahead), tensors, numbers)
-        if before != index:
-            tl.store(tensors.real_ptr + 1 + index, pid)
-    if pid == 0:
-        tl.store(tensors.real_ptr + 1 + numbers.lists, real)
     for half in tl.static_range(2):
         block, its_moved = owned(owner, half, tensors, numbers)
         is_there = owns(owner, its_moved, numbers) & (program < real)

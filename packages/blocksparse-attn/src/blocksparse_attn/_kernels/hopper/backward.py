@@ -13,7 +13,6 @@ from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory, write
 from ._linked.order import take_number
 from ._linked.pipeline import EMPTY, LOG2E, barriers, coordinates
-from .backward_clears import await_cleared, clear_ahead, say_cleared
 from .backward_lists import find_keys, find_program, find_steps, owned_by
 from .backward_pieces import add_pieces, key_positions, tiles
 from .backward_producer import produce
@@ -87,16 +86,9 @@ def _consume(
     if PIECE < ROWS:
         positions = key_positions(owned_ptr, gl.SliceLayout(1, S), PIECE)
     is_walked = steps.whole + steps.partial + steps.alone > 0
-    CLEARS: gl.constexpr = TILE.MAKES_DQ and tensors.counters_ptr is not None
-    if CLEARS:
-        clear_ahead(W, program, tensors, numbers)
     both = (steps.whole + steps.partial) * TURNS
     total = both + 2 * TURNS * steps.alone
     gradients = _begin(both, is_walked, W, pipeline, TILE)
-    if CLEARS:
-        # what was stored has arrived by now
-        say_cleared(W, program, tensors, numbers)
-        await_cleared(program, tensors, numbers)
     if TILE.MAKES_DQ:
         # dq is one step behind
         say_made(gradients.turn + 1, W)
@@ -273,9 +265,6 @@ def hopper_backward_kernel(
     tiles_k,
     rows,
     list_pieces,
-    ahead,
-    sections,
-    units,
     GROUP: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     PER_HEAD: gl.constexpr,
@@ -314,19 +303,7 @@ def hopper_backward_kernel(
         counters_ptr,
     )
     numbers = BackwardNumbers(
-        scale,
-        batch,
-        heads_k,
-        span,
-        tokens_q,
-        tokens_k,
-        tiles_q,
-        tiles_k,
-        rows,
-        list_pieces,
-        ahead,
-        sections,
-        units,
+        scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces
     )
     OPTIONS: gl.constexpr = BackwardOptions(GROUP, IS_CAUSAL, PER_HEAD, TOP_LEFT)
     TILE: gl.constexpr = BackwardTile(PIECE, HEAD_DIM, HEAD_DIM_V, STAGES, MAKES_DQ)
@@ -336,7 +313,7 @@ def hopper_backward_kernel(
     if not PER_HEAD:
         there *= heads_k
     pid = gl.program_id(0)
-    if counters_ptr is not None:
+    if not MAKES_DQ:
         pid = take_number(counters_ptr)
     # the host knows a bound alone
     if pid < there:

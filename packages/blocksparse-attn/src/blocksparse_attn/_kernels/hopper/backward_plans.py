@@ -17,8 +17,7 @@ from ..structures import RowTensors
 from ._linked.tickets import new_ticket
 from ._linked.tma import MapForm, MapLaunch, TensorMap
 from .backward import hopper_backward_kernel
-from .backward_clears import UNIT
-from .backward_round import prepare_kernel, round_kernel
+from .backward_round import PIECE, prepare_kernel, round_kernel
 from .plans import PANEL, QueryWalk
 from .round_structures import (
     PrepareNumbers,
@@ -39,13 +38,8 @@ from .structures import (
 
 # registers a thread at the start of the backward
 REGISTERS = 168
-# sums that are set to 0 at a time
-PIECE = UNIT.value
 # rows per program of the launch ahead of the backward
 ROWS = 32
-# key heads by which programs clear sums ahead: the first ones of one begin while the last ones of
-# the one before still clear
-AHEAD = 2
 
 
 class RowGradients(QueryWalk):
@@ -93,9 +87,6 @@ class HopperBackward:
             max(PANEL, padded_head_dim(n)) for n in (constants.HEAD_DIM, constants.HEAD_DIM_V)
         )
         self._wide, self._wide_v = wide, wide_v
-        # sums of a sequence's head lie together where sequences have one length
-        may_clear = constants.PER_HEAD and not form.is_packed and not repeats
-        self._ahead = AHEAD if may_clear and form.batch * form.heads_k > AHEAD else 0
         # lists of the layout
         self._lists = form.heads_k if constants.PER_HEAD else 1
         options = PrepareOptions(
@@ -198,29 +189,16 @@ class HopperBackward:
             q.new_empty(SIDE * slots * width, dtype=torch.float32)
             for slots, width in ((slots_q, wide), (slots_k, wide), (slots_k, wide_v))
         )
-        sections = form.batch * form.heads_k
-        counters, pieces = None, dq_sums.numel() // PIECE
-        units = pieces // sections
+        counters = None
         if self._repeats:
             counters = pairs.real.new_zeros(1 + slots_k * (SIDE // self._piece))
-        elif self._ahead:
-            counters = pairs.real.new_empty(1 + sections)
-            pieces = self._ahead * units
         list_pieces = pairs.parts.shape[0] // self._lists
         blocks_q = cdiv(form.extent_q, SIDE)
         scale, offsets = form.options.softmax_scale, x.cu_seqlens_q
-        grid = max(cdiv(lse.numel(), ROWS), slots_k)
+        grid, pieces = max(cdiv(lse.numel(), ROWS), slots_k), dq_sums.numel() // PIECE
         self._prepare[rows.dlse_ptr is not None](
             grid,
-            PrepareTensors(
-                *rows,
-                dq_sums,
-                dk_sums,
-                dv_sums,
-                pairs.parts,
-                offsets,
-                None if self._repeats else counters,
-            ),
+            PrepareTensors(*rows, dq_sums, dk_sums, dv_sums, pairs.parts, offsets),
             PrepareNumbers(
                 lse.shape[-1],
                 lse.numel(),
@@ -234,7 +212,6 @@ class HopperBackward:
                 slots_k,
                 cdiv(pieces, grid),
                 pieces,
-                1 + sections,
             ),
         )
         self._launch(
@@ -262,9 +239,6 @@ class HopperBackward:
                 tiles_k,
                 blocks_q,
                 list_pieces,
-                self._ahead,
-                sections,
-                units,
             ),
         )
         if self._repeats:

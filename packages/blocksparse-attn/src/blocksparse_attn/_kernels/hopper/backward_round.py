@@ -21,6 +21,8 @@ from .round_structures import (
 
 # tokens of a tile of sums
 SIDE = tl.constexpr(64)
+# sums that are set to 0 at a time
+PIECE = 2048
 
 
 @triton.jit
@@ -91,7 +93,6 @@ def _parts(piece, is_owned, head, tensors, numbers, PER_HEAD: tl.constexpr):
         "lse2_ptr",
         "parts_ptr",
         "cu_seqlens_ptr",
-        "counters_ptr",
     ),
 )
 def prepare_kernel(
@@ -106,7 +107,6 @@ def prepare_kernel(
     dv_sums_ptr,
     parts_ptr,
     cu_seqlens_ptr,
-    counters_ptr,
     tokens_q,
     rows,
     stride_dob,
@@ -121,7 +121,6 @@ def prepare_kernel(
     slots_k,
     share,
     pieces,
-    counters,
     PER_HEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -134,8 +133,7 @@ def prepare_kernel(
 ):
     """``delta = sum(out * dout) - dlse`` and ``lse2`` of some rows; a share of the sums is 0.
 
-    Of the sums of dk and dv it is those to which several programs add; of those of dq, ``pieces``,
-    and the programs of the backward may clear the rest.
+    Of the sums of dk and dv it is those to which several programs add.
     """
     tensors = PrepareTensors(
         out_ptr,
@@ -149,7 +147,6 @@ def prepare_kernel(
         dv_sums_ptr,
         parts_ptr,
         cu_seqlens_ptr,
-        counters_ptr,
     )
     numbers = PrepareNumbers(
         tokens_q,
@@ -166,7 +163,6 @@ def prepare_kernel(
         slots_k,
         share,
         pieces,
-        counters,
     )
     OPTIONS: tl.constexpr = PrepareOptions(
         PER_HEAD, TOKENS, HEAD_DIM_V, BLOCK_DV, WIDTH, WIDTH_V, ROW_BYTES_V, BLOCK, PIECE
@@ -178,9 +174,6 @@ def prepare_kernel(
     for _ in range(first, tl.minimum(first + share, pieces)):
         _clear(dq_sums_ptr, PIECE)
         dq_sums_ptr += PIECE
-    if counters_ptr is not None:
-        counter = place * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-        tl.store(counters_ptr + counter, counter * 0, mask=counter < counters)
     if place < slots_k:
         tile, is_owned, _start, head, _seqlen_k = _locate(place, tensors, numbers)
         for i in tl.static_range(SIDE // TOKENS):

@@ -17,7 +17,6 @@ class PrepareTensors(NamedTuple):
     dv_sums_ptr: Any
     parts_ptr: Any
     cu_seqlens_ptr: Any
-    counters_ptr: Any  # int32, to be set to 0, or None
 
 
 class PrepareNumbers(NamedTuple):
@@ -37,7 +36,6 @@ class PrepareNumbers(NamedTuple):
     slots_k: Any  # tiles of sums of dk and dv
     share: Any  # pieces of dq's sums that a program clears
     pieces: Any
-    counters: Any
 
 
 class PrepareOptions(NamedTuple):

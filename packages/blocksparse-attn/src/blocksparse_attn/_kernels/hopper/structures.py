@@ -228,8 +228,8 @@ class BackwardTensors(NamedTuple):
     bits_ptr: Any
     # None where all sequences have one length
     cu_seqlens_ptr: Any
-    # int32, or None: how many programs began, then, where gradients repeat, of each piece of keys
-    # how many have added to its sums, else of each section how many warpgroups have cleared sums
+    # int32, None where any order will do: how many programs began, then of each piece of keys how
+    # many have added to its sums
     counters_ptr: Any
 
 
@@ -246,9 +246,6 @@ class BackwardNumbers(NamedTuple):
     tiles_k: Any
     rows: Any  # rows of blocks of the layout
     list_pieces: Any
-    ahead: Any  # sections, see ``backward_clears``, by which programs clear sums ahead of theirs
-    sections: Any
-    units: Any  # of a section's sums of dq
 
 
 class BackwardOptions(NamedTuple):
