@@ -51,6 +51,7 @@ class Config:
             width,
             getattr(torch, self.dtype).itemsize,
             *self.block,
+            16,
             HEADS_Q // HEADS_K,
             self.shared,
             self.alike,

@@ -96,11 +96,43 @@ def test_who_shares_a_tile():
 @pytest.mark.eager
 def test_lists_of_calls_that_it_refuses_are_the_portable_ones():
     with absent_gpu(HOPPER):
-        choice = (detect("meta"), 128, 2, 64, 64, 4, False, False, True)
+        choice = (detect("meta"), 128, 2, 64, 64, 4, 4, False, False, True)
         assert spec_of("tall", *choice).span == 128
         assert spec_of("portable", *choice).span == 64
         with only_portable():
             assert spec_of("tall", *choice) == spec_of("portable", *choice)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("block", "cols", "shared", "causal", "taken"),
+    [
+        ((64, 64), 2, False, True, True),
+        ((64, 64), 128, False, True, True),
+        ((64, 64), 129, False, True, False),  # longer rows are no faster
+        ((64, 64), 2, False, False, False),
+        ((64, 64), 2, True, True, False),  # two heads share a tile
+        ((32, 32), 2, False, True, False),
+        ((64, 32), 2, False, True, False),
+        ((128, 64), 2, False, True, False),
+        ((128, 128), 2, False, True, False),
+    ],
+)
+def test_who_takes_half_steps(block, cols, shared, causal, taken):
+    """The lists and the launch agree; the layout decides, and whether a call is packed does not."""
+    from blocksparse_attn._kernels.plans import Plan
+
+    pattern, options = Pattern(shared, 4, cols, *block, False, 4), Options(0.1, causal, 0)
+    q, k = (torch.empty(40, n, 128, dtype=torch.bfloat16, device="meta") for n in (4, 2))
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    with absent_gpu(HOPPER):
+        choice = 128, 2, *block, cols, 2, shared, False, causal
+        assert spec_of("tall", detect("meta"), *choice).halves == taken
+        for kind in "short", "portable", "dq":
+            assert not spec_of(kind, detect("meta"), *choice).halves
+        for x in Tensors(q[None], k[None], k[None]), Tensors(q, k, k, cu, cu):
+            launch = Plan(x, pattern, options)._tall.launch
+            assert launch._constants["HALVES"] == taken
 
 
 # ---- what it builds into
@@ -185,10 +217,12 @@ def test_maps_of_packed_queries_end_with_their_tensor():
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("lengths", [(16, 4096, 5000), (16_384, 40_000, 70_001)], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "packed"])
-def test_lengths_make_one_variant(kind):
+def test_lengths_make_one_variant(kind, lengths):
+    """Layouts that have half steps make one, and longer ones another."""
     with counting(HOPPER) as variants:
-        for length in (16, 4096, 5000, 16_384, 70_001):
+        for length in lengths:
             launch_forward(CONFIGS[kind], length)
     assert [len(keys) for keys in variants.values()] == [1]
 

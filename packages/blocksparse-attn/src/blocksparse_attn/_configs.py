@@ -369,15 +369,17 @@ def hopper_shape(head_dim: int, block_q: int, group: int, is_shared: bool) -> Sh
     return Shape(tile, positions, heads, max(positions, block_q), 1, 1)
 
 
-# for comparisons
-HALVES = os.environ.get("BLOCKSPARSE_ATTN_HALVES", "1") != "0"
+# keys that a layout covers, up to which half steps are faster: rows are longer in longer layouts
+HALVED = 8192
 
 
-def has_halves(shape: Shape, block_q: int, block_k: int, causal: bool) -> bool:
+def has_halves(shape: Shape, block_q: int, block_k: int, cols: int, causal: bool) -> bool:
     """Say whether the Hopper kernel's lists tell what either half of a tile sees alone.
 
-    Only under a causal mask: without one lists are searched, and have to be sorted. Of smaller
-    blocks the copying warp would have to know more numbers than it has registers.
+    That depends on the layout, not on a sequence's length, so that a packed sequence has the bits
+    of the same one in the fixed form. Only under a causal mask: without one lists are searched, and
+    have to be sorted. Of smaller blocks the copying warp would have to know more numbers than it
+    has registers.
     """
     is_half = 2 * block_q == 2 * block_k == shape.tile.block_m
-    return HALVES and causal and shape.heads == 1 and is_half
+    return causal and shape.heads == 1 and is_half and cols * block_k <= HALVED

@@ -41,6 +41,7 @@ def spec_of(
     itemsize: int,
     block_q: int,
     block_k: int,
+    cols: int,
     group: int,
     is_shared: bool,
     rows_alike: bool,
@@ -57,6 +58,7 @@ def spec_of(
         itemsize: bytes of a number.
         block_q: queries of a block.
         block_k: keys of a block.
+        cols: columns of blocks of the layout.
         group: query heads per key head.
         is_shared: whether all heads have one pattern.
         rows_alike: whether neighbouring rows resemble each other.
@@ -74,7 +76,7 @@ def spec_of(
         shape = short_shape(platform, head_dim, itemsize, block_q, group, is_shared)
     elif kind == "tall" and suits_hopper(platform, head_dim, itemsize, block_q, block_k, causal):
         shape = hopper_shape(head_dim, block_q, group, is_shared)
-        halves = has_halves(shape, block_q, block_k, causal)
+        halves = has_halves(shape, block_q, block_k, cols, causal)
     else:
         choose = backward_dq_shape if kind == "dq" else tall_shape
         shape = choose(platform, head_dim, itemsize, block_q, group, is_shared, rows_alike)
@@ -191,7 +193,7 @@ def lists_for(
         return tuple(made)
     pattern = layout._pattern
     block_size = pattern.block_q, pattern.block_k
-    of_call = head_dim, itemsize, *block_size, group
+    of_call = head_dim, itemsize, *block_size, pattern.cols, group
     of_layout = pattern.is_shared, pattern.rows_alike
     spec = spec_of(kind, detect(layout.device), *of_call, *of_layout, causal)
     lists = kept.get(spec)

@@ -51,8 +51,9 @@ def _made_of(crow: Tensor, col: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Return what lists are made of, from the arguments of the operator that makes them."""
     cols, block_q, block_k, rows_alike, group, head_dim, itemsize, causal, kind, rule = rest
     # symbols are numbers here
-    of_call = int(head_dim), itemsize, block_q, block_k, int(group), bool(crow.shape[-2] == 1)
-    spec = spec_of(kind, detect(crow.device), *of_call, rows_alike, causal)
+    of_call = int(head_dim), itemsize, block_q, block_k, int(cols), int(group)
+    is_shared = bool(crow.shape[-2] == 1)
+    spec = spec_of(kind, detect(crow.device), *of_call, is_shared, rows_alike, causal)
     return crow.flatten(0, -2), col.flatten(0, -2), cols, (block_q, block_k), spec, rule
 
 

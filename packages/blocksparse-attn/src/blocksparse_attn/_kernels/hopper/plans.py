@@ -98,7 +98,7 @@ class QueryWalk:
             PER_HEAD=constants.PER_HEAD,
             SHORT=short,
             TOP_LEFT=constants.TOP_LEFT,
-            HALVES=has_halves(shape, pattern.block_q, pattern.block_k, constants.IS_CAUSAL),
+            HALVES=has_halves(shape, *pattern[3:5], pattern.cols, constants.IS_CAUSAL),
         )
         sizes = ForwardTile(tile.rows, tile.block_n, wide, wide_v, tile.stages_k, tile.stages_v)
         self.launch = launch_of(
