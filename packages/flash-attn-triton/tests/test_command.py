@@ -120,8 +120,8 @@ BESIDE = {
         (bias_gradient, call(head_dim=128, bias=BIAS), call(head_dim=136, bias=BIAS)),
         (
             bias_gradient,
-            call(32768, bias=empty(1, 1, 32768, 32768)),
-            call(32896, bias=empty(1, 1, 32896, 32896)),
+            (call(32768, bias=empty(1, 2, 32768, 32768)), PLAIN._replace(dropout_p=0.1)),
+            (call(32896, bias=empty(1, 2, 32896, 32896)), PLAIN._replace(dropout_p=0.1)),
         ),
     ],
     "backward, fixed lengths to": [

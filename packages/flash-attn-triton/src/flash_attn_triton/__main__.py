@@ -72,7 +72,7 @@ PORTABLE = (
     ),
     (
         "gradient of a bias that has no row per query, is expanded, or is not of the dtype of q; "
-        "of packed calls, with softcap, with a head dim above 128, of over 4 GiB of scores to be summed",
+        "of packed calls, with softcap, with a head dim above 128, to sum over 4 GiB of scores",
         "it is summed from the gradients of all scores, which these calls have no memory or form "
         "for",
     ),
