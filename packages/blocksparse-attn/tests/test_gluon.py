@@ -229,7 +229,10 @@ def uneven() -> Case:
     return case.with_options(layout=BlockSparseLayout.from_dense(kept, 64))
 
 
-def test_what_one_half_of_a_tile_sees_alone(serve, reverse):
+@pytest.mark.parametrize("halved", [_configs.HALVED, 0], ids=["halves", "whole"])
+def test_what_one_half_of_a_tile_sees_alone(halved, serve, reverse, monkeypatch):
+    """Also where a layout is too long for half steps."""
+    monkeypatch.setattr(_configs, "HALVED", halved)
     serve(reverse)
     check(uneven(), grad=False)
 

@@ -11,7 +11,7 @@ import triton
 from attn_common import detect
 from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn._call import Bounds, Options, Pattern, Tensors, Walks
-from blocksparse_attn._configs import hopper_shape, hopper_tile, takes_hopper_forward
+from blocksparse_attn._configs import HALVED, hopper_shape, hopper_tile, takes_hopper_forward
 from blocksparse_attn._kept_lists import spec_of
 
 from ._aot import Config, launch_forward
@@ -139,6 +139,7 @@ def test_who_takes_half_steps(block, cols, shared, causal, taken):
 
 CONFIGS = {
     "causal": Config(128),
+    "long": Config(128),
     "full": Config(128, causal=False),
     "packed": Config(128, packed=True),
     "packed full": Config(128, packed=True, causal=False),
@@ -154,6 +155,7 @@ CONFIGS = {
 # tiles of queries, and in ``smallest`` what the copying warp knows of a step's eight blocks.
 SPILLS = {
     "causal": (0, 48),
+    "long": (0, 48),
     "full": (0, 48),
     "packed": (0, 32),
     "packed full": (0, 16),
@@ -172,7 +174,8 @@ IS_OLD = triton.__version__.startswith("3.6.")
 @pytest.mark.parametrize("kind", chosen(CONFIGS, ["packed", "smallest"]))
 def test_builds(kind, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
-        launch_forward(CONFIGS[kind])
+        # a layout that is too long for half steps
+        launch_forward(CONFIGS[kind], 2 * HALVED if kind == "long" else 1024)
     (build,) = builds
     assert build.kernel == "hopper_forward_kernel"
     assert build.shared <= GPUS[HOPPER].shared_limit, build
