@@ -317,13 +317,13 @@ INTEGER_SPILLS = (160, 216)
     chosen(
         [
             (Config(64, cache="float8_e4m3fn"), WIDE_SPILLS),
-            (Config(256, "float16", "float8_e5m2", page=1), (160, 208)),
+            (Config(256, "float16", "float8_e5m2", page=1), (160, 200)),
             (Config(96, cache="float8_e5m2", page=128), WIDE_SPILLS),
             (Config(128, cache="float8_e4m3fn", dense=True), WIDE_SPILLS),
             *((Config(d, cache="uint8"), INTEGER_SPILLS) for d in HEAD_DIMS),
             *((Config(d, "float16", cache="int8", page=1), INTEGER_SPILLS) for d in HEAD_DIMS),
             (Config(128, cache="int8", dense=True), INTEGER_SPILLS),
-            (Config(128, cache="int8", rich=True), (160, 336)),
+            (Config(128, cache="int8", rich=True), (160, 328)),
         ],
         [
             (Config(128, cache="float8_e4m3fn"), WIDE_SPILLS),
