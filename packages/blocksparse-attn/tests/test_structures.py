@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
 
 import pytest
 from attn_common import has_gluon
@@ -11,7 +10,6 @@ from blocksparse_attn._kernels import structures as s
 from blocksparse_attn._kernels.backward_dkdv import _dkdv_kernel
 from blocksparse_attn._kernels.backward_dq import _dq_kernel
 from blocksparse_attn._kernels.backward_rows import _row_kernel
-from blocksparse_attn._kernels.entries import entry
 from blocksparse_attn._kernels.forward import _forward_kernel
 from blocksparse_attn._kernels.merge import _merge_kernel
 
@@ -22,48 +20,9 @@ PORTABLE = [
     (_forward_kernel, (*FORWARD, s.TileOptions)),
     (_merge_kernel, (s.MergeTensors, s.MergeNumbers, s.MergeOptions, s.TileOptions)),
     (_row_kernel, (s.RowTensors, s.RowNumbers, s.RowOptions)),
-    (_dkdv_kernel, (s.GradientTensors, s.GradientNumbers, s.Options, s.TileOptions)),
-    (
-        _dq_kernel,
-        (s.GradientTensors, s.GradientNumbers, s.Options, s.QueryOptions, s.TileOptions),
-    ),
+    (_dkdv_kernel, (s.KeyTensors, s.GradientNumbers, s.Options, s.KeyTileOptions)),
+    (_dq_kernel, (s.QueryTensors, s.GradientNumbers, s.Options, s.QueryOptions, s.TileOptions)),
 ]
-
-
-class Pair(NamedTuple):
-    x_ptr: Any
-    y_ptr: Any
-
-
-class Sizes(NamedTuple):
-    rows: Any
-    cols: Any
-
-
-class Constants(NamedTuple):
-    BLOCK: Any
-
-
-def _recorded(**options):
-    return lambda function: (function, options)
-
-
-@entry(_recorded, Pair, Sizes, Constants)
-def _add(tensors, numbers, OPTIONS: Any):
-    """Add what is given in pairs."""
-    # not the constant
-    return tensors.x_ptr + tensors.y_ptr, numbers.rows - numbers.cols, OPTIONS
-
-
-def test_an_entry_makes_structures_of_its_parameters():
-    function, options = _add
-    assert function(1, 2, 3, 5, BLOCK=7) == (3, -2, Constants(7))
-    assert function.__name__ == "_add"
-    assert options == {
-        "do_not_specialize": ("rows", "cols"),
-        "do_not_specialize_on_alignment": ("x_ptr", "y_ptr"),
-    }
-    assert "    # not the constant\n" in inspect.getsource(function)
 
 
 def assert_parameters(kernel, structures):

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import INF, LOG2E, dot, dot_add, settle
-from .entries import entry
 from .primitives import (
     NO_BLOCK,
     count_steps,
@@ -24,12 +23,12 @@ from .schedule import locate_keys, query_walk
 from .structures import (
     Columns,
     GradientNumbers,
-    GradientTensors,
     Grid,
+    KeyTensors,
+    KeyTileOptions,
     Options,
     Ranges,
     RowPointers,
-    TileOptions,
 )
 
 
@@ -138,84 +137,201 @@ def _dkdv_walk(
     return dk, dv
 
 
-@entry(triton.jit, GradientTensors, GradientNumbers, Options, TileOptions)
-def _dkdv_kernel(tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(
+    do_not_specialize=GradientNumbers._fields,
+    do_not_specialize_on_alignment=KeyTensors._fields,
+)
+def _dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    begin_ptr,
+    whole_ptr,
+    items_ptr,
+    members_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    rule_ptr,
+    scale,
+    batch,
+    heads_q,
+    tokens_q,
+    tokens_k,
+    tiles,
+    span,
+    list_rows,
+    list_stride,
+    extent,
+    rule_stride,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ROW_BYTES_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    SETTLE: tl.constexpr,
+):
     """``dv = p^T dout``, ``dk = scale * (p * (dout v^T - delta))^T q``, of one tile of keys.
 
     ``p = exp(scale * q k^T - lse)`` over the kept blocks, of all query heads of the key head.
     """
-    batch, heads_q, tokens_q = numbers.batch, numbers.heads_q, numbers.tokens_q
-    heads_k = heads_q // OPTIONS.GROUP
-    grid = Grid(
-        tensors.cu_seqlens_q_ptr,
-        tensors.cu_seqlens_k_ptr,
-        batch,
-        heads_k,
-        tokens_q,
-        numbers.tokens_k,
-        numbers.tiles,
-        numbers.span,
-        1,
+    tensors = KeyTensors(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        dout_ptr,
+        lse2_ptr,
+        delta_ptr,
+        dk_ptr,
+        dv_ptr,
+        begin_ptr,
+        whole_ptr,
+        items_ptr,
+        members_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        rule_ptr,
     )
-    work = locate_keys(tl.program_id(0), grid, TILE.BLOCK_N, OPTIONS.IS_CAUSAL, OPTIONS.TOP_LEFT)
+    numbers = GradientNumbers(
+        scale,
+        batch,
+        heads_q,
+        tokens_q,
+        tokens_k,
+        tiles,
+        span,
+        list_rows,
+        list_stride,
+        extent,
+        rule_stride,
+        stride_dob,
+        stride_dos,
+        stride_doh,
+        stride_qb,
+        stride_qs,
+        stride_qh,
+        stride_kb,
+        stride_ks,
+        stride_kh,
+        stride_vb,
+        stride_vs,
+        stride_vh,
+    )
+    OPTIONS: tl.constexpr = Options(
+        GROUP,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_D,
+        BLOCK_DV,
+        ROW_BYTES,
+        ROW_BYTES_V,
+        BLOCK_Q,
+        BLOCK_K,
+        IS_CAUSAL,
+        PER_HEAD,
+        TOP_LEFT,
+    )
+    TILE: tl.constexpr = KeyTileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST, SETTLE)
+    heads_k = heads_q // GROUP
+    grid = Grid(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_k, tokens_q, tokens_k, tiles, span, 1
+    )
+    work = locate_keys(tl.program_id(0), grid, BLOCK_N, IS_CAUSAL, TOP_LEFT)
     tile, sequence, head_k, q_start, k_start, seqlen_q, seqlen_k, diagonal = work
     if tile < 0:
         return
     batch_64 = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
-    keys = tile * TILE.BLOCK_N + tl.arange(0, TILE.BLOCK_N)  # [BLOCK_N]
-    cols_d = tl.arange(0, OPTIONS.BLOCK_D)  # [BLOCK_D]
-    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
+    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     keys_64 = keys.to(tl.int64)
     inside = keys < seqlen_k
-    k_base = tensors.k_ptr + batch_64 * numbers.stride_kb + k_start * numbers.stride_ks
-    k_base += head_k_64 * numbers.stride_kh
-    k_at = keys_64 * numbers.stride_ks
-    k = load_rows(k_base, k_at, inside, OPTIONS, False, True)  # [BLOCK_N, BLOCK_D]
-    v_base = tensors.v_ptr + batch_64 * numbers.stride_vb + k_start * numbers.stride_vs
-    v_base += head_k_64 * numbers.stride_vh
-    v_at = keys_64 * numbers.stride_vs
-    v = load_rows(v_base, v_at, inside, OPTIONS, True, True)  # [BLOCK_N, BLOCK_DV]
-    q_ptr = tensors.q_ptr + batch_64 * numbers.stride_qb + q_start * numbers.stride_qs
-    dout_ptr = tensors.dout_ptr + batch_64 * numbers.stride_dob + q_start * numbers.stride_dos
-    if tensors.cu_seqlens_q_ptr is None:
+    k = load_rows(
+        k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh,
+        keys_64 * stride_ks,
+        inside,
+        OPTIONS,
+        False,
+        True,
+    )  # [BLOCK_N, BLOCK_D]
+    v = load_rows(
+        v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh,
+        keys_64 * stride_vs,
+        inside,
+        OPTIONS,
+        True,
+        True,
+    )  # [BLOCK_N, BLOCK_DV]
+    q_ptr += batch_64 * stride_qb + q_start * stride_qs
+    dout_ptr += batch_64 * stride_dob + q_start * stride_dos
+    if cu_seqlens_q_ptr is None:
         row_at = batch_64 * heads_q * tokens_q
     else:
         row_at = q_start
 
-    rule_ptr = tensors.rule_ptr
+    own_rule_ptr = rule_ptr
     if rule_ptr is not None:
-        rule_ptr += batch_64 * numbers.rule_stride
-    SPAN: tl.constexpr = TILE.BLOCK_N if TILE.BLOCK_N > OPTIONS.BLOCK_K else OPTIONS.BLOCK_K
-    bits = (keys % SPAN) // OPTIONS.BLOCK_K
-    seen, whole, count, seen_end, cut, cut_end = query_walk(work, tensors, numbers, OPTIONS, TILE)
+        own_rule_ptr += batch_64 * rule_stride
+    SPAN: tl.constexpr = BLOCK_N if BLOCK_N > BLOCK_K else BLOCK_K
+    bits = (keys % SPAN) // BLOCK_K
+    walk = query_walk(work, tensors, numbers, OPTIONS, TILE)
+    seen, whole, count, seen_end, cut, cut_end = walk
     rest = whole + count
     columns = Columns(keys, bits, diagonal, seqlen_q, seqlen_k)
-    dk = tl.zeros([TILE.BLOCK_N, OPTIONS.BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
-    dv = tl.zeros([TILE.BLOCK_N, OPTIONS.BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     for masked in tl.static_range(2):
         if masked == 1:
             ranges = Ranges(seen, whole - seen, rest, seen_end - rest, cut, cut_end - cut)
         else:
             ranges = Ranges(seen, count * 0, whole, count, cut, count * 0)
-        lse2_ptr, delta_ptr = tensors.lse2_ptr + row_at, tensors.delta_ptr + row_at
-        queries = RowPointers(q_ptr, dout_ptr, lse2_ptr, delta_ptr, head_k, rule_ptr)
+        queries = RowPointers(
+            q_ptr, dout_ptr, lse2_ptr + row_at, delta_ptr + row_at, head_k, own_rule_ptr
+        )
         dk, dv = _dkdv_walk(
             dk, dv, k, v, queries, ranges, columns, tensors, numbers, masked == 1, OPTIONS, TILE
         )
 
     # dk and dv are contiguous: [tokens, heads_k, width]
-    token = batch_64 * numbers.tokens_k if tensors.cu_seqlens_k_ptr is None else k_start
-    first = (token + tile * TILE.BLOCK_N) * heads_k + head_k
+    token = batch_64 * tokens_k if cu_seqlens_k_ptr is None else k_start
+    first = (token + tile * BLOCK_N) * heads_k + head_k
     # addresses live through the walk: a scalar in 64 bits, and what a tile spans in 32
-    row = (tl.arange(0, TILE.BLOCK_N) * heads_k)[:, None]
+    row = (tl.arange(0, BLOCK_N) * heads_k)[:, None]
     tl.store(
-        tensors.dk_ptr + first * OPTIONS.HEAD_DIM + (row * OPTIONS.HEAD_DIM + cols_d[None, :]),
-        (dk * numbers.scale).to(tensors.dk_ptr.dtype.element_ty),
-        mask=inside[:, None] & (cols_d < OPTIONS.HEAD_DIM)[None, :],
+        dk_ptr + first * HEAD_DIM + (row * HEAD_DIM + cols_d[None, :]),
+        (dk * scale).to(dk_ptr.dtype.element_ty),
+        mask=inside[:, None] & (cols_d < HEAD_DIM)[None, :],
     )
     tl.store(
-        tensors.dv_ptr + first * OPTIONS.HEAD_DIM_V + (row * OPTIONS.HEAD_DIM_V + cols_dv[None, :]),
-        dv.to(tensors.dv_ptr.dtype.element_ty),
-        mask=inside[:, None] & (cols_dv < OPTIONS.HEAD_DIM_V)[None, :],
+        dv_ptr + first * HEAD_DIM_V + (row * HEAD_DIM_V + cols_dv[None, :]),
+        dv.to(dv_ptr.dtype.element_ty),
+        mask=inside[:, None] & (cols_dv < HEAD_DIM_V)[None, :],
     )

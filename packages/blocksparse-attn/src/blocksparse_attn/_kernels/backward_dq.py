@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import INF, LOG2E, dot, dot_add
-from .entries import entry
 from .primitives import (
     NO_BLOCK,
     count_steps,
@@ -14,13 +13,14 @@ from .primitives import (
     sees,
     tokens_of,
 )
-from .schedule import key_ranges, key_walk, locate_queries, rows_of
+from .schedule import key_walk, locate_queries, rows_of
 from .structures import (
     GradientNumbers,
-    GradientTensors,
     Grid,
     Options,
     QueryOptions,
+    QueryTensors,
+    Ranges,
     RowValues,
     TileOptions,
 )
@@ -79,84 +79,197 @@ def _dq_walk(
     return dq
 
 
-@entry(triton.jit, GradientTensors, GradientNumbers, Options, QueryOptions, TileOptions)
-def _dq_kernel(tensors, numbers, OPTIONS: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(
+    do_not_specialize=GradientNumbers._fields,
+    do_not_specialize_on_alignment=QueryTensors._fields,
+)
+def _dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse2_ptr,
+    delta_ptr,
+    dq_ptr,
+    begin_ptr,
+    whole_ptr,
+    items_ptr,
+    members_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    rule_ptr,
+    scale,
+    batch,
+    heads_q,
+    tokens_q,
+    tokens_k,
+    tiles,
+    span,
+    list_rows,
+    list_stride,
+    extent,
+    rule_stride,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ROW_BYTES_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PACKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROW_MEMBERS: tl.constexpr,
+    HEAD_MEMBERS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """``dq = scale * (p * (dout v^T - delta)) k`` of one tile of queries.
 
     ``p = exp(scale * q k^T - lse)`` over the kept blocks.
     """
-    batch, heads_q, tokens_q = numbers.batch, numbers.heads_q, numbers.tokens_q
-    grid = Grid(
-        tensors.cu_seqlens_q_ptr,
-        tensors.cu_seqlens_k_ptr,
+    tensors = QueryTensors(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        dout_ptr,
+        lse2_ptr,
+        delta_ptr,
+        dq_ptr,
+        begin_ptr,
+        whole_ptr,
+        items_ptr,
+        members_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        rule_ptr,
+    )
+    numbers = GradientNumbers(
+        scale,
         batch,
-        heads_q // OPTIONS.GROUP * QUERIES.PACKS,
+        heads_q,
         tokens_q,
-        numbers.tokens_k,
-        numbers.tiles,
-        numbers.span,
-        1,
+        tokens_k,
+        tiles,
+        span,
+        list_rows,
+        list_stride,
+        extent,
+        rule_stride,
+        stride_dob,
+        stride_dos,
+        stride_doh,
+        stride_qb,
+        stride_qs,
+        stride_qh,
+        stride_kb,
+        stride_ks,
+        stride_kh,
+        stride_vb,
+        stride_vs,
+        stride_vh,
     )
-    work = locate_queries(
-        tl.program_id(0), grid, QUERIES.POSITIONS, False, OPTIONS.IS_CAUSAL, 0, OPTIONS.TOP_LEFT
+    OPTIONS: tl.constexpr = Options(
+        GROUP,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_D,
+        BLOCK_DV,
+        ROW_BYTES,
+        ROW_BYTES_V,
+        BLOCK_Q,
+        BLOCK_K,
+        IS_CAUSAL,
+        PER_HEAD,
+        TOP_LEFT,
     )
+    QUERIES: tl.constexpr = QueryOptions(POSITIONS, HEADS, PACKS, SPAN, ROW_MEMBERS, HEAD_MEMBERS)
+    TILE: tl.constexpr = TileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST)
+    units = heads_q // GROUP * PACKS
+    grid = Grid(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, 1
+    )
+    work = locate_queries(tl.program_id(0), grid, POSITIONS, False, IS_CAUSAL, 0, TOP_LEFT)
     tile, is_alive, sequence, unit, _, q_start, k_start, seqlen_q, _, diagonal = work
     if not is_alive:
         return
     # padding around the sequences has no row in per-sequence tensors
     batch_64 = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
-    head_k = unit // QUERIES.PACKS
-    m = tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
-    in_group = unit % QUERIES.PACKS * QUERIES.HEADS + m % QUERIES.HEADS
-    positions = tile * QUERIES.POSITIONS + m // QUERIES.HEADS
+    head_k = unit // PACKS
+    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    in_group = unit % PACKS * HEADS + m % HEADS
+    positions = tile * POSITIONS + m // HEADS
     rows = positions - diagonal
-    heads = (head_k * OPTIONS.GROUP + in_group).to(tl.int64)
-    inside = (rows >= 0) & (rows < seqlen_q) & (in_group < OPTIONS.GROUP)
+    heads = (head_k * GROUP + in_group).to(tl.int64)
+    inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
     rows_64 = rows.to(tl.int64)
-    cols_d = tl.arange(0, OPTIONS.BLOCK_D)  # [BLOCK_D]
-    if tensors.cu_seqlens_q_ptr is None:
+    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    if cu_seqlens_q_ptr is None:
         row_at = (batch_64 * heads_q + heads) * tokens_q + rows
         token = batch_64 * tokens_q
     else:
         row_at = heads * tokens_q + q_start + rows
         token = q_start
-    lse2 = tl.load(tensors.lse2_ptr + row_at, mask=inside, other=INF)
-    delta = tl.load(tensors.delta_ptr + row_at, mask=inside, other=0.0)
+    lse2 = tl.load(lse2_ptr + row_at, mask=inside, other=INF)
+    delta = tl.load(delta_ptr + row_at, mask=inside, other=0.0)
     # what arrives at a row without keys counts for nothing, NaN neither
     sees = inside & (lse2 < INF)
     q = load_rows(
-        tensors.q_ptr + batch_64 * numbers.stride_qb + q_start * numbers.stride_qs,
-        rows_64 * numbers.stride_qs + heads * numbers.stride_qh,
+        q_ptr + batch_64 * stride_qb + q_start * stride_qs,
+        rows_64 * stride_qs + heads * stride_qh,
         sees,
         OPTIONS,
         False,
         True,
     )  # [BLOCK_M, BLOCK_D]
     dout = load_rows(
-        tensors.dout_ptr + batch_64 * numbers.stride_dob + q_start * numbers.stride_dos,
-        rows_64 * numbers.stride_dos + heads * numbers.stride_doh,
+        dout_ptr + batch_64 * stride_dob + q_start * stride_dos,
+        rows_64 * stride_dos + heads * stride_doh,
         sees,
         OPTIONS,
         True,
         True,
     )  # [BLOCK_M, BLOCK_DV]
     head_k_64 = head_k.to(tl.int64)
-    k_base = tensors.k_ptr + batch_64 * numbers.stride_kb + k_start * numbers.stride_ks
-    k_base += head_k_64 * numbers.stride_kh
-    v_base = tensors.v_ptr + batch_64 * numbers.stride_vb + k_start * numbers.stride_vs
-    v_base += head_k_64 * numbers.stride_vh
+    k_base = k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh
+    v_base = v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh
 
     standing = rows_of(work, positions, tensors, numbers, OPTIONS, QUERIES)
-    walk = key_walk(work, standing.last_position, tensors, numbers, OPTIONS, QUERIES, TILE)
+    PER_STEP: tl.constexpr = BLOCK_N // BLOCK_K if BLOCK_N > BLOCK_K else 1
+    walk = key_walk(work, standing.last_position, tensors, numbers, OPTIONS, QUERIES, PER_STEP)
     values = RowValues(q, dout, lse2, delta)
-    dq = tl.zeros([TILE.BLOCK_M, OPTIONS.BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     for masked in tl.static_range(2):
+        if masked == 1:
+            ranges = Ranges(walk.rest, walk.rests, walk.cut, walk.cuts, walk.cut, 0)
+        else:
+            ranges = Ranges(walk.start, walk.whole, walk.start, walk.cuts * 0, walk.start, 0)
         dq = _dq_walk(
             dq,
             values,
             k_base,
             v_base,
-            key_ranges(walk, masked == 1),
+            ranges,
             standing,
             tensors,
             numbers,
@@ -166,13 +279,13 @@ def _dq_kernel(tensors, numbers, OPTIONS: tl.constexpr, QUERIES: tl.constexpr, T
             TILE,
         )
     # dq is contiguous: [tokens, heads_q, HEAD_DIM]
-    first_row = tile * QUERIES.POSITIONS - diagonal
-    first_head = head_k * OPTIONS.GROUP + unit % QUERIES.PACKS * QUERIES.HEADS
+    first_row = tile * POSITIONS - diagonal
+    first_head = head_k * GROUP + unit % PACKS * HEADS
     # addresses live through the walk: a scalar in 64 bits, and what a tile spans in 32
-    dq_ptr = tensors.dq_ptr + ((token + first_row) * heads_q + first_head) * OPTIONS.HEAD_DIM
-    at = (m // QUERIES.HEADS * heads_q + m % QUERIES.HEADS) * OPTIONS.HEAD_DIM
+    dq_ptr += ((token + first_row) * heads_q + first_head) * HEAD_DIM
+    at = (m // HEADS * heads_q + m % HEADS) * HEAD_DIM
     tl.store(
         dq_ptr + (at[:, None] + cols_d[None, :]),
-        (dq * numbers.scale).to(dq_ptr.dtype.element_ty),
-        mask=inside[:, None] & (cols_d < OPTIONS.HEAD_DIM)[None, :],
+        (dq * scale).to(dq_ptr.dtype.element_ty),
+        mask=inside[:, None] & (cols_d < HEAD_DIM)[None, :],
     )

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import INF, LOG2E, NEG_INF
-from .entries import entry
 from .primitives import load_rows
 from .structures import RowNumbers, RowOptions, RowTensors
 
@@ -40,7 +39,30 @@ def number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
     tl.store(tensors.lse2_ptr + row, tl.where(lse == NEG_INF, INF, lse * LOG2E), mask=inside)
 
 
-@entry(triton.jit, RowTensors, RowNumbers, RowOptions)
-def _row_kernel(tensors, numbers, OPTIONS: tl.constexpr):
+@triton.jit(
+    do_not_specialize=RowNumbers._fields,
+    do_not_specialize_on_alignment=RowTensors._fields,
+)
+def _row_kernel(
+    out_ptr,
+    dout_ptr,
+    lse_ptr,
+    dlse_ptr,
+    delta_ptr,
+    lse2_ptr,
+    tokens_q,
+    rows,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    heads_q,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROW_BYTES_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)`` of a program's rows."""
+    tensors = RowTensors(out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr)
+    numbers = RowNumbers(tokens_q, rows, stride_dob, stride_dos, stride_doh, heads_q)
+    OPTIONS: tl.constexpr = RowOptions(HEAD_DIM_V, BLOCK_DV, ROW_BYTES_V, BLOCK)
     number_rows(tl.program_id(0), tensors, numbers, OPTIONS)

@@ -145,14 +145,6 @@ class QueryTiles:
         return min(max(1, fitting), max(1, form.batch * self.units))
 
 
-def select(kind: Any, *structures: Any, **others: Any) -> Any:
-    """Return a structure of constants that others hold by the same names."""
-    known = dict(others)
-    for structure in structures:
-        known |= structure._asdict()
-    return kind(*(known[name] for name in kind._fields))
-
-
 def launch_of(
     kernel: Any, *constants: Any, of: type[Launch] | None = None, **compiler: int
 ) -> Launch:
@@ -163,10 +155,11 @@ def launch_of(
     return (of or Launch)(kernel, merged | compiler)
 
 
-def launch_on(kernel: Any, tile: Tile, *constants: Any, settle: bool = False) -> Launch:
+def launch_on(kernel: Any, tile: Tile, *constants: Any, settle: bool | None = None) -> Launch:
     """Return the launch of a kernel that works on tiles of scores."""
-    sides = tile.block_m, tile.block_n, tile.precision
-    options = structures.TileOptions(*sides, interpreted(), settle)
+    options: Any = structures.TileOptions(tile.block_m, tile.block_n, tile.precision, interpreted())
+    if settle is not None:
+        options = structures.KeyTileOptions(*options, settle)
     compiler = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return launch_of(kernel, *constants, options, **compiler)
 

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LOG2E, NEG_INF, dot, dot_add
-from .entries import entry
 from .merge import store_rows
 from .primitives import (
     NO_BLOCK,
@@ -23,7 +22,7 @@ from .primitives import (
     sees,
     tokens_of,
 )
-from .schedule import key_ranges, key_walk, locate_queries, rows_of
+from .schedule import key_walk, locate_queries, rows_of
 from .structures import (
     ForwardNumbers,
     ForwardOptions,
@@ -32,6 +31,7 @@ from .structures import (
     Keys,
     Options,
     QueryOptions,
+    Ranges,
     Softmax,
     TileOptions,
 )
@@ -191,76 +191,182 @@ def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr
     tl.store(tensors.part_out_ptr + at, out, mask=(cols_dv < HEAD_DIM_V)[None, :])
 
 
-@entry(
-    triton.jit, ForwardTensors, ForwardNumbers, Options, QueryOptions, ForwardOptions, TileOptions
+@triton.jit(
+    do_not_specialize=ForwardNumbers._fields,
+    do_not_specialize_on_alignment=ForwardTensors._fields,
 )
 def _forward_kernel(
-    tensors,
-    numbers,
-    OPTIONS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    FORWARD: tl.constexpr,
-    TILE: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
+    begin_ptr,
+    whole_ptr,
+    items_ptr,
+    members_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    block_table_ptr,
+    rule_ptr,
+    scale,
+    batch,
+    heads_q,
+    tokens_q,
+    tokens_k,
+    tiles,
+    span,
+    splits,
+    fills,
+    list_rows,
+    list_stride,
+    extent,
+    stride_table,
+    rule_stride,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    ROW_BYTES_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PACKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROW_MEMBERS: tl.constexpr,
+    HEAD_MEMBERS: tl.constexpr,
+    PAGE: tl.constexpr,
+    IS_SHORT: tl.constexpr,
+    SHORT: tl.constexpr,
+    FOLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
 
     A program writes one tile of queries, or what a split of its keys gives.
     """
-    batch, splits, stride_qs = numbers.batch, numbers.splits, numbers.stride_qs
-    grid = Grid(
-        tensors.cu_seqlens_q_ptr,
-        tensors.cu_seqlens_k_ptr,
+    tensors = ForwardTensors(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        out_ptr,
+        lse_ptr,
+        part_out_ptr,
+        part_lse_ptr,
+        begin_ptr,
+        whole_ptr,
+        items_ptr,
+        members_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        block_table_ptr,
+        rule_ptr,
+    )
+    numbers = ForwardNumbers(
+        scale,
         batch,
-        numbers.heads_q // OPTIONS.GROUP * QUERIES.PACKS,
-        numbers.tokens_q,
-        numbers.tokens_k,
-        numbers.tiles,
-        numbers.span,
+        heads_q,
+        tokens_q,
+        tokens_k,
+        tiles,
+        span,
         splits,
+        fills,
+        list_rows,
+        list_stride,
+        extent,
+        stride_table,
+        rule_stride,
+        stride_qb,
+        stride_qs,
+        stride_qh,
+        stride_kb,
+        stride_ks,
+        stride_kh,
+        stride_vb,
+        stride_vs,
+        stride_vh,
     )
-    work = locate_queries(
-        tl.program_id(0),
-        grid,
-        QUERIES.POSITIONS,
-        FORWARD.IS_SHORT,
-        OPTIONS.IS_CAUSAL,
-        FORWARD.SHORT,
-        OPTIONS.TOP_LEFT,
+    OPTIONS: tl.constexpr = Options(
+        GROUP,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_D,
+        BLOCK_DV,
+        ROW_BYTES,
+        ROW_BYTES_V,
+        BLOCK_Q,
+        BLOCK_K,
+        IS_CAUSAL,
+        PER_HEAD,
+        TOP_LEFT,
     )
+    QUERIES: tl.constexpr = QueryOptions(POSITIONS, HEADS, PACKS, SPAN, ROW_MEMBERS, HEAD_MEMBERS)
+    FORWARD: tl.constexpr = ForwardOptions(PAGE, IS_SHORT, SHORT, FOLD)
+    TILE: tl.constexpr = TileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST)
+    units = heads_q // GROUP * PACKS
+    grid = Grid(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, span, splits
+    )
+    work = locate_queries(tl.program_id(0), grid, POSITIONS, IS_SHORT, IS_CAUSAL, SHORT, TOP_LEFT)
     tile, is_alive, sequence, unit, split, q_start, k_start, seqlen_q, _, diagonal = work
-    head_k = unit // QUERIES.PACKS
-    pack = unit % QUERIES.PACKS
-    m = tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
-    in_group = pack * QUERIES.HEADS + m % QUERIES.HEADS
-    if FORWARD.IS_SHORT and tensors.cu_seqlens_q_ptr is not None:
-        _fill_padding(work, in_group, tensors, numbers, OPTIONS, QUERIES, TILE.BLOCK_M)
+    head_k = unit // PACKS
+    pack = unit % PACKS
+    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    in_group = pack * HEADS + m % HEADS
+    if IS_SHORT and cu_seqlens_q_ptr is not None:
+        _fill_padding(work, in_group, tensors, numbers, OPTIONS, QUERIES, BLOCK_M)
     if not is_alive:
         return
     # padding around the sequences has no row in per-sequence tensors
     batch_64 = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
-    positions = tile * QUERIES.POSITIONS + m // QUERIES.HEADS  # [BLOCK_M]
+    positions = tile * POSITIONS + m // HEADS  # [BLOCK_M]
     rows = positions - diagonal
-    heads = head_k * OPTIONS.GROUP + in_group
-    inside = (rows >= 0) & (rows < seqlen_q) & (in_group < OPTIONS.GROUP)
-    q_at = rows.to(tl.int64) * stride_qs + heads.to(tl.int64) * numbers.stride_qh
-    q_base = tensors.q_ptr + batch_64 * numbers.stride_qb + q_start * stride_qs
-    q = load_rows(q_base, q_at, inside, OPTIONS, False, True)  # [BLOCK_M, BLOCK_D]
-    k_base, v_base = _key_bases(batch_64, k_start, head_k, tensors, numbers, FORWARD.PAGE)
-    table_ptr = tensors.block_table_ptr
-    if FORWARD.PAGE:
-        table_ptr += batch_64 * numbers.stride_table
+    heads = head_k * GROUP + in_group
+    inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
+    q_at = rows.to(tl.int64) * stride_qs + heads.to(tl.int64) * stride_qh
+    q = load_rows(
+        q_ptr + batch_64 * stride_qb + q_start * stride_qs, q_at, inside, OPTIONS, False, True
+    )  # [BLOCK_M, BLOCK_D]
+    k_base, v_base = _key_bases(batch_64, k_start, head_k, tensors, numbers, PAGE)
+    table_ptr = block_table_ptr
+    if PAGE:
+        table_ptr += batch_64 * stride_table
 
     standing = rows_of(work, positions, tensors, numbers, OPTIONS, QUERIES)
-    walk = key_walk(work, standing.last_position, tensors, numbers, OPTIONS, QUERIES, TILE)
-    m_i = tl.full([TILE.BLOCK_M], NEG_INF, tl.float32)  # [BLOCK_M]
-    l_i = tl.zeros([TILE.BLOCK_M], tl.float32)  # [BLOCK_M]
-    acc = tl.zeros([TILE.BLOCK_M, OPTIONS.BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
-    softmax = Softmax(acc, l_i, m_i)
+    PER_STEP: tl.constexpr = BLOCK_N // BLOCK_K if BLOCK_N > BLOCK_K else 1
+    walk = key_walk(work, standing.last_position, tensors, numbers, OPTIONS, QUERIES, PER_STEP)
+    m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)  # [BLOCK_M]
+    l_i = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
+    softmax = Softmax(tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), l_i, m_i)  # [BLOCK_M, BLOCK_DV]
     for masked in tl.static_range(2):
-        ranges = key_ranges(walk, masked == 1)
-        steps = count_steps(ranges.count_a + ranges.count_b, TILE.BLOCK_N, OPTIONS.BLOCK_K)
+        if masked == 1:
+            ranges = Ranges(walk.rest, walk.rests, walk.cut, walk.cuts, walk.cut, 0)
+        else:
+            ranges = Ranges(walk.start, walk.whole, walk.start, walk.cuts * 0, walk.start, 0)
+        steps = count_steps(ranges.count_a + ranges.count_b, BLOCK_N, BLOCK_K)
         first_step = steps * 0
-        if FORWARD.IS_SHORT:
+        if IS_SHORT:
             first_step = (steps.to(tl.int64) * split // splits).to(tl.int32)
             steps = (steps.to(tl.int64) * (split + 1) // splits).to(tl.int32)
         keys = Keys(k_base, v_base, table_ptr, first_step, steps)
@@ -284,19 +390,19 @@ def _forward_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     out = acc / l_safe[:, None]
     lse2 = tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe))
-    if tensors.part_out_ptr is not None:
-        _store_part(out, lse2, tensors, OPTIONS, TILE.BLOCK_M)
+    if part_out_ptr is not None:
+        _store_part(out, lse2, tensors, OPTIONS, BLOCK_M)
     else:
         store_rows(
             out,
             lse2,
             batch_64,
             q_start,
-            tile * QUERIES.POSITIONS - diagonal,
-            head_k * OPTIONS.GROUP + pack * QUERIES.HEADS,
+            tile * POSITIONS - diagonal,
+            head_k * GROUP + pack * HEADS,
             inside,
             tensors,
             numbers,
-            QUERIES.HEADS,
-            OPTIONS.HEAD_DIM_V,
+            HEADS,
+            HEAD_DIM_V,
         )

@@ -8,10 +8,8 @@ owner's member: of a row of blocks, one bit a column, or, by keys, of a column, 
 import triton
 import triton.language as tl
 
-from .entries import entry
 from .list_structures import (
     BitNumbers,
-    BitOptions,
     BitTensors,
     ListNumbers,
     ListOptions,
@@ -37,39 +35,75 @@ def _row_of(slot, crow_ptr, numbers):
     return low - 1
 
 
-@entry(triton.jit, BitTensors, BitNumbers, BitOptions)
-def _bit_kernel(tensors, numbers, OPTIONS: tl.constexpr):
+@triton.jit(
+    do_not_specialize=BitNumbers._fields,
+    do_not_specialize_on_alignment=BitTensors._fields,
+)
+def _bit_kernel(
+    crow_ptr,
+    col_ptr,
+    bits_ptr,
+    chunks,
+    nnz,
+    rows,
+    cols,
+    steps,
+    group,
+    lines,
+    words,
+    parts_q,
+    parts_k,
+    piece_q,
+    piece_k,
+    side,
+    BY_KEY: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``bits[line, item] = 1`` of all kept blocks; a program reads one head's ``BLOCK`` slots.
 
     A block is ``parts_q`` x ``parts_k`` pieces, each with a bit of its own.
     """
-    head = tl.program_id(0) // numbers.chunks
-    first = tl.program_id(0) % numbers.chunks * OPTIONS.BLOCK
-    slot = first + tl.arange(0, OPTIONS.BLOCK)  # [BLOCK]
+    numbers = BitNumbers(
+        chunks,
+        nnz,
+        rows,
+        cols,
+        steps,
+        group,
+        lines,
+        words,
+        parts_q,
+        parts_k,
+        piece_q,
+        piece_k,
+        side,
+    )
+    head = tl.program_id(0) // chunks
+    slot = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     head_64 = head.to(tl.int64)
-    row = _row_of(slot, tensors.crow_ptr + head_64 * (numbers.rows + 1), numbers)
-    valid = (slot < numbers.nnz) & (row >= 0) & (row < numbers.rows)
-    col = tl.load(tensors.col_ptr + head_64 * numbers.nnz + slot, mask=valid, other=-1)
-    valid &= (col >= 0) & (col < numbers.cols)
-    for part_q in range(numbers.parts_q):
-        line_q = row * numbers.parts_q + part_q
-        for part_k in range(numbers.parts_k):
-            line_k = col * numbers.parts_k + part_k
+    row = _row_of(slot, crow_ptr + head_64 * (rows + 1), numbers)
+    valid = (slot < nnz) & (row >= 0) & (row < rows)
+    col = tl.load(col_ptr + head_64 * nnz + slot, mask=valid, other=-1)
+    valid &= (col >= 0) & (col < cols)
+    for part_q in range(parts_q):
+        line_q = row * parts_q + part_q
+        for part_k in range(parts_k):
+            line_k = col * parts_k + part_k
             kept = valid
-            if OPTIONS.IS_CAUSAL:
-                first_key = line_k.to(tl.int64) * numbers.piece_k
-                kept &= first_key < (line_q + 1).to(tl.int64) * numbers.piece_q
-            if OPTIONS.BY_KEY:
+            if IS_CAUSAL:
+                kept &= line_k.to(tl.int64) * piece_k < (line_q + 1).to(tl.int64) * piece_q
+            if BY_KEY:
                 line = line_k
-                item = line_q // numbers.side * numbers.group + head % numbers.group
-                bit = item.to(tl.int64) * numbers.side + line_q % numbers.side
+                item = line_q // side * group + head % group
+                bit = item.to(tl.int64) * side + line_q % side
             else:
                 line = line_q
                 bit = line_k.to(tl.int64)
-            line += head // numbers.group * numbers.lines
-            at = line.to(tl.int64) * numbers.words + bit // 32
-            one = tl.full([OPTIONS.BLOCK], 1, tl.int32) << (bit % 32).to(tl.int32)
-            tl.atomic_or(tensors.bits_ptr + at, one, mask=kept, sem="relaxed")
+            line += head // group * lines
+            at = line.to(tl.int64) * words + bit // 32
+            one = tl.full([BLOCK], 1, tl.int32) << (bit % 32).to(tl.int32)
+            tl.atomic_or(bits_ptr + at, one, mask=kept, sem="relaxed")
 
 
 @triton.jit
@@ -142,56 +176,91 @@ def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr)
     return seen, is_whole & (seen != 0)
 
 
-@entry(triton.jit, ListTensors, ListNumbers, ListOptions)
-def _list_kernel(tensors, numbers, OPTIONS: tl.constexpr):
+@triton.jit(
+    do_not_specialize=ListNumbers._fields,
+    do_not_specialize_on_alignment=ListTensors._fields,
+)
+def _list_kernel(
+    bits_ptr,
+    counts_ptr,
+    ends_ptr,
+    begin_ptr,
+    whole_ptr,
+    items_ptr,
+    members_ptr,
+    common_ptr,
+    owners,
+    chunks,
+    items,
+    lines,
+    words,
+    heads,
+    group,
+    packs,
+    span,
+    block,
+    bound,
+    BY_KEY: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    HALVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WRITES: tl.constexpr,
+):
     """``counts[owner, c] = len(items of chunk c)``; with ``ends``, their sums, write the items.
 
     ``counts`` is [owners of all lists, parts, chunks]: items that need no mask, and the rest, in
     parts of its own with ``HALVES``.
     """
-    PARTS: tl.constexpr = 4 if OPTIONS.HALVES else 2
-    chunks = numbers.chunks
+    numbers = ListNumbers(
+        owners, chunks, items, lines, words, heads, group, packs, span, block, bound
+    )
+    OPTIONS: tl.constexpr = ListOptions(
+        BY_KEY, IS_CAUSAL, IS_PACKED, MEMBERS, HALVES, BLOCK, WRITES
+    )
+    PARTS: tl.constexpr = 4 if HALVES else 2
     owner = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
-    seen, is_whole = _look_up(owner, chunk, tensors.bits_ptr, tensors.common_ptr, numbers, OPTIONS)
+    seen, is_whole = _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS)
     part = tl.where(is_whole, 0, 1)
-    if OPTIONS.HALVES:
-        FIRST: tl.constexpr = (1 << OPTIONS.MEMBERS // 2) - 1
+    if HALVES:
+        FIRST: tl.constexpr = (1 << MEMBERS // 2) - 1
         part = tl.where((seen & FIRST) == 0, 2, part)
         part = tl.where(seen <= FIRST, 3, part)
     part = tl.where(seen != 0, part, PARTS)
     place = owner.to(tl.int64) * PARTS * chunks + chunk
-    if not OPTIONS.WRITES:
+    if not WRITES:
         for i in tl.static_range(PARTS):
-            tl.store(tensors.counts_ptr + place + i * chunks, tl.sum((part == i).to(tl.int32), 0))
+            tl.store(counts_ptr + place + i * chunks, tl.sum((part == i).to(tl.int32), 0))
     else:
         target = part.to(tl.int64)
         for i in tl.static_range(PARTS):
-            start = tl.load(tensors.ends_ptr + place + i * chunks)
+            start = tl.load(ends_ptr + place + i * chunks)
             mine = part == i
             target = tl.where(mine, start + tl.cumsum(mine.to(tl.int32), 0) - 1, target)
         if chunk == 0:
-            start = tl.load(tensors.ends_ptr + place)
-            tl.store(tensors.begin_ptr + owner, start)
-            second = tl.load(tensors.ends_ptr + place + chunks)
+            start = tl.load(ends_ptr + place)
+            tl.store(begin_ptr + owner, start)
+            second = tl.load(ends_ptr + place + chunks)
             counts = second - start
-            if OPTIONS.HALVES:
-                second = tl.load(tensors.ends_ptr + place + 2 * chunks)
-                first = tl.load(tensors.ends_ptr + place + 3 * chunks)
-                end = tl.load(tensors.ends_ptr + place + 4 * chunks)
+            if HALVES:
+                second = tl.load(ends_ptr + place + 2 * chunks)
+                first = tl.load(ends_ptr + place + 3 * chunks)
+                end = tl.load(ends_ptr + place + 4 * chunks)
                 counts += ((end - first) * COUNTED + (first - second)) * COUNTED
-            tl.store(tensors.whole_ptr + owner, counts)
-        item = chunk * OPTIONS.BLOCK + tl.arange(0, OPTIONS.BLOCK)  # [BLOCK]
-        tl.store(tensors.items_ptr + target, item, mask=seen != 0)
-        tl.store(tensors.members_ptr + target, seen, mask=seen != 0)
+            tl.store(whole_ptr + owner, counts)
+        item = chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        tl.store(items_ptr + target, item, mask=seen != 0)
+        tl.store(members_ptr + target, seen, mask=seen != 0)
         # what no list needs is 0; all programs share it
         programs = tl.num_programs(0)
-        total = tl.load(tensors.ends_ptr + programs.to(tl.int64) * PARTS)
+        total = tl.load(ends_ptr + programs.to(tl.int64) * PARTS)
         if tl.program_id(0) == 0:
-            tl.store(tensors.begin_ptr + programs // numbers.chunks, total)
-        nothing = tl.zeros([OPTIONS.BLOCK], tl.int32)
-        first = total + tl.program_id(0).to(tl.int64) * OPTIONS.BLOCK
-        for at in range(first, numbers.bound, programs.to(tl.int64) * OPTIONS.BLOCK):
-            rest = at + tl.arange(0, OPTIONS.BLOCK)
-            tl.store(tensors.items_ptr + rest, nothing, mask=rest < numbers.bound)
-            tl.store(tensors.members_ptr + rest, nothing, mask=rest < numbers.bound)
+            tl.store(begin_ptr + programs // chunks, total)
+        nothing = tl.zeros([BLOCK], tl.int32)
+        first = total + tl.program_id(0).to(tl.int64) * BLOCK
+        for at in range(first, bound, programs.to(tl.int64) * BLOCK):
+            rest = at + tl.arange(0, BLOCK)
+            tl.store(items_ptr + rest, nothing, mask=rest < bound)
+            tl.store(members_ptr + rest, nothing, mask=rest < bound)

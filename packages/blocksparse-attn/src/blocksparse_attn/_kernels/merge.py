@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LN2, NEG_INF
-from .entries import entry
 from .schedule import locate_queries
-from .structures import Grid, MergeNumbers, MergeOptions, MergeTensors, TileOptions
+from .structures import Grid, MergeNumbers, MergeTensors
 
 
 @triton.jit
@@ -50,43 +49,62 @@ def store_rows(
     )
 
 
-@entry(triton.jit, MergeTensors, MergeNumbers, MergeOptions, TileOptions)
-def _merge_kernel(tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(
+    do_not_specialize=MergeNumbers._fields,
+    do_not_specialize_on_alignment=MergeTensors._fields,
+)
+def _merge_kernel(
+    part_out_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    batch,
+    heads_q,
+    tokens_q,
+    tokens_k,
+    tiles,
+    splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PACKS: tl.constexpr,
+    SHORT: tl.constexpr,
+    TOP_LEFT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """``out = sum(exp(lse_i) out_i) / sum(exp(lse_i))`` over the splits of a short tile."""
-    splits = numbers.splits
-    units = numbers.heads_q // OPTIONS.GROUP * OPTIONS.PACKS
-    grid = Grid(
-        tensors.cu_seqlens_q_ptr,
-        tensors.cu_seqlens_k_ptr,
-        numbers.batch,
-        units,
-        numbers.tokens_q,
-        numbers.tokens_k,
-        numbers.tiles,
-        1,
-        1,
+    tensors = MergeTensors(
+        part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr
     )
-    work = locate_queries(
-        tl.program_id(0), grid, OPTIONS.POSITIONS, True, True, OPTIONS.SHORT, OPTIONS.TOP_LEFT
-    )
+    numbers = MergeNumbers(batch, heads_q, tokens_q, tokens_k, tiles, splits)
+    units = heads_q // GROUP * PACKS
+    grid = Grid(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, 1, 1)
+    work = locate_queries(tl.program_id(0), grid, POSITIONS, True, True, SHORT, TOP_LEFT)
     tile, is_alive, sequence, unit, _, q_start, _, seqlen_q, _, diagonal = work
     if not is_alive:
         return
-    m = tl.arange(0, TILE.BLOCK_M)  # [BLOCK_M]
-    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
-    in_group = unit % OPTIONS.PACKS * OPTIONS.HEADS + m % OPTIONS.HEADS
-    rows = tile * OPTIONS.POSITIONS + m // OPTIONS.HEADS - diagonal
-    inside = (rows >= 0) & (rows < seqlen_q) & (in_group < OPTIONS.GROUP)
-    m_i = tl.full([TILE.BLOCK_M], NEG_INF, tl.float32)
-    l_i = tl.zeros([TILE.BLOCK_M], tl.float32)
-    acc = tl.zeros([TILE.BLOCK_M, OPTIONS.BLOCK_DV], tl.float32)
+    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    in_group = unit % PACKS * HEADS + m % HEADS
+    rows = tile * POSITIONS + m // HEADS - diagonal
+    inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
+    m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     first = tl.program_id(0).to(tl.int64) * splits
     for split in tl.range(0, splits):
-        at = (first + split) * TILE.BLOCK_M + m
-        lse2 = tl.load(tensors.part_lse_ptr + at)  # the tile wrote every row
+        at = (first + split) * BLOCK_M + m
+        lse2 = tl.load(part_lse_ptr + at)  # the tile wrote every row
         part = tl.load(
-            tensors.part_out_ptr + at[:, None] * OPTIONS.HEAD_DIM_V + cols_dv[None, :],
-            mask=(cols_dv < OPTIONS.HEAD_DIM_V)[None, :],
+            part_out_ptr + at[:, None] * HEAD_DIM_V + cols_dv[None, :],
+            mask=(cols_dv < HEAD_DIM_V)[None, :],
             other=0.0,
         )
         m_new = tl.maximum(m_i, lse2)
@@ -102,11 +120,11 @@ def _merge_kernel(tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
         tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe)),
         sequence.to(tl.int64),
         q_start,
-        tile * OPTIONS.POSITIONS - diagonal,
-        unit // OPTIONS.PACKS * OPTIONS.GROUP + unit % OPTIONS.PACKS * OPTIONS.HEADS,
+        tile * POSITIONS - diagonal,
+        unit // PACKS * GROUP + unit % PACKS * HEADS,
         inside,
         tensors,
         numbers,
-        OPTIONS.HEADS,
-        OPTIONS.HEAD_DIM_V,
+        HEADS,
+        HEAD_DIM_V,
     )

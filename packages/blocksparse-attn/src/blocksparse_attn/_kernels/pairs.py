@@ -7,7 +7,6 @@ here are those that make programs of them.
 import triton
 import triton.language as tl
 
-from .entries import entry
 from .list_structures import PairNumbers, PairOptions, PairTensors
 from .pair_blocks import (
     compare,
@@ -237,27 +236,131 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
         tl.store(tensors.out_bits_ptr + rest, nothing, mask=rest < numbers.bound)
 
 
-@entry(triton.jit, PairTensors, PairNumbers, PairOptions)
-def _pair_kernel(tensors, numbers, OPTIONS: tl.constexpr):
+@triton.jit(
+    do_not_specialize=PairNumbers._fields,
+    do_not_specialize_on_alignment=PairTensors._fields,
+)
+def _pair_kernel(
+    bits_ptr,
+    cells_ptr,
+    alone_ptr,
+    last_ptr,
+    order_ptr,
+    rank_ptr,
+    pieces_ptr,
+    lasts_ptr,
+    alike_ptr,
+    counts_ptr,
+    ends_ptr,
+    first_ptr,
+    owner_ptr,
+    starts_ptr,
+    entries_ptr,
+    seen_ptr,
+    keys_ptr,
+    parts_of_ptr,
+    places_ptr,
+    sums_ptr,
+    begin_ptr,
+    parts_ptr,
+    items_ptr,
+    owners_ptr,
+    real_ptr,
+    out_bits_ptr,
+    pairs,
+    items,
+    group,
+    words,
+    in_list,
+    in_blocks,
+    sorted,
+    kept,
+    chunks,
+    most,
+    most_apart,
+    programs,
+    turns,
+    rows,
+    lists,
+    bound,
+    head,
+    window,
+    alike,
+    STAGE: tl.constexpr,
+    SIDE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
     """Run one stage of the planning of the Hopper backward."""
+    tensors = PairTensors(
+        bits_ptr,
+        cells_ptr,
+        alone_ptr,
+        last_ptr,
+        order_ptr,
+        rank_ptr,
+        pieces_ptr,
+        lasts_ptr,
+        alike_ptr,
+        counts_ptr,
+        ends_ptr,
+        first_ptr,
+        owner_ptr,
+        starts_ptr,
+        entries_ptr,
+        seen_ptr,
+        keys_ptr,
+        parts_of_ptr,
+        places_ptr,
+        sums_ptr,
+        begin_ptr,
+        parts_ptr,
+        items_ptr,
+        owners_ptr,
+        real_ptr,
+        out_bits_ptr,
+    )
+    numbers = PairNumbers(
+        pairs,
+        items,
+        group,
+        words,
+        in_list,
+        in_blocks,
+        sorted,
+        kept,
+        chunks,
+        most,
+        most_apart,
+        programs,
+        turns,
+        rows,
+        lists,
+        bound,
+        head,
+        window,
+        alike,
+    )
+    OPTIONS: tl.constexpr = PairOptions(STAGE, SIDE, IS_CAUSAL, BLOCK, ENTRIES)
     pid = tl.program_id(0)
-    if OPTIONS.STAGE == "apart":
+    if STAGE == "apart":
         find_apart(pid, tensors, numbers, OPTIONS)
-    elif OPTIONS.STAGE == "rank":
+    elif STAGE == "rank":
         put_in_order(pid, tensors, numbers, OPTIONS)
-    elif OPTIONS.STAGE == "cells":
+    elif STAGE == "cells":
         fill_cells(pid, tensors, numbers, OPTIONS)
-    elif OPTIONS.STAGE == "alone":
+    elif STAGE == "alone":
         find_alone(pid, tensors, numbers, OPTIONS)
-    elif OPTIONS.STAGE == "compare":
+    elif STAGE == "compare":
         compare(pid, tensors, numbers, OPTIONS)
-    elif OPTIONS.STAGE == "count":
+    elif STAGE == "count":
         _count(pid, tensors, numbers, OPTIONS)
-    elif OPTIONS.STAGE == "cut":
+    elif STAGE == "cut":
         _cut(tensors, numbers)
-    elif OPTIONS.STAGE == "write":
+    elif STAGE == "write":
         _write(pid, tensors, numbers, OPTIONS)
-    elif OPTIONS.STAGE == "measure":
+    elif STAGE == "measure":
         _measure(pid, tensors, numbers, OPTIONS)
     else:
         _emit(pid, tensors, numbers, OPTIONS)

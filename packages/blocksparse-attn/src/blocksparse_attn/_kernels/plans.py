@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from attn_common import cdiv
@@ -21,7 +21,6 @@ from .. import _configs
 from .._call import Bounds, Common, Options, Pattern, Tensors, Walks
 from .._configs import (
     SHORT,
-    Shape,
     backward_dkdv_tile,
     backward_dq_shape,
     short_shape,
@@ -32,16 +31,7 @@ from .._linked.host.forms import interpreted
 from .backward_dkdv import _dkdv_kernel
 from .backward_dq import _dq_kernel
 from .backward_rows import _row_kernel
-from .form import (
-    Form,
-    QueryTiles,
-    launch_of,
-    launch_on,
-    processors,
-    readable,
-    rule_stride,
-    select,
-)
+from .form import Form, QueryTiles, launch_of, launch_on, processors, readable, rule_stride
 from .forward import _forward_kernel
 from .launch.runtime import aligned, dense, first_columns, token_strides, widened
 from .merge import _merge_kernel
@@ -50,10 +40,11 @@ from .structures import (
     ForwardOptions,
     ForwardTensors,
     GradientNumbers,
-    GradientTensors,
+    KeyTensors,
     MergeNumbers,
     MergeOptions,
     MergeTensors,
+    QueryTensors,
     RowNumbers,
     RowOptions,
     RowTensors,
@@ -88,10 +79,8 @@ class Plan:
 
             self._tall: Any = HopperForward(form, x, is_kept)
         else:
-            shape = tall_shape(form.platform, *form.choice)
-            self._tall = PortableForward(form, x, shape, is_short=False)
-        shape = short_shape(form.platform, *form.choice[:-1])
-        self._short = PortableForward(form, x, shape, is_short=True)
+            self._tall = TallForward(form, x)
+        self._short = ShortForward(form, x)
 
     def fits(self, x: Tensors) -> bool:
         """Say whether tensors that were put away since still lie in memory as they did."""
@@ -113,12 +102,12 @@ class Plan:
             self._tall.launch(*self._tall.arguments(x, walks.tall, out, lse))
         if walks.short:
             short = self._short
-            share = short.share(x, bounds)
+            split = short.split(x, bounds)
             fills = form.is_packed and not walks.tall
-            launch = short.launch if share.splits == 1 else short.launch_split
-            launch(*short.arguments(x, walks.short, out, lse, share, fills))
-            if share.splits > 1:
-                short.merge(*short.merge_arguments(x, out, lse, share))
+            launch = short.launches[split.splits > 1]
+            launch(*short.arguments(x, walks.short, out, lse, split, fills))
+            if split.splits > 1:
+                short.merge(*short.merge_arguments(x, out, lse, split))
         return out, lse
 
     @functools.cached_property
@@ -138,56 +127,75 @@ class Plan:
         return self._backward(x, walks, out, lse, dout, dlse)
 
 
-class Share(NamedTuple):
-    """How tiles of queries are shared out, and where what splits find is kept."""
+class TallForward:
+    """The portable launch for sequences of many queries."""
 
-    tiles: int
-    programs: int  # of each split
-    splits: int = 1
-    part_out: Tensor | None = None
-    part_lse: Tensor | None = None
-
-
-class PortableForward:
-    """The launches of the portable kernel for sequences of many queries, or of a few."""
-
-    def __init__(self, form: Form, x: Tensors, shape: Shape, is_short: bool) -> None:
+    def __init__(self, form: Form, x: Tensors) -> None:
         self._form = form
-        queries = self._queries = QueryTiles(form, shape)
-        options = ForwardOptions(
-            PAGE=0 if x.block_table is None else x.k.shape[1],
-            IS_SHORT=is_short,
-            SHORT=SHORT,
-            FOLD=form.options.softmax_scale >= 0,
-        )
-        constants = form.constants, queries.constants, options
-        self.launch = launch_on(_forward_kernel, queries.tile, *constants)
-        if is_short:
-            # of splits, which tell of more
-            self.launch_split = launch_on(_forward_kernel, queries.tile, *constants)
-            self.merge = launch_on(_merge_kernel, queries.tile, select(MergeOptions, *constants))
+        self._queries = QueryTiles(form, tall_shape(form.platform, *form.choice))
+        self.launch = _forward_launch(form, x, self._queries, is_short=False)
 
-    def share(self, x: Tensors, bounds: Bounds) -> Share:
-        """Share out the tiles of a few queries, over whose keys programs may be split."""
-        form, queries = self._form, self._queries
+    def arguments(
+        self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
+    ) -> Arguments:
+        """Return what the launch is called with."""
+        queries = self._queries
+        tiles = queries.count(x.q.shape[-3], x.k.shape[-3])
+        written = out, lse, None, None
+        tensors, numbers = _forward_arguments(
+            self._form, queries, x, walk, written, tiles, 1, False
+        )
+        return queries.programs(tiles), tensors, numbers
+
+
+class Split:
+    """How the tiles of a few queries are shared out, and where what splits find is kept."""
+
+    def __init__(self, form: Form, queries: QueryTiles, x: Tensors, bounds: Bounds) -> None:
         # a tile may begin ahead of the sequence's first query
         longest = min(bounds.seqlen_q, SHORT)
-        tiles = cdiv(longest - 1, queries.shape.positions) + 1 if longest > 1 else 1
-        programs = form.batch * tiles * queries.units
-        splits = form.options.num_splits or self._wanted(x, bounds, programs)
-        if splits == 1:
-            return Share(tiles, programs)
-        rows = programs * splits * queries.tile.block_m
-        part_out = x.q.new_empty((rows, form.head_dim_v), dtype=torch.float32)
-        return Share(tiles, programs, splits, part_out, part_out.new_empty(rows))
+        self.tiles = cdiv(longest - 1, queries.shape.positions) + 1 if longest > 1 else 1
+        self.programs = form.batch * self.tiles * queries.units
+        self.splits = form.options.num_splits or self._wanted(form, queries, x, bounds)
+        self.parts: tuple[Tensor | None, Tensor | None] = None, None
+        if self.splits > 1:
+            rows = self.programs * self.splits * queries.tile.block_m
+            self.parts = (
+                x.q.new_empty((rows, form.head_dim_v), dtype=torch.float32),
+                x.q.new_empty((rows,), dtype=torch.float32),
+            )
 
-    def _wanted(self, x: Tensors, bounds: Bounds, programs: int) -> int:
-        """Return how many programs the keys of a tile are best split over."""
-        pattern, shape = self._form.pattern, self._queries.shape
+    def _wanted(self, form: Form, queries: QueryTiles, x: Tensors, bounds: Bounds) -> int:
+        pattern, shape = form.pattern, queries.shape
         blocks = min(pattern.max_row * shape.pack, cdiv(bounds.seqlen_k, pattern.block_k))
         steps = cdiv(blocks * pattern.block_k, shape.tile.block_n)
-        wanted = cdiv(WAVES * processors(x.q.device), max(programs, 1))
+        wanted = cdiv(WAVES * processors(x.q.device), max(self.programs, 1))
         return max(1, min(wanted, steps // LEAST_STEPS, 64))
+
+
+class ShortForward:
+    """The launches for sequences of a few queries, without splits and with them."""
+
+    def __init__(self, form: Form, x: Tensors) -> None:
+        self._form = form
+        queries = self._queries = QueryTiles(form, short_shape(form.platform, *form.choice[:-1]))
+        self.launches = tuple(_forward_launch(form, x, queries, is_short=True) for _ in range(2))
+        constants, rows = form.constants, queries.constants
+        options = MergeOptions(
+            constants.GROUP,
+            constants.HEAD_DIM_V,
+            constants.BLOCK_DV,
+            rows.POSITIONS,
+            rows.HEADS,
+            rows.PACKS,
+            SHORT,
+            constants.TOP_LEFT,
+        )
+        self.merge = launch_on(_merge_kernel, queries.tile, options)
+
+    def split(self, x: Tensors, bounds: Bounds) -> Split:
+        """Share out the tiles of a call."""
+        return Split(self._form, self._queries, x, bounds)
 
     def arguments(
         self,
@@ -195,45 +203,73 @@ class PortableForward:
         walk: tuple[Tensor, ...],
         out: Tensor,
         lse: Tensor,
-        share: Share | None = None,
-        fills: bool = False,
+        split: Split,
+        fills: bool,
     ) -> Arguments:
         """Return what the launch is called with; it may have to write what padding gives."""
-        form, queries = self._form, self._queries
-        tokens_q, tokens_k = x.q.shape[-3], x.k.shape[-3]
-        if share is None:
-            tiles = queries.count(tokens_q, tokens_k)
-            share = Share(tiles, queries.programs(tiles))
-        table = dense(x.block_table)
-        offsets = x.cu_seqlens_q, x.cu_seqlens_k
-        parts = share.part_out, share.part_lse
-        tensors = ForwardTensors(x.q, x.k, x.v, out, lse, *parts, *walk, *offsets, table, x.rule)
-        numbers = ForwardNumbers(
-            form.options.softmax_scale,
-            form.batch,
-            form.heads_q,
-            tokens_q,
-            tokens_k,
-            share.tiles,
-            queries.span(tokens_k),
-            share.splits,
-            int(fills),
-            queries.list_rows,
-            queries.list_stride,
-            form.extent_k,
-            0 if table is None else table.stride(0),
-            rule_stride(x),
-            *form.strides,
+        tensors, numbers = _forward_arguments(
+            self._form,
+            self._queries,
+            x,
+            walk,
+            (out, lse, *split.parts),
+            split.tiles,
+            split.splits,
+            fills,
         )
-        return share.programs * share.splits, tensors, numbers
+        return split.programs * split.splits, tensors, numbers
 
-    def merge_arguments(self, x: Tensors, out: Tensor, lse: Tensor, share: Share) -> Arguments:
+    def merge_arguments(self, x: Tensors, out: Tensor, lse: Tensor, split: Split) -> Arguments:
         """Return what the launch that merges splits is called with."""
-        form, counts = self._form, (x.q.shape[-3], x.k.shape[-3])
-        offsets = x.cu_seqlens_q, x.cu_seqlens_k
-        tensors = MergeTensors(share.part_out, share.part_lse, out, lse, *offsets)
-        numbers = MergeNumbers(form.batch, form.heads_q, *counts, share.tiles, share.splits)
-        return share.programs, tensors, numbers
+        form = self._form
+        tensors = MergeTensors(*split.parts, out, lse, x.cu_seqlens_q, x.cu_seqlens_k)
+        numbers = MergeNumbers(
+            form.batch, form.heads_q, x.q.shape[-3], x.k.shape[-3], split.tiles, split.splits
+        )
+        return split.programs, tensors, numbers
+
+
+def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool) -> Any:
+    options = ForwardOptions(
+        PAGE=0 if x.block_table is None else x.k.shape[1],
+        IS_SHORT=is_short,
+        SHORT=SHORT,
+        FOLD=form.options.softmax_scale >= 0,
+    )
+    return launch_on(_forward_kernel, queries.tile, form.constants, queries.constants, options)
+
+
+def _forward_arguments(
+    form: Form,
+    queries: QueryTiles,
+    x: Tensors,
+    walk: tuple[Tensor, ...],
+    written: tuple[Tensor | None, ...],
+    tiles: int,
+    splits: int,
+    fills: bool,
+) -> tuple[ForwardTensors, ForwardNumbers]:
+    table = dense(x.block_table)
+    offsets = x.cu_seqlens_q, x.cu_seqlens_k
+    tensors = ForwardTensors(x.q, x.k, x.v, *written, *walk, *offsets, table, x.rule)
+    numbers = ForwardNumbers(
+        form.options.softmax_scale,
+        form.batch,
+        form.heads_q,
+        x.q.shape[-3],
+        x.k.shape[-3],
+        tiles,
+        queries.span(x.k.shape[-3]),
+        splits,
+        int(fills),
+        queries.list_rows,
+        queries.list_stride,
+        form.extent_k,
+        0 if table is None else table.stride(0),
+        rule_stride(x),
+        *form.strides,
+    )
+    return tensors, numbers
 
 
 class BackwardPlan:
@@ -242,7 +278,7 @@ class BackwardPlan:
     def __init__(self, form: Form) -> None:
         self._form = form
         constants = form.constants
-        options = select(RowOptions, constants, BLOCK=ROWS)
+        options = RowOptions(constants.HEAD_DIM_V, constants.BLOCK_DV, constants.ROW_BYTES_V, ROWS)
         # without a gradient of the LSE, and with one
         self._rows = tuple(
             launch_of(_row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
@@ -253,15 +289,17 @@ class BackwardPlan:
         queries = self._queries = QueryTiles(form, backward_dq_shape(form.platform, *form.choice))
         self._dq = launch_on(_dq_kernel, queries.tile, constants, queries.constants)
 
-        # the launches for Hopper, by whether gradients repeat
-        self._hopper: dict[bool, Any] = {}
+    @functools.cached_property
+    def _hopper(self) -> Any:
+        from .hopper.backward_plans import HopperBackward
 
-    def _for_hopper(self, repeats: bool) -> Any:
-        if repeats not in self._hopper:
-            from .hopper.backward_plans import HopperBackward
+        return HopperBackward(self._form)
 
-            self._hopper[repeats] = HopperBackward(self._form, repeats=repeats)
-        return self._hopper[repeats]
+    @functools.cached_property
+    def _repeating(self) -> Any:
+        from .hopper.backward_plans import HopperBackward
+
+        return HopperBackward(self._form, repeats=True)
 
     def __call__(
         self,
@@ -281,7 +319,8 @@ class BackwardPlan:
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         rows = RowTensors(out, dout, lse, dense(dlse), delta, lse2)
         if self._is_for_hopper(x, walks):
-            self._for_hopper(walks.repeat)(x, rows, walks.pairs, dq, dk, dv)
+            hopper = self._repeating if walks.repeat else self._hopper
+            hopper(x, rows, walks.pairs, dq, dk, dv)
         else:
             self._run(x, rows, walks, dq, dk, dv)
         return dq, dk, dv
@@ -297,7 +336,7 @@ class BackwardPlan:
             )
         if must_repeat and not walks.repeat:
             return False
-        return not walks.by_key or self._for_hopper(False).is_worth_it(x)
+        return not walks.by_key or self._hopper.is_worth_it(x)
 
     def _run(
         self, x: Tensors, rows: RowTensors, walks: Walks, dq: Tensor, dk: Tensor, dv: Tensor
@@ -324,14 +363,14 @@ class BackwardPlan:
 
         self._keys(
             tiles * form.heads_k * form.grid_batch,
-            GradientTensors(*read, None, dk, dv, *walks.by_key, *offsets, x.rule),
+            KeyTensors(*read, dk, dv, *walks.by_key, *offsets, x.rule),
             numbers(tiles, form.span_k(tokens_q), list_rows, list_stride, form.extent_q),
         )
         queries = self._queries
         tiles, span = queries.count(tokens_q, tokens_k), queries.span(tokens_k)
         self._dq(
             queries.programs(tiles),
-            GradientTensors(*read, dq, None, None, *walks.by_query, *offsets, x.rule),
+            QueryTensors(*read, dq, *walks.by_query, *offsets, x.rule),
             numbers(tiles, span, queries.list_rows, queries.list_stride, form.extent_k),
         )
 

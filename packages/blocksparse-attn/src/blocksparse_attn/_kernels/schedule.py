@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .primitives import floor_div, lower_bound
-from .structures import KeyWork, Ranges, Rows, Walk, Work
+from .structures import KeyWork, QueryWalk, Rows, Walk, Work
 
 # sequences looked at per step when a program searches its own in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
@@ -170,11 +170,10 @@ def key_walk(
     numbers,
     OPTIONS: tl.constexpr,
     QUERIES: tl.constexpr,
-    TILE: tl.constexpr,
+    PER_STEP: tl.constexpr,
 ):
-    """Return the ``Walk`` of a tile of queries: the ranges of its list, in steps of some items."""
+    """Return the list's ranges for a tile of queries, in steps of ``PER_STEP`` items."""
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
-    PER_STEP: tl.constexpr = TILE.BLOCK_N // BLOCK_K if TILE.BLOCK_N > BLOCK_K else 1
     tile, seqlen_k, items_ptr = work.tile, work.seqlen_k, tensors.items_ptr
     list_row = tl.maximum(tile, 0) * QUERIES.POSITIONS // QUERIES.SPAN
     # no row of blocks before the first position, nor behind the layout's last
@@ -197,16 +196,6 @@ def key_walk(
     whole = (whole_end - start) // PER_STEP * PER_STEP
     rest = start + whole
     return Walk(start, whole, rest, seen_end - rest, cut, cut_end - cut)
-
-
-@triton.jit
-def key_ranges(walk, MASKED: tl.constexpr):
-    """Return the ranges of a tile of queries' walk that need a mask, or the one that does not."""
-    if MASKED:
-        ranges = Ranges(walk.rest, walk.rests, walk.cut, walk.cuts, walk.cut, 0)
-    else:
-        ranges = Ranges(walk.start, walk.whole, walk.start, walk.cuts * 0, walk.start, 0)
-    return ranges
 
 
 @triton.jit
@@ -247,11 +236,7 @@ def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr, QUERIES: t
 
 @triton.jit
 def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
-    """Return ``(seen, whole, count, seen_end, cut, cut_end)``: places in a tile of keys' list.
-
-    ``count`` items from ``whole`` on fill steps that see every key. Those from ``seen`` to
-    ``whole``, from there to ``seen_end``, and from ``cut`` to ``cut_end`` need a mask.
-    """
+    """Return the ``QueryWalk`` of a tile of keys: the ranges of its list."""
     items_ptr = tensors.items_ptr
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
     PER_STEP: tl.constexpr = TILE.BLOCK_M // BLOCK_Q if TILE.BLOCK_M > BLOCK_Q else 1
@@ -287,4 +272,4 @@ def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr
         cut_end = lower_bound(items_ptr, cut, end, first_behind, IN_ITEM)
     # keys that are not there need no mask: what they get is not stored
     count = tl.maximum(whole_end - whole, 0) // PER_STEP * PER_STEP
-    return seen, whole, count, seen_end, cut, cut_end
+    return QueryWalk(seen, whole, count, seen_end, cut, cut_end)

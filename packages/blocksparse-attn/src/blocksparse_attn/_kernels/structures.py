@@ -74,7 +74,16 @@ class TileOptions(NamedTuple):
     BLOCK_N: Any
     PRECISION: Any
     UPCAST: Any  # the interpreter multiplies in fp32
-    SETTLE: Any = False  # wait for the products at the end of each step
+
+
+class KeyTileOptions(NamedTuple):
+    """The tile of scores of a step of the pass that makes dk and dv."""
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    PRECISION: Any
+    UPCAST: Any
+    SETTLE: Any  # wait for the products at the end of each step
 
 
 class ForwardTensors(NamedTuple):
@@ -172,8 +181,28 @@ class RowNumbers(NamedTuple):
     heads_q: Any
 
 
-class GradientTensors(NamedTuple):
-    """Pointers of both passes of the backward; what the other one makes is None."""
+class KeyTensors(NamedTuple):
+    """Pointers of the pass that makes dk and dv."""
+
+    q_ptr: Any
+    k_ptr: Any
+    v_ptr: Any
+    dout_ptr: Any
+    lse2_ptr: Any
+    delta_ptr: Any
+    dk_ptr: Any
+    dv_ptr: Any
+    begin_ptr: Any
+    whole_ptr: Any
+    items_ptr: Any
+    members_ptr: Any
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+    rule_ptr: Any
+
+
+class QueryTensors(NamedTuple):
+    """Pointers of the pass that makes dq."""
 
     q_ptr: Any
     k_ptr: Any
@@ -182,8 +211,6 @@ class GradientTensors(NamedTuple):
     lse2_ptr: Any
     delta_ptr: Any
     dq_ptr: Any
-    dk_ptr: Any
-    dv_ptr: Any
     begin_ptr: Any
     whole_ptr: Any
     items_ptr: Any
@@ -280,6 +307,21 @@ class Walk(NamedTuple):
     rests: Any
     cut: Any
     cuts: Any
+
+
+class QueryWalk(NamedTuple):
+    """The ranges of a list that a tile of keys walks.
+
+    ``count`` items from ``whole`` on fill steps that see every key. Those from ``seen`` to
+    ``whole``, from there to ``seen_end``, and from ``cut`` to ``cut_end`` need a mask.
+    """
+
+    seen: Any
+    whole: Any
+    count: Any
+    seen_end: Any
+    cut: Any
+    cut_end: Any
 
 
 class Ranges(NamedTuple):
