@@ -139,8 +139,8 @@ def _walk(
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
     dq, lse2, delta, turn = gradients
     # half steps have another layout of rows, which lie in the same threads
-    R: gl.constexpr = gl.SliceLayout(1, S)
-    lse2, delta = gl.convert_layout(lse2, R), gl.convert_layout(delta, R)  # [ROWS]
+    lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, S))  # [ROWS]
+    delta = gl.convert_layout(delta, gl.SliceLayout(1, S))
     q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
     dout = pipeline.dout_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM_V])
     zeros = gl.zeros([TILE.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
@@ -199,11 +199,38 @@ def _consume(
         dq = gl.zeros([TILE.ROWS, TILE.HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
         gradients = RowGradients(dq, lse2, delta, turn)
         mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
-        of_tile = tensors, pipeline, OPTIONS, TILE
         if OPTIONS.HALVES:
-            gradients = _walk(gradients, 0, walk.halves, walk, rows, W, True, True, *of_tile)
-        gradients = _walk(gradients, walk.whole, steps, walk, rows, W, True, False, *of_tile)
-        gradients = _walk(gradients, 0, walk.whole, walk, rows, W, False, False, *of_tile)
+            gradients = _walk(
+                gradients,
+                0,
+                walk.halves,
+                walk,
+                rows,
+                W,
+                True,
+                True,
+                tensors,
+                pipeline,
+                OPTIONS,
+                TILE,
+            )
+        gradients = _walk(
+            gradients,
+            walk.whole,
+            steps,
+            walk,
+            rows,
+            W,
+            True,
+            False,
+            tensors,
+            pipeline,
+            OPTIONS,
+            TILE,
+        )
+        gradients = _walk(
+            gradients, 0, walk.whole, walk, rows, W, False, False, tensors, pipeline, OPTIONS, TILE
+        )
         dq, lse2, delta, turn = gradients
         mbarrier.arrive(pipeline.q_empty.index(W), count=1)
         # what a row holds that sees no key may be NaN
