@@ -62,7 +62,7 @@ SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_80 d64-v128-bfloat16-*": (16, "with Triton 3.6 alone, as with keys of 128"),
     "nvidia:sm_100 d192-v128-bfloat16-*": (8, "with Triton 3.6 alone"),
     "nvidia:sm_90 d96-v40-bfloat16-uint8-*": (8, "with Triton 3.6 alone"),
-    "nvidia:sm_90 d40-v16-float16-*": (48, "with Triton 3.9 alone: each narrow read has an address"),
+    "nvidia:sm_90 d40-v16-float16-*": (48, "with Triton 3.9 alone: an address a narrow read"),
     "nvidia:* d320-v64-bfloat16-*": (16, "with ALiBi, softcap, sinks and a window at once"),
     "nvidia:sm_80 d320-v64-float32-*": (16, "with Triton 3.6 alone"),
     "nvidia:sm_90 d64-v128-float32-*": (48, "three products in TF32 each; keys of 128 spill 184"),
