@@ -1,8 +1,8 @@
 """The passes of one rank over its runs, with the exchange of states behind them.
 
 Forward: first what the runs write to their states, which travels; then the runs are read, from the
-states that arrived. Tokens are read once: a second pass would take longer than the exchange, whose
-states have the size of some hundred tokens. Backward: first what
+states that arrived. To read them meanwhile, and correct that behind, took longer: the figures are
+in benchmarks/NOTES.md. Backward: first what
 the runs write to the gradients of their states, which travels while dq is computed; the walks of dk
 and dv start from what arrived.
 """

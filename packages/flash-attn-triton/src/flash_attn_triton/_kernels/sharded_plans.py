@@ -20,7 +20,7 @@ from .structures import MergeNumbers, MergeTensors, MergeTile
 ROWS = 32
 
 _launches: Memory[Launch] = Memory()
-# what an exchange needs to begin, when that for which it waits is done
+# more than an exchange took to begin, in a trace, when that for which it waits was done
 HEAD_START_NS = 16_000
 # no tokens
 _ABSENT = 0, 0, 1, 0

@@ -87,7 +87,7 @@ class BiasSum:
     Where up to ``MOST_PARTS`` sequences or heads share a bias, the backward is a launch for each of
     them. The first stores its gradients, the others add theirs by TMA, in the dtype of q and in a
     fixed order, and that is the gradient of the bias. Where more share it, ``sum_bias_kernel``
-    follows one launch: launches that leave something to be summed were no faster.
+    follows one launch: launches that left something to be summed were slower.
     """
 
     def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile, processors: int) -> None:
