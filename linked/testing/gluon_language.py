@@ -336,6 +336,7 @@ class Language:
                 torch.arange(begin, end, dtype=torch.int32)
             ),
             fma=_fma,
+            add=lambda a, b, sanitize_overflow=True: register(a) + b,
             exp2=_by_numpy(np.exp2),
             log2=_by_numpy(np.log2),
             abs=torch.abs,

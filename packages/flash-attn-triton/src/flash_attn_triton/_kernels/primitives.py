@@ -241,8 +241,10 @@ def is_kept(rows, cols, scores, key):
     c1 = (zeros + (cols >> 4 << 3 | cols & 7)).to(tl.uint32, bitcast=True) ^ key.col
     word = key.word
     for _ in tl.static_range(ROUNDS):
-        c0, c1 = tl.umulhi(c0, MULTIPLIER) ^ word ^ c1, c0 * MULTIPLIER
-        word += KEY_STEP
+        # the numbers are meant to wrap: TRITON_DEBUG=1 checks all others
+        low = tl.mul(c0, MULTIPLIER, sanitize_overflow=False)
+        c0, c1 = tl.umulhi(c0, MULTIPLIER) ^ word ^ c1, low
+        word = tl.add(word, KEY_STEP, sanitize_overflow=False)
     draw = tl.where(rows & 8 == 0, c0, c1)
     draw = tl.where(cols & 8 == 0, draw & 0xFFFF, draw >> 16)
     return draw >= scores.dropout_threshold

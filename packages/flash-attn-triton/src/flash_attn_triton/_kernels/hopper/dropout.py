@@ -26,6 +26,12 @@ def _multiply(word, MULTIPLIER: gl.constexpr):
 
 
 @gluon.jit
+def _next(key, STEP: gl.constexpr):
+    """Return the key of the next round. It is meant to wrap: TRITON_DEBUG=1 checks all others."""
+    return gl.add(key, STEP, sanitize_overflow=False)
+
+
+@gluon.jit
 def dropout_key(rng_state_ptr, plane):
     """Return the key of head ``plane = sequence * heads_q + head``, by Philox 4x32."""
     seed = gl.load(rng_state_ptr)
@@ -35,8 +41,7 @@ def dropout_key(rng_state_ptr, plane):
         high_a, low_a = _multiply(c0, MULTIPLIERS_4[0])
         high_b, low_b = _multiply(c2, MULTIPLIERS_4[1])
         c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
-        k0 += KEY_STEPS[0]
-        k1 += KEY_STEPS[1]
+        k0, k1 = _next(k0, KEY_STEPS[0]), _next(k1, KEY_STEPS[1])
     return DropoutKey(c0, c1, c2)
 
 
@@ -74,7 +79,7 @@ def _draw(c0, c1, word):
     for _ in gl.static_range(ROUNDS):
         high, low = _multiply(c0, MULTIPLIER_2)
         c0, c1 = high ^ word ^ c1, low
-        word += KEY_STEPS[0]
+        word = _next(word, KEY_STEPS[0])
     return c0, c1
 
 
