@@ -487,7 +487,7 @@ def sanitize(session: nox.Session) -> None:
     install(session, *KERNEL_PACKAGES)
     (BUILD / "reports").mkdir(parents=True, exist_ok=True)
     script, failed = str(ROOT / "ci" / "sanitize.py"), []
-    for tool in ("none", "memcheck", "consan", "fpsan"):
+    for tool in ("memcheck", "overflow", "consan", "fpsan"):
         report = ("--tool", tool, "--json", str(BUILD / "reports" / f"sanitize-{tool}.json"))
         try:
             session.run("python", script, *report, *session.posargs)

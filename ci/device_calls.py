@@ -97,7 +97,8 @@ def flash(
     if grad:
         made = torch.autograd.grad(out, leaves, dout)
         got.update(zip(("dq", "dk", "dv"), made, strict=True))
-    rest = {n: x for n, x in options.items() if n not in ("deterministic", "dropout_p")}
+    ways = "deterministic", "dropout_p", "invariant"
+    rest = {n: x for n, x in options.items() if n not in ways}
     if "dropout_p" in options:
         # a call draws seed and offset, once
         torch.manual_seed(0)
@@ -166,9 +167,13 @@ def paged(
     page: int = 16,
     queries: int = 200,
     fp8: tuple[str, ...] = (),
+    new: bool = False,
     **options: Any,
 ) -> Found:
-    """``fp8``: what has 8 bits, ``"cache"`` or that and ``"q"``; all have descales."""
+    """``fp8``: what has 8 bits, ``"cache"`` or that and ``"q"``; all have descales.
+
+    ``new``: the keys of the queries' tokens lie beside the cache.
+    """
     import torch
 
     draw = drawer(device)
@@ -191,21 +196,54 @@ def paged(
     starts, lengths = (
         torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [keys])
     )
-    splits = options.pop("num_splits", 1)
+    splits = options.pop("num_splits", 0 if "invariant" in options else 1)
+    beside = {name: draw(queries, heads[1], d) for name in ("k", "v")} if new else {}
     rest = (table, starts, lengths, queries, keys)
     out, lse = load("prefix_prefill").paged_attn_func(
-        q, k_cache, v_cache, *rest, **options, num_splits=splits, return_lse=True
+        q, k_cache, v_cache, *rest, **beside, **options, num_splits=splits, return_lse=True
     )
+    options.pop("invariant", None)
     k, v = (
         c.view(torch.uint8)[table[0].long()].view(c.dtype) if fp8 else c[table[0].long()]
         for c in (k_cache, v_cache)
     )
     k, v = (x.reshape(-1, heads[1], d)[:keys][None].double() for x in (k, v))
+    if new:
+        for x, name in ((k, "k"), (v, "v")):
+            x[0, keys - queries :] = beside[name].double()
     if fp8 and "q" not in fp8:
         options["cache"] = k_cache.dtype
     options = {"causal": True, **options, "truncates": _truncates(device)}
     bounds = bounds_module().attention_bounds(q[None], k, v, **options)
     return _bounded({"out": out[None], "lse": lse[None]}, bounds)
+
+
+def paged_codes(device: str, d: int, kind: str, queries: int = 200) -> Found:
+    """A cache of integers, ``kind`` "int8" or "int4", with a scale a key; no bound is known."""
+    import torch
+
+    package, draw = load("prefix_prefill"), drawer(device)
+    heads, keys, page = (4, 2), queries + 133, 16
+    pages = -(-keys // page)
+    size = (pages + 2, page, heads[1])
+    dtype, width = (torch.int8, d) if kind == "int8" else (torch.uint8, d // 2)
+    caches = [torch.zeros(*size, width, dtype=dtype, device=device) for _ in "kv"]
+    scales = [torch.zeros(*size, dtype=torch.float16, device=device) for _ in "kv"]
+    options: dict[str, Any] = {"kv_dtype": kind}
+    options.update(k_scale_cache=scales[0], v_scale_cache=scales[1])
+    table = torch.arange(pages, device=device, dtype=torch.int32).flip(0)[None] + 1
+    slots = (table[0].long()[:, None] * page + torch.arange(page, device=device)).flatten()[:keys]
+    k, v = (draw(keys, heads[1], d) for _ in "kv")
+    package.reshape_and_cache(k, v, *caches, slots, **options)
+    starts, lengths = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [keys])
+    )
+    q, rest = draw(queries, heads[0], d), (table, starts, lengths, queries, keys)
+    found = package.paged_attn_func(q, *caches, *rest, **options, num_splits=1, return_lse=True)
+    wide = {name: x if name == "kv_dtype" else x.double() for name, x in options.items()}
+    exact = package.paged_attention_reference(q.double(), *caches, *rest, **wide, return_lse=True)
+    names = "out", "lse"
+    return dict(zip(names, found, strict=True)), dict(zip(names, exact, strict=True)), {}
 
 
 def latent(device: str, fp8: bool = False, queries: int = 3, **options: Any) -> Found:

@@ -22,6 +22,7 @@ from device_calls import (
     lightning,
     load,
     paged,
+    paged_codes,
 )
 
 __all__ = ["ALGEBRA", "CASES", "ROOT", "Algebra", "Case"]
@@ -91,6 +92,9 @@ def _cases() -> list[Case]:
     for d in (64, 128):
         for feature, options in (("plain", {}), ("softcap", {"softcap": 1.5})):
             found.append(Case(FLASH, "tree", f"d{d}", feature, flash_tree, {"d": d, **options}))
+    for d in (64, 128, 256):
+        lawful = {"d": d, "causal": True, "grad": False, "invariant": True}
+        found.append(Case(FLASH, "invariant", f"d{d}", "causal", flash, lawful))
     found += _prefix_cases()
     for d, e in ((64, 64), (128, 128), (96, 192)):
         for schedule in ("sequential", "parallel"):
@@ -122,7 +126,17 @@ def _prefix_cases() -> list[Case]:
             found.append(Case(PREFIX, "prefill", f"d{d}", feature, paged, given))
         decode = {"d": d, "queries": 1, "num_splits": 3}
         found.append(Case(PREFIX, "decode", f"d{d}", "splits", paged, decode))
+        if d != 96:
+            given = {"d": d, "invariant": True}
+            found.append(Case(PREFIX, "invariant", f"d{d}", "causal", paged, given))
         if d in (64, 128):
+            given = {"d": d, "new": True}
+            found.append(Case(PREFIX, "prefill", f"d{d}", "new keys", paged, given))
+            for kind in ("int8", "int4"):
+                given = {"d": d, "kind": kind}
+                found.append(Case(PREFIX, f"{kind} cache", f"d{d}", "causal", paged_codes, given))
+                one = {**given, "queries": 1}
+                found.append(Case(PREFIX, f"{kind} cache", f"d{d}", "decode", paged_codes, one))
             for name, narrow in (("fp8 cache", ("cache",)), ("fp8 queries", ("cache", "q"))):
                 found.append(Case(PREFIX, name, f"d{d}", "causal", paged, {"d": d, "fp8": narrow}))
                 one = {"d": d, "fp8": narrow, "queries": 1}
@@ -207,7 +221,8 @@ def _paged_algebra(device: str, d: int, **options: Any) -> Any:
         keys,
         sinks=draw(heads[0], dtype=torch.float32),
         causal=False,
-        **options,
+        # the kernel for Hopper does not cut sequences
+        **{"num_splits": 0 if "invariant" in options else 1, **options},
     )
 
 

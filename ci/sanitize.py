@@ -2,7 +2,7 @@
 
     python ci/sanitize.py --json sanitize.json                  # Triton's concurrency sanitizer
     python ci/sanitize.py --tool memcheck --json memcheck.json  # compute-sanitizer
-    python ci/sanitize.py --tool none --json builds.json        # builds, runs, and is right
+    python ci/sanitize.py --tool overflow --json overflow.json  # integers wrap nowhere
     python ci/sanitize.py --tool fpsan --json fpsan.json        # Triton's FpSan, in 3.8 and later
 
 The cases are those of ``device_cases.py``. Each runs in a process of its own with a time limit,
@@ -10,10 +10,12 @@ several side by side, as device code that fails leaves its process without a GPU
 finding, with what the tool said; wrong, where results are beyond their bounds; failed, with the
 end of the error; timeout; not run, if the time was up before.
 
-ConSan knows copies, products and barriers in shared memory. It knows no barriers of the hardware
-by number, which these kernels reach through inline assembly: what they order looks like a race to
-it. FpSan runs each of its cases twice, by the kernel for Hopper and by the portable one, and the
-finding is that their outputs differ. See docs/testing.md.
+Overflow is Triton's own check (``TRITON_DEBUG=1``): no sum, difference or product of integers of
+up to 32 bits wraps, but where the kernel says that it is to. ConSan knows copies, products and
+barriers in shared memory. It knows no barriers of the hardware by number, which these kernels reach
+through inline assembly: what they order looks like a race to it. A kernel stops at its first
+finding. FpSan runs each of its cases twice, by the kernel for Hopper and by the portable one, and
+the finding is that their outputs differ. See docs/testing.md.
 """
 
 from __future__ import annotations
@@ -38,17 +40,30 @@ from device_cases import ALGEBRA, CASES, ROOT
 from errors import about, is_right, measure
 from mutants import commit
 
-TOOLS = ("consan", "fpsan", "memcheck", "none")
+TOOLS = ("consan", "fpsan", "memcheck", "overflow")
 RESULT = "sanitized case: "
 # what ConSan's assertions and compute-sanitizer say
 FINDINGS = [
-    re.compile(r"Assertion [`'](.+?)[`'] failed"),
+    re.compile(r"(?:([\w.]+\.py:\d+): .*?)?Assertion [`'](.+?)[`'] failed"),  # the line, if known
     re.compile(r"=+ (Invalid .+|Uninitialized .+|Misaligned .+|Program hit .+)"),
     re.compile(r"(device-side assert triggered)"),
 ]
 
 
-def run_case(name: str, device: str, *, is_algebra: bool) -> None:
+def check_no_overflow() -> None:
+    """Leave out Triton's checks of integers, which ConSan turns on and which take minutes to build.
+
+    They are a tool of their own.
+    """
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    parse = CUDABackend.parse_options
+    CUDABackend.parse_options = lambda backend, options: parse(
+        backend, {**options, "sanitize_overflow": False}
+    )
+
+
+def run_case(name: str, device: str, tool: str) -> None:
     """Run one case in this process, and print what is to be said of it."""
     import torch
     import triton
@@ -59,6 +74,8 @@ def run_case(name: str, device: str, *, is_algebra: bool) -> None:
         return torch.zeros(size, dtype=torch.int8, device=device)
 
     launched: set[str] = set()
+    if tool == "consan":
+        check_no_overflow()
     if device != "cpu":
         # a default, since gradients are launched from a thread that has none of what is set here
         allocator: Any = contextvars.ContextVar("allocator", default=allocate)
@@ -67,7 +84,7 @@ def run_case(name: str, device: str, *, is_algebra: bool) -> None:
                 setattr(_allocation, kept, allocator)
         hook = triton.knobs.runtime.launch_enter_hook
         hook.add(lambda metadata: launched.add(metadata.get()["name"]))
-    if is_algebra:
+    if tool == "fpsan":
         out = ALGEBRA[name].run(device)
         found: Any = hashlib.sha256(out.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
     else:
@@ -109,6 +126,11 @@ def environment_of(tool: str, cache: Path) -> dict[str, str]:
     made["TRITON_CACHE_DIR"] = str(cache / tool)
     if tool in ("consan", "fpsan"):
         made["TRITON_INSTRUMENTATION_MODE"] = tool
+    if tool == "fpsan":
+        # a number of 16 bits is the lower half of one of 32, so that sums may round as they go
+        made["TRITON_FPSAN_HOMOMORPHIC_CASTS"] = "1"
+    if tool == "overflow":
+        made["TRITON_DEBUG"] = "1"
     if tool == "memcheck":
         # so that each tensor has an end that the tool knows
         made["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -117,7 +139,8 @@ def environment_of(tool: str, cache: Path) -> dict[str, str]:
 
 def outcome_of(status: int, text: str) -> dict[str, Any]:
     """Read what a case's process said."""
-    said = [m for pattern in FINDINGS for m in pattern.findall(text)]
+    found = (m.groups() for pattern in FINDINGS for m in pattern.finditer(text))
+    said = [": ".join(filter(None, groups)) for groups in found]
     findings = dict(Counter(said).most_common(5))
     line = next((x for x in text.splitlines() if x.startswith(RESULT)), None)
     told: dict[str, Any] = json.loads(line[len(RESULT) :]) if line else {}
@@ -215,7 +238,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
     given = parser.parse_args()
     if given.case:
-        run_case(given.case, given.device, is_algebra=given.tool == "fpsan")
+        run_case(given.case, given.device, given.tool)
         return
     cases: dict[str, Any] = dict(ALGEBRA if given.tool == "fpsan" else CASES)
     names = [n for n, case in cases.items() if given.package in case.package and given.only in n]
@@ -230,6 +253,9 @@ def main() -> None:
     for told in found.values():
         for key in keys:
             told.pop(key, None)
+        if told["outcome"] == "clean":
+            # errors.py measures
+            told.pop("results", None)
     if given.json:
         told = {**head, "counts": dict(counts), "cases": found}
         given.json.write_text(json.dumps(told, indent=1) + "\n")

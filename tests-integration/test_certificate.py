@@ -58,7 +58,7 @@ def test_what_is_read_of_a_tool(status, text, outcome):
     told = sanitize.outcome_of(status, f"{text}{line}\n")
     assert told["outcome"] == outcome
     if text == CONSAN * 3:
-        assert told["findings"] == {"Buffer being accessed has writes": 3}
+        assert told["findings"] == {"kernel.py:7: Buffer being accessed has writes": 3}
 
 
 def test_results_beyond_their_bound_are_wrong():
