@@ -44,6 +44,7 @@ class Case(NamedTuple):
     inputs: tuple[str, ...] = INPUTS
     dtype: torch.dtype = torch.float32
     final: bool = True
+    heads: int = HEADS
 
     @property
     def cu_seqlens(self):
@@ -84,13 +85,13 @@ def problem(case, device="cpu", dtype=None):
     batch, tokens = (case.batch,), (case.batch, case.seqlen)
     if case.lengths is not None:
         batch, tokens = (len(case.lengths),), (sum(case.lengths),)
-    made = {name: m.randn(*tokens, HEADS, D) for name in ("q", "k")}
-    made |= {name: m.randn(*tokens, HEADS, case.e) for name in ("v", "dout")}
+    made = {name: m.randn(*tokens, case.heads, D) for name in ("q", "k")}
+    made |= {name: m.randn(*tokens, case.heads, case.e) for name in ("v", "dout")}
     wide = {"dtype": torch.float32}
     made |= {
-        name: m.randn(*batch, HEADS, D, case.e, **wide) for name in ("initial_state", "dfinal")
+        name: m.randn(*batch, case.heads, D, case.e, **wide) for name in ("initial_state", "dfinal")
     }
-    made["decay"] = m.uniform(HEADS, low=0.01, high=0.3)
+    made["decay"] = m.uniform(case.heads, low=0.01, high=0.3)
     return made
 
 
@@ -453,8 +454,10 @@ def test_kernels_add_what_the_eager_code_adds(device):
     for backend, target in ((_eager_sharded, "cpu"), (sharded_plans, device)):
         on = table.on(torch.device(target))
         x, rates, added = every.to(target), decay.to(target), base.to(target)
-        states = backend.arrive(x, rates, added, on.earlier)
-        found.append((states.cpu(), backend.arrive(x, rates, None, on.later).cpu()))
+        states, gradients = torch.empty_like(added), torch.empty_like(added[: len(table.runs)])
+        backend.arrive(states, x, rates, added, on.earlier)
+        backend.arrive(gradients, x, rates, None, on.later)
+        found.append((states.cpu(), gradients.cpu()))
     for got, want in zip(*found, strict=True):
         # of each row's largest: the last ones have decayed to 0
         unit = want.abs().amax(-1, keepdim=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from .structures import (
     ArriveOptions,
     ArriveTensors,
 )
-from .walks import States, Walk, readable, walk_of
+from .walks import States, Walk, launch_all, readable, walk_of
 
 __all__ = [
     "arrive",
@@ -64,14 +63,21 @@ def write_runs(
     return x, walk.written_states(x)
 
 
-def read_runs(x: Inputs, kept: tuple[Inputs, States] | None, options: Sharded) -> Tensor:
-    """Return what the runs read, from the states before them; ``kept``: what was written."""
+def read_runs(out: Tensor, x: Inputs, kept: tuple[Inputs, States] | None, options: Sharded) -> None:
+    """Fill ``out`` with what the runs read, from the states before them.
+
+    Args:
+        out: contiguous, or some of the heads of what is.
+        x: a walk.
+        kept: what its segments wrote, if there are any.
+        options: of the call.
+    """
     x = readable(x)
     walk, states = _walk_of(x, False, options), None
     if kept is not None:
         states = kept[1]
         walk.combine(x, states)
-    return walk.out(x, options.scale, states)
+    launch_all(walk.reads(x, out, options.scale, states))
 
 
 def write_gradients_of_runs(
@@ -99,11 +105,19 @@ def _walk_of(x: Inputs, reverse: bool, options: Sharded) -> Walk:
     return walk_of(given, write_scale=scale, reverse=reverse, schedule=options.schedule)
 
 
-def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) -> Tensor:
-    """Return ``base`` and what decayed on its way from the states of all ranks, for each row."""
-    rows = sources.offsets.shape[0] - 1
-    _, heads, d, e = every.shape
-    out = torch.empty((rows, heads, d, e), dtype=torch.float32, device=every.device)
+def arrive(
+    out: Tensor, every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources
+) -> None:
+    """Fill ``out`` with ``base`` and what decayed on its way from the states of all ranks.
+
+    Args:
+        out: a state for each row of ``sources``; contiguous, or some of the heads of what is.
+        every: the states that arrived, contiguous.
+        decay: of the heads.
+        base: as ``out`` lies. Default: None (zeros).
+        sources: what comes to each row.
+    """
+    rows, heads, d, e = out.shape
     form = "arrive", base is None, every.device, detect(every.device)
     launch = _launches.get(form)
     if launch is None:
@@ -111,5 +125,4 @@ def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) 
         launch = _launches.keep(form, Launch(arrive_kernel, constants))
     tensors = ArriveTensors(every, decay.contiguous(), base, out, *sources)
     grid = rows * heads * cdiv(d * e, STATE_BLOCK)
-    launch(grid, tensors, ArriveNumbers(heads, d * e))
-    return out
+    launch(grid, tensors, ArriveNumbers(heads, d * e, out.stride(0)))

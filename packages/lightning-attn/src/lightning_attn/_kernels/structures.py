@@ -34,6 +34,7 @@ class WalkNumbers(NamedTuple):
     tokens: int
     size: int
     pieces: int
+    stride_out: int
     stride_rb: int
     stride_rs: int
     stride_rh: int
@@ -125,10 +126,11 @@ class ArriveTensors(NamedTuple):
 
 
 class ArriveNumbers(NamedTuple):
-    """Lengths of the sum of states."""
+    """Lengths of the sum of states, and the stride of a row of ``base`` and ``out``."""
 
     heads: int
     size: int
+    stride_row: int
 
 
 class ArriveOptions(NamedTuple):
@@ -290,10 +292,10 @@ class Found(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One head of a contiguous ``[tokens, heads, E]``."""
+    """One head of ``[tokens, heads, E]``, whose heads are dense; ``stride``: of tokens."""
 
     ptr: Any
-    heads: Any
+    stride: Any
     head: Any
 
 

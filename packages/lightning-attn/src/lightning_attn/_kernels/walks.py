@@ -142,7 +142,9 @@ class Walk:
     def reads(
         self, x: Inputs, out: Tensor, read_scale: float, states: States | None = None
     ) -> tuple[Call, ...]:
-        """Return the launches that write to a contiguous ``out`` what every token reads.
+        """Return the launches that write to ``out`` what every token reads.
+
+        ``out`` is contiguous, or some of the heads of what is.
 
         With ``states``, those before each segment; else ``first``, and then ``last`` is filled.
         """
@@ -228,7 +230,8 @@ class Walk:
         grid = programs * self.heads * cdiv(self.e, plan.tile.block_e)
         has_first = None if segmented else x.has_first
         others = x.decay, first.memory, last.memory, x.cu_seqlens, x.slots, has_first
-        lengths = self.batch, self.heads, tokens, size, pieces
+        stride_out = 0 if out is None else out.stride(-3)
+        lengths = self.batch, self.heads, tokens, size, pieces, stride_out
         scales = read_scale, self.write_scale
         is_hopper = self._is_hopper and tokens > 0  # an empty tensor has no map
         kind = (
