@@ -71,7 +71,11 @@ CASES = {
     "contiguous": Case(70, "contiguous", "parallel", e=32, inputs=WITHOUT_DECAY),
     "empty": Case(2, "contiguous", inputs=WITHOUT_DECAY),
     "packed": Case(0, "balanced", "parallel", (70, 0, 5, 9), inputs=WITHOUT_DECAY),
-    # runs that are sent, and behind them one that is not
+    # a run that is not sent ahead of those that are
+    "packed-first": Case(
+        0, "balanced", "sequential", (5, 31, 16), inputs=WITHOUT_DECAY, final=False
+    ),
+    # likewise, behind them
     "packed-last": Case(
         0, "balanced", "sequential", (31, 16, 5), inputs=WITHOUT_DECAY, final=False
     ),
@@ -162,6 +166,7 @@ def judge(case, parts, device="cpu"):
         ("empty", 3),
         ("packed", 2),
         ("packed-zigzag", 2),
+        ("packed-first", 2),
         ("packed-last", 2),
         ("zigzag", 1),
     ],

@@ -62,7 +62,9 @@ def check_some_heads(case, schedule):
     want = walks.walk_of(x, schedule=schedule).out(x, 0.5)
     for heads in (slice(0, 2), slice(2, 3)):
         own, out = x.of_heads(heads), torch.full_like(v, float("nan"))
-        walks.launch_all(walks.walk_of(own, schedule=schedule).reads(own, out[:, heads], 0.5))
+        walk = walks.walk_of(own, schedule=schedule)
+        assert torch.equal(walk.out(own, 0.5), want[:, heads])
+        walks.launch_all(walk.reads(own, out[:, heads], 0.5))
         assert torch.equal(out[:, heads], want[:, heads])
         assert out.isnan().sum() == (3 - heads.stop + heads.start) * v[:, 0].numel()
 
