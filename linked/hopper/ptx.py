@@ -31,25 +31,6 @@ def hide_unless(s, low, high):
 
 
 @gluon.jit
-def either(low, high, yes, no):
-    """Return ``yes`` where ``low <= high``, and ``no`` elsewhere; compares as ``hide_unless``."""
-    return gl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred chosen;
-            setp.le.s32 chosen, $1, $2;
-            selp.f32 $0, $3, $4, chosen;
-        }
-        """,
-        "=f,r,r,f,f",
-        [low, high, yes, no],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def drop_below(p, draw, threshold):
     """Return ``p`` where ``draw >= threshold``, as unsigned numbers, and 0 elsewhere.
 

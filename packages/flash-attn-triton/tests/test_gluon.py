@@ -93,6 +93,40 @@ def test_forward(tile, shape, features, forward, reverse):
     check(make_case(shape, torch.bfloat16, "cpu", features), grad=False)
 
 
+@pytest.mark.parametrize(
+    ("tile", "shape", "features"),
+    [
+        ("plain", Shape(1, 150, 300, 2, 1, 64), ()),  # tiles ahead, on both sides and behind
+        ("stages", Shape(1, 200, 300, 2, 1, 48), ("window_left", "sinks")),
+        ("share", Shape(2, 20, 210, 2, 1, 64), ("causal",)),  # heads share a tile
+    ],
+    ids=str,
+)
+def test_near_keys_round_as_near_ones(tile, shape, features, forward):
+    """Steep slopes: a number that is as large as a tile is long would round those that weigh."""
+    forward(TILES[tile])
+    case = make_case(shape, torch.bfloat16, "cpu", features)
+    check(case.with_options(alibi_slopes=torch.tensor([2.0, 16.0])), grad=False)
+
+
+def test_a_distance_rounds_alike_in_tiles_of_one_side_and_of_both():
+    """Which one it is depends on the rows that share the tile."""
+    from flash_attn_triton._kernels.hopper import alibi
+
+    from ._linked.gluon import as_python, register
+
+    functions = as_python(alibi._one_sided, alibi._two_sided)
+    s, first = register(torch.zeros(64, 128)), register(256)
+    slopes = register(torch.rand(64, 1))
+    for kind, nearest in ((alibi.WHOLE, 127), (alibi.AHEAD, 0)):
+        anchor = register(torch.full((64,), nearest))
+        want = functions["_two_sided"](s, first, slopes, anchor)
+        assert torch.equal(functions["_one_sided"](s, first, slopes, kind, True), want)
+        for row, slope in enumerate(slopes[:, 0]):
+            one = functions["_one_sided"](s, first, slope, kind, False)
+            assert torch.equal(one[0], want[row])
+
+
 # few queries: heads of a group share a tile, all of them or as many as fit
 FEW = [
     ("plain", Shape(2, 1, 150, 8, 2, 64), ("causal", "sinks")),
@@ -100,6 +134,7 @@ FEW = [
     ("stages", Shape(2, 70, 90, 12, 2, 64), ("causal", "softcap")),
     ("pipeline", Shape(2, 9, 70, 6, 3, 64, 48), ("window_left", "alibi", "sinks")),
     ("share", Shape(1, 3, 40, 32, 1, 64), ("causal",)),
+    ("stages", Shape(1, 20, 132, 4, 1, 48), ("alibi",)),
 ]
 
 

@@ -65,7 +65,7 @@ def start(
     s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
     s = hide(s, cols, walk, problem, OPTIONS)
     if HAS_ALIBI:
-        m, l, e = start_tilted(s, level, first, walk, FLOOR)
+        m, l, e = start_tilted(s, level, FLOOR)
     else:
         m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
     return m, l, drop_some(e, cols, walk, problem)
@@ -278,7 +278,7 @@ def _fold(
         if KIND == CUT:
             s = hide(s, cols, walk, problem, OPTIONS)
         if HAS_ALIBI:
-            top = largest(s, level, first, walk, KIND)  # [ROWS]
+            top = largest(s, level)  # [ROWS]
         else:
             top = gl.max(s, 1) * factor
         m_new = gl.where(top - m > SLACK, top, m) if TILE.LAG else gl.maximum(m, top)
@@ -286,7 +286,7 @@ def _fold(
         if KIND == CUT or problem.bias is not None:
             pivot = gl.where(m_new <= FLOOR, 0.0, m_new)
         if HAS_ALIBI:
-            e = gl.exp2(less_pivot(s, level, pivot, first, walk, KIND))  # [ROWS, BLOCK_N]
+            e = gl.exp2(less_pivot(s, level, pivot))  # [ROWS, BLOCK_N]
         else:
             e = gl.exp2(s * factor - pivot[:, None])
         alpha = gl.exp2(m - pivot)  # [ROWS]
