@@ -195,7 +195,7 @@ def test_what_a_bias_holds_behind_a_sequence_changes_nothing(gradients):
 
 
 # dbias is what the kernel keeps, or its sum; rows or keys that face nobody, GQA, every broadcast.
-# Launches divide the sequences, or the key heads; what is left of either is summed
+# Some sequences, or key heads, are added up in memory; what is left of either is summed
 SUMMED = [
     ("columns", Shape(2, 130, 150, 2, 1, 64), ("causal",), (1, 2, 130, 150)),
     ("columns", Shape(2, 150, 72, 2, 1, 48), ("causal",), (2, 1, 150, 72)),
@@ -216,6 +216,15 @@ def test_gradient_of_the_bias(tile, shape, features, size, gradients, monkeypatc
     monkeypatch.setattr(portable_plans.BiasGradient, "__call__", None)  # the portable one
     gradients(tile, reverse=shape.heads_k == 1)
     case = make_case(shape, torch.bfloat16, "cpu", features)
+    check(with_bias(case, *size, share=0.1))
+
+
+@pytest.mark.parametrize(("tile", "shape", "features", "size"), SUMMED[2:3] + SUMMED[6:9], ids=str)
+def test_gradient_of_the_bias_in_order(tile, shape, features, size, gradients, monkeypatch):
+    """A launch for each sequence, or key head, or for all of them."""
+    monkeypatch.setattr(portable_plans.BiasGradient, "__call__", None)
+    gradients(tile, reverse=False)
+    case = make_case(shape, torch.bfloat16, "cpu", features).with_options(deterministic=True)
     check(with_bias(case, *size, share=0.1))
 
 
@@ -251,7 +260,38 @@ def test_launches_leave_a_gpu_no_emptier(size, programs, processors, parts, monk
     x = Tensors(q, k, k, bias=torch.empty(*size, 128, keys, dtype=HALF, device="meta"))
     form = Form(x, Options(0.1, -1, -1, 0.0, 0.0))
     summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], processors)
-    assert summed.parts == parts
+    assert summed.parts == summed.together == parts
+    assert not summed.adds_to_zeros
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "size", "together"),
+    [
+        (4, 8, (1, 8), (4, 1)),
+        (6, 8, (1, 8), (3, 1)),
+        (5, 8, (1, 8), (1, 1)),
+        (4, 8, (4, 1), (1, 4)),
+        (1, 8, (1, 1), (1, 4)),
+        (2, 8, (1, 1), (2, 1)),
+        (2, 8, (2, 8), (1, 1)),
+        (1, 8, (1, 8), (1, 1)),
+    ],
+)
+def test_sums_of_those_side_by_side(batch, heads, size, together, monkeypatch):
+    """Up to four are added up, as many as come out even, and to zeros."""
+    monkeypatch.setenv("ATTN_COMMON_PLATFORM", "nvidia:sm_90")
+    q = torch.empty(batch, 16, heads, 64, dtype=HALF, device="meta")
+    x = Tensors(q, q, q, bias=torch.empty(*size, 16, 16, dtype=HALF, device="meta"))
+    form = Form(x, Options(0.1, -1, -1, 0.0, 0.0))
+    found = bias_plans.side_by_side(form, bias_plans.BiasForm(x.bias, 64, 64))
+    assert found == together
+    summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], 132, found)
+    assert summed.parts == (1, 1)
+    ds = summed.new_gradients(torch.full(x.bias.shape, torch.nan))
+    assert ds.shape[:2] == (batch // together[0], heads // together[1])
+    if max(together) > 1:
+        assert summed.adds_to_zeros
+        assert not ds.any()
 
 
 def test_gradients_of_scores_have_a_bound(gradients, monkeypatch):
@@ -323,37 +363,46 @@ def test_gradients_in_order_with_a_mistake(gradients):
     assert caught(serve, in_order(), grad=True)
 
 
-PART_MISTAKES = [
-    ("keep_gradient", "add_out(", "copy_out("),
-    ("keep_gradient", "- numbers.first_sequence", ""),
-    ("locate_keys", "sequence += numbers.first_sequence", "pass"),
-    ("locate_keys", "gl.num_programs(0) // tiles", "batch * heads_k"),
+# in memory: of all, of those in order, or of both
+SEQUENCE_MISTAKES = [
+    ("keep_gradient", "add_out(", "copy_out(", (False, True)),
+    ("keep_gradient", "// numbers.sequences_together", "", (False, True)),
+    ("locate_keys", "sequence += numbers.first_sequence", "pass", (True,)),
+    ("locate_keys", "gl.num_programs(0) // tiles", "batch * heads_k", (True,)),
 ]
 HEAD_MISTAKES = [
-    ("keep_gradient", "- numbers.first_head * OPTIONS.GROUP", ""),
-    ("locate_keys", "head += numbers.first_head", "pass"),
-    ("locate_keys", "heads_k = numbers.heads_here", "pass"),
+    ("keep_gradient", "(head_k - head_k // numbers.heads_together)", "0", (False, True)),
+    ("locate_keys", "head += numbers.first_head", "pass", (True,)),
+    ("locate_keys", "heads_k = numbers.heads_here", "pass", (True,)),
 ]
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize(("function", "right", "wrong"), PART_MISTAKES, ids=lambda x: x[:40])
-def test_parts_of_sequences_with_a_mistake(function, right, wrong, gradients):
+@pytest.mark.parametrize(
+    ("function", "right", "wrong", "ordered"), SEQUENCE_MISTAKES, ids=lambda x: str(x)[:40]
+)
+def test_sums_over_sequences_with_a_mistake(function, right, wrong, ordered, gradients):
     def serve(reverse):
         gradients("columns", reverse).plant(function, right, wrong)
 
     case = make_case(Shape(2, 70, 136, 2, 1, 48), torch.bfloat16, "cpu", ("causal",))
-    assert caught(serve, with_bias(case, 1, 2, 70, 136), grad=True)
+    case = with_bias(case, 1, 2, 70, 136)
+    for deterministic in ordered:
+        assert caught(serve, case.with_options(deterministic=deterministic), grad=True)
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize(("function", "right", "wrong"), HEAD_MISTAKES, ids=lambda x: x[:40])
-def test_parts_of_heads_with_a_mistake(function, right, wrong, gradients):
+@pytest.mark.parametrize(
+    ("function", "right", "wrong", "ordered"), HEAD_MISTAKES, ids=lambda x: str(x)[:40]
+)
+def test_sums_over_heads_with_a_mistake(function, right, wrong, ordered, gradients):
     def serve(reverse):
         gradients("columns", reverse).plant(function, right, wrong)
 
     case = make_case(Shape(2, 70, 136, 2, 2, 48), torch.bfloat16, "cpu")
-    assert caught(serve, with_bias(case, 2, 1, 70, 136), grad=True)
+    case = with_bias(case, 2, 1, 70, 136)
+    for deterministic in ordered:
+        assert caught(serve, case.with_options(deterministic=deterministic), grad=True)
 
 
 def test_parts_in_order_with_a_mistake(gradients):

@@ -132,7 +132,25 @@ def test_programs_of_packed_calls_wait_for_earlier_ones_alone(functions):
     }
 
 
-def _locate(number, offsets, numbers, functions):
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("span", [4, 8])
+def test_programs_that_share_a_bias_run_side_by_side(span, by_head, functions):
+    """They have one block of four sequences of a head, or of four heads of a sequence."""
+    batch, heads, tiles = 4, 8, 3
+    numbers, _, _ = structures(
+        (-1, -1), batch=batch, heads_k=heads, tiles=tiles, span=span, tokens_q=384, tokens_k=384
+    )
+    own = [_locate(i, None, numbers, functions, by_head) for i in range(batch * heads * tiles)]
+    found = [(int(x.block), int(x.sequence), int(x.head_k)) for x in own]
+    assert len(set(found)) == len(found)
+    for first in range(0, len(found), 4):
+        blocks, sequences, owners = map(set, zip(*found[first : first + 4], strict=True))
+        shared, apart = (owners, sequences) if by_head else (sequences, owners)
+        assert len(blocks) == len(shared) == 1
+        assert len(apart) == 4
+
+
+def _locate(number, offsets, numbers, functions, by_head=False):
     """Return what a program with this number owns."""
     from flash_attn_triton._kernels.hopper.backward_structures import Tensors
 
@@ -141,4 +159,5 @@ def _locate(number, offsets, numbers, functions):
     starts = None if offsets is None else Pointer(offsets, torch.zeros((), dtype=torch.int64))
     tensors = Tensors(*[None] * len(Tensors._fields))
     tensors = tensors._replace(cu_seqlens_q_ptr=starts, cu_seqlens_k_ptr=starts)
-    return functions["locate_keys"](register(number), tensors, numbers, True, False, 128)
+    number = register(number)
+    return functions["locate_keys"](number, tensors, numbers, True, False, 128, by_head)

@@ -16,7 +16,7 @@ from flash_attn_triton._kernels.hopper.plans import HopperForward
 from flash_attn_triton._kernels.plans import PortableForward
 from flash_attn_triton._kernels.structures import Extras, Inputs
 
-from ._linked.gpus import GPUS, chosen, compiling
+from ._linked.gpus import GPUS, Build, chosen, compiling
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed
 
 HOPPER = "nvidia:sm_90"
@@ -95,10 +95,10 @@ def test_forward_builds(head_dim, causal, tmp_path):
     assert " LDSM." in build.sass  # as matrices, not number by number
 
 
-def run_backward(x: Tensors, form: Form) -> None:
+def run_backward(x: Tensors, form: Form, *, ordered: bool = False) -> None:
     """Launch what fills the gradients, that of the bias among them."""
     rows = torch.empty(len(x.q), 4, 1024, device="meta")
-    plan = HopperBackward(form, x)
+    plan = HopperBackward(form, x, ordered=ordered)
     plan(
         Inputs(*x[:3], x.q, rows, rows),
         Extras(x.bias, *[None] * 5),
@@ -115,7 +115,7 @@ def run_backward(x: Tensors, form: Form) -> None:
 )
 def test_backward_builds(head_dim, causal, tmp_path):
     with compiling(HOPPER, tmp_path) as builds:
-        run_backward(*made(head_dim, causal))
+        run_backward(*made(head_dim, causal, batch=5))
     kernel, *others = builds
     # above head dim 128 the portable kernel sums the gradient of the bias
     assert len(others) == (1 if head_dim > 128 else 2)
@@ -135,21 +135,39 @@ def test_backward_builds(head_dim, causal, tmp_path):
 @pytest.mark.parametrize(
     ("head_dim", "causal"), chosen(itertools.product((64, 128), (False, True)), [(64, False)])
 )
-def test_backward_of_parts_builds(head_dim, causal, tmp_path):
-    """Four sequences that share a bias have a launch each, and nothing is left to be summed."""
+def test_backward_that_adds_builds(head_dim, causal, tmp_path):
+    """Four sequences that share a bias add up its gradient, and nothing is left to be summed."""
     with compiling(HOPPER, tmp_path) as builds:
+        run_backward(*made(head_dim, causal, batch=1, group=1, tokens=4096))
         run_backward(*made(head_dim, causal, batch=4, group=1, tokens=4096))
-    first, *others, _rounding = builds
+    storing, _, adding, _rounding = builds
+    check_adding(adding, storing, head_dim, causal)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("head_dim", "causal"), chosen(itertools.product((64, 128), (False, True)), [(64, False)])
+)
+def test_backward_in_order_builds(head_dim, causal, tmp_path):
+    """They have a launch each."""
+    with compiling(HOPPER, tmp_path) as builds:
+        run_backward(*made(head_dim, causal, batch=4, group=1, tokens=4096), ordered=True)
+    storing, *others, _rounding = builds
     assert len(others) == 3
-    for other in others:
-        assert other.kernel == first.kernel
-        assert not other.unset, other
-        assert other.shared <= GPUS[HOPPER].shared_limit, other
-        old, new = BACKWARD_SPILLS[head_dim, causal]
-        assert other.spilled <= (old if IS_OLD else new), other
-        # added to memory are dq and the gradients of scores
-        added = other.sass.count(" UTMAREDG.") - first.sass.count(" UTMAREDG.")
-        assert added == first.sass.count(" UTMASTG.") - other.sass.count(" UTMASTG.") > 0
+    for adding in others:
+        check_adding(adding, storing, head_dim, causal)
+
+
+def check_adding(adding: Build, storing: Build, head_dim: int, causal: bool) -> None:
+    """Hold a build that adds gradients of scores to its limits, beside one that stores them."""
+    assert adding.kernel == storing.kernel
+    assert not adding.unset, adding
+    assert adding.shared <= GPUS[HOPPER].shared_limit, adding
+    old, new = BACKWARD_SPILLS[head_dim, causal]
+    assert adding.spilled <= (old if IS_OLD else new), adding
+    # added to memory are dq and the gradients of scores
+    added = adding.sass.count(" UTMAREDG.") - storing.sass.count(" UTMAREDG.")
+    assert added == storing.sass.count(" UTMASTG.") - adding.sass.count(" UTMASTG.") > 0
 
 
 # ---- numbers

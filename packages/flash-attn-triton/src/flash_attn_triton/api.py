@@ -79,8 +79,9 @@ def flash_attn_func(
         softcap: cap of the scores; 0.0 is none. Default: 0.0.
         alibi_slopes: slopes of the linear bias (Press et al. 2021), fp32 ``[heads_q]`` or
             ``[batch, heads_q]``; without a gradient. Default: None.
-        deterministic: make gradients repeat bit for bit. On Hopper dq is otherwise added up in the
-            order in which its parts come; all else repeats anyway. Default: False.
+        deterministic: make gradients repeat bit for bit. On Hopper dq, and the gradient of a bias
+            that is shared, are otherwise added up in the order in which their parts come; all else
+            repeats anyway. Default: False.
         return_attn_probs: return ``(out, lse, probabilities)``. The third is None without dropout;
             with it, ``[batch, heads_q, seqlen_q, seqlen_k]`` in the dtype of ``q``, negative where
             dropped: computed apart, with memory for the whole matrix, for tests. Default: False.

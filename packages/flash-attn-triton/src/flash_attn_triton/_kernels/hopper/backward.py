@@ -37,14 +37,20 @@ from .panels import allocate
 
 @gluon.jit
 def locate_keys(
-    pid, tensors, numbers, BALANCE: gl.constexpr, IS_PART: gl.constexpr, BLOCK_N: gl.constexpr
+    pid,
+    tensors,
+    numbers,
+    BALANCE: gl.constexpr,
+    IS_PART: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BY_HEAD: gl.constexpr = False,
 ):
     """Return the block of keys that a program owns, and where its sequence lies.
 
     Under a causal mask the first blocks walk furthest: ``BALANCE`` starts them first, within as
     many heads (``span``) as the cache holds. A launch that ``IS_PART`` has some of the sequences or
-    heads (``Numbers``). For packed tensors ``tiles`` counts slots, and a slot
-    without a block gives -1.
+    heads (``Numbers``). ``BY_HEAD`` starts the sequences of a head side by side, not the heads of a
+    sequence. For packed tensors ``tiles`` counts slots, and a slot without a block gives -1.
     """
     batch, heads_k, tiles = numbers.batch, numbers.heads_k, numbers.tiles
     if tensors.cu_seqlens_k_ptr is None:
@@ -61,8 +67,12 @@ def locate_keys(
         else:
             block = pid % tiles
             batch_head = pid // tiles
-        sequence = batch_head // heads_k
-        head = batch_head % heads_k
+        if BY_HEAD:
+            sequence = batch_head % batch
+            head = batch_head // batch
+        else:
+            sequence = batch_head // heads_k
+            head = batch_head % heads_k
         if IS_PART:
             sequence += numbers.first_sequence
             head += numbers.first_head
@@ -137,10 +147,19 @@ def query_tiles(
 
 
 @gluon.jit
-def _find_block(tensors, numbers, IS_PART: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def _find_block(
+    tensors,
+    numbers,
+    HAS_BIAS: gl.constexpr,
+    IS_PART: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Return ``(block, walk, dq_at)``: a program's block and the tiles of queries that see it.
 
-    ``dq_at`` is the tile in the sums of dq with which those of the sequence begin.
+    ``dq_at`` is the tile in the sums of dq with which those of the sequence begin. Programs that
+    share a tile of a bias begin side by side, so that one copies it from memory, and the others
+    from the L2 cache.
     """
     pid = gl.program_id(0)
     if OPTIONS.ORDERED:
@@ -149,8 +168,11 @@ def _find_block(tensors, numbers, IS_PART: gl.constexpr, OPTIONS: gl.constexpr, 
             # without the programs of the launches before
             before = numbers.first_sequence * numbers.heads_k + numbers.first_head * numbers.batch
             pid -= before * numbers.tiles
-    BALANCE: gl.constexpr = OPTIONS.HAS_RIGHT or OPTIONS.ORDERED
-    found = locate_keys(pid, tensors, numbers, BALANCE, IS_PART, TILE.BLOCK_N)
+    IS_FIXED: gl.constexpr = tensors.cu_seqlens_k_ptr is None
+    SHARES: gl.constexpr = HAS_BIAS and IS_FIXED and not OPTIONS.ORDERED
+    BALANCE: gl.constexpr = OPTIONS.HAS_RIGHT or OPTIONS.ORDERED or SHARES
+    BY_HEAD: gl.constexpr = SHARES and not OPTIONS.BIAS_BATCH
+    found = locate_keys(pid, tensors, numbers, BALANCE, IS_PART, TILE.BLOCK_N, BY_HEAD)
     q_start, k_start, len_q, len_k = found.q_start, found.k_start, found.len_q, found.len_k
     owner = gl.maximum(gl.minimum(found.sequence, numbers.batch - 1), 0).to(gl.int64)
     heads_q = numbers.heads_k * OPTIONS.GROUP
@@ -296,6 +318,8 @@ def backward_kernel(
     first_sequence,
     first_head,
     heads_here,
+    sequences_together,
+    heads_together,
     GROUP: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
@@ -395,8 +419,12 @@ def backward_kernel(
         first_sequence,
         first_head,
         heads_here,
+        sequences_together,
+        heads_together,
     )
-    block, walk, dq_at = _find_block(tensors, numbers, ds_desc is not None, OPTIONS, TILE)
+    block, walk, dq_at = _find_block(
+        tensors, numbers, bias_desc is not None, ds_desc is not None, OPTIONS, TILE
+    )
     if MAKES_DK:
         pipeline = _make_pipeline(maps, TILE)
     else:

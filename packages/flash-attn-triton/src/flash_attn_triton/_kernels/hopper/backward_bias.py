@@ -100,6 +100,8 @@ def gradients_of(number, program, TILE: gl.constexpr):
 def keep_gradient(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Start the store of ``W``'s gradients of scores, for ``sum_bias_kernel``, or their addition.
 
+    Sequences, or key heads, that are added up have a plane together.
+
     They leave from where the product of dq reads them. The TMA has read them before the memory is
     written again two steps later, as each step but the first waits for the stores of the steps
     before.
@@ -107,8 +109,9 @@ def keep_gradient(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: g
     if program.maps.ds_desc is not None:
         walk, numbers, desc = program.walk, program.numbers, program.maps.ds_desc
         head, step = head_at(turn, program.block.head_k, walk.end - walk.begin, OPTIONS)
-        sequence = program.block.sequence - numbers.first_sequence
-        plane = head - numbers.first_head * OPTIONS.GROUP
+        head_k = program.block.head_k
+        sequence = program.block.sequence // numbers.sequences_together
+        plane = head - (head_k - head_k // numbers.heads_together) * OPTIONS.GROUP
         row = tile_at(step, walk.begin, walk.end, OPTIONS) * TILE.BLOCK_M + program.block.ahead_q
         where = (0, sequence, plane, row, program.block.first_key + W * ROWS)
         ds = program.pipeline.ds_s.index(turn % 2 * 2 + W)

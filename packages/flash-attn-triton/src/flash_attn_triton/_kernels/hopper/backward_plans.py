@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from attn_common import cdiv
+from attn_common import cdiv, round_up
 from torch import Tensor
 
 from ..._call import Tensors
@@ -25,7 +25,7 @@ from ._linked.gradients import ROWS
 from ._linked.tma import MapForm, MappingLaunch
 from .backward import backward_kernel
 from .backward_maps import BackwardMaps, Six
-from .bias_plans import BiasForm, BiasSum, Parts, dimensions_of
+from .bias_plans import BiasForm, BiasSum, Together, dimensions_of, side_by_side
 from .parameters import RoundingConstants, RoundingNumbers
 from .round_dq import round_dq_kernel
 
@@ -150,8 +150,10 @@ class HopperBackward:
         is_plain = x.seqused_k is None and not form.is_packed
         can_keep = keeps and tile.block_n > keys and is_plain
         self._bias_sum = None
+        self._together = Together() if ordered else side_by_side(form, bias)
         if can_keep:
-            summed = BiasSum(form, x, tile, plans.multiprocessors(x.q.device))
+            together = None if ordered else self._together
+            summed = BiasSum(form, x, tile, plans.multiprocessors(x.q.device), together)
             self._bias_sum = summed if summed.fits else None
         rounding = RoundingConstants(
             HAS_RIGHT=form.constants.HAS_RIGHT,
@@ -234,7 +236,8 @@ class HopperBackward:
             launches.plain(work.grid, tensors, work.numbers)
         else:
             for number, numbers in enumerate(work.parts):
-                launch = launches.adding if number > 0 else launches.keeping
+                adds = number > 0 or self._bias_sum.adds_to_zeros
+                launch = launches.adding if adds else launches.keeping
                 launch(work.grid // len(work.parts), tensors, numbers)
         if launches.values is not None:
             launches.values(work.grid, tensors, work.numbers)
@@ -269,6 +272,15 @@ class HopperBackward:
             values=launch(self._values_constants) if self._values_constants else None,
         )
 
+    def _span(self, tokens_q: int) -> int:
+        """Return how many heads are walked together."""
+        if self._ordered:
+            return max(self._form.span_sums(tokens_q), ORDERED_SPAN)
+        # beside a bias all calls are walked so; without a mask all walks are equally long
+        is_equal = self._map_bias is not None and not self._form.constants.HAS_RIGHT
+        span = 1 if is_equal else self._form.span_sums(tokens_q)
+        return round_up(span, max(self._together))
+
     def _count_work(self, tokens_q: int, tokens_k: int) -> Work:
         """Return what the launches do for so many tokens."""
         form, tile, scalars = self._form, self._tile, self._form.scalars
@@ -285,15 +297,16 @@ class HopperBackward:
             tokens_k,
             tiles_k,
             tiles_q,
-            max(form.span_sums(tokens_q), ORDERED_SPAN if self._ordered else 0),
+            self._span(tokens_q),
             scalars.keep_scale,
             scalars.dropout_threshold,
             form.strides.stride_alibi_b,
             0,
             0,
             form.heads_k,
+            *(self._bias_sum.together if self._bias_sum else Together()),
         )
-        division = self._bias_sum.parts if self._bias_sum else Parts()
+        division = self._bias_sum.parts if self._bias_sum else Together()
         parts = tuple(
             numbers._replace(
                 first_sequence=sequences * (form.batch // division.sequences),

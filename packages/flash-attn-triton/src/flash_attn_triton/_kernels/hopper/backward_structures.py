@@ -85,6 +85,9 @@ class Numbers(NamedTuple):
     first_sequence: Any
     first_head: Any
     heads_here: Any  # key heads of each sequence
+    # and how many neighbours add theirs up in memory
+    sequences_together: Any
+    heads_together: Any  # key heads
 
 
 class Options(NamedTuple):
@@ -101,7 +104,7 @@ class Options(NamedTuple):
     BIAS_HEADS: Any
     BIAS_ROWS: Any
     ORDERED: Any  # dq repeats bit for bit; see ``ordered``
-    ADDS_DS: Any  # gradients of scores are added to those of the launches before; see ``BiasSum``
+    ADDS_DS: Any  # gradients of scores are added to what is there; see ``BiasSum``
 
 
 class Tile(NamedTuple):

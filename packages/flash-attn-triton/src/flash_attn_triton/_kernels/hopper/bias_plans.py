@@ -25,8 +25,8 @@ MOST_ROWS = 0x7FFF0000
 MOST_DS_BYTES = 1 << 32
 # queries, and keys, of a program that sums
 BLOCK = 64
-# launches whose gradients of scores are added up in the dtype of q: each addition rounds
-MOST_PARTS = 4
+# gradients of scores that are added up in the dtype of q: each addition rounds
+MOST_TOGETHER = 4
 # how much longer such launches may keep a GPU than one launch, for all of which it has programs
 MOST_ROUNDS = 1.05
 
@@ -74,30 +74,65 @@ def _mappable(bias: Tensor) -> Tensor:
     return whole_rows(bias).transpose(1, 2)
 
 
-class Parts(NamedTuple):
-    """Into how many launches the sequences, or the key heads, of a backward are divided."""
+class Together(NamedTuple):
+    """How many neighbouring sequences, or key heads, that share a bias are taken together."""
 
     sequences: int = 1
     heads: int = 1
 
 
+def side_by_side(form: Form, bias: BiasForm | None) -> Together:
+    """Return whose programs run side by side: of up to ``MOST_TOGETHER``, as many as come out even.
+
+    Then a tile of the bias is read from memory once, and is still in the L2 cache as gradients of
+    scores are added up.
+    """
+    if bias is None or not bias.has_rows or form.is_packed:
+        return Together()
+    if not bias.has_batch and form.batch > 1:
+        return Together(sequences=_even_part(form.batch))
+    return Together() if bias.has_heads else Together(heads=_even_part(form.heads_k))
+
+
+def _even_part(count: int) -> int:
+    return max(n for n in range(1, MOST_TOGETHER + 1) if count % n == 0)
+
+
 class BiasSum:
     """The gradient of a bias, from the gradients of scores that a backward keeps.
 
-    Where up to ``MOST_PARTS`` sequences or heads share a bias, the backward is a launch for each of
-    them. The first stores its gradients, the others add theirs by TMA, in the dtype of q and in a
-    fixed order, and that is the gradient of the bias. Where more share it, ``sum_bias_kernel``
-    follows one launch: launches that left something to be summed were slower.
+    Up to ``MOST_TOGETHER`` sequences or heads that share a bias add theirs up by TMA, in the dtype
+    of q: programs that run side by side, so that the sums are in the L2 cache, in whatever order
+    they come, and to zeros. Where more share the bias, ``sum_bias_kernel`` adds up the sums.
+
+    If additions are ordered, the backward is a launch for each of them. The first stores its
+    gradients, the others add theirs. Launches that left something to be summed were slower: there
+    all gradients are stored, and summed by the kernel.
     """
 
-    def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile, processors: int) -> None:
-        """Take a call, its tile, and how many multiprocessors the GPU has."""
+    def __init__(
+        self,
+        form: Form,
+        x: Tensors,
+        tile: HopperBackwardTile,
+        processors: int,
+        together: Together | None = None,
+    ) -> None:
+        """Take a call, its tile, and how many multiprocessors the GPU has.
+
+        ``together``, of ``side_by_side``, is None if additions are ordered.
+        """
         self._form = form
         self._tokens = tokens_q, tokens_k = x.q.shape[1], x.k.shape[1]
         planes = x.bias.shape[0], x.bias.shape[1]
         programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
-        self.parts = self._divide(planes, programs, processors)
-        self._planes = form.batch // self.parts.sequences, form.heads_q // self.parts.heads
+        # launches, of each of which some sequences or heads are
+        self.parts = Together()
+        if together is None:
+            together = self.parts = self._divide(planes, programs, processors)
+        self.together = together
+        self.adds_to_zeros = max(together) > max(self.parts)
+        self._planes = form.batch // together.sequences, form.heads_q // together.heads
         # whole rows, which TMA writes
         columns = round_up(tokens_k, ACCESS_BYTES // x.q.element_size())
         self._shape = *self._planes, tokens_q, columns
@@ -116,29 +151,28 @@ class BiasSum:
         )
         self._launch = Launch(sum_bias_kernel, {**constants._asdict(), "num_warps": 4})
 
-    def _divide(self, planes: tuple[int, int], programs: int, processors: int) -> Parts:
+    def _divide(self, planes: tuple[int, int], programs: int, processors: int) -> Together:
         """Return how the backward is divided: into few launches whose sum is dbias, or not at all.
 
         They must leave the GPU no emptier than one does. ``planes``: batch and heads of the bias.
         """
         form = self._form
-        for parts in (Parts(sequences=form.batch), Parts(heads=form.heads_k)):
+        for parts in (Together(sequences=form.batch), Together(heads=form.heads_k)):
             count = max(parts)
             left = form.batch // parts.sequences, form.heads_q // parts.heads
             rounds = count * cdiv(programs, count * processors)
             is_full = rounds <= MOST_ROUNDS * cdiv(programs, processors)
-            if 1 < count <= MOST_PARTS and left == planes and is_full:
+            if 1 < count <= MOST_TOGETHER and left == planes and is_full:
                 return parts
-        return Parts()
+        return Together()
 
     def new_gradients(self, dbias: Tensor) -> Tensor:
         """Return the memory for gradients of scores, perhaps that of ``dbias``."""
-        if not self._is_direct:
-            return dbias.new_empty(self._shape)
-        if self._form.constants.HAS_RIGHT:
-            # tiles that nobody sees are not written
-            dbias.zero_()
-        return dbias
+        ds = dbias if self._is_direct else dbias.new_empty(self._shape)
+        # tiles that nobody sees are not written
+        if self.adds_to_zeros or (self._is_direct and self._form.constants.HAS_RIGHT):
+            ds.zero_()
+        return ds
 
     def __call__(self, ds: Tensor, dbias: Tensor) -> None:
         """Fill ``dbias`` with sums of ``ds``, if it is not filled."""

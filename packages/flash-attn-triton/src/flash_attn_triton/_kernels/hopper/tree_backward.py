@@ -247,6 +247,8 @@ def tree_backward_kernel(
         0,
         0,
         heads_k,
+        1,
+        1,
     )
     block, own, walk = _find_block(tensors, numbers, below_ptr, GROUP, TILE)
     descent = Descent(cu_seqlens_ptr, parents_ptr, links_ptr, segments, tiles_q, own)
