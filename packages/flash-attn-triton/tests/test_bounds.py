@@ -35,6 +35,16 @@ def test_within(shape, features, dtype, device):
     assert_within(got, bounds)
 
 
+def test_within_where_a_bias_hides_keys(device):
+    """Some keys of each row, and all of some rows."""
+    case = make_case(Shape(1, 17, 24, 2, 1, 32), torch.bfloat16, device, ("bias", "alibi"))
+    bias = case.inputs["bias"]
+    bias[..., 3:9] = -torch.inf
+    bias[:, :, 5:7] = -torch.inf
+    got = run(case)
+    assert_within(got, bounds_of(case, got))
+
+
 @pytest.mark.parametrize("features", [(), ("dropout",)], ids=str)
 def test_the_bounds_say_something(features, device):
     """Half of all elements use more of their bound than this: it is not far above what happens."""
