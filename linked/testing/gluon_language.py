@@ -121,6 +121,11 @@ def _none(*_arguments: Any, **_options: Any) -> None:
     return None
 
 
+def _layout(*parts: Any) -> Any:
+    """Return a layout of which no more is known than its shape."""
+    return types.SimpleNamespace(shape=parts[-1])
+
+
 def _static_assert(condition: bool, message: str = "") -> None:
     assert condition, message
 
@@ -139,7 +144,7 @@ def _full(shape: Any, value: Any, dtype: Dtype, _layout: Any = None) -> Register
     return register(torch.full(tuple(shape), plain(value).item(), dtype=dtype.torch))
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Register:
+def _load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Register:
     flat, places, mask = pointer.places(mask)
     dtype = flat.dtype
     if dtype.is_floating_point and dtype.itemsize == 1:
@@ -326,6 +331,7 @@ class Language:
             DotOperandLayout=_none,
             SliceLayout=_none,
             BlockedLayout=_none,
+            DistributedLinearLayout=_layout,
             SwizzledSharedLayout=_none,
             NVMMASharedLayout=layout,
             program_id=lambda axis: register(self.pid),

@@ -33,10 +33,11 @@ def serve(monkeypatch):
         monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
     kernels = []
 
-    def serve(reverse=True, block_n=32, name="prefill_kernel"):
+    def serve(reverse=True, block_n=32, name="prefill_kernel", wideners=1):
         monkeypatch.setattr(api, "_known", Memory())
+        other = {"block_n": block_n, "wideners": wideners}
         monkeypatch.setattr(
-            hopper_plans, "hopper_tile", lambda *d: replace(hopper_tile(*d), block_n=block_n)
+            hopper_plans, "hopper_tile", lambda *d: replace(hopper_tile(*d), **other)
         )
         kernels.append(Kernel(real[name], reverse))
         monkeypatch.setattr(hopper_plans, name, kernels[-1])

@@ -162,8 +162,8 @@ MISTAKES = [
     ("_copy_tile", "barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, 1)", "pass"),
     ("_copy_tile", "pages_v = pages", "pass"),
     ("copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
-    ("_receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
-    ("_receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
+    ("receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
+    ("receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
     ("_attend_first", WAIT_K, "pass"),
     ("_attend", WAIT_K, "pass"),
     ("_attend", "turn // STAGES_K & 1", "(turn // STAGES_K & 1) ^ 1"),
@@ -183,7 +183,7 @@ MISTAKES = [
     ("consume", "barrier_sync(TURN, 256, 4)", "pass"),
     (
         "pipeline_of",
-        "barriers(SLOTS, 1), barriers(SLOTS, 2)",
+        "barriers(SLOTS, 1), barriers(SLOTS, READERS)",
         "barriers(SLOTS, 1), barriers(SLOTS, 1)",
     ),
 ]
@@ -202,13 +202,16 @@ def test_without_a_mistake(serve, reverse):
 
 
 FP8_MISTAKES = [
-    ("_read", "key % PAGE", "key * 0"),
+    ("_read", "(inside * PIECE)", "(inside * 0)"),
     ("_read", "(key < seen.last)", "(key < 2**20)"),
-    ("_bring", "barrier_sync(EMPTY + stage, PARTIES, 4)", "pass"),
-    ("_bring", "barrier_sync(EMPTY + STAGES_K + stage, PARTIES, 4)", "pass"),
-    ("_bring", "begin -= TILE.BLOCK_N", "pass"),
+    ("_look_up", "(unit * PIECE < seen.last)", "(unit < 2**20)"),
+    ("_page_of", "unit >> SHIFT", "unit"),
+    ("_wait", "barrier_sync(half.empty + stage, TILE.PARTIES, 4)", "pass"),
+    ("_bring", "unit = (last - step) * (N // PIECE)", "pass"),
+    ("_bring", "_put(odd, memory", "_put(even, memory"),
     ("_bring", "tiles_of(work.first_row", "tiles_of(work.sequence"),
-    ("_announce_keys", "hopper.fence_async_shared()", "pass"),
+    ("_bring", "hopper.fence_async_shared()", "pass"),
+    ("bring_first", "drain(turn, EMPTY, TILE.STAGES_K, TILE.PARTIES, 4)", "pass"),
     ("consume", "flips = descale < 0", "flips = descale < -9"),
     ("_descale_of", "at += work.sequence * heads_k", "pass"),
     ("_descale_of", "at = work.head // TILE.GROUP", "at = 0"),
@@ -216,8 +219,9 @@ FP8_MISTAKES = [
 
 
 @pytest.mark.mutation
+@pytest.mark.parametrize("wideners", [1, 2])
 @pytest.mark.parametrize(("function", "right", "wrong"), FP8_MISTAKES, ids=lambda x: str(x)[:40])
-def test_a_mistake_of_the_wide_kernel_is_seen(function, right, wrong, serve):
+def test_a_mistake_of_the_wide_kernel_is_seen(function, right, wrong, wideners, serve):
     seen = False
     problem = Problem(((300, 350), (70, 115)), 4, 2, 48, 16)
     case = make_case(problem, torch.bfloat16, "cpu", cache_dtype=E4M3)
@@ -225,7 +229,8 @@ def test_a_mistake_of_the_wide_kernel_is_seen(function, right, wrong, serve):
     scale = torch.tensor([[0.5, -2.0], [1.5, 0.25]])
     case = case.with_options(num_splits=1, k_descale=scale, v_descale=scale)
     for reverse in (True, False):
-        serve(reverse, name="prefill_wide_kernel").plant(function, right, wrong)
+        kernel = serve(reverse, name="prefill_wide_kernel", wideners=wideners)
+        kernel.plant(function, right, wrong)
         try:
             check(case)
         except (AssertionError, RuntimeError):

@@ -30,14 +30,14 @@ INTEGERS = [
     ("problem", "dtype", "kind", "scale_dtype", "features", "window"), INTEGERS, ids=str
 )
 def test_a_cache_of_integers(problem, dtype, kind, scale_dtype, features, window, serve):
-    serve(problem.page < 48, name=WIDE)
+    serve(problem.page < 48, name=WIDE, wideners=1 + (problem.page in (1, 64, 544)))
     case = quantise(make_case(problem, dtype, "cpu", features), kind, scale_dtype)
     check(case.with_options(num_splits=1, window_size=window))
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_tiles_of_integers_that_serve_calls(dense, serve):
-    serve(block_n=128, name=WIDE)
+    serve(block_n=128, name=WIDE, wideners=1 + dense)
     problem = Problem(((70, 400), (17, 17)), 2, 1, 128, 16, dense=dense)
     case = quantise(make_case(problem, HALF, "cpu"), "int8", HALF)
     check(case.with_options(num_splits=1, window_size=(150, 0)))
@@ -145,7 +145,7 @@ def test_a_window_that_begins_where_the_cache_ends(context, left, serve):
 @pytest.mark.parametrize("window", [(-1, -1), (40, 2)], ids=str)
 def test_new_keys_beside_a_cache_of_fewer_bits(stored, scales, features, window, serve):
     """New keys and values have no scale."""
-    serve(window[0] < 0, name=WIDE)
+    serve(window[0] < 0, name=WIDE, wideners=1 + (features == () or stored == "int8"))
     problem = Problem(CHUNKS, 4, 2, 64, page=7, dense=True)
     if scales is None:
         case = quantise(make_case(problem, HALF, "cpu", features), stored)
@@ -204,13 +204,13 @@ def chunks() -> Case:
 
 
 MISTAKES = [
-    (chunks_beside_integers, "_read_scales", "(key < seen.last)", "(key < 2**20)"),
-    (chunks_beside_integers, "_read_scales", "(key % TILE.PAGE)", "(key * 0)"),
-    (chunks_beside_integers, "_read_scales", "head * k.stride_head", "0"),
-    (chunks_beside_integers, "_read_scales", "head * v.stride_head", "0"),
-    (chunks_beside_integers, "_bring", "_read_scales(begin - TILE.BLOCK_N", "_read_scales(begin"),
-    (chunks_beside_integers, "_put_scales", "2 * stage + 1", "1"),
-    (chunks_beside_integers, "_put_scales", "2 * stage)", "0)"),
+    (chunks_beside_integers, "read_scales", "(key < seen.last)", "(key < 2**20)"),
+    (chunks_beside_integers, "read_scales", "(key % TILE.PAGE)", "(key * 0)"),
+    (chunks_beside_integers, "read_scales", "head * k.stride_head", "0"),
+    (chunks_beside_integers, "read_scales", "head * v.stride_head", "0"),
+    (chunks_beside_integers, "_bring", "(last - step - 1) * N", "(last - step) * N"),
+    (chunks_beside_integers, "put_scales", "2 * stage + 1", "1"),
+    (chunks_beside_integers, "put_scales", "2 * stage)", "0)"),
     (chunks_beside_integers, "_scores_of", "s * k_scale[None, :]", "s"),
     (chunks_beside_integers, "_weighted", "e * scale[None, :]", "e"),
     (chunks_beside_integers, "_weighted", "index(2 * stage + 1)", "index(2 * stage)"),
@@ -218,13 +218,8 @@ MISTAKES = [
     (chunks_beside_integers, "_finish", "weight * softmax.unit", "weight"),
     (chunks_beside_integers, "_attend", "unit, top = new_unit, new_top", "top = new_top"),
     (chunks_beside_integers, "_bring_new", "(ones, ones, stage,", "(ones, ones, 0,"),
-    (chunks_beside_integers, "_bring_new", "barrier_sync(EMPTY + stage, TILE.PARTIES, 4)", "pass"),
-    (
-        chunks_beside_integers,
-        "_bring_new",
-        "barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, 4)",
-        "pass",
-    ),
+    (chunks_beside_integers, "_bring_new", "= _wait(half, turn, TILE)", "= turn % half.stages"),
+    (chunks_beside_integers, "_bring", "= _wait(half, turn, TILE)", "= turn % half.stages"),
     (chunks_beside_fp8, "_attend", "step == tiles.cached", "step == tiles.cached + 1"),
     (chunks_beside_fp8, "_scores_of", "flips & (tile < tiles.new)", "flips"),
     (chunks_beside_fp8, "_scores_of", "gl.where(tile < tiles.new, scale, scores.scale)", "scale"),
@@ -247,11 +242,41 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(
-    "make", [chunks, chunks_beside_fp8, chunks_beside_integers], ids=lambda x: x.__name__
+    ("make", "wideners"),
+    [
+        (chunks, 0),
+        (chunks_beside_fp8, 1),
+        (chunks_beside_fp8, 2),
+        (chunks_beside_integers, 1),
+        (chunks_beside_integers, 2),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
 )
-def test_without_a_mistake(make, serve, reverse):
-    serve(reverse, name="prefill_kernel" if make is chunks else WIDE)
+def test_without_a_mistake(make, wideners, serve, reverse):
+    serve(reverse, name="prefill_kernel" if make is chunks else WIDE, wideners=wideners)
     check(make())
+
+
+# of two warpgroups that widen
+TWO = [
+    ("bring_values", "drain(turn, EMPTY + TILE.STAGES_K", "drain(0, EMPTY + TILE.STAGES_K"),
+    ("bring_values", "turn = _bring(", "_bring("),
+    ("pipeline_of", "3 if TILE.WIDENERS == 2 else 2", "2"),
+    ("receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
+]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("function", "right", "wrong"), TWO, ids=lambda x: x[:40])
+def test_a_mistake_of_two_that_widen_is_seen(function, right, wrong, serve):
+    seen = False
+    for reverse in (True, False):
+        serve(reverse, name=WIDE, wideners=2).plant(function, right, wrong)
+        try:
+            check(chunks_beside_fp8())
+        except (AssertionError, RuntimeError):
+            seen = True
+    assert seen
 
 
 @pytest.mark.mutation

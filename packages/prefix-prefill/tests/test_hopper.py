@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -343,6 +345,32 @@ def test_builds_of_caches_of_fewer_bits(config, allowed, tmp_path):
     assert build.spilled <= allowed[not IS_OLD], build
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in build.sass, instruction
+    assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
+
+
+# of a warpgroup that widens nearly all
+TWO_SPILLS = (56, 192)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "config",
+    chosen(
+        [Config(64, cache="int8"), Config(128, cache="int8")],
+        [Config(128, cache="float8_e4m3fn")],
+    ),
+    ids=str,
+)
+def test_builds_of_two_warpgroups_that_widen(config, tmp_path, monkeypatch):
+    two = lambda *d: replace(hopper_tile(*d), wideners=2)  # noqa: E731
+    monkeypatch.setattr(hopper_plans, "hopper_tile", two)
+    with compiling(HOPPER, tmp_path) as builds:
+        launch_attention(config, hopper=True)
+    build = builds[-1]
+    assert build.shared <= GPUS[HOPPER].shared_limit, build
+    assert not build.unset, build
+    assert build.spilled <= TWO_SPILLS[not IS_OLD], build
+    assert build.registers == 128
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
 
 

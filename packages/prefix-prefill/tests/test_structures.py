@@ -46,8 +46,10 @@ from prefix_prefill._kernels.hopper import (
     mla_producer,
     mla_structures,
     producer,
+    scales,
     tiles,
     wide,
+    wide_producer,
     widening,
 )
 from prefix_prefill._kernels.hopper import mla as hopper_mla
@@ -139,7 +141,9 @@ DEVICE_MODULES = [
     hopper_attention,
     consumer,
     producer,
+    scales,
     tiles,
+    wide_producer,
     widening,
     hopper_mla,
     mla_fp8,

@@ -394,6 +394,7 @@ class HopperTile:
     stages_v: int
     share: bool = False  # the output leaves through the queries' memory
     rows: int = 64
+    wideners: int = 1  # warpgroups that widen a cache of 8 or 4 bits: 1 or 2
 
     @property
     def block_m(self) -> int:
@@ -413,10 +414,12 @@ class HopperTile:
         pack = self.pack(group)
         return 1 if pack == group else self.block_m // pack // 2 + 1
 
-    @property
-    def registers(self) -> int:
-        """Registers a thread, at the start."""
-        return hopper_registers(2)
+    def registers(self, wideners: int) -> int:
+        """Return the registers a thread at the start, with one warp or warpgroup that copies.
+
+        Or with as many as widen.
+        """
+        return hopper_registers(1 + max(wideners, 1))
 
 
 @functools.cache
@@ -428,4 +431,5 @@ def hopper_tile(head_dim: int, is_scaled: bool = False) -> HopperTile:
     if width <= 128:
         # the scales take what else is left of shared memory
         return HopperTile(128, 3, 2, share=is_scaled)
-    return HopperTile(64, 3, 2, share=True)
+    # one widens: with two, a product of 256 columns has too few registers at the start
+    return HopperTile(64, 3, 2, share=True, wideners=1)

@@ -42,7 +42,9 @@ def pipeline_of(q_desc, k_s, v_s, out_desc, TILE: gl.constexpr):
     fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], plain)
     q_full, q_empty = barriers(2, 1), barriers(2, 1)
     k_full, v_full = barriers(TILE.STAGES_K, 1), barriers(TILE.STAGES_V, 1)
-    tile_full, tile_empty = barriers(SLOTS, 1), barriers(SLOTS, 2)
+    # what is announced of a tile is read by two warpgroups, and by one that widens values
+    READERS: gl.constexpr = 3 if TILE.WIDENERS == 2 else 2
+    tile_full, tile_empty = barriers(SLOTS, 1), barriers(SLOTS, READERS)
     hopper.fence_async_shared()
     return Pipeline(
         q_s, k_s, v_s, out_s, fields_s, q_full, q_empty, k_full, v_full, tile_full, tile_empty
@@ -104,6 +106,7 @@ def prefill_kernel(
     STAGES_V: gl.constexpr,
     SHARE: gl.constexpr,
     WARPS: gl.constexpr,
+    WIDENERS: gl.constexpr,
     PARTIES: gl.constexpr,
 ):
     """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in the pages of a cache.
@@ -127,6 +130,7 @@ def prefill_kernel(
         STAGES_V,
         SHARE,
         WARPS,
+        WIDENERS,
         PARTIES,
     )
     dtype: gl.constexpr = q_desc.dtype

@@ -35,7 +35,7 @@ FALL = gl.constexpr(2.0**-60)
 
 
 @gluon.jit
-def _receive(pipeline, count):
+def receive(pipeline, count):
     """Wait for the producer to announce a tile of queries, or that none is left."""
     layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
     slot = count % SLOTS
@@ -300,7 +300,7 @@ def consume(
     turn = 0  # tiles of keys
     count = 0  # tiles of queries
     q = pipeline.q_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
-    work = _receive(pipeline, count)
+    work = receive(pipeline, count)
     while work.head >= 0:
         scores, scale, flips, v_descale = results.scores, results.scores.scale, None, None
         if results.k_descale_ptr is not None:
@@ -335,7 +335,7 @@ def consume(
         else:
             _store(o, work, row, out_desc, pipeline, W, TILE)
         count += 1
-        work = _receive(pipeline, count)
+        work = receive(pipeline, count)
     tma.store_wait(0)
     if W == 0:
         # the last turn that was passed on

@@ -69,6 +69,7 @@ class HopperPlan:
             DESCALE_NDIM=descale_ndim(x.k_descale, x.v_descale),
         )
         warps = WARPGROUP // WARP if self._is_wide else 1
+        wideners = hopper.wideners if self._is_wide else 0
         tile = Tile(
             GROUP=group,
             PACK=pack,
@@ -84,11 +85,12 @@ class HopperPlan:
             STAGES_V=hopper.stages_v,
             SHARE=hopper.share and self._map_out is not None,
             WARPS=warps,
+            WIDENERS=wideners,
             PARTIES=2 * WARPGROUP + warps * WARP,
         )
         constants = {**asked._asdict(), **tile._asdict()}
         kernel = prefill_wide_kernel if self._is_wide else prefill_kernel
-        constants |= {"num_warps": 4, "maxnreg": hopper.registers}
+        constants |= {"num_warps": 4, "maxnreg": hopper.registers(wideners)}
         self._prefill = MapLaunch(kernel, constants)
 
     def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:

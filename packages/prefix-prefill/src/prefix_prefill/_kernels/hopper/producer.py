@@ -250,21 +250,32 @@ def _copy_tile(
 
 
 @gluon.jit
+def drain(
+    turn,
+    FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTIES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Wait until consumers are done with all of ``turn`` tiles: nobody may be left at a barrier."""
+    for back in gl.static_range(STAGES):
+        if turn > back:
+            barrier_sync(FIRST + (turn - 1 - back) % STAGES, PARTIES, WARPS)
+
+
+@gluon.jit
+def make_ready(work, tickets):
+    """Make the counter ready for the next launch, in the last program that found no ticket."""
+    if work.ticket == tickets.total + gl.num_programs(0) - 1:
+        gl.atomic_xchg(tickets.ptr, 0, sem="relaxed")
+
+
+@gluon.jit
 def leave(work, turn, turn_v, tickets, TILE: gl.constexpr):
     """Wait for the consumers; the last program that found no ticket makes the counter ready."""
-    STAGES_K: gl.constexpr = TILE.STAGES_K
-    STAGES_V: gl.constexpr = TILE.STAGES_V
-    # nobody may be left at a barrier
-    for back in gl.static_range(STAGES_K):
-        if turn > back:
-            barrier_sync(EMPTY + (turn - 1 - back) % STAGES_K, TILE.PARTIES, TILE.WARPS)
-    for back in gl.static_range(STAGES_V):
-        if turn_v > back:
-            stage = (turn_v - 1 - back) % STAGES_V
-            barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, TILE.WARPS)
-    if work.ticket == tickets.total + gl.num_programs(0) - 1:
-        # the last to ask: ready for the next launch
-        gl.atomic_xchg(tickets.ptr, 0, sem="relaxed")
+    drain(turn, EMPTY, TILE.STAGES_K, TILE.PARTIES, TILE.WARPS)
+    drain(turn_v, EMPTY + TILE.STAGES_K, TILE.STAGES_V, TILE.PARTIES, TILE.WARPS)
+    make_ready(work, tickets)
 
 
 @gluon.jit

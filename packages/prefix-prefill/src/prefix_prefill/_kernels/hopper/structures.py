@@ -85,6 +85,7 @@ class Tile(NamedTuple):
     STAGES_V: Any
     SHARE: Any  # the output leaves through the memory of the queries
     WARPS: Any  # that bring keys
+    WIDENERS: Any  # warpgroups that widen keys and values; 0: TMA copies them
     PARTIES: Any  # threads that meet where a stage becomes free: theirs, and of two warpgroups
 
 
@@ -191,6 +192,27 @@ class WideCache(NamedTuple):
     page_rows: Any
     stride_slot: Any
     stride_head: Any
+
+
+class Words(NamedTuple):
+    """The keys, or values, of one head, in words; strides in words, too."""
+
+    ptr: Any
+    page_stride: Any
+    stride_slot: Any
+
+
+class Half(NamedTuple):
+    """The keys, or the values: where they come from, and where they go."""
+
+    cache: Any
+    new_desc: Any
+    full: Any
+    memory: Any
+    scales_s: Any  # with keys of a cache of integers, else None
+    empty: Any  # the first of their named barriers
+    stages: Any
+    written: Any  # the named barrier of the warpgroup that brings them
 
 
 class TokenScales(NamedTuple):
