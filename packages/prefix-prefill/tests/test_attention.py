@@ -99,6 +99,17 @@ def test_page_sizes(page, device):
     assert_same(got, want)
 
 
+# slots of a page that follow each other in a tile: none, some, all
+@pytest.mark.parametrize("page", [1, 4, 8, 16, 24, 32])
+@pytest.mark.parametrize("widths", [(16, None), (40, 72)], ids=str)
+def test_a_packed_cache_is_read_as_it_lies(page, widths, device):
+    head_dim, head_dim_v = widths
+    problem = Problem(((1, 70), (1, 5), (2, 45)), 4, 1, head_dim, page, PACKED)
+    problem = problem._replace(head_dim_v=head_dim_v)
+    check(make_case(problem, torch.float16, device))
+    check(make_case(problem, torch.bfloat16, device, ["window", "split"]))
+
+
 WIDE = [
     (Problem(((5, 40), (1, 33)), 2, 1, 512, page=16), torch.bfloat16, None, ("window", "sinks")),
     (Problem(((17, 20), (1, 17)), 2, 1, 264, page=7, dense=True), torch.float16, None, ("split",)),

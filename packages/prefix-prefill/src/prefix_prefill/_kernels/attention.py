@@ -26,7 +26,6 @@ from .primitives import cut_range, key_range, masked_from, tiles_of
 from .queries import (
     as_fp16,
     branches_of,
-    load_panels,
     load_queries,
     load_slices,
     positions_of,
@@ -155,7 +154,7 @@ def _paged_kernel(
     V_BYTES: tl.constexpr,
     V_COLUMN_RUN: tl.constexpr,
     V_AS_K: tl.constexpr,
-    K_PANELS: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     SLICES: tl.constexpr,
     WORD_BITS: tl.constexpr,
     NEW_V_AS_K: tl.constexpr,
@@ -214,7 +213,7 @@ def _paged_kernel(
         VectorLayout(K_RUN, K_UNIT, K_BYTES, 0),
         VectorLayout(HEAD_DIM_V // SLICES, V_UNIT, V_BYTES, V_COLUMN_RUN),
         V_AS_K,
-        K_PANELS,
+        IN_ORDER,
         K_WORDS,
         V_WORDS,
         SLICES,
@@ -265,9 +264,7 @@ def _paged_kernel(
     HAS_DENSE: tl.constexpr = k_ptr is not None
     rows = query_rows(place, q_start_64, head_k_64, SCHEDULE, TILE)
     packed_q = Packed(q_ptr, stride_qs, stride_qh)
-    if K_PANELS > 1:
-        q = load_panels(rows, packed_q, ROW_LAYOUT, TILE)  # each [BLOCK_M, K_PANEL]
-    elif SLICES == 1:
+    if SLICES == 1:
         q = (load_queries(rows, packed_q, ROW_LAYOUT, TILE),)  # [BLOCK_M, BLOCK_D]
     else:
         q = load_slices(rows, packed_q, K_WORDS, SLICES)  # each [BLOCK_M, BLOCK_D // SLICES]
@@ -333,7 +330,7 @@ def _paged_kernel(
         # new keys and values have no scale
         softmax = Softmax((softmax.acc[0] * v_descale,), softmax.l_i, softmax.m_i)
         v_descale = 1.0
-        if SLICES > 1 or K_PANELS > 1:
+        if SLICES > 1:
             q = (load_queries(rows, packed_q, ROW_LAYOUT, TILE),)
         dense_begin = new_begin + tl.maximum(begin - cache_tiles, 0)
         dense_end = new_begin + tl.maximum(end - cache_tiles, 0)
@@ -343,7 +340,7 @@ def _paged_kernel(
             VectorLayout(HEAD_DIM, True, ROW_BYTES, 0),
             VectorLayout(HEAD_DIM_V, True, ROW_BYTES, 0),
             NEW_V_AS_K,
-            1,
+            False,
             Columns(HEAD_DIM, BLOCK_D),
             Columns(HEAD_DIM_V, BLOCK_DV),
             1,

@@ -118,7 +118,7 @@ class Layout(NamedTuple):
     V_BYTES: Any
     V_COLUMN_RUN: Any  # neighbouring slots follow each other, so many of them; 0: columns do
     V_AS_K: Any  # values have the strides of keys
-    K_PANELS: Any  # parts, of neighbouring columns, in which keys are read; see ``K_PANEL``
+    IN_ORDER: Any  # read in the order in which a packed cache lies; see ``in_order.py``
     SLICES: Any  # numbers of a word; 1: numbers are read one by one
     WORD_BITS: Any  # 16; 0: words are elements of the cache
 

@@ -10,19 +10,23 @@ import triton.language as tl
 from ._linked.primitives import LOG2E, tanh
 from .structures import KeyRange, Walk
 
-# Columns of keys that a short tile reads at once from a packed cache. There the runs of a key, of
-# 16 bytes, lie a page apart, and those of the next key beside them: of whole keys, a warp would
-# read 32 bytes from each of 16 lines; of so many columns, it reads a few lines whole.
-K_PANEL = tl.constexpr(32)
+
+@triton.jit
+def _lanes_of(BLOCK: tl.constexpr, EACH: tl.constexpr):
+    """Return the keys of a tile at which its runs of ``EACH`` keys begin, ``[BLOCK // EACH]``."""
+    return tl.arange(0, BLOCK // EACH) * EACH
 
 
 @triton.jit
-def look_up(table, begin, is_wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def look_up(
+    table, begin, is_wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr = 1
+):
     """Return the pages of a tile's keys, one for all if no tile crosses pages of this size.
 
-    Entries are read where ``is_wanted``: of every key, or of the tile if it has one page.
+    Entries are read where ``is_wanted``: of every run of ``EACH`` keys, or of the tile if it has
+    one page.
     """
-    lane = tl.arange(0, BLOCK)  # [BLOCK]
+    lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
     if PAGE == 0:
         pages = 0  # dense: nothing to look up
     elif PAGE % BLOCK == 0:  # every tile has one page
@@ -33,16 +37,23 @@ def look_up(table, begin, is_wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr):
             entries += (lane // PAGE).to(tl.int64) * table.stride
         else:
             entries = table.base + ((begin + lane) // PAGE).to(tl.int64) * table.stride
-        pages = tl.load(entries, mask=is_wanted, other=0)  # [BLOCK]
+        pages = tl.load(entries, mask=is_wanted, other=0)  # [BLOCK // EACH]
     return pages
 
 
 @triton.jit
 def is_looked_up(
-    begin, step, steps, walk, PAGE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+    begin,
+    step,
+    steps,
+    walk,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    EACH: tl.constexpr = 1,
 ):
     """Say which entries a step reads: none that holds only keys outside of the walk."""
-    lane = tl.arange(0, BLOCK)  # [BLOCK]
+    lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
     if PAGE > 0 and PAGE % BLOCK == 0:
         wanted = step < steps  # every tile has one page, and keys inside
     elif MASKED:
@@ -53,12 +64,13 @@ def is_looked_up(
 
 
 @triton.jit
-def rows_of(pages, begin, vectors, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def rows_of(pages, begin, vectors, PAGE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr = 1):
     """Return where a tile's keys begin, relative to their head: in their pages, or dense (PAGE 0).
 
-    As much of it as can be is the same in every step, or for the whole tile.
+    Of ``EACH`` keys, where the first begins. As much of it as can be is the same in every step, or
+    for the whole tile.
     """
-    lane = tl.arange(0, BLOCK)  # [BLOCK]
+    lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
     stride_page, stride_slot = vectors.stride_page, vectors.stride_slot
     if PAGE == 0:
         rows = begin.to(tl.int64) * stride_slot + lane.to(tl.int64) * stride_slot

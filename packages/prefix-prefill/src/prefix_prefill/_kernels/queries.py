@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .primitives import K_PANEL, load_rows
+from .primitives import load_rows
 from .structures import Positions, Rows, VectorLayout, Vectors
 
 
@@ -28,25 +28,6 @@ def load_queries(rows, q, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr):
     q_rows = rows.token_64 * q.stride_token + rows.head * q.stride_head
     vectors = Vectors(q.ptr, None, None, None, None)
     return load_rows(vectors, q_rows, rows.is_inside, rows.cols, LAYOUT, TILE, True)
-
-
-@triton.jit
-def _load_panel(rows, q, index: tl.constexpr, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr):
-    LAYOUT: tl.constexpr = VectorLayout(TILE.HEAD_DIM, True, ROW_LAYOUT.ROW_BYTES, 0)
-    q_rows = rows.token_64 * q.stride_token + rows.head * q.stride_head
-    vectors = Vectors(q.ptr, None, None, None, None)
-    cols = index * K_PANEL + tl.arange(0, K_PANEL)  # [K_PANEL]
-    return load_rows(vectors, q_rows, rows.is_inside, cols, LAYOUT, TILE, True)
-
-
-@triton.jit
-def load_panels(rows, q, ROW_LAYOUT: tl.constexpr, TILE: tl.constexpr):
-    """Load a tile of queries in parts of neighbouring columns, ``[BLOCK_M, K_PANEL]`` each."""
-    PANELS: tl.constexpr = TILE.BLOCK_D // K_PANEL
-    panels = (_load_panel(rows, q, 0, ROW_LAYOUT, TILE),)
-    for i in tl.static_range(1, PANELS):
-        panels += (_load_panel(rows, q, i, ROW_LAYOUT, TILE),)
-    return panels
 
 
 @triton.jit

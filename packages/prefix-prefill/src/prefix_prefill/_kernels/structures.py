@@ -107,7 +107,7 @@ class SourceLayout(NamedTuple):
     K: Any
     V: Any
     V_AS_K: Any  # values have the strides of keys
-    K_PANELS: Any  # parts in which keys are read, and multiplied; with more than 1 no words
+    IN_ORDER: Any  # read in the order in which a packed cache lies; then no words
     K_WORDS: Any  # the columns of a key, counted in words
     V_WORDS: Any  # and those of a value
     SLICES: Any  # numbers of a word; 1: numbers are read one by one

@@ -29,7 +29,6 @@ from .parameters import (
     Strides,
     Tile,
 )
-from .primitives import K_PANEL
 
 # tokens that one program clears of padding
 FILL_TOKENS = 64
@@ -79,7 +78,7 @@ class TilePlan:
         overlap = platform.is_hopper or platform.is_blackwell
         asked = _options_of(x, options)
         constants = {
-            **_layout_of(cache, self._panels_of(x, block_d))._asdict(),
+            **_layout_of(cache, self._is_in_order(x, cache))._asdict(),
             **_row_layout_of(x, self._strides, self.is_short)._asdict(),
             **asked._asdict(),
             **schedule._asdict(),
@@ -111,11 +110,12 @@ class TilePlan:
         constants |= {"launch_pdl": True} if overlap else {}
         self._merge = Launch(_split_merge_kernel, constants)
 
-    def _panels_of(self, x: Tensors, block_d: int) -> int:
-        """Return in how many parts keys are read: those of a packed cache, for a short tile."""
-        panel = K_PANEL.value
-        is_cut = self.is_short and is_packed(x.k_cache) and detect(x.q.device).vendor != "amd"
-        return block_d // panel if is_cut and x.q.element_size() <= 2 and block_d > panel else 1
+    def _is_in_order(self, x: Tensors, cache: CacheForm) -> bool:
+        """Say whether tiles are read as they lie: those of a packed cache, for a short tile."""
+        run = cache.layout.K_RUN
+        lies = is_packed(x.k_cache) and cache.layout.K_UNIT and cache.v_column_run > 0
+        is_asked = self.is_short and detect(x.q.device).vendor != "amd"
+        return is_asked and lies and run & (run - 1) == 0 and x.q.element_size() <= 2
 
     def count_units(self, tokens: int) -> int:
         """Return how many tiles of rows sequences may have, by their number and that of tokens."""
@@ -198,12 +198,12 @@ def _strides_of(x: Tensors, cache: CacheForm) -> Strides:
     return Strides(*rows, *cache.k, *values, *new, *table, stride_of_slopes(x), *scales)
 
 
-def _layout_of(cache: CacheForm, panels: int) -> Layout:
+def _layout_of(cache: CacheForm, in_order: bool) -> Layout:
     return Layout(
         *cache.layout,
         V_COLUMN_RUN=cache.v_column_run,
         V_AS_K=cache.values_lie_as_keys,
-        K_PANELS=panels,
+        IN_ORDER=in_order,
         SLICES=cache.slices,
         WORD_BITS=cache.word_bits,
     )

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
+from .in_order import load_keys, load_values
 from .primitives import (
-    K_PANEL,
     is_looked_up,
     is_on_branch,
     is_visible,
@@ -63,13 +63,20 @@ def finish_softmax(softmax, v_descale, SHIFT: tl.constexpr):
 
 @triton.jit
 def _next_tile(
-    step, steps, walk, table, PAGE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+    step, steps, walk, table, LAYOUT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Return where the tile of a step begins, and the pages of its keys."""
+    """Return where the tile of a step begins, and the pages of its keys and of its values."""
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    PAGE: tl.constexpr = LAYOUT.PAGE
     begin = step_start(step, walk.start, walk.full_start, walk.full_end, BLOCK_N, MASKED)
     is_wanted = is_looked_up(begin, step, steps, walk, PAGE, BLOCK_N, MASKED)
-    return begin, look_up(table, begin, is_wanted, PAGE, BLOCK_N)
+    pages = look_up(table, begin, is_wanted, PAGE, BLOCK_N)
+    pages_v = pages
+    if LAYOUT.IN_ORDER and not MASKED:
+        EACH: tl.constexpr = LAYOUT.V.SLOT_RUN
+        is_wanted = is_looked_up(begin, step, steps, walk, PAGE, BLOCK_N, MASKED, EACH)
+        pages_v = look_up(table, begin, is_wanted, PAGE, BLOCK_N, EACH)
+    return begin, pages, pages_v
 
 
 @triton.jit
@@ -91,21 +98,6 @@ def _multiply(q, k, TILE: tl.constexpr):
     s = dot(q[0], tl.trans(k[0]), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
     for i in tl.static_range(1, len(q)):
         s = dot_add(s, q[i], tl.trans(k[i]), TILE.PRECISION, TILE.UPCAST)
-    return s
-
-
-@triton.jit
-def _multiply_panels(
-    q, vectors, rows, inside, LAYOUT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
-):
-    """Return ``q @ k.T``, ``[BLOCK_M, BLOCK_N]``, of keys that are read panel by panel."""
-    s = tl.zeros([q[0].shape[0], TILE.BLOCK_N], tl.float32)
-    for i in tl.static_range(LAYOUT.K_PANELS):
-        cols = i * K_PANEL + tl.arange(0, K_PANEL)  # [K_PANEL]
-        # [BLOCK_N, K_PANEL]
-        k = load_rows(vectors, rows, inside, cols, LAYOUT.K, LAYOUT.K_WORDS, MASKED)
-        k = matched(k, q[i])
-        s = dot_add(s, matched(q[i], k), tl.trans(k), TILE.PRECISION, TILE.UPCAST)
     return s
 
 
@@ -186,12 +178,16 @@ def _attend(
     lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
     steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, BLOCK_N, MASKED)
     # pages are looked up a step ahead: else their loads would take a stage of the pipeline
-    next_begin, next_pages = _next_tile(0, steps, walk, source.table, PAGE, TILE, MASKED)
+    next_begin, next_pages, next_pages_v = _next_tile(
+        0, steps, walk, source.table, LAYOUT, TILE, MASKED
+    )
     if LAYOUT.SCALED:
         next_scales = _scales_of(source, next_pages, next_begin, steps, walk, PAGE, BLOCK_N)
     for step in tl.range(0, steps):
-        begin, pages = next_begin, next_pages
-        next_begin, next_pages = _next_tile(step + 1, steps, walk, source.table, PAGE, TILE, MASKED)
+        begin, pages, pages_v = next_begin, next_pages, next_pages_v
+        next_begin, next_pages, next_pages_v = _next_tile(
+            step + 1, steps, walk, source.table, LAYOUT, TILE, MASKED
+        )
         if LAYOUT.SCALED:
             scales = next_scales
             next_scales = _scales_of(
@@ -204,8 +200,10 @@ def _attend(
             inside &= is_on_branch(queries, keys)
         k_rows = rows_of(pages, begin, source.k, PAGE, BLOCK_N)
         # s: [BLOCK_M, BLOCK_N], k: [BLOCK_N, BLOCK_D // SLICES]
-        if LAYOUT.K_PANELS > 1:
-            s = _multiply_panels(queries.q, source.k, k_rows, inside, LAYOUT, TILE, MASKED)
+        if LAYOUT.IN_ORDER:
+            k = load_keys(source.k, k_rows, inside, LAYOUT.K, K_WORDS, MASKED)
+            k = matched(k, queries.q[0])  # [BLOCK_D, BLOCK_N]
+            s = dot(matched(queries.q[0], k), k, TILE.PRECISION, TILE.UPCAST)
         elif SLICES == 1:
             k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, K_WORDS, MASKED)
             k = matched(k, queries.q[0])
@@ -241,12 +239,14 @@ def _attend(
         p = tl.exp2(s - (pivot - OPTIONS.SHIFT)[:, None])  # [BLOCK_M, BLOCK_N]
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
-        if LAYOUT.V_AS_K:
-            v_rows = k_rows
+        # v: [BLOCK_N, BLOCK_DV // SLICES]
+        if LAYOUT.IN_ORDER and not MASKED:
+            EACH: tl.constexpr = LAYOUT.V.SLOT_RUN
+            v_rows = rows_of(pages_v, begin, source.v, PAGE, BLOCK_N, EACH)
+            v = load_values(source.v, v_rows, LAYOUT.V, V_WORDS)
         else:
-            v_rows = rows_of(pages, begin, source.v, PAGE, BLOCK_N)
-        # [BLOCK_N, BLOCK_DV // SLICES]
-        v = load_rows(source.v, v_rows, inside, cols_v, LAYOUT.V, V_WORDS, MASKED)
+            v_rows = k_rows if LAYOUT.V_AS_K else rows_of(pages, begin, source.v, PAGE, BLOCK_N)
+            v = load_rows(source.v, v_rows, inside, cols_v, LAYOUT.V, V_WORDS, MASKED)
         if SLICES == 1:
             v = (matched(v, queries.q[0]),)
         else:

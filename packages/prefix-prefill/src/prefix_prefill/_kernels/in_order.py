@@ -1,0 +1,68 @@
+"""Tiles of a packed cache for short tiles of queries, read in the order in which they lie.
+
+Neighbouring lanes read neighbouring accesses, so that eight lanes, which a GPU serves at once, ask
+for one line of 128 bytes. Read as rows of keys, or of values, they would ask for 32 bytes of each
+of four lines: as many bytes by four times as many requests. Tiles of pointers have two dimensions,
+of which the second is one run, as Triton numbers lanes of more dimensions by its version.
+"""
+
+import triton
+import triton.language as tl
+
+# columns of values that lie side by side in a tile: those of 16 bytes each fill two lines
+_SIDE = tl.constexpr(16)
+
+
+@triton.jit
+def load_keys(
+    vectors, rows, inside, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load keys, cut into runs, as ``[BLOCK_D, BLOCK]``; where not ``inside``, give 0.
+
+    Tiles that are not ``MASKED`` are inside as a whole.
+    """
+    RUN: tl.constexpr = LAYOUT.RUN
+    RUNS: tl.constexpr = COLUMNS.BLOCK_D // RUN
+    BLOCK: tl.constexpr = rows.shape[0]
+    run = tl.arange(0, RUNS)  # [RUNS]
+    begins = (run.to(tl.int64) * vectors.stride_run)[:, None] + rows[None, :]  # [RUNS, BLOCK]
+    begins = vectors.base + tl.reshape(begins, [RUNS * BLOCK])
+    # [RUNS * BLOCK, RUN]
+    pointers = begins[:, None] + tl.arange(0, RUN)[None, :]
+    pointers = tl.multiple_of(pointers, [LAYOUT.BYTES, LAYOUT.BYTES])
+    if MASKED or COLUMNS.HEAD_DIM != COLUMNS.BLOCK_D:
+        wanted = tl.broadcast_to((run * RUN < COLUMNS.HEAD_DIM)[:, None], [RUNS, BLOCK])
+        if MASKED:
+            wanted &= inside[None, :]
+        tile = tl.load(pointers, mask=tl.reshape(wanted, [RUNS * BLOCK])[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    tile = tl.permute(tl.reshape(tile, [RUNS, BLOCK, RUN]), (0, 2, 1))
+    return tl.reshape(tile, [COLUMNS.BLOCK_D, BLOCK])
+
+
+@triton.jit
+def load_values(vectors, rows, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load values, whose slots follow each other, as ``[BLOCK, BLOCK_D]``; all are inside.
+
+    ``rows`` are those of the first slots of runs.
+    """
+    RUN: tl.constexpr = LAYOUT.SLOT_RUN
+    RUNS: tl.constexpr = rows.shape[0]
+    SIDES: tl.constexpr = COLUMNS.BLOCK_D // _SIDE
+    ROWS: tl.constexpr = RUNS * COLUMNS.BLOCK_D
+    cols = tl.arange(0, COLUMNS.BLOCK_D)  # [BLOCK_D]
+    begins = tl.reshape(cols.to(tl.int64) * vectors.stride_number, [SIDES, 1, _SIDE])
+    begins += rows[None, :, None]  # [SIDES, RUNS, _SIDE]
+    begins = vectors.base + tl.reshape(begins, [ROWS])
+    # [ROWS, RUN]
+    pointers = begins[:, None] + tl.arange(0, RUN)[None, :]
+    pointers = tl.multiple_of(pointers, [LAYOUT.BYTES, LAYOUT.BYTES])
+    if COLUMNS.HEAD_DIM != COLUMNS.BLOCK_D:
+        wanted = tl.reshape(cols < COLUMNS.HEAD_DIM, [SIDES, 1, _SIDE])
+        wanted = tl.reshape(tl.broadcast_to(wanted, [SIDES, RUNS, _SIDE]), [ROWS])
+        tile = tl.load(pointers, mask=wanted[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    tile = tl.permute(tl.reshape(tile, [SIDES, RUNS, _SIDE, RUN]), (1, 3, 0, 2))
+    return tl.reshape(tile, [RUNS * RUN, COLUMNS.BLOCK_D])
