@@ -394,7 +394,7 @@ class HopperTile:
     stages_v: int
     share: bool = False  # the output leaves through the queries' memory
     rows: int = 64
-    wideners: int = 1  # warpgroups that widen a cache of 8 or 4 bits: 1 or 2
+    wideners: int = 2  # warpgroups that widen a cache of 8 or 4 bits
 
     @property
     def block_m(self) -> int:

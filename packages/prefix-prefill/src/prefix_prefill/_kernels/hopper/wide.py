@@ -105,7 +105,7 @@ def prefill_wide_kernel(
     """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in pages of 8 or 4 bits.
 
     Those of the queries' tokens may lie beside it, in 16 bits. A persistent program: one warpgroup
-    produces, two consume.
+    or two produce, two consume.
     """
     OPTIONS: gl.constexpr = Options(HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_NEW, DESCALE_NDIM)
     TILE: gl.constexpr = Tile(
@@ -175,7 +175,7 @@ def prefill_wide_kernel(
                 (bring_values, (inputs, pipeline, OPTIONS, TILE)),
             ],
             [4, 4, 4],
-            [200, 56, 56],
+            [200, 64, 48],
         )
     else:
         gl.warp_specialize(

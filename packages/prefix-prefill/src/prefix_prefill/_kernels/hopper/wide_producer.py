@@ -26,8 +26,8 @@ from .widening import widened
 WRITTEN = gl.constexpr(TURN.value + 2)
 WRITTEN_VALUES = gl.constexpr(15)
 
-# of a part of a tile, which a warpgroup reads at once: 8 words a thread
-WORDS = gl.constexpr(1024)
+# of a part of a tile, which is read at once: 16 words a thread, or 8 of either warpgroup
+WORDS = gl.constexpr(2048)
 
 
 @gluon.constexpr_function
@@ -37,9 +37,9 @@ def numbers_of_word(stored):
 
 
 @gluon.constexpr_function
-def _count_parts(block_n, words):
+def _count_parts(block_n, words, wideners):
     """Return in how many parts a tile of ``block_n`` rows of ``words`` words is read."""
-    return max(2, block_n * words // WORDS)
+    return max(2, block_n * words * wideners // WORDS)
 
 
 @gluon.constexpr_function
@@ -213,7 +213,7 @@ def _bring(
     STORED: gl.constexpr = halves[0].cache.ptr.dtype.element_ty
     NUMBERS: gl.constexpr = numbers_of_word(STORED)
     WIDTH: gl.constexpr = TILE.HEAD_DIM // NUMBERS
-    PARTS: gl.constexpr = _count_parts(N, WIDTH)
+    PARTS: gl.constexpr = _count_parts(N, WIDTH, TILE.WIDENERS)
     COUNT: gl.constexpr = N // PARTS
     PIECE: gl.constexpr = _piece_of(TILE.PAGE, COUNT // 4)
     UNITS: gl.constexpr = COUNT // PIECE  # of a part
