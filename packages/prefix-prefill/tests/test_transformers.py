@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +154,13 @@ def test_names_that_mean_something_else_raise(name):
     with pytest.raises(ValueError, match="name must"):
         integration.register(name)
     assert integration.register() == NAME == "paged|prefix_prefill"
+
+
+def test_versions_that_refuse_it_are_named(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.18.0")
+    monkeypatch.delitem(sys.modules, integration.__name__)
+    with pytest.raises(ImportError, match=r"needs transformers 5\.17, got 5\.18: pip"):
+        importlib.import_module(integration.__name__)
 
 
 class Cache:

@@ -50,7 +50,13 @@ except ImportError:
 
 from ..api import paged_attn_func, reshape_and_cache
 
-need("transformers", (5, 17), __name__)
+# 5.18 renamed what the cache tells of its layers, 5.19 refuses all implementations but its own
+if (_found := need("transformers", (5, 17), __name__)) >= (5, 18):
+    raise ImportError(
+        f"{__name__} needs transformers 5.17, got {_found[0]}.{_found[1]}: "
+        'pip install "transformers>=5.17,<5.18"',
+        name="transformers",
+    )
 
 __all__ = ["attention_forward", "register"]
 
