@@ -210,9 +210,10 @@ def _layout_of(cache: CacheForm, in_order: bool) -> Layout:
 
 
 def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:
-    # Numbers written one by one have an address each, for which the long tile of Hopper has no
-    # registers; other tiles have none for the exchange that wider stores take.
-    wide = not is_short and detect(x.q.device).is_hopper
+    # Numbers written one by one have an address each, for which long tiles have no registers: a
+    # thread would hold the rows of all. Short tiles have none for the exchange that wider stores
+    # take.
+    wide = not is_short and detect(x.q.device).vendor == "nvidia"
     return RowLayout(
         NEW_V_AS_K=strides.stride_ks == strides.stride_vs,
         ROW_BYTES=min(row_bytes(t) for t in (x.q, x.k, x.v) if t is not None),
