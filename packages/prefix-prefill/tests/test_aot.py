@@ -53,6 +53,8 @@ SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_90 d16-bfloat16-same-p16-g4 *": (8, "with Triton 3.6 alone, in 168 registers"),
     "nvidia:sm_80 d256-float32-*": (280, "a row of queries takes 256 registers in TF32"),
     "nvidia:sm_100 d256-float32-*": (264, "likewise"),
+    "nvidia:* d128-float32-same-p16-g4-dense-tree *": (176, "likewise 128, of 32 rows"),
+    "nvidia:sm_100 d512-float32-same-p16-g4 *": (16, "in decoding, in 128 registers"),
     "nvidia:sm_90 d96-float32-*": (440, "likewise 96 of them, beside products of 128 rows"),
     "nvidia:sm_90 d128-float32-*": (440, "likewise 128"),
     "nvidia:sm_90 d256-float32-*": (1928, "likewise 256, in prefill; decoding spills 488"),
