@@ -198,7 +198,7 @@ class Words(NamedTuple):
     """The keys, or values, of one head, in words; strides in words, too."""
 
     ptr: Any
-    page_stride: Any
+    page_rows: Any  # slots from a page to the next
     stride_slot: Any
 
 

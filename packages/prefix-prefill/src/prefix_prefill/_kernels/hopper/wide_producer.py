@@ -139,9 +139,8 @@ def _read(first, pages, cache, seen, LAYOUT: gl.constexpr, TILE: gl.constexpr):
     # [WIDTH]
     cols = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     _, inside = _page_of(unit, TILE.PAGE // PIECE)
-    slot = (inside * PIECE)[:, None] + place[None, :]  # [UNITS, PIECE]
-    at = pages.to(gl.int64) * cache.page_stride
-    at = cache.ptr + (at[:, None] + slot.to(gl.int64) * cache.stride_slot)[:, :, None]
+    row = (pages * cache.page_rows + inside * PIECE)[:, None] + place[None, :]  # [UNITS, PIECE]
+    at = cache.ptr + (row.to(gl.int64) * cache.stride_slot)[:, :, None]
     at = gl.multiple_of(at, [16, 16, 16]) + cols[None, None, :]
     key = (unit * PIECE)[:, None] + place[None, :]  # [UNITS, PIECE]
     mask = ((key >= seen.first) & (key < seen.last))[:, :, None]
@@ -165,8 +164,7 @@ def _words_of(cache, head):
     """Return the cache of one head, in words."""
     ptr = cache.ptr + head.to(gl.int64) * cache.stride_head
     ptr = ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    stride_slot = cache.stride_slot // 4
-    return Words(ptr, cache.page_rows.to(gl.int64) * stride_slot, stride_slot)
+    return Words(ptr, cache.page_rows, cache.stride_slot // 4)
 
 
 @gluon.jit
