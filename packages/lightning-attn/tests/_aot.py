@@ -108,10 +108,10 @@ def launch_sharded(config: Config, seqlen: int = 4096) -> None:
     x = BackwardTensors(v, q, k, v, decay, on.cu_seqlens)
     gradients = x.walk_of_dv()._replace(last=last)
     sharded_plans.write_runs(gradients, None, True, options)
-    sharded_plans.arrive(states, states, decay, None, on.earlier)
+    sharded_plans.arrive(states, decay, None, on.earlier)
     x = Inputs(q, k, v, decay, on.cu_seqlens)
     kept = sharded_plans.write_runs(x._replace(last=last), None, False, options)
-    sharded_plans.read_runs(torch.empty_like(v), x._replace(first=states[:2]), kept, options)
+    sharded_plans.read_runs(x._replace(first=states[:2]), kept, options)
 
 
 def launch_decode(config: Config, tokens: int = 1) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning_attn import lightning_attention_varlen_reference, lightning_attn_func
-from lightning_attn._call import Inputs
 
 from ._linked.budget import DTYPES, assert_same
 from ._linked.views import VIEWS, same_values
@@ -51,27 +50,6 @@ def test_each_sequence_is_bitwise_itself_alone(schedule, device):
         )
         assert torch.equal(out[0], got["o"][rows])
         assert torch.equal(state[0], got["state"][b])
-
-
-def check_some_heads(case, schedule):
-    """Walk some heads into an output of all: padding, too, is cleared in these alone."""
-    from lightning_attn._kernels import walks
-
-    q, k, v, decay, first = (case.inputs[n] for n in ("q", "k", "v", "decay", "initial_state"))
-    x = walks.readable(Inputs(q, k, v, decay, case.options["cu_seqlens"], first))
-    want = walks.walk_of(x, schedule=schedule).out(x, 0.5)
-    for heads in (slice(0, 2), slice(2, 3)):
-        own, out = x.of_heads(heads), torch.full_like(v, float("nan"))
-        walk = walks.walk_of(own, schedule=schedule)
-        assert torch.equal(walk.out(own, 0.5), want[:, heads])
-        walks.launch_all(walk.reads(own, out[:, heads], 0.5))
-        assert torch.equal(out[:, heads], want[:, heads])
-        assert out.isnan().sum() == (3 - heads.stop + heads.start) * v[:, 0].numel()
-
-
-@schedules
-def test_some_heads_of_an_output(schedule, device):
-    check_some_heads(make_packed(PACKED_MEDIUM._replace(heads=3), torch.float32, device), schedule)
 
 
 @pytest.mark.eager

@@ -82,19 +82,6 @@ class Inputs(NamedTuple):
     slots: Tensor | None = None
     has_first: Tensor | None = None
 
-    def of_heads(self, heads: slice) -> Inputs:
-        """Return the walk of some heads, without ``last``."""
-        if heads == slice(0, self.key.shape[-2]):
-            return self._replace(last=None)
-        return self._replace(
-            read=None if self.read is None else self.read[..., heads, :],
-            key=self.key[..., heads, :],
-            value=self.value[..., heads, :],
-            decay=self.decay[heads],
-            first=None if self.first is None else self.first[:, heads],
-            last=None,
-        )
-
 
 class StepTensors(NamedTuple):
     """The tensors of a decoding step, in the order of the operator."""

@@ -149,10 +149,6 @@ HOPPER = os.environ.get("LIGHTNING_ATTN_HOPPER", "1") != "0"
 
 # programs that run at the same time, one to a multiprocessor
 BUSY = 132
-# programs that leave room for those that exchange states
-BESIDE = 100
-# columns of a program, and keys and values of a rank, from which heads are walked in groups
-COLUMNS, WORTH_GROUPS = 128, 1 << 29
 # tokens of the smallest segment worth its launches and its state
 SMALLEST_SEGMENT = 256
 
@@ -192,58 +188,23 @@ def hopper_tile(block_e: int) -> HopperTile:
     return HopperTile(2, 4) if block_e > 64 else HopperTile(1, 5)
 
 
-@functools.cache
-def head_groups(heads: int, d: int, e: int, runs: tuple[int, ...], tokens: tuple[int, ...]) -> int:
-    """Return in how many groups heads are walked where states travel between ranks: 1 or 2.
-
-    With two, the states of one group travel while the GPU walks with the other. Every rank comes to
-    the same, for this looks at sizes alone.
-
-    Args:
-        heads: of all groups.
-        d: rows of a state.
-        e: columns of a state.
-        runs: of each rank.
-        tokens: of each rank.
-    """
-    if heads < 2 or min(tokens) * heads * (d + e) < WORTH_GROUPS:
-        return 1
-    for count in runs:
-        walks = cdiv(heads, 2) * count * cdiv(e, COLUMNS)
-        segments = BESIDE // walks
-        if segments < 2 or 5 * segments * walks < 4 * BESIDE:
-            return 1
-    return 2
-
-
 def plan_walk(schedule: str, tile: Tile, e: int, heads: int, batch: int, tokens: int) -> WalkPlan:
     """Choose how a walk is run; ``tokens`` are those of all sequences.
 
     By name, a schedule looks at the shape class alone, heads included. ``"auto"`` looks at the
     batch, too: it goes by segments, as many as the GPU has place for, where the walks of whole
-    sequences would leave half of it idle. That reads keys and values twice. ``"beside"`` is for
-    walks beside an exchange: always by segments, of all columns, and fewer programs.
+    sequences would leave half of it idle. That reads keys and values twice.
     """
-    if schedule == "beside":
-        tile, walks = _wide(tile, e), heads * batch
-        segments = max(2, BESIDE // (walks * cdiv(e, tile.block_e)))
-        return _by_segments(tile, tokens, batch, segments)
     if schedule != "auto":
         return WalkPlan(_for_programs(tile, e, heads), schedule == "parallel", tile.segment)
     walks = heads * batch
     segments = BUSY // (walks * cdiv(e, _wide(tile, e).block_e))
     if 2 * walks * cdiv(e, tile.block_e) > BUSY or segments < 2:
         return WalkPlan(_for_programs(tile, e, walks), False, tile.segment)
-    plan = _by_segments(tile, tokens, batch, segments)
-    pieces = max(walks, heads * cdiv(tokens, plan.size))
-    return replace(plan, tile=_for_programs(tile, e, pieces))
-
-
-def _by_segments(tile: Tile, tokens: int, batch: int, segments: int) -> WalkPlan:
-    """Cut sequences into so many segments each, if they are long enough."""
     smallest = min(SMALLEST_SEGMENT, tile.segment)
     size = max(smallest, round_up(cdiv(tokens, batch * segments), tile.chunk))
-    return WalkPlan(tile, tokens > size * batch, size)
+    pieces = max(walks, heads * cdiv(tokens, size))
+    return WalkPlan(_for_programs(tile, e, pieces), tokens > size * batch, size)
 
 
 def _wide(tile: Tile, e: int) -> Tile:

@@ -34,27 +34,26 @@ def write_runs(x: Inputs, slots: Tensor | None, reverse: bool, options: Sharded)
     scale = options.scale if reverse else 1.0
     _, last = all_sequences(x._replace(read=None), Rule(reverse, write_scale=scale))
     if x.last is not None:
-        # a message has as many rows as any rank sends: not all of them may be of runs here
+        # a message has as many rows as the rank that sends most needs, and none for runs that stay
         rows = min(x.last.shape[0], last.shape[0])
         x.last[:rows].copy_(last[:rows])
 
 
-def read_runs(out: Tensor, x: Inputs, kept: Any, options: Sharded) -> None:
-    """Fill ``out`` with what the runs read, from the states before them."""
-    out.copy_(all_sequences(x, Rule(read_scale=options.scale))[0])
+def read_runs(x: Inputs, kept: Any, options: Sharded) -> Tensor:
+    """Return what the runs read, from the states before them."""
+    return all_sequences(x, Rule(read_scale=options.scale))[0]
 
 
-def arrive(
-    out: Tensor, every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources
-) -> None:
-    """Fill ``out`` with ``base`` and what decayed on its way from the states of all ranks."""
+def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) -> Tensor:
+    """Return ``base`` and what decayed on its way from the states of all ranks, for each row."""
     rates = decay.clamp(max=LARGEST_RATE)
     offsets = sources.offsets.tolist()
-    out.zero_() if base is None else out.copy_(base)
+    rows = every.new_zeros((len(offsets) - 1, *every.shape[1:])) if base is None else base.clone()
     entries = sources.entries.tolist()
     for row, (begin, end) in enumerate(itertools.pairwise(offsets)):
         for slot, distance in entries[begin:end]:
-            out[row] += torch.exp(-rates * distance)[:, None, None] * every[slot]
+            rows[row] += torch.exp(-rates * distance)[:, None, None] * every[slot]
+    return rows
 
 
 def write_gradients_of_runs(

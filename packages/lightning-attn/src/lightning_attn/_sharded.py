@@ -1,25 +1,21 @@
 """The passes of one rank over its runs, with the exchange of states behind them.
 
 Forward: first what the runs write to their states, which travels; then the runs are read, from the
-states that arrived. To read them meanwhile, and correct that behind, took longer: the figures are
-in benchmarks/NOTES.md. Large passes take one half of the heads after the other, so that the states
-of one travel while the other is walked. Backward: first what the runs write to the gradients of
-their states, which travels while dq is computed; the walks of dk and dv start from what arrived.
+states that arrived. To read them meanwhile and correct that behind, or to take heads in two halves,
+took longer: the figures are in benchmarks/NOTES.md. Backward: first what the runs write to the
+gradients of their states, which travels while dq is computed; the walks of dk and dv start from
+what arrived.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from attn_common import cdiv
 from torch import Tensor
 
 from ._call import BackwardTensors, Inputs
-from ._configs import head_groups
 from ._linked.parallel.agreement import agree
 from ._linked.parallel.cut import Layout, layout_by
 from ._linked.parallel.groups import group_named
@@ -104,26 +100,14 @@ def forward(
         before.index_copy_(0, on.first_rows, initial_state.index_select(0, on.first_sequences))
     first = None if before is None or not table.starts else before[:runs]
     x = Inputs(q, k, v, decay, on.cu_seqlens, first)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    kept = None
     if table.sends:
-        groups = head_groups_of(k, v, options, table)
-        if len(groups) > 1 and options.schedule == "auto":
-            options = options._replace(schedule="beside")
-        started = []
-        for heads in groups:
-            own = x.of_heads(heads)
-            message = _states(own.key, v, table.sends)
-            kept = _write(backend, own, message, table, options, reverse=False)
-            started.append((heads, own, kept, Exchange(message, options, table)))
-        base, before = before, _states(k, v, table.rows)
-        for heads, own, kept, exchange in started:
-            states = before[:, heads]
-            beginning = None if base is None else base[:, heads]
-            backend.arrive(states, exchange.wait(), own.decay, beginning, on.earlier)
-            own = own._replace(first=states[:runs])
-            backend.read_runs(out[:, heads], own, kept, options)
-    else:
-        backend.read_runs(out, x, None, options)
+        message = _states(k, v, table.sends)
+        kept = _write(backend, x, message, table, options, reverse=False)
+        every = Exchange(message, options, table).wait()
+        before = backend.arrive(every, decay, before, on.earlier)
+        x = x._replace(first=before[:runs])
+    out = backend.read_runs(x, kept, options)
     if before is None:
         before = _states(k, v, table.rows).zero_()
     final = before[runs:].clone()
@@ -170,9 +154,7 @@ def backward(
     if exchange is not None:
         every = exchange.wait()
         if table.arrives_later:
-            states = _states(x.k, x.v, runs)
-            backend.arrive(states, every, x.decay, None, on.later)
-            x = x._replace(dfinal_state=states)
+            x = x._replace(dfinal_state=backend.arrive(every, x.decay, None, on.later))
     dfirst = absent
     if needs_kv or needs_initial:
         dk, dv, dfirst = backend.write_gradients_of_runs(x, kept, needs_initial, options)
@@ -199,29 +181,12 @@ def _write(
         return None
     on = table.on(x.key.device)
     slots = None if table.sends_all else on.slots
-    if table.sends_first:  # rows behind them are read nowhere
+    if table.sends_first:  # rows of the message behind them are read nowhere
         return backend.write_runs(x._replace(last=message), slots, reverse, options)
     last = _states(x.key, x.value, len(table.runs))
     kept = backend.write_runs(x._replace(last=last), slots, reverse, options)
     torch.index_select(last, 0, on.sent, out=message)
     return kept
-
-
-def head_groups_of(k: Tensor, v: Tensor, options: Sharded, table: Table) -> tuple[slice, ...]:
-    """Return the groups of heads whose states travel one after the other; on a CPU, one."""
-    heads = k.shape[-2]
-    groups = 1
-    if options.schedule == "auto" and table.group_size > 1 and k.device.type != "cpu":
-        of_ranks = table.runs_of, table.tokens_of
-        groups = head_groups(heads, k.shape[-1], v.shape[-1], *of_ranks)
-    return cut_heads(heads, groups)
-
-
-@functools.cache
-def cut_heads(heads: int, groups: int) -> tuple[slice, ...]:
-    """Return groups of heads, the first ones with more where they differ."""
-    bounds = [cdiv(i * heads, groups) for i in range(groups + 1)]
-    return tuple(itertools.starmap(slice, itertools.pairwise(bounds)))
 
 
 def _states(k: Tensor, v: Tensor, rows: int) -> Tensor:

@@ -64,16 +64,15 @@ class Table:
             for runs in every
         ]
         self.runs = every[self.rank]
-        self.runs_of = tuple(map(len, every))
-        self.tokens_of = tuple(sum(run.end - run.begin for run in runs) for runs in every)
         self.batch = len(lengths)
+        self.tokens = sum(run.end - run.begin for run in self.runs)
         # states in a message of the forward pass; a backward one adds the gradients of final states
         self.sends = max(map(len, sent))
         self.finals = self.batch if self.has_final else 0
         self.rows = len(self.runs) + self.finals
-        # what is sent lies in the order of the runs, and nothing ahead of it stays
-        self.sends_first = sent[self.rank] == list(range(len(sent[self.rank])))
         self.sends_all = len(sent[self.rank]) == len(self.runs)
+        # no run that stays lies ahead of one that is sent: row i of the message is of run i
+        self.sends_first = sent[self.rank] == list(range(len(sent[self.rank])))
 
         slots: dict[Run, tuple[int, int]] = {}
         for rank, rows in enumerate(sent):

@@ -9,9 +9,8 @@ decay s::
 
 arrives at run r. Every factor is at most 1.
 
-Forward, one pass makes the states, and another reads tokens from those that arrived. Large passes
-on GPUs do so for one half of the heads after the other, and the states of one travel while the
-other is computed. Backward, they travel while dq is computed.
+Forward, one pass makes the states, and another reads tokens from those that arrived. Backward, they
+travel while dq is computed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ def arrive_kernel(
     entries_ptr,
     heads,
     size,
-    stride_row,
     BLOCK: tl.constexpr,
 ):
     """``out = base + sum_j exp(-s n_j) state_j``, over the sources j of a row.
@@ -34,7 +33,7 @@ def arrive_kernel(
     row = pid // heads
     inside = index < size
     rate = rate_of(decay_ptr, head)
-    place = row.to(tl.int64) * stride_row + head.to(tl.int64) * size
+    place = (row.to(tl.int64) * heads + head) * size
     state = tl.zeros([BLOCK], tl.float32)
     if base_ptr is not None:
         state = tl.load(base_ptr + place + index, mask=inside, other=0.0)

@@ -159,7 +159,7 @@ def clear_rows(out, begin, length, cols, WIDTH: tl.constexpr, TILE: tl.constexpr
     index = tl.arange(0, TILE.CHUNK)  # [C]
     for done in range(0, length, TILE.CHUNK):
         rows = (begin + done + index).to(tl.int64)
-        pointers = out.ptr + (rows * out.stride + out.head * WIDTH)[:, None] + cols[None, :]
+        pointers = out.ptr + ((rows * out.heads + out.head) * WIDTH)[:, None] + cols[None, :]
         mask = (done + index < length)[:, None] & (cols < WIDTH)[None, :]
         zeros = tl.zeros([TILE.CHUNK, TILE.BLOCK_E], out.ptr.dtype.element_ty)  # [C, E]
         tl.store(pointers, zeros, mask=mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from .structures import (
     ArriveOptions,
     ArriveTensors,
 )
-from .walks import States, Walk, launch_all, readable, walk_of
+from .walks import States, Walk, readable, walk_of
 
 __all__ = [
     "arrive",
@@ -60,24 +61,17 @@ def write_runs(
     if not walk.plan(x.key.shape[-3]).segmented:
         walk.finish(x._replace(slots=slots))
         return None
-    return x, walk.written_states(x)
+    return x, walk.written_states(x, slots)
 
 
-def read_runs(out: Tensor, x: Inputs, kept: tuple[Inputs, States] | None, options: Sharded) -> None:
-    """Fill ``out`` with what the runs read, from the states before them.
-
-    Args:
-        out: contiguous, or some of the heads of what is.
-        x: a walk.
-        kept: what its segments wrote, if there are any.
-        options: of the call.
-    """
+def read_runs(x: Inputs, kept: tuple[Inputs, States] | None, options: Sharded) -> Tensor:
+    """Return what the runs read, from the states before them; ``kept``: what was written."""
     x = readable(x)
     walk, states = _walk_of(x, False, options), None
     if kept is not None:
         states = kept[1]
         walk.combine(x, states)
-    launch_all(walk.reads(x, out, options.scale, states))
+    return walk.out(x, options.scale, states)
 
 
 def write_gradients_of_runs(
@@ -105,19 +99,11 @@ def _walk_of(x: Inputs, reverse: bool, options: Sharded) -> Walk:
     return walk_of(given, write_scale=scale, reverse=reverse, schedule=options.schedule)
 
 
-def arrive(
-    out: Tensor, every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources
-) -> None:
-    """Fill ``out`` with ``base`` and what decayed on its way from the states of all ranks.
-
-    Args:
-        out: a state for each row of ``sources``; contiguous, or some of the heads of what is.
-        every: the states that arrived, contiguous.
-        decay: of the heads.
-        base: as ``out`` lies. Default: None (zeros).
-        sources: what comes to each row.
-    """
-    rows, heads, d, e = out.shape
+def arrive(every: Tensor, decay: Tensor, base: Tensor | None, sources: Sources) -> Tensor:
+    """Return ``base`` and what decayed on its way from the states of all ranks, for each row."""
+    rows = sources.offsets.shape[0] - 1
+    _, heads, d, e = every.shape
+    out = torch.empty((rows, heads, d, e), dtype=torch.float32, device=every.device)
     form = "arrive", base is None, every.device, detect(every.device)
     launch = _launches.get(form)
     if launch is None:
@@ -125,4 +111,5 @@ def arrive(
         launch = _launches.keep(form, Launch(arrive_kernel, constants))
     tensors = ArriveTensors(every, decay.contiguous(), base, out, *sources)
     grid = rows * heads * cdiv(d * e, STATE_BLOCK)
-    launch(grid, tensors, ArriveNumbers(heads, d * e, out.stride(0)))
+    launch(grid, tensors, ArriveNumbers(heads, d * e))
+    return out

@@ -34,7 +34,6 @@ class WalkNumbers(NamedTuple):
     tokens: int
     size: int
     pieces: int
-    stride_out: int
     stride_rb: int
     stride_rs: int
     stride_rh: int
@@ -126,11 +125,10 @@ class ArriveTensors(NamedTuple):
 
 
 class ArriveNumbers(NamedTuple):
-    """Lengths of the sum of states, and the stride of a row of ``base`` and ``out``."""
+    """Lengths of the sum of states."""
 
     heads: int
     size: int
-    stride_row: int
 
 
 class ArriveOptions(NamedTuple):
@@ -292,10 +290,10 @@ class Found(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One head of ``[tokens, heads, E]``, whose heads are dense; ``stride``: of tokens."""
+    """One head of a contiguous ``[tokens, heads, E]``."""
 
     ptr: Any
-    stride: Any
+    heads: Any
     head: Any
 
 

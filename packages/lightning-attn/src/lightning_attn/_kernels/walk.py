@@ -132,7 +132,6 @@ def walk_kernel(
     tokens,
     size,
     pieces,
-    stride_out,
     stride_rb,
     stride_rs,
     stride_rh,
@@ -201,7 +200,7 @@ def walk_kernel(
     slot = slot_of(slots_ptr, found.sequence, batch)
     if slot < 0:
         if out_ptr is not None:
-            whole = Output(out_ptr, stride_out, head_64)
+            whole = Output(out_ptr, heads, head_64)
             _clear_padding(whole, cu_seqlens_ptr, found, out_begin, batch, cols, OPTIONS, TILE)
         return
     if cu_seqlens_ptr is not None:
@@ -223,8 +222,9 @@ def walk_kernel(
     v_base = value_ptr + sequence_64 * stride_vb + origin * stride_vs + head_64 * stride_vh
     if out_ptr is not None:
         q_base = read_ptr + sequence_64 * stride_rb + origin * stride_rs + head_64 * stride_rh
-        # the heads of a token are dense: [tokens, heads, E]
-        out_base = out_ptr + out_begin * stride_out + head_64 * E
+        # out is contiguous: [tokens, heads, E]
+        out_base = out_ptr + (out_begin * heads + head) * E
+        stride_out = heads * E
 
     rate = rate_of(decay_ptr, head)
     weights = _weights(rate, index, read_scale, write_scale, REVERSE)  # [C, C]

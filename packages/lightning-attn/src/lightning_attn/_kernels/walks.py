@@ -142,9 +142,7 @@ class Walk:
     def reads(
         self, x: Inputs, out: Tensor, read_scale: float, states: States | None = None
     ) -> tuple[Call, ...]:
-        """Return the launches that write to ``out`` what every token reads.
-
-        ``out`` is contiguous, or some of the heads of what is.
+        """Return the launches that write to a contiguous ``out`` what every token reads.
 
         With ``states``, those before each segment; else ``first``, and then ``last`` is filled.
         """
@@ -173,11 +171,14 @@ class Walk:
         launch_all(self._state_calls(x, states))
         return states
 
-    def written_states(self, x: Inputs) -> States:
-        """Return what each segment writes by itself; the final states go to ``last``."""
+    def written_states(self, x: Inputs, slots: Tensor | None) -> States:
+        """Return what each segment writes by itself.
+
+        The final states go to ``last``, but for sequences whose slot is -1.
+        """
         states = self._state_memory(x)
         written = self._pass(x, None, NO_STATES, states, 1.0, segmented=True)
-        launch_all([written, self._combine(x, states, replace=False)])
+        launch_all([written, self._combine(x._replace(slots=slots), states, replace=False)])
         return states
 
     def combine(self, x: Inputs, states: States) -> None:
@@ -230,8 +231,7 @@ class Walk:
         grid = programs * self.heads * cdiv(self.e, plan.tile.block_e)
         has_first = None if segmented else x.has_first
         others = x.decay, first.memory, last.memory, x.cu_seqlens, x.slots, has_first
-        stride_out = 0 if out is None else out.stride(-3)
-        lengths = self.batch, self.heads, tokens, size, pieces, stride_out
+        lengths = self.batch, self.heads, tokens, size, pieces
         scales = read_scale, self.write_scale
         is_hopper = self._is_hopper and tokens > 0  # an empty tensor has no map
         kind = (
@@ -275,7 +275,8 @@ class Walk:
         block_e = 1 << (block_e.bit_length() - 1)
         tiles = cdiv(self.d, block_d) * cdiv(self.e, block_e)
         tokens = x.key.shape[-3]
-        kind = "combine", replace, x.first is None, x.last is None, x.has_first is None
+        absent = [t is None for t in (x.first, x.last, x.slots, x.has_first)]
+        kind = "combine", replace, *absent
         launch = self._launches.get(kind)
         if launch is None:
             options = CombineOptions(self.d, self.e, block_d, block_e, self.reverse, replace)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +18,7 @@ class HopperWalk:
 
     def __init__(self, d: int, e: int, reverse: bool, is_packed: bool) -> None:
         self._d, self._e, self._reverse, self._is_packed = d, e, reverse, is_packed
-        self._forms: dict[Hashable, MapForm] = {}
+        self._forms: dict[int, MapForm] = {}
 
     def launch(self, tile: Tile, segmented: bool, skip: bool, is_exact: bool) -> MapLaunch:
         """Return one launch of the walk; ``skip``: last segments write nothing."""
@@ -46,9 +45,7 @@ class HopperWalk:
     def _map(self, role: int, x: Tensor | None) -> Any:
         if x is None:
             return None
-        # an output may be some heads of a larger one; all else has the strides of the form
-        kind = role, x.stride(-3)
-        form = self._forms.get(kind)
+        form = self._forms.get(role)
         if form is None:
-            form = self._forms[kind] = MapForm(x, SIDE.value, SIDE.value, ragged=self._is_packed)
+            form = self._forms[role] = MapForm(x, SIDE.value, SIDE.value, ragged=self._is_packed)
         return form(x)

@@ -43,14 +43,14 @@ def locate(cu_seqlens_ptr, piece, lengths, SEGMENTED: gl.constexpr):
 
 @gluon.jit
 def _clear_rows(out, begin, length, first_col, E: gl.constexpr):
-    """Store zeros to 64 columns of rows of one head of ``[tokens, heads, E]``."""
+    """Store zeros to 64 columns of rows of a contiguous ``[tokens, heads, E]``."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     index = gl.arange(0, SIDE, gl.SliceLayout(1, layout))  # [SIDE]
     cols = first_col + gl.arange(0, SIDE, gl.SliceLayout(0, layout))  # [SIDE]
     zeros = gl.zeros([SIDE, SIDE], out.ptr.dtype.element_ty, layout)
     for done in range(0, length, SIDE):
         rows = (begin + done + index).to(gl.int64)
-        pointers = out.ptr + (rows * out.stride + out.head * E)[:, None] + cols[None, :]
+        pointers = out.ptr + ((rows * out.heads + out.head) * E)[:, None] + cols[None, :]
         gl.store(pointers, zeros, mask=(done + index < length)[:, None] & (cols < E)[None, :])
 
 

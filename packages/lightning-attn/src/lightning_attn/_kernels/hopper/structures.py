@@ -33,7 +33,6 @@ class Numbers(NamedTuple):
     tokens: int
     size: int
     pieces: int
-    stride_out: int
     stride_first_b: int
     stride_first_s: int
     stride_first_h: int

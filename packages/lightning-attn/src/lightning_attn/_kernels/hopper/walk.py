@@ -61,7 +61,6 @@ def hopper_walk_kernel(
     tokens,
     size,
     pieces,
-    stride_out,
     stride_first_b,
     stride_first_s,
     stride_first_h,
@@ -107,7 +106,7 @@ def hopper_walk_kernel(
         slot = gl.load(slots_ptr + sequence, mask=is_real, other=-1).to(gl.int64)
     if RAGGED and out_desc is not None:  # noqa: SIM102  (constants, then a number)
         if slot < 0:
-            whole = Output(out_ptr, stride_out, head_64)
+            whole = Output(out_ptr, heads, head_64)
             clear_padding(whole, cu_seqlens_ptr, found, batch, first_col, OPTIONS, TILE)
     if SKIP:
         # nobody asks for what the last segment writes
