@@ -37,7 +37,7 @@ def serve(monkeypatch):
     from ._linked.gluon import Kernel
 
     hopper = Platform.parse("nvidia:sm_90")
-    real = plans.hopper_forward_kernel
+    real = plans.hopper_query_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
     for module in (_configs, _kept_lists):
         monkeypatch.setattr(module, "suits_hopper", lambda _, *form: suits_hopper(hopper, *form))
@@ -50,7 +50,7 @@ def serve(monkeypatch):
 
     def serve(reverse=True):
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(plans, "hopper_forward_kernel", kernels[-1])
+        monkeypatch.setattr(plans, "hopper_query_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -181,7 +181,7 @@ MISTAKES = [
     ("_copy_blocks", "(PANELS * PER_STEP)", "PER_STEP"),
     ("_copy_blocks", "panel * 64)", "0)"),
     ("_copy_blocks", "barrier_sync(ROOM + stage, PARTIES, 1)", "pass"),
-    ("copy_values", "= EMPTY + TILE.STAGES_K", "= EMPTY"),
+    ("copy_values", "= EMPTY + OPTIONS.STAGES_K", "= EMPTY"),
     ("produce", "before = items\n", "pass\n"),
     ("copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
     ("receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
@@ -213,9 +213,9 @@ MISTAKES = [
     ("fetch", "lane // HALF", "lane * 0"),
     ("_begin_in_halves", "range(1, walk.halves)", "range(1, 1)"),
     ("_finish", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
-    ("_consume", "barrier_sync(TURN, 256, 4)", "pass"),
-    ("_consume", "barrier_arrive(TURN, 256, 4)", "barrier_arrive(TURN, 288, 4)"),
-    ("hopper_forward_kernel", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
+    ("make_output", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("make_output", "barrier_arrive(TURN, 256, 4)", "barrier_arrive(TURN, 288, 4)"),
+    ("hopper_query_kernel", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
 ]
 # of these, blocks of 32 show nothing
 OF_HALVES = ("rows_for", "survey", "half_places", "fetch", "_begin_in_halves")

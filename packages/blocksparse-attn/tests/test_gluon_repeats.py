@@ -33,7 +33,7 @@ def repeating(both_ways, eager_forward, monkeypatch):
 
     hopper = Platform.parse("nvidia:sm_90")
     ticket = torch.zeros(1, dtype=torch.int32)
-    real = backward_plans.hopper_dq_kernel
+    real = backward_plans.hopper_query_kernel
     for module in (_configs, _kept_lists):
         monkeypatch.setattr(module, "suits_hopper", lambda _, *form: suits_hopper(hopper, *form))
     monkeypatch.setattr(plans, "processors", lambda _: 2)
@@ -42,7 +42,7 @@ def repeating(both_ways, eager_forward, monkeypatch):
 
     def serve(reverse=True):
         rows = Kernel(real, reverse)
-        monkeypatch.setattr(backward_plans, "hopper_dq_kernel", rows)
+        monkeypatch.setattr(backward_plans, "hopper_query_kernel", rows)
         keys = both_ways(reverse)
         served.extend((keys, rows))
         return keys, rows
@@ -118,21 +118,21 @@ TURN_OF_0 = "turn = program.index * 0"
 # whether the kernel is that of dq
 MISTAKES = [
     (True, "_copy_blocks", "barrier_sync(ROOM + stage, PARTIES, 1)", "pass"),
-    (True, "copy_values", "= EMPTY + TILE.STAGES_K", "= EMPTY"),
+    (True, "copy_values", "= EMPTY + OPTIONS.STAGES_K", "= EMPTY"),
     (True, "copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
     (True, "copy_queries", "+ tensors.dout_desc.block_type.nbytes", ""),
-    (True, "_produce", "items = coming", "pass"),
+    (True, "produce", "items = coming", "pass"),
     (True, "_walk", "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)", "pass"),
     (True, "_walk", "mbarrier.wait(pipeline.v_full.index(stage_v), turn // STAGES_V & 1)", "pass"),
     (True, "_walk", "s = hopper.warpgroup_mma_wait(1, deps=(s,))", "pass"),
-    (True, "_walk", "s = hide(s, items, members, rows, OPTIONS)", "pass"),
+    (True, "_walk", "s = hide(s, entries, rows, OPTIONS)", "pass"),
     (True, "_walk", WAIT_DP, "pass"),
     (True, "_walk", WAIT_DP, ARRIVE_V + "; " + WAIT_DP),
     (True, "_walk", WAIT_DQ, ARRIVE_K + "; " + WAIT_DQ),
     (True, "_walk", WAIT_DQ, "pass"),
-    (True, "_consume", "mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)", "pass"),
-    (True, "_consume", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
-    (True, "_consume", "dq * numbers.scale", "dq"),
+    (True, "make_dq", "mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)", "pass"),
+    (True, "make_dq", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
+    (True, "make_dq", "dq * numbers.scale", "dq"),
     (True, "send", "hopper.fence_async_shared()", "pass"),
     (False, "walk", "dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))", "pass"),
     (False, "walk", "dv = hopper.warpgroup_mma_wait(1, deps=(dv,))", "pass"),

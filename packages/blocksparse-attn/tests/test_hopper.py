@@ -177,7 +177,7 @@ def test_builds(kind, tmp_path):
         # a layout that is too long for half steps
         launch_forward(CONFIGS[kind], 2 * HALVED if kind == "long" else 1024)
     (build,) = builds
-    assert build.kernel == "hopper_forward_kernel"
+    assert build.kernel == "hopper_query_kernel"
     assert build.shared <= GPUS[HOPPER].shared_limit, build
     assert not build.unset, build
     old, new = SPILLS.get(kind, (0, 0))

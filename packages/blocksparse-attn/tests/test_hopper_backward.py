@@ -11,9 +11,10 @@ from attn_common import cdiv, detect
 from blocksparse_attn import BlockSparseLayout, _configs
 from blocksparse_attn._call import Options, Pattern, Tensors
 from blocksparse_attn._configs import takes_hopper_backward
+from blocksparse_attn._kernels.backward_rows import row_kernel
 from blocksparse_attn._kernels.form import Form
-from blocksparse_attn._kernels.hopper.backward_plans import ROWS, HopperBackward
-from blocksparse_attn._kernels.hopper.backward_round import PIECE, prepare_kernel, round_kernel
+from blocksparse_attn._kernels.hopper.backward_plans import PIECE, ROWS, HopperBackward
+from blocksparse_attn._kernels.hopper.backward_round import round_kernel
 from blocksparse_attn._kernels.structures import RowTensors
 from blocksparse_attn._lists import SIDE, piece_of
 
@@ -216,8 +217,8 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
     sums = [torch.full((heads_k, 3, 64 * d), math.nan, device=device) for d in (64, 128)]
     parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
     grid, pieces = max(cdiv(lse.numel(), ROWS), heads_k * 3), dq_sums.numel() // PIECE
-    prepare_kernel[(grid,)](
-        *rows, dq_sums, *sums, parts, None, *numbers, heads_q, 1, heads_k, 150, 3, 4,
+    row_kernel[(grid,)](
+        *rows[:6], dq_sums, *sums, parts, None, *numbers, heads_q, 1, heads_k, 150, 3, 4,
         heads_k * 3, cdiv(pieces, grid), pieces,
         PER_HEAD=True, HEAD_DIM_V=64, BLOCK_DV=64, WIDTH=64, WIDTH_V=128, ROW_BYTES_V=16,
         BLOCK=ROWS, PIECE=PIECE, TOKENS=64, num_warps=4,
@@ -303,7 +304,7 @@ def test_builds(kind, tmp_path):
 
 
 # the same of the two kernels of gradients that repeat: numbers that are needed between tiles
-REPEATING_SPILLS = {"hopper_backward_kernel": (104, 224), "hopper_dq_kernel": (64, 160)}
+REPEATING_SPILLS = {"hopper_backward_kernel": (104, 224), "hopper_query_kernel": (64, 160)}
 
 
 @pytest.mark.aot
@@ -317,7 +318,7 @@ def test_builds_of_gradients_that_repeat(kind, tmp_path):
         assert build.spilled <= spilled[0 if IS_OLD else 1], build
         assert build.shared <= GPUS[HOPPER].shared_limit, build
         assert not build.unset, build
-    for kernel in ("hopper_backward_kernel", "hopper_dq_kernel"):
+    for kernel in ("hopper_backward_kernel", "hopper_query_kernel"):
         sass = next(build for build in builds if build.kernel == kernel).sass
         products = sass.count(" HGMMA.")
         assert products > 0

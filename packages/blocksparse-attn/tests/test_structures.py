@@ -7,21 +7,19 @@ import inspect
 import pytest
 from attn_common import has_gluon
 from blocksparse_attn._kernels import structures as s
-from blocksparse_attn._kernels.backward_dkdv import _dkdv_kernel
-from blocksparse_attn._kernels.backward_dq import _dq_kernel
-from blocksparse_attn._kernels.backward_rows import _row_kernel
-from blocksparse_attn._kernels.forward import _forward_kernel
+from blocksparse_attn._kernels.attention import _attention_kernel
+from blocksparse_attn._kernels.backward_rows import row_kernel
 from blocksparse_attn._kernels.merge import _merge_kernel
 
 pytestmark = pytest.mark.eager
 
-FORWARD = s.ForwardTensors, s.ForwardNumbers, s.Options, s.QueryOptions, s.ForwardOptions
 PORTABLE = [
-    (_forward_kernel, (*FORWARD, s.TileOptions)),
+    (
+        _attention_kernel,
+        (s.Tensors, s.Numbers, s.Options, s.QueryOptions, s.PassOptions, s.TileOptions),
+    ),
     (_merge_kernel, (s.MergeTensors, s.MergeNumbers, s.MergeOptions, s.TileOptions)),
-    (_row_kernel, (s.RowTensors, s.RowNumbers, s.RowOptions)),
-    (_dkdv_kernel, (s.KeyTensors, s.GradientNumbers, s.Options, s.KeyTileOptions)),
-    (_dq_kernel, (s.QueryTensors, s.GradientNumbers, s.Options, s.QueryOptions, s.TileOptions)),
+    (row_kernel, (s.RowTensors, s.RowNumbers, s.RowOptions)),
 ]
 
 
@@ -40,36 +38,17 @@ def test_portable(kernel, structures):
 
 @pytest.mark.skipif(not has_gluon(), reason="Triton without Gluon")
 def test_hopper():
-    from blocksparse_attn._kernels.hopper import round_structures as r
     from blocksparse_attn._kernels.hopper import structures as h
     from blocksparse_attn._kernels.hopper.backward import hopper_backward_kernel
-    from blocksparse_attn._kernels.hopper.backward_round import prepare_kernel, round_kernel
-    from blocksparse_attn._kernels.hopper.forward import hopper_forward_kernel
-    from blocksparse_attn._kernels.hopper.row_gradients import hopper_dq_kernel
+    from blocksparse_attn._kernels.hopper.backward_round import round_kernel
+    from blocksparse_attn._kernels.hopper.queries import hopper_query_kernel
 
     for kernel, structures in (
-        (
-            hopper_forward_kernel,
-            (h.ForwardTensors, h.ForwardNumbers, h.ForwardOptions, h.ForwardTile),
-        ),
-        (hopper_dq_kernel, (h.DqTensors, h.ForwardNumbers, h.ForwardOptions, h.ForwardTile)),
+        (hopper_query_kernel, (h.QueryTensors, h.QueryNumbers, h.QueryOptions)),
         (
             hopper_backward_kernel,
-            (h.BackwardTensors, h.BackwardNumbers, h.BackwardOptions, h.BackwardTile),
+            (h.BackwardTensors, h.BackwardNumbers, h.BackwardOptions),
         ),
-        (prepare_kernel, (r.PrepareTensors, r.PrepareNumbers, r.PrepareOptions)),
-        (round_kernel, (r.RoundTensors, r.RoundNumbers, r.RoundOptions)),
+        (round_kernel, (h.RoundTensors, h.RoundNumbers, h.RoundOptions)),
     ):
         assert_parameters(kernel, structures)
-
-
-def test_the_numbers_of_rows_have_the_same_names_ahead_of_both_backwards():
-    """One device function reads them in two kernels."""
-    from blocksparse_attn._kernels.hopper import round_structures as r
-
-    for one, other in (
-        (s.RowTensors, r.PrepareTensors),
-        (s.RowNumbers, r.PrepareNumbers),
-        (s.RowOptions, r.PrepareOptions),
-    ):
-        assert set(one._fields) <= set(other._fields)

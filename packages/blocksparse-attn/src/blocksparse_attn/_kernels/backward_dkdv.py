@@ -10,26 +10,9 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import INF, LOG2E, dot, dot_add, settle
-from .primitives import (
-    NO_BLOCK,
-    count_steps,
-    fetch,
-    in_range,
-    keeps,
-    load_rows,
-    tokens_of,
-)
+from .primitives import NO_BLOCK, count_steps, fetch, in_range, keeps, load_rows, tokens_of
 from .schedule import locate_keys, query_walk
-from .structures import (
-    Columns,
-    GradientNumbers,
-    Grid,
-    KeyTensors,
-    KeyTileOptions,
-    Options,
-    Ranges,
-    RowPointers,
-)
+from .structures import Columns, Grid, Ranges, RowPointers
 
 
 @triton.jit
@@ -45,7 +28,6 @@ def _dkdv_walk(
     numbers,
     MASKED: tl.constexpr,
     OPTIONS: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """Add what the group's queries contribute to dk and dv: masked steps, or whole ones.
 
@@ -54,10 +36,10 @@ def _dkdv_walk(
     """
     GROUP: tl.constexpr = OPTIONS.GROUP
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
-    BLOCK_M: tl.constexpr = TILE.BLOCK_M
-    PRECISION: tl.constexpr = TILE.PRECISION
-    UPCAST: tl.constexpr = TILE.UPCAST
-    HAS_MEMBERS: tl.constexpr = MASKED and TILE.BLOCK_N > OPTIONS.BLOCK_K
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    PRECISION: tl.constexpr = OPTIONS.PRECISION
+    UPCAST: tl.constexpr = OPTIONS.UPCAST
+    HAS_MEMBERS: tl.constexpr = MASKED and OPTIONS.BLOCK_N > OPTIONS.BLOCK_K
     # heads in an item: it names its own, or all heads of the group walk the one list in turn
     IN_ITEM: tl.constexpr = GROUP if OPTIONS.PER_HEAD else 1
     TURNS: tl.constexpr = 1 if OPTIONS.PER_HEAD else GROUP
@@ -129,7 +111,7 @@ def _dkdv_walk(
         dv = dot_add(dv, p, dout, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_DV]
         ds = p * (dp - delta[None, :])
         dk = dot_add(dk, ds, tl.trans(q_t), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_D]
-        dk = settle(dk, TILE.SETTLE)
+        dk = settle(dk, OPTIONS.SETTLE)
         following = (step + 1) % turn
         item = fetch(tensors.items_ptr, following, ranges, NO_BLOCK * IN_ITEM, BLOCK_M, BLOCK_Q)
         if HAS_MEMBERS:
@@ -137,201 +119,79 @@ def _dkdv_walk(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=GradientNumbers._fields,
-    do_not_specialize_on_alignment=KeyTensors._fields,
-)
-def _dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse2_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    begin_ptr,
-    whole_ptr,
-    items_ptr,
-    members_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    rule_ptr,
-    scale,
-    batch,
-    heads_q,
-    tokens_q,
-    tokens_k,
-    tiles,
-    span,
-    list_rows,
-    list_stride,
-    extent,
-    rule_stride,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    SETTLE: tl.constexpr,
-):
-    """``dv = p^T dout``, ``dk = scale * (p * (dout v^T - delta))^T q``, of one tile of keys.
-
-    ``p = exp(scale * q k^T - lse)`` over the kept blocks, of all query heads of the key head.
-    """
-    tensors = KeyTensors(
-        q_ptr,
-        k_ptr,
-        v_ptr,
-        dout_ptr,
-        lse2_ptr,
-        delta_ptr,
-        dk_ptr,
-        dv_ptr,
-        begin_ptr,
-        whole_ptr,
-        items_ptr,
-        members_ptr,
-        cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr,
-        rule_ptr,
-    )
-    numbers = GradientNumbers(
-        scale,
-        batch,
-        heads_q,
+@triton.jit
+def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
+    """Write dk and dv of one tile of keys, of all query heads of the key head."""
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
+    heads_q, q_starts = numbers.heads_q, tensors.cu_seqlens_q_ptr
+    heads_k = heads_q // OPTIONS.GROUP
+    tokens_q, tokens_k = numbers.tokens_q, numbers.tokens_k
+    grid = Grid(
+        q_starts,
+        tensors.cu_seqlens_k_ptr,
+        numbers.batch,
+        heads_k,
         tokens_q,
         tokens_k,
-        tiles,
-        span,
-        list_rows,
-        list_stride,
-        extent,
-        rule_stride,
-        stride_dob,
-        stride_dos,
-        stride_doh,
-        stride_qb,
-        stride_qs,
-        stride_qh,
-        stride_kb,
-        stride_ks,
-        stride_kh,
-        stride_vb,
-        stride_vs,
-        stride_vh,
+        numbers.tiles,
+        numbers.span,
+        1,
     )
-    OPTIONS: tl.constexpr = Options(
-        GROUP,
-        HEAD_DIM,
-        HEAD_DIM_V,
-        BLOCK_D,
-        BLOCK_DV,
-        ROW_BYTES,
-        ROW_BYTES_V,
-        BLOCK_Q,
-        BLOCK_K,
-        IS_CAUSAL,
-        PER_HEAD,
-        TOP_LEFT,
-    )
-    TILE: tl.constexpr = KeyTileOptions(BLOCK_M, BLOCK_N, PRECISION, UPCAST, SETTLE)
-    heads_k = heads_q // GROUP
-    grid = Grid(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_k, tokens_q, tokens_k, tiles, span, 1
-    )
-    work = locate_keys(tl.program_id(0), grid, BLOCK_N, IS_CAUSAL, TOP_LEFT)
+    work = locate_keys(tl.program_id(0), grid, BLOCK_N, OPTIONS.IS_CAUSAL, OPTIONS.TOP_LEFT)
     tile, sequence, head_k, q_start, k_start, seqlen_q, seqlen_k, diagonal = work
     if tile < 0:
         return
-    batch_64 = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
+    batch_64 = tl.maximum(tl.minimum(sequence, numbers.batch - 1), 0).to(tl.int64)
     head_k_64 = head_k.to(tl.int64)
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    cols_d = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     keys_64 = keys.to(tl.int64)
     inside = keys < seqlen_k
-    k = load_rows(
-        k_ptr + batch_64 * stride_kb + k_start * stride_ks + head_k_64 * stride_kh,
-        keys_64 * stride_ks,
-        inside,
-        OPTIONS,
-        False,
-        True,
-    )  # [BLOCK_N, BLOCK_D]
-    v = load_rows(
-        v_ptr + batch_64 * stride_vb + k_start * stride_vs + head_k_64 * stride_vh,
-        keys_64 * stride_vs,
-        inside,
-        OPTIONS,
-        True,
-        True,
-    )  # [BLOCK_N, BLOCK_DV]
-    q_ptr += batch_64 * stride_qb + q_start * stride_qs
-    dout_ptr += batch_64 * stride_dob + q_start * stride_dos
-    if cu_seqlens_q_ptr is None:
-        row_at = batch_64 * heads_q * tokens_q
-    else:
-        row_at = q_start
-
-    own_rule_ptr = rule_ptr
+    k_ptr = tensors.k_ptr + batch_64 * numbers.stride_kb + k_start * numbers.stride_ks
+    k_ptr += head_k_64 * numbers.stride_kh
+    v_ptr = tensors.v_ptr + batch_64 * numbers.stride_vb + k_start * numbers.stride_vs
+    v_ptr += head_k_64 * numbers.stride_vh
+    k = load_rows(k_ptr, keys_64 * numbers.stride_ks, inside, OPTIONS, False, True)
+    v = load_rows(v_ptr, keys_64 * numbers.stride_vs, inside, OPTIONS, True, True)
+    q_ptr = tensors.q_ptr + batch_64 * numbers.stride_qb + q_start * numbers.stride_qs
+    dout_ptr = tensors.dout_ptr + batch_64 * numbers.stride_dob + q_start * numbers.stride_dos
+    row_at = batch_64 * heads_q * tokens_q if q_starts is None else q_start
+    rule_ptr = tensors.rule_ptr
     if rule_ptr is not None:
-        own_rule_ptr += batch_64 * rule_stride
+        rule_ptr += batch_64 * numbers.rule_stride
+    queries = RowPointers(
+        q_ptr, dout_ptr, tensors.lse2_ptr + row_at, tensors.delta_ptr + row_at, head_k, rule_ptr
+    )
     SPAN: tl.constexpr = BLOCK_N if BLOCK_N > BLOCK_K else BLOCK_K
     bits = (keys % SPAN) // BLOCK_K
-    walk = query_walk(work, tensors, numbers, OPTIONS, TILE)
-    seen, whole, count, seen_end, cut, cut_end = walk
+    seen, whole, count, seen_end, cut, cut_end = query_walk(work, tensors, numbers, OPTIONS)
     rest = whole + count
     columns = Columns(keys, bits, diagonal, seqlen_q, seqlen_k)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
+    dk = tl.zeros([BLOCK_N, OPTIONS.BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    dv = tl.zeros([BLOCK_N, OPTIONS.BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     for masked in tl.static_range(2):
         if masked == 1:
             ranges = Ranges(seen, whole - seen, rest, seen_end - rest, cut, cut_end - cut)
         else:
             ranges = Ranges(seen, count * 0, whole, count, cut, count * 0)
-        queries = RowPointers(
-            q_ptr, dout_ptr, lse2_ptr + row_at, delta_ptr + row_at, head_k, own_rule_ptr
-        )
         dk, dv = _dkdv_walk(
-            dk, dv, k, v, queries, ranges, columns, tensors, numbers, masked == 1, OPTIONS, TILE
+            dk, dv, k, v, queries, ranges, columns, tensors, numbers, masked == 1, OPTIONS
         )
 
-    # dk and dv are contiguous: [tokens, heads_k, width]
-    token = batch_64 * tokens_k if cu_seqlens_k_ptr is None else k_start
+    token = batch_64 * tokens_k if tensors.cu_seqlens_k_ptr is None else k_start
     first = (token + tile * BLOCK_N) * heads_k + head_k
     # addresses live through the walk: a scalar in 64 bits, and what a tile spans in 32
-    row = (tl.arange(0, BLOCK_N) * heads_k)[:, None]
+    row = tl.arange(0, BLOCK_N) * heads_k
+    _store(dk * numbers.scale, tensors.out_ptr, first, row, inside, OPTIONS.HEAD_DIM)
+    _store(dv, tensors.dv_ptr, first, row, inside, OPTIONS.HEAD_DIM_V)
+
+
+@triton.jit
+def _store(x, pointer, first, row, inside, WIDTH: tl.constexpr):
+    """Write a tile of keys of a gradient: contiguous, ``[tokens, heads_k, WIDTH]``."""
+    cols = tl.arange(0, x.shape[1])
     tl.store(
-        dk_ptr + first * HEAD_DIM + (row * HEAD_DIM + cols_d[None, :]),
-        (dk * scale).to(dk_ptr.dtype.element_ty),
-        mask=inside[:, None] & (cols_d < HEAD_DIM)[None, :],
-    )
-    tl.store(
-        dv_ptr + first * HEAD_DIM_V + (row * HEAD_DIM_V + cols_dv[None, :]),
-        dv.to(dv_ptr.dtype.element_ty),
-        mask=inside[:, None] & (cols_dv < HEAD_DIM_V)[None, :],
+        pointer + first * WIDTH + (row[:, None] * WIDTH + cols[None, :]),
+        x.to(pointer.dtype.element_ty),
+        mask=inside[:, None] & (cols < WIDTH)[None, :],
     )

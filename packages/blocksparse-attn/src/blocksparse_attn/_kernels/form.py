@@ -155,11 +155,9 @@ def launch_of(
     return (of or Launch)(kernel, merged | compiler)
 
 
-def launch_on(kernel: Any, tile: Tile, *constants: Any, settle: bool | None = None) -> Launch:
+def launch_on(kernel: Any, tile: Tile, *constants: Any) -> Launch:
     """Return the launch of a kernel that works on tiles of scores."""
-    options: Any = structures.TileOptions(tile.block_m, tile.block_n, tile.precision, interpreted())
-    if settle is not None:
-        options = structures.KeyTileOptions(*options, settle)
+    options = structures.TileOptions(tile.block_m, tile.block_n, tile.precision, interpreted())
     compiler = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return launch_of(kernel, *constants, options, **compiler)
 

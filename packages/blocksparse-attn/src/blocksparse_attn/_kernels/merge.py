@@ -4,54 +4,51 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LN2, NEG_INF
-from .schedule import locate_queries
-from .structures import Grid, MergeNumbers, MergeTensors
+from .schedule import locate_queries, tile_rows
+from .structures import Grid, MergeConstants, MergeNumbers, MergeTensors
 
 
 @triton.jit
-def store_rows(
-    out,
-    lse2,
-    batch_64,
-    q_start,
-    first_row,
-    first_head,
-    inside,
-    tensors,
-    numbers,
-    HEADS: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-):
-    """Write the rows of a tile, and their log-sum-exp in natural units.
+def store_tile(x, work, rows, tensors, numbers, WIDTH: tl.constexpr, OPTIONS: tl.constexpr):
+    """Write a tile of queries of the output, or of dq: contiguous, ``[tokens, heads_q, WIDTH]``.
 
     Addresses are a scalar in 64 bits and what a tile spans in 32: they live through the walk.
     """
-    out_ptr, lse_ptr = tensors.out_ptr, tensors.lse_ptr
-    heads_q, tokens_q = numbers.heads_q, numbers.tokens_q
-    m = tl.arange(0, out.shape[0])  # [BLOCK_M]
-    cols_dv = tl.arange(0, out.shape[1])  # [BLOCK_DV]
-    first_row = first_row.to(tl.int64)
-    first_head = first_head.to(tl.int64)
-    if tensors.cu_seqlens_q_ptr is None:
-        token = batch_64 * tokens_q + first_row
-        lse_ptr += (batch_64 * heads_q + first_head) * tokens_q + first_row
-    else:
-        token = q_start + first_row
-        lse_ptr += first_head * tokens_q + token
-    tl.store(lse_ptr + ((m % HEADS).to(tl.int64) * tokens_q + m // HEADS), lse2 * LN2, mask=inside)
-    # out is contiguous: [tokens, heads_q, HEAD_DIM_V]
-    out_ptr += (token * heads_q + first_head) * HEAD_DIM_V
-    at = (m // HEADS * heads_q + m % HEADS) * HEAD_DIM_V
+    HEADS: tl.constexpr = OPTIONS.HEADS
+    m = tl.arange(0, x.shape[0])  # [BLOCK_M]
+    cols = tl.arange(0, x.shape[1])
+    token = rows.batch * numbers.tokens_q if tensors.cu_seqlens_q_ptr is None else work.q_start
+    first_row = (work.tile * OPTIONS.POSITIONS - work.diagonal).to(tl.int64)
+    first_head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + work.unit % OPTIONS.PACKS * HEADS
+    pointer = tensors.out_ptr + ((token + first_row) * numbers.heads_q + first_head) * WIDTH
+    at = (m // HEADS * numbers.heads_q + m % HEADS) * WIDTH
     tl.store(
-        out_ptr + (at[:, None] + cols_dv[None, :]),
-        out.to(out_ptr.dtype.element_ty),
-        mask=inside[:, None] & (cols_dv < HEAD_DIM_V)[None, :],
+        pointer + (at[:, None] + cols[None, :]),
+        x.to(tensors.out_ptr.dtype.element_ty),
+        mask=rows.inside[:, None] & (cols < WIDTH)[None, :],
     )
 
 
+@triton.jit
+def store_rows(out, lse2, work, rows, tensors, numbers, OPTIONS: tl.constexpr):
+    """Write the output of a tile of queries, and its log-sum-exp in natural units."""
+    HEADS: tl.constexpr = OPTIONS.HEADS
+    tokens_q = numbers.tokens_q
+    m = tl.arange(0, out.shape[0])  # [BLOCK_M]
+    first_row = (work.tile * OPTIONS.POSITIONS - work.diagonal).to(tl.int64)
+    first_head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + work.unit % OPTIONS.PACKS * HEADS
+    lse_ptr = tensors.lse_ptr + first_head.to(tl.int64) * tokens_q + first_row
+    if tensors.cu_seqlens_q_ptr is None:
+        lse_ptr += rows.batch * numbers.heads_q * tokens_q
+    else:
+        lse_ptr += work.q_start
+    lse_at = (m % HEADS).to(tl.int64) * tokens_q + m // HEADS
+    tl.store(lse_ptr + lse_at, lse2 * LN2, mask=rows.inside)
+    store_tile(out, work, rows, tensors, numbers, OPTIONS.HEAD_DIM_V, OPTIONS)
+
+
 @triton.jit(
-    do_not_specialize=MergeNumbers._fields,
-    do_not_specialize_on_alignment=MergeTensors._fields,
+    do_not_specialize=MergeNumbers._fields, do_not_specialize_on_alignment=MergeTensors._fields
 )
 def _merge_kernel(
     part_out_ptr,
@@ -84,17 +81,27 @@ def _merge_kernel(
         part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr
     )
     numbers = MergeNumbers(batch, heads_q, tokens_q, tokens_k, tiles, splits)
+    OPTIONS: tl.constexpr = MergeConstants(
+        GROUP,
+        HEAD_DIM_V,
+        BLOCK_DV,
+        POSITIONS,
+        HEADS,
+        PACKS,
+        SHORT,
+        TOP_LEFT,
+        BLOCK_M,
+        BLOCK_N,
+        PRECISION,
+        UPCAST,
+    )
     units = heads_q // GROUP * PACKS
     grid = Grid(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, 1, 1)
     work = locate_queries(tl.program_id(0), grid, POSITIONS, True, True, SHORT, TOP_LEFT)
-    tile, is_alive, sequence, unit, _, q_start, _, seqlen_q, _, diagonal = work
-    if not is_alive:
+    if not work.is_alive:
         return
     m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    in_group = unit % PACKS * HEADS + m % HEADS
-    rows = tile * POSITIONS + m // HEADS - diagonal
-    inside = (rows >= 0) & (rows < seqlen_q) & (in_group < GROUP)
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -115,16 +122,5 @@ def _merge_kernel(
         l_i = l_i * alpha + weight
         m_i = m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    store_rows(
-        acc / l_safe[:, None],
-        tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe)),
-        sequence.to(tl.int64),
-        q_start,
-        tile * POSITIONS - diagonal,
-        unit // PACKS * GROUP + unit % PACKS * HEADS,
-        inside,
-        tensors,
-        numbers,
-        HEADS,
-        HEAD_DIM_V,
-    )
+    out, lse2 = acc / l_safe[:, None], tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe))
+    store_rows(out, lse2, work, tile_rows(work, batch, OPTIONS), tensors, numbers, OPTIONS)

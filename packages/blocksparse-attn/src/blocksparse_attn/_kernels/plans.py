@@ -28,23 +28,19 @@ from .._configs import (
     tall_shape,
 )
 from .._linked.host.forms import interpreted
-from .backward_dkdv import _dkdv_kernel
-from .backward_dq import _dq_kernel
-from .backward_rows import _row_kernel
+from . import structures
+from .attention import _attention_kernel
+from .backward_rows import row_kernel
 from .form import Form, QueryTiles, launch_of, launch_on, processors, readable, rule_stride
-from .forward import _forward_kernel
 from .launch.runtime import aligned, dense, first_columns, token_strides, widened
 from .merge import _merge_kernel
 from .structures import (
-    ForwardNumbers,
-    ForwardOptions,
-    ForwardTensors,
-    GradientNumbers,
-    KeyTensors,
     MergeNumbers,
     MergeOptions,
     MergeTensors,
-    QueryTensors,
+    Numbers,
+    PassOptions,
+    QueryOptions,
     RowNumbers,
     RowOptions,
     RowTensors,
@@ -115,13 +111,7 @@ class Plan:
         return BackwardPlan(self._form)
 
     def backward(
-        self,
-        x: Tensors,
-        walks: Walks,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
+        self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)`` of tensors that fit."""
         return self._backward(x, walks, out, lse, dout, dlse)
@@ -133,7 +123,7 @@ class TallForward:
     def __init__(self, form: Form, x: Tensors) -> None:
         self._form = form
         self._queries = QueryTiles(form, tall_shape(form.platform, *form.choice))
-        self.launch = _forward_launch(form, x, self._queries, is_short=False)
+        self.launch = _forward_launch(form, x, self._queries)
 
     def arguments(
         self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
@@ -141,9 +131,8 @@ class TallForward:
         """Return what the launch is called with."""
         queries = self._queries
         tiles = queries.count(x.q.shape[-3], x.k.shape[-3])
-        written = out, lse, None, None
         tensors, numbers = _forward_arguments(
-            self._form, queries, x, walk, written, tiles, 1, False
+            self._form, queries, x, walk, (out, None, lse, None, None), tiles
         )
         return queries.programs(tiles), tensors, numbers
 
@@ -207,15 +196,9 @@ class ShortForward:
         fills: bool,
     ) -> Arguments:
         """Return what the launch is called with; it may have to write what padding gives."""
+        written = out, None, lse, *split.parts
         tensors, numbers = _forward_arguments(
-            self._form,
-            self._queries,
-            x,
-            walk,
-            (out, lse, *split.parts),
-            split.tiles,
-            split.splits,
-            fills,
+            self._form, self._queries, x, walk, written, split.tiles, split.splits, fills
         )
         return split.programs * split.splits, tensors, numbers
 
@@ -229,14 +212,11 @@ class ShortForward:
         return split.programs, tensors, numbers
 
 
-def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool) -> Any:
-    options = ForwardOptions(
-        PAGE=0 if x.block_table is None else x.k.shape[1],
-        IS_SHORT=is_short,
-        SHORT=SHORT,
-        FOLD=form.options.softmax_scale >= 0,
-    )
-    return launch_on(_forward_kernel, queries.tile, form.constants, queries.constants, options)
+def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool = False) -> Any:
+    page = 0 if x.block_table is None else x.k.shape[1]
+    folds = form.options.softmax_scale >= 0
+    options = PassOptions(PAGE=page, IS_SHORT=is_short, SHORT=SHORT, FOLD=folds)
+    return launch_on(_attention_kernel, queries.tile, form.constants, queries.constants, options)
 
 
 def _forward_arguments(
@@ -246,30 +226,37 @@ def _forward_arguments(
     walk: tuple[Tensor, ...],
     written: tuple[Tensor | None, ...],
     tiles: int,
-    splits: int,
-    fills: bool,
-) -> tuple[ForwardTensors, ForwardNumbers]:
+    splits: int = 1,
+    fills: bool = False,
+) -> tuple[structures.Tensors, Numbers]:
     table = dense(x.block_table)
     offsets = x.cu_seqlens_q, x.cu_seqlens_k
-    tensors = ForwardTensors(x.q, x.k, x.v, *written, *walk, *offsets, table, x.rule)
-    numbers = ForwardNumbers(
-        form.options.softmax_scale,
-        form.batch,
-        form.heads_q,
-        x.q.shape[-3],
-        x.k.shape[-3],
-        tiles,
-        queries.span(x.k.shape[-3]),
-        splits,
-        int(fills),
-        queries.list_rows,
-        queries.list_stride,
-        form.extent_k,
+    read = x.q, x.k, x.v, None, None, None
+    tensors = structures.Tensors(*read, *written, *walk, *offsets, table, x.rule)
+    numbers = _numbers_of(
+        form,
+        x,
+        (tiles, queries.span(x.k.shape[-3]), splits, int(fills)),
+        (queries.list_rows, queries.list_stride, form.extent_k),
         0 if table is None else table.stride(0),
-        rule_stride(x),
-        *form.strides,
     )
     return tensors, numbers
+
+
+def _numbers_of(
+    form: Form,
+    x: Tensors,
+    grid: tuple[int, ...],
+    lists: tuple[int, ...],
+    stride_table: int = 0,
+    strides: tuple[int, ...] = (0, 0, 0),
+) -> Numbers:
+    """Return the numbers of a launch; ``strides`` are those of the output's gradient."""
+    sizes = form.batch, form.heads_q, x.q.shape[-3], x.k.shape[-3]
+    tables = stride_table, rule_stride(x)
+    return Numbers(
+        form.options.softmax_scale, *sizes, *grid, *lists, *tables, *strides, *form.strides
+    )
 
 
 class BackwardPlan:
@@ -281,13 +268,15 @@ class BackwardPlan:
         options = RowOptions(constants.HEAD_DIM_V, constants.BLOCK_DV, constants.ROW_BYTES_V, ROWS)
         # without a gradient of the LSE, and with one
         self._rows = tuple(
-            launch_of(_row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
+            launch_of(row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
         )
         self._key_tile = backward_dkdv_tile(form.platform, *form.choice[:3])
         settle = form.platform.is_hopper and not interpreted()
-        self._keys = launch_on(_dkdv_kernel, self._key_tile, constants, settle=settle)
+        by_key = QueryOptions(0, 0, 0, 0, 0, 0), PassOptions(BY_KEY=True, SETTLE=settle)
+        self._keys = launch_on(_attention_kernel, self._key_tile, constants, *by_key)
         queries = self._queries = QueryTiles(form, backward_dq_shape(form.platform, *form.choice))
-        self._dq = launch_on(_dq_kernel, queries.tile, constants, queries.constants)
+        by_query = queries.constants, PassOptions()
+        self._dq = launch_on(_attention_kernel, queries.tile, constants, *by_query)
 
     @functools.cached_property
     def _hopper(self) -> Any:
@@ -302,13 +291,7 @@ class BackwardPlan:
         return HopperBackward(self._form, repeats=True)
 
     def __call__(
-        self,
-        x: Tensors,
-        walks: Walks,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
+        self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)``; the tensors of ``x`` are of the form."""
         q, k, v = x.q, x.k, x.v
@@ -357,21 +340,33 @@ class BackwardPlan:
         list_rows = cdiv(form.extent_k, max(tile.block_n, form.pattern.block_k))
         list_stride = form.lists_apart(form.heads_k * list_rows, list_rows)
 
-        def numbers(*of_walk: int) -> GradientNumbers:
-            sizes = form.options.softmax_scale, form.batch, form.heads_q, tokens_q, tokens_k
-            return GradientNumbers(*sizes, *of_walk, rule_stride(x), *strides, *form.strides)
-
         self._keys(
             tiles * form.heads_k * form.grid_batch,
-            KeyTensors(*read, dk, dv, *walks.by_key, *offsets, x.rule),
-            numbers(tiles, form.span_k(tokens_q), list_rows, list_stride, form.extent_q),
+            structures.Tensors(
+                *read, dk, dv, None, None, None, *walks.by_key, *offsets, None, x.rule
+            ),
+            _numbers_of(
+                form,
+                x,
+                (tiles, form.span_k(tokens_q), 1, 0),
+                (list_rows, list_stride, form.extent_q),
+                strides=strides,
+            ),
         )
         queries = self._queries
         tiles, span = queries.count(tokens_q, tokens_k), queries.span(tokens_k)
         self._dq(
             queries.programs(tiles),
-            QueryTensors(*read, dq, *walks.by_query, *offsets, x.rule),
-            numbers(tiles, span, queries.list_rows, queries.list_stride, form.extent_k),
+            structures.Tensors(
+                *read, dq, None, None, None, None, *walks.by_query, *offsets, None, x.rule
+            ),
+            _numbers_of(
+                form,
+                x,
+                (tiles, span, 1, 0),
+                (queries.list_rows, queries.list_stride, form.extent_k),
+                strides=strides,
+            ),
         )
 
 

@@ -109,46 +109,29 @@ def in_range(keys, first, last):
 
 
 @triton.jit
-def sees(
-    keys,
-    members,
-    rows,
-    tensors,
-    OPTIONS: tl.constexpr,
-    HAS_MEMBERS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def sees(keys, members, rows, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.constexpr):
     """Say which keys of a step each row of the tile sees, ``[rows, keys]``."""
     if OPTIONS.IS_CAUSAL:
         visible = keys[None, :] <= rows.positions[:, None]
     else:
         visible = (keys < rows.seqlen_k)[None, :] & (rows.positions >= 0)[:, None]
     if HAS_MEMBERS:
-        visible &= keeps(members, rows.bits, BLOCK_N, OPTIONS.BLOCK_K)
+        visible &= keeps(members, rows.bits, OPTIONS.BLOCK_N, OPTIONS.BLOCK_K)
     if tensors.rule_ptr is not None:
         visible &= in_range(keys[None, :], rows.first_key[:, None], rows.last_key[:, None])
     return visible
 
 
 @triton.jit
-def live_keys(
-    keys,
-    members,
-    rows,
-    tensors,
-    OPTIONS: tl.constexpr,
-    ROW_MEMBERS: tl.constexpr,
-    HAS_MEMBERS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+def live_keys(keys, members, rows, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.constexpr):
     """Say which keys of a step some row of the tile sees; nobody may read the others.
 
     ``members`` say which of the tile's rows of blocks keep the block of a key.
     """
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
-    if ROW_MEMBERS > 1:
+    if OPTIONS.ROW_MEMBERS > 1:
         reach = members * 0 - 1
-        for i in tl.static_range(ROW_MEMBERS):
+        for i in tl.static_range(OPTIONS.ROW_MEMBERS):
             first = tl.maximum(rows.span_start + i * BLOCK_Q, rows.first_position)
             last = tl.minimum(rows.span_start + (i + 1) * BLOCK_Q - 1, rows.last_position)
             is_kept = ((members >> i) & 1) != 0
@@ -162,7 +145,7 @@ def live_keys(
     else:
         live = keys < tl.where(reach >= 0, rows.seqlen_k, 0)
     if tensors.rule_ptr is not None:
-        visible = sees(keys, members, rows, tensors, OPTIONS, HAS_MEMBERS, BLOCK_N)
+        visible = sees(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
         live &= tl.max(visible.to(tl.int32), 0) > 0
     return live
 
@@ -178,21 +161,27 @@ def keeps(members, bits, SIDE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def fetch_keys(step, ranges, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: tl.constexpr):
+    """Load the block, or blocks, of a step of keys, and which of the tile's members keep it."""
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
+    block = fetch(tensors.items_ptr, step, ranges, NO_BLOCK, BLOCK_N, BLOCK_K)
+    members = 1
+    if HAS_MEMBERS:
+        members = fetch(tensors.members_ptr, step, ranges, 0, BLOCK_N, BLOCK_K)
+    return block, members
+
+
+@triton.jit
 def key_offsets(
-    keys,
-    live,
-    table_ptr,
-    stride_page,
-    stride_token,
-    PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
+    keys, live, keys_at, stride_page, stride_token, MASKED: tl.constexpr, PAGE: tl.constexpr
 ):
     """Return where keys begin, in elements: in their page, or in the sequence."""
     if PAGE:
         if MASKED:
-            page = tl.load(table_ptr + keys // PAGE, mask=live, other=0)
+            page = tl.load(keys_at.table_ptr + keys // PAGE, mask=live, other=0)
         else:
-            page = tl.load(table_ptr + keys // PAGE)  # whole tile inside: no mask needed
+            page = tl.load(keys_at.table_ptr + keys // PAGE)  # whole tile inside: no mask needed
         offsets = page.to(tl.int64) * stride_page + (keys % PAGE) * stride_token
     else:
         offsets = keys.to(tl.int64) * stride_token

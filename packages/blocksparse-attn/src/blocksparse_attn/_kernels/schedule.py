@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .primitives import floor_div, lower_bound
-from .structures import KeyWork, QueryWalk, Rows, Walk, Work
+from .structures import KeyWork, QueryWalk, Rows, TileRows, Walk, Work
 
 # sequences looked at per step when a program searches its own in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
@@ -163,19 +163,13 @@ def list_of(sequence, numbers):
 
 
 @triton.jit
-def key_walk(
-    work,
-    last_position,
-    tensors,
-    numbers,
-    OPTIONS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PER_STEP: tl.constexpr,
-):
-    """Return the list's ranges for a tile of queries, in steps of ``PER_STEP`` items."""
+def key_walk(work, last_position, tensors, numbers, OPTIONS: tl.constexpr):
+    """Return the list's ranges for a tile of queries."""
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
+    # items of a step
+    PER_STEP: tl.constexpr = OPTIONS.BLOCK_N // BLOCK_K if OPTIONS.BLOCK_N > BLOCK_K else 1
     tile, seqlen_k, items_ptr = work.tile, work.seqlen_k, tensors.items_ptr
-    list_row = tl.maximum(tile, 0) * QUERIES.POSITIONS // QUERIES.SPAN
+    list_row = tl.maximum(tile, 0) * OPTIONS.POSITIONS // OPTIONS.SPAN
     # no row of blocks before the first position, nor behind the layout's last
     is_known = (tile >= 0) & (list_row < numbers.list_rows) & (last_position >= 0)
     owner = list_row.to(tl.int64)
@@ -199,16 +193,29 @@ def key_walk(
 
 
 @triton.jit
-def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr, QUERIES: tl.constexpr):
+def tile_rows(work, batch, OPTIONS: tl.constexpr):
+    """Return the ``TileRows`` of a tile of queries: row m is position m // HEADS of a head."""
+    m = tl.arange(0, OPTIONS.BLOCK_M)  # [BLOCK_M]
+    in_group = work.unit % OPTIONS.PACKS * OPTIONS.HEADS + m % OPTIONS.HEADS
+    row = work.tile * OPTIONS.POSITIONS + m // OPTIONS.HEADS - work.diagonal
+    inside = (row >= 0) & (row < work.seqlen_q) & (in_group < OPTIONS.GROUP)
+    head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + in_group
+    # padding around the sequences has no row in per-sequence tensors
+    sequence = tl.maximum(tl.minimum(work.sequence, batch - 1), 0).to(tl.int64)
+    return TileRows(sequence, row, head, inside)
+
+
+@triton.jit
+def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr):
     """Return the ``Rows`` of a tile of queries that stand at ``positions``, ``[BLOCK_M]``."""
-    first = work.tile * QUERIES.POSITIONS
+    first = work.tile * OPTIONS.POSITIONS
     first_position = tl.maximum(tl.maximum(work.diagonal, 0), first)
-    last_position = tl.minimum(work.diagonal + work.seqlen_q, first + QUERIES.POSITIONS) - 1
-    span_start = first // QUERIES.SPAN * QUERIES.SPAN
+    last_position = tl.minimum(work.diagonal + work.seqlen_q, first + OPTIONS.POSITIONS) - 1
+    span_start = first // OPTIONS.SPAN * OPTIONS.SPAN
     bits = positions * 0
-    if QUERIES.HEAD_MEMBERS > 1:
-        bits = tl.arange(0, positions.shape[0]) % QUERIES.HEADS
-    elif QUERIES.ROW_MEMBERS > 1:
+    if OPTIONS.HEAD_MEMBERS > 1:
+        bits = tl.arange(0, positions.shape[0]) % OPTIONS.HEADS
+    elif OPTIONS.ROW_MEMBERS > 1:
         bits = tl.maximum(positions - span_start, 0) // OPTIONS.BLOCK_Q
     # where no rule hides keys nobody reads these two; None could not be returned
     first_key = positions
@@ -235,15 +242,15 @@ def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr, QUERIES: t
 
 
 @triton.jit
-def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
+def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr):
     """Return the ``QueryWalk`` of a tile of keys: the ranges of its list."""
     items_ptr = tensors.items_ptr
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
-    PER_STEP: tl.constexpr = TILE.BLOCK_M // BLOCK_Q if TILE.BLOCK_M > BLOCK_Q else 1
+    PER_STEP: tl.constexpr = OPTIONS.BLOCK_M // BLOCK_Q if OPTIONS.BLOCK_M > BLOCK_Q else 1
     IN_ITEM: tl.constexpr = OPTIONS.GROUP if OPTIONS.PER_HEAD else 1
     # keys of an owner
-    SPAN: tl.constexpr = TILE.BLOCK_N if TILE.BLOCK_N > OPTIONS.BLOCK_K else OPTIONS.BLOCK_K
-    list_row = work.tile * TILE.BLOCK_N // SPAN
+    SPAN: tl.constexpr = OPTIONS.BLOCK_N if OPTIONS.BLOCK_N > OPTIONS.BLOCK_K else OPTIONS.BLOCK_K
+    list_row = work.tile * OPTIONS.BLOCK_N // SPAN
     # no column behind the layout's last; the padding around the sequences faces nothing
     is_known = (list_row < numbers.list_rows) & (work.seqlen_q > 0)
     owner = list_row.to(tl.int64)

@@ -5,6 +5,7 @@ structure mixes the two. A kernel's parameters are, in this order, the fields of
 numbers and its constants.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 
@@ -26,7 +27,7 @@ class Options(NamedTuple):
 
 
 class QueryOptions(NamedTuple):
-    """What the rows of a tile of queries are."""
+    """What the rows of a tile of queries are; 0 where tiles are of keys."""
 
     POSITIONS: Any  # of a tile
     HEADS: Any  # of a tile, from one group
@@ -36,13 +37,15 @@ class QueryOptions(NamedTuple):
     HEAD_MEMBERS: Any  # heads whose lists are united
 
 
-class ForwardOptions(NamedTuple):
-    """What the forward alone is compiled for."""
+class PassOptions(NamedTuple):
+    """Which pass it is, and what is compiled for that alone."""
 
-    PAGE: Any  # tokens of a page, 0 without pages
-    IS_SHORT: Any
-    SHORT: Any
-    FOLD: Any  # the scale is not negative
+    BY_KEY: Any = False  # tiles of keys, for dk and dv, or of queries
+    PAGE: Any = 0  # tokens of a page, 0 without pages
+    IS_SHORT: Any = False  # tiles of sequences of a few queries
+    SHORT: Any = 0  # queries of a sequence that has such tiles, in the forward
+    FOLD: Any = True  # the scale is not negative
+    SETTLE: Any = False  # wait for the products of dk at the end of each step
 
 
 class MergeOptions(NamedTuple):
@@ -65,6 +68,12 @@ class RowOptions(NamedTuple):
     BLOCK_DV: Any
     ROW_BYTES_V: Any
     BLOCK: Any  # rows per program
+    # of sums that are set to 0
+    PER_HEAD: Any = False  # lists of each key head, or one for all
+    TOKENS: Any = 0  # of the layout's blocks, up to 64
+    WIDTH: Any = 0  # columns
+    WIDTH_V: Any = 0
+    PIECE: Any = 0  # sums of dq that are set to 0 at a time
 
 
 class TileOptions(NamedTuple):
@@ -76,25 +85,20 @@ class TileOptions(NamedTuple):
     UPCAST: Any  # the interpreter multiplies in fp32
 
 
-class KeyTileOptions(NamedTuple):
-    """The tile of scores of a step of the pass that makes dk and dv."""
-
-    BLOCK_M: Any
-    BLOCK_N: Any
-    PRECISION: Any
-    UPCAST: Any
-    SETTLE: Any  # wait for the products at the end of each step
-
-
-class ForwardTensors(NamedTuple):
-    """Pointers of the forward."""
+class Tensors(NamedTuple):
+    """Pointers of the kernel over tiles of scores; None where a pass has none."""
 
     q_ptr: Any
     k_ptr: Any
     v_ptr: Any
-    out_ptr: Any
+    # of the backward
+    dout_ptr: Any
+    lse2_ptr: Any
+    delta_ptr: Any
+    out_ptr: Any  # the output, dq, or dk
+    dv_ptr: Any
     lse_ptr: Any
-    # what each split finds, or None
+    # what each split finds
     part_out_ptr: Any
     part_lse_ptr: Any
     # the lists, as ``Lists``
@@ -105,27 +109,30 @@ class ForwardTensors(NamedTuple):
     # None where all sequences have one length
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
-    block_table_ptr: Any  # None without pages
-    rule_ptr: Any  # first and last key that a position sees, or None
+    block_table_ptr: Any
+    rule_ptr: Any  # first and last key that a position sees
 
 
-class ForwardNumbers(NamedTuple):
-    """Scale, sizes and strides of the forward."""
+class Numbers(NamedTuple):
+    """Scale, sizes and strides of that kernel; 0 where a pass has none."""
 
     scale: Any
     batch: Any
     heads_q: Any
     tokens_q: Any
     tokens_k: Any
-    tiles: Any  # of positions, of each unit
-    span: Any  # units that are worked on together
+    tiles: Any  # of positions, of each unit; or of keys, of each head
+    span: Any  # units, or heads, that are worked on together
     splits: Any
     fills: Any  # whether the short grid writes padding
     list_rows: Any  # owners that a list of a unit has
     list_stride: Any  # owners of a sequence, or 0 if all sequences share theirs
-    extent: Any  # keys that the layout covers
+    extent: Any  # tokens that the layout covers, of those that are walked
     stride_table: Any
     rule_stride: Any  # of a sequence's rule, or 0
+    stride_dob: Any
+    stride_dos: Any
+    stride_doh: Any
     stride_qb: Any
     stride_qs: Any
     stride_qh: Any
@@ -168,6 +175,12 @@ class RowTensors(NamedTuple):
     dlse_ptr: Any  # or None
     delta_ptr: Any
     lse2_ptr: Any
+    # of the backward for Hopper: see ``BackwardTensors``
+    dq_sums_ptr: Any = None
+    dk_sums_ptr: Any = None
+    dv_sums_ptr: Any = None
+    parts_ptr: Any = None
+    cu_seqlens_ptr: Any = None
 
 
 class RowNumbers(NamedTuple):
@@ -179,77 +192,27 @@ class RowNumbers(NamedTuple):
     stride_dos: Any
     stride_doh: Any
     heads_q: Any
-
-
-class KeyTensors(NamedTuple):
-    """Pointers of the pass that makes dk and dv."""
-
-    q_ptr: Any
-    k_ptr: Any
-    v_ptr: Any
-    dout_ptr: Any
-    lse2_ptr: Any
-    delta_ptr: Any
-    dk_ptr: Any
-    dv_ptr: Any
-    begin_ptr: Any
-    whole_ptr: Any
-    items_ptr: Any
-    members_ptr: Any
-    cu_seqlens_q_ptr: Any
-    cu_seqlens_k_ptr: Any
-    rule_ptr: Any
-
-
-class QueryTensors(NamedTuple):
-    """Pointers of the pass that makes dq."""
-
-    q_ptr: Any
-    k_ptr: Any
-    v_ptr: Any
-    dout_ptr: Any
-    lse2_ptr: Any
-    delta_ptr: Any
-    dq_ptr: Any
-    begin_ptr: Any
-    whole_ptr: Any
-    items_ptr: Any
-    members_ptr: Any
-    cu_seqlens_q_ptr: Any
-    cu_seqlens_k_ptr: Any
-    rule_ptr: Any
-
-
-class GradientNumbers(NamedTuple):
-    """Scale, sizes and strides of both passes of the backward."""
-
-    scale: Any
-    batch: Any
-    heads_q: Any
-    tokens_q: Any
-    tokens_k: Any
-    # as in the forward, of tiles of queries or of keys; what is covered is what they walk
-    tiles: Any
-    span: Any
-    list_rows: Any
-    list_stride: Any
-    extent: Any
-    rule_stride: Any
-    stride_dob: Any
-    stride_dos: Any
-    stride_doh: Any
-    stride_qb: Any
-    stride_qs: Any
-    stride_qh: Any
-    stride_kb: Any
-    stride_ks: Any
-    stride_kh: Any
-    stride_vb: Any
-    stride_vs: Any
-    stride_vh: Any
+    # of sums that are set to 0
+    batch: Any = 0
+    heads_k: Any = 0
+    tokens_k: Any = 0
+    tiles_k: Any = 0
+    list_pieces: Any = 0
+    slots_k: Any = 0  # tiles of sums of dk and dv
+    share: Any = 0  # pieces of dq's sums that a program clears
+    pieces: Any = 0
 
 
 # ---- on the device alone
+
+
+def joined(name: str, *structures: Any) -> Any:
+    """Return a structure of the fields of several: all constants of a kernel, for functions."""
+    return namedtuple(name, [field for structure in structures for field in structure._fields])
+
+
+Constants = joined("Constants", Options, QueryOptions, PassOptions, TileOptions)
+MergeConstants = joined("MergeConstants", MergeOptions, TileOptions)
 
 
 class Grid(NamedTuple):
@@ -376,8 +339,17 @@ class RowValues(NamedTuple):
     delta: Any
 
 
+class TileRows(NamedTuple):
+    """The rows of a tile of queries."""
+
+    batch: Any  # the sequence, or one that there is, in 64 bits
+    row: Any  # in the sequence
+    head: Any
+    inside: Any  # whether there is such a row
+
+
 class RowPointers(NamedTuple):
-    """Where these begin in memory, for a sequence, and its key head."""
+    """Where queries and what belongs to them begin in memory, for a sequence, and its key head."""
 
     q_ptr: Any
     dout_ptr: Any

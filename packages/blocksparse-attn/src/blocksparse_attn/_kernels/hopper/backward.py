@@ -13,7 +13,7 @@ from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory, write
 from ._linked.order import take_number
 from ._linked.pipeline import EMPTY, LOG2E, barriers, coordinates
-from .backward_lists import find_keys, find_program, find_steps, owned_by
+from .backward_lists import count_turns, find_keys, find_program, owned_by
 from .backward_pieces import add_pieces, key_positions, tiles
 from .backward_producer import produce
 from .backward_steps import (
@@ -33,27 +33,28 @@ from .structures import (
     BackwardOptions,
     BackwardPipeline,
     BackwardTensors,
-    BackwardTile,
     Gradients,
+    Mine,
     Origin,
     Sums,
+    Work,
 )
 
 
 @gluon.jit
-def _begin(both, is_walked, W: gl.constexpr, pipeline, TILE: gl.constexpr):
+def _begin(both, is_walked, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
     """Return gradients of 0, and the scores of the first step."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM, 16])
-    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM_V, 16])
-    dk = gl.zeros([ROWS, TILE.HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
-    dv = gl.zeros([ROWS, TILE.HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
+    K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM, 16])
+    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM_V, 16])
+    dk = gl.zeros([ROWS, OPTIONS.HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
+    dv = gl.zeros([ROWS, OPTIONS.HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
     s = gl.zeros([ROWS, ROWS], gl.float32, S)  # [ROWS, ROWS]: keys, queries
     turn = gl.where(both > 0, 0, W)
     mbarrier.wait(pipeline.k_full, 0, pred=is_walked)
     mbarrier.wait(pipeline.q_full.index(turn), 0, pred=is_walked)
-    k = pipeline.k_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
-    q_t = pipeline.q_s.index(turn).reshape([ROWS, TILE.HEAD_DIM]).permute((1, 0))
+    k = pipeline.k_s.index(W).reshape([ROWS, OPTIONS.HEAD_DIM])
+    q_t = pipeline.q_s.index(turn).reshape([ROWS, OPTIONS.HEAD_DIM]).permute((1, 0))
     s = hopper.warpgroup_mma(k, q_t, s, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     mbarrier.wait(pipeline.v_full, 0, pred=is_walked)
@@ -63,96 +64,52 @@ def _begin(both, is_walked, W: gl.constexpr, pipeline, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    W: gl.constexpr,
-    tensors,
-    sums,
-    numbers,
-    steps,
-    keys,
-    program,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
+def _consume(W: gl.constexpr, work, tensors, numbers, pipeline, OPTIONS: gl.constexpr):
     """Make dk and dv of warpgroup ``W``'s block of keys, and what goes to dq."""
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
-    PIECE: gl.constexpr = TILE.PIECE
+    PIECE: gl.constexpr = OPTIONS.PIECE
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    factor = numbers.scale * LOG2E
+    program, steps, _, sums, _ = work
     owned_ptr = sums.owned_ptr + W * (ROWS // PIECE)
     # as places in a block, or in the sequence
     positions = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
     if PIECE < ROWS:
         positions = key_positions(owned_ptr, gl.SliceLayout(1, S), PIECE)
     is_walked = steps.whole + steps.partial + steps.alone > 0
-    both = (steps.whole + steps.partial) * TURNS
-    total = both + 2 * TURNS * steps.alone
-    gradients = _begin(both, is_walked, W, pipeline, TILE)
-    if TILE.MAKES_DQ:
+    both, total = count_turns(steps, OPTIONS)
+    mine = Mine(positions, numbers.scale * LOG2E, sums.dq_ptr, both, total)
+    gradients = _begin(both, is_walked, W, pipeline, OPTIONS)
+    if OPTIONS.MAKES_DQ:
         # dq is one step behind
         say_made(gradients.turn + 1, W)
-    gradients = walk(
-        gradients,
-        both,
-        total,
-        steps.whole * TURNS,
-        positions,
-        factor,
-        sums,
-        W,
-        False,
-        pipeline,
-        TILE,
-    )
-    gradients = walk(
-        gradients,
-        both,
-        total,
-        steps.partial * TURNS,
-        positions,
-        factor,
-        sums,
-        W,
-        True,
-        pipeline,
-        TILE,
-    )
+    gradients = walk(gradients, steps.whole * TURNS, mine, W, False, pipeline, OPTIONS)
+    gradients = walk(gradients, steps.partial * TURNS, mine, W, True, pipeline, OPTIONS)
     turn = gradients.turn
-    if TILE.MAKES_DQ:
+    if OPTIONS.MAKES_DQ:
         await_made(turn + 1, W)
-        dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, 0, W, TILE.HEAD_DIM)
+        dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, 0, W, OPTIONS.HEAD_DIM)
         dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
-        add_dq(sums.dq_ptr, gradients.last, dq, W, TILE.HEAD_DIM)
-    dk, dv = walk_apart(
-        gradients, total, steps.alone * TURNS, positions, factor, sums, W, pipeline, TILE
-    )
+        add_dq(sums.dq_ptr, gradients.last, dq, W, OPTIONS.HEAD_DIM)
+    dk, dv = walk_apart(gradients, steps.alone * TURNS, mine, W, pipeline, OPTIONS)
     if PIECE < ROWS:
-        await_pieces(W, program, tensors, numbers, TILE)
+        await_pieces(W, program, tensors, numbers, OPTIONS)
         if is_walked:
             add_pieces(sums.dv_ptr, owned_ptr, program.len_k, dv, PIECE)
             add_pieces(sums.dk_ptr, owned_ptr, program.len_k, dk, PIECE)
-        pass_pieces(W, program, tensors, numbers, TILE)
+        pass_pieces(W, program, tensors, numbers, OPTIONS)
     else:
-        _leave(dk, dv, is_walked, W, tensors, sums, numbers, keys, program, pipeline, TILE)
+        _leave(dk, dv, is_walked, W, work, tensors, numbers, pipeline, OPTIONS)
 
 
 @gluon.jit
 def _leave(
-    dk,
-    dv,
-    is_walked,
-    W: gl.constexpr,
-    tensors,
-    sums,
-    numbers,
-    keys,
-    program,
-    pipeline,
-    TILE: gl.constexpr,
+    dk, dv, is_walked, W: gl.constexpr, work, tensors, numbers, pipeline, OPTIONS: gl.constexpr
 ):
     """Write a block of dk and dv, or if several programs own it add to their sums."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
+    program, _, keys, sums, _ = work
     parts = keys.parts_0 if W == 0 else keys.parts_1
     block = keys.block_0 if W == 0 else keys.block_1
     # the memory of keys and values is free: the warpgroups have met since they last shared it
@@ -160,19 +117,19 @@ def _leave(
         where = coordinates(
             program.sequence, program.head_k, program.start, program.len_k, block * ROWS, RAGGED
         )
-        write(dv, tensors.dv_desc, pipeline.v_s.index(W), where, TILE.HEAD_DIM_V)
-        write(dk * numbers.scale, tensors.dk_desc, pipeline.k_s.index(W), where, TILE.HEAD_DIM)
+        write(dv, tensors.dv_desc, pipeline.v_s.index(W), where, HEAD_DIM_V)
+        write(dk * numbers.scale, tensors.dk_desc, pipeline.k_s.index(W), where, HEAD_DIM)
         tma.store_wait(0)
     elif parts > 1:
-        await_pieces(W, program, tensors, numbers, TILE)
+        await_pieces(W, program, tensors, numbers, OPTIONS)
         if is_walked:
-            add_to_memory(sums.dv_ptr + block.to(gl.int64) * (ROWS * TILE.HEAD_DIM_V), dv)
-            add_to_memory(sums.dk_ptr + block.to(gl.int64) * (ROWS * TILE.HEAD_DIM), dk)
-        pass_pieces(W, program, tensors, numbers, TILE)
+            add_to_memory(sums.dv_ptr + block.to(gl.int64) * (ROWS * HEAD_DIM_V), dv)
+            add_to_memory(sums.dk_ptr + block.to(gl.int64) * (ROWS * HEAD_DIM), dk)
+        pass_pieces(W, program, tensors, numbers, OPTIONS)
 
 
 @gluon.jit
-def _begin_of_sums(program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def _begin_of_sums(program, tensors, numbers, OPTIONS: gl.constexpr):
     """Return where rows and sums of a program's sequence begin."""
     sequence, start = program.sequence, program.start
     heads_q = numbers.heads_k * OPTIONS.GROUP
@@ -184,22 +141,22 @@ def _begin_of_sums(program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.co
     else:
         row_at = sequence.to(gl.int64) * heads_q * numbers.tokens_q
         sums_at = sequence * heads_q * numbers.tiles_q - first_tile
-    dk_at = tensors.dk_ptr + keys_at.to(gl.int64) * (ROWS * TILE.HEAD_DIM)
-    dv_at = tensors.dv_ptr + keys_at.to(gl.int64) * (ROWS * TILE.HEAD_DIM_V)
+    dk_at = tensors.dk_ptr + keys_at.to(gl.int64) * (ROWS * OPTIONS.HEAD_DIM)
+    dv_at = tensors.dv_ptr + keys_at.to(gl.int64) * (ROWS * OPTIONS.HEAD_DIM_V)
     origin = Origin(row_at, numbers.tokens_q, sums_at, numbers.tiles_q)
-    return Sums(owned_by(program, tensors, TILE.PIECE), tensors.dq_ptr, dk_at, dv_at), origin
+    return Sums(owned_by(program, tensors, OPTIONS.PIECE), tensors.dq_ptr, dk_at, dv_at), origin
 
 
 @gluon.jit
-def _allocate(tensors, TILE: gl.constexpr):
+def _allocate(tensors, OPTIONS: gl.constexpr):
     """Make a program's shared memory and its barriers."""
-    PIECE: gl.constexpr = TILE.PIECE
-    STAGES: gl.constexpr = TILE.STAGES
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    STAGES: gl.constexpr = OPTIONS.STAGES
     dtype: gl.constexpr = tensors.q_desc.dtype
-    q_s = tiles(STAGES, tensors.q_desc, PIECE, TILE.HEAD_DIM)
-    dout_s = tiles(STAGES, tensors.dout_desc, PIECE, TILE.HEAD_DIM_V)
-    k_s = tiles(2, tensors.k_desc, PIECE, TILE.HEAD_DIM)
-    v_s = tiles(2, tensors.v_desc, PIECE, TILE.HEAD_DIM_V)
+    q_s = tiles(STAGES, tensors.q_desc, PIECE, OPTIONS.HEAD_DIM)
+    dout_s = tiles(STAGES, tensors.dout_desc, PIECE, OPTIONS.HEAD_DIM_V)
+    k_s = tiles(2, tensors.k_desc, PIECE, OPTIONS.HEAD_DIM)
+    v_s = tiles(2, tensors.v_desc, PIECE, OPTIONS.HEAD_DIM_V)
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
     ds_s = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], tile)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -305,8 +262,9 @@ def hopper_backward_kernel(
     numbers = BackwardNumbers(
         scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces
     )
-    OPTIONS: gl.constexpr = BackwardOptions(GROUP, IS_CAUSAL, PER_HEAD, TOP_LEFT)
-    TILE: gl.constexpr = BackwardTile(PIECE, HEAD_DIM, HEAD_DIM_V, STAGES, MAKES_DQ)
+    OPTIONS: gl.constexpr = BackwardOptions(
+        GROUP, IS_CAUSAL, PER_HEAD, TOP_LEFT, PIECE, HEAD_DIM, HEAD_DIM_V, STAGES, MAKES_DQ
+    )
     gl.static_assert(EMPTY + STAGES <= MADE, "stages outnumber the barriers")
     programs = gl.load(real_ptr)
     there = programs * batch
@@ -317,22 +275,16 @@ def hopper_backward_kernel(
         pid = take_number(counters_ptr)
     # the host knows a bound alone
     if pid < there:
-        program = find_program(pid, programs, tensors, numbers, OPTIONS, TILE)
-        steps = find_steps(program, tensors, numbers)
-        keys, steps = find_keys(steps, program, tensors, numbers, OPTIONS, TILE)
-        sums, origin = _begin_of_sums(program, tensors, numbers, OPTIONS, TILE)
-        pipeline = _allocate(tensors, TILE)
+        program = find_program(pid, programs, tensors, numbers, OPTIONS)
+        keys, steps = find_keys(program, tensors, numbers, OPTIONS)
+        sums, origin = _begin_of_sums(program, tensors, numbers, OPTIONS)
+        work = Work(program, steps, keys, sums, origin)
+        pipeline = _allocate(tensors, OPTIONS)
         gl.warp_specialize(
             [
-                (
-                    _consume,
-                    (0, tensors, sums, numbers, steps, keys, program, pipeline, OPTIONS, TILE),
-                ),
-                (
-                    _consume,
-                    (1, tensors, sums, numbers, steps, keys, program, pipeline, OPTIONS, TILE),
-                ),
-                (produce, (tensors, sums, steps, keys, program, origin, pipeline, OPTIONS, TILE)),
+                (_consume, (0, work, tensors, numbers, pipeline, OPTIONS)),
+                (_consume, (1, work, tensors, numbers, pipeline, OPTIONS)),
+                (produce, (work, tensors, pipeline, OPTIONS)),
             ],
             [4, 1],
             [240, 24],

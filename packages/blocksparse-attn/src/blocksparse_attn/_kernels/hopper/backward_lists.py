@@ -12,7 +12,7 @@ MOST = gl.constexpr(256)
 
 
 @gluon.jit
-def find_program(pid, programs, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def find_program(pid, programs, tensors, numbers, OPTIONS: gl.constexpr):
     """Return what a place in the grid works on.
 
     All programs of a sequence come first, and of ``numbers.span`` heads if the lists are for all
@@ -21,7 +21,7 @@ def find_program(pid, programs, tensors, numbers, OPTIONS: gl.constexpr, TILE: g
     if OPTIONS.PER_HEAD:
         index = pid % programs
         sequence = pid // programs
-        owner_ptr = tensors.owners_ptr + index * (1 + 2 * ROWS // TILE.PIECE)
+        owner_ptr = tensors.owners_ptr + index * (1 + 2 * ROWS // OPTIONS.PIECE)
         head_k = gl.maximum(gl.load(owner_ptr), 0)
     else:
         sequence = pid // (programs * numbers.heads_k)
@@ -122,11 +122,21 @@ def find_items(place, program, tensors, numbers):
 
 
 @gluon.jit
-def find_item(turn, total, steps, program, tensors, TURNS: gl.constexpr, PIECE: gl.constexpr):
+def count_turns(steps, OPTIONS: gl.constexpr):
+    """Return how many blocks of queries both warpgroups multiply, and how many there are."""
+    TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
+    both = (steps.whole + steps.partial) * TURNS
+    return both, both + 2 * TURNS * steps.alone
+
+
+@gluon.jit
+def find_item(turn, total, work, tensors, OPTIONS: gl.constexpr):
     """Return the block of queries of a turn, and its head in the group.
 
     Where the walk wants an item, or the sequence has not the block, it is ``NO_BLOCK``.
     """
+    TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
+    steps, program = work.steps, work.program
     wholes = steps.whole * TURNS
     both = wholes + steps.partial * TURNS
     is_whole = turn < wholes
@@ -134,10 +144,9 @@ def find_item(turn, total, steps, program, tensors, TURNS: gl.constexpr, PIECE: 
     place = turn - gl.where(is_whole, 0, gl.where(is_both, wholes, both))
     is_second = ~is_both & (place % 2 == 1)
     place = gl.where(is_both, place, place // 2)
-    alone = gl.maximum(steps.alone_0, steps.alone_1)
     round_ = place * 0
     if TURNS > 1:
-        in_part = gl.where(is_whole, steps.whole, gl.where(is_both, steps.partial, alone))
+        in_part = gl.where(is_whole, steps.whole, gl.where(is_both, steps.partial, steps.alone))
         round_ = place // gl.maximum(in_part, 1)
         place -= round_ * in_part
     first = gl.where(is_second, steps.alone_1_at, steps.alone_0_at)
@@ -148,50 +157,32 @@ def find_item(turn, total, steps, program, tensors, TURNS: gl.constexpr, PIECE: 
     block = item % HEAD
     is_there = (item >= 0) & (block >= program.low) & (block < program.high)
     bits = item * 0
-    if PIECE < ROWS:
+    if OPTIONS.PIECE < ROWS:
         bits = gl.load(tensors.bits_ptr + first + place, mask=is_there, other=0)
     block = gl.where(is_there, block, NO_BLOCK)
     return Item(block, gl.maximum(item, 0) // HEAD + round_, is_there, bits)
 
 
 @gluon.jit
-def find_steps(program, tensors, numbers):
-    """Return the four parts of a program's list; which of them are walked is yet to be seen."""
+def find_keys(program, tensors, numbers, OPTIONS: gl.constexpr):
+    """Return a program's two blocks of keys, and the four parts of its list that it walks."""
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    len_k = program.len_k
     place = program.index * 4
     whole_at, whole = find_items(place, program, tensors, numbers)
     partial_at, partial = find_items(place + 1, program, tensors, numbers)
     alone_0_at, alone_0 = find_items(place + 2, program, tensors, numbers)
     alone_1_at, alone_1 = find_items(place + 3, program, tensors, numbers)
-    return Steps(
-        whole_at,
-        whole,
-        partial_at,
-        partial,
-        alone_0,
-        alone_0_at,
-        alone_0,
-        alone_1_at,
-        alone_1,
-    )
-
-
-@gluon.jit
-def find_keys(steps, program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return a program's two blocks of keys, and the steps that it walks for them."""
-    PIECE: gl.constexpr = TILE.PIECE
-    len_k = program.len_k
     owner = program.head_k * numbers.list_pieces if OPTIONS.PER_HEAD else program.head_k * 0
     owned_ptr = owned_by(program, tensors, PIECE)
+    other_ptr = owned_ptr + ROWS // PIECE
     parts_ptr = tensors.parts_ptr + owner
-    block_0, parts_0, alone_0 = find_block(owned_ptr, parts_ptr, len_k, steps.alone_0, PIECE)
-    block_1, parts_1, alone_1 = find_block(
-        owned_ptr + ROWS // PIECE, parts_ptr, len_k, steps.alone_1, PIECE
-    )
+    block_0, parts_0, alone_0 = find_block(owned_ptr, parts_ptr, len_k, alone_0, PIECE)
+    block_1, parts_1, alone_1 = find_block(other_ptr, parts_ptr, len_k, alone_1, PIECE)
     # nobody's keys: their rows may see no key at all
     is_there = gl.minimum(block_0, block_1) < NO_BLOCK
-    whole_at, partial_at = steps.whole_at, steps.partial_at
-    whole = gl.where(is_there, steps.whole, 0)
-    partial = gl.where(is_there, steps.partial, 0)
+    whole = gl.where(is_there, whole, 0)
+    partial = gl.where(is_there, partial, 0)
     if not OPTIONS.IS_CAUSAL:
         # there is no diagonal: the loop with a mask hides what lies behind the end
         is_cut = ((gl.maximum(block_0, block_1) + 1) * PIECE > len_k) & (whole > 0)
@@ -212,17 +203,10 @@ def find_keys(steps, program, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.
         if (start > 0) | (end < numbers.rows * ROWS):
             seen = find_seen(whole_at, whole, start, end, tensors, PIECE)
             seen |= find_seen(partial_at, partial, start, end, tensors, PIECE)
-            seen |= find_seen(steps.alone_0_at, alone_0, start, end, tensors, PIECE)
-            seen |= find_seen(steps.alone_1_at, alone_1, start, end, tensors, PIECE)
+            seen |= find_seen(alone_0_at, alone_0, start, end, tensors, PIECE)
+            seen |= find_seen(alone_1_at, alone_1, start, end, tensors, PIECE)
+    alone = gl.maximum(alone_0, alone_1)
     steps = Steps(
-        whole_at,
-        whole,
-        partial_at,
-        partial,
-        gl.maximum(alone_0, alone_1),
-        steps.alone_0_at,
-        alone_0,
-        steps.alone_1_at,
-        alone_1,
+        whole_at, whole, partial_at, partial, alone, alone_0_at, alone_0, alone_1_at, alone_1
     )
     return Keys(parts_0, block_0, parts_1, block_1, seen_0, seen_1, seen, kept), steps

@@ -51,18 +51,10 @@ def first_query(item, diagonal, j, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def copy_keys(
-    desc,
-    tiles_s,
-    full,
-    owned_ptr,
-    keys,
-    program,
-    RAGGED: gl.constexpr,
-    PIECE: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
+def copy_keys(desc, tiles_s, full, work, RAGGED: gl.constexpr, PIECE: gl.constexpr):
     """Copy a program's two blocks of keys, or of values."""
+    WIDTH: gl.constexpr = tiles_s.shape[-1]
+    program, keys = work.program, work.keys
     sequence, head = program.sequence, program.head_k
     start, len_k = program.start, program.len_k
     mbarrier.expect(full, 2 * ROWS * WIDTH * (desc.dtype.primitive_bitwidth // 8))
@@ -75,25 +67,17 @@ def copy_keys(
         boxes = boxes_of(tiles_s, desc, PIECE)
         SIDE: gl.constexpr = ROWS // PIECE
         for i in gl.static_range(2 * SIDE):
-            row = first_key(owned_ptr, keys.seen, i, PIECE)
+            row = first_key(work.sums.owned_ptr, keys.seen, i, PIECE)
             where = coordinates(sequence, head, start, len_k, row, RAGGED)
             copy_piece(desc, where, full, boxes, i // SIDE, i % SIDE, PIECE, WIDTH)
 
 
 @gluon.jit
 def copy_queries(
-    desc,
-    tiles_s,
-    full,
-    stage,
-    item,
-    head,
-    program,
-    RAGGED: gl.constexpr,
-    PIECE: gl.constexpr,
-    WIDTH: gl.constexpr,
+    desc, tiles_s, full, stage, item, head, program, RAGGED: gl.constexpr, PIECE: gl.constexpr
 ):
     """Copy a block of queries, or of the output's gradient: pieces that see no key as zeros."""
+    WIDTH: gl.constexpr = tiles_s.shape[-1]
     sequence, start = program.sequence, program.start
     len_q, diagonal = program.len_q, program.diagonal
     mbarrier.expect(full, ROWS * WIDTH * (desc.dtype.primitive_bitwidth // 8))

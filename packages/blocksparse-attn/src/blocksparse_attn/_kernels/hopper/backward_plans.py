@@ -11,35 +11,31 @@ from torch import Tensor
 from ..._call import Tensors
 from ..._configs import BACKWARD_STAGES, hopper_dq_tile, is_covered, padded_head_dim
 from ..._lists import SIDE, Pairs, heads_at_once, piece_of
+from ..backward_rows import row_kernel
 from ..form import Form, diagonal_of, launch_of
 from ..launch.runtime import token_strides
-from ..structures import RowTensors
+from ..structures import RowNumbers, RowOptions, RowTensors
 from ._linked.tickets import new_ticket
 from ._linked.tma import MapForm, MapLaunch, TensorMap
 from .backward import hopper_backward_kernel
-from .backward_round import PIECE, prepare_kernel, round_kernel
+from .backward_round import round_kernel
 from .plans import PANEL, QueryWalk
-from .round_structures import (
-    PrepareNumbers,
-    PrepareOptions,
-    PrepareTensors,
-    RoundNumbers,
-    RoundOptions,
-    RoundTensors,
-)
-from .row_gradients import hopper_dq_kernel
+from .queries import hopper_query_kernel
 from .structures import (
     BackwardNumbers,
     BackwardOptions,
     BackwardTensors,
-    BackwardTile,
-    DqTensors,
+    QueryTensors,
+    RoundNumbers,
+    RoundOptions,
+    RoundTensors,
 )
 
 # registers a thread at the start of the backward
 REGISTERS = 168
-# rows per program of the launch ahead of the backward
+# rows per program of the launch ahead of the backward, and sums that it sets to 0 at a time
 ROWS = 32
+PIECE = 2048
 
 
 class RowGradients(QueryWalk):
@@ -49,7 +45,7 @@ class RowGradients(QueryWalk):
         """Take a call of the form, and a gradient of its output; others are as it is."""
         tile = hopper_dq_tile(max(x.q.shape[-1], form.head_dim_v))
         # a sequence of any queries is served
-        super().__init__(form, x, hopper_dq_kernel, tile, 0, x.q.shape[-1])
+        super().__init__(form, x, hopper_query_kernel, tile, 0, x.q.shape[-1])
         self._map_dout = self._map_rows(dout, self._wide_v)
         dq = torch.empty_like(x.q, memory_format=torch.contiguous_format, device="meta")
         self._map_dq = MapForm(dq, tile.rows, self._wide, ragged=form.is_packed)
@@ -57,13 +53,14 @@ class RowGradients(QueryWalk):
     def __call__(self, x: Tensors, rows: RowTensors, walk: tuple[Tensor, ...], dq: Tensor) -> None:
         """Fill ``dq``, by the lists of the forward."""
         grid, numbers = self._numbers(x)
-        tensors = DqTensors(
+        tensors = QueryTensors(
             self._map_q(x.q),
             self._map_k(x.k),
             self._map_v(x.v),
             self._map_dout(rows.dout_ptr),
             self._map_dq(dq),
             dq,
+            None,
             rows.lse2_ptr,
             rows.delta_ptr,
             new_ticket(dq.device),
@@ -89,28 +86,34 @@ class HopperBackward:
         self._wide, self._wide_v = wide, wide_v
         # lists of the layout
         self._lists = form.heads_k if constants.PER_HEAD else 1
-        options = PrepareOptions(
-            PER_HEAD=constants.PER_HEAD,
-            TOKENS=piece,
-            HEAD_DIM_V=constants.HEAD_DIM_V,
-            BLOCK_DV=constants.BLOCK_DV,
-            WIDTH=wide,
-            WIDTH_V=wide_v,
-            ROW_BYTES_V=constants.ROW_BYTES_V,
-            BLOCK=ROWS,
-            PIECE=PIECE,
+        options = RowOptions(
+            constants.HEAD_DIM_V,
+            constants.BLOCK_DV,
+            constants.ROW_BYTES_V,
+            ROWS,
+            constants.PER_HEAD,
+            piece,
+            wide,
+            wide_v,
+            PIECE,
         )
         # without a gradient of the LSE, and with one
-        self._prepare = tuple(
-            launch_of(prepare_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
+        self._rows = tuple(
+            launch_of(row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
         )
-        tile = BackwardTile(piece, wide, wide_v, BACKWARD_STAGES, not repeats)
         self._launch = launch_of(
             hopper_backward_kernel,
             BackwardOptions(
-                constants.GROUP, constants.IS_CAUSAL, constants.PER_HEAD, constants.TOP_LEFT
+                constants.GROUP,
+                constants.IS_CAUSAL,
+                constants.PER_HEAD,
+                constants.TOP_LEFT,
+                piece,
+                wide,
+                wide_v,
+                BACKWARD_STAGES,
+                not repeats,
             ),
-            tile,
             of=MapLaunch,
             num_warps=4,
             maxnreg=REGISTERS,
@@ -196,10 +199,10 @@ class HopperBackward:
         blocks_q = cdiv(form.extent_q, SIDE)
         scale, offsets = form.options.softmax_scale, x.cu_seqlens_q
         grid, pieces = max(cdiv(lse.numel(), ROWS), slots_k), dq_sums.numel() // PIECE
-        self._prepare[rows.dlse_ptr is not None](
+        self._rows[rows.dlse_ptr is not None](
             grid,
-            PrepareTensors(*rows, dq_sums, dk_sums, dv_sums, pairs.parts, offsets),
-            PrepareNumbers(
+            RowTensors(*rows[:6], dq_sums, dk_sums, dv_sums, pairs.parts, offsets),
+            RowNumbers(
                 lse.shape[-1],
                 lse.numel(),
                 *token_strides(dout),

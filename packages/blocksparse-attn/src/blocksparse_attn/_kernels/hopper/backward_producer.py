@@ -3,7 +3,7 @@
 from ._linked.compat import gl, gluon, mbarrier
 from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, barrier_sync
-from .backward_lists import find_item
+from .backward_lists import count_turns, find_item
 from .backward_pieces import copy_keys, copy_queries
 from .backward_steps import BITS, BOTH, EITHER, REACH, SLOPE, STEP_FIELDS
 from .structures import Item
@@ -35,13 +35,14 @@ def _wait_for_room(number, is_both):
 
 
 @gluon.jit
-def _describe(field, item, head, keys, program, origin, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def _describe(field, item, head, work, OPTIONS: gl.constexpr):
     """Return the numbers that describe a step to the warpgroups."""
+    program, keys, origin = work.program, work.keys, work.origin
     block = item.block
     sums = origin.sums_at + head * origin.sums_pitch + block
     fields = gl.where(item.is_there, sums, -1)
     fields += field * 0
-    if TILE.PIECE < ROWS:
+    if OPTIONS.PIECE < ROWS:
         last_key = block * ROWS if OPTIONS.IS_CAUSAL else program.len_k - 1
         fields = gl.where(field == REACH, last_key, fields)
         fields = gl.where(field == BITS, item.bits, fields)
@@ -56,93 +57,42 @@ def _describe(field, item, head, keys, program, origin, OPTIONS: gl.constexpr, T
 
 
 @gluon.jit
-def produce(
-    tensors,
-    sums,
-    steps,
-    keys,
-    program,
-    origin,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
+def produce(work, tensors, pipeline, OPTIONS: gl.constexpr):
     """Copy the keys and values, then blocks of queries and of what belongs to them."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
-    TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
-    PIECE: gl.constexpr = TILE.PIECE
-    STAGES: gl.constexpr = TILE.STAGES
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    STAGES: gl.constexpr = OPTIONS.STAGES
+    program, keys = work.program, work.keys
     field = gl.arange(0, STEP_FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [STEP_FIELDS]
-    both = (steps.whole + steps.partial) * TURNS
-    total = both + 2 * TURNS * gl.maximum(steps.alone_0, steps.alone_1)
+    both, total = count_turns(work.steps, OPTIONS)
     first_head = program.head_k * OPTIONS.GROUP
     if total > 0:
-        copy_keys(
-            tensors.k_desc,
-            pipeline.k_s,
-            pipeline.k_full,
-            sums.owned_ptr,
-            keys,
-            program,
-            RAGGED,
-            PIECE,
-            TILE.HEAD_DIM,
-        )
-    item = find_item(0, total, steps, program, tensors, TURNS, PIECE)
-    lse2, delta = _numbers(item, first_head, program, origin, tensors)
+        copy_keys(tensors.k_desc, pipeline.k_s, pipeline.k_full, work, RAGGED, PIECE)
+    item = find_item(0, total, work, tensors, OPTIONS)
+    lse2, delta = _numbers(item, first_head, program, work.origin, tensors)
     for turn in range(total):
         # what the next turn needs comes while this one waits for room
-        coming = find_item(turn + 1, total, steps, program, tensors, TURNS, PIECE)
+        coming = find_item(turn + 1, total, work, tensors, OPTIONS)
         head = first_head + item.head
-        fields = _describe(field, item, head, keys, program, origin, OPTIONS, TILE)
+        fields = _describe(field, item, head, work, OPTIONS)
         # who sees nothing but what lies behind the end sees nothing
         item = Item(item.block, item.head, item.is_there, item.bits & keys.kept)
         stage = turn % STAGES
         if turn >= STAGES:
             _wait_for_room(EMPTY + stage, turn - STAGES < both)
-        copy_queries(
-            tensors.q_desc,
-            pipeline.q_s,
-            pipeline.q_full.index(stage),
-            stage,
-            item,
-            head,
-            program,
-            RAGGED,
-            PIECE,
-            TILE.HEAD_DIM,
-        )
+        full, q_s = pipeline.q_full.index(stage), pipeline.q_s
+        copy_queries(tensors.q_desc, q_s, full, stage, item, head, program, RAGGED, PIECE)
         pipeline.lse2_s.index(stage).store(lse2)
         pipeline.fields_s.index(stage).store(fields)
         mbarrier.arrive(pipeline.q_full.index(stage), count=1)
         if turn == 0:
-            copy_keys(
-                tensors.v_desc,
-                pipeline.v_s,
-                pipeline.v_full,
-                sums.owned_ptr,
-                keys,
-                program,
-                RAGGED,
-                PIECE,
-                TILE.HEAD_DIM_V,
-            )
-        copy_queries(
-            tensors.dout_desc,
-            pipeline.dout_s,
-            pipeline.dout_full.index(stage),
-            stage,
-            item,
-            head,
-            program,
-            RAGGED,
-            PIECE,
-            TILE.HEAD_DIM_V,
-        )
+            copy_keys(tensors.v_desc, pipeline.v_s, pipeline.v_full, work, RAGGED, PIECE)
+        full, dout_s = pipeline.dout_full.index(stage), pipeline.dout_s
+        copy_queries(tensors.dout_desc, dout_s, full, stage, item, head, program, RAGGED, PIECE)
         pipeline.delta_s.index(stage).store(-delta)
         mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
         item = coming
-        lse2, delta = _numbers(item, first_head, program, origin, tensors)
+        lse2, delta = _numbers(item, first_head, program, work.origin, tensors)
     # nobody may be left at a barrier
     for back in gl.static_range(STAGES):
         last = total - 1 - back

@@ -1,28 +1,16 @@
-"""Around the Hopper backward: numbers of rows and sums of 0 ahead of it, rounded gradients after.
+"""After the Hopper backward: its sums become gradients, rounded.
 
-Both kernels go through their places from the last to the first: what the programs between them read
-first was then written last, and what they wrote last is read first, while the cache has it.
+The kernel goes through its places from the last to the first: what the programs before it wrote
+last is read first, while the cache has it.
 """
 
 import triton
 import triton.language as tl
 
-from ..backward_rows import number_rows
-from ..schedule import locate_keys, locate_queries
+from ..backward_rows import SIDE, locate_sums, parts_of
+from ..schedule import locate_queries
 from ..structures import Grid
-from .round_structures import (
-    PrepareNumbers,
-    PrepareOptions,
-    PrepareTensors,
-    RoundNumbers,
-    RoundOptions,
-    RoundTensors,
-)
-
-# tokens of a tile of sums
-SIDE = tl.constexpr(64)
-# sums that are set to 0 at a time
-PIECE = 2048
+from .structures import RoundNumbers, RoundOptions, RoundTensors
 
 
 @triton.jit
@@ -31,11 +19,6 @@ def _tile(sums_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     sums = tl.load(sums_ptr + tl.arange(0, ROWS * WIDTH))
     sums = tl.permute(tl.reshape(sums, (WIDTH // 8, ROWS // 16, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     return tl.reshape(sums, (ROWS, WIDTH))
-
-
-@triton.jit
-def _clear(sums_ptr, COUNT: tl.constexpr):
-    tl.store(sums_ptr + tl.arange(0, COUNT), tl.zeros([COUNT], tl.float32))
 
 
 @triton.jit
@@ -48,159 +31,12 @@ def _store(gradient, pointer, token, inside, head, heads, first, WIDTH: tl.const
 
 
 @triton.jit
-def _locate(place, tensors, numbers):
-    """Return ``(tile, is_owned, start, head, seqlen_k)`` of 64 keys.
-
-    Tile -1 is none at all. Padding around the sequences is nobody's.
-    """
-    offsets_ptr, batch = tensors.cu_seqlens_ptr, numbers.batch
-    grid = Grid(
-        offsets_ptr,
-        offsets_ptr,
-        batch,
-        numbers.heads_k,
-        numbers.tokens_q,
-        numbers.tokens_k,
-        numbers.tiles_k,
-        1,
-        1,
-    )
-    work = locate_keys(place, grid, SIDE, False, False)
-    start, sequence = work.k_start, work.sequence
-    if offsets_ptr is None:
-        start += sequence.to(tl.int64) * numbers.tokens_k
-    is_owned = (work.tile >= 0) & (sequence >= 0) & (sequence < batch)
-    return work.tile, is_owned, start, work.head, work.seqlen_k
-
-
-@triton.jit
-def _parts(piece, is_owned, head, tensors, numbers, PER_HEAD: tl.constexpr):
-    """Return how many programs own a piece; keys behind the layout's last are nobody's."""
-    parts_ptr = tensors.parts_ptr
-    if PER_HEAD:
-        parts_ptr += head * numbers.list_pieces
-    return tl.load(parts_ptr + piece, mask=is_owned & (piece < numbers.list_pieces), other=0)
-
-
-@triton.jit(
-    do_not_specialize=PrepareNumbers._fields,
-    do_not_specialize_on_alignment=(
-        "out_ptr",
-        "dout_ptr",
-        "lse_ptr",
-        "dlse_ptr",
-        "delta_ptr",
-        "lse2_ptr",
-        "parts_ptr",
-        "cu_seqlens_ptr",
-    ),
-)
-def prepare_kernel(
-    out_ptr,
-    dout_ptr,
-    lse_ptr,
-    dlse_ptr,
-    delta_ptr,
-    lse2_ptr,
-    dq_sums_ptr,
-    dk_sums_ptr,
-    dv_sums_ptr,
-    parts_ptr,
-    cu_seqlens_ptr,
-    tokens_q,
-    rows,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    heads_q,
-    batch,
-    heads_k,
-    tokens_k,
-    tiles_k,
-    list_pieces,
-    slots_k,
-    share,
-    pieces,
-    PER_HEAD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    """``delta = sum(out * dout) - dlse`` and ``lse2`` of some rows; a share of the sums is 0.
-
-    Of the sums of dk and dv it is those to which several programs add.
-    """
-    tensors = PrepareTensors(
-        out_ptr,
-        dout_ptr,
-        lse_ptr,
-        dlse_ptr,
-        delta_ptr,
-        lse2_ptr,
-        dq_sums_ptr,
-        dk_sums_ptr,
-        dv_sums_ptr,
-        parts_ptr,
-        cu_seqlens_ptr,
-    )
-    numbers = PrepareNumbers(
-        tokens_q,
-        rows,
-        stride_dob,
-        stride_dos,
-        stride_doh,
-        heads_q,
-        batch,
-        heads_k,
-        tokens_k,
-        tiles_k,
-        list_pieces,
-        slots_k,
-        share,
-        pieces,
-    )
-    OPTIONS: tl.constexpr = PrepareOptions(
-        PER_HEAD, TOKENS, HEAD_DIM_V, BLOCK_DV, WIDTH, WIDTH_V, ROW_BYTES_V, BLOCK, PIECE
-    )
-    place = tl.num_programs(0) - 1 - tl.program_id(0)
-    number_rows(place, tensors, numbers, OPTIONS)
-    first = place * share
-    dq_sums_ptr += first.to(tl.int64) * PIECE
-    for _ in range(first, tl.minimum(first + share, pieces)):
-        _clear(dq_sums_ptr, PIECE)
-        dq_sums_ptr += PIECE
-    if place < slots_k:
-        tile, is_owned, _start, head, _seqlen_k = _locate(place, tensors, numbers)
-        for i in tl.static_range(SIDE // TOKENS):
-            piece = tile * (SIDE // TOKENS) + i
-            parts = _parts(piece, is_owned, head, tensors, numbers, PER_HEAD)
-            if parts > TOKENS // SIDE:
-                at = place.to(tl.int64) * SIDE + i * TOKENS
-                _clear(dk_sums_ptr + at * WIDTH, TOKENS * WIDTH)
-                _clear(dv_sums_ptr + at * WIDTH_V, TOKENS * WIDTH_V)
-
-
-@triton.jit
 def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
     """Write a block of dq; each of two warpgroups added half of its columns."""
     WIDTH: tl.constexpr = OPTIONS.WIDTH
     offsets_ptr, heads_q = tensors.cu_seqlens_ptr, numbers.heads_q
-    grid = Grid(
-        offsets_ptr,
-        offsets_ptr,
-        numbers.batch,
-        heads_q,
-        numbers.tokens_q,
-        numbers.tokens_k,
-        numbers.tiles_q,
-        1,
-        1,
-    )
+    sizes = numbers.tokens_q, numbers.tokens_k, numbers.tiles_q
+    grid = Grid(offsets_ptr, offsets_ptr, numbers.batch, heads_q, *sizes, 1, 1)
     work = locate_queries(place, grid, SIDE, False, False, -1, OPTIONS.TOP_LEFT)
     rows = work.tile * SIDE - work.diagonal + tl.arange(0, SIDE)  # [SIDE]
     token = work.q_start + rows
@@ -232,10 +68,10 @@ def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
     WIDTH: tl.constexpr = OPTIONS.WIDTH
     WIDTH_V: tl.constexpr = OPTIONS.WIDTH_V
     dk_ptr, dv_ptr, heads_k = tensors.dk_ptr, tensors.dv_ptr, numbers.heads_k
-    tile, is_owned, start, head, seqlen_k = _locate(place, tensors, numbers)
+    tile, is_owned, start, head, seqlen_k = locate_sums(place, tensors, numbers)
     for i in tl.static_range(SIDE // TOKENS):
         piece = tile * (SIDE // TOKENS) + i
-        parts = _parts(piece, is_owned, head, tensors, numbers, OPTIONS.PER_HEAD)
+        parts = parts_of(piece, is_owned, head, tensors, numbers, OPTIONS.PER_HEAD)
         rows = piece * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
         inside = (rows >= 0) & (rows < seqlen_k)
         token = start + rows

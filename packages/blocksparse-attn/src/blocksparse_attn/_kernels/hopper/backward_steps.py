@@ -33,24 +33,24 @@ SLOPE = gl.constexpr(3)
 
 @gluon.jit
 def probabilities(
-    s, lse2, fields, positions, factor, W: gl.constexpr, MASKED: gl.constexpr, PIECE: gl.constexpr
+    s, lse2, fields, mine, W: gl.constexpr, MASKED: gl.constexpr, PIECE: gl.constexpr
 ):
     """Return the probabilities of scores [keys, queries]."""
     S: gl.constexpr = s.type.layout
-    p = gl.exp2(s * factor - lse2[None, :])
+    p = gl.exp2(s * mine.factor - lse2[None, :])
     if MASKED:
         row = gl.arange(0, ROWS, gl.SliceLayout(0, S))  # [ROWS]
         reach = row * pick(fields, SLOPE)
         if PIECE == ROWS:
             reach += pick(fields, REACH + W)
-            visible = positions[:, None] <= reach[None, :]
+            visible = mine.positions[:, None] <= reach[None, :]
         else:
             reach += pick(fields, REACH)
             key = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
             SIDE: gl.constexpr = ROWS // PIECE
             bits = (pick(fields, BITS) >> (16 * W)) >> (key // PIECE * SIDE)
             is_kept = ((bits[:, None] >> (row // PIECE)[None, :]) & 1) != 0
-            visible = is_kept & (positions[:, None] <= reach[None, :])
+            visible = is_kept & (mine.positions[:, None] <= reach[None, :])
         p = gl.where(visible, p, 0.0)
     return p
 
@@ -90,23 +90,14 @@ def add_dq(dq_ptr, sums, dq, W: gl.constexpr, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def _start_step(
-    s,
-    dv,
-    v,
-    turn,
-    positions,
-    factor,
-    W: gl.constexpr,
-    MASKED: gl.constexpr,
-    pipeline,
-    TILE: gl.constexpr,
+    s, dv, v, turn, mine, W: gl.constexpr, MASKED: gl.constexpr, pipeline, OPTIONS: gl.constexpr
 ):
     """Begin the products of dp and dv of a step, and compute its probabilities in between."""
     S: gl.constexpr = s.type.layout
     V: gl.constexpr = dv.type.layout
-    stage = turn % TILE.STAGES
-    dout = pipeline.dout_s.index(stage).reshape([ROWS, TILE.HEAD_DIM_V])
-    mbarrier.wait(pipeline.dout_full.index(stage), turn // TILE.STAGES & 1)
+    stage = turn % OPTIONS.STAGES
+    dout = pipeline.dout_s.index(stage).reshape([ROWS, OPTIONS.HEAD_DIM_V])
+    mbarrier.wait(pipeline.dout_full.index(stage), turn // OPTIONS.STAGES & 1)
     delta = pipeline.delta_s.index(stage).load(gl.SliceLayout(0, S))  # [ROWS]
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
     # dp - delta, from a start at -delta
@@ -114,7 +105,7 @@ def _start_step(
     dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
     fields = pipeline.fields_s.index(stage).load(gl.BlockedLayout([STEP_FIELDS], [32], [4], [0]))
     lse2 = pipeline.lse2_s.index(stage).load(gl.SliceLayout(0, S))  # [ROWS]
-    p = probabilities(s, lse2, fields, positions, factor, W, MASKED, TILE.PIECE)
+    p = probabilities(s, lse2, fields, mine, W, MASKED, OPTIONS.PIECE)
     p_v = gl.convert_layout(p.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, V, 2))
     dv = hopper.warpgroup_mma(p_v, dout, dv, is_async=True)  # [ROWS, HEAD_DIM_V]
     return p, dp, dv, fields
@@ -122,25 +113,15 @@ def _start_step(
 
 @gluon.jit
 def walk(
-    gradients,
-    both,
-    total,
-    steps,
-    positions,
-    factor,
-    sums,
-    W: gl.constexpr,
-    MASKED: gl.constexpr,
-    pipeline,
-    TILE: gl.constexpr,
+    gradients, steps, mine, W: gl.constexpr, MASKED: gl.constexpr, pipeline, OPTIONS: gl.constexpr
 ):
     """Add what so many blocks of queries contribute that both warpgroups multiply.
 
     To dq it adds what the step before each does. From turn ``both`` on each warpgroup has its own.
     Where dq is made elsewhere, the warpgroups have nothing to tell each other.
     """
-    STAGES: gl.constexpr = TILE.STAGES
-    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
+    STAGES: gl.constexpr = OPTIONS.STAGES
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
     dk, dv, s, last, turn = gradients
     S: gl.constexpr = s.type.layout
     K: gl.constexpr = dk.type.layout
@@ -150,19 +131,17 @@ def walk(
         # 0, but not for the compiler: what it can take out of the loop, it holds in registers
         none = turn >> 30
         k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
-        v = pipeline.v_s.index(W + none).reshape([ROWS, TILE.HEAD_DIM_V])
+        v = pipeline.v_s.index(W + none).reshape([ROWS, OPTIONS.HEAD_DIM_V])
         stage = turn % STAGES
         q = pipeline.q_s.index(stage).reshape([ROWS, HEAD_DIM])
-        p, dp, dv, fields = _start_step(
-            s, dv, v, turn, positions, factor, W, MASKED, pipeline, TILE
-        )
+        p, dp, dv, fields = _start_step(s, dv, v, turn, mine, W, MASKED, pipeline, OPTIONS)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
         ds = p * dp  # [ROWS, ROWS]
         if MASKED:
             # a key that a query does not see may hold NaN
             ds = gl.where(p == 0.0, 0.0, ds)
         ds = ds.to(dtype)
-        if TILE.MAKES_DQ:
+        if OPTIONS.MAKES_DQ:
             await_made(turn + 1, W)
             pipeline.ds_s.index(turn % 2 * 2 + W).store(ds)
             hopper.fence_async_shared()
@@ -171,41 +150,39 @@ def walk(
             dv = hopper.warpgroup_mma_wait(2, deps=(dv,))
         ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2))
         dk = hopper.warpgroup_mma(ds_k, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
-        if not TILE.MAKES_DQ:
+        if not OPTIONS.MAKES_DQ:
             dv = hopper.warpgroup_mma_wait(1, deps=(dv,))
         turn += 1
         following = turn
         if W == 1:
-            following += gl.where(turn < both, 0, 1)
+            following += gl.where(turn < mine.both, 0, 1)
         # behind the last step: scores of whatever lies there, which nobody reads
         stage_n = following % STAGES
         mbarrier.wait(
-            pipeline.q_full.index(stage_n), following // STAGES & 1, pred=following < total
+            pipeline.q_full.index(stage_n), following // STAGES & 1, pred=following < mine.total
         )
         q_t = pipeline.q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, ROWS]
-        if TILE.MAKES_DQ:
+        if OPTIONS.MAKES_DQ:
             dq = hopper.warpgroup_mma_wait(2, deps=(dq,))
-            add_dq(sums.dq_ptr, last, dq, W, HEAD_DIM)
+            add_dq(mine.dq_ptr, last, dq, W, HEAD_DIM)
             last = pick(fields, SUMS)
         # in flight over the loop's back edge, these would keep ptxas from overlapping anything
         dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))
         barrier_arrive(EMPTY + stage, BOTH, 4)
-        if TILE.MAKES_DQ:
+        if OPTIONS.MAKES_DQ:
             say_made(turn + 1, W)
     return Gradients(dk, dv, s, last, turn)
 
 
 @gluon.jit
-def walk_apart(
-    gradients, total, steps, positions, factor, sums, W: gl.constexpr, pipeline, TILE: gl.constexpr
-):
+def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
     """Add what so many blocks of queries contribute of which this warpgroup has every second one.
 
     Their dq is this warpgroup's alone, one half of the columns after the other.
     """
-    STAGES: gl.constexpr = TILE.STAGES
-    HEAD_DIM: gl.constexpr = TILE.HEAD_DIM
+    STAGES: gl.constexpr = OPTIONS.STAGES
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
     WIDTH: gl.constexpr = HEAD_DIM // 2
     dk, dv, s, _, turn = gradients
     S: gl.constexpr = s.type.layout
@@ -215,19 +192,19 @@ def walk_apart(
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S)  # [ROWS, ROWS]
     zeros_q = gl.zeros([ROWS, WIDTH], gl.float32, Q)  # [ROWS, WIDTH]
     turn += W
-    if TILE.MAKES_DQ:
+    if OPTIONS.MAKES_DQ:
         # the other warpgroup has read what both made
         barrier_sync(TURN, 256, 4)
     for step in range(steps):
         none = turn >> 30
         k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
-        v = pipeline.v_s.index(W + none).reshape([ROWS, TILE.HEAD_DIM_V])
+        v = pipeline.v_s.index(W + none).reshape([ROWS, OPTIONS.HEAD_DIM_V])
         stage = turn % STAGES
         q = pipeline.q_s.index(stage).reshape([ROWS, HEAD_DIM])
-        p, dp, dv, fields = _start_step(s, dv, v, turn, positions, factor, W, True, pipeline, TILE)
+        p, dp, dv, fields = _start_step(s, dv, v, turn, mine, W, True, pipeline, OPTIONS)
         dp = hopper.warpgroup_mma_wait(1, deps=(dp,))
         ds = gl.where(p == 0.0, 0.0, p * dp).to(dtype)  # [ROWS, ROWS]
-        if TILE.MAKES_DQ:
+        if OPTIONS.MAKES_DQ:
             buffer = step % 2 * 2 + W
             pipeline.ds_s.index(buffer).store(ds)
             hopper.fence_async_shared()
@@ -235,12 +212,12 @@ def walk_apart(
             ds_t = pipeline.ds_s.index(buffer).permute((1, 0))
             k_0, k_1 = k.slice(0, WIDTH, 1), k.slice(WIDTH, WIDTH, 1)
             dq = hopper.warpgroup_mma(ds_t, k_0, zeros_q, use_acc=False, is_async=True)
-        dv = hopper.warpgroup_mma_wait(1 if TILE.MAKES_DQ else 0, deps=(dv,))
+        dv = hopper.warpgroup_mma_wait(1 if OPTIONS.MAKES_DQ else 0, deps=(dv,))
         ds_k = gl.convert_layout(ds, gl.DotOperandLayout(0, K, 2))
         dk = hopper.warpgroup_mma(ds_k, q, dk, is_async=True)  # [ROWS, HEAD_DIM]
-        if TILE.MAKES_DQ:
+        if OPTIONS.MAKES_DQ:
             number = pick(fields, SUMS)
-            address = sums.dq_ptr + number.to(gl.int64) * (ROWS * HEAD_DIM)
+            address = mine.dq_ptr + number.to(gl.int64) * (ROWS * HEAD_DIM)
             dq = hopper.warpgroup_mma_wait(1, deps=(dq,))  # [ROWS, WIDTH]
             if number >= 0:
                 add_to_memory(address, dq)
@@ -250,10 +227,10 @@ def walk_apart(
         turn += 2
         # behind the last step: scores of whatever lies there, which nobody reads
         stage_n = turn % STAGES
-        mbarrier.wait(pipeline.q_full.index(stage_n), turn // STAGES & 1, pred=turn < total)
+        mbarrier.wait(pipeline.q_full.index(stage_n), turn // STAGES & 1, pred=turn < mine.total)
         q_t = pipeline.q_s.index(stage_n).reshape([ROWS, HEAD_DIM]).permute((1, 0))
         s = hopper.warpgroup_mma(k, q_t, zeros, use_acc=False, is_async=True)  # [ROWS, ROWS]
-        if TILE.MAKES_DQ:
+        if OPTIONS.MAKES_DQ:
             more = hopper.warpgroup_mma_wait(1, deps=(more,))
             if number >= 0:
                 add_to_memory(address + ROWS * WIDTH, more)

@@ -80,10 +80,10 @@ def _counter_of(piece, program, tensors, numbers, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def await_pieces(W: gl.constexpr, program, tensors, numbers, TILE: gl.constexpr):
+def await_pieces(W: gl.constexpr, program, tensors, numbers, OPTIONS: gl.constexpr):
     """Wait until it is a warpgroup's turn to add to its pieces, if there is an order."""
-    PIECE: gl.constexpr = TILE.PIECE
-    if not TILE.MAKES_DQ:
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    if not OPTIONS.MAKES_DQ:
         for i in gl.static_range(ROWS // PIECE):
             piece, is_there = _piece_at(i, W, program, tensors, PIECE)
             if is_there:
@@ -92,10 +92,10 @@ def await_pieces(W: gl.constexpr, program, tensors, numbers, TILE: gl.constexpr)
 
 
 @gluon.jit
-def pass_pieces(W: gl.constexpr, program, tensors, numbers, TILE: gl.constexpr):
+def pass_pieces(W: gl.constexpr, program, tensors, numbers, OPTIONS: gl.constexpr):
     """Say that a warpgroup has added to its pieces."""
-    PIECE: gl.constexpr = TILE.PIECE
-    if not TILE.MAKES_DQ:
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    if not OPTIONS.MAKES_DQ:
         for i in gl.static_range(ROWS // PIECE):
             piece, is_there = _piece_at(i, W, program, tensors, PIECE)
             if is_there:

@@ -12,13 +12,12 @@ from .boxes import rows_for
 from .producer import PARTIES
 from .query_rows import entries_of, half_entries_of, hide
 from .schedule import steps_of
-from .structures import Softmax
+from .structures import Entries, Softmax
 
 
 @gluon.jit
 def _begin(
-    items,
-    members,
+    entries,
     rows,
     turn,
     tile_count,
@@ -26,52 +25,49 @@ def _begin(
     KEYS: gl.constexpr,
     pipeline,
     OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
 ):
     """Return the softmax of the first step, beside which no other product runs."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM_V, 16])
-    zeros = gl.zeros([TILE.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
-    stage = turn % TILE.STAGES_K
-    q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM_V, 16])
+    zeros = gl.zeros([OPTIONS.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
+    stage = turn % OPTIONS.STAGES_K
+    q = pipeline.q_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM])
     mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
-    mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+    mbarrier.wait(pipeline.k_full.index(stage), turn // OPTIONS.STAGES_K & 1)
     barrier_sync(TURN + W, 256, 4)
     k_t = rows_for(pipeline.k_s.index(stage), W, KEYS).permute((1, 0))
     s = hopper.warpgroup_mma(q, k_t, zeros, use_acc=False, is_async=True)  # [ROWS, KEYS]
     barrier_arrive(TURN + (W + 1) % 2, 256, 4)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     barrier_arrive(EMPTY + stage, PARTIES, 4)
-    s = hide(s, items, members, rows, OPTIONS)
+    s = hide(s, entries, rows, OPTIONS)
     m, l, e = start_softmax(s, rows.factor, NEG_INF)
     p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
-    o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, O)  # [ROWS, HEAD_DIM_V]
+    o = gl.zeros([OPTIONS.ROWS, OPTIONS.HEAD_DIM_V], gl.float32, O)  # [ROWS, HEAD_DIM_V]
     return Softmax(o, m, l, p, turn + 1)
 
 
 @gluon.jit
 def _fold(
     softmax,
-    items,
-    members,
+    entries,
     rows,
     W: gl.constexpr,
     KEYS: gl.constexpr,
     MASKED: gl.constexpr,
     pipeline,
     OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
 ):
     """Fold a step of ``KEYS`` keys into the softmax, beside the product of the step before."""
-    STAGES_K: gl.constexpr = TILE.STAGES_K
-    STAGES_V: gl.constexpr = TILE.STAGES_V
+    STAGES_K: gl.constexpr = OPTIONS.STAGES_K
+    STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.HEAD_DIM_V, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM_V, 16])
     o, m, l, p, turn = softmax
     # steps of another width have another layout of rows, which lie in the same threads
     m = gl.convert_layout(m, gl.SliceLayout(1, S))  # [ROWS]
-    q = pipeline.q_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
-    zeros = gl.zeros([TILE.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
+    q = pipeline.q_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM])
+    zeros = gl.zeros([OPTIONS.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
     stage = turn % STAGES_K
     stage_v = (turn - 1) % STAGES_V
     mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
@@ -85,7 +81,7 @@ def _fold(
     s = hopper.warpgroup_mma_wait(1, deps=(s,))
     barrier_arrive(EMPTY + stage, PARTIES, 4)
     if MASKED:
-        s = hide(s, items, members, rows, OPTIONS)
+        s = hide(s, entries, rows, OPTIONS)
     top = gl.max(s, 1) * rows.factor  # [ROWS]
     m_new = gl.where(top - m > SLACK, top, m)
     pivot = m_new
@@ -118,94 +114,60 @@ def attend(
     tensors,
     pipeline,
     OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
 ):
     """Fold the steps from ``high`` down to ``low`` into the softmax."""
     o, m, l, p, turn = softmax
     for back in range(high - low):
-        items = turn
-        members = turn
+        entries = Entries(turn, turn)
         if MASKED:
-            items, members = entries_of(walk, high - 1 - back, tensors, OPTIONS, TILE)
+            entries = entries_of(walk, high - 1 - back, tensors, OPTIONS)
         softmax = Softmax(o, m, l, p, turn)
-        softmax = _fold(
-            softmax, items, members, rows, W, TILE.BLOCK_N, MASKED, pipeline, OPTIONS, TILE
-        )
+        softmax = _fold(softmax, entries, rows, W, OPTIONS.BLOCK_N, MASKED, pipeline, OPTIONS)
         o, m, l, p, turn = softmax
     return Softmax(o, m, l, p, turn)
 
 
 @gluon.jit
 def _begin_in_halves(
-    walk,
-    rows,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    tensors,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    walk, rows, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr
 ):
     """Return the softmax of all half steps and of the step behind them."""
-    HALF: gl.constexpr = TILE.BLOCK_N // 2
-    items, members = half_entries_of(walk, 0, W, tensors, OPTIONS, TILE)
-    softmax = _begin(items, members, rows, turn, tile_count, W, HALF, pipeline, OPTIONS, TILE)
+    HALF: gl.constexpr = OPTIONS.BLOCK_N // 2
+    entries = half_entries_of(walk, 0, W, tensors, OPTIONS)
+    softmax = _begin(entries, rows, turn, tile_count, W, HALF, pipeline, OPTIONS)
     o, m, l, p, turn = softmax
     for step in range(1, walk.halves):
-        items, members = half_entries_of(walk, step, W, tensors, OPTIONS, TILE)
+        entries = half_entries_of(walk, step, W, tensors, OPTIONS)
         softmax = Softmax(o, m, l, p, turn)
-        softmax = _fold(softmax, items, members, rows, W, HALF, True, pipeline, OPTIONS, TILE)
+        softmax = _fold(softmax, entries, rows, W, HALF, True, pipeline, OPTIONS)
         o, m, l, p, turn = softmax
-    last = steps_of(walk, OPTIONS, TILE) - 1
-    items, members = entries_of(walk, last, tensors, OPTIONS, TILE)
+    entries = entries_of(walk, steps_of(walk, OPTIONS) - 1, tensors, OPTIONS)
     softmax = Softmax(o, m, l, p, turn)
-    return _fold(softmax, items, members, rows, W, TILE.BLOCK_N, True, pipeline, OPTIONS, TILE)
-
-
-@gluon.jit
-def begin_tile(
-    walk,
-    rows,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    tensors,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Return the softmax up to the last whole step of a list, which is the first to be taken."""
-    if OPTIONS.HALVES:
-        if walk.halves > 0:
-            softmax = _begin_in_halves(
-                walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS, TILE
-            )
-            o, m, l, p, turn = softmax
-        else:
-            softmax = _begin_whole(
-                walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS, TILE
-            )
-            o, m, l, p, turn = softmax
-        softmax = Softmax(o, m, l, p, turn)
-    else:
-        softmax = _begin_whole(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS, TILE)
-    return softmax
+    return _fold(softmax, entries, rows, W, OPTIONS.BLOCK_N, True, pipeline, OPTIONS)
 
 
 @gluon.jit
 def _begin_whole(
-    walk,
-    rows,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    tensors,
-    pipeline,
-    OPTIONS: gl.constexpr,
-    TILE: gl.constexpr,
+    walk, rows, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr
 ):
     """Return the softmax of the first step of a walk without half steps."""
-    last = steps_of(walk, OPTIONS, TILE) - 1
-    items, members = entries_of(walk, last, tensors, OPTIONS, TILE)
-    return _begin(items, members, rows, turn, tile_count, W, TILE.BLOCK_N, pipeline, OPTIONS, TILE)
+    entries = entries_of(walk, steps_of(walk, OPTIONS) - 1, tensors, OPTIONS)
+    return _begin(entries, rows, turn, tile_count, W, OPTIONS.BLOCK_N, pipeline, OPTIONS)
+
+
+@gluon.jit
+def begin_tile(
+    walk, rows, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr
+):
+    """Return the softmax up to the last whole step of a list, which is the first to be taken."""
+    if OPTIONS.HALVES:
+        if walk.halves > 0:
+            softmax = _begin_in_halves(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
+            o, m, l, p, turn = softmax
+        else:
+            softmax = _begin_whole(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
+            o, m, l, p, turn = softmax
+        softmax = Softmax(o, m, l, p, turn)
+    else:
+        softmax = _begin_whole(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
+    return softmax

@@ -11,19 +11,12 @@ import torch
 from torch import Tensor
 
 from ..._call import Tensors
-from ..._configs import (
-    SHORT,
-    HopperTile,
-    has_halves,
-    hopper_shape,
-    hopper_tile,
-    padded_head_dim,
-)
+from ..._configs import SHORT, HopperTile, has_halves, hopper_shape, hopper_tile, padded_head_dim
 from ..form import Form, QueryTiles, launch_of, processors
 from ._linked.tickets import kept_ticket, new_ticket
 from ._linked.tma import MapForm, MapLaunch, TensorMap
-from .forward import hopper_forward_kernel
-from .structures import ForwardNumbers, ForwardOptions, ForwardTile
+from .queries import hopper_query_kernel
+from .structures import QueryNumbers, QueryOptions
 
 # columns that one copy takes: of wider heads a tile is several panels
 PANEL = 64
@@ -74,7 +67,7 @@ class QueryWalk:
         """
         self._form, self._columns = form, columns
         # by numbers of tokens, in which packed calls of one form differ
-        self._work: dict[tuple[int, int], tuple[int, ForwardNumbers]] = {}
+        self._work: dict[tuple[int, int], tuple[int, QueryNumbers]] = {}
         pattern, constants = form.pattern, form.constants
         widest = max(x.q.shape[-1], form.head_dim_v)
         shape = hopper_shape(widest, pattern.block_q, form.group, pattern.is_shared)
@@ -87,7 +80,7 @@ class QueryWalk:
         self._map_q = self._map_rows(x.q, wide)
         self._map_k = MapForm(x.k, rows, PANEL, ragged=form.is_packed)
         self._map_v = MapForm(x.v, rows, PANEL, ragged=form.is_packed)
-        options = ForwardOptions(
+        options = QueryOptions(
             GROUP=constants.GROUP,
             HEADS=queries.constants.HEADS,
             SPAN=queries.constants.SPAN,
@@ -99,11 +92,14 @@ class QueryWalk:
             SHORT=short,
             TOP_LEFT=constants.TOP_LEFT,
             HALVES=has_halves(shape, *pattern[3:5], pattern.cols, constants.IS_CAUSAL),
+            ROWS=tile.rows,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=wide,
+            HEAD_DIM_V=wide_v,
+            STAGES_K=tile.stages_k,
+            STAGES_V=tile.stages_v,
         )
-        sizes = ForwardTile(tile.rows, tile.block_n, wide, wide_v, tile.stages_k, tile.stages_v)
-        self.launch = launch_of(
-            kernel, options, sizes, of=MapLaunch, num_warps=4, maxnreg=tile.registers
-        )
+        self.launch = launch_of(kernel, options, of=MapLaunch, num_warps=4, maxnreg=tile.registers)
 
     def _map_rows(self, x: Tensor, wide: int) -> MapForm:
         """Return how rows of queries, or of what belongs to them, are read."""
@@ -111,7 +107,7 @@ class QueryWalk:
             return PackedForm(x, self._rows, wide)
         return MapForm(x, self._rows, wide, ragged=False)
 
-    def _numbers(self, x: Tensors) -> tuple[int, ForwardNumbers]:
+    def _numbers(self, x: Tensors) -> tuple[int, QueryNumbers]:
         """Return the programs of a launch and its numbers."""
         counts = x.q.shape[-3], x.k.shape[-3]
         work = self._work.get(counts)
@@ -121,13 +117,13 @@ class QueryWalk:
                 self._work[counts] = work
         return work
 
-    def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> tuple[int, ForwardNumbers]:
+    def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> tuple[int, QueryNumbers]:
         """Return the programs of a launch and its numbers."""
         form, queries = self._form, self._queries
         tiles = queries.count(tokens_q, tokens_k)
         total = queries.programs(tiles)
         span = queries.span(tokens_k)
-        numbers = ForwardNumbers(
+        numbers = QueryNumbers(
             scale=form.options.softmax_scale,
             batch=form.batch,
             heads_q=form.heads_q,
@@ -151,7 +147,7 @@ class HopperForward(QueryWalk):
     def __init__(self, form: Form, x: Tensors, is_kept: bool) -> None:
         """Take a call of the form, and whether the plan serves others after it."""
         tile = hopper_tile(max(x.q.shape[-1], form.head_dim_v))
-        super().__init__(form, x, hopper_forward_kernel, tile, SHORT, form.head_dim_v)
+        super().__init__(form, x, hopper_query_kernel, tile, SHORT, form.head_dim_v)
         self._ticket = kept_ticket if is_kept else new_ticket
         out = torch.empty((*x.q.shape[:-1], form.head_dim_v), dtype=x.q.dtype, device="meta")
         self._map_out = MapForm(out, tile.rows, self._wide_v, ragged=form.is_packed)
@@ -169,14 +165,17 @@ class HopperForward(QueryWalk):
             lse.fill_(float("-inf"))
             return 0, (), ()
         grid, numbers = self._numbers(x)
-        # the fields of ForwardTensors
+        # the fields of QueryTensors
         tensors = (
             self._map_q(q),
             self._map_k(k),
             self._map_v(x.v),
+            None,
             self._map_out(out),
             out,
             lse,
+            None,
+            None,
             self._ticket(q.device),
             *walk,
             x.cu_seqlens_q,

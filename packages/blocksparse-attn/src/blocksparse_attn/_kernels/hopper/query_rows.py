@@ -3,31 +3,8 @@
 from ._linked.compat import copy_out, gl, gluon, hopper, mbarrier, tma
 from ._linked.pipeline import SLOTS, coordinates, opaque
 from ._linked.ptx import hide_unless
-from .schedule import (
-    ALONE_0,
-    ALONE_1,
-    ALONE_AT,
-    COUNT,
-    CUT,
-    FIELDS,
-    FIRST,
-    FIRST_ROW,
-    HALVES,
-    HEAD,
-    LEN_K,
-    LEN_Q,
-    NO_BLOCK,
-    ODD,
-    Q_START,
-    SEEN,
-    SEQUENCE,
-    WHOLE,
-    diagonal_of,
-    half_places,
-    pick,
-    places,
-)
-from .structures import Place, Rows, Walk
+from .schedule import FIELDS, NO_BLOCK, diagonal_of, half_places, pick, places
+from .structures import Announced, Entries, Place, Rows, Walk
 
 
 @gluon.jit
@@ -42,47 +19,44 @@ def receive(count, pipeline):
 
 
 @gluon.jit
-def walk_of(fields, OPTIONS: gl.constexpr):
-    """Return what a tile of queries walks."""
-    first = pick(fields, FIRST)
-    none = first * 0
-    halves, alone_at, alone_0, alone_1, odd = none, none, none, none, none
-    if OPTIONS.HALVES:
-        halves, alone_at = pick(fields, HALVES), pick(fields, ALONE_AT)
-        alone_0, alone_1 = pick(fields, ALONE_0), pick(fields, ALONE_1)
-        odd = pick(fields, ODD)
-    seen, cut = pick(fields, SEEN), pick(fields, CUT)
-    count, whole = pick(fields, COUNT), pick(fields, WHOLE)
-    return Walk(first, seen, cut, count, whole, halves, alone_at, alone_0, alone_1, odd)
+def understood(fields):
+    """Return the numbers of a tile of queries by name."""
+    first, seen, cut = pick(fields, 6), pick(fields, 7), pick(fields, 8)
+    count, whole, halves = pick(fields, 9), pick(fields, 10), pick(fields, 11)
+    alone_at, alone_0, alone_1 = pick(fields, 12), pick(fields, 13), pick(fields, 14)
+    odd = pick(fields, 15)
+    walk = Walk(first, seen, cut, count, whole, halves, alone_at, alone_0, alone_1, odd)
+    head, first_row, sequence = pick(fields, 0), pick(fields, 1), pick(fields, 2)
+    q_start, len_q, len_k = pick(fields, 3), pick(fields, 4), pick(fields, 5)
+    return Announced(head, first_row, sequence, q_start, len_q, len_k, walk)
 
 
 @gluon.jit
-def place_of(fields, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def place_of(tile, W: gl.constexpr, OPTIONS: gl.constexpr):
     """Return where warpgroup ``W``'s rows of a tile of queries stand."""
-    row, head = pick(fields, FIRST_ROW), pick(fields, HEAD)
+    row, head = tile.first_row, tile.head
     if OPTIONS.HEADS == 1:
-        row += W * TILE.ROWS
+        row += W * OPTIONS.ROWS
     else:
         head += W
-    return Place(row, head, pick(fields, SEQUENCE), pick(fields, Q_START), pick(fields, LEN_Q))
+    return Place(row, head, tile.sequence, tile.q_start, tile.len_q)
 
 
 @gluon.jit
-def rows_of(fields, place, factor, S: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def rows_of(tile, place, factor, S: gl.constexpr, OPTIONS: gl.constexpr):
     """Return what these rows see; scores have the layout ``S``."""
-    len_k = pick(fields, LEN_K)
-    diagonal = diagonal_of(place.len_q, len_k, OPTIONS.TOP_LEFT)
-    start = pick(fields, FIRST_ROW) + diagonal  # a position, as of all tiles a multiple of theirs
-    positions = place.row + diagonal + gl.arange(0, TILE.ROWS, gl.SliceLayout(1, S))  # [ROWS]
+    diagonal = diagonal_of(tile.len_q, tile.len_k, OPTIONS.TOP_LEFT)
+    start = tile.first_row + diagonal  # a position, as of all tiles a multiple of theirs
+    positions = place.row + diagonal + gl.arange(0, OPTIONS.ROWS, gl.SliceLayout(1, S))  # [ROWS]
     bits = gl.maximum(positions - start // OPTIONS.SPAN * OPTIONS.SPAN, 0) // OPTIONS.BLOCK_Q
-    last_seen = positions * 0 + len_k - 1
+    last_seen = positions * 0 + tile.len_k - 1
     if OPTIONS.IS_CAUSAL:
         last_seen = gl.minimum(positions, last_seen)
     return Rows(last_seen, bits, factor)
 
 
 @gluon.jit
-def hide(s, items, members, rows, OPTIONS: gl.constexpr):
+def hide(s, entries, rows, OPTIONS: gl.constexpr):
     """Hide what a row does not see: behind its last key, or in blocks that it does not keep."""
     BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
     S: gl.constexpr = s.type.layout
@@ -91,29 +65,27 @@ def hide(s, items, members, rows, OPTIONS: gl.constexpr):
     last_seen, bits = (gl.convert_layout(rows.last_seen, R), gl.convert_layout(rows.bits, R))
     # the last key of its block that a row sees
     limit = gl.full(s.shape, -1, gl.int32, S)  # [ROWS, BLOCK_N]
-    for i in gl.static_range(items.shape[0]):
-        reach = last_seen - pick(items, i) * BLOCK_K  # [ROWS]
+    for i in gl.static_range(entries.items.shape[0]):
+        reach = last_seen - pick(entries.items, i) * BLOCK_K  # [ROWS]
         if OPTIONS.ROW_MEMBERS > 1:
-            reach = gl.where(((pick(members, i) >> bits) & 1) != 0, reach, -1)
+            reach = gl.where(((pick(entries.members, i) >> bits) & 1) != 0, reach, -1)
         limit = gl.where((col // BLOCK_K == i)[None, :], reach[:, None], limit)
     return hide_unless(s, (col % BLOCK_K)[None, :], limit)
 
 
 @gluon.jit
-def entries_of(walk, step, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def entries_of(walk, step, tensors, OPTIONS: gl.constexpr):
     """Load the key blocks of a step, and which of the tile's rows of blocks keep each."""
-    PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
+    PER_STEP: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BLOCK_K
     lane = gl.arange(0, PER_STEP, gl.BlockedLayout([PER_STEP], [32], [4], [0]))  # [PER_STEP]
     at, there = places(walk, step, lane)
     return _load_entries(at, there, tensors, OPTIONS)
 
 
 @gluon.jit
-def half_entries_of(
-    walk, step, W: gl.constexpr, tensors, OPTIONS: gl.constexpr, TILE: gl.constexpr
-):
+def half_entries_of(walk, step, W: gl.constexpr, tensors, OPTIONS: gl.constexpr):
     """Load the key blocks of warpgroup ``W`` in a half step, and which rows keep each."""
-    HALF: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K // 2
+    HALF: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BLOCK_K // 2
     lane = gl.arange(0, HALF, gl.BlockedLayout([HALF], [32], [4], [0]))  # [HALF]
     at, there = half_places(walk, step, lane, lane * 0 + W, HALF)
     return _load_entries(at, there, tensors, OPTIONS)
@@ -125,7 +97,7 @@ def _load_entries(at, there, tensors, OPTIONS: gl.constexpr):
     members = items
     if OPTIONS.ROW_MEMBERS > 1:
         members = gl.load(tensors.members_ptr + at, mask=there, other=0)
-    return items, members
+    return Entries(items, members)
 
 
 @gluon.jit

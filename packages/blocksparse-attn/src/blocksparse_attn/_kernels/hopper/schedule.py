@@ -14,24 +14,9 @@ from .structures import QueryTile, Walk
 COUNTED = gl.constexpr(2**21)
 # a block behind the end of every sequence, where the copy engine finds zeros
 NO_BLOCK = gl.constexpr(2**22)
-# the numbers that describe a tile of queries
+# the numbers that describe a tile of queries, as ``Announced``, and its head among them
 FIELDS = gl.constexpr(16)
-FIRST_ROW = gl.constexpr(0)
-HEAD = gl.constexpr(1)
-SEQUENCE = gl.constexpr(2)
-Q_START = gl.constexpr(3)
-LEN_Q = gl.constexpr(4)
-LEN_K = gl.constexpr(5)
-FIRST = gl.constexpr(6)
-SEEN = gl.constexpr(7)
-CUT = gl.constexpr(8)
-COUNT = gl.constexpr(9)
-WHOLE = gl.constexpr(10)
-HALVES = gl.constexpr(11)
-ALONE_AT = gl.constexpr(12)
-ALONE_0 = gl.constexpr(13)
-ALONE_1 = gl.constexpr(14)
-ODD = gl.constexpr(15)
+HEAD = gl.constexpr(0)
 
 
 @gluon.jit
@@ -74,14 +59,14 @@ def find_sequence(cu_seqlens_ptr, slot, batch, SIDE: gl.constexpr):
 
 
 @gluon.jit
-def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr):
     """Return the tile of queries that has a ticket, and whether it holds any.
 
     Under a causal mask the longest walks start first, within as many units (``numbers.span``) as
     the cache holds; the ``numbers.last`` units are up to twice as many, so that there is no small
     rest. Sequences of at most ``OPTIONS.SHORT`` queries belong to another kernel.
     """
-    POSITIONS: gl.constexpr = 2 * TILE.ROWS // OPTIONS.HEADS
+    POSITIONS: gl.constexpr = 2 * OPTIONS.ROWS // OPTIONS.HEADS
     BALANCE: gl.constexpr = OPTIONS.IS_CAUSAL
     batch, tiles = numbers.batch, numbers.tiles
     q_start = 0
@@ -142,10 +127,10 @@ def lower_bound(items_ptr, first, last, limit):
 
 
 @gluon.jit
-def survey(tile, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def survey(tile, tensors, numbers, OPTIONS: gl.constexpr):
     """Return the walk of a tile of queries, which is empty for a ticket behind the last."""
-    POSITIONS: gl.constexpr = 2 * TILE.ROWS // OPTIONS.HEADS
-    PER_STEP: gl.constexpr = TILE.BLOCK_N // OPTIONS.BLOCK_K
+    POSITIONS: gl.constexpr = 2 * OPTIONS.ROWS // OPTIONS.HEADS
+    PER_STEP: gl.constexpr = OPTIONS.BLOCK_N // OPTIONS.BLOCK_K
     BLOCK_K: gl.constexpr = OPTIONS.BLOCK_K
     items_ptr = tensors.items_ptr
     is_there = tile.ticket < numbers.total
@@ -192,9 +177,9 @@ def survey(tile, tensors, numbers, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def steps_of(walk, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def steps_of(walk, OPTIONS: gl.constexpr):
     """Return how many whole steps a walk takes: at least one."""
-    return gl.maximum(gl.cdiv(walk.count, TILE.BLOCK_N // OPTIONS.BLOCK_K), 1)
+    return gl.maximum(gl.cdiv(walk.count, OPTIONS.BLOCK_N // OPTIONS.BLOCK_K), 1)
 
 
 @gluon.jit

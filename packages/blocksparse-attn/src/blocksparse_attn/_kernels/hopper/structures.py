@@ -8,15 +8,22 @@ numbers, its options and its tile.
 from typing import Any, NamedTuple
 
 
-class ForwardTensors(NamedTuple):
-    """The forward's tensor maps (TMA) and pointers."""
+class QueryTensors(NamedTuple):
+    """Tensor maps (TMA) and pointers of the kernel that owns tiles of queries.
+
+    With a gradient of the output it makes dq, else the output and the LSE.
+    """
 
     q_desc: Any
     k_desc: Any
     v_desc: Any
-    out_desc: Any
+    dout_desc: Any  # or None
+    out_desc: Any  # the output, or dq
     out_ptr: Any
-    lse_ptr: Any
+    lse_ptr: Any  # None where dq is made
+    # None where the output is made
+    lse2_ptr: Any
+    delta_ptr: Any
     ticket_ptr: Any  # the counter from which programs take their tiles
     # the lists, as ``Lists``
     begin_ptr: Any
@@ -28,8 +35,8 @@ class ForwardTensors(NamedTuple):
     cu_seqlens_k_ptr: Any
 
 
-class ForwardNumbers(NamedTuple):
-    """Scale and sizes of the forward, and of dq by tiles of queries."""
+class QueryNumbers(NamedTuple):
+    """Scale and sizes of the kernel that owns tiles of queries."""
 
     scale: Any
     batch: Any
@@ -46,8 +53,8 @@ class ForwardNumbers(NamedTuple):
     extent_k: Any  # keys that the layout covers
 
 
-class ForwardOptions(NamedTuple):
-    """What the forward is compiled for of a call."""
+class QueryOptions(NamedTuple):
+    """What that kernel is compiled for of a call, and the sizes on which it works."""
 
     GROUP: Any  # query heads per key head
     HEADS: Any  # of a tile
@@ -60,11 +67,6 @@ class ForwardOptions(NamedTuple):
     SHORT: Any  # queries of a sequence that another kernel serves
     TOP_LEFT: Any  # query i stands at position i
     HALVES: Any  # lists tell what one warpgroup sees alone, which then multiplies it alone
-
-
-class ForwardTile(NamedTuple):
-    """The sizes on which the forward works."""
-
     ROWS: Any  # of a warpgroup
     BLOCK_N: Any
     HEAD_DIM: Any
@@ -73,14 +75,15 @@ class ForwardTile(NamedTuple):
     STAGES_V: Any
 
 
-class ForwardPipeline(NamedTuple):
-    """The forward's shared memory and the barriers (mbarrier) that say when it is full or empty."""
+class QueryPipeline(NamedTuple):
+    """Its shared memory and the barriers (mbarrier) that say when it is full or empty."""
 
     q_s: Any
+    dout_s: Any  # or None; arrives with the queries
     k_s: Any
     v_s: Any
     out_s: Any
-    fields_s: Any  # numbers that describe a tile of queries
+    fields_s: Any  # numbers that describe a tile of queries: see ``Announced``
     q_full: Any
     q_empty: Any
     k_full: Any
@@ -126,6 +129,25 @@ class Walk(NamedTuple):
     odd: Any
 
 
+class Announced(NamedTuple):
+    """What the copying warp tells the others of a tile of queries."""
+
+    head: Any  # -1 if no tile is left
+    first_row: Any
+    sequence: Any
+    q_start: Any
+    len_q: Any
+    len_k: Any
+    walk: Any
+
+
+class Entries(NamedTuple):
+    """Key blocks of a step, and which of the tile's rows of blocks keep each."""
+
+    items: Any
+    members: Any
+
+
 class Rows(NamedTuple):
     """What the rows of a warpgroup see."""
 
@@ -152,47 +174,6 @@ class Place(NamedTuple):
     sequence: Any
     q_start: Any
     len_q: Any
-
-
-class DqTensors(NamedTuple):
-    """Tensor maps (TMA) and pointers where dq is made by tiles of queries."""
-
-    q_desc: Any
-    k_desc: Any
-    v_desc: Any
-    dout_desc: Any
-    dq_desc: Any
-    dq_ptr: Any
-    lse2_ptr: Any
-    delta_ptr: Any
-    # from here on as in the forward
-    ticket_ptr: Any
-    begin_ptr: Any
-    whole_ptr: Any
-    items_ptr: Any
-    members_ptr: Any
-    cu_seqlens_q_ptr: Any
-    cu_seqlens_k_ptr: Any
-
-
-class DqPipeline(NamedTuple):
-    """Shared memory and barriers (mbarrier) where dq is made by tiles of queries."""
-
-    q_s: Any
-    dout_s: Any
-    k_s: Any
-    v_s: Any
-    dq_s: Any
-    # from here on as in the forward; queries arrive with the output's gradient
-    fields_s: Any
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    v_full: Any
-    tile_full: Any
-    tile_empty: Any
-    k_boxes: Any
-    v_boxes: Any
 
 
 class RowGradients(NamedTuple):
@@ -249,17 +230,12 @@ class BackwardNumbers(NamedTuple):
 
 
 class BackwardOptions(NamedTuple):
-    """What the backward is compiled for of a call."""
+    """What the backward is compiled for of a call, and the sizes on which it works."""
 
     GROUP: Any  # query heads per key head
     IS_CAUSAL: Any
     PER_HEAD: Any  # lists of each key head, or one for all
     TOP_LEFT: Any  # query i stands at position i
-
-
-class BackwardTile(NamedTuple):
-    """The sizes on which the backward works."""
-
     PIECE: Any  # tokens of the layout's blocks, up to 64
     HEAD_DIM: Any
     HEAD_DIM_V: Any
@@ -347,6 +323,26 @@ class Origin(NamedTuple):
     sums_pitch: Any
 
 
+class Work(NamedTuple):
+    """All that a program works on."""
+
+    program: Any
+    steps: Any
+    keys: Any
+    sums: Any
+    origin: Any
+
+
+class Mine(NamedTuple):
+    """What a warpgroup knows of its block of keys, and of the walk."""
+
+    positions: Any  # of the keys in a block, or in the sequence
+    factor: Any  # from scores to logits in base 2
+    dq_ptr: Any
+    both: Any  # blocks of queries that both warpgroups multiply
+    total: Any  # of all
+
+
 class Item(NamedTuple):
     """A block of queries of a program's walk."""
 
@@ -364,3 +360,43 @@ class Gradients(NamedTuple):
     s: Any  # scores of the next step
     last: Any  # to which sums the last step's dq belongs; -1 if to none
     turn: Any
+
+
+class RoundTensors(NamedTuple):
+    """Pointers of the launch after the backward."""
+
+    dq_sums_ptr: Any
+    dk_sums_ptr: Any
+    dv_sums_ptr: Any
+    dq_ptr: Any
+    dk_ptr: Any
+    dv_ptr: Any
+    parts_ptr: Any
+    cu_seqlens_ptr: Any
+
+
+class RoundNumbers(NamedTuple):
+    """Scale and sizes of the launch after the backward."""
+
+    scale: Any
+    slots_q: Any  # tiles of sums of dq
+    batch: Any
+    heads_q: Any
+    heads_k: Any
+    tokens_q: Any
+    tokens_k: Any
+    tiles_q: Any
+    tiles_k: Any
+    list_pieces: Any
+
+
+class RoundOptions(NamedTuple):
+    """What the launch after the backward is compiled for."""
+
+    PER_HEAD: Any  # lists of each key head, or one for all
+    TOKENS: Any  # of the layout's blocks, up to 64
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    WIDTH: Any  # columns of sums
+    WIDTH_V: Any
+    TOP_LEFT: Any  # query i stands at position i
