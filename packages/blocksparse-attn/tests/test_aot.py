@@ -102,7 +102,7 @@ def test_builds(gpu, way, config, tmp_path, record_property):
         record_property(build.kernel, str(build))
         assert build.shared <= GPUS[gpu].shared_limit, build
     # the kernel over tiles of scores makes one of these at a time
-    passes = iter([FORWARD] if way == FORWARD else ["dkdv", "dq"])
+    passes = iter([FORWARD, "merge"] if way == FORWARD else ["dkdv", "dq"])
     named = [(next(passes) if b.kernel == KERNEL else b.kernel, b) for b in builds]
     spilled = [build for name, build in named if build.spilled > accepted(gpu, config, name)]
     assert not spilled, ", ".join(map(str, spilled))

@@ -213,8 +213,8 @@ MISTAKES = [
     ("fetch", "lane // HALF", "lane * 0"),
     ("_begin_in_halves", "range(1, walk.halves)", "range(1, 1)"),
     ("_finish", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
-    ("make_output", "barrier_sync(TURN, 256, 4)", "pass"),
-    ("make_output", "barrier_arrive(TURN, 256, 4)", "barrier_arrive(TURN, 288, 4)"),
+    ("_consume", "barrier_sync(TURN, 256, 4)", "pass"),
+    ("_consume", "barrier_arrive(TURN, 256, 4)", "barrier_arrive(TURN, 288, 4)"),
     ("hopper_query_kernel", "barriers(SLOTS, 2)", "barriers(SLOTS, 1)"),
 ]
 # of these, blocks of 32 show nothing

@@ -9,7 +9,6 @@ from attn_common import has_gluon
 from blocksparse_attn._kernels import structures as s
 from blocksparse_attn._kernels.attention import _attention_kernel
 from blocksparse_attn._kernels.backward_rows import row_kernel
-from blocksparse_attn._kernels.merge import _merge_kernel
 
 pytestmark = pytest.mark.eager
 
@@ -18,7 +17,6 @@ PORTABLE = [
         _attention_kernel,
         (s.Tensors, s.Numbers, s.Options, s.QueryOptions, s.PassOptions, s.TileOptions),
     ),
-    (_merge_kernel, (s.MergeTensors, s.MergeNumbers, s.MergeOptions, s.TileOptions)),
     (row_kernel, (s.RowTensors, s.RowNumbers, s.RowOptions)),
 ]
 

@@ -125,13 +125,7 @@ class Plan(Protocol):
         """Say whether tensors that were put away since still lie in memory as they did."""
 
     def backward(
-        self,
-        x: Tensors,
-        walks: Walks,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
+        self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(dq, dk, dv)`` of tensors that fit."""
 

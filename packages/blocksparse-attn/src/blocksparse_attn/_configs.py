@@ -17,14 +17,7 @@ from attn_common import Platform, detect, has_gluon, next_power_of_2
 
 from ._call import Options, Pattern, Tensors
 from ._linked.host.arguments import FP32_TINY
-from ._linked.host.tiles import (
-    Table,
-    Tile,
-    family_of,
-    find_tile,
-    hopper_registers,
-    padded_head_dim,
-)
+from ._linked.host.tiles import Table, Tile, family_of, find_tile, hopper_registers, padded_head_dim
 
 # queries of a sequence up to which it takes the short tile, whatever shares the batch
 SHORT = 8
@@ -108,16 +101,8 @@ _SHORT: Table[Tile] = {
 
 _BACKWARD_DKDV: Table[Tile] = {
     "cpu": _INTERPRETED,
-    "hopper": (
-        (64, Tile(64, 64, 4, 3)),
-        (128, Tile(64, 64, 4, 2)),
-        (256, Tile(64, 64, 8, 2)),
-    ),
-    "nvidia": (
-        (64, Tile(32, 64, 4, 2)),
-        (128, Tile(16, 64, 4, 2)),
-        (256, Tile(16, 32, 8, 1)),
-    ),
+    "hopper": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(64, 64, 8, 2))),
+    "nvidia": ((64, Tile(32, 64, 4, 2)), (128, Tile(16, 64, 4, 2)), (256, Tile(16, 32, 8, 1))),
     "amd": ((128, Tile(32, 64, 4, 1)), (256, Tile(16, 32, 4, 1))),
     "rdna": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))),
     "hopper-fp32": (
@@ -136,21 +121,13 @@ _BACKWARD_DKDV: Table[Tile] = {
 
 # for blocks of fewer than 64 queries: several a step hold an address each, for which registers fail
 _BACKWARD_DKDV_SMALL: Table[Tile] = {
-    "hopper": ((128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 2))),
+    "hopper": ((128, Tile(32, 64, 4, 2)), (256, Tile(32, 64, 8, 2)))
 }
 
 _BACKWARD_DQ: Table[Tile] = {
     "cpu": _INTERPRETED,
-    "hopper": (
-        (64, Tile(64, 64, 4, 3)),
-        (128, Tile(128, 64, 8, 3)),
-        (256, Tile(32, 64, 8, 2)),
-    ),
-    "nvidia": (
-        (64, Tile(64, 32, 4, 2)),
-        (128, Tile(64, 32, 4, 2)),
-        (256, Tile(32, 32, 8, 1)),
-    ),
+    "hopper": ((64, Tile(64, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(32, 64, 8, 2))),
+    "nvidia": ((64, Tile(64, 32, 4, 2)), (128, Tile(64, 32, 4, 2)), (256, Tile(32, 32, 8, 1))),
     "amd": ((128, Tile(64, 32, 4, 1)), (256, Tile(32, 16, 4, 1))),
     "rdna": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 32, 8, 1)), (256, Tile(16, 16, 8, 1))),
     "hopper-fp32": (
@@ -166,9 +143,7 @@ _BACKWARD_DQ: Table[Tile] = {
     "amd-fp32": ((64, Tile(32, 32, 4, 1)), (128, Tile(32, 16, 4, 1)), (256, Tile(16, 16, 4, 1))),
     "rdna-fp32": ((64, Tile(16, 16, 4, 1)), (128, Tile(16, 16, 8, 1)), (256, Tile(16, 16, 8, 1))),
 }
-_BACKWARD_DQ_LOW: Table[Tile] = {
-    "hopper": ((128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 8, 2))),
-}
+_BACKWARD_DQ_LOW: Table[Tile] = {"hopper": ((128, Tile(64, 64, 4, 2)), (256, Tile(32, 64, 8, 2)))}
 
 
 def _prefill_shape(tall: Table[Tile], low: Table[Tile]) -> Callable[..., Shape]:

@@ -10,6 +10,7 @@ import triton.language as tl
 from .backward_dkdv import make_dkdv
 from .backward_dq import make_dq
 from .forward import fill_padding, make_output
+from .merge import merge_parts
 from .schedule import key_walk, locate_queries, rows_of, tile_rows
 from .structures import Constants, Grid, Keys, Numbers, Tensors
 
@@ -28,18 +29,12 @@ def _key_bases(work, batch, tensors, numbers, OPTIONS: tl.constexpr):
 @triton.jit
 def _own_queries(tensors, numbers, OPTIONS: tl.constexpr):
     """Work on one tile of queries, or on a split of its keys."""
+    q_starts, k_starts = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
     units = numbers.heads_q // OPTIONS.GROUP * OPTIONS.PACKS
-    grid = Grid(
-        tensors.cu_seqlens_q_ptr,
-        tensors.cu_seqlens_k_ptr,
-        numbers.batch,
-        units,
-        numbers.tokens_q,
-        numbers.tokens_k,
-        numbers.tiles,
-        numbers.span,
-        numbers.splits,
-    )
+    sizes = numbers.tokens_q, numbers.tokens_k, numbers.tiles, numbers.span
+    # one program puts the splits of a tile together
+    splits = 1 if OPTIONS.MERGES else numbers.splits
+    grid = Grid(q_starts, k_starts, numbers.batch, units, *sizes, splits)
     work = locate_queries(
         tl.program_id(0),
         grid,
@@ -49,11 +44,20 @@ def _own_queries(tensors, numbers, OPTIONS: tl.constexpr):
         OPTIONS.SHORT,
         OPTIONS.TOP_LEFT,
     )
-    if OPTIONS.IS_SHORT and tensors.cu_seqlens_q_ptr is not None:
+    if OPTIONS.IS_SHORT and not OPTIONS.MERGES and q_starts is not None:
         fill_padding(work, tensors, numbers, OPTIONS)
     if not work.is_alive:
         return
     rows = tile_rows(work, numbers.batch, OPTIONS)
+    if OPTIONS.MERGES:
+        merge_parts(work, rows, tensors, numbers, OPTIONS)
+    else:
+        _attend(work, rows, tensors, numbers, OPTIONS)
+
+
+@triton.jit
+def _attend(work, rows, tensors, numbers, OPTIONS: tl.constexpr):
+    """Walk the keys of a tile of queries: for the output, or for dq."""
     k_base, v_base = _key_bases(work, rows.batch, tensors, numbers, OPTIONS)
     table_ptr = tensors.block_table_ptr
     if OPTIONS.PAGE:
@@ -133,6 +137,7 @@ def _attention_kernel(
     ROW_MEMBERS: tl.constexpr,
     HEAD_MEMBERS: tl.constexpr,
     BY_KEY: tl.constexpr,
+    MERGES: tl.constexpr,
     PAGE: tl.constexpr,
     IS_SHORT: tl.constexpr,
     SHORT: tl.constexpr,
@@ -217,6 +222,7 @@ def _attention_kernel(
         ROW_MEMBERS,
         HEAD_MEMBERS,
         BY_KEY,
+        MERGES,
         PAGE,
         IS_SHORT,
         SHORT,

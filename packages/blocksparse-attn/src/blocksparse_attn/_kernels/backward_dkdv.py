@@ -124,20 +124,11 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
     """Write dk and dv of one tile of keys, of all query heads of the key head."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
-    heads_q, q_starts = numbers.heads_q, tensors.cu_seqlens_q_ptr
+    q_starts, k_starts = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
+    heads_q, tokens_q, tokens_k = numbers.heads_q, numbers.tokens_q, numbers.tokens_k
     heads_k = heads_q // OPTIONS.GROUP
-    tokens_q, tokens_k = numbers.tokens_q, numbers.tokens_k
-    grid = Grid(
-        q_starts,
-        tensors.cu_seqlens_k_ptr,
-        numbers.batch,
-        heads_k,
-        tokens_q,
-        tokens_k,
-        numbers.tiles,
-        numbers.span,
-        1,
-    )
+    sizes = tokens_q, tokens_k, numbers.tiles, numbers.span
+    grid = Grid(q_starts, k_starts, numbers.batch, heads_k, *sizes, 1)
     work = locate_keys(tl.program_id(0), grid, BLOCK_N, OPTIONS.IS_CAUSAL, OPTIONS.TOP_LEFT)
     tile, sequence, head_k, q_start, k_start, seqlen_q, seqlen_k, diagonal = work
     if tile < 0:
@@ -178,7 +169,7 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
             dk, dv, k, v, queries, ranges, columns, tensors, numbers, masked == 1, OPTIONS
         )
 
-    token = batch_64 * tokens_k if tensors.cu_seqlens_k_ptr is None else k_start
+    token = batch_64 * tokens_k if k_starts is None else k_start
     first = (token + tile * BLOCK_N) * heads_k + head_k
     # addresses live through the walk: a scalar in 64 bits, and what a tile spans in 32
     row = tl.arange(0, BLOCK_N) * heads_k

@@ -8,13 +8,7 @@ owner's member: of a row of blocks, one bit a column, or, by keys, of a column, 
 import triton
 import triton.language as tl
 
-from .list_structures import (
-    BitNumbers,
-    BitTensors,
-    ListNumbers,
-    ListOptions,
-    ListTensors,
-)
+from .list_structures import BitNumbers, BitTensors, ListNumbers, ListOptions, ListTensors
 
 # as in ``_lists.py``
 COUNTED = tl.constexpr(1 << 21)
@@ -35,10 +29,7 @@ def _row_of(slot, crow_ptr, numbers):
     return low - 1
 
 
-@triton.jit(
-    do_not_specialize=BitNumbers._fields,
-    do_not_specialize_on_alignment=BitTensors._fields,
-)
+@triton.jit(do_not_specialize=BitNumbers._fields, do_not_specialize_on_alignment=BitTensors._fields)
 def _bit_kernel(
     crow_ptr,
     col_ptr,
@@ -177,8 +168,7 @@ def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr)
 
 
 @triton.jit(
-    do_not_specialize=ListNumbers._fields,
-    do_not_specialize_on_alignment=ListTensors._fields,
+    do_not_specialize=ListNumbers._fields, do_not_specialize_on_alignment=ListTensors._fields
 )
 def _list_kernel(
     bits_ptr,

@@ -4,8 +4,6 @@ import triton
 import triton.language as tl
 
 from ._linked.primitives import LN2, NEG_INF
-from .schedule import locate_queries, tile_rows
-from .structures import Grid, MergeConstants, MergeNumbers, MergeTensors
 
 
 @triton.jit
@@ -47,70 +45,23 @@ def store_rows(out, lse2, work, rows, tensors, numbers, OPTIONS: tl.constexpr):
     store_tile(out, work, rows, tensors, numbers, OPTIONS.HEAD_DIM_V, OPTIONS)
 
 
-@triton.jit(
-    do_not_specialize=MergeNumbers._fields, do_not_specialize_on_alignment=MergeTensors._fields
-)
-def _merge_kernel(
-    part_out_ptr,
-    part_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    batch,
-    heads_q,
-    tokens_q,
-    tokens_k,
-    tiles,
-    splits,
-    GROUP: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    HEADS: tl.constexpr,
-    PACKS: tl.constexpr,
-    SHORT: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """``out = sum(exp(lse_i) out_i) / sum(exp(lse_i))`` over the splits of a short tile."""
-    tensors = MergeTensors(
-        part_out_ptr, part_lse_ptr, out_ptr, lse_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr
-    )
-    numbers = MergeNumbers(batch, heads_q, tokens_q, tokens_k, tiles, splits)
-    OPTIONS: tl.constexpr = MergeConstants(
-        GROUP,
-        HEAD_DIM_V,
-        BLOCK_DV,
-        POSITIONS,
-        HEADS,
-        PACKS,
-        SHORT,
-        TOP_LEFT,
-        BLOCK_M,
-        BLOCK_N,
-        PRECISION,
-        UPCAST,
-    )
-    units = heads_q // GROUP * PACKS
-    grid = Grid(cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, units, tokens_q, tokens_k, tiles, 1, 1)
-    work = locate_queries(tl.program_id(0), grid, POSITIONS, True, True, SHORT, TOP_LEFT)
-    if not work.is_alive:
-        return
+@triton.jit
+def merge_parts(work, rows, tensors, numbers, OPTIONS: tl.constexpr):
+    """Write ``out = sum(exp(lse_i) out_i) / sum(exp(lse_i))`` over the splits of a short tile."""
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
     cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * splits
-    for split in tl.range(0, splits):
+    first = tl.program_id(0).to(tl.int64) * numbers.splits
+    for split in tl.range(0, numbers.splits):
         at = (first + split) * BLOCK_M + m
-        lse2 = tl.load(part_lse_ptr + at)  # the tile wrote every row
+        lse2 = tl.load(tensors.part_lse_ptr + at)  # the tile wrote every row
         part = tl.load(
-            part_out_ptr + at[:, None] * HEAD_DIM_V + cols_dv[None, :],
+            tensors.part_out_ptr + at[:, None] * HEAD_DIM_V + cols_dv[None, :],
             mask=(cols_dv < HEAD_DIM_V)[None, :],
             other=0.0,
         )
@@ -123,4 +74,4 @@ def _merge_kernel(
         m_i = m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     out, lse2 = acc / l_safe[:, None], tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe))
-    store_rows(out, lse2, work, tile_rows(work, batch, OPTIONS), tensors, numbers, OPTIONS)
+    store_rows(out, lse2, work, rows, tensors, numbers, OPTIONS)

@@ -237,8 +237,7 @@ def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=PairNumbers._fields,
-    do_not_specialize_on_alignment=PairTensors._fields,
+    do_not_specialize=PairNumbers._fields, do_not_specialize_on_alignment=PairTensors._fields
 )
 def _pair_kernel(
     bits_ptr,

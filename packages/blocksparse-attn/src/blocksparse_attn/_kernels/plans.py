@@ -33,18 +33,7 @@ from .attention import _attention_kernel
 from .backward_rows import row_kernel
 from .form import Form, QueryTiles, launch_of, launch_on, processors, readable, rule_stride
 from .launch.runtime import aligned, dense, first_columns, token_strides, widened
-from .merge import _merge_kernel
-from .structures import (
-    MergeNumbers,
-    MergeOptions,
-    MergeTensors,
-    Numbers,
-    PassOptions,
-    QueryOptions,
-    RowNumbers,
-    RowOptions,
-    RowTensors,
-)
+from .structures import Numbers, PassOptions, QueryOptions, RowNumbers, RowOptions, RowTensors
 
 # programs per multiprocessor that a decode is split into, and the least steps of a program
 WAVES = 4
@@ -101,9 +90,10 @@ class Plan:
             split = short.split(x, bounds)
             fills = form.is_packed and not walks.tall
             launch = short.launches[split.splits > 1]
-            launch(*short.arguments(x, walks.short, out, lse, split, fills))
+            grid, *arguments = short.arguments(x, walks.short, out, lse, split, fills)
+            launch(grid, *arguments)
             if split.splits > 1:
-                short.merge(*short.merge_arguments(x, out, lse, split))
+                short.merge(split.programs, *arguments)
         return out, lse
 
     @functools.cached_property
@@ -169,18 +159,13 @@ class ShortForward:
         self._form = form
         queries = self._queries = QueryTiles(form, short_shape(form.platform, *form.choice[:-1]))
         self.launches = tuple(_forward_launch(form, x, queries, is_short=True) for _ in range(2))
-        constants, rows = form.constants, queries.constants
-        options = MergeOptions(
-            constants.GROUP,
-            constants.HEAD_DIM_V,
-            constants.BLOCK_DV,
-            rows.POSITIONS,
-            rows.HEADS,
-            rows.PACKS,
-            SHORT,
-            constants.TOP_LEFT,
+        self.merge = launch_on(
+            _attention_kernel,
+            queries.tile,
+            form.constants,
+            queries.constants,
+            PassOptions(MERGES=True, IS_SHORT=True, SHORT=SHORT),
         )
-        self.merge = launch_on(_merge_kernel, queries.tile, options)
 
     def split(self, x: Tensors, bounds: Bounds) -> Split:
         """Share out the tiles of a call."""
@@ -201,15 +186,6 @@ class ShortForward:
             self._form, self._queries, x, walk, written, split.tiles, split.splits, fills
         )
         return split.programs * split.splits, tensors, numbers
-
-    def merge_arguments(self, x: Tensors, out: Tensor, lse: Tensor, split: Split) -> Arguments:
-        """Return what the launch that merges splits is called with."""
-        form = self._form
-        tensors = MergeTensors(*split.parts, out, lse, x.cu_seqlens_q, x.cu_seqlens_k)
-        numbers = MergeNumbers(
-            form.batch, form.heads_q, x.q.shape[-3], x.k.shape[-3], split.tiles, split.splits
-        )
-        return split.programs, tensors, numbers
 
 
 def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool = False) -> Any:

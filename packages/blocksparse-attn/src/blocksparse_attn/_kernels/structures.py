@@ -41,24 +41,12 @@ class PassOptions(NamedTuple):
     """Which pass it is, and what is compiled for that alone."""
 
     BY_KEY: Any = False  # tiles of keys, for dk and dv, or of queries
+    MERGES: Any = False  # the forward over splits of keys is over, and is put together
     PAGE: Any = 0  # tokens of a page, 0 without pages
     IS_SHORT: Any = False  # tiles of sequences of a few queries
     SHORT: Any = 0  # queries of a sequence that has such tiles, in the forward
     FOLD: Any = True  # the scale is not negative
     SETTLE: Any = False  # wait for the products of dk at the end of each step
-
-
-class MergeOptions(NamedTuple):
-    """What the merge of splits is compiled for."""
-
-    GROUP: Any
-    HEAD_DIM_V: Any
-    BLOCK_DV: Any
-    POSITIONS: Any
-    HEADS: Any
-    PACKS: Any
-    SHORT: Any
-    TOP_LEFT: Any
 
 
 class RowOptions(NamedTuple):
@@ -144,28 +132,6 @@ class Numbers(NamedTuple):
     stride_vh: Any
 
 
-class MergeTensors(NamedTuple):
-    """Pointers of the merge of splits."""
-
-    part_out_ptr: Any
-    part_lse_ptr: Any
-    out_ptr: Any
-    lse_ptr: Any
-    cu_seqlens_q_ptr: Any
-    cu_seqlens_k_ptr: Any
-
-
-class MergeNumbers(NamedTuple):
-    """Sizes of the merge of splits."""
-
-    batch: Any
-    heads_q: Any
-    tokens_q: Any
-    tokens_k: Any
-    tiles: Any
-    splits: Any
-
-
 class RowTensors(NamedTuple):
     """What is known of rows, and the two tensors ``[batch, heads_q, tokens]`` to be filled."""
 
@@ -212,7 +178,6 @@ def joined(name: str, *structures: Any) -> Any:
 
 
 Constants = joined("Constants", Options, QueryOptions, PassOptions, TileOptions)
-MergeConstants = joined("MergeConstants", MergeOptions, TileOptions)
 
 
 class Grid(NamedTuple):

@@ -5,14 +5,14 @@ beside the other's products, and beside its own product of the last step's proba
 values.
 """
 
-from ._linked.compat import gl, gluon, hopper, mbarrier, tma
-from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync, opaque
+from ._linked.compat import gl, gluon, hopper, mbarrier
+from ._linked.pipeline import EMPTY, barrier_arrive, opaque
 from ._linked.ptx import in_pairs
 from ._linked.softmax import finish_softmax
 from .forward_steps import attend, begin_tile
 from .producer import PARTIES
-from .query_rows import place_of, receive, rows_of, send, understood
-from .schedule import HEAD, pick, steps_of
+from .query_rows import send
+from .schedule import steps_of
 from .structures import Softmax
 
 
@@ -57,47 +57,25 @@ def _write(
 
 
 @gluon.jit
-def make_output(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr):
-    """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.BLOCK_N, 16])
-    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
-    factor = numbers.scale * LOG2E
-    if W == 1:
-        # the first turn
-        barrier_arrive(TURN, 256, 4)
-    turn = 0  # tiles of keys
-    tile_count = 0  # tiles of queries
-    fields = receive(tile_count, pipeline)
-    while pick(fields, HEAD) >= 0:
-        tile = understood(fields)
-        walk = tile.walk
-        steps = steps_of(walk, OPTIONS)
-        place = place_of(tile, W, OPTIONS)
-        rows = rows_of(tile, place, factor, S, OPTIONS)
-
-        softmax = begin_tile(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
-        softmax = attend(
-            softmax, walk.whole, steps - 1, walk, rows, W, True, tensors, pipeline, OPTIONS
-        )
-        o, m, l, p, turn = softmax
-        softmax = attend(
-            Softmax(o, m, l, in_pairs(p), turn),
-            0,
-            walk.whole,
-            walk,
-            rows,
-            W,
-            False,
-            tensors,
-            pipeline,
-            OPTIONS,
-        )
-        o, weight, empty, lse = _finish(softmax, place.head, W, pipeline, OPTIONS)
-        turn = softmax.turn
-        _write(o, weight, empty, lse, place, W, tensors, numbers, pipeline, OPTIONS)
-        tile_count += 1
-        fields = receive(tile_count, pipeline)
-    tma.store_wait(0)
-    if W == 0:
-        # the last turn that was passed on
-        barrier_sync(TURN, 256, 4)
+def make_output(
+    walk,
+    rows,
+    place,
+    turn,
+    tile_count,
+    W: gl.constexpr,
+    tensors,
+    numbers,
+    pipeline,
+    OPTIONS: gl.constexpr,
+):
+    """Write the output and the LSE of warpgroup ``W``'s rows of a tile; return the next turn."""
+    last = steps_of(walk, OPTIONS) - 1
+    softmax = begin_tile(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
+    softmax = attend(softmax, walk.whole, last, walk, rows, W, True, tensors, pipeline, OPTIONS)
+    o, m, l, p, turn = softmax
+    softmax = Softmax(o, m, l, in_pairs(p), turn)
+    softmax = attend(softmax, 0, walk.whole, walk, rows, W, False, tensors, pipeline, OPTIONS)
+    o, weight, empty, lse = _finish(softmax, place.head, W, pipeline, OPTIONS)
+    _write(o, weight, empty, lse, place, W, tensors, numbers, pipeline, OPTIONS)
+    return softmax.turn

@@ -6,23 +6,48 @@ heads of one row of blocks where heads have one pattern, else one head. Each of 
 then whole blocks. A step is 128 keys, in as many blocks of the list as make them, from anywhere.
 """
 
-from ._linked.compat import gl, gluon, hopper
-from ._linked.pipeline import SLOTS, barriers
+from ._linked.compat import gl, gluon, hopper, tma
+from ._linked.pipeline import LOG2E, SLOTS, TURN, barrier_arrive, barrier_sync, barriers
 from .boxes import boxes_of
 from .forward import make_output
 from .producer import produce
+from .query_rows import place_of, receive, rows_of, understood
 from .row_gradients import make_dq
-from .schedule import FIELDS
+from .schedule import FIELDS, HEAD, pick
 from .structures import QueryNumbers, QueryOptions, QueryPipeline, QueryTensors
 
 
 @gluon.jit
 def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr):
     """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
-    if tensors.dout_desc is None:
-        make_output(W, tensors, numbers, pipeline, OPTIONS)
-    else:
-        make_dq(W, tensors, numbers, pipeline, OPTIONS)
+    IS_FORWARD: gl.constexpr = tensors.dout_desc is None
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.BLOCK_N, 16])
+    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+    factor = numbers.scale * LOG2E
+    if IS_FORWARD and W == 1:
+        # the first turn
+        barrier_arrive(TURN, 256, 4)
+    turn = 0  # tiles of keys
+    tile_count = 0  # tiles of queries
+    fields = receive(tile_count, pipeline)
+    while pick(fields, HEAD) >= 0:
+        tile = understood(fields)
+        place = place_of(tile, W, OPTIONS)
+        rows = rows_of(tile, place, factor, S, OPTIONS)
+        if IS_FORWARD:
+            turn = make_output(
+                tile.walk, rows, place, turn, tile_count, W, tensors, numbers, pipeline, OPTIONS
+            )
+        else:
+            turn = make_dq(
+                tile.walk, rows, place, turn, tile_count, W, tensors, numbers, pipeline, OPTIONS
+            )
+        tile_count += 1
+        fields = receive(tile_count, pipeline)
+    tma.store_wait(0)
+    if IS_FORWARD and W == 0:
+        # the last turn that was passed on
+        barrier_sync(TURN, 256, 4)
 
 
 # numbers and pointers are never specialised; see ``runtime.py``

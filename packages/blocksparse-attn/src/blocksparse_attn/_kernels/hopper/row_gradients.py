@@ -12,21 +12,12 @@ programs would wait for most of the time (local 8 and stride 16 at 8k tokens: 5 
 as without an order, however walks and programs are sorted).
 """
 
-from ._linked.compat import gl, gluon, hopper, mbarrier, tma
-from ._linked.pipeline import EMPTY, LOG2E, barrier_arrive
+from ._linked.compat import gl, gluon, hopper, mbarrier
+from ._linked.pipeline import EMPTY, barrier_arrive
 from .boxes import rows_for
 from .producer import PARTIES
-from .query_rows import (
-    entries_of,
-    half_entries_of,
-    hide,
-    place_of,
-    receive,
-    rows_of,
-    send,
-    understood,
-)
-from .schedule import HEAD, pick, steps_of
+from .query_rows import entries_of, half_entries_of, hide, send
+from .schedule import steps_of
 from .structures import RowGradients
 
 INF = gl.constexpr(float("inf"))
@@ -112,42 +103,42 @@ def _walk(
 
 
 @gluon.jit
-def make_dq(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr):
-    """Make dq of warpgroup ``W``'s rows of every tile of queries that the producer announces."""
+def make_dq(
+    walk,
+    rows,
+    place,
+    turn,
+    tile_count,
+    W: gl.constexpr,
+    tensors,
+    numbers,
+    pipeline,
+    OPTIONS: gl.constexpr,
+):
+    """Write dq of warpgroup ``W``'s rows of a tile; return the next turn."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM, 16])
-    factor = numbers.scale * LOG2E
-    turn = 0  # tiles of keys
-    tile_count = 0  # tiles of queries
-    fields = receive(tile_count, pipeline)
-    while pick(fields, HEAD) >= 0:
-        tile = understood(fields)
-        walk = tile.walk
-        steps = steps_of(walk, OPTIONS)
-        place = place_of(tile, W, OPTIONS)
-        rows = rows_of(tile, place, factor, S, OPTIONS)
-        lse2, delta = _numbers_of(place, gl.SliceLayout(1, S), tensors, numbers, OPTIONS)
-        dq = gl.zeros([OPTIONS.ROWS, OPTIONS.HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
-        gradients = RowGradients(dq, lse2, delta, turn)
-        mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
-        if OPTIONS.HALVES:
-            gradients = _walk(
-                gradients, 0, walk.halves, walk, rows, W, True, True, tensors, pipeline, OPTIONS
-            )
+    steps = steps_of(walk, OPTIONS)
+    lse2, delta = _numbers_of(place, gl.SliceLayout(1, S), tensors, numbers, OPTIONS)
+    dq = gl.zeros([OPTIONS.ROWS, OPTIONS.HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
+    gradients = RowGradients(dq, lse2, delta, turn)
+    mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
+    if OPTIONS.HALVES:
         gradients = _walk(
-            gradients, walk.whole, steps, walk, rows, W, True, False, tensors, pipeline, OPTIONS
+            gradients, 0, walk.halves, walk, rows, W, True, True, tensors, pipeline, OPTIONS
         )
-        gradients = _walk(
-            gradients, 0, walk.whole, walk, rows, W, False, False, tensors, pipeline, OPTIONS
-        )
-        dq, lse2, delta, turn = gradients
-        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
-        # what a row holds that sees no key may be NaN
-        is_blind = gl.convert_layout(lse2 == INF, gl.SliceLayout(1, O))  # [ROWS]
-        dq = gl.where(is_blind[:, None], 0.0, dq * numbers.scale)
-        dq_s = pipeline.out_s.index(W)
-        send(dq, place, dq_s, tensors.out_desc, tensors.out_ptr, numbers.width, numbers, RAGGED)
-        tile_count += 1
-        fields = receive(tile_count, pipeline)
-    tma.store_wait(0)
+    gradients = _walk(
+        gradients, walk.whole, steps, walk, rows, W, True, False, tensors, pipeline, OPTIONS
+    )
+    gradients = _walk(
+        gradients, 0, walk.whole, walk, rows, W, False, False, tensors, pipeline, OPTIONS
+    )
+    dq, lse2, delta, turn = gradients
+    mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+    # what a row holds that sees no key may be NaN
+    is_blind = gl.convert_layout(lse2 == INF, gl.SliceLayout(1, O))  # [ROWS]
+    dq = gl.where(is_blind[:, None], 0.0, dq * numbers.scale)
+    dq_s = pipeline.out_s.index(W)
+    send(dq, place, dq_s, tensors.out_desc, tensors.out_ptr, numbers.width, numbers, RAGGED)
+    return turn

@@ -8,6 +8,7 @@ and an item that is wanting to fill one is missing there.
 
 from ._linked.compat import gl, gluon
 from ._linked.pipeline import SEARCH_CHUNK
+from ._linked.pipeline import locate as locate_dense
 from .structures import QueryTile, Walk
 
 # a list's count of whole items is less, and further counts are in units of it, of its square
@@ -75,20 +76,8 @@ def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr):
     len_k = numbers.tokens_k
     is_mine = ticket >= 0
     if tensors.cu_seqlens_q_ptr is None:
-        if BALANCE:
-            first = ticket // (numbers.span * tiles) * numbers.span
-            here = numbers.span
-            if first >= batch * units - numbers.last:
-                first = batch * units - numbers.last
-                here = numbers.last
-            place = ticket - first * tiles
-            index = place // here
-            batch_unit = first + place % here
-        else:
-            index = ticket % tiles
-            batch_unit = ticket // tiles
-        sequence = batch_unit // units
-        unit = batch_unit % units
+        place = ticket, batch, units, tiles, numbers.span, numbers.last
+        index, sequence, unit = locate_dense(*place, BALANCE)
     else:
         q_starts, k_starts = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
         slot = ticket // units if BALANCE else ticket % tiles
@@ -107,7 +96,7 @@ def locate(ticket, units, tensors, numbers, OPTIONS: gl.constexpr):
     diagonal = diagonal_of(len_q, len_k, OPTIONS.TOP_LEFT)
     first_tile = floor_div(diagonal, POSITIONS)
     count = gl.where(len_q > 0, gl.cdiv(diagonal + len_q, POSITIONS) - first_tile, 0)
-    if BALANCE:
+    if BALANCE and tensors.cu_seqlens_q_ptr is not None:
         index = count - 1 - index  # the last are the longest
     is_alive = is_mine & (index >= 0) & (index < count)
     index += first_tile
