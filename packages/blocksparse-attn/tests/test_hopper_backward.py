@@ -14,8 +14,7 @@ from blocksparse_attn._configs import takes_hopper_backward
 from blocksparse_attn._kernels.backward_rows import row_kernel
 from blocksparse_attn._kernels.form import Form
 from blocksparse_attn._kernels.hopper.backward_plans import PIECE, ROWS, HopperBackward
-from blocksparse_attn._kernels.hopper.backward_round import round_kernel
-from blocksparse_attn._kernels.structures import RowTensors
+from blocksparse_attn._kernels.structures import RowNumbers, RowOptions, RowTensors
 from blocksparse_attn._lists import SIDE, piece_of
 
 from ._aot import Config
@@ -187,12 +186,15 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
         )
     )
     parts = torch.tensor([2, 1, 9, 0, 3, 9], device=device)
-    round_kernel[(heads_q * tiles + heads_k * 2,)](
-        dq_sums, *sums, dq, dk, dv, parts, None, 0.5, heads_q * tiles, 1, heads_q, heads_k,
-        tokens_q, tokens_k, tiles, 2, 3,
-        PER_HEAD=True, TOKENS=64, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, WIDTH=block_d,
-        WIDTH_V=128, TOP_LEFT=False, num_warps=4,
-    )  # fmt: skip
+    tensors = *[None] * 6, parts, None, dq_sums, *sums, dq, dk, dv
+    slots = heads_q * tiles, heads_k * 2
+    numbers = RowNumbers(
+        tokens_q, 0, 0, 0, 0, heads_q, 0.5, 1, heads_k, tokens_k, tiles, 2, 3, *slots
+    )
+    options = RowOptions(
+        head_dim_v, 128, 16, ROWS, True, head_dim, True, False, 64, block_d, 128, PIECE
+    )
+    row_kernel[(sum(slots),)](*tensors, *numbers, **options._asdict(), num_warps=4)
     want = in_order(dq_sums).transpose(2, 3).reshape(heads_q, tiles * 64, block_d)
     ahead = tokens_k - tokens_q - first * 64
     want = want[:, ahead : ahead + tokens_q, :head_dim].transpose(0, 1)
@@ -217,12 +219,12 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
     sums = [torch.full((heads_k, 3, 64 * d), math.nan, device=device) for d in (64, 128)]
     parts = torch.tensor([2, 1, 0, 9, 0, 3, 1, 9], device=device)
     grid, pieces = max(cdiv(lse.numel(), ROWS), heads_k * 3), dq_sums.numel() // PIECE
-    row_kernel[(grid,)](
-        *rows[:6], dq_sums, *sums, parts, None, *numbers, heads_q, 1, heads_k, 150, 3, 4,
-        heads_k * 3, cdiv(pieces, grid), pieces,
-        PER_HEAD=True, HEAD_DIM_V=64, BLOCK_DV=64, WIDTH=64, WIDTH_V=128, ROW_BYTES_V=16,
-        BLOCK=ROWS, PIECE=PIECE, TOKENS=64, num_warps=4,
-    )  # fmt: skip
+    numbers = RowNumbers(
+        *numbers, heads_q, 1.0, 1, heads_k, 150, 0, 3, 4, 0, heads_k * 3, cdiv(pieces, grid), pieces
+    )
+    options = RowOptions(64, 64, 16, ROWS, False, 64, True, False, 64, 64, 128, PIECE)
+    tensors = *rows[:6], parts, None, dq_sums, *sums, None, None, None
+    row_kernel[(grid,)](*tensors, *numbers, **options._asdict(), num_warps=4)
     for filled in (dq_sums, rows.delta_ptr, rows.lse2_ptr):
         assert not filled.any()
     for given in sums:

@@ -38,7 +38,6 @@ def test_portable(kernel, structures):
 def test_hopper():
     from blocksparse_attn._kernels.hopper import structures as h
     from blocksparse_attn._kernels.hopper.backward import hopper_backward_kernel
-    from blocksparse_attn._kernels.hopper.backward_round import round_kernel
     from blocksparse_attn._kernels.hopper.queries import hopper_query_kernel
 
     for kernel, structures in (
@@ -47,6 +46,5 @@ def test_hopper():
             hopper_backward_kernel,
             (h.BackwardTensors, h.BackwardNumbers, h.BackwardOptions),
         ),
-        (round_kernel, (h.RoundTensors, h.RoundNumbers, h.RoundOptions)),
     ):
         assert_parameters(kernel, structures)

@@ -50,16 +50,19 @@ class PassOptions(NamedTuple):
 
 
 class RowOptions(NamedTuple):
-    """What the numbers of rows are compiled for."""
+    """What the launches around the backward are compiled for."""
 
     HEAD_DIM_V: Any
     BLOCK_DV: Any
     ROW_BYTES_V: Any
     BLOCK: Any  # rows per program
-    # of sums that are set to 0
+    # of sums of gradients
+    ROUNDS: Any = False  # they become gradients
+    HEAD_DIM: Any = 0
     PER_HEAD: Any = False  # lists of each key head, or one for all
+    TOP_LEFT: Any = False  # query i stands at position i
     TOKENS: Any = 0  # of the layout's blocks, up to 64
-    WIDTH: Any = 0  # columns
+    WIDTH: Any = 0  # columns of sums
     WIDTH_V: Any = 0
     PIECE: Any = 0  # sums of dq that are set to 0 at a time
 
@@ -142,11 +145,14 @@ class RowTensors(NamedTuple):
     delta_ptr: Any
     lse2_ptr: Any
     # of the backward for Hopper: see ``BackwardTensors``
+    parts_ptr: Any = None
+    cu_seqlens_ptr: Any = None
     dq_sums_ptr: Any = None
     dk_sums_ptr: Any = None
     dv_sums_ptr: Any = None
-    parts_ptr: Any = None
-    cu_seqlens_ptr: Any = None
+    dq_ptr: Any = None
+    dk_ptr: Any = None
+    dv_ptr: Any = None
 
 
 class RowNumbers(NamedTuple):
@@ -158,14 +164,17 @@ class RowNumbers(NamedTuple):
     stride_dos: Any
     stride_doh: Any
     heads_q: Any
-    # of sums that are set to 0
+    # of sums of gradients
+    scale: Any = 0.0
     batch: Any = 0
     heads_k: Any = 0
     tokens_k: Any = 0
+    tiles_q: Any = 0
     tiles_k: Any = 0
     list_pieces: Any = 0
-    slots_k: Any = 0  # tiles of sums of dk and dv
-    share: Any = 0  # pieces of dq's sums that a program clears
+    slots_q: Any = 0  # tiles of sums of dq
+    slots_k: Any = 0  # and of dk and dv
+    share: Any = 0  # pieces of dq's sums that a program sets to 0
     pieces: Any = 0
 
 

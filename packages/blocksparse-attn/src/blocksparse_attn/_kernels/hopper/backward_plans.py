@@ -18,18 +18,9 @@ from ..structures import RowNumbers, RowOptions, RowTensors
 from ._linked.tickets import new_ticket
 from ._linked.tma import MapForm, MapLaunch, TensorMap
 from .backward import hopper_backward_kernel
-from .backward_round import round_kernel
 from .plans import PANEL, QueryWalk
 from .queries import hopper_query_kernel
-from .structures import (
-    BackwardNumbers,
-    BackwardOptions,
-    BackwardTensors,
-    QueryTensors,
-    RoundNumbers,
-    RoundOptions,
-    RoundTensors,
-)
+from .structures import BackwardNumbers, BackwardOptions, BackwardTensors, QueryTensors
 
 # registers a thread at the start of the backward
 REGISTERS = 168
@@ -91,7 +82,10 @@ class HopperBackward:
             constants.BLOCK_DV,
             constants.ROW_BYTES_V,
             ROWS,
+            False,
+            constants.HEAD_DIM,
             constants.PER_HEAD,
+            constants.TOP_LEFT,
             piece,
             wide,
             wide_v,
@@ -100,6 +94,9 @@ class HopperBackward:
         # without a gradient of the LSE, and with one
         self._rows = tuple(
             launch_of(row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
+        )
+        self._round = tuple(
+            launch_of(row_kernel, options._replace(ROUNDS=True), num_warps=4) for _ in range(2)
         )
         self._launch = launch_of(
             hopper_backward_kernel,
@@ -118,16 +115,6 @@ class HopperBackward:
             num_warps=4,
             maxnreg=REGISTERS,
         )
-        rounding = RoundOptions(
-            constants.PER_HEAD,
-            piece,
-            constants.HEAD_DIM,
-            constants.HEAD_DIM_V,
-            wide,
-            wide_v,
-            constants.TOP_LEFT,
-        )
-        self._round = launch_of(round_kernel, rounding, num_warps=4)
         # how the output's gradient lies, the tensor maps, and the launch that makes dq
         self._maps: tuple[Any, list[MapForm]] = (None, [])
         self._dq: tuple[Any, RowGradients | None] = (None, None)
@@ -199,24 +186,27 @@ class HopperBackward:
         blocks_q = cdiv(form.extent_q, SIDE)
         scale, offsets = form.options.softmax_scale, x.cu_seqlens_q
         grid, pieces = max(cdiv(lse.numel(), ROWS), slots_k), dq_sums.numel() // PIECE
-        self._rows[rows.dlse_ptr is not None](
-            grid,
-            RowTensors(*rows[:6], dq_sums, dk_sums, dv_sums, pairs.parts, offsets),
-            RowNumbers(
-                lse.shape[-1],
-                lse.numel(),
-                *token_strides(dout),
-                form.heads_q,
-                form.batch,
-                form.heads_k,
-                tokens_k,
-                tiles_k,
-                list_pieces,
-                slots_k,
-                cdiv(pieces, grid),
-                pieces,
-            ),
+        has_dlse = rows.dlse_ptr is not None
+        summed = dq_sums, dk_sums, dv_sums, dq, dk, dv
+        around = RowTensors(*rows[:6], pairs.parts, offsets, *summed)
+        numbers = RowNumbers(
+            lse.shape[-1],
+            lse.numel(),
+            *token_strides(dout),
+            form.heads_q,
+            scale,
+            form.batch,
+            form.heads_k,
+            tokens_k,
+            tiles_q,
+            tiles_k,
+            list_pieces,
+            slots_q,
+            slots_k,
+            cdiv(pieces, grid),
+            pieces,
         )
+        self._rows[has_dlse](grid, around, numbers)
         self._launch(
             # as many as there might be
             pairs.owners.shape[0] * (form.heads_k // self._lists) * form.batch,
@@ -246,19 +236,4 @@ class HopperBackward:
         )
         if self._repeats:
             self._rows_of(x, dout)(x, rows, by_row, dq)
-        self._round(
-            slots_q + slots_k,
-            RoundTensors(dq_sums, dk_sums, dv_sums, dq, dk, dv, pairs.parts, offsets),
-            RoundNumbers(
-                scale,
-                slots_q,
-                form.batch,
-                form.heads_q,
-                form.heads_k,
-                tokens_q,
-                tokens_k,
-                tiles_q,
-                tiles_k,
-                list_pieces,
-            ),
-        )
+        self._round[has_dlse](slots_q + slots_k, around, numbers)

@@ -1,16 +1,68 @@
-"""After the Hopper backward: its sums become gradients, rounded.
+"""Sums of gradients to which the backward for Hopper adds: 0 ahead of it, rounded gradients after.
 
-The kernel goes through its places from the last to the first: what the programs before it wrote
-last is read first, while the cache has it.
+They lie in the order of accumulators' registers, the gradients in that of rows.
 """
 
 import triton
 import triton.language as tl
 
-from ..backward_rows import SIDE, locate_sums, parts_of
-from ..schedule import locate_queries
-from ..structures import Grid
-from .structures import RoundNumbers, RoundOptions, RoundTensors
+from .schedule import locate_keys, locate_queries
+from .structures import Grid
+
+# tokens of a tile of sums
+SIDE = tl.constexpr(64)
+
+
+@triton.jit
+def _locate(place, tensors, numbers):
+    """Return ``(tile, is_owned, start, head, seqlen_k)`` of 64 keys.
+
+    Tile -1 is none at all. Padding around the sequences is nobody's.
+    """
+    offsets_ptr, batch = tensors.cu_seqlens_ptr, numbers.batch
+    sizes = numbers.tokens_q, numbers.tokens_k, numbers.tiles_k
+    grid = Grid(offsets_ptr, offsets_ptr, batch, numbers.heads_k, *sizes, 1, 1)
+    work = locate_keys(place, grid, SIDE, False, False)
+    start, sequence = work.k_start, work.sequence
+    if offsets_ptr is None:
+        start += sequence.to(tl.int64) * numbers.tokens_k
+    is_owned = (work.tile >= 0) & (sequence >= 0) & (sequence < batch)
+    return work.tile, is_owned, start, work.head, work.seqlen_k
+
+
+@triton.jit
+def _parts(piece, is_owned, head, tensors, numbers, PER_HEAD: tl.constexpr):
+    """Return how many programs own a piece; keys behind the layout's last are nobody's."""
+    parts_ptr = tensors.parts_ptr
+    if PER_HEAD:
+        parts_ptr += head * numbers.list_pieces
+    return tl.load(parts_ptr + piece, mask=is_owned & (piece < numbers.list_pieces), other=0)
+
+
+@triton.jit
+def _clear(sums_ptr, COUNT: tl.constexpr):
+    tl.store(sums_ptr + tl.arange(0, COUNT), tl.zeros([COUNT], tl.float32))
+
+
+@triton.jit
+def clear_sums(place, tensors, numbers, OPTIONS: tl.constexpr):
+    """Set a share of the sums to 0; of those of dk and dv, the ones to which several add."""
+    TOKENS: tl.constexpr = OPTIONS.TOKENS
+    PIECE: tl.constexpr = OPTIONS.PIECE
+    first = place * numbers.share
+    dq_sums_ptr = tensors.dq_sums_ptr + first.to(tl.int64) * PIECE
+    for _ in range(first, tl.minimum(first + numbers.share, numbers.pieces)):
+        _clear(dq_sums_ptr, PIECE)
+        dq_sums_ptr += PIECE
+    if place < numbers.slots_k:
+        tile, is_owned, _start, head, _seqlen_k = _locate(place, tensors, numbers)
+        for i in tl.static_range(SIDE // TOKENS):
+            piece = tile * (SIDE // TOKENS) + i
+            parts = _parts(piece, is_owned, head, tensors, numbers, OPTIONS.PER_HEAD)
+            if parts > TOKENS // SIDE:
+                at = place.to(tl.int64) * SIDE + i * TOKENS
+                _clear(tensors.dk_sums_ptr + at * OPTIONS.WIDTH, TOKENS * OPTIONS.WIDTH)
+                _clear(tensors.dv_sums_ptr + at * OPTIONS.WIDTH_V, TOKENS * OPTIONS.WIDTH_V)
 
 
 @triton.jit
@@ -68,10 +120,10 @@ def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
     WIDTH: tl.constexpr = OPTIONS.WIDTH
     WIDTH_V: tl.constexpr = OPTIONS.WIDTH_V
     dk_ptr, dv_ptr, heads_k = tensors.dk_ptr, tensors.dv_ptr, numbers.heads_k
-    tile, is_owned, start, head, seqlen_k = locate_sums(place, tensors, numbers)
+    tile, is_owned, start, head, seqlen_k = _locate(place, tensors, numbers)
     for i in tl.static_range(SIDE // TOKENS):
         piece = tile * (SIDE // TOKENS) + i
-        parts = parts_of(piece, is_owned, head, tensors, numbers, OPTIONS.PER_HEAD)
+        parts = _parts(piece, is_owned, head, tensors, numbers, OPTIONS.PER_HEAD)
         rows = piece * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
         inside = (rows >= 0) & (rows < seqlen_k)
         token = start + rows
@@ -88,52 +140,10 @@ def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
             _store(dv, dv_ptr, token, inside, head, heads_k, 0, HEAD_DIM_V)
 
 
-@triton.jit(
-    do_not_specialize=RoundNumbers._fields,
-    do_not_specialize_on_alignment=("parts_ptr", "cu_seqlens_ptr"),
-)
-def round_kernel(
-    dq_sums_ptr,
-    dk_sums_ptr,
-    dv_sums_ptr,
-    dq_ptr,
-    dk_ptr,
-    dv_ptr,
-    parts_ptr,
-    cu_seqlens_ptr,
-    scale,
-    slots_q,
-    batch,
-    heads_q,
-    heads_k,
-    tokens_q,
-    tokens_k,
-    tiles_q,
-    tiles_k,
-    list_pieces,
-    PER_HEAD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-):
-    """``dq = scale * dq_sums``, or ``dk = scale * dk_sums`` and ``dv = dv_sums``, rounded.
-
-    The sums lie in the order of accumulators' registers, the gradients in that of rows.
-    """
-    tensors = RoundTensors(
-        dq_sums_ptr, dk_sums_ptr, dv_sums_ptr, dq_ptr, dk_ptr, dv_ptr, parts_ptr, cu_seqlens_ptr
-    )
-    numbers = RoundNumbers(
-        scale, slots_q, batch, heads_q, heads_k, tokens_q, tokens_k, tiles_q, tiles_k, list_pieces
-    )
-    OPTIONS: tl.constexpr = RoundOptions(
-        PER_HEAD, TOKENS, HEAD_DIM, HEAD_DIM_V, WIDTH, WIDTH_V, TOP_LEFT
-    )
-    place = tl.num_programs(0) - 1 - tl.program_id(0)
-    if place < slots_q:
+@triton.jit
+def round_sums(place, tensors, numbers, OPTIONS: tl.constexpr):
+    """``dq = scale * dq_sums``, or ``dk = scale * dk_sums`` and ``dv = dv_sums``, rounded."""
+    if place < numbers.slots_q:
         _round_queries(place, tensors, numbers, OPTIONS)
     else:
-        _round_keys(place - slots_q, tensors, numbers, OPTIONS)
+        _round_keys(place - numbers.slots_q, tensors, numbers, OPTIONS)
