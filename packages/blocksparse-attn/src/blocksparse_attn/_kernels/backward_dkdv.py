@@ -130,8 +130,8 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
     sizes = tokens_q, tokens_k, numbers.tiles, numbers.span
     grid = Grid(q_starts, k_starts, numbers.batch, heads_k, *sizes, 1)
     work = locate_keys(tl.program_id(0), grid, BLOCK_N, OPTIONS.IS_CAUSAL, OPTIONS.TOP_LEFT)
-    tile, sequence, head_k, q_start, k_start, seqlen_q, seqlen_k, diagonal = work
-    if tile < 0:
+    tile, is_alive, sequence, head_k, _, q_start, k_start, seqlen_q, seqlen_k, diagonal = work
+    if not is_alive:
         return
     batch_64 = tl.maximum(tl.minimum(sequence, numbers.batch - 1), 0).to(tl.int64)
     head_k_64 = head_k.to(tl.int64)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .primitives import floor_div, lower_bound
-from .structures import KeyWork, QueryWalk, Rows, TileRows, Walk, Work
+from .structures import QueryWalk, Rows, TileRows, Walk, Work
 
 # sequences looked at per step when a program searches its own in cu_seqlens
 SEARCH_CHUNK = tl.constexpr(128)
@@ -152,7 +152,9 @@ def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr, TOP_LEF
         k_start = k_begin.to(tl.int64)
     tile = tl.where(tile < tl.cdiv(seqlen_k, BLOCK_N), tile, -1)
     diagonal = diagonal_of(seqlen_q, seqlen_k, TOP_LEFT)
-    return KeyWork(tile, sequence, head, q_start, k_start, seqlen_q, seqlen_k, diagonal)
+    return Work(
+        tile, tile >= 0, sequence, head, head * 0, q_start, k_start, seqlen_q, seqlen_k, diagonal
+    )
 
 
 @triton.jit
@@ -255,7 +257,7 @@ def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr):
     is_known = (list_row < numbers.list_rows) & (work.seqlen_q > 0)
     owner = list_row.to(tl.int64)
     if OPTIONS.PER_HEAD:
-        owner += work.head.to(tl.int64) * numbers.list_rows
+        owner += work.unit.to(tl.int64) * numbers.list_rows
     owner += list_of(work.sequence, numbers)
     start = tl.load(tensors.begin_ptr + owner, mask=is_known, other=0)
     end = tl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0)

@@ -204,26 +204,13 @@ class Grid(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tile of queries that a program owns."""
+    """The tile of queries, or of keys, that a program owns."""
 
-    tile: Any  # counted from position 0
+    tile: Any  # counted from position 0, or, of keys, from the sequence's first, and -1 for none
     is_alive: Any
     sequence: Any
-    unit: Any
+    unit: Any  # or key head
     split: Any
-    q_start: Any
-    k_start: Any
-    seqlen_q: Any
-    seqlen_k: Any
-    diagonal: Any  # where the first query stands
-
-
-class KeyWork(NamedTuple):
-    """The tile of keys that a program owns."""
-
-    tile: Any  # -1 for none
-    sequence: Any
-    head: Any
     q_start: Any
     k_start: Any
     seqlen_q: Any

@@ -27,7 +27,7 @@ def _locate(place, tensors, numbers):
     if offsets_ptr is None:
         start += sequence.to(tl.int64) * numbers.tokens_k
     is_owned = (work.tile >= 0) & (sequence >= 0) & (sequence < batch)
-    return work.tile, is_owned, start, work.head, work.seqlen_k
+    return work.tile, is_owned, start, work.unit, work.seqlen_k
 
 
 @triton.jit
