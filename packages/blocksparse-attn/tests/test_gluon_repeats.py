@@ -137,7 +137,7 @@ MISTAKES = [
     (False, "walk", "dk, s = hopper.warpgroup_mma_wait(0, deps=(dk, s))", "pass"),
     (False, "walk", "dv = hopper.warpgroup_mma_wait(1, deps=(dv,))", "pass"),
     (False, "walk_apart", "dk = hopper.warpgroup_mma_wait(1, deps=(dk,))\n            b", "b"),
-    (False, "_leave", "pass_pieces(W, program, tensors, numbers, TILE)", "pass"),
+    (False, "_leave", "pass_pieces(W, program, tensors, numbers, OPTIONS)", "pass"),
     (False, "turn_of", "first = program.index", "first = program.index - 1"),
 ]
 
