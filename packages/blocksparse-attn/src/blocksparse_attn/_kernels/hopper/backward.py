@@ -64,12 +64,12 @@ def _begin(both, is_walked, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _consume(W: gl.constexpr, work, tensors, numbers, pipeline, OPTIONS: gl.constexpr):
+def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
     """Make dk and dv of warpgroup ``W``'s block of keys, and what goes to dq."""
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
     PIECE: gl.constexpr = OPTIONS.PIECE
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    program, steps, _, sums, _ = work
+    sums, steps, _, program, _ = work
     owned_ptr = sums.owned_ptr + W * (ROWS // PIECE)
     # as places in a block, or in the sequence
     positions = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
@@ -109,7 +109,7 @@ def _leave(
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
     HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
-    program, _, keys, sums, _ = work
+    sums, _, keys, program, _ = work
     parts = keys.parts_0 if W == 0 else keys.parts_1
     block = keys.block_0 if W == 0 else keys.block_1
     # the memory of keys and values is free: the warpgroups have met since they last shared it
@@ -278,13 +278,13 @@ def hopper_backward_kernel(
         program = find_program(pid, programs, tensors, numbers, OPTIONS)
         keys, steps = find_keys(program, tensors, numbers, OPTIONS)
         sums, origin = _begin_of_sums(program, tensors, numbers, OPTIONS)
-        work = Work(program, steps, keys, sums, origin)
+        work = Work(sums, steps, keys, program, origin)
         pipeline = _allocate(tensors, OPTIONS)
         gl.warp_specialize(
             [
-                (_consume, (0, work, tensors, numbers, pipeline, OPTIONS)),
-                (_consume, (1, work, tensors, numbers, pipeline, OPTIONS)),
-                (produce, (work, tensors, pipeline, OPTIONS)),
+                (_consume, (0, tensors, numbers, work, pipeline, OPTIONS)),
+                (_consume, (1, tensors, numbers, work, pipeline, OPTIONS)),
+                (produce, (tensors, work, pipeline, OPTIONS)),
             ],
             [4, 1],
             [240, 24],

@@ -57,7 +57,7 @@ def _describe(field, item, head, work, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def produce(work, tensors, pipeline, OPTIONS: gl.constexpr):
+def produce(tensors, work, pipeline, OPTIONS: gl.constexpr):
     """Copy the keys and values, then blocks of queries and of what belongs to them."""
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     PIECE: gl.constexpr = OPTIONS.PIECE

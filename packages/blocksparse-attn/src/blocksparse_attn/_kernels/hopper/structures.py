@@ -326,10 +326,10 @@ class Origin(NamedTuple):
 class Work(NamedTuple):
     """All that a program works on."""
 
-    program: Any
+    sums: Any
     steps: Any
     keys: Any
-    sums: Any
+    program: Any
     origin: Any
 
 
