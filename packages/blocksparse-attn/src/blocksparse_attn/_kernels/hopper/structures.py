@@ -324,7 +324,10 @@ class Origin(NamedTuple):
 
 
 class Work(NamedTuple):
-    """All that a program works on."""
+    """All that a program works on.
+
+    In another order of what partitions capture, ptxas spills more in builds of small blocks.
+    """
 
     sums: Any
     steps: Any
