@@ -76,7 +76,7 @@ def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.cons
     if PIECE < ROWS:
         positions = key_positions(owned_ptr, gl.SliceLayout(1, S), PIECE)
     is_walked = steps.whole + steps.partial + steps.alone > 0
-    both, total = count_turns(steps, OPTIONS)
+    both, total = count_turns(steps, steps.alone, OPTIONS)
     mine = Mine(positions, numbers.scale * LOG2E, sums.dq_ptr, both, total)
     gradients = _begin(both, is_walked, W, pipeline, OPTIONS)
     if OPTIONS.MAKES_DQ:

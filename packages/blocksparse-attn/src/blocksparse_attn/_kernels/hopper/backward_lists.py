@@ -122,11 +122,11 @@ def find_items(place, program, tensors, numbers):
 
 
 @gluon.jit
-def count_turns(steps, OPTIONS: gl.constexpr):
+def count_turns(steps, alone, OPTIONS: gl.constexpr):
     """Return how many blocks of queries both warpgroups multiply, and how many there are."""
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
     both = (steps.whole + steps.partial) * TURNS
-    return both, both + 2 * TURNS * steps.alone
+    return both, both + 2 * TURNS * alone
 
 
 @gluon.jit
@@ -144,9 +144,10 @@ def find_item(turn, total, work, tensors, OPTIONS: gl.constexpr):
     place = turn - gl.where(is_whole, 0, gl.where(is_both, wholes, both))
     is_second = ~is_both & (place % 2 == 1)
     place = gl.where(is_both, place, place // 2)
+    alone = gl.maximum(steps.alone_0, steps.alone_1)
     round_ = place * 0
     if TURNS > 1:
-        in_part = gl.where(is_whole, steps.whole, gl.where(is_both, steps.partial, steps.alone))
+        in_part = gl.where(is_whole, steps.whole, gl.where(is_both, steps.partial, alone))
         round_ = place // gl.maximum(in_part, 1)
         place -= round_ * in_part
     first = gl.where(is_second, steps.alone_1_at, steps.alone_0_at)

@@ -64,7 +64,9 @@ def produce(tensors, work, pipeline, OPTIONS: gl.constexpr):
     STAGES: gl.constexpr = OPTIONS.STAGES
     program, keys = work.program, work.keys
     field = gl.arange(0, STEP_FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [STEP_FIELDS]
-    both, total = count_turns(work.steps, OPTIONS)
+    # computed again: with ``steps.alone`` ptxas spills more
+    alone = gl.maximum(work.steps.alone_0, work.steps.alone_1)
+    both, total = count_turns(work.steps, alone, OPTIONS)
     first_head = program.head_k * OPTIONS.GROUP
     if total > 0:
         copy_keys(tensors.k_desc, pipeline.k_s, pipeline.k_full, work, RAGGED, PIECE)
