@@ -228,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tool", choices=TOOLS, default="consan")
     parser.add_argument("--package", default="", help="cases of one package")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seconds", type=float, default=470, help="of all cases together")
@@ -241,7 +241,11 @@ def main() -> None:
         run_case(given.case, given.device, given.tool)
         return
     cases: dict[str, Any] = dict(ALGEBRA if given.tool == "fpsan" else CASES)
-    names = [n for n, case in cases.items() if given.package in case.package and given.only in n]
+    names = [
+        name
+        for name, case in cases.items()
+        if given.package in case.package and any(part in name for part in given.only)
+    ]
     if given.list:
         print(*names, sep="\n")
         return
