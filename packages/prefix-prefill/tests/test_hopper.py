@@ -307,10 +307,10 @@ def test_builds(config, tmp_path):
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
 
 
-# the consumers have fewer registers beside a warpgroup that widens
-WIDE_SPILLS = (160, 160)
+# the consumers have fewer registers beside warpgroups that widen: 200 beside two, up to d128
+WIDE_SPILLS = (32, 200)
 # scales of tokens stand beside the products
-INTEGER_SPILLS = (160, 208)
+INTEGER_SPILLS = (160, 240)
 
 
 @pytest.mark.aot
@@ -319,17 +319,17 @@ INTEGER_SPILLS = (160, 208)
     chosen(
         [
             (Config(64, cache="float8_e4m3fn"), WIDE_SPILLS),
-            (Config(256, "float16", "float8_e5m2", page=1), (160, 200)),
+            (Config(256, "float16", "float8_e5m2", page=1), (32, 168)),
             (Config(96, cache="float8_e5m2", page=128), WIDE_SPILLS),
             (Config(128, cache="float8_e4m3fn", dense=True), WIDE_SPILLS),
             *((Config(d, cache="uint8"), INTEGER_SPILLS) for d in HEAD_DIMS),
             *((Config(d, "float16", cache="int8", page=1), INTEGER_SPILLS) for d in HEAD_DIMS),
             (Config(128, cache="int8", dense=True), INTEGER_SPILLS),
-            (Config(128, cache="int8", rich=True), (160, 328)),
+            (Config(128, cache="int8", rich=True), (160, 392)),
         ],
         [
             (Config(128, cache="float8_e4m3fn"), WIDE_SPILLS),
-            (Config(128, cache="int8"), (0, 128)),
+            (Config(128, cache="int8"), (0, 184)),
             (Config(128, "float16", cache="uint8", dense=True), INTEGER_SPILLS),
         ],
     ),
@@ -361,16 +361,15 @@ TWO_SPILLS = (56, 192)
     ),
     ids=str,
 )
-def test_builds_of_two_warpgroups_that_widen(config, tmp_path, monkeypatch):
-    two = lambda *d: replace(hopper_tile(*d), wideners=2)  # noqa: E731
-    monkeypatch.setattr(hopper_plans, "hopper_tile", two)
+def test_builds_of_another_number_of_warpgroups_that_widen(config, tmp_path, monkeypatch):
+    other = lambda *d: replace(hopper_tile(*d), wideners=3 - hopper_tile(*d).wideners)  # noqa: E731
+    monkeypatch.setattr(hopper_plans, "hopper_tile", other)
     with compiling(HOPPER, tmp_path) as builds:
         launch_attention(config, hopper=True)
     build = builds[-1]
     assert build.shared <= GPUS[HOPPER].shared_limit, build
     assert not build.unset, build
     assert build.spilled <= TWO_SPILLS[not IS_OLD], build
-    assert build.registers == 128
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
 
 

@@ -64,6 +64,7 @@ _LONG: Table[Tile] = {
         (512, Tile(16, 16, 8, 1)),
     ),
     "hopper-fp32": (
+        (64, Tile(64, 64, 4, 2, "tf32x3")),
         (128, Tile(128, 32, 8, 2, "tf32x3")),
         (256, Tile(64, 32, 8, 1, "tf32x3")),
         (512, Tile(16, 16, 8, 1)),
@@ -426,7 +427,7 @@ def hopper_tile(head_dim: int, is_scaled: bool = False) -> HopperTile:
     """Return the tile for sequences with many queries; ``is_scaled``: each key has a scale."""
     width = padded_head_dim(head_dim)
     if width <= 64:
-        return HopperTile(128, 3, 3)
+        return HopperTile(128, 3, 3, wideners=1)
     if width <= 128:
         # the scales take what else is left of shared memory
         return HopperTile(128, 3, 2, share=is_scaled)
