@@ -166,8 +166,9 @@ class Measured:
 
     def row(self) -> dict[str, Any]:
         return {
-            "implementation": self.name,
-            "graphs": self.graphs,
+            "case": f"serving, graphs: {self.graphs}",
+            "provider": self.name,
+            "ms": statistics.median(self.seconds) * 1e3,
             "new_tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.speed,
