@@ -118,7 +118,10 @@ def findings(tools: dict[str, dict[str, Any]]) -> list[str]:
         for case in told["cases"].values():
             said.update((tool, finding) for finding in case.get("findings", {}))
     rows = [[tool, f"`{finding}`", str(n)] for (tool, finding), n in said.most_common()]
-    return ["", *table(["tool", "finding", "cases"], rows)] if rows else []
+    if not rows:
+        return []
+    note = "What ConSan finds is explained in [testing.md](testing.md#what-consan-finds)."
+    return ["", *table(["tool", "finding", "cases"], rows), "", note]
 
 
 def distribution(errors: list[dict[str, Any]]) -> list[str]:
