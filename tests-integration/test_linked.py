@@ -142,6 +142,20 @@ def test_what_is_missing_or_older_is_named(versions, monkeypatch):
         assert versions.need("friend", (1, 10), "ours") >= (1, 10)
 
 
+def test_what_is_too_new_is_named(versions, monkeypatch):
+    friend = types.ModuleType("friend")
+    friend.__spec__ = ModuleSpec("friend", None)
+    monkeypatch.setitem(sys.modules, "friend", friend)
+    for friend.__version__ in ("1.9.3", "1.11", "1.11.0rc1", "2.0+git1"):
+        with pytest.raises(ImportError) as told:
+            versions.need("friend", (1, 10), "ours", (1, 11))
+        needed = "ours needs friend 1.10 or newer, before 1.11"
+        install = 'pip install "friend>=1.10,<1.11"'
+        assert str(told.value) == f"{needed}, got {friend.__version__}: {install}"
+    friend.__version__ = "1.10.7"
+    assert versions.need("friend", (1, 10), "ours", (1, 11)) == (1, 10)
+
+
 @pytest.mark.parametrize(("numpy", "works"), [((2, 3), True), ((2, 4), False)])
 def test_an_old_interpreter_names_the_numpy_that_it_takes(versions, numpy, works, monkeypatch):
     monkeypatch.setattr(versions, "need", lambda library, *_: {"numpy": numpy}.get(library, (3, 6)))
@@ -205,7 +219,8 @@ def test_optional_libraries_are_named_where_they_are_missing(python):
         not_there.format("a kernel of flash-attn-triton", "triton 3.6"),
         not_there.format("a kernel of lightning-attn", "triton 3.6"),
         not_there.format("flash_attn_triton.integrations.transformers", "transformers 5.8"),
-        not_there.format("prefix_prefill.integrations.transformers", "transformers 5.17"),
+        "prefix_prefill.integrations.transformers needs transformers 5.17 or newer, before 5.18, "
+        "which is not installed: pip install ",
         not_there.format("prefix_prefill.integrations.vllm", "vllm 0.33"),
         not_there.format("BlockSparseLayout.plot", "matplotlib 3.0"),
         "nothing is registered: prefix_prefill.integrations.vllm needs vllm 0.33 or newer, got "

@@ -31,23 +31,27 @@ def _numbers(version: str) -> Version:
     return major, minor
 
 
-def need(library: str, oldest: Version, user: str) -> Version:
+def need(library: str, oldest: Version, user: str, before: Version | None = None) -> Version:
     """Return the version of a library that is installed.
 
     Raises:
         ModuleNotFoundError: it is not; one line names who needs it, and what to install.
-        ImportError: it is older.
+        ImportError: it is older, or not ``before`` the first version that does not serve.
     """
     least = ".".join(map(str, oldest))
-    install = f'pip install "{library}>={least}"'
+    needed, requirement = f"{library} {least} or newer", f"{library}>={least}"
+    if before is not None:
+        end = ".".join(map(str, before))
+        needed, requirement = f"{needed}, before {end}", f"{requirement},<{end}"
+    install = f'pip install "{requirement}"'
     if find_spec(library) is None:
-        told = f"{user} needs {library} {least} or newer, which is not installed: {install}"
+        told = f"{user} needs {needed}, which is not installed: {install}"
         raise ModuleNotFoundError(told, name=library)
     version = str(import_module(library).__version__)
-    if _numbers(version) < oldest:
-        told = f"{user} needs {library} {least} or newer, got {version}: {install}"
-        raise ImportError(told, name=library)
-    return _numbers(version)
+    found = _numbers(version)
+    if found < oldest or (before is not None and found >= before):
+        raise ImportError(f"{user} needs {needed}, got {version}: {install}", name=library)
+    return found
 
 
 def asks_for_interpreter() -> bool:

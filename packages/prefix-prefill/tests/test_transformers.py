@@ -156,11 +156,23 @@ def test_names_that_mean_something_else_raise(name):
     assert integration.register() == NAME == "paged|prefix_prefill"
 
 
-def test_versions_that_refuse_it_are_named(monkeypatch):
+@pytest.mark.parametrize("version", ["5.16.2", "5.18.0"])
+def test_other_versions_are_refused_with_what_to_install(version, monkeypatch):
     # the library puts another module in its own place while it runs
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.18.0")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     monkeypatch.delitem(sys.modules, integration.__name__)
-    with pytest.raises(ImportError, match=r"needs transformers 5\.17, got 5\.18: pip"):
+    with pytest.raises(ImportError) as told:
+        importlib.import_module(integration.__name__)
+    needed = "needs transformers 5.17 or newer, before 5.18"
+    install = 'pip install "transformers>=5.17,<5.18"'
+    assert str(told.value) == f"{integration.__name__} {needed}, got {version}: {install}"
+
+
+def test_a_version_without_what_is_imported_is_named(monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.18.0")
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    monkeypatch.delitem(sys.modules, integration.__name__)
+    with pytest.raises(ImportError, match=r"before 5\.18, got 5\.18\.0: pip"):
         importlib.import_module(integration.__name__)
 
 

@@ -40,23 +40,19 @@ from torch import Tensor
 
 from .._linked.host.arguments import one_of, refuse_others
 from .._linked.host.versions import need
+from ..api import paged_attn_func, reshape_and_cache
+
+# 5.18 renamed what the cache tells of its layers, 5.19 refuses all implementations but its own
+_SERVED = (5, 17), __name__, (5, 18)
 
 try:
     from transformers import AttentionInterface
     from transformers.utils import TransformersKwargs
 except ImportError:
-    need("transformers", (5, 17), __name__)
+    need("transformers", *_SERVED)
     raise
 
-from ..api import paged_attn_func, reshape_and_cache
-
-# 5.18 renamed what the cache tells of its layers, 5.19 refuses all implementations but its own
-if (_found := need("transformers", (5, 17), __name__)) >= (5, 18):
-    raise ImportError(
-        f"{__name__} needs transformers 5.17, got {_found[0]}.{_found[1]}: "
-        'pip install "transformers>=5.17,<5.18"',
-        name="transformers",
-    )
+need("transformers", *_SERVED)
 
 __all__ = ["attention_forward", "register"]
 
