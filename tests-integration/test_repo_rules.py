@@ -118,6 +118,18 @@ def asserts(root):
                 yield f"{package.name}: {path}:{node.lineno}"
 
 
+def names_what_is_gone(root):
+    """Kernels name code in double backticks; a word is a name if it has an underscore."""
+    quoted = re.compile(r"``(\w*_\w*)``")
+    paths = [path for package in packages(root) for path in files(package / "src", "*.py")]
+    texts = {path: path.read_text() for path in paths}
+    known = {word for text in texts.values() for word in re.findall(r"\w+", quoted.sub("", text))}
+    for path, text in texts.items():
+        for word in set(quoted.findall(text)) - known:
+            if "_kernels" in path.parts:
+                yield f"{path.relative_to(root)}: {word}"
+
+
 def lacks_a_required_file(root):
     kernels = kernel_packages(root)
     for package in packages(root):
@@ -212,6 +224,7 @@ RULES = [
     uses_what_is_banned,
     packs_what_ruff_formats,
     asserts,
+    names_what_is_gone,
     lacks_a_required_file,
     changelog_disagrees_with_version,
     tells_to_install_from_an_index,
@@ -256,6 +269,7 @@ BREACHES = [
     (uses_what_is_banned, f"{SRC}/_kernels/x.py", "@triton.autotune([])"),
     (packs_what_ruff_formats, f"{SRC}/_kernels/x.py", "f(\n    x, y,\n)  # fmt: skip"),
     (asserts, f"{SRC}/api.py", "def f(x):\n    assert x"),
+    (names_what_is_gone, f"{SRC}/_kernels/x.py", '"""See ``round_kernel``."""'),
     (lacks_a_required_file, "packages/c/pyproject.toml", ""),
     (lacks_a_required_file, "packages/a/LICENSE", "another text"),
     (changelog_disagrees_with_version, f"{SRC}/__init__.py", '__version__ = "1.1.0"'),
@@ -274,6 +288,7 @@ BREACHES = [
     (uses_what_is_banned, "linked/portable/x.py", "p = tl.advance(p)"),
     (packs_what_ruff_formats, "linked/hopper/x.py", "f(\n    x, y,\n)  # fmt: skip"),
     (asserts, "linked/hopper/x.py", "assert x"),
+    (names_what_is_gone, "linked/hopper/x.py", "# of ``round_kernel``"),
     (tells_to_install_from_an_index, "linked/host/x.py", "# pip install a"),
     (tells_to_install_from_an_index, "linked/testing/x.py", "# pip install a"),
     (links_to_nothing, "linked/README.md", "[x](y.md)"),

@@ -6,7 +6,7 @@ those that see both, then those that see one; see ``Pairs`` in ``_lists.py``. Sc
 products of dv and dk as they lie. The product of dq needs those of all keys that a query sees:
 within a program they meet in shared memory. What programs have in common, all of dq, and dk and dv
 where several own a block, is added in fp32 to sums in memory, in the order of the accumulators'
-registers, out of which ``hopper_backward_round`` brings it.
+registers, out of which ``row_kernel`` brings it.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
