@@ -183,12 +183,14 @@ def test_keys_and_values_of_one_allocation():
 )
 def test_rows_of_a_cache_have_numbers_of_32_bits(blocks, page, stride, taken):
     plain = call(64)
-    cache = torch.empty_strided(
-        (blocks, page, 2, 64), (stride * 128, 128, 64, 1), dtype=torch.bfloat16, device="meta"
-    )
-    for x in (plain._replace(k_cache=cache), plain._replace(v_cache=cache)):
-        with absent_gpu(HOPPER):
-            assert takes_hopper(x, OPTIONS) == taken
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        cache = torch.empty_strided(
+            (blocks, page, 2, 64), (stride * 128, 128, 64, 1), dtype=dtype, device="meta"
+        )
+        x = plain._replace(k_cache=plain.k_cache.to(dtype), v_cache=plain.v_cache.to(dtype))
+        for one in (x._replace(k_cache=cache), x._replace(v_cache=cache)):
+            with absent_gpu(HOPPER):
+                assert takes_hopper(one, OPTIONS) == taken
 
 
 @pytest.mark.eager
@@ -343,6 +345,8 @@ def test_builds_of_caches_of_fewer_bits(config, allowed, tmp_path):
     assert build.shared <= GPUS[HOPPER].shared_limit, build
     assert not build.unset, build
     assert build.spilled <= allowed[not IS_OLD], build
+    # at the start: of five warpgroups, or of four
+    assert build.registers == (128 if config.head_dim <= 128 else 168)
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in build.sass, instruction
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
