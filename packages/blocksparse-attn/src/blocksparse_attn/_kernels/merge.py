@@ -1,4 +1,4 @@
-"""The end of a forward tile: writing its rows, or merging what splits of its keys found."""
+"""The end of a tile of queries: writing its rows, or merging what splits of its keys found."""
 
 import triton
 import triton.language as tl

@@ -2,7 +2,7 @@
 
 Fields in lower case are known when a kernel runs, those in upper case when it is compiled; no
 structure mixes the two. A kernel's parameters are, in this order, the fields of its tensors, its
-numbers, its options and its tile.
+numbers and its options.
 """
 
 from typing import Any, NamedTuple
