@@ -13,6 +13,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..._linked.primitives import is_sanitized
+
 __all__ = [
     "TensorDescriptor",
     "add_out",
@@ -26,15 +28,6 @@ __all__ = [
     "mbarrier",
     "tma",
 ]
-
-
-@gluon.constexpr_function
-def is_sanitized():
-    """Say whether builds are for FpSan, which knows the arithmetic of Triton and none of PTX."""
-    # of globals the interpreter of tests knows those of Gluon
-    from triton import knobs
-
-    return "fpsan" in knobs.compilation.instrumentation_mode
 
 
 # 3.8 renamed the tensor copies, 3.7 made aggregates public

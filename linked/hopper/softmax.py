@@ -1,6 +1,6 @@
 """Logits, masks, and the start and end of the online softmax, on a warpgroup's accumulators."""
 
-from .compat import gl, gluon
+from .compat import gl, gluon, is_sanitized
 from .pipeline import LN2, LOG2E, NEG_INF, opaque
 
 
@@ -70,6 +70,17 @@ def row_sums(e):
 
 
 @gluon.jit
+def pivot_of(m):
+    """Return the pivots of rows with the maxima ``m``: -inf - -inf is NaN, so they are finite.
+
+    FpSan has no infinity. To it -inf may be the largest number, and then is as good a pivot.
+    """
+    if not is_sanitized():
+        m = gl.where(m == NEG_INF, 0.0, m)
+    return m
+
+
+@gluon.jit
 def start_softmax(s, factor, FLOOR: gl.constexpr):
     """Return maxima, partial sums and exponentials of the first tile of keys.
 
@@ -91,7 +102,7 @@ def finish_softmax(m, l, head, is_padding, sinks_ptr):
         sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
         sink = gl.where(is_padding, NEG_INF, sink)
         top = gl.maximum(m, sink)
-        pivot = gl.where(top == NEG_INF, 0.0, top)
+        pivot = pivot_of(top)
         shrink = gl.exp2(m - pivot)
         sums = sums * shrink + gl.exp2(sink - pivot)
         m = top

@@ -7,7 +7,7 @@ compilations round alike; where one is to be fused it is a written ``fma``.
 import triton
 import triton.language as tl
 
-from .._linked.primitives import LN2, LOG2E, NEG_INF, tanh
+from .._linked.primitives import LN2, LOG2E, NEG_INF, is_sanitized, tanh
 from .structures import Softmax
 
 
@@ -33,6 +33,17 @@ def _dot_add(acc, a, b, TILE: tl.constexpr):
 
 
 @triton.jit
+def _pivot_of(m):
+    """Return the pivots of rows with the maxima ``m``: -inf - -inf is NaN, so they are finite.
+
+    FpSan has no infinity. To it -inf may be the largest number, and then is as good a pivot.
+    """
+    if not is_sanitized():
+        m = tl.where(m == NEG_INF, 0.0, m)
+    return m
+
+
+@triton.jit
 def fold_keys(softmax, q, k, v, visible, numbers, OPTIONS: tl.constexpr, TILE: tl.constexpr):
     """Fold a tile of keys into the sums of its rows.
 
@@ -54,8 +65,7 @@ def fold_keys(softmax, q, k, v, visible, numbers, OPTIONS: tl.constexpr, TILE: t
         m_new = tl.maximum(softmax.m_i, largest * factor)
     else:
         m_new = tl.maximum(softmax.m_i, largest)
-    # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
-    pivot = tl.where(m_new == NEG_INF, 0.0, m_new)  # [BLOCK_M]
+    pivot = _pivot_of(m_new)  # [BLOCK_M]
     if OPTIONS.FOLD:
         wide_factor = tl.zeros(s.shape, tl.float32) + factor
         p = tl.exp2(tl.fma(s, wide_factor, tl.broadcast_to(-pivot[:, None], s.shape)))
@@ -93,7 +103,7 @@ def sink_alone(sinks_ptr, head, counts, ROWS: tl.constexpr, BLOCK_DV: tl.constex
 def merge_segment(total, part):
     """Merge the sums of the next segment into those of the segments before it."""
     m_new = tl.maximum(total.m_i, part.m_i)
-    pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
+    pivot = _pivot_of(m_new)
     a = tl.exp2(total.m_i - pivot)  # [rows]
     b = tl.exp2(part.m_i - pivot)
     l_i = tl.fma(total.l_i, a, part.l_i * b)

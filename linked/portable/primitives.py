@@ -13,6 +13,15 @@ INF = tl.constexpr(float("inf"))
 NEG_INF = tl.constexpr(float("-inf"))
 
 
+@triton.constexpr_function
+def is_sanitized():
+    """Say whether builds are for FpSan, which knows the arithmetic of Triton and none of PTX."""
+    # of globals the interpreters of tests know those of Triton's language
+    from triton import knobs
+
+    return "fpsan" in knobs.compilation.instrumentation_mode
+
+
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Matrix product with fp32 accumulation."""

@@ -28,7 +28,7 @@ from ...hopper._linked.pipeline import (
     field,
 )
 from ...hopper._linked.ptx import SLACK, hide_unless, in_pairs, shrink
-from ...hopper._linked.softmax import row_sums, tanh
+from ...hopper._linked.softmax import pivot_of, row_sums, tanh
 from .keys import segments_of, tiles_of, within
 from .structures import Queries, State, Work
 
@@ -104,10 +104,7 @@ def _weigh(s, m, factor, MASKED: gl.constexpr):
     """
     top = gl.max(s, 1) * factor  # [ROWS]
     m_new = gl.where(top - m > SLACK, top, m)
-    pivot = m_new
-    if MASKED:
-        # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
-        pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
+    pivot = pivot_of(m_new) if MASKED else m_new
     alpha = gl.exp2(m - pivot)
     factors = gl.full(s.shape, factor, gl.float32, s.type.layout)
     e = gl.exp2(gl.fma(s, factors, (-pivot)[:, None]))  # [ROWS, BLOCK_N]
@@ -291,7 +288,7 @@ def _attend(
                 turn, part, queries, pipeline, scores, W, OPTIONS, TILE
             )
             top = gl.maximum(m, m_new)
-            pivot = gl.where(top == NEG_INF, 0.0, top)
+            pivot = pivot_of(top)
             a, b = gl.exp2(m - pivot), gl.exp2(m_new - pivot)
             l = gl.fma(l, a, l_new * b)
             m = top

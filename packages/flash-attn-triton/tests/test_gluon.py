@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
 from flash_attn_triton import _ops, api
 from flash_attn_triton._hopper_configs import (
     HopperTile,
@@ -382,6 +383,17 @@ def growing(steepness: int) -> Case:
 def test_maxima_that_grow(tile, steepness, forward):
     forward(TILES[tile])
     check(growing(steepness), grad=False)
+
+
+def test_builds_for_fpsan_compute_the_same(forward, monkeypatch):
+    """They hide keys and multiply in Triton, where others do so in PTX."""
+    shape = Shape(1, 70, 90, 1, 1, 64)
+    cases = growing(200), make_case(shape, torch.float16, "cpu", ("window", "sinks"))
+    forward(TILES["plain"])
+    wanted = [run(case, grad=False) for case in cases]
+    monkeypatch.setattr(triton.knobs.compilation, "instrumentation_mode", "fpsan")
+    for case, want in zip(cases, wanted, strict=True):
+        assert_same(run(case, grad=False), want)
 
 
 @pytest.mark.mutation
