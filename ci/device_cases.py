@@ -163,10 +163,13 @@ TILES = 256  # a multiple of every tile of queries or keys
 class Algebra:
     """A call that two kernels serve, the one for Hopper and the portable one.
 
-    Under FpSan (see docs/testing.md) their outputs have the same bits where they are the same
-    algebra. What it does to numbers has no infinity, so that every row has a sink, and no score is
-    hidden. With the sink, the weights of a row are odd in number, and so is their sum, which a
-    division needs.
+    Under FpSan (see docs/testing.md) their outputs have the bits of ``payloads.attention`` if they
+    are the same algebra. What it does to numbers has no infinity, so that every row has a sink, and
+    no score is hidden. With the sink, the weights of a row are odd in number, and so is their sum,
+    which a division needs.
+
+    ``make(device)`` returns a function that makes the call, and ``q``, ``k``, ``v`` and the sinks
+    as the definition takes them.
     """
 
     package: str
@@ -187,22 +190,32 @@ class Algebra:
 
     def run(self, device: str) -> Any:
         """Return the output."""
-        return self.make(device, **self.options)
+        return self.make(device, **self.options)[0]()
+
+    def exact(self) -> Any:
+        """Return the output that the definition has under FpSan."""
+        from payloads import attention
+
+        _, (q, k, v, sinks) = self.make("cpu", **self.options)
+        return attention(q, k, v, sinks, self.options.get("softcap", 0.0))
 
 
 def _flash_algebra(device: str, d: int, **options: Any) -> Any:
     import torch
 
-    flash_attn_func = load("flash_attn_triton").flash_attn_func
     draw = drawer(device)
     q, k, v = (draw(1, n, heads, d) for n, heads in ((TILES, 2), (2 * TILES, 1), (2 * TILES, 1)))
-    return flash_attn_func(q, k, v, sinks=draw(2, dtype=torch.float32), **options)
+    sinks = draw(2, dtype=torch.float32)
+
+    def run() -> Any:
+        return load("flash_attn_triton").flash_attn_func(q, k, v, sinks=sinks, **options)
+
+    return run, (q[0], k[0], v[0], sinks)
 
 
 def _paged_algebra(device: str, d: int, **options: Any) -> Any:
     import torch
 
-    paged_attn_func = load("prefix_prefill").paged_attn_func
     draw = drawer(device)
     page, heads, keys = 64, (4, 2), 2 * TILES
     k_cache, v_cache = (draw(keys // page + 2, page, heads[1], d) for _ in "kv")
@@ -210,20 +223,26 @@ def _paged_algebra(device: str, d: int, **options: Any) -> Any:
     starts, lengths = (
         torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, TILES], [keys])
     )
-    return paged_attn_func(
-        draw(TILES, heads[0], d),
-        k_cache,
-        v_cache,
-        table,
-        starts,
-        lengths,
-        TILES,
-        keys,
-        sinks=draw(heads[0], dtype=torch.float32),
-        causal=False,
-        # the kernel for Hopper does not cut sequences
-        **{"num_splits": 0 if "invariant" in options else 1, **options},
-    )
+    q, sinks = draw(TILES, heads[0], d), draw(heads[0], dtype=torch.float32)
+
+    def run() -> Any:
+        return load("prefix_prefill").paged_attn_func(
+            q,
+            k_cache,
+            v_cache,
+            table,
+            starts,
+            lengths,
+            TILES,
+            keys,
+            sinks=sinks,
+            causal=False,
+            # the kernel for Hopper does not cut sequences
+            **{"num_splits": 0 if "invariant" in options else 1, **options},
+        )
+
+    k, v = (cache[table[0].long()].flatten(0, 1) for cache in (k_cache, v_cache))
+    return run, (q, k, v, sinks)
 
 
 def _algebra() -> list[Algebra]:

@@ -101,10 +101,12 @@ def test_what_fpsan_compares_is_a_forward_without_a_mask(name, monkeypatch):
     assert out.isfinite().all()
     assert "causal" not in case.options
     assert "window_size" not in case.options
+    assert case.exact().numel() == out.numel()
+    assert case.exact().dtype == out.dtype
 
 
 def told(launched, results, outcome="clean"):
-    return {"outcome": outcome, "launched": launched, "results": results}
+    return {"outcome": outcome, "launched": launched, "results": results, "exact": "1"}
 
 
 @pytest.mark.parametrize(
@@ -112,13 +114,17 @@ def told(launched, results, outcome="clean"):
     [
         (told(["a"], "1"), told(["b"], "1"), "clean"),
         (told(["a"], "1"), told(["b"], "2"), "finding"),
+        (told(["a"], "2"), told(["b"], "2"), "finding"),
         (told(["a"], "1"), told(["a"], "1"), "failed"),
         (told(["a"], "1"), told(["b"], "1", "timeout"), "timeout"),
         (told(["a"], "1", "failed"), told(["b"], "1"), "failed"),
     ],
 )
 def test_two_kernels_are_compared(hopper, portable, outcome):
-    assert sanitize.compared(hopper, portable)["outcome"] == outcome
+    found = sanitize.compared(hopper, portable)
+    assert found["outcome"] == outcome
+    differ = [f"{x['launched'][0]}: not" for x in (hopper, portable) if x["results"] != "1"]
+    assert [line[:6] for line in found.get("findings", ())] == differ
 
 
 def test_a_case_of_fpsan_gives_a_hash():
