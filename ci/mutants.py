@@ -55,6 +55,16 @@ TESTS: dict[str, list[tuple[str, str]]] = {
     "prefix-prefill": [
         ("hopper/_linked/*", "test_gluon.py test_gluon_mla.py"),
         ("hopper/mla*", "test_gluon_mla.py"),
+        (
+            "hopper/wide*",
+            "test_gluon.py::test_fp8_cache test_gluon.py::test_poison_of_an_fp8_cache"
+            " test_gluon_chunks.py::test_a_cache_of_integers"
+            " test_gluon_chunks.py::test_tiles_of_integers_that_serve_calls"
+            " test_gluon_chunks.py::test_poison_of_a_cache_of_integers"
+            " test_gluon_chunks.py::test_new_keys_beside_a_cache_of_fewer_bits"
+            " test_gluon_chunks.py::test_without_a_mistake",
+        ),
+        ("hopper/scales.py", "test_gluon_chunks.py"),
         ("hopper/*", "test_gluon.py"),
         ("invariant/hopper/*", "test_gluon_invariant.py"),
         ("invariant/*", "test_invariant.py test_invariant_forms.py"),
@@ -63,6 +73,7 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("mla.py", "test_mla.py"),
         ("merge.py", "test_cascade.py test_attention.py"),
         ("words.py", "test_quantised.py"),
+        ("in_order.py", "test_attention.py::test_a_packed_cache_is_read_as_it_lies"),
         ("queries.py", "test_attention.py test_cascade.py test_tree.py"),
         ("*", "test_attention.py test_fp8.py test_tree.py test_quantised.py"),
     ],
@@ -99,8 +110,15 @@ TESTS: dict[str, list[tuple[str, str]]] = {
     "blocksparse-attn": [
         ("hopper/_linked/*", "test_gluon.py test_gluon_backward.py"),
         ("hopper/backward*", "test_gluon_backward.py"),
+        ("hopper/row_gradients.py", "test_gluon_repeats.py"),
+        ("hopper/quer*", "test_gluon.py test_gluon_repeats.py::test_fixed_length"),
         ("hopper/*", "test_gluon.py"),
-        ("pair*.py", "test_planning.py test_backward.py"),
+        (
+            "pair*.py",
+            "test_planning.py::test_the_example_of_the_docs test_planning.py::test_pairs"
+            " test_planning.py::test_pairs_of_small_blocks",
+        ),
+        ("sums.py", "test_gluon_backward.py"),
         (
             "lists.py",
             "test_planning.py::test_nothing_is_read_or_written_beyond_a_tensor"
