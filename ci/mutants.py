@@ -111,12 +111,22 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("hopper/_linked/*", "test_gluon.py test_gluon_backward.py"),
         ("hopper/backward*", "test_gluon_backward.py"),
         ("hopper/row_gradients.py", "test_gluon_repeats.py"),
-        ("hopper/quer*", "test_gluon.py test_gluon_repeats.py::test_fixed_length"),
+        (
+            "hopper/[fq]*",
+            "test_gluon.py::test_without_a_mistake"
+            " test_gluon.py::test_what_one_half_of_a_tile_sees_alone"
+            " test_gluon.py::test_rows_that_begin_with_the_queries test_gluon.py::test_packed"
+            " test_gluon.py::test_a_layout_per_sequence"
+            " test_gluon.py::test_rows_that_keep_nothing_are_0_beside_values_that_are_nan",
+        ),
         ("hopper/*", "test_gluon.py"),
         (
             "pair*.py",
-            "test_planning.py::test_the_example_of_the_docs test_planning.py::test_pairs"
-            " test_planning.py::test_pairs_of_small_blocks",
+            "test_planning.py::test_the_example_of_the_docs"
+            " test_planning.py::test_pairs[cpu-64x64-1-causal]"
+            " test_planning.py::test_pairs[cpu-64x64-2-full]"
+            " test_planning.py::test_pairs[cpu-32x32-3-causal]"
+            " test_planning.py::test_pairs[cpu-64x16-0-causal]",
         ),
         ("sums.py", "test_gluon_backward.py"),
         (

@@ -197,7 +197,11 @@ def test_builds(gpu, kind, tmp_path):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("block", [(64, 64), (128, 64), (32, 32), (64, 16), (16, 128)], ids=str)
+@pytest.mark.parametrize(
+    "block",
+    [(64, 64), (128, 64), (32, 32), (64, 16), (16, 128)],
+    ids=lambda block: f"{block[0]}x{block[1]}",
+)
 def test_pairs(block, seed, causal, device, monkeypatch):
     """With programs so short that there are several of an owner, and entries in several chunks."""
     kept = (1, 2)[seed % 2]
