@@ -199,6 +199,24 @@ for starts, lengths, page, window, d in (
     run_fenced(code, __file__)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs memory that faults on a CPU")
+def test_no_read_beyond_a_packed_cache():
+    """Read as it lies by short tiles, with head dimensions that fill no tile."""
+    code = """
+import torch
+from prefix_prefill import paged_attn_func
+for d, d_v, page in ((24, 24, 16), (40, 72, 8)):
+    table = fenced(torch.randperm(12, dtype=torch.int32).view(2, 6))
+    starts, used = (fenced(torch.tensor(x, dtype=torch.int32)) for x in ([0, 1, 2], [6 * page] * 2))
+    k_cache = fenced(torch.randn(12, 2, d // 8, page, 8).half())
+    v_cache = fenced(torch.randn(12, 2, d_v, page).half())
+    q = fenced(torch.randn(2, 4, d).half())
+    out = paged_attn_func(q, k_cache, v_cache, table, starts, used, 1, 6 * page, causal=True)
+    assert out.isfinite().all()
+"""
+    run_fenced(code, __file__)
+
+
 @pytest.mark.device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["nhd", PACKED])
