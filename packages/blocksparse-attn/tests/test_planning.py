@@ -84,6 +84,24 @@ for spec in ((False, 16, 4, 2, False), (False, 32, 1, 1, True), (True, 32, 4, 1,
     run_fenced(code, __file__)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs memory that faults on a CPU")
+def test_no_pair_is_read_or_written_beyond_a_tensor():
+    code = """
+import torch
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._kernels import planning
+from blocksparse_attn._lists import ListSpec
+from tests._definition import defined_lists
+kept = torch.rand(3, 2, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+layout = BlockSparseLayout.from_dense(kept, 32)
+spec = ListSpec(True, 128, 2, 1, True, True)
+arguments = fenced(layout._crow), fenced(layout._col), 5, (32, 32), spec
+made, want = (make(*arguments) for make in (planning.make_pairs, defined_lists))
+assert all(map(torch.equal, made, want))
+"""
+    run_fenced(code, __file__)
+
+
 def test_the_example_of_the_docs(device):
     """What ``docs/how-it-works.md`` says of four rows."""
     kept = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 1]]).bool()
