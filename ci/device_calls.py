@@ -161,6 +161,20 @@ def flash_tree(device: str, d: int, **options: Any) -> Found:
 # ---- prefix-prefill
 
 
+def one_sequence(device: str, pages: int, queries: int, keys: int) -> tuple[Any, ...]:
+    """Return what a call takes of one sequence in pages that do not lie in order, behind page 0.
+
+    Its block table, the starts of queries and the keys' number, and the largest of either.
+    """
+    import torch
+
+    table = torch.arange(pages, device=device, dtype=torch.int32).flip(0)[None] + 1
+    starts, lengths = (
+        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [keys])
+    )
+    return table, starts, lengths, queries, keys
+
+
 def paged(
     device: str,
     d: int,
@@ -181,7 +195,8 @@ def paged(
     pages = -(-keys // page)
     k_cache, v_cache = (draw(pages + 2, page, heads[1], d) for _ in "kv")
     q = draw(queries, heads[0], d)
-    table = torch.arange(pages, device=device, dtype=torch.int32).flip(0)[None] + 1
+    rest = one_sequence(device, pages, queries, keys)
+    table = rest[0]
     if options.pop("sinks", False):
         options["sinks"] = draw(heads[0], dtype=torch.float32)
     if options.pop("alibi", False):
@@ -193,12 +208,8 @@ def paged(
     if "q" in fp8:
         q = q.to(torch.float8_e4m3fn)
         options["q_descale"] = torch.tensor([1.2, 0.9], device=device)
-    starts, lengths = (
-        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [keys])
-    )
     splits = options.pop("num_splits", 0 if "invariant" in options else 1)
     beside = {name: draw(queries, heads[1], d) for name in ("k", "v")} if new else {}
-    rest = (table, starts, lengths, queries, keys)
     out, lse = load("prefix_prefill").paged_attn_func(
         q, k_cache, v_cache, *rest, **beside, **options, num_splits=splits, return_lse=True
     )
@@ -231,14 +242,12 @@ def paged_codes(device: str, d: int, kind: str, queries: int = 200) -> Found:
     scales = [torch.zeros(*size, dtype=torch.float16, device=device) for _ in "kv"]
     options: dict[str, Any] = {"kv_dtype": kind}
     options.update(k_scale_cache=scales[0], v_scale_cache=scales[1])
-    table = torch.arange(pages, device=device, dtype=torch.int32).flip(0)[None] + 1
+    rest = one_sequence(device, pages, queries, keys)
+    table = rest[0]
     slots = (table[0].long()[:, None] * page + torch.arange(page, device=device)).flatten()[:keys]
     k, v = (draw(keys, heads[1], d) for _ in "kv")
     package.reshape_and_cache(k, v, *caches, slots, **options)
-    starts, lengths = (
-        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [keys])
-    )
-    q, rest = draw(queries, heads[0], d), (table, starts, lengths, queries, keys)
+    q = draw(queries, heads[0], d)
     found = package.paged_attn_func(q, *caches, *rest, **options, num_splits=1, return_lse=True)
     wide = {name: x if name == "kv_dtype" else x.double() for name, x in options.items()}
     exact = package.paged_attention_reference(q.double(), *caches, *rest, **wide, return_lse=True)
@@ -253,18 +262,14 @@ def latent(device: str, fp8: bool = False, queries: int = 3, **options: Any) -> 
     keys, page, heads = 300, 64, 16
     cache = draw(7, page, 576).to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
     q = draw(queries, heads, 576)
-    table = torch.arange(5, device=device, dtype=torch.int32).flip(0)[None] + 1
-    starts, lengths = (
-        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, queries], [keys])
-    )
     options = {"softmax_scale": 576**-0.5, **options}
-    rest = (table, starts, lengths, queries, keys)
+    rest = one_sequence(device, 5, queries, keys)
     function = load("prefix_prefill").mla_attn_func
     out, lse = function(q, cache, *rest, **options, return_lse=True)
     options.pop("num_splits", None)
     if fp8:
         options["cache"] = cache.dtype
-    k = cache.double()[table[0].long()].reshape(1, -1, 1, 576)[:, :keys]
+    k = cache.double()[rest[0][0].long()].reshape(1, -1, 1, 576)[:, :keys]
     options = {"causal": True, **options, "truncates": _truncates(device)}
     bounds = bounds_module().attention_bounds(q[None], k, k[..., :512], **options)
     return _bounded({"out": out[None], "lse": lse[None]}, bounds)

@@ -21,6 +21,7 @@ from device_calls import (
     latent,
     lightning,
     load,
+    one_sequence,
     paged,
     paged_codes,
 )
@@ -219,10 +220,7 @@ def _paged_algebra(device: str, d: int, **options: Any) -> Any:
     draw = drawer(device)
     page, heads, keys = 64, (4, 2), 2 * TILES
     k_cache, v_cache = (draw(keys // page + 2, page, heads[1], d) for _ in "kv")
-    table = torch.arange(keys // page, device=device, dtype=torch.int32).flip(0)[None] + 1
-    starts, lengths = (
-        torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, TILES], [keys])
-    )
+    rest = one_sequence(device, keys // page, TILES, keys)
     q, sinks = draw(TILES, heads[0], d), draw(heads[0], dtype=torch.float32)
 
     def run() -> Any:
@@ -230,18 +228,14 @@ def _paged_algebra(device: str, d: int, **options: Any) -> Any:
             q,
             k_cache,
             v_cache,
-            table,
-            starts,
-            lengths,
-            TILES,
-            keys,
+            *rest,
             sinks=sinks,
             causal=False,
             # the kernel for Hopper does not cut sequences
             **{"num_splits": 0 if "invariant" in options else 1, **options},
         )
 
-    k, v = (cache[table[0].long()].flatten(0, 1) for cache in (k_cache, v_cache))
+    k, v = (cache[rest[0][0].long()].flatten(0, 1) for cache in (k_cache, v_cache))
     return run, (q, k, v, sinks)
 
 

@@ -31,7 +31,7 @@ WORDS = gl.constexpr(2048)
 
 
 @gluon.constexpr_function
-def numbers_of_word(stored):
+def _numbers_of_word(stored):
     """Return how many numbers a word of 32 bits holds; a byte of uint8 holds two."""
     return 8 if stored == gl.uint8 else 4
 
@@ -144,7 +144,7 @@ def _read(first, pages, cache, seen, LAYOUT: gl.constexpr, TILE: gl.constexpr):
     at = gl.multiple_of(at, [16, 16, 16]) + cols[None, None, :]
     key = (unit * PIECE)[:, None] + place[None, :]  # [UNITS, PIECE]
     mask = ((key >= seen.first) & (key < seen.last))[:, :, None]
-    if TILE.WIDTH * WIDTH < TILE.HEAD_DIM * WIDTH:
+    if TILE.WIDTH < TILE.HEAD_DIM:
         mask = mask & (cols < TILE.WIDTH * WIDTH // TILE.HEAD_DIM)[None, None, :]
     # nothing is read twice: what L1 holds of the table stays there
     return gl.load(at, mask=mask, other=0, cache_modifier=".cg")
@@ -209,7 +209,7 @@ def _bring(
     """
     N: gl.constexpr = TILE.BLOCK_N
     STORED: gl.constexpr = halves[0].cache.ptr.dtype.element_ty
-    NUMBERS: gl.constexpr = numbers_of_word(STORED)
+    NUMBERS: gl.constexpr = _numbers_of_word(STORED)
     WIDTH: gl.constexpr = TILE.HEAD_DIM // NUMBERS
     PARTS: gl.constexpr = _count_parts(N, WIDTH, TILE.WIDENERS)
     COUNT: gl.constexpr = N // PARTS
