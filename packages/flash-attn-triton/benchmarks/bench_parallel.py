@@ -4,9 +4,9 @@
     torchrun --nproc-per-node=4 benchmarks/bench_parallel.py --json four.json
     python benchmarks/bench_parallel.py --plot parallel.png two.json four.json
 
-One GPU's speed is that of the plain function on the whole sequence with 1 / n of the heads,
-measured anew before each way, as GPUs that are hot are slower. A time is that of ten calls between
-two events, the largest of all ranks, the least of five such times.
+One GPU's speed is that of the plain function on the whole sequence with 1 / n of the heads. It and
+a way are timed in turns, as GPUs that are hot are slower. A time is that of ten calls between two
+events, the largest of all ranks, the median of seven such times.
 Beside ours stand the same with ``head_group`` (``heads``), an all-gather of keys with our kernel,
 where nothing overlaps, and PyTorch's ``context_parallel`` with its own kernels and with ours.
 Packed sequences have no rival there.
@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS_Q, HEADS_K, HEAD_DIM = 32, 8, 128
 MIX = (8192, 4096, 2048, 1024, 512, 512)
-CALLS, REPEATS = 10, 5
+CALLS, REPEATS = 10, 7
 # of the norm of what is compared; of a row's, and the mean one's, ten times as much
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
@@ -89,49 +91,61 @@ def check(name: str, got: list[Tensor], want: list[Tensor]) -> None:
             raise RuntimeError(f"{name}: {result} is off by {error}, a row by {of_row}")
 
 
+def in_turns(functions: list[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Return the time of a call of each, in seconds: the median of several, taken in turns."""
+    for function in functions:
+        for _ in range(3):
+            function()
+    taken: list[list[float]] = [[] for _ in functions]
+    for _ in range(REPEATS):
+        for function, times in zip(functions, taken, strict=True):
+            times.append(seconds(function, device))
+    return [statistics.median(times) for times in taken]
+
+
 def seconds(function: Callable[[], Any], device: torch.device) -> float:
     """Return the time of a call, the largest of all ranks."""
-    for _ in range(3):
-        function()
-    least = float("inf")
-    for _ in range(REPEATS):
-        dist.barrier()
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(CALLS):
-                function()
-            end.record()
-            torch.cuda.synchronize()
-            taken = begin.elapsed_time(end) / 1e3 / CALLS
-        else:
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                function()
-            taken = (time.perf_counter() - start) / CALLS
-        longest = torch.tensor(taken, device=device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        least = min(least, float(longest))
-    return least
-
-
-def measure(way: Way, device: torch.device) -> tuple[list[float], int | None]:
-    """Return the times of both passes in ms, and the bytes that they take at most."""
-    peak = None
+    dist.barrier()
     if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        differentiate(way)
-        peak = torch.cuda.max_memory_allocated() - before
+        begin.record()
+        for _ in range(CALLS):
+            function()
+        end.record()
+        torch.cuda.synchronize()
+        taken = begin.elapsed_time(end) / 1e3 / CALLS
+    else:
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            function()
+        taken = (time.perf_counter() - start) / CALLS
+    longest = torch.tensor(taken, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
+
+
+def peak_of(way: Way, device: torch.device) -> int | None:
+    """Return the bytes that both passes take at most; None where nobody counts them."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    differentiate(way)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure(ways: list[Way], device: torch.device) -> list[list[float]]:
+    """Return the times of both passes in ms, for each of the ways."""
+
+    def back(way: Way, out: Tensor) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(out, way.leaves, way.dout, retain_graph=True)
+
     with torch.no_grad():
-        ahead = seconds(lambda: way.function(*way.leaves), device)
-    out = way.function(*way.leaves)
-    back = seconds(
-        lambda: torch.autograd.grad(out, way.leaves, way.dout, retain_graph=True), device
-    )
-    return [1e3 * ahead, 1e3 * back], peak
+        ahead = in_turns([functools.partial(way.function, *way.leaves) for way in ways], device)
+    backs = in_turns([back(way, way.function(*way.leaves)) for way in ways], device)
+    return [[1e3 * x, 1e3 * y] for x, y in zip(ahead, backs, strict=True)]
 
 
 class AllGather(torch.autograd.Function):
@@ -284,13 +298,11 @@ def mix_of(tokens: int, ranks: int) -> list[int]:
     return lengths
 
 
-def some_heads(x: list[Tensor]) -> tuple[list[Tensor], float]:
-    """Return 1 / n of the heads, and what a time of theirs is to be multiplied with."""
-    ranks = dist.get_world_size()
-    heads = max(1, HEADS_K // ranks)
+def some_heads(x: list[Tensor]) -> list[Tensor]:
+    """Return 1 / n of the heads."""
+    heads = max(1, HEADS_K // dist.get_world_size())
     group = HEADS_Q // HEADS_K
-    parts = [t[:, :, : heads * (group if t.shape[2] == HEADS_Q else 1)].contiguous() for t in x]
-    return parts, HEADS_K / (heads * ranks)
+    return [t[:, :, : heads * (group if t.shape[2] == HEADS_Q else 1)].contiguous() for t in x]
 
 
 def measure_dense(tokens: int, device: torch.device, names: list[str]) -> list[Row]:
@@ -306,13 +318,13 @@ def measure_dense(tokens: int, device: torch.device, names: list[str]) -> list[R
         is_rival = name.startswith("torch")
         # not every version takes fewer heads of keys
         for repeats in (False, True) if is_rival else (False,):
-            row = {"case": "dense", "way": name, "one_gpu_ms": measure_plain(plain, every, device)}
+            row: Row = {"case": "dense", "way": name}
             if is_rival:
                 row["repeats_keys"] = repeats
             try:
                 with WAYS[name](work, backend=SDPBackend.CUDNN_ATTENTION, repeats=repeats) as way:
                     check(f"dense, {name}", differentiate(way), [way.cut(x) for x in work.results])
-                    add_times(row, way, device)
+                    add_times(row, way, plain_way(plain, every), device)
                 break
             except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
                 if not is_rival or "is off by" in str(error):
@@ -348,9 +360,8 @@ def measure_packed(tokens: int, device: torch.device) -> list[Row]:
     way = Way(function, leaves_of(work, cut), cut(work.dout), cut)
     check("packed", differentiate(way), [cut(x) for x in work.results])
     row: Row = {"case": "packed", "way": "ours", "lengths": lengths}
-    row["one_gpu_ms"] = measure_plain(plain, every, device)
     row["pairs_over_mean"] = max(plan.layout.pairs) * ranks / sum(plan.layout.pairs)
-    add_times(row, way, device)
+    add_times(row, way, plain_way(plain, every), device)
     return [row]
 
 
@@ -359,18 +370,18 @@ def whole_results(plain: Callable[..., Tensor], every: list[Tensor]) -> list[Ten
     return differentiate(Way(plain, leaves, every[3], lambda x: x))
 
 
-def measure_plain(
-    plain: Callable[..., Tensor], every: list[Tensor], device: torch.device
-) -> list[float]:
-    """Return the times of one GPU in ms."""
-    some, factor = some_heads(every)
-    leaves = [x.requires_grad_() for x in some[:3]]
-    times, _ = measure(Way(plain, leaves, some[3], lambda x: x), device)
-    return [factor * x for x in times]
+def plain_way(plain: Callable[..., Tensor], every: list[Tensor]) -> Way:
+    """Return what one GPU does with its share of the heads."""
+    some = some_heads(every)
+    return Way(plain, [x.requires_grad_() for x in some[:3]], some[3], lambda x: x)
 
 
-def add_times(row: Row, way: Way, device: torch.device) -> None:
-    row["ms"], row["peak_bytes"] = measure(way, device)
+def add_times(row: Row, way: Way, one: Way, device: torch.device) -> None:
+    """Add the times of a way, and of one GPU."""
+    row["peak_bytes"] = peak_of(way, device)
+    base, row["ms"] = measure([one, way], device)
+    ranks, heads = dist.get_world_size(), one.leaves[1].shape[2]
+    row["one_gpu_ms"] = [x * HEADS_K / (heads * ranks) for x in base]
     row["share"] = [x / y for x, y in zip(row["one_gpu_ms"], row["ms"], strict=True)]
 
 
@@ -392,7 +403,8 @@ def capture(tokens: int, device: torch.device) -> Row:
                 got = differentiate(way)
             graph.replay()
             row["same_bits"] = [torch.equal(x, y) for x, y in zip(got, want, strict=True)]
-            row["ms"] = 1e3 * seconds(graph.replay, device)
+            (taken,) = in_turns([graph.replay], device)
+            row["ms"] = 1e3 * taken
         except RuntimeError as error:
             row["error"] = str(error)[:300]
     return row

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node=2 benchmarks/bench_parallel.py --json two.json
     torchrun --nproc-per-node=4 benchmarks/bench_parallel.py --json four.json
 
-One GPU's speed is that of the plain function on the whole sequence with 1 / n of the heads. A time
-is that of ten calls between two events, the largest of all ranks, the least of five such times.
+One GPU's speed is that of the plain function on the whole sequence with 1 / n of the heads. Both
+are timed in turns, as GPUs that are hot are slower. A time is that of ten calls between two
+events, the largest of all ranks, the median of seven such times.
 Every output and every gradient is compared with the plain function before it is timed. NVLink
 multicast stays off unless NCCL_NVLS_ENABLE is set.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -29,52 +31,64 @@ from torch import Tensor
 HEAD_DIM = 128
 # tokens a rank, heads
 SIZES = ((16384, 64), (65536, 32))
-CALLS, REPEATS = 10, 5
+CALLS, REPEATS = 10, 7
 # of the norm of what is compared
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
 
 Row = dict[str, Any]
 
 
+def in_turns(functions: list[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Return the time of a call of each, in ms: the median of several, taken in turns."""
+    for function in functions:
+        for _ in range(3):
+            function()
+    taken: list[list[float]] = [[] for _ in functions]
+    for _ in range(REPEATS):
+        for function, times in zip(functions, taken, strict=True):
+            times.append(1e3 * seconds(function, device))
+    return [statistics.median(times) for times in taken]
+
+
 def seconds(function: Callable[[], Any], device: torch.device) -> float:
     """Return the time of a call, the largest of all ranks."""
-    for _ in range(3):
-        function()
-    least = float("inf")
-    for _ in range(REPEATS):
-        dist.barrier()
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(CALLS):
-                function()
-            end.record()
-            torch.cuda.synchronize()
-            taken = begin.elapsed_time(end) / 1e3 / CALLS
-        else:
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                function()
-            taken = (time.perf_counter() - start) / CALLS
-        longest = torch.tensor(taken, device=device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        least = min(least, float(longest))
-    return least
+    dist.barrier()
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(CALLS):
+            function()
+        end.record()
+        torch.cuda.synchronize()
+        taken = begin.elapsed_time(end) / 1e3 / CALLS
+    else:
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            function()
+        taken = (time.perf_counter() - start) / CALLS
+    longest = torch.tensor(taken, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
 
 
-def passes(
-    function: Callable[..., Tensor], x: list[Tensor], device: torch.device
-) -> tuple[list[Tensor], list[float]]:
-    """Return the output and the gradients, and a function's times of both passes in ms."""
-    *inputs, dout = x
-    leaves = [one.contiguous().requires_grad_() for one in inputs]
-    out = function(*leaves)
-    results = [out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=True)]
-    back = seconds(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), device)
-    with torch.no_grad():
-        ahead = seconds(lambda: function(*leaves), device)
-    return results, [1e3 * ahead, 1e3 * back]
+class Call:
+    """A function of q, k and v, on tensors of its own."""
+
+    def __init__(self, function: Callable[..., Tensor], x: list[Tensor]) -> None:
+        *inputs, self._dout = x
+        self._function = function
+        self._leaves = [one.contiguous().requires_grad_() for one in inputs]
+        self.out = function(*self._leaves)
+
+    def forward(self) -> Tensor:
+        """Compute the output alone."""
+        with torch.no_grad():
+            return self._function(*self._leaves)
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """Return the gradients."""
+        return torch.autograd.grad(self.out, self._leaves, self._dout, retain_graph=True)
 
 
 def measure(tokens: int, heads: int, shard: str, device: torch.device) -> Row:
@@ -107,16 +121,18 @@ def measure(tokens: int, heads: int, shard: str, device: torch.device) -> Row:
             want, [out.detach(), *torch.autograd.grad(out, leaves, arriving)], strict=True
         ):
             found.append(cut(x))
-    _, base = passes(alone, [x[:, :, :some].contiguous() for x in every], device)
-    base = [x * heads / (some * ranks) for x in base]
-    own = [cut(x) for x in every]
+    one = Call(alone, [x[:, :, :some] for x in every])
+    own = Call(ours, [cut(x) for x in every])
     del every
-    results, times = passes(ours, own, device)
+    results = own.out.detach(), *own.backward()
     for name, got, parts in zip(("o", "dq", "dk", "dv"), results, want, strict=True):
         expected = torch.cat(parts, 2).float()
         error = float((got.float() - expected).norm() / expected.norm())
         if not error <= LIMITS[dtype]:
             raise RuntimeError(f"{name} is off by {error}")
+    pairs = (one.forward, own.forward), (one.backward, own.backward)
+    base, times = zip(*(in_turns(list(pair), device) for pair in pairs), strict=True)
+    base = [x * heads / (some * ranks) for x in base]
     return {
         "tokens": tokens,
         "heads": heads,
