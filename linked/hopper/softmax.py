@@ -94,13 +94,23 @@ def start_softmax(s, factor, FLOOR: gl.constexpr):
 
 @gluon.jit
 def finish_softmax(m, l, head, is_padding, sinks_ptr):
-    """Return ``[ROWS]`` each: the factor of the output, whether no key was seen, the LSE."""
-    sums = gl.convert_layout(gl.sum(l, 1), m.type.layout)
-    shrink = 1.0
+    """Return what ``close_softmax`` does, with a sink of each head if there are any."""
+    sink = None
     if sinks_ptr is not None:
-        # a key without a value
         sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
         sink = gl.where(is_padding, NEG_INF, sink)
+    return close_softmax(m, l, sink)
+
+
+@gluon.jit
+def close_softmax(m, l, sink):
+    """Return ``[ROWS]`` each: the factor of the output, whether no key was seen, the LSE.
+
+    ``sink`` is None, or the logit to base 2 of a key without a value.
+    """
+    sums = gl.convert_layout(gl.sum(l, 1), m.type.layout)
+    shrink = 1.0
+    if sink is not None:
         top = gl.maximum(m, sink)
         pivot = pivot_of(top)
         shrink = gl.exp2(m - pivot)

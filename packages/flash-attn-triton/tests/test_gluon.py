@@ -162,7 +162,7 @@ def test_forward_of_few_queries(tile, shape, features, forward, reverse):
         ("_survey", "TILE.WARPGROUPS * TOKENS", "TOKENS"),
         ("_survey", "slope[:, None]", "gl.max(slope, 0)"),
         ("_write", "W * (ROWS // PACK)", "W * ROWS"),
-        ("_write", "problem.heads_q + heads", "problem.heads_q + block.head"),
+        ("_lse_at", "problem.heads_q + heads", "problem.heads_q + block.head"),
         ("_finish", "problem.sinks_ptr)", "None)"),
         ("next_tile", "head *= OPTIONS.PACK", "pass"),
         ("produce", "w * TOKENS", "w * TILE.ROWS"),

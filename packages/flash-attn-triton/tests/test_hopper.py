@@ -58,8 +58,9 @@ def hopper(
     rng_state=None,
     return_lse=True,
     tile=None,
+    merges=False,
 ):
-    """Launch the kernel with the arguments of the public functions."""
+    """Launch the kernel with the arguments of the public functions; once more if it ``merges``."""
     left, right = window_size
     right = 0 if causal else right
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -68,7 +69,10 @@ def hopper(
     options = Options(scale, left, right, softcap, dropout_p)
     form = Form(x, options)
     portable = PortableForward(form, x, q.dtype)
-    return HopperForward(form, x, q.dtype, portable, is_kept=q.is_cuda, tile=tile)(x)
+    forward = HopperForward(form, x, q.dtype, portable, is_kept=q.is_cuda, tile=tile)
+    out, lse = forward(x)
+    assert not merges or forward.merge(x, out, lse)
+    return out, lse
 
 
 def check(case, **options):
@@ -162,6 +166,7 @@ def test_tiles_fit_the_barriers_of_the_hardware(tile: HopperTile):
 
 
 def features(name: str) -> dict[str, object]:
+    name = name.removeprefix("merging ")
     meta = functools.partial(torch.empty, device="meta")
     offsets = meta(3, dtype=torch.int32)
     return {
@@ -220,6 +225,13 @@ SPILLS = {
     (160, "rich"): (8, 72),
     (192, "causal"): (16, 48),
     (192, "rich"): (0, 40),
+    # an output comes back into registers, beside the next tile's first scores
+    (64, "merging full"): (8, 88),
+    (96, "merging full"): (0, 96),
+    (96, "merging packed"): (0, 32),
+    (128, "merging full"): (0, 40),
+    (256, "merging full"): (16, 24),
+    (256, "merging packed"): (8, 56),
 }
 IS_OLD = triton.__version__.startswith("3.6.")
 
@@ -235,7 +247,8 @@ IS_OLD = triton.__version__.startswith("3.6.")
         ]
         + [(64, "long"), (64, "packed"), (128, "packed"), (128, "left"), (64, "few"), (128, "few")]
         + [(d, kind) for d in (80, 96, 160, 192) for kind in ("full", "causal", "packed", "rich")]
-        + [(96, "dropout"), (96, "few")],
+        + [(96, "dropout"), (96, "few")]
+        + [(d, f"merging {kind}") for d in (64, 96, 128, 192, 256) for kind in ("full", "packed")],
         [(64, "rich"), (128, "few"), (256, "causal"), (96, "causal"), (192, "causal")],
     ),
 )
@@ -250,8 +263,8 @@ def test_builds(head_dim, kind, tmp_path):
         q = q[:, :5, :1].expand(-1, -1, 16, -1).contiguous()
         kv = kv[:, :, :1]
     with compiling(HOPPER, tmp_path) as builds:
-        hopper(q, kv, kv, **options)
-    (build,) = builds
+        hopper(q, kv, kv, merges=kind.startswith("merging"), **options)
+    build = builds[-1]
     assert build.shared <= GPUS[HOPPER].shared_limit, build
     assert not build.unset, build
     old, new = SPILLS.get((head_dim, kind), (0, 0))

@@ -52,6 +52,8 @@ class Options(NamedTuple):
 
 # ``(out, lse)`` of tensors that the kernels may read where they are
 Forward = Callable[[Tensors], tuple[Tensor, Tensor]]
+# merges results over the keys of a call into ``out`` and ``lse`` over others; whether it did
+Merge = Callable[[Tensors, Tensor, Tensor], bool]
 # the gradients; of those tensors, out, lse, dout, dlse, and whether the bias wants one
 Backward = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor | None, bool], PlannedGrads]
 
@@ -65,6 +67,10 @@ class Plan(Protocol):
     @property
     def backward(self) -> Backward | None:
         """None where no call of the form asks for a gradient."""
+
+    @property
+    def merge(self) -> Merge | None:
+        """None where no kernel merges."""
 
     def fits(self, x: Tensors) -> bool:
         """Say whether tensors that were put away since still lie in memory as they did."""

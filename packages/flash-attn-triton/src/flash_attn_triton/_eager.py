@@ -203,6 +203,11 @@ class EagerPlan(NamedTuple):
         others = *x.optional, x.rng_state
         return attention_backward(dout, x.q, x.k, x.v, lse, dlse, *others, *self.options, out)
 
+    @property
+    def merge(self) -> None:
+        """Results over some keys are merged by ``merge_eagerly``."""
+        return None
+
     def fits(self, x: Tensors) -> bool:
         """Say yes: strides are free here."""
         return True

@@ -120,6 +120,16 @@ class Pieces:
             self._held = [Piece(out, lse, (0, whole, whole, 1))]
         self._held.append(piece)
 
+    def whole(self) -> tuple[Tensor, Tensor] | None:
+        """Return output and LSE if they are one piece of all tokens, and more may go into it."""
+        if len(self._held) != 1:
+            return None
+        out, lse, raster = self._held[0]
+        is_whole = raster == (0, self._tokens, self._tokens, 1) and out.dtype == self._dtype
+        if lse is None or not is_whole:
+            return None
+        return out.view(-1, *out.shape[-2:]), lse.view(-1, self._tokens)
+
     def result(self) -> tuple[Tensor, Tensor | None]:
         """Return ``[tokens, heads, d]``, and the LSE as ``[heads, tokens]`` if there is one.
 
@@ -156,10 +166,12 @@ def forward(
         lse = q.new_full(q.shape[1::-1], -math.inf, dtype=torch.float32)
     pieces = Pieces(q.shape[0], q.dtype)
     for i, product in enumerate(table.local):
-        part = _Part(product, q, k, v, None if i else sinks, options)
-        pieces.add(part.piece(*part.forward()))
+        _attend(_Part(product, q, k, v, None if i else sinks, options), pieces)
     for i, step in enumerate(table.steps):
-        _attend(step, fetch.wait(i), q, pieces, options)
+        kv = fetch.wait(i)
+        for product in step.products:
+            _attend(_Part(product, q, *kv, None, options), pieces)
+        del kv
         # the memory of these keys goes before others begin to arrive
         fetch.forget(i)
         fetch.begin_next()
@@ -169,12 +181,9 @@ def forward(
     return out, lse
 
 
-def _attend(
-    step: Step, kv: tuple[Tensor, Tensor], q: Tensor, pieces: Pieces, options: Sharded
-) -> None:
-    """Compute what the keys of a step give."""
-    for product in step.products:
-        part = _Part(product, q, *kv, None, options)
+def _attend(part: _Part, pieces: Pieces) -> None:
+    """Compute what the keys of a product give: into what is there, if a kernel can."""
+    if not part.merge_into(pieces):
         pieces.add(part.piece(*part.forward()))
 
 
@@ -302,6 +311,18 @@ class _Part:
         return forward(  # type: ignore[no-any-return]
             *x, *self._longest(), *self._given, x.q.dtype, deterministic
         )
+
+    def merge_into(self, pieces: Pieces) -> bool:
+        """Merge results into those over other keys, in place; return whether a kernel did."""
+        x = self._x
+        there = pieces.whole()
+        if there is None or x.sinks is not None:
+            return False
+        plan = _plan_of(x, self._given, self._options.deterministic, needs_gradient=False)
+        if plan is None or plan.merge is None:
+            return False
+        out, lse = there
+        return plan.merge(x, self._of(out, self.rows), self._of_lse(lse))
 
     def backward(
         self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None

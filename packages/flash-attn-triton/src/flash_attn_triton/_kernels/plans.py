@@ -9,7 +9,7 @@ import torch
 from attn_common import fp8_info
 from torch import Tensor
 
-from .._call import Backward, Forward, Grads, Options, Tensors
+from .._call import Backward, Forward, Grads, Merge, Options, Tensors
 from .._configs import forward_tile, takes_hopper_forward, takes_short_backward
 from . import structures
 from .backward_plans import plan_backward
@@ -92,6 +92,11 @@ class Plan(NamedTuple):
     forward: Forward
     # None where no call of the form asks for a gradient
     backward: Backward | None
+
+    @property
+    def merge(self) -> Merge | None:
+        """What merges results into others; None where no kernel does."""
+        return getattr(self.forward, "merge", None)
 
     def fits(self, x: Tensors) -> bool:
         """Say whether tensors that were put away since still lie in memory as they did."""

@@ -16,6 +16,7 @@ from ._linked.pipeline import (
     LEN_K,
     LEN_Q,
     LOG2E,
+    NEG_INF,
     Q_START,
     SEQUENCE,
     SLOTS,
@@ -27,12 +28,14 @@ from ._linked.pipeline import (
     key_tiles,
     opaque,
 )
-from ._linked.softmax import finish_softmax
+from ._linked.softmax import close_softmax, finish_softmax
 from .alibi import sides
 from .dropout import dropout_key
 from .fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
 from .panels import (
     accumulator,
+    add_tile,
+    copy_tile,
     copy_tile_out,
     finish,
     multiply_keys,
@@ -42,7 +45,7 @@ from .panels import (
     tile_of,
     wait_for_values,
 )
-from .structures import Block, State, Walk
+from .structures import Block, Finished, State, Walk
 from .walk import attend, begin, start
 
 
@@ -124,28 +127,56 @@ def _survey(
 
 
 @gluon.jit
-def _finish(m, l, block, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
-    """Return the result of ``finish_softmax``; padding around the sequences has no sink.
+def _lse_at(block, problem, rows, heads):
+    """Return where the LSE of rows of a block lie, counted in fp32 numbers."""
+    owner = _owner_of(block.sequence, problem.batch).to(gl.int64)
+    if problem.before is not None:
+        if problem.cu_seqlens_q_ptr is None:
+            first = owner * problem.before.stride_lse_b
+        else:
+            first = block.q_start
+        lse_at = heads.to(gl.int64) * problem.before.stride_lse_h + first
+    elif problem.cu_seqlens_q_ptr is None:
+        lse_at = (owner * problem.heads_q + heads) * problem.tokens_q
+    else:
+        lse_at = heads.to(gl.int64) * problem.tokens_q + block.q_start
+    return lse_at + rows
+
+
+@gluon.jit
+def _finish(m, l, block, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return what the softmax of a block ends with; padding around the sequences has no sink.
 
     The output's factor is also that of what dropout keeps.
     """
+    PACK: gl.constexpr = OPTIONS.PACK
     layout: gl.constexpr = m.type.layout
-    heads = _heads(block.head, TILE.ROWS, OPTIONS.PACK, layout)
-    is_padding = (block.sequence < 0) | (block.sequence >= problem.batch)
-    if OPTIONS.PACK > 1:
-        is_padding |= heads < 0  # [ROWS]
-    weight, empty, lse = finish_softmax(m, l, heads, is_padding, problem.sinks_ptr)
+    heads = _heads(block.head, TILE.ROWS, PACK, layout)
+    if problem.before is not None:
+        # the keys that were seen before are one key more, whose value is their output
+        rows = block.first_row + W * (TILE.ROWS // PACK) + _tokens(TILE.ROWS, PACK, layout)
+        lse_ptr = problem.lse_ptr + _lse_at(block, problem, rows, heads)
+        before = gl.load(lse_ptr, mask=rows < block.len_q, other=NEG_INF) * LOG2E  # [ROWS]
+        weight, empty, lse = close_softmax(m, l, before)
+        kept = gl.where(empty, 0.0, gl.exp2(before - lse * LOG2E))
+        # rows that see none of these keys: values that none of them sees may be NaN
+        empty |= weight == 0.0
+    else:
+        is_padding = (block.sequence < 0) | (block.sequence >= problem.batch)
+        if PACK > 1:
+            is_padding |= heads < 0  # [ROWS]
+        weight, empty, lse = finish_softmax(m, l, heads, is_padding, problem.sinks_ptr)
+        kept = weight
     if problem.rng_state_ptr is not None:
         weight *= problem.keep_scale
-    return weight, empty, lse
+    return Finished(weight, empty, lse, kept)
 
 
 @gluon.jit
 def _write(
     o,
-    weight,
-    empty,
-    lse,
+    finished,
+    count,
     block,
     out_descs,
     pipeline,
@@ -154,23 +185,28 @@ def _write(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Scale the output of a block of queries, start its TMA store, and store the LSE."""
+    """Scale the output of a block of queries, start its TMA store, and store the LSE.
+
+    ``count``: how many blocks there were before it.
+    """
     PACK: gl.constexpr = OPTIONS.PACK
     ROWS: gl.constexpr = TILE.ROWS
-    owner = _owner_of(block.sequence, problem.batch).to(gl.int64)
     row = block.first_row + W * (ROWS // PACK)
+    lse = finished.lse
     layout: gl.constexpr = lse.type.layout
     rows = row + _tokens(ROWS, PACK, layout)  # [ROWS]
     heads = _heads(block.head, ROWS, PACK, layout)
-    if problem.cu_seqlens_q_ptr is None:
-        lse_at = (owner * problem.heads_q + heads) * problem.tokens_q
-    else:
-        lse_at = heads.to(gl.int64) * problem.tokens_q + block.q_start
-    gl.store(problem.lse_ptr + lse_at + rows, lse, mask=rows < block.len_q)
-    o = finish(o, weight, empty)  # [ROWS, HEAD_DIM_V]
-    tma.store_wait(0)
-    store_tile(o, pipeline.out_s, W, ROWS)
+    lse_ptr = problem.lse_ptr + _lse_at(block, problem, rows, heads)
+    gl.store(lse_ptr, lse, mask=rows < block.len_q)
+    o = finish(o, finished.weight, finished.empty)  # [ROWS, HEAD_DIM_V]
     where = coordinates(block.sequence, block.head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
+    tma.store_wait(0)
+    if problem.before is not None:
+        full = problem.before.full.index(W)
+        copy_tile(out_descs, where, full, pipeline.out_s, W)
+        mbarrier.wait(full, count & 1)
+        o = add_tile(o, finished.kept, pipeline.out_s, W, ROWS)
+    store_tile(o, pipeline.out_s, W, ROWS)
     copy_tile_out(out_descs, where, pipeline.out_s, W)
 
 
@@ -213,7 +249,7 @@ def _consume_one_by_one(
         buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
         state = begin(turn, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
         state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
-        turn = close(state, block, buffer, out_descs, pipeline, problem, W, OPTIONS, TILE)
+        turn = close(state, count, block, buffer, out_descs, pipeline, problem, W, OPTIONS, TILE)
         count += 1
         block = _receive(pipeline, count)
 
@@ -221,6 +257,7 @@ def _consume_one_by_one(
 @gluon.jit
 def close(
     state,
+    count,
     block,
     buffer,
     out_descs,
@@ -230,7 +267,10 @@ def close(
     OPTIONS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Multiply the last probabilities of a block of queries and write it; return the turn."""
+    """Multiply the last probabilities of a block of queries and write it; return the turn.
+
+    ``count``: how many blocks there were before it.
+    """
     PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
     o, m, l, p, turn = state
     if not TILE.SHARE:
@@ -239,10 +279,10 @@ def close(
     v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
     mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
     o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
-    weight, empty, lse = _finish(m, l, block, problem, OPTIONS, TILE)
+    finished = _finish(m, l, block, problem, W, OPTIONS, TILE)
     o = wait_for_values(o)
     barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
-    _write(o, weight, empty, lse, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
+    _write(o, finished, count, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
     if TILE.SHARE:
         # the output is stored from the buffer of the queries
         tma.store_wait(0)
@@ -267,11 +307,11 @@ def _consume_pipelined(
             state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
             mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
             last = walk.block
-            weight, empty, lse = _finish(state.m, state.l, last, problem, OPTIONS, TILE)
+            finished = _finish(state.m, state.l, last, problem, W, OPTIONS, TILE)
             count += 1
             walk = _survey(_receive(pipeline, count), problem, W, S, OPTIONS, TILE)
             o, state = _cross(state, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
-            _write(o, weight, empty, lse, last, out_descs, pipeline, problem, W, OPTIONS, TILE)
+            _write(o, finished, count - 1, last, out_descs, pipeline, problem, W, OPTIONS, TILE)
 
 
 @gluon.jit
@@ -339,8 +379,9 @@ def _consume_fp8(
         size = scale_queries(q, problem.scale * gl.load(factors))
         o, m, l, turn = walk_fp8(turn, q, size, walk, pipeline, problem, OPTIONS, TILE)
         mbarrier.arrive(pipeline.q_empty.index(W), count=1)
-        weight, empty, lse = _finish(m, l, block, problem, OPTIONS, TILE)
-        weight *= gl.load(factors + 1) * UNIT
-        _write((o,), weight, empty, lse, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
+        finished = _finish(m, l, block, problem, W, OPTIONS, TILE)
+        weight = finished.weight * (gl.load(factors + 1) * UNIT)
+        finished = Finished(weight, finished.empty, finished.lse, finished.kept)
+        _write((o,), finished, count, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
         count += 1
         block = _receive(pipeline, count)

@@ -6,7 +6,7 @@ from .bias import make_ring
 from .consumer import consume
 from .panels import allocate
 from .producer import produce
-from .structures import Options, Pipeline, Problem, Schedule, Tile
+from .structures import Before, Options, Pipeline, Problem, Schedule, Tile
 
 # the kernel takes numbers and pointers as they come; see ``runtime.py``
 NUMBERS = (
@@ -22,6 +22,8 @@ NUMBERS = (
     "last",
     "total",
     "stride_alibi_b",
+    "stride_lse_b",
+    "stride_lse_h",
 )
 POINTERS = (
     "lse_ptr",
@@ -71,6 +73,8 @@ def forward_kernel(
     last,
     total,
     stride_alibi_b,
+    stride_lse_b,
+    stride_lse_h,
     GROUP: gl.constexpr,
     PACK: gl.constexpr,
     HAS_LEFT: gl.constexpr,
@@ -80,6 +84,7 @@ def forward_kernel(
     BIAS_BATCH: gl.constexpr,
     BIAS_HEADS: gl.constexpr,
     BIAS_ROWS: gl.constexpr,
+    MERGES: gl.constexpr,
     WARPGROUPS: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -98,11 +103,22 @@ def forward_kernel(
 ):
     """``out = softmax(s) @ v`` and ``lse = logsumexp(s)``, where ``s = scale * q @ k.T + bias``.
 
+    With ``MERGES`` output and LSE over other keys are there, and those over all keys replace them.
+
     The programs are persistent and warp-specialised: the last warp copies by TMA, the warpgroups
     ahead of it multiply. ``structures.py`` explains the arguments.
     """
     OPTIONS: gl.constexpr = Options(
-        GROUP, PACK, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, RAGGED, BIAS_BATCH, BIAS_HEADS, BIAS_ROWS
+        GROUP,
+        PACK,
+        HAS_LEFT,
+        HAS_RIGHT,
+        HAS_SOFTCAP,
+        RAGGED,
+        BIAS_BATCH,
+        BIAS_HEADS,
+        BIAS_ROWS,
+        MERGES,
     )
     TILE: gl.constexpr = Tile(
         WARPGROUPS,
@@ -128,6 +144,9 @@ def forward_kernel(
     bias = None
     if bias_desc is not None:
         bias = make_ring(bias_desc, OPTIONS, TILE)
+    before = None
+    if MERGES:
+        before = Before(stride_lse_b, stride_lse_h, barriers(WARPGROUPS, 1))
     problem = Problem(
         lse_ptr,
         cu_seqlens_q_ptr,
@@ -146,6 +165,7 @@ def forward_kernel(
         tokens_q,
         stride_alibi_b,
         bias,
+        before,
     )
     schedule = Schedule(
         ticket_ptr, cu_seqlens_k_ptr, seqused_k_ptr, tokens_k, tiles, span, last, total, bias_desc

@@ -70,6 +70,22 @@ def store_tile(o, buffers, number, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def add_tile(o, factor, buffers, number, ROWS: gl.constexpr):
+    """Add the rows of a tile, times ``factor`` each, to the panels ``o``, ``[ROWS, width]``."""
+    sums = (_add_panel(o[0], factor, buffers[0].index(number), ROWS),)
+    for i in gl.static_range(1, len(o)):
+        sums += (_add_panel(o[i], factor, buffers[i].index(number), ROWS),)
+    return sums
+
+
+@gluon.jit
+def _add_panel(o, factor, panel, ROWS: gl.constexpr):
+    O: gl.constexpr = o.type.layout
+    more = panel.reshape([ROWS, o.shape[1]]).load(O).to(gl.float32)
+    return o + more * gl.convert_layout(factor, gl.SliceLayout(1, O))[:, None]
+
+
+@gluon.jit
 def copy_tile_out(descs, where, buffers, number):
     """Start the TMA copies of a tile's panels to memory."""
     copy_out(descs[0], where, buffers[0].index(number))

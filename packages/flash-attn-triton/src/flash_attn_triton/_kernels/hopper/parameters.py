@@ -54,6 +54,8 @@ class ForwardNumbers(NamedTuple):
     last: int  # those of the last such group
     total: int  # tiles of all heads
     stride_alibi_b: int
+    stride_lse_b: int  # these two are read with ``MERGES`` alone
+    stride_lse_h: int
 
 
 class ValuesTensors(NamedTuple):

@@ -111,6 +111,7 @@ class HopperForward:
             HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
             RAGGED=ragged,
             **dimensions_of(bias),
+            MERGES=False,
         )
         shape = structures.Tile(
             WARPGROUPS=tile.warpgroups,
@@ -129,45 +130,81 @@ class HopperForward:
             LAG=tile.lag,
             ORDERED=tile.ordered,
         )
-        constants = options._asdict() | shape._asdict()
-        self._launch = MappingLaunch(
-            forward_kernel, {**constants, "num_warps": 4, "maxnreg": tile.registers}, forms
-        )
+        kind = {"num_warps": 4, "maxnreg": tile.registers}
+        self._constants = {**options._asdict(), **shape._asdict(), **kind}
+        self._launch = MappingLaunch(forward_kernel, self._constants, forms)
+        # of the output's maps a place and a function, and by its strides what merges into it
+        self._forms = forms
+        self._out_forms = {
+            3: lambda out: map_of(out, tile.rows, wide_v, pack),
+            7: lambda out: map_of(out, tile.rows, narrow_v, pack),
+        }
+        self._merging: Memory[MappingLaunch] = Memory(MAX_COUNTS)
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
-        form, q, k = self._form, x.q, x.k
-        counts = q.shape[-3], k.shape[-3]
-        work = self._work.get(counts)
+        q = x.q
+        work = self._work_of(x)
         if work is None:
-            work = self._count_work(q, *counts)
-            if work is None:
-                return self._portable(x)
-            self._work.keep(counts, work)
+            return self._portable(x)
         # sizes one by one, and no dtype that is that of q: PyTorch takes longer over them
         if self._out_dtype == q.dtype:
             out = q.new_empty(*work.out_shape)
         else:
             out = q.new_empty(*work.out_shape, dtype=self._out_dtype)
         lse = q.new_empty(*work.lse_shape, dtype=torch.float32)
-        v, factors = self._values(x) if self._values else (x.v, None)
-        wide = q, k, v, out
-        self._launch(
-            work.grid,
-            (  # the fields of ForwardTensors
-                *wide,
-                *(narrow_panels(wide, self._narrow) if self._is_cut else NO_PANELS),
-                x.bias,
-                lse,
-                self._ticket(q.device),
-                *(NO_EXTRAS if form.is_plain and factors is None else _extras(x, factors)),
-            ),
-            work.numbers,
-        )
+        self._launch(work.grid, self._tensors(x, out, lse), work.numbers)
         return out, lse
 
-    def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> Work | None:
+    def merge(self, x: Tensors, out: Tensor, lse: Tensor) -> bool:
+        """Merge results over the keys of a call into those over others, in place.
+
+        The call has no sinks. ``out`` and ``lse`` may be parts of larger tensors, each with tokens
+        in order. Return whether the kernel serves the call; if not, nothing is done.
+        """
+        work = self._work_of(x)
+        if work is None or self._values is not None:
+            return False
+        strides = out.stride()
+        launch = self._merging.get(strides)
+        if launch is None:
+            forms = [
+                self._out_forms[i](out) if i in self._out_forms else form
+                for i, form in enumerate(self._forms)
+            ]
+            constants = self._constants | {"MERGES": True}
+            launch = self._merging.keep(
+                strides, MappingLaunch(forward_kernel, constants, tuple(forms))
+            )
+        of_batch, of_head = (0, lse.stride(0)) if lse.ndim == 2 else lse.stride()[:2]
+        numbers = work.numbers._replace(stride_lse_b=of_batch, stride_lse_h=of_head)
+        launch(work.grid, self._tensors(x, out, lse), numbers)
+        return True
+
+    def _tensors(self, x: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the fields of ForwardTensors."""
+        v, factors = self._values(x) if self._values else (x.v, None)
+        wide = x.q, x.k, v, out
+        return (
+            *wide,
+            *(narrow_panels(wide, self._narrow) if self._is_cut else NO_PANELS),
+            x.bias,
+            lse,
+            self._ticket(x.q.device),
+            *(NO_EXTRAS if self._form.is_plain and factors is None else _extras(x, factors)),
+        )
+
+    def _work_of(self, x: Tensors) -> Work | None:
         """Return what a launch does; None if the call is not for this kernel."""
+        counts = x.q.shape[-3], x.k.shape[-3]
+        work = self._work.get(counts)
+        if work is None:
+            work = self._count_work(x.q, *counts)
+            if work is not None:
+                self._work.keep(counts, work)
+        return work
+
+    def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> Work | None:
         form, scalars = self._form, self._form.scalars
         tiles = form.tiles(tokens_q, self._block)
         total = tiles * self._packs * form.grid_batch
@@ -191,6 +228,8 @@ class HopperForward:
             last=span + form.batch * self._packs % span,
             total=total,
             stride_alibi_b=form.strides.stride_alibi_b,
+            stride_lse_b=0,
+            stride_lse_h=0,
         )
         return Work(
             min(multiprocessors(q.device), total),

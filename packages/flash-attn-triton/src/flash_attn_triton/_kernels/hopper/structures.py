@@ -24,6 +24,7 @@ class Options(NamedTuple):
     BIAS_BATCH: Any  # which dimensions of a bias are not broadcast
     BIAS_HEADS: Any
     BIAS_ROWS: Any
+    MERGES: Any  # with results over other keys
 
 
 class Tile(NamedTuple):
@@ -66,6 +67,7 @@ class Problem(NamedTuple):
     tokens_q: Any
     stride_alibi_b: Any
     bias: Any  # None, or its ``BiasRing``
+    before: Any  # None, or ``Before``
 
 
 class Schedule(NamedTuple):
@@ -80,6 +82,23 @@ class Schedule(NamedTuple):
     last: Any
     total: Any
     bias_desc: Any
+
+
+class Before(NamedTuple):
+    """Results over other keys, which lie where this call's will, and are merged with them."""
+
+    stride_lse_b: Any
+    stride_lse_h: Any
+    full: Any  # mbarriers of the warpgroups: a tile of that output is in ``out_s``
+
+
+class Finished(NamedTuple):
+    """What the softmax of a block of queries ends with, ``[ROWS]`` each."""
+
+    weight: Any  # of the output
+    empty: Any  # no key was seen
+    lse: Any
+    kept: Any  # the weight of the output over other keys, if it is merged with one
 
 
 class BiasRing(NamedTuple):

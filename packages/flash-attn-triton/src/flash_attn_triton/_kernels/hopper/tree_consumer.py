@@ -153,7 +153,8 @@ def _consume_one_by_one(
         buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
         state = begin(turn, count, path.own, factor, pipeline, problem, W, OPTIONS, TILE)
         state = _attend(state, path, buffer, factor, pipeline, tails_s, problem, W, OPTIONS, TILE)
-        turn = close(state, path.own.block, buffer, out_descs, pipeline, problem, W, OPTIONS, TILE)
+        block = path.own.block
+        turn = close(state, count, block, buffer, out_descs, pipeline, problem, W, OPTIONS, TILE)
         count += 1
         path = _receive(pipeline, count, problem, W, OPTIONS, TILE)
 
@@ -182,8 +183,8 @@ def _consume_pipelined(
             )
             mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
             last = path.own.block
-            weight, empty, lse = _finish(state.m, state.l, last, problem, OPTIONS, TILE)
+            finished = _finish(state.m, state.l, last, problem, W, OPTIONS, TILE)
             count += 1
             path = _receive(pipeline, count, problem, W, OPTIONS, TILE)
             o, state = _cross(state, count, path.own, factor, pipeline, problem, W, OPTIONS, TILE)
-            _write(o, weight, empty, lse, last, out_descs, pipeline, problem, W, OPTIONS, TILE)
+            _write(o, finished, count - 1, last, out_descs, pipeline, problem, W, OPTIONS, TILE)

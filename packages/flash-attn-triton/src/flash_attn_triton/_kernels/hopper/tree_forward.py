@@ -51,7 +51,9 @@ def tree_forward_kernel(
     are the fields of ``TreeForwardTensors``, ``TreeForwardNumbers``, ``TreeOptions`` and ``Tile``.
     """
     # heads do not share a tile; causal within the own segment
-    OPTIONS: gl.constexpr = Options(GROUP, 1, False, True, HAS_SOFTCAP, True, False, False, False)
+    OPTIONS: gl.constexpr = Options(
+        GROUP, 1, False, True, HAS_SOFTCAP, True, False, False, False, False
+    )
     TILE: gl.constexpr = Tile(
         WARPGROUPS,
         ROWS,
@@ -86,6 +88,7 @@ def tree_forward_kernel(
         heads_q,
         tokens,
         0,
+        None,
         None,
     )
     schedule = TreeSchedule(ticket_ptr, parents_ptr, total)

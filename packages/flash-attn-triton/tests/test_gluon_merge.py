@@ -1,0 +1,164 @@
+"""The forward for Hopper that merges into results over other keys, run on a CPU by ``_gluon``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from flash_attn_triton import _ops
+from flash_attn_triton._call import Options, Tensors
+
+from ._linked.budget import Maker, offsets
+from .test_gluon import TILES, forward, reverse
+
+__all__ = ["forward", "reverse"]  # fixtures
+
+pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+
+HEADS_K = 2
+
+
+class Sizes(NamedTuple):
+    """Numbers of a case; the merged rows are ``size`` from ``begin`` on."""
+
+    tokens: int
+    begin: int
+    size: int
+    keys: tuple[int, int]
+    head_dim: int = 64
+    head_dim_v: int = 64
+    group: int = 2
+
+
+class Rows:
+    """Queries of some tokens, and keys in two parts.
+
+    ``seen`` says of each part which keys a token sees, ``[tokens, keys]``.
+    """
+
+    def __init__(self, sizes):
+        m = Maker("cpu", torch.float16)
+        self.begin, self.size, self.group = sizes.begin, sizes.size, sizes.group
+        self.q = m.randn(sizes.tokens, HEADS_K * sizes.group, sizes.head_dim)
+        self.k = [m.randn(n, HEADS_K, sizes.head_dim) for n in sizes.keys]
+        self.v = [m.randn(n, HEADS_K, sizes.head_dim_v) for n in sizes.keys]
+        self.scale = sizes.head_dim**-0.5
+
+    def define(self, parts, seen):
+        """Return output and LSE over the keys of some parts, in float64."""
+        k, v = (torch.cat([x[i] for i in parts]).double() for x in (self.k, self.v))
+        k, v = (x.repeat_interleave(self.group, 1) for x in (k, v))
+        s = torch.einsum("qhd,khd->hqk", self.q.double(), k) * self.scale
+        s = s.masked_fill(~torch.cat([seen[i] for i in parts], 1), -torch.inf)
+        lse = s.logsumexp(-1)
+        p = torch.exp(s - lse.masked_fill(lse.isinf(), 0.0)[..., None])
+        return torch.einsum("hqk,khd->qhd", p, v), lse
+
+    def merge(self, first, window=(-1, -1), cu_seqlens=None):
+        """Merge results over the second part into those over the first one; return both."""
+        out, lse = first[0].half(), first[1].float().contiguous()
+        here = slice(self.begin, self.begin + self.size)
+        parts = [self.q[here], self.k[1], self.v[1]]
+        own = out[here], lse[:, here]
+        if cu_seqlens is None:
+            parts, own = [x.unsqueeze(0) for x in parts], tuple(x.unsqueeze(0) for x in own)
+        x = Tensors(*parts, *(cu_seqlens or ()))
+        options = Options(self.scale, *window, 0.0, 0.0)
+        plan = _ops.plan_of(x, options, torch.float16, False, needs_gradient=False)
+        assert plan.merge(x, *own)
+        return out, lse
+
+
+def assert_merged(rows, got, first, seen):
+    """Hold merged results to the definition; other rows are as they were."""
+    here = slice(rows.begin, rows.begin + rows.size)
+    others = torch.ones(len(rows.q), dtype=torch.bool)
+    others[here] = False
+    (out, lse), (want, want_lse) = got, rows.define((0, 1), seen)
+    assert torch.equal(out[others], first[0].half()[others])
+    assert torch.equal(lse[:, others], first[1].float()[:, others])
+    want, want_lse = want[here], want_lse[:, here]
+    assert torch.equal(lse[:, here].isinf(), want_lse.isinf())
+    assert (lse[:, here] - want_lse).abs().nan_to_num(0.0).max() <= 1e-5
+    # two roundings of the output, and one of the weights, whose errors are independent
+    eps = torch.finfo(torch.float16).eps
+    off = (out[here].double() - want).abs().max()
+    assert off <= 2 * eps * rows.v[0].abs().max().clamp(min=1.0), off
+
+
+CASES = [
+    ("plain", Sizes(150, 0, 150, (40, 70))),
+    ("pipeline", Sizes(400, 100, 300, (40, 70))),
+    ("stages", Sizes(60, 50, 3, (40, 33), group=4)),  # heads share a tile
+    ("share", Sizes(200, 7, 130, (40, 70), 48, 48)),
+    ("stages", Sizes(150, 2, 140, (40, 70), 96, 96)),  # two panels
+    ("stages", Sizes(100, 2, 90, (9, 70), 64, 80)),
+]
+
+
+@pytest.mark.parametrize(("tile", "sizes"), CASES, ids=str)
+def test_results_over_two_parts_of_the_keys(tile, sizes, forward, reverse):
+    forward(TILES[tile], reverse)
+    check_two_parts(sizes)
+
+
+def check_two_parts(sizes):
+    """Of the first part some rows see a key, and some of these none of the second."""
+    rows = Rows(sizes)
+    seen = [torch.ones(len(rows.q), len(k), dtype=torch.bool) for k in rows.k]
+    seen[0][::3] = False
+    size, keys = rows.size, len(rows.k[1])
+    # the last query at the last key, to the left of it alone
+    row, col = torch.arange(size)[:, None], torch.arange(keys)
+    seen[1][rows.begin : rows.begin + size] = col <= row + keys - size
+    first = rows.define((0,), seen)
+    got = rows.merge(first, window=(-1, 0))
+    assert_merged(rows, got, first, seen)
+
+
+@pytest.mark.parametrize("tile", ["plain", "pipeline"])
+def test_results_of_packed_sequences(tile, forward, reverse):
+    """Of three sequences one has no key: NaN in the values of the others stay where they are."""
+    forward(TILES[tile], reverse)
+    rows = Rows(Sizes(260, 20, 230, (30, 110)))
+    lengths = (70, 50, 110), (40, 0, 70)
+    rows.v[1][39] = torch.nan
+    seen = [torch.ones(260, 30, dtype=torch.bool), torch.zeros(260, 110, dtype=torch.bool)]
+    seen[0][25:100] = False
+    seen[1][20:90, :40] = True
+    seen[1][140:250, 40:] = True
+    first = rows.define((0,), seen)
+    got = rows.merge(first, cu_seqlens=tuple(offsets(n, "cpu") for n in lengths))
+    assert got[0][20:90].isnan().all()
+    rows.v[1][39] = 0.0
+    want, want_lse = rows.define((0, 1), seen)
+    eps = torch.finfo(torch.float16).eps
+    assert (got[0][90:] - want[90:]).abs().max() <= 8 * eps
+    assert torch.equal(got[1].isinf(), want_lse.isinf())
+    assert (got[1] - want_lse).abs().nan_to_num(0.0).max() <= 1e-5
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("function", "right", "wrong"),
+    [
+        ("_lse_at", "problem.before.stride_lse_h", "problem.tokens_q"),
+        ("_finish", "W * (TILE.ROWS // PACK)", "W * TILE.ROWS"),
+        ("_finish", "other=NEG_INF) * LOG2E", "other=NEG_INF)"),
+        ("_finish", "before - lse * LOG2E", "before"),
+        ("_write", "mbarrier.wait(full, count & 1)", "pass"),
+        ("_write", "count & 1", "count + 1 & 1"),
+        ("_write", "copy_tile(out_descs, where, full, pipeline.out_s, W)", "pass"),
+        ("add_tile", "gl.static_range(1, len(o))", "gl.static_range(0)"),
+    ],
+)
+def test_merging_with_a_mistake(function, right, wrong, forward):
+    sizes = Sizes(90, 5, 70, (40, 70), 96, 96, group=4)
+    for copies_last in (True, False):
+        forward(TILES["stages"], copies_last).plant(function, right, wrong)
+        try:
+            check_two_parts(sizes)
+        except (AssertionError, RuntimeError):
+            return
+    raise AssertionError("the mistake was not noticed")
