@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -297,11 +297,16 @@ def _work(package: str, tasks: Any, results: Any) -> None:
 
 
 def try_mutations(
-    package: str, chosen: Sequence[Mutation], jobs: int, seconds: float
+    package: str,
+    chosen: Sequence[Mutation],
+    jobs: int,
+    seconds: float,
+    keep: Callable[[Sequence[tuple[Mutation, str]]], None],
 ) -> list[tuple[Mutation, str]]:
     """Try mutations in their order until the time is up; tests have to pass without any first.
 
-    How long they take without a mistake is no part of the time.
+    How long they take without a mistake is no part of the time. ``keep`` is called after each, with
+    the outcomes up to then.
     """
     _prepare()
     end = time.monotonic() + seconds
@@ -314,11 +319,16 @@ def try_mutations(
         worker.start()
     done: list[tuple[Mutation, str]] = []
     given = 0
+
+    def take_one() -> None:
+        done.append(results.get())
+        keep(done)
+        _tell(done, end)
+
     try:
         for mutation in chosen:
             if given - len(done) >= jobs:
-                done.append(results.get())
-                _tell(done, end)
+                take_one()
             if time.monotonic() > end:
                 break
             tests = tests_of(package, mutation.file)
@@ -329,8 +339,7 @@ def try_mutations(
             tasks.put((mutation, limits[tests]))
             given += 1
         while len(done) < given:
-            done.append(results.get())
-            _tell(done, end)
+            take_one()
     except BaseException:
         for worker in workers:
             worker.terminate()
@@ -427,12 +436,17 @@ def main() -> None:
     if given.list:
         print(*(f"{m.kind}: {m.name}" for m in chosen), sep="\n")
         return
-    done = try_mutations(given.package, chosen, given.jobs, given.seconds)
-    told = summary(given.package, done, len(found), given.seed, given.only or given.file)
-    text = json.dumps(told, indent=1) + "\n"
-    if given.json:
-        given.json.write_text(text)
-    print(text)
+
+    def told(done: Sequence[tuple[Mutation, str]]) -> str:
+        only = given.only or given.file
+        return json.dumps(summary(given.package, done, len(found), given.seed, only), indent=1)
+
+    def keep(done: Sequence[tuple[Mutation, str]]) -> None:
+        if given.json:  # so that a run that is ended leaves what it found
+            given.json.write_text(told(done) + "\n")
+
+    keep([])
+    print(told(try_mutations(given.package, chosen, given.jobs, given.seconds, keep)))
 
 
 if __name__ == "__main__":

@@ -124,3 +124,20 @@ def test_the_tree_is_as_before(tmp_path):
         assert path.stat().st_mtime != time
     assert path.read_bytes() == right
     assert path.stat().st_mtime == time
+
+
+def test_a_run_that_is_ended_leaves_what_it_found(tmp_path, monkeypatch):
+    def tell(done, _):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(mutants, "_prepare", lambda: None)
+    monkeypatch.setattr(mutants, "_time_without", lambda *_: 0.0)
+    monkeypatch.setattr(mutants, "outcome_of", lambda *_: mutants.SURVIVED)
+    monkeypatch.setattr(mutants, "_tell", tell)
+    path = tmp_path / "mutants.json"
+    monkeypatch.setattr(sys, "argv", ["mutants.py", "lightning-attn", "--json", str(path)])
+    with pytest.raises(KeyboardInterrupt):
+        mutants.main()
+    told = json.loads(path.read_text())
+    assert told["tried"] == told["survived"] == len(told["survivors"]) == 2
