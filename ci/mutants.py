@@ -56,6 +56,11 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("hopper/_linked/*", "test_gluon.py test_gluon_mla.py"),
         ("hopper/mla*", "test_gluon_mla.py"),
         (
+            "hopper/consumer.py",
+            "test_gluon.py test_gluon_chunks.py::test_scales_of_values_of_any_size"
+            " test_gluon_chunks.py::test_new_keys_beside_a_cache_of_fewer_bits",
+        ),
+        (
             "hopper/wide*",
             "test_gluon.py::test_poison_of_an_fp8_cache test_gluon.py::test_fp8_cache"
             " test_gluon_chunks.py::test_a_cache_of_integers"
@@ -76,6 +81,11 @@ TESTS: dict[str, list[tuple[str, str]]] = {
             " test_poison.py::test_no_read_beyond_a_packed_cache",
         ),
         ("queries.py", "test_attention.py test_cascade.py test_tree.py"),
+        (
+            "walk.py",
+            "test_attention.py test_fp8.py test_tree.py test_quantised.py"
+            " test_poison.py::test_no_read_of_a_cache_without_pages",
+        ),
         ("*", "test_attention.py test_fp8.py test_tree.py test_quantised.py"),
     ],
     "flash-attn-triton": [
@@ -110,7 +120,7 @@ TESTS: dict[str, list[tuple[str, str]]] = {
     ],
     "blocksparse-attn": [
         ("hopper/_linked/*", "test_gluon.py test_gluon_backward.py"),
-        ("hopper/backward*", "test_gluon_backward.py"),
+        ("hopper/backward*", "test_gluon_backward.py test_gluon_repeats.py"),
         ("hopper/row_gradients.py", "test_gluon_repeats.py"),
         (
             "hopper/[fq]*",
@@ -138,7 +148,16 @@ TESTS: dict[str, list[tuple[str, str]]] = {
             " test_planning.py::test_odd_layouts test_planning.py::test_lists",
         ),
         ("merge.py", "test_varlen.py test_poison.py::test_no_read_beyond_a_tensor"),
-        ("backward*", "test_backward.py test_poison.py"),
+        (
+            "backward_rows.py",
+            "test_backward.py test_poison.py test_gluon_backward.py::test_without_a_mistake"
+            " test_gluon_backward.py::test_packed",
+        ),
+        (
+            "backward*",
+            "test_backward.py test_poison.py test_token_rule.py::test_matches_reference"
+            " test_token_rule.py::test_packed_matches_reference",
+        ),
         (
             "forward.py",
             "test_forward.py test_varlen.py test_semantics.py"

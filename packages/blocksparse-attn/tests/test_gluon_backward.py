@@ -270,6 +270,23 @@ def test_pieces_of_queries_that_keep_what_lies_behind_the_end_may_be_nan(backwar
     assert_same(run(case.with_inputs(q=bad)), run(case))
 
 
+@pytest.mark.parametrize("row", [0, 64])
+def test_nan_that_arrives_at_an_lse_stays_with_what_its_row_sees(row, backward):
+    """In a tile of keys that one warpgroup multiplies alone, and in one of both."""
+    backward()
+    case = make_case(Shape(1, 128, 128, 1, 1, 64), torch.bfloat16, "cpu", "all", (64, 64))
+    leaves = [case.inputs[name].requires_grad_() for name in "qkv"]
+    out, lse = case()
+    dlse = torch.ones_like(lse)
+    want = torch.autograd.grad((out, lse), leaves, (out, dlse), retain_graph=True)
+    dlse[..., row] = math.nan
+    dq, dk, dv = torch.autograd.grad((out, lse), leaves, (out, dlse))
+    assert dq[:, row].isnan().all()
+    for got, exact, seen in zip((dq, dk, dv), want, (row + 1, row + 1, 0), strict=True):
+        assert torch.equal(got[:, seen:], exact[:, seen:])
+    assert torch.equal(dq[:, :row], want[0][:, :row])
+
+
 @pytest.mark.parametrize("block", [(64, 64), (16, 16)], ids=str)
 def test_other_sequences_are_not_read(block, backward):
     backward()

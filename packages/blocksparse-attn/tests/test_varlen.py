@@ -84,6 +84,17 @@ def test_padding_gives_nothing(lengths, front, device):
     check(case)
 
 
+def test_padding_of_more_heads_than_a_tile_holds(device):
+    """Of one group of keys, in a call of short sequences alone."""
+    case = make_packed(Packed((1, 2), (1, 2), 17, 1, 16, padding=3), torch.float32, device)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        case.options[name] = case.options[name] + 2
+    got = run(case, grad=False)
+    for rows in (slice(0, 2), slice(5, None)):
+        assert got["out"][rows].eq(0).all()
+        assert got["lse"][:, rows].eq(float("-inf")).all()
+
+
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_pages(page_size, index, device):

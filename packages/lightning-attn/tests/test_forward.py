@@ -5,10 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning_attn import lightning_attention_reference, lightning_attn_func
+from lightning_attn._configs import Tile
+from lightning_attn._linked.host.forms import interpreted
 
 from ._linked.budget import DTYPES, assert_same
 from ._linked.views import VIEWS, same_values
-from ._numerics import DECAYS, LARGE, MEDIUM, SCHEDULES, SMALL, check, make_case, run
+from ._numerics import (
+    DECAYS,
+    LARGE,
+    MEDIUM,
+    SCHEDULES,
+    SMALL,
+    check,
+    make_case,
+    only_portable,
+    run,
+    run_oracle,
+)
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
@@ -44,6 +57,20 @@ def test_scales(scale, schedule, device):
 @schedules
 def test_without_an_initial_state(schedule, device):
     check(make_case(MEDIUM, torch.float32, device, state=False).on(schedule), grad=False)
+
+
+@pytest.mark.skipif(not interpreted(), reason="a GPU does so by itself, in bf16")
+def test_values_are_written_to_a_state_as_two_numbers_of_16_bits(monkeypatch):
+    """In fp16: the interpreter does not multiply in bf16."""
+    case = make_case(MEDIUM, torch.float16, "cpu")
+    exact, off = run_oracle(case, grad=False)["state"], {}
+    for terms in (1, 2):
+        tile = Tile(16, 16, 1, 1, terms=terms, segment=32)
+        with only_portable():  # which forgets the plans of other tiles
+            monkeypatch.setattr("lightning_attn._kernels.walks.tile_of", lambda *_, t=tile: t)
+            state = run(case, grad=False)["state"]
+        off[terms] = (state - exact).abs().max() / exact.abs().max()
+    assert off[2] < 2.0**-17 < 2.0**-13 < off[1]
 
 
 @pytest.mark.eager

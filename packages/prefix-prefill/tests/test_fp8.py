@@ -109,10 +109,14 @@ def rounded_probabilities(case):
 
 
 @pytest.mark.eager
-@pytest.mark.parametrize("dense", [False, True])
-def test_fp8_queries(dense, e4m3, device):
+@pytest.mark.parametrize(
+    ("dense", "has_sinks"), [(False, False), (True, False), (False, True)], ids=str
+)
+def test_fp8_queries(dense, has_sinks, e4m3, device):
     problem = Problem(((17, 36), (1, 21), (3, 9)), 4, 2, 32, page=8, dense=dense)
     case = fp8_queries(problem, e4m3, device, num_splits=1)
+    if has_sinks:
+        case = case.with_inputs(sinks=torch.arange(4.0, device=device))
     got = run(case)
     assert got["out"].dtype == torch.bfloat16
     want = run_oracle(case)

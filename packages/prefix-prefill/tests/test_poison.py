@@ -217,6 +217,26 @@ for d, d_v, page in ((24, 24, 16), (40, 72, 8)):
     run_fenced(code, __file__)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs memory that faults on a CPU")
+def test_no_read_of_a_cache_without_pages():
+    """Of new keys alone; the scales of a cache of integers are loaded a step ahead."""
+    code = """
+import torch
+from prefix_prefill import paged_attn_func
+starts, used = (fenced(torch.tensor(x, dtype=torch.int32)) for x in ([0, 5, 6], [5, 1]))
+table = fenced(torch.zeros(2, 1, dtype=torch.int32))
+q, new = fenced(torch.randn(6, 4, 16)), fenced(torch.randn(6, 2, 16))
+for dtype in (torch.float32, torch.int8):
+    cache, scales = torch.empty(0, 8, 2, 16, dtype=dtype), {}
+    if dtype == torch.int8:
+        one = torch.empty(0, 8, 2)
+        scales = {"k_scale_cache": one, "v_scale_cache": one, "kv_dtype": "int8"}
+    out = paged_attn_func(q, cache, cache, table, starts, used, 5, 5, k=new, v=new, **scales)
+    assert out.isfinite().all()
+"""
+    run_fenced(code, __file__)
+
+
 @pytest.mark.device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["nhd", PACKED])

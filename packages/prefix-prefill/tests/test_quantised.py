@@ -95,6 +95,21 @@ def test_values_of_any_size(size, kind, device):
 
 
 @pytest.mark.eager
+@kinds
+def test_values_beside_a_scale_that_is_far_larger(kind, device):
+    """Of a key of their tile whose own values are 0."""
+    case = make(MEDIUM, kind, torch.float16, device, scale_dtype=torch.float32)
+    case.options["v_cache"][:, 0] = 0
+    scales = case.inputs["v_scale_cache"].clone()
+    scales[:, 0] = 1.0
+    want = run(case.with_inputs(v_scale_cache=scales))
+    scales[:, 0] = 2.0**10
+    got = run(case.with_inputs(v_scale_cache=scales))
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.eager
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_queries_of_any_size(size, device):
     """Queries in bf16 meet the numbers of a cache in fp16, which knows none of these sizes."""
