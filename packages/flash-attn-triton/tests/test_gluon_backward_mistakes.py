@@ -202,8 +202,8 @@ MISTAKES_OF_OTHERS = [
     (of_alibi, "_tilt", "- gl.abs(distance) * slope", "- distance * side"),
     (of_alibi, "_tilt", "(keys - block.first_key)", "(keys - first_key)"),
     (of_alibi, "query_tiles", "gl.maximum(first_key - diagonal + 1, 0)", "last_key + BLOCK_M"),
-    (of_used, "_find_block", "len_k = used", "pass"),
-    (of_used, "_find_block", "mask=is_real, other=0)", "mask=is_real, other=0) - 1"),
+    (of_used, "find_block", "len_k = used", "pass"),
+    (of_used, "find_block", "mask=is_real, other=0)", "mask=is_real, other=0) - 1"),
     (of_used, "gradient_coordinates", "size += block.unused", "pass"),
 ]
 

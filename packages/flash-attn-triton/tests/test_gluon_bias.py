@@ -517,7 +517,7 @@ def test_parts_in_order_with_a_mistake(gradients):
 
     def serve(reverse):
         kernel = gradients("columns", reverse)
-        kernel.plant("_find_block", "pid -= before * numbers.tiles", "pass")
+        kernel.plant("find_block", "pid -= before * numbers.tiles", "pass")
 
     assert caught(serve, in_order(2, 200), grad=True)
 

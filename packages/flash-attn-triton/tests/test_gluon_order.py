@@ -21,13 +21,13 @@ WINDOWS = [(-1, -1), (-1, 0), (0, 0), (-1, 40), (72, -1), (73, 20), (128, 63), (
 @pytest.fixture(scope="module")
 def functions():
     """Functions of the kernel by name, as ordinary ones."""
-    from flash_attn_triton._kernels.hopper import backward, ordered
+    from flash_attn_triton._kernels.hopper import backward_blocks, ordered
 
     from ._linked.gluon import as_python
 
     return as_python(
-        backward.query_tiles,
-        backward.locate_keys,
+        backward_blocks.query_tiles,
+        backward_blocks.locate_keys,
         ordered.turn_at,
         ordered.tile_at,
         ordered.head_at,

@@ -1,6 +1,6 @@
 """The gradient of a bias that several sequences, or key heads, share: one stores, the others add.
 
-Their programs run side by side (``_find_block``), own the same keys and walk the same queries: all
+Their programs run side by side (``find_block``), own the same keys and walk the same queries: all
 sequences are equally long. The program that begins first stores its gradients of scores by TMA.
 Each of the others adds its own once that tile is there, which a counter in memory says. So nothing
 is set to zero first, and sums are still in the L2 cache. A warp does it, while the warpgroups go on

@@ -8,7 +8,8 @@ of dq lie. So the consumers meet one list of tiles: first those that need a mask
 from ._linked.compat import gl, gluon, mbarrier
 from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, barrier_sync, coordinates
-from .backward import _make_pipeline, allocate_sums, locate_keys, query_tiles
+from .backward import _make_pipeline, allocate_sums
+from .backward_blocks import locate_keys, query_tiles
 from .backward_producer import INF, await_consumers, copy_block
 from .backward_steps import MADE, PARTIES, adds_by_threads, consume
 from .backward_structures import Block, Numbers, Options, Panels, Program, Tensors, Tile, Walk
