@@ -304,8 +304,14 @@ def lightning(device: str, d: int, e: int, heads: int = 4, **options: Any) -> Fo
 
 
 def blocksparse(
-    device: str, d: int, block: tuple[int, int], heads: tuple[int, int] = (2, 1), **options: Any
+    device: str,
+    d: int,
+    block: tuple[int, int],
+    heads: tuple[int, int] = (2, 1),
+    short: bool = False,
+    **options: Any,
 ) -> Found:
+    """Call with a layout that has more slots than blocks, unless its rows are to count as short."""
     import torch
 
     package = load("blocksparse_attn")
@@ -315,7 +321,8 @@ def blocksparse(
     generator = torch.Generator().manual_seed(0)
     kept = torch.rand(heads[0], rows, columns, generator=generator) < 0.6
     kept[:, :, 0] = True
-    layout = package.BlockSparseLayout.from_dense(kept, block).to(device)
+    slots = None if short else max(256, rows * columns)
+    layout = package.BlockSparseLayout.from_dense(kept, block, max_nnz=slots).to(device)
     leaves = [draw(1, tokens, n, d).requires_grad_() for n in (heads[0], heads[1], heads[1])]
     out, lse = package.blocksparse_attn_func(*leaves, layout, **options, return_lse=True)
     dout = drawer(device, seed=1)(*out.shape)

@@ -25,17 +25,23 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="about the interpreter
 
 
 @pytest.fixture
-def repeating(both_ways, eager_forward, monkeypatch):
+def sums(both_ways, eager_forward, monkeypatch):
+    """Return a function that has the kernel with sums of dq serve calls, if the choice is that."""
+    hopper = Platform.parse("nvidia:sm_90")
+    for module in (_configs, _kept_lists):
+        monkeypatch.setattr(module, "suits_hopper", lambda _, *form: suits_hopper(hopper, *form))
+    return both_ways
+
+
+@pytest.fixture
+def repeating(sums, monkeypatch):
     """Return a function that has the kernels serve every backward call, and returns both."""
     from blocksparse_attn._kernels.hopper import backward_plans, plans
 
     from ._linked.gluon import Kernel
 
-    hopper = Platform.parse("nvidia:sm_90")
     ticket = torch.zeros(1, dtype=torch.int32)
     real = backward_plans.hopper_query_kernel
-    for module in (_configs, _kept_lists):
-        monkeypatch.setattr(module, "suits_hopper", lambda _, *form: suits_hopper(hopper, *form))
     monkeypatch.setattr(plans, "processors", lambda _: 2)
     monkeypatch.setattr(backward_plans, "new_ticket", lambda _: ticket)
     served = []
@@ -43,7 +49,7 @@ def repeating(both_ways, eager_forward, monkeypatch):
     def serve(reverse=True):
         rows = Kernel(real, reverse)
         monkeypatch.setattr(backward_plans, "hopper_query_kernel", rows)
-        keys = both_ways(reverse)
+        keys = sums(reverse)
         served.extend((keys, rows))
         return keys, rows
 
@@ -88,6 +94,57 @@ def test_the_switch_of_pytorch_asks_for_the_same(repeating, monkeypatch):
     repeating()
     monkeypatch.setattr(_configs, "repeats", lambda: True)
     check(make_case(Shape(1, 70, 70, 2, 1, 64), torch.bfloat16, "cpu", "local", (64, 64)))
+
+
+def any_case(**options) -> Case:
+    """A case of short rows, columns in them that several programs add to."""
+    return make_case(
+        Shape(1, 260, 260, 2, 1, 64), torch.bfloat16, "cpu", "local", (64, 64), spare=1, **options
+    )
+
+
+def test_short_rows_repeat_unasked(repeating):
+    """They have the bits of gradients that are to repeat, whichever partition comes first."""
+    repeating()
+    want = run(that_repeats(any_case()))
+    for copies_first in (True, False):
+        repeating(copies_first)
+        # of a layout that has no plans yet
+        assert_same(check(any_case()), want)
+
+
+def test_short_rows_of_a_packed_call(repeating):
+    repeating()
+    check(self_attention((77, 90, 5), 2, 1, 64, torch.float16, "cpu", "local", (64, 64)))
+
+
+def test_short_rows_compile(repeating):
+    repeating()
+    want = run(any_case())
+    case = any_case()
+    repeating()
+    traced = torch.compile(case.function, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert_same(run(case, traced), want)
+
+
+@pytest.mark.parametrize("way", ["long", "padded", "refused"])
+def test_rows_that_have_sums(way, sums, monkeypatch):
+    """Long ones, ones with so many slots that they may be, and ones that the forward refuses."""
+    from blocksparse_attn._kernels.hopper.backward_plans import RowGradients
+
+    def refuse(*_):
+        raise AssertionError("dq has a launch of its own")
+
+    monkeypatch.setattr(RowGradients, "__init__", refuse)
+    case = any_case(softmax_scale=-0.1 if way == "refused" else 0.1)
+    layout = case.options["layout"]
+    if way == "long":
+        monkeypatch.setattr(_configs, "SHORT_ROWS", 64)
+    if way == "padded":
+        padded = BlockSparseLayout.from_dense(layout.to_dense(), 64, max_nnz=14 * layout.num_rows)
+        case = case.with_options(layout=padded)
+    sums()
+    check(case)
 
 
 def test_what_nobody_sees_may_be_nan(repeating):

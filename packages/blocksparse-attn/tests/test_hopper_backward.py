@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ import triton
 from attn_common import cdiv, detect
 from blocksparse_attn import BlockSparseLayout, _configs
 from blocksparse_attn._call import Options, Pattern, Tensors
-from blocksparse_attn._configs import takes_hopper_backward
+from blocksparse_attn._configs import has_short_rows, takes_hopper_backward
 from blocksparse_attn._kernels.backward_rows import row_kernel
 from blocksparse_attn._kernels.form import Form
 from blocksparse_attn._kernels.hopper.backward_plans import PIECE, ROWS, HopperBackward
@@ -89,6 +90,37 @@ def test_leaves_the_small_blocks_of_large_layouts_to_the_portable_kernels(may_di
             large = pattern_of(block, block)._replace(rows=2**14, cols=2**14)
             assert takes_hopper_backward(x, large) == taken
             assert takes_hopper_backward(x, large._replace(cols=2**12))
+
+
+def selected(k: int, rows: int = 64, block: int = 64) -> BlockSparseLayout:
+    """A layout of so many slots a row, which hold nothing."""
+    indices = torch.full((2, rows, k), -1)
+    return BlockSparseLayout.from_indices(indices, block, num_cols=rows)
+
+
+@pytest.mark.eager
+def test_rows_that_are_short():
+    """By the shapes of a layout: of one head's slots, kept or padding, and of its rows."""
+    local = functools.partial(BlockSparseLayout.local_strided, 32, 8192, 64, device="cpu")
+    kept = torch.eye(64, dtype=torch.bool)
+    for layout, is_short in (
+        (local(8, 16), True),
+        (local(8, 16, True), True),
+        (local(16, 8), False),
+        (selected(13), True),
+        (selected(14), False),
+        (selected(13, rows=7), True),
+        (BlockSparseLayout.batched([selected(13)] * 3), True),
+        (BlockSparseLayout.batched([selected(14)] * 3), False),
+        (selected(6, block=128), True),
+        (selected(7, block=128), False),
+        (selected(1, block=32), False),
+        (BlockSparseLayout.from_dense(kept, (64, 32)), False),
+        (BlockSparseLayout.from_dense(kept, 64), True),
+        (BlockSparseLayout.from_dense(kept, 64, max_nnz=13 * 64), True),
+        (BlockSparseLayout.from_dense(kept, 64, max_nnz=13 * 64 + 1), False),
+    ):
+        assert has_short_rows(layout._pattern, layout._col.shape[1]) == is_short, layout
 
 
 @pytest.mark.eager
@@ -359,6 +391,8 @@ def served(monkeypatch, device, request):
     """Hold the kernel to the budget of the package, where there is a GPU for it."""
     if not detect(device).is_hopper:
         pytest.skip(f"{detect(device)} is not Hopper")
+    # rows are short here, and sums are to be tested
+    monkeypatch.setattr(_configs, "SHORT_ROWS", 0)
     calls = []
     real = HopperBackward.__call__
 
@@ -474,13 +508,21 @@ def test_results_that_repeat(device):
 
 @pytest.mark.device
 @pytest.mark.parametrize("shared", [False, True], ids=["per_head", "shared"])
-@pytest.mark.parametrize("block", [(64, 64), (16, 16)], ids=str)
-def test_gradients_that_repeat(block, shared, device, served):
-    """Of columns that several programs add to; also captured in a graph."""
+@pytest.mark.parametrize(
+    ("block", "asked"), [((64, 64), True), ((16, 16), True), ((64, 64), False)], ids=str
+)
+def test_gradients_that_repeat(block, asked, shared, device, served, monkeypatch):
+    """Of columns that several programs add to; also captured in a graph.
+
+    They are asked for, or rows are short.
+    """
     case = make_case(
         Shape(2, 3000, 3000, 8, 2, 128), torch.bfloat16, device, "local", block, shared=shared
     )
-    case = that_repeats(case)
+    if asked:
+        case = that_repeats(case)
+    else:
+        monkeypatch.setattr(_configs, "SHORT_ROWS", 3000)
     served(case)
     want = run(case)
     for _ in range(20):

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import BlockSparseLayout, __version__, blocksparse_attn_func, blocksparse_attn_varlen_func
 from ._configs import (
     BACKWARD_STAGES,
+    SHORT_ROWS,
     HopperTile,
     Shape,
     backward_dkdv_tile,
@@ -55,7 +56,8 @@ def describe(platform: Platform) -> None:
                 print(f"    backward for Hopper: 64 queries x 128 keys, {BACKWARD_STAGES} stages")
                 dq = hopper_dq_tile(head_dim)
                 print(
-                    f"    dq where gradients repeat: {dq.block_m} queries x {dq.block_n} keys, "
+                    f"    dq alone, of layouts of up to {SHORT_ROWS} keys a row in the mean and "
+                    f"where gradients repeat: {dq.block_m} queries x {dq.block_n} keys, "
                     f"{dq.stages_k} stages of keys, {dq.stages_v} of values"
                 )
             tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize, 64)

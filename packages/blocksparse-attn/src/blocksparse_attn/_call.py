@@ -105,8 +105,8 @@ class Walks(NamedTuple):
     short: tuple[Tensor, ...] = ()
     by_query: tuple[Tensor, ...] = ()
     by_key: tuple[Tensor, ...] = ()
-    # as :class:`._lists.Pairs`: of the backward for Hopper; if its gradients are to repeat, the
-    # forward's lists follow, by which it makes dq
+    # as :class:`._lists.Pairs`: of the backward for Hopper; if dq has a launch of its own, the
+    # forward's lists follow, by which it is made
     pairs: tuple[Tensor, ...] = ()
 
     @property

@@ -309,6 +309,24 @@ def is_covered(pattern: Pattern, tokens: int, sequences: int) -> bool:
     return sequences * pattern.cols * pattern.block_k <= 4 * tokens
 
 
+# keys of a row in the mean up to which dq has a launch of its own: 7 products in place of 5, but
+# nothing of dq is cleared, added up in memory and rounded, which takes as long for few keys. Lines
+# through what was measured at 8k cross at 1,080 keys on an H100 and, as its bandwidth is higher, at
+# 600 on an H200: here either loses a ninth or less
+SHORT_ROWS = 832
+
+
+def has_short_rows(pattern: Pattern, slots: int) -> bool:
+    """Say whether rows are so short that the backward for Hopper is faster without sums of dq.
+
+    That depends on the layout's shapes, not on its values, and not on the sequences of a call: the
+    slots that a head has for its kept blocks are a bound of them. Blocks of fewer than 64 tokens
+    keep their sums, which were faster at 16.
+    """
+    is_small = min(pattern.block_q, pattern.block_k) < 64
+    return not is_small and slots * pattern.block_k <= SHORT_ROWS * pattern.rows
+
+
 def repeats() -> bool:
     """Say whether PyTorch was asked for results that repeat bit for bit."""
     # dynamo does not know of the second switch

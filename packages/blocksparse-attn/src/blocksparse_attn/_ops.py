@@ -16,6 +16,7 @@ from ._call import Bounds, Checked, Common, Options, Tensors, Walks
 from ._checks import check_values
 from ._configs import (
     SHORT,
+    has_short_rows,
     may_end_early,
     takes_hopper_backward,
     takes_hopper_forward,
@@ -205,13 +206,15 @@ def _walks(
     is_tall = bounds.seqlen_q > SHORT
     is_short = not is_tall or x.cu_seqlens_q is not None
     may_pair = _needs_grad(x) and not may_end_early(options.causal, options.top_left)
-    has_pairs = may_pair and takes_hopper_backward(x, layout._pattern)
-    if repeats:
-        # dq is made by the lists of the forward
-        has_pairs = has_pairs and takes_hopper_forward(x, layout._pattern, options)
+    pattern = layout._pattern
+    has_pairs = may_pair and takes_hopper_backward(x, pattern)
+    # dq may be made by the lists of the forward
+    by_rows = has_pairs and (repeats or has_short_rows(pattern, layout._col.shape[1]))
+    by_rows = by_rows and takes_hopper_forward(x, pattern, options)
+    has_pairs = by_rows if repeats else has_pairs
     # which kernels serve a packed call depends on its lengths
     is_portable = _needs_grad(x) and (not has_pairs or x.cu_seqlens_q is not None)
-    named = (("pairs", "tall") if repeats else ("pairs",)) if has_pairs else ()
+    named = ("pairs", "tall") if by_rows else ("pairs",) if has_pairs else ()
     return Walks(
         lists_for(layout, tall, *kind) if is_tall else (),
         lists_for(layout, "short", *kind) if is_short else (),

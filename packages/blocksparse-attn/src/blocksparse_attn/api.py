@@ -62,9 +62,9 @@ def blocksparse_attn_func(
             query i at the position ``i' = i``, for cross attention and other layouts whose rows and
             columns have nothing to do with each other. The rows of the layout must then cover
             ``seqlen_q`` positions. Default: "bottom-right".
-        deterministic: make gradients repeat bit for bit. On Hopper they are otherwise added up in
-            the order in which programs come to it; elsewhere they always repeat. PyTorch's switch,
-            ``torch.use_deterministic_algorithms(True)``, asks for the same. Default: False.
+        deterministic: make gradients repeat bit for bit. On Hopper they may otherwise be added up
+            in the order in which programs come to it; elsewhere they always repeat. PyTorch's
+            switch, ``torch.use_deterministic_algorithms(True)``, asks for the same. Default: False.
 
     Returns:
         ``out``, ``[batch, seqlen_q, heads_q, head_dim_v]``; or ``(out, lse)``, where ``lse`` is the
