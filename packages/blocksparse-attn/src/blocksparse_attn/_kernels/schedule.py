@@ -158,10 +158,18 @@ def locate_keys(pid, grid, BLOCK_N: tl.constexpr, BALANCE: tl.constexpr, TOP_LEF
 
 
 @triton.jit
-def list_of(sequence, numbers):
-    """Return where the lists of a sequence begin; padding, which walks nothing, has the first's."""
-    is_real = (sequence >= 0) & (sequence < numbers.batch)
-    return tl.where(is_real, sequence, 0).to(tl.int64) * numbers.list_stride
+def _list_of(work, list_row, is_known, tensors, numbers, OPTIONS: tl.constexpr):
+    """Return where a tile's list begins, where its items need a mask, and where it ends."""
+    owner = list_row.to(tl.int64)
+    if OPTIONS.PER_HEAD:
+        owner += work.unit.to(tl.int64) * numbers.list_rows
+    # padding, which walks nothing, has the lists of the first sequence
+    is_real = (work.sequence >= 0) & (work.sequence < numbers.batch)
+    owner += tl.where(is_real, work.sequence, 0).to(tl.int64) * numbers.list_stride
+    start = tl.load(tensors.begin_ptr + owner, mask=is_known, other=0)
+    end = tl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0)
+    cut = start + tl.load(tensors.whole_ptr + owner, mask=is_known, other=0)
+    return start, cut, end
 
 
 @triton.jit
@@ -174,13 +182,7 @@ def key_walk(work, last_position, tensors, numbers, OPTIONS: tl.constexpr):
     list_row = tl.maximum(tile, 0) * OPTIONS.POSITIONS // OPTIONS.SPAN
     # no row of blocks before the first position, nor behind the layout's last
     is_known = (tile >= 0) & (list_row < numbers.list_rows) & (last_position >= 0)
-    owner = list_row.to(tl.int64)
-    if OPTIONS.PER_HEAD:
-        owner += work.unit.to(tl.int64) * numbers.list_rows
-    owner += list_of(work.sequence, numbers)
-    start = tl.load(tensors.begin_ptr + owner, mask=is_known, other=0)
-    end = tl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0)
-    cut = start + tl.load(tensors.whole_ptr + owner, mask=is_known, other=0)
+    start, cut, end = _list_of(work, list_row, is_known, tensors, numbers, OPTIONS)
     whole_end = cut
     seen_end = cut
     cut_end = end
@@ -255,13 +257,7 @@ def query_walk(work, tensors, numbers, OPTIONS: tl.constexpr):
     list_row = work.tile * OPTIONS.BLOCK_N // SPAN
     # no column behind the layout's last; the padding around the sequences faces nothing
     is_known = (list_row < numbers.list_rows) & (work.seqlen_q > 0)
-    owner = list_row.to(tl.int64)
-    if OPTIONS.PER_HEAD:
-        owner += work.unit.to(tl.int64) * numbers.list_rows
-    owner += list_of(work.sequence, numbers)
-    start = tl.load(tensors.begin_ptr + owner, mask=is_known, other=0)
-    end = tl.load(tensors.begin_ptr + owner + 1, mask=is_known, other=0)
-    cut = start + tl.load(tensors.whole_ptr + owner, mask=is_known, other=0)
+    start, cut, end = _list_of(work, list_row, is_known, tensors, numbers, OPTIONS)
     # rows of blocks that the queries touch, and those that they fill
     first_position = tl.maximum(work.diagonal, 0)
     end_position = work.diagonal + work.seqlen_q
