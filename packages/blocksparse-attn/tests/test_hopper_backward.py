@@ -148,7 +148,7 @@ def test_stages_fit_the_barriers_of_the_hardware():
     assert _configs.BACKWARD_STAGES == 4
 
 
-def plan_of(config, tokens, batch=2, repeats=False):
+def plan_of(config, tokens, batch=2):
     """A plan, and inputs, what is known of rows, and gradients, of meta tensors."""
     dtype, width_v = getattr(torch, config.dtype), config.head_dim_v or config.head_dim
     leading = (tokens,) if config.packed else (batch, tokens)
@@ -160,7 +160,7 @@ def plan_of(config, tokens, batch=2, repeats=False):
     x = Tensors(q, k, v, cu, cu)
     options = Options(0.1, config.causal, 1)
     form = Form(x, pattern_of(*config.block, config.shared), options)
-    plan = HopperBackward(form, repeats=repeats)
+    plan = HopperBackward(form)
     numbers = torch.empty(batch, 8, tokens, device="meta")
     rows = RowTensors(dout, dout, numbers, None, numbers, numbers)
     return plan, x, rows, tuple(map(torch.empty_like, (q, k, v)))
@@ -309,7 +309,7 @@ def lists_of(config):
 
 
 def launch(config, tokens=1024, repeats=False):
-    plan, x, rows, grads = plan_of(config, tokens, repeats=repeats)
+    plan, x, rows, grads = plan_of(config, tokens)
     by_row = config.lists("tall") if repeats else ()
     plan(x, rows, lists_of(config) + by_row, *grads)
 

@@ -260,12 +260,6 @@ class BackwardPlan:
 
         return HopperBackward(self._form)
 
-    @functools.cached_property
-    def _repeating(self) -> Any:
-        from .hopper.backward_plans import HopperBackward
-
-        return HopperBackward(self._form, repeats=True)
-
     def __call__(
         self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,8 +272,7 @@ class BackwardPlan:
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         rows = RowTensors(out, dout, lse, dense(dlse), delta, lse2)
         if self._is_for_hopper(x, walks):
-            hopper = self._repeating if walks.repeat else self._hopper
-            hopper(x, rows, walks.pairs, dq, dk, dv)
+            self._hopper(x, rows, walks.pairs, dq, dk, dv)
         else:
             self._run(x, rows, walks, dq, dk, dv)
         return dq, dk, dv

@@ -65,10 +65,9 @@ class RowGradients(QueryWalk):
 class HopperBackward:
     """The launches of the backward of calls that ``takes_hopper_backward`` takes."""
 
-    def __init__(self, form: Form, *, repeats: bool = False) -> None:
-        """Take a form of calls, and whether their gradients are to repeat bit for bit."""
+    def __init__(self, form: Form) -> None:
+        """Take a form of calls."""
         self._form = form
-        self._repeats = repeats
         constants, pattern = form.constants, form.pattern
         piece = self._piece = piece_of((pattern.block_q, pattern.block_k))
         wide, wide_v = (
@@ -98,22 +97,18 @@ class HopperBackward:
         self._round = tuple(
             launch_of(row_kernel, options._replace(ROUNDS=True), num_warps=4) for _ in range(2)
         )
-        self._launch = launch_of(
-            hopper_backward_kernel,
-            BackwardOptions(
-                constants.GROUP,
-                constants.IS_CAUSAL,
-                constants.PER_HEAD,
-                constants.TOP_LEFT,
-                piece,
-                wide,
-                wide_v,
-                BACKWARD_STAGES,
-                not repeats,
-            ),
-            of=MapLaunch,
-            num_warps=4,
-            maxnreg=REGISTERS,
+        flags = constants.GROUP, constants.IS_CAUSAL, constants.PER_HEAD, constants.TOP_LEFT
+        sizes = piece, wide, wide_v, BACKWARD_STAGES
+        # without dq, and with it
+        self._launches = tuple(
+            launch_of(
+                hopper_backward_kernel,
+                BackwardOptions(*flags, *sizes, makes_dq),
+                of=MapLaunch,
+                num_warps=4,
+                maxnreg=REGISTERS,
+            )
+            for makes_dq in (False, True)
         )
         # how the output's gradient lies, the tensor maps, and the launch that makes dq
         self._maps: tuple[Any, list[MapForm]] = (None, [])
@@ -161,7 +156,7 @@ class HopperBackward:
         dk: Tensor,
         dv: Tensor,
     ) -> None:
-        """Fill ``dq``, ``dk`` and ``dv``; ``walk`` is ``Pairs``, and ``Lists`` if they repeat."""
+        """Fill ``dq``, ``dk`` and ``dv``; ``walk`` is ``Pairs``, and ``Lists`` for dq apart."""
         form, wide, wide_v = self._form, self._wide, self._wide_v
         pairs, by_row = Pairs(*walk[: len(Pairs._fields)]), walk[len(Pairs._fields) :]
         q, dout, lse = x.q, rows.dout_ptr, rows.lse_ptr
@@ -173,14 +168,14 @@ class HopperBackward:
             tiles_q = cdiv(diagonal + tokens_q, SIDE) - diagonal // SIDE
         tiles_k = form.tiles_k(tokens_k, SIDE)
         # of sums of dq there are none if tiles of queries make it whole
-        slots_q = 0 if self._repeats else tiles_q * form.heads_q * form.grid_batch
+        slots_q = 0 if by_row else tiles_q * form.heads_q * form.grid_batch
         slots_k = tiles_k * form.heads_k * form.grid_batch
         dq_sums, dk_sums, dv_sums = (
             q.new_empty(SIDE * slots * width, dtype=torch.float32)
             for slots, width in ((slots_q, wide), (slots_k, wide), (slots_k, wide_v))
         )
         counters = None
-        if self._repeats:
+        if by_row:
             counters = pairs.real.new_zeros(1 + slots_k * (SIDE // self._piece))
         list_pieces = pairs.parts.shape[0] // self._lists
         blocks_q = cdiv(form.extent_q, SIDE)
@@ -207,7 +202,7 @@ class HopperBackward:
             pieces,
         )
         self._rows[has_dlse](grid, around, numbers)
-        self._launch(
+        self._launches[not by_row](
             # as many as there might be
             pairs.owners.shape[0] * (form.heads_k // self._lists) * form.batch,
             BackwardTensors(
@@ -234,6 +229,6 @@ class HopperBackward:
                 list_pieces,
             ),
         )
-        if self._repeats:
+        if by_row:
             self._rows_of(x, dout)(x, rows, by_row, dq)
         self._round[has_dlse](slots_q + slots_k, around, numbers)
