@@ -135,6 +135,7 @@ CASES = {
     "window-contiguous": Case(64, "contiguous", causal=True, window=(5, 0)),
     "packed": Case(lengths=(70, 0, 5, 9), shard="balanced", causal=True),
     "packed-zigzag": Case(lengths=(9, 0, 11, 1), causal=True, window=(3, 0)),
+    "packed-many": Case(lengths=(9, 14, 30, 6, 12), causal=True),
     "packed-alike": Case(lengths=(16,) * 4, causal=True, softcap=3.0),
     "packed-full": Case(lengths=(9, 1, 30, 6), shard="contiguous"),
     "packed-window": Case(lengths=(16, 16, 31), window=(7, 2), has_sinks=False),

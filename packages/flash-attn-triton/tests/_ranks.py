@@ -6,7 +6,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from flash_attn_triton import _sharded, _sharded_ops, distributed
+import torch.distributed as dist
+from flash_attn_triton import _exchange, _sharded_ops, distributed
 from flash_attn_triton._linked.parallel.groups import Where
 
 
@@ -15,7 +16,7 @@ class Ranks:
 
     def __init__(self, count, monkeypatch):
         self.count = count
-        # by rank, the messages that it sent: target, rows
+        # by rank, the messages that it sent: target, elements
         self.sent = [[] for _ in range(count)]
         self._own = threading.local()
         self._arrived = threading.Condition()
@@ -23,9 +24,9 @@ class Ranks:
         self._failed = False
         monkeypatch.setattr(distributed, "check_group", lambda *_: None)
         monkeypatch.setattr(distributed, "where", self._where)
-        monkeypatch.setattr(_sharded, "Exchange", self._exchange)
+        monkeypatch.setattr(dist, "all_to_all_single", self._exchange)
         monkeypatch.setattr(_sharded_ops, "compare", lambda *_: None)
-        monkeypatch.setattr(_sharded, "group_named", lambda *_: None)
+        monkeypatch.setattr(_exchange, "group_named", lambda *_: None)
 
     def run(self, function):
         """Call ``function(rank)`` on every rank at once; return what each returns."""
@@ -50,24 +51,41 @@ class Ranks:
     def _where(self, _group):
         return Where("threads", self._own.rank, self.count)
 
-    def _exchange(self, message, target, received, source, _options):
-        ranks, rank = self, self._own.rank
+    @property
+    def rank(self):
+        """The rank whose thread asks."""
+        return self._own.rank
+
+    def _exchange(self, arriving, message, received, sent, **_options):
+        assert (len(received), sum(received)) == (self.count, arriving.numel())
+        assert (len(sent), sum(sent)) == (self.count, message.numel())
+        assert arriving.ndim == message.ndim == 1
+        ranks, rank = self, self.rank
         i = len(self.sent[rank])
-        self.sent[rank].append((target, message.shape[0]))
+        # who is asked for nothing is as good as any other
+        target = max(range(self.count), key=sent.__getitem__)
+        self.sent[rank].append((target, message.numel()))
         with self._arrived:
-            self._messages[rank, i] = message
+            for to, count in enumerate(sent):
+                if count:
+                    self._messages[rank, to, i] = message
             self._arrived.notify_all()
 
         class Waiting:
             def wait(self):
-                with ranks._arrived:
-                    arrived = ranks._arrived.wait_for(
-                        lambda: (source, i) in ranks._messages or ranks._failed, timeout=60
-                    )
-                    assert arrived, "nobody sent what a rank waits for"
-                    assert not ranks._failed, "another rank failed"
-                    rows = ranks._messages.pop((source, i))
-                assert rows.shape[0] == received
-                return rows
+                for source, count in enumerate(received):
+                    if count:
+                        arriving.copy_(ranks._arrival((source, rank, i), count))
 
         return Waiting()
+
+    def _arrival(self, key, count):
+        with self._arrived:
+            arrived = self._arrived.wait_for(
+                lambda: key in self._messages or self._failed, timeout=60
+            )
+            assert arrived, "nobody sent what a rank waits for"
+            assert not self._failed, "another rank failed"
+            message = self._messages.pop(key)
+        assert message.numel() == count
+        return message

@@ -11,10 +11,12 @@ from torch import Tensor
 
 # pieces that one pass takes
 MERGED = 4
+# the first token, how many follow, from one such group to the next, and how many groups
+Raster = tuple[int, int, int, int]
 
 
 class Piece(NamedTuple):
-    """Outputs, or gradients of queries, of tokens that lie in a raster.
+    """Outputs, or gradients, of tokens that lie in a raster.
 
     ``out`` is ``[batch, size, heads, d]``, and ``lse`` fp32 ``[batch, heads, size]``, or None where
     pieces are added up. Of sequences of several lengths there is one of all that lies between the
@@ -23,14 +25,26 @@ class Piece(NamedTuple):
 
     out: Tensor
     lse: Tensor | None
-    # the first token, how many follow, from one such group to the next, and how many groups
-    raster: tuple[int, int, int, int]
+    raster: Raster
 
     @property
     def end(self) -> int:
         """The token behind the last one."""
         begin, size, step, batch = self.raster
         return begin + (batch - 1) * step + size
+
+    def has_all(self, tokens: int) -> bool:
+        """Say whether the piece has each of so many tokens."""
+        begin, size, step, batch = self.raster
+        return begin == 0 and size * batch == tokens and (batch == 1 or size == step)
+
+
+def summand(x: Tensor, raster: Raster) -> Piece:
+    """Return gradients that are to be added up; groups that lie together are one."""
+    begin, size, step, batch = raster
+    if size == step:
+        raster = begin, size * batch, size * batch, 1
+    return Piece(x, None, raster)
 
 
 def merge_eagerly(

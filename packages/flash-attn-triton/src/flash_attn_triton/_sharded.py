@@ -1,26 +1,25 @@
 """The passes of one rank: its own keys first, then those of the others, as they arrive.
 
 Forward: keys and values of the next ranks travel while products run, in memory for two ranks' keys
-at most; partial results are merged by their log-sum-exp. Backward: the same walk, with the
-log-sum-exp of the whole; gradients of keys travel back while it goes on, and are added up in fp32.
+at most; partial results are merged by their log-sum-exp. The backward is in
+``_sharded_backward.py``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ._call import Options, Plan, Tensors
+from ._exchange import Channel, Exchange, give_way
 from ._linked.host.forms import Memory, form_of, interpreted
 from ._linked.parallel.cut import Layout, layout_by
-from ._linked.parallel.groups import group_named
 from ._pieces import MERGED, Piece, merge_eagerly
-from ._shards import Product, Rows, Step, table_of
+from ._shards import Product, Step, table_of
 
 # other ranks' keys that are in memory, or on their way, at a time
 AHEAD = 2
@@ -43,29 +42,6 @@ class Sharded(NamedTuple):
         return layout_by(self.lengths, self.numbers)
 
 
-class Exchange:
-    """Rows on their way from one rank of a group to another one."""
-
-    def __init__(
-        self, message: Tensor, target: int, received: int, source: int, options: Sharded
-    ) -> None:
-        group = group_named(options.group)
-        sent_sizes = [0] * dist.get_world_size(group)
-        received_sizes = list(sent_sizes)
-        sent_sizes[target] = message.shape[0]
-        received_sizes[source] = received
-        self._arriving = message.new_empty((received, *message.shape[1:]))
-        self._work = dist.all_to_all_single(
-            self._arriving, message, received_sizes, sent_sizes, group=group, async_op=True
-        )
-
-    def wait(self) -> Tensor:
-        """Return the rows; a GPU's stream waits, the host does not."""
-        if self._work is not None:
-            self._work.wait()
-        return self._arriving
-
-
 class _Fetch:
     """The keys and values of all steps, some of them under way.
 
@@ -75,8 +51,9 @@ class _Fetch:
     def __init__(
         self, k: Tensor, v: Tensor, steps: tuple[Step, ...], options: Sharded, gives_way: bool
     ) -> None:
-        self._kv, self._steps, self._options = (k, v), steps, options
-        self._gives_way = gives_way and k.is_cuda
+        self._kv, self._steps = (k, v), steps
+        self.channel = Channel(k, v, options.numbers[0], options.group)
+        self._gives_way = gives_way
         self._begun: list[Exchange] = []
         self.begin_next(AHEAD)
 
@@ -84,18 +61,14 @@ class _Fetch:
         """Send what the next steps ask for."""
         asked = self._steps[len(self._begun) :][:count]
         for step in asked:
-            message = torch.cat([step.sends.of(x) for x in self._kv], -1)
-            self._begun.append(
-                Exchange(message, step.target, step.receives, step.source, self._options)
-            )
+            message = step.sends.message(*self._kv)
+            self._begun.append(self.channel.send(message, step.target, step.source, step.receives))
         if asked and self._gives_way:
-            from ._kernels.sharded_plans import give_way
-
             give_way(self._kv[0])
 
     def wait(self, i: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a step."""
-        return _apart(self._begun[i].wait(), self._kv[0].shape[-1])
+        return self._begun[i].wait()
 
     def forget(self, i: int) -> None:
         """Let the memory of a step go."""
@@ -133,10 +106,10 @@ class Pieces:
     def result(self) -> tuple[Tensor, Tensor | None]:
         """Return ``[tokens, heads, d]``, and the LSE as ``[heads, tokens]`` if there is one.
 
-        The first piece has all tokens.
+        There is a piece; tokens that are in none get 0.
         """
         out, lse, _ = self._held[0]
-        if len(self._held) > 1:
+        if len(self._held) > 1 or not self._held[0].has_all(self._tokens):
             return self._merged(self._dtype)
         if lse is not None and lse.ndim == 3:
             lse = lse.transpose(0, 1).flatten(1)
@@ -187,92 +160,6 @@ def _attend(part: _Part, pieces: Pieces) -> None:
         pieces.add(part.piece(*part.forward()))
 
 
-def backward(
-    x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, options: Sharded
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, and this rank's share of the gradient of the sinks."""
-    table = table_of(options.layout)
-    q, k, v, sinks = x.q, x.k, x.v, x.sinks
-    fetch = _Fetch(k, v, table.steps, options, gives_way=False)
-    dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v)) if not table.local else (q, k, v)
-    dsinks = q.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
-    pieces = Pieces(q.shape[0], q.dtype)
-    results = out, lse, dout, dlse
-    for i, product in enumerate(table.local):
-        part = _Part(product, q, k, v, None if i else sinks, options)
-        found = part.backward(*results)
-        pieces.add(part.piece(found[0], None))
-        if i:
-            part.add_to(found[1], dk, part.keys)
-            part.add_to(found[2], dv, part.keys)
-            continue
-        dk, dv = (g.reshape(t.shape) for g, t in zip(found[1:3], (k, v), strict=True))
-        if sinks is not None and found[3] is not None:
-            dsinks = found[3]
-        if len(table.local) - 1 + table.sends > 1:
-            # one addition rounds once, several would several times
-            dk, dv = dk.float(), dv.float()
-    returning: list[tuple[Exchange, Rows]] = []
-    for i, step in enumerate(table.steps):
-        message = _differentiate(step, fetch.wait(i), q, results, pieces, options)
-        fetch.forget(i)
-        if returning:
-            _receive(*returning.pop(), dk, dv)
-        exchange = Exchange(message, step.source, step.sends.count, step.target, options)
-        del message
-        returning.append((exchange, step.sends))
-        fetch.begin_next()
-    if table.local:
-        # while the last gradients of keys are under way
-        dq, _ = pieces.result()
-    for one in returning:
-        _receive(*one, dk, dv)
-    return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks
-
-
-def _differentiate(
-    step: Step,
-    kv: tuple[Tensor, Tensor],
-    q: Tensor,
-    results: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    pieces: Pieces,
-    options: Sharded,
-) -> Tensor:
-    """Compute the gradients by the keys of a step; return those of the keys, to be sent back."""
-    parts = [_Part(product, q, *kv, None, options) for product in step.products]
-    grads = [part.backward(*results) for part in parts]
-    for part, found in zip(parts, grads, strict=True):
-        pieces.add(part.piece(found[0], None))
-    return _sent_back(parts, grads, *kv)
-
-
-def _sent_back(parts: list[_Part], grads: list[Any], keys: Tensor, values: Tensor) -> Tensor:
-    """Return the gradients of a step's keys and values side by side, in their dtype."""
-    width = keys.shape[-1] + values.shape[-1]
-    if len(parts) == 1 and parts[0].has_all_keys(keys.shape[0]):
-        _, dk, dv, _ = grads[0]
-        return torch.cat([dk, dv], -1).view(*keys.shape[:-1], width)
-    summed = keys.new_zeros((*keys.shape[:-1], width), dtype=torch.float32)
-    dk, dv = _apart(summed, keys.shape[-1])
-    for part, found in zip(parts, grads, strict=True):
-        part.add_to(found[1], dk, part.keys)
-        part.add_to(found[2], dv, part.keys)
-    return summed.to(keys.dtype)
-
-
-def _receive(exchange: Exchange, rows: Rows, dk: Tensor, dv: Tensor) -> None:
-    """Add the gradients that come back from a rank."""
-    arrived = _apart(exchange.wait(), dk.shape[-1])
-    if rows.count:
-        for grad, part in zip((dk, dv), arrived, strict=True):
-            rows.add(grad, part)
-
-
-def _apart(both: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values that lie side by side."""
-    return both[..., :width], both[..., width:]
-
-
 class _Part:
     """A product, and the tensors that it reads."""
 
@@ -293,12 +180,6 @@ class _Part:
         own = self._of(q, self.rows), self._of(k, self.keys), self._of(v, self.keys)
         cu_seqlens = (None, None) if product.batch else product.cu_seqlens(q.device)
         self._x = Tensors(*own, *cu_seqlens)._replace(sinks=sinks)
-
-    def has_all_keys(self, count: int) -> bool:
-        """Say whether the product has a gradient for each of so many keys, in their order."""
-        begin, end = self._product.keys
-        _, size, step = self.keys
-        return (begin, end) == (0, count) and (not self._product.batch or size == step)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp, as the kernels shape them."""
@@ -362,15 +243,7 @@ class _Part:
 
     def piece(self, out: Tensor, lse: Tensor | None) -> Piece:
         """Return results with the tokens that they belong to."""
-        begin, size, step = self.rows
-        if self._product.batch:
-            return Piece(out, lse, (begin, size, step, self._product.batch))
-        begin, end = self._product.rows
-        return Piece(out, lse, (begin, end - begin, end - begin, 1))
-
-    def add_to(self, grad: Tensor, x: Tensor, raster: tuple[int, int, int]) -> None:
-        """Add a gradient to that of the rows or keys that the product reads."""
-        self._of(x, raster).add_(grad)
+        return Piece(out, lse, self._product.row_raster)
 
     def _longest(self) -> tuple[int, int]:
         return self._product.size if self._product.batch else self._product.longest

@@ -14,7 +14,8 @@ from . import _ops
 from ._call import Tensors
 from ._claims import claims_of, compare
 from ._linked.host.operators import differentiable, no_second_derivative, register
-from ._sharded import Sharded, backward, forward
+from ._sharded import Sharded, forward
+from ._sharded_backward import backward
 
 _OPTIONS = (
     "float softmax_scale, float softcap, bool deterministic, Tensor? lengths, SymInt[] numbers, "

@@ -22,6 +22,7 @@ from torch import Tensor
 from ._linked.parallel.cut import Layout
 from ._linked.parallel.layout import layout_of
 from ._linked.parallel.shards import Run, merged
+from ._pieces import MERGED, Raster
 
 NO_WINDOW = (-1, -1)
 
@@ -47,6 +48,9 @@ class Product:
             otherwise.
         q_step: rows from one to the next, if so.
         k_step: likewise of the keys.
+        row_raster: where the queries are, as ``Piece`` has it. Without a ``batch`` that is one
+            group, from the first to the last.
+        key_raster: likewise of the keys.
     """
 
     def __init__(self, rectangles: Sequence[Rectangle]) -> None:
@@ -56,8 +60,15 @@ class Product:
         self.keys = first.k_begin, last.k_end
         self.size = first.q_end - first.q_begin, first.k_end - first.k_begin
         self.batch, self.q_step, self.k_step = _raster(rectangles)
+        self.row_raster = self._raster_of(self.rows, self.size[0], self.q_step)
+        self.key_raster = self._raster_of(self.keys, self.size[1], self.k_step)
         self._lengths = _lengths(rectangles)
         self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def _raster_of(self, ends: tuple[int, int], size: int, step: int) -> Raster:
+        if self.batch:
+            return ends[0], size, step, self.batch
+        return ends[0], ends[1] - ends[0], ends[1] - ends[0], 1
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -81,7 +92,13 @@ class Product:
 
 
 class Rows:
-    """Some rows of a rank: a slice where they lie together, an index otherwise."""
+    """Some rows of a rank.
+
+    Attributes:
+        count: how many there are.
+        rasters: the same as few rasters, in their order, as ``Piece`` has them; None if there are
+            more than one pass adds to a rank's own.
+    """
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         joined: list[tuple[int, int]] = []
@@ -91,24 +108,28 @@ class Rows:
             elif begin < end:
                 joined.append((begin, end))
         self.count = sum(end - begin for begin, end in joined)
-        self.slice = None
-        if len(joined) < 2:
-            self.slice = slice(*joined[0]) if joined else slice(0, 0)
+        self.rasters = _rasters(joined)
         self._ranges = joined
         self._on: dict[torch.device, Tensor] = {}
 
-    def of(self, x: Tensor) -> Tensor:
-        """Return the rows of a tensor."""
-        if self.slice is not None:
-            return x[self.slice]
-        return x.index_select(0, self._index(x.device))
+    def message(self, k: Tensor, v: Tensor) -> Tensor:
+        """Return the rows of keys, and behind them those of values, in one dimension."""
+        if not self.count:
+            return k.new_empty(0)
+        if len(self._ranges) < MERGED:
+            return torch.cat([x[slice(*ends)].flatten() for x in (k, v) for ends in self._ranges])
+        widths = [x.shape[1:].numel() for x in (k, v)]
+        message = k.new_empty(self.count * sum(widths))
+        middle = self.count * widths[0]
+        for x, part in zip((k, v), (message[:middle], message[middle:]), strict=True):
+            out = part.view(self.count, *x.shape[1:])
+            torch.index_select(x, 0, self._index(x.device), out=out)
+        return message
 
-    def add(self, x: Tensor, rows: Tensor) -> None:
-        """Add to the rows of a tensor; each is met once, so no order matters."""
-        if self.slice is not None:
-            x[self.slice].add_(rows)
-        else:
-            x.index_add_(0, self._index(x.device), rows.to(x.dtype))
+    def spread(self, rows: Tensor, tokens: int) -> Tensor:
+        """Return so many rows: these at their places, and 0 elsewhere."""
+        spread = rows.new_zeros(tokens, *rows.shape[1:])
+        return spread.index_copy_(0, self._index(rows.device), rows)
 
     def _index(self, device: torch.device) -> Tensor:
         found = self._on.get(device)
@@ -160,11 +181,6 @@ class Table:
                 )
             )
         self.steps = tuple(steps)
-
-    @property
-    def sends(self) -> int:
-        """How many steps send something."""
-        return sum(step.sends.count > 0 for step in self.steps)
 
     def _own(self, rank: int) -> tuple[list[Rectangle], list[Rectangle]]:
         """Return where queries meet keys of their own rank: of their own run, and of others."""
@@ -309,6 +325,19 @@ def _raster(rectangles: Sequence[Rectangle]) -> tuple[int, int, int]:
         if one != expected:
             return 0, 0, 0
     return len(rectangles), q_step, k_step
+
+
+def _rasters(ranges: list[tuple[int, int]]) -> list[Raster] | None:
+    """Return ranges as one raster, if they are equally long and equally far apart, or as a few."""
+    if not ranges:
+        return []
+    begin, end = ranges[0]
+    step = ranges[1][0] - begin if len(ranges) > 1 else end - begin
+    if ranges == [(begin + i * step, end + i * step) for i in range(len(ranges))]:
+        return [(begin, end - begin, step, len(ranges))]
+    if len(ranges) < MERGED:
+        return [(begin, end - begin, end - begin, 1) for begin, end in ranges]
+    return None
 
 
 def _lengths(rectangles: Sequence[Rectangle]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._linked.host.forms import Memory
 from .._linked.host.tiles import padded_head_dim
 from .._pieces import MERGED, Piece
-from .launch.runtime import Launch
+from .launch.runtime import Launch, compact
 from .sharded_merge import merge_kernel
 from .sharded_wait import wait_kernel
 from .structures import MergeNumbers, MergeTensors, MergeTile
@@ -27,7 +27,7 @@ _ABSENT = 0, 0, 1, 0
 
 
 def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Merge 2 to ``MERGED`` pieces by their LSE, or add them up if they have none, in one pass.
+    """Merge up to ``MERGED`` pieces by their LSE, or add them up if they have none, in one pass.
 
     Where the first piece has all tokens in one group, and ``dtype``, it is overwritten, and only
     where the others have something to add.
@@ -37,6 +37,8 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
         sum, and None.
     """
     first = pieces[0]
+    if len(pieces) == 1:  # the kernel takes two at least
+        pieces = first, first._replace(raster=_ABSENT)
     heads, head_dim = first.out.shape[-2:]
     has_lse = first.lse is not None
     if first.raster == (0, tokens, tokens, 1) and first.out.dtype == dtype:
@@ -57,7 +59,8 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
     tensors: list[Tensor | None] = []
     numbers = [begin, end, tokens, heads]
     for piece in pieces:
-        tensors += piece.out.contiguous(), None if piece.lse is None else piece.lse.contiguous()
+        # the kernel is built for whole accesses, and what arrived may begin between them
+        tensors += compact(piece.out), None if piece.lse is None else piece.lse.contiguous()
         numbers += piece.raster
     for _ in range(MERGED - len(pieces)):
         tensors += None, None

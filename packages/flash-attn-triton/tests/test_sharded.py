@@ -1,0 +1,169 @@
+"""What travels between ranks, how gradients that come back are summed, and what comes when."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from flash_attn_triton import _exchange, _ops, _sharded, _sharded_backward, distributed
+from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton._pieces import MERGED, Piece
+from flash_attn_triton._shards import NO_WINDOW, Product, Rectangle, Rows
+
+from ._linked.budget import Maker
+from ._ranks import Ranks
+
+pytestmark = pytest.mark.eager
+
+TOKENS, HEADS, D, DV = 60, 2, 16, 24
+# ranges of rows, and their rasters
+RANGES = {
+    "none": ([(3, 3)], []),
+    "one": ([(0, 7), (7, 20)], [(0, 20, 20, 1)]),
+    "alike": ([(4, 8), (14, 18), (24, 28), (34, 38), (44, 48)], [(4, 4, 10, 5)]),
+    "few": ([(0, 9), (20, 23), (59, 60)], [(0, 9, 9, 1), (20, 3, 3, 1), (59, 1, 1, 1)]),
+    "apart": ([(0, 4), (10, 14), (21, 25)], [(0, 4, 4, 1), (10, 4, 4, 1), (21, 4, 4, 1)]),
+    "many": ([(0, 9), (20, 23), (30, 31), (59, 60)], None),
+}
+
+
+def indices(ranges):
+    return [i for ends in ranges for i in range(*ends)]
+
+
+@pytest.mark.parametrize(("ranges", "rasters"), RANGES.values(), ids=RANGES)
+def test_rows_travel_as_keys_and_then_values(ranges, rasters, device):
+    m, rows = Maker(device, torch.bfloat16), Rows(ranges)
+    assert rows.rasters == rasters
+    wanted = indices(ranges)
+    assert rows.count == len(wanted)
+    k, v = m.randn(TOKENS, HEADS, D), m.randn(TOKENS, HEADS, DV)
+    for x, y in ((k, v), (k.transpose(1, 2), v.mT.contiguous().mT)):
+        message = rows.message(x, y)
+        assert torch.equal(message, torch.cat([x[wanted].flatten(), y[wanted].flatten()]))
+    spread = rows.spread(k[wanted], TOKENS) if wanted else None
+    if spread is not None:
+        assert torch.equal(spread[wanted], k[wanted])
+        assert spread.count_nonzero() == k[wanted].count_nonzero()
+
+
+class Arrived:
+    """An exchange that is over."""
+
+    def __init__(self, *pair):
+        self._pair = pair
+
+    def wait(self):
+        return self._pair
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9])
+@pytest.mark.parametrize("ranges", [r for r, _ in RANGES.values()], ids=RANGES)
+def test_gradients_of_keys_are_rounded_once(ranges, count, device):
+    m = Maker(device, torch.bfloat16)
+    k, v = m.randn(TOKENS, HEADS, D), m.randn(TOKENS, HEADS, DV)
+    # two sequences, as a product has them
+    own = Product([Rectangle(NO_WINDOW, b, b + 30, b, b + 30) for b in (0, 30)])
+    grads, wide = _sharded_backward._KeyGradients(k, v), []
+    grads.add(own, k.unflatten(0, (2, 30)).clone(), v.unflatten(0, (2, 30)).clone())
+    wide = [k.double(), v.double()]
+    rows, wanted = Rows(ranges), indices(ranges)
+    for i in range(count):
+        # the first ones are so large that each sum would round what comes after them
+        pair = [m.randn(rows.count, HEADS, w) * 2.0 ** (3 - i) for w in (D, DV)]
+        grads.receive(Arrived(*pair), rows)
+        for whole, x in zip(wide, pair, strict=True):
+            whole[wanted] += x.double()
+        assert all(len(pieces._held) <= MERGED for pieces in grads._of)
+    for got, want, like in zip(grads.result(), wide, (k, v), strict=True):
+        assert (got.shape, got.dtype) == (like.shape, like.dtype)
+        # one rounding, which the interpreter makes towards zero
+        unit = torch.finfo(torch.bfloat16).eps / (1 if _ops.interpreted() else 2)
+        error = (got.double() - want).abs()
+        assert (error <= unit * want.abs() + 1e-6 * want.abs().max()).all()
+
+
+def test_keys_between_rectangles_get_no_gradient(device):
+    m = Maker(device, torch.float32)
+    product = Product([Rectangle(NO_WINDOW, b, b + 4, b, b + 4) for b in (2, 8)])
+    k, v = m.randn(14, HEADS, D), m.randn(14, HEADS, DV)
+    grads = _sharded_backward._KeyGradients(k, v)
+    given = [m.randn(2, 4, HEADS, w) for w in (D, DV)]
+    grads.add(product, *given)
+    for got, x in zip(grads.result(), given, strict=True):
+        want = x.new_zeros(14, *x.shape[2:])
+        want[2:6], want[8:12] = x
+        assert torch.equal(got, want)
+
+
+def test_pieces_that_begin_between_accesses_are_copied(monkeypatch):
+    """Where keys have odd widths or lengths, values arrive behind them at any address."""
+    from flash_attn_triton._kernels import sharded_plans
+
+    launched = []
+
+    class Launch:
+        def __init__(self, *_):
+            pass
+
+        def __call__(self, grid, tensors, numbers):
+            launched.append([x.data_ptr() % 16 for x in tensors if x is not None])
+
+    monkeypatch.setattr(sharded_plans, "Launch", Launch)
+    monkeypatch.setattr(sharded_plans, "_launches", Memory())
+    flat = torch.zeros(1 + 8 * HEADS * D)
+    pieces = [Piece(x.view(8, HEADS, D), None, (0, 8, 8, 1)) for x in (flat[:-1], flat[1:])]
+    sharded_plans.merge(pieces, 8, torch.bfloat16)
+    assert launched == [[0, 0, 0]]
+
+
+@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_last_exchange_begins_before_the_merge(ranks, monkeypatch):
+    events, lock = {rank: [] for rank in range(ranks)}, threading.Lock()
+    group = Ranks(ranks, monkeypatch)
+
+    def note(owner, name, word):
+        function = getattr(owner, name)
+
+        def noting(*given, **named):
+            with lock:
+                events[group.rank].append(word)
+            return function(*given, **named)
+
+        monkeypatch.setattr(owner, name, noting)
+
+    note(_exchange.Channel, "send", "send")
+    note(_exchange.Exchange, "wait", "wait")
+    note(_sharded_backward, "give_way", "give way")
+    note(_sharded.Pieces, "_merged", "merge")
+    x = torch.ones(1, 8, 1, 16)
+
+    def function(rank):
+        q, k, v = (x.clone().requires_grad_() for _ in range(3))
+        out = distributed.flash_attn_func(q, k, v, causal=True)
+        events[rank].clear()
+        out.sum().backward()
+
+    group.run(function)
+    for of_rank in events.values():
+        # dq, and behind the last gradients of keys dk and dv
+        assert of_rank[-6:] == ["send", "give way", "merge", "wait", "merge", "merge"]
+        assert of_rank.count("give way") == 1
+        assert of_rank.count("send") == 2 * (ranks - 1)
+
+
+@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+def test_nothing_gives_way_to_an_empty_exchange(monkeypatch):
+    """Of three ranks the middle one neither sends nor asks for keys in the last step."""
+    gave, group = [], Ranks(3, monkeypatch)
+    monkeypatch.setattr(_sharded_backward, "give_way", lambda x: gave.append(group.rank))
+    x = torch.ones(1, 8, 1, 16)
+
+    def function(rank):
+        q, k, v = (x.clone().requires_grad_() for _ in range(3))
+        distributed.flash_attn_func(q, k, v, causal=True, shard="contiguous").sum().backward()
+
+    group.run(function)
+    assert sorted(gave) == [0, 2]
