@@ -104,7 +104,7 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         ("invariant/hopper/*", "test_gluon_invariant.py"),
         ("invariant/*", "test_invariant.py"),
         ("backward_short.py", "test_short.py"),
-        ("sharded_merge.py", "test_shards.py"),
+        ("sharded_merge.py", "test_pieces.py"),
         (
             "forward.py",
             "test_forward.py test_varlen.py test_fp8.py"

@@ -20,18 +20,19 @@ HEADS_Q, HEADS_K, HEAD_DIM, ITEM = 32, 8, 128, 2
 # of one H200: products of either pass, copies, NVLink one way, a rank's share of 8 x 400 Gb/s
 FORWARD, BACKWARD = 650e12, 530e12
 COPY, NVLINK, NETWORK = 4.27e12, 300e9, 45e9
-# from one kernel to the next, and a message on its way
-LAUNCH, LATENCY = 6e-6, 25e-6
+# from one kernel to the next, a message on its way, and what waits for one to begin
+LAUNCH, LATENCY, HEAD_START = 6e-6, 25e-6, 16e-6
 CAUSAL = (-1, 0)
 MIX = (8192, 4096, 2048, 1024, 512, 512)
 
 
 class Counts(NamedTuple):
-    """What one rank does: pairs by product, rows that arrive, rows that are merged."""
+    """What one rank does: pairs by product, rows that arrive or are sent, rows that are merged."""
 
     local: list[int]
     steps: list[list[int]]
     arriving: list[int]
+    sent: list[int]
     merged: int
     tokens: int
 
@@ -52,6 +53,7 @@ def counts_of(lengths: tuple[int, ...], ranks: int, rank: int, rule: str) -> Cou
         [pairs_of(one) for one in table.local],
         [[pairs_of(one) for one in step.products] for step in table.steps],
         [step.receives for step in table.steps],
+        [step.sends.count for step in table.steps],
         rows + table.tokens if len(products) > 1 else 0,
         table.tokens,
     )
@@ -65,16 +67,21 @@ def seconds(counts: Counts, link: float, backward: bool) -> float:
     # keys that a step needs travel while the products before it run
     time = sum(counts.local) * flops / rate + LAUNCH
     ready = 0.0
-    for products, rows in zip(counts.steps, counts.arriving, strict=True):
+    for products, rows, sent in zip(counts.steps, counts.arriving, counts.sent, strict=True):
         ready += LATENCY + rows * row_k / link
         time = max(time, ready) + sum(products) * flops / rate + LAUNCH
-        time += 2 * rows * row_k / COPY
-        if backward:  # gradients side by side, delta, the sums of dq in fp32 and their rounding
-            time += 3 * rows * row_k / COPY
+        time += 2 * sent * row_k / COPY
+        if backward:  # the message of gradients, delta, the sums of dq in fp32 and their rounding
+            time += 2 * rows * row_k / COPY
             time += counts.merged / (1 + len(counts.steps)) * 5 * row_q / COPY
-    time += counts.merged * row_q / COPY
-    if backward and counts.arriving and counts.arriving[-1]:
-        time += LATENCY + counts.arriving[-1] * row_k / link  # the last gradients on their way back
+    merge, last = counts.merged * row_q / COPY, 0.0
+    moved = max(counts.arriving[-1], counts.sent[-1]) if counts.arriving else 0
+    if backward and moved:  # dq is merged while the last gradients are on their way back
+        merge += HEAD_START
+        last = LATENCY + moved * row_k / link
+    time += max(merge, last)
+    if backward and any(counts.sent):
+        time += (2 * counts.tokens + sum(counts.sent)) * row_k / COPY
     return time
 
 

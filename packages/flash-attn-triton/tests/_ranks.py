@@ -56,7 +56,7 @@ class Ranks:
         """The rank whose thread asks."""
         return self._own.rank
 
-    def _exchange(self, arriving, message, received, sent, **_options):
+    def _exchange(self, arriving, message, received, sent, *_, **_options):
         assert (len(received), sum(received)) == (self.count, arriving.numel())
         assert (len(sent), sum(sent)) == (self.count, message.numel())
         assert arriving.ndim == message.ndim == 1

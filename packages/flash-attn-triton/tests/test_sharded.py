@@ -8,8 +8,9 @@ import pytest
 import torch
 from flash_attn_triton import _exchange, _ops, _sharded, _sharded_backward, distributed
 from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton._linked.parallel.cut import Layout
 from flash_attn_triton._pieces import MERGED, Piece
-from flash_attn_triton._shards import NO_WINDOW, Product, Rectangle, Rows
+from flash_attn_triton._shards import NO_WINDOW, Product, Rectangle, Rows, Table
 
 from ._linked.budget import Maker
 from ._ranks import Ranks
@@ -167,3 +168,44 @@ def test_nothing_gives_way_to_an_empty_exchange(monkeypatch):
 
     group.run(function)
     assert sorted(gave) == [0, 2]
+
+
+MIX = (64, 32, 16, 8, 4, 4)
+LAYOUTS = {
+    "zigzag": ((48,), (-1, 0), "zigzag", 4),
+    "contiguous": ((48,), (-1, 0), "contiguous", 5),
+    "window": ((60,), (4, 3), "zigzag", 5),
+    "neighbours": ((60, 20), (3, 2), "contiguous", 6),
+    "packed": (MIX * 2, (-1, 0), "balanced", 4),
+    "more packed": (MIX * 4, (-1, 0), "balanced", 8),
+    "some empty": ((3, 0, 2), (-1, -1), "contiguous", 6),
+}
+
+
+@pytest.mark.parametrize(("lengths", "window", "rule", "ranks"), LAYOUTS.values(), ids=LAYOUTS)
+def test_ranks_agree_on_each_exchange(lengths, window, rule, ranks):
+    tables = [Table(Layout(lengths, ranks, window, rule, rank)) for rank in range(ranks)]
+    for steps in zip(*(table.steps for table in tables), strict=True):
+        for rank, step in enumerate(steps):
+            if step.receives:
+                sender = steps[step.source]
+                assert (sender.target, sender.sends.count) == (rank, step.receives)
+            if step.sends.count:
+                receiver = steps[step.target]
+                assert (receiver.source, receiver.receives) == (rank, step.sends.count)
+            assert bool(step.receives) == bool(step.products)
+        assert any(step.receives for step in steps)
+    for table in tables:
+        # the keys of a rank come at once
+        sources = [step.source for step in table.steps if step.receives]
+        assert len(sources) == len(set(sources))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("zigzag", 3), ("contiguous", 4), ("neighbours", 2), ("packed", 1), ("more packed", 1)],
+)
+def test_ranks_without_common_partners_share_an_exchange(name, count):
+    lengths, window, rule, ranks = LAYOUTS[name]
+    table = Table(Layout(lengths, ranks, window, rule, 0))
+    assert len(table.steps) == count

@@ -178,8 +178,8 @@ class _Part:
         scale, softcap, *_ = options
         self._given = Options(scale, *product.window, softcap, 0.0)
         own = self._of(q, self.rows), self._of(k, self.keys), self._of(v, self.keys)
-        cu_seqlens = (None, None) if product.batch else product.cu_seqlens(q.device)
-        self._x = Tensors(*own, *cu_seqlens)._replace(sinks=sinks)
+        cu_q, cu_k = (None, None) if product.batch else product.cu_seqlens(q.device)
+        self._x = Tensors(*own, cu_q, cu_k, sinks=sinks)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp, as the kernels shape them."""

@@ -1,8 +1,9 @@
 """What each rank multiplies with what, and which keys travel for it.
 
 A rank holds *runs*: tokens of a sequence that lie one after the other. Its queries meet its own
-keys first, then those of the other ranks, one rank per *step*: in step t the keys of rank r - t
-arrive at rank r. Of a run, only the keys that some query there sees are sent.
+keys first, then those of the other ranks, one rank per *step*: the keys of rank r - t arrive at
+rank r, for t from 1 on. Of a run, only the keys that some query there sees are sent. Several t
+share a step, which is one exchange, where no rank sends to two others or receives from two.
 
 A *product* is one call of the kernels. The mask between two runs is a rectangle without holes, or
 a window beside the diagonal; the kernels align windows to the bottom right of the rectangle, so
@@ -117,7 +118,10 @@ class Rows:
         if not self.count:
             return k.new_empty(0)
         if len(self._ranges) < MERGED:
-            return torch.cat([x[slice(*ends)].flatten() for x in (k, v) for ends in self._ranges])
+            parts = [x[begin:end] for x in (k, v) for begin, end in self._ranges]
+            if k.shape[1:] != v.shape[1:]:
+                parts = [part.flatten() for part in parts]
+            return torch.cat(parts).flatten()
         widths = [x.shape[1:].numel() for x in (k, v)]
         message = k.new_empty(self.count * sum(widths))
         middle = self.count * widths[0]
@@ -140,7 +144,10 @@ class Rows:
 
 
 class Step(NamedTuple):
-    """An exchange: keys of one rank arrive, and others go to another one."""
+    """An exchange: keys of one rank arrive, and others go to another one.
+
+    ``receives`` rows come from ``source``, and ``sends`` go to ``target``; either may be none.
+    """
 
     source: int
     target: int
@@ -160,27 +167,38 @@ class Table:
         diagonal, others = self._own(rank)
         # every row is in the first product, and its sink with it
         self.local = _products(diagonal) + _products(others)
-        steps = []
+        self.steps = tuple(self._step(rank, asked) for asked in self._exchanges(group_size))
+
+    def _exchanges(self, group_size: int) -> list[dict[int, _Needed]]:
+        """Return, for each exchange, what arrives at those ranks at which something does."""
+        found: list[dict[int, _Needed]] = []
         for t in range(1, group_size):
-            # who sends nothing may still be asked in the same step
-            needed = [
-                _Needed(self._runs[r], self._runs[(r - t) % group_size], self._window)
-                for r in range(group_size)
-            ]
-            if not any(one.count for one in needed):
-                continue
-            source, target = (rank - t) % group_size, (rank + t) % group_size
-            own = needed[rank]
-            steps.append(
-                Step(
-                    source,
-                    target,
-                    Rows(needed[target].ranges),
-                    own.count,
-                    _products(own.rectangles),
-                )
-            )
-        self.steps = tuple(steps)
+            asked = {}
+            for r in range(group_size):
+                source = (r - t) % group_size
+                needed = _Needed(source, self._runs[r], self._runs[source], self._window)
+                if needed.count:
+                    asked[r] = needed
+            # one exchange for several distances, where no rank sends twice or receives twice
+            for others in found:
+                if others.keys().isdisjoint(asked) and _sources(others).isdisjoint(_sources(asked)):
+                    others.update(asked)
+                    break
+            else:
+                if asked:
+                    found.append(asked)
+        return found
+
+    def _step(self, rank: int, asked: dict[int, _Needed]) -> Step:
+        """Return what one rank does in an exchange."""
+        own = asked.get(rank)
+        target = next((r for r, needed in asked.items() if needed.source == rank), None)
+        sends = Rows(() if target is None else asked[target].ranges)
+        # who has nothing to say says it to itself
+        target = rank if target is None else target
+        if own is None:
+            return Step(rank, target, sends, 0, ())
+        return Step(own.source, target, sends, own.count, _products(own.rectangles))
 
     def _own(self, rank: int) -> tuple[list[Rectangle], list[Rectangle]]:
         """Return where queries meet keys of their own rank: of their own run, and of others."""
@@ -217,10 +235,12 @@ class _Needed:
 
     def __init__(
         self,
+        source: int,
         queries: dict[int, list[_Placed]],
         keys: dict[int, list[_Placed]],
         window: tuple[int, int],
     ) -> None:
+        self.source = source
         self.ranges: list[tuple[int, int]] = []
         self.rectangles: list[Rectangle] = []
         self.count = 0
@@ -239,6 +259,11 @@ class _Needed:
                 self.ranges.append((begin, end))
                 self.count += end - begin
             self.rectangles += _joined(found)
+
+
+def _sources(asked: dict[int, _Needed]) -> set[int]:
+    """Return the ranks that send."""
+    return {needed.source for needed in asked.values()}
 
 
 def _meeting(q: _Placed, k: _Placed, window: tuple[int, int]) -> Rectangle | None:

@@ -20,6 +20,8 @@ from .structures import MergeNumbers, MergeTensors, MergeTile
 ROWS = 32
 
 _launches: Memory[Launch] = Memory()
+# by the places of the pieces, which repeat while a table does
+_work: Memory[tuple[int, MergeNumbers]] = Memory()
 # more than an exchange took to begin, in a trace, when that for which it waits was done
 HEAD_START_NS = 16_000
 # no tokens
@@ -41,34 +43,43 @@ def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Ten
         pieces = first, first._replace(raster=_ABSENT)
     heads, head_dim = first.out.shape[-2:]
     has_lse = first.lse is not None
-    if first.raster == (0, tokens, tokens, 1) and first.out.dtype == dtype:
+    is_in_place = first.raster == (0, tokens, tokens, 1) and first.out.dtype == dtype
+    if is_in_place:
         out = first.out.view(tokens, heads, head_dim)
         lse = None if first.lse is None else first.lse.view(heads, tokens)
-        begin = min(piece.raster[0] for piece in pieces[1:])
-        end = max(piece.end for piece in pieces[1:])
     else:
         out = first.out.new_empty((tokens, heads, head_dim), dtype=dtype)
         lse = first.out.new_empty((heads, tokens), dtype=torch.float32) if has_lse else None
-        begin, end = 0, tokens
     dtypes = tuple(piece.out.dtype for piece in pieces)
     key = dtype, dtypes, has_lse, head_dim, first.out.device
     launch = _launches.get(key)
     if launch is None:
         tile = MergeTile(head_dim, padded_head_dim(head_dim), ROWS)
         launch = _launches.keep(key, Launch(merge_kernel, {**tile._asdict(), "num_warps": 4}))
+    counts = is_in_place, tokens, heads, *[piece.raster for piece in pieces]
+    grid, numbers = _work.get(counts) or _work.keep(
+        counts, _count(pieces, tokens, heads, is_in_place)
+    )
     tensors: list[Tensor | None] = []
-    numbers = [begin, end, tokens, heads]
     for piece in pieces:
         # the kernel is built for whole accesses, and what arrived may begin between them
         tensors += compact(piece.out), None if piece.lse is None else piece.lse.contiguous()
-        numbers += piece.raster
-    for _ in range(MERGED - len(pieces)):
-        tensors += None, None
-        numbers += _ABSENT
-    launch(
-        heads * cdiv(end - begin, ROWS), MergeTensors(out, lse, *tensors), MergeNumbers(*numbers)
-    )
+    tensors += (None,) * (2 * (MERGED - len(pieces)))
+    launch(grid, MergeTensors(out, lse, *tensors), numbers)
     return out, lse
+
+
+def _count(
+    pieces: Sequence[Piece], tokens: int, heads: int, is_in_place: bool
+) -> tuple[int, MergeNumbers]:
+    """Return the grid of a launch, and its numbers."""
+    begin, end = 0, tokens
+    if is_in_place:
+        begin = min(piece.raster[0] for piece in pieces[1:])
+        end = max(piece.end for piece in pieces[1:])
+    rasters = [piece.raster for piece in pieces] + [_ABSENT] * (MERGED - len(pieces))
+    numbers = [number for raster in rasters for number in raster]
+    return heads * cdiv(end - begin, ROWS), MergeNumbers(begin, end, tokens, heads, *numbers)
 
 
 def give_way(x: Tensor) -> None:
