@@ -10,7 +10,7 @@ from flash_attn_triton import _exchange, _ops, _sharded, _sharded_backward, dist
 from flash_attn_triton._linked.host.forms import Memory
 from flash_attn_triton._linked.parallel.cut import Layout
 from flash_attn_triton._pieces import MERGED, Piece
-from flash_attn_triton._shards import NO_WINDOW, Product, Rectangle, Rows, Table
+from flash_attn_triton._shards import NO_WINDOW, Product, Rectangle, Rows, Table, _Placed
 
 from ._linked.budget import Maker
 from ._ranks import Ranks
@@ -209,3 +209,16 @@ def test_ranks_without_common_partners_share_an_exchange(name, count):
     lengths, window, rule, ranks = LAYOUTS[name]
     table = Table(Layout(lengths, ranks, window, rule, 0))
     assert len(table.steps) == count
+
+
+@pytest.mark.parametrize("apart", ["receives", "sends"])
+def test_who_has_two_partners_takes_two_exchanges(apart):
+    """Two sequences of two tokens, of which a rank holds one of each, and two others the rest."""
+    first, second = _Placed(0, 1, 0), _Placed(1, 2, 0)
+    one, other = (second, first) if apart == "receives" else (first, second)
+    table = Table(Layout((1,), 3, (-1, 0), "contiguous", 0))
+    table._runs = [{0: [one], 1: [one._replace(row=1)]}, {0: [other]}, {1: [other]}]
+    found = [(r, x.source) for asked in table._exchanges(3) for r, x in asked.items()]
+    wanted = [(0, 2), (0, 1)] if apart == "receives" else [(1, 0), (2, 0)]
+    assert found == wanted
+    assert len(table._exchanges(3)) == 2
