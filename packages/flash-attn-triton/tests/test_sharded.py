@@ -6,13 +6,21 @@ import threading
 
 import pytest
 import torch
-from flash_attn_triton import _exchange, _ops, _sharded, _sharded_backward, distributed
+from flash_attn_triton import (
+    _exchange,
+    _ops,
+    _sharded,
+    _sharded_backward,
+    _sharded_ops,
+    distributed,
+)
 from flash_attn_triton._linked.host.forms import Memory
 from flash_attn_triton._linked.parallel.cut import Layout
 from flash_attn_triton._pieces import MERGED, Piece
 from flash_attn_triton._shards import NO_WINDOW, Product, Rectangle, Rows, Table, _Placed
 
-from ._linked.budget import Maker
+from ._cuts import CASES, on_rank, problem
+from ._linked.budget import Maker, assert_same
 from ._ranks import Ranks
 
 pytestmark = pytest.mark.eager
@@ -222,3 +230,33 @@ def test_who_has_two_partners_takes_two_exchanges(apart):
     wanted = [(0, 2), (0, 1)] if apart == "receives" else [(1, 0), (2, 0)]
     assert found == wanted
     assert len(table._exchanges(3)) == 2
+
+
+@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+def test_past_the_operators_results_are_the_same(monkeypatch):
+    case = CASES["packed"]
+    made = problem(case)
+
+    def run(watched):
+        monkeypatch.setattr(_sharded_ops, "is_watched", lambda: watched)
+        monkeypatch.setattr(_sharded_ops, "may_skip_operator", lambda *_: not watched)
+        return Ranks(2, monkeypatch).run(lambda rank: on_rank(case, rank, 2, made))
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+def test_results_may_be_written_to(monkeypatch):
+    x = torch.randn(1, 8, 1, 16)
+
+    def function(rank):
+        q = x.clone().requires_grad_()
+        plain = distributed.flash_attn_varlen_func(x[0], x[0], x[0], plan)
+        out = distributed.flash_attn_varlen_func(q[0], x[0], x[0], plan)
+        assert (out.requires_grad, plain.requires_grad) == (True, False)
+        assert torch.equal(out.mul_(2).detach(), plain.mul_(2))
+
+    # a sequence each, so that nothing is merged
+    plan = distributed.ShardPlan([0, 8, 16], 2)
+    Ranks(2, monkeypatch).run(function)

@@ -13,7 +13,13 @@ from torch import Tensor
 from . import _ops
 from ._call import Tensors
 from ._claims import claims_of, compare
-from ._linked.host.operators import differentiable, no_second_derivative, register
+from ._linked.host.internals import apply_of, is_watched
+from ._linked.host.operators import (
+    differentiable,
+    may_skip_operator,
+    no_second_derivative,
+    register,
+)
 from ._sharded import Sharded, forward
 from ._sharded_backward import backward
 
@@ -111,13 +117,36 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None:
         dout = torch.zeros_like(out)
     options = ctx.options._replace(lengths=lengths)
-    grads = sharded_backward(dout, q, k, v, sinks, out, lse, dlse, *options)
+    pass_ = _backward if may_skip_operator(dout, dlse) else sharded_backward
+    grads = pass_(dout, q, k, v, sinks, out, lse, dlse, *options)
     needs = ctx.needs_input_grad
     found = [g if need else None for g, need in zip(grads, needs, strict=False)]
     return *found, *(None,) * (len(needs) - len(found))
 
 
-call_forward = differentiable(sharded_forward, _differentiate, _keep)
+_call_operator = differentiable(sharded_forward, _differentiate, _keep)
 torch.library.register_autograd(
     sharded_backward.name(), no_second_derivative("attention_reference")
 )
+
+
+class _Passes(torch.autograd.Function):
+    """The two passes past the operators."""
+
+    @staticmethod
+    def forward(*given: Any) -> tuple[Tensor, Tensor]:
+        # PyTorch lets nobody write to a result that is a view
+        out, lse = _forward(*given)
+        return out.detach(), lse.detach()
+
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_differentiate)
+
+
+_apply_passes = apply_of(_Passes)
+
+
+def call_forward(*given: Any) -> tuple[Tensor, Tensor]:
+    """Call the forward operator, or past it where nothing would see it; arguments are its own."""
+    out, lse = (_call_operator if is_watched() else _apply_passes)(*given)
+    return out, lse

@@ -303,7 +303,7 @@ def _apply(
         of_values = [one if one is None else one.detach() for one in x]
         compared = compare_calls(*of_values, *given, has_gradient, _names(places))
     if heads is None:
-        return call_forward(*x, *given, compared)  # type: ignore[no-any-return]
+        return call_forward(*x, *given, compared)
     of_heads = *heads.gather(q, k, v, compared), heads.part_of(sinks)
     out, lse = call_forward(*of_heads, *given, compared)
     if needs_lse:
