@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 import re
 import subprocess
@@ -34,6 +35,8 @@ from torch.nn.functional import scaled_dot_product_attention
 # heads, head dimension, causal; the gradients of the first take one launch, the others' three
 CASES = {"d64": (8, 64, False), "d128, causal": (16, 128, True)}
 TOKENS = 2  # what a CPU computes with them, as a sum, takes no time
+# lengths over two ranks, of which the longest are cut
+MIX = (64, 32, 16, 8, 4, 4)
 CALLS = 40
 # calls ahead of those that are counted: tensors then lie where earlier ones did
 AHEAD = 600
@@ -48,7 +51,7 @@ Run = Callable[[], Any]
 
 def always(value: Any) -> Callable[..., Any]:
     """Return a function that returns a value."""
-    return lambda *_: value
+    return lambda *_, **__: value
 
 
 @contextmanager
@@ -92,6 +95,24 @@ def without_launches() -> Iterator[None]:
         mock.patch.object(runtime, "current_device", always(-1)),
         mock.patch.object(runtime.Launch, "_look_up", look_up),
         mock.patch.object(tma.MapLaunch, "_look_up", look_up),
+        _alone_of_two(),
+    ):
+        yield
+
+
+@contextmanager
+def _alone_of_two() -> Iterator[None]:
+    """Let this process be the first of two ranks, whose exchanges do nothing."""
+    import torch.distributed as dist
+    from flash_attn_triton import _exchange, distributed
+    from flash_attn_triton._linked.parallel.groups import Where
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", always(None)),
+        mock.patch.object(_exchange, "group_named", always(None)),
+        mock.patch.object(distributed, "check_group", always(None)),
+        mock.patch.object(distributed, "where", always(Where("", 0, 2))),
+        mock.patch.object(distributed, "compare_calls", always(None)),
     ):
         yield
 
@@ -128,7 +149,7 @@ def step(call: Callable[..., Tensor], leaves: list[Tensor]) -> Run:
 
 def runs() -> dict[str, Run]:
     """Return what is timed, by what it is called."""
-    from flash_attn_triton import flash_attn_func
+    from flash_attn_triton import distributed, flash_attn_func
 
     found: dict[str, Run] = {}
     for name, (heads, head_dim, causal) in CASES.items():
@@ -141,6 +162,19 @@ def runs() -> dict[str, Run]:
         found[f"{name}: forward"] = lambda call=call, plain=plain: call(*plain)
         found[f"{name}: forward with a gradient"] = lambda call=call, x=leaves: call(*x)
         found[f"{name}: step"] = step(call, leaves)
+    lengths = [0, *itertools.accumulate(MIX)]
+    plan = distributed.ShardPlan(lengths, 2, causal=True)
+    for name, size in {"packed": (plan.tokens(0),), "dense": (1, TOKENS)}.items():
+        leaves = [leaves_of(*size, heads, 128)[0] for heads in (4, 2, 2)]
+        plain = [x.detach() for x in leaves]
+
+        def over_two(*qkv: Tensor, is_packed: bool = name == "packed") -> Any:
+            if is_packed:
+                return distributed.flash_attn_varlen_func(*qkv, plan)
+            return distributed.flash_attn_func(*qkv, causal=True)
+
+        found[f"{name}, two ranks: forward"] = lambda call=over_two, plain=plain: call(*plain)
+        found[f"{name}, two ranks: step"] = step(over_two, leaves)
     found["empty function: step"] = step(lambda *x: Empty.apply(*x)[0], leaves_of(1, TOKENS, 8, 64))
     found["SDPA, 4 tokens: step"] = step(scaled_dot_product_attention, leaves_of(1, 2, 4, 8))
     return found

@@ -279,5 +279,5 @@ def test_the_documents_hold_what_was_measured(bench):
 
 def test_the_model_of_the_host_runs(bench):
     took = bench.host_model.measured(rounds=1, calls=1)
-    assert len(took) == 3 * len(bench.host_model.CASES) + 2
+    assert len(took) == 3 * len(bench.host_model.CASES) + 6
     assert min(took.values()) > 0
