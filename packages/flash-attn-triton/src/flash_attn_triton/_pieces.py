@@ -35,8 +35,8 @@ class Piece(NamedTuple):
 
     def has_all(self, tokens: int) -> bool:
         """Say whether the piece has each of so many tokens."""
-        begin, size, step, batch = self.raster
-        return begin == 0 and size * batch == tokens and (batch == 1 or size == step)
+        _, size, step, batch = self.raster
+        return size * batch == tokens and (batch == 1 or size == step)
 
 
 def summand(x: Tensor, raster: Raster) -> Piece:
