@@ -94,29 +94,35 @@ def start_softmax(s, factor, FLOOR: gl.constexpr):
 
 @gluon.jit
 def finish_softmax(m, l, head, is_padding, sinks_ptr):
-    """Return what ``close_softmax`` does, with a sink of each head if there are any."""
+    """Return the first three of ``close_softmax``, with a sink of each head if there are any."""
     sink = None
     if sinks_ptr is not None:
         sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
         sink = gl.where(is_padding, NEG_INF, sink)
-    return close_softmax(m, l, sink)
+    weight, empty, lse, _ = close_softmax(m, l, sink)
+    return weight, empty, lse
 
 
 @gluon.jit
 def close_softmax(m, l, sink):
     """Return ``[ROWS]`` each: the factor of the output, whether no key was seen, the LSE.
 
-    ``sink`` is None, or the logit to base 2 of a key without a value.
+    ``sink`` is None, or the logit to base 2 of a key whose value is not in the output; its weight
+    is returned last.
     """
     sums = gl.convert_layout(gl.sum(l, 1), m.type.layout)
     shrink = 1.0
+    of_sink = 0.0
     if sink is not None:
         top = gl.maximum(m, sink)
         pivot = pivot_of(top)
         shrink = gl.exp2(m - pivot)
-        sums = sums * shrink + gl.exp2(sink - pivot)
+        of_sink = gl.exp2(sink - pivot)
+        sums = sums * shrink + of_sink
         m = top
     # rows that saw no key: output 0, lse -inf
     empty = sums == 0.0
     safe = gl.where(empty, 1.0, sums)
-    return shrink / safe, empty, gl.where(empty, NEG_INF, (m + gl.log2(safe)) * LN2)
+    lse = gl.where(empty, NEG_INF, (m + gl.log2(safe)) * LN2)
+    # both weights by the sum: exponentials of a large LSE have its rounding for a factor
+    return shrink / safe, empty, lse, of_sink / safe

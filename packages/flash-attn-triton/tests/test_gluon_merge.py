@@ -117,6 +117,19 @@ def check_two_parts(sizes):
     assert_merged(rows, got, first, seen)
 
 
+@pytest.mark.parametrize("scale", [4.0, 5e3])
+def test_weights_of_large_logits_add_up_to_one(scale, forward):
+    """Log-sum-exps of some ten thousands are rounded to 1e-3, and the weights not with them."""
+    forward(TILES["pipeline"])
+    rows = Rows(Sizes(150, 0, 150, (40, 40)))
+    rows.k[1] = rows.k[0].clone()
+    rows.v = [torch.ones_like(v) for v in rows.v]
+    rows.scale = scale
+    seen = [torch.ones(150, 40, dtype=torch.bool)] * 2
+    out, _ = rows.merge(rows.define((0,), seen))
+    assert torch.equal(out, torch.ones_like(out))
+
+
 @pytest.mark.parametrize("tile", ["plain", "pipeline"])
 def test_results_of_packed_sequences(tile, forward, reverse):
     """Of three sequences one has no key: NaN in the values of the others stay where they are."""
@@ -146,7 +159,8 @@ def test_results_of_packed_sequences(tile, forward, reverse):
         ("_lse_at", "problem.before.stride_lse_h", "problem.tokens_q"),
         ("_finish", "W * (TILE.ROWS // PACK)", "W * TILE.ROWS"),
         ("_finish", "other=NEG_INF) * LOG2E", "other=NEG_INF)"),
-        ("_finish", "before - lse * LOG2E", "before"),
+        ("close_softmax", "of_sink / safe", "of_sink"),
+        ("close_softmax", "lse, of_sink", "lse, 1.0 - shrink"),
         ("_write", "mbarrier.wait(full, count & 1)", "pass"),
         ("_write", "count & 1", "count + 1 & 1"),
         ("_write", "copy_tile(out_descs, where, full, pipeline.out_s, W)", "pass"),

@@ -157,8 +157,7 @@ def _finish(m, l, block, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: 
         rows = block.first_row + W * (TILE.ROWS // PACK) + _tokens(TILE.ROWS, PACK, layout)
         lse_ptr = problem.lse_ptr + _lse_at(block, problem, rows, heads)
         before = gl.load(lse_ptr, mask=rows < block.len_q, other=NEG_INF) * LOG2E  # [ROWS]
-        weight, empty, lse = close_softmax(m, l, before)
-        kept = gl.where(empty, 0.0, gl.exp2(before - lse * LOG2E))
+        weight, empty, lse, kept = close_softmax(m, l, before)
         # rows that see none of these keys: values that none of them sees may be NaN
         empty |= weight == 0.0
     else:
