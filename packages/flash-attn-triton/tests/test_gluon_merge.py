@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from flash_attn_triton import _ops
+from flash_attn_triton import _ops, _sharded, _shards
 from flash_attn_triton._call import Options, Tensors
+from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton._pieces import MERGED
 
 from ._linked.budget import Maker, offsets
 from .test_gluon import TILES, forward, reverse
@@ -128,6 +130,28 @@ def test_weights_of_large_logits_add_up_to_one(scale, forward):
     seen = [torch.ones(150, 40, dtype=torch.bool)] * 2
     out, _ = rows.merge(rows.define((0,), seen))
     assert torch.equal(out, torch.ones_like(out))
+
+
+def test_roundings_of_many_ranks_do_not_add_up(forward, monkeypatch):
+    """Values grow from rank to rank by less than a rounding of what has been merged before."""
+    forward(TILES["stages"])
+    monkeypatch.setattr(_sharded, "_plans", Memory())
+    m, ranks, tokens = Maker("cpu", torch.bfloat16), 40, 5
+    q, k = m.randn(tokens, 2, 64), m.randn(ranks, 8, 1, 64)
+    v = (1.0 + 0.2 * torch.arange(ranks)[:, None, None, None] / ranks).expand(-1, 8, 1, 64)
+    v = v.to(torch.bfloat16).contiguous()
+    options = _sharded.Sharded(0.125, 0.0, False, None, [], "")
+    product = _shards.Product([_shards.Rectangle((-1, -1), 0, tokens, 0, 8)])
+    pieces = _sharded.Pieces(tokens, torch.bfloat16)
+    for keys, values in zip(k, v, strict=True):
+        _sharded._attend(_sharded._Part(product, q, keys, values, None, options), pieces)
+    out, lse = pieces.result()
+    s = 0.125 * torch.einsum("qhd,khd->hqk", q.double(), k.double().flatten(0, 1).expand(-1, 2, -1))
+    want = torch.einsum("hqk,kd->qhd", s.softmax(-1), v.double().flatten(0, 2))
+    assert (lse - s.logsumexp(-1)).abs().max() <= 1e-5
+    # those of the products in a piece, and that of all pieces: half an eps each
+    bound = (MERGED + 1) * torch.finfo(torch.bfloat16).eps / 2
+    assert ((out.double() - want).abs() / want).max() <= bound
 
 
 @pytest.mark.parametrize("tile", ["plain", "pipeline"])

@@ -78,12 +78,16 @@ class _Fetch:
 class Pieces:
     """What has been computed so far: never more than ``MERGED`` pieces are in memory.
 
-    Results are rounded once, at the end; what is merged before stays in fp32.
+    What is merged before the end stays in fp32. A kernel that merges into a piece rounds it each
+    time, so it does that for ``MERGED`` products at most: whatever the number of ranks, no more
+    roundings add up.
     """
 
     def __init__(self, tokens: int, dtype: torch.dtype) -> None:
         self._tokens, self._dtype = tokens, dtype
         self._held: list[Piece] = []
+        # products in the last piece
+        self.joined = 0
 
     def add(self, piece: Piece) -> None:
         """Take one more piece."""
@@ -92,12 +96,16 @@ class Pieces:
             out, lse = self._merged(torch.float32)
             self._held = [Piece(out, lse, (0, whole, whole, 1))]
         self._held.append(piece)
+        self.joined = 1
 
     def whole(self) -> tuple[Tensor, Tensor] | None:
-        """Return output and LSE if they are one piece of all tokens, and more may go into it."""
-        if len(self._held) != 1:
+        """Return output and LSE of the last piece if it has all tokens, and more may go into it.
+
+        Who merges a product into it counts that in ``joined``.
+        """
+        if not self._held or self.joined == MERGED:
             return None
-        out, lse, raster = self._held[0]
+        out, lse, raster = self._held[-1]
         is_whole = raster == (0, self._tokens, self._tokens, 1) and out.dtype == self._dtype
         if lse is None or not is_whole:
             return None
@@ -203,7 +211,9 @@ class _Part:
         if plan is None or plan.merge is None:
             return False
         out, lse = there
-        return plan.merge(x, self._of(out, self.rows), self._of_lse(lse))
+        is_merged = plan.merge(x, self._of(out, self.rows), self._of_lse(lse))
+        pieces.joined += is_merged
+        return is_merged
 
     def backward(
         self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
