@@ -132,6 +132,22 @@ def test_weights_of_large_logits_add_up_to_one(scale, forward):
     assert torch.equal(out, torch.ones_like(out))
 
 
+def test_outputs_that_tma_cannot_reach_are_left_alone(forward):
+    """A map would be one of a copy."""
+    forward(TILES["stages"])
+    rows = Rows(Sizes(20, 0, 20, (9, 9)))
+    x = Tensors(*(t.unsqueeze(0) for t in (rows.q, rows.k[1], rows.v[1])))
+    plan = _ops.plan_of(
+        x, Options(rows.scale, -1, -1, 0.0, 0.0), torch.float16, False, needs_gradient=False
+    )
+    out, lse = plan.forward(x)
+    memory = torch.zeros(out.numel() + 1, dtype=out.dtype)
+    shifted, before = memory[1:].view_as(out).copy_(out), lse.clone()
+    assert not plan.merge(x, shifted, lse)
+    assert torch.equal(shifted, out)
+    assert torch.equal(lse, before)
+
+
 def test_roundings_of_many_ranks_do_not_add_up(forward, monkeypatch):
     """Values grow from rank to rank by less than a rounding of what has been merged before."""
     forward(TILES["stages"])

@@ -27,7 +27,7 @@ from ..form import Form, expand_descales
 from ..launch.runtime import MAX_COUNTS, Launch, dense, token_strides
 from . import structures
 from ._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
-from ._linked.tma import MapForm, MappingLaunch
+from ._linked.tma import MapForm, MappingLaunch, is_mappable
 from .bias_plans import BiasForm, dimensions_of, once
 from .forward import forward_kernel
 from .parameters import (
@@ -163,7 +163,8 @@ class HopperForward:
         in order. Return whether the kernel serves the call; if not, nothing is done.
         """
         work = self._work_of(x)
-        if work is None or self._values is not None:
+        # a copy of the output would be mapped, and what is merged into it lost
+        if work is None or self._values is not None or not is_mappable(out):
             return False
         strides = out.stride()
         launch = self._merging.get(strides)
