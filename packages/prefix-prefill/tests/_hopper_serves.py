@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from prefix_prefill import api
-from prefix_prefill._configs import hopper_tile
+from prefix_prefill._hopper_configs import hopper_tile
 from prefix_prefill._linked.host.forms import Memory
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from prefix_prefill import _ops
-from prefix_prefill._configs import hopper_tile
+from prefix_prefill._hopper_configs import hopper_tile
 
 from ._linked.budget import Maker, assert_same
 from ._numerics import MEDIUM, NAN, Case, Problem, check, make_case, run
@@ -173,7 +173,7 @@ MISTAKES = [
     ("_attend", "barrier_arrive_after(sums, EMPTY + stage, TILE.PARTIES)", "pass"),
     ("_attend", "o = hopper.warpgroup_mma_wait(0, deps=(o,))", "pass"),
     ("_attend", WAIT_V, WAIT_V + "; " + ARRIVE_V),
-    ("_attend", "barrier_arrive(TURN + (W + 1) % 2, 256, 4)", "pass"),
+    ("_attend", "barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)", "pass"),
     ("_finish", WAIT_V, "pass"),
     ("consume", "mbarrier.wait(pipeline.q_full.index(W), count & 1)", "pass"),
     ("consume", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),

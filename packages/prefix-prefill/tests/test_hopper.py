@@ -9,7 +9,8 @@ import torch
 import triton
 from prefix_prefill import api
 from prefix_prefill._call import Options, Tensors
-from prefix_prefill._configs import MAX_ROWS, copied_keys, hopper_tile, rows_of_page, takes_hopper
+from prefix_prefill._configs import MAX_ROWS, copied_keys, rows_of_page, takes_hopper
+from prefix_prefill._hopper_configs import hopper_tile
 from prefix_prefill._kernels import plans
 from prefix_prefill._kernels.hopper import plans as hopper_plans
 from prefix_prefill._kernels.hopper.plans import as_rows

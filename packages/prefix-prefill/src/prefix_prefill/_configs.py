@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
 
 import torch
 from attn_common import Platform, cdiv, detect, has_gluon, next_power_of_2
@@ -27,7 +26,6 @@ from ._linked.host.tiles import (
     Tile,
     family_of,
     find_tile,
-    hopper_registers,
     padded_head_dim,
 )
 
@@ -383,53 +381,3 @@ def is_mappable(cache: Tensor) -> bool:
         and (cache.shape[0] == 1 or (page > 0 and page % slot == 0))
         and rows_of_cache(cache) < MAX_ROWS
     )
-
-
-@dataclass(frozen=True)
-class HopperTile:
-    """How a program divides its work: two warpgroups of 64 rows."""
-
-    block_n: int
-    stages_k: int
-    stages_v: int
-    share: bool = False  # the output leaves through the queries' memory
-    rows: int = 64
-    wideners: int = 2  # warpgroups that widen a cache of 8 or 4 bits
-
-    @property
-    def block_m(self) -> int:
-        return 2 * self.rows
-
-    def pack(self, group: int) -> int:
-        """Return how many heads of a group lie side by side in a tile: a power of two."""
-        return min(group & -group, self.rows)
-
-    def least_tokens(self, group: int) -> int:
-        """Return the least queries of a sequence that is worth these tiles.
-
-        A group that is not packed whole takes several tiles, which few queries leave all but empty;
-        the portable kernel has every head of the group in one. It depends on nothing else: a
-        sequence is computed in the same way whatever shares its batch.
-        """
-        pack = self.pack(group)
-        return 1 if pack == group else self.block_m // pack // 2 + 1
-
-    def registers(self, wideners: int) -> int:
-        """Return the registers a thread at the start, with one warp or warpgroup that copies.
-
-        Or with as many as widen.
-        """
-        return hopper_registers(1 + max(wideners, 1))
-
-
-@functools.cache
-def hopper_tile(head_dim: int, is_scaled: bool = False) -> HopperTile:
-    """Return the tile for sequences with many queries; ``is_scaled``: each key has a scale."""
-    width = padded_head_dim(head_dim)
-    if width <= 64:
-        return HopperTile(128, 3, 3, wideners=1)
-    if width <= 128:
-        # the scales take what else is left of shared memory
-        return HopperTile(128, 3, 2, share=is_scaled)
-    # one widens: with two, a product of 256 columns has too few registers at the start
-    return HopperTile(64, 3, 2, share=True, wideners=1)

@@ -15,7 +15,6 @@ from torch import Tensor
 from .._call import Call, Options, Plan, Tensors, WriteTensors
 from .._configs import (
     MAX_SHORT_ROWS,
-    hopper_tile,
     long_tile,
     padded_head_dim,
     short_tile,
@@ -24,6 +23,7 @@ from .._configs import (
     tree_tile,
     words_of,
 )
+from .._hopper_configs import hopper_tile
 from .._layout import INT_MAX, cache_sizes
 from .addressing import CacheForm, descale_ndim, has_narrow_words, one_form, row_strides
 from .cache import _reshape_and_cache_kernel
@@ -129,7 +129,7 @@ class AttentionPlan:
         if takes_hopper(x, options):
             from .hopper.plans import HopperPlan
 
-            least = max(least_long, hopper_tile(head_dim).least_tokens(group))
+            least = max(least_long, hopper_tile(head_dim, words_of(x)).least_tokens(group))
             if least > least_long:
                 # too few queries for a group that its tiles do not hold whole
                 self.long += [TilePlan(x, options, tile, least_long, least - 1, None)]

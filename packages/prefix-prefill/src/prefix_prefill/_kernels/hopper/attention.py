@@ -1,6 +1,6 @@
-"""Prefill on Hopper: one warp gathers pages by TMA, two warpgroups multiply in turns (wgmma).
+"""Prefill on Hopper: a warp gathers pages by TMA, warpgroups multiply in turns (wgmma).
 
-Every warpgroup owns 64 rows of a tile, query heads of one head of keys times tokens, and walks
+There are two of these, or three. Each owns 64 rows of a tile, query heads of one head of keys times tokens, and walks
 their keys from the last to the first, with the online softmax of FlashAttention-2 (Dao, 2023) and
 the two overlaps of FlashAttention-3 (Shah et al., 2024): a warpgroup's softmax runs beside the
 other's products, and beside its own product of the last tile's probabilities with the values.
@@ -32,18 +32,19 @@ from .structures import (
 def pipeline_of(q_desc, k_s, v_s, out_desc, TILE: gl.constexpr):
     """Return the ``Pipeline`` with these tiles of keys and values; all warps call it."""
     dtype: gl.constexpr = q_desc.dtype
-    shape: gl.constexpr = [2, 1, 1, TILE.PACK, TILE.ROWS // TILE.PACK, TILE.HEAD_DIM]
-    q_s = gl.allocate_shared_memory(dtype, shape, q_desc.layout)
+    COUNT: gl.constexpr = TILE.WARPGROUPS * TILE.BUFFERS_Q  # of warpgroups' tiles of queries
+    box: gl.constexpr = [1, 1, TILE.PACK, TILE.ROWS // TILE.PACK, TILE.HEAD_DIM]
+    q_s = gl.allocate_shared_memory(dtype, [COUNT] + box, q_desc.layout)
     if TILE.SHARE or out_desc is None:
         out_s = q_s
     else:
-        out_s = gl.allocate_shared_memory(dtype, shape, out_desc.layout)
+        out_s = gl.allocate_shared_memory(dtype, [TILE.WARPGROUPS] + box, out_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], plain)
-    q_full, q_empty = barriers(2, 1), barriers(2, 1)
+    q_full, q_empty = barriers(COUNT, 1), barriers(COUNT, 1)
     k_full, v_full = barriers(TILE.STAGES_K, 1), barriers(TILE.STAGES_V, 1)
-    # what is announced of a tile is read by two warpgroups, and by one that widens values
-    READERS: gl.constexpr = 3 if TILE.WIDENERS == 2 else 2
+    # what is announced of a tile is read by those that multiply, and by one that widens values
+    READERS: gl.constexpr = TILE.WARPGROUPS + (TILE.WIDENERS == 2)
     tile_full, tile_empty = barriers(SLOTS, 1), barriers(SLOTS, READERS)
     hopper.fence_async_shared()
     return Pipeline(
@@ -104,6 +105,8 @@ def prefill_kernel(
     WIDTH: gl.constexpr,
     STAGES_K: gl.constexpr,
     STAGES_V: gl.constexpr,
+    BUFFERS_Q: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
     SHARE: gl.constexpr,
     WARPS: gl.constexpr,
     WIDENERS: gl.constexpr,
@@ -112,7 +115,7 @@ def prefill_kernel(
     """``out = softmax(mask(scale * q @ k.T)) @ v``, with ``k`` and ``v`` in the pages of a cache.
 
     Those of the queries' tokens may lie beside it. A persistent program: one warp produces, two
-    warpgroups consume.
+    or three warpgroups consume.
     """
     OPTIONS: gl.constexpr = Options(HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_NEW, DESCALE_NDIM)
     TILE: gl.constexpr = Tile(
@@ -128,6 +131,8 @@ def prefill_kernel(
         WIDTH,
         STAGES_K,
         STAGES_V,
+        BUFFERS_Q,
+        WARPGROUPS,
         SHARE,
         WARPS,
         WIDENERS,
@@ -155,10 +160,11 @@ def prefill_kernel(
     )
     gl.warp_specialize(
         [
-            (consume, (0, out_desc, pipeline, results, OPTIONS, TILE)),
-            (consume, (1, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 3, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 2, out_desc, pipeline, results, OPTIONS, TILE)),
+            (consume, (WARPGROUPS - 1, out_desc, pipeline, results, OPTIONS, TILE)),
             (produce, (inputs, pipeline, OPTIONS, TILE)),
-        ],
-        [4, 1],
-        [240, 24],
+        ][3 - WARPGROUPS :],
+        [4, 4, 1][3 - WARPGROUPS :],
+        [240, 24] if WARPGROUPS == 2 else [160, 160, 32],
     )

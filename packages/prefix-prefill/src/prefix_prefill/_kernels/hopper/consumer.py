@@ -22,7 +22,9 @@ from ._linked.pipeline import (
     barrier_sync,
     coordinates,
     field,
+    opaque,
 )
+from ._linked.ptx import in_pairs
 from ._linked.softmax import finish_softmax, logits_of, mask, row_sums, start_softmax
 from .structures import Announced, Factors, Queries, Softmax
 from .tiles import keys_of, tile_of, tiles_of
@@ -46,6 +48,22 @@ def receive(pipeline, count):
     len_q, len_k = field(fields, LEN_Q), field(fields, LEN_K)
     mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)
     return Announced(head, sequence, first_row, q_start, len_q, len_k)
+
+
+@gluon.jit
+def _tile_of(buffer, pipeline, TILE: gl.constexpr):
+    """Return a warpgroup's tile of queries, ``[ROWS, HEAD_DIM]``."""
+    if TILE.BUFFERS_Q > 1:
+        # for each loop anew: see docs/hopper-traps.md
+        buffer = opaque(buffer)
+    return pipeline.q_s.index(buffer).reshape([TILE.ROWS, TILE.HEAD_DIM])
+
+
+@gluon.jit
+def _free(buffer, pipeline):
+    """Tell the producer that the output has left through a tile of queries."""
+    tma.store_wait(0)
+    mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
 
 
 @gluon.jit
@@ -133,13 +151,18 @@ def _attend_first(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    q = _tile_of(queries.buffer, pipeline, TILE)
     stage = turn % STAGES_K
     k = pipeline.k_s.index(stage).reshape([BLOCK_N, HEAD_DIM])
     mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
     barrier_sync(TURN + W, 256, 4)
     # [ROWS, BLOCK_N]
-    s = hopper.warpgroup_mma(queries.q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    barrier_arrive(TURN + (W + 1) % 2, 256, 4)
+    s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
+    if TILE.SHARE and TILE.BUFFERS_Q > 1:  # noqa: SIM102  (a constant, then a number)
+        if turn > 0:
+            # the tile before this one
+            _free((queries.buffer + TILE.WARPGROUPS) % (2 * TILE.WARPGROUPS), pipeline)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     if factors.scales_s is None:
         barrier_arrive(EMPTY + stage, TILE.PARTIES, 4)
@@ -147,10 +170,10 @@ def _attend_first(
     s, factor = _scores_of(s, tile, stage, tiles, queries, factors, scores, OPTIONS)
     s = _masked(s, tile, tiles, queries, scores, OPTIONS)
     m, l, e = start_softmax(s, factor, NEG_INF)
-    e, unit, top = _weighted(e, 0.0, stage, factors, queries.q.dtype)
+    e, unit, top = _weighted(e, 0.0, stage, factors, pipeline.q_s.dtype)
     if factors.scales_s is not None:
         barrier_arrive(EMPTY + stage, TILE.PARTIES, 4)
-    p = gl.convert_layout(e.to(queries.q.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
+    p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
     o = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)
     return Softmax(o, m, l, p, unit, top)
 
@@ -180,6 +203,7 @@ def _attend(
     m, l, p, o = softmax.m, softmax.l, softmax.p, softmax.o
     unit, top = softmax.unit, softmax.top
     zeros = gl.zeros([TILE.ROWS, BLOCK_N], gl.float32, S)
+    q = _tile_of(queries.buffer, pipeline, TILE)
     turn += 1
 
     for step in range(1, tiles.high - tiles.low):
@@ -190,10 +214,10 @@ def _attend(
         mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
         barrier_sync(TURN + W, 256, 4)
         # [ROWS, BLOCK_N]
-        s = hopper.warpgroup_mma(queries.q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)
         o = hopper.warpgroup_mma(p, v, o, is_async=True)  # [ROWS, HEAD_DIM]
-        barrier_arrive(TURN + (W + 1) % 2, 256, 4)
+        barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
         s = hopper.warpgroup_mma_wait(1, deps=(s,))
         tile = tile_of(step, tiles, OPTIONS)
         s, factor = _scores_of(s, tile, stage, tiles, queries, factors, scores, OPTIONS)
@@ -208,12 +232,12 @@ def _attend(
         alpha = gl.exp2(m - pivot)
         L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
         sums = row_sums(e)  # [ROWS, 4]
-        e, new_unit, new_top = _weighted(e, top, stage, factors, queries.q.dtype)
+        e, new_unit, new_top = _weighted(e, top, stage, factors, pipeline.q_s.dtype)
         # the exponentials run ahead of the wait for the other product
         barrier_arrive_after(sums, EMPTY + stage, TILE.PARTIES)
         l = l * gl.convert_layout(alpha, L)[:, None] + sums
         m = m_new
-        if factors.scales_s is not None and queries.q.dtype == gl.float16:
+        if factors.scales_s is not None and pipeline.q_s.dtype == gl.float16:
             alpha = alpha * (unit / new_unit)
             unit, top = new_unit, new_top
         if factors.v_descale is not None:
@@ -222,7 +246,9 @@ def _attend(
         o = hopper.warpgroup_mma_wait(0, deps=(o,))
         barrier_arrive(EMPTY + STAGES_K + stage_v, TILE.PARTIES, 4)
         o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-        p = gl.convert_layout(e.to(queries.q.dtype), P)
+        p = gl.convert_layout(e.to(pipeline.q_s.dtype), P)
+        if TILE.WARPGROUPS == 3:
+            p = in_pairs(p)
         turn += 1
     return Softmax(o, m, l, p, unit, top), turn
 
@@ -271,18 +297,18 @@ def _store_rows(o, work, row, out, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _store(o, work, row, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr):
+def _store(o, work, row, buffer, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr):
     """Write the output of a warpgroup, which leaves by TMA while the next tile is worked on."""
-    tma.store_wait(0)
-    out_s = pipeline.out_s
-    out_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM]).store(o.to(out_s.dtype))
+    out_s, place = pipeline.out_s, buffer
+    if not TILE.SHARE:
+        place = W
+        tma.store_wait(0)
+    out_s.index(place).reshape([TILE.ROWS, TILE.HEAD_DIM]).store(o.to(out_s.dtype))
     hopper.fence_async_shared()
     where = coordinates(work.sequence, work.head, work.q_start, work.len_q, row, True)
-    copy_out(out_desc, where, out_s.index(W))
-    if TILE.SHARE:
-        # the output leaves through the memory of the queries
-        tma.store_wait(0)
-        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+    copy_out(out_desc, where, out_s.index(place))
+    if TILE.SHARE and TILE.BUFFERS_Q == 1:
+        _free(buffer, pipeline)
 
 
 @gluon.jit
@@ -294,12 +320,11 @@ def consume(
     TOKENS: gl.constexpr = ROWS // TILE.PACK
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.BLOCK_N, 16])
     HAS_ALIBI: gl.constexpr = results.alibi_slopes_ptr is not None
-    if W == 1:
+    if W == TILE.WARPGROUPS - 1:
         # the first turn
         barrier_arrive(TURN, 256, 4)
     turn = 0  # tiles of keys
     count = 0  # tiles of queries
-    q = pipeline.q_s.index(W).reshape([ROWS, TILE.HEAD_DIM])
     work = receive(pipeline, count)
     while work.head >= 0:
         scores, scale, flips, v_descale = results.scores, results.scores.scale, None, None
@@ -321,19 +346,20 @@ def consume(
         if HAS_ALIBI:
             at = results.alibi_slopes_ptr + work.sequence * results.stride_alibi_b + heads
             slopes = gl.load(at)[:, None]  # [ROWS, 1]
-        mbarrier.wait(pipeline.q_full.index(W), count & 1)
+        buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+        mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
         rows = row + index % TOKENS + (work.len_k - work.len_q)
-        queries = Queries(q, rows, slopes, work.len_k)
+        queries = Queries(buffer, rows, slopes, work.len_k)
         softmax, turn = _attend(turn, tiles, queries, factors, pipeline, scores, W, OPTIONS, TILE)
         if not TILE.SHARE:
-            mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+            mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
         o = _finish(softmax, turn, work, row, index, heads, pipeline, results, TILE)
         if results.v_descale_ptr is not None and not OPTIONS.HAS_NEW:
             o = o * _descale_of(results.v_descale_ptr, work, results.heads_k, OPTIONS, TILE)
         if out_desc is None:
             _store_rows(o, work, row, results.out, TILE)
         else:
-            _store(o, work, row, out_desc, pipeline, W, TILE)
+            _store(o, work, row, buffer, out_desc, pipeline, W, TILE)
         count += 1
         work = receive(pipeline, count)
     tma.store_wait(0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..._call import Options, Tensors
-from ..._configs import copied_keys, hopper_tile, padded_head_dim, rows_of_cache, rows_of_page
+from ..._configs import copied_keys, padded_head_dim, rows_of_cache, rows_of_page
+from ..._hopper_configs import HopperTile, hopper_tile, is_worth_tall, takes_tall
 from ..addressing import descale_ndim, row_strides
 from ..tile_plan import TilePlan, scores_of, stride_of_slopes, strides_of_scales
 from . import structures
@@ -29,14 +30,13 @@ class HopperPlan:
         self.portable, self.least = portable, portable.least
         self._ticket = kept_ticket if is_kept else new_ticket
         group = portable.group
-        is_scaled = x.k_scale_cache is not None
-        hopper = hopper_tile(portable.head_dim, is_scaled)
+        hopper = hopper_tile(portable.head_dim, portable.words)
         left = options.window_left
         page = x.k_cache.shape[1]
         piece = copied_keys(page, left, hopper.block_n)
         pack = hopper.pack(group)
         self._packs = x.q.shape[1] // pack
-        self._block = hopper.block_m // pack
+        self._rows = hopper.rows // pack
         wide = padded_head_dim(portable.head_dim)
         self._map_q = MapForm(x.q, hopper.rows, wide, ragged=True, heads=pack)
         # fp32 goes out of registers: shared memory has no room for it
@@ -70,33 +70,44 @@ class HopperPlan:
         )
         warps = WARPGROUP // WARP if self._is_wide else 1
         wideners = hopper.wideners if self._is_wide else 0
-        tile = Tile(
-            GROUP=group,
-            PACK=pack,
-            PAGE=page,
-            PIECE=piece,
-            NEW_PIECE=new_piece,
-            MIN_TOKENS=portable.least,
-            ROWS=hopper.rows,
-            BLOCK_N=hopper.block_n,
-            HEAD_DIM=wide,
-            WIDTH=portable.head_dim,
-            STAGES_K=hopper.stages_k,
-            STAGES_V=hopper.stages_v,
-            SHARE=hopper.share and self._map_out is not None,
-            WARPS=warps,
-            WIDENERS=wideners,
-            PARTIES=2 * WARPGROUP + warps * WARP,
-        )
-        constants = {**asked._asdict(), **tile._asdict()}
-        kernel = prefill_wide_kernel if self._is_wide else prefill_kernel
-        constants |= {"num_warps": 4, "maxnreg": hopper.registers(wideners)}
-        self._prefill = MapLaunch(kernel, constants)
+
+        def launch_of(hopper: HopperTile) -> MapLaunch:
+            tile = Tile(
+                GROUP=group,
+                PACK=pack,
+                PAGE=page,
+                PIECE=piece,
+                NEW_PIECE=new_piece,
+                MIN_TOKENS=portable.least,
+                ROWS=hopper.rows,
+                BLOCK_N=hopper.block_n,
+                HEAD_DIM=wide,
+                WIDTH=portable.head_dim,
+                STAGES_K=hopper.stages_k,
+                STAGES_V=hopper.stages_v,
+                BUFFERS_Q=hopper.buffers_q,
+                WARPGROUPS=hopper.warpgroups,
+                SHARE=hopper.share and self._map_out is not None,
+                WARPS=warps,
+                WIDENERS=wideners,
+                PARTIES=hopper.warpgroups * WARPGROUP + warps * WARP,
+            )
+            constants = {**asked._asdict(), **tile._asdict()}
+            kernel = prefill_wide_kernel if self._is_wide else prefill_kernel
+            constants |= {"num_warps": 4, "maxnreg": hopper.registers(wideners)}
+            return MapLaunch(kernel, constants)
+
+        self._prefill, self._tall = launch_of(hopper), None
+        if takes_tall(x, options):
+            self._tall = launch_of(hopper_tile(portable.head_dim, portable.words, True))
 
     def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
         """Launch for one call."""
-        portable = self.portable
-        total = (tokens // self._block + portable.batch + 2) * self._packs
+        portable, launch, block = self.portable, self._prefill, 2 * self._rows
+        size = portable.batch, self._packs, self._rows, portable.processors
+        if self._tall is not None and is_worth_tall(tokens, *size):
+            launch, block = self._tall, 3 * self._rows
+        total = (tokens // block + portable.batch + 2) * self._packs
         splits = portable.count_splits(portable.count_units(tokens), tokens, max_seqlen_k)
         if splits > 1 or total > MAX_TICKETS:
             # the portable kernel cuts sequences where they are few
@@ -127,7 +138,7 @@ class HopperPlan:
             arguments = Arguments(q, *keys, *new, out, *small)
         # the fields of Scores, Counts, and of Strides or WideStrides
         numbers = (*self._scores, portable.batch, self._packs, tokens, total, *self._strides)
-        self._prefill(min(portable.processors, total), arguments, numbers)
+        launch(min(portable.processors, total), arguments, numbers)
 
 
 def as_rows(cache: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def next_ticket(tickets):
 @gluon.jit
 def next_tile(ticket, tickets, sequences, TILE: gl.constexpr):
     """Return the ``Work`` of the first ticket from this one on that holds queries."""
-    BLOCK: gl.constexpr = 2 * (TILE.ROWS // TILE.PACK)
+    BLOCK: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)
     MIN: gl.constexpr = TILE.MIN_TOKENS
     WARPS: gl.constexpr = TILE.WARPS
     packs, total = tickets.packs, tickets.total
@@ -175,14 +175,16 @@ def announce_the_end(index, count, pipeline):
 
 
 @gluon.jit
-def copy_queries(work, head, count, q_desc, pipeline, TOKENS: gl.constexpr):
-    """Copy a tile of queries, ``TOKENS`` for each warpgroup."""
-    for w in gl.static_range(2):
-        row = work.first_row + w * TOKENS
+def copy_queries(work, head, count, q_desc, pipeline, TILE: gl.constexpr):
+    """Copy the tile of queries number ``count``, a part of it for each warpgroup."""
+    for w in gl.static_range(TILE.WARPGROUPS):
+        row = work.first_row + w * (TILE.ROWS // TILE.PACK)
         where = coordinates(work.sequence, head, work.q_start, work.len_q, row, True)
-        mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)
-        mbarrier.expect(pipeline.q_full.index(w), q_desc.block_type.nbytes)
-        copy_in(q_desc, where, pipeline.q_full.index(w), pipeline.q_s.index(w))
+        buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
+        full = pipeline.q_full.index(buffer)
+        mbarrier.wait(pipeline.q_empty.index(buffer), (count // TILE.BUFFERS_Q & 1) ^ 1)
+        mbarrier.expect(full, q_desc.block_type.nbytes)
+        copy_in(q_desc, where, full, pipeline.q_s.index(buffer))
 
 
 @gluon.jit
@@ -197,7 +199,6 @@ def _copy_tile(
     HAS_NEW: gl.constexpr = OPTIONS.HAS_NEW
     STAGES_K: gl.constexpr = TILE.STAGES_K
     STAGES_V: gl.constexpr = TILE.STAGES_V
-    TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
     tiles = tiles_of(work.first_row, work.len_q, work.len_k, inputs.scores, OPTIONS, TILE)
     head = work.ticket % inputs.tickets.packs * TILE.PACK
     announce(index, work, head, count, pipeline)
@@ -229,7 +230,7 @@ def _copy_tile(
                 _copy_pages(begin, pages, inputs.k, seen, full, k_s, HAS_LEFT, TILE)
             turn += 1
         if step == 0:
-            copy_queries(work, head, count, inputs.q_desc, pipeline, TOKENS)
+            copy_queries(work, head, count, inputs.q_desc, pipeline, TILE)
         else:
             stage = turn_v % STAGES_V
             if turn_v >= STAGES_V:

@@ -83,10 +83,12 @@ class Tile(NamedTuple):
     WIDTH: Any  # and of the tensors
     STAGES_K: Any
     STAGES_V: Any
+    BUFFERS_Q: Any  # tiles of queries, of each warpgroup
+    WARPGROUPS: Any  # that multiply
     SHARE: Any  # the output leaves through the memory of the queries
     WARPS: Any  # that bring keys
     WIDENERS: Any  # warpgroups that widen keys and values; 0: TMA copies them
-    PARTIES: Any  # threads that meet where a stage becomes free: theirs, and of two warpgroups
+    PARTIES: Any  # threads that meet where a stage becomes free: theirs, and those that multiply
 
 
 # ---- what the entry hands to the warps
@@ -310,7 +312,7 @@ class KeyTiles(NamedTuple):
 class Queries(NamedTuple):
     """What keys are held against, row by row."""
 
-    q: Any
+    buffer: Any  # of the shared memory for queries
     rows: Any  # counted from the one that faces key 0
     slopes: Any  # None without ALiBi
     len_k: Any

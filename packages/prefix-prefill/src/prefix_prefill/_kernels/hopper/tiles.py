@@ -12,7 +12,7 @@ from .structures import KeyTiles, Seen
 @gluon.jit
 def _tiles_with_new(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return the ``KeyTiles`` of a sequence that has new keys beside the cache."""
-    BLOCK_M: gl.constexpr = 2 * (TILE.ROWS // TILE.PACK)
+    BLOCK_M: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)
     N: gl.constexpr = TILE.BLOCK_N
     PIECE: gl.constexpr = TILE.PIECE
     diagonal = len_k - len_q
@@ -67,7 +67,7 @@ def tiles_of(first_row, len_q, len_k, scores, OPTIONS: gl.constexpr, TILE: gl.co
             scores.window_right,
             OPTIONS.HAS_LEFT,
             OPTIONS.HAS_RIGHT,
-            2 * (TILE.ROWS // TILE.PACK),
+            TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK),
             TILE.BLOCK_N,
         )
         tiles = KeyTiles(low, left, right, high, len_k, high, 0, 0)

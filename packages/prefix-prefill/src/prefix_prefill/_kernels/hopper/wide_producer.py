@@ -281,7 +281,6 @@ def bring_first(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
 
     And values, unless another warpgroup does so.
     """
-    TOKENS: gl.constexpr = TILE.ROWS // TILE.PACK  # of a warpgroup
     SIDES: gl.constexpr = 3 - TILE.WIDENERS
     index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [4], [0]))  # [FIELDS]
     count = 0  # tiles of queries
@@ -295,7 +294,7 @@ def bring_first(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     while work.ticket < tickets.total:
         head = work.ticket % tickets.packs * TILE.PACK
         announce(index, work, head, count, pipeline)
-        copy_queries(work, head, count, inputs.q_desc, pipeline, TOKENS)
+        copy_queries(work, head, count, inputs.q_desc, pipeline, TILE)
         told = Announced(head, work.sequence, work.first_row, work.q_start, work.len_q, work.len_k)
         turn = _bring(told, turn, (keys, values), inputs, SIDES, OPTIONS, TILE)
         count += 1
