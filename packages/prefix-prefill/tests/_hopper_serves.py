@@ -33,8 +33,9 @@ def serve(monkeypatch):
         monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
     kernels = []
 
-    def serve(reverse=True, block_n=32, name="prefill_kernel", wideners=1):
+    def serve(reverse=True, block_n=32, name="prefill_kernel", wideners=1, is_tall=False):
         monkeypatch.setattr(api, "_known", Memory())
+        monkeypatch.setattr(hopper_plans, "is_worth_tall", lambda *_: is_tall)
         other = {"block_n": block_n, "wideners": wideners}
         monkeypatch.setattr(
             hopper_plans, "hopper_tile", lambda *d: replace(hopper_tile(*d), **other)

@@ -45,6 +45,24 @@ def test_tiles_that_serve_calls(head_dim, page, serve):
     check(case.with_options(num_splits=1, window_size=(150, 0)))
 
 
+TALL = [
+    (Problem(LENGTHS, 4, 2, 64, page=16, padding=7), ("sinks",), (-1, 0)),
+    (Problem(LENGTHS, 8, 1, 48, page=48), ("full",), (-1, -1)),
+    (Problem(((400, 500), (95, 96)), 3, 1, 64, page=128), (), (-1, 5)),
+]
+
+
+@pytest.mark.parametrize(("problem", "features", "window"), TALL, ids=str)
+def test_three_warpgroups_return_what_two_return(problem, features, window, serve, reverse):
+    case = make_case(problem, torch.bfloat16, "cpu", features)
+    case = case.with_options(num_splits=1, window_size=window)
+    serve(reverse)
+    two = run(case)
+    serve(reverse, is_tall=True)
+    check(case)
+    assert_same(run(case), two)
+
+
 @pytest.mark.parametrize("page", [16, 48, 128])
 def test_poison(page, serve):
     """NaN before the first window, pages that are gone, NaN behind the queries."""
@@ -153,15 +171,19 @@ ARRIVE_V = "barrier_arrive(EMPTY + STAGES_K + stage_v, TILE.PARTIES, 4)"
 WAIT_K = "mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)"
 WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // STAGES_V & 1)"
 WAIT_S = "s = hopper.warpgroup_mma_wait(1, deps=(s,))"
+WAIT_Q = "mbarrier.wait(pipeline.q_empty.index(buffer), (count // TILE.BUFFERS_Q & 1) ^ 1)"
+FULL_Q = "mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)"
 MISTAKES = [
     ("look_up", "key + TILE.PIECE > seen.first", "key >= seen.first"),
     ("_copy_pages", "key % TILE.PAGE", "0"),
     ("_copy_pages", "mbarrier.expect(full, cache.desc.block_type.nbytes * PIECES)", "pass"),
     ("_copy_piece", "gl.minimum(seen.last - key, PIECE)", "PIECE"),
-    ("_copy_tile", "barrier_sync(EMPTY + stage, TILE.PARTIES, 1)", "pass"),
-    ("_copy_tile", "barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, 1)", "pass"),
+    ("_copy_half", "barrier_sync(FREE + stage, TILE.PARTIES, 1)", "pass"),
+    ("_copy_half", "EMPTY + TILE.STAGES_K if IS_V else EMPTY", "EMPTY"),
     ("_copy_tile", "pages_v = pages", "pass"),
-    ("copy_queries", "mbarrier.wait(pipeline.q_empty.index(w), (count & 1) ^ 1)", "pass"),
+    ("copy_queries", WAIT_Q, "pass"),
+    ("_copy_tile", "last = tile_of(steps - 1,", "last = tile_of(steps,"),
+    ("_settle", "(work.first_row < 0)", "(work.first_row < -(2**30))"),
     ("receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
     ("receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
     ("_attend_first", WAIT_K, "pass"),
@@ -175,8 +197,10 @@ MISTAKES = [
     ("_attend", WAIT_V, WAIT_V + "; " + ARRIVE_V),
     ("_attend", "barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)", "pass"),
     ("_finish", WAIT_V, "pass"),
-    ("consume", "mbarrier.wait(pipeline.q_full.index(W), count & 1)", "pass"),
-    ("consume", "mbarrier.arrive(pipeline.q_empty.index(W), count=1)", "pass"),
+    ("consume", FULL_Q, "pass"),
+    ("consume", FULL_Q, FULL_Q.replace("count // TILE.BUFFERS_Q", "count")),
+    ("consume", "count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W", "W"),
+    ("consume", "mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)", "pass"),
     ("_store", "hopper.fence_async_shared()", "pass"),
     ("_store", "tma.store_wait(0)", "pass"),
     ("consume", "tma.store_wait(0)", "pass"),
@@ -189,16 +213,40 @@ MISTAKES = [
 ]
 
 
-def mistaken() -> Case:
+# where the output leaves through the memory of the queries, of which there is a second tile
+FREE = "_free((queries.buffer + TILE.WARPGROUPS) % (2 * TILE.WARPGROUPS), pipeline)"
+SHARED_MISTAKES = [
+    ("_attend_first", FREE, "pass"),
+    ("_attend_first", FREE, "_free(queries.buffer, pipeline)"),
+    ("_free", "tma.store_wait(0)", "pass"),
+    ("_free", "mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)", "pass"),
+    ("_store", "place = pipeline.out_s, buffer", "place = pipeline.out_s, W"),
+]
+# of three warpgroups
+TALL_MISTAKES = [
+    ("pipeline_of", "TILE.WARPGROUPS + (TILE.WIDENERS == 2)", "2"),
+    ("consume", "if W == TILE.WARPGROUPS - 1:", "if W == 1:"),
+    ("_attend", "(W + 1) % TILE.WARPGROUPS", "(W + 1) % 2"),
+    ("copy_queries", "gl.static_range(TILE.WARPGROUPS)", "gl.static_range(2)"),
+    ("_locate", "TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)", "2 * (TILE.ROWS // TILE.PACK)"),
+    ("tiles_of", "TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)", "2 * (TILE.ROWS // TILE.PACK)"),
+]
+
+
+def mistaken(head_dim: int = 48, is_tall: bool = False) -> Case:
     """A case that what is planted must break: more tiles than buffers, and pages that are gone."""
-    case = make_case(Problem(((300, 350), (70, 115)), 2, 1, 48, 48), torch.bfloat16, "cpu")
-    case.options["block_table"][:, 8:] = 2**24
-    return case.with_options(num_splits=1, window_size=(90, 0))
+    problem = Problem(((300, 350), (70, 115)), 2, 1, head_dim, 48)
+    if is_tall:
+        problem = problem._replace(lengths=((600, 650), (160, 205)))
+    case = make_case(problem, torch.bfloat16, "cpu")
+    case.options["block_table"][:, 14 if is_tall else 8 :] = 2**24
+    return case.with_options(num_splits=1, window_size=(-1 if is_tall else 90, 0))
 
 
-def test_without_a_mistake(serve, reverse):
-    serve(reverse)
-    check(mistaken())
+@pytest.mark.parametrize(("head_dim", "is_tall"), [(48, False), (128, False), (64, True)])
+def test_without_a_mistake(head_dim, is_tall, serve, reverse):
+    serve(reverse, is_tall=is_tall)
+    check(mistaken(head_dim, is_tall))
 
 
 FP8_MISTAKES = [
@@ -238,15 +286,31 @@ def test_a_mistake_of_the_wide_kernel_is_seen(function, right, wrong, wideners, 
     assert seen
 
 
-@pytest.mark.mutation
-@pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
-def test_a_mistake_is_seen(function, right, wrong, serve):
-    """By one order of the partitions or the other."""
+def is_seen(fault: tuple[str, str, str], serve, head_dim: int, is_tall: bool = False) -> bool:
+    """Say whether a planted mistake is seen by one order of the partitions or the other."""
     seen = False
     for reverse in (True, False):
-        serve(reverse).plant(function, right, wrong)
+        serve(reverse, is_tall=is_tall).plant(*fault)
         try:
-            check(mistaken())
+            check(mistaken(head_dim, is_tall))
         except (AssertionError, RuntimeError):
             seen = True
-    assert seen
+    return seen
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("fault", MISTAKES, ids=lambda x: " ".join(x)[:60])
+def test_a_mistake_is_seen(fault, serve):
+    assert is_seen(fault, serve, 48)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("fault", SHARED_MISTAKES, ids=lambda x: " ".join(x)[:60])
+def test_a_mistake_with_shared_memory_is_seen(fault, serve):
+    assert is_seen(fault, serve, 128)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("fault", TALL_MISTAKES, ids=lambda x: " ".join(x)[:60])
+def test_a_mistake_of_three_warpgroups_is_seen(fault, serve):
+    assert is_seen(fault, serve, 64, is_tall=True)

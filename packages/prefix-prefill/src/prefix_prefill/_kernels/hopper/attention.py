@@ -1,9 +1,10 @@
 """Prefill on Hopper: a warp gathers pages by TMA, warpgroups multiply in turns (wgmma).
 
-There are two of these, or three. Each owns 64 rows of a tile, query heads of one head of keys times tokens, and walks
-their keys from the last to the first, with the online softmax of FlashAttention-2 (Dao, 2023) and
-the two overlaps of FlashAttention-3 (Shah et al., 2024): a warpgroup's softmax runs beside the
-other's products, and beside its own product of the last tile's probabilities with the values.
+There are two of these, or three. Each owns 64 rows of a tile, query heads of one head of keys times
+tokens, and walks their keys from the last to the first, with the online softmax of FlashAttention-2
+(Dao, 2023) and the two overlaps of FlashAttention-3 (Shah et al., 2024): a warpgroup's softmax runs
+beside the others' products, and beside its own product of the last tile's probabilities with the
+values.
 """
 
 from ._linked.compat import gl, gluon, hopper
@@ -158,6 +159,8 @@ def prefill_kernel(
         Tickets(ticket_ptr, packs, total),
         scores,
     )
+    # see ``_copy_tile`` for the producer's
+    REGISTERS: gl.constexpr = [240, 24] if HAS_LEFT else [232, 40]
     gl.warp_specialize(
         [
             (consume, (WARPGROUPS - 3, out_desc, pipeline, results, OPTIONS, TILE)),
@@ -166,5 +169,5 @@ def prefill_kernel(
             (produce, (inputs, pipeline, OPTIONS, TILE)),
         ][3 - WARPGROUPS :],
         [4, 4, 1][3 - WARPGROUPS :],
-        [240, 24] if WARPGROUPS == 2 else [160, 160, 32],
+        REGISTERS if WARPGROUPS == 2 else [160, 160, 32],
     )

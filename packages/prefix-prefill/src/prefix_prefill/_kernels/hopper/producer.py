@@ -15,7 +15,7 @@ from ._linked.pipeline import (
     barrier_sync,
     coordinates,
 )
-from .structures import Work
+from .structures import Walk, Work
 from .tiles import seen_of, tile_of, tiles_of
 
 # lanes of the warp; each holds the page of one piece of a tile of keys
@@ -42,28 +42,23 @@ def _find_sequence(sequences, slot, BLOCK: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _locate(
-    ticket,
-    packs,
-    sequences,
-    BLOCK: gl.constexpr,
-    MIN_TOKENS: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Return ``(block, sequence, q_start, len_q)`` of a ticket; a block below 0 is none.
+def _locate(ticket, tickets, sequences, TILE: gl.constexpr):
+    """Return the ``Work`` of a ticket; a first row below 0 means that it has none.
 
     Tickets count packs of heads, then slots; sequences own slots by their length. Of a sequence the
     last block starts first, which under a causal mask sees the most keys.
     """
-    slot = ticket // packs
-    sequence = _find_sequence(sequences, slot, BLOCK, WARPS)
+    BLOCK: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)
+    slot = ticket // tickets.packs
+    sequence = _find_sequence(sequences, slot, BLOCK, TILE.WARPS)
     is_real = (sequence >= 0) & (sequence < sequences.batch)
     q_start = gl.load(sequences.cu_seqlens_q_ptr + sequence, mask=is_real, other=0)
     q_end = gl.load(sequences.cu_seqlens_q_ptr + sequence + 1, mask=is_real, other=0)
+    len_k = gl.load(sequences.seqlens_k_ptr + sequence, mask=is_real, other=0)
     len_q = q_end - q_start
     block = gl.cdiv(len_q, BLOCK) - 1 - (slot - (q_start // BLOCK + sequence + 1))
-    block = gl.where(is_real & (len_q >= MIN_TOKENS), block, -1)
-    return block, sequence, q_start, len_q
+    block = gl.where(is_real & (len_q >= TILE.MIN_TOKENS), block, -1)
+    return Work(ticket, block * BLOCK, sequence, q_start, len_q, len_k)
 
 
 @gluon.jit
@@ -73,19 +68,17 @@ def next_ticket(tickets):
 
 
 @gluon.jit
+def _settle(work, tickets, sequences, TILE: gl.constexpr):
+    """Return the ``Work`` of the first ticket from this one on that holds queries."""
+    while (work.first_row < 0) & (work.ticket < tickets.total):
+        work = _locate(next_ticket(tickets), tickets, sequences, TILE)
+    return work
+
+
+@gluon.jit
 def next_tile(ticket, tickets, sequences, TILE: gl.constexpr):
     """Return the ``Work`` of the first ticket from this one on that holds queries."""
-    BLOCK: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)
-    MIN: gl.constexpr = TILE.MIN_TOKENS
-    WARPS: gl.constexpr = TILE.WARPS
-    packs, total = tickets.packs, tickets.total
-    block, sequence, q_start, len_q = _locate(ticket, packs, sequences, BLOCK, MIN, WARPS)
-    while (block < 0) & (ticket < total):
-        ticket = next_ticket(tickets)
-        block, sequence, q_start, len_q = _locate(ticket, packs, sequences, BLOCK, MIN, WARPS)
-    is_real = (block >= 0) & (ticket < total)
-    len_k = gl.load(sequences.seqlens_k_ptr + sequence, mask=is_real, other=0)
-    return Work(ticket, block * BLOCK, sequence, q_start, len_q, len_k)
+    return _settle(_locate(ticket, tickets, sequences, TILE), tickets, sequences, TILE)
 
 
 @gluon.jit
@@ -188,66 +181,82 @@ def copy_queries(work, head, count, q_desc, pipeline, TILE: gl.constexpr):
 
 
 @gluon.jit
+def _copy_half(
+    tile,
+    pages,
+    turn,
+    walk,
+    inputs,
+    pipeline,
+    IS_V: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Copy a tile of keys, or of values, as soon as its stage is free."""
+    if IS_V:
+        cache, new_desc, full, memory = inputs.v, inputs.new_v_desc, pipeline.v_full, pipeline.v_s
+    else:
+        cache, new_desc, full, memory = inputs.k, inputs.new_k_desc, pipeline.k_full, pipeline.k_s
+    STAGES: gl.constexpr = TILE.STAGES_V if IS_V else TILE.STAGES_K
+    FREE: gl.constexpr = EMPTY + TILE.STAGES_K if IS_V else EMPTY
+    HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
+    stage = turn % STAGES
+    if turn >= STAGES:
+        barrier_sync(FREE + stage, TILE.PARTIES, 1)
+    full, memory = full.index(stage), memory.index(stage)
+    number = tile - walk.tiles.new
+    if OPTIONS.HAS_NEW and number >= 0:
+        seen = walk.new_seen
+        copy_new(number, walk.q_start, new_desc, seen, full, memory, HAS_LEFT, TILE)
+    else:
+        begin = tile * TILE.BLOCK_N + walk.tiles.shift
+        _copy_pages(begin, pages, cache, walk.seen, full, memory, HAS_LEFT, TILE)
+
+
+@gluon.jit
 def _copy_tile(
     index, work, count, turn, turn_v, inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr
 ):
     """Copy a tile of queries, and the keys and values that it sees, in the order of their use.
 
-    Return how many tiles of keys and of values have been copied by now.
+    Return how many tiles of keys and of values have been copied by now, and the ``Work`` of the
+    next ticket, which is looked up while the last stage of values is still in use.
     """
-    HAS_LEFT: gl.constexpr = OPTIONS.HAS_LEFT
-    HAS_NEW: gl.constexpr = OPTIONS.HAS_NEW
-    STAGES_K: gl.constexpr = TILE.STAGES_K
-    STAGES_V: gl.constexpr = TILE.STAGES_V
     tiles = tiles_of(work.first_row, work.len_q, work.len_k, inputs.scores, OPTIONS, TILE)
     head = work.ticket % inputs.tickets.packs * TILE.PACK
     announce(index, work, head, count, pipeline)
     first = 0
-    if HAS_LEFT:
+    if OPTIONS.HAS_LEFT:
         first = gl.maximum(work.first_row + work.len_k - work.len_q - inputs.scores.window_left, 0)
     seen, new_seen = seen_of(head // TILE.GROUP, first, work.len_k, tiles, OPTIONS)
+    walk = Walk(tiles, seen, new_seen, work.q_start)
     table = inputs.table
     entries = table.ptr + work.sequence.to(gl.int64) * table.stride_sequence
     pages_v = gl.zeros([LANES], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     steps = tiles.high - tiles.low
-    for step in range(steps + 1):
+    for step in range(steps):
         # keys one tile ahead of values; their pages are looked up before there is room
-        pages = pages_v
-        if step < steps:
-            tile = tile_of(step, tiles, OPTIONS)
-            pages = look_up(entries, table.stride_page, tile, seen, TILE)
-            stage = turn % STAGES_K
-            if turn >= STAGES_K:
-                barrier_sync(EMPTY + stage, TILE.PARTIES, 1)
-            full, k_s = pipeline.k_full.index(stage), pipeline.k_s.index(stage)
-            number = tile - tiles.new
-            if HAS_NEW and number >= 0:
-                copy_new(
-                    number, work.q_start, inputs.new_k_desc, new_seen, full, k_s, HAS_LEFT, TILE
-                )
-            else:
-                begin = tile * TILE.BLOCK_N + tiles.shift
-                _copy_pages(begin, pages, inputs.k, seen, full, k_s, HAS_LEFT, TILE)
-            turn += 1
+        tile = tile_of(step, tiles, OPTIONS)
+        pages = look_up(entries, table.stride_page, tile, seen, TILE)
+        _copy_half(tile, pages, turn, walk, inputs, pipeline, False, OPTIONS, TILE)
+        turn += 1
         if step == 0:
             copy_queries(work, head, count, inputs.q_desc, pipeline, TILE)
         else:
-            stage = turn_v % STAGES_V
-            if turn_v >= STAGES_V:
-                barrier_sync(EMPTY + STAGES_K + stage, TILE.PARTIES, 1)
-            tile = tile_of(step - 1, tiles, OPTIONS)
-            full, v_s = pipeline.v_full.index(stage), pipeline.v_s.index(stage)
-            number = tile - tiles.new
-            if HAS_NEW and number >= 0:
-                copy_new(
-                    number, work.q_start, inputs.new_v_desc, new_seen, full, v_s, HAS_LEFT, TILE
-                )
-            else:
-                begin = tile * TILE.BLOCK_N + tiles.shift
-                _copy_pages(begin, pages_v, inputs.v, seen, full, v_s, HAS_LEFT, TILE)
+            tile_v = tile_of(step - 1, tiles, OPTIONS)
+            _copy_half(tile_v, pages_v, turn_v, walk, inputs, pipeline, True, OPTIONS, TILE)
             turn_v += 1
         pages_v = pages
-    return turn, turn_v
+    # beside a window, there are no registers for the next tile yet
+    EARLY: gl.constexpr = not OPTIONS.HAS_LEFT
+    tickets, sequences = inputs.tickets, inputs.sequences
+    if EARLY:
+        following = _locate(next_ticket(tickets), tickets, sequences, TILE)
+    last = tile_of(steps - 1, tiles, OPTIONS)
+    _copy_half(last, pages_v, turn_v, walk, inputs, pipeline, True, OPTIONS, TILE)
+    if not EARLY:
+        following = _locate(next_ticket(tickets), tickets, sequences, TILE)
+    return turn, turn_v + 1, following
 
 
 @gluon.jit
@@ -289,8 +298,10 @@ def produce(inputs, pipeline, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     tickets, sequences = inputs.tickets, inputs.sequences
     work = next_tile(gl.program_id(0), tickets, sequences, TILE)
     while work.ticket < tickets.total:
-        turn, turn_v = _copy_tile(index, work, count, turn, turn_v, inputs, pipeline, OPTIONS, TILE)
+        turn, turn_v, work = _copy_tile(
+            index, work, count, turn, turn_v, inputs, pipeline, OPTIONS, TILE
+        )
         count += 1
-        work = next_tile(next_ticket(tickets), tickets, sequences, TILE)
+        work = _settle(work, tickets, sequences, TILE)
     announce_the_end(index, count, pipeline)
     leave(work, turn, turn_v, tickets, TILE)

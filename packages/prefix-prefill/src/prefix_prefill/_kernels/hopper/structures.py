@@ -335,6 +335,15 @@ class Seen(NamedTuple):
     last: Any
 
 
+class Walk(NamedTuple):
+    """What of the keys a producer copies for a tile of queries."""
+
+    tiles: Any
+    seen: Any
+    new_seen: Any
+    q_start: Any  # the first new key
+
+
 class Softmax(NamedTuple):
     """The running softmax: ``o`` lacks the product of ``p`` with the last tile of values.
 
