@@ -10,7 +10,7 @@ import triton
 from prefix_prefill import api
 from prefix_prefill._call import Options, Tensors
 from prefix_prefill._configs import MAX_ROWS, copied_keys, rows_of_page, takes_hopper
-from prefix_prefill._hopper_configs import hopper_tile
+from prefix_prefill._hopper_configs import hopper_tile, is_worth_tall, takes_tall
 from prefix_prefill._kernels import plans
 from prefix_prefill._kernels.hopper import plans as hopper_plans
 from prefix_prefill._kernels.hopper.plans import as_rows
@@ -219,13 +219,45 @@ def test_pieces_of_a_page(page, left, keys):
 
 
 @pytest.mark.eager
+@pytest.mark.parametrize("is_tall", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_tiles_fit_the_barriers_of_the_hardware(head_dim):
-    # eight numbers are left to stages; see ``hopper.EMPTY``
-    tile = hopper_tile(head_dim)
+def test_tiles_fit_the_barriers_of_the_hardware(head_dim, is_tall):
+    # eight numbers are left to stages, and three to turns; see ``hopper.EMPTY``
+    tile = hopper_tile(head_dim, "", is_tall)
     assert tile.stages_k + tile.stages_v <= 8
+    assert tile.warpgroups <= 3
     # a lane of the copying warp for each piece of a tile
     assert tile.block_n // 16 <= 32
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("tokens", "batch", "packs", "rows", "worth"),
+    [
+        (8192, 8, 8, 16, True),  # 16 waves of two warpgroups, 11 of three
+        (65536, 64, 8, 16, True),
+        (4096, 16, 2, 8, False),  # four waves, and three
+        (8320, 1, 1, 64, False),  # one, and one
+        (33 * 4096, 4096, 8, 16, True),  # 33 tokens each: two tiles, or one
+        (32 * 4096, 4096, 8, 16, False),  # 32: one, or one
+        (0, 0, 8, 16, False),
+    ],
+)
+def test_three_warpgroups_where_they_save_waves(tokens, batch, packs, rows, worth):
+    assert is_worth_tall(tokens, batch, packs, rows, 132) == worth
+
+
+@pytest.mark.eager
+def test_three_warpgroups_have_no_registers_for_features():
+    x, one = call(64), torch.empty(1, device="meta")
+    assert takes_tall(x, OPTIONS)
+    assert takes_tall(call(40), OPTIONS)
+    assert not takes_tall(call(80), OPTIONS)
+    assert not takes_tall(x, OPTIONS._replace(window_left=5000))
+    assert not takes_tall(x, OPTIONS._replace(softcap=1.0))
+    assert not takes_tall(x._replace(alibi_slopes=one), OPTIONS)
+    eight = x.k_cache.to(torch.float8_e4m3fn)
+    assert not takes_tall(x._replace(k_cache=eight), OPTIONS)
 
 
 @pytest.mark.eager
@@ -245,9 +277,9 @@ def test_tiles_fit_the_barriers_of_the_hardware(head_dim):
     ],
 )
 def test_few_queries_of_a_group_that_is_not_packed_whole(group, pack, least):
-    tile = hopper_tile(128)
-    assert tile.pack(group) == pack
-    assert tile.least_tokens(group) == least
+    for tile in (hopper_tile(128), hopper_tile(64), hopper_tile(64, "", True)):
+        assert tile.pack(group) == pack
+        assert tile.least_tokens(group) == least
 
 
 def test_sequences_are_given_out_by_their_lengths(monkeypatch, device):
@@ -308,6 +340,27 @@ def test_builds(config, tmp_path):
         assert instruction in build.sass, instruction
     # of each warpgroup four products and as many waits: the assembler has added none of its own
     assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 8
+
+
+# three warpgroups have 160 registers; later versions keep columns for tiles that a mask cuts
+TALL_SPILLS = (24, 168)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "config",
+    chosen([Config(64), Config(64, dense=True)], [Config(64, "float16", page=64, group=6)]),
+    ids=str,
+)
+def test_builds_of_three_warpgroups(config, tmp_path):
+    with compiling(HOPPER, tmp_path) as builds:
+        launch_attention(config, 8192, 8, hopper=True)
+    build = builds[-1]
+    assert build.shared <= GPUS[HOPPER].shared_limit, build
+    assert not build.unset, build
+    assert build.spilled <= TALL_SPILLS[not IS_OLD], build
+    assert build.registers == 128
+    assert build.sass.count("WARPGROUP.ARRIVE") == build.sass.count("WARPGROUP.DEPBAR") == 12
 
 
 # the consumers have fewer registers beside warpgroups that widen: 200 beside two, up to d128
@@ -379,12 +432,13 @@ def test_builds_of_another_number_of_warpgroups_that_widen(config, tmp_path, mon
 
 
 @pytest.mark.aot
-def test_lengths_make_one_variant():
+@pytest.mark.parametrize(("head_dim", "count"), [(64, 2), (128, 1)])
+def test_lengths_make_a_variant_for_each_tile(head_dim, count):
     with counting(HOPPER) as variants:
         for tokens in (2049, 4096, 5000, 16_384, 70_001):
-            launch_attention(Config(64), tokens, hopper=True)
+            launch_attention(Config(head_dim), tokens, hopper=True)
     (name,) = (name for name in variants if "prefill" in name)
-    assert len(variants[name]) == 1
+    assert len(variants[name]) == count
 
 
 @pytest.mark.aot

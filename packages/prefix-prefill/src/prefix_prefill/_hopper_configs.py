@@ -101,6 +101,7 @@ def is_worth_tall(tokens: int, batch: int, packs: int, rows: int, processors: in
         rows: tokens of a warpgroup.
         processors: how many the GPU has.
     """
+    batch = max(batch, 1)
     length = cdiv(tokens, batch)
     two, three = (
         cdiv(batch * packs * cdiv(length, warpgroups * rows), processors) for warpgroups in (2, 3)
