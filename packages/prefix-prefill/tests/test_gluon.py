@@ -225,7 +225,7 @@ SHARED_MISTAKES = [
 # of three warpgroups
 TALL_MISTAKES = [
     ("pipeline_of", "TILE.WARPGROUPS + (TILE.WIDENERS == 2)", "2"),
-    ("consume", "if W == TILE.WARPGROUPS - 1:", "if W == 1:"),
+    ("consume", "if W == TILE.WARPGROUPS - 1:", "if W == TILE.WARPGROUPS:"),
     ("_attend", "(W + 1) % TILE.WARPGROUPS", "(W + 1) % 2"),
     ("copy_queries", "gl.static_range(TILE.WARPGROUPS)", "gl.static_range(2)"),
     ("_locate", "TILE.WARPGROUPS * (TILE.ROWS // TILE.PACK)", "2 * (TILE.ROWS // TILE.PACK)"),
@@ -234,8 +234,11 @@ TALL_MISTAKES = [
 
 
 def mistaken(head_dim: int = 48, is_tall: bool = False) -> Case:
-    """A case that what is planted must break: more tiles than buffers, and pages that are gone."""
-    problem = Problem(((300, 350), (70, 115)), 2, 1, head_dim, 48)
+    """A case that what is planted must break: more tiles than buffers, and pages that are gone.
+
+    Tiles of one step follow, of which the stages of keys and values hold several.
+    """
+    problem = Problem(((300, 350), (70, 115), *((20, 20),) * 6), 2, 1, head_dim, 48)
     if is_tall:
         problem = problem._replace(lengths=((600, 650), (160, 205)))
     case = make_case(problem, torch.bfloat16, "cpu")
