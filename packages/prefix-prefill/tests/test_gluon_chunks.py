@@ -261,7 +261,7 @@ def test_without_a_mistake(make, wideners, serve, reverse):
 TWO = [
     ("bring_values", "drain(turn, EMPTY + TILE.STAGES_K", "drain(0, EMPTY + TILE.STAGES_K"),
     ("bring_values", "turn = _bring(", "_bring("),
-    ("pipeline_of", "3 if TILE.WIDENERS == 2 else 2", "2"),
+    ("pipeline_of", "TILE.WARPGROUPS + (TILE.WIDENERS == 2)", "2"),
     ("receive", "mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)", "pass"),
 ]
 
