@@ -99,7 +99,7 @@ def test_the_switch_of_pytorch_asks_for_the_same(repeating, monkeypatch):
 def any_case(**options) -> Case:
     """A case of short rows, columns in them that several programs add to."""
     return make_case(
-        Shape(1, 260, 260, 2, 1, 64), torch.bfloat16, "cpu", "local", (64, 64), spare=1, **options
+        Shape(1, 260, 260, 2, 1, 80), torch.bfloat16, "cpu", "local", (64, 64), spare=1, **options
     )
 
 
@@ -115,7 +115,7 @@ def test_short_rows_repeat_unasked(repeating):
 
 def test_short_rows_of_a_packed_call(repeating):
     repeating()
-    check(self_attention((77, 90, 5), 2, 1, 64, torch.float16, "cpu", "local", (64, 64)))
+    check(self_attention((77, 90, 5), 2, 1, 80, torch.float16, "cpu", "local", (64, 64)))
 
 
 def test_short_rows_compile(repeating):

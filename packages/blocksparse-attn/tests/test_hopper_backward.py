@@ -120,7 +120,13 @@ def test_rows_that_are_short():
         (BlockSparseLayout.from_dense(kept, 64, max_nnz=13 * 64), True),
         (BlockSparseLayout.from_dense(kept, 64, max_nnz=13 * 64 + 1), False),
     ):
-        assert has_short_rows(layout._pattern, layout._col.shape[1]) == is_short, layout
+        slots = layout._col.shape[1]
+        assert has_short_rows(layout._pattern, slots, 128, 4) == is_short, layout
+        assert not has_short_rows(layout._pattern, slots, 64, 4)
+        # without groups half as many keys are few
+        assert has_short_rows(layout._pattern, 2 * slots, 128, 4) == has_short_rows(
+            layout._pattern, slots, 128, 1
+        )
 
 
 @pytest.mark.eager

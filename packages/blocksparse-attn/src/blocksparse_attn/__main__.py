@@ -16,6 +16,7 @@ from . import BlockSparseLayout, __version__, blocksparse_attn_func, blocksparse
 from ._configs import (
     BACKWARD_STAGES,
     SHORT_ROWS,
+    SHORT_ROWS_ALONE,
     HopperTile,
     Shape,
     backward_dkdv_tile,
@@ -55,9 +56,14 @@ def describe(platform: Platform) -> None:
             if suits_hopper_backward(platform, head_dim, dtype.itemsize):
                 print(f"    backward for Hopper: 64 queries x 128 keys, {BACKWARD_STAGES} stages")
                 dq = hopper_dq_tile(head_dim)
+                short = f"up to {SHORT_ROWS} keys a row, {SHORT_ROWS_ALONE} without groups of heads"
+                where = (
+                    f"where gradients repeat, and of {short}"
+                    if head_dim > 64
+                    else "where gradients repeat"
+                )
                 print(
-                    f"    dq alone, of layouts of up to {SHORT_ROWS} keys a row in the mean and "
-                    f"where gradients repeat: {dq.block_m} queries x {dq.block_n} keys, "
+                    f"    dq alone, {where}: {dq.block_m} queries x {dq.block_n} keys, "
                     f"{dq.stages_k} stages of keys, {dq.stages_v} of values"
                 )
             tile = backward_dkdv_tile(platform, head_dim, dtype.itemsize, 64)

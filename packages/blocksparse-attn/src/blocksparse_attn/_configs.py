@@ -310,21 +310,23 @@ def is_covered(pattern: Pattern, tokens: int, sequences: int) -> bool:
 
 
 # keys of a row in the mean up to which dq has a launch of its own: 7 products in place of 5, but
-# nothing of dq is cleared, added up in memory and rounded, which takes as long for few keys. Lines
-# through what was measured at 8k cross at 1,080 keys on an H100 and, as its bandwidth is higher, at
-# 600 on an H200: here either loses a ninth or less
+# nothing of dq is cleared, added up in memory and rounded, which takes as long for few keys. Half
+# of that without groups of heads; measured, see the notes
 SHORT_ROWS = 832
+SHORT_ROWS_ALONE = 416
 
 
-def has_short_rows(pattern: Pattern, slots: int) -> bool:
+def has_short_rows(pattern: Pattern, slots: int, head_dim: int, group: int) -> bool:
     """Say whether rows are so short that the backward for Hopper is faster without sums of dq.
 
     That depends on the layout's shapes, not on its values, and not on the sequences of a call: the
-    slots that a head has for its kept blocks are a bound of them. Blocks of fewer than 64 tokens
-    keep their sums, which were faster at 16.
+    slots that a head has for its kept blocks are a bound of them. Blocks of fewer than 64 tokens,
+    and head dimensions up to 64, keep their sums, which were faster.
     """
-    is_small = min(pattern.block_q, pattern.block_k) < 64
-    return not is_small and slots * pattern.block_k <= SHORT_ROWS * pattern.rows
+    if min(pattern.block_q, pattern.block_k) < 64 or head_dim <= 64:
+        return False
+    most = SHORT_ROWS if group > 1 else SHORT_ROWS_ALONE
+    return slots * pattern.block_k <= most * pattern.rows
 
 
 def repeats() -> bool:

@@ -66,12 +66,9 @@ def hopper_tile(head_dim: int, words: str = "", is_tall: bool = False) -> Hopper
         return HopperTile(128, 3, 3, warpgroups=3, buffers_q=2)
     if width <= 64:
         return HopperTile(128, 3, 3, wideners=1, buffers_q=1 if words else 2)
-    if width <= 128 and words == "":
-        # a tile leaves through the memory of its queries while the next one's are in the other
-        return HopperTile(128, 3, 2, share=True, buffers_q=2)
     if width <= 128:
         # the scales take what else is left of shared memory
-        return HopperTile(128, 3, 2, share=words != "fp8")
+        return HopperTile(128, 3, 2, share=words not in ("", "fp8"))
     # one widens: with two, a product of 256 columns has too few registers at the start
     return HopperTile(64, 3, 2, share=True, wideners=1)
 
