@@ -74,7 +74,8 @@ def seconds(counts: Counts, link: float, backward: bool) -> float:
         if backward:  # the message of gradients, delta, the sums of dq in fp32 and their rounding
             time += 2 * rows * row_k / COPY
             time += counts.merged / (1 + len(counts.steps)) * 5 * row_q / COPY
-    merge, last = counts.merged * row_q / COPY, 0.0
+    # a forward merges where it writes, beside products
+    merge, last = counts.merged * row_q / COPY if backward else 0.0, 0.0
     moved = max(counts.arriving[-1], counts.sent[-1]) if counts.arriving else 0
     if backward and moved:  # dq is merged while the last gradients are on their way back
         merge += HEAD_START
