@@ -42,6 +42,7 @@ AIMS = (
     Aim("gradient of the bias", "dbias", "bwd", "base", 0.80, 0.90),
     Aim("ALiBi, seqused_k", "extras", "bwd", "base", 0.95, 0.98),
     Aim("deterministic", "repeats", "bwd", "fa3", 0.85, 0.92),
+    Aim("invariant", "invariant", "fwd", "base", 0.90, 0.97),
     Aim("FP8", "fp8", "fwd", "base", 1.40, 1.50),
     Aim("tree", "tree", "fwd", "base", 0.90, 0.97),
     Aim("tree", "tree", "bwd", "base", 0.85, 0.97),

@@ -41,6 +41,7 @@ class Problem:
         alibi: Whether there are ALiBi slopes.
         used: Whether ``seqused_k`` is given, at its largest; packed.
         deterministic: Whether the gradients repeat bit for bit.
+        invariant: Whether a row has the same bits in any call.
         tree: Whether the sequences after the first are answers that see all of it; packed, causal.
     """
 
@@ -62,6 +63,7 @@ class Problem:
     alibi: bool = False
     used: bool = False
     deterministic: bool = False
+    invariant: bool = False
     tree: bool = False
 
     @property
@@ -136,7 +138,7 @@ class Problem:
         if self.learned:
             return replace(self, learned=False)
         plain = {"bias": "", "dropout": 0.0, "alibi": False, "used": False, "dtype": "bf16"}
-        return replace(self, deterministic=False, **plain)  # type: ignore[arg-type]
+        return replace(self, deterministic=False, invariant=False, **plain)  # type: ignore[arg-type]
 
     def shrunk(self) -> Problem:
         """Return a problem of the same kind that a CPU does in no time, for dry runs."""
@@ -264,6 +266,14 @@ def _deterministic() -> list[Problem]:
     ]
 
 
+def _invariant() -> list[Problem]:
+    return [
+        _dense("invariant", "invariant", seqlen, d, True, invariant=True, passes=("fwd",))
+        for d in (64, 128, 256)
+        for seqlen in (4096, 16_384)
+    ]
+
+
 def _tree() -> list[Problem]:
     """A prompt and its sampled answers."""
     return [
@@ -303,6 +313,7 @@ _FAMILIES: tuple[Callable[[], list[Problem]], ...] = (
     _bias,
     _extras,
     _deterministic,
+    _invariant,
     _tree,
     _portable,
 )
@@ -322,6 +333,7 @@ PROVIDERS_OF: dict[str, tuple[str, ...]] = {
     "dbias": ("ours", "base"),
     "extras": ("ours", "base"),
     "repeats": ("ours", "base", "fa3", "fa3-repeats"),
+    "invariant": ("ours", "base"),
     "tree": ("ours", "base", "flex", "fa3"),
     "portable": ("portable", "ours", "flex"),
 }

@@ -51,6 +51,7 @@ WITHOUT = {
     "ALiBi": lambda p: p.alibi,
     "`seqused_k`": lambda p: p.used,
     "`deterministic=True`": _family("repeats"),
+    "`invariant=True`": _family("invariant"),
     "FP8": _family("fp8"),
     "a tree": _family("tree"),
 }

@@ -31,7 +31,7 @@ class Sdpa(Provider):
     backend: ClassVar[SDPBackend]
 
     def prepare(self, problem: Problem, inputs: Inputs, backward: bool) -> Prepared:
-        _refuse(problem, "dtype", "alibi", "used", "deterministic", "tree")
+        _refuse(problem, "dtype", "alibi", "used", "deterministic", "invariant", "tree")
         if problem.packed and not problem.equal_lengths:
             return self.prepare_packed(problem, inputs, backward)
         options: dict[str, Any] = {"dropout_p": problem.dropout, "is_causal": problem.causal}

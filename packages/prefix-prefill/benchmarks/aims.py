@@ -82,6 +82,20 @@ AIMS = (
         None,
         ("decode-64x8192-d192:128", "decode-64x8192-d512"),
     ),
+    Aim(
+        "`invariant=True`, prefill",
+        "bf16",
+        0.90,
+        0.97,
+        (*_each(CHUNKS, "-invariant"), f"{LARGE}-d64-invariant"),
+    ),
+    Aim(
+        "`invariant=True`, decode",
+        "bf16",
+        0.80,
+        0.92,
+        _each(("decode-64x8192", "decode-256x2048", "decode-1x65536"), "-invariant"),
+    ),
     # of the rounds before
     Aim("decode, 64 x 8192", "copy", 0.91, None, ("decode-64x8192",)),
     Aim("decode, 256 x 2048", "copy", 0.87, None, ("decode-256x2048",)),

@@ -24,6 +24,7 @@ class Problem:
         cache: Format of the cache, ``bf16``; ``fp8``, with a scale for all keys and one for all
             values; ``int8`` or ``int4``, with a scale for each key, each value and head.
         dense: Whether the new keys lie beside the cache, in bf16.
+        invariant: Whether a row has the same bits in any call.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Problem:
     layout: str = "nhd"
     cache: str = "bf16"
     dense: bool = False
+    invariant: bool = False
 
     @property
     def tokens(self) -> int:
@@ -141,6 +143,16 @@ PROBLEMS = (
     Problem("prefill-8x1024+7168-dense-fp8", "prefill", _LONGEST, cache="fp8", dense=True),
     Problem("prefill-8x512+4096-packed", "prefill", _CHUNK, layout="packed"),
     Problem("prefill-8x512+4096-packed-dense", "prefill", _CHUNK, layout="packed", dense=True),
+    # rows that have the same bits in any call
+    *(
+        Problem(f"{name}-invariant", "prefill", lengths, invariant=True)
+        for name, lengths in _PREFILL.items()
+    ),
+    Problem("prefill-8x1024+7168-d64-invariant", "prefill", _LONGEST, head_dim=64, invariant=True),
+    *(
+        Problem(f"{name}-invariant", "decode", _DECODE[name], invariant=True)
+        for name in ("decode-64x8192", "decode-256x2048", "decode-1x65536")
+    ),
     # other head dimensions
     Problem("prefill-8x512+4096-d192:128", "prefill", _CHUNK, head_dim=192, head_dim_v=128),
     Problem("decode-64x8192-d192:128", "decode", _USUAL, head_dim=192, head_dim_v=128),
@@ -172,7 +184,7 @@ def in_bf16(problem: Problem) -> Problem | None:
     """Return the problem of the same work over a bf16 cache of the usual layout, if another is."""
 
     def work(p: Problem) -> Problem:
-        return replace(p, name="", cache="bf16", layout="nhd", dense=False)
+        return replace(p, name="", cache="bf16", layout="nhd", dense=False, invariant=False)
 
     usual = (p for p in PROBLEMS if replace(p, name="") == work(problem) and p != problem)
     return next(usual, None)

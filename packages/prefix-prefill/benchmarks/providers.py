@@ -228,6 +228,7 @@ class Ours(Provider):
             v=x.v,
             window_size=(problem.window, -1),
             num_splits=self.splits,
+            invariant=problem.invariant,
             **x.scales,
         )
 
@@ -239,7 +240,7 @@ class OursUnsplit(Ours):
     splits = 1
 
     def prepare(self, problem: Problem, x: Inputs) -> Run:
-        if problem.max_new >= FEW or problem.cache != "bf16":
+        if problem.max_new >= FEW or problem.cache != "bf16" or problem.invariant:
             raise UnsupportedError("measured with few queries and bf16 alone")
         return super().prepare(problem, x)
 
@@ -250,7 +251,7 @@ class Portable(Ours):
     name, label = "portable", "prefix-prefill, portable"
 
     def prepare(self, problem: Problem, x: Inputs) -> Run:
-        if problem.layout != "nhd" or problem.max_new == 1:
+        if problem.layout != "nhd" or problem.max_new == 1 or problem.invariant:
             raise UnsupportedError("the portable kernels serve it in any case")
         run = super().prepare(problem, x)
 
