@@ -32,11 +32,11 @@ def logits_of(
         s = s * (scale * LOG2E)
     if HAS_ALIBI:
         # a distance's integer would take longer than the exponential, so it is the difference of
-        # two in fp32, to and from the tile's first key, which is exact below 2**24; opaque, or all
-        # tiles' would be kept
+        # two in fp32, to and from the tile's first key; opaque, or all tiles' would be kept
+        slope *= LOG2E
         cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)) + (opaque(first) - first)
-        far = (rows - first)[:, None].to(gl.float32) - cols[None, :].to(gl.float32)
-        s -= gl.abs(far) * (slope * LOG2E)
+        far = (rows - first)[:, None].to(gl.float32) * slope  # [ROWS, 1]
+        s -= gl.abs(far - cols[None, :].to(gl.float32) * slope)
     return s
 
 

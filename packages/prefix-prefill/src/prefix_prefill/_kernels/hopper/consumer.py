@@ -60,13 +60,6 @@ def _tile_of(buffer, pipeline, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _free(buffer, pipeline):
-    """Tell the producer that the output has left through a tile of queries."""
-    tma.store_wait(0)
-    mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
-
-
-@gluon.jit
 def _descale_of(ptr, work, heads_k, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Return the scale of a tile's keys, or values: one of all, of a head, or of a sequence too."""
     at = 0
@@ -159,10 +152,6 @@ def _attend_first(
     # [ROWS, BLOCK_N]
     s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
-    if TILE.SHARE and TILE.BUFFERS_Q > 1:  # noqa: SIM102  (a constant, then a number)
-        if turn > 0:
-            # the tile before this one
-            _free((queries.buffer + TILE.WARPGROUPS) % (2 * TILE.WARPGROUPS), pipeline)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     if factors.scales_s is None:
         barrier_arrive(EMPTY + stage, TILE.PARTIES, 4)
@@ -297,18 +286,18 @@ def _store_rows(o, work, row, out, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _store(o, work, row, buffer, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr):
+def _store(o, work, row, out_desc, pipeline, W: gl.constexpr, TILE: gl.constexpr):
     """Write the output of a warpgroup, which leaves by TMA while the next tile is worked on."""
-    out_s, place = pipeline.out_s, buffer
-    if not TILE.SHARE:
-        place = W
-        tma.store_wait(0)
-    out_s.index(place).reshape([TILE.ROWS, TILE.HEAD_DIM]).store(o.to(out_s.dtype))
+    tma.store_wait(0)
+    out_s = pipeline.out_s
+    out_s.index(W).reshape([TILE.ROWS, TILE.HEAD_DIM]).store(o.to(out_s.dtype))
     hopper.fence_async_shared()
     where = coordinates(work.sequence, work.head, work.q_start, work.len_q, row, True)
-    copy_out(out_desc, where, out_s.index(place))
-    if TILE.SHARE and TILE.BUFFERS_Q == 1:
-        _free(buffer, pipeline)
+    copy_out(out_desc, where, out_s.index(W))
+    if TILE.SHARE:
+        # the output leaves through the memory of the queries, of which there is one tile
+        tma.store_wait(0)
+        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
 
 
 @gluon.jit
@@ -359,7 +348,7 @@ def consume(
         if out_desc is None:
             _store_rows(o, work, row, results.out, TILE)
         else:
-            _store(o, work, row, buffer, out_desc, pipeline, W, TILE)
+            _store(o, work, row, out_desc, pipeline, W, TILE)
         count += 1
         work = receive(pipeline, count)
     tma.store_wait(0)
