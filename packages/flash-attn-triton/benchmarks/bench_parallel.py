@@ -92,14 +92,14 @@ def check(name: str, got: list[Tensor], want: list[Tensor]) -> None:
 
 
 def in_turns(functions: list[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Return the time of a call of each, in seconds: the median of several, taken in turns."""
+    """Return the time of a call of each, in ms: the median of several, taken in turns."""
     for function in functions:
         for _ in range(3):
             function()
     taken: list[list[float]] = [[] for _ in functions]
     for _ in range(REPEATS):
         for function, times in zip(functions, taken, strict=True):
-            times.append(seconds(function, device))
+            times.append(1e3 * seconds(function, device))
     return [statistics.median(times) for times in taken]
 
 
@@ -145,7 +145,7 @@ def measure(ways: list[Way], device: torch.device) -> list[list[float]]:
     with torch.no_grad():
         ahead = in_turns([functools.partial(way.function, *way.leaves) for way in ways], device)
     backs = in_turns([back(way, way.function(*way.leaves)) for way in ways], device)
-    return [[1e3 * x, 1e3 * y] for x, y in zip(ahead, backs, strict=True)]
+    return [list(pair) for pair in zip(ahead, backs, strict=True)]
 
 
 class AllGather(torch.autograd.Function):
@@ -403,8 +403,7 @@ def capture(tokens: int, device: torch.device) -> Row:
                 got = differentiate(way)
             graph.replay()
             row["same_bits"] = [torch.equal(x, y) for x, y in zip(got, want, strict=True)]
-            (taken,) = in_turns([graph.replay], device)
-            row["ms"] = 1e3 * taken
+            (row["ms"],) = in_turns([graph.replay], device)
         except RuntimeError as error:
             row["error"] = str(error)[:300]
     return row
