@@ -24,7 +24,7 @@ def where(group: Any) -> Where:
     group = dist.group.WORLD if group is None else group
     # a trace may hand a stand-in for the group
     group = group_named(str(group.group_name))
-    return Where(str(group.group_name), dist.get_rank(group), dist.get_world_size(group))
+    return Where(str(group.group_name), group.rank(), group.size())
 
 
 def group_named(name: str) -> Any:

@@ -157,10 +157,11 @@ def test_roundings_of_many_ranks_do_not_add_up(forward, monkeypatch):
     v = (1.0 + 0.2 * torch.arange(ranks)[:, None, None, None] / ranks).expand(-1, 8, 1, 64)
     v = v.to(torch.bfloat16).contiguous()
     options = _sharded.Sharded(0.125, 0.0, False, None, [], "")
+    known = _sharded.Pass.of(q, k[0], v[0], None, options)
     product = _shards.Product([_shards.Rectangle((-1, -1), 0, tokens, 0, 8)])
     pieces = _sharded.Pieces(tokens, torch.bfloat16)
     for keys, values in zip(k, v, strict=True):
-        _sharded._attend(_sharded._Part(product, q, keys, values, None, options), pieces)
+        _sharded._attend(_sharded._Part(product, q, keys, values, None, known), pieces)
     out, lse = pieces.result()
     s = 0.125 * torch.einsum("qhd,khd->hqk", q.double(), k.double().flatten(0, 1).expand(-1, 2, -1))
     want = torch.einsum("hqk,kd->qhd", s.softmax(-1), v.double().flatten(0, 2))

@@ -233,6 +233,28 @@ def test_who_has_two_partners_takes_two_exchanges(apart):
 
 
 @pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+def test_a_product_is_planned_once_for_a_form(monkeypatch):
+    planned = []
+    monkeypatch.setattr(_sharded, "_plans", Memory())
+    monkeypatch.setattr(_ops, "plan_of", lambda x, *_, **__: planned.append(x.q) or len(planned))
+    options = _sharded.Sharded(1.0, 0.0, False, None, [], "")
+    product = Product([Rectangle((-1, -1), 1, 4, 0, 5)])
+    k = torch.randn(5, 2, 16)
+
+    def plan_of(q, k=k, sinks=None):
+        known = _sharded.Pass.of(q, k, k, sinks, options)
+        return _sharded._Part(product, q, k, k, sinks, known)._plan(needs_gradient=False)
+
+    q, wide = torch.randn(5, 4, 16), torch.randn(5, 4, 32)[..., :16]
+    assert [plan_of(x) for x in (q, q.clone(), wide, q)] == [1, 1, 2, 1]
+    assert plan_of(q, sinks=torch.zeros(4)) == 3
+    assert plan_of(q, k.transpose(0, 1).contiguous().transpose(0, 1)) == 4
+    # the operators copy what does not begin with an access: the first row, or the second
+    assert plan_of(torch.randn(5 * 64 + 1)[1:].view(5, 4, 16)) is None
+    assert plan_of(torch.randn(5, 1, 3), torch.randn(5, 1, 3)) is None
+
+
+@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
 def test_past_the_operators_results_are_the_same(monkeypatch):
     case = CASES["packed"]
     made = problem(case)

@@ -8,7 +8,7 @@ at most; partial results are merged by their log-sum-exp. The backward is in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,22 @@ class Sharded(NamedTuple):
     def layout(self) -> Layout:
         """How sequences are cut."""
         return layout_by(self.lengths, self.numbers)
+
+
+class Pass(NamedTuple):
+    """What the products of one pass have in common.
+
+    ``form`` is that of the rank's own tensors: with a product it says all that a launch depends on,
+    but for addresses. None where nothing may go past the operators.
+    """
+
+    options: Sharded
+    form: Hashable | None
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Sharded) -> Pass:
+        """Look at the tensors of a rank, ``[tokens, heads, d]``."""
+        return cls(options, form_of((q, k, v), (sinks,), options[:3], True))
 
 
 class _Fetch:
@@ -109,7 +125,8 @@ class Pieces:
         is_whole = raster == (0, self._tokens, self._tokens, 1) and out.dtype == self._dtype
         if lse is None or not is_whole:
             return None
-        return out.view(-1, *out.shape[-2:]), lse.view(-1, self._tokens)
+        # of one group there may be a dimension more
+        return (out, lse) if out.ndim == 3 else (out[0], lse[0])
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         """Return ``[tokens, heads, d]``, and the LSE as ``[heads, tokens]`` if there is one.
@@ -146,12 +163,13 @@ def forward(
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         lse = q.new_full(q.shape[1::-1], -math.inf, dtype=torch.float32)
     pieces = Pieces(q.shape[0], q.dtype)
+    known = Pass.of(q, k, v, sinks, options)
     for i, product in enumerate(table.local):
-        _attend(_Part(product, q, k, v, None if i else sinks, options), pieces)
+        _attend(_Part(product, q, k, v, None if i else sinks, known), pieces)
     for i, step in enumerate(table.steps):
         kv = fetch.wait(i)
         for product in step.products:
-            _attend(_Part(product, q, *kv, None, options), pieces)
+            _attend(_Part(product, q, *kv, None, known), pieces)
         del kv
         # the memory of these keys goes before others begin to arrive
         fetch.forget(i)
@@ -178,9 +196,10 @@ class _Part:
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        options: Sharded,
+        known: Pass,
     ) -> None:
-        self._product, self._options = product, options
+        options = known.options
+        self._product, self._options, self._form = product, options, known.form
         self.rows = product.rows[0], product.size[0], product.q_step
         self.keys = product.keys[0], product.size[1], product.k_step
         scale, softcap, *_ = options
@@ -191,14 +210,14 @@ class _Part:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp, as the kernels shape them."""
-        x, deterministic = self._x, self._options.deterministic
-        plan = _plan_of(x, self._given, deterministic, needs_gradient=False)
+        x = self._x
+        plan = self._plan(needs_gradient=False)
         if plan is not None:
             return plan.forward(x)
         from ._ops import forward
 
         return forward(  # type: ignore[no-any-return]
-            *x, *self._longest(), *self._given, x.q.dtype, deterministic
+            *x, *self._longest(), *self._given, x.q.dtype, self._options.deterministic
         )
 
     def merge_into(self, pieces: Pieces) -> bool:
@@ -207,7 +226,7 @@ class _Part:
         there = pieces.whole()
         if there is None or x.sinks is not None:
             return False
-        plan = _plan_of(x, self._given, self._options.deterministic, needs_gradient=False)
+        plan = self._plan(needs_gradient=False)
         if plan is None or plan.merge is None:
             return False
         out, lse = there
@@ -228,7 +247,7 @@ class _Part:
 
             dq, dk, dv, _, of_sinks = eager_backward(x, self._given, out, lse, dout, dlse)
             return dq, dk, dv, of_sinks
-        plan = _plan_of(x, self._given, deterministic, needs_gradient=True)
+        plan = self._plan(needs_gradient=True)
         if plan is not None and plan.backward is not None:
             dq, dk, dv, _, dsinks = plan.backward(x, out, lse, dout, dlse, False)
         else:
@@ -255,6 +274,17 @@ class _Part:
         """Return results with the tokens that they belong to."""
         return Piece(out, lse, self._product.row_raster)
 
+    def _plan(self, *, needs_gradient: bool) -> Plan | None:
+        """Return how to launch this product; None where the operators have to be asked."""
+        if self._form is None:
+            return None
+        key = self._product, self._form, needs_gradient
+        plan = _plans.get(key)
+        if plan is not None:
+            return plan
+        plan = _plan_of(self._x, self._given, self._options.deterministic, needs_gradient)
+        return plan if plan is None else _plans.keep(key, plan)
+
     def _longest(self) -> tuple[int, int]:
         return self._product.size if self._product.batch else self._product.longest
 
@@ -264,9 +294,9 @@ class _Part:
         batch = self._product.batch
         if not batch:
             ends = self._product.rows if raster is self.rows else self._product.keys
-            return x[ends[0] : ends[1]]
+            return x if ends == (0, x.shape[0]) else x[ends[0] : ends[1]]
         if batch == 1:
-            return x[begin : begin + size].unsqueeze(0)
+            return (x if size == x.shape[0] else x[begin : begin + size]).unsqueeze(0)
         row = x.stride(0)
         return x.as_strided(
             (batch, size, *x.shape[1:]),
@@ -279,24 +309,27 @@ class _Part:
         begin, size, step = self.rows
         batch = self._product.batch
         if not batch:
-            return x[:, self._product.rows[0] : self._product.rows[1]]
+            ends = self._product.rows
+            return x if ends == (0, x.shape[1]) else x[:, ends[0] : ends[1]]
         if batch == 1:
-            return x[:, begin : begin + size].unsqueeze(0)
+            return (x if size == x.shape[1] else x[:, begin : begin + size]).unsqueeze(0)
         head, row = x.stride()
         return x.as_strided(
             (batch, x.shape[0], size), (step * row, head, row), x.storage_offset() + begin * row
         )
 
 
+# by products, and by the forms that products of several lengths share
 _plans: Memory[Plan] = Memory()
 
 
 def _plan_of(
-    x: Tensors, options: Options, deterministic: bool, *, needs_gradient: bool
+    x: Tensors, options: Options, deterministic: bool, needs_gradient: bool
 ) -> Plan | None:
     """Return how to launch calls of a form; None where the operators have to be asked."""
     is_packed = x.cu_seqlens_q is not None
     others = x.cu_seqlens_q, x.cu_seqlens_k, x.sinks
+    # rows that are no whole accesses may begin between two: there is no form then
     form = form_of(x[:3], others, (*options, deterministic, needs_gradient), is_packed)
     plan = None if form is None else _plans.get(form)
     if form is None or plan is not None:

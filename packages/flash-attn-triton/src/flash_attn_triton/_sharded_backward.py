@@ -12,7 +12,7 @@ from torch import Tensor
 from ._call import Tensors
 from ._exchange import Exchange, give_way
 from ._pieces import summand
-from ._sharded import Pieces, Sharded, _Fetch, _Part
+from ._sharded import Pass, Pieces, Sharded, _Fetch, _Part
 from ._shards import Product, Rows, Step, table_of
 
 
@@ -23,7 +23,7 @@ def backward(
     table = table_of(options.layout)
     q, k, v, sinks = x.q, x.k, x.v, x.sinks
     fetch = _Fetch(k, v, table.steps, options, gives_way=False)
-    rank = _Rank(q, (out, lse, dout, dlse), options)
+    rank = _Rank(q, (out, lse, dout, dlse), Pass.of(q, k, v, sinks, options))
     dsinks = q.new_empty((0,)) if sinks is None else torch.zeros_like(sinks)
     own = _KeyGradients(k, v)
     # every row is in the first product, and its sink with it
@@ -85,9 +85,9 @@ class _Rank:
         self,
         q: Tensor,
         results: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        options: Sharded,
+        known: Pass,
     ) -> None:
-        self._q, self._results, self._options = q, results, options
+        self._q, self._results, self._known = q, results, known
         self.dq = Pieces(q.shape[0], q.dtype)
 
     def differentiate(
@@ -101,7 +101,7 @@ class _Rank:
         """Add the gradients that keys give; return that of the sinks, of the first product."""
         of_sinks = None
         for i, product in enumerate(products):
-            part = _Part(product, self._q, k, v, None if i else sinks, self._options)
+            part = _Part(product, self._q, k, v, None if i else sinks, self._known)
             dq, dk, dv, found = part.backward(*self._results)
             of_sinks = of_sinks if i else found
             self.dq.add(summand(dq, product.row_raster))

@@ -5,6 +5,8 @@ Each is opaque to a trace, with its exchange of keys.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,15 +42,26 @@ def _compare(*given: Any) -> Tensor:
 
 def _forward(*given: Any) -> tuple[Tensor, Tensor]:
     q, k, v, sinks, *options, _ = given
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with _undisturbed(q):
         return forward(q, k, v, sinks, Sharded(*options))
 
 
 def _backward(*given: Any) -> tuple[Tensor, ...]:
     dout, q, k, v, sinks, out, lse, dlse, *options = given
     x = Tensors(q, k, v, sinks=sinks)
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with _undisturbed(q):
         return backward(x, out, lse, dout, dlse, Sharded(*options))
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _undisturbed(q: Tensor) -> AbstractContextManager[None]:
+    """Keep eager code from the caller's modes; kernels do not see them."""
+    return _on_cpu() if q.is_cpu else nullcontext()
 
 
 def _compare_fake(q: Tensor, *rest: Any) -> Tensor:

@@ -21,7 +21,7 @@ from ..._hopper_configs import (
     hopper_tile,
     is_long_call,
 )
-from ..._linked.host.forms import Memory
+from ..._linked.host.forms import ACCESS_BYTES, Memory
 from ..._linked.host.tiles import padded_head_dim
 from ..form import Form, expand_descales
 from ..launch.runtime import MAX_COUNTS, Launch, dense, token_strides
@@ -49,6 +49,14 @@ class Work(NamedTuple):
     numbers: ForwardNumbers
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+
+
+class Merging(NamedTuple):
+    """A launch that merges its results into those that are there."""
+
+    launch: MappingLaunch
+    grid: int
+    numbers: ForwardNumbers
 
 
 class HopperForward:
@@ -139,7 +147,9 @@ class HopperForward:
             3: lambda out: map_of(out, tile.rows, wide_v, pack),
             7: lambda out: map_of(out, tile.rows, narrow_v, pack),
         }
-        self._merging: Memory[MappingLaunch] = Memory(MAX_COUNTS)
+        self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
+        # by numbers of tokens, and the strides of results
+        self._merging: Memory[Merging] = Memory(MAX_COUNTS)
 
     def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
         """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
@@ -162,25 +172,40 @@ class HopperForward:
         The call has no sinks. ``out`` and ``lse`` may be parts of larger tensors, each with tokens
         in order. Return whether the kernel serves the call; if not, nothing is done.
         """
-        work = self._work_of(x)
+        counts = x.q.shape[-3], x.k.shape[-3]
+        key = *counts, out.stride(), lse.stride()
+        merging = self._merging.get(key)
+        if merging is None:
+            merging = self._new_merging(x, out, lse)
+            if merging is None:
+                return False
+            self._merging.keep(key, merging)
         # a copy of the output would be mapped, and what is merged into it lost
-        if work is None or self._values is not None or not is_mappable(out):
+        if out.data_ptr() % ACCESS_BYTES:
             return False
+        launch, grid, numbers = merging
+        launch(grid, self._tensors(x, out, lse), numbers)
+        return True
+
+    def _new_merging(self, x: Tensors, out: Tensor, lse: Tensor) -> Merging | None:
+        """Return the launch that merges into such tensors; None if there is none."""
+        work = self._work_of(x)
+        if work is None or self._values is not None or not is_mappable(out):
+            return None
         strides = out.stride()
-        launch = self._merging.get(strides)
+        launch = self._launches.get(strides)
         if launch is None:
             forms = [
                 self._out_forms[i](out) if i in self._out_forms else form
                 for i, form in enumerate(self._forms)
             ]
             constants = self._constants | {"MERGES": True}
-            launch = self._merging.keep(
+            launch = self._launches.keep(
                 strides, MappingLaunch(forward_kernel, constants, tuple(forms))
             )
         of_batch, of_head = (0, lse.stride(0)) if lse.ndim == 2 else lse.stride()[:2]
         numbers = work.numbers._replace(stride_lse_b=of_batch, stride_lse_h=of_head)
-        launch(work.grid, self._tensors(x, out, lse), numbers)
-        return True
+        return Merging(launch, work.grid, numbers)
 
     def _tensors(self, x: Tensors, out: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
         """Return the fields of ForwardTensors."""
