@@ -1,9 +1,10 @@
 """Runs kernels for Hopper on a CPU: Gluon has no interpreter, so here is one for what they use.
 
-The Python of a kernel runs as it stands, one program after the other, and every partition of its
-warps in a thread of its own. ``gluon_language`` says what functions of the language mean, and
-``gluon_machine`` has memory, barriers and asynchronous work. Layouts, registers, and the order of
-memory beyond fences are not looked at.
+The Python of a kernel runs as it stands, one program after the other, or as many at once as a test
+wants (``gluon_programs``), and every partition of their warps in a thread of its own.
+``gluon_language`` says what functions of the language mean, and ``gluon_machine`` has memory,
+barriers and asynchronous work. Layouts, registers, and the order of memory beyond fences are not
+looked at.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ class Kernel:
     """In place of a jit function: a launch runs its programs one after the other.
 
     ``reverse`` is the order in which partitions come: with it the last one is first, which copies.
+    Programs may also run in the other order (``backwards``), or several ``at_once``.
     """
 
     def __init__(self, function: Any, reverse: bool = True) -> None:
         self.__name__ = function.__name__
         self.params = function.params
         self.reverse = reverse
+        self.backwards = False
+        self.at_once = 1
         self.launches = 0
         self._function = function
         self._language = Language()
@@ -58,9 +62,11 @@ class Kernel:
             linker = _Linker(self._language.names, self.faults)
             kernel = linker.function(self._function)
             linker.see_that_all_are_planted()
-            for pid in range(grid[0]):
-                self._language.begin(pid, grid[0], self.reverse)
-                kernel(**arguments)
+            run = functools.partial(kernel, **arguments)
+            order = range(grid[0])[:: -1 if self.backwards else 1]
+            for first in range(0, grid[0], self.at_once):
+                pids = order[first : first + self.at_once]
+                self._language.run(run, pids, grid[0], self.reverse)
 
         return launch
 

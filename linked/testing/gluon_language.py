@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .gluon_machine import NAN, Barrier, Dtype, Machine, Shared, flat_memory, plain
+from .gluon_programs import Programs
 from .ptx import run_on_words
 
 
@@ -238,16 +239,31 @@ def _bytes_of_words(words: Tensor, dtype: torch.dtype) -> Register:
 
 
 class Language:
-    """Names of Gluon, for one program at a time."""
+    """Names of Gluon, for the program at hand."""
 
     def __init__(self) -> None:
         self.machine = Machine(register, False)
         self.pid = self.programs = 0
         self.names = self._names()
 
-    def begin(self, pid: int, programs: int, reverse: bool) -> None:
-        self.machine = Machine(register, reverse)
-        self.pid, self.programs = pid, programs
+    def run(self, kernel: Callable[[], None], pids: range, programs: int, reverse: bool) -> None:
+        """Run some of the programs of a launch, at once if they are several."""
+        self.programs = programs
+
+        def resume(number: int) -> None:
+            self.machine, self.pid = machines[number], pids[number]
+
+        def run() -> None:
+            kernel()
+            self.machine.land()
+
+        together = Programs([run] * len(pids), resume) if len(pids) > 1 else None
+        machines = [Machine(register, reverse, together) for _ in pids]
+        if together:
+            together()
+        else:
+            resume(0)
+            run()
 
     def _memory(self, dtype: Dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barriers":
@@ -267,11 +283,19 @@ class Language:
             meet(number, parties, first.numel() // pack)
         elif "ld.relaxed.gpu" in text:
             return register(_load(first))
+        elif "ld.acquire.gpu" in text and "setp.le.s32 early" in text:
+            counter, turn = values
+            self.machine.pause(lambda: bool((_load(counter) > turn).all()))
+            first = turn
         elif "ld.acquire.gpu" in text:
             self._take_turn(text, values)
             first = values[-1]
         elif "red.relaxed.gpu.global.add" in text:
+            if arrived := re.search(r"cp.async.bulk.wait_group (\d+);", text):
+                self.machine.store_wait(int(arrived[1]), is_read=False)
             _add(first, values[1])
+            if self.machine.programs:
+                self.machine.programs.say_raised()
             first = values[1]
         elif "mul.wide.u32" in text:
             return _negate_four(text, *map(plain, values))
@@ -308,6 +332,12 @@ class Language:
                 self.machine.store_wait(0, is_read=False)
             assert not self.machine.own("landing"), "additions are not waited for"
             _store(values[0], _load(values[0]) + 1)
+
+    def _atomic_add(self, pointer: Pointer, value: Any, sem: str = "") -> Register:
+        old = _add(pointer, value)
+        if self.machine.programs:
+            self.machine.programs.begin_next()
+        return old
 
     def _machine(self, name: str) -> Callable[..., Any]:
         return lambda *arguments, **options: getattr(self.machine, name)(*arguments, **options)
@@ -360,7 +390,7 @@ class Language:
             split=lambda x: x.unbind(-1),
             load=_load,
             store=_store,
-            atomic_add=_add,
+            atomic_add=self._atomic_add,
             atomic_xchg=_exchange,
             associative_scan=_scan,
             allocate_shared_memory=self._memory,

@@ -5,7 +5,9 @@ waits for nothing. So a program runs the same way every time, and whoever comes 
 goes on as soon as, and as far as, the barriers let it.
 
 What is asynchronous happens as late as it may: a product reads its operands, and has a result, when
-it is waited for, a copy to memory reads its source, and a copy from memory writes its target.
+it is waited for, a copy to memory reads its source, and a copy from memory writes its target. What
+a copy to memory has read arrives when that is waited for, or when its partition ends; an addition
+arrives as it is read, ahead of stores that it should come after.
 Before that there is NaN in either. So a wait too few gives NaN, and a barrier too few a wrong
 result, or NaN, or somebody whom all the others wait for.
 """
@@ -20,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .gluon_programs import Programs
 
 NAN = float("nan")
 WARP = 32
@@ -193,8 +197,14 @@ class Task:
 class Machine:
     """What the partitions of one program share; ``register`` makes one of a tensor."""
 
-    def __init__(self, register: Callable[[Any], Any], reverse: bool) -> None:
+    def __init__(
+        self,
+        register: Callable[[Any], Any],
+        reverse: bool,
+        programs: Programs | None = None,
+    ) -> None:
         self.register, self.reverse = register, reverse
+        self.programs = programs  # of which this is one, if they run at once
         self.arrived: dict[int, int] = {}
         # for how many threads the first of them waits
         self.expected: dict[int, int] = {}
@@ -228,10 +238,14 @@ class Machine:
             raise RuntimeError("another partition failed")
 
     def _choose(self) -> Task:
-        for task in self.order:
-            if not task.is_done and task.is_ready():
-                return task
-        raise RuntimeError("nobody comes to a barrier")
+        while True:
+            for task in self.order:
+                if not task.is_done and task.is_ready():
+                    if self.programs:
+                        self.programs.note_progress()
+                    return task
+            if not (self.programs and self.programs.step_aside()):
+                raise RuntimeError("nobody comes to a barrier")
 
     def specialize(self, parts: Sequence[tuple[Any, tuple[Any, ...]]], *_numbers: Any) -> None:
         whole, tasks = self.current, [Task(number) for number in range(len(parts))]
@@ -243,6 +257,7 @@ class Machine:
                 if not self.failure:
                     with torch.no_grad():
                         function(*arguments)
+                    self.land()
                     assert not task.own.get("stores"), "a copy to memory is not waited for"
                     assert not task.own.get("products"), "a product is not waited for"
                 task.is_done = True
@@ -339,17 +354,23 @@ class Machine:
         flat, places, inside = tensor_map.places(where)
         source.assert_fenced()
 
-        def write() -> None:
-            flat[places[inside]] = source.memory.view(places.shape)[inside]
+        def read() -> Callable[[], None]:
+            tile = source.memory.view(places.shape)[inside]
 
-        self.own("stores").append(write)
+            def write() -> None:
+                flat[places[inside]] = tile
+
+            return write
+
+        self.own("stores").append(read)
 
     def add_out(self, tensor_map: Map, where: Any, source: Shared) -> None:
         flat, places, inside = tensor_map.places(where)
         source.assert_fenced()
 
-        def add() -> None:
+        def add() -> Callable[[], None]:
             flat[places[inside]] += source.memory.view(places.shape)[inside]
+            return lambda: None
 
         self.own("stores").append(add)
 
@@ -359,7 +380,13 @@ class Machine:
         while len(queue) > left:
             landing.append(queue.pop(0)())
         if not is_read:
-            landing.clear()
+            self.land(max(left - len(queue), 0))
+
+    def land(self, left: int = 0) -> None:
+        """Let all but so many of the partition's copies that were read arrive in memory."""
+        landing = self.own("landing")
+        while len(landing) > left:
+            landing.pop(0)()
 
     # ---- products
 
