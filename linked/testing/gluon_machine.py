@@ -151,6 +151,14 @@ class Map:
         assert bool(((read >= 0) & (read < len(flat))).all()), "a copy out of range"
         return flat, places, inside
 
+    def written(self, where: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same of a box that is written, which may not begin ahead of the tensor.
+
+        NVIDIA's programming guide says so. A box that is read may, and either may end behind it.
+        """
+        assert min(int(x) for x in where) >= 0, "a store begins ahead of its tensor"
+        return self.places(where)
+
 
 class Barrier:
     """A barrier in shared memory: arrivals of a phase, the bytes it waits for, copies to come."""
@@ -351,7 +359,7 @@ class Machine:
         self.pause()
 
     def copy_out(self, tensor_map: Map, where: Any, source: Shared) -> None:
-        flat, places, inside = tensor_map.places(where)
+        flat, places, inside = tensor_map.written(where)
         source.assert_fenced()
 
         def read() -> Callable[[], None]:
@@ -365,7 +373,7 @@ class Machine:
         self.own("stores").append(read)
 
     def add_out(self, tensor_map: Map, where: Any, source: Shared) -> None:
-        flat, places, inside = tensor_map.places(where)
+        flat, places, inside = tensor_map.written(where)
         source.assert_fenced()
 
         def add() -> Callable[[], None]:
