@@ -49,6 +49,15 @@ def biased(monkeypatch, forward):
 def gradients(monkeypatch, biased, backward):
     """Return a function that has one kernel serve every backward call."""
 
+    real = bias_plans.BiasSum.new_gradients
+
+    def unset(self, dbias):
+        """Memory that is not set to zero may hold anything."""
+        ds = real(self, dbias.fill_(torch.nan))
+        return ds if ds is dbias else ds.fill_(torch.nan)
+
+    monkeypatch.setattr(bias_plans.BiasSum, "new_gradients", unset)
+
     def serve(tile, reverse=True):
         monkeypatch.setattr(plans, "hopper_bias_tile", lambda *_: FORWARD["plain"])
         monkeypatch.setattr(backward_plans, "hopper_backward_bias_tile", lambda *_: BACKWARD[tile])
@@ -208,6 +217,11 @@ SUMMED = [
     ("columns", Shape(2, 200, 70, 12, 6, 64), ("causal",), (2, 1, 200, 70)),
     ("columns", Shape(6, 70, 40, 2, 1, 64), (), (1, 2, 70, 40)),
     ("columns", Shape(2, 150, 72, 2, 2, 48), ("causal",), (1, 2, 150, 72)),
+    ("columns", Shape(1, 150, 152, 2, 1, 64), ("causal",), (1, 2, 150, 152)),
+    # rows that see no key: less than a tile of them, two tiles, and more than one, of 128
+    ("columns", Shape(2, 100, 72, 2, 2, 48), ("causal",), (1, 2, 100, 72)),
+    ("columns", Shape(2, 200, 72, 4, 2, 64), ("causal",), (1, 4, 200, 72)),
+    ("rows", Shape(1, 330, 136, 4, 4, 64), ("causal",), (1, 1, 330, 136)),
 ]
 
 
@@ -215,6 +229,21 @@ SUMMED = [
 def test_gradient_of_the_bias(tile, shape, features, size, gradients, monkeypatch):
     monkeypatch.setattr(portable_plans.BiasGradient, "__call__", None)  # the portable one
     gradients(tile, reverse=shape.heads_k == 1)
+    case = make_case(shape, torch.bfloat16, "cpu", features)
+    check(with_bias(case, *size, share=0.1))
+
+
+# those whose programs share a tile: all of the bias, a part of it, in panels of two key heads
+SHARED = [SUMMED[i] for i in (0, 2, 6, 7, 8, 9, 10, 12, 13, 14)]
+
+
+@pytest.mark.parametrize("order", ["at_once", "backwards", "by_twos"])
+@pytest.mark.parametrize(("tile", "shape", "features", "size"), SHARED, ids=str)
+def test_gradient_of_a_shared_bias(tile, shape, features, size, order, gradients):
+    """Whoever begins first stores, whatever the order in which programs begin and go on."""
+    kernel = gradients(tile, reverse=order != "by_twos")
+    kernel.at_once = {"at_once": 64, "backwards": 1, "by_twos": 2}[order]
+    kernel.backwards = order == "backwards"
     case = make_case(shape, torch.bfloat16, "cpu", features)
     check(with_bias(case, *size, share=0.1))
 
@@ -261,7 +290,8 @@ def test_launches_leave_a_gpu_no_emptier(size, programs, processors, parts, monk
     form = Form(x, Options(0.1, -1, -1, 0.0, 0.0))
     summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], processors)
     assert summed.parts == summed.together == parts
-    assert not summed.adds_to_zeros
+    assert not summed.constants["SHARES_DS"]
+    assert summed.counters == 0
 
 
 @pytest.mark.parametrize(
@@ -278,7 +308,7 @@ def test_launches_leave_a_gpu_no_emptier(size, programs, processors, parts, monk
     ],
 )
 def test_sums_of_those_side_by_side(batch, heads, size, together, monkeypatch):
-    """Up to four are added up, as many as come out even, and to zeros."""
+    """Up to four are added up, as many as come out even, and nothing is set to zero."""
     monkeypatch.setenv("ATTN_COMMON_PLATFORM", "nvidia:sm_90")
     q = torch.empty(batch, 16, heads, 64, dtype=HALF, device="meta")
     x = Tensors(q, q, q, bias=torch.empty(*size, 16, 16, dtype=HALF, device="meta"))
@@ -289,9 +319,58 @@ def test_sums_of_those_side_by_side(batch, heads, size, together, monkeypatch):
     assert summed.parts == (1, 1)
     ds = summed.new_gradients(torch.full(x.bias.shape, torch.nan))
     assert ds.shape[:2] == (batch // together[0], heads // together[1])
-    if max(together) > 1:
-        assert summed.adds_to_zeros
-        assert not ds.any()
+    is_shared = max(together) > 1
+    assert summed.constants == {"SHARES_DS": is_shared, "CLEARS_DS": False}
+    # two for each block of keys, of which there is one
+    assert summed.counters == (2 * batch * heads // max(together) if is_shared else 0)
+    if ds.shape == x.bias.shape:
+        assert ds.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "dropout", "clears"),
+    [
+        ((1, 8), 16, 0.0, True),
+        ((1, 8), 20, 0.0, False),  # rows that TMA does not write: what is hidden is not summed
+        ((1, 8), 16, 0.5, False),
+        ((1, 1), 16, 0.0, False),
+    ],
+)
+def test_hidden_tiles_are_cleared_where_nothing_is_summed(
+    size, tokens, dropout, clears, monkeypatch
+):
+    monkeypatch.setenv("ATTN_COMMON_PLATFORM", "nvidia:sm_90")
+    q = torch.empty(4, tokens, 8, 64, dtype=HALF, device="meta")
+    x = Tensors(q, q, q, bias=torch.empty(*size, tokens, tokens, dtype=HALF, device="meta"))
+    form = Form(x, Options(0.1, -1, 0, 0.0, dropout))
+    together = bias_plans.side_by_side(form, bias_plans.BiasForm(x.bias, 64, 64))
+    summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], 132, together)
+    assert summed.constants == {"SHARES_DS": True, "CLEARS_DS": clears}
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "window_right", "rows"),
+    [
+        (4, (320, 128), 0, 0),  # 192 rows see no key: three tiles
+        (4, (320, 120), 0, 8),
+        (4, (320, 120), 200, 0),
+        (4, (320, 120), 150, 50),
+        (4, (120, 320), 0, 0),
+        (4, (320, 120), -1, 0),  # no mask
+        (1, (320, 128), 0, 320),  # one sequence: nobody adds, nothing is cleared by the kernel
+    ],
+)
+def test_rows_that_fill_no_tile_are_set_to_zero(batch, tokens, window_right, rows, monkeypatch):
+    """No TMA store may begin ahead of the first row; see ``clear_hidden``."""
+    monkeypatch.setenv("ATTN_COMMON_PLATFORM", "nvidia:sm_90")
+    q, k = (torch.empty(batch, n, 8, 64, dtype=HALF, device="meta") for n in tokens)
+    x = Tensors(q, k, k, bias=torch.empty(1, 8, *tokens, dtype=HALF, device="meta"))
+    form = Form(x, Options(0.1, -1, window_right, 0.0, 0.0))
+    together = bias_plans.side_by_side(form, bias_plans.BiasForm(x.bias, 64, 64))
+    summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], 132, together)
+    ds = summed.new_gradients(torch.full(x.bias.shape, torch.nan))
+    assert not ds[:, :, :rows].any()
+    assert ds[:, :, rows:].isnan().all()
 
 
 def test_gradients_of_scores_have_a_bound(gradients, monkeypatch):
@@ -346,10 +425,10 @@ BACKWARD_MISTAKES = [
     ("copy_bias", "block.first_key + w * ROWS", "block.first_key"),
     ("copy_bias", "head if OPTIONS.BIAS_HEADS else 0", "0"),
     ("produce", "await_readers(turns, TILE)", "pass"),
-    ("keep_gradient", "head_at(turn, ", "head_at(0, "),
     ("keep_gradient", "turn % 2 * 2 + W", "W"),
-    ("keep_gradient", "W * ROWS", "0"),
-    ("keep_gradient", "+ program.block.ahead_q", ""),
+    ("place_at", "head_at(turn, ", "head_at(0, "),
+    ("place_at", "+ program.block.ahead_q", ""),
+    ("place_in_planes", "W * ROWS", "0"),
     ("walk_tiles", "hopper.fence_async_shared()", "pass"),
 ]
 
@@ -365,13 +444,14 @@ def test_gradients_in_order_with_a_mistake(gradients):
 
 # in memory: of all, of those in order, or of both
 SEQUENCE_MISTAKES = [
-    ("keep_gradient", "add_out(", "copy_out(", (False, True)),
-    ("keep_gradient", "// numbers.sequences_together", "", (False, True)),
+    ("keep_gradient", "add_out(", "copy_out(", (True,)),
+    ("keep_shared", "add_out(", "copy_out(", (False,)),
+    ("place_in_planes", "// numbers.sequences_together", "", (False, True)),
     ("locate_keys", "sequence += numbers.first_sequence", "pass", (True,)),
     ("locate_keys", "gl.num_programs(0) // tiles", "batch * heads_k", (True,)),
 ]
 HEAD_MISTAKES = [
-    ("keep_gradient", "(head_k - head_k // numbers.heads_together)", "0", (False, True)),
+    ("place_in_planes", "(head_k - head_k // numbers.heads_together)", "0", (False, True)),
     ("locate_keys", "head += numbers.first_head", "pass", (True,)),
     ("locate_keys", "heads_k = numbers.heads_here", "pass", (True,)),
 ]
@@ -403,6 +483,63 @@ def test_sums_over_heads_with_a_mistake(function, right, wrong, ordered, gradien
     case = with_bias(case, 2, 1, 70, 136)
     for deterministic in ordered:
         assert caught(serve, case.with_options(deterministic=deterministic), grad=True)
+
+
+# function, what is planted, how many programs run at once
+SHARED_MISTAKES = [
+    ("keep_shared", "_await_stored(stored, turn)", "pass", 64),
+    ("keep_shared", "_say_stored(stored, PARTS)", "pass", 64),
+    ("keep_shared", "_say_stored(stored, PARTS)", "_say_stored(stored, 2 * PARTS)", 64),
+    ("keep_shared", "_say_stored(stored, 0)", "pass", 1),
+    ("keep_shared", "_say_stored(stored, 0)", "_say_stored(stored, PARTS)", 64),
+    ("keep_shared", "number == 0", "number == 1", 1),  # whoever is second may never begin
+    ("keep_shared", "number == 0", "number >= 0", 1),
+    ("keep_shared", "mbarrier.wait(order.full.index(turn % 2), turn // 2 & 1)", "pass", 1),
+    ("keep_shared", "mbarrier.arrive(order.empty.index(turn % 2), count=1)", "pass", 1),
+    ("keep_shared", "turn % 2 * PARTS + w", "turn % 2 * PARTS", 1),
+    ("keep_shared", "tma.store_wait(0)", "pass", 1),
+    ("await_buffer", "mbarrier.wait(", "(lambda *_: None)(", 1),
+    ("_say_stored", "gl.where(lanes == 0, 1, 0)", "lanes * 0 + 1", 64),
+    ("share_block", "2 * place", "0", 1),
+    ("share_block", "block.head_k // heads", "0", 1),
+    ("share_block", "// sequences", "", 1),
+    ("clear_hidden", "range(own, tiles, together)", "range(own + 1, tiles, together)", 1),
+    ("clear_hidden", "range(own, tiles, together)", "range(own, tiles - 1, together)", 1),
+    ("clear_hidden", "rows // TILE.BLOCK_M", "walk.begin", 1),
+    ("clear_hidden", "rows // TILE.BLOCK_M", "gl.cdiv(rows, TILE.BLOCK_M)", 1),
+    ("clear_hidden", "+ block.ahead_q", "", 1),
+    ("clear_hidden", "+ index % OPTIONS.GROUP", "", 1),
+    ("clear_hidden", "await_buffer(steps + steps % 2, program, OPTIONS)", "pass", 1),
+    ("clear_hidden", "hopper.fence_async_shared()", "pass", 1),
+    ("_finish", "clear_hidden(W, program, OPTIONS, TILE)", "pass", 1),
+]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("function", "right", "wrong", "at_once"), SHARED_MISTAKES, ids=lambda x: str(x)[:40]
+)
+def test_shared_gradients_with_a_mistake(function, right, wrong, at_once, gradients):
+    """Beside a causal mask: tiles that it hides, and queries that see no key."""
+
+    def serve(reverse):
+        kernel = gradients("columns", reverse)
+        kernel.plant(function, right, wrong)
+        kernel.at_once = at_once
+
+    case = make_case(Shape(2, 330, 136, 4, 2, 48), torch.bfloat16, "cpu", ("causal",))
+    assert caught(serve, with_bias(case, 1, 4, 330, 136), grad=True)
+
+
+@pytest.mark.mutation
+def test_counters_of_heads_with_a_mistake(gradients):
+    """Groups of key heads have counters of their own."""
+
+    def serve(reverse):
+        gradients("columns", reverse).plant("share_block", "(numbers.heads_k // heads)", "1")
+
+    case = make_case(Shape(2, 70, 72, 8, 8, 48), torch.bfloat16, "cpu")
+    assert caught(serve, with_bias(case, 2, 1, 70, 72), grad=True)
 
 
 def test_parts_in_order_with_a_mistake(gradients):

@@ -14,9 +14,9 @@ from flash_attn_triton._kernels.form import Form
 from flash_attn_triton._kernels.hopper.backward_plans import HopperBackward
 from flash_attn_triton._kernels.hopper.plans import HopperForward
 from flash_attn_triton._kernels.plans import PortableForward
-from flash_attn_triton._kernels.structures import Extras, Inputs
+from flash_attn_triton._kernels.structures import PIECE, Extras, Inputs
 
-from ._linked.gpus import GPUS, Build, chosen, compiling
+from ._linked.gpus import GPUS, Build, absent_gpu, chosen, compiling
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed
 
 HOPPER = "nvidia:sm_90"
@@ -135,13 +135,34 @@ def test_backward_builds(head_dim, causal, tmp_path):
 @pytest.mark.parametrize(
     ("head_dim", "causal"), chosen(itertools.product((64, 128), (False, True)), [(64, False)])
 )
-def test_backward_that_adds_builds(head_dim, causal, tmp_path):
-    """Four sequences that share a bias add up its gradient, and nothing is left to be summed."""
+def test_backward_of_a_shared_bias_builds(head_dim, causal, tmp_path):
+    """Four sequences add up its gradient: one stores, and nothing is left to be summed."""
     with compiling(HOPPER, tmp_path) as builds:
         run_backward(*made(head_dim, causal, batch=1, group=1, tokens=4096))
         run_backward(*made(head_dim, causal, batch=4, group=1, tokens=4096))
-    storing, _, adding, _rounding = builds
-    check_adding(adding, storing, head_dim, causal)
+    storing, _, shared, _rounding = builds
+    check_limits(shared, storing, head_dim, causal)
+    # one warp either stores or adds
+    assert shared.sass.count(" UTMAREDG.") > storing.sass.count(" UTMAREDG.")
+    assert shared.sass.count(" UTMASTG.") >= storing.sass.count(" UTMASTG.")
+    # each copy is a group of its own, as ``_say_stored`` counts them; ends of branches may be merged
+    copies = shared.sass.count(" UTMAREDG.") + shared.sass.count(" UTMASTG.")
+    assert shared.sass.count(" UTMACMDFLUSH") >= copies - 1
+    assert " MEMBAR.ALL.GPU" in shared.sass  # the tile is there before its counter says so
+    assert " MEMBAR.ALL.GPU" not in storing.sass
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_counters_of_a_shared_bias_follow_the_sums(head_dim):
+    """Two for each block of keys of those that share it; the row kernel sets whole pieces to 0."""
+    with absent_gpu(HOPPER):
+        x, form = made(head_dim, True, batch=4, group=1, tokens=1000)
+        sums = HopperBackward(form, x).new_sums(x.q)
+    assert sums.numel() % PIECE == 0
+    tile = hopper_backward_bias_tile(head_dim, 2)
+    numbers = 4 * 4 * -(-1000 // tile.block_m) * tile.block_m * head_dim
+    assert sums.numel() - numbers >= 2 * 4 * -(-1000 // tile.block_n)
 
 
 @pytest.mark.aot
@@ -158,13 +179,18 @@ def test_backward_in_order_builds(head_dim, causal, tmp_path):
         check_adding(adding, storing, head_dim, causal)
 
 
+def check_limits(build: Build, storing: Build, head_dim: int, causal: bool) -> None:
+    """Hold a build to its limits, of the kernel that also builds into one that stores alone."""
+    assert build.kernel == storing.kernel
+    assert not build.unset, build
+    assert build.shared <= GPUS[HOPPER].shared_limit, build
+    old, new = BACKWARD_SPILLS[head_dim, causal]
+    assert build.spilled <= (old if IS_OLD else new), build
+
+
 def check_adding(adding: Build, storing: Build, head_dim: int, causal: bool) -> None:
     """Hold a build that adds gradients of scores to its limits, beside one that stores them."""
-    assert adding.kernel == storing.kernel
-    assert not adding.unset, adding
-    assert adding.shared <= GPUS[HOPPER].shared_limit, adding
-    old, new = BACKWARD_SPILLS[head_dim, causal]
-    assert adding.spilled <= (old if IS_OLD else new), adding
+    check_limits(adding, storing, head_dim, causal)
     # added to memory are dq and the gradients of scores
     added = adding.sass.count(" UTMAREDG.") - storing.sass.count(" UTMAREDG.")
     assert added == storing.sass.count(" UTMASTG.") - adding.sass.count(" UTMASTG.") > 0
@@ -207,6 +233,20 @@ def test_features(names, lengths, head_dim, device):
 def test_broadcasts(head_dim, size, rows, dtype, device):
     case = make_case(Shape(2, 333, 501, 4, 2, head_dim), torch.bfloat16, device, ("causal",))
     check(with_bias(case, (*size, rows, 501), dtype))
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("lengths", [(700, 328), (320, 128), (360, 328)], ids=str)
+@pytest.mark.parametrize(("heads_k", "size"), [(2, (1, 4)), (4, (2, 1)), (4, (1, 1))], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_see_no_key(head_dim, heads_k, size, lengths, device):
+    """They end within a tile, with a tile, and before one is full; dbias is 0 there."""
+    batch = 1 if size == (1, 1) else 2  # whatever is shared is added up in place
+    shape = Shape(batch, *lengths, 4, heads_k, head_dim)
+    case = make_case(shape, torch.bfloat16, device, ("causal",))
+    unset = torch.full((2 * 4 * 704 * 328,), torch.nan, dtype=torch.bfloat16, device=device)
+    del unset
+    check(with_bias(case, (*size, *lengths), torch.bfloat16))
 
 
 @pytest.mark.device

@@ -30,6 +30,7 @@ from .backward_values import consume_values, make_value_pipeline
 from .backward_wide import GIVEN, consume_gradients, consume_scores
 from .ordered import add_in_order, pass_turns
 from .panels import allocate
+from .shared_bias import keep_shared, share_block
 
 
 @gluon.jit
@@ -139,6 +140,8 @@ def backward_kernel(
     BIAS_ROWS: gl.constexpr,
     ORDERED: gl.constexpr,
     ADDS_DS: gl.constexpr,
+    SHARES_DS: gl.constexpr,
+    CLEARS_DS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -173,6 +176,8 @@ def backward_kernel(
         BIAS_ROWS,
         ORDERED,
         ADDS_DS,
+        SHARES_DS,
+        CLEARS_DS,
     )
     TILE: gl.constexpr = Tile(
         BLOCK_M,
@@ -245,6 +250,9 @@ def backward_kernel(
     order = None
     if ORDERED:
         order = Order(counters_ptr + (1 + 2 * dq_at), barriers(2, 1), barriers(2, 1))
+    elif SHARES_DS:
+        gl.static_assert(MAKES_DK and BLOCK_N > ROWS and not HAS_LEFT, "another way to sum dbias")
+        order = share_block(block, tensors, numbers, TILE)
     if not MAKES_DK:
         gl.static_assert(BARRIERS <= 16, "stages outnumber the barriers")
         program = Program(
@@ -312,6 +320,17 @@ def backward_kernel(
                 ],
                 [4, 1, 1, 1],
                 [240, 24, 24, 24],
+            )
+        elif SHARES_DS:
+            gl.warp_specialize(
+                [
+                    (consume, (0, program, OPTIONS, TILE)),
+                    (consume, (1, program, OPTIONS, TILE)),
+                    (produce, (program, OPTIONS, TILE)),
+                    (keep_shared, (program, OPTIONS, TILE)),
+                ],
+                [4, 1, 1],
+                [240, 24, 24],
             )
         else:
             gl.warp_specialize(

@@ -97,25 +97,41 @@ def gradients_of(number, program, TILE: gl.constexpr):
 
 
 @gluon.jit
+def place_in_planes(head, row, W: gl.constexpr, program, OPTIONS: gl.constexpr):
+    """Return where ``W``'s keys lie in the map of gradients of scores, from a row on.
+
+    Sequences, or key heads, that are added up have a plane together.
+    """
+    block, numbers = program.block, program.numbers
+    head_k = block.head_k
+    sequence = block.sequence // numbers.sequences_together
+    plane = head - (head_k - head_k // numbers.heads_together) * OPTIONS.GROUP
+    return 0, sequence, plane, row, block.first_key + W * ROWS
+
+
+@gluon.jit
+def place_at(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return where ``W``'s gradients of scores of a step lie in their map."""
+    walk = program.walk
+    head, step = head_at(turn, program.block.head_k, walk.end - walk.begin, OPTIONS)
+    row = tile_at(step, walk.begin, walk.end, OPTIONS) * TILE.BLOCK_M + program.block.ahead_q
+    return place_in_planes(head, row, W, program, OPTIONS)
+
+
+@gluon.jit
 def keep_gradient(turn, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     """Start the store of ``W``'s gradients of scores, for ``sum_bias_kernel``, or their addition.
 
-    Sequences, or key heads, that are added up have a plane together.
-
     They leave from where the product of dq reads them. The TMA has read them before the memory is
     written again two steps later, as each step but the first waits for the stores of the steps
-    before.
+    before. Those that are shared are left to ``keep_shared``.
     """
-    if program.maps.ds_desc is not None:
-        walk, numbers, desc = program.walk, program.numbers, program.maps.ds_desc
-        head, step = head_at(turn, program.block.head_k, walk.end - walk.begin, OPTIONS)
-        head_k = program.block.head_k
-        sequence = program.block.sequence // numbers.sequences_together
-        plane = head - (head_k - head_k // numbers.heads_together) * OPTIONS.GROUP
-        row = tile_at(step, walk.begin, walk.end, OPTIONS) * TILE.BLOCK_M + program.block.ahead_q
-        where = (0, sequence, plane, row, program.block.first_key + W * ROWS)
+    if OPTIONS.SHARES_DS:
+        mbarrier.arrive(program.order.full.index(turn % 2), count=1)
+    elif program.maps.ds_desc is not None:
+        where = place_at(turn, W, program, OPTIONS, TILE)
         ds = program.pipeline.ds_s.index(turn % 2 * 2 + W)
         if OPTIONS.ADDS_DS:
-            add_out(desc, where, ds)
+            add_out(program.maps.ds_desc, where, ds)
         else:
-            copy_out(desc, where, ds)
+            copy_out(program.maps.ds_desc, where, ds)

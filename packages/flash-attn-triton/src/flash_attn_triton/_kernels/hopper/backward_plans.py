@@ -81,7 +81,8 @@ class Launches(NamedTuple):
     """The launches of gradients, for one way in which the output's gradient lies in memory."""
 
     plain: MappingLaunch
-    # also stores gradients of scores, or adds them to those that are there
+    # also stores gradients of scores, and adds up what is shared, or adds them to those that are
+    # there
     keeping: MappingLaunch
     adding: MappingLaunch
     # of values alone, if that is apart
@@ -119,6 +120,8 @@ class HopperBackward:
             RAGGED=ragged,
             ORDERED=ordered,
             ADDS_DS=False,
+            SHARES_DS=False,
+            CLEARS_DS=False,
             **draws_apart(form, x),
             **dimensions_of(bias),
         )
@@ -176,7 +179,7 @@ class HopperBackward:
     def new_sums(self, q: Tensor) -> Tensor:
         """Return the memory in which dq is summed: tiles of queries, which are to be set to 0.
 
-        If additions are ordered, counters follow; see ``__call__``.
+        If additions are ordered, or a bias is shared, counters follow; see ``__call__``.
         """
         tokens = q.shape[-3]
         shape = self._shapes.get(tokens) or self._shapes.keep(tokens, self._sums_shape(tokens))
@@ -185,8 +188,10 @@ class HopperBackward:
     def _sums_shape(self, tokens_q: int) -> tuple[int, int]:
         form = self._form
         slots = form.tiles(tokens_q, self._tile.block_m) * form.heads_q * form.grid_batch
-        if self._ordered:
-            slots += cdiv(1 + 2 * slots, self._maps.numbers)
+        counters = 1 + 2 * slots if self._ordered else 0
+        if self._bias_sum is not None:
+            counters += self._bias_sum.counters
+        slots += cdiv(counters, self._maps.numbers)
         return self._maps.sums_shape(slots)
 
     @property
@@ -213,8 +218,10 @@ class HopperBackward:
             dk.zero_()
             dv.zero_()
         ds = None
+        has_counters = self._ordered
         if dbias is not None and self._bias_sum is not None:
             ds = self._bias_sum.new_gradients(dbias)
+            has_counters = has_counters or self._bias_sum.counters > 0
         mapped = q, k, v, dout, dk, dv
         strides = dout.stride()
         launches = self._launches.get(strides) or self._launches.keep(
@@ -229,15 +236,14 @@ class HopperBackward:
             extras.cu_seqlens_q_ptr,
             extras.cu_seqlens_k_ptr,
             extras.seqused_k_ptr,
-            # of programs, and for each half of a tile, behind the sums
-            sums[work.slots :].view(torch.int32) if self._ordered else None,
+            # behind the sums
+            sums[work.slots :].view(torch.int32) if has_counters else None,
         )
         if ds is None:
             launches.plain(work.grid, tensors, work.numbers)
         else:
             for number, numbers in enumerate(work.parts):
-                adds = number > 0 or self._bias_sum.adds_to_zeros
-                launch = launches.adding if adds else launches.keeping
+                launch = launches.adding if number > 0 else launches.keeping
                 launch(work.grid // len(work.parts), tensors, numbers)
         if launches.values is not None:
             launches.values(work.grid, tensors, work.numbers)
@@ -257,7 +263,8 @@ class HopperBackward:
 
     def _launches_of(self, mapped: Six) -> Launches:
         """Return the launches for such an output's gradient."""
-        bias, ds = self._map_bias, self._bias_sum.map_of if self._bias_sum else None
+        bias, summed = self._map_bias, self._bias_sum
+        ds, kept = (summed.map_of, summed.constants) if summed else (None, {})
         kind = {"num_warps": 4, "maxnreg": REGISTERS}
 
         def launch(constants: dict[str, Any], ds: MapForm | None = None) -> MappingLaunch:
@@ -267,7 +274,7 @@ class HopperBackward:
 
         return Launches(
             plain=launch(self._constants),
-            keeping=launch(self._constants, ds),
+            keeping=launch(self._constants | kept, ds),
             adding=launch(self._constants | {"ADDS_DS": True}, ds),
             values=launch(self._values_constants) if self._values_constants else None,
         )

@@ -33,6 +33,7 @@ from .panels import (
     write_panels,
 )
 from .places import DQ_TILE, FIRST_ROW, place_of
+from .shared_bias import await_buffer, clear_hidden
 
 # threads that meet where a stage is empty: two warpgroups and the producer's warp
 PARTIES = gl.constexpr(288)
@@ -309,7 +310,7 @@ def walk_tiles(
     ROWS_DQ: gl.constexpr = BLOCK_M * (TILE.HEAD_DIM + TILE.NARROW) // 32
     S: gl.constexpr = accumulator(BLOCK_M)
     # a step does not wait for the store of its own gradients of scores
-    LEFT: gl.constexpr = 0 if program.maps.ds_desc is None else 1
+    LEFT: gl.constexpr = 0 if program.maps.ds_desc is None or OPTIONS.SHARES_DS else 1
     pipeline, block = program.pipeline, program.block
     dtype: gl.constexpr = pipeline.ds_s.dtype
     total = count_turns(program.walk, OPTIONS)
@@ -354,6 +355,7 @@ def walk_tiles(
             delta = pipeline.delta_s.index(stage_o).load(gl.SliceLayout(0, S))  # [BLOCK_M]
         ds = score_gradient(weight, dp, delta, program).to(dtype)  # [ROWS, BLOCK_M]
         await_made(turn + 1, W)
+        await_buffer(turn, program, OPTIONS)
         gradients_of(turn % 2 * 2 + W, program, TILE).store(ds)
         hopper.fence_async_shared()
         keep_gradient(turn, W, program, OPTIONS, TILE)
@@ -416,6 +418,7 @@ def _finish(carried, W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.c
             dv = scale_panels(dv, program.numbers.keep_scale)
         write_panels(dv, maps.dv_descs, where, pipeline.v_s, W)
     barrier_sync(TURN, 256, 4)
+    clear_hidden(W, program, OPTIONS, TILE)
     dk = scale_panels(carried.dk, scale_of(program.numbers.scale, program))
     write_panels(dk, maps.dk_descs, where, pipeline.k_s, W)
     tma.store_wait(0)

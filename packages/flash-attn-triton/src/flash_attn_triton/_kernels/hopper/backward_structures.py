@@ -59,8 +59,9 @@ class Tensors(NamedTuple):
     cu_seqlens_q_ptr: Any  # None, or [batch + 1]
     cu_seqlens_k_ptr: Any
     seqused_k_ptr: Any  # None, or [batch]
-    # where ``ORDERED``: how many programs have begun, then how often each half of a tile of dq was
-    # added to; 0 before the launch
+    # 0 before the launch. Where ``ORDERED``: how many programs have begun, then how often each half
+    # of a tile of dq was added to. Where ``SHARES_DS``: for each block of keys of those that share
+    # a bias, how many programs have begun, and how many tiles of its gradient are stored
     counters_ptr: Any
 
 
@@ -105,6 +106,8 @@ class Options(NamedTuple):
     BIAS_ROWS: Any
     ORDERED: Any  # dq repeats bit for bit; see ``ordered``
     ADDS_DS: Any  # gradients of scores are added to what is there; see ``BiasSum``
+    SHARES_DS: Any  # those of programs that share a bias are added up; see ``shared_bias.py``
+    CLEARS_DS: Any  # and zeros are stored where a mask hides whole tiles of them
 
 
 class Tile(NamedTuple):
@@ -203,10 +206,14 @@ class BiasRing(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What the warps that add to dq in order share with the warpgroups that compute it."""
+    """What the warps that add to memory in turn share with the warpgroups that compute.
 
-    counters_ptr: Any  # one for each half of a tile of dq; see ``order`` (linked)
-    full: Any  # of ``dq_s``, one for each half
+    Where ``ORDERED`` they add to dq, each its half. Where ``SHARES_DS`` one keeps gradients of
+    scores.
+    """
+
+    counters_ptr: Any  # one for each half of a tile of dq, or the two of a block; see ``Tensors``
+    full: Any  # of ``dq_s``, one for each half, or of ``ds_s``, one for even steps, one for odd
     empty: Any
 
 

@@ -102,8 +102,9 @@ class BiasSum:
     """The gradient of a bias, from the gradients of scores that a backward keeps.
 
     Up to ``MOST_TOGETHER`` sequences or heads that share a bias add theirs up by TMA, in the dtype
-    of q: programs that run side by side, so that the sums are in the L2 cache, in whatever order
-    they come, and to zeros. Where more share the bias, ``sum_bias_kernel`` adds up the sums.
+    of q: programs that run side by side, so that the sums are in the L2 cache. One stores, and the
+    others add, in whatever order they come; see ``shared_bias``. Where more share the bias,
+    ``sum_bias_kernel`` adds up the sums.
 
     If additions are ordered, the backward is a launch for each of them. The first stores its
     gradients, the others add theirs. Launches that left something to be summed were slower: there
@@ -131,12 +132,22 @@ class BiasSum:
         if together is None:
             together = self.parts = self._divide(planes, programs, processors)
         self.together = together
-        self.adds_to_zeros = max(together) > max(self.parts)
+        is_shared = max(together) > max(self.parts)
         self._planes = form.batch // together.sequences, form.heads_q // together.heads
         # whole rows, which TMA writes
         columns = round_up(tokens_k, ACCESS_BYTES // x.q.element_size())
         self._shape = *self._planes, tokens_q, columns
         self._is_direct = self._shape == x.bias.shape and form.options.dropout_p == 0.0
+        # tiles that nobody sees are not summed, but here they are part of the result
+        clears = self._is_direct and form.constants.HAS_RIGHT
+        self.constants = {"SHARES_DS": is_shared, "CLEARS_DS": is_shared and clears}
+        # how many first rows are set to zero here: all, or those ahead of whole tiles of queries
+        # that see no key, which ``clear_hidden`` leaves out
+        blind = max(tokens_q - tokens_k - form.scalars.window_right, 0)
+        rows = blind % tile.block_m if is_shared else tokens_q
+        self._rows_set_to_zero = rows if clears else 0
+        # two for each block of keys of those that share a bias
+        self.counters = 2 * programs // max(together) if is_shared else 0
         self.fits = self._is_direct or math.prod(self._shape) * x.q.element_size() <= MOST_DS_BYTES
         ds = torch.empty(self._shape, dtype=x.q.dtype, device="meta")
         # queries first; in boxes of those of a step and 64 keys
@@ -169,9 +180,8 @@ class BiasSum:
     def new_gradients(self, dbias: Tensor) -> Tensor:
         """Return the memory for gradients of scores, perhaps that of ``dbias``."""
         ds = dbias if self._is_direct else dbias.new_empty(self._shape)
-        # tiles that nobody sees are not written
-        if self.adds_to_zeros or (self._is_direct and self._form.constants.HAS_RIGHT):
-            ds.zero_()
+        if self._rows_set_to_zero:
+            ds[:, :, : self._rows_set_to_zero].zero_()
         return ds
 
     def __call__(self, ds: Tensor, dbias: Tensor) -> None:

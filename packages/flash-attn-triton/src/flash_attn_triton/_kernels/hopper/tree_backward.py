@@ -28,7 +28,20 @@ POINTERS = ("cu_seqlens_ptr", "parents_ptr")
 def _options(group, has_softcap):
     """Return the options of the dense consumers: causal, ragged, and nothing else."""
     return Options(
-        group, False, True, has_softcap, True, False, False, False, False, False, False, False
+        GROUP=group,
+        HAS_LEFT=False,
+        HAS_RIGHT=True,
+        HAS_SOFTCAP=has_softcap,
+        RAGGED=True,
+        APART_Q=False,
+        APART_K=False,
+        BIAS_BATCH=False,
+        BIAS_HEADS=False,
+        BIAS_ROWS=False,
+        ORDERED=False,
+        ADDS_DS=False,
+        SHARES_DS=False,
+        CLEARS_DS=False,
     )
 
 
