@@ -17,6 +17,7 @@ PLACES = {
     "invariant": "src/{name}/_kernels/invariant",
     "hopper": "src/{name}/_kernels/hopper/_linked",
     "testing": "tests/_linked",
+    "benchmarks": "benchmarks/_linked",
 }
 
 

@@ -137,14 +137,19 @@ def test_checkout_without_links_stops_every_build(root, one, tmp_path):
         assert "lightning_attn/_linked/host/forms.py" in archive.namelist()
 
 
-def test_link_to_nothing_stops_a_build(one, tmp_path):
-    # a copy of one package: linked/ is not beside it
-    package = tmp_path / one.name
+@pytest.mark.parametrize("folder", ["host", "testing", "benchmarks"])
+def test_link_to_nothing_stops_a_build(folder, root, one, tmp_path):
+    # a copy of one package, and beside it linked/ without this folder
+    package = tmp_path / "packages" / one.name
     shutil.copytree(one, package, symlinks=True)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", str(package)]
+    shutil.copytree(root / "linked", tmp_path / "linked")
+    shutil.rmtree(tmp_path / "linked" / folder)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--sdist", str(package)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode
-    assert FIX in done.stdout + done.stderr
+    text = done.stdout + done.stderr
+    assert f"{place(package, folder).relative_to(package)} is not the folder" in text
+    assert FIX in text
 
 
 ADDRESSES = {

@@ -172,6 +172,7 @@ BREACHES = [
     (linked_files_reach_into_a_package, "linked/hopper/x.py", "from ..forward import f"),
     (linked_files_reach_into_a_package, "linked/testing/x.py", "from .._numerics import f"),
     (linked_files_reach_into_a_package, "linked/testing/x.py", "import a.api"),
+    (linked_files_reach_into_a_package, "linked/benchmarks/x.py", "from .. import cases"),
     (imports_in_a_circle, f"{SRC}/_kernels/tile.py", "from . import forward"),
     (imports_in_a_circle, f"{SRC}/_kernels/tile.py", "def f():\n    from .forward import g"),
     (

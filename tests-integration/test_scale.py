@@ -89,17 +89,23 @@ def test_a_trainer_trains_alike_on_several_ranks():
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "arguments"),
-    [("flash-attn-triton", 10, ["16", "32"]), ("lightning-attn", 2, ["64", "--heads", "4"])],
+    ("name", "rows", "arguments", "speed"),
+    [
+        ("flash-attn-triton", 12, ["--tokens", "16", "32"], "share"),
+        ("lightning-attn", 2, ["--tokens", "64", "--heads", "4"], "share"),
+        ("prefix-prefill", 1, ["--keys", "64"], "ratio"),
+    ],
 )
-def test_benchmarks_compare_and_write(name, rows, arguments, tmp_path):
+def test_benchmarks_compare_and_write(name, rows, arguments, speed, tmp_path):
     """Of several GPUs, where there are none: what does not come to the same ends the run."""
     file = tmp_path / "found.json"
-    command = ["benchmarks/bench_parallel.py", "--json", str(file), "--device", "cpu", "--tokens"]
-    launched(2, name, *command, *arguments)
+    command = ["benchmarks/bench_parallel.py", "--json", str(file), "--device", "cpu"]
+    printed = launched(2, name, *command, *arguments)
     found = json.loads(file.read_text())
     assert found["machine"]["ranks"] == 2
     assert len(found["results"]) == rows
-    timed = [row for row in found["results"] if "share" in row]
-    assert all(min(row["ms"]) > 0.0 for row in timed)
+    # rank 0 alone prints
+    assert [json.loads(line) for line in printed.splitlines()] == found["results"]
+    timed = [row for row in found["results"] if speed in row]
+    assert all(torch.tensor([row["ms"], row["one_gpu_ms"]]).min() > 0.0 for row in timed)
     assert len(timed) == rows - (4 if name == "flash-attn-triton" else 0)

@@ -26,9 +26,10 @@ class Sources(BuildHookInterface):  # type: ignore[type-arg]
         included = build_data.get("force_include", {})
         for name in [name for name in included if Path(name).name == ".gitignore"]:
             del included[name]
-        for path in sorted([*root.glob("src/**/*"), *root.glob("tests/*")]):
-            if is_broken(path):
-                self.app.abort(MESSAGE.format(path=path.relative_to(root)))
+        for places in ("src/**/*", "tests/*", "benchmarks/*"):
+            for path in sorted(root.glob(places)):
+                if is_broken(path):
+                    self.app.abort(MESSAGE.format(path=path.relative_to(root)))
 
 
 def is_broken(path: Path) -> bool:

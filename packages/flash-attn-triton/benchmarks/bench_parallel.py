@@ -24,17 +24,13 @@ import argparse
 import contextlib
 import functools
 import json
-import os
-import statistics
-import subprocess
-import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from _linked.ranks import Results, Row, captured, in_turns, joined, machine
 from flash_attn_triton import distributed, flash_attn_func, flash_attn_varlen_func
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,11 +39,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HEADS_Q, HEADS_K, HEAD_DIM = 32, 8, 128
 MIX = (8192, 4096, 2048, 1024, 512, 512)
-CALLS, REPEATS = 10, 7
 # of the norm of what is compared; of a row's, and the mean one's, ten times as much
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-
-Row = dict[str, Any]
 
 
 class Work(NamedTuple):
@@ -89,40 +82,6 @@ def check(name: str, got: list[Tensor], want: list[Tensor]) -> None:
         of_row = float((off / (size + size.mean()).clamp(min=1e-30)).max())
         if not (error <= LIMITS[y.dtype] and of_row <= 10 * LIMITS[y.dtype]):
             raise RuntimeError(f"{name}: {result} is off by {error}, a row by {of_row}")
-
-
-def in_turns(functions: list[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Return the time of a call of each, in ms: the median of several, taken in turns."""
-    for function in functions:
-        for _ in range(3):
-            function()
-    taken: list[list[float]] = [[] for _ in functions]
-    for _ in range(REPEATS):
-        for function, times in zip(functions, taken, strict=True):
-            times.append(1e3 * seconds(function, device))
-    return [statistics.median(times) for times in taken]
-
-
-def seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Return the time of a call, the largest of all ranks."""
-    dist.barrier()
-    if device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(CALLS):
-            function()
-        end.record()
-        torch.cuda.synchronize()
-        taken = begin.elapsed_time(end) / 1e3 / CALLS
-    else:
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            function()
-        taken = (time.perf_counter() - start) / CALLS
-    longest = torch.tensor(taken, device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return float(longest)
 
 
 def peak_of(way: Way, device: torch.device) -> int | None:
@@ -391,43 +350,14 @@ def capture(tokens: int, device: torch.device) -> Row:
     work = Work(*draw(tokens * dist.get_world_size(), device), [])
     with ours(work, deterministic=True) as way:
         want = differentiate(way)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                differentiate(way)
-        torch.cuda.current_stream().wait_stream(stream)
         try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                got = differentiate(way)
-            graph.replay()
+            replay, got = captured(lambda: differentiate(way))
+            replay()
             row["same_bits"] = [torch.equal(x, y) for x, y in zip(got, want, strict=True)]
-            (row["ms"],) = in_turns([graph.replay], device)
+            (row["ms"],) = in_turns([replay], device)
         except RuntimeError as error:
             row["error"] = str(error)[:300]
     return row
-
-
-def machine(device: torch.device) -> Row:
-    """Say what was measured on."""
-    import triton
-
-    folder = Path(__file__).parent
-    git = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    is_gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if is_gpu else "CPU",
-        "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
-        "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0",
-        "commit": commit or None,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "heads": [HEADS_Q, HEADS_K, HEAD_DIM],
-    }
 
 
 def draw_plot(path: Path, files: list[Path]) -> None:
@@ -480,31 +410,18 @@ def main() -> None:
         return
     if any(tokens < 2 or tokens % 2 for tokens in args.tokens):
         parser.error("--tokens must be even: the rivals take parts of one length")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
-    found: Row = {"machine": machine(device), "results": []}
+    with joined(args.device) as device:
+        results = Results({**machine(device), "heads": [HEADS_Q, HEADS_K, HEAD_DIM]}, args.json)
 
-    def keep(rows: list[Row], tokens: int) -> None:
-        found["results"] += [{"tokens": tokens, **row} for row in rows]
-        if dist.get_rank() == 0:
+        def keep(rows: list[Row], tokens: int) -> None:
             for row in rows:
-                print(json.dumps({"tokens": tokens, **row}), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                results.add({"tokens": tokens, **row})
 
-    try:
         for tokens in args.tokens:
             keep(measure_dense(tokens, device, args.ways), tokens)
             keep(measure_packed(tokens, device), tokens)
         if device.type == "cuda":
             keep([capture(args.tokens[0], device)], args.tokens[0])
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

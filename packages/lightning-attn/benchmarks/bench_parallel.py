@@ -13,63 +13,20 @@ multicast stays off unless NCCL_NVLS_ENABLE is set.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import time
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from _linked.ranks import Results, Row, in_turns, joined, machine
 from lightning_attn import build_slopes, distributed, lightning_attn_func
 from torch import Tensor
 
 HEAD_DIM = 128
 # tokens a rank, heads
 SIZES = ((16384, 64), (65536, 32))
-CALLS, REPEATS = 10, 7
 # of the norm of what is compared
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-
-Row = dict[str, Any]
-
-
-def in_turns(functions: list[Callable[[], Any]], device: torch.device) -> list[float]:
-    """Return the time of a call of each, in ms: the median of several, taken in turns."""
-    for function in functions:
-        for _ in range(3):
-            function()
-    taken: list[list[float]] = [[] for _ in functions]
-    for _ in range(REPEATS):
-        for function, times in zip(functions, taken, strict=True):
-            times.append(1e3 * seconds(function, device))
-    return [statistics.median(times) for times in taken]
-
-
-def seconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Return the time of a call, the largest of all ranks."""
-    dist.barrier()
-    if device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(CALLS):
-            function()
-        end.record()
-        torch.cuda.synchronize()
-        taken = begin.elapsed_time(end) / 1e3 / CALLS
-    else:
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            function()
-        taken = (time.perf_counter() - start) / CALLS
-    longest = torch.tensor(taken, device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return float(longest)
 
 
 class Call:
@@ -143,25 +100,6 @@ def measure(tokens: int, heads: int, shard: str, device: torch.device) -> Row:
     }
 
 
-def machine(device: torch.device) -> Row:
-    """Say what was measured on."""
-    import triton
-
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    is_gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if is_gpu else "CPU",
-        "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
-        "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0",
-        "commit": commit or None,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=int, help="a rank, instead of the sizes above")
@@ -169,26 +107,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="a file for the results")
     args = parser.parse_args()
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
-    found: Row = {"machine": machine(device), "results": []}
-    try:
+    with joined(args.device) as device:
+        results = Results(machine(device), args.json)
         for tokens, heads in ((args.tokens, args.heads),) if args.tokens else SIZES:
             for shard in ("zigzag", "contiguous"):
-                row = measure(tokens, heads, shard, device)
-                found["results"].append(row)
-                if dist.get_rank() == 0:
-                    print(json.dumps(row), flush=True)
-                    if args.json:
-                        text = json.dumps(found, indent=1) + "\n"
-                        args.json.write_text(text, encoding="utf-8")
-    finally:
-        dist.destroy_process_group()
+                results.add(measure(tokens, heads, shard, device))
 
 
 if __name__ == "__main__":

@@ -3,76 +3,30 @@
     torchrun --nproc-per-node=2 benchmarks/bench_parallel.py --json two.json
 
 One GPU's time is that of the plain function, with all keys in its own cache. Both run in CUDA
-graphs, where the group allows it. A time is that of twenty calls between two events, the largest of
-all ranks, the least of five such times. Every result is compared with the plain function's before
-it is timed. NVLink multicast stays off unless NCCL_NVLS_ENABLE is set.
+graphs, where the group allows it, and are timed in turns, as GPUs that are hot are slower. A time
+is that of twenty calls between two events, the largest of all ranks, the median of seven such
+times. Every result is compared with the plain function's before it is timed. NVLink multicast stays
+off unless NCCL_NVLS_ENABLE is set.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import time
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _linked.ranks import Results, Row, captured, in_turns, joined, machine
 from prefix_prefill import distributed, paged_attn_func
 
 HEADS_Q, HEADS_K, HEAD_DIM, PAGE = 32, 8, 128, 16
 # sequences, keys of each
 SIZES = ((1, 131_072), (1, 524_288), (32, 8192))
-CALLS, REPEATS = 20, 5
+CALLS = 20
 # of the norm of the output
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}
-
-Row = dict[str, Any]
-
-
-def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
-    """Return the time of a call, the largest of all ranks."""
-    for _ in range(3):
-        function()
-    least = float("inf")
-    for _ in range(REPEATS):
-        dist.barrier()
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(CALLS):
-                function()
-            end.record()
-            torch.cuda.synchronize()
-            taken = begin.elapsed_time(end) / CALLS
-        else:
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                function()
-            taken = 1e3 * (time.perf_counter() - start) / CALLS
-        longest = torch.tensor(taken, device=device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX)
-        least = min(least, float(longest))
-    return least
-
-
-def captured(function: Callable[[], torch.Tensor]) -> Callable[[], None]:
-    """Return the replay of a graph that holds a call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
 
 
 def cache_of(every: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
@@ -117,8 +71,8 @@ def measure(batch: int, keys: int, device: torch.device, is_captured: bool) -> R
         raise RuntimeError(f"{batch} x {keys}: out is off by {error}")
     steps: list[Callable[[], Any]] = [one, every]
     if is_captured:
-        steps = [captured(step) for step in steps]
-    base, ms = (milliseconds(step, device) for step in steps)
+        steps = [captured(step)[0] for step in steps]
+    base, ms = in_turns(steps, device, CALLS)
     return {
         "batch": batch,
         "keys": keys,
@@ -129,52 +83,17 @@ def measure(batch: int, keys: int, device: torch.device, is_captured: bool) -> R
     }
 
 
-def machine(device: torch.device) -> Row:
-    """Say what was measured on."""
-    import triton
-
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    is_gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if is_gpu else "CPU",
-        "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if is_gpu else None,
-        "nvlink_multicast": os.environ.get("NCCL_NVLS_ENABLE") != "0",
-        "commit": commit or None,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "heads": [HEADS_Q, HEADS_K, HEAD_DIM],
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--keys", type=int, help="of one sequence, instead of the sizes above")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="a file for the results")
     args = parser.parse_args()
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    device = torch.device(args.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
-    found: Row = {"machine": machine(device), "results": []}
-    try:
+    with joined(args.device) as device:
+        results = Results({**machine(device), "heads": [HEADS_Q, HEADS_K, HEAD_DIM]}, args.json)
         for is_captured in (False, True) if device.type == "cuda" else (False,):
             for batch, keys in ((1, args.keys),) if args.keys else SIZES:
-                row = measure(batch, keys, device, is_captured)
-                found["results"].append(row)
-                if dist.get_rank() == 0:
-                    print(json.dumps(row), flush=True)
-                    if args.json:
-                        text = json.dumps(found, indent=1) + "\n"
-                        args.json.write_text(text, encoding="utf-8")
-    finally:
-        dist.destroy_process_group()
+                results.add(measure(batch, keys, device, is_captured))
 
 
 if __name__ == "__main__":

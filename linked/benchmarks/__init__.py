@@ -1,0 +1,1 @@
+"""Linked into the benchmarks of packages that run on several GPUs."""
