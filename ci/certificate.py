@@ -3,8 +3,8 @@
     python ci/certificate.py            # or nox -s certificate
 
 Results are what ``sanitize.py``, ``errors.py``, ``mutants.py`` and ``soak.py`` write with
-``--json``. To renew one, copy its JSON over the one there. What has no result is said to be not
-run.
+``--json``. To renew one, copy its JSON over the one there; to renew some of its cases, merge both
+(``sanitize.py --merge``). What has no result is said to be not run.
 
     sanitize-*.json, errors-*.json, mutants-*.json, soak-*.json
 """

@@ -4,6 +4,7 @@
     python ci/sanitize.py --tool memcheck --json memcheck.json  # compute-sanitizer
     python ci/sanitize.py --tool overflow --json overflow.json  # integers wrap nowhere
     python ci/sanitize.py --tool fpsan --json fpsan.json        # FpSan of Triton 3.9
+    python ci/sanitize.py --merge all.json some.json others.json
 
 The cases are those of ``device_cases.py``. Each runs in a process of its own with a time limit,
 several side by side, as device code that fails leaves its process without a GPU. Outcomes: clean;
@@ -16,6 +17,9 @@ barriers in shared memory. It knows no barriers of the hardware by number, which
 through inline assembly: what they order looks like a race to it. A kernel stops at its first
 finding. FpSan runs each of its cases twice, by the kernel for Hopper and by the portable one, and
 the finding is that an output is not the definition's (``payloads.py``). See docs/testing.md.
+
+``--merge`` writes the first file from the others, which several calls wrote. A later file's cases
+replace those of earlier ones, and each case names its commit.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ from errors import about, is_right, measure
 from mutants import commit
 
 TOOLS = ("consan", "fpsan", "memcheck", "overflow")
+# what all cases of a file have in common
+MACHINE = ("torch", "triton", "device", "capability")
 RESULT = "sanitized case: "
 # what ConSan's assertions and compute-sanitizer say
 FINDINGS = [
@@ -237,6 +243,40 @@ def sanitize(
     return found
 
 
+def cases_of(tool: str) -> dict[str, Any]:
+    return dict(ALGEBRA if tool == "fpsan" else CASES)
+
+
+def merged(files: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what several calls found with one tool on one machine as that of one call.
+
+    A case is as the last file says that has it, but what was not run, or not in time, replaces
+    nothing. What is no case any more is left out.
+
+    Raises:
+        ValueError: The files are of several tools, versions or devices.
+    """
+    head: dict[str, Any] = {}
+    cases: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for key in ("tool", *MACHINE):
+            if key in file and head.setdefault(key, file[key]) != file[key]:
+                both = f"{head[key]!r} and {file[key]!r}"
+                raise ValueError(f"{key} must be the same in files to merge, got {both}")
+        for name, told in file["cases"].items():
+            if name not in cases or told["outcome"] not in ("not run", "timeout"):
+                cases[name] = {"commit": file["commit"], **told}
+    found = {name: cases[name] for name in cases_of(head["tool"]) if name in cases}
+    (most, _), *others = Counter(told["commit"] for told in found.values()).most_common()
+    head["commit"] = ", ".join([most, *(f"{n} of them {commit}" for commit, n in others)])
+    return head | {"counts": counts_of(found), "cases": found}
+
+
+def counts_of(found: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """Return how many cases had each outcome."""
+    return dict(Counter(told["outcome"] for told in found.values()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tool", choices=TOOLS, default="consan")
@@ -249,36 +289,48 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write what was found")
     parser.add_argument("--case", help="run this one here, as the others do in their processes")
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", metavar="FILE", help="write the first from the others"
+    )
     given = parser.parse_args()
     if given.case:
         run_case(given.case, given.device, given.tool)
         return
-    cases: dict[str, Any] = dict(ALGEBRA if given.tool == "fpsan" else CASES)
+    if given.merge:
+        out, *files = given.merge
+        if not files:
+            parser.error("--merge takes the file to write, and those to merge")
+        write(merged([json.loads(file.read_text()) for file in files]), out)
+        return
     names = [
         name
-        for name, case in cases.items()
+        for name, case in cases_of(given.tool).items()
         if given.package in case.package and any(part in name for part in given.only)
     ]
     if given.list:
         print(*names, sep="\n")
         return
     found = sanitize(given.tool, names, given.device, given.jobs, given.seconds, given.limit)
-    counts = Counter(told["outcome"] for told in found.values())
-    keys = ("torch", "triton", "device", "capability")
     first: dict[str, Any] = next((t for t in found.values() if "torch" in t), {})
-    head = {"tool": given.tool, "commit": commit(), **{k: first[k] for k in keys if k in first}}
+    head = {"tool": given.tool, "commit": commit()}
+    head |= {key: first[key] for key in MACHINE if key in first}
     for told in found.values():
-        for key in keys:
+        for key in MACHINE:
             told.pop(key, None)
         if told["outcome"] == "clean":
             # errors.py measures
             told.pop("results", None)
             told.pop("exact", None)
-    if given.json:
-        told = {**head, "counts": dict(counts), "cases": found}
-        given.json.write_text(json.dumps(told, indent=1) + "\n")
-    print(json.dumps({**head, "counts": dict(counts)}))
+    counts = counts_of(found)
+    write({**head, "counts": counts, "cases": found}, given.json)
     sys.exit(bool(set(counts) - {"clean", "not run"}))
+
+
+def write(told: dict[str, Any], path: Path | None) -> None:
+    """Print what was found but for its cases, and write it all to a file, if there is one."""
+    if path:
+        path.write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in told.items() if key != "cases"}))
 
 
 if __name__ == "__main__":

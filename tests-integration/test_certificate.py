@@ -137,3 +137,45 @@ def test_a_triton_without_fpsan_is_said(monkeypatch):
     found = sanitize.sanitize("fpsan", list(ALGEBRA), "cpu", 1, 60, 60)
     assert {x["outcome"] for x in found.values()} == {"not run"}
     assert found.keys() == ALGEBRA.keys()
+
+
+NAMES = list(CASES)[:5]
+OF_ONE = {"tool": "memcheck", "torch": "2.11.0", "triton": "3.6.0", "device": "H100"}
+
+
+def file_of(commit, outcomes, **changes):
+    """What one call wrote: cases by their numbers, each with its outcome."""
+    cases = {NAMES[i]: {"outcome": outcome} for i, outcome in outcomes.items()}
+    return {**OF_ONE, "commit": commit, "cases": cases, **changes}
+
+
+def test_files_are_merged_and_cases_keep_their_commit(monkeypatch, tmp_path, capsys):
+    first = file_of("a", {4: "clean", 3: "clean", 0: "timeout", 1: "clean", 2: "clean"})
+    first["cases"]["gone"] = {"outcome": "finding"}
+    second = file_of("b", {0: "clean", 1: "not run", 2: "finding"})
+    # nothing was run, so nothing is known of the machine
+    nothing = {"tool": "memcheck", "commit": "c", "cases": {NAMES[3]: {"outcome": "not run"}}}
+    paths = [tmp_path / name for name in ("out.json", "second.json", "nothing.json")]
+    # the first one is written anew
+    for path, told in zip(paths, (first, second, nothing), strict=True):
+        path.write_text(json.dumps(told))
+    arguments = [str(paths[0]), *map(str, paths)]
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--merge", *arguments])
+    sanitize.main()
+    found = json.loads(paths[0].read_text())
+    outcomes = ["clean b", "clean a", "finding b", "clean a", "clean a"]
+    said = {name: f"{told['outcome']} {told['commit']}" for name, told in found["cases"].items()}
+    assert list(said.items()) == list(zip(NAMES, outcomes, strict=True))
+    head = {**OF_ONE, "commit": "a, 2 of them b", "counts": {"clean": 4, "finding": 1}}
+    assert json.loads(capsys.readouterr().out) == head
+    assert {key: value for key, value in found.items() if key != "cases"} == head
+    # what was merged can be merged again
+    again = sanitize.merged([found, file_of("c", {0: "clean"})])
+    assert [told["commit"] for told in again["cases"].values()] == ["c", "a", "b", "a", "a"]
+
+
+@pytest.mark.parametrize("key", OF_ONE)
+def test_files_to_merge_are_of_one_machine(key):
+    files = [file_of("a", {0: "clean"}), file_of("b", {0: "clean"}, **{key: "fpsan"})]
+    with pytest.raises(ValueError, match=f"{key} must be the same in files to merge, got .* and"):
+        sanitize.merged(files)
