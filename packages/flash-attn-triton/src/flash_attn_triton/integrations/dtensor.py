@@ -1,8 +1,9 @@
-"""Sharding rules of the operators for DTensor: batch and heads stay cut, all else is gathered.
+"""Sharding rules of the operators for DTensor: batch and heads stay cut, and nothing else does.
 
 Attention of one sequence and one group of heads needs nothing of the others, so tensors that are
 cut along the batch, or along heads, are computed with where they are. A cut along tokens is
-gathered first; :mod:`flash_attn_triton.distributed` computes with such cuts.
+gathered first, or exchanged for one of these two, whichever DTensor estimates to cost less;
+:mod:`flash_attn_triton.distributed` computes with such cuts.
 """
 
 from __future__ import annotations
