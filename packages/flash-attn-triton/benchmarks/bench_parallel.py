@@ -12,9 +12,9 @@ where nothing overlaps, and PyTorch's ``context_parallel`` with its own kernels 
 Packed sequences have no rival there.
 
 Every output and every gradient is compared with the plain function before it is timed; what is not
-right ends the run. What cannot run (PyTorch's on a CPU) is recorded with its error. ``graph`` is a
-deterministic forward and backward pass in a CUDA graph, and comes last, when all else is in the
-file.
+right ends the run. What cannot run (PyTorch's on a CPU) is recorded with its error.
+CUDA graphs come last, when all else is in the file. ``graphs`` are ours and one GPU in graphs, so
+without the host: a forward pass, and both passes. ``graph`` is a deterministic one of both.
 NVLink multicast stays off unless NCCL_NVLS_ENABLE is set.
 """
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 from _linked.ranks import Results, Row, captured, in_turns, joined, machine
 from flash_attn_triton import distributed, flash_attn_func, flash_attn_varlen_func
+from parallel_plot import draw_plot
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -264,14 +264,15 @@ def some_heads(x: list[Tensor]) -> list[Tensor]:
     return [t[:, :, : heads * (group if t.shape[2] == HEADS_Q else 1)].contiguous() for t in x]
 
 
+def plain_dense(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """Compute one sequence on one GPU."""
+    return flash_attn_func(q, k, v, causal=True)
+
+
 def measure_dense(tokens: int, device: torch.device, names: list[str]) -> list[Row]:
     """Measure one sequence of so many tokens a rank."""
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flash_attn_func(q, k, v, causal=True)
-
     every = draw(tokens * dist.get_world_size(), device)
-    work = Work(*every, whole_results(plain, every))
+    work = Work(*every, whole_results(plain_dense, every))
     rows = []
     for name in names:
         is_rival = name.startswith("torch")
@@ -283,7 +284,7 @@ def measure_dense(tokens: int, device: torch.device, names: list[str]) -> list[R
             try:
                 with WAYS[name](work, backend=SDPBackend.CUDNN_ATTENTION, repeats=repeats) as way:
                     check(f"dense, {name}", differentiate(way), [way.cut(x) for x in work.results])
-                    add_times(row, way, plain_way(plain, every), device)
+                    add_times(row, way, plain_way(plain_dense, every), device)
                 break
             except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
                 if not is_rival or "is off by" in str(error):
@@ -295,6 +296,14 @@ def measure_dense(tokens: int, device: torch.device, names: list[str]) -> list[R
 
 def measure_packed(tokens: int, device: torch.device) -> list[Row]:
     """Measure packed sequences of so many tokens a rank."""
+    way, one, wanted, row = packed_ways(tokens, device)
+    check("packed", differentiate(way), wanted)
+    add_times(row, way, one, device)
+    return [row]
+
+
+def packed_ways(tokens: int, device: torch.device) -> tuple[Way, Way, list[Tensor], Row]:
+    """Return ours and one GPU's way, this rank's part of the results, and what is told of both."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     lengths = mix_of(tokens, ranks)
     offsets = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
@@ -317,11 +326,9 @@ def measure_packed(tokens: int, device: torch.device) -> list[Row]:
     every = draw(tokens * ranks, device)
     work = Work(*every, whole_results(plain, every))
     way = Way(function, leaves_of(work, cut), cut(work.dout), cut)
-    check("packed", differentiate(way), [cut(x) for x in work.results])
     row: Row = {"case": "packed", "way": "ours", "lengths": lengths}
     row["pairs_over_mean"] = max(plan.layout.pairs) * ranks / sum(plan.layout.pairs)
-    add_times(row, way, plain_way(plain, every), device)
-    return [row]
+    return way, plain_way(plain, every), [cut(x) for x in work.results], row
 
 
 def whole_results(plain: Callable[..., Tensor], every: list[Tensor]) -> list[Tensor]:
@@ -339,9 +346,40 @@ def add_times(row: Row, way: Way, one: Way, device: torch.device) -> None:
     """Add the times of a way, and of one GPU."""
     row["peak_bytes"] = peak_of(way, device)
     base, row["ms"] = measure([one, way], device)
-    ranks, heads = dist.get_world_size(), one.leaves[1].shape[2]
-    row["one_gpu_ms"] = [x * HEADS_K / (heads * ranks) for x in base]
+    row["one_gpu_ms"] = of_all_heads(base, one)
     row["share"] = [x / y for x, y in zip(row["one_gpu_ms"], row["ms"], strict=True)]
+
+
+def of_all_heads(ms: list[float], one: Way) -> list[float]:
+    """Return one GPU's times as those of 1 / n of all heads, where a head is not cut."""
+    ranks, heads = dist.get_world_size(), one.leaves[1].shape[2]
+    return [x * HEADS_K / (heads * ranks) for x in ms]
+
+
+def measure_in_graphs(tokens: int, device: torch.device) -> list[Row]:
+    """Measure both cases in CUDA graphs."""
+    every = draw(tokens * dist.get_world_size(), device)
+    with ours(Work(*every, [])) as way:
+        dense = in_graphs("dense", way, plain_way(plain_dense, every), device)
+    way, one, *_ = packed_ways(tokens, device)
+    return [dense, in_graphs("packed", way, one, device)]
+
+
+def in_graphs(case: str, way: Way, one: Way, device: torch.device) -> Row:
+    """Return the times of a forward pass and of both passes, replayed."""
+    row: Row = {"case": case, "way": "graphs"}
+    replays = []
+    try:
+        for each in (one, way):
+            with torch.no_grad():
+                replays.append(captured(functools.partial(each.function, *each.leaves))[0])
+            replays.append(captured(functools.partial(differentiate, each))[0])
+        times = in_turns(replays, device)
+    except RuntimeError as error:
+        return {**row, "error": str(error)[:300]}
+    row["one_gpu_graph_ms"], row["graph_ms"] = of_all_heads(times[:2], one), times[2:]
+    pairs = zip(row["one_gpu_graph_ms"], row["graph_ms"], strict=True)
+    return {**row, "graph_share": [x / y for x, y in pairs]}
 
 
 def capture(tokens: int, device: torch.device) -> Row:
@@ -358,42 +396,6 @@ def capture(tokens: int, device: torch.device) -> Row:
         except RuntimeError as error:
             row["error"] = str(error)[:300]
     return row
-
-
-def draw_plot(path: Path, files: list[Path]) -> None:
-    """Draw the share of one GPU's speed over tokens a GPU: a column a file, a row a pass."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    figure, axes = plt.subplots(
-        2, len(found), figsize=(4 * len(found), 6), sharex=True, sharey=True, squeeze=False
-    )
-    for column, one in enumerate(found):
-        lines = sorted({(r["case"], r["way"]) for r in one["results"] if "share" in r})
-        for row, title in enumerate(("forward", "backward")):
-            plot = axes[row][column]
-            for case, way in lines:
-                points = sorted(
-                    (r["tokens"], r["share"][row])
-                    for r in one["results"]
-                    if (r["case"], r["way"]) == (case, way) and "share" in r
-                )
-                plot.plot(*zip(*points, strict=True), marker="o", label=f"{case}, {way}")
-            plot.set_title(f"{one['machine']['ranks']} ranks, {title}", fontsize=9)
-            plot.set_xscale("log", base=2)
-            plot.set_ylim(0.0, 1.1)
-            plot.axhline(1.0, color="#7a7a7a", linewidth=0.8)
-        axes[1][column].set_xlabel("tokens a rank")
-    axes[0][0].set_ylabel("share of one GPU's speed")
-    axes[1][0].set_ylabel("share of one GPU's speed")
-    axes[0][0].legend(fontsize=7)
-    where = found[0]["machine"]
-    note = f"{where['device']}, torch {where['torch']}, Triton {where['triton']}, {where['date']}"
-    figure.text(0.01, 0.005, note, fontsize=7, color="#7a7a7a")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def main() -> None:
@@ -421,6 +423,8 @@ def main() -> None:
             keep(measure_dense(tokens, device, args.ways), tokens)
             keep(measure_packed(tokens, device), tokens)
         if device.type == "cuda":
+            for tokens in args.tokens:
+                keep(measure_in_graphs(tokens, device), tokens)
             keep([capture(args.tokens[0], device)], args.tokens[0])
 
 
