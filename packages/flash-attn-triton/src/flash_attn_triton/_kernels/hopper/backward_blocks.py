@@ -1,8 +1,8 @@
-"""Which block of keys a program of the Hopper backward owns, and which tiles of queries see it."""
+"""Which block of keys a program of the Hopper backward owns, where, and which queries see it."""
 
 from ._linked.compat import gl, gluon
 from ._linked.order import take_number
-from ._linked.pipeline import SEARCH_CHUNK
+from ._linked.pipeline import SEARCH_CHUNK, coordinates
 from .backward_structures import Block, Located, Walk
 
 
@@ -194,3 +194,27 @@ def find_block(
         unused,
     )
     return block, walk, dq_at
+
+
+@gluon.jit
+def count_turns(walk, OPTIONS: gl.constexpr):
+    """Return how many tiles of queries a program walks, of all query heads of the group."""
+    return (walk.end - walk.begin) * OPTIONS.GROUP
+
+
+@gluon.jit
+def key_coordinates(block, first_key, OPTIONS: gl.constexpr):
+    """Return where a row of the block's keys lies in a tensor map."""
+    return coordinates(
+        block.sequence, block.head_k, block.k_start, block.len_k, first_key, OPTIONS.RAGGED
+    )
+
+
+@gluon.jit
+def gradient_coordinates(first_key, program, OPTIONS: gl.constexpr):
+    """Return where it lies in the map of a gradient, which also covers keys that are not used."""
+    block = program.block
+    size = block.len_k
+    if program.tensors.seqused_k_ptr is not None:
+        size += block.unused
+    return coordinates(block.sequence, block.head_k, block.k_start, size, first_key, OPTIONS.RAGGED)

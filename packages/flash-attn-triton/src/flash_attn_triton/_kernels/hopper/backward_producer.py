@@ -4,7 +4,8 @@ from ._linked.compat import gl, gluon, mbarrier
 from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, barrier_sync, coordinates
 from .backward_bias import await_readers, copy_bias
-from .backward_steps import PARTIES, count_turns, key_coordinates, side_of, slope_of
+from .backward_blocks import count_turns, key_coordinates
+from .backward_steps import PARTIES, side_of, slope_of
 from .ordered import head_at, tile_at
 from .panels import copy_panels, copy_tile, expect_tiles
 

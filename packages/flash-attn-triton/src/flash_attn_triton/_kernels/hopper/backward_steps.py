@@ -10,9 +10,10 @@ step, and one computes while the other multiplies.
 
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory
-from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync, coordinates
+from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_arrive, barrier_sync
 from ._linked.softmax import tanh
 from .backward_bias import gradients_of, keep_gradient, less_bias
+from .backward_blocks import count_turns, gradient_coordinates
 from .backward_structures import Carried, Head
 from .dropout import dropout_key, gradient_of_kept, negate_dropped, round_kept
 from .ordered import hand_over, tile_at
@@ -49,30 +50,6 @@ def adds_by_threads(tile):
     There the tiles take all of the shared memory.
     """
     return tile.BLOCK_N == 64 or not tile.MAKES_DV
-
-
-@gluon.jit
-def count_turns(walk, OPTIONS: gl.constexpr):
-    """Return how many tiles of queries a program walks, of all query heads of the group."""
-    return (walk.end - walk.begin) * OPTIONS.GROUP
-
-
-@gluon.jit
-def key_coordinates(block, first_key, OPTIONS: gl.constexpr):
-    """Return where a row of the block's keys lies in a tensor map."""
-    return coordinates(
-        block.sequence, block.head_k, block.k_start, block.len_k, first_key, OPTIONS.RAGGED
-    )
-
-
-@gluon.jit
-def gradient_coordinates(first_key, program, OPTIONS: gl.constexpr):
-    """Return where it lies in the map of a gradient, which also covers keys that are not used."""
-    block = program.block
-    size = block.len_k
-    if program.tensors.seqused_k_ptr is not None:
-        size += block.unused
-    return coordinates(block.sequence, block.head_k, block.k_start, size, first_key, OPTIONS.RAGGED)
 
 
 @gluon.jit

@@ -8,14 +8,8 @@ makes dk and dq, and another one makes the probabilities anew and dv: six produc
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS
 from ._linked.pipeline import EMPTY, TURN, barrier_arrive, barrier_sync, barriers
-from .backward_steps import (
-    PARTIES,
-    count_turns,
-    gradient_coordinates,
-    head_of,
-    probabilities,
-    rounded,
-)
+from .backward_blocks import count_turns, gradient_coordinates
+from .backward_steps import PARTIES, head_of, probabilities, rounded
 from .backward_structures import ValuePipeline
 from .panels import (
     accumulator,

@@ -10,10 +10,9 @@ from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory
 from ._linked.pipeline import EMPTY, TURN, barrier_arrive, barrier_sync
 from .backward_bias import less_bias
+from .backward_blocks import count_turns, gradient_coordinates
 from .backward_steps import (
     PARTIES,
-    count_turns,
-    gradient_coordinates,
     head_now,
     head_of,
     probabilities,
