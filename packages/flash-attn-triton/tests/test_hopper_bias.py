@@ -145,7 +145,7 @@ def test_backward_of_a_shared_bias_builds(head_dim, causal, tmp_path):
     # one warp either stores or adds
     assert shared.sass.count(" UTMAREDG.") > storing.sass.count(" UTMAREDG.")
     assert shared.sass.count(" UTMASTG.") >= storing.sass.count(" UTMASTG.")
-    # each copy is a group of its own, as ``_say_stored`` counts them; ends of branches may be merged
+    # each copy is a group of its own, as ``_say_stored`` counts; ends of branches may be merged
     copies = shared.sass.count(" UTMAREDG.") + shared.sass.count(" UTMASTG.")
     assert shared.sass.count(" UTMACMDFLUSH") >= copies - 1
     assert " MEMBAR.ALL.GPU" in shared.sass  # the tile is there before its counter says so
