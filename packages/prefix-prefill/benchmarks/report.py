@@ -53,15 +53,15 @@ def markdown(results: Row) -> list[str]:
 
 def _prefill(cases: dict[str, dict[str, Row]]) -> str:
     lines = [
-        "| sequences, new and cached tokens of each | prefix-prefill | portable | "
-        "FlashAttention-3 | / FlashAttention-3 |",
-        "|---|---:|---:|---:|---:|",
+        "| sequences, new and cached tokens of each | prefix-prefill | FlashAttention-3 | "
+        "/ FlashAttention-3 |",
+        "|---|---:|---:|---:|",
     ]
     for case, label in PREFILL.items():
         rows = cases.get(case, {})
         rates = (
             f"{rows[name]['tflops']:.0f}" if has_time(rows, name) else ""
-            for name in ("ours", "portable", "fa3")
+            for name in ("ours", "fa3")
         )
         lines.append(f"| {label} | {' | '.join(rates)} | {_speed(rows, 'ours', 'fa3')} |")
     return "\n".join(lines)
