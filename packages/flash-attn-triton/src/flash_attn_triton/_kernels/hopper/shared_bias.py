@@ -16,6 +16,7 @@ from ._linked.gradients import ROWS
 from ._linked.order import take_number
 from ._linked.pipeline import barriers
 from .backward_bias import gradients_of, place_at, place_in_planes
+from .backward_blocks import count_turns
 from .backward_structures import Order
 from .panels import accumulator
 
@@ -109,7 +110,7 @@ def keep_shared(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
     order, desc, ds_s = program.order, program.maps.ds_desc, program.pipeline.ds_s
     begun = order.counters_ptr
     stored = order.counters_ptr + 1
-    steps = (program.walk.end - program.walk.begin) * OPTIONS.GROUP
+    steps = count_turns(program.walk, OPTIONS)
     number = take_number(begun)
     for turn in range(steps):
         if number > 0:
@@ -139,7 +140,7 @@ def clear_hidden(W: gl.constexpr, program, OPTIONS: gl.constexpr, TILE: gl.const
     """
     if OPTIONS.CLEARS_DS:
         numbers, block, walk = program.numbers, program.block, program.walk
-        steps = (walk.end - walk.begin) * OPTIONS.GROUP
+        steps = count_turns(walk, OPTIONS)
         together = numbers.sequences_together * numbers.heads_together
         own = block.sequence % numbers.sequences_together + block.head_k % numbers.heads_together
         rows = walk.begin * TILE.BLOCK_M + block.ahead_q
