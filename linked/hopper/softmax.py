@@ -2,6 +2,7 @@
 
 from .compat import gl, gluon, is_sanitized
 from .pipeline import LN2, LOG2E, NEG_INF, opaque
+from .ptx import hide_unless
 
 
 @gluon.jit
@@ -41,7 +42,7 @@ def logits_of(
 
 
 @gluon.jit
-def mask(
+def hide(
     s,
     rows,
     cols,
@@ -52,13 +53,13 @@ def mask(
     HAS_RIGHT: gl.constexpr,
 ):
     """Hide the keys that a row does not see; row 0 is the one that faces key 0."""
+    limit = gl.full(rows.shape, len_k - 1, gl.int32, rows.type.layout)  # [ROWS]
     if HAS_RIGHT:
-        visible = cols[None, :] <= gl.minimum(rows + window_right, len_k - 1)[:, None]
-    else:
-        visible = (cols < len_k)[None, :]
+        limit = gl.minimum(rows + window_right, limit)
+    s = hide_unless(s, cols[None, :], limit[:, None])  # [ROWS, BLOCK_N]
     if HAS_LEFT:
-        visible &= cols[None, :] >= (rows - window_left)[:, None]
-    return gl.where(visible, s, NEG_INF)
+        s = hide_unless(s, (rows - window_left)[:, None], cols[None, :])
+    return s
 
 
 @gluon.jit

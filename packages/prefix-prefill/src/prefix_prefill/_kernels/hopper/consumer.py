@@ -25,7 +25,7 @@ from ._linked.pipeline import (
     opaque,
 )
 from ._linked.ptx import in_pairs
-from ._linked.softmax import finish_softmax, logits_of, mask, row_sums, start_softmax
+from ._linked.softmax import finish_softmax, hide, logits_of, row_sums, start_softmax
 from .structures import Announced, Factors, Queries, Softmax
 from .tiles import keys_of, tile_of, tiles_of
 
@@ -102,7 +102,7 @@ def _masked(s, tile, tiles, queries, scores, OPTIONS: gl.constexpr):
     first, last = keys_of(tile, tiles, queries.len_k, OPTIONS, s.shape[1])
     cols = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_N]
     left, right = scores.window_left, scores.window_right
-    return mask(s, queries.rows, cols, last, left, right, OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT)
+    return hide(s, queries.rows, cols, last, left, right, OPTIONS.HAS_LEFT, OPTIONS.HAS_RIGHT)
 
 
 @gluon.jit
