@@ -87,18 +87,24 @@ def flash(
         options["sinks"] = draw(heads[0], dtype=torch.float32)
     if options.pop("alibi", False):
         options["alibi_slopes"] = draw(heads[0], dtype=torch.float32).abs() / 4
-    if options.pop("bias", False):
-        options["bias"] = draw(batch, heads[0], queries, (keys + 7) // 8 * 8)[..., :keys]
-    leaves = [x.requires_grad_(grad) for x in (q, k, v)]
+    leaves = {"dq": q, "dk": k, "dv": v}
+    if sharing := options.pop("bias", ""):
+        own = 1 if sharing == "shared" else batch
+        bias = draw(own, heads[0], queries, (keys + 7) // 8 * 8)[..., :keys]
+        options["bias"] = leaves["dbias"] = bias
+    for x in leaves.values():
+        x.requires_grad_(grad)
     torch.manual_seed(0)
-    out, lse = flash_attn_func(*leaves, **options, return_lse=True)
+    out, lse = flash_attn_func(q, k, v, **options, return_lse=True)
     got = {"out": out.detach(), "lse": lse.detach()}
     dout = draw(*out.shape)
     if grad:
-        made = torch.autograd.grad(out, leaves, dout)
-        got.update(zip(("dq", "dk", "dv"), made, strict=True))
+        made = torch.autograd.grad(out, list(leaves.values()), dout)
+        got.update(zip(leaves, made, strict=True))
     ways = "deterministic", "dropout_p", "invariant"
     rest = {n: x for n, x in options.items() if n not in ways}
+    if "bias" in rest:
+        rest["bias"] = rest["bias"].detach()
     if "dropout_p" in options:
         # a call draws seed and offset, once
         torch.manual_seed(0)
@@ -109,7 +115,7 @@ def flash(
     if grad:
         rest["dout"] = dout
     bounds = bounds_module().attention_bounds(
-        *(x.detach() for x in leaves), **rest, truncates=_truncates(device)
+        q.detach(), k.detach(), v.detach(), **rest, truncates=_truncates(device)
     )
     return _bounded(got, bounds)
 

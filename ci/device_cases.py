@@ -61,7 +61,8 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"causal": True, "softcap": 1.5},
     "window_alibi_sinks": {"window_size": (90, 20), "alibi": True, "sinks": True},
     "dropout": {"dropout_p": 0.2},
-    "bias": {"bias": True, "causal": True},
+    "bias": {"bias": "own", "causal": True},
+    "shared bias": {"bias": "shared", "batch": 2},
     "deterministic": {"causal": True, "deterministic": True},
 }
 _WIDTHS: list[tuple[str, dict[str, Any]]] = [

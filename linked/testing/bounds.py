@@ -222,7 +222,9 @@ def attention_bounds(
     truncates: bool = False,
     **options: Any,
 ) -> dict[str, Bounded]:
-    """Return ``out`` and ``lse``, and with ``dout`` also ``dq``, ``dk`` and ``dv``, with bounds.
+    """Return ``out`` and ``lse``, and with ``dout`` also gradients, with bounds.
+
+    Those are ``dq``, ``dk`` and ``dv``, and ``dbias`` if there is a bias.
 
     ``q`` is ``[batch, queries, heads_q, d]``, ``k`` and ``v`` are ``[batch, keys, heads_k, d]``, in
     the dtype of the call; ``dout`` is like the output, ``dlse`` ``[batch, heads_q, queries]``.
@@ -261,7 +263,10 @@ def attention_bounds(
         dl = torch.where(forward.seen.squeeze(-1), dlse.double(), 0.0)
     gradient = _Gradient(dtype, truncates, group, abs(_scale_of(q, options)))
     sign = -1.0 if _scale_of(q, options) < 0 else 1.0
-    ds, ds_error = gradient.of_scores(scores, forward, vh, do, dl)
+    capped = gradient.of_biases(forward, vh, do, dl)
+    if (bias := options.get("bias")) is not None:
+        found["dbias"] = gradient.shared(*capped, bias)
+    ds, ds_error = gradient.of_scores(scores, forward, *capped)
     found["dq"] = gradient.finished(sign * ds, ds_error, kh, 1, is_scaled=True)
     found["dk"] = gradient.finished(sign * ds.mT, ds_error.mT, qh, group, is_scaled=True)
     weights = forward.p * forward.passed
@@ -295,10 +300,10 @@ class _Gradient(NamedTuple):
         lse_bound, at = forward.lse.bound[..., None], forward.at
         return torch.expm1(forward.exponent + lse_bound + 4 * FP32 * at.abs()) + EXP2
 
-    def of_scores(
-        self, scores: _Scores, forward: _Forward, v: Tensor, do: Tensor, dl: Tensor
+    def of_biases(
+        self, forward: _Forward, v: Tensor, do: Tensor, dl: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the scores, as it is multiplied, and its error."""
+        """Return the gradient of capped scores, which is that of a bias, and its error."""
         p, passed, width = forward.p, forward.passed, v.shape[-1]
         dp = do @ v.mT * passed
         dp_error = (gamma(width) + product_error(self.dtype)) * (do.abs() @ v.abs().mT) * passed
@@ -306,16 +311,37 @@ class _Gradient(NamedTuple):
         delta = ((do * out).sum(-1) - dl)[..., None]
         delta_error = (do.abs() * out_bound).sum(-1) + gamma(width + 1) * (do * out).abs().sum(-1)
         delta_error = (delta_error + 2 * FP32 * dl.abs())[..., None]
-        f = self.of_weights(forward)
-        slope = scores.slope
-        ds = p * (dp - delta) * slope
         error = dp_error + delta_error + 2 * FP32 * (dp.abs() + delta.abs())
         if isinstance(passed, Tensor):  # the factor of dropout
             error = error + FP32 * dp.abs()
-        error = p * slope.abs() * error
-        error = error + p * (dp - delta).abs() * (slope * (f + 4 * FP32) + scores.slope_error)
-        second = 1 + 2 * (f.amax() if f.numel() else 0.0)
-        return ds, error * second + self.rounded * ds.abs() + self.least
+        f = self.of_weights(forward)
+        value = p * (dp - delta)
+        return value, (p * error + value.abs() * (f + 4 * FP32)) * self.second(f)
+
+    def second(self, f: Tensor) -> float:
+        """Return a factor for products of two errors, one of them that of the weights."""
+        return 1 + 2 * (f.amax().item() if f.numel() else 0.0)
+
+    def of_scores(
+        self, scores: _Scores, forward: _Forward, value: Tensor, error: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of scores, as it is multiplied, from that of capped ones."""
+        slope, f = scores.slope, self.of_weights(forward)
+        ds = value * slope
+        error = error * slope.abs() + value.abs() * scores.slope_error * self.second(f)
+        return ds, error + self.rounded * ds.abs() + self.least
+
+    def shared(self, value: Tensor, error: Tensor, bias: Tensor) -> Bounded:
+        """Return the gradient of a bias, summed over what shares it.
+
+        Terms have the dtype of the call. Each is a sum of up to four of them, rounded four times.
+        """
+        grown, terms = (1 + self.rounded) ** 4, value.numel() // max(1, bias.numel())
+        error = error * grown + (grown - 1 + gamma(terms)) * value.abs() + 4 * self.least
+        total = value.sum_to_size(bias.shape)
+        unit = stored_unit(bias.dtype, self.truncates)
+        least = ROUNDING[bias.dtype][1] + TINY
+        return Bounded(total, error.sum_to_size(bias.shape) + unit * total.abs() + least)
 
     def finished(
         self, a: Tensor, error: Tensor, b: Tensor, groups: int, *, is_scaled: bool = False

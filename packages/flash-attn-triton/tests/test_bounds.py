@@ -17,6 +17,7 @@ CASES = [
     (Shape(2, 17, 40, 4, 2, 24), ("causal",)),
     (Shape(1, 33, 20, 2, 1, 64), ("window", "softcap", "sinks")),
     (Shape(1, 20, 33, 2, 2, 16, 40), ("bias", "window_left")),
+    (Shape(6, 9, 20, 2, 1, 32), ("bias_keys", "softcap")),
     (Shape(2, 5, 30, 2, 1, 80), ("alibi", "scale_negative")),
     (Shape(1, 17, 40, 2, 1, 24), ("causal", "dropout", "sinks")),
 ]
@@ -45,7 +46,18 @@ def test_within_where_a_bias_hides_keys(device):
     assert_within(got, bounds_of(case, got))
 
 
-@pytest.mark.parametrize("features", [(), ("dropout",)], ids=str)
+def test_a_bias_gradient_without_a_sequence_is_not_within(device):
+    """The sum over all sequences that share the bias but one."""
+    case = make_case(Shape(6, 9, 20, 2, 1, 32), torch.bfloat16, device, ("bias_fp32",))
+    got = run(case)
+    bounds = bounds_of(case, got)
+    assert_within(got, bounds)
+    case.inputs.update({name: case.inputs[name][:-1] for name in "qkv"})
+    with pytest.raises(AssertionError, match="times its bound"):
+        assert_within({"dbias": run(case)["dbias"]}, {"dbias": bounds["dbias"]})
+
+
+@pytest.mark.parametrize("features", [(), ("dropout",), ("bias_fp32",)], ids=str)
 def test_the_bounds_say_something(features, device):
     """Half of all elements use more of their bound than this: it is not far above what happens."""
     case = make_case(Shape(1, 17, 24, 2, 1, 32), torch.bfloat16, device, features)
