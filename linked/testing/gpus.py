@@ -240,7 +240,12 @@ def recording(name: str) -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
-        return lambda *_, **options: launches.append(Launch(kernel.__name__, grid, options))
+        def launch(*_: Any, OPTIONS: Any = None, **options: Any) -> None:
+            # constants that come in one structure, by their names too
+            named = {} if OPTIONS is None else OPTIONS._asdict()
+            launches.append(Launch(kernel.__name__, grid, named | options))
+
+        return launch
 
     with absent_gpu(name), pytest.MonkeyPatch.context() as patch:
         patch.setattr(KernelInterface, "__getitem__", launcher)

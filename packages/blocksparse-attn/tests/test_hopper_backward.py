@@ -57,7 +57,7 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
     options = RowOptions(
         head_dim_v, 128, 16, ROWS, True, head_dim, True, False, 64, block_d, 128, PIECE
     )
-    row_kernel[(sum(slots),)](*tensors, *numbers, **options._asdict(), num_warps=4)
+    row_kernel[(sum(slots),)](*tensors, *numbers, OPTIONS=options, num_warps=4)
     want = in_order(dq_sums).transpose(2, 3).reshape(heads_q, tiles * 64, block_d)
     ahead = tokens_k - tokens_q - first * 64
     want = want[:, ahead : ahead + tokens_q, :head_dim].transpose(0, 1)
@@ -87,7 +87,7 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
     )
     options = RowOptions(64, 64, 16, ROWS, False, 64, True, False, 64, 64, 128, PIECE)
     tensors = *rows[:6], parts, None, dq_sums, *sums, None, None, None
-    row_kernel[(grid,)](*tensors, *numbers, **options._asdict(), num_warps=4)
+    row_kernel[(grid,)](*tensors, *numbers, OPTIONS=options, num_warps=4)
     for filled in (dq_sums, rows.delta_ptr, rows.lse2_ptr):
         assert not filled.any()
     for given in sums:

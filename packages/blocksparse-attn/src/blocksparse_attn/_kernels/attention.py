@@ -12,7 +12,7 @@ from .backward_dq import make_dq
 from .forward import fill_padding, make_output
 from .merge import merge_parts
 from .schedule import key_walk, locate_queries, rows_of, tile_rows
-from .structures import Constants, Grid, Keys, Numbers, Tensors
+from .structures import Grid, Keys, Numbers, Tensors
 
 
 @triton.jit
@@ -118,35 +118,7 @@ def _attention_kernel(
     stride_vb,
     stride_vs,
     stride_vh,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    HEADS: tl.constexpr,
-    PACKS: tl.constexpr,
-    SPAN: tl.constexpr,
-    ROW_MEMBERS: tl.constexpr,
-    HEAD_MEMBERS: tl.constexpr,
-    BY_KEY: tl.constexpr,
-    MERGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    IS_SHORT: tl.constexpr,
-    SHORT: tl.constexpr,
-    FOLD: tl.constexpr,
-    SETTLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
 
@@ -202,38 +174,7 @@ def _attention_kernel(
         stride_vs,
         stride_vh,
     )
-    OPTIONS: tl.constexpr = Constants(
-        GROUP,
-        HEAD_DIM,
-        HEAD_DIM_V,
-        BLOCK_D,
-        BLOCK_DV,
-        ROW_BYTES,
-        ROW_BYTES_V,
-        BLOCK_Q,
-        BLOCK_K,
-        IS_CAUSAL,
-        PER_HEAD,
-        TOP_LEFT,
-        POSITIONS,
-        HEADS,
-        PACKS,
-        SPAN,
-        ROW_MEMBERS,
-        HEAD_MEMBERS,
-        BY_KEY,
-        MERGES,
-        PAGE,
-        IS_SHORT,
-        SHORT,
-        FOLD,
-        SETTLE,
-        BLOCK_M,
-        BLOCK_N,
-        PRECISION,
-        UPCAST,
-    )
-    if BY_KEY:
+    if OPTIONS.BY_KEY:
         make_dkdv(tensors, numbers, OPTIONS)
     else:
         _own_queries(tensors, numbers, OPTIONS)

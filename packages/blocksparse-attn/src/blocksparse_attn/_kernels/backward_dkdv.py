@@ -124,6 +124,8 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
     """Write dk and dv of one tile of keys, of all query heads of the key head."""
     BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
     BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
     q_starts, k_starts = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
     heads_q, tokens_q, tokens_k = numbers.heads_q, numbers.tokens_q, numbers.tokens_k
     heads_k = heads_q // OPTIONS.GROUP
@@ -158,8 +160,8 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
     seen, whole, count, seen_end, cut, cut_end = query_walk(work, tensors, numbers, OPTIONS)
     rest = whole + count
     columns = Columns(keys, bits, diagonal, seqlen_q, seqlen_k)
-    dk = tl.zeros([BLOCK_N, OPTIONS.BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
-    dv = tl.zeros([BLOCK_N, OPTIONS.BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     for masked in tl.static_range(2):
         if masked == 1:
             ranges = Ranges(seen, whole - seen, rest, seen_end - rest, cut, cut_end - cut)

@@ -47,6 +47,8 @@ def _dq_walk(
 @triton.jit
 def make_dq(work, rows, walk, keys_at, standing, tensors, numbers, OPTIONS: tl.constexpr):
     """Write dq of a tile of queries."""
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
     heads = rows.head.to(tl.int64)
     rows_64 = rows.row.to(tl.int64)
     if tensors.cu_seqlens_q_ptr is None:
@@ -65,7 +67,7 @@ def make_dq(work, rows, walk, keys_at, standing, tensors, numbers, OPTIONS: tl.c
     dout_ptr += work.q_start * numbers.stride_dos
     dout = load_rows(dout_ptr, dout_at, sees, OPTIONS, True, True)  # [BLOCK_M, BLOCK_DV]
     values = RowValues(q, dout, lse2, delta)
-    dq = tl.zeros([OPTIONS.BLOCK_M, OPTIONS.BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)  # [BLOCK_M, BLOCK_D]
     for masked in tl.static_range(2):
         if masked == 1:
             ranges = Ranges(walk.rest, walk.rests, walk.cut, walk.cuts, walk.cut, 0)

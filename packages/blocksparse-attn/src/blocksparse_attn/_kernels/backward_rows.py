@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ._linked.primitives import INF, LOG2E, NEG_INF
 from .primitives import load_rows
-from .structures import RowNumbers, RowOptions, RowTensors
+from .structures import RowNumbers, RowTensors
 from .sums import clear_sums, round_sums
 
 
@@ -79,18 +79,7 @@ def row_kernel(
     slots_k,
     share,
     pieces,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    ROW_BYTES_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    TOP_LEFT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    PIECE: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """``delta = sum(out * dout) - dlse`` and ``lse2 = lse * log2(e)`` of a program's rows.
 
@@ -131,24 +120,10 @@ def row_kernel(
         share,
         pieces,
     )
-    OPTIONS: tl.constexpr = RowOptions(
-        HEAD_DIM_V,
-        BLOCK_DV,
-        ROW_BYTES_V,
-        BLOCK,
-        ROUNDS,
-        HEAD_DIM,
-        PER_HEAD,
-        TOP_LEFT,
-        TOKENS,
-        WIDTH,
-        WIDTH_V,
-        PIECE,
-    )
     place = tl.program_id(0)
     if dq_sums_ptr is not None:
         place = tl.num_programs(0) - 1 - place
-    if ROUNDS:
+    if OPTIONS.ROUNDS:
         round_sums(place, tensors, numbers, OPTIONS)
     else:
         _number_rows(place, tensors, numbers, OPTIONS)

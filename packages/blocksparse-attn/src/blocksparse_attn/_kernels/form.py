@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -145,21 +146,16 @@ class QueryTiles:
         return min(max(1, fitting), max(1, form.batch * self.units))
 
 
-def launch_of(
-    kernel: Any, *constants: Any, of: type[Launch] | None = None, **compiler: int
-) -> Launch:
-    """Return the launch of a kernel, whose constants are the fields of some structures."""
-    merged: dict[str, Any] = {}
-    for structure in constants:
-        merged |= structure._asdict()
-    return (of or Launch)(kernel, merged | compiler)
+def launch_of(kernel: Any, options: Any, of: type[Launch] = Launch, **compiler: int) -> Launch:
+    """Return the launch of a kernel with its constants."""
+    return of(kernel, {"OPTIONS": options, **compiler})
 
 
 def launch_on(kernel: Any, tile: Tile, *constants: Any) -> Launch:
-    """Return the launch of a kernel that works on tiles of scores."""
-    options = structures.TileOptions(tile.block_m, tile.block_n, tile.precision, interpreted())
-    compiler = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return launch_of(kernel, *constants, options, **compiler)
+    """Return the launch of a kernel on tiles of scores; ``constants`` precede those of the tile."""
+    of_tile = structures.TileOptions(tile.block_m, tile.block_n, tile.precision, interpreted())
+    options = structures.Constants(*itertools.chain(*constants, of_tile))
+    return launch_of(kernel, options, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def layout_of(x: Tensors) -> list[Any]:

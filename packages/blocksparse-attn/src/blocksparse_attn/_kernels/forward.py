@@ -21,8 +21,10 @@ def _attend(
     softmax, q, keys_at, ranges, rows, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """Fold keys into the running softmax of a tile of queries: masked steps, or whole ones."""
-    HAS_MEMBERS: tl.constexpr = MASKED and (OPTIONS.ROW_MEMBERS > 1 or OPTIONS.HEAD_MEMBERS > 1)
     PAGE: tl.constexpr = OPTIONS.PAGE
+    PRECISION: tl.constexpr = OPTIONS.PRECISION
+    UPCAST: tl.constexpr = OPTIONS.UPCAST
+    HAS_MEMBERS: tl.constexpr = MASKED and (OPTIONS.ROW_MEMBERS > 1 or OPTIONS.HEAD_MEMBERS > 1)
     acc, l_i, m_i = softmax
     scale = numbers.scale
     block, members = fetch_keys(keys_at.first_step, ranges, tensors, HAS_MEMBERS, OPTIONS)
@@ -36,7 +38,7 @@ def _attend(
         k = load_rows(
             keys_at.k_base, k_at, live, OPTIONS, False, MASKED, TURNED=True
         )  # [BLOCK_D, BLOCK_N]
-        s = dot(q, k, OPTIONS.PRECISION, OPTIONS.UPCAST)  # [BLOCK_M, BLOCK_N]
+        s = dot(q, k, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         if OPTIONS.FOLD and not MASKED:
             # the scale goes into the exponential's multiply-add; it is positive, so max commutes
             factor = scale * LOG2E
@@ -56,7 +58,7 @@ def _attend(
         alpha = tl.exp2(m_i - pivot)
         l_i = l_i * alpha + tl.sum(p, 1)
         v = load_rows(keys_at.v_base, v_at, live, OPTIONS, True, MASKED)  # [BLOCK_N, BLOCK_DV]
-        acc = dot_add(acc * alpha[:, None], p, v, OPTIONS.PRECISION, OPTIONS.UPCAST)
+        acc = dot_add(acc * alpha[:, None], p, v, PRECISION, UPCAST)
         m_i = m_new
         block, members = fetch_keys(step + 1, ranges, tensors, HAS_MEMBERS, OPTIONS)
     return Softmax(acc, l_i, m_i)
@@ -66,9 +68,10 @@ def _attend(
 def _fill(first, last, work, tensors, numbers, OPTIONS: tl.constexpr):
     """Write what padding gives: output 0, lse -inf."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
     m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
-    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
     in_group = work.unit % OPTIONS.PACKS * OPTIONS.HEADS + m % OPTIONS.HEADS
     head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + in_group
     for begin in range(first, last, OPTIONS.POSITIONS):
@@ -81,7 +84,7 @@ def _fill(first, last, work, tensors, numbers, OPTIONS: tl.constexpr):
         )
         out_at = (token * numbers.heads_q + head) * HEAD_DIM_V
         out_ptrs = tensors.out_ptr + out_at[:, None] + cols_dv[None, :]
-        nothing = tl.zeros([BLOCK_M, OPTIONS.BLOCK_DV], tensors.out_ptr.dtype.element_ty)
+        nothing = tl.zeros([BLOCK_M, BLOCK_DV], tensors.out_ptr.dtype.element_ty)
         tl.store(out_ptrs, nothing, mask=inside[:, None] & (cols_dv < HEAD_DIM_V)[None, :])
 
 
@@ -122,12 +125,13 @@ def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr):
 def make_output(work, rows, walk, keys_at, standing, tensors, numbers, OPTIONS: tl.constexpr):
     """Write the output and the LSE of a tile of queries, or what a split of its keys gives."""
     BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
     row_at = rows.row.to(tl.int64) * numbers.stride_qs + rows.head.to(tl.int64) * numbers.stride_qh
     q_ptr = tensors.q_ptr + rows.batch * numbers.stride_qb + work.q_start * numbers.stride_qs
     q = load_rows(q_ptr, row_at, rows.inside, OPTIONS, False, True)  # [BLOCK_M, BLOCK_D]
     m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)  # [BLOCK_M]
     l_i = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
-    acc = tl.zeros([BLOCK_M, OPTIONS.BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
     softmax = Softmax(acc, l_i, m_i)
     for masked in tl.static_range(2):
         if masked == 1:

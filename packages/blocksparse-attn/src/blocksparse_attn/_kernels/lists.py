@@ -8,7 +8,7 @@ owner's member: of a row of blocks, one bit a column, or, by keys, of a column, 
 import triton
 import triton.language as tl
 
-from .list_structures import BitNumbers, BitTensors, ListNumbers, ListOptions, ListTensors
+from .list_structures import BitNumbers, BitTensors, ListNumbers, ListTensors
 
 # as in ``_lists.py``
 COUNTED = tl.constexpr(1 << 21)
@@ -47,9 +47,7 @@ def _bit_kernel(
     piece_q,
     piece_k,
     side,
-    BY_KEY: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """``bits[line, item] = 1`` of all kept blocks; a program reads one head's ``BLOCK`` slots.
 
@@ -70,6 +68,7 @@ def _bit_kernel(
         piece_k,
         side,
     )
+    BLOCK: tl.constexpr = OPTIONS.BLOCK
     head = tl.program_id(0) // chunks
     slot = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     head_64 = head.to(tl.int64)
@@ -82,9 +81,9 @@ def _bit_kernel(
         for part_k in range(parts_k):
             line_k = col * parts_k + part_k
             kept = valid
-            if IS_CAUSAL:
+            if OPTIONS.IS_CAUSAL:
                 kept &= line_k.to(tl.int64) * piece_k < (line_q + 1).to(tl.int64) * piece_q
-            if BY_KEY:
+            if OPTIONS.BY_KEY:
                 line = line_k
                 item = line_q // side * group + head % group
                 bit = item.to(tl.int64) * side + line_q % side
@@ -190,13 +189,7 @@ def _list_kernel(
     span,
     block,
     bound,
-    BY_KEY: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    IS_PACKED: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    HALVES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WRITES: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """``counts[owner, c] = len(items of chunk c)``; with ``ends``, their sums, write the items.
 
@@ -206,21 +199,20 @@ def _list_kernel(
     numbers = ListNumbers(
         owners, chunks, items, lines, words, heads, group, packs, span, block, bound
     )
-    OPTIONS: tl.constexpr = ListOptions(
-        BY_KEY, IS_CAUSAL, IS_PACKED, MEMBERS, HALVES, BLOCK, WRITES
-    )
+    HALVES: tl.constexpr = OPTIONS.HALVES
+    BLOCK: tl.constexpr = OPTIONS.BLOCK
     PARTS: tl.constexpr = 4 if HALVES else 2
     owner = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
     seen, is_whole = _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS)
     part = tl.where(is_whole, 0, 1)
     if HALVES:
-        FIRST: tl.constexpr = (1 << MEMBERS // 2) - 1
+        FIRST: tl.constexpr = (1 << OPTIONS.MEMBERS // 2) - 1
         part = tl.where((seen & FIRST) == 0, 2, part)
         part = tl.where(seen <= FIRST, 3, part)
     part = tl.where(seen != 0, part, PARTS)
     place = owner.to(tl.int64) * PARTS * chunks + chunk
-    if not WRITES:
+    if not OPTIONS.WRITES:
         for i in tl.static_range(PARTS):
             tl.store(counts_ptr + place + i * chunks, tl.sum((part == i).to(tl.int32), 0))
     else:

@@ -7,7 +7,7 @@ here are those that make programs of them.
 import triton
 import triton.language as tl
 
-from .list_structures import PairNumbers, PairOptions, PairTensors
+from .list_structures import PairNumbers, PairTensors
 from .pair_blocks import (
     compare,
     fill_cells,
@@ -285,11 +285,7 @@ def _pair_kernel(
     head,
     window,
     alike,
-    STAGE: tl.constexpr,
-    SIDE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    OPTIONS: tl.constexpr,
 ):
     """Run one stage of the planning of the Hopper backward."""
     tensors = PairTensors(
@@ -341,25 +337,24 @@ def _pair_kernel(
         window,
         alike,
     )
-    OPTIONS: tl.constexpr = PairOptions(STAGE, SIDE, IS_CAUSAL, BLOCK, ENTRIES)
     pid = tl.program_id(0)
-    if STAGE == "apart":
+    if OPTIONS.STAGE == "apart":
         find_apart(pid, tensors, numbers, OPTIONS)
-    elif STAGE == "rank":
+    elif OPTIONS.STAGE == "rank":
         put_in_order(pid, tensors, numbers, OPTIONS)
-    elif STAGE == "cells":
+    elif OPTIONS.STAGE == "cells":
         fill_cells(pid, tensors, numbers, OPTIONS)
-    elif STAGE == "alone":
+    elif OPTIONS.STAGE == "alone":
         find_alone(pid, tensors, numbers, OPTIONS)
-    elif STAGE == "compare":
+    elif OPTIONS.STAGE == "compare":
         compare(pid, tensors, numbers, OPTIONS)
-    elif STAGE == "count":
+    elif OPTIONS.STAGE == "count":
         _count(pid, tensors, numbers, OPTIONS)
-    elif STAGE == "cut":
+    elif OPTIONS.STAGE == "cut":
         _cut(tensors, numbers)
-    elif STAGE == "write":
+    elif OPTIONS.STAGE == "write":
         _write(pid, tensors, numbers, OPTIONS)
-    elif STAGE == "measure":
+    elif OPTIONS.STAGE == "measure":
         _measure(pid, tensors, numbers, OPTIONS)
     else:
         _emit(pid, tensors, numbers, OPTIONS)

@@ -129,9 +129,10 @@ def live_keys(keys, members, rows, tensors, HAS_MEMBERS: tl.constexpr, OPTIONS: 
     ``members`` say which of the tile's rows of blocks keep the block of a key.
     """
     BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
-    if OPTIONS.ROW_MEMBERS > 1:
+    ROW_MEMBERS: tl.constexpr = OPTIONS.ROW_MEMBERS
+    if ROW_MEMBERS > 1:
         reach = members * 0 - 1
-        for i in tl.static_range(OPTIONS.ROW_MEMBERS):
+        for i in tl.static_range(ROW_MEMBERS):
             first = tl.maximum(rows.span_start + i * BLOCK_Q, rows.first_position)
             last = tl.minimum(rows.span_start + (i + 1) * BLOCK_Q - 1, rows.last_position)
             is_kept = ((members >> i) & 1) != 0

@@ -30,7 +30,6 @@ from .backward_turns import await_pieces, first_tile_of_keys, pass_pieces
 from .schedule import floor_div
 from .structures import (
     BackwardNumbers,
-    BackwardOptions,
     BackwardPipeline,
     BackwardTensors,
     Gradients,
@@ -44,17 +43,19 @@ from .structures import (
 @gluon.jit
 def _begin(both, is_walked, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
     """Return gradients of 0, and the scores of the first step."""
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM, 16])
-    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM_V, 16])
-    dk = gl.zeros([ROWS, OPTIONS.HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
-    dv = gl.zeros([ROWS, OPTIONS.HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
+    K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
+    dv = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
     s = gl.zeros([ROWS, ROWS], gl.float32, S)  # [ROWS, ROWS]: keys, queries
     turn = gl.where(both > 0, 0, W)
     mbarrier.wait(pipeline.k_full, 0, pred=is_walked)
     mbarrier.wait(pipeline.q_full.index(turn), 0, pred=is_walked)
-    k = pipeline.k_s.index(W).reshape([ROWS, OPTIONS.HEAD_DIM])
-    q_t = pipeline.q_s.index(turn).reshape([ROWS, OPTIONS.HEAD_DIM]).permute((1, 0))
+    k = pipeline.k_s.index(W).reshape([ROWS, HEAD_DIM])
+    q_t = pipeline.q_s.index(turn).reshape([ROWS, HEAD_DIM]).permute((1, 0))
     s = hopper.warpgroup_mma(k, q_t, s, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(0, deps=(s,))
     mbarrier.wait(pipeline.v_full, 0, pred=is_walked)
@@ -222,15 +223,7 @@ def hopper_backward_kernel(
     tiles_k,
     rows,
     list_pieces,
-    GROUP: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    PER_HEAD: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    PIECE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    STAGES: gl.constexpr,
-    MAKES_DQ: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
     """``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q``, ``dv = p^T dout``.
 
@@ -262,16 +255,13 @@ def hopper_backward_kernel(
     numbers = BackwardNumbers(
         scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces
     )
-    OPTIONS: gl.constexpr = BackwardOptions(
-        GROUP, IS_CAUSAL, PER_HEAD, TOP_LEFT, PIECE, HEAD_DIM, HEAD_DIM_V, STAGES, MAKES_DQ
-    )
-    gl.static_assert(EMPTY + STAGES <= MADE, "stages outnumber the barriers")
+    gl.static_assert(EMPTY + OPTIONS.STAGES <= MADE, "stages outnumber the barriers")
     programs = gl.load(real_ptr)
     there = programs * batch
-    if not PER_HEAD:
+    if not OPTIONS.PER_HEAD:
         there *= heads_k
     pid = gl.program_id(0)
-    if not MAKES_DQ:
+    if not OPTIONS.MAKES_DQ:
         pid = take_number(counters_ptr)
     # the host knows a bound alone
     if pid < there:

@@ -93,10 +93,11 @@ def _start_step(
     s, dv, v, turn, mine, W: gl.constexpr, MASKED: gl.constexpr, pipeline, OPTIONS: gl.constexpr
 ):
     """Begin the products of dp and dv of a step, and compute its probabilities in between."""
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     S: gl.constexpr = s.type.layout
     V: gl.constexpr = dv.type.layout
     stage = turn % OPTIONS.STAGES
-    dout = pipeline.dout_s.index(stage).reshape([ROWS, OPTIONS.HEAD_DIM_V])
+    dout = pipeline.dout_s.index(stage).reshape([ROWS, HEAD_DIM_V])
     mbarrier.wait(pipeline.dout_full.index(stage), turn // OPTIONS.STAGES & 1)
     delta = pipeline.delta_s.index(stage).load(gl.SliceLayout(0, S))  # [ROWS]
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
@@ -122,6 +123,7 @@ def walk(
     """
     STAGES: gl.constexpr = OPTIONS.STAGES
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     dk, dv, s, last, turn = gradients
     S: gl.constexpr = s.type.layout
     K: gl.constexpr = dk.type.layout
@@ -131,7 +133,7 @@ def walk(
         # 0, but not for the compiler: what it can take out of the loop, it holds in registers
         none = turn >> 30
         k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
-        v = pipeline.v_s.index(W + none).reshape([ROWS, OPTIONS.HEAD_DIM_V])
+        v = pipeline.v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
         stage = turn % STAGES
         q = pipeline.q_s.index(stage).reshape([ROWS, HEAD_DIM])
         p, dp, dv, fields = _start_step(s, dv, v, turn, mine, W, MASKED, pipeline, OPTIONS)
@@ -183,6 +185,7 @@ def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.co
     """
     STAGES: gl.constexpr = OPTIONS.STAGES
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     WIDTH: gl.constexpr = HEAD_DIM // 2
     dk, dv, s, _, turn = gradients
     S: gl.constexpr = s.type.layout
@@ -198,7 +201,7 @@ def walk_apart(gradients, steps, mine, W: gl.constexpr, pipeline, OPTIONS: gl.co
     for step in range(steps):
         none = turn >> 30
         k = pipeline.k_s.index(W + none).reshape([ROWS, HEAD_DIM])
-        v = pipeline.v_s.index(W + none).reshape([ROWS, OPTIONS.HEAD_DIM_V])
+        v = pipeline.v_s.index(W + none).reshape([ROWS, HEAD_DIM_V])
         stage = turn % STAGES
         q = pipeline.q_s.index(stage).reshape([ROWS, HEAD_DIM])
         p, dp, dv, fields = _start_step(s, dv, v, turn, mine, W, True, pipeline, OPTIONS)

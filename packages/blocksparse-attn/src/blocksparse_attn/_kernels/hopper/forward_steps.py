@@ -27,11 +27,14 @@ def _begin(
     OPTIONS: gl.constexpr,
 ):
     """Return the softmax of the first step, beside which no other product runs."""
+    ROWS: gl.constexpr = OPTIONS.ROWS
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM_V, 16])
-    zeros = gl.zeros([OPTIONS.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
     stage = turn % OPTIONS.STAGES_K
-    q = pipeline.q_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM])
+    q = pipeline.q_s.index(W).reshape([ROWS, HEAD_DIM])
     mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
     mbarrier.wait(pipeline.k_full.index(stage), turn // OPTIONS.STAGES_K & 1)
     barrier_sync(TURN + W, 256, 4)
@@ -43,7 +46,7 @@ def _begin(
     s = hide(s, entries, rows, OPTIONS)
     m, l, e = start_softmax(s, rows.factor, NEG_INF)
     p = gl.convert_layout(e.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
-    o = gl.zeros([OPTIONS.ROWS, OPTIONS.HEAD_DIM_V], gl.float32, O)  # [ROWS, HEAD_DIM_V]
+    o = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O)  # [ROWS, HEAD_DIM_V]
     return Softmax(o, m, l, p, turn + 1)
 
 
@@ -59,15 +62,18 @@ def _fold(
     OPTIONS: gl.constexpr,
 ):
     """Fold a step of ``KEYS`` keys into the softmax, beside the product of the step before."""
+    ROWS: gl.constexpr = OPTIONS.ROWS
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     STAGES_K: gl.constexpr = OPTIONS.STAGES_K
     STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM_V, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
     o, m, l, p, turn = softmax
     # steps of another width have another layout of rows, which lie in the same threads
     m = gl.convert_layout(m, gl.SliceLayout(1, S))  # [ROWS]
-    q = pipeline.q_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM])
-    zeros = gl.zeros([OPTIONS.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
+    q = pipeline.q_s.index(W).reshape([ROWS, HEAD_DIM])
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
     stage = turn % STAGES_K
     stage_v = (turn - 1) % STAGES_V
     mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)

@@ -14,14 +14,15 @@ from .producer import produce
 from .query_rows import place_of, receive, rows_of, understood
 from .row_gradients import make_dq
 from .schedule import FIELDS, HEAD, pick
-from .structures import QueryNumbers, QueryOptions, QueryPipeline, QueryTensors
+from .structures import QueryNumbers, QueryPipeline, QueryTensors
 
 
 @gluon.jit
 def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr):
     """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
     IS_FORWARD: gl.constexpr = tensors.dout_desc is None
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.BLOCK_N, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     # the scale goes into the exponential's multiply-add; it is positive, so max commutes
     factor = numbers.scale * LOG2E
     if IS_FORWARD and W == 1:
@@ -85,23 +86,7 @@ def hopper_query_kernel(
     list_rows,
     list_stride,
     extent_k,
-    GROUP: gl.constexpr,
-    HEADS: gl.constexpr,
-    SPAN: gl.constexpr,
-    ROW_MEMBERS: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-    PER_HEAD: gl.constexpr,
-    SHORT: gl.constexpr,
-    TOP_LEFT: gl.constexpr,
-    HALVES: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    STAGES_K: gl.constexpr,
-    STAGES_V: gl.constexpr,
+    OPTIONS: gl.constexpr,
 ):
     """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
 
@@ -142,25 +127,12 @@ def hopper_query_kernel(
         list_stride,
         extent_k,
     )
-    OPTIONS: gl.constexpr = QueryOptions(
-        GROUP,
-        HEADS,
-        SPAN,
-        ROW_MEMBERS,
-        BLOCK_Q,
-        BLOCK_K,
-        IS_CAUSAL,
-        PER_HEAD,
-        SHORT,
-        TOP_LEFT,
-        HALVES,
-        ROWS,
-        BLOCK_N,
-        HEAD_DIM,
-        HEAD_DIM_V,
-        STAGES_K,
-        STAGES_V,
-    )
+    ROWS: gl.constexpr = OPTIONS.ROWS
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
+    STAGES_K: gl.constexpr = OPTIONS.STAGES_K
+    STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     WIDTH: gl.constexpr = HEAD_DIM_V if dout_desc is None else HEAD_DIM
     dtype: gl.constexpr = q_desc.dtype
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
@@ -194,8 +166,8 @@ def hopper_query_kernel(
         v_full,
         tile_full,
         tile_empty,
-        boxes_of(k_s, k_desc, BLOCK_K),
-        boxes_of(v_s, v_desc, BLOCK_K),
+        boxes_of(k_s, k_desc, OPTIONS.BLOCK_K),
+        boxes_of(v_s, v_desc, OPTIONS.BLOCK_K),
     )
     gl.warp_specialize(
         [

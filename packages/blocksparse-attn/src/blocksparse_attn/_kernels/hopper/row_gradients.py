@@ -56,18 +56,21 @@ def _walk(
     The exponentials run beside the product of dp. Beside the rest runs what the other warpgroup
     multiplies: of a step's time in the tensor cores, a warpgroup computes for less than a third.
     """
+    ROWS: gl.constexpr = OPTIONS.ROWS
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
     STAGES_K: gl.constexpr = OPTIONS.STAGES_K
     STAGES_V: gl.constexpr = OPTIONS.STAGES_V
     KEYS: gl.constexpr = OPTIONS.BLOCK_N // 2 if IS_HALF else OPTIONS.BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     dq, lse2, delta, turn = gradients
     # half steps have another layout of rows, which lie in the same threads
     lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, S))  # [ROWS]
     delta = gl.convert_layout(delta, gl.SliceLayout(1, S))
-    q = pipeline.q_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM])
-    dout = pipeline.dout_s.index(W).reshape([OPTIONS.ROWS, OPTIONS.HEAD_DIM_V])
-    zeros = gl.zeros([OPTIONS.ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
+    q = pipeline.q_s.index(W).reshape([ROWS, HEAD_DIM])
+    dout = pipeline.dout_s.index(W).reshape([ROWS, HEAD_DIM_V])
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
     for back in range(high - low):
         stage, stage_v = turn % STAGES_K, turn % STAGES_V
         if IS_HALF:
@@ -116,12 +119,15 @@ def make_dq(
     OPTIONS: gl.constexpr,
 ):
     """Write dq of warpgroup ``W``'s rows of a tile; return the next turn."""
+    ROWS: gl.constexpr = OPTIONS.ROWS
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OPTIONS.HEAD_DIM, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     steps = steps_of(walk, OPTIONS)
     lse2, delta = _numbers_of(place, gl.SliceLayout(1, S), tensors, numbers, OPTIONS)
-    dq = gl.zeros([OPTIONS.ROWS, OPTIONS.HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
+    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
     gradients = RowGradients(dq, lse2, delta, turn)
     mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
     if OPTIONS.HALVES:
