@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from attn_common import cdiv, detect
 from .._call import Options, Pattern, Tensors
 from .._configs import Shape, Tile, padded_head_dim
 from .._linked.host.forms import ACCESS_BYTES, interpreted
-from . import structures
 from .launch.runtime import (
     Launch,
     dense,
@@ -22,6 +20,7 @@ from .launch.runtime import (
     token_strides,
     whole_rows,
 )
+from .structures import Constants
 
 # what programs that run at the same time should read together
 L2_BYTES = 32 * 2**20
@@ -62,7 +61,7 @@ class Form:
         )
         self.token_bytes = (head_dim + self.head_dim_v) * self.itemsize
         self.strides = (*token_strides(q), *token_strides(k), *token_strides(v))
-        self.constants = structures.Options(
+        self.constants = Constants(
             GROUP=self.group,
             HEAD_DIM=head_dim,
             HEAD_DIM_V=self.head_dim_v,
@@ -115,7 +114,7 @@ class QueryTiles:
         # owners that a list of a unit has
         self.list_rows = cdiv(pattern.rows, max(shape.span // pattern.block_q, 1))
         self.list_stride = form.lists_apart(self.units * self.list_rows, self.list_rows)
-        self.constants = structures.QueryOptions(
+        self.constants = form.constants._replace(
             POSITIONS=shape.positions,
             HEADS=shape.heads,
             PACKS=packs,
@@ -151,10 +150,14 @@ def launch_of(kernel: Any, options: Any, of: type[Launch] = Launch, **compiler: 
     return of(kernel, {"OPTIONS": options, **compiler})
 
 
-def launch_on(kernel: Any, tile: Tile, *constants: Any) -> Launch:
-    """Return the launch of a kernel on tiles of scores; ``constants`` precede those of the tile."""
-    of_tile = structures.TileOptions(tile.block_m, tile.block_n, tile.precision, interpreted())
-    options = structures.Constants(*itertools.chain(*constants, of_tile))
+def launch_on(kernel: Any, tile: Tile, constants: Constants) -> Launch:
+    """Return the launch of a kernel on tiles of scores."""
+    options = constants._replace(
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        PRECISION=tile.precision,
+        UPCAST=interpreted(),
+    )
     return launch_of(kernel, options, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 

@@ -33,7 +33,7 @@ from .attention import _attention_kernel
 from .backward_rows import row_kernel
 from .form import Form, QueryTiles, launch_of, launch_on, processors, readable, rule_stride
 from .launch.runtime import aligned, dense, first_columns, token_strides, widened
-from .structures import Numbers, PassOptions, QueryOptions, RowNumbers, RowOptions, RowTensors
+from .structures import Numbers, RowNumbers, RowOptions, RowTensors
 
 # programs per multiprocessor that a decode is split into, and the least steps of a program
 WAVES = 4
@@ -159,13 +159,8 @@ class ShortForward:
         self._form = form
         queries = self._queries = QueryTiles(form, short_shape(form.platform, *form.choice[:-1]))
         self.launches = tuple(_forward_launch(form, x, queries, is_short=True) for _ in range(2))
-        self.merge = launch_on(
-            _attention_kernel,
-            queries.tile,
-            form.constants,
-            queries.constants,
-            PassOptions(MERGES=True, IS_SHORT=True, SHORT=SHORT),
-        )
+        merging = queries.constants._replace(MERGES=True, IS_SHORT=True, SHORT=SHORT)
+        self.merge = launch_on(_attention_kernel, queries.tile, merging)
 
     def split(self, x: Tensors, bounds: Bounds) -> Split:
         """Share out the tiles of a call."""
@@ -191,8 +186,8 @@ class ShortForward:
 def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool = False) -> Any:
     page = 0 if x.block_table is None else x.k.shape[1]
     folds = form.options.softmax_scale >= 0
-    options = PassOptions(PAGE=page, IS_SHORT=is_short, SHORT=SHORT, FOLD=folds)
-    return launch_on(_attention_kernel, queries.tile, form.constants, queries.constants, options)
+    constants = queries.constants._replace(PAGE=page, IS_SHORT=is_short, SHORT=SHORT, FOLD=folds)
+    return launch_on(_attention_kernel, queries.tile, constants)
 
 
 def _forward_arguments(
@@ -248,11 +243,10 @@ class BackwardPlan:
         )
         self._key_tile = backward_dkdv_tile(form.platform, *form.choice[:3])
         settle = form.platform.is_hopper and not interpreted()
-        by_key = QueryOptions(0, 0, 0, 0, 0, 0), PassOptions(BY_KEY=True, SETTLE=settle)
-        self._keys = launch_on(_attention_kernel, self._key_tile, constants, *by_key)
+        by_key = constants._replace(BY_KEY=True, SETTLE=settle)
+        self._keys = launch_on(_attention_kernel, self._key_tile, by_key)
         queries = self._queries = QueryTiles(form, backward_dq_shape(form.platform, *form.choice))
-        by_query = queries.constants, PassOptions()
-        self._dq = launch_on(_attention_kernel, queries.tile, constants, *by_query)
+        self._dq = launch_on(_attention_kernel, queries.tile, queries.constants)
 
     @functools.cached_property
     def _hopper(self) -> Any:

@@ -5,13 +5,13 @@ structure mixes the two. A kernel's parameters are, in this order, the fields of
 numbers and its constants.
 """
 
-from collections import namedtuple
 from typing import Any, NamedTuple
 
 
-class Options(NamedTuple):
-    """What kernels over tiles of scores are compiled for of a call."""
+class Constants(NamedTuple):
+    """What the kernel over tiles of scores is compiled for."""
 
+    # of a call
     GROUP: Any  # query heads per key head
     HEAD_DIM: Any
     HEAD_DIM_V: Any
@@ -24,22 +24,14 @@ class Options(NamedTuple):
     IS_CAUSAL: Any
     PER_HEAD: Any  # lists of each unit, or one for all
     TOP_LEFT: Any  # query i stands at position i
-
-
-class QueryOptions(NamedTuple):
-    """What the rows of a tile of queries are; 0 where tiles are of keys."""
-
-    POSITIONS: Any  # of a tile
-    HEADS: Any  # of a tile, from one group
-    PACKS: Any  # tiles that hold all heads of a group
-    SPAN: Any  # positions of a list's owner
-    ROW_MEMBERS: Any  # rows of blocks in a tile
-    HEAD_MEMBERS: Any  # heads whose lists are united
-
-
-class PassOptions(NamedTuple):
-    """Which pass it is, and what is compiled for that alone."""
-
+    # of a tile of queries; 0 where tiles are of keys
+    POSITIONS: Any = 0
+    HEADS: Any = 0  # from one group
+    PACKS: Any = 0  # tiles that hold all heads of a group
+    SPAN: Any = 0  # positions of a list's owner
+    ROW_MEMBERS: Any = 0  # rows of blocks in a tile
+    HEAD_MEMBERS: Any = 0  # heads whose lists are united
+    # of a pass
     BY_KEY: Any = False  # tiles of keys, for dk and dv, or of queries
     MERGES: Any = False  # the forward over splits of keys is over, and is put together
     PAGE: Any = 0  # tokens of a page, 0 without pages
@@ -47,6 +39,11 @@ class PassOptions(NamedTuple):
     SHORT: Any = 0  # queries of a sequence that has such tiles, in the forward
     FOLD: Any = True  # the scale is not negative
     SETTLE: Any = False  # wait for the products of dk at the end of each step
+    # of the tile of scores of a step
+    BLOCK_M: Any = 0
+    BLOCK_N: Any = 0
+    PRECISION: Any = ""
+    UPCAST: Any = False  # the interpreter multiplies in fp32
 
 
 class RowOptions(NamedTuple):
@@ -65,15 +62,6 @@ class RowOptions(NamedTuple):
     WIDTH: Any = 0  # columns of sums
     WIDTH_V: Any = 0
     PIECE: Any = 0  # sums of dq that are set to 0 at a time
-
-
-class TileOptions(NamedTuple):
-    """The tile of scores of a step."""
-
-    BLOCK_M: Any
-    BLOCK_N: Any
-    PRECISION: Any
-    UPCAST: Any  # the interpreter multiplies in fp32
 
 
 class Tensors(NamedTuple):
@@ -179,14 +167,6 @@ class RowNumbers(NamedTuple):
 
 
 # ---- on the device alone
-
-
-def joined(name: str, *structures: Any) -> Any:
-    """Return a structure of the fields of several: all constants of a kernel, for functions."""
-    return namedtuple(name, [field for structure in structures for field in structure._fields])
-
-
-Constants = joined("Constants", Options, QueryOptions, PassOptions, TileOptions)
 
 
 class Grid(NamedTuple):
