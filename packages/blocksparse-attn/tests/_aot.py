@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from attn_common import detect
-from blocksparse_attn._call import Common, Tensors, Walks
+from blocksparse_attn._call import Common, ListForm, Pattern, Tensors, Walks
 from blocksparse_attn._configs import SHORT
 from blocksparse_attn._kept_lists import spec_of
 
@@ -43,20 +43,11 @@ class Config:
 
     def lists(self, kind: str) -> tuple[torch.Tensor, ...]:
         """Meta tensors of the lists that a kernel walks."""
-        platform = detect("meta")
         width = max(self.head_dim, self.head_dim_v or 0)
-        spec_of(
-            kind,
-            platform,
-            width,
-            getattr(torch, self.dtype).itemsize,
-            *self.block,
-            16,
-            HEADS_Q // HEADS_K,
-            self.shared,
-            self.alike,
-            self.causal,
-        )
+        itemsize = getattr(torch, self.dtype).itemsize
+        form = ListForm(HEADS_Q // HEADS_K, width, itemsize, self.causal)
+        pattern = Pattern(self.shared, 16, 16, *self.block, self.alike, 16)
+        spec_of(kind, detect("meta"), pattern, form)
         return tuple(
             torch.empty(9, dtype=dtype, device="meta")
             for dtype in (torch.int64, torch.int64, torch.int32, torch.int32)

@@ -10,7 +10,7 @@ import torch
 import triton
 from attn_common import detect
 from blocksparse_attn import BlockSparseLayout
-from blocksparse_attn._call import Bounds, Options, Pattern, Tensors, Walks
+from blocksparse_attn._call import Bounds, ListForm, Options, Pattern, Tensors, Walks
 from blocksparse_attn._configs import HALVED, hopper_shape, hopper_tile, takes_hopper_forward
 from blocksparse_attn._kept_lists import spec_of
 
@@ -96,7 +96,7 @@ def test_who_shares_a_tile():
 @pytest.mark.eager
 def test_lists_of_calls_that_it_refuses_are_the_portable_ones():
     with absent_gpu(HOPPER):
-        choice = (detect("meta"), 128, 2, 64, 64, 4, 4, False, False, True)
+        choice = detect("meta"), pattern_of(64, 64), ListForm(4, 128, 2, True)
         assert spec_of("tall", *choice).span == 128
         assert spec_of("portable", *choice).span == 64
         with only_portable():
@@ -126,10 +126,10 @@ def test_who_takes_half_steps(block, cols, shared, causal, taken):
     q, k = (torch.empty(40, n, 128, dtype=torch.bfloat16, device="meta") for n in (4, 2))
     cu = torch.empty(3, dtype=torch.int32, device="meta")
     with absent_gpu(HOPPER):
-        choice = 128, 2, *block, cols, 2, shared, False, causal
-        assert spec_of("tall", detect("meta"), *choice).halves == taken
+        choice = detect("meta"), pattern, ListForm(2, 128, 2, causal)
+        assert spec_of("tall", *choice).halves == taken
         for kind in "short", "portable", "dq":
-            assert not spec_of(kind, detect("meta"), *choice).halves
+            assert not spec_of(kind, *choice).halves
         for x in Tensors(q[None], k[None], k[None]), Tensors(q, k, k, cu, cu):
             launch = Plan(x, pattern, options)._tall.launch
             assert launch._constants["OPTIONS"].HALVES is taken

@@ -37,6 +37,15 @@ class Pattern(NamedTuple):
     batch: int = 0
 
 
+class ListForm(NamedTuple):
+    """What lists depend on of a call, besides their layout and their kind."""
+
+    group: int  # query heads per key head
+    head_dim: int  # the wider of the two
+    itemsize: int  # bytes of a number
+    causal: bool
+
+
 class Options(NamedTuple):
     """What is no tensor; the lengths are not among them."""
 

@@ -283,21 +283,16 @@ def takes_hopper_backward(x: Tensors, pattern: Pattern) -> bool:
         and x.rule is None
         and not pattern.batch  # its lists are for all sequences
         and pattern.rows * pattern.block_q < 2**22  # as many as items can tell apart
-        and has_few_pieces(
-            1 if pattern.is_shared else x.q.shape[-2],
-            pattern.rows,
-            pattern.cols,
-            pattern.block_q,
-            pattern.block_k,
-        )
+        and has_few_pieces(pattern, 1 if pattern.is_shared else x.q.shape[-2])
         and (x.cu_seqlens_q is not None or is_covered(pattern, x.k.shape[-3], 1))
     )
 
 
-def has_few_pieces(heads: int, rows: int, cols: int, block_q: int, block_k: int) -> bool:
-    """Say whether lists can be made of so many blocks, should all be kept, if they are small."""
-    piece = min(block_q, block_k)
-    pieces = heads * (rows * block_q // piece) * (cols * block_k // piece)
+def has_few_pieces(pattern: Pattern, heads: int) -> bool:
+    """Say whether lists can be made of all blocks of so many heads, if they are small."""
+    piece = min(pattern.block_q, pattern.block_k)
+    rows, cols = pattern.rows * pattern.block_q, pattern.cols * pattern.block_k
+    pieces = heads * (rows // piece) * (cols // piece)
     return pieces <= (MOST_PIECES if piece < 64 else MOST_BLOCKS)
 
 
@@ -368,7 +363,7 @@ def hopper_shape(head_dim: int, block_q: int, group: int, is_shared: bool) -> Sh
 HALVED = 8192
 
 
-def has_halves(shape: Shape, block_q: int, block_k: int, cols: int, causal: bool) -> bool:
+def has_halves(shape: Shape, pattern: Pattern, causal: bool) -> bool:
     """Say whether the Hopper kernel's lists tell what either half of a tile sees alone.
 
     That depends on the layout, not on a sequence's length, so that a packed sequence has the bits
@@ -376,5 +371,6 @@ def has_halves(shape: Shape, block_q: int, block_k: int, cols: int, causal: bool
     have to be sorted. Of smaller blocks the copying warp would have to know more numbers than it
     has registers.
     """
-    is_half = 2 * block_q == 2 * block_k == shape.tile.block_m
-    return causal and shape.heads == 1 and is_half and cols * block_k <= HALVED
+    is_half = 2 * pattern.block_q == 2 * pattern.block_k == shape.tile.block_m
+    is_short = pattern.cols * pattern.block_k <= HALVED
+    return causal and shape.heads == 1 and is_half and is_short

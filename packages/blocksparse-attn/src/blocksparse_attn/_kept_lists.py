@@ -11,7 +11,7 @@ from attn_common import Platform, detect
 from torch import Tensor
 
 from . import _configs
-from ._call import Pattern
+from ._call import ListForm, Pattern
 from ._configs import (
     Shape,
     backward_dkdv_tile,
@@ -34,19 +34,7 @@ _INTERPRETED = interpreted()
 _keeping = threading.Lock()
 
 
-def spec_of(
-    kind: str,
-    platform: Platform,
-    head_dim: int,
-    itemsize: int,
-    block_q: int,
-    block_k: int,
-    cols: int,
-    group: int,
-    is_shared: bool,
-    rows_alike: bool,
-    causal: bool,
-) -> ListSpec:
+def spec_of(kind: str, platform: Platform, pattern: Pattern, form: ListForm) -> ListSpec:
     """Return what the lists of one kernel are made from, besides the layout.
 
     Args:
@@ -54,16 +42,11 @@ def spec_of(
             of many queries for the calls that ``walks_whole_blocks`` refuses; "dq"; "dkdv";
             "pairs", of the backward for Hopper.
         platform: where the kernel runs.
-        head_dim: the wider of the two head dimensions.
-        itemsize: bytes of a number.
-        block_q: queries of a block.
-        block_k: keys of a block.
-        cols: columns of blocks of the layout.
-        group: query heads per key head.
-        is_shared: whether all heads have one pattern.
-        rows_alike: whether neighbouring rows resemble each other.
-        causal: whether what lies right of the diagonal is left out.
+        pattern: what depends on the layout.
+        form: what depends on the call.
     """
+    group, head_dim, itemsize, causal = form
+    is_shared, block_q, block_k = pattern.is_shared, pattern.block_q, pattern.block_k
     if kind == "pairs":
         own, turns = (1, group) if is_shared else (group, 1)
         return ListSpec(True, 2 * SIDE, own, turns, causal, True)
@@ -72,14 +55,15 @@ def spec_of(
         return ListSpec(True, tile.block_n, 1 if is_shared else group, 1, causal)
     shape: Shape
     halves = False
+    choice = platform, head_dim, itemsize, block_q, group, is_shared
     if kind == "short":
-        shape = short_shape(platform, head_dim, itemsize, block_q, group, is_shared)
+        shape = short_shape(*choice)
     elif kind == "tall" and suits_hopper(platform, head_dim, itemsize, block_q, block_k, causal):
         shape = hopper_shape(head_dim, block_q, group, is_shared)
-        halves = has_halves(shape, block_q, block_k, cols, causal)
+        halves = has_halves(shape, pattern, causal)
     else:
         choose = backward_dq_shape if kind == "dq" else tall_shape
-        shape = choose(platform, head_dim, itemsize, block_q, group, is_shared, rows_alike)
+        shape = choose(*choice, pattern.rows_alike)
     return ListSpec(False, shape.span, shape.group, shape.pack, causal, halves=halves)
 
 
@@ -175,7 +159,8 @@ def lists_for(
     layout: KeepsLists, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
 ) -> tuple[Tensor, ...]:
     """Return the lists that a kernel walks; made at the first call, and kept with the layout."""
-    key = (kind, group, head_dim, itemsize, causal)
+    form = ListForm(group, head_dim, itemsize, causal)
+    key = (kind, *form)
     kept = layout._kept_lists
     if not torch.compiler.is_compiling():
         join(layout)
@@ -186,22 +171,20 @@ def lists_for(
         made = getattr(torch.ops, NAMESPACE).plan.default(
             *map(layout._by_sequence, (layout._crow, layout._col)),
             *layout._pattern[2:6],
-            *key[1:],
+            *form,
             kind,
             layout._rule,
         )
         return tuple(made)
     pattern = layout._pattern
-    block_size = pattern.block_q, pattern.block_k
-    of_call = head_dim, itemsize, *block_size, pattern.cols, group
-    of_layout = pattern.is_shared, pattern.rows_alike
-    spec = spec_of(kind, detect(layout.device), *of_call, *of_layout, causal)
+    spec = spec_of(kind, detect(layout.device), pattern, form)
     lists = kept.get(spec)
     if lists is not None:
         kept[key] = lists
         return lists
     # a call that trains may come to them later
     with torch.inference_mode(False):
+        block_size = pattern.block_q, pattern.block_k
         made_of = layout._crow, layout._col, pattern.cols, block_size
         lists = make_lists(*made_of, spec, layout._rule)
     if not is_capturing(layout.device):
@@ -224,10 +207,9 @@ def prepare_lists(
     kinds = ["portable" if paged or is_early else "tall", "short"]
     if backward:
         kinds += ["dq", "dkdv"]
-        pattern = layout._pattern
-        blocks = layout._crow.shape[0], *pattern[1:5]
+        pattern, heads = layout._pattern, layout._crow.shape[0]
         is_taken = _configs.suits_hopper_backward(detect(layout.device), head_dim, itemsize)
-        if is_taken and not (is_early or pattern.batch) and _configs.has_few_pieces(*blocks):
+        if is_taken and not (is_early or pattern.batch) and _configs.has_few_pieces(pattern, heads):
             kinds.append("pairs")
     for kind in kinds:
         lists_for(layout, kind, *form)

@@ -12,7 +12,7 @@ import torch
 from attn_common import detect
 from torch import Tensor
 
-from ._call import Bounds, Checked, Common, Options, Tensors, Walks
+from ._call import Bounds, Checked, Common, ListForm, Options, Pattern, Tensors, Walks
 from ._checks import check_values
 from ._configs import (
     SHORT,
@@ -52,9 +52,10 @@ def _made_of(crow: Tensor, col: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Return what lists are made of, from the arguments of the operator that makes them."""
     cols, block_q, block_k, rows_alike, group, head_dim, itemsize, causal, kind, rule = rest
     # symbols are numbers here
-    of_call = int(head_dim), itemsize, block_q, block_k, int(cols), int(group)
-    is_shared = bool(crow.shape[-2] == 1)
-    spec = spec_of(kind, detect(crow.device), *of_call, is_shared, rows_alike, causal)
+    form = ListForm(int(group), int(head_dim), itemsize, causal)
+    heads, rows = crow.shape[-2], crow.shape[-1] - 1
+    pattern = Pattern(bool(heads == 1), rows, int(cols), block_q, block_k, rows_alike, max_row=0)
+    spec = spec_of(kind, detect(crow.device), pattern, form)
     return crow.flatten(0, -2), col.flatten(0, -2), cols, (block_q, block_k), spec, rule
 
 
@@ -132,10 +133,9 @@ def _made(x: Tensors, call: Common, kind: str) -> tuple[Tensor, ...]:
     return tuple(_plan(*call[:6], *_form_of_lists(x, call.causal), kind, call.rule))
 
 
-def _form_of_lists(x: Tensors, causal: bool) -> tuple[int, int, int, bool]:
-    """Return what lists depend on besides their layout and their kind."""
+def _form_of_lists(x: Tensors, causal: bool) -> ListForm:
     group = x.q.shape[-2] // x.k.shape[-2]
-    return group, max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), causal
+    return ListForm(group, max(x.q.shape[-1], x.v.shape[-1]), x.q.element_size(), causal)
 
 
 def _backward_eager(*arguments: Any) -> Grads:

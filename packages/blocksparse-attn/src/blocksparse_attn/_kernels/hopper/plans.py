@@ -91,7 +91,7 @@ class QueryWalk:
             PER_HEAD=constants.PER_HEAD,
             SHORT=short,
             TOP_LEFT=constants.TOP_LEFT,
-            HALVES=has_halves(shape, *pattern[3:5], pattern.cols, constants.IS_CAUSAL),
+            HALVES=has_halves(shape, pattern, constants.IS_CAUSAL),
             ROWS=tile.rows,
             BLOCK_N=tile.block_n,
             HEAD_DIM=wide,
