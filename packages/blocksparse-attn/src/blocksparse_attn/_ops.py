@@ -5,7 +5,7 @@ the Triton kernels. CPU tensors run the eager code of :mod:`._eager`, or, in a p
 with ``TRITON_INTERPRET=1``, the Triton kernels in the interpreter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ._configs import (
     walks_whole_blocks,
 )
 from ._eager import Grads, attention_backward, attention_forward
-from ._kept_lists import NAMESPACE, lists_for, make_lists, spec_of, walks_lists
+from ._kept_lists import NAMESPACE, is_capturing, lists_for, make_lists, spec_of, walks_lists
 from ._linked.host.internals import is_transformed, refuse_tangents
 from ._linked.host.operators import (
     differentiable,
@@ -177,22 +177,27 @@ def checked(
     layout: BlockSparseLayout,
     bounds: Bounds,
     options: Options,
-    planned: bool,
+    form: Hashable | None,
     repeats: bool,
 ) -> Checked:
-    """Return what serves calls of this form: lists, and if asked for how to launch them.
+    """Work out what serves every call of a form, and keep it with the layout.
 
-    ``repeats`` asks for gradients that repeat bit for bit.
+    Without a form there is no plan, and nothing is kept. ``repeats`` asks for gradients that repeat
+    bit for bit.
     """
+    layout = layout._for_heads(x.q.shape[-2])
+    plan = None
     walks = _walks(x, layout, bounds, options, repeats)
-    if not (planned and walks_lists(x.q.device)):
+    if form is None:
         return Checked(options, walks)
-    from ._kernels.form import is_served_as_is
-    from ._kernels.plans import Plan
+    if walks_lists(x.q.device):
+        from ._kernels.form import is_served_as_is
+        from ._kernels.plans import Plan
 
-    if not is_served_as_is(x):  # copies come first
-        return Checked(options, walks)
-    return Checked(options, walks, Plan(x, layout._pattern, options, is_kept=True))
+        if is_served_as_is(x):  # others are copied first
+            plan = Plan(x, layout._pattern, options, is_kept=True)
+    known = Checked(options, walks, plan)
+    return known if is_capturing(x.q.device) else layout._calls.keep(form, known)
 
 
 def _walks(

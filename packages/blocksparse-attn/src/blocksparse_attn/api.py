@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import NoReturn
 
 from torch import Tensor
 
 from . import _checks, _configs, _ops
-from ._call import Bounds, Checked, Options, Tensors
+from ._call import Bounds, Tensors
 from ._configs import SHORT
-from ._kept_lists import is_capturing, stream_of
+from ._kept_lists import stream_of
 from ._layout_checks import is_top_left
 from ._linked.host import arguments
 from ._linked.host.arguments import as_int32, check_flag
@@ -96,7 +95,7 @@ def blocksparse_attn_func(
         _checks.check_cover(layout, k, q.shape[1], k.shape[1], options.top_left)
     bounds = Bounds(q.shape[1], k.shape[1])
     if known is None:
-        known = _remember(x, layout, bounds, options, form, any(must_repeat))
+        known = _ops.checked(x, layout, bounds, options, form, any(must_repeat))
     out, lse = _ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out
 
@@ -182,22 +181,6 @@ def blocksparse_attn_varlen_func(
     top_left = is_top_left(align)
     _checks.check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
     if known is None:
-        known = _remember(x, layout, bounds, options, form, any(must_repeat))
+        known = _ops.checked(x, layout, bounds, options, form, any(must_repeat))
     out, lse = _ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out
-
-
-def _remember(
-    x: Tensors,
-    layout: BlockSparseLayout,
-    bounds: Bounds,
-    options: Options,
-    form: Hashable | None,
-    must_repeat: bool,
-) -> Checked:
-    """Work out what serves every call of this form, and keep it with the layout."""
-    layout = layout._for_heads(x.q.shape[-2])
-    known = _ops.checked(x, layout, bounds, options, form is not None, must_repeat)
-    if form is None or is_capturing(x.q.device):
-        return known
-    return layout._calls.keep(form, known)
