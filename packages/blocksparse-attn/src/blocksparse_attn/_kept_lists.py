@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from attn_common import Platform, detect
@@ -26,6 +26,9 @@ from ._linked.host.forms import interpreted
 from ._linked.host.internals import current_stream, is_transformed
 from ._linked.host.operators import free_namespace
 from ._lists import SIDE, Lists, ListSpec, Pairs
+
+if TYPE_CHECKING:
+    from .layout import BlockSparseLayout
 
 NAMESPACE = free_namespace(__name__, "plan")
 # dynamo traces a constant, and no cached function
@@ -100,22 +103,6 @@ def stream_of(q: Any) -> int:
     return current_stream(q.get_device())
 
 
-class KeepsLists(Protocol):
-    """What of a layout this module reads and writes."""
-
-    _crow: Tensor
-    _col: Tensor
-    _kept_lists: dict[Any, tuple[Tensor, ...]]
-    _ready: Readiness | None
-    _pattern: Pattern
-    _rule: Tensor | None
-
-    def _by_sequence(self, x: Tensor) -> Tensor: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
 class Readiness(NamedTuple):
     """When all lists of a layout are there, and which streams wait for that."""
 
@@ -123,7 +110,7 @@ class Readiness(NamedTuple):
     streams: set[int]
 
 
-def join(layout: KeepsLists) -> None:
+def join(layout: BlockSparseLayout) -> None:
     """Let the current stream wait for the lists that other streams made, once.
 
     A capture cannot wait for what it does not hold; PyTorch waits for the device ahead of one.
@@ -141,7 +128,7 @@ def join(layout: KeepsLists) -> None:
         ready.streams.add(stream.cuda_stream)
 
 
-def keep(layout: KeepsLists, keys: tuple[Hashable, ...], lists: tuple[Tensor, ...]) -> None:
+def keep(layout: BlockSparseLayout, keys: tuple[Hashable, ...], lists: tuple[Tensor, ...]) -> None:
     """Keep lists that the current stream has made with their layout, and when they are there.
 
     One event tells of all lists: each stream waits for the last one before its own.
@@ -156,7 +143,7 @@ def keep(layout: KeepsLists, keys: tuple[Hashable, ...], lists: tuple[Tensor, ..
 
 
 def lists_for(
-    layout: KeepsLists, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
+    layout: BlockSparseLayout, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
 ) -> tuple[Tensor, ...]:
     """Return the lists that a kernel walks; made at the first call, and kept with the layout."""
     form = ListForm(group, head_dim, itemsize, causal)
@@ -193,7 +180,7 @@ def lists_for(
 
 
 def prepare_lists(
-    layout: KeepsLists,
+    layout: BlockSparseLayout,
     form: tuple[int, int, int, bool],
     backward: bool,
     paged: bool,

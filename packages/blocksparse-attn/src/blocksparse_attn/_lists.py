@@ -96,15 +96,6 @@ class ListSpec(NamedTuple):
     halves: bool = False
 
 
-class Entries(NamedTuple):
-    """Kept blocks, one by one, in the order of ``col``; each ``[heads, nnz]``, int64."""
-
-    head: Tensor
-    row: Tensor
-    col: Tensor
-    valid: Tensor
-
-
 def empty_lists(
     crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
 ) -> Lists | Pairs:
@@ -169,8 +160,11 @@ def heads_at_once(rows: int) -> int:
     return max(MIXED // max(rows, 1), 1)
 
 
-def entries_of(crow: Tensor, col: Tensor, cols: int) -> Entries:
-    """Return head, row and column of every slot of ``col``; padding is not valid."""
+def entries_of(crow: Tensor, col: Tensor, cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return head, row and column of every slot of ``col``, and which are valid: not padding.
+
+    All are ``[heads, nnz]``; the first three int64.
+    """
     heads, nnz = col.shape
     rows = crow.shape[1] - 1
     slot = torch.arange(nnz, device=col.device).expand(heads, nnz)
@@ -178,7 +172,7 @@ def entries_of(crow: Tensor, col: Tensor, cols: int) -> Entries:
     # of rows that begin at one slot all but the last are empty
     row = torch.searchsorted(crow.long().contiguous(), slot.contiguous(), right=True) - 1
     valid = (row >= 0) & (row < rows) & (col >= 0) & (col < cols)
-    return Entries(head, row, col.long(), valid)
+    return head, row, col.long(), valid
 
 
 def dense_of(crow: Tensor, col: Tensor, cols: int) -> Tensor:

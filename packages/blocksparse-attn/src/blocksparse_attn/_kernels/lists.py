@@ -15,11 +15,11 @@ COUNTED = tl.constexpr(1 << 21)
 
 
 @triton.jit
-def _row_of(slot, crow_ptr, numbers):
+def _row_of(slot, crow_ptr, rows, steps):
     """Return the row that a slot of ``col`` belongs to; -1 ahead of the first one."""
     low = slot * 0
-    high = low + numbers.rows + 1
-    for _ in range(numbers.steps):
+    high = low + rows + 1
+    for _ in range(steps):
         middle = (low + high) // 2
         is_open = low < high
         begin = tl.load(crow_ptr + middle, mask=is_open, other=0)
@@ -53,26 +53,11 @@ def _bit_kernel(
 
     A block is ``parts_q`` x ``parts_k`` pieces, each with a bit of its own.
     """
-    numbers = BitNumbers(
-        chunks,
-        nnz,
-        rows,
-        cols,
-        steps,
-        group,
-        lines,
-        words,
-        parts_q,
-        parts_k,
-        piece_q,
-        piece_k,
-        side,
-    )
     BLOCK: tl.constexpr = OPTIONS.BLOCK
     head = tl.program_id(0) // chunks
     slot = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     head_64 = head.to(tl.int64)
-    row = _row_of(slot, crow_ptr + head_64 * (rows + 1), numbers)
+    row = _row_of(slot, crow_ptr + head_64 * (rows + 1), rows, steps)
     valid = (slot < nnz) & (row >= 0) & (row < rows)
     col = tl.load(col_ptr + head_64 * nnz + slot, mask=valid, other=-1)
     valid &= (col >= 0) & (col < cols)
