@@ -15,7 +15,15 @@ from torch import Tensor
 
 from ._call import Common, Tensors
 from ._lists import dense_of
-from .reference import of_sequence, own_blocks, own_rule, sequences, softmax, visible_at
+from .reference import (
+    of_sequence,
+    own_blocks,
+    own_rule,
+    sequences,
+    softmax,
+    starts_of,
+    visible_at,
+)
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -128,21 +136,21 @@ def _grouped(x: Tensor, heads_k: int) -> Tensor:
 def _sequences(x: Tensors, call: Common) -> Iterator[Sequence]:
     """Go through the sequences of a call."""
     q, k, v = _packed(x.q), x.k, x.v
-    starts_q, starts_k = x.cu_seqlens_q, x.cu_seqlens_k
     if x.block_table is None:
         k, v = _packed(k), _packed(v)
-    if starts_q is None or starts_k is None:
-        starts_q, starts_k = _even(x.q), _even(x.k)
+    if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
+        starts = starts_of(x.q), starts_of(x.k)
+    else:
+        starts = x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist()
     dense = dense_of(call.crow, call.col, call.cols)
-    for b, (rows, keys) in enumerate(sequences(starts_q, starts_k)):
+    for b, (rows, keys) in enumerate(sequences(*starts)):
         own_k, own_v = (_by_head(of_sequence(t, keys, b, x.block_table)) for t in (k, v))
-        rule = own_rule(x.rule, b)
         tiles = _tiles(
             own_blocks(dense, b),
             call,
             (rows.stop - rows.start, keys.stop - keys.start),
             (q.shape[1], k.shape[-2]),
-            None if rule is None else rule[0],
+            own_rule(x.rule, b),
         )
         yield Sequence(rows, keys, _by_head(q[rows]), own_k, own_v, tiles)
 
@@ -188,11 +196,6 @@ def _tiles(
 def _by_head(x: Tensor) -> Tensor:
     """Return a copy in fp32 with heads first, which lies in memory alike whatever ``x`` does."""
     return x.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-
-
-def _even(x: Tensor) -> Tensor:
-    """Return where sequences of one length begin."""
-    return torch.arange(x.shape[0] + 1, device=x.device) * x.shape[1]
 
 
 def _packed(x: Tensor) -> Tensor:

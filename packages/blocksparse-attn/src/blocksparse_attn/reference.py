@@ -7,10 +7,12 @@ computed in float64, all others in float32, and only the output is rounded to th
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ._call import Options
 from ._checks import check_cover, check_layout, check_options, check_reference
 from .layout import BlockSparseLayout
 
@@ -35,12 +37,15 @@ def blocksparse_attention_reference(
     float dtype, float64 included, and the log-sum-exp is float64 for float64 inputs.
     """
     check_reference(q, k, v, 4)
-    scale, *_, top_left = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
-    check_layout(layout, q, k, q.shape[0])
-    check_cover(layout, k, q.shape[1], k.shape[1], top_left)
-    kept, rule = layout._for_heads(q.shape[2]).to_dense(), layout._rule
-    out, lse = dense_attention(q, k, v, kept, layout.block_size, scale, causal, top_left, rule)
-    out = out.to(q.dtype)
+    options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
+    batch, seqlen_q, heads_q, _ = q.shape
+    check_layout(layout, q, k, batch)
+    check_cover(layout, k, seqlen_q, k.shape[1], options.top_left)
+    packed = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    places = sequences(starts_of(q), starts_of(k))
+    out, lse = packed_attention(*packed, places, None, layout, options)
+    out = out.view(batch, seqlen_q, heads_q, v.shape[-1]).to(q.dtype)
+    lse = lse.view(heads_q, batch, seqlen_q).transpose(0, 1).contiguous()
     return (out, lse) if return_lse else out
 
 
@@ -67,23 +72,11 @@ def blocksparse_varlen_attention_reference(
     :func:`blocksparse_attention_reference`. Offsets and page numbers are read on the host.
     """
     check_reference(q, k, v, 3, block_table is not None)
-    scale, *_, top_left = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
+    options = check_options(q, softmax_scale, causal, num_splits, return_lse, align)
     check_layout(layout, q, k, cu_seqlens_q.shape[0] - 1)
-    check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
-    out, lse = packed_attention(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        block_table,
-        layout._for_heads(q.shape[1]).to_dense(),
-        layout.block_size,
-        scale,
-        causal,
-        top_left,
-        layout._rule,
-    )
+    check_cover(layout, k, max_seqlen_q, max_seqlen_k, options.top_left, block_table)
+    places = sequences(cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+    out, lse = packed_attention(q, k, v, places, block_table, layout, options)
     out = out.to(q.dtype)
     return (out, lse) if return_lse else out
 
@@ -137,39 +130,27 @@ def visible_at(
     return kept & (key <= position[:, None]) if causal else kept
 
 
-def dense_attention(
+def sequence_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dense: Tensor,
     block_size: tuple[int, int],
-    softmax_scale: float,
-    causal: bool,
-    top_left: bool = False,
-    rule: Tensor | None = None,
+    rule: Tensor | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """Attend within sequences of one length; both results are in the dtype of the computation."""
-    if dense.ndim == 4 or (rule is not None and len(rule) > 1):  # a layout for each sequence
-        rest = block_size, softmax_scale, causal, top_left
-        parts = []
-        for b in range(len(q)):
-            one_q, one_k, one_v = (x[b : b + 1] for x in (q, k, v))
-            one = own_blocks(dense, b), *rest, own_rule(rule, b)
-            parts.append(dense_attention(one_q, one_k, one_v, *one))
-        outs, lses = zip(*parts, strict=True)
-        return torch.cat(outs), torch.cat(lses)
+    """Attend within one sequence; both results are in the dtype of the computation."""
     # under autocast the products below would be rounded to 16 bits
     with torch.autocast(q.device.type, enabled=False):
-        heads_q, group = q.shape[2], q.shape[2] // k.shape[2]
-        lengths, own = (q.shape[1], k.shape[1]), None if rule is None else rule[0]
-        visible = visible_keys(dense, block_size, *lengths, causal, top_left, own)
-        visible = visible.expand(heads_q, -1, -1)
+        heads_q, group = q.shape[1], q.shape[1] // k.shape[1]
+        form = block_size, q.shape[0], k.shape[0], options.causal, options.top_left
+        visible = visible_keys(dense, *form, rule).expand(heads_q, -1, -1)
         q, k, v = (x.to(compute_dtype(x)) for x in (q, k, v))
         q, k, v = hide_unseen(q, k, v, visible)
-        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-        scores = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * options.softmax_scale
         p, lse = softmax(scores.masked_fill(~visible, -math.inf))
-        return torch.einsum("bhij,bjhe->bihe", p, v), lse
+        return torch.einsum("hij,jhe->ihe", p, v), lse
 
 
 def softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,28 +170,19 @@ def packed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    places: list[tuple[slice, slice]],
     block_table: Tensor | None,
-    dense: Tensor,
-    block_size: tuple[int, int],
-    softmax_scale: float,
-    causal: bool,
-    top_left: bool = False,
-    rule: Tensor | None = None,
+    layout: BlockSparseLayout,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Attend within packed sequences, one by one; rows of no sequence get 0 and -inf."""
-    dtype = compute_dtype(q)
+    dtype, dense = compute_dtype(q), layout._for_heads(q.shape[1]).to_dense()
     out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=dtype)
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
-    for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
+    for b, (rows, keys) in enumerate(places):
         one_k, one_v = (of_sequence(x, keys, b, block_table) for x in (k, v))
-        rest = block_size, softmax_scale, causal, top_left, own_rule(rule, b)
-        one_out, one_lse = dense_attention(
-            q[rows][None], one_k[None], one_v[None], own_blocks(dense, b), *rest
-        )
-        out[rows] = one_out[0]
-        lse[:, rows] = one_lse[0]
+        seen = own_blocks(dense, b), layout.block_size, own_rule(layout._rule, b)
+        out[rows], lse[:, rows] = sequence_attention(q[rows], one_k, one_v, *seen, options)
     return out, lse
 
 
@@ -220,20 +192,19 @@ def own_blocks(dense: Tensor, b: int) -> Tensor:
 
 
 def own_rule(rule: Tensor | None, b: int) -> Tensor | None:
-    """Return what the positions of one sequence see, with a leading dimension of 1."""
-    return rule if rule is None or len(rule) == 1 else rule[b : b + 1]
+    """Return what the positions of one sequence see, ``[positions, 2]``."""
+    return None if rule is None else rule[b if len(rule) > 1 else 0]
 
 
-def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:
+def starts_of(x: Tensor) -> list[int]:
+    """Return where sequences of one length begin."""
+    return [b * x.shape[1] for b in range(x.shape[0] + 1)]
+
+
+def sequences(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[tuple[slice, slice]]:
     """Return the rows and the keys of each sequence."""
-    return [
-        (slice(*rows), slice(*keys))
-        for rows, keys in zip(
-            itertools.pairwise(cu_seqlens_q.tolist()),
-            itertools.pairwise(cu_seqlens_k.tolist()),
-            strict=True,
-        )
-    ]
+    pairs = zip(itertools.pairwise(starts_q), itertools.pairwise(starts_k), strict=True)
+    return [(slice(*rows), slice(*keys)) for rows, keys in pairs]
 
 
 def of_sequence(x: Tensor, keys: slice, b: int, block_table: Tensor | None) -> Tensor:
@@ -246,7 +217,7 @@ def of_sequence(x: Tensor, keys: slice, b: int, block_table: Tensor | None) -> T
 
 def hide_unseen(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Put 0 where nobody sees or is seen, as NaN may stand there: ``0 * NaN`` is NaN."""
-    heads_q, heads_k = q.shape[2], k.shape[2]
+    heads_q, heads_k = q.shape[1], k.shape[1]
     sees = visible.any(2).transpose(0, 1)[..., None]  # [seqlen_q, heads_q, 1]
     seen = visible.any(1).view(heads_k, heads_q // heads_k, -1).any(1).transpose(0, 1)[..., None]
     return q.masked_fill(~sees, 0.0), k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
