@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ..._call import Tensors
 from ..._configs import SHORT, HopperTile, has_halves, hopper_shape, hopper_tile, padded_head_dim
+from ..._linked.host.forms import Memory
 from ..form import Form, QueryTiles, launch_of, processors
+from ..launch.runtime import MAX_COUNTS
 from ._linked.tickets import kept_ticket, new_ticket
 from ._linked.tma import MapForm, MapLaunch, TensorMap
 from .queries import hopper_query_kernel
@@ -20,8 +22,6 @@ from .structures import QueryNumbers, QueryOptions
 
 # columns that one copy takes: of wider heads a tile is several panels
 PANEL = 64
-# pairs of token counts whose work a plan keeps
-MAX_COUNTS = 256
 
 
 class PackedMap(TensorMap):
@@ -67,7 +67,7 @@ class QueryWalk:
         """
         self._form, self._columns = form, columns
         # by numbers of tokens, in which packed calls of one form differ
-        self._work: dict[tuple[int, int], tuple[int, QueryNumbers]] = {}
+        self._work: Memory[tuple[int, QueryNumbers]] = Memory(MAX_COUNTS)
         pattern, constants = form.pattern, form.constants
         widest = max(x.q.shape[-1], form.head_dim_v)
         shape = hopper_shape(widest, pattern.block_q, form.group, pattern.is_shared)
@@ -112,9 +112,7 @@ class QueryWalk:
         counts = x.q.shape[-3], x.k.shape[-3]
         work = self._work.get(counts)
         if work is None:
-            work = self._count_work(x.q, *counts)
-            if len(self._work) < MAX_COUNTS:
-                self._work[counts] = work
+            work = self._work.keep(counts, self._count_work(x.q, *counts))
         return work
 
     def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> tuple[int, QueryNumbers]:
