@@ -122,15 +122,12 @@ def attend(
     OPTIONS: gl.constexpr,
 ):
     """Fold the steps from ``high`` down to ``low`` into the softmax."""
-    o, m, l, p, turn = softmax
     for back in range(high - low):
-        entries = Entries(turn, turn)
+        entries = Entries(softmax.turn, softmax.turn)
         if MASKED:
             entries = entries_of(walk, high - 1 - back, tensors, OPTIONS)
-        softmax = Softmax(o, m, l, p, turn)
         softmax = _fold(softmax, entries, rows, W, OPTIONS.BLOCK_N, MASKED, pipeline, OPTIONS)
-        o, m, l, p, turn = softmax
-    return Softmax(o, m, l, p, turn)
+    return softmax
 
 
 @gluon.jit
@@ -141,14 +138,10 @@ def _begin_in_halves(
     HALF: gl.constexpr = OPTIONS.BLOCK_N // 2
     entries = half_entries_of(walk, 0, W, tensors, OPTIONS)
     softmax = _begin(entries, rows, turn, tile_count, W, HALF, pipeline, OPTIONS)
-    o, m, l, p, turn = softmax
     for step in range(1, walk.halves):
         entries = half_entries_of(walk, step, W, tensors, OPTIONS)
-        softmax = Softmax(o, m, l, p, turn)
         softmax = _fold(softmax, entries, rows, W, HALF, True, pipeline, OPTIONS)
-        o, m, l, p, turn = softmax
     entries = entries_of(walk, steps_of(walk, OPTIONS) - 1, tensors, OPTIONS)
-    softmax = Softmax(o, m, l, p, turn)
     return _fold(softmax, entries, rows, W, OPTIONS.BLOCK_N, True, pipeline, OPTIONS)
 
 
@@ -169,11 +162,8 @@ def begin_tile(
     if OPTIONS.HALVES:
         if walk.halves > 0:
             softmax = _begin_in_halves(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
-            o, m, l, p, turn = softmax
         else:
             softmax = _begin_whole(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
-            o, m, l, p, turn = softmax
-        softmax = Softmax(o, m, l, p, turn)
     else:
         softmax = _begin_whole(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
     return softmax
