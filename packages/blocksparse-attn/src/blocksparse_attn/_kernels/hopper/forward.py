@@ -58,24 +58,16 @@ def _write(
 
 @gluon.jit
 def make_output(
-    walk,
-    rows,
-    place,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    tensors,
-    numbers,
-    pipeline,
-    OPTIONS: gl.constexpr,
+    task, turn, tile_count, W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr
 ):
     """Write the output and the LSE of warpgroup ``W``'s rows of a tile; return the next turn."""
+    walk, place = task.walk, task.place
     last = steps_of(walk, OPTIONS) - 1
-    softmax = begin_tile(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
-    softmax = attend(softmax, walk.whole, last, walk, rows, W, True, tensors, pipeline, OPTIONS)
+    softmax = begin_tile(task, turn, tile_count, W, tensors, pipeline, OPTIONS)
+    softmax = attend(softmax, walk.whole, last, task, W, True, tensors, pipeline, OPTIONS)
     o, m, l, p, turn = softmax
     softmax = Softmax(o, m, l, in_pairs(p), turn)
-    softmax = attend(softmax, 0, walk.whole, walk, rows, W, False, tensors, pipeline, OPTIONS)
+    softmax = attend(softmax, 0, walk.whole, task, W, False, tensors, pipeline, OPTIONS)
     o, weight, empty, lse = _finish(softmax, place.head, W, pipeline, OPTIONS)
     _write(o, weight, empty, lse, place, W, tensors, numbers, pipeline, OPTIONS)
     return softmax.turn

@@ -113,8 +113,7 @@ def attend(
     softmax,
     low,
     high,
-    walk,
-    rows,
+    task,
     W: gl.constexpr,
     MASKED: gl.constexpr,
     tensors,
@@ -125,17 +124,18 @@ def attend(
     for back in range(high - low):
         entries = Entries(softmax.turn, softmax.turn)
         if MASKED:
-            entries = entries_of(walk, high - 1 - back, tensors, OPTIONS)
-        softmax = _fold(softmax, entries, rows, W, OPTIONS.BLOCK_N, MASKED, pipeline, OPTIONS)
+            entries = entries_of(task.walk, high - 1 - back, tensors, OPTIONS)
+        softmax = _fold(softmax, entries, task.rows, W, OPTIONS.BLOCK_N, MASKED, pipeline, OPTIONS)
     return softmax
 
 
 @gluon.jit
 def _begin_in_halves(
-    walk, rows, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr
+    task, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr
 ):
     """Return the softmax of all half steps and of the step behind them."""
     HALF: gl.constexpr = OPTIONS.BLOCK_N // 2
+    walk, rows = task.walk, task.rows
     entries = half_entries_of(walk, 0, W, tensors, OPTIONS)
     softmax = _begin(entries, rows, turn, tile_count, W, HALF, pipeline, OPTIONS)
     for step in range(1, walk.halves):
@@ -146,24 +146,20 @@ def _begin_in_halves(
 
 
 @gluon.jit
-def _begin_whole(
-    walk, rows, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr
-):
+def _begin_whole(task, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr):
     """Return the softmax of the first step of a walk without half steps."""
-    entries = entries_of(walk, steps_of(walk, OPTIONS) - 1, tensors, OPTIONS)
-    return _begin(entries, rows, turn, tile_count, W, OPTIONS.BLOCK_N, pipeline, OPTIONS)
+    entries = entries_of(task.walk, steps_of(task.walk, OPTIONS) - 1, tensors, OPTIONS)
+    return _begin(entries, task.rows, turn, tile_count, W, OPTIONS.BLOCK_N, pipeline, OPTIONS)
 
 
 @gluon.jit
-def begin_tile(
-    walk, rows, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr
-):
+def begin_tile(task, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr):
     """Return the softmax up to the last whole step of a list, which is the first to be taken."""
     if OPTIONS.HALVES:
-        if walk.halves > 0:
-            softmax = _begin_in_halves(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
+        if task.walk.halves > 0:
+            softmax = _begin_in_halves(task, turn, tile_count, W, tensors, pipeline, OPTIONS)
         else:
-            softmax = _begin_whole(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
+            softmax = _begin_whole(task, turn, tile_count, W, tensors, pipeline, OPTIONS)
     else:
-        softmax = _begin_whole(walk, rows, turn, tile_count, W, tensors, pipeline, OPTIONS)
+        softmax = _begin_whole(task, turn, tile_count, W, tensors, pipeline, OPTIONS)
     return softmax

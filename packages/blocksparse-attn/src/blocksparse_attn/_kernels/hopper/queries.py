@@ -14,7 +14,7 @@ from .producer import produce
 from .query_rows import place_of, receive, rows_of, understood
 from .row_gradients import make_dq
 from .schedule import FIELDS, HEAD, pick
-from .structures import QueryNumbers, QueryPipeline, QueryTensors
+from .structures import QueryNumbers, QueryPipeline, QueryTensors, Task
 
 
 @gluon.jit
@@ -34,15 +34,11 @@ def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr)
     while pick(fields, HEAD) >= 0:
         tile = understood(fields)
         place = place_of(tile, W, OPTIONS)
-        rows = rows_of(tile, place, factor, S, OPTIONS)
+        task = Task(tile.walk, rows_of(tile, place, factor, S, OPTIONS), place)
         if IS_FORWARD:
-            turn = make_output(
-                tile.walk, rows, place, turn, tile_count, W, tensors, numbers, pipeline, OPTIONS
-            )
+            turn = make_output(task, turn, tile_count, W, tensors, numbers, pipeline, OPTIONS)
         else:
-            turn = make_dq(
-                tile.walk, rows, place, turn, tile_count, W, tensors, numbers, pipeline, OPTIONS
-            )
+            turn = make_dq(task, turn, tile_count, W, tensors, numbers, pipeline, OPTIONS)
         tile_count += 1
         fields = receive(tile_count, pipeline)
     tma.store_wait(0)

@@ -42,8 +42,7 @@ def _walk(
     gradients,
     low,
     high,
-    walk,
-    rows,
+    task,
     W: gl.constexpr,
     MASKED: gl.constexpr,
     IS_HALF: gl.constexpr,
@@ -64,6 +63,7 @@ def _walk(
     KEYS: gl.constexpr = OPTIONS.BLOCK_N // 2 if IS_HALF else OPTIONS.BLOCK_N
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    walk, rows = task.walk, task.rows
     dq, lse2, delta, turn = gradients
     # half steps have another layout of rows, which lie in the same threads
     lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, S))  # [ROWS]
@@ -107,16 +107,7 @@ def _walk(
 
 @gluon.jit
 def make_dq(
-    walk,
-    rows,
-    place,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    tensors,
-    numbers,
-    pipeline,
-    OPTIONS: gl.constexpr,
+    task, turn, tile_count, W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr
 ):
     """Write dq of warpgroup ``W``'s rows of a tile; return the next turn."""
     ROWS: gl.constexpr = OPTIONS.ROWS
@@ -125,21 +116,17 @@ def make_dq(
     RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    walk, place = task.walk, task.place
     steps = steps_of(walk, OPTIONS)
     lse2, delta = _numbers_of(place, gl.SliceLayout(1, S), tensors, numbers, OPTIONS)
     dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
     gradients = RowGradients(dq, lse2, delta, turn)
     mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
+    given = tensors, pipeline
     if OPTIONS.HALVES:
-        gradients = _walk(
-            gradients, 0, walk.halves, walk, rows, W, True, True, tensors, pipeline, OPTIONS
-        )
-    gradients = _walk(
-        gradients, walk.whole, steps, walk, rows, W, True, False, tensors, pipeline, OPTIONS
-    )
-    gradients = _walk(
-        gradients, 0, walk.whole, walk, rows, W, False, False, tensors, pipeline, OPTIONS
-    )
+        gradients = _walk(gradients, 0, walk.halves, task, W, True, True, *given, OPTIONS)
+    gradients = _walk(gradients, walk.whole, steps, task, W, True, False, *given, OPTIONS)
+    gradients = _walk(gradients, 0, walk.whole, task, W, False, False, *given, OPTIONS)
     dq, lse2, delta, turn = gradients
     mbarrier.arrive(pipeline.q_empty.index(W), count=1)
     # what a row holds that sees no key may be NaN

@@ -176,6 +176,14 @@ class Place(NamedTuple):
     len_q: Any
 
 
+class Task(NamedTuple):
+    """What a warpgroup has to do of a tile of queries."""
+
+    walk: Any
+    rows: Any
+    place: Any
+
+
 class RowGradients(NamedTuple):
     """dq of a warpgroup's rows so far, what is known of them, and how many steps it took."""
 
