@@ -17,17 +17,7 @@ from .structures import Columns, Grid, Ranges, RowPointers
 
 @triton.jit
 def _dkdv_walk(
-    dk,
-    dv,
-    k,
-    v,
-    queries,
-    ranges,
-    columns,
-    tensors,
-    numbers,
-    MASKED: tl.constexpr,
-    OPTIONS: tl.constexpr,
+    dk, dv, queries, ranges, columns, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr
 ):
     """Add what the group's queries contribute to dk and dv: masked steps, or whole ones.
 
@@ -77,7 +67,7 @@ def _dkdv_walk(
             MASKED,
             TURNED=True,
         )  # [BLOCK_D, BLOCK_M]
-        products = dot(k, q_t, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
+        products = dot(columns.k, q_t, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
         dout = load_rows(
             queries.dout_ptr,
             rows_64 * numbers.stride_dos + heads_64 * numbers.stride_doh,
@@ -86,7 +76,7 @@ def _dkdv_walk(
             True,
             MASKED,
         )  # [BLOCK_M, BLOCK_DV]
-        dp = dot(v, tl.trans(dout), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
+        dp = dot(columns.v, tl.trans(dout), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
         # behind the products: loaded ahead of them, these hold registers that the products need
         if MASKED:
             delta = tl.load(queries.delta_ptr + row_at, mask=inside, other=0.0)
@@ -159,7 +149,7 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
     bits = (keys % SPAN) // BLOCK_K
     seen, whole, count, seen_end, cut, cut_end = query_walk(work, tensors, numbers, OPTIONS)
     rest = whole + count
-    columns = Columns(keys, bits, diagonal, seqlen_q, seqlen_k)
+    columns = Columns(k, v, keys, bits, diagonal, seqlen_q, seqlen_k)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
     for masked in tl.static_range(2):
@@ -168,7 +158,7 @@ def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
         else:
             ranges = Ranges(seen, count * 0, whole, count, cut, count * 0)
         dk, dv = _dkdv_walk(
-            dk, dv, k, v, queries, ranges, columns, tensors, numbers, masked == 1, OPTIONS
+            dk, dv, queries, ranges, columns, tensors, numbers, masked == 1, OPTIONS
         )
 
     token = batch_64 * tokens_k if k_starts is None else k_start

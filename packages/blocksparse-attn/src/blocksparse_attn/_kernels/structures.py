@@ -301,8 +301,10 @@ class RowPointers(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Where the keys of a tile stand, and the queries that face them."""
+    """A tile of keys and their values, where they stand, and the queries that face them."""
 
+    k: Any
+    v: Any
     keys: Any
     bits: Any  # which column of blocks of the list's owner a key is in
     diagonal: Any

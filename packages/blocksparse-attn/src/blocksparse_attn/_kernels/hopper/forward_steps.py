@@ -16,17 +16,9 @@ from .structures import Entries, Softmax
 
 
 @gluon.jit
-def _begin(
-    entries,
-    rows,
-    turn,
-    tile_count,
-    W: gl.constexpr,
-    KEYS: gl.constexpr,
-    pipeline,
-    OPTIONS: gl.constexpr,
-):
+def _begin(entries, rows, turn, tile_count, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
     """Return the softmax of the first step, beside which no other product runs."""
+    KEYS: gl.constexpr = entries.items.shape[0] * OPTIONS.BLOCK_K
     ROWS: gl.constexpr = OPTIONS.ROWS
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
     HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
@@ -137,7 +129,7 @@ def _begin_in_halves(
     HALF: gl.constexpr = OPTIONS.BLOCK_N // 2
     walk, rows = task.walk, task.rows
     entries = half_entries_of(walk, 0, W, tensors, OPTIONS)
-    softmax = _begin(entries, rows, turn, tile_count, W, HALF, pipeline, OPTIONS)
+    softmax = _begin(entries, rows, turn, tile_count, W, pipeline, OPTIONS)
     for step in range(1, walk.halves):
         entries = half_entries_of(walk, step, W, tensors, OPTIONS)
         softmax = _fold(softmax, entries, rows, W, HALF, True, pipeline, OPTIONS)
@@ -149,7 +141,7 @@ def _begin_in_halves(
 def _begin_whole(task, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr):
     """Return the softmax of the first step of a walk without half steps."""
     entries = entries_of(task.walk, steps_of(task.walk, OPTIONS) - 1, tensors, OPTIONS)
-    return _begin(entries, task.rows, turn, tile_count, W, OPTIONS.BLOCK_N, pipeline, OPTIONS)
+    return _begin(entries, task.rows, turn, tile_count, W, pipeline, OPTIONS)
 
 
 @gluon.jit
