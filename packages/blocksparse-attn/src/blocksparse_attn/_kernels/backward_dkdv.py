@@ -58,23 +58,14 @@ def _dkdv_walk(
             lse2 = tl.load(queries.lse2_ptr + row_at, mask=inside, other=INF)
             # what arrives at rows that see no key counts for nothing, NaN neither
             inside &= lse2 < INF
+        q_at = rows_64 * numbers.stride_qs + heads_64 * numbers.stride_qh
         q_t = load_rows(
-            queries.q_ptr,
-            rows_64 * numbers.stride_qs + heads_64 * numbers.stride_qh,
-            inside,
-            OPTIONS,
-            False,
-            MASKED,
-            TURNED=True,
+            queries.q_ptr, q_at, inside, OPTIONS, False, MASKED, TURNED=True
         )  # [BLOCK_D, BLOCK_M]
         products = dot(columns.k, q_t, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
+        dout_at = rows_64 * numbers.stride_dos + heads_64 * numbers.stride_doh
         dout = load_rows(
-            queries.dout_ptr,
-            rows_64 * numbers.stride_dos + heads_64 * numbers.stride_doh,
-            inside,
-            OPTIONS,
-            True,
-            MASKED,
+            queries.dout_ptr, dout_at, inside, OPTIONS, True, MASKED
         )  # [BLOCK_M, BLOCK_DV]
         dp = dot(columns.v, tl.trans(dout), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
         # behind the products: loaded ahead of them, these hold registers that the products need

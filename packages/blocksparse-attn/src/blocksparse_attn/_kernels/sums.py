@@ -98,17 +98,9 @@ def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
     sums_ptr = tensors.dq_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH)
     if work.is_alive:
         for half in tl.static_range(2):
-            dq = _tile(sums_ptr + half * (SIDE * WIDTH // 2), SIDE, WIDTH // 2) * numbers.scale
-            _store(
-                dq,
-                tensors.dq_ptr,
-                token,
-                inside,
-                work.unit,
-                heads_q,
-                half * (WIDTH // 2),
-                OPTIONS.HEAD_DIM,
-            )
+            first = half * (WIDTH // 2)
+            dq = _tile(sums_ptr + SIDE * first, SIDE, WIDTH // 2) * numbers.scale
+            _store(dq, tensors.dq_ptr, token, inside, work.unit, heads_q, first, OPTIONS.HEAD_DIM)
 
 
 @triton.jit

@@ -169,22 +169,11 @@ def _allocate(tensors, OPTIONS: gl.constexpr):
     # else keeps a warp from writing what a later one has still to read
     q_full = barriers(STAGES, 2)
     dout_full = barriers(STAGES, 2)
-    k_full = barriers(1, 1)
-    v_full = barriers(1, 1)
+    k_full = barriers(1, 1).index(0)
+    v_full = barriers(1, 1).index(0)
     hopper.fence_async_shared()
     return BackwardPipeline(
-        q_s,
-        k_s,
-        v_s,
-        dout_s,
-        ds_s,
-        lse2_s,
-        delta_s,
-        fields_s,
-        q_full,
-        k_full.index(0),
-        v_full.index(0),
-        dout_full,
+        q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, fields_s, q_full, k_full, v_full, dout_full
     )
 
 
