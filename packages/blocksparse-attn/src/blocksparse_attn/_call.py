@@ -85,16 +85,9 @@ class Common(NamedTuple):
     def pattern(self) -> Pattern:
         """What a launch depends on of the layout."""
         heads, rows = self.crow.shape[-2], self.crow.shape[-1] - 1
-        return Pattern(
-            heads == 1,
-            rows,
-            self.cols,
-            self.block_q,
-            self.block_k,
-            self.rows_alike,
-            self.max_row,
-            batch=self.crow.shape[0] if self.crow.ndim == 3 else 0,
-        )
+        batch = self.crow.shape[0] if self.crow.ndim == 3 else 0
+        sizes = rows, self.cols, self.block_q, self.block_k
+        return Pattern(heads == 1, *sizes, self.rows_alike, self.max_row, batch)
 
     @property
     def options(self) -> Options:

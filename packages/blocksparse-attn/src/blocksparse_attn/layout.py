@@ -111,15 +111,9 @@ class BlockSparseLayout:
         # heads of all sequences, those of one after the other
         self._crow, self._col, self._rule = crow.contiguous(), col.contiguous(), rule
         self._state = state._replace(crow=self._crow, col=self._col, max_row=max_row, rule=rule)
-        self._pattern = Pattern(
-            self._crow.shape[0] == max(state.batch, 1),
-            self._crow.shape[1] - 1,
-            cols,
-            *state.block_size,
-            state.rows_alike,
-            max_row,
-            state.batch,
-        )
+        is_shared = self._crow.shape[0] == max(state.batch, 1)
+        sizes = self._crow.shape[1] - 1, cols, *state.block_size
+        self._pattern = Pattern(is_shared, *sizes, state.rows_alike, max_row, state.batch)
         if col.device.type != "meta":
             # known before anything is traced: torch.compile may trace a call twice, and would meet
             # the second time what the operators' fakes have asked meanwhile

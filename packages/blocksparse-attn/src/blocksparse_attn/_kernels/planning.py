@@ -111,18 +111,11 @@ def make_lists(
 
     def bits_of(first: int) -> Tensor:
         part = slice(first * group, (first + step) * group)
-        own = min(step, groups - first) if spec.by_key else len(crow[part])
-        return mark_bits(
-            crow[part],
-            col[part],
-            cols,
-            (own, lines),
-            items,
-            (1, 1, block_q, block_k, 1),
-            group if spec.by_key else 1,
-            spec.by_key,
-            spec.causal,
-        )
+        own, shared = len(crow[part]), 1
+        if spec.by_key:
+            own, shared = min(step, groups - first), group
+        csr, blocks = (crow[part], col[part], cols), (1, 1, block_q, block_k, 1)
+        return mark_bits(*csr, (own, lines), items, blocks, shared, spec.by_key, spec.causal)
 
     chunks = max(cdiv(items, BLOCK), 1)
     begin, whole, things, seen = made = empty_lists(crow, col, cols, block_size, spec)
@@ -135,18 +128,10 @@ def make_lists(
 
     def run(first: int, bits: Tensor, writes: bool) -> None:
         own = min(step, groups - first)
+        held, words = min(heads - first * group, own * group), bits.shape[1]
+        span, bound = stack * side, len(things)
         numbers = ListNumbers(
-            owners,
-            chunks,
-            items,
-            lines,
-            bits.shape[1],
-            min(heads - first * group, own * group),
-            group,
-            packs,
-            stack * side,
-            other,
-            len(things),
+            owners, chunks, items, lines, words, held, group, packs, span, other, bound
         )
         at = first * packs * owners
         counted = slice(parts * at * chunks, None)
@@ -183,17 +168,8 @@ def make_pairs(
     in_blocks = in_list if side == 1 else in_list // side * 2
     rows = max(cdiv((crow.shape[1] - 1) * parts_q, side), 1)
     items = rows * spec.group
-    bits = mark_bits(
-        crow,
-        col,
-        cols,
-        (lists, in_list),
-        items * side,
-        (parts_q, parts_k, piece, piece, side),
-        spec.group,
-        True,
-        spec.causal,
-    )
+    cut, count = (parts_q, parts_k, piece, piece, side), (lists, in_list)
+    bits = mark_bits(crow, col, cols, count, items * side, cut, spec.group, True, spec.causal)
     blocks = lists * in_blocks
     pairs, chunks = blocks // 2, cdiv(items, BLOCK)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from attn_common import cdiv
@@ -176,14 +177,9 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
         raise NotImplementedError(
             f"layout must have one token rule for all sequences, got {len(bounds)}"
         )
+    form: dict[str, Any] = {"BLOCK_SIZE": (block_q, block_k), "seq_lengths": (seqlen, seqlen)}
     if not causal and bounds is None:
-        empty = torch.zeros_like(kept)
-        return BlockMask.from_kv_blocks(
-            *_ordered(empty),
-            *_ordered(kept),
-            BLOCK_SIZE=(block_q, block_k),
-            seq_lengths=(seqlen, seqlen),
-        )
+        return BlockMask.from_kv_blocks(*_ordered(torch.zeros_like(kept)), *_ordered(kept), **form)
     whole = kept.clone()
     if causal:
         kept &= first_key < first_query + block_q
@@ -197,13 +193,8 @@ def to_block_mask(layout: BlockSparseLayout, seqlen: int, *, causal: bool = True
             seen = seen & (key >= bounds[0, query, 0]) & (key <= bounds[0, query, 1])
         return seen
 
-    return BlockMask.from_kv_blocks(
-        *_ordered(kept & ~whole),
-        *_ordered(whole),
-        BLOCK_SIZE=(block_q, block_k),
-        mask_mod=is_seen,
-        seq_lengths=(seqlen, seqlen),
-    )
+    cut = _ordered(kept & ~whole)
+    return BlockMask.from_kv_blocks(*cut, *_ordered(whole), mask_mod=is_seen, **form)
 
 
 def _ordered(kept: Tensor) -> tuple[Tensor, Tensor]:
