@@ -212,6 +212,7 @@ def tile_rows(work, batch, OPTIONS: tl.constexpr):
 @triton.jit
 def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr):
     """Return the ``Rows`` of a tile of queries that stand at ``positions``, ``[BLOCK_M]``."""
+    seqlen_k = work.seqlen_k
     first = work.tile * OPTIONS.POSITIONS
     first_position = tl.maximum(tl.maximum(work.diagonal, 0), first)
     last_position = tl.minimum(work.diagonal + work.seqlen_q, first + OPTIONS.POSITIONS) - 1
@@ -232,16 +233,9 @@ def rows_of(work, positions, tensors, numbers, OPTIONS: tl.constexpr):
         last_key = tl.load(bounds + 1, mask=is_there, other=0)
     if OPTIONS.TOP_LEFT:
         # under a causal mask a query behind the last key sees no more than that
-        positions = tl.minimum(positions, work.seqlen_k - 1)
+        positions = tl.minimum(positions, seqlen_k - 1)
     return Rows(
-        positions,
-        bits,
-        first_position,
-        last_position,
-        span_start,
-        work.seqlen_k,
-        first_key,
-        last_key,
+        positions, bits, first_position, last_position, span_start, seqlen_k, first_key, last_key
     )
 
 
