@@ -44,16 +44,13 @@ def _begin(entries, rows, turn, tile_count, W: gl.constexpr, pipeline, OPTIONS: 
 
 @gluon.jit
 def _fold(
-    softmax,
-    entries,
-    rows,
-    W: gl.constexpr,
-    KEYS: gl.constexpr,
-    MASKED: gl.constexpr,
-    pipeline,
-    OPTIONS: gl.constexpr,
+    softmax, entries, rows, W: gl.constexpr, MASKED: gl.constexpr, pipeline, OPTIONS: gl.constexpr
 ):
-    """Fold a step of ``KEYS`` keys into the softmax, beside the product of the step before."""
+    """Fold a step, or half of one, into the softmax, beside the product of the step before.
+
+    Without a mask it is a whole step, whose entries nobody reads.
+    """
+    KEYS: gl.constexpr = entries.items.shape[0] * OPTIONS.BLOCK_K if MASKED else OPTIONS.BLOCK_N
     ROWS: gl.constexpr = OPTIONS.ROWS
     HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
     HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
@@ -117,7 +114,7 @@ def attend(
         entries = Entries(softmax.turn, softmax.turn)
         if MASKED:
             entries = entries_of(task.walk, high - 1 - back, tensors, OPTIONS)
-        softmax = _fold(softmax, entries, task.rows, W, OPTIONS.BLOCK_N, MASKED, pipeline, OPTIONS)
+        softmax = _fold(softmax, entries, task.rows, W, MASKED, pipeline, OPTIONS)
     return softmax
 
 
@@ -126,15 +123,14 @@ def _begin_in_halves(
     task, turn, tile_count, W: gl.constexpr, tensors, pipeline, OPTIONS: gl.constexpr
 ):
     """Return the softmax of all half steps and of the step behind them."""
-    HALF: gl.constexpr = OPTIONS.BLOCK_N // 2
     walk, rows = task.walk, task.rows
     entries = half_entries_of(walk, 0, W, tensors, OPTIONS)
     softmax = _begin(entries, rows, turn, tile_count, W, pipeline, OPTIONS)
     for step in range(1, walk.halves):
         entries = half_entries_of(walk, step, W, tensors, OPTIONS)
-        softmax = _fold(softmax, entries, rows, W, HALF, True, pipeline, OPTIONS)
+        softmax = _fold(softmax, entries, rows, W, True, pipeline, OPTIONS)
     entries = entries_of(walk, steps_of(walk, OPTIONS) - 1, tensors, OPTIONS)
-    return _fold(softmax, entries, rows, W, OPTIONS.BLOCK_N, True, pipeline, OPTIONS)
+    return _fold(softmax, entries, rows, W, True, pipeline, OPTIONS)
 
 
 @gluon.jit
