@@ -1,10 +1,10 @@
 """Benchmark of flash-attn-triton beside its rivals: check first, then time, in turns.
 
     python benchmarks/bench_flash_attn.py --quick                      the gate's cases
-    python benchmarks/bench_flash_attn.py --commit HASH --json results/h200.json
-    python benchmarks/bench_flash_attn.py --family dropout,bias --json results/h200.json
+    python benchmarks/bench_flash_attn.py --commit HASH --json grid.json
+    python benchmarks/bench_flash_attn.py --family dropout,bias --json grid.json
     python benchmarks/bench_flash_attn.py --cases packed,host --providers ours,fa3
-    python benchmarks/bench_flash_attn.py --from-json results/h200.json --plot h200.png --documents
+    python benchmarks/bench_flash_attn.py --from-json grid.json --plot grid.png --documents
     python benchmarks/bench_flash_attn.py --dry-run                    tiny, on the CPU
 
 Results of several runs of one commit on one machine share a file: a run replaces the cases that it
