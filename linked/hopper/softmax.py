@@ -53,13 +53,18 @@ def hide(
     HAS_RIGHT: gl.constexpr,
 ):
     """Hide the keys that a row does not see; row 0 is the one that faces key 0."""
+    if HAS_LEFT:
+        # two limits of each row would take registers
+        if HAS_RIGHT:
+            visible = cols[None, :] <= gl.minimum(rows + window_right, len_k - 1)[:, None]
+        else:
+            visible = (cols < len_k)[None, :]
+        visible &= cols[None, :] >= (rows - window_left)[:, None]
+        return gl.where(visible, s, NEG_INF)
     limit = gl.full(rows.shape, len_k - 1, gl.int32, rows.type.layout)  # [ROWS]
     if HAS_RIGHT:
         limit = gl.minimum(rows + window_right, limit)
-    s = hide_unless(s, cols[None, :], limit[:, None])  # [ROWS, BLOCK_N]
-    if HAS_LEFT:
-        s = hide_unless(s, (rows - window_left)[:, None], cols[None, :])
-    return s
+    return hide_unless(s, cols[None, :], limit[:, None])  # [ROWS, BLOCK_N]
 
 
 @gluon.jit
