@@ -263,14 +263,14 @@ def attention_bounds(
         dl = torch.where(forward.seen.squeeze(-1), dlse.double(), 0.0)
     gradient = _Gradient(dtype, truncates, group, abs(_scale_of(q, options)))
     sign = -1.0 if _scale_of(q, options) < 0 else 1.0
-    capped = gradient.of_biases(forward, vh, do, dl)
+    f = gradient.of_weights(forward)
+    capped = gradient.of_capped(forward, f, vh, do, dl)
     if (bias := options.get("bias")) is not None:
         found["dbias"] = gradient.shared(*capped, bias)
-    ds, ds_error = gradient.of_scores(scores, forward, *capped)
+    ds, ds_error = gradient.of_scores(scores, f, *capped)
     found["dq"] = gradient.finished(sign * ds, ds_error, kh, 1, is_scaled=True)
     found["dk"] = gradient.finished(sign * ds.mT, ds_error.mT, qh, group, is_scaled=True)
     weights = forward.p * forward.passed
-    f = gradient.of_weights(forward)
     p_error = weights * (f + gradient.rounded) + gradient.least * forward.passed
     if options.get("kept") is not None:  # and multiplied with its factor
         p_error = p_error + FP32 * weights
@@ -300,8 +300,8 @@ class _Gradient(NamedTuple):
         lse_bound, at = forward.lse.bound[..., None], forward.at
         return torch.expm1(forward.exponent + lse_bound + 4 * FP32 * at.abs()) + EXP2
 
-    def of_biases(
-        self, forward: _Forward, v: Tensor, do: Tensor, dl: Tensor
+    def of_capped(
+        self, forward: _Forward, f: Tensor, v: Tensor, do: Tensor, dl: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of capped scores, which is that of a bias, and its error."""
         p, passed, width = forward.p, forward.passed, v.shape[-1]
@@ -314,7 +314,6 @@ class _Gradient(NamedTuple):
         error = dp_error + delta_error + 2 * FP32 * (dp.abs() + delta.abs())
         if isinstance(passed, Tensor):  # the factor of dropout
             error = error + FP32 * dp.abs()
-        f = self.of_weights(forward)
         value = p * (dp - delta)
         return value, (p * error + value.abs() * (f + 4 * FP32)) * self.second(f)
 
@@ -323,21 +322,22 @@ class _Gradient(NamedTuple):
         return 1 + 2 * (f.amax().item() if f.numel() else 0.0)
 
     def of_scores(
-        self, scores: _Scores, forward: _Forward, value: Tensor, error: Tensor
+        self, scores: _Scores, f: Tensor, value: Tensor, error: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of scores, as it is multiplied, from that of capped ones."""
-        slope, f = scores.slope, self.of_weights(forward)
-        ds = value * slope
-        error = error * slope.abs() + value.abs() * scores.slope_error * self.second(f)
+        ds = value * scores.slope
+        error = error * scores.slope.abs() + value.abs() * scores.slope_error * self.second(f)
         return ds, error + self.rounded * ds.abs() + self.least
 
     def shared(self, value: Tensor, error: Tensor, bias: Tensor) -> Bounded:
         """Return the gradient of a bias, summed over what shares it.
 
-        Terms have the dtype of the call. Each is a sum of up to four of them, rounded four times.
+        Terms have the dtype of the call. Each is a sum of up to four, rounded as often.
         """
-        grown, terms = (1 + self.rounded) ** 4, value.numel() // max(1, bias.numel())
-        error = error * grown + (grown - 1 + gamma(terms)) * value.abs() + 4 * self.least
+        terms = value.numel() // max(1, bias.numel())
+        rounded = min(terms, 4)
+        grown = (1 + stored_unit(self.dtype, self.truncates)) ** rounded
+        error = error * grown + (grown - 1 + gamma(terms)) * value.abs() + rounded * self.least
         total = value.sum_to_size(bias.shape)
         unit = stored_unit(bias.dtype, self.truncates)
         least = ROUNDING[bias.dtype][1] + TINY
