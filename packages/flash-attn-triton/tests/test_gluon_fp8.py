@@ -150,7 +150,14 @@ def test_rows_without_a_key(forward, reverse):
 WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), turn // TILE.STAGES_V & 1)"
 # function, what it says, what a mistake would be
 MISTAKES = [
-    ("walk_fp8", "walk.high,", "walk.high - 1,"),
+    ("walk_fp8", "state, right, high,", "state, right, high - 1,"),
+    ("walk_fp8", "walk.high - high", "0"),
+    ("walk_fp8", "low - walk.low", "0"),
+    ("_own_tiles", "W * TOKENS", "0"),
+    ("_own_tiles", "first_row < block.len_q", "first_row + TOKENS < block.len_q"),
+    ("_own_tiles", "block.len_k // TILE.BLOCK_N", "gl.cdiv(block.len_k, TILE.BLOCK_N)"),
+    ("_pass_by", WAIT_V, "pass"),
+    ("_pass_by", "turn += 1", "pass"),
     ("walk_fp8", "l * UNIT", "l"),
     ("_fold", WAIT_K, "pass"),
     ("_fold", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
@@ -170,24 +177,30 @@ MISTAKES = [
 ]
 
 
-def mistaken() -> Case:
-    """A case that what is planted must break: more tiles than buffers, rows without a key."""
+# warpgroups that pass tiles by run as far ahead as stages let them
+MISTAKEN = replace(TILE, stages_v=6)
+
+
+def assert_no_mistake() -> None:
+    """Run what a planted mistake must break: more tiles than stages, rows without a key; no mask."""
     case = make(Shape(1, 500, 400, 2, 1, 48), E4M3, "cpu", "per_head", window_size=(200, 0))
-    return case.with_options(q_descale=-case.options["q_descale"])
+    assert_accurate(case.with_options(q_descale=-case.options["q_descale"]), E4M3)
+    assert_accurate(make(Shape(1, 500, 400, 1, 1, 48), E4M3, "cpu", "scalar", causal=True), E4M3)
+    assert_accurate(make(Shape(1, 70, 50, 1, 1, 48), E4M3, "cpu", "scalar"), E4M3)
 
 
 def test_forward_without_a_mistake(forward, reverse):
-    forward(TILE, reverse)
-    assert_accurate(mistaken(), E4M3)
+    forward(MISTAKEN, reverse)
+    assert_no_mistake()
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize(("function", "right", "wrong"), MISTAKES, ids=lambda x: str(x)[:40])
 def test_forward_with_a_mistake(function, right, wrong, forward):
     def is_seen(reverse):
-        forward(TILE, reverse).plant(function, right, wrong)
+        forward(MISTAKEN, reverse).plant(function, right, wrong)
         try:
-            assert_accurate(mistaken(), E4M3)
+            assert_no_mistake()
         except (AssertionError, RuntimeError):
             return True
         return False

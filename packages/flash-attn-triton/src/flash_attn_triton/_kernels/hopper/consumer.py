@@ -371,16 +371,18 @@ def _consume_fp8(
     block = _receive(pipeline, count)
     while block.head >= 0:
         walk = _survey(block, problem, W, sums_of(TILE.BLOCK_N), OPTIONS, TILE)
-        q = pipeline.q_s[0].index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
-        mbarrier.wait(pipeline.q_full.index(W), count & 1)
         owner = _owner_of(block.sequence, problem.batch)
         factors = factors_of(problem.factors_ptr, block.head, owner, problem.heads_q, OPTIONS.GROUP)
-        size = scale_queries(q, problem.scale * gl.load(factors))
-        o, m, l, turn = walk_fp8(turn, q, size, walk, pipeline, problem, OPTIONS, TILE)
-        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+        # ahead of the queries, which take as long
+        scale, unit = problem.scale * gl.load(factors), gl.load(factors + 1) * UNIT
+        buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+        q = pipeline.q_s[0].index(buffer).reshape([TILE.ROWS, TILE.HEAD_DIM])
+        mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
+        scale = scale_queries(q, scale)
+        o, m, l, turn = walk_fp8(turn, q, scale, walk, pipeline, problem, W, OPTIONS, TILE)
+        mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
         finished = _finish(m, l, block, problem, W, OPTIONS, TILE)
-        weight = finished.weight * (gl.load(factors + 1) * UNIT)
-        finished = Finished(weight, finished.empty, finished.lse, finished.kept)
+        finished = Finished(finished.weight * unit, finished.empty, finished.lse, finished.kept)
         _write((o,), finished, count, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
         count += 1
         block = _receive(pipeline, count)

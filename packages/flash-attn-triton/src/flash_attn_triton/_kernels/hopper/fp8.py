@@ -7,7 +7,7 @@ that the second product expects from that thread.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier
-from ._linked.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive
+from ._linked.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive, key_tiles
 from ._linked.softmax import row_sums
 from .structures import Fp8State
 from .walk import hide, logits
@@ -32,12 +32,22 @@ def width_of(columns):
 
 
 @gluon.jit
-def walk_fp8(turn, q, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+def walk_fp8(
+    turn,
+    q,
+    scale,
+    walk,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Return the output of a block (in ``UNIT``), maxima, partial sums, and the key tiles so far.
 
     A warpgroup has one product in flight at a time, and nothing beside it: other warpgroups compute
     their softmax meanwhile. So scores and products share registers, which makes room for a third
-    warpgroup. They take no turns.
+    warpgroup. They take no turns, so each leaves out the tiles of which its own rows see nothing.
     """
     HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
     S: gl.constexpr = sums_of(TILE.BLOCK_N)
@@ -47,54 +57,68 @@ def walk_fp8(turn, q, scale, walk, pipeline, problem, OPTIONS: gl.constexpr, TIL
     o = gl.zeros([TILE.ROWS, TILE.HEAD_DIM_V], gl.float32, sums_of(TILE.HEAD_DIM_V))
     m = gl.full([TILE.ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
     l = row_sums(gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S))  # [ROWS, 4]
+    low, left, right, high = _own_tiles(walk, problem, W, OPTIONS, TILE)
+    turn = _pass_by(turn, walk.high - high, pipeline, TILE)
     state = Fp8State(o, m, l, turn)
     # tiles that the diagonal or the last key cuts, that every row sees whole, that the window's far
     # end cuts
     state = _fold(
-        state,
-        walk.right,
-        walk.high,
-        q,
-        scale,
-        factor,
-        walk,
-        pipeline,
-        problem,
-        OPTIONS,
-        TILE,
-        True,
+        state, right, high, q, scale, factor, walk, pipeline, problem, OPTIONS, TILE, True
     )
     state = _fold(
-        state,
-        walk.left,
-        walk.right,
-        q,
-        scale,
-        factor,
-        walk,
-        pipeline,
-        problem,
-        OPTIONS,
-        TILE,
-        False,
+        state, left, right, q, scale, factor, walk, pipeline, problem, OPTIONS, TILE, False
     )
     if OPTIONS.HAS_LEFT:
         state = _fold(
-            state,
-            walk.low,
-            walk.left,
-            q,
-            scale,
-            factor,
-            walk,
-            pipeline,
-            problem,
-            OPTIONS,
-            TILE,
-            True,
+            state, low, left, q, scale, factor, walk, pipeline, problem, OPTIONS, TILE, True
         )
     o, m, l, turn = state
+    turn = _pass_by(turn, low - walk.low, pipeline, TILE)
     return o, m, l * UNIT, turn
+
+
+@gluon.jit
+def _own_tiles(walk, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return ``(low, left, right, high)`` as ``key_tiles``, for the rows of warpgroup ``W`` alone.
+
+    All are tiles of the block. Rows behind the last query have none, and without a mask the last
+    tile counts as masked only if it has fewer keys.
+    """
+    TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
+    block = walk.block
+    first_row = block.first_row + W * TOKENS
+    low, left, right, high = key_tiles(
+        first_row,
+        block.len_q,
+        block.len_k,
+        problem.window_left,
+        problem.window_right,
+        OPTIONS.HAS_LEFT,
+        OPTIONS.HAS_RIGHT,
+        TOKENS,
+        TILE.BLOCK_N,
+    )
+    high = gl.where(first_row < block.len_q, high, low)
+    if not OPTIONS.HAS_RIGHT:
+        right = gl.maximum(block.len_k // TILE.BLOCK_N, low)
+    right = gl.minimum(right, high)
+    left = gl.minimum(left, right)
+    return low, left, right, high
+
+
+@gluon.jit
+def _pass_by(turn, tiles, pipeline, TILE: gl.constexpr):
+    """Release tiles of keys and values unread, as they arrive; return the turn behind them."""
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    for _tile in range(tiles):
+        stage = turn % TILE.STAGES_K
+        stage_v = turn % TILE.STAGES_V
+        mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+        barrier_arrive(EMPTY + stage, PARTIES, 4)
+        mbarrier.wait(pipeline.v_full.index(stage_v), turn // TILE.STAGES_V & 1)
+        barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+        turn += 1
+    return turn
 
 
 @gluon.jit
