@@ -18,7 +18,7 @@ from rivals import LABELS
 Row = dict[str, Any]
 
 PACKAGE = Path(__file__).parent.parent
-RESULTS = PACKAGE / "benchmarks" / "results" / "h100-grid.json"
+RESULTS = PACKAGE / "benchmarks" / "results" / "h200.json"
 DOCUMENTS = tuple(
     PACKAGE / name for name in ("README.md", "benchmarks/NOTES.md", "docs/performance.md")
 )
