@@ -32,7 +32,14 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("shape", [Shape(1, 150, 200, 2, 1, 128), Shape(2, 200, 70, 1, 1, 48)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(1, 150, 200, 2, 1, 128),
+        Shape(2, 200, 70, 1, 1, 48),
+        Shape(1, 100, 128, 1, 1, 64),  # whole tiles of keys
+    ],
+)
 def test_forward(shape, name, forward, reverse):
     forward(TILE, reverse)
     assert_accurate(make(shape, E4M3, "cpu", "per_head", **FEATURES[name]), E4M3)
@@ -156,6 +163,7 @@ MISTAKES = [
     ("_own_tiles", "W * TOKENS", "0"),
     ("_own_tiles", "first_row < block.len_q", "first_row + TOKENS < block.len_q"),
     ("_own_tiles", "block.len_k // TILE.BLOCK_N", "gl.cdiv(block.len_k, TILE.BLOCK_N)"),
+    ("_own_tiles", "(OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT)", "OPTIONS.HAS_RIGHT"),
     ("_pass_by", WAIT_V, "pass"),
     ("_pass_by", "turn += 1", "pass"),
     ("walk_fp8", "l * UNIT", "l"),
@@ -187,6 +195,8 @@ def assert_no_mistake() -> None:
     assert_accurate(case.with_options(q_descale=-case.options["q_descale"]), E4M3)
     assert_accurate(make(Shape(1, 500, 400, 1, 1, 48), E4M3, "cpu", "scalar", causal=True), E4M3)
     assert_accurate(make(Shape(1, 70, 50, 1, 1, 48), E4M3, "cpu", "scalar"), E4M3)
+    left = make(Shape(1, 70, 64, 1, 1, 48), E4M3, "cpu", "scalar", window_size=(5, -1))
+    assert_accurate(left, E4M3)
 
 
 def test_forward_without_a_mistake(forward, reverse):

@@ -99,7 +99,7 @@ def _own_tiles(walk, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.c
         TILE.BLOCK_N,
     )
     high = gl.where(first_row < block.len_q, high, low)
-    if not OPTIONS.HAS_RIGHT:
+    if not (OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT):
         right = gl.maximum(block.len_k // TILE.BLOCK_N, low)
     right = gl.minimum(right, high)
     left = gl.minimum(left, right)
