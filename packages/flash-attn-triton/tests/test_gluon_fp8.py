@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import random
 from dataclasses import replace
 
 import pytest
@@ -43,6 +45,19 @@ FEATURES = {
 def test_forward(shape, name, forward, reverse):
     forward(TILE, reverse)
     assert_accurate(make(shape, E4M3, "cpu", "per_head", **FEATURES[name]), E4M3)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("FLASH_ATTN_TRITON_EXAMPLES", "24"))))
+def test_random_lengths_and_windows(seed, forward):
+    """A warpgroup leaves out tiles of keys: where they begin and end must not matter."""
+    pick = random.Random(seed)
+    stages = pick.randint(2, 4), pick.randint(2, 4)
+    forward(HopperTile(pick.choice((2, 3)), pick.choice((32, 64)), *stages), pick.random() < 0.5)
+    tokens_q = pick.choice((1, 2, 50, 63, 64, 65, 128, 150, 192, 193, 200, 390))
+    tokens_k = pick.choice((1, 31, 32, 33, 64, 70, 100, 128, 150, 200, 256))
+    shape = Shape(1, tokens_q, tokens_k, pick.choice((1, 2, 4)), 1, pick.choice((48, 64, 128)))
+    window = pick.choice((-1, 0, 5, 30, 100)), pick.choice((-1, 0, 3, 20, 90))
+    assert_accurate(make(shape, E4M3, "cpu", "per_head", window_size=window), E4M3)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
