@@ -205,7 +205,7 @@ MISTAKEN = replace(TILE, stages_v=6)
 
 
 def assert_no_mistake() -> None:
-    """Run what a planted mistake must break: more tiles than stages, rows without a key; no mask."""
+    """Run what a mistake must break: more tiles than stages, rows without a key, no mask."""
     case = make(Shape(1, 500, 400, 2, 1, 48), E4M3, "cpu", "per_head", window_size=(200, 0))
     assert_accurate(case.with_options(q_descale=-case.options["q_descale"]), E4M3)
     assert_accurate(make(Shape(1, 500, 400, 1, 1, 48), E4M3, "cpu", "scalar", causal=True), E4M3)
