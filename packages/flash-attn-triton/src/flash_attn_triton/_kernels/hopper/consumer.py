@@ -366,6 +366,7 @@ def _consume_fp8(
 
     Descales reach the kernel as one factor of the scores and one of the values per head.
     """
+    gl.static_assert(TILE.BUFFERS_Q == 1, "one buffer of queries in FP8")
     turn = 0  # tiles of keys
     count = 0  # blocks of queries
     block = _receive(pipeline, count)
@@ -375,12 +376,11 @@ def _consume_fp8(
         factors = factors_of(problem.factors_ptr, block.head, owner, problem.heads_q, OPTIONS.GROUP)
         # ahead of the queries, which take as long
         scale, unit = problem.scale * gl.load(factors), gl.load(factors + 1) * UNIT
-        buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
-        q = pipeline.q_s[0].index(buffer).reshape([TILE.ROWS, TILE.HEAD_DIM])
-        mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
+        q = pipeline.q_s[0].index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
+        mbarrier.wait(pipeline.q_full.index(W), count & 1)
         scale = scale_queries(q, scale)
         o, m, l, turn = walk_fp8(turn, q, scale, walk, pipeline, problem, W, OPTIONS, TILE)
-        mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
+        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
         finished = _finish(m, l, block, problem, W, OPTIONS, TILE)
         finished = Finished(finished.weight * unit, finished.empty, finished.lse, finished.kept)
         _write((o,), finished, count, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
