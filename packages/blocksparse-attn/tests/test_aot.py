@@ -43,7 +43,6 @@ SPILLS: dict[str, tuple[int, str]] = {
         320,
         "which keys some row sees comes ahead of their loads, from the mask of the whole tile",
     ),
-    "nvidia:sm_80 d64-bfloat16-*ruled *": (64, "likewise, with Triton 3.6"),
     "amd:gfx1100 *": (848, "its matrix instructions want operands twice; no such GPU to tune on"),
 }
 

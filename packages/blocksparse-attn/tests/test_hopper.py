@@ -162,10 +162,10 @@ SPILLS = {
     "shared": (16, 48),
     "wide": (0, 112),
     "small": (16, 48),
-    "smallest": (120, 160),
+    "smallest": (104, 160),
     "mixed": (0, 112),
-    "narrow": (0, 40),
-    "unequal": (0, 40),
+    "narrow": (0, 32),
+    "unequal": (0, 32),
 }
 IS_OLD = triton.__version__.startswith("3.6.")
 

@@ -250,7 +250,7 @@ def test_builds(kind, tmp_path):
 
 
 # the same of the two kernels of gradients that repeat: numbers that are needed between tiles
-REPEATING_SPILLS = {"hopper_backward_kernel": (104, 224), "hopper_query_kernel": (64, 168)}
+REPEATING_SPILLS = {"hopper_backward_kernel": (104, 224), "hopper_query_kernel": (64, 160)}
 
 
 @pytest.mark.aot

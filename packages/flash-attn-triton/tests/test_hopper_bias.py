@@ -37,7 +37,7 @@ BACKWARD_SPILLS = {
     (64, True): (0, 0),
     (128, False): (48, 128),  # with the gradient of the bias
     (128, True): (48, 128),
-    (256, False): (0, 8),
+    (256, False): (0, 0),
     (256, True): (0, 8),
 }
 
