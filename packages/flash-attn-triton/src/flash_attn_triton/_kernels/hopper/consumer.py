@@ -25,7 +25,6 @@ from ._linked.pipeline import (
     barrier_sync,
     coordinates,
     field,
-    key_tiles,
     opaque,
 )
 from ._linked.softmax import close_softmax, finish_softmax
@@ -46,7 +45,7 @@ from .panels import (
     wait_for_values,
 )
 from .structures import Block, Finished, State, Walk
-from .walk import attend, begin, start
+from .walk import attend, begin, start, tiles_of
 
 
 @gluon.jit
@@ -95,16 +94,8 @@ def _survey(
 ):
     """Return the ``Walk`` of warpgroup ``W`` over a block of queries; scores have layout ``S``."""
     TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
-    low, left, right, high = key_tiles(
-        block.first_row,
-        block.len_q,
-        block.len_k,
-        problem.window_left,
-        problem.window_right,
-        OPTIONS.HAS_LEFT,
-        OPTIONS.HAS_RIGHT,
-        TILE.WARPGROUPS * TOKENS,
-        TILE.BLOCK_N,
+    low, left, right, high = tiles_of(
+        block, block.first_row, problem, TILE.WARPGROUPS * TOKENS, OPTIONS, TILE
     )
     layout: gl.constexpr = gl.SliceLayout(1, S)
     first_row = block.first_row + (block.len_k - block.len_q) + W * TOKENS

@@ -7,10 +7,10 @@ that the second product expects from that thread.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier
-from ._linked.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive, key_tiles
+from ._linked.pipeline import EMPTY, LOG2E, NEG_INF, barrier_arrive
 from ._linked.softmax import row_sums
 from .structures import Fp8State
-from .walk import hide, logits
+from .walk import hide, logits, tiles_of
 
 # binary exponent that is added to probabilities, so that they use the range of e4m3, up to 448
 SHIFT = gl.constexpr(8)
@@ -87,17 +87,7 @@ def _own_tiles(walk, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.c
     TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
     block = walk.block
     first_row = block.first_row + W * TOKENS
-    low, left, right, high = key_tiles(
-        first_row,
-        block.len_q,
-        block.len_k,
-        problem.window_left,
-        problem.window_right,
-        OPTIONS.HAS_LEFT,
-        OPTIONS.HAS_RIGHT,
-        TOKENS,
-        TILE.BLOCK_N,
-    )
+    low, left, right, high = tiles_of(block, first_row, problem, TOKENS, OPTIONS, TILE)
     high = gl.where(first_row < block.len_q, high, low)
     if not (OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT):
         right = gl.maximum(block.len_k // TILE.BLOCK_N, low)

@@ -12,12 +12,12 @@ from ._linked.pipeline import (
     SLOTS,
     barrier_sync,
     coordinates,
-    key_tiles,
     locate,
 )
 from .bias import copy_bias
 from .panels import copy_tile
 from .structures import Search, Task
+from .walk import tiles_of
 
 # how many sequences a search looks at together
 WARP = gl.constexpr(32)
@@ -250,16 +250,8 @@ def produce(
         ticket, total, Search(0, 0), packs, problem, schedule, UNIT, OPTIONS, TILE
     )
     while ticket < total:
-        low, _, _, high = key_tiles(
-            task.first_row,
-            task.len_q,
-            task.len_k,
-            problem.window_left,
-            problem.window_right,
-            OPTIONS.HAS_LEFT,
-            OPTIONS.HAS_RIGHT,
-            TILE.WARPGROUPS * TOKENS,
-            BLOCK_N,
+        low, _, _, high = tiles_of(
+            task, task.first_row, problem, TILE.WARPGROUPS * TOKENS, OPTIONS, TILE
         )
         _announce(task, index, count, pipeline)
         head_k = task.head // OPTIONS.GROUP

@@ -14,6 +14,7 @@ from ._linked.pipeline import (
     barrier_arrive,
     barrier_arrive_after,
     barrier_sync,
+    key_tiles,
     opaque,
 )
 from ._linked.ptx import SLACK, hide_unless, in_pairs
@@ -31,6 +32,24 @@ from .panels import (
     wait_for_values,
 )
 from .structures import State
+
+
+@gluon.jit
+def tiles_of(
+    block, first_row, problem, TOKENS: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Return the ``key_tiles`` of so many tokens of a block of queries."""
+    return key_tiles(
+        first_row,
+        block.len_q,
+        block.len_k,
+        problem.window_left,
+        problem.window_right,
+        OPTIONS.HAS_LEFT,
+        OPTIONS.HAS_RIGHT,
+        TOKENS,
+        TILE.BLOCK_N,
+    )
 
 
 @gluon.jit
