@@ -109,14 +109,12 @@ def pass_turn(counter, count, following, turn):
 
 
 @gluon.jit
-def end_turn(counter, number, WARPS: gl.constexpr):
-    """Raise a counter once the threads of so many warps have added; they meet at a named barrier.
+def raise_counter(counter, WARPS: gl.constexpr):
+    """Raise a counter once threads that met at a barrier, among them these, have added.
 
     Behind the barrier, the first thread's fence releases what all of them added.
     """
-    LANES: gl.constexpr = 32 * WARPS
-    barrier_sync(number, LANES, WARPS)
-    lanes = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [WARPS], [0]))  # [LANES]
+    lanes = gl.arange(0, 32 * WARPS, gl.BlockedLayout([1], [32], [WARPS], [0]))  # [32 * WARPS]
     gl.inline_asm_elementwise(
         """
         {
@@ -129,6 +127,30 @@ def end_turn(counter, number, WARPS: gl.constexpr):
         """,
         "=r,l,r",
         [(counter + lanes * 0).to(gl.int64), gl.where(lanes == 0, 1, 0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def end_turn(counter, number, WARPS: gl.constexpr):
+    """Raise a counter once so many warps, which meet at a named barrier, have added."""
+    barrier_sync(number, 32 * WARPS, WARPS)
+    raise_counter(counter, WARPS)
+
+
+@gluon.jit
+def let_next_launch_begin():
+    """Say that the next launch may begin beside this one, as soon as all programs have said so.
+
+    It does if it is launched for that (programmatic dependent launch), and has to wait for what it
+    reads itself.
+    """
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+        "=r",
+        [],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

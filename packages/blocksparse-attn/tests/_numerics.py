@@ -143,6 +143,12 @@ def that_repeats(case: Case) -> Case:
     return Repeating(case.inputs, case.options, packed=case.packed)
 
 
+def treat_as_short(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
+    """Let rows of up to so many keys be short, on every GPU and with any heads."""
+    for name in ("SHORT_ROWS", "SHORT_ROWS_FAST"):
+        monkeypatch.setattr(_configs, name, _configs.ShortRows(keys, keys))
+
+
 def make_case(
     shape: Shape,
     dtype: torch.dtype,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,14 @@ from attn_common import Platform
 from blocksparse_attn import BlockSparseLayout, _configs, _lists, _ops
 from blocksparse_attn._configs import suits_hopper_backward
 from blocksparse_attn._eager import attention_forward
+from blocksparse_attn._kernels.hopper.structures import BackwardNumbers, BackwardTensors
 from blocksparse_attn._linked.host.forms import interpreted
 from blocksparse_attn.reference import visible_keys
 from torch import Tensor
 
+from ._linked import gluon_language
 from ._linked.budget import assert_same
+from ._linked.gluon import Kernel
 from ._linked.numerics import compare, run_eager, run_oracle
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 from .test_gluon import reverse
@@ -45,12 +50,48 @@ def eager_forward(monkeypatch):
     monkeypatch.setattr(plans, "launch_forward", lambda x, _, call: attention_forward(x, call))
 
 
+class Counted(Kernel):
+    """The backward kernel, of which counters say when all of a head's dq is added."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        launch = super().__getitem__(grid)
+
+        def counted(*given: Any, OPTIONS: Any, **options: Any) -> None:
+            x = BackwardTensors(*given[: len(BackwardTensors._fields)])
+            numbers = BackwardNumbers(*given[len(x) :])
+            if not OPTIONS.MAKES_DQ:
+                launch(*given, OPTIONS=OPTIONS, **options)
+                return
+            owners = x.owners_ptr[: int(x.real_ptr), 0]
+            programs = [
+                int((owners == head).sum()) if OPTIONS.PER_HEAD else len(owners)
+                for head in range(numbers.heads_k)
+            ]
+            assert x.counters_ptr.tolist() == [-n for n in programs] * numbers.batch
+            raised = []
+
+            def add(pointer: Any, *values: Any) -> Any:
+                old = real(pointer, *values)
+                if pointer.base is x.counters_ptr and not x.counters_ptr.any():
+                    raised.append(x.dq_ptr.view(torch.int32).clone())
+                return old
+
+            real = gluon_language._add
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(gluon_language, "_add", add)
+                launch(*given, OPTIONS=OPTIONS, **options)
+            assert not x.counters_ptr.any()
+            # nothing is added behind what says so
+            assert all(torch.equal(dq, x.dq_ptr.view(torch.int32)) for dq in raised)
+            assert raised or not any(programs)
+
+        return counted
+
+
 @pytest.fixture
 def both_ways(monkeypatch):
     """Return a function that has one kernel serve every backward call."""
     from blocksparse_attn._kernels.hopper import backward_plans as plans
-
-    from ._linked.gluon import Kernel
 
     hopper = Platform.parse("nvidia:sm_90")
     real = plans.hopper_backward_kernel
@@ -64,7 +105,7 @@ def both_ways(monkeypatch):
     kernels = []
 
     def serve(reverse=True):
-        kernels.append(Kernel(real, reverse))
+        kernels.append(Counted(real, reverse))
         monkeypatch.setattr(plans, "hopper_backward_kernel", kernels[-1])
         return kernels[-1]
 
@@ -351,6 +392,9 @@ MISTAKES = [
     ("write", "hopper.fence_async_shared()", "pass"),
     ("hopper_backward_kernel", "pid < there", "pid + 1 < there"),
     ("_allocate", "barriers(STAGES, 2)", "barriers(STAGES, 1)"),
+    ("_allocate", "dq_added = barriers(1, 2)", "dq_added = barriers(1, 1)"),
+    ("produce", "mbarrier.wait(pipeline.dq_added, 0)", "pass"),
+    ("produce", "raise_counter(tensors.counters_ptr + head, 1)", "pass"),
 ]
 
 

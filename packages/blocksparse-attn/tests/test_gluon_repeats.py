@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._linked.budget import assert_same
 from ._linked.numerics import compare, run_eager, run_oracle
-from ._numerics import Case, Shape, check, make_case, run, that_repeats
+from ._numerics import Case, Shape, check, make_case, run, that_repeats, treat_as_short
 from .test_gluon_backward import both_ways, eager_forward, self_attention
 
 __all__ = ["both_ways", "eager_forward"]  # fixtures
@@ -139,7 +139,7 @@ def test_rows_that_have_sums(way, sums, monkeypatch):
     case = any_case(softmax_scale=-0.1 if way == "refused" else 0.1)
     layout = case.options["layout"]
     if way == "long":
-        monkeypatch.setattr(_configs, "SHORT_ROWS", 64)
+        treat_as_short(monkeypatch, 64)
     if way == "padded":
         padded = BlockSparseLayout.from_dense(layout.to_dense(), 64, max_nnz=14 * layout.num_rows)
         case = case.with_options(layout=padded)

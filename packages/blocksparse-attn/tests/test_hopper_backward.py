@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
 from attn_common import cdiv, detect
-from blocksparse_attn import BlockSparseLayout, _configs
+from blocksparse_attn import BlockSparseLayout
 from blocksparse_attn._kernels.backward_rows import row_kernel
 from blocksparse_attn._kernels.hopper.backward_plans import PIECE, ROWS, HopperBackward
 from blocksparse_attn._kernels.structures import RowNumbers, RowOptions, RowTensors
 
 from ._linked.budget import assert_same
 from ._linked.views import VIEWS
-from ._numerics import Packed, Shape, check, make_case, make_packed, run, that_repeats
+from ._numerics import (
+    Packed,
+    Shape,
+    check,
+    make_case,
+    make_packed,
+    run,
+    that_repeats,
+    treat_as_short,
+)
 
 # ---- sums, which lie in the order of the accumulators' registers
 
@@ -28,9 +38,10 @@ def in_order(sums):
     return sums[..., place.to(sums.device)]
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["at_once", "for_walks"])
 @pytest.mark.parametrize("tokens_q", [119, 100, 140])
 @pytest.mark.parametrize("block_d", [64, 128])
-def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
+def test_sums_are_brought_into_their_order(block_d, tokens_q, waits, device):
     """Tiles of dq begin at positions: the first one may hold rows that there are not.
 
     Blocks of dk and dv are left alone that one program has written.
@@ -49,7 +60,10 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
         )
     )
     parts = torch.tensor([2, 1, 9, 0, 3, 9], device=device)
-    tensors = *[None] * 6, parts, None, dq_sums, *sums, dq, dk, dv
+    summed = dq_sums, *sums, dq, dk, dv
+    # of walks that have ended
+    counters = torch.zeros(heads_k, dtype=torch.int32, device=device) if waits else None
+    tensors = *[None] * 6, parts, *[None] * 3, counters, *summed
     slots = heads_q * tiles, heads_k * 2
     numbers = RowNumbers(
         tokens_q, 0, 0, 0, 0, heads_q, 0.5, 1, heads_k, tokens_k, tiles, 2, 3, *slots
@@ -70,6 +84,42 @@ def test_sums_are_brought_into_their_order(block_d, tokens_q, device):
         assert torch.equal(got[0], want.half())
 
 
+@pytest.mark.device
+@pytest.mark.parametrize("pending", range(4))
+def test_sums_wait_for_the_walks_of_their_head(pending, device):
+    """Those of one key head of one sequence, and no others."""
+    batch, tokens, heads_q, heads_k, dim, tiles = 2, 192, 4, 2, 64, 3
+    dq_sums = torch.randn(batch, heads_q, tiles, 2, 32 * dim, device=device)
+    dq = torch.full((batch, tokens, heads_q, dim), 7.0, device=device).half()
+    counters = torch.zeros(batch * heads_k, dtype=torch.int32, device=device)
+    counters[pending] = -1
+    slots = batch * heads_q * tiles
+    numbers = RowNumbers(
+        tokens, 0, 0, 0, 0, heads_q, 1.0, batch, heads_k, tokens, tiles, tiles, 0, slots
+    )
+    tensors = *[None] * 6, *[None] * 4, counters, dq_sums, None, None, dq, None, None
+    options = RowOptions(dim, 64, 16, ROWS, True, dim, True, False, 64, 64, 64, PIECE)
+    want = in_order(dq_sums).transpose(3, 4).reshape(batch, heads_q, tokens, dim)
+    want = want.transpose(1, 2).half()
+    waiting, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(waiting):
+        row_kernel[(slots,)](*tensors, *numbers, OPTIONS=options, num_warps=4)
+    time.sleep(0.1)
+    with torch.cuda.stream(other):
+        seen = dq.clone()
+        other.synchronize()
+        assert not waiting.query()
+        counters[pending] += 1
+    waiting.synchronize()
+    assert torch.equal(dq, want)
+    sequence, head = divmod(pending, heads_k)
+    heads = slice(2 * head, 2 * head + 2)
+    assert bool((seen[sequence, :, heads] == 7.0).all())
+    seen[sequence, :, heads] = want[sequence, :, heads]
+    assert torch.equal(seen, want)
+
+
 @pytest.mark.parametrize("tokens_q", [8, 150])
 def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, device):
     """Also where there are more blocks of keys than of rows."""
@@ -86,7 +136,7 @@ def test_sums_are_cleared_of_queries_and_of_keys_that_are_shared(tokens_q, devic
         *numbers, heads_q, 1.0, 1, heads_k, 150, 0, 3, 4, 0, heads_k * 3, cdiv(pieces, grid), pieces
     )
     options = RowOptions(64, 64, 16, ROWS, False, 64, True, False, 64, 64, 128, PIECE)
-    tensors = *rows[:6], parts, None, dq_sums, *sums, None, None, None
+    tensors = *rows[:6], parts, *[None] * 4, dq_sums, *sums, None, None, None
     row_kernel[(grid,)](*tensors, *numbers, OPTIONS=options, num_warps=4)
     for filled in (dq_sums, rows.delta_ptr, rows.lse2_ptr):
         assert not filled.any()
@@ -117,7 +167,7 @@ def served(monkeypatch, device, request):
     if not detect(device).is_hopper:
         pytest.skip(f"{detect(device)} is not Hopper")
     # rows are short here, and sums are to be tested
-    monkeypatch.setattr(_configs, "SHORT_ROWS", 0)
+    treat_as_short(monkeypatch, 0)
     calls = []
     real = HopperBackward.__call__
 
@@ -247,7 +297,7 @@ def test_gradients_that_repeat(block, asked, shared, device, served, monkeypatch
     if asked:
         case = that_repeats(case)
     else:
-        monkeypatch.setattr(_configs, "SHORT_ROWS", 3000)
+        treat_as_short(monkeypatch, 3000)
     served(case)
     want = run(case)
     for _ in range(20):

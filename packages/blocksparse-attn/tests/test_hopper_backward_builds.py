@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 
 import pytest
 import torch
@@ -107,12 +108,34 @@ def test_rows_that_are_short():
         (BlockSparseLayout.from_dense(kept, 64, max_nnz=13 * 64 + 1), False),
     ):
         slots = layout._col.shape[1]
-        assert has_short_rows(layout._pattern, slots, 128, 4) == is_short, layout
-        assert not has_short_rows(layout._pattern, slots, 64, 4)
+        pattern, on = layout._pattern, torch.device("cpu")
+        assert has_short_rows(pattern, slots, 128, 4, on) == is_short, layout
+        assert not has_short_rows(pattern, slots, 64, 4, on)
         # without groups half as many keys are few
-        assert has_short_rows(layout._pattern, 2 * slots, 128, 4) == has_short_rows(
-            layout._pattern, slots, 128, 1
+        assert has_short_rows(pattern, 2 * slots, 128, 4, on) == has_short_rows(
+            pattern, slots, 128, 1, on
         )
+
+
+@pytest.mark.eager
+@pytest.mark.parametrize(
+    ("clock", "width", "most", "most_alone"),
+    [(2_619_000, 5120, 13, 6), (3_201_000, 6016, 8, 0)],
+    ids=["H100", "H200"],
+)
+def test_rows_that_are_short_on_a_gpu(clock, width, most, most_alone, monkeypatch):
+    """By how many bytes a second its memory brings to each multiprocessor."""
+    gpu = types.SimpleNamespace(
+        memory_clock_rate=clock, memory_bus_width=width, multi_processor_count=132
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(_configs, "_FAST", {})
+    on = torch.device("cuda", 0)
+    for blocks in range(1, 20):
+        layout = selected(blocks)
+        short = functools.partial(has_short_rows, layout._pattern, layout._col.shape[1], 128)
+        assert short(4, on) == (blocks <= most)
+        assert short(1, on) == (blocks <= most_alone)
 
 
 @pytest.mark.eager

@@ -16,7 +16,7 @@ from . import BlockSparseLayout, __version__, blocksparse_attn_func, blocksparse
 from ._configs import (
     BACKWARD_STAGES,
     SHORT_ROWS,
-    SHORT_ROWS_ALONE,
+    SHORT_ROWS_FAST,
     HopperTile,
     Shape,
     backward_dkdv_tile,
@@ -56,7 +56,10 @@ def describe(platform: Platform) -> None:
             if suits_hopper_backward(platform, head_dim, dtype.itemsize):
                 print(f"    backward for Hopper: 64 queries x 128 keys, {BACKWARD_STAGES} stages")
                 dq = hopper_dq_tile(head_dim)
-                short = f"up to {SHORT_ROWS} keys a row, {SHORT_ROWS_ALONE} without groups of heads"
+                grouped, alone = zip(SHORT_ROWS, SHORT_ROWS_FAST, strict=True)
+                short = "up to {} keys a row ({} where memory is fast), ".format(
+                    *grouped
+                ) + "{} ({}) without groups of heads".format(*alone)
                 where = (
                     f"where gradients repeat, and of {short}"
                     if head_dim > 64

@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from attn_common import Platform, detect, has_gluon, next_power_of_2
@@ -304,24 +305,57 @@ def is_covered(pattern: Pattern, tokens: int, sequences: int) -> bool:
     return sequences * pattern.cols * pattern.block_k <= 4 * tokens
 
 
-# keys of a row in the mean up to which dq has a launch of its own: 7 products in place of 5, but
-# nothing of dq is cleared, added up in memory and rounded, which takes as long for few keys. Half
-# of that without groups of heads; measured, see the notes
-SHORT_ROWS = 832
-SHORT_ROWS_ALONE = 416
+class ShortRows(NamedTuple):
+    """Keys of a row in the mean up to which dq has a launch of its own."""
+
+    grouped: int  # where several query heads share a key head
+    alone: int
 
 
-def has_short_rows(pattern: Pattern, slots: int, head_dim: int, group: int) -> bool:
+# 7 products in place of 5, but nothing of dq is cleared, added up in memory and rounded, which
+# takes as long for few keys. So it depends on the memory; measured on an H100 and an H200, see the
+# notes
+SHORT_ROWS = ShortRows(832, 416)
+SHORT_ROWS_FAST = ShortRows(512, 0)
+# bytes a second for each multiprocessor from which memory is fast: an H100 has 25, an H200 36
+FAST_BYTES = 30e9
+
+
+def has_short_rows(
+    pattern: Pattern, slots: int, head_dim: int, group: int, device: torch.device
+) -> bool:
     """Say whether rows are so short that the backward for Hopper is faster without sums of dq.
 
-    That depends on the layout's shapes, not on its values, and not on the sequences of a call: the
-    slots that a head has for its kept blocks are a bound of them. Blocks of fewer than 64 tokens,
-    and head dimensions up to 64, keep their sums, which were faster.
+    That depends on the layout's shapes and on the GPU, not on the layout's values, and not on the
+    sequences of a call: the slots that a head has for its kept blocks are a bound of them. Blocks
+    of fewer than 64 tokens, and head dimensions up to 64, keep their sums, which were faster.
     """
     if min(pattern.block_q, pattern.block_k) < 64 or head_dim <= 64:
         return False
-    most = SHORT_ROWS if group > 1 else SHORT_ROWS_ALONE
+    limits = SHORT_ROWS_FAST if has_fast_memory(device) else SHORT_ROWS
+    most = limits.grouped if group > 1 else limits.alone
     return slots * pattern.block_k <= most * pattern.rows
+
+
+def has_fast_memory(device: torch.device) -> bool:
+    """Say whether memory brings much to each multiprocessor, by the clocks of the driver."""
+    if device not in _FAST:
+        # kernels that are built for no GPU are built for an H100
+        _FAST[device] = device.type == "cuda" and _bytes_a_second(device) >= FAST_BYTES
+    return _FAST[device]
+
+
+# the answers; torch.compile takes them for constants, as it does with ``has_gluon``
+_FAST: dict[torch.device, bool] = {}
+has_fast_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _bytes_a_second(device: torch.device) -> float:
+    """Return how many bytes memory brings in a second to each multiprocessor."""
+    gpu = torch.cuda.get_device_properties(device)
+    # in kHz, and twice a clock
+    rate = 2e3 * gpu.memory_clock_rate * gpu.memory_bus_width / 8
+    return rate / gpu.multi_processor_count
 
 
 def repeats() -> bool:

@@ -214,7 +214,7 @@ def _walks(
     pattern = layout._pattern
     has_pairs = may_pair and takes_hopper_backward(x, pattern)
     # dq may be made by the lists of the forward
-    form = layout._col.shape[1], x.q.shape[-1], x.q.shape[-2] // x.k.shape[-2]
+    form = layout._col.shape[1], x.q.shape[-1], x.q.shape[-2] // x.k.shape[-2], x.q.device
     by_rows = has_pairs and (repeats or has_short_rows(pattern, *form))
     by_rows = by_rows and takes_hopper_forward(x, pattern, options)
     has_pairs = by_rows if repeats else has_pairs

@@ -1,7 +1,7 @@
 """What surrounds the backward: numbers of each row that every tile of it needs, and sums.
 
-Around the backward for Hopper places are gone through from the last to the first: what it reads
-first was then written last, and what it wrote last is read first, while the cache has it.
+Ahead of the backward for Hopper places are gone through from the last to the first: what it reads
+first was then written last, while the cache has it.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 from ._linked.primitives import INF, LOG2E, NEG_INF
 from .primitives import load_rows
 from .structures import RowNumbers, RowTensors
-from .sums import clear_sums, round_sums
+from .sums import clear_sums, expect_walks, round_sums
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _number_rows(place, tensors, numbers, OPTIONS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=RowNumbers._fields, do_not_specialize_on_alignment=RowTensors._fields[:8]
+    do_not_specialize=RowNumbers._fields, do_not_specialize_on_alignment=RowTensors._fields[:10]
 )
 def row_kernel(
     out_ptr,
@@ -55,7 +55,10 @@ def row_kernel(
     delta_ptr,
     lse2_ptr,
     parts_ptr,
+    owners_ptr,
+    real_ptr,
     cu_seqlens_ptr,
+    counters_ptr,
     dq_sums_ptr,
     dk_sums_ptr,
     dv_sums_ptr,
@@ -93,7 +96,10 @@ def row_kernel(
         delta_ptr,
         lse2_ptr,
         parts_ptr,
+        owners_ptr,
+        real_ptr,
         cu_seqlens_ptr,
+        counters_ptr,
         dq_sums_ptr,
         dk_sums_ptr,
         dv_sums_ptr,
@@ -121,11 +127,13 @@ def row_kernel(
         pieces,
     )
     place = tl.program_id(0)
-    if dq_sums_ptr is not None:
-        place = tl.num_programs(0) - 1 - place
     if OPTIONS.ROUNDS:
         round_sums(place, tensors, numbers, OPTIONS)
     else:
+        if dq_sums_ptr is not None:
+            place = tl.num_programs(0) - 1 - place
         _number_rows(place, tensors, numbers, OPTIONS)
         if dq_sums_ptr is not None:
             clear_sums(place, tensors, numbers, OPTIONS)
+        if counters_ptr is not None:
+            expect_walks(place, tensors, numbers, OPTIONS)

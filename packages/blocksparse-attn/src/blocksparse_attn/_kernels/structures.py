@@ -62,6 +62,7 @@ class RowOptions(NamedTuple):
     WIDTH: Any = 0  # columns of sums
     WIDTH_V: Any = 0
     PIECE: Any = 0  # sums of dq that are set to 0 at a time
+    IS_EARLY: Any = False  # the launch that adds to them may still run
 
 
 class Tensors(NamedTuple):
@@ -134,7 +135,10 @@ class RowTensors(NamedTuple):
     lse2_ptr: Any
     # of the backward for Hopper: see ``BackwardTensors``
     parts_ptr: Any = None
+    owners_ptr: Any = None
+    real_ptr: Any = None
     cu_seqlens_ptr: Any = None
+    counters_ptr: Any = None  # None without sums of dq
     dq_sums_ptr: Any = None
     dk_sums_ptr: Any = None
     dv_sums_ptr: Any = None

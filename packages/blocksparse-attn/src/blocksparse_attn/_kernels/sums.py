@@ -14,6 +14,41 @@ SIDE = tl.constexpr(64)
 
 
 @triton.jit
+def expect_walks(place, tensors, numbers, OPTIONS: tl.constexpr):
+    """Let a counter say how many programs have yet to end their walks of a sequence's key head."""
+    TOGETHER: tl.constexpr = 1024
+    WIDTH: tl.constexpr = 1 + 2 * SIDE // OPTIONS.TOKENS
+    if place < numbers.batch * numbers.heads_k:
+        programs = tl.load(tensors.real_ptr)
+        if OPTIONS.PER_HEAD:
+            head = place % numbers.heads_k
+            count = tl.zeros([TOGETHER], tl.int32)
+            for first in range(0, programs, TOGETHER):
+                at = first + tl.arange(0, TOGETHER)
+                owner = tl.load(tensors.owners_ptr + at * WIDTH, mask=at < programs, other=-1)
+                count += (owner == head).to(tl.int32)
+            programs = tl.sum(count, 0)
+        tl.store(tensors.counters_ptr + place, -programs)
+
+
+@triton.jit
+def _await_walks(sequence, head, tensors, numbers):
+    """Wait until all of dq has been added of a sequence's key head; to padding nothing is."""
+    if (sequence >= 0) & (sequence < numbers.batch):
+        counter_ptr = tensors.counters_ptr + sequence * numbers.heads_k + head
+        while tl.atomic_add(counter_ptr, 0, sem="acquire") < 0:
+            pass
+
+
+@triton.jit
+def _await_launch():
+    """Wait for the end of the launch ahead, beside which this one may have begun."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _locate(place, tensors, numbers):
     """Return ``(tile, is_owned, start, head, seqlen_k)`` of 64 keys.
 
@@ -97,6 +132,9 @@ def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
     inside = (rows >= 0) & (rows < work.seqlen_q)
     sums_ptr = tensors.dq_sums_ptr + place.to(tl.int64) * (SIDE * WIDTH)
     if work.is_alive:
+        if tensors.counters_ptr is not None:
+            head = work.unit // (heads_q // numbers.heads_k)
+            _await_walks(work.sequence, head, tensors, numbers)
         for half in tl.static_range(2):
             first = half * (WIDTH // 2)
             dq = _tile(sums_ptr + SIDE * first, SIDE, WIDTH // 2) * numbers.scale
@@ -134,8 +172,14 @@ def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def round_sums(place, tensors, numbers, OPTIONS: tl.constexpr):
-    """``dq = scale * dq_sums``, or ``dk = scale * dk_sums`` and ``dv = dv_sums``, rounded."""
+    """``dq = scale * dq_sums``, or ``dk = scale * dk_sums`` and ``dv = dv_sums``, rounded.
+
+    dq comes first, head by head: some heads' walks have ended while others run.
+    """
     if place < numbers.slots_q:
         _round_queries(place, tensors, numbers, OPTIONS)
     else:
-        _round_keys(place - numbers.slots_q, tensors, numbers, OPTIONS)
+        if OPTIONS.IS_EARLY:
+            _await_launch()
+        place = numbers.slots_q + numbers.slots_k - 1 - place
+        _round_keys(place, tensors, numbers, OPTIONS)

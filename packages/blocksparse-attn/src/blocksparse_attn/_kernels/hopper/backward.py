@@ -11,7 +11,7 @@ registers, out of which ``row_kernel`` brings it.
 
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory, write
-from ._linked.order import take_number
+from ._linked.order import let_next_launch_begin, take_number
 from ._linked.pipeline import EMPTY, LOG2E, barriers, coordinates
 from .backward_lists import count_turns, find_keys, find_program, owned_by
 from .backward_pieces import add_pieces, key_positions, tiles
@@ -92,6 +92,8 @@ def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.cons
         dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
         add_dq(sums.dq_ptr, gradients.last, dq, W, OPTIONS.HEAD_DIM)
     dk, dv = walk_apart(gradients, steps.alone * TURNS, mine, W, pipeline, OPTIONS)
+    if OPTIONS.MAKES_DQ:
+        mbarrier.arrive(pipeline.dq_added, count=1)
     if PIECE < ROWS:
         await_pieces(W, program, tensors, numbers, OPTIONS)
         if is_walked:
@@ -171,9 +173,22 @@ def _allocate(tensors, OPTIONS: gl.constexpr):
     dout_full = barriers(STAGES, 2)
     k_full = barriers(1, 1).index(0)
     v_full = barriers(1, 1).index(0)
+    dq_added = barriers(1, 2).index(0)
     hopper.fence_async_shared()
     return BackwardPipeline(
-        q_s, k_s, v_s, dout_s, ds_s, lse2_s, delta_s, fields_s, q_full, k_full, v_full, dout_full
+        q_s,
+        k_s,
+        v_s,
+        dout_s,
+        ds_s,
+        lse2_s,
+        delta_s,
+        fields_s,
+        q_full,
+        k_full,
+        v_full,
+        dout_full,
+        dq_added,
     )
 
 
@@ -246,6 +261,8 @@ def hopper_backward_kernel(
     )
     gl.static_assert(EMPTY + OPTIONS.STAGES <= MADE, "stages outnumber the barriers")
     programs = gl.load(real_ptr)
+    if OPTIONS.MAKES_DQ:
+        let_next_launch_begin()
     there = programs * batch
     if not OPTIONS.PER_HEAD:
         there *= heads_k
@@ -263,7 +280,7 @@ def hopper_backward_kernel(
             [
                 (_consume, (0, tensors, numbers, work, pipeline, OPTIONS)),
                 (_consume, (1, tensors, numbers, work, pipeline, OPTIONS)),
-                (produce, (tensors, work, pipeline, OPTIONS)),
+                (produce, (tensors, numbers, work, pipeline, OPTIONS)),
             ],
             [4, 1],
             [240, 24],

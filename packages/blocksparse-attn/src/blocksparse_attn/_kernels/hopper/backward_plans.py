@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..._call import Tensors
 from ..._configs import BACKWARD_STAGES, hopper_dq_tile, is_covered, padded_head_dim
+from ..._linked.host.forms import interpreted
 from ..._lists import SIDE, Pairs, heads_at_once, piece_of
 from ..backward_rows import row_kernel
 from ..form import Form, diagonal_of, launch_of
@@ -90,12 +91,24 @@ class HopperBackward:
             wide_v,
             PIECE,
         )
-        # without a gradient of the LSE, and with one
+        # without sums of dq and with them; each without a gradient of the LSE, and with one
         self._rows = tuple(
-            launch_of(row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
+            [launch_of(row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)]
+            for _ in range(2)
         )
+        # sums of dq are rounded as soon as they are there, beside what adds to the others
+        early = {} if interpreted() else {"launch_pdl": True}
         self._round = tuple(
-            launch_of(row_kernel, options._replace(ROUNDS=True), num_warps=4) for _ in range(2)
+            [
+                launch_of(
+                    row_kernel,
+                    options._replace(ROUNDS=True, IS_EARLY=bool(compiler)),
+                    num_warps=4,
+                    **compiler,
+                )
+                for _ in range(2)
+            ]
+            for compiler in ({}, early)
         )
         flags = constants.GROUP, constants.IS_CAUSAL, constants.PER_HEAD, constants.TOP_LEFT
         sizes = piece, wide, wide_v, BACKWARD_STAGES
@@ -168,22 +181,27 @@ class HopperBackward:
             tiles_q = cdiv(diagonal + tokens_q, SIDE) - diagonal // SIDE
         tiles_k = form.tiles_k(tokens_k, SIDE)
         # of sums of dq there are none if tiles of queries make it whole
+        makes_dq = not by_row
         slots_q = 0 if by_row else tiles_q * form.heads_q * form.grid_batch
         slots_k = tiles_k * form.heads_k * form.grid_batch
         dq_sums, dk_sums, dv_sums = (
             q.new_empty(SIDE * slots * width, dtype=torch.float32)
             for slots, width in ((slots_q, wide), (slots_k, wide), (slots_k, wide_v))
         )
-        counters = None
-        if by_row:
+        walked = form.batch * form.heads_k
+        if makes_dq:
+            counters = pairs.real.new_empty(walked)
+        else:
             counters = pairs.real.new_zeros(1 + slots_k * (SIDE // self._piece))
         list_pieces = pairs.parts.shape[0] // self._lists
         blocks_q = cdiv(form.extent_q, SIDE)
         scale, offsets = form.options.softmax_scale, x.cu_seqlens_q
-        grid, pieces = max(cdiv(lse.numel(), ROWS), slots_k), dq_sums.numel() // PIECE
+        grid = max(cdiv(lse.numel(), ROWS), slots_k, walked)
+        pieces = dq_sums.numel() // PIECE
         has_dlse = rows.dlse_ptr is not None
         summed = dq_sums, dk_sums, dv_sums, dq, dk, dv
-        around = RowTensors(*rows[:6], pairs.parts, offsets, *summed)
+        known = pairs.parts, pairs.owners, pairs.real, offsets, counters if makes_dq else None
+        around = RowTensors(*rows[:6], *known, *summed)
         numbers = RowNumbers(
             lse.shape[-1],
             lse.numel(),
@@ -201,8 +219,8 @@ class HopperBackward:
             cdiv(pieces, grid),
             pieces,
         )
-        self._rows[has_dlse](grid, around, numbers)
-        self._launches[not by_row](
+        self._rows[makes_dq][has_dlse](grid, around, numbers)
+        self._launches[makes_dq](
             # as many as there might be
             pairs.owners.shape[0] * (form.heads_k // self._lists) * form.batch,
             BackwardTensors(
@@ -231,4 +249,4 @@ class HopperBackward:
         )
         if by_row:
             self._rows_of(x, dout)(x, rows, by_row, dq)
-        self._round[has_dlse](slots_q + slots_k, around, numbers)
+        self._round[makes_dq][has_dlse](slots_q + slots_k, around, numbers)

@@ -2,6 +2,7 @@
 
 from ._linked.compat import gl, gluon, mbarrier
 from ._linked.gradients import ROWS
+from ._linked.order import raise_counter
 from ._linked.pipeline import EMPTY, barrier_sync
 from .backward_lists import count_turns, find_item
 from .backward_pieces import copy_keys, copy_queries
@@ -57,8 +58,12 @@ def _describe(field, item, head, work, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def produce(tensors, work, pipeline, OPTIONS: gl.constexpr):
-    """Copy the keys and values, then blocks of queries and of what belongs to them."""
+def produce(tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
+    """Copy the keys and values, then blocks of queries and of what belongs to them.
+
+    At last say that all of a program's dq is added. The fence that this takes runs beside what the
+    warpgroups do with dk and dv.
+    """
     RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     PIECE: gl.constexpr = OPTIONS.PIECE
     STAGES: gl.constexpr = OPTIONS.STAGES
@@ -100,3 +105,7 @@ def produce(tensors, work, pipeline, OPTIONS: gl.constexpr):
         last = total - 1 - back
         if last >= 0:
             _wait_for_room(EMPTY + last % STAGES, last < both)
+    if OPTIONS.MAKES_DQ:
+        mbarrier.wait(pipeline.dq_added, 0)
+        head = program.sequence * numbers.heads_k + program.head_k
+        raise_counter(tensors.counters_ptr + head, 1)

@@ -217,8 +217,8 @@ class BackwardTensors(NamedTuple):
     bits_ptr: Any
     # None where all sequences have one length
     cu_seqlens_ptr: Any
-    # int32, None where any order will do: how many programs began, then of each piece of keys how
-    # many have added to its sums
+    # int32: of each sequence's key head, minus how many programs have yet to add to dq. Where none
+    # makes dq: how many programs began, then of each piece of keys how many have added to its sums
     counters_ptr: Any
 
 
@@ -266,6 +266,7 @@ class BackwardPipeline(NamedTuple):
     k_full: Any
     v_full: Any
     dout_full: Any
+    dq_added: Any  # all that a program makes of dq is in memory, or on its way there
 
 
 class Program(NamedTuple):
