@@ -92,16 +92,19 @@ def test_sums_wait_for_the_walks_of_their_head(pending, device):
     dq_sums = torch.randn(batch, heads_q, tiles, 2, 32 * dim, device=device)
     dq = torch.full((batch, tokens, heads_q, dim), 7.0, device=device).half()
     counters = torch.zeros(batch * heads_k, dtype=torch.int32, device=device)
-    counters[pending] = -1
+    counters[pending] += -1  # as it is raised: a kernel is not loaded while another one waits
     slots = batch * heads_q * tiles
     numbers = RowNumbers(
         tokens, 0, 0, 0, 0, heads_q, 1.0, batch, heads_k, tokens, tiles, tiles, 0, slots
     )
-    tensors = *[None] * 6, *[None] * 4, counters, dq_sums, None, None, dq, None, None
+    # of keys there are none
+    keys = dq_sums, dq_sums, dq, dq, dq
+    tensors = *[None] * 6, counters, None, None, None, counters, dq_sums, *keys
     options = RowOptions(dim, 64, 16, ROWS, True, dim, True, False, 64, 64, 64, PIECE)
     want = in_order(dq_sums).transpose(3, 4).reshape(batch, heads_q, tokens, dim)
     want = want.transpose(1, 2).half()
     waiting, other = torch.cuda.Stream(), torch.cuda.Stream()
+    dq.clone()
     torch.cuda.synchronize()
     with torch.cuda.stream(waiting):
         row_kernel[(slots,)](*tensors, *numbers, OPTIONS=options, num_warps=4)
