@@ -56,10 +56,11 @@ def describe(platform: Platform) -> None:
             if suits_hopper_backward(platform, head_dim, dtype.itemsize):
                 print(f"    backward for Hopper: 64 queries x 128 keys, {BACKWARD_STAGES} stages")
                 dq = hopper_dq_tile(head_dim)
-                grouped, alone = zip(SHORT_ROWS, SHORT_ROWS_FAST, strict=True)
-                short = "up to {} keys a row ({} where memory is fast), ".format(
-                    *grouped
-                ) + "{} ({}) without groups of heads".format(*alone)
+                usual, fast = SHORT_ROWS, SHORT_ROWS_FAST
+                short = (
+                    f"up to {usual.grouped} keys a row ({fast.grouped} where memory is fast), "
+                    f"{usual.alone} ({fast.alone}) without groups of heads"
+                )
                 where = (
                     f"where gradients repeat, and of {short}"
                     if head_dim > 64

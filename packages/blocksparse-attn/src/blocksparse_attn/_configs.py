@@ -317,7 +317,8 @@ class ShortRows(NamedTuple):
 # notes
 SHORT_ROWS = ShortRows(832, 416)
 SHORT_ROWS_FAST = ShortRows(512, 0)
-# bytes a second for each multiprocessor from which memory is fast: an H100 has 25, an H200 36
+# bytes a second for each multiprocessor from which memory is fast: an H100's brings 25e9, an
+# H200's 36e9
 FAST_BYTES = 30e9
 
 
