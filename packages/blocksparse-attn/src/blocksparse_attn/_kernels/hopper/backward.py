@@ -12,7 +12,7 @@ registers, out of which ``row_kernel`` brings it.
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
 from ._linked.gradients import ROWS, add_to_memory, write
 from ._linked.order import let_next_launch_begin, take_number
-from ._linked.pipeline import EMPTY, LOG2E, barriers, coordinates
+from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_sync, barriers, coordinates
 from .backward_lists import count_turns, find_keys, find_program, owned_by
 from .backward_pieces import add_pieces, key_positions, tiles
 from .backward_producer import produce
@@ -93,6 +93,8 @@ def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.cons
         add_dq(sums.dq_ptr, gradients.last, dq, W, OPTIONS.HEAD_DIM)
     dk, dv = walk_apart(gradients, steps.alone * TURNS, mine, W, pipeline, OPTIONS)
     if OPTIONS.MAKES_DQ:
+        # one thread arrives, and speaks for what all of them have added
+        barrier_sync(TURN + 1 + W, 128, 4)
         mbarrier.arrive(pipeline.dq_added, count=1)
     if PIECE < ROWS:
         await_pieces(W, program, tensors, numbers, OPTIONS)
