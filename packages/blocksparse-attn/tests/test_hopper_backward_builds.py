@@ -224,8 +224,8 @@ SPILLS = {
     "wide": (24, 152),
     "narrow": (0, 56),
     "unequal": (0, 0),
-    "of 32": (16, 224),
-    "of 16": (104, 216),
+    "of 32": (16, 216),
+    "of 16": (104, 208),
     "of 16 packed": (112, 216),
 }
 IS_OLD = triton.__version__.startswith("3.6.")

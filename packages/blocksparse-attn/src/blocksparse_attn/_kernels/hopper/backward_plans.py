@@ -182,21 +182,21 @@ class HopperBackward:
         tiles_k = form.tiles_k(tokens_k, SIDE)
         # of sums of dq there are none if tiles of queries make it whole
         makes_dq = not by_row
-        slots_q = 0 if by_row else tiles_q * form.heads_q * form.grid_batch
+        slots_q = tiles_q * form.heads_q * form.grid_batch if makes_dq else 0
         slots_k = tiles_k * form.heads_k * form.grid_batch
         dq_sums, dk_sums, dv_sums = (
             q.new_empty(SIDE * slots * width, dtype=torch.float32)
             for slots, width in ((slots_q, wide), (slots_k, wide), (slots_k, wide_v))
         )
-        walked = form.batch * form.heads_k
+        heads = form.batch * form.heads_k  # key heads of all sequences
         if makes_dq:
-            counters = pairs.real.new_empty(walked)
+            counters = pairs.real.new_empty(heads)
         else:
             counters = pairs.real.new_zeros(1 + slots_k * (SIDE // self._piece))
         list_pieces = pairs.parts.shape[0] // self._lists
         blocks_q = cdiv(form.extent_q, SIDE)
         scale, offsets = form.options.softmax_scale, x.cu_seqlens_q
-        grid = max(cdiv(lse.numel(), ROWS), slots_k, walked)
+        grid = max(cdiv(lse.numel(), ROWS), slots_k, heads)
         pieces = dq_sums.numel() // PIECE
         has_dlse = rows.dlse_ptr is not None
         summed = dq_sums, dk_sums, dv_sums, dq, dk, dv
