@@ -94,7 +94,7 @@ def clear_sums(place, tensors, numbers, OPTIONS: tl.constexpr):
         for i in tl.static_range(SIDE // TOKENS):
             piece = tile * (SIDE // TOKENS) + i
             parts = _parts(piece, is_owned, head, tensors, numbers, OPTIONS.PER_HEAD)
-            if parts > TOKENS // SIDE:
+            if parts > 1:
                 at = place.to(tl.int64) * SIDE + i * TOKENS
                 _clear(tensors.dk_sums_ptr + at * OPTIONS.WIDTH, TOKENS * OPTIONS.WIDTH)
                 _clear(tensors.dv_sums_ptr + at * OPTIONS.WIDTH_V, TOKENS * OPTIONS.WIDTH_V)
@@ -102,7 +102,7 @@ def clear_sums(place, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _tile(sums_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Load sums in the order in which ``add_to_memory`` left 64 rows, and ``add_pieces`` fewer."""
+    """Load sums in the order in which ``add_to_memory`` left 64 rows, and ``add_block`` fewer."""
     sums = tl.load(sums_ptr + tl.arange(0, ROWS * WIDTH))
     sums = tl.permute(tl.reshape(sums, (WIDTH // 8, ROWS // 16, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
     return tl.reshape(sums, (ROWS, WIDTH))
@@ -143,7 +143,7 @@ def _round_queries(place, tensors, numbers, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
-    """Write 64 keys' dk and dv, but for a block that a program wrote which alone owned it."""
+    """Write 64 keys' dk and dv, but for what a program wrote which alone owned it."""
     TOKENS: tl.constexpr = OPTIONS.TOKENS
     HEAD_DIM: tl.constexpr = OPTIONS.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
@@ -157,7 +157,7 @@ def _round_keys(place, tensors, numbers, OPTIONS: tl.constexpr):
         rows = piece * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
         inside = (rows >= 0) & (rows < seqlen_k)
         token = start + rows
-        if parts > TOKENS // SIDE:
+        if parts > 1:
             at = place.to(tl.int64) * SIDE + i * TOKENS
             dk = _tile(tensors.dk_sums_ptr + at * WIDTH, TOKENS, WIDTH) * numbers.scale
             _store(dk, dk_ptr, token, inside, head, heads_k, 0, HEAD_DIM)

@@ -10,11 +10,11 @@ registers, out of which ``row_kernel`` brings it.
 """
 
 from ._linked.compat import gl, gluon, hopper, mbarrier, tma
-from ._linked.gradients import ROWS, add_to_memory, write
+from ._linked.gradients import ROWS
 from ._linked.order import let_next_launch_begin, take_number
-from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_sync, barriers, coordinates
-from .backward_lists import count_turns, find_keys, find_program, owned_by
-from .backward_pieces import add_pieces, key_positions, tiles
+from ._linked.pipeline import EMPTY, LOG2E, TURN, barrier_sync, barriers
+from .backward_lists import OTHERS, count_turns, find_keys, find_program, owned_by
+from .backward_pieces import add_block, key_positions, tiles, write_block
 from .backward_producer import produce
 from .backward_steps import (
     MADE,
@@ -35,7 +35,6 @@ from .structures import (
     Gradients,
     Mine,
     Origin,
-    Sums,
     Work,
 )
 
@@ -70,15 +69,15 @@ def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.cons
     TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
     PIECE: gl.constexpr = OPTIONS.PIECE
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    sums, steps, _, program, _ = work
-    owned_ptr = sums.owned_ptr + W * (ROWS // PIECE)
+    steps = work.steps
     # as places in a block, or in the sequence
     positions = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
     if PIECE < ROWS:
+        owned_ptr = work.owned_ptr + W * (ROWS // PIECE)
         positions = key_positions(owned_ptr, gl.SliceLayout(1, S), PIECE)
     is_walked = steps.whole + steps.partial + steps.alone > 0
     both, total = count_turns(steps, steps.alone, OPTIONS)
-    mine = Mine(positions, numbers.scale * LOG2E, sums.dq_ptr, both, total)
+    mine = Mine(positions, numbers.scale * LOG2E, tensors.dq_ptr, both, total)
     gradients = _begin(both, is_walked, W, pipeline, OPTIONS)
     if OPTIONS.MAKES_DQ:
         # dq is one step behind
@@ -90,55 +89,44 @@ def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.cons
         await_made(turn + 1, W)
         dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, 0, W, OPTIONS.HEAD_DIM)
         dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
-        add_dq(sums.dq_ptr, gradients.last, dq, W, OPTIONS.HEAD_DIM)
+        add_dq(tensors.dq_ptr, gradients.last, dq, W, OPTIONS.HEAD_DIM)
     dk, dv = walk_apart(gradients, steps.alone * TURNS, mine, W, pipeline, OPTIONS)
     if OPTIONS.MAKES_DQ:
         # one thread arrives, and speaks for what all of them have added
         barrier_sync(TURN + 1 + W, 128, 4)
         mbarrier.arrive(pipeline.dq_added, count=1)
-    if PIECE < ROWS:
-        await_pieces(W, program, tensors, numbers, OPTIONS)
-        if is_walked:
-            add_pieces(sums.dv_ptr, owned_ptr, program.len_k, dv, PIECE)
-            add_pieces(sums.dk_ptr, owned_ptr, program.len_k, dk, PIECE)
-        pass_pieces(W, program, tensors, numbers, OPTIONS)
-    else:
-        _leave(dk, dv, is_walked, W, work, tensors, numbers, pipeline, OPTIONS)
+    _leave(dk, dv, is_walked, W, work, tensors, numbers, pipeline, OPTIONS)
 
 
 @gluon.jit
 def _leave(
     dk, dv, is_walked, W: gl.constexpr, work, tensors, numbers, pipeline, OPTIONS: gl.constexpr
 ):
-    """Write a block of dk and dv, or if several programs own it add to their sums."""
-    RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
-    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
-    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
-    sums, _, keys, program, _ = work
-    parts = keys.parts_0 if W == 0 else keys.parts_1
-    block = keys.block_0 if W == 0 else keys.block_1
+    """Add to sums of dk and dv what other programs own too of a block, and write the rest."""
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    keys, program = work.keys, work.program
+    mine = keys.mine_0 if W == 0 else keys.mine_1
     # the memory of keys and values is free: the warpgroups have met since they last shared it
-    if parts == 1:
-        where = coordinates(
-            program.sequence, program.head_k, program.start, program.len_k, block * ROWS, RAGGED
-        )
-        write(dv, tensors.dv_desc, pipeline.v_s.index(W), where, HEAD_DIM_V)
-        write(dk * numbers.scale, tensors.dk_desc, pipeline.k_s.index(W), where, HEAD_DIM)
+    if mine % OTHERS != 0:
+        write_block(dv, tensors.dv_desc, pipeline.v_s, W, work, tensors, PIECE)
+        write_block(dk * numbers.scale, tensors.dk_desc, pipeline.k_s, W, work, tensors, PIECE)
         tma.store_wait(0)
-    elif parts > 1:
+    if mine >= OTHERS:
         await_pieces(W, program, tensors, numbers, OPTIONS)
         if is_walked:
-            add_to_memory(sums.dv_ptr + block.to(gl.int64) * (ROWS * HEAD_DIM_V), dv)
-            add_to_memory(sums.dk_ptr + block.to(gl.int64) * (ROWS * HEAD_DIM), dk)
+            first = first_tile_of_keys(program, tensors, numbers).to(gl.int64) * ROWS
+            dv_ptr = tensors.dv_ptr + first * OPTIONS.HEAD_DIM_V
+            dk_ptr = tensors.dk_ptr + first * OPTIONS.HEAD_DIM
+            add_block(dv_ptr, dv, W, work, tensors, PIECE)
+            add_block(dk_ptr, dk, W, work, tensors, PIECE)
         pass_pieces(W, program, tensors, numbers, OPTIONS)
 
 
 @gluon.jit
-def _begin_of_sums(program, tensors, numbers, OPTIONS: gl.constexpr):
-    """Return where rows and sums of a program's sequence begin."""
+def _find_origin(program, tensors, numbers, OPTIONS: gl.constexpr):
+    """Return where rows, and the sums of their dq, of a program's sequence begin."""
     sequence, start = program.sequence, program.start
     heads_q = numbers.heads_k * OPTIONS.GROUP
-    keys_at = first_tile_of_keys(program, tensors, numbers)
     first_tile = floor_div(program.diagonal, ROWS)
     if tensors.cu_seqlens_ptr is not None:
         row_at = start.to(gl.int64)
@@ -146,10 +134,7 @@ def _begin_of_sums(program, tensors, numbers, OPTIONS: gl.constexpr):
     else:
         row_at = sequence.to(gl.int64) * heads_q * numbers.tokens_q
         sums_at = sequence * heads_q * numbers.tiles_q - first_tile
-    dk_at = tensors.dk_ptr + keys_at.to(gl.int64) * (ROWS * OPTIONS.HEAD_DIM)
-    dv_at = tensors.dv_ptr + keys_at.to(gl.int64) * (ROWS * OPTIONS.HEAD_DIM_V)
-    origin = Origin(row_at, numbers.tokens_q, sums_at, numbers.tiles_q)
-    return Sums(owned_by(program, tensors, OPTIONS.PIECE), tensors.dq_ptr, dk_at, dv_at), origin
+    return Origin(row_at, numbers.tokens_q, sums_at, numbers.tiles_q)
 
 
 @gluon.jit
@@ -275,8 +260,8 @@ def hopper_backward_kernel(
     if pid < there:
         program = find_program(pid, programs, tensors, numbers, OPTIONS)
         keys, steps = find_keys(program, tensors, numbers, OPTIONS)
-        sums, origin = _begin_of_sums(program, tensors, numbers, OPTIONS)
-        work = Work(sums, steps, keys, program, origin)
+        origin = _find_origin(program, tensors, numbers, OPTIONS)
+        work = Work(owned_by(program, tensors, OPTIONS.PIECE), steps, keys, program, origin)
         pipeline = _allocate(tensors, OPTIONS)
         gl.warp_specialize(
             [

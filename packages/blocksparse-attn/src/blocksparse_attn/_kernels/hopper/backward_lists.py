@@ -9,6 +9,8 @@ from .structures import Item, Keys, Program, Steps
 HEAD = gl.constexpr(1 << 16)
 # more than a part of a list has items
 MOST = gl.constexpr(256)
+# of a block's pieces, each a bit, those that other programs own as well are times this
+OTHERS = gl.constexpr(16)
 
 
 @gluon.jit
@@ -52,20 +54,21 @@ def owned_by(program, tensors, PIECE: gl.constexpr):
 
 @gluon.jit
 def find_block(owned_ptr, parts_ptr, len_k, alone, PIECE: gl.constexpr):
-    """Return a block's last piece, how many programs own it, and the items that see it alone.
+    """Return a block's last piece, whose its pieces are, and the items that see it alone.
 
-    One that the sequence has not is nobody's; of several pieces, all are added to sums.
+    Pieces that the sequence has not are nobody's.
     """
-    last = gl.load(owned_ptr)
-    is_there = (last >= 0) & (last * PIECE < len_k)
-    parts = last * 0 + 2
-    if PIECE == ROWS:
-        parts = gl.load(parts_ptr + last, mask=is_there, other=0).to(gl.int32)
-    for i in gl.static_range(1, ROWS // PIECE):
+    last = -1
+    mine = 0
+    has_any = last >= 0
+    for i in gl.static_range(ROWS // PIECE):
         piece = gl.load(owned_ptr + i)
-        is_there |= (piece >= 0) & (piece * PIECE < len_k)
+        is_there = (piece >= 0) & (piece * PIECE < len_k)
+        parts = gl.load(parts_ptr + piece, mask=is_there, other=0).to(gl.int32)
+        mine += gl.where(parts > 1, OTHERS, parts) << i
         last = gl.maximum(last, piece)
-    return gl.where(is_there, last, NO_BLOCK), parts, gl.where(is_there, alone, 0)
+        has_any |= is_there
+    return gl.where(has_any, last, NO_BLOCK), mine, gl.where(has_any, alone, 0)
 
 
 @gluon.jit
@@ -178,8 +181,8 @@ def find_keys(program, tensors, numbers, OPTIONS: gl.constexpr):
     owned_ptr = owned_by(program, tensors, PIECE)
     other_ptr = owned_ptr + ROWS // PIECE
     parts_ptr = tensors.parts_ptr + owner
-    block_0, parts_0, alone_0 = find_block(owned_ptr, parts_ptr, len_k, alone_0, PIECE)
-    block_1, parts_1, alone_1 = find_block(other_ptr, parts_ptr, len_k, alone_1, PIECE)
+    block_0, mine_0, alone_0 = find_block(owned_ptr, parts_ptr, len_k, alone_0, PIECE)
+    block_1, mine_1, alone_1 = find_block(other_ptr, parts_ptr, len_k, alone_1, PIECE)
     # nobody's keys: their rows may see no key at all
     is_there = gl.minimum(block_0, block_1) < NO_BLOCK
     whole = gl.where(is_there, whole, 0)
@@ -210,4 +213,4 @@ def find_keys(program, tensors, numbers, OPTIONS: gl.constexpr):
     steps = Steps(
         whole_at, whole, partial_at, partial, alone, alone_0_at, alone_0, alone_1_at, alone_1
     )
-    return Keys(parts_0, block_0, parts_1, block_1, seen_0, seen_1, seen, kept), steps
+    return Keys(mine_0, block_0, mine_1, block_1, seen_0, seen_1, seen, kept), steps

@@ -1,12 +1,13 @@
 """Tiles of 64 rows in the Hopper backward, whole or of several pieces (see ``Pairs``).
 
-Pieces are copied one by one, and added to sums of their own. A tile of them lies in shared memory
-in panels of 64 columns, and a copy fills a piece's rows of one panel.
+Pieces are copied one by one, and written so or added to sums of their own. A tile of them lies in
+shared memory in panels of 64 columns, and a copy has a piece's rows of one panel.
 """
 
-from ._linked.compat import copy_in, gl, gluon, mbarrier
-from ._linked.gradients import ROWS
+from ._linked.compat import copy_in, copy_out, gl, gluon, hopper, mbarrier
+from ._linked.gradients import ROWS, add_to_memory, write
 from ._linked.pipeline import coordinates
+from .backward_lists import owned_by
 from .boxes import boxes_of
 from .schedule import NO_BLOCK
 
@@ -51,8 +52,9 @@ def first_query(item, diagonal, j, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def copy_keys(desc, tiles_s, full, work, RAGGED: gl.constexpr, PIECE: gl.constexpr):
+def copy_keys(desc, tiles_s, full, work, tensors, PIECE: gl.constexpr):
     """Copy a program's two blocks of keys, or of values."""
+    RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
     WIDTH: gl.constexpr = tiles_s.shape[-1]
     program, keys = work.program, work.keys
     sequence, head = program.sequence, program.head_k
@@ -64,10 +66,12 @@ def copy_keys(desc, tiles_s, full, work, RAGGED: gl.constexpr, PIECE: gl.constex
         where = coordinates(sequence, head, start, len_k, keys.seen_1 * ROWS, RAGGED)
         copy_in(desc, where, full, tiles_s.index(1))
     else:
+        # computed again: with ``work.owned_ptr`` ptxas spills more
+        owned_ptr = owned_by(program, tensors, PIECE)
         boxes = boxes_of(tiles_s, desc, PIECE)
         SIDE: gl.constexpr = ROWS // PIECE
         for i in gl.static_range(2 * SIDE):
-            row = first_key(work.sums.owned_ptr, keys.seen, i, PIECE)
+            row = first_key(owned_ptr, keys.seen, i, PIECE)
             where = coordinates(sequence, head, start, len_k, row, RAGGED)
             copy_piece(desc, where, full, boxes, i // SIDE, i % SIDE, PIECE, WIDTH)
 
@@ -100,8 +104,52 @@ def key_positions(owned_ptr, layout: gl.constexpr, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def add_pieces(pointer, owned_ptr, len_k, values, PIECE: gl.constexpr):
-    """Add a warpgroup's rows to the sums of their pieces, each as ``add_to_memory`` has a tile."""
+def write_block(gradient, desc, tiles_s, W: gl.constexpr, work, tensors, PIECE: gl.constexpr):
+    """Start the stores of a warpgroup's rows of a gradient, of the pieces that are its alone."""
+    RAGGED: gl.constexpr = tensors.cu_seqlens_ptr is not None
+    WIDTH: gl.constexpr = tiles_s.shape[-1]
+    SIDE: gl.constexpr = ROWS // PIECE
+    program, keys = work.program, work.keys
+    sequence, head = program.sequence, program.head_k
+    start, len_k = program.start, program.len_k
+    if PIECE == ROWS:
+        block = keys.block_0 if W == 0 else keys.block_1
+        where = coordinates(sequence, head, start, len_k, block * ROWS, RAGGED)
+        write(gradient, desc, tiles_s.index(W), where, WIDTH)
+    else:
+        tiles_s.index(W).store(gradient.to(tiles_s.dtype))
+        hopper.fence_async_shared()
+        boxes = boxes_of(tiles_s, desc, PIECE)
+        mine = keys.mine_0 if W == 0 else keys.mine_1
+        owned_ptr = work.owned_ptr + W * SIDE
+        for i in gl.static_range(SIDE):
+            if (mine >> i) & 1 != 0:
+                row = gl.load(owned_ptr + i) * PIECE
+                where = coordinates(sequence, head, start, len_k, row, RAGGED)
+                x, y, _, at, _ = where
+                for panel in gl.static_range(WIDTH // 64):
+                    box = boxes.index((W * (WIDTH // 64) + panel) * SIDE + i)
+                    copy_out(desc, (x, y, head, at, panel * 64), box)
+
+
+@gluon.jit
+def add_block(pointer, gradient, W: gl.constexpr, work, tensors, PIECE: gl.constexpr):
+    """Add a warpgroup's rows of a gradient to sums in memory."""
+    program, keys = work.program, work.keys
+    if PIECE == ROWS:
+        block = keys.block_0 if W == 0 else keys.block_1
+        add_to_memory(pointer + block.to(gl.int64) * (ROWS * gradient.shape[1]), gradient)
+    else:
+        owned_ptr = work.owned_ptr + W * (ROWS // PIECE)
+        _add_pieces(pointer, owned_ptr, program.len_k, gradient, PIECE)
+
+
+@gluon.jit
+def _add_pieces(pointer, owned_ptr, len_k, values, PIECE: gl.constexpr):
+    """Add rows to the sums of their pieces, each as ``add_to_memory`` has a tile.
+
+    What no other program owns of them has no sums: what is added there nobody reads.
+    """
     WIDTH: gl.constexpr = values.shape[1]
     WARPS: gl.constexpr = PIECE // 16
     layout: gl.constexpr = gl.SliceLayout(1, values.type.layout)

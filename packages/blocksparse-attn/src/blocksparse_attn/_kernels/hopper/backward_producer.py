@@ -74,7 +74,7 @@ def produce(tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
     both, total = count_turns(work.steps, alone, OPTIONS)
     first_head = program.head_k * OPTIONS.GROUP
     if total > 0:
-        copy_keys(tensors.k_desc, pipeline.k_s, pipeline.k_full, work, RAGGED, PIECE)
+        copy_keys(tensors.k_desc, pipeline.k_s, pipeline.k_full, work, tensors, PIECE)
     item = find_item(0, total, work, tensors, OPTIONS)
     lse2, delta = _numbers(item, first_head, program, work.origin, tensors)
     for turn in range(total):
@@ -93,7 +93,7 @@ def produce(tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
         pipeline.fields_s.index(stage).store(fields)
         mbarrier.arrive(pipeline.q_full.index(stage), count=1)
         if turn == 0:
-            copy_keys(tensors.v_desc, pipeline.v_s, pipeline.v_full, work, RAGGED, PIECE)
+            copy_keys(tensors.v_desc, pipeline.v_s, pipeline.v_full, work, tensors, PIECE)
         full, dout_s = pipeline.dout_full.index(stage), pipeline.dout_s
         copy_queries(tensors.dout_desc, dout_s, full, stage, item, head, program, RAGGED, PIECE)
         pipeline.delta_s.index(stage).store(-delta)

@@ -301,10 +301,11 @@ class Steps(NamedTuple):
 class Keys(NamedTuple):
     """The two blocks of keys of a program."""
 
-    # how many programs own each; ``NO_BLOCK`` is one that the sequence has not
-    parts_0: Any
+    # of each a bit for every piece that nobody else owns, and ``OTHERS`` times that if others do,
+    # and the last piece, ``NO_BLOCK`` if the sequence has none
+    mine_0: Any
     block_0: Any
-    parts_1: Any
+    mine_1: Any
     block_1: Any
     # the same, or ``NO_BLOCK`` if no query of the program sees it
     seen_0: Any
@@ -312,15 +313,6 @@ class Keys(NamedTuple):
     # of pieces, bits of those that some query sees, and of those that there are
     seen: Any
     kept: Any
-
-
-class Sums(NamedTuple):
-    """The pieces of keys that a program owns, and where the sums of gradients begin for it."""
-
-    owned_ptr: Any
-    dq_ptr: Any
-    dk_ptr: Any
-    dv_ptr: Any
 
 
 class Origin(NamedTuple):
@@ -338,7 +330,7 @@ class Work(NamedTuple):
     In another order of what partitions capture, ptxas spills more in builds of small blocks.
     """
 
-    sums: Any
+    owned_ptr: Any  # where its pieces of keys are named
     steps: Any
     keys: Any
     program: Any
