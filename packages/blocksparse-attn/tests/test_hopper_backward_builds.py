@@ -266,7 +266,6 @@ def test_builds(kind, tmp_path):
     assert products > 0
     for instruction in ("UTMALDG", "UTMASTG", "USETMAXREG"):
         assert instruction in sass, instruction
-    # pieces are added to sums
     # serialised products have an arrival each
     assert sass.count(" WARPGROUP.ARRIVE") < products / 3
 

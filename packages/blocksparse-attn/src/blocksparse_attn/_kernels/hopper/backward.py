@@ -102,7 +102,7 @@ def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.cons
 def _leave(
     dk, dv, is_walked, W: gl.constexpr, work, tensors, numbers, pipeline, OPTIONS: gl.constexpr
 ):
-    """Add to sums of dk and dv what other programs own too of a block, and write the rest."""
+    """Write of a block of dk and dv what nobody else owns, and add the rest to their sums."""
     PIECE: gl.constexpr = OPTIONS.PIECE
     keys, program = work.keys, work.program
     mine = keys.mine_0 if W == 0 else keys.mine_1

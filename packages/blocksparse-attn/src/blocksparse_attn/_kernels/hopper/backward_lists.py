@@ -9,7 +9,7 @@ from .structures import Item, Keys, Program, Steps
 HEAD = gl.constexpr(1 << 16)
 # more than a part of a list has items
 MOST = gl.constexpr(256)
-# of a block's pieces, each a bit, those that other programs own as well are times this
+# a piece of a block is a bit, and times this if other programs own it as well
 OTHERS = gl.constexpr(16)
 
 
