@@ -12,14 +12,15 @@ from pathlib import Path
 PLACES = {
     "host": "src/{name}/_linked/host",
     "parallel": "src/{name}/_linked/parallel",
-    "launch": "src/{name}/_kernels/launch",
-    "portable": "src/{name}/_kernels/_linked",
-    "invariant": "src/{name}/_kernels/invariant",
-    "hopper": "src/{name}/_kernels/hopper/_linked",
+    "launch": "src/{name}/_linked/launch",
+    "portable": "src/{name}/_linked/portable",
+    "invariant": "src/{name}/_linked/invariant",
+    "hopper": "src/{name}/_linked/hopper",
     "testing": "tests/_linked",
     "benchmarks": "benchmarks/_linked",
 }
-
+# folders and files of kernels and their launches, the only ones that import Triton
+KERNELS = {"portable", "hopper", "kernels", "_kernels", "launch", "invariant"}
 
 # a file is read once for all rules, wherever it is linked
 parse = functools.cache(ast.parse)
@@ -34,7 +35,12 @@ def import_name(package: Path) -> str:
 
 
 def kernel_packages(root: Path) -> list[Path]:
-    return [p for p in packages(root) if (p / "src" / import_name(p) / "_kernels").is_dir()]
+    return [p for p in packages(root) if p.name != "attn-common"]
+
+
+def holds_kernels(parts: tuple[str, ...]) -> bool:
+    """Say whether a path within a package, without its suffix, is one of kernels or launches."""
+    return not KERNELS.isdisjoint(parts)
 
 
 def place(package: Path, folder: str) -> Path:
@@ -98,6 +104,28 @@ def target(path: Path, level: int, module: str) -> tuple[str, ...]:
     return folder[: len(folder) - (level - 1)] + parts
 
 
+def modules(
+    package: Path, path: Path, level: int, module: str, names: list[str]
+) -> Iterator[tuple[str, ...]]:
+    """Yield the paths, without suffix, of the modules that one relative import reaches.
+
+    Where no module has the name of what is imported, it is a name of the module or of the folder.
+    """
+    base = package / "src" / import_name(package)
+    folder = target(path, level, module)
+    for parts in [(*folder, name) for name in names]:
+        for known in (parts, folder):
+            there = base.joinpath(*known)
+            if there.with_suffix(".py").is_file():
+                yield known
+                break
+            if (there / "__init__.py").is_file():
+                yield (*known, "__init__")
+                break
+        else:
+            yield parts
+
+
 def write(root: Path, texts: dict[str, str]) -> None:
     for name, text in texts.items():
         path = root / name
@@ -122,19 +150,23 @@ def write_small_repository(root: Path) -> None:
         }
         texts["README.md"] += f"[{name}](packages/{name})\n"
         if name != "attn-common":
-            kernel = f"import triton\nfrom . import tile\nfrom .launch.run import {name}\n"
+            kernel = (
+                f"import triton\nfrom . import tile\nfrom ..._linked.launch.run import {name}\n"
+            )
+            dense = f"{base}/src/{module}/_dense"
             texts |= {
-                f"{base}/src/{module}/_kernels/forward.py": kernel,
-                f"{base}/src/{module}/_kernels/tile.py": f"# {name}",
-                f"{base}/src/{module}/_kernels/__init__.py": "",
-                f"{base}/src/{module}/_ops.py": f"def {name}():\n    from ._kernels import forward",
-                f"{base}/src/{module}/_configs.py": f"from attn_common import cdiv as {name}\n",
+                f"{dense}/portable/forward.py": kernel,
+                f"{dense}/portable/tile.py": f"# {name}",
+                f"{dense}/portable/__init__.py": "",
+                f"{dense}/launch.py": f"from .portable import forward as {name}",
+                f"{dense}/ops.py": f"def {name}():\n    from . import launch",
+                f"{dense}/tiles.py": f"from attn_common import cdiv as {name}\n",
                 f"{base}/tests/MUTATIONS.md": "",
                 f"{base}/benchmarks/bench_a.py": "",
             }
     texts |= {f"linked/{folder}/__init__.py": "" for folder in PLACES}
     texts["linked/host/form.py"] = "import torch\n"
-    texts["linked/launch/run.py"] = "import triton\nfrom ..._linked.host.form import f\n"
+    texts["linked/launch/run.py"] = "import triton\nfrom ..host.form import f\n"
     write(root, texts)
     for package in kernel_packages(root):
         for folder in PLACES:

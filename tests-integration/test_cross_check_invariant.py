@@ -15,7 +15,7 @@ import cuts
 flash_attn_triton = pytest.importorskip("flash_attn_triton")
 prefix_prefill = pytest.importorskip("prefix_prefill")
 
-INTERPRETED = prefix_prefill._ops.interpreted()
+INTERPRETED = prefix_prefill._paged.ops.interpreted()
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if ON_GPU else "cpu"
 COUNT = 1000 if ON_GPU else 6 if INTERPRETED else 30

@@ -261,7 +261,7 @@ class Kernel:
 @pytest.fixture(params=PACKAGES)
 def launching(request, monkeypatch):
     """Return the module of launches, for a driver of no GPU."""
-    module = importlib.import_module(f"{request.param}._kernels.launch.runtime")
+    module = importlib.import_module(f"{request.param}._linked.launch.runtime")
     driver = types.SimpleNamespace(active=types.SimpleNamespace(get_current_stream=lambda _: 7))
     runtime = types.SimpleNamespace(driver=driver)
     hook = types.SimpleNamespace(launch_enter_hook=types.SimpleNamespace(calls=[]))

@@ -18,6 +18,7 @@ from ._repository import (
     import_name,
     imports,
     link,
+    modules,
     packages,
     parse,
     place,
@@ -86,22 +87,11 @@ def imports_in_a_circle(root):
     """No module of a package imports itself by way of others, in a function's body either."""
     graphs = {package.name: {} for package in packages(root)}
     for package, path, tree in sources(root):
-        base = package / "src" / import_name(package)
         reached = set()
         for level, module, names in imports(tree, at_run_time=True):
-            if level == 0:
-                continue
-            folder = target(path, level, module)
-            for parts in [(*folder, name) for name in names]:
-                # a module of that name, else a name of the module or of the package
-                for known in (parts, folder):
-                    there = base.joinpath(*known)
-                    if there.with_suffix(".py").is_file():
-                        reached.add("/".join(known) + ".py")
-                        break
-                    if (there / "__init__.py").is_file():
-                        reached.add("/".join((*known, "__init__.py")))
-                        break
+            if level:
+                found = modules(package, path, level, module, names)
+                reached |= {f"{'/'.join(parts)}.py" for parts in found}
         graphs[package.name][path.as_posix()] = reached - {path.as_posix()}
     for name, graph in graphs.items():
         try:
@@ -168,29 +158,37 @@ DEVICE = f"({', '.join(f'x{i}' for i in range(13))}):\n    pass\n"
 BREACHES = [
     (linked_files_reach_into_a_package, "linked/host/x.py", "from ...api import f"),
     (linked_files_reach_into_a_package, "linked/host/x.py", "from ... import api"),
-    (linked_files_reach_into_a_package, "linked/launch/x.py", "def f():\n    from ..tile import g"),
-    (linked_files_reach_into_a_package, "linked/hopper/x.py", "from ..forward import f"),
+    (
+        linked_files_reach_into_a_package,
+        "linked/launch/x.py",
+        "def f():\n    from ..._dense.tiles import g",
+    ),
+    (linked_files_reach_into_a_package, "linked/hopper/x.py", "from ..._dense import forward"),
     (linked_files_reach_into_a_package, "linked/testing/x.py", "from .._numerics import f"),
     (linked_files_reach_into_a_package, "linked/testing/x.py", "import a.api"),
     (linked_files_reach_into_a_package, "linked/benchmarks/x.py", "from .. import cases"),
-    (imports_in_a_circle, f"{SRC}/_kernels/tile.py", "from . import forward"),
-    (imports_in_a_circle, f"{SRC}/_kernels/tile.py", "def f():\n    from .forward import g"),
+    (imports_in_a_circle, f"{SRC}/_dense/portable/tile.py", "from . import forward"),
+    (imports_in_a_circle, f"{SRC}/_dense/portable/tile.py", "def f():\n    from .forward import g"),
     (
         imports_in_a_circle,
-        f"{SRC}/_configs.py",
-        "from . import _kernels, _ops",
+        f"{SRC}/_dense/tiles.py",
+        "from . import ops, portable",
     ),
     (imports_in_a_circle, f"{SRC}/__init__.py", "from .api import f"),
-    (imports_in_a_circle, "linked/host/form.py", "from ..._kernels.launch.run import f"),
+    (imports_in_a_circle, "linked/host/form.py", "from ..launch.run import f"),
     (same_file_twice, "packages/b/tests/helpers.py", "import triton\nx = 1\n"),
     (same_file_twice, "linked/testing/helpers.py", "import triton\nx = 1\n"),
-    (takes_many_parameters, f"{SRC}/_kernels/x.py", f"@triton.jit\ndef f{DEVICE}"),
-    (takes_many_parameters, f"{SRC}/_kernels/x.py", f"@gluon.jit(noinline=True)\ndef f{DEVICE}"),
+    (takes_many_parameters, f"{SRC}/_dense/portable/x.py", f"@triton.jit\ndef f{DEVICE}"),
+    (
+        takes_many_parameters,
+        f"{SRC}/_dense/portable/x.py",
+        f"@gluon.jit(noinline=True)\ndef f{DEVICE}",
+    ),
     (takes_many_parameters, "linked/portable/x.py", f"@triton.jit\ndef f{DEVICE}"),
 ]
 # what makes some of them one
 FURTHER = {
-    f"{SRC}/_configs.py": {f"{SRC}/_ops.py": "from . import _configs"},
+    f"{SRC}/_dense/tiles.py": {f"{SRC}/_dense/ops.py": "from . import tiles"},
     f"{SRC}/__init__.py": {f"{SRC}/api.py": "from . import __version__"},
     "packages/b/tests/helpers.py": {"packages/a/tests/x.py": "import triton\nx = 1\n"},
     "linked/testing/helpers.py": {"packages/a/tests/x.py": "import triton\nx = 1\n"},
@@ -273,8 +271,8 @@ def test_every_rule_is_shown_to_catch_something():
 
 def test_what_is_no_circle(small):
     texts = {
-        f"{SRC}/_kernels/tile.py": "if TYPE_CHECKING:\n    from .forward import f\n",
-        f"{SRC}/api.py": "from . import _configs",
+        f"{SRC}/_dense/portable/tile.py": "if TYPE_CHECKING:\n    from .forward import f\n",
+        f"{SRC}/api.py": "from ._dense import tiles",
         f"{SRC}/__init__.py": "from .api import f",
     }
     write(small, texts)
@@ -282,7 +280,10 @@ def test_what_is_no_circle(small):
 
 
 def test_an_entry_may_take_many_parameters(small):
-    write(small, {f"{SRC}/_kernels/x.py": f"@triton.jit(do_not_specialize=NUMBERS)\ndef f{DEVICE}"})
+    write(
+        small,
+        {f"{SRC}/_dense/portable/x.py": f"@triton.jit(do_not_specialize=NUMBERS)\ndef f{DEVICE}"},
+    )
     assert list(takes_many_parameters(small)) == []
 
 

@@ -13,9 +13,11 @@ import pytest
 
 from ._repository import (
     files,
+    holds_kernels,
     import_name,
     imports,
     kernel_packages,
+    modules,
     packages,
     sources,
     write,
@@ -24,17 +26,16 @@ from ._repository import (
 
 SIBLING = "attn_common"
 BANNED = re.compile(r"make_block_ptr|\btl\.advance\b|\btriton\.autotune\b|@autotune\b")
-# module: what else of the package it may not import, at any depth
+# layer: the others that it may not import, in any folder
 LAYERS = {
-    "_configs": {"api", "_ops", "_kernels", "reference"},
-    "_hopper_configs": {"api", "_ops", "_kernels", "reference"},
-    "_mla_configs": {"api", "_ops", "_kernels", "reference"},
-    "_kernels": {"api", "_ops", "reference"},
-    "reference": {"api", "_ops", "_kernels", "_configs"},
-    "_definition": {"api", "_ops", "_kernels", "_configs"},
-    "api": {"_kernels"},
-    "_checks": {"api", "_ops", "_kernels"},
+    "tiles": {"api", "ops", "kernels", "reference"},
+    "kernels": {"api", "ops", "reference"},
+    "reference": {"api", "ops", "kernels", "tiles"},
+    "api": {"kernels"},
+    "checks": {"api", "ops", "kernels"},
 }
+# files whose names are not those of their layers
+LAYER_OF = {"hopper_tiles": "tiles", "fixed": "reference", "sequences": "reference"}
 REQUIRED = ["CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "tests"]
 REQUIRED_OF_KERNELS = ["tests/MUTATIONS.md", "benchmarks"]
 
@@ -73,25 +74,32 @@ def imports_a_sibling_or_itself_by_name(root):
                 yield f"{package.name}: {path} imports {module}"
 
 
+def layer_of(parts):
+    """Return the layer of a module, by its path within its package."""
+    if holds_kernels(parts):
+        return "kernels"
+    return LAYER_OF.get(parts[-1], parts[-1]) if parts else ""
+
+
 def imports_against_the_layers(root):
     for package, path, tree in sources(root):
-        layer = path.parts[0].removesuffix(".py")
+        forbidden = LAYERS.get(layer_of(path.with_suffix("").parts), set())
         for level, module, names in imports(tree):
-            if level < len(path.parts):  # of the same sub-package, or of somebody else
-                continue
-            reached = {module.partition(".")[0]} if module else set(names)
-            for wrong in reached & LAYERS.get(layer, set()):
-                yield f"{package.name}: {path} imports {wrong}"
+            for reached in modules(package, path, level, module, names) if level else ():
+                if layer_of(reached) in forbidden:
+                    yield f"{package.name}: {path} imports {'.'.join(reached)}"
 
 
 def imports_kernels_eagerly(root):
     for package, path, tree in sources(root):
-        if path.parts[0] == "_kernels":
+        if holds_kernels(path.with_suffix("").parts):
             continue
         for level, module, names in imports(tree, top_level_only=True):
-            top = module.partition(".")[0]
-            if (level == 0 and top == "triton") or (level and "_kernels" in (top, *names)):
-                yield f"{package.name}: {path} imports {module or names} when it is imported"
+            if level == 0 and module.partition(".")[0] == "triton":
+                yield f"{package.name}: {path} imports {module} when it is imported"
+            for reached in modules(package, path, level, module, names) if level else ():
+                if holds_kernels(reached):
+                    yield f"{package.name}: {path} imports {'.'.join(reached)} when it is imported"
 
 
 def uses_what_is_banned(root):
@@ -126,7 +134,7 @@ def names_what_is_gone(root):
     known = {word for text in texts.values() for word in re.findall(r"\w+", quoted.sub("", text))}
     for path, text in texts.items():
         for word in set(quoted.findall(text)) - known:
-            if "_kernels" in path.parts:
+            if holds_kernels(path.parts):
                 yield f"{path.relative_to(root)}: {word}"
 
 
@@ -204,9 +212,9 @@ def tells_to_install_from_an_index(root):
 def links_to_nothing(root):
     for path in documents(root):
         text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-        for target in re.findall(r"\]\(([^)#\s]+)", text):
-            if "://" not in target and not (path.parent / target).exists():
-                yield f"{path.relative_to(root)}: {target}"
+        for address in re.findall(r"\]\(([^)#\s]+)", text):
+            if "://" not in address and not (path.parent / address).exists():
+                yield f"{path.relative_to(root)}: {address}"
 
 
 def readme_lists_other_packages(root):
@@ -255,21 +263,21 @@ BREACHES = [
     (uses_private_names_of_attn_common, f"{SRC}/api.py", "from attn_common.fp8 import cdiv"),
     (uses_private_names_of_attn_common, f"{SRC}/api.py", "import attn_common\nattn_common._x"),
     (imports_a_sibling_or_itself_by_name, f"{SRC}/api.py", "def f():\n    import b.api"),
-    (imports_a_sibling_or_itself_by_name, f"{SRC}/api.py", "from a import _ops"),
+    (imports_a_sibling_or_itself_by_name, f"{SRC}/api.py", "from a import _dense"),
     (imports_a_sibling_or_itself_by_name, "packages/attn-common/src/attn_common/x.py", "import a"),
-    (imports_against_the_layers, f"{SRC}/_configs.py", "from ._kernels import forward"),
-    (imports_against_the_layers, f"{SRC}/_kernels/forward.py", "from ..reference import f"),
-    (imports_against_the_layers, f"{SRC}/_kernels/forward.py", "from .. import _ops"),
-    (imports_against_the_layers, f"{SRC}/api.py", "def f():\n    from ._kernels.forward import g"),
-    (imports_kernels_eagerly, f"{SRC}/_ops.py", "from ._kernels import forward"),
-    (imports_kernels_eagerly, f"{SRC}/_ops.py", "from . import _kernels"),
+    (imports_against_the_layers, f"{SRC}/_dense/tiles.py", "from .portable import forward"),
+    (imports_against_the_layers, f"{SRC}/_dense/portable/forward.py", "from ... import api"),
+    (imports_against_the_layers, f"{SRC}/_dense/hopper/forward.py", "from .. import ops"),
+    (imports_against_the_layers, f"{SRC}/api.py", "def f():\n    from ._dense.launch import g"),
+    (imports_kernels_eagerly, f"{SRC}/_dense/ops.py", "from .portable import forward"),
+    (imports_kernels_eagerly, f"{SRC}/_dense/ops.py", "from . import launch"),
     (imports_kernels_eagerly, f"{SRC}/api.py", "import triton.language as tl"),
-    (uses_what_is_banned, f"{SRC}/_kernels/x.py", "p = tl.make_block_ptr(q)"),
-    (uses_what_is_banned, f"{SRC}/_kernels/x.py", "p = tl.advance(p)"),
-    (uses_what_is_banned, f"{SRC}/_kernels/x.py", "@triton.autotune([])"),
-    (packs_what_ruff_formats, f"{SRC}/_kernels/x.py", "f(\n    x, y,\n)  # fmt: skip"),
+    (uses_what_is_banned, f"{SRC}/_dense/portable/x.py", "p = tl.make_block_ptr(q)"),
+    (uses_what_is_banned, f"{SRC}/_dense/portable/x.py", "p = tl.advance(p)"),
+    (uses_what_is_banned, f"{SRC}/_dense/portable/x.py", "@triton.autotune([])"),
+    (packs_what_ruff_formats, f"{SRC}/_dense/portable/x.py", "f(\n    x, y,\n)  # fmt: skip"),
     (asserts, f"{SRC}/api.py", "def f(x):\n    assert x"),
-    (names_what_is_gone, f"{SRC}/_kernels/x.py", '"""See ``round_kernel``."""'),
+    (names_what_is_gone, f"{SRC}/_dense/portable/x.py", '"""See ``round_kernel``."""'),
     (lacks_a_required_file, "packages/c/pyproject.toml", ""),
     (lacks_a_required_file, "packages/a/LICENSE", "another text"),
     (changelog_disagrees_with_version, f"{SRC}/__init__.py", '__version__ = "1.1.0"'),
@@ -282,8 +290,8 @@ BREACHES = [
     (readme_lists_other_packages, "packages/c/pyproject.toml", ""),
     # the same in what is linked
     (uses_private_names_of_attn_common, "linked/host/x.py", "from attn_common.fp8 import cdiv"),
-    (imports_a_sibling_or_itself_by_name, "linked/host/x.py", "from a import _ops"),
-    (imports_against_the_layers, "linked/launch/x.py", "from ... import _ops"),
+    (imports_a_sibling_or_itself_by_name, "linked/host/x.py", "from a import _dense"),
+    (imports_against_the_layers, "linked/launch/x.py", "from ..._dense import ops"),
     (imports_kernels_eagerly, "linked/host/x.py", "import triton"),
     (uses_what_is_banned, "linked/portable/x.py", "p = tl.advance(p)"),
     (packs_what_ruff_formats, "linked/hopper/x.py", "f(\n    x, y,\n)  # fmt: skip"),

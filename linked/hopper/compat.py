@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..._linked.primitives import is_sanitized
+from ..portable.primitives import is_sanitized
 
 __all__ = [
     "TensorDescriptor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...._linked.host.internals import current_device, current_stream
+from ..host.internals import current_device, current_stream
 
 # in a launch: the counter has 32 bits, and each program takes one ticket past the last
 MAX_TICKETS = 2**31 - 2**16

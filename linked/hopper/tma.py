@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from ...launch import runtime
-from ...launch.runtime import Launch, Ready, is_aligned
+from ..launch import runtime
+from ..launch.runtime import Launch, Ready, is_aligned
 from .compat import TensorDescriptor, gl
 from .pipeline import RAGGED_ROWS
 

@@ -7,7 +7,7 @@ compilations round alike; where one is to be fused it is a written ``fma``.
 import triton
 import triton.language as tl
 
-from .._linked.primitives import LN2, LOG2E, NEG_INF, is_sanitized, tanh
+from ..portable.primitives import LN2, LOG2E, NEG_INF, is_sanitized, tanh
 from .structures import Softmax
 
 

@@ -2,7 +2,7 @@
 
 A row is one query head of one token. Its keys lie in segments, and these in tiles, both counted
 from the first key of the sequence. Every segment starts anew, and segments are merged in order: by
-the program that walked them, or by ``_invariant_merge_kernel``.
+the program that walked them, or by ``invariant_merge_kernel``.
 """
 
 import triton
@@ -58,7 +58,7 @@ def _seen(place, diagonal, is_real, numbers, OPTIONS: tl.constexpr, TILE: tl.con
 
 
 @triton.jit(do_not_specialize=Numbers._fields, do_not_specialize_on_alignment=FOREIGN)
-def _invariant_kernel(
+def invariant_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
@@ -271,7 +271,7 @@ def _invariant_kernel(
 
 
 @triton.jit(do_not_specialize=MergeNumbers._fields, do_not_specialize_on_alignment=MERGE_FOREIGN)
-def _invariant_merge_kernel(
+def invariant_merge_kernel(
     out_ptr,
     part_out_ptr,
     part_max_ptr,

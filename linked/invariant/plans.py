@@ -8,11 +8,11 @@ import torch
 from attn_common import cdiv, detect, has_gluon
 from torch import Tensor
 
-from ..._linked.host.arguments import FP32_TINY, MAX_WINDOW
-from ..._linked.host.forms import interpreted
-from ..._linked.host.tiles import padded_head_dim
+from ..host.arguments import FP32_TINY, MAX_WINDOW
+from ..host.forms import interpreted
+from ..host.tiles import padded_head_dim
 from ..launch.runtime import Launch, row_bytes
-from .kernels import _invariant_kernel, _invariant_merge_kernel
+from .kernels import invariant_kernel, invariant_merge_kernel
 from .structures import MergeNumbers, MergeTensors, MergeTile, Numbers, Options, Tensors, Tile
 from .tiles import invariant_tile, segment_of
 
@@ -164,11 +164,11 @@ class InvariantPlan:
             "num_stages": tile.num_stages,
             "enable_fp_fusion": False,
         }
-        self._whole = Launch(_invariant_kernel, constants)
-        self._parts = Launch(_invariant_kernel, constants)
+        self._whole = Launch(invariant_kernel, constants)
+        self._parts = Launch(invariant_kernel, constants)
         merge = MergeTile(keys.head_dim_v, block_dv, MERGE_ROWS)
         kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-        self._merge = Launch(_invariant_merge_kernel, {**merge._asdict(), **kind})
+        self._merge = Launch(invariant_merge_kernel, {**merge._asdict(), **kind})
         self._strides_q = _strides(q)
         self._strides_out = _strides(out)
         new = (0, 0, 0, 0)

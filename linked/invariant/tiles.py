@@ -6,7 +6,7 @@ import functools
 
 from attn_common import Platform
 
-from ..._linked.host.tiles import Table, Tile, find_tile
+from ..host.tiles import Table, Tile, find_tile
 
 # keys that are walked before a merge: a multiple of every tile
 SEGMENT = 1024

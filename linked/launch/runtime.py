@@ -19,11 +19,11 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from ..._linked.host.arguments import FP32_TINY
-from ..._linked.host.forms import ACCESS_BYTES, interpreted
-from ..._linked.host.internals import IS_TESTED as TORCH_IS_TESTED
-from ..._linked.host.internals import current_device
-from ..._linked.host.versions import TRITON, is_tested, warn_untested
+from ..host.arguments import FP32_TINY
+from ..host.forms import ACCESS_BYTES, interpreted
+from ..host.internals import IS_TESTED as TORCH_IS_TESTED
+from ..host.internals import current_device
+from ..host.versions import TRITON, is_tested, warn_untested
 from . import builds, workers
 
 MAX_INT32 = 2**31 - 1

@@ -19,7 +19,7 @@ from typing import Any
 import triton
 from triton.runtime.jit import JITFunction
 
-from ..._linked.host.versions import TRITON, is_tested
+from ..host.versions import TRITON, is_tested
 
 SCRIPT = Path(__file__).with_name("worker.py")
 # seconds after which a process is given up

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 @contextlib.contextmanager
 def untested_versions(package: str, *, torch_too: bool) -> Iterator[None]:
     """Let a package believe that the installed Triton, or PyTorch as well, was never tested."""
-    runtime = importlib.import_module(f"{package}._kernels.launch.runtime")
+    runtime = importlib.import_module(f"{package}._linked.launch.runtime")
     internals = importlib.import_module(f"{package}._linked.host.internals")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*was tested with", RuntimeWarning)

@@ -6,8 +6,8 @@ how many rows a program has, in masks that hide nothing from a row that another 
 and in whether a program walks all segments or one.
 """
 
-from ...hopper._linked.compat import gl, gluon, hopper
-from ...hopper._linked.pipeline import FIELDS, SLOTS, barriers
+from ...hopper.compat import gl, gluon, hopper
+from ...hopper.pipeline import FIELDS, SLOTS, barriers
 from .consumer import consume
 from .producer import produce
 from .structures import (

@@ -7,8 +7,8 @@ beside the other's products, and beside its own product of the last tile's proba
 values. What rounds is written so that no compiler has a choice (``enable_fp_fusion`` is off).
 """
 
-from ...hopper._linked.compat import copy_out, gl, gluon, hopper, mbarrier, tma
-from ...hopper._linked.pipeline import (
+from ...hopper.compat import copy_out, gl, gluon, hopper, mbarrier, tma
+from ...hopper.pipeline import (
     EMPTY,
     FIELDS,
     FIRST_ROW,
@@ -27,8 +27,8 @@ from ...hopper._linked.pipeline import (
     coordinates,
     field,
 )
-from ...hopper._linked.ptx import SLACK, hide_unless, in_pairs, shrink
-from ...hopper._linked.softmax import pivot_of, row_sums, tanh
+from ...hopper.ptx import SLACK, hide_unless, in_pairs, shrink
+from ...hopper.softmax import pivot_of, row_sums, tanh
 from .keys import segments_of, tiles_of, within
 from .structures import Queries, State, Work
 
@@ -302,7 +302,7 @@ def _attend(
 
 @gluon.jit
 def _store_part(o, m, l, work, tokens, heads, results, TILE: gl.constexpr):
-    """Write the sums of a segment, for ``_invariant_merge_kernel``."""
+    """Write the sums of a segment, for ``invariant_merge_kernel``."""
     O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
     counts, parts = results.counts, results.parts
     heads_q = (counts.packs * TILE.PACK).to(gl.int64)

@@ -4,8 +4,8 @@ Small or odd pages, caches of 8 bits, caches whose keys have gaps, new keys besi
 shared memory are those that TMA would have copied, so that no bit depends on which of them came.
 """
 
-from ...hopper._linked.compat import gl, gluon, hopper, mbarrier
-from ...hopper._linked.pipeline import TURN, barrier_sync
+from ...hopper.compat import gl, gluon, hopper, mbarrier
+from ...hopper.pipeline import TURN, barrier_sync
 from .structures import Layout, Lines
 
 # the warps that load

@@ -1,7 +1,7 @@
 """Which tiles of keys a tile of queries sees, and where segments cut them."""
 
-from ...hopper._linked.compat import gl, gluon
-from ...hopper._linked.pipeline import key_tiles
+from ...hopper.compat import gl, gluon
+from ...hopper.pipeline import key_tiles
 from .structures import KeyTiles
 
 

@@ -10,12 +10,12 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ...._linked.host.arguments import FP32_TINY, MAX_WINDOW
-from ...._linked.host.tiles import padded_head_dim
-from ...hopper._linked.tickets import MAX_TICKETS, kept_ticket, new_ticket
-from ...hopper._linked.tma import MapForm, MapLaunch
+from ...hopper.tickets import MAX_TICKETS, kept_ticket, new_ticket
+from ...hopper.tma import MapForm, MapLaunch
+from ...host.arguments import FP32_TINY, MAX_WINDOW
+from ...host.tiles import padded_head_dim
 from ...launch.runtime import Launch, row_bytes
-from ..kernels import _invariant_merge_kernel
+from ..kernels import invariant_merge_kernel
 from ..structures import MergeNumbers, MergeTensors, MergeTile
 from .attention import invariant_hopper_kernel
 from .copies import copied_keys, is_copied
@@ -156,7 +156,7 @@ class HopperInvariantPlan:
             self._launches[warpgroups] = whole, parts
         merge = MergeTile(keys.head_dim_v, padded_head_dim(keys.head_dim_v), MERGE_ROWS)
         kind = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-        self._merge = Launch(_invariant_merge_kernel, {**merge._asdict(), **kind})
+        self._merge = Launch(invariant_merge_kernel, {**merge._asdict(), **kind})
         self._strides_out = out.stride()[:3] if out.ndim == 4 else (0, *out.stride()[:2])
 
     def count_parts(self, units: int, rows: int, most_keys: int) -> int:

@@ -3,8 +3,8 @@
 A warp copies by TMA. Where TMA does not read keys, four warps are here, and load them.
 """
 
-from ...hopper._linked.compat import copy_in, gl, gluon, mbarrier
-from ...hopper._linked.pipeline import (
+from ...hopper.compat import copy_in, gl, gluon, mbarrier
+from ...hopper.pipeline import (
     EMPTY,
     FIELDS,
     FIRST_ROW,

@@ -71,7 +71,7 @@ def test_command_line_fails_on_a_mismatch():
     code = (
         "import sys, dataclasses, attn_common.fp8 as fp8;"
         "wrong = dataclasses.replace(fp8.fp8_info('float8_e4m3fn'), max=449.0);"
-        "fp8._FORMATS['float8_e4m3fn'] = wrong;"
+        "fp8.FORMATS['float8_e4m3fn'] = wrong;"
         "from attn_common.__main__ import main;"
         "sys.exit(main([]))"
     )

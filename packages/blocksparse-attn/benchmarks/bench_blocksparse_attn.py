@@ -112,7 +112,8 @@ def run_case(case: Case, names: list[str], arguments: argparse.Namespace, device
 
 def building_times(device: str, tokens: int) -> list[Row]:
     """Time making a layout, and the first plans for it, at 32 heads."""
-    from blocksparse_attn import BlockSparseLayout, _kept_lists
+    from blocksparse_attn import BlockSparseLayout
+    from blocksparse_attn._layout import kept_lists
 
     rows = []
     for name, where in (("layout", device), ("layout-cpu", "cpu")):
@@ -127,7 +128,7 @@ def building_times(device: str, tokens: int) -> list[Row]:
         if name == "layout":
             for kind in ("tall", "short", "dq", "dkdv", "pairs"):
                 started = time.perf_counter()
-                _kept_lists.lists_for(layout, kind, 4, 128, 2, True)
+                kept_lists.lists_for(layout, kind, 4, 128, 2, True)
                 if where == "cuda":
                     torch.cuda.synchronize()
                 took_ms = (time.perf_counter() - started) * 1e3

@@ -64,7 +64,8 @@ class Portable(Provider):
     name, label = "portable", "blocksparse-attn, portable kernels"
 
     def prepare(self, case: Case, inputs: Inputs) -> Run:
-        from blocksparse_attn import _configs, blocksparse_attn_func
+        from blocksparse_attn import blocksparse_attn_func
+        from blocksparse_attn._attention import tiles
 
         if case.family == "decode":
             raise UnsupportedError("is what ours is")
@@ -74,14 +75,14 @@ class Portable(Provider):
         def portable() -> tuple[torch.Tensor, ...]:
             nonlocal run
             # at every call, as a graph that is captured plans anew
-            before, _configs.HOPPER = _configs.HOPPER, False
+            before, tiles.HOPPER = tiles.HOPPER, False
             try:
                 run = run or with_autograd(
                     case, inputs, lambda q, k, v: blocksparse_attn_func(q, k, v, layout)
                 )
                 return run()
             finally:
-                _configs.HOPPER = before
+                tiles.HOPPER = before
 
         return portable
 

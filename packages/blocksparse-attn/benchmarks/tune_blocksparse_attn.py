@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from blocksparse_attn import BlockSparseLayout, _configs, blocksparse_attn_func
-from blocksparse_attn._configs import Tile
+from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func
+from blocksparse_attn._attention import tiles
+from blocksparse_attn._attention.tiles import Tile
 from timing import measure
 
 TABLES = {
@@ -49,7 +50,7 @@ TILES: dict[str, list[tuple[int, int, int, int]]] = {
     ],
 }  # fmt: skip
 ALL = ("tall", "dkdv", "dq")
-_configs.HOPPER = False
+tiles.HOPPER = False
 
 
 class Case(NamedTuple):
@@ -80,13 +81,13 @@ CASES = [
 
 def use(kernel: str, tile: tuple[int, int, int, int] | None, saved: dict[str, Any]) -> None:
     """Put a tile into a table, for all head dimensions; None puts the table back."""
-    table = getattr(_configs, TABLES[kernel])
+    table = getattr(tiles, TABLES[kernel])
     table["hopper"] = saved[kernel] if tile is None else ((256, Tile(*tile)),)
     for cached in (
-        _configs.tall_shape,
-        _configs.backward_dq_shape,
-        _configs.short_shape,
-        _configs.backward_dkdv_tile,
+        tiles.tall_shape,
+        tiles.backward_dq_shape,
+        tiles.short_shape,
+        tiles.backward_dkdv_tile,
     ):
         cached.cache_clear()
 
@@ -114,9 +115,9 @@ def attempt(job: tuple[str, Any, Any], rep: float | None, want: Any = None) -> A
     """Run, compare and time one tile; a process that compiles has no ``rep``."""
     kernel, tile, case = job
     saved = {
-        name: getattr(_configs, table)["hopper"]
+        name: getattr(tiles, table)["hopper"]
         for name, table in TABLES.items()
-        if "hopper" in getattr(_configs, table)
+        if "hopper" in getattr(tiles, table)
     }
     use(kernel, tile, saved) if tile else None
     try:

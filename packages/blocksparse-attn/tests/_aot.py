@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from attn_common import detect
-from blocksparse_attn._call import Common, ListForm, Pattern, Tensors, Walks
-from blocksparse_attn._configs import SHORT
-from blocksparse_attn._kept_lists import spec_of
+from blocksparse_attn._attention.call import Common, ListForm, Pattern, Tensors, Walks
+from blocksparse_attn._attention.tiles import SHORT
+from blocksparse_attn._layout.kept_lists import spec_of
 
 HEADS_Q, HEADS_K, BATCH = 8, 2, 2
 
@@ -102,7 +102,7 @@ class Config:
 
 def launch_forward(config: Config, seqlen: int = 1024) -> None:
     """Run the forward launcher on meta tensors."""
-    from blocksparse_attn._kernels.plans import launch_forward as launch
+    from blocksparse_attn._attention.launch import launch_forward as launch
 
     seqlen_q = min(seqlen, SHORT) if config.short else seqlen
     tall = () if config.short else config.lists("tall")
@@ -113,7 +113,7 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:
     """Run the backward launcher on meta tensors."""
-    from blocksparse_attn._kernels.plans import launch_backward as launch
+    from blocksparse_attn._attention.launch import launch_backward as launch
 
     x = config.tensors(seqlen, seqlen)._replace(block_table=None)
     q = x.q

@@ -1,6 +1,6 @@
 """The lists that kernels make, by their definition: plain PyTorch over the mask of blocks.
 
-See ``blocksparse_attn._lists`` for what they are.
+See ``blocksparse_attn._layout.lists`` for what they are.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 from attn_common import cdiv
-from blocksparse_attn import _lists
-from blocksparse_attn._lists import (
+from blocksparse_attn._layout import lists as layout_lists
+from blocksparse_attn._layout.lists import (
     ALIKE,
     COUNTED,
     HEAD,
@@ -217,7 +217,7 @@ def blocks_of(kept: Tensor, in_list: int) -> Blocks:
     if side > 1:
         lines = (fields.view(-1, side, items) != 0).sum(1)
         is_apart = (fields != 0) & (2 * lines <= side).repeat_interleave(side, 0)
-        order, is_many = in_order(is_apart, in_list, _lists.KEPT)
+        order, is_many = in_order(is_apart, in_list, layout_lists.KEPT)
         moves = is_apart & is_many[:, None]
         # of each list those of neighbours come first
         stay, gone = torch.where(moves, 0, fields), torch.where(moves, fields, 0)[order]
@@ -294,8 +294,8 @@ def key_pairs(
     # in halves of a step: of neighbours either walks what it sees alone beside the other
     weight = torch.where((first != 0) & (second != 0) | (owner >= pairs), 2, 1)
     weights = _counts(owner, weight, 2 * pairs)
-    most = torch.full_like(weights, 2 * steps_of(_lists.LONGEST, turns))
-    most[pairs:] = 2 * steps_of(_lists.SHORTER, turns)
+    most = torch.full_like(weights, 2 * steps_of(layout_lists.LONGEST, turns))
+    most[pairs:] = 2 * steps_of(layout_lists.SHORTER, turns)
     cuts = (weights + most - 1) // most
     ends = cuts.cumsum(0)
     ahead = weight.cumsum(0) - weight - (weights.cumsum(0) - weights)[owner]
@@ -338,7 +338,7 @@ def _shared_out(made: Blocks) -> tuple[Tensor, Tensor]:
     other = cells.view(-1, 2, items).flip(1).view(blocks, items)
     is_alone = (cells != 0) & (other == 0)
     # blocks of many such items, in the order of their last ones, two and two
-    order, is_many = in_order(is_alone, made.in_list, _lists.KEPT)
+    order, is_many = in_order(is_alone, made.in_list, layout_lists.KEPT)
     place = torch.arange(blocks, device=cells.device)
     rank = torch.zeros_like(order).scatter_(0, order, place)
     moves = (is_alone & is_many[:, None])[order].view(-1, 2, items)
@@ -347,7 +347,7 @@ def _shared_out(made: Blocks) -> tuple[Tensor, Tensor]:
     # where one of two neighbours moves, the other is left without what to walk beside
     alone = is_alone.sum(1)
     left = torch.where(is_alike, 0, alone).view(-1, 2).flip(1).flatten()
-    is_moved = is_many & (is_alike | (alone - left > _lists.KEPT))
+    is_moved = is_many & (is_alike | (alone - left > layout_lists.KEPT))
     moves = is_alone & is_moved[:, None]
     walked = torch.cat([torch.where(moves, 0, cells), torch.where(moves, cells, 0)[order]])
     owned = torch.cat([place, torch.where(is_moved[order], order, -1)])

@@ -14,15 +14,15 @@ import pytest
 import torch
 from blocksparse_attn import (
     BlockSparseLayout,
-    _configs,
     blocksparse_attention_reference,
     blocksparse_attn_func,
     blocksparse_attn_varlen_func,
     blocksparse_varlen_attention_reference,
 )
-from blocksparse_attn._call import Options, Tensors
+from blocksparse_attn._attention import tiles
+from blocksparse_attn._attention.call import Options, Tensors
+from blocksparse_attn._attention.reference import visible_keys
 from blocksparse_attn._linked.host.forms import interpreted
-from blocksparse_attn.reference import visible_keys
 from torch import Tensor
 
 from ._linked import numerics
@@ -146,7 +146,7 @@ def that_repeats(case: Case) -> Case:
 def treat_as_short(monkeypatch: pytest.MonkeyPatch, keys: int) -> None:
     """Let rows of up to so many keys be short, on every GPU and with any heads."""
     for name in ("SHORT_ROWS", "SHORT_ROWS_FAST"):
-        monkeypatch.setattr(_configs, name, _configs.ShortRows(keys, keys))
+        monkeypatch.setattr(tiles, name, tiles.ShortRows(keys, keys))
 
 
 def make_case(
@@ -234,7 +234,7 @@ def paged(case: Case, page_size: int, seed: int = 0) -> Case:
 def only_portable() -> Iterator[None]:
     """Keep calls from the kernel for Hopper; their layouts must not have been planned for it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_configs, "HOPPER", False)
+        patch.setattr(tiles, "HOPPER", False)
         yield
 
 
@@ -250,7 +250,7 @@ def takes_hopper(case: Case) -> bool:
         0,
         given.get("align") == "top-left",
     )
-    return _configs.takes_hopper_forward(x, given["layout"]._pattern, options)
+    return tiles.takes_hopper_forward(x, given["layout"]._pattern, options)
 
 
 def check(case: Case, *, grad: bool = True) -> dict[str, Tensor]:

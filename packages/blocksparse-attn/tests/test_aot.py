@@ -20,7 +20,7 @@ from ._numerics import only_portable
 
 pytestmark = pytest.mark.aot
 
-FORWARD, BACKWARD, KERNEL = "forward", "backward", "_attention_kernel"
+FORWARD, BACKWARD, KERNEL = "forward", "backward", "attention_kernel"
 
 # "GPU configuration pass", as a pattern: the most that may be spilled, and why that is accepted
 SPILLS: dict[str, tuple[int, str]] = {

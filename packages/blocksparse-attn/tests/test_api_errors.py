@@ -147,12 +147,12 @@ ERRORS = [
     ids=[f"{e[2].__name__}: {e[0]}" for e in ERRORS],
 )
 def test_message(message, error, call, changes, monkeypatch):
-    from blocksparse_attn import _ops
+    from blocksparse_attn._attention import ops
 
     def reached(*_arguments):
         raise AssertionError("a wrong call reached the operator")
 
-    monkeypatch.setattr(_ops, "attention", reached)
+    monkeypatch.setattr(ops, "attention", reached)
     with pytest.raises(error) as caught:
         call(**changes)
     assert str(caught.value) == message

@@ -13,10 +13,10 @@ import torch
 from blocksparse_attn import (
     BlockSparseLayout,
     LocalStridedBlockSparseAttn,
-    _ops,
     blocksparse_attn_func,
     blocksparse_attn_varlen_func,
 )
+from blocksparse_attn._attention import ops
 from blocksparse_attn._linked.host.forms import interpreted
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,9 +200,9 @@ def test_a_layout_that_is_gone_takes_its_calls_along(device):
 @pytest.mark.parametrize("make", CASES)
 def test_a_warm_call_passes_five_frames_and_makes_no_launch(make, monkeypatch):
     """Counted from the public function, or from the derivative, to the launch; PyTorch's aside."""
-    from blocksparse_attn._kernels.launch.runtime import Launch
+    from blocksparse_attn._linked.launch.runtime import Launch
 
-    package = str(Path(_ops.__file__).parent)
+    package = str(Path(ops.__file__).parent)
     case = make("cpu")
     run(case)
     depths, made = [], []

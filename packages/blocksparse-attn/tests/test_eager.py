@@ -8,13 +8,13 @@ import pytest
 import torch
 from blocksparse_attn import (
     BlockSparseLayout,
-    _ops,
     blocksparse_attention_reference,
     blocksparse_attn_func,
     patterns,
 )
-from blocksparse_attn._call import Bounds, Options, Tensors
-from blocksparse_attn._eager import attention_backward, attention_forward
+from blocksparse_attn._attention import ops
+from blocksparse_attn._attention.call import Bounds, Options, Tensors
+from blocksparse_attn._attention.eager import attention_backward, attention_forward
 from blocksparse_attn._linked.host.forms import interpreted
 from blocksparse_attn.token_rule import TokenRule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,7 +68,7 @@ def test_what_nobody_sees_costs_nothing(rule):
     layout = patterns.sliding_window(tokens, 2, 0, 64).with_token_rule(rule)
     q = torch.randn(1, tokens, heads, width)
     x = Tensors(q, q, q, rule=layout._rule)
-    call = _ops._call_of(x, layout, Bounds(tokens, tokens), Options(0.25, True, 1))
+    call = ops._call_of(x, layout, Bounds(tokens, tokens), Options(0.25, True, 1))
     with Sizes() as forward:
         out, lse = attention_forward(x, call)
     with Sizes() as backward:
@@ -85,7 +85,7 @@ def test_short_sequences_are_a_tile_of_all_heads():
     layout = BlockSparseLayout.local_strided(8, 256, 16, 2, 4)
     q = torch.randn(1, 128, 8, 16)
     x = Tensors(q, q, q)
-    call = _ops._call_of(x, layout, Bounds(128, 128), Options(0.25, True, 1))
+    call = ops._call_of(x, layout, Bounds(128, 128), Options(0.25, True, 1))
     with Sizes() as forward:
         attention_forward(x, call)
     assert forward.calls == 2

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocksparse_attn import _configs, blocksparse_attn_func
+from blocksparse_attn import blocksparse_attn_func
+from blocksparse_attn._attention import tiles
 
 from ._linked.budget import DTYPES, assert_same
 from ._linked.views import VIEWS
@@ -95,19 +96,19 @@ def test_chunks_of_a_prefill(seqlens, block, device):
 def test_other_tiles(tile, causal, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("a GPU has tiles of its own")
-    row = ((256, _configs.Tile(*tile, 1, 1)),)
-    for table in (_configs._TALL, _configs._BACKWARD_DQ, _configs._BACKWARD_DKDV):
+    row = ((256, tiles.Tile(*tile, 1, 1)),)
+    for table in (tiles._TALL, tiles._BACKWARD_DQ, tiles._BACKWARD_DKDV):
         monkeypatch.setitem(table, "cpu", row)
-    for cached in (_configs.tall_shape, _configs.backward_dq_shape, _configs.backward_dkdv_tile):
+    for cached in (tiles.tall_shape, tiles.backward_dq_shape, tiles.backward_dkdv_tile):
         cached.cache_clear()
     try:
         shape = Shape(1, 40, 70, 2, 1, 16)
         check(make_case(shape, torch.float32, device, causal=causal))
     finally:
         for cached in (
-            _configs.tall_shape,
-            _configs.backward_dq_shape,
-            _configs.backward_dkdv_tile,
+            tiles.tall_shape,
+            tiles.backward_dq_shape,
+            tiles.backward_dkdv_tile,
         ):
             cached.cache_clear()
 

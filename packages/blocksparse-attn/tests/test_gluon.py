@@ -9,10 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from attn_common import Platform
-from blocksparse_attn import BlockSparseLayout, _configs, _kept_lists
-from blocksparse_attn._configs import suits_hopper
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._attention import tiles
+from blocksparse_attn._attention.reference import visible_keys
+from blocksparse_attn._attention.tiles import suits_hopper
+from blocksparse_attn._layout import kept_lists
 from blocksparse_attn._linked.host.forms import interpreted
-from blocksparse_attn.reference import visible_keys
 from torch import Tensor
 
 from . import _numerics
@@ -32,25 +34,25 @@ def reverse(request):
 @pytest.fixture
 def serve(monkeypatch):
     """Return a function that has one kernel serve what it may of a call, in two programs."""
-    from blocksparse_attn._kernels.hopper import plans
+    from blocksparse_attn._attention.hopper.queries import launch
 
     from ._linked.gluon import Kernel
 
     hopper = Platform.parse("nvidia:sm_90")
-    real = plans.hopper_query_kernel
+    real = launch.hopper_query_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
-    for module in (_configs, _kept_lists):
+    for module in (tiles, kept_lists):
         monkeypatch.setattr(module, "suits_hopper", lambda _, *form: suits_hopper(hopper, *form))
     # the portable kernel has its own tests, and is slow to interpret
     monkeypatch.setattr(_numerics, "takes_hopper", lambda _: False)
-    monkeypatch.setattr(plans, "processors", lambda _: 2)
+    monkeypatch.setattr(launch, "processors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(plans, name, lambda _: ticket)
+        monkeypatch.setattr(launch, name, lambda _: ticket)
     kernels = []
 
     def serve(reverse=True):
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(plans, "hopper_query_kernel", kernels[-1])
+        monkeypatch.setattr(launch, "hopper_query_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -229,10 +231,10 @@ def uneven() -> Case:
     return case.with_options(layout=BlockSparseLayout.from_dense(kept, 64))
 
 
-@pytest.mark.parametrize("halved", [_configs.HALVED, 0], ids=["halves", "whole"])
+@pytest.mark.parametrize("halved", [tiles.HALVED, 0], ids=["halves", "whole"])
 def test_what_one_half_of_a_tile_sees_alone(halved, serve, reverse, monkeypatch):
     """Also where a layout is too long for half steps."""
-    monkeypatch.setattr(_configs, "HALVED", halved)
+    monkeypatch.setattr(tiles, "HALVED", halved)
     serve(reverse)
     check(uneven(), grad=False)
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from attn_common import Platform
-from blocksparse_attn import BlockSparseLayout, _configs, _lists, _ops
-from blocksparse_attn._configs import suits_hopper_backward
-from blocksparse_attn._eager import attention_forward
-from blocksparse_attn._kernels.hopper.structures import BackwardNumbers, BackwardTensors
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._attention import ops, tiles
+from blocksparse_attn._attention.eager import attention_forward
+from blocksparse_attn._attention.hopper.structures import BackwardNumbers, BackwardTensors
+from blocksparse_attn._attention.reference import visible_keys
+from blocksparse_attn._attention.tiles import suits_hopper_backward
+from blocksparse_attn._layout import lists
 from blocksparse_attn._linked.host.forms import interpreted
-from blocksparse_attn.reference import visible_keys
 from torch import Tensor
 
 from ._linked import gluon_language
@@ -33,21 +35,23 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="about the interpreter
 @pytest.fixture
 def eager_forward(monkeypatch):
     """Serve forward calls by eager code: the kernel has its own tests, and is slow to interpret."""
-    from blocksparse_attn._kernels import plans
+    from blocksparse_attn._attention import launch as attention_launch
 
-    function = _ops._Planned
+    function = ops._Planned
     real = function.forward
 
     def forward(ctx, q, k, v, x, layout, bounds, known):
         def serve(_plan, x, *_):
-            return attention_forward(x, _ops._call_of(x, layout, bounds, known.options))
+            return attention_forward(x, ops._call_of(x, layout, bounds, known.options))
 
         with monkeypatch.context() as patch:
-            patch.setattr(plans.Plan, "forward", serve)
+            patch.setattr(attention_launch.Plan, "forward", serve)
             return real(ctx, q, k, v, x, layout, bounds, known)
 
     monkeypatch.setattr(function, "forward", staticmethod(forward))
-    monkeypatch.setattr(plans, "launch_forward", lambda x, _, call: attention_forward(x, call))
+    monkeypatch.setattr(
+        attention_launch, "launch_forward", lambda x, _, call: attention_forward(x, call)
+    )
 
 
 class Counted(Kernel):
@@ -91,22 +95,22 @@ class Counted(Kernel):
 @pytest.fixture
 def both_ways(monkeypatch):
     """Return a function that has one kernel serve every backward call."""
-    from blocksparse_attn._kernels.hopper import backward_plans as plans
+    from blocksparse_attn._attention.hopper.backward import launch as backward_launch
 
     hopper = Platform.parse("nvidia:sm_90")
-    real = plans.hopper_backward_kernel
+    real = backward_launch.hopper_backward_kernel
     monkeypatch.setattr(
-        _configs, "suits_hopper_backward", lambda _, *form: suits_hopper_backward(hopper, *form)
+        tiles, "suits_hopper_backward", lambda _, *form: suits_hopper_backward(hopper, *form)
     )
-    monkeypatch.setattr(_configs, "repeats", lambda: False)
+    monkeypatch.setattr(tiles, "repeats", lambda: False)
     # so that few blocks make several programs, and some of them share a block
     for name, value in ("KEPT", 2), ("LONGEST", 8), ("SHORTER", 3):
-        monkeypatch.setattr(_lists, name, value)
+        monkeypatch.setattr(lists, name, value)
     kernels = []
 
     def serve(reverse=True):
         kernels.append(Counted(real, reverse))
-        monkeypatch.setattr(plans, "hopper_backward_kernel", kernels[-1])
+        monkeypatch.setattr(backward_launch, "hopper_backward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -226,7 +230,7 @@ def test_results_that_repeat_are_asked_for_too_late(backward, monkeypatch):
     case = case.with_inputs(**{n: t.requires_grad_() for n, t in case.inputs.items()})
     out, _ = case()
     out.sum().backward(retain_graph=True)
-    monkeypatch.setattr(_configs, "repeats", lambda: True)
+    monkeypatch.setattr(tiles, "repeats", lambda: True)
     with pytest.raises(NotImplementedError, match="ahead of it"):
         out.sum().backward()
 

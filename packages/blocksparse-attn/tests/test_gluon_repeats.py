@@ -8,10 +8,12 @@ import math
 import pytest
 import torch
 from attn_common import Platform
-from blocksparse_attn import BlockSparseLayout, _configs, _kept_lists
-from blocksparse_attn._configs import suits_hopper
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._attention import tiles
+from blocksparse_attn._attention.reference import visible_keys
+from blocksparse_attn._attention.tiles import suits_hopper
+from blocksparse_attn._layout import kept_lists
 from blocksparse_attn._linked.host.forms import interpreted
-from blocksparse_attn.reference import visible_keys
 from torch import Tensor
 
 from ._linked.budget import assert_same
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="about the interpreter
 def sums(both_ways, eager_forward, monkeypatch):
     """Return a function that has the kernel with sums of dq serve calls, if the choice is that."""
     hopper = Platform.parse("nvidia:sm_90")
-    for module in (_configs, _kept_lists):
+    for module in (tiles, kept_lists):
         monkeypatch.setattr(module, "suits_hopper", lambda _, *form: suits_hopper(hopper, *form))
     return both_ways
 
@@ -36,19 +38,20 @@ def sums(both_ways, eager_forward, monkeypatch):
 @pytest.fixture
 def repeating(sums, monkeypatch):
     """Return a function that has the kernels serve every backward call, and returns both."""
-    from blocksparse_attn._kernels.hopper import backward_plans, plans
+    from blocksparse_attn._attention.hopper.backward import launch as backward_launch
+    from blocksparse_attn._attention.hopper.queries import launch as queries_launch
 
     from ._linked.gluon import Kernel
 
     ticket = torch.zeros(1, dtype=torch.int32)
-    real = backward_plans.hopper_query_kernel
-    monkeypatch.setattr(plans, "processors", lambda _: 2)
-    monkeypatch.setattr(backward_plans, "new_ticket", lambda _: ticket)
+    real = backward_launch.hopper_query_kernel
+    monkeypatch.setattr(queries_launch, "processors", lambda _: 2)
+    monkeypatch.setattr(backward_launch, "new_ticket", lambda _: ticket)
     served = []
 
     def serve(reverse=True):
         rows = Kernel(real, reverse)
-        monkeypatch.setattr(backward_plans, "hopper_query_kernel", rows)
+        monkeypatch.setattr(backward_launch, "hopper_query_kernel", rows)
         keys = sums(reverse)
         served.extend((keys, rows))
         return keys, rows
@@ -92,7 +95,7 @@ def test_packed(repeating):
 
 def test_the_switch_of_pytorch_asks_for_the_same(repeating, monkeypatch):
     repeating()
-    monkeypatch.setattr(_configs, "repeats", lambda: True)
+    monkeypatch.setattr(tiles, "repeats", lambda: True)
     check(make_case(Shape(1, 70, 70, 2, 1, 64), torch.bfloat16, "cpu", "local", (64, 64)))
 
 
@@ -130,7 +133,7 @@ def test_short_rows_compile(repeating):
 @pytest.mark.parametrize("way", ["long", "padded", "refused"])
 def test_rows_that_have_sums(way, sums, monkeypatch):
     """Long ones, ones with so many slots that they may be, and ones that the forward refuses."""
-    from blocksparse_attn._kernels.hopper.backward_plans import RowGradients
+    from blocksparse_attn._attention.hopper.backward.launch import RowGradients
 
     def refuse(*_):
         raise AssertionError("dq has a launch of its own")

@@ -10,9 +10,14 @@ import torch
 import triton
 from attn_common import detect
 from blocksparse_attn import BlockSparseLayout
-from blocksparse_attn._call import Bounds, ListForm, Options, Pattern, Tensors, Walks
-from blocksparse_attn._configs import HALVED, hopper_shape, hopper_tile, takes_hopper_forward
-from blocksparse_attn._kept_lists import spec_of
+from blocksparse_attn._attention.call import Bounds, ListForm, Options, Pattern, Tensors, Walks
+from blocksparse_attn._attention.tiles import (
+    HALVED,
+    hopper_shape,
+    hopper_tile,
+    takes_hopper_forward,
+)
+from blocksparse_attn._layout.kept_lists import spec_of
 
 from ._aot import Config, launch_forward
 from ._linked.budget import assert_same
@@ -120,7 +125,7 @@ def test_lists_of_calls_that_it_refuses_are_the_portable_ones():
 )
 def test_who_takes_half_steps(block, cols, shared, causal, taken):
     """The lists and the launch agree; the layout decides, and whether a call is packed does not."""
-    from blocksparse_attn._kernels.plans import Plan
+    from blocksparse_attn._attention.launch import Plan
 
     pattern, options = Pattern(shared, 4, cols, *block, False, 4), Options(0.1, causal, 0)
     q, k = (torch.empty(40, n, 128, dtype=torch.bfloat16, device="meta") for n in (4, 2))
@@ -191,7 +196,7 @@ def test_builds(kind, tmp_path):
 @pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
 def test_empty_tensors_are_not_mapped(packed, tokens_q, tokens_k):
     """The copy engine has no map of a tensor without tokens, for whatever lengths a call allows."""
-    from blocksparse_attn._kernels.plans import Plan
+    from blocksparse_attn._attention.launch import Plan
 
     q, k = (torch.empty(n, 2, 128, dtype=torch.bfloat16) for n in (tokens_q, tokens_k))
     cu = torch.zeros(3, dtype=torch.int32)
@@ -209,7 +214,7 @@ def test_empty_tensors_are_not_mapped(packed, tokens_q, tokens_k):
 def test_maps_of_packed_queries_end_with_their_tensor():
     """Calls of one form differ in the number of tokens, and may begin at the same place."""
     with absent_gpu(HOPPER):
-        from blocksparse_attn._kernels.hopper.plans import PackedForm
+        from blocksparse_attn._attention.hopper.queries.launch import PackedForm
 
         long, short = (torch.empty(n, 2, 128, dtype=torch.bfloat16) for n in (900, 300))
         form = PackedForm(long, 64, 128)
@@ -389,7 +394,7 @@ def test_repeats_and_independence(block, device):
 @pytest.mark.device
 def test_graphs_do_not_share_a_counter(device):
     """Two graphs that were captured on one stream may run at once."""
-    from blocksparse_attn._kernels.hopper._linked import tickets
+    from blocksparse_attn._linked.hopper import tickets
 
     case = make_case(Shape(2, 2000, 2000, 8, 8, 128), torch.bfloat16, device, "local", (64, 64))
     want = run(case, grad=False)

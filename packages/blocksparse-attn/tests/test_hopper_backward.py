@@ -9,9 +9,9 @@ import pytest
 import torch
 from attn_common import cdiv, detect
 from blocksparse_attn import BlockSparseLayout
-from blocksparse_attn._kernels.backward_rows import row_kernel
-from blocksparse_attn._kernels.hopper.backward_plans import PIECE, ROWS, HopperBackward
-from blocksparse_attn._kernels.structures import RowNumbers, RowOptions, RowTensors
+from blocksparse_attn._attention.hopper.backward.launch import PIECE, ROWS, HopperBackward
+from blocksparse_attn._attention.portable.backward_rows import row_kernel
+from blocksparse_attn._attention.portable.structures import RowNumbers, RowOptions, RowTensors
 
 from ._linked.budget import assert_same
 from ._linked.views import VIEWS

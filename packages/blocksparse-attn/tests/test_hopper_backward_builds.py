@@ -8,13 +8,14 @@ import types
 import pytest
 import torch
 import triton
-from blocksparse_attn import BlockSparseLayout, _configs
-from blocksparse_attn._call import Options, Pattern, Tensors
-from blocksparse_attn._configs import has_short_rows, takes_hopper_backward
-from blocksparse_attn._kernels.form import Form
-from blocksparse_attn._kernels.hopper.backward_plans import HopperBackward
-from blocksparse_attn._kernels.structures import RowTensors
-from blocksparse_attn._lists import SIDE, piece_of
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._attention import tiles
+from blocksparse_attn._attention.call import Options, Pattern, Tensors
+from blocksparse_attn._attention.hopper.backward.launch import HopperBackward
+from blocksparse_attn._attention.portable.form import Form
+from blocksparse_attn._attention.portable.structures import RowTensors
+from blocksparse_attn._attention.tiles import has_short_rows, takes_hopper_backward
+from blocksparse_attn._layout.lists import SIDE, piece_of
 
 from ._aot import Config
 from ._linked.gpus import GPUS, absent_gpu, chosen, compiling, counting
@@ -32,7 +33,7 @@ def pattern_of(block_q: int, block_k: int, shared: bool = False) -> Pattern:
 @pytest.fixture
 def may_differ(monkeypatch):
     """Sums in any order are welcome; the tests otherwise ask for what repeats."""
-    monkeypatch.setattr(_configs, "repeats", lambda: False)
+    monkeypatch.setattr(tiles, "repeats", lambda: False)
 
 
 @pytest.mark.eager
@@ -129,7 +130,7 @@ def test_rows_that_are_short_on_a_gpu(clock, width, most, most_alone, monkeypatc
         memory_clock_rate=clock, memory_bus_width=width, multi_processor_count=132
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    monkeypatch.setattr(_configs, "_FAST", {})
+    monkeypatch.setattr(tiles, "_FAST", {})
     on = torch.device("cuda", 0)
     for blocks in range(1, 20):
         layout = selected(blocks)
@@ -143,15 +144,15 @@ def test_calls_whose_results_repeat_are_served_apart():
     """Before the switch and after it, of one form."""
     for strict in (False, True):
         torch.use_deterministic_algorithms(True, warn_only=not strict)
-        assert _configs.repeats() == strict
+        assert tiles.repeats() == strict
     torch.use_deterministic_algorithms(False)
-    assert not _configs.repeats()
+    assert not tiles.repeats()
 
 
 @pytest.mark.eager
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_stages_of_dq_fit_the_barriers_of_the_hardware(head_dim):
-    tile = _configs.hopper_dq_tile(head_dim)
+    tile = tiles.hopper_dq_tile(head_dim)
     # eight numbers are left to stages; see ``pipeline.EMPTY``
     assert tile.stages_k + tile.stages_v <= 8
 
@@ -160,7 +161,7 @@ def test_stages_of_dq_fit_the_barriers_of_the_hardware(head_dim):
 def test_stages_fit_the_barriers_of_the_hardware():
     # four numbers are left to stages; see ``pipeline.EMPTY`` and ``backward_steps.MADE``
     # a step of either warpgroup's own queries has two, and the next one's are on their way
-    assert _configs.BACKWARD_STAGES == 4
+    assert tiles.BACKWARD_STAGES == 4
 
 
 def plan_of(config, tokens, batch=2):

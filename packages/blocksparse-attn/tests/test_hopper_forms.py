@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout
-from blocksparse_attn.reference import visible_keys
+from blocksparse_attn._attention.reference import visible_keys
 
 from ._linked.budget import assert_same
 from ._numerics import Packed, Shape, make_case, make_packed, run

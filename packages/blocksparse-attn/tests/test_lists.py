@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout
-from blocksparse_attn._lists import COUNTED
+from blocksparse_attn._layout.lists import COUNTED
 
 from ._definition import key_lists, query_lists
 from ._numerics import Packed, make_packed, paged, run
@@ -127,13 +127,14 @@ def test_lists_of_keys(block, seed, causal):
 
 
 def test_lists_are_made_once(device):
-    from blocksparse_attn import _kept_lists, blocksparse_attn_func
+    from blocksparse_attn import blocksparse_attn_func
+    from blocksparse_attn._layout import kept_lists
 
     layout = BlockSparseLayout.local_strided(2, 64, 16, 2, 3, device=device)
-    lists = [_kept_lists.lists_for(layout, "tall", 1, 16, 4, True) for _ in range(2)]
+    lists = [kept_lists.lists_for(layout, "tall", 1, 16, 4, True) for _ in range(2)]
     assert lists[0] is lists[1]
     # another layer of other heads may want other lists; the same spec shares them
-    other = _kept_lists.lists_for(layout, "tall", 1, 8, 4, True)
+    other = kept_lists.lists_for(layout, "tall", 1, 8, 4, True)
     assert other is lists[0]
     x = torch.randn(1, 64, 2, 16, device=device)
     before = blocksparse_attn_func(x, x, x, layout)
@@ -165,26 +166,26 @@ class Part:
 
 
 def test_streams_wait_for_all_that_others_planned(monkeypatch):
-    from blocksparse_attn import _kept_lists
+    from blocksparse_attn._layout import kept_lists
 
-    layout = SimpleNamespace(device=torch.device("cuda", 0), _kept_lists={}, _ready=None)
+    layout = SimpleNamespace(device=torch.device("cuda", 0), kept_lists={}, _ready=None)
     first, second, third = streams = [Stream(i) for i in range(3)]
     now = [first]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
-    monkeypatch.setattr(_kept_lists, "is_capturing", lambda _: capturing)
+    monkeypatch.setattr(kept_lists, "is_capturing", lambda _: capturing)
     capturing = False
     parts = [Part(), Part()]
-    _kept_lists.join(layout)  # nothing is planned
+    kept_lists.join(layout)  # nothing is planned
     for now[0], part in zip((first, second), parts, strict=True):
-        _kept_lists.keep(layout, (part,), (part,))
+        kept_lists.keep(layout, (part,), (part,))
     made = set(second.seen)
     assert first.seen < made
     now[0], capturing = third, True
-    _kept_lists.join(layout)
+    kept_lists.join(layout)
     assert not third.seen
     capturing = False
-    _kept_lists.join(layout)
-    _kept_lists.join(layout)
+    kept_lists.join(layout)
+    kept_lists.join(layout)
     assert third.seen == made
     assert [part.readers for part in parts] == [[1, 2], [2]]
     assert layout._ready.streams == {stream.cuda_stream for stream in streams[1:]}

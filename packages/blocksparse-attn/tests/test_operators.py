@@ -11,14 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from blocksparse_attn import (
-    BlockSparseLayout,
-    _ops,
-    blocksparse_attn_func,
-    blocksparse_attn_varlen_func,
-)
-from blocksparse_attn._call import Common
-from blocksparse_attn._kept_lists import lists_for
+from blocksparse_attn import BlockSparseLayout, blocksparse_attn_func, blocksparse_attn_varlen_func
+from blocksparse_attn._attention import ops
+from blocksparse_attn._attention.call import Common
+from blocksparse_attn._layout.kept_lists import lists_for
 from blocksparse_attn._linked.host.forms import interpreted
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -70,7 +66,7 @@ traced_alike = pytest.mark.skipif(
 @pytest.mark.parametrize("make", CASES)
 def test_forward_passes_opcheck(make, device):
     arguments = forward_arguments(make(device))
-    opcheck(_ops.forward, arguments, test_utils=("test_schema", "test_faketensor"))
+    opcheck(ops.forward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.eager
@@ -80,7 +76,7 @@ def test_backward_passes_opcheck(make, dlse, device):
     case = make(device)
     tensors, _, lists, call = arguments_of(case)
     q, k, v, *cu = tensors
-    out, lse = _ops.forward(*forward_arguments(case))
+    out, lse = ops.forward(*forward_arguments(case))
     arguments = (
         torch.ones_like(out),
         q,
@@ -94,7 +90,7 @@ def test_backward_passes_opcheck(make, dlse, device):
         [],
         *call._replace(top_left=True),
     )
-    opcheck(_ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    opcheck(ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("make", CASES[:3])
@@ -103,10 +99,10 @@ def test_the_backward_makes_lists_that_it_is_not_given(make, device):
     case = make(device)
     tensors, _, lists, call = arguments_of(case)
     q, k, v, *cu = tensors
-    out, lse = _ops.forward(*forward_arguments(case))
+    out, lse = ops.forward(*forward_arguments(case))
     of_call = torch.ones_like(out), q, k, v, out, lse, None, *cu
-    want = _ops.backward(*of_call, *lists[2:], [], *call._replace(top_left=True))
-    got = _ops.backward(*of_call, [], [], [], *call._replace(top_left=True))
+    want = ops.backward(*of_call, *lists[2:], [], *call._replace(top_left=True))
+    got = ops.backward(*of_call, [], [], [], *call._replace(top_left=True))
     for mine, other in zip(got, want, strict=True):
         assert other.any()
         assert torch.equal(mine, other)
@@ -131,8 +127,8 @@ def test_plan_passes_opcheck(shared, kind, device):
         kind,
         None,
     )
-    opcheck(_ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
-    made = _ops.plan(*arguments)
+    opcheck(ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
+    made = ops.plan(*arguments)
     for mine, kept in zip(made, lists_for(layout, kind, 2, 16, 4, True), strict=True):
         assert torch.equal(mine, kept)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from attn_common import cdiv
-from blocksparse_attn import BlockSparseLayout, _lists, _ops
-from blocksparse_attn._lists import HEAD, LONGEST, SIDE, piece_of, sizes_of
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._attention import ops
+from blocksparse_attn._layout import lists as layout_lists
+from blocksparse_attn._layout.lists import HEAD, LONGEST, SIDE, piece_of, sizes_of
 
 from . import _definition
 from ._definition import key_pairs
@@ -54,7 +56,7 @@ def walked(layout, pairs, group):
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_each_block_is_walked_once(block, seed, kept, causal, monkeypatch):
     for name, value in ("KEPT", kept), ("LONGEST", 5), ("SHORTER", 2):
-        monkeypatch.setattr(_lists, name, value)
+        monkeypatch.setattr(layout_lists, name, value)
     layout = random_layout(seed, block)
     heads = layout.to_dense().shape[0]
     for group in {1, heads}:
@@ -109,9 +111,9 @@ def test_programs_come_by_lists_and_the_longest_first(tokens):
     assert not steps[used:].any()
     sections = lists[:used]
     assert (sections.diff() >= 0).all()
-    windows = max(tokens // 64 // _lists.WINDOW, 1)
+    windows = max(tokens // 64 // layout_lists.WINDOW, 1)
     for one in range(4):
-        rises = (steps[:used][sections == one] // _lists.ALIKE).diff() > 0
+        rises = (steps[:used][sections == one] // layout_lists.ALIKE).diff() > 0
         assert rises.sum() < windows
 
 
@@ -146,7 +148,7 @@ def test_operators_know_the_sizes(block, group):
         "pairs",
         None,
     )
-    made = _ops.plan(*arguments)
+    made = ops.plan(*arguments)
     want = sizes_of(*layout._col.shape, layout.num_cols, block, group, 1)
     assert (made[1].numel(), made[3].shape[0], made[2].numel() - 1) == want
     torch.library.opcheck(torch.ops.blocksparse_attn.plan, arguments, test_utils="test_faketensor")

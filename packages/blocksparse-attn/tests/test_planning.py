@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
-from blocksparse_attn import BlockSparseLayout, _lists
-from blocksparse_attn._kept_lists import make_lists
-from blocksparse_attn._kernels import planning
+from blocksparse_attn import BlockSparseLayout
+from blocksparse_attn._layout import lists as layout_lists
+from blocksparse_attn._layout.kept_lists import make_lists
+from blocksparse_attn._layout.kernels import planning
+from blocksparse_attn._layout.lists import ListSpec
 from blocksparse_attn._linked.host.forms import interpreted
-from blocksparse_attn._lists import ListSpec
 
 from ._definition import defined_lists
 from ._linked.fences import run_fenced
@@ -68,8 +69,8 @@ def test_nothing_is_read_or_written_beyond_a_tensor():
     code = """
 import torch
 from blocksparse_attn import BlockSparseLayout, TokenRule
-from blocksparse_attn._kernels import planning
-from blocksparse_attn._lists import ListSpec, common_bounds
+from blocksparse_attn._layout.kernels import planning
+from blocksparse_attn._layout.lists import ListSpec, common_bounds
 from tests._definition import defined_lists
 planning.BLOCK = 16
 planning.common_bounds = lambda *arguments: fenced(common_bounds(*arguments))
@@ -89,8 +90,8 @@ def test_no_pair_is_read_or_written_beyond_a_tensor():
     code = """
 import torch
 from blocksparse_attn import BlockSparseLayout
-from blocksparse_attn._kernels import planning
-from blocksparse_attn._lists import ListSpec
+from blocksparse_attn._layout.kernels import planning
+from blocksparse_attn._layout.lists import ListSpec
 from tests._definition import defined_lists
 kept = torch.rand(3, 2, 5, generator=torch.Generator().manual_seed(0)) < 0.5
 layout = BlockSparseLayout.from_dense(kept, 32)
@@ -188,7 +189,7 @@ def test_pairs_of_a_band_and_columns(shared, device, monkeypatch):
 @pytest.mark.parametrize("side", [16, 32])
 def test_pairs_of_small_blocks(side, device, monkeypatch):
     """Columns of several heads, which are put together to blocks."""
-    monkeypatch.setattr(_lists, "KEPT", 2)
+    monkeypatch.setattr(layout_lists, "KEPT", 2)
     layout = BlockSparseLayout.local_strided(2, 36 * side, side, 1, 7)
     specs = [ListSpec(True, 128, 1, 1, False, True), ListSpec(True, 128, 2, 1, True, True)]
     assert_planned_alike(layout, *specs, device=device)
@@ -207,7 +208,7 @@ def test_builds(gpu, kind, tmp_path):
     crow, col = (torch.empty(8, n, dtype=torch.int32, device="meta") for n in (17, 64))
     with compiling(gpu, tmp_path) as builds:
         planning.make_lists(crow, col, 16, (64, 64), spec)
-    assert [build.kernel for build in builds] == ["_bit_kernel", "_list_kernel", "_list_kernel"]
+    assert [build.kernel for build in builds] == ["bit_kernel", "list_kernel", "list_kernel"]
     for build in builds:
         assert build.shared <= GPUS[gpu].shared_limit, build
         assert not build.spilled, build
@@ -225,7 +226,7 @@ def test_pairs(block, seed, causal, device, monkeypatch):
     kept = (1, 2)[seed % 2]
     longest, shorter = ((5, 2), (1, 1))[seed % 2]
     for name, value in ("KEPT", kept), ("LONGEST", longest), ("SHORTER", shorter):
-        monkeypatch.setattr(_lists, name, value)
+        monkeypatch.setattr(layout_lists, name, value)
     monkeypatch.setattr(planning, "BLOCK", 16)
     monkeypatch.setattr(planning, "ENTRIES", 4)
     layout = random_layout(seed, block)

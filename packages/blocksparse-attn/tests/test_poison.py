@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from blocksparse_attn import BlockSparseLayout
-from blocksparse_attn.reference import visible_keys
+from blocksparse_attn._attention.reference import visible_keys
 
 from ._linked.budget import assert_same
 from ._linked.fences import run_fenced

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from blocksparse_attn import blocksparse_attention_reference, blocksparse_varlen_attention_reference
-from blocksparse_attn._call import Common, Options, Tensors
-from blocksparse_attn._eager import attention_backward
-from blocksparse_attn.reference import visible_keys
+from blocksparse_attn._attention.call import Common, Options, Tensors
+from blocksparse_attn._attention.eager import attention_backward
+from blocksparse_attn._attention.reference import visible_keys
 from torch.nn.functional import scaled_dot_product_attention
 
 from ._numerics import PATTERNS, Packed, Shape, incoming, layout_of, make_case, make_packed, paged

@@ -78,7 +78,7 @@ def test_blocks_right_of_the_diagonal_are_skipped(device):
     lower &= cols * 32 < (rows + 1) * 16
     tidy = BlockSparseLayout.from_dense(lower, (16, 32))
     assert_same(run(case.with_options(layout=tidy)), run(case))
-    from blocksparse_attn._kept_lists import lists_for
+    from blocksparse_attn._layout.kept_lists import lists_for
 
     if device.type == "cuda" or case.options["layout"]._kept_lists:
         kept = [

@@ -6,21 +6,21 @@ import inspect
 
 import pytest
 from attn_common import has_gluon
-from blocksparse_attn._kernels import list_structures as ls
-from blocksparse_attn._kernels import structures as s
-from blocksparse_attn._kernels.attention import _attention_kernel
-from blocksparse_attn._kernels.backward_rows import row_kernel
-from blocksparse_attn._kernels.lists import _bit_kernel, _list_kernel
-from blocksparse_attn._kernels.pairs import _pair_kernel
+from blocksparse_attn._attention.portable import structures as s
+from blocksparse_attn._attention.portable.attention import attention_kernel
+from blocksparse_attn._attention.portable.backward_rows import row_kernel
+from blocksparse_attn._layout.kernels import structures as ls
+from blocksparse_attn._layout.kernels.lists import bit_kernel, list_kernel
+from blocksparse_attn._layout.kernels.pairs import pair_kernel
 
 pytestmark = pytest.mark.eager
 
 PORTABLE = [
-    (_attention_kernel, (s.Tensors, s.Numbers)),
+    (attention_kernel, (s.Tensors, s.Numbers)),
     (row_kernel, (s.RowTensors, s.RowNumbers)),
-    (_bit_kernel, (ls.BitTensors, ls.BitNumbers)),
-    (_list_kernel, (ls.ListTensors, ls.ListNumbers)),
-    (_pair_kernel, (ls.PairTensors, ls.PairNumbers)),
+    (bit_kernel, (ls.BitTensors, ls.BitNumbers)),
+    (list_kernel, (ls.ListTensors, ls.ListNumbers)),
+    (pair_kernel, (ls.PairTensors, ls.PairNumbers)),
 ]
 
 
@@ -39,9 +39,9 @@ def test_portable(kernel, structures):
 
 @pytest.mark.skipif(not has_gluon(), reason="Triton without Gluon")
 def test_hopper():
-    from blocksparse_attn._kernels.hopper import structures as h
-    from blocksparse_attn._kernels.hopper.backward import hopper_backward_kernel
-    from blocksparse_attn._kernels.hopper.queries import hopper_query_kernel
+    from blocksparse_attn._attention.hopper import structures as h
+    from blocksparse_attn._attention.hopper.backward.kernel import hopper_backward_kernel
+    from blocksparse_attn._attention.hopper.queries.kernel import hopper_query_kernel
 
     for kernel, structures in (
         (hopper_query_kernel, (h.QueryTensors, h.QueryNumbers)),

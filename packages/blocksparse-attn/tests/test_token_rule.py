@@ -11,13 +11,13 @@ import torch
 from blocksparse_attn import (
     BlockSparseLayout,
     TokenRule,
-    _ops,
     blocksparse_attention_reference,
     blocksparse_attn_func,
 )
-from blocksparse_attn._kept_lists import walks_lists
-from blocksparse_attn._lists import ListSpec
-from blocksparse_attn.reference import visible_keys
+from blocksparse_attn._attention import ops
+from blocksparse_attn._attention.reference import visible_keys
+from blocksparse_attn._layout.kept_lists import walks_lists
+from blocksparse_attn._layout.lists import ListSpec
 from blocksparse_attn.token_rule import token_bounds
 from torch.library import opcheck
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -284,7 +284,7 @@ def test_operators(device):
     csr = layout._crow, layout._col, layout.num_cols, 16, 16, False
     for kind in ("tall", "short", "dq", "dkdv") if walks_lists(device) else ():
         arguments = *csr, 2, 16, 4, True, kind, layout._rule
-        opcheck(_ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
+        opcheck(ops.plan, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @traced_alike

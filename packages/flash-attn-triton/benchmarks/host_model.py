@@ -58,12 +58,13 @@ def always(value: Any) -> Callable[..., Any]:
 def without_launches() -> Iterator[None]:
     """Plan calls on CPU tensors as on Hopper, and launch nothing."""
     from flash_attn_triton import api
-    from flash_attn_triton._kernels import backward_plans, plans
-    from flash_attn_triton._kernels.hopper import backward_plans as hopper_backward_plans
-    from flash_attn_triton._kernels.hopper import plans as hopper_plans
-    from flash_attn_triton._kernels.hopper._linked import tma
-    from flash_attn_triton._kernels.launch import runtime
+    from flash_attn_triton._dense import launch as dense_launch
+    from flash_attn_triton._dense.hopper.backward import launch as hopper_backward
+    from flash_attn_triton._dense.hopper.forward import launch as forward_launch
+    from flash_attn_triton._dense.portable import backward_launch
+    from flash_attn_triton._linked.hopper import tma
     from flash_attn_triton._linked.host.forms import Memory
+    from flash_attn_triton._linked.launch import runtime
 
     kernel = SimpleNamespace(function=None, packed_metadata=None)
     ticket = torch.zeros(1, dtype=torch.int32)
@@ -83,15 +84,15 @@ def without_launches() -> Iterator[None]:
     def is_short(x: Any, *_: Any) -> bool:
         return x.q.shape[-1] <= 64
 
-    hopper_backward = hopper_backward_plans.HopperBackward
+    made = hopper_backward.HopperBackward
     with (
         mock.patch.object(api, "_known", Memory()),
-        mock.patch.object(plans, "takes_hopper_forward", always(True)),
-        mock.patch.object(backward_plans, "takes_hopper_backward", always(True)),
-        mock.patch.object(backward_plans, "takes_short_backward", is_short),
-        mock.patch.object(hopper_backward, "is_worth_it", always(True)),
-        mock.patch.object(hopper_plans, "multiprocessors", always(132)),
-        mock.patch.object(hopper_plans, "kept_ticket", always(ticket)),
+        mock.patch.object(dense_launch, "takes_hopper_forward", always(True)),
+        mock.patch.object(backward_launch, "takes_hopper_backward", always(True)),
+        mock.patch.object(backward_launch, "takes_short_backward", is_short),
+        mock.patch.object(made, "is_worth_it", always(True)),
+        mock.patch.object(forward_launch, "multiprocessors", always(132)),
+        mock.patch.object(forward_launch, "kept_ticket", always(ticket)),
         mock.patch.object(runtime, "current_device", always(-1)),
         mock.patch.object(runtime.Launch, "_look_up", look_up),
         mock.patch.object(tma.MapLaunch, "_look_up", look_up),
@@ -104,12 +105,13 @@ def without_launches() -> Iterator[None]:
 def _alone_of_two() -> Iterator[None]:
     """Let this process be the first of two ranks, whose exchanges do nothing."""
     import torch.distributed as dist
-    from flash_attn_triton import _exchange, distributed
+    from flash_attn_triton import distributed
     from flash_attn_triton._linked.parallel.groups import Where
+    from flash_attn_triton._parallel import exchange
 
     with (
         mock.patch.object(dist, "all_to_all_single", always(None)),
-        mock.patch.object(_exchange, "group_named", always(None)),
+        mock.patch.object(exchange, "group_named", always(None)),
         mock.patch.object(distributed, "check_group", always(None)),
         mock.patch.object(distributed, "where", always(Where("", 0, 2))),
         mock.patch.object(distributed, "compare_calls", always(None)),

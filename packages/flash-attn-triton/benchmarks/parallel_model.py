@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from flash_attn_triton._linked.parallel.cut import Layout
 from flash_attn_triton._linked.parallel.layout import visible_pairs
-from flash_attn_triton._shards import Product, Table
+from flash_attn_triton._parallel.shards import Product, Table
 from flash_attn_triton.distributed import ShardPlan
 
 HEADS_Q, HEADS_K, HEAD_DIM, ITEM = 32, 8, 128, 2

@@ -186,17 +186,18 @@ _portable_calls: list[Any] = []
 
 @contextlib.contextmanager
 def _portable_kernels() -> Iterator[None]:
-    from flash_attn_triton import _configs, api
+    from flash_attn_triton import api
+    from flash_attn_triton._dense import tiles
     from flash_attn_triton._linked.host.forms import Memory
 
     if not _portable_calls:
         _portable_calls.append(Memory())
-    before = _configs.HOPPER, api._known
-    _configs.HOPPER, api._known = False, _portable_calls[0]
+    before = tiles.HOPPER, api._known
+    tiles.HOPPER, api._known = False, _portable_calls[0]
     try:
         yield
     finally:
-        _configs.HOPPER, api._known = before
+        tiles.HOPPER, api._known = before
 
 
 def import_error(module: str) -> str | None:

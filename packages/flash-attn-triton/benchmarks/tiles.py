@@ -121,7 +121,7 @@ def overridden(lookup: str, tile: Tile | None) -> Iterator[list[Any]]:
         tile: Fields to replace; None leaves the table's own tile.
     """
     import_kernels()
-    original = getattr(sys.modules["flash_attn_triton._configs"], lookup)
+    original = getattr(sys.modules["flash_attn_triton._dense.tiles"], lookup)
     given: list[Any] = []
 
     def instead(*args: Any, **kwargs: Any) -> Any:

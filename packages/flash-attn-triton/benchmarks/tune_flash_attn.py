@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from cases import GRID_TOKENS, GRID_WIDTH, Problem
 from checks import Inputs, judge, make_inputs, reference
-from flash_attn_triton import _configs
+from flash_attn_triton._dense import tiles as dense_tiles
 from report import geometric_mean
 from rivals import PROVIDERS
 from tiles import KERNELS, Tile, compiled_kernels, overridden, resources
@@ -75,7 +75,7 @@ class Bench:
         self.problem, self.kernel, self.device = problem, KERNELS[kernel], device
         backward = self.kernel.direction == "bwd"
         # the tiles are those of the portable kernels
-        _configs.HOPPER = False
+        dense_tiles.HOPPER = False
         inputs: Inputs = make_inputs(problem, device)
         self.prepared = PROVIDERS["ours"].prepare(problem, inputs, backward)
         self.expected = reference(problem, inputs, backward, self.prepared.operands)

@@ -89,7 +89,7 @@ class Config:
 
 def launch_forward(config: Config, seqlen: int = 1024) -> None:
     """Run the forward launcher on meta tensors."""
-    from flash_attn_triton._kernels.plans import launch_forward as launch
+    from flash_attn_triton._dense.launch import launch_forward as launch
 
     t = config.tensors(seqlen)
     rng_state = t.pop("rng_state")
@@ -101,7 +101,7 @@ def launch_forward(config: Config, seqlen: int = 1024) -> None:
 
 def launch_backward(config: Config, seqlen: int = 1024) -> None:
     """Run the backward launcher on meta tensors."""
-    from flash_attn_triton._kernels.plans import launch_backward as launch
+    from flash_attn_triton._dense.launch import launch_backward as launch
 
     t = config.tensors(seqlen)
     q, k, v = t.pop("q"), t.pop("k"), t.pop("v")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_triton import _ops, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton import flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton._dense import ops
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
@@ -19,7 +20,7 @@ def forbid_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     def attention(*_: Any) -> None:
         raise AssertionError("the operator was called")
 
-    monkeypatch.setattr(_ops, "attention", attention)
+    monkeypatch.setattr(ops, "attention", attention)
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float16, **options: Any) -> Tensor:

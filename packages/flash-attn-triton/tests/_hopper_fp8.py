@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import takes_hopper_forward
-from flash_attn_triton._kernels.form import Form, readable
-from flash_attn_triton._kernels.hopper.plans import HopperForward
-from flash_attn_triton._kernels.plans import PortableForward
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.hopper.forward.launch import HopperForward
+from flash_attn_triton._dense.launch import PortableForward
+from flash_attn_triton._dense.portable.form import Form, readable
+from flash_attn_triton._dense.tiles import takes_hopper_forward
 
 from ._numerics import Case
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from attn_common import detect
-from flash_attn_triton import _configs, _ops, api, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton import api, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton._dense import ops, tiles
 from flash_attn_triton._linked.host.forms import Memory
-from flash_attn_triton.philox import dropout_keep_mask, keep_scale
-from flash_attn_triton.reference import attention_reference, varlen_attention_reference
+from flash_attn_triton._reference.philox import dropout_keep_mask, keep_scale
+from flash_attn_triton._reference.reference import attention_reference, varlen_attention_reference
 from torch import Tensor
 
 from ._linked import numerics
@@ -157,7 +158,7 @@ def _split(made: dict[str, Any], packed: bool) -> Case:
 def only_portable() -> Iterator[None]:
     """Keep calls from the kernels for Hopper."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_configs, "HOPPER", False)
+        patch.setattr(tiles, "HOPPER", False)
         patch.setattr(api, "_known", Memory())
         yield
 
@@ -175,7 +176,7 @@ def bounds_of(case: Case, got: dict[str, Tensor]) -> dict[str, Bounded]:
 
 def truncates(out: Tensor) -> bool:
     """Say whether what made a result cuts off where others round."""
-    return _ops.interpreted() and out.device.type == "cpu"
+    return ops.interpreted() and out.device.type == "cpu"
 
 
 def dropped(case: Case, dropout_p: float) -> dict[str, Any]:

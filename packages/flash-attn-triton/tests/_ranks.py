@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
-from flash_attn_triton import _exchange, _sharded_ops, distributed
+from flash_attn_triton import distributed
 from flash_attn_triton._linked.parallel.groups import Where
+from flash_attn_triton._parallel import exchange, ops
 
 
 class Ranks:
@@ -25,8 +26,8 @@ class Ranks:
         monkeypatch.setattr(distributed, "check_group", lambda *_: None)
         monkeypatch.setattr(distributed, "where", self._where)
         monkeypatch.setattr(dist, "all_to_all_single", self._exchange)
-        monkeypatch.setattr(_sharded_ops, "compare", lambda *_: None)
-        monkeypatch.setattr(_exchange, "group_named", lambda *_: None)
+        monkeypatch.setattr(ops, "compare", lambda *_: None)
+        monkeypatch.setattr(exchange, "group_named", lambda *_: None)
 
     def run(self, function):
         """Call ``function(rank)`` on every rank at once; return what each returns."""

@@ -98,10 +98,10 @@ def make(
 @contextlib.contextmanager
 def portable() -> Iterator[None]:
     """Keep calls from the kernels for Hopper."""
-    from flash_attn_triton._kernels import tree_plans
+    from flash_attn_triton._tree import launch
 
     with only_portable(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_plans, "_plans", Memory())
+        patch.setattr(launch, "_plans", Memory())
         yield
 
 

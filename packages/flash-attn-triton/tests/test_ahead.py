@@ -14,12 +14,12 @@ import pytest
 import torch
 import triton
 from flash_attn_triton import flash_attn_func, flash_attn_varlen_func, prepare
-from flash_attn_triton._call import Options
-from flash_attn_triton._kernels import plans
-from flash_attn_triton._kernels.form import Form
-from flash_attn_triton._kernels.launch import builds, workers
-from flash_attn_triton._kernels.launch.runtime import Launch
-from flash_attn_triton._ops import Tensors
+from flash_attn_triton._dense import launch
+from flash_attn_triton._dense.call import Options
+from flash_attn_triton._dense.ops import Tensors
+from flash_attn_triton._dense.portable.form import Form
+from flash_attn_triton._linked.launch import builds, workers
+from flash_attn_triton._linked.launch.runtime import Launch
 
 from ._linked.budget import offsets
 from ._linked.gpus import absent_gpu, chosen, counting
@@ -89,7 +89,7 @@ def test_it_checks_the_arguments(known, device):
 @pytest.fixture(autouse=True)
 def nothing_built(monkeypatch):
     monkeypatch.setattr(builds, "_builds", {})
-    monkeypatch.setattr(plans, "_begun", set())
+    monkeypatch.setattr(launch, "_begun", set())
     monkeypatch.setattr(workers, "IS_OFFERED", False)
 
 
@@ -119,17 +119,17 @@ def meta(size, dtype=torch.bfloat16, **options):
 
 
 FP8 = torch.float8_e4m3fn
-ROWS, PORTABLE = "_row_kernel", {"_dkdv_kernel", "_dq_kernel"}
-FIXED, HOPPER = (2, 512, 4, 64), {"_row_kernel", "backward_kernel", "round_dq_kernel"}
+ROWS, PORTABLE = "row_kernel", {"dkdv_kernel", "dq_kernel"}
+FIXED, HOPPER = (2, 512, 4, 64), {"row_kernel", "backward_kernel", "round_dq_kernel"}
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("gpu", "dtype", "options", "kernels"),
     [
-        ("nvidia:sm_80", torch.bfloat16, {}, {"_forward_kernel", ROWS, *PORTABLE}),
-        ("nvidia:sm_80", torch.bfloat16, {"backward": False}, {"_forward_kernel"}),
-        ("amd:gfx942", torch.float32, {"dropout_p": 0.1}, {"_forward_kernel", ROWS, *PORTABLE}),
+        ("nvidia:sm_80", torch.bfloat16, {}, {"forward_kernel", ROWS, *PORTABLE}),
+        ("nvidia:sm_80", torch.bfloat16, {"backward": False}, {"forward_kernel"}),
+        ("amd:gfx942", torch.float32, {"dropout_p": 0.1}, {"forward_kernel", ROWS, *PORTABLE}),
         ("nvidia:sm_90", torch.bfloat16, {"causal": True}, {"forward_kernel", *HOPPER}),
         ("nvidia:sm_90", torch.bfloat16, {"window_size": (9, 0)}, {"forward_kernel", *HOPPER}),
         ("nvidia:sm_90", FP8, {}, {"forward_kernel", "transpose_values"}),
@@ -148,7 +148,7 @@ def test_the_gradient_of_a_bias_is_built_where_it_is_wanted(wanted, built):
     bias = meta((1, 4, 512, 512), requires_grad=wanted)
     with absent_gpu("nvidia:sm_80"):
         prepare(*[meta(FIXED) for _ in "qkv"], bias=bias)
-    assert ("_bias_gradient_kernel" in built) == wanted
+    assert ("bias_gradient_kernel" in built) == wanted
 
 
 @pytest.mark.aot
@@ -171,8 +171,8 @@ def test_what_is_built_is_what_is_launched(gpu, packed, monkeypatch):
         absent = [None] * 9
         some = (starts, starts) if packed else (None, None)
         numbers = 350, 350, 96**-0.5, -1, right, 0.0, 0.0
-        out, lse = plans.launch_forward(*x, *some, *absent, *numbers, torch.bfloat16, False)
-        plans.launch_backward(out, *x, out, lse, None, *some, *[None] * 5, *numbers, False, False)
+        out, lse = launch.launch_forward(*x, *some, *absent, *numbers, torch.bfloat16, False)
+        launch.launch_backward(out, *x, out, lse, None, *some, *[None] * 5, *numbers, False, False)
     assert len(launched) == 4
     assert built == launched
     assert waited == set(builds._builds)  # each launch asks for its build
@@ -185,7 +185,7 @@ def test_what_is_built_is_what_is_launched(gpu, packed, monkeypatch):
 def test_a_new_kind_of_call_begins_its_builds(built):
     def plan(length, *, deterministic=False, needs_gradient=True, dtype=torch.bfloat16):
         x = Tensors(*[meta((1, length, 4, 64), dtype) for _ in "qkv"])
-        made = plans.plan_calls(
+        made = launch.plan_calls(
             x,
             Options(0.125, -1, 0, 0.0, 0.0),
             torch.bfloat16,
@@ -271,7 +271,7 @@ def build_apart(name):
     try:
         with absent_gpu("nvidia:sm_90"):
             form = Form(x, Options(0.125, -1, 0, 0.0, 0.0))
-            noted = plans._builds_of(form, x, torch.bfloat16, False, True, False)
+            noted = launch._builds_of(form, x, torch.bfloat16, False, True, False)
             (build,) = (b for b in noted if b.key[0] == name)
             build.launch.build(build.tensors, build.numbers, True)
     finally:
@@ -281,7 +281,7 @@ def build_apart(name):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", chosen(["forward_kernel", "backward_kernel"], ["_row_kernel"]))
+@pytest.mark.parametrize("name", chosen(["forward_kernel", "backward_kernel"], ["row_kernel"]))
 def test_another_process_compiles(name, processes):
     assert build_apart(name)
     assert len(processes) == 1
@@ -292,7 +292,7 @@ def test_another_process_compiles(name, processes):
 @pytest.mark.aot
 def test_a_process_that_fails_leaves_the_build_to_this_one(processes, monkeypatch):
     monkeypatch.setattr(workers, "SCRIPT", "there is no such file")
-    assert not build_apart("_row_kernel")
+    assert not build_apart("row_kernel")
     assert len(processes) == 1
 
 
@@ -301,10 +301,9 @@ def test_a_process_that_fails_leaves_the_build_to_this_one(processes, monkeypatc
 def test_kernels_import_no_pytorch():
     """It would take a process longer than a compilation."""
     root = Path(flash_attn_triton.__file__).parent
-    names = [x.relative_to(root).with_suffix("") for x in root.glob("_kernels/*.py")]
-    names += [x.relative_to(root).with_suffix("") for x in root.glob("_kernels/hopper/*.py")]
-    kernels = [str(x).replace("/", ".") for x in names if defines_entries(root / f"{x}.py")]
-    assert "_kernels.hopper.backward" in kernels
+    paths = [x for x in root.rglob("*.py") if "_linked" not in x.parts and defines_entries(x)]
+    kernels = [".".join(x.relative_to(root).with_suffix("").parts) for x in paths]
+    assert "_dense.hopper.backward.kernel" in kernels
     code = f"""
 import importlib, sys, types
 package = sys.modules["flash_attn_triton"] = types.ModuleType("flash_attn_triton")

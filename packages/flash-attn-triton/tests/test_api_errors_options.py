@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from flash_attn_triton import _ops
+from flash_attn_triton._dense import ops
 
 from ._calls import assert_refused, fixed, forbid_operator, fp8, one_test_each, packed
 
@@ -124,6 +124,6 @@ def test_message(message, error, call, changes):
 @pytest.mark.parametrize("options", [{"softmax_scale": 2**70}, {"softcap": 2**70}])
 def test_numbers_of_more_than_64_bits_reach_the_operator_as_floats(options, monkeypatch):
     given = []
-    monkeypatch.setattr(_ops, "attention", lambda *args: given.extend(args[-1].options) or args[:2])
+    monkeypatch.setattr(ops, "attention", lambda *args: given.extend(args[-1].options) or args[:2])
     fixed(**options)
     assert [type(x) for x in given if x == 2**70] == [float]

@@ -9,8 +9,9 @@ from pathlib import Path
 import flash_attn_triton
 import pytest
 import torch
-from flash_attn_triton import _ops, attention_reference, flash_attn_func, flash_attn_varlen_func
-from flash_attn_triton._call import Given, Tensors
+from flash_attn_triton import attention_reference, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton._dense import ops
+from flash_attn_triton._dense.call import Given, Tensors
 from flash_attn_triton._linked.host.forms import interpreted
 from torch import Tensor
 from torch.library import opcheck
@@ -180,7 +181,7 @@ def test_an_exported_graph_trains(strict, device):
     x = torch.randn(2, 6, 16, device=device)
     model(x).square().sum().backward()
     exported = torch.export.export(model, (x,), strict=strict)
-    assert any(node.target is _ops.forward for node in exported.graph.nodes)
+    assert any(node.target is ops.forward for node in exported.graph.nodes)
     module = exported.module()
     module(x).square().sum().backward()
     got = dict(module.named_parameters())["project.weight"].grad
@@ -190,13 +191,13 @@ def test_an_exported_graph_trains(strict, device):
 @traced_alike
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_exported_graph_keeps_that_gradients_repeat(deterministic, device, monkeypatch):
-    seen, operator = [], _ops._call_backward
+    seen, operator = [], ops._call_backward
 
     def backward(*arguments):
         seen.append(arguments[-2])
         return operator(*arguments)
 
-    monkeypatch.setattr(_ops, "_call_backward", backward)
+    monkeypatch.setattr(ops, "_call_backward", backward)
     x = torch.randn(2, 6, 16, device=device)
     model = Model(deterministic=deterministic).to(device)
     torch.export.export(model, (x,)).module()(x).sum().backward()
@@ -214,9 +215,9 @@ def test_operators_pass_opcheck_with_gradients(make, shape, features, device):
         return x.clone().requires_grad_() if id(x) in wanted and x.is_floating_point() else x
 
     utils = "test_autograd_registration", "test_aot_dispatch_dynamic"
-    opcheck(_ops.forward, tuple(map(wants, operator_arguments(case))), test_utils=utils)
+    opcheck(ops.forward, tuple(map(wants, operator_arguments(case))), test_utils=utils)
     arguments = backward_arguments(case, dlse=True, needs_dbias="bias" in features)
-    opcheck(_ops.backward, arguments, test_utils=utils)
+    opcheck(ops.backward, arguments, test_utils=utils)
 
 
 def test_gradients_of_some_keys_take_the_output_and_lse_of_all(device):
@@ -228,7 +229,7 @@ def test_gradients_of_some_keys_take_the_output_and_lse_of_all(device):
     steps = []
     for keys in slice(half), slice(half, 2 * half):
         some = dout, q, k[:, keys].contiguous(), v[:, keys].contiguous(), out, lse, dlse
-        steps.append(_ops.backward(*some, *rest))
+        steps.append(ops.backward(*some, *rest))
     dq, dk, dv, _, dsinks = zip(*steps, strict=True)
     # every step has that of all sinks
     grads = {"dq": sum(dq), "dk": torch.cat(dk, 1), "dv": torch.cat(dv, 1), "dsinks": dsinks[0]}
@@ -242,7 +243,7 @@ def test_a_second_copy_of_the_package_works_beside_the_first(device):
     copy = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(copy)
-        assert copy._ops.forward is not _ops.forward
+        assert copy._ops.forward is not ops.forward
         q = torch.randn(1, 5, 2, 8, device=device)
         results = []
         for package in (flash_attn_triton, copy):

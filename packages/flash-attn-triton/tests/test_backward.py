@@ -116,12 +116,13 @@ def test_gradients_of_windows_at_tile_edges(window, lengths, device):
 def test_tiles_that_are_not_square(features, tile, device, monkeypatch):
     if device.type != "cpu":
         pytest.skip("the tiles of a GPU are not square as they are")
-    from flash_attn_triton._kernels import backward_plans, plans
+    from flash_attn_triton._dense import launch
+    from flash_attn_triton._dense.portable import backward_launch
 
     chosen = Tile(*tile, 1, 1)
-    monkeypatch.setattr(plans, "forward_tile", lambda *_: chosen)
+    monkeypatch.setattr(launch, "forward_tile", lambda *_: chosen)
     for name in ("backward_dkdv_tile", "backward_dq_tile", "bias_gradient_tile"):
-        monkeypatch.setattr(backward_plans, name, lambda *_: chosen)
+        monkeypatch.setattr(backward_launch, name, lambda *_: chosen)
     monkeypatch.setattr(api, "_known", Memory())
     check(make_case(Shape(1, 39, 70, 1, 1, 16), torch.float32, device, features))
 
@@ -129,7 +130,7 @@ def test_tiles_that_are_not_square(features, tile, device, monkeypatch):
 @pytest.mark.parametrize("heads", [(3, 3), (6, 2), (5, 1)], ids=str)
 def test_heads_that_do_not_fill_the_last_section(heads, device, monkeypatch):
     """Under a causal mask heads run in sections that fit a cache, here of a few kilobytes."""
-    from flash_attn_triton._kernels import form
+    from flash_attn_triton._dense.portable import form
 
     shape = Shape(1, 20, 20, *heads, 16)
     monkeypatch.setattr(form, "L2_BYTES", 2 * 20 * 32 * 4)  # keys and values of two heads

@@ -9,16 +9,16 @@ import pytest
 import torch
 from attn_common import Platform
 from flash_attn_triton import __main__ as command
-from flash_attn_triton import _configs
 from flash_attn_triton.__main__ import PORTABLE, describe
-from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import (
+from flash_attn_triton._dense import tiles
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.portable.backward_launch import BackwardPlan
+from flash_attn_triton._dense.portable.form import Form
+from flash_attn_triton._dense.tiles import (
     takes_hopper_backward,
     takes_hopper_forward,
     takes_short_backward,
 )
-from flash_attn_triton._kernels.backward_plans import BackwardPlan
-from flash_attn_triton._kernels.form import Form
 
 from ._linked.gpus import absent_gpu
 
@@ -160,7 +160,7 @@ def test_on_hopper_each_row_is_printed(capsys):
 
 def test_elsewhere_all_is_portable(capsys, monkeypatch):
     describe(Platform.parse("nvidia:sm_80"))
-    monkeypatch.setattr(_configs, "HOPPER", False)
+    monkeypatch.setattr(tiles, "HOPPER", False)
     describe(Platform.parse(HOPPER))
     shown = capsys.readouterr().out
     assert shown.count("every feature runs on the portable Triton kernels") == 2

@@ -7,16 +7,17 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from flash_attn_triton import (
-    _exchange,
-    _ops,
-    _pieces,
-    _sharded_ops,
-    distributed,
-    flash_attn_varlen_func,
-)
+from flash_attn_triton import distributed, flash_attn_varlen_func
+from flash_attn_triton._dense import ops as dense_ops
 from flash_attn_triton._linked.parallel.cut import cut_alike, cut_by_plan
 from flash_attn_triton._linked.parallel.groups import where
+from flash_attn_triton._parallel import (
+    exchange,
+    pieces,
+)
+from flash_attn_triton._parallel import (
+    ops as parallel_ops,
+)
 from torch.library import opcheck
 
 from ._cuts import CASES, DV, HEADS_K, Case, D, judge, on_rank, problem
@@ -26,7 +27,7 @@ from ._ranks import Ranks
 pytestmark = pytest.mark.eager
 
 # kernels are interpreted for what differs in the calls of them
-by_definition = pytest.mark.skipif(_ops.interpreted(), reason="takes long in the interpreter")
+by_definition = pytest.mark.skipif(dense_ops.interpreted(), reason="takes long in the interpreter")
 
 
 @pytest.mark.parametrize(
@@ -105,13 +106,13 @@ def test_whole_sequences_are_not_sent(monkeypatch):
 
 
 @by_definition
-@pytest.mark.parametrize(("backward", "bound"), [(False, 2), (True, 2 + _pieces.MERGED)])
+@pytest.mark.parametrize(("backward", "bound"), [(False, 2), (True, 2 + pieces.MERGED)])
 def test_few_keys_of_others_are_in_memory(backward, bound, monkeypatch):
     """Those of two ranks at a time, and gradients from a few, whatever the number of ranks."""
     ranks, held, most = 9, [0] * 9, [0] * 9
     group = Ranks(ranks, monkeypatch)
 
-    class Counted(_exchange.Exchange):
+    class Counted(exchange.Exchange):
         """Memory that arrives, from when it is asked for until it is free."""
 
         def __init__(self, *given):
@@ -127,7 +128,7 @@ def test_few_keys_of_others_are_in_memory(backward, bound, monkeypatch):
             self._arriving, self._work = torch.from_numpy(rows), None
             return super().wait()
 
-    monkeypatch.setattr(_exchange, "Exchange", Counted)
+    monkeypatch.setattr(exchange, "Exchange", Counted)
     x = torch.ones(1, 4, 1, 16)
 
     def function(rank):
@@ -208,12 +209,12 @@ def test_operators_are_what_they_say(lengths, one_rank):
         cut = cut_by_plan(distributed.ShardPlan([0, 4, 4, 6], 1, causal=True), 0)
     options = 0.25, 0.0, False, *cut, where(None).group
     sinks, utils = torch.zeros(2), ("test_schema", "test_faketensor")
-    out, lse = _sharded_ops.sharded_forward(q, k, v, sinks, *options, None)
+    out, lse = parallel_ops.sharded_forward(q, k, v, sinks, *options, None)
     x = q, k, v, sinks
     for operator, arguments in (
-        (_sharded_ops.compare_calls, (*x, *options, False, [options[-1]])),
-        (_sharded_ops.sharded_forward, (*x, *options, None)),
-        (_sharded_ops.sharded_backward, (out, *x, out, lse, None, *options)),
+        (parallel_ops.compare_calls, (*x, *options, False, [options[-1]])),
+        (parallel_ops.sharded_forward, (*x, *options, None)),
+        (parallel_ops.sharded_backward, (out, *x, out, lse, None, *options)),
     ):
         opcheck(operator, arguments, test_utils=utils)
 

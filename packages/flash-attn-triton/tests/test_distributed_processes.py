@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from flash_attn_triton import _ops, distributed, flash_attn_func
+from flash_attn_triton import distributed, flash_attn_func
+from flash_attn_triton._dense import ops
 from flash_attn_triton.integrations import dtensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -226,7 +227,7 @@ def judge_errors(left):
     assert left[0]["errors"]
 
 
-@pytest.mark.skipif(_ops.interpreted(), reason="the eager tier starts processes")
+@pytest.mark.skipif(ops.interpreted(), reason="the eager tier starts processes")
 def test_processes_equal_one_and_raise_alike(tmp_path, monkeypatch):
     left = start(2, "gloo", IN_PROCESSES, tmp_path, monkeypatch)
     for name in IN_PROCESSES:

@@ -8,12 +8,8 @@ import math
 import pytest
 import torch
 from attn_common import detect
-from flash_attn_triton import (
-    _ops,
-    flash_attn_varlen_func,
-    triton_attention,
-    varlen_attention_reference,
-)
+from flash_attn_triton import flash_attn_varlen_func, triton_attention, varlen_attention_reference
+from flash_attn_triton._dense import ops
 from torch import Tensor
 
 from ._linked.budget import DTYPES, Maker, assert_no_worse_than_eager, offsets
@@ -23,7 +19,7 @@ MAX_Q, MAX_K = 20, 17
 FP8 = torch.float8_e4m3fn
 
 rounds_fp8 = pytest.mark.skipif(
-    _ops.interpreted(), reason="the interpreter rounds FP8 otherwise than the hardware"
+    ops.interpreted(), reason="the interpreter rounds FP8 otherwise than the hardware"
 )
 
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from flash_attn_triton import _eager, _fused, _ops
+from flash_attn_triton._dense import ops
+from flash_attn_triton._reference import eager, fused
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._linked.budget import assert_same, offsets
@@ -17,7 +18,7 @@ from ._numerics import FEATURES, Case, Packed, Shape, check, make_case, make_pac
 
 pytestmark = [
     pytest.mark.eager,
-    pytest.mark.skipif(_ops.interpreted(), reason="about a process without the interpreter"),
+    pytest.mark.skipif(ops.interpreted(), reason="about a process without the interpreter"),
 ]
 
 SHAPES = [
@@ -50,7 +51,7 @@ MASKS = [(), ("causal",), ("window",), ("window_left",), ("window_right",)]
 @pytest.mark.parametrize("make", [make_case, make_packed])
 def test_sequences_in_parts(make, features, monkeypatch):
     """With everything that goes by a row or a column."""
-    monkeypatch.setattr(_eager, "ROWS", 4)
+    monkeypatch.setattr(eager, "ROWS", 4)
     for extras in (("bias", "alibi_batch", "sinks"), ("bias_keys", "softcap"), ("dropout",)):
         for shape in SHAPES[:2] if make is make_case else [PACKED]:
             check(make(shape, torch.float32, CPU, (*features, *extras)))
@@ -61,7 +62,7 @@ def test_sequences_in_parts(make, features, monkeypatch):
 @pytest.mark.parametrize("make", [make_case, make_packed])
 def test_fused_attention_in_parts(make, features, extras, monkeypatch):
     """The operator of PyTorch, with its mask written out for four queries at a time."""
-    monkeypatch.setattr(_fused, "ROWS", 4)
+    monkeypatch.setattr(fused, "ROWS", 4)
     for shape in SHAPES if make is make_case else [PACKED]:
         check(make(shape, torch.float32, CPU, (*features, *extras)))
 
@@ -70,7 +71,7 @@ def test_fused_attention_in_parts(make, features, extras, monkeypatch):
 @pytest.mark.parametrize("make", [make_case, make_packed])
 def test_without_fused_attention(make, features, monkeypatch):
     """Where PyTorch has no such operator."""
-    monkeypatch.setattr(_fused, "_operator", None)
+    monkeypatch.setattr(fused, "_operator", None)
     for extras in ((), ("alibi_batch", "sinks")):
         check(
             make(
@@ -82,11 +83,11 @@ def test_without_fused_attention(make, features, monkeypatch):
 def test_fused_attention_does_not_follow_defaults_of_torch():
     q, absent = torch.randn(1, 9, 2, 8), [None] * 6
     arguments = q, q, q, *absent[:4], torch.ones(2), *absent[:6], 0.3, 4, 0, 0.0, 0.0, q.dtype
-    want, _ = _eager.attention_forward(*arguments)
+    want, _ = eager.attention_forward(*arguments)
     try:
         torch.set_default_dtype(torch.float64)
         with torch.device("meta"):
-            got, _ = _eager.attention_forward(*arguments)
+            got, _ = eager.attention_forward(*arguments)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(got, want)
@@ -117,7 +118,7 @@ class Named(TorchDispatchMode):
 def test_fused_attention_runs_where_it_can(seqlen_k, left, right, softcap, calls):
     q, k, absent = torch.randn(1, 300, 2, 8), torch.randn(1, seqlen_k, 2, 8), [None] * 11
     with Named() as seen:
-        _eager.attention_forward(q, k, k, *absent, 0.3, left, right, softcap, 0.0, q.dtype)
+        eager.attention_forward(q, k, k, *absent, 0.3, left, right, softcap, 0.0, q.dtype)
     name = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert seen.names.count(name) == calls
 
@@ -141,16 +142,16 @@ class Widest(TorchDispatchMode):
 @pytest.mark.parametrize("right", [0, -1])
 def test_no_whole_matrix_of_scores(right, is_fused, dropout_p, monkeypatch):
     if not is_fused:
-        monkeypatch.setattr(_fused, "_operator", None)
+        monkeypatch.setattr(fused, "_operator", None)
     q, absent, seed = torch.randn(1, 1500, 2, 8), [None] * 6, torch.tensor([1, 2])
     options = 0.3, 60 if right == 0 else -1, right, 0.0, dropout_p
     # the scores of a part, and one column for a sink
-    most = 2 * _eager.ROWS * (_eager.ROWS + 61 if right == 0 else 1501)
+    most = 2 * eager.ROWS * (eager.ROWS + 61 if right == 0 else 1501)
     with Widest() as widest:
-        out, lse = _eager.attention_forward(q, q, q, *absent, *absent[:4], seed, *options, q.dtype)
+        out, lse = eager.attention_forward(q, q, q, *absent, *absent[:4], seed, *options, q.dtype)
     assert widest.most <= most
     with Widest() as widest:
-        _eager.attention_backward(out, q, q, q, lse, None, *absent, seed, *options)
+        eager.attention_backward(out, q, q, q, lse, None, *absent, seed, *options)
     assert widest.most <= most
 
 
@@ -203,7 +204,7 @@ import sys, torch
 from flash_attn_triton import flash_attn_func
 x = torch.randn(1, 5, 2, 16, requires_grad=True)
 flash_attn_func(x, x, x, causal=True).sum().backward()
-sys.exit(any("._kernels" in name or name == "triton" for name in sys.modules))
+sys.exit(any(name.split(".")[-1] == "launch" or name == "triton" for name in sys.modules))
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

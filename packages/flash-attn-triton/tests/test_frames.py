@@ -8,10 +8,11 @@ from pathlib import Path
 import flash_attn_triton
 import pytest
 import torch
-from flash_attn_triton import _ops, flash_attn_func, flash_attn_varlen_func
-from flash_attn_triton._kernels.launch.runtime import Launch
+from flash_attn_triton import flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton._dense import ops
+from flash_attn_triton._linked.launch.runtime import Launch
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="a GPU's calls are the same ones")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="a GPU's calls are the same ones")
 
 MOST = 5
 PACKAGE = str(Path(flash_attn_triton.__file__).parent)

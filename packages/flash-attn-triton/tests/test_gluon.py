@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
-from flash_attn_triton import _ops, api
-from flash_attn_triton._hopper_configs import (
+from flash_attn_triton import api
+from flash_attn_triton._dense import ops
+from flash_attn_triton._dense.hopper_tiles import (
     HopperTile,
     forward_panels,
     hopper_panel_tile,
@@ -20,7 +21,7 @@ from flash_attn_triton._linked.host.forms import Memory
 from ._linked.budget import assert_same
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed, run
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 # as the tiles that serve calls, but for the keys of a step: short sequences are to have many
 TILES = {
@@ -44,25 +45,25 @@ def reverse(request):
 @pytest.fixture
 def forward(monkeypatch):
     """Return a function that has one kernel serve every forward call, in two programs."""
-    from flash_attn_triton._kernels import plans
-    from flash_attn_triton._kernels.hopper import plans as hopper_plans
+    from flash_attn_triton._dense import launch as dense_launch
+    from flash_attn_triton._dense.hopper.forward import launch as forward_launch
 
     from ._linked.gluon import Kernel
 
-    real = hopper_plans.forward_kernel
+    real = forward_launch.forward_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(plans, "takes_hopper_forward", lambda *_: True)
-    monkeypatch.setattr(hopper_plans, "multiprocessors", lambda _: 2)
+    monkeypatch.setattr(dense_launch, "takes_hopper_forward", lambda *_: True)
+    monkeypatch.setattr(forward_launch, "multiprocessors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
+        monkeypatch.setattr(forward_launch, name, lambda _: ticket)
     kernels = []
 
     def serve(tile, reverse=True):
         monkeypatch.setattr(api, "_known", Memory())
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_plans, "hopper_tile", lambda *_: tile)
-        monkeypatch.setattr(hopper_plans, "hopper_panel_tile", lambda *_: tile)
-        monkeypatch.setattr(hopper_plans, "forward_kernel", kernels[-1])
+        monkeypatch.setattr(forward_launch, "hopper_tile", lambda *_: tile)
+        monkeypatch.setattr(forward_launch, "hopper_panel_tile", lambda *_: tile)
+        monkeypatch.setattr(forward_launch, "forward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -112,7 +113,7 @@ def test_near_keys_round_as_near_ones(tile, shape, features, forward):
 
 def test_a_distance_rounds_alike_in_tiles_of_one_side_and_of_both():
     """Which one it is depends on the rows that share the tile."""
-    from flash_attn_triton._kernels.hopper import alibi
+    from flash_attn_triton._dense.hopper.forward import alibi
 
     from ._linked.gluon import as_python, register
 
@@ -158,12 +159,12 @@ def test_forward_of_few_queries(tile, shape, features, forward, reverse):
     [
         ("_tokens", "index % (ROWS // PACK)", "index"),
         ("_heads", "// (ROWS // PACK)", "% PACK"),
-        ("_survey", "W * TOKENS", "W * TILE.ROWS"),
-        ("_survey", "TILE.WARPGROUPS * TOKENS", "TOKENS"),
-        ("_survey", "slope[:, None]", "gl.max(slope, 0)"),
-        ("_write", "W * (ROWS // PACK)", "W * ROWS"),
+        ("survey", "W * TOKENS", "W * TILE.ROWS"),
+        ("survey", "TILE.WARPGROUPS * TOKENS", "TOKENS"),
+        ("survey", "slope[:, None]", "gl.max(slope, 0)"),
+        ("write_block", "W * (ROWS // PACK)", "W * ROWS"),
         ("_lse_at", "problem.heads_q + heads", "problem.heads_q + block.head"),
-        ("_finish", "problem.sinks_ptr)", "None)"),
+        ("finish_block", "problem.sinks_ptr)", "None)"),
         ("next_tile", "head *= OPTIONS.PACK", "pass"),
         ("produce", "w * TOKENS", "w * TILE.ROWS"),
         ("produce", "problem.heads_q // OPTIONS.PACK", "problem.heads_q"),
@@ -218,16 +219,16 @@ def test_forward_of_many_sequences(forward):
 @pytest.mark.parametrize(
     ("function", "right", "wrong"),
     [
-        ("_survey", "block.sequence * problem.heads_q", "block.sequence"),
-        ("_finish", "weight *= problem.keep_scale", "pass"),
+        ("survey", "block.sequence * problem.heads_q", "block.sequence"),
+        ("finish_block", "weight *= problem.keep_scale", "pass"),
         ("drop_some", "walk.block.len_k - walk.block.len_q", "0"),
         ("dropout_key", "gl.load(rng_state_ptr + 1)", "gl.load(rng_state_ptr)"),
         ("dropout_key", "seed >> 32", "seed"),
         ("drop", "c1 << 16", "c1"),
         ("drop", "upper_right, c0, ", "upper_right, c1, "),
         ("drop", "_place(rows)", "rows"),
-        ("_fold", "e = drop_some(e, cols, walk, problem)", "pass"),
-        ("_cross", "e = drop_some(e, cols, walk, problem)", "pass"),
+        ("fold", "e = drop_some(e, cols, walk, problem)", "pass"),
+        ("cross", "e = drop_some(e, cols, walk, problem)", "pass"),
         ("begin", "e = drop_some(e, cols, walk, problem)", "pass"),
     ],
 )
@@ -243,10 +244,10 @@ def test_dropout_with_a_mistake(function, right, wrong, forward):
 @pytest.mark.parametrize(
     ("function", "right", "wrong"),
     [
-        ("_find_block", "ends <= place", "ends < place"),
-        ("_find_block", "before = blocks", "pass"),
-        ("_find_block", "first += WARP", "first += WARP + 1"),
-        ("_find_block", "gl.maximum(before, ", "gl.maximum(0, "),
+        ("find_block", "ends <= place", "ends < place"),
+        ("find_block", "before = blocks", "pass"),
+        ("find_block", "first += WARP", "first += WARP + 1"),
+        ("find_block", "gl.maximum(before, ", "gl.maximum(0, "),
         ("_block_ends", "mask=index <= batch, other=tokens", "mask=index <= batch, other=0"),
         ("next_tile", "sequence < batch, other=problem.tokens_q", "sequence < batch, other=0"),
     ],
@@ -315,11 +316,11 @@ def test_forward_of_packed_tensors_in_panels(forward):
         ("expect_tiles", "nbytes + MORE", "nbytes"),
         ("multiply_rows", "gl.static_range(1, len(a))", "gl.static_range(0)"),
         ("wait_for_values", "wait_for(o, 0)", "wait_for(o, 1)"),
-        ("_fold", "mma_wait(len(o), ", "mma_wait(len(o) + 1, "),
-        ("_cross", "mma_wait(len(o), ", "mma_wait(len(o) + 1, "),
+        ("fold", "mma_wait(len(o), ", "mma_wait(len(o) + 1, "),
+        ("cross", "mma_wait(len(o), ", "mma_wait(len(o) + 1, "),
         ("copy_tile_out", "if len(descs) > 1", "if len(descs) > 2"),
         ("copy_tile_out", "buffers[1].index(number)", "buffers[1].index(0)"),
-        ("_fold", "barrier_arrive_after(sums, EMPTY + stage, PARTIES)", "pass"),
+        ("fold", "barrier_arrive_after(sums, EMPTY + stage, PARTIES)", "pass"),
         ("rescale", "for panel in o]", "for panel in o[:1]] + list(o[1:])"),
         ("finish", "for panel in o]", "for panel in o[:1]] + list(o[1:])"),
     ],
@@ -340,23 +341,23 @@ ARRIVE_Q = "mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)"
 ARRIVE_V = "barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)"
 WAIT_V = "mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)"
 MISTAKES = [
-    ("stages", "_copy_tile", "barrier_sync(FIRST + stage, PARTIES, 1)", "pass"),
+    ("stages", "copy_keys", "barrier_sync(FIRST + stage, PARTIES, 1)", "pass"),
     ("stages", "produce", "EMPTY + STAGES_K", "EMPTY"),
-    ("stages", "_copy_queries", "(count // TILE.BUFFERS_Q & 1) ^ 1", "count // TILE.BUFFERS_Q & 1"),
+    ("stages", "copy_queries", "(count // TILE.BUFFERS_Q & 1) ^ 1", "count // TILE.BUFFERS_Q & 1"),
     ("stages", "produce", "high - 1 - step", "high - step"),
     ("stages", "begin", WAIT_Q, "pass"),
     ("stages", "begin", WAIT_K, "pass"),
     ("stages", "begin", "s = hopper.warpgroup_mma_wait(0, deps=(s,))", "pass"),
     ("stages", "begin", "barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)", "pass"),
-    ("stages", "_fold", "turn // TILE.STAGES_K & 1)", "(turn // TILE.STAGES_K & 1) ^ 1)"),
-    ("stages", "_fold", WAIT_V, "pass"),
-    ("plain", "_fold", "mma_wait(len(o), deps=(s,))", "mma_wait(2, deps=(s,))"),
-    ("stages", "_fold", "o = wait_for_values(o)", "pass"),
-    ("stages", "_fold", ARRIVE_V, "pass"),
-    ("stages", "_fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),
+    ("stages", "fold", "turn // TILE.STAGES_K & 1)", "(turn // TILE.STAGES_K & 1) ^ 1)"),
+    ("stages", "fold", WAIT_V, "pass"),
+    ("plain", "fold", "mma_wait(len(o), deps=(s,))", "mma_wait(2, deps=(s,))"),
+    ("stages", "fold", "o = wait_for_values(o)", "pass"),
+    ("stages", "fold", ARRIVE_V, "pass"),
+    ("stages", "fold", WAIT_V, WAIT_V + "; " + ARRIVE_V),
     ("stages", "_receive", WAIT_TILE, "pass"),
     ("stages", "_receive", "mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)", "pass"),
-    ("stages", "_write", "tma.store_wait(0)", "pass"),
+    ("stages", "write_block", "tma.store_wait(0)", "pass"),
     ("stages", "store_tile", "hopper.fence_async_shared()", "pass"),
     ("stages", "close", ARRIVE_Q, "pass"),
     ("share", "close", "tma.store_wait(0)", "pass"),
@@ -402,8 +403,8 @@ def test_builds_for_fpsan_compute_the_same(forward, monkeypatch):
     ("function", "right", "wrong"),
     [
         ("_rescale_panel", "shrink(o, factors)", "o"),
-        ("_fold", "l * gl.convert_layout(alpha, L)[:, None]", "l"),
-        ("_fold", "gl.where(top - m > SLACK, top, m)", "m"),
+        ("fold", "l * gl.convert_layout(alpha, L)[:, None]", "l"),
+        ("fold", "gl.where(top - m > SLACK, top, m)", "m"),
     ],
 )
 def test_maxima_that_grow_with_a_mistake(function, right, wrong, steepness, forward):

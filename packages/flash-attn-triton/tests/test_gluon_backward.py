@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_triton import _ops, api
-from flash_attn_triton._hopper_configs import HopperBackwardTile, hopper_backward_tile
+from flash_attn_triton import api
+from flash_attn_triton._dense import ops
+from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile, hopper_backward_tile
 from flash_attn_triton._linked.host.forms import Memory
 
 from ._linked.budget import assert_same
@@ -14,7 +15,7 @@ from .test_gluon import PACKED, TILES, forward, reverse
 
 __all__ = ["forward", "reverse"]  # fixtures
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 KINDS = {
     # either warpgroup has half of the rows of dq, or of its columns
@@ -30,26 +31,26 @@ kinds = pytest.mark.parametrize("tile", ["rows", "columns", "wide", "apart"])
 @pytest.fixture
 def backward(monkeypatch, forward):
     """Return a function that has one kernel serve every backward call."""
-    from flash_attn_triton._kernels import backward_plans
-    from flash_attn_triton._kernels import plans as portable_plans
-    from flash_attn_triton._kernels.hopper import backward_plans as hopper_plans
+    from flash_attn_triton._dense import launch as dense_launch
+    from flash_attn_triton._dense.hopper.backward import launch as hopper_launch
+    from flash_attn_triton._dense.portable import backward_launch
 
     from ._linked.gluon import Kernel
 
-    monkeypatch.setattr(backward_plans, "takes_hopper_backward", lambda *_: True)
-    real = hopper_plans.backward_kernel
+    monkeypatch.setattr(backward_launch, "takes_hopper_backward", lambda *_: True)
+    real = hopper_launch.backward_kernel
     kernels = []
 
     def serve(tile, reverse=True, features=()):
         if "dropout" in features and {"window", "window_left"} & set(features):
             # not for the forward's kernel
-            monkeypatch.setattr(portable_plans, "takes_hopper_forward", lambda *_: False)
+            monkeypatch.setattr(dense_launch, "takes_hopper_forward", lambda *_: False)
             monkeypatch.setattr(api, "_known", Memory())
         else:
             forward(TILES["plain"], reverse)
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_plans, "hopper_backward_tile", lambda *_: tile)
-        monkeypatch.setattr(hopper_plans, "backward_kernel", kernels[-1])
+        monkeypatch.setattr(hopper_launch, "hopper_backward_tile", lambda *_: tile)
+        monkeypatch.setattr(hopper_launch, "backward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_triton import _ops
+from flash_attn_triton._dense import ops
 
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed
 from .test_gluon import caught, forward, reverse
@@ -12,7 +12,7 @@ from .test_gluon_backward import KINDS, USED, backward, kinds
 
 __all__ = ["backward", "forward", "reverse"]  # fixtures
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 
 SYNC_O = "barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)"
@@ -60,7 +60,7 @@ MISTAKES = [
         "program.maps.sums, row, program.dq_s, W",
         "program.maps.sums, row, program.dq_s, 0",
     ),
-    ("columns", "_make_pipeline", "barriers(STAGES_Q, 2)", "barriers(STAGES_Q, 1)"),
+    ("columns", "make_pipeline", "barriers(STAGES_Q, 2)", "barriers(STAGES_Q, 1)"),
     ("wide", "_walk_scores", "barrier_arrive(GIVEN + buffer, 256, 4)", "pass"),
     ("wide", "_walk_scores", "barrier_sync(READY + buffer, 256, 4)", "pass"),
     ("wide", "_walk_scores", "dq = hopper.warpgroup_mma_wait(1, deps=(dq,))", "pass"),

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flash_attn_triton import _ops
-from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._hopper_configs import HopperBackwardTile
-from flash_attn_triton._kernels import backward_plans as portable_plans
-from flash_attn_triton._kernels.form import Form
-from flash_attn_triton._kernels.hopper import backward_plans, bias_plans, plans
+from flash_attn_triton._dense import ops
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.hopper import bias_launch
+from flash_attn_triton._dense.hopper.backward import launch as hopper_launch
+from flash_attn_triton._dense.hopper.forward import launch as forward_launch
+from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile
+from flash_attn_triton._dense.portable import backward_launch
+from flash_attn_triton._dense.portable.form import Form
 
 from ._linked.numerics import Packed
 from ._numerics import Case, Shape, check, make_case, make_packed, run
@@ -20,7 +22,7 @@ from .test_gluon_backward import backward
 
 __all__ = ["backward", "forward"]  # fixtures
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 HALF, FULL = torch.bfloat16, torch.float32
 FORWARD = {name: replace(tile, stages_b=2) for name, tile in TILES.items()}
@@ -39,7 +41,7 @@ def biased(monkeypatch, forward):
     """Return a function that has one kernel serve every forward call."""
 
     def serve(tile, reverse=True):
-        monkeypatch.setattr(plans, "hopper_bias_tile", lambda *_: FORWARD[tile])
+        monkeypatch.setattr(forward_launch, "hopper_bias_tile", lambda *_: FORWARD[tile])
         return forward(FORWARD[tile], reverse)
 
     return serve
@@ -49,18 +51,18 @@ def biased(monkeypatch, forward):
 def gradients(monkeypatch, biased, backward):
     """Return a function that has one kernel serve every backward call."""
 
-    real = bias_plans.BiasSum.new_gradients
+    real = bias_launch.BiasSum.new_gradients
 
     def unset(self, dbias):
         """Memory that is not set to zero may hold anything."""
         ds = real(self, dbias.fill_(torch.nan))
         return ds if ds is dbias else ds.fill_(torch.nan)
 
-    monkeypatch.setattr(bias_plans.BiasSum, "new_gradients", unset)
+    monkeypatch.setattr(bias_launch.BiasSum, "new_gradients", unset)
 
     def serve(tile, reverse=True):
-        monkeypatch.setattr(plans, "hopper_bias_tile", lambda *_: FORWARD["plain"])
-        monkeypatch.setattr(backward_plans, "hopper_backward_bias_tile", lambda *_: BACKWARD[tile])
+        monkeypatch.setattr(forward_launch, "hopper_bias_tile", lambda *_: FORWARD["plain"])
+        monkeypatch.setattr(hopper_launch, "hopper_backward_bias_tile", lambda *_: BACKWARD[tile])
         return backward(BACKWARD[tile], reverse)
 
     return serve
@@ -227,7 +229,7 @@ SUMMED = [
 
 @pytest.mark.parametrize(("tile", "shape", "features", "size"), SUMMED, ids=str)
 def test_gradient_of_the_bias(tile, shape, features, size, gradients, monkeypatch):
-    monkeypatch.setattr(portable_plans.BiasGradient, "__call__", None)  # the portable one
+    monkeypatch.setattr(backward_launch.BiasGradient, "__call__", None)  # the portable one
     gradients(tile, reverse=shape.heads_k == 1)
     case = make_case(shape, torch.bfloat16, "cpu", features)
     check(with_bias(case, *size, share=0.1))
@@ -251,7 +253,7 @@ def test_gradient_of_a_shared_bias(tile, shape, features, size, order, gradients
 @pytest.mark.parametrize(("tile", "shape", "features", "size"), SUMMED[2:3] + SUMMED[6:9], ids=str)
 def test_gradient_of_the_bias_in_order(tile, shape, features, size, gradients, monkeypatch):
     """A launch for each sequence, or key head, or for all of them."""
-    monkeypatch.setattr(portable_plans.BiasGradient, "__call__", None)
+    monkeypatch.setattr(backward_launch.BiasGradient, "__call__", None)
     gradients(tile, reverse=False)
     case = make_case(shape, torch.bfloat16, "cpu", features).with_options(deterministic=True)
     check(with_bias(case, *size, share=0.1))
@@ -288,7 +290,7 @@ def test_launches_leave_a_gpu_no_emptier(size, programs, processors, parts, monk
     q, k = (torch.empty(4, n, 8, 64, dtype=HALF, device="meta") for n in (128, keys))
     x = Tensors(q, k, k, bias=torch.empty(*size, 128, keys, dtype=HALF, device="meta"))
     form = Form(x, Options(0.1, -1, -1, 0.0, 0.0))
-    summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], processors)
+    summed = bias_launch.BiasSum(form, x, BACKWARD["columns"], processors)
     assert summed.parts == summed.together == parts
     assert not summed.constants["SHARES_DS"]
     assert summed.counters == 0
@@ -313,9 +315,9 @@ def test_sums_of_those_side_by_side(batch, heads, size, together, monkeypatch):
     q = torch.empty(batch, 16, heads, 64, dtype=HALF, device="meta")
     x = Tensors(q, q, q, bias=torch.empty(*size, 16, 16, dtype=HALF, device="meta"))
     form = Form(x, Options(0.1, -1, -1, 0.0, 0.0))
-    found = bias_plans.side_by_side(form, bias_plans.BiasForm(x.bias, 64, 64))
+    found = bias_launch.side_by_side(form, bias_launch.BiasForm(x.bias, 64, 64))
     assert found == together
-    summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], 132, found)
+    summed = bias_launch.BiasSum(form, x, BACKWARD["columns"], 132, found)
     assert summed.parts == (1, 1)
     ds = summed.new_gradients(torch.full(x.bias.shape, torch.nan))
     assert ds.shape[:2] == (batch // together[0], heads // together[1])
@@ -343,8 +345,8 @@ def test_hidden_tiles_are_cleared_where_nothing_is_summed(
     q = torch.empty(4, tokens, 8, 64, dtype=HALF, device="meta")
     x = Tensors(q, q, q, bias=torch.empty(*size, tokens, tokens, dtype=HALF, device="meta"))
     form = Form(x, Options(0.1, -1, 0, 0.0, dropout))
-    together = bias_plans.side_by_side(form, bias_plans.BiasForm(x.bias, 64, 64))
-    summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], 132, together)
+    together = bias_launch.side_by_side(form, bias_launch.BiasForm(x.bias, 64, 64))
+    summed = bias_launch.BiasSum(form, x, BACKWARD["columns"], 132, together)
     assert summed.constants == {"SHARES_DS": True, "CLEARS_DS": clears}
 
 
@@ -366,8 +368,8 @@ def test_rows_that_fill_no_tile_are_set_to_zero(batch, tokens, window_right, row
     q, k = (torch.empty(batch, n, 8, 64, dtype=HALF, device="meta") for n in tokens)
     x = Tensors(q, k, k, bias=torch.empty(1, 8, *tokens, dtype=HALF, device="meta"))
     form = Form(x, Options(0.1, -1, window_right, 0.0, 0.0))
-    together = bias_plans.side_by_side(form, bias_plans.BiasForm(x.bias, 64, 64))
-    summed = bias_plans.BiasSum(form, x, BACKWARD["columns"], 132, together)
+    together = bias_launch.side_by_side(form, bias_launch.BiasForm(x.bias, 64, 64))
+    summed = bias_launch.BiasSum(form, x, BACKWARD["columns"], 132, together)
     ds = summed.new_gradients(torch.full(x.bias.shape, torch.nan))
     assert not ds[:, :, :rows].any()
     assert ds[:, :, rows:].isnan().all()
@@ -375,7 +377,7 @@ def test_rows_that_fill_no_tile_are_set_to_zero(batch, tokens, window_right, row
 
 def test_gradients_of_scores_have_a_bound(gradients, monkeypatch):
     """Above it, the portable kernel computes the gradient of the bias."""
-    monkeypatch.setattr(bias_plans, "MOST_DS_BYTES", 0)
-    monkeypatch.setattr(bias_plans.BiasSum, "__call__", None)
+    monkeypatch.setattr(bias_launch, "MOST_DS_BYTES", 0)
+    monkeypatch.setattr(bias_launch.BiasSum, "__call__", None)
     gradients("columns")
     check(with_bias(make_case(Shape(1, 40, 50, 1, 1, 64), torch.bfloat16, "cpu"), 1, 1, 40, 50))

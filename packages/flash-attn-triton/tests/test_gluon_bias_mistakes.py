@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_triton import _ops
+from flash_attn_triton._dense import ops
 
 from ._numerics import Shape, make_case
 from .test_gluon import caught, forward
@@ -13,7 +13,7 @@ from .test_gluon_bias import biased, gradients, hiding, in_order, with_bias
 
 __all__ = ["backward", "biased", "forward", "gradients"]  # fixtures
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 WAIT = "mbarrier.wait(ring.full.index(stage), turn // TILE.STAGES_B & 1)"
 FORWARD_MISTAKES = [
@@ -25,7 +25,7 @@ FORWARD_MISTAKES = [
     ("copy_bias", "task.first_row + w * TILE.ROWS", "task.first_row"),
     ("copy_bias", "task.head if OPTIONS.BIAS_HEADS else 0", "0"),
     ("copy_bias", "task.sequence if OPTIONS.BIAS_BATCH else 0", "0"),
-    ("produce", "_drain(turn, EMPTY_V + STAGES_V", "_drain(0, EMPTY_V + STAGES_V"),
+    ("produce", "drain(turn, EMPTY_V + STAGES_V", "drain(0, EMPTY_V + STAGES_V"),
 ]
 
 
@@ -42,7 +42,7 @@ def test_forward_with_a_mistake(function, right, wrong, biased):
 def test_hidden_rows_with_a_mistake(biased):
     def serve(reverse):
         kernel = biased("plain", reverse)
-        kernel.plant("_fold", "KIND == CUT or problem.bias is not None", "KIND == CUT")
+        kernel.plant("fold", "KIND == CUT or problem.bias is not None", "KIND == CUT")
 
     assert caught(serve, hiding())
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flash_attn_triton import _ops
-from flash_attn_triton._hopper_configs import HopperTile, hopper_tile
+from flash_attn_triton._dense import ops
+from flash_attn_triton._dense.hopper_tiles import HopperTile, hopper_tile
 
 from ._linked.budget import Maker, assert_same, offsets
 from ._numerics import Case, Shape, run
@@ -19,7 +19,7 @@ from .test_gluon import ARRIVE_V, WAIT_K, forward, reverse
 
 __all__ = ["forward", "reverse"]  # fixtures
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 E4M3 = torch.float8_e4m3fn
 # as the tile that serves calls, but for the keys of a step: short sequences are to have many

@@ -10,20 +10,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flash_attn_triton import _ops, api, flash_attn_func
+from flash_attn_triton import api, flash_attn_func
+from flash_attn_triton._dense import ops
 from flash_attn_triton._linked.host.forms import Memory
 
 from ._numerics import Packed, Shape, make_case, make_packed
 from .test_invariant import Sequence, assert_chunks_are_the_same, check, invariant
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 
 @pytest.fixture
 def processors(monkeypatch):
     """Have the kernel for Hopper serve calls; return how many programs it has, in a list."""
-    from flash_attn_triton._kernels.invariant import plans
-    from flash_attn_triton._kernels.invariant.hopper import plans as hopper_plans
+    from flash_attn_triton._linked.invariant import plans
+    from flash_attn_triton._linked.invariant.hopper import plans as hopper_plans
 
     from ._linked.gluon import Kernel
 

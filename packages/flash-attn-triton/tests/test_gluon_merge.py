@@ -6,17 +6,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from flash_attn_triton import _ops, _sharded, _shards
-from flash_attn_triton._call import Options, Tensors
+from flash_attn_triton._dense import ops
+from flash_attn_triton._dense.call import Options, Tensors
 from flash_attn_triton._linked.host.forms import Memory
-from flash_attn_triton._pieces import MERGED
+from flash_attn_triton._parallel import passes, shards
+from flash_attn_triton._parallel.pieces import MERGED
 
 from ._linked.budget import Maker, offsets
 from .test_gluon import TILES, forward, reverse
 
 __all__ = ["forward", "reverse"]  # fixtures
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 HEADS_K = 2
 
@@ -67,7 +68,7 @@ class Rows:
             parts, own = [x.unsqueeze(0) for x in parts], tuple(x.unsqueeze(0) for x in own)
         x = Tensors(*parts, *(cu_seqlens or ()))
         options = Options(self.scale, *window, 0.0, 0.0)
-        plan = _ops.plan_of(x, options, torch.float16, False, needs_gradient=False)
+        plan = ops.plan_of(x, options, torch.float16, False, needs_gradient=False)
         assert plan.merge(x, *own)
         return out, lse
 
@@ -137,7 +138,7 @@ def test_outputs_that_tma_cannot_reach_are_left_alone(forward):
     forward(TILES["stages"])
     rows = Rows(Sizes(20, 0, 20, (9, 9)))
     x = Tensors(*(t.unsqueeze(0) for t in (rows.q, rows.k[1], rows.v[1])))
-    plan = _ops.plan_of(
+    plan = ops.plan_of(
         x, Options(rows.scale, -1, -1, 0.0, 0.0), torch.float16, False, needs_gradient=False
     )
     out, lse = plan.forward(x)
@@ -151,17 +152,17 @@ def test_outputs_that_tma_cannot_reach_are_left_alone(forward):
 def test_roundings_of_many_ranks_do_not_add_up(forward, monkeypatch):
     """Values grow from rank to rank by less than a rounding of what has been merged before."""
     forward(TILES["stages"])
-    monkeypatch.setattr(_sharded, "_plans", Memory())
+    monkeypatch.setattr(passes, "_plans", Memory())
     m, ranks, tokens = Maker("cpu", torch.bfloat16), 40, 5
     q, k = m.randn(tokens, 2, 64), m.randn(ranks, 8, 1, 64)
     v = (1.0 + 0.2 * torch.arange(ranks)[:, None, None, None] / ranks).expand(-1, 8, 1, 64)
     v = v.to(torch.bfloat16).contiguous()
-    options = _sharded.Sharded(0.125, 0.0, False, None, [], "")
-    known = _sharded.Pass.of(q, k[0], v[0], None, options)
-    product = _shards.Product([_shards.Rectangle((-1, -1), 0, tokens, 0, 8)])
-    pieces = _sharded.Pieces(tokens, torch.bfloat16)
+    options = passes.Sharded(0.125, 0.0, False, None, [], "")
+    known = passes.Pass.of(q, k[0], v[0], None, options)
+    product = shards.Product([shards.Rectangle((-1, -1), 0, tokens, 0, 8)])
+    pieces = passes.Pieces(tokens, torch.bfloat16)
     for keys, values in zip(k, v, strict=True):
-        _sharded._attend(_sharded._Part(product, q, keys, values, None, known), pieces)
+        passes._attend(passes.Part(product, q, keys, values, None, known), pieces)
     out, lse = pieces.result()
     s = 0.125 * torch.einsum("qhd,khd->hqk", q.double(), k.double().flatten(0, 1).expand(-1, 2, -1))
     want = torch.einsum("hqk,kd->qhd", s.softmax(-1), v.double().flatten(0, 2))
@@ -198,13 +199,13 @@ def test_results_of_packed_sequences(tile, forward, reverse):
     ("function", "right", "wrong"),
     [
         ("_lse_at", "problem.before.stride_lse_h", "problem.tokens_q"),
-        ("_finish", "W * (TILE.ROWS // PACK)", "W * TILE.ROWS"),
-        ("_finish", "other=NEG_INF) * LOG2E", "other=NEG_INF)"),
+        ("finish_block", "W * (TILE.ROWS // PACK)", "W * TILE.ROWS"),
+        ("finish_block", "other=NEG_INF) * LOG2E", "other=NEG_INF)"),
         ("close_softmax", "of_sink / safe", "of_sink"),
         ("close_softmax", "lse, of_sink", "lse, 1.0 - shrink"),
-        ("_write", "mbarrier.wait(full, count & 1)", "pass"),
-        ("_write", "count & 1", "count + 1 & 1"),
-        ("_write", "copy_tile(out_descs, where, full, pipeline.out_s, W)", "pass"),
+        ("write_block", "mbarrier.wait(full, count & 1)", "pass"),
+        ("write_block", "count & 1", "count + 1 & 1"),
+        ("write_block", "copy_tile(out_descs, where, full, pipeline.out_s, W)", "pass"),
         ("add_tile", "gl.static_range(1, len(o))", "gl.static_range(0)"),
     ],
 )

@@ -10,9 +10,9 @@ import itertools
 
 import pytest
 import torch
-from flash_attn_triton import _ops
+from flash_attn_triton._dense import ops
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 LENGTHS = [(300, 500), (500, 300), (1, 400)]
 WINDOWS = [(-1, -1), (-1, 0), (0, 0), (-1, 40), (72, -1), (73, 20), (128, 63), (5000, 5000)]
@@ -21,22 +21,23 @@ WINDOWS = [(-1, -1), (-1, 0), (0, 0), (-1, 40), (72, -1), (73, 20), (128, 63), (
 @pytest.fixture(scope="module")
 def functions():
     """Functions of the kernel by name, as ordinary ones."""
-    from flash_attn_triton._kernels.hopper import backward_blocks, ordered
+    from flash_attn_triton._dense.hopper.backward import blocks as backward_blocks
+    from flash_attn_triton._dense.hopper.backward import order
 
     from ._linked.gluon import as_python
 
     return as_python(
         backward_blocks.query_tiles,
         backward_blocks.locate_keys,
-        ordered.turn_at,
-        ordered.tile_at,
-        ordered.head_at,
+        order.turn_at,
+        order.tile_at,
+        order.head_at,
     )
 
 
 def structures(window, block_m=64, block_n=128, **numbers):
     """Return the numbers, options and tile of a call."""
-    from flash_attn_triton._kernels.hopper.backward_structures import Numbers, Options, Tile
+    from flash_attn_triton._dense.hopper.backward.structures import Numbers, Options, Tile
 
     from ._linked.gluon import register
 
@@ -152,7 +153,7 @@ def test_programs_that_share_a_bias_run_side_by_side(span, by_head, functions):
 
 def _locate(number, offsets, numbers, functions, by_head=False):
     """Return what a program with this number owns."""
-    from flash_attn_triton._kernels.hopper.backward_structures import Tensors
+    from flash_attn_triton._dense.hopper.backward.structures import Tensors
 
     from ._linked.gluon import Pointer, register
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_triton import _ops, _tree_ops
-from flash_attn_triton._hopper_configs import HopperBackwardTile
+from flash_attn_triton._dense import ops as dense_ops
+from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile
 from flash_attn_triton._linked.host.forms import Memory
-from flash_attn_triton._tree_eager import tree_forward
+from flash_attn_triton._tree import ops as tree_ops
+from flash_attn_triton._tree.eager import tree_forward
 
 from ._linked.numerics import compare, run, run_eager, run_oracle
 from ._trees import Case, Tree, make
@@ -15,7 +16,7 @@ from .test_gluon import TILES
 
 NAN = float("nan")
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not dense_ops.interpreted(), reason="about the interpreter")
 
 # lengths are against tiles of 32 keys, and of 128 or 192 queries
 CHAIN = Tree((40, 1, 64, 140), (-1, 0, 1, 2), 1, 1, 48)
@@ -29,23 +30,23 @@ MANY = Tree((3, 2, 0) * 11 + (70,), (-1, *(0,) * 31, 30, 4), 1, 1, 48, padding=5
 @pytest.fixture
 def serve(monkeypatch):
     """Return a function that has the kernels for Hopper serve every call, in two programs."""
-    from flash_attn_triton._kernels import tree_plans
-    from flash_attn_triton._kernels.hopper import tree_plans as hopper_plans
+    from flash_attn_triton._tree import launch as tree_launch
+    from flash_attn_triton._tree.hopper import launch as hopper_launch
 
     from ._linked.gluon import Kernel
 
-    real = hopper_plans.tree_forward_kernel
+    real = hopper_launch.tree_forward_kernel
     ticket = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(tree_plans, "takes_hopper_forward", lambda *_: True)
-    monkeypatch.setattr(hopper_plans, "multiprocessors", lambda _: 2)
-    monkeypatch.setattr(hopper_plans, "new_ticket", lambda _: ticket)
+    monkeypatch.setattr(tree_launch, "takes_hopper_forward", lambda *_: True)
+    monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _: 2)
+    monkeypatch.setattr(hopper_launch, "new_ticket", lambda _: ticket)
     kernels = []
 
     def serve(tile, reverse=True):
-        monkeypatch.setattr(tree_plans, "_plans", Memory())
+        monkeypatch.setattr(tree_launch, "_plans", Memory())
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_plans, "hopper_tile", lambda *_: tile)
-        monkeypatch.setattr(hopper_plans, "tree_forward_kernel", kernels[-1])
+        monkeypatch.setattr(hopper_launch, "hopper_tile", lambda *_: tile)
+        monkeypatch.setattr(hopper_launch, "tree_forward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -56,24 +57,24 @@ def serve(monkeypatch):
 @pytest.fixture
 def serve_gradients(monkeypatch):
     """Return a function that has the kernel for Hopper serve every backward call."""
-    from flash_attn_triton._kernels import tree_plans
-    from flash_attn_triton._kernels.hopper import tree_plans as hopper_plans
+    from flash_attn_triton._tree import launch as tree_launch
+    from flash_attn_triton._tree.hopper import launch as hopper_launch
 
     from ._linked.gluon import Kernel
 
     def eager(q, k, v, cu_seqlens, parents, sinks, _longest, *options):
         return tree_forward(q, k, v, cu_seqlens.tolist(), parents.tolist(), sinks, *options)
 
-    real = hopper_plans.tree_backward_kernel
-    monkeypatch.setattr(_tree_ops, "_forward_triton", eager)
-    monkeypatch.setattr(tree_plans, "takes_hopper_backward", lambda *_, **__: True)
+    real = hopper_launch.tree_backward_kernel
+    monkeypatch.setattr(tree_ops, "_forward_triton", eager)
+    monkeypatch.setattr(tree_launch, "takes_hopper_backward", lambda *_, **__: True)
     kernels = []
 
     def serve(tile, reverse=True):
-        monkeypatch.setattr(tree_plans, "_plans", Memory())
+        monkeypatch.setattr(tree_launch, "_plans", Memory())
         kernels.append(Kernel(real, reverse))
-        monkeypatch.setattr(hopper_plans, "hopper_backward_tile", lambda *_: tile)
-        monkeypatch.setattr(hopper_plans, "tree_backward_kernel", kernels[-1])
+        monkeypatch.setattr(hopper_launch, "hopper_backward_tile", lambda *_: tile)
+        monkeypatch.setattr(hopper_launch, "tree_backward_kernel", kernels[-1])
         return kernels[-1]
 
     yield serve
@@ -183,7 +184,7 @@ MISTAKES = [
     ("count_above", "run.length % TILE.BLOCK_N > 0", "run.length > 0"),
     ("count_above", "wholes += run.length // TILE.BLOCK_N", "wholes += 1"),
     ("next_block", "task, count_above(segment", "task, count_above(segment - 1"),
-    ("_find_block", "sequence = batch - 1 - sequence", "pass"),
+    ("find_block", "sequence = batch - 1 - sequence", "pass"),
     ("_block_ends", "index = batch + 1 - number", "index = batch - number"),
     ("produce", "above.wholes + right", "above.wholes"),
     ("produce", "last_row = row", "last_row = 0"),

@@ -9,14 +9,14 @@ import pytest
 import torch
 import triton
 from attn_common import detect
-from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import takes_hopper_forward
-from flash_attn_triton._hopper_configs import HopperTile, hopper_tile
-from flash_attn_triton._kernels.form import Form, readable
-from flash_attn_triton._kernels.hopper._linked import tickets
-from flash_attn_triton._kernels.hopper._linked.tma import MapForm
-from flash_attn_triton._kernels.hopper.plans import HopperForward
-from flash_attn_triton._kernels.plans import PortableForward
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.hopper.forward.launch import HopperForward
+from flash_attn_triton._dense.hopper_tiles import HopperTile, hopper_tile
+from flash_attn_triton._dense.launch import PortableForward
+from flash_attn_triton._dense.portable.form import Form, readable
+from flash_attn_triton._dense.tiles import takes_hopper_forward
+from flash_attn_triton._linked.hopper import tickets
+from flash_attn_triton._linked.hopper.tma import MapForm
 
 from ._linked.budget import assert_no_worse_than_eager, assert_same
 from ._linked.gpus import GPUS, absent_gpu, chosen, compiling

@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 from attn_common import detect
-from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import takes_hopper_backward
-from flash_attn_triton._hopper_configs import HopperBackwardTile, hopper_backward_tile
-from flash_attn_triton._kernels.backward_plans import RowNumbers
-from flash_attn_triton._kernels.form import Form
-from flash_attn_triton._kernels.hopper.backward_plans import HopperBackward, draws_apart
-from flash_attn_triton._kernels.hopper.round_dq import round_dq_kernel
-from flash_attn_triton._kernels.launch.runtime import aligned
-from flash_attn_triton._kernels.structures import PIECE, Inputs
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.hopper.backward.launch import HopperBackward, draws_apart
+from flash_attn_triton._dense.hopper.backward.round_dq import round_dq_kernel
+from flash_attn_triton._dense.hopper_tiles import HopperBackwardTile, hopper_backward_tile
+from flash_attn_triton._dense.portable.backward_launch import RowNumbers
+from flash_attn_triton._dense.portable.form import Form
+from flash_attn_triton._dense.portable.structures import PIECE, Inputs
+from flash_attn_triton._dense.tiles import takes_hopper_backward
+from flash_attn_triton._linked.launch.runtime import aligned
 
 from ._hopper_backward import HOPPER, extras_of
 from ._linked.budget import assert_no_worse_than_eager, assert_same

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 import triton
-from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._hopper_configs import hopper_backward_tile
-from flash_attn_triton._kernels.form import Form
-from flash_attn_triton._kernels.hopper.backward_plans import HopperBackward
-from flash_attn_triton._kernels.structures import Extras, Inputs
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.hopper.backward.launch import HopperBackward
+from flash_attn_triton._dense.hopper_tiles import hopper_backward_tile
+from flash_attn_triton._dense.portable.form import Form
+from flash_attn_triton._dense.portable.structures import Extras, Inputs
 
 from ._hopper_backward import HOPPER, extras_of
 from ._linked.gpus import GPUS, chosen, compiling

@@ -8,13 +8,13 @@ import pytest
 import torch
 import triton
 from attn_common import detect
-from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._hopper_configs import hopper_backward_bias_tile, hopper_bias_tile
-from flash_attn_triton._kernels.form import Form
-from flash_attn_triton._kernels.hopper.backward_plans import HopperBackward
-from flash_attn_triton._kernels.hopper.plans import HopperForward
-from flash_attn_triton._kernels.plans import PortableForward
-from flash_attn_triton._kernels.structures import PIECE, Extras, Inputs
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.hopper.backward.launch import HopperBackward
+from flash_attn_triton._dense.hopper.forward.launch import HopperForward
+from flash_attn_triton._dense.hopper_tiles import hopper_backward_bias_tile, hopper_bias_tile
+from flash_attn_triton._dense.launch import PortableForward
+from flash_attn_triton._dense.portable.form import Form
+from flash_attn_triton._dense.portable.structures import PIECE, Extras, Inputs
 
 from ._linked.gpus import GPUS, Build, absent_gpu, chosen, compiling
 from ._numerics import Case, Packed, Shape, check, make_case, make_packed

@@ -9,8 +9,8 @@ import pytest
 import torch
 from attn_common import detect
 from flash_attn_triton import flash_attn_func
-from flash_attn_triton._kernels.hopper._linked.compat import TensorDescriptor
-from flash_attn_triton._kernels.hopper._linked.tma import (
+from flash_attn_triton._linked.hopper.compat import TensorDescriptor
+from flash_attn_triton._linked.hopper.tma import (
     MAX_KNOWN,
     EncodedLaunch,
     MapForm,
@@ -19,7 +19,7 @@ from flash_attn_triton._kernels.hopper._linked.tma import (
     TensorMap,
     encode_once,
 )
-from flash_attn_triton._kernels.launch.runtime import _compiled
+from flash_attn_triton._linked.launch.runtime import _compiled
 from triton.backends.nvidia import driver
 
 METADATA = {

@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 import triton
-from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._configs import takes_hopper_forward
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.tiles import takes_hopper_forward
 
 from ._hopper_fp8 import E4M3, HOPPER, launch
 from ._linked.gpus import GPUS, absent_gpu, chosen, compiling, counting

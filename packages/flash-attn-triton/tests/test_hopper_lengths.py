@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_triton._hopper_configs import LONG, hopper_pack
+from flash_attn_triton._dense.hopper_tiles import LONG, hopper_pack
 
 from ._linked.gpus import counting, recording
 from .test_hopper import HOPPER, features, hopper

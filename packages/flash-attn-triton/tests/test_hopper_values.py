@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 from attn_common import cdiv
-from flash_attn_triton._kernels.hopper.values import transpose_values
+from flash_attn_triton._dense.hopper.forward.values import transpose_values
 
 from ._linked.budget import Maker, offsets
 

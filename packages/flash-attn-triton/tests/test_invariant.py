@@ -15,8 +15,8 @@ from flash_attn_triton import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from flash_attn_triton._kernels.invariant import plans
-from flash_attn_triton._ops import interpreted
+from flash_attn_triton._dense.ops import interpreted
+from flash_attn_triton._linked.invariant import plans
 from torch import Tensor
 from torch.library import opcheck
 
@@ -272,12 +272,12 @@ def test_it_must_be_a_bool():
 
 @pytest.mark.eager
 def test_operator(device):
-    from flash_attn_triton import _ops
+    from flash_attn_triton._dense import ops
 
     case = make_case(Shape(1, 5, 7, 2, 1, 16), torch.float32, device)
     q, k, v = case.inputs.values()
     arguments = (q, k, v, *[None] * 11, 5, 7, 0.25, -1, 0, 0.0, 0.0, None, False, True)
-    opcheck(_ops.forward, arguments, test_utils=("test_schema", "test_faketensor"))
-    out, lse = _ops.forward(*arguments)
+    opcheck(ops.forward, arguments, test_utils=("test_schema", "test_faketensor"))
+    out, lse = ops.forward(*arguments)
     want = flash_attn_func(q, k, v, 0.0, 0.25, True, invariant=True, return_lse=True)
     assert_same({"out": out, "lse": lse}, dict(zip(("out", "lse"), want, strict=True)))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_triton import _configs
-from flash_attn_triton._kernels.plans import launch_forward
+from flash_attn_triton._dense import tiles
+from flash_attn_triton._dense.launch import launch_forward
 
 from ._linked.gpus import GPUS, chosen, compiling, counting
 
@@ -52,7 +52,7 @@ def launch(dims: tuple[int, int], dtype: str, seqlen: int = 1024, **options: Any
 
 @pytest.fixture
 def portable(monkeypatch):
-    monkeypatch.setattr(_configs, "HOPPER", False)
+    monkeypatch.setattr(tiles, "HOPPER", False)
 
 
 @pytest.mark.usefixtures("portable")
@@ -63,7 +63,7 @@ def test_all_builds_compute_alike(gpu, dims, dtype, tmp_path):
         launch(dims, dtype, 1)  # segments have programs of their own
         launch(dims, dtype, window=500, packed=True)
         launch(dims, dtype, softcap=30.0, packed=True)
-    walks = [x for x in builds if x.kernel == "_invariant_kernel"]
+    walks = [x for x in builds if x.kernel == "invariant_kernel"]
     assert len(walks) == 4
     assert len({x.products for x in walks}) == 1, [sorted(x.products) for x in walks]
     assert walks[0].products
@@ -93,6 +93,6 @@ def test_lengths_make_two_variants(gpu):
         for length in (1, 16, 17, 33, 1024, 48, 2, 100, 4096, 3, 2000):
             launch((128, 128), "bfloat16", length, keys=length)
     assert {kernel: len(keys) for kernel, keys in variants.items()} == {
-        "_invariant_kernel": 2,
-        "_invariant_merge_kernel": 1,
+        "invariant_kernel": 2,
+        "invariant_merge_kernel": 1,
     }

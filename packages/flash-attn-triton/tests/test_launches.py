@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flash_attn_triton import _ops, api, flash_attn_func, flash_attn_varlen_func
-from flash_attn_triton._kernels.launch import runtime
-from flash_attn_triton._kernels.launch.runtime import MAX_INT32, Launch, Ready
+from flash_attn_triton import api, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton._dense import ops
 from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton._linked.launch import runtime
+from flash_attn_triton._linked.launch.runtime import MAX_INT32, Launch, Ready
 
-interpreted = pytest.mark.skipif(not _ops.interpreted(), reason="a GPU's calls are the same ones")
+interpreted = pytest.mark.skipif(not ops.interpreted(), reason="a GPU's calls are the same ones")
 
 
 @pytest.mark.eager

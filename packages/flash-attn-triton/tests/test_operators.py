@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_triton import (
-    _ops,
-    attention_reference,
-    flash_attn_func,
-    flash_attn_varlen_func,
-)
+from flash_attn_triton import attention_reference, flash_attn_func, flash_attn_varlen_func
+from flash_attn_triton._dense import ops
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import opcheck
@@ -62,7 +58,7 @@ def operator_arguments(case: Case) -> tuple[Any, ...]:
 
 def backward_arguments(case: Case, *, dlse: bool, needs_dbias: bool) -> tuple[Any, ...]:
     q, k, v, *rest = operator_arguments(case)
-    out, lse = _ops.forward(q, k, v, *rest)
+    out, lse = ops.forward(q, k, v, *rest)
     # the backward pass takes neither the four FP8 scales nor the dtype of the output
     del rest[6:10], rest[-1]
     return (
@@ -98,7 +94,7 @@ CASES = [
 @pytest.mark.parametrize(("make", "shape", "features"), CASES)
 def test_forward_passes_opcheck(make, shape, features, device):
     arguments = operator_arguments(make(shape, torch.float32, device, features))
-    opcheck(_ops.forward, arguments, test_utils=("test_schema", "test_faketensor"))
+    opcheck(ops.forward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.eager
@@ -108,7 +104,7 @@ def test_backward_passes_opcheck(make, shape, features, dlse, device):
     case = make(shape, torch.float32, device, features)
     needs_dbias = "bias" in features
     arguments = backward_arguments(case, dlse=dlse, needs_dbias=needs_dbias)
-    opcheck(_ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
+    opcheck(ops.backward, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.eager
@@ -144,13 +140,13 @@ def test_gradients_come_only_where_they_are_asked_for(wanted, device):
 @pytest.mark.eager
 def test_bias_gradient_is_not_computed_for_nothing(device, monkeypatch):
     seen = []
-    operator = _ops._call_backward
+    operator = ops._call_backward
 
     def backward(*arguments):
         seen.append(arguments[-1])
         return operator(*arguments)
 
-    monkeypatch.setattr(_ops, "_call_backward", backward)
+    monkeypatch.setattr(ops, "_call_backward", backward)
     case = make_case(SHAPE, torch.float32, device, ["bias"])
     for needs in (False, True):
         inputs = {n: t.clone().requires_grad_(n != "bias" or needs) for n, t in case.inputs.items()}
@@ -412,7 +408,7 @@ def test_import_needs_neither_triton_nor_transformers():
         q = torch.randn(1, 5, 2, 8, requires_grad=True)
         flash_attn_triton.flash_attn_func(q, q, q, causal=True).sum().backward()
         assert q.grad is not None
-        assert "flash_attn_triton._kernels" not in sys.modules
+        assert "flash_attn_triton._dense.launch" not in sys.modules
         assert "flash_attn_triton.integrations" not in sys.modules
         assert not torch.cuda.is_initialized()
         assert dict(os.environ) == before
@@ -449,7 +445,7 @@ def test_backward_by_some_of_the_keys(device):
         own = k[:, keys].contiguous(), v[:, keys].contiguous()
         results = out.detach().float(), lse.detach().float(), None
         rest = 7, own[0].shape[1], 0.25, -1, -1, 0.0, 0.0, False, False
-        found.append(_ops.backward(dout, q, *own, *results, *(None,) * 5, of_sinks, None, *rest))
+        found.append(ops.backward(dout, q, *own, *results, *(None,) * 5, of_sinks, None, *rest))
     (dq, dk, dv, _, dsinks), (dq1, dk1, dv1, *_) = found
     got = dq + dq1, torch.cat([dk, dk1], 1), torch.cat([dv, dv1], 1), dsinks
     for x, y in zip(got, want, strict=True):

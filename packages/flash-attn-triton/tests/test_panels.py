@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from attn_common import is_power_of_2, next_power_of_2
-from flash_attn_triton._hopper_configs import (
+from flash_attn_triton._dense.hopper_tiles import (
     VALUE_STAGES,
     ForwardPanels,
     forward_panels,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flash_attn_triton import _ops, _pieces, _sharded
+from flash_attn_triton._dense import ops
 from flash_attn_triton._linked.host.forms import Memory
+from flash_attn_triton._parallel import passes
+from flash_attn_triton._parallel import pieces as parallel_pieces
 
 from ._linked.budget import Maker
 from ._linked.gpus import compiling
@@ -25,9 +27,9 @@ RASTERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_merges_equal_the_definition(rasters, is_sum, dtype, device):
     """Rows that one side alone, or none, saw a key for are among them."""
-    merge = _pieces.merge_eagerly
-    if device.type != "cpu" or _ops.interpreted():
-        from flash_attn_triton._kernels.sharded_plans import merge
+    merge = parallel_pieces.merge_eagerly
+    if device.type != "cpu" or ops.interpreted():
+        from flash_attn_triton._parallel.kernels.launch import merge
     m, heads, width, tokens = Maker(device, dtype), 3, 20, 80
     pieces, wide, logs = [], [], []
     for begin, size, step, batch in rasters:
@@ -36,7 +38,9 @@ def test_merges_equal_the_definition(rasters, is_sum, dtype, device):
         lse[..., : size // 3] = -torch.inf
         # those of the first piece may stay as they are; of others they are never read
         out[:, : size // 3] = 1.0 if is_sum else torch.nan if pieces else 0.0
-        pieces.append(_pieces.Piece(out, None if is_sum else lse, (begin, size, step, batch)))
+        pieces.append(
+            parallel_pieces.Piece(out, None if is_sum else lse, (begin, size, step, batch))
+        )
         rows = [begin + b * step + i for b in range(batch) for i in range(size)]
         wide.append(torch.zeros(tokens, heads, width, dtype=torch.float64))
         wide[-1][rows] = out.nan_to_num().cpu().double().flatten(0, 1)
@@ -58,12 +62,12 @@ def test_merges_equal_the_definition(rasters, is_sum, dtype, device):
 
 def test_many_pieces_are_rounded_once(device):
     m = Maker(device, torch.bfloat16)
-    pieces, wide = _sharded.Pieces(8, torch.bfloat16), 0
+    pieces, wide = passes.Pieces(8, torch.bfloat16), 0
     for _ in range(11):
         out = m.randn(1, 8, 1, 16)
         wide += out[0].double()
-        pieces.add(_pieces.Piece(out, None, (0, 8, 8, 1)))
-        assert len(pieces._held) <= _pieces.MERGED
+        pieces.add(parallel_pieces.Piece(out, None, (0, 8, 8, 1)))
+        assert len(pieces._held) <= parallel_pieces.MERGED
     # one rounding, which the interpreter makes towards zero
     error = (pieces.result()[0].double() - wide).abs()
     assert (error <= torch.finfo(torch.bfloat16).eps * wide.abs()).all()
@@ -74,16 +78,16 @@ def test_many_pieces_are_rounded_once(device):
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("has_lse", [True, False], ids=["merge", "sum"])
 def test_merges_compile(gpu, count, has_lse, tmp_path, monkeypatch):
-    from flash_attn_triton._kernels import sharded_plans
+    from flash_attn_triton._parallel.kernels import launch
 
-    monkeypatch.setattr(sharded_plans, "_launches", Memory())
+    monkeypatch.setattr(launch, "_launches", Memory())
     pieces = []
     for dtype in [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16][:count]:
         out = torch.empty(1, 4096, 32, 128, dtype=dtype, device="meta")
         lse = torch.empty(1, 32, 4096, device="meta") if has_lse else None
-        pieces.append(_pieces.Piece(out, lse, (0, 4096, 4096, 1)))
+        pieces.append(parallel_pieces.Piece(out, lse, (0, 4096, 4096, 1)))
     with compiling(gpu, tmp_path) as builds:
-        sharded_plans.merge(pieces, 4096, torch.bfloat16)
+        launch.merge(pieces, 4096, torch.bfloat16)
     assert [build.kernel for build in builds] == ["merge_kernel"]
     assert not any(build.spilled or build.unset for build in builds)
     if gpu.startswith("nvidia"):
@@ -100,11 +104,11 @@ def test_merges_compile(gpu, count, has_lse, tmp_path, monkeypatch):
 @pytest.mark.aot
 @pytest.mark.parametrize("gpu", ["nvidia:sm_80", "nvidia:sm_90", "amd:gfx942"])
 def test_exchanges_have_a_head_start(gpu, tmp_path, monkeypatch):
-    from flash_attn_triton._kernels import sharded_plans
+    from flash_attn_triton._parallel.kernels import launch
 
-    monkeypatch.setattr(sharded_plans, "_launches", Memory())
+    monkeypatch.setattr(launch, "_launches", Memory())
     with compiling(gpu, tmp_path) as builds:
-        sharded_plans.give_way(torch.empty(8, device="meta"))
+        launch.give_way(torch.empty(8, device="meta"))
     # read before the wait and in each of its rounds; another clock on AMD, where nothing waits
     reads = [build.sass.count("SR_GLOBALTIMERLO") for build in builds]
     assert reads == ([2] if gpu.startswith("nvidia") else [])

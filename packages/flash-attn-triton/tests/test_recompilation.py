@@ -32,7 +32,7 @@ def test_twenty_lengths_make_one_variant(gpu, config, launch):
     assert variants
     for kernel, keys in variants.items():
         # a row of the bias is read by whole accesses, or by elements where its length forbids it
-        reads_bias = config.rich and kernel != "_row_kernel"
+        reads_bias = config.rich and kernel != "row_kernel"
         assert len(keys) == (2 if reads_bias else 1), f"{kernel}: {len(keys)} variants"
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 from flash_attn_triton import attention_reference, varlen_attention_reference
-from flash_attn_triton._definition import visible_keys
-from flash_attn_triton.philox import (
+from flash_attn_triton._reference.fixed import visible_keys
+from flash_attn_triton._reference.philox import (
     dropout_draws,
     dropout_keep_mask,
     dropout_threshold,

@@ -82,7 +82,7 @@ def test_reference_takes_any_float_dtype_and_head_dimension(dtype):
 
 
 def test_reference_says_that_dropout_needs_its_state():
-    from flash_attn_triton._definition import dense_attention
+    from flash_attn_triton._reference.fixed import dense_attention
 
     q = torch.zeros(1, 2, 1, 4)
     with pytest.raises(ValueError, match="dropout needs rng_state"):

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from attn_common import detect, fp8_dtype
-from flash_attn_triton import _fused, flash_attn_func
-from flash_attn_triton.philox import keep_scale
+from flash_attn_triton import flash_attn_func
+from flash_attn_triton._reference import fused
+from flash_attn_triton._reference.philox import keep_scale
 
 from ._linked.budget import DTYPES, Maker, assert_same
 from ._numerics import FEATURES, MEDIUM, Case, Packed, Shape, check, make_case, make_packed, run
@@ -240,7 +241,7 @@ def test_nearly_everything_may_be_dropped(device):
 @pytest.mark.eager
 def test_dropout_leaves_the_lse_alone(device, monkeypatch):
     # on a CPU, the definition computes what is dropped from
-    monkeypatch.setattr(_fused, "_operator", None)
+    monkeypatch.setattr(fused, "_operator", None)
     case = make_case(MEDIUM, torch.float32, device, ("causal",))
     assert torch.equal(case(dropout_p=0.4)[1], case()[1])
 
@@ -354,7 +355,9 @@ def test_a_row_that_smaller_numbers_mask_is_a_softmax(hidden, device):
 
 
 def test_the_kernels_draw_the_line_where_the_definition_does():
-    from flash_attn_triton import _definition
-    from flash_attn_triton._kernels.primitives import LEAST_LOGIT
+    from flash_attn_triton._dense.portable.primitives import LEAST_LOGIT
+    from flash_attn_triton._reference import fixed as reference_fixed
 
-    assert LEAST_LOGIT.value == pytest.approx(_definition.LEAST_SCORE * math.log2(math.e), rel=1e-9)
+    assert LEAST_LOGIT.value == pytest.approx(
+        reference_fixed.LEAST_SCORE * math.log2(math.e), rel=1e-9
+    )

@@ -6,18 +6,20 @@ import threading
 
 import pytest
 import torch
-from flash_attn_triton import (
-    _exchange,
-    _ops,
-    _sharded,
-    _sharded_backward,
-    _sharded_ops,
-    distributed,
-)
+from flash_attn_triton import distributed
+from flash_attn_triton._dense import ops as dense_ops
 from flash_attn_triton._linked.host.forms import Memory
 from flash_attn_triton._linked.parallel.cut import Layout
-from flash_attn_triton._pieces import MERGED, Piece
-from flash_attn_triton._shards import NO_WINDOW, Product, Rectangle, Rows, Table, _Placed
+from flash_attn_triton._parallel import (
+    backward,
+    exchange,
+    passes,
+)
+from flash_attn_triton._parallel import (
+    ops as parallel_ops,
+)
+from flash_attn_triton._parallel.pieces import MERGED, Piece
+from flash_attn_triton._parallel.shards import NO_WINDOW, Product, Rectangle, Rows, Table, _Placed
 
 from ._cuts import CASES, on_rank, problem
 from ._linked.budget import Maker, assert_same
@@ -74,7 +76,7 @@ def test_gradients_of_keys_are_rounded_once(ranges, count, device):
     k, v = m.randn(TOKENS, HEADS, D), m.randn(TOKENS, HEADS, DV)
     # two sequences, as a product has them
     own = Product([Rectangle(NO_WINDOW, b, b + 30, b, b + 30) for b in (0, 30)])
-    grads, wide = _sharded_backward._KeyGradients(k, v), []
+    grads, wide = backward._KeyGradients(k, v), []
     grads.add(own, k.unflatten(0, (2, 30)).clone(), v.unflatten(0, (2, 30)).clone())
     wide = [k.double(), v.double()]
     rows, wanted = Rows(ranges), indices(ranges)
@@ -88,7 +90,7 @@ def test_gradients_of_keys_are_rounded_once(ranges, count, device):
     for got, want, like in zip(grads.result(), wide, (k, v), strict=True):
         assert (got.shape, got.dtype) == (like.shape, like.dtype)
         # one rounding, which the interpreter makes towards zero
-        unit = torch.finfo(torch.bfloat16).eps / (1 if _ops.interpreted() else 2)
+        unit = torch.finfo(torch.bfloat16).eps / (1 if dense_ops.interpreted() else 2)
         error = (got.double() - want).abs()
         assert (error <= unit * want.abs() + 1e-6 * want.abs().max()).all()
 
@@ -97,7 +99,7 @@ def test_keys_between_rectangles_get_no_gradient(device):
     m = Maker(device, torch.float32)
     product = Product([Rectangle(NO_WINDOW, b, b + 4, b, b + 4) for b in (2, 8)])
     k, v = m.randn(14, HEADS, D), m.randn(14, HEADS, DV)
-    grads = _sharded_backward._KeyGradients(k, v)
+    grads = backward._KeyGradients(k, v)
     given = [m.randn(2, 4, HEADS, w) for w in (D, DV)]
     grads.add(product, *given)
     for got, x in zip(grads.result(), given, strict=True):
@@ -108,7 +110,7 @@ def test_keys_between_rectangles_get_no_gradient(device):
 
 def test_pieces_that_begin_between_accesses_are_copied(monkeypatch):
     """Where keys have odd widths or lengths, values arrive behind them at any address."""
-    from flash_attn_triton._kernels import sharded_plans
+    from flash_attn_triton._parallel.kernels import launch
 
     launched = []
 
@@ -119,15 +121,15 @@ def test_pieces_that_begin_between_accesses_are_copied(monkeypatch):
         def __call__(self, grid, tensors, numbers):
             launched.append([x.data_ptr() % 16 for x in tensors if x is not None])
 
-    monkeypatch.setattr(sharded_plans, "Launch", Launch)
-    monkeypatch.setattr(sharded_plans, "_launches", Memory())
+    monkeypatch.setattr(launch, "Launch", Launch)
+    monkeypatch.setattr(launch, "_launches", Memory())
     flat = torch.zeros(1 + 8 * HEADS * D)
     pieces = [Piece(x.view(8, HEADS, D), None, (0, 8, 8, 1)) for x in (flat[:-1], flat[1:])]
-    sharded_plans.merge(pieces, 8, torch.bfloat16)
+    launch.merge(pieces, 8, torch.bfloat16)
     assert launched == [[0, 0, 0]]
 
 
-@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+@pytest.mark.skipif(dense_ops.interpreted(), reason="the same host code")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_last_exchange_begins_before_the_merge(ranks, monkeypatch):
     events, lock = {rank: [] for rank in range(ranks)}, threading.Lock()
@@ -143,10 +145,10 @@ def test_the_last_exchange_begins_before_the_merge(ranks, monkeypatch):
 
         monkeypatch.setattr(owner, name, noting)
 
-    note(_exchange.Channel, "send", "send")
-    note(_exchange.Exchange, "wait", "wait")
-    note(_sharded_backward, "give_way", "give way")
-    note(_sharded.Pieces, "_merged", "merge")
+    note(exchange.Channel, "send", "send")
+    note(exchange.Exchange, "wait", "wait")
+    note(backward, "give_way", "give way")
+    note(passes.Pieces, "_merged", "merge")
     x = torch.ones(1, 8, 1, 16)
 
     def function(rank):
@@ -163,11 +165,11 @@ def test_the_last_exchange_begins_before_the_merge(ranks, monkeypatch):
         assert of_rank.count("send") == 2 * (ranks - 1)
 
 
-@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+@pytest.mark.skipif(dense_ops.interpreted(), reason="the same host code")
 def test_nothing_gives_way_to_an_empty_exchange(monkeypatch):
     """Of three ranks the middle one neither sends nor asks for keys in the last step."""
     gave, group = [], Ranks(3, monkeypatch)
-    monkeypatch.setattr(_sharded_backward, "give_way", lambda x: gave.append(group.rank))
+    monkeypatch.setattr(backward, "give_way", lambda x: gave.append(group.rank))
     x = torch.ones(1, 8, 1, 16)
 
     def function(rank):
@@ -232,18 +234,20 @@ def test_who_has_two_partners_takes_two_exchanges(apart):
     assert len(table._exchanges(3)) == 2
 
 
-@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+@pytest.mark.skipif(dense_ops.interpreted(), reason="the same host code")
 def test_a_product_is_planned_once_for_a_form(monkeypatch):
     planned = []
-    monkeypatch.setattr(_sharded, "_plans", Memory())
-    monkeypatch.setattr(_ops, "plan_of", lambda x, *_, **__: planned.append(x.q) or len(planned))
-    options = _sharded.Sharded(1.0, 0.0, False, None, [], "")
+    monkeypatch.setattr(passes, "_plans", Memory())
+    monkeypatch.setattr(
+        dense_ops, "plan_of", lambda x, *_, **__: planned.append(x.q) or len(planned)
+    )
+    options = passes.Sharded(1.0, 0.0, False, None, [], "")
     product = Product([Rectangle((-1, -1), 1, 4, 0, 5)])
     k = torch.randn(5, 2, 16)
 
     def plan_of(q, k=k, sinks=None):
-        known = _sharded.Pass.of(q, k, k, sinks, options)
-        return _sharded._Part(product, q, k, k, sinks, known)._plan(needs_gradient=False)
+        known = passes.Pass.of(q, k, k, sinks, options)
+        return passes.Part(product, q, k, k, sinks, known)._plan(needs_gradient=False)
 
     q, wide = torch.randn(5, 4, 16), torch.randn(5, 4, 32)[..., :16]
     assert [plan_of(x) for x in (q, q.clone(), wide, q)] == [1, 1, 2, 1]
@@ -254,21 +258,21 @@ def test_a_product_is_planned_once_for_a_form(monkeypatch):
     assert plan_of(torch.randn(5, 1, 3), torch.randn(5, 1, 3)) is None
 
 
-@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+@pytest.mark.skipif(dense_ops.interpreted(), reason="the same host code")
 def test_past_the_operators_results_are_the_same(monkeypatch):
     case = CASES["packed"]
     made = problem(case)
 
     def run(watched):
-        monkeypatch.setattr(_sharded_ops, "is_watched", lambda: watched)
-        monkeypatch.setattr(_sharded_ops, "may_skip_operator", lambda *_: not watched)
+        monkeypatch.setattr(parallel_ops, "is_watched", lambda: watched)
+        monkeypatch.setattr(parallel_ops, "may_skip_operator", lambda *_: not watched)
         return Ranks(2, monkeypatch).run(lambda rank: on_rank(case, rank, 2, made))
 
     for one, other in zip(run(True), run(False), strict=True):
         assert_same(one, other)
 
 
-@pytest.mark.skipif(_ops.interpreted(), reason="the same host code")
+@pytest.mark.skipif(dense_ops.interpreted(), reason="the same host code")
 def test_results_may_be_written_to(monkeypatch):
     x = torch.randn(1, 8, 1, 16)
 

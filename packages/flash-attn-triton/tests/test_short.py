@@ -6,16 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flash_attn_triton import _configs, _ops, api, attention_reference
-from flash_attn_triton._call import Options, Tensors
-from flash_attn_triton._kernels import backward_plans
+from flash_attn_triton import api, attention_reference
+from flash_attn_triton._dense import ops, tiles
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.portable import backward_launch
 from flash_attn_triton._linked.host.forms import Memory
 
 from ._linked.fences import run_fenced
 from ._linked.gpus import GPUS, absent_gpu, compiling
 from ._numerics import MEDIUM, Shape, check, make_case, run
 
-interpreted = pytest.mark.skipif(not _ops.interpreted(), reason="on a GPU other tests come here")
+interpreted = pytest.mark.skipif(not ops.interpreted(), reason="on a GPU other tests come here")
 
 # lengths are against the interpreter's 16 x 16 tiles
 SHAPES = [
@@ -31,14 +32,14 @@ SHAPES = [
 def launched(monkeypatch):
     """Let every call take the kernel that short ones take, and count its launches."""
     found = []
-    launch = backward_plans.ShortGradients.__call__
+    launch = backward_launch.ShortGradients.__call__
 
     def counted(self, *arguments):
         found.append(self)
         return launch(self, *arguments)
 
-    monkeypatch.setattr(backward_plans.ShortGradients, "__call__", counted)
-    monkeypatch.setattr(backward_plans, "takes_short_backward", lambda *_: True)
+    monkeypatch.setattr(backward_launch.ShortGradients, "__call__", counted)
+    monkeypatch.setattr(backward_launch, "takes_short_backward", lambda *_: True)
     monkeypatch.setattr(api, "_known", Memory())
     return found
 
@@ -104,9 +105,9 @@ def test_a_nan_stays_out_of_tiles_that_do_not_see_it(launched, device):
 def test_no_read_beyond_a_tensor():
     code = """
 import torch
-from flash_attn_triton._kernels import backward_plans
-from flash_attn_triton._kernels.plans import launch_backward
-backward_plans.takes_short_backward = lambda *_: True
+from flash_attn_triton._dense.launch import launch_backward
+from flash_attn_triton._dense.portable import backward_launch
+backward_launch.takes_short_backward = lambda *_: True
 for head_dim in (16, 24):
     q, out, dout = (fenced(torch.randn(1, 20, 2, head_dim)) for _ in range(3))
     k, v = (fenced(torch.randn(1, 36, 2, head_dim)) for _ in range(2))
@@ -175,8 +176,8 @@ def test_lse_counts_in_one_call_and_not_in_another(launched, device):
 @interpreted
 @pytest.mark.parametrize(("features", "is_short"), [((), True), (("dropout",), False)])
 def test_dropout_is_not_forgotten(features, is_short, launched, device, monkeypatch):
-    monkeypatch.setattr(backward_plans, "takes_short_backward", _configs.takes_short_backward)
-    monkeypatch.setattr(_configs, "detect", lambda _: SimpleNamespace(is_hopper=True))
+    monkeypatch.setattr(backward_launch, "takes_short_backward", tiles.takes_short_backward)
+    monkeypatch.setattr(tiles, "detect", lambda _: SimpleNamespace(is_hopper=True))
     check(make_case(Shape(1, 33, 33, 2, 2, 32), torch.float16, device, features))
     assert bool(launched) == is_short
 
@@ -192,7 +193,7 @@ def test_which_calls_it_serves():
     ):
         q, k = (torch.empty(n, dtype=dtype, device="meta") for n in (size_q, size_k))
         options = Options(0.125, -1, -1, 0.0, dropout_p)
-        return _configs.takes_short_backward(Tensors(q, k, k, **others), options, dtype)
+        return tiles.takes_short_backward(Tensors(q, k, k, **others), options, dtype)
 
     with absent_gpu("nvidia:sm_90"):
         assert served()
@@ -217,13 +218,13 @@ def test_which_calls_it_serves():
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 def test_plans_know_of_dropout(dropout_p, monkeypatch):
     """They are made before its random numbers are drawn."""
-    from flash_attn_triton._kernels import plans
+    from flash_attn_triton._dense import launch as dense_launch
 
-    monkeypatch.setattr(plans, "_build_others", lambda *_: None)
+    monkeypatch.setattr(dense_launch, "_build_others", lambda *_: None)
     q = torch.empty(2, 33, 4, 64, dtype=torch.bfloat16, device="meta")
     with absent_gpu("nvidia:sm_90"):
         options = Options(0.125, -1, -1, 0.0, dropout_p)
-        plan = plans.plan_calls(
+        plan = dense_launch.plan_calls(
             Tensors(q, q, q),
             options,
             q.dtype,
@@ -231,14 +232,14 @@ def test_plans_know_of_dropout(dropout_p, monkeypatch):
             needs_gradient=True,
             invariant=False,
         )
-    is_short = isinstance(plan.backward, backward_plans.ShortGradients)
+    is_short = isinstance(plan.backward, backward_launch.ShortGradients)
     assert is_short == (dropout_p == 0.0)
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("head_dim", [32, 64])
 def test_builds_for_hopper(head_dim, tmp_path):
-    from flash_attn_triton._kernels.plans import launch_backward
+    from flash_attn_triton._dense.launch import launch_backward
 
     gpu = "nvidia:sm_90"
     q = torch.empty(2, 128, 8, head_dim, dtype=torch.bfloat16, device="meta")
@@ -247,7 +248,7 @@ def test_builds_for_hopper(head_dim, tmp_path):
     with compiling(gpu, tmp_path) as builds:
         launch_backward(q, q, q, q, q, lse, None, *[None] * 7, *numbers, False, False)
     (build,) = builds
-    assert build.kernel == "_short_kernel"
+    assert build.kernel == "short_kernel"
     assert build.shared <= GPUS[gpu].shared_limit
     assert not build.unset
     assert not build.spilled

@@ -6,10 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from flash_attn_triton import _ops
-from flash_attn_triton._kernels._linked import primitives
+from flash_attn_triton._dense import ops
+from flash_attn_triton._linked.portable import primitives
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreters")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreters")
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def portable(x: torch.Tensor) -> torch.Tensor:
 
 
 def hopper(x: torch.Tensor) -> torch.Tensor:
-    from flash_attn_triton._kernels.hopper._linked.softmax import tanh
+    from flash_attn_triton._linked.hopper.softmax import tanh
 
     from ._linked.gluon import as_python, register
 

@@ -7,11 +7,8 @@ from collections.abc import Iterator
 import flash_attn_triton.integrations.torch as integration
 import pytest
 import torch
-from flash_attn_triton import (
-    _ops,
-    attention_reference,
-    varlen_attention_reference,
-)
+from flash_attn_triton import attention_reference, varlen_attention_reference
+from flash_attn_triton._dense import ops
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
@@ -141,8 +138,8 @@ def test_old_pytorch_is_refused(device, monkeypatch):
 @pytest.mark.parametrize("heads_k", [8, 2])
 def test_sdpa_runs_our_kernels(device, registered, monkeypatch, dtype, is_causal, heads_k):
     calls = []
-    original = _ops.forward
-    monkeypatch.setattr(_ops, "forward", lambda *args: calls.append(1) or original(*args))
+    original = ops.forward
+    monkeypatch.setattr(ops, "forward", lambda *args: calls.append(1) or original(*args))
     m = Maker(device, dtype)
     inputs = [m.randn(2, 517, 8, 64), m.randn(2, 517, heads_k, 64), m.randn(2, 517, heads_k, 64)]
 

@@ -253,13 +253,13 @@ def test_gradients_repeat_bit_for_bit(device):
 
 @pytest.mark.parametrize("segments", [1, 150])
 def test_tiles_of_all_segments_below_are_counted(segments, device):
-    from flash_attn_triton._kernels.launch.runtime import Launch
-    from flash_attn_triton._kernels.tree_walk import _count_below_kernel
+    from flash_attn_triton._linked.launch.runtime import Launch
+    from flash_attn_triton._tree.portable.walk import count_below_kernel
 
     tree = random_tree(2, segments, 40)
     tensors = offsets(tree.lengths, device), torch.tensor(tree.parents, device=device).int()
     below = torch.zeros(segments, dtype=torch.int32, device=device)
-    launch = Launch(_count_below_kernel, {"BLOCK": 64, "BLOCK_M": 16, "num_warps": 4})
+    launch = Launch(count_below_kernel, {"BLOCK": 64, "BLOCK_M": 16, "num_warps": 4})
     launch(-(-segments // 64), (*tensors, below), (segments,))
     want = [0] * segments
     for segment, length in enumerate(tree.lengths):
@@ -269,12 +269,12 @@ def test_tiles_of_all_segments_below_are_counted(segments, device):
 
 
 def test_calls_of_one_form_are_planned_once(device, monkeypatch):
-    from flash_attn_triton._kernels import tree_plans
+    from flash_attn_triton._tree import launch as tree_launch
 
     planned = []
-    real = tree_plans.TreePlan
-    monkeypatch.setattr(tree_plans, "_plans", Memory())
-    monkeypatch.setattr(tree_plans, "TreePlan", lambda *x: planned.append(x) or real(*x))
+    real = tree_launch.TreePlan
+    monkeypatch.setattr(tree_launch, "_plans", Memory())
+    monkeypatch.setattr(tree_launch, "TreePlan", lambda *x: planned.append(x) or real(*x))
     for lengths in ((3, 2), (4, 1), (2, 5)):
         run(make(Tree(lengths, (-1, 0), 1, 1), torch.float32, device))
     assert len(planned) == 1
@@ -292,14 +292,14 @@ def test_calls_of_one_form_are_planned_once(device, monkeypatch):
 
 @pytest.mark.parametrize("segments", [1, 64, 150])
 def test_links_lead_to_all_segments_below(segments, device):
-    from flash_attn_triton._kernels.launch.runtime import Launch
-    from flash_attn_triton._kernels.tree_walk import _link_kernel
+    from flash_attn_triton._linked.launch.runtime import Launch
+    from flash_attn_triton._tree.portable.walk import link_kernel
 
     tree = random_tree(1, segments)
     links = torch.empty(2, segments, dtype=torch.int32, device=device)
     parents = torch.tensor(tree.parents, dtype=torch.int32, device=device)
     grid = -(-segments // 64)
-    Launch(_link_kernel, {"BLOCK": 64, "num_warps": 4})(grid, (parents, links), (segments,))
+    Launch(link_kernel, {"BLOCK": 64, "num_warps": 4})(grid, (parents, links), (segments,))
     children = [[c for c in range(segments) if tree.parents[c] == s] for s in range(segments)]
     child, sibling = links.tolist()
     assert child == [(*below, -1)[0] for below in children]
@@ -309,7 +309,7 @@ def test_links_lead_to_all_segments_below(segments, device):
 
 @pytest.mark.skipif(not interpreted(), reason="calls the launchers, which trust their arguments")
 def test_wrong_parents_on_a_gpu_end_the_walk():
-    from flash_attn_triton._kernels.tree_plans import launch_tree_backward, launch_tree_forward
+    from flash_attn_triton._tree.launch import launch_tree_backward, launch_tree_forward
 
     q = torch.randn(4, 1, 16)
     tree = offsets((2, 2), "cpu"), torch.tensor([1, 1], dtype=torch.int32), None

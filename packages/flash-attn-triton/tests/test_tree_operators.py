@@ -13,13 +13,13 @@ import pytest
 import torch
 from attn_common import has_gluon
 from flash_attn_triton import (
-    _tree_ops,
     attention_reference,
     flash_attn_tree_func,
     tree_attention_reference,
     validate_tree,
 )
 from flash_attn_triton._linked.host.forms import interpreted
+from flash_attn_triton._tree import ops
 from torch import Tensor
 from torch.library import opcheck
 
@@ -40,11 +40,11 @@ def test_operators_pass_opcheck(features, device):
     case = make(Tree((5, 2), (-1, 0), 2, 1, 16, 8, padding=1), torch.float32, device, features)
     arguments = arguments_of(case)
     tests = ("test_schema", "test_faketensor")
-    opcheck(_tree_ops.forward, arguments, test_utils=tests)
-    out, lse = _tree_ops.forward(*arguments)
+    opcheck(ops.forward, arguments, test_utils=tests)
+    out, lse = ops.forward(*arguments)
     q, k, v, *rest = arguments
     arguments = torch.ones_like(out), q, k, v, out, lse, torch.ones_like(lse), *rest, False
-    opcheck(_tree_ops.backward, arguments, test_utils=tests)
+    opcheck(ops.backward, arguments, test_utils=tests)
 
 
 @pytest.mark.eager
@@ -273,7 +273,7 @@ def launch(
     has_sinks: bool = False,
 ) -> None:
     """Run both launchers on meta tensors."""
-    from flash_attn_triton._kernels.tree_plans import launch_tree_backward, launch_tree_forward
+    from flash_attn_triton._tree.launch import launch_tree_backward, launch_tree_forward
 
     q = torch.empty(tokens, 8, head_dim, dtype=dtype, device="meta")
     k = torch.empty(tokens, 2, head_dim, dtype=dtype, device="meta")
@@ -287,8 +287,8 @@ def launch(
 # bytes that may be spilled around the walks over a segment, which have no spill themselves; on
 # AMD vector registers, whose number moves with the order of a kernel's arguments
 SPILLS = {
-    "nvidia": {"_tree_forward_kernel": 64, "_tree_dkdv_kernel": 128},
-    "amd": {"_tree_forward_kernel": 64, "_tree_dkdv_kernel": 240},
+    "nvidia": {"tree_forward_kernel": 64, "tree_dkdv_kernel": 128},
+    "amd": {"tree_forward_kernel": 64, "tree_dkdv_kernel": 240},
 }
 
 
@@ -363,7 +363,7 @@ def test_builds_for_hopper(head_dim, is_rich, tmp_path):
     is_new = not triton.__version__.startswith("3.6.")
     forward, backward = HOPPER_SPILLS[head_dim, is_rich]
     allowed = {"tree_forward_kernel": forward[is_new], "tree_backward_kernel": backward[is_new]}
-    others = ("_row_kernel", "_count_below_kernel", "_link_kernel", "round_dq_kernel")
+    others = ("row_kernel", "count_below_kernel", "link_kernel", "round_dq_kernel")
     assert spilled.keys() == {*allowed, *others}
     for kernel, count in spilled.items():
         assert count <= allowed.get(kernel, 0), (kernel, count)
@@ -382,8 +382,8 @@ def test_new_trees_do_not_recompile(is_portable):
 @pytest.mark.eager
 def test_which_calls_the_kernels_for_hopper_serve():
     pytest.importorskip("triton")
-    from flash_attn_triton._call import Tensors
-    from flash_attn_triton._kernels import tree_plans
+    from flash_attn_triton._dense.call import Tensors
+    from flash_attn_triton._tree import launch as tree_launch
 
     def served(head_dim, head_dim_v=None, dtype=torch.bfloat16, scale=0.1):
         q, v = (
@@ -391,7 +391,7 @@ def test_which_calls_the_kernels_for_hopper_serve():
             for d in (head_dim, head_dim_v or head_dim)
         )
         tree = torch.empty(3, dtype=torch.int32, device="meta")
-        plan = tree_plans._plan_of(Tensors(q, q, v, tree, tree), scale, 0.0)
+        plan = tree_launch._plan_of(Tensors(q, q, v, tree, tree), scale, 0.0)
         return plan._hopper_forward is not None, plan._hopper_gradients is not None
 
     with absent_gpu("nvidia:sm_90"):
@@ -408,26 +408,32 @@ def test_which_calls_the_kernels_for_hopper_serve():
 @pytest.mark.eager
 def test_kernels_take_what_is_passed():
     pytest.importorskip("triton")
-    from flash_attn_triton._kernels import structures as s
-    from flash_attn_triton._kernels import tree_plans, tree_walk
-    from flash_attn_triton._kernels import tree_structures as t
+    from flash_attn_triton._dense.portable import structures as s
+    from flash_attn_triton._tree import launch as tree_launch
+    from flash_attn_triton._tree.portable import structures as t
+    from flash_attn_triton._tree.portable import walk as tree_walk
 
     gradient = (t.TreeNumbers, t.TreeGradientStrides, s.Options, s.Tile)
     parts = {
-        "_tree_forward_kernel": (t.TreeForwardTensors, t.TreeNumbers, s.ForwardOptions, s.Tile),
-        "_tree_dq_kernel": (s.Inputs, "dq_ptr", t.Tree, *gradient),
-        "_tree_dkdv_kernel": (
+        "tree_forward_kernel": (t.TreeForwardTensors, t.TreeNumbers, s.ForwardOptions, s.Tile),
+        "tree_dq_kernel": (s.Inputs, "dq_ptr", t.Tree, *gradient),
+        "tree_dkdv_kernel": (
             s.Inputs, "dk_ptr", "dv_ptr", t.Tree, "links_ptr", *gradient, "SETTLE",
         ),
-        "_link_kernel": (t.LinkTensors, "segments", "BLOCK"),
-        "_count_below_kernel": (t.CountTensors, "segments", "BLOCK", "BLOCK_M"),
+        "link_kernel": (t.LinkTensors, "segments", "BLOCK"),
+        "count_below_kernel": (t.CountTensors, "segments", "BLOCK", "BLOCK_M"),
     }  # fmt: skip
-    modules = [tree_plans, tree_walk]
+    modules = [tree_launch, tree_walk]
     if has_gluon():
-        from flash_attn_triton._kernels.hopper import backward_structures as b
-        from flash_attn_triton._kernels.hopper import structures as d
-        from flash_attn_triton._kernels.hopper import tree_backward, tree_forward
-        from flash_attn_triton._kernels.hopper import tree_structures as h
+        from flash_attn_triton._dense.hopper.backward import structures as b
+        from flash_attn_triton._dense.hopper.forward import structures as d
+        from flash_attn_triton._tree.hopper import (
+            backward as tree_backward,
+        )
+        from flash_attn_triton._tree.hopper import (
+            forward as tree_forward,
+        )
+        from flash_attn_triton._tree.hopper import structures as h
 
         modules += [tree_forward, tree_backward]
         parts["tree_forward_kernel"] = (

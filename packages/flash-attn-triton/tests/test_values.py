@@ -6,7 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from flash_attn_triton import _ops, api, flash_attn_varlen_func
+from flash_attn_triton import api, flash_attn_varlen_func
+from flash_attn_triton._dense import ops
 from flash_attn_triton._linked.host.forms import Memory
 
 from .test_operators import Watcher
@@ -81,4 +82,4 @@ def test_the_operator_checks_what_it_is_given():
     tensors = [x[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")]
     numbers = 3, 5, 0.25, -1, -1, 0.0, 0.0
     with pytest.raises(ValueError, match=r"cu_seqlens_q\[1\] must be at most max_seqlen_q, 3"):
-        _ops.forward(*tensors, *[None] * 8, *numbers, torch.float16)
+        ops.forward(*tensors, *[None] * 8, *numbers, torch.float16)

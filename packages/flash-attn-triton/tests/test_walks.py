@@ -11,9 +11,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from flash_attn_triton._kernels._linked.primitives import count_steps, step_start
-from flash_attn_triton._kernels.primitives import key_range, query_range
-from flash_attn_triton._kernels.structures import Options, Scores
+from flash_attn_triton._dense.portable.primitives import key_range, query_range
+from flash_attn_triton._dense.portable.structures import Options, Scores
+from flash_attn_triton._linked.portable.primitives import count_steps, step_start
 
 BLOCK = 16
 LENGTHS = [(50, 18), (18, 50), (33, 47), (1, 40), (32, 16)]

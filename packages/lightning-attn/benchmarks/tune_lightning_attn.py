@@ -24,7 +24,7 @@ import torch
 from alone import TOLERANCE, Timer, copy_gbps, make, relative_error
 from bench_lightning_attn import describe
 from cases import GRID
-from lightning_attn._configs import HopperTile, Tile
+from lightning_attn._linear.tiles import HopperTile, Tile
 from providers import reference
 from torch import Tensor
 
@@ -58,25 +58,25 @@ def calls(
     candidate: Candidate, inputs: list[Tensor], dout: Tensor, decay: Tensor, schedule: str
 ) -> tuple[Call, Call]:
     """Return the forward and the backward pass, by operators: they keep no plan of a call."""
-    from lightning_attn import _configs, _ops
-    from lightning_attn._kernels import walks
-    from lightning_attn._kernels.hopper import plans as hopper_plans
+    from lightning_attn._linear import ops, tiles
+    from lightning_attn._linear.hopper import launch
+    from lightning_attn._linear.portable import walk_launch
     from lightning_attn._linked.host.forms import Memory
 
     # what was planned for another candidate
-    walks._walks = Memory()
-    walks.tile_of = lambda *_: candidate.tile
-    hopper_plans.hopper_tile = lambda *_: candidate.hopper
-    _configs.HOPPER = candidate.hopper is not None
+    walk_launch._walks = Memory()
+    walk_launch.tile_of = lambda *_: candidate.tile
+    launch.hopper_tile = lambda *_: candidate.hopper
+    tiles.HOPPER = candidate.hopper is not None
     q, k, v = inputs
     options = 1.0, schedule
 
     def forward() -> Tensor:
-        return _ops.forward(q, k, v, decay, None, None, *options, False)[0]
+        return ops.forward(q, k, v, decay, None, None, *options, False)[0]
 
     def backward() -> tuple[Tensor, ...]:
-        dq = _ops.read_gradient(dout, k, v, decay, None, None, *options)
-        return dq, *_ops.write_gradients(dout, q, k, v, decay, None, None, *options, False)[:2]
+        dq = ops.read_gradient(dout, k, v, decay, None, None, *options)
+        return dq, *ops.write_gradients(dout, q, k, v, decay, None, None, *options, False)[:2]
 
     return forward, backward
 

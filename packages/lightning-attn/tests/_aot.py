@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from lightning_attn._call import (
+from lightning_attn._linear.call import (
     BackwardTensors,
     CachedTensors,
     Inputs,
@@ -57,46 +57,46 @@ def meta(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def launch_forward(config: Config, seqlen: int = 4096) -> None:
     """Run the forward operator's launcher on meta tensors."""
-    from lightning_attn._kernels import plans
+    from lightning_attn._linear import launch as linear_launch
 
     state = meta(2, config.heads, config.d, config.width)
     x = Tensors(*config.inputs(seqlen), state)
-    plans.forward(x, Options(1.0, config.schedule, output_final_state=True))
+    linear_launch.forward(x, Options(1.0, config.schedule, output_final_state=True))
 
 
 def launch_cached(config: Config, seqlen: int = 4096) -> None:
     """Run the launcher of the operator on a cache of states."""
-    from lightning_attn._kernels import plans
+    from lightning_attn._linear import launch as linear_launch
 
     cache, slots = meta(9, config.heads, config.d, config.width), meta(2, dtype=torch.int32)
     flags = meta(2, dtype=torch.bool)
     x = CachedTensors(*config.inputs(seqlen), cache, slots, flags)
-    plans.forward_cached(config.tokens(seqlen, config.width), x, 1.0, config.schedule)
+    linear_launch.forward_cached(config.tokens(seqlen, config.width), x, 1.0, config.schedule)
 
 
 def launch_backward(config: Config, seqlen: int = 4096) -> None:
     """Run the launchers of all gradients."""
-    from lightning_attn._kernels import plans
+    from lightning_attn._linear import launch as linear_launch
 
     dout, state = config.tokens(seqlen, config.width), meta(2, config.heads, config.d, config.width)
     x = BackwardTensors(dout, *config.inputs(seqlen), state, state)
-    plans.read_gradient(x, 1.0, config.schedule)
-    plans.write_gradients(x, 1.0, config.schedule, True)
+    linear_launch.read_gradient(x, 1.0, config.schedule)
+    linear_launch.write_gradients(x, 1.0, config.schedule, True)
 
 
 def launch_decay_gradient(config: Config, seqlen: int = 4096) -> None:
     """Run the launcher of the gradient of the decays."""
-    from lightning_attn._kernels import plans
+    from lightning_attn._linear import launch as linear_launch
 
     dout = config.tokens(seqlen, config.width)
-    plans.decay_gradient(BackwardTensors(dout, *config.inputs(seqlen)), 1.0)
+    linear_launch.decay_gradient(BackwardTensors(dout, *config.inputs(seqlen)), 1.0)
 
 
 def launch_sharded(config: Config, seqlen: int = 4096) -> None:
     """Run the launchers of what a rank does with states that arrive, and with its own."""
-    from lightning_attn._kernels import sharded_plans
     from lightning_attn._linked.parallel.cut import cut_alike
-    from lightning_attn._sharded import Sharded
+    from lightning_attn._parallel.kernels import launch as parallel_launch
+    from lightning_attn._parallel.passes import Sharded
 
     cut = cut_alike(2, 2 * seqlen, 2, (-1, -1), "contiguous", 1)
     options = Sharded(1.0, config.schedule, False, True, *cut, 2, "")
@@ -107,16 +107,16 @@ def launch_sharded(config: Config, seqlen: int = 4096) -> None:
     last = meta(2, config.heads, config.d, config.width)
     x = BackwardTensors(v, q, k, v, decay, on.cu_seqlens)
     gradients = x.walk_of_dv()._replace(last=last)
-    sharded_plans.write_runs(gradients, None, True, options)
-    sharded_plans.arrive(states, decay, None, on.earlier)
+    parallel_launch.write_runs(gradients, None, True, options)
+    parallel_launch.arrive(states, decay, None, on.earlier)
     x = Inputs(q, k, v, decay, on.cu_seqlens)
-    kept = sharded_plans.write_runs(x._replace(last=last), None, False, options)
-    sharded_plans.read_runs(x._replace(first=states[:2]), kept, options)
+    kept = parallel_launch.write_runs(x._replace(last=last), None, False, options)
+    parallel_launch.read_runs(x._replace(first=states[:2]), kept, options)
 
 
 def launch_decode(config: Config, tokens: int = 1) -> None:
     """Run the decoding launcher; ``packed`` stands for states behind each token."""
-    from lightning_attn._kernels import plans
+    from lightning_attn._linear import launch as linear_launch
 
     dtype = getattr(torch, config.dtype)
     q = meta(3, tokens, 4, config.d, dtype=dtype)
@@ -124,7 +124,9 @@ def launch_decode(config: Config, tokens: int = 1) -> None:
     cache = meta(9, 4, config.d, config.width)
     states = meta(3, tokens, 4, config.d, config.width) if config.packed else None
     slots = meta(3, dtype=torch.int32)
-    plans.decode(StepTensors(torch.empty_like(v), q, q, v, cache, meta(4), slots, states), 1.0)
+    linear_launch.decode(
+        StepTensors(torch.empty_like(v), q, q, v, cache, meta(4), slots, states), 1.0
+    )
 
 
 LAUNCHERS = {

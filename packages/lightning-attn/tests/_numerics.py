@@ -10,7 +10,6 @@ import pytest
 import torch
 from attn_common import detect
 from lightning_attn import (
-    _configs,
     api,
     build_slopes,
     lightning_attention_reference,
@@ -18,6 +17,7 @@ from lightning_attn import (
     lightning_attn_func,
     lightning_attn_varlen_func,
 )
+from lightning_attn._linear import tiles
 from lightning_attn._linked.host.forms import Memory, interpreted
 from torch import Tensor
 
@@ -251,13 +251,13 @@ STATES = ("state", "dinitial_state")
 @contextlib.contextmanager
 def only_portable() -> Iterator[None]:
     """Keep calls from the kernel for Hopper."""
-    from lightning_attn._kernels import walks
+    from lightning_attn._linear.portable import walk_launch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_configs, "HOPPER", False)
+        patch.setattr(tiles, "HOPPER", False)
         for memory in ("_forward", "_packed"):
             patch.setattr(api, memory, Memory())
-        patch.setattr(walks, "_walks", Memory())
+        patch.setattr(walk_launch, "_walks", Memory())
         yield
 
 

@@ -6,8 +6,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from lightning_attn import _sharded, _sharded_ops, distributed
+from lightning_attn import distributed
 from lightning_attn._linked.parallel.groups import Where
+from lightning_attn._parallel import ops, passes
 
 
 class Ranks:
@@ -21,8 +22,8 @@ class Ranks:
         self._messages = [None] * count
         monkeypatch.setattr(distributed, "check_group", lambda *_: None)
         monkeypatch.setattr(distributed, "where", self._where)
-        monkeypatch.setattr(_sharded, "Exchange", self._exchange)
-        monkeypatch.setattr(_sharded_ops, "compare", lambda *_: None)
+        monkeypatch.setattr(passes, "Exchange", self._exchange)
+        monkeypatch.setattr(ops, "compare", lambda *_: None)
 
     def run(self, function):
         """Call ``function(rank)`` on every rank at once; return what each returns."""

@@ -174,7 +174,7 @@ def test_dimensions_are_padded_to_the_next_power_of_two_at_most(gpu):
 
 def test_auto_goes_by_segments_where_programs_are_few():
     from attn_common import Platform
-    from lightning_attn._configs import plan_walk, walk_tile
+    from lightning_attn._linear.tiles import plan_walk, walk_tile
 
     tile = walk_tile(Platform.parse("nvidia:sm_90"), 128, 128, "bf16")
 

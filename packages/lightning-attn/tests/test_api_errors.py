@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning_attn import (
-    _ops,
     build_slopes,
     lightning_attention,
     lightning_attention_reference,
@@ -17,6 +16,7 @@ from lightning_attn import (
     validate_slots,
     validate_varlen,
 )
+from lightning_attn._linear import ops
 
 pytestmark = pytest.mark.eager
 
@@ -37,7 +37,7 @@ def no_kernel(monkeypatch):
 
     names = ("attention", "advance", "step", "forward_with_states")
     for name in names:
-        monkeypatch.setattr(_ops, name, fail)
+        monkeypatch.setattr(ops, name, fail)
 
 
 def fixed(**changes):

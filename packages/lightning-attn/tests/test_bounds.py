@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning_attn import lightning_attn_decode
-from lightning_attn.reference import lightning_attention_decode_reference
+from lightning_attn._linear.reference import lightning_attention_decode_reference
 
 from ._linked.budget import DTYPES, Maker
 from ._linked.rounding import assert_within, median

@@ -79,11 +79,13 @@ def test_l5_memory_is_linear_and_small(schedule):
     config = Config(128, schedule=schedule)
     q = torch.empty(1, 2**20, 64, 128, dtype=torch.bfloat16, device="meta")
     decay = torch.empty(64, device="meta")
-    from lightning_attn._call import Options, Tensors
-    from lightning_attn._kernels import plans
+    from lightning_attn._linear import launch as linear_launch
+    from lightning_attn._linear.call import Options, Tensors
 
     with recording("nvidia:sm_90"), Allocations() as made:
-        plans.forward(Tensors(q, q, q, decay, None, None), Options(1.0, config.schedule, True))
+        linear_launch.forward(
+            Tensors(q, q, q, decay, None, None), Options(1.0, config.schedule, True)
+        )
     out = q.numel() * 2
     state = 64 * 128 * 128 * 4
     extra = made.total - out - state
@@ -98,8 +100,9 @@ def test_l6_addresses_hold_64_bits():
 
     import lightning_attn
 
-    folder = Path(lightning_attn.__file__).parent / "_kernels"
-    for name in ("walk.py", "hopper/walk.py", "decode.py", "combine.py", "decay_gradient.py"):
+    folder = Path(lightning_attn.__file__).parent / "_linear"
+    portable = [f"portable/{name}.py" for name in ("walk", "combine", "decode", "decay_gradient")]
+    for name in ["hopper/walk.py", *portable]:
         source = (folder / name).read_text()
         assert "to(tl.int64)" in source or "to(gl.int64)" in source, name
 

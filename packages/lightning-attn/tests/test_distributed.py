@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning_attn import (
-    _ops,
-    _sharded_ops,
     distributed,
     lightning_attention_reference,
     lightning_attention_varlen_reference,
     lightning_attn_varlen_func,
 )
+from lightning_attn._linear import ops as linear_ops
 from lightning_attn._linked.parallel.cut import cut_by_plan
 from lightning_attn._linked.parallel.groups import where
+from lightning_attn._parallel import ops as parallel_ops
 from torch.library import opcheck
 
 from ._linked.budget import TF32X3_UNIT, Maker, assert_no_worse_than_eager
@@ -274,7 +274,7 @@ def judge_errors(left):
     assert left[0]["errors"]
 
 
-@pytest.mark.skipif(_ops.interpreted(), reason="the eager tier starts processes")
+@pytest.mark.skipif(linear_ops.interpreted(), reason="the eager tier starts processes")
 def test_processes_equal_one_and_raise_alike(tmp_path, monkeypatch):
     left = start(2, tuple(CASES), tmp_path, monkeypatch)
     for name, case in CASES.items():
@@ -354,13 +354,13 @@ def test_operators_are_what_they_say(has_final, one_rank):
     options = 0.5, "auto", True, has_final, *cut, 3, where(None).group
     utils = ("test_schema", "test_faketensor")
     initial = torch.ones(3, HEADS, D, D)
-    out, states, final = _sharded_ops.sharded_forward(*x, decay, initial, *options, None)
+    out, states, final = parallel_ops.sharded_forward(*x, decay, initial, *options, None)
     assert states.shape[0] == 3 + final.shape[0] == 3 + 3 * has_final
     arriving = out, *x, decay, states, final if has_final else None, [True] * 5
     for operator, arguments in (
-        (_sharded_ops.compare_calls, (x[0], x[2], decay, *options, False)),
-        (_sharded_ops.sharded_forward, (*x, decay, initial, *options, None)),
-        (_sharded_ops.sharded_backward, (*arriving, *options)),
+        (parallel_ops.compare_calls, (x[0], x[2], decay, *options, False)),
+        (parallel_ops.sharded_forward, (*x, decay, initial, *options, None)),
+        (parallel_ops.sharded_backward, (*arriving, *options)),
     ):
         opcheck(operator, arguments, test_utils=utils)
 
@@ -440,14 +440,15 @@ def test_whole_sequences_cost_no_exchange(monkeypatch):
 
 def test_kernels_add_what_the_eager_code_adds(device):
     """States so large that what is left of them shows until it is 0 in fp32."""
-    from lightning_attn import _eager_sharded, _shards
+    from lightning_attn._parallel import eager as parallel_eager
+    from lightning_attn._parallel import shards
 
-    if device.type == "cpu" and not _ops.interpreted():
+    if device.type == "cpu" and not linear_ops.interpreted():
         pytest.skip("the same code twice")
-    from lightning_attn._kernels import sharded_plans
+    from lightning_attn._parallel.kernels import launch
 
-    layout = _shards.Layout((40, 130), 2, (-1, 0), "contiguous", 1)
-    table = _shards.table_of(layout, True)
+    layout = shards.Layout((40, 130), 2, (-1, 0), "contiguous", 1)
+    table = shards.table_of(layout, True)
     m = Maker(device, torch.float32)
     every = 1e20 * m.randn(2 * (table.sends + table.finals), HEADS, D, 48)
     decay = torch.tensor([2.0, 0.1], device=device)
@@ -455,7 +456,7 @@ def test_kernels_add_what_the_eager_code_adds(device):
     # a GPU may take a factor below fp32's normal numbers for 0
     least = torch.finfo(torch.float32).tiny * float(every.abs().amax())
     found = []
-    for backend, target in ((_eager_sharded, "cpu"), (sharded_plans, device)):
+    for backend, target in ((parallel_eager, "cpu"), (launch, device)):
         on = table.on(torch.device(target))
         x, rates, added = every.to(target), decay.to(target), base.to(target)
         states = backend.arrive(x, rates, added, on.earlier)
@@ -470,20 +471,26 @@ def test_kernels_add_what_the_eager_code_adds(device):
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
 def test_runs_that_stay_are_not_written(schedule, reverse, device):
     """A message has no row for them: other memory may lie behind it."""
-    from lightning_attn import _eager_sharded, _sharded, _shards
+    from lightning_attn._parallel import (
+        eager as parallel_eager,
+    )
+    from lightning_attn._parallel import (
+        passes,
+        shards,
+    )
 
-    backend = _eager_sharded
-    if device.type != "cpu" or _ops.interpreted():
-        from lightning_attn._kernels import sharded_plans as backend
-    table = _shards.table_of(_shards.Layout((31, 16, 5), 2, (-1, 0), "balanced", 0), False)
+    backend = parallel_eager
+    if device.type != "cpu" or linear_ops.interpreted():
+        from lightning_attn._parallel.kernels import launch as backend
+    table = shards.table_of(shards.Layout((31, 16, 5), 2, (-1, 0), "balanced", 0), False)
     assert table.sends_first
     assert table.sends == len(table.runs) - 1
     m = Maker(device, torch.float32)
     k, v = (m.randn(table.tokens, HEADS, D) for _ in "kv")
     decay = m.uniform(HEADS, low=0.01, high=0.3)
-    x = _sharded.Inputs(k, k, v, decay, table.on(device).cu_seqlens)
+    x = passes.Inputs(k, k, v, decay, table.on(device).cu_seqlens)
     memory = torch.full((len(table.runs), HEADS, D, D), float("nan"), device=device)
-    options = _sharded.Sharded(1.0, schedule, False, False, None, [], len(table.runs), "")
-    _sharded._write(backend, x, memory[: table.sends], table, options, reverse=reverse)
+    options = passes.Sharded(1.0, schedule, False, False, None, [], len(table.runs), "")
+    passes._write(backend, x, memory[: table.sends], table, options, reverse=reverse)
     assert not memory[: table.sends].isnan().any()
     assert memory[table.sends :].isnan().all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning_attn import lightning_attention_reference, lightning_attn_func
-from lightning_attn._configs import Tile
+from lightning_attn._linear.tiles import Tile
 from lightning_attn._linked.host.forms import interpreted
 
 from ._linked.budget import DTYPES, assert_same
@@ -67,7 +67,9 @@ def test_values_are_written_to_a_state_as_two_numbers_of_16_bits(monkeypatch):
     for terms in (1, 2):
         tile = Tile(16, 16, 1, 1, terms=terms, segment=32)
         with only_portable():  # which forgets the plans of other tiles
-            monkeypatch.setattr("lightning_attn._kernels.walks.tile_of", lambda *_, t=tile: t)
+            monkeypatch.setattr(
+                "lightning_attn._linear.portable.walk_launch.tile_of", lambda *_, t=tile: t
+            )
             state = run(case, grad=False)["state"]
         off[terms] = (state - exact).abs().max() / exact.abs().max()
     assert off[2] < 2.0**-17 < 2.0**-13 < off[1]

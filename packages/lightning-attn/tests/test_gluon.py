@@ -7,14 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from attn_common import Platform
-from lightning_attn import _eager, _ops, api
-from lightning_attn._configs import Tile, takes_hopper_walk
+from lightning_attn import api
+from lightning_attn._linear import eager, ops
+from lightning_attn._linear.tiles import Tile, takes_hopper_walk
 from lightning_attn._linked.host.forms import Memory
 
 from ._numerics import Packed, Shape, check, make_case, make_packed, run
 from .test_varlen import cached
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 # two chunks to a segment
 TILE = Tile(64, 64, 4, 3, terms=2, segment=128)
@@ -34,34 +35,35 @@ def wide_kernel(monkeypatch):
 
 
 def served(monkeypatch, block_e):
-    from lightning_attn._kernels import plans, walks
-    from lightning_attn._kernels.hopper import plans as hopper_plans
+    from lightning_attn._linear import launch as linear_launch
+    from lightning_attn._linear.hopper import launch as hopper_launch
+    from lightning_attn._linear.portable import walk_launch
 
     from ._linked.gluon import Kernel
 
-    made = Kernel(hopper_plans.hopper_walk_kernel)
-    real = walks.Walk.__init__
+    made = Kernel(hopper_launch.hopper_walk_kernel)
+    real = walk_launch.Walk.__init__
 
     def init(walk, *arguments, **options):
         real(walk, *arguments, **options)
         if walk._is_hopper:
             walk._tile = replace(TILE, block_e=block_e)
 
-    monkeypatch.setattr(walks.Walk, "__init__", init)
+    monkeypatch.setattr(walk_launch.Walk, "__init__", init)
     hopper = Platform.parse("nvidia:sm_90")
     monkeypatch.setattr(
-        walks, "takes_hopper_walk", lambda _, *dims: takes_hopper_walk(hopper, *dims)
+        walk_launch, "takes_hopper_walk", lambda _, *dims: takes_hopper_walk(hopper, *dims)
     )
     # not of this kernel, and slow to interpret
     monkeypatch.setattr(
-        plans.DecayGradientPlan,
+        linear_launch.DecayGradientPlan,
         "gradient",
-        lambda plan, *given: _eager.decay_gradient(*given, plan._scale),
+        lambda plan, *given: eager.decay_gradient(*given, plan._scale),
     )
-    monkeypatch.setattr(walks, "_walks", Memory())
+    monkeypatch.setattr(walk_launch, "_walks", Memory())
     for memory in ("_forward", "_packed"):
         monkeypatch.setattr(api, memory, Memory())
-    monkeypatch.setattr(hopper_plans, "hopper_walk_kernel", made)
+    monkeypatch.setattr(hopper_launch, "hopper_walk_kernel", made)
     yield made
     assert made.launches
 

@@ -12,8 +12,8 @@ import sys
 import pytest
 import torch
 from attn_common import Platform
-from lightning_attn import _configs
-from lightning_attn._configs import Tile, hopper_tile, takes_hopper_walk, walk_tile
+from lightning_attn._linear import tiles
+from lightning_attn._linear.tiles import Tile, hopper_tile, takes_hopper_walk, walk_tile
 
 from ._aot import LAUNCHERS, Config
 from ._linked.gpus import GPUS, chosen, compiling, recording
@@ -42,7 +42,7 @@ def test_which_calls_it_takes(monkeypatch):
     assert not takes(128, 128, "fp32")
     assert not takes(128, 128, platform="nvidia:sm_100")
     assert not takes(128, 128, platform="amd:gfx942")
-    monkeypatch.setattr(_configs, "HOPPER", False)
+    monkeypatch.setattr(tiles, "HOPPER", False)
     assert not takes(128, 128)
 
 
@@ -85,12 +85,12 @@ def test_builds(way, width, tmp_path):
 
 @pytest.mark.aot
 def test_a_form_has_its_walk_made_once():
-    from lightning_attn._kernels import walks
+    from lightning_attn._linear.portable import walk_launch
 
     for length in (512, 1024, 512, 1024):
         with recording(HOPPER):
             LAUNCHERS["backward"](Config(112, packed=True), length)
-    made = [key for key in walks._walks._known if (True, 4, 112) in key]
+    made = [key for key in walk_launch._walks._known if (True, 4, 112) in key]
     assert len(made) == 3  # dq, dk and dv
     with recording(HOPPER) as launches, only_portable():
         LAUNCHERS["backward"](Config(112, packed=True))

@@ -9,12 +9,8 @@ import random
 
 import pytest
 import torch
-from lightning_attn import (
-    _ops,
-    lightning_attn_decode,
-    lightning_attn_func,
-    lightning_attn_varlen_func,
-)
+from lightning_attn import lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
+from lightning_attn._linear import ops
 
 from ._linked.budget import TF32X3_UNIT, assert_no_worse_than_eager, offsets
 from ._numerics import SCHEDULES, STATE_UNITS, Shape, make_case, run_eager, run_oracle
@@ -68,7 +64,7 @@ def test_pieces_with_a_carried_state(seed, dtype, schedule, device):
 
 
 @pytest.mark.skipif(
-    not _ops.interpreted(), reason="builds may round otherwise, and so does eager code"
+    not ops.interpreted(), reason="builds may round otherwise, and so does eager code"
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pieces_that_begin_with_a_chunk_have_the_bits_of_the_whole(dtype, device):

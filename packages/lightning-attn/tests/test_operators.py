@@ -10,12 +10,12 @@ import warnings
 import pytest
 import torch
 from lightning_attn import (
-    _ops,
     lightning_attention,
     lightning_attn_decode,
     lightning_attn_func,
     lightning_attn_varlen_func,
 )
+from lightning_attn._linear import ops
 from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.eager
 SHAPE = Shape(2, 9, 2, 16, 32)
 CHECKS = ("test_schema", "test_faketensor")
 traced_alike = pytest.mark.skipif(
-    _ops.interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
+    ops.interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
 )
 
 
@@ -51,26 +51,26 @@ class Watcher(TorchFunctionMode):
 @pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
 def test_operators_pass_opcheck(packed, device):
     dout, q, k, v, decay, starts, state = arguments(packed, device)
-    calls = [(_ops.forward, (q, k, v, decay, starts, state, 0.5, "auto", True))]
-    calls += [(_ops.forward, (q, k, v, decay, starts, None, 0.5, "parallel", False))]
-    calls += [(_ops.read_gradient, (dout, k, v, decay, starts, state, 0.5, "auto"))]
-    calls += [(_ops.write_gradients, (dout, q, k, v, decay, starts, state, 0.5, "auto", True))]
-    calls += [(_ops.write_gradients, (dout, q, k, v, decay, starts, None, 0.5, "auto", False))]
-    calls += [(_ops.decay_gradient, (dout, q, k, v, decay, starts, state, state, 0.5))]
+    calls = [(ops.forward, (q, k, v, decay, starts, state, 0.5, "auto", True))]
+    calls += [(ops.forward, (q, k, v, decay, starts, None, 0.5, "parallel", False))]
+    calls += [(ops.read_gradient, (dout, k, v, decay, starts, state, 0.5, "auto"))]
+    calls += [(ops.write_gradients, (dout, q, k, v, decay, starts, state, 0.5, "auto", True))]
+    calls += [(ops.write_gradients, (dout, q, k, v, decay, starts, None, 0.5, "auto", False))]
+    calls += [(ops.decay_gradient, (dout, q, k, v, decay, starts, state, state, 0.5))]
     if packed:
         cache, out = state.clone(), torch.zeros_like(v)
         slots = torch.tensor([2, -1, 0], device=device)
         flags = torch.tensor([True, False, True], device=device)
         rest = (out, q, k, v, decay, starts, cache, slots, flags, 0.5, "auto")
-        calls += [(_ops.forward_cached, rest)]
+        calls += [(ops.forward_cached, rest)]
     else:
-        calls += [(_ops.forward_with_states, (q, k, v, decay, state, 0.5, 4))]
-        calls += [(_ops.final_state, (k, v, decay, state, 0.5, False, "auto"))]
+        calls += [(ops.forward_with_states, (q, k, v, decay, state, 0.5, 4))]
+        calls += [(ops.final_state, (k, v, decay, state, 0.5, False, "auto"))]
         out, slots = torch.zeros_like(v[:, :3]), torch.tensor([1, 0], device=device)
         after = torch.zeros(2, 3, 2, 16, 32, device=device)
         few = (q[:, :3], k[:, :3], v[:, :3])
-        calls += [(_ops.decode, (out, *few, state.clone(), decay, slots, None, 0.5))]
-        calls += [(_ops.decode, (out, *few, state.clone(), decay, slots, after, 0.5))]
+        calls += [(ops.decode, (out, *few, state.clone(), decay, slots, None, 0.5))]
+        calls += [(ops.decode, (out, *few, state.clone(), decay, slots, after, 0.5))]
     for operator, given in calls:
         opcheck(operator, given, test_utils=CHECKS)
 
@@ -167,10 +167,10 @@ def test_fakes_say_what_comes(dtype, device):
         )
         turned = (t.transpose(1, 2) for t in (q_, k_, v_))
         yield from lightning_attention(*turned, decay_, 4, state_)
-        yield _ops.read_gradient(dout_, k_, v_, decay_, None, state_, 0.5, "auto")
-        yield from _ops.write_gradients(dout_, q_, k_, v_, decay_, None, state_, 0.5, "auto", True)
-        yield _ops.decay_gradient(dout_, q_, k_, v_, decay_, None, state_, state_, 0.5)
-        yield _ops.final_state(k_, v_, decay_, state_, 0.5, True, "auto")
+        yield ops.read_gradient(dout_, k_, v_, decay_, None, state_, 0.5, "auto")
+        yield from ops.write_gradients(dout_, q_, k_, v_, decay_, None, state_, 0.5, "auto", True)
+        yield ops.decay_gradient(dout_, q_, k_, v_, decay_, None, state_, state_, 0.5)
+        yield ops.final_state(k_, v_, decay_, state_, 0.5, True, "auto")
 
     real, fake = calls(lambda t: t), calls(lambda t: t.to("meta"))
     for got, want in zip(fake, real, strict=True):
@@ -350,7 +350,7 @@ def test_import_needs_no_triton():
         decay = lightning_attn.build_slopes(2)
         lightning_attn.lightning_attn_func(q, q, q, decay)[0].sum().backward()
         assert q.grad is not None
-        assert "lightning_attn._kernels" not in sys.modules
+        assert "lightning_attn._linear.launch" not in sys.modules
         assert "lightning_attn.distributed" not in sys.modules
         assert not torch.cuda.is_initialized()
         assert dict(os.environ) == before
@@ -363,18 +363,18 @@ def test_the_interpreter_is_asked_for_by_triton_s_variable():
     in_a_fresh_process(
         """
         import os
-        from lightning_attn import _ops
+        from lightning_attn import ops
         for value, expected in (("1", True), ("true", True), ("0", False)):
             os.environ["TRITON_INTERPRET"] = value
-            _ops.interpreted.cache_clear()
-            assert _ops.interpreted() is expected, value
+            ops.interpreted.cache_clear()
+            assert ops.interpreted() is expected, value
         """
     )
 
 
 def test_schedules_reach_the_operators(device, monkeypatch):
     seen = []
-    monkeypatch.setattr(_ops, "attention", lambda *given: seen.append(given) or (None, None))
+    monkeypatch.setattr(ops, "attention", lambda *given: seen.append(given) or (None, None))
     case = make_case(SHAPE, torch.float32, device)
     packed = make_packed(PACKED_MEDIUM, torch.float32, device)
     for schedule in ("auto", "sequential", "parallel"):

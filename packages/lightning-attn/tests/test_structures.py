@@ -9,7 +9,8 @@ from pathlib import Path
 import lightning_attn
 import pytest
 import torch
-from lightning_attn import _ops, lightning_attn_decode, lightning_attn_func
+from lightning_attn import lightning_attn_decode, lightning_attn_func
+from lightning_attn._linear import ops
 
 from ._numerics import MEDIUM, make_case
 
@@ -20,8 +21,9 @@ MOST_PARAMETERS = 12
 
 def kernels():
     """Each kernel's name, and the structures whose fields are its parameters."""
-    from lightning_attn._kernels import arrival, combine, decay_gradient, decode, walk
-    from lightning_attn._kernels import structures as s
+    from lightning_attn._linear.portable import combine, decay_gradient, decode, walk
+    from lightning_attn._linear.portable import structures as s
+    from lightning_attn._parallel.kernels import arrival
 
     found = [
         (
@@ -42,9 +44,9 @@ def kernels():
             ],
         ),
     ]
-    if not _ops.interpreted():
-        from lightning_attn._kernels.hopper import structures as h
-        from lightning_attn._kernels.hopper import walk as hopper_walk
+    if not ops.interpreted():
+        from lightning_attn._linear.hopper import structures as h
+        from lightning_attn._linear.hopper import walk as hopper_walk
 
         parts = [h.Tensors, h.Numbers, h.Options, h.Tile]
         found.append((hopper_walk.hopper_walk_kernel, parts))
@@ -61,7 +63,7 @@ def test_parameters_are_the_fields_of_structures():
 
 def jit_functions():
     """Yield ``(file, function, whether it is an entry)``."""
-    for path in sorted((FOLDER / "_kernels").rglob("*.py")):
+    for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
                 decorators = [ast.unparse(d) for d in node.decorator_list]
@@ -91,7 +93,7 @@ class Frames:
     """The package's frames between a public function and each launch."""
 
     def __init__(self, monkeypatch):
-        from lightning_attn._kernels.launch.runtime import Launch
+        from lightning_attn._linked.launch.runtime import Launch
 
         self.counts = []
         real = Launch.__call__
@@ -108,7 +110,7 @@ class Frames:
         monkeypatch.setattr(Launch, "__call__", launch)
 
 
-planned = pytest.mark.skipif(not _ops.interpreted(), reason="calls on a CPU launch nothing")
+planned = pytest.mark.skipif(not ops.interpreted(), reason="calls on a CPU launch nothing")
 
 
 @planned
@@ -139,7 +141,8 @@ def test_a_warm_decoding_step_takes_five_frames(monkeypatch):
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
 def test_a_backward_pass_is_planned_once(schedule, monkeypatch):
     """The second one makes no plan and asks no operator, and gives the same bits."""
-    from lightning_attn._kernels import plans, walks
+    from lightning_attn._linear import launch as linear_launch
+    from lightning_attn._linear.portable import walk_launch
 
     case = make_case(MEDIUM, torch.float32, "cpu").on(schedule)
 
@@ -155,11 +158,11 @@ def test_a_backward_pass_is_planned_once(schedule, monkeypatch):
         raise AssertionError("planned again")
 
     for place, name in (
-        (walks.Walk, "__init__"),
-        (plans.DecayGradientPlan, "__init__"),
-        (_ops, "read_gradient"),
-        (_ops, "write_gradients"),
-        (_ops, "decay_gradient"),
+        (walk_launch.Walk, "__init__"),
+        (linear_launch.DecayGradientPlan, "__init__"),
+        (ops, "read_gradient"),
+        (ops, "write_gradients"),
+        (ops, "decay_gradient"),
     ):
         monkeypatch.setattr(place, name, refuse)
     for got, want in zip(gradients(), first, strict=True):

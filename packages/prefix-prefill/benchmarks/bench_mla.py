@@ -1,6 +1,6 @@
 """Benchmark of multi-head latent attention: check first, then time, in turns.
 
-    python benchmarks/bench_mla.py --json mla.json
+    python benchmarks/bench_mla.py --json api.json
     python benchmarks/bench_mla.py --cases 128 --providers ours,portable
     python benchmarks/bench_mla.py --dry-run        tiny, on the CPU
 
@@ -24,8 +24,10 @@ from typing import Any
 
 import torch
 from bench_prefix_prefill import describe
-from prefix_prefill import _configs, mla, mla_attn_func
+from prefix_prefill import mla_attn_func
 from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._mla import api
+from prefix_prefill._paged import tiles
 from timing import Timer, copy_gbps
 
 Row = dict[str, Any]
@@ -139,12 +141,12 @@ _portable_calls: Memory[Any] = Memory()
 
 @contextlib.contextmanager
 def portable_kernels() -> Iterator[None]:
-    before = _configs.HOPPER, mla._known
-    _configs.HOPPER, mla._known = False, _portable_calls
+    before = tiles.HOPPER, api._known
+    tiles.HOPPER, api._known = False, _portable_calls
     try:
         yield
     finally:
-        _configs.HOPPER, mla._known = before
+        tiles.HOPPER, api._known = before
 
 
 def portable(problem: Problem, x: Inputs) -> Run:

@@ -268,17 +268,18 @@ _portable_calls: list[Any] = []
 
 @contextlib.contextmanager
 def _portable_kernels() -> Iterator[None]:
-    from prefix_prefill import _configs, api
+    from prefix_prefill import api
     from prefix_prefill._linked.host.forms import Memory
+    from prefix_prefill._paged import tiles
 
     if not _portable_calls:
         _portable_calls.append(Memory())
-    before = _configs.HOPPER, api._known
-    _configs.HOPPER, api._known = False, _portable_calls[0]
+    before = tiles.HOPPER, api._known
+    tiles.HOPPER, api._known = False, _portable_calls[0]
     try:
         yield
     finally:
-        _configs.HOPPER, api._known = before
+        tiles.HOPPER, api._known = before
 
 
 class Fa3(Provider):

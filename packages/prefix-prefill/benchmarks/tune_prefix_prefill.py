@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from cases import Problem, select
-from prefix_prefill import _configs, api, paged_attn_func
-from prefix_prefill._kernels import plans
+from prefix_prefill import api, paged_attn_func
+from prefix_prefill._paged import launch, tiles
 from providers import Expected, Inputs, judge, make_inputs, reference
 from timing import Timer, copy_gbps
 
@@ -36,19 +36,19 @@ CASES = (
 
 
 @contextlib.contextmanager
-def overridden(lookup: str, tile: _configs.Tile | None) -> Iterator[None]:
+def overridden(lookup: str, tile: tiles.Tile | None) -> Iterator[None]:
     """Let launches of the portable kernels have a tile in place of that of the table."""
-    before, hopper = getattr(plans, lookup), _configs.HOPPER
-    _configs.HOPPER = False
+    before, hopper = getattr(launch, lookup), tiles.HOPPER
+    tiles.HOPPER = False
     if tile is not None:
-        setattr(plans, lookup, lambda *_: tile)
+        setattr(launch, lookup, lambda *_: tile)
     # plans of earlier calls hold the tile of their time
     api._known = type(api._known)()
     try:
         yield
     finally:
-        setattr(plans, lookup, before)
-        _configs.HOPPER = hopper
+        setattr(launch, lookup, before)
+        tiles.HOPPER = hopper
         api._known = type(api._known)()
 
 
@@ -106,7 +106,7 @@ def main() -> None:
         x = make_inputs(problem, "cuda")
         expected = reference(problem, x)
         for text in ["", *(arguments.long if is_long else arguments.short)]:
-            tile = _configs.Tile(*map(int, text.split(","))) if text else None
+            tile = tiles.Tile(*map(int, text.split(","))) if text else None
             for splits in map(int, ["0"] if is_long else arguments.splits.split(",")):
                 with overridden("long_tile" if is_long else "short_tile", tile):
                     row = attempt(problem, x, expected, splits, timer)

@@ -74,7 +74,7 @@ def launch_attention(
 
     ``hopper``: with the kernel for Hopper, where that serves the call.
     """
-    from prefix_prefill._kernels.plans import launch_attention as launch
+    from prefix_prefill._paged.launch import launch_attention as launch
 
     heads_k = 8
     heads_q = heads_k * config.group
@@ -137,7 +137,7 @@ def launch_decode(config: Config, batch: int = 64) -> None:
 
 def launch_cache(config: Config, tokens: int = 1024) -> None:
     """Run the launcher that writes into a cache on meta tensors."""
-    from prefix_prefill._kernels.plans import launch_reshape_and_cache as launch
+    from prefix_prefill._paged.launch import launch_reshape_and_cache as launch
 
     new = [meta(tokens, 8, n, dtype=getattr(torch, config.dtype)) for n in config.widths]
     by_token = scale_caches(config)
@@ -147,7 +147,7 @@ def launch_cache(config: Config, tokens: int = 1024) -> None:
 
 def launch_merge(config: Config, tokens: int = 1024) -> None:
     """Run the launcher that merges two results on meta tensors."""
-    from prefix_prefill._kernels.plans import launch_merge as launch
+    from prefix_prefill._paged.launch import launch_merge as launch
 
     parts = [meta(tokens, 32, config.head_dim) for _ in range(2)]
     lses = [meta(32, tokens) for _ in range(2)]
@@ -157,7 +157,7 @@ def launch_merge(config: Config, tokens: int = 1024) -> None:
 
 def launch_append(config: Config, batch: int = 16, new: int = 4) -> None:
     """Run the launcher that appends to a cache, with rotary embeddings; ``packed``: by halves."""
-    from prefix_prefill._kernels.kvcache_plans import launch_append as launch
+    from prefix_prefill._kvcache.kernels.launch import launch_append as launch
 
     dtype, d = getattr(torch, config.dtype), config.head_dim
     q = meta(batch * new, 8 * config.group, d, dtype=dtype)
@@ -173,7 +173,7 @@ def launch_append(config: Config, batch: int = 16, new: int = 4) -> None:
 
 def launch_rows(config: Config, batch: int = 16, queries: int = 1) -> None:
     """Run the launcher that attends to a cache of rows, as many as there are sequences."""
-    from prefix_prefill._kernels.kvcache_plans import launch_attend as launch
+    from prefix_prefill._kvcache.kernels.launch import launch_attend as launch
 
     dtype, d = getattr(torch, config.dtype), config.head_dim
     q = meta(batch * queries, 8 * config.group, d, dtype=dtype)
@@ -206,8 +206,8 @@ def launch_mla(
     config: Config, tokens: int = 64, batch: int = 64, max_q: int = 1, hopper: bool = False
 ) -> None:
     """Run the launcher of multi-head latent attention on meta tensors; ``group`` heads."""
-    from prefix_prefill._kernels.mla_plans import launch_mla as launch
-    from prefix_prefill._mla_call import MlaOptions, MlaTensors
+    from prefix_prefill._mla.call import MlaOptions, MlaTensors
+    from prefix_prefill._mla.launch import launch_mla as launch
 
     dtype, int32 = getattr(torch, config.dtype), torch.int32
     q = meta(tokens, config.group, config.head_dim, dtype=dtype)
@@ -224,8 +224,8 @@ def launch_mla(
 
 def launch_mla_write(config: Config, tokens: int = 1024) -> None:
     """Run the launcher that writes into a cache of latent vectors on meta tensors."""
-    from prefix_prefill._kernels.mla_plans import launch_mla_write as launch
-    from prefix_prefill._mla_call import MlaWriteTensors
+    from prefix_prefill._mla.call import MlaWriteTensors
+    from prefix_prefill._mla.launch import launch_mla_write as launch
 
     dtype = getattr(torch, config.dtype)
     new = [meta(tokens, d, dtype=dtype) for d in (config.head_dim - 64, 64)]

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from prefix_prefill import api
-from prefix_prefill._hopper_configs import hopper_tile
 from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._paged.hopper_tiles import hopper_tile
 
 
 @pytest.fixture(params=[True, False], ids=["copies_first", "copies_last"])
@@ -20,28 +20,31 @@ def reverse(request):
 @pytest.fixture
 def serve(monkeypatch):
     """Return a function that has one kernel serve what it may of a call, in two programs."""
-    from prefix_prefill._kernels import plans, tile_plan
-    from prefix_prefill._kernels.hopper import plans as hopper_plans
+    from prefix_prefill._paged import launch as paged_launch
+    from prefix_prefill._paged.hopper import launch as hopper_launch
+    from prefix_prefill._paged.portable import tile_launch as tile_plan
 
     from ._linked.gluon import Kernel
 
-    real = {name: getattr(hopper_plans, name) for name in ("prefill_kernel", "prefill_wide_kernel")}
+    real = {
+        name: getattr(hopper_launch, name) for name in ("prefill_kernel", "prefill_wide_kernel")
+    }
     ticket = torch.zeros(1, dtype=torch.int32)
-    monkeypatch.setattr(plans, "takes_hopper", lambda *_: True)
+    monkeypatch.setattr(paged_launch, "takes_hopper", lambda *_: True)
     monkeypatch.setattr(tile_plan, "count_processors", lambda _: 2)
     for name in ("new_ticket", "kept_ticket"):
-        monkeypatch.setattr(hopper_plans, name, lambda _: ticket)
+        monkeypatch.setattr(hopper_launch, name, lambda _: ticket)
     kernels = []
 
     def serve(reverse=True, block_n=32, name="prefill_kernel", wideners=1, is_tall=False):
         monkeypatch.setattr(api, "_known", Memory())
-        monkeypatch.setattr(hopper_plans, "is_worth_tall", lambda *_: is_tall)
+        monkeypatch.setattr(hopper_launch, "is_worth_tall", lambda *_: is_tall)
         other = {"block_n": block_n, "wideners": wideners}
         monkeypatch.setattr(
-            hopper_plans, "hopper_tile", lambda *d: replace(hopper_tile(*d), **other)
+            hopper_launch, "hopper_tile", lambda *d: replace(hopper_tile(*d), **other)
         )
         kernels.append(Kernel(real[name], reverse))
-        monkeypatch.setattr(hopper_plans, name, kernels[-1])
+        monkeypatch.setattr(hopper_launch, name, kernels[-1])
         return kernels[-1]
 
     yield serve

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from attn_common import detect
-from prefix_prefill import _configs, api, dropin, mla, paged_attention_reference, paged_attn_func
-from prefix_prefill._layout import gather_pages
+from prefix_prefill import api, dropin, paged_attention_reference, paged_attn_func
+from prefix_prefill._cache.layout import gather_pages
 from prefix_prefill._linked.host.forms import Memory, interpreted
+from prefix_prefill._mla import api as mla_api
+from prefix_prefill._paged import tiles
 from torch import Tensor
 
 from ._linked import numerics
@@ -322,8 +324,8 @@ def check_bounds(case: Case, got: dict[str, Tensor]) -> None:
 def only_portable() -> Iterator[None]:
     """Keep calls from the kernel for Hopper."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_configs, "HOPPER", False)
-        for module in (api, dropin, mla):
+        patch.setattr(tiles, "HOPPER", False)
+        for module in (api, dropin, mla_api):
             patch.setattr(module, "_known", Memory())
         yield
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from prefix_prefill._configs import choose_splits
+from prefix_prefill._paged.tiles import choose_splits
 
 from ._aot import (
     Config,
@@ -61,7 +61,7 @@ SPILLS: dict[str, tuple[int, str]] = {
     "nvidia:sm_90 d256-float32-*": (1928, "likewise 256, in prefill; decoding spills 488"),
     "nvidia:sm_90 d128-bfloat16-float8*-packed *": (8, "with Triton 3.6 alone"),
     "nvidia:sm_90 d64-bfloat16-same-*-packed *": (8, "with Triton 3.6 alone, outside of loops"),
-    "* *-tree _paged_kernel": (32, "rows of 512 bytes and up, in tiles half as high as others"),
+    "* *-tree paged_kernel": (32, "rows of 512 bytes and up, in tiles half as high as others"),
     "nvidia:sm_90 d16-bfloat16-uint8-p16-g4 *": (16, "products with a quarter of few columns"),
     "nvidia:sm_90 d256-bfloat16-*int8-p16-g4 *": (136, "prefill alone; decoding spills nothing"),
     "amd:gfx1100 d512-*": (800, "rows of 512 sums in fp32, and as many numbers of an operand"),
@@ -216,7 +216,7 @@ def test_the_grid_holds_little_but_live_tiles(tokens, batch):
     with recording("nvidia:sm_90") as launches:
         launch_attention(Config(128), tokens, batch, max_q=tokens)
     for kernel, grid, options in launches:
-        assert kernel == "_paged_kernel"
+        assert kernel == "paged_kernel"
         heads_k = 8
         rows = tokens * 4 // options["BLOCK_M"]
         units = batch * options["TILES"] if options["TILES"] else rows + batch + 2
@@ -234,7 +234,7 @@ def test_decoding_launches_nothing_for_long_sequences():
 def test_one_sequence_fills_the_gpu_by_splits():
     with recording("nvidia:sm_90") as launches:
         launch_attention(Config(128, splits=0), 1, 1, 1)
-    assert [launch.kernel for launch in launches] == ["_paged_kernel", "_split_merge_kernel"]
+    assert [launch.kernel for launch in launches] == ["paged_kernel", "split_merge_kernel"]
     # 8 heads, and as many splits as fill 132 processors twice, less a tenth
     assert 8 * 29 <= math.prod(launches[0].grid) <= 8 * 34
 

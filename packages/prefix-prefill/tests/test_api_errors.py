@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from prefix_prefill import (
-    _ops,
     chunked_prefill_paged_decode,
     context_attention_fwd,
     merge_attn_states,
@@ -17,6 +16,7 @@ from prefix_prefill import (
     reshape_and_cache,
     shared_prefix_attn_func,
 )
+from prefix_prefill._paged import ops
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
@@ -31,7 +31,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the operator was called")
 
     for name in ("attention", "reshape_and_cache", "merge_states"):
-        monkeypatch.setattr(_ops, name, operator)
+        monkeypatch.setattr(ops, name, operator)
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float16, **options: Any) -> Tensor:

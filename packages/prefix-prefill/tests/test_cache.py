@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from prefix_prefill import _ops, api, reshape_and_cache
+from prefix_prefill import api, reshape_and_cache
 from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._paged import ops
 
 from ._linked.budget import DTYPES, Maker
 from ._linked.fences import run_fenced
@@ -143,15 +144,15 @@ def test_bytes_are_e4m3(device):
 @LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
 def test_writes_of_a_known_form_go_past_the_operator(dtype, layout, device, monkeypatch):
-    from prefix_prefill._kernels.plans import write_plan_of
+    from prefix_prefill._paged.launch import write_plan_of
 
     def operator(*_):
         raise AssertionError("the operator was called")
 
     monkeypatch.setattr(api, "_writes", Memory())
     # plans are for GPUs, but what they launch is the same in the interpreter
-    monkeypatch.setattr(_ops, "write_plan_of", write_plan_of)
-    monkeypatch.setattr(_ops, "reshape_and_cache", operator)
+    monkeypatch.setattr(ops, "write_plan_of", write_plan_of)
+    monkeypatch.setattr(ops, "reshape_and_cache", operator)
     stored = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
     scale = torch.tensor([4.0], device=device) if dtype == torch.uint8 else None
     for count in (21, 9, 1, 0):
@@ -238,7 +239,7 @@ def test_writes_in_a_graph_wait_for_what_is_no_kernel(device):
 def test_no_read_beyond_a_tensor():
     code = """
 import torch
-from prefix_prefill._kernels.plans import launch_reshape_and_cache
+from prefix_prefill._paged.launch import launch_reshape_and_cache
 for d in (16, 24):
     k, v = (fenced(torch.randn(6, 2, d)) for _ in range(2))
     caches = [fenced(torch.zeros(4, 4, 2, d)) for _ in range(2)]

@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from prefix_prefill import _ops, distributed
+from prefix_prefill import distributed
+from prefix_prefill._paged import ops
 
 from ._linked.budget import Maker, assert_no_worse_than_eager
 from ._numerics import Case, Problem, make_case, run_eager, run_oracle
 
 pytestmark = [
     pytest.mark.eager,
-    pytest.mark.skipif(_ops.interpreted(), reason="the operator's, which has tests of its own"),
+    pytest.mark.skipif(ops.interpreted(), reason="the operator's, which has tests of its own"),
 ]
 RANKS = 2
 PROBLEM = Problem(((9, 40), (1, 21), (20, 17), (3, 3), (2, 1), (0, 5)), 4, 2, 16, page=5, padding=2)

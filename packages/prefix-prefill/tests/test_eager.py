@@ -8,12 +8,14 @@ import sys
 
 import pytest
 import torch
-from prefix_prefill import _eager, _ops, mla_attn_func, mla_reference, paged_attn_func, reference
+from prefix_prefill import mla_attn_func, paged_attn_func
+from prefix_prefill._mla import reference as mla_reference
+from prefix_prefill._paged import eager, ops, reference
 
 from ._linked.budget import Maker, assert_same
 from ._numerics import DENSE_SMALL, FEATURES, PACKED_SMALL, SMALL, check, make_case, run
 
-if _ops.interpreted():
+if ops.interpreted():
     # once for all: as so many skipped tests, they would hide what else is skipped
     pytest.skip("about a process without the interpreter", allow_module_level=True)
 
@@ -29,7 +31,7 @@ def test_features(problem, feature):
 
 @pytest.mark.parametrize("feature", [None, *FEATURES])
 def test_sequences_in_parts(feature, monkeypatch):
-    monkeypatch.setattr(_eager, "ROWS", 3)
+    monkeypatch.setattr(eager, "ROWS", 3)
     for problem in (SMALL[5], DENSE_SMALL[0]):
         check(make_case(problem, torch.float32, CPU, [feature] if feature else []))
 
@@ -73,7 +75,7 @@ def test_no_mask_of_a_whole_sequence(is_latent, monkeypatch):
     else:
         paged_attn_func(q, cache, cache, *rest)
     assert masks
-    assert max(mask.numel() for mask in masks) <= _eager.ROWS * 1024
+    assert max(mask.numel() for mask in masks) <= eager.ROWS * 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -99,7 +101,7 @@ cache = torch.randn(3, 4, 1, 16)
 table = torch.tensor([[2, 0]], dtype=torch.int32)
 starts, lengths = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
 paged_attn_func(torch.randn(5, 2, 16), cache, cache, table, starts, lengths, 5, 7)
-sys.exit(any("._kernels" in name or name == "triton" for name in sys.modules))
+sys.exit(any(name.split(".")[-1] == "launch" or name == "triton" for name in sys.modules))
 """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from prefix_prefill import _ops
+from prefix_prefill._paged import ops
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "engine.py"
 
 pytestmark = [
     pytest.mark.eager,
-    pytest.mark.skipif(_ops.interpreted(), reason="an interpreted model takes minutes"),
+    pytest.mark.skipif(ops.interpreted(), reason="an interpreted model takes minutes"),
 ]
 
 

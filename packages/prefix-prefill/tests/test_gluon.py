@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from prefix_prefill import _ops
-from prefix_prefill._hopper_configs import hopper_tile
+from prefix_prefill._paged import ops
+from prefix_prefill._paged.hopper_tiles import hopper_tile
 
 from ._linked.budget import Maker, assert_same
 from ._numerics import MEDIUM, NAN, Case, Problem, check, make_case, run
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 # more queries than keys, tails, no key, no query, and one that another tile may serve
 LENGTHS = ((130, 300), (1, 90), (0, 5), (140, 60), (33, 33), (20, 0))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from prefix_prefill import _ops
+from prefix_prefill._paged import ops
 
 from ._linked.budget import Maker, assert_same
 from ._numerics import NAN, Case, Problem, check, make_case, run, run_oracle
 from .test_quantised import quantise
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FEW = ((70, 150), (1, 90), (0, 5), (40, 20))

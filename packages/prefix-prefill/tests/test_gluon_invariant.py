@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from prefix_prefill import (
-    _ops,
     api,
     chunked_prefill_paged_decode,
     flash_attn_with_kvcache,
     paged_attn_func,
 )
 from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._paged import ops
 
 from . import _kvcache
 from ._kvcache import Call
@@ -27,14 +27,14 @@ from ._numerics import NAN, PACKED, Problem, make_case
 from .test_dropin import own_pages, with_newest_in_cache
 from .test_invariant import Sequence, assert_the_same, attend, check_invariant
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     """Have the kernel for Hopper serve calls, in two programs."""
-    from prefix_prefill._kernels.invariant import plans
-    from prefix_prefill._kernels.invariant.hopper import plans as hopper_plans
+    from prefix_prefill._linked.invariant import plans
+    from prefix_prefill._linked.invariant.hopper import plans as hopper_plans
 
     from ._linked.gluon import Kernel
 

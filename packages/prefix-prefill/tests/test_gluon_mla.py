@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
-from prefix_prefill import _ops, mla
 from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._mla import api
+from prefix_prefill._paged import ops
 
 from ._linked.budget import assert_same
 from ._mla import NAN, Case, Problem, check, make_case
 
-pytestmark = pytest.mark.skipif(not _ops.interpreted(), reason="about the interpreter")
+pytestmark = pytest.mark.skipif(not ops.interpreted(), reason="about the interpreter")
 
 # more queries than keys, tails, no key, no query, one token
 LENGTHS = ((3, 300), (1, 190), (0, 5), (9, 4), (2, 0), (1, 64))
@@ -27,19 +28,19 @@ def reverse(request):
 @pytest.fixture
 def serve(monkeypatch):
     """Return a function that has one kernel serve calls."""
-    from prefix_prefill._kernels import mla_plans as portable
-    from prefix_prefill._kernels.hopper import mla_plans
+    from prefix_prefill._mla import launch as portable
+    from prefix_prefill._mla.hopper import launch
 
     from ._linked.gluon import Kernel
 
-    real = {name: getattr(mla_plans, name) for name in ("mla_kernel", "mla_fp8_kernel")}
+    real = {name: getattr(launch, name) for name in ("mla_kernel", "mla_fp8_kernel")}
     monkeypatch.setattr(portable, "takes_hopper_mla", lambda *_: True)
     kernels = []
 
     def serve(reverse=True, name="mla_kernel"):
-        monkeypatch.setattr(mla, "_known", Memory())
+        monkeypatch.setattr(api, "_known", Memory())
         kernels.append(Kernel(real[name], reverse))
-        monkeypatch.setattr(mla_plans, name, kernels[-1])
+        monkeypatch.setattr(launch, name, kernels[-1])
         return kernels[-1]
 
     yield serve

@@ -8,14 +8,14 @@ import pytest
 import torch
 import triton
 from prefix_prefill import api
-from prefix_prefill._call import Options, Tensors
-from prefix_prefill._configs import MAX_ROWS, copied_keys, rows_of_page, takes_hopper
-from prefix_prefill._hopper_configs import hopper_tile, is_worth_tall, takes_tall
-from prefix_prefill._kernels import plans
-from prefix_prefill._kernels.hopper import plans as hopper_plans
-from prefix_prefill._kernels.hopper.plans import as_rows
-from prefix_prefill._kernels.tile_plan import TilePlan
 from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._paged import launch as paged_launch
+from prefix_prefill._paged.call import Options, Tensors
+from prefix_prefill._paged.hopper import launch as hopper_launch
+from prefix_prefill._paged.hopper.launch import as_rows
+from prefix_prefill._paged.hopper_tiles import hopper_tile, is_worth_tall, takes_tall
+from prefix_prefill._paged.portable.tile_launch import TilePlan
+from prefix_prefill._paged.tiles import MAX_ROWS, copied_keys, rows_of_page, takes_hopper
 from torch import Tensor
 
 from ._aot import Config, launch_attention
@@ -288,8 +288,8 @@ def test_sequences_are_given_out_by_their_lengths(monkeypatch, device):
     def stand_in(_x: Tensors, _options: Options, portable: TilePlan, _is_kept: bool) -> TilePlan:
         return portable
 
-    monkeypatch.setattr(plans, "takes_hopper", lambda *_: True)
-    monkeypatch.setattr(hopper_plans, "HopperPlan", stand_in)
+    monkeypatch.setattr(paged_launch, "takes_hopper", lambda *_: True)
+    monkeypatch.setattr(hopper_launch, "HopperPlan", stand_in)
     monkeypatch.setattr(api, "_known", Memory())
     lengths = ((70, 80), (64, 64), (1, 20), (65, 65), (6, 30), (5, 9))
     problem = Problem(lengths, 3, 1, 16, padding=2)
@@ -421,7 +421,7 @@ TWO_SPILLS = (56, 192)
 )
 def test_builds_of_another_number_of_warpgroups_that_widen(config, tmp_path, monkeypatch):
     other = lambda *d: replace(hopper_tile(*d), wideners=3 - hopper_tile(*d).wideners)  # noqa: E731
-    monkeypatch.setattr(hopper_plans, "hopper_tile", other)
+    monkeypatch.setattr(hopper_launch, "hopper_tile", other)
     with compiling(HOPPER, tmp_path) as builds:
         launch_attention(config, hopper=True)
     build = builds[-1]
@@ -447,7 +447,7 @@ def test_few_queries_are_split_by_the_portable_kernel(tokens):
     """As long as the kernel for Hopper would leave much of the GPU idle."""
     with recording(HOPPER) as launches:
         launch_attention(Config(128, splits=0), tokens, 1, tokens, hopper=True)
-    last = "prefill_kernel" if tokens >= 512 else "_split_merge_kernel"
+    last = "prefill_kernel" if tokens >= 512 else "split_merge_kernel"
     assert launches[-1].kernel == last
 
 
@@ -472,7 +472,7 @@ def test_few_queries_of_an_odd_group_have_the_portable_tile():
     """All heads of the group lie side by side in it; and nothing else is launched."""
     with recording(HOPPER) as launches:
         launch_attention(Config(128, group=7), 64, 4, 16, hopper=True)
-    assert [launch.kernel for launch in launches] == ["_paged_kernel"] * 2
+    assert [launch.kernel for launch in launches] == ["paged_kernel"] * 2
     assert launches[-1].options["MAX_TOKENS"] == 64
     with recording(HOPPER) as launches:
         # longer than announced

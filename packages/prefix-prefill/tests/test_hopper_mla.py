@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-from prefix_prefill._configs import MIN_PIECE
-from prefix_prefill._mla_call import MlaOptions, MlaTensors
-from prefix_prefill._mla_configs import takes_hopper_mla
+from prefix_prefill._mla.call import MlaOptions, MlaTensors
+from prefix_prefill._mla.tiles import takes_hopper_mla
+from prefix_prefill._paged.tiles import MIN_PIECE
 from torch import Tensor
 
 from ._aot import Config, launch_mla
@@ -114,5 +114,5 @@ def test_lengths_make_one_variant():
 def test_few_sequences_are_split():
     with recording(HOPPER) as launches:
         launch_mla(Config(576, page=64, group=128, splits=0), 1, 1, 1, hopper=True)
-    assert [launch.kernel for launch in launches] == ["mla_kernel", "_split_merge_kernel"]
+    assert [launch.kernel for launch in launches] == ["mla_kernel", "split_merge_kernel"]
     assert launches[0].grid[0] > 16

@@ -11,8 +11,8 @@ from attn_common import detect, fp8_dtype
 from hypothesis import given
 from hypothesis import strategies as st
 from prefix_prefill import context_attention_fwd
-from prefix_prefill._kernels.hopper._linked import tickets
-from prefix_prefill._kernels.hopper.plans import HopperPlan
+from prefix_prefill._linked.hopper import tickets
+from prefix_prefill._paged.hopper.launch import HopperPlan
 from torch import Tensor
 
 from ._linked.budget import assert_same

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from prefix_prefill import paged_attn_func
-from prefix_prefill._kernels.invariant import plans
-from prefix_prefill._ops import interpreted
+from prefix_prefill._linked.invariant import plans
+from prefix_prefill._paged.ops import interpreted
 from torch import Tensor
 
 from ._linked.budget import Maker, assert_same, offsets

@@ -40,7 +40,7 @@ def test_all_builds_compute_alike(gpu, head_dim, dtype, tmp_path):
             launch_attention(Config(head_dim, dtype, invariant=True, **new))
         if gpu in FP8 and dtype != "float32":
             launch_attention(Config(head_dim, dtype, FP8[gpu], invariant=True))
-    walks = [x for x in builds if x.kernel == "_invariant_kernel"]
+    walks = [x for x in builds if x.kernel == "invariant_kernel"]
     assert len(walks) == len(builds) - 1 >= 4
     assert len({x.products for x in walks}) == 1, [sorted(x.products) for x in walks]
     name = f"{gpu} {head_dim} {dtype}"

@@ -173,7 +173,7 @@ def test_one_query_reads_its_key_from_the_cache(device):
 
 def test_a_length_that_is_too_small_loses_no_segment(device, monkeypatch):
     """What a drop-in is told of the lengths is a hint."""
-    from prefix_prefill._kernels.invariant import plans
+    from prefix_prefill._linked.invariant import plans
 
     monkeypatch.setattr(plans, "PROGRAMS", 10**6)
     keys = 3100 if device.type == "cuda" else 150

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from prefix_prefill import _ops, flash_attn_with_kvcache
+from prefix_prefill import flash_attn_with_kvcache
+from prefix_prefill._paged import ops
 from torch.library import opcheck
 
 from ._kvcache import Call, check, make
@@ -192,7 +193,7 @@ def test_empty(where, device):
 @pytest.mark.parametrize("call", [ROWS, PAGED], ids=str)
 def test_nothing_is_written_beyond_the_cache(call, page, device):
     """A GPU's lengths and pages are not checked."""
-    from prefix_prefill._kernels.kvcache_plans import launch_append
+    from prefix_prefill._kvcache.kernels.launch import launch_append
 
     given = make(call, F32, device)
     given["cache_seqlens"][1] = 47 if call is ROWS else 48
@@ -227,7 +228,7 @@ def test_no_read_beyond_a_tensor():
     """The new keys of the last sequence do not fit: no entry behind its last page is read."""
     code = """
 import torch
-from prefix_prefill._kernels.kvcache_plans import launch_append
+from prefix_prefill._kvcache.kernels.launch import launch_append
 for d in (16, 24):
     q, k, v = (fenced(torch.randn(4 * 3, heads, d)) for heads in (4, 2, 2))
     lengths = fenced(torch.tensor([0, 3, 7, 11], dtype=torch.int32))
@@ -262,11 +263,11 @@ def test_operators_pass_opcheck(call, device):
     utils = ("test_schema", "test_faketensor")
     rotated = torch.zeros_like(packed[0]) if call.rotary else None
     append: tuple[Any, ...] = *packed, *caches, *where, rotated, None, None, True, False
-    opcheck(_ops.append_kvcache, append, test_utils=utils)
+    opcheck(ops.append_kvcache, append, test_utils=utils)
     places = clean["cache_seqlens"], None, None, clean.get("block_table"), None
     out, lse = torch.zeros_like(packed[0]), torch.zeros(4, 9, device=device)
     attend = packed[0], *caches, *places, None, None, out, lse, 3, 0.25, -1, 0, 0.0, 0
-    opcheck(_ops.attend_kvcache, attend, test_utils=utils)
+    opcheck(ops.attend_kvcache, attend, test_utils=utils)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="tracing sees the operators alone")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from prefix_prefill import flash_attn_with_kvcache
-from prefix_prefill.reference import quantised, unpacked
+from prefix_prefill._paged.reference import quantised, unpacked
 from torch import Tensor
 from torch.library import opcheck
 
@@ -144,15 +144,15 @@ def test_strides_of_scales_are_free(kind, both, device):
 
 @pytest.mark.parametrize("kind", LARGEST)
 def test_operators_pass_opcheck(kind, device, monkeypatch):
-    from prefix_prefill import _ops
+    from prefix_prefill._paged import ops
 
     seen = {}
     for name in ("append_kvcache", "attend_kvcache"):
-        monkeypatch.setattr(_ops, name, lambda *x, name=name: seen.update({name: x}))
-    monkeypatch.setattr(_ops, "kvcache_plans_of", lambda *_: None)
+        monkeypatch.setattr(ops, name, lambda *x, name=name: seen.update({name: x}))
+    monkeypatch.setattr(ops, "kvcache_plans_of", lambda *_: None)
     flash_attn_with_kvcache(**stored(ROWS._replace(rotary=16), kind, torch.float32, device))
     for name, arguments in seen.items():
-        operator = getattr(getattr(torch.ops, _ops.NAMESPACE), name).default
+        operator = getattr(getattr(torch.ops, ops.NAMESPACE), name).default
         # NaN in slots without a key would differ from itself
         clean = tuple(x.nan_to_num() if isinstance(x, Tensor) else x for x in arguments)
         opcheck(operator, clean, test_utils=("test_schema", "test_faketensor"))

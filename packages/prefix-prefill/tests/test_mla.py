@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from prefix_prefill import (
-    _mla_ops,
-    _ops,
-    mla,
     mla_attention_reference,
     mla_attn_func,
     mla_cache_write,
     paged_attention_reference,
 )
 from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._mla import api
+from prefix_prefill._mla import ops as mla_ops
+from prefix_prefill._paged import ops as paged_ops
 from torch import Tensor
 from torch.library import opcheck
 
@@ -207,14 +207,14 @@ def test_operators_pass_opcheck(device):
     # the schema test compares what was not to be written, and NaN differs from itself
     clean = case.with_inputs(kv_cache=case.inputs["kv_cache"].nan_to_num(0.0))
     utils = ("test_schema", "test_faketensor")
-    opcheck(_mla_ops.mla_attention, operator_arguments(clean), test_utils=utils)
+    opcheck(mla_ops.mla_attention, operator_arguments(clean), test_utils=utils)
     new = [torch.randn(4, d, device=device) for d in (64, 8)]
     slots = torch.tensor([3, -1, 0, 7], device=device)
     cache = clean.inputs["kv_cache"]
-    opcheck(_mla_ops.mla_cache_write, (*new, cache, slots, None), test_utils=utils)
+    opcheck(mla_ops.mla_cache_write, (*new, cache, slots, None), test_utils=utils)
 
 
-@pytest.mark.skipif(_ops.interpreted(), reason="tracing sees the operators alone")
+@pytest.mark.skipif(paged_ops.interpreted(), reason="tracing sees the operators alone")
 def test_a_step_of_an_engine_compiles_once_for_all_lengths(device):
     def step(kv_c, k_pe, slots, q, kv_cache, table, starts, lengths, max_q, max_k):
         mla_cache_write(kv_c, k_pe, kv_cache, slots)
@@ -245,9 +245,9 @@ def test_a_step_of_an_engine_compiles_once_for_all_lengths(device):
 
 
 def test_a_form_is_checked_once(device, monkeypatch):
-    monkeypatch.setattr(mla, "_known", Memory())
+    monkeypatch.setattr(api, "_known", Memory())
     seen = []
-    monkeypatch.setattr(mla, "check_mla", lambda *given: seen.append(given))
+    monkeypatch.setattr(api, "check_mla", lambda *given: seen.append(given))
     case = make_case(SMALL, torch.float32, device)
     first = case()
     assert_same(case(), first)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from prefix_prefill import (
-    _ops,
     merge_attn_states,
     paged_attn_func,
     reshape_and_cache,
     shared_prefix_attn_func,
 )
+from prefix_prefill._paged import ops
 from torch import Tensor
 from torch.library import opcheck
 
@@ -60,7 +60,7 @@ def operator_arguments(case: Case, *, lse: bool = True) -> tuple[Any, ...]:
 
 
 traced_alike = pytest.mark.skipif(
-    _ops.interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
+    ops.interpreted(), reason="tracing sees the operators alone, and the interpreter is slow"
 )
 UTILS = ("test_schema", "test_faketensor")
 
@@ -73,9 +73,7 @@ def test_attention_passes_opcheck(lse, dense, features, device):
     # the schema test compares what was not to be written, and NaN differs from itself
     case = make_case(MEDIUM._replace(dense=dense), torch.float32, device, features)
     clean = {name: t.nan_to_num(0.0) for name, t in case.inputs.items()}
-    opcheck(
-        _ops.attention, operator_arguments(case.with_inputs(**clean), lse=lse), test_utils=UTILS
-    )
+    opcheck(ops.attention, operator_arguments(case.with_inputs(**clean), lse=lse), test_utils=UTILS)
 
 
 @pytest.mark.eager
@@ -85,7 +83,7 @@ def test_writing_passes_opcheck(layout, device):
     new = [torch.randn(5, 2, 16, device=device) for _ in "kv"]
     caches = [case.inputs[name].nan_to_num(0.0) for name in ("k_cache", "v_cache")]
     slots = torch.tensor([3, -1, 40, 0, 7], device=device)
-    opcheck(_ops.reshape_and_cache, (*new, *caches, slots, *[None] * 4), test_utils=UTILS)
+    opcheck(ops.reshape_and_cache, (*new, *caches, slots, *[None] * 4), test_utils=UTILS)
 
 
 @pytest.mark.eager
@@ -93,7 +91,7 @@ def test_merging_passes_opcheck(device):
     outs = [torch.randn(5, 2, 16, device=device) for _ in range(3)]
     lses = [torch.randn(2, 5, device=device) for _ in range(3)]
     arguments = (outs[0], lses[0], outs[1], lses[1], None, outs[2], lses[2])
-    opcheck(_ops.merge_states, arguments, test_utils=UTILS)
+    opcheck(ops.merge_states, arguments, test_utils=UTILS)
 
 
 @pytest.mark.eager
@@ -240,7 +238,7 @@ def test_import_needs_no_triton():
         q, cache = torch.randn(3, 2, 16), torch.randn(2, 4, 1, 16)
         table, starts, lengths = (torch.tensor(x).int() for x in ([[1, 0]], [0, 3], [5]))
         prefix_prefill.paged_attn_func(q, cache, cache, table, starts, lengths, 3, 5)
-        assert "prefix_prefill._kernels" not in sys.modules
+        assert "prefix_prefill._paged.launch" not in sys.modules
         assert not torch.cuda.is_initialized()
         assert dict(os.environ) == before
         """
@@ -253,10 +251,10 @@ def test_the_interpreter_is_asked_for_by_triton_s_variable():
     in_a_fresh_process(
         """
         import os
-        from prefix_prefill import _ops
+        from prefix_prefill import ops
         for value, expected in (("1", True), ("true", True), ("0", False)):
             os.environ["TRITON_INTERPRET"] = value
-            _ops.interpreted.cache_clear()
-            assert _ops.interpreted() is expected, value
+            ops.interpreted.cache_clear()
+            assert ops.interpreted() is expected, value
         """
     )

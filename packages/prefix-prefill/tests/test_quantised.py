@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from prefix_prefill import paged_attn_func, shared_prefix_attn_func
-from prefix_prefill.reference import quantised, unpacked
+from prefix_prefill._paged.reference import quantised, unpacked
 
 from ._linked.budget import Maker, assert_no_worse_than_eager, assert_same
 from ._numerics import MEDIUM, Problem, check, make_case, run, run_eager, run_oracle

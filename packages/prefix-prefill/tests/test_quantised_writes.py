@@ -149,7 +149,7 @@ def test_slots_and_strides(kind, device):
 
 @kinds
 def test_passes_opcheck(kind, device):
-    from prefix_prefill import _ops
+    from prefix_prefill._paged import ops
 
     made = {name: x.nan_to_num(0.0) for name, x in caches(kind, torch.float16, device).items()}
     new = [torch.randn(5, 2, 24, device=device) for _ in "kv"]
@@ -157,7 +157,7 @@ def test_passes_opcheck(kind, device):
     names = "k_cache", "v_cache", "k_scale_cache", "v_scale_cache"
     k_cache, v_cache, *scales = (made[name] for name in names)
     arguments = (*new, k_cache, v_cache, slots, None, None, *scales)
-    opcheck(_ops.reshape_and_cache, arguments, test_utils=("test_schema", "test_faketensor"))
+    opcheck(ops.reshape_and_cache, arguments, test_utils=("test_schema", "test_faketensor"))
     q, out = (torch.randn(3, 4, 24, device=device) for _ in range(2))
     table = torch.tensor([[2, 0]], dtype=torch.int32, device=device)
     starts = torch.tensor([0, 3], dtype=torch.int32, device=device)
@@ -165,7 +165,7 @@ def test_passes_opcheck(kind, device):
     arguments = (q, k_cache, v_cache, None, None, table, starts, lengths, *[None] * 5, *scales)
     arguments += (None, None, None, out, None, 3, 7, 0.2, -1, 0, 0.0, 0)
     arguments += (False, False, False, True, False)
-    opcheck(_ops.attention, arguments, test_utils=("test_schema", "test_faketensor"))
+    opcheck(ops.attention, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="tracing sees the operators alone")

@@ -30,13 +30,13 @@ def test_twenty_lengths_make_two_variants_of_a_tile_at_most(gpu, config):
     with counting(gpu) as decode:
         for batch in LENGTHS:
             launch_decode(config, batch)
-    assert len(decode["_paged_kernel"]) <= 2
+    assert len(decode["paged_kernel"]) <= 2
     with counting(gpu) as mixed:
         for tokens in LENGTHS:
             launch_attention(config, tokens, 3, tokens)
     # the tile for few queries, and the one for many
-    assert len(mixed["_paged_kernel"]) <= 4
-    assert len(mixed["_split_merge_kernel"]) <= 2
+    assert len(mixed["paged_kernel"]) <= 4
+    assert len(mixed["split_merge_kernel"]) <= 2
 
 
 @pytest.mark.aot
@@ -56,9 +56,9 @@ def test_twenty_batches_over_a_cache_of_rows():
             launch_append(Config(128), batch, batch % 3 + 1)
             launch_rows(Config(128), batch)
     assert {name: len(keys) for name, keys in variants.items()} == {
-        "_append_kernel": 1,
-        "_pages_kernel": 1,
-        "_paged_kernel": 1,
+        "append_kernel": 1,
+        "pages_kernel": 1,
+        "paged_kernel": 1,
     }
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from prefix_prefill import _ops
+from prefix_prefill._paged import ops
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "serve.py"
 REQUESTS = max(200, 10 * int(os.environ.get("PREFIX_PREFILL_EXAMPLES", "0")))
@@ -32,7 +32,7 @@ PAGES = 14
 
 pytestmark = [
     pytest.mark.eager,
-    pytest.mark.skipif(_ops.interpreted(), reason="an interpreted model takes minutes"),
+    pytest.mark.skipif(ops.interpreted(), reason="an interpreted model takes minutes"),
 ]
 
 

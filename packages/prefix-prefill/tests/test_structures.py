@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from prefix_prefill import (
-    _ops,
     api,
     context_attention_fwd,
     dropin,
@@ -19,32 +18,37 @@ from prefix_prefill import (
     paged_attn_func,
     reshape_and_cache,
 )
-from prefix_prefill import kvcache as public_kvcache
-from prefix_prefill._call import AppendTensors, Tensors, WriteTensors
-from prefix_prefill._kernels import (
-    attention,
-    cache,
-    kvcache,
-    kvcache_plans,
-    merge,
-    mla,
-    mla_parameters,
-    parameters,
-    plans,
-    primitives,
-    queries,
-    results,
-    schedule,
-    structures,
-    walk,
-    words,
+from prefix_prefill._cache.kernels import words
+from prefix_prefill._cache.kernels import write as cache
+from prefix_prefill._kvcache import api as public_kvcache
+from prefix_prefill._kvcache.kernels import append
+from prefix_prefill._kvcache.kernels import launch as kvcache_launch
+from prefix_prefill._linked.hopper import tickets
+from prefix_prefill._linked.host.forms import Memory
+from prefix_prefill._linked.invariant import arithmetic as invariant_arithmetic
+from prefix_prefill._linked.invariant import kernels as invariant_kernels
+from prefix_prefill._linked.invariant import structures as invariant_structures
+from prefix_prefill._linked.invariant import walk as invariant_walk
+from prefix_prefill._linked.launch import runtime
+from prefix_prefill._mla.call import MlaTensors, MlaWriteTensors
+from prefix_prefill._mla.hopper import (
+    fp8 as mla_fp8,
 )
-from prefix_prefill._kernels.hopper import attention as hopper_attention
-from prefix_prefill._kernels.hopper import (
+from prefix_prefill._mla.hopper import kernel as hopper_mla
+from prefix_prefill._mla.hopper import (
+    producer as mla_producer,
+)
+from prefix_prefill._mla.hopper import (
+    structures as mla_structures,
+)
+from prefix_prefill._mla.portable import kernel as portable_mla
+from prefix_prefill._mla.portable import parameters as mla_parameters
+from prefix_prefill._paged import launch as paged_launch
+from prefix_prefill._paged import ops
+from prefix_prefill._paged.call import AppendTensors, Tensors, WriteTensors
+from prefix_prefill._paged.hopper import attention as hopper_attention
+from prefix_prefill._paged.hopper import (
     consumer,
-    mla_fp8,
-    mla_producer,
-    mla_structures,
     producer,
     scales,
     tiles,
@@ -52,16 +56,18 @@ from prefix_prefill._kernels.hopper import (
     wide_producer,
     widening,
 )
-from prefix_prefill._kernels.hopper import mla as hopper_mla
-from prefix_prefill._kernels.hopper import structures as hopper
-from prefix_prefill._kernels.hopper._linked import tickets
-from prefix_prefill._kernels.invariant import arithmetic as invariant_arithmetic
-from prefix_prefill._kernels.invariant import kernels as invariant_kernels
-from prefix_prefill._kernels.invariant import structures as invariant_structures
-from prefix_prefill._kernels.invariant import walk as invariant_walk
-from prefix_prefill._kernels.launch import runtime
-from prefix_prefill._linked.host.forms import Memory
-from prefix_prefill._mla_call import MlaTensors, MlaWriteTensors
+from prefix_prefill._paged.hopper import structures as hopper
+from prefix_prefill._paged.portable import (
+    attention,
+    merge,
+    parameters,
+    primitives,
+    queries,
+    results,
+    schedule,
+    structures,
+    walk,
+)
 
 from ._linked.gpus import absent_gpu
 
@@ -69,44 +75,44 @@ pytestmark = pytest.mark.eager
 
 ENTRIES = [
     (
-        attention._paged_kernel, parameters.Pointers, parameters.Scores, parameters.Counts,
+        attention.paged_kernel, parameters.Pointers, parameters.Scores, parameters.Counts,
         parameters.Strides, parameters.Layout, parameters.RowLayout, parameters.Options,
         parameters.Schedule, parameters.Tile,
     ),
     (
-        merge._split_merge_kernel, parameters.SplitMergePointers, parameters.SplitMergeNumbers,
+        merge.split_merge_kernel, parameters.SplitMergePointers, parameters.SplitMergeNumbers,
         parameters.Schedule, parameters.SplitMergeTile,
     ),
     (
-        merge._state_merge_kernel, parameters.StateMergePointers, parameters.StateMergeNumbers,
+        merge.state_merge_kernel, parameters.StateMergePointers, parameters.StateMergeNumbers,
         parameters.StateMergeTile,
     ),
     (
-        cache._reshape_and_cache_kernel, parameters.WritePointers, parameters.WriteCounts,
+        cache.reshape_and_cache_kernel, parameters.WritePointers, parameters.WriteCounts,
         parameters.WriteStrides, parameters.CacheLayout, parameters.WriteTile,
     ),
     (
-        kvcache._append_kernel, parameters.AppendPointers, parameters.AppendCounts,
+        append.append_kernel, parameters.AppendPointers, parameters.AppendCounts,
         parameters.AppendStrides, parameters.AppendTile,
     ),
     (
-        kvcache._pages_kernel, parameters.PagePointers, parameters.PageCounts, parameters.PageTile,
+        append.pages_kernel, parameters.PagePointers, parameters.PageCounts, parameters.PageTile,
     ),
     (
-        mla._mla_kernel, mla_parameters.MlaPointers, mla_parameters.MlaCounts,
+        portable_mla.mla_kernel, mla_parameters.MlaPointers, mla_parameters.MlaCounts,
         mla_parameters.MlaStrides, mla_parameters.MlaOptions, parameters.Schedule,
         mla_parameters.MlaTile,
     ),
     (
-        mla._mla_write_kernel, mla_parameters.MlaWritePointers, mla_parameters.MlaWriteNumbers,
-        mla_parameters.MlaWriteTile,
+        portable_mla.mla_write_kernel, mla_parameters.MlaWritePointers,
+        mla_parameters.MlaWriteNumbers, mla_parameters.MlaWriteTile,
     ),
     (
-        invariant_kernels._invariant_kernel, invariant_structures.Tensors,
+        invariant_kernels.invariant_kernel, invariant_structures.Tensors,
         invariant_structures.Numbers, invariant_structures.Options, invariant_structures.Tile,
     ),
     (
-        invariant_kernels._invariant_merge_kernel, invariant_structures.MergeTensors,
+        invariant_kernels.invariant_merge_kernel, invariant_structures.MergeTensors,
         invariant_structures.MergeNumbers, invariant_structures.MergeTile,
     ),
     (
@@ -129,9 +135,9 @@ ENTRIES = [
 DEVICE_MODULES = [
     attention,
     cache,
-    kvcache,
+    append,
     merge,
-    mla,
+    portable_mla,
     primitives,
     queries,
     results,
@@ -220,9 +226,9 @@ def launches(monkeypatch):
     for module in (runtime, tickets):
         monkeypatch.setattr(module, "current_device", lambda: 0)
     # plans are for GPUs
-    monkeypatch.setattr(_ops, "plan_of", plans.plan_of)
-    monkeypatch.setattr(_ops, "write_plan_of", plans.write_plan_of)
-    monkeypatch.setattr(_ops, "kvcache_plans_of", kvcache_plans.plans_of)
+    monkeypatch.setattr(ops, "plan_of", paged_launch.plan_of)
+    monkeypatch.setattr(ops, "write_plan_of", paged_launch.write_plan_of)
+    monkeypatch.setattr(ops, "kvcache_plans_of", kvcache_launch.plans_of)
     known = (api, "_known"), (dropin, "_known"), (api, "_writes"), (public_kvcache, "_known")
     for module, name in known:
         monkeypatch.setattr(module, name, Memory())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from prefix_prefill import _ops
+from prefix_prefill._paged import ops
 from prefix_prefill.integrations import transformers as integration
 from transformers.generation import ContinuousBatchingConfig
 
@@ -117,12 +117,12 @@ def calls(monkeypatch):
 
 
 # an interpreted model takes long: these two have all that the others have, but for sinks
-MODELS = [llama, gemma] if _ops.interpreted() else [llama, gemma, mistral, gpt_oss]
+MODELS = [llama, gemma] if ops.interpreted() else [llama, gemma, mistral, gpt_oss]
 
 
 @pytest.mark.parametrize("make", MODELS)
 def test_generate_batch_says_what_generate_says(make, device, calls):
-    small = _ops.interpreted()
+    small = ops.interpreted()
     lengths, tokens = ([1, 11], 2) if small else ([1, 11, 29, 5], 8)
     prompts = prompts_of(lengths)
     # chunks of prompts beside sequences that decode

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from attn_common import Platform, detect
 from prefix_prefill import context_attention_fwd, paged_attn_func
-from prefix_prefill._configs import long_tile, short_tile
+from prefix_prefill._paged.tiles import long_tile, short_tile
 from triton.compiler.errors import CompilationError
 
 from ._linked.budget import Maker, assert_no_worse_than_eager

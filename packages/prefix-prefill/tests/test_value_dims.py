@@ -10,18 +10,18 @@ import pytest
 import torch
 from attn_common import detect, fp8_dtype
 from prefix_prefill import (
-    _configs,
     paged_attention_reference,
     paged_attn_func,
     reshape_and_cache,
     shared_prefix_attn_func,
     validate_paged,
 )
-from prefix_prefill._call import Options, Tensors
-from prefix_prefill._configs import choose_splits, long_tile, short_tile
-from prefix_prefill._kernels.addressing import has_narrow_words
-from prefix_prefill._kernels.plans import AttentionPlan
-from prefix_prefill.reference import quantised, unpacked
+from prefix_prefill._cache.kernels.addressing import has_narrow_words
+from prefix_prefill._paged import tiles as paged_tiles
+from prefix_prefill._paged.call import Options, Tensors
+from prefix_prefill._paged.launch import AttentionPlan
+from prefix_prefill._paged.reference import quantised, unpacked
+from prefix_prefill._paged.tiles import choose_splits, long_tile, short_tile
 from torch import Tensor
 from torch.library import opcheck
 from torch.nn.functional import scaled_dot_product_attention
@@ -384,8 +384,8 @@ def test_the_wider_of_keys_and_values_chooses_the_tile(d, dv):
     with recording("nvidia:sm_90") as launches:
         plan = AttentionPlan(x, Options(0.1, -1, 0, 0.0))
         plan.run(x, 300, 900)
-    assert {launch.kernel for launch in launches} <= {"_paged_kernel", "_split_merge_kernel"}
-    found = [launch.options for launch in launches if launch.kernel == "_paged_kernel"]
+    assert {launch.kernel for launch in launches} <= {"paged_kernel", "split_merge_kernel"}
+    found = [launch.options for launch in launches if launch.kernel == "paged_kernel"]
     with absent_gpu("nvidia:sm_90"):
         platform = detect(x.q.device)
         tiles = [short_tile(platform, max(d, dv), 2, 4), long_tile(platform, max(d, dv), 2)]
@@ -402,13 +402,13 @@ def test_the_wider_of_keys_and_values_chooses_the_tile(d, dv):
 @pytest.mark.parametrize(("d", "dv"), [(64, 512), (512, 64)])
 def test_parts_of_values_fit_their_memory(d, dv, monkeypatch, request):
     row = 4 * (dv + 1)  # and its log-sum-exp
-    monkeypatch.setattr(_configs, "_SCRATCH_BYTES", 5 * 16 * row)
+    monkeypatch.setattr(paged_tiles, "_SCRATCH_BYTES", 5 * 16 * row)
     choose_splits.cache_clear()
     request.addfinalizer(choose_splits.cache_clear)
     x = tensors_of(Problem(((1, 4000),), 1, 1, d, page=16, head_dim_v=dv), BF16)
     with recording("nvidia:sm_90") as launches:
         AttentionPlan(x, Options(0.1, -1, 0, 0.0)).run(x, 1, 4000)
-    assert launches[0].kernel == "_paged_kernel"
+    assert launches[0].kernel == "paged_kernel"
     assert math.prod(launches[0].grid) == 5 + 1  # splits, and a program that clears padding
 
 

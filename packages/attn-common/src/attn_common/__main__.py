@@ -7,7 +7,7 @@ import signal
 import sys
 
 from . import __version__, detect, fp8_dtype
-from .fp8 import _FORMATS
+from .fp8 import FORMATS
 
 
 def main(arguments: list[str]) -> int:
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         print("torch is not installed: the FP8 table was not compared with it")
         return 0
     failed = False
-    for name, info in _FORMATS.items():
+    for name, info in FORMATS.items():
         values = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).double()
         finite = values[values.isfinite()]
         found = (finite.max().item(), finite.min().item(), finite[finite > 0].min().item())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .platform import _CDNA3, Platform
+from .platform import CDNA3, Platform
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Fp8Info:
         return 2.0 ** (1 - self.bias - self.mantissa_bits)
 
 
-_FORMATS = {
+FORMATS = {
     info.name: info
     for info in (
         Fp8Info("float8_e4m3fn", 4, 3, bias=7, max=448.0, has_inf=False),
@@ -51,9 +51,9 @@ _FORMATS = {
 def fp8_info(dtype: torch.dtype | str) -> Fp8Info:
     """Look a format up by ``torch.dtype`` or by name (``"float8_e4m3fn"``)."""
     name = str(dtype).removeprefix("torch.")
-    if name not in _FORMATS:
-        raise TypeError(f"fp8_info: dtype must be one of {', '.join(_FORMATS)}, got {dtype}")
-    return _FORMATS[name]
+    if name not in FORMATS:
+        raise TypeError(f"fp8_info: dtype must be one of {', '.join(FORMATS)}, got {dtype}")
+    return FORMATS[name]
 
 
 def fp8_dtype(platform: Platform) -> str:
@@ -62,4 +62,4 @@ def fp8_dtype(platform: Platform) -> str:
     CDNA3 is the one that uses AMD's own ``float8_e4m3fnuz``. Whether the hardware computes in
     FP8 at all is another question: ``platform.supports_fp8``.
     """
-    return "float8_e4m3fnuz" if platform.arch in _CDNA3 else "float8_e4m3fn"
+    return "float8_e4m3fnuz" if platform.arch in CDNA3 else "float8_e4m3fn"

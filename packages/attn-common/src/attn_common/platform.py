@@ -26,7 +26,7 @@ _ARCH = {
 _RDNA = re.compile(r"gfx(10|11|120)[0-9a-f]+")
 _SHARED_KIB = {"sm_80": 163, "sm_87": 163, "sm_86": 99, "sm_89": 99, "sm_120": 99, "sm_121": 99}
 _SHARED_KIB |= {"sm_90": 227, "sm_100": 227, "sm_103": 227, "gfx950": 160}
-_CDNA3 = ("gfx940", "gfx941", "gfx942")
+CDNA3 = ("gfx940", "gfx941", "gfx942")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Platform:
 
     @property
     def is_cdna(self) -> bool:
-        return self.arch in ("gfx908", "gfx90a", *_CDNA3, "gfx950")
+        return self.arch in ("gfx908", "gfx90a", *CDNA3, "gfx950")
 
     @property
     def is_rdna(self) -> bool:
@@ -82,7 +82,7 @@ class Platform:
             known = re.fullmatch(_ARCH["nvidia"], self.arch)
             return known is not None and int(known[1].removeprefix("sm_")) >= 89
         if self.vendor == "amd":
-            return self.arch in (*_CDNA3, "gfx950", "gfx1200", "gfx1201")
+            return self.arch in (*CDNA3, "gfx950", "gfx1200", "gfx1201")
         return self.vendor == "cpu" or self.arch not in ("", "trn1", "inf1", "inf2")
 
     @property

@@ -1,6 +1,11 @@
 """Block-sparse attention in Triton: any block layout, prefill, decode and training."""
 
 from . import patterns, selectors
+from ._attention.reference import (
+    blocksparse_attention_reference,
+    blocksparse_varlen_attention_reference,
+)
+from ._attention.validate import validate_varlen
 from .api import blocksparse_attn_func, blocksparse_attn_varlen_func
 from .dropin import (
     LocalStridedBlockSparseAttn,
@@ -9,9 +14,7 @@ from .dropin import (
 )
 from .layout import BlockSparseLayout
 from .module import LayoutModule
-from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
 from .token_rule import TokenRule
-from .validate import validate_varlen
 
 __version__ = "1.0.0"
 __all__ = [

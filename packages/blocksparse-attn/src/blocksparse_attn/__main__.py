@@ -13,7 +13,11 @@ from attn_common import Platform
 from torch import Tensor
 
 from . import BlockSparseLayout, __version__, blocksparse_attn_func, blocksparse_attn_varlen_func
-from ._configs import (
+from ._attention.reference import (
+    blocksparse_attention_reference,
+    blocksparse_varlen_attention_reference,
+)
+from ._attention.tiles import (
     BACKWARD_STAGES,
     SHORT_ROWS,
     SHORT_ROWS_FAST,
@@ -29,7 +33,6 @@ from ._configs import (
     tall_shape,
 )
 from ._linked.host.selfcheck import check_gradients, print_versions, run_command, short_name
-from .reference import blocksparse_attention_reference, blocksparse_varlen_attention_reference
 
 
 def describe(platform: Platform) -> None:

@@ -6,11 +6,11 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from . import _checks, _configs, _ops
-from ._call import Bounds, Tensors
-from ._configs import SHORT
-from ._kept_lists import stream_of
-from ._layout_checks import is_top_left
+from ._attention import checks, ops, tiles
+from ._attention.call import Bounds, Tensors
+from ._attention.tiles import SHORT
+from ._layout.checks import is_top_left
+from ._layout.kept_lists import stream_of
 from ._linked.host import arguments
 from ._linked.host.arguments import as_int32, check_flag
 from ._linked.host.forms import form_of
@@ -76,9 +76,9 @@ def blocksparse_attn_func(
         NotImplementedError: on forward-mode differentiation.
     """
     if unknown:
-        _checks.refuse_unknown(unknown)
-    _checks.check_is_layout(layout)
-    must_repeat = deterministic, _configs.repeats()
+        checks.refuse_unknown(unknown)
+    checks.check_is_layout(layout)
+    must_repeat = deterministic, tiles.repeats()
     form = form_of(
         (q, k, v),
         (),
@@ -88,15 +88,15 @@ def blocksparse_attn_func(
     x = Tensors(q, k, v, rule=layout._rule)
     known = None if form is None else layout._calls.get(form)
     if known is None:
-        _checks.check_qkv(q, k, v, 4)
-        options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
+        checks.check_qkv(q, k, v, 4)
+        options = checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
         check_flag("deterministic", deterministic)
-        _checks.check_layout(layout, q, k, q.shape[0])
-        _checks.check_cover(layout, k, q.shape[1], k.shape[1], options.top_left)
+        checks.check_layout(layout, q, k, q.shape[0])
+        checks.check_cover(layout, k, q.shape[1], k.shape[1], options.top_left)
     bounds = Bounds(q.shape[1], k.shape[1])
     if known is None:
-        known = _ops.checked(x, layout, bounds, options, form, any(must_repeat))
-    out, lse = _ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
+        known = ops.checked(x, layout, bounds, options, form, any(must_repeat))
+    out, lse = ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out
 
 
@@ -151,15 +151,15 @@ def blocksparse_attn_varlen_func(
         NotImplementedError: on a gradient with ``block_table``; on forward-mode differentiation.
     """
     if unknown:
-        _checks.refuse_unknown(unknown)
+        checks.refuse_unknown(unknown)
     cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
-    _checks.check_is_layout(layout)
+    checks.check_is_layout(layout)
     arguments.check_length("max_seqlen_q", max_seqlen_q)
     arguments.check_length("max_seqlen_k", max_seqlen_k)
     bounds = Bounds(max_seqlen_q, max_seqlen_k)
     # which tiles there are depends on no more than this of the longest sequence
     longest = max_seqlen_q if max_seqlen_q <= SHORT else SHORT + 1
-    must_repeat = deterministic, _configs.repeats()
+    must_repeat = deterministic, tiles.repeats()
     form = form_of(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, block_table),
@@ -171,16 +171,16 @@ def blocksparse_attn_varlen_func(
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, layout._rule)
     known = None if form is None else layout._calls.get(form)
     if known is None:
-        _checks.check_qkv(q, k, v, 3, paged=block_table is not None)
-        options = _checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
+        checks.check_qkv(q, k, v, 3, paged=block_table is not None)
+        options = checks.check_options(q, softmax_scale, causal, num_splits, return_lse, align)
         check_flag("deterministic", deterministic)
         batch = arguments.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
         if block_table is not None:
-            _checks.check_block_table(q, k, v, batch, block_table)
-        _checks.check_layout(layout, q, k, batch)
+            checks.check_block_table(q, k, v, batch, block_table)
+        checks.check_layout(layout, q, k, batch)
     top_left = is_top_left(align)
-    _checks.check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
+    checks.check_cover(layout, k, max_seqlen_q, max_seqlen_k, top_left, block_table)
     if known is None:
-        known = _ops.checked(x, layout, bounds, options, form, any(must_repeat))
-    out, lse = _ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
+        known = ops.checked(x, layout, bounds, options, form, any(must_repeat))
+    out, lse = ops.attention(x, layout._for_heads(q.shape[-2]), bounds, known)
     return (out, lse) if return_lse else out

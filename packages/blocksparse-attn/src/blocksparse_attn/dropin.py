@@ -9,7 +9,7 @@ import torch
 from attn_common import cdiv
 from torch import Tensor, nn
 
-from ._layout_checks import check_block_size, check_count, check_csr, check_indices
+from ._layout.checks import check_block_size, check_count, check_csr, check_indices
 from ._linked.host import arguments
 from .api import blocksparse_attn_varlen_func
 from .layout import BlockSparseLayout

@@ -10,10 +10,8 @@ import torch
 from attn_common import cdiv, detect
 from torch import Tensor
 
-from ._call import Checked, Pattern
-from ._indices import check_columns, rows_of_indices
-from ._kept_lists import Readiness, is_capturing, keep, prepare_lists
-from ._layout_checks import (
+from ._attention.call import Checked, Pattern
+from ._layout.checks import (
     check_alike,
     check_block_size,
     check_calls,
@@ -24,12 +22,14 @@ from ._layout_checks import (
     is_top_left,
     validate_csr,
 )
-from ._layout_values import State, are_equal, joined, of_heads, order_sums, read, write
+from ._layout.indices import check_columns, rows_of_indices
+from ._layout.kept_lists import Readiness, is_capturing, keep, prepare_lists
+from ._layout.lists import dense_of
+from ._layout.plot import draw
+from ._layout.rows import dense_csr, density_of, local_strided_csr, mask_of
+from ._layout.values import State, are_equal, joined, of_heads, order_sums, read, write
 from ._linked.host.arguments import check_flag
 from ._linked.host.forms import Memory
-from ._lists import dense_of
-from ._patterns import dense_csr, density_of, local_strided_csr, mask_of
-from ._plot import draw
 from .token_rule import TokenRule
 
 # rows of queries that the largest tile holds

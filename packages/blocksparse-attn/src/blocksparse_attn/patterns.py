@@ -12,7 +12,7 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ._layout_checks import check_block_size, check_count
+from ._layout.checks import check_block_size, check_count
 from .layout import BlockSparseLayout
 
 Device = torch.device | str | None

@@ -12,7 +12,7 @@ import torch
 from attn_common import cdiv
 from torch import Tensor
 
-from ._layout_checks import check_block_size, check_count, is_top_left
+from ._layout.checks import check_block_size, check_count, is_top_left
 from ._linked.host.arguments import check_scale, check_tensor
 from .layout import BlockSparseLayout
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kept_lists import NAMESPACE
-from ._layout_checks import check_count, check_indices
+from ._layout.checks import check_count, check_indices
+from ._layout.kept_lists import NAMESPACE
 from ._linked.host.arguments import is_int, kind
 from ._linked.host.operators import register
 

@@ -13,16 +13,17 @@ import torch
 from attn_common import Platform, has_gluon
 from torch import Tensor
 
-from . import __version__, _configs, flash_attn_func, flash_attn_varlen_func
-from ._configs import backward_dkdv_tile, backward_dq_tile, forward_tile
-from ._hopper_configs import (
+from . import __version__, flash_attn_func, flash_attn_varlen_func
+from ._dense import tiles as dense_tiles
+from ._dense.hopper_tiles import (
     forward_panels,
     hopper_backward_tile,
     hopper_panel_tile,
     hopper_tile,
 )
+from ._dense.tiles import backward_dkdv_tile, backward_dq_tile, forward_tile
 from ._linked.host.selfcheck import check_gradients, print_versions, run_command, short_name
-from .reference import attention_reference, varlen_attention_reference
+from ._reference.reference import attention_reference, varlen_attention_reference
 
 # on Hopper: calls that the portable kernels serve, and why; docs/how-it-works.md says the same
 PORTABLE = (
@@ -95,7 +96,7 @@ PORTABLE = (
 def describe(platform: Platform) -> None:
     """Print versions, which kernels serve which calls, and the tile of every shape class."""
     print_versions(__version__)
-    if platform.is_hopper and _configs.HOPPER and has_gluon():
+    if platform.is_hopper and dense_tiles.HOPPER and has_gluon():
         print(f"platform {platform}; the Gluon kernels for Hopper serve fp16, bf16 and FP8:")
         _print_hopper_tiles()
         print("the portable Triton kernels serve:")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _ops
+from ._dense import ops
 from ._linked.host.arguments import check_flag
 from .api import flash_attn_func, flash_attn_varlen_func
 
@@ -26,7 +26,7 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _ops.forward:
+        if func is ops.forward:
             raise _Reached(args)
         if func.overloadpacket is torch.ops.aten.randint:
             return torch.empty(args[-1], **kwargs)
@@ -62,4 +62,4 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = True, **options
             call(q, k, v, **options)
     except _Reached as reached:
         arguments = reached.arguments
-    _ops.build_calls(arguments, backward)
+    ops.build_calls(arguments, backward)

@@ -8,8 +8,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import _checks, _ops, _options
-from ._call import Checked, Given, Options, Tensors
+from ._dense import checks, ops
+from ._dense import options as dense_options
+from ._dense.call import Checked, Given, Options, Tensors
 from ._linked.host import arguments
 from ._linked.host.arguments import as_int32, one_of
 from ._linked.host.forms import Memory, form_of
@@ -123,7 +124,7 @@ def flash_attn_func(
             ``invariant``, on FP8, dropout, ``bias`` and ``alibi_slopes``.
     """
     if unknown:
-        _options.refuse_unknown(unknown)
+        dense_options.refuse_unknown(unknown)
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     form = form_of(
@@ -160,8 +161,8 @@ def flash_attn_func(
     )
     known = None if form is None else _known.get(form)
     if known is None:
-        _checks.check_qkv(q, k, v, 4)
-        options = _options.check_options(
+        checks.check_qkv(q, k, v, 4)
+        options = dense_options.check_options(
             q,
             dropout_p,
             softmax_scale,
@@ -186,7 +187,7 @@ def flash_attn_func(
             return_lse or return_attn_probs,
         )
     x = _completed(x, known.options)
-    out, lse = _ops.attention(x, q.shape[1], k.shape[1], known)
+    out, lse = ops.attention(x, q.shape[1], k.shape[1], known)
     if return_attn_probs:
         return out, lse, _probabilities(x, lse, q.shape[1], k.shape[1], known.options)
     return (out, lse) if return_lse else out
@@ -276,7 +277,7 @@ def flash_attn_varlen_func(
             f"package prefix-prefill, got {type(block_table).__name__}"
         )
     if unknown:
-        _options.refuse_unknown(unknown)
+        dense_options.refuse_unknown(unknown)
     if s_aux is not None or learnable_sink is not None:
         sinks = one_of(sinks=sinks, s_aux=s_aux, learnable_sink=learnable_sink)
     cu_seqlens_q, cu_seqlens_k = as_int32(cu_seqlens_q), as_int32(cu_seqlens_k)
@@ -330,8 +331,8 @@ def flash_attn_varlen_func(
     )
     known = None if form is None else _known.get(form)
     if known is None:
-        _checks.check_qkv(q, k, v, 3)
-        options = _options.check_options(
+        checks.check_qkv(q, k, v, 3)
+        options = dense_options.check_options(
             q,
             dropout_p,
             softmax_scale,
@@ -343,7 +344,7 @@ def flash_attn_varlen_func(
             return_lse,
             invariant,
         )
-        batch = _checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
+        batch = checks.check_packed(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
     arguments.check_length("max_seqlen_q", max_seqlen_q)
     arguments.check_length("max_seqlen_k", max_seqlen_k)
     if known is None:
@@ -360,7 +361,7 @@ def flash_attn_varlen_func(
             return_lse or return_attn_probs,
         )
     x = _completed(x, known.options)
-    out, lse = _ops.attention(x, max_seqlen_q, max_seqlen_k, known)
+    out, lse = ops.attention(x, max_seqlen_q, max_seqlen_k, known)
     if return_attn_probs:
         return out, lse, _probabilities(x, lse, max_seqlen_q, max_seqlen_k, known.options)
     return (out, lse) if return_lse else out
@@ -381,10 +382,10 @@ def _check(
     """Check what both forms have in common, and keep what is known then."""
     heads_k = x.k.shape[-2]
     if x.bias is not None or x.alibi_slopes is not None or x.sinks is not None:
-        _checks.check_extras(
+        checks.check_extras(
             x.q, batch, heads_k, seqlen_q, seqlen_k, x.bias, x.alibi_slopes, x.sinks
         )
-    out_dtype = _checks.check_low_precision(
+    out_dtype = checks.check_low_precision(
         x.q,
         x.k,
         x.v,
@@ -398,15 +399,15 @@ def _check(
         (x.bias, x.sinks),
     )
     if invariant:
-        _checks.check_invariant(x, options, out_dtype)
+        checks.check_invariant(x, options, out_dtype)
     if form is None:
         return Checked(options, out_dtype, deterministic, invariant)
     x = x._replace(bias=_four_dimensional(x.bias))
-    needs_gradient, given = _ops.needs_gradient(x), None
+    needs_gradient, given = ops.needs_gradient(x), None
     if needs_gradient:
         *present, _ = (t is not None for t in x)
         given = Given((*present, options.dropout_p > 0.0))  # its state is drawn for each call
-    plan = _ops.plan_of(
+    plan = ops.plan_of(
         x, options, out_dtype, deterministic, invariant, needs_gradient=needs_gradient
     )
     checked = Checked(options, out_dtype, deterministic, invariant, plan, given, returns_lse)
@@ -434,7 +435,7 @@ def _probabilities(
     """Return the probabilities, negative where dropped; None without dropout."""
     if x.rng_state is None:
         return None
-    return _ops.dropout_marked_probabilities(
+    return ops.dropout_marked_probabilities(
         x.q,
         x.k,
         lse,

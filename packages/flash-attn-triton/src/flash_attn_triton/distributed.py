@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _checks, _options
-from ._call import Options
-from ._claims import NAMES, compare
-from ._heads import Heads
+from ._dense import checks
+from ._dense import options as dense_options
+from ._dense.call import Options
 from ._linked.host.arguments import FLOAT_DTYPES, check_flag, kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
@@ -30,8 +29,10 @@ from ._linked.parallel.cut import Cut, cut_alike, cut_by_plan
 from ._linked.parallel.groups import Where, group_named, where
 from ._linked.parallel.plan import ShardPlan
 from ._linked.parallel.shards import check_count, check_shard, shard, shard_size, unshard
-from ._sharded import Sharded
-from ._sharded_ops import call_forward, compare_calls
+from ._parallel.claims import NAMES, compare
+from ._parallel.heads import Heads
+from ._parallel.ops import call_forward, compare_calls
+from ._parallel.passes import Sharded
 
 __all__ = ["ShardPlan", "flash_attn_func", "flash_attn_varlen_func", "shard", "unshard"]
 
@@ -227,18 +228,18 @@ def _check(
 ) -> Options:
     """Check what both forms have in common."""
     q, k, v = qkv
-    _checks.check_qkv(q, k, v, ndim)
+    checks.check_qkv(q, k, v, ndim)
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"q must be torch.float16, torch.bfloat16 or torch.float32 across ranks, got {q.dtype}"
         )
     for name, flag in zip(("deterministic", "return_lse", "validate"), flags, strict=True):
         check_flag(name, flag)
-    options = _options.check_options(
+    options = dense_options.check_options(
         q, 0.0, softmax_scale, causal, window_size, softcap, *flags[:1], False, flags[1]
     )
     if sinks is not None:
-        _checks.check_extras(q, 1, k.shape[-2], q.shape[-3], k.shape[-3], None, None, sinks)
+        checks.check_extras(q, 1, k.shape[-2], q.shape[-3], k.shape[-3], None, None, sinks)
     if heads_at is not None:
         for name, x in (("heads_q", q), ("heads_k", k)):
             if x.shape[-2] % heads_at.group_size:

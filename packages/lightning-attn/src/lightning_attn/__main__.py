@@ -15,13 +15,13 @@ from attn_common import Platform, detect
 from torch import Tensor
 
 from . import __version__, lightning_attn_decode, lightning_attn_func, lightning_attn_varlen_func
-from ._configs import decode_tile, takes_hopper_walk, walk_tile
-from ._linked.host.selfcheck import judge, print_versions, run_command, short_name
-from .reference import (
+from ._linear.reference import (
     lightning_attention_decode_reference,
     lightning_attention_reference,
     lightning_attention_varlen_reference,
 )
+from ._linear.tiles import decode_tile, takes_hopper_walk, walk_tile
+from ._linked.host.selfcheck import judge, print_versions, run_command, short_name
 
 
 def describe(platform: Platform) -> None:

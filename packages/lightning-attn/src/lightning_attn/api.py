@@ -7,8 +7,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import _checks, _ops
-from ._call import CachedTensors, Checked, CheckedStep, Options, StepTensors, Tensors
+from ._linear import checks, ops
+from ._linear.call import CachedTensors, Checked, CheckedStep, Options, StepTensors, Tensors
 from ._linked.host.arguments import as_int32, check_tensor
 from ._linked.host.forms import Memory, form_of
 
@@ -69,24 +69,24 @@ def lightning_attn_func(
         NotImplementedError: on forward-mode differentiation.
     """
     if unknown:
-        _checks.refuse_unknown(unknown)
+        checks.refuse_unknown(unknown)
     form = form_of(
         (q, k, v), (decay, initial_state), (scale, output_final_state, schedule), packed=False
     )
     known = None if form is None else _forward.get(form)
     is_new = known is None
     if known is None:
-        _checks.check_qkv(q, k, v, 4)
-        _checks.check_decay(decay, q)
-        scale = _checks.check_options(q, scale, output_final_state, schedule)
+        checks.check_qkv(q, k, v, 4)
+        checks.check_decay(decay, q)
+        scale = checks.check_options(q, scale, output_final_state, schedule)
         if initial_state is not None:
-            _checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
+            checks.check_initial_state("initial_state", initial_state, q.shape[0], q, v)
         known = Checked(Options(scale, schedule, output_final_state))
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     x = Tensors(q, k, v, rates, None, initial_state)
     if is_new and form is not None:
-        known = _forward.keep(form, _ops.planned(x, known.options))
-    out, state = _ops.attention(x, known)
+        known = _forward.keep(form, ops.planned(x, known.options))
+    out, state = ops.attention(x, known)
     return out, state if output_final_state else None
 
 
@@ -142,7 +142,7 @@ def lightning_attn_varlen_func(
             differentiation.
     """
     if unknown:
-        _checks.refuse_unknown(unknown)
+        checks.refuse_unknown(unknown)
     cu_seqlens = as_int32(cu_seqlens)
     form = form_of(
         (q, k, v),
@@ -155,14 +155,14 @@ def lightning_attn_varlen_func(
     known = None if form is None else _packed.get(form)
     is_new = known is None
     if known is None:
-        _checks.check_qkv(q, k, v, 3)
-        _checks.check_decay(decay, q)
-        scale = _checks.check_options(q, scale, output_final_state, schedule)
-        _checks.check_sequences(
+        checks.check_qkv(q, k, v, 3)
+        checks.check_decay(decay, q)
+        scale = checks.check_options(q, scale, output_final_state, schedule)
+        checks.check_sequences(
             q, v, cu_seqlens, state_cache, state_indices, initial_state, has_initial_state
         )
         if state_cache is not None:
-            _checks.check_no_gradient("state_cache", q, k, v, decay, state_cache)
+            checks.check_no_gradient("state_cache", q, k, v, decay, state_cache)
         known = Checked(Options(scale, schedule, output_final_state))
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     if state_cache is None:
@@ -171,14 +171,14 @@ def lightning_attn_varlen_func(
             initial_state = torch.where(starts, initial_state, 0.0)
         x = Tensors(q, k, v, rates, cu_seqlens, initial_state)
         if is_new and form is not None:
-            known = _packed.keep(form, _ops.planned(x, known.options))
-        out, state = _ops.attention(x, known)
+            known = _packed.keep(form, ops.planned(x, known.options))
+        out, state = ops.attention(x, known)
         return out, state if output_final_state else None
     c = CachedTensors(q, k, v, rates, cu_seqlens, state_cache, state_indices, has_initial_state)
     if is_new and form is not None:
-        known = _packed.keep(form, _ops.planned(c, known.options))
+        known = _packed.keep(form, ops.planned(c, known.options))
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    _ops.advance(out, c, known)
+    ops.advance(out, c, known)
     if not output_final_state:
         return out, None
     return out, _states_of(state_cache, state_indices, cu_seqlens.shape[0] - 1)
@@ -226,25 +226,25 @@ def lightning_attn_decode(
         NotImplementedError: on an input that requires a gradient.
     """
     if unknown:
-        _checks.refuse_unknown(unknown)
+        checks.refuse_unknown(unknown)
     form = form_of(
         (q, k, v), (state_cache, decay, slot_idx, out, states_out), (scale,), packed=False
     )
     known = None if form is None else _decode.get(form)
     is_new = known is None
     if known is None:
-        _checks.check_decode(q, k, v, out, states_out)
-        _checks.check_decay(decay, q)
-        known = CheckedStep(_checks.check_scale_of(q, scale))
+        checks.check_decode(q, k, v, out, states_out)
+        checks.check_decay(decay, q)
+        known = CheckedStep(checks.check_scale_of(q, scale))
         check_tensor("slot_idx", slot_idx)
-        _checks.check_state_cache(state_cache, slot_idx, q.shape[0], q, v, "slot_idx")
-        _checks.check_no_gradient("lightning_attn_decode", q, k, v, state_cache, decay)
+        checks.check_state_cache(state_cache, slot_idx, q.shape[0], q, v, "slot_idx")
+        checks.check_no_gradient("lightning_attn_decode", q, k, v, state_cache, decay)
     rates = decay if decay.ndim == 1 else decay.reshape(-1)
     target = q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out
     x = StepTensors(target, q, k, v, state_cache, rates, slot_idx, states_out)
     if is_new and form is not None:
-        known = _decode.keep(form, _ops.planned_step(x, known.scale))
-    _ops.step(x, known)
+        known = _decode.keep(form, ops.planned_step(x, known.scale))
+    ops.step(x, known)
     return target
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _checks
+from ._linear import checks
 from ._linked.host.arguments import kind
 from ._linked.host.internals import refuse_tangents
 from ._linked.parallel.agreement import check_group
@@ -30,8 +30,8 @@ from ._linked.parallel.cut import Cut, cut_alike, cut_by_plan
 from ._linked.parallel.groups import Where, group_named, where
 from ._linked.parallel.plan import ShardPlan
 from ._linked.parallel.shards import check_count, check_shard, shard, shard_size, unshard
-from ._sharded import NAMES, Sharded, compare
-from ._sharded_ops import call_forward, compare_calls
+from ._parallel.ops import call_forward, compare_calls
+from ._parallel.passes import NAMES, Sharded, compare
 
 __all__ = [
     "ShardPlan",
@@ -97,10 +97,10 @@ def lightning_attn_func(
     at = where(group)
 
     def checked() -> tuple[Cut, float, Tensor]:
-        _checks.check_qkv(q, k, v, 4)
-        rates = _checks.check_decay(decay, q)
-        factor = _checks.check_options(q, scale, output_final_state, schedule)
-        _checks.check_flag("validate", validate)
+        checks.check_qkv(q, k, v, 4)
+        rates = checks.check_decay(decay, q)
+        factor = checks.check_options(q, scale, output_final_state, schedule)
+        checks.check_flag("validate", validate)
         check_shard(shard)
         batch, tokens = q.shape[:2]
         whole = tokens * at.group_size if seqlen is None else seqlen
@@ -113,7 +113,7 @@ def lightning_attn_func(
                 f"{shard}, got {tokens}"
             )
         if initial_state is not None:
-            _checks.check_initial_state("initial_state", initial_state, batch, q, v)
+            checks.check_initial_state("initial_state", initial_state, batch, q, v)
         cut = cut_alike(batch, whole, at.group_size, (-1, -1), shard, at.rank)
         return cut, factor, rates
 
@@ -170,10 +170,10 @@ def lightning_attn_varlen_func(
     at = where(group)
 
     def checked() -> tuple[Cut, float, Tensor]:
-        _checks.check_qkv(q, k, v, 3)
-        rates = _checks.check_decay(decay, q)
-        factor = _checks.check_options(q, scale, output_final_state, schedule)
-        _checks.check_flag("validate", validate)
+        checks.check_qkv(q, k, v, 3)
+        rates = checks.check_decay(decay, q)
+        factor = checks.check_options(q, scale, output_final_state, schedule)
+        checks.check_flag("validate", validate)
         if type(plan).__name__ != "ShardPlan" or not hasattr(plan, "host_lengths"):
             raise TypeError(f"plan must be a ShardPlan, got {kind(plan)}")
         if plan.group_size != at.group_size:
@@ -187,7 +187,7 @@ def lightning_attn_varlen_func(
             )
         if initial_state is not None:
             batch = plan.host_lengths.shape[0]
-            _checks.check_initial_state("initial_state", initial_state, batch, q, v)
+            checks.check_initial_state("initial_state", initial_state, batch, q, v)
         return cut_by_plan(plan, at.rank), factor, rates
 
     cut, factor, rates = _agreed(checked, (q, k, v), at, validate)

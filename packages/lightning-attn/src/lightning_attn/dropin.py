@@ -3,7 +3,7 @@
 from einops import rearrange
 from torch import Tensor
 
-from . import _checks, _ops
+from ._linear import checks, ops
 from ._linked.host.arguments import check_tensor, kind
 from .api import lightning_attn_decode
 
@@ -46,16 +46,16 @@ def lightning_attention(
             last = "E" if name == "v" else "D"
             raise ValueError(f"{name} must be [B, H, N, {last}], got {list(x.shape)}")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    _checks.check_qkv(q, k, v, 4)
-    rates = _checks.check_decay(ed, q, "ed")
+    checks.check_qkv(q, k, v, 4)
+    rates = checks.check_decay(ed, q, "ed")
     if isinstance(block_size, bool) or not isinstance(block_size, int):
         raise TypeError(f"block_size must be an int, got {kind(block_size)}")
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
     if kv_history is not None:
-        _checks.check_initial_state("kv_history", kv_history, q.shape[0], q, v)
-    _checks.check_no_gradient("lightning_attention", q, k, v, ed, kv_history)
-    out, states = _ops.forward_with_states(q, k, v, rates, kv_history, 1.0, block_size)
+        checks.check_initial_state("kv_history", kv_history, q.shape[0], q, v)
+    checks.check_no_gradient("lightning_attention", q, k, v, ed, kv_history)
+    out, states = ops.forward_with_states(q, k, v, rates, kv_history, 1.0, block_size)
     return out.transpose(1, 2), states
 
 

@@ -14,9 +14,9 @@ from attn_common import Platform, has_gluon
 from torch import Tensor
 
 from . import __version__, paged_attn_func, reshape_and_cache, shared_prefix_attn_func
-from ._configs import HOPPER, long_tile, short_tile, short_tokens
 from ._linked.host.selfcheck import judge, print_versions, run_command, short_name
-from .reference import paged_attention_reference
+from ._paged.reference import paged_attention_reference
+from ._paged.tiles import HOPPER, long_tile, short_tile, short_tokens
 
 PAGE = 7
 # (queries, keys): a chunk, decoding, verifying of drafts, a whole prompt

@@ -5,12 +5,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import _cache_checks, _checks, _ops, _options
-from ._call import Checked, Tensors, WritePlan, WriteTensors
-from ._layout import cache_sizes, head_dim_of_values
+from ._cache import checks as cache_checks
+from ._cache.layout import cache_sizes, head_dim_of_values
+from ._cache.scales import check_scale_caches
 from ._linked.host.arguments import as_int32, check_length, check_tensor
 from ._linked.host.forms import Memory, form_of
-from ._scale_caches import check_scale_caches
+from ._paged import checks as paged_checks
+from ._paged import ops
+from ._paged import options as paged_options
+from ._paged.call import Checked, Tensors, WritePlan, WriteTensors
 
 _known: Memory[Checked] = Memory()
 # how writes are launched past the operator
@@ -144,7 +147,7 @@ def paged_attn_func(
             256.
     """
     if unknown:
-        _checks.refuse_unknown(unknown)
+        paged_checks.refuse_unknown(unknown)
     check_tensor("q", q)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
     rows = [x for x in (q, k, v, out, tree_mask) if x is not None]
@@ -158,38 +161,38 @@ def paged_attn_func(
         form = None
     known = None if form is None else _known.get(form)
     if kv_dtype is None and (known is None or k_cache.dtype is torch.uint8):
-        k_cache, v_cache = _cache_checks.fp8_view(q, k_cache), _cache_checks.fp8_view(q, v_cache)
+        k_cache, v_cache = cache_checks.fp8_view(q, k_cache), cache_checks.fp8_view(q, v_cache)
     if known is None:
-        _cache_checks.check_kv_dtype(kv_dtype)
-        _checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
-        options = _options.check_options(
+        cache_checks.check_kv_dtype(kv_dtype)
+        paged_checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
+        options = paged_options.check_options(
             q, softmax_scale, causal, window_size, softcap, num_splits, return_lse, invariant
         )
-        batch = _checks.check_table(q, *table)
+        batch = paged_checks.check_table(q, *table)
     check_length("max_seqlen_q", max_seqlen_q)
     check_length("max_seqlen_k", max_seqlen_k)
     if known is None:
         heads_k = cache_sizes(k_cache).heads_k
-        _checks.check_extras(
+        paged_checks.check_extras(
             q, batch, heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
         )
         check_scale_caches(k_cache, k_scale_cache, v_scale_cache, kv_dtype, k_descale, v_descale)
-        _checks.check_descales(k_cache, k_descale, v_descale)
+        paged_checks.check_descales(k_cache, k_descale, v_descale)
         head_dim_v = head_dim_of_values(k_cache, v_cache)
-        dtype = _checks.check_out(q, head_dim_v, out, out_scale)
-        _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+        dtype = paged_checks.check_out(q, head_dim_v, out, out_scale)
+        paged_checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
         if tree_mask is not None:
-            _checks.check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
+            paged_checks.check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
             # what takes the place of the diagonal is no window
             options = options._replace(window_right=-1)
         if invariant:
             rounds_new = k is not None and k_cache.dtype != k.dtype
-            _checks.check_invariant(
+            paged_checks.check_invariant(
                 q, head_dim_v, dtype, kv_dtype, alibi_slopes, tree_mask, rounds_new
             )
         known = Checked(options, dtype, head_dim_v)
     elif tree_mask is not None:
-        _checks.check_tree_size(max_seqlen_q)
+        paged_checks.check_tree_size(max_seqlen_q)
     if out is None and known.head_dim_v != q.shape[2]:
         shape = *q.shape[:2], known.head_dim_v
         out = torch.empty(shape, dtype=known.out_dtype, device=q.device)
@@ -201,9 +204,9 @@ def paged_attn_func(
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
     x = Tensors(q, k_cache, v_cache, k, v, *table, *extras, None, tree_mask, out, lse)
     if known.plan is None and form is not None and _known.get(form) is None:
-        known = _known.keep(form, known._replace(plan=_ops.plan_of(x, known.options)))
+        known = _known.keep(form, known._replace(plan=ops.plan_of(x, known.options)))
     if known.plan is None:
-        _ops.attention(*x, max_seqlen_q, max_seqlen_k, *known.options)
+        ops.attention(*x, max_seqlen_q, max_seqlen_k, *known.options)
     else:
         known.plan.run(x, max_seqlen_q, max_seqlen_k)
     return out if lse is None else (out, lse)
@@ -258,18 +261,18 @@ def reshape_and_cache(
         form = None
     plan = None if form is None else _writes.get(form)
     if kv_dtype is None and (plan is None or k_cache.dtype is torch.uint8):
-        k_cache, v_cache = _cache_checks.fp8_view(k, k_cache), _cache_checks.fp8_view(k, v_cache)
+        k_cache, v_cache = cache_checks.fp8_view(k, k_cache), cache_checks.fp8_view(k, v_cache)
     scales = k_scale, v_scale, k_scale_cache, v_scale_cache
     x = WriteTensors(k, v, k_cache, v_cache, slot_mapping, *scales)
     if plan is None:
-        _cache_checks.check_kv_dtype(kv_dtype)
+        cache_checks.check_kv_dtype(kv_dtype)
         names = "k_scale", "v_scale"
-        _cache_checks.check_cache_inputs(*x[:7], kv_dtype)
+        cache_checks.check_cache_inputs(*x[:7], kv_dtype)
         check_scale_caches(k_cache, *scales[2:], kv_dtype, *scales[:2], names=names)
-        _checks.check_no_gradients(k, v, k_cache, v_cache)
-        plan = None if form is None else _ops.write_plan_of(x)
+        paged_checks.check_no_gradients(k, v, k_cache, v_cache)
+        plan = None if form is None else ops.write_plan_of(x)
         if plan is None:
-            _ops.reshape_and_cache(*x)
+            ops.reshape_and_cache(*x)
             return
         _writes.keep(form, plan)
     plan.run(x)

@@ -5,11 +5,21 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import _cache_checks, _checks, _ops, _options, _tensor_checks
-from ._call import Tensors
-from ._layout import cache_sizes, head_dim_of_values
+from ._cache import checks as cache_checks
+from ._cache.layout import cache_sizes, head_dim_of_values
+from ._cache.scales import check_scale_caches
 from ._linked.host.arguments import as_int32, check_length
-from ._scale_caches import check_scale_caches
+from ._paged import (
+    checks as paged_checks,
+)
+from ._paged import (
+    ops,
+    tensor_checks,
+)
+from ._paged import (
+    options as paged_options,
+)
+from ._paged.call import Tensors
 from .api import Result
 
 
@@ -72,35 +82,35 @@ def shared_prefix_attn_func(
         NotImplementedError: as :func:`paged_attn_func` does.
     """
     if unknown:
-        _checks.refuse_unknown(unknown)
+        paged_checks.refuse_unknown(unknown)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
-    _cache_checks.check_kv_dtype(kv_dtype)
-    k_cache = _cache_checks.stored_view(q, k_cache, kv_dtype)
-    v_cache = _cache_checks.stored_view(q, v_cache, kv_dtype)
-    _checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
-    options = _options.check_options(
+    cache_checks.check_kv_dtype(kv_dtype)
+    k_cache = cache_checks.stored_view(q, k_cache, kv_dtype)
+    v_cache = cache_checks.stored_view(q, v_cache, kv_dtype)
+    paged_checks.check_paged(q, k_cache, v_cache, k, v, kv_dtype)
+    options = paged_options.check_options(
         q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
     )
-    batch = _checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
+    batch = paged_checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
     check_length("max_seqlen_q", max_seqlen_q)
     check_length("max_seqlen_k", max_seqlen_k)
     sizes = cache_sizes(k_cache)
-    _tensor_checks.check_indices("shared_pages", shared_pages, "q", q, 1)
+    tensor_checks.check_indices("shared_pages", shared_pages, "q", q, 1)
     check_length("shared_len", shared_len)
     if shared_len > shared_pages.shape[0] * sizes.block_size:
         raise ValueError(
             "shared_len must be at most what shared_pages hold, "
             f"{shared_pages.shape[0] * sizes.block_size}, got {shared_len}"
         )
-    _checks.check_extras(
+    paged_checks.check_extras(
         q, batch, sizes.heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
     )
     check_scale_caches(k_cache, k_scale_cache, v_scale_cache, kv_dtype, k_descale, v_descale)
-    _checks.check_descales(k_cache, k_descale, v_descale)
-    _checks.check_shared_scales(q_descale, k_descale, v_descale)
+    paged_checks.check_descales(k_cache, k_descale, v_descale)
+    paged_checks.check_shared_scales(q_descale, k_descale, v_descale)
     head_dim_v = head_dim_of_values(k_cache, v_cache)
-    dtype = _checks.check_out(q, head_dim_v, out, out_scale)
-    _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+    dtype = paged_checks.check_out(q, head_dim_v, out, out_scale)
+    paged_checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
     tokens, heads_q, _ = q.shape
     device, shape = q.device, (tokens, heads_q, head_dim_v)
     if out is None:
@@ -161,10 +171,10 @@ def shared_prefix_attn_func(
     seen = options._replace(window_right=-1, long_only=num_splits != 0)
     # a query without a key of its own would not see all of the shared ones
     own = options._replace(own_keys=True)
-    _ops.attention(*x, max_seqlen_q, max_seqlen_k, *own)
+    ops.attention(*x, max_seqlen_q, max_seqlen_k, *own)
     try:
-        _ops.attention(*shared, tokens, shared_len, *seen)
+        ops.attention(*shared, tokens, shared_len, *seen)
     except ValueError as error:  # on the CPU
         raise ValueError(str(error).replace("block_table[0, ", "shared_pages[")) from None
-    _ops.merge_states(parts[0], lses[0], parts[1], lses[1], out_scale, out, lse)
+    ops.merge_states(parts[0], lses[0], parts[1], lses[1], out_scale, out, lse)
     return out if lse is None else (out, lse)

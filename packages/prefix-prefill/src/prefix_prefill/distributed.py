@@ -7,11 +7,14 @@ import torch.distributed as dist
 from attn_common import round_up
 from torch import Tensor
 
-from . import _cache_checks, _checks, _ops, _options
-from ._call import Options, Tensors
-from ._layout import cache_sizes, head_dim_of_values
+from ._cache import checks as cache_checks
+from ._cache.layout import cache_sizes, head_dim_of_values
 from ._linked.host.arguments import as_int32, check_length, check_tensor
 from ._linked.host.forms import ACCESS_BYTES
+from ._paged import checks as paged_checks
+from ._paged import ops
+from ._paged import options as paged_options
+from ._paged.call import Options, Tensors
 from .api import Result
 
 
@@ -74,24 +77,26 @@ def paged_attn_func(
             gradient.
     """
     if unknown:
-        _checks.refuse_unknown(unknown)
+        paged_checks.refuse_unknown(unknown)
     check_tensor("q", q)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
-    k_cache, v_cache = _cache_checks.fp8_view(q, k_cache), _cache_checks.fp8_view(q, v_cache)
-    _checks.check_paged(q, k_cache, v_cache, None, None)
-    options = _options.check_options(
+    k_cache, v_cache = cache_checks.fp8_view(q, k_cache), cache_checks.fp8_view(q, v_cache)
+    paged_checks.check_paged(q, k_cache, v_cache, None, None)
+    options = paged_options.check_options(
         q, softmax_scale, causal, window_size, softcap, num_splits, return_lse
     )
-    batch = _checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
+    batch = paged_checks.check_table(q, block_table, cu_seqlens_q, seqlens_k)
     check_length("max_seqlen_q", max_seqlen_q)
     check_length("max_seqlen_k", max_seqlen_k)
     heads_k = cache_sizes(k_cache).heads_k
-    _checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale)
-    _checks.check_descales(k_cache, k_descale, v_descale)
+    paged_checks.check_extras(
+        q, batch, heads_k, alibi_slopes, sinks, q_descale, k_descale, v_descale
+    )
+    paged_checks.check_descales(k_cache, k_descale, v_descale)
     head_dim_v = head_dim_of_values(k_cache, v_cache)
-    dtype = _checks.check_out(q, head_dim_v, None, None)
-    _checks.check_no_gradients(q, k_cache, v_cache, alibi_slopes, sinks)
+    dtype = paged_checks.check_out(q, head_dim_v, None, None)
+    paged_checks.check_no_gradients(q, k_cache, v_cache, alibi_slopes, sinks)
     if alibi_slopes is not None and not causal:
         raise NotImplementedError(
             "alibi_slopes must be None over several ranks unless causal, got Tensor"
@@ -147,7 +152,7 @@ def paged_attn_func(
         out=part,
         lse=lse,
     )
-    _ops.attention(*x, max_seqlen_q, -(-max_seqlen_k // ranks), *local)
+    ops.attention(*x, max_seqlen_q, -(-max_seqlen_k // ranks), *local)
     if shift is not None:
         lse -= shift.T
     every = message.empty(q, ranks)
@@ -200,7 +205,7 @@ def _merged(states: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Te
         last = i == len(states)
         target = torch.empty_like(out, dtype=dtype if last else None)
         total = torch.empty_like(lse)
-        _ops.merge_states(out, lse, other, other_lse, None, target, total)
+        ops.merge_states(out, lse, other, other_lse, None, target, total)
         out, lse = target, total
     return out, lse
 

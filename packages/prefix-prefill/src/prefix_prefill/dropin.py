@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor
 
-from . import _cache_checks, _checks, _ops, _options
-from ._call import Checked, Tensors
-from ._layout import cache_sizes, head_dim_of_values
+from ._cache import checks as cache_checks
+from ._cache.layout import cache_sizes, head_dim_of_values
 from ._linked.host.arguments import as_int32, check_flag, check_length, check_tensor, is_int, kind
 from ._linked.host.forms import Memory, form_of
-from ._names import ERRORS, renamed
+from ._paged import checks as paged_checks
+from ._paged import ops
+from ._paged import options as paged_options
+from ._paged.call import Checked, Tensors
+from ._paged.names import ERRORS, renamed
 
 _known: Memory[Checked] = Memory()
 
@@ -208,12 +211,12 @@ def _attend(
     k_cache = _as_stored("k_cache", k_cache, kv_cache_dtype)
     v_cache = _as_stored("v_cache", v_cache, kv_cache_dtype)
     if known is None:
-        _checks.check_paged(q, k_cache, v_cache, k, v)
+        paged_checks.check_paged(q, k_cache, v_cache, k, v)
         window = _window(sliding_window)
-        options = _options.check_options(
+        options = paged_options.check_options(
             q, sm_scale, causal, (window, -1), 0.0, 0, False, invariant
         )
-        batch = _checks.check_table(q, *table)
+        batch = paged_checks.check_table(q, *table)
     max_seq_len = 0 if max_seq_len is None else max_seq_len
     check_length("max_seq_len", max_seq_len)
     check_length("max_seqlen_q", max_input_len)
@@ -222,13 +225,15 @@ def _attend(
         k_scale = v_scale = None
     if known is None:
         heads_k = cache_sizes(k_cache).heads_k
-        _checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, None, k_scale, v_scale)
+        paged_checks.check_extras(q, batch, heads_k, alibi_slopes, sinks, None, k_scale, v_scale)
         head_dim_v = head_dim_of_values(k_cache, v_cache)
-        dtype = _checks.check_out(q, head_dim_v, o, out_scale)
-        _checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
+        dtype = paged_checks.check_out(q, head_dim_v, o, out_scale)
+        paged_checks.check_no_gradients(q, k_cache, v_cache, k, v, alibi_slopes, sinks)
         if invariant:
             rounds_new = k is not None and k_cache.dtype != k.dtype
-            _checks.check_invariant(q, head_dim_v, dtype, None, alibi_slopes, rounds_new=rounds_new)
+            paged_checks.check_invariant(
+                q, head_dim_v, dtype, None, alibi_slopes, rounds_new=rounds_new
+            )
         options = options._replace(
             signed_alibi=True,
             skip_decode=skip_decode,
@@ -256,10 +261,10 @@ def _attend(
         None,
     )
     if known.plan is None and form is not None and _known.get(form) is None:
-        known = _known.keep(form, known._replace(plan=_ops.plan_of(tensors, known.options)))
+        known = _known.keep(form, known._replace(plan=ops.plan_of(tensors, known.options)))
     with torch.no_grad():
         if known.plan is None:
-            _ops.attention(*tensors, max_input_len, max_seq_len, *known.options)
+            ops.attention(*tensors, max_input_len, max_seq_len, *known.options)
         else:
             known.plan.run(tensors, max_input_len, max_seq_len)
 
@@ -283,7 +288,7 @@ def _as_stored(name: str, cache: Tensor, kv_cache_dtype: str) -> Tensor:
         raise ValueError(
             f"kv_cache_dtype must be auto, fp8, fp8_e4m3 or fp8_e5m2, got {kv_cache_dtype!r}"
         )
-    dtype = _cache_checks.fp8_dtypes_of(cache.device, name)[_FP8_NAMES[kv_cache_dtype]]
+    dtype = cache_checks.fp8_dtypes_of(cache.device, name)[_FP8_NAMES[kv_cache_dtype]]
     if cache.dtype not in (torch.uint8, dtype):
         raise TypeError(
             f"{name} must be torch.uint8 or {dtype} for kv_cache_dtype {kv_cache_dtype}, "

@@ -10,8 +10,8 @@ from attn_common import cdiv
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from .._layout.lists import whole_in_rule
 from .._linked.host.arguments import check_flag
-from .._lists import whole_in_rule
 from ..layout import BlockSparseLayout
 from ..token_rule import END
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # the operators, not their Python names: calls from here stay below autograd
-from .. import _ops
+from .._dense import ops
 from .._linked.host.arguments import FP8_DTYPES
 
 
@@ -264,7 +264,7 @@ def _forward(
     if dropout_p > 0.0:
         high = torch.iinfo(torch.int64).max
         rng_state = torch.randint(0, high, (2,), dtype=torch.int64, device=query.device)
-    out, lse = _ops.forward(
+    out, lse = ops.forward(
         query,
         key,
         value,
@@ -348,7 +348,7 @@ def _flash_attention_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = rng_state.view(torch.int64) if dropout_p > 0.0 else None
-    dq, dk, dv, _, _ = _ops.backward(
+    dq, dk, dv, _, _ = ops.backward(
         grad_out,
         query,
         key,

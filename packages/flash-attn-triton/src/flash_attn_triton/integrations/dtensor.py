@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from .. import _ops
+from .._dense import ops
 
 # a rule: placements of the outputs, and of the tensors by name
 Rule = tuple[list[Any], dict[str, Any]]
@@ -30,7 +30,7 @@ def register() -> None:
     Heads are cut only where the mesh divides ``heads_k``. With dropout everything is replicated,
     because a draw counts sequences and heads from the first one.
     """
-    for operator, rules in ((_ops.forward, _forward_rules), (_ops.backward, _backward_rules)):
+    for operator, rules in ((ops.forward, _forward_rules), (ops.backward, _backward_rules)):
         register_sharding(operator)(_with_names(operator, rules))
 
 

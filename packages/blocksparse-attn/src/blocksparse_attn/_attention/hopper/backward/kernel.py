@@ -1,0 +1,274 @@
+"""Backward pass on Hopper: one warp reads the lists and copies, two warpgroups multiply.
+
+A program owns two blocks of 64 keys, one a warpgroup, and walks lists of blocks of queries: first
+those that see both, then those that see one (``Pairs`` in ``_layout/lists.py``). Scores are
+transposed ([keys, queries]), so that probabilities and their gradients go from the accumulators
+into the products of dv and dk as they lie. The product of dq needs those of all keys that a query
+sees: within a program they meet in shared memory. What programs have in common, all of dq, and dk
+and dv where several own a block, is added in fp32 to sums in memory, in the order of the
+accumulators' registers, out of which ``row_kernel`` brings it.
+"""
+
+from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
+from ...._linked.hopper.gradients import ROWS
+from ...._linked.hopper.order import let_next_launch_begin, take_number
+from ...._linked.hopper.pipeline import EMPTY, LOG2E, TURN, barrier_sync, barriers
+from ..queries.schedule import floor_div
+from ..structures import (
+    BackwardNumbers,
+    BackwardPipeline,
+    BackwardTensors,
+    Gradients,
+    Mine,
+    Origin,
+    Work,
+)
+from .lists import OTHERS, count_turns, find_keys, find_program, owned_by
+from .order import await_pieces, first_tile_of_keys, pass_pieces
+from .pieces import add_block, key_positions, tiles, write_block
+from .producer import produce
+from .steps import (
+    MADE,
+    STEP_FIELDS,
+    add_dq,
+    await_made,
+    multiply_dq,
+    say_made,
+    walk,
+    walk_apart,
+)
+
+
+@gluon.jit
+def _begin(both, is_walked, W: gl.constexpr, pipeline, OPTIONS: gl.constexpr):
+    """Return gradients of 0, and the scores of the first step."""
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    K: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, K)  # [ROWS, HEAD_DIM]
+    dv = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, V)  # [ROWS, HEAD_DIM_V]
+    s = gl.zeros([ROWS, ROWS], gl.float32, S)  # [ROWS, ROWS]: keys, queries
+    turn = gl.where(both > 0, 0, W)
+    mbarrier.wait(pipeline.k_full, 0, pred=is_walked)
+    mbarrier.wait(pipeline.q_full.index(turn), 0, pred=is_walked)
+    k = pipeline.k_s.index(W).reshape([ROWS, HEAD_DIM])
+    q_t = pipeline.q_s.index(turn).reshape([ROWS, HEAD_DIM]).permute((1, 0))
+    s = hopper.warpgroup_mma(k, q_t, s, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.wait(pipeline.v_full, 0, pred=is_walked)
+    turn = turn * 0
+    # no sums
+    return Gradients(dk, dv, s, turn - 1, turn)
+
+
+@gluon.jit
+def _consume(W: gl.constexpr, tensors, numbers, work, pipeline, OPTIONS: gl.constexpr):
+    """Make dk and dv of warpgroup ``W``'s block of keys, and what goes to dq."""
+    TURNS: gl.constexpr = 1 if OPTIONS.PER_HEAD else OPTIONS.GROUP
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    steps = work.steps
+    # as places in a block, or in the sequence
+    positions = gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
+    if PIECE < ROWS:
+        owned_ptr = work.owned_ptr + W * (ROWS // PIECE)
+        positions = key_positions(owned_ptr, gl.SliceLayout(1, S), PIECE)
+    is_walked = steps.whole + steps.partial + steps.alone > 0
+    both, total = count_turns(steps, steps.alone, OPTIONS)
+    mine = Mine(positions, numbers.scale * LOG2E, tensors.dq_ptr, both, total)
+    gradients = _begin(both, is_walked, W, pipeline, OPTIONS)
+    if OPTIONS.MAKES_DQ:
+        # dq is one step behind
+        say_made(gradients.turn + 1, W)
+    gradients = walk(gradients, steps.whole * TURNS, mine, W, False, pipeline, OPTIONS)
+    gradients = walk(gradients, steps.partial * TURNS, mine, W, True, pipeline, OPTIONS)
+    turn = gradients.turn
+    if OPTIONS.MAKES_DQ:
+        await_made(turn + 1, W)
+        dq = multiply_dq(pipeline.ds_s, pipeline.k_s, turn + 1, 0, W, OPTIONS.HEAD_DIM)
+        dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
+        add_dq(tensors.dq_ptr, gradients.last, dq, W, OPTIONS.HEAD_DIM)
+    dk, dv = walk_apart(gradients, steps.alone * TURNS, mine, W, pipeline, OPTIONS)
+    if OPTIONS.MAKES_DQ:
+        # one thread arrives, and speaks for what all of them have added
+        barrier_sync(TURN + 1 + W, 128, 4)
+        mbarrier.arrive(pipeline.dq_added, count=1)
+    _leave(dk, dv, is_walked, W, work, tensors, numbers, pipeline, OPTIONS)
+
+
+@gluon.jit
+def _leave(
+    dk, dv, is_walked, W: gl.constexpr, work, tensors, numbers, pipeline, OPTIONS: gl.constexpr
+):
+    """Write of a block of dk and dv what nobody else owns, and add the rest to their sums."""
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    keys, program = work.keys, work.program
+    mine = keys.mine_0 if W == 0 else keys.mine_1
+    # the memory of keys and values is free: the warpgroups have met since they last shared it
+    if mine % OTHERS != 0:
+        write_block(dv, tensors.dv_desc, pipeline.v_s, W, work, tensors, PIECE)
+        write_block(dk * numbers.scale, tensors.dk_desc, pipeline.k_s, W, work, tensors, PIECE)
+        tma.store_wait(0)
+    if mine >= OTHERS:
+        await_pieces(W, program, tensors, numbers, OPTIONS)
+        if is_walked:
+            first = first_tile_of_keys(program, tensors, numbers).to(gl.int64) * ROWS
+            dv_ptr = tensors.dv_ptr + first * OPTIONS.HEAD_DIM_V
+            dk_ptr = tensors.dk_ptr + first * OPTIONS.HEAD_DIM
+            add_block(dv_ptr, dv, W, work, tensors, PIECE)
+            add_block(dk_ptr, dk, W, work, tensors, PIECE)
+        pass_pieces(W, program, tensors, numbers, OPTIONS)
+
+
+@gluon.jit
+def _find_origin(program, tensors, numbers, OPTIONS: gl.constexpr):
+    """Return where rows, and the sums of their dq, of a program's sequence begin."""
+    sequence, start = program.sequence, program.start
+    heads_q = numbers.heads_k * OPTIONS.GROUP
+    first_tile = floor_div(program.diagonal, ROWS)
+    if tensors.cu_seqlens_ptr is not None:
+        row_at = start.to(gl.int64)
+        sums_at = start // ROWS + 2 * (sequence + 1) - first_tile
+    else:
+        row_at = sequence.to(gl.int64) * heads_q * numbers.tokens_q
+        sums_at = sequence * heads_q * numbers.tiles_q - first_tile
+    return Origin(row_at, numbers.tokens_q, sums_at, numbers.tiles_q)
+
+
+@gluon.jit
+def _allocate(tensors, OPTIONS: gl.constexpr):
+    """Make a program's shared memory and its barriers."""
+    PIECE: gl.constexpr = OPTIONS.PIECE
+    STAGES: gl.constexpr = OPTIONS.STAGES
+    dtype: gl.constexpr = tensors.q_desc.dtype
+    q_s = tiles(STAGES, tensors.q_desc, PIECE, OPTIONS.HEAD_DIM)
+    dout_s = tiles(STAGES, tensors.dout_desc, PIECE, OPTIONS.HEAD_DIM_V)
+    k_s = tiles(2, tensors.k_desc, PIECE, OPTIONS.HEAD_DIM)
+    v_s = tiles(2, tensors.v_desc, PIECE, OPTIONS.HEAD_DIM_V)
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    ds_s = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], tile)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse2_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+    fields_s = gl.allocate_shared_memory(gl.int32, [STAGES, STEP_FIELDS], plain)
+    # the copies, and the row numbers that arrive by hand. All warps meet over them, as they
+    # must: Triton hands numbers to the partitions where reductions leave theirs, and nothing
+    # else keeps a warp from writing what a later one has still to read
+    q_full = barriers(STAGES, 2)
+    dout_full = barriers(STAGES, 2)
+    k_full = barriers(1, 1).index(0)
+    v_full = barriers(1, 1).index(0)
+    dq_added = barriers(1, 2).index(0)
+    hopper.fence_async_shared()
+    return BackwardPipeline(
+        q_s,
+        k_s,
+        v_s,
+        dout_s,
+        ds_s,
+        lse2_s,
+        delta_s,
+        fields_s,
+        q_full,
+        k_full,
+        v_full,
+        dout_full,
+        dq_added,
+    )
+
+
+# numbers and pointers to what others allocate are never specialised; see ``runtime.py``
+@gluon.jit(
+    do_not_specialize=BackwardNumbers._fields[1:],
+    do_not_specialize_on_alignment=BackwardTensors._fields[11:],
+)
+def hopper_backward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    dk_desc,
+    dv_desc,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    lse2_ptr,
+    delta_ptr,
+    begin_ptr,
+    parts_ptr,
+    items_ptr,
+    owners_ptr,
+    real_ptr,
+    bits_ptr,
+    cu_seqlens_ptr,
+    counters_ptr,
+    scale,
+    batch,
+    heads_k,
+    span,
+    tokens_q,
+    tokens_k,
+    tiles_q,
+    tiles_k,
+    rows,
+    list_pieces,
+    OPTIONS: gl.constexpr,
+):
+    """``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q``, ``dv = p^T dout``.
+
+    ``p = exp(scale q k^T - lse)`` over the kept blocks. A program, warp-specialised, writes its
+    blocks of dk and dv or adds to their sums, and adds to those of dq. Or it makes no dq, and what
+    several programs add to one sum has an order, that of their lists: see ``order.py``.
+    """
+    tensors = BackwardTensors(
+        q_desc,
+        k_desc,
+        v_desc,
+        dout_desc,
+        dk_desc,
+        dv_desc,
+        dq_ptr,
+        dk_ptr,
+        dv_ptr,
+        lse2_ptr,
+        delta_ptr,
+        begin_ptr,
+        parts_ptr,
+        items_ptr,
+        owners_ptr,
+        real_ptr,
+        bits_ptr,
+        cu_seqlens_ptr,
+        counters_ptr,
+    )
+    numbers = BackwardNumbers(
+        scale, batch, heads_k, span, tokens_q, tokens_k, tiles_q, tiles_k, rows, list_pieces
+    )
+    gl.static_assert(EMPTY + OPTIONS.STAGES <= MADE, "stages outnumber the barriers")
+    programs = gl.load(real_ptr)
+    if OPTIONS.MAKES_DQ:
+        let_next_launch_begin()
+    there = programs * batch
+    if not OPTIONS.PER_HEAD:
+        there *= heads_k
+    pid = gl.program_id(0)
+    if not OPTIONS.MAKES_DQ:
+        pid = take_number(counters_ptr)
+    # the host knows a bound alone
+    if pid < there:
+        program = find_program(pid, programs, tensors, numbers, OPTIONS)
+        keys, steps = find_keys(program, tensors, numbers, OPTIONS)
+        origin = _find_origin(program, tensors, numbers, OPTIONS)
+        work = Work(owned_by(program, tensors, OPTIONS.PIECE), steps, keys, program, origin)
+        pipeline = _allocate(tensors, OPTIONS)
+        gl.warp_specialize(
+            [
+                (_consume, (0, tensors, numbers, work, pipeline, OPTIONS)),
+                (_consume, (1, tensors, numbers, work, pipeline, OPTIONS)),
+                (produce, (tensors, numbers, work, pipeline, OPTIONS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )

@@ -1,0 +1,137 @@
+"""dq by tiles of queries, for gradients that repeat: what the consumers do with a tile.
+
+A tile walks the list that it walks in the forward, with three products a step in place of two:
+scores, the gradients of probabilities, and dq. What a program makes is its own, and it adds in the
+order of the list. So nothing depends on when programs run. ``hopper_backward_kernel`` leaves dq out
+then, which is two products more than where all gradients are made at once.
+
+The alternative was to add to dq in a fixed order of programs, as the dense backward does. There all
+walks end with the same queries, so that programs follow one another. Here each block of keys has
+walks of its own: by a model of the order in which programs begin and of the length of their steps,
+programs would wait for most of the time (local 8 and stride 16 at 8k tokens: 5 to 15 times as long
+as without an order, however walks and programs are sorted).
+"""
+
+from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
+from ...._linked.hopper.pipeline import EMPTY, barrier_arrive
+from ..boxes import rows_for
+from ..structures import RowGradients
+from .producer import PARTIES
+from .rows import entries_of, half_entries_of, hide, send
+from .schedule import steps_of
+
+INF = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def _numbers_of(place, layout: gl.constexpr, tensors, numbers, OPTIONS: gl.constexpr):
+    """Load what is known of a warpgroup's rows; of rows that there are not, that they see none."""
+    row, head, sequence, q_start, len_q = place
+    rows = row + gl.arange(0, OPTIONS.ROWS, layout)  # [ROWS]
+    inside = (rows >= 0) & (rows < len_q)
+    if tensors.cu_seqlens_q_ptr is not None:
+        at = head.to(gl.int64) * numbers.tokens_q + q_start
+    else:
+        at = (sequence.to(gl.int64) * numbers.heads_q + head) * numbers.tokens_q
+    lse2 = gl.load(tensors.lse2_ptr + at + rows, mask=inside, other=INF)
+    return lse2, gl.load(tensors.delta_ptr + at + rows, mask=inside, other=0.0)
+
+
+@gluon.jit
+def _walk(
+    gradients,
+    low,
+    high,
+    task,
+    W: gl.constexpr,
+    MASKED: gl.constexpr,
+    IS_HALF: gl.constexpr,
+    tensors,
+    pipeline,
+    OPTIONS: gl.constexpr,
+):
+    """Add what the steps from ``high`` down to ``low``, or half steps, contribute to dq.
+
+    The exponentials run beside the product of dp. Beside the rest runs what the other warpgroup
+    multiplies: of a step's time in the tensor cores, a warpgroup computes for less than a third.
+    """
+    ROWS: gl.constexpr = OPTIONS.ROWS
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
+    STAGES_K: gl.constexpr = OPTIONS.STAGES_K
+    STAGES_V: gl.constexpr = OPTIONS.STAGES_V
+    KEYS: gl.constexpr = OPTIONS.BLOCK_N // 2 if IS_HALF else OPTIONS.BLOCK_N
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    walk, rows = task.walk, task.rows
+    dq, lse2, delta, turn = gradients
+    # half steps have another layout of rows, which lie in the same threads
+    lse2 = gl.convert_layout(lse2, gl.SliceLayout(1, S))  # [ROWS]
+    delta = gl.convert_layout(delta, gl.SliceLayout(1, S))
+    q = pipeline.q_s.index(W).reshape([ROWS, HEAD_DIM])
+    dout = pipeline.dout_s.index(W).reshape([ROWS, HEAD_DIM_V])
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, S)  # [ROWS, KEYS]
+    for back in range(high - low):
+        stage, stage_v = turn % STAGES_K, turn % STAGES_V
+        if IS_HALF:
+            entries = half_entries_of(walk, back, W, tensors, OPTIONS)
+        elif MASKED:
+            entries = entries_of(walk, high - 1 - back, tensors, OPTIONS)
+        mbarrier.wait(pipeline.k_full.index(stage), turn // STAGES_K & 1)
+        k = rows_for(pipeline.k_s.index(stage), W, KEYS)
+        s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(pipeline.v_full.index(stage_v), turn // STAGES_V & 1)
+        v_t = rows_for(pipeline.v_s.index(stage_v), W, KEYS).permute((1, 0))
+        if MASKED:
+            # ahead of dp: there are no registers for its accumulators and for masks
+            s = hopper.warpgroup_mma_wait(0, deps=(s,))
+            s = hide(s, entries, rows, OPTIONS)
+        dp = hopper.warpgroup_mma(dout, v_t, zeros, use_acc=False, is_async=True)
+        if not MASKED:
+            s = hopper.warpgroup_mma_wait(1, deps=(s,))
+        p = gl.exp2(s * rows.factor - lse2[:, None])  # [ROWS, KEYS]
+        dp = hopper.warpgroup_mma_wait(0, deps=(dp,))
+        barrier_arrive(EMPTY + STAGES_K + stage_v, PARTIES, 4)
+        ds = p * (dp - delta[:, None])  # [ROWS, KEYS]
+        if MASKED:
+            # a key that a query does not see may hold NaN
+            ds = gl.where(p == 0.0, 0.0, ds)
+        ds_q = gl.convert_layout(ds.to(pipeline.q_s.dtype), gl.DotOperandLayout(0, O, 2))
+        dq = hopper.warpgroup_mma(ds_q, k, dq, is_async=True)  # [ROWS, HEAD_DIM]
+        # in flight over the loop's back edge, it would keep ptxas from overlapping anything
+        dq = hopper.warpgroup_mma_wait(0, deps=(dq,))
+        barrier_arrive(EMPTY + stage, PARTIES, 4)
+        turn += 1
+    return RowGradients(dq, lse2, delta, turn)
+
+
+@gluon.jit
+def make_dq(
+    task, turn, tile_count, W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr
+):
+    """Write dq of warpgroup ``W``'s rows of a tile; return the next turn."""
+    ROWS: gl.constexpr = OPTIONS.ROWS
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    RAGGED: gl.constexpr = tensors.cu_seqlens_q_ptr is not None
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    walk, place = task.walk, task.place
+    steps = steps_of(walk, OPTIONS)
+    lse2, delta = _numbers_of(place, gl.SliceLayout(1, S), tensors, numbers, OPTIONS)
+    dq = gl.zeros([ROWS, HEAD_DIM], gl.float32, O)  # [ROWS, HEAD_DIM]
+    gradients = RowGradients(dq, lse2, delta, turn)
+    mbarrier.wait(pipeline.q_full.index(W), tile_count & 1)
+    given = tensors, pipeline
+    if OPTIONS.HALVES:
+        gradients = _walk(gradients, 0, walk.halves, task, W, True, True, *given, OPTIONS)
+    gradients = _walk(gradients, walk.whole, steps, task, W, True, False, *given, OPTIONS)
+    gradients = _walk(gradients, 0, walk.whole, task, W, False, False, *given, OPTIONS)
+    dq, lse2, delta, turn = gradients
+    mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+    # what a row holds that sees no key may be NaN
+    is_blind = gl.convert_layout(lse2 == INF, gl.SliceLayout(1, O))  # [ROWS]
+    dq = gl.where(is_blind[:, None], 0.0, dq * numbers.scale)
+    dq_s = pipeline.out_s.index(W)
+    send(dq, place, dq_s, tensors.out_desc, tensors.out_ptr, numbers.width, numbers, RAGGED)
+    return turn

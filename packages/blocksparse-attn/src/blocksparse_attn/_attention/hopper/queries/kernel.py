@@ -1,0 +1,176 @@
+"""The kernel that owns tiles of queries: one warp reads the lists and copies, two multiply.
+
+It makes the output in the forward, and dq where gradients are to repeat. A tile is 128 rows: two
+heads of one row of blocks where heads have one pattern, else one head. Each of two warpgroups owns
+64 of them, and both walk the list of the tile from its end to its begin: first what needs a mask,
+then whole blocks. A step is 128 keys, in as many blocks of the list as make them, from anywhere.
+"""
+
+from ...._linked.hopper.compat import gl, gluon, hopper, tma
+from ...._linked.hopper.pipeline import LOG2E, SLOTS, TURN, barrier_arrive, barrier_sync, barriers
+from ..boxes import boxes_of
+from ..structures import QueryNumbers, QueryPipeline, QueryTensors, Task
+from .forward import make_output
+from .gradients import make_dq
+from .producer import produce
+from .rows import place_of, receive, rows_of, understood
+from .schedule import FIELDS, HEAD, pick
+
+
+@gluon.jit
+def _consume(W: gl.constexpr, tensors, numbers, pipeline, OPTIONS: gl.constexpr):
+    """Work on the rows of warpgroup ``W`` of every tile of queries that the producer announces."""
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
+    IS_FORWARD: gl.constexpr = tensors.dout_desc is None
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+    factor = numbers.scale * LOG2E
+    if IS_FORWARD and W == 1:
+        # the first turn
+        barrier_arrive(TURN, 256, 4)
+    turn = 0  # tiles of keys
+    tile_count = 0  # tiles of queries
+    fields = receive(tile_count, pipeline)
+    while pick(fields, HEAD) >= 0:
+        tile = understood(fields)
+        place = place_of(tile, W, OPTIONS)
+        task = Task(tile.walk, rows_of(tile, place, factor, S, OPTIONS), place)
+        if IS_FORWARD:
+            turn = make_output(task, turn, tile_count, W, tensors, numbers, pipeline, OPTIONS)
+        else:
+            turn = make_dq(task, turn, tile_count, W, tensors, numbers, pipeline, OPTIONS)
+        tile_count += 1
+        fields = receive(tile_count, pipeline)
+    tma.store_wait(0)
+    if IS_FORWARD and W == 0:
+        # the last turn that was passed on
+        barrier_sync(TURN, 256, 4)
+
+
+# numbers and pointers are never specialised; see ``runtime.py``
+@gluon.jit(
+    do_not_specialize=QueryNumbers._fields[1:],
+    do_not_specialize_on_alignment=QueryTensors._fields[5:],
+)
+def hopper_query_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    out_desc,
+    out_ptr,
+    lse_ptr,
+    lse2_ptr,
+    delta_ptr,
+    ticket_ptr,
+    begin_ptr,
+    whole_ptr,
+    items_ptr,
+    members_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    scale,
+    batch,
+    heads_q,
+    tokens_q,
+    tokens_k,
+    width,
+    tiles,
+    span,
+    last,
+    total,
+    list_rows,
+    list_stride,
+    extent_k,
+    OPTIONS: gl.constexpr,
+):
+    """``out = softmax(scale * q k^T) v`` over the kept blocks, and ``lse`` of each row.
+
+    Or, with ``dout_desc``, ``dq = scale * (p * (dout v^T - delta)) k``. A persistent kernel,
+    warp-specialised: programs take tiles of queries from a counter; one warp produces, two
+    warpgroups consume.
+    """
+    tensors = QueryTensors(
+        q_desc,
+        k_desc,
+        v_desc,
+        dout_desc,
+        out_desc,
+        out_ptr,
+        lse_ptr,
+        lse2_ptr,
+        delta_ptr,
+        ticket_ptr,
+        begin_ptr,
+        whole_ptr,
+        items_ptr,
+        members_ptr,
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+    )
+    numbers = QueryNumbers(
+        scale,
+        batch,
+        heads_q,
+        tokens_q,
+        tokens_k,
+        width,
+        tiles,
+        span,
+        last,
+        total,
+        list_rows,
+        list_stride,
+        extent_k,
+    )
+    ROWS: gl.constexpr = OPTIONS.ROWS
+    BLOCK_N: gl.constexpr = OPTIONS.BLOCK_N
+    HEAD_DIM: gl.constexpr = OPTIONS.HEAD_DIM
+    HEAD_DIM_V: gl.constexpr = OPTIONS.HEAD_DIM_V
+    STAGES_K: gl.constexpr = OPTIONS.STAGES_K
+    STAGES_V: gl.constexpr = OPTIONS.STAGES_V
+    WIDTH: gl.constexpr = HEAD_DIM_V if dout_desc is None else HEAD_DIM
+    dtype: gl.constexpr = q_desc.dtype
+    K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype)
+    V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM_V], dtype)
+    F: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM], q_desc.layout)
+    dout_s = None
+    if dout_desc is not None:
+        dout_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, HEAD_DIM_V], dout_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES_K, BLOCK_N, HEAD_DIM], K)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, BLOCK_N, HEAD_DIM_V], V)
+    out_s = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, ROWS, WIDTH], out_desc.layout)
+    fields_s = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], F)
+    q_full = barriers(2, 1)
+    q_empty = barriers(2, 1)
+    k_full = barriers(STAGES_K, 1)
+    v_full = barriers(STAGES_V, 1)
+    tile_full = barriers(SLOTS, 1)
+    tile_empty = barriers(SLOTS, 2)
+    hopper.fence_async_shared()
+    pipeline = QueryPipeline(
+        q_s,
+        dout_s,
+        k_s,
+        v_s,
+        out_s,
+        fields_s,
+        q_full,
+        q_empty,
+        k_full,
+        v_full,
+        tile_full,
+        tile_empty,
+        boxes_of(k_s, k_desc, OPTIONS.BLOCK_K),
+        boxes_of(v_s, v_desc, OPTIONS.BLOCK_K),
+    )
+    gl.warp_specialize(
+        [
+            (_consume, (0, tensors, numbers, pipeline, OPTIONS)),
+            (_consume, (1, tensors, numbers, pipeline, OPTIONS)),
+            (produce, (tensors, numbers, pipeline, OPTIONS)),
+        ],
+        [4, 1],
+        [240, 32],
+    )

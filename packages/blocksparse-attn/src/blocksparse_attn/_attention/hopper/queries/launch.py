@@ -1,0 +1,182 @@
+"""The host side of the Hopper kernels: tensor maps (TMA), the order of tiles, the launches.
+
+Those of the backward are in ``backward_plans``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...._linked.hopper.tickets import kept_ticket, new_ticket
+from ...._linked.hopper.tma import MapForm, MapLaunch, TensorMap
+from ...._linked.host.forms import Memory
+from ...._linked.launch.runtime import MAX_COUNTS
+from ...call import Tensors
+from ...portable.form import Form, QueryTiles, launch_of, processors
+from ...tiles import SHORT, HopperTile, has_halves, hopper_shape, hopper_tile, padded_head_dim
+from ..structures import QueryNumbers, QueryOptions
+from .kernel import hopper_query_kernel
+
+# columns that one copy takes: of wider heads a tile is several panels
+PANEL = 64
+
+
+class PackedMap(TensorMap):
+    """The map of packed tokens as one sequence: it ends where its tensor ends.
+
+    What was encoded for a place may end elsewhere, so nothing is remembered.
+    """
+
+    def __init__(self, base: Tensor, form: MapForm) -> None:
+        super().__init__(base, form)
+        self.encoded = None
+
+    @property
+    def shape(self) -> list[int]:
+        return [*self.form.shape[:3], self.base.shape[1], self.form.shape[4]]
+
+    def keep(self, encoded: list[Any]) -> None:
+        """Remember nothing."""
+
+
+class PackedForm(MapForm):
+    """How packed tensors of one form, which differ in their number of tokens, are mapped."""
+
+    kind = PackedMap
+
+    def __init__(self, x: Tensor, rows: int, columns: int) -> None:
+        super().__init__(x[None], rows, columns, ragged=False)
+
+    def __call__(self, x: Tensor) -> TensorMap:
+        """Map a tensor of the form, as ``MapForm`` does."""
+        return super().__call__(x[None])
+
+
+class QueryWalk:
+    """What the launches have in common that walk the list of each tile of queries."""
+
+    def __init__(
+        self, form: Form, x: Tensors, kernel: Any, tile: HopperTile, short: int, columns: int
+    ) -> None:
+        """Take a call of the form, and how wide what is written is.
+
+        Sequences of up to ``short`` queries are served by another kernel.
+        """
+        self._form, self._columns = form, columns
+        # by numbers of tokens, in which packed calls of one form differ
+        self._work: Memory[tuple[int, QueryNumbers]] = Memory(MAX_COUNTS)
+        pattern, constants = form.pattern, form.constants
+        widest = max(x.q.shape[-1], form.head_dim_v)
+        shape = hopper_shape(widest, pattern.block_q, form.group, pattern.is_shared)
+        queries = self._queries = QueryTiles(form, shape)
+        wide, wide_v = self._wide, self._wide_v = tuple(
+            max(PANEL, padded_head_dim(t.shape[-1])) for t in (x.q, x.v)
+        )
+        self._rows = tile.rows
+        rows = min(pattern.block_k, tile.block_n)
+        self._map_q = self._map_rows(x.q, wide)
+        self._map_k = MapForm(x.k, rows, PANEL, ragged=form.is_packed)
+        self._map_v = MapForm(x.v, rows, PANEL, ragged=form.is_packed)
+        options = QueryOptions(
+            GROUP=constants.GROUP,
+            HEADS=queries.constants.HEADS,
+            SPAN=queries.constants.SPAN,
+            ROW_MEMBERS=queries.constants.ROW_MEMBERS,
+            BLOCK_Q=constants.BLOCK_Q,
+            BLOCK_K=constants.BLOCK_K,
+            IS_CAUSAL=constants.IS_CAUSAL,
+            PER_HEAD=constants.PER_HEAD,
+            SHORT=short,
+            TOP_LEFT=constants.TOP_LEFT,
+            HALVES=has_halves(shape, pattern, constants.IS_CAUSAL),
+            ROWS=tile.rows,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=wide,
+            HEAD_DIM_V=wide_v,
+            STAGES_K=tile.stages_k,
+            STAGES_V=tile.stages_v,
+        )
+        self.launch = launch_of(kernel, options, of=MapLaunch, num_warps=4, maxnreg=tile.registers)
+
+    def _map_rows(self, x: Tensor, wide: int) -> MapForm:
+        """Return how rows of queries, or of what belongs to them, are read."""
+        if self._form.is_packed:
+            return PackedForm(x, self._rows, wide)
+        return MapForm(x, self._rows, wide, ragged=False)
+
+    def _numbers(self, x: Tensors) -> tuple[int, QueryNumbers]:
+        """Return the programs of a launch and its numbers."""
+        counts = x.q.shape[-3], x.k.shape[-3]
+        work = self._work.get(counts)
+        if work is None:
+            work = self._work.keep(counts, self._count_work(x.q, *counts))
+        return work
+
+    def _count_work(self, q: Tensor, tokens_q: int, tokens_k: int) -> tuple[int, QueryNumbers]:
+        """Return the programs of a launch and its numbers."""
+        form, queries = self._form, self._queries
+        tiles = queries.count(tokens_q, tokens_k)
+        total = queries.programs(tiles)
+        span = queries.span(tokens_k)
+        numbers = QueryNumbers(
+            scale=form.options.softmax_scale,
+            batch=form.batch,
+            heads_q=form.heads_q,
+            tokens_q=tokens_q,
+            tokens_k=tokens_k,
+            width=self._columns,
+            tiles=tiles,
+            span=span,
+            last=span + form.batch * queries.units % span,
+            total=total,
+            list_rows=queries.list_rows,
+            list_stride=queries.list_stride,
+            extent_k=form.extent_k,
+        )
+        return min(processors(q.device), total), numbers
+
+
+class HopperForward(QueryWalk):
+    """The launch for sequences of many queries, of calls that ``takes_hopper_forward`` takes."""
+
+    def __init__(self, form: Form, x: Tensors, is_kept: bool) -> None:
+        """Take a call of the form, and whether the plan serves others after it."""
+        tile = hopper_tile(max(x.q.shape[-1], form.head_dim_v))
+        super().__init__(form, x, hopper_query_kernel, tile, SHORT, form.head_dim_v)
+        self._ticket = kept_ticket if is_kept else new_ticket
+        out = torch.empty((*x.q.shape[:-1], form.head_dim_v), dtype=x.q.dtype, device="meta")
+        self._map_out = MapForm(out, tile.rows, self._wide_v, ragged=form.is_packed)
+
+    def arguments(
+        self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
+    ) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
+        """Return what the launch is called with; an empty grid for tensors without tokens."""
+        q, k = x.q, x.k
+        # empty tensors have no map
+        if q.shape[-3] == 0:
+            return 0, (), ()
+        if k.shape[-3] == 0:
+            out.zero_()
+            lse.fill_(float("-inf"))
+            return 0, (), ()
+        grid, numbers = self._numbers(x)
+        # the fields of QueryTensors
+        tensors = (
+            self._map_q(q),
+            self._map_k(k),
+            self._map_v(x.v),
+            None,
+            self._map_out(out),
+            out,
+            lse,
+            None,
+            None,
+            self._ticket(q.device),
+            *walk,
+            x.cu_seqlens_q,
+            x.cu_seqlens_k,
+        )
+        return grid, tensors, numbers

@@ -1,0 +1,360 @@
+"""How calls are launched: the plan of each form, and the two launchers that operators call.
+
+Forward: one program owns a tile of queries. Sequences of a few queries have tiles of their own,
+over whose keys several programs may be split. Backward: first two numbers per row; then dk and dv
+by tiles of keys, which walk the transposed layout, and dq by tiles of queries, which walk the
+layout. The method is FlashAttention-2's (Dao, 2023). On Hopper kernels of ``hopper`` serve what
+they can of either pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from .._linked.host.forms import interpreted
+from .._linked.launch.runtime import aligned, dense, first_columns, token_strides, widened
+from . import tiles as attention_tiles
+from .call import Bounds, Common, Options, Pattern, Tensors, Walks
+from .portable import structures
+from .portable.attention import attention_kernel
+from .portable.backward_rows import row_kernel
+from .portable.form import Form, QueryTiles, launch_of, launch_on, processors, readable, rule_stride
+from .portable.structures import Numbers, RowNumbers, RowOptions, RowTensors
+from .tiles import (
+    SHORT,
+    backward_dkdv_tile,
+    backward_dq_shape,
+    short_shape,
+    takes_hopper_forward,
+    tall_shape,
+)
+
+# programs per multiprocessor that a decode is split into, and the least steps of a program
+WAVES = 4
+LEAST_STEPS = 4
+# rows per program of the launch that numbers them
+ROWS = 32
+
+# a grid, tensors and numbers: what a launch is called with
+Arguments = tuple[int, tuple[Any, ...], tuple[Any, ...]]
+
+
+class Plan:
+    """The launches of all calls of one form.
+
+    Args:
+        x: tensors of a call, as ``readable`` leaves them.
+        pattern: what depends on its layout.
+        options: what is no tensor.
+        is_kept: whether the plan serves later calls.
+    """
+
+    def __init__(
+        self, x: Tensors, pattern: Pattern, options: Options, is_kept: bool = False
+    ) -> None:
+        form = self._form = Form(x, pattern, options)
+        if takes_hopper_forward(x, pattern, options):
+            from .hopper.queries.launch import HopperForward
+
+            self._tall: Any = HopperForward(form, x, is_kept)
+        else:
+            self._tall = TallForward(form, x)
+        self._short = ShortForward(form, x)
+
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+        return self._form.fits(x)
+
+    def forward(self, x: Tensors, walks: Walks, bounds: Bounds) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them.
+
+        Launches are called here, and nowhere further down: each frame takes its time.
+        """
+        form, q = self._form, x.q
+        out = q.new_empty((*q.shape[:-1], form.head_dim_v))
+        per_head = (form.heads_q, q.shape[-3])
+        lse_shape = per_head if form.is_packed else (form.batch, *per_head)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if form.batch == 0:  # a packed call may hold nothing but padding
+            return out.zero_(), lse.fill_(-math.inf)
+        if walks.tall:
+            self._tall.launch(*self._tall.arguments(x, walks.tall, out, lse))
+        if walks.short:
+            short = self._short
+            split = short.split(x, bounds)
+            fills = form.is_packed and not walks.tall
+            launch = short.launches[split.splits > 1]
+            grid, *arguments = short.arguments(x, walks.short, out, lse, split, fills)
+            launch(grid, *arguments)
+            if split.splits > 1:
+                short.merge(split.programs, *arguments)
+        return out, lse
+
+    @functools.cached_property
+    def _backward(self) -> BackwardPlan:
+        return BackwardPlan(self._form)
+
+    def backward(
+        self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(dq, dk, dv)`` of tensors that fit."""
+        return self._backward(x, walks, out, lse, dout, dlse)
+
+
+class TallForward:
+    """The portable launch for sequences of many queries."""
+
+    def __init__(self, form: Form, x: Tensors) -> None:
+        self._form = form
+        self._queries = QueryTiles(form, tall_shape(form.platform, *form.choice))
+        self.launch = _forward_launch(form, x, self._queries)
+
+    def arguments(
+        self, x: Tensors, walk: tuple[Tensor, ...], out: Tensor, lse: Tensor
+    ) -> Arguments:
+        """Return what the launch is called with."""
+        queries = self._queries
+        tiles = queries.count(x.q.shape[-3], x.k.shape[-3])
+        tensors, numbers = _forward_arguments(
+            self._form, queries, x, walk, (out, None, lse, None, None), tiles
+        )
+        return queries.programs(tiles), tensors, numbers
+
+
+class Split:
+    """How the tiles of a few queries are shared out, and where what splits find is kept."""
+
+    def __init__(self, form: Form, queries: QueryTiles, x: Tensors, bounds: Bounds) -> None:
+        # a tile may begin ahead of the sequence's first query
+        longest = min(bounds.seqlen_q, SHORT)
+        self.tiles = cdiv(longest - 1, queries.shape.positions) + 1 if longest > 1 else 1
+        self.programs = form.batch * self.tiles * queries.units
+        self.splits = form.options.num_splits or self._wanted(form, queries, x, bounds)
+        self.parts: tuple[Tensor | None, Tensor | None] = None, None
+        if self.splits > 1:
+            rows = self.programs * self.splits * queries.tile.block_m
+            self.parts = (
+                x.q.new_empty((rows, form.head_dim_v), dtype=torch.float32),
+                x.q.new_empty((rows,), dtype=torch.float32),
+            )
+
+    def _wanted(self, form: Form, queries: QueryTiles, x: Tensors, bounds: Bounds) -> int:
+        pattern, shape = form.pattern, queries.shape
+        blocks = min(pattern.max_row * shape.pack, cdiv(bounds.seqlen_k, pattern.block_k))
+        steps = cdiv(blocks * pattern.block_k, shape.tile.block_n)
+        wanted = cdiv(WAVES * processors(x.q.device), max(self.programs, 1))
+        return max(1, min(wanted, steps // LEAST_STEPS, 64))
+
+
+class ShortForward:
+    """The launches for sequences of a few queries, without splits and with them."""
+
+    def __init__(self, form: Form, x: Tensors) -> None:
+        self._form = form
+        queries = self._queries = QueryTiles(form, short_shape(form.platform, *form.choice[:-1]))
+        self.launches = tuple(_forward_launch(form, x, queries, is_short=True) for _ in range(2))
+        merging = queries.constants._replace(MERGES=True, IS_SHORT=True, SHORT=SHORT)
+        self.merge = launch_on(attention_kernel, queries.tile, merging)
+
+    def split(self, x: Tensors, bounds: Bounds) -> Split:
+        """Share out the tiles of a call."""
+        return Split(self._form, self._queries, x, bounds)
+
+    def arguments(
+        self,
+        x: Tensors,
+        walk: tuple[Tensor, ...],
+        out: Tensor,
+        lse: Tensor,
+        split: Split,
+        fills: bool,
+    ) -> Arguments:
+        """Return what the launch is called with; it may have to write what padding gives."""
+        written = out, None, lse, *split.parts
+        tensors, numbers = _forward_arguments(
+            self._form, self._queries, x, walk, written, split.tiles, split.splits, fills
+        )
+        return split.programs * split.splits, tensors, numbers
+
+
+def _forward_launch(form: Form, x: Tensors, queries: QueryTiles, is_short: bool = False) -> Any:
+    page = 0 if x.block_table is None else x.k.shape[1]
+    folds = form.options.softmax_scale >= 0
+    constants = queries.constants._replace(PAGE=page, IS_SHORT=is_short, SHORT=SHORT, FOLD=folds)
+    return launch_on(attention_kernel, queries.tile, constants)
+
+
+def _forward_arguments(
+    form: Form,
+    queries: QueryTiles,
+    x: Tensors,
+    walk: tuple[Tensor, ...],
+    written: tuple[Tensor | None, ...],
+    tiles: int,
+    splits: int = 1,
+    fills: bool = False,
+) -> tuple[structures.Tensors, Numbers]:
+    table = dense(x.block_table)
+    offsets = x.cu_seqlens_q, x.cu_seqlens_k
+    read = x.q, x.k, x.v, None, None, None
+    tensors = structures.Tensors(*read, *written, *walk, *offsets, table, x.rule)
+    numbers = _numbers_of(
+        form,
+        x,
+        (tiles, queries.span(x.k.shape[-3]), splits, int(fills)),
+        (queries.list_rows, queries.list_stride, form.extent_k),
+        0 if table is None else table.stride(0),
+    )
+    return tensors, numbers
+
+
+def _numbers_of(
+    form: Form,
+    x: Tensors,
+    grid: tuple[int, ...],
+    lists: tuple[int, ...],
+    stride_table: int = 0,
+    strides: tuple[int, ...] = (0, 0, 0),
+) -> Numbers:
+    """Return the numbers of a launch; ``strides`` are those of the output's gradient."""
+    sizes = form.batch, form.heads_q, x.q.shape[-3], x.k.shape[-3]
+    tables = stride_table, rule_stride(x)
+    return Numbers(
+        form.options.softmax_scale, *sizes, *grid, *lists, *tables, *strides, *form.strides
+    )
+
+
+class BackwardPlan:
+    """The launches of the backward pass of all calls of one form."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        constants = form.constants
+        options = RowOptions(constants.HEAD_DIM_V, constants.BLOCK_DV, constants.ROW_BYTES_V, ROWS)
+        # without a gradient of the LSE, and with one
+        self._rows = tuple(
+            launch_of(row_kernel, options, num_warps=4, num_stages=1) for _ in range(2)
+        )
+        self._key_tile = backward_dkdv_tile(form.platform, *form.choice[:3])
+        settle = form.platform.is_hopper and not interpreted()
+        by_key = constants._replace(BY_KEY=True, SETTLE=settle)
+        self._keys = launch_on(attention_kernel, self._key_tile, by_key)
+        queries = self._queries = QueryTiles(form, backward_dq_shape(form.platform, *form.choice))
+        self._dq = launch_on(attention_kernel, queries.tile, queries.constants)
+
+    @functools.cached_property
+    def _hopper(self) -> Any:
+        from .hopper.backward.launch import HopperBackward
+
+        return HopperBackward(self._form)
+
+    def __call__(
+        self, x: Tensors, walks: Walks, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(dq, dk, dv)``; the tensors of ``x`` are of the form."""
+        q, k, v = x.q, x.k, x.v
+        dout, out, lse = aligned(dout), aligned(out.contiguous()), lse.contiguous()
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        if self._form.batch == 0 or q.numel() == 0 or k.numel() == 0:  # nobody sees a key
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+        rows = RowTensors(out, dout, lse, dense(dlse), delta, lse2)
+        if self._is_for_hopper(x, walks):
+            self._hopper(x, rows, walks.pairs, dq, dk, dv)
+        else:
+            self._run(x, rows, walks, dq, dk, dv)
+        return dq, dk, dv
+
+    def _is_for_hopper(self, x: Tensors, walks: Walks) -> bool:
+        if not walks.pairs:
+            return False
+        must_repeat = attention_tiles.repeats()
+        if must_repeat and not (walks.repeat or walks.by_key):
+            raise NotImplementedError(
+                "gradients that repeat are asked for, but were not before the forward pass: call "
+                "torch.use_deterministic_algorithms(True) ahead of it"
+            )
+        if must_repeat and not walks.repeat:
+            return False
+        return not walks.by_key or self._hopper.is_worth_it(x)
+
+    def _run(
+        self, x: Tensors, rows: RowTensors, walks: Walks, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> None:
+        """Fill the gradients by the portable kernels."""
+        form, lse = self._form, rows.lse_ptr
+        tokens_q, tokens_k = x.q.shape[-3], x.k.shape[-3]
+        strides = token_strides(rows.dout_ptr)
+        offsets = x.cu_seqlens_q, x.cu_seqlens_k
+        read = x.q, x.k, x.v, rows.dout_ptr, rows.lse2_ptr, rows.delta_ptr
+        self._rows[rows.dlse_ptr is not None](
+            cdiv(lse.numel(), ROWS),
+            rows,
+            RowNumbers(lse.shape[-1], lse.numel(), *strides, form.heads_q),
+        )
+        tile = self._key_tile
+        tiles = form.tiles_k(tokens_k, tile.block_n)
+        list_rows = cdiv(form.extent_k, max(tile.block_n, form.pattern.block_k))
+        list_stride = form.lists_apart(form.heads_k * list_rows, list_rows)
+
+        self._keys(
+            tiles * form.heads_k * form.grid_batch,
+            structures.Tensors(
+                *read, dk, dv, None, None, None, *walks.by_key, *offsets, None, x.rule
+            ),
+            _numbers_of(
+                form,
+                x,
+                (tiles, form.span_k(tokens_q), 1, 0),
+                (list_rows, list_stride, form.extent_q),
+                strides=strides,
+            ),
+        )
+        queries = self._queries
+        tiles, span = queries.count(tokens_q, tokens_k), queries.span(tokens_k)
+        self._dq(
+            queries.programs(tiles),
+            structures.Tensors(
+                *read, dq, None, None, None, None, *walks.by_query, *offsets, None, x.rule
+            ),
+            _numbers_of(
+                form,
+                x,
+                (tiles, span, 1, 0),
+                (queries.list_rows, queries.list_stride, form.extent_k),
+                strides=strides,
+            ),
+        )
+
+
+def launch_forward(x: Tensors, walks: Walks, call: Common) -> tuple[Tensor, Tensor]:
+    """Run the forward operator on checked inputs; see ``ops.py`` for its schema."""
+    width = x.v.shape[-1]
+    x = readable(x)
+    out, lse = Plan(x, call.pattern, call.options).forward(x, walks, call.bounds)
+    return first_columns(out, width), lse
+
+
+def launch_backward(
+    x: Tensors,
+    walks: Walks,
+    call: Common,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the backward operator on checked inputs; see ``ops.py`` for its schema."""
+    widths = [t.shape[-1] for t in x[:3]]
+    x = readable(x)
+    plan = BackwardPlan(Form(x, call.pattern, call.options))
+    # as wide as the values
+    out, dout = (widened(t, x.v.shape[-1]) for t in (out, dout))
+    dq, dk, dv = map(first_columns, plan(x, walks, out, lse, dout, dlse), widths)
+    return dq, dk, dv

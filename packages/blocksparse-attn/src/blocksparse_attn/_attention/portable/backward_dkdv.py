@@ -1,0 +1,171 @@
+"""Gradients of keys and values: one program owns a tile of keys and walks the queries that keep it.
+
+The walk is over the transposed layout, and serves every query head of the key head, so that no two
+programs write one address: no atomics, and the result repeats bit for bit. Scores are transposed
+([keys, queries]): the products that follow then take the accumulator as it lies, without a
+transposition in registers.
+"""
+
+import triton
+import triton.language as tl
+
+from ..._linked.portable.primitives import INF, LOG2E, dot, dot_add, settle
+from .primitives import NO_BLOCK, count_steps, fetch, in_range, keeps, load_rows, tokens_of
+from .schedule import locate_keys, query_walk
+from .structures import Columns, Grid, Ranges, RowPointers
+
+
+@triton.jit
+def _dkdv_walk(
+    dk, dv, queries, ranges, columns, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """Add what the group's queries contribute to dk and dv: masked steps, or whole ones.
+
+    The pointers stand at the sequence. One loop serves all heads of the group: a second one around
+    it would cost registers, and the pipeline would drain between heads.
+    """
+    GROUP: tl.constexpr = OPTIONS.GROUP
+    BLOCK_Q: tl.constexpr = OPTIONS.BLOCK_Q
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    PRECISION: tl.constexpr = OPTIONS.PRECISION
+    UPCAST: tl.constexpr = OPTIONS.UPCAST
+    HAS_MEMBERS: tl.constexpr = MASKED and OPTIONS.BLOCK_N > OPTIONS.BLOCK_K
+    # heads in an item: it names its own, or all heads of the group walk the one list in turn
+    IN_ITEM: tl.constexpr = GROUP if OPTIONS.PER_HEAD else 1
+    TURNS: tl.constexpr = 1 if OPTIONS.PER_HEAD else GROUP
+    items = ranges.count_a + ranges.count_b + ranges.count_c
+    steps = count_steps(items, BLOCK_M, BLOCK_Q)
+    # from a division by 0 the compiler concludes that there are steps, and loads unasked
+    turn = tl.maximum(steps, 1)
+    # no item: a row of blocks behind the end
+    item = fetch(tensors.items_ptr, 0, ranges, NO_BLOCK * IN_ITEM, BLOCK_M, BLOCK_Q)
+    members = 1
+    if HAS_MEMBERS:
+        members = fetch(tensors.members_ptr, 0, ranges, 0, BLOCK_M, BLOCK_Q)
+    for step in tl.range(0, steps * TURNS):
+        positions = tokens_of(item // IN_ITEM, step % turn, BLOCK_M, BLOCK_Q)
+        rows = positions - columns.diagonal
+        if OPTIONS.PER_HEAD:
+            # of the step, or of each of its queries
+            heads = queries.head_k * GROUP + item % IN_ITEM
+        else:
+            heads = queries.head_k * GROUP + step // turn
+        heads_64 = heads.to(tl.int64)
+        rows_64 = rows.to(tl.int64)
+        inside = (rows >= 0) & (rows < columns.seqlen_q)
+        row_at = heads_64 * numbers.tokens_q + rows_64
+        if MASKED:
+            lse2 = tl.load(queries.lse2_ptr + row_at, mask=inside, other=INF)
+            # what arrives at rows that see no key counts for nothing, NaN neither
+            inside &= lse2 < INF
+        q_at = rows_64 * numbers.stride_qs + heads_64 * numbers.stride_qh
+        q_t = load_rows(
+            queries.q_ptr, q_at, inside, OPTIONS, False, MASKED, TURNED=True
+        )  # [BLOCK_D, BLOCK_M]
+        products = dot(columns.k, q_t, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
+        dout_at = rows_64 * numbers.stride_dos + heads_64 * numbers.stride_doh
+        dout = load_rows(
+            queries.dout_ptr, dout_at, inside, OPTIONS, True, MASKED
+        )  # [BLOCK_M, BLOCK_DV]
+        dp = dot(columns.v, tl.trans(dout), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_M]
+        # behind the products: loaded ahead of them, these hold registers that the products need
+        if MASKED:
+            delta = tl.load(queries.delta_ptr + row_at, mask=inside, other=0.0)
+        else:
+            lse2 = tl.load(queries.lse2_ptr + row_at)  # whole tile inside: no mask needed
+            delta = tl.load(queries.delta_ptr + row_at)
+        p = tl.exp2(products * (numbers.scale * LOG2E) - lse2[None, :])  # [BLOCK_N, BLOCK_M]
+        if MASKED:
+            visible = inside[None, :] & (columns.keys < columns.seqlen_k)[:, None]
+            if HAS_MEMBERS:
+                visible &= keeps(members, columns.bits, BLOCK_M, BLOCK_Q)
+            if OPTIONS.IS_CAUSAL:
+                visible &= columns.keys[:, None] <= positions[None, :]
+            if queries.rule_ptr is not None:
+                bounds = queries.rule_ptr + 2 * positions
+                first = tl.load(bounds, mask=inside, other=1)
+                last = tl.load(bounds + 1, mask=inside, other=0)
+                visible &= in_range(columns.keys[:, None], first[None, :], last[None, :])
+            p = tl.where(visible, p, 0.0)
+            # a key that nobody sees may hold NaN
+            dp = tl.where(visible, dp, 0.0)
+        dv = dot_add(dv, p, dout, PRECISION, UPCAST)  # [BLOCK_N, BLOCK_DV]
+        ds = p * (dp - delta[None, :])
+        dk = dot_add(dk, ds, tl.trans(q_t), PRECISION, UPCAST)  # [BLOCK_N, BLOCK_D]
+        dk = settle(dk, OPTIONS.SETTLE)
+        following = (step + 1) % turn
+        item = fetch(tensors.items_ptr, following, ranges, NO_BLOCK * IN_ITEM, BLOCK_M, BLOCK_Q)
+        if HAS_MEMBERS:
+            members = fetch(tensors.members_ptr, following, ranges, 0, BLOCK_M, BLOCK_Q)
+    return dk, dv
+
+
+@triton.jit
+def make_dkdv(tensors, numbers, OPTIONS: tl.constexpr):
+    """Write dk and dv of one tile of keys, of all query heads of the key head."""
+    BLOCK_N: tl.constexpr = OPTIONS.BLOCK_N
+    BLOCK_K: tl.constexpr = OPTIONS.BLOCK_K
+    BLOCK_D: tl.constexpr = OPTIONS.BLOCK_D
+    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
+    q_starts, k_starts = tensors.cu_seqlens_q_ptr, tensors.cu_seqlens_k_ptr
+    heads_q, tokens_q, tokens_k = numbers.heads_q, numbers.tokens_q, numbers.tokens_k
+    heads_k = heads_q // OPTIONS.GROUP
+    sizes = tokens_q, tokens_k, numbers.tiles, numbers.span
+    grid = Grid(q_starts, k_starts, numbers.batch, heads_k, *sizes, 1)
+    work = locate_keys(tl.program_id(0), grid, BLOCK_N, OPTIONS.IS_CAUSAL, OPTIONS.TOP_LEFT)
+    tile, is_alive, sequence, head_k, _, q_start, k_start, seqlen_q, seqlen_k, diagonal = work
+    if not is_alive:
+        return
+    batch_64 = tl.maximum(tl.minimum(sequence, numbers.batch - 1), 0).to(tl.int64)
+    head_k_64 = head_k.to(tl.int64)
+    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    keys_64 = keys.to(tl.int64)
+    inside = keys < seqlen_k
+    k_ptr = tensors.k_ptr + batch_64 * numbers.stride_kb + k_start * numbers.stride_ks
+    k_ptr += head_k_64 * numbers.stride_kh
+    v_ptr = tensors.v_ptr + batch_64 * numbers.stride_vb + k_start * numbers.stride_vs
+    v_ptr += head_k_64 * numbers.stride_vh
+    k = load_rows(k_ptr, keys_64 * numbers.stride_ks, inside, OPTIONS, False, True)
+    v = load_rows(v_ptr, keys_64 * numbers.stride_vs, inside, OPTIONS, True, True)
+    q_ptr = tensors.q_ptr + batch_64 * numbers.stride_qb + q_start * numbers.stride_qs
+    dout_ptr = tensors.dout_ptr + batch_64 * numbers.stride_dob + q_start * numbers.stride_dos
+    row_at = batch_64 * heads_q * tokens_q if q_starts is None else q_start
+    rule_ptr = tensors.rule_ptr
+    if rule_ptr is not None:
+        rule_ptr += batch_64 * numbers.rule_stride
+    queries = RowPointers(
+        q_ptr, dout_ptr, tensors.lse2_ptr + row_at, tensors.delta_ptr + row_at, head_k, rule_ptr
+    )
+    SPAN: tl.constexpr = BLOCK_N if BLOCK_N > BLOCK_K else BLOCK_K
+    bits = (keys % SPAN) // BLOCK_K
+    seen, whole, count, seen_end, cut, cut_end = query_walk(work, tensors, numbers, OPTIONS)
+    rest = whole + count
+    columns = Columns(k, v, keys, bits, diagonal, seqlen_q, seqlen_k)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)  # [BLOCK_N, BLOCK_D]
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)  # [BLOCK_N, BLOCK_DV]
+    for masked in tl.static_range(2):
+        if masked == 1:
+            ranges = Ranges(seen, whole - seen, rest, seen_end - rest, cut, cut_end - cut)
+        else:
+            ranges = Ranges(seen, count * 0, whole, count, cut, count * 0)
+        dk, dv = _dkdv_walk(
+            dk, dv, queries, ranges, columns, tensors, numbers, masked == 1, OPTIONS
+        )
+
+    token = batch_64 * tokens_k if k_starts is None else k_start
+    first = (token + tile * BLOCK_N) * heads_k + head_k
+    # addresses live through the walk: a scalar in 64 bits, and what a tile spans in 32
+    row = tl.arange(0, BLOCK_N) * heads_k
+    _store(dk * numbers.scale, tensors.out_ptr, first, row, inside, OPTIONS.HEAD_DIM)
+    _store(dv, tensors.dv_ptr, first, row, inside, OPTIONS.HEAD_DIM_V)
+
+
+@triton.jit
+def _store(x, pointer, first, row, inside, WIDTH: tl.constexpr):
+    """Write a tile of keys of a gradient: contiguous, ``[tokens, heads_k, WIDTH]``."""
+    cols = tl.arange(0, x.shape[1])
+    tl.store(
+        pointer + first * WIDTH + (row[:, None] * WIDTH + cols[None, :]),
+        x.to(pointer.dtype.element_ty),
+        mask=inside[:, None] & (cols < WIDTH)[None, :],
+    )

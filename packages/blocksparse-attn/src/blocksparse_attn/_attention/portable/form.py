@@ -1,0 +1,189 @@
+"""What the calls of one form have in common: flags, sizes, strides, and their tiles of queries."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from attn_common import cdiv, detect
+
+from ..._linked.host.forms import ACCESS_BYTES, interpreted
+from ..._linked.launch.runtime import (
+    Launch,
+    dense,
+    has_whole_rows,
+    is_aligned,
+    row_bytes,
+    token_strides,
+    whole_rows,
+)
+from ..call import Options, Pattern, Tensors
+from ..tiles import Shape, Tile, padded_head_dim
+from .structures import Constants
+
+# what programs that run at the same time should read together
+L2_BYTES = 32 * 2**20
+# multiprocessors of a GPU that is not there
+PROCESSORS = 132
+
+
+class Form:
+    """All that the launches of a call need to know of its form: no data, and no token count.
+
+    Made from one call's tensors, which went through ``readable``, and good for every call whose
+    tensors differ in data only, or, packed, in the number of tokens.
+    """
+
+    def __init__(self, x: Tensors, pattern: Pattern, options: Options) -> None:
+        q, k, v = x.q, x.k, x.v
+        self.options, self.pattern = options, pattern
+        self.platform = detect(q.device)
+        self.itemsize = q.element_size()
+        self.is_packed = x.cu_seqlens_q is not None
+        self.heads_q, head_dim = q.shape[-2:]
+        self.heads_k, self.head_dim_v = v.shape[-2:]
+        self.group = self.heads_q // self.heads_k
+        self.batch = q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
+        # a packed grid counts tiles of all sequences at once
+        self.grid_batch = 1 if self.is_packed else self.batch
+        # tokens that the layout's rows and columns cover
+        self.extent_q = pattern.rows * pattern.block_q
+        self.extent_k = pattern.cols * pattern.block_k
+        # what the choice of a tile of queries asks for
+        self.choice = (
+            max(head_dim, self.head_dim_v),
+            self.itemsize,
+            pattern.block_q,
+            self.group,
+            pattern.is_shared,
+            pattern.rows_alike,
+        )
+        self.token_bytes = (head_dim + self.head_dim_v) * self.itemsize
+        self.strides = (*token_strides(q), *token_strides(k), *token_strides(v))
+        self.constants = Constants(
+            GROUP=self.group,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=self.head_dim_v,
+            BLOCK_D=padded_head_dim(head_dim),
+            BLOCK_DV=padded_head_dim(self.head_dim_v),
+            ROW_BYTES=row_bytes(q),
+            ROW_BYTES_V=row_bytes(v),
+            BLOCK_Q=pattern.block_q,
+            BLOCK_K=pattern.block_k,
+            IS_CAUSAL=options.causal,
+            PER_HEAD=not pattern.is_shared,
+            TOP_LEFT=options.top_left,
+        )
+        self._layout = layout_of(x)
+
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+        return layout_of(x) == self._layout
+
+    def tiles_k(self, tokens_k: int, block: int) -> int:
+        """Return tiles of keys per head; for packed tensors the slots that hold them."""
+        return tokens_k // block + self.batch + 2 if self.is_packed else cdiv(tokens_k, block)
+
+    def lists_apart(self, of_heads: int, of_all: int) -> int:
+        """Return how many owners a sequence has, of lists per head or one; 0 if all share."""
+        if not self.pattern.batch:
+            return 0
+        return of_all if self.pattern.is_shared else of_heads
+
+    def span_k(self, tokens_q: int) -> int:
+        """Return how many key heads' queries, of the whole group, the second-level cache holds."""
+        fitting = L2_BYTES // max(1, tokens_q * self.token_bytes * self.group)
+        return min(max(1, fitting), max(1, self.batch * self.heads_k))
+
+
+def diagonal_of(options: Options, tokens_q: int, tokens_k: int) -> int:
+    """Return the position of the first query of sequences of one length."""
+    return 0 if options.top_left else tokens_k - tokens_q
+
+
+class QueryTiles:
+    """How programs share the queries of a form, in tiles of one shape."""
+
+    def __init__(self, form: Form, shape: Shape) -> None:
+        self.shape, self.tile, self._form = shape, shape.tile, form
+        pattern = form.pattern
+        packs = cdiv(form.group, shape.heads)
+        # programs that share a tile of positions
+        self.units = form.heads_k * packs
+        # owners that a list of a unit has
+        self.list_rows = cdiv(pattern.rows, max(shape.span // pattern.block_q, 1))
+        self.list_stride = form.lists_apart(self.units * self.list_rows, self.list_rows)
+        self.constants = form.constants._replace(
+            POSITIONS=shape.positions,
+            HEADS=shape.heads,
+            PACKS=packs,
+            SPAN=shape.span,
+            ROW_MEMBERS=1 if shape.pack > 1 else max(shape.span // pattern.block_q, 1),
+            HEAD_MEMBERS=shape.pack,
+        )
+
+    def count(self, tokens_q: int, tokens_k: int) -> int:
+        """Return tiles of positions per unit; for packed tensors the slots that hold them."""
+        positions = self.shape.positions
+        if self._form.is_packed:
+            return tokens_q // positions + 2 * self._form.batch + 4
+        if tokens_q == 0:
+            return 0
+        diagonal = diagonal_of(self._form.options, tokens_q, tokens_k)
+        return cdiv(diagonal + tokens_q, positions) - diagonal // positions
+
+    def programs(self, tiles: int) -> int:
+        """Return how many programs own so many tiles of each unit."""
+        return tiles * self.units * self._form.grid_batch
+
+    def span(self, tokens_k: int) -> int:
+        """Return how many units' keys and values the second-level cache holds together."""
+        form = self._form
+        per_head = self.units // form.heads_k
+        fitting = per_head * (L2_BYTES // max(1, tokens_k * form.token_bytes))
+        return min(max(1, fitting), max(1, form.batch * self.units))
+
+
+def launch_of(kernel: Any, options: Any, of: type[Launch] = Launch, **compiler: int) -> Launch:
+    """Return the launch of a kernel with its constants."""
+    return of(kernel, {"OPTIONS": options, **compiler})
+
+
+def launch_on(kernel: Any, tile: Tile, constants: Constants) -> Launch:
+    """Return the launch of a kernel on tiles of scores."""
+    options = constants._replace(
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        PRECISION=tile.precision,
+        UPCAST=interpreted(),
+    )
+    return launch_of(kernel, options, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+
+def layout_of(x: Tensors) -> list[Any]:
+    """Return how the large tensors lie in memory, and where between two accesses they begin."""
+    return [(t.stride(), t.data_ptr() % ACCESS_BYTES) for t in (x.q, x.k, x.v)]
+
+
+def is_served_as_is(x: Tensors) -> bool:
+    """Say whether the kernels may read tensors of this form where they are."""
+    return all(has_whole_rows(t) and is_aligned(t) for t in (x.q, x.k, x.v))
+
+
+def readable(x: Tensors) -> Tensors:
+    """Return the tensors as the kernels may read them; heads may have become wider."""
+    return Tensors(whole_rows(x.q), whole_rows(x.k), whole_rows(x.v), *map(dense, x[3:]))
+
+
+def rule_stride(x: Tensors) -> int:
+    """Return how far apart the rules of two sequences are; 0 if all have one."""
+    return 0 if x.rule is None or len(x.rule) == 1 else x.rule.stride(0)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has."""
+    if device.type != "cuda":
+        return 4 if device.type == "cpu" else PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

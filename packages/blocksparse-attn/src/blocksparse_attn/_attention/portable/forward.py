@@ -1,0 +1,159 @@
+"""Forward pass: one program owns a tile of queries and walks the blocks of keys that it keeps.
+
+The online softmax of FlashAttention-2 (Dao, 2023): running maximum and sum per row, in base 2. The
+list of a tile has two parts: blocks that every row sees whole, walked without masks, and blocks
+that the diagonal or the end of the sequence cuts, or that only some of the tile's rows of blocks,
+or of its heads, keep. What no row keeps is never visited. The next step's entry of the list is
+loaded a step ahead, so that the loads of keys wait for nothing.
+"""
+
+import triton
+import triton.language as tl
+
+from ..._linked.portable.primitives import LOG2E, NEG_INF, dot, dot_add
+from .merge import store_rows
+from .primitives import count_steps, fetch_keys, key_offsets, live_keys, load_rows, sees, tokens_of
+from .structures import Keys, Ranges, Softmax
+
+
+@triton.jit
+def _attend(
+    softmax, q, keys_at, ranges, rows, tensors, numbers, MASKED: tl.constexpr, OPTIONS: tl.constexpr
+):
+    """Fold keys into the running softmax of a tile of queries: masked steps, or whole ones."""
+    PAGE: tl.constexpr = OPTIONS.PAGE
+    PRECISION: tl.constexpr = OPTIONS.PRECISION
+    UPCAST: tl.constexpr = OPTIONS.UPCAST
+    HAS_MEMBERS: tl.constexpr = MASKED and (OPTIONS.ROW_MEMBERS > 1 or OPTIONS.HEAD_MEMBERS > 1)
+    acc, l_i, m_i = softmax
+    scale = numbers.scale
+    block, members = fetch_keys(keys_at.first_step, ranges, tensors, HAS_MEMBERS, OPTIONS)
+    for step in tl.range(keys_at.first_step, keys_at.last_step):
+        keys = tokens_of(block, step, OPTIONS.BLOCK_N, OPTIONS.BLOCK_K)
+        live = keys >= 0
+        if MASKED:
+            live = live_keys(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
+        k_at = key_offsets(keys, live, keys_at, numbers.stride_kb, numbers.stride_ks, MASKED, PAGE)
+        v_at = key_offsets(keys, live, keys_at, numbers.stride_vb, numbers.stride_vs, MASKED, PAGE)
+        k = load_rows(
+            keys_at.k_base, k_at, live, OPTIONS, False, MASKED, TURNED=True
+        )  # [BLOCK_D, BLOCK_N]
+        s = dot(q, k, PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
+        if OPTIONS.FOLD and not MASKED:
+            # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+            factor = scale * LOG2E
+        else:
+            factor = 1.0
+            s = s * (scale * LOG2E)
+        if MASKED:
+            visible = sees(keys, members, rows, tensors, HAS_MEMBERS, OPTIONS)
+            s = tl.where(visible, s, NEG_INF)
+        m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
+        if MASKED:
+            # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+            pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
+        else:
+            pivot = m_new
+        p = tl.exp2(s * factor - pivot[:, None])  # [BLOCK_M, BLOCK_N]
+        alpha = tl.exp2(m_i - pivot)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v = load_rows(keys_at.v_base, v_at, live, OPTIONS, True, MASKED)  # [BLOCK_N, BLOCK_DV]
+        acc = dot_add(acc * alpha[:, None], p, v, PRECISION, UPCAST)
+        m_i = m_new
+        block, members = fetch_keys(step + 1, ranges, tensors, HAS_MEMBERS, OPTIONS)
+    return Softmax(acc, l_i, m_i)
+
+
+@triton.jit
+def _fill(first, last, work, tensors, numbers, OPTIONS: tl.constexpr):
+    """Write what padding gives: output 0, lse -inf."""
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    cols_dv = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
+    in_group = work.unit % OPTIONS.PACKS * OPTIONS.HEADS + m % OPTIONS.HEADS
+    head = work.unit // OPTIONS.PACKS * OPTIONS.GROUP + in_group
+    for begin in range(first, last, OPTIONS.POSITIONS):
+        token = (begin + m // OPTIONS.HEADS).to(tl.int64)  # [BLOCK_M]
+        inside = (token < last) & (in_group < OPTIONS.GROUP)
+        tl.store(
+            tensors.lse_ptr + head.to(tl.int64) * numbers.tokens_q + token,
+            tl.full([BLOCK_M], NEG_INF, tl.float32),
+            mask=inside,
+        )
+        out_at = (token * numbers.heads_q + head) * HEAD_DIM_V
+        out_ptrs = tensors.out_ptr + out_at[:, None] + cols_dv[None, :]
+        nothing = tl.zeros([BLOCK_M, BLOCK_DV], tensors.out_ptr.dtype.element_ty)
+        tl.store(out_ptrs, nothing, mask=inside[:, None] & (cols_dv < HEAD_DIM_V)[None, :])
+
+
+@triton.jit
+def fill_padding(work, tensors, numbers, OPTIONS: tl.constexpr):
+    """Fill the padding around the sequences, if no other grid does.
+
+    The first program of the first sequence and that of the last one do it.
+    """
+    units = numbers.heads_q // OPTIONS.GROUP * OPTIONS.PACKS
+    place = tl.program_id(0) // (numbers.splits * units) % numbers.tiles
+    is_first = (place + work.split == 0) & (numbers.fills != 0)
+    starts = tensors.cu_seqlens_q_ptr
+    if is_first & (work.sequence == 0):
+        _fill(0, tl.load(starts), work, tensors, numbers, OPTIONS)
+    if is_first & (work.sequence == numbers.batch - 1):
+        end = tl.load(starts + numbers.batch)
+        _fill(end, numbers.tokens_q, work, tensors, numbers, OPTIONS)
+
+
+@triton.jit
+def _store_part(out, lse2, tensors, OPTIONS: tl.constexpr):
+    """Store the result over a part of the keys, to be merged; every row is written.
+
+    The parts are [program without split, split, BLOCK_M].
+    """
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    HEAD_DIM_V: tl.constexpr = OPTIONS.HEAD_DIM_V
+    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    cols_dv = tl.arange(0, OPTIONS.BLOCK_DV)  # [BLOCK_DV]
+    first = tl.program_id(0).to(tl.int64) * BLOCK_M
+    tl.store(tensors.part_lse_ptr + first + m, lse2)
+    at = first * HEAD_DIM_V + (m[:, None] * HEAD_DIM_V + cols_dv[None, :])  # [BLOCK_M, BLOCK_DV]
+    tl.store(tensors.part_out_ptr + at, out, mask=(cols_dv < HEAD_DIM_V)[None, :])
+
+
+@triton.jit
+def make_output(work, rows, walk, keys_at, standing, tensors, numbers, OPTIONS: tl.constexpr):
+    """Write the output and the LSE of a tile of queries, or what a split of its keys gives."""
+    BLOCK_M: tl.constexpr = OPTIONS.BLOCK_M
+    BLOCK_DV: tl.constexpr = OPTIONS.BLOCK_DV
+    row_at = rows.row.to(tl.int64) * numbers.stride_qs + rows.head.to(tl.int64) * numbers.stride_qh
+    q_ptr = tensors.q_ptr + rows.batch * numbers.stride_qb + work.q_start * numbers.stride_qs
+    q = load_rows(q_ptr, row_at, rows.inside, OPTIONS, False, True)  # [BLOCK_M, BLOCK_D]
+    m_i = tl.full([BLOCK_M], NEG_INF, tl.float32)  # [BLOCK_M]
+    l_i = tl.zeros([BLOCK_M], tl.float32)  # [BLOCK_M]
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)  # [BLOCK_M, BLOCK_DV]
+    softmax = Softmax(acc, l_i, m_i)
+    for masked in tl.static_range(2):
+        if masked == 1:
+            ranges = Ranges(walk.rest, walk.rests, walk.cut, walk.cuts, walk.cut, 0)
+        else:
+            ranges = Ranges(walk.start, walk.whole, walk.start, walk.cuts * 0, walk.start, 0)
+        steps = count_steps(ranges.count_a + ranges.count_b, OPTIONS.BLOCK_N, OPTIONS.BLOCK_K)
+        first_step = steps * 0
+        if OPTIONS.IS_SHORT:
+            first_step = (steps.to(tl.int64) * work.split // numbers.splits).to(tl.int32)
+            steps = (steps.to(tl.int64) * (work.split + 1) // numbers.splits).to(tl.int32)
+        keys = Keys(keys_at.k_base, keys_at.v_base, keys_at.table_ptr, first_step, steps)
+        softmax = _attend(
+            softmax, q, keys, ranges, standing, tensors, numbers, masked == 1, OPTIONS
+        )
+    acc, l_i, m_i = softmax
+
+    # rows that saw no key: output 0, lse -inf
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    out = acc / l_safe[:, None]
+    lse2 = tl.where(l_i == 0.0, NEG_INF, m_i + tl.log2(l_safe))
+    if tensors.part_out_ptr is not None:
+        _store_part(out, lse2, tensors, OPTIONS)
+    else:
+        store_rows(out, lse2, work, rows, tensors, numbers, OPTIONS)

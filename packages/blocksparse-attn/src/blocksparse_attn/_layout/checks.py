@@ -1,0 +1,191 @@
+"""Checks of what a layout is made of; only :func:`validate_csr` reads device data."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._linked.host.arguments import FLOAT_DTYPES, check_flag, check_groups, check_tensor
+
+BLOCK_SIZES = (16, 32, 64, 128)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_indices(name: str, x: Any) -> None:
+    """Check a tensor of indices, but for its shape and values."""
+    check_tensor(name, x)
+    if x.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name} must be torch.int32 or torch.int64, got {x.dtype}")
+
+
+def check_block_size(block_size: Any) -> tuple[int, int]:
+    """Check the sides of a block; return them for queries and for keys."""
+    sides = block_size
+    if isinstance(block_size, int):
+        sides = (block_size, block_size)
+    if not isinstance(sides, Sequence) or len(sides) != 2:
+        raise TypeError(f"block_size must be an int or a pair (q, k), got {block_size!r}")
+    for side in sides:
+        if not isinstance(side, int) or isinstance(side, bool):
+            raise TypeError(f"block_size must be an int or a pair (q, k), got {block_size!r}")
+        if side not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be 16, 32, 64 or 128, got {block_size!r}")
+    return sides[0], sides[1]
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Check a number of things."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_calls(num_heads: int, heads_q: Any, heads_k: Any, head_dim: Any, dtype: Any) -> None:
+    """Check what the calls have in common that a layout of ``num_heads`` is prepared for."""
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"dtype must be torch.float16, torch.bfloat16 or torch.float32, got {dtype!r}"
+        )
+    for name, value in (("heads_q", heads_q), ("heads_k", heads_k), ("head_dim", head_dim)):
+        check_count(name, value, 1)
+    check_groups(heads_q, heads_k)
+    if num_heads not in (1, heads_q, heads_k):
+        raise ValueError(
+            f"heads of layout must be 1, heads_k, {heads_k}, or heads_q, {heads_q}, got {num_heads}"
+        )
+
+
+def is_top_left(align: Any) -> bool:
+    """Check how queries are aligned to a layout's rows; say whether by the first one."""
+    if align not in ("bottom-right", "top-left"):
+        raise ValueError(f"align must be 'bottom-right' or 'top-left', got {align!r}")
+    return bool(align == "top-left")
+
+
+def check_local_strided(
+    num_heads: Any,
+    max_seqlen: Any,
+    local_blocks: Any,
+    vert_stride: Any,
+    head_range: Any,
+    homo_head: Any,
+) -> tuple[int, int]:
+    """Check the numbers of the local and strided pattern; return its first head, and the end."""
+    for name, value, least in (
+        ("num_heads", num_heads, 1),
+        ("max_seqlen", max_seqlen, 0),
+        ("local_blocks", local_blocks, 1),
+        ("vert_stride", vert_stride, 1),
+    ):
+        check_count(name, value, least)
+    check_flag("homo_head", homo_head)
+    if head_range is None:
+        head_range = 0, num_heads
+    if not isinstance(head_range, Sequence) or len(head_range) != 2:
+        raise TypeError(f"head_range must be a pair (first, last + 1), got {head_range!r}")
+    first, last = head_range
+    check_count("head_range[0]", first, 0)
+    check_count("head_range[1]", last, first + 1)
+    if last > num_heads:
+        raise ValueError(f"head_range must end at num_heads, {num_heads}, or before, got {last}")
+    return first, last
+
+
+def check_csr(crow: Any, col: Any, ndims: tuple[int, ...] = (2, 3)) -> None:
+    """Check the tensors of compressed rows, but for their values."""
+    for name, x in (("crow", crow), ("col", col)):
+        check_indices(name, x)
+        if x.ndim not in ndims or 0 in x.shape[:-1]:
+            form = "[heads, rows + 1]" if name == "crow" else "[heads, nnz]"
+            raise ValueError(f"{name} must be {form} with one head at least, got {list(x.shape)}")
+    if crow.shape[-1] < 1:
+        raise ValueError(f"crow must be [heads, rows + 1], got {list(crow.shape)}")
+    if col.shape[-2] != crow.shape[-2]:
+        raise ValueError(
+            f"heads of col must be those of crow, {crow.shape[-2]}, got {col.shape[-2]}"
+        )
+    if col.shape[:-1] != crow.shape[:-1]:
+        raise ValueError(
+            f"batch of col must be that of crow, {list(crow.shape[:-2])}, "
+            f"got {list(col.shape[:-2])}"
+        )
+    if col.device != crow.device:
+        raise ValueError(f"col must be on the device of crow, {crow.device}, got {col.device}")
+
+
+def check_alike(layouts: Any) -> None:
+    """Check that layouts may be those of the sequences of one batch."""
+    if not isinstance(layouts, Sequence) or not layouts:
+        raise ValueError(f"layouts must be a sequence of one layout or more, got {layouts!r}")
+    first = layouts[0]
+    for i, one in enumerate(layouts):
+        if type(one) is not type(first):
+            raise TypeError(f"layouts[{i}] must be a BlockSparseLayout, got {type(one).__name__}")
+        if one.batch is not None:
+            raise ValueError(f"layouts[{i}] must not be of a batch itself, got batch {one.batch}")
+        if one._rule is not None and len(one._rule) > 1:
+            raise ValueError(f"layouts[{i}] must have one token rule, got {len(one._rule)}")
+        for name in ("block_size", "num_rows", "num_cols", "num_heads", "device"):
+            got, want = getattr(one, name), getattr(first, name)
+            if got != want:
+                raise ValueError(
+                    f"{name} of layouts[{i}] must be that of the first, {want}, got {got}"
+                )
+
+
+def check_mask(mask: Any) -> None:
+    """Check a mask of blocks."""
+    check_tensor("mask", mask)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be torch.bool, got {mask.dtype}")
+    if mask.ndim not in (2, 3) or (mask.ndim == 3 and mask.shape[0] < 1):
+        raise ValueError(
+            f"mask must be [rows, cols] or [heads, rows, cols], got {list(mask.shape)}"
+        )
+
+
+def validate_csr(crow: Tensor, col: Tensor, cols: int) -> None:
+    """Check the values of compressed rows on the host, and name the first that is wrong."""
+    crow, col = crow.cpu().long(), col.cpu().long()
+    for place in itertools.product(*map(range, crow.shape[:-1])):
+        _validate_head(", ".join(map(str, place)), crow[place], col[place], cols)
+
+
+def _validate_head(head: str, pointers: Tensor, col: Tensor, cols: int) -> None:
+    if int(pointers[0]) != 0:
+        raise ValueError(f"crow[{head}, 0] must be 0, got {int(pointers[0])}")
+    falls = (pointers[1:] < pointers[:-1]).nonzero()
+    if len(falls):
+        at = int(falls[0]) + 1
+        raise ValueError(
+            f"crow[{head}, {at}] must be at least crow[{head}, {at - 1}], "
+            f"{int(pointers[at - 1])}, got {int(pointers[at])}"
+        )
+    used, nnz = int(pointers[-1]), col.shape[0]
+    if used > nnz:
+        at = len(pointers) - 1
+        raise ValueError(f"crow[{head}, {at}] must be at most the length of col, {nnz}, got {used}")
+    here = col[:used]
+    wrong = ((here < 0) | (here >= cols)).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        raise ValueError(
+            f"col[{head}, {at}] must be from 0 to {cols - 1}, a block column, got {int(here[at])}"
+        )
+    row = torch.repeat_interleave(torch.arange(len(pointers) - 1, device="cpu"), pointers.diff())
+    pair, order = (row * max(cols, 1) + here).sort(stable=True)
+    repeated = (pair[1:] == pair[:-1]).nonzero()
+    if len(repeated):
+        at = int(order[int(repeated[0]) + 1])
+        raise ValueError(
+            f"col[{head}, {at}] must not repeat a column of row {int(row[at])}, got {int(here[at])}"
+        )
+    rest = (col[used:] != -1).nonzero()
+    if len(rest):
+        at = used + int(rest[0])
+        raise ValueError(f"col[{head}, {at}] must be -1, being padding, got {int(col[at])}")

@@ -1,0 +1,202 @@
+"""Which lists the kernels of a platform want, as the tiles decide; a layout keeps what was made."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from attn_common import Platform, detect
+from torch import Tensor
+
+from .._attention import tiles
+from .._attention.call import ListForm, Pattern
+from .._attention.tiles import (
+    Shape,
+    backward_dkdv_tile,
+    backward_dq_shape,
+    has_halves,
+    hopper_shape,
+    short_shape,
+    suits_hopper,
+    tall_shape,
+)
+from .._linked.host.forms import interpreted
+from .._linked.host.internals import current_stream, is_transformed
+from .._linked.host.operators import free_namespace
+from .lists import SIDE, Lists, ListSpec, Pairs
+
+if TYPE_CHECKING:
+    from ..layout import BlockSparseLayout
+
+NAMESPACE = free_namespace(__name__, "plan")
+# dynamo traces a constant, and no cached function
+_INTERPRETED = interpreted()
+# threads that make lists for one layout keep it one after the other
+_keeping = threading.Lock()
+
+
+def spec_of(kind: str, platform: Platform, pattern: Pattern, form: ListForm) -> ListSpec:
+    """Return what the lists of one kernel are made from, besides the layout.
+
+    Args:
+        kind: "tall" and "short", the forward's tiles of many queries and of a few; "portable",
+            of many queries for the calls that ``walks_whole_blocks`` refuses; "dq"; "dkdv";
+            "pairs", of the backward for Hopper.
+        platform: where the kernel runs.
+        pattern: what depends on the layout.
+        form: what depends on the call.
+    """
+    group, head_dim, itemsize, causal = form
+    is_shared, block_q, block_k = pattern.is_shared, pattern.block_q, pattern.block_k
+    if kind == "pairs":
+        own, turns = (1, group) if is_shared else (group, 1)
+        return ListSpec(True, 2 * SIDE, own, turns, causal, True)
+    if kind == "dkdv":
+        tile = backward_dkdv_tile(platform, head_dim, itemsize, block_q)
+        return ListSpec(True, tile.block_n, 1 if is_shared else group, 1, causal)
+    shape: Shape
+    halves = False
+    choice = platform, head_dim, itemsize, block_q, group, is_shared
+    if kind == "short":
+        shape = short_shape(*choice)
+    elif kind == "tall" and suits_hopper(platform, head_dim, itemsize, block_q, block_k, causal):
+        shape = hopper_shape(head_dim, block_q, group, is_shared)
+        halves = has_halves(shape, pattern, causal)
+    else:
+        choose = backward_dq_shape if kind == "dq" else tall_shape
+        shape = choose(*choice, pattern.rows_alike)
+    return ListSpec(False, shape.span, shape.group, shape.pack, causal, halves=halves)
+
+
+def make_lists(
+    crow: Tensor,
+    col: Tensor,
+    cols: int,
+    block_size: tuple[int, int],
+    spec: ListSpec,
+    rule: Tensor | None = None,
+) -> Lists | Pairs:
+    """Return the lists of a layout."""
+    from .kernels import planning
+
+    if spec.paired:
+        return planning.make_pairs(crow, col, cols, block_size, spec)
+    return planning.make_lists(crow, col, cols, block_size, spec, rule)
+
+
+def walks_lists(device: torch.device) -> bool:
+    """Return whether attention on a device runs kernels, which walk lists."""
+    return device.type == "cuda" or (device.type == "cpu" and _INTERPRETED)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Say whether a CUDA graph records what is computed now, for later: nothing may be kept."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def stream_of(q: Any) -> int:
+    """Return the stream that a call runs on, as a number; 0 where there is none to tell."""
+    if torch.compiler.is_compiling() or not (isinstance(q, Tensor) and q.is_cuda):
+        return 0
+    return current_stream(q.get_device())
+
+
+class Readiness(NamedTuple):
+    """When all lists of a layout are there, and which streams wait for that."""
+
+    event: torch.cuda.Event
+    streams: set[int]
+
+
+def join(layout: BlockSparseLayout) -> None:
+    """Let the current stream wait for the lists that other streams made, once.
+
+    A capture cannot wait for what it does not hold; PyTorch waits for the device ahead of one.
+    """
+    ready = layout._ready
+    if ready is None or is_capturing(layout.device):
+        return
+    stream = torch.cuda.current_stream(layout.device)
+    if stream.cuda_stream not in ready.streams:
+        stream.wait_event(ready.event)
+        for lists in list(layout._kept_lists.values()):
+            for part in lists:
+                # the memory is not to be given away while this stream may read it
+                part.record_stream(stream)
+        ready.streams.add(stream.cuda_stream)
+
+
+def keep(layout: BlockSparseLayout, keys: tuple[Hashable, ...], lists: tuple[Tensor, ...]) -> None:
+    """Keep lists that the current stream has made with their layout, and when they are there.
+
+    One event tells of all lists: each stream waits for the last one before its own.
+    """
+    with _keeping:
+        if layout.device.type == "cuda":
+            join(layout)
+            stream = torch.cuda.current_stream(layout.device)
+            layout._ready = Readiness(stream.record_event(), {stream.cuda_stream})
+        # who finds them finds the event
+        layout._kept_lists.update(dict.fromkeys(keys, lists))
+
+
+def lists_for(
+    layout: BlockSparseLayout, kind: str, group: int, head_dim: int, itemsize: int, causal: bool
+) -> tuple[Tensor, ...]:
+    """Return the lists that a kernel walks; made at the first call, and kept with the layout."""
+    form = ListForm(group, head_dim, itemsize, causal)
+    key = (kind, *form)
+    kept = layout._kept_lists
+    if not torch.compiler.is_compiling():
+        join(layout)
+    if key in kept:
+        return kept[key]
+    if torch.compiler.is_compiling() or is_transformed():
+        # what they make must not be kept, and kernels take no tensors of a transform
+        made = getattr(torch.ops, NAMESPACE).plan.default(
+            *map(layout._by_sequence, (layout._crow, layout._col)),
+            *layout._pattern[2:6],
+            *form,
+            kind,
+            layout._rule,
+        )
+        return tuple(made)
+    pattern = layout._pattern
+    spec = spec_of(kind, detect(layout.device), pattern, form)
+    lists = kept.get(spec)
+    if lists is not None:
+        kept[key] = lists
+        return lists
+    # a call that trains may come to them later
+    with torch.inference_mode(False):
+        block_size = pattern.block_q, pattern.block_k
+        made_of = layout._crow, layout._col, pattern.cols, block_size
+        lists = make_lists(*made_of, spec, layout._rule)
+    if not is_capturing(layout.device):
+        keep(layout, (key, spec), lists)
+    return lists
+
+
+def prepare_lists(
+    layout: BlockSparseLayout,
+    form: tuple[int, int, int, bool],
+    backward: bool,
+    paged: bool,
+    top_left: bool,
+) -> None:
+    """Make the lists of calls to come, for one call's arguments of ``lists_for``."""
+    if not walks_lists(layout.device):
+        return
+    _, head_dim, itemsize, causal = form
+    is_early = tiles.may_end_early(causal, top_left) or layout._rule is not None
+    kinds = ["portable" if paged or is_early else "tall", "short"]
+    if backward:
+        kinds += ["dq", "dkdv"]
+        pattern, heads = layout._pattern, layout._crow.shape[0]
+        is_taken = tiles.suits_hopper_backward(detect(layout.device), head_dim, itemsize)
+        if is_taken and not (is_early or pattern.batch) and tiles.has_few_pieces(pattern, heads):
+            kinds.append("pairs")
+    for kind in kinds:
+        lists_for(layout, kind, *form)

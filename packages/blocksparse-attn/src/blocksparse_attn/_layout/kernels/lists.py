@@ -1,0 +1,233 @@
+"""Kernels that make lists of a layout: mark the kept blocks as bits, count them, write them out.
+
+Bits take the place of a sort. They come out in order, repeated columns are one bit, and one bit per
+block of the grid is little beside the tensors that attention reads. A *line* is the bits of one
+owner's member: of a row of blocks, one bit a column, or, by keys, of a column, one bit an item.
+"""
+
+import triton
+import triton.language as tl
+
+from .structures import BitNumbers, BitTensors, ListNumbers, ListTensors
+
+# as in ``_layout/lists.py``
+COUNTED = tl.constexpr(1 << 21)
+
+
+@triton.jit
+def _row_of(slot, crow_ptr, rows, steps):
+    """Return the row that a slot of ``col`` belongs to; -1 ahead of the first one."""
+    low = slot * 0
+    high = low + rows + 1
+    for _ in range(steps):
+        middle = (low + high) // 2
+        is_open = low < high
+        begin = tl.load(crow_ptr + middle, mask=is_open, other=0)
+        is_behind = is_open & (begin <= slot)
+        high = tl.where(is_open & (begin > slot), middle, high)
+        low = tl.where(is_behind, middle + 1, low)
+    return low - 1
+
+
+@triton.jit(do_not_specialize=BitNumbers._fields, do_not_specialize_on_alignment=BitTensors._fields)
+def bit_kernel(
+    crow_ptr,
+    col_ptr,
+    bits_ptr,
+    chunks,
+    nnz,
+    rows,
+    cols,
+    steps,
+    group,
+    lines,
+    words,
+    parts_q,
+    parts_k,
+    piece_q,
+    piece_k,
+    side,
+    OPTIONS: tl.constexpr,
+):
+    """``bits[line, item] = 1`` of all kept blocks; a program reads one head's ``BLOCK`` slots.
+
+    A block is ``parts_q`` x ``parts_k`` pieces, each with a bit of its own.
+    """
+    BLOCK: tl.constexpr = OPTIONS.BLOCK
+    head = tl.program_id(0) // chunks
+    slot = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    head_64 = head.to(tl.int64)
+    row = _row_of(slot, crow_ptr + head_64 * (rows + 1), rows, steps)
+    valid = (slot < nnz) & (row >= 0) & (row < rows)
+    col = tl.load(col_ptr + head_64 * nnz + slot, mask=valid, other=-1)
+    valid &= (col >= 0) & (col < cols)
+    for part_q in range(parts_q):
+        line_q = row * parts_q + part_q
+        for part_k in range(parts_k):
+            line_k = col * parts_k + part_k
+            kept = valid
+            if OPTIONS.IS_CAUSAL:
+                kept &= line_k.to(tl.int64) * piece_k < (line_q + 1).to(tl.int64) * piece_q
+            if OPTIONS.BY_KEY:
+                line = line_k
+                item = line_q // side * group + head % group
+                bit = item.to(tl.int64) * side + line_q % side
+            else:
+                line = line_q
+                bit = line_k.to(tl.int64)
+            line += head // group * lines
+            at = line.to(tl.int64) * words + bit // 32
+            one = tl.full([BLOCK], 1, tl.int32) << (bit % 32).to(tl.int32)
+            tl.atomic_or(bits_ptr + at, one, mask=kept, sem="relaxed")
+
+
+@triton.jit
+def _is_in_rule(tile, item, common_ptr, numbers, OPTIONS: tl.constexpr):
+    """Say of which items the rule hides nothing from an owner."""
+    if OPTIONS.BY_KEY:
+        row = item // numbers.group
+        first = item * 0 + tile * numbers.span
+        last = first + numbers.span - 1
+        return _is_between(first, last, row, item < numbers.items, common_ptr)
+    first = item * numbers.block
+    last = first + numbers.block - 1
+    ROWS: tl.constexpr = 1 if OPTIONS.IS_PACKED else OPTIONS.MEMBERS
+    is_whole = item >= 0
+    for i in tl.static_range(ROWS):
+        row = tile * ROWS + i
+        is_whole &= _is_between(first, last, row, row < numbers.lines, common_ptr)
+    return is_whole
+
+
+@triton.jit
+def _is_between(first, last, row, is_there, common_ptr):
+    """Say whether all rows of a row of blocks see the keys from ``first`` to ``last``."""
+    low = tl.load(common_ptr + 2 * row, mask=is_there, other=1)
+    high = tl.load(common_ptr + 2 * row + 1, mask=is_there, other=0)
+    return (first >= low) & (last <= high)
+
+
+@triton.jit
+def _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS: tl.constexpr):
+    """Return what an owner's members see of a chunk of items, and which items need no mask.
+
+    Both are ``[BLOCK]``: member bits, which are 0 of items that nobody sees, and booleans.
+    """
+    MEMBERS: tl.constexpr = OPTIONS.MEMBERS
+    BLOCK: tl.constexpr = OPTIONS.BLOCK
+    tile = owner % numbers.owners
+    index = owner // numbers.owners
+    item = chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    word = bits_ptr + item // 32
+    if OPTIONS.IS_PACKED:  # members are heads
+        first = index % numbers.packs * MEMBERS
+        held = tl.minimum(numbers.group - first, MEMBERS)
+        line = (index // numbers.packs * numbers.group + first) * numbers.lines + tile
+        apart = numbers.lines
+        there = tl.minimum(held, numbers.heads - index // numbers.packs * numbers.group - first)
+        there = tl.where(tile < numbers.lines, there, 0)
+    else:
+        first = tile * MEMBERS
+        held = first * 0 + MEMBERS
+        line = index * numbers.lines + first
+        apart = held * 0 + 1
+        there = numbers.lines - first
+    seen = tl.zeros([BLOCK], tl.int32)
+    for member in tl.static_range(MEMBERS):
+        at = (line + member * apart).to(tl.int64) * numbers.words
+        end = tl.where(there > member, numbers.items, 0)
+        bits = tl.load(word + at, mask=item < end, other=0)
+        seen |= (bits >> item % 32 & 1) << member
+    is_whole = seen == (tl.full([], 1, tl.int32) << held) - 1
+    if OPTIONS.IS_CAUSAL:
+        # clear of the diagonal: left of the first position, or below the last key
+        if OPTIONS.BY_KEY:
+            last = (tile + 1).to(tl.int64) * numbers.span - 1
+            is_whole &= item >= tl.cdiv(last, numbers.block) * numbers.group
+        else:
+            is_whole &= item < (tile.to(tl.int64) * numbers.span + 1) // numbers.block
+    if common_ptr is not None:
+        is_whole &= _is_in_rule(tile, item, common_ptr, numbers, OPTIONS)
+    return seen, is_whole & (seen != 0)
+
+
+@triton.jit(
+    do_not_specialize=ListNumbers._fields, do_not_specialize_on_alignment=ListTensors._fields
+)
+def list_kernel(
+    bits_ptr,
+    counts_ptr,
+    ends_ptr,
+    begin_ptr,
+    whole_ptr,
+    items_ptr,
+    members_ptr,
+    common_ptr,
+    owners,
+    chunks,
+    items,
+    lines,
+    words,
+    heads,
+    group,
+    packs,
+    span,
+    block,
+    bound,
+    OPTIONS: tl.constexpr,
+):
+    """``counts[owner, c] = len(items of chunk c)``; with ``ends``, their sums, write the items.
+
+    ``counts`` is [owners of all lists, parts, chunks]: items that need no mask, and the rest, in
+    parts of its own with ``HALVES``.
+    """
+    numbers = ListNumbers(
+        owners, chunks, items, lines, words, heads, group, packs, span, block, bound
+    )
+    HALVES: tl.constexpr = OPTIONS.HALVES
+    BLOCK: tl.constexpr = OPTIONS.BLOCK
+    PARTS: tl.constexpr = 4 if HALVES else 2
+    owner = tl.program_id(0) // chunks
+    chunk = tl.program_id(0) % chunks
+    seen, is_whole = _look_up(owner, chunk, bits_ptr, common_ptr, numbers, OPTIONS)
+    part = tl.where(is_whole, 0, 1)
+    if HALVES:
+        FIRST: tl.constexpr = (1 << OPTIONS.MEMBERS // 2) - 1
+        part = tl.where((seen & FIRST) == 0, 2, part)
+        part = tl.where(seen <= FIRST, 3, part)
+    part = tl.where(seen != 0, part, PARTS)
+    place = owner.to(tl.int64) * PARTS * chunks + chunk
+    if not OPTIONS.WRITES:
+        for i in tl.static_range(PARTS):
+            tl.store(counts_ptr + place + i * chunks, tl.sum((part == i).to(tl.int32), 0))
+    else:
+        target = part.to(tl.int64)
+        for i in tl.static_range(PARTS):
+            start = tl.load(ends_ptr + place + i * chunks)
+            mine = part == i
+            target = tl.where(mine, start + tl.cumsum(mine.to(tl.int32), 0) - 1, target)
+        if chunk == 0:
+            start = tl.load(ends_ptr + place)
+            tl.store(begin_ptr + owner, start)
+            second = tl.load(ends_ptr + place + chunks)
+            counts = second - start
+            if HALVES:
+                second = tl.load(ends_ptr + place + 2 * chunks)
+                first = tl.load(ends_ptr + place + 3 * chunks)
+                end = tl.load(ends_ptr + place + 4 * chunks)
+                counts += ((end - first) * COUNTED + (first - second)) * COUNTED
+            tl.store(whole_ptr + owner, counts)
+        item = chunk * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+        tl.store(items_ptr + target, item, mask=seen != 0)
+        tl.store(members_ptr + target, seen, mask=seen != 0)
+        # what no list needs is 0; all programs share it
+        programs = tl.num_programs(0)
+        total = tl.load(ends_ptr + programs.to(tl.int64) * PARTS)
+        if tl.program_id(0) == 0:
+            tl.store(begin_ptr + programs // chunks, total)
+        nothing = tl.zeros([BLOCK], tl.int32)
+        first = total + tl.program_id(0).to(tl.int64) * BLOCK
+        for at in range(first, bound, programs.to(tl.int64) * BLOCK):
+            rest = at + tl.arange(0, BLOCK)
+            tl.store(items_ptr + rest, nothing, mask=rest < bound)
+            tl.store(members_ptr + rest, nothing, mask=rest < bound)

@@ -1,0 +1,360 @@
+"""Kernels that plan the backward for Hopper, as :class:`.._lists.Pairs` describes it.
+
+One entry runs one of several stages. :mod:`.pair_blocks` has those that find the pairs of blocks;
+here are those that make programs of them.
+"""
+
+import triton
+import triton.language as tl
+
+from .pair_blocks import (
+    compare,
+    fill_cells,
+    find_alone,
+    find_apart,
+    owned,
+    owns,
+    put_in_order,
+    walked,
+)
+from .structures import PairNumbers, PairTensors
+
+
+@triton.jit
+def _weight(owner, first, second, numbers):
+    """Return half steps: of neighbours either walks what it sees alone beside the other."""
+    one = tl.where(owner >= numbers.pairs, 2, 1)
+    weight = tl.where((first != 0) & (second != 0), 2, one)
+    return tl.where((first | second) != 0, weight, 0)
+
+
+@triton.jit
+def _count(pid, tensors, numbers, OPTIONS: tl.constexpr):
+    """Count the entries of a chunk of an owner's items, and their weights."""
+    BLOCK: tl.constexpr = OPTIONS.BLOCK
+    SIDE: tl.constexpr = OPTIONS.SIDE
+    owner = pid // numbers.chunks
+    item = pid % numbers.chunks * BLOCK + tl.arange(0, BLOCK)
+    inside = item < numbers.items
+    first = walked(owner, 0, item, inside, tensors, numbers, SIDE)
+    second = walked(owner, 1, item, inside, tensors, numbers, SIDE)
+    used = ((first | second) != 0).to(tl.int32)
+    weight = _weight(owner, first, second, numbers)
+    tl.store(tensors.counts_ptr + pid, tl.sum(used, 0).to(tl.int64))
+    behind = 2 * numbers.pairs.to(tl.int64) * numbers.chunks
+    tl.store(tensors.counts_ptr + behind + pid, tl.sum(weight, 0).to(tl.int64))
+
+
+@triton.jit
+def _weights(owner, inside, tensors, numbers):
+    """Return the sum of weights ahead of owners, and their own."""
+    # the weights follow all counts, so that there is a sum ahead of the first
+    at = 2 * numbers.pairs.to(tl.int64) * numbers.chunks + owner.to(tl.int64) * numbers.chunks
+    ahead = tl.load(tensors.ends_ptr + at - 1, mask=inside, other=0)
+    return ahead, tl.load(tensors.ends_ptr + at + numbers.chunks - 1, mask=inside, other=0) - ahead
+
+
+@triton.jit
+def _cut(tensors, numbers):
+    """Number the programs that each owner's entries are cut into."""
+    OWNERS: tl.constexpr = 1024
+    ahead = tl.zeros([], tl.int32)
+    for begin in range(0, 2 * numbers.pairs, OWNERS):
+        owner = begin + tl.arange(0, OWNERS)
+        inside = owner < 2 * numbers.pairs
+        _, weights = _weights(owner, inside, tensors, numbers)
+        most = tl.where(owner < numbers.pairs, numbers.most, numbers.most_apart)
+        cuts = ((weights + most - 1) // most).to(tl.int32)
+        tl.store(tensors.first_ptr + owner, ahead + tl.cumsum(cuts, 0) - cuts, mask=inside)
+        ahead += tl.sum(cuts, 0)
+    tl.store(tensors.first_ptr + 2 * numbers.pairs, ahead)
+    tl.store(tensors.real_ptr, ahead)
+
+
+@triton.jit
+def _share(ahead, cuts, weights):
+    """Return ``ahead * cuts // weights``; divisions of 64 bits take several times as long."""
+    product = ahead * cuts
+    if weights * cuts < 1 << 30:
+        share = (product.to(tl.int32) // weights.to(tl.int32)).to(tl.int64)
+    else:
+        share = product // weights
+    return share
+
+
+@triton.jit
+def _write(pid, tensors, numbers, OPTIONS: tl.constexpr):
+    """Write the entries of a chunk, and where programs begin among them."""
+    BLOCK: tl.constexpr = OPTIONS.BLOCK
+    SIDE: tl.constexpr = OPTIONS.SIDE
+    owner = pid // numbers.chunks
+    chunk = pid % numbers.chunks
+    item = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = item < numbers.items
+    first = walked(owner, 0, item, inside, tensors, numbers, SIDE)
+    second = walked(owner, 1, item, inside, tensors, numbers, SIDE)
+    used = (first | second) != 0
+    weight = _weight(owner, first, second, numbers)
+    start = tl.load(tensors.ends_ptr + pid - 1, mask=pid > 0, other=0)
+    place = start + tl.cumsum(used.to(tl.int32), 0) - 1
+    tl.store(tensors.entries_ptr + place, item, mask=used)
+    tl.store(tensors.seen_ptr + place, first | second << 16, mask=used)
+
+    program = tl.load(tensors.first_ptr + owner)
+    cuts = tl.load(tensors.first_ptr + owner + 1) - program
+    before, weights = _weights(owner, owner >= 0, tensors, numbers)
+    behind = 2 * numbers.pairs.to(tl.int64) * numbers.chunks
+    ahead = tl.load(tensors.ends_ptr + behind + pid - 1) - before
+    ahead += tl.cumsum(weight, 0) - weight
+    weights = tl.maximum(weights, 1)
+    # a program begins behind the entry with which its share is reached; an entry weighs no more
+    # than the least program, so that this is one at a time
+    mine = _share(ahead, cuts, weights)
+    next_one = tl.minimum(_share(ahead + weight, cuts, weights), cuts - 1)
+    begins = used & (next_one > mine)
+    tl.store(tensors.starts_ptr + program + next_one, place + 1, mask=begins)
+    if chunk == 0:
+        for begin in range(0, cuts, BLOCK):
+            cut = begin + tl.arange(0, BLOCK)
+            tl.store(tensors.owner_ptr + program + cut, cut * 0 + owner, mask=cut < cuts)
+        if cuts > 0:
+            tl.store(tensors.starts_ptr + program, start)
+        for half in tl.static_range(2):
+            block, moved = owned(owner, half, tensors, numbers)
+            base = block // numbers.in_blocks * numbers.in_list
+            for slot in tl.static_range(SIDE):
+                piece = tl.load(tensors.pieces_ptr + block * SIDE + slot)
+                if owns(owner, moved, numbers) & (piece >= 0):
+                    tl.atomic_add(tensors.parts_ptr + base + piece, cuts.to(tl.int64))
+    if pid == 0:
+        real = tl.load(tensors.real_ptr)
+        tl.store(tensors.starts_ptr + real, tl.load(tensors.ends_ptr + behind - 1))
+
+
+@triton.jit
+def _entries(begin, end, highest, tensors, numbers, OPTIONS: tl.constexpr, SIZE: tl.constexpr):
+    """Return items, bits and parts of some entries, ``[SIZE]``; behind the end the part is 4."""
+    at = begin + tl.arange(0, SIZE)
+    there = at < end
+    item = tl.load(tensors.entries_ptr + at, mask=there, other=0)
+    seen = tl.load(tensors.seen_ptr + at, mask=there, other=0)
+    WHOLE: tl.constexpr = (1 << OPTIONS.SIDE * OPTIONS.SIDE) - 1
+    first = seen & 65535
+    second = (seen >> 16) & 65535
+    is_cut = (first != WHOLE) | (second != WHOLE)
+    if OPTIONS.IS_CAUSAL:
+        is_cut |= item // numbers.group <= highest
+    part = tl.where(is_cut, 1, 0)
+    part = tl.where(second == 0, 2, tl.where(first == 0, 3, part))
+    return item, seen, tl.where(there, part, 4)
+
+
+@triton.jit
+def _highest(owner, tensors, numbers):
+    """Return the last 64 tokens that an owner's blocks touch, and the owner's list."""
+    block, moved = owned(owner, 0, tensors, numbers)
+    other, other_moved = owned(owner, 1, tensors, numbers)
+    one = tl.load(tensors.lasts_ptr + block)
+    two = tl.load(tensors.lasts_ptr + other)
+    one = tl.where(owns(owner, moved, numbers), one, -1)
+    two = tl.where(owns(owner, other_moved, numbers), two, -1)
+    return tl.maximum(one, two), block // numbers.in_blocks
+
+
+@triton.jit
+def _measure(pid, tensors, numbers, OPTIONS: tl.constexpr):
+    """Count a program's parts, and make the key of its place: list, first row, longest first."""
+    SIZE: tl.constexpr = OPTIONS.ENTRIES
+    counts = tl.zeros([4], tl.int32)
+    part_index = tl.arange(0, 4)  # [4]
+    first = numbers.rows
+    index = numbers.lists
+    if pid < tl.load(tensors.real_ptr):
+        highest, index = _highest(tl.load(tensors.owner_ptr + pid), tensors, numbers)
+        end = tl.load(tensors.starts_ptr + pid + 1)
+        for begin in range(tl.load(tensors.starts_ptr + pid), end, SIZE):
+            item, _, part = _entries(begin, end, highest, tensors, numbers, OPTIONS, SIZE)
+            row = tl.where(part < 4, item // numbers.group, numbers.rows)
+            first = tl.minimum(first, tl.min(row, 0))
+            counts += tl.sum((part[:, None] == part_index[None, :]).to(tl.int32), 0)
+    tl.store(tensors.parts_of_ptr + pid.to(tl.int64) * 4 + part_index, counts)
+    both = tl.sum(tl.where(part_index < 2, counts, 0), 0)
+    alone = tl.max(tl.where(part_index < 2, 0, counts), 0)
+    length = (both + alone) * numbers.turns // numbers.alike
+    longest = numbers.rows.to(tl.int64) * numbers.programs
+    windows = numbers.rows // numbers.window + 1
+    section = index.to(tl.int64) * windows + first // numbers.window
+    tl.store(tensors.keys_ptr + pid, section * longest + (longest - 1 - length))
+
+
+@triton.jit
+def _emit(pid, tensors, numbers, OPTIONS: tl.constexpr):
+    """Write what the program at a place owns and walks: by parts, heads and rows."""
+    SIZE: tl.constexpr = OPTIONS.ENTRIES
+    SIDE: tl.constexpr = OPTIONS.SIDE
+    real = tl.load(tensors.real_ptr)
+    place = pid.to(tl.int64) * 4
+    sums = tl.load(tensors.sums_ptr + place + tl.arange(0, 4))
+    tl.store(tensors.begin_ptr + place + 1 + tl.arange(0, 4), sums)
+    target = tl.load(tensors.sums_ptr + place - 1, mask=pid > 0, other=0)
+    if pid == 0:
+        tl.store(tensors.begin_ptr, target)
+    named = tensors.owners_ptr + pid * (1 + 2 * SIDE)
+    index = real * 0 - 1
+    program = tl.load(tensors.places_ptr + pid)
+    owner = tl.load(tensors.owner_ptr + program, mask=program < real, other=0)
+    if program < real:
+        highest, index = _highest(owner, tensors, numbers)
+        start = tl.load(tensors.starts_ptr + program)
+        end = tl.load(tensors.starts_ptr + program + 1)
+        for begin in range(start, end, SIZE):
+            item, seen, part = _entries(begin, end, highest, tensors, numbers, OPTIONS, SIZE)
+            moved = item % numbers.group * numbers.head + item // numbers.group
+            key = part * (numbers.head * numbers.group) + moved
+            rank = tl.zeros([SIZE], tl.int32)
+            for at in range(start, end, SIZE // 2):
+                its, _, its_part = _entries(at, end, highest, tensors, numbers, OPTIONS, SIZE // 2)
+                its = its % numbers.group * numbers.head + its // numbers.group
+                its += its_part * (numbers.head * numbers.group)
+                rank += tl.sum((its[None, :] < key[:, None]).to(tl.int32), 1)
+            tl.store(tensors.items_ptr + target + rank, moved, mask=part < 4)
+            tl.store(tensors.out_bits_ptr + target + rank, seen, mask=part < 4)
+    tl.store(named, index)
+    for half in tl.static_range(2):
+        block, its_moved = owned(owner, half, tensors, numbers)
+        is_there = owns(owner, its_moved, numbers) & (program < real)
+        for slot in tl.static_range(SIDE):
+            piece = tl.load(tensors.pieces_ptr + block * SIDE + slot)
+            tl.store(named + 1 + half * SIDE + slot, tl.where(is_there, piece, -1))
+    # what no list needs is 0; all programs share it
+    nothing = tl.zeros([SIZE], tl.int32)
+    total = tl.load(tensors.starts_ptr + real)
+    apart = tl.num_programs(0).to(tl.int64) * SIZE
+    for at in range(total + pid.to(tl.int64) * SIZE, numbers.bound, apart):
+        rest = at + tl.arange(0, SIZE)
+        tl.store(tensors.items_ptr + rest, nothing, mask=rest < numbers.bound)
+        tl.store(tensors.out_bits_ptr + rest, nothing, mask=rest < numbers.bound)
+
+
+@triton.jit(
+    do_not_specialize=PairNumbers._fields, do_not_specialize_on_alignment=PairTensors._fields
+)
+def pair_kernel(
+    bits_ptr,
+    cells_ptr,
+    alone_ptr,
+    last_ptr,
+    order_ptr,
+    rank_ptr,
+    pieces_ptr,
+    lasts_ptr,
+    alike_ptr,
+    counts_ptr,
+    ends_ptr,
+    first_ptr,
+    owner_ptr,
+    starts_ptr,
+    entries_ptr,
+    seen_ptr,
+    keys_ptr,
+    parts_of_ptr,
+    places_ptr,
+    sums_ptr,
+    begin_ptr,
+    parts_ptr,
+    items_ptr,
+    owners_ptr,
+    real_ptr,
+    out_bits_ptr,
+    pairs,
+    items,
+    group,
+    words,
+    in_list,
+    in_blocks,
+    sorted,
+    kept,
+    chunks,
+    most,
+    most_apart,
+    programs,
+    turns,
+    rows,
+    lists,
+    bound,
+    head,
+    window,
+    alike,
+    OPTIONS: tl.constexpr,
+):
+    """Run one stage of the planning of the Hopper backward."""
+    tensors = PairTensors(
+        bits_ptr,
+        cells_ptr,
+        alone_ptr,
+        last_ptr,
+        order_ptr,
+        rank_ptr,
+        pieces_ptr,
+        lasts_ptr,
+        alike_ptr,
+        counts_ptr,
+        ends_ptr,
+        first_ptr,
+        owner_ptr,
+        starts_ptr,
+        entries_ptr,
+        seen_ptr,
+        keys_ptr,
+        parts_of_ptr,
+        places_ptr,
+        sums_ptr,
+        begin_ptr,
+        parts_ptr,
+        items_ptr,
+        owners_ptr,
+        real_ptr,
+        out_bits_ptr,
+    )
+    numbers = PairNumbers(
+        pairs,
+        items,
+        group,
+        words,
+        in_list,
+        in_blocks,
+        sorted,
+        kept,
+        chunks,
+        most,
+        most_apart,
+        programs,
+        turns,
+        rows,
+        lists,
+        bound,
+        head,
+        window,
+        alike,
+    )
+    pid = tl.program_id(0)
+    if OPTIONS.STAGE == "apart":
+        find_apart(pid, tensors, numbers, OPTIONS)
+    elif OPTIONS.STAGE == "rank":
+        put_in_order(pid, tensors, numbers, OPTIONS)
+    elif OPTIONS.STAGE == "cells":
+        fill_cells(pid, tensors, numbers, OPTIONS)
+    elif OPTIONS.STAGE == "alone":
+        find_alone(pid, tensors, numbers, OPTIONS)
+    elif OPTIONS.STAGE == "compare":
+        compare(pid, tensors, numbers, OPTIONS)
+    elif OPTIONS.STAGE == "count":
+        _count(pid, tensors, numbers, OPTIONS)
+    elif OPTIONS.STAGE == "cut":
+        _cut(tensors, numbers)
+    elif OPTIONS.STAGE == "write":
+        _write(pid, tensors, numbers, OPTIONS)
+    elif OPTIONS.STAGE == "measure":
+        _measure(pid, tensors, numbers, OPTIONS)
+    else:
+        _emit(pid, tensors, numbers, OPTIONS)

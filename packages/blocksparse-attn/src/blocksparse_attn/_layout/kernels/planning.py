@@ -1,0 +1,251 @@
+"""How lists are made on a GPU: a handful of launches, whose sizes are bounds that shapes give.
+
+For a moment the bits take an eighth of a byte per block of the grid, kept or not, up to ``BYTES``
+or what one group of heads takes: of larger layouts they are made group by group, and twice.
+Everything else is as large as what is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ..._attention.portable.form import launch_of
+from .. import lists as kernels_lists
+from ..lists import Lists, ListSpec, Pairs, common_bounds, empty_lists, piece_of, steps_of
+from .lists import bit_kernel, list_kernel
+from .pair_blocks import RANKED
+from .pairs import pair_kernel
+from .structures import (
+    BitNumbers,
+    BitOptions,
+    BitTensors,
+    ListNumbers,
+    ListOptions,
+    ListTensors,
+    PairNumbers,
+    PairOptions,
+    PairTensors,
+)
+
+# slots, or items, of a program
+BLOCK = 512
+# of bits at once, as 32 heads of 128k tokens in blocks of 16 take, or of 512k in blocks of 64
+BYTES = 2**28
+# entries of a program of the Hopper backward at a time
+ENTRIES = 128
+
+
+@functools.cache
+def _launch(kernel: Any, options: Any, form: tuple[Any, ...]) -> Any:
+    return launch_of(kernel, options, num_warps=4, num_stages=1)
+
+
+def _run(kernel: Any, options: Any, grid: int, tensors: Any, numbers: Any) -> None:
+    """Launch what serves tensors like these: their devices, their dtypes, and which are None."""
+    form = tuple(None if t is None else (t.dtype, t.device) for t in tensors)
+    _launch(kernel, options, form)(grid, tensors, numbers)
+
+
+def mark_bits(
+    crow: Tensor,
+    col: Tensor,
+    cols: int,
+    lists: tuple[int, int],
+    items: int,
+    pieces: tuple[int, int, int, int, int],
+    group: int,
+    by_key: bool,
+    causal: bool,
+) -> Tensor:
+    """Return the bits of the kept blocks, int32 ``[lines of all lists, words]``.
+
+    Args:
+        crow: row pointers ``[heads, rows + 1]``.
+        col: columns ``[heads, nnz]``.
+        cols: number of key blocks.
+        lists: how many there are, and lines of a list.
+        items: bits of a line.
+        pieces: of a block, by queries and by keys; their tokens; and how many are an item.
+        group: heads that share the lines of a list.
+        by_key: whether a line is a column.
+        causal: leave out what lies right of the diagonal.
+    """
+    (heads, nnz), rows = col.shape, crow.shape[1] - 1
+    count, lines = lists
+    words = cdiv(items, 32)
+    bits = torch.zeros((count * lines, words), dtype=torch.int32, device=crow.device)
+    chunks = cdiv(nnz, BLOCK)
+    steps = (rows + 1).bit_length()
+    numbers = BitNumbers(chunks, nnz, rows, cols, steps, group, lines, words, *pieces)
+    options = BitOptions(by_key, causal, BLOCK)
+    _run(bit_kernel, options, heads * chunks, BitTensors(crow, col, bits), numbers)
+    return bits
+
+
+def make_lists(
+    crow: Tensor,
+    col: Tensor,
+    cols: int,
+    block_size: tuple[int, int],
+    spec: ListSpec,
+    rule: Tensor | None = None,
+) -> Lists:
+    """Return the lists of a layout: count the items of each owner, add up, and write them."""
+    block_q, block_k = block_size
+    heads, rows = len(col), crow.shape[1] - 1
+    group, pack = spec.group, 1 if spec.by_key else spec.pack
+    side, other, lines, items = (
+        (block_k, block_q, cols, rows * group) if spec.by_key else (block_q, block_k, rows, cols)
+    )
+    stack = max(spec.span // side, 1)
+    owners = max(cdiv(lines, stack), 1)
+    groups, packs = cdiv(heads, group), 1 if spec.by_key else cdiv(group, pack)
+    # groups of heads whose bits are there at once
+    in_group = (1 if spec.by_key else group) * lines * cdiv(items, 32) * 4
+    step = max(BYTES // max(in_group, 1), 1)
+
+    def bits_of(first: int) -> Tensor:
+        part = slice(first * group, (first + step) * group)
+        own, shared = len(crow[part]), 1
+        if spec.by_key:
+            own, shared = min(step, groups - first), group
+        csr, blocks = (crow[part], col[part], cols), (1, 1, block_q, block_k, 1)
+        return mark_bits(*csr, (own, lines), items, blocks, shared, spec.by_key, spec.causal)
+
+    chunks = max(cdiv(items, BLOCK), 1)
+    begin, whole, things, seen = made = empty_lists(crow, col, cols, block_size, spec)
+    parts = 4 if spec.halves else 2
+    counts = things.new_empty(parts * len(whole) * chunks)
+    ends = begin.new_zeros(len(counts) + 1)
+    common = None if rule is None else common_bounds(rule, block_q)
+    members = pack if pack > 1 else stack
+    options = spec.by_key, spec.causal, pack > 1, members, spec.halves, BLOCK
+
+    def run(first: int, bits: Tensor, writes: bool) -> None:
+        own = min(step, groups - first)
+        held, words = min(heads - first * group, own * group), bits.shape[1]
+        span, bound = stack * side, len(things)
+        numbers = ListNumbers(
+            owners, chunks, items, lines, words, held, group, packs, span, other, bound
+        )
+        at = first * packs * owners
+        counted = slice(parts * at * chunks, None)
+        tensors = ListTensors(
+            bits, counts[counted], ends[counted], begin[at:], whole[at:], things, seen, common
+        )
+        grid = own * packs * owners * chunks
+        _run(list_kernel, ListOptions(*options, WRITES=writes), grid, tensors, numbers)
+
+    for first in range(0, groups, step):
+        bits = bits_of(first)
+        run(first, bits, False)
+    torch.cumsum(counts, 0, out=ends[1:])
+    # the zeros behind a part of the lists are in place of the next, which comes after it
+    for first in range(0, groups, step):
+        bits = bits if step >= groups else bits_of(first)
+        run(first, bits, True)
+    return made
+
+
+def make_pairs(
+    crow: Tensor, col: Tensor, cols: int, block_size: tuple[int, int], spec: ListSpec
+) -> Pairs:
+    """Return what programs of the Hopper backward walk."""
+    heads, device, turns = len(col), crow.device, spec.pack
+    piece = piece_of(block_size)
+    parts_q, parts_k = (tokens // piece for tokens in block_size)
+    side = kernels_lists.SIDE // piece
+    made = empty_lists(crow, col, cols, block_size, spec)
+    made.parts.zero_()
+    pieces, programs, bound = len(made.parts), len(made.owners), len(made.items)
+    lists = cdiv(heads, spec.group)
+    in_list = pieces // lists
+    in_blocks = in_list if side == 1 else in_list // side * 2
+    rows = max(cdiv((crow.shape[1] - 1) * parts_q, side), 1)
+    items = rows * spec.group
+    cut, count = (parts_q, parts_k, piece, piece, side), (lists, in_list)
+    bits = mark_bits(crow, col, cols, count, items * side, cut, spec.group, True, spec.causal)
+    blocks = lists * in_blocks
+    pairs, chunks = blocks // 2, cdiv(items, BLOCK)
+
+    def ints(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def longs(*size: int) -> Tensor:
+        return ints(*size, dtype=torch.int64)
+
+    tensors = PairTensors(
+        bits_ptr=bits,
+        cells_ptr=ints(0 if side == 1 else blocks, items),
+        alone_ptr=ints(blocks),
+        last_ptr=ints(blocks),
+        order_ptr=ints(blocks),
+        rank_ptr=ints(blocks),
+        pieces_ptr=ints(blocks, side),
+        lasts_ptr=ints(blocks),
+        alike_ptr=ints(pairs),
+        counts_ptr=longs(4 * pairs * chunks),
+        ends_ptr=longs(0),
+        first_ptr=ints(2 * pairs + 1),
+        owner_ptr=ints(programs),
+        starts_ptr=longs(programs + 1),
+        entries_ptr=ints(bound - 1),
+        seen_ptr=ints(bound - 1),
+        keys_ptr=longs(programs),
+        parts_of_ptr=ints(programs, 4),
+        places_ptr=longs(0),
+        sums_ptr=longs(0),
+        **dict(zip(PairTensors._fields[-len(made) :], made, strict=True)),
+    )
+    numbers = PairNumbers(
+        pairs=pairs,
+        items=items,
+        group=spec.group,
+        words=bits.shape[1],
+        in_list=in_list,
+        in_blocks=in_blocks,
+        sorted=in_blocks,
+        kept=kernels_lists.KEPT,
+        chunks=chunks,
+        most=2 * steps_of(kernels_lists.LONGEST, turns),
+        most_apart=2 * steps_of(kernels_lists.SHORTER, turns),
+        programs=programs,
+        turns=turns,
+        rows=rows,
+        lists=lists,
+        bound=bound,
+        head=kernels_lists.HEAD,
+        window=kernels_lists.WINDOW,
+        alike=kernels_lists.ALIKE,
+    )
+
+    def run(stage: str, grid: int, x: PairTensors, n: PairNumbers) -> None:
+        options = PairOptions(stage, side, spec.causal, BLOCK, ENTRIES)
+        _run(pair_kernel, options, grid, x, n)
+
+    if side > 1:
+        # the same of pieces, before blocks are made of them
+        alone, last, order, rank = (ints(pieces) for _ in range(4))
+        x = tensors._replace(alone_ptr=alone, last_ptr=last, order_ptr=order, rank_ptr=rank)
+        n = numbers._replace(sorted=in_list, kept=kernels_lists.KEPT)
+        run("apart", pieces // side, x, n)
+        run("rank", lists * cdiv(in_list, RANKED.value), x, n)
+        run("cells", blocks, x, n)
+    run("alone", pairs, tensors, numbers)
+    run("rank", lists * cdiv(in_blocks, RANKED.value), tensors, numbers)
+    run("compare", pairs, tensors, numbers)
+    run("count", 2 * pairs * chunks, tensors, numbers)
+    tensors = tensors._replace(ends_ptr=tensors.counts_ptr.cumsum(0))
+    run("cut", 1, tensors, numbers)
+    run("write", 2 * pairs * chunks, tensors, numbers)
+    run("measure", programs, tensors, numbers)
+    places = tensors.keys_ptr.sort(stable=True).indices
+    sums = tensors.parts_of_ptr[places].flatten().cumsum(0)
+    tensors = tensors._replace(places_ptr=places, sums_ptr=sums)
+    run("emit", programs, tensors, numbers)
+    return made

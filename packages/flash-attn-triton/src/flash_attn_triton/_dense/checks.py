@@ -1,0 +1,295 @@
+"""Argument checks of the public functions: what is wrong, what was expected, what came.
+
+They look at types, shapes, dtypes, strides and devices alone, never at tensor data, so that they
+neither wait for the device nor break a graph capture.
+"""
+
+import torch
+from torch import Tensor
+
+from .._linked.host.arguments import (
+    FLOAT_DTYPES,
+    FP8_DTYPES,
+    check_cu_seqlens,
+    check_device,
+    check_fp8_hardware,
+    check_groups,
+    check_kinds,
+    check_no_gradient,
+    check_offset_values,
+    check_offsets,
+    check_out_scale,
+    check_tensor,
+    kind,
+)
+from .call import Options, Tensors
+
+MAX_HEAD_DIM = 256
+
+_FORMS = {
+    4: ("[batch, seqlen_q, heads_q, head_dim]", "[batch, seqlen_k, heads_k, head_dim]"),
+    3: ("[tokens_q, heads_q, head_dim]", "[tokens_k, heads_k, head_dim]"),
+}
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
+    """Check the three main tensors: 4 dimensions for sequences of one length, 3 packed."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+    if q.dtype not in FLOAT_DTYPES:
+        _check_fp8_input(q)
+    check_kinds(q, k, v)
+
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if len(q_shape) != ndim:
+        raise ValueError(f"q must be {_FORMS[ndim][0]}, got {list(q_shape)}")
+    if len(k_shape) != ndim:
+        raise ValueError(f"k must be {_FORMS[ndim][1]}, got {list(k_shape)}")
+    if len(v_shape) != ndim:
+        raise ValueError(f"v must be {_FORMS[ndim][1]}, got {list(v_shape)}")
+    if not 1 <= q_shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim of q must be from 1 to {MAX_HEAD_DIM}, got {q_shape[-1]}")
+    if k_shape[-1] != q_shape[-1]:
+        raise ValueError(f"head_dim of k must be that of q, {q_shape[-1]}, got {k_shape[-1]}")
+    if not 1 <= v_shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim of v must be from 1 to {MAX_HEAD_DIM}, got {v_shape[-1]}")
+    _check_heads(q, k, v)
+
+
+def check_packed(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+) -> int:
+    """Check what says where sequences begin and end; return their number."""
+    batch = check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q)
+    if seqused_k is not None:
+        check_offsets("seqused_k", seqused_k, q)
+        if seqused_k.shape[0] != batch:
+            raise ValueError(f"seqused_k must be [{batch}], got {list(seqused_k.shape)}")
+    return batch
+
+
+def check_values(x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
+    """Check what offsets on the CPU hold; a call on a GPU does not come here."""
+    if x.cu_seqlens_q is None or x.cu_seqlens_k is None:
+        return
+    offsets = x.cu_seqlens_q.tolist()
+    check_offset_values("cu_seqlens_q", offsets, x.q.shape[0], "max_seqlen_q", max_seqlen_q)
+    starts = x.cu_seqlens_k.tolist()
+    check_offset_values("cu_seqlens_k", starts, x.k.shape[0], "max_seqlen_k", max_seqlen_k)
+    check_used(starts, x.seqused_k)
+
+
+def check_used(starts: list[int], seqused_k: Tensor | None) -> None:
+    """Check how many keys of each sequence count."""
+    if seqused_k is None:
+        return
+    for b, used in enumerate(seqused_k.tolist()):
+        length = starts[b + 1] - starts[b]
+        if not 0 <= used <= length:
+            raise ValueError(
+                f"seqused_k[{b}] must be from 0 to the length of the sequence, {length}, got {used}"
+            )
+
+
+def check_extras(
+    q: Tensor,
+    batch: int,
+    heads_k: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Check what is added to the scores or to the denominator."""
+    heads_q = q.shape[-2]
+    if bias is not None:
+        check_tensor("bias", bias)
+        if bias.dtype != q.dtype and bias.dtype != torch.float32:
+            raise TypeError(
+                f"bias must have the dtype of q, {q.dtype}, or torch.float32, got {bias.dtype}"
+            )
+        if bias.dtype in FP8_DTYPES:
+            raise TypeError(f"bias must be torch.float32 for FP8 inputs, got {bias.dtype}")
+        check_device("bias", bias, q)
+        whole = (batch, heads_q, seqlen_q, seqlen_k)
+        # not by ``in``: under torch.compile a number is in no tuple of symbols
+        if bias.ndim > 4 or any(
+            size != 1 and size != full
+            for size, full in zip(reversed(bias.shape), reversed(whole), strict=False)
+        ):
+            raise ValueError(
+                f"bias must broadcast to [batch, heads_q, seqlen_q, seqlen_k], {list(whole)}, "
+                f"got {list(bias.shape)}"
+            )
+    if alibi_slopes is not None:
+        check_tensor("alibi_slopes", alibi_slopes)
+        if alibi_slopes.dtype != torch.float32:
+            raise TypeError(f"alibi_slopes must be torch.float32, got {alibi_slopes.dtype}")
+        check_device("alibi_slopes", alibi_slopes, q)
+        if alibi_slopes.shape != (heads_q,) and alibi_slopes.shape != (batch, heads_q):
+            raise ValueError(
+                f"alibi_slopes must be [heads_q] or [batch, heads_q], [{heads_q}] or "
+                f"[{batch}, {heads_q}], got {list(alibi_slopes.shape)}"
+            )
+        check_no_gradient("alibi_slopes", alibi_slopes)
+    if sinks is not None:
+        check_tensor("sinks", sinks)
+        if sinks.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"sinks must be torch.float16, torch.bfloat16 or torch.float32, got {sinks.dtype}"
+            )
+        check_device("sinks", sinks, q)
+        if sinks.shape != (heads_q,):
+            raise ValueError(f"sinks must be [heads_q], [{heads_q}], got {list(sinks.shape)}")
+
+
+def check_low_precision(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: int,
+    heads_k: int,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out_scale: Tensor | None,
+    others: tuple[Tensor | None, ...],
+) -> torch.dtype:
+    """Check scales and the output's dtype; return that dtype.
+
+    ``others`` are the tensors besides q, k and v that could ask for a gradient.
+    """
+    dtype = q.dtype
+    is_fp8 = dtype in FP8_DTYPES
+    for name, descale in (
+        ("q_descale", q_descale),
+        ("k_descale", k_descale),
+        ("v_descale", v_descale),
+    ):
+        if descale is None:
+            continue
+        check_tensor(name, descale)
+        check_no_gradient(name, descale)
+        if not is_fp8:
+            raise ValueError(f"{name} must be None unless q, k and v are FP8, which are {dtype}")
+        if descale.dtype != torch.float32:
+            raise TypeError(f"{name} must be torch.float32, got {descale.dtype}")
+        check_device(name, descale, q)
+        if descale.numel() != 1 and descale.shape != (batch, heads_k):
+            raise ValueError(
+                f"{name} must have one element or be [batch, heads_k], [{batch}, {heads_k}], "
+                f"got {list(descale.shape)}"
+            )
+    if out_dtype is None:
+        if out_scale is not None:
+            raise ValueError("out_scale must be None unless out_dtype is FP8, got out_dtype None")
+        if not is_fp8:
+            return dtype
+        out_dtype = torch.bfloat16
+    if not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype, got {kind(out_dtype)}")
+    if out_dtype in FP8_DTYPES:
+        _check_fp8_output(q, out_dtype, out_scale)
+    else:
+        if out_dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                "out_dtype must be torch.float16, torch.bfloat16, torch.float32 or FP8, "
+                f"got {out_dtype}"
+            )
+        if out_scale is not None:
+            raise ValueError(
+                f"out_scale must be None unless out_dtype is FP8, which is {out_dtype}"
+            )
+    if (is_fp8 or out_dtype in FP8_DTYPES) and torch.is_grad_enabled():
+        for x in (q, k, v, *others):
+            if x is not None and x.requires_grad:
+                raise NotImplementedError(
+                    "FP8 has no gradient: inputs must not require one with FP8 inputs or an FP8 "
+                    "out_dtype, got requires_grad=True"
+                )
+    return out_dtype
+
+
+def check_invariant(x: Tensors, options: Options, out_dtype: torch.dtype) -> None:
+    """Check that a call asks for nothing that the law of docs/numerics.md does not cover."""
+    if x.q.dtype in FP8_DTYPES:
+        raise NotImplementedError(
+            "q must not be FP8 beside invariant=True: tensor cores add products of FP8 with fewer "
+            f"bits than the sums have, so that a tile of zeros would round them, got {x.q.dtype}"
+        )
+    if out_dtype in FP8_DTYPES:
+        raise NotImplementedError(
+            f"out_dtype must not be FP8 beside invariant=True, got {out_dtype}"
+        )
+    if options.dropout_p > 0.0:
+        raise NotImplementedError(
+            "dropout_p must be 0.0 beside invariant=True: its draw depends on the place in the "
+            f"batch and in the call, got {options.dropout_p}"
+        )
+    for name, extra in (("bias", x.bias), ("alibi_slopes", x.alibi_slopes)):
+        if extra is not None:
+            raise NotImplementedError(
+                f"{name} must be None beside invariant=True: the law has no term for it, got Tensor"
+            )
+
+
+def check_reference(q: Tensor, k: Tensor, v: Tensor, ndim: int, **others: Tensor | None) -> None:
+    """Check the tensors of the reference: any float dtypes, any head dimension."""
+    for name, other in others.items():
+        if other is not None:
+            check_tensor(name, other)
+    rng_state = others.get("rng_state")
+    if rng_state is not None and rng_state.dtype != torch.int64:
+        raise TypeError(f"rng_state must be torch.int64, got {rng_state.dtype}")
+    if rng_state is not None and rng_state.shape != (2,):
+        raise ValueError(f"rng_state must be (seed, offset), [2], got {list(rng_state.shape)}")
+    form_q, form_k = _FORMS[ndim]
+    for name, x, form in (("q", q, form_q), ("k", k, form_k), ("v", v, form_k)):
+        check_tensor(name, x)
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must be {form}, got {list(x.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"head_dim of k must be that of q, {q.shape[-1]}, got {k.shape[-1]}")
+    if q.shape[-1] == 0:
+        raise ValueError("head_dim must be at least 1, got 0")
+    _check_heads(q, k, v)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    q_shape, k_shape = q.shape, k.shape
+    if len(q_shape) == 4 and k_shape[0] != q_shape[0]:
+        raise ValueError(f"batch of k must be that of q, {q_shape[0]}, got {k_shape[0]}")
+    if v.shape[:-1] != k_shape[:-1]:
+        raise ValueError(
+            f"v must have the shape of k but for head_dim, {list(k_shape[:-1])}, "
+            f"got {list(v.shape[:-1])}"
+        )
+    check_groups(q_shape[-2], k_shape[-2])
+
+
+def _check_fp8_input(q: Tensor) -> None:
+    dtype = q.dtype
+    if dtype not in FP8_DTYPES:
+        raise TypeError(
+            "q must be torch.float16, torch.bfloat16, torch.float32 or FP8 (e4m3), "
+            f"got {dtype}; attention_reference takes torch.float64"
+        )
+    expected = check_fp8_hardware("q", q.device)
+    if dtype != expected:
+        raise TypeError(f"q must be {expected} to be FP8 on this platform, got {dtype}")
+
+
+def _check_fp8_output(q: Tensor, out_dtype: torch.dtype, out_scale: Tensor | None) -> None:
+    expected = check_fp8_hardware("out_dtype", q.device)
+    if out_dtype != expected:
+        raise TypeError(f"out_dtype must be {expected} to be FP8 on this platform, got {out_dtype}")
+    if out_scale is None:
+        raise ValueError(f"out_scale must be given for the FP8 out_dtype {out_dtype}, got None")
+    check_out_scale("out_scale", out_scale, q)

@@ -1,0 +1,338 @@
+"""The host side of the backward for Hopper: tensor maps, sums of dq, the launches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from attn_common import cdiv, round_up
+from torch import Tensor
+
+from ...._linked.hopper.gradients import ROWS
+from ...._linked.hopper.tma import MapForm, MappingLaunch
+from ...._linked.host.forms import Memory
+from ...._linked.launch.runtime import MAX_COUNTS, Launch
+from ...call import Tensors
+from ...hopper_tiles import (
+    VALUE_STAGES,
+    HopperBackwardTile,
+    hopper_backward_bias_tile,
+    hopper_backward_tile,
+    panels_of,
+)
+from ...portable.form import Form
+from ...portable.structures import Extras, Inputs
+from ..bias_launch import BiasForm, BiasSum, Together, dimensions_of, side_by_side
+from ..forward import launch as forward_launch
+from ..parameters import RoundingConstants, RoundingNumbers
+from . import structures as backward_structures
+from .kernel import backward_kernel
+from .maps import BackwardMaps, Six
+from .round_dq import round_dq_kernel
+
+# heads that are walked together at least where additions to dq are ordered: of one head only few
+# blocks begin side by side then, each of which waits for the one before it. With more heads, fewer
+# blocks share what the second-level cache holds
+ORDERED_SPAN = 32
+# registers a thread at the start of the backward
+REGISTERS = 168
+# queries, and keys, among which dropout's draws are shared
+DRAWN_TOGETHER = 16
+
+
+def draws_apart(form: Form, x: Tensors) -> dict[str, bool]:
+    """Say whether tiles of queries, or of keys, may begin where no group of a draw does.
+
+    Tokens that neither see nor are seen are left out ahead of a sequence: windows decide how many.
+    Of a packed call the host knows no lengths.
+    """
+    windows = form.scalars.window_right, form.scalars.window_left
+    longer = x.q.shape[-3] - x.k.shape[-3]  # of fixed lengths
+    ahead = [
+        window >= 0 and (form.is_packed or max(more - window, 0) % DRAWN_TOGETHER != 0)
+        for window, more in zip(windows, (longer, -longer), strict=True)
+    ]
+    has_dropout = form.options.dropout_p > 0.0
+    return dict(zip(("APART_Q", "APART_K"), (has_dropout and a for a in ahead), strict=True))
+
+
+def _backward_tile(form: Form, x: Tensors, ordered: bool) -> HopperBackwardTile:
+    """Return the tile of a form's calls."""
+    if x.bias is not None:
+        return hopper_backward_bias_tile(form.widest_head, x.bias.element_size())
+    has_dropout = form.options.dropout_p > 0.0
+    is_heavy = form.constants.HAS_SOFTCAP or has_dropout
+    # a second launch would draw again
+    return hopper_backward_tile(form.widest_head, is_heavy, not (ordered or has_dropout))
+
+
+class Work(NamedTuple):
+    """What the launches do for one pair of token counts."""
+
+    grid: int
+    numbers: backward_structures.Numbers
+    # of each of the launches that keep gradients of scores, which share the grid
+    parts: tuple[backward_structures.Numbers, ...]
+    # tiles of queries of all heads, each of which is rounded by a program
+    slots: int
+    rounding: RoundingNumbers
+
+
+class Launches(NamedTuple):
+    """The launches of gradients, for one way in which the output's gradient lies in memory."""
+
+    plain: MappingLaunch
+    # also stores gradients of scores, and adds up what is shared, or adds them to those that are
+    # there
+    keeping: MappingLaunch
+    adding: MappingLaunch
+    # of values alone, if that is apart
+    values: MappingLaunch | None
+
+
+class HopperBackward:
+    """The gradients of q, k and v of the calls of one form that ``takes_hopper_backward`` takes."""
+
+    def __init__(
+        self,
+        form: Form,
+        x: Tensors,
+        tile: HopperBackwardTile | None = None,
+        *,
+        ordered: bool = False,
+    ) -> None:
+        """Take a call, and whether dq is to repeat bit for bit."""
+        self._form = form
+        self._ordered = ordered
+        # by numbers of tokens, in which packed calls of one form differ
+        self._work: Memory[Work] = Memory(MAX_COUNTS)
+        self._shapes: Memory[tuple[int, int]] = Memory(MAX_COUNTS)
+        self._tile = tile = tile or _backward_tile(form, x, ordered)
+        # rows of 64 keys at a time, and all queries of a step
+        keys, ragged = ROWS.value, form.is_packed
+        bias = self._map_bias = None
+        if x.bias is not None:
+            bias = self._map_bias = BiasForm(x.bias, tile.block_m, keys)
+        options = backward_structures.Options(
+            GROUP=form.group,
+            HAS_LEFT=form.constants.HAS_LEFT,
+            HAS_RIGHT=form.constants.HAS_RIGHT,
+            HAS_SOFTCAP=form.constants.HAS_SOFTCAP,
+            RAGGED=ragged,
+            ORDERED=ordered,
+            ADDS_DS=False,
+            SHARES_DS=False,
+            CLEARS_DS=False,
+            **draws_apart(form, x),
+            **dimensions_of(bias),
+        )
+        (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
+        shape = backward_structures.Tile(
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=wide,
+            NARROW=narrow,
+            HEAD_DIM_V=wide_v,
+            NARROW_V=narrow_v,
+            STAGES_Q=tile.stages_q,
+            STAGES_O=tile.stages_o,
+            STAGES_B=tile.stages_b,
+            MAKES_DK=True,
+            MAKES_DV=not tile.is_apart,
+        )
+        self._constants = options._asdict() | shape._asdict()
+        self._values_constants: dict[str, Any] | None = None
+        if tile.is_apart:
+            stages = VALUE_STAGES
+            shape = shape._replace(STAGES_Q=stages, STAGES_O=stages, MAKES_DK=False, MAKES_DV=True)
+            self._values_constants = self._constants | shape._asdict()
+        # by strides of the output's gradient, in which calls of one form differ
+        self._launches: Memory[Launches] = Memory(MAX_COUNTS)
+        # beside a softcap, what is multiplied is no gradient of the logits
+        keeps = x.bias is not None and bias.has_rows and x.bias.dtype == x.q.dtype
+        keeps = keeps and 0 not in x.bias.stride() and not form.constants.HAS_SOFTCAP
+        is_plain = x.seqused_k is None and not form.is_packed
+        can_keep = keeps and tile.block_n > keys and is_plain
+        self._bias_sum = None
+        self._together = Together() if ordered else side_by_side(form, bias)
+        if can_keep:
+            together = None if ordered else self._together
+            summed = BiasSum(form, x, tile, forward_launch.multiprocessors(x.q.device), together)
+            self._bias_sum = summed if summed.fits else None
+        rounding = RoundingConstants(
+            HAS_RIGHT=form.constants.HAS_RIGHT,
+            BLOCK_M=tile.block_m,
+            HEAD_DIM=form.head_dim,
+            WIDE=wide,
+            NARROW=narrow,
+        )
+        self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
+        self._maps = BackwardMaps(form, tile, ragged=ragged)
+
+    def is_worth_it(self, tokens_q: int) -> bool:
+        """Say whether a sequence of fixed length fills half of a tile of queries.
+
+        Below, most of a tile and of its sums of dq, in fp32, would be padding. Packed sequences are
+        all served: how long the others of a batch are may not decide.
+        """
+        return self._form.is_packed or tokens_q >= self._tile.block_m // 2
+
+    def new_sums(self, q: Tensor) -> Tensor:
+        """Return the memory in which dq is summed: tiles of queries, which are to be set to 0.
+
+        If additions are ordered, or a bias is shared, counters follow; see ``__call__``.
+        """
+        tokens = q.shape[-3]
+        shape = self._shapes.get(tokens) or self._shapes.keep(tokens, self._sums_shape(tokens))
+        return q.new_empty(*shape, dtype=torch.float32)
+
+    def _sums_shape(self, tokens_q: int) -> tuple[int, int]:
+        form = self._form
+        slots = form.tiles(tokens_q, self._tile.block_m) * form.heads_q * form.grid_batch
+        counters = 1 + 2 * slots if self._ordered else 0
+        if self._bias_sum is not None:
+            counters += self._bias_sum.counters
+        slots += cdiv(counters, self._maps.numbers)
+        return self._maps.sums_shape(slots)
+
+    @property
+    def makes_dbias(self) -> bool:
+        """Whether ``__call__`` fills dbias."""
+        return self._bias_sum is not None
+
+    def __call__(
+        self,
+        inputs: Inputs,
+        extras: Extras,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        sums: Tensor,
+        dbias: Tensor | None = None,
+    ) -> None:
+        """Fill the gradients, dbias if ``makes_dbias``; ``sums``, of ``new_sums``, are set to 0."""
+        q, k, v, dout, lse2, delta = inputs
+        tokens = q.shape[-3], k.shape[-3]
+        work = self._work.get(tokens) or self._work.keep(tokens, self._count_work(*tokens))
+        if self._form.constants.HAS_LEFT:
+            # keys that no query sees
+            dk.zero_()
+            dv.zero_()
+        ds = None
+        has_counters = self._ordered
+        if dbias is not None and self._bias_sum is not None:
+            ds = self._bias_sum.new_gradients(dbias)
+            has_counters = has_counters or self._bias_sum.counters > 0
+        mapped = q, k, v, dout, dk, dv
+        strides = dout.stride()
+        launches = self._launches.get(strides) or self._launches.keep(
+            strides, self._launches_of(mapped)
+        )
+        tensors = (  # the fields of backward_structures.Maps and Tensors
+            *self._maps(mapped, sums, extras.bias_ptr, None if ds is None else ds.transpose(1, 2)),
+            lse2,
+            delta,
+            extras.alibi_slopes_ptr,
+            extras.rng_state_ptr,
+            extras.cu_seqlens_q_ptr,
+            extras.cu_seqlens_k_ptr,
+            extras.seqused_k_ptr,
+            # behind the sums
+            sums[work.slots :].view(torch.int32) if has_counters else None,
+        )
+        if ds is None:
+            launches.plain(work.grid, tensors, work.numbers)
+        else:
+            for number, numbers in enumerate(work.parts):
+                launch = launches.adding if number > 0 else launches.keeping
+                launch(work.grid // len(work.parts), tensors, numbers)
+        if launches.values is not None:
+            launches.values(work.grid, tensors, work.numbers)
+        if ds is not None:
+            self._bias_sum(ds, dbias)
+        self._round(
+            work.slots,
+            (  # the fields of RoundingTensors
+                sums,
+                dq,
+                extras.cu_seqlens_q_ptr,
+                extras.cu_seqlens_k_ptr,
+                extras.seqused_k_ptr,
+            ),
+            work.rounding,
+        )
+
+    def _launches_of(self, mapped: Six) -> Launches:
+        """Return the launches for such an output's gradient."""
+        bias, summed = self._map_bias, self._bias_sum
+        ds, kept = (summed.map_of, summed.constants) if summed else (None, {})
+        kind = {"num_warps": 4, "maxnreg": REGISTERS}
+
+        def launch(constants: dict[str, Any], ds: MapForm | None = None) -> MappingLaunch:
+            return MappingLaunch(
+                backward_kernel, constants | kind, self._maps.forms(mapped, bias, ds)
+            )
+
+        return Launches(
+            plain=launch(self._constants),
+            keeping=launch(self._constants | kept, ds),
+            adding=launch(self._constants | {"ADDS_DS": True}, ds),
+            values=launch(self._values_constants) if self._values_constants else None,
+        )
+
+    def _span(self, tokens_q: int) -> int:
+        """Return how many heads are walked together."""
+        if self._ordered:
+            return max(self._form.span_sums(tokens_q), ORDERED_SPAN)
+        # beside a bias all calls are walked so; without a mask all walks are equally long
+        is_equal = self._map_bias is not None and not self._form.constants.HAS_RIGHT
+        span = 1 if is_equal else self._form.span_sums(tokens_q)
+        return round_up(span, max(self._together))
+
+    def _count_work(self, tokens_q: int, tokens_k: int) -> Work:
+        """Return what the launches do for so many tokens."""
+        form, tile, scalars = self._form, self._tile, self._form.scalars
+        tiles_k = form.tiles(tokens_k, tile.block_n)
+        tiles_q = form.tiles(tokens_q, tile.block_m)
+        numbers = backward_structures.Numbers(
+            scalars.scale,
+            scalars.softcap,
+            scalars.window_left,
+            scalars.window_right,
+            form.batch,
+            form.heads_k,
+            tokens_q,
+            tokens_k,
+            tiles_k,
+            tiles_q,
+            self._span(tokens_q),
+            scalars.keep_scale,
+            scalars.dropout_threshold,
+            form.strides.stride_alibi_b,
+            0,
+            0,
+            form.heads_k,
+            *(self._bias_sum.together if self._bias_sum else Together()),
+        )
+        division = self._bias_sum.parts if self._bias_sum else Together()
+        parts = tuple(
+            numbers._replace(
+                first_sequence=sequences * (form.batch // division.sequences),
+                first_head=heads * (form.heads_k // division.heads),
+                heads_here=form.heads_k // division.heads,
+            )
+            for sequences in range(division.sequences)
+            for heads in range(division.heads)
+        )
+        rounding = RoundingNumbers(
+            scalars.scale * scalars.keep_scale,
+            scalars.window_right,
+            form.batch,
+            form.heads_q,
+            tokens_q,
+            tokens_k,
+            tiles_q,
+        )
+        grid = tiles_k * form.heads_k * form.grid_batch
+        slots = tiles_q * form.heads_q * form.grid_batch
+        return Work(grid, numbers, parts, slots, rounding)

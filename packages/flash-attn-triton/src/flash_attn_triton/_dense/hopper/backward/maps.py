@@ -1,0 +1,89 @@
+"""The tensor maps of the backward for Hopper, and the memory in which dq is summed."""
+
+from __future__ import annotations
+
+import math
+
+from attn_common import cdiv
+from torch import Tensor
+
+from ...._linked.hopper.compat import gl
+from ...._linked.hopper.gradients import ROWS
+from ...._linked.hopper.tma import MapForm
+from ...hopper_tiles import HopperBackwardTile, panels_of
+from ...portable.form import Form
+from ...portable.structures import PIECE
+from ..bias_launch import MOST_ROWS
+from ..forward.launch import narrow_panels
+from . import structures as backward_structures
+
+# q, k, v, the output's gradient, dk and dv
+Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# of head dims that are not cut
+NO_PANELS = (None,) * 6
+
+
+class SumsForm(MapForm):
+    """How sums of dq are mapped: rows of 32, of which so many are added to at once."""
+
+    def __init__(self, rows: int) -> None:
+        # in place of the base class's: these are no tokens, and no call has more or less of them
+        self._copies = False
+        self.shape = [MOST_ROWS, 32]
+        self.strides = [32, 1]
+        self.block_shape = [rows, 32]
+        self.layout = gl.NVMMASharedLayout.get_default_for(self.block_shape, gl.float32)
+        self.encoded = {}
+
+
+class BackwardMaps:
+    """The maps of the calls of one form, and of the panels of each tensor; see ``panels.py``."""
+
+    def __init__(self, form: Form, tile: HopperBackwardTile, *, ragged: bool) -> None:
+        self._ragged = ragged
+        # rows of 64 keys at a time, and all queries of a step
+        keys, queries = ROWS.value, tile.block_m
+        self._rows = queries, keys, keys, queries, keys, keys
+        (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
+        self._wide = wide, wide, wide_v, wide_v, wide, wide_v
+        self._narrow = narrow, narrow, narrow_v, narrow_v, narrow, narrow_v
+        self._is_cut = any(self._narrow)
+        # numbers in a tile of dq
+        self.numbers = tile.block_m * (wide + narrow)
+        # the threads add to the sums, or TMA does, what a warpgroup has of a tile
+        self._sums = self._sums_narrow = None
+        if tile.block_n > keys and not tile.is_apart:
+            self._sums = SumsForm(tile.block_m * wide // 64)
+            self._sums_narrow = SumsForm(tile.block_m * narrow // 64) if narrow else None
+
+    def sums_shape(self, slots: int) -> tuple[int, int]:
+        """Return room for so many tiles of dq, or a few more: they are set to 0 in whole pieces."""
+        unit = PIECE // math.gcd(PIECE, self.numbers)
+        return cdiv(slots, unit) * unit, self.numbers
+
+    def forms(
+        self, tensors: Six, bias: MapForm | None = None, ds: MapForm | None = None
+    ) -> backward_structures.Maps:
+        """Return the form of each map that ``__call__`` returns a tensor for."""
+        wide, narrow = (
+            [
+                MapForm(t, rows, width, ragged=self._ragged) if width else None
+                for t, rows, width in zip(tensors, self._rows, widths, strict=True)
+            ]
+            for widths in (self._wide, self._narrow)
+        )
+        return backward_structures.Maps(*wide, *narrow, bias, ds, self._sums, self._sums_narrow)
+
+    def __call__(
+        self,
+        tensors: Six,
+        sums: Tensor,
+        bias: Tensor | None = None,
+        ds: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return q, k, v, the output's gradient, dk, dv and the sums, as often as they have maps.
+
+        They are the fields of ``Maps``.
+        """
+        narrow = narrow_panels(tensors, self._narrow) if self._is_cut else NO_PANELS
+        return *tensors, *narrow, bias, ds, sums, sums if self._sums_narrow else None

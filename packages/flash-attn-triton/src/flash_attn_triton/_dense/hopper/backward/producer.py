@@ -1,0 +1,104 @@
+"""The copying warp of the Hopper backward."""
+
+from ...._linked.hopper.compat import gl, gluon, mbarrier
+from ...._linked.hopper.gradients import ROWS
+from ...._linked.hopper.pipeline import EMPTY, barrier_sync, coordinates
+from ..panels import copy_panels, copy_tile, expect_tiles
+from .bias import await_readers, copy_bias
+from .blocks import count_turns, key_coordinates
+from .order import head_at, tile_at
+from .steps import PARTIES, side_of, slope_of
+
+INF = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def copy_block(descs, buffers, full, program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Copy the block's keys, or its values."""
+    for w in gl.static_range(TILE.BLOCK_N // ROWS):
+        where = key_coordinates(program.block, program.block.first_key + w * ROWS, OPTIONS)
+        copy_panels(descs, where, full, buffers, w)
+
+
+@gluon.jit
+def await_consumers(turns, FIRST: gl.constexpr, STAGES: gl.constexpr):
+    """Wait at a ring's named barriers until its last stages are empty.
+
+    Consumers arrive there after every tile, and a barrier must not keep arrivals at the end.
+    """
+    for back in gl.static_range(STAGES):
+        if turns > back:
+            barrier_sync(FIRST + (turns - 1 - back) % STAGES, PARTIES, 1)
+
+
+@gluon.jit
+def produce(program, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Copy the block's keys and values, then tiles of queries and of what belongs to them.
+
+    Queries and their LSE have a ring of stages, output gradients and delta another one.
+    """
+    BLOCK_M: gl.constexpr = TILE.BLOCK_M
+    STAGES_Q: gl.constexpr = TILE.STAGES_Q
+    STAGES_O: gl.constexpr = TILE.STAGES_O
+    GROUP: gl.constexpr = OPTIONS.GROUP
+    PARTS: gl.constexpr = TILE.BLOCK_N // ROWS
+    # elsewhere this warp has no registers for it
+    EARLY: gl.constexpr = TILE.MAKES_DK and BLOCK_M == 128
+    maps, pipeline = program.maps, program.pipeline
+    tensors, block, walk = program.tensors, program.block, program.walk
+    index = gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0]))  # [BLOCK_M]
+    expect_tiles(maps.k_descs, pipeline.k_full, PARTS)
+    if TILE.MAKES_DK:
+        expect_tiles(maps.v_descs, pipeline.v_full, PARTS)
+    copy_block(maps.k_descs, pipeline.k_s, pipeline.k_full, program, OPTIONS, TILE)
+    steps = walk.end - walk.begin
+    for turn in range(steps * GROUP):
+        head, step = head_at(turn, block.head_k, steps, OPTIONS)
+        row = tile_at(step, walk.begin, walk.end, OPTIONS) * BLOCK_M
+        inside = row + index < block.len_q
+        rows_at = block.row_at + head.to(gl.int64) * block.row_pitch + row
+        # beyond the end an exponential is 0, as it is in a row that sees no key
+        lse2 = gl.load(tensors.lse2_ptr + rows_at + index, mask=inside, other=INF)  # [BLOCK_M]
+        if TILE.MAKES_DK:
+            delta = gl.load(
+                tensors.delta_ptr + rows_at + index, mask=inside, other=0.0
+            )  # [BLOCK_M]
+        if TILE.MAKES_DK and tensors.rng_state_ptr is not None:
+            # the scale of what dropout keeps is a factor of all three gradients
+            delta = delta / program.numbers.keep_scale
+        if tensors.alibi_slopes_ptr is not None:
+            # the part of the queries in the distances; that of the keys is the consumers'
+            first_row = row + block.diagonal
+            side = side_of(slope_of(head, program), first_row, block)
+            lse2 += (first_row - block.first_key + index).to(gl.float32) * side
+        where = coordinates(block.sequence, head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
+        stage = turn % STAGES_Q
+        if turn >= STAGES_Q:
+            barrier_sync(EMPTY + stage, PARTIES, 1)
+        copy_tile(maps.q_descs, where, pipeline.q_full.index(stage), pipeline.q_s, stage)
+        if EARLY and turn < STAGES_O:
+            # stages are empty: begin to copy before the row numbers are there
+            if turn == 0:
+                copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
+            full = pipeline.dout_full.index(turn)
+            copy_tile(maps.dout_descs, where, full, pipeline.dout_s, turn)
+        pipeline.lse2_s.index(stage).store(lse2)
+        mbarrier.arrive(pipeline.q_full.index(stage), count=1)
+        if program.bias is not None:
+            copy_bias(head, row, turn, program, OPTIONS, TILE)
+        if TILE.MAKES_DK and not EARLY and turn == 0:
+            copy_block(maps.v_descs, pipeline.v_s, pipeline.v_full, program, OPTIONS, TILE)
+        stage = turn % STAGES_O
+        if turn >= STAGES_O:
+            barrier_sync(EMPTY + STAGES_Q + stage, PARTIES, 1)
+        if not EARLY or turn >= STAGES_O:
+            full = pipeline.dout_full.index(stage)
+            copy_tile(maps.dout_descs, where, full, pipeline.dout_s, stage)
+        if TILE.MAKES_DK:
+            pipeline.delta_s.index(stage).store(-delta)
+            mbarrier.arrive(pipeline.dout_full.index(stage), count=1)
+    turns = count_turns(walk, OPTIONS)
+    await_consumers(turns, EMPTY, STAGES_Q)
+    await_consumers(turns, EMPTY + STAGES_Q, STAGES_O)
+    if program.bias is not None:
+        await_readers(turns, TILE)

@@ -1,0 +1,96 @@
+"""The last kernel of the Hopper backward: scale the sums of dq, round them, put them in order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...portable.primitives import count_keys
+from ...portable.schedule import locate
+from ..parameters import RoundingNumbers
+
+
+@triton.jit
+def _load_half(sums_ptr, WIDTH: tl.constexpr):
+    """Return a warpgroup's sums of a panel, ``[64, WIDTH]``."""
+    sums = tl.load(sums_ptr + tl.arange(0, 64 * WIDTH))  # [64 * WIDTH]
+    sums = tl.permute(tl.reshape(sums, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    return tl.reshape(sums, (64, WIDTH))
+
+
+@triton.jit(
+    do_not_specialize=RoundingNumbers._fields,
+    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqused_k_ptr"],
+)
+def round_dq_kernel(
+    sums_ptr,
+    dq_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    seqused_k_ptr,
+    scale,
+    window_right,
+    batch,
+    heads_q,
+    tokens_q,
+    tokens_k,
+    tiles,
+    HAS_RIGHT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    """``dq = scale * sums``, rounded, of a tile of queries.
+
+    Each of two warpgroups added up half of the tile's columns, or with 128 queries of its rows.
+    Where the columns are cut, it has half of either panel, the narrow behind the wide.
+    ``sums`` is ``[heads, tiles, 2, 64 * width]`` in fp32, and within a panel: eights of columns,
+    warp, row of eight, pair of columns, half of the warp's sixteen rows, column.
+    """
+    PARTS: tl.constexpr = BLOCK_M // 64
+    block, sequence, head, q_start, _k_start, len_q, len_k = locate(
+        cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+        batch,
+        heads_q,
+        tokens_q,
+        tokens_k,
+        tiles,
+        1,
+        BLOCK_M,
+        BALANCE=False,
+        LAST_IS_LONGEST=False,
+    )
+    if block < 0:
+        return
+    len_k = count_keys(seqused_k_ptr, sequence, batch, len_k)
+    sequence = tl.maximum(tl.minimum(sequence, batch - 1), 0).to(tl.int64)
+    shift = 0
+    if HAS_RIGHT:
+        # rows ahead of the first one that sees a key were never added to
+        shift = tl.minimum(tl.maximum(len_q - len_k - window_right, 0), len_q)
+    sums_ptr += tl.program_id(0).to(tl.int64) * (BLOCK_M * (WIDE + NARROW))
+    for half in tl.static_range(2):
+        for panel in tl.static_range(2 if NARROW > 0 else 1):
+            # where the panel's sums begin, and its columns
+            begin = half * (32 * PARTS * (WIDE + NARROW)) + panel * (32 * PARTS * WIDE)
+            sums = _load_half(sums_ptr + begin, (NARROW if panel > 0 else WIDE) * PARTS // 2)
+            rows = block * BLOCK_M + tl.arange(0, 64)
+            cols = tl.arange(0, sums.shape[1]) + panel * WIDE
+            if PARTS == 2:
+                rows += half * 64
+            else:
+                cols += half * sums.shape[1]
+            if cu_seqlens_q_ptr is None:
+                token = sequence * tokens_q + rows
+            else:
+                token = q_start + rows
+            # dq is contiguous: [tokens, heads_q, HEAD_DIM]
+            pointers = dq_ptr + ((token * heads_q + head) * HEAD_DIM)[:, None] + cols[None, :]
+            inside = (cols < HEAD_DIM)[None, :]
+            dq = (sums * scale).to(dq_ptr.dtype.element_ty)
+            ahead = shift.to(tl.int64) * heads_q * HEAD_DIM if HAS_RIGHT else 0
+            tl.store(pointers + ahead, dq, mask=(rows + shift < len_q)[:, None] & inside)
+            if HAS_RIGHT:
+                tl.store(pointers, tl.zeros_like(dq), mask=(rows < shift)[:, None] & inside)

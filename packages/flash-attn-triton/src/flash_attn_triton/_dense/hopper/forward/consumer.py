@@ -1,0 +1,381 @@
+"""The consumer warpgroups: they walk over the keys of one block of queries after the other.
+
+Every warpgroup owns 64 rows of a block of queries and walks its keys from the last to the first,
+with the online softmax of FlashAttention-2 (Dao, 2023) and the two overlaps of FlashAttention-3
+(Shah et al., 2024): a warpgroup's softmax runs beside another's wgmma, and beside its own product
+of the last tile's probabilities with the values. With ``PIPELINE`` the walk does not stop between
+blocks of queries: the first product of the next one is issued together with the last of this one.
+"""
+
+from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier, tma
+from ...._linked.hopper.pipeline import (
+    EMPTY,
+    FIELDS,
+    FIRST_ROW,
+    HEAD,
+    LEN_K,
+    LEN_Q,
+    LOG2E,
+    NEG_INF,
+    Q_START,
+    SEQUENCE,
+    SLOTS,
+    TURN,
+    barrier_arrive,
+    barrier_sync,
+    coordinates,
+    field,
+    opaque,
+)
+from ...._linked.hopper.softmax import close_softmax, finish_softmax
+from ..dropout import dropout_key
+from ..panels import (
+    accumulator,
+    add_tile,
+    copy_tile,
+    copy_tile_out,
+    finish,
+    multiply_keys,
+    multiply_values,
+    no_output,
+    store_tile,
+    tile_of,
+    wait_for_values,
+)
+from .alibi import sides
+from .fp8 import UNIT, factors_of, scale_queries, sums_of, walk_fp8
+from .structures import Block, Finished, State, Walk
+from .walk import attend, begin, start, tiles_of
+
+
+@gluon.jit
+def _receive(pipeline, count):
+    """Wait for the producer's next announcement and return it as a ``Block``."""
+    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [4], [0])
+    slot = count % SLOTS
+    mbarrier.wait(pipeline.tile_full.index(slot), count // SLOTS & 1)
+    fields = pipeline.fields_s.index(slot).load(layout)  # [FIELDS]
+    head, sequence = field(fields, HEAD), field(fields, SEQUENCE)
+    first_row, q_start = field(fields, FIRST_ROW), field(fields, Q_START)
+    len_q, len_k = field(fields, LEN_Q), field(fields, LEN_K)
+    mbarrier.arrive(pipeline.tile_empty.index(slot), count=1)
+    return Block(head, sequence, first_row, q_start, len_q, len_k)
+
+
+@gluon.jit
+def _tokens(ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
+    """Return the token of every row, counted from the warpgroup's first.
+
+    Rows are ordered by head, then by token.
+    """
+    index = gl.arange(0, ROWS, layout)  # [ROWS]
+    if PACK > 1:
+        index = index % (ROWS // PACK)
+    return index
+
+
+@gluon.jit
+def _heads(head, ROWS: gl.constexpr, PACK: gl.constexpr, layout: gl.constexpr):
+    """Return the head of every row, or one number where all rows have the same head."""
+    if PACK > 1:
+        head = head + gl.arange(0, ROWS, layout) // (ROWS // PACK)  # [ROWS]
+    return head
+
+
+@gluon.jit
+def _owner_of(sequence, batch):
+    """Return the row of a sequence in per-sequence tensors; padding takes that of a neighbour."""
+    return gl.maximum(gl.minimum(sequence, batch - 1), 0)
+
+
+@gluon.jit
+def survey(
+    block, problem, W: gl.constexpr, S: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Return the ``Walk`` of warpgroup ``W`` over a block of queries; scores have layout ``S``."""
+    TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
+    low, left, right, high = tiles_of(
+        block, block.first_row, problem, TILE.WARPGROUPS * TOKENS, OPTIONS, TILE
+    )
+    layout: gl.constexpr = gl.SliceLayout(1, S)
+    first_row = block.first_row + (block.len_k - block.len_q) + W * TOKENS
+    rows = first_row + _tokens(TILE.ROWS, OPTIONS.PACK, layout)  # [ROWS]
+    slope = 0.0
+    behind = right
+    ahead = right
+    if problem.alibi_slopes_ptr is not None:
+        behind, ahead = sides(first_row, left, right, TOKENS, TILE.BLOCK_N)
+        heads = _heads(gl.maximum(block.head, 0), TILE.ROWS, OPTIONS.PACK, layout)
+        owner = _owner_of(block.sequence, problem.batch)
+        slope = gl.load(problem.alibi_slopes_ptr + owner * problem.stride_alibi_b + heads)
+        if OPTIONS.PACK > 1:
+            slope = slope[:, None]  # [ROWS, 1]
+    dropout = 0
+    if problem.rng_state_ptr is not None:
+        plane = block.sequence * problem.heads_q + block.head
+        dropout = dropout_key(problem.rng_state_ptr, plane)
+    return Walk(block, low, left, right, high, rows, slope, behind, ahead, dropout)
+
+
+@gluon.jit
+def _lse_at(block, problem, rows, heads):
+    """Return where the LSE of rows of a block lie, counted in fp32 numbers."""
+    owner = _owner_of(block.sequence, problem.batch).to(gl.int64)
+    if problem.before is not None:
+        if problem.cu_seqlens_q_ptr is None:
+            first = owner * problem.before.stride_lse_b
+        else:
+            first = block.q_start
+        lse_at = heads.to(gl.int64) * problem.before.stride_lse_h + first
+    elif problem.cu_seqlens_q_ptr is None:
+        lse_at = (owner * problem.heads_q + heads) * problem.tokens_q
+    else:
+        lse_at = heads.to(gl.int64) * problem.tokens_q + block.q_start
+    return lse_at + rows
+
+
+@gluon.jit
+def finish_block(m, l, block, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr):
+    """Return what the softmax of a block ends with; padding around the sequences has no sink.
+
+    The output's factor is also that of what dropout keeps.
+    """
+    PACK: gl.constexpr = OPTIONS.PACK
+    layout: gl.constexpr = m.type.layout
+    heads = _heads(block.head, TILE.ROWS, PACK, layout)
+    if problem.before is not None:
+        # the keys that were seen before are one key more, whose value is their output
+        rows = block.first_row + W * (TILE.ROWS // PACK) + _tokens(TILE.ROWS, PACK, layout)
+        lse_ptr = problem.lse_ptr + _lse_at(block, problem, rows, heads)
+        before = gl.load(lse_ptr, mask=rows < block.len_q, other=NEG_INF) * LOG2E  # [ROWS]
+        weight, empty, lse, kept = close_softmax(m, l, before)
+        # rows that see none of these keys: values that none of them sees may be NaN
+        empty |= weight == 0.0
+    else:
+        is_padding = (block.sequence < 0) | (block.sequence >= problem.batch)
+        if PACK > 1:
+            is_padding |= heads < 0  # [ROWS]
+        weight, empty, lse = finish_softmax(m, l, heads, is_padding, problem.sinks_ptr)
+        kept = weight
+    if problem.rng_state_ptr is not None:
+        weight *= problem.keep_scale
+    return Finished(weight, empty, lse, kept)
+
+
+@gluon.jit
+def write_block(
+    o,
+    finished,
+    count,
+    block,
+    out_descs,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Scale the output of a block of queries, start its TMA store, and store the LSE.
+
+    ``count``: how many blocks there were before it.
+    """
+    PACK: gl.constexpr = OPTIONS.PACK
+    ROWS: gl.constexpr = TILE.ROWS
+    row = block.first_row + W * (ROWS // PACK)
+    lse = finished.lse
+    layout: gl.constexpr = lse.type.layout
+    rows = row + _tokens(ROWS, PACK, layout)  # [ROWS]
+    heads = _heads(block.head, ROWS, PACK, layout)
+    lse_ptr = problem.lse_ptr + _lse_at(block, problem, rows, heads)
+    gl.store(lse_ptr, lse, mask=rows < block.len_q)
+    o = finish(o, finished.weight, finished.empty)  # [ROWS, HEAD_DIM_V]
+    where = coordinates(block.sequence, block.head, block.q_start, block.len_q, row, OPTIONS.RAGGED)
+    tma.store_wait(0)
+    if problem.before is not None:
+        full = problem.before.full.index(W)
+        copy_tile(out_descs, where, full, pipeline.out_s, W)
+        mbarrier.wait(full, count & 1)
+        o = add_tile(o, finished.kept, pipeline.out_s, W, ROWS)
+    store_tile(o, pipeline.out_s, W, ROWS)
+    copy_tile_out(out_descs, where, pipeline.out_s, W)
+
+
+@gluon.jit
+def consume(
+    W: gl.constexpr, out_descs, pipeline, problem, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Compute the rows of warpgroup ``W`` in each block of queries that the producer announces."""
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+    factor = problem.scale * LOG2E
+    if OPTIONS.HAS_SOFTCAP or HAS_ALIBI:
+        factor = 1.0
+    if W == TILE.WARPGROUPS - 1:
+        # give warpgroup 0 the first turn
+        barrier_arrive(TURN, 256, 4)
+    if TILE.PIPELINE:
+        _consume_pipelined(factor, out_descs, pipeline, problem, W, OPTIONS, TILE)
+    elif problem.factors_ptr is None:
+        _consume_one_by_one(factor, out_descs, pipeline, problem, W, OPTIONS, TILE)
+    else:
+        _consume_fp8(out_descs, pipeline, problem, W, OPTIONS, TILE)
+    tma.store_wait(0)
+    if W == 0:
+        # take the last turn, so that nobody is left at the barrier
+        barrier_sync(TURN, 256, 4)
+
+
+@gluon.jit
+def _consume_one_by_one(
+    factor, out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Finish each block of queries before the next one begins."""
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    turn = 0  # tiles of keys
+    count = 0  # blocks of queries
+    block = _receive(pipeline, count)
+    while block.head >= 0:
+        walk = survey(block, problem, W, S, OPTIONS, TILE)
+        buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+        state = begin(turn, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
+        state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
+        turn = close(state, count, block, buffer, out_descs, pipeline, problem, W, OPTIONS, TILE)
+        count += 1
+        block = _receive(pipeline, count)
+
+
+@gluon.jit
+def close(
+    state,
+    count,
+    block,
+    buffer,
+    out_descs,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Multiply the last probabilities of a block of queries and write it; return the turn.
+
+    ``count``: how many blocks there were before it.
+    """
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    o, m, l, p, turn = state
+    if not TILE.SHARE:
+        mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
+    stage_v = (turn - 1) % TILE.STAGES_V
+    v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
+    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+    o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
+    finished = finish_block(m, l, block, problem, W, OPTIONS, TILE)
+    o = wait_for_values(o)
+    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+    write_block(o, finished, count, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
+    if TILE.SHARE:
+        # the output is stored from the buffer of the queries
+        tma.store_wait(0)
+        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+    return turn
+
+
+@gluon.jit
+def _consume_pipelined(
+    factor, out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Begin each block of queries beside the last product of the block ahead of it."""
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    turn = 0  # tiles of keys
+    count = 0  # blocks of queries
+    block = _receive(pipeline, count)
+    if block.head >= 0:
+        walk = survey(block, problem, W, S, OPTIONS, TILE)
+        state = begin(turn, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
+        while walk.block.head >= 0:
+            buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+            state = attend(state, walk, buffer, factor, pipeline, problem, W, OPTIONS, TILE)
+            mbarrier.arrive(pipeline.q_empty.index(buffer), count=1)
+            last = walk.block
+            finished = finish_block(state.m, state.l, last, problem, W, OPTIONS, TILE)
+            count += 1
+            walk = survey(_receive(pipeline, count), problem, W, S, OPTIONS, TILE)
+            o, state = cross(state, count, walk, factor, pipeline, problem, W, OPTIONS, TILE)
+            write_block(
+                o, finished, count - 1, last, out_descs, pipeline, problem, W, OPTIONS, TILE
+            )
+
+
+@gluon.jit
+def cross(
+    state,
+    count,
+    walk,
+    factor,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Issue the last product of a block of queries together with the first of the next block.
+
+    ``walk`` and ``count`` are those of the next block. Return the output of the block that ends,
+    and the ``State`` of the block that begins.
+    """
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    o, _, _, p, turn = state
+    stage_v = (turn - 1) % TILE.STAGES_V
+    stage_k = turn % TILE.STAGES_K
+    buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+    q = tile_of(pipeline.q_s, opaque(buffer), TILE.ROWS)  # [ROWS, HEAD_DIM]
+    k = tile_of(pipeline.k_s, stage_k, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM]
+    v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
+    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
+    mbarrier.wait(pipeline.k_full.index(stage_k), turn // TILE.STAGES_K & 1)
+    barrier_sync(TURN + W, 256, 4)
+    s = multiply_keys(q, k, zeros)  # [ROWS, BLOCK_N]
+    mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+    o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
+    barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
+    s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
+    barrier_arrive(EMPTY + stage_k, PARTIES, 4)
+    first = (walk.high - 1) * TILE.BLOCK_N
+    m, l, e = start(s, first, turn, factor, walk, problem, W, OPTIONS, TILE)
+    o = wait_for_values(o)
+    barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+    p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))
+    return o, State(no_output(TILE), m, l, p, turn + 1)
+
+
+@gluon.jit
+def _consume_fp8(
+    out_descs, pipeline, problem, W: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Finish each block of queries before the next one begins, in FP8.
+
+    Descales reach the kernel as one factor of the scores and one of the values per head.
+    """
+    gl.static_assert(TILE.BUFFERS_Q == 1, "one buffer of queries in FP8")
+    turn = 0  # tiles of keys
+    count = 0  # blocks of queries
+    block = _receive(pipeline, count)
+    while block.head >= 0:
+        walk = survey(block, problem, W, sums_of(TILE.BLOCK_N), OPTIONS, TILE)
+        owner = _owner_of(block.sequence, problem.batch)
+        factors = factors_of(problem.factors_ptr, block.head, owner, problem.heads_q, OPTIONS.GROUP)
+        # ahead of the queries, which take as long
+        scale, unit = problem.scale * gl.load(factors), gl.load(factors + 1) * UNIT
+        q = pipeline.q_s[0].index(W).reshape([TILE.ROWS, TILE.HEAD_DIM])
+        mbarrier.wait(pipeline.q_full.index(W), count & 1)
+        scale = scale_queries(q, scale)
+        o, m, l, turn = walk_fp8(turn, q, scale, walk, pipeline, problem, W, OPTIONS, TILE)
+        mbarrier.arrive(pipeline.q_empty.index(W), count=1)
+        finished = finish_block(m, l, block, problem, W, OPTIONS, TILE)
+        finished = Finished(finished.weight * unit, finished.empty, finished.lse, finished.kept)
+        write_block((o,), finished, count, block, out_descs, pipeline, problem, W, OPTIONS, TILE)
+        count += 1
+        block = _receive(pipeline, count)

@@ -1,0 +1,336 @@
+"""The producer warp: it finds the next block of queries, and copies q, k and v by TMA."""
+
+from ...._linked.hopper.compat import gl, gluon, mbarrier
+from ...._linked.hopper.pipeline import (
+    EMPTY,
+    FIELDS,
+    FIRST_ROW,
+    LEN_K,
+    LEN_Q,
+    Q_START,
+    SEQUENCE,
+    SLOTS,
+    barrier_sync,
+    coordinates,
+    locate,
+)
+from ..panels import copy_tile
+from .bias import copy_bias
+from .structures import Search, Task
+from .walk import tiles_of
+
+# how many sequences a search looks at together
+WARP = gl.constexpr(32)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _block_ends(
+    cu_seqlens_ptr,
+    first,
+    before,
+    batch,
+    tokens,
+    BLOCK: gl.constexpr,
+    FROM_END: gl.constexpr = False,
+):
+    """Return how many blocks there are up to the end of each of ``WARP`` sequences: ``[WARP]``.
+
+    Number 0 is the padding ahead of the first sequence, or ``FROM_END`` that behind the last.
+    """
+    number = first + gl.arange(0, WARP, gl.BlockedLayout([1], [32], [1], [0]))  # [WARP]
+    index = number
+    if FROM_END:
+        index = batch + 1 - number
+    is_sequence = (index > 0) & (index <= batch + 1)
+    start = gl.load(cu_seqlens_ptr + (index - 1), mask=is_sequence, other=0)
+    if FROM_END:
+        end = gl.load(cu_seqlens_ptr + index, mask=(index >= 0) & (index <= batch), other=tokens)
+        blocks = gl.where(index >= 0, (end - start + BLOCK - 1) // BLOCK, 0)
+    else:
+        end = gl.load(cu_seqlens_ptr + index, mask=index <= batch, other=tokens)
+        blocks = gl.where(index <= batch + 1, (end - start + BLOCK - 1) // BLOCK, 0)
+    return before + gl.associative_scan(blocks, 0, _sum)
+
+
+@gluon.jit
+def find_block(
+    place,
+    first,
+    before,
+    cu_seqlens_ptr,
+    batch,
+    tokens,
+    BLOCK: gl.constexpr,
+    FROM_END: gl.constexpr = False,
+):
+    """Locate global block ``place``: return ``(sequence, block, first, before, blocks)``.
+
+    Blocks are numbered through all sequences without gaps. Sequence -1 is the padding ahead of the
+    sequences, and ``batch`` the padding behind them. A place that is ``blocks`` or more has no
+    block. The search begins at sequence ``first``, with ``before`` blocks ahead of it. Places grow
+    from call to call, so the next search begins at the cursor that this one returns. ``FROM_END``
+    numbers the sequences from the last to the first, but not the blocks within one.
+    """
+    ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK, FROM_END)  # [WARP]
+    blocks = gl.max(ends, 0)
+    while (blocks <= place) & (first + WARP < batch + 2):
+        first += WARP
+        before = blocks
+        ends = _block_ends(cu_seqlens_ptr, first, before, batch, tokens, BLOCK, FROM_END)
+        blocks = gl.max(ends, 0)
+    is_past = ends <= place
+    sequence = first - 1 + gl.sum(is_past.to(gl.int32), 0)
+    if FROM_END:
+        sequence = batch - 1 - sequence
+    block = place - gl.maximum(before, gl.max(gl.where(is_past, ends, 0), 0))
+    return sequence, block, first, before, blocks
+
+
+@gluon.jit
+def next_tile(
+    ticket,
+    total,
+    search,
+    packs,
+    problem,
+    schedule,
+    UNIT: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Return the number of tickets, the advanced ``Search`` and the ``Task`` of a ticket.
+
+    Keys ahead of the first row's window are left out, in multiples of ``UNIT``.
+    """
+    BALANCE: gl.constexpr = OPTIONS.HAS_RIGHT
+    BLOCK_M: gl.constexpr = TILE.WARPGROUPS * (TILE.ROWS // OPTIONS.PACK)
+    first, before = search
+    batch = problem.batch
+    if problem.cu_seqlens_q_ptr is None:
+        if OPTIONS.BIAS_HEADS and not OPTIONS.BIAS_BATCH:
+            # sequences that have a bias in common are neighbours
+            place, head, sequence = locate(
+                ticket, packs, batch, schedule.tiles, schedule.span, schedule.last, BALANCE
+            )
+        else:
+            place, sequence, head = locate(
+                ticket, batch, packs, schedule.tiles, schedule.span, schedule.last, BALANCE
+            )
+        q_start = 0
+        k_start = 0
+        len_q = problem.tokens_q
+        len_k = schedule.tokens_k
+        is_real = ticket < total
+    else:
+        slot = ticket // packs
+        head = ticket - slot * packs
+        sequence, place, first, before, blocks = find_block(
+            slot, first, before, problem.cu_seqlens_q_ptr, batch, problem.tokens_q, BLOCK_M
+        )
+        # the host only knows an upper bound of the number of tickets
+        total = gl.where(slot < blocks, total, blocks * packs)
+        is_real = (sequence >= 0) & (sequence < batch)
+        starts_q = problem.cu_seqlens_q_ptr
+        q_start = gl.load(starts_q + sequence, mask=is_real | (sequence == batch), other=0)
+        q_end = gl.load(starts_q + sequence + 1, mask=sequence < batch, other=problem.tokens_q)
+        starts_k = schedule.cu_seqlens_k_ptr
+        k_start = gl.load(starts_k + sequence, mask=is_real, other=0)
+        k_end = gl.load(starts_k + sequence + 1, mask=is_real, other=0)
+        len_q = q_end - q_start
+        len_k = k_end - k_start
+        if BALANCE:
+            place = gl.cdiv(len_q, BLOCK_M) - 1 - place
+    if schedule.seqused_k_ptr is not None:
+        len_k = gl.load(schedule.seqused_k_ptr + sequence, mask=is_real, other=0)
+    if OPTIONS.HAS_LEFT:
+        unseen = gl.maximum(len_k - len_q - problem.window_left, 0) // UNIT * UNIT
+        k_start += unseen
+        len_k -= unseen
+    first_row = place * BLOCK_M
+    head *= OPTIONS.PACK
+    task = Task(first_row, sequence, head, q_start, k_start, len_q, len_k)
+    return total, Search(first, before), task
+
+
+@gluon.jit
+def first_tile(sequence, k_start, tokens_k, BLOCK_N: gl.constexpr, RAGGED: gl.constexpr):
+    """Return the number of a sequence's first tile of transposed values; see ``values.py``."""
+    if RAGGED:
+        first = k_start // BLOCK_N + sequence
+    else:
+        first = k_start // BLOCK_N + sequence * gl.cdiv(tokens_k, BLOCK_N)
+    return first
+
+
+@gluon.jit
+def _announce(task, index, count, pipeline):
+    """Pass the numbers of a block of queries to the consumers through shared memory."""
+    slot = count % SLOTS
+    mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
+    fields = gl.where(index == FIRST_ROW, task.first_row, task.head)
+    fields = gl.where(index == SEQUENCE, task.sequence, fields)
+    fields = gl.where(index == Q_START, task.q_start, fields)
+    fields = gl.where(index == LEN_Q, task.len_q, fields)
+    fields = gl.where(index == LEN_K, task.len_k, fields)
+    pipeline.fields_s.index(slot).store(fields)
+    mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
+
+
+@gluon.jit
+def copy_queries(where, buffer, count, q_descs, pipeline, TILE: gl.constexpr):
+    """Copy a warpgroup's rows of a block of queries once their buffer is empty."""
+    mbarrier.wait(pipeline.q_empty.index(buffer), (count // TILE.BUFFERS_Q & 1) ^ 1)
+    copy_tile(q_descs, where, pipeline.q_full.index(buffer), pipeline.q_s, buffer)
+
+
+@gluon.jit
+def copy_keys(
+    descs,
+    where,
+    turn,
+    full,
+    buffers,
+    FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTIES: gl.constexpr,
+):
+    """Copy a tile of keys or values once its stage is empty.
+
+    The consumers arrive at named barrier ``FIRST + stage`` when they have read a stage.
+    """
+    stage = turn % STAGES
+    if turn >= STAGES:
+        barrier_sync(FIRST + stage, PARTIES, 1)
+    copy_tile(descs, where, full.index(stage), buffers, stage)
+
+
+@gluon.jit
+def drain(turn, FIRST: gl.constexpr, STAGES: gl.constexpr, PARTIES: gl.constexpr):
+    """Wait at the named barriers of the last tiles, so that no consumer is left at one."""
+    for back in gl.static_range(STAGES):
+        if turn > back:
+            barrier_sync(FIRST + (turn - 1 - back) % STAGES, PARTIES, 1)
+
+
+@gluon.jit
+def produce(
+    q_descs,
+    k_descs,
+    v_descs,
+    pipeline,
+    problem,
+    schedule,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Copy queries, keys and values by TMA into shared memory, in the order of their use."""
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    STAGES_K: gl.constexpr = TILE.STAGES_K
+    STAGES_V: gl.constexpr = TILE.STAGES_V
+    RAGGED: gl.constexpr = OPTIONS.RAGGED
+    TOKENS: gl.constexpr = TILE.ROWS // OPTIONS.PACK
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    EMPTY_V: gl.constexpr = EMPTY + STAGES_K
+    # FP8 values come from whole tiles; see ``values.py``
+    TRANSPOSED: gl.constexpr = v_descs[0].dtype.primitive_bitwidth == 8
+    UNIT: gl.constexpr = BLOCK_N if TRANSPOSED else 1
+    index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
+    total = schedule.total  # tickets
+    count = 0  # blocks of queries
+    turn = 0  # tiles of keys
+    turn_v = 0  # tiles of values
+    packs = problem.heads_q // OPTIONS.PACK
+    ticket = gl.program_id(0)
+    total, search, task = next_tile(
+        ticket, total, Search(0, 0), packs, problem, schedule, UNIT, OPTIONS, TILE
+    )
+    while ticket < total:
+        low, _, _, high = tiles_of(
+            task, task.first_row, problem, TILE.WARPGROUPS * TOKENS, OPTIONS, TILE
+        )
+        _announce(task, index, count, pipeline)
+        head_k = task.head // OPTIONS.GROUP
+        steps = high - low
+        for step in range(steps + 1):
+            # keys are copied one tile ahead of values
+            if step < steps:
+                row = (high - 1 - step) * BLOCK_N
+                where = coordinates(task.sequence, head_k, task.k_start, task.len_k, row, RAGGED)
+                copy_keys(
+                    k_descs, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES
+                )
+                if problem.bias is not None:
+                    key = (high - 1 - step) * BLOCK_N
+                    copy_bias(task, key, turn, problem, schedule, OPTIONS, TILE)
+                turn += 1
+            if step == 0:
+                for w in gl.static_range(TILE.WARPGROUPS):
+                    buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
+                    row = task.first_row + w * TOKENS
+                    where = coordinates(
+                        task.sequence, task.head, task.q_start, task.len_q, row, RAGGED
+                    )
+                    copy_queries(where, buffer, count, q_descs, pipeline, TILE)
+                if TILE.PIPELINE:
+                    # the counter answers while the first keys arrive
+                    ticket = take_ticket(schedule)
+            else:
+                row = (high - step) * BLOCK_N
+                if TRANSPOSED:
+                    tile = first_tile(
+                        task.sequence, task.k_start, schedule.tokens_k, BLOCK_N, RAGGED
+                    )
+                    where = (0, tile + high - step, head_k, 0, 0)
+                else:
+                    where = coordinates(
+                        task.sequence, head_k, task.k_start, task.len_k, row, RAGGED
+                    )
+                copy_keys(
+                    v_descs,
+                    where,
+                    turn_v,
+                    pipeline.v_full,
+                    pipeline.v_s,
+                    EMPTY_V,
+                    STAGES_V,
+                    PARTIES,
+                )
+                turn_v += 1
+        count += 1
+        if not TILE.PIPELINE:
+            ticket = take_ticket(schedule)
+        total, search, task = next_tile(
+            ticket, total, search, packs, problem, schedule, UNIT, OPTIONS, TILE
+        )
+    _announce(Task(-1, -1, -1, -1, -1, -1, -1), index, count, pipeline)
+    if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
+        if count > 0:
+            # the product beside the last one of all reads rows past every end: zeros
+            where = coordinates(0, 0, 0, 0, schedule.tokens_k, RAGGED)
+            copy_keys(k_descs, where, turn, pipeline.k_full, pipeline.k_s, EMPTY, STAGES_K, PARTIES)
+            if problem.bias is not None:
+                none = Task(0, 0, 0, 0, 0, 0, 0)
+                copy_bias(none, 0, turn, problem, schedule, OPTIONS, TILE)
+            turn += 1
+            for w in gl.static_range(TILE.WARPGROUPS):
+                buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
+                where = coordinates(0, 0, 0, 0, problem.tokens_q, RAGGED)
+                copy_queries(where, buffer, count, q_descs, pipeline, TILE)
+    drain(turn, EMPTY, STAGES_K, PARTIES)
+    drain(turn_v, EMPTY_V, STAGES_V, PARTIES)
+    if problem.bias is not None:
+        drain(turn, EMPTY_V + STAGES_V, TILE.STAGES_B, PARTIES)
+    if ticket == total + gl.num_programs(0) - 1:
+        # this program took the last ticket of all: reset the counter for the next launch
+        gl.atomic_xchg(schedule.ticket_ptr, 0, sem="relaxed")
+
+
+@gluon.jit
+def take_ticket(schedule):
+    """Take the next ticket. A program's first ticket is its own number."""
+    return gl.num_programs(0) + gl.atomic_add(schedule.ticket_ptr, 1, sem="relaxed")

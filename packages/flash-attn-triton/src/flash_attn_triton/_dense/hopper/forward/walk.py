@@ -1,0 +1,326 @@
+"""The walk over the tiles of keys that a block of queries sees, on Hopper.
+
+From the last tile to the first, with the online softmax of FlashAttention-2 (Dao, 2023): the first
+tile, those that the diagonal cuts, those that every row sees whole, and those that the window's far
+end cuts. Each kind has a loop of its own, so that most tiles meet no code for masks.
+"""
+
+from ...._linked.hopper.compat import gl, gluon, hopper, mbarrier
+from ...._linked.hopper.pipeline import (
+    EMPTY,
+    NEG_INF,
+    TURN,
+    barrier_arrive,
+    barrier_arrive_after,
+    barrier_sync,
+    key_tiles,
+    opaque,
+)
+from ...._linked.hopper.ptx import SLACK, hide_unless, in_pairs
+from ...._linked.hopper.softmax import logits_of, row_sums, start_softmax
+from ...portable.primitives import LEAST_LOGIT
+from ..dropout import drop
+from ..panels import (
+    accumulator,
+    multiply_keys,
+    multiply_values,
+    no_output,
+    rescale,
+    tile_of,
+    wait_for_values,
+)
+from .alibi import AHEAD, CUT, WHOLE, largest, less_pivot, start_tilted, tilted
+from .bias import add_bias
+from .structures import State
+
+
+@gluon.jit
+def tiles_of(
+    block, first_row, problem, TOKENS: gl.constexpr, OPTIONS: gl.constexpr, TILE: gl.constexpr
+):
+    """Return the ``key_tiles`` of so many tokens of a block of queries."""
+    return key_tiles(
+        first_row,
+        block.len_q,
+        block.len_k,
+        problem.window_left,
+        problem.window_right,
+        OPTIONS.HAS_LEFT,
+        OPTIONS.HAS_RIGHT,
+        TOKENS,
+        TILE.BLOCK_N,
+    )
+
+
+@gluon.jit
+def logits(s, first, scale, walk, problem, OPTIONS: gl.constexpr):
+    """Return the base-2 logits of products, ``[ROWS, BLOCK_N]``; see ``logits_of``."""
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    return logits_of(
+        s, walk.rows, first, scale, problem.softcap, walk.slope, OPTIONS.HAS_SOFTCAP, HAS_ALIBI
+    )
+
+
+@gluon.jit
+def start(
+    s,
+    first,
+    turn,
+    factor,
+    walk,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Begin a block's softmax with the products of its first tile; return ``start_softmax``'s."""
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
+    cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, s.type.layout))
+    if HAS_ALIBI:
+        s, level = tilted(s, first, problem.scale, walk, problem, CUT, OPTIONS)
+    else:
+        s = logits(s, first, problem.scale, walk, problem, OPTIONS)
+    s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
+    s = hide(s, cols, walk, problem, OPTIONS)
+    if HAS_ALIBI:
+        m, l, e = start_tilted(s, level, FLOOR)
+    else:
+        m, l, e = start_softmax(s, factor, FLOOR)  # [ROWS], [ROWS, 4], [ROWS, BLOCK_N]
+    return m, l, drop_some(e, cols, walk, problem)
+
+
+@gluon.jit
+def hide(s, cols, walk, problem, OPTIONS: gl.constexpr):
+    """Hide the keys that a row does not see."""
+    rows = walk.rows
+    limit = gl.full(rows.shape, walk.block.len_k - 1, gl.int32, rows.type.layout)  # [ROWS]
+    if OPTIONS.HAS_RIGHT:
+        limit = gl.minimum(rows + problem.window_right, limit)
+    s = hide_unless(s, cols[None, :], limit[:, None])  # [ROWS, BLOCK_N]
+    if OPTIONS.HAS_LEFT:
+        s = hide_unless(s, (rows - problem.window_left)[:, None], cols[None, :])
+    return s
+
+
+@gluon.jit
+def drop_some(e, cols, walk, problem):
+    """Return the exponentials with 0 where dropout drops: behind their sums, which keep them."""
+    if problem.rng_state_ptr is not None:
+        # rows of the walk count from the one that faces key 0
+        rows = walk.rows - (walk.block.len_k - walk.block.len_q)
+        e = drop(e, rows, cols, walk.dropout, problem.dropout_threshold)
+    return e
+
+
+@gluon.jit
+def begin(
+    turn,
+    count,
+    walk,
+    factor,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Fold a block's first tile of keys into an empty softmax and return the ``State``.
+
+    No other product of the warpgroup runs beside this softmax.
+    """
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    stage = turn % TILE.STAGES_K
+    buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + W
+    q = tile_of(pipeline.q_s, buffer, TILE.ROWS)  # [ROWS, HEAD_DIM]
+    k = tile_of(pipeline.k_s, stage, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM]
+    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    mbarrier.wait(pipeline.q_full.index(buffer), count // TILE.BUFFERS_Q & 1)
+    mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+    barrier_sync(TURN + W, 256, 4)
+    s = multiply_keys(q, k, zeros)  # [ROWS, BLOCK_N]
+    barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
+    s = hopper.warpgroup_mma_wait(0, deps=(s,))
+    barrier_arrive(EMPTY + stage, 128 * TILE.WARPGROUPS + 32, 4)
+    first = (walk.high - 1) * TILE.BLOCK_N
+    m, l, e = start(s, first, turn, factor, walk, problem, W, OPTIONS, TILE)
+    p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))
+    return State(no_output(TILE), m, l, p, turn + 1)
+
+
+@gluon.jit
+def attend(
+    state,
+    walk,
+    buffer,
+    factor,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Fold all tiles of keys but the first into the softmax; return the ``State``.
+
+    Loops in turn take the tiles that the diagonal cuts, those that every row sees whole, without
+    code for masks, and those that the window's far end cuts. Where a softcap is computed anyway a
+    mask costs little: there one loop takes all tiles. ALiBi has loops for keys ahead of the rows,
+    on both sides, and behind them.
+    """
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    IS_MASKED: gl.constexpr = OPTIONS.HAS_LEFT or OPTIONS.HAS_RIGHT
+    IS_HEAVY: gl.constexpr = IS_MASKED and OPTIONS.HAS_SOFTCAP
+    stop = walk.high - 1
+    if HAS_ALIBI and not OPTIONS.HAS_RIGHT and not IS_HEAVY:
+        state = fold(
+            state,
+            walk.ahead,
+            stop,
+            walk,
+            buffer,
+            factor,
+            pipeline,
+            problem,
+            W,
+            OPTIONS,
+            TILE,
+            AHEAD,
+        )
+        state = with_pairs(state)
+        stop = walk.ahead
+    if (OPTIONS.HAS_RIGHT or HAS_ALIBI) and not IS_HEAVY:
+        state = fold(
+            state,
+            walk.behind,
+            stop,
+            walk,
+            buffer,
+            factor,
+            pipeline,
+            problem,
+            W,
+            OPTIONS,
+            TILE,
+            CUT,
+        )
+        state = with_pairs(state)
+        stop = walk.behind
+    if not IS_HEAVY:
+        state = fold(
+            state,
+            walk.left,
+            stop,
+            walk,
+            buffer,
+            factor,
+            pipeline,
+            problem,
+            W,
+            OPTIONS,
+            TILE,
+            WHOLE,
+        )
+        stop = walk.left
+    if OPTIONS.HAS_LEFT or IS_HEAVY:
+        state = fold(
+            with_pairs(state),
+            walk.low,
+            stop,
+            walk,
+            buffer,
+            factor,
+            pipeline,
+            problem,
+            W,
+            OPTIONS,
+            TILE,
+            CUT,
+        )
+    return state
+
+
+@gluon.jit
+def with_pairs(state):
+    """Return the state with its probabilities packed in pairs; see ``in_pairs``."""
+    return State(state.o, state.m, state.l, in_pairs(state.p), state.turn)
+
+
+@gluon.jit
+def fold(
+    state,
+    start,
+    stop,
+    walk,
+    buffer,
+    factor,
+    pipeline,
+    problem,
+    W: gl.constexpr,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+    KIND: gl.constexpr,
+):
+    """Fold the tiles of keys ``[start, stop)`` into the softmax, the last one first."""
+    HAS_ALIBI: gl.constexpr = problem.alibi_slopes_ptr is not None
+    S: gl.constexpr = accumulator(TILE.BLOCK_N)
+    O: gl.constexpr = accumulator(TILE.HEAD_DIM_V)
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    FLOOR: gl.constexpr = LEAST_LOGIT if problem.bias is not None else NEG_INF
+    if TILE.BUFFERS_Q > 1:
+        q = tile_of(pipeline.q_s, opaque(buffer), TILE.ROWS)  # [ROWS, HEAD_DIM]
+    else:
+        q = tile_of(pipeline.q_s, W, TILE.ROWS)
+    zeros = gl.zeros([TILE.ROWS, TILE.BLOCK_N], gl.float32, S)
+    o, m, l, p, turn = state
+    for step in range(stop - start):
+        stage = turn % TILE.STAGES_K
+        stage_v = (turn - 1) % TILE.STAGES_V
+        k = tile_of(pipeline.k_s, stage, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM]
+        v = tile_of(pipeline.v_s, stage_v, TILE.BLOCK_N)  # [BLOCK_N, HEAD_DIM_V]
+        mbarrier.wait(pipeline.k_full.index(stage), turn // TILE.STAGES_K & 1)
+        barrier_sync(TURN + W, 256, 4)
+        s = multiply_keys(q, k, zeros)  # [ROWS, BLOCK_N]
+        mbarrier.wait(pipeline.v_full.index(stage_v), (turn - 1) // TILE.STAGES_V & 1)
+        o = multiply_values(p, v, o)  # [ROWS, HEAD_DIM_V]
+        barrier_arrive(TURN + (W + 1) % TILE.WARPGROUPS, 256, 4)
+        s = hopper.warpgroup_mma_wait(len(o), deps=(s,))
+        if not TILE.ORDERED:
+            barrier_arrive(EMPTY + stage, PARTIES, 4)
+        first = (stop - 1 - step) * TILE.BLOCK_N
+        cols = first + gl.arange(0, TILE.BLOCK_N, gl.SliceLayout(0, S))
+        if HAS_ALIBI:
+            s, level = tilted(s, first, problem.scale, walk, problem, KIND, OPTIONS)
+        else:
+            s = logits(s, first, problem.scale, walk, problem, OPTIONS)
+        s = add_bias(s, turn, factor, problem, W, OPTIONS, TILE)
+        if KIND == CUT:
+            s = hide(s, cols, walk, problem, OPTIONS)
+        if HAS_ALIBI:
+            top = largest(s, level)  # [ROWS]
+        else:
+            top = gl.max(s, 1) * factor
+        m_new = gl.where(top - m > SLACK, top, m) if TILE.LAG else gl.maximum(m, top)
+        pivot = m_new
+        if KIND == CUT or problem.bias is not None:
+            pivot = gl.where(m_new <= FLOOR, 0.0, m_new)
+        if HAS_ALIBI:
+            e = gl.exp2(less_pivot(s, level, pivot))  # [ROWS, BLOCK_N]
+        else:
+            e = gl.exp2(s * factor - pivot[:, None])
+        alpha = gl.exp2(m - pivot)  # [ROWS]
+        L: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+        if TILE.ORDERED:
+            sums = row_sums(e)  # [ROWS, 4]
+            barrier_arrive_after(sums, EMPTY + stage, PARTIES)
+            l = l * gl.convert_layout(alpha, L)[:, None] + sums
+        else:
+            l = l * gl.convert_layout(alpha, L)[:, None] + row_sums(e)
+        e = drop_some(e, cols, walk, problem)
+        m = m_new
+        o = wait_for_values(o)
+        barrier_arrive(EMPTY + TILE.STAGES_K + stage_v, PARTIES, 4)
+        o = rescale(o, alpha, TILE.LAG)
+        p = gl.convert_layout(e.to(q[0].dtype), gl.DotOperandLayout(0, O, 2))  # [ROWS, BLOCK_N]
+        turn += 1
+    return State(o, m, l, p, turn)

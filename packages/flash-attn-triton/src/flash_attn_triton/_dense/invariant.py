@@ -1,0 +1,74 @@
+"""The forward pass under the law of docs/numerics.md: see ``linked/invariant``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._linked.host.forms import ACCESS_BYTES
+from .._linked.invariant.plans import Call, InvariantRun, KeyForm, Scores, plan_invariant
+from .._linked.launch.runtime import dense, token_strides
+from . import tiles
+from .call import Tensors
+from .portable.form import Form
+
+
+class InvariantForward:
+    """The forward pass of the calls of one form, whose rows depend on their own keys alone."""
+
+    def __init__(self, form: Form, out_dtype: torch.dtype, is_kept: bool = False) -> None:
+        self._form = form
+        self._out_dtype = out_dtype
+        self._is_kept = is_kept
+        self._plan: InvariantRun | None = None
+
+    def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        form, q = self._form, x.q
+        tokens_q, tokens_k = q.shape[-3], x.k.shape[-3]
+        out = q.new_empty((*q.shape[:-1], form.head_dim_v), dtype=self._out_dtype)
+        per_head = (form.heads_q, tokens_q)
+        lse_shape = per_head if form.is_packed else (form.batch, *per_head)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if form.batch == 0:  # a packed call may hold nothing but padding
+            return out.zero_(), lse.fill_(-math.inf)
+        call = Call(
+            q,
+            x.k,
+            x.v,
+            out,
+            lse,
+            sinks=dense(x.sinks),
+            cu_seqlens_q=dense(x.cu_seqlens_q),
+            cu_seqlens_k=dense(x.cu_seqlens_k),
+            seqlens_k=dense(x.seqused_k),
+        )
+        if self._plan is None:
+            self._plan = _plan_of(form, call, self._is_kept)
+        # of packed keys no bound is known that is worth a program
+        self._plan.run(call, tokens_k, tokens_q, 0 if form.is_packed else tokens_k)
+        return out, lse
+
+
+def _plan_of(form: Form, call: Call, is_kept: bool) -> InvariantRun:
+    options = form.options
+    k_strides, v_strides = token_strides(call.k), token_strides(call.v)
+    keys = KeyForm(
+        form.head_dim_v,
+        form.heads_k,
+        0,
+        form.head_dim,
+        ACCESS_BYTES,
+        ACCESS_BYTES,
+        *k_strides,
+        0,
+        1,
+        *v_strides,
+        1,
+    )
+    scores = Scores(
+        options.softmax_scale, options.softcap, options.window_left, options.window_right
+    )
+    return plan_invariant(call, scores, keys, form.batch, is_kept=is_kept, hopper=tiles.HOPPER)

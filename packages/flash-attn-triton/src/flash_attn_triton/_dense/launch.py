@@ -1,0 +1,279 @@
+"""How calls are launched: the plans of a form, and the two launchers that the operators call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from attn_common import fp8_info
+from torch import Tensor
+
+from .._linked.launch import builds
+from .._linked.launch.runtime import dense, first_columns, widened
+from .call import Backward, Forward, Grads, Merge, Options, Tensors
+from .invariant import InvariantForward
+from .portable import structures
+from .portable.backward_launch import plan_backward
+from .portable.form import Form, Work, expand_descales, is_served_as_is, new_memory, readable
+from .portable.forward import forward_kernel
+from .tiles import forward_tile, takes_hopper_forward, takes_short_backward
+
+
+class PortableForward:
+    """The forward pass of the calls of one form, by the kernel that serves every GPU."""
+
+    def __init__(self, form: Form, x: Tensors, out_dtype: torch.dtype) -> None:
+        options = form.options
+        descales = x.q_descale, x.k_descale, x.v_descale
+        # nothing between the products and the softmax but the scale
+        has_scale_alone = x.bias is None and x.alibi_slopes is None and options.softcap == 0.0
+        no_factor = x.q_descale is x.k_descale is None
+        constants = structures.ForwardOptions(
+            *form.constants,
+            FOLD=has_scale_alone and no_factor and options.softmax_scale >= 0,
+            DESCALE_PER_HEAD=any(d is not None and d.numel() != 1 for d in descales),
+            # e4m3fn holds 2**8, e4m3fnuz 2**7
+            SHIFT=int(math.log2(fp8_info(x.q.dtype).max)) if form.itemsize == 1 else 0,
+            OUT_MAX=fp8_info(out_dtype).max if out_dtype.itemsize == 1 else 0.0,
+        )
+        self._form = form
+        self._out_dtype = out_dtype
+        self._has_descales = any(d is not None for d in descales)
+        self._tile = forward_tile(form.platform, form.widest_head, form.itemsize)
+        self._launch = form.launch(forward_kernel, self._tile, constants)
+        self._work = new_memory()
+
+    def __call__(self, x: Tensors) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        form, q = self._form, x.q
+        tokens_q, tokens_k = q.shape[-3], x.k.shape[-3]
+        out = q.new_empty((*q.shape[:-1], form.head_dim_v), dtype=self._out_dtype)
+        per_head = (form.heads_q, tokens_q)
+        lse_shape = per_head if form.is_packed else (form.batch, *per_head)
+        lse = q.new_empty(lse_shape, dtype=torch.float32)
+        if form.batch == 0:  # a packed call may hold nothing but padding
+            return out.zero_(), lse.fill_(-math.inf)
+        descales: tuple[Tensor | None, ...] = x.q_descale, x.k_descale, x.v_descale
+        if self._has_descales:
+            descales = expand_descales(descales, (form.batch, form.heads_k))
+        counts = tokens_q, tokens_k
+        grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(*counts))
+        tensors = structures.ForwardTensors(
+            q,
+            x.k,
+            x.v,
+            out,
+            lse,
+            x.bias,
+            dense(x.alibi_slopes),
+            dense(x.sinks),
+            *descales,
+            x.out_scale,
+            x.rng_state,
+            dense(x.cu_seqlens_q),
+            dense(x.cu_seqlens_k),
+            dense(x.seqused_k),
+        )
+        self._launch(grid, tensors, numbers)
+        return out, lse
+
+    def _count(self, tokens_q: int, tokens_k: int) -> Work:
+        form = self._form
+        tiles = form.tiles(tokens_q, self._tile.block_m)
+        counts = structures.Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
+        return tiles * form.heads_q * form.grid_batch, (*form.scalars, *counts, *form.strides)
+
+
+class Plan(NamedTuple):
+    """How calls of one form are launched, without the operators."""
+
+    form: Form
+    forward: Forward
+    # None where no call of the form asks for a gradient
+    backward: Backward | None
+
+    @property
+    def merge(self) -> Merge | None:
+        """What merges results into others; None where no kernel does."""
+        return getattr(self.forward, "merge", None)
+
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+        return self.form.fits(x)
+
+
+def plan_calls(
+    x: Tensors,
+    options: Options,
+    out_dtype: torch.dtype,
+    *,
+    deterministic: bool,
+    needs_gradient: bool,
+    invariant: bool,
+) -> Plan | None:
+    """Return the plan of all calls of a form; None where copies come first."""
+    if not is_served_as_is(x):
+        return None
+    form = Form(x, options)
+    forward = plan_forward(form, x, out_dtype, invariant, is_kept=True)
+    backward = plan_backward(form, x, out_dtype, deterministic) if needs_gradient else None
+    if x.q.device.type != "cpu" and (needs_gradient or form.itemsize == 1):
+        _build_others(form, x, out_dtype, deterministic, needs_gradient, invariant)
+    return Plan(form, forward, backward)
+
+
+def _build_others(
+    form: Form,
+    x: Tensors,
+    out_dtype: torch.dtype,
+    deterministic: bool,
+    needs_gradient: bool,
+    invariant: bool,
+) -> None:
+    """Begin to build the kernels of a kind of call that is new, while its first one is built."""
+    dims = form.head_dim, form.head_dim_v, form.options.dropout_p > 0.0
+    absent = (t is None for t in x)
+    is_short = takes_short_backward(x, form.options, out_dtype)
+    kind = (
+        x.q.device,
+        x.q.dtype,
+        out_dtype,
+        deterministic,
+        invariant,
+        form.constants,
+        *dims,
+        *absent,
+        is_short,
+    )
+    if kind not in _begun:
+        _begun.add(kind)
+        noted = _builds_of(form, x, out_dtype, deterministic, needs_gradient, invariant)
+        builds.start(noted, x.q.device)
+
+
+# kinds of calls whose builds were begun
+_begun: set[tuple[Any, ...]] = set()
+
+
+def build_calls(
+    x: Tensors,
+    options: Options,
+    out_dtype: torch.dtype,
+    deterministic: bool,
+    invariant: bool,
+    backward: bool,
+) -> None:
+    """Build the kernels of calls of this form, all at once, and wait for them."""
+    x = readable(x)
+    form = Form(x, options)
+    noted = _builds_of(form, x, out_dtype, deterministic, backward, invariant)
+    for future in builds.start(noted, x.q.device):
+        future.result()
+
+
+def _builds_of(
+    form: Form,
+    x: Tensors,
+    out_dtype: torch.dtype,
+    deterministic: bool,
+    backward: bool,
+    invariant: bool,
+) -> list[builds.Build]:
+    """Return the builds that calls of a form need: its plan is run on tensors without data."""
+    shapes = Tensors(*map(_without_data, x))
+    if form.options.dropout_p > 0.0:
+        shapes = shapes._replace(rng_state=torch.empty(2, dtype=torch.int64, device="meta"))
+    with builds.noting() as noted:
+        out, lse = plan_forward(form, x, out_dtype, invariant)(shapes)
+        if backward:
+            plan = plan_backward(form, x, out_dtype, deterministic)
+            needs_dbias = x.bias is not None and x.bias.requires_grad
+            plan(shapes, out, lse, out, None, needs_dbias)
+    return noted
+
+
+def _without_data(x: Tensor | None) -> Tensor | None:
+    if x is None:
+        return None
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def plan_forward(
+    form: Form, x: Tensors, out_dtype: torch.dtype, invariant: bool, *, is_kept: bool = False
+) -> Forward:
+    """Return the forward pass of a call, or if it ``is_kept`` of all calls of its form.
+
+    Their tensors are as ``readable`` leaves them.
+    """
+    if invariant:
+        return InvariantForward(form, out_dtype, is_kept)
+    portable = PortableForward(form, x, out_dtype)
+    if takes_hopper_forward(x, form.options, out_dtype):
+        from .hopper.forward.launch import HopperForward
+
+        return HopperForward(form, x, out_dtype, portable, is_kept=is_kept)
+    return portable
+
+
+def launch_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Run the forward operator on checked inputs; see ``ops.py`` for its schema."""
+    *tensors, _, _, scale, left, right, softcap, dropout_p, out_dtype, invariant = arguments
+    x = Tensors(*tensors)
+    width = x.v.shape[-1]
+    x = readable(x)
+    out_dtype = out_dtype or (torch.bfloat16 if x.q.element_size() == 1 else x.q.dtype)
+    form = Form(x, Options(scale, left, right, softcap, dropout_p))
+    out, lse = plan_forward(form, x, out_dtype, invariant)(x)
+    return first_columns(out, width), lse
+
+
+def launch_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    rng_state: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+    deterministic: bool,
+    needs_dbias: bool,
+) -> Grads:
+    """Run the backward operator on checked inputs; see ``ops.py`` for its schema."""
+    x = readable(
+        Tensors(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            bias,
+            alibi_slopes,
+            sinks,
+            rng_state=rng_state,
+        )
+    )
+    form = Form(x, Options(softmax_scale, window_left, window_right, softcap, dropout_p))
+    # as wide as the values, whatever dtype the output has
+    out, dout = (widened(t, form.head_dim_v) for t in (out, dout))
+    backward = plan_backward(form, x, out.dtype, deterministic)
+    dq, dk, dv, dbias, dsinks = backward(x, out, lse, dout, dlse, needs_dbias)
+    dq, dk, dv = (first_columns(g, t.shape[-1]) for g, t in ((dq, q), (dk, k), (dv, v)))
+    # two empty tensors, not one: outputs of an operator may not alias
+    dbias, dsinks = (q.new_empty(0) if g is None else g for g in (dbias, dsinks))
+    return dq, dk, dv, dbias, dsinks

@@ -1,0 +1,89 @@
+"""Checks of the options: what is not a tensor, nor about one."""
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+from torch import Tensor
+
+from .._linked.host import arguments
+from .._linked.host.arguments import (
+    FP8_DTYPES,
+    check_number,
+    check_scale,
+    check_softcap,
+    check_window,
+    kind,
+    shown,
+)
+from .call import Options
+
+_PAGED = "paged keys and values are served by paged_attn_func of the package prefix-prefill"
+# what other attention functions take, and what to do here
+_ELSEWHERE = {
+    "attn_bias": "use bias",
+    "attn_mask": "use bias, with -inf where a key is hidden",
+    "block_table": _PAGED,
+    "block_tables": _PAGED,
+    "cache_seqlens": f"use seqused_k of flash_attn_varlen_func; {_PAGED}",
+    "cu_seqlens_k": "use flash_attn_varlen_func",
+    "cu_seqlens_q": "use flash_attn_varlen_func",
+    "is_causal": "use causal",
+    "learnable_sink": "use sinks",
+    "num_splits": "leave it out: keys are not split, so results do not depend on the batch",
+    "pack_gqa": "leave it out: it changes no result",
+    "page_table": _PAGED,
+    "return_softmax_lse": "use return_lse",
+    "s_aux": "use sinks",
+    "scale": "use softmax_scale",
+    "seqused_k": "use flash_attn_varlen_func",
+    "sm_scale": "use softmax_scale",
+}
+
+
+def refuse_unknown(names: Iterable[str]) -> NoReturn:
+    """Raise for keyword arguments that do not exist, and say what does."""
+    arguments.refuse_unknown(names, _ELSEWHERE)
+
+
+def check_options(
+    q: Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    return_attn_probs: bool,
+    return_lse: bool,
+    invariant: bool = False,
+) -> Options:
+    """Check what is not a tensor; return the options as the operators take them."""
+    if not (
+        isinstance(causal, bool)
+        and isinstance(deterministic, bool)
+        and isinstance(return_attn_probs, bool)
+        and isinstance(return_lse, bool)
+        and isinstance(invariant, bool)
+    ):
+        for name, flag in (
+            ("causal", causal),
+            ("deterministic", deterministic),
+            ("return_attn_probs", return_attn_probs),
+            ("return_lse", return_lse),
+            ("invariant", invariant),
+        ):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be a bool, got {kind(flag)}")
+    if dropout_p.__class__ is not float:
+        check_number("dropout_p", dropout_p)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be in [0, 1), got {shown(dropout_p)}")
+    if dropout_p > 0.0 and q.dtype in FP8_DTYPES:
+        raise NotImplementedError(f"dropout_p must be 0.0 for FP8 inputs, got {dropout_p}")
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    else:
+        softmax_scale = check_scale("softmax_scale", softmax_scale)
+    softcap = check_softcap(softcap, softmax_scale)
+    left, right = check_window(window_size)
+    return Options(softmax_scale, left, 0 if causal else right, softcap, dropout_p)

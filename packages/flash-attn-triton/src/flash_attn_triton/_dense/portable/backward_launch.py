@@ -1,0 +1,351 @@
+"""The backward pass of the calls of one form: its launches, made once."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ..._linked.host.forms import ACCESS_BYTES, Memory, interpreted
+from ..._linked.launch.runtime import MAX_COUNTS, Launch, aligned, compact, dense, token_strides
+from ..call import Backward, PlannedGrads, Tensors
+from ..tiles import (
+    backward_dkdv_tile,
+    backward_dq_tile,
+    bias_gradient_tile,
+    short_tile,
+    takes_hopper_backward,
+    takes_short_backward,
+)
+from .backward_dkdv import dkdv_kernel
+from .backward_dq import dq_kernel
+from .backward_rows import row_kernel
+from .backward_short import short_kernel
+from .bias_gradient import bias_gradient_kernel
+from .form import Form, Work, new_memory
+from .structures import (
+    PIECE,
+    BiasCounts,
+    Counts,
+    Extras,
+    Inputs,
+    RowCounts,
+    RowTile,
+    ShortNumbers,
+    SumCounts,
+)
+
+# rows per program of the row kernel
+ROWS = 32
+
+
+class RowNumbers:
+    """The two numbers per row that every tile of the row needs; see ``row_kernel``."""
+
+    def __init__(self, form: Form, out_dtype: torch.dtype) -> None:
+        self._form = form
+        self._work = new_memory()
+        row_bytes = math.gcd(form.head_dim_v * out_dtype.itemsize, ACCESS_BYTES)
+        tile = RowTile(form.head_dim_v, form.block_dv, row_bytes, ROWS, PIECE)
+        # by whether there are dlse and sums
+        self._launches = [
+            [Launch(row_kernel, {**tile._asdict(), "num_warps": 4}) for _ in range(2)]
+            for _ in range(2)
+        ]
+
+    def __call__(
+        self,
+        out: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        lse: Tensor,
+        sums: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(delta, lse2)``, shaped like the LSE, and set ``sums`` to 0."""
+        shape = lse.shape
+        delta, lse2 = lse.new_empty(*shape), lse.new_empty(*shape)
+        counts = shape, dout.stride(), 0 if sums is None else sums.numel()
+        programs, numbers = self._work.get(counts) or self._work.keep(
+            counts, self._count(lse, dout, sums)
+        )
+        # the fields of RowTensors
+        tensors = out, dout, lse, dense(dlse), delta, lse2, sums
+        self._launches[dlse is not None][sums is not None](programs, tensors, numbers)
+        return delta, lse2
+
+    def _count(self, lse: Tensor, dout: Tensor, sums: Tensor | None) -> Work:
+        rows = lse.numel()
+        programs = cdiv(rows, ROWS)
+        pieces = 0 if sums is None else sums.numel() // PIECE
+        return programs, (
+            *RowCounts(lse.shape[-1], rows, self._form.heads_q),
+            *token_strides(dout),
+            *SumCounts(cdiv(pieces, programs), pieces),
+        )
+
+
+class KeyGradients:
+    """Gradients of keys and values."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._tile = backward_dkdv_tile(form.platform, form.widest_head, form.itemsize)
+        settle = form.platform.is_hopper and not interpreted()
+        self._launch = form.launch(dkdv_kernel, self._tile, SETTLE=settle)
+        self._work = new_memory()
+
+    def __call__(self, inputs: Inputs, extras: Extras, dk: Tensor, dv: Tensor) -> None:
+        """Fill ``dk`` and ``dv``."""
+        counts = _counts_of(inputs)
+        grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(inputs))
+        self._launch(grid, (*inputs, dk, dv, *extras), numbers)
+
+    def _count(self, inputs: Inputs) -> Work:
+        form = self._form
+        tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
+        tiles = form.tiles(tokens_k, self._tile.block_n)
+        counts = Counts(tokens_q, tokens_k, tiles, form.span_k(tokens_q))
+        strides = *token_strides(inputs.dout_ptr), *form.strides
+        return tiles * form.heads_k * form.grid_batch, (*form.scalars, *counts, *strides)
+
+
+class QueryGradient:
+    """Gradient of the queries."""
+
+    def __init__(self, form: Form, has_bias: bool) -> None:
+        self._form = form
+        self._tile = backward_dq_tile(form.platform, form.widest_head, form.itemsize, has_bias)
+        self._launch = form.launch(dq_kernel, self._tile)
+        self._work = new_memory()
+
+    def __call__(self, inputs: Inputs, extras: Extras, dq: Tensor) -> None:
+        """Fill ``dq``."""
+        counts = _counts_of(inputs)
+        grid, numbers = self._work.get(counts) or self._work.keep(counts, self._count(inputs))
+        self._launch(grid, (*inputs, dq, *extras), numbers)
+
+    def _count(self, inputs: Inputs) -> Work:
+        form = self._form
+        tokens_q, tokens_k = inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3]
+        tiles = form.tiles(tokens_q, self._tile.block_m)
+        counts = Counts(tokens_q, tokens_k, tiles, form.span_q(tokens_k))
+        strides = *token_strides(inputs.dout_ptr), *form.strides
+        return tiles * form.heads_q * form.grid_batch, (*form.scalars, *counts, *strides)
+
+
+class ShortGradients:
+    """Gradients of queries, keys and values of short sequences, in one launch."""
+
+    def __init__(self, form: Form, x: Tensors) -> None:
+        tile = short_tile(form.platform, form.widest_head, form.itemsize)
+        scalars, (tokens_q, tokens_k) = form.scalars, (x.q.shape[1], x.k.shape[1])
+        settle = form.platform.is_hopper and not interpreted()
+        # by whether there is dlse
+        self._launches = [form.launch(short_kernel, tile, SETTLE=settle) for _ in range(2)]
+        programs = form.batch * form.heads_k * cdiv(tokens_k, tile.block_n)
+        self._grid = programs + form.batch * form.heads_q * cdiv(tokens_q, tile.block_m)
+        self._ahead = (
+            scalars.scale,
+            scalars.softcap,
+            scalars.window_left,
+            scalars.window_right,
+            form.heads_q,
+            tokens_q,
+            tokens_k,
+            programs,
+        )
+        self._behind = form.strides[:9]
+        self._shapes = x.q.shape, x.k.shape, x.v.shape
+        # by the strides of dout, in which calls of one form differ
+        self._numbers: Memory[ShortNumbers] = Memory(MAX_COUNTS)
+
+    def __call__(
+        self,
+        x: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_dbias: bool,
+    ) -> PlannedGrads:
+        """Return ``(dq, dk, dv, None, None)``; such a call has no bias."""
+        q, k, v, dout, out = x.q, x.k, x.v, aligned(dout), compact(out)
+        shape_q, shape_k, shape_v = self._shapes
+        dq, dk, dv = q.new_empty(*shape_q), k.new_empty(*shape_k), v.new_empty(*shape_v)
+        strides = dout.stride()
+        numbers = self._numbers.get(strides) or self._numbers.keep(
+            strides, ShortNumbers(*self._ahead, *token_strides(dout), *self._behind)
+        )
+        self._launches[dlse is not None](
+            self._grid,
+            # the fields of ShortTensors
+            (q, k, v, dout, out, lse.contiguous(), dense(dlse), dq, dk, dv),
+            numbers,
+        )
+        return dq, dk, dv, None, None
+
+
+class BiasGradient:
+    """Gradient of the additive bias."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._tile = bias_gradient_tile(form.platform, form.widest_head, form.itemsize)
+        self._launch = form.launch(bias_gradient_kernel, self._tile)
+        self._work = new_memory()
+
+    def __call__(self, inputs: Inputs, extras: Extras, dbias: Tensor) -> None:
+        """Fill ``dbias``, which is contiguous and shaped like the bias."""
+        counts = _counts_of(inputs)
+        grid, numbers = self._work.get(counts) or self._work.keep(
+            counts, self._count(inputs, dbias)
+        )
+        self._launch(grid, (*inputs, dbias, *extras), numbers)
+
+    def _count(self, inputs: Inputs, dbias: Tensor) -> Work:
+        form = self._form
+        batch, heads, rows, columns = dbias.shape
+        tiles_m, tiles_n = cdiv(rows, self._tile.block_m), cdiv(columns, self._tile.block_n)
+        counts = BiasCounts(
+            inputs.q_ptr.shape[-3],
+            inputs.k_ptr.shape[-3],
+            heads,
+            rows,
+            columns,
+            *(int(size == 1) for size in dbias.shape),
+        )
+        strides = *token_strides(inputs.dout_ptr), *form.strides
+        return batch * heads * tiles_m * tiles_n, (*form.scalars, *counts, *strides)
+
+
+class Gradients(NamedTuple):
+    """Gradients to be filled, contiguous."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+
+
+def plan_backward(form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool) -> Backward:
+    """Return the backward pass of the calls of one form; their tensors fit the form."""
+    if takes_short_backward(x, form.options, out_dtype):
+        return ShortGradients(form, x)
+    return BackwardPlan(form, x, out_dtype, deterministic)
+
+
+class BackwardPlan:
+    """The backward pass of the calls of one form, in a launch per step."""
+
+    def __init__(self, form: Form, x: Tensors, out_dtype: torch.dtype, deterministic: bool) -> None:
+        self._form = form
+        # of q, k and v; packed calls of one form differ in them
+        self._shapes = None if form.is_packed else (x.q.shape, x.k.shape, x.v.shape)
+        self._row_numbers = RowNumbers(form, out_dtype)
+        self._key_gradients = KeyGradients(form)
+        self._query_gradient = QueryGradient(form, x.bias is not None)
+        self._bias_gradient = None if x.bias is None else BiasGradient(form)
+        self._hopper = None
+        if takes_hopper_backward(x, form.options):
+            from ..hopper.backward.launch import HopperBackward
+
+            self._hopper = HopperBackward(form, x, ordered=deterministic)
+
+    def __call__(
+        self,
+        x: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs_dbias: bool,
+    ) -> PlannedGrads:
+        """Return ``(dq, dk, dv, dbias, dsinks)``, two of them perhaps None.
+
+        The tensors of ``x`` fit the form.
+        """
+        q, k, v = x[:3]
+        shape_q, shape_k, shape_v = self._shapes or (q.shape, k.shape, v.shape)
+        dq, dk, dv = q.new_empty(*shape_q), k.new_empty(*shape_k), v.new_empty(*shape_v)
+        dbias = None if x.bias is None or not needs_dbias else empty_like(x.bias)
+        has_rows = self._form.batch != 0 and q.numel() != 0
+        if not has_rows or k.numel() == 0:  # nobody sees a key
+            for gradient in (dq, dk, dv, dbias):
+                if gradient is not None:
+                    gradient.zero_()
+        if has_rows:
+            gradients = Gradients(dq, dk, dv, dbias)
+            dsinks = self._fill(x, out, lse.contiguous(), dout, dlse, gradients)
+        else:
+            dsinks = None if x.sinks is None else torch.zeros_like(dense(x.sinks))
+        return dq, dk, dv, dbias, dsinks
+
+    def _fill(
+        self,
+        x: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        gradients: Gradients,
+    ) -> Tensor | None:
+        """Fill the gradients of tensors that have rows; return that of the sinks."""
+        q, k, dout = x.q, x.k, aligned(dout)
+        hopper = self._hopper
+        if hopper is not None and not hopper.is_worth_it(q.shape[-3]):
+            hopper = None
+        sums = None if hopper is None else hopper.new_sums(q)
+        delta, lse2 = self._row_numbers(compact(out), dout, dlse, lse, sums)
+        if k.numel() != 0:
+            # the output may have had a dtype of its own; products want one
+            dout = dout if dout.dtype == q.dtype else aligned(dout.to(q.dtype))
+            inputs = Inputs(q, k, x.v, dout, lse2, delta)
+            extras = NO_EXTRAS if self._form.is_plain else _extras(x)
+            if hopper is None:
+                self._key_gradients(inputs, extras, gradients.dk, gradients.dv)
+                self._query_gradient(inputs, extras, gradients.dq)
+            else:
+                hopper(inputs, extras, *gradients[:3], sums, gradients.dbias)
+            if gradients.dbias is not None and (hopper is None or not hopper.makes_dbias):
+                self._bias_gradient(inputs, extras, gradients.dbias)
+        return None if x.sinks is None else sink_gradient(dense(x.sinks), lse, delta)
+
+
+# of a call of q, k and v alone
+NO_EXTRAS = Extras(*(None,) * len(Extras._fields))
+
+
+def _extras(x: Tensors) -> Extras:
+    return Extras(
+        x.bias,
+        dense(x.alibi_slopes),
+        x.rng_state,
+        dense(x.cu_seqlens_q),
+        dense(x.cu_seqlens_k),
+        dense(x.seqused_k),
+    )
+
+
+def _counts_of(inputs: Inputs) -> tuple[int, int, tuple[int, ...]]:
+    """Return what the work of a launch depends on in calls of one form."""
+    return inputs.q_ptr.shape[-3], inputs.k_ptr.shape[-3], inputs.dout_ptr.stride()
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Return memory of a tensor's shape and dtype, contiguous.
+
+    On meta ``empty_like`` imports SymPy, while the first kernels wait to be built. Sizes come one
+    by one: PyTorch takes longer over a tuple of them.
+    """
+    return x.new_empty(*x.shape)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Sum ``-p * delta`` over rows: a sink is a key whose value is 0."""
+    share = torch.exp(sinks.float()[:, None] - lse)
+    # rows of -inf, padding among them, have no denominator to share
+    per_row = torch.where(lse == float("-inf"), 0.0, -share * delta)
+    return per_row.sum(tuple(d for d in range(lse.ndim) if d != lse.ndim - 2)).to(sinks.dtype)

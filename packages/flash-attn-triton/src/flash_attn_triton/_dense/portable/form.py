@@ -1,0 +1,190 @@
+"""The form of a call on its way to the kernels: what all launches of one form have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attn_common import cdiv, detect
+from torch import Tensor
+
+from ..._linked.host.arguments import MAX_WINDOW
+from ..._linked.host.forms import ACCESS_BYTES, Memory, interpreted
+from ..._linked.host.tiles import Tile, padded_head_dim
+from ..._linked.launch.runtime import (
+    MAX_COUNTS,
+    Launch,
+    dense,
+    has_whole_rows,
+    is_aligned,
+    token_strides,
+    whole_rows,
+)
+from ..._reference.philox import dropout_threshold, keep_scale
+from ..call import Options, Tensors
+from ..hopper_tiles import panels_of
+from . import structures
+
+# what programs that run at the same time should read together
+L2_BYTES = 32 * 2**20
+# programs and numbers of a launch
+Work = tuple[int, tuple[float, ...]]
+
+
+def new_memory() -> Memory[Work]:
+    """Return memory for what a launch does in calls of one form.
+
+    They differ in the strides of dout and, packed, in numbers of tokens.
+    """
+    return Memory(MAX_COUNTS)
+
+
+class Form:
+    """What the launches of a call depend on, except its data and, packed, its number of tokens.
+
+    Made from one call's tensors, which went through ``readable``, and good for every call whose
+    tensors differ in data only, or, packed, in the number of tokens.
+    """
+
+    def __init__(self, x: Tensors, options: Options) -> None:
+        q, v, alibi_slopes = x.q, x.v, x.alibi_slopes
+        self.options = options
+        self.platform = detect(q.device)
+        self.itemsize = q.element_size()
+        self.is_packed = x.cu_seqlens_q is not None
+        # whether calls have no tensor but q, k and v; dropout's state is drawn behind the plan
+        self.is_plain = all(t is None for t in x[3:]) and options.dropout_p == 0.0
+        self.heads_q, self.head_dim = q.shape[-2:]
+        self.heads_k, self.head_dim_v = v.shape[-2:]
+        self.group = self.heads_q // self.heads_k
+        self.batch = q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
+        # a packed grid counts blocks of all sequences at once
+        self.grid_batch = 1 if self.is_packed else self.batch
+        self.widest_head = max(self.head_dim, self.head_dim_v)
+        self.block_d = padded_head_dim(self.head_dim, self.itemsize)
+        self.block_dv = padded_head_dim(self.head_dim_v)
+        self._token_bytes = (self.head_dim + self.head_dim_v) * self.itemsize
+        self.scalars = structures.Scalars(
+            options.softmax_scale,
+            options.softcap,
+            keep_scale(options.dropout_p),
+            dropout_threshold(options.dropout_p),
+            # what callers of the operators give may be wider than the functions let pass
+            min(options.window_left, MAX_WINDOW),
+            min(options.window_right, MAX_WINDOW),
+            self.batch,
+            self.heads_q,
+        )
+        has_slopes_by_sequence = alibi_slopes is not None and alibi_slopes.ndim == 2
+        self.strides = structures.Strides(
+            *token_strides(q),
+            *token_strides(x.k),
+            *token_strides(v),
+            *bias_strides(x.bias),
+            self.heads_q if has_slopes_by_sequence else 0,
+        )
+        self.constants = structures.Options(
+            GROUP=self.group,
+            HAS_LEFT=options.window_left >= 0,
+            HAS_RIGHT=options.window_right >= 0,
+            HAS_SOFTCAP=options.softcap != 0.0,
+            BIAS_BYTES=0 if x.bias is None else bias_bytes(x.bias),
+        )
+        self._layout = layout_of(x)
+
+    def fits(self, x: Tensors) -> bool:
+        """Say whether tensors that were put away since still lie in memory as they did."""
+        return layout_of(x) == self._layout
+
+    def launch(
+        self,
+        kernel: Any,
+        tile: Tile,
+        options: structures.Options | structures.ForwardOptions | None = None,
+        **constants: Any,
+    ) -> Launch:
+        """Return the launch of a kernel that works on tiles of scores."""
+        shape = structures.Tile(
+            HEAD_DIM=self.head_dim,
+            HEAD_DIM_V=self.head_dim_v,
+            BLOCK_D=self.block_d,
+            BLOCK_DV=self.block_dv,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            PRECISION=tile.precision,
+            UPCAST=interpreted(),
+        )
+        kind = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        options = options or self.constants
+        return Launch(kernel, {**options._asdict(), **shape._asdict(), **constants, **kind})
+
+    def tiles(self, tokens: int, block: int) -> int:
+        """Blocks of tokens per head; for packed tensors the slots that hold them."""
+        return tokens // block + self.batch + 2 if self.is_packed else cdiv(tokens, block)
+
+    def span_q(self, tokens_k: int) -> int:
+        """How many query heads' keys and values the second-level cache holds together."""
+        fitting = self.group * (L2_BYTES // max(1, tokens_k * self._token_bytes))
+        return min(max(1, fitting), max(1, self.batch * self.heads_q))
+
+    def span_k(self, tokens_q: int) -> int:
+        """How many key heads' queries, of the whole group, it holds together."""
+        fitting = L2_BYTES // max(1, tokens_q * self.group * self._token_bytes)
+        return min(max(1, fitting), max(1, self.batch * self.heads_k))
+
+    def span_sums(self, tokens_q: int) -> int:
+        """As ``span_k``, with the sums of dq, which are read and written: a power of two.
+
+        Other numbers often leave a small rest, whose longest walks begin last. With one head alone
+        all programs add to the same sums.
+        """
+        columns = sum(panels_of(self.head_dim))
+        head_bytes = self._token_bytes + 2 * 4 * columns
+        fitting = L2_BYTES // max(1, tokens_q * self.group * head_bytes)
+        return 1 << max(1, fitting.bit_length() - 1)
+
+
+def layout_of(x: Tensors) -> tuple[Any, ...]:
+    """Return how the large tensors lie in memory, and where between two accesses they begin."""
+    q, k, v, bias = x.q, x.k, x.v, x.bias
+    # bits of any of the addresses: those of a form begin at whole accesses
+    begin = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ACCESS_BYTES
+    if bias is None:
+        return begin, q.stride(), k.stride(), v.stride()
+    return begin | bias.data_ptr() % ACCESS_BYTES, q.stride(), k.stride(), v.stride(), bias.stride()
+
+
+def bias_bytes(bias: Tensor) -> int:
+    """Return how much of a row can be read at once: a whole access, or one element."""
+    *rows, columns = bias_strides(bias)
+    begins = (bias.data_ptr(), *(stride * bias.element_size() for stride in rows))
+    whole = columns == 1 and all(begin % ACCESS_BYTES == 0 for begin in begins)
+    return ACCESS_BYTES if whole else bias.element_size()
+
+
+def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
+    """Strides of a four-dimensional bias, 0 where it is broadcast."""
+    if bias is None:
+        return (0, 0, 0, 0)
+    return tuple(
+        0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)
+    )
+
+
+def is_served_as_is(x: Tensors) -> bool:
+    """Say whether the kernels may read tensors of this form where they are."""
+    return all(has_whole_rows(t) and is_aligned(t) for t in (x.q, x.k, x.v))
+
+
+def readable(x: Tensors) -> Tensors:
+    """Return the tensors as the kernels may read them; heads may have become wider."""
+    return x._replace(q=whole_rows(x.q), k=whole_rows(x.k), v=whole_rows(x.v))
+
+
+def expand_descales(
+    descales: tuple[Tensor | None, ...], shape: tuple[int, int]
+) -> tuple[Tensor | None, ...]:
+    """Bring the descales to one form: one element each, or ``[batch, heads_k]`` each."""
+    if all(d is None or d.numel() == 1 for d in descales):
+        return tuple(map(dense, descales))
+    full = (d if d is None or d.ndim == 2 else d.reshape(1, 1) for d in descales)
+    return tuple(d if d is None else d.expand(shape).contiguous() for d in full)

@@ -1,0 +1,340 @@
+"""Pieces that the forward and the backward kernels share: tiles, dots, logits, masks, dropout.
+
+Scores are kept in base 2 ("logits" below are natural scores times log2(e)), because the hardware
+exponential is ``exp2``.
+"""
+
+import triton
+import triton.language as tl
+
+from ..._linked.portable.primitives import INF, LOG2E, NEG_INF, tanh
+from .structures import DropoutKey, Walk
+
+# widest access to memory
+ACCESS_BYTES = tl.constexpr(16)
+
+# a score of -1e7, below which fp32 does not hold the softmax of a row; see ``_reference/fixed.py``
+LEAST_LOGIT = tl.constexpr(-1e7 * 1.4426950408889634)
+
+# Philox, for dropout
+ROUNDS = tl.constexpr(7)
+MULTIPLIER = tl.constexpr(0xD256D193)
+KEY_STEP = tl.constexpr(0x9E3779B9)
+
+
+@triton.jit
+def load_tile(
+    base,
+    rows,
+    stride,
+    first,
+    last,
+    cols,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load rows x cols of a matrix with unit column stride; rows outside [first, last) give 0.
+
+    Every row begins at a whole access: the launcher sees to it.
+    """
+    # int64: rows * stride may pass 2**31 elements
+    begin = tl.multiple_of(base + rows.to(tl.int64)[:, None] * stride, [ACCESS_BYTES, ACCESS_BYTES])
+    pointers = begin + cols[None, :]
+    if MASKED:
+        mask = (rows >= first)[:, None] & (rows < last)[:, None] & (cols < WIDTH)[None, :]
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    elif WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=(cols < WIDTH)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)  # whole tile inside: no mask needed
+    return tile
+
+
+@triton.jit
+def load_tile_transposed(
+    base,
+    rows,
+    stride,
+    first,
+    last,
+    cols,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load the same tile as ``load_tile``, as cols x rows."""
+    begin = tl.multiple_of(base + rows.to(tl.int64)[None, :] * stride, [ACCESS_BYTES, ACCESS_BYTES])
+    pointers = begin + cols[:, None]
+    if MASKED:
+        mask = (rows >= first)[None, :] & (rows < last)[None, :] & (cols < WIDTH)[:, None]
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    elif WIDTH != BLOCK_WIDTH:
+        tile = tl.load(pointers, mask=(cols < WIDTH)[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers)  # whole tile inside: no mask needed
+    return tile
+
+
+@triton.jit
+def logits_of(products, rows, cols, scores, head, OPTIONS: tl.constexpr):
+    """Turn raw products into base-2 logits: scale, softcap, ALiBi, bias, in that order.
+
+    ``rows`` and ``cols`` broadcast against ``products``, so either may run down the tile.
+    """
+    if OPTIONS.HAS_SOFTCAP:
+        logits = tanh(products * (scores.scale / scores.softcap)) * (scores.softcap * LOG2E)
+    else:
+        logits = products * (scores.scale * LOG2E)
+    if head.slope is not None:
+        distance = tl.abs(rows + scores.diagonal - cols).to(tl.float32)
+        logits -= distance * (head.slope * LOG2E)
+    if OPTIONS.BIAS_BYTES:
+        begin = head.bias_ptr + rows.to(tl.int64) * scores.stride_bias_m
+        if OPTIONS.BIAS_BYTES == ACCESS_BYTES:
+            pointers = tl.multiple_of(begin, [ACCESS_BYTES, ACCESS_BYTES]) + cols
+        else:
+            pointers = begin + cols.to(tl.int64) * scores.stride_bias_n
+        inside = (rows < scores.seqlen_q) & (cols < scores.seqlen_k)
+        logits += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2E
+    return logits
+
+
+@triton.jit
+def through_softcap(ds, products, scores, HAS_SOFTCAP: tl.constexpr):
+    """Take a gradient of logits back to the raw products, but for the scale."""
+    if HAS_SOFTCAP:
+        capped = tanh(products * (scores.scale / scores.softcap))
+        # a key that nobody sees may hold NaN; its gradient is 0 already
+        ds = tl.where(ds == 0.0, 0.0, ds * (1.0 - capped * capped))
+    return ds
+
+
+@triton.jit
+def load_row(base, rows, seqlen_q, other, MASKED: tl.constexpr):
+    """Load one number per row of a block; rows past the end give ``other``."""
+    if MASKED:
+        values = tl.load(base + rows, mask=rows < seqlen_q, other=other)
+    else:
+        values = tl.load(base + rows)  # whole block inside: no mask needed
+    return values
+
+
+@triton.jit
+def row_numbers(out, dout, lse, dlse):
+    """Return ``(lse2, delta)``: ``lse * log2(e)``, and ``sum(out * dout) - dlse``, of rows.
+
+    ``lse2`` is +inf for rows that see no key: their probabilities then come out as 0. What arrives
+    there counts for nothing, NaN neither. ``dlse`` may be None.
+    """
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if dlse is not None:
+        # d(lse)/d(score) is p, which joins the softmax's own term
+        delta -= dlse
+    is_empty = lse == NEG_INF
+    return tl.where(is_empty, INF, lse * LOG2E), tl.where(is_empty, 0.0, delta)
+
+
+@triton.jit
+def store_rows(base, row, values, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Store rows, ``[rows, BLOCK_WIDTH]``, of a contiguous matrix where they are ``inside``."""
+    cols = tl.arange(0, BLOCK_WIDTH)  # [BLOCK_WIDTH]
+    pointers = base + (row * WIDTH)[:, None] + cols[None, :]
+    mask = inside[:, None] & (cols < WIDTH)[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def count_keys(seqused_k_ptr, sequence, batch, seqlen_k):
+    """Return how many of a sequence's keys count."""
+    if seqused_k_ptr is not None:
+        is_real = (sequence >= 0) & (sequence < batch)
+        seqlen_k = tl.load(seqused_k_ptr + sequence, mask=is_real, other=0)
+    return seqlen_k
+
+
+@triton.jit
+def is_visible(rows, cols, end, scores, OPTIONS: tl.constexpr):
+    """Mask of the keys ahead of ``end`` that each query sees.
+
+    Windows hang on the last key of the last query.
+    """
+    # no row is negative: this gives the mask both of its dimensions
+    visible = (cols < end) & (rows >= 0)
+    if OPTIONS.HAS_RIGHT:
+        visible &= cols <= rows + scores.diagonal + scores.window_right
+    if OPTIONS.HAS_LEFT:
+        visible &= cols >= rows + scores.diagonal - scores.window_left
+    return visible
+
+
+@triton.jit
+def key_range(first_row, last_row, scores, OPTIONS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the ``Walk`` over the keys that the queries ``first_row..last_row`` see."""
+    diagonal, left, right = scores.diagonal, scores.window_left, scores.window_right
+    first = 0
+    last = scores.seqlen_k
+    full_first = 0
+    full_last = scores.seqlen_k
+    if OPTIONS.HAS_LEFT:
+        first = tl.maximum(first, first_row + diagonal - left)
+        full_first = tl.maximum(full_first, last_row + diagonal - left)
+    if OPTIONS.HAS_RIGHT:
+        last = tl.maximum(tl.minimum(last, last_row + diagonal + right + 1), 0)
+        full_last = tl.maximum(tl.minimum(full_last, first_row + diagonal + right + 1), 0)
+    start = first // BLOCK_N * BLOCK_N
+    full_end = full_last // BLOCK_N * BLOCK_N
+    full_start = tl.cdiv(tl.minimum(full_first, last), BLOCK_N) * BLOCK_N
+    full_start = tl.maximum(full_start, start)
+    full_end = tl.maximum(full_end, full_start)
+    return Walk(first, last, start, full_start, full_end)
+
+
+@triton.jit
+def query_range(first_key, last_key, scores, OPTIONS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the ``Walk`` over the queries that see the keys ``first_key..last_key``.
+
+    The mirror of ``key_range``; a tile of keys that hangs over the end has no whole tiles.
+    """
+    diagonal, left, right = scores.diagonal, scores.window_left, scores.window_right
+    first = 0
+    last = scores.seqlen_q
+    full_first = 0
+    full_last = scores.seqlen_q
+    if OPTIONS.HAS_RIGHT:
+        first = tl.maximum(first, first_key - diagonal - right)
+        full_first = tl.maximum(full_first, last_key - diagonal - right)
+    if OPTIONS.HAS_LEFT:
+        last = tl.maximum(tl.minimum(last, last_key - diagonal + left + 1), 0)
+        full_last = tl.maximum(tl.minimum(full_last, first_key - diagonal + left + 1), 0)
+    if last_key >= scores.seqlen_k:
+        full_last = 0
+    start = first // BLOCK_M * BLOCK_M
+    full_end = full_last // BLOCK_M * BLOCK_M
+    full_start = tl.cdiv(tl.minimum(full_first, last), BLOCK_M) * BLOCK_M
+    full_start = tl.maximum(full_start, start)
+    full_end = tl.maximum(full_end, full_start)
+    return Walk(first, last, start, full_start, full_end)
+
+
+@triton.jit
+def dropout_key(rng_state_ptr, batch_head):
+    """Return the dropout key of a head of a sequence, or None without dropout."""
+    key = None
+    if rng_state_ptr is not None:
+        seed = tl.load(rng_state_ptr)
+        offset = tl.load(rng_state_ptr + 1).to(tl.int32)
+        word, row, col, _ = tl.philox(seed, batch_head, offset, offset * 0, offset * 0, ROUNDS)
+        key = DropoutKey(word, row, col)
+    return key
+
+
+@triton.jit
+def is_kept(rows, cols, scores, key):
+    """Draw the dropout mask of a tile; see ``dropout_keep_mask`` in ``_reference/philox.py``.
+
+    A thread of a tensor core's accumulator holds the four elements that share a counter, but no
+    layout is asked for here: each element counts for itself.
+    """
+    zeros = rows * 0 + cols * 0
+    c0 = (zeros + (rows >> 4 << 3 | rows & 7)).to(tl.uint32, bitcast=True) ^ key.row
+    c1 = (zeros + (cols >> 4 << 3 | cols & 7)).to(tl.uint32, bitcast=True) ^ key.col
+    word = key.word
+    for _ in tl.static_range(ROUNDS):
+        # the numbers are meant to wrap: TRITON_DEBUG=1 checks all others
+        low = tl.mul(c0, MULTIPLIER, sanitize_overflow=False)
+        c0, c1 = tl.umulhi(c0, MULTIPLIER) ^ word ^ c1, low
+        word = tl.add(word, KEY_STEP, sanitize_overflow=False)
+    draw = tl.where(rows & 8 == 0, c0, c1)
+    draw = tl.where(cols & 8 == 0, draw & 0xFFFF, draw >> 16)
+    return draw >= scores.dropout_threshold
+
+
+@triton.jit
+def score_gradient(
+    products,
+    dp,
+    lse2,
+    delta,
+    rows,
+    cols,
+    scores,
+    head,
+    MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):
+    """Return ``(p, ds)``: probabilities after dropout, and d(loss)/d(logit).
+
+    Works on tiles of either orientation: ``rows``, ``cols``, ``lse2`` (the LSE in base 2) and
+    ``delta`` broadcast.
+    """
+    logits = logits_of(products, rows, cols, scores, head, OPTIONS)
+    p = tl.exp2(logits - lse2)
+    if MASKED:
+        visible = is_visible(rows, cols, scores.seqlen_k, scores, OPTIONS)
+        p = tl.where(visible, p, 0.0)
+        # a key that nobody sees may hold NaN
+        dp = tl.where(visible, dp, 0.0)
+    p_kept = p
+    if scores.rng_state_ptr is not None:
+        kept = is_kept(rows, cols, scores, head.dropout)
+        p_kept = tl.where(kept, p * scores.keep_scale, 0.0)
+        dp = tl.where(kept, dp * scores.keep_scale, 0.0)
+    return p_kept, p * (dp - delta)
+
+
+@triton.jit
+def load_queries(
+    q_base,
+    dout_base,
+    lse2_ptr,
+    delta_ptr,
+    row_base,
+    rows,
+    stride_qs,
+    stride_dos,
+    seqlen_q,
+    TILE: tl.constexpr,
+):
+    """Load a block of queries, and what the backward needs of its rows; see ``Inputs``."""
+    cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
+    q = load_tile(
+        q_base, rows, stride_qs, 0, seqlen_q, cols_d, TILE.HEAD_DIM, TILE.BLOCK_D, True
+    )  # [BLOCK_M, BLOCK_D]
+    dout = load_tile(
+        dout_base, rows, stride_dos, 0, seqlen_q, cols_dv, TILE.HEAD_DIM_V, TILE.BLOCK_DV, True
+    )  # [BLOCK_M, BLOCK_DV]
+    lse2 = load_row(lse2_ptr + row_base, rows, seqlen_q, INF, True)  # [BLOCK_M]
+    delta = load_row(delta_ptr + row_base, rows, seqlen_q, 0.0, True)  # [BLOCK_M]
+    return q, dout, lse2, delta
+
+
+@triton.jit
+def load_keys_transposed(source, keys, walk, MASKED: tl.constexpr, TILE: tl.constexpr):
+    """Load a tile of keys and of values with tokens along the rows; see ``Walk``."""
+    cols_d = tl.arange(0, TILE.BLOCK_D)  # [BLOCK_D]
+    cols_dv = tl.arange(0, TILE.BLOCK_DV)  # [BLOCK_DV]
+    k_t = load_tile_transposed(
+        source.k_ptr,
+        keys,
+        source.stride_ks,
+        walk.first,
+        walk.last,
+        cols_d,
+        TILE.HEAD_DIM,
+        TILE.BLOCK_D,
+        MASKED,
+    )  # [BLOCK_D, BLOCK_N]
+    v_t = load_tile_transposed(
+        source.v_ptr,
+        keys,
+        source.stride_vs,
+        walk.first,
+        walk.last,
+        cols_dv,
+        TILE.HEAD_DIM_V,
+        TILE.BLOCK_DV,
+        MASKED,
+    )  # [BLOCK_DV, BLOCK_N]
+    return k_t, v_t

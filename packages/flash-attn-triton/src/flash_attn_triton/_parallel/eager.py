@@ -1,0 +1,16 @@
+"""What the CPU runs of sequences that are cut across ranks; see :mod:`.passes`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._dense.call import Grads, Options, Tensors
+from .._reference.eager import attention_backward
+
+
+def backward(
+    x: Tensors, options: Options, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Grads:
+    """Return the gradients of some keys, with ``out`` and ``lse`` over those of all ranks."""
+    others = *x.optional, x.rng_state
+    return attention_backward(dout, x.q, x.k, x.v, lse, dlse, *others, *options, out)

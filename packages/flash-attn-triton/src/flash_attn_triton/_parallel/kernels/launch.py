@@ -1,0 +1,96 @@
+"""What GPUs run besides attention, where sequences are cut across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attn_common import cdiv, detect
+from torch import Tensor
+
+from ..._dense.portable.structures import MergeNumbers, MergeTensors, MergeTile
+from ..._linked.host.forms import Memory
+from ..._linked.host.tiles import padded_head_dim
+from ..._linked.launch.runtime import Launch, compact
+from ..pieces import MERGED, Piece
+from .merge import merge_kernel
+from .wait import wait_kernel
+
+# tokens of one head per program
+ROWS = 32
+
+_launches: Memory[Launch] = Memory()
+# by the places of the pieces, which repeat while a table does
+_work: Memory[tuple[int, MergeNumbers]] = Memory()
+# more than an exchange took to begin, in a trace, when that for which it waits was done
+HEAD_START_NS = 16_000
+# no tokens
+_ABSENT = 0, 0, 1, 0
+
+
+def merge(pieces: Sequence[Piece], tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Merge up to ``MERGED`` pieces by their LSE, or add them up if they have none, in one pass.
+
+    Where the first piece has all tokens in one group, and ``dtype``, it is overwritten, and only
+    where the others have something to add.
+
+    Returns:
+        ``out``, ``[tokens, heads, d]`` in ``dtype``, and ``lse``, fp32 ``[heads, tokens]``; or the
+        sum, and None.
+    """
+    first = pieces[0]
+    if len(pieces) == 1:  # the kernel takes two at least
+        pieces = first, first._replace(raster=_ABSENT)
+    heads, head_dim = first.out.shape[-2:]
+    has_lse = first.lse is not None
+    is_in_place = first.raster == (0, tokens, tokens, 1) and first.out.dtype == dtype
+    if is_in_place:
+        out = first.out.view(tokens, heads, head_dim)
+        lse = None if first.lse is None else first.lse.view(heads, tokens)
+    else:
+        out = first.out.new_empty((tokens, heads, head_dim), dtype=dtype)
+        lse = first.out.new_empty((heads, tokens), dtype=torch.float32) if has_lse else None
+    dtypes = tuple(piece.out.dtype for piece in pieces)
+    key = dtype, dtypes, has_lse, head_dim, first.out.device
+    launch = _launches.get(key)
+    if launch is None:
+        tile = MergeTile(head_dim, padded_head_dim(head_dim), ROWS)
+        launch = _launches.keep(key, Launch(merge_kernel, {**tile._asdict(), "num_warps": 4}))
+    counts = is_in_place, tokens, heads, *[piece.raster for piece in pieces]
+    grid, numbers = _work.get(counts) or _work.keep(
+        counts, _count(pieces, tokens, heads, is_in_place)
+    )
+    tensors: list[Tensor | None] = []
+    for piece in pieces:
+        # the kernel is built for whole accesses, and what arrived may begin between them
+        tensors += compact(piece.out), None if piece.lse is None else piece.lse.contiguous()
+    tensors += (None,) * (2 * (MERGED - len(pieces)))
+    launch(grid, MergeTensors(out, lse, *tensors), numbers)
+    return out, lse
+
+
+def _count(
+    pieces: Sequence[Piece], tokens: int, heads: int, is_in_place: bool
+) -> tuple[int, MergeNumbers]:
+    """Return the grid of a launch, and its numbers."""
+    begin, end = 0, tokens
+    if is_in_place:
+        begin = min(piece.raster[0] for piece in pieces[1:])
+        end = max(piece.end for piece in pieces[1:])
+    rasters = [piece.raster for piece in pieces] + [_ABSENT] * (MERGED - len(pieces))
+    numbers = [number for raster in rasters for number in raster]
+    return heads * cdiv(end - begin, ROWS), MergeNumbers(begin, end, tokens, heads, *numbers)
+
+
+def give_way(x: Tensor) -> None:
+    """Let an exchange that was just asked for begin before the next kernel on the device of ``x``.
+
+    Both wait for the same. A forward on Hopper stays on all multiprocessors until it is done: if it
+    begins first, the exchange begins after it, and nothing hides it.
+    """
+    if detect(x.device).vendor != "nvidia":
+        return
+    launch = _launches.get(x.device)
+    if launch is None:
+        launch = _launches.keep(x.device, Launch(wait_kernel, {"num_warps": 1}))
+    launch(1, (x,), (HEAD_START_NS,))

@@ -1,0 +1,143 @@
+"""The definition, for packed sequences: one after the other, and what each uses of its tensors."""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from .fixed import attention_scores, compute_dtype, dense_attention, visible_keys
+from .philox import dropout_keep_mask
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    rng_state: Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend within packed sequences, one by one; rows of no sequence get 0 and -inf."""
+    dtype = compute_dtype(q)
+    out = q.new_zeros((*q.shape[:2], v.shape[-1]), dtype=dtype)
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
+    for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
+        one_out, one_lse = dense_attention(
+            q[rows][None],
+            k[keys][None],
+            v[keys][None],
+            bias_of(bias, b, rows, keys),
+            row_of(alibi_slopes, b),
+            sinks,
+            row_of(q_descale, b),
+            row_of(k_descale, b),
+            row_of(v_descale, b),
+            rng_state,
+            softmax_scale,
+            window_left,
+            window_right,
+            softcap,
+            dropout_p,
+            first_sequence=b,
+        )
+        out[rows] = one_out[0]
+        lse[:, rows] = one_lse[0]
+    return out, lse
+
+
+def dropout_marked_probabilities(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    rng_state: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    dropout_p: float,
+) -> Tensor:
+    """Return ``exp(score - lse)``, negated where dropout drops the element, 0 where masked.
+
+    It is meant for tests of dropout: ``[batch, heads_q, seqlen_q, seqlen_k]`` (packed: the maximal
+    lengths, 0 outside of a sequence) in the dtype of ``q``, without gradient. The packed form reads
+    the sequence boundaries on the host.
+    """
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        heads_q = q.shape[-2]
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            pieces = [(slice(None), q, k, lse, bias, alibi_slopes)]
+            marked = q.new_zeros((q.shape[0], heads_q, q.shape[1], k.shape[1]))
+        else:
+            pieces = []
+            lengths = max_seqlen_q or 0, max_seqlen_k or 0
+            marked = q.new_zeros((cu_seqlens_q.shape[0] - 1, heads_q, *lengths))
+            for b, (rows, keys) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, seqused_k)):
+                of_one = bias_of(bias, b, rows, keys), row_of(alibi_slopes, b)
+                pieces.append(
+                    (slice(b, b + 1), q[rows][None], k[keys][None], lse[None, :, rows], *of_one)
+                )
+        dtype = compute_dtype(q)
+        for where, one_q, one_k, one_lse, one_bias, slopes in pieces:
+            sq, sk = one_q.shape[1], one_k.shape[1]
+            visible = visible_keys(sq, sk, window_left, window_right, q.device)
+            scores = attention_scores(
+                one_q.to(dtype), one_k.to(dtype), visible, one_bias, slopes, softmax_scale, softcap
+            )
+            shift = one_lse.masked_fill(one_lse == -math.inf, 0.0)
+            p = torch.exp(scores - shift[..., None])
+            keep = dropout_keep_mask(
+                rng_state, dropout_p, p.shape[0], heads_q, sq, sk, where.start or 0
+            )
+            marked[where, :, :sq, :sk] = torch.where(keep | ~visible, p, -p).to(q.dtype)
+        return marked
+
+
+def sequences(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None
+) -> list[tuple[slice, slice]]:
+    """Return the rows and the keys of each sequence."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    ends_k = starts_k[1:]
+    if seqused_k is not None:
+        used = seqused_k.tolist()
+        ends_k = [start + count for start, count in zip(starts_k[:-1], used, strict=True)]
+    rows = (slice(*pair) for pair in itertools.pairwise(starts_q))
+    keys = (slice(*pair) for pair in zip(starts_k[:-1], ends_k, strict=True))
+    return list(zip(rows, keys, strict=True))
+
+
+def bias_of(bias: Tensor | None, b: int, rows: slice, keys: slice) -> Tensor | None:
+    """Return the part of a bias over the maximal lengths that sequence ``b`` uses."""
+    if bias is None:
+        return None
+    bias = bias[(None,) * (4 - bias.ndim)]
+    bias = bias if bias.shape[0] == 1 else bias[b : b + 1]
+    bias = bias if bias.shape[2] == 1 else bias[:, :, : rows.stop - rows.start]
+    return bias if bias.shape[3] == 1 else bias[:, :, :, : keys.stop - keys.start]
+
+
+def row_of(per_head: Tensor | None, b: int) -> Tensor | None:
+    """Return what sequence ``b`` uses of a tensor that may be per batch and head."""
+    if per_head is None or per_head.ndim < 2 or per_head.numel() == 1:
+        return per_head
+    return per_head[b : b + 1]

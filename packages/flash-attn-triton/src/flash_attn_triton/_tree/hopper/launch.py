@@ -1,0 +1,190 @@
+"""The host side of the kernels for trees on Hopper: tensor maps, launches."""
+
+from __future__ import annotations
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ..._dense.call import Tensors
+from ..._dense.hopper.backward import structures as backward_structures
+from ..._dense.hopper.backward.launch import REGISTERS
+from ..._dense.hopper.backward.maps import BackwardMaps
+from ..._dense.hopper.backward.round_dq import round_dq_kernel
+from ..._dense.hopper.forward import structures
+from ..._dense.hopper.forward.launch import multiprocessors
+from ..._dense.hopper.parameters import RoundingConstants, RoundingNumbers, RoundingTensors
+from ..._dense.hopper_tiles import (
+    HopperBackwardTile,
+    HopperTile,
+    hopper_backward_tile,
+    hopper_tile,
+    panels_of,
+)
+from ..._dense.portable.form import Form
+from ..._dense.portable.structures import Inputs
+from ..._linked.hopper.tickets import MAX_TICKETS, new_ticket
+from ..._linked.hopper.tma import MapForm, MappingLaunch
+from ..._linked.host.forms import Memory
+from ..._linked.host.tiles import padded_head_dim
+from ..._linked.launch.runtime import MAX_COUNTS, Launch, dense
+from ..portable.links import LINKS, Links
+from ..portable.structures import CountTensors
+from ..portable.walk import count_below_kernel
+from .backward import tree_backward_kernel
+from .forward import tree_forward_kernel
+from .structures import (
+    TreeForwardNumbers,
+    TreeForwardTensors,
+    TreeNumbers,
+    TreeOptions,
+    TreeTensors,
+)
+
+
+class HopperTreeForward:
+    """The forward pass over trees of one form."""
+
+    def __init__(self, form: Form, x: Tensors, tile: HopperTile | None = None) -> None:
+        self._form = form
+        # these tiles are not cut into panels
+        wide, wide_v = padded_head_dim(form.head_dim), padded_head_dim(form.head_dim_v)
+        tile = tile or hopper_tile(form.widest_head, True)
+        self._block = tile.block_m
+        out = torch.empty((*x.q.shape[:-1], form.head_dim_v), dtype=x.q.dtype, device="meta")
+        forms = (
+            MapForm(x.q, tile.rows, wide, ragged=True),
+            MapForm(x.k, tile.block_n, wide, ragged=True),
+            MapForm(x.v, tile.block_n, wide_v, ragged=True),
+            MapForm(out, tile.rows, wide_v, ragged=True),
+        )
+        shape = structures.Tile(
+            WARPGROUPS=tile.warpgroups,
+            ROWS=tile.rows,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=wide,
+            NARROW=0,
+            HEAD_DIM_V=wide_v,
+            NARROW_V=0,
+            BUFFERS_Q=tile.buffers_q,
+            STAGES_K=tile.stages_k,
+            STAGES_V=tile.stages_v,
+            STAGES_B=0,
+            SHARE=tile.share and wide == wide_v,
+            PIPELINE=tile.pipeline,
+            LAG=tile.lag,
+            ORDERED=tile.ordered,
+        )
+        constants = _options(form)._asdict() | shape._asdict()
+        self._launch = MappingLaunch(
+            tree_forward_kernel, {**constants, "num_warps": 4, "maxnreg": tile.registers}, forms
+        )
+
+    def takes(self, tokens: int) -> bool:
+        """Say whether a call with so many tokens has few enough tickets, which have 32 bits."""
+        return self._total(tokens) <= MAX_TICKETS
+
+    def __call__(self, x: Tensors, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them, of at least one token."""
+        form, q = self._form, x.q
+        tokens = q.shape[0]
+        out = q.new_empty((*q.shape[:-1], form.head_dim_v))
+        lse = q.new_empty((form.heads_q, tokens), dtype=torch.float32)
+        total = self._total(tokens)
+        self._launch(
+            min(multiprocessors(q.device), total),
+            TreeForwardTensors(
+                q,
+                x.k,
+                x.v,
+                out,
+                lse,
+                new_ticket(q.device),
+                dense(x.sinks),
+                dense(x.cu_seqlens_q),
+                dense(parents),
+            ),
+            TreeForwardNumbers(*form.scalars[:2], form.batch, form.heads_q, tokens, total),
+        )
+        return out, lse
+
+    def _total(self, tokens: int) -> int:
+        return self._form.tiles(tokens, self._block) * self._form.heads_q
+
+
+class HopperTreeBackward:
+    """The gradients of q, k and v over trees of one form."""
+
+    def __init__(self, form: Form, x: Tensors, tile: HopperBackwardTile | None = None) -> None:
+        self._form = form
+        self._tile = tile = tile or hopper_backward_tile(
+            form.widest_head, form.constants.HAS_SOFTCAP
+        )
+        (wide, narrow), (wide_v, narrow_v) = panels_of(form.head_dim), panels_of(form.head_dim_v)
+        shape = backward_structures.Tile(
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            HEAD_DIM=wide,
+            NARROW=narrow,
+            HEAD_DIM_V=wide_v,
+            NARROW_V=narrow_v,
+            STAGES_Q=tile.stages_q,
+            STAGES_O=tile.stages_o,
+            STAGES_B=0,
+            MAKES_DK=True,
+            MAKES_DV=True,
+        )
+        constants = _options(form)._asdict() | shape._asdict()
+        self._constants = {**constants, "num_warps": 4, "maxnreg": REGISTERS}
+        # by strides of the output's gradient, in which calls of one form differ
+        self._launches: Memory[MappingLaunch] = Memory(MAX_COUNTS)
+        self._link = Links()
+        self._count = Launch(
+            count_below_kernel, {"BLOCK": LINKS, "BLOCK_M": tile.block_m, "num_warps": 4}
+        )
+        # no row is ahead of all keys
+        rounding = RoundingConstants(False, tile.block_m, form.head_dim, wide, narrow)
+        self._round = Launch(round_dq_kernel, {**rounding._asdict(), "num_warps": 4})
+        self._maps = BackwardMaps(form, tile, ragged=True)
+
+    def new_sums(self, q: Tensor) -> Tensor:
+        """Return the memory in which dq is summed: tiles of queries, which are to be set to 0."""
+        return q.new_empty(*self._maps.sums_shape(self._slots(q)), dtype=torch.float32)
+
+    def _slots(self, q: Tensor) -> int:
+        """Count the tiles of queries of all heads."""
+        return self._form.tiles(q.shape[0], self._tile.block_m) * self._form.heads_q
+
+    def __call__(
+        self, x: Tensors, inputs: Inputs, parents: Tensor, grads: tuple[Tensor, ...], sums: Tensor
+    ) -> None:
+        """Fill the gradients of q, k and v; ``sums`` are those of ``new_sums``, set to 0."""
+        form, tile, scalars = self._form, self._tile, self._form.scalars
+        q, k, v, dout = inputs[:4]
+        dq, dk, dv = grads
+        tokens = q.shape[0]
+        tiles_k, tiles_q = form.tiles(tokens, tile.block_n), form.tiles(tokens, tile.block_m)
+        cu_seqlens, parents = dense(x.cu_seqlens_q), dense(parents)
+        below = parents.new_zeros(form.batch)
+        self._count(
+            cdiv(form.batch, LINKS), CountTensors(cu_seqlens, parents, below), (form.batch,)
+        )
+        mapped = q, k, v, dout, dk, dv
+        launch = self._launches.get(dout.stride()) or self._launches.keep(
+            dout.stride(),
+            MappingLaunch(tree_backward_kernel, self._constants, self._maps.forms(mapped)),
+        )
+        tensors = TreeTensors(
+            inputs.lse2_ptr, inputs.delta_ptr, cu_seqlens, parents, self._link(parents), below
+        )
+        numbers = TreeNumbers(*scalars[:2], form.batch, form.heads_k, tokens, tiles_q, tiles_k)
+        launch(tiles_k * form.heads_k, (*self._maps(mapped, sums), *tensors), numbers)
+        self._round(
+            self._slots(q),
+            RoundingTensors(sums, dq, cu_seqlens, cu_seqlens, None),
+            RoundingNumbers(scalars.scale, 0, form.batch, form.heads_q, tokens, tokens, tiles_q),
+        )
+
+
+def _options(form: Form) -> TreeOptions:
+    return TreeOptions(GROUP=form.group, HAS_SOFTCAP=form.constants.HAS_SOFTCAP)

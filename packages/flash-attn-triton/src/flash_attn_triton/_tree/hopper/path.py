@@ -1,0 +1,31 @@
+"""How the kernels for trees on Hopper get about; as ``portable/walk.py`` has it."""
+
+from ..._linked.hopper.compat import gl, gluon
+from .structures import Run
+
+
+@gluon.jit
+def run_of(segment, segments, cu_seqlens_ptr):
+    """Return the tokens of a segment; no number of a segment gives a run without tokens."""
+    is_real = (segment >= 0) & (segment < segments)
+    start = gl.load(cu_seqlens_ptr + segment, mask=is_real, other=0)
+    end = gl.load(cu_seqlens_ptr + segment + 1, mask=is_real, other=0)
+    return Run(segment, start, end - start)
+
+
+@gluon.jit
+def parent_of(segment, segments, parents_ptr):
+    """Return the segment above, -1 for none; wrong values end the walk and no more."""
+    is_real = (segment >= 0) & (segment < segments)
+    parent = gl.load(parents_ptr + segment, mask=is_real, other=-1)
+    return gl.where(parent < segment, parent, -1)
+
+
+@gluon.jit
+def next_below(segment, root, segments, parents_ptr, links_ptr):
+    """Return the segment after this one in the preorder of all below ``root``; -1 at the end."""
+    found = gl.load(links_ptr + segment)  # first child
+    while (found < 0) & (segment != root):
+        found = gl.load(links_ptr + segments + segment)  # next sibling
+        segment = gl.load(parents_ptr + segment)
+    return found

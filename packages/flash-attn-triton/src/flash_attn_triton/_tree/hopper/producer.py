@@ -1,0 +1,225 @@
+"""The producer warp of the forward over a tree: it alone follows the path from a segment up."""
+
+from ..._dense.hopper.forward.producer import (
+    copy_keys,
+    copy_queries,
+    drain,
+    find_block,
+    take_ticket,
+)
+from ..._dense.hopper.forward.structures import Search, Task
+from ..._dense.hopper.panels import copy_tile
+from ..._linked.hopper.compat import gl, gluon, mbarrier
+from ..._linked.hopper.pipeline import (
+    EMPTY,
+    FIELDS,
+    FIRST_ROW,
+    LEN_K,
+    LEN_Q,
+    Q_START,
+    SEQUENCE,
+    SLOTS,
+    barrier_sync,
+    coordinates,
+    key_tiles,
+)
+from .path import parent_of, run_of
+from .structures import Counted, Run
+
+# what an announcement says beside the numbers of a ``Block``
+TAILS = gl.constexpr(6)
+WHOLES = gl.constexpr(7)
+
+
+@gluon.jit
+def count_above(segment, problem, schedule, TILE: gl.constexpr):
+    """Return how many tiles of keys the segments above this one have: ``Counted``."""
+    tails = 0
+    wholes = 0
+    above = parent_of(segment, problem.batch, schedule.parents_ptr)
+    while above >= 0:
+        run = run_of(above, problem.batch, problem.cu_seqlens_q_ptr)
+        tails += gl.where(run.length % TILE.BLOCK_N > 0, 1, 0)
+        wholes += run.length // TILE.BLOCK_N
+        above = parent_of(above, problem.batch, schedule.parents_ptr)
+    return Counted(tails, wholes)
+
+
+@gluon.jit
+def next_block(ticket, total, search, problem, schedule, TILE: gl.constexpr):
+    """Return the number of tickets, the advanced ``Search``, the ``Task`` and what is above it.
+
+    The last segments are the deepest, and their last blocks have the longest walks: they come
+    first. Tokens around the segments are two more segments, which see no key.
+    """
+    BLOCK_M: gl.constexpr = TILE.WARPGROUPS * TILE.ROWS
+    first, before = search
+    heads, segments, tokens = problem.heads_q, problem.batch, problem.tokens_q
+    starts = problem.cu_seqlens_q_ptr
+    slot = ticket // heads
+    head = ticket - slot * heads
+    segment, place, first, before, blocks = find_block(
+        slot, first, before, starts, segments, tokens, BLOCK_M, True
+    )
+    # the host only knows an upper bound of the number of tickets
+    total = gl.where(slot < blocks, total, blocks * heads)
+    is_real = (segment >= 0) & (segment < segments)
+    start = gl.load(starts + segment, mask=is_real | (segment == segments), other=0)
+    end = gl.load(starts + segment + 1, mask=is_real | (segment == -1), other=tokens)
+    length = end - start
+    len_k = gl.where(is_real, length, 0)
+    first_row = (gl.cdiv(length, BLOCK_M) - 1 - place) * BLOCK_M
+    task = Task(first_row, segment, head, start, start, length, len_k)
+    return total, Search(first, before), task, count_above(segment, problem, schedule, TILE)
+
+
+@gluon.jit
+def _announce(task, tails, wholes, index, count, pipeline):
+    """Pass the numbers of a block of queries to the consumers through shared memory."""
+    slot = count % SLOTS
+    mbarrier.wait(pipeline.tile_empty.index(slot), (count // SLOTS & 1) ^ 1)
+    fields = gl.where(index == FIRST_ROW, task.first_row, task.head)
+    fields = gl.where(index == SEQUENCE, task.sequence, fields)
+    fields = gl.where(index == Q_START, task.q_start, fields)
+    fields = gl.where(index == LEN_Q, task.len_q, fields)
+    fields = gl.where(index == LEN_K, task.len_k, fields)
+    fields = gl.where(index == TAILS, tails, fields)
+    fields = gl.where(index == WHOLES, wholes, fields)
+    pipeline.fields_s.index(slot).store(fields)
+    mbarrier.arrive(pipeline.tile_full.index(slot), count=1)
+
+
+@gluon.jit
+def _copy_keys(descs, where, keys, turn, pipeline, tails_s, TILE: gl.constexpr):
+    """Copy a tile of keys, and say how many there are from its first one on: ``keys``, ``[1]``."""
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    stage = turn % TILE.STAGES_K
+    if turn >= TILE.STAGES_K:
+        barrier_sync(EMPTY + stage, PARTIES, 1)
+    tails_s.index(stage).store(keys)
+    copy_tile(descs, where, pipeline.k_full.index(stage), pipeline.k_s, stage)
+
+
+@gluon.jit
+def _copy_values(descs, head, start, length, row, turn, pipeline, TILE: gl.constexpr):
+    """Copy the tile of values that begins at a row of a run of tokens."""
+    copy_keys(
+        descs,
+        coordinates(0, head, start, length, row, True),
+        turn,
+        pipeline.v_full,
+        pipeline.v_s,
+        EMPTY + TILE.STAGES_K,
+        TILE.STAGES_V,
+        128 * TILE.WARPGROUPS + 32,
+    )
+
+
+@gluon.jit
+def produce(
+    q_descs,
+    k_descs,
+    v_descs,
+    pipeline,
+    tails_s,
+    problem,
+    schedule,
+    OPTIONS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Copy queries, keys and values by TMA into shared memory, in the order of their use.
+
+    Two sweeps go up the path: for the tiles that need a mask, and for whole ones. So the consumers
+    meet all whole tiles in one loop, whatever segments they are of. Beside a tile's keys stands in
+    ``tails_s`` how many there are from its first one on.
+    """
+    BLOCK_M: gl.constexpr = TILE.WARPGROUPS * TILE.ROWS
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    STAGES_K: gl.constexpr = TILE.STAGES_K
+    STAGES_V: gl.constexpr = TILE.STAGES_V
+    PARTIES: gl.constexpr = 128 * TILE.WARPGROUPS + 32
+    index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [1], [0]))  # [FIELDS]
+    zero = gl.arange(0, 1, gl.BlockedLayout([1], [32], [1], [0]))  # [1]
+    segments = problem.batch
+    total = schedule.total  # tickets
+    count = 0  # blocks of queries
+    turn = 0  # tiles of keys
+    turn_v = 0  # tiles of values
+    ticket = gl.program_id(0)
+    total, search, task, above = next_block(ticket, total, Search(0, 0), problem, schedule, TILE)
+    while ticket < total:
+        _, _, right, high = key_tiles(
+            task.first_row, task.len_q, task.len_k, 0, 0, False, True, BLOCK_M, BLOCK_N
+        )
+        _announce(task, above.tails, above.wholes + right, index, count, pipeline)
+        head_k = task.head // OPTIONS.GROUP
+        is_first = True
+        # of the tile whose values come next; not the block's own numbers: a loop that assigns a
+        # name what it held already is taken for one that leaves it as it is
+        last_start = 0
+        last_length = 0
+        last_row = 0
+        for sweep in range(2):
+            run = Run(task.sequence, task.k_start, task.len_k)
+            low = gl.where(sweep == 0, right, 0)
+            stop = gl.where(sweep == 0, high, right)
+            is_on_path = True
+            while is_on_path:
+                for step in range(stop - low):
+                    row = (stop - 1 - step) * BLOCK_N
+                    where = coordinates(0, head_k, run.start, run.length, row, True)
+                    keys = zero + (run.length - row)  # [1]
+                    _copy_keys(k_descs, where, keys, turn, pipeline, tails_s, TILE)
+                    turn += 1
+                    if is_first:
+                        for w in gl.static_range(TILE.WARPGROUPS):
+                            buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
+                            at = task.first_row + w * TILE.ROWS
+                            where = coordinates(0, task.head, task.q_start, task.len_q, at, True)
+                            copy_queries(where, buffer, count, q_descs, pipeline, TILE)
+                        if TILE.PIPELINE:
+                            # the counter answers while the first keys arrive
+                            ticket = take_ticket(schedule)
+                    else:
+                        # values are copied one tile behind keys
+                        _copy_values(
+                            v_descs,
+                            head_k,
+                            last_start,
+                            last_length,
+                            last_row,
+                            turn_v,
+                            pipeline,
+                            TILE,
+                        )
+                        turn_v += 1
+                    is_first = False
+                    last_start = run.start
+                    last_length = run.length
+                    last_row = row
+                above_it = parent_of(run.segment, segments, schedule.parents_ptr)
+                is_on_path = above_it >= 0
+                run = run_of(above_it, segments, problem.cu_seqlens_q_ptr)
+                low = gl.where(sweep == 0, run.length // BLOCK_N, 0)
+                stop = gl.where(sweep == 0, gl.cdiv(run.length, BLOCK_N), run.length // BLOCK_N)
+        _copy_values(v_descs, head_k, last_start, last_length, last_row, turn_v, pipeline, TILE)
+        turn_v += 1
+        count += 1
+        if not TILE.PIPELINE:
+            ticket = take_ticket(schedule)
+        total, search, task, above = next_block(ticket, total, search, problem, schedule, TILE)
+    _announce(Task(-1, -1, -1, -1, -1, -1, -1), 0, 0, index, count, pipeline)
+    if TILE.PIPELINE:  # noqa: SIM102  (a constant, then a number)
+        if count > 0:
+            # the product beside the last one of all reads rows past every end: zeros
+            where = coordinates(0, 0, 0, 0, 0, True)
+            _copy_keys(k_descs, where, zero, turn, pipeline, tails_s, TILE)
+            turn += 1
+            for w in gl.static_range(TILE.WARPGROUPS):
+                buffer = count % TILE.BUFFERS_Q * TILE.WARPGROUPS + w
+                copy_queries(where, buffer, count, q_descs, pipeline, TILE)
+    drain(turn, EMPTY, STAGES_K, PARTIES)
+    drain(turn_v, EMPTY + STAGES_K, STAGES_V, PARTIES)
+    if ticket == total + gl.num_programs(0) - 1:
+        # this program took the last ticket of all: reset the counter for the next launch
+        gl.atomic_xchg(schedule.ticket_ptr, 0, sem="relaxed")

@@ -1,0 +1,239 @@
+"""How attention over a tree is launched: what the operators call."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attn_common import detect
+from torch import Tensor
+
+from .._dense.call import Options, Tensors
+from .._dense.portable import structures
+from .._dense.portable.backward_launch import RowNumbers, empty_like, sink_gradient
+from .._dense.portable.form import Form, layout_of, readable
+from .._dense.tiles import (
+    backward_dkdv_tile,
+    backward_dq_tile,
+    forward_tile,
+    takes_hopper_backward,
+    takes_hopper_forward,
+)
+from .._linked.host.forms import Memory, interpreted
+from .._linked.launch.runtime import aligned, dense, first_columns, widened
+from .portable.backward import tree_dkdv_kernel, tree_dq_kernel
+from .portable.forward import tree_forward_kernel
+from .portable.links import Links
+from .portable.structures import (
+    Tree,
+    TreeForwardTensors,
+    TreeGradientStrides,
+    TreeNumbers,
+)
+
+
+class TreeForward:
+    """The forward pass over trees of one form, by the kernel that serves every GPU."""
+
+    def __init__(self, form: Form) -> None:
+        options = form.options
+        constants = structures.ForwardOptions(
+            *form.constants,
+            FOLD=options.softcap == 0.0 and options.softmax_scale >= 0,
+            DESCALE_PER_HEAD=False,
+            SHIFT=0,
+            OUT_MAX=0.0,
+        )
+        self._form = form
+        self._tile = forward_tile(form.platform, form.widest_head, form.itemsize)
+        self._launch = form.launch(tree_forward_kernel, self._tile, constants)
+
+    def __call__(self, x: Tensors, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        form = self._form
+        out = x.q.new_empty((*x.q.shape[:-1], form.head_dim_v))
+        lse = x.q.new_empty((form.heads_q, x.q.shape[0]), dtype=torch.float32)
+        numbers = _numbers(form, x, self._tile.block_m)
+        tensors = TreeForwardTensors(
+            x.q, x.k, x.v, out, lse, dense(x.sinks), dense(x.cu_seqlens_q), dense(parents)
+        )
+        self._launch(numbers.tiles * form.heads_q, tensors, numbers)
+        return out, lse
+
+
+class TreeGradients:
+    """Gradients over trees of one form, by the kernels that serve every GPU."""
+
+    def __init__(self, form: Form) -> None:
+        shape_class = form.platform, form.widest_head, form.itemsize
+        self._form = form
+        self._link = Links()
+        self._tile_dkdv = backward_dkdv_tile(*shape_class)
+        self._tile_dq = backward_dq_tile(*shape_class)
+        settle = form.platform.is_hopper and not interpreted()
+        self._launch_dkdv = form.launch(tree_dkdv_kernel, self._tile_dkdv, SETTLE=settle)
+        self._launch_dq = form.launch(tree_dq_kernel, self._tile_dq)
+
+    def __call__(
+        self, x: Tensors, inputs: structures.Inputs, parents: Tensor, grads: tuple[Tensor, ...]
+    ) -> None:
+        """Fill the gradients of q, k and v."""
+        form = self._form
+        dq, dk, dv = grads
+        tree = Tree(dense(x.cu_seqlens_q), dense(parents))
+        links = self._link(tree.parents_ptr)
+        strides = TreeGradientStrides(*inputs.dout_ptr.stride()[:2])
+        numbers = _numbers(form, x, self._tile_dkdv.block_n)
+        self._launch_dkdv(
+            numbers.tiles * form.heads_k, (*inputs, dk, dv, *tree, links), (*numbers, *strides)
+        )
+        numbers = _numbers(form, x, self._tile_dq.block_m)
+        self._launch_dq(numbers.tiles * form.heads_q, (*inputs, dq, *tree), (*numbers, *strides))
+
+
+class TreePlan:
+    """How calls over trees of one form are launched; they have at least one segment and token."""
+
+    def __init__(self, form: Form, x: Tensors) -> None:
+        self.form = form
+        self._forward = TreeForward(form)
+        self._row_numbers = RowNumbers(form, x.q.dtype)
+        self._gradients = TreeGradients(form)
+        self._hopper_forward = None
+        if takes_hopper_forward(x, form.options, x.q.dtype):
+            from .hopper.launch import HopperTreeForward
+
+            self._hopper_forward = HopperTreeForward(form, x)
+        self._hopper_gradients = None
+        if takes_hopper_backward(x, form.options):
+            from .hopper.launch import HopperTreeBackward
+
+            self._hopper_gradients = HopperTreeBackward(form, x)
+
+    def forward(self, x: Tensors, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(out, lse)`` of tensors as ``readable`` leaves them."""
+        if self._hopper_forward is not None and self._hopper_forward.takes(x.q.shape[0]):
+            return self._hopper_forward(x, parents)
+        return self._forward(x, parents)
+
+    def backward(
+        self,
+        x: Tensors,
+        parents: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        deterministic: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return the gradients of q, k, v and the sinks."""
+        grads = tuple(empty_like(t) for t in x[:3])
+        # as wide as the values that the kernels read
+        dout, out = (aligned(widened(t, self.form.head_dim_v)) for t in (dout, out.contiguous()))
+        lse = lse.contiguous()
+        # the kernel for Hopper adds to dq in no fixed order
+        hopper = None if deterministic else self._hopper_gradients
+        sums = None if hopper is None else hopper.new_sums(x.q)
+        delta, lse2 = self._row_numbers(out, dout, dlse, lse, sums)
+        inputs = structures.Inputs(*x[:3], dout, lse2, delta)
+        if hopper is None:
+            self._gradients(x, inputs, parents, grads)
+        else:
+            hopper(x, inputs, parents, grads, sums)
+        dsinks = None if x.sinks is None else sink_gradient(dense(x.sinks), lse, delta)
+        return *grads, dsinks
+
+
+# by form
+_plans: Memory[TreePlan] = Memory()
+
+
+def _plan_of(x: Tensors, softmax_scale: float, softcap: float) -> TreePlan:
+    """Return the plan of all calls of a form, from tensors as ``readable`` leaves them."""
+    shapes = (t.shape[1:] for t in x[:3])
+    key = (
+        detect(x.q.device),
+        x.q.device,
+        x.q.dtype,
+        # of one token, the stride means nothing
+        min(x.q.shape[0], 2),
+        *shapes,
+        *layout_of(x),
+        x.cu_seqlens_q.shape,
+        None if x.sinks is None else x.sinks.dtype,
+        softmax_scale,
+        softcap,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        # packed and causal
+        plan = TreePlan(Form(x, Options(softmax_scale, -1, 0, softcap, 0.0)), x)
+        _plans.keep(key, plan)
+    return plan
+
+
+def launch_tree_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    parents: Tensor,
+    sinks: Tensor | None,
+    max_seqlen: int,
+    softmax_scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Run the forward operator on checked inputs; see ``ops.py`` for its schema."""
+    width = v.shape[-1]
+    tokens, heads, _ = q.shape
+    if tokens == 0 or parents.shape[0] == 0:  # nothing but padding
+        out = q.new_zeros((tokens, heads, width))
+        return out, q.new_full((heads, tokens), -math.inf, dtype=torch.float32)
+    x = readable(Tensors(q, k, v, cu_seqlens, cu_seqlens, sinks=sinks))
+    out, lse = _plan_of(x, softmax_scale, softcap).forward(x, parents)
+    return first_columns(out, width), lse
+
+
+def launch_tree_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    cu_seqlens: Tensor,
+    parents: Tensor,
+    sinks: Tensor | None,
+    max_seqlen: int,
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward operator on checked inputs; see ``ops.py`` for its schema."""
+    none = q.new_empty(0)
+    if q.shape[0] == 0 or parents.shape[0] == 0:
+        dsinks = none if sinks is None else torch.zeros_like(dense(sinks))
+        return *(
+            torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)
+        ), dsinks
+    x = readable(Tensors(q, k, v, cu_seqlens, cu_seqlens, sinks=sinks))
+    plan = _plan_of(x, softmax_scale, softcap)
+    dq, dk, dv, dsinks = plan.backward(x, parents, out, lse, dout, dlse, deterministic)
+    dq, dk, dv = (first_columns(g, t.shape[-1]) for g, t in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv, none if dsinks is None else dsinks
+
+
+def _numbers(form: Form, x: Tensors, block: int) -> TreeNumbers:
+    """Return the numbers of a launch whose programs own so many tokens each."""
+    tokens = x.q.shape[0]
+    return TreeNumbers(
+        *form.scalars[:2],
+        form.batch,
+        form.heads_q,
+        tokens,
+        form.tiles(tokens, block),
+        *x.q.stride()[:2],
+        *x.k.stride()[:2],
+        *x.v.stride()[:2],
+    )

@@ -1,0 +1,115 @@
+"""How the kernels for trees get about: up from a segment to its root, or down to all below it.
+
+Every run of keys or queries on the way is one segment, walked from its first token. So what a path
+comes to does not depend on where its segments lie, nor on what else hangs in the tree.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..._dense.portable.schedule import find_sequence
+
+
+@triton.jit
+def locate_segment(cu_seqlens_ptr, slot, segments, tokens, BLOCK: tl.constexpr):
+    """Return ``(block, segment, start, length)`` of a slot; ``block`` is -1 if it holds none.
+
+    Tokens ahead of the segments and behind them are two more, -1 and ``segments``.
+    """
+    segment = find_sequence(cu_seqlens_ptr, slot, segments, BLOCK)
+    begin = tl.load(cu_seqlens_ptr + segment, mask=segment >= 0, other=0)
+    end = tl.load(cu_seqlens_ptr + segment + 1, mask=segment < segments, other=tokens)
+    block = slot - (begin // BLOCK + segment + 1)
+    length = end - begin
+    block = tl.where(block < tl.cdiv(length, BLOCK), block, -1)
+    return block, segment, begin.to(tl.int64), length
+
+
+@triton.jit
+def start_of(segment, segments):
+    """Return where a walk begins: at a segment, and nowhere (-1) for tokens that are in none."""
+    return tl.where(segment < segments, segment, -1)
+
+
+@triton.jit
+def bounds_of(cu_seqlens_ptr, segment):
+    """Return where a segment starts, and its length."""
+    begin = tl.load(cu_seqlens_ptr + segment)
+    return begin.to(tl.int64), tl.load(cu_seqlens_ptr + segment + 1) - begin
+
+
+@triton.jit
+def parent_of(parents_ptr, segment):
+    """Return the segment above, -1 for a root; wrong values end the walk and no more."""
+    parent = tl.load(parents_ptr + segment)
+    return tl.where(parent < segment, parent, -1)
+
+
+@triton.jit
+def next_below(parents_ptr, links_ptr, segments, segment, root):
+    """Return the segment after this one in the preorder of all below ``root``; -1 at the end."""
+    found = tl.load(links_ptr + segment)  # first child
+    while (found < 0) & (segment != root):
+        found = tl.load(links_ptr + segments + segment)  # next sibling
+        segment = tl.load(parents_ptr + segment)
+    return found
+
+
+@triton.jit(do_not_specialize=("segments",), do_not_specialize_on_alignment=("parents_ptr",))
+def link_kernel(parents_ptr, links_ptr, segments, BLOCK: tl.constexpr):
+    """``links[0, s] = first child of s``, ``links[1, s] = next sibling of s``; -1 for none.
+
+    The parameters are the fields of ``LinkTensors``, ``segments`` and ``BLOCK``.
+    """
+    begin = tl.program_id(0) * BLOCK
+    own = begin + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = own < segments
+    parent = tl.load(parents_ptr + own, mask=inside, other=-1)
+    child = tl.zeros([BLOCK], tl.int32) + segments  # [BLOCK]
+    sibling = child
+    # both stand behind the segment itself
+    for first in range(begin, segments, BLOCK):
+        other = first + tl.arange(0, BLOCK)  # [BLOCK]
+        above = tl.load(parents_ptr + other, mask=other < segments, other=-1)
+        above = tl.where(above < other, above, -1)
+        # [BLOCK, BLOCK]
+        is_child = above[None, :] == own[:, None]
+        is_sibling = (above[None, :] == parent[:, None]) & (other[None, :] > own[:, None])
+        child = tl.minimum(child, tl.min(tl.where(is_child, other[None, :], segments), 1))
+        sibling = tl.minimum(sibling, tl.min(tl.where(is_sibling, other[None, :], segments), 1))
+    # roots are nobody's children, so nobody asks for their siblings
+    tl.store(links_ptr + own, tl.where(child < segments, child, -1), mask=inside)
+    sibling = tl.where(sibling < segments, sibling, -1)
+    tl.store(links_ptr + segments + own, sibling, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=("segments",),
+    do_not_specialize_on_alignment=("cu_seqlens_ptr", "parents_ptr"),
+)
+def count_below_kernel(
+    cu_seqlens_ptr,
+    parents_ptr,
+    below_ptr,
+    segments,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """``below[s] += sum(ceil(length_t / BLOCK_M))`` over all segments t below s; it is 0 before.
+
+    The parameters are the fields of ``CountTensors``, ``segments`` and the two constants.
+    """
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = own < segments
+    begin = tl.load(cu_seqlens_ptr + own, mask=inside, other=0)
+    end = tl.load(cu_seqlens_ptr + own + 1, mask=inside, other=0)
+    tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)  # [BLOCK]
+    parent = tl.load(parents_ptr + own, mask=inside, other=-1)
+    above = tl.where(parent < own, parent, -1)  # [BLOCK]
+    while tl.max(above, 0) >= 0:
+        is_real = above >= 0
+        tl.atomic_add(below_ptr + above, tiles, mask=is_real, sem="relaxed")
+        parent = tl.load(parents_ptr + above, mask=is_real, other=-1)
+        above = tl.where(parent < above, parent, -1)

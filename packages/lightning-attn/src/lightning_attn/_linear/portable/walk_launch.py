@@ -1,0 +1,354 @@
+"""Walks: what is known on the host of all calls of one form, and the launches they consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from attn_common import cdiv, detect
+from torch import Tensor
+
+from ..._linked.host.forms import LIMIT, Memory, interpreted
+from ..._linked.launch.runtime import Launch, aligned, dense, row_bytes, token_strides
+from ..call import Inputs
+from ..tiles import Tile, WalkPlan, padded_head_dim, plan_walk, takes_hopper_walk, walk_tile
+from .combine import combine_kernel
+from .structures import (
+    CombineOptions,
+    Products,
+    WalkOptions,
+    WalkTile,
+)
+from .walk import walk_kernel
+
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# the tile of a state that one program of the scan over segments carries along
+BLOCK_ROWS, BLOCK_COLS = 16, 64
+
+
+# a launch with its grid, tensors and numbers
+Call = tuple[Launch, int, tuple[Any, ...], tuple[float, ...]]
+
+
+def launch_all(calls: Iterable[Call]) -> None:
+    """Make the launches, in order."""
+    for launch, grid, tensors, numbers in calls:
+        launch(grid, tensors, numbers)
+
+
+class States(NamedTuple):
+    """A state per piece, with the strides of sequence, segment, head, d and e."""
+
+    memory: Tensor | None
+    strides: tuple[int, int, int, int, int]
+
+    @classmethod
+    def of(cls, state: Tensor | None) -> States:
+        """Describe ``[batch, heads, d, e]``."""
+        if state is None:
+            return NO_STATES
+        batch, head, row, column = state.stride()
+        return cls(state, (batch, 0, head, row, column))
+
+    @property
+    def transposed(self) -> States:
+        *rest, stride_d, stride_e = self.strides
+        return States(self.memory, (*rest, stride_e, stride_d))  # type: ignore[arg-type]
+
+
+NO_STATES = States(None, (0, 0, 0, 0, 0))
+
+
+def readable(x: Inputs) -> Inputs:
+    """Return the tensors as kernels may read them; copies are made of what lies askew."""
+    return x._replace(
+        read=None if x.read is None else aligned(x.read),
+        key=aligned(x.key),
+        value=aligned(x.value),
+        decay=x.decay.contiguous(),
+        slots=dense(x.slots),
+        has_first=dense(x.has_first),
+    )
+
+
+class Walk:
+    """One recurrence: what is written to the state, in which direction, and where it starts.
+
+    It holds no tensor, and serves all calls whose tensors differ in data alone, or, packed, in the
+    number of tokens.
+
+    Args:
+        x: tensors to begin with, readable.
+        write_scale: factor of what is written.
+        reverse: from the last token to the first.
+        schedule: as the public functions take it.
+        size: tokens of a segment, of the parallel schedule, whose states are asked for. Default:
+            what the schedule says.
+        is_exact: calls have a ``last``, even if ``x`` has none.
+    """
+
+    def __init__(
+        self,
+        x: Inputs,
+        *,
+        write_scale: float = 1.0,
+        reverse: bool = False,
+        schedule: str = "auto",
+        size: int | None = None,
+        is_exact: bool = False,
+    ) -> None:
+        self.write_scale, self.reverse = write_scale, reverse
+        self.heads, self.d = x.key.shape[-2:]
+        self.e = x.value.shape[-1]
+        self.is_packed = x.cu_seqlens is not None
+        self.batch = x.key.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+        # states that nobody sees are rounded to 16 bits as they are read: no need to write finer
+        self._is_exact = is_exact or x.last is not None or size is not None
+        self._tile = tile_of(x.key, self.d, self.e)
+        dims = self.d, self.e, KINDS[x.key.dtype]
+        # segments that somebody else chose need not hold whole chunks
+        self._is_hopper = size is None and takes_hopper_walk(detect(x.key.device), *dims)
+        self._schedule, self._asked_size = schedule, size
+        self._plans: dict[int, WalkPlan] = {}
+        # by what differs between the launches of one form; the strides of what has a row per token
+        self._launches: dict[Hashable, Launch] = {}
+        self._strides: dict[bool, tuple[int, ...]] = {}
+        if self._is_hopper:
+            from ..hopper.launch import HopperWalk  # Triton may have no Gluon
+
+            self._hopper = HopperWalk(self.d, self.e, reverse, self.is_packed)
+
+    def plan(self, tokens: int) -> WalkPlan:
+        """Return how it is run for a number of tokens, of a sequence or of all packed ones."""
+        plan = self._plans.get(tokens)
+        if plan is None:
+            all_tokens = tokens if self.is_packed else tokens * self.batch
+            batch = max(1, self.batch)
+            plan = plan_walk(self._schedule, self._tile, self.e, self.heads, batch, all_tokens)
+            if self._asked_size is not None:
+                plan = replace(plan, size=self._asked_size)
+            if len(self._plans) >= LIMIT:
+                self._plans.clear()
+            self._plans[tokens] = plan
+        return plan
+
+    def segments(self, tokens: int) -> int:
+        """Return the segments of a sequence of fixed length; of packed ones, slots for them all."""
+        size = self.plan(tokens).size
+        return tokens // size + self.batch + 2 if self.is_packed else cdiv(tokens, size)
+
+    def reads(
+        self, x: Inputs, out: Tensor, read_scale: float, states: States | None = None
+    ) -> tuple[Call, ...]:
+        """Return the launches that write to a contiguous ``out`` what every token reads.
+
+        With ``states``, those before each segment; else ``first``, and then ``last`` is filled.
+        """
+        if self.batch == 0:  # a packed call may hold nothing but padding
+            out.zero_()
+            return ()
+        before: tuple[Call, ...] = ()
+        if states is None:
+            if not self.plan(x.key.shape[-3]).segmented:
+                first, last = States.of(x.first), States.of(x.last)
+                return (self._pass(x, out, first, last, read_scale, segmented=False),)
+            states = self._state_memory(x)
+            before = self._state_calls(x, states)
+        return *before, self._pass(x, out, states, NO_STATES, read_scale, segmented=True)
+
+    def out(self, x: Inputs, read_scale: float, states: States | None = None) -> Tensor:
+        """Return what every token reads, in the dtype of the inputs; see :meth:`reads`."""
+        shape = (*x.value.shape[:-1], self.e)
+        out = torch.empty(shape, dtype=x.value.dtype, device=x.value.device)
+        launch_all(self.reads(x, out, read_scale, states))
+        return out
+
+    def segment_states(self, x: Inputs, states: States | None = None) -> States:
+        """Fill and return the states before each segment; the final ones go to ``last``."""
+        states = states or self._state_memory(x)
+        launch_all(self._state_calls(x, states))
+        return states
+
+    def written_states(self, x: Inputs, slots: Tensor | None) -> States:
+        """Return what each segment writes by itself.
+
+        The final states go to ``last``, but for sequences whose slot is -1.
+        """
+        states = self._state_memory(x)
+        written = self._pass(x, None, NO_STATES, states, 1.0, segmented=True)
+        launch_all([written, self._combine(x._replace(slots=slots), states, replace=False)])
+        return states
+
+    def combine(self, x: Inputs, states: States) -> None:
+        """Turn what segments wrote into the states before them; the final ones go to ``last``."""
+        launch_all([self._combine(x, states)])
+
+    def finish(self, x: Inputs) -> None:
+        """Fill ``last`` alone."""
+        if self.batch == 0:
+            return
+        if self.plan(x.key.shape[-3]).segmented:
+            self.segment_states(x)
+        else:
+            first, last = States.of(x.first), States.of(x.last)
+            launch_all([self._pass(x, None, first, last, 1.0, segmented=False)])
+
+    def _state_memory(self, x: Inputs) -> States:
+        """Return memory for the state before each segment."""
+        segments = self.segments(x.key.shape[-3])
+        pieces = segments if self.is_packed else segments * self.batch
+        shape = (pieces, self.heads, self.d, self.e)
+        memory = torch.empty(shape, dtype=torch.float32, device=x.key.device)
+        per_piece, per_head, per_row, _ = memory.stride()
+        per_sequence = 0 if self.is_packed else segments * per_piece
+        return States(memory, (per_sequence, per_piece, per_head, per_row, 1))
+
+    def _state_calls(self, x: Inputs, states: States) -> tuple[Call, Call]:
+        """Return the launches that fill the states before each segment, and ``last``."""
+        written = self._pass(x, None, NO_STATES, states, 1.0, segmented=True)
+        return written, self._combine(x, states)
+
+    def _pass(
+        self,
+        x: Inputs,
+        out: Tensor | None,
+        first: States,
+        last: States,
+        read_scale: float,
+        *,
+        segmented: bool,
+    ) -> Call:
+        """Return one launch of the walk's kernel; without ``out`` nothing reads."""
+        read = None if out is None else x.read
+        tokens = x.key.shape[-3]
+        plan = self.plan(tokens)
+        size, pieces = (plan.size, self.segments(tokens)) if segmented else (tokens, 1)
+        # whole packed sequences, and all padding as one more
+        programs = pieces if segmented and self.is_packed else pieces * self.batch
+        programs += 1 if self.is_packed and not segmented else 0
+        grid = programs * self.heads * cdiv(self.e, plan.tile.block_e)
+        has_first = None if segmented else x.has_first
+        others = x.decay, first.memory, last.memory, x.cu_seqlens, x.slots, has_first
+        lengths = self.batch, self.heads, tokens, size, pieces
+        scales = read_scale, self.write_scale
+        is_hopper = self._is_hopper and tokens > 0  # an empty tensor has no map
+        kind = (
+            is_hopper,
+            segmented,
+            plan.tile.block_e,
+            read is None,
+            x.last is None,
+            *[other is None for other in others],
+        )
+        launch = self._launches.get(kind)
+        if launch is None:
+            is_exact = self._is_exact and last.memory is not None
+            if is_hopper:
+                # the states between segments are filled by a walk that nobody reads
+                skip = segmented and read is None and x.last is None
+                launch = self._hopper.launch(plan.tile, segmented, skip, is_exact)
+            else:
+                launch = Launch(walk_kernel, self._constants(x, plan.tile, segmented, is_exact))
+            self._launches[kind] = launch
+        if is_hopper:
+            maps = self._hopper.maps(x.key, x.value, read, out)
+            # the fields of the structures ``Tensors`` and ``Numbers`` of hopper/structures.py
+            tensors = (*maps, out, *others)
+            return launch, grid, tensors, (*scales, *lengths, *first.strides, *last.strides)
+        strides = self._strides.get(read is None)
+        if strides is None:
+            of_reads = (0, 0, 0) if read is None else token_strides(read)
+            strides = (*of_reads, *token_strides(x.key), *token_strides(x.value))
+            self._strides[read is None] = strides
+        # the fields of WalkTensors and WalkNumbers
+        tensors = (x.key, x.value, read, out, *others)
+        return launch, grid, tensors, (*scales, *lengths, *strides, *first.strides, *last.strides)
+
+    def _combine(self, x: Inputs, states: States, *, replace: bool = True) -> Call:
+        """Return the launch that turns what segments wrote into the states before them.
+
+        Without ``replace`` it leaves them, and fills ``last`` alone.
+        """
+        block_d, block_e = min(BLOCK_ROWS, self.d), min(BLOCK_COLS, 16 * (self.e // 16))
+        block_e = 1 << (block_e.bit_length() - 1)
+        tiles = cdiv(self.d, block_d) * cdiv(self.e, block_e)
+        tokens = x.key.shape[-3]
+        absent = [t is None for t in (x.first, x.last, x.slots, x.has_first)]
+        kind = "combine", replace, *absent
+        launch = self._launches.get(kind)
+        if launch is None:
+            options = CombineOptions(self.d, self.e, block_d, block_e, self.reverse, replace)
+            launch = Launch(combine_kernel, options._asdict() | {"num_warps": 4, "num_stages": 2})
+            self._launches[kind] = launch
+        size, segments = self.plan(tokens).size, self.segments(tokens)
+        first, last = States.of(x.first), States.of(x.last)
+        # the fields of CombineTensors and CombineNumbers
+        tensors = states.memory, x.decay, x.first, x.last, x.cu_seqlens, x.slots, x.has_first
+        lengths = self.batch, self.heads, tokens, size, segments
+        grid = self.batch * self.heads * tiles
+        return launch, grid, tensors, (*lengths, *states.strides, *first.strides, *last.strides)
+
+    def _constants(self, x: Inputs, tile: Tile, segmented: bool, is_exact: bool) -> dict[str, Any]:
+        settle = detect(x.key.device).is_hopper
+        options = WalkOptions(self.d, self.e, self.reverse, segmented, settle)
+        return {
+            **options._asdict(),
+            **constants_of(tile, x.key, x.value, is_exact),
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+
+
+def tile_of(key: Tensor, d: int, e: int) -> Tile:
+    """Return the tile for tensors like ``key``."""
+    return walk_tile(detect(key.device), d, e, KINDS[key.dtype])
+
+
+def constants_of(tile: Tile, key: Tensor, value: Tensor, is_exact: bool) -> dict[str, Any]:
+    """Return a tile, and how a kernel multiplies, as constants of a kernel.
+
+    ``is_exact``: what it writes to states is asked for.
+    """
+    blocks = WalkTile(
+        padded_head_dim(key.shape[-1]), tile.block_e, tile.chunk, row_bytes(key), row_bytes(value)
+    )
+    terms = (tile.terms if is_exact else 1) if tile.terms else 0
+    products = Products(terms, tile.terms is not None, tile.precision, interpreted())
+    return blocks._asdict() | products._asdict()
+
+
+# walks of gradients, and of what comes through the operators, by form
+_walks: Memory[Walk] = Memory()
+
+
+def walk_of(
+    x: Inputs,
+    *,
+    write_scale: float = 1.0,
+    reverse: bool = False,
+    schedule: str = "auto",
+) -> Walk:
+    """Return the walk of readable tensors that reads, made when those of its form came first."""
+    packed = x.cu_seqlens is not None  # then the number of tokens is no part of the form
+    form: list[Hashable] = [
+        write_scale,
+        reverse,
+        schedule,
+        x.last is None,
+        x.key.dtype,
+        x.key.device,
+        detect(x.key.device),
+        None if x.cu_seqlens is None else x.cu_seqlens.shape[0],
+        None if x.slots is None else x.slots.dtype,
+    ]
+    for t in (x.key, x.value, x.read):
+        # strides between tokens matter only where there are several
+        form += [(t.shape[0] > 1, *t.shape[1:]) if packed else t.shape, t.stride()]
+    key = tuple(form)
+    walk = _walks.get(key)
+    if walk is None:
+        walk = Walk(x, write_scale=write_scale, reverse=reverse, schedule=schedule)
+        _walks.keep(key, walk)
+    return walk

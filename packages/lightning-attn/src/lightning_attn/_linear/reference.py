@@ -1,0 +1,177 @@
+"""Lightning attention by its definition: token by token, eager, differentiable by plain autograd.
+
+This is the oracle of the kernels' tests. It shares no code with the kernels, nor with what CPU
+tensors run, which goes chunk by chunk. Inputs in float64 are computed in float64, all others in
+float32, and only the output is rounded to the output's dtype.
+"""
+
+import torch
+from torch import Tensor
+
+from .checks import check_reference
+
+
+def lightning_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    *,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute what :func:`lightning_attn_func` computes, one token after the other.
+
+    Args:
+        q: queries, ``[batch, seqlen, heads, d]``; any float dtype, float64 included.
+        k: keys, ``[batch, seqlen, heads, d]``.
+        v: values, ``[batch, seqlen, heads, e]``.
+        decay: ``[heads]``, ``[heads, 1, 1]`` or ``[1, heads, 1, 1]``, any float dtype.
+        scale: factor of the queries; None is ``d ** -0.5``. Default: 1.0.
+        initial_state: ``[batch, heads, d, e]``. Default: None (zeros).
+        output_final_state: return the state behind the last token. Default: False.
+
+    Returns:
+        ``(o, state)``: ``o`` in the dtype of ``q``; the state in float64 for float64 inputs, else
+        float32, or None.
+
+    Raises:
+        TypeError: on an argument that is no tensor of a float dtype.
+        ValueError: on a shape of ``q``, ``k`` or ``v``.
+    """
+    check_reference(q, k, v, 4)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    dtype = compute_dtype(q)
+    batch, seqlen, heads, d = q.shape
+    state = q.new_zeros((batch, heads, d, v.shape[-1]), dtype=dtype)
+    if initial_state is not None:
+        state = initial_state.to(dtype)
+    # under autocast the products below would be rounded to 16 bits
+    with torch.autocast(q.device.type, enabled=False):
+        kept = torch.exp(-decay.to(dtype).reshape(heads, 1, 1))
+        outputs = []
+        for t in range(seqlen):
+            key, value = k[:, t, :, :, None].to(dtype), v[:, t, :, None, :].to(dtype)
+            state = kept * state + key * value
+            read = torch.einsum("bhd,bhde->bhe", q[:, t].to(dtype), state)
+            outputs.append(scale * read)
+    shape = (*q.shape[:-1], v.shape[-1])
+    o = torch.stack(outputs, dim=1) if outputs else q.new_zeros(shape, dtype=dtype)
+    return o.to(q.dtype), state if output_final_state else None
+
+
+def lightning_attention_varlen_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    scale: float | None = 1.0,
+    state_cache: Tensor | None = None,
+    state_indices: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute what :func:`lightning_attn_varlen_func` computes, one sequence after the other.
+
+    The arguments are those of :func:`lightning_attn_varlen_func`; dtypes are as in
+    :func:`lightning_attention_reference`, and ``state_cache`` may be of any float dtype. Offsets,
+    indices and flags are read on the host.
+    """
+    check_reference(q, k, v, 3)
+    batch = cu_seqlens.shape[0] - 1
+    starts = cu_seqlens.tolist()
+    slots = list(range(batch)) if state_indices is None else state_indices.tolist()
+    used = [True] * batch if has_initial_state is None else has_initial_state.tolist()
+    dtype = compute_dtype(q)
+    shape = (q.shape[1], q.shape[2], v.shape[-1])
+    # tokens around the sequences are padding
+    zeros = q.new_zeros((q.shape[0], q.shape[1], v.shape[-1]))
+    outputs = [zeros[: starts[0] if batch else None]]
+    states = []
+    for b in range(batch):
+        rows = slice(starts[b], starts[b + 1])
+        is_padding = state_cache is not None and slots[b] < 0
+        if is_padding:
+            outputs.append(zeros[rows])
+            states.append(q.new_zeros(shape, dtype=dtype))
+            continue
+        state = q.new_zeros(shape, dtype=dtype)
+        if used[b] and state_cache is not None:
+            state = state_cache[slots[b]].to(dtype)
+        elif used[b] and initial_state is not None:
+            state = initial_state[b].to(dtype)
+        o, final = lightning_attention_reference(
+            q[rows][None],
+            k[rows][None],
+            v[rows][None],
+            decay,
+            scale=scale,
+            initial_state=state[None],
+            output_final_state=True,
+        )
+        if final is None:
+            raise RuntimeError("a state was asked for")
+        outputs.append(o[0])
+        states.append(final[0])
+        if state_cache is not None:
+            state_cache[slots[b]] = final[0].detach().to(state_cache.dtype)
+    if batch:
+        outputs.append(zeros[starts[-1] :])
+    if not output_final_state:
+        return torch.cat(outputs), None
+    return torch.cat(outputs), torch.stack(states) if states else q.new_zeros(
+        (0, *shape), dtype=dtype
+    )
+
+
+def lightning_attention_decode_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state_cache: Tensor,
+    decay: Tensor,
+    slot_idx: Tensor,
+    *,
+    scale: float | None = 1.0,
+    states_out: Tensor | None = None,
+) -> Tensor:
+    """Compute what :func:`lightning_attn_decode` computes, one sequence after the other.
+
+    The arguments are those of :func:`lightning_attn_decode`; dtypes are as in
+    :func:`lightning_attention_reference`, and ``state_cache`` may be of any float dtype. The slots
+    are read on the host.
+    """
+    check_reference(q, k, v, 4)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    for b, slot in enumerate(slot_idx.tolist()):
+        if slot < 0:
+            continue
+        state = state_cache[slot][None]
+        for t in range(q.shape[1]):
+            now = slice(t, t + 1)
+            o, after = lightning_attention_reference(
+                q[b : b + 1, now],
+                k[b : b + 1, now],
+                v[b : b + 1, now],
+                decay,
+                scale=scale,
+                initial_state=state,
+                output_final_state=True,
+            )
+            out[b, now] = o[0]
+            if after is not None:
+                state = after
+            if states_out is not None:
+                states_out[b, t] = state[0]
+        if states_out is None:
+            state_cache[slot] = state[0].to(state_cache.dtype)
+    return out
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return what inputs of a dtype are computed in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,84 @@
+"""The checks that the public functions leave out on a GPU: they read what only the device knows.
+
+The CPU's kernels make them in each call. On a GPU they are for debugging and
+for tests: each copies a small tensor to the host, so it waits for the device, and a CUDA graph
+cannot capture it.
+"""
+
+from torch import Tensor
+
+from .._linked.host.arguments import as_int32, check_tensor
+from . import checks
+
+
+def validate_decay(decay: Tensor) -> None:
+    """Check that decays are at least 0, as every function of the package trusts.
+
+    Args:
+        decay: fp32, any shape.
+
+    Raises:
+        TypeError: if ``decay`` is no tensor.
+        ValueError: on the first value that is wrong, with its index.
+    """
+    check_tensor("decay", decay)
+    for i, rate in enumerate(decay.reshape(-1).tolist()):
+        # written so that NaN fails
+        if not rate >= 0.0:
+            raise ValueError(f"decay[{i}] must be at least 0, got {rate}")
+
+
+def validate_varlen(q: Tensor, cu_seqlens: Tensor) -> None:
+    """Check the values of packed offsets.
+
+    Args:
+        q: queries, ``[tokens, heads, d]``, of which the shape is read.
+        cu_seqlens: where sequences begin, int32 or int64 ``[batch + 1]``: must not decrease, nor
+            leave 0 to ``tokens``.
+
+    Raises:
+        TypeError: on an argument's type or dtype.
+        ValueError: on a shape, a device, and on the first value that is wrong, with its index.
+    """
+    check_tensor("q", q)
+    if q.ndim != 3:
+        raise ValueError(f"q must be [tokens, heads, d], got {list(q.shape)}")
+    checks.check_packed(q, as_int32(cu_seqlens))
+    last = 0
+    for i, offset in enumerate(cu_seqlens.tolist()):
+        if not 0 <= offset <= q.shape[0]:
+            raise ValueError(
+                f"cu_seqlens[{i}] must be from 0 to the number of tokens, {q.shape[0]}, "
+                f"got {offset}"
+            )
+        if offset < last:
+            raise ValueError(f"cu_seqlens[{i}] must be at least {last}, as before it, got {offset}")
+        last = offset
+
+
+def validate_slots(slots: Tensor, state_cache: Tensor, name: str = "slots") -> None:
+    """Check the values of ``slot_idx`` or ``state_indices``.
+
+    Args:
+        slots: int32 or int64 ``[batch]``: below the number of slots, and no two alike but for
+            negative ones, which are padding.
+        state_cache: ``[slots, heads, d, e]``, of which the shape is read.
+        name: of ``slots``, in messages. Default: ``"slots"``.
+
+    Raises:
+        TypeError: if an argument is no tensor.
+        ValueError: on the first value that is wrong, with its index.
+    """
+    check_tensor(name, slots)
+    check_tensor("state_cache", state_cache)
+    seen: dict[int, int] = {}
+    for i, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        if slot >= state_cache.shape[0]:
+            raise ValueError(f"{name}[{i}] must be below {state_cache.shape[0]}, got {slot}")
+        if slot in seen:
+            raise ValueError(
+                f"{name}[{i}] must differ from {name}[{seen[slot]}], got {slot} in both"
+            )
+        seen[slot] = i

@@ -1,0 +1,265 @@
+"""The host side of ``flash_attn_with_kvcache``: appending, and a cache of rows as one of pages.
+
+Rows become pages without a copy: a page may begin at every slot, so that the view of a cache has as
+many pages as slots, which overlap, and the table of a sequence names every ``SLOTS``-th of its row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from attn_common import cdiv
+from torch import Tensor
+
+from ..._cache.kernels.addressing import CacheForm, row_strides
+from ..._cache.layout import INT_MAX
+from ..._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
+from ..._paged.call import AppendOptions, AppendTensors, Plan, RowOptions, RowTensors, Tensors
+from ..._paged.invariant import InvariantAttention
+from ..._paged.launch import AttentionPlan
+from ..._paged.portable.parameters import (
+    AppendCounts,
+    AppendStrides,
+    AppendTile,
+    PageCounts,
+    PagePointers,
+    PageTile,
+)
+from ..._paged.tiles import padded_head_dim
+from ..checks import room
+from .append import append_kernel, pages_kernel
+
+# tokens of one head that a program appends
+BLOCK_T = 16
+# slots of a page of a row: a multiple of every tile of keys, so that a tile has one page
+SLOTS = 128
+# entries of a table that are written at once
+ENTRIES = 256
+MAX_INT32 = 2**31 - 1
+
+
+def launch_append(*arguments: Any) -> None:
+    """Run the operator that appends to a cache on checked inputs."""
+    count = len(AppendTensors._fields)
+    x = AppendTensors(*arguments[:count])
+    x = x._replace(q=aligned(x.q), k=aligned(x.k), v=aligned(x.v))
+    AppendPlan(x, AppendOptions(*arguments[count:])).run(x)
+
+
+def launch_attend(*arguments: Any) -> None:
+    """Run the operator that attends to the rows of a cache on checked inputs."""
+    count = len(RowTensors._fields)
+    x = RowTensors(*arguments[:count])
+    x = x._replace(q=aligned(x.q))
+    RowPlan(x, RowOptions(*arguments[count:])).run(x)
+
+
+def plans_of(
+    append: AppendTensors | None,
+    append_options: AppendOptions,
+    attend: RowTensors,
+    options: RowOptions,
+) -> tuple[AppendPlan | None, RowPlan] | None:
+    """Return how to launch a form of calls, or None where tensors have to be copied first."""
+    new = [attend.q] if append is None else [append.q, append.k, append.v, attend.q]
+    if not all(map(is_aligned, new)):
+        return None
+    first = None if append is None else AppendPlan(append, append_options)
+    return first, RowPlan(attend, options, is_kept=True)
+
+
+class AppendPlan:
+    """All of the launch that depends on a call's form alone."""
+
+    def __init__(self, x: AppendTensors, options: AppendOptions) -> None:
+        """Plan for calls like this one, whose new tokens are as ``aligned`` leaves them."""
+        heads_q, head_dim = x.q.shape[1:]
+        heads_k = x.k.shape[1]
+        cache = CacheForm(x.k_cache, x.v_cache)
+        batch = len(x.cache_seqlens)
+        seqlen_new, seqlen_q = (len(t) // max(1, batch) for t in (x.k, x.q))
+        rotary_dim = 0 if x.rotary_cos is None else 2 * x.rotary_cos.shape[1]
+        counts = AppendCounts(
+            batch,
+            seqlen_new,
+            seqlen_q,
+            cache.page,
+            room(x),
+            x.k_cache.shape[0],
+            len(x.rotary_cos) if x.rotary_cos is not None else 0,
+        )
+        k, v = cache.k, cache.v
+        tables = x.block_table, x.rotary_cos, x.rotary_sin
+        of_tables = [n for t in tables for n in ((0, 0) if t is None else t.stride())]
+        scales = x.k_scale_cache, x.v_scale_cache
+        of_scales = [n for t in scales for n in ((0, 0, 0) if t is None else t.stride())]
+        strides = AppendStrides(
+            *row_strides(x.q),
+            *row_strides(x.k),
+            *row_strides(x.v),
+            k.page,
+            k.slot,
+            k.head,
+            k.inner,
+            v.page,
+            v.slot,
+            v.head,
+            v.inner,
+            *of_tables,
+            *of_scales,
+        )
+        self._numbers = *counts, *strides
+        tile = AppendTile(
+            HEADS_Q=heads_q,
+            HEADS_K=heads_k,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=x.v.shape[2],
+            ROTARY_DIM=rotary_dim,
+            INTERLEAVED=options.interleaved,
+            MOVING=options.moving,
+            ROW_BYTES=min(map(row_bytes, (x.q, x.k, x.v))),
+            K_UNIT=cache.layout.K_UNIT,
+            K_BYTES=cache.layout.K_BYTES,
+            V_UNIT=cache.layout.V_UNIT,
+            V_BYTES=cache.layout.V_BYTES,
+            INT_MAX=0 if x.k_scale_cache is None else INT_MAX[x.k_cache.dtype],
+            BLOCK_T=BLOCK_T,
+            BLOCK_D=padded_head_dim(head_dim),
+            BLOCK_DV=padded_head_dim(x.v.shape[2]),
+        )
+        self._grid = cdiv(len(x.k), BLOCK_T) * 2 * heads_k
+        if rotary_dim:
+            self._grid += cdiv(len(x.q), BLOCK_T) * heads_q
+        constants = {**tile._asdict(), "num_warps": 4, "num_stages": 1}
+        self._append = Launch(append_kernel, constants)
+
+    def run(self, x: AppendTensors) -> None:
+        """Launch for one call of the form."""
+        x = x._replace(
+            cache_seqlens=x.cache_seqlens.contiguous(), cache_batch_idx=dense(x.cache_batch_idx)
+        )
+        # the tensors are the fields of AppendPointers
+        self._append(self._grid, x, self._numbers)
+
+
+class Pages(NamedTuple):
+    """A cache of rows as one of pages: the views, and what its tables are made of."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k_scale_cache: Tensor | None
+    v_scale_cache: Tensor | None
+    row_pages: int
+    step: int
+    pages: int  # of a sequence
+
+
+class RowPlan:
+    """All of the launches that depends on a call's form alone."""
+
+    def __init__(self, x: RowTensors, options: RowOptions, is_kept: bool = False) -> None:
+        """Plan for calls like this one, whose queries are as ``aligned`` leaves them.
+
+        ``is_kept``: for others after it, too.
+        """
+        self._batch = len(x.cache_seqlens)
+        self._seqlen_q = len(x.q) // max(1, self._batch)
+        self._has_table = x.block_table is not None
+        self._room = room(x)
+        self._new = options.new
+        self._fill = Launch(
+            pages_kernel, {**PageTile(ENTRIES)._asdict(), "num_warps": 4, "num_stages": 1}
+        )
+        pages = None if self._has_table else pages_of_rows(x)
+        self._views = None
+        counts = PageCounts(self._seqlen_q, self._new, 0, 0, 0)
+        if pages is not None:
+            counts = counts._replace(row_pages=pages.row_pages, step=pages.step, pages=pages.pages)
+            self._views = [
+                None if view is None else (view.size(), view.stride()) for view in pages[:4]
+            ]
+        self._counts = counts
+        make = InvariantAttention if options.invariant else AttentionPlan
+        self._attention: Plan = make(self._tensors(x), options.as_options(), is_kept)
+
+    def _tensors(self, x: RowTensors) -> Tensors:
+        """Return the arguments of the attention kernel, in which tables are yet to be written."""
+        batch = self._batch
+        caches, table = _caches(x), x.block_table
+        pages = self._counts.pages
+        scratch = x.q.new_empty((2 * batch + 1 + batch * pages,), dtype=torch.int32)
+        starts, lengths = scratch[: batch + 1], scratch[batch + 1 : 2 * batch + 1]
+        if self._views is not None:
+            table = scratch[2 * batch + 1 :].view(batch, pages)
+            caches = tuple(
+                None if cache is None or form is None else cache.as_strided(*form)
+                for cache, form in zip(caches, self._views, strict=True)
+            )
+        return Tensors.of(
+            q=x.q,
+            k_cache=caches[0],
+            v_cache=caches[1],
+            k_scale_cache=caches[2],
+            v_scale_cache=caches[3],
+            block_table=table,
+            cu_seqlens_q=starts,
+            seqlens_k=lengths,
+            alibi_slopes=x.alibi_slopes,
+            out=x.out,
+            lse=x.lse,
+        )
+
+    def run(self, x: RowTensors) -> None:
+        """Launch for one call of the form."""
+        if len(x.q) == 0:
+            return
+        y = self._tensors(x)
+        pointers = PagePointers(
+            x.cache_seqlens.contiguous(),
+            dense(x.cache_batch_idx),
+            dense(x.cache_leftpad),
+            y.cu_seqlens_q,
+            y.seqlens_k,
+            None if self._has_table else y.block_table,
+        )
+        self._fill(self._batch, pointers, self._counts)
+        self._attention.run(y, self._seqlen_q, self._room)
+
+
+def pages_of_rows(x: RowTensors) -> Pages:
+    """Return the view of a cache of rows as one of pages."""
+    rows, slots, _, _ = x.k_cache.shape
+    caches = _caches(x)
+    ratios = {_slots_of_row(cache) for cache in caches if cache is not None}
+    ratio = ratios.pop()
+    # the numbers of pages are those of keys, values and scales, and have 32 bits
+    if ratio is None or ratios or (total := (rows - 1) * ratio + slots) > MAX_INT32:
+        if x.cache_leftpad is not None:
+            raise NotImplementedError(
+                "cache_leftpad: k_cache and v_cache must be alike in how many slots their rows lie "
+                f"apart, got strides {x.k_cache.stride()} and {x.v_cache.stride()}"
+            )
+        return Pages(x.k_cache, x.v_cache, x.k_scale_cache, x.v_scale_cache, 1, 0, 1)
+    page = min(SLOTS, 1 << total.bit_length() - 1)
+    views = []
+    for cache in caches:
+        if cache is None:
+            views.append(None)
+            continue
+        _, slot, *inner = cache.stride()
+        size = (total - page + 1, page, *cache.shape[2:])
+        views.append(cache.as_strided(size, (slot, slot, *inner)))
+    return Pages(*views, ratio, page, cdiv(slots, page))
+
+
+def _caches(x: RowTensors) -> tuple[Tensor | None, ...]:
+    return x.k_cache, x.v_cache, x.k_scale_cache, x.v_scale_cache
+
+
+def _slots_of_row(cache: Tensor) -> int | None:
+    """Return how many slots a row lies from the next, if it is a whole number of them."""
+    row, slot = cache.stride()[:2]
+    if cache.shape[0] <= 1:
+        return cache.shape[1]
+    return row // slot if slot > 0 and row % slot == 0 else None

@@ -1,0 +1,320 @@
+"""Multi-head latent attention on Hopper: keys and values are one read of the latent vectors.
+
+A program owns 64 rows, query heads of tokens, which share all their keys. One warp copies tiles of
+keys by TMA. The output has 512 columns, more than a warpgroup has registers for, so two warpgroups
+accumulate 256 each. The first also computes the scores and their softmax, and hands probabilities
+and factors to the second through shared memory. The values are the first 512 columns of the keys.
+"""
+
+from ..._linked.hopper.compat import gl, gluon, hopper, mbarrier
+from ..._linked.hopper.pipeline import (
+    EMPTY,
+    LN2,
+    LOG2E,
+    NEG_INF,
+    TURN,
+    barrier_arrive,
+    barrier_sync,
+    barriers,
+)
+from ..._linked.hopper.ptx import hide_unless
+from ..._linked.hopper.softmax import row_sums
+from ..._paged.hopper.structures import Table
+from .producer import HALF, produce, work_of
+from .structures import (
+    Arguments,
+    Counts,
+    Inputs,
+    Pipeline,
+    Results,
+    Rows,
+    Softmax,
+    Strides,
+    Tile,
+)
+
+# columns of the keys that are no values
+REST = gl.constexpr(64)
+# named barriers between the two warpgroups: probabilities are there, and are used
+FULL = gl.constexpr(TURN.value)
+USED = gl.constexpr(TURN.value + 1)
+
+
+@gluon.jit
+def clear(cu_seqlens_q_ptr, batch, results, GROUP: gl.constexpr):
+    """Write 0 and -inf to tokens of no sequence; each program takes its part of them."""
+    begin = gl.load(cu_seqlens_q_ptr)
+    end = gl.load(cu_seqlens_q_ptr + batch)
+    tokens, out = results.tokens, results.out
+    padding = begin + tokens - end
+    cols = gl.arange(0, 2 * HALF, gl.BlockedLayout([4], [32], [4], [0]))  # [2 * HALF]
+    for i in range(gl.program_id(0), padding, gl.num_programs(0)):
+        token = gl.where(i < begin, i, end + i - begin).to(gl.int64)
+        for head in range(GROUP):
+            at = out.ptr + token * out.stride_token + head * out.stride_head
+            gl.store(at + cols, (cols * 0).to(out.ptr.dtype.element_ty))
+            if results.lse_ptr is not None:
+                gl.store(results.lse_ptr + head * tokens + token, NEG_INF)
+
+
+@gluon.jit
+def queries_of(work, queries, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, TILE: gl.constexpr):
+    """Read columns of a tile of queries, ``[ROWS, COLUMNS]``; rows beyond the last are zeros."""
+    LANES: gl.constexpr = COLUMNS // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    row = work.row + gl.arange(0, TILE.ROWS, gl.SliceLayout(1, layout))  # [ROWS]
+    cols = COLUMN + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))  # [COLUMNS]
+    token = (work.q_start + row // TILE.GROUP).to(gl.int64)
+    begin = token * queries.stride_token + (row % TILE.GROUP) * queries.stride_head
+    at = gl.multiple_of(queries.ptr + begin[:, None], [16, 16]) + cols[None, :]
+    return gl.load(at, mask=(row < work.len_q * TILE.GROUP)[:, None], other=0.0)
+
+
+@gluon.jit
+def _load_queries(work, queries, pipeline, TILE: gl.constexpr):
+    """Bring a tile of queries into shared memory."""
+    low = queries_of(work, queries, 0, HALF, TILE)
+    high = queries_of(work, queries, HALF, HALF, TILE)
+    rest = queries_of(work, queries, 2 * HALF, REST, TILE)
+    dtype: gl.constexpr = pipeline.q_s.dtype
+    pipeline.q_s.index(0).store(low.to(dtype))
+    pipeline.q_s.index(1).store(high.to(dtype))
+    pipeline.q_rest_s.store(rest.to(dtype))
+    hopper.fence_async_shared()
+
+
+@gluon.jit
+def _scores(step, pipeline, TILE: gl.constexpr):
+    """Return the products of queries and a tile of keys, ``[ROWS, BLOCK_N]``."""
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    STAGES: gl.constexpr = TILE.STAGES
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    stage = step % STAGES
+    parity = step // STAGES & 1
+    s = gl.zeros([TILE.ROWS, BLOCK_N], gl.float32, S)
+    k = pipeline.k_s.index(2 * stage).reshape([BLOCK_N, HALF])
+    mbarrier.wait(pipeline.low_full.index(stage), parity)
+    q = pipeline.q_s.index(0)
+    s = hopper.warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
+    k = pipeline.k_s.index(2 * stage + 1).reshape([BLOCK_N, HALF])
+    mbarrier.wait(pipeline.high_full.index(stage), parity)
+    s = hopper.warpgroup_mma(pipeline.q_s.index(1), k.permute((1, 0)), s, is_async=True)
+    k = pipeline.k_rest_s.index(stage).reshape([BLOCK_N, REST])
+    s = hopper.warpgroup_mma(pipeline.q_rest_s, k.permute((1, 0)), s, is_async=True)
+    return hopper.warpgroup_mma_wait(0, deps=(s,))
+
+
+@gluon.jit
+def _hand_over(factors, pipeline):
+    """Give the other warpgroup what is in shared memory, and factors ``[ROWS]`` of its rows."""
+    pipeline.factor_s.store(factors)
+    hopper.fence_async_shared()
+    barrier_arrive(FULL, 256, 4)
+
+
+@gluon.jit
+def _store(o, factors, work, results, COLUMN: gl.constexpr, TILE: gl.constexpr):
+    """Write half of the columns of the output, or of what a part of the keys comes to.
+
+    ``factors`` are 0 for rows that saw no key.
+    """
+    ROWS: gl.constexpr = TILE.ROWS
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    # what nobody sees may be NaN
+    o = gl.where(factors[:, None] == 0.0, 0.0, o * factors[:, None])  # [ROWS, HALF]
+    index = gl.arange(0, ROWS, gl.SliceLayout(1, O))  # [ROWS]
+    cols = COLUMN + gl.arange(0, HALF, gl.SliceLayout(0, O))  # [HALF]
+    row = work.row + index
+    inside = (row < work.len_q * TILE.GROUP)[:, None]
+    if results.part_out_ptr is not None:
+        at = (gl.program_id(0) * ROWS + index).to(gl.int64) * (2 * HALF)
+        gl.store(results.part_out_ptr + at[:, None] + cols[None, :], o, mask=inside)
+    else:
+        out = results.out
+        token = (work.q_start + row // TILE.GROUP).to(gl.int64)
+        begin = token * out.stride_token + (row % TILE.GROUP) * out.stride_head
+        at = gl.multiple_of(out.ptr + begin[:, None], [16, 16]) + cols[None, :]
+        gl.store(at, o.to(out.ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _finish(softmax, work, pipeline, results, TILE: gl.constexpr):
+    """Store the LSE, and return the factors of the output, ``[ROWS]``."""
+    m = softmax.m
+    l = gl.convert_layout(gl.sum(softmax.l, 1), m.type.layout)  # [ROWS]
+    safe = gl.where(l == 0.0, 1.0, l)
+    lse2 = gl.where(l == 0.0, NEG_INF, m + gl.log2(safe))
+    index = gl.arange(0, TILE.ROWS, m.type.layout)  # [ROWS]
+    row = work.row + index
+    inside = row < work.len_q * TILE.GROUP
+    if results.part_lse_ptr is not None:
+        gl.store(results.part_lse_ptr + gl.program_id(0) * TILE.ROWS + index, lse2, mask=inside)
+    elif results.lse_ptr is not None:
+        head = (row % TILE.GROUP).to(gl.int64)
+        at = head * results.tokens + (work.q_start + row // TILE.GROUP)
+        gl.store(results.lse_ptr + at, lse2 * LN2, mask=inside)
+    return gl.where(l == 0.0, 0.0, results.value_scale / safe)
+
+
+@gluon.jit
+def lead(work, queries, scale, pipeline, results, TILE: gl.constexpr):
+    """Compute scores and softmax of all tiles of keys, and the first half of the output."""
+    ROWS: gl.constexpr = TILE.ROWS
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    _load_queries(work, queries, pipeline, TILE)
+    # where the scale is positive, max commutes, and it goes into the exponential's multiply-add
+    factor = scale * LOG2E if TILE.FOLD else 1.0
+    o = gl.zeros([ROWS, HALF], gl.float32, O)
+    m = gl.full([ROWS], NEG_INF, gl.float32, gl.SliceLayout(1, S))
+    l = row_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S))  # [ROWS, 4]
+    # the last key that each row sees
+    bound = gl.full([ROWS], work.last - 1, gl.int32, gl.SliceLayout(1, S))
+    if TILE.CAUSAL:
+        row = work.row + gl.arange(0, ROWS, gl.SliceLayout(1, S))  # [ROWS]
+        bound = gl.minimum(bound, row // TILE.GROUP + (work.len_k - work.len_q))
+    for step in range(work.end - work.begin):
+        stage = step % TILE.STAGES
+        s = _scores(step, pipeline, TILE)
+        if not TILE.FOLD:
+            s = s * (scale * LOG2E)
+        first = (work.end - 1 - step) * BLOCK_N
+        if first + BLOCK_N > work.whole:
+            cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))  # [BLOCK_N]
+            s = hide_unless(s, cols[None, :], bound[:, None])
+        m_new = gl.maximum(m, gl.max(s, 1) * factor)  # [ROWS]
+        # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+        pivot = gl.where(m_new == NEG_INF, 0.0, m_new)
+        e = gl.exp2(s * factor - pivot[:, None])  # [ROWS, BLOCK_N]
+        alpha = gl.exp2(m - pivot)
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + row_sums(e)
+        m = m_new
+        p = e.to(pipeline.p_s.dtype)
+        barrier_sync(USED, 256, 4)
+        pipeline.p_s.store(p)
+        _hand_over(alpha, pipeline)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, O, 2))
+        v = pipeline.k_s.index(2 * stage).reshape([BLOCK_N, HALF])
+        o = hopper.warpgroup_mma(p, v, o, is_async=True)
+        o = hopper.warpgroup_mma_wait(0, deps=(o,))
+        barrier_arrive(EMPTY + 2 * stage, TILE.PARTIES, 4)
+    factors = _finish(Softmax(m, l), work, pipeline, results, TILE)
+    barrier_sync(USED, 256, 4)
+    _hand_over(factors, pipeline)
+    _store(o, gl.convert_layout(factors, gl.SliceLayout(1, O)), work, results, 0, TILE)
+
+
+@gluon.jit
+def follow(work, pipeline, results, TILE: gl.constexpr):
+    """Compute the second half of the output from the probabilities of the other warpgroup."""
+    BLOCK_N: gl.constexpr = TILE.BLOCK_N
+    STAGES: gl.constexpr = TILE.STAGES
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    o = gl.zeros([TILE.ROWS, HALF], gl.float32, O)
+    barrier_arrive(USED, 256, 4)
+    for step in range(work.end - work.begin):
+        stage = step % STAGES
+        barrier_sync(FULL, 256, 4)
+        o = o * pipeline.factor_s.load(gl.SliceLayout(1, O))[:, None]
+        v = pipeline.k_s.index(2 * stage + 1).reshape([BLOCK_N, HALF])
+        mbarrier.wait(pipeline.high_full.index(stage), step // STAGES & 1)
+        o = hopper.warpgroup_mma(pipeline.p_s, v, o, is_async=True)
+        o = hopper.warpgroup_mma_wait(0, deps=(o,))
+        barrier_arrive(USED, 256, 4)
+        # the scores, of which these columns are part, were done before
+        barrier_arrive(EMPTY + 2 * stage + 1, TILE.PARTIES, 4)
+    barrier_sync(FULL, 256, 4)
+    _store(o, pipeline.factor_s.load(gl.SliceLayout(1, O)), work, results, HALF, TILE)
+
+
+@gluon.jit
+def pipeline_of(k_s, k_rest_s, TILE: gl.constexpr):
+    """Return the ``Pipeline`` with these stages of keys; all warps of a program call it."""
+    ROWS: gl.constexpr = TILE.ROWS
+    dtype: gl.constexpr = k_s.dtype
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], dtype)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_s = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide)
+    q_rest_s = gl.allocate_shared_memory(dtype, [ROWS, REST], narrow)
+    p_s = gl.allocate_shared_memory(dtype, [ROWS, TILE.BLOCK_N], narrow)
+    factor_s = gl.allocate_shared_memory(gl.float32, [ROWS], plain)
+    low_full, high_full = barriers(TILE.STAGES, 1), barriers(TILE.STAGES, 1)
+    hopper.fence_async_shared()
+    return Pipeline(q_s, q_rest_s, k_s, k_rest_s, p_s, factor_s, low_full, high_full)
+
+
+# integers and pointers are taken as they come; see ``runtime.py``
+NUMBERS = Counts._fields + Strides._fields
+POINTERS = tuple(
+    name for name in Arguments._fields if name.endswith("_ptr") and not name.startswith("part_")
+)
+
+
+@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
+def mla_kernel(
+    half_desc,
+    rest_desc,
+    q_ptr,
+    block_table_ptr,
+    cu_seqlens_q_ptr,
+    seqlens_k_ptr,
+    out_ptr,
+    lse_ptr,
+    part_out_ptr,
+    part_lse_ptr,
+    scale,
+    batch,
+    tokens,
+    splits,
+    stride_qs,
+    stride_qh,
+    stride_os,
+    stride_oh,
+    page_rows,
+    stride_table_b,
+    stride_table_p,
+    CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr,
+    TILES: gl.constexpr,
+    PAGE: gl.constexpr,
+    PIECE: gl.constexpr,
+    ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTIES: gl.constexpr,
+    FOLD: gl.constexpr,
+):
+    """``out = softmax(mask(scale * q @ k.T)) @ k[:, :512]``, of rows or of a split of keys.
+
+    ``k``, of 576 columns, lies in the pages of a cache.
+    """
+    TILE: gl.constexpr = Tile(
+        CAUSAL, GROUP, TILES, PAGE, PIECE, ROWS, BLOCK_N, STAGES, PARTIES, FOLD
+    )
+    dtype: gl.constexpr = half_desc.dtype
+    results = Results(
+        Rows(out_ptr, stride_os, stride_oh), lse_ptr, part_out_ptr, part_lse_ptr, tokens, 1.0
+    )
+    clear(cu_seqlens_q_ptr, batch, results, GROUP)
+    counts = Counts(scale, batch, tokens, splits)
+    work = work_of(gl.program_id(0), cu_seqlens_q_ptr, seqlens_k_ptr, counts, TILE)
+    halves: gl.constexpr = [2 * STAGES, 1, 1, 1, BLOCK_N, HALF]
+    rests: gl.constexpr = [STAGES, 1, 1, 1, BLOCK_N, REST]
+    k_s = gl.allocate_shared_memory(dtype, halves, half_desc.layout)
+    k_rest_s = gl.allocate_shared_memory(dtype, rests, rest_desc.layout)
+    pipeline = pipeline_of(k_s, k_rest_s, TILE)
+    queries = Rows(q_ptr, stride_qs, stride_qh)
+    table = Table(block_table_ptr, stride_table_b, stride_table_p)
+    inputs = Inputs(half_desc, rest_desc, page_rows, table)
+    gl.warp_specialize(
+        [
+            (lead, (work, queries, scale, pipeline, results, TILE)),
+            (follow, (work, pipeline, results, TILE)),
+            (produce, (work, inputs, pipeline, TILE)),
+        ],
+        [4, 1],
+        [224, 56],
+    )

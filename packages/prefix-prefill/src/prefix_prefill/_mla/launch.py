@@ -1,0 +1,247 @@
+"""The launches of multi-head latent attention: what calls of one form share on the host."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from attn_common import cdiv, detect, fp8_info
+from torch import Tensor
+
+from .._cache.kernels.addressing import CacheForm, row_strides
+from .._linked.host.forms import interpreted
+from .._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
+from .._paged.portable.merge import split_merge_kernel
+from .._paged.portable.parameters import Schedule, SplitMergePointers, SplitMergeTile
+from .._paged.portable.tile_launch import MERGE_NUMBERS, count_processors
+from .._paged.tiles import choose_splits, padded_head_dim
+from .call import MlaOptions, MlaTensors, MlaWriteTensors
+from .portable import parameters
+from .portable.kernel import mla_kernel, mla_write_kernel
+from .portable.parameters import MlaStrides, MlaTile, MlaWriteTile
+from .tiles import mla_tile, takes_hopper_mla
+
+MAX_TOKENS = 2**31 - 1
+# tokens that a program writes
+BLOCK_T = 8
+# small tensors that the kernels take as contiguous
+_DENSE = ("cu_seqlens_q", "seqlens_k", "q_descale", "kv_descale")
+
+
+def launch_mla(x: MlaTensors, max_seqlen_q: int, max_seqlen_k: int, options: MlaOptions) -> None:
+    """Run the attention operator on checked inputs; see ``ops.py`` for its schema."""
+    out = x.out if _is_writable(x.out) else x.out.new_empty(x.out.shape)
+    given = x._replace(q=aligned(x.q), out=out)
+    MlaAttentionPlan(given, options).run(given, max_seqlen_q, max_seqlen_k)
+    if out is not x.out:
+        x.out.copy_(out)
+
+
+def plan_of(x: MlaTensors, options: MlaOptions) -> MlaAttentionPlan | None:
+    """Return how to launch a form of calls, or None where tensors have to be copied first."""
+    fits = is_aligned(x.q) and _is_writable(x.out)
+    return MlaAttentionPlan(x, options) if fits else None
+
+
+def _is_writable(out: Tensor) -> bool:
+    return is_aligned(out) and min(out.stride()) > 0
+
+
+class MlaLaunch(Protocol):
+    """How one kernel computes the tiles of a call, or their splits."""
+
+    rows: int  # of a tile
+    block_n: int
+
+    def __call__(
+        self, grid: int, x: MlaTensors, parts: tuple[Tensor | None, ...], splits: int
+    ) -> None:
+        """Launch for so many programs; ``parts`` are what splits come to."""
+
+
+class MlaAttentionPlan:
+    """All of a call's launches that depends on its form alone: on no data, and no token count."""
+
+    def __init__(self, x: MlaTensors, options: MlaOptions) -> None:
+        """Plan for calls like this one, whose tensors are as ``aligned`` leaves them."""
+        small = (getattr(x, name) for name in _DENSE)
+        self._is_dense = all(t is None or t.is_contiguous() for t in small)
+        # sequences of one token each, and of any number
+        self._single = SchedulePlan(x, options, is_single=True)
+        self._any = SchedulePlan(x, options, is_single=False)
+
+    def run(self, x: MlaTensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
+        """Launch for one call of the form."""
+        tokens = x.q.shape[0]
+        if tokens == 0:
+            return
+        if not self._is_dense:
+            x = x._replace(**{name: dense(getattr(x, name)) for name in _DENSE})
+        # a sequence that is longer than it should be is not left out, if it can be helped
+        is_single = max_seqlen_q <= 1 and tokens <= x.seqlens_k.shape[0]
+        (self._single if is_single else self._any).run(x, tokens, max_seqlen_k)
+
+
+class SchedulePlan:
+    """The launches of one way to give tiles to programs."""
+
+    def __init__(self, x: MlaTensors, options: MlaOptions, is_single: bool) -> None:
+        """Plan for sequences of one token, or of any number of them."""
+        self._batch, self._heads = x.seqlens_k.shape[0], x.q.shape[1]
+        self._num_splits, self._is_single = options.num_splits, is_single
+        self._head_dim_v = x.out.shape[2]
+        self._processors = count_processors(x.q.device)
+        self._launch = _launch_of(x, options, is_single)
+        rows = self._launch.rows
+        self._tiles = cdiv(self._heads, rows)
+        # of one token, its heads alone can be there
+        self._most_rows = min(rows, self._heads) if is_single else rows
+        schedule = schedule_of(self._heads, rows, is_single)
+        block = padded_head_dim(self._head_dim_v)
+        self._merged_rows, chunk = 1, min(64, MERGE_NUMBERS // block)
+        if interpreted():
+            self._merged_rows, chunk = 16, 2
+        tile = SplitMergeTile(self._head_dim_v, 0.0, block, self._merged_rows, chunk, False)
+        constants = {**schedule._asdict(), **tile._asdict(), "num_warps": 4, "num_stages": 1}
+        self._merge = Launch(split_merge_kernel, constants)
+        self._out_strides = row_strides(x.out)
+
+    def run(self, x: MlaTensors, tokens: int, max_seqlen_k: int) -> None:
+        """Launch for one call."""
+        rows, width = self._launch.rows, self._head_dim_v
+        busy = units = self._batch * self._tiles
+        if not self._is_single:
+            busy = cdiv(tokens * self._heads, rows)
+            units = tokens * self._heads // rows + self._batch + 2
+        splits = self._num_splits
+        if splits == 0:
+            steps, scratch = max_seqlen_k // self._launch.block_n, units * rows * (width + 1) * 4
+            splits = choose_splits(busy, False, steps, scratch, self._processors)
+        # a program at least, which clears tokens of no sequence
+        grid = max(1, units * splits)
+        if splits == 1 or units == 0:
+            self._launch(grid, x, (None, None), splits)
+            return
+        part_out = x.out.new_empty((units * splits * rows, width), dtype=torch.float32)
+        part_lse = x.out.new_empty((units * splits * rows,), dtype=torch.float32)
+        self._launch(grid, x, (part_out, part_lse), splits)
+        self._merge(
+            units * cdiv(self._most_rows, self._merged_rows),
+            SplitMergePointers(part_out, part_lse, x.out, x.lse, x.cu_seqlens_q, None),
+            # the fields of SplitMergeNumbers
+            (self._batch, 1, tokens, splits, self._most_rows, *self._out_strides),
+        )
+
+
+def _launch_of(x: MlaTensors, options: MlaOptions, is_single: bool) -> MlaLaunch:
+    if takes_hopper_mla(x, options):
+        from .hopper.launch import HopperLaunch
+
+        return HopperLaunch(x, options, is_single)
+    return PortableLaunch(x, options, is_single)
+
+
+def schedule_of(heads: int, rows: int, is_single: bool) -> Schedule:
+    """Return the constants by which programs find their tiles."""
+    return Schedule(heads, 1, 1 if is_single else MAX_TOKENS, cdiv(heads, rows) * is_single, rows)
+
+
+class PortableLaunch:
+    """The launches of the portable kernel."""
+
+    def __init__(self, x: MlaTensors, options: MlaOptions, is_single: bool) -> None:
+        """Plan for one way to give tiles to programs."""
+        platform = detect(x.q.device)
+        heads, head_dim = x.q.shape[1:]
+        head_dim_v = x.out.shape[2]
+        itemsize = 4 if torch.float32 in (x.q.dtype, x.kv_cache.dtype) else 2
+        tile = mla_tile(platform, itemsize, heads)
+        self.rows, self.block_n = tile.block_m, tile.block_n
+        self._scale, self._batch = options.softmax_scale, x.seqlens_k.shape[0]
+        cache = x.kv_cache[:, :, None]
+        form = CacheForm(cache, cache)
+        rest = head_dim_v * x.kv_cache.element_size()
+        asked = parameters.MlaOptions(
+            PAGE=form.page,
+            KV_UNIT=form.layout.K_UNIT,
+            KV_BYTES=math.gcd(form.layout.K_BYTES, rest),
+            ROW_BYTES=math.gcd(row_bytes(x.q), head_dim_v * x.q.element_size()),
+            CAUSAL=options.causal,
+        )
+        shape = MlaTile(
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=head_dim_v,
+            BLOCK_N=tile.block_n,
+            BLOCK_V=padded_head_dim(head_dim_v),
+            BLOCK_R=padded_head_dim(max(1, head_dim - head_dim_v)),
+            PRECISION=tile.precision,
+            UPCAST=interpreted(),
+        )
+        schedule = schedule_of(heads, self.rows, is_single)
+        constants = {
+            **asked._asdict(),
+            **schedule._asdict(),
+            **shape._asdict(),
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+        page, slot, _, _, inner = form.k
+        table = x.block_table.stride()
+        self._strides = MlaStrides(
+            *row_strides(x.q), *row_strides(x.out), page, slot, inner, *table
+        )
+        self._whole, self._split = Launch(mla_kernel, constants), Launch(mla_kernel, constants)
+
+    def __call__(
+        self, grid: int, x: MlaTensors, parts: tuple[Tensor | None, ...], splits: int
+    ) -> None:
+        """Launch for so many programs; ``parts`` are what splits come to."""
+        launch = self._whole if parts[0] is None else self._split
+        # the fields of MlaCounts and MlaStrides
+        numbers = (self._scale, self._batch, x.q.shape[0], splits, *self._strides)
+        launch(grid, (*x, *parts), numbers)
+
+
+# ---- writing into a cache
+
+
+def launch_mla_write(x: MlaWriteTensors) -> None:
+    """Run the operator that writes into a cache on checked inputs; see ``ops.py``."""
+    tokens = x.slot_mapping.shape[0]
+    x = x._replace(kv_c=aligned(x.kv_c[:tokens]), k_pe=aligned(x.k_pe[:tokens]))
+    MlaCacheWritePlan(x).run(x)
+
+
+def write_plan_of(x: MlaWriteTensors) -> MlaCacheWritePlan | None:
+    """Return how to launch a form of writes, or None where tensors have to be copied first."""
+    return MlaCacheWritePlan(x) if is_aligned(x.kv_c) and is_aligned(x.k_pe) else None
+
+
+class MlaCacheWritePlan:
+    """All of a write's launch that depends on its form alone: on no data, and no token count."""
+
+    def __init__(self, x: MlaWriteTensors) -> None:
+        """Plan for writes like this one, whose new columns are as ``aligned`` leaves them."""
+        cache = x.kv_cache
+        is_fp8 = cache.element_size() == 1
+        tile = MlaWriteTile(
+            PAGE=cache.shape[1],
+            HEAD_DIM_V=x.kv_c.shape[1],
+            ROTARY=x.k_pe.shape[1],
+            ROW_BYTES=math.gcd(row_bytes(x.kv_c), row_bytes(x.k_pe)),
+            FP8_MAX=fp8_info(cache.dtype).max if is_fp8 else 0.0,
+            BLOCK_T=BLOCK_T,
+            BLOCK_V=padded_head_dim(x.kv_c.shape[1]),
+            BLOCK_R=padded_head_dim(max(1, x.k_pe.shape[1])),
+        )
+        rows = x.slot_mapping.stride(0), x.kv_c.stride(0), x.k_pe.stride(0)
+        # behind the number of tokens
+        self._numbers = cache.shape[0] * cache.shape[1], *rows, *cache.stride()
+        constants = {**tile._asdict(), "num_warps": 4, "num_stages": 1}
+        self._write = Launch(mla_write_kernel, constants)
+
+    def run(self, x: MlaWriteTensors) -> None:
+        """Launch for one write of the form."""
+        tokens = x.slot_mapping.shape[0]
+        self._write(cdiv(tokens, BLOCK_T), x, (tokens, *self._numbers))

@@ -1,0 +1,128 @@
+"""Multi-head latent attention by its definition: eager, any float dtype, sequence by sequence.
+
+Like that of paged attention, this is the oracle of the kernels' tests and what CPU tensors run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._cache.layout import gather_pages
+from .._linked.host.arguments import as_int32, check_tensor
+from .._paged.checks import check_table
+from .._paged.reference import compute_dtype, out_dtype_of, scaled, visible_keys
+from .call import MlaOptions, MlaTensors
+from .checks import check_mla_options, check_shapes, stored
+
+
+def mla_attention_reference(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    head_dim_v: int = 512,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    q_descale: Tensor | None = None,
+    kv_descale: Tensor | None = None,
+    out: Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what :func:`mla_attn_func` computes, by the formulas in its description.
+
+    Args:
+        q: queries, ``[tokens, heads, head_dim]``; any float dtype, float64 included.
+        kv_cache: this and all others as in :func:`mla_attn_func`; ``num_splits`` changes nothing.
+            Any ``head_dim``, and any ``head_dim_v`` up to it.
+
+    Returns:
+        ``out`` or ``(out, lse)`` as :func:`mla_attn_func` does; the log-sum-exp is float64 for
+        float64 queries, else float32.
+
+    Raises:
+        TypeError: on an argument's type, or a dtype that is no float.
+        ValueError: on a shape, or a range.
+    """
+    check_tensor("q", q)
+    kv_cache = stored(kv_cache)
+    check_shapes(q, kv_cache, head_dim_v)
+    for name, x in (("q", q), ("kv_cache", kv_cache)):
+        if not x.dtype.is_floating_point:
+            raise TypeError(f"{name} must be of a float dtype, got {x.dtype}")
+    cu_seqlens_q, seqlens_k = as_int32(cu_seqlens_q), as_int32(seqlens_k)
+    check_table(q, block_table, cu_seqlens_q, seqlens_k)
+    options = check_mla_options(q, softmax_scale, causal, num_splits, return_lse)
+    target = q.new_empty((*q.shape[:2], head_dim_v), dtype=out_dtype_of(q, out, None))
+    given = kv_cache, block_table, cu_seqlens_q, seqlens_k, q_descale, kv_descale
+    result, lse = attend(MlaTensors(q, *given, target, None), options)
+    result = result.to(target.dtype)
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+def attend(x: MlaTensors, options: MlaOptions, at_once: int | None = None) -> tuple[Tensor, Tensor]:
+    """Attend sequence by sequence; both results are in the dtype of the computation.
+
+    Rows of no sequence get 0 and -inf. With ``at_once``, so many queries at a time meet the keys
+    up to the last that they see; otherwise all of a sequence do.
+    """
+    dtype, page = compute_dtype(x.q), x.kv_cache.shape[1]
+    out = x.q.new_zeros(x.out.shape, dtype=dtype)
+    lse = x.q.new_full((x.q.shape[1], x.q.shape[0]), -math.inf, dtype=dtype)
+    starts, lengths = x.cu_seqlens_q.tolist(), x.seqlens_k.tolist()
+    for b, seqlen_k in enumerate(lengths):
+        rows = slice(starts[b], starts[b + 1])
+        seqlen_q = rows.stop - rows.start
+        if seqlen_q == 0 or seqlen_k <= 0:
+            continue
+        pages = x.block_table[b, : -(-seqlen_k // page)].to(torch.int64)
+        keys = gather_pages(x.kv_cache, pages, False)[:seqlen_k]
+        keys = scaled(keys[:, None], x.kv_descale, dtype)[:, 0]
+        queries = scaled(x.q[rows], x.q_descale, dtype)
+        size = seqlen_q if at_once is None else at_once
+        for start in range(0, seqlen_q, size):
+            stop = min(start + size, seqlen_q)
+            ahead = seqlen_k - seqlen_q
+            last = min(max(stop + ahead, 0), seqlen_k) if options.causal else seqlen_k
+            if last == 0:
+                continue
+            position = torch.arange(start, stop, device=x.q.device) + ahead
+            some = slice(rows.start + start, rows.start + stop)
+            out[some], lse[:, some] = _attend_sequence(
+                queries[start:stop],
+                keys[:last],
+                visible_keys(position, last, -1, 0 if options.causal else -1),
+                options.softmax_scale,
+                x.out.shape[2],
+            )
+    return out, lse
+
+
+def _attend_sequence(
+    q: Tensor, keys: Tensor, visible: Tensor, softmax_scale: float, head_dim_v: int
+) -> tuple[Tensor, Tensor]:
+    """Attend within one sequence, of which ``visible`` says what each query sees."""
+    # under autocast the products below would be rounded to 16 bits
+    with torch.autocast(q.device.type, enabled=False):
+        # what nobody sees may hold NaN, and 0 * NaN is NaN
+        keys = keys.masked_fill(~visible.any(0)[:, None], 0.0)
+        scores = torch.einsum("ihd,jd->hij", q, keys) * softmax_scale
+        scores = scores.masked_fill(~visible, -math.inf)
+        shift = scores.amax(dim=-1, keepdim=True)
+        shift = shift.masked_fill(shift == -math.inf, 0.0)
+        weights = (scores - shift).exp_()
+        del scores  # as large as the weights
+        total = weights.sum(dim=-1, keepdim=True)
+        empty = total == 0.0
+        total = total.masked_fill(empty, 1.0)
+        lse = (shift + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
+        return torch.einsum("hij,jd->ihd", weights / total, keys[:, :head_dim_v]), lse

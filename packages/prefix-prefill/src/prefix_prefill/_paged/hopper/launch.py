@@ -1,0 +1,146 @@
+"""The host side of prefill on Hopper: tensor maps, the order of tiles, the launch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..._cache.kernels.addressing import descale_ndim, row_strides
+from ..._linked.hopper.tickets import MAX_TICKETS, kept_ticket, new_ticket
+from ..._linked.hopper.tma import MapForm, MapLaunch, TensorMap
+from ..call import Options, Tensors
+from ..hopper_tiles import HopperTile, hopper_tile, is_worth_tall, takes_tall
+from ..portable.tile_launch import TilePlan, scores_of, stride_of_slopes, strides_of_scales
+from ..tiles import copied_keys, padded_head_dim, rows_of_cache, rows_of_page
+from . import structures
+from .attention import prefill_kernel
+from .structures import Arguments, Strides, Tile, WideArguments, WideStrides
+from .wide import prefill_wide_kernel
+
+WARP, WARPGROUP = 32, 128
+
+
+class HopperPlan:
+    """The long tile of the calls of one form that ``takes_hopper`` takes."""
+
+    def __init__(self, x: Tensors, options: Options, portable: TilePlan, is_kept: bool) -> None:
+        """Take a call, and whether the plan serves others after it.
+
+        ``portable`` serves the same sequences where the kernel for Hopper is not worth while.
+        """
+        self.portable, self.least = portable, portable.least
+        self._ticket = kept_ticket if is_kept else new_ticket
+        group = portable.group
+        hopper = hopper_tile(portable.head_dim, portable.words)
+        left = options.window_left
+        page = x.k_cache.shape[1]
+        piece = copied_keys(page, left, hopper.block_n)
+        pack = hopper.pack(group)
+        self._packs = x.q.shape[1] // pack
+        self._rows = hopper.rows // pack
+        wide = padded_head_dim(portable.head_dim)
+        self._map_q = MapForm(x.q, hopper.rows, wide, ragged=True, heads=pack)
+        # fp32 goes out of registers: shared memory has no room for it
+        self._map_out = None
+        if x.out.dtype == x.q.dtype:
+            self._map_out = MapForm(x.out, hopper.rows, wide, ragged=True, heads=pack)
+        # of new keys, whose tokens lie one behind the other
+        new_piece = copied_keys(hopper.block_n, left, hopper.block_n)
+        self._new_maps = None
+        if x.k is not None and x.v is not None:
+            self._new_maps = [MapForm(t, new_piece, wide, ragged=True) for t in (x.k, x.v)]
+        self._is_wide = x.k_cache.element_size() == 1
+        self._scores = scores_of(options)
+        pages = rows_of_page(x.k_cache), rows_of_page(x.v_cache)
+        given = *row_strides(x.out), *x.block_table.stride(), stride_of_slopes(x)
+        self._strides: Strides | WideStrides
+        if self._is_wide:
+            lie = *x.k_cache.stride()[1:3], *x.v_cache.stride()[1:3]
+            scales = strides_of_scales(x)
+            self._strides = WideStrides(*pages, *lie, *given, *scales, portable.heads_k)
+        else:
+            self._map_k = MapForm(as_rows(x.k_cache), piece, wide, ragged=True)
+            self._map_v = MapForm(as_rows(x.v_cache), piece, wide, ragged=True)
+            self._strides = Strides(*pages, *given)
+        asked = structures.Options(
+            HAS_LEFT=left >= 0,
+            HAS_RIGHT=options.window_right >= 0,
+            HAS_SOFTCAP=options.softcap != 0.0,
+            HAS_NEW=self._new_maps is not None,
+            DESCALE_NDIM=descale_ndim(x.k_descale, x.v_descale),
+        )
+        warps = WARPGROUP // WARP if self._is_wide else 1
+        wideners = hopper.wideners if self._is_wide else 0
+
+        def launch_of(hopper: HopperTile) -> MapLaunch:
+            tile = Tile(
+                GROUP=group,
+                PACK=pack,
+                PAGE=page,
+                PIECE=piece,
+                NEW_PIECE=new_piece,
+                MIN_TOKENS=portable.least,
+                ROWS=hopper.rows,
+                BLOCK_N=hopper.block_n,
+                HEAD_DIM=wide,
+                WIDTH=portable.head_dim,
+                STAGES_K=hopper.stages_k,
+                STAGES_V=hopper.stages_v,
+                BUFFERS_Q=hopper.buffers_q,
+                WARPGROUPS=hopper.warpgroups,
+                SHARE=hopper.share and self._map_out is not None,
+                WARPS=warps,
+                WIDENERS=wideners,
+                PARTIES=hopper.warpgroups * WARPGROUP + warps * WARP,
+            )
+            constants = {**asked._asdict(), **tile._asdict()}
+            kernel = prefill_wide_kernel if self._is_wide else prefill_kernel
+            constants |= {"num_warps": 4, "maxnreg": hopper.registers(wideners)}
+            return MapLaunch(kernel, constants)
+
+        self._prefill, self._tall = launch_of(hopper), None
+        if takes_tall(x, options):
+            self._tall = launch_of(hopper_tile(portable.head_dim, portable.words, True))
+
+    def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
+        """Launch for one call."""
+        portable, launch, block = self.portable, self._prefill, 2 * self._rows
+        size = portable.batch, self._packs, self._rows, portable.processors
+        if self._tall is not None and is_worth_tall(tokens, *size):
+            launch, block = self._tall, 3 * self._rows
+        total = (tokens // block + portable.batch + 2) * self._packs
+        splits = portable.count_splits(portable.count_units(tokens), tokens, max_seqlen_k)
+        if splits > 1 or total > MAX_TICKETS:
+            # the portable kernel cuts sequences where they are few
+            portable.run(x, tokens, max_seqlen_k)
+            return
+        q, out, out_ptr = self._map_q(x.q), None, x.out
+        if self._map_out is not None:
+            out, out_ptr = self._map_out(x.out), None
+        small = (
+            out_ptr,
+            x.lse,
+            self._ticket(x.q.device),
+            x.block_table,
+            x.cu_seqlens_q,
+            x.seqlens_k,
+            x.alibi_slopes,
+            x.sinks,
+        )
+        new: list[TensorMap | None] = [None, None]
+        if self._new_maps is not None and x.k is not None and x.v is not None:
+            new = [self._new_maps[0](x.k), self._new_maps[1](x.v)]
+        arguments: Arguments | WideArguments
+        if self._is_wide:
+            scales = x.k_descale, x.v_descale, x.k_scale_cache, x.v_scale_cache
+            arguments = WideArguments(q, *new, out, x.k_cache, x.v_cache, *small, *scales)
+        else:
+            keys = self._map_k(x.k_cache), self._map_v(x.v_cache)
+            arguments = Arguments(q, *keys, *new, out, *small)
+        # the fields of Scores, Counts, and of Strides or WideStrides
+        numbers = (*self._scores, portable.batch, self._packs, tokens, total, *self._strides)
+        launch(min(portable.processors, total), arguments, numbers)
+
+
+def as_rows(cache: Tensor) -> Tensor:
+    """Return the view of a cache as one row of slots after the other, between pages whatever."""
+    return cache.as_strided((rows_of_cache(cache), *cache.shape[2:]), cache.stride()[1:])

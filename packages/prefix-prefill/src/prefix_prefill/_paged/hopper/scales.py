@@ -1,0 +1,28 @@
+"""Scales of single tokens, on their way to the consumers."""
+
+from ..._linked.hopper.compat import gl, gluon
+
+
+@gluon.jit
+def read_scales(first, inputs, seen, entries, TILE: gl.constexpr):
+    """Read the scales of a tile's keys and of its values, each ``[BLOCK_N]``."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    key = first + gl.arange(0, TILE.BLOCK_N, layout)  # [BLOCK_N]
+    is_seen = (key >= seen.first) & (key < seen.last)
+    entry = entries + (key // TILE.PAGE).to(gl.int64) * inputs.table.stride_page
+    page = gl.load(entry, mask=is_seen, other=0).to(gl.int64)
+    slot = (key % TILE.PAGE).to(gl.int64)
+    k, v = inputs.k_scales, inputs.v_scales
+    head = seen.head.to(gl.int64)
+    k_at = k.ptr + (head * k.stride_head + page * k.stride_page + slot * k.stride_slot)
+    v_at = v.ptr + (head * v.stride_head + page * v.stride_page + slot * v.stride_slot)
+    k_scale = gl.load(k_at, mask=is_seen, other=0.0)
+    v_scale = gl.load(v_at, mask=is_seen, other=0.0)
+    return k_scale, v_scale
+
+
+@gluon.jit
+def put_scales(k_scale, v_scale, stage, scales_s):
+    """Store the scales of a tile in fp32."""
+    scales_s.index(2 * stage).store(k_scale.to(gl.float32))
+    scales_s.index(2 * stage + 1).store(v_scale.to(gl.float32))

@@ -1,0 +1,275 @@
+"""What calls of one form share on the host, and the launchers that the operators call.
+
+A call of attention has launches for sequences with few queries and for those with many, and for
+merging what was split. Those of one tile stand in ``portable/tile_launch.py`` and
+``hopper/launch.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attn_common import cdiv, detect, fp8_info
+from torch import Tensor
+
+from .._cache.kernels.addressing import (
+    CacheForm,
+    descale_ndim,
+    has_narrow_words,
+    one_form,
+    row_strides,
+)
+from .._cache.kernels.write import reshape_and_cache_kernel
+from .._cache.layout import INT_MAX, cache_sizes
+from .._linked.launch.runtime import Launch, aligned, dense, is_aligned, row_bytes
+from .call import Call, Options, Plan, Tensors, WriteTensors
+from .hopper_tiles import hopper_tile
+from .invariant import InvariantAttention
+from .portable.merge import state_merge_kernel
+from .portable.parameters import (
+    StateMergeNumbers,
+    StateMergePointers,
+    StateMergeTile,
+    WriteStrides,
+    WriteTile,
+)
+from .portable.tile_launch import TilePlan
+from .tiles import (
+    MAX_SHORT_ROWS,
+    long_tile,
+    padded_head_dim,
+    short_tile,
+    short_tokens,
+    takes_hopper,
+    tree_tile,
+    words_of,
+)
+
+if TYPE_CHECKING:
+    from .hopper.launch import HopperPlan
+
+MAX_TOKENS = 2**31 - 1
+# tokens of one head that a program writes
+BLOCK_T = 16
+# rows of two results that a program merges
+MERGE_ROWS = 16
+# small tensors that the kernels take as contiguous
+_DENSE = ("cu_seqlens_q", "seqlens_k", "positions", "alibi_slopes", "sinks", "tree_mask")
+
+# ---- attention
+
+
+def launch_attention(*arguments: Any) -> None:
+    """Run the attention operator on checked inputs; see ``ops.py`` for its schema."""
+    call = Call.of(*arguments)
+    x = call.tensors
+    q, k, v, out = aligned(x.q), x.k, x.v, x.out
+    if k is not None:
+        k, v = aligned(k), aligned(v)
+    if not is_writable(out):
+        # rows that are not written have to come back as they were
+        out = out.clone(memory_format=torch.contiguous_format)
+    aligned_x = x._replace(q=q, k=k, v=v, out=out)
+    if call.options.invariant:
+        plan: Plan = InvariantAttention(aligned_x, call.options)
+    else:
+        plan = AttentionPlan(aligned_x, call.options)
+    plan.run(aligned_x, call.max_seqlen_q, call.max_seqlen_k)
+    if out is not x.out:
+        x.out.copy_(out)
+
+
+def plan_of(x: Tensors, options: Options) -> Plan | None:
+    """Return how to launch a form of calls, or None where tensors have to be copied first."""
+    new = (x.q, x.k, x.v) if x.k is not None else (x.q,)
+    fits = all(map(is_aligned, new)) and is_writable(x.out)
+    if not fits:
+        return None
+    if options.invariant:
+        return InvariantAttention(x, options, is_kept=True)
+    return AttentionPlan(x, options, is_kept=True)
+
+
+def is_writable(out: Tensor) -> bool:
+    """Return whether the kernels may write an output where it is."""
+    return is_aligned(out) and min(out.stride()) > 0
+
+
+class AttentionPlan:
+    """All of a call's launches that depends on its form alone: on no data, and no token count."""
+
+    def __init__(self, x: Tensors, options: Options, is_kept: bool = False) -> None:
+        """Plan for calls like this one, whose tensors are as ``aligned`` leaves them.
+
+        ``is_kept``: for others after it, too.
+        """
+        self.options = options
+        device, dtype = x.q.device, x.q.dtype
+        platform = detect(device)
+        heads_k = cache_sizes(x.k_cache).heads_k
+        # tiles of the wider of keys and values hold the narrower, too
+        group, head_dim = x.q.shape[1] // heads_k, max(x.q.shape[2], x.out.shape[2])
+        most_short = 0 if options.long_only else short_tokens(group)
+        least_short = 2 if options.skip_decode else 1
+        itemsize = 4 if dtype == torch.float32 else 2
+        descales = x.q_descale, x.k_descale, x.v_descale
+        self._has_descales = any(d is not None for d in descales)
+        small = (getattr(x, name) for name in _DENSE)
+        self._is_dense = all(t is None or t.is_contiguous() for t in small)
+        self.batch = x.seqlens_k.shape[0]
+        ndim = descale_ndim(*descales)
+        self._descale_shape = (self.batch, heads_k)[2 - ndim :]
+        self.short = None
+        if most_short >= least_short or options.fill_padding:
+            tile = short_tile(platform, head_dim, itemsize, group, words_of(x))
+            has_any = most_short >= least_short
+            self.short = TilePlan(x, options, tile, least_short, most_short, has_any)
+        tile_of = long_tile if x.tree_mask is None else tree_tile
+        tile = tile_of(platform, head_dim, itemsize, x.k_scale_cache is not None)
+        if platform.is_hopper and has_narrow_words(x):
+            # not enough rows for a product of Hopper's, beside which ptxas 12.8 errs: see
+            # docs/hopper-traps.md
+            tile = short_tile(platform, head_dim, itemsize, MAX_SHORT_ROWS // 2)
+        least_long = max(most_short + 1, least_short)
+        self.long: list[TilePlan | HopperPlan] = []
+        if takes_hopper(x, options):
+            from .hopper.launch import HopperPlan
+
+            least = max(least_long, hopper_tile(head_dim, words_of(x)).least_tokens(group))
+            if least > least_long:
+                # too few queries for a group that its tiles do not hold whole
+                self.long += [TilePlan(x, options, tile, least_long, least - 1, None)]
+            portable = TilePlan(x, options, tile, least, MAX_TOKENS, None)
+            self.long += [HopperPlan(x, options, portable, is_kept)]
+        else:
+            self.long += [TilePlan(x, options, tile, least_long, MAX_TOKENS, None)]
+
+    def run(self, x: Tensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
+        """Launch for one call of the form."""
+        tokens = x.q.shape[0]
+        if tokens == 0:
+            return
+        if not self._is_dense:
+            x = x._replace(**{name: dense(getattr(x, name)) for name in _DENSE})
+        if self._has_descales:
+            q_descale, k_descale, v_descale = one_form(
+                self._descale_shape, x.q_descale, x.k_descale, x.v_descale
+            )
+            x = x._replace(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        if self.short is not None:
+            self.short.run(x, tokens, max_seqlen_k)
+        for long in self.long:
+            # a sequence that is longer than it should be is not left out, if it can be helped
+            if max_seqlen_q >= long.least or tokens > self.batch * (long.least - 1):
+                long.run(x, tokens, max_seqlen_k)
+
+
+# ---- writing into a cache
+
+
+def launch_reshape_and_cache(*arguments: Any) -> None:
+    """Run the operator that writes into a cache on checked inputs; see ``ops.py``."""
+    x = WriteTensors(*arguments)
+    tokens = x.slot_mapping.shape[0]
+    x = x._replace(k=aligned(x.k[:tokens]), v=aligned(x.v[:tokens]))
+    WritePlan(x).run(x)
+
+
+def write_plan_of(x: WriteTensors) -> WritePlan | None:
+    """Return how to launch a form of writes, or None where tensors have to be copied first."""
+    return WritePlan(x) if is_aligned(x.k) and is_aligned(x.v) else None
+
+
+class WritePlan:
+    """All of a write's launch that depends on its form alone: on no data, and no token count."""
+
+    def __init__(self, x: WriteTensors) -> None:
+        """Plan for writes like this one, whose new keys are as ``aligned`` leaves them."""
+        _, self._heads_k, head_dim = x.k.shape
+        head_dim_v = x.v.shape[2]
+        cache = CacheForm(x.k_cache, x.v_cache)
+        is_fp8 = x.k_cache.dtype.is_floating_point and x.k_cache.element_size() == 1
+        scales = x.k_scale, x.v_scale
+        self._per_head = any(s is not None and s.numel() != 1 for s in scales)
+        platform = detect(x.k.device)
+        overlap = platform.is_hopper or platform.is_blackwell
+        new = row_strides(x.k) + row_strides(x.v)
+        scale_strides = 0, 0, 0, 0, 0, 0
+        if x.k_scale_cache is not None and x.v_scale_cache is not None:
+            scale_strides = x.k_scale_cache.stride() + x.v_scale_cache.stride()
+        strides = WriteStrides(x.slot_mapping.stride(0), *new, *cache.k, *cache.v, *scale_strides)
+        # behind the number of tokens
+        self._numbers = x.k_cache.shape[0] * cache.page, *strides
+        tile = WriteTile(
+            HEADS=self._heads_k,
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=head_dim_v,
+            ROW_BYTES=min(row_bytes(x.k), row_bytes(x.v)),
+            SCALE_PER_HEAD=self._per_head,
+            FP8_MAX=fp8_info(x.k_cache.dtype).max if is_fp8 else 0.0,
+            INT_MAX=INT_MAX.get(x.k_cache.dtype, 0),
+            BLOCK_T=BLOCK_T,
+            BLOCK_D=padded_head_dim(head_dim),
+            BLOCK_DV=padded_head_dim(head_dim_v),
+            OVERLAP=overlap,
+        )
+        self._write = Launch(
+            reshape_and_cache_kernel,
+            {
+                **cache.layout._asdict(),
+                **tile._asdict(),
+                "num_warps": 4,
+                "num_stages": 1,
+                **({"launch_pdl": True} if overlap else {}),
+            },
+        )
+
+    def run(self, x: WriteTensors) -> None:
+        """Launch for one write of the form."""
+        tokens = x.slot_mapping.shape[0]
+        if x.k_scale is not None or x.v_scale is not None:
+            shape = (self._heads_k,) if self._per_head else ()
+            k_scale, v_scale = one_form(shape, x.k_scale, x.v_scale)
+            x = x._replace(k_scale=k_scale, v_scale=v_scale)
+        # the tensors are the fields of WritePointers
+        self._write(2 * cdiv(tokens, BLOCK_T) * self._heads_k, x, (tokens, *self._numbers))
+
+
+# ---- merging two results
+
+# launches by all that their constants and the dtypes of their tensors depend on
+_merges: dict[tuple[Any, ...], Launch] = {}
+
+
+def launch_merge(
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    out_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Run the operator that merges two results on checked inputs; see ``ops.py``."""
+    tokens, heads_q, head_dim = out_a.shape
+    target = out if out.stride(2) == 1 or head_dim == 1 else out.new_empty(out.shape)
+    pointers = StateMergePointers(
+        dense(out_a), dense(lse_a), dense(out_b), dense(lse_b), target, lse, out_scale
+    )
+    key = (out_a.device, head_dim, *(None if t is None else t.dtype for t in pointers))
+    launch = _merges.get(key)
+    if launch is None:
+        tile = StateMergeTile(
+            HEAD_DIM=head_dim,
+            OUT_MAX=fp8_info(out.dtype).max if out.element_size() == 1 else 0.0,
+            BLOCK_D=padded_head_dim(head_dim),
+            ROWS=MERGE_ROWS,
+        )
+        constants = {**tile._asdict(), "num_warps": 4, "num_stages": 1}
+        launch = _merges[key] = Launch(state_merge_kernel, constants)
+    stride_os, stride_oh, _ = target.stride()
+    numbers = StateMergeNumbers(heads_q, tokens, stride_os, stride_oh)
+    launch(cdiv(tokens * heads_q, MERGE_ROWS), pointers, numbers)
+    if target is not out:
+        out.copy_(target)

@@ -1,0 +1,48 @@
+"""Checks of the options: what is not a tensor, nor about one."""
+
+from torch import Tensor
+
+from .._linked.host.arguments import (
+    check_flag,
+    check_length,
+    check_scale,
+    check_softcap,
+    check_window,
+)
+from .call import Options
+
+# partial results of every split are merged in one go
+MAX_SPLITS = 1024
+
+
+def check_options(
+    q: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    num_splits: int,
+    return_lse: bool,
+    invariant: bool = False,
+) -> Options:
+    """Check what is not a tensor; return the options as the operator takes them."""
+    for name, flag in (("causal", causal), ("return_lse", return_lse), ("invariant", invariant)):
+        check_flag(name, flag)
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
+    else:
+        softmax_scale = check_scale("softmax_scale", softmax_scale)
+    softcap = check_softcap(softcap, softmax_scale)
+    left, right = check_window(window_size)
+    check_length("num_splits", num_splits)
+    if num_splits > MAX_SPLITS:
+        raise ValueError(
+            f"num_splits must be from 0 to {MAX_SPLITS}, where 0 decides by load, got {num_splits}"
+        )
+    if invariant and num_splits != 0:
+        raise NotImplementedError(
+            "num_splits must be 0 beside invariant=True: keys are cut where the law says, "
+            f"got {num_splits}"
+        )
+    right = 0 if causal else right
+    return Options(softmax_scale, left, right, softcap, num_splits, invariant=invariant)

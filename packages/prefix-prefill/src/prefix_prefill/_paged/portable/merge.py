@@ -1,0 +1,168 @@
+"""Merging partial results over disjoint keys: of the splits of a row, or of two whole calls."""
+
+import triton
+import triton.language as tl
+
+from ..._linked.portable.primitives import LN2, LOG2E, NEG_INF
+from .parameters import (
+    Schedule,
+    SplitMergeNumbers,
+    SplitMergePointers,
+    SplitMergeTile,
+    StateMergeNumbers,
+    StateMergePointers,
+    StateMergeTile,
+    pointers_of_callers,
+)
+from .results import scaled_out
+from .schedule import locate
+from .structures import Packed, Results
+
+
+@triton.jit
+def _store_rows(out, lse, token, head, inside, cols, results, TILE: tl.constexpr):
+    """Write rows of the output, in its dtype, and their log-sum-exps."""
+    target = results.out
+    out_rows = token * target.stride_token + head * target.stride_head
+    out = scaled_out(out, results.out_scale_ptr, TILE.OUT_MAX)
+    pointers = target.ptr + out_rows[:, None] + cols[None, :]  # [ROWS, BLOCK_D]
+    mask = inside[:, None] & (cols < TILE.HEAD_DIM)[None, :]
+    tl.store(pointers, out.to(target.ptr.dtype.element_ty), mask=mask)
+    if results.lse_ptr is not None:
+        tl.store(results.lse_ptr + head * results.tokens + token, lse, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=SplitMergeNumbers._fields,
+    do_not_specialize_on_alignment=pointers_of_callers(SplitMergePointers._fields),
+)
+def split_merge_kernel(
+    part_out_ptr,
+    part_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    cu_seqlens_q_ptr,
+    out_scale_ptr,
+    batch,
+    heads_k,
+    tokens,
+    splits,
+    rows,
+    stride_os,
+    stride_oh,
+    GROUP: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    OUT_MAX: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """``out = sum_i exp(lse_i - lse) out_i`` with ``lse = log(sum_i exp(lse_i))``, over splits i.
+
+    A program merges some rows of a tile.
+    """
+    SCHEDULE: tl.constexpr = Schedule(GROUP, MIN_TOKENS, MAX_TOKENS, TILES, BLOCK_M)
+    TILE: tl.constexpr = SplitMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS, CHUNK, OVERLAP)
+    pid = tl.program_id(0)
+    parts = tl.cdiv(rows, ROWS)
+    in_tile = pid % parts * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    head_k = pid // parts % heads_k
+    unit = pid // parts // heads_k
+    place = locate(unit, cu_seqlens_q_ptr, batch, SCHEDULE)
+    row = place.tile * BLOCK_M + in_tile
+    if OVERLAP:
+        # Until all splits have written what they come to. What is read above was there before they
+        # began: the kernel that computes them waits for all that lies before it.
+        tl.extra.cuda.gdc_wait()
+    if place.tile < 0 or place.tile * BLOCK_M + pid % parts * ROWS >= place.seqlen_q * GROUP:
+        return
+    inside = (row < place.seqlen_q * GROUP) & (in_tile < BLOCK_M)
+    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    base = (unit.to(tl.int64) * heads_k + head_k) * splits * BLOCK_M + in_tile
+    m_i = tl.full([ROWS], NEG_INF, tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for first in range(0, splits, CHUNK):
+        split = first + tl.arange(0, CHUNK)  # [CHUNK]
+        at = base[None, :] + split.to(tl.int64)[:, None] * BLOCK_M  # [CHUNK, ROWS]
+        mask = (split < splits)[:, None] & inside[None, :]
+        lse2 = tl.load(part_lse_ptr + at, mask=mask, other=NEG_INF)  # [CHUNK, ROWS]
+        part = tl.load(
+            part_out_ptr + (at * HEAD_DIM)[:, :, None] + cols[None, None, :],
+            mask=mask[:, :, None] & (cols < HEAD_DIM)[None, None, :],
+            other=0.0,
+        )  # [CHUNK, ROWS, BLOCK_D]
+        m_new = tl.maximum(m_i, tl.max(lse2, 0))
+        # splits without a key have nothing to say, and leave the pivot finite
+        pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
+        weights = tl.exp2(lse2 - pivot[None, :])  # [CHUNK, ROWS]
+        alpha = tl.exp2(m_i - pivot)
+        l_i = l_i * alpha + tl.sum(weights, 0)
+        acc = acc * alpha[:, None] + tl.sum(part * weights[:, :, None], 0)  # [ROWS, BLOCK_D]
+        m_i = m_new
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    lse = tl.where(l_i == 0.0, NEG_INF, (m_i + tl.log2(l_safe)) * LN2)
+    token = place.q_start.to(tl.int64) + row // GROUP
+    head = (head_k * GROUP + row % GROUP).to(tl.int64)
+    out = acc / l_safe[:, None]  # [ROWS, BLOCK_D]
+    results = Results(Packed(out_ptr, stride_os, stride_oh), lse_ptr, out_scale_ptr, tokens)
+    _store_rows(out, lse, token, head, inside, cols, results, TILE)
+
+
+@triton.jit(
+    do_not_specialize=StateMergeNumbers._fields,
+    do_not_specialize_on_alignment=StateMergePointers._fields,
+)
+def state_merge_kernel(
+    out_a_ptr,
+    lse_a_ptr,
+    out_b_ptr,
+    lse_b_ptr,
+    out_ptr,
+    lse_ptr,
+    out_scale_ptr,
+    heads_q,
+    tokens,
+    stride_os,
+    stride_oh,
+    HEAD_DIM: tl.constexpr,
+    OUT_MAX: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """``out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b``, ``lse`` as of all keys.
+
+    A program merges some rows. What a side holds that saw no key is not read.
+    """
+    TILE: tl.constexpr = StateMergeTile(HEAD_DIM, OUT_MAX, BLOCK_D, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    head = row % heads_q
+    token = row // heads_q
+    inside = token < tokens
+    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
+    at = head * tokens + token
+    lse_a = tl.load(lse_a_ptr + at, mask=inside, other=NEG_INF)
+    lse_b = tl.load(lse_b_ptr + at, mask=inside, other=NEG_INF)
+    # +inf is how some kernels mark a row without keys
+    lse_a = tl.where(lse_a == float("inf"), NEG_INF, lse_a)
+    lse_b = tl.where(lse_b == float("inf"), NEG_INF, lse_b)
+    m = tl.maximum(lse_a, lse_b)
+    pivot = tl.where(m == NEG_INF, 0.0, m)
+    weight_a = tl.exp2((lse_a - pivot) * LOG2E)
+    weight_b = tl.exp2((lse_b - pivot) * LOG2E)
+    total = weight_a + weight_b
+    safe = tl.where(total == 0.0, 1.0, total)
+    begin = (row * HEAD_DIM)[:, None] + cols[None, :]  # [ROWS, BLOCK_D]
+    width = (cols < HEAD_DIM)[None, :]
+    part_a = tl.load(out_a_ptr + begin, mask=width & (lse_a != NEG_INF)[:, None], other=0.0)
+    part_b = tl.load(out_b_ptr + begin, mask=width & (lse_b != NEG_INF)[:, None], other=0.0)
+    out = part_a.to(tl.float32) * (weight_a / safe)[:, None]  # [ROWS, BLOCK_D]
+    out += part_b.to(tl.float32) * (weight_b / safe)[:, None]
+    lse = tl.where(total == 0.0, NEG_INF, pivot + tl.log2(safe) * LN2)
+    results = Results(Packed(out_ptr, stride_os, stride_oh), lse_ptr, out_scale_ptr, tokens)
+    _store_rows(out, lse, token, head, inside, cols, results, TILE)

@@ -1,0 +1,243 @@
+"""Pieces of the attention kernel: loads through a page table, logits, masks, ranges of keys.
+
+Scores are kept in base 2 ("logits" below are natural scores times log2(e)), because the hardware
+exponential is ``exp2``.
+"""
+
+import triton
+import triton.language as tl
+
+from ..._linked.portable.primitives import LOG2E, tanh
+from .structures import KeyRange, Walk
+
+
+@triton.jit
+def _lanes_of(BLOCK: tl.constexpr, EACH: tl.constexpr):
+    """Return the keys of a tile at which its runs of ``EACH`` keys begin, ``[BLOCK // EACH]``."""
+    return tl.arange(0, BLOCK // EACH) * EACH
+
+
+@triton.jit
+def look_up(
+    table, begin, is_wanted, PAGE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr = 1
+):
+    """Return the pages of a tile's keys, one for all if no tile crosses pages of this size.
+
+    Entries are read where ``is_wanted``: of every run of ``EACH`` keys, or of the tile if it has
+    one page.
+    """
+    lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
+    if PAGE == 0:
+        pages = 0  # dense: nothing to look up
+    elif PAGE % BLOCK == 0:  # every tile has one page
+        pages = tl.load(table.base + (begin // PAGE).to(tl.int64) * table.stride, mask=is_wanted)
+    else:
+        if BLOCK % PAGE == 0:  # what depends on the lane is the same in every step
+            entries = table.base + (begin // PAGE).to(tl.int64) * table.stride
+            entries += (lane // PAGE).to(tl.int64) * table.stride
+        else:
+            entries = table.base + ((begin + lane) // PAGE).to(tl.int64) * table.stride
+        pages = tl.load(entries, mask=is_wanted, other=0)  # [BLOCK // EACH]
+    return pages
+
+
+@triton.jit
+def is_looked_up(
+    begin,
+    step,
+    steps,
+    walk,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    EACH: tl.constexpr = 1,
+):
+    """Say which entries a step reads: none that holds only keys outside of the walk."""
+    lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
+    if PAGE > 0 and PAGE % BLOCK == 0:
+        wanted = step < steps  # every tile has one page, and keys inside
+    elif MASKED:
+        wanted = (begin + lane >= walk.first) & (begin + lane < walk.last)
+    else:
+        wanted = lane < (steps - step) * BLOCK  # all, or behind the last step none
+    return wanted
+
+
+@triton.jit
+def rows_of(pages, begin, vectors, PAGE: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr = 1):
+    """Return where a tile's keys begin, relative to their head: in their pages, or dense (PAGE 0).
+
+    Of ``EACH`` keys, where the first begins. As much of it as can be is the same in every step, or
+    for the whole tile.
+    """
+    lane = _lanes_of(BLOCK, EACH)  # [BLOCK // EACH]
+    stride_page, stride_slot = vectors.stride_page, vectors.stride_slot
+    if PAGE == 0:
+        rows = begin.to(tl.int64) * stride_slot + lane.to(tl.int64) * stride_slot
+    elif PAGE % BLOCK == 0:
+        rows = pages.to(tl.int64) * stride_page + (begin % PAGE).to(tl.int64) * stride_slot
+        rows += lane.to(tl.int64) * stride_slot
+    elif BLOCK % PAGE == 0:
+        rows = pages.to(tl.int64) * stride_page + (lane % PAGE).to(tl.int64) * stride_slot
+    else:
+        slots = (begin + lane) % PAGE
+        rows = pages.to(tl.int64) * stride_page + slots.to(tl.int64) * stride_slot
+    return rows
+
+
+@triton.jit
+def _pointers_along_runs(vectors, rows, cols, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return where rows x cols of vectors lie.
+
+    Every run begins on a multiple of ``BYTES``, and has no gaps if ``UNIT``: the launcher sees to
+    both.
+    """
+    RUN: tl.constexpr = LAYOUT.RUN
+    # columns first: their part of an address is the same in every step
+    place = (cols % RUN if RUN < COLUMNS.HEAD_DIM else cols).to(tl.int64)  # [BLOCK_D]
+    if not LAYOUT.UNIT:
+        place *= vectors.stride_number
+    if RUN < COLUMNS.HEAD_DIM:
+        place += (cols // RUN).to(tl.int64) * vectors.stride_run
+    pointers = (vectors.base + place)[None, :] + rows[:, None]  # [BLOCK, BLOCK_D]
+    if LAYOUT.UNIT:
+        pointers = tl.multiple_of(pointers, [LAYOUT.BYTES, LAYOUT.BYTES])
+    return pointers
+
+
+@triton.jit
+def _pointers_along_slots(vectors, rows, cols, LAYOUT: tl.constexpr):
+    """Return the same where neighbouring rows lie next to each other, in runs of ``SLOT_RUN``."""
+    RUN: tl.constexpr = LAYOUT.SLOT_RUN
+    # a run is within a page, and begins on a multiple of BYTES: the launcher sees to it
+    rows = tl.max_contiguous(rows, [RUN])
+    # [BLOCK, BLOCK_D]
+    pointers = vectors.base + rows[:, None] + cols.to(tl.int64)[None, :] * vectors.stride_number
+    return tl.multiple_of(tl.max_contiguous(pointers, [RUN, 1]), [LAYOUT.BYTES, LAYOUT.BYTES])
+
+
+@triton.jit
+def load_rows(
+    vectors, rows, inside, cols, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr
+):
+    """Load rows x cols of vectors; where not ``inside``, give 0.
+
+    Tiles that are not ``MASKED`` are inside as a whole.
+    """
+    if LAYOUT.SLOT_RUN > 0:
+        pointers = _pointers_along_slots(vectors, rows, cols, LAYOUT)
+    else:
+        pointers = _pointers_along_runs(vectors, rows, cols, LAYOUT, COLUMNS)
+    if MASKED:
+        tile = tl.load(
+            pointers, mask=inside[:, None] & (cols < COLUMNS.HEAD_DIM)[None, :], other=0.0
+        )
+    elif COLUMNS.HEAD_DIM != COLUMNS.BLOCK_D:
+        tile = tl.load(pointers, mask=(cols < COLUMNS.HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)  # whole tile inside: no mask needed
+    return tile
+
+
+@triton.jit
+def matched(x, other):
+    """Widen ``x`` to the dtype in which it is multiplied with ``other``; nothing is rounded."""
+    if x.dtype.primitive_bitwidth == 8 and x.dtype != other.dtype:
+        if other.dtype.primitive_bitwidth == 8:  # the two formats of 8 bits
+            x = x.to(tl.bfloat16)
+        else:
+            x = x.to(other.dtype)
+    return x
+
+
+@triton.jit
+def logits_of(products, queries, keys, scores, OPTIONS: tl.constexpr):
+    """Turn raw products into base-2 logits: scale, softcap, ALiBi, in that order."""
+    if OPTIONS.HAS_SOFTCAP:
+        logits = tanh(products * (scores.scale / scores.softcap)) * (scores.softcap * LOG2E)
+    else:
+        logits = products * (scores.scale * LOG2E)  # [BLOCK_M, BLOCK_N]
+    if queries.slopes is not None:
+        distance = (keys[None, :] - queries.position[:, None]).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        if not OPTIONS.SIGNED_ALIBI:
+            distance = -tl.abs(distance)
+        logits += distance * (queries.slopes * LOG2E)[:, None]
+    return logits
+
+
+@triton.jit
+def is_visible(queries, keys, last, scores, OPTIONS: tl.constexpr):
+    """Return which keys each row sees; its window hangs on its position."""
+    position = queries.position
+    visible = (keys < last)[None, :] & (position == position)[:, None]  # [BLOCK_M, BLOCK_N]
+    if OPTIONS.HAS_RIGHT:
+        visible &= keys[None, :] <= position[:, None] + scores.window_right
+    if OPTIONS.HAS_LEFT:
+        visible &= keys[None, :] >= position[:, None] - scores.window_left
+    if queries.tree is not None:
+        new = keys - queries.first_new  # [BLOCK_N]
+        low, high = queries.tree.to(tl.int32), (queries.tree >> 32).to(tl.int32)  # [BLOCK_M]
+        # [BLOCK_M, BLOCK_N]; words of 64 bits would take twice the registers
+        word = tl.where((new < 32)[None, :], low[:, None], high[:, None])
+        bit = word >> (tl.maximum(new, 0) & 31)[None, :] & 1
+        visible &= (new < 0)[None, :] | (bit != 0)
+    return visible
+
+
+@triton.jit
+def is_on_branch(queries, keys):
+    """Return which keys some row of a tree sees, but for where the keys begin and end."""
+    new = keys - queries.first_new  # [BLOCK_N]
+    bits = queries.branches >> tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)
+    return (new < 0) | ((bits & 1) != 0)
+
+
+@triton.jit
+def key_range(first_position, last_position, seqlen_k, scores, OPTIONS: tl.constexpr):
+    """Return the ``KeyRange`` that rows at positions from the first to the last see."""
+    first = 0
+    last = seqlen_k
+    full_first = 0
+    full_last = seqlen_k
+    if OPTIONS.HAS_LEFT:
+        first = tl.maximum(first, first_position - scores.window_left)
+        full_first = tl.maximum(full_first, last_position - scores.window_left)
+    if OPTIONS.HAS_RIGHT:
+        last = tl.maximum(tl.minimum(last, last_position + scores.window_right + 1), 0)
+        end = tl.minimum(full_last, first_position + scores.window_right + 1)
+        full_last = tl.maximum(end, 0)
+    return KeyRange(tl.minimum(first, last), last, full_first, full_last)
+
+
+@triton.jit
+def masked_from(seen, first):
+    """Return a ``KeyRange`` in which no key from ``first`` on is one that all rows see."""
+    full_last = tl.minimum(seen.full_last, tl.maximum(first, 0))
+    return KeyRange(seen.first, seen.last, seen.full_first, full_last)
+
+
+@triton.jit
+def cut_range(seen, begin, end, BLOCK_N: tl.constexpr):
+    """Cut a ``KeyRange`` to the tiles from ``begin`` to ``end``: return them as a ``Walk``.
+
+    Tiles from ``start`` up to ``full_start`` and from ``full_end`` to ``last`` need a mask, those
+    between do not. ``step_start`` walks them.
+    """
+    first = tl.maximum(seen.first, begin * BLOCK_N)
+    last = tl.maximum(tl.minimum(seen.last, end * BLOCK_N), first)
+    start = first // BLOCK_N * BLOCK_N
+    full_end = tl.minimum(seen.full_last, last) // BLOCK_N * BLOCK_N
+    full_start = tl.cdiv(tl.minimum(tl.maximum(seen.full_first, first), last), BLOCK_N) * BLOCK_N
+    full_end = tl.maximum(full_end, full_start)
+    if first >= last:  # nothing, wherever in a tile that is
+        start = tl.cdiv(last, BLOCK_N) * BLOCK_N
+        full_start = start
+        full_end = start
+    return Walk(first, last, start, full_start, full_end)
+
+
+@triton.jit
+def tiles_of(seen, BLOCK_N: tl.constexpr):
+    """Return the first tile of a ``KeyRange``, and how many tiles there are."""
+    begin = seen.first // BLOCK_N
+    return begin, tl.where(seen.first < seen.last, tl.cdiv(seen.last, BLOCK_N) - begin, 0)

@@ -1,0 +1,253 @@
+"""The launches of one tile: all keys of a sequence by one program, or split and merged."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attn_common import cdiv, detect, fp8_info
+
+from ..._cache.kernels.addressing import CacheForm, descale_ndim, row_strides
+from ..._cache.layout import cache_sizes, is_packed
+from ..._linked.host.arguments import MAX_WINDOW
+from ..._linked.host.forms import ACCESS_BYTES, interpreted
+from ..._linked.host.tiles import MIN_TILE
+from ..._linked.launch.runtime import Launch, row_bytes
+from .. import tiles as portable_tiles
+from ..call import Options, Tensors
+from ..tiles import choose_splits, padded_head_dim, processors, words_of
+from . import parameters
+from .attention import paged_kernel
+from .merge import split_merge_kernel
+from .parameters import (
+    Layout,
+    RowLayout,
+    Schedule,
+    Scores,
+    SplitMergePointers,
+    SplitMergeTile,
+    Strides,
+    Tile,
+)
+
+# tokens that one program clears of padding
+FILL_TOKENS = 64
+# numbers of a short tile's splits, and rows of a long one, that are merged at once
+MERGE_NUMBERS = 8192
+MERGE_ROWS = 8
+
+
+class TilePlan:
+    """The launches of one tile, for sequences of ``least`` to ``most`` queries."""
+
+    def __init__(
+        self,
+        x: Tensors,
+        options: Options,
+        tile: portable_tiles.Tile,
+        least: int,
+        most: int,
+        has_any: bool | None,
+    ) -> None:
+        """``has_any``: whether sequences of few queries are served; None for those of many."""
+        self.tile, self.num_splits, self.least = tile, options.num_splits, least
+        self.is_short = has_any is not None
+        self.batch, self.heads_k = x.seqlens_k.shape[0], cache_sizes(x.k_cache).heads_k
+        self.head_dim, self.head_dim_v = x.q.shape[2], x.out.shape[2]
+        self.group = x.q.shape[1] // self.heads_k
+        self.processors = count_processors(x.q.device)
+        tiles = cdiv(max(1, most) * self.group, tile.block_m) if self.is_short else 0
+        self.units = self.batch * tiles if has_any else 0
+        self.fill_tokens = FILL_TOKENS if self.is_short and options.fill_padding else 0
+        # of a short tile, the group's rows of few tokens alone can be there
+        self.rows = min(tile.block_m, most * self.group)
+        self.words = words_of(x)
+        cache = CacheForm(x.k_cache, x.v_cache, tile.block_n, in_words=self.words != "")
+        self._scores = scores = scores_of(options)
+        # keys that the rows of a tile see under a window with two ends
+        self._most_seen = None
+        if scores.window_left >= 0 and scores.window_right >= 0:
+            self._most_seen = scores.window_left + scores.window_right + tile.block_m
+        self._strides = _strides_of(x, cache)
+        schedule = Schedule(self.group, least, most, tiles, tile.block_m)
+        block_d, block_dv = (
+            max(padded_head_dim(n, x.q.element_size()), MIN_TILE * cache.slices)
+            for n in (self.head_dim, self.head_dim_v)
+        )
+        platform = detect(x.q.device)
+        overlap = platform.is_hopper or platform.is_blackwell
+        asked = _options_of(x, options)
+        constants = {
+            **_layout_of(cache, self._is_in_order(x, cache))._asdict(),
+            **_row_layout_of(x, self._strides, self.is_short)._asdict(),
+            **asked._asdict(),
+            **schedule._asdict(),
+            **Tile(
+                HEAD_DIM=self.head_dim,
+                HEAD_DIM_V=self.head_dim_v,
+                BLOCK_N=tile.block_n,
+                BLOCK_D=block_d,
+                BLOCK_DV=block_dv,
+                FILL_TOKENS=self.fill_tokens,
+                PRECISION=tile.precision,
+                UPCAST=interpreted(),
+                PTX=platform.vendor == "nvidia" and not interpreted(),
+                OVERLAP=overlap,
+            )._asdict(),
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+        }
+        self._whole = Launch(paged_kernel, constants)
+        self._split = Launch(paged_kernel, constants)
+        chunk = min(64, MERGE_NUMBERS // block_dv)
+        self._merged_rows, chunk = (1, chunk) if self.is_short else (MERGE_ROWS, 2)
+        if interpreted():
+            self._merged_rows, chunk = 16, 2
+        merged = SplitMergeTile(
+            self.head_dim_v, asked.OUT_MAX, block_dv, self._merged_rows, chunk, overlap
+        )
+        constants = {**schedule._asdict(), **merged._asdict(), "num_warps": 4, "num_stages": 1}
+        constants |= {"launch_pdl": True} if overlap else {}
+        self._merge = Launch(split_merge_kernel, constants)
+
+    def _is_in_order(self, x: Tensors, cache: CacheForm) -> bool:
+        """Say whether tiles are read as they lie: those of a packed cache, for a short tile."""
+        run = cache.layout.K_RUN
+        lies = is_packed(x.k_cache) and cache.layout.K_UNIT and cache.v_column_run > 0
+        is_asked = self.is_short and detect(x.q.device).vendor != "amd"
+        return is_asked and lies and run & (run - 1) == 0 and x.q.element_size() <= 2
+
+    def count_units(self, tokens: int) -> int:
+        """Return how many tiles of rows sequences may have, by their number and that of tokens."""
+        if self.is_short:
+            return self.units
+        return tokens * self.group // self.tile.block_m + self.batch + 2
+
+    def count_splits(self, units: int, tokens: int, max_seqlen_k: int) -> int:
+        """Return into how many parts one call's sequences are cut."""
+        if self.num_splits:
+            return self.num_splits
+        block_m = self.tile.block_m
+        seen = max_seqlen_k
+        if self._most_seen is not None:
+            seen = min(seen, self._most_seen)
+        busy = units if self.is_short else cdiv(tokens * self.group, block_m)
+        return choose_splits(
+            busy * self.heads_k,
+            self.is_short,
+            seen // self.tile.block_n,
+            units * self.heads_k * block_m * (self.head_dim_v + 1) * 4,
+            self.processors,
+            self.words,
+        )
+
+    def run(self, x: Tensors, tokens: int, max_seqlen_k: int) -> None:
+        """Launch for one call."""
+        heads_k = self.heads_k
+        units = self.count_units(tokens)
+        splits = self.count_splits(units, tokens, max_seqlen_k)
+        fills = -(-tokens // self.fill_tokens) if self.fill_tokens else 0
+        grid = (units * splits + fills) * heads_k
+        # the tensors are the fields of Pointers, the numbers those of Scores, Counts and Strides
+        counts = self.batch, heads_k, tokens, units, splits
+        numbers = (*self._scores, *counts, *self._strides)
+        if splits == 1 or units == 0:
+            self._whole(grid, (*x, None, None), numbers)
+            return
+        rows = units * heads_k * splits * self.tile.block_m
+        part_out = x.out.new_empty((rows, self.head_dim_v), dtype=torch.float32)
+        part_lse = x.out.new_empty((rows,), dtype=torch.float32)
+        self._split(grid, (*x, part_out, part_lse), numbers)
+        strides = self._strides
+        self._merge(
+            units * heads_k * cdiv(self.rows, self._merged_rows),
+            SplitMergePointers(part_out, part_lse, x.out, x.lse, x.cu_seqlens_q, x.out_scale),
+            # the fields of SplitMergeNumbers
+            (self.batch, heads_k, tokens, splits, self.rows, strides.stride_os, strides.stride_oh),
+        )
+
+
+def scores_of(options: Options) -> Scores:
+    """Return the numbers of a call's scores."""
+    # windows beyond any length are the same window; keeps the kernels' int32 sums from wrapping
+    left, right = min(options.window_left, MAX_WINDOW), min(options.window_right, MAX_WINDOW)
+    return Scores(options.softmax_scale, options.softcap, left, right)
+
+
+def stride_of_slopes(x: Tensors) -> int:
+    """Return how far the slopes of a row are from those of the next; 0 if all have the same."""
+    return x.q.shape[1] if x.alibi_slopes is not None and x.alibi_slopes.ndim == 2 else 0
+
+
+def strides_of_scales(x: Tensors) -> tuple[int, ...]:
+    """Return the strides of the scales of keys and of values, where each token has them."""
+    if x.k_scale_cache is None or x.v_scale_cache is None:
+        return 0, 0, 0, 0, 0, 0
+    return x.k_scale_cache.stride() + x.v_scale_cache.stride()
+
+
+def _strides_of(x: Tensors, cache: CacheForm) -> Strides:
+    rows = row_strides(x.q) + row_strides(x.out)
+    v = cache.v
+    values = v.page, v.slot, v.head, v.inner
+    new = 0, 0, 0, 0
+    if x.k is not None and x.v is not None:
+        new = row_strides(x.k) + row_strides(x.v)
+    table = x.block_table.stride()
+    scales = strides_of_scales(x)
+    return Strides(*rows, *cache.k, *values, *new, *table, stride_of_slopes(x), *scales)
+
+
+def _layout_of(cache: CacheForm, in_order: bool) -> Layout:
+    return Layout(
+        *cache.layout,
+        V_COLUMN_RUN=cache.v_column_run,
+        V_AS_K=cache.values_lie_as_keys,
+        IN_ORDER=in_order,
+        SLICES=cache.slices,
+        WORD_BITS=cache.word_bits,
+    )
+
+
+def _row_layout_of(x: Tensors, strides: Strides, is_short: bool) -> RowLayout:
+    # Numbers written one by one have an address each, for which long tiles have no registers: a
+    # thread would hold the rows of all. Short tiles have none for the exchange that wider stores
+    # take.
+    wide = not is_short and detect(x.q.device).vendor == "nvidia"
+    return RowLayout(
+        NEW_V_AS_K=strides.stride_ks == strides.stride_vs,
+        ROW_BYTES=min(row_bytes(t) for t in (x.q, x.k, x.v) if t is not None),
+        OUT_BYTES=row_bytes(x.out) if wide else x.out.element_size(),
+        PART_BYTES=ACCESS_BYTES if wide else 4,
+    )
+
+
+def _options_of(x: Tensors, options: Options) -> parameters.Options:
+    # nothing between the products and the softmax but the scale
+    has_scale_alone = x.alibi_slopes is None and options.softcap == 0.0 and x.positions is None
+    no_factor = x.q_descale is x.k_descale is None
+    # FP8 probabilities: e4m3fn holds 2**8, e4m3fnuz 2**7
+    is_fp8 = x.q.element_size() == 1 and x.v_cache.dtype == x.q.dtype
+    return parameters.Options(
+        HAS_LEFT=options.window_left >= 0,
+        HAS_RIGHT=options.window_right >= 0,
+        HAS_SOFTCAP=options.softcap != 0.0,
+        SIGNED_ALIBI=options.signed_alibi,
+        FOLD=has_scale_alone and no_factor and options.softmax_scale >= 0,
+        DESCALE_NDIM=descale_ndim(x.q_descale, x.k_descale, x.v_descale),
+        SHIFT=int(math.log2(fp8_info(x.q.dtype).max)) if is_fp8 else 0,
+        OUT_MAX=fp8_info(x.out.dtype).max if x.out.element_size() == 1 else 0.0,
+        DECODE_FROM_CACHE=options.decode_from_cache,
+    )
+
+
+_processors: dict[torch.device, int] = {}
+
+
+def count_processors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has, or would have."""
+    if device.type != "cuda":
+        return processors(detect(device))
+    if device not in _processors:
+        _processors[device] = torch.cuda.get_device_properties(device).multi_processor_count
+    return _processors[device]

@@ -1,0 +1,275 @@
+"""The walk over the keys of a source: the online softmax of FlashAttention-2 (Dao, 2023)."""
+
+import triton
+import triton.language as tl
+
+from ..._cache.kernels.words import slices_of
+from ..._linked.portable.primitives import LOG2E, NEG_INF, count_steps, dot, dot_add, step_start
+from .in_order import load_keys, load_values
+from .primitives import (
+    is_looked_up,
+    is_on_branch,
+    is_visible,
+    load_rows,
+    logits_of,
+    look_up,
+    matched,
+    rows_of,
+)
+from .structures import Softmax
+
+# fp16 holds this, and it is far from the numbers that fp16 holds badly
+_LARGEST_WEIGHT = tl.constexpr(32768.0)
+
+
+@triton.jit
+def start_softmax(
+    rows,
+    split,
+    sinks_ptr,
+    OPTIONS: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """Return the ``Softmax`` of a tile that has seen no key, but its sinks."""
+    m_i = tl.full([SCHEDULE.BLOCK_M], NEG_INF, tl.float32)
+    l_i = tl.zeros([SCHEDULE.BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        # a sink is a first key without a value; one of the splits alone counts it
+        sink = tl.load(sinks_ptr + rows.head, mask=rows.is_inside, other=NEG_INF)
+        sink = sink.to(tl.float32) * LOG2E
+        m_i = tl.where(split == 0, sink, NEG_INF)
+        l_i = tl.where(m_i == NEG_INF, 0.0, 1.0 * (1 << OPTIONS.SHIFT))
+    zeros = tl.zeros([SCHEDULE.BLOCK_M, TILE.BLOCK_DV // SLICES], tl.float32)
+    if SLICES == 1:
+        acc = (zeros,)
+    elif SLICES == 2:
+        acc = zeros, zeros
+    else:
+        acc = zeros, zeros, zeros, zeros
+    return Softmax(acc, l_i, m_i)
+
+
+@triton.jit
+def finish_softmax(softmax, v_descale, SHIFT: tl.constexpr):
+    """Return the output of each row, and its log-sum-exp in base 2; there is one slice."""
+    # rows that saw no key: output 0, lse -inf
+    l_i = softmax.l_i
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    out = softmax.acc[0] * (v_descale / l_safe)[:, None]  # [BLOCK_M, BLOCK_DV]
+    return out, tl.where(l_i == 0.0, NEG_INF, softmax.m_i + tl.log2(l_safe) - SHIFT)
+
+
+@triton.jit
+def _next_tile(
+    step, steps, walk, table, LAYOUT: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """Return where the tile of a step begins, and the pages of its keys and of its values."""
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    PAGE: tl.constexpr = LAYOUT.PAGE
+    begin = step_start(step, walk.start, walk.full_start, walk.full_end, BLOCK_N, MASKED)
+    is_wanted = is_looked_up(begin, step, steps, walk, PAGE, BLOCK_N, MASKED)
+    pages = look_up(table, begin, is_wanted, PAGE, BLOCK_N)
+    pages_v = pages
+    if LAYOUT.IN_ORDER and not MASKED:
+        EACH: tl.constexpr = LAYOUT.V.SLOT_RUN
+        is_wanted = is_looked_up(begin, step, steps, walk, PAGE, BLOCK_N, MASKED, EACH)
+        pages_v = look_up(table, begin, is_wanted, PAGE, BLOCK_N, EACH)
+    return begin, pages, pages_v
+
+
+@triton.jit
+def _scales_of(source, pages, begin, left, walk, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the scales of a tile's keys and of its values, if any tile is ``left``."""
+    lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    wanted = (begin + lane >= walk.first) & (begin + lane < walk.last)
+    wanted &= lane < left * BLOCK_N
+    k_rows = rows_of(pages, begin, source.k_scales, PAGE, BLOCK_N)
+    v_rows = rows_of(pages, begin, source.v_scales, PAGE, BLOCK_N)
+    k_scale = tl.load(source.k_scales.base + k_rows, mask=wanted, other=0.0).to(tl.float32)
+    v_scale = tl.load(source.v_scales.base + v_rows, mask=wanted, other=0.0).to(tl.float32)
+    return k_scale, v_scale
+
+
+@triton.jit
+def _multiply(q, k, TILE: tl.constexpr):
+    """Return ``q @ k.T``, ``[BLOCK_M, BLOCK_N]``, of slices."""
+    s = dot(q[0], tl.trans(k[0]), TILE.PRECISION, TILE.UPCAST)  # [BLOCK_M, BLOCK_N]
+    for i in tl.static_range(1, len(q)):
+        s = dot_add(s, q[i], tl.trans(k[i]), TILE.PRECISION, TILE.UPCAST)
+    return s
+
+
+@triton.jit
+def _accumulate(acc, alpha, p, v, TILE: tl.constexpr):
+    """Return ``acc * alpha + p @ v`` of one slice, ``[BLOCK_M, BLOCK_DV // SLICES]``."""
+    return dot_add(acc * alpha[:, None], p, v, TILE.PRECISION, TILE.UPCAST)
+
+
+@triton.jit
+def _accumulate_scaled(acc, alpha, p, v, unit, TILE: tl.constexpr):
+    """Return ``acc * alpha + p @ v * unit`` of one slice."""
+    return acc * alpha[:, None] + dot(p.to(v.dtype), v, TILE.PRECISION, TILE.UPCAST) * unit
+
+
+@triton.jit
+def _add_values(acc, alpha, p, v, scale, TILE: tl.constexpr):
+    """Return ``acc * alpha + (p * scale) @ v`` of slices; ``scale`` is one a key, or None."""
+    if scale is not None and v[0].dtype == tl.float16:
+        # of weights that are large or small by their scales alone, fp16 would lose some
+        unit = tl.max(scale, 0)
+        unit = tl.where(unit > 0, unit, 1.0) / _LARGEST_WEIGHT
+        p *= (scale / unit)[None, :]
+        if len(acc) == 2:
+            acc = (
+                _accumulate_scaled(acc[0], alpha, p, v[0], unit, TILE),
+                _accumulate_scaled(acc[1], alpha, p, v[1], unit, TILE),
+            )
+        else:
+            acc = (
+                _accumulate_scaled(acc[0], alpha, p, v[0], unit, TILE),
+                _accumulate_scaled(acc[1], alpha, p, v[1], unit, TILE),
+                _accumulate_scaled(acc[2], alpha, p, v[2], unit, TILE),
+                _accumulate_scaled(acc[3], alpha, p, v[3], unit, TILE),
+            )
+    else:
+        if scale is not None:
+            p *= scale[None, :]
+        if len(acc) == 1:
+            acc = (_accumulate(acc[0], alpha, p, v[0], TILE),)
+        elif len(acc) == 2:
+            acc = (
+                _accumulate(acc[0], alpha, p, v[0], TILE),
+                _accumulate(acc[1], alpha, p, v[1], TILE),
+            )
+        else:
+            acc = (
+                _accumulate(acc[0], alpha, p, v[0], TILE),
+                _accumulate(acc[1], alpha, p, v[1], TILE),
+                _accumulate(acc[2], alpha, p, v[2], TILE),
+                _accumulate(acc[3], alpha, p, v[3], TILE),
+            )
+    return acc
+
+
+@triton.jit
+def _attend(
+    softmax,
+    queries,
+    source,
+    walk,
+    scores,
+    LAYOUT: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold keys of one source into the running softmax of a tile: masked tiles, or whole ones."""
+    PAGE: tl.constexpr = LAYOUT.PAGE
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    SLICES: tl.constexpr = LAYOUT.SLICES
+    K_WORDS: tl.constexpr = LAYOUT.K_WORDS
+    V_WORDS: tl.constexpr = LAYOUT.V_WORDS
+    WIDE: tl.constexpr = queries.q[0].dtype
+    acc, l_i, m_i = softmax.acc, softmax.l_i, softmax.m_i
+    cols = tl.arange(0, K_WORDS.BLOCK_D)  # [BLOCK_D // SLICES]
+    cols_v = tl.arange(0, V_WORDS.BLOCK_D)  # [BLOCK_DV // SLICES]
+    lane = tl.arange(0, BLOCK_N)  # [BLOCK_N]
+    steps = count_steps(walk.start, walk.full_start, walk.full_end, walk.last, BLOCK_N, MASKED)
+    # pages are looked up a step ahead: else their loads would take a stage of the pipeline
+    next_begin, next_pages, next_pages_v = _next_tile(
+        0, steps, walk, source.table, LAYOUT, TILE, MASKED
+    )
+    if LAYOUT.SCALED:
+        next_scales = _scales_of(source, next_pages, next_begin, steps, walk, PAGE, BLOCK_N)
+    for step in tl.range(0, steps):
+        begin, pages, pages_v = next_begin, next_pages, next_pages_v
+        next_begin, next_pages, next_pages_v = _next_tile(
+            step + 1, steps, walk, source.table, LAYOUT, TILE, MASKED
+        )
+        if LAYOUT.SCALED:
+            scales = next_scales
+            next_scales = _scales_of(
+                source, next_pages, next_begin, steps - step - 1, walk, PAGE, BLOCK_N
+            )
+        keys = begin + lane  # [BLOCK_N]
+        inside = (keys >= walk.first) & (keys < walk.last)
+        if MASKED and queries.tree is not None:
+            # branches that no row is on lie between keys that are seen, and may hold NaN
+            inside &= is_on_branch(queries, keys)
+        k_rows = rows_of(pages, begin, source.k, PAGE, BLOCK_N)
+        # s: [BLOCK_M, BLOCK_N], k: [BLOCK_N, BLOCK_D // SLICES]
+        if LAYOUT.IN_ORDER:
+            k = load_keys(source.k, k_rows, inside, LAYOUT.K, K_WORDS, MASKED)
+            k = matched(k, queries.q[0])  # [BLOCK_D, BLOCK_N]
+            s = dot(matched(queries.q[0], k), k, TILE.PRECISION, TILE.UPCAST)
+        elif SLICES == 1:
+            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, K_WORDS, MASKED)
+            k = matched(k, queries.q[0])
+            s = _multiply((matched(queries.q[0], k),), (k,), TILE)
+        else:
+            k = load_rows(source.k, k_rows, inside, cols, LAYOUT.K, K_WORDS, MASKED)
+            s = _multiply(queries.q, slices_of(k, WIDE, LAYOUT.STORED, SLICES, TILE.PTX), TILE)
+        if LAYOUT.SCALED:
+            s *= scales[0][None, :]
+        if OPTIONS.FOLD and not MASKED:
+            # the scale goes into the exponential's multiply-add; it is positive, so max commutes
+            factor = scores.scale * LOG2E
+            if queries.unit is not None:
+                factor *= queries.unit  # [BLOCK_M]
+        else:
+            factor = 1.0
+            if queries.unit is not None:
+                s *= queries.unit[:, None]
+            s = logits_of(s, queries, keys, scores, OPTIONS)
+        if MASKED:
+            visible = is_visible(queries, keys, walk.last, scores, OPTIONS)
+            s = tl.where(visible, s, NEG_INF)
+        m_new = tl.maximum(m_i, tl.max(s, 1) * factor)  # [BLOCK_M]
+        if MASKED:
+            # a row that has seen no key yet keeps a finite pivot: -inf - -inf is NaN
+            pivot = tl.where(m_new == NEG_INF, 0.0, m_new)
+        else:
+            pivot = m_new
+        if OPTIONS.FOLD and not MASKED and queries.unit is not None:
+            s *= factor[:, None]
+        else:
+            s *= factor
+        p = tl.exp2(s - (pivot - OPTIONS.SHIFT)[:, None])  # [BLOCK_M, BLOCK_N]
+        alpha = tl.exp2(m_i - pivot)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        # v: [BLOCK_N, BLOCK_DV // SLICES]
+        if LAYOUT.IN_ORDER and not MASKED:
+            EACH: tl.constexpr = LAYOUT.V.SLOT_RUN
+            v_rows = rows_of(pages_v, begin, source.v, PAGE, BLOCK_N, EACH)
+            v = load_values(source.v, v_rows, LAYOUT.V, V_WORDS)
+        else:
+            v_rows = k_rows if LAYOUT.V_AS_K else rows_of(pages, begin, source.v, PAGE, BLOCK_N)
+            v = load_rows(source.v, v_rows, inside, cols_v, LAYOUT.V, V_WORDS, MASKED)
+        if SLICES == 1:
+            v = (matched(v, queries.q[0]),)
+        else:
+            v = slices_of(v, LAYOUT.WEIGHTS, LAYOUT.STORED, SLICES, TILE.PTX)
+        acc = _add_values(acc, alpha, p, v, scales[1] if LAYOUT.SCALED else None, TILE)
+        m_i = m_new
+    return Softmax(acc, l_i, m_i)
+
+
+@triton.jit
+def attend_to_all(
+    softmax,
+    queries,
+    source,
+    walk,
+    scores,
+    LAYOUT: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Fold keys of one source into the running softmax: whole tiles, then those to be masked."""
+    for masked in tl.static_range(2):
+        softmax = _attend(
+            softmax, queries, source, walk, scores, LAYOUT, OPTIONS, TILE, masked == 1
+        )
+    return softmax

@@ -1,0 +1,381 @@
+"""Attention over a paged cache by its definition: eager, any float dtype, sequence by sequence.
+
+This is the oracle of the kernels' tests and what CPU tensors run. It holds the whole score matrix
+of a sequence and shares no code with the kernels. Inputs in float64 are computed in float64, all
+others in float32, and only the output is rounded to the output's dtype. Lengths and page numbers
+are read on the host.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._cache.checks import check_kv_dtype, stored_view
+from .._cache.layout import gather_pages, head_dim_of_values, is_packed
+from .._cache.scales import check_scale_caches
+from .._linked.host.arguments import MAX_WINDOW
+from .call import Tensors
+from .checks import check_reference, check_tree
+from .options import check_options
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    num_splits: int = 0,
+    return_lse: bool = False,
+    tree_mask: Tensor | None = None,
+    kv_dtype: str | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute what :func:`paged_attn_func` computes, by the formulas in its description.
+
+    Args:
+        q: queries, ``[tokens, heads_q, head_dim]``; any float dtype, float64 included.
+        k_cache: this and all others as in :func:`paged_attn_func`; ``num_splits`` changes nothing.
+
+    Returns:
+        ``out`` or ``(out, lse)`` as :func:`paged_attn_func` does; the log-sum-exp is float64 for
+        float64 queries, else float32.
+
+    Raises:
+        TypeError: on an argument's type, or a dtype that is no float.
+        ValueError: on a shape, or a range.
+    """
+    check_kv_dtype(kv_dtype)
+    k_cache, v_cache = stored_view(q, k_cache, kv_dtype), stored_view(q, v_cache, kv_dtype)
+    check_reference(q, k_cache, v_cache, k, v, kv_dtype)
+    scales = k_scale_cache, v_scale_cache, kv_dtype
+    check_scale_caches(k_cache, *scales, k_descale, v_descale, is_reference=True)
+    options = check_options(q, softmax_scale, causal, window_size, softcap, num_splits, return_lse)
+    if tree_mask is not None:
+        check_tree(q, tree_mask, max_seqlen_q, causal, alibi_slopes)
+        options = options._replace(window_right=-1)
+    result, lse = attend(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        block_table,
+        cu_seqlens_q,
+        seqlens_k,
+        alibi_slopes,
+        sinks,
+        q_descale,
+        k_descale,
+        v_descale,
+        k_scale_cache,
+        v_scale_cache,
+        *options[:4],
+        tree_mask=tree_mask,
+    )
+    dtype = out_dtype_of(q, out, out_scale)
+    result = round_output(result, dtype, out_scale)
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    k_scale_cache: Tensor | None,
+    v_scale_cache: Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    *,
+    positions: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    signed_alibi: bool = False,
+    skip_decode: bool = False,
+    decode_from_cache: bool = False,
+    at_once: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend sequence by sequence; both results are in the dtype of the computation.
+
+    With ``at_once``, so many queries at a time meet the keys from the first to the last that they
+    see; otherwise all of a sequence do. Rows of no sequence get 0 and -inf. ``positions`` are the
+    keys on which the masks of each row hang, if they are not the last ones of its sequence; slopes
+    are per row then. ``skip_decode`` leaves sequences of one query like rows of none.
+    """
+    dtype = compute_dtype(q)
+    out = q.new_zeros((*q.shape[:2], head_dim_of_values(k_cache, v_cache)), dtype=dtype)
+    lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=dtype)
+    starts, lengths = cu_seqlens_q.tolist(), seqlens_k.tolist()
+    for b, seqlen_k in enumerate(lengths):
+        rows = slice(starts[b], starts[b + 1])
+        seqlen_q = rows.stop - rows.start
+        if seqlen_q == 0 or (skip_decode and seqlen_q == 1):
+            continue
+        dense = k is not None and not (decode_from_cache and seqlen_q == 1)
+        context = seqlen_k - seqlen_q if dense else seqlen_k
+        if positions is None:
+            position = torch.arange(seqlen_q, device=q.device) + (seqlen_k - seqlen_q)
+        else:
+            position = positions[rows].to(torch.int64)
+        tree = None if tree_mask is None else tree_mask[rows]
+        mask = _Mask(position, seqlen_k, window_left, window_right, tree)
+        size = seqlen_q if at_once is None else at_once
+        spans = {start: mask.span(start, start + size) for start in range(0, seqlen_q, size)}
+        seen = [span for span in spans.values() if span.start < span.stop]
+        # the pages before the first key that anybody sees may be gone
+        first = min((span.start for span in seen), default=0)
+        last = max((span.stop for span in seen), default=0)
+        parts: list[Tensor] = []
+        for cache, fresh, descale, scales in (
+            (k_cache, k, k_descale, k_scale_cache),
+            (v_cache, v, v_descale, v_scale_cache),
+        ):
+            where = block_table[b], first, min(last, context)
+            part = unpacked(_cached(cache, *where, is_packed(k_cache)))
+            part = scaled(part, _of_sequence(descale, b), dtype)
+            if scales is not None:
+                part = part * _cached(scales, *where, False).to(dtype)[..., None]
+            if dense and fresh is not None:
+                new = fresh[rows][max(first - context, 0) : max(last - context, 0)]
+                part = torch.cat([part, new.to(dtype)])
+            parts.append(part)
+        slopes = alibi_slopes
+        if slopes is not None and slopes.ndim == 2:
+            slopes = slopes[b] if positions is None else slopes[rows].T
+        queries = scaled(q[rows], _of_sequence(q_descale, b), dtype)
+        for start, keys in spans.items():
+            some = slice(start, min(start + size, seqlen_q))
+            own = slice(max(keys.start - first, 0), max(keys.stop - first, 0))
+            written = slice(rows.start + some.start, rows.start + some.stop)
+            out[written], lse[:, written] = dense_attention(
+                queries[some],
+                parts[0][own],
+                parts[1][own],
+                mask.rows(some.start, some.stop)[:, keys],
+                position[some] - keys.start,
+                slopes if slopes is None or slopes.ndim == 1 else slopes[:, some],
+                sinks,
+                softmax_scale,
+                softcap,
+                signed_alibi,
+            )
+    return out, lse
+
+
+def seen_keys(x: Tensors, which: str, b: int, first: int, last: int, context: int) -> Tensor:
+    """Return keys ``first`` to ``last`` of a sequence, or values, in fp32, times their scale.
+
+    Those from ``context`` on are of the tokens of ``q``.
+    """
+    cache, fresh, descale = (
+        (x.k_cache, x.k, x.k_descale) if which == "k" else (x.v_cache, x.v, x.v_descale)
+    )
+    found = _cached(cache, x.block_table[b], first, min(last, context), is_packed(x.k_cache))
+    found = scaled(found, _of_sequence(descale, b), torch.float32)
+    if fresh is None:
+        return found
+    rows = fresh[int(x.cu_seqlens_q[b]) : int(x.cu_seqlens_q[b + 1])]
+    new = rows[max(first - context, 0) : max(last - context, 0)]
+    return torch.cat([found, new.to(torch.float32)])
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    position: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    signed_alibi: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend within one sequence, of which ``visible`` says what each query sees."""
+    # under autocast the products below would be rounded to 16 bits
+    with torch.autocast(q.device.type, enabled=False):
+        seqlen_q, heads_q, _ = q.shape
+        group = heads_q // k.shape[1]
+        # what nobody sees may hold NaN, and 0 * NaN is NaN
+        unseen = ~visible.any(0)[:, None, None]
+        k = k.masked_fill(unseen, 0.0).repeat_interleave(group, dim=1)
+        v = v.masked_fill(unseen, 0.0).repeat_interleave(group, dim=1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) * softmax_scale
+        if softcap > 0.0:
+            scores = softcap * torch.tanh(scores / softcap)
+        if slopes is not None:
+            distance = torch.arange(k.shape[0], device=q.device) - position[:, None]
+            distance = distance if signed_alibi else -distance.abs()
+            per_row = slopes[:, None] if slopes.ndim == 1 else slopes
+            scores = scores + per_row.to(q.dtype)[..., None] * distance
+        scores = scores.masked_fill(~visible, -math.inf)
+
+        # the sink is one more column, without a value
+        sink = q.new_full((heads_q,), -math.inf) if sinks is None else sinks.to(q.dtype)
+        scores = torch.cat([scores, sink[:, None, None].expand(-1, seqlen_q, 1)], dim=-1)
+        shift = scores.amax(dim=-1, keepdim=True)
+        shift = shift.masked_fill(shift == -math.inf, 0.0)
+        weights = (scores - shift).exp_()
+        del scores  # as large as the weights
+        total = weights.sum(dim=-1, keepdim=True)
+        empty = total == 0.0
+        total = total.masked_fill(empty, 1.0)
+        lse = (shift + torch.log(total)).masked_fill(empty, -math.inf).squeeze(-1)
+        out = torch.einsum("hij,jhd->ihd", weights[..., :-1] / total, v)
+        return out.masked_fill(~visible.any(1)[:, None, None], 0.0), lse
+
+
+def visible_keys(position: Tensor, seqlen_k: int, window_left: int, window_right: int) -> Tensor:
+    """Return which key each query sees, bool ``[queries, seqlen_k]``; -1 is no limit."""
+    key = torch.arange(seqlen_k, device=position.device)
+    position = position[:, None]
+    visible = torch.ones((position.shape[0], seqlen_k), dtype=torch.bool, device=position.device)
+    # a position and the largest integer have a sum that wraps around
+    if window_left >= 0:
+        visible = visible & (key >= position - min(window_left, MAX_WINDOW))
+    if window_right >= 0:
+        visible = visible & (key <= position + min(window_right, MAX_WINDOW))
+    return visible
+
+
+class _Mask(NamedTuple):
+    """Which key each query of a sequence sees; made for some queries at a time."""
+
+    position: Tensor
+    seqlen_k: int
+    window_left: int
+    window_right: int
+    # bits of the new tokens that each query sees, or None
+    tree: Tensor | None
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return what these queries see, bool ``[queries, seqlen_k]``."""
+        window = self.window_left, self.window_right
+        visible = visible_keys(self.position[start:stop], self.seqlen_k, *window)
+        if self.tree is not None:
+            new = torch.arange(self.seqlen_k, device=self.tree.device)
+            new = new - (self.seqlen_k - len(self.tree))
+            bits = self.tree[start:stop, None] >> new.clamp(0, 63) & 1
+            visible = visible & ((new < 0) | bits.bool())
+        return visible
+
+    def span(self, start: int, stop: int) -> slice:
+        """Return the keys from the first to the last that some of these queries see."""
+        seen = self.rows(start, stop).any(0).nonzero()
+        return slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
+
+
+def _of_sequence(descale: Tensor | None, b: int) -> Tensor | None:
+    """Return the scales of a sequence: its own, or those of all."""
+    is_own = descale is not None and descale.ndim == 2 and descale.numel() > 1
+    return descale[b] if descale is not None and is_own else descale
+
+
+def scaled(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return ``x``, ``[tokens, heads, head_dim]``, in another dtype, times its scale."""
+    # how a product is rounded may depend on strides, and on where memory begins
+    x = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if descale is None:
+        return x
+    descale = descale.to(dtype).reshape(-1)
+    if descale.numel() > 1:
+        descale = descale.repeat_interleave(x.shape[1] // descale.numel())
+    return x * descale[:, None]
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """Return numbers of 4 bits one by one, of which bytes hold two; others are left as they are."""
+    if codes.dtype != torch.uint8:
+        return codes
+    both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).to(torch.int8)
+    # two's complement
+    return (both ^ 8) - 8
+
+
+def quantised(x: Tensor, largest: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return codes of rows, of which bytes hold two with ``largest`` 7, and the scale of each.
+
+    The scale is ``max(abs(x)) / largest``, rounded; codes are rounded to the nearest integer, to
+    the even one of two. A row that is not finite has a scale that is not, and codes of 0.
+    """
+    # in fp32, as a kernel has it
+    wide = x.to(compute_dtype(x))
+    scale = (wide.abs().amax(-1) / largest).to(scale_dtype)
+    divisor = scale.to(wide.dtype)
+    divisor = divisor.masked_fill(divisor == 0.0, math.inf)[..., None]
+    codes = (wide / divisor).nan_to_num(0.0).round().clamp(-largest, largest).to(torch.int8)
+    if largest == 7:
+        pairs = (*codes.shape[:-1], codes.shape[-1] // 2, 2)
+        low, high = (codes & 15).to(torch.uint8).reshape(pairs).unbind(-1)
+        codes = low | high << 4
+    return codes, scale
+
+
+def out_dtype_of(q: Tensor, out: Tensor | None, out_scale: Tensor | None) -> torch.dtype:
+    """Return the dtype of the output."""
+    if out is not None:
+        return out.dtype
+    if out_scale is not None:
+        return torch.float8_e4m3fn
+    return torch.bfloat16 if q.element_size() == 1 else q.dtype
+
+
+def round_output(out: Tensor, dtype: torch.dtype, out_scale: Tensor | None) -> Tensor:
+    """Return ``out`` in the output's dtype; an FP8 output is scaled and saturated first."""
+    if out_scale is not None:
+        out = out / out_scale
+    if dtype.itemsize == 1:
+        limits = torch.finfo(dtype)
+        out = out.clamp(limits.min, limits.max)
+    return out.to(dtype)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return in what the definition computes."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _cached(cache: Tensor, table: Tensor, first: int, last: int, packed: bool) -> Tensor:
+    """Return the keys, or values, from ``first`` to ``last`` of a sequence."""
+    size = cache.shape[3] if packed else cache.shape[1]
+    if first >= last:
+        # no key, and no page: that of a key that nobody sees may be gone
+        first = last = 0
+    first_page = first // size
+    pages = table[first_page : -(-last // size)]
+    # not one entry beyond the last page was looked at
+    tokens = gather_pages(cache, pages.to(torch.int64), packed)
+    return tokens[first - first_page * size : last - first_page * size]

@@ -1,0 +1,383 @@
+"""Which kernel serves a call, and its tiles: functions that need no GPU.
+
+A shape class is the padded head dimension, the element sizes, and for short sequences the number of
+query heads per key head. Nothing that a result's bits depend on may depend on the batch: a
+sequence's result would then depend on its neighbours. The number of splits alone follows the load,
+unless the caller fixes it.
+
+A row of a tile is one query head of one token; all rows of a tile belong to one head of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from attn_common import Platform, cdiv, detect, has_gluon, next_power_of_2
+from torch import Tensor
+
+from .._cache.layout import is_packed, numbers_of_byte
+from .._linked.host.arguments import FP32_TINY
+from .._linked.host.tiles import (
+    MIN_TILE,
+    Table,
+    Tile,
+    family_of,
+    find_tile,
+    padded_head_dim,
+)
+from .call import Options, Tensors
+
+# rows of the largest tile for short sequences
+MAX_SHORT_ROWS = 64
+# columns to which such a tile goes
+WIDEST_SHORT_ROWS = 256
+
+# the interpreter: small tiles, so that short sequences cross tile edges
+_INTERPRETED = ((512, Tile(16, 16, 1, 1)),)
+
+_LONG: Table[Tile] = {
+    "cpu": _INTERPRETED,
+    "hopper": (
+        (128, Tile(128, 64, 8, 3)),
+        (256, Tile(128, 64, 8, 2)),
+        (512, Tile(32, 32, 8, 2)),
+    ),
+    "nvidia": (
+        (64, Tile(64, 64, 4, 3)),
+        (128, Tile(64, 32, 8, 3)),
+        (256, Tile(32, 32, 8, 2)),
+        (512, Tile(32, 16, 8, 1)),
+    ),
+    "amd": (
+        (128, Tile(128, 64, 4, 1)),
+        (256, Tile(64, 32, 4, 1)),
+        (512, Tile(32, 16, 8, 1)),
+    ),
+    "rdna": (
+        (64, Tile(64, 32, 4, 1)),
+        (128, Tile(64, 16, 8, 1)),
+        (256, Tile(32, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "hopper-fp32": (
+        (64, Tile(64, 64, 4, 2, "tf32x3")),
+        (128, Tile(128, 32, 8, 2, "tf32x3")),
+        (256, Tile(64, 32, 8, 1, "tf32x3")),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "nvidia-fp32": (
+        (64, Tile(32, 32, 4, 1, "tf32x3")),
+        (128, Tile(16, 32, 4, 1, "tf32x3")),
+        (256, Tile(16, 32, 8, 1, "tf32x3")),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "amd-fp32": (
+        (64, Tile(64, 32, 4, 1)),
+        (128, Tile(32, 32, 4, 1)),
+        (256, Tile(16, 32, 4, 1)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "rdna-fp32": (
+        (64, Tile(32, 32, 8, 1)),
+        (128, Tile(16, 32, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+}
+
+# block_m is that of at most 16 query heads per key head; see short_tile
+_SHORT: Table[Tile] = {
+    "cpu": _INTERPRETED,
+    "hopper": (
+        (64, Tile(16, 128, 4, 3)),
+        (128, Tile(16, 64, 4, 4)),
+        (256, Tile(16, 32, 4, 3)),
+        (512, Tile(16, 32, 8, 2)),
+    ),
+    "nvidia": (
+        (64, Tile(16, 64, 4, 3)),
+        (128, Tile(16, 32, 4, 3)),
+        (256, Tile(16, 32, 4, 2)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "amd": (
+        (128, Tile(16, 64, 4, 1)),
+        (256, Tile(16, 32, 4, 1)),
+        (512, Tile(16, 16, 4, 1)),
+    ),
+    "rdna": (
+        (64, Tile(16, 32, 4, 1)),
+        (128, Tile(16, 32, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "hopper-fp32": (
+        (64, Tile(16, 64, 4, 2, "tf32x3")),
+        (256, Tile(16, 32, 4, 2, "tf32x3")),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "nvidia-fp32": (
+        (128, Tile(16, 32, 4, 2, "tf32x3")),
+        (256, Tile(16, 32, 8, 1, "tf32x3")),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "amd-fp32": (
+        (128, Tile(16, 32, 4, 1)),
+        (256, Tile(16, 32, 4, 1)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "rdna-fp32": (
+        (128, Tile(16, 32, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+}
+
+# of caches that are read in words, by what a word holds, where they differ from the above
+_RDNA = ((512, Tile(16, 16, 8, 1)),)
+_SHORT_OF_WORDS: dict[str, Table[Tile]] = {
+    "fp8": {
+        "hopper": (
+            (64, Tile(16, 128, 4, 4)),
+            (128, Tile(16, 64, 4, 4)),
+            (256, Tile(16, 64, 4, 3)),
+            (512, Tile(16, 32, 4, 2)),
+        ),
+    },
+    "int8": {
+        "hopper": (
+            (64, Tile(16, 128, 4, 4)),
+            (128, Tile(16, 128, 4, 3)),
+            (256, Tile(16, 64, 4, 3)),
+            (512, Tile(16, 32, 4, 2)),
+        ),
+        "rdna": _RDNA,
+    },
+    "int4": {
+        "hopper": (
+            (128, Tile(16, 128, 4, 4)),
+            (256, Tile(16, 64, 4, 4)),
+            (512, Tile(16, 32, 4, 2)),
+        ),
+        "rdna": _RDNA,
+    },
+}
+# of those that have a scale for each token besides
+_LONG_SCALED: Table[Tile] = {
+    "hopper": (
+        (64, Tile(128, 64, 8, 3)),
+        (128, Tile(128, 32, 8, 3)),
+        (256, Tile(64, 32, 8, 2)),
+        (512, Tile(32, 32, 8, 1)),
+    ),
+    "nvidia": (
+        (64, Tile(64, 32, 4, 3)),
+        (128, Tile(64, 16, 4, 3)),
+        (256, Tile(32, 16, 4, 2)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "amd": (
+        (128, Tile(128, 32, 4, 1)),
+        (256, Tile(64, 16, 4, 1)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+    "rdna": (
+        (128, Tile(32, 16, 8, 1)),
+        (256, Tile(16, 16, 8, 1)),
+        (512, Tile(16, 16, 8, 1)),
+    ),
+}
+
+# what a device without a driver to ask is taken to have
+_PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
+_PROCESSORS |= {"gfx90a": 104, "gfx942": 304, "gfx950": 256, "gfx1100": 48, "": 4}
+_TYPICAL_PROCESSORS = 128
+
+# programs of a short tile that one processor holds at a time, by what is read in words; on Hopper
+# by their shared memory and registers
+_SHORT_RESIDENT = {"": 2, "fp8": 4, "int8": 2, "int4": 3}
+# a split has at least so many steps, else its merging costs more than it saves
+_LEAST_STEPS = 4
+# bytes that partial results may take, if the caller has not asked for more
+_SCRATCH_BYTES = 256 * 2**20
+# waves of programs of a short tile that splits may come to, so that the last one is full; partial
+# results of a long tile are too large for more than one
+_MOST_WAVES = 4
+# what of the time writing and merging of partial results takes, where it is worth its while
+_MERGING = 0.05
+_MOST_SPLITS = 128
+
+
+def words_of(x: Tensors) -> str:
+    """Return what a cache that is read in words holds, "fp8", "int8" or "int4"; "" for others."""
+    cache = x.k_cache
+    if cache.element_size() > 1 or cache.dtype == x.q.dtype or is_packed(cache):
+        return ""
+    if cache.dtype.is_floating_point:
+        return "fp8"
+    return "int4" if numbers_of_byte(cache) == 2 else "int8"
+
+
+@functools.cache
+def long_tile(platform: Platform, head_dim: int, itemsize: int, is_scaled: bool = False) -> Tile:
+    """Return the tile for sequences with many queries; ``is_scaled``: each key has a scale."""
+    family = family_of(platform, itemsize)
+    table = _LONG_SCALED if is_scaled and family in _LONG_SCALED else _LONG
+    return find_tile(table, platform, head_dim, itemsize)
+
+
+@functools.cache
+def short_tile(
+    platform: Platform, head_dim: int, itemsize: int, group: int, words: str = ""
+) -> Tile:
+    """Return the tile for sequences with few queries: decoding, and verifying of drafts.
+
+    ``words`` is what the cache holds; see ``words_of``.
+    """
+    narrow = _SHORT_OF_WORDS.get(words, {})
+    table = narrow if family_of(platform, itemsize) in narrow else _SHORT
+    tile = find_tile(table, platform, head_dim, itemsize)
+    # above 256 columns, the sums of more rows than the least are more than there are registers for
+    most = MAX_SHORT_ROWS if padded_head_dim(head_dim) <= WIDEST_SHORT_ROWS else tile.block_m
+    rows = min(most, max(tile.block_m, next_power_of_2(group)))
+    return Tile(rows, tile.block_n, tile.num_warps, tile.num_stages, tile.precision)
+
+
+@functools.cache
+def tree_tile(platform: Platform, head_dim: int, itemsize: int, is_scaled: bool = False) -> Tile:
+    """Return the tile for sequences with many queries whose tokens are a tree's: 64 at most.
+
+    The masks of its rows take registers that a long tile of wide rows does not have.
+    """
+    if head_dim <= 128 and itemsize < 4:
+        return long_tile(platform, head_dim, itemsize, is_scaled)
+    return short_tile(platform, head_dim, itemsize, MAX_SHORT_ROWS // 2)
+
+
+def short_tokens(group: int) -> int:
+    """Return the most queries of a sequence that goes to the short tile.
+
+    It depends on nothing else: a sequence is computed in the same way whatever shares its batch.
+    """
+    return max(1, MIN_TILE // group)
+
+
+def processors(platform: Platform) -> int:
+    """Return how many processors a platform has, where nobody can be asked."""
+    return _PROCESSORS.get(platform.arch, _TYPICAL_PROCESSORS)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_splits(
+    units: int, is_short: bool, steps: int, scratch_bytes: int, processors: int, words: str = ""
+) -> int:
+    """Return into how many parts to cut the keys of every sequence.
+
+    Args:
+        units: programs without a split.
+        is_short: whether they run the short tile, of which a processor holds several.
+        steps: tiles of keys of the longest sequence.
+        scratch_bytes: what the partial results of one split take.
+        processors: how many the GPU has.
+        words: what the cache holds; see ``words_of``.
+    """
+    resident, waves = processors, 1
+    if is_short:
+        resident, waves = _SHORT_RESIDENT[words] * processors, _MOST_WAVES
+    most = min(_MOST_SPLITS, steps // _LEAST_STEPS, _SCRATCH_BYTES // max(1, scratch_bytes))
+    if units == 0 or most < 2:
+        return 1
+    most = min(most, waves * resident // units)
+    # in steps of the longest sequence, of which each wave of programs takes as many as a split has
+    times = [cdiv(units, resident) * steps * (1.0 - _MERGING)]
+    times += [cdiv(units * splits, resident) * cdiv(steps, splits) for splits in range(2, most + 1)]
+    return 1 + times.index(min(times))
+
+
+# ---- the kernel for Hopper
+
+# for comparisons, and in case of doubt: the portable kernels serve every call
+HOPPER = os.environ.get("PREFIX_PREFILL_HOPPER", "1") != "0"
+
+# keys of a page that are worth a copy
+MIN_PIECE = 16
+# columns of a tile of keys, of which several fit the shared memory
+MAX_HOPPER_HEAD_DIM = 256
+# rows of a tensor map of a cache
+MAX_ROWS = 2**30
+
+
+def takes_hopper(x: Tensors, options: Options) -> bool:
+    """Say whether the kernel for Hopper serves the sequences with many queries of a call.
+
+    The portable one has the rest: what TMA does not read, FP8 queries, values with a head dimension
+    of their own. A cache is never copied. How many queries are many, ``HopperTile.least_tokens``
+    says; more than one, so that their keys are new ones where the call has any.
+    """
+    return (
+        HOPPER
+        and x.q.device.type != "cpu"
+        and detect(x.q.device).is_hopper
+        and x.q.dtype in (torch.float16, torch.bfloat16)
+        and x.out.dtype in (x.q.dtype, torch.float32)
+        and (x.k_cache.dtype == x.q.dtype or words_of(x) != "")
+        and x.out_scale is None
+        and x.positions is None
+        and x.tree_mask is None  # at most 64 queries: its masks would cost all calls registers
+        and x.out.shape[-1] == x.q.shape[-1]  # one shape of a tile of keys and of values
+        and 32 < x.q.shape[-1] <= MAX_HOPPER_HEAD_DIM  # up to 32, half of a tile would be padding
+        and not is_packed(x.k_cache)
+        and (
+            x.k_cache.element_size() == 1  # which the widening warps read key by key
+            or copied_keys(x.k_cache.shape[1], options.window_left, MIN_PIECE) == MIN_PIECE
+        )
+        # new keys are copied, whatever the cache holds
+        and (x.k is None or copied_keys(MIN_PIECE, options.window_left, MIN_PIECE) == MIN_PIECE)
+        and is_mappable(x.k_cache)
+        and is_mappable(x.v_cache)
+        # the same under a causal mask
+        and (x.alibi_slopes is None or options.window_right == 0 or not options.signed_alibi)
+        # folded into the exponential, where only a positive one commutes with the maximum
+        and options.softmax_scale >= FP32_TINY
+        and options.num_splits <= 1
+        and has_gluon()
+    )
+
+
+def copied_keys(page: int, window_left: int, most: int) -> int:
+    """Return how many keys of a page are copied at once: a power of two that divides it.
+
+    A copy can leave out keys at one end of a piece alone: those before the first row's window, or
+    those past the end. Between the two lie ``window_left + 1`` keys or more.
+    """
+    piece = min(page & -page, most)
+    if window_left >= 0:
+        piece = min(piece, 1 << (window_left + 2).bit_length() - 1)
+    return piece
+
+
+def rows_of_page(cache: Tensor) -> int:
+    """Return how many slots a page is from the next; of a single one there is no next."""
+    return cache.stride(0) // cache.stride(1) if cache.shape[0] > 1 else 0
+
+
+def rows_of_cache(cache: Tensor) -> int:
+    """Return how many slots it is from a cache's first to behind its last."""
+    return (cache.shape[0] - 1) * rows_of_page(cache) + cache.shape[1]
+
+
+def is_mappable(cache: Tensor) -> bool:
+    """Say whether TMA can read a cache, as rows of one head each, where it is."""
+    page, slot, head, inner = cache.stride()
+    heads = head if cache.shape[2] > 1 else slot
+    unit = 16 // cache.element_size()
+    return (
+        cache.numel() > 0
+        and cache.data_ptr() % 16 == 0
+        and (inner == 1 and slot > 0 and heads > 0)
+        and slot % unit == heads % unit == 0
+        and (cache.shape[0] == 1 or (page > 0 and page % slot == 0))
+        and rows_of_cache(cache) < MAX_ROWS
+    )
