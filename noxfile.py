@@ -434,7 +434,7 @@ def vllm(session: nox.Session) -> None:
     path = ROOT / "packages" / "prefix-prefill"
     # what vLLM warns of as it is imported is no concern of these tests
     report = "prefix-prefill-vllm"
-    pytest(session, path, "eager", report, "tests/test_vllm.py", "-W", "ignore")
+    pytest(session, path, "eager", report, "tests/integrations/test_vllm.py", "-W", "ignore")
 
 
 @nox.session(default=False)
@@ -462,7 +462,9 @@ def scale(session: nox.Session) -> None:
 
 
 @nox.session(requires=["build"], default=False)
-@each([p for p in KERNEL_PACKAGES if any((ROOT / "packages" / p / "tests").glob("test_gluon*.py"))])
+@each(
+    [p for p in KERNEL_PACKAGES if any((ROOT / "packages" / p / "tests").rglob("test_gluon*.py"))]
+)
 def mutations(session: nox.Session, package: str) -> None:
     """Plant every mistake in one package's Hopper kernels, and see that it shows."""
     install(session, package)
@@ -531,13 +533,13 @@ def certificate(session: nox.Session) -> None:
 
 
 @nox.session(requires=["build"], default=False)
-@each([p for p in PACKAGES if (ROOT / "packages" / p / "tests" / "test_property.py").exists()])
+@each([p for p in PACKAGES if any((ROOT / "packages" / p).rglob("test_property.py"))])
 def soak(session: nox.Session, package: str) -> None:
     """Try one package's properties, and its server, on more than a merge waits for."""
     install(session, package)
     examples = {f"{package.upper().replace('-', '_')}_EXAMPLES": str(SOAK_EXAMPLES)}
     path = ROOT / "packages" / package
-    files = sorted(str(p.relative_to(path)) for p in path.glob("tests/test_property*.py"))
+    files = sorted(str(p.relative_to(path)) for p in path.glob("tests/**/test_property*.py"))
     pytest(session, path, "interpreter", f"{package}-soak", *files, **examples)
     if (path / "tests" / "test_serve.py").exists():
         pytest(session, path, "eager", f"{package}-soak-serve", "tests/test_serve.py", **examples)

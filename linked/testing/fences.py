@@ -66,7 +66,7 @@ def run_fenced(code: str, tests: str) -> None:
     makes has a fence, too.
     """
     before = "from tests._linked.fences import fence_new_tensors, fenced\nfence_new_tensors()"
-    folder = Path(tests).resolve().parent.parent
+    folder = next(p.parent for p in Path(tests).resolve().parents if p.name == "tests")
     command = [sys.executable, "-c", f"{before}\n{code}\nprint('done')"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.stdout.endswith("done\n"), f"ended with {done.returncode}: {done.stderr[-2000:]}"

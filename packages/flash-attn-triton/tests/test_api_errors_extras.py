@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ._calls import (
+from .dense._calls import (
     FP8,
     META,
     assert_refused,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from flash_attn_triton._dense import ops
 
-from ._calls import assert_refused, fixed, forbid_operator, fp8, one_test_each, packed
+from .dense._calls import assert_refused, fixed, forbid_operator, fp8, one_test_each, packed
 
 
 @pytest.fixture(autouse=True)

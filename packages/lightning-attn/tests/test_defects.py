@@ -73,8 +73,8 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("schedule", ["sequential", "parallel"])
 def test_l5_memory_is_linear_and_small(schedule):
     """A million tokens, 64 heads of 128: the old buffer of states took 17 GB, twice."""
-    from ._aot import Config
     from ._linked.gpus import recording
+    from .linear._aot import Config
 
     config = Config(128, schedule=schedule)
     q = torch.empty(1, 2**20, 64, 128, dtype=torch.bfloat16, device="meta")
@@ -109,8 +109,8 @@ def test_l6_addresses_hold_64_bits():
 
 @pytest.mark.aot
 def test_l7_programs_divide_the_state():
-    from ._aot import Config, launch_forward
     from ._linked.gpus import recording
+    from .linear._aot import Config, launch_forward
 
     with recording("nvidia:sm_90") as launches:
         launch_forward(Config(128))

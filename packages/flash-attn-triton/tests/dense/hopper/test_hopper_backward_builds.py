@@ -1,0 +1,179 @@
+"""What the backward kernel for Hopper builds into, with each mask, feature and head dimension."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import triton
+from flash_attn_triton._dense.call import Options, Tensors
+from flash_attn_triton._dense.hopper.backward.launch import HopperBackward
+from flash_attn_triton._dense.hopper_tiles import hopper_backward_tile
+from flash_attn_triton._dense.portable.form import Form
+from flash_attn_triton._dense.portable.structures import Extras, Inputs
+
+from ..._linked.gpus import GPUS, chosen, compiling
+from ._hopper_backward import HOPPER, extras_of
+
+# Bytes that may be spilled, by head dimension and mask, with Triton 3.6 and with later ones: those
+# of the walk, as the accumulators of dk and dv and the products beside them fill the registers.
+SPILLS = {
+    (64, False): (16, 16),
+    (64, True): (24, 56),  # three stages of queries, 128 a step: the fastest measured on an H200
+    (128, False): (8, 0),
+    (128, True): (24, 24),
+    (256, False): (0, 0),
+    (256, True): (0, 16),  # between the roles, in no loop
+    # in panels
+    **{(d, causal): (0, 0) for d in (80, 96) for causal in (False, True)},
+    # dk and dq, without dv
+    (160, False): (0, 0),
+    (160, True): (0, 24),
+    (192, False): (0, 8),
+    (192, True): (32, 24),
+}
+
+
+# of dk and dq without dv, with every feature that costs registers
+MOST_SPILLED_APART = 48
+
+
+# Likewise. With Triton 3.6 the loops over tiles of queries have none of dropout's; nearly all of
+# ALiBi's is that of tiles which need a mask, or face keys on either side.
+SPILLS_OF_FEATURES = {
+    "dropout": {
+        (64, False): (0, 0),
+        (64, True): (0, 0),
+        (128, False): (48, 120),
+        (128, True): (64, 176),
+        (256, False): (0, 0),
+        (256, True): (0, 64),
+    },
+    "alibi": {
+        (64, False): (248, 248),
+        (64, True): (296, 296),
+        (128, False): (80, 120),
+        (128, True): (64, 112),
+        (256, False): (0, 0),
+        (256, True): (0, 64),
+    },
+}
+
+
+# with additions to dq in order: what the walk from the last tile to the first has to keep besides
+SPILLS_IN_ORDER = {
+    (64, False): (16, 32),
+    (64, True): (8, 40),
+    (128, False): (8, 32),
+    (128, True): (24, 24),
+    (256, False): (0, 0),
+    (256, True): (0, 8),
+    **{(d, causal): (0, 0) for d in (80, 96, 160, 192) for causal in (False, True)},
+}
+
+
+IS_OLD = triton.__version__.startswith("3.6.")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "ordered"),
+    chosen(
+        itertools.product((64, 80, 96, 128, 160, 192, 256), (False, True), (False, True)),
+        [(128, True, False), (64, True, True), (96, True, False), (192, False, False)],
+    ),
+)
+def test_builds_for_hopper(head_dim, causal, ordered, tmp_path):
+    tile = hopper_backward_tile(head_dim, False, not ordered)
+    with compiling(HOPPER, tmp_path) as builds:
+        q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(3, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
+        rows = torch.empty(3, 8, 1024, device="meta")
+        x = Tensors(q, k, k)
+        form = Form(x, Options(0.1, -1, 0 if causal else -1, 0.0, 0.0))
+        plan = HopperBackward(form, x, tile, ordered=ordered)
+        inputs = Inputs(q, k, k, q, rows, rows)
+        plan(inputs, Extras(*[None] * 6), q, k, k, plan.new_sums(q))
+    kernel, *values, rounding = builds
+    assert len(values) == tile.is_apart
+    old, new = (SPILLS_IN_ORDER if ordered else SPILLS)[head_dim, causal]
+    assert kernel.spilled <= (old if IS_OLD else new), kernel
+    for build in (*values, rounding):
+        assert build.spilled == 0, build
+    for build in (kernel, *values):
+        assert not build.unset, build
+        assert build.shared <= GPUS[HOPPER].shared_limit
+        sass = build.sass
+        products = sass.count(" HGMMA.")
+        assert products > 0
+        assert " UTMALDG." in sass
+        assert " UTMASTG." in sass
+        # serialised products have an arrival each
+        assert sass.count(" WARPGROUP.ARRIVE") < products / 3
+    # who adds to dq: TMA, or the threads
+    is_by_threads = tile.block_n == 64 or tile.is_apart
+    assert (" UTMAREDG." in kernel.sass) != is_by_threads
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "feature"),
+    chosen(
+        itertools.product((64, 128, 256), (False, True), ("dropout", "alibi")),
+        [(128, True, "dropout")],
+    ),
+)
+def test_builds_with_features(head_dim, causal, feature, tmp_path):
+    """Of fixed lengths; packed and causal, dropout draws twice as often."""
+    has_dropout = feature == "dropout"
+    with compiling(HOPPER, tmp_path) as builds:
+        q = torch.empty(3, 1024, 8, head_dim, dtype=torch.bfloat16, device="meta")
+        k = torch.empty(3, 1024, 2, head_dim, dtype=torch.bfloat16, device="meta")
+        rows = torch.empty(3, 8, 1024, device="meta")
+        slopes = torch.empty(8, device="meta")
+        state = torch.empty(2, dtype=torch.int64, device="meta")
+        x = Tensors(q, k, k)
+        x = x._replace(rng_state=state) if has_dropout else x._replace(alibi_slopes=slopes)
+        options = Options(0.1, -1, 0 if causal else -1, 0.0, 0.1 if has_dropout else 0.0)
+        plan = HopperBackward(Form(x, options), x)
+        plan(Inputs(q, k, k, q, rows, rows), extras_of(x), q, k, k, plan.new_sums(q))
+    kernel, rounding = builds
+    assert not kernel.unset, kernel
+    assert kernel.shared <= GPUS[HOPPER].shared_limit
+    old, new = SPILLS_OF_FEATURES[feature][head_dim, causal]
+    assert kernel.spilled <= (old if IS_OLD else new), kernel
+    assert rounding.spilled == 0
+    products = kernel.sass.count(" HGMMA.")
+    assert kernel.sass.count(" WARPGROUP.ARRIVE") < products / 3
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), chosen([(64, 256), (40, 136)], [(256, 64), (192, 128)]), ids=str
+)
+def test_builds_of_two_head_dims(head_dim, head_dim_v, tmp_path):
+    """Packed, with a window: every feature that costs registers but softcap."""
+    (q, dout), (k, v) = (
+        [
+            torch.empty(2048, heads, d, dtype=torch.float16, device="meta")
+            for d in (head_dim, head_dim_v)
+        ]
+        for heads in (8, 2)
+    )
+    rows = torch.empty(8, 2048, device="meta")
+    starts = torch.empty(3, dtype=torch.int32, device="meta")
+    with compiling(HOPPER, tmp_path) as builds:
+        x = Tensors(q, k, v, starts, starts)
+        plan = HopperBackward(Form(x, Options(0.1, 100, 0, 0.0, 0.0)), x)
+        inputs = Inputs(q, k, v, dout, rows, rows)
+        extras = Extras(None, None, None, starts, starts, None)
+        plan(inputs, extras, *map(torch.empty_like, (q, k, v)), plan.new_sums(q))
+    *kernels, rounding = builds
+    # dv has a launch of its own above head dim 128
+    assert len(kernels) == (2 if 128 < max(head_dim, head_dim_v) <= 192 else 1)
+    for kernel in kernels:
+        assert not kernel.unset, kernel
+        assert kernel.shared <= GPUS[HOPPER].shared_limit
+        assert kernel.spilled <= (MOST_SPILLED_APART if len(kernels) > 1 else 0), kernel
+    assert rounding.spilled == 0

@@ -1,0 +1,334 @@
+"""vLLM's attention backend: steps of a batch over its caches, against float64 attention."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass, fields
+from importlib.metadata import distributions, entry_points
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attn_common import detect, fp8_dtype
+from prefix_prefill.integrations import vllm as integration
+from torch import Tensor
+
+from .._linked.budget import DTYPES
+from .._linked.tiers import INTERPRETED
+from . import _vllm
+
+pytestmark = pytest.mark.eager
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE, PAGES = 4, 2, 16, 16, 24
+SEQUENCES = 3
+# queries of each sequence in a step: prompts; a chunk beside a decode and one that waits; decodes
+STEPS = [(5, 17, 33), (20, 1, 0), (1, 1, 1)]
+
+
+@pytest.fixture
+def backend():
+    integration.register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return AttentionBackendEnum.CUSTOM.get_class()
+
+
+@dataclass
+class Layer:
+    """What vLLM's layer has of an FP8 cache."""
+
+    _k_scale: Tensor
+    _v_scale: Tensor
+
+
+ONES = Layer(torch.tensor(1.0), torch.tensor(1.0))
+
+
+class Cache:
+    """A cache as vLLM allots it, with its sequences' pages in a random order."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, is_nhd: bool) -> None:
+        size = (PAGES, KV_HEADS, PAGE, 2 * HEAD_DIM)
+        if is_nhd:
+            kv = torch.empty(PAGES, PAGE, KV_HEADS, 2 * HEAD_DIM, dtype=dtype, device=device)
+            self.kv = kv.transpose(1, 2)
+        else:
+            self.kv = torch.empty(size, dtype=dtype, device=device)
+        # NaN in every dtype: what no token was written to must not be read
+        self.kv.fill_(0x7F if dtype is torch.uint8 else torch.nan)
+        order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(5))
+        self.table = order.view(SEQUENCES, -1).to(torch.int32)
+        self.lengths = torch.zeros(SEQUENCES, dtype=torch.int32)
+
+    def step(self, queries: tuple[int, ...], padding: int = 2, causal: bool = True) -> Any:
+        """Return vLLM's metadata for so many new tokens of each sequence."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        slots = [
+            int(self.table[b, t // PAGE]) * PAGE + t % PAGE
+            for b, count in enumerate(queries)
+            for t in range(int(self.lengths[b]), int(self.lengths[b]) + count)
+        ]
+        self.lengths = self.lengths + torch.tensor(queries, dtype=torch.int32)
+        starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
+        device = self.kv.device
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(device),
+            query_start_loc_cpu=starts,
+            seq_lens=self.lengths.to(device),
+            num_reqs=SEQUENCES,
+            num_actual_tokens=sum(queries),
+            max_query_len=max(queries),
+            max_seq_len=int(self.lengths.max()),
+            block_table_tensor=self.table.to(device),
+            slot_mapping=torch.tensor(slots + [-1] * padding, device=device),
+            causal=causal,
+        )
+
+
+def builder(backend: Any) -> Any:
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=100))
+    return backend.get_builder_cls()(None, ["layer"], config, torch.device("cpu"))
+
+
+def tokens(count: int, heads: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(count, heads, HEAD_DIM, generator=made).to(dtype).to(device)
+
+
+# what a layer is made with, and what attention then is: window, softcap and further arguments
+LAYERS = {
+    "plain": {},
+    "window": {"sliding_window": 7},
+    "softcap": {"logits_soft_cap": 2.0},
+    "alibi": {"alibi_slopes": [0.5, 0.25, 0.125, 1.0]},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+}
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, layer: dict[str, Any], causal: bool = True) -> Tensor:
+    """Compute attention of a sequence's last tokens in float64, ``[queries, heads, head_dim]``."""
+    left = layer.get("sliding_window", 0) - 1
+    q, k, v = (x.double().cpu().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+    s = q @ k.mT * 0.3  # [heads, queries, keys]
+    if "logits_soft_cap" in layer:
+        s = layer["logits_soft_cap"] * torch.tanh(s / layer["logits_soft_cap"])
+    i = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    j = torch.arange(k.shape[1])
+    if "alibi_slopes" in layer:
+        s = s - torch.tensor(layer["alibi_slopes"])[:, None, None] * (i - j).abs()
+    if causal:
+        s = s.masked_fill(j > i, -torch.inf)
+    if left >= 0:
+        s = s.masked_fill(i - j > left, -torch.inf)
+        if not causal:
+            s = s.masked_fill(j - i > left, -torch.inf)
+    if "sinks" in layer:
+        s = torch.cat([s, layer["sinks"].double()[:, None, None].expand(*s.shape[:2], 1)], -1)
+    return (s.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1)
+
+
+def close(actual: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    """Hold rows to a few roundings of the dtype, of numbers as large as the values."""
+    bound = 8 * torch.finfo(dtype).eps * wanted.abs().max()
+    assert (actual.double().cpu() - wanted).abs().max() <= bound
+
+
+@pytest.mark.parametrize("is_nhd", [True, False], ids=["nhd", "hnd"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_of_a_batch(backend, dtype, layer, is_nhd, device):
+    options = LAYERS[layer]
+    if "sinks" in options:
+        options = {"sinks": options["sinks"].to(device)}
+    with device:
+        impl = backend.get_impl_cls()(HEADS, HEAD_DIM, 0.3, KV_HEADS, **options)
+    cache, metadata = Cache(dtype, device, is_nhd), builder(backend)
+    kept: list[tuple[Tensor, Tensor]] = [()] * SEQUENCES
+    for number, queries in enumerate(STEPS):
+        count = sum(queries)
+        q, k, v = (
+            tokens(count + 2, heads, dtype, device, 10 * number + i)
+            for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))
+        )
+        step = cache.step(queries)
+        impl.do_kv_cache_update(ONES, k, v, cache.kv, step.slot_mapping)
+        out = torch.full_like(q, 7.0)
+        assert impl.forward(ONES, q, k, v, cache.kv, metadata.build(0, step), out) is out
+        assert (out[count:] == 7.0).all()  # padding is not touched
+        ends = step.query_start_loc.tolist()
+        for b in range(SEQUENCES):
+            rows = slice(ends[b], ends[b + 1])
+            new = k[rows], v[rows]
+            kept[b] = tuple(map(torch.cat, zip(kept[b], new, strict=True))) if kept[b] else new
+            if rows.start < rows.stop:
+                close(out[rows], expected(q[rows], *kept[b], LAYERS[layer]), dtype)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted FP8 stores round wrongly")
+@pytest.mark.parametrize("scales", [(0.5, 2.0), ([0.5, 0.25], [1.0, 2.0])], ids=["one", "heads"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_a_cache_of_fp8(backend, name, scales, device):
+    platform = detect(device)
+    if not platform.supports_fp8:
+        pytest.skip(f"{platform} has no FP8")
+    impl = backend.get_impl_cls()(HEADS, HEAD_DIM, 0.3, KV_HEADS, kv_cache_dtype=name)
+    layer = Layer(*(torch.tensor(x, device=device) for x in scales))
+    cache = Cache(torch.uint8, device, True)
+    q, k, v = (tokens(55, n, torch.bfloat16, device, n) for n in (HEADS, KV_HEADS, KV_HEADS))
+    step = cache.step(STEPS[0], padding=0)
+    impl.do_kv_cache_update(layer, k, v, cache.kv, step.slot_mapping)
+    out = torch.empty_like(q)
+    impl.forward(layer, q, k, v, cache.kv, builder(backend).build(0, step), out)
+    stored = torch.float8_e5m2 if name == "fp8_e5m2" else getattr(torch, fp8_dtype(platform))
+
+    def rounded(x: Tensor, scale: Tensor) -> Tensor:
+        scale = scale.view(-1, 1)
+        return (x.float() / scale).to(stored).double() * scale
+
+    start = 0
+    for queries in STEPS[0]:
+        rows = slice(start, start + queries)
+        wanted = expected(
+            q[rows], rounded(k[rows], layer._k_scale), rounded(v[rows], layer._v_scale), {}
+        )
+        close(out[rows], wanted, torch.bfloat16)
+        start += queries
+
+
+@pytest.mark.parametrize("layer", ["plain", "window"])
+@pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
+def test_encoders_have_no_cache(backend, kind, layer, device):
+    impl = backend.get_impl_cls()(HEADS, HEAD_DIM, 0.3, KV_HEADS, attn_type=kind, **LAYERS[layer])
+    cache = Cache(torch.float32, device, True)
+    q, k, v = (tokens(57, n, torch.float32, device, n) for n in (HEADS, KV_HEADS, KV_HEADS))
+    step = cache.step(STEPS[0])
+    impl.do_kv_cache_update(ONES, k, v, cache.kv, step.slot_mapping)
+    assert cache.kv.isnan().all()
+    out = torch.empty_like(q)
+    empty = torch.tensor([], device=device)
+    impl.forward(ONES, q, k, v, empty, builder(backend).build(0, step), out)
+    start = 0
+    for queries in STEPS[0]:
+        rows = slice(start, start + queries)
+        wanted = expected(q[rows], k[rows], v[rows], LAYERS[layer], causal=False)
+        close(out[rows], wanted, torch.float32)
+        start += queries
+
+
+def test_cross_attention_sees_every_key(backend, device):
+    impl = backend.get_impl_cls()(HEADS, HEAD_DIM, 0.3, KV_HEADS, attn_type="encoder_decoder")
+    cache = Cache(torch.float32, device, False)
+    k, v = (tokens(sum(STEPS[0]), KV_HEADS, torch.float32, device, n) for n in (1, 2))
+    step = cache.step(STEPS[0], padding=0, causal=False)
+    impl.do_kv_cache_update(ONES, k, v, cache.kv, step.slot_mapping)
+    step.query_start_loc = torch.tensor([0, 2, 3, 4], dtype=torch.int32, device=device)
+    step.num_actual_tokens, step.max_query_len = 4, 2
+    q = tokens(4, HEADS, torch.float32, device, 3)
+    out = torch.empty_like(q)
+    impl.forward(ONES, q, None, None, cache.kv, builder(backend).build(0, step), out)
+    starts = [0, *torch.tensor(STEPS[0]).cumsum(0).tolist()]
+    for b, rows in enumerate((slice(0, 2), slice(2, 3), slice(3, 4))):
+        keys = slice(starts[b], starts[b + 1])
+        close(out[rows], expected(q[rows], k[keys], v[keys], {}, causal=False), torch.float32)
+
+
+def test_while_memory_is_measured_the_output_is_zero(backend):
+    impl = backend.get_impl_cls()(HEADS, HEAD_DIM, 0.3)
+    out = torch.full((3, HEADS, HEAD_DIM), torch.nan)
+    assert impl.forward(ONES, out, out, out, torch.tensor([]), None, out) is out
+    assert (out == 0).all()
+
+
+def test_a_graph_serves_the_longest_sequence(backend):
+    cache = Cache(torch.float32, torch.device("cpu"), True)
+    step = cache.step((1, 1, 1))
+    assert builder(backend).build(0, step).max_seq_len == 1
+    assert builder(backend).build_for_cudagraph_capture(step).max_seq_len == 100
+
+
+def test_what_is_not_served_is_refused(backend):
+    cls, cache = backend.get_impl_cls(), Cache(torch.float32, torch.device("cpu"), True)
+    out = torch.empty(3, HEADS, HEAD_DIM)
+    with pytest.raises(NotImplementedError, match="output_block_scale must be None"):
+        cls(HEADS, HEAD_DIM, 0.3).forward(
+            ONES, out, out, out, cache.kv, None, out, output_block_scale=torch.ones(1)
+        )
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype must be 'auto' for an encoder"):
+        cls(HEADS, HEAD_DIM, 0.3, kv_cache_dtype="fp8", attn_type="encoder")
+    step = cache.step((1, 1, 1))
+    step.causal = torch.tensor([True, False, True])
+    with pytest.raises(NotImplementedError, match="causal must be one bool"):
+        builder(backend).build(0, step)
+    step.causal, step.mm_req_doc_ranges = True, {0: [(0, 2)]}
+    with pytest.raises(NotImplementedError, match="mm_req_doc_ranges"):
+        builder(backend).build(0, step)
+    with pytest.raises(TypeError, match="chunk_lookback"):
+        cls(HEADS, HEAD_DIM, 0.3, chunk_lookback=3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ((64, torch.bfloat16, "fp8", (9, 0)), None),
+        ((64, torch.float32, "auto", (8, 0)), None),
+        ((64, torch.float32, "auto", (7, 5)), "compute capability 8.0"),
+        ((64, torch.bfloat16, "fp8_e5m2", (8, 6)), "capability 8.9"),
+        ((64, torch.float32, "fp8", (9, 0)), "fp16 or bf16"),
+    ],
+)
+def test_what_vllm_asks(backend, asked, reason):
+    head_size, dtype, cache, capability = asked
+    said = backend.supports_combination(
+        head_size, dtype, cache, 16, False, True, False, False, capability
+    )
+    assert said is None if reason is None else reason in said
+    assert [d for d in range(4, 300, 4) if backend.supports_head_size(d)] == list(range(8, 257, 8))
+    assert dtype in backend.supported_dtypes
+    assert cache in backend.supported_kv_cache_dtypes
+
+
+def test_registering_twice_and_beside_another(backend):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    integration.register()
+    assert AttentionBackendEnum.CUSTOM.get_class() is backend
+    assert backend.get_name() == "CUSTOM"
+    register_backend(AttentionBackendEnum.CUSTOM, "another.Backend")
+    try:
+        with pytest.warns(RuntimeWarning, match=r"another\.Backend"):
+            integration.register()
+        assert AttentionBackendEnum.CUSTOM.get_path() == "another.Backend"
+    finally:
+        AttentionBackendEnum.CUSTOM.clear_override()
+
+
+@pytest.mark.skipif(
+    all(x.name != "prefix-prefill" for x in distributions()),
+    reason="the package is not installed: sources have no entry points",
+)
+def test_vllm_finds_the_entry_point():
+    (found,) = (x for x in entry_points(group="vllm.general_plugins") if x.name == "prefix_prefill")
+    assert found.load() is integration.register
+
+
+@pytest.mark.skipif(not _vllm.IS_REAL, reason="vLLM is not installed: nox -s vllm")
+def test_the_stand_in_has_the_signatures_of_vllm():
+    for module, content in _vllm.STAND_INS.items():
+        for name, ours in content.items():
+            theirs = getattr(importlib.import_module(module), name)
+            if name == "CommonAttentionMetadata":
+                known = {x.name: (x.default, x.type) for x in fields(theirs)}
+                assert {x.name for x in fields(ours)} <= set(known)
+                assert all(x.default == known[x.name][0] for x in fields(ours))
+            elif inspect.isclass(ours):
+                for method, function in vars(ours).items():
+                    if inspect.isroutine(function) and not method.startswith("__"):
+                        mine, real = (inspect.signature(getattr(x, method)) for x in (ours, theirs))
+                        assert list(mine.parameters) == list(real.parameters), (name, method)
+            elif callable(ours):
+                mine, real = inspect.signature(ours), inspect.signature(theirs)
+                assert list(mine.parameters) == list(real.parameters), name
