@@ -363,7 +363,7 @@ def test_the_interpreter_is_asked_for_by_triton_s_variable():
     in_a_fresh_process(
         """
         import os
-        from lightning_attn import ops
+        from lightning_attn._linear import ops
         for value, expected in (("1", True), ("true", True), ("0", False)):
             os.environ["TRITON_INTERPRET"] = value
             ops.interpreted.cache_clear()

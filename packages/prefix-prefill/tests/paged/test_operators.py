@@ -251,7 +251,7 @@ def test_the_interpreter_is_asked_for_by_triton_s_variable():
     in_a_fresh_process(
         """
         import os
-        from prefix_prefill import ops
+        from prefix_prefill._paged import ops
         for value, expected in (("1", True), ("true", True), ("0", False)):
             os.environ["TRITON_INTERPRET"] = value
             ops.interpreted.cache_clear()
