@@ -23,7 +23,7 @@ LISTS = {"List[int]", "List[bool]", "List[str]"}
 
 def operators() -> list[Any]:
     for package in PACKAGES:
-        importlib.import_module(f"{package}._ops")
+        importlib.import_module(package)
     for package in DISTRIBUTED:
         importlib.import_module(f"{package}.distributed")
     names = sorted(name.split("::") for name in torch._C._dispatch_get_all_op_names())

@@ -352,7 +352,7 @@ def test_the_operator_passes_opcheck(problem, device):
     clean = case.with_inputs(**{name: t.nan_to_num(0.0) for name, t in case.inputs.items()})
     arguments = list(test_operators.operator_arguments(clean))
     arguments[18] = torch.zeros(21, 4, problem.head_dim_v, device=device)
-    opcheck(test_operators._ops.attention, tuple(arguments), test_utils=test_operators.UTILS)
+    opcheck(test_operators.ops.attention, tuple(arguments), test_utils=test_operators.UTILS)
 
 
 @test_operators.traced_alike

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# tensors of :class:`._lists.Pairs`
+# tensors of ``Pairs`` of ``_layout/lists.py``
 PAIRS = 6
 
 
@@ -101,13 +101,13 @@ class Common(NamedTuple):
 
 
 class Walks(NamedTuple):
-    """The lists that kernels walk, as :class:`._lists.Lists`; empty where none will."""
+    """The lists that kernels walk, as ``Lists`` of ``_layout/lists.py``; empty where none will."""
 
     tall: tuple[Tensor, ...] = ()
     short: tuple[Tensor, ...] = ()
     by_query: tuple[Tensor, ...] = ()
     by_key: tuple[Tensor, ...] = ()
-    # as :class:`._lists.Pairs`: of the backward for Hopper; if dq has a launch of its own, the
+    # as ``Pairs`` of ``_layout/lists.py``: of the backward for Hopper; if dq has a launch of its own, the
     # forward's lists follow, by which it is made
     pairs: tuple[Tensor, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Kernels that plan the backward for Hopper, as :class:`.._lists.Pairs` describes it.
+"""Kernels that plan the backward for Hopper, as ``Pairs`` describes it.
 
 One entry runs one of several stages. :mod:`.pair_blocks` has those that find the pairs of blocks;
 here are those that make programs of them.
