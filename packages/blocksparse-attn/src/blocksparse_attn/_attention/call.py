@@ -107,8 +107,8 @@ class Walks(NamedTuple):
     short: tuple[Tensor, ...] = ()
     by_query: tuple[Tensor, ...] = ()
     by_key: tuple[Tensor, ...] = ()
-    # as ``Pairs`` of ``_layout/lists.py``: of the backward for Hopper; if dq has a launch of its own, the
-    # forward's lists follow, by which it is made
+    # of the backward for Hopper: ``Pairs`` of ``_layout/lists.py``; if dq has a launch of its own,
+    # the forward's lists follow, by which it is made
     pairs: tuple[Tensor, ...] = ()
 
     @property
